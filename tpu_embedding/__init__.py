@@ -1,0 +1,30 @@
+"""Embedding tables for JAX on TPUs: sharded, exact under any skew, any optax optimizer.
+
+Start with `TPUEmbedding`, the Flax layer, and `value_and_grad` and `Optimizer`, which
+train it. `tpu_embedding.functional` has the same without Flax.
+"""
+
+from tpu_embedding import optimizers as optimizers
+from tpu_embedding.config import FeatureConfig as FeatureConfig
+from tpu_embedding.config import QuantizationConfig as QuantizationConfig
+from tpu_embedding.config import TableConfig as TableConfig
+from tpu_embedding.functional import LookupResult as LookupResult
+from tpu_embedding.functional import activation_shapes as activation_shapes
+from tpu_embedding.functional import apply_gradients as apply_gradients
+from tpu_embedding.functional import compute_gradients as compute_gradients
+from tpu_embedding.functional import init_slots as init_slots
+from tpu_embedding.functional import lookup as lookup
+from tpu_embedding.hardware import hardware_by_name as hardware_by_name
+from tpu_embedding.layout.initial_values import init_tables as init_tables
+from tpu_embedding.layout.logical import logical_values as logical_values
+from tpu_embedding.layout.logical import with_logical_values as with_logical_values
+from tpu_embedding.layout.plan import EmbeddingPlan as EmbeddingPlan
+from tpu_embedding.layout.plan import make_plan as make_plan
+from tpu_embedding.lookup.prepare import place_batch as place_batch
+from tpu_embedding.lookup.prepare import prepare_features as prepare_features
+from tpu_embedding.types import PADDING_ROW_ID as PADDING_ROW_ID
+from tpu_embedding.types import DenseIds as DenseIds
+from tpu_embedding.types import LookupStats as LookupStats
+from tpu_embedding.types import RaggedIds as RaggedIds
+from tpu_embedding.types import RowUpdates as RowUpdates
+from tpu_embedding.types import ShardedRaggedIds as ShardedRaggedIds

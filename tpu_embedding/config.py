@@ -1,0 +1,241 @@
+"""What the user declares: tables, and the features that look rows up in them.
+
+Field names and meaning follow `tf.tpu.experimental.embedding`, so that a TensorFlow
+configuration carries over line by line. Both classes are frozen and hashable; every
+rule is checked at construction, and all broken rules of an object are reported in one
+error. The nest of features as a whole is checked where it is used, by
+`tpu_embedding.make_plan`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Final, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpu_embedding.types import PADDING_ROW_ID
+
+Combiner = Literal["sum", "mean", "sqrtn"]
+OutOfRangePolicy = Literal["error", "drop", "clip"]
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+MAX_VOCABULARY_SIZE: Final = PADDING_ROW_ID - 1
+"""Row ids are int32 and the largest of them marks padding."""
+
+
+def truncated_normal_initializer(dim: int) -> Initializer:
+    """Returns TensorFlow's default: truncated normal with stddev `1 / sqrt(dim)`.
+
+    JAX's `truncated_normal` counts `stddev` before the cut at two standard
+    deviations, as TensorFlow's does, so the two agree without a correction.
+    """
+    return jax.nn.initializers.truncated_normal(stddev=1.0 / math.sqrt(dim))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizationConfig:
+    """Simulated quantization of looked-up elements, before they are combined.
+
+    Each element `x` becomes `floor((clip(x, lower, upper) - lower) / q + 0.5) * q +
+    lower` with `q = (upper - lower) / (num_buckets - 1)`. Storage and gradient are
+    unchanged (straight through, also outside the range). Source: TensorFlow's
+    `optimization_parameters.proto`, `QuantizationConfig`.
+
+    Attributes:
+      num_buckets: number of values that can come out, at least 2.
+      lower: smallest value.
+      upper: largest value, above `lower`.
+    """
+
+    num_buckets: int
+    lower: float
+    upper: float
+
+    def __post_init__(self):
+        problems = []
+        if not _is_int(self.num_buckets) or self.num_buckets < 2:
+            problems.append(
+                "QuantizationConfig.num_buckets must be an int of at least 2, got "
+                f"{self.num_buckets!r}"
+            )
+        if not self.lower < self.upper:
+            problems.append(
+                "QuantizationConfig.lower must be below upper, got "
+                f"lower={self.lower!r} and upper={self.upper!r}"
+            )
+        _raise_all(problems)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableConfig:
+    """One embedding table.
+
+    Two features share a table by naming the same `TableConfig`, or equal ones of one
+    name. A table without a name is one of its own wherever the object is the same,
+    and is called `table_0`, `table_1`, ... in the order of first use.
+
+    Attributes:
+      vocabulary_size: number of rows, 1 to 2**31 - 2.
+      dim: number of columns, at least 1.
+      initializer: `(key, shape, dtype) -> array`, as in `jax.nn.initializers`; called
+        with the whole table's shape `(vocabulary_size, dim)`, so that fan-based ones
+        see it. None means truncated normal with stddev `1 / sqrt(dim)`.
+      optimizer: an optax `GradientTransformation` for this table; None means the one
+        given to the layer.
+      combiner: how the ids of one sample become one row: `"sum"`, `"mean"` (divided
+        by the sum of the weights) or `"sqrtn"` (by the root of the sum of their
+        squares). A denominator of 0 gives 0.
+      name: unique name; part of the key of the initial values and of checkpoints.
+      quantization_config: simulated quantization of looked-up rows, or None.
+      dtype: of the stored rows; float32.
+
+    Example:
+      >>> table = TableConfig(vocabulary_size=1000, dim=16, name="movie")
+      >>> FeatureConfig(table=table, name="watched").table.dim
+      16
+    """
+
+    vocabulary_size: int
+    dim: int
+    initializer: Initializer | None = None
+    optimizer: optax.GradientTransformation | None = None
+    combiner: Combiner = "mean"
+    name: str | None = None
+    quantization_config: QuantizationConfig | None = None
+    dtype: Any = jnp.float32
+
+    def __post_init__(self):
+        _raise_all(list(self._problems()))
+
+    def _problems(self):
+        owner = f"for table {self.name!r}"
+        if not _is_int(self.vocabulary_size) or not (
+            1 <= self.vocabulary_size <= MAX_VOCABULARY_SIZE
+        ):
+            yield (
+                "TableConfig.vocabulary_size must be an int from 1 to "
+                f"{MAX_VOCABULARY_SIZE}, got {self.vocabulary_size!r} {owner}; give "
+                "the number of different ids"
+            )
+        if not _is_int(self.dim) or self.dim < 1:
+            yield (
+                f"TableConfig.dim must be an int of at least 1, got {self.dim!r} "
+                f"{owner}; give the number of columns"
+            )
+        if self.initializer is not None and not callable(self.initializer):
+            yield (
+                "TableConfig.initializer must be a function (key, shape, dtype) -> "
+                f"array or None, got {self.initializer!r} {owner}; "
+                "jax.nn.initializers has ready ones"
+            )
+        if self.combiner not in get_args(Combiner):
+            yield (
+                f"TableConfig.combiner must be one of {list(get_args(Combiner))}, got "
+                f"{self.combiner!r} {owner}"
+            )
+        if self.name is not None and (not isinstance(self.name, str) or not self.name):
+            yield (
+                "TableConfig.name must be a non-empty string or None, got "
+                f"{self.name!r}"
+            )
+        if not isinstance(self.quantization_config, QuantizationConfig | None):
+            yield (
+                "TableConfig.quantization_config must be a QuantizationConfig or "
+                f"None, got {self.quantization_config!r} {owner}"
+            )
+        if self.dtype != jnp.float32:
+            yield (
+                f"TableConfig.dtype must be float32, got {self.dtype!r} {owner}; "
+                "other storage types are not supported yet"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeatureConfig:
+    """One input column of ids, looked up in one table.
+
+    Attributes:
+      table: the table whose rows its ids name.
+      max_sequence_length: 0 combines the ids of a sample into one row. L > 0 keeps
+        them apart instead: activations `[batch, L, dim]`, position j holding the
+        j-th id's row; longer samples are cut, shorter ones padded with zeros;
+        combiner and weights are not used.
+      validate_weights_and_indices: True leaves out, under `mean` and `sqrtn`, ids
+        whose weight is not positive; False lets them count as they are.
+      output_shape: shape of the activations without their last axis, `dim`. If its
+        product is the batch size, samples are combined and reshaped; if it is
+        `batch * L`, they are sequences of length L as above. None means `(batch,)`.
+      name: name in errors and metrics; None takes the feature's place in the nest.
+      out_of_range_ids: what becomes of ids outside `[0, vocabulary_size)`. `"error"`:
+        `prepare_features` refuses the batch; inside jit, where nothing can be raised,
+        they are left out as under `"drop"`. `"drop"`: they contribute nothing and
+        touch nothing. `"clip"`: they are read as the nearest row. All are counted in
+        `LookupStats.out_of_range`.
+      expected_valence: for a ragged feature, the mean number of ids per sample that
+        buffers are sized for. A shard's batch with more takes a larger buffer, and
+        one more compilation. None: buffers grow as needed.
+    """
+
+    table: TableConfig
+    max_sequence_length: int = 0
+    validate_weights_and_indices: bool = True
+    output_shape: tuple[int, ...] | None = None
+    name: str | None = None
+    out_of_range_ids: OutOfRangePolicy = "error"
+    expected_valence: float | None = None
+
+    def __post_init__(self):
+        _raise_all(list(self._problems()))
+
+    def _problems(self):
+        owner = f"for feature {self.name!r}"
+        if not isinstance(self.table, TableConfig):
+            yield (
+                f"FeatureConfig.table must be a TableConfig, got {self.table!r} {owner}"
+            )
+        if not _is_int(self.max_sequence_length) or self.max_sequence_length < 0:
+            yield (
+                "FeatureConfig.max_sequence_length must be an int of at least 0, got "
+                f"{self.max_sequence_length!r} {owner}"
+            )
+        if not isinstance(self.validate_weights_and_indices, bool):
+            yield (
+                "FeatureConfig.validate_weights_and_indices must be a bool, got "
+                f"{self.validate_weights_and_indices!r} {owner}"
+            )
+        if self.output_shape is not None and not (
+            isinstance(self.output_shape, tuple)
+            and all(_is_int(size) and size >= 1 for size in self.output_shape)
+        ):
+            yield (
+                "FeatureConfig.output_shape must be a tuple of positive ints or None, "
+                f"got {self.output_shape!r} {owner}"
+            )
+        if self.name is not None and (not isinstance(self.name, str) or not self.name):
+            yield (
+                "FeatureConfig.name must be a non-empty string or None, got "
+                f"{self.name!r}"
+            )
+        if self.out_of_range_ids not in get_args(OutOfRangePolicy):
+            yield (
+                "FeatureConfig.out_of_range_ids must be one of "
+                f"{list(get_args(OutOfRangePolicy))}, got {self.out_of_range_ids!r} "
+                f"{owner}"
+            )
+        if self.expected_valence is not None and not self.expected_valence > 0:
+            yield (
+                "FeatureConfig.expected_valence must be positive or None, got "
+                f"{self.expected_valence!r} {owner}"
+            )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _raise_all(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("; ".join(problems) + ".")

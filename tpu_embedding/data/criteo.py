@@ -1,0 +1,325 @@
+"""Criteo's click logs, from the files that Criteo publishes or made up in their shape.
+
+`Criteo` reads the tab-separated files; `SyntheticCriteo` draws rows of the same shape
+from a teacher, so that a model for the logs runs, and learns, without them. Both have
+13 dense inputs and the categorical features `cat_00` .. `cat_25`. The files may not be
+passed on with this package; `write_criteo_sample` makes one to try the reader on.
+"""
+
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from tpu_embedding.data.batch import Batch, DataError
+from tpu_embedding.data.criteo_format import (
+    CATEGORY_NAMES,
+    NUM_DENSE,
+    category_keys,
+    dense_of_integers,
+    parse_lines,
+    row_ids_of_categories,
+    splitmix64,
+    vocabulary_problems,
+    vocabulary_sizes_by_name,
+)
+from tpu_embedding.data.line_blocks import LineBlocks
+from tpu_embedding.data.teacher import (
+    TEACHER_STREAM,
+    TRAIN_STREAM,
+    Inputs,
+    TeacherDataset,
+    count_problems,
+    is_int,
+    random_generator,
+)
+from tpu_embedding.data.zipf import ZipfIds
+
+SOURCE: Final = (
+    "Criteo's logs do not come with this package: get train.txt of the Criteo Display "
+    "Advertising Challenge (Kaggle), or a day_N of the Criteo 1TB Click Logs (Criteo "
+    "AI Lab), and unpack it; SyntheticCriteo needs no file."
+)
+
+BLOCK_SIZE: Final = 64
+"""Lines that stay together when the order is shuffled: about 15 kB, so that reading a
+block costs little more than finding it, and a batch of 2048 mixes 32 places."""
+
+EFFECT_SCALE: Final = 0.3
+"""Standard deviation of what one category or dense input adds to the logit."""
+
+LOG_COUNT_MEAN: Final = 1.0
+LOG_COUNT_DEVIATION: Final = 1.5
+"""Synthetic counts are floors of log-normal numbers; a quarter of them is 0."""
+
+WRITE_ROWS: Final = 4096
+SAMPLE_VOCABULARY_SIZE: Final = 1_000
+
+
+class Criteo:
+    """A file of Criteo's click log: the Kaggle challenge's, or one day of the 1TB logs.
+
+    Features: int32 `[batch]` row ids `cat_00` .. `cat_25`, by the hash that
+    `row_ids_of_categories` describes. Dense: float32 `[batch, 13]`,
+    `log(1 + max(x, 0))`; empty fields count as 0.
+
+    Training goes through blocks of `block_size` consecutive lines in a new random
+    order each epoch and goes on into the next epoch within a batch: every batch is
+    full and every line is used once per epoch. Lines are checked when they are read.
+
+    Attributes:
+      batch_size: samples per batch.
+      vocabulary_sizes: feature name to number of rows.
+      num_train_samples: lines to train on.
+      num_evaluation_samples: lines held out.
+    """
+
+    def __init__(
+        self,
+        path: str | pathlib.Path,
+        *,
+        batch_size: int,
+        vocabulary_sizes: int | Sequence[int],
+        num_evaluation_samples: int | None = None,
+        evaluation_path: str | pathlib.Path | None = None,
+        seed: int = 0,
+        block_size: int = BLOCK_SIZE,
+    ):
+        """Maps the files and finds their lines, in one pass over each.
+
+        Args:
+          path: of the training file.
+          batch_size: samples per batch.
+          vocabulary_sizes: rows of each of the 26 features, or one number for all; at
+            least 2, because row 0 stands for an empty field.
+          num_evaluation_samples: held out are that many lines at the end of the
+            evaluation file, or, without one, of the training file, which is in the
+            order of time. None means the whole evaluation file.
+          evaluation_path: a file of its own to evaluate on, or None.
+          seed: of the order of training, at least 0.
+          block_size: lines that stay together when the order is shuffled.
+
+        Raises:
+          ValueError: naming every argument that is out of range.
+          DataError: a file is missing, empty or compressed, or has too few lines.
+            Later, of `train_batch` and `evaluation_batches`: a line is damaged; names
+            file, line and field.
+        """
+        problems = [
+            *count_problems("Criteo", batch_size=batch_size, block_size=block_size),
+            *vocabulary_problems("Criteo", vocabulary_sizes),
+        ]
+        if num_evaluation_samples is not None:
+            problems += count_problems(
+                "Criteo", num_evaluation_samples=num_evaluation_samples
+            )
+        elif evaluation_path is None:
+            problems.append(
+                "Criteo.num_evaluation_samples must be given where there is no "
+                "evaluation_path: how many lines at the end are held out"
+            )
+        if not is_int(seed) or seed < 0:
+            problems.append(f"Criteo.seed must be an int of at least 0, got {seed!r}")
+        if problems:
+            raise ValueError("; ".join(problems) + ".")
+
+        self.batch_size = batch_size
+        self.vocabulary_sizes = vocabulary_sizes_by_name(vocabulary_sizes)
+        self.seed = seed
+        self._train = LineBlocks(
+            pathlib.Path(path), block_size=block_size, source=SOURCE
+        )
+        self._evaluation = self._train
+        if evaluation_path is not None:
+            self._evaluation = LineBlocks(
+                pathlib.Path(evaluation_path), block_size=block_size, source=SOURCE
+            )
+        self._split(num_evaluation_samples)
+        self._last_order = (0, self._draw_order(0))
+
+    def _split(self, num_evaluation_samples: int | None) -> None:
+        available = self._evaluation.num_lines
+        if num_evaluation_samples is None:
+            num_evaluation_samples = available
+        self.num_evaluation_samples = num_evaluation_samples
+        self.num_train_samples = self._train.num_lines
+        if self._evaluation is self._train:
+            self.num_train_samples -= num_evaluation_samples
+        if num_evaluation_samples > available or self.num_train_samples < 1:
+            raise DataError(
+                f"{self._evaluation.path} has {available} lines, too few to hold out "
+                f"{num_evaluation_samples} of them; lower num_evaluation_samples."
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Training steps after which every sample was used at least once."""
+        return -(-self.num_train_samples // self.batch_size)
+
+    def train_batch(self, step: int) -> Batch:
+        """Returns the batch of training step `step`, counted from 0."""
+        positions = step * self.batch_size + np.arange(self.batch_size)
+        epochs, offsets = np.divmod(positions, self.num_train_samples)
+        lines = np.empty(self.batch_size, np.int64)
+        for epoch in range(epochs[0], epochs[-1] + 1):
+            of_epoch = epochs == epoch
+            lines[of_epoch] = self._lines(epoch, offsets[of_epoch])
+        return self._batch(self._train, lines, np.ones(self.batch_size, np.float32))
+
+    def evaluation_batches(self) -> Iterator[Batch]:
+        """Yields the held-out lines in their order, the last batch filled up.
+
+        Samples that fill up repeat the last one, with weight 0.
+        """
+        num_lines = self._evaluation.num_lines
+        first = num_lines - self.num_evaluation_samples
+        for start in range(first, num_lines, self.batch_size):
+            places = start + np.arange(self.batch_size)
+            weights = (places < num_lines).astype(np.float32)
+            lines = np.minimum(places, num_lines - 1)
+            yield self._batch(self._evaluation, lines, weights)
+
+    def _lines(self, epoch: int, offsets: np.ndarray) -> np.ndarray:
+        """Returns the lines at some places of an epoch."""
+        last_epoch, (blocks, block_ends) = self._last_order
+        if epoch != last_epoch:
+            blocks, block_ends = self._draw_order(epoch)
+            self._last_order = (epoch, (blocks, block_ends))
+        places = np.searchsorted(block_ends, offsets, side="right")
+        block_starts = np.append(0, block_ends)[places]
+        return blocks[places] * self._train.block_size + offsets - block_starts
+
+    def _draw_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the order of the blocks, and where each of them ends in the epoch."""
+        block_size = self._train.block_size
+        num_blocks = -(-self.num_train_samples // block_size)
+        generator = random_generator(seed=self.seed, stream=TRAIN_STREAM, step=epoch)
+        blocks = generator.permutation(num_blocks)
+        lengths = np.minimum(self.num_train_samples - blocks * block_size, block_size)
+        return blocks, np.cumsum(lengths)
+
+    def _batch(self, file: LineBlocks, lines: np.ndarray, weights: np.ndarray) -> Batch:
+        breaks = np.flatnonzero(np.diff(lines) != 1) + 1
+        runs = np.split(lines, breaks)
+        data = np.concatenate([file.read(run[0], run[-1] + 1) for run in runs])
+        rows = parse_lines(data, lines + 1, file.path)
+        sizes = np.array(list(self.vocabulary_sizes.values()))
+        row_ids = np.ascontiguousarray(row_ids_of_categories(rows, sizes).T)
+        return Batch(
+            features=dict(zip(CATEGORY_NAMES, row_ids, strict=True)),
+            dense=dense_of_integers(rows.integers),
+            labels=rows.labels,
+            weights=weights,
+        )
+
+
+class SyntheticCriteo(TeacherDataset):
+    """Rows in the shape of Criteo's log, with labels that a model can learn.
+
+    The teacher's logit is the sum of an effect per category, uniform and independent
+    for each id of each feature, and of a weight times each dense input. Ids follow
+    `ZipfIds`; dense inputs are `log(1 + count)` of log-normal counts.
+
+    Args:
+      batch_size: samples per batch.
+      vocabulary_sizes: rows of each of the 26 features, or one number for all; at
+        least 2, as for `Criteo`.
+      seed: of the teacher, the training and the evaluation samples; at least 0.
+      zipf_exponent: skew of the ids; 0 is uniform.
+      click_rate: expected mean of the labels; about that of the Kaggle file.
+      num_evaluation_samples: held-out samples.
+
+    Raises:
+      ValueError: naming every argument that is out of range.
+
+    Example:
+      >>> data = SyntheticCriteo(batch_size=4, vocabulary_sizes=100)
+      >>> batch = data.train_batch(0)
+      >>> batch.dense.shape, batch.features["cat_25"].shape
+      ((4, 13), (4,))
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        vocabulary_sizes: int | Sequence[int],
+        seed: int = 0,
+        zipf_exponent: float = 1.0,
+        click_rate: float = 0.25,
+        num_evaluation_samples: int = 65_536,
+    ):
+        self._sizes = vocabulary_sizes
+        self.zipf_exponent = zipf_exponent
+        super().__init__(
+            batch_size=batch_size,
+            seed=seed,
+            num_evaluation_samples=num_evaluation_samples,
+            click_rate=click_rate,
+        )
+        self.vocabulary_sizes = vocabulary_sizes_by_name(vocabulary_sizes)
+        self._ids = [
+            ZipfIds(vocabulary_size=size, exponent=zipf_exponent)
+            for size in self.vocabulary_sizes.values()
+        ]
+        generator = random_generator(seed=seed, stream=TEACHER_STREAM)
+        self._salt = generator.integers(2**64, dtype=np.uint64)
+        self._dense_weights = generator.normal(0.0, EFFECT_SCALE, NUM_DENSE)
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from vocabulary_problems("SyntheticCriteo", self._sizes)
+
+    def _draw_inputs(self, generator: np.random.Generator, num_samples: int) -> Inputs:
+        row_ids = np.stack([ids.draw(generator, num_samples) for ids in self._ids])
+        counts = generator.lognormal(
+            LOG_COUNT_MEAN, LOG_COUNT_DEVIATION, (num_samples, NUM_DENSE)
+        ).astype(np.int64)
+        dense = dense_of_integers(counts)
+        # A hash instead of a table of effects: vocabularies may be large.
+        hashes = splitmix64(category_keys(row_ids.T) ^ self._salt)
+        effects = np.sqrt(3.0) * (hashes * 2.0**-63 - 1.0)
+        return Inputs(
+            features=dict(zip(CATEGORY_NAMES, row_ids, strict=True)),
+            dense=dense,
+            logits=EFFECT_SCALE * effects.sum(axis=1) + dense @ self._dense_weights,
+        )
+
+
+def write_criteo_sample(path: str | pathlib.Path, num_rows: int, seed: int = 0) -> None:
+    """Writes rows of `SyntheticCriteo` in the format of Criteo's files.
+
+    `Criteo` reads them back with the same labels and dense inputs. The row 0 of each
+    feature becomes an empty field, any other id a fixed 32-bit number; a count of 0
+    becomes "0", an empty field or "-1".
+
+    Args:
+      path: of the file; an existing one is replaced.
+      num_rows: lines to write, at least 1.
+      seed: as in `SyntheticCriteo`.
+    """
+    problems = list(count_problems("write_criteo_sample", num_rows=num_rows))
+    if problems:
+        raise ValueError("; ".join(problems) + ".")
+    source = SyntheticCriteo(
+        batch_size=WRITE_ROWS, vocabulary_sizes=SAMPLE_VOCABULARY_SIZE, seed=seed
+    )
+    with open(path, "w", encoding="ascii", newline="\n") as file:
+        for start in range(0, num_rows, WRITE_ROWS):
+            lines = _format_lines(source.train_batch(start // WRITE_ROWS))
+            file.writelines(lines[: num_rows - start])
+
+
+def _format_lines(batch: Batch) -> list[str]:
+    labels = batch.labels.astype(np.int64).astype(str)
+    counts = np.rint(np.expm1(batch.dense.astype(np.float64))).astype(np.int64)
+    row_ids = np.stack([batch.features[name] for name in CATEGORY_NAMES], axis=1)
+    hashes = splitmix64(category_keys(row_ids)) & np.uint64(0xFFFFFFFF)
+    # The hashes pick the form of a 0, at random but the same every time.
+    zeros = np.array(["0", "", "-1"])[hashes[:, :NUM_DENSE] % np.uint64(3)]
+    integers = np.where(counts == 0, zeros, counts.astype(str))
+    digits = np.array([f"{value:08x}" for value in hashes.flat]).reshape(hashes.shape)
+    categories = np.where(row_ids == 0, "", digits)
+    fields = np.concatenate([labels[:, None], integers, categories], axis=1)
+    return ["\t".join(line) + "\n" for line in fields]

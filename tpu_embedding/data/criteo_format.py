@@ -1,0 +1,239 @@
+"""The lines of Criteo's click logs: fields, checks, and the values a model sees.
+
+A line has 40 fields between tabs: the label (0 or 1), 13 integers (mostly counts; may
+be empty or negative) and 26 categories (32 bits as 8 hex digits; may be empty). The
+Kaggle challenge and the 1TB logs share the format. `criteo.py` reads and writes it.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from tpu_embedding.data.batch import DataError
+from tpu_embedding.data.line_blocks import NEWLINE
+from tpu_embedding.data.teacher import is_int
+from tpu_embedding.data.zipf import MAX_VOCABULARY_SIZE
+
+NUM_DENSE: Final = 13
+CATEGORY_NAMES: Final = tuple(f"cat_{number:02d}" for number in range(26))
+"""Names of the categorical features, in the order of the fields."""
+
+NUM_CATEGORIES: Final = len(CATEGORY_NAMES)
+NUM_FIELDS: Final = 1 + NUM_DENSE + NUM_CATEGORIES
+
+MAX_CATEGORY_DIGITS: Final = 8
+MAX_INTEGER_DIGITS: Final = 18  # what int64 is sure to hold
+MAX_SHOWN_CHARACTERS: Final = 40
+
+_TAB, _RETURN, _MINUS, _ZERO = (np.uint8(ord(c)) for c in "\t\r-0")
+_NO_DIGIT: Final = np.uint8(255)
+_HEX_DIGITS: Final = np.full(256, _NO_DIGIT)
+for _digit in "0123456789abcdefABCDEF":
+    _HEX_DIGITS[ord(_digit)] = int(_digit, 16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriteoRows:
+    """The fields of some lines as numbers.
+
+    Attributes:
+      labels: float32 `[rows]`, 0 or 1.
+      integers: int64 `[rows, 13]`; 0 where the field is empty.
+      categories: uint32 `[rows, 26]`; 0 where the field is empty.
+      category_mask: bool `[rows, 26]`; False where the field is empty.
+    """
+
+    labels: np.ndarray
+    integers: np.ndarray
+    categories: np.ndarray
+    category_mask: np.ndarray
+
+
+def dense_of_integers(integers: np.ndarray) -> np.ndarray:
+    """Returns `log(1 + max(x, 0))` in float32.
+
+    The transform of MLPerf's DLRM (facebookresearch/dlrm: `data_utils.py` sets
+    negative integers to 0, `dlrm_data_pytorch.py` takes the logarithm). An empty field
+    counts as 0 there too.
+    """
+    return np.log1p(np.maximum(integers, 0)).astype(np.float32)
+
+
+def row_ids_of_categories(rows: CriteoRows, vocabulary_sizes: np.ndarray) -> np.ndarray:
+    """Hashes categories to int32 row ids `[rows, 26]`.
+
+    Row 0 of a feature stands for an empty field. A category `x` of feature `f` (from
+    0) has the row
+
+        1 + splitmix64((f + 1) * 2**32 + x) mod (vocabulary_size - 1)
+
+    which depends on nothing else: it is the same in every run and on every machine,
+    so that checkpoints stay valid. Two categories of a feature may share a row.
+
+    Args:
+      rows: parsed lines.
+      vocabulary_sizes: `[26]`, at least 2 each.
+    """
+    buckets = np.asarray(vocabulary_sizes).astype(np.uint64) - np.uint64(1)
+    hashes = splitmix64(category_keys(rows.categories))
+    row_ids = (hashes % buckets).astype(np.int32) + np.int32(1)
+    return np.where(rows.category_mask, row_ids, np.int32(0))
+
+
+def category_keys(categories: np.ndarray) -> np.ndarray:
+    """Returns uint64 `[rows, 26]`, different for any two features and categories."""
+    features = np.arange(1, NUM_CATEGORIES + 1, dtype=np.uint64)
+    return (features << np.uint64(32)) + categories.astype(np.uint64)
+
+
+def splitmix64(keys: np.ndarray) -> np.ndarray:
+    """Mixes the bits of uint64 values; one to one.
+
+    Steele, Lea and Flood, Fast splittable pseudorandom number generators (OOPSLA
+    2014), with the constants of Vigna's public `splitmix64.c`.
+    """
+    keys = keys + np.uint64(0x9E3779B97F4A7C15)
+    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return keys ^ (keys >> np.uint64(31))
+
+
+def vocabulary_sizes_by_name(sizes: int | Sequence[int]) -> dict[str, int]:
+    """Returns feature name to rows, given a number for each feature or one for all."""
+    per_feature = [sizes] * NUM_CATEGORIES if is_int(sizes) else sizes
+    return dict(zip(CATEGORY_NAMES, per_feature, strict=True))
+
+
+def vocabulary_problems(owner: str, sizes: int | Sequence[int]) -> Iterator[str]:
+    """Yields a sentence for everything that is wrong with `vocabulary_sizes`."""
+    per_feature = list(sizes) if isinstance(sizes, Sequence) else [sizes]
+    if isinstance(sizes, Sequence) and len(sizes) != NUM_CATEGORIES:
+        yield (
+            f"{owner}.vocabulary_sizes must be one int or {NUM_CATEGORIES} of them, "
+            f"got {len(sizes)}"
+        )
+    for size in per_feature:
+        if not is_int(size) or not 2 <= size <= MAX_VOCABULARY_SIZE:
+            yield (
+                f"{owner}.vocabulary_sizes must be ints from 2 to "
+                f"{MAX_VOCABULARY_SIZE}, got {size!r}; row 0 stands for an empty field"
+            )
+
+
+def parse_lines(
+    data: np.ndarray, line_numbers: np.ndarray, path: pathlib.Path
+) -> CriteoRows:
+    """Turns the bytes of some lines into numbers.
+
+    Args:
+      data: uint8; whole lines, each with its newline, with or without a carriage
+        return before it.
+      line_numbers: `[rows]`, counted from 1, for errors.
+      path: of the file, for errors.
+
+    Raises:
+      DataError: for the first line with a damaged field; names file, line and field.
+    """
+    starts, ends = _field_bounds(data, line_numbers, path)
+    lengths = ends - starts
+    integers, bad_integers = _parse_integers(data, starts[:, 1:14], lengths[:, 1:14])
+    categories, bad_categories = _parse_hex(data, starts[:, 14:], lengths[:, 14:])
+    labels = data[starts[:, 0]] - _ZERO
+    bad_labels = (lengths[:, :1] != 1) | (labels[:, None] > 1)
+
+    bad = np.concatenate([bad_labels, bad_integers, bad_categories], axis=1)
+    if bad.any():
+        row, field = (int(place) for place in np.argwhere(bad)[0])
+        value = data[starts[row, field] : ends[row, field]]
+        raise DataError(
+            f"{path}, line {line_numbers[row]}: {_rule(field)}, got {_show(value)}."
+        )
+    return CriteoRows(
+        labels=labels.astype(np.float32),
+        integers=integers,
+        categories=categories,
+        category_mask=lengths[:, 14:] > 0,
+    )
+
+
+def _field_bounds(
+    data: np.ndarray, line_numbers: np.ndarray, path: pathlib.Path
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where fields begin and end, `[rows, 40]` each."""
+    newlines = np.flatnonzero(data == NEWLINE)
+    line_starts = np.append(0, newlines[:-1] + 1)
+    tabs = np.flatnonzero(data == _TAB)
+    num_fields = np.diff(np.searchsorted(tabs, newlines), prepend=0) + 1
+    if (num_fields != NUM_FIELDS).any():
+        row = int(np.argmax(num_fields != NUM_FIELDS))
+        hint = (
+            "; Kaggle's test.txt has no labels and cannot be used"
+            if num_fields[row] == NUM_FIELDS - 1
+            else ""
+        )
+        raise DataError(
+            f"{path}, line {line_numbers[row]}: expected {NUM_FIELDS} fields between "
+            f"tabs, got {num_fields[row]}: "
+            f"{_show(data[line_starts[row] : newlines[row]])}{hint}."
+        )
+    # Before a newline at place 0 this looks at the last byte, which is a newline.
+    line_ends = newlines - (data[newlines - 1] == _RETURN)
+    tabs = tabs.reshape(len(newlines), NUM_FIELDS - 1)
+    starts = np.concatenate([line_starts[:, None], tabs + 1], axis=1)
+    ends = np.concatenate([tabs, line_ends[:, None]], axis=1)
+    return starts, ends
+
+
+def _parse_integers(
+    data: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns int64 values, and which fields are no integers."""
+    negative = (lengths > 0) & (data[starts] == _MINUS)
+    starts, num_digits = starts + negative, lengths - negative
+    bad = (negative & (num_digits == 0)) | (num_digits > MAX_INTEGER_DIGITS)
+    values = np.zeros(starts.shape, np.int64)
+    for place in range(min(int(num_digits.max()), MAX_INTEGER_DIGITS)):
+        used = place < num_digits
+        # Wraps below "0", so that one comparison finds everything but digits.
+        digits = data[np.where(used, starts + place, 0)] - _ZERO
+        bad |= used & (digits > 9)
+        values = np.where(used, 10 * values + digits, values)
+    return np.where(negative, -values, values), bad
+
+
+def _parse_hex(
+    data: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns uint32 values, and which fields are no hexadecimal numbers."""
+    bad = lengths > MAX_CATEGORY_DIGITS
+    values = np.zeros(starts.shape, np.uint32)
+    for place in range(min(int(lengths.max()), MAX_CATEGORY_DIGITS)):
+        used = place < lengths
+        digits = _HEX_DIGITS[data[np.where(used, starts + place, 0)]]
+        bad |= used & (digits == _NO_DIGIT)
+        values = np.where(used, (values << np.uint32(4)) | digits, values)
+    return values, bad
+
+
+def _rule(field: int) -> str:
+    if field == 0:
+        return "field 1 (the label) must be 0 or 1"
+    if field <= NUM_DENSE:
+        return (
+            f"field {field + 1} (integer {field} of {NUM_DENSE}) must be an integer of "
+            f"at most {MAX_INTEGER_DIGITS} digits or empty"
+        )
+    name = CATEGORY_NAMES[field - 1 - NUM_DENSE]
+    return (
+        f"field {field + 1} ({name}) must have at most {MAX_CATEGORY_DIGITS} hex "
+        "digits or be empty"
+    )
+
+
+def _show(value: np.ndarray) -> str:
+    """Returns bytes as a quoted string; what is not ASCII appears as `\\x..`."""
+    shown = repr(value[:MAX_SHOWN_CHARACTERS].tobytes())[1:]
+    return shown + ("..." if len(value) > MAX_SHOWN_CHARACTERS else "")

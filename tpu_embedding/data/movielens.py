@@ -1,0 +1,460 @@
+"""MovieLens-100K, read from the files that GroupLens publishes (`ml-100k`).
+
+A small real data set on which a model that trains at all has a known test error. Its
+licence forbids passing the files on, so the user fetches them; this module reads the
+folder as it was unpacked and turns ratings into batches for the training loop.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from tpu_embedding.data.batch import Batch, DataError
+from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
+
+NUM_RATINGS: Final = 5
+"""Ratings are the integers 1 to 5."""
+
+AGE_BUCKET_STARTS: Final = (18, 25, 35, 45, 50, 56)
+"""Ages are cut as in MovieLens-1M (its README): under 18, 18-24, ..., 56 and over."""
+
+GENDERS: Final = ("F", "M")
+
+# Third words of the seed sequences, so that no two uses share random numbers. None is
+# 0, because SeedSequence([a, b]) and SeedSequence([a, b, 0]) are the same.
+_ORDER_STREAM: Final = 1
+_WINDOW_STREAM: Final = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MovieLensConfig:
+    """How the ratings become batches.
+
+    Attributes:
+      batch_size: samples per batch, of training and of evaluation.
+      seed: of the order of the samples and of the choice of histories.
+      train: name of the file with the training ratings.
+      test: name of the file with the held-out ratings.
+      max_history: most ids in one sample's history; a sample with more gets a random
+        part of that size. None keeps them all.
+    """
+
+    batch_size: int
+    seed: int = 0
+    train: str = "u1.base"
+    test: str = "u1.test"
+    max_history: int | None = None
+
+    def __post_init__(self):
+        problems = []
+        if self.batch_size < 1:
+            problems.append(
+                "MovieLensConfig.batch_size must be at least 1, got "
+                f"{self.batch_size!r}"
+            )
+        if self.seed < 0:
+            problems.append(
+                f"MovieLensConfig.seed must not be negative, got {self.seed!r}"
+            )
+        if self.max_history is not None and self.max_history < 1:
+            problems.append(
+                "MovieLensConfig.max_history must be at least 1 or None, got "
+                f"{self.max_history!r}; give None to keep every id"
+            )
+        if problems:
+            raise ValueError("; ".join(problems) + ".")
+
+
+class MovieLens:
+    """Ratings of MovieLens-100K with what is known of the user and the movie.
+
+    The features of a batch, int32 row ids counted from 0 in the order of the files:
+
+    * `user`, `movie`, `age` (bucket), `gender`, `occupation`: `[batch]`;
+    * `genres`: `[batch, max_genres]`, padded with `PADDING_ROW_ID`;
+    * `history`: `RaggedIds`, what the user rated in the training file and how, each
+      as `NUM_RATINGS * movie + rating - 1`. The sample's own rating is left out of
+      it, otherwise the label could be read off the input. The held-out file never
+      enters a history.
+
+    Labels are the ratings, 1 to 5. Training runs through the samples in a new random
+    order each epoch and goes on into the next epoch within a batch, so that every
+    batch is full and every sample is used once per epoch.
+
+    Attributes:
+      config: as given.
+      batch_size: of the config.
+      vocabulary_sizes: feature name to number of different ids.
+      max_genres: most genres of one movie.
+      mean_rating: mean rating of the training file.
+      num_train_samples: ratings in the training file.
+      num_test_samples: ratings in the held-out file.
+    """
+
+    def __init__(self, directory: str | pathlib.Path, config: MovieLensConfig):
+        """Reads the files into memory.
+
+        Args:
+          directory: the unpacked `ml-100k`: needs `u.user`, `u.item`, `u.genre`,
+            `u.occupation` and the two files of ratings named in the config.
+          config: how to make batches.
+
+        Raises:
+          DataError: a file is missing or damaged; names the file and the line.
+        """
+        directory = pathlib.Path(directory)
+        users = _read_users(directory, _read_occupations(directory))
+        movies = _read_movies(directory, num_genres=_read_num_genres(directory))
+        train = _read_ratings(directory, config.train, users, movies)
+        test = _read_ratings(directory, config.test, users, movies)
+        _check_disjoint(train, test, len(movies.rows))
+
+        self.config = config
+        self.batch_size = config.batch_size
+        self.vocabulary_sizes = {
+            "user": len(users.rows),
+            "movie": len(movies.rows),
+            "age": len(AGE_BUCKET_STARTS) + 1,
+            "gender": len(GENDERS),
+            "occupation": users.num_occupations,
+            "genres": movies.num_genres,
+            "history": NUM_RATINGS * len(movies.rows),
+        }
+        self.max_genres = movies.genres.shape[1]
+        self.mean_rating = float(train.ratings.mean())
+        self.num_train_samples = len(train.ratings)
+        self.num_test_samples = len(test.ratings)
+        self._users, self._movies, self._train, self._test = users, movies, train, test
+        self._histories = _group_by_user(train, len(users.rows), config.seed)
+        self._last_permutation = (0, self._permute(0))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Training steps after which every sample was used at least once."""
+        return -(-self.num_train_samples // self.batch_size)
+
+    def train_batch(self, step: int) -> Batch:
+        """Returns the batch of training step `step`, counted from 0."""
+        positions = step * self.batch_size + np.arange(self.batch_size)
+        epochs, offsets = np.divmod(positions, self.num_train_samples)
+        samples = np.empty(self.batch_size, np.int64)
+        for epoch in range(epochs[0], epochs[-1] + 1):
+            samples[epochs == epoch] = self._permutation(epoch)[
+                offsets[epochs == epoch]
+            ]
+        rng = _rng(self.config.seed, step, _WINDOW_STREAM)
+        history = self._histories.select(
+            self._train.users[samples],
+            without=self._histories.places[samples],
+            starts=rng.random(self.batch_size),
+            max_length=self.config.max_history,
+        )
+        weights = np.ones(self.batch_size, np.float32)
+        return self._batch(self._train, samples, history, weights)
+
+    def evaluation_batches(self) -> Iterator[Batch]:
+        """Yields the held-out file in its order, the last batch filled up.
+
+        Samples that fill up repeat the last one, with weight 0.
+        """
+        for start in range(0, self.num_test_samples, self.batch_size):
+            positions = start + np.arange(self.batch_size)
+            samples = np.minimum(positions, self.num_test_samples - 1)
+            history = self._histories.select(
+                self._test.users[samples],
+                without=None,
+                starts=np.zeros(self.batch_size),
+                max_length=self.config.max_history,
+            )
+            weights = (positions < self.num_test_samples).astype(np.float32)
+            yield self._batch(self._test, samples, history, weights)
+
+    def _batch(self, ratings, samples, history, weights) -> Batch:
+        users, movies = ratings.users[samples], ratings.movies[samples]
+        return Batch(
+            features={
+                "user": users,
+                "movie": movies,
+                "age": self._users.ages[users],
+                "gender": self._users.genders[users],
+                "occupation": self._users.occupations[users],
+                "genres": self._movies.genres[movies],
+                "history": history,
+            },
+            labels=ratings.ratings[samples],
+            weights=weights,
+        )
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        last_epoch, permutation = self._last_permutation
+        if epoch != last_epoch:
+            permutation = self._permute(epoch)
+            self._last_permutation = (epoch, permutation)
+        return permutation
+
+    def _permute(self, epoch: int) -> np.ndarray:
+        return _rng(self.config.seed, epoch).permutation(self.num_train_samples)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Users:
+    rows: dict[str, int]
+    ages: np.ndarray
+    genders: np.ndarray
+    occupations: np.ndarray
+    num_occupations: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Movies:
+    rows: dict[str, int]
+    genres: np.ndarray
+    num_genres: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Ratings:
+    path: pathlib.Path
+    users: np.ndarray
+    movies: np.ndarray
+    ratings: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Histories:
+    """Training ratings grouped by user, in a random order within each user.
+
+    Attributes:
+      ids: int32 `[num_train_samples]`, what was rated and how.
+      row_splits: int64 `[num_users + 1]`; user `u` owns
+        `ids[row_splits[u]:row_splits[u + 1]]`.
+      places: int64 `[num_train_samples]`, place of each training sample among the ids
+        of its user.
+    """
+
+    ids: np.ndarray
+    row_splits: np.ndarray
+    places: np.ndarray
+
+    def select(
+        self,
+        users: np.ndarray,
+        *,
+        without: np.ndarray | None,
+        starts: np.ndarray,
+        max_length: int | None,
+    ) -> RaggedIds:
+        """Returns one history per sample.
+
+        Of the user's ids in a circle it takes at most `max_length` that follow each
+        other. As the ids lie in random order, that is a random subset, and needs no
+        sorting per batch.
+
+        Args:
+          users: `[batch]`.
+          without: `[batch]`, place of the id to leave out of each history, or None.
+          starts: `[batch]`, in [0, 1): where on the circle to begin.
+          max_length: most ids per history, or None for all.
+        """
+        first = self.row_splits[users]
+        available = self.row_splits[users + 1] - first
+        if without is not None:
+            available = available - 1
+        lengths = available
+        if max_length is not None:
+            lengths = np.minimum(available, max_length)
+        row_splits = np.concatenate([[0], np.cumsum(lengths)])
+
+        def spread(per_sample):
+            return np.repeat(per_sample, lengths)
+
+        places = np.arange(row_splits[-1]) - spread(row_splits[:-1])
+        places += spread((starts * available).astype(np.int64))
+        places -= np.where(places >= spread(available), spread(available), 0)
+        if without is not None:
+            places += places >= spread(without)
+        return RaggedIds(
+            values=self.ids[spread(first) + places],
+            row_splits=row_splits.astype(np.int32),
+        )
+
+
+def _group_by_user(train: _Ratings, num_users: int, seed: int) -> _Histories:
+    keys = _rng(seed, 0, _ORDER_STREAM).random(len(train.users))
+    order = np.lexsort([keys, train.users])
+    ids = NUM_RATINGS * train.movies + train.ratings.astype(np.int32) - 1
+    counts = np.bincount(train.users, minlength=num_users)
+    row_splits = np.concatenate([[0], np.cumsum(counts)])
+    places = np.empty(len(order), np.int64)
+    places[order] = np.arange(len(order))
+    return _Histories(
+        ids=ids[order],
+        row_splits=row_splits,
+        places=places - row_splits[train.users],
+    )
+
+
+def _read_occupations(directory: pathlib.Path) -> dict[str, int]:
+    rows: dict[str, int] = {}
+    for where, (name,) in _read_lines(directory, "u.occupation", "|", 1):
+        _add_row(rows, name, "occupation", where)
+    return rows
+
+
+def _read_num_genres(directory: pathlib.Path) -> int:
+    rows: dict[str, int] = {}
+    for where, (name, number) in _read_lines(directory, "u.genre", "|", 2):
+        if _parse_int(number, "genre number", where) != len(rows):
+            raise DataError(
+                f"{where}: genre numbers must count up from 0, expected {len(rows)}, "
+                f"got {number}."
+            )
+        _add_row(rows, name, "genre", where)
+    return len(rows)
+
+
+def _read_users(directory: pathlib.Path, occupation_rows: dict[str, int]) -> _Users:
+    rows: dict[str, int] = {}
+    ages, genders, occupations = [], [], []
+    for where, fields in _read_lines(directory, "u.user", "|", 5):
+        user, age, gender, occupation, _ = fields
+        _add_row(rows, user, "user", where)
+        ages.append(_parse_int(age, "age", where))
+        if gender not in GENDERS:
+            raise DataError(
+                f"{where}: gender must be one of {list(GENDERS)}, got {gender!r}."
+            )
+        genders.append(GENDERS.index(gender))
+        occupations.append(_row(occupation_rows, occupation, "occupation", where))
+    return _Users(
+        rows=rows,
+        ages=np.searchsorted(AGE_BUCKET_STARTS, ages, side="right").astype(np.int32),
+        genders=np.array(genders, np.int32),
+        occupations=np.array(occupations, np.int32),
+        num_occupations=len(occupation_rows),
+    )
+
+
+def _read_movies(directory: pathlib.Path, *, num_genres: int) -> _Movies:
+    rows: dict[str, int] = {}
+    flags = []
+    for where, fields in _read_lines(directory, "u.item", "|", 5 + num_genres):
+        _add_row(rows, fields[0], "movie", where)
+        for number, flag in enumerate(fields[5:]):
+            if flag not in ("0", "1"):
+                raise DataError(
+                    f"{where}: the flag of genre {number} must be 0 or 1, got {flag!r}."
+                )
+        flags.append([flag == "1" for flag in fields[5:]])
+    return _Movies(
+        rows=rows, genres=_pack_flags(np.array(flags)), num_genres=num_genres
+    )
+
+
+def _pack_flags(flags: np.ndarray) -> np.ndarray:
+    """Turns flags `[movies, genres]` into numbers of set flags, padded on the right."""
+    numbers = np.where(flags, np.arange(flags.shape[1]), PADDING_ROW_ID)
+    max_set = max(1, int(flags.sum(axis=1).max()))
+    return np.sort(numbers, axis=1)[:, :max_set].astype(np.int32)
+
+
+def _read_ratings(
+    directory: pathlib.Path, name: str, users: _Users, movies: _Movies
+) -> _Ratings:
+    rows: dict[tuple[int, int], int] = {}
+    for where, fields in _read_lines(directory, name, "\t", 4):
+        user, movie, rating, timestamp = fields
+        sample = (
+            _row(users.rows, user, "user", where),
+            _row(movies.rows, movie, "movie", where),
+        )
+        if sample in rows:
+            raise DataError(f"{where}: user {user} rates movie {movie} a second time.")
+        rows[sample] = _parse_int(rating, "rating", where)
+        if not 1 <= rows[sample] <= NUM_RATINGS:
+            raise DataError(
+                f"{where}: rating must be 1 to {NUM_RATINGS}, got {rating}."
+            )
+        _parse_int(timestamp, "timestamp", where)
+    samples = np.array(list(rows), np.int32)
+    return _Ratings(
+        path=directory / name,
+        users=samples[:, 0],
+        movies=samples[:, 1],
+        ratings=np.array(list(rows.values()), np.float32),
+    )
+
+
+def _check_disjoint(train: _Ratings, test: _Ratings, num_movies: int) -> None:
+    """Refuses held-out ratings that the model would find in its histories."""
+    train_keys = train.users.astype(np.int64) * num_movies + train.movies
+    test_keys = test.users.astype(np.int64) * num_movies + test.movies
+    (shared,) = np.nonzero(np.isin(test_keys, train_keys))
+    if len(shared):
+        raise DataError(
+            f"{test.path}, line {shared[0] + 1}: this user and movie are in "
+            f"{train.path} too, as are {len(shared)} held-out ratings in all; choose "
+            "files that share no rating, such as u1.base and u1.test."
+        )
+
+
+def _read_lines(
+    directory: pathlib.Path, name: str, separator: str, num_fields: int
+) -> Iterator[tuple[str, list[str]]]:
+    """Yields (file and line for errors, fields) of each line; blank ends are cut."""
+    path = directory / name
+    if not path.is_file():
+        raise DataError(
+            f"{path} is missing; get MovieLens-100K (GroupLens, ml-100k), unpack it "
+            "and give the folder that holds u.user."
+        )
+    # Titles have accents in latin-1; it also decodes any other byte, so that damage
+    # shows up as a wrong field of a numbered line.
+    text = path.read_text(encoding="latin-1").rstrip("\n")
+    if not text:
+        raise DataError(f"{path} is empty; unpack MovieLens-100K (ml-100k) again.")
+    for number, line in enumerate(text.split("\n"), start=1):
+        fields = line.split(separator)
+        where = f"{path}, line {number}"
+        if len(fields) != num_fields:
+            raise DataError(
+                f"{where}: expected {num_fields} fields separated by {separator!r}, "
+                f"got {len(fields)}: {line[:80]!r}."
+            )
+        yield where, fields
+
+
+def _parse_int(text: str, what: str, where: str) -> int:
+    # int() alone would also take "1_0", " 1" and other scripts' digits.
+    if not (text.isascii() and text.isdigit()):
+        raise DataError(f"{where}: {what} must be an integer, got {text!r}.")
+    return int(text)
+
+
+def _add_row(rows: dict[str, int], key: str, what: str, where: str) -> None:
+    if what in ("user", "movie"):
+        _parse_int(key, what, where)
+    if key in rows:
+        raise DataError(
+            f"{where}: {what} {key!r} is listed a second time, first on line "
+            f"{rows[key] + 1}."
+        )
+    rows[key] = len(rows)
+
+
+def _row(rows: dict[str, int], key: str, what: str, where: str) -> int:
+    if what in ("user", "movie"):
+        _parse_int(key, what, where)
+    if key not in rows:
+        raise DataError(
+            f"{where}: unknown {what} {key!r}; the file that lists each {what} has "
+            f"{len(rows)} others."
+        )
+    return rows[key]
+
+
+def _rng(*words: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))

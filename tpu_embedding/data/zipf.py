@@ -1,0 +1,108 @@
+"""Ids with a Zipf-like popularity, as the synthetic data sets draw them.
+
+Click logs are skewed: a few ids make up most of the traffic, and an embedding layer
+is only exercised if its data are skewed too. Used by `synthetic.py` and `criteo.py`.
+"""
+
+import dataclasses
+import math
+from typing import Final
+
+import numpy as np
+
+from tpu_embedding.types import PADDING_ROW_ID
+
+GOLDEN_RATIO: Final = (math.sqrt(5.0) - 1.0) / 2.0
+"""Multiples of it, modulo 1, are spread out more evenly than those of any other
+number (Knuth, The Art of Computer Programming, volume 3, section 6.4)."""
+
+MAX_VOCABULARY_SIZE: Final = PADDING_ROW_ID - 1
+"""Row ids are int32 and the largest of them marks padding."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZipfIds:
+    """A bounded Zipf law over the ids of one feature.
+
+    The rank `k` in `1 .. vocabulary_size` has the probability
+
+        P(k) proportional to the integral of x**-exponent from k to k + 1,
+
+    Zipf's law with the sum replaced by an integral, which has an inverse in closed
+    form: drawing needs no table, whatever the vocabulary. Ranks are then spread over
+    the ids by a fixed permutation, `id = (rank * multiplier) % vocabulary_size`, so
+    that the hot ids are no neighbours and no shard owns them all.
+
+    Attributes:
+      vocabulary_size: number of different ids, 1 to 2**31 - 2.
+      exponent: 0 is uniform, 1 is Zipf's original law; above it a few ids take all.
+
+    Example:
+      >>> ids = ZipfIds(vocabulary_size=10, exponent=1.0)
+      >>> [int(ids.ids_of_ranks(np.array(rank))) for rank in (0, 1, 2)]
+      [0, 7, 4]
+    """
+
+    vocabulary_size: int
+    exponent: float = 1.0
+
+    def __post_init__(self):
+        problems = []
+        if not 1 <= self.vocabulary_size <= MAX_VOCABULARY_SIZE:
+            problems.append(
+                f"ZipfIds.vocabulary_size must be from 1 to {MAX_VOCABULARY_SIZE}, "
+                f"got {self.vocabulary_size!r}"
+            )
+        if not (math.isfinite(self.exponent) and self.exponent >= 0):
+            problems.append(
+                "ZipfIds.exponent must be a finite number of at least 0, got "
+                f"{self.exponent!r}; click logs are near 1"
+            )
+        if problems:
+            raise ValueError("; ".join(problems) + ".")
+
+    def draw(
+        self, generator: np.random.Generator, shape: int | tuple[int, ...]
+    ) -> np.ndarray:
+        """Returns int32 ids of the given shape, drawn independently."""
+        return self.ids_of_ranks(self._ranks(generator.random(shape)))
+
+    def ids_of_ranks(self, ranks: np.ndarray) -> np.ndarray:
+        """Returns the int32 ids that hold the popularity ranks, 0 the most popular."""
+        multiplier = _coprime_near(GOLDEN_RATIO, self.vocabulary_size)
+        return (ranks.astype(np.int64) * multiplier % self.vocabulary_size).astype(
+            np.int32
+        )
+
+    def probabilities(self) -> np.ndarray:
+        """Returns float64 `[vocabulary_size]`: the probability of each id."""
+        edges = self._mass(np.arange(1.0, self.vocabulary_size + 2.0))
+        by_id = np.empty(self.vocabulary_size)
+        by_id[self.ids_of_ranks(np.arange(self.vocabulary_size))] = np.diff(edges)
+        return by_id / edges[-1]
+
+    def _mass(self, x: np.ndarray) -> np.ndarray:
+        """Returns the integral of `x**-exponent` from 1 to `x`."""
+        if self.exponent == 1.0:
+            return np.log(x)
+        power = 1.0 - self.exponent
+        return np.expm1(power * np.log(x)) / power
+
+    def _ranks(self, uniform: np.ndarray) -> np.ndarray:
+        """Returns the ranks, from 0, at which the cumulative law reaches `uniform`."""
+        mass = uniform * self._mass(np.float64(self.vocabulary_size + 1))
+        if self.exponent == 1.0:
+            x = np.exp(mass)
+        else:
+            power = 1.0 - self.exponent
+            x = np.exp(np.log1p(power * mass) / power)
+        # Rounding may carry the last rank to vocabulary_size + 1, or to infinity.
+        return np.minimum(x, self.vocabulary_size).astype(np.int64) - 1
+
+
+def _coprime_near(fraction: float, modulus: int) -> int:
+    """Returns the first integer from `fraction * modulus` on coprime to `modulus`."""
+    multiplier = max(1, round(fraction * modulus))
+    while math.gcd(multiplier, modulus) != 1:
+        multiplier += 1
+    return multiplier

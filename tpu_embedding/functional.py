@@ -1,0 +1,387 @@
+"""The functional core: the layer on explicit arrays, for your own training loop.
+
+    tables = init_tables(plan, key)
+    slots = init_slots(tables, plan)
+    # in the jitted step, with tables and slots donated:
+    result = lookup(tables, features, plan)
+    loss, cotangents = jax.value_and_grad(dense_part)(result.activations)
+    gradients = compute_gradients(result.routing, cotangents, plan)
+    tables, slots = apply_gradients(tables, slots, gradients, plan)
+
+All functions work on global arrays, sharded over the plan's mesh, and do their work
+inside `shard_map`. The Flax modules of `tpu_embedding.nn` are made of these four.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from tpu_embedding.layout.packed_rows import PackedRows, add_to_rows
+from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.lookup._inputs import (
+    FeatureShape,
+    feature_shape,
+    to_feature_input,
+    to_shardable,
+)
+from tpu_embedding.lookup._stack import (
+    StackGradient,
+    StackLookup,
+    StackRouting,
+    for_each_later_update,
+    lookup_stack,
+    stack_gradient,
+)
+from tpu_embedding.optimizers.lift import is_slot, lift_to_rows
+from tpu_embedding.types import LookupStats, RowUpdates
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routing:
+    """What a lookup hands to the backward pass.
+
+    Attributes:
+      stacks: stack name to routing.
+      shapes: per feature.
+    """
+
+    stacks: dict[str, StackRouting]
+    shapes: tuple[FeatureShape, ...] = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LookupResult:
+    """Result of `lookup`.
+
+    Attributes:
+      activations: nest like `feature_config`; float32 `[batch, dim]`, or the
+        feature's sequence or output shape. Global.
+      routing: for `compute_gradients`.
+      stats: rounds used and ids out of range.
+    """
+
+    activations: Any
+    routing: Routing
+    stats: LookupStats
+
+
+def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
+    """Returns the shapes of the activations of a batch, without looking it up.
+
+    Args:
+      features: as for `lookup`; only shapes and dtypes are read.
+      plan: of the layer.
+
+    Returns:
+      Nest of `jax.ShapeDtypeStruct`.
+    """
+    shapes = _feature_shapes(plan.flatten(features), plan)
+    structs = [jax.ShapeDtypeStruct(s.output_shape, jnp.float32) for s in shapes]
+    return jax.tree.unflatten(plan.feature_tree, structs)
+
+
+def lookup(
+    tables: dict[str, PackedRows], features: Any, plan: EmbeddingPlan
+) -> LookupResult:
+    """Looks up a batch in sharded tables.
+
+    Args:
+      tables: stack name to packed rows, from `init_tables`.
+      features: nest like the plan's `feature_config`; leaves are int arrays `[batch]`
+        or `[batch, valence]`, `DenseIds`, or `ShardedRaggedIds` from
+        `prepare_features`. Global. A batch that is no multiple of the devices is
+        filled up with samples without ids, which are cut off again.
+      plan: of the layer.
+
+    Returns:
+      Activations, routing and stats. The activations are no function of the tables
+      to JAX: derivatives go through `compute_gradients`.
+
+    Raises:
+      TypeError, ValueError: if a feature's dtype or shape does not fit its config.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> tables = te.init_tables(plan, jax.random.key(0))
+      >>> te.lookup(tables, {"watched": jnp.array([1, 2])}, plan).activations[
+      ...     "watched"].shape
+      (2, 4)
+    """
+    leaves = plan.flatten(features)
+    shapes = _feature_shapes(leaves, plan)
+    shardables = [
+        to_shardable(ids, shape, plan)
+        for ids, shape in zip(leaves, shapes, strict=True)
+    ]
+
+    def look_up_shard(tables, shardables):
+        inputs = [
+            to_feature_input(shardable, shape)
+            for shardable, shape in zip(shardables, shapes, strict=True)
+        ]
+        return {
+            stack.name: lookup_stack(
+                tables[stack.name],
+                [inputs[i] for i in plan.features_of(stack)],
+                stack,
+                plan,
+            )
+            for stack in plan.stacks
+        }
+
+    results: dict[str, StackLookup] = jax.shard_map(
+        look_up_shard,
+        mesh=plan.mesh,
+        in_specs=plan.shard_spec,
+        out_specs=plan.shard_spec,
+        check_vma=False,
+    )(jax.lax.stop_gradient(tables), shardables)
+    return LookupResult(
+        activations=_collect_activations(results, shapes, plan),
+        routing=Routing(
+            stacks={name: result.routing for name, result in results.items()},
+            shapes=tuple(shapes),
+        ),
+        stats=_collect_stats(results, plan),
+    )
+
+
+def compute_gradients(
+    routing: Routing, cotangents: Any, plan: EmbeddingPlan
+) -> dict[str, StackGradient]:
+    """Returns the tables' sparse gradients, each touched row once, at its owner.
+
+    Args:
+      routing: of the lookup.
+      cotangents: derivatives of the loss by the activations; the same nest.
+      plan: of the layer.
+
+    Returns:
+      Stack name to gradient. A row is touched if it was looked up, even where its
+      gradient is zero.
+    """
+    by_feature = [
+        _to_shards(cotangent, shape, plan)
+        for cotangent, shape in zip(
+            plan.flatten(cotangents, "cotangents"), routing.shapes, strict=True
+        )
+    ]
+
+    def compute_shard(routings, by_feature):
+        return {
+            stack.name: stack_gradient(
+                routings[stack.name],
+                [by_feature[i] for i in plan.features_of(stack)],
+                stack,
+                plan,
+            )
+            for stack in plan.stacks
+            if stack.optimizer is not None
+        }
+
+    return jax.shard_map(
+        compute_shard,
+        mesh=plan.mesh,
+        in_specs=plan.shard_spec,
+        out_specs=plan.shard_spec,
+        check_vma=False,
+    )(routing.stacks, by_feature)
+
+
+def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, Any]:
+    """Returns the optimizer state of each stack that has an optimizer.
+
+    Args:
+      tables: stack name to packed rows; initial values may depend on them.
+      plan: of the layer.
+
+    Returns:
+      Stack name to the optimizer's state. Slot variables are `PackedRows`, sharded
+      and packed like their table; the rest is on every device.
+    """
+    trained = {
+        stack.name: tables[stack.name]
+        for stack in plan.stacks
+        if stack.optimizer is not None
+    }
+
+    def init_shard(tables):
+        return {
+            stack.name: lift_to_rows(stack.optimizer).init(tables[stack.name])
+            for stack in plan.stacks
+            if stack.optimizer is not None
+        }
+
+    shard = {
+        stack.name: _shard_struct(stack) for stack in plan.stacks if stack.optimizer
+    }
+    shapes = jax.eval_shape(init_shard, shard)
+    return jax.jit(
+        jax.shard_map(
+            init_shard,
+            mesh=plan.mesh,
+            in_specs=plan.shard_spec,
+            out_specs=_slot_specs(shapes, plan),
+            check_vma=False,
+        )
+    )(trained)
+
+
+def apply_gradients(
+    tables: dict[str, PackedRows],
+    slots: dict[str, Any],
+    gradients: dict[str, StackGradient],
+    plan: EmbeddingPlan,
+) -> tuple[dict[str, PackedRows], dict[str, Any]]:
+    """Updates tables and slot variables, touched rows only.
+
+    In place if the caller's `jit` donates them. Stacks without an optimizer are
+    returned as they are.
+
+    Args:
+      tables: stack name to packed rows.
+      slots: stack name to optimizer state, from `init_slots`.
+      gradients: from `compute_gradients`.
+      plan: of the layer.
+
+    Returns:
+      New tables and slots.
+    """
+    trained = {name: tables[name] for name in gradients}
+
+    def apply_shard(tables, slots, gradients):
+        return {
+            stack.name: _apply_stack(
+                tables[stack.name],
+                slots[stack.name],
+                gradients[stack.name],
+                stack,
+                plan,
+            )
+            for stack in plan.stacks
+            if stack.name in gradients
+        }
+
+    specs = _slot_specs(slots, plan)
+    results = jax.shard_map(
+        apply_shard,
+        mesh=plan.mesh,
+        in_specs=(plan.shard_spec, specs, plan.shard_spec),
+        out_specs={name: (plan.shard_spec, specs[name]) for name in trained},
+        check_vma=False,
+    )(trained, {name: slots[name] for name in trained}, gradients)
+    new_tables = tables | {name: result[0] for name, result in results.items()}
+    return new_tables, {name: result[1] for name, result in results.items()}
+
+
+def _apply_stack(
+    table: PackedRows,
+    state: Any,
+    gradient: StackGradient,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> tuple[PackedRows, Any]:
+    """Applies the rounds of a gradient one after the other. Per shard.
+
+    Their rows are different, so the result is that of one update with all rows, if
+    what belongs to no row (step count, learning rate) stays the same for each round
+    and advances once.
+    """
+    optimizer = lift_to_rows(stack.optimizer)
+
+    def apply_updates(table, state, updates: RowUpdates):
+        updates, state = optimizer.update(updates, state, table)
+        return add_to_rows(table, updates.row_ids, updates.values), state
+
+    new_table, new_state = apply_updates(table, state, gradient.updates)
+    if gradient.later is None:
+        return new_table, new_state
+    leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
+    new_leaves = tree.flatten_up_to(new_state)
+
+    def apply_round(carry, updates):
+        table, slot_leaves = carry
+        remaining_slots = iter(slot_leaves)
+        state = tree.unflatten(
+            [next(remaining_slots) if is_slot(leaf) else leaf for leaf in leaves]
+        )
+        table, state = apply_updates(table, state, updates)
+        return table, [x for x in tree.flatten_up_to(state) if is_slot(x)]
+
+    new_table, slot_leaves = for_each_later_update(
+        gradient.later,
+        apply_round,
+        (new_table, [x for x in new_leaves if is_slot(x)]),
+        stack,
+        plan,
+    )
+    final_slots = iter(slot_leaves)
+    return new_table, tree.unflatten(
+        [next(final_slots) if is_slot(leaf) else leaf for leaf in new_leaves]
+    )
+
+
+def _shard_struct(stack: StackPlan) -> PackedRows:
+    layout = stack.layout
+    lines = jax.ShapeDtypeStruct((layout.num_lines, layout.lanes), jnp.float32)
+    return PackedRows(lines=lines, layout=layout)
+
+
+def _feature_shapes(leaves: list[Any], plan: EmbeddingPlan) -> list[FeatureShape]:
+    return [
+        feature_shape(ids, feature, plan)
+        for ids, feature in zip(leaves, plan.features, strict=True)
+    ]
+
+
+def _collect_activations(
+    results: dict[str, StackLookup],
+    shapes: list[FeatureShape],
+    plan: EmbeddingPlan,
+) -> Any:
+    activations: list[Any] = [None] * len(plan.features)
+    for stack in plan.stacks:
+        for i, of_feature in zip(
+            plan.features_of(stack), results[stack.name].activations, strict=True
+        ):
+            per_sample = max(1, shapes[i].sequence_length)
+            used = of_feature[: shapes[i].batch_size * per_sample]
+            activations[i] = used.reshape(shapes[i].output_shape)
+    return jax.tree.unflatten(plan.feature_tree, activations)
+
+
+def _collect_stats(results: dict[str, StackLookup], plan: EmbeddingPlan) -> LookupStats:
+    out_of_range = {}
+    for stack in plan.stacks:
+        counts = results[stack.name].out_of_range
+        for i, count in zip(plan.features_of(stack), counts, strict=True):
+            out_of_range[plan.features[i].name] = jnp.sum(count)
+    return LookupStats(
+        rounds={name: result.rounds[0] for name, result in results.items()},
+        out_of_range=out_of_range,
+    )
+
+
+def _to_shards(cotangent: jax.Array, shape: FeatureShape, plan: EmbeddingPlan):
+    """Gives a cotangent the shape that its feature has across the shards."""
+    per_sample = max(1, shape.sequence_length)
+    dim = shape.output_shape[-1]
+    cotangent = cotangent.astype(jnp.float32).reshape(-1, dim)
+    num_samples = plan.num_shards * shape.samples_per_shard * per_sample
+    return jnp.pad(cotangent, ((0, num_samples - cotangent.shape[0]), (0, 0)))
+
+
+def _slot_specs(state: Any, plan: EmbeddingPlan) -> Any:
+    return jax.tree.map(
+        lambda leaf: plan.shard_spec if is_slot(leaf) else PartitionSpec(),
+        state,
+        is_leaf=is_slot,
+    )

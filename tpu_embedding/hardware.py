@@ -1,0 +1,148 @@
+"""What this package knows about TPU generations, in one place.
+
+Everybody else receives a `HardwareInfo` or reads a number off the plan. CPU and GPU are
+`HardwareInfo` too, so nothing above needs a branch. Figures that were not found in a
+public source are None, never guessed.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Final
+
+import jax
+
+GIBIBYTE: Final = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HardwareInfo:
+    """One kind of device and how rows must lie in its memory.
+
+    Attributes:
+      name: generation, `"v5e"`, `"cpu"`, ...
+      line_lanes: lanes of a physical row of a table. On TPU a `[rows, dim]` array with
+        `dim` below 128 is laid out by column, and every step that gathers from it
+        first copies all of it; so rows are packed into lines of 128 lanes. None: the
+        natural shape is used.
+      sublanes: rows of a tile; arrays take a multiple of it in memory.
+      hbm_capacity_bytes: memory of one chip.
+      hbm_bytes_per_second: peak memory bandwidth of one chip.
+      devices_per_chip: how many JAX devices a chip shows as.
+      num_sparse_cores: SparseCores of a chip that XLA can use.
+      compiler_options: XLA options that train steps for this device are compiled
+        with. XLA refuses the `xla_tpu_` ones for other devices.
+    """
+
+    name: str
+    line_lanes: int | None = None
+    sublanes: int = 1
+    hbm_capacity_bytes: int | None = None
+    hbm_bytes_per_second: float | None = None
+    devices_per_chip: int = 1
+    num_sparse_cores: int = 0
+    compiler_options: tuple[tuple[str, str], ...] = ()
+
+
+# Capacities and bandwidths: the "System architecture" pages of each generation in
+# Google Cloud's TPU documentation (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e,
+# tpu7x). Lanes and sublanes: JAX's own table, `jax/_src/tpu_info.py`.
+# SparseCore offload of gathers is XLA's default; that of scatters has to be asked for.
+_SPARSE_CORE_OPTIONS: Final = (
+    ("xla_tpu_enable_offloading_scatter_to_sparsecore", "true"),
+)
+
+_TPU_V4: Final = HardwareInfo(
+    name="v4",
+    line_lanes=128,
+    sublanes=8,
+    hbm_capacity_bytes=32 * GIBIBYTE,
+    hbm_bytes_per_second=1228e9,
+)
+_TPU_V5E: Final = HardwareInfo(
+    name="v5e",
+    line_lanes=128,
+    sublanes=8,
+    hbm_capacity_bytes=16 * GIBIBYTE,
+    hbm_bytes_per_second=819e9,
+)
+_TPU_V5P: Final = HardwareInfo(
+    name="v5p",
+    line_lanes=128,
+    sublanes=8,
+    hbm_capacity_bytes=95 * GIBIBYTE,
+    hbm_bytes_per_second=2765e9,
+    num_sparse_cores=4,
+    compiler_options=_SPARSE_CORE_OPTIONS,
+)
+_TPU_V6E: Final = HardwareInfo(
+    name="v6e",
+    line_lanes=128,
+    sublanes=8,
+    hbm_capacity_bytes=32 * GIBIBYTE,
+    hbm_bytes_per_second=1640e9,
+    num_sparse_cores=2,
+    compiler_options=_SPARSE_CORE_OPTIONS,
+)
+_TPU_7X: Final = HardwareInfo(
+    name="tpu7x",
+    line_lanes=128,
+    sublanes=8,
+    hbm_capacity_bytes=192 * GIBIBYTE,
+    hbm_bytes_per_second=7380e9,
+    devices_per_chip=2,
+    num_sparse_cores=4,
+    compiler_options=_SPARSE_CORE_OPTIONS,
+)
+_CPU: Final = HardwareInfo(name="cpu")
+_GPU: Final = HardwareInfo(name="gpu")
+
+_BY_NAME: Final = {
+    info.name: info
+    for info in (_TPU_V4, _TPU_V5E, _TPU_V5P, _TPU_V6E, _TPU_7X, _CPU, _GPU)
+}
+_BY_DEVICE_KIND: Final[Mapping[str, HardwareInfo]] = {
+    "TPU v4": _TPU_V4,
+    "TPU v5 lite": _TPU_V5E,
+    "TPU v5e": _TPU_V5E,
+    "TPU v5": _TPU_V5P,
+    "TPU v5p": _TPU_V5P,
+    "TPU v6 lite": _TPU_V6E,
+    "TPU v6e": _TPU_V6E,
+    "TPU7x": _TPU_7X,
+}
+
+
+def hardware_by_name(name: str) -> HardwareInfo:
+    """Returns the hardware of a generation's name, such as `"v5e"`.
+
+    Raises:
+      ValueError: if the name is not known.
+
+    Example:
+      >>> hardware_by_name("v5p").line_lanes
+      128
+    """
+    if name not in _BY_NAME:
+        raise ValueError(
+            f"hardware must be one of {sorted(_BY_NAME)}, got {name!r}."
+        )
+    return _BY_NAME[name]
+
+
+def hardware_of_device(device: jax.Device) -> HardwareInfo:
+    """Returns what is known about a device, real or of a topology description.
+
+    Raises:
+      ValueError: if it is a TPU of a kind that is not known here.
+    """
+    if device.platform == "cpu":
+        return _CPU
+    if device.platform in ("gpu", "cuda", "rocm"):
+        return _GPU
+    if device.device_kind not in _BY_DEVICE_KIND:
+        raise ValueError(
+            f"device kind {device.device_kind!r} (platform {device.platform!r}) is not "
+            f"known; known kinds: {sorted(_BY_DEVICE_KIND)}. Pass `hardware=` to use "
+            "the settings of a known one."
+        )
+    return _BY_DEVICE_KIND[device.device_kind]

@@ -1,0 +1,1 @@
+"""From config, mesh and hardware to the plan: stacking, placement, packing, memory."""

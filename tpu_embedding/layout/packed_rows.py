@@ -1,0 +1,191 @@
+"""Rows of a table or slot variable as they lie in memory, and how to reach them.
+
+A TPU stores a float32 `[rows, dim]` array with `dim` below 128 by column, and copies
+the whole table before it gathers or scatters rows. So `128 // dim` logical rows share
+one line of 128 lanes, and wide rows take a multiple of 128 lanes. On CPU and GPU a
+line is one row. Only `gather_rows` and `add_to_rows` know: everything above sees
+logical rows.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+def round_up(value: int, multiple: int) -> int:
+    """Returns the smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """How the rows of one shard are packed into lines.
+
+    Attributes:
+      num_rows: logical rows per shard.
+      row_shape: shape of one row: `(dim,)`, or `()` for one value per row.
+      line_lanes: lanes that a line takes a multiple of; None: a line is one row.
+    """
+
+    num_rows: int
+    row_shape: tuple[int, ...]
+    line_lanes: int | None = None
+
+    @property
+    def dim(self) -> int:
+        """Elements of a row."""
+        return self.row_shape[0] if self.row_shape else 1
+
+    @property
+    def rows_per_line(self) -> int:
+        """Logical rows that share a line."""
+        if self.line_lanes is None:
+            return 1
+        return max(1, self.line_lanes // self.dim)
+
+    @property
+    def lanes(self) -> int:
+        """Width of a line."""
+        if self.line_lanes is None:
+            return self.dim
+        return round_up(self.dim, self.line_lanes)
+
+    @property
+    def num_lines(self) -> int:
+        """Lines per shard."""
+        return -(-self.num_rows // self.rows_per_line)
+
+    def with_row_shape(self, row_shape: tuple[int, ...]) -> "RowLayout":
+        """Returns the layout of a slot variable of the same rows."""
+        return dataclasses.replace(self, row_shape=row_shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """The rows of a table or slot variable, packed.
+
+    Attributes:
+      lines: `[num_lines, lanes]` per shard; the shards' lines one after the other in
+        the global view.
+      layout: how rows lie in the lines of one shard.
+    """
+
+    lines: Array
+    layout: RowLayout = dataclasses.field(metadata={"static": True})
+
+
+def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:
+    """Packs `[num_rows, *row_shape]`, per shard; unused lanes are zero."""
+    rows = rows.reshape(layout.num_rows, layout.dim)
+    missing = layout.num_lines * layout.rows_per_line - layout.num_rows
+    lines = jnp.pad(rows, ((0, missing), (0, 0)))
+    lines = lines.reshape(layout.num_lines, layout.rows_per_line * layout.dim)
+    unused_lanes = layout.lanes - lines.shape[1]
+    return PackedRows(
+        lines=jnp.pad(lines, ((0, 0), (0, unused_lanes))), layout=layout
+    )
+
+
+def unpack_rows(packed: PackedRows) -> Array:
+    """Returns `[num_rows, *row_shape]`, per shard; the inverse of `pack_rows`."""
+    layout = packed.layout
+    lines = packed.lines[:, : layout.rows_per_line * layout.dim]
+    rows = lines.reshape(layout.num_lines * layout.rows_per_line, layout.dim)
+    return rows[: layout.num_rows].reshape(layout.num_rows, *layout.row_shape)
+
+
+def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
+    """Reads rows. Per shard; no communication.
+
+    Args:
+      packed: the rows of this shard.
+      row_ids: rows to read. Ids beyond the last row, padding among them, read the
+        last row: their result must not be used.
+
+    Returns:
+      `[ids, *row_shape]` in the storage dtype.
+    """
+    layout = packed.layout
+    row_ids = jnp.minimum(row_ids, layout.num_rows - 1)
+    lines = _read_lines(packed.lines, row_ids // layout.rows_per_line)
+    rows = _select_lanes(
+        lines, row_ids % layout.rows_per_line, layout.rows_per_line, layout.dim
+    )
+    return rows.reshape(row_ids.shape[0], *layout.row_shape)
+
+
+def add_to_rows(
+    packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
+) -> PackedRows:
+    """Adds to rows, in place where the caller donated them. Per shard.
+
+    Rows that are not named stay bitwise as they are, also those that share a line with
+    a named one: their lanes receive -0.0, the only float that changes nothing.
+
+    Args:
+      packed: the rows of this shard.
+      row_ids: rows to change, each at most once; ids beyond the last row are left
+        out.
+      values: `[ids, *row_shape]`.
+    """
+    layout = packed.layout
+    values = values.reshape(row_ids.shape[0], layout.dim).astype(packed.lines.dtype)
+    is_used = row_ids < layout.num_rows
+    line_ids = jnp.where(
+        is_used, row_ids // layout.rows_per_line, jnp.int32(layout.num_lines)
+    )
+    additions = _spread_lanes(values, row_ids % layout.rows_per_line, layout)
+    lines = packed.lines.at[line_ids].add(
+        additions, mode="drop", wrap_negative_indices=False
+    )
+    return PackedRows(lines=lines, layout=layout)
+
+
+def _read_lines(lines: Array, line_ids: Int[Array, " ids"]) -> Array:
+    return lines.at[line_ids].get(
+        mode="promise_in_bounds", wrap_negative_indices=False
+    )
+
+
+def _select_lanes(
+    lines: Float[Array, "ids lanes"],
+    places: Int[Array, " ids"],
+    rows_per_line: int,
+    dim: int,
+) -> Array:
+    """Cuts the row at its place out of each line, by halves.
+
+    A selection, not a masked sum, so that the bits of the row come out unchanged
+    whatever its neighbours hold.
+    """
+    if rows_per_line == 1:
+        return lines[:, :dim]
+    half = 1
+    while 2 * half < rows_per_line:
+        half *= 2
+    low = lines[:, : half * dim]
+    high = lines[:, half * dim : rows_per_line * dim]
+    high = jnp.pad(high, ((0, 0), (0, low.shape[1] - high.shape[1])))
+    is_high = places >= half
+    chosen = jnp.where(is_high[:, None], high, low)
+    return _select_lanes(
+        chosen, jnp.where(is_high, places - half, places), half, dim
+    )
+
+
+def _spread_lanes(
+    values: Array, places: Int[Array, " ids"], layout: RowLayout
+) -> Array:
+    """Puts each row at its place in a line that adds nothing elsewhere."""
+    nothing = jnp.zeros((), values.dtype)
+    if jnp.issubdtype(values.dtype, jnp.floating):
+        nothing = -nothing
+    unused_lanes = layout.lanes - layout.rows_per_line * layout.dim
+    copies = jnp.tile(values, (1, layout.rows_per_line))
+    lines = jnp.pad(copies, ((0, 0), (0, unused_lanes)))
+    if layout.rows_per_line == 1:
+        return lines
+    place_of_lane = jnp.arange(layout.lanes, dtype=jnp.int32) // layout.dim
+    return jnp.where(place_of_lane[None, :] == places[:, None], lines, nothing)

@@ -1,0 +1,361 @@
+"""The plan: every fact that is fixed before a step, made once from config and mesh.
+
+Stages of the lookup and the update receive arrays and the plan; nothing else is
+threaded through them. A plan is frozen and hashable, so it can be static under `jit`,
+and prints itself as a table.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from tpu_embedding.config import FeatureConfig, QuantizationConfig, TableConfig
+from tpu_embedding.hardware import GIBIBYTE, HardwareInfo, hardware_of_device
+from tpu_embedding.layout import capacity as capacity_lib
+from tpu_embedding.layout import memory, stacking
+from tpu_embedding.layout.packed_rows import RowLayout
+from tpu_embedding.layout.slots import slot_row_shapes
+from tpu_embedding.types import PADDING_ROW_ID
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TablePlan:
+    """A table's place in its stack: rows `row_offset` and on."""
+
+    name: str
+    config: TableConfig
+    row_offset: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackPlan:
+    """Tables that are laid in one array, and how its rows are dealt to the shards.
+
+    Row `q` of the stack (a table's row plus the table's `row_offset`) belongs to shard
+    `q % num_shards` ("mod" placement) and is row `q // num_shards` there. So hot
+    neighbours spread out, small tables start at different shards, and no number of
+    rows or shards has to divide another.
+
+    Attributes:
+      name: key of its array in the tables' dict.
+      tables: in the order of their rows.
+      num_shards: devices of the mesh.
+      layout: packing of the rows of one shard.
+      optimizer: update rule of all its tables; None where nothing is trained.
+      quantization: applied to looked-up rows.
+      capacity: the user's ids per destination and round, or None.
+      slots: row shape and dtype of each slot variable of the optimizer's state.
+    """
+
+    name: str
+    tables: tuple[TablePlan, ...]
+    num_shards: int
+    layout: RowLayout
+    optimizer: optax.GradientTransformation | None
+    quantization: QuantizationConfig | None
+    capacity: int | None
+    slots: tuple[jax.ShapeDtypeStruct, ...]
+
+    @property
+    def dim(self) -> int:
+        """Columns of its tables."""
+        return self.layout.dim
+
+    @property
+    def rows_per_shard(self) -> int:
+        """Logical rows that each shard holds, the last ones possibly unused."""
+        return self.layout.num_rows
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all its tables."""
+        last = self.tables[-1]
+        return last.row_offset + last.config.vocabulary_size
+
+    def capacity_for(self, max_unique_ids: int) -> int:
+        """Returns the ids per destination and round for so many ids per shard."""
+        return capacity_lib.capacity_for(
+            max_unique_ids, self.num_shards, self.rows_per_shard, self.capacity
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeaturePlan:
+    """A feature and where its table lies: stack `stack_index`, from `row_offset`."""
+
+    name: str
+    config: FeatureConfig
+    stack_index: int
+    row_offset: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbeddingPlan:
+    """Everything about an embedding layer that is fixed before the step.
+
+    Attributes:
+      stacks: the stacked tables.
+      features: in the order of the leaves of the user's nest.
+      feature_tree: the nest.
+      mesh: devices; tables and batches are sharded over all its axes.
+      hardware: of these devices.
+
+    Example:
+      >>> table = TableConfig(vocabulary_size=1000, dim=16, name="movie")
+      >>> plan = make_plan({"watched": FeatureConfig(table=table)})
+      >>> plan.stacks[0].num_rows
+      1000
+    """
+
+    stacks: tuple[StackPlan, ...]
+    features: tuple[FeaturePlan, ...]
+    feature_tree: Any
+    mesh: Mesh
+    hardware: HardwareInfo
+
+    @property
+    def num_shards(self) -> int:
+        """Devices of the mesh, each of which holds one shard."""
+        return self.mesh.size
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Mesh axes that tables and batches are sharded over: all of them."""
+        return tuple(self.mesh.axis_names)
+
+    @property
+    def shard_spec(self) -> PartitionSpec:
+        """Partition of the first axis over every device."""
+        return PartitionSpec(self.axis_names)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Sharding of tables, slot variables and batches."""
+        return NamedSharding(self.mesh, self.shard_spec)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Sharding of what every device holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """XLA options for `jax.jit(..., compiler_options=)` of a train step."""
+        return dict(self.hardware.compiler_options)
+
+    @property
+    def table_bytes_per_device(self) -> int:
+        """Memory that the tables take on each device, padding included."""
+        return sum(memory.rows_bytes(s.layout, self.hardware, 4) for s in self.stacks)
+
+    @property
+    def slot_bytes_per_device(self) -> int:
+        """Memory that the slot variables take on each device, padding included."""
+        return sum(self.slot_bytes_of(stack) for stack in self.stacks)
+
+    def slot_bytes_of(self, stack: StackPlan) -> int:
+        """Memory that the slot variables of one stack take on each device."""
+        return sum(
+            memory.rows_bytes(
+                self.slot_layout(stack, slot), self.hardware, slot.dtype.itemsize
+            )
+            for slot in stack.slots
+        )
+
+    def slot_layout(self, stack: StackPlan, slot: jax.ShapeDtypeStruct) -> RowLayout:
+        """Returns how the rows of a slot variable are packed."""
+        return stack.layout.with_row_shape(slot.shape)
+
+    def features_of(self, stack: StackPlan) -> tuple[int, ...]:
+        """Returns the indices of the features that look up in a stack."""
+        return tuple(
+            i
+            for i, feature in enumerate(self.features)
+            if self.stacks[feature.stack_index] is stack
+        )
+
+    def flatten(self, nest: Any, what: str = "features") -> list[Any]:
+        """Returns the leaves of a nest that is shaped like `feature_config`.
+
+        Raises:
+          ValueError: if the nest has another structure.
+        """
+        try:
+            return self.feature_tree.flatten_up_to(nest)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{what} must have the structure of feature_config.\n"
+                f"  feature_config: {self.feature_tree}\n"
+                f"  {what}: {jax.tree.structure(nest)}\n{error}"
+            ) from None
+
+    def __str__(self) -> str:
+        return _describe(self)
+
+
+def make_plan(
+    feature_config: Any,
+    mesh: Mesh | None = None,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    capacity: int | None = None,
+    hardware: HardwareInfo | None = None,
+) -> EmbeddingPlan:
+    """Makes the plan of an embedding layer.
+
+    Args:
+      feature_config: any nest (dict, list, tuple, ...) of `FeatureConfig`.
+      mesh: devices with any axes, all of which share tables and batch; None means all
+        devices of this process along one axis, `"shard"`.
+      optimizer: an optax transformation for the tables that name none themselves; None
+        means that those are not trained.
+      capacity: ids per destination and round of the exchange; changes speed, never
+        results. None: mean plus four standard deviations.
+      hardware: None means that of the mesh's devices.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: if the configuration contradicts itself; the message says where.
+    """
+    if mesh is None:
+        mesh = Mesh(np.asarray(jax.devices()), ("shard",))
+    _check_mesh(mesh)
+    if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
+        raise ValueError(
+            f"capacity must be an int of at least 1 or None, got {capacity!r}."
+        )
+    if hardware is None:
+        hardware = hardware_of_device(mesh.devices.flat[0])
+    configs, tree, paths = _flatten_config(feature_config)
+    names = stacking.name_features(list(zip(paths, configs, strict=True)))
+    tables = stacking.name_tables(configs, optimizer)
+    stacks = tuple(
+        _plan_stack(f"stack_{i}", group, mesh.size, capacity, hardware)
+        for i, group in enumerate(stacking.stack_tables(tables, mesh.size))
+    )
+    places = {
+        table.name: (i, table.row_offset)
+        for i, stack in enumerate(stacks)
+        for table in stack.tables
+    }
+    return EmbeddingPlan(
+        stacks=stacks,
+        features=tuple(
+            FeaturePlan(
+                name=name,
+                config=config,
+                stack_index=places[table.name][0],
+                row_offset=places[table.name][1],
+            )
+            for name, config, table in zip(names, configs, tables, strict=True)
+        ),
+        feature_tree=tree,
+        mesh=mesh,
+        hardware=hardware,
+    )
+
+
+def _check_mesh(mesh: Mesh) -> None:
+    explicit = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    ]
+    if explicit:
+        raise ValueError(
+            f"mesh axes must have type Auto, got Explicit for {explicit}. Make the mesh "
+            "with jax.sharding.Mesh(devices, axis_names), or with jax.make_mesh(..., "
+            "axis_types=(jax.sharding.AxisType.Auto,) * number_of_axes)."
+        )
+
+
+def _flatten_config(
+    feature_config: Any,
+) -> tuple[list[FeatureConfig], Any, list[str]]:
+    with_paths, tree = jax.tree_util.tree_flatten_with_path(feature_config)
+    if not with_paths:
+        raise ValueError("feature_config must hold at least one FeatureConfig, got "
+                         f"{feature_config!r}.")
+    paths, configs = [], []
+    for path, leaf in with_paths:
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "feature"
+        if not isinstance(leaf, FeatureConfig):
+            raise ValueError(
+                f"feature_config must be a nest of FeatureConfig, got {leaf!r} at "
+                f"{name!r}."
+            )
+        paths.append(name)
+        configs.append(leaf)
+    return configs, tree, paths
+
+
+def _plan_stack(
+    name: str,
+    tables: list[stacking.NamedTable],
+    num_shards: int,
+    capacity: int | None,
+    hardware: HardwareInfo,
+) -> StackPlan:
+    placed, row_offset = [], 0
+    for table in tables:
+        placed.append(
+            TablePlan(name=table.name, config=table.config, row_offset=row_offset)
+        )
+        row_offset += table.config.vocabulary_size
+    rows_per_shard = -(-row_offset // num_shards)
+    if rows_per_shard * num_shards >= PADDING_ROW_ID:
+        raise ValueError(
+            f"TableConfig.vocabulary_size of table {tables[0].name!r} is "
+            f"{row_offset}, too near 2**31 for {num_shards} shards; cut it in two."
+        )
+    first = tables[0]
+    slots: list[jax.ShapeDtypeStruct] = []
+    if first.optimizer is not None:
+        slots = jax.tree.leaves(slot_row_shapes(first.optimizer, first.config.dim))
+    return StackPlan(
+        name=name,
+        tables=tuple(placed),
+        num_shards=num_shards,
+        layout=RowLayout(
+            num_rows=rows_per_shard,
+            row_shape=(first.config.dim,),
+            line_lanes=hardware.line_lanes,
+        ),
+        optimizer=first.optimizer,
+        quantization=first.config.quantization_config,
+        capacity=capacity,
+        slots=tuple(slots),
+    )
+
+
+def _describe(plan: EmbeddingPlan) -> str:
+    head = ("stack", "table", "rows", "dim", "first row", "rows/shard", "packing")
+    rows = [(*head, "bytes/device")]
+    for stack in plan.stacks:
+        layout = stack.layout
+        table_bytes = memory.rows_bytes(layout, plan.hardware, 4)
+        for table in stack.tables:
+            vocabulary_size = f"{table.config.vocabulary_size:,}"
+            cells = (vocabulary_size, str(stack.dim), f"{table.row_offset:,}")
+            rows.append((stack.name, table.name, *cells, "", "", ""))
+        packing = f"{layout.rows_per_line} x {stack.dim} of {layout.lanes}"
+        cells = (f"{stack.num_rows:,}", str(stack.dim), "", f"{stack.rows_per_shard:,}")
+        size = memory.format_bytes(table_bytes)
+        size += f" + {memory.format_bytes(plan.slot_bytes_of(stack))} slots"
+        rows.append((stack.name, "(whole stack)", *cells, packing, size))
+    total = plan.table_bytes_per_device + plan.slot_bytes_per_device
+    summary = (
+        f"{plan.num_shards} shards on {plan.hardware.name}; per device: tables "
+        f"{memory.format_bytes(plan.table_bytes_per_device)}, slots "
+        f"{memory.format_bytes(plan.slot_bytes_per_device)}"
+    )
+    if plan.hardware.hbm_capacity_bytes is not None:
+        hbm = plan.hardware.hbm_capacity_bytes / plan.hardware.devices_per_chip
+        summary += f", {100 * total / hbm:.1f} % of {hbm / GIBIBYTE:.0f} GiB HBM"
+    return memory.format_table(rows, num_left_aligned=2) + "\n" + summary

@@ -1,0 +1,101 @@
+"""Stage 2: equal ids become one request, and requests are grouped by destination."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from tpu_embedding.layout.plan import StackPlan
+from tpu_embedding.types import PADDING_ROW_ID
+
+
+class Ranked(NamedTuple):
+    """Integers sorted, with the rank of each among the different ones.
+
+    `values` are rising; `order` is the place of each before sorting; `ranks` counts
+    the different values that are smaller.
+    """
+
+    values: Int[Array, " n"]
+    order: Int[Array, " n"]
+    ranks: Int[Array, " n"]
+
+
+def rank_unique(values: Int[Array, " n"]) -> Ranked:
+    """Ranks integers among their different values, with one sort."""
+    places = jnp.arange(values.shape[0], dtype=jnp.int32)
+    values, order = jax.lax.sort((values, places), num_keys=1, is_stable=False)
+    is_new = jnp.concatenate([jnp.ones(1, bool), values[1:] != values[:-1]])
+    return Ranked(values, order, jnp.cumsum(is_new, dtype=jnp.int32) - 1)
+
+
+def unsort(values: Int[Array, " n"], order: Int[Array, " n"]) -> Int[Array, " n"]:
+    """Puts values that belong to sorted places back where these came from."""
+    return (
+        jnp.zeros_like(values)
+        .at[order]
+        .set(
+            values,
+            unique_indices=True,
+            mode="promise_in_bounds",
+            wrap_negative_indices=False,
+        )
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dedup:
+    """The ids of a shard, sorted by key. Per shard.
+
+    Attributes:
+      sorted_keys: int32 `[ids]`, rising; padding last.
+      order: int32 `[ids]`, place of each sorted key before sorting.
+      ranks: int32 `[ids]`, how many different keys are smaller.
+      first_ranks: int32 `[num_shards + 1]`, rank of the first key of each
+        destination; the last entry is the number of unique ids.
+    """
+
+    sorted_keys: Int[Array, " ids"]
+    order: Int[Array, " ids"]
+    ranks: Int[Array, " ids"]
+    first_ranks: Int[Array, " shards_and_one"]
+
+
+def dedup(keys: Int[Array, " ids"], stack: StackPlan) -> Dedup:
+    """Sorts keys once, which both finds duplicates and groups by destination."""
+    sorted_keys, order, ranks = rank_unique(keys)
+    first_keys = jnp.arange(stack.num_shards + 1, dtype=jnp.int32)
+    first_keys *= stack.rows_per_shard
+    return Dedup(
+        sorted_keys=sorted_keys,
+        order=order,
+        ranks=ranks,
+        first_ranks=_count_below(first_keys, sorted_keys, ranks),
+    )
+
+
+def _count_below(
+    keys: Int[Array, " queries"],
+    sorted_keys: Int[Array, " ids"],
+    ranks: Int[Array, " ids"],
+) -> Int[Array, " queries"]:
+    """Counts the unique sorted keys below each query."""
+    places = jnp.searchsorted(sorted_keys, keys).astype(jnp.int32)
+    before = ranks.at[jnp.maximum(places - 1, 0)].get(mode="promise_in_bounds")
+    return jnp.where(places == 0, 0, before + 1)
+
+
+def count_below(keys: Int[Array, " queries"], dedup: Dedup) -> Int[Array, " queries"]:
+    """Counts the unique ids of the shard whose key is below each query."""
+    return _count_below(keys, dedup.sorted_keys, dedup.ranks)
+
+
+def key_at_rank(
+    ranks: Int[Array, " queries"], dedup: Dedup
+) -> Int[Array, " queries"]:
+    """Returns the unique key of each rank; ranks beyond the last give padding."""
+    places = jnp.searchsorted(dedup.ranks, ranks)
+    return dedup.sorted_keys.at[places].get(mode="fill", fill_value=PADDING_ROW_ID)

@@ -1,0 +1,182 @@
+"""Stage 1 of the lookup: the ids of every feature of a stack, in one form.
+
+Ids of all features of a stack become *keys*, one int32 each, in one long array. A key
+says who owns the row and which row it is there: `owner * rows_per_shard + local row`.
+So sorting the keys brings equal ids together and, in the same stroke, groups them by
+destination. Ids that look nothing up (padding, ids outside their table, ids left out
+by weight) get the largest key.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from tpu_embedding.config import Combiner
+from tpu_embedding.layout.plan import FeaturePlan, StackPlan
+from tpu_embedding.types import PADDING_ROW_ID
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeatureInput:
+    """One feature on one shard, before its ids are resolved to rows. Per shard.
+
+    Attributes:
+      ids: int32 `[ids]`.
+      weights: float32 `[ids]`, or None where every id weighs 1.
+      sample_ids: int32 `[ids]`, the output sample of each id, rising; `num_samples`
+        where the place is unused. None: the ids of a sample are `valence`
+        neighbours.
+      num_samples: output samples of this shard.
+      valence: ids per sample where `sample_ids` is None.
+    """
+
+    ids: Int[Array, " ids"]
+    weights: Float[Array, " ids"] | None
+    sample_ids: Int[Array, " ids"] | None
+    num_samples: int = dataclasses.field(metadata={"static": True})
+    valence: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bags:
+    """What combining and spreading need to know of a feature, ids aside. Per shard.
+
+    Attributes:
+      gains: float32 `[ids]`, the factor of each id's row, after the combiner's
+        normalisation; None where it is 1 for every id.
+      sample_ids: as in `FeatureInput`.
+      num_samples: as in `FeatureInput`.
+      valence: as in `FeatureInput`.
+    """
+
+    gains: Float[Array, " ids"] | None
+    sample_ids: Int[Array, " ids"] | None
+    num_samples: int = dataclasses.field(metadata={"static": True})
+    valence: int = dataclasses.field(metadata={"static": True})
+
+
+def flatten(
+    inputs: Sequence[FeatureInput],
+    features: Sequence[FeaturePlan],
+    stack: StackPlan,
+) -> tuple[Int[Array, " all_ids"], list[Bags], list[Int[Array, ""]]]:
+    """Turns the features of a stack into keys, bags and counts. Per shard.
+
+    Args:
+      inputs: one per feature of the stack.
+      features: their plans.
+      stack: the stack's plan.
+
+    Returns:
+      Keys of all features one after the other; bags per feature; the number of ids
+      outside the table per feature.
+    """
+    keys, bags, out_of_range = [], [], []
+    for feature_input, feature in zip(inputs, features, strict=True):
+        row_ids, num_out_of_range = _resolve_row_ids(feature_input, feature)
+        keys.append(_keys_of(row_ids, feature.row_offset, stack))
+        bags.append(
+            Bags(
+                gains=_gains(feature_input, row_ids, feature.config.table.combiner),
+                sample_ids=feature_input.sample_ids,
+                num_samples=feature_input.num_samples,
+                valence=feature_input.valence,
+            )
+        )
+        out_of_range.append(num_out_of_range)
+    return jnp.concatenate(keys), bags, out_of_range
+
+
+def max_unique_ids(
+    inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
+) -> int:
+    """Bounds the unique ids of a shard: per table, by its ids and by its rows."""
+    ids_of_table: dict[int, int] = {}
+    rows_of_table = {}
+    for feature_input, feature in zip(inputs, features, strict=True):
+        table = feature.row_offset
+        num_ids = feature_input.ids.shape[0]
+        ids_of_table[table] = ids_of_table.get(table, 0) + num_ids
+        rows_of_table[table] = feature.config.table.vocabulary_size
+    return sum(min(n, rows_of_table[table]) for table, n in ids_of_table.items())
+
+
+def _resolve_row_ids(
+    feature_input: FeatureInput, feature: FeaturePlan
+) -> tuple[Int[Array, " ids"], Int[Array, ""]]:
+    """Applies the feature's policies; ids that look nothing up become padding."""
+    ids = feature_input.ids
+    vocabulary_size = feature.config.table.vocabulary_size
+    is_padding = ids == PADDING_ROW_ID
+    is_inside = (ids >= 0) & (ids < vocabulary_size)
+    num_out_of_range = jnp.sum(~is_padding & ~is_inside, dtype=jnp.int32)
+    if feature.config.out_of_range_ids == "clip":
+        ids = jnp.clip(ids, 0, vocabulary_size - 1)
+        is_inside = ~is_padding
+    if (
+        feature_input.weights is not None
+        and feature.config.validate_weights_and_indices
+        and feature.config.table.combiner != "sum"
+    ):
+        is_inside &= feature_input.weights > 0
+    return jnp.where(is_inside, ids, PADDING_ROW_ID), num_out_of_range
+
+
+def _keys_of(
+    row_ids: Int[Array, " ids"], row_offset: int, stack: StackPlan
+) -> Int[Array, " ids"]:
+    is_padding = row_ids == PADDING_ROW_ID
+    stack_rows = jnp.where(is_padding, 0, row_ids) + row_offset
+    owner = stack_rows % stack.num_shards
+    keys = owner * stack.rows_per_shard + stack_rows // stack.num_shards
+    return jnp.where(is_padding, PADDING_ROW_ID, keys)
+
+
+def _gains(
+    feature_input: FeatureInput, row_ids: Int[Array, " ids"], combiner: Combiner
+) -> Float[Array, " ids"] | None:
+    """Returns `weight * scale`; the scale is 1 for sum, 1 / sum(w) for mean and
+    1 / sqrt(sum(w**2)) for sqrtn, and 0 where the denominator is 0."""
+    is_single = feature_input.sample_ids is None and feature_input.valence == 1
+    if feature_input.weights is None and (combiner == "sum" or is_single):
+        return None
+    weights = feature_input.weights
+    if weights is None:
+        weights = jnp.ones(row_ids.shape, jnp.float32)
+    weights = jnp.where(row_ids == PADDING_ROW_ID, 0.0, weights)
+    match combiner:
+        case "sum":
+            return weights
+        case "mean":
+            denominators = _sum_by_sample(weights, feature_input)
+        case "sqrtn":
+            denominators = jnp.sqrt(_sum_by_sample(weights**2, feature_input))
+    is_zero = denominators == 0
+    scales = jnp.where(is_zero, 0.0, 1 / jnp.where(is_zero, 1.0, denominators))
+    return weights * _repeat_by_id(scales, feature_input)
+
+
+def _sum_by_sample(
+    values: Float[Array, " ids"], feature_input: FeatureInput
+) -> Float[Array, " samples"]:
+    if feature_input.sample_ids is None:
+        return values.reshape(-1, feature_input.valence).sum(axis=1)
+    return jax.ops.segment_sum(
+        values,
+        feature_input.sample_ids,
+        feature_input.num_samples,
+        indices_are_sorted=True,
+    )
+
+
+def _repeat_by_id(
+    values: Float[Array, " samples"], feature_input: FeatureInput
+) -> Float[Array, " ids"]:
+    if feature_input.sample_ids is None:
+        return jnp.repeat(values, feature_input.valence)
+    return values.at[feature_input.sample_ids].get(mode="fill", fill_value=0.0)

@@ -1,0 +1,257 @@
+"""From what the user passes for a feature to what each shard gets.
+
+The batch is dealt to the shards in order. Where its size is no multiple of their
+number, it is filled up with samples without ids, whose activations are cut off again.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from tpu_embedding.layout.plan import EmbeddingPlan, FeaturePlan
+from tpu_embedding.lookup._flatten import FeatureInput
+from tpu_embedding.types import (
+    PADDING_ROW_ID,
+    DenseIds,
+    FeatureIds,
+    IdArray,
+    RaggedIds,
+    ShardedRaggedIds,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeatureShape:
+    """The sizes of one feature in one batch.
+
+    Attributes:
+      batch_size: samples.
+      samples_per_shard: of each shard, after filling up.
+      sequence_length: 0 where the ids of a sample are combined.
+      output_shape: of the activations, `dim` included.
+    """
+
+    batch_size: int
+    samples_per_shard: int
+    sequence_length: int
+    output_shape: tuple[int, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardableInput:
+    """A feature whose arrays all divide by the shards along their first axis.
+
+    Attributes:
+      ids: int32, dense `[num_shards * samples_per_shard, valence]` or ragged
+        `[num_shards, values_per_shard]`. Global, or per shard inside `shard_map`.
+      weights: float32 like `ids`, or None.
+      row_splits: int32 `[num_shards, samples_per_shard + 1]`, or None if dense.
+    """
+
+    ids: Array
+    weights: Array | None
+    row_splits: Array | None
+
+
+def as_dense_ids(ids: FeatureIds) -> DenseIds | RaggedIds | ShardedRaggedIds:
+    """Wraps a plain array of ids."""
+    if isinstance(ids, DenseIds | RaggedIds | ShardedRaggedIds):
+        return ids
+    return DenseIds(ids=ids)
+
+
+def feature_shape(
+    ids: FeatureIds, feature: FeaturePlan, plan: EmbeddingPlan
+) -> FeatureShape:
+    """Returns the sizes of a feature; looks at shapes and dtypes only.
+
+    Raises:
+      TypeError: if the ids are no integers or still ragged as on the host.
+      ValueError: if their shape does not fit the feature's configuration.
+    """
+    ids = as_dense_ids(ids)
+    if isinstance(ids, RaggedIds):
+        raise TypeError(
+            f"Feature {feature.name!r} is a RaggedIds, whose size changes from batch "
+            "to batch; pass the batch through tpu_embedding.prepare_features on the "
+            "host first."
+        )
+    values = ids.values if isinstance(ids, ShardedRaggedIds) else ids.ids
+    check_dtypes(values, ids.weights, feature)
+    if isinstance(ids, ShardedRaggedIds):
+        if values.shape[0] != plan.num_shards:
+            raise ValueError(
+                f"Feature {feature.name!r} was prepared for {values.shape[0]} shards, "
+                f"but its layer has {plan.num_shards}; prepare it with that layer's "
+                "plan."
+            )
+        batch_size = ids.batch_size
+    else:
+        batch_size = values.shape[0]
+    if ids.weights is not None and feature.config.max_sequence_length:
+        raise ValueError(
+            f"Feature {feature.name!r} has weights and max_sequence_length="
+            f"{feature.config.max_sequence_length}: a sequence is not combined, so "
+            "weights have no effect. Leave one of them out."
+        )
+    length = _sequence_length(values, batch_size, feature)
+    leading = feature.config.output_shape
+    if leading is None:
+        leading = (batch_size, length) if length else (batch_size,)
+    return FeatureShape(
+        batch_size=batch_size,
+        samples_per_shard=-(-batch_size // plan.num_shards),
+        sequence_length=length,
+        output_shape=(*leading, feature.config.table.dim),
+    )
+
+
+def check_dtypes(ids, weights, feature: FeaturePlan) -> None:
+    """Refuses ids that are no integers and weights of another shape.
+
+    Raises:
+      TypeError: for the dtype of the ids.
+      ValueError: for shapes.
+    """
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(
+            f"Ids of feature {feature.name!r} must be integers, got dtype {ids.dtype}; "
+            "convert them with .astype(int) if they are whole numbers."
+        )
+    if ids.ndim == 0:
+        raise ValueError(
+            f"Ids of feature {feature.name!r} must have a batch axis, got a scalar."
+        )
+    if weights is not None and weights.shape != ids.shape:
+        raise ValueError(
+            f"Weights of feature {feature.name!r} must have the shape of its ids, "
+            f"{ids.shape}, got {weights.shape}."
+        )
+
+
+def to_shardable(
+    ids: FeatureIds, shape: FeatureShape, plan: EmbeddingPlan
+) -> ShardableInput:
+    """Fills the batch up to a multiple of the shards. Global."""
+    ids = as_dense_ids(ids)
+    assert not isinstance(ids, RaggedIds)
+    weights = None
+    if ids.weights is not None:
+        weights = jnp.asarray(ids.weights, jnp.float32)
+    if isinstance(ids, ShardedRaggedIds):
+        return ShardableInput(
+            ids=jnp.asarray(ids.values),
+            weights=weights,
+            row_splits=jnp.asarray(ids.row_splits),
+        )
+    matrix = _to_int32(ids.ids).reshape(shape.batch_size, -1)
+    missing = plan.num_shards * shape.samples_per_shard - shape.batch_size
+    room = ((0, missing), (0, 0))
+    if weights is not None:
+        weights = jnp.pad(weights.reshape(matrix.shape), room)
+    return ShardableInput(
+        ids=jnp.pad(matrix, room, constant_values=PADDING_ROW_ID),
+        weights=weights,
+        row_splits=None,
+    )
+
+
+def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureInput:
+    """Brings a feature into the form that the stages work on. Per shard."""
+    num_samples = shape.samples_per_shard
+    length = shape.sequence_length
+    ids, weights = shardable.ids, shardable.weights
+    if shardable.row_splits is None:
+        if not length:
+            return FeatureInput(
+                ids=ids.reshape(-1),
+                weights=None if weights is None else weights.reshape(-1),
+                sample_ids=None,
+                num_samples=num_samples,
+                valence=ids.shape[1],
+            )
+        missing = max(0, length - ids.shape[1])
+        ids = jnp.pad(
+            ids[:, :length], ((0, 0), (0, missing)), constant_values=PADDING_ROW_ID
+        )
+        return FeatureInput(
+            ids=ids.reshape(-1),
+            weights=None,
+            sample_ids=None,
+            num_samples=num_samples * length,
+            valence=1,
+        )
+    ids = ids.reshape(-1)
+    sample_ids = _sample_ids(shardable.row_splits[0], ids.shape[0])
+    is_used = sample_ids < num_samples
+    if not length:
+        return FeatureInput(
+            ids=jnp.where(is_used, ids, PADDING_ROW_ID),
+            weights=None if weights is None else weights.reshape(-1),
+            sample_ids=sample_ids,
+            num_samples=num_samples,
+            valence=1,
+        )
+    starts = shardable.row_splits[0].at[sample_ids].get(mode="clip")
+    positions = jnp.arange(ids.shape[0], dtype=jnp.int32) - starts
+    is_used &= positions < length
+    places = jnp.where(is_used, sample_ids * length + positions, num_samples * length)
+    sequences = jnp.full((num_samples * length,), PADDING_ROW_ID, jnp.int32)
+    return FeatureInput(
+        ids=sequences.at[places].set(ids, mode="drop"),
+        weights=None,
+        sample_ids=None,
+        num_samples=num_samples * length,
+        valence=1,
+    )
+
+
+def _sequence_length(ids, batch_size: int, feature: FeaturePlan) -> int:
+    config = feature.config
+    if config.output_shape is None:
+        if config.max_sequence_length and ids.ndim == 1:
+            raise ValueError(
+                f"Feature {feature.name!r} has max_sequence_length="
+                f"{config.max_sequence_length}, so its ids must be ragged or of shape "
+                f"[batch, valence], got shape {ids.shape}."
+            )
+        if ids.ndim > 2:
+            raise ValueError(
+                f"Ids of feature {feature.name!r} must be ragged or have shape [batch] "
+                f"or [batch, valence], got {ids.shape}; set FeatureConfig.output_shape "
+                "to the shape itself to look up each id without combining."
+            )
+        return config.max_sequence_length
+    num_outputs = math.prod(config.output_shape)
+    if num_outputs == batch_size:
+        return 0
+    if num_outputs % batch_size:
+        raise ValueError(
+            f"FeatureConfig.output_shape of feature {feature.name!r} must hold the "
+            f"batch, or a multiple of it, got {config.output_shape} for "
+            f"{batch_size} samples."
+        )
+    return num_outputs // batch_size
+
+
+def _to_int32(ids: IdArray) -> Array:
+    """Converts ids of any integer type; what an int32 cannot hold becomes -1.
+
+    NumPy's 64-bit ids are converted by NumPy: JAX would keep their lower half only.
+    """
+    if np.dtype(ids.dtype).itemsize < 4 or ids.dtype == np.int32:
+        return jnp.asarray(ids, np.int32)
+    xp = np if isinstance(ids, np.ndarray) else jnp
+    fits = (ids >= 0) & (ids <= PADDING_ROW_ID)
+    return jnp.asarray(xp.where(fits, ids.astype(np.int32), -1), np.int32)
+
+
+def _sample_ids(row_splits: Array, num_values: int) -> Array:
+    """Returns the sample of each value, and the number of samples behind the last."""
+    ends = jnp.zeros((num_values,), jnp.int32).at[row_splits[1:]].add(1, mode="drop")
+    return jnp.cumsum(ends, dtype=jnp.int32)

@@ -1,0 +1,278 @@
+"""The whole lookup of one stack, and the way back to its gradient. Per shard.
+
+Both read as the diagram of the package's design: flatten, dedup, route, exchange,
+gather, exchange, combine; then spread, exchange, merge. The first round is
+straight-line code. Where more can be needed, a `while_loop` runs them; all shards
+agree on when to stop.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from tpu_embedding.layout.packed_rows import PackedRows
+from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.lookup._combine import combine, spread
+from tpu_embedding.lookup._dedup import Dedup, dedup
+from tpu_embedding.lookup._exchange import exchange, fetch_rows
+from tpu_embedding.lookup._flatten import (
+    Bags,
+    FeatureInput,
+    flatten,
+    max_unique_ids,
+)
+from tpu_embedding.lookup._merge import merge
+from tpu_embedding.lookup._route import (
+    Round,
+    fits_in_one_round,
+    route,
+    route_all,
+)
+from tpu_embedding.types import RowUpdates
+
+Carry = TypeVar("Carry")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remaining:
+    """What has to travel after the first round. Per shard.
+
+    Attributes:
+      dedup: the unique ids of the shard.
+      next_ranks: int32 `[num_shards]`, the first rank per destination that is left.
+      is_done: bool `[1]`, True where nothing is left on any shard.
+      capacity: ids per destination and round.
+    """
+
+    dedup: Dedup
+    next_ranks: Int[Array, " shards"]
+    is_done: Bool[Array, "1"]
+    capacity: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackRouting:
+    """What the forward pass hands to the backward pass. Per shard.
+
+    Attributes:
+      places: int32 `[ids]`, place of each id's row in the first round's buffer.
+      received_row_ids: int32 `[buffer]`, local rows that the shards asked this one
+        for in the first round.
+      bags: per feature of the stack.
+      remaining: None where no batch of this shape can need a second round.
+    """
+
+    places: Int[Array, " ids"]
+    received_row_ids: Int[Array, " buffer"]
+    bags: list[Bags]
+    remaining: Remaining | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaterUpdates:
+    """Gradients that travel in further rounds, still on the shard they arose on.
+
+    Attributes:
+      remaining: the ids.
+      cotangents: per feature of the stack, `[samples, dim]`.
+      bags: per feature of the stack.
+    """
+
+    remaining: Remaining
+    cotangents: list[Float[Array, "samples dim"]]
+    bags: list[Bags]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackGradient:
+    """The gradient of a stacked table: each touched row once, at its owner.
+
+    Attributes:
+      updates: rows of the first round; under no skew, all of them.
+      later: the rest; None where no batch of this shape can have one.
+    """
+
+    updates: RowUpdates
+    later: LaterUpdates | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackLookup:
+    """Result of the lookup of one stack. Per shard.
+
+    Attributes:
+      activations: float32 `[samples, dim]` per feature of the stack.
+      routing: for the backward pass.
+      rounds: int32 `[1]`.
+      out_of_range: int32 `[1]` per feature of the stack.
+    """
+
+    activations: list[Float[Array, "samples dim"]]
+    routing: StackRouting
+    rounds: Int[Array, "1"]
+    out_of_range: list[Int[Array, "1"]]
+
+
+def lookup_stack(
+    table: PackedRows,
+    inputs: Sequence[FeatureInput],
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> StackLookup:
+    """Looks up all features of one stack. Per shard.
+
+    Args:
+      table: this shard's rows.
+      inputs: per feature of the stack.
+      stack: its plan.
+      plan: for the mesh.
+    """
+    features = [plan.features[i] for i in plan.features_of(stack)]
+    keys, bags, out_of_range = flatten(inputs, features, stack)
+    unique = dedup(keys, stack)
+    max_unique = max_unique_ids(inputs, features)
+    capacity = stack.capacity_for(max_unique)
+    if fits_in_one_round(capacity, max_unique, stack):
+        first = route_all(unique, capacity, stack)
+        remaining = None
+    else:
+        first = route(unique, unique.first_ranks[:-1], capacity, stack, plan)
+        remaining = Remaining(
+            dedup=unique,
+            next_ranks=first.next_ranks,
+            is_done=first.is_last[None],
+            capacity=capacity,
+        )
+
+    def look_up_round(current: Round) -> tuple[list[Array], Array]:
+        received = exchange(current.row_ids, plan)
+        rows = fetch_rows(table, received, stack, plan)
+        return combine(rows, current.places, bags), received
+
+    activations, received = look_up_round(first)
+    rounds = jnp.int32(1)
+    if remaining is not None:
+
+        def add_round(sums, current):
+            return jax.tree.map(jnp.add, sums, look_up_round(current)[0])
+
+        activations, further_rounds = for_each_round(
+            remaining, add_round, activations, stack, plan
+        )
+        rounds += further_rounds
+    return StackLookup(
+        activations=activations,
+        routing=StackRouting(
+            places=first.places,
+            received_row_ids=received,
+            bags=bags,
+            remaining=remaining,
+        ),
+        rounds=rounds[None],
+        out_of_range=[count[None] for count in out_of_range],
+    )
+
+
+def stack_gradient(
+    routing: StackRouting,
+    cotangents: Sequence[Float[Array, "samples dim"]],
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> StackGradient:
+    """Returns the gradient of a stacked table at the owners of its rows. Per shard.
+
+    Args:
+      routing: of the lookup.
+      cotangents: derivatives of the loss by the activations, per feature.
+      stack: its plan.
+      plan: for the mesh.
+    """
+    later = None
+    if routing.remaining is not None:
+        later = LaterUpdates(
+            remaining=routing.remaining,
+            cotangents=list(cotangents),
+            bags=routing.bags,
+        )
+    return StackGradient(
+        updates=_send_gradients(
+            routing.received_row_ids,
+            spread(
+                cotangents,
+                routing.places,
+                routing.bags,
+                routing.received_row_ids.shape[0],
+            ),
+            stack,
+            plan,
+        ),
+        later=later,
+    )
+
+
+def for_each_later_update(
+    later: LaterUpdates,
+    apply: Callable[[Carry, RowUpdates], Carry],
+    carry: Carry,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> Carry:
+    """Applies a function to the gradients of each further round. Per shard.
+
+    The rows of different rounds are different, so rounds may be applied one by one.
+    The ids of these rounds cross the network a second time; that is cheaper than
+    keeping room for them in every step.
+    """
+
+    def apply_round(carry: Carry, current: Round) -> Carry:
+        gradients = spread(
+            later.cotangents, current.places, later.bags, current.row_ids.shape[0]
+        )
+        received = exchange(current.row_ids, plan)
+        return apply(carry, _send_gradients(received, gradients, stack, plan))
+
+    carry, _ = for_each_round(later.remaining, apply_round, carry, stack, plan)
+    return carry
+
+
+def for_each_round(
+    remaining: Remaining,
+    body: Callable[[Carry, Round], Carry],
+    carry: Carry,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> tuple[Carry, Int[Array, ""]]:
+    """Runs `body` for each further round; returns also how many there were."""
+
+    def run(state):
+        carry, next_ranks, _, rounds = state
+        current = route(
+            remaining.dedup, next_ranks, remaining.capacity, stack, plan
+        )
+        carry = body(carry, current)
+        return carry, current.next_ranks, current.is_last, rounds + 1
+
+    carry, _, _, rounds = jax.lax.while_loop(
+        lambda state: ~state[2],
+        run,
+        (carry, remaining.next_ranks, remaining.is_done[0], jnp.int32(0)),
+    )
+    return carry, rounds
+
+
+def _send_gradients(
+    received_row_ids: Int[Array, " buffer"],
+    gradients: Float[Array, "buffer dim"],
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> RowUpdates:
+    return merge(received_row_ids, exchange(gradients, plan), stack)

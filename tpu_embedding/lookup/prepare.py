@@ -1,0 +1,220 @@
+"""The host's part of a lookup: check a batch, and give ragged features a static size.
+
+Dense integer ids inside their tables may go into a jitted step as they are. This module
+is for everything that cannot be done there: raising an error that names feature and
+id, reading 64-bit ids, and cutting ragged features by shard.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpu_embedding.layout.plan import EmbeddingPlan, FeaturePlan
+from tpu_embedding.lookup._inputs import as_dense_ids, check_dtypes
+from tpu_embedding.types import (
+    PADDING_ROW_ID,
+    DenseIds,
+    FeatureIds,
+    RaggedIds,
+    ShardedRaggedIds,
+)
+
+_SMALLEST_BUFFER = 8
+
+
+def prepare_features(features: Any, plan: EmbeddingPlan, weights: Any = None) -> Any:
+    """Checks the ids of a batch on the host and gives them static shapes.
+
+    Ragged features are cut by shard and padded: to `FeatureConfig.expected_valence`
+    ids per sample where that is set, and to the next power of two times that if a
+    batch has more. Each new size means one more compilation, never a lost id.
+
+    Args:
+      features: nest like the plan's `feature_config`; leaves are integer arrays
+        `[batch]` or `[batch, valence]` (unused places hold `PADDING_ROW_ID`),
+        `DenseIds` or `RaggedIds`. Global; any integer dtype.
+      plan: of the layer.
+      weights: None, or the same nest with an array of weights, or None, per feature;
+        for a ragged feature `[num_values]`.
+
+    Returns:
+      The nest with NumPy arrays, int32 ids and float32 weights, to be passed to the
+      layer, or to `tpu_embedding.place_batch` first.
+
+    Raises:
+      TypeError: if ids are no integers.
+      ValueError: if the nest has another structure, an id lies outside its table and
+        the feature's policy is `"error"`, or `row_splits` do not fit the values.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> ragged = te.RaggedIds(values=np.array([1, 2, 3]), row_splits=[0, 2, 3])
+      >>> prepare_features({"watched": ragged}, plan)["watched"].batch_size
+      2
+    """
+    leaves = plan.flatten(features)
+    weight_leaves = [None] * len(leaves)
+    if weights is not None:
+        weight_leaves = plan.flatten(weights, "weights")
+    prepared = [
+        _prepare_feature(ids, weight, feature, plan)
+        for ids, weight, feature in zip(
+            leaves, weight_leaves, plan.features, strict=True
+        )
+    ]
+    return jax.tree.unflatten(plan.feature_tree, prepared)
+
+
+def place_batch(batch: Any, plan: EmbeddingPlan) -> Any:
+    """Puts a nest of arrays on the plan's devices, split along their first axis.
+
+    Arrays whose first axis does not divide by the devices are put on each of them.
+    """
+
+    def place(array):
+        if array.ndim and array.shape[0] % plan.num_shards == 0:
+            return jax.device_put(array, plan.sharding)
+        return jax.device_put(array, plan.replicated)
+
+    return jax.tree.map(place, batch)
+
+
+def _prepare_feature(
+    ids: FeatureIds, weights: Any, feature: FeaturePlan, plan: EmbeddingPlan
+) -> FeatureIds:
+    if isinstance(ids, ShardedRaggedIds):
+        raise TypeError(f"Feature {feature.name!r} has been prepared already.")
+    if ids is None:
+        raise ValueError(
+            f"Feature {feature.name!r} is None; pass its ids, or leave it out of "
+            "feature_config."
+        )
+    is_plain = not isinstance(ids, DenseIds | RaggedIds)
+    ids = as_dense_ids(np.asarray(ids) if is_plain else ids)
+    if weights is None:
+        weights = ids.weights
+    elif isinstance(weights, RaggedIds):
+        weights = weights.values
+    if weights is not None:
+        weights = np.asarray(weights, np.float32)
+        _check_weights(weights, feature)
+    if isinstance(ids, RaggedIds):
+        return _shard_ragged(ids, weights, feature, plan)
+    assert isinstance(ids, DenseIds)
+    matrix = np.asarray(ids.ids)
+    check_dtypes(matrix, weights, feature)
+    checked = _check_range(matrix, feature, "position")
+    if weights is None and is_plain:
+        return checked
+    return DenseIds(ids=checked, weights=weights)
+
+
+def _check_weights(weights: np.ndarray, feature: FeaturePlan) -> None:
+    is_bad = ~np.isfinite(weights)
+    if is_bad.any():
+        place = tuple(int(i) for i in np.argwhere(is_bad)[0])
+        raise ValueError(
+            f"Weights of feature {feature.name!r} must be finite, got "
+            f"{weights[place]} at {place}."
+        )
+
+
+def _check_range(ids: np.ndarray, feature: FeaturePlan, where: str) -> np.ndarray:
+    """Returns the ids as int32; one that fits no int32 becomes -1."""
+    vocabulary_size = feature.config.table.vocabulary_size
+    is_outside = ((ids < 0) | (ids >= vocabulary_size)) & (ids != PADDING_ROW_ID)
+    if feature.config.out_of_range_ids == "error" and is_outside.any():
+        place = tuple(int(i) for i in np.argwhere(is_outside)[0])
+        raise ValueError(
+            f"Ids of feature {feature.name!r} must lie in [0, {vocabulary_size}), the "
+            f"rows of its table, got {ids[place]} at {where} {place}, and "
+            f"{int(is_outside.sum())} such ids in all. Correct the data, or set "
+            "FeatureConfig.out_of_range_ids to 'drop' or 'clip'."
+        )
+    too_large = ids > PADDING_ROW_ID
+    if feature.config.out_of_range_ids == "clip":
+        ids = np.where(too_large, vocabulary_size, ids)
+    else:
+        ids = np.where(too_large, -1, ids)
+    return np.maximum(ids, -1).astype(np.int32)
+
+
+def _shard_ragged(
+    ids: RaggedIds,
+    weights: np.ndarray | None,
+    feature: FeaturePlan,
+    plan: EmbeddingPlan,
+) -> ShardedRaggedIds:
+    values, row_splits = np.asarray(ids.values), np.asarray(ids.row_splits)
+    if values.size == 0:
+        values = values.astype(np.int32)
+    check_dtypes(values, weights, feature)
+    _check_row_splits(row_splits, values, feature)
+    values = _check_range(values, feature, "value")
+    batch_size = row_splits.shape[0] - 1
+    samples_per_shard = -(-batch_size // plan.num_shards)
+    cuts = np.minimum(np.arange(plan.num_shards + 1) * samples_per_shard, batch_size)
+    starts = row_splits[cuts]
+    size = _buffer_size(int(np.diff(starts).max()), samples_per_shard, feature)
+
+    sharded_values = np.full((plan.num_shards, size), PADDING_ROW_ID, np.int32)
+    sharded_weights = None
+    if weights is not None:
+        sharded_weights = np.zeros((plan.num_shards, size), np.float32)
+    sharded_splits = np.empty((plan.num_shards, samples_per_shard + 1), np.int32)
+    for shard in range(plan.num_shards):
+        begin, end = starts[shard], starts[shard + 1]
+        sharded_values[shard, : end - begin] = values[begin:end]
+        if weights is not None:
+            sharded_weights[shard, : end - begin] = weights[begin:end]
+        splits = row_splits[cuts[shard] : cuts[shard + 1] + 1] - begin
+        sharded_splits[shard, : splits.shape[0]] = splits
+        sharded_splits[shard, splits.shape[0] :] = end - begin
+    return ShardedRaggedIds(
+        values=sharded_values,
+        row_splits=sharded_splits,
+        weights=sharded_weights,
+        batch_size=batch_size,
+    )
+
+
+def _check_row_splits(
+    row_splits: np.ndarray, values: np.ndarray, feature: FeaturePlan
+) -> None:
+    owner = f"row_splits of feature {feature.name!r}"
+    if row_splits.ndim != 1 or row_splits.shape[0] < 2:
+        raise ValueError(
+            f"{owner} must have shape [batch + 1] with at least one sample, got "
+            f"{row_splits.shape}."
+        )
+    if not np.issubdtype(row_splits.dtype, np.integer):
+        raise TypeError(f"{owner} must be integers, got dtype {row_splits.dtype}.")
+    if values.ndim != 1:
+        raise ValueError(
+            f"values of feature {feature.name!r} must have one axis, got shape "
+            f"{values.shape}."
+        )
+    if row_splits[0] != 0 or row_splits[-1] != values.shape[0]:
+        raise ValueError(
+            f"{owner} must begin with 0 and end with the number of values, "
+            f"{values.shape[0]}, got {row_splits[0]} and {row_splits[-1]}."
+        )
+    falls = np.flatnonzero(np.diff(row_splits) < 0)
+    if falls.size:
+        i = int(falls[0])
+        raise ValueError(
+            f"{owner} must not fall, got {row_splits[i]} and then {row_splits[i + 1]} "
+            f"at sample {i}."
+        )
+
+
+def _buffer_size(needed: int, samples_per_shard: int, feature: FeaturePlan) -> int:
+    size = _SMALLEST_BUFFER
+    if feature.config.expected_valence is not None:
+        size = max(1, round(feature.config.expected_valence * samples_per_shard))
+    while size < needed:
+        size *= 2
+    return size

@@ -1,0 +1,100 @@
+"""The one row path: any row-local optax transformation, applied to touched rows only.
+
+A rule is written, or taken from optax, as if the table were a dense `[rows, dim]` array.
+`lift_to_rows` gathers the touched rows of table and slot variables, lets the rule work
+on these, and adds the differences back in place. So rules know nothing of row ids,
+shards, packing or rounds.
+"""
+
+from typing import Any
+
+import jax
+import optax
+
+from tpu_embedding.layout.packed_rows import (
+    PackedRows,
+    add_to_rows,
+    gather_rows,
+    pack_rows,
+    unpack_rows,
+)
+from tpu_embedding.layout.slots import slot_row_shapes
+from tpu_embedding.optimizers._row_local import check_row_local
+from tpu_embedding.types import RowUpdates
+
+
+def lift_to_rows(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """Makes a transformation of `RowUpdates` out of one of dense rows.
+
+    Slot variables of rows that are not named in the updates stay bitwise as they are
+    (lazy semantics): a moment decays only when its row is touched. Values that belong
+    to no row, such as the step count, advance with every update.
+
+    Args:
+      optimizer: any row-local optax transformation, chained, scheduled or with
+        `optax.inject_hyperparams`.
+
+    Returns:
+      A transformation whose `init` takes the `PackedRows` of a table and whose
+      `update` maps `RowUpdates`, state and table to `RowUpdates` and state. Slot
+      variables in its state are `PackedRows`. Everything is per shard.
+
+    Raises:
+      ValueError: in `init` and `update`, if the transformation mixes rows.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from tpu_embedding.layout.packed_rows import RowLayout
+      >>> layout = RowLayout(num_rows=4, row_shape=(2,))
+      >>> table = PackedRows(lines=jnp.ones((4, 2)), layout=layout)
+      >>> rows = lift_to_rows(optax.sgd(0.5))
+      >>> updates = RowUpdates(row_ids=jnp.array([3]), values=jnp.ones((1, 2)))
+      >>> updates, _ = rows.update(updates, rows.init(table), table)
+      >>> updates.values.tolist()
+      [[-0.5, -0.5]]
+    """
+
+    def init(table: PackedRows) -> Any:
+        check_row_local(optimizer, table.layout.dim)
+        state = optimizer.init(unpack_rows(table))
+        row_shapes = slot_row_shapes(optimizer, table.layout.dim)
+        return jax.tree.map(
+            lambda row, leaf: leaf if row is None else _pack_slot(leaf, row, table),
+            row_shapes,
+            state,
+            is_leaf=lambda row: row is None,
+        )
+
+    def update(
+        updates: RowUpdates, state: Any, table: PackedRows | None = None
+    ) -> tuple[RowUpdates, Any]:
+        assert table is not None
+        check_row_local(optimizer, table.layout.dim)
+        row_ids = updates.row_ids
+        leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
+        old = [gather_rows(x, row_ids) if is_slot(x) else x for x in leaves]
+        values, new_state = optimizer.update(
+            updates.values, tree.unflatten(old), gather_rows(table, row_ids)
+        )
+        new = tree.flatten_up_to(new_state)
+        leaves = [
+            add_to_rows(leaf, row_ids, new_rows - old_rows) if is_slot(leaf) else new_rows
+            for leaf, old_rows, new_rows in zip(leaves, old, new, strict=True)
+        ]
+        return RowUpdates(row_ids=row_ids, values=values), tree.unflatten(leaves)
+
+    return optax.GradientTransformation(init, update)
+
+
+def is_slot(leaf: Any) -> bool:
+    """Whether a part of a lifted optimizer's state is a slot variable."""
+    return isinstance(leaf, PackedRows)
+
+
+def _pack_slot(
+    leaf: jax.Array, row: jax.ShapeDtypeStruct, table: PackedRows
+) -> PackedRows:
+    layout = table.layout.with_row_shape(row.shape)
+    return pack_rows(leaf, layout)
