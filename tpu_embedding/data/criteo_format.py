@@ -234,6 +234,6 @@ def _rule(field: int) -> str:
 
 
 def _show(value: np.ndarray) -> str:
-    """Returns bytes as a quoted string; what is not ASCII appears as `\\x..`."""
+    """Returns bytes as a quoted string, with escapes for what is not ASCII."""
     shown = repr(value[:MAX_SHOWN_CHARACTERS].tobytes())[1:]
     return shown + ("..." if len(value) > MAX_SHOWN_CHARACTERS else "")

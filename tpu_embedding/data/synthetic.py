@@ -16,7 +16,6 @@ from tpu_embedding.data.teacher import (
     Inputs,
     TeacherDataset,
     count_problems,
-    is_int,
     random_generator,
 )
 from tpu_embedding.data.zipf import ZipfIds

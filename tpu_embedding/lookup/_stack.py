@@ -169,10 +169,16 @@ def lookup_stack(
             remaining, add_round, activations, stack, plan
         )
         rounds += further_rounds
+    # What the update needs waits for the last read of the table. Otherwise a loss
+    # whose derivative needs no activations lets XLA write rows before they are read,
+    # into a copy of the whole table.
+    activations, places, received = jax.lax.optimization_barrier(
+        (activations, first.places, received)
+    )
     return StackLookup(
         activations=activations,
         routing=StackRouting(
-            places=first.places,
+            places=places,
             received_row_ids=received,
             bags=bags,
             remaining=remaining,
