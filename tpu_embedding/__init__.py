@@ -22,6 +22,10 @@ from tpu_embedding.layout.plan import EmbeddingPlan as EmbeddingPlan
 from tpu_embedding.layout.plan import make_plan as make_plan
 from tpu_embedding.lookup.prepare import place_batch as place_batch
 from tpu_embedding.lookup.prepare import prepare_features as prepare_features
+from tpu_embedding.nn import Gradients as Gradients
+from tpu_embedding.nn import Optimizer as Optimizer
+from tpu_embedding.nn import TPUEmbedding as TPUEmbedding
+from tpu_embedding.nn import value_and_grad as value_and_grad
 from tpu_embedding.types import PADDING_ROW_ID as PADDING_ROW_ID
 from tpu_embedding.types import DenseIds as DenseIds
 from tpu_embedding.types import LookupStats as LookupStats

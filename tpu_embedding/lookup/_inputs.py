@@ -6,6 +6,7 @@ number, it is filled up with samples without ids, whose activations are cut off 
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,29 @@ def as_dense_ids(ids: FeatureIds) -> DenseIds | RaggedIds | ShardedRaggedIds:
     if isinstance(ids, DenseIds | RaggedIds | ShardedRaggedIds):
         return ids
     return DenseIds(ids=ids)
+
+
+def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
+    """Joins a nest of dense ids with the same nest of weights.
+
+    Raises:
+      TypeError: if a feature with weights is ragged.
+    """
+    joined = []
+    leaves = plan.flatten(features)
+    for ids, weight, feature in zip(
+        leaves, plan.flatten(weights, "weights"), plan.features, strict=True
+    ):
+        if weight is None:
+            joined.append(ids)
+            continue
+        if isinstance(ids, RaggedIds | ShardedRaggedIds):
+            raise TypeError(
+                f"Weights of the ragged feature {feature.name!r} must be given to "
+                "prepare, together with its ids."
+            )
+        joined.append(DenseIds(ids=as_dense_ids(ids).ids, weights=weight))
+    return jax.tree.unflatten(plan.feature_tree, joined)
 
 
 def feature_shape(

@@ -1,0 +1,194 @@
+"""The Flax NNX layer: tables as variables, and lookup.
+
+It holds no arithmetic of its own; `tpu_embedding.functional` does the work. What it
+adds is the way out for derivatives. A table's gradient is no array of the table's
+shape, so it cannot come out of `nnx.grad`. `tpu_embedding.value_and_grad` therefore
+records each call: it hands the layer a *tap* per activation, whose derivative is the
+activation's, and keeps the routing of the lookup.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from tpu_embedding import functional
+from tpu_embedding.layout.initial_values import init_tables
+from tpu_embedding.layout.logical import logical_values, with_logical_values
+from tpu_embedding.layout.plan import EmbeddingPlan, make_plan
+from tpu_embedding.lookup._inputs import attach_weights
+from tpu_embedding.lookup.prepare import prepare_features
+from tpu_embedding.types import LookupStats
+
+Recording = Literal["off", "shapes", "calls"]
+
+
+class EmbeddingTables(nnx.Variable):
+    """The stacked tables of a layer: stack name to `PackedRows`."""
+
+
+class LookupStatistics(nnx.Variable):
+    """`LookupStats` of the latest lookup."""
+
+
+class RecordedCalls(nnx.Variable):
+    """Taps and routings of the calls inside `tpu_embedding.value_and_grad`."""
+
+
+class TPUEmbedding(nnx.Module):
+    """Embedding tables sharded over a mesh, looked up inside any `nnx.Module`.
+
+    Attributes:
+      plan: how tables are stacked, sharded and packed; `print(layer.plan)` shows it.
+      tables: the stacked tables.
+      stats: of the latest lookup: rounds used, ids out of range.
+
+    Example:
+      >>> import numpy as np
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(
+      ...     {"watched": te.FeatureConfig(table=table)},
+      ...     te.optimizers.adagrad(0.1),
+      ...     rngs=nnx.Rngs(0),
+      ... )
+      >>> layer({"watched": jnp.array([1, 2, 3])})["watched"].shape
+      (3, 4)
+    """
+
+    def __init__(
+        self,
+        feature_config: Any,
+        optimizer: optax.GradientTransformation | None = None,
+        *,
+        mesh: Mesh | None = None,
+        plan: EmbeddingPlan | None = None,
+        rngs: nnx.Rngs,
+    ):
+        """Makes the plan and the initial tables.
+
+        Args:
+          feature_config: nest of `FeatureConfig`; activations come back in it.
+          optimizer: row-local optax transformation for tables that name none
+            themselves; None: those are not trained.
+          mesh: devices to shard tables and batch over; None: all, on one axis.
+          plan: made by `make_plan` from the same `feature_config`, in place of
+            `optimizer` and `mesh`, for those who set more.
+          rngs: the stream `params` gives the tables' key.
+
+        Raises:
+          ValueError: if the configuration contradicts itself.
+        """
+        if plan is None:
+            plan = make_plan(feature_config, mesh, optimizer=optimizer)
+        elif optimizer is not None or mesh is not None:
+            raise ValueError(
+                "TPUEmbedding takes a plan, or optimizer and mesh to make one, got "
+                "both; give them to make_plan."
+            )
+        self.plan = plan
+        self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
+        self.stats = LookupStatistics(_no_stats(plan))
+        self.recorded = RecordedCalls(())
+        self.recording: Recording = "off"
+
+    def __call__(self, features: Any, weights: Any = None) -> Any:
+        """Looks up a batch.
+
+        Args:
+          features: nest like `feature_config`; see `tpu_embedding.lookup`.
+          weights: None, or the same nest with an array, or None, per dense feature.
+            Weights of ragged features are given to `prepare`.
+
+        Returns:
+          Activations, the same nest; float32 `[batch, dim]`, or the feature's sequence
+          or output shape. Global.
+
+        Raises:
+          TypeError, ValueError: if a feature's dtype or shape does not fit its config.
+        """
+        if weights is not None:
+            features = attach_weights(features, weights, self.plan)
+        if self.recording == "shapes":
+            shapes = functional.activation_shapes(features, self.plan)
+            activations = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            self.recorded.set_value((*self.recorded.get_value(), activations))
+            return activations
+        tables = _without_derivative(self.tables.get_value())
+        result = functional.lookup(tables, features, self.plan)
+        self.stats.set_value(result.stats)
+        if self.recording == "off":
+            return result.activations
+        taps, *routings = self.recorded.get_value()
+        self.recorded.set_value((taps, *routings, result.routing))
+        return jax.tree.map(_attach_tap, taps[len(routings)], result.activations)
+
+    def prepare(self, features: Any, weights: Any = None) -> Any:
+        """Checks a batch on the host; see `tpu_embedding.prepare_features`."""
+        return prepare_features(features, self.plan, weights)
+
+    def embedding_tables(self) -> dict[str, Any]:
+        """Returns each table's values, NumPy `[vocabulary_size, dim]`, by name."""
+        return logical_values(self.tables.get_value(), self.plan)
+
+    def set_embedding_tables(self, values: dict[str, Any]) -> None:
+        """Replaces the values of some tables; see `with_logical_values`."""
+        self.tables.set_value(
+            with_logical_values(self.tables.get_value(), values, self.plan)
+        )
+
+    def start_recording(self, taps: Any | None) -> None:
+        """Records calls from now on; None records only their activations' shapes."""
+        self.recording = "shapes" if taps is None else "calls"
+        self.recorded.set_value(() if taps is None else (taps,))
+
+    def stop_recording(self) -> tuple[Any, ...]:
+        """Returns the activations, or routings, of the recorded calls."""
+        recorded = self.recorded.get_value()
+        calls = recorded if self.recording == "shapes" else recorded[1:]
+        self.recording = "off"
+        self.recorded.set_value(())
+        return tuple(calls)
+
+
+def _no_stats(plan: EmbeddingPlan) -> LookupStats:
+    return LookupStats(
+        rounds={stack.name: jnp.int32(0) for stack in plan.stacks},
+        out_of_range={feature.name: jnp.int32(0) for feature in plan.features},
+    )
+
+
+@jax.custom_vjp
+def _attach_tap(tap: jax.Array, activation: jax.Array) -> jax.Array:
+    """Returns the activation; its derivative goes to the tap."""
+    del tap
+    return activation
+
+
+def _attach_tap_forward(tap, activation):
+    del tap
+    return activation, None
+
+
+def _attach_tap_backward(_, cotangent):
+    return cotangent, jnp.zeros_like(cotangent)
+
+
+_attach_tap.defvjp(_attach_tap_forward, _attach_tap_backward)
+
+
+@jax.custom_jvp
+def _without_derivative(tables: Any) -> Any:
+    return tables
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(primals, tangents):
+    del primals, tangents
+    raise ValueError(
+        "The tables of a TPUEmbedding have no dense derivative. Use "
+        "tpu_embedding.value_and_grad, and leave `wrt` to the dense parameters."
+    )

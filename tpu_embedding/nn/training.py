@@ -1,0 +1,222 @@
+"""Derivatives of, and updates to, a model that owns embedding layers.
+
+`value_and_grad` and `Optimizer` are used as their namesakes in Flax are. Dense
+parameters go through optax as ever; tables through the row rules of their layer.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from tpu_embedding import functional
+from tpu_embedding.layout.packed_rows import PackedRows
+from tpu_embedding.lookup._stack import StackGradient
+from tpu_embedding.nn.embedding import EmbeddingTables, TPUEmbedding
+
+Path = tuple[Any, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Derivatives of a loss by everything that is trained.
+
+    Attributes:
+      dense: by the dense parameters, as `nnx.grad` returns them.
+      tables: path of a layer in the model, as a string, to its tables' sparse
+        gradients by stack; layers that were not called are missing.
+    """
+
+    dense: nnx.State
+    tables: dict[str, dict[str, StackGradient]]
+
+
+class SlotVariables(nnx.Variable):
+    """Optimizer state of all tables: layer path to stack name to state."""
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    wrt: nnx.filterlib.Filter = nnx.Param,
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, Gradients]]:
+    """Returns a function that computes a loss and its gradients.
+
+    Args:
+      loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`; the
+        model is an `nnx.Module` that owns `TPUEmbedding` layers, each of which it
+        calls at most once. What the loss changes in the model (batch statistics,
+        random streams, lookup statistics) is kept.
+      wrt: which variables are the dense parameters.
+      has_aux: whether `loss_fn` returns a second value.
+
+    Returns:
+      `(model, *args, **kwargs) -> (loss, Gradients)`, or `((loss, aux), Gradients)`.
+
+    Raises:
+      ValueError: when called, if a layer is called twice in one loss or the model has
+        no `TPUEmbedding`.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(
+      ...     te.FeatureConfig(table=table), te.optimizers.sgd(0.1), rngs=nnx.Rngs(0)
+      ... )
+      >>> def loss_fn(model, ids):
+      ...     return jnp.sum(model(ids) ** 2)
+      >>> loss, gradients = value_and_grad(loss_fn)(layer, jnp.array([1, 2]))
+      >>> optimizer = Optimizer(layer, optax.adam(1e-3))
+      >>> optimizer.update(layer, gradients)
+    """
+
+    def compute(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        plans = {path: layer.plan for path, layer in embedding_layers(model).items()}
+        if not plans:
+            raise ValueError(
+                "The model has no TPUEmbedding layer; use nnx.value_and_grad."
+            )
+        graph, dense, tables, rest = nnx.split(model, wrt, EmbeddingTables, ...)
+
+        def run(dense, taps):
+            copy = nnx.merge(graph, dense, tables, rest, copy=True)
+            layers = embedding_layers(copy)
+            for path, layer in layers.items():
+                layer.start_recording(taps and taps[path])
+            result = loss_fn(copy, *args, **kwargs)
+            loss, aux = result if has_aux else (result, None)
+            calls = {path: layer.stop_recording() for path, layer in layers.items()}
+            _, _, _, new_rest = nnx.split(copy, wrt, EmbeddingTables, ...)
+            return loss, (aux, calls, new_rest)
+
+        _, (_, shapes, _) = jax.eval_shape(lambda dense: run(dense, None), dense)
+        _check_calls(shapes)
+        taps = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        (loss, (aux, calls, new_rest)), (dense_gradient, cotangents) = (
+            jax.value_and_grad(run, argnums=(0, 1), has_aux=True)(dense, taps)
+        )
+        nnx.update(model, new_rest)
+        gradients = Gradients(
+            dense=dense_gradient,
+            tables={
+                path: functional.compute_gradients(
+                    calls[path][0], cotangents[path][0], plans[path]
+                )
+                for path in plans
+                if calls[path]
+            },
+        )
+        return ((loss, aux) if has_aux else loss), gradients
+
+    return compute
+
+
+class Optimizer(nnx.Module):
+    """Updates a model: dense parameters by optax, tables by their row rules.
+
+    Attributes:
+      dense: the `nnx.Optimizer` of the dense parameters.
+      slots: slot variables and step counts of the tables.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: nnx.filterlib.Filter = nnx.Param,
+    ):
+        """Makes the optimizer's state, and puts the model on the mesh.
+
+        What is not on a mesh yet, dense parameters and the like, is put whole on every
+        device of the layers' mesh, so that the first step has the shardings of the
+        second.
+
+        Args:
+          model: owns at least one `TPUEmbedding`.
+          tx: of the dense parameters; those of the tables are the layers' own.
+          wrt: which variables are the dense parameters.
+        """
+        layers = embedding_layers(model)
+        if not layers:
+            raise ValueError("The model has no TPUEmbedding layer; use nnx.Optimizer.")
+        mesh_sharding = next(iter(layers.values())).plan.replicated
+        _put_on_mesh(model, mesh_sharding)
+        self.dense = nnx.Optimizer(model, tx, wrt=wrt)
+        self.slots = SlotVariables(
+            {
+                path: functional.init_slots(layer.tables.get_value(), layer.plan)
+                for path, layer in layers.items()
+            }
+        )
+        _put_on_mesh(self, mesh_sharding)
+
+    def update(self, model: nnx.Module, gradients: Gradients) -> None:
+        """Applies gradients to the model in place; donate both under `jit`.
+
+        Args:
+          model: the one this optimizer was made for.
+          gradients: from `tpu_embedding.value_and_grad`.
+
+        Raises:
+          TypeError: if the gradients are those of `nnx.grad`, which lack the tables.
+        """
+        if not isinstance(gradients, Gradients):
+            raise TypeError(
+                "Optimizer.update needs the gradients of tpu_embedding.value_and_grad, "
+                f"got {type(gradients).__name__}, which lacks those of the tables."
+            )
+        self.dense.update(model, gradients.dense)
+        slots = dict(self.slots.get_value())
+        for path, layer in embedding_layers(model).items():
+            if path not in gradients.tables:
+                continue
+            new_tables, new_slots = functional.apply_gradients(
+                layer.tables.get_value(),
+                slots[path],
+                gradients.tables[path],
+                layer.plan,
+            )
+            layer.tables.set_value(new_tables)
+            slots[path] = slots[path] | new_slots
+        self.slots.set_value(slots)
+
+
+def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
+    """Returns the model's `TPUEmbedding` layers by their path, `"a/b"`."""
+    return {
+        "/".join(str(part) for part in path): module
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, TPUEmbedding)
+    }
+
+
+def _check_calls(shapes: dict[str, tuple[Any, ...]]) -> None:
+    for path, calls in shapes.items():
+        if len(calls) > 1:
+            raise ValueError(
+                f"The TPUEmbedding at {path!r} of the model is called {len(calls)} "
+                "times in one loss, but each row may have one gradient only. Put the "
+                "features of all calls into its feature_config, and call it once."
+            )
+
+
+def _put_on_mesh(module: nnx.Module, sharding: jax.sharding.NamedSharding) -> None:
+    """Puts arrays that lie on one device on all of the mesh, tables aside."""
+
+    def place(leaf):
+        if isinstance(leaf, PackedRows) or not isinstance(leaf, jax.Array):
+            return leaf
+        if isinstance(leaf, jax.core.Tracer) or leaf.committed:
+            return leaf
+        return jax.device_put(leaf, sharding)
+
+    state = nnx.state(module)
+    is_packed = lambda leaf: isinstance(leaf, PackedRows)  # noqa: E731
+    nnx.update(module, jax.tree.map(place, state, is_leaf=is_packed))
