@@ -32,3 +32,4 @@ from tpu_embedding.types import LookupStats as LookupStats
 from tpu_embedding.types import RaggedIds as RaggedIds
 from tpu_embedding.types import RowUpdates as RowUpdates
 from tpu_embedding.types import ShardedRaggedIds as ShardedRaggedIds
+from tpu_embedding.types import SparseIds as SparseIds

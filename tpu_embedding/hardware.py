@@ -123,9 +123,7 @@ def hardware_by_name(name: str) -> HardwareInfo:
       128
     """
     if name not in _BY_NAME:
-        raise ValueError(
-            f"hardware must be one of {sorted(_BY_NAME)}, got {name!r}."
-        )
+        raise ValueError(f"hardware must be one of {sorted(_BY_NAME)}, got {name!r}.")
     return _BY_NAME[name]
 
 

@@ -59,6 +59,26 @@ class RaggedIds:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseIds:
+    """Ids of a feature by coordinates, as in `tf.sparse.SparseTensor`, on the host.
+
+    Attributes:
+      indices: integers `[num_values, rank]`, rank at least 2, in any order; the last
+        column is the place within the sample.
+      values: integers `[num_values]`.
+      dense_shape: integers `[rank]`; all but the last make up the batch. With rank
+        above 2, set `FeatureConfig.output_shape` to `dense_shape[:-1]`.
+      weights: float32 `[num_values]`, or None where every id weighs 1.
+    """
+
+    indices: IdArray
+    values: IdArray
+    dense_shape: IdArray
+    weights: IdArray | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardedRaggedIds:
     """A ragged feature cut by shard and padded to a static size.
 
@@ -80,7 +100,7 @@ class ShardedRaggedIds:
     batch_size: int = dataclasses.field(metadata={"static": True})
 
 
-FeatureIds = IdArray | DenseIds | RaggedIds | ShardedRaggedIds
+FeatureIds = IdArray | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds
 
 
 @jax.tree_util.register_dataclass

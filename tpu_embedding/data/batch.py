@@ -1,4 +1,4 @@
-"""What every data set of this package yields, and what the training loop needs of it."""
+"""What every data set of this package yields, and the training loop needs."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -53,7 +53,9 @@ def with_logical_values(
     known = {table.name for stack in plan.stacks for table in stack.tables}
     unknown = sorted(set(values) - known)
     if unknown:
-        raise ValueError(f"values name unknown tables {unknown}; known: {sorted(known)}.")
+        raise ValueError(
+            f"values name unknown tables {unknown}; known: {sorted(known)}."
+        )
     result = dict(stacked)
     for stack in plan.stacks:
         tables = [table for table in stack.tables if table.name in values]

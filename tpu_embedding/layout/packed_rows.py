@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+
 def round_up(value: int, multiple: int) -> int:
     """Returns the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
@@ -83,9 +84,7 @@ def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:
     lines = jnp.pad(rows, ((0, missing), (0, 0)))
     lines = lines.reshape(layout.num_lines, layout.rows_per_line * layout.dim)
     unused_lanes = layout.lanes - lines.shape[1]
-    return PackedRows(
-        lines=jnp.pad(lines, ((0, 0), (0, unused_lanes))), layout=layout
-    )
+    return PackedRows(lines=jnp.pad(lines, ((0, 0), (0, unused_lanes))), layout=layout)
 
 
 def unpack_rows(packed: PackedRows) -> Array:
@@ -144,9 +143,7 @@ def add_to_rows(
 
 
 def _read_lines(lines: Array, line_ids: Int[Array, " ids"]) -> Array:
-    return lines.at[line_ids].get(
-        mode="promise_in_bounds", wrap_negative_indices=False
-    )
+    return lines.at[line_ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _select_lanes(
@@ -170,9 +167,7 @@ def _select_lanes(
     high = jnp.pad(high, ((0, 0), (0, low.shape[1] - high.shape[1])))
     is_high = places >= half
     chosen = jnp.where(is_high[:, None], high, low)
-    return _select_lanes(
-        chosen, jnp.where(is_high, places - half, places), half, dim
-    )
+    return _select_lanes(chosen, jnp.where(is_high, places - half, places), half, dim)
 
 
 def _spread_lanes(

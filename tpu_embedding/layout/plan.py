@@ -269,8 +269,8 @@ def _check_mesh(mesh: Mesh) -> None:
     ]
     if explicit:
         raise ValueError(
-            f"mesh axes must have type Auto, got Explicit for {explicit}. Make the mesh "
-            "with jax.sharding.Mesh(devices, axis_names), or with jax.make_mesh(..., "
+            f"mesh axes must have type Auto, got Explicit for {explicit}. Make the "
+            "mesh with jax.sharding.Mesh(devices, axis_names), or with jax.make_mesh(..., "
             "axis_types=(jax.sharding.AxisType.Auto,) * number_of_axes)."
         )
 
@@ -280,8 +280,10 @@ def _flatten_config(
 ) -> tuple[list[FeatureConfig], Any, list[str]]:
     with_paths, tree = jax.tree_util.tree_flatten_with_path(feature_config)
     if not with_paths:
-        raise ValueError("feature_config must hold at least one FeatureConfig, got "
-                         f"{feature_config!r}.")
+        raise ValueError(
+            "feature_config must hold at least one FeatureConfig, got "
+            f"{feature_config!r}."
+        )
     paths, configs = [], []
     for path, leaf in with_paths:
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "feature"

@@ -93,9 +93,7 @@ def count_below(keys: Int[Array, " queries"], dedup: Dedup) -> Int[Array, " quer
     return _count_below(keys, dedup.sorted_keys, dedup.ranks)
 
 
-def key_at_rank(
-    ranks: Int[Array, " queries"], dedup: Dedup
-) -> Int[Array, " queries"]:
+def key_at_rank(ranks: Int[Array, " queries"], dedup: Dedup) -> Int[Array, " queries"]:
     """Returns the unique key of each rank; ranks beyond the last give padding."""
     places = jnp.searchsorted(dedup.ranks, ranks)
     return dedup.sorted_keys.at[places].get(mode="fill", fill_value=PADDING_ROW_ID)

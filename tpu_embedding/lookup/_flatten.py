@@ -140,8 +140,11 @@ def _keys_of(
 def _gains(
     feature_input: FeatureInput, row_ids: Int[Array, " ids"], combiner: Combiner
 ) -> Float[Array, " ids"] | None:
-    """Returns `weight * scale`; the scale is 1 for sum, 1 / sum(w) for mean and
-    1 / sqrt(sum(w**2)) for sqrtn, and 0 where the denominator is 0."""
+    """Returns `weight * scale` of each id.
+
+    The scale is 1 for sum, 1 / sum(w) for mean, 1 / sqrt(sum(w**2)) for sqrtn, and 0
+    where the denominator is 0.
+    """
     is_single = feature_input.sample_ids is None and feature_input.valence == 1
     if feature_input.weights is None and (combiner == "sum" or is_single):
         return None

@@ -22,6 +22,7 @@ from tpu_embedding.types import (
     IdArray,
     RaggedIds,
     ShardedRaggedIds,
+    SparseIds,
 )
 
 
@@ -59,9 +60,11 @@ class ShardableInput:
     row_splits: Array | None
 
 
-def as_dense_ids(ids: FeatureIds) -> DenseIds | RaggedIds | ShardedRaggedIds:
+def as_dense_ids(
+    ids: FeatureIds,
+) -> DenseIds | RaggedIds | SparseIds | ShardedRaggedIds:
     """Wraps a plain array of ids."""
-    if isinstance(ids, DenseIds | RaggedIds | ShardedRaggedIds):
+    if isinstance(ids, DenseIds | RaggedIds | SparseIds | ShardedRaggedIds):
         return ids
     return DenseIds(ids=ids)
 
@@ -80,7 +83,7 @@ def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
         if weight is None:
             joined.append(ids)
             continue
-        if isinstance(ids, RaggedIds | ShardedRaggedIds):
+        if isinstance(ids, RaggedIds | SparseIds | ShardedRaggedIds):
             raise TypeError(
                 f"Weights of the ragged feature {feature.name!r} must be given to "
                 "prepare, together with its ids."
@@ -99,10 +102,10 @@ def feature_shape(
       ValueError: if their shape does not fit the feature's configuration.
     """
     ids = as_dense_ids(ids)
-    if isinstance(ids, RaggedIds):
+    if isinstance(ids, RaggedIds | SparseIds):
         raise TypeError(
-            f"Feature {feature.name!r} is a RaggedIds, whose size changes from batch "
-            "to batch; pass the batch through tpu_embedding.prepare_features on the "
+            f"Feature {feature.name!r} is a {type(ids).__name__}, whose size changes "
+            "from batch to batch; pass the batch through tpu_embedding.prepare_features on the "
             "host first."
         )
     values = ids.values if isinstance(ids, ShardedRaggedIds) else ids.ids
@@ -163,7 +166,7 @@ def to_shardable(
 ) -> ShardableInput:
     """Fills the batch up to a multiple of the shards. Global."""
     ids = as_dense_ids(ids)
-    assert not isinstance(ids, RaggedIds)
+    assert not isinstance(ids, RaggedIds | SparseIds)
     weights = None
     if ids.weights is not None:
         weights = jnp.asarray(ids.weights, jnp.float32)

@@ -121,7 +121,8 @@ def _fill(
     )
     return Round(
         places=unsort(sorted_places, dedup.order),
-        row_ids=row_ids, next_ranks=next_ranks,
+        row_ids=row_ids,
+        next_ranks=next_ranks,
         is_last=is_last,
     )
 

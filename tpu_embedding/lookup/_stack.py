@@ -261,9 +261,7 @@ def for_each_round(
 
     def run(state):
         carry, next_ranks, _, rounds = state
-        current = route(
-            remaining.dedup, next_ranks, remaining.capacity, stack, plan
-        )
+        current = route(remaining.dedup, next_ranks, remaining.capacity, stack, plan)
         carry = body(carry, current)
         return carry, current.next_ranks, current.is_last, rounds + 1
 

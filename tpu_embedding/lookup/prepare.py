@@ -18,6 +18,7 @@ from tpu_embedding.types import (
     FeatureIds,
     RaggedIds,
     ShardedRaggedIds,
+    SparseIds,
 )
 
 _SMALLEST_BUFFER = 8
@@ -33,7 +34,7 @@ def prepare_features(features: Any, plan: EmbeddingPlan, weights: Any = None) ->
     Args:
       features: nest like the plan's `feature_config`; leaves are integer arrays
         `[batch]` or `[batch, valence]` (unused places hold `PADDING_ROW_ID`),
-        `DenseIds` or `RaggedIds`. Global; any integer dtype.
+        `DenseIds`, `RaggedIds` or `SparseIds`. Global; any integer dtype.
       plan: of the layer.
       weights: None, or the same nest with an array of weights, or None, per feature;
         for a ragged feature `[num_values]`.
@@ -92,7 +93,7 @@ def _prepare_feature(
             f"Feature {feature.name!r} is None; pass its ids, or leave it out of "
             "feature_config."
         )
-    is_plain = not isinstance(ids, DenseIds | RaggedIds)
+    is_plain = not isinstance(ids, DenseIds | RaggedIds | SparseIds)
     ids = as_dense_ids(np.asarray(ids) if is_plain else ids)
     if weights is None:
         weights = ids.weights
@@ -101,6 +102,8 @@ def _prepare_feature(
     if weights is not None:
         weights = np.asarray(weights, np.float32)
         _check_weights(weights, feature)
+    if isinstance(ids, SparseIds):
+        ids, weights = _sort_sparse(ids, weights, feature)
     if isinstance(ids, RaggedIds):
         return _shard_ragged(ids, weights, feature, plan)
     assert isinstance(ids, DenseIds)
@@ -110,6 +113,41 @@ def _prepare_feature(
     if weights is None and is_plain:
         return checked
     return DenseIds(ids=checked, weights=weights)
+
+
+def _sort_sparse(
+    ids: SparseIds, weights: np.ndarray | None, feature: FeaturePlan
+) -> tuple[RaggedIds | DenseIds, np.ndarray | None]:
+    """Turns coordinates into a ragged feature, or a dense one for sequences.
+
+    In a sequence the last coordinate is a position, so places between ids stay empty;
+    elsewhere only its order within the sample counts.
+    """
+    indices, values = np.asarray(ids.indices), np.asarray(ids.values)
+    shape = np.asarray(ids.dense_shape)
+    owner = f"feature {feature.name!r}"
+    if indices.shape != (values.shape[0], shape.shape[0]) or shape.shape[0] < 2:
+        raise ValueError(
+            f"indices of {owner} must have shape [num_values, rank] with rank >= 2, "
+            f"here ({values.shape[0]}, {shape.shape[0]}), got {indices.shape}."
+        )
+    is_outside = ((indices < 0) | (indices >= shape)).any(axis=1)
+    if is_outside.any():
+        i = int(np.flatnonzero(is_outside)[0])
+        raise ValueError(
+            f"indices of {owner} must lie within dense_shape {shape.tolist()}, got "
+            f"{indices[i].tolist()} at value {i}."
+        )
+    batch_size = int(np.prod(shape[:-1]))
+    samples = np.ravel_multi_index(tuple(indices[:, :-1].T), tuple(shape[:-1]))
+    if feature.config.max_sequence_length:
+        matrix = np.full((batch_size, int(shape[-1])), PADDING_ROW_ID, np.int64)
+        matrix[samples, indices[:, -1]] = values
+        return DenseIds(ids=matrix), weights
+    order = np.lexsort((indices[:, -1], samples))
+    row_splits = np.searchsorted(samples[order], np.arange(batch_size + 1))
+    ragged = RaggedIds(values=values[order], row_splits=row_splits)
+    return ragged, None if weights is None else weights[order]
 
 
 def _check_weights(weights: np.ndarray, feature: FeaturePlan) -> None:

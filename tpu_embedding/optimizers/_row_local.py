@@ -27,9 +27,7 @@ class NotRowLocalError(ValueError):
 
 
 @functools.lru_cache(maxsize=256)
-def check_row_local(
-    optimizer: optax.GradientTransformation, dim: int
-) -> None:
+def check_row_local(optimizer: optax.GradientTransformation, dim: int) -> None:
     """Refuses a transformation whose update mixes rows.
 
     Args:

@@ -1,9 +1,9 @@
 """The one row path: any row-local optax transformation, applied to touched rows only.
 
-A rule is written, or taken from optax, as if the table were a dense `[rows, dim]` array.
-`lift_to_rows` gathers the touched rows of table and slot variables, lets the rule work
-on these, and adds the differences back in place. So rules know nothing of row ids,
-shards, packing or rounds.
+A rule is written, or taken from optax, as if the table were a dense `[rows, dim]`
+array. `lift_to_rows` gathers the touched rows of table and slot variables, lets the
+rule work on these, and adds the differences back in place. So rules know nothing of
+row ids, shards, packing or rounds.
 """
 
 from typing import Any
@@ -80,7 +80,9 @@ def lift_to_rows(
         )
         new = tree.flatten_up_to(new_state)
         leaves = [
-            add_to_rows(leaf, row_ids, new_rows - old_rows) if is_slot(leaf) else new_rows
+            add_to_rows(leaf, row_ids, new_rows - old_rows)
+            if is_slot(leaf)
+            else new_rows
             for leaf, old_rows, new_rows in zip(leaves, old, new, strict=True)
         ]
         return RowUpdates(row_ids=row_ids, values=values), tree.unflatten(leaves)

@@ -1,0 +1,309 @@
+"""Whole lookups and gradients against the dense reference, over nasty batches."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.reference import dense_gradients, dense_lookup
+
+# A sum of up to some hundred float32 products in another order than the reference's.
+TOLERANCE = dict(rtol=2e-5, atol=2e-5)
+
+BATCH = 21  # divides by neither 2 nor 8
+PADDING = te.PADDING_ROW_ID
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def ragged(values, splits, weights=None):
+    return te.RaggedIds(
+        values=np.asarray(values, np.int64),
+        row_splits=np.asarray(splits),
+        weights=None if weights is None else np.asarray(weights, np.float32),
+    )
+
+
+def random_ragged(vocabulary_size, num_values, seed=0, weights=None):
+    generator = rng(seed)
+    cuts = np.sort(generator.integers(0, num_values + 1, BATCH - 1))
+    values = generator.integers(0, vocabulary_size, num_values)
+    return ragged(values, [0, *cuts, num_values], weights)
+
+
+def padded(vocabulary_size, valence, seed=0):
+    generator = rng(seed)
+    ids = generator.integers(0, vocabulary_size, (BATCH, valence))
+    ids[generator.random(ids.shape) < 0.4] = PADDING
+    ids[0] = PADDING
+    return ids
+
+
+ZIPF = np.minimum(rng(3).zipf(1.3, BATCH) - 1, 36)
+CASES = {
+    "uniform": lambda v: rng().integers(0, v, BATCH),
+    "zipf": lambda v: ZIPF % v,
+    "all_same_id": lambda v: np.full(BATCH, v - 1),
+    "all_of_one_shard": lambda v: (rng().integers(0, v, BATCH) // 24 * 24) % v,
+    "every_row_once": lambda v: np.arange(BATCH) % v,
+    "no_ids": lambda v: np.full((BATCH, 2), PADDING),
+    "multi_hot": lambda v: padded(v, 5),
+    "multi_hot_int64": lambda v: padded(v, 5).astype(np.int64),
+    "duplicates_in_bag": lambda v: np.repeat(rng().integers(0, v, (BATCH, 1)), 4, 1),
+    "weighted": lambda v: te.DenseIds(
+        ids=padded(v, 3), weights=rng(5).normal(size=(BATCH, 3)).astype(np.float32)
+    ),
+    "zero_weights": lambda v: te.DenseIds(
+        ids=padded(v, 3), weights=np.zeros((BATCH, 3), np.float32)
+    ),
+    "weights_cancel": lambda v: te.DenseIds(
+        ids=np.zeros((BATCH, 2), int), weights=np.tile(np.float32([1, -1]), (BATCH, 1))
+    ),
+    "ragged": lambda v: random_ragged(v, 40),
+    "ragged_weighted": lambda v: random_ragged(v, 40, weights=rng(2).normal(size=40)),
+    "ragged_no_values": lambda v: ragged([], [0] * (BATCH + 1)),
+    "ragged_all_in_one_sample": lambda v: ragged(
+        rng().integers(0, v, 33), [0] * BATCH + [33]
+    ),
+}
+
+
+def make_plan(
+    mesh, combiner="sum", dim=4, capacity=None, hardware=None, **feature_options
+):
+    """Two tables in one stack, one of them smaller than 8 devices, shared features."""
+    big = te.TableConfig(vocabulary_size=37, dim=dim, combiner=combiner, name="big")
+    small = te.TableConfig(vocabulary_size=5, dim=dim, combiner=combiner, name="small")
+    config = {
+        name: te.FeatureConfig(table=table, name=name, **feature_options)
+        for name, table in (("a", big), ("b", small), ("c", big))
+    }
+    return te.make_plan(
+        config,
+        mesh,
+        optimizer=optax.sgd(1.0),
+        capacity=capacity,
+        hardware=None if hardware is None else te.hardware_by_name(hardware),
+    )
+
+
+def batch_of(case):
+    """The case for two features; the third looks up in the first one's table."""
+    return {"a": CASES[case](37), "b": CASES[case](5), "c": np.arange(BATCH) % 37}
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def look_up_and_update(tables, slots, features, cotangents, plan):
+    result = te.lookup(tables, features, plan)
+    gradients = te.compute_gradients(result.routing, cotangents, plan)
+    tables, _ = te.apply_gradients(tables, slots, gradients, plan)
+    return result.activations, result.stats, gradients, tables
+
+
+def check_against_reference(plan, batch):
+    """Looks a batch up and applies SGD with rate 1; both must equal the reference."""
+    tables = te.init_tables(plan, jax.random.key(1))
+    before = te.logical_values(tables, plan)
+    prepared = te.prepare_features(batch, plan)
+    shapes = te.activation_shapes(prepared, plan)
+    cotangents = jax.tree.map(
+        lambda s: rng(7).normal(size=s.shape).astype(np.float32), shapes
+    )
+    activations, stats, gradients, tables = look_up_and_update(
+        tables, te.init_slots(tables, plan), prepared, cotangents, plan
+    )
+    for name, expected in dense_lookup(before, batch, plan).items():
+        assert activations[name].dtype == jnp.float32
+        assert activations[name].shape == shapes[name].shape
+        np.testing.assert_allclose(
+            activations[name].reshape(expected.shape), expected, **TOLERANCE
+        )
+    expected, touched = dense_gradients(before, batch, cotangents, plan)
+    after = te.logical_values(tables, plan)
+    for name in before:
+        np.testing.assert_allclose(
+            after[name], before[name] - expected[name], **TOLERANCE
+        )
+        np.testing.assert_array_equal(
+            after[name][~touched[name]], before[name][~touched[name]]
+        )
+    return stats, gradients, touched
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_dense_reference(case, combiner, mesh):
+    check_against_reference(make_plan(mesh, combiner), batch_of(case))
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 5, 1000])
+@pytest.mark.parametrize("case", ["all_of_one_shard", "multi_hot", "ragged", "no_ids"])
+def test_capacity_changes_no_result(case, capacity, mesh):
+    stats, _, _ = check_against_reference(
+        make_plan(mesh, capacity=capacity), batch_of(case)
+    )
+    if capacity == 1:
+        assert stats.rounds["stack_0"] > 1
+    if capacity == 1000:
+        assert stats.rounds["stack_0"] == 1
+
+
+@pytest.mark.parametrize("surplus", [-1, 0, 1])
+def test_rounds_when_capacity_is_missed_or_met_exactly(surplus):
+    # All 5 rows of one owner asked by one source: ids 0, 8, 16, ... live on shard 0.
+    ids = np.full(8 * 6, PADDING).reshape(8, 6)
+    ids[0, :5] = np.arange(5) * 8
+    table = te.TableConfig(vocabulary_size=48, dim=2, combiner="sum", name="t")
+    plan = te.make_plan(
+        {"f": te.FeatureConfig(table=table, name="f")},
+        mesh_of(8),
+        optimizer=optax.sgd(1.0),
+        capacity=5 + surplus,
+    )
+    stats, _, _ = check_against_reference(plan, {"f": ids})
+    assert stats.rounds["stack_0"] == (2 if surplus < 0 else 1)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 16, 64, 100, 128, 200])
+def test_packed_rows_change_no_result(dim, mesh):
+    plan = make_plan(mesh, "mean", dim=dim, hardware="v5p", capacity=3)
+    check_against_reference(plan, batch_of("multi_hot"))
+
+
+def test_mesh_of_several_axes():
+    devices = np.asarray(jax.devices()[:6]).reshape(2, 3)
+    mesh = jax.sharding.Mesh(devices, ("data", "model"))
+    check_against_reference(make_plan(mesh, "mean", capacity=2), batch_of("ragged"))
+
+
+def test_each_touched_row_once(mesh):
+    plan = make_plan(mesh, "sum")
+    _, gradients, touched = check_against_reference(plan, batch_of("zero_weights"))
+    updates = gradients["stack_0"].updates
+    row_ids = np.asarray(updates.row_ids).reshape(mesh.size, -1)
+    stack = plan.stacks[0]
+    owned = [
+        shard_rows[shard_rows != PADDING] * mesh.size + shard
+        for shard, shard_rows in enumerate(row_ids)
+    ]
+    rows = np.sort(np.concatenate(owned))
+    expected = np.flatnonzero(np.concatenate([touched[t.name] for t in stack.tables]))
+    # Weight 0 under `sum` gives gradient 0, and the row is touched all the same.
+    np.testing.assert_array_equal(rows, expected)
+
+
+@pytest.mark.parametrize("policy", ["error", "drop", "clip"])
+def test_ids_out_of_range_under_jit(policy, mesh):
+    plan = make_plan(mesh, "mean", out_of_range_ids=policy)
+    bad = np.array([[-1, 2], [37, 3], [70, -(2**31)], [4, 2**31 - 2]], np.int32)
+    batch = {"a": bad, "b": np.array([5, -1, 0, 4], np.int32), "c": np.arange(4)}
+    tables = te.init_tables(plan, jax.random.key(1))
+    result = jax.jit(te.lookup, static_argnames="plan")(tables, batch, plan)
+    assert result.stats.out_of_range == {"a": 5, "b": 2, "c": 0}
+    expected = dense_lookup(te.logical_values(tables, plan), batch, plan)
+    for name in expected:
+        np.testing.assert_allclose(
+            result.activations[name], expected[name], **TOLERANCE
+        )
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_weights_that_are_not_positive_count_on_request(combiner, mesh):
+    plan = make_plan(mesh, combiner, validate_weights_and_indices=False)
+    for case in ("weighted", "ragged_weighted", "weights_cancel", "zero_weights"):
+        check_against_reference(plan, batch_of(case))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_sequence_length=2),
+        dict(max_sequence_length=9),
+        dict(output_shape=(BATCH * 3,)),
+        dict(output_shape=(3, BATCH // 3)),
+    ],
+    ids=str,
+)
+def test_sequences_and_output_shapes(options, mesh):
+    plan = make_plan(mesh, "mean", **options)
+    batch = {"a": random_ragged(37, 40), "b": padded(5, 4), "c": padded(37, 1)}
+    check_against_reference(plan, batch)
+
+
+def test_two_stacks_and_unused_activations(mesh):
+    tables = [
+        te.TableConfig(vocabulary_size=11, dim=dim, name=f"t{dim}", combiner="sum")
+        for dim in (2, 3)
+    ]
+    config = [te.FeatureConfig(table=t, name=t.name) for t in tables]
+    plan = te.make_plan(config, mesh, optimizer=optax.sgd(1.0))
+    tables = te.init_tables(plan, jax.random.key(0))
+    result = te.lookup(tables, [jnp.arange(4), jnp.arange(4)], plan)
+    cotangents = [jnp.zeros((4, 2)), jnp.ones((4, 3))]
+    gradients = te.compute_gradients(result.routing, cotangents, plan)
+    new, _ = te.apply_gradients(tables, te.init_slots(tables, plan), gradients, plan)
+    before, after = te.logical_values(tables, plan), te.logical_values(new, plan)
+    np.testing.assert_array_equal(after["t2"], before["t2"])
+    np.testing.assert_allclose(after["t3"][:4], before["t3"][:4] - 1, rtol=1e-6)
+
+
+def test_second_step_compiles_nothing():
+    plan = make_plan(mesh_of(8), capacity=1)
+    jax.clear_caches()
+    for seed in range(3):
+        batch = {"a": rng(seed).integers(0, 37, BATCH), "b": padded(5, 2), "c": ZIPF}
+        check_against_reference(plan, batch)
+    assert look_up_and_update._cache_size() == 1
+
+
+def test_outputs_are_sharded_like_the_batch():
+    plan = make_plan(mesh_of(8))
+    batch = {name: jnp.arange(16) % 5 for name in "abc"}
+    tables = te.init_tables(plan, jax.random.key(0))
+    result = jax.jit(te.lookup, static_argnames="plan")(tables, batch, plan)
+    for activation in result.activations.values():
+        assert activation.sharding.is_equivalent_to(plan.sharding, 2)
+
+
+@settings(max_examples=25)
+@given(
+    num_devices=st.sampled_from([1, 2, 3, 8]),
+    capacity=st.sampled_from([None, 1, 3]),
+    combiner=st.sampled_from(["sum", "mean", "sqrtn"]),
+    num_values=st.integers(0, 60),
+    seed=st.integers(0, 2**16),
+)
+def test_any_ragged_batch(num_devices, capacity, combiner, num_values, seed):
+    plan = make_plan(mesh_of(num_devices), combiner, capacity=capacity)
+    batch = {
+        "a": random_ragged(37, num_values, seed),
+        "b": random_ragged(5, num_values, seed + 1),
+        "c": padded(37, 2, seed),
+    }
+    check_against_reference(plan, batch)
+
+
+@given(seed=st.integers(0, 2**16))
+@settings(max_examples=10)
+def test_permuting_samples_permutes_activations(seed):
+    plan = make_plan(mesh_of(8), "mean")
+    tables = te.init_tables(plan, jax.random.key(0))
+    order = rng(seed).permutation(BATCH)
+    batch = {"a": padded(37, 3, seed), "b": padded(5, 3, seed), "c": padded(37, 1)}
+    permuted = {name: ids[order] for name, ids in batch.items()}
+    run = jax.jit(te.lookup, static_argnames="plan")
+    activations = run(tables, te.prepare_features(batch, plan), plan).activations
+    result = run(tables, te.prepare_features(permuted, plan), plan).activations
+    for name in batch:
+        np.testing.assert_allclose(
+            result[name], activations[name][order], rtol=1e-6, atol=1e-6
+        )

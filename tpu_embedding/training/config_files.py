@@ -1,0 +1,81 @@
+"""Finds and runs the Python files that define run configs.
+
+An installed package has them in `tpu_embedding/configs`, a checkout in `configs` beside
+the package.
+"""
+
+import pathlib
+import runpy
+from typing import Final
+
+import tpu_embedding
+from tpu_embedding.training.run_config import RunConfig
+
+_PACKAGE: Final = pathlib.Path(tpu_embedding.__file__).parent
+CONFIG_DIRS: Final = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
+
+
+class ConfigError(ValueError):
+    """A run config is missing, broken, or changed in a way that it does not know."""
+
+
+def list_configs() -> dict[str, pathlib.Path]:
+    """Returns the configs that come with the package: name to file."""
+    found: dict[str, pathlib.Path] = {}
+    for directory in CONFIG_DIRS:
+        for path in sorted(directory.glob("*.py")):
+            if not path.name.startswith("_"):
+                found.setdefault(path.stem, path)
+    return found
+
+
+def load_config(name_or_path: str) -> RunConfig:
+    """Returns the `config` that a config file defines.
+
+    Args:
+      name_or_path: a name from `list_configs`, or the path of a Python file.
+
+    Raises:
+      ConfigError: if there is no such file, it fails, or defines no `config`.
+    """
+    path = _find(name_or_path)
+    try:
+        namespace = runpy.run_path(str(path))
+    except Exception as error:
+        raise ConfigError(
+            f"The config {path} fails{_line_of(error, path)} with "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    config = namespace.get("config")
+    if not isinstance(config, RunConfig):
+        found = "nothing" if config is None else f"a {type(config).__name__}"
+        raise ConfigError(
+            f"The config {path} must define `config`, a "
+            f"tpu_embedding.training.RunConfig, got {found} of that name."
+        )
+    return config
+
+
+def _find(name_or_path: str) -> pathlib.Path:
+    known = list_configs()
+    if name_or_path in known:
+        return known[name_or_path]
+    path = pathlib.Path(name_or_path)
+    if path.is_file():
+        return path
+    raise ConfigError(
+        f"There is no config {name_or_path!r}: it is neither a file nor one of the "
+        f"known names, {', '.join(sorted(known)) or '(none)'}."
+    )
+
+
+def _line_of(error: Exception, path: pathlib.Path) -> str:
+    """Returns " in line N", the last line of the config that was running."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f" in line {error.lineno}"
+    line, frame = None, error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename == str(path):
+            line = frame.tb_lineno
+        frame = frame.tb_next
+    return "" if line is None else f" in line {line}"

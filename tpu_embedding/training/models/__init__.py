@@ -1,0 +1,10 @@
+"""The models of the run configs; each owns one `TPUEmbedding`."""
+
+from tpu_embedding.training.models.click import ClickModel as ClickModel
+from tpu_embedding.training.models.click import ClickModelConfig as ClickModelConfig
+from tpu_embedding.training.models.dlrm import DLRM as DLRM
+from tpu_embedding.training.models.dlrm import DLRMConfig as DLRMConfig
+from tpu_embedding.training.models.model import ModelConfig as ModelConfig
+from tpu_embedding.training.models.model import Outputs as Outputs
+from tpu_embedding.training.models.rating import RatingModel as RatingModel
+from tpu_embedding.training.models.rating import RatingModelConfig as RatingModelConfig

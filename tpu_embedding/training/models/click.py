@@ -1,0 +1,74 @@
+"""A click model: embeddings side by side into an MLP, one logit out."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.layout.plan import EmbeddingPlan
+from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.training.models.model import (
+    MLP,
+    Outputs,
+    check_sizes,
+    click_outputs,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClickModelConfig:
+    """Sizes of `ClickModel`.
+
+    Attributes:
+      dim: of every table; a feature with several ids takes their mean.
+      hidden_sizes: of the MLP.
+    """
+
+    dim: int
+    hidden_sizes: tuple[int, ...]
+
+    def __post_init__(self):
+        check_sizes("ClickModelConfig", dim=self.dim, hidden_sizes=self.hidden_sizes)
+
+    def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
+        """Returns a table for each feature of the data set."""
+        return {
+            name: FeatureConfig(
+                table=TableConfig(vocabulary_size=size, dim=self.dim, name=name)
+            )
+            for name, size in data.vocabulary_sizes.items()
+        }
+
+    def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "ClickModel":
+        """Returns the model."""
+        return ClickModel(self, self.feature_config(data), plan, rngs=rngs)
+
+
+class ClickModel(nnx.Module):
+    """`logit = MLP(concatenated activations)`."""
+
+    def __init__(
+        self,
+        config: ClickModelConfig,
+        feature_config: dict[str, FeatureConfig],
+        plan: EmbeddingPlan,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.embedding = TPUEmbedding(feature_config, plan=plan, rngs=rngs)
+        self.mlp = MLP(
+            config.dim * len(feature_config),
+            (*config.hidden_sizes, 1),
+            last_activation=False,
+            rngs=rngs,
+        )
+
+    def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
+        """Returns logits and probabilities of a click."""
+        del dense
+        activations = self.embedding(features)
+        inputs = jnp.concatenate([activations[k] for k in sorted(activations)], axis=1)
+        return click_outputs(self.mlp(inputs)[:, 0])

@@ -1,0 +1,196 @@
+"""The compiled part of a run: state, train step and evaluation step.
+
+A step is a pure function of the state and a batch. The state is the `nnx.State` of the
+pair (model, optimizer), and the graph definition that puts it back together is fixed.
+`loop.py` runs these; ahead-of-time compilation takes `abstract_train_state` and
+`abstract_batch`, which touch no device.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from tpu_embedding.data.batch import Batch, Dataset
+from tpu_embedding.hardware import HardwareInfo
+from tpu_embedding.layout.packed_rows import PackedRows
+from tpu_embedding.layout.plan import EmbeddingPlan, make_plan
+from tpu_embedding.lookup.prepare import place_batch, prepare_features
+from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
+from tpu_embedding.training.metrics import LOSSES, Sums, mean_loss
+from tpu_embedding.training.run_config import LossName, RunConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """What a train step reports. Global scalars.
+
+    Attributes:
+      loss: of the batch, before the update, penalty included.
+      rounds: most exchanges that a stack took.
+      out_of_range: ids outside their tables, of all features.
+    """
+
+    loss: Float[Array, ""]
+    rounds: Int[Array, ""]
+    out_of_range: Int[Array, ""]
+
+
+TrainStep = Callable[[nnx.State, Batch], tuple[nnx.State, StepMetrics]]
+EvaluationStep = Callable[[nnx.State, Batch], Sums]
+
+
+def make_run_plan(
+    config: RunConfig,
+    data: Dataset,
+    mesh: Mesh | None = None,
+    *,
+    hardware: HardwareInfo | None = None,
+) -> EmbeddingPlan:
+    """Makes the plan of the model's embedding layer; see `make_plan`."""
+    return make_plan(
+        config.model.feature_config(data),
+        mesh,
+        optimizer=config.make_table_optimizer(config),
+        capacity=config.capacity,
+        hardware=hardware,
+    )
+
+
+def init_train_state(
+    config: RunConfig, data: Dataset, plan: EmbeddingPlan
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Returns the state of step 0: parameters, tables and the state of optimizers.
+
+    The values depend on the seed, never on the number of devices.
+
+    Args:
+      config: of the run.
+      data: opened data set, for the sizes of the model.
+      plan: from `make_run_plan`.
+
+    Returns:
+      Graph definition of the pair (model, optimizer), and its state on the mesh.
+    """
+    return nnx.split(_build(config, data, plan))
+
+
+def abstract_train_state(
+    config: RunConfig, data: Dataset, plan: EmbeddingPlan
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Returns shapes, dtypes and shardings of the state, without touching devices.
+
+    Args and returns as `init_train_state`, with `jax.ShapeDtypeStruct` for arrays.
+    """
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: _build(config, data, plan)))
+
+    def on_mesh(leaf):
+        sharding = plan.sharding if _is_table(leaf) else plan.replicated
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), leaf
+        )
+
+    return graphdef, jax.tree.map(on_mesh, state, is_leaf=_is_table)
+
+
+def make_train_step(graphdef: nnx.GraphDef, loss_name: LossName) -> TrainStep:
+    """Returns `(state, batch) -> (state, StepMetrics)`, to be compiled by the caller.
+
+    Args:
+      graphdef: from `init_train_state` or `abstract_train_state`.
+      loss_name: `RunConfig.loss`.
+    """
+    loss = LOSSES[loss_name]
+
+    def loss_fn(model: Any, batch: Batch) -> jax.Array:
+        outputs = model(batch.features, batch.dense)
+        return mean_loss(loss, outputs, batch.labels, batch.weights)
+
+    def train_step(state: nnx.State, batch: Batch) -> tuple[nnx.State, StepMetrics]:
+        model, optimizer = nnx.merge(graphdef, state)
+        value, gradients = value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, gradients)
+        metrics = _step_metrics(value, model)
+        return nnx.state((model, optimizer)), metrics
+
+    return train_step
+
+
+def jit_train_step(step: TrainStep, state: nnx.State, plan: EmbeddingPlan) -> Any:
+    """Compiles a train step when it is called or lowered; the state is donated.
+
+    Args:
+      step: from `make_train_step`.
+      state: arrays or `jax.ShapeDtypeStruct`s, whose shardings the new state keeps.
+      plan: of the layer.
+    """
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(shardings, plan.replicated),
+        compiler_options=plan.compiler_options,
+    )
+
+
+def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> EvaluationStep:
+    """Returns `(state, batch) -> Sums`, to be compiled by the caller."""
+    loss = LOSSES[loss_name]
+
+    def evaluation_step(state: nnx.State, batch: Batch) -> Sums:
+        model, _ = nnx.merge(graphdef, state)
+        outputs = model(batch.features, batch.dense)
+        return loss.sums(outputs, batch.labels, batch.weights)
+
+    return evaluation_step
+
+
+def prepare_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
+    """Checks a batch on the host and gives it static shapes."""
+    return dataclasses.replace(batch, features=prepare_features(batch.features, plan))
+
+
+def place(batch: Batch, plan: EmbeddingPlan) -> Batch:
+    """Puts a prepared batch on the devices."""
+    return place_batch(batch, plan)
+
+
+def abstract_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
+    """Returns shapes, dtypes and shardings that a host batch has on the devices."""
+
+    def on_mesh(array):
+        is_split = array.ndim > 0 and array.shape[0] % plan.num_shards == 0
+        sharding = plan.sharding if is_split else plan.replicated
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    return jax.tree.map(on_mesh, prepare_batch(batch, plan))
+
+
+def _build(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> tuple[Any, Any]:
+    model = config.model.build(data, plan, rngs=nnx.Rngs(config.seed))
+    tx: optax.GradientTransformation = config.make_dense_optimizer(config)
+    return model, Optimizer(model, tx)
+
+
+def _is_table(leaf: Any) -> bool:
+    return isinstance(leaf, PackedRows)
+
+
+def _step_metrics(loss: jax.Array, model: nnx.Module) -> StepMetrics:
+    rounds, out_of_range = [], []
+    for layer in embedding_layers(model).values():
+        stats = layer.stats.get_value()
+        rounds += stats.rounds.values()
+        out_of_range += stats.out_of_range.values()
+    return StepMetrics(
+        loss=loss,
+        rounds=jnp.max(jnp.stack(rounds)),
+        out_of_range=jnp.sum(jnp.stack(out_of_range)),
+    )
