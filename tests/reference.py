@@ -22,7 +22,9 @@ def samples_of(ids, feature):
         matrix = np.asarray(ids.ids).reshape(len(ids.ids), -1)
         weights = np.ones(matrix.shape) if ids.weights is None else ids.weights
         weights = np.asarray(weights).reshape(matrix.shape)
-        rows = [list(zip(a, b, strict=True)) for a, b in zip(matrix, weights, strict=True)]
+        rows = [
+            list(zip(a, b, strict=True)) for a, b in zip(matrix, weights, strict=True)
+        ]
     length = feature.config.max_sequence_length
     if feature.config.output_shape is not None:
         outputs = int(np.prod(feature.config.output_shape))

@@ -13,6 +13,7 @@ inside `shard_map`. The Flax modules of `tpu_embedding.nn` are made of these fou
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -196,6 +197,7 @@ def compute_gradients(
     )(routing.stacks, by_feature)
 
 
+@functools.partial(jax.jit, static_argnames="plan")
 def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, Any]:
     """Returns the optimizer state of each stack that has an optimizer.
 
@@ -224,14 +226,12 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
         stack.name: _shard_struct(stack) for stack in plan.stacks if stack.optimizer
     }
     shapes = jax.eval_shape(init_shard, shard)
-    return jax.jit(
-        jax.shard_map(
-            init_shard,
-            mesh=plan.mesh,
-            in_specs=plan.shard_spec,
-            out_specs=_slot_specs(shapes, plan),
-            check_vma=False,
-        )
+    return jax.shard_map(
+        init_shard,
+        mesh=plan.mesh,
+        in_specs=plan.shard_spec,
+        out_specs=_slot_specs(shapes, plan),
+        check_vma=False,
     )(trained)
 
 

@@ -6,6 +6,7 @@ table's own key and logical shape, and XLA computes each device's part of that. 
 rows are dealt to their owners by one all-to-all.
 """
 
+import functools
 import zlib
 
 import jax
@@ -17,6 +18,7 @@ from tpu_embedding.layout.packed_rows import PackedRows, pack_rows, round_up
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan, TablePlan
 
 
+@functools.partial(jax.jit, static_argnames="plan")
 def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, PackedRows]:
     """Returns the stacked tables with their initial values.
 
@@ -34,12 +36,7 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, PackedRows]:
       >>> sorted(te.init_tables(plan, jax.random.key(0)))
       ['stack_0']
     """
-
-    @jax.jit
-    def init(key):
-        return {stack.name: _init_stack(stack, plan, key) for stack in plan.stacks}
-
-    return init(key)
+    return {stack.name: _init_stack(stack, plan, key) for stack in plan.stacks}
 
 
 def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> PackedRows:

@@ -8,14 +8,18 @@ from tpu_embedding.training.config_files import ConfigError as ConfigError
 from tpu_embedding.training.config_files import list_configs as list_configs
 from tpu_embedding.training.config_files import load_config as load_config
 from tpu_embedding.training.loop import RunResult as RunResult
-from tpu_embedding.training.loop import TrainingDivergedError as TrainingDivergedError
 from tpu_embedding.training.loop import train as train
 from tpu_embedding.training.overrides import apply_overrides as apply_overrides
+from tpu_embedding.training.pipeline import (
+    TrainingDivergedError as TrainingDivergedError,
+)
 from tpu_embedding.training.run_config import RunConfig as RunConfig
 from tpu_embedding.training.run_config import Target as Target
 from tpu_embedding.training.sources import CriteoSource as CriteoSource
 from tpu_embedding.training.sources import MovieLensSource as MovieLensSource
-from tpu_embedding.training.sources import SyntheticClicksSource as SyntheticClicksSource
+from tpu_embedding.training.sources import (
+    SyntheticClicksSource as SyntheticClicksSource,
+)
 from tpu_embedding.training.step import abstract_batch as abstract_batch
 from tpu_embedding.training.step import abstract_train_state as abstract_train_state
 from tpu_embedding.training.step import init_train_state as init_train_state

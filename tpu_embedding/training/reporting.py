@@ -32,7 +32,7 @@ class RunReport:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / RECORDS_FILE
         # A kill may have left half a line, which the next record must not join.
-        is_torn = path.exists() and not path.read_bytes().endswith((b"\n", b""[:0]))
+        is_torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("a", encoding="utf-8")
         if is_torn:
             self._file.write("\n")

@@ -21,7 +21,7 @@ from tpu_embedding.data.batch import Batch, Dataset
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.layout.packed_rows import PackedRows
 from tpu_embedding.layout.plan import EmbeddingPlan, make_plan
-from tpu_embedding.lookup.prepare import place_batch, prepare_features
+from tpu_embedding.lookup.prepare import prepare_features
 from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
 from tpu_embedding.training.metrics import LOSSES, Sums, mean_loss
 from tpu_embedding.training.run_config import LossName, RunConfig
@@ -155,11 +155,6 @@ def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> Evaluat
 def prepare_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
     """Checks a batch on the host and gives it static shapes."""
     return dataclasses.replace(batch, features=prepare_features(batch.features, plan))
-
-
-def place(batch: Batch, plan: EmbeddingPlan) -> Batch:
-    """Puts a prepared batch on the devices."""
-    return place_batch(batch, plan)
 
 
 def abstract_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:

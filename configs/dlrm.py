@@ -1,0 +1,49 @@
+"""DLRM on Criteo's click log, or on made-up rows of its shape where no file is given.
+
+Command: tpu-embedding train dlrm --devices 8
+         tpu-embedding train dlrm --data-dir PATH (of train.txt, or its directory)
+Hardware: 8 emulated devices on 2 CPU cores
+Expected: without a file, log loss at most TODO
+Wall time: TODO
+
+For the real log, raise data.vocabulary_size, num_steps and data.num_evaluation_samples
+(the last 6,548,659 lines of train.txt are its seventh day).
+"""
+
+import optax
+
+from tpu_embedding import optimizers
+from tpu_embedding.training import CriteoSource, RunConfig, Target
+from tpu_embedding.training.models import DLRMConfig
+
+config = RunConfig(
+    name="dlrm",
+    # Data
+    data=CriteoSource(vocabulary_size=2_000, num_evaluation_samples=65_536),
+    batch_size=2048,
+    # Model
+    model=DLRMConfig(
+        dim=16, bottom_sizes=(128, 64), top_sizes=(128, 64), initial_deviation=0.05
+    ),
+    loss="log_loss",
+    target=Target(metric="log_loss", at_most=1.02, relative_to="teacher"),
+    # Optimizers: both learning rates fall to 2 % of themselves.
+    num_steps=1500,
+    table_learning_rate=0.1,
+    dense_learning_rate=0.002,
+    make_table_optimizer=lambda run: optimizers.rowwise_adagrad(
+        optax.linear_schedule(
+            run.table_learning_rate, 0.02 * run.table_learning_rate, run.num_steps
+        ),
+        initial_accumulator_value=1e-6,
+    ),
+    make_dense_optimizer=lambda run: optax.adam(
+        optax.linear_schedule(
+            run.dense_learning_rate, 0.02 * run.dense_learning_rate, run.num_steps
+        )
+    ),
+    # Reports
+    log_every=100,
+    evaluate_every=500,
+    checkpoint_every=500,
+)

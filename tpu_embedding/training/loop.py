@@ -1,0 +1,300 @@
+"""The host's side of a run: steps, evaluations, checkpoints, result.
+
+`train` is the whole of it. The compiled functions are in `step.py`; how batches come
+and metrics go is in `pipeline.py`.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import time
+from typing import Any, Final
+
+import flax
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints, describe_plan
+from tpu_embedding.data.batch import Dataset
+from tpu_embedding.data.teacher import TeacherDataset
+from tpu_embedding.layout.plan import EmbeddingPlan
+from tpu_embedding.lookup.prepare import place_batch
+from tpu_embedding.training.metrics import LOSSES
+from tpu_embedding.training.pipeline import StepMeter, add_up, train_batches
+from tpu_embedding.training.reporting import RunReport
+from tpu_embedding.training.run_config import RunConfig, Target
+from tpu_embedding.training.step import (
+    abstract_train_state,
+    init_train_state,
+    jit_train_step,
+    make_evaluation_step,
+    make_run_plan,
+    make_train_step,
+    prepare_batch,
+)
+
+CHECKPOINTS_DIR: Final = "checkpoints"
+
+MAY_CHANGE_ON_RESUME: Final = (
+    "name",
+    "num_steps",
+    "target",
+    "capacity",
+    "log_every",
+    "evaluate_every",
+    "checkpoint_every",
+    "checkpoints_kept",
+)
+"""Fields of the config that leave the numbers of a step as they are; and `num_steps`,
+so that a run can be continued beyond its end, with the schedules of the new length."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+      step: steps done, over all processes that worked on the run.
+      metrics: of the held-out data, the main one first.
+      teacher: value of the main metric that no model can beat; None if unknown.
+      target_met: whether the config's promise is kept; None without one.
+      seconds: of this process, from opening the data to the end of the evaluation.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    teacher: float | None
+    target_met: bool | None
+    seconds: float
+
+
+def train(
+    config: RunConfig,
+    output_dir: str | pathlib.Path,
+    *,
+    data_dir: pathlib.Path | None = None,
+    mesh: Mesh | None = None,
+    resume: bool = False,
+    stop_at: int | None = None,
+) -> RunResult | None:
+    """Trains a model; writes records, a plot and checkpoints.
+
+    Args:
+      config: of the run.
+      output_dir: for the files; made if it is not there.
+      data_dir: where the data are, if the config's source reads any.
+      mesh: devices; None means all.
+      resume: continue from the latest checkpoint in `output_dir`.
+      stop_at: leave with a checkpoint after that many steps of the run, as if it were
+        interrupted; None means the end.
+
+    Returns:
+      The result, or None if the run stopped before its last step.
+
+    Raises:
+      DataError: data are missing or damaged.
+      CheckpointError: with `resume`, if there is no checkpoint or it does not fit.
+      TrainingDivergedError: if the loss is not finite.
+      ValueError: if settings contradict each other.
+    """
+    begin = time.perf_counter()
+    output_dir = pathlib.Path(output_dir)
+    data = config.data.open(data_dir, batch_size=config.batch_size, seed=config.seed)
+    plan = make_run_plan(config, data, mesh)
+    with contextlib.ExitStack() as stack:
+        checkpoints = RunCheckpoints(
+            output_dir / CHECKPOINTS_DIR, kept=config.checkpoints_kept
+        )
+        stack.callback(checkpoints.close)
+        description = _describe(config, plan)
+        if resume:
+            graphdef, state = abstract_train_state(config, data, plan)
+            first_step, state = checkpoints.restore(state, description)
+        else:
+            graphdef, state = init_train_state(config, data, plan)
+            first_step = 0
+        report = RunReport(output_dir)
+        stack.callback(report.close)
+        _report_begin(report, config, data, plan, first_step)
+        run = _Run(config, data, plan, report, graphdef, state)
+
+        last_step = max(first_step, min(config.num_steps, stop_at or config.num_steps))
+        for step in run.train(first_step, last_step):
+            checkpoints.save(step, run.state, description)
+        if last_step < config.num_steps:
+            report.line(f"stopped after step {last_step}; --resume continues the run")
+            return None
+        metrics = run.evaluate(last_step)
+        result = _result(config, data, metrics, last_step, begin)
+        _report_end(report, config, result, last_step - first_step)
+        return result
+
+
+class _Run:
+    """A run in progress.
+
+    Attributes:
+      state: of model and optimizer, after the latest step.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        data: Dataset,
+        plan: EmbeddingPlan,
+        report: RunReport,
+        graphdef: nnx.GraphDef,
+        state: nnx.State,
+    ):
+        self.state = state
+        self._config, self._data, self._plan = config, data, plan
+        self._report = report
+        self._train_step = jit_train_step(
+            make_train_step(graphdef, config.loss), state, plan
+        )
+        self._evaluation_step = jax.jit(make_evaluation_step(graphdef, config.loss))
+
+    def train(self, first_step: int, last_step: int):
+        """Does steps, and yields the number done whenever a checkpoint is due."""
+        config = self._config
+        meter = StepMeter(
+            config.batch_size,
+            config.log_every,
+            lambda record: self._report.progress(record, config.num_steps),
+        )
+        steps = range(first_step, last_step)
+        with contextlib.closing(
+            train_batches(self._data, self._plan, steps)
+        ) as batches:
+            for step, batch in batches:
+                self.state, metrics = self._train_step(self.state, batch)
+                done = step + 1
+                meter.add(done, metrics)
+                is_last = done == last_step
+                if is_last or _is_due(done, config.checkpoint_every):
+                    meter.flush()
+                    yield done
+                if done < config.num_steps and _is_due(done, config.evaluate_every):
+                    meter.flush()
+                    self.evaluate(done)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Returns the metrics of the held-out data, and reports them."""
+        begin = time.perf_counter()
+        totals = add_up(
+            self._evaluation_step(
+                self.state, place_batch(prepare_batch(batch, self._plan), self._plan)
+            )
+            for batch in self._data.evaluation_batches()
+        )
+        metrics = LOSSES[self._config.loss].summarize(totals)
+        self._report.evaluation(step, metrics, time.perf_counter() - begin)
+        return metrics
+
+
+def _is_due(num_steps_done: int, every: int) -> bool:
+    return every > 0 and num_steps_done % every == 0
+
+
+def _describe(config: RunConfig, plan: EmbeddingPlan) -> dict[str, Any]:
+    """Returns what a checkpoint must share with the run that resumes from it."""
+    run = config.describe()
+    for name in MAY_CHANGE_ON_RESUME:
+        del run[name]
+    return {"run": run, "plan": describe_plan(plan)}
+
+
+def _report_begin(
+    report: RunReport,
+    config: RunConfig,
+    data: Dataset,
+    plan: EmbeddingPlan,
+    first_step: int,
+) -> None:
+    device = plan.mesh.devices.flat[0]
+    versions = {m.__name__: m.__version__ for m in (jax, flax, np)}
+    report.record(
+        {
+            "run": config.describe(),
+            "first_step": first_step,
+            "devices": {"kind": device.device_kind, "count": plan.num_shards},
+            "versions": versions,
+            "plan": describe_plan(plan),
+        }
+    )
+    begin = f"resumed after step {first_step}" if first_step else "from the beginning"
+    report.line(
+        f"{config.name}: {config.num_steps} steps of {config.batch_size} samples, seed "
+        f"{config.seed}, {begin}; files in {report.directory}"
+    )
+    report.line(str(plan))
+    report.line(
+        f"per device: {-(-config.batch_size // plan.num_shards)} samples a step, "
+        + ", ".join(_exchange_sizes(data, plan))
+    )
+
+
+def _exchange_sizes(data: Dataset, plan: EmbeddingPlan):
+    """Yields what each stack may look up and send in a step, in words."""
+    features = prepare_batch(data.train_batch(0), plan).features
+    leaves = plan.flatten(features)
+    for stack in plan.stacks:
+        num_ids = sum(
+            jax.tree.leaves(leaves[i])[0].size for i in plan.features_of(stack)
+        )
+        num_ids = -(-num_ids // plan.num_shards)
+        yield (
+            f"{stack.name} room for {num_ids:,} ids, at most "
+            f"{stack.capacity_for(num_ids):,} to each shard and round"
+        )
+
+
+def _result(
+    config: RunConfig, data: Dataset, metrics: dict[str, float], step: int, begin: float
+) -> RunResult:
+    teacher = data.teacher_log_loss() if isinstance(data, TeacherDataset) else None
+    return RunResult(
+        step=step,
+        metrics=metrics,
+        teacher=teacher,
+        target_met=_is_met(config.target, metrics, teacher),
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _is_met(
+    target: Target | None, metrics: dict[str, float], teacher: float | None
+) -> bool | None:
+    if target is None:
+        return None
+    if target.relative_to is None:
+        return metrics[target.metric] <= target.at_most
+    if teacher is None:
+        return None
+    return metrics[target.metric] <= target.at_most * teacher
+
+
+def _report_end(
+    report: RunReport, config: RunConfig, result: RunResult, num_steps: int
+) -> None:
+    metric = LOSSES[config.loss].metric
+    value = result.metrics[metric]
+    report.record({"result": dataclasses.asdict(result)})
+    report.plot(config.name, metric, result.teacher)
+    if result.target_met is not None:
+        assert config.target is not None
+        unit = " times the teacher's" if config.target.relative_to else ""
+        report.line(
+            f"target: {metric} at most {config.target.at_most:g}{unit}: "
+            + ("met" if result.target_met else "not met")
+        )
+    against = ""
+    if result.teacher is not None:
+        ratio = value / result.teacher
+        against = f" (teacher {result.teacher:.4f}, ratio {ratio:.4f})"
+    report.line(
+        f"result: {metric} {value:.4f}{against}, {num_steps} steps in "
+        f"{result.seconds:.1f} s"
+    )
