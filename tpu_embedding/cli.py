@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainingDivergedError as error:
         return _fail(error, FAILED)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted; --resume continues the run", file=sys.stderr)
         return INTERRUPTED
 
 

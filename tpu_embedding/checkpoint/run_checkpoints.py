@@ -72,6 +72,31 @@ class RunCheckpoints:
         )
         self._manager.save(step, args=arguments, force=True)
 
+    def check(self, description: Description) -> int:
+        """Returns the steps done at the latest checkpoint, if a run can resume there.
+
+        Args:
+          description: of the run that resumes.
+
+        Raises:
+          CheckpointError: if there is none, or its description is another; names
+            every difference.
+        """
+        step = self.latest_step
+        if step is None:
+            raise no_checkpoint(self.directory)
+        read = self._manager.restore(
+            step, args=ocp.args.Composite(description=ocp.args.JsonRestore())
+        )
+        problems = _differences(read["description"], description)
+        if problems:
+            raise CheckpointError(
+                f"The checkpoint {self.directory / str(step)} is that of another run "
+                "or plan; resume with the same settings and number of devices, or "
+                "begin anew elsewhere:\n  " + "\n  ".join(problems)
+            )
+        return step
+
     def restore(self, state: T, description: Description) -> tuple[int, T]:
         """Reads the latest checkpoint.
 
@@ -84,25 +109,9 @@ class RunCheckpoints:
           The number of steps done, and the state.
 
         Raises:
-          CheckpointError: if there is none, or its description is another; names
-            every difference.
+          CheckpointError: as `check`.
         """
-        step = self.latest_step
-        if step is None:
-            raise CheckpointError(
-                f"There is no checkpoint in {self.directory} to resume from; leave "
-                "--resume out to begin anew."
-            )
-        read = self._manager.restore(
-            step, args=ocp.args.Composite(description=ocp.args.JsonRestore())
-        )
-        problems = _differences(read["description"], description)
-        if problems:
-            raise CheckpointError(
-                f"The checkpoint {self.directory / str(step)} is that of another run "
-                "or plan; resume with the same settings and number of devices, or "
-                "begin anew elsewhere:\n  " + "\n  ".join(problems)
-            )
+        step = self.check(description)
         wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_key(state))
         read = self._manager.restore(
             step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
@@ -113,6 +122,14 @@ class RunCheckpoints:
     def close(self) -> None:
         """Ends what the manager runs in the background."""
         self._manager.close()
+
+
+def no_checkpoint(directory: pathlib.Path) -> CheckpointError:
+    """Returns the error for a directory with nothing to resume from."""
+    return CheckpointError(
+        f"There is no complete checkpoint in {directory} to resume from; begin anew, "
+        "or give the directory of the run."
+    )
 
 
 def describe_plan(plan: EmbeddingPlan) -> Description:

@@ -23,3 +23,4 @@ from tpu_embedding.optimizers._row_local import NotRowLocalError as NotRowLocalE
 from tpu_embedding.optimizers._row_local import check_row_local as check_row_local
 from tpu_embedding.optimizers._sgd import sgd as sgd
 from tpu_embedding.optimizers.lift import lift_to_rows as lift_to_rows
+from tpu_embedding.optimizers.lift import is_slot as is_slot

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers._checks import check_hyperparameters, positive
+
 
 class ScaleByAdagradState(NamedTuple):
     """`accumulators`: sums of squared gradients, `[rows, dim]` or `[rows]`."""
@@ -77,7 +79,7 @@ def scale_by_adagrad(
     initial_accumulator_value: float = 0.1,
 ) -> optax.GradientTransformation:
     """Divides by the root of the sum of squares so far, element by element."""
-    _check_initial_value(initial_accumulator_value)
+    check_hyperparameters(initial_accumulator_value=positive(initial_accumulator_value))
 
     def init(params):
         return ScaleByAdagradState(jnp.full_like(params, initial_accumulator_value))
@@ -97,7 +99,7 @@ def scale_by_rowwise_adagrad(
     initial_accumulator_value: float = 0.1,
 ) -> optax.GradientTransformation:
     """Divides by the root of the sum of the rows' mean squares so far."""
-    _check_initial_value(initial_accumulator_value)
+    check_hyperparameters(initial_accumulator_value=positive(initial_accumulator_value))
 
     def init(params):
         return ScaleByAdagradState(
@@ -113,12 +115,3 @@ def scale_by_rowwise_adagrad(
         )
 
     return optax.GradientTransformation(init, update)
-
-
-def _check_initial_value(initial_accumulator_value: float) -> None:
-    if not initial_accumulator_value > 0:
-        raise ValueError(
-            "initial_accumulator_value must be positive, got "
-            f"{initial_accumulator_value}: the first update of a row divides by its "
-            "root."
-        )

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers._checks import check_hyperparameters, decay, positive
+
 
 class ScaleByAdamState(NamedTuple):
     """Slot variables `[rows, dim]`, and the number of updates so far."""
@@ -79,7 +81,9 @@ def scale_by_lazy_adam(
     bias_correction: bool = False,
 ) -> optax.GradientTransformation:
     """Scales by the moments of Adam; see `adam`."""
-    _check(beta_1, beta_2, epsilon)
+    check_hyperparameters(
+        beta_1=decay(beta_1), beta_2=decay(beta_2), epsilon=positive(epsilon)
+    )
 
     def init(params):
         return ScaleByAdamState(
@@ -90,7 +94,7 @@ def scale_by_lazy_adam(
 
     def update(updates, state, params=None):
         del params
-        count = optax.safe_increment(state.count)
+        count = state.count + 1
         momenta = beta_1 * state.momenta + (1 - beta_1) * updates
         velocities = beta_2 * state.velocities + (1 - beta_2) * jnp.square(updates)
         if sum_inside_sqrt:
@@ -103,15 +107,3 @@ def scale_by_lazy_adam(
         return steps, ScaleByAdamState(count, momenta, velocities)
 
     return optax.GradientTransformation(init, update)
-
-
-def _check(beta_1: float, beta_2: float, epsilon: float) -> None:
-    problems = [
-        f"{name} must be in [0, 1), got {value}"
-        for name, value in (("beta_1", beta_1), ("beta_2", beta_2))
-        if not 0 <= value < 1
-    ]
-    if not epsilon > 0:
-        problems.append(f"epsilon must be positive, got {epsilon}")
-    if problems:
-        raise ValueError("; ".join(problems) + ".")

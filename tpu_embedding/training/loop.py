@@ -16,13 +16,17 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints, describe_plan
-from tpu_embedding.data.batch import Dataset
+from tpu_embedding.checkpoint.run_checkpoints import (
+    RunCheckpoints,
+    describe_plan,
+    no_checkpoint,
+)
+from tpu_embedding.data.batch import DataError, Dataset
 from tpu_embedding.data.teacher import TeacherDataset
 from tpu_embedding.layout.plan import EmbeddingPlan
-from tpu_embedding.lookup.prepare import place_batch
+from tpu_embedding.training.config_files import ConfigError
 from tpu_embedding.training.metrics import LOSSES
-from tpu_embedding.training.pipeline import StepMeter, add_up, train_batches
+from tpu_embedding.training.pipeline import StepMeter, add_up, put_batch, train_batches
 from tpu_embedding.training.reporting import RunReport
 from tpu_embedding.training.run_config import RunConfig, Target
 from tpu_embedding.training.step import (
@@ -94,30 +98,35 @@ def train(
       The result, or None if the run stopped before its last step.
 
     Raises:
+      ConfigError: settings contradict each other.
       DataError: data are missing or damaged.
       CheckpointError: with `resume`, if there is no checkpoint or it does not fit.
       TrainingDivergedError: if the loss is not finite.
-      ValueError: if settings contradict each other.
     """
     begin = time.perf_counter()
     output_dir = pathlib.Path(output_dir)
-    data = config.data.open(data_dir, batch_size=config.batch_size, seed=config.seed)
-    plan = make_run_plan(config, data, mesh)
+    with _reporting_settings():
+        data = config.data.open(
+            data_dir, batch_size=config.batch_size, seed=config.seed
+        )
+        plan = make_run_plan(config, data, mesh)
+    if resume and not (output_dir / CHECKPOINTS_DIR).is_dir():
+        raise no_checkpoint(output_dir / CHECKPOINTS_DIR)
     with contextlib.ExitStack() as stack:
         checkpoints = RunCheckpoints(
             output_dir / CHECKPOINTS_DIR, kept=config.checkpoints_kept
         )
         stack.callback(checkpoints.close)
-        description = _describe(config, plan)
-        if resume:
-            graphdef, state = abstract_train_state(config, data, plan)
-            first_step, state = checkpoints.restore(state, description)
-        else:
-            graphdef, state = init_train_state(config, data, plan)
-            first_step = 0
+        description = _describe(config, data, plan)
+        first_step = checkpoints.check(description) if resume else 0
         report = RunReport(output_dir)
         stack.callback(report.close)
         _report_begin(report, config, data, plan, first_step)
+        if resume:
+            graphdef, state = abstract_train_state(config, data, plan)
+            _, state = checkpoints.restore(state, description)
+        else:
+            graphdef, state = init_train_state(config, data, plan)
         run = _Run(config, data, plan, report, graphdef, state)
 
         last_step = max(first_step, min(config.num_steps, stop_at or config.num_steps))
@@ -130,6 +139,17 @@ def train(
         result = _result(config, data, metrics, last_step, begin)
         _report_end(report, config, result, last_step - first_step)
         return result
+
+
+@contextlib.contextmanager
+def _reporting_settings():
+    """Turns refusals of settings, from whatever layer, into one kind of error."""
+    try:
+        yield
+    except (ConfigError, DataError):
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 class _Run:
@@ -172,8 +192,10 @@ class _Run:
                 self.state, metrics = self._train_step(self.state, batch)
                 done = step + 1
                 meter.add(done, metrics)
-                is_last = done == last_step
-                if is_last or _is_due(done, config.checkpoint_every):
+                if done == last_step:
+                    meter.finish(done)
+                    yield done
+                elif _is_due(done, config.checkpoint_every):
                     meter.flush()
                     yield done
                 if done < config.num_steps and _is_due(done, config.evaluate_every):
@@ -185,9 +207,9 @@ class _Run:
         begin = time.perf_counter()
         totals = add_up(
             self._evaluation_step(
-                self.state, place_batch(prepare_batch(batch, self._plan), self._plan)
+                self.state, put_batch(batch, self._plan, f"Evaluation batch {i}")
             )
-            for batch in self._data.evaluation_batches()
+            for i, batch in enumerate(self._data.evaluation_batches())
         )
         metrics = LOSSES[self._config.loss].summarize(totals)
         self._report.evaluation(step, metrics, time.perf_counter() - begin)
@@ -198,12 +220,16 @@ def _is_due(num_steps_done: int, every: int) -> bool:
     return every > 0 and num_steps_done % every == 0
 
 
-def _describe(config: RunConfig, plan: EmbeddingPlan) -> dict[str, Any]:
+def _describe(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> dict[str, Any]:
     """Returns what a checkpoint must share with the run that resumes from it."""
     run = config.describe()
     for name in MAY_CHANGE_ON_RESUME:
         del run[name]
-    return {"run": run, "plan": describe_plan(plan)}
+    dataset = {
+        "type": type(data).__name__,
+        "num_train_samples": getattr(data, "num_train_samples", None),
+    }
+    return {"run": run, "dataset": dataset, "plan": describe_plan(plan)}
 
 
 def _report_begin(
@@ -238,8 +264,8 @@ def _report_begin(
 
 def _exchange_sizes(data: Dataset, plan: EmbeddingPlan):
     """Yields what each stack may look up and send in a step, in words."""
-    features = prepare_batch(data.train_batch(0), plan).features
-    leaves = plan.flatten(features)
+    batch = prepare_batch(data.train_batch(0), plan)
+    leaves = plan.flatten(batch.features)
     for stack in plan.stacks:
         num_ids = sum(
             jax.tree.leaves(leaves[i])[0].size for i in plan.features_of(stack)

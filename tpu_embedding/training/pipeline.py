@@ -34,17 +34,11 @@ def train_batches(
     """Yields step and placed batch; a thread makes the next one meanwhile.
 
     Raises:
-      DataError: if a batch cannot be made, or has ids outside their tables.
+      DataError: if data are damaged, or ids lie outside their tables.
     """
 
     def make(step: int) -> Batch:
-        try:
-            batch = prepare_batch(data.train_batch(step), plan)
-        except DataError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise DataError(f"Batch of step {step}: {error}") from error
-        return place_batch(batch, plan)
+        return put_batch(data.train_batch(step), plan, f"Training batch {step}")
 
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         pending: collections.deque[tuple[int, concurrent.futures.Future[Batch]]]
@@ -56,6 +50,19 @@ def train_batches(
                 yield ready, batch.result()
         for ready, batch in pending:
             yield ready, batch.result()
+
+
+def put_batch(batch: Batch, plan: EmbeddingPlan, owner: str) -> Batch:
+    """Checks a batch and puts it on the devices.
+
+    Raises:
+      DataError: if ids lie outside their tables, or have no place there; names the
+        owner.
+    """
+    try:
+        return place_batch(prepare_batch(batch, plan), plan)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{owner}: {error}") from error
 
 
 class StepMeter:
@@ -95,6 +102,12 @@ class StepMeter:
         while self._in_flight:
             self._read_one()
         self._last_time = None
+
+    def finish(self, num_steps_done: int) -> None:
+        """Waits for all steps, and reports those that are in no record yet."""
+        self.flush()
+        if self._since_record:
+            self.report(self._summarize(num_steps_done))
 
     def _read_one(self) -> None:
         num_steps_done, metrics = self._in_flight.popleft()

@@ -49,15 +49,17 @@ class RunReport:
     def progress(self, record: Record, num_steps: int) -> None:
         """Reports a step: its record, and a line of the same."""
         self.record(record)
-        out_of_range = record["out_of_range"]
-        self.line(
-            f"step {record['step']:>{len(str(num_steps))}}/{num_steps}"
-            f"  loss {record['loss']:.5f}"
-            f"  {record['steps_per_second']:.1f} steps/s"
-            f"  {record['samples_per_second']:,.0f} samples/s"
-            f"  rounds {record['rounds']}"
-            + (f"  ids out of range {out_of_range:,}" if out_of_range else "")
-        )
+        parts = [
+            f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
+            f"loss {record['loss']:.5f}",
+        ]
+        if record["steps_per_second"] is not None:
+            parts.append(f"{record['steps_per_second']:.1f} steps/s")
+            parts.append(f"{record['samples_per_second']:,.0f} samples/s")
+        parts.append(f"rounds {record['rounds']}")
+        if record["out_of_range"]:
+            parts.append(f"ids out of range {record['out_of_range']:,}")
+        self.line("  ".join(parts))
 
     def evaluation(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """Reports an evaluation."""

@@ -107,14 +107,10 @@ class RunConfig:
             raise ValueError("; ".join(problems) + f" (config {self.name!r}).")
 
     def describe(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, sections by their class and fields.
-
-        Two runs with equal descriptions are the same run, as far as data can say.
-        """
-        return {
-            field.name: _describe(getattr(self, field.name))
-            for field in dataclasses.fields(self)
-        }
+        """Returns the fields as JSON values; the two functions are left out."""
+        description = _describe(self)
+        del description["type"]
+        return description
 
 
 def _describe(value: Any) -> Any:
@@ -122,10 +118,9 @@ def _describe(value: Any) -> Any:
         fields = {
             field.name: _describe(getattr(value, field.name))
             for field in dataclasses.fields(value)
+            if not callable(getattr(value, field.name))
         }
         return {"type": type(value).__name__, **fields}
     if isinstance(value, tuple):
         return [_describe(item) for item in value]
-    if callable(value):
-        return getattr(value, "__qualname__", type(value).__name__)
     return value

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -82,7 +83,7 @@ def click_outputs(logits: Float[Array, " batch"]) -> Outputs:
     return Outputs(
         scores=logits,
         predictions=jax.nn.sigmoid(logits),
-        penalty=jax.numpy.zeros_like(logits),
+        penalty=jnp.zeros_like(logits),
     )
 
 

@@ -1,0 +1,238 @@
+"""What holds for every optimizer of tables: one table of them drives all tests."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.optimizers.rules import (
+    initial_state,
+    logical_slots,
+    one_table_plan,
+    update,
+)
+
+VOCABULARY_SIZE, DIM = 40, 8
+
+OPTIMIZERS = {
+    "sgd": te.optimizers.sgd(0.1),
+    "adagrad": te.optimizers.adagrad(0.1),
+    "rowwise_adagrad": te.optimizers.rowwise_adagrad(0.1),
+    "adam": te.optimizers.adam(0.1),
+    "adam_bias_corrected": te.optimizers.adam(0.1, bias_correction=True),
+    "schedule": te.optimizers.adagrad(optax.cosine_decay_schedule(0.1, 100)),
+    "optax.sgd": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "optax.adam": optax.adam(0.1),
+    "optax.adamw": optax.adamw(0.1),
+    "optax.lion": optax.lion(0.01),
+    "optax.yogi": optax.yogi(0.1),
+    "optax.rmsprop": optax.rmsprop(0.05, centered=True),
+    "optax.adagrad": optax.adagrad(0.1),
+    "optax.adabelief": optax.adabelief(0.1),
+    "chain": optax.chain(optax.clip(0.5), optax.scale_by_adam(), optax.scale(-0.1)),
+    "inject": optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=0.1),
+}
+# Equal to the dense rule also where rows are skipped: gradient 0 changes nothing.
+WITHOUT_MEMORY = ("sgd", "adagrad", "schedule", "rowwise_adagrad")
+
+
+def batches(num_steps, num_ids=24, seed=0, vocabulary_size=VOCABULARY_SIZE):
+    generator = np.random.default_rng(seed)
+    for _ in range(num_steps):
+        ids = generator.integers(0, vocabulary_size, num_ids).astype(np.int32)
+        yield ids, generator.normal(size=(num_ids, DIM)).astype(np.float32)
+
+
+def start_values(seed=0):
+    return np.random.default_rng(seed).normal(size=(VOCABULARY_SIZE, DIM))
+
+
+def run(name, num_devices, steps, **options):
+    plan = one_table_plan(
+        OPTIMIZERS[name], VOCABULARY_SIZE, DIM, mesh_of(num_devices), **options
+    )
+    tables, slots = initial_state(plan, start_values())
+    for ids, cotangents in steps:
+        tables, slots = update(tables, slots, ids, cotangents, plan)
+    return te.logical_values(tables, plan)["table"], logical_slots(slots, plan), slots
+
+
+def run_dense(name, steps):
+    """The same transformation on dense gradients of the whole table."""
+    optimizer = OPTIMIZERS[name]
+    table = jnp.asarray(start_values(), jnp.float32)
+    state = optimizer.init(table)
+    for ids, cotangents in steps:
+        gradient = jnp.zeros_like(table).at[ids].add(cotangents)
+        updates, state = optimizer.update(gradient, state, table)
+        table = optax.apply_updates(table, updates)
+    return table
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equals_dense_when_every_row_is_touched(name):
+    every_row = np.arange(VOCABULARY_SIZE, dtype=np.int32)
+    steps = [
+        (
+            np.concatenate([every_row, ids]),
+            np.concatenate([start_values(i), cotangents]),
+        )
+        for i, (ids, cotangents) in enumerate(batches(4))
+    ]
+    steps = [(ids, np.float32(cotangents)) for ids, cotangents in steps]
+    table, _, _ = run(name, 8, steps)
+    # Sums of duplicates in another order, then divided by roots near zero.
+    np.testing.assert_allclose(table, run_dense(name, steps), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", WITHOUT_MEMORY)
+def test_equals_dense_for_any_touched_rows(name):
+    steps = list(batches(4))
+    table, _, _ = run(name, 8, steps)
+    np.testing.assert_allclose(table, run_dense(name, steps), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_same_numbers_everywhere(name):
+    steps = list(batches(3))
+    expected, expected_slots, _ = run(name, 1, steps)
+    for num_devices, options in [
+        (8, {"hardware": te.hardware_by_name("v6e")}),
+        (3, {"capacity": 2}),
+    ]:
+        table, slots, _ = run(name, num_devices, steps, **options)
+        np.testing.assert_allclose(table, expected, rtol=2e-5, atol=1e-5)
+        for slot, expected_slot in zip(slots, expected_slots, strict=True):
+            np.testing.assert_allclose(slot, expected_slot, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "v5p"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_untouched_rows_and_slots_keep_their_bits(name, hardware):
+    options = {"hardware": te.hardware_by_name(hardware)}
+    first = list(batches(1))
+    later = list(batches(1, seed=1, vocabulary_size=VOCABULARY_SIZE // 2))
+    before = run(name, 8, first, **options)
+    after = run(name, 8, first + later, **options)
+    untouched = np.setdiff1d(np.arange(VOCABULARY_SIZE), later[0][0])
+    for old, new in [(before[0], after[0]), *zip(before[1], after[1], strict=True)]:
+        np.testing.assert_array_equal(
+            old[untouched].view(np.int32), new[untouched].view(np.int32)
+        )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_converges(name):
+    """Rows follow a target under the loss |row - target|**2 / 2."""
+    plan = one_table_plan(OPTIMIZERS[name], VOCABULARY_SIZE, DIM, mesh_of(8))
+    tables, slots = initial_state(plan, np.zeros((VOCABULARY_SIZE, DIM)))
+    target = np.float32(start_values(5))
+    ids = np.arange(VOCABULARY_SIZE, dtype=np.int32)
+    for _ in range(60):
+        distance = te.logical_values(tables, plan)["table"] - target
+        tables, slots = update(tables, slots, ids, distance, plan)
+    left = te.logical_values(tables, plan)["table"] - target
+    assert np.mean(left**2) < 0.35 * np.mean(target**2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_keeps_type_shape_and_sharding(name):
+    plan = one_table_plan(OPTIMIZERS[name], VOCABULARY_SIZE, DIM, mesh_of(8))
+    tables, slots = initial_state(plan, start_values())
+    (ids, cotangents), *_ = batches(1)
+    new_tables, new_slots = update(tables, slots, ids, cotangents, plan)
+    for old, new in zip(
+        jax.tree.leaves((tables, slots)),
+        jax.tree.leaves((new_tables, new_slots)),
+        strict=True,
+    ):
+        assert (old.shape, old.dtype) == (new.shape, new.dtype)
+        assert new.sharding.is_equivalent_to(old.sharding, old.ndim)
+
+
+def test_learning_rate_changes_without_compiling():
+    plan = one_table_plan(OPTIMIZERS["inject"], VOCABULARY_SIZE, DIM, mesh_of(8))
+    tables, slots = initial_state(plan, np.zeros((VOCABULARY_SIZE, DIM)))
+    (ids, cotangents), *_ = batches(1)
+    tables, slots = update(tables, slots, ids, cotangents, plan)
+    compiled = update._cache_size()
+    moved = te.logical_values(tables, plan)["table"]
+    state = slots["stack_0"]
+    rate = jax.device_put(np.float32(0), state.hyperparams["learning_rate"].sharding)
+    slots = {
+        "stack_0": state._replace(
+            hyperparams={**state.hyperparams, "learning_rate": rate}
+        )
+    }
+    tables, slots = update(tables, slots, ids, cotangents, plan)
+    np.testing.assert_array_equal(te.logical_values(tables, plan)["table"], moved)
+    assert update._cache_size() == compiled
+
+
+@pytest.mark.parametrize("capacity", [None, 1])
+def test_count_advances_once_a_step_however_many_rounds(capacity):
+    steps = list(batches(3))
+    _, _, slots = run("adam_bias_corrected", 8, steps, capacity=capacity)
+    assert slots["stack_0"][0].count == 3
+
+
+MIXES_ROWS = {
+    "global norm": optax.clip_by_global_norm(1.0),
+    "trust ratio": optax.lamb(0.1),
+    "noise": optax.add_noise(0.1, 0.9, 0),
+    "centre all": optax.stateless(lambda u, p: u - u.mean()),
+    "count of finite": optax.apply_if_finite(optax.sgd(0.1), 5),
+    "sort": optax.stateless(lambda u, p: jnp.sort(u, axis=0)),
+    "running sum": optax.stateless(lambda u, p: jnp.cumsum(u, axis=0)),
+    "flattened": optax.stateless(lambda u, p: u.reshape(-1, 4).reshape(u.shape)),
+    "shift": optax.stateless(lambda u, p: jnp.roll(u, 1, axis=0)),
+    "by position": optax.stateless(lambda u, p: u * jnp.arange(u.shape[0])[:, None]),
+}
+
+
+@pytest.mark.parametrize("case", MIXES_ROWS)
+def test_refuses_what_mixes_rows(case):
+    with pytest.raises(te.optimizers.NotRowLocalError, match="not row-local"):
+        te.optimizers.check_row_local(MIXES_ROWS[case], DIM)
+
+
+ROW_LOCAL = {
+    "centre each row": optax.stateless(lambda u, p: u - u.mean(1, keepdims=True)),
+    "norm of each row": optax.stateless(
+        lambda u, p: u / (jnp.linalg.norm(u, axis=1, keepdims=True) + 1)
+    ),
+    "rotation": optax.stateless(lambda u, p: u @ jnp.eye(DIM)),
+    "sorted in row": optax.stateless(lambda u, p: jnp.sort(u, axis=1)),
+    "weight decay": optax.add_decayed_weights(0.1),
+    "elementwise clip": optax.clip(1.0),
+}
+
+
+@pytest.mark.parametrize("case", ROW_LOCAL)
+def test_accepts_what_treats_each_row_for_itself(case):
+    te.optimizers.check_row_local(ROW_LOCAL[case], DIM)
+
+
+def test_factored_state_is_refused_when_the_plan_is_made():
+    factored = optax.scale_by_factored_rms(min_dim_size_to_factor=1)
+    with pytest.raises(ValueError, match="one entry per row|row-local"):
+        plan = one_table_plan(factored, VOCABULARY_SIZE, DIM, mesh_of(1))
+        initial_state(plan, start_values())
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: te.optimizers.adagrad(0.1, 0.0), "initial_accumulator_value"),
+        (lambda: te.optimizers.rowwise_adagrad(0.1, -1.0), "initial_accumulator_value"),
+        (lambda: te.optimizers.adam(0.1, beta_1=1.0), r"beta_1 must be in \[0, 1\)"),
+        (lambda: te.optimizers.adam(0.1, beta_2=-0.1), "beta_2"),
+        (lambda: te.optimizers.adam(0.1, epsilon=0.0), "epsilon must be positive"),
+    ],
+)
+def test_wrong_hyper_parameters(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()

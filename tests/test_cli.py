@@ -1,0 +1,162 @@
+"""The command line: whole runs of a few steps, and one clear error for bad input."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tpu_embedding import cli
+from tpu_embedding.data.criteo import write_criteo_sample
+from tpu_embedding.training.reporting import PLOT_FILE, RECORDS_FILE
+
+TINY = {
+    "synthetic": [
+        "batch_size=50",
+        "model.dim=4",
+        "model.hidden_sizes=8",
+        "data.num_evaluation_samples=120",
+    ],
+    "movielens": ["batch_size=500", "model.dim=4", "data.max_history=10"],
+    "dlrm": [
+        "batch_size=50",
+        "model.dim=4",
+        "model.bottom_sizes=8",
+        "model.top_sizes=8",
+        "data.vocabulary_size=50",
+        "data.num_evaluation_samples=120",
+    ],
+}
+
+
+def train_arguments(config, output_dir, *more, settings=()):
+    arguments = ["train", config, "--devices", "1", "--output-dir", str(output_dir)]
+    for setting in [*TINY.get(config, ()), "num_steps=3", "log_every=2", *settings]:
+        arguments += ["--set", setting]
+    return [*arguments, *more]
+
+
+def check_run(output, directory):
+    lines = output.splitlines()
+    assert re.fullmatch(r"result: \w+ [\d.]+( \(.*\))?, 3 steps in [\d.]+ s", lines[-1])
+    assert any("whole stack" in line for line in lines)
+    assert any(line.startswith("step 2/3  loss ") for line in lines)
+    assert any(line.startswith("step 3/3  loss ") for line in lines)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", output)
+    records = [
+        json.loads(line) for line in (directory / RECORDS_FILE).read_text().splitlines()
+    ]
+    assert "run" in records[0]
+    assert "result" in records[-1]
+    assert (directory / PLOT_FILE).is_file()
+    assert (directory / "checkpoints" / "3").is_dir()
+
+
+def check_refusal(capsys, arguments, message, status=cli.USAGE):
+    assert cli.main(arguments) == status
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert "Traceback" not in captured.err
+    assert re.search(message, captured.err), captured.err
+
+
+def test_synthetic(tmp_path, capsys):
+    assert cli.main(train_arguments("synthetic", tmp_path)) == 0
+    output = capsys.readouterr().out
+    check_run(output, tmp_path)
+    assert re.search(
+        r"result: log_loss [\d.]+ \(teacher [\d.]+, ratio [\d.]+\)", output
+    )
+    check_refusal(capsys, train_arguments("synthetic", tmp_path), "earlier run.*resume")
+    resume = train_arguments("synthetic", tmp_path, "--resume")
+    check_refusal(capsys, [*resume, "--set", "seed=1"], "run.seed")
+    assert cli.main([*resume, "--set", "num_steps=5"]) == 0
+    assert "2 steps in" in capsys.readouterr().out
+    assert cli.main(train_arguments("synthetic", tmp_path, "--overwrite")) == 0
+    check_run(capsys.readouterr().out, tmp_path)
+
+
+def test_movielens(tmp_path, capsys, movielens_dir):
+    more = ["--data-dir", str(movielens_dir)]
+    assert cli.main(train_arguments("movielens", tmp_path, *more)) == 0
+    output = capsys.readouterr().out
+    check_run(output, tmp_path)
+    assert "result: rmse" in output
+
+
+def test_dlrm_on_a_file(tmp_path, capsys):
+    path = tmp_path / "train.txt"
+    write_criteo_sample(path, 300)
+    arguments = train_arguments("dlrm", tmp_path / "run", "--data-dir", str(tmp_path))
+    assert cli.main(arguments) == 0
+    output = capsys.readouterr().out
+    check_run(output, tmp_path / "run")
+    assert "teacher" not in output.splitlines()[-1]
+
+
+def test_damaged_line_is_named(tmp_path, capsys):
+    path = tmp_path / "train.txt"
+    write_criteo_sample(path, 300)
+    path.write_text("2" + path.read_text()[1:])
+    arguments = train_arguments("dlrm", tmp_path / "run", "--data-dir", str(path))
+    arguments += ["--set", "batch_size=180"]  # all lines that are not held out
+    check_refusal(capsys, arguments, r"train.txt, line 1: field 1 \(the label\)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "no config 'nothing'.*dlrm, movielens, synthetic"),
+        (["movielens"], "needs MovieLens-100K.*--data-dir"),
+        (["movielens", "--data-dir", "not_there"], "not_there"),
+        (["dlrm", "--data-dir", "not_there"], "not_there is not a file"),
+        (["synthetic", "--data-dir", "."], "leave --data-dir out"),
+        (["synthetic", "--set", "steps=3"], "'steps' is no key"),
+        (["synthetic", "--set", "data.valence=0"], "valence must be an int of at"),
+        (["synthetic", "--resume"], "no complete checkpoint"),
+        (["synthetic", "--devices", "99"], "JAX has started with 8 CPU devices"),
+    ],
+)
+def test_refusals(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    check_refusal(capsys, ["train", *arguments], message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_divergence_is_a_failure(tmp_path, capsys):
+    settings = ["dense_learning_rate=1e30"]
+    check_refusal(
+        capsys,
+        train_arguments("synthetic", tmp_path, settings=settings),
+        "loss of step 2 is (nan|inf)",
+        status=cli.FAILED,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["train"], ["train", "synthetic", "--devices", "0"], ["fly"]]
+)
+def test_usage_errors(arguments, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(arguments)
+    assert error.value.code == cli.USAGE
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_as_a_process(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    arguments = train_arguments("synthetic", "run", "--devices", "3")
+    finished = subprocess.run(
+        [sys.executable, "-m", "tpu_embedding.cli", *arguments],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert finished.returncode == 0, finished.stderr
+    check_run(finished.stdout, tmp_path / "run")
+    assert "3 shards on cpu" in finished.stdout
+    assert finished.stderr == ""

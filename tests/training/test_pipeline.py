@@ -1,0 +1,99 @@
+"""Batches ahead, metrics behind."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding.data.batch import Batch, DataError
+from tpu_embedding.training.pipeline import (
+    StepMeter,
+    TrainingDivergedError,
+    train_batches,
+)
+from tpu_embedding.training.step import StepMetrics
+
+
+class Counter:
+    """A data set whose ids are the step."""
+
+    batch_size = 2
+
+    def __init__(self, damaged_step=None):
+        self.damaged_step = damaged_step
+
+    def train_batch(self, step):
+        if step == self.damaged_step:
+            raise DataError(f"file, line {step}: damaged")
+        return Batch(
+            features={"id": np.full(2, step, np.int32)},
+            labels=np.zeros(2, np.float32),
+            weights=np.ones(2, np.float32),
+        )
+
+
+def make_plan():
+    table = te.TableConfig(vocabulary_size=5, dim=2, name="id")
+    return te.make_plan({"id": te.FeatureConfig(table=table)}, mesh_of(2))
+
+
+def metrics_of(loss, rounds=1, out_of_range=0):
+    return StepMetrics(
+        loss=jnp.float32(loss),
+        rounds=jnp.int32(rounds),
+        out_of_range=jnp.int32(out_of_range),
+    )
+
+
+def test_batches_come_in_order():
+    batches = list(train_batches(Counter(), make_plan(), range(1, 5)))
+    assert [step for step, _ in batches] == [1, 2, 3, 4]
+    assert [int(batch.features["id"][0]) for _, batch in batches] == [1, 2, 3, 4]
+    assert list(train_batches(Counter(), make_plan(), range(0))) == []
+
+
+def test_errors_of_the_thread_reach_the_loop():
+    batches = train_batches(Counter(damaged_step=2), make_plan(), range(5))
+    assert next(batches)[0] == 0
+    assert next(batches)[0] == 1
+    with pytest.raises(DataError, match="line 2: damaged"):
+        next(batches)
+
+
+def test_ids_outside_their_table_name_the_batch():
+    with pytest.raises(DataError, match=r"Training batch 5: .*'id'.*\[0, 5\)"):
+        list(train_batches(Counter(), make_plan(), range(4, 6)))
+
+
+def test_meter_sums_up():
+    records = []
+    meter = StepMeter(10, 2, records.append)
+    for step, loss in enumerate([1.0, 2.0, 3.0, 5.0, 8.0], start=1):
+        meter.add(step, metrics_of(loss, rounds=step, out_of_range=1))
+    assert [r["step"] for r in records] == [2]  # steps 4 and 5 may still be running
+    meter.finish(5)
+    assert [r["step"] for r in records] == [2, 4, 5]
+    assert [r["loss"] for r in records] == [1.5, 4.0, 8.0]
+    assert [r["rounds"] for r in records] == [2, 4, 5]
+    assert [r["out_of_range"] for r in records] == [2, 2, 1]
+    rate = records[1]["steps_per_second"]
+    assert records[1]["samples_per_second"] == pytest.approx(10 * rate)
+
+
+def test_first_step_after_a_pause_is_not_timed():
+    records = []
+    meter = StepMeter(10, 1, records.append)
+    for step in (1, 2):
+        meter.add(step, metrics_of(1.0))
+        meter.flush()
+    assert [r["steps_per_second"] for r in records] == [None, None]
+
+
+@pytest.mark.parametrize("loss", [np.nan, np.inf])
+def test_divergence_is_an_error(loss):
+    meter = StepMeter(10, 100, lambda record: None)
+    meter.add(1, metrics_of(1.0))
+    meter.add(2, metrics_of(loss))
+    with pytest.raises(TrainingDivergedError, match="step 2 is (nan|inf)"):
+        meter.flush()

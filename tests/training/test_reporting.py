@@ -1,0 +1,72 @@
+"""Lines, records and plot of a run."""
+
+import json
+
+import pytest
+
+from tpu_embedding.training.reporting import (
+    PLOT_FILE,
+    RECORDS_FILE,
+    RunReport,
+    read_records,
+)
+
+PROGRESS = {
+    "step": 50,
+    "loss": 0.5,
+    "steps_per_second": 12.34,
+    "samples_per_second": 12340.0,
+    "rounds": 2,
+    "out_of_range": 0,
+}
+
+
+@pytest.fixture
+def report(tmp_path):
+    report = RunReport(tmp_path / "run")
+    yield report
+    report.close()
+
+
+def test_progress_line_and_record(report, capsys):
+    report.progress(PROGRESS, 1000)
+    assert capsys.readouterr().out == (
+        "step   50/1000  loss 0.50000  12.3 steps/s  12,340 samples/s  rounds 2\n"
+    )
+    assert list(read_records(report.directory / RECORDS_FILE)) == [PROGRESS]
+
+
+def test_ids_out_of_range_are_shown(report, capsys):
+    report.progress(PROGRESS | {"out_of_range": 1234}, 1000)
+    assert "ids out of range 1,234" in capsys.readouterr().out
+
+
+def test_unknown_rate_is_left_out(report, capsys):
+    report.progress(PROGRESS | {"steps_per_second": None}, 1000)
+    assert "steps/s" not in capsys.readouterr().out
+
+
+def test_half_a_line_does_not_spoil_the_next(tmp_path):
+    path = tmp_path / RECORDS_FILE
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    report = RunReport(tmp_path)
+    report.record({"step": 2})
+    report.close()
+    assert list(read_records(path)) == [{"step": 1}, {"step": 2}]
+    assert [json.loads(line) for line in path.read_text().splitlines()[2:]] == [
+        {"step": 2}
+    ]
+
+
+def test_records_are_strict_json(report):
+    with pytest.raises(ValueError, match="JSON"):
+        report.record({"loss": float("nan")})
+
+
+@pytest.mark.parametrize("teacher", [None, 0.3])
+def test_plot(report, teacher):
+    for step in (50, 100, 50):
+        report.progress(PROGRESS | {"step": step}, 100)
+    report.evaluation(100, {"log_loss": 0.4, "auc": 0.7}, 1.0)
+    report.plot("a run", "log_loss", teacher)
+    assert (report.directory / PLOT_FILE).read_bytes().startswith(b"\x89PNG")
