@@ -24,6 +24,7 @@ from tpu_embedding.layout.packed_rows import PackedRows, add_to_rows
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.lookup._inputs import (
     FeatureShape,
+    ShardableInput,
     feature_shape,
     to_feature_input,
     to_shardable,
@@ -123,28 +124,7 @@ def lookup(
         for ids, shape in zip(leaves, shapes, strict=True)
     ]
 
-    def look_up_shard(tables, shardables):
-        inputs = [
-            to_feature_input(shardable, shape)
-            for shardable, shape in zip(shardables, shapes, strict=True)
-        ]
-        return {
-            stack.name: lookup_stack(
-                tables[stack.name],
-                [inputs[i] for i in plan.features_of(stack)],
-                stack,
-                plan,
-            )
-            for stack in plan.stacks
-        }
-
-    results: dict[str, StackLookup] = jax.shard_map(
-        look_up_shard,
-        mesh=plan.mesh,
-        in_specs=plan.shard_spec,
-        out_specs=plan.shard_spec,
-        check_vma=False,
-    )(jax.lax.stop_gradient(tables), shardables)
+    results = _look_up(jax.lax.stop_gradient(tables), shardables, tuple(shapes), plan)
     return LookupResult(
         activations=_collect_activations(results, shapes, plan),
         routing=Routing(
@@ -155,6 +135,7 @@ def lookup(
     )
 
 
+@functools.partial(jax.jit, static_argnames="plan")
 def compute_gradients(
     routing: Routing, cotangents: Any, plan: EmbeddingPlan
 ) -> dict[str, StackGradient]:
@@ -235,6 +216,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
     )(trained)
 
 
+@functools.partial(jax.jit, static_argnames="plan")
 def apply_gradients(
     tables: dict[str, PackedRows],
     slots: dict[str, Any],
@@ -280,6 +262,39 @@ def apply_gradients(
     )(trained, {name: slots[name] for name in trained}, gradients)
     new_tables = tables | {name: result[0] for name, result in results.items()}
     return new_tables, {name: result[1] for name, result in results.items()}
+
+
+@functools.partial(jax.jit, static_argnames=("shapes", "plan"))
+def _look_up(
+    tables: dict[str, PackedRows],
+    shardables: list[ShardableInput],
+    shapes: tuple[FeatureShape, ...],
+    plan: EmbeddingPlan,
+) -> dict[str, StackLookup]:
+    """Looks up all stacks. Compiled also where the caller does not, for speed."""
+
+    def look_up_shard(tables, shardables):
+        inputs = [
+            to_feature_input(shardable, shape)
+            for shardable, shape in zip(shardables, shapes, strict=True)
+        ]
+        return {
+            stack.name: lookup_stack(
+                tables[stack.name],
+                [inputs[i] for i in plan.features_of(stack)],
+                stack,
+                plan,
+            )
+            for stack in plan.stacks
+        }
+
+    return jax.shard_map(
+        look_up_shard,
+        mesh=plan.mesh,
+        in_specs=plan.shard_spec,
+        out_specs=plan.shard_spec,
+        check_vma=False,
+    )(tables, shardables)
 
 
 def _apply_stack(

@@ -119,7 +119,7 @@ def test_tpu_step_is_in_place(dim, generation):
     mesh = aot.topology_mesh(TOPOLOGIES[generation])
     plan = make_plan(mesh, dim, OPTIMIZERS["adagrad"], max(1, 128 // dim))
     report = check(plan, compile_step(plan, dim))
-    # Forward: ids and rows; back: gradients; and the same in the loop of further rounds.
+    # Ids and rows, gradients back; and the same in the loops of further rounds.
     assert report.all_to_alls == 3 + 2 + 2
     if generation in WITH_SPARSE_CORE:
         assert report.sparse_core_gathers > 0

@@ -107,9 +107,8 @@ def test_loss_curve_is_the_same_at_the_smallest_capacity(request):
     np.testing.assert_allclose(curves[1].losses, curves[0].losses, rtol=OTHER_CAPACITY)
 
 
-@pytest.mark.parametrize("name", ["synthetic", "dlrm"])
-def test_abstract_state_is_that_of_the_real_one(name, request):
-    config = small_config(name)
+def test_abstract_state_is_that_of_the_real_one(request):
+    config = small_config("synthetic")
     data = open_data(config, request)
     plan = make_run_plan(config, data, mesh_of(8))
     _, state = init_train_state(config, data, plan)

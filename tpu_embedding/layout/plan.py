@@ -270,8 +270,8 @@ def _check_mesh(mesh: Mesh) -> None:
     if explicit:
         raise ValueError(
             f"mesh axes must have type Auto, got Explicit for {explicit}. Make the "
-            "mesh with jax.sharding.Mesh(devices, axis_names), or with jax.make_mesh(..., "
-            "axis_types=(jax.sharding.AxisType.Auto,) * number_of_axes)."
+            "mesh with jax.sharding.Mesh(devices, axis_names), or give jax.make_mesh "
+            "axis_types=(jax.sharding.AxisType.Auto,) * number_of_axes."
         )
 
 

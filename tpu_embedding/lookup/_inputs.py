@@ -105,8 +105,8 @@ def feature_shape(
     if isinstance(ids, RaggedIds | SparseIds):
         raise TypeError(
             f"Feature {feature.name!r} is a {type(ids).__name__}, whose size changes "
-            "from batch to batch; pass the batch through tpu_embedding.prepare_features on the "
-            "host first."
+            "from batch to batch; pass the batch through "
+            "tpu_embedding.prepare_features on the host first."
         )
     values = ids.values if isinstance(ids, ShardedRaggedIds) else ids.ids
     check_dtypes(values, ids.weights, feature)

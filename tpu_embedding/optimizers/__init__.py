@@ -22,5 +22,5 @@ from tpu_embedding.optimizers._adam import scale_by_lazy_adam as scale_by_lazy_a
 from tpu_embedding.optimizers._row_local import NotRowLocalError as NotRowLocalError
 from tpu_embedding.optimizers._row_local import check_row_local as check_row_local
 from tpu_embedding.optimizers._sgd import sgd as sgd
-from tpu_embedding.optimizers.lift import lift_to_rows as lift_to_rows
 from tpu_embedding.optimizers.lift import is_slot as is_slot
+from tpu_embedding.optimizers.lift import lift_to_rows as lift_to_rows

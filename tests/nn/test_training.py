@@ -1,0 +1,291 @@
+"""The layer inside a model: gradients, updates, donation, compilations, errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+
+BATCH = 24
+VOCABULARY_SIZE, DIM = 50, 4
+
+
+def feature_config():
+    table = te.TableConfig(
+        vocabulary_size=VOCABULARY_SIZE, dim=DIM, combiner="sum", name="items"
+    )
+    return {
+        "item": te.FeatureConfig(table=table),
+        "past": te.FeatureConfig(table=table),
+    }
+
+
+class Model(nnx.Module):
+    """A layer in the middle: its input comes from the batch, its output goes on."""
+
+    def __init__(self, mesh, optimizer, rngs):
+        self.embedding = te.TPUEmbedding(
+            feature_config(), optimizer, mesh=mesh, rngs=rngs
+        )
+        self.norm = nnx.BatchNorm(2 * DIM, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.linear = nnx.Linear(2 * DIM, 1, rngs=rngs)
+
+    def __call__(self, features):
+        activations = self.embedding(features)
+        joined = jnp.concatenate([activations["item"], activations["past"]], axis=1)
+        return self.linear(self.norm(joined))[:, 0]
+
+
+def loss_fn(model, batch):
+    return jnp.mean((model(batch["features"]) - batch["labels"]) ** 2)
+
+
+def make_batch(seed=0):
+    generator = np.random.default_rng(seed)
+    past = generator.integers(0, VOCABULARY_SIZE, (BATCH, 3))
+    past[generator.random(past.shape) < 0.5] = te.PADDING_ROW_ID
+    features = {"item": generator.integers(0, VOCABULARY_SIZE, BATCH), "past": past}
+    labels = generator.normal(size=BATCH).astype(np.float32)
+    return {"features": features, "labels": labels}
+
+
+def dense_embedding(table, features):
+    """What the layer computes, as a function of the dense table."""
+    is_used = features["past"] != te.PADDING_ROW_ID
+    rows = table[jnp.where(is_used, features["past"], 0)]
+    past = jnp.sum(rows * is_used[..., None], axis=1)
+    return {"item": table[features["item"]], "past": past}
+
+
+def prepared(model, batch):
+    features = model.embedding.prepare(batch["features"])
+    return te.place_batch({**batch, "features": features}, model.embedding.plan)
+
+
+def test_training_equals_the_dense_model(mesh):
+    """Losses, dense parameters and tables against autodiff of the dense model."""
+    model = Model(mesh, te.optimizers.sgd(0.3), nnx.Rngs(0))
+    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    table = jnp.asarray(model.embedding.embedding_tables()["items"])
+    norm, linear = nnx.clone(model.norm), nnx.clone(model.linear)
+    graph, *state = nnx.split((norm, linear), nnx.Param, ...)
+
+    def dense_loss(table, params, rest, batch):
+        norm, linear = nnx.merge(graph, params, rest, copy=True)
+        activations = dense_embedding(table, batch["features"])
+        joined = jnp.concatenate([activations["item"], activations["past"]], axis=1)
+        predicted = linear(norm(joined))[:, 0]
+        _, _, rest = nnx.split((norm, linear), nnx.Param, ...)
+        return jnp.mean((predicted - batch["labels"]) ** 2), rest
+
+    dense_step = jax.jit(jax.value_and_grad(dense_loss, argnums=(0, 1), has_aux=True))
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, batch):
+        loss, gradients = te.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, gradients)
+        return loss
+
+    params, rest = state
+    for seed in range(4):
+        batch = make_batch(seed)
+        loss = step(model, optimizer, prepared(model, batch))
+        (expected, rest), (by_table, by_params) = dense_step(table, params, rest, batch)
+        table -= 0.3 * by_table
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, by_params)
+        # Batch normalisation of few samples amplifies rounding.
+        np.testing.assert_allclose(loss, expected, rtol=1e-4)
+    np.testing.assert_allclose(
+        model.embedding.embedding_tables()["items"], table, rtol=1e-3, atol=1e-4
+    )
+    expected_norm, _ = nnx.merge(graph, params, rest)
+    np.testing.assert_allclose(
+        model.norm.mean.get_value(),
+        expected_norm.mean.get_value(),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+
+
+def test_steps_compile_once_and_donate():
+    model = Model(mesh_of(8), te.optimizers.adagrad(0.1), nnx.Rngs(0))
+    optimizer = te.Optimizer(model, optax.adam(0.01))
+    traces = []
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, batch):
+        traces.append(1)
+        loss, gradients = te.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, gradients)
+        return loss
+
+    losses = []
+    for _ in range(20):
+        table = model.embedding.tables.get_value()["stack_0"].lines
+        losses.append(float(step(model, optimizer, prepared(model, make_batch()))))
+        assert table.is_deleted()
+    assert len(traces) == 1
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_random_streams_and_statistics_move_on():
+    model = Model(mesh_of(1), te.optimizers.sgd(0.1), nnx.Rngs(0))
+
+    def noisy_loss(model, batch):
+        activations = model.embedding(batch["features"])
+        noisy = model.dropout(activations["item"])
+        return jnp.mean(noisy), {"kept": jnp.mean(noisy != 0)}
+
+    count = model.dropout.rngs.count.get_value()
+    compute = nnx.jit(te.value_and_grad(noisy_loss, has_aux=True))
+    (_, aux), gradients = compute(model, make_batch())
+    assert model.dropout.rngs.count.get_value() == count + 1
+    assert 0.2 < aux["kept"] < 0.8
+    assert set(gradients.tables) == {"embedding"}
+    assert model.embedding.stats.get_value().rounds["stack_0"] == 1
+
+
+def test_two_layers_one_of_them_not_called():
+    class Two(nnx.Module):
+        def __init__(self):
+            self.used = Model(mesh_of(2), te.optimizers.sgd(0.1), nnx.Rngs(0))
+            self.unused = te.TPUEmbedding(
+                feature_config(),
+                te.optimizers.adam(0.1),
+                rngs=nnx.Rngs(1),
+                mesh=mesh_of(2),
+            )
+
+    model = Two()
+    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    before = model.unused.embedding_tables()["items"]
+    _, gradients = te.value_and_grad(lambda m, b: loss_fn(m.used, b))(
+        model, make_batch()
+    )
+    optimizer.update(model, gradients)
+    assert set(gradients.tables) == {"used/embedding"}
+    np.testing.assert_array_equal(model.unused.embedding_tables()["items"], before)
+
+
+def test_table_without_optimizer_is_not_trained():
+    model = Model(mesh_of(2), None, nnx.Rngs(0))
+    before = model.embedding.embedding_tables()["items"]
+    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    loss, gradients = te.value_and_grad(loss_fn)(model, make_batch())
+    optimizer.update(model, gradients)
+    np.testing.assert_array_equal(model.embedding.embedding_tables()["items"], before)
+    assert te.value_and_grad(loss_fn)(model, make_batch())[0] < loss
+
+
+def test_set_embedding_tables():
+    model = Model(mesh_of(8), None, nnx.Rngs(0))
+    values = np.arange(VOCABULARY_SIZE * DIM, dtype=np.float32)
+    values = values.reshape(VOCABULARY_SIZE, DIM)
+    model.embedding.set_embedding_tables({"items": values})
+    ids = jnp.array([0, 49, 7])
+    activations = model.embedding({"item": ids, "past": ids})
+    np.testing.assert_array_equal(activations["item"], values[[0, 49, 7]])
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda f: f,
+        lambda f: [f, {"x": (f, f)}],
+        lambda f: {"b": [f], "a": f},
+    ],
+    ids=["leaf", "mixed", "dict"],
+)
+def test_activations_come_back_in_the_nest(nest):
+    table = te.TableConfig(vocabulary_size=9, dim=2, combiner="sum", name="t")
+    layer = te.TPUEmbedding(nest(te.FeatureConfig(table=table)), rngs=nnx.Rngs(0))
+    ids = jnp.arange(8)
+    activations = layer(nest(ids))
+    assert jax.tree.structure(activations) == jax.tree.structure(nest(ids))
+    weighted = layer(nest(ids), nest(jnp.full(8, 2.0)))
+    for once, twice in zip(
+        jax.tree.leaves(activations), jax.tree.leaves(weighted), strict=True
+    ):
+        np.testing.assert_allclose(twice, 2 * once)
+
+
+def called_twice(model, batch):
+    return loss_fn(model, batch) + loss_fn(model, batch)
+
+
+def use_plain_gradients(model, batch):
+    gradients = nnx.grad(loss_fn)(model, batch)
+    te.Optimizer(model, optax.sgd(0.1)).update(model, gradients)
+
+
+def differentiate_tables(model, batch):
+    tables = nnx.DiffState(0, te.nn.EmbeddingTables)
+    nnx.grad(loss_fn, argnums=tables)(model, batch)
+
+
+MISUSE = {
+    "called twice": (
+        lambda m, b: te.value_and_grad(called_twice)(m, b),
+        ValueError,
+        "called 2 times in one loss",
+    ),
+    "plain gradients": (use_plain_gradients, TypeError, "lacks those of the tables"),
+    "dense derivative": (differentiate_tables, ValueError, "no dense derivative"),
+    "no layer": (
+        lambda m, b: te.value_and_grad(loss_fn)(m.linear, b),
+        ValueError,
+        "no TPUEmbedding layer",
+    ),
+    "no layer to optimize": (
+        lambda m, b: te.Optimizer(m.linear, optax.sgd(0.1)),
+        ValueError,
+        "no TPUEmbedding layer",
+    ),
+    "float ids": (
+        lambda m, b: m.embedding({"item": jnp.ones(8), "past": jnp.ones(8)}),
+        TypeError,
+        "'item' must be integers, got dtype float32",
+    ),
+    "other structure": (
+        lambda m, b: m.embedding({"item": jnp.arange(8)}),
+        ValueError,
+        "structure of feature_config",
+    ),
+    "plan and optimizer": (
+        lambda m, b: te.TPUEmbedding(
+            None, optax.sgd(0.1), plan=m.embedding.plan, rngs=nnx.Rngs(0)
+        ),
+        ValueError,
+        "got both",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_gives_one_clear_error(case):
+    call, error, match = MISUSE[case]
+    model = Model(mesh_of(1), te.optimizers.sgd(0.1), nnx.Rngs(0))
+    with pytest.raises(error, match=match):
+        call(model, make_batch())
+
+
+def test_layer_under_remat_and_inner_jit():
+    """Transformations between the loss and the layer keep its gradients."""
+    batch = make_batch()
+
+    def gradients_with(call):
+        model = Model(mesh_of(2), te.optimizers.sgd(0.1), nnx.Rngs(0))
+        compute = te.value_and_grad(lambda m, b: jnp.sum(call(m, b["features"]) ** 2))
+        _, gradients = compute(model, batch)
+        return gradients.tables["embedding"]["stack_0"].updates
+
+    plain = gradients_with(lambda m, f: m(f))
+    for transform in (nnx.remat, nnx.jit):
+        other = gradients_with(transform(lambda m, f: m(f)))
+        np.testing.assert_array_equal(plain.row_ids, other.row_ids)
+        np.testing.assert_allclose(plain.values, other.values, rtol=1e-5, atol=1e-6)
