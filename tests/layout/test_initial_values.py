@@ -21,6 +21,11 @@ def row_number(key, shape, dtype):
     return (rows + columns / 64).astype(dtype)
 
 
+def random_integers(key, shape, dtype):
+    """An initializer without rounding: any compiler computes the same bits."""
+    return (jax.random.bits(key, shape) >> 8).astype(dtype)
+
+
 def table(name, vocabulary_size, dim=4, initializer=None):
     return te.TableConfig(
         vocabulary_size=vocabulary_size, dim=dim, name=name, initializer=initializer
@@ -33,6 +38,7 @@ TABLES = (
     table("five", 5),  # fewer rows than 8 devices
     table("five_again", 5),
     table("numbers", 37, initializer=row_number),
+    table("integers", 41, initializer=random_integers),
     table("wide", 13, 200),
     table("fan", 11, 4, jax.nn.initializers.variance_scaling(1, "fan_in", "normal")),
 )
@@ -55,10 +61,20 @@ def values_of(num_devices=1, hardware=None, tables=TABLES, key_data=11):
     return te.logical_values(stacked, plan)
 
 
+# Another program may round otherwise: XLA fuses and vectorises the normal distribution
+# as it pleases. Seen: 2 units in the last place, 2.3e-7.
+ROUNDING = dict(rtol=1e-6, atol=0)
+
+
 def assert_same_values(actual, expected):
     assert actual.keys() <= expected.keys()
     for name in actual:
-        np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
+        tolerance = ROUNDING
+        if name in ("numbers", "integers"):
+            tolerance = dict(rtol=0, atol=0)
+        np.testing.assert_allclose(
+            actual[name], expected[name], **tolerance, err_msg=name
+        )
 
 
 @pytest.mark.parametrize(
@@ -73,12 +89,14 @@ def test_equal_on_any_devices_and_in_any_packing(num_devices, hardware):
 
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_equal_in_any_stack(num_devices):
-    # Other neighbours, before and behind, and alone.
-    some = values_of(num_devices, tables=TABLES[1:4])
-    assert_same_values(some, values_of(num_devices))
-    more = (table("a_new_first_one", 3), *TABLES[:1], table("zz_new_last_one", 9))
-    values = values_of(num_devices, tables=more)
-    np.testing.assert_array_equal(values["big"], values_of()["big"])
+    fewer = values_of(num_devices, tables=TABLES[1:4])
+    assert_same_values(fewer, values_of())
+    # Other neighbours, before and behind.
+    first, last = table("a_new_first_one", 3), table("zz_new_last_one", 9)
+    more = values_of(num_devices, tables=(first, *TABLES[:1], TABLES[5], last))
+    del more["a_new_first_one"], more["zz_new_last_one"]
+    assert more.keys() == {"big", "integers"}
+    assert_same_values(more, values_of())
 
 
 def test_equal_to_the_initializer_with_the_tables_shape():

@@ -96,8 +96,8 @@ def test_stacks_and_their_slots_add_up():
 @pytest.mark.parametrize("hardware", [CPU, V5P], ids=["cpu", "v5p"])
 @pytest.mark.parametrize("dim", [3, 16, 200])
 def test_shapes_of_the_arrays_agree(dim, hardware):
-    # A multiple of 8 lines, so that nothing is added for tiles.
-    plan = plan_of(42 * 16, dim, 2, hardware, te.optimizers.adam(0.1))
+    # Each shard has a multiple of 8 lines, so that nothing is added for tiles.
+    plan = plan_of(42 * 8 * 16, dim, 2, hardware, te.optimizers.adam(0.1))
     tables = jax.eval_shape(te.init_tables, plan, jax.random.key(0))
     slots = jax.eval_shape(te.init_slots, tables, plan)
 

@@ -1,0 +1,114 @@
+"""Time of a train step against the number of rows: it should not depend on it.
+
+    python benchmarks/table_size.py [--json FILE] [--devices N]
+
+One table of dim 16 with 10^5, 10^6 and 10^7 rows, the same batch of ids drawn from it,
+row-wise Adagrad, table and slots donated. The sizes take turns within one run, so that
+other load on the machine hits all of them alike; compare by the ratio. What is left of
+a dependence is the caches: rows of a small table stay in them.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import platform
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tpu_embedding as te
+
+NUM_ROWS = (10**5, 10**6, 10**7)
+DIM = 16
+BATCH_SIZE = 8192
+VALENCE = 4
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnums=(0, 1))
+def step(tables, slots, features, plan):
+    """Looks up, takes the derivative of a small loss, and updates."""
+    result = te.lookup(tables, features, plan)
+    cotangents = jax.tree.map(lambda a: jnp.tanh(a) / a.size, result.activations)
+    gradients = te.compute_gradients(result.routing, cotangents, plan)
+    return te.apply_gradients(tables, slots, gradients, plan)
+
+
+def make_run(num_rows: int):
+    """Returns a function that does one step on a table of this size."""
+    table = te.TableConfig(
+        vocabulary_size=num_rows, dim=DIM, combiner="sum", name="table"
+    )
+    plan = te.make_plan(
+        te.FeatureConfig(table=table), optimizer=te.optimizers.rowwise_adagrad(0.01)
+    )
+    tables = te.init_tables(plan, jax.random.key(0))
+    state = [tables, te.init_slots(tables, plan)]
+    generator = np.random.default_rng(0)
+    # Few different rows for every size: what is compared is the program's work.
+    batches = [
+        te.place_batch(generator.integers(0, num_rows, (BATCH_SIZE, VALENCE)), plan)
+        for _ in range(8)
+    ]
+
+    def run(i: int) -> float:
+        start = time.perf_counter()
+        state[:] = step(*state, batches[i % len(batches)], plan)
+        jax.block_until_ready(state)
+        return time.perf_counter() - start
+
+    return run
+
+
+def main() -> None:
+    """Measures and prints a table; writes JSON on request."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=pathlib.Path, help="file for the figures")
+    parser.add_argument("--devices", type=int, help="emulated CPU devices")
+    parser.add_argument("--steps", type=int, default=40)
+    arguments = parser.parse_args()
+    if arguments.devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", arguments.devices)
+
+    runs = {num_rows: make_run(num_rows) for num_rows in NUM_ROWS}
+    for run in runs.values():
+        for i in range(4):
+            run(i)
+    seconds = {num_rows: [] for num_rows in NUM_ROWS}
+    for i in range(arguments.steps):
+        for num_rows, run in runs.items():
+            seconds[num_rows].append(run(i))
+
+    medians = {n: 1e3 * statistics.median(s) for n, s in seconds.items()}
+    print(f"{'rows':>12}  {'median ms':>9}  {'quartiles ms':>15}  {'ratio':>5}")
+    for n, values in seconds.items():
+        low, _, high = statistics.quantiles(values, n=4)
+        ratio = medians[n] / medians[NUM_ROWS[0]]
+        print(
+            f"{n:>12,}  {medians[n]:>9.2f}  {1e3 * low:>7.2f}-{1e3 * high:<7.2f}"
+            f"  {ratio:>5.2f}"
+        )
+    if arguments.json is not None:
+        report = {
+            "device": jax.devices()[0].device_kind,
+            "num_devices": jax.device_count(),
+            "machine": platform.machine(),
+            "versions": {"jax": jax.__version__, "python": platform.python_version()},
+            "shapes": {"dim": DIM, "batch": BATCH_SIZE, "valence": VALENCE},
+            "milliseconds": {
+                str(n): {
+                    "median": medians[n],
+                    "quartiles": [1e3 * q for q in statistics.quantiles(s, n=4)],
+                }
+                for n, s in seconds.items()
+            },
+        }
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Builds the wheel, unpacks it into a directory of its own, and uses it from there.
+# Called by test.sh, whose environment has what the wheel needs.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+directory=$(mktemp -d)
+trap 'rm -rf "$directory"' EXIT
+python -m build --wheel --outdir "$directory" . >"$directory/build.log" || {
+    cat "$directory/build.log"
+    exit 1
+}
+python -m pip install --quiet --disable-pip-version-check --no-deps \
+    --target "$directory/site" "$directory"/*.whl
+cd "$directory"
+export PYTHONPATH="$directory/site"
+python - "$directory" <<'EOF'
+import pathlib, sys
+import tpu_embedding
+where = pathlib.Path(tpu_embedding.__file__).resolve()
+assert where.is_relative_to(pathlib.Path(sys.argv[1]).resolve()), where
+assert (where.parent / "py.typed").is_file()
+EOF
+python -m tpu_embedding.cli train synthetic --devices 8 --output-dir run \
+    --set num_steps=20 --set batch_size=256 | tail -n 1
