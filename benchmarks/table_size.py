@@ -65,7 +65,9 @@ def make_run(num_rows: int):
 
 def main() -> None:
     """Measures and prints a table; writes JSON on request."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Times train steps on tables of several sizes."
+    )
     parser.add_argument("--json", type=pathlib.Path, help="file for the figures")
     parser.add_argument("--devices", type=int, help="emulated CPU devices")
     parser.add_argument("--steps", type=int, default=40)

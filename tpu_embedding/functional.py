@@ -38,7 +38,7 @@ from tpu_embedding.lookup._stack import (
     stack_gradient,
 )
 from tpu_embedding.optimizers.lift import is_slot, lift_to_rows
-from tpu_embedding.types import LookupStats, RowUpdates
+from tpu_embedding.types import LookupStats
 
 
 @jax.tree_util.register_dataclass
@@ -310,9 +310,10 @@ def _apply_stack(
     what belongs to no row (step count, learning rate) stays the same for each round
     and advances once.
     """
-    optimizer = lift_to_rows(stack.optimizer)
+    assert stack.optimizer is not None
+    optimizer: Any = lift_to_rows(stack.optimizer)
 
-    def apply_updates(table, state, updates: RowUpdates):
+    def apply_updates(table: PackedRows, state: Any, updates: Any):
         updates, state = optimizer.update(updates, state, table)
         return add_to_rows(table, updates.row_ids, updates.values), state
 
@@ -346,7 +347,7 @@ def _apply_stack(
 
 def _shard_struct(stack: StackPlan) -> PackedRows:
     layout = stack.layout
-    lines = jax.ShapeDtypeStruct((layout.num_lines, layout.lanes), jnp.float32)
+    lines: Any = jax.ShapeDtypeStruct((layout.num_lines, layout.lanes), jnp.float32)
     return PackedRows(lines=lines, layout=layout)
 
 

@@ -103,7 +103,7 @@ def splitmix64(keys: np.ndarray) -> np.ndarray:
 
 def vocabulary_sizes_by_name(sizes: int | Sequence[int]) -> dict[str, int]:
     """Returns feature name to rows, given a number for each feature or one for all."""
-    per_feature = [sizes] * NUM_CATEGORIES if is_int(sizes) else sizes
+    per_feature = sizes if isinstance(sizes, Sequence) else [sizes] * NUM_CATEGORIES
     return dict(zip(CATEGORY_NAMES, per_feature, strict=True))
 
 

@@ -109,7 +109,10 @@ class TeacherDataset(abc.ABC):
             places = np.arange(start, start + self.batch_size)
             rows = np.minimum(places, self.num_evaluation_samples - 1)
             yield Batch(
-                features={name: ids[rows] for name, ids in samples.features.items()},
+                features={
+                    name: np.asarray(ids)[rows]
+                    for name, ids in samples.features.items()
+                },
                 dense=None if samples.dense is None else samples.dense[rows],
                 labels=samples.labels[rows],
                 weights=(places < self.num_evaluation_samples).astype(np.float32),
@@ -139,7 +142,7 @@ class TeacherDataset(abc.ABC):
         A student that learns nothing but the click rate has this log loss.
         """
         samples, _ = self._held_out
-        rate = np.mean(samples.labels, dtype=np.float64)
+        rate = np.asarray(np.mean(samples.labels, dtype=np.float64))
         return float(cross_entropy(rate, rate))
 
     @functools.cached_property

@@ -90,7 +90,7 @@ class ZipfIds:
 
     def _ranks(self, uniform: np.ndarray) -> np.ndarray:
         """Returns the ranks, from 0, at which the cumulative law reaches `uniform`."""
-        mass = uniform * self._mass(np.float64(self.vocabulary_size + 1))
+        mass = uniform * self._mass(np.asarray(self.vocabulary_size + 1.0))
         if self.exponent == 1.0:
             x = np.exp(mass)
         else:

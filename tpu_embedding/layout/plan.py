@@ -338,7 +338,7 @@ def _plan_stack(
 
 def _describe(plan: EmbeddingPlan) -> str:
     head = ("stack", "table", "rows", "dim", "first row", "rows/shard", "packing")
-    rows = [(*head, "bytes/device")]
+    rows: list[tuple[str, ...]] = [(*head, "bytes/device")]
     for stack in plan.stacks:
         layout = stack.layout
         table_bytes = memory.rows_bytes(layout, plan.hardware, 4)

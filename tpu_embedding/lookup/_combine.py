@@ -17,7 +17,7 @@ def combine(
     rows: Float[Array, "buffer dim"],
     places: Int[Array, " all_ids"],
     bags: Sequence[Bags],
-) -> list[Float[Array, "samples dim"]]:
+) -> list[Float[Array, "_ dim"]]:
     """Sums gain-weighted rows into their samples. Per shard; no communication.
 
     Args:
@@ -48,7 +48,7 @@ def combine(
 
 
 def spread(
-    cotangents: Sequence[Float[Array, "samples dim"]],
+    cotangents: Sequence[Float[Array, "_ dim"]],
     places: Int[Array, " all_ids"],
     bags: Sequence[Bags],
     buffer_size: int,
@@ -84,7 +84,7 @@ def spread(
 
 def _split(
     places: Int[Array, " all_ids"], bags: Sequence[Bags]
-) -> list[Int[Array, " ids"]]:
+) -> list[Int[Array, "_"]]:
     parts, start = [], 0
     for bag in bags:
         if bag.sample_ids is None:

@@ -88,7 +88,8 @@ def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
                 f"Weights of the ragged feature {feature.name!r} must be given to "
                 "prepare, together with its ids."
             )
-        joined.append(DenseIds(ids=as_dense_ids(ids).ids, weights=weight))
+        values = ids.ids if isinstance(ids, DenseIds) else ids
+        joined.append(DenseIds(ids=values, weights=weight))
     return jax.tree.unflatten(plan.feature_tree, joined)
 
 

@@ -51,7 +51,7 @@ class Remaining:
 
     dedup: Dedup
     next_ranks: Int[Array, " shards"]
-    is_done: Bool[Array, "1"]
+    is_done: Bool[Array, "_"]
     capacity: int = dataclasses.field(metadata={"static": True})
 
 
@@ -86,7 +86,7 @@ class LaterUpdates:
     """
 
     remaining: Remaining
-    cotangents: list[Float[Array, "samples dim"]]
+    cotangents: list[Float[Array, "_ dim"]]
     bags: list[Bags]
 
 
@@ -116,10 +116,10 @@ class StackLookup:
       out_of_range: int32 `[1]` per feature of the stack.
     """
 
-    activations: list[Float[Array, "samples dim"]]
+    activations: list[Float[Array, "_ dim"]]
     routing: StackRouting
-    rounds: Int[Array, "1"]
-    out_of_range: list[Int[Array, "1"]]
+    rounds: Int[Array, "_"]
+    out_of_range: list[Int[Array, "_"]]
 
 
 def lookup_stack(
@@ -190,7 +190,7 @@ def lookup_stack(
 
 def stack_gradient(
     routing: StackRouting,
-    cotangents: Sequence[Float[Array, "samples dim"]],
+    cotangents: Sequence[Float[Array, "_ dim"]],
     stack: StackPlan,
     plan: EmbeddingPlan,
 ) -> StackGradient:

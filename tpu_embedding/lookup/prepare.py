@@ -57,7 +57,7 @@ def prepare_features(features: Any, plan: EmbeddingPlan, weights: Any = None) ->
       2
     """
     leaves = plan.flatten(features)
-    weight_leaves = [None] * len(leaves)
+    weight_leaves: list[Any] = [None] * len(leaves)
     if weights is not None:
         weight_leaves = plan.flatten(weights, "weights")
     prepared = [
@@ -139,7 +139,7 @@ def _sort_sparse(
             f"{indices[i].tolist()} at value {i}."
         )
     batch_size = int(np.prod(shape[:-1]))
-    samples = np.ravel_multi_index(tuple(indices[:, :-1].T), tuple(shape[:-1]))
+    samples: Any = np.ravel_multi_index(tuple(indices[:, :-1].T), tuple(shape[:-1]))
     if feature.config.max_sequence_length:
         matrix = np.full((batch_size, int(shape[-1])), PADDING_ROW_ID, np.int64)
         matrix[samples, indices[:, -1]] = values
@@ -147,7 +147,7 @@ def _sort_sparse(
     order = np.lexsort((indices[:, -1], samples))
     row_splits = np.searchsorted(samples[order], np.arange(batch_size + 1))
     ragged = RaggedIds(values=values[order], row_splits=row_splits)
-    return ragged, None if weights is None else weights[order]
+    return ragged, weights if weights is None else weights[order]
 
 
 def _check_weights(weights: np.ndarray, feature: FeaturePlan) -> None:
@@ -199,9 +199,7 @@ def _shard_ragged(
     size = _buffer_size(int(np.diff(starts).max()), samples_per_shard, feature)
 
     sharded_values = np.full((plan.num_shards, size), PADDING_ROW_ID, np.int32)
-    sharded_weights = None
-    if weights is not None:
-        sharded_weights = np.zeros((plan.num_shards, size), np.float32)
+    sharded_weights = np.zeros((plan.num_shards, size), np.float32)
     sharded_splits = np.empty((plan.num_shards, samples_per_shard + 1), np.int32)
     for shard in range(plan.num_shards):
         begin, end = starts[shard], starts[shard + 1]
@@ -214,7 +212,7 @@ def _shard_ragged(
     return ShardedRaggedIds(
         values=sharded_values,
         row_splits=sharded_splits,
-        weights=sharded_weights,
+        weights=None if weights is None else sharded_weights,
         batch_size=batch_size,
     )
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.core import Tracer
 
 from tpu_embedding import functional
 from tpu_embedding.layout.packed_rows import PackedRows
@@ -213,7 +214,7 @@ def _put_on_mesh(module: nnx.Module, sharding: jax.sharding.NamedSharding) -> No
     def place(leaf):
         if isinstance(leaf, PackedRows) or not isinstance(leaf, jax.Array):
             return leaf
-        if isinstance(leaf, jax.core.Tracer) or leaf.committed:
+        if isinstance(leaf, Tracer) or leaf.committed:
             return leaf
         return jax.device_put(leaf, sharding)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import jax
+from jax.core import Tracer
 
 Checked = tuple[Any, bool, str]
 """A value, whether its rule holds, and the rule in words."""
@@ -38,4 +38,4 @@ def decay(value: Any) -> Checked:
 
 
 def _is_traced(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, Tracer)

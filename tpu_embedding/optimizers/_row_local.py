@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend import core as jax_core
 
 _PROBE_ROWS = 1_000_003
 
@@ -71,9 +70,9 @@ def _inner_jaxprs(params: dict[str, Any]) -> list[Any]:
     found = []
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, jax_core.ClosedJaxpr):
+            if hasattr(item, "jaxpr") and hasattr(item, "consts"):
                 found.append(item.jaxpr)
-            elif isinstance(item, jax_core.Jaxpr):
+            elif hasattr(item, "eqns"):
                 found.append(item)
     return found
 

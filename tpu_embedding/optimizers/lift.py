@@ -6,6 +6,7 @@ rule work on these, and adds the differences back in place. So rules know nothin
 row ids, shards, packing or rounds.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -20,7 +21,6 @@ from tpu_embedding.layout.packed_rows import (
 )
 from tpu_embedding.layout.slots import slot_row_shapes
 from tpu_embedding.optimizers._row_local import check_row_local
-from tpu_embedding.types import RowUpdates
 
 
 def lift_to_rows(
@@ -46,17 +46,19 @@ def lift_to_rows(
 
     Example:
       >>> import jax.numpy as jnp
+      >>> import tpu_embedding as te
       >>> from tpu_embedding.layout.packed_rows import RowLayout
       >>> layout = RowLayout(num_rows=4, row_shape=(2,))
       >>> table = PackedRows(lines=jnp.ones((4, 2)), layout=layout)
       >>> rows = lift_to_rows(optax.sgd(0.5))
-      >>> updates = RowUpdates(row_ids=jnp.array([3]), values=jnp.ones((1, 2)))
+      >>> updates = te.RowUpdates(row_ids=jnp.array([3]), values=jnp.ones((1, 2)))
       >>> updates, _ = rows.update(updates, rows.init(table), table)
       >>> updates.values.tolist()
       [[-0.5, -0.5]]
     """
 
-    def init(table: PackedRows) -> Any:
+    def init(params: Any) -> Any:
+        table: PackedRows = params
         check_row_local(optimizer, table.layout.dim)
         state = optimizer.init(unpack_rows(table))
         row_shapes = slot_row_shapes(optimizer, table.layout.dim)
@@ -67,10 +69,8 @@ def lift_to_rows(
             is_leaf=lambda row: row is None,
         )
 
-    def update(
-        updates: RowUpdates, state: Any, table: PackedRows | None = None
-    ) -> tuple[RowUpdates, Any]:
-        assert table is not None
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        table: PackedRows = params
         check_row_local(optimizer, table.layout.dim)
         row_ids = updates.row_ids
         leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
@@ -85,7 +85,7 @@ def lift_to_rows(
             else new_rows
             for leaf, old_rows, new_rows in zip(leaves, old, new, strict=True)
         ]
-        return RowUpdates(row_ids=row_ids, values=values), tree.unflatten(leaves)
+        return dataclasses.replace(updates, values=values), tree.unflatten(leaves)
 
     return optax.GradientTransformation(init, update)
 
