@@ -18,9 +18,7 @@ def make_plan(num_devices=8, hardware="cpu", dim=3):
     """Three tables in `stack_0`, and `d` of another dim in `stack_1`."""
     sizes = {name: (size, dim) for name, size in SIZES.items()} | {"d": (10, dim + 1)}
     config = [
-        te.FeatureConfig(
-            table=te.TableConfig(vocabulary_size=size, dim=dim, name=name)
-        )
+        te.FeatureConfig(table=te.TableConfig(vocabulary_size=size, dim=dim, name=name))
         for name, (size, dim) in sizes.items()
     ]
     return te.make_plan(

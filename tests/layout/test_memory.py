@@ -61,7 +61,9 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(("optimizer", "per_table"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "per_table"), OPTIMIZERS.values(), ids=OPTIMIZERS
+)
 @pytest.mark.parametrize("hardware", [CPU, V5P], ids=["cpu", "v5p"])
 def test_slots_in_units_of_the_table(optimizer, per_table, hardware):
     # 16,384 rows of 16 fill lines of 8 and of 128 rows exactly.

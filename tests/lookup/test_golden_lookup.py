@@ -197,9 +197,7 @@ def test_row_updates_hold_the_gradients(num_devices):
     for table in stack.tables:
         expected = golden(table.name)["grad_table"]
         of_table = rows[table.row_offset : table.row_offset + len(expected)]
-        np.testing.assert_allclose(
-            of_table, expected, **TOLERANCE, err_msg=table.name
-        )
+        np.testing.assert_allclose(of_table, expected, **TOLERANCE, err_msg=table.name)
 
 
 @pytest.mark.parametrize("num_devices", DEVICES)

@@ -186,9 +186,7 @@ def test_weights_of_a_sparse_sequence_have_no_effect_and_are_refused():
     ids = dataclasses.replace(SPARSE, weights=np.ones(3, np.float32))
     with pytest.raises(ValueError, match="'the_feature' has weights and max_sequence"):
         prepared = prepare(ids, max_sequence_length=2)
-        te.activation_shapes(
-            {"the_feature": prepared}, plan_of(max_sequence_length=2)
-        )
+        te.activation_shapes({"the_feature": prepared}, plan_of(max_sequence_length=2))
 
 
 SPARSE_SHAPES = {
@@ -337,7 +335,9 @@ def test_plain_arrays_stay_plain():
 
 
 def test_lists():
-    np.testing.assert_array_equal(prepare([[1, 2], [3, PADDING]]), [[1, 2], [3, PADDING]])
+    np.testing.assert_array_equal(
+        prepare([[1, 2], [3, PADDING]]), [[1, 2], [3, PADDING]]
+    )
     prepared = prepare(te.RaggedIds(values=[1, 2], row_splits=[0, 2], weights=[1, 2]))
     np.testing.assert_array_equal(prepared.values[0, :2], [1, 2])
     assert prepared.weights.dtype == np.float32

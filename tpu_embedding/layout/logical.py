@@ -8,6 +8,7 @@ import dataclasses
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from tpu_embedding.layout.packed_rows import PackedRows
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
@@ -79,7 +80,10 @@ def with_logical_values(
 def _unpack(packed: PackedRows, stack: StackPlan) -> np.ndarray:
     """Returns `[num_rows_of_all_shards, *row_shape]` in the order of the stack."""
     layout = packed.layout
-    lines = np.asarray(jax.device_get(packed.lines))
+    lines = packed.lines
+    if not lines.is_fully_addressable:
+        lines = multihost_utils.process_allgather(lines, tiled=True)
+    lines = np.asarray(lines)
     lines = lines[:, : layout.rows_per_line * layout.dim]
     rows = lines.reshape(stack.num_shards, -1, layout.dim)[:, : layout.num_rows]
     rows = rows.transpose(1, 0, 2).reshape(-1, *layout.row_shape)
@@ -97,4 +101,5 @@ def _pack(
     lines = np.zeros(packed.lines.shape, rows.dtype)
     used_lanes = layout.rows_per_line * layout.dim
     lines[:, :used_lanes] = padded.reshape(-1, used_lanes)
-    return dataclasses.replace(packed, lines=jax.device_put(lines, plan.sharding))
+    placed = jax.make_array_from_callback(lines.shape, plan.sharding, lines.__getitem__)
+    return dataclasses.replace(packed, lines=placed)

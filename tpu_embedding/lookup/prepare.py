@@ -72,13 +72,18 @@ def prepare_features(features: Any, plan: EmbeddingPlan, weights: Any = None) ->
 def place_batch(batch: Any, plan: EmbeddingPlan) -> Any:
     """Puts a nest of arrays on the plan's devices, split along their first axis.
 
-    Arrays whose first axis does not divide by the devices are put on each of them.
+    Arrays whose first axis does not divide by the devices are put on each of them. In
+    a job of several processes each passes the same global batch, and puts the parts of
+    its own devices.
     """
 
     def place(array):
-        if array.ndim and array.shape[0] % plan.num_shards == 0:
-            return jax.device_put(array, plan.sharding)
-        return jax.device_put(array, plan.replicated)
+        array = np.asarray(array)
+        divides = array.ndim and array.shape[0] % plan.num_shards == 0
+        sharding = plan.sharding if divides else plan.replicated
+        if sharding.is_fully_addressable:
+            return jax.device_put(array, sharding)
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
     return jax.tree.map(place, batch)
 
