@@ -70,6 +70,52 @@ class QuantizationConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RowOptimizer:
+    """An update rule of tables, and which rows it is applied to.
+
+    A plain optax transformation means one with the defaults. Made by
+    `tpu_embedding.optimizers`, where `every_row` and `in_sequence` explain the choices.
+
+    Attributes:
+      transformation: an optax transformation that treats each row for itself.
+      rows: `"touched"`: rows that were looked up in the step (lazy); `"every"`: all
+        rows, with gradient zero where they were not looked up, as dense optimizers do.
+      duplicates: `"sum"`: the gradients of one row are summed, then the rule runs
+        once; `"sequence"`: the rule runs once for each of them.
+    """
+
+    transformation: optax.GradientTransformation
+    rows: Literal["touched", "every"] = "touched"
+    duplicates: Literal["sum", "sequence"] = "sum"
+
+    def __post_init__(self):
+        if self.rows == "every" and self.duplicates == "sequence":
+            raise ValueError(
+                "RowOptimizer cannot apply a rule to every row and to duplicates in "
+                "sequence at once: the rows that are not looked up would be updated "
+                "as often as the most frequent id occurs. Use duplicates='sum'."
+            )
+
+    def init(self, params: Any) -> Any:
+        """Returns the rule's state for dense rows."""
+        return self.transformation.init(params)
+
+    def update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Applies the rule to dense rows."""
+        return self.transformation.update(updates, state, params)
+
+
+TableOptimizer = optax.GradientTransformation | RowOptimizer
+
+
+def as_row_optimizer(optimizer: TableOptimizer | None) -> RowOptimizer | None:
+    """Wraps a plain optax transformation."""
+    if optimizer is None or isinstance(optimizer, RowOptimizer):
+        return optimizer
+    return RowOptimizer(transformation=optimizer)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TableConfig:
     """One embedding table.
 
@@ -83,8 +129,8 @@ class TableConfig:
       initializer: `(key, shape, dtype) -> array`, as in `jax.nn.initializers`; called
         with the whole table's shape `(vocabulary_size, dim)`, so that fan-based ones
         see it. None means truncated normal with stddev `1 / sqrt(dim)`.
-      optimizer: an optax `GradientTransformation` for this table; None means the one
-        given to the layer.
+      optimizer: for this table, an optax transformation or one of
+        `tpu_embedding.optimizers`; None means the one given to the layer.
       combiner: how the ids of one sample become one row: `"sum"`, `"mean"` (divided
         by the sum of the weights) or `"sqrtn"` (by the root of the sum of their
         squares). A denominator of 0 gives 0.
@@ -101,7 +147,7 @@ class TableConfig:
     vocabulary_size: int
     dim: int
     initializer: Initializer | None = None
-    optimizer: optax.GradientTransformation | None = None
+    optimizer: TableOptimizer | None = None
     combiner: Combiner = "mean"
     name: str | None = None
     quantization_config: QuantizationConfig | None = None

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from tpu_embedding.layout.packed_rows import PackedRows, add_to_rows
+from tpu_embedding.layout.packed_rows import PackedRows
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.lookup._inputs import (
     FeatureShape,
@@ -37,8 +37,14 @@ from tpu_embedding.lookup._stack import (
     lookup_stack,
     stack_gradient,
 )
-from tpu_embedding.optimizers.lift import is_slot, lift_to_rows
-from tpu_embedding.types import LookupStats
+from tpu_embedding.optimizers.apply import apply_updates
+from tpu_embedding.optimizers.lift import (
+    is_slot,
+    lift_to_rows,
+    slots_of,
+    with_slots,
+)
+from tpu_embedding.types import LookupStats, RowRange
 
 
 @jax.tree_util.register_dataclass
@@ -311,38 +317,25 @@ def _apply_stack(
     and advances once.
     """
     assert stack.optimizer is not None
-    optimizer: Any = lift_to_rows(stack.optimizer)
-
-    def apply_updates(table: PackedRows, state: Any, updates: Any):
-        updates, state = optimizer.update(updates, state, table)
-        return add_to_rows(table, updates.row_ids, updates.values), state
-
-    new_table, new_state = apply_updates(table, state, gradient.updates)
+    optimizer = stack.optimizer
     if gradient.later is None:
-        return new_table, new_state
-    leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
-    new_leaves = tree.flatten_up_to(new_state)
+        return apply_updates(optimizer, table, state, gradient.updates)
+    first_rows = RowRange(jnp.int32(0), gradient.later.remaining.end_row[0])
+    new_table, new_state = apply_updates(
+        optimizer, table, state, gradient.updates, first_rows
+    )
 
-    def apply_round(carry, updates):
-        table, slot_leaves = carry
-        remaining_slots = iter(slot_leaves)
-        state = tree.unflatten(
-            [next(remaining_slots) if is_slot(leaf) else leaf for leaf in leaves]
+    def apply_round(carry, updates, row_range):
+        table, slots = carry
+        table, state_of_round = apply_updates(
+            optimizer, table, with_slots(state, slots), updates, row_range
         )
-        table, state = apply_updates(table, state, updates)
-        return table, [x for x in tree.flatten_up_to(state) if is_slot(x)]
+        return table, slots_of(state_of_round)
 
-    new_table, slot_leaves = for_each_later_update(
-        gradient.later,
-        apply_round,
-        (new_table, [x for x in new_leaves if is_slot(x)]),
-        stack,
-        plan,
+    new_table, slots = for_each_later_update(
+        gradient.later, apply_round, (new_table, slots_of(new_state)), stack, plan
     )
-    final_slots = iter(slot_leaves)
-    return new_table, tree.unflatten(
-        [next(final_slots) if is_slot(leaf) else leaf for leaf in new_leaves]
-    )
+    return new_table, with_slots(new_state, slots)
 
 
 def _shard_struct(stack: StackPlan) -> PackedRows:

@@ -5,7 +5,7 @@ pytrees, so they pass through `jax.jit`, `jax.shard_map` and checkpoints.
 """
 
 import dataclasses
-from typing import Final
+from typing import Final, NamedTuple
 
 import jax
 import numpy as np
@@ -118,6 +118,13 @@ class RowUpdates:
 
     values: Float[Array, "num_rows dim"]
     row_ids: Int[Array, " num_rows"]
+
+
+class RowRange(NamedTuple):
+    """The rows of a shard from `first_row` to before `end_row`, int32 scalars."""
+
+    first_row: Int[Array, ""]
+    end_row: Int[Array, ""]
 
 
 @jax.tree_util.register_dataclass

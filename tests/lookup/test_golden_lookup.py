@@ -31,7 +31,6 @@ NAMES = sorted(
     for path in GOLDEN.glob("lookup_*.npz")
     if path.stem != "lookup_quantization"
 )
-DEVICES = [1, 8]
 
 
 def feature_of(name):
@@ -115,9 +114,10 @@ def step(tables, slots, features, cotangents, plan):
     return result, gradients, tables
 
 
-@functools.cache
-def run_all(num_devices):
-    """Returns activations, tables after SGD with rate 1, and stats, by file."""
+@pytest.fixture(scope="module", params=[1, 8], ids=lambda n: f"{n}devices")
+def results(request):
+    """Activations, gradients, stats, and tables after SGD with rate 1, of all files."""
+    num_devices = request.param
     config = {name: feature_of(name) for name in NAMES}
     config["quantization"] = quantized_feature()
     plan = te.make_plan(config, mesh_of(num_devices), optimizer=optax.sgd(1.0))
@@ -145,7 +145,7 @@ def run_all(num_devices):
         plan=plan,
         activations=jax.device_get(result.activations),
         out_of_range=jax.device_get(result.stats.out_of_range),
-        gradients=jax.device_get(gradients),
+        updates={name: g.updates for name, g in gradients.items()},
         tables=te.logical_values(tables, plan),
     )
 
@@ -156,10 +156,9 @@ def test_all_kinds_are_here():
     assert len(NAMES) == 39
 
 
-@pytest.mark.parametrize("num_devices", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
-def test_activations(name, num_devices):
-    actual = run_all(num_devices)["activations"][name]
+def test_activations(name, results):
+    actual = results["activations"][name]
     expected = golden(name)["output"]
     if name.startswith("plain"):
         # TensorFlow leaves out the empty samples behind the last one with an id.
@@ -170,24 +169,22 @@ def test_activations(name, num_devices):
     np.testing.assert_allclose(actual, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("num_devices", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients(name, num_devices):
+def test_gradients(name, results):
     run = golden(name)
-    gradient = run["table"] - run_all(num_devices)["tables"][name]
+    gradient = run["table"] - results["tables"][name]
     np.testing.assert_allclose(gradient, run["grad_table"], **TOLERANCE)
     # Rows without gradient keep every bit.
     untouched = ~run["grad_table"].any(axis=1)
     assert not gradient[untouched].any()
 
 
-@pytest.mark.parametrize("num_devices", DEVICES)
-def test_row_updates_hold_the_gradients(num_devices):
-    run = run_all(num_devices)
-    stack = next(stack for stack in run["plan"].stacks if len(stack.tables) > 1)
-    gradient = run["gradients"][stack.name]
-    row_ids = gradient.updates.row_ids.reshape(num_devices, -1)
-    values = gradient.updates.values.reshape(num_devices, -1, stack.dim)
+def test_row_updates_hold_the_gradients(results):
+    stack = next(s for s in results["plan"].stacks if len(s.tables) > 1)
+    num_devices = stack.num_shards
+    updates = results["updates"][stack.name]
+    row_ids = np.asarray(updates.row_ids).reshape(num_devices, -1)
+    values = np.asarray(updates.values).reshape(num_devices, -1, stack.dim)
     rows = np.zeros((stack.rows_per_shard * num_devices, stack.dim))
     for shard in range(num_devices):
         is_used = row_ids[shard] != te.PADDING_ROW_ID
@@ -200,13 +197,12 @@ def test_row_updates_hold_the_gradients(num_devices):
         np.testing.assert_allclose(of_table, expected, **TOLERANCE, err_msg=table.name)
 
 
-@pytest.mark.parametrize("num_devices", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
-def test_only_ids_outside_the_table_are_counted(name, num_devices):
+def test_only_ids_outside_the_table_are_counted(name, results):
     run = golden(name)
     ids = run["dense"] if "dense" in run else run["values"]
     outside = int(((ids < 0) | (ids >= len(run["table"]))).sum())
-    assert run_all(num_devices)["out_of_range"][name] == outside
+    assert results["out_of_range"][name] == outside
 
 
 def test_the_files_have_what_they_are_here_for():
@@ -219,15 +215,13 @@ def test_the_files_have_what_they_are_here_for():
     assert any(len(run["output"]) < run["dense_shape"][0] for run in plain)
 
 
-@pytest.mark.parametrize("num_devices", DEVICES)
-def test_quantization(num_devices):
-    run = run_all(num_devices)
+def test_quantization(results):
     assert (np.abs(QUANTIZED["x"]) > 1).any()
     # Off by no more than the rounding of a multiplication by the step of 2/15: the
     # next bucket would be 0.13 away.
-    activations = run["activations"]["quantization"][:, 0]
+    activations = results["activations"]["quantization"][:, 0]
     np.testing.assert_allclose(activations, QUANTIZED["y"], rtol=0, atol=1e-6)
     # Straight through, outside the range too; storage is not quantized.
     expected = QUANTIZED["x"] - QUANTIZED_COTANGENT[:, 0]
-    after = run["tables"]["quantization"][:, 0]
+    after = results["tables"]["quantization"][:, 0]
     np.testing.assert_allclose(after, expected, rtol=1e-6)

@@ -508,7 +508,7 @@ def init(plan):
 @pytest.mark.parametrize("ids", [RAGGED, SPARSE], ids=["RaggedIds", "SparseIds"])
 def test_lookup_refuses_what_is_not_prepared(ids):
     plan = plan_of()
-    tables = jax.eval_shape(init, plan)
+    tables = jax.eval_shape(lambda: init(plan))
     with pytest.raises(TypeError, match=f"'the_feature' is a {type(ids).__name__}"):
         te.lookup(tables, {"the_feature": ids}, plan)
     with pytest.raises(TypeError, match="prepare_features"):
@@ -584,7 +584,7 @@ def test_batch_without_samples_is_refused_or_looked_up():
     except ValueError as error:
         assert "'the_feature'" in str(error)
         return
-    structs = jax.eval_shape(init, plan)
+    structs = jax.eval_shape(lambda: init(plan))
     result = jax.eval_shape(
         lambda t: te.lookup(t, {"the_feature": prepared}, plan).activations, structs
     )

@@ -1,6 +1,7 @@
 """Steps of the run configs: the same numbers on any devices, and one compilation."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -57,14 +58,14 @@ def small_config(name, *overrides):
     return apply_overrides(load_config(name), [*SMALL[name], *overrides])
 
 
-def open_data(config, request):
-    data_dir = None
-    if config.name == "movielens":
-        data_dir = request.getfixturevalue("movielens_dir")
-    return config.data.open(data_dir, batch_size=config.batch_size, seed=config.seed)
+def open_data(config):
+    return config.data.open(None, batch_size=config.batch_size, seed=config.seed)
 
 
-def train_curve(config, data, num_devices, num_steps):
+@functools.cache  # tests share curves: compiling is what takes the time
+def train_curve(name, data_dir, num_devices, num_steps, capacity="none"):
+    config = small_config(name, f"capacity={capacity}")
+    data = config.data.open(data_dir, batch_size=config.batch_size, seed=config.seed)
     plan = make_run_plan(config, data, mesh_of(num_devices))
     graphdef, state = init_train_state(config, data, plan)
     step = jit_train_step(make_train_step(graphdef, config.loss), state, plan)
@@ -86,30 +87,27 @@ def train_curve(config, data, num_devices, num_steps):
 def test_loss_curve_is_the_same_on_any_number_of_devices(
     name, num_steps, others, request
 ):
-    config = small_config(name)
-    data = open_data(config, request)
-    one = train_curve(config, data, 1, num_steps)
+    data_dir = request.getfixturevalue("movielens_dir") if name == "movielens" else None
+    one = train_curve(name, data_dir, 1, num_steps)
     assert one.num_compilations == 1
     assert one.losses[-1] < one.losses[0]
     for num_devices in others:
-        curve = train_curve(config, data, num_devices, num_steps)
+        curve = train_curve(name, data_dir, num_devices, num_steps)
         assert curve.num_compilations == 1
         np.testing.assert_allclose(curve.losses, one.losses, rtol=OTHER_DEVICES)
 
 
-def test_loss_curve_is_the_same_at_the_smallest_capacity(request):
-    curves = []
-    for capacity in ("none", "1"):
-        config = small_config("synthetic", f"capacity={capacity}")
-        curves.append(train_curve(config, open_data(config, request), 8, 50))
-    assert curves[0].rounds.max() == 1
-    assert curves[1].rounds.min() > 5
-    np.testing.assert_allclose(curves[1].losses, curves[0].losses, rtol=OTHER_CAPACITY)
+def test_loss_curve_is_the_same_at_the_smallest_capacity():
+    usual = train_curve("synthetic", None, 8, 50)
+    smallest = train_curve("synthetic", None, 8, 50, capacity="1")
+    assert usual.rounds.max() == 1
+    assert smallest.rounds.min() > 5
+    np.testing.assert_allclose(smallest.losses, usual.losses, rtol=OTHER_CAPACITY)
 
 
-def test_abstract_state_is_that_of_the_real_one(request):
+def test_abstract_state_is_that_of_the_real_one():
     config = small_config("synthetic")
-    data = open_data(config, request)
+    data = open_data(config)
     plan = make_run_plan(config, data, mesh_of(8))
     _, state = init_train_state(config, data, plan)
     _, abstract = abstract_train_state(config, data, plan)
@@ -130,9 +128,9 @@ def test_abstract_state_is_that_of_the_real_one(request):
         assert wanted.sharding.is_equivalent_to(real.sharding, real.ndim)
 
 
-def test_step_donates_and_keeps_shardings(request):
+def test_step_donates_and_keeps_shardings():
     config = small_config("synthetic")
-    data = open_data(config, request)
+    data = open_data(config)
     plan = make_run_plan(config, data, mesh_of(8))
     graphdef, abstract = abstract_train_state(config, data, plan)
     step = jit_train_step(make_train_step(graphdef, config.loss), abstract, plan)
@@ -152,9 +150,9 @@ def test_step_donates_and_keeps_shardings(request):
     assert compiled.memory_analysis().alias_size_in_bytes >= 0.99 * sum(sizes)
 
 
-def test_samples_of_weight_zero_change_nothing(request):
+def test_samples_of_weight_zero_change_nothing():
     config = small_config("synthetic")
-    data = open_data(config, request)
+    data = open_data(config)
     plan = make_run_plan(config, data, mesh_of(2))
     graphdef, _ = abstract_train_state(config, data, plan)
     step = jax.jit(make_train_step(graphdef, config.loss))

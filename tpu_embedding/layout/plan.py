@@ -10,10 +10,15 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tpu_embedding.config import FeatureConfig, QuantizationConfig, TableConfig
+from tpu_embedding.config import (
+    FeatureConfig,
+    QuantizationConfig,
+    RowOptimizer,
+    TableConfig,
+    TableOptimizer,
+)
 from tpu_embedding.hardware import GIBIBYTE, HardwareInfo, hardware_of_device
 from tpu_embedding.layout import capacity as capacity_lib
 from tpu_embedding.layout import memory, stacking
@@ -55,7 +60,7 @@ class StackPlan:
     tables: tuple[TablePlan, ...]
     num_shards: int
     layout: RowLayout
-    optimizer: optax.GradientTransformation | None
+    optimizer: RowOptimizer | None
     quantization: QuantizationConfig | None
     capacity: int | None
     slots: tuple[jax.ShapeDtypeStruct, ...]
@@ -76,8 +81,16 @@ class StackPlan:
         last = self.tables[-1]
         return last.row_offset + last.config.vocabulary_size
 
+    @property
+    def keeps_duplicates(self) -> bool:
+        """Whether each occurrence of an id travels for itself."""
+        return self.optimizer is not None and self.optimizer.duplicates == "sequence"
+
     def capacity_for(self, max_unique_ids: int) -> int:
         """Returns the ids per destination and round for so many ids per shard."""
+        if self.keeps_duplicates:
+            # Rounds are cut between rows, so one row has to fit with all it has.
+            return max_unique_ids
         return capacity_lib.capacity_for(
             max_unique_ids, self.num_shards, self.rows_per_shard, self.capacity
         )
@@ -201,7 +214,7 @@ def make_plan(
     feature_config: Any,
     mesh: Mesh | None = None,
     *,
-    optimizer: optax.GradientTransformation | None = None,
+    optimizer: TableOptimizer | None = None,
     capacity: int | None = None,
     hardware: HardwareInfo | None = None,
 ) -> EmbeddingPlan:

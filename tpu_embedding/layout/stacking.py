@@ -10,9 +10,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import optax
-
-from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.config import (
+    FeatureConfig,
+    RowOptimizer,
+    TableConfig,
+    TableOptimizer,
+    as_row_optimizer,
+)
 from tpu_embedding.types import PADDING_ROW_ID
 
 
@@ -22,7 +26,7 @@ class NamedTable:
 
     name: str
     config: TableConfig
-    optimizer: optax.GradientTransformation | None
+    optimizer: RowOptimizer | None
 
 
 def name_features(
@@ -46,7 +50,7 @@ def name_features(
 
 def name_tables(
     features: Sequence[FeatureConfig],
-    optimizer: optax.GradientTransformation | None,
+    optimizer: TableOptimizer | None,
 ) -> list[NamedTable]:
     """Returns one table per feature; features that share a table get equal ones.
 
@@ -76,7 +80,9 @@ def name_tables(
             NamedTable(
                 name=name,
                 config=config,
-                optimizer=optimizer if config.optimizer is None else config.optimizer,
+                optimizer=as_row_optimizer(
+                    optimizer if config.optimizer is None else config.optimizer
+                ),
             )
         )
     return tables
@@ -99,7 +105,7 @@ def stack_tables(
             config.dim,
             str(config.dtype),
             config.quantization_config,
-            id(table.optimizer),
+            table.optimizer,
         )
         stacks = groups.setdefault(key, [[]])
         num_rows = config.vocabulary_size + sum(

@@ -66,7 +66,12 @@ class Dedup:
 
 def dedup(keys: Int[Array, " ids"], stack: StackPlan) -> Dedup:
     """Sorts keys once, which both finds duplicates and groups by destination."""
-    sorted_keys, order, ranks = rank_unique(keys)
+    if stack.keeps_duplicates:
+        places = jnp.arange(keys.shape[0], dtype=jnp.int32)
+        sorted_keys, order = jax.lax.sort((keys, places), num_keys=1, is_stable=True)
+        ranks = places
+    else:
+        sorted_keys, order, ranks = rank_unique(keys)
     first_keys = jnp.arange(stack.num_shards + 1, dtype=jnp.int32)
     first_keys *= stack.rows_per_shard
     return Dedup(

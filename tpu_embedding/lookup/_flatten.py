@@ -93,9 +93,11 @@ def flatten(
 
 
 def max_unique_ids(
-    inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan]
+    inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan], stack: StackPlan
 ) -> int:
     """Bounds the unique ids of a shard: per table, by its ids and by its rows."""
+    if stack.keeps_duplicates:
+        return sum(feature_input.ids.shape[0] for feature_input in inputs)
     ids_of_table: dict[int, int] = {}
     rows_of_table = {}
     for feature_input, feature in zip(inputs, features, strict=True):

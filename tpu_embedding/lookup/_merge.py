@@ -22,9 +22,9 @@ def merge(
 
     Returns:
       Each row once, rising, then padding. There are no more places than the shard
-      has rows.
+      has rows. Where duplicates are to be kept, everything as it was received.
     """
-    if stack.num_shards == 1:
+    if stack.num_shards == 1 or stack.keeps_duplicates:
         return RowUpdates(row_ids=row_ids, values=gradients)
     num_places = min(row_ids.shape[0], stack.rows_per_shard)
     sorted_ids, order, ranks = rank_unique(row_ids)

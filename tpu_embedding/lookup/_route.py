@@ -32,17 +32,22 @@ class Round:
         as local rows of their owner; padding where unused.
       next_ranks: int32 `[num_shards]`, the first rank of each destination that
         remains.
+      end_row: the first of this shard's own rows that no shard asks for yet; the
+        round is about the rows from the previous round's on.
       is_last: whether no shard has anything left, equal on all shards.
     """
 
     places: Int[Array, " ids"]
     row_ids: Int[Array, " buffer"]
     next_ranks: Int[Array, " shards"]
+    end_row: Int[Array, ""]
     is_last: Bool[Array, ""]
 
 
 def fits_in_one_round(capacity: int, max_unique_ids: int, stack: StackPlan) -> bool:
     """Whether no batch of this shape can ever need a second round."""
+    if stack.keeps_duplicates:
+        return True
     return capacity >= min(max_unique_ids, stack.rows_per_shard)
 
 
@@ -76,6 +81,7 @@ def route(
         dedup,
         first_ranks,
         next_ranks,
+        end_rows[jax.lax.axis_index(plan.axis_names)],
         jnp.all(end_rows == stack.rows_per_shard),
         capacity,
         stack,
@@ -88,6 +94,7 @@ def route_all(dedup: Dedup, capacity: int, stack: StackPlan) -> Round:
         dedup,
         dedup.first_ranks[:-1],
         dedup.first_ranks[1:],
+        jnp.int32(stack.rows_per_shard),
         jnp.ones((), bool),
         capacity,
         stack,
@@ -98,6 +105,7 @@ def _fill(
     dedup: Dedup,
     first_ranks: Int[Array, " shards"],
     next_ranks: Int[Array, " shards"],
+    end_row: Int[Array, ""],
     is_last: Bool[Array, ""],
     capacity: int,
     stack: StackPlan,
@@ -123,6 +131,7 @@ def _fill(
         places=unsort(sorted_places, dedup.order),
         row_ids=row_ids,
         next_ranks=next_ranks,
+        end_row=end_row,
         is_last=is_last,
     )
 

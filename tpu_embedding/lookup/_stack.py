@@ -32,7 +32,7 @@ from tpu_embedding.lookup._route import (
     route,
     route_all,
 )
-from tpu_embedding.types import RowUpdates
+from tpu_embedding.types import RowRange, RowUpdates
 
 Carry = TypeVar("Carry")
 
@@ -45,12 +45,14 @@ class Remaining:
     Attributes:
       dedup: the unique ids of the shard.
       next_ranks: int32 `[num_shards]`, the first rank per destination that is left.
+      end_row: int32 `[1]`, the first of this shard's own rows that is left.
       is_done: bool `[1]`, True where nothing is left on any shard.
       capacity: ids per destination and round.
     """
 
     dedup: Dedup
     next_ranks: Int[Array, " shards"]
+    end_row: Int[Array, "_"]
     is_done: Bool[Array, "_"]
     capacity: int = dataclasses.field(metadata={"static": True})
 
@@ -139,7 +141,7 @@ def lookup_stack(
     features = [plan.features[i] for i in plan.features_of(stack)]
     keys, bags, out_of_range = flatten(inputs, features, stack)
     unique = dedup(keys, stack)
-    max_unique = max_unique_ids(inputs, features)
+    max_unique = max_unique_ids(inputs, features, stack)
     capacity = stack.capacity_for(max_unique)
     if fits_in_one_round(capacity, max_unique, stack):
         first = route_all(unique, capacity, stack)
@@ -149,6 +151,7 @@ def lookup_stack(
         remaining = Remaining(
             dedup=unique,
             next_ranks=first.next_ranks,
+            end_row=first.end_row[None],
             is_done=first.is_last[None],
             capacity=capacity,
         )
@@ -227,26 +230,32 @@ def stack_gradient(
 
 def for_each_later_update(
     later: LaterUpdates,
-    apply: Callable[[Carry, RowUpdates], Carry],
+    apply: Callable[[Carry, RowUpdates, RowRange], Carry],
     carry: Carry,
     stack: StackPlan,
     plan: EmbeddingPlan,
 ) -> Carry:
-    """Applies a function to the gradients of each further round. Per shard.
+    """Applies a function to the gradients of each further round, with its rows.
+
+    Per shard.
 
     The rows of different rounds are different, so rounds may be applied one by one.
     The ids of these rounds cross the network a second time; that is cheaper than
     keeping room for them in every step.
     """
 
-    def apply_round(carry: Carry, current: Round) -> Carry:
+    def apply_round(state, current: Round):
+        carry, first_row = state
         gradients = spread(
             later.cotangents, current.places, later.bags, current.row_ids.shape[0]
         )
         received = exchange(current.row_ids, plan)
-        return apply(carry, _send_gradients(received, gradients, stack, plan))
+        updates = _send_gradients(received, gradients, stack, plan)
+        carry = apply(carry, updates, RowRange(first_row, current.end_row))
+        return carry, current.end_row
 
-    carry, _ = for_each_round(later.remaining, apply_round, carry, stack, plan)
+    state = (carry, later.remaining.end_row[0])
+    (carry, _), _ = for_each_round(later.remaining, apply_round, state, stack, plan)
     return carry
 
 

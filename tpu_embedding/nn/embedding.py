@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_embedding import functional
+from tpu_embedding.config import TableOptimizer
 from tpu_embedding.layout.initial_values import init_tables
 from tpu_embedding.layout.logical import logical_values, with_logical_values
 from tpu_embedding.layout.plan import EmbeddingPlan, make_plan
@@ -62,7 +62,7 @@ class TPUEmbedding(nnx.Module):
     def __init__(
         self,
         feature_config: Any,
-        optimizer: optax.GradientTransformation | None = None,
+        optimizer: TableOptimizer | None = None,
         *,
         mesh: Mesh | None = None,
         plan: EmbeddingPlan | None = None,
@@ -72,8 +72,9 @@ class TPUEmbedding(nnx.Module):
 
         Args:
           feature_config: nest of `FeatureConfig`; activations come back in it.
-          optimizer: row-local optax transformation for tables that name none
-            themselves; None: those are not trained.
+          optimizer: row-local optax transformation, or one of
+            `tpu_embedding.optimizers`, for tables that name none themselves; None:
+            those are not trained.
           mesh: devices to shard tables and batch over; None: all, on one axis.
           plan: made by `make_plan` from the same `feature_config`, in place of
             `optimizer` and `mesh`, for those who set more.

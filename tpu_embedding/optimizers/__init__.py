@@ -24,3 +24,5 @@ from tpu_embedding.optimizers._row_local import check_row_local as check_row_loc
 from tpu_embedding.optimizers._sgd import sgd as sgd
 from tpu_embedding.optimizers.lift import is_slot as is_slot
 from tpu_embedding.optimizers.lift import lift_to_rows as lift_to_rows
+from tpu_embedding.optimizers.modes import every_row as every_row
+from tpu_embedding.optimizers.modes import in_sequence as in_sequence

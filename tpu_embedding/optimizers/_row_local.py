@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+
+from tpu_embedding.config import TableOptimizer
 
 _PROBE_ROWS = 1_000_003
 
@@ -26,7 +27,7 @@ class NotRowLocalError(ValueError):
 
 
 @functools.lru_cache(maxsize=256)
-def check_row_local(optimizer: optax.GradientTransformation, dim: int) -> None:
+def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
     """Refuses a transformation whose update mixes rows.
 
     Args:
@@ -36,7 +37,25 @@ def check_row_local(optimizer: optax.GradientTransformation, dim: int) -> None:
     Raises:
       NotRowLocalError: naming the operation, and what to use instead.
     """
-    rows = jax.ShapeDtypeStruct((_PROBE_ROWS, dim), jnp.float32)
+    _check(optimizer, (_PROBE_ROWS, dim))
+
+
+@functools.lru_cache(maxsize=256)
+def check_elementwise(optimizer: TableOptimizer) -> None:
+    """Refuses a transformation whose update mixes elements of any kind.
+
+    Args:
+      optimizer: an optax transformation.
+
+    Raises:
+      NotRowLocalError: naming the operation.
+    """
+    # With one axis only, what treats each row for itself treats each element so.
+    _check(optimizer, (_PROBE_ROWS,))
+
+
+def _check(optimizer: TableOptimizer, shape: tuple[int, ...]) -> None:
+    rows = jax.ShapeDtypeStruct(shape, jnp.float32)
     state = jax.eval_shape(optimizer.init, rows)
     try:
         jaxpr = jax.make_jaxpr(optimizer.update)(rows, state, rows)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import optax
 
+from tpu_embedding.config import TableOptimizer
 from tpu_embedding.layout.packed_rows import (
     PackedRows,
     add_to_rows,
@@ -24,7 +25,7 @@ from tpu_embedding.optimizers._row_local import check_row_local
 
 
 def lift_to_rows(
-    optimizer: optax.GradientTransformation,
+    optimizer: TableOptimizer,
 ) -> optax.GradientTransformation:
     """Makes a transformation of `RowUpdates` out of one of dense rows.
 
@@ -93,6 +94,19 @@ def lift_to_rows(
 def is_slot(leaf: Any) -> bool:
     """Whether a part of a lifted optimizer's state is a slot variable."""
     return isinstance(leaf, PackedRows)
+
+
+def slots_of(state: Any) -> list[PackedRows]:
+    """Returns the slot variables of a lifted optimizer's state."""
+    return [x for x in jax.tree.leaves(state, is_leaf=is_slot) if is_slot(x)]
+
+
+def with_slots(state: Any, slots: list[PackedRows]) -> Any:
+    """Returns the state with other slot variables; the rest, counts and such, stays."""
+    remaining = iter(slots)
+    return jax.tree.map(
+        lambda x: next(remaining) if is_slot(x) else x, state, is_leaf=is_slot
+    )
 
 
 def _pack_slot(

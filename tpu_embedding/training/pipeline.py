@@ -8,7 +8,7 @@ import collections
 import concurrent.futures
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Final
 
 import jax
@@ -30,7 +30,7 @@ class TrainingDivergedError(RuntimeError):
 
 def train_batches(
     data: Dataset, plan: EmbeddingPlan, steps: Iterable[int]
-) -> Iterator[tuple[int, Batch]]:
+) -> Generator[tuple[int, Batch], None, None]:
     """Yields step and placed batch; a thread makes the next one meanwhile.
 
     Raises:

@@ -111,7 +111,8 @@ def make_train_step(graphdef: nnx.GraphDef, loss_name: LossName) -> TrainStep:
 
     def loss_fn(model: Any, batch: Batch) -> jax.Array:
         outputs = model(batch.features, batch.dense)
-        return mean_loss(loss, outputs, batch.labels, batch.weights)
+        labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
+        return mean_loss(loss, outputs, labels, weights)
 
     def train_step(state: nnx.State, batch: Batch) -> tuple[nnx.State, StepMetrics]:
         model, optimizer = nnx.merge(graphdef, state)
@@ -147,7 +148,8 @@ def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> Evaluat
     def evaluation_step(state: nnx.State, batch: Batch) -> Sums:
         model, _ = nnx.merge(graphdef, state)
         outputs = model(batch.features, batch.dense)
-        return loss.sums(outputs, batch.labels, batch.weights)
+        labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
+        return loss.sums(outputs, labels, weights)
 
     return evaluation_step
 

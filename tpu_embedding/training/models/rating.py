@@ -115,7 +115,9 @@ class RatingModel(nnx.Module):
             + jnp.sum(user[:, 1:] * movie[:, 1:], axis=1)
         )
         parts = (a["user"], a["movie"], a["history"], a["genres"], about_user)
-        squared_norms = sum(jnp.sum(jnp.square(part), axis=1) for part in parts)
+        squared_norms = jnp.zeros_like(scores)
+        for part in parts:
+            squared_norms += jnp.sum(jnp.square(part), axis=1)
         return Outputs(
             scores=scores,
             predictions=jnp.clip(scores, LOWEST_RATING, HIGHEST_RATING),
