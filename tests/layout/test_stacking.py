@@ -8,7 +8,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.config import MAX_VOCABULARY_SIZE
+from tpu_embedding.config import MAX_VOCABULARY_SIZE, RowOptimizer, as_row_optimizer
 from tpu_embedding.layout.stacking import NamedTable, stack_tables
 
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
@@ -43,6 +43,12 @@ DIFFERENCES = {
     "dim": dict(dim=5),
     "quantization": dict(quantization_config=QUANTIZATION),
     "optimizer": dict(optimizer=ADAM),
+    "rows_of_the_optimizer": dict(
+        optimizer=RowOptimizer(transformation=SGD, rows="every")
+    ),
+    "duplicates_of_the_optimizer": dict(
+        optimizer=RowOptimizer(transformation=SGD, duplicates="sequence")
+    ),
 }
 
 
@@ -58,6 +64,7 @@ SAME = {
     "combiner": dict(combiner="sum"),
     "initializer": dict(initializer=jax.nn.initializers.zeros),
     "named_optimizer_equal_to_that_of_the_layer": dict(optimizer=SGD),
+    "same_rule_wrapped": dict(optimizer=RowOptimizer(transformation=SGD)),
     "np.float32": dict(dtype=np.float32),
     "np.dtype": dict(dtype=np.dtype("float32")),
 }
@@ -71,9 +78,12 @@ def test_what_does_not(options):
 
 def test_optimizer_of_the_table_wins():
     plan = plan_of(table("a"), table("b", optimizer=ADAM), optimizer=SGD)
-    assert [stack.optimizer for stack in plan.stacks] == [SGD, ADAM]
+    rules = [stack.optimizer.transformation for stack in plan.stacks]
+    assert rules == [SGD, ADAM]
     plan = plan_of(table("a"), table("b", optimizer=ADAM))
-    assert [stack.optimizer for stack in plan.stacks] == [None, ADAM]
+    not_trained, trained = plan.stacks
+    assert not_trained.optimizer is None
+    assert trained.optimizer.transformation == ADAM
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
@@ -177,7 +187,7 @@ def test_two_features_of_one_name(config):
 
 def named(name, vocabulary_size, **options):
     config = table(name, vocabulary_size, **options)
-    return NamedTable(name=name, config=config, optimizer=SGD)
+    return NamedTable(name=name, config=config, optimizer=as_row_optimizer(SGD))
 
 
 @pytest.mark.parametrize("num_shards", [1, 8, 512])

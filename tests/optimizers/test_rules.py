@@ -22,6 +22,8 @@ OPTIMIZERS = {
     "adagrad": te.optimizers.adagrad(0.1),
     "rowwise_adagrad": te.optimizers.rowwise_adagrad(0.1),
     "adam": te.optimizers.adam(0.1),
+    "momentum": te.optimizers.momentum(0.1, use_nesterov=True),
+    "adagrad_momentum": te.optimizers.adagrad_momentum(0.1, momentum=0.5),
     "adam_bias_corrected": te.optimizers.adam(0.1, bias_correction=True),
     "schedule": te.optimizers.adagrad(optax.cosine_decay_schedule(0.1, 100)),
     "optax.sgd": optax.sgd(0.1, momentum=0.9, nesterov=True),
@@ -93,6 +95,48 @@ def test_equals_dense_for_any_touched_rows(name):
     steps = list(batches(4))
     table, _, _ = run(name, 8, steps)
     np.testing.assert_allclose(table, run_dense(name, steps), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity": 1}], ids=str)
+@pytest.mark.parametrize("hardware", ["cpu", "v5p"])
+@pytest.mark.parametrize("name", ["adam", "optax.sgd", "optax.adamw", "optax.lion"])
+def test_every_row_equals_dense_for_any_touched_rows(name, hardware, options):
+    """Also where each round has its own range of rows, and lines hold several."""
+    steps = list(batches(3))
+    plan = one_table_plan(
+        te.optimizers.every_row(OPTIMIZERS[name]),
+        VOCABULARY_SIZE,
+        DIM,
+        mesh_of(8),
+        hardware=te.hardware_by_name(hardware),
+        **options,
+    )
+    tables, slots = initial_state(plan, start_values())
+    for ids, cotangents in steps:
+        tables, slots = update(tables, slots, ids, cotangents, plan)
+    np.testing.assert_allclose(
+        te.logical_values(tables, plan)["table"],
+        run_dense(name, steps),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_every_row_refuses_what_mixes_elements():
+    plan = one_table_plan(
+        te.optimizers.every_row(te.optimizers.rowwise_adagrad(0.1)),
+        VOCABULARY_SIZE,
+        DIM,
+        mesh_of(1),
+    )
+    (ids, cotangents), *_ = batches(1)
+    with pytest.raises(te.optimizers.NotRowLocalError):
+        update(*initial_state(plan, start_values()), ids, cotangents, plan)
+
+
+def test_every_row_excludes_sequence():
+    with pytest.raises(ValueError, match="at once"):
+        te.optimizers.every_row(te.optimizers.in_sequence(OPTIMIZERS["sgd"]))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

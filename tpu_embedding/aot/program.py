@@ -36,7 +36,10 @@ _MOVES_NOTHING: Final = frozenset(
         "call-done",
     }
 )
+_COPIES: Final = frozenset({"copy", "copy-start", "copy-done", "transpose"})
 _ALL_GATHERS: Final = frozenset({"all-gather", "all-gather-start"})
+_COMPUTATION: Final = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_FUSED: Final = re.compile(r"\bfusion\(.*\bcalls=%?([\w.\-]+)")
 _INSTRUCTION: Final = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _SHAPE: Final = re.compile(r"\b[a-z]+\d*\[([\d,]*)\]")
 
@@ -66,8 +69,10 @@ class ProgramReport:
       argument_bytes: of all inputs.
       alias_bytes: of inputs that are updated in place.
       temporary_bytes: memory the program takes beside inputs and outputs.
-      table_sized_copies: instructions that make something of the size of a stacked
-        table or slot variable, or larger than all, other than an update in place.
+      table_sized_copies: copies of the size of a stacked table or slot variable, or
+        larger than all.
+      table_sized_passes: other instructions that make something of such a size, and
+        are no scatter in place; an optimizer of every row needs them.
       table_sized_all_gathers: all-gathers of such a size.
       sparse_core_gathers: gathers that run on SparseCore.
       sparse_core_scatters: scatters that run on SparseCore.
@@ -79,6 +84,7 @@ class ProgramReport:
     alias_bytes: int
     temporary_bytes: int
     table_sized_copies: tuple[str, ...]
+    table_sized_passes: tuple[str, ...]
     table_sized_all_gathers: tuple[str, ...]
     sparse_core_gathers: int
     sparse_core_scatters: int
@@ -116,7 +122,10 @@ def inspect_program(
         argument_bytes=memory.argument_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        table_sized_copies=tuple(i.text for i in large if not _is_in_place(i)),
+        table_sized_copies=tuple(i.text for i in large if i.opcode in _COPIES),
+        table_sized_passes=tuple(
+            i.text for i in large if i.opcode not in _COPIES and not _is_in_place(i)
+        ),
         table_sized_all_gathers=tuple(
             i.text for i in large if i.opcode in _ALL_GATHERS
         ),
@@ -131,8 +140,15 @@ def inspect_program(
 
 
 def instructions(text: str) -> Iterator[Instruction]:
-    """Yields the instructions of all computations of an HLO text."""
+    """Yields the instructions of an HLO text, those inside fusions left out."""
+    fused = set(_FUSED.findall(text))
+    computation = ""
     for line in text.splitlines():
+        start = _COMPUTATION.match(line)
+        if start is not None:
+            computation = start.group(1)
+        if computation in fused:
+            continue
         match = _INSTRUCTION.match(line)
         if match is None:
             continue

@@ -5,20 +5,28 @@
 | `sgd` | none | 0 |
 | `adagrad` | accumulators `[rows, D]` | 4 D |
 | `rowwise_adagrad` | accumulators `[rows]` | 4 |
+| `adagrad_momentum` | accumulators, momenta `[rows, D]` | 8 D |
+| `momentum` | momenta `[rows, D]` | 4 D |
 | `adam` | momenta, velocities `[rows, D]` | 8 D |
 
 A layer takes these and any other row-local optax transformation, and applies it to the
-touched rows by `lift_to_rows`.
+touched rows by `lift_to_rows`; `every_row` applies it to all rows, as dense optimizers
+do, and `in_sequence` once per occurrence of an id.
 """
 
 from tpu_embedding.optimizers._adagrad import adagrad as adagrad
+from tpu_embedding.optimizers._adagrad import adagrad_momentum as adagrad_momentum
 from tpu_embedding.optimizers._adagrad import rowwise_adagrad as rowwise_adagrad
 from tpu_embedding.optimizers._adagrad import scale_by_adagrad as scale_by_adagrad
+from tpu_embedding.optimizers._adagrad import (
+    scale_by_adagrad_momentum as scale_by_adagrad_momentum,
+)
 from tpu_embedding.optimizers._adagrad import (
     scale_by_rowwise_adagrad as scale_by_rowwise_adagrad,
 )
 from tpu_embedding.optimizers._adam import adam as adam
 from tpu_embedding.optimizers._adam import scale_by_lazy_adam as scale_by_lazy_adam
+from tpu_embedding.optimizers._momentum import momentum as momentum
 from tpu_embedding.optimizers._row_local import NotRowLocalError as NotRowLocalError
 from tpu_embedding.optimizers._row_local import check_row_local as check_row_local
 from tpu_embedding.optimizers._sgd import sgd as sgd

@@ -10,7 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_embedding.optimizers._checks import check_hyperparameters, positive
+from tpu_embedding.optimizers._checks import (
+    check_hyperparameters,
+    not_negative,
+    positive,
+)
 
 
 class ScaleByAdagradState(NamedTuple):
@@ -22,18 +26,22 @@ class ScaleByAdagradState(NamedTuple):
 def adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     initial_accumulator_value: float = 0.1,
+    *,
+    epsilon: float = 0.0,
 ) -> optax.GradientTransformation:
-    """Adagrad: `a += g**2; w -= learning_rate * g / sqrt(a)`.
+    """Adagrad: `a += g**2; w -= learning_rate * g / sqrt(a + epsilon)`.
 
-    TensorFlow: `tf.tpu.experimental.embedding.Adagrad`, which has no epsilon either.
-    Equal to the dense rule, since a row that was not looked up has gradient zero.
+    TensorFlow: `tf.tpu.experimental.embedding.Adagrad`, which has no epsilon; Keras'
+    Adagrad is `epsilon=1e-7`. Equal to the dense rule, since a row that was not looked
+    up has gradient zero.
 
     Args:
       learning_rate: number or schedule of the step, counted from 0.
       initial_accumulator_value: start of `a`, positive.
+      epsilon: not negative.
 
     Raises:
-      ValueError: if `initial_accumulator_value` is not positive.
+      ValueError: if a value is out of its range.
 
     Example:
       >>> optimizer = adagrad(0.1, initial_accumulator_value=1.0)
@@ -44,7 +52,7 @@ def adagrad(
       [-0.0866, -0.0866]
     """
     return optax.chain(
-        scale_by_adagrad(initial_accumulator_value),
+        scale_by_adagrad(initial_accumulator_value, epsilon=epsilon),
         optax.scale_by_learning_rate(learning_rate),
     )
 
@@ -76,10 +84,13 @@ def rowwise_adagrad(
 
 
 def scale_by_adagrad(
-    initial_accumulator_value: float = 0.1,
+    initial_accumulator_value: float = 0.1, *, epsilon: float = 0.0
 ) -> optax.GradientTransformation:
     """Divides by the root of the sum of squares so far, element by element."""
-    check_hyperparameters(initial_accumulator_value=positive(initial_accumulator_value))
+    check_hyperparameters(
+        initial_accumulator_value=positive(initial_accumulator_value),
+        epsilon=not_negative(epsilon),
+    )
 
     def init(params):
         return ScaleByAdagradState(jnp.full_like(params, initial_accumulator_value))
@@ -88,7 +99,7 @@ def scale_by_adagrad(
         del params
         accumulators = state.accumulators + jnp.square(updates)
         return (
-            updates * jax.lax.rsqrt(accumulators),
+            updates * jax.lax.rsqrt(accumulators + epsilon),
             ScaleByAdagradState(accumulators),
         )
 
@@ -113,5 +124,84 @@ def scale_by_rowwise_adagrad(
             updates * jax.lax.rsqrt(accumulators)[:, None],
             ScaleByAdagradState(accumulators),
         )
+
+    return optax.GradientTransformation(init, update)
+
+
+class ScaleByAdagradMomentumState(NamedTuple):
+    """Slot variables `[rows, dim]`."""
+
+    accumulators: jax.Array
+    momenta: jax.Array
+
+
+def adagrad_momentum(
+    learning_rate: optax.ScalarOrSchedule = 0.001,
+    momentum: float = 0.0,
+    use_nesterov: bool = False,
+    exponent: float = 2,
+    beta2: float = 1,
+    epsilon: float = 1e-10,
+) -> optax.GradientTransformation:
+    """Adagrad with a momentum over the scaled gradients.
+
+        a += g**2                              if beta2 == 1
+        a = beta2 * a + (1 - beta2) * g**2     otherwise
+        s = g * (a + epsilon)**(-1 / exponent)
+        m = momentum * m + s
+        w -= learning_rate * m                       or, with Nesterov,
+        w -= learning_rate * (momentum * m + s)
+
+    TensorFlow: `tf.tpu.experimental.embedding.AdagradMomentum`; the rule is that of its
+    SparseCore operation. Momenta decay only in steps that look their row up. Both slot
+    variables begin at 0, so the first step of a row is about `learning_rate * sign(g)`.
+
+    Args:
+      learning_rate: number or schedule of the step, counted from 0.
+      momentum: decay of the momenta.
+      use_nesterov: see above.
+      exponent: positive.
+      beta2: decay of the accumulators; 1 sums them up.
+      epsilon: positive.
+
+    Raises:
+      ValueError: if `exponent` or `epsilon` is not positive.
+
+    Example:
+      >>> adagrad_momentum(0.1).init(jnp.ones((3, 2)))[0].momenta.shape
+      (3, 2)
+    """
+    return optax.chain(
+        scale_by_adagrad_momentum(momentum, use_nesterov, exponent, beta2, epsilon),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def scale_by_adagrad_momentum(
+    momentum: float = 0.0,
+    use_nesterov: bool = False,
+    exponent: float = 2,
+    beta2: float = 1,
+    epsilon: float = 1e-10,
+) -> optax.GradientTransformation:
+    """Scales by accumulators and takes the momentum; see `adagrad_momentum`."""
+    check_hyperparameters(exponent=positive(exponent), epsilon=positive(epsilon))
+
+    def init(params):
+        return ScaleByAdagradMomentumState(
+            accumulators=jnp.zeros_like(params), momenta=jnp.zeros_like(params)
+        )
+
+    def update(updates, state, params=None):
+        del params
+        squares = jnp.square(updates)
+        if beta2 == 1:
+            accumulators = state.accumulators + squares
+        else:
+            accumulators = beta2 * state.accumulators + (1 - beta2) * squares
+        scaled = updates * jnp.power(accumulators + epsilon, -1 / exponent)
+        momenta = momentum * state.momenta + scaled
+        steps = momentum * momenta + scaled if use_nesterov else momenta
+        return steps, ScaleByAdagradMomentumState(accumulators, momenta)
 
     return optax.GradientTransformation(init, update)

@@ -32,6 +32,11 @@ def positive(value: Any) -> Checked:
     return value, _is_traced(value) or bool(value > 0), "positive"
 
 
+def not_negative(value: Any) -> Checked:
+    """The rule that a value is zero or above."""
+    return value, _is_traced(value) or bool(value >= 0), "not negative"
+
+
 def decay(value: Any) -> Checked:
     """The rule that a value is in [0, 1)."""
     return value, _is_traced(value) or bool(0 <= value < 1), "in [0, 1)"

@@ -17,9 +17,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from tpu_embedding import aot
 from tpu_embedding.data.batch import Batch, Dataset
 from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.layout.packed_rows import PackedRows
 from tpu_embedding.layout.plan import EmbeddingPlan, make_plan
 from tpu_embedding.lookup.prepare import prepare_features
 from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
@@ -90,14 +90,7 @@ def abstract_train_state(
     Args and returns as `init_train_state`, with `jax.ShapeDtypeStruct` for arrays.
     """
     graphdef, state = nnx.split(nnx.eval_shape(lambda: _build(config, data, plan)))
-
-    def on_mesh(leaf):
-        sharding = plan.sharding if _is_table(leaf) else plan.replicated
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), leaf
-        )
-
-    return graphdef, jax.tree.map(on_mesh, state, is_leaf=_is_table)
+    return graphdef, aot.abstract_arrays(state, plan)
 
 
 def make_train_step(graphdef: nnx.GraphDef, loss_name: LossName) -> TrainStep:
@@ -161,23 +154,13 @@ def prepare_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
 
 def abstract_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
     """Returns shapes, dtypes and shardings that a host batch has on the devices."""
-
-    def on_mesh(array):
-        is_split = array.ndim > 0 and array.shape[0] % plan.num_shards == 0
-        sharding = plan.sharding if is_split else plan.replicated
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-
-    return jax.tree.map(on_mesh, prepare_batch(batch, plan))
+    return aot.abstract_batch(prepare_batch(batch, plan), plan)
 
 
 def _build(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> tuple[Any, Any]:
     model = config.model.build(data, plan, rngs=nnx.Rngs(config.seed))
     tx: optax.GradientTransformation = config.make_dense_optimizer(config)
     return model, Optimizer(model, tx)
-
-
-def _is_table(leaf: Any) -> bool:
-    return isinstance(leaf, PackedRows)
 
 
 def _step_metrics(loss: jax.Array, model: nnx.Module) -> StepMetrics:
