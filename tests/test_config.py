@@ -222,7 +222,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("make", "options"), RIGHT, ids=str)
+@pytest.mark.parametrize(("make", "options"), RIGHT)
 def test_right_values_are_kept(make, options):
     config = make(**options)
     for field, value in options.items():
@@ -322,7 +322,7 @@ OTHER_VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("make", "options"), OTHER_VALUES, ids=str)
+@pytest.mark.parametrize(("make", "options"), OTHER_VALUES)
 def test_every_field_counts_in_equality(make, options):
     assert make() != make(**options)
 

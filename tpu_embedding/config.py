@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from tpu_embedding.types import PADDING_ROW_ID
@@ -61,9 +62,9 @@ class QuantizationConfig:
                 "QuantizationConfig.num_buckets must be an int of at least 2, got "
                 f"{self.num_buckets!r}"
             )
-        if not self.lower < self.upper:
+        if not _is_finite(self.lower, self.upper) or not self.lower < self.upper:
             problems.append(
-                "QuantizationConfig.lower must be below upper, got "
+                "QuantizationConfig.lower and upper must be finite, lower below, got "
                 f"lower={self.lower!r} and upper={self.upper!r}"
             )
         _raise_all(problems)
@@ -89,11 +90,26 @@ class RowOptimizer:
     duplicates: Literal["sum", "sequence"] = "sum"
 
     def __post_init__(self):
+        _raise_all(list(self._problems()))
+
+    def _problems(self):
+        if not _is_transformation(self.transformation):
+            yield (
+                "RowOptimizer.transformation must be an optax GradientTransformation, "
+                f"got {self.transformation!r}"
+            )
+        for field in ("rows", "duplicates"):
+            allowed = _ROW_OPTIMIZER_CHOICES[field]
+            if getattr(self, field) not in allowed:
+                yield (
+                    f"RowOptimizer.{field} must be one of {list(allowed)}, got "
+                    f"{getattr(self, field)!r}"
+                )
         if self.rows == "every" and self.duplicates == "sequence":
-            raise ValueError(
+            yield (
                 "RowOptimizer cannot apply a rule to every row and to duplicates in "
                 "sequence at once: the rows that are not looked up would be updated "
-                "as often as the most frequent id occurs. Use duplicates='sum'."
+                "as often as the most frequent id occurs; use duplicates='sum'"
             )
 
     def init(self, params: Any) -> Any:
@@ -106,6 +122,21 @@ class RowOptimizer:
 
 
 TableOptimizer = optax.GradientTransformation | RowOptimizer
+
+_ROW_OPTIMIZER_CHOICES: Final = {
+    "rows": ("touched", "every"),
+    "duplicates": ("sum", "sequence"),
+}
+
+
+def optimizer_problem(owner: str, optimizer: Any) -> str | None:
+    """Returns what is wrong with the optimizer of a table or layer, if anything is."""
+    if optimizer is None or _is_transformation(optimizer):
+        return None
+    return (
+        f"{owner} must be an optax GradientTransformation, one of "
+        f"tpu_embedding.optimizers or None, got {optimizer!r}"
+    )
 
 
 def as_row_optimizer(optimizer: TableOptimizer | None) -> RowOptimizer | None:
@@ -177,6 +208,9 @@ class TableConfig:
                 f"array or None, got {self.initializer!r} {owner}; "
                 "jax.nn.initializers has ready ones"
             )
+        problem = optimizer_problem("TableConfig.optimizer", self.optimizer)
+        if problem is not None:
+            yield f"{problem} {owner}"
         if self.combiner not in get_args(Combiner):
             yield (
                 f"TableConfig.combiner must be one of {list(get_args(Combiner))}, got "
@@ -192,7 +226,7 @@ class TableConfig:
                 "TableConfig.quantization_config must be a QuantizationConfig or "
                 f"None, got {self.quantization_config!r} {owner}"
             )
-        if self.dtype != jnp.float32:
+        if not _is_float32(self.dtype):
             yield (
                 f"TableConfig.dtype must be float32, got {self.dtype!r} {owner}; "
                 "other storage types are not supported yet"
@@ -260,6 +294,12 @@ class FeatureConfig:
                 "FeatureConfig.output_shape must be a tuple of positive ints or None, "
                 f"got {self.output_shape!r} {owner}"
             )
+        if self.output_shape is not None and self.max_sequence_length:
+            yield (
+                "FeatureConfig.max_sequence_length has no effect beside output_shape, "
+                f"got {self.max_sequence_length!r} and {self.output_shape!r} {owner}; "
+                "leave one of them out"
+            )
         if self.name is not None and (not isinstance(self.name, str) or not self.name):
             yield (
                 "FeatureConfig.name must be a non-empty string or None, got "
@@ -271,15 +311,37 @@ class FeatureConfig:
                 f"{list(get_args(OutOfRangePolicy))}, got {self.out_of_range_ids!r} "
                 f"{owner}"
             )
-        if self.expected_valence is not None and not self.expected_valence > 0:
+        if self.expected_valence is not None and not (
+            _is_finite(self.expected_valence) and self.expected_valence > 0
+        ):
             yield (
-                "FeatureConfig.expected_valence must be positive or None, got "
+                "FeatureConfig.expected_valence must be a positive number or None, got "
                 f"{self.expected_valence!r} {owner}"
             )
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_float32(dtype: Any) -> bool:
+    try:
+        return np.dtype(dtype) == np.float32
+    except TypeError:
+        return False
+
+
+def _is_finite(*values: Any) -> bool:
+    return all(
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        for value in values
+    )
+
+
+def _is_transformation(value: Any) -> bool:
+    return isinstance(value, optax.GradientTransformation | RowOptimizer)
 
 
 def _raise_all(problems: list[str]) -> None:

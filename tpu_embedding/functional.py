@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tpu_embedding.layout.packed_rows import PackedRows
-from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.layout.plan import EmbeddingPlan, FeaturePlan, StackPlan
 from tpu_embedding.lookup._inputs import (
     FeatureShape,
     ShardableInput,
@@ -157,9 +157,12 @@ def compute_gradients(
       gradient is zero.
     """
     by_feature = [
-        _to_shards(cotangent, shape, plan)
-        for cotangent, shape in zip(
-            plan.flatten(cotangents, "cotangents"), routing.shapes, strict=True
+        _to_shards(cotangent, shape, feature, plan)
+        for cotangent, shape, feature in zip(
+            plan.flatten(cotangents, "cotangents"),
+            routing.shapes,
+            plan.features,
+            strict=True,
         )
     ]
 
@@ -379,8 +382,20 @@ def _collect_stats(results: dict[str, StackLookup], plan: EmbeddingPlan) -> Look
     )
 
 
-def _to_shards(cotangent: jax.Array, shape: FeatureShape, plan: EmbeddingPlan):
+def _to_shards(
+    cotangent: jax.Array,
+    shape: FeatureShape,
+    feature: FeaturePlan,
+    plan: EmbeddingPlan,
+) -> jax.Array:
     """Gives a cotangent the shape that its feature has across the shards."""
+    if getattr(cotangent, "shape", None) != shape.output_shape:
+        raise ValueError(
+            f"The cotangent of feature {feature.name!r} must have the shape of its "
+            f"activations, {shape.output_shape}, got "
+            f"{getattr(cotangent, 'shape', cotangent)}; zeros are for an activation "
+            "that the loss does not use."
+        )
     per_sample = max(1, shape.sequence_length)
     dim = shape.output_shape[-1]
     cotangent = cotangent.astype(jnp.float32).reshape(-1, dim)

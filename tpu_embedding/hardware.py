@@ -112,6 +112,10 @@ _BY_DEVICE_KIND: Final[Mapping[str, HardwareInfo]] = {
 }
 
 
+EXAMPLE_TOPOLOGIES: Final = ("v5e:2x4", "v5p:4x4x4", "tpu7x:2x2x1")
+"""Names of slices as libtpu knows them: a generation and its chips."""
+
+
 def hardware_by_name(name: str) -> HardwareInfo:
     """Returns the hardware of a generation's name, such as `"v5e"`.
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
 from tpu_embedding.layout.packed_rows import PackedRows
 from tpu_embedding.layout.plan import EmbeddingPlan
 
@@ -27,8 +28,7 @@ def topology_mesh(
     """Returns a mesh of the devices of a TPU slice.
 
     Args:
-      topology: generation and chips, such as `"v5e:2x4"`, `"v5p:4x4x4"` or
-        `"tpu7x:2x2x1"`.
+      topology: generation and chips, as in `hardware.EXAMPLE_TOPOLOGIES`.
       axis_names: of the mesh.
       axis_sizes: of the mesh; None puts all devices on a single axis.
 
@@ -56,7 +56,7 @@ def topology_mesh(
     except Exception as error:
         raise ValueError(
             f"topology {topology!r} is not known to libtpu; give a generation and its "
-            f"chips, such as 'v5e:2x4' or 'v5p:2x2x1'. ({error})"
+            f"chips, as in {list(EXAMPLE_TOPOLOGIES)}. ({error})"
         ) from error
     devices = np.asarray(description.devices)
     if axis_sizes is not None:

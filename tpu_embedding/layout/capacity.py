@@ -35,6 +35,6 @@ def capacity_for(
     bound = max(1, min(max_unique_ids, rows_per_shard))
     if requested is not None:
         return min(requested, bound)
-    mean = max_unique_ids / num_shards
+    mean = max(1, max_unique_ids) / num_shards
     capacity = math.ceil(mean + _DEVIATIONS * math.sqrt(mean))
     return min(round_up(capacity, _MULTIPLE), bound)

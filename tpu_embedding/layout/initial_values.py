@@ -1,13 +1,14 @@
 """First values of tables, equal on any number of devices.
 
-A table's values depend on the seed, its name and the row, never on the stack, the
-shards or the packing: the initializer is called once for the whole table, with the
-table's own key and logical shape, and XLA computes each device's part of that. Then
-rows are dealt to their owners by one all-to-all.
+Equal but for the last bits of an initializer that rounds: XLA fuses its arithmetic
+differently in different programs. A table's values depend on the seed, its name and
+the row, never on the stack, the shards or the packing: the initializer is called once
+for the whole table, with the table's own key and logical shape, and XLA computes each
+device's part of that. Then rows are dealt to their owners by one all-to-all.
 """
 
 import functools
-import zlib
+import hashlib
 
 import jax
 import jax.numpy as jnp
@@ -72,16 +73,28 @@ def _logical_values(
     config = table.config
     initializer = config.initializer or truncated_normal_initializer(config.dim)
     shape = (config.vocabulary_size, config.dim)
-    key = jax.random.fold_in(key, zlib.crc32(table.name.encode()))
+    key = _key_of_table(key, table.name)
     values = initializer(key, shape, config.dtype)
-    if values.shape != shape:
+    shape_of = getattr(values, "shape", None)
+    dtype_of = getattr(values, "dtype", None)
+    if shape_of != shape or dtype_of != config.dtype:
         raise ValueError(
-            f"TableConfig.initializer must return the shape it is given, {shape}, got "
-            f"{values.shape} for table {table.name!r}."
+            "TableConfig.initializer must return an array of the shape and dtype it is "
+            f"given, {shape} and {jnp.dtype(config.dtype).name}, got {shape_of} and "
+            f"{dtype_of} for table {table.name!r}."
         )
     block = round_up(-(-shape[0] // plan.num_shards), plan.num_shards)
     values = jnp.pad(values, ((0, block * plan.num_shards - shape[0]), (0, 0)))
     return jax.lax.with_sharding_constraint(values, plan.sharding)
+
+
+def _key_of_table(key: jax.Array, name: str) -> jax.Array:
+    """Returns the key of a table: a hash that no two names share in practice."""
+    digest = hashlib.sha256(name.encode()).digest()
+    for start in (0, 4, 8):
+        word = int.from_bytes(digest[start : start + 4], "little")
+        key = jax.random.fold_in(key, word)
+    return key
 
 
 def _deal_rows(
@@ -110,4 +123,6 @@ def _deal_rows(
     block = received.reshape(-1, stack.dim)[:most_rows]
     shard = jax.lax.axis_index(plan.axis_names)
     first_row = (table.row_offset + first_of_owner[shard]) // num_shards
-    return jax.lax.dynamic_update_slice(rows, block, (first_row, 0))
+    return jax.lax.dynamic_update_slice(
+        rows, block, (first_row, jnp.zeros_like(first_row))
+    )

@@ -62,6 +62,11 @@ def with_logical_values(
         tables = [table for table in stack.tables if table.name in values]
         if not tables:
             continue
+        if stack.name not in stacked:
+            raise ValueError(
+                f"values name table {tables[0].name!r}, but its stack {stack.name!r} "
+                f"is missing; there are {sorted(stacked)}."
+            )
         packed = stacked[stack.name]
         rows = _unpack(packed, stack)
         for table in tables:

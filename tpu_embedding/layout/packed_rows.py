@@ -8,10 +8,14 @@ logical rows.
 """
 
 import dataclasses
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+_LOST_FRACTION: Final = 1e-6
+"""Of a new value, about eight roundings of float32; a moving average loses one."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -121,7 +125,8 @@ def add_to_rows(
     """Adds to rows, in place where the caller donated them. Per shard.
 
     Rows that are not named stay bitwise as they are, also those that share a line with
-    a named one: their lanes receive -0.0, the only float that changes nothing.
+    a named one: their lanes receive -0.0, the only float that changes nothing. (A
+    device that flushes denormals to zero does so with those of such neighbours.)
 
     Args:
       packed: the rows of this shard.
@@ -140,6 +145,36 @@ def add_to_rows(
         additions, mode="drop", wrap_negative_indices=False
     )
     return PackedRows(lines=lines, layout=layout)
+
+
+def replace_rows(
+    packed: PackedRows, row_ids: Int[Array, " ids"], old: Array, new: Array
+) -> PackedRows:
+    """Replaces the values of rows, by adding the difference. Per shard; in place.
+
+    On TPU it is additions that run on SparseCore, and packed rows can only be added
+    to. `old + (new - old)` is `new` but for rounding, unless a value drops by orders
+    of magnitude, such as a slot after an outlier; then the rest is added as well.
+
+    Args:
+      packed: the rows of this shard.
+      row_ids: as in `add_to_rows`.
+      old: the present values, `[ids, *row_shape]`.
+      new: the values to come; the same shape.
+    """
+    difference = new - old
+    packed = add_to_rows(packed, row_ids, difference)
+    if not jnp.issubdtype(new.dtype, jnp.floating):
+        return packed
+    rest = new - (old + difference)
+    is_lost = jnp.abs(rest) > _LOST_FRACTION * jnp.abs(new)
+    is_used = (row_ids < packed.layout.num_rows).reshape((-1,) + (1,) * (new.ndim - 1))
+    return jax.lax.cond(
+        jnp.any(is_lost & is_used),
+        lambda packed: add_to_rows(packed, row_ids, rest),
+        lambda packed: packed,
+        packed,
+    )
 
 
 def _read_lines(lines: Array, line_ids: Int[Array, " ids"]) -> Array:

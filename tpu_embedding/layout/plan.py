@@ -18,11 +18,13 @@ from tpu_embedding.config import (
     RowOptimizer,
     TableConfig,
     TableOptimizer,
+    optimizer_problem,
 )
 from tpu_embedding.hardware import GIBIBYTE, HardwareInfo, hardware_of_device
 from tpu_embedding.layout import capacity as capacity_lib
 from tpu_embedding.layout import memory, stacking
 from tpu_embedding.layout.packed_rows import RowLayout
+from tpu_embedding.layout.row_local import check_elementwise, check_row_local
 from tpu_embedding.layout.slots import slot_row_shapes
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -191,6 +193,13 @@ class EmbeddingPlan:
             if self.stacks[feature.stack_index] is stack
         )
 
+    def is_for(self, feature_config: Any) -> bool:
+        """Whether the plan was made from this nest of features."""
+        leaves, tree = jax.tree.flatten(feature_config)
+        return tree == self.feature_tree and leaves == [
+            feature.config for feature in self.features
+        ]
+
     def flatten(self, nest: Any, what: str = "features") -> list[Any]:
         """Returns the leaves of a nest that is shaped like `feature_config`.
 
@@ -239,10 +248,14 @@ def make_plan(
     if mesh is None:
         mesh = Mesh(np.asarray(jax.devices()), ("shard",))
     _check_mesh(mesh)
-    if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
+    is_int = isinstance(capacity, int) and not isinstance(capacity, bool)
+    if capacity is not None and not (is_int and capacity >= 1):
         raise ValueError(
             f"capacity must be an int of at least 1 or None, got {capacity!r}."
         )
+    problem = optimizer_problem("optimizer", optimizer)
+    if problem is not None:
+        raise ValueError(f"{problem}.")
     if hardware is None:
         hardware = hardware_of_device(mesh.devices.flat[0])
     configs, tree, paths = _flatten_config(feature_config)
@@ -250,7 +263,7 @@ def make_plan(
     tables = stacking.name_tables(configs, optimizer)
     stacks = tuple(
         _plan_stack(f"stack_{i}", group, mesh.size, capacity, hardware)
-        for i, group in enumerate(stacking.stack_tables(tables, mesh.size))
+        for i, group in enumerate(stacking.stack_tables(tables))
     )
     places = {
         table.name: (i, table.row_offset)
@@ -332,7 +345,7 @@ def _plan_stack(
     first = tables[0]
     slots: list[jax.ShapeDtypeStruct] = []
     if first.optimizer is not None:
-        slots = jax.tree.leaves(slot_row_shapes(first.optimizer, first.config.dim))
+        slots = _slots_of_tables(first.optimizer, tables)
     return StackPlan(
         name=name,
         tables=tuple(placed),
@@ -374,3 +387,19 @@ def _describe(plan: EmbeddingPlan) -> str:
         hbm = plan.hardware.hbm_capacity_bytes / plan.hardware.devices_per_chip
         summary += f", {100 * total / hbm:.1f} % of {hbm / GIBIBYTE:.0f} GiB HBM"
     return memory.format_table(rows, num_left_aligned=2) + "\n" + summary
+
+
+def _slots_of_tables(
+    optimizer: RowOptimizer, tables: list[stacking.NamedTable]
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns the slot variables of an optimizer; refuses one that mixes rows."""
+    dim = tables[0].config.dim
+    try:
+        if optimizer.rows == "every":
+            check_elementwise(optimizer)
+        else:
+            check_row_local(optimizer, dim)
+        return jax.tree.leaves(slot_row_shapes(optimizer, dim))
+    except ValueError as error:
+        names = [table.name for table in tables]
+        raise type(error)(f"{error} (The optimizer of tables {names}.)") from error

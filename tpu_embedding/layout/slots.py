@@ -50,6 +50,12 @@ def _slot_row_shape(path, first, second) -> jax.ShapeDtypeStruct | None:
         and first.shape[1:] == second.shape[1:]
         and len(first.shape) <= 2
     )
+    if is_by_row and not _can_be_added_to(first.dtype):
+        raise ValueError(
+            "A slot variable must be of a float or integer type, because it is updated "
+            f"by adding; the part {jax.tree_util.keystr(path)} of the optimizer's "
+            f"state has dtype {first.dtype}. Keep it as int8, say."
+        )
     if not is_by_row:
         raise ValueError(
             "An optimizer's state must have one entry per row of the table along its "
@@ -58,3 +64,7 @@ def _slot_row_shape(path, first, second) -> jax.ShapeDtypeStruct | None:
             f"{_PROBE_ROWS[0]} rows. Use a transformation that works row by row."
         )
     return jax.ShapeDtypeStruct(first.shape[1:], first.dtype)
+
+
+def _can_be_added_to(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)

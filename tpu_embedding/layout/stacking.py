@@ -8,7 +8,9 @@ other without a gap, in the order of their names.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from tpu_embedding.config import (
     FeatureConfig,
@@ -18,6 +20,9 @@ from tpu_embedding.config import (
     as_row_optimizer,
 )
 from tpu_embedding.types import PADDING_ROW_ID
+
+_MOST_ROWS_OF_STACK: Final = PADDING_ROW_ID - 2**20
+"""An int32 numbers the rows of all shards; there is room for a million shards."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,9 +93,7 @@ def name_tables(
     return tables
 
 
-def stack_tables(
-    tables: Sequence[NamedTable], num_shards: int
-) -> list[list[NamedTable]]:
+def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
     """Groups tables into stacks.
 
     A stack never has more rows than an int32 can number; a group that would is cut
@@ -103,7 +106,7 @@ def stack_tables(
         config = table.config
         key = (
             config.dim,
-            str(config.dtype),
+            np.dtype(config.dtype).name,
             config.quantization_config,
             table.optimizer,
         )
@@ -111,7 +114,7 @@ def stack_tables(
         num_rows = config.vocabulary_size + sum(
             other.config.vocabulary_size for other in stacks[-1]
         )
-        if stacks[-1] and num_rows + num_shards >= PADDING_ROW_ID:
+        if stacks[-1] and num_rows > _MOST_ROWS_OF_STACK:
             stacks.append([])
         stacks[-1].append(table)
     return [stack for stacks in groups.values() for stack in stacks]

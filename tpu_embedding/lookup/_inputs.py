@@ -120,14 +120,15 @@ def feature_shape(
             )
         batch_size = ids.batch_size
     else:
-        batch_size = values.shape[0]
-    if ids.weights is not None and feature.config.max_sequence_length:
+        batch_size, _ = _matrix_shape(values)
+    refuse_weighted_sequence(ids.weights, feature)
+    if batch_size == 0:
         raise ValueError(
-            f"Feature {feature.name!r} has weights and max_sequence_length="
-            f"{feature.config.max_sequence_length}: a sequence is not combined, so "
-            "weights have no effect. Leave one of them out."
+            f"Feature {feature.name!r} must have at least one sample, got ids of shape "
+            f"{values.shape}."
         )
-    length = _sequence_length(values, batch_size, feature)
+    is_ragged = isinstance(ids, ShardedRaggedIds)
+    length = _sequence_length(values, batch_size, is_ragged, feature)
     leading = feature.config.output_shape
     if leading is None:
         leading = (batch_size, length) if length else (batch_size,)
@@ -139,6 +140,23 @@ def feature_shape(
     )
 
 
+def refuse_weighted_sequence(weights: Any, feature: FeaturePlan) -> None:
+    """Raises a ValueError for weights that could have no effect."""
+    if weights is not None and feature.config.max_sequence_length:
+        raise ValueError(
+            f"Feature {feature.name!r} has weights and max_sequence_length="
+            f"{feature.config.max_sequence_length}: a sequence is not combined, so "
+            "weights have no effect. Leave one of them out."
+        )
+
+
+def _matrix_shape(ids: Any) -> tuple[int, int]:
+    """Returns samples and ids per sample; the last of several axes is the latter."""
+    if ids.ndim == 1:
+        return ids.shape[0], 1
+    return math.prod(ids.shape[:-1]), ids.shape[-1]
+
+
 def check_dtypes(ids, weights, feature: FeaturePlan) -> None:
     """Refuses ids that are no integers and weights of another shape.
 
@@ -146,6 +164,10 @@ def check_dtypes(ids, weights, feature: FeaturePlan) -> None:
       TypeError: for the dtype of the ids.
       ValueError: for shapes.
     """
+    if not hasattr(ids, "dtype"):
+        raise TypeError(
+            f"Ids of feature {feature.name!r} must be an array, got {ids!r}."
+        )
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(
             f"Ids of feature {feature.name!r} must be integers, got dtype {ids.dtype}; "
@@ -173,11 +195,15 @@ def to_shardable(
         weights = jnp.asarray(ids.weights, jnp.float32)
     if isinstance(ids, ShardedRaggedIds):
         return ShardableInput(
-            ids=jnp.asarray(ids.values),
+            ids=_to_int32(ids.values),
             weights=weights,
             row_splits=jnp.asarray(ids.row_splits),
         )
-    matrix = _to_int32(ids.ids).reshape(shape.batch_size, -1)
+    matrix = _to_int32(ids.ids).reshape(_matrix_shape(ids.ids))
+    if matrix.shape[1] == 0:
+        # No place for an id in any sample; the stages want at least one.
+        matrix = jnp.full((shape.batch_size, 1), PADDING_ROW_ID, jnp.int32)
+        weights = None
     missing = plan.num_shards * shape.samples_per_shard - shape.batch_size
     room = ((0, missing), (0, 0))
     if weights is not None:
@@ -239,7 +265,9 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
     )
 
 
-def _sequence_length(ids, batch_size: int, feature: FeaturePlan) -> int:
+def _sequence_length(
+    ids: Any, batch_size: int, is_ragged: bool, feature: FeaturePlan
+) -> int:
     config = feature.config
     if config.output_shape is None:
         if config.max_sequence_length and ids.ndim == 1:
@@ -258,25 +286,28 @@ def _sequence_length(ids, batch_size: int, feature: FeaturePlan) -> int:
     num_outputs = math.prod(config.output_shape)
     if num_outputs == batch_size:
         return 0
-    if num_outputs % batch_size:
+    is_deep = ids.ndim > 2 and not is_ragged
+    if num_outputs % batch_size or (is_deep and num_outputs != math.prod(ids.shape)):
         raise ValueError(
             f"FeatureConfig.output_shape of feature {feature.name!r} must hold the "
-            f"batch, or a multiple of it, got {config.output_shape} for "
-            f"{batch_size} samples."
+            f"{batch_size} samples of its ids, or a multiple of them, got "
+            f"{config.output_shape} for ids of shape {ids.shape}."
         )
     return num_outputs // batch_size
 
 
 def _to_int32(ids: IdArray) -> Array:
-    """Converts ids of any integer type; what an int32 cannot hold becomes -1.
+    """Converts ids of any integer type; what an int32 cannot hold is out of range.
 
-    NumPy's 64-bit ids are converted by NumPy: JAX would keep their lower half only.
+    It stays too small or too large, so that clipping finds the right end. NumPy's 64-bit ids are converted by NumPy: JAX would keep their lower half only.
     """
     if np.dtype(ids.dtype).itemsize < 4 or ids.dtype == np.int32:
         return jnp.asarray(ids, np.int32)
     xp = np if isinstance(ids, np.ndarray) else jnp
-    fits = (ids >= 0) & (ids <= PADDING_ROW_ID)
-    return jnp.asarray(xp.where(fits, ids.astype(np.int32), -1), np.int32)
+    is_large = ids > PADDING_ROW_ID
+    fits = (ids >= 0) & ~is_large
+    outside = xp.where(is_large, PADDING_ROW_ID - 1, -1)
+    return jnp.asarray(xp.where(fits, ids.astype(np.int32), outside), np.int32)
 
 
 def _sample_ids(row_splits: Array, num_values: int) -> Array:

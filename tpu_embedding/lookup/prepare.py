@@ -11,7 +11,11 @@ import jax
 import numpy as np
 
 from tpu_embedding.layout.plan import EmbeddingPlan, FeaturePlan
-from tpu_embedding.lookup._inputs import as_dense_ids, check_dtypes
+from tpu_embedding.lookup._inputs import (
+    as_dense_ids,
+    check_dtypes,
+    refuse_weighted_sequence,
+)
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
@@ -78,7 +82,7 @@ def place_batch(batch: Any, plan: EmbeddingPlan) -> Any:
     """
 
     def place(array):
-        array = np.asarray(array)
+        array = _check_fits_int32(np.asarray(array))
         divides = array.ndim and array.shape[0] % plan.num_shards == 0
         sharding = plan.sharding if divides else plan.replicated
         if sharding.is_fully_addressable:
@@ -88,8 +92,21 @@ def place_batch(batch: Any, plan: EmbeddingPlan) -> Any:
     return jax.tree.map(place, batch)
 
 
+def _check_fits_int32(array: np.ndarray) -> np.ndarray:
+    """Refuses integers that JAX would cut to their lower half."""
+    is_wide = np.issubdtype(array.dtype, np.integer) and array.dtype.itemsize > 4
+    if is_wide and array.size and not jax.config.read("jax_enable_x64"):
+        low, high = array.min(), array.max()
+        if low < np.iinfo(np.int32).min or high > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"place_batch got {array.dtype} values from {low} to {high}, which an "
+                "int32 cannot hold; pass ids through prepare_features first."
+            )
+    return array
+
+
 def _prepare_feature(
-    ids: FeatureIds, weights: Any, feature: FeaturePlan, plan: EmbeddingPlan
+    ids: Any, weights: Any, feature: FeaturePlan, plan: EmbeddingPlan
 ) -> FeatureIds:
     if isinstance(ids, ShardedRaggedIds):
         raise TypeError(f"Feature {feature.name!r} has been prepared already.")
@@ -130,6 +147,29 @@ def _sort_sparse(
     """
     indices, values = np.asarray(ids.indices), np.asarray(ids.values)
     shape = np.asarray(ids.dense_shape)
+    check_dtypes(values, weights, feature)
+    _check_indices(indices, values, shape, feature)
+    batch_size = int(np.prod(shape[:-1]))
+    samples: Any = np.ravel_multi_index(tuple(indices[:, :-1].T), tuple(shape[:-1]))
+    length = feature.config.max_sequence_length
+    if length:
+        refuse_weighted_sequence(weights, feature)
+        is_kept = indices[:, -1] < length
+        large = PADDING_ROW_ID - 1
+        matrix = np.full((batch_size, length), PADDING_ROW_ID, np.int64)
+        matrix[samples[is_kept], indices[is_kept, -1]] = np.where(
+            values > PADDING_ROW_ID, large, values
+        )[is_kept]
+        return DenseIds(ids=matrix), weights
+    order = np.lexsort((indices[:, -1], samples))
+    row_splits = np.searchsorted(samples[order], np.arange(batch_size + 1))
+    ragged = RaggedIds(values=values[order], row_splits=row_splits)
+    return ragged, weights if weights is None else weights[order]
+
+
+def _check_indices(
+    indices: np.ndarray, values: np.ndarray, shape: np.ndarray, feature: FeaturePlan
+) -> None:
     owner = f"feature {feature.name!r}"
     if indices.shape != (values.shape[0], shape.shape[0]) or shape.shape[0] < 2:
         raise ValueError(
@@ -143,16 +183,15 @@ def _sort_sparse(
             f"indices of {owner} must lie within dense_shape {shape.tolist()}, got "
             f"{indices[i].tolist()} at value {i}."
         )
-    batch_size = int(np.prod(shape[:-1]))
-    samples: Any = np.ravel_multi_index(tuple(indices[:, :-1].T), tuple(shape[:-1]))
-    if feature.config.max_sequence_length:
-        matrix = np.full((batch_size, int(shape[-1])), PADDING_ROW_ID, np.int64)
-        matrix[samples, indices[:, -1]] = values
-        return DenseIds(ids=matrix), weights
-    order = np.lexsort((indices[:, -1], samples))
-    row_splits = np.searchsorted(samples[order], np.arange(batch_size + 1))
-    ragged = RaggedIds(values=values[order], row_splits=row_splits)
-    return ragged, weights if weights is None else weights[order]
+    unique, first, counts = np.unique(
+        indices, axis=0, return_index=True, return_counts=True
+    )
+    if feature.config.max_sequence_length and (counts > 1).any():
+        i = int(np.flatnonzero(counts > 1)[0])
+        raise ValueError(
+            f"indices of {owner}, a sequence, must be unique, got "
+            f"{unique[i].tolist()} {counts[i]} times, first at value {first[i]}."
+        )
 
 
 def _check_weights(weights: np.ndarray, feature: FeaturePlan) -> None:
@@ -168,8 +207,9 @@ def _check_weights(weights: np.ndarray, feature: FeaturePlan) -> None:
 def _check_range(ids: np.ndarray, feature: FeaturePlan, where: str) -> np.ndarray:
     """Returns the ids as int32; one that fits no int32 becomes -1."""
     vocabulary_size = feature.config.table.vocabulary_size
+    policy = feature.config.out_of_range_ids
     is_outside = ((ids < 0) | (ids >= vocabulary_size)) & (ids != PADDING_ROW_ID)
-    if feature.config.out_of_range_ids == "error" and is_outside.any():
+    if policy == "error" and is_outside.any():
         place = tuple(int(i) for i in np.argwhere(is_outside)[0])
         raise ValueError(
             f"Ids of feature {feature.name!r} must lie in [0, {vocabulary_size}), the "
@@ -177,12 +217,11 @@ def _check_range(ids: np.ndarray, feature: FeaturePlan, where: str) -> np.ndarra
             f"{int(is_outside.sum())} such ids in all. Correct the data, or set "
             "FeatureConfig.out_of_range_ids to 'drop' or 'clip'."
         )
-    too_large = ids > PADDING_ROW_ID
-    if feature.config.out_of_range_ids == "clip":
-        ids = np.where(too_large, vocabulary_size, ids)
-    else:
-        ids = np.where(too_large, -1, ids)
-    return np.maximum(ids, -1).astype(np.int32)
+    # Unsigned and 64-bit ids included: what an int32 cannot hold is replaced first.
+    is_foreign = (ids < 0) | (ids > PADDING_ROW_ID)
+    replacement = np.where(ids < 0, -1, -1 if policy != "clip" else vocabulary_size)
+    kept = np.where(is_foreign, 0, ids).astype(np.int32)
+    return np.where(is_foreign, replacement, kept).astype(np.int32)
 
 
 def _shard_ragged(
@@ -243,7 +282,7 @@ def _check_row_splits(
             f"{owner} must begin with 0 and end with the number of values, "
             f"{values.shape[0]}, got {row_splits[0]} and {row_splits[-1]}."
         )
-    falls = np.flatnonzero(np.diff(row_splits) < 0)
+    falls = np.flatnonzero(row_splits[1:] < row_splits[:-1])
     if falls.size:
         i = int(falls[0])
         raise ValueError(

@@ -71,7 +71,8 @@ class TPUEmbedding(nnx.Module):
         """Makes the plan and the initial tables.
 
         Args:
-          feature_config: nest of `FeatureConfig`; activations come back in it.
+          feature_config: nest of `FeatureConfig`; activations come back in it. May be
+            None beside a plan.
           optimizer: row-local optax transformation, or one of
             `tpu_embedding.optimizers`, for tables that name none themselves; None:
             those are not trained.
@@ -89,6 +90,11 @@ class TPUEmbedding(nnx.Module):
             raise ValueError(
                 "TPUEmbedding takes a plan, or optimizer and mesh to make one, got "
                 "both; give them to make_plan."
+            )
+        elif feature_config is not None and not plan.is_for(feature_config):
+            raise ValueError(
+                "TPUEmbedding's plan must have been made from the same feature_config, "
+                f"got\n  {feature_config}\nand a plan for {plan.feature_tree}."
             )
         self.plan = plan
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
@@ -175,7 +181,8 @@ def _attach_tap_forward(tap, activation):
 
 
 def _attach_tap_backward(_, cotangent):
-    return cotangent, jnp.zeros_like(cotangent)
+    # The activation's part is for what else it depends on, learned weights of ids.
+    return cotangent, cotangent
 
 
 _attach_tap.defvjp(_attach_tap_forward, _attach_tap_backward)

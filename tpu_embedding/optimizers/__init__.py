@@ -14,6 +14,8 @@ touched rows by `lift_to_rows`; `every_row` applies it to all rows, as dense opt
 do, and `in_sequence` once per occurrence of an id.
 """
 
+from tpu_embedding.layout.row_local import NotRowLocalError as NotRowLocalError
+from tpu_embedding.layout.row_local import check_row_local as check_row_local
 from tpu_embedding.optimizers._adagrad import adagrad as adagrad
 from tpu_embedding.optimizers._adagrad import adagrad_momentum as adagrad_momentum
 from tpu_embedding.optimizers._adagrad import rowwise_adagrad as rowwise_adagrad
@@ -27,8 +29,6 @@ from tpu_embedding.optimizers._adagrad import (
 from tpu_embedding.optimizers._adam import adam as adam
 from tpu_embedding.optimizers._adam import scale_by_lazy_adam as scale_by_lazy_adam
 from tpu_embedding.optimizers._momentum import momentum as momentum
-from tpu_embedding.optimizers._row_local import NotRowLocalError as NotRowLocalError
-from tpu_embedding.optimizers._row_local import check_row_local as check_row_local
 from tpu_embedding.optimizers._sgd import sgd as sgd
 from tpu_embedding.optimizers.lift import is_slot as is_slot
 from tpu_embedding.optimizers.lift import lift_to_rows as lift_to_rows

@@ -8,7 +8,6 @@ from jaxtyping import Array, Int
 
 from tpu_embedding.config import RowOptimizer
 from tpu_embedding.layout.packed_rows import PackedRows, add_to_rows, gather_rows
-from tpu_embedding.optimizers._row_local import check_elementwise
 from tpu_embedding.optimizers.lift import (
     is_slot,
     lift_to_rows,
@@ -69,7 +68,6 @@ def _apply_to_every_row(
     each element for itself. The correction is the difference between the rule's
     results with and without the gradient, computed from the old rows.
     """
-    check_elementwise(optimizer)
     row_ids = gradient.row_ids
     leaves, tree = jax.tree.flatten((table, state), is_leaf=is_slot)
     old = [gather_rows(x, row_ids) if is_slot(x) else x for x in leaves]

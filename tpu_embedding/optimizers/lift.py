@@ -15,13 +15,12 @@ import optax
 from tpu_embedding.config import TableOptimizer
 from tpu_embedding.layout.packed_rows import (
     PackedRows,
-    add_to_rows,
     gather_rows,
     pack_rows,
+    replace_rows,
     unpack_rows,
 )
 from tpu_embedding.layout.slots import slot_row_shapes
-from tpu_embedding.optimizers._row_local import check_row_local
 
 
 def lift_to_rows(
@@ -42,9 +41,6 @@ def lift_to_rows(
       `update` maps `RowUpdates`, state and table to `RowUpdates` and state. Slot
       variables in its state are `PackedRows`. Everything is per shard.
 
-    Raises:
-      ValueError: in `init` and `update`, if the transformation mixes rows.
-
     Example:
       >>> import jax.numpy as jnp
       >>> import tpu_embedding as te
@@ -60,7 +56,6 @@ def lift_to_rows(
 
     def init(params: Any) -> Any:
         table: PackedRows = params
-        check_row_local(optimizer, table.layout.dim)
         state = optimizer.init(unpack_rows(table))
         row_shapes = slot_row_shapes(optimizer, table.layout.dim)
         return jax.tree.map(
@@ -72,7 +67,6 @@ def lift_to_rows(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         table: PackedRows = params
-        check_row_local(optimizer, table.layout.dim)
         row_ids = updates.row_ids
         leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
         old = [gather_rows(x, row_ids) if is_slot(x) else x for x in leaves]
@@ -81,7 +75,7 @@ def lift_to_rows(
         )
         new = tree.flatten_up_to(new_state)
         leaves = [
-            add_to_rows(leaf, row_ids, new_rows - old_rows)
+            replace_rows(leaf, row_ids, old_rows, new_rows)
             if is_slot(leaf)
             else new_rows
             for leaf, old_rows, new_rows in zip(leaves, old, new, strict=True)
