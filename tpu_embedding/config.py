@@ -182,7 +182,8 @@ class TableConfig:
     combiner: Combiner = "mean"
     name: str | None = None
     quantization_config: QuantizationConfig | None = None
-    dtype: Any = jnp.float32
+    # Its spellings are equal, but their hashes are not.
+    dtype: Any = dataclasses.field(default=jnp.float32, hash=False)
 
     def __post_init__(self):
         _raise_all(list(self._problems()))

@@ -267,6 +267,42 @@ def test_sequences_and_output_shapes(options):
     check_against_reference(plan, batch)
 
 
+def test_ids_of_three_axes_are_combined_along_the_last():
+    table = te.TableConfig(vocabulary_size=24, dim=2, combiner="mean", name="t")
+    ids = np.arange(24).reshape(2, 3, 4)
+    combined = te.FeatureConfig(table=table, output_shape=(2, 3), name="combined")
+    apart = te.FeatureConfig(table=table, output_shape=(2, 3, 4), name="apart")
+    plan = te.make_plan([combined, apart], mesh_of(8))
+    tables = te.init_tables(plan, jax.random.key(0))
+    rows = te.logical_values(tables, plan)["t"]
+    first, second = te.lookup(tables, [ids, ids], plan).activations
+    np.testing.assert_allclose(first, rows[ids].mean(axis=2), **TOLERANCE)
+    np.testing.assert_array_equal(second, rows[ids])
+    wrong = te.FeatureConfig(table=table, output_shape=(4,), name="wrong")
+    with pytest.raises(ValueError, match=r"'wrong'.*\(4,\).*\(2, 3, 4\)"):
+        te.lookup(tables, [ids], te.make_plan([wrong], mesh_of(8)))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "uint32"])
+def test_clip_finds_the_right_end_for_ids_of_any_size(dtype):
+    plan = make_plan(mesh_of(1), out_of_range_ids="clip")
+    tables = te.init_tables(plan, jax.random.key(0))
+    large = np.array([2**31 + 5, 36], dtype)
+    batch = {name: np.zeros(2, dtype) for name in "bcd"} | {"a": large}
+    for features in (batch, te.prepare_features(batch, plan)):
+        first, last = te.lookup(tables, features, plan).activations["a"]
+        np.testing.assert_array_equal(first, last)
+
+
+def test_cotangents_of_another_shape_are_refused():
+    plan = make_plan(mesh_of(1))
+    tables = te.init_tables(plan, jax.random.key(0))
+    result = te.lookup(tables, {name: np.arange(8) % 5 for name in "abcd"}, plan)
+    cotangents = dict(result.activations, b=jnp.ones(4))
+    with pytest.raises(ValueError, match=r"'b'.*\(8, 4\), got \(4,\)"):
+        te.compute_gradients(result.routing, cotangents, plan)
+
+
 def test_two_stacks_and_unused_activations():
     mesh = mesh_of(8)
     tables = [

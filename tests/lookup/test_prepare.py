@@ -492,8 +492,9 @@ def test_sparse_ids_of_higher_rank_are_flattened_to_samples():
 def test_sparse_sequences_keep_their_places():
     ids = sparse([[2, 3], [0, 1], [2, 0]], [7, 8, 9])
     prepared = prepare(ids, max_sequence_length=2)
-    expected = np.full((3, 4), PADDING)
-    expected[2, 3], expected[0, 1], expected[2, 0] = 7, 8, 9
+    # As wide as the sequence, whatever the batch; column 3 is beyond it.
+    expected = np.full((3, 2), PADDING)
+    expected[0, 1], expected[2, 0] = 8, 9
     np.testing.assert_array_equal(prepared.ids, expected)
     assert prepared.weights is None
 
@@ -541,8 +542,18 @@ REFUSED_BY_SHAPE = {
         ValueError,
         "weights and max_sequence_length=2",
     ),
-    "output_shape": (np.arange(3), dict(output_shape=(4,)), ValueError, "(4,) for 3"),
-    "small_output": (np.arange(3), dict(output_shape=(2,)), ValueError, "(2,) for 3"),
+    "output_shape": (
+        np.arange(3),
+        dict(output_shape=(4,)),
+        ValueError,
+        "(4,) for ids of shape (3,)",
+    ),
+    "small_output": (
+        np.arange(3),
+        dict(output_shape=(2,)),
+        ValueError,
+        "(2,) for ids of shape (3,)",
+    ),
 }
 
 

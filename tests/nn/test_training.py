@@ -262,6 +262,13 @@ MISUSE = {
         ValueError,
         "got both",
     ),
+    "plan of another nest": (
+        lambda m, b: te.TPUEmbedding(
+            list(feature_config().values()), plan=m.embedding.plan, rngs=nnx.Rngs(0)
+        ),
+        ValueError,
+        "same feature_config",
+    ),
 }
 
 
@@ -271,6 +278,27 @@ def test_misuse_gives_one_clear_error(case):
     model = Model(mesh_of(1), te.optimizers.sgd(0.1), nnx.Rngs(0))
     with pytest.raises(error, match=match):
         call(model, make_batch())
+
+
+def test_weights_of_ids_can_be_learned():
+    class Weighted(nnx.Module):
+        def __init__(self):
+            table = te.TableConfig(vocabulary_size=9, dim=2, combiner="sum", name="t")
+            self.embedding = te.TPUEmbedding(
+                te.FeatureConfig(table=table), te.optimizers.sgd(0.1), rngs=nnx.Rngs(0)
+            )
+            self.weights = nnx.Param(jnp.full((4, 2), 0.5))
+
+        def __call__(self, ids):
+            return self.embedding(ids, self.weights.get_value())
+
+    model = Weighted()
+    ids = np.arange(8).reshape(4, 2)
+    _, gradients = te.value_and_grad(lambda m: jnp.sum(m(ids)))(model)
+    rows = model.embedding.embedding_tables()["t"][ids]
+    np.testing.assert_allclose(
+        gradients.dense["weights"].get_value(), rows.sum(axis=2), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_layer_under_remat_and_inner_jit():

@@ -123,15 +123,55 @@ def test_every_row_equals_dense_for_any_touched_rows(name, hardware, options):
 
 
 def test_every_row_refuses_what_mixes_elements():
+    optimizer = te.optimizers.every_row(te.optimizers.rowwise_adagrad(0.1))
+    with pytest.raises(te.optimizers.NotRowLocalError, match=r"of tables \['table'\]"):
+        one_table_plan(optimizer, VOCABULARY_SIZE, DIM, mesh_of(1))
+
+
+STEP_GATED = {
+    "apply_every": optax.chain(optax.sgd(0.1), optax.apply_every(2)),
+    "MultiSteps": optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("name", STEP_GATED)
+def test_step_gated_rules_need_every_row(name):
+    """A row that waits for its turn would wait for its next lookup as well."""
+    with pytest.raises(te.optimizers.NotRowLocalError, match="every_row"):
+        one_table_plan(STEP_GATED[name], VOCABULARY_SIZE, DIM, mesh_of(1))
+
+
+def test_multi_steps_on_every_row_equals_dense():
+    optimizer = STEP_GATED["MultiSteps"]
     plan = one_table_plan(
-        te.optimizers.every_row(te.optimizers.rowwise_adagrad(0.1)),
-        VOCABULARY_SIZE,
-        DIM,
-        mesh_of(1),
+        te.optimizers.every_row(optimizer), VOCABULARY_SIZE, DIM, mesh_of(8)
     )
-    (ids, cotangents), *_ = batches(1)
-    with pytest.raises(te.optimizers.NotRowLocalError):
-        update(*initial_state(plan, start_values()), ids, cotangents, plan)
+    tables, slots = initial_state(plan, start_values())
+    table = jnp.asarray(start_values(), jnp.float32)
+    state = optimizer.init(table)
+    for ids, cotangents in batches(4):
+        tables, slots = update(tables, slots, ids, cotangents, plan)
+        gradient = jnp.zeros_like(table).at[ids].add(cotangents)
+        updates, state = optimizer.update(gradient, state, table)
+        table = optax.apply_updates(table, updates)
+    np.testing.assert_allclose(
+        te.logical_values(tables, plan)["table"], table, rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "v5p"])
+def test_slots_survive_outliers(hardware):
+    """A slot that is replaced drops from 1e6 to 1e-6 without a trace of the former."""
+    optimizer = optax.optimistic_gradient_descent(0.1)
+    plan = one_table_plan(
+        optimizer, 4, 2, mesh_of(2), hardware=te.hardware_by_name(hardware)
+    )
+    tables, slots = initial_state(plan, np.ones((4, 2)))
+    ids = np.arange(4, dtype=np.int32)
+    for size in (1e6, 1e-3, 1e-6):
+        gradient = np.full((4, 2), size, np.float32)
+        tables, slots = update(tables, slots, ids, gradient, plan)
+    np.testing.assert_allclose(logical_slots(slots, plan)[0], 1e-6, rtol=1e-6)
 
 
 def test_every_row_excludes_sequence():
@@ -233,6 +273,16 @@ MIXES_ROWS = {
     "running sum": optax.stateless(lambda u, p: jnp.cumsum(u, axis=0)),
     "flattened": optax.stateless(lambda u, p: u.reshape(-1, 4).reshape(u.shape)),
     "shift": optax.stateless(lambda u, p: jnp.roll(u, 1, axis=0)),
+    "state of all rows": optax.GradientTransformation(
+        lambda p: jnp.max(jnp.abs(p)), lambda u, s, p=None: (u * s, s)
+    ),
+    "shifted by padding": optax.stateless(
+        lambda u, p: jax.lax.pad(u, 0.0, [(1, -1, 0), (0, 0, 0)])
+    ),
+    "custom reduction": optax.stateless(
+        lambda u, p: u + jax.lax.reduce(u, 0.0, jax.lax.add, (0,))[None, :]
+    ),
+    "number of rows": optax.stateless(lambda u, p: u / u.shape[0]),
     "by position": optax.stateless(lambda u, p: u * jnp.arange(u.shape[0])[:, None]),
 }
 
@@ -250,6 +300,15 @@ ROW_LOCAL = {
     ),
     "rotation": optax.stateless(lambda u, p: u @ jnp.eye(DIM)),
     "sorted in row": optax.stateless(lambda u, p: jnp.sort(u, axis=1)),
+    "columns": optax.stateless(lambda u, p: u * u[:, :1] + u[:, 1][:, None]),
+    "joined columns": optax.stateless(
+        lambda u, p: jnp.concatenate([u[:, 4:], u[:, :4]], axis=1)
+    ),
+    "product of rows": optax.stateless(
+        lambda u, p: u * jnp.einsum("rd,rd->r", u, p)[:, None]
+    ),
+    "low precision": optax.adam(0.1, mu_dtype=jnp.bfloat16),
+    "rprop": optax.rprop(0.1),
     "weight decay": optax.add_decayed_weights(0.1),
     "elementwise clip": optax.clip(1.0),
 }

@@ -120,13 +120,9 @@ def feature_shape(
             )
         batch_size = ids.batch_size
     else:
+        refuse_empty_batch(values, feature)
         batch_size, _ = _matrix_shape(values)
     refuse_weighted_sequence(ids.weights, feature)
-    if batch_size == 0:
-        raise ValueError(
-            f"Feature {feature.name!r} must have at least one sample, got ids of shape "
-            f"{values.shape}."
-        )
     is_ragged = isinstance(ids, ShardedRaggedIds)
     length = _sequence_length(values, batch_size, is_ragged, feature)
     leading = feature.config.output_shape
@@ -138,6 +134,15 @@ def feature_shape(
         sequence_length=length,
         output_shape=(*leading, feature.config.table.dim),
     )
+
+
+def refuse_empty_batch(ids: Any, feature: FeaturePlan) -> None:
+    """Raises a ValueError for dense ids without a sample."""
+    if _matrix_shape(ids)[0] == 0:
+        raise ValueError(
+            f"Feature {feature.name!r} must have at least one sample, got ids of shape "
+            f"{ids.shape}."
+        )
 
 
 def refuse_weighted_sequence(weights: Any, feature: FeaturePlan) -> None:
@@ -299,7 +304,8 @@ def _sequence_length(
 def _to_int32(ids: IdArray) -> Array:
     """Converts ids of any integer type; what an int32 cannot hold is out of range.
 
-    It stays too small or too large, so that clipping finds the right end. NumPy's 64-bit ids are converted by NumPy: JAX would keep their lower half only.
+    It stays too small or too large, so that clipping finds the right end. NumPy's
+    64-bit ids are converted by NumPy: JAX would keep their lower half only.
     """
     if np.dtype(ids.dtype).itemsize < 4 or ids.dtype == np.int32:
         return jnp.asarray(ids, np.int32)

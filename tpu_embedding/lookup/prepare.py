@@ -14,6 +14,7 @@ from tpu_embedding.layout.plan import EmbeddingPlan, FeaturePlan
 from tpu_embedding.lookup._inputs import (
     as_dense_ids,
     check_dtypes,
+    refuse_empty_batch,
     refuse_weighted_sequence,
 )
 from tpu_embedding.types import (
@@ -131,6 +132,7 @@ def _prepare_feature(
     assert isinstance(ids, DenseIds)
     matrix = np.asarray(ids.ids)
     check_dtypes(matrix, weights, feature)
+    refuse_empty_batch(matrix, feature)
     checked = _check_range(matrix, feature, "position")
     if weights is None and is_plain:
         return checked
@@ -147,6 +149,8 @@ def _sort_sparse(
     """
     indices, values = np.asarray(ids.indices), np.asarray(ids.values)
     shape = np.asarray(ids.dense_shape)
+    if values.size == 0:
+        values, indices = values.astype(np.int32), indices.reshape(0, shape.size)
     check_dtypes(values, weights, feature)
     _check_indices(indices, values, shape, feature)
     batch_size = int(np.prod(shape[:-1]))
