@@ -1,5 +1,6 @@
 """Set-up of all tests: eight CPU devices, strict shapes, warnings as errors."""
 
+import itertools
 import os
 import pathlib
 
@@ -25,6 +26,22 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("default")
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+TESTS_PER_CACHE = 60
+_tests_run = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _drop_compiled_programs():
+    """Frees compiled programs now and then.
+
+    Each maps memory, and a process that keeps some thousand of them reaches the limit
+    of the operating system, which ends it within the compiler.
+    """
+    yield
+    if next(_tests_run) % TESTS_PER_CACHE == 0:
+        jax.clear_caches()
 
 
 @pytest.fixture(params=[1, 2, 3, 8], ids=lambda n: f"{n}devices")

@@ -169,12 +169,13 @@ def replace_rows(
     rest = new - (old + difference)
     is_lost = jnp.abs(rest) > _LOST_FRACTION * jnp.abs(new)
     is_used = (row_ids < packed.layout.num_rows).reshape((-1,) + (1,) * (new.ndim - 1))
-    return jax.lax.cond(
-        jnp.any(is_lost & is_used),
-        lambda packed: add_to_rows(packed, row_ids, rest),
-        lambda packed: packed,
-        packed,
+    # A loop that runs once or not at all: XLA:TPU copies the rows for a conditional.
+    _, packed = jax.lax.while_loop(
+        lambda carry: carry[0],
+        lambda carry: (jnp.zeros((), bool), add_to_rows(carry[1], row_ids, rest)),
+        (jnp.any(is_lost & is_used), packed),
     )
+    return packed
 
 
 def _read_lines(lines: Array, line_ids: Int[Array, " ids"]) -> Array:

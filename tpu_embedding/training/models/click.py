@@ -44,7 +44,7 @@ class ClickModelConfig:
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "ClickModel":
         """Returns the model."""
-        return ClickModel(self, self.feature_config(data), plan, rngs=rngs)
+        return ClickModel(self, plan, rngs=rngs)
 
 
 class ClickModel(nnx.Module):
@@ -53,14 +53,13 @@ class ClickModel(nnx.Module):
     def __init__(
         self,
         config: ClickModelConfig,
-        feature_config: dict[str, FeatureConfig],
         plan: EmbeddingPlan,
         *,
         rngs: nnx.Rngs,
     ):
-        self.embedding = TPUEmbedding(feature_config, plan=plan, rngs=rngs)
+        self.embedding = TPUEmbedding(None, plan=plan, rngs=rngs)
         self.mlp = MLP(
-            config.dim * len(feature_config),
+            config.dim * len(plan.features),
             (*config.hidden_sizes, 1),
             last_activation=False,
             rngs=rngs,

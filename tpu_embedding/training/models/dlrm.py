@@ -71,7 +71,7 @@ class DLRMConfig:
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "DLRM":
         """Returns the model."""
-        return DLRM(self, self.feature_config(data), plan, rngs=rngs)
+        return DLRM(self, plan, rngs=rngs)
 
 
 class DLRM(nnx.Module):
@@ -80,19 +80,18 @@ class DLRM(nnx.Module):
     def __init__(
         self,
         config: DLRMConfig,
-        feature_config: dict[str, FeatureConfig],
         plan: EmbeddingPlan,
         *,
         rngs: nnx.Rngs,
     ):
-        self.embedding = TPUEmbedding(feature_config, plan=plan, rngs=rngs)
+        self.embedding = TPUEmbedding(None, plan=plan, rngs=rngs)
         self.bottom = MLP(
             NUM_DENSE,
             (*config.bottom_sizes, config.dim),
             last_activation=True,
             rngs=rngs,
         )
-        num_vectors = 1 + len(feature_config)
+        num_vectors = 1 + len(plan.features)
         self.top = MLP(
             config.dim + num_vectors * (num_vectors - 1) // 2,
             (*config.top_sizes, 1),

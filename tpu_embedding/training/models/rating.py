@@ -68,9 +68,7 @@ class RatingModelConfig:
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "RatingModel":
         """Returns the model."""
-        return RatingModel(
-            self, self.feature_config(data), data.mean_rating, plan, rngs=rngs
-        )
+        return RatingModel(self, data.mean_rating, plan, rngs=rngs)
 
 
 class RatingModel(nnx.Module):
@@ -89,13 +87,12 @@ class RatingModel(nnx.Module):
     def __init__(
         self,
         config: RatingModelConfig,
-        feature_config: dict[str, FeatureConfig],
         mean_rating: float,
         plan: EmbeddingPlan,
         *,
         rngs: nnx.Rngs,
     ):
-        self.embedding = TPUEmbedding(feature_config, plan=plan, rngs=rngs)
+        self.embedding = TPUEmbedding(None, plan=plan, rngs=rngs)
         self.bias = nnx.Param(jnp.zeros(()))
         self.mean_rating = mean_rating
         self.l2 = config.l2
