@@ -33,7 +33,10 @@ OPTIMIZERS = {
     "adagrad": te.optimizers.adagrad(0.1),
     "rowwise_adagrad": te.optimizers.rowwise_adagrad(0.1),
     "adam": te.optimizers.adam(0.1),
-    "optax.adam": optax.adam(0.1),
+    "ftrl": te.optimizers.ftrl(0.1),
+    "options": te.optimizers.with_options(
+        te.optimizers.adagrad(0.1), weight_decay_factor=0.1, clip_weight_min=-1.0
+    ),
     "every_row": te.optimizers.every_row(te.optimizers.adam(0.1)),
 }
 

@@ -24,6 +24,18 @@ OPTIMIZERS = {
     "adam": te.optimizers.adam(0.1),
     "momentum": te.optimizers.momentum(0.1, use_nesterov=True),
     "adagrad_momentum": te.optimizers.adagrad_momentum(0.1, momentum=0.5),
+    "ftrl": te.optimizers.ftrl(0.5, l1_regularization_strength=0.01),
+    "rmsprop": te.optimizers.rmsprop(0.05, momentum=0.3, centered=True, epsilon=1e-3),
+    "proximal_adagrad": te.optimizers.proximal_adagrad(0.3, l1=0.01, l2=0.01),
+    "adadelta": te.optimizers.adadelta(2.0, epsilon=1e-4),
+    "lion": te.optimizers.lion(0.03),
+    "options": te.optimizers.with_options(
+        te.optimizers.adagrad(0.3),
+        clipvalue=(-1.0, None),
+        weight_decay_factor=0.01,
+        clip_weight_min=-3.0,
+        clip_weight_max=3.0,
+    ),
     "adam_bias_corrected": te.optimizers.adam(0.1, bias_correction=True),
     "schedule": te.optimizers.adagrad(optax.cosine_decay_schedule(0.1, 100)),
     "optax.sgd": optax.sgd(0.1, momentum=0.9, nesterov=True),
@@ -326,6 +338,23 @@ def test_factored_state_is_refused_when_the_plan_is_made():
         initial_state(plan, start_values())
 
 
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_ftrl_without_an_accumulator_gives_no_nan(multiplies):
+    """Zero accumulators, zero gradients, and a rate that ramps up from 0."""
+    rate = optax.linear_schedule(0.0 if multiplies else 0.1, 0.1, 3)
+    optimizer = te.optimizers.ftrl(
+        rate,
+        initial_accumulator_value=0.0,
+        allow_zero_accumulator=True,
+        multiply_linear_by_learning_rate=multiplies,
+    )
+    plan = one_table_plan(optimizer, VOCABULARY_SIZE, DIM, mesh_of(1))
+    tables, slots = initial_state(plan, start_values())
+    for i, (ids, cotangents) in enumerate(batches(4)):
+        tables, slots = update(tables, slots, ids, cotangents * (i != 0), plan)
+        assert np.isfinite(te.logical_values(tables, plan)["table"]).all()
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
@@ -334,6 +363,32 @@ def test_factored_state_is_refused_when_the_plan_is_made():
         (lambda: te.optimizers.adam(0.1, beta_1=1.0), r"beta_1 must be in \[0, 1\)"),
         (lambda: te.optimizers.adam(0.1, beta_2=-0.1), "beta_2"),
         (lambda: te.optimizers.adam(0.1, epsilon=0.0), "epsilon must be positive"),
+        (lambda: te.optimizers.ftrl(0.1, learning_rate_power=0.5), "not positive"),
+        (lambda: te.optimizers.ftrl(0.1, beta=-1.0), "beta must be not negative"),
+        (
+            lambda: te.optimizers.ftrl(0.1, initial_accumulator_value=0.0),
+            "initial_accumulator_value must be positive",
+        ),
+        (lambda: te.optimizers.rmsprop(0.1, epsilon=-1.0), "epsilon"),
+        (lambda: te.optimizers.proximal_adagrad(0.1, l1=-1.0), "l1"),
+        (
+            lambda: te.optimizers.with_options(
+                OPTIMIZERS["sgd"], clipvalue=1.0, use_gradient_accumulation=False
+            ),
+            "clipvalue bounds the summed gradient",
+        ),
+        (
+            lambda: te.optimizers.with_options(OPTIMIZERS["sgd"], clipvalue=[1, 2]),
+            "clipvalue must be a number or a pair",
+        ),
+        (
+            lambda: te.optimizers.with_options(
+                OPTIMIZERS["sgd"],
+                weight_decay_factor=0.1,
+                multiply_weight_decay_factor_by_learning_rate=True,
+            ),
+            "needs the rule's learning_rate",
+        ),
     ],
 )
 def test_wrong_hyper_parameters(make, match):

@@ -7,11 +7,17 @@
 | `rowwise_adagrad` | accumulators `[rows]` | 4 |
 | `adagrad_momentum` | accumulators, momenta `[rows, D]` | 8 D |
 | `momentum` | momenta `[rows, D]` | 4 D |
+| `proximal_adagrad` | accumulators `[rows, D]` | 4 D |
 | `adam` | momenta, velocities `[rows, D]` | 8 D |
+| `ftrl` | accumulators, linears `[rows, D]` | 8 D |
+| `rmsprop` | ms, mom `[rows, D]`, and mg if centered | 8 D, 12 D |
+| `adadelta` | accumulators, updates `[rows, D]` | 8 D |
+| `lion` | momenta `[rows, D]` | 4 D |
 
 A layer takes these and any other row-local optax transformation, and applies it to the
 touched rows by `lift_to_rows`; `every_row` applies it to all rows, as dense optimizers
-do, and `in_sequence` once per occurrence of an id.
+do, and `in_sequence` once per occurrence of an id. `with_options` adds what TensorFlow
+has on all of them: clipping of gradients and rows, and weight decay.
 """
 
 from tpu_embedding.layout.row_local import NotRowLocalError as NotRowLocalError
@@ -28,9 +34,18 @@ from tpu_embedding.optimizers._adagrad import (
 )
 from tpu_embedding.optimizers._adam import adam as adam
 from tpu_embedding.optimizers._adam import scale_by_lazy_adam as scale_by_lazy_adam
+from tpu_embedding.optimizers._ftrl import ftrl as ftrl
+from tpu_embedding.optimizers._lion import lion as lion
 from tpu_embedding.optimizers._momentum import momentum as momentum
+from tpu_embedding.optimizers._proximal import proximal_adagrad as proximal_adagrad
+from tpu_embedding.optimizers._rmsprop import adadelta as adadelta
+from tpu_embedding.optimizers._rmsprop import rmsprop as rmsprop
 from tpu_embedding.optimizers._sgd import sgd as sgd
 from tpu_embedding.optimizers.lift import is_slot as is_slot
 from tpu_embedding.optimizers.lift import lift_to_rows as lift_to_rows
 from tpu_embedding.optimizers.modes import every_row as every_row
 from tpu_embedding.optimizers.modes import in_sequence as in_sequence
+from tpu_embedding.optimizers.options import clip_gradients as clip_gradients
+from tpu_embedding.optimizers.options import clip_rows as clip_rows
+from tpu_embedding.optimizers.options import decay_rows as decay_rows
+from tpu_embedding.optimizers.options import with_options as with_options

@@ -1,4 +1,4 @@
-"""Adam whose moments move only when their row is touched ("lazy").
+"""Adam, by default with moments that move only when their row is touched ("lazy").
 
 Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
 """
@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.config import TableOptimizer
 from tpu_embedding.optimizers._checks import check_hyperparameters, decay, positive
+from tpu_embedding.optimizers.modes import every_row
 
 
 class ScaleByAdamState(NamedTuple):
@@ -25,21 +27,23 @@ def adam(
     beta_1: float = 0.9,
     beta_2: float = 0.999,
     epsilon: float = 1e-7,
-    *,
+    lazy_adam: bool = True,
     sum_inside_sqrt: bool = True,
+    *,
     bias_correction: bool = False,
-) -> optax.GradientTransformation:
-    r"""Adam as TensorFlow's TPU embeddings have it.
+) -> TableOptimizer:
+    """Adam as TensorFlow's TPU embeddings have it.
 
         m = beta_1 * m + (1 - beta_1) * g
         v = beta_2 * v + (1 - beta_2) * g**2
         w -= learning_rate * m / sqrt(v + epsilon**2)     if sum_inside_sqrt
         w -= learning_rate * m / (sqrt(v) + epsilon)      otherwise
 
-    TensorFlow: `tf.tpu.experimental.embedding.Adam` with `lazy_adam=True`. It differs
-    from `optax.adam` in two ways. Moments of a row decay only in steps that look it
-    up. And there is no bias correction unless asked for; then the learning rate is
-    multiplied by `sqrt(1 - beta_2**t) / (1 - beta_1**t)` with the step t from 1, the
+    TensorFlow: `tf.tpu.experimental.embedding.Adam`. It differs from `optax.adam` in
+    two ways. Moments of a row decay only in steps that look it up, unless `lazy_adam`
+    is False: then every row decays and moves in each step, at the cost of a pass over
+    the table. And there is no bias correction unless asked for; then the learning rate
+    is multiplied by `sqrt(1 - beta_2**t) / (1 - beta_1**t)` with the step t from 1, the
     same for all rows.
 
     Args:
@@ -47,6 +51,7 @@ def adam(
       beta_1: decay of the momenta, in [0, 1).
       beta_2: decay of the velocities, in [0, 1).
       epsilon: positive.
+      lazy_adam: see above.
       sum_inside_sqrt: where epsilon is added, see above.
       bias_correction: see above.
 
@@ -60,7 +65,7 @@ def adam(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.3162, -0.3162]
     """
-    return optax.chain(
+    rule = optax.chain(
         scale_by_lazy_adam(
             beta_1,
             beta_2,
@@ -70,6 +75,7 @@ def adam(
         ),
         optax.scale_by_learning_rate(learning_rate),
     )
+    return rule if lazy_adam else every_row(rule)
 
 
 def scale_by_lazy_adam(

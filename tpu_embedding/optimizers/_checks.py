@@ -37,6 +37,11 @@ def not_negative(value: Any) -> Checked:
     return value, _is_traced(value) or bool(value >= 0), "not negative"
 
 
+def not_positive(value: Any) -> Checked:
+    """The rule that a value is zero or below."""
+    return value, _is_traced(value) or bool(value <= 0), "not positive"
+
+
 def decay(value: Any) -> Checked:
     """The rule that a value is in [0, 1)."""
     return value, _is_traced(value) or bool(0 <= value < 1), "in [0, 1)"

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import optax
 
+from tpu_embedding.config import TableOptimizer
 from tpu_embedding.training.models.model import ModelConfig
 from tpu_embedding.training.sources import DataSource
 
@@ -65,7 +66,7 @@ class RunConfig:
     num_steps: int
     table_learning_rate: float
     dense_learning_rate: float
-    make_table_optimizer: Callable[["RunConfig"], optax.GradientTransformation]
+    make_table_optimizer: Callable[["RunConfig"], TableOptimizer]
     make_dense_optimizer: Callable[["RunConfig"], optax.GradientTransformation]
     target: Target | None = None
     capacity: int | None = None

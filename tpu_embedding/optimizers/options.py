@@ -1,0 +1,168 @@
+"""Options that TensorFlow has on every table optimizer, as pieces around any rule.
+
+In the order of application: gradients are clipped, rows decay, the rule runs on the
+decayed rows, rows are clipped. That order is the reading of TensorFlow's
+`optimization_parameters.proto` on which its recorded runs in the tests are made.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpu_embedding.config import RowOptimizer, TableOptimizer, as_row_optimizer
+from tpu_embedding.optimizers._rates import learning_rate_at
+from tpu_embedding.optimizers.modes import in_sequence
+
+ClipValue = float | tuple[float | None, float | None]
+
+
+class DecayRowsState(NamedTuple):
+    """State of the rule inside, and the number of updates so far."""
+
+    count: jax.Array
+    inner: optax.OptState
+
+
+def with_options(
+    optimizer: TableOptimizer,
+    *,
+    learning_rate: optax.ScalarOrSchedule | None = None,
+    use_gradient_accumulation: bool = True,
+    clip_weight_min: float | None = None,
+    clip_weight_max: float | None = None,
+    weight_decay_factor: float | None = None,
+    multiply_weight_decay_factor_by_learning_rate: bool | None = None,
+    clipvalue: ClipValue | None = None,
+) -> TableOptimizer:
+    """Adds TensorFlow's common options to any rule, with TensorFlow's names.
+
+    They hold on every platform; TensorFlow's second version ignores or refuses most.
+
+    Args:
+      optimizer: the rule, of this package or of optax.
+      learning_rate: of the rule; needed only where the decay is multiplied by it.
+      use_gradient_accumulation: False applies the rule once per occurrence of an id;
+        see `in_sequence`.
+      clip_weight_min: smallest value of an updated row; None: none.
+      clip_weight_max: largest value of an updated row; None: none.
+      weight_decay_factor: touched rows lose this part before the rule runs; None or 0:
+        none.
+      multiply_weight_decay_factor_by_learning_rate: True: the part is the factor times
+        the learning rate of the step.
+      clipvalue: bounds of the elements of a row's summed gradient; one number c means
+        (-c, c), and either bound of a pair may be None.
+
+    Returns:
+      The rule with its options.
+
+    Raises:
+      ValueError: if options contradict each other.
+
+    Example:
+      >>> rule = with_options(optax.sgd(1.0), clip_weight_min=0.0)
+      >>> rows = jnp.ones((1, 2))
+      >>> updates, _ = rule.update(3 * rows, rule.init(rows), rows)
+      >>> (rows + updates).tolist()
+      [[0.0, 0.0]]
+    """
+    wrapped = as_row_optimizer(optimizer)
+    assert wrapped is not None
+    if not use_gradient_accumulation and clipvalue is not None:
+        raise ValueError(
+            "clipvalue bounds the summed gradient of a row, so it needs "
+            f"use_gradient_accumulation=True, got clipvalue={clipvalue} without it."
+        )
+    rule = wrapped.transformation
+    if weight_decay_factor:
+        multiplies = bool(multiply_weight_decay_factor_by_learning_rate)
+        if multiplies and learning_rate is None:
+            raise ValueError(
+                "multiply_weight_decay_factor_by_learning_rate needs the rule's "
+                "learning_rate; give it to with_options too."
+            )
+        rule = decay_rows(
+            rule, weight_decay_factor, learning_rate if multiplies else None
+        )
+    pieces = [rule]
+    if clipvalue is not None:
+        pieces.insert(0, clip_gradients(clipvalue))
+    if clip_weight_min is not None or clip_weight_max is not None:
+        pieces.append(clip_rows(clip_weight_min, clip_weight_max))
+    if len(pieces) > 1:
+        rule = optax.chain(*pieces)
+    result: TableOptimizer = rule
+    if wrapped.rows == "every" or wrapped.duplicates == "sequence":
+        result = RowOptimizer(
+            transformation=rule, rows=wrapped.rows, duplicates=wrapped.duplicates
+        )
+    return result if use_gradient_accumulation else in_sequence(result)
+
+
+def clip_gradients(clipvalue: ClipValue) -> optax.GradientTransformation:
+    """Bounds each element of the gradient.
+
+    Args:
+      clipvalue: a number c for (-c, c), or a pair of bounds, either of which may be
+        None.
+
+    Raises:
+      ValueError: if it is neither.
+    """
+    low, high = _bounds(clipvalue)
+
+    def clip(updates: Any, params: Any) -> Any:
+        del params
+        return jnp.clip(updates, low, high)
+
+    return optax.stateless(clip)
+
+
+def decay_rows(
+    rule: optax.GradientTransformation,
+    factor: float,
+    learning_rate: optax.ScalarOrSchedule | None = None,
+) -> optax.GradientTransformation:
+    """Lets a rule work on rows that have lost a part: `w -= factor * w` before it.
+
+    Args:
+      rule: the rule; its formula sees the decayed rows.
+      factor: the part.
+      learning_rate: where the part is to be multiplied by the rate of the step.
+    """
+
+    def init(params):
+        return DecayRowsState(jnp.zeros((), jnp.int32), rule.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None):
+        part = jnp.asarray(factor, jnp.float32)
+        if learning_rate is not None:
+            part *= learning_rate_at(learning_rate, state.count)
+        lost = part * params
+        updates, inner = rule.update(updates, state.inner, params - lost)
+        return updates - lost, DecayRowsState(state.count + 1, inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+def clip_rows(
+    minimum: float | None, maximum: float | None
+) -> optax.GradientTransformation:
+    """Bounds each element of an updated row; the last piece of a chain."""
+
+    def clip(updates: Any, params: Any) -> Any:
+        return jnp.clip(params + updates, minimum, maximum) - params
+
+    return optax.stateless(clip)
+
+
+def _bounds(clipvalue: ClipValue) -> tuple[float | None, float | None]:
+    if isinstance(clipvalue, tuple) and len(clipvalue) == 2:
+        return clipvalue
+    if isinstance(clipvalue, int | float):
+        return -1.0 * clipvalue, clipvalue
+    raise ValueError(
+        "clipvalue must be a number or a pair (min, max), either of which may be None, "
+        f"got {clipvalue!r}."
+    )
