@@ -62,6 +62,8 @@ class ClickModel(nnx.Module):
             config.dim * len(plan.features),
             (*config.hidden_sizes, 1),
             last_activation=False,
+            # Smooth: under a ReLU, rounding decides for inputs near 0, and runs part.
+            activation=nnx.silu,
             rngs=rngs,
         )
 

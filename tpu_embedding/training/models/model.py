@@ -1,6 +1,7 @@
 """What the training loop asks of a model, and the part that several models share."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -46,7 +47,7 @@ class ModelConfig(Protocol):
 
 
 class MLP(nnx.Module):
-    """Linear layers with a ReLU after each but, if so asked, the last."""
+    """Linear layers with an activation after each but, if so asked, the last."""
 
     def __init__(
         self,
@@ -54,22 +55,23 @@ class MLP(nnx.Module):
         layer_sizes: tuple[int, ...],
         *,
         last_activation: bool,
+        activation: Callable[[jax.Array], jax.Array] = nnx.relu,
         rngs: nnx.Rngs,
     ):
-        """Draws the weights: He's initialisation before a ReLU, LeCun's otherwise."""
+        """Draws the weights: He's initialisation before an activation, else LeCun's."""
         layers: list[Any] = []
         for place, size in enumerate(layer_sizes):
-            has_relu = last_activation or place + 1 < len(layer_sizes)
+            is_activated = last_activation or place + 1 < len(layer_sizes)
             initializer = (
                 nnx.initializers.he_normal()
-                if has_relu
+                if is_activated
                 else nnx.initializers.lecun_normal()
             )
             layers.append(
                 nnx.Linear(num_inputs, size, kernel_init=initializer, rngs=rngs)
             )
-            if has_relu:
-                layers.append(nnx.relu)
+            if is_activated:
+                layers.append(activation)
             num_inputs = size
         self.layers = nnx.Sequential(*layers)
 
