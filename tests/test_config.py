@@ -10,12 +10,8 @@ import optax
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.config import (
-    MAX_VOCABULARY_SIZE,
-    RowOptimizer,
-    as_row_optimizer,
-    truncated_normal_initializer,
-)
+from tpu_embedding.config import MAX_VOCABULARY_SIZE, truncated_normal_initializer
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer, as_row_optimizer
 
 TABLE = te.TableConfig(vocabulary_size=7, dim=3, name="movie")
 QUANTIZATION = te.QuantizationConfig(num_buckets=16, lower=-1.0, upper=1.0)

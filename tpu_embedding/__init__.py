@@ -33,3 +33,4 @@ from tpu_embedding.types import RaggedIds as RaggedIds
 from tpu_embedding.types import RowUpdates as RowUpdates
 from tpu_embedding.types import ShardedRaggedIds as ShardedRaggedIds
 from tpu_embedding.types import SparseIds as SparseIds
+from tpu_embedding.update.lift import lift_to_rows as lift_to_rows

@@ -37,14 +37,14 @@ from tpu_embedding.lookup._stack import (
     lookup_stack,
     stack_gradient,
 )
-from tpu_embedding.optimizers.apply import apply_updates
-from tpu_embedding.optimizers.lift import (
+from tpu_embedding.types import LookupStats, RowRange
+from tpu_embedding.update.apply import apply_updates
+from tpu_embedding.update.lift import (
     is_slot,
     lift_to_rows,
     slots_of,
     with_slots,
 )
-from tpu_embedding.types import LookupStats, RowRange
 
 
 @jax.tree_util.register_dataclass

@@ -8,8 +8,9 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.config import MAX_VOCABULARY_SIZE, RowOptimizer, as_row_optimizer
+from tpu_embedding.config import MAX_VOCABULARY_SIZE
 from tpu_embedding.layout.stacking import NamedTable, stack_tables
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer, as_row_optimizer
 
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
 QUANTIZATION = te.QuantizationConfig(num_buckets=16, lower=-1.0, upper=1.0)

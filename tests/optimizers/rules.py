@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 import tpu_embedding as te
+from tpu_embedding.update.lift import is_slot
 
 
 def one_table_plan(optimizer, vocabulary_size, dim, mesh, **options):
@@ -34,7 +35,6 @@ def initial_state(plan, table):
 
 def logical_slots(slots, plan):
     """Returns the slot variables of the only table, in the state's order."""
-    is_slot = te.optimizers.is_slot
     leaves = jax.tree.leaves(slots["stack_0"], is_leaf=is_slot)
     return [
         te.logical_values({"stack_0": leaf}, plan)["table"]

@@ -15,17 +15,19 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tpu_embedding.config import (
     FeatureConfig,
     QuantizationConfig,
-    RowOptimizer,
     TableConfig,
-    TableOptimizer,
-    optimizer_problem,
 )
 from tpu_embedding.hardware import GIBIBYTE, HardwareInfo, hardware_of_device
 from tpu_embedding.layout import capacity as capacity_lib
 from tpu_embedding.layout import memory, stacking
 from tpu_embedding.layout.packed_rows import RowLayout
-from tpu_embedding.layout.row_local import check_elementwise, check_row_local
-from tpu_embedding.layout.slots import slot_row_shapes
+from tpu_embedding.optimizers.row_local import check_elementwise, check_row_local
+from tpu_embedding.optimizers.row_optimizer import (
+    RowOptimizer,
+    TableOptimizer,
+    optimizer_problem,
+)
+from tpu_embedding.optimizers.slots import slot_row_shapes
 from tpu_embedding.types import PADDING_ROW_ID
 
 

@@ -14,8 +14,10 @@ import numpy as np
 
 from tpu_embedding.config import (
     FeatureConfig,
-    RowOptimizer,
     TableConfig,
+)
+from tpu_embedding.optimizers.row_optimizer import (
+    RowOptimizer,
     TableOptimizer,
     as_row_optimizer,
 )

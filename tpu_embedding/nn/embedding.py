@@ -15,12 +15,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_embedding import functional
-from tpu_embedding.config import TableOptimizer
 from tpu_embedding.layout.initial_values import init_tables
 from tpu_embedding.layout.logical import logical_values, with_logical_values
 from tpu_embedding.layout.plan import EmbeddingPlan, make_plan
 from tpu_embedding.lookup._inputs import attach_weights
 from tpu_embedding.lookup.prepare import prepare_features
+from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.types import LookupStats
 
 Recording = Literal["off", "shapes", "calls"]

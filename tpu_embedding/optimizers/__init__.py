@@ -20,8 +20,6 @@ do, and `in_sequence` once per occurrence of an id. `with_options` adds what Ten
 has on all of them: clipping of gradients and rows, and weight decay.
 """
 
-from tpu_embedding.layout.row_local import NotRowLocalError as NotRowLocalError
-from tpu_embedding.layout.row_local import check_row_local as check_row_local
 from tpu_embedding.optimizers._adagrad import adagrad as adagrad
 from tpu_embedding.optimizers._adagrad import adagrad_momentum as adagrad_momentum
 from tpu_embedding.optimizers._adagrad import rowwise_adagrad as rowwise_adagrad
@@ -41,11 +39,13 @@ from tpu_embedding.optimizers._proximal import proximal_adagrad as proximal_adag
 from tpu_embedding.optimizers._rmsprop import adadelta as adadelta
 from tpu_embedding.optimizers._rmsprop import rmsprop as rmsprop
 from tpu_embedding.optimizers._sgd import sgd as sgd
-from tpu_embedding.optimizers.lift import is_slot as is_slot
-from tpu_embedding.optimizers.lift import lift_to_rows as lift_to_rows
 from tpu_embedding.optimizers.modes import every_row as every_row
 from tpu_embedding.optimizers.modes import in_sequence as in_sequence
 from tpu_embedding.optimizers.options import clip_gradients as clip_gradients
 from tpu_embedding.optimizers.options import clip_rows as clip_rows
 from tpu_embedding.optimizers.options import decay_rows as decay_rows
 from tpu_embedding.optimizers.options import with_options as with_options
+from tpu_embedding.optimizers.row_local import NotRowLocalError as NotRowLocalError
+from tpu_embedding.optimizers.row_local import check_row_local as check_row_local
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer as RowOptimizer
+from tpu_embedding.optimizers.row_optimizer import TableOptimizer as TableOptimizer

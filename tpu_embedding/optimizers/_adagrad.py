@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers._arrays import for_each_array
 from tpu_embedding.optimizers._checks import (
     check_hyperparameters,
     not_negative,
@@ -103,7 +104,7 @@ def scale_by_adagrad(
             ScaleByAdagradState(accumulators),
         )
 
-    return optax.GradientTransformation(init, update)
+    return for_each_array(init, update)
 
 
 def scale_by_rowwise_adagrad(
@@ -125,7 +126,7 @@ def scale_by_rowwise_adagrad(
             ScaleByAdagradState(accumulators),
         )
 
-    return optax.GradientTransformation(init, update)
+    return for_each_array(init, update)
 
 
 class ScaleByAdagradMomentumState(NamedTuple):
@@ -204,4 +205,4 @@ def scale_by_adagrad_momentum(
         steps = momentum * momenta + scaled if use_nesterov else momenta
         return steps, ScaleByAdagradMomentumState(accumulators, momenta)
 
-    return optax.GradientTransformation(init, update)
+    return for_each_array(init, update)

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_embedding.config import TableOptimizer
+from tpu_embedding.optimizers._arrays import for_each_array
 from tpu_embedding.optimizers._checks import check_hyperparameters, decay, positive
 from tpu_embedding.optimizers.modes import every_row
+from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 
 
 class ScaleByAdamState(NamedTuple):
@@ -112,4 +113,4 @@ def scale_by_lazy_adam(
             steps *= jnp.sqrt(1 - beta_2**t) / (1 - beta_1**t)
         return steps, ScaleByAdamState(count, momenta, velocities)
 
-    return optax.GradientTransformation(init, update)
+    return for_each_array(init, update)

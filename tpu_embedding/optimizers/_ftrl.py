@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers._arrays import for_each_array
 from tpu_embedding.optimizers._checks import (
     check_hyperparameters,
     not_negative,
@@ -103,7 +104,7 @@ def ftrl(
             linears=jnp.zeros_like(params),
         )
 
-    def update(updates: Any, state: Any, params: Any = None):
+    def update(updates: Any, state: Any, params: Any):
         rate = learning_rate_at(learning_rate, state.count)
         accumulators = state.accumulators + jnp.square(updates)
         power = _power(accumulators, p)
@@ -122,7 +123,7 @@ def ftrl(
         rows = jnp.where(is_zero, 0, numerators / jnp.where(is_zero, 1, denominators))
         return rows - params, FTRLState(state.count + 1, accumulators, linears)
 
-    return optax.GradientTransformation(init, update)
+    return for_each_array(init, update)
 
 
 def _power(values: jax.Array, exponent: float) -> jax.Array:

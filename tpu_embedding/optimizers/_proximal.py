@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers._arrays import for_each_array
 from tpu_embedding.optimizers._checks import (
     check_hyperparameters,
     not_negative,
@@ -66,7 +67,7 @@ def proximal_adagrad(
             accumulators=jnp.full_like(params, initial_accumulator_value),
         )
 
-    def update(updates: Any, state: Any, params: Any = None):
+    def update(updates: Any, state: Any, params: Any):
         accumulators = state.accumulators + jnp.square(updates)
         rate = learning_rate_at(learning_rate, state.count)
         eta = rate * jax.lax.rsqrt(accumulators)
@@ -74,4 +75,4 @@ def proximal_adagrad(
         rows = jnp.sign(z) * jnp.maximum(jnp.abs(z) - eta * l1, 0) / (1 + eta * l2)
         return rows - params, ProximalAdagradState(state.count + 1, accumulators)
 
-    return optax.GradientTransformation(init, update)
+    return for_each_array(init, update)

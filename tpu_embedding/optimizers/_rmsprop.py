@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers._arrays import for_each_array
 from tpu_embedding.optimizers._checks import check_hyperparameters, not_negative
 from tpu_embedding.optimizers._rates import learning_rate_at
 
@@ -71,7 +72,7 @@ def rmsprop(
             mg=jnp.zeros_like(params) if centered else None,
         )
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
         del params
         rate = learning_rate_at(learning_rate, state.count)
         ms = rho * state.ms + (1 - rho) * jnp.square(updates)
@@ -83,7 +84,7 @@ def rmsprop(
         mom = momentum * state.mom + step
         return -mom, RMSPropState(state.count + 1, ms, mom, mg)
 
-    return optax.GradientTransformation(init, update)
+    return for_each_array(init, update)
 
 
 class AdadeltaState(NamedTuple):
@@ -132,6 +133,6 @@ def adadelta(
         return x, AdadeltaState(a, rho * state.updates + (1 - rho) * jnp.square(x))
 
     return optax.chain(
-        optax.GradientTransformation(init, update),
+        for_each_array(init, update),
         optax.scale_by_learning_rate(learning_rate),
     )

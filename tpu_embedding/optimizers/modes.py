@@ -1,6 +1,10 @@
 """Which rows a rule is applied to, and how often."""
 
-from tpu_embedding.config import RowOptimizer, TableOptimizer, as_row_optimizer
+from tpu_embedding.optimizers.row_optimizer import (
+    RowOptimizer,
+    TableOptimizer,
+    as_row_optimizer,
+)
 
 
 def every_row(optimizer: TableOptimizer) -> RowOptimizer:

@@ -11,9 +11,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_embedding.config import RowOptimizer, TableOptimizer, as_row_optimizer
 from tpu_embedding.optimizers._rates import learning_rate_at
 from tpu_embedding.optimizers.modes import in_sequence
+from tpu_embedding.optimizers.row_optimizer import (
+    RowOptimizer,
+    TableOptimizer,
+    as_row_optimizer,
+)
 
 ClipValue = float | tuple[float | None, float | None]
 
@@ -112,11 +116,11 @@ def clip_gradients(clipvalue: ClipValue) -> optax.GradientTransformation:
     """
     low, high = _bounds(clipvalue)
 
-    def clip(updates: Any, params: Any) -> Any:
-        del params
-        return jnp.clip(updates, low, high)
+    def clip(gradient: Any, rows: Any) -> Any:
+        del rows
+        return jnp.clip(gradient, low, high)
 
-    return optax.stateless(clip)
+    return optax.stateless_with_tree_map(clip)
 
 
 def decay_rows(
@@ -139,9 +143,11 @@ def decay_rows(
         part = jnp.asarray(factor, jnp.float32)
         if learning_rate is not None:
             part *= learning_rate_at(learning_rate, state.count)
-        lost = part * params
-        updates, inner = rule.update(updates, state.inner, params - lost)
-        return updates - lost, DecayRowsState(state.count + 1, inner)
+        lost = jax.tree.map(lambda rows: part * rows, params)
+        decayed = jax.tree.map(jnp.subtract, params, lost)
+        updates, inner = rule.update(updates, state.inner, decayed)
+        updates = jax.tree.map(jnp.subtract, updates, lost)
+        return updates, DecayRowsState(state.count + 1, inner)
 
     return optax.GradientTransformation(init, update)
 
@@ -151,10 +157,10 @@ def clip_rows(
 ) -> optax.GradientTransformation:
     """Bounds each element of an updated row; the last piece of a chain."""
 
-    def clip(updates: Any, params: Any) -> Any:
-        return jnp.clip(params + updates, minimum, maximum) - params
+    def clip(update: Any, rows: Any) -> Any:
+        return jnp.clip(rows + update, minimum, maximum) - rows
 
-    return optax.stateless(clip)
+    return optax.stateless_with_tree_map(clip)
 
 
 def _bounds(clipvalue: ClipValue) -> tuple[float | None, float | None]:

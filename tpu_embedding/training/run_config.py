@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import optax
 
-from tpu_embedding.config import TableOptimizer
+from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.training.models.model import ModelConfig
 from tpu_embedding.training.sources import DataSource
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_embedding.config import TableOptimizer
+from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 
 # Two numbers of rows that no hyper-parameter and no dim is likely to equal.
 _PROBE_ROWS = (1_000_003, 1_000_033)

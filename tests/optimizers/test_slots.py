@@ -9,7 +9,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.layout.slots import slot_row_shapes
+from tpu_embedding.optimizers.slots import slot_row_shapes
 
 DIM = 16
 FULL, SCALAR = (DIM,), ()

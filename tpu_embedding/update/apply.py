@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from tpu_embedding.config import RowOptimizer
 from tpu_embedding.layout.packed_rows import PackedRows, add_to_rows, gather_rows
-from tpu_embedding.optimizers.lift import (
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
+from tpu_embedding.update.lift import (
     is_slot,
     lift_to_rows,
     slots_of,
     with_slots,
 )
-from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 
 _LINES_PER_BLOCK: Final = 8192
 """Lines that a pass over all rows takes at a time: 4 MiB of 128 float32 lanes."""

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import optax
 
-from tpu_embedding.config import TableOptimizer
 from tpu_embedding.layout.packed_rows import (
     PackedRows,
     gather_rows,
@@ -20,7 +19,8 @@ from tpu_embedding.layout.packed_rows import (
     replace_rows,
     unpack_rows,
 )
-from tpu_embedding.layout.slots import slot_row_shapes
+from tpu_embedding.optimizers.row_optimizer import TableOptimizer
+from tpu_embedding.optimizers.slots import slot_row_shapes
 
 
 def lift_to_rows(

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.config import TableOptimizer
+from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 
 _PROBE_ROWS: Final = 1_000_003
 """A prime that no dim, count or hyper-parameter is likely to be a multiple of."""

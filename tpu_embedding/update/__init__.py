@@ -1,0 +1,1 @@
+"""Optimizers at work: rows of table and slot variables, updated in place."""
