@@ -11,7 +11,6 @@ import pytest
 
 import tpu_embedding as te
 from tpu_embedding.config import MAX_VOCABULARY_SIZE, truncated_normal_initializer
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer, as_row_optimizer
 
 TABLE = te.TableConfig(vocabulary_size=7, dim=3, name="movie")
 QUANTIZATION = te.QuantizationConfig(num_buckets=16, lower=-1.0, upper=1.0)
@@ -31,10 +30,6 @@ def quantization(**options):
     return te.QuantizationConfig(
         **{"num_buckets": 16, "lower": -1.0, "upper": 1.0} | options
     )
-
-
-def row_optimizer(**options):
-    return RowOptimizer(**{"transformation": SGD} | options)
 
 
 WRONG = {
@@ -57,7 +52,7 @@ WRONG = {
         ("dim", np.int32(3)),
         ("initializer", 0.5),
         ("initializer", "zeros"),
-        ("optimizer", "adam"),
+        ("optimizer", "adamm"),
         ("combiner", "max"),
         ("combiner", "SUM"),
         ("combiner", ""),
@@ -127,20 +122,11 @@ WRONG = {
         ("upper", INF),
         ("upper", None),
     ],
-    row_optimizer: [
-        ("transformation", "sgd"),
-        ("transformation", None),
-        ("rows", "all"),
-        ("rows", None),
-        ("duplicates", "mean"),
-        ("duplicates", None),
-    ],
 }
 CLASS_NAMES = {
     table: "TableConfig",
     feature: "FeatureConfig",
     quantization: "QuantizationConfig",
-    row_optimizer: "RowOptimizer",
 }
 CASES = [
     pytest.param(make, field, value, id=f"{make.__name__}-{field}-{value}")
@@ -211,10 +197,8 @@ RIGHT = [
     (feature, dict(expected_valence=0.25)),
     (quantization, dict(num_buckets=2)),
     (quantization, dict(lower=0, upper=1)),
-    (row_optimizer, dict(rows="every")),
-    (row_optimizer, dict(duplicates="sequence")),
     (table, dict(optimizer=SGD)),
-    (table, dict(optimizer=RowOptimizer(transformation=SGD))),
+    (table, dict(optimizer="adagrad")),
 ]
 
 
@@ -227,18 +211,6 @@ def test_right_values_are_kept(make, options):
 
 def test_largest_vocabulary_leaves_room_for_padding():
     assert MAX_VOCABULARY_SIZE == te.PADDING_ROW_ID - 1 == 2**31 - 2
-
-
-def test_every_row_in_sequence_is_refused():
-    with pytest.raises(ValueError, match="RowOptimizer cannot .* duplicates='sum'"):
-        row_optimizer(rows="every", duplicates="sequence")
-
-
-def test_plain_transformations_are_wrapped():
-    assert as_row_optimizer(SGD) == row_optimizer()
-    wrapped = row_optimizer(rows="every")
-    assert as_row_optimizer(wrapped) is wrapped
-    assert as_row_optimizer(None) is None
 
 
 def defaults_of(cls):
@@ -267,7 +239,6 @@ def test_defaults_are_those_of_tensorflow():
     ours = dict(out_of_range_ids="error", expected_valence=None)
     assert defaults_of(te.FeatureConfig) == in_tensorflow | ours
     assert defaults_of(te.QuantizationConfig) == {}
-    assert defaults_of(RowOptimizer) == dict(rows="touched", duplicates="sum")
 
 
 @pytest.mark.parametrize("dim", [1, 16, 100])
@@ -312,9 +283,6 @@ OTHER_VALUES = [
     (quantization, dict(num_buckets=17)),
     (quantization, dict(lower=-2.0)),
     (quantization, dict(upper=2.0)),
-    (row_optimizer, dict(transformation=optax.adam(0.1))),
-    (row_optimizer, dict(rows="every")),
-    (row_optimizer, dict(duplicates="sequence")),
 ]
 
 

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.optimizers.row_optimizer import TableOptimizer, optimizer_problem
+from tpu_embedding.optimizers.names import optimizer_problem
+from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.types import PADDING_ROW_ID
 
 Combiner = Literal["sum", "mean", "sqrtn"]
@@ -84,8 +85,9 @@ class TableConfig:
       initializer: `(key, shape, dtype) -> array`, as in `jax.nn.initializers`; called
         with the whole table's shape `(vocabulary_size, dim)`, so that fan-based ones
         see it. None means truncated normal with stddev `1 / sqrt(dim)`.
-      optimizer: for this table, an optax transformation or one of
-        `tpu_embedding.optimizers`; None means the one given to the layer.
+      optimizer: for this table, an optax transformation, one of
+        `tpu_embedding.optimizers`, or the name of one of these with its defaults, such
+        as `"adagrad"`; None means the one given to the layer.
       combiner: how the ids of one sample become one row: `"sum"`, `"mean"` (divided
         by the sum of the weights) or `"sqrtn"` (by the root of the sum of their
         squares). A denominator of 0 gives 0.

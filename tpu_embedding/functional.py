@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tpu_embedding.layout.packed_rows import PackedRows
-from tpu_embedding.layout.plan import EmbeddingPlan, FeaturePlan, StackPlan
+from tpu_embedding.layout.plan import EmbeddingPlan, FeaturePlan
 from tpu_embedding.lookup._inputs import (
     FeatureShape,
     ShardableInput,
@@ -33,18 +33,12 @@ from tpu_embedding.lookup._stack import (
     StackGradient,
     StackLookup,
     StackRouting,
-    for_each_later_update,
     lookup_stack,
     stack_gradient,
 )
-from tpu_embedding.types import LookupStats, RowRange
-from tpu_embedding.update.apply import apply_updates
-from tpu_embedding.update.lift import (
-    is_slot,
-    lift_to_rows,
-    slots_of,
-    with_slots,
-)
+from tpu_embedding.types import LookupStats
+from tpu_embedding.update.apply import apply_gradient, init_state
+from tpu_embedding.update.lift import is_slot
 
 
 @jax.tree_util.register_dataclass
@@ -207,22 +201,21 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
 
     def init_shard(tables):
         return {
-            stack.name: lift_to_rows(stack.optimizer).init(tables[stack.name])
+            stack.name: init_state(tables[stack.name], stack, plan)
             for stack in plan.stacks
             if stack.optimizer is not None
         }
 
-    shard = {
-        stack.name: _shard_struct(stack) for stack in plan.stacks if stack.optimizer
-    }
-    shapes = jax.eval_shape(init_shard, shard)
-    return jax.shard_map(
+    in_shards = functools.partial(
+        jax.shard_map,
         init_shard,
         mesh=plan.mesh,
         in_specs=plan.shard_spec,
-        out_specs=_slot_specs(shapes, plan),
         check_vma=False,
-    )(trained)
+    )
+    # The structure of the states comes first: it says what is sharded.
+    structure = jax.eval_shape(in_shards(out_specs=PartitionSpec()), trained)
+    return in_shards(out_specs=_slot_specs(structure, plan))(trained)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -250,7 +243,7 @@ def apply_gradients(
 
     def apply_shard(tables, slots, gradients):
         return {
-            stack.name: _apply_stack(
+            stack.name: apply_gradient(
                 tables[stack.name],
                 slots[stack.name],
                 gradients[stack.name],
@@ -304,47 +297,6 @@ def _look_up(
         out_specs=plan.shard_spec,
         check_vma=False,
     )(tables, shardables)
-
-
-def _apply_stack(
-    table: PackedRows,
-    state: Any,
-    gradient: StackGradient,
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> tuple[PackedRows, Any]:
-    """Applies the rounds of a gradient one after the other. Per shard.
-
-    Their rows are different, so the result is that of one update with all rows, if
-    what belongs to no row (step count, learning rate) stays the same for each round
-    and advances once.
-    """
-    assert stack.optimizer is not None
-    optimizer = stack.optimizer
-    if gradient.later is None:
-        return apply_updates(optimizer, table, state, gradient.updates)
-    first_rows = RowRange(jnp.int32(0), gradient.later.remaining.end_row[0])
-    new_table, new_state = apply_updates(
-        optimizer, table, state, gradient.updates, first_rows
-    )
-
-    def apply_round(carry, updates, row_range):
-        table, slots = carry
-        table, state_of_round = apply_updates(
-            optimizer, table, with_slots(state, slots), updates, row_range
-        )
-        return table, slots_of(state_of_round)
-
-    new_table, slots = for_each_later_update(
-        gradient.later, apply_round, (new_table, slots_of(new_state)), stack, plan
-    )
-    return new_table, with_slots(new_state, slots)
-
-
-def _shard_struct(stack: StackPlan) -> PackedRows:
-    layout = stack.layout
-    lines: Any = jax.ShapeDtypeStruct((layout.num_lines, layout.lanes), jnp.float32)
-    return PackedRows(lines=lines, layout=layout)
 
 
 def _feature_shapes(leaves: list[Any], plan: EmbeddingPlan) -> list[FeatureShape]:

@@ -10,7 +10,7 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.config import MAX_VOCABULARY_SIZE
 from tpu_embedding.layout.stacking import NamedTable, stack_tables
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer, as_row_optimizer
+from tpu_embedding.optimizers.resolve import resolve_optimizer
 
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
 QUANTIZATION = te.QuantizationConfig(num_buckets=16, lower=-1.0, upper=1.0)
@@ -44,12 +44,8 @@ DIFFERENCES = {
     "dim": dict(dim=5),
     "quantization": dict(quantization_config=QUANTIZATION),
     "optimizer": dict(optimizer=ADAM),
-    "rows_of_the_optimizer": dict(
-        optimizer=RowOptimizer(transformation=SGD, rows="every")
-    ),
-    "duplicates_of_the_optimizer": dict(
-        optimizer=RowOptimizer(transformation=SGD, duplicates="sequence")
-    ),
+    "rows_of_the_optimizer": dict(optimizer=te.optimizers.every_row(SGD)),
+    "duplicates_of_the_optimizer": dict(optimizer=te.optimizers.in_sequence(SGD)),
 }
 
 
@@ -65,7 +61,6 @@ SAME = {
     "combiner": dict(combiner="sum"),
     "initializer": dict(initializer=jax.nn.initializers.zeros),
     "named_optimizer_equal_to_that_of_the_layer": dict(optimizer=SGD),
-    "same_rule_wrapped": dict(optimizer=RowOptimizer(transformation=SGD)),
     "np.float32": dict(dtype=np.float32),
     "np.dtype": dict(dtype=np.dtype("float32")),
 }
@@ -188,7 +183,9 @@ def test_two_features_of_one_name(config):
 
 def named(name, vocabulary_size, **options):
     config = table(name, vocabulary_size, **options)
-    return NamedTable(name=name, config=config, optimizer=as_row_optimizer(SGD))
+    return NamedTable(
+        name=name, config=config, optimizer=resolve_optimizer(SGD, name, ())
+    )
 
 
 def test_a_stack_never_has_more_rows_than_int32_counts():

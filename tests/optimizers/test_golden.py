@@ -70,7 +70,7 @@ WITHOUT_COMPARABLE_SLOTS = ("sgd_momentum_nonlazy", "sgd_nesterov_nonlazy")
 
 def names_of_runs():
     for path in sorted(GOLDEN.glob("*.npz")):
-        if not path.stem.startswith("lookup"):
+        if not path.stem.startswith(("lookup", "adafactor", "afsparse")):
             yield path.stem
 
 

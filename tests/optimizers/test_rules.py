@@ -134,12 +134,6 @@ def test_every_row_equals_dense_for_any_touched_rows(name, hardware, options):
     )
 
 
-def test_every_row_refuses_what_mixes_elements():
-    optimizer = te.optimizers.every_row(te.optimizers.rowwise_adagrad(0.1))
-    with pytest.raises(te.optimizers.NotRowLocalError, match=r"of tables \['table'\]"):
-        one_table_plan(optimizer, VOCABULARY_SIZE, DIM, mesh_of(1))
-
-
 STEP_GATED = {
     "apply_every": optax.chain(optax.sgd(0.1), optax.apply_every(2)),
     "MultiSteps": optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
@@ -187,8 +181,9 @@ def test_slots_survive_outliers(hardware):
 
 
 def test_every_row_excludes_sequence():
+    optimizer = te.optimizers.every_row(te.optimizers.in_sequence(OPTIMIZERS["sgd"]))
     with pytest.raises(ValueError, match="at once"):
-        te.optimizers.every_row(te.optimizers.in_sequence(OPTIMIZERS["sgd"]))
+        one_table_plan(optimizer, VOCABULARY_SIZE, DIM, mesh_of(1))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -21,12 +22,9 @@ from tpu_embedding.hardware import GIBIBYTE, HardwareInfo, hardware_of_device
 from tpu_embedding.layout import capacity as capacity_lib
 from tpu_embedding.layout import memory, stacking
 from tpu_embedding.layout.packed_rows import RowLayout
-from tpu_embedding.optimizers.row_local import check_elementwise, check_row_local
-from tpu_embedding.optimizers.row_optimizer import (
-    RowOptimizer,
-    TableOptimizer,
-    optimizer_problem,
-)
+from tpu_embedding.optimizers.names import optimizer_problem
+from tpu_embedding.optimizers.row_local import check_row_local
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
 from tpu_embedding.optimizers.slots import slot_row_shapes
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -88,7 +86,7 @@ class StackPlan:
     @property
     def keeps_duplicates(self) -> bool:
         """Whether each occurrence of an id travels for itself."""
-        return self.optimizer is not None and self.optimizer.duplicates == "sequence"
+        return self.optimizer is not None and self.optimizer.duplicates != "sum"
 
     def capacity_for(self, max_unique_ids: int) -> int:
         """Returns the ids per destination and round for so many ids per shard."""
@@ -397,11 +395,12 @@ def _slots_of_tables(
     """Returns the slot variables of an optimizer; refuses one that mixes rows."""
     dim = tables[0].config.dim
     try:
-        if optimizer.rows == "every":
-            check_elementwise(optimizer)
-        else:
-            check_row_local(optimizer, dim)
-        return jax.tree.leaves(slot_row_shapes(optimizer, dim))
+        check_row_local(optimizer, dim)
+        slots = jax.tree.leaves(slot_row_shapes(optimizer, dim))
     except ValueError as error:
         names = [table.name for table in tables]
         raise type(error)(f"{error} (The optimizer of tables {names}.)") from error
+    if optimizer.keeps_gradient:
+        slots.append(jax.ShapeDtypeStruct((dim,), jnp.float32))
+        slots.append(jax.ShapeDtypeStruct((), jnp.int32))
+    return slots

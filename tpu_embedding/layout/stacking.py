@@ -16,11 +16,8 @@ from tpu_embedding.config import (
     FeatureConfig,
     TableConfig,
 )
-from tpu_embedding.optimizers.row_optimizer import (
-    RowOptimizer,
-    TableOptimizer,
-    as_row_optimizer,
-)
+from tpu_embedding.optimizers.resolve import resolve_optimizer
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
 from tpu_embedding.types import PADDING_ROW_ID
 
 _MOST_ROWS_OF_STACK: Final = PADDING_ROW_ID - 2**20
@@ -66,7 +63,7 @@ def name_tables(
     """
     by_name: dict[str, TableConfig] = {}
     unnamed: list[TableConfig] = []
-    tables = []
+    named = []
     for feature in features:
         config = feature.table
         if config.name is None:
@@ -83,16 +80,28 @@ def name_tables(
                 f"{name!r}:\n  {other}\n  {config}\nGive one of them another name, "
                 "or the same settings to share one table."
             )
-        tables.append(
-            NamedTable(
-                name=name,
-                config=config,
-                optimizer=as_row_optimizer(
-                    optimizer if config.optimizer is None else config.optimizer
-                ),
-            )
+        named.append((name, config))
+    return [
+        NamedTable(
+            name=name,
+            config=config,
+            optimizer=_optimizer_of(name, config, optimizer, by_name),
         )
-    return tables
+        for name, config in named
+    ]
+
+
+def _optimizer_of(
+    name: str,
+    config: TableConfig,
+    optimizer: TableOptimizer | None,
+    tables: dict[str, TableConfig],
+) -> RowOptimizer | None:
+    """Returns the table's own optimizer, or that of all tables without one."""
+    if config.optimizer is not None:
+        return resolve_optimizer(config.optimizer, name, (name,))
+    others = tuple(other for other, c in tables.items() if c.optimizer is None)
+    return resolve_optimizer(optimizer, name, others)
 
 
 def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:

@@ -22,10 +22,8 @@ def merge(
 
     Returns:
       Each row once, rising, then padding. There are no more places than the shard
-      has rows. Where duplicates are to be kept, everything as it was received.
+      has rows.
     """
-    if stack.num_shards == 1 or stack.keeps_duplicates:
-        return RowUpdates(row_ids=row_ids, values=gradients)
     num_places = min(row_ids.shape[0], stack.rows_per_shard)
     sorted_ids, order, ranks = rank_unique(row_ids)
     ranks = jnp.where(sorted_ids == PADDING_ROW_ID, num_places, ranks)

@@ -288,4 +288,7 @@ def _send_gradients(
     stack: StackPlan,
     plan: EmbeddingPlan,
 ) -> RowUpdates:
-    return merge(received_row_ids, exchange(gradients, plan), stack)
+    gradients = exchange(gradients, plan)
+    if stack.num_shards == 1 or stack.keeps_duplicates:
+        return RowUpdates(row_ids=received_row_ids, values=gradients)
+    return merge(received_row_ids, gradients, stack)

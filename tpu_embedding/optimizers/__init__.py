@@ -20,6 +20,7 @@ do, and `in_sequence` once per occurrence of an id. `with_options` adds what Ten
 has on all of them: clipping of gradients and rows, and weight decay.
 """
 
+from tpu_embedding.optimizers._adafactor import adafactor as adafactor
 from tpu_embedding.optimizers._adagrad import adagrad as adagrad
 from tpu_embedding.optimizers._adagrad import adagrad_momentum as adagrad_momentum
 from tpu_embedding.optimizers._adagrad import rowwise_adagrad as rowwise_adagrad
@@ -32,6 +33,7 @@ from tpu_embedding.optimizers._adagrad import (
 )
 from tpu_embedding.optimizers._adam import adam as adam
 from tpu_embedding.optimizers._adam import scale_by_lazy_adam as scale_by_lazy_adam
+from tpu_embedding.optimizers._clippy import clippy_adagrad as clippy_adagrad
 from tpu_embedding.optimizers._ftrl import ftrl as ftrl
 from tpu_embedding.optimizers._lion import lion as lion
 from tpu_embedding.optimizers._momentum import momentum as momentum

@@ -12,7 +12,6 @@ import optax
 from tpu_embedding.optimizers._arrays import for_each_array
 from tpu_embedding.optimizers._checks import check_hyperparameters, decay, positive
 from tpu_embedding.optimizers.modes import every_row
-from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 
 
 class ScaleByAdamState(NamedTuple):
@@ -32,7 +31,7 @@ def adam(
     sum_inside_sqrt: bool = True,
     *,
     bias_correction: bool = False,
-) -> TableOptimizer:
+) -> optax.GradientTransformation:
     """Adam as TensorFlow's TPU embeddings have it.
 
         m = beta_1 * m + (1 - beta_1) * g

@@ -1,6 +1,6 @@
 """Rules for hyper-parameters, which may be numbers, or traced by optax."""
 
-from typing import Any
+from typing import Any, get_args
 
 from jax.core import Tracer
 
@@ -45,6 +45,17 @@ def not_positive(value: Any) -> Checked:
 def decay(value: Any) -> Checked:
     """The rule that a value is in [0, 1)."""
     return value, _is_traced(value) or bool(0 <= value < 1), "in [0, 1)"
+
+
+def fraction(value: Any) -> Checked:
+    """The rule that a value is in [0, 1]."""
+    return value, _is_traced(value) or bool(0 <= value <= 1), "in [0, 1]"
+
+
+def one_of(value: Any, choices: Any) -> Checked:
+    """The rule that a value is one of those of a `Literal`."""
+    allowed = get_args(choices)
+    return repr(value), value in allowed, f"one of {list(allowed)}"
 
 
 def _is_traced(value: Any) -> bool:

@@ -13,11 +13,6 @@ import optax
 
 from tpu_embedding.optimizers._rates import learning_rate_at
 from tpu_embedding.optimizers.modes import in_sequence
-from tpu_embedding.optimizers.row_optimizer import (
-    RowOptimizer,
-    TableOptimizer,
-    as_row_optimizer,
-)
 
 ClipValue = float | tuple[float | None, float | None]
 
@@ -30,7 +25,7 @@ class DecayRowsState(NamedTuple):
 
 
 def with_options(
-    optimizer: TableOptimizer,
+    rule: optax.GradientTransformation,
     *,
     learning_rate: optax.ScalarOrSchedule | None = None,
     use_gradient_accumulation: bool = True,
@@ -39,13 +34,13 @@ def with_options(
     weight_decay_factor: float | None = None,
     multiply_weight_decay_factor_by_learning_rate: bool | None = None,
     clipvalue: ClipValue | None = None,
-) -> TableOptimizer:
+) -> optax.GradientTransformation:
     """Adds TensorFlow's common options to any rule, with TensorFlow's names.
 
     They hold on every platform; TensorFlow's second version ignores or refuses most.
 
     Args:
-      optimizer: the rule, of this package or of optax.
+      rule: of this package or of optax.
       learning_rate: of the rule; needed only where the decay is multiplied by it.
       use_gradient_accumulation: False applies the rule once per occurrence of an id;
         see `in_sequence`.
@@ -71,14 +66,11 @@ def with_options(
       >>> (rows + updates).tolist()
       [[0.0, 0.0]]
     """
-    wrapped = as_row_optimizer(optimizer)
-    assert wrapped is not None
     if not use_gradient_accumulation and clipvalue is not None:
         raise ValueError(
             "clipvalue bounds the summed gradient of a row, so it needs "
             f"use_gradient_accumulation=True, got clipvalue={clipvalue} without it."
         )
-    rule = wrapped.transformation
     if weight_decay_factor:
         multiplies = bool(multiply_weight_decay_factor_by_learning_rate)
         if multiplies and learning_rate is None:
@@ -96,12 +88,7 @@ def with_options(
         pieces.append(clip_rows(clip_weight_min, clip_weight_max))
     if len(pieces) > 1:
         rule = optax.chain(*pieces)
-    result: TableOptimizer = rule
-    if wrapped.rows == "every" or wrapped.duplicates == "sequence":
-        result = RowOptimizer(
-            transformation=rule, rows=wrapped.rows, duplicates=wrapped.duplicates
-        )
-    return result if use_gradient_accumulation else in_sequence(result)
+    return rule if use_gradient_accumulation else in_sequence(rule)
 
 
 def clip_gradients(clipvalue: ClipValue) -> optax.GradientTransformation:

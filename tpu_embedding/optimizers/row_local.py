@@ -15,8 +15,13 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jaxtyping import Array
 
-from tpu_embedding.optimizers.row_optimizer import TableOptimizer
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.optimizers.table_rows import TableRows, among
+
+Rule = optax.GradientTransformation | RowOptimizer
 
 _PROBE_ROWS: Final = 1_000_003
 """A prime that no dim, count or hyper-parameter is likely to be a multiple of."""
@@ -48,7 +53,7 @@ class NotRowLocalError(ValueError):
 
 
 @functools.lru_cache(maxsize=256)
-def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
+def check_row_local(optimizer: Rule, dim: int) -> None:
     """Refuses a transformation that mixes rows.
 
     Args:
@@ -62,8 +67,9 @@ def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
     state = jax.eval_shape(
         optimizer.init, jax.ShapeDtypeStruct((_PROBE_ROWS, dim), jnp.float32)
     )
+    is_lazy = not (isinstance(optimizer, RowOptimizer) and optimizer.rows == "every")
     for name in _type_names(state):
-        if name in _GATED_STATES:
+        if is_lazy and name in _GATED_STATES:
             raise NotRowLocalError(
                 f"The optimizer is not row-local in time: {name} collects gradients "
                 "and applies them in some steps only, but a row is updated in the "
@@ -72,7 +78,7 @@ def check_row_local(optimizer: TableOptimizer, dim: int) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def check_elementwise(optimizer: TableOptimizer) -> None:
+def check_elementwise(optimizer: Rule) -> None:
     """Refuses a transformation that mixes elements, of different rows or of one.
 
     Args:
@@ -85,12 +91,13 @@ def check_elementwise(optimizer: TableOptimizer) -> None:
     _check(optimizer, (_PROBE_ROWS,))
 
 
-def _check(optimizer: TableOptimizer, shape: tuple[int, ...]) -> None:
+def _check(optimizer: Rule, shape: tuple[int, ...]) -> None:
     rows = jax.ShapeDtypeStruct(shape, jnp.float32)
     try:
-        init = jax.make_jaxpr(optimizer.init)(rows)
-        state = jax.eval_shape(optimizer.init, rows)
-        update = jax.make_jaxpr(optimizer.update)(rows, state, rows)
+        with among(_unknown_rows(shape[0])):
+            init = jax.make_jaxpr(optimizer.init)(rows)
+            state = jax.eval_shape(optimizer.init, rows)
+            update = jax.make_jaxpr(optimizer.update)(rows, state, rows)
     except Exception as error:
         raise NotRowLocalError(
             "The optimizer is not row-local: it cannot be applied to a single array "
@@ -106,6 +113,27 @@ def _check(optimizer: TableOptimizer, shape: tuple[int, ...]) -> None:
                 "Use transformations that treat each row for itself, or apply this "
                 "one to the dense parameters only."
             )
+
+
+class _UnknownRows(TableRows):
+    """Answers without looking: totals over rows are known where the rule will run."""
+
+    def total(self, values: Array) -> Array:
+        return jnp.zeros((1, *values.shape[1:]), values.dtype)
+
+    def minimum(self, values: Array) -> Array:
+        return jnp.zeros((1,), values.dtype)
+
+
+def _unknown_rows(num_rows: int) -> TableRows:
+    everything: Any = np.ones(num_rows, bool)
+    return _UnknownRows(
+        table_sizes=jnp.ones((1,), jnp.float32),
+        tables=None,
+        is_used=everything,
+        is_touched=everything,
+        all_reduce=lambda totals, _: totals,
+    )
 
 
 def _type_names(tree: Any) -> Iterator[str]:
@@ -164,7 +192,7 @@ def _keeps_rows(name: str, equation: Any) -> bool:
     match name:
         case "sort" | "concatenate":
             return params["dimension"] != 0
-        case "split":
+        case "split" | "stack":
             return params["axis"] != 0
         case "rev":
             return 0 not in params["dimensions"]

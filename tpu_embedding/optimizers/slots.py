@@ -9,14 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from tpu_embedding.optimizers.row_optimizer import TableOptimizer
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 
 # Two numbers of rows that no hyper-parameter and no dim is likely to equal.
 _PROBE_ROWS = (1_000_003, 1_000_033)
 
 
-def slot_row_shapes(optimizer: TableOptimizer, dim: int) -> Any:
+def slot_row_shapes(
+    optimizer: optax.GradientTransformation | RowOptimizer, dim: int
+) -> Any:
     """Finds the slot variables of an optimizer.
 
     Args:

@@ -7,10 +7,13 @@ row ids, shards, packing or rounds.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Int
 
 from tpu_embedding.layout.packed_rows import (
     PackedRows,
@@ -19,12 +22,17 @@ from tpu_embedding.layout.packed_rows import (
     replace_rows,
     unpack_rows,
 )
-from tpu_embedding.optimizers.row_optimizer import TableOptimizer
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.slots import slot_row_shapes
+from tpu_embedding.optimizers.table_rows import TableRows, among
+
+RowsOf = Callable[[Int[Array, " rows"]], TableRows]
+"""Returns what is known of the rows with some ids."""
 
 
 def lift_to_rows(
-    optimizer: TableOptimizer,
+    optimizer: optax.GradientTransformation | RowOptimizer,
+    rows_of: RowsOf | None = None,
 ) -> optax.GradientTransformation:
     """Makes a transformation of `RowUpdates` out of one of dense rows.
 
@@ -35,6 +43,8 @@ def lift_to_rows(
     Args:
       optimizer: any row-local optax transformation, chained, scheduled or with
         `optax.inject_hyperparams`.
+      rows_of: answers rules that ask for totals over rows of a table; None: these see
+        the rows at hand as one whole table.
 
     Returns:
       A transformation whose `init` takes the `PackedRows` of a table and whose
@@ -56,7 +66,9 @@ def lift_to_rows(
 
     def init(params: Any) -> Any:
         table: PackedRows = params
-        state = optimizer.init(unpack_rows(table))
+        all_rows = jnp.arange(table.layout.num_rows, dtype=jnp.int32)
+        with among(rows_of and rows_of(all_rows)):
+            state = optimizer.init(unpack_rows(table))
         row_shapes = slot_row_shapes(optimizer, table.layout.dim)
         return jax.tree.map(
             lambda row, leaf: leaf if row is None else _pack_slot(leaf, row, table),
@@ -70,9 +82,10 @@ def lift_to_rows(
         row_ids = updates.row_ids
         leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
         old = [gather_rows(x, row_ids) if is_slot(x) else x for x in leaves]
-        values, new_state = optimizer.update(
-            updates.values, tree.unflatten(old), gather_rows(table, row_ids)
-        )
+        with among(rows_of and rows_of(row_ids)):
+            values, new_state = optimizer.update(
+                updates.values, tree.unflatten(old), gather_rows(table, row_ids)
+            )
         new = tree.flatten_up_to(new_state)
         leaves = [
             replace_rows(leaf, row_ids, old_rows, new_rows)

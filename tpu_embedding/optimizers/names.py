@@ -1,0 +1,81 @@
+"""Optimizers by name, with their default hyper-parameters."""
+
+import functools
+from typing import Any
+
+import optax
+
+from tpu_embedding.optimizers._adafactor import adafactor
+from tpu_embedding.optimizers._adagrad import (
+    adagrad,
+    adagrad_momentum,
+    rowwise_adagrad,
+)
+from tpu_embedding.optimizers._adam import adam
+from tpu_embedding.optimizers._clippy import clippy_adagrad
+from tpu_embedding.optimizers._ftrl import ftrl
+from tpu_embedding.optimizers._lion import lion
+from tpu_embedding.optimizers._momentum import momentum
+from tpu_embedding.optimizers._proximal import proximal_adagrad
+from tpu_embedding.optimizers._rmsprop import adadelta, rmsprop
+from tpu_embedding.optimizers._sgd import sgd
+
+_RECIPES = (
+    sgd,
+    momentum,
+    adagrad,
+    rowwise_adagrad,
+    adagrad_momentum,
+    proximal_adagrad,
+    adam,
+    ftrl,
+    rmsprop,
+    adadelta,
+    lion,
+    adafactor,
+    clippy_adagrad,
+)
+_BY_NAME = {recipe.__name__: recipe for recipe in _RECIPES}
+
+
+def optimizer_by_name(name: str) -> optax.GradientTransformation:
+    """Returns a rule of this package with its default hyper-parameters.
+
+    Args:
+      name: of its function, in any case: `"sgd"`, `"adagrad"`, `"adam"`, `"ftrl"`, ...
+
+    Returns:
+      The rule; the same value for each call with a name, so that tables which name one
+      optimizer are stacked.
+
+    Raises:
+      ValueError: if there is none of that name.
+
+    Example:
+      >>> optimizer_by_name("adagrad") is optimizer_by_name("adagrad")
+      True
+    """
+    if name.lower() not in _BY_NAME:
+        raise ValueError(
+            f"optimizer must be one of {sorted(_BY_NAME)}, got {name!r}; or give an "
+            "optax transformation."
+        )
+    return _default(name.lower())
+
+
+@functools.cache
+def _default(name: str) -> optax.GradientTransformation:
+    return _BY_NAME[name]()
+
+
+def optimizer_problem(owner: str, optimizer: Any) -> str | None:
+    """Returns what is wrong with the optimizer of a table or layer, if anything is."""
+    if optimizer is None or isinstance(optimizer, optax.GradientTransformation):
+        return None
+    if isinstance(optimizer, str) and optimizer.lower() in _BY_NAME:
+        return None
+    return (
+        f"{owner} must be an optax GradientTransformation, one of "
+        f"tpu_embedding.optimizers, None, or one of the names {sorted(_BY_NAME)}, got "
+        f"{optimizer!r}"
+    )

@@ -1,0 +1,226 @@
+"""A pass over every row, for rules that look at whole rows, or at all of them.
+
+The gradient of a step is added to a dense one that lies in the state, a slot variable
+of the table's size. Then the rule runs over the table block by block, in place, and the
+gradient is cleared. So the rule sees all rows, touched or not, and the gradients of
+several steps can be collected before it does.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from tpu_embedding.layout.packed_rows import (
+    PackedRows,
+    add_to_rows,
+    pack_rows,
+    round_up,
+    unpack_rows,
+)
+from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.lookup._stack import StackGradient, for_each_later_update
+from tpu_embedding.optimizers.table_rows import AllReduce, among
+from tpu_embedding.types import RowUpdates
+from tpu_embedding.update.lift import is_slot, lift_to_rows
+from tpu_embedding.update.shard_rows import shard_rows
+from tpu_embedding.update.totals import across_shards, find_totals, known_totals
+
+Carry = TypeVar("Carry")
+
+_ROWS_PER_BLOCK: Final = 8192
+"""Rows that a pass takes at a time, about: 4 MiB of 128 float32 lanes."""
+
+
+class KeptGradientState(NamedTuple):
+    """State of a rule that needs the dense gradient.
+
+    Attributes:
+      gradient: `[rows, dim]`, the sum of the steps since the rule last ran.
+      touches: int32 `[rows]`, steps since then that looked the row up.
+      step: int32 scalar, steps since then.
+      inner: state of the rule.
+    """
+
+    gradient: PackedRows
+    touches: PackedRows
+    step: Array
+    inner: Any
+
+
+def init_every_row(table: PackedRows, stack: StackPlan, plan: EmbeddingPlan) -> Any:
+    """Returns the state for a stacked table. Per shard."""
+    assert stack.optimizer is not None
+
+    def rows_of(row_ids):
+        is_touched = jnp.zeros(row_ids.shape, bool)
+        return shard_rows(row_ids, is_touched, across_shards(plan), stack, plan)
+
+    takes_totals = stack.optimizer.takes_totals
+    rule: Any = lift_to_rows(stack.optimizer, rows_of if takes_totals else None)
+    touches = jnp.zeros(table.layout.num_rows, jnp.int32)
+    return KeptGradientState(
+        gradient=jax.tree.map(jnp.zeros_like, table),
+        touches=pack_rows(touches, table.layout.with_row_shape(())),
+        step=jnp.zeros((), jnp.int32),
+        inner=rule.init(table),
+    )
+
+
+def apply_to_every_row(
+    table: PackedRows,
+    state: KeptGradientState,
+    gradient: StackGradient,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> tuple[PackedRows, KeptGradientState]:
+    """Collects a gradient, and runs the rule on every row if its turn has come.
+
+    Per shard; in place where donated.
+    """
+    assert stack.optimizer is not None
+    collected, touches = _collect(state, gradient, stack, plan)
+    leaves, tree = jax.tree.flatten(
+        (table, collected, touches, state.inner), is_leaf=is_slot
+    )
+    run = functools.partial(_run_on_all_rows, tree=tree, stack=stack, plan=plan)
+    step = state.step + 1
+    num_steps = stack.optimizer.gradient_steps
+    if num_steps == 1:
+        leaves = run(leaves)
+    else:
+        # A loop that runs once or not at all: XLA:TPU copies rows for a conditional.
+        _, leaves = jax.lax.while_loop(
+            lambda carry: carry[0],
+            lambda carry: (jnp.zeros((), bool), run(carry[1])),
+            (step == num_steps, leaves),
+        )
+    table, collected, touches, inner = tree.unflatten(leaves)
+    return table, KeptGradientState(collected, touches, step % num_steps, inner)
+
+
+def _collect(
+    state: KeptGradientState,
+    gradient: StackGradient,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> tuple[PackedRows, PackedRows]:
+    """Adds the gradient of a step to the kept one, and counts the touches."""
+
+    def add(kept, updates: RowUpdates, _=None):
+        gradient, touches = kept
+        ones = jnp.ones(updates.row_ids.shape, jnp.int32)
+        return (
+            add_to_rows(gradient, updates.row_ids, updates.values),
+            add_to_rows(touches, updates.row_ids, ones),
+        )
+
+    kept = add((state.gradient, state.touches), gradient.updates)
+    if gradient.later is None:
+        return kept
+    return for_each_later_update(gradient.later, add, kept, stack, plan)
+
+
+def _run_on_all_rows(
+    leaves: list[Any], *, tree: Any, stack: StackPlan, plan: EmbeddingPlan
+) -> list[Any]:
+    """Runs the rule, block by block: one block for itself, the others in a loop."""
+    run = functools.partial(_run_on_block, tree=tree, stack=stack, plan=plan)
+    layouts = [leaf.layout for leaf in leaves if is_slot(leaf)]
+    alignment = math.lcm(*(layout.rows_per_line for layout in layouts))
+    size = round_up(_ROWS_PER_BLOCK, alignment)
+    num_full, rest = divmod(layouts[0].num_rows, size)
+    first = (num_full * size, rest) if rest else (0, size)
+    others = (0, num_full) if rest else (1, num_full)
+
+    def fold_rest(fold, carry):
+        return _loop(
+            *others,
+            lambda i, carry: fold(
+                carry, functools.partial(run, leaves, (i * size, size))
+            ),
+            carry,
+        )
+
+    totals: list[Array] = []
+    assert stack.optimizer is not None
+    if stack.optimizer.takes_totals:
+        totals = find_totals(
+            functools.partial(run, leaves, first), fold_rest, across_shards(plan)
+        )
+    # The rest of the state is the same for all blocks, which must see the old one.
+    result = run(leaves, first, known_totals(totals))
+    slots = [leaf for leaf in result if is_slot(leaf)]
+
+    def run_next(i, slots):
+        remaining = iter(slots)
+        current = [next(remaining) if is_slot(leaf) else leaf for leaf in leaves]
+        new = run(current, (i * size, size), known_totals(totals))
+        return [leaf for leaf in new if is_slot(leaf)]
+
+    remaining = iter(_loop(*others, run_next, slots))
+    return [next(remaining) if is_slot(leaf) else leaf for leaf in result]
+
+
+def _run_on_block(
+    leaves: list[Any],
+    block: tuple[Any, int],
+    all_reduce: AllReduce,
+    *,
+    tree: Any,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> list[Any]:
+    """Runs the rule on rows `start` to `start + size`; returns the leaves with these.
+
+    The gradient of the block and its touches are cleared.
+    """
+    assert stack.optimizer is not None
+    start, size = block
+    old = [_cut(leaf, start, size) if is_slot(leaf) else leaf for leaf in leaves]
+    # Read before anything is written, or XLA copies the table.
+    old = jax.lax.optimization_barrier(old)
+    rows, gradient, touches, inner = tree.unflatten(old)
+    row_ids = start + jnp.arange(size, dtype=jnp.int32)
+    known = shard_rows(row_ids, touches > 0, all_reduce, stack, plan)
+    with among(known):
+        updates, inner = stack.optimizer.update(
+            gradient / stack.optimizer.gradient_steps, inner, rows
+        )
+    updates = jnp.where(known.is_used[:, None], updates, 0)
+    new = (rows + updates, jnp.zeros_like(gradient), jnp.zeros_like(touches), inner)
+    return [
+        _paste(leaf, start, part) if is_slot(leaf) else part
+        for leaf, part in zip(leaves, tree.flatten_up_to(new), strict=True)
+    ]
+
+
+def _loop(
+    start: int, end: int, body: Callable[[Any, Carry], Carry], carry: Carry
+) -> Carry:
+    """A `fori_loop`, whose body is not even traced where it has no turn."""
+    return jax.lax.fori_loop(start, end, body, carry) if start < end else carry
+
+
+def _cut(packed: PackedRows, start: Any, size: int) -> Array:
+    """Returns rows `start` to `start + size`, where a line begins at `start`."""
+    layout = dataclasses.replace(packed.layout, num_rows=size)
+    first_line = start // layout.rows_per_line
+    lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, layout.num_lines)
+    return unpack_rows(PackedRows(lines=lines, layout=layout))
+
+
+def _paste(packed: PackedRows, start: Any, rows: Array) -> PackedRows:
+    layout = dataclasses.replace(packed.layout, num_rows=rows.shape[0])
+    lines = jax.lax.dynamic_update_slice_in_dim(
+        packed.lines,
+        pack_rows(rows, layout).lines,
+        start // layout.rows_per_line,
+        axis=0,
+    )
+    return PackedRows(lines=lines, layout=packed.layout)

@@ -1,0 +1,69 @@
+"""One application of a rule per occurrence of an id."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+
+from tpu_embedding.layout.packed_rows import PackedRows, add_to_rows
+from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
+from tpu_embedding.update.lift import slots_of, with_slots
+
+
+def apply_in_sequence(
+    rule: optax.GradientTransformation,
+    table: PackedRows,
+    state: Any,
+    gradient: RowUpdates,
+) -> tuple[PackedRows, Any]:
+    """Runs a lifted rule once per occurrence of a row, in the order of the samples.
+
+    Per shard; in place where donated.
+
+    As many passes as the most frequent row has occurrences; what belongs to no row
+    advances once.
+    """
+    occurrences = _occurrences(gradient.row_ids)
+    is_used = gradient.row_ids != PADDING_ROW_ID
+    num_passes = jnp.max(jnp.where(is_used, occurrences + 1, 0))
+
+    def run(carry):
+        done, table, slots = carry
+        row_ids = jnp.where(occurrences == done, gradient.row_ids, PADDING_ROW_ID)
+        table, new_state = _apply(
+            rule,
+            table,
+            with_slots(state, slots),
+            RowUpdates(row_ids=row_ids, values=gradient.values),
+        )
+        return done + 1, table, slots_of(new_state)
+
+    _, table, slots = jax.lax.while_loop(
+        lambda carry: carry[0] < num_passes,
+        run,
+        (jnp.int32(0), table, slots_of(state)),
+    )
+    # One step for the counts and the like, on no row at all.
+    nothing = RowUpdates(
+        row_ids=jnp.full((1,), PADDING_ROW_ID, jnp.int32),
+        values=jnp.zeros((1, table.layout.dim), gradient.values.dtype),
+    )
+    table, state = _apply(rule, table, with_slots(state, slots), nothing)
+    return table, state
+
+
+def _apply(
+    rule: Any, table: PackedRows, state: Any, gradient: RowUpdates
+) -> tuple[PackedRows, Any]:
+    updates, state = rule.update(gradient, state, table)
+    return add_to_rows(table, updates.row_ids, updates.values), state
+
+
+def _occurrences(row_ids: Int[Array, " n"]) -> Int[Array, " n"]:
+    """Counts, for each place, the equal ids before it."""
+    places = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
+    sorted_ids, order = jax.lax.sort((row_ids, places), num_keys=1, is_stable=True)
+    firsts = jnp.searchsorted(sorted_ids, sorted_ids, side="left").astype(jnp.int32)
+    return jnp.zeros_like(places).at[order].set(places - firsts)

@@ -1,0 +1,45 @@
+"""Which tables the rows of a shard belong to."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
+
+
+def shard_rows(
+    row_ids: Int[Array, " rows"],
+    is_touched: Bool[Array, " rows"],
+    all_reduce: AllReduce,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> TableRows:
+    """Returns what rules may ask about some rows of a shard. Per shard.
+
+    Args:
+      row_ids: rows of this shard; ids beyond the last row hold none.
+      is_touched: whether each was looked up.
+      all_reduce: of the totals of these rows.
+      stack: the stack's plan.
+      plan: for the mesh.
+    """
+    is_used = row_ids < stack.rows_per_shard
+    shard = jax.lax.axis_index(plan.axis_names)
+    # Padding must not overflow in the product.
+    local_ids = jnp.where(is_used, row_ids, 0)
+    of_stack = local_ids * stack.num_shards + shard
+    offsets = np.asarray([table.row_offset for table in stack.tables], np.int32)
+    tables = None
+    if len(offsets) > 1:
+        tables = jnp.searchsorted(offsets, of_stack, side="right", method="compare_all")
+        tables = tables.astype(jnp.int32) - 1
+    sizes = [table.config.vocabulary_size for table in stack.tables]
+    return TableRows(
+        table_sizes=jnp.asarray(sizes, jnp.float32),
+        tables=tables,
+        is_used=is_used & (of_stack < stack.num_rows),
+        is_touched=is_touched,
+        all_reduce=all_reduce,
+    )

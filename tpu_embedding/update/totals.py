@@ -1,0 +1,91 @@
+"""Totals over rows that come in parts: the rounds of a gradient, or blocks of a table.
+
+A rule asks for totals as it goes, `total = rows.total(values)`, and each may depend on
+the ones before. With one part, the answer is an all-reduce. With several, the rule is
+run on all parts once per total: with the totals so far it gets as far as the next, and
+what it asks for there is added up over the parts. Then it is run for good.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from tpu_embedding.layout.plan import EmbeddingPlan
+from tpu_embedding.optimizers.table_rows import AllReduce, Reduction
+
+_ACROSS_SHARDS: Final = {"sum": jax.lax.psum, "min": jax.lax.pmin}
+_ACROSS_PARTS: Final = {"sum": jnp.add, "min": jnp.minimum}
+
+
+RunPart = Callable[[AllReduce], Any]
+"""Runs the rule on a part, which asks the given function for totals."""
+
+FoldParts = Callable[[Callable[[Any, RunPart], Any], Any], Any]
+"""`(fold, carry)`: calls `fold(carry, run_part) -> carry` for all but the first."""
+
+
+class _Missing(Exception):
+    """Carries what a rule has asked for, out of it."""
+
+    def __init__(self, totals: Array, reduction: Reduction):
+        super().__init__()
+        self.totals = totals
+        self.reduction: Reduction = reduction
+
+
+def across_shards(plan: EmbeddingPlan) -> AllReduce:
+    """Returns the all-reduce over the shards of a plan."""
+
+    def all_reduce(totals: Array, reduction: Reduction) -> Array:
+        return _ACROSS_SHARDS[reduction](totals, plan.axis_names)
+
+    return all_reduce
+
+
+def find_totals(
+    run_first: RunPart, fold_rest: FoldParts, all_reduce: AllReduce
+) -> list[Array]:
+    """Returns all totals that a rule asks for, in its order. Per shard.
+
+    Args:
+      run_first: runs the rule on the first part.
+      fold_rest: for the other parts.
+      all_reduce: over shards.
+    """
+    known: list[Array] = []
+    while (missing := _next_missing(run_first, known)) is not None:
+        reduction = missing.reduction
+
+        def add(carry: Array, run_part: RunPart, reduction=reduction) -> Array:
+            of_part = _next_missing(run_part, known)
+            assert of_part is not None
+            return _ACROSS_PARTS[reduction](carry, of_part.totals)
+
+        total = fold_rest(add, missing.totals)
+        known.append(all_reduce(total, reduction))
+    return known
+
+
+def known_totals(known: list[Array]) -> AllReduce:
+    """Returns a function that answers a rule with totals found before."""
+    remaining = iter(known)
+    return lambda totals, reduction: next(remaining)
+
+
+def _next_missing(run: RunPart, known: list[Array]) -> _Missing | None:
+    """Runs a rule as far as known totals carry it."""
+    remaining = iter(known)
+
+    def all_reduce(totals: Array, reduction: Reduction) -> Array:
+        for total in remaining:
+            return total
+        raise _Missing(totals, reduction)
+
+    try:
+        run(all_reduce)
+    except _Missing as missing:
+        return missing
+    return None
