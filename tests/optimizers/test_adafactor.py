@@ -1,4 +1,4 @@
-"""Adafactor: Keras' own runs, the lazy form, and what reductions over rows must stand."""
+"""Adafactor: Keras' own runs, the lazy form, and totals over the rows of a table."""
 
 import json
 

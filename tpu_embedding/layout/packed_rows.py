@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-_LOST_FRACTION: Final = 1e-6
-"""Of a new value, about eight roundings of float32; a moving average loses one."""
+_LOST_ROUNDINGS: Final = 8
+"""Roundings of a new value that may be lost; a moving average loses one."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -167,7 +167,8 @@ def replace_rows(
     if not jnp.issubdtype(new.dtype, jnp.floating):
         return packed
     rest = new - (old + difference)
-    is_lost = jnp.abs(rest) > _LOST_FRACTION * jnp.abs(new)
+    lost_fraction = _LOST_ROUNDINGS * float(jnp.finfo(new.dtype).eps)
+    is_lost = jnp.abs(rest) > lost_fraction * jnp.abs(new)
     is_used = (row_ids < packed.layout.num_rows).reshape((-1,) + (1,) * (new.ndim - 1))
     # A loop that runs once or not at all: XLA:TPU copies the rows for a conditional.
     _, packed = jax.lax.while_loop(

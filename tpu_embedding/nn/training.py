@@ -18,6 +18,7 @@ from tpu_embedding import functional
 from tpu_embedding.layout.packed_rows import PackedRows
 from tpu_embedding.lookup._stack import StackGradient
 from tpu_embedding.nn.embedding import EmbeddingTables, TPUEmbedding
+from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
 
 Path = tuple[Any, ...]
 
@@ -187,6 +188,28 @@ class Optimizer(nnx.Module):
             layer.tables.set_value(new_tables)
             slots[path] = slots[path] | new_slots
         self.slots.set_value(slots)
+
+    def set_hyperparameters(self, **values: Any) -> None:
+        """Changes hyper-parameters of the tables' optimizers, without compilation.
+
+        Args:
+          **values: see `tpu_embedding.optimizers.with_hyperparameters`; those of the
+            dense optimizer are in `dense.opt_state`.
+
+        Raises:
+          ValueError: if no table's optimizer has one of that name.
+
+        Example:
+          >>> import tpu_embedding as te
+          >>> rule = optax.inject_hyperparams(te.optimizers.sgd)(learning_rate=0.1)
+          >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+          >>> layer = te.TPUEmbedding(
+          ...     te.FeatureConfig(table=table), rule, rngs=nnx.Rngs(0)
+          ... )
+          >>> optimizer = Optimizer(layer, optax.adam(1e-3))
+          >>> optimizer.set_hyperparameters(learning_rate=0.01)
+        """
+        self.slots.set_value(with_hyperparameters(self.slots.get_value(), **values))
 
 
 def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:

@@ -268,7 +268,7 @@ def _init(s: _Settings, rows: Any) -> AdafactorState:
         row_accumulators=jnp.full(
             num_rows, s.epsilon_1 if is_exact else 0.0, jnp.float32
         ),
-        row_clocks=jnp.zeros(num_rows, jnp.float32 if is_exact else jnp.int32),
+        row_clocks=jnp.zeros(num_rows, jnp.float32),
         column_accumulators=jnp.zeros((known.table_sizes.shape[0], dim), jnp.float32),
         squares=compensated_sum(known.total(jnp.sum(jnp.square(rows), axis=1))),
         clock=compensated_sum(jnp.zeros(())) if is_exact else None,
@@ -365,7 +365,7 @@ def _row_moments(
     old = state.row_accumulators
     if state.clock is None:
         clocks = state.row_clocks + 1
-        b = 1 - jnp.power(clocks.astype(jnp.float32), s.beta_2_decay)
+        b = 1 - jnp.power(clocks, s.beta_2_decay)
         new = b * old + (1 - b) * mean
         moves = known.is_touched
         return (

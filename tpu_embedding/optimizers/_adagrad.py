@@ -4,7 +4,7 @@ Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
 Stochastic Optimization", JMLR 12 (2011).
 """
 
-from typing import NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,15 @@ from tpu_embedding.optimizers._checks import (
     not_negative,
     positive,
 )
+from tpu_embedding.optimizers.options import (
+    CommonOptions,
+    takes_common_options,
+    with_options,
+)
+
+WeightDecayMode = Literal["l2", "decoupled"]
+
+_WEIGHT_DECAY_MODES: Final = ("l2", "decoupled")
 
 
 class ScaleByAdagradState(NamedTuple):
@@ -24,11 +33,13 @@ class ScaleByAdagradState(NamedTuple):
     accumulators: jax.Array
 
 
+@takes_common_options
 def adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     initial_accumulator_value: float = 0.1,
     *,
     epsilon: float = 0.0,
+    **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
     """Adagrad: `a += g**2; w -= learning_rate * g / sqrt(a + epsilon)`.
 
@@ -40,6 +51,7 @@ def adagrad(
       learning_rate: number or schedule of the step, counted from 0.
       initial_accumulator_value: start of `a`, positive.
       epsilon: not negative.
+      **options: see `with_options`.
 
     Raises:
       ValueError: if a value is out of its range.
@@ -52,36 +64,61 @@ def adagrad(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.0866, -0.0866]
     """
-    return optax.chain(
+    rule = optax.chain(
         scale_by_adagrad(initial_accumulator_value, epsilon=epsilon),
         optax.scale_by_learning_rate(learning_rate),
     )
+    return with_options(rule, learning_rate=learning_rate, **options)
 
 
+@takes_common_options
 def rowwise_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     initial_accumulator_value: float = 0.1,
+    *,
+    epsilon: float = 0.0,
+    weight_decay: float = 0.0,
+    weight_decay_mode: WeightDecayMode = "l2",
+    **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
     """Adagrad with one accumulator per row: 1 / dim of the memory.
 
-    `a += mean(g**2); w -= learning_rate * g / sqrt(a)`, the mean over the row. Known
-    from FBGEMM and TorchRec as `EXACT_ROWWISE_ADAGRAD` (there with `sqrt(a) + eps`).
+        g += weight_decay * w                             in mode "l2"
+        a += mean(g**2)                                   the mean over the row
+        w -= learning_rate * g / (sqrt(a) + epsilon)
+        w -= learning_rate * weight_decay * w_before      in mode "decoupled"
+
+    FBGEMM and TorchRec: `EXACT_ROWWISE_ADAGRAD` with `WeightDecayMode.L2` or
+    `DECOUPLE`, after `fbgemm_gpu/codegen/genscript/optimizers.py`. There accumulators
+    start at 0 and epsilon is 1e-8: that is `initial_accumulator_value=0.0` and
+    `epsilon=1e-8`. Rows lose weight only in steps that look them up; without weight
+    decay it equals the dense rule.
 
     Args:
       learning_rate: number or schedule of the step, counted from 0.
-      initial_accumulator_value: start of `a`, positive.
+      initial_accumulator_value: start of `a`, positive, or 0 with an epsilon.
+      epsilon: not negative; outside the root, unlike that of `adagrad`.
+      weight_decay: not negative.
+      weight_decay_mode: see above.
+      **options: see `with_options`.
 
     Raises:
-      ValueError: if `initial_accumulator_value` is not positive.
+      ValueError: if a value is out of its range.
 
     Example:
       >>> rowwise_adagrad(0.1).init(jnp.ones((3, 2)))[0].accumulators.shape
       (3,)
     """
-    return optax.chain(
-        scale_by_rowwise_adagrad(initial_accumulator_value),
+    rule = optax.chain(
+        scale_by_rowwise_adagrad(
+            initial_accumulator_value,
+            epsilon=epsilon,
+            weight_decay=weight_decay,
+            weight_decay_mode=weight_decay_mode,
+        ),
         optax.scale_by_learning_rate(learning_rate),
     )
+    return with_options(rule, learning_rate=learning_rate, **options)
 
 
 def scale_by_adagrad(
@@ -109,22 +146,45 @@ def scale_by_adagrad(
 
 def scale_by_rowwise_adagrad(
     initial_accumulator_value: float = 0.1,
+    *,
+    epsilon: float = 0.0,
+    weight_decay: float = 0.0,
+    weight_decay_mode: WeightDecayMode = "l2",
 ) -> optax.GradientTransformation:
-    """Divides by the root of the sum of the rows' mean squares so far."""
-    check_hyperparameters(initial_accumulator_value=positive(initial_accumulator_value))
+    """Divides by the root of the sum of the rows' mean squares so far.
+
+    Weight decay is part of it, since in one mode it precedes and in the other follows
+    the division; see `rowwise_adagrad`.
+    """
+    has_epsilon, decays = positive(epsilon)[1], positive(weight_decay)[1]
+    check_hyperparameters(
+        initial_accumulator_value=(
+            not_negative(initial_accumulator_value)
+            if has_epsilon
+            else positive(initial_accumulator_value)
+        ),
+        epsilon=not_negative(epsilon),
+        weight_decay=not_negative(weight_decay),
+        weight_decay_mode=(
+            weight_decay_mode,
+            weight_decay_mode in _WEIGHT_DECAY_MODES,
+            f"one of {list(_WEIGHT_DECAY_MODES)}",
+        ),
+    )
 
     def init(params):
         return ScaleByAdagradState(
             jnp.full(params.shape[:1], initial_accumulator_value, params.dtype)
         )
 
-    def update(updates, state, params=None):
-        del params
+    def update(updates: Any, state: Any, params: Any = None):
+        if decays and weight_decay_mode == "l2":
+            updates = updates + weight_decay * params
         accumulators = state.accumulators + jnp.mean(jnp.square(updates), axis=1)
-        return (
-            updates * jax.lax.rsqrt(accumulators)[:, None],
-            ScaleByAdagradState(accumulators),
-        )
+        steps = updates / (jnp.sqrt(accumulators) + epsilon)[:, None]
+        if decays and weight_decay_mode == "decoupled":
+            steps = steps + weight_decay * params
+        return steps, ScaleByAdagradState(accumulators)
 
     return for_each_array(init, update)
 
@@ -136,6 +196,7 @@ class ScaleByAdagradMomentumState(NamedTuple):
     momenta: jax.Array
 
 
+@takes_common_options
 def adagrad_momentum(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     momentum: float = 0.0,
@@ -143,6 +204,7 @@ def adagrad_momentum(
     exponent: float = 2,
     beta2: float = 1,
     epsilon: float = 1e-10,
+    **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
     """Adagrad with a momentum over the scaled gradients.
 
@@ -164,6 +226,7 @@ def adagrad_momentum(
       exponent: positive.
       beta2: decay of the accumulators; 1 sums them up.
       epsilon: positive.
+      **options: see `with_options`.
 
     Raises:
       ValueError: if `exponent` or `epsilon` is not positive.
@@ -172,10 +235,11 @@ def adagrad_momentum(
       >>> adagrad_momentum(0.1).init(jnp.ones((3, 2)))[0].momenta.shape
       (3, 2)
     """
-    return optax.chain(
+    rule = optax.chain(
         scale_by_adagrad_momentum(momentum, use_nesterov, exponent, beta2, epsilon),
         optax.scale_by_learning_rate(learning_rate),
     )
+    return with_options(rule, learning_rate=learning_rate, **options)
 
 
 def scale_by_adagrad_momentum(
@@ -187,6 +251,7 @@ def scale_by_adagrad_momentum(
 ) -> optax.GradientTransformation:
     """Scales by accumulators and takes the momentum; see `adagrad_momentum`."""
     check_hyperparameters(exponent=positive(exponent), epsilon=positive(epsilon))
+    gain = jnp.where(beta2 == 1, 1, 1 - beta2)
 
     def init(params):
         return ScaleByAdagradMomentumState(
@@ -196,10 +261,7 @@ def scale_by_adagrad_momentum(
     def update(updates, state, params=None):
         del params
         squares = jnp.square(updates)
-        if beta2 == 1:
-            accumulators = state.accumulators + squares
-        else:
-            accumulators = beta2 * state.accumulators + (1 - beta2) * squares
+        accumulators = beta2 * state.accumulators + gain * squares
         scaled = updates * jnp.power(accumulators + epsilon, -1 / exponent)
         momenta = momentum * state.momenta + scaled
         steps = momentum * momenta + scaled if use_nesterov else momenta

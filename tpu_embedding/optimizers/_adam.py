@@ -3,7 +3,7 @@
 Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,11 @@ import optax
 from tpu_embedding.optimizers._arrays import for_each_array
 from tpu_embedding.optimizers._checks import check_hyperparameters, decay, positive
 from tpu_embedding.optimizers.modes import every_row
+from tpu_embedding.optimizers.options import (
+    CommonOptions,
+    takes_common_options,
+    with_options,
+)
 
 
 class ScaleByAdamState(NamedTuple):
@@ -22,6 +27,7 @@ class ScaleByAdamState(NamedTuple):
     velocities: jax.Array
 
 
+@takes_common_options
 def adam(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     beta_1: float = 0.9,
@@ -31,6 +37,7 @@ def adam(
     sum_inside_sqrt: bool = True,
     *,
     bias_correction: bool = False,
+    **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
     """Adam as TensorFlow's TPU embeddings have it.
 
@@ -54,9 +61,10 @@ def adam(
       lazy_adam: see above.
       sum_inside_sqrt: where epsilon is added, see above.
       bias_correction: see above.
+      **options: see `with_options`.
 
     Raises:
-      ValueError: if a value is out of its range.
+      ValueError: if a value is out of its range, or options contradict each other.
 
     Example:
       >>> optimizer = adam(0.1)
@@ -65,6 +73,11 @@ def adam(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.3162, -0.3162]
     """
+    if not lazy_adam and not options.get("use_gradient_accumulation", True):
+        raise ValueError(
+            "adam moves every row with lazy_adam=False, so it needs the sum of each "
+            "row's gradients: use_gradient_accumulation must be True, got False."
+        )
     rule = optax.chain(
         scale_by_lazy_adam(
             beta_1,
@@ -75,7 +88,8 @@ def adam(
         ),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return rule if lazy_adam else every_row(rule)
+    rule = rule if lazy_adam else every_row(rule)
+    return with_options(rule, learning_rate=learning_rate, **options)
 
 
 def scale_by_lazy_adam(

@@ -4,7 +4,7 @@ Tang et al., "Improving Training Stability for Multitask Ranking Models in Recom
 Systems" (KDD 2023).
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,11 @@ from tpu_embedding.optimizers._checks import (
     positive,
 )
 from tpu_embedding.optimizers._rates import learning_rate_at
+from tpu_embedding.optimizers.options import (
+    CommonOptions,
+    takes_common_options,
+    with_options,
+)
 from tpu_embedding.optimizers.table_rows import table_rows
 
 
@@ -27,6 +32,7 @@ class ClippyAdagradState(NamedTuple):
     accumulators: jax.Array
 
 
+@takes_common_options
 def clippy_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     initial_accumulator_value: float = 0.1,
@@ -36,6 +42,7 @@ def clippy_adagrad(
     epsilon: float = 1e-7,
     use_standard_accumulator_update: bool = False,
     clip_accumulator_update: bool = False,
+    **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
     """Adagrad with Clippy's scaling of the step.
 
@@ -62,6 +69,7 @@ def clippy_adagrad(
       epsilon: positive.
       use_standard_accumulator_update: see above.
       clip_accumulator_update: see above; excludes the former.
+      **options: see `with_options`.
 
     Raises:
       ValueError: if a value is out of its range, or both flags are set.
@@ -114,4 +122,5 @@ def clippy_adagrad(
             accumulators = accumulators + jnp.square(added)
         return -scale * step, ClippyAdagradState(state.count + 1, accumulators)
 
-    return for_each_array(init, update)
+    rule = for_each_array(init, update)
+    return with_options(rule, learning_rate=learning_rate, **options)

@@ -3,11 +3,12 @@
 McMahan et al., "Ad Click Prediction: a View from the Trenches" (KDD 2013).
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from tpu_embedding.optimizers._arrays import for_each_array
 from tpu_embedding.optimizers._checks import (
@@ -17,6 +18,11 @@ from tpu_embedding.optimizers._checks import (
     positive,
 )
 from tpu_embedding.optimizers._rates import learning_rate_at
+from tpu_embedding.optimizers.options import (
+    CommonOptions,
+    takes_common_options,
+    with_options,
+)
 
 
 class FTRLState(NamedTuple):
@@ -27,6 +33,7 @@ class FTRLState(NamedTuple):
     linears: jax.Array
 
 
+@takes_common_options
 def ftrl(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     learning_rate_power: float = -0.5,
@@ -38,6 +45,7 @@ def ftrl(
     allow_zero_accumulator: bool = False,
     *,
     l2_shrinkage_regularization_strength: float = 0.0,
+    **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
     """FTRL: the row is computed anew from its slots in each update.
 
@@ -69,6 +77,7 @@ def ftrl(
         class refuses that even so, though its documentation allows it.
       l2_shrinkage_regularization_strength: `s`, of Keras' and TensorFlow's FTRL on
         CPU; not negative.
+      **options: see `with_options`.
 
     Raises:
       ValueError: if a value is out of its range.
@@ -123,9 +132,11 @@ def ftrl(
         rows = jnp.where(is_zero, 0, numerators / jnp.where(is_zero, 1, denominators))
         return rows - params, FTRLState(state.count + 1, accumulators, linears)
 
-    return for_each_array(init, update)
+    rule = for_each_array(init, update)
+    return with_options(rule, learning_rate=learning_rate, **options)
 
 
 def _power(values: jax.Array, exponent: float) -> jax.Array:
     """Raises to a power, the square root by its own operation, which is exact."""
-    return jnp.sqrt(values) if exponent == 0.5 else jnp.power(values, exponent)
+    is_half = not isinstance(exponent, Tracer) and exponent == 0.5
+    return jnp.sqrt(values) if is_half else jnp.power(values, exponent)

@@ -3,13 +3,23 @@
 Chen et al., "Symbolic Discovery of Optimization Algorithms" (NeurIPS 2023).
 """
 
+from typing import Unpack
+
 import optax
 
+from tpu_embedding.optimizers.options import (
+    CommonOptions,
+    takes_common_options,
+    with_options,
+)
 
+
+@takes_common_options
 def lion(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     beta_1: float = 0.9,
     beta_2: float = 0.99,
+    **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
     """Lion: `w -= learning_rate * sign(beta_1 * m + (1 - beta_1) * g)`.
 
@@ -22,6 +32,7 @@ def lion(
       learning_rate: number or schedule of the step, counted from 0.
       beta_1: weight of the momentum in the update.
       beta_2: decay of the momentum.
+      **options: see `with_options`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -30,7 +41,8 @@ def lion(
       >>> optimizer.update(jnp.ones((1, 2)), state)[0].tolist()
       [[-0.5, -0.5]]
     """
-    return optax.chain(
+    rule = optax.chain(
         optax.scale_by_lion(beta_1, beta_2),
         optax.scale_by_learning_rate(learning_rate),
     )
+    return with_options(rule, learning_rate=learning_rate, **options)

@@ -5,13 +5,23 @@ Sutskever et al., "On the importance of initialization and momentum in deep lear
 (ICML 2013) for Nesterov's.
 """
 
+from typing import Unpack
+
 import optax
 
+from tpu_embedding.optimizers.options import (
+    CommonOptions,
+    takes_common_options,
+    with_options,
+)
 
+
+@takes_common_options
 def momentum(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     momentum: float = 0.9,
     use_nesterov: bool = False,
+    **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
     """Momentum: `m = momentum * m + g; w -= learning_rate * m`.
 
@@ -25,6 +35,7 @@ def momentum(
       learning_rate: number or schedule of the step, counted from 0.
       momentum: decay of `m`.
       use_nesterov: see above.
+      **options: see `with_options`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -33,7 +44,8 @@ def momentum(
       >>> optimizer.update(jnp.ones((1, 2)), state)[0].tolist()
       [[-0.5, -0.5]]
     """
-    return optax.chain(
+    rule = optax.chain(
         optax.trace(decay=momentum, nesterov=use_nesterov),
         optax.scale_by_learning_rate(learning_rate),
     )
+    return with_options(rule, learning_rate=learning_rate, **options)

@@ -3,7 +3,7 @@
 Duchi and Singer, "Efficient Learning using Forward-Backward Splitting" (NIPS 2009).
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,11 @@ from tpu_embedding.optimizers._checks import (
     positive,
 )
 from tpu_embedding.optimizers._rates import learning_rate_at
+from tpu_embedding.optimizers.options import (
+    CommonOptions,
+    takes_common_options,
+    with_options,
+)
 
 
 class ProximalAdagradState(NamedTuple):
@@ -25,11 +30,13 @@ class ProximalAdagradState(NamedTuple):
     accumulators: jax.Array
 
 
+@takes_common_options
 def proximal_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     l1: float = 0.0,
     l2: float = 0.0,
     initial_accumulator_value: float = 0.1,
+    **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
     """Adagrad followed by a proximal step.
 
@@ -47,6 +54,7 @@ def proximal_adagrad(
       l1: not negative.
       l2: not negative.
       initial_accumulator_value: start of `a`, positive.
+      **options: see `with_options`.
 
     Raises:
       ValueError: if a value is out of its range.
@@ -75,4 +83,5 @@ def proximal_adagrad(
         rows = jnp.sign(z) * jnp.maximum(jnp.abs(z) - eta * l1, 0) / (1 + eta * l2)
         return rows - params, ProximalAdagradState(state.count + 1, accumulators)
 
-    return for_each_array(init, update)
+    rule = for_each_array(init, update)
+    return with_options(rule, learning_rate=learning_rate, **options)

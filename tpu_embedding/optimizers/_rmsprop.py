@@ -4,7 +4,7 @@ Tieleman and Hinton, "Lecture 6.5 - RMSProp" (2012); Graves, "Generating Sequenc
 Recurrent Neural Networks" (2013) for the centred one; Zeiler, "ADADELTA" (2012).
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,11 @@ import optax
 from tpu_embedding.optimizers._arrays import for_each_array
 from tpu_embedding.optimizers._checks import check_hyperparameters, not_negative
 from tpu_embedding.optimizers._rates import learning_rate_at
+from tpu_embedding.optimizers.options import (
+    CommonOptions,
+    takes_common_options,
+    with_options,
+)
 
 
 class RMSPropState(NamedTuple):
@@ -24,6 +29,7 @@ class RMSPropState(NamedTuple):
     mg: jax.Array | None
 
 
+@takes_common_options
 def rmsprop(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     rho: float = 0.9,
@@ -32,6 +38,7 @@ def rmsprop(
     *,
     initial_ms: float = 0.0,
     centered: bool = False,
+    **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
     """RMSProp with momentum.
 
@@ -52,6 +59,7 @@ def rmsprop(
       epsilon: not negative.
       initial_ms: start of `ms`, not negative.
       centered: see above.
+      **options: see `with_options`.
 
     Raises:
       ValueError: if a value is out of its range.
@@ -84,7 +92,8 @@ def rmsprop(
         mom = momentum * state.mom + step
         return -mom, RMSPropState(state.count + 1, ms, mom, mg)
 
-    return for_each_array(init, update)
+    rule = for_each_array(init, update)
+    return with_options(rule, learning_rate=learning_rate, **options)
 
 
 class AdadeltaState(NamedTuple):
@@ -94,10 +103,12 @@ class AdadeltaState(NamedTuple):
     updates: jax.Array
 
 
+@takes_common_options
 def adadelta(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     rho: float = 0.95,
     epsilon: float = 1e-7,
+    **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
     """Adadelta.
 
@@ -113,6 +124,7 @@ def adadelta(
       learning_rate: number or schedule of the step, counted from 0.
       rho: decay of both slots.
       epsilon: not negative.
+      **options: see `with_options`.
 
     Raises:
       ValueError: if `epsilon` is negative.
@@ -132,7 +144,8 @@ def adadelta(
         x = updates * jnp.sqrt(state.updates + epsilon) * jax.lax.rsqrt(a + epsilon)
         return x, AdadeltaState(a, rho * state.updates + (1 - rho) * jnp.square(x))
 
-    return optax.chain(
+    rule = optax.chain(
         for_each_array(init, update),
         optax.scale_by_learning_rate(learning_rate),
     )
+    return with_options(rule, learning_rate=learning_rate, **options)

@@ -1,10 +1,20 @@
 """Stochastic gradient descent."""
 
+from typing import Unpack
+
 import optax
 
+from tpu_embedding.optimizers.options import (
+    CommonOptions,
+    takes_common_options,
+    with_options,
+)
 
+
+@takes_common_options
 def sgd(
     learning_rate: optax.ScalarOrSchedule = 0.01,
+    **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
     r"""Plain gradient descent, `w -= learning_rate * g`; no slot variables.
 
@@ -13,6 +23,7 @@ def sgd(
 
     Args:
       learning_rate: number or schedule of the step, counted from 0.
+      **options: see `with_options`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -21,4 +32,5 @@ def sgd(
       >>> updates.tolist()
       [[-0.5, -0.5]]
     """
-    return optax.scale_by_learning_rate(learning_rate)
+    rule = optax.scale_by_learning_rate(learning_rate)
+    return with_options(rule, learning_rate=learning_rate, **options)

@@ -12,13 +12,22 @@ from tpu_embedding.optimizers._adagrad import (
     rowwise_adagrad,
 )
 from tpu_embedding.optimizers._adam import adam
+from tpu_embedding.optimizers._bounded_adagrad import bounded_adagrad
 from tpu_embedding.optimizers._clippy import clippy_adagrad
+from tpu_embedding.optimizers._frequency import frequency_aware_adagrad
 from tpu_embedding.optimizers._ftrl import ftrl
 from tpu_embedding.optimizers._lion import lion
 from tpu_embedding.optimizers._momentum import momentum
 from tpu_embedding.optimizers._proximal import proximal_adagrad
 from tpu_embedding.optimizers._rmsprop import adadelta, rmsprop
+from tpu_embedding.optimizers._rowwise import (
+    lamb,
+    partial_rowwise_adam,
+    partial_rowwise_lamb,
+    rowwise_rmsprop,
+)
 from tpu_embedding.optimizers._sgd import sgd
+from tpu_embedding.optimizers._yogi import online_yogi, proximal_yogi
 
 _RECIPES = (
     sgd,
@@ -34,6 +43,14 @@ _RECIPES = (
     lion,
     adafactor,
     clippy_adagrad,
+    bounded_adagrad,
+    frequency_aware_adagrad,
+    proximal_yogi,
+    online_yogi,
+    lamb,
+    partial_rowwise_adam,
+    partial_rowwise_lamb,
+    rowwise_rmsprop,
 )
 _BY_NAME = {recipe.__name__: recipe for recipe in _RECIPES}
 

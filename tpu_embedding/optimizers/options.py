@@ -5,15 +5,20 @@ decayed rows, rows are clipped. That order is the reading of TensorFlow's
 `optimization_parameters.proto` on which its recorded runs in the tests are made.
 """
 
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from tpu_embedding.optimizers._rates import learning_rate_at
 from tpu_embedding.optimizers.modes import in_sequence
+from tpu_embedding.optimizers.slot_storage import SlotInitializers, with_slot_storage
 
+Recipe = TypeVar("Recipe", bound=Callable[..., optax.GradientTransformation])
 ClipValue = float | tuple[float | None, float | None]
 
 
@@ -22,6 +27,21 @@ class DecayRowsState(NamedTuple):
 
     count: jax.Array
     inner: optax.OptState
+
+
+class CommonOptions(TypedDict, total=False):
+    """Options that every optimizer of this package takes; see `with_options`."""
+
+    use_gradient_accumulation: bool
+    clip_weight_min: float | None
+    clip_weight_max: float | None
+    weight_decay_factor: float | None
+    multiply_weight_decay_factor_by_learning_rate: bool | None
+    clipvalue: ClipValue | None
+    slot_dtype: Any
+    slot_initializers: SlotInitializers | None
+    slot_variable_creation_fn: None
+    low_dimensional_packing_status: bool
 
 
 def with_options(
@@ -34,10 +54,15 @@ def with_options(
     weight_decay_factor: float | None = None,
     multiply_weight_decay_factor_by_learning_rate: bool | None = None,
     clipvalue: ClipValue | None = None,
+    slot_dtype: Any = None,
+    slot_initializers: SlotInitializers | None = None,
+    slot_variable_creation_fn: None = None,
+    low_dimensional_packing_status: bool = False,
 ) -> optax.GradientTransformation:
     """Adds TensorFlow's common options to any rule, with TensorFlow's names.
 
     They hold on every platform; TensorFlow's second version ignores or refuses most.
+    The optimizers of this package take them as arguments.
 
     Args:
       rule: of this package or of optax.
@@ -52,6 +77,12 @@ def with_options(
         the learning rate of the step.
       clipvalue: bounds of the elements of a row's summed gradient; one number c means
         (-c, c), and either bound of a pair may be None.
+      slot_dtype: see `with_slot_storage`.
+      slot_initializers: see `with_slot_storage`.
+      slot_variable_creation_fn: must be None. What it is for in TensorFlow is chosen
+        by `slot_initializers` and `slot_dtype`; slot variables are always sharded and
+        packed like their table.
+      low_dimensional_packing_status: without effect; narrow rows are always packed.
 
     Returns:
       The rule with its options.
@@ -66,12 +97,22 @@ def with_options(
       >>> (rows + updates).tolist()
       [[0.0, 0.0]]
     """
+    del low_dimensional_packing_status
     if not use_gradient_accumulation and clipvalue is not None:
         raise ValueError(
             "clipvalue bounds the summed gradient of a row, so it needs "
             f"use_gradient_accumulation=True, got clipvalue={clipvalue} without it."
         )
-    if weight_decay_factor:
+    if slot_variable_creation_fn is not None:
+        raise ValueError(
+            "slot_variable_creation_fn must be None: slot variables are made with "
+            "their table, sharded and packed like it. Choose their values by "
+            "slot_initializers={'accumulators': 0.5} and their type by slot_dtype."
+        )
+    if slot_dtype is not None or slot_initializers is not None:
+        rule = with_slot_storage(rule, slot_dtype, slot_initializers)
+    has_decay = weight_decay_factor is not None
+    if has_decay and not _is_zero(weight_decay_factor):
         multiplies = bool(multiply_weight_decay_factor_by_learning_rate)
         if multiplies and learning_rate is None:
             raise ValueError(
@@ -89,6 +130,24 @@ def with_options(
     if len(pieces) > 1:
         rule = optax.chain(*pieces)
     return rule if use_gradient_accumulation else in_sequence(rule)
+
+
+def takes_common_options(recipe: Recipe) -> Recipe:
+    """Names the common options one by one in the signature of a recipe.
+
+    A recipe ends in `**options: Unpack[CommonOptions]`. `optax.inject_hyperparams` and
+    readers of `help()` need the names and defaults.
+    """
+    signature = inspect.signature(recipe)
+    of_options = inspect.signature(with_options).parameters
+    parameters = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind != inspect.Parameter.VAR_KEYWORD
+    ]
+    parameters += [of_options[name] for name in CommonOptions.__annotations__]
+    cast(Any, recipe).__signature__ = signature.replace(parameters=parameters)
+    return recipe
 
 
 def clip_gradients(clipvalue: ClipValue) -> optax.GradientTransformation:
@@ -150,10 +209,14 @@ def clip_rows(
     return optax.stateless_with_tree_map(clip)
 
 
+def _is_zero(value: Any) -> bool:
+    return not isinstance(value, Tracer) and value == 0
+
+
 def _bounds(clipvalue: ClipValue) -> tuple[float | None, float | None]:
     if isinstance(clipvalue, tuple) and len(clipvalue) == 2:
         return clipvalue
-    if isinstance(clipvalue, int | float):
+    if isinstance(clipvalue, int | float | Tracer):
         return -1.0 * clipvalue, clipvalue
     raise ValueError(
         "clipvalue must be a number or a pair (min, max), either of which may be None, "

@@ -1,5 +1,6 @@
 """From what the user gives as an optimizer to how the layer applies it to a table."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any, Final
@@ -19,6 +20,7 @@ from tpu_embedding.optimizers.row_local import (
     check_elementwise,
 )
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
+from tpu_embedding.optimizers.row_totals import reduces_over_rows, with_row_totals
 from tpu_embedding.optimizers.table_rows import TableRows, among
 
 _PROBE: Final = jax.ShapeDtypeStruct((2, 3), jnp.float32)
@@ -38,7 +40,8 @@ def resolve_optimizer(
 
     Returns:
       The rule of this table. Equal arguments give the same value, so tables of one
-      optimizer are stacked; those of an optimizer of a dict are not.
+      optimizer are stacked; those of an optimizer of a dict, or of one from elsewhere
+      that reduces over rows, are not.
 
     Raises:
       ValueError: if the name is not known, or modes contradict each other.
@@ -51,6 +54,16 @@ def resolve_optimizer(
         of_table = _for_table(optimizer, table_name, tuple(sorted(set(table_names))))
         if _takes(of_table, _PROBE):
             optimizer = of_table
+    if reduces_over_rows(optimizer):
+        is_lazy = not _marks_of(optimizer, EveryRowState)
+        try:
+            totals = with_row_totals(optimizer, is_lazy=is_lazy)
+        except NotRowLocalError as error:
+            raise NotRowLocalError(
+                f"{error} (The optimizer of table {table_name!r}.)"
+            ) from error
+        # The numbers in its state are of one table.
+        return dataclasses.replace(_row_optimizer(totals), table_name=table_name)
     return _row_optimizer(optimizer)
 
 
@@ -129,6 +142,11 @@ def _takes(
     except Exception:
         return False
     return getattr(result, "shape", None) == rows.shape
+
+
+def _marks_of(transformation: optax.GradientTransformation, kind: type) -> list[Any]:
+    state = jax.eval_shape(transformation.init, _PROBE)
+    return [mark for mark in _marks(state) if isinstance(mark, kind)]
 
 
 def _takes_totals(transformation: optax.GradientTransformation, state: Any) -> bool:

@@ -23,10 +23,10 @@ from tpu_embedding.optimizers.table_rows import TableRows, among
 
 Rule = optax.GradientTransformation | RowOptimizer
 
-_PROBE_ROWS: Final = 1_000_003
+PROBE_ROWS: Final = 1_000_003
 """A prime that no dim, count or hyper-parameter is likely to be a multiple of."""
 
-_ELEMENTWISE: Final = frozenset(
+ELEMENTWISE: Final = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     bitcast_convert_type cbrt ceil clamp clz conj convert_element_type copy copy_p cos
     cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma imag
@@ -63,9 +63,9 @@ def check_row_local(optimizer: Rule, dim: int) -> None:
     Raises:
       NotRowLocalError: naming the operation, and what to use instead.
     """
-    _check(optimizer, (_PROBE_ROWS, dim))
+    _check(optimizer, (PROBE_ROWS, dim))
     state = jax.eval_shape(
-        optimizer.init, jax.ShapeDtypeStruct((_PROBE_ROWS, dim), jnp.float32)
+        optimizer.init, jax.ShapeDtypeStruct((PROBE_ROWS, dim), jnp.float32)
     )
     is_lazy = not (isinstance(optimizer, RowOptimizer) and optimizer.rows == "every")
     for name in _type_names(state):
@@ -88,13 +88,13 @@ def check_elementwise(optimizer: Rule) -> None:
       NotRowLocalError: naming the operation.
     """
     # With one axis only, what treats each row for itself treats each element so.
-    _check(optimizer, (_PROBE_ROWS,))
+    _check(optimizer, (PROBE_ROWS,))
 
 
 def _check(optimizer: Rule, shape: tuple[int, ...]) -> None:
     rows = jax.ShapeDtypeStruct(shape, jnp.float32)
     try:
-        with among(_unknown_rows(shape[0])):
+        with among(unknown_rows(shape[0])):
             init = jax.make_jaxpr(optimizer.init)(rows)
             state = jax.eval_shape(optimizer.init, rows)
             update = jax.make_jaxpr(optimizer.update)(rows, state, rows)
@@ -125,7 +125,8 @@ class _UnknownRows(TableRows):
         return jnp.zeros((1,), values.dtype)
 
 
-def _unknown_rows(num_rows: int) -> TableRows:
+def unknown_rows(num_rows: int) -> TableRows:
+    """Returns rows of a table of which nothing but their number is at hand."""
     everything: Any = np.ones(num_rows, bool)
     return _UnknownRows(
         table_sizes=jnp.ones((1,), jnp.float32),
@@ -179,11 +180,11 @@ def _keeps_rows(name: str, equation: Any) -> bool:
         if not any(map(_has_rows, outputs)):
             return True
         return name == "broadcast_in_dim" or (name == "iota" and params["dimension"])
-    if not all(map(_rows_first, outputs)):
+    if not all(map(rows_first, outputs)):
         return False
-    if not all(_rows_first(shape) for shape in inputs if _has_rows(shape)):
+    if not all(rows_first(shape) for shape in inputs if _has_rows(shape)):
         return False
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return True
     if name in _REDUCTIONS:
         return 0 not in params["axes"]
@@ -204,7 +205,7 @@ def _keeps_rows(name: str, equation: Any) -> bool:
             return True
         case "slice":
             strides = params["strides"] or (1,)
-            return params["limit_indices"][0] == _PROBE_ROWS and strides[0] == 1
+            return params["limit_indices"][0] == PROBE_ROWS and strides[0] == 1
         case "pad":
             return params["padding_config"][0] == (0, 0, 0)
         case "dot_general":
@@ -217,7 +218,7 @@ def _dot_keeps_rows(params: dict[str, Any], inputs: list[tuple[int, ...]]) -> bo
     left, right = inputs
     if _has_rows(left) and _has_rows(right):
         return tuple(batch_left[:1]) == (0,) == tuple(batch_right[:1])
-    return _rows_first(left) and 0 not in contract_left and not batch_left
+    return rows_first(left) and 0 not in contract_left and not batch_left
 
 
 def _is_row_count(value: Any) -> bool:
@@ -229,15 +230,16 @@ def _is_row_count(value: Any) -> bool:
     if not math.isfinite(size) or size == 0:
         return False
     return any(
-        math.isclose(x / _PROBE_ROWS, round(x / _PROBE_ROWS), rel_tol=1e-7)
-        and 1 <= round(x / _PROBE_ROWS) <= 4096
+        math.isclose(x / PROBE_ROWS, round(x / PROBE_ROWS), rel_tol=1e-7)
+        and 1 <= round(x / PROBE_ROWS) <= 4096
         for x in (size, 1 / size)
     )
 
 
 def _has_rows(shape: tuple[int, ...]) -> bool:
-    return any(size > 0 and size % _PROBE_ROWS == 0 for size in shape)
+    return any(size > 0 and size % PROBE_ROWS == 0 for size in shape)
 
 
-def _rows_first(shape: tuple[int, ...]) -> bool:
-    return bool(shape) and shape[0] == _PROBE_ROWS and not _has_rows(shape[1:])
+def rows_first(shape: tuple[int, ...]) -> bool:
+    """Whether the first axis of a probed shape, and no other, is that of rows."""
+    return bool(shape) and shape[0] == PROBE_ROWS and not _has_rows(shape[1:])

@@ -24,6 +24,7 @@ class RowOptimizer:
       keeps_gradient: whether the dense gradient lies in the state: of rules for every
         row, those that do not treat each element for itself.
       takes_totals: whether the rule asks for totals over rows.
+      table_name: the only table that it is for; None: any.
     """
 
     transformation: optax.GradientTransformation
@@ -32,6 +33,7 @@ class RowOptimizer:
     gradient_steps: int = 1
     keeps_gradient: bool = False
     takes_totals: bool = False
+    table_name: str | None = None
 
     def init(self, params: Any) -> Any:
         """Returns the rule's state for dense rows."""

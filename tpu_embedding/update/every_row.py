@@ -153,6 +153,8 @@ def _run_on_all_rows(
         totals = find_totals(
             functools.partial(run, leaves, first), fold_rest, across_shards(plan)
         )
+    # Rows are written after all were read for the totals, or XLA copies the table.
+    leaves, totals = jax.lax.optimization_barrier((leaves, totals))
     # The rest of the state is the same for all blocks, which must see the old one.
     result = run(leaves, first, known_totals(totals))
     slots = [leaf for leaf in result if is_slot(leaf)]
@@ -183,8 +185,6 @@ def _run_on_block(
     assert stack.optimizer is not None
     start, size = block
     old = [_cut(leaf, start, size) if is_slot(leaf) else leaf for leaf in leaves]
-    # Read before anything is written, or XLA copies the table.
-    old = jax.lax.optimization_barrier(old)
     rows, gradient, touches, inner = tree.unflatten(old)
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     known = shard_rows(row_ids, touches > 0, all_reduce, stack, plan)
@@ -193,10 +193,13 @@ def _run_on_block(
             gradient / stack.optimizer.gradient_steps, inner, rows
         )
     updates = jnp.where(known.is_used[:, None], updates, 0)
-    new = (rows + updates, jnp.zeros_like(gradient), jnp.zeros_like(touches), inner)
+    cleared = jnp.zeros_like(gradient), jnp.zeros_like(touches)
+    new = tree.flatten_up_to((rows + updates, *cleared, inner))
+    # All is read before anything is written, here too.
+    new = jax.lax.optimization_barrier(new)
     return [
         _paste(leaf, start, part) if is_slot(leaf) else part
-        for leaf, part in zip(leaves, tree.flatten_up_to(new), strict=True)
+        for leaf, part in zip(leaves, new, strict=True)
     ]
 
 

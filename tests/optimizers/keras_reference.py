@@ -1,0 +1,181 @@
+"""Keras' optimizers in NumPy's float64, and their configurations, for other tests.
+
+The rules are written from Keras' sources: each as on a dense gradient, and lazily where
+a kernel of its legacy optimizers is lazy.
+"""
+
+from typing import Any
+
+import numpy as np
+
+NUM_ROWS, DIM = 6, 3
+# No id twice in a step, row 4 in the first step only, row 5 never.
+STEPS = [[0, 1, 4], [1, 2], [0, 3], [1], [2, 0], [3, 1], [0, 1, 2, 3]]
+
+KERAS_3 = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+}
+TF_KERAS = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": 100,
+    "jit_compile": False,
+    "is_legacy_optimizer": False,
+}
+SCHEDULE = {
+    "module": "keras.optimizers.schedules",
+    "class_name": "InverseTimeDecay",
+    "config": {
+        "initial_learning_rate": 0.2,
+        "decay_steps": 2,
+        "decay_rate": 0.7,
+        "staircase": False,
+        "name": "InverseTimeDecay",
+    },
+    "registered_name": None,
+}
+
+
+def keras_3(name, learning_rate: Any = 0.1, **own):
+    return {"name": name, "learning_rate": learning_rate, **KERAS_3, **own}
+
+
+def tf_keras(name, learning_rate: Any = 0.1, **own):
+    if not isinstance(learning_rate, dict):
+        learning_rate = np.float32(learning_rate)  # As tf_keras reads its variable.
+    return {"name": name, **TF_KERAS, "learning_rate": learning_rate, **own}
+
+
+def legacy(name, learning_rate: Any = 0.1, decay=0.0, **own):
+    return {"name": name, "learning_rate": learning_rate, "decay": decay, **own}
+
+
+# Keras' rules: (w, g, lr, t from 1, slots, fields) to the new w; slots begin empty.
+
+
+def slot(slots, name, like, start=0.0):
+    return slots.setdefault(name, np.full_like(like, start))
+
+
+def sgd(w, g, lr, t, slots, o):
+    if not o["momentum"]:
+        return w - lr * g
+    slots["m"] = o["momentum"] * slot(slots, "m", w) - lr * g
+    return w + (o["momentum"] * slots["m"] - lr * g if o["nesterov"] else slots["m"])
+
+
+def adagrad(w, g, lr, t, slots, o):
+    slots["a"] = slot(slots, "a", w, o["initial_accumulator_value"]) + g**2
+    return w - lr * g / np.sqrt(slots["a"] + o["epsilon"])
+
+
+def legacy_adagrad(w, g, lr, t, slots, o):
+    slots["a"] = slot(slots, "a", w, o["initial_accumulator_value"]) + g**2
+    return w - lr * g / (np.sqrt(slots["a"]) + o["epsilon"])
+
+
+def adam(w, g, lr, t, slots, o):
+    b1, b2 = o["beta_1"], o["beta_2"]
+    slots["m"] = b1 * slot(slots, "m", w) + (1 - b1) * g
+    slots["v"] = b2 * slot(slots, "v", w) + (1 - b2) * g**2
+    alpha = lr * np.sqrt(1 - b2**t) / (1 - b1**t)
+    return w - alpha * slots["m"] / (np.sqrt(slots["v"]) + o["epsilon"])
+
+
+def rmsprop_denominator(g, slots, o):
+    rho = o["rho"]
+    slots["v"] = rho * slot(slots, "v", g) + (1 - rho) * g**2
+    if not o["centered"]:
+        return slots["v"]
+    slots["mg"] = rho * slot(slots, "mg", g) + (1 - rho) * g
+    return slots["v"] - slots["mg"] ** 2
+
+
+def rmsprop(w, g, lr, t, slots, o):
+    step = lr * g / np.sqrt(rmsprop_denominator(g, slots, o) + o["epsilon"])
+    slots["mom"] = o["momentum"] * slot(slots, "mom", w) + step
+    return w - slots["mom"]
+
+
+def legacy_rmsprop(w, g, lr, t, slots, o):
+    return w - lr * g / (np.sqrt(rmsprop_denominator(g, slots, o)) + o["epsilon"])
+
+
+def adadelta(w, g, lr, t, slots, o):
+    rho, epsilon = o["rho"], o["epsilon"]
+    slots["a"] = rho * slot(slots, "a", w) + (1 - rho) * g**2
+    x = g * np.sqrt(slot(slots, "u", w) + epsilon) / np.sqrt(slots["a"] + epsilon)
+    slots["u"] = rho * slots["u"] + (1 - rho) * x**2
+    return w - lr * x
+
+
+def ftrl(w, g, lr, t, slots, o):
+    p, l1 = -o["learning_rate_power"], o["l1_regularization_strength"]
+    l2 = o["l2_regularization_strength"] + o["beta"] / (2 * lr)
+    old = slot(slots, "a", w, o["initial_accumulator_value"])
+    new = slots["a"] = old + g**2
+    shrunk = g + 2 * o["l2_shrinkage_regularization_strength"] * w
+    slots["l"] = slot(slots, "l", w) + shrunk - (new**p - old**p) / lr * w
+    return (np.clip(slots["l"], -l1, l1) - slots["l"]) / (new**p / lr + 2 * l2)
+
+
+def lion(w, g, lr, t, slots, o):
+    b1, b2 = o["beta_1"], o["beta_2"]
+    m = slot(slots, "m", w)
+    slots["m"] = b2 * m + (1 - b2) * g
+    return w - lr * np.sign(b1 * m + (1 - b1) * g)
+
+
+def gradients():
+    generator = np.random.default_rng(3)
+    for ids in STEPS:
+        gradient = np.zeros((NUM_ROWS, DIM))
+        gradient[ids] = generator.normal(size=(len(ids), DIM))
+        yield np.asarray(ids), gradient.astype(np.float32).astype(np.float64)
+
+
+def start_rows():
+    rows = np.random.default_rng(1).normal(size=(NUM_ROWS, DIM))
+    return rows.astype(np.float32).astype(np.float64)
+
+
+def rate_of(config, step):
+    rate = config["learning_rate"]
+    if isinstance(rate, dict):
+        rate = 0.2 / (1 + 0.7 * step / 2)
+    return float(rate) / (1 + config.get("decay", 0.0) * step)
+
+
+def keras_tables(rule, config, lazy=False):
+    """Runs Keras' optimizer; lazily on the rows of the step's ids only."""
+    steps = config.get("gradient_accumulation_steps") or 1
+    w, slots, kept, tables = start_rows(), {}, 0.0, []
+    for step, (ids, gradient) in enumerate(gradients()):
+        kept = kept + gradient / (config.get("loss_scale_factor") or 1.0)
+        if (step + 1) % steps == 0:
+            lr = rate_of(config, step)
+            c = config.get("clipvalue") or np.inf
+            g, kept = np.clip(kept / steps, -c, c), 0.0
+            decayed = w - w * (config.get("weight_decay") or 0.0) * lr
+            old_slots = dict(slots)
+            new = rule(decayed, g, lr, (step + 1) // steps, slots, config)
+            touched = (
+                np.isin(np.arange(NUM_ROWS), ids) if lazy else np.full(NUM_ROWS, True)
+            )
+            for name, value in old_slots.items():
+                slots[name] = np.where(touched[:, None], slots[name], value)
+            w = np.where(touched[:, None], new, w)
+        tables.append(w)
+    return np.stack(tables)

@@ -1,0 +1,182 @@
+"""What may be given as an optimizer: names, wrappers, and dicts of tables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.optimizers.rules import initial_state, one_table_plan, update
+from tpu_embedding.optimizers.names import optimizer_by_name
+from tpu_embedding.optimizers.resolve import resolve_optimizer
+
+NAMES = ("sgd", "adagrad", "adam", "ftrl", "adafactor", "rowwise_adagrad", "Lion")
+
+
+def resolve(optimizer, name="movie", names=("movie", "user")):
+    return resolve_optimizer(optimizer, name, names)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_rules_with_defaults(name):
+    rule = optimizer_by_name(name)
+    assert rule is optimizer_by_name(name.lower())
+    assert rule.init(jnp.ones((2, 3))) is not None
+
+
+def test_tables_of_one_name_are_stacked():
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=5, dim=2, name=name, optimizer=rule)
+        )
+        for name, rule in {"a": "adagrad", "b": None, "c": "adagrad"}.items()
+    }
+    plan = te.make_plan(features, mesh_of(1), optimizer="adam")
+    assert [[t.name for t in stack.tables] for stack in plan.stacks] == [
+        ["a", "c"],
+        ["b"],
+    ]
+
+
+def test_unknown_name_is_refused():
+    with pytest.raises(ValueError, match=r"names \['adadelta'.*got 'adamax'"):
+        one_table_plan("adamax", 5, 2, mesh_of(1))
+
+
+def adam(**options):
+    return te.optimizers.adam(0.1, **options)
+
+
+MODES = {
+    "plain": (adam(), "touched", "sum", False),
+    "every_row": (adam(lazy_adam=False), "every", "sum", False),
+    "chained": (
+        optax.chain(optax.clip(1.0), adam(lazy_adam=False)),
+        "every",
+        "sum",
+        False,
+    ),
+    "injected": (
+        optax.inject_hyperparams(te.optimizers.adam)(0.1, lazy_adam=False),
+        "every",
+        "sum",
+        False,
+    ),
+    "sequence": (
+        te.optimizers.adagrad(0.1, use_gradient_accumulation=False),
+        "touched",
+        "sequence",
+        False,
+    ),
+    "rows_of_every_row": (
+        te.optimizers.every_row(te.optimizers.rowwise_adagrad(0.1)),
+        "every",
+        "sum",
+        True,
+    ),
+    "collected": (
+        te.optimizers.every_row(optax.sgd(0.1), gradient_steps=3),
+        "every",
+        "sum",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes_are_found_in_any_wrapper(name):
+    optimizer, rows, duplicates, keeps_gradient = MODES[name]
+    found = resolve(optimizer)
+    assert (found.rows, found.duplicates) == (rows, duplicates)
+    assert found.keeps_gradient == keeps_gradient
+
+
+def test_totals_in_sequence_are_refused():
+    rule = te.optimizers.in_sequence(te.optimizers.clippy_adagrad(0.1))
+    with pytest.raises(ValueError, match="totals"):
+        resolve(rule)
+
+
+def test_equal_optimizers_are_equal():
+    rule = optax.adam(0.1)
+    assert resolve(rule, "movie") == resolve(rule, "user")
+    by_table = optax.masked(optax.sgd(0.1), {"movie": True, "user": False})
+    assert resolve(by_table, "movie") == resolve(by_table, "movie")
+    assert resolve(by_table, "movie") != resolve(by_table, "user")
+
+
+LABELS = {"movie": "fast", "user": "slow", "city": "fixed"}
+BY_TABLE = {
+    "multi_transform": optax.multi_transform(
+        {
+            "fast": te.optimizers.adagrad(0.5),
+            "slow": optax.adam(0.01),
+            "fixed": optax.set_to_zero(),
+        },
+        LABELS,
+    ),
+    "label_function": optax.multi_transform(
+        {"fast": optax.sgd(1.0), "slow": optax.sgd(0.1), "fixed": optax.sgd(0.0)},
+        lambda tables: {name: LABELS[name] for name in tables},
+    ),
+    "masked": optax.chain(
+        optax.masked(te.optimizers.adam(0.1), {"movie": True, "user": True, "city": 0}),
+        optax.masked(optax.set_to_zero(), {"movie": False, "user": False, "city": 1}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_TABLE)
+def test_optimizer_of_a_dict_of_tables_equals_optax(name):
+    optimizer = BY_TABLE[name]
+    features = {
+        table: te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=6, dim=2, combiner="sum", name=table)
+        )
+        for table in LABELS
+    }
+    plan = te.make_plan(features, mesh_of(3), optimizer=optimizer)
+    tables = te.init_tables(plan, jax.random.key(0))
+    slots = te.init_slots(tables, plan)
+    dense = {k: jnp.asarray(v) for k, v in te.logical_values(tables, plan).items()}
+    state = optimizer.init(dense)
+    generator = np.random.default_rng(0)
+    ids = {table: np.arange(6, dtype=np.int32) for table in LABELS}
+    for _ in range(3):
+        gradient = {
+            table: generator.normal(size=(6, 2)).astype(np.float32) for table in LABELS
+        }
+        tables, slots = update(tables, slots, ids, gradient, plan)
+        updates, state = optimizer.update(gradient, state, dense)
+        dense = optax.apply_updates(dense, updates)
+    for table, values in te.logical_values(tables, plan).items():
+        np.testing.assert_allclose(values, dense[table], rtol=1e-5, atol=1e-6)
+
+
+def test_what_fits_neither_an_array_nor_a_dict_is_refused():
+    optimizer = optax.masked(optax.sgd(0.1), {"other": True})
+    with pytest.raises(te.optimizers.NotRowLocalError, match=r"\['table'\]"):
+        one_table_plan(optimizer, 5, 2, mesh_of(1))
+
+
+def test_learning_rate_changes_without_compilation():
+    rule = optax.inject_hyperparams(te.optimizers.adagrad)(
+        learning_rate=0.1, clipvalue=3.0
+    )
+    plan = one_table_plan(rule, 5, 2, mesh_of(2))
+    tables, slots = initial_state(plan, np.ones((5, 2)))
+    ids, ones = np.int32([1, 2]), np.ones((2, 2), np.float32)
+    tables, slots = update(tables, slots, ids, ones, plan)
+    compiled = update._cache_size()
+    slots = te.optimizers.with_hyperparameters(slots, learning_rate=lambda: 0.0)
+    before = te.logical_values(tables, plan)["table"]
+    tables, slots = update(tables, slots, ids, ones, plan)
+    assert update._cache_size() == compiled
+    np.testing.assert_array_equal(te.logical_values(tables, plan)["table"], before)
+
+
+def test_unknown_hyperparameter_is_refused():
+    with pytest.raises(ValueError, match="'momentum'.*inject_hyperparams"):
+        te.optimizers.with_hyperparameters(optax.sgd(0.1).init(1.0), momentum=0.5)

@@ -1,0 +1,144 @@
+"""Slots of another type and other initial values; options as arguments of recipes."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.optimizers.rules import (
+    initial_state,
+    logical_slots,
+    one_table_plan,
+    update,
+)
+from tpu_embedding.optimizers.options import CommonOptions
+
+RECIPES = [
+    te.optimizers.sgd,
+    te.optimizers.momentum,
+    te.optimizers.adagrad,
+    te.optimizers.rowwise_adagrad,
+    te.optimizers.adagrad_momentum,
+    te.optimizers.proximal_adagrad,
+    te.optimizers.adam,
+    te.optimizers.ftrl,
+    te.optimizers.rmsprop,
+    te.optimizers.adadelta,
+    te.optimizers.lion,
+    te.optimizers.clippy_adagrad,
+    te.optimizers.bounded_adagrad,
+    te.optimizers.frequency_aware_adagrad,
+    te.optimizers.proximal_yogi,
+    te.optimizers.online_yogi,
+    te.optimizers.lamb,
+    te.optimizers.partial_rowwise_adam,
+    te.optimizers.partial_rowwise_lamb,
+    te.optimizers.rowwise_rmsprop,
+]
+IDS = [recipe.__name__ for recipe in RECIPES]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
+def test_every_recipe_names_the_common_options(recipe):
+    assert set(CommonOptions.__annotations__) <= set(
+        inspect.signature(recipe).parameters
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
+def test_options_are_those_of_with_options(recipe):
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
+    options = dict(
+        clipvalue=(-0.5, None),
+        weight_decay_factor=0.1,
+        multiply_weight_decay_factor_by_learning_rate=True,
+        clip_weight_max=0.2,
+    )
+    rule = recipe(0.3, **options)
+    wrapped = te.optimizers.with_options(recipe(0.3), learning_rate=0.3, **options)
+    injected = optax.inject_hyperparams(recipe)(0.3, **options)
+    expected, _ = wrapped.update(rows, wrapped.init(rows), rows)
+    for other in (rule, injected):
+        updates, _ = other.update(rows, other.init(rows), rows)
+        # A traced beta_2 is a float32: 1 - beta_2 has fewer digits.
+        np.testing.assert_allclose(updates, expected, rtol=1e-4)
+    assert float(jnp.max(rows + expected)) <= 0.2 + 1e-6
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "v5p"])
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_bfloat16_slots(num_devices, hardware):
+    """Arithmetic in float32: one rounding of 2**-9 for each step."""
+    plans = [
+        one_table_plan(
+            te.optimizers.adam(0.1, slot_dtype=dtype),
+            20,
+            8,
+            mesh_of(num_devices),
+            hardware=te.hardware_by_name(hardware),
+        )
+        for dtype in (None, jnp.bfloat16)
+    ]
+    exact, rounded = plans
+    assert rounded.slot_bytes_per_device <= exact.slot_bytes_per_device // 2 + 4096
+    results = []
+    for plan in plans:
+        tables, slots = initial_state(plan, np.ones((20, 8)))
+        generator = np.random.default_rng(0)
+        for _ in range(4):
+            ids = generator.integers(0, 15, 12).astype(np.int32)
+            gradient = generator.normal(size=(12, 8)).astype(np.float32)
+            tables, slots = update(tables, slots, ids, gradient, plan)
+        results.append((te.logical_values(tables, plan)["table"], slots, plan))
+    for slot in logical_slots(results[1][1], rounded):
+        assert slot.dtype == jnp.bfloat16
+        assert not np.any(slot[15:])
+    for old, new in zip(
+        logical_slots(results[0][1], exact),
+        logical_slots(results[1][1], rounded),
+        strict=True,
+    ):
+        np.testing.assert_allclose(np.float32(new), old, rtol=0.03, atol=1e-3)
+    np.testing.assert_allclose(results[1][0], results[0][0], atol=0.02)
+
+
+def test_initial_values_by_name():
+    rule = te.optimizers.ftrl(
+        0.1,
+        slot_initializers={
+            "accumulators": 0.5,
+            "linears": lambda shape, dtype: jnp.full(shape, 2.0, dtype),
+        },
+    )
+    state = rule.init(jnp.ones((3, 2)))
+    assert jax.tree.map(lambda x: float(x.max()), (state.accumulators, state.linears))
+    assert float(state.accumulators.min()) == 0.5
+    assert float(state.linears.min()) == 2.0
+
+
+WRONG = {
+    "no_such_slot": (dict(slot_initializers={"velocity": 1.0}), "'velocity'"),
+    "integers": (dict(slot_dtype=jnp.int8), "floating"),
+    "creation_fn": (dict(slot_variable_creation_fn=print), "slot_initializers"),
+    "clips_in_sequence": (
+        dict(use_gradient_accumulation=False, clipvalue=1.0),
+        "use_gradient_accumulation",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options_are_refused(name):
+    options, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        te.optimizers.adagrad(0.1, **options).init(jnp.ones((2, 2)))
+
+
+def test_every_row_needs_accumulation():
+    with pytest.raises(ValueError, match="lazy_adam"):
+        te.optimizers.adam(0.1, lazy_adam=False, use_gradient_accumulation=False)

@@ -1,0 +1,119 @@
+"""How slot variables are stored: their initial values and type."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpu_embedding.optimizers._arrays import for_each_array
+from tpu_embedding.optimizers.slots import slot_row_shapes
+
+SlotInitializer = float | Callable[[tuple[int, ...], Any], jax.Array]
+SlotInitializers = Mapping[str, SlotInitializer]
+"""Slot name to a number, or a function of shape and dtype."""
+
+
+def with_slot_storage(
+    rule: optax.GradientTransformation,
+    dtype: Any = None,
+    initializers: SlotInitializers | None = None,
+) -> optax.GradientTransformation:
+    """Chooses initial values and type of a rule's slot variables.
+
+    The rule computes in the type it has chosen itself, float32; only what is kept from
+    step to step is rounded. A bfloat16 has 8 bits of precision: a sum of squares, such
+    as Adagrad's, stands still once it is 256 times what is added, so bfloat16 is for
+    moving averages. Slot variables are sharded and packed like their table.
+
+    Args:
+      rule: an optax transformation of `[rows, dim]`.
+      dtype: floating type that slot variables are kept in, such as `jnp.bfloat16`;
+        None: that of the rule. Counts of rows stay as they are.
+      initializers: slot name, such as `"accumulators"`, to its initial values: a
+        number, or a function `(shape, dtype) -> array` that gives each row the same
+        (shape is that of this shard's slot). Other slots keep the rule's.
+
+    Returns:
+      The rule with its slots.
+
+    Raises:
+      ValueError: if the type is not a floating one, or, when the state is made, if the
+        rule has no slot of a name.
+
+    Example:
+      >>> rule = with_slot_storage(optax.adam(0.1), jnp.bfloat16, {"nu": 0.5})
+      >>> state = rule.init(jnp.ones((3, 2)))
+      >>> state[0].nu.dtype.name, float(state[0].nu[0, 0]), state[0].count.dtype.name
+      ('bfloat16', 0.5, 'int32')
+    """
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"slot_dtype must be a floating type such as jnp.bfloat16, got {dtype!r}."
+        )
+    values = dict(initializers or {})
+
+    def init(rows: Any) -> Any:
+        state = rule.init(rows)
+        shapes = slot_row_shapes(rule, rows.shape[1])
+        _check_names(values, shapes)
+        state = jax.tree_util.tree_map_with_path(
+            lambda path, shape, leaf: _initial(path, shape, leaf, values),
+            shapes,
+            state,
+            is_leaf=_is_none,
+        )
+        return _cast(shapes, state, lambda shape: _stored_dtype(shape, dtype))
+
+    def update(updates: Any, state: Any, rows: Any) -> tuple[Any, Any]:
+        shapes = slot_row_shapes(rule, updates.shape[1])
+        state = _cast(shapes, state, lambda shape: shape.dtype)
+        updates, state = rule.update(updates, state, rows)
+        return updates, _cast(shapes, state, lambda shape: _stored_dtype(shape, dtype))
+
+    return for_each_array(init, update)
+
+
+def _initial(path: Any, shape: Any, leaf: Any, values: dict[str, Any]) -> Any:
+    name = _name(path)
+    if shape is None or name not in values:
+        return leaf
+    value = values[name]
+    if callable(value):
+        return jnp.asarray(value(leaf.shape, leaf.dtype), leaf.dtype)
+    return jnp.full(leaf.shape, value, leaf.dtype)
+
+
+def _cast(shapes: Any, state: Any, dtype_of: Callable[[Any], Any]) -> Any:
+    return jax.tree.map(
+        lambda shape, leaf: leaf if shape is None else leaf.astype(dtype_of(shape)),
+        shapes,
+        state,
+        is_leaf=_is_none,
+    )
+
+
+def _stored_dtype(shape: jax.ShapeDtypeStruct, dtype: Any) -> Any:
+    is_floating = jnp.issubdtype(shape.dtype, jnp.floating)
+    return dtype if dtype is not None and is_floating else shape.dtype
+
+
+def _check_names(values: dict[str, Any], shapes: Any) -> None:
+    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    for name in values:
+        if name not in names:
+            raise ValueError(
+                f"slot_initializers must name slots of the rule, {sorted(names)}, got "
+                f"{name!r}."
+            )
+
+
+def _name(path: Any) -> str:
+    """Returns the name of the field, or the place, at the end of a path."""
+    last = path[-1] if path else None
+    return str(getattr(last, "name", getattr(last, "key", getattr(last, "idx", ""))))
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
