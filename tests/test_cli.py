@@ -6,11 +6,19 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from tpu_embedding import cli
 from tpu_embedding.data.criteo import write_criteo_sample
 from tpu_embedding.training.reporting import PLOT_FILE, RECORDS_FILE
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _jax_has_started():
+    """So that no `--devices` of a test decides how many devices the others have."""
+    assert len(jax.devices()) == 8
+
 
 TINY = {
     "synthetic": [
@@ -117,6 +125,11 @@ def test_damaged_line_is_named(tmp_path, capsys):
         (["synthetic", "--set", "data.valence=0"], "valence must be an int of at"),
         (["synthetic", "--resume"], "no complete checkpoint"),
         (["synthetic", "--devices", "99"], "JAX has started with 8 CPU devices"),
+        (["synthetic", "--compiler-option", "a"], "takes NAME=VALUE, got 'a'"),
+        (
+            ["synthetic", "--devices", "1", "--compiler-option", "a=b"],
+            "must be empty on cpu, got {'a': 'b'}.*Leave them out",
+        ),
     ],
 )
 def test_refusals(tmp_path, monkeypatch, capsys, arguments, message):
@@ -135,8 +148,107 @@ def test_divergence_is_a_failure(tmp_path, capsys):
     )
 
 
+@pytest.mark.tpu_compiler
+def test_compile(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    arguments = ["compile", "synthetic", "--topology", "v5e:2x2", "--topology"]
+    arguments += ["v6e:2x2", "--batch", "128", "--set", "model.dim=32"]
+    assert cli.main([*arguments, "--json", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == [
+        "compiling synthetic for v5e:2x2 (devices: 4) ...",
+        "compiling synthetic for v6e:2x2 (devices: 4) ...",
+    ]
+    for part in (
+        r"synthetic on v5e:2x2: 4 devices; traced in [\d.]+ s, compiled in [\d.]+ s",
+        r"\n4 shards on v6e; per device: tables",
+        r"\nfits: needs [\d.]+ MiB, leaves [\d.]+ GiB of 32.00 GiB HBM\n",
+        r"\nmodelled traffic per device and step, at HBM 819 GB/s",
+        r"\nembedding part / least +[\d.]+ x",
+        r"\non SparseCore:\n",
+        r"\ntables or slots copied within HBM: none\n",
+        r"\ntopology  devices  fits .*\nv5e:2x2 +4   yes .*\nv6e:2x2 +4   yes ",
+    ):
+        assert re.search(part, captured.out), part
+    written = json.loads(path.read_text())
+    assert written["config"]["batch_size"] == 128
+    assert written["config"]["model"]["dim"] == 32
+    assert [r["topology"] for r in written["reports"]] == ["v5e:2x2", "v6e:2x2"]
+    assert all(r["memory"]["fits"] for r in written["reports"])
+
+
+@pytest.mark.tpu_compiler
+def test_compile_says_by_its_status_that_a_step_does_not_fit(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    arguments = ["compile", "dlrm", "--topology", "v5e:2x2", "--json", str(path)]
+    arguments += ["--set", "data.vocabulary_size=20000000", "--set", "model.dim=128"]
+    assert cli.main(arguments) == cli.FAILED
+    assert "DOES NOT FIT: needs " in capsys.readouterr().out
+    (report,) = json.loads(path.read_text())["reports"]
+    assert not report["memory"]["fits"]
+    assert report["traffic"] is None
+
+
+NO_OUTLINE = """
+import dataclasses
+from tpu_embedding.training import load_config
+
+class Mine:
+    def open(self, data_dir, *, batch_size, seed): ...
+
+config = dataclasses.replace(load_config("synthetic"), data=Mine())
+"""
+
+
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
-    "arguments", [[], ["train"], ["train", "synthetic", "--devices", "0"], ["fly"]]
+    ("arguments", "message"),
+    [
+        (["nothing"], "no config 'nothing'"),
+        (["no_outline.py"], "a Mine, must have a method outline"),
+        (["synthetic", "--set", "data.valence=0"], "valence must be an int of at"),
+        (["synthetic", "--set", "capacity=0"], "capacity must be an int of at least 1"),
+        (["synthetic", "--compiler-option", "=1"], "takes NAME=VALUE, got '=1'"),
+        (["synthetic", "--compiler-option", "a=1"], "No such compile option: 'a'"),
+        (["synthetic", "--topology", "v9:2x2"], "'v9:2x2' is not known.*v5e, v5p"),
+        (["synthetic", "--topology", "v5e:0x1"], "'v5e:0x1' is not known"),
+        (["synthetic", "--json", "not_there/x.json"], "there is no such directory"),
+    ],
+)
+def test_compile_refusals(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "no_outline.py").write_text(NO_OUTLINE)
+    config, *more = arguments
+    arguments = ["compile", config, "--topology", "v5e:2x2", *more]
+    assert cli.main(arguments) == cli.USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = [li for li in captured.err.splitlines() if not li.startswith("compiling")]
+    assert len(lines) == 1
+    assert re.fullmatch(f"error: .*{message}.*", lines[0])
+
+
+def test_compile_without_libtpu(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    check_refusal(
+        capsys,
+        ["compile", "synthetic", "--topology", "v5e:2x2"],
+        r"needs libtpu; install it with pip install 'tpu-embedding\[tpu\]'\.$",
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["train"],
+        ["train", "synthetic", "--devices", "0"],
+        ["fly"],
+        ["compile", "synthetic"],
+        ["compile", "--topology", "v5e:2x2"],
+        ["compile", "synthetic", "--topology", "v5e:2x2", "--batch", "0"],
+        ["compile", "synthetic", "--topology", "v5e:2x2", "--slices", "0"],
+    ],
 )
 def test_usage_errors(arguments, capsys):
     with pytest.raises(SystemExit) as error:

@@ -14,6 +14,8 @@ from tpu_embedding.hardware import hardware_by_name, hardware_of_device
 
 TPUS = ["v4", "v5e", "v5p", "v6e", "tpu7x"]
 WITH_SPARSE_CORES = {"v4": 0, "v5e": 0, "v5p": 4, "v6e": 2, "tpu7x": 4}
+# GB/s that a chip can send: links times the rate of one.
+LINKS = {"v4": 6 * 50, "v5e": 4 * 50, "v5p": 6 * 100, "v6e": 4 * 100, "tpu7x": 6 * 100}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,9 @@ def test_natural_rows_and_no_options_off_tpu(name):
     assert info.num_sparse_cores == 0
     assert info.hbm_capacity_bytes is None
     assert info.hbm_bytes_per_second is None
+    assert info.ici_bytes_per_second is None
+    assert info.dcn_bytes_per_second is None
+    assert not info.is_tpu
 
 
 @pytest.mark.parametrize("name", TPUS)
@@ -95,6 +100,13 @@ def test_tpus(name):
     assert 8e11 < info.hbm_bytes_per_second < 8e12
     assert info.devices_per_chip == (2 if name == "tpu7x" else 1)
     assert info.num_sparse_cores == WITH_SPARSE_CORES[name]
+    assert info.ici_bytes_per_second == LINKS[name] * 1e9
+    assert info.ici_bytes_per_second < info.hbm_bytes_per_second
+    if info.dcn_bytes_per_second is not None:
+        assert 20 < info.ici_bytes_per_second / info.dcn_bytes_per_second < 100
+    assert 1e14 < info.bf16_flops_per_second < 3e15
+    assert 16 * 2**20 <= info.vmem_bytes <= 128 * 2**20
+    assert info.is_tpu
 
 
 @pytest.mark.parametrize("name", TPUS)
@@ -114,6 +126,24 @@ def test_plans_pass_the_options_on():
     assert on_cpu.compiler_options == {}
     on_tpu = te.make_plan(feature, mesh_of(2), hardware=hardware_by_name("v6e"))
     assert on_tpu.compiler_options == dict(hardware_by_name("v6e").compiler_options)
+
+
+def test_own_compiler_options():
+    info = hardware_by_name("v6e")
+    (name,) = dict(info.compiler_options)
+    changed = info.with_compiler_options({name: "false", "other": "1"})
+    assert dict(changed.compiler_options) == {name: "false", "other": "1"}
+    assert dataclasses.replace(changed, compiler_options=info.compiler_options) == info
+    assert hash(changed) != hash(info)
+    assert info.with_compiler_options({}) is info
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_own_compiler_options_are_refused_off_tpu(name):
+    info = hardware_by_name(name)
+    assert info.with_compiler_options({}) is info
+    with pytest.raises(ValueError, match=f"must be empty on {name}, got .'a': 'b'"):
+        info.with_compiler_options({"a": "b"})
 
 
 def test_frozen_and_hashable():

@@ -1,11 +1,16 @@
-"""The command `tpu-embedding`: `tpu-embedding train CONFIG` runs a config.
+"""The command `tpu-embedding`: trains a run config, or reports on it without a TPU.
+
+    tpu-embedding train CONFIG
+    tpu-embedding compile CONFIG --topology GENERATION:CHIPS
 
 Wrong settings and damaged data end in one line on the error stream and status 2, never
-in a traceback.
+in a traceback. Status 1 says that training failed, or that a step does not fit.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
+import json
 import pathlib
 import shutil
 import sys
@@ -15,13 +20,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from tpu_embedding import aot
 from tpu_embedding.checkpoint.run_checkpoints import CheckpointError
 from tpu_embedding.data.batch import DataError
+from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
 from tpu_embedding.training.config_files import ConfigError, list_configs, load_config
 from tpu_embedding.training.loop import CHECKPOINTS_DIR, train
 from tpu_embedding.training.overrides import apply_overrides
 from tpu_embedding.training.pipeline import TrainingDivergedError
 from tpu_embedding.training.reporting import PLOT_FILE, RECORDS_FILE
+from tpu_embedding.training.run_config import RunConfig
+from tpu_embedding.training.step import abstract_step, make_run_plan
 
 FAILED = 1
 USAGE = 2
@@ -36,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; None means the arguments of the process.
 
     Returns:
-      Exit status: 0, 1 if training failed, 2 if settings or data are wrong.
+      Exit status: 0; 1 if training failed, or a step does not fit a topology; 2 if
+      settings or data are wrong.
     """
     parsed = _parser().parse_args(arguments)
     try:
@@ -46,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainingDivergedError as error:
         return _fail(error, FAILED)
     except KeyboardInterrupt:
-        print("interrupted; --resume continues the run", file=sys.stderr)
+        print(parsed.interrupted, file=sys.stderr)
         return INTERRUPTED
 
 
@@ -66,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
+    _add_compile(commands)
     return parser
 
 
@@ -78,10 +89,10 @@ def _add_train(commands) -> None:
         "directory.",
         epilog=f"Configs that come with the package: {', '.join(list_configs())}.",
     )
-    parser.set_defaults(run=_train)
-    parser.add_argument(
-        "config", metavar="CONFIG", help="name of a config, or path of a Python file"
+    parser.set_defaults(
+        run=_train, interrupted="interrupted; --resume continues the run"
     )
+    _add_config_arguments(parser)
     parser.add_argument(
         "--data-dir", type=pathlib.Path, metavar="PATH", help="where the data are"
     )
@@ -96,13 +107,6 @@ def _add_train(commands) -> None:
         type=_positive,
         metavar="N",
         help="train on N emulated CPU devices; if left out, on all devices there are",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a field of the config, such as num_steps=100 or model.dim=8",
     )
     parser.add_argument(
         "--stop-at",
@@ -120,6 +124,63 @@ def _add_train(commands) -> None:
         "--overwrite",
         action="store_true",
         help="remove an earlier run from the output directory",
+    )
+
+
+def _add_compile(commands) -> None:
+    parser = commands.add_parser(
+        "compile",
+        help="report what a run config's step is on TPUs, without any",
+        description="Compiles the train step of a run config for TPUs that need not be "
+        "there, and prints whether it fits, what it moves and what runs on SparseCore. "
+        "Nothing is allocated, and no data are read. Times are modelled, not measured.",
+        epilog="Exit status: 0 if the step fits every topology, 1 if it does not fit "
+        "one of them, 2 if something is wrong with the command.",
+    )
+    parser.set_defaults(run=_compile, interrupted="interrupted")
+    _add_config_arguments(parser)
+    parser.add_argument(
+        "--topology",
+        action="append",
+        required=True,
+        metavar="GENERATION:CHIPS",
+        help=f"a slice, such as {', '.join(EXAMPLE_TOPOLOGIES)}; may be repeated",
+    )
+    parser.add_argument(
+        "--slices",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="how many such slices, joined by the network of the data centre",
+    )
+    parser.add_argument(
+        "--batch",
+        type=_positive,
+        metavar="N",
+        help="samples per step over all devices; short for --set batch_size=N",
+    )
+    parser.add_argument(
+        "--json", type=pathlib.Path, metavar="FILE", help="write the reports there, too"
+    )
+
+
+def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", metavar="CONFIG", help="name of a config, or path of a Python file"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a field of the config, such as num_steps=100 or model.dim=8",
+    )
+    parser.add_argument(
+        "--compiler-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="XLA option of the train step, beside those the package sets; TPUs only",
     )
 
 
@@ -141,18 +202,99 @@ def _train(parsed: argparse.Namespace) -> int:
         mesh=mesh,
         resume=parsed.resume,
         stop_at=parsed.stop_at,
+        compiler_options=_compiler_options(parsed.compiler_option),
     )
     return 0
 
 
+def _compile(parsed: argparse.Namespace) -> int:
+    settings = list(parsed.set)
+    if parsed.batch is not None:
+        settings.append(f"batch_size={parsed.batch}")
+    config = apply_overrides(load_config(parsed.config), settings)
+    options = _compiler_options(parsed.compiler_option)
+    if parsed.json is not None and not parsed.json.parent.is_dir():
+        raise UsageError(f"--json {parsed.json}: there is no such directory.")
+    _keep_to_cpu()
+    try:
+        meshes = [
+            aot.topology_mesh(topology, num_slices=parsed.slices)
+            for topology in parsed.topology
+        ]
+    except (ImportError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    reports = []
+    for topology, mesh in zip(parsed.topology, meshes, strict=True):
+        print(
+            f"compiling {config.name} for {topology} (devices: {mesh.size}) ...",
+            file=sys.stderr,
+            flush=True,
+        )
+        report = _compile_for(config, topology, mesh, options)
+        reports.append(report)
+        print(aot.format_report(report), end="\n\n")
+    if len(reports) > 1:
+        print(aot.format_comparison(reports))
+    if parsed.json is not None:
+        document = {
+            "config": config.describe(),
+            "reports": [report.to_json() for report in reports],
+        }
+        parsed.json.write_text(json.dumps(document, indent=2) + "\n")
+    return 0 if all(report.memory.fits for report in reports) else FAILED
+
+
+def _compile_for(
+    config: RunConfig, topology: str, mesh: Mesh, options: dict[str, str]
+) -> aot.CompileReport:
+    if not hasattr(config.data, "outline"):
+        raise UsageError(
+            f"The config's data source, a {type(config.data).__name__}, must have a "
+            "method outline, which gives the shapes of its batches without files; see "
+            "tpu_embedding.training.CriteoSource.outline."
+        )
+    try:
+        data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
+        plan = make_run_plan(config, data, mesh, compiler_options=options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    step, state, batch = abstract_step(config, data, plan)
+    try:
+        return aot.compile_report(
+            step,
+            state,
+            batch,
+            plan,
+            features=batch.features,
+            name=config.name,
+            topology=topology,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise UsageError(f"XLA: {str(error).splitlines()[0]}") from error
+
+
+def _compiler_options(assignments: Sequence[str]) -> dict[str, str]:
+    options = {}
+    for assignment in assignments:
+        name, separator, value = assignment.partition("=")
+        if not (name and separator):
+            raise UsageError(f"--compiler-option takes NAME=VALUE, got {assignment!r}.")
+        options[name] = value
+    return options
+
+
+def _keep_to_cpu() -> None:
+    """Leaves accelerators of this machine alone, unless JAX has started already."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_platforms", "cpu")
+
+
 def _emulated_mesh(num_devices: int) -> Mesh:
     """Returns a mesh of CPU devices; makes them if JAX has none yet."""
-    try:
-        jax.config.update("jax_platforms", "cpu")
+    _keep_to_cpu()
+    # If JAX has started already, its devices must do.
+    with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", num_devices)
-    except RuntimeError:
-        # JAX has started already: its devices must do.
-        pass
     devices = jax.devices("cpu")
     if len(devices) < num_devices:
         raise UsageError(

@@ -11,6 +11,7 @@ from typing import Final
 
 import jax
 
+MEBIBYTE: Final = 2**20
 GIBIBYTE: Final = 2**30
 
 
@@ -27,7 +28,16 @@ class HardwareInfo:
       sublanes: rows of a tile; arrays take a multiple of it in memory.
       hbm_capacity_bytes: memory of one chip.
       hbm_bytes_per_second: peak memory bandwidth of one chip.
+      ici_bytes_per_second: what one chip can send to its neighbours within a slice,
+        in one direction, over all its links together. Fewer links are in use where a
+        slice is small or no torus.
+      dcn_bytes_per_second: what one chip can send to other slices, over the network of
+        the data centre.
+      bf16_flops_per_second: peak bfloat16 arithmetic of one chip.
+      vmem_bytes: on-chip memory of one core; XLA moves small arrays there.
       devices_per_chip: how many JAX devices a chip shows as.
+      chip_config_name: what libtpu calls the configuration of a chip that shows as
+        `devices_per_chip` devices; None: its default.
       num_sparse_cores: SparseCores of a chip that XLA can use.
       compiler_options: XLA options that train steps for this device are compiled
         with. XLA refuses the `xla_tpu_` ones for other devices.
@@ -38,14 +48,55 @@ class HardwareInfo:
     sublanes: int = 1
     hbm_capacity_bytes: int | None = None
     hbm_bytes_per_second: float | None = None
+    ici_bytes_per_second: float | None = None
+    dcn_bytes_per_second: float | None = None
+    bf16_flops_per_second: float | None = None
+    vmem_bytes: int | None = None
     devices_per_chip: int = 1
+    chip_config_name: str | None = None
     num_sparse_cores: int = 0
     compiler_options: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def is_tpu(self) -> bool:
+        """Whether XLA's options for TPUs, and libtpu's topologies, are for it."""
+        return self.line_lanes is not None
 
-# Capacities and bandwidths: the "System architecture" pages of each generation in
-# Google Cloud's TPU documentation (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e,
-# tpu7x). Lanes and sublanes: JAX's own table, `jax/_src/tpu_info.py`.
+    def with_compiler_options(self, options: Mapping[str, str]) -> "HardwareInfo":
+        """Returns the same hardware with some compiler options added or replaced.
+
+        Args:
+          options: name to value, as XLA spells them.
+
+        Raises:
+          ValueError: if options are given and the hardware is no TPU.
+
+        Example:
+          >>> hardware_by_name("v5e").with_compiler_options({"a": "1"}).compiler_options
+          (('a', '1'),)
+        """
+        if not options:
+            return self
+        if not self.is_tpu:
+            raise ValueError(
+                f"compiler_options must be empty on {self.name}, got {dict(options)}: "
+                "they are for TPUs only. Leave them out there."
+            )
+        merged = dict(self.compiler_options) | dict(options)
+        return dataclasses.replace(self, compiler_options=tuple(merged.items()))
+
+
+# Capacities, bandwidths and arithmetic: the "System architecture" pages of each
+# generation in Google Cloud's TPU documentation (cloud.google.com/tpu/docs/v4, v5e,
+# v5p, v6e, tpu7x). Lanes, sublanes and VMEM: JAX's own table, `jax/_src/tpu_info.py`.
+#
+# Links within a slice: those pages give the bandwidth of a chip in both directions
+# together (400, 1200, 800 and 1200 GB/s for v5e, v5p, v6e, tpu7x); half of it is what
+# the chip can send. The page of v4 has none; its paper gives 6 links of 50 GB/s each
+# (Jouppi et al., "TPU v4", ISCA 2023, arXiv 2304.01433).
+# Links between slices: 50, 100 and 100 Gbit/s a chip for v5p, v6e, tpu7x (page of
+# tpu7x); 6.4 Tbit/s for the 256 chips of a v5e pod.
+#
 # SparseCore offload of gathers is XLA's default; that of scatters has to be asked for.
 _SPARSE_CORE_OPTIONS: Final = (
     ("xla_tpu_enable_offloading_scatter_to_sparsecore", "true"),
@@ -57,6 +108,10 @@ _TPU_V4: Final = HardwareInfo(
     sublanes=8,
     hbm_capacity_bytes=32 * GIBIBYTE,
     hbm_bytes_per_second=1228e9,
+    ici_bytes_per_second=300e9,
+    bf16_flops_per_second=275e12,
+    vmem_bytes=16 * MEBIBYTE,
+    chip_config_name="megacore",
 )
 _TPU_V5E: Final = HardwareInfo(
     name="v5e",
@@ -64,6 +119,10 @@ _TPU_V5E: Final = HardwareInfo(
     sublanes=8,
     hbm_capacity_bytes=16 * GIBIBYTE,
     hbm_bytes_per_second=819e9,
+    ici_bytes_per_second=200e9,
+    dcn_bytes_per_second=3.125e9,
+    bf16_flops_per_second=197e12,
+    vmem_bytes=128 * MEBIBYTE,
 )
 _TPU_V5P: Final = HardwareInfo(
     name="v5p",
@@ -71,6 +130,10 @@ _TPU_V5P: Final = HardwareInfo(
     sublanes=8,
     hbm_capacity_bytes=95 * GIBIBYTE,
     hbm_bytes_per_second=2765e9,
+    ici_bytes_per_second=600e9,
+    dcn_bytes_per_second=6.25e9,
+    bf16_flops_per_second=459e12,
+    vmem_bytes=64 * MEBIBYTE,
     num_sparse_cores=4,
     compiler_options=_SPARSE_CORE_OPTIONS,
 )
@@ -80,6 +143,10 @@ _TPU_V6E: Final = HardwareInfo(
     sublanes=8,
     hbm_capacity_bytes=32 * GIBIBYTE,
     hbm_bytes_per_second=1640e9,
+    ici_bytes_per_second=400e9,
+    dcn_bytes_per_second=12.5e9,
+    bf16_flops_per_second=918e12,
+    vmem_bytes=128 * MEBIBYTE,
     num_sparse_cores=2,
     compiler_options=_SPARSE_CORE_OPTIONS,
 )
@@ -89,6 +156,10 @@ _TPU_7X: Final = HardwareInfo(
     sublanes=8,
     hbm_capacity_bytes=192 * GIBIBYTE,
     hbm_bytes_per_second=7380e9,
+    ici_bytes_per_second=600e9,
+    dcn_bytes_per_second=12.5e9,
+    bf16_flops_per_second=2307e12,
+    vmem_bytes=64 * MEBIBYTE,
     devices_per_chip=2,
     num_sparse_cores=4,
     compiler_options=_SPARSE_CORE_OPTIONS,
@@ -114,6 +185,9 @@ _BY_DEVICE_KIND: Final[Mapping[str, HardwareInfo]] = {
 
 EXAMPLE_TOPOLOGIES: Final = ("v5e:2x4", "v5p:4x4x4", "tpu7x:2x2x1")
 """Names of slices as libtpu knows them: a generation and its chips."""
+
+TPU_GENERATIONS: Final = tuple(info.name for info in _BY_NAME.values() if info.is_tpu)
+"""Names of the generations known here."""
 
 
 def hardware_by_name(name: str) -> HardwareInfo:

@@ -6,13 +6,12 @@ one. All of that is visible in the program, so it is checked without a TPU.
 """
 
 import dataclasses
-import math
-import re
-from collections.abc import Iterator
 from typing import Final
 
 import jax
 
+from tpu_embedding.aot.hlo import Instruction, parse_module
+from tpu_embedding.layout.packed_rows import RowLayout
 from tpu_embedding.layout.plan import EmbeddingPlan
 
 # Instructions that hand an array on, or update it in place.
@@ -38,27 +37,6 @@ _MOVES_NOTHING: Final = frozenset(
 )
 _COPIES: Final = frozenset({"copy", "copy-start", "copy-done", "transpose"})
 _ALL_GATHERS: Final = frozenset({"all-gather", "all-gather-start"})
-_COMPUTATION: Final = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_FUSED: Final = re.compile(r"\bfusion\(.*\bcalls=%?([\w.\-]+)")
-_INSTRUCTION: Final = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_SHAPE: Final = re.compile(r"\b[a-z]+\d*\[([\d,]*)\]")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Instruction:
-    """One instruction of an HLO program.
-
-    Attributes:
-      name: its name.
-      opcode: what it does, `"copy"`, `"fusion"`, ...
-      sizes: elements of each part of its result.
-      text: the whole line.
-    """
-
-    name: str
-    opcode: str
-    sizes: tuple[int, ...]
-    text: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,16 +86,9 @@ def inspect_program(
     assert text is not None
     memory = compiled.memory_analysis()
     assert memory is not None
-    layouts = [
-        layout
-        for stack in plan.stacks
-        for layout in (
-            stack.layout,
-            *(plan.slot_layout(stack, slot) for slot in stack.slots),
-        )
-    ]
-    sizes = {layout.num_lines * layout.lanes for layout in layouts}
-    large = [i for i in instructions(text) if _is_table_sized(i, sizes)]
+    sizes = {layout.num_lines * layout.lanes for layout in row_layouts(plan)}
+    instructions = list(parse_module(text).unfused_instructions())
+    large = [i for i in instructions if _is_table_sized(i, sizes)]
     return ProgramReport(
         argument_bytes=memory.argument_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
@@ -133,52 +104,21 @@ def inspect_program(
         sparse_core_scatters=text.count("OFFLOAD_SCATTER"),
         sparse_core_relayouts=text.count("OFFLOAD_DATA_FORMATTING"),
         all_to_alls=sum(
-            i.opcode in ("all-to-all", "all-to-all-start", "ragged-all-to-all")
-            for i in instructions(text)
+            i.base_opcode in ("all-to-all", "ragged-all-to-all") for i in instructions
         ),
     )
 
 
-def instructions(text: str) -> Iterator[Instruction]:
-    """Yields the instructions of an HLO text, those inside fusions left out."""
-    fused = set(_FUSED.findall(text))
-    computation = ""
-    for line in text.splitlines():
-        start = _COMPUTATION.match(line)
-        if start is not None:
-            computation = start.group(1)
-        if computation in fused:
-            continue
-        match = _INSTRUCTION.match(line)
-        if match is None:
-            continue
-        result, rest = _split_type(match.group(2))
-        opcode = rest.split("(", 1)[0].strip()
-        if not re.fullmatch(r"[a-z][\w\-]*", opcode):
-            continue
-        sizes = [
-            math.prod(int(size) for size in dims.split(",") if size)
-            for dims in _SHAPE.findall(result)
-        ]
-        yield Instruction(
-            name=match.group(1),
-            opcode=opcode,
-            sizes=tuple(sizes),
-            text=line.strip(),
+def row_layouts(plan: EmbeddingPlan) -> list[RowLayout]:
+    """Returns the layouts of a plan's tables and slot variables."""
+    return [
+        layout
+        for stack in plan.stacks
+        for layout in (
+            stack.layout,
+            *(plan.slot_layout(stack, slot) for slot in stack.slots),
         )
-
-
-def _split_type(text: str) -> tuple[str, str]:
-    """Splits `type opcode(...)`; the type may be a tuple with nested parentheses."""
-    if not text.startswith("("):
-        result, _, rest = text.partition(" ")
-        return result, rest
-    depth = 0
-    for i, character in enumerate(text):
-        depth += {"(": 1, ")": -1}.get(character, 0)
-        if depth == 0:
-            return text[: i + 1], text[i + 1 :].lstrip()
-    return text, ""
+    ]
 
 
 def _is_table_sized(instruction: Instruction, sizes: set[int]) -> bool:

@@ -4,33 +4,50 @@
 Nothing here touches a device.
 """
 
+import contextlib
 import os
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
+from tpu_embedding.hardware import (
+    EXAMPLE_TOPOLOGIES,
+    TPU_GENERATIONS,
+    HardwareInfo,
+    hardware_by_name,
+)
 from tpu_embedding.layout.packed_rows import PackedRows
 from tpu_embedding.layout.plan import EmbeddingPlan
 
 Tree = TypeVar("Tree")
+
+# libtpu ends the process at a side of 0, so names are read here first.
+_TOPOLOGY: Final = re.compile(r"(\w+):[1-9]\d*(x[1-9]\d*){1,2}(_twisted|_untwisted)?")
+
+# Describes one host, so that libtpu does not complain that it finds none.
+_HOST: Final = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_HOST_BOUNDS": "1,1,1"}
 
 
 def topology_mesh(
     topology: str,
     axis_names: Sequence[str] = ("shard",),
     axis_sizes: Sequence[int] | None = None,
+    *,
+    num_slices: int = 1,
 ) -> Mesh:
-    """Returns a mesh of the devices of a TPU slice.
+    """Returns a mesh of the devices of a TPU slice, or of several equal ones.
 
     Args:
-      topology: generation and chips, as in `hardware.EXAMPLE_TOPOLOGIES`.
+      topology: generation and chips of a slice, as in `hardware.EXAMPLE_TOPOLOGIES`.
       axis_names: of the mesh.
       axis_sizes: of the mesh; None puts all devices on a single axis.
+      num_slices: slices, joined by the network of a data centre; their devices follow
+        each other.
 
     Returns:
       A mesh to lower and compile for; it cannot hold arrays.
@@ -39,6 +56,9 @@ def topology_mesh(
       ImportError: if libtpu is not installed.
       ValueError: if the topology is not known.
     """
+    hardware = _hardware_of(topology)
+    if num_slices < 1:
+        raise ValueError(f"num_slices must be at least 1, got {num_slices}.")
     # Without these, libtpu asks a metadata server where it runs, and takes a lock.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -49,19 +69,53 @@ def topology_mesh(
             "Compiling for a TPU topology needs libtpu; install it with pip install "
             "'tpu-embedding[tpu]'."
         ) from None
+    options: dict[str, Any] = {}
+    if hardware.chip_config_name is not None:
+        options["chip_config_name"] = hardware.chip_config_name
+    if num_slices > 1:
+        options["num_slices"] = num_slices
     try:
-        description = topologies.get_topology_desc(
-            topology_name=topology, platform="tpu"
-        )
+        with _environment(_HOST):
+            description = topologies.get_topology_desc(
+                topology_name=topology, platform="tpu", **options
+            )
     except Exception as error:
-        raise ValueError(
-            f"topology {topology!r} is not known to libtpu; give a generation and its "
-            f"chips, as in {list(EXAMPLE_TOPOLOGIES)}. ({error})"
-        ) from error
+        raise _unknown(topology, str(error)) from error
     devices = np.asarray(description.devices)
     if axis_sizes is not None:
         devices = devices.reshape(axis_sizes)
     return Mesh(devices, tuple(axis_names))
+
+
+def num_slices_of(mesh: Mesh) -> int:
+    """Returns how many slices the devices of a mesh belong to."""
+    return len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})
+
+
+def _hardware_of(topology: str) -> HardwareInfo:
+    match = _TOPOLOGY.fullmatch(topology)
+    if match is None or match.group(1) not in TPU_GENERATIONS:
+        raise _unknown(topology, f"known generations: {', '.join(TPU_GENERATIONS)}")
+    return hardware_by_name(match.group(1))
+
+
+def _unknown(topology: str, reason: str) -> ValueError:
+    return ValueError(
+        f"topology {topology!r} is not known; give a generation and its chips, as in "
+        f"{list(EXAMPLE_TOPOLOGIES)}. ({reason})"
+    )
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets environment variables that are not set, for a while."""
+    added = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:

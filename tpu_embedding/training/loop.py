@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import pathlib
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
 import flax
@@ -82,6 +83,7 @@ def train(
     mesh: Mesh | None = None,
     resume: bool = False,
     stop_at: int | None = None,
+    compiler_options: Mapping[str, str] | None = None,
 ) -> RunResult | None:
     """Trains a model; writes records, a plot and checkpoints.
 
@@ -93,6 +95,8 @@ def train(
       resume: continue from the latest checkpoint in `output_dir`.
       stop_at: leave with a checkpoint after that many steps of the run, as if it were
         interrupted; None means the end.
+      compiler_options: XLA options of the train step, beside or in place of those that
+        the hardware has by itself; only for TPUs.
 
     Returns:
       The result, or None if the run stopped before its last step.
@@ -109,7 +113,7 @@ def train(
         data = config.data.open(
             data_dir, batch_size=config.batch_size, seed=config.seed
         )
-        plan = make_run_plan(config, data, mesh)
+        plan = make_run_plan(config, data, mesh, compiler_options=compiler_options)
     if resume and not (output_dir / CHECKPOINTS_DIR).is_dir():
         raise no_checkpoint(output_dir / CHECKPOINTS_DIR)
     with contextlib.ExitStack() as stack:

@@ -7,7 +7,7 @@ pair (model, optimizer), and the graph definition that puts it back together is 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from tpu_embedding import aot
 from tpu_embedding.data.batch import Batch, Dataset
-from tpu_embedding.hardware import HardwareInfo
+from tpu_embedding.hardware import HardwareInfo, hardware_of_device
 from tpu_embedding.layout.plan import EmbeddingPlan, make_plan
 from tpu_embedding.lookup.prepare import prepare_features
 from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
@@ -53,15 +53,36 @@ def make_run_plan(
     mesh: Mesh | None = None,
     *,
     hardware: HardwareInfo | None = None,
+    compiler_options: Mapping[str, str] | None = None,
 ) -> EmbeddingPlan:
-    """Makes the plan of the model's embedding layer; see `make_plan`."""
-    return make_plan(
+    """Makes the plan of the model's embedding layer; see `make_plan`.
+
+    Args:
+      config: of the run.
+      data: opened data set, or its outline.
+      mesh: devices; None means all.
+      hardware: None means that of the mesh's devices.
+      compiler_options: XLA options of the train step, beside or in place of those that
+        the hardware has by itself; only for TPUs.
+
+    Raises:
+      ValueError: if the configuration contradicts itself, or there are compiler
+        options and no TPU, or the compiler does not know them.
+    """
+    if hardware is None:
+        device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+        hardware = hardware_of_device(device)
+    hardware = hardware.with_compiler_options(compiler_options or {})
+    plan = make_plan(
         config.model.feature_config(data),
         mesh,
         optimizer=config.make_table_optimizer(config),
         capacity=config.capacity,
         hardware=hardware,
     )
+    if compiler_options:
+        _check_compiler_options(plan)
+    return plan
 
 
 def init_train_state(
@@ -134,6 +155,25 @@ def jit_train_step(step: TrainStep, state: nnx.State, plan: EmbeddingPlan) -> An
     )
 
 
+def abstract_step(
+    config: RunConfig, data: Dataset, plan: EmbeddingPlan
+) -> tuple[Any, nnx.State, Batch]:
+    """Returns the train step with all it takes, for compilation ahead of time.
+
+    Args:
+      config: of the run.
+      data: opened data set, or its outline; the first batch says the shapes.
+      plan: from `make_run_plan`.
+
+    Returns:
+      The jitted step and its two arguments, as `jax.ShapeDtypeStruct`s; nothing is
+      allocated.
+    """
+    graphdef, state = abstract_train_state(config, data, plan)
+    step = jit_train_step(make_train_step(graphdef, config.loss), state, plan)
+    return step, state, abstract_batch(data.train_batch(0), plan)
+
+
 def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> EvaluationStep:
     """Returns `(state, batch) -> Sums`, to be compiled by the caller."""
     loss = LOSSES[loss_name]
@@ -155,6 +195,19 @@ def prepare_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
 def abstract_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
     """Returns shapes, dtypes and shardings that a host batch has on the devices."""
     return aot.abstract_batch(prepare_batch(batch, plan), plan)
+
+
+def _check_compiler_options(plan: EmbeddingPlan) -> None:
+    """Tries the options on a program of no size, so that a wrong one fails at once."""
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=plan.replicated)
+    step = jax.jit(jnp.negative, compiler_options=plan.compiler_options)
+    try:
+        step.lower(scalar).compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"compiler_options must be known to XLA for {plan.hardware.name}, got "
+            f"{plan.compiler_options}: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _build(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> tuple[Any, Any]:

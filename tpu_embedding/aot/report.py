@@ -1,0 +1,487 @@
+"""The compile report: whether a step fits a slice, what it moves, and where it runs.
+
+Nothing of it needs a TPU. `compile_report` puts together what the compiler says of
+memory, what `cost.py` models of traffic, and what `floor.py` takes for the least;
+`text.py` renders it.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import re
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Literal
+
+import jax
+
+import tpu_embedding
+from tpu_embedding.aot.cost import (
+    OPERATION_CLASSES,
+    Operation,
+    Part,
+    ProgramCost,
+    program_cost,
+    total,
+)
+from tpu_embedding.aot.floor import embedding_floor
+from tpu_embedding.aot.hlo import parse_module
+from tpu_embedding.aot.program import row_layouts
+from tpu_embedding.aot.topology import num_slices_of
+from tpu_embedding.aot.traffic import Traffic
+from tpu_embedding.hardware import HardwareInfo
+from tpu_embedding.layout.packed_rows import PackedRows
+from tpu_embedding.layout.plan import EmbeddingPlan
+
+PARTS: Final[tuple[Part, ...]] = ("embedding", "dense", "unattributed")
+
+Runs = Literal["every step", "data-dependent loop"]
+
+_SOURCE_ROOT: Final = pathlib.Path(tpu_embedding.__file__).parent.parent
+_OUT_OF_MEMORY: Final = re.compile(
+    r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"
+)
+_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Bytes that one device moves in a step, and the least time that takes. Modelled.
+
+    Attributes:
+      hbm_bytes: read from and written to its memory.
+      ici_bytes: sent to other devices of its slice.
+      dcn_bytes: sent to other slices.
+      hbm_seconds: `hbm_bytes` over the peak bandwidth; None if that is not known.
+      ici_seconds: likewise, with all links of the chip in use.
+      dcn_seconds: likewise.
+    """
+
+    hbm_bytes: float
+    ici_bytes: float
+    dcn_bytes: float
+    hbm_seconds: float | None
+    ici_seconds: float | None
+    dcn_seconds: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What a step takes of a device's memory, in bytes.
+
+    Attributes:
+      tables: of the layer.
+      slots: optimizer state of the tables, one row per table row.
+      dense: all other parameters and their optimizer state.
+      inputs: the batch.
+      padding: what tiles add to `dense` and `inputs`. This and the next three are None
+        if the step does not fit, because the compiler does not say them then.
+      outputs: results that are not written over an argument.
+      temporaries: what the step needs while it runs.
+      code: the program itself.
+      required: all of it; by the compiler's word if the step does not fit.
+      available: what a step may have, by the compiler's word, which keeps some of the
+        capacity for the system; else the capacity.
+      capacity: the device's memory; None if that is not known.
+      fits: whether the compiler accepted the step.
+    """
+
+    tables: int
+    slots: int
+    dense: int
+    inputs: int
+    padding: int | None
+    outputs: int | None
+    temporaries: int | None
+    code: int | None
+    required: int
+    available: int | None
+    capacity: int | None
+    fits: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperationCost:
+    """The operations of one class, or of one part of the step.
+
+    Attributes:
+      name: of the class or part; see `cost.Operation`.
+      num_operations: how many there are in the program.
+      cost: of all of them, in a step.
+    """
+
+    name: str
+    num_operations: int
+    cost: Cost
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NamedOperation:
+    """An operation worth naming: one on SparseCore, or a copy of a table.
+
+    Attributes:
+      name: of the instruction.
+      operation_class: see `cost.Operation`.
+      dims: of its result.
+      hbm_bytes: that it moves in one turn.
+      runs: in every step, or in a loop that turns as often as data ask for.
+      op_name: JAX's name of what it comes from, or "".
+      source: line of Python it comes from, or "".
+    """
+
+    name: str
+    operation_class: str
+    dims: tuple[int, ...]
+    hbm_bytes: float
+    runs: Runs
+    op_name: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopCost:
+    """A loop whose turns depend on data; in no total.
+
+    Attributes:
+      op_name: JAX's name of what it comes from, or "".
+      source: line of Python it comes from, or "".
+      per_turn: its cost.
+    """
+
+    op_name: str
+    source: str
+    per_turn: Cost
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramTraffic:
+    """What a compiled step moves. Modelled; see `cost.py`.
+
+    Attributes:
+      total: of a step.
+      classes: the total by class of operation, those that occur.
+      parts: the total by part of the step.
+      loops: what comes on top when data ask for it.
+      sparse_core: operations that run on SparseCore.
+      table_copies: operations that copy a whole table or slot variable within HBM,
+        which is a fault.
+      table_moves: those that move one between HBM and the chip's own memory, as XLA
+        does with small ones.
+    """
+
+    total: Cost
+    classes: tuple[OperationCost, ...]
+    parts: tuple[OperationCost, ...]
+    loops: tuple[LoopCost, ...]
+    sparse_core: tuple[NamedOperation, ...]
+    table_copies: tuple[NamedOperation, ...]
+    table_moves: tuple[NamedOperation, ...]
+
+    @property
+    def embedding(self) -> Cost:
+        """Of the embedding part."""
+        (cost,) = (part.cost for part in self.parts if part.name == "embedding")
+        return cost
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileReport:
+    """What a train step is on a slice of TPUs, as its compiler sees it.
+
+    All sizes and times are per device.
+
+    Attributes:
+      name: of the step.
+      topology: of the slice, as the caller names it.
+      num_slices: joined by the network of a data centre.
+      num_devices: of all slices together.
+      hardware: of the devices, with the compiler options that the step was compiled
+        with.
+      versions: of jax, jaxlib and libtpu.
+      plan: of the layer, as it prints itself.
+      memory: whether the step fits.
+      floor: the least that the embedding part must move; see `floor.py`.
+      traffic: what the program moves; None if the step does not fit.
+      trace_seconds: from Python to the compiler's input.
+      compile_seconds: of the compiler.
+      refusal: the compiler's words if the step does not fit, or "".
+    """
+
+    name: str
+    topology: str
+    num_slices: int
+    num_devices: int
+    hardware: HardwareInfo
+    versions: tuple[tuple[str, str], ...]
+    plan: str
+    memory: Memory
+    floor: Cost
+    traffic: ProgramTraffic | None
+    trace_seconds: float
+    compile_seconds: float
+    refusal: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as JSON values."""
+        values = dataclasses.asdict(self)
+        values["versions"] = dict(self.versions)
+        values["hardware"]["compiler_options"] = dict(self.hardware.compiler_options)
+        return json.loads(json.dumps(values))
+
+
+def compile_report(
+    step: Any,
+    state: Any,
+    batch: Any,
+    plan: EmbeddingPlan,
+    *,
+    features: Any = None,
+    name: str = "train step",
+    topology: str = "",
+) -> CompileReport:
+    """Compiles a train step for devices that need not be there, and reports on it.
+
+    Args:
+      step: `(state, batch) -> ...`, jitted, with the state donated and the plan's
+        `compiler_options`.
+      state: tables, dense parameters and the state of optimizers, as
+        `jax.ShapeDtypeStruct`s with shardings; see `abstract_arrays`.
+      batch: likewise; see `abstract_batch`.
+      plan: of the layer, on a mesh from `topology_mesh`.
+      features: the part of the batch that the layer looks up; None: all of it.
+      name: of the step, for the report.
+      topology: of the slice, for the report.
+
+    Returns:
+      The report, also if the step does not fit.
+
+    Raises:
+      jax.errors.JaxRuntimeError: if the compiler refuses the program, or an option,
+        for another reason than memory.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import tpu_embedding as te
+      >>> from tpu_embedding import aot
+      >>> table = te.TableConfig(vocabulary_size=1000, dim=8, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> def step(tables, ids):
+      ...     return tables, te.lookup(tables, ids, plan).activations
+      >>> step = jax.jit(step, donate_argnums=0)
+      >>> tables = jax.eval_shape(lambda: te.init_tables(plan, jax.random.key(0)))
+      >>> ids = {"watched": jax.ShapeDtypeStruct((16,), jnp.int32)}
+      >>> state = aot.abstract_arrays(tables, plan)
+      >>> report = aot.compile_report(step, state, aot.abstract_batch(ids, plan), plan)
+      >>> report.memory.fits, report.traffic.table_copies
+      (True, ())
+    """
+    floor = embedding_floor(plan, batch if features is None else features)
+    least = Traffic(
+        hbm_bytes=floor.hbm_bytes, ici_bytes=floor.ici_bytes, dcn_bytes=floor.dcn_bytes
+    )
+    begin = time.perf_counter()
+    lowered = step.lower(state, batch)
+    lowered_at = time.perf_counter()
+    compiled, refusal = None, ""
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        refusal = str(error).splitlines()[0]
+        if "RESOURCE_EXHAUSTED" not in refusal or "HBM" not in refusal.upper():
+            raise
+    end = time.perf_counter()
+    return CompileReport(
+        name=name,
+        topology=topology,
+        num_slices=num_slices_of(plan.mesh),
+        num_devices=plan.num_shards,
+        hardware=plan.hardware,
+        versions=_versions(),
+        plan=str(plan),
+        memory=_memory(compiled, refusal, state, batch, plan),
+        floor=_cost(least, plan.hardware),
+        traffic=None if compiled is None else _traffic(compiled, plan),
+        trace_seconds=lowered_at - begin,
+        compile_seconds=end - lowered_at,
+        refusal=refusal,
+    )
+
+
+def _cost(traffic: Traffic, hardware: HardwareInfo) -> Cost:
+    def seconds(num_bytes: float, bytes_per_second: float | None) -> float | None:
+        if bytes_per_second is None:
+            return None
+        return num_bytes * hardware.devices_per_chip / bytes_per_second
+
+    return Cost(
+        hbm_bytes=traffic.hbm_bytes,
+        ici_bytes=traffic.ici_bytes,
+        dcn_bytes=traffic.dcn_bytes,
+        hbm_seconds=seconds(traffic.hbm_bytes, hardware.hbm_bytes_per_second),
+        ici_seconds=seconds(traffic.ici_bytes, hardware.ici_bytes_per_second),
+        dcn_seconds=seconds(traffic.dcn_bytes, hardware.dcn_bytes_per_second),
+    )
+
+
+def _memory(
+    compiled: Any, refusal: str, state: Any, batch: Any, plan: EmbeddingPlan
+) -> Memory:
+    is_packed = lambda leaf: isinstance(leaf, PackedRows)  # noqa: E731
+    leaves = jax.tree.leaves(state, is_leaf=is_packed)
+    dense = sum(_device_bytes(leaf) for leaf in leaves if not is_packed(leaf))
+    inputs = sum(_device_bytes(leaf) for leaf in jax.tree.leaves(batch))
+    tables, slots = plan.table_bytes_per_device, plan.slot_bytes_per_device
+    known = tables + slots + dense + inputs
+    hardware = plan.hardware
+    capacity = hardware.hbm_capacity_bytes
+    if capacity is not None:
+        capacity //= hardware.devices_per_chip
+    padding, outputs, temporaries, code = None, None, None, None
+    required, available = _words_on_memory(refusal) or (known, capacity)
+    if compiled is not None:
+        sizes = compiled.memory_analysis()
+        padding = max(0, sizes.argument_size_in_bytes - known)
+        outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+        temporaries = sizes.temp_size_in_bytes
+        code = sizes.generated_code_size_in_bytes
+        required = known + padding + outputs + temporaries + code
+    return Memory(
+        tables=tables,
+        slots=slots,
+        dense=dense,
+        inputs=inputs,
+        padding=padding,
+        outputs=outputs,
+        temporaries=temporaries,
+        code=code,
+        required=required,
+        available=available,
+        capacity=capacity,
+        fits=compiled is not None,
+    )
+
+
+def _device_bytes(leaf: Any) -> int:
+    """Returns the bytes of an array on one device, without padding."""
+    shape = leaf.shape
+    if leaf.sharding is not None:
+        shape = leaf.sharding.shard_shape(shape)
+    return math.prod(shape) * leaf.dtype.itemsize
+
+
+def _words_on_memory(refusal: str) -> tuple[int, int] | None:
+    """Reads what a step would have needed, and could have had, off a refusal."""
+    match = _OUT_OF_MEMORY.search(refusal)
+    if match is None:
+        return None
+    required, required_unit, available, available_unit = match.groups()
+    return (
+        round(float(required) * _UNITS[required_unit]),
+        round(float(available) * _UNITS[available_unit]),
+    )
+
+
+def _traffic(compiled: Any, plan: EmbeddingPlan) -> ProgramTraffic:
+    program = program_cost(parse_module(compiled.as_text()))
+    tables = _dims_of_tables(plan)
+
+    def summary(name: str, operations: Iterable[Operation]) -> OperationCost:
+        operations = list(operations)
+        return OperationCost(
+            name=name,
+            num_operations=len(operations),
+            cost=_cost(total(operations), plan.hardware),
+        )
+
+    by_class = (
+        summary(name, (o for o in program.operations if o.operation_class == name))
+        for name in OPERATION_CLASSES
+    )
+    return ProgramTraffic(
+        total=_cost(total(program.operations), plan.hardware),
+        classes=tuple(row for row in by_class if row.num_operations),
+        parts=tuple(
+            summary(part, (o for o in program.operations if o.part == part))
+            for part in PARTS
+        ),
+        loops=tuple(
+            LoopCost(
+                op_name=loop.op_name,
+                source=_short(loop.source),
+                per_turn=_cost(total(loop.operations), plan.hardware),
+            )
+            for loop in program.loops
+        ),
+        sparse_core=_named(program, lambda o: o.unit == "SparseCore"),
+        table_copies=_named(program, lambda o: _copies_table(o, tables)),
+        table_moves=_named(program, lambda o: _moves_table(o, tables)),
+    )
+
+
+def _dims_of_tables(plan: EmbeddingPlan) -> set[tuple[int, ...]]:
+    """Returns the shapes of tables and slot variables, as they are and transposed."""
+    shapes = {(layout.num_lines, layout.lanes) for layout in row_layouts(plan)}
+    return shapes | {(lanes, lines) for lines, lanes in shapes}
+
+
+def _copies_table(operation: Operation, tables: set[tuple[int, ...]]) -> bool:
+    """Whether an operation writes a table anew that it has read."""
+    is_copy = operation.operation_class == "copy" and operation.part != "dense"
+    return is_copy and operation.dims in tables and _stays_in_hbm(operation)
+
+
+def _moves_table(operation: Operation, tables: set[tuple[int, ...]]) -> bool:
+    """Whether an operation takes a table, or a piece, to VMEM or back."""
+    is_copy = operation.operation_class == "copy" and operation.part != "dense"
+    is_table = not tables.isdisjoint((operation.dims, *operation.operand_dims))
+    is_move = operation.traffic.hbm_bytes > 0 and not _stays_in_hbm(operation)
+    return is_copy and is_table and is_move
+
+
+def _stays_in_hbm(copy: Operation) -> bool:
+    """Whether a copy reads from HBM and writes to it; else one of the two is VMEM."""
+    return copy.traffic.hbm_bytes >= 2 * copy.result_bytes * copy.turns
+
+
+def _named(
+    program: ProgramCost, keep: Callable[[Operation], bool]
+) -> tuple[NamedOperation, ...]:
+    """Returns the operations to keep, those of data-dependent loops last."""
+
+    def named(operations: Iterable[Operation], runs: Runs) -> list[NamedOperation]:
+        return [
+            NamedOperation(
+                name=operation.name,
+                operation_class=operation.operation_class,
+                dims=operation.dims,
+                hbm_bytes=operation.traffic.hbm_bytes / operation.turns,
+                runs=runs,
+                op_name=operation.op_name,
+                source=_short(operation.source),
+            )
+            for operation in operations
+            if operation.turns and keep(operation)
+        ]
+
+    found = named(program.operations, "every step")
+    for loop in program.loops:
+        found += named(loop.operations, "data-dependent loop")
+    return tuple(found)
+
+
+def _short(source: str) -> str:
+    """Cuts the place of the package off a source line."""
+    return source.removeprefix(f"{_SOURCE_ROOT}{os.sep}")
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    found = []
+    for package in ("jax", "jaxlib", "libtpu"):
+        try:
+            found.append((package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return tuple(found)
