@@ -28,9 +28,9 @@ def test_bounds(max_unique_ids, num_shards, rows_per_shard):
 @pytest.mark.parametrize(
     ("max_unique_ids", "num_shards", "rows_per_shard", "requested", "expected"),
     [
-        (1024, 8, 10**6, None, 176),  # 128 + 4 * 11.3 = 173.3, to a multiple of 8
-        (800, 8, 10**6, None, 144),  # 100 + 40 = 140
-        (16, 4, 10**6, None, 16),  # 4 + 8 = 12
+        (1024, 8, 10**6, None, 175),  # 128 + 4 * 11.3 = 173.3, to 8 n - 1
+        (800, 8, 10**6, None, 143),  # 100 + 40 = 140
+        (16, 4, 10**6, None, 15),  # 4 + 8 = 12
         (16, 4, 13, None, 13),
         (16, 4, 3, None, 3),
         (1024, 1, 10**6, None, 1024),  # one shard: all of them

@@ -37,4 +37,12 @@ def capacity_for(
         return min(requested, bound)
     mean = max(1, max_unique_ids) / num_shards
     capacity = math.ceil(mean + _DEVIATIONS * math.sqrt(mean))
-    return min(round_up(capacity, _MULTIPLE), bound)
+    return min(part_size(capacity) - 1, bound)
+
+
+def part_size(capacity: int) -> int:
+    """Returns the places for one destination in an exchange buffer.
+
+    One more than the ids at least: a place that no id ever takes stands for none.
+    """
+    return round_up(capacity + 1, _MULTIPLE)

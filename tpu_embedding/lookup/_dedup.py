@@ -1,7 +1,7 @@
 """Stage 2: equal ids become one request, and requests are grouped by destination."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,9 @@ from jaxtyping import Array, Int
 
 from tpu_embedding.layout.plan import StackPlan
 from tpu_embedding.types import PADDING_ROW_ID
+
+_MOST_COMPARISONS: Final = 2**23
+"""Beyond, a binary search in a loop is faster than to compare with all."""
 
 
 class Ranked(NamedTuple):
@@ -54,6 +57,8 @@ class Dedup:
       sorted_keys: int32 `[ids]`, rising; padding last.
       order: int32 `[ids]`, place of each sorted key before sorting.
       ranks: int32 `[ids]`, how many different keys are smaller.
+      first_places: int32 `[num_shards + 1]`, sorted place of the first key of each
+        destination; the last entry is that of padding.
       first_ranks: int32 `[num_shards + 1]`, rank of the first key of each
         destination; the last entry is the number of unique ids.
     """
@@ -61,6 +66,7 @@ class Dedup:
     sorted_keys: Int[Array, " ids"]
     order: Int[Array, " ids"]
     ranks: Int[Array, " ids"]
+    first_places: Int[Array, " shards_and_one"]
     first_ranks: Int[Array, " shards_and_one"]
 
 
@@ -74,31 +80,52 @@ def dedup(keys: Int[Array, " ids"], stack: StackPlan) -> Dedup:
         sorted_keys, order, ranks = rank_unique(keys)
     first_keys = jnp.arange(stack.num_shards + 1, dtype=jnp.int32)
     first_keys *= stack.rows_per_shard
+    first_places = _search(sorted_keys, first_keys)
     return Dedup(
         sorted_keys=sorted_keys,
         order=order,
         ranks=ranks,
-        first_ranks=_count_below(first_keys, sorted_keys, ranks),
+        first_places=first_places,
+        first_ranks=_ranks_before(first_places, ranks),
     )
-
-
-def _count_below(
-    keys: Int[Array, " queries"],
-    sorted_keys: Int[Array, " ids"],
-    ranks: Int[Array, " ids"],
-) -> Int[Array, " queries"]:
-    """Counts the unique sorted keys below each query."""
-    places = jnp.searchsorted(sorted_keys, keys).astype(jnp.int32)
-    before = ranks.at[jnp.maximum(places - 1, 0)].get(mode="promise_in_bounds")
-    return jnp.where(places == 0, 0, before + 1)
 
 
 def count_below(keys: Int[Array, " queries"], dedup: Dedup) -> Int[Array, " queries"]:
     """Counts the unique ids of the shard whose key is below each query."""
-    return _count_below(keys, dedup.sorted_keys, dedup.ranks)
+    return _ranks_before(_search(dedup.sorted_keys, keys), dedup.ranks)
+
+
+def for_each_id(values: Int[Array, " shards"], dedup: Dedup) -> Int[Array, " ids"]:
+    """Gives each sorted id the value of its destination; padding gets any.
+
+    A running sum of the steps between destinations: a TPU gathers single integers
+    slowly.
+    """
+    steps = jnp.diff(values, prepend=0)
+    starts = jnp.zeros_like(dedup.ranks)
+    starts = starts.at[dedup.first_places[:-1]].add(
+        steps, mode="drop", wrap_negative_indices=False
+    )
+    return jnp.cumsum(starts, dtype=jnp.int32)
 
 
 def key_at_rank(ranks: Int[Array, " queries"], dedup: Dedup) -> Int[Array, " queries"]:
     """Returns the unique key of each rank; ranks beyond the last give padding."""
-    places = jnp.searchsorted(dedup.ranks, ranks)
+    places = _search(dedup.ranks, ranks)
     return dedup.sorted_keys.at[places].get(mode="fill", fill_value=PADDING_ROW_ID)
+
+
+def _search(
+    rising: Int[Array, " n"], queries: Int[Array, " queries"]
+) -> Int[Array, " queries"]:
+    """Returns how many values are below each query."""
+    few = rising.shape[0] * queries.shape[0] <= _MOST_COMPARISONS
+    method = "compare_all" if few else "scan"
+    return jnp.searchsorted(rising, queries, method=method).astype(jnp.int32)
+
+
+def _ranks_before(
+    places: Int[Array, " queries"], ranks: Int[Array, " ids"]
+) -> Int[Array, " queries"]:
+    before = ranks.at[jnp.maximum(places - 1, 0)].get(mode="promise_in_bounds")
+    return jnp.where(places == 0, 0, before + 1)

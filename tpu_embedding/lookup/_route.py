@@ -14,8 +14,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from tpu_embedding.layout.capacity import part_size
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
-from tpu_embedding.lookup._dedup import Dedup, count_below, key_at_rank, unsort
+from tpu_embedding.lookup._dedup import (
+    Dedup,
+    count_below,
+    for_each_id,
+    key_at_rank,
+    unsort,
+)
 from tpu_embedding.types import PADDING_ROW_ID
 
 
@@ -26,10 +33,11 @@ class Round:
 
     Attributes:
       places: int32 `[ids]`, for each id of the shard the place of its row in the
-        exchange buffer, `destination * capacity + place`; the buffer's size where
-        the id is not part of this round.
-      row_ids: int32 `[num_shards * capacity]`, the exchange buffer: rows asked for,
-        as local rows of their owner; padding where unused.
+        exchange buffer, `destination * part_size(capacity) + place`; the buffer's
+        size where the id is not part of this round.
+      row_ids: int32 `[num_shards * part_size(capacity)]`, the exchange buffer: rows
+        asked for, as local rows of their owner; padding where unused, and always in
+        the last place.
       next_ranks: int32 `[num_shards]`, the first rank of each destination that
         remains.
       end_row: the first of this shard's own rows that no shard asks for yet; the
@@ -110,17 +118,16 @@ def _fill(
     capacity: int,
     stack: StackPlan,
 ) -> Round:
-    buffer_size = stack.num_shards * capacity
-    owners = dedup.sorted_keys // stack.rows_per_shard
-    ranks_in_round = dedup.ranks - _of_owner(first_ranks, owners)
+    size = part_size(capacity)
+    buffer_size = stack.num_shards * size
+    ranks_in_round = dedup.ranks - for_each_id(first_ranks, dedup)
     is_in_round = (
         (dedup.sorted_keys != PADDING_ROW_ID)
         & (ranks_in_round >= 0)
-        & (dedup.ranks < _of_owner(next_ranks, owners))
+        & (dedup.ranks < for_each_id(next_ranks, dedup))
     )
-    sorted_places = jnp.where(
-        is_in_round, owners * capacity + ranks_in_round, buffer_size
-    )
+    owners = dedup.sorted_keys // stack.rows_per_shard
+    sorted_places = jnp.where(is_in_round, owners * size + ranks_in_round, buffer_size)
     row_ids = jnp.full((buffer_size,), PADDING_ROW_ID, jnp.int32)
     row_ids = row_ids.at[sorted_places].set(
         dedup.sorted_keys % stack.rows_per_shard,
@@ -134,10 +141,3 @@ def _fill(
         end_row=end_row,
         is_last=is_last,
     )
-
-
-def _of_owner(
-    values: Int[Array, " shards"], owners: Int[Array, " ids"]
-) -> Int[Array, " ids"]:
-    """Looks up a value per owner; padding, whose owner is no shard, reads any."""
-    return values.at[owners].get(mode="clip", wrap_negative_indices=False)

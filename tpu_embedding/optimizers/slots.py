@@ -5,13 +5,16 @@ with one entry per row. They are found by asking for the state of tables of two 
 and seeing which shapes differ: that works for any transformation, without marks.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers.row_local import unknown_rows
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.optimizers.table_rows import among
 
 # Two numbers of rows that no hyper-parameter and no dim is likely to equal.
 _PROBE_ROWS = (1_000_003, 1_000_033)
@@ -43,6 +46,57 @@ def slot_row_shapes(
     return jax.tree_util.tree_map_with_path(
         _slot_row_shape, *(state_of(num_rows) for num_rows in _PROBE_ROWS)
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def moved_by_adding(
+    optimizer: optax.GradientTransformation | RowOptimizer, dim: int
+) -> tuple[bool, ...]:
+    """Finds the parts of the state that an update moves by adding to them.
+
+    For `new = old + x`, and `new = b * old + x` with b from 1/2 to 1, the difference
+    `new - old` added to `old` gives `new` to the precision that the rule itself has.
+    Another rule may forget `old`, and a difference then loses a small `new`.
+
+    Args:
+      optimizer: transformation of float32 rows `[rows, dim]`.
+      dim: columns of the table.
+
+    Returns:
+      For each leaf of the state, whether that is so; False where it is not known.
+    """
+    rows = jax.ShapeDtypeStruct((_PROBE_ROWS[0], dim), jnp.float32)
+    with among(unknown_rows(_PROBE_ROWS[0])):
+        state = jax.eval_shape(optimizer.init, rows)
+        jaxpr = jax.make_jaxpr(optimizer.update)(rows, state, rows).jaxpr
+    num_leaves = len(jax.tree.leaves(state))
+    made_by: dict[Any, Any] = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    old = jaxpr.invars[1 : 1 + num_leaves]
+    new = jaxpr.outvars[len(jaxpr.outvars) - num_leaves :]
+    return tuple(
+        _is_sum_with(
+            before, None if hasattr(after, "val") else made_by.get(after), made_by
+        )
+        for before, after in zip(old, new, strict=True)
+    )
+
+
+def _is_sum_with(old: Any, equation: Any, made_by: dict[Any, Any]) -> bool:
+    if equation is None or equation.primitive.name not in ("add", "add_any"):
+        return False
+    return any(
+        term is old or _is_most_of(old, made_by.get(term))
+        for term in equation.invars
+        if not hasattr(term, "val")
+    )
+
+
+def _is_most_of(old: Any, equation: Any) -> bool:
+    if equation is None or equation.primitive.name != "mul":
+        return False
+    factors = [v.val for v in equation.invars if hasattr(v, "val")]
+    has_old = any(v is old for v in equation.invars)
+    return has_old and len(factors) == 1 and bool(0.5 <= factors[0] <= 1)
 
 
 def _slot_row_shape(path, first, second) -> jax.ShapeDtypeStruct | None:

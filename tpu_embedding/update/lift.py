@@ -17,13 +17,14 @@ from jaxtyping import Array, Int
 
 from tpu_embedding.layout.packed_rows import (
     PackedRows,
+    add_to_rows,
     gather_rows,
     pack_rows,
     replace_rows,
     unpack_rows,
 )
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
-from tpu_embedding.optimizers.slots import slot_row_shapes
+from tpu_embedding.optimizers.slots import moved_by_adding, slot_row_shapes
 from tpu_embedding.optimizers.table_rows import TableRows, among
 
 RowsOf = Callable[[Int[Array, " rows"]], TableRows]
@@ -87,11 +88,12 @@ def lift_to_rows(
                 updates.values, tree.unflatten(old), gather_rows(table, row_ids)
             )
         new = tree.flatten_up_to(new_state)
+        is_moved = moved_by_adding(optimizer, table.layout.dim)
         leaves = [
-            replace_rows(leaf, row_ids, old_rows, new_rows)
-            if is_slot(leaf)
-            else new_rows
-            for leaf, old_rows, new_rows in zip(leaves, old, new, strict=True)
+            _move(leaf, row_ids, before, after, by_adding) if is_slot(leaf) else after
+            for leaf, before, after, by_adding in zip(
+                leaves, old, new, is_moved, strict=True
+            )
         ]
         return dataclasses.replace(updates, values=values), tree.unflatten(leaves)
 
@@ -114,6 +116,18 @@ def with_slots(state: Any, slots: list[PackedRows]) -> Any:
     return jax.tree.map(
         lambda x: next(remaining) if is_slot(x) else x, state, is_leaf=is_slot
     )
+
+
+def _move(
+    slot: PackedRows,
+    row_ids: Int[Array, " ids"],
+    old: Array,
+    new: Array,
+    is_moved_by_adding: bool,
+) -> PackedRows:
+    if is_moved_by_adding:
+        return add_to_rows(slot, row_ids, new - old)
+    return replace_rows(slot, row_ids, old, new)
 
 
 def _pack_slot(
