@@ -1,0 +1,241 @@
+"""The compiler's estimate of a step, beside that of jax-tpu-embedding for the same.
+
+    pip install jax-tpu-embedding 'tpu-embedding[tpu]'
+    python benchmarks/compiler_estimate.py [--topology v5p:2x2x1 ...] [--json FILE]
+
+26 tables of dim 128, one id per sample and table, global batch 16,384, Adagrad. Both
+are compiled for a TPU slice that need not be there, and the compiler's own
+`optimal_seconds` is read. That figure charges whole tables for each gather and scatter,
+so each program is compiled for two vocabulary sizes, and the line through both is
+followed to size 0 ("intercept").
+
+What the estimate does not see, and which way that leans:
+
+* jax-tpu-embedding's work on SparseCore is in custom calls, which are charged nothing:
+  its gathers, scatters, sums over duplicates and exchanges are free. Charged is only
+  what the TensorCore does around them.
+* Its ids come sorted and deduplicated from the host, some 20 ns of a core per id and
+  three times the bytes to the device; here raw ids go into the step.
+* A gather of rows is charged a tile of eight rows for each.
+* Further rounds of the exchange, which do not run without skew, would be charged as if
+  they did; `--rounds` keeps them in, else they are left out.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import time
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import tpu_embedding as te
+from tpu_embedding import aot
+from tpu_embedding.hardware import hardware_of_device
+from tpu_embedding.lookup import _stack
+
+TOPOLOGIES = ("v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1")
+NUM_TABLES, DIM, BATCH_SIZE = 26, 128, 16_384
+VOCABULARY_SIZES = (100_000, 400_000)
+NAMES = [f"t{i:02d}" for i in range(NUM_TABLES)]
+
+
+def compile_ours(
+    vocabulary_size: int, mesh: Any, keeps_rounds: bool = False
+) -> list[Any]:
+    """Compiles lookup and update in one step; activations leave, cotangents enter."""
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(
+                vocabulary_size=vocabulary_size, dim=DIM, combiner="sum", name=name
+            )
+        )
+        for name in NAMES
+    }
+    plan = te.make_plan(features, mesh, optimizer=te.optimizers.adagrad(0.1))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    tables = jax.eval_shape(lambda key: te.init_tables(plan, key), key)
+    tables = aot.abstract_arrays(tables, plan)
+    slots = jax.eval_shape(lambda tables: te.init_slots(tables, plan), tables)
+    slots = aot.abstract_arrays(slots, plan)
+    ids = {name: jax.ShapeDtypeStruct((BATCH_SIZE,), jnp.int32) for name in NAMES}
+    rows = {
+        name: jax.ShapeDtypeStruct((BATCH_SIZE, DIM), jnp.float32) for name in NAMES
+    }
+    ids, rows = aot.abstract_batch((ids, rows), plan)
+
+    def step(tables, slots, ids, cotangents):
+        result = te.lookup(tables, ids, plan)
+        cotangents, activations = jax.lax.optimization_barrier(
+            (cotangents, result.activations)
+        )
+        gradients = te.compute_gradients(result.routing, cotangents, plan)
+        return *te.apply_gradients(tables, slots, gradients, plan), activations
+
+    jitted = jax.jit(
+        step, donate_argnums=(0, 1), compiler_options=plan.compiler_options
+    )
+    fits = _stack.fits_in_one_round if keeps_rounds else lambda *arguments: True
+    with mock.patch.object(_stack, "fits_in_one_round", fits):
+        return [jitted.lower(tables, slots, ids, rows).compile()]
+
+
+def compile_theirs(vocabulary_size: int, mesh: Any) -> list[Any]:
+    """Compiles the forward and the backward program on preprocessed ids."""
+    from jax_tpu_embedding.sparsecore.lib.nn import (  # pyright: ignore[reportMissingImports]
+        embedding,
+        embedding_spec,
+    )
+
+    hardware = hardware_of_device(mesh.devices.flat[0])
+    num_cores = hardware.num_sparse_cores // hardware.devices_per_chip
+    optimizer = embedding_spec.AdagradOptimizerSpec(learning_rate=0.1)
+    specs = {
+        name: embedding_spec.FeatureSpec(
+            name=name,
+            table_spec=embedding_spec.TableSpec(
+                name=name,
+                vocabulary_size=vocabulary_size,
+                embedding_dim=DIM,
+                initializer=jax.nn.initializers.zeros,
+                optimizer=optimizer,
+                combiner="sum",
+                max_ids_per_partition=4096,
+                max_unique_ids_per_partition=4096,
+            ),
+            input_shape=(BATCH_SIZE, 1),
+            output_shape=(BATCH_SIZE, DIM),
+        )
+        for name in NAMES
+    }
+    counts = dict(global_device_count=mesh.size, num_sc_per_device=num_cores)
+    embedding.auto_stack_tables(
+        specs,
+        **counts,
+        stack_to_max_ids_per_partition=lambda *_: 4096,
+        stack_to_max_unique_ids_per_partition=lambda *_: 4096,
+    )
+    embedding.prepare_feature_specs_for_training(specs, **counts)
+    generator = np.random.default_rng(0)
+    ids = {
+        name: generator.integers(0, vocabulary_size, (BATCH_SIZE, 1)).astype(np.int32)
+        for name in NAMES
+    }
+    _, stats = embedding.preprocess_sparse_dense_matmul_input(
+        ids, None, specs, mesh.size, **counts
+    )
+    embedding.update_preprocessing_parameters(specs, stats, num_cores)
+    inputs = embedding.eval_preprocess_sparse_dense_matmul_input_shape(
+        specs, mesh.size, **counts
+    )
+    split = NamedSharding(mesh, PartitionSpec("shard"))
+    place = lambda leaf, sharding=split: jax.ShapeDtypeStruct(  # noqa: E731
+        leaf.shape, leaf.dtype, sharding=sharding
+    )
+    inputs = jax.tree.map(place, inputs)
+    stacks = embedding.get_stacked_table_specs(specs)
+    rows = NamedSharding(mesh, PartitionSpec("shard", None))
+    table = lambda s: jax.ShapeDtypeStruct(  # noqa: E731
+        (s.stack_vocab_size, s.stack_embedding_dim), jnp.float32, sharding=rows
+    )
+    variables = {
+        name: embedding.EmbeddingVariables(table=table(s), slot=(table(s),))
+        for name, s in stacks.items()
+    }
+    gradients = {
+        name: jax.ShapeDtypeStruct((BATCH_SIZE, DIM), jnp.float32, sharding=rows)
+        for name in NAMES
+    }
+
+    def shard(function, num_inputs):
+        return jax.jit(
+            jax.shard_map(
+                function,
+                mesh=mesh,
+                in_specs=(PartitionSpec("shard"),) * num_inputs,
+                out_specs=PartitionSpec("shard"),
+                check_vma=False,
+            ),
+            donate_argnums=(num_inputs - 1,) if num_inputs == 3 else (),
+        )
+
+    forward = shard(
+        lambda inputs, variables: embedding.tpu_sparse_dense_matmul(
+            inputs, variables, specs, **counts
+        ),
+        2,
+    )
+    backward = shard(
+        lambda gradients, inputs, variables: embedding.tpu_sparse_dense_matmul_grad(
+            gradients, inputs, variables, specs, **counts
+        ),
+        3,
+    )
+    return [
+        forward.lower(inputs, variables).compile(),
+        backward.lower(gradients, inputs, variables).compile(),
+    ]
+
+
+def measure(compile_programs: Any, mesh: Any) -> dict[str, float]:
+    """Compiles for both vocabulary sizes; returns milliseconds at size 0."""
+    totals, compile_seconds, argument_bytes = [], [], []
+    for vocabulary_size in VOCABULARY_SIZES:
+        start = time.perf_counter()
+        programs = compile_programs(vocabulary_size, mesh)
+        compile_seconds.append(time.perf_counter() - start)
+        totals.append(sum(p.cost_analysis()["optimal_seconds"] for p in programs))
+        # The last program takes table and slots, and the ids.
+        argument_bytes.append(programs[-1].memory_analysis().argument_size_in_bytes)
+    small, large = VOCABULARY_SIZES
+    slope = (totals[1] - totals[0]) / (large - small)
+    return {
+        "intercept_ms": 1e3 * (totals[0] - slope * small),
+        "at_100k_rows_ms": 1e3 * totals[0],
+        "argument_mib": argument_bytes[0] / 2**20,
+        "compile_seconds": compile_seconds[0],
+    }
+
+
+def main() -> None:
+    """Compares for each topology; prints a table and writes JSON."""
+    parser = argparse.ArgumentParser(description="Compares estimates.")
+    parser.add_argument("--topology", nargs="+", default=TOPOLOGIES)
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--rounds", action="store_true", help="charge further rounds")
+    arguments = parser.parse_args()
+    ours = lambda size, mesh: compile_ours(size, mesh, arguments.rounds)  # noqa: E731
+    results = []
+    print(f"{'':12}{'':20}{'ms':>9}{'ms, 100k':>10}{'MiB':>8}{'compile s':>11}")
+    for topology in arguments.topology:
+        mesh = aot.topology_mesh(topology)
+        for name, compile_programs in (
+            ("tpu-embedding", ours),
+            ("jax-tpu-embedding", compile_theirs),
+        ):
+            try:
+                result: dict[str, Any] = measure(compile_programs, mesh)
+            except Exception as error:
+                result = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+                print(f"{topology:12}{name:20}{result['error'][:60]}", flush=True)
+            else:
+                cells = [f"{value:10.3f}" for value in result.values()]
+                print(f"{topology:12}{name:20}{''.join(cells)}", flush=True)
+            results.append({"topology": topology, "library": name, **result})
+    if arguments.json is not None:
+        versions = {"jax": jax.__version__}
+        report = {"device": "compiled only", "versions": versions, "results": results}
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
