@@ -1,5 +1,7 @@
 """Checkpoints of a run: what comes back, what is kept, what is refused."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +47,33 @@ def test_restored_state_is_bitwise_the_saved_one(checkpoints):
         assert got.dtype == wanted.dtype
         assert got.sharding.is_equivalent_to(wanted.sharding, wanted.ndim)
         np.testing.assert_array_equal(got, wanted)
+
+
+class Unsorted(NamedTuple):
+    """A state whose fields are not in the order of the alphabet."""
+
+    gradient: jax.Array
+    count: jax.Array
+
+
+def test_leaves_come_back_in_their_places(checkpoints):
+    state = {
+        "slots": Unsorted(gradient=jnp.ones((2, 3)), count=jnp.zeros((2, 3))),
+        "many": [jnp.full(1, i) for i in range(11)],
+        "small": jnp.ones(3, jnp.bfloat16),
+    }
+    checkpoints.save(1, state, DESCRIPTION)
+    _, restored = checkpoints.restore(state, DESCRIPTION)
+    for got, wanted in zip(
+        jax.tree.leaves(restored), jax.tree.leaves(state), strict=True
+    ):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_two_parts_of_one_path_are_refused(checkpoints):
+    with pytest.raises(ValueError, match="dot"):
+        checkpoints.save(1, {"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)}, DESCRIPTION)
 
 
 def test_latest_ones_are_kept(checkpoints):

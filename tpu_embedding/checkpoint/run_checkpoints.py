@@ -112,11 +112,13 @@ class RunCheckpoints:
           CheckpointError: as `check`.
         """
         step = self.check(description)
-        wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_key(state))
+        by_key = _by_key(state)
+        wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, by_key)
         read = self._manager.restore(
             step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
         )
-        leaves = [read["state"][key] for key in wanted]
+        # In the order of the state; `jax.tree.map` sorts the keys of a dict.
+        leaves = [read["state"][key] for key in by_key]
         return step, jax.tree.unflatten(jax.tree.structure(state), leaves)
 
     def close(self) -> None:
@@ -142,6 +144,7 @@ def describe_plan(plan: EmbeddingPlan) -> Description:
                 "rows_per_shard": stack.rows_per_shard,
                 "rows_per_line": stack.layout.rows_per_line,
                 "lanes": stack.layout.lanes,
+                "gradient_steps": stack.optimizer and stack.optimizer.gradient_steps,
                 "slots": [
                     {"row_shape": list(slot.shape), "dtype": str(slot.dtype)}
                     for slot in stack.slots
@@ -162,10 +165,16 @@ def describe_plan(plan: EmbeddingPlan) -> Description:
 def _by_key(state: Any) -> dict[str, Any]:
     """Returns the leaves by their path, so that no class of ours is in the file."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {
+    by_key = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in leaves
     }
+    if len(by_key) < len(leaves):
+        raise ValueError(
+            "The state has two parts of one path once the path is joined by dots; "
+            "rename a key that has a dot in it."
+        )
+    return by_key
 
 
 def _differences(saved: Any, wanted: Any, path: str = "") -> list[str]:

@@ -99,9 +99,9 @@ def _optimizer_of(
 ) -> RowOptimizer | None:
     """Returns the table's own optimizer, or that of all tables without one."""
     if config.optimizer is not None:
-        return resolve_optimizer(config.optimizer, name, (name,))
+        return resolve_optimizer(config.optimizer, name, (name,), tuple(tables))
     others = tuple(other for other, c in tables.items() if c.optimizer is None)
-    return resolve_optimizer(optimizer, name, others)
+    return resolve_optimizer(optimizer, name, others, tuple(tables))
 
 
 def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:

@@ -24,7 +24,7 @@ from tpu_embedding.optimizers._checks import (
 )
 from tpu_embedding.optimizers._rates import learning_rate_at
 from tpu_embedding.optimizers._sums import CompensatedSum, compensated_sum
-from tpu_embedding.optimizers.modes import OccurrenceNormState, every_row
+from tpu_embedding.optimizers.modes import Last, OccurrenceNorm, every_row, note
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows
 
 AdafactorMode = Literal["lazy", "exact"]
@@ -44,7 +44,6 @@ class AdafactorState(NamedTuple):
       squares: sum of the squares of all elements of each table.
       clock: exact: sum of the logarithms of the decays so far; else None.
       averages: moving averages of the rows `[rows, dim]`, or None.
-      occurrence_norm: marks the rule where `clipnorm_of` is `"occurrences"`.
     """
 
     count: jax.Array
@@ -54,7 +53,6 @@ class AdafactorState(NamedTuple):
     squares: CompensatedSum
     clock: CompensatedSum | None
     averages: jax.Array | None
-    occurrence_norm: OccurrenceNormState | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +111,7 @@ class _Settings:
                 f"{clips}."
             )
         steps = self.gradient_accumulation_steps
-        if steps and (not isinstance(steps, int) or steps < 2):
+        if steps and (not hasattr(steps, "__index__") or steps < 2):
             raise ValueError(
                 "gradient_accumulation_steps must be an int of at least 2, or None, "
                 f"got {steps!r}."
@@ -182,7 +180,8 @@ def adafactor(
 
     Slot variables: r and a clock, `[rows]`; c is per table. A step takes two small
     all-reduces: of D + 2 numbers per table, and of 2. RMS(w) is kept up to date by the
-    changes of the rows: set the values of a table before its slots are made.
+    rule's own updates: it must be the last of a chain, and the values of a table are
+    to be set before its slots are made.
 
     Options that move all rows take a pass over the table in each step, and keep the
     dense gradient (`every_row`): `use_ema`, `gradient_accumulation_steps`, and
@@ -262,7 +261,6 @@ def _init(s: _Settings, rows: Any) -> AdafactorState:
     averages = None
     if s.use_ema:
         averages = rows if s.ema_start == "initial_values" else jnp.zeros_like(rows)
-    counts_occurrences = s.clipnorm is not None and s.clipnorm_of == "occurrences"
     return AdafactorState(
         count=jnp.zeros((), jnp.int32),
         row_accumulators=jnp.full(
@@ -273,13 +271,14 @@ def _init(s: _Settings, rows: Any) -> AdafactorState:
         squares=compensated_sum(known.total(jnp.sum(jnp.square(rows), axis=1))),
         clock=compensated_sum(jnp.zeros(())) if is_exact else None,
         averages=averages,
-        occurrence_norm=OccurrenceNormState() if counts_occurrences else None,
     )
 
 
 def _update(
     s: _Settings, gradient: Any, state: AdafactorState, rows: Any
 ) -> tuple[Any, AdafactorState]:
+    if s.clipnorm is not None and s.clipnorm_of == "occurrences":
+        note(OccurrenceNorm())
     known = table_rows(gradient)
     dim = gradient.shape[1]
     t = (state.count + 1).astype(jnp.float32)
@@ -313,7 +312,9 @@ def _update(
     if s.use_ema:
         new, averages, change = _average(s, new, state, known)
         squares = squares.plus(change)
-    return new - rows, AdafactorState(
+    updates = new - rows
+    note(Last(updates))
+    return updates, AdafactorState(
         count=state.count + 1,
         row_accumulators=accumulators,
         row_clocks=clocks,
@@ -321,7 +322,6 @@ def _update(
         squares=squares,
         clock=clock,
         averages=averages,
-        occurrence_norm=state.occurrence_norm,
     )
 
 

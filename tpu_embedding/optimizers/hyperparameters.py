@@ -33,29 +33,35 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
       >>> float(state.hyperparams["learning_rate"])
       0.5
     """
-    states = [
-        part
-        for part in jax.tree.leaves(state, is_leaf=_is_injected)
-        if _is_injected(part)
-    ]
-    known = sorted({name for part in states for name in part.hyperparams})
+    found: set[str] = set()
+    state = _replace(state, values, found)
     for name in values:
-        if name not in known:
+        if name not in found:
             raise ValueError(
-                f"The optimizer has no hyper-parameter {name!r} in its state, only "
-                f"{known}. Make it by optax.inject_hyperparams(rule)({name}=...), with "
+                f"The optimizer has no hyper-parameter {name!r} that can be set in its "
+                f"state. Make it by optax.inject_hyperparams(rule)({name}=...), with "
                 "a number and not a schedule."
             )
+    return state
+
+
+def _replace(state: Any, values: dict[str, Any], found: set[str]) -> Any:
+    """Replaces values in all states made by `inject_hyperparams`, nested ones too."""
 
     def replace(part: Any) -> Any:
         if not _is_injected(part):
             return part
+        scheduled = part.hyperparams_states
         changed = {
-            name: _like(part.hyperparams[name], value)
-            for name, value in values.items()
-            if name in part.hyperparams
+            name: _like(old, values[name])
+            for name, old in part.hyperparams.items()
+            if name in values and name not in scheduled
         }
-        return part._replace(hyperparams=part.hyperparams | changed)
+        found.update(changed)
+        return part._replace(
+            hyperparams=part.hyperparams | changed,
+            inner_state=_replace(part.inner_state, values, found),
+        )
 
     return jax.tree.map(replace, state, is_leaf=_is_injected)
 

@@ -1,38 +1,69 @@
 """Which rows a rule is applied to, and how often.
 
-A mode is a mark in the state of the transformation, where the layer finds it. So it
-survives `optax.chain`, `optax.inject_hyperparams` and any other wrapper.
+A rule says how it wants to be applied at the time it runs: `note` tells whoever traces
+it, as the layer does when it makes its plan. So a mode survives `optax.chain`,
+`optax.inject_hyperparams` and any other wrapper, and counts for those tables only that
+a branch of `optax.multi_transform` is for.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import optax
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EveryRowState:
-    """Marks a rule for every row.
+@dataclasses.dataclass(frozen=True)
+class EveryRow:
+    """The rule is for every row, once in so many steps."""
 
-    Attributes:
-      inner: state of the rule.
-      gradient_steps: steps whose gradients are collected before the rule runs.
-    """
-
-    inner: Any
-    gradient_steps: int = dataclasses.field(metadata={"static": True})
+    gradient_steps: int
 
 
-class InSequenceState(NamedTuple):
-    """Marks a rule that runs once per occurrence of an id."""
+@dataclasses.dataclass(frozen=True)
+class InSequence:
+    """The rule runs once per occurrence of an id."""
 
-    inner: Any
+
+@dataclasses.dataclass(frozen=True)
+class OccurrenceNorm:
+    """The rule asks for the norm of the gradients of all occurrences."""
 
 
-class OccurrenceNormState(NamedTuple):
-    """Marks a rule that asks for the norm of the gradient's occurrences."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Last:
+    """The rule must be the last: it counts on these updates being applied."""
+
+    updates: Any
+
+
+Mode = EveryRow | InSequence | OccurrenceNorm | Last
+
+_NOTES: contextvars.ContextVar[list[Mode] | None] = contextvars.ContextVar(
+    "modes", default=None
+)
+
+
+def note(mode: Mode) -> None:
+    """Tells whoever traces a rule how it is to be applied."""
+    notes = _NOTES.get()
+    if notes is not None:
+        notes.append(mode)
+
+
+@contextlib.contextmanager
+def noted_modes() -> Iterator[list[Mode]]:
+    """Collects the modes of rules that run within."""
+    notes: list[Mode] = []
+    token = _NOTES.set(notes)
+    try:
+        yield notes
+    finally:
+        _NOTES.reset(token)
 
 
 def every_row(
@@ -52,30 +83,28 @@ def every_row(
       rule: a row-local optax transformation, or one of this package.
       gradient_steps: so many steps' gradients are summed and divided by their number
         before the rule is applied once; in between nothing moves. Keras'
-        `gradient_accumulation_steps`.
+        `gradient_accumulation_steps`. The layer does that; on a dense array the rule
+        is applied in each call.
 
     Raises:
       ValueError: if `gradient_steps` is not an int of at least 1.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import tpu_embedding as te
       >>> rule = every_row(optax.sgd(0.1, momentum=0.9))
-      >>> type(rule.init(jnp.ones((3, 2)))).__name__
-      'EveryRowState'
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer=rule)
+      >>> plan.stacks[0].optimizer.rows
+      'every'
     """
-    if not isinstance(gradient_steps, int) or gradient_steps < 1:
+    is_int = hasattr(gradient_steps, "__index__") and not isinstance(
+        gradient_steps, bool
+    )
+    if not is_int or operator.index(gradient_steps) < 1:
         raise ValueError(
             f"gradient_steps must be an int of at least 1, got {gradient_steps!r}."
         )
-
-    def init(params: Any) -> Any:
-        return EveryRowState(inner=rule.init(params), gradient_steps=gradient_steps)
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, inner = rule.update(updates, state.inner, params)
-        return updates, dataclasses.replace(state, inner=inner)
-
-    return optax.GradientTransformation(init, update)
+    return _with_mode(rule, EveryRow(operator.index(gradient_steps)))
 
 
 def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -89,16 +118,23 @@ def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformat
       rule: a row-local optax transformation.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> type(in_sequence(optax.sgd(0.1)).init(jnp.ones((3, 2)))).__name__
-      'InSequenceState'
+      >>> import tpu_embedding as te
+      >>> rule = in_sequence(te.optimizers.adagrad(0.1))
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer=rule)
+      >>> plan.stacks[0].optimizer.duplicates
+      'sequence'
     """
+    return _with_mode(rule, InSequence())
 
-    def init(params: Any) -> Any:
-        return InSequenceState(rule.init(params))
 
+def _with_mode(
+    rule: optax.GradientTransformation, mode: Mode
+) -> optax.GradientTransformation:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, inner = rule.update(updates, state.inner, params)
-        return updates, InSequenceState(inner)
+        # Under `optax.masked`, a rule for other tables is handed no array.
+        if jax.tree.leaves(updates):
+            note(mode)
+        return rule.update(updates, state, params)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(rule.init, update)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 
@@ -161,6 +162,7 @@ def clip_gradients(clipvalue: ClipValue) -> optax.GradientTransformation:
       ValueError: if it is neither.
     """
     low, high = _bounds(clipvalue)
+    _check_bounds("clipvalue's minimum", low, "maximum", high)
 
     def clip(gradient: Any, rows: Any) -> Any:
         del rows
@@ -201,12 +203,28 @@ def decay_rows(
 def clip_rows(
     minimum: float | None, maximum: float | None
 ) -> optax.GradientTransformation:
-    """Bounds each element of an updated row; the last piece of a chain."""
+    """Bounds each element of an updated row; the last piece of a chain.
+
+    Rows are updated by adding, so a row that was far outside comes to the bound up to
+    the rounding of its old value.
+
+    Raises:
+      ValueError: if the bounds are the wrong way round.
+    """
+    _check_bounds("clip_weight_min", minimum, "clip_weight_max", maximum)
 
     def clip(update: Any, rows: Any) -> Any:
         return jnp.clip(rows + update, minimum, maximum) - rows
 
     return optax.stateless_with_tree_map(clip)
+
+
+def _check_bounds(low_name: str, low: Any, high_name: str, high: Any) -> None:
+    is_known = not any(x is None or isinstance(x, Tracer) for x in (low, high))
+    if is_known and not low <= high:
+        raise ValueError(
+            f"{low_name} must not be above {high_name}, got {low} and {high}."
+        )
 
 
 def _is_zero(value: Any) -> bool:
@@ -216,7 +234,7 @@ def _is_zero(value: Any) -> bool:
 def _bounds(clipvalue: ClipValue) -> tuple[float | None, float | None]:
     if isinstance(clipvalue, tuple) and len(clipvalue) == 2:
         return clipvalue
-    if isinstance(clipvalue, int | float | Tracer):
+    if isinstance(clipvalue, int | float | np.generic | jax.Array):
         return -1.0 * clipvalue, clipvalue
     raise ValueError(
         "clipvalue must be a number or a pair (min, max), either of which may be None, "

@@ -2,17 +2,21 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import re
 from typing import Any, Final
 
 import jax
+import jax.extend as jex
 import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.modes import (
-    EveryRowState,
-    InSequenceState,
-    OccurrenceNormState,
+    EveryRow,
+    InSequence,
+    Last,
+    Mode,
+    OccurrenceNorm,
+    noted_modes,
 )
 from tpu_embedding.optimizers.names import optimizer_by_name
 from tpu_embedding.optimizers.row_local import (
@@ -21,13 +25,36 @@ from tpu_embedding.optimizers.row_local import (
 )
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
 from tpu_embedding.optimizers.row_totals import reduces_over_rows, with_row_totals
+from tpu_embedding.optimizers.slots import slot_row_shapes
 from tpu_embedding.optimizers.table_rows import TableRows, among
 
 _PROBE: Final = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+_ADDRESS: Final = re.compile("0x[0-9a-f]+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Trace:
+    """What was seen of a transformation of a single array.
+
+    Attributes:
+      program: its jaxprs, as text.
+      modes: what its rules noted.
+      takes_totals: whether one asked for totals over rows.
+    """
+
+    program: str
+    modes: tuple[Mode, ...]
+    takes_totals: bool
+
+
+class _TotalWithinError(Exception):
+    """A total is asked for where it cannot be taken out: `lax.cond` and the like."""
 
 
 def resolve_optimizer(
-    optimizer: TableOptimizer | None, table_name: str, table_names: tuple[str, ...]
+    optimizer: TableOptimizer | None,
+    table_name: str,
+    *table_names: tuple[str, ...],
 ) -> RowOptimizer | None:
     """Finds out how an optimizer is to be applied to a table.
 
@@ -36,7 +63,8 @@ def resolve_optimizer(
         array, as `optax.multi_transform` and `optax.masked` with a dict of labels
         are; or a name.
       table_name: the table.
-      table_names: all tables that this optimizer is given for.
+      *table_names: the tables that such a dict may name, in the order of preference:
+        those that this optimizer is given for, or all.
 
     Returns:
       The rule of this table. Equal arguments give the same value, so tables of one
@@ -50,33 +78,57 @@ def resolve_optimizer(
         return None
     if isinstance(optimizer, str):
         optimizer = optimizer_by_name(optimizer)
-    if not _takes(optimizer, _PROBE):
-        of_table = _for_table(optimizer, table_name, tuple(sorted(set(table_names))))
-        if _takes(of_table, _PROBE):
-            optimizer = of_table
-    if reduces_over_rows(optimizer):
-        is_lazy = not _marks_of(optimizer, EveryRowState)
-        try:
-            totals = with_row_totals(optimizer, is_lazy=is_lazy)
-        except NotRowLocalError as error:
-            raise NotRowLocalError(
-                f"{error} (The optimizer of table {table_name!r}.)"
-            ) from error
-        # The numbers in its state are of one table.
-        return dataclasses.replace(_row_optimizer(totals), table_name=table_name)
-    return _row_optimizer(optimizer)
+    try:
+        return _resolve(_of_table(optimizer, table_name, table_names), table_name)
+    except ValueError as error:
+        raise type(error)(
+            f"{error} (The optimizer of table {table_name!r}.)"
+        ) from error
+
+
+def _of_table(
+    optimizer: optax.GradientTransformation,
+    table_name: str,
+    table_names: tuple[tuple[str, ...], ...],
+) -> optax.GradientTransformation:
+    """Returns the part of an optimizer that is for one table, if it has parts."""
+    whole = _trace(optimizer)
+    for names in table_names:
+        part = _for_table(optimizer, table_name, tuple(sorted({*names, table_name})))
+        of_part = _trace(part)
+        if of_part is None:
+            continue
+        if whole is not None and of_part.program == whole.program:
+            return optimizer
+        return part
+    return optimizer
+
+
+def _resolve(optimizer: optax.GradientTransformation, table_name: str) -> RowOptimizer:
+    trace = _trace(optimizer)
+    if trace is None:
+        # The plan's check of rules will say what is wrong.
+        return RowOptimizer(transformation=optimizer)
+    if not reduces_over_rows(optimizer):
+        return _row_optimizer(optimizer)
+    every = [mode for mode in trace.modes if isinstance(mode, EveryRow)]
+    totals = with_row_totals(optimizer, is_lazy=not every)
+    # The numbers in its state are of one table.
+    return dataclasses.replace(_row_optimizer(totals), table_name=table_name)
 
 
 @functools.lru_cache(maxsize=4096)
 def _row_optimizer(transformation: optax.GradientTransformation) -> RowOptimizer:
-    try:
-        state = jax.eval_shape(transformation.init, _PROBE)
-    except Exception:
-        # The plan's check of rules will say what is wrong, with the tables' names.
-        return RowOptimizer(transformation=transformation)
-    marks = list(_marks(state))
-    every = [mark for mark in marks if isinstance(mark, EveryRowState)]
-    in_sequence = any(isinstance(mark, InSequenceState) for mark in marks)
+    trace = _trace(transformation)
+    assert trace is not None
+    every = {mode for mode in trace.modes if isinstance(mode, EveryRow)}
+    in_sequence = any(isinstance(mode, InSequence) for mode in trace.modes)
+    takes_norm = any(isinstance(mode, OccurrenceNorm) for mode in trace.modes)
+    if len(every) > 1:
+        raise ValueError(
+            "every_row must have one gradient_steps within an optimizer, got "
+            f"{sorted(mode.gradient_steps for mode in every)}."
+        )
     if every and in_sequence:
         raise ValueError(
             "A rule cannot be applied to every row and to duplicates in sequence at "
@@ -84,28 +136,28 @@ def _row_optimizer(transformation: optax.GradientTransformation) -> RowOptimizer
             "most frequent id occurs. Take every_row or in_sequence away, or "
             "use_gradient_accumulation=False."
         )
-    takes_totals = _takes_totals(transformation, state)
-    if takes_totals and in_sequence:
+    if trace.takes_totals and in_sequence:
         raise ValueError(
             "A rule that asks for totals over the rows of a table cannot run once per "
             "occurrence of an id; take in_sequence or "
             "use_gradient_accumulation=False away."
         )
-    takes_norm = any(isinstance(mark, OccurrenceNormState) for mark in marks)
     if every and takes_norm:
         raise ValueError(
             "A rule for every row does not see the occurrences of ids, whose norm it "
             "asks for; use clipnorm_of='sum'."
         )
-    gradient_steps = max([mark.gradient_steps for mark in every], default=1)
+    gradient_steps = next((mode.gradient_steps for mode in every), 1)
+    keeps_gradient = bool(every) and (
+        trace.takes_totals or gradient_steps > 1 or not _is_elementwise(transformation)
+    )
     return RowOptimizer(
         transformation=transformation,
         rows="every" if every else "touched",
         duplicates="sequence" if in_sequence else "norm" if takes_norm else "sum",
         gradient_steps=gradient_steps,
-        keeps_gradient=bool(every)
-        and (takes_totals or gradient_steps > 1 or not _is_elementwise(transformation)),
-        takes_totals=takes_totals,
+        keeps_gradient=keeps_gradient,
+        takes_totals=trace.takes_totals,
     )
 
 
@@ -129,67 +181,72 @@ def _for_table(
     return optax.GradientTransformation(init, update)
 
 
-def _takes(
-    transformation: optax.GradientTransformation, rows: jax.ShapeDtypeStruct
-) -> bool:
-    """Whether a transformation can be applied to a single array."""
+@functools.lru_cache(maxsize=4096)
+def _trace(transformation: optax.GradientTransformation) -> _Trace | None:
+    """Traces a transformation of a single array; None if it is none of that."""
+    asked: list[Any] = []
+    is_last: list[bool] = []
 
     def run(rows):
-        return transformation.update(rows, transformation.init(rows), rows)[0]
+        outside = jex.core.get_opaque_trace_state(convention="nnx")
 
+        def all_reduce(totals, reduction):
+            del reduction
+            if jex.core.get_opaque_trace_state(convention="nnx") != outside:
+                raise _TotalWithinError
+            asked.append(totals)
+            return totals
+
+        everything = jnp.ones(rows.shape[:1], bool)
+        known = TableRows(
+            table_sizes=jnp.ones((1,)),
+            tables=None,
+            is_used=everything,
+            is_touched=everything,
+            all_reduce=all_reduce,
+        )
+        with among(known), noted_modes() as modes:
+            state = transformation.init(rows)
+            asked.clear()
+            updates, state = transformation.update(rows, state, rows)
+        noted.extend(modes)
+        last = [mode.updates for mode in modes if isinstance(mode, Last)]
+        is_last.extend(each is updates for each in last)
+        return updates, state
+
+    noted: list[Mode] = []
     try:
-        result = jax.eval_shape(run, rows)
+        jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(_PROBE)
+    except _TotalWithinError as error:
+        raise NotRowLocalError(
+            "The optimizer asks for totals over the rows of a table within lax.cond or "
+            "another wrapper that traces it, such as optax.apply_if_finite, MultiSteps "
+            "or a global norm beside it. Put zero_nans or clipping of elements before "
+            "it, or use every_row(rule, gradient_steps=...) and the rule's own options."
+        ) from error
     except Exception:
-        return False
-    return getattr(result, "shape", None) == rows.shape
-
-
-def _marks_of(transformation: optax.GradientTransformation, kind: type) -> list[Any]:
-    state = jax.eval_shape(transformation.init, _PROBE)
-    return [mark for mark in _marks(state) if isinstance(mark, kind)]
-
-
-def _takes_totals(transformation: optax.GradientTransformation, state: Any) -> bool:
-    asked = []
-
-    def all_reduce(totals, reduction):
-        asked.append(reduction)
-        return totals
-
-    everything = jnp.ones(_PROBE.shape[:1], bool)
-    rows = TableRows(
-        table_sizes=jnp.ones((1,)),
-        tables=None,
-        is_used=everything,
-        is_touched=everything,
-        all_reduce=all_reduce,
+        return None
+    if getattr(shapes[0], "shape", None) != _PROBE.shape:
+        return None
+    if not all(is_last):
+        raise ValueError(
+            "adafactor must be the last of a chain, and not be wrapped by what changes "
+            "its updates: it follows the scale of the table by them. Put clipping "
+            "before it; learning rate and weight decay are its arguments."
+        )
+    return _Trace(
+        program=_ADDRESS.sub("", str(jaxpr)),
+        modes=tuple(mode for mode in noted if not isinstance(mode, Last)),
+        takes_totals=bool(asked),
     )
-    try:
-        with among(rows):
-            jax.eval_shape(transformation.update, _PROBE, state, _PROBE)
-    except Exception:
-        return False
-    return bool(asked)
 
 
 def _is_elementwise(transformation: optax.GradientTransformation) -> bool:
+    """Whether each element is treated for itself, and has slots of its own."""
     try:
         check_elementwise(transformation)
     except NotRowLocalError:
         return False
-    return True
-
-
-def _marks(tree: Any) -> Iterator[Any]:
-    """Yields the marks in a state, of nested tuples, dicts and dataclasses."""
-    if isinstance(tree, EveryRowState | InSequenceState | OccurrenceNormState):
-        yield tree
-    children: Any = ()
-    if isinstance(tree, EveryRowState):
-        children = (tree.inner,)
-    elif isinstance(tree, tuple | list):
-        children = tree
-    elif isinstance(tree, dict):
-        children = tree.values()
-    for child in children:
-        yield from _marks(child)
+    dim = _PROBE.shape[1]
+    shapes = jax.tree.leaves(slot_row_shapes(transformation, dim))
+    return all(shape.shape == (dim,) for shape in shapes)

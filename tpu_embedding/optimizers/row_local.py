@@ -45,7 +45,15 @@ _CALLS: Final = frozenset(
     """jit pjit closed_call core_call custom_jvp_call custom_vjp_call remat checkpoint
     remat2 cond while custom_jvp_call_jaxpr custom_vjp_call_jaxpr""".split()
 )
-_GATED_STATES: Final = frozenset({"MultiStepsState", "ApplyEvery", "SAMState"})
+_COLLECTS: Final = "collects gradients and applies them in some steps only"
+_BOUND_TO_STEPS: Final = {
+    "MultiStepsState": _COLLECTS,
+    "ApplyEvery": _COLLECTS,
+    "SAMState": _COLLECTS,
+    # Its weight of an update falls with the step, whether the row was there or not.
+    "ScheduleFreeState": "averages rows over all steps",
+}
+"""What optax transformations do in time that a row must be there for in each step."""
 
 
 class NotRowLocalError(ValueError):
@@ -69,11 +77,11 @@ def check_row_local(optimizer: Rule, dim: int) -> None:
     )
     is_lazy = not (isinstance(optimizer, RowOptimizer) and optimizer.rows == "every")
     for name in _type_names(state):
-        if is_lazy and name in _GATED_STATES:
+        if is_lazy and name in _BOUND_TO_STEPS:
             raise NotRowLocalError(
-                f"The optimizer is not row-local in time: {name} collects gradients "
-                "and applies them in some steps only, but a row is updated in the "
-                "steps that look it up. Use tpu_embedding.optimizers.every_row."
+                f"The optimizer is not row-local in time: {name} "
+                f"{_BOUND_TO_STEPS[name]}, but a row is updated in the steps that look "
+                "it up. Use tpu_embedding.optimizers.every_row."
             )
 
 
@@ -101,7 +109,8 @@ def _check(optimizer: Rule, shape: tuple[int, ...]) -> None:
     except Exception as error:
         raise NotRowLocalError(
             "The optimizer is not row-local: it cannot be applied to a single array "
-            f"of shape {shape}, {type(error).__name__}: {error}"
+            f"of shape {shape} by update(gradient, state, rows), without the loss or "
+            f"other arguments; {type(error).__name__}: {error}"
         ) from error
     for part, jaxpr in (("init", init), ("update", update)):
         for operation in _mixing_operations(jaxpr.jaxpr):

@@ -178,8 +178,9 @@ def _follow(
                     f"The optimizer is not row-local: its {name} over rows depends on "
                     "rows that this step does not look up, as trust ratios and norms "
                     "of parameters do. tpu_embedding.optimizers.every_row applies it "
-                    "to all rows, at the cost of a pass over the table; for factored "
-                    "moments there is tpu_embedding.optimizers.adafactor."
+                    "to all rows, if nothing else in it mixes them, at the cost of a "
+                    "pass over the table; for factored moments there is "
+                    "tpu_embedding.optimizers.adafactor."
                 )
             found.add(here)
             results = []

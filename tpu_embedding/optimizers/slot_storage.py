@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers._arrays import for_each_array
-from tpu_embedding.optimizers.slots import slot_row_shapes
+from tpu_embedding.optimizers.slots import slot_shapes
 
 SlotInitializer = float | Callable[[tuple[int, ...], Any], jax.Array]
 SlotInitializers = Mapping[str, SlotInitializer]
@@ -30,7 +30,8 @@ def with_slot_storage(
     Args:
       rule: an optax transformation of `[rows, dim]`.
       dtype: floating type that slot variables are kept in, such as `jnp.bfloat16`;
-        None: that of the rule. Counts of rows stay as they are.
+        None: that of the rule. Counts of rows stay as they are. A static argument
+        under `optax.inject_hyperparams`.
       initializers: slot name, such as `"accumulators"`, to its initial values: a
         number, or a function `(shape, dtype) -> array` that gives each row the same
         (shape is that of this shard's slot). Other slots keep the rule's.
@@ -56,7 +57,7 @@ def with_slot_storage(
 
     def init(rows: Any) -> Any:
         state = rule.init(rows)
-        shapes = slot_row_shapes(rule, rows.shape[1])
+        shapes = slot_shapes(rule, rows.shape[1:])
         _check_names(values, shapes)
         state = jax.tree_util.tree_map_with_path(
             lambda path, shape, leaf: _initial(path, shape, leaf, values),
@@ -67,7 +68,7 @@ def with_slot_storage(
         return _cast(shapes, state, lambda shape: _stored_dtype(shape, dtype))
 
     def update(updates: Any, state: Any, rows: Any) -> tuple[Any, Any]:
-        shapes = slot_row_shapes(rule, updates.shape[1])
+        shapes = slot_shapes(rule, updates.shape[1:])
         state = _cast(shapes, state, lambda shape: shape.dtype)
         updates, state = rule.update(updates, state, rows)
         return updates, _cast(shapes, state, lambda shape: _stored_dtype(shape, dtype))

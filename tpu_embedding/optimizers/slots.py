@@ -38,10 +38,18 @@ def slot_row_shapes(
       ValueError: if a part of the state grows with the table in another way than one
         entry per row along the first axis.
     """
+    return slot_shapes(optimizer, (dim,))
+
+
+def slot_shapes(
+    optimizer: optax.GradientTransformation | RowOptimizer, row_shape: tuple[int, ...]
+) -> Any:
+    """As `slot_row_shapes`, for a table whose rows have any shape."""
 
     def state_of(num_rows: int) -> Any:
-        table = jax.ShapeDtypeStruct((num_rows, dim), jnp.float32)
-        return jax.eval_shape(optimizer.init, table)
+        table = jax.ShapeDtypeStruct((num_rows, *row_shape), jnp.float32)
+        with among(unknown_rows(num_rows)):
+            return jax.eval_shape(optimizer.init, table)
 
     return jax.tree_util.tree_map_with_path(
         _slot_row_shape, *(state_of(num_rows) for num_rows in _PROBE_ROWS)

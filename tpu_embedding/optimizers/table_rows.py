@@ -52,7 +52,13 @@ class TableRows:
             return self.all_reduce(jnp.sum(values, axis=0, keepdims=True), "sum")
         members = jax.nn.one_hot(self.tables, self._num_tables, axis=0)
         flat = values.reshape(values.shape[0], -1)
-        sums = jnp.dot(members, flat, precision=jax.lax.Precision.HIGHEST)
+        # In a product, what is not finite would reach all tables, as 0 * inf.
+        is_finite = jnp.isfinite(flat)
+        sums = jnp.dot(
+            members, jnp.where(is_finite, flat, 0), precision=jax.lax.Precision.HIGHEST
+        )
+        missed = jnp.dot(members, (~is_finite).astype(jnp.float32))
+        sums = jnp.where(missed > 0, jnp.nan, sums)
         return self.all_reduce(sums.reshape(self._num_tables, *values.shape[1:]), "sum")
 
     def minimum(self, values: Array) -> Array:
@@ -107,8 +113,11 @@ def table_rows(array: Array) -> TableRows:
 def among(rows: TableRows | None) -> Iterator[None]:
     """Lets rules that run within ask about these rows."""
     token = _CURRENT.set(rows)
+    # A `jit` within a rule would keep what it was told about other rows.
+    inlined = contextlib.nullcontext() if rows is None else jax.disable_jit()
     try:
-        yield
+        with inlined:
+            yield
     finally:
         _CURRENT.reset(token)
 

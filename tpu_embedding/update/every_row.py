@@ -98,10 +98,12 @@ def apply_to_every_row(
         _, leaves = jax.lax.while_loop(
             lambda carry: carry[0],
             lambda carry: (jnp.zeros((), bool), run(carry[1])),
-            (step == num_steps, leaves),
+            (step >= num_steps, leaves),
         )
     table, collected, touches, inner = tree.unflatten(leaves)
-    return table, KeptGradientState(collected, touches, step % num_steps, inner)
+    return table, KeptGradientState(
+        collected, touches, jnp.where(step >= num_steps, 0, step), inner
+    )
 
 
 def _collect(
