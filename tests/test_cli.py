@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import jax
 import pytest
@@ -153,7 +154,8 @@ def test_compile(tmp_path, capsys):
     path = tmp_path / "report.json"
     arguments = ["compile", "synthetic", "--topology", "v5e:2x2", "--topology"]
     arguments += ["v6e:2x2", "--batch", "128", "--set", "model.dim=32"]
-    assert cli.main([*arguments, "--json", str(path)]) == 0
+    page = tmp_path / "report.html"
+    assert cli.main([*arguments, "--json", str(path), "--html", str(page)]) == 0
     captured = capsys.readouterr()
     assert captured.err.splitlines() == [
         "compiling synthetic for v5e:2x2 (devices: 4) ...",
@@ -175,6 +177,12 @@ def test_compile(tmp_path, capsys):
     assert written["config"]["model"]["dim"] == 32
     assert [r["topology"] for r in written["reports"]] == ["v5e:2x2", "v6e:2x2"]
     assert all(r["memory"]["fits"] for r in written["reports"])
+    titles = [e.text for e in ElementTree.parse(page).iter("h2")]
+    assert titles == [
+        "Memory per device",
+        "synthetic on v5e:2x2: 4 devices",
+        "synthetic on v6e:2x2: 4 devices",
+    ]
 
 
 @pytest.mark.tpu_compiler
@@ -213,6 +221,7 @@ config = dataclasses.replace(load_config("synthetic"), data=Mine())
         (["synthetic", "--topology", "v9:2x2"], "'v9:2x2' is not known.*v5e, v5p"),
         (["synthetic", "--topology", "v5e:0x1"], "'v5e:0x1' is not known"),
         (["synthetic", "--json", "not_there/x.json"], "there is no such directory"),
+        (["synthetic", "--html", "not_there/x.html"], "--html .*: there is no such"),
     ],
 )
 def test_compile_refusals(tmp_path, monkeypatch, capsys, arguments, message):

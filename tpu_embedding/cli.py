@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
+import os
 import pathlib
 import shutil
 import sys
@@ -162,6 +163,12 @@ def _add_compile(commands) -> None:
     parser.add_argument(
         "--json", type=pathlib.Path, metavar="FILE", help="write the reports there, too"
     )
+    parser.add_argument(
+        "--html",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="write a page with plots of memory, traffic and time there, too",
+    )
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,8 +220,9 @@ def _compile(parsed: argparse.Namespace) -> int:
         settings.append(f"batch_size={parsed.batch}")
     config = apply_overrides(load_config(parsed.config), settings)
     options = _compiler_options(parsed.compiler_option)
-    if parsed.json is not None and not parsed.json.parent.is_dir():
-        raise UsageError(f"--json {parsed.json}: there is no such directory.")
+    for option, path in (("--json", parsed.json), ("--html", parsed.html)):
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"{option} {path}: there is no such directory.")
     _keep_to_cpu()
     try:
         meshes = [
@@ -240,7 +248,9 @@ def _compile(parsed: argparse.Namespace) -> int:
             "config": config.describe(),
             "reports": [report.to_json() for report in reports],
         }
-        parsed.json.write_text(json.dumps(document, indent=2) + "\n")
+        _write(parsed.json, json.dumps(document, indent=2) + "\n")
+    if parsed.html is not None:
+        _write(parsed.html, aot.render_html(reports))
     return 0 if all(report.memory.fits for report in reports) else FAILED
 
 
@@ -271,6 +281,16 @@ def _compile_for(
         )
     except jax.errors.JaxRuntimeError as error:
         raise UsageError(f"XLA: {str(error).splitlines()[0]}") from error
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """Writes a file as a whole: a failure leaves what was there before."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _compiler_options(assignments: Sequence[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from tpu_embedding.aot.floor import Floor as Floor
 from tpu_embedding.aot.floor import embedding_floor as embedding_floor
+from tpu_embedding.aot.html import render_html as render_html
 from tpu_embedding.aot.program import ProgramReport as ProgramReport
 from tpu_embedding.aot.program import inspect_program as inspect_program
 from tpu_embedding.aot.report import CompileReport as CompileReport

@@ -1,8 +1,8 @@
 """The compile report: whether a step fits a slice, what it moves, and where it runs.
 
 Nothing of it needs a TPU. `compile_report` puts together what the compiler says of
-memory, what `cost.py` models of traffic, and what `floor.py` takes for the least;
-`text.py` renders it.
+memory, what `cost.py` models of traffic and `timeline.py` of time, and what `floor.py`
+takes for the least; `text.py` and `html.py` render it.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 import jax
 
 import tpu_embedding
+from tpu_embedding.aot.bandwidth import Cost, cost_of
 from tpu_embedding.aot.cost import (
     OPERATION_CLASSES,
     Operation,
@@ -30,6 +31,7 @@ from tpu_embedding.aot.cost import (
 from tpu_embedding.aot.floor import embedding_floor
 from tpu_embedding.aot.hlo import parse_module
 from tpu_embedding.aot.program import row_layouts
+from tpu_embedding.aot.timeline import Timeline, make_timeline
 from tpu_embedding.aot.topology import num_slices_of
 from tpu_embedding.aot.traffic import Traffic
 from tpu_embedding.hardware import HardwareInfo
@@ -45,27 +47,6 @@ _OUT_OF_MEMORY: Final = re.compile(
     r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"
 )
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Bytes that one device moves in a step, and the least time that takes. Modelled.
-
-    Attributes:
-      hbm_bytes: read from and written to its memory.
-      ici_bytes: sent to other devices of its slice.
-      dcn_bytes: sent to other slices.
-      hbm_seconds: `hbm_bytes` over the peak bandwidth; None if that is not known.
-      ici_seconds: likewise, with all links of the chip in use.
-      dcn_seconds: likewise.
-    """
-
-    hbm_bytes: float
-    ici_bytes: float
-    dcn_bytes: float
-    hbm_seconds: float | None
-    ici_seconds: float | None
-    dcn_seconds: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,6 +186,7 @@ class CompileReport:
       memory: whether the step fits.
       floor: the least that the embedding part must move; see `floor.py`.
       traffic: what the program moves; None if the step does not fit.
+      timeline: when its operations run; None if the step does not fit.
       trace_seconds: from Python to the compiler's input.
       compile_seconds: of the compiler.
       refusal: the compiler's words if the step does not fit, or "".
@@ -220,6 +202,7 @@ class CompileReport:
     memory: Memory
     floor: Cost
     traffic: ProgramTraffic | None
+    timeline: Timeline | None
     trace_seconds: float
     compile_seconds: float
     refusal: str
@@ -293,6 +276,12 @@ def compile_report(
         if "RESOURCE_EXHAUSTED" not in refusal or "HBM" not in refusal.upper():
             raise
     end = time.perf_counter()
+    traffic, timeline = None, None
+    if compiled is not None:
+        module = parse_module(compiled.as_text())
+        program = program_cost(module)
+        traffic = _traffic(program, plan)
+        timeline = make_timeline(module, program, plan.hardware)
     return CompileReport(
         name=name,
         topology=topology,
@@ -302,27 +291,12 @@ def compile_report(
         versions=_versions(),
         plan=str(plan),
         memory=_memory(compiled, refusal, state, batch, plan),
-        floor=_cost(least, plan.hardware),
-        traffic=None if compiled is None else _traffic(compiled, plan),
+        floor=cost_of(least, plan.hardware),
+        traffic=traffic,
+        timeline=timeline,
         trace_seconds=lowered_at - begin,
         compile_seconds=end - lowered_at,
         refusal=refusal,
-    )
-
-
-def _cost(traffic: Traffic, hardware: HardwareInfo) -> Cost:
-    def seconds(num_bytes: float, bytes_per_second: float | None) -> float | None:
-        if bytes_per_second is None:
-            return None
-        return num_bytes * hardware.devices_per_chip / bytes_per_second
-
-    return Cost(
-        hbm_bytes=traffic.hbm_bytes,
-        ici_bytes=traffic.ici_bytes,
-        dcn_bytes=traffic.dcn_bytes,
-        hbm_seconds=seconds(traffic.hbm_bytes, hardware.hbm_bytes_per_second),
-        ici_seconds=seconds(traffic.ici_bytes, hardware.ici_bytes_per_second),
-        dcn_seconds=seconds(traffic.dcn_bytes, hardware.dcn_bytes_per_second),
     )
 
 
@@ -384,8 +358,7 @@ def _words_on_memory(refusal: str) -> tuple[int, int] | None:
     )
 
 
-def _traffic(compiled: Any, plan: EmbeddingPlan) -> ProgramTraffic:
-    program = program_cost(parse_module(compiled.as_text()))
+def _traffic(program: ProgramCost, plan: EmbeddingPlan) -> ProgramTraffic:
     tables = _dims_of_tables(plan)
 
     def summary(name: str, operations: Iterable[Operation]) -> OperationCost:
@@ -393,7 +366,7 @@ def _traffic(compiled: Any, plan: EmbeddingPlan) -> ProgramTraffic:
         return OperationCost(
             name=name,
             num_operations=len(operations),
-            cost=_cost(total(operations), plan.hardware),
+            cost=cost_of(total(operations), plan.hardware),
         )
 
     by_class = (
@@ -401,7 +374,7 @@ def _traffic(compiled: Any, plan: EmbeddingPlan) -> ProgramTraffic:
         for name in OPERATION_CLASSES
     )
     return ProgramTraffic(
-        total=_cost(total(program.operations), plan.hardware),
+        total=cost_of(total(program.operations), plan.hardware),
         classes=tuple(row for row in by_class if row.num_operations),
         parts=tuple(
             summary(part, (o for o in program.operations if o.part == part))
@@ -411,7 +384,7 @@ def _traffic(compiled: Any, plan: EmbeddingPlan) -> ProgramTraffic:
             LoopCost(
                 op_name=loop.op_name,
                 source=_short(loop.source),
-                per_turn=_cost(total(loop.operations), plan.hardware),
+                per_turn=cost_of(total(loop.operations), plan.hardware),
             )
             for loop in program.loops
         ),

@@ -1,18 +1,27 @@
-"""Compile reports as text: what the command `tpu-embedding compile` prints."""
+"""Compile reports as text: what the command `tpu-embedding compile` prints.
+
+`html.py` shows the same rows and lines, beside plots.
+"""
 
 from collections.abc import Sequence
+from typing import Final
 
+from tpu_embedding.aot.bandwidth import Cost
 from tpu_embedding.aot.report import (
     CompileReport,
-    Cost,
+    Memory,
     NamedOperation,
-    OperationCost,
     ProgramTraffic,
 )
+from tpu_embedding.aot.timeline import Timeline
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.layout.memory import format_bytes, format_table
 
-_COST_HEAD = ("HBM", "HBM time", "links", "link time")
+LOOPS_NOTE: Final = (
+    "loops that turn as often as data ask for (further rounds under skew, ...); per "
+    "turn"
+)
+_COST_HEAD: Final = ("HBM", "HBM time", "links", "link time")
 
 
 def format_report(report: CompileReport) -> str:
@@ -21,22 +30,37 @@ def format_report(report: CompileReport) -> str:
     Args:
       report: from `compile_report`.
     """
-    slices = f"{report.num_slices} slices of " if report.num_slices > 1 else ""
-    options = " ".join(f"{n}={value}" for n, value in report.hardware.compiler_options)
-    count = report.num_devices
     head = [
-        f"{report.name} on {slices}{report.topology}: {count} "
-        f"{'device' if count == 1 else 'devices'}; "
-        f"traced in {report.trace_seconds:.1f} s, compiled in "
-        f"{report.compile_seconds:.1f} s by "
-        + ", ".join(f"{name} {version}" for name, version in report.versions),
-        f"compiler options: {options or 'none'}",
+        f"{title_of(report)}; traced in {report.trace_seconds:.1f} s, compiled in "
+        f"{report.compile_seconds:.1f} s by {versions_of(report)}",
+        f"compiler options: {options_of(report)}",
     ]
     parts = ["\n".join(head), report.plan, _format_memory(report)]
     if report.traffic is not None:
         parts += [_format_traffic(report, report.traffic)]
         parts += [_format_operations(report.traffic)]
+    if report.timeline is not None:
+        parts += [format_timeline(report.timeline)]
     return "\n\n".join(parts)
+
+
+def title_of(report: CompileReport) -> str:
+    """Returns what was compiled, and for which devices."""
+    slices = f"{report.num_slices} slices of " if report.num_slices > 1 else ""
+    count = report.num_devices
+    devices = "device" if count == 1 else "devices"
+    return f"{report.name} on {slices}{report.topology}: {count} {devices}"
+
+
+def versions_of(report: CompileReport) -> str:
+    """Returns what compiled the step."""
+    return ", ".join(f"{name} {version}" for name, version in report.versions)
+
+
+def options_of(report: CompileReport) -> str:
+    """Returns the compiler options of the step."""
+    options = report.hardware.compiler_options
+    return " ".join(f"{name}={value}" for name, value in options) or "none"
 
 
 def format_comparison(reports: Sequence[CompileReport]) -> str:
@@ -45,6 +69,12 @@ def format_comparison(reports: Sequence[CompileReport]) -> str:
     Args:
       reports: of the same step for several topologies.
     """
+    rows = comparison_rows(reports)
+    return "per device and step; times are modelled\n" + format_table(rows)
+
+
+def comparison_rows(reports: Sequence[CompileReport]) -> list[tuple[str, ...]]:
+    """Returns the cells of a table with a row for each report, under a head."""
     rows: list[tuple[str, ...]] = [
         (
             "topology",
@@ -63,7 +93,7 @@ def format_comparison(reports: Sequence[CompileReport]) -> str:
         ratio, cost = "-", ("-",) * len(_COST_HEAD)
         if traffic is not None:
             ratio = _ratio(traffic.embedding.hbm_bytes, report.floor.hbm_bytes)
-            cost = _cost_cells(traffic.total)
+            cost = cost_cells(traffic.total)
         rows.append(
             (
                 slices + report.topology,
@@ -76,7 +106,22 @@ def format_comparison(reports: Sequence[CompileReport]) -> str:
                 f"{report.compile_seconds:.1f} s",
             )
         )
-    return "per device and step; times are modelled\n" + format_table(rows)
+    return rows
+
+
+def memory_rows(memory: Memory) -> list[tuple[str, int]]:
+    """Returns what takes a device's memory, with the bytes of each, where known."""
+    rows = (
+        ("tables", memory.tables),
+        ("slots of the tables", memory.slots),
+        ("dense parameters, their optimizer", memory.dense),
+        ("inputs", memory.inputs),
+        ("padding of the last two", memory.padding),
+        ("results", memory.outputs),
+        ("temporaries", memory.temporaries),
+        ("program code", memory.code),
+    )
+    return [(name, size) for name, size in rows if size is not None]
 
 
 def _format_memory(report: CompileReport) -> str:
@@ -95,27 +140,32 @@ def _format_memory(report: CompileReport) -> str:
         verdict += f"\n{report.refusal}"
     rows = [("memory per device", "", "of HBM")] + [
         (name, format_bytes(size), _share(size, memory.capacity))
-        for name, size in (
-            ("tables", memory.tables),
-            ("slots of the tables", memory.slots),
-            ("dense parameters, their optimizer", memory.dense),
-            ("inputs", memory.inputs),
-            ("padding of the last two", memory.padding),
-            ("results", memory.outputs),
-            ("temporaries", memory.temporaries),
-            ("program code", memory.code),
-        )
-        if size is not None
+        for name, size in memory_rows(memory)
     ]
     return f"{verdict}\n{format_table(rows)}"
 
 
+def traffic_rows(
+    report: CompileReport, traffic: ProgramTraffic
+) -> list[tuple[str, str, Cost]]:
+    """Returns what moves, how many operations move it, and the cost."""
+    return [
+        *((row.name, str(row.num_operations), row.cost) for row in traffic.classes),
+        ("all of it", "", traffic.total),
+        *(
+            (f"  of it {row.name}", str(row.num_operations), row.cost)
+            for row in traffic.parts
+        ),
+        ("least for the embedding part", "", report.floor),
+    ]
+
+
 def _format_traffic(report: CompileReport, traffic: ProgramTraffic) -> str:
     rows: list[tuple[str, ...]] = [("class of operation", "operations", *_COST_HEAD)]
-    rows += [_operation_cells(row) for row in traffic.classes]
-    rows.append(("all of it", "", *_cost_cells(traffic.total)))
-    rows += [_operation_cells(row, "  of it ") for row in traffic.parts]
-    rows.append(("least for the embedding part", "", *_cost_cells(report.floor)))
+    rows += [
+        (name, count, *cost_cells(cost))
+        for name, count, cost in traffic_rows(report, traffic)
+    ]
     least, found = report.floor, traffic.embedding
     ratios = (
         _ratio(found.hbm_bytes, least.hbm_bytes),
@@ -123,25 +173,29 @@ def _format_traffic(report: CompileReport, traffic: ProgramTraffic) -> str:
     )
     rows.append(("embedding part / least", "", ratios[0], "", ratios[1], ""))
     lines = [
-        f"modelled traffic per device and step, {_bandwidths(report.hardware)}",
+        f"modelled traffic per device and step, {bandwidths_of(report.hardware)}",
         format_table(rows),
     ]
     if traffic.loops:
-        loops: list[tuple[str, ...]] = [("loop", *_COST_HEAD)]
-        loops += [
-            (_origin(loop.source, loop.op_name), *_cost_cells(loop.per_turn))
-            for loop in traffic.loops
-        ]
         lines += [
             "",
-            "not in it: loops that turn as often as data ask for (further rounds under "
-            "skew, ...); per turn",
-            format_table(loops),
+            f"not in it: {LOOPS_NOTE}",
+            format_table(loop_rows(traffic)),
         ]
     return "\n".join(lines)
 
 
-def _bandwidths(hardware: HardwareInfo) -> str:
+def loop_rows(traffic: ProgramTraffic) -> list[tuple[str, ...]]:
+    """Returns the cells of a table of the loops in no total, under a head."""
+    rows: list[tuple[str, ...]] = [("loop", *_COST_HEAD)]
+    rows += [
+        (_origin(loop.source, loop.op_name), *cost_cells(loop.per_turn))
+        for loop in traffic.loops
+    ]
+    return rows
+
+
+def bandwidths_of(hardware: HardwareInfo) -> str:
     """Returns what bytes are divided by."""
     known = [
         f"{name} {1e-9 * value / hardware.devices_per_chip:,.0f} GB/s"
@@ -156,29 +210,50 @@ def _bandwidths(hardware: HardwareInfo) -> str:
 
 
 def _format_operations(traffic: ProgramTraffic) -> str:
+    return "\n\n".join(
+        f"{title}:\n{format_table(rows, num_left_aligned=4)}" if rows else title
+        for title, rows in operation_blocks(traffic)
+    )
+
+
+def operation_blocks(
+    traffic: ProgramTraffic,
+) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """Returns what runs on SparseCore, and which tables are copied.
+
+    Each is a title with the cells of a table under a head, or with none.
+    """
     blocks = []
     if traffic.sparse_core:
-        blocks.append(_format_named("on SparseCore:", traffic.sparse_core))
+        blocks.append(("on SparseCore", _named_rows(traffic.sparse_core)))
     else:
-        blocks.append("on SparseCore: nothing")
+        blocks.append(("on SparseCore: nothing", []))
     if traffic.table_copies:
-        blocks.append(
-            _format_named("TABLES OR SLOTS COPIED WITHIN HBM:", traffic.table_copies)
-        )
+        title = "TABLES OR SLOTS COPIED WITHIN HBM"
+        blocks.append((title, _named_rows(traffic.table_copies)))
     else:
-        blocks.append("tables or slots copied within HBM: none")
+        blocks.append(("tables or slots copied within HBM: none", []))
     if traffic.table_moves:
-        blocks.append(
-            _format_named(
-                "tables or slots, being small, moved to VMEM or back:",
-                traffic.table_moves,
-            )
-        )
-    return "\n\n".join(blocks)
+        title = "tables or slots, being small, moved to VMEM or back"
+        blocks.append((title, _named_rows(traffic.table_moves)))
+    return blocks
 
 
-def _format_named(title: str, operations: Sequence[NamedOperation]) -> str:
-    """Returns the operations as a table; equal ones take one row."""
+def format_timeline(timeline: Timeline) -> str:
+    """Returns how long a step is, and how much of it SparseCore works; one line."""
+    title, show = "modelled timeline", format_seconds
+    if timeline.axis == "order of the schedule":
+        title = "timeline by the order of the schedule, since bandwidths are unknown"
+        show = lambda places: f"{places:.0f} places"  # noqa: E731
+    return (
+        f"{title}: a step of {show(timeline.length)}; SparseCore works "
+        f"{show(timeline.sparse_core)}, {show(timeline.overlap)} of it beside the "
+        "TensorCore"
+    )
+
+
+def _named_rows(operations: Sequence[NamedOperation]) -> list[tuple[str, ...]]:
+    """Returns the cells of a table, under a head; equal operations take one row."""
     counts: dict[tuple[str, ...], int] = {}
     for operation in operations:
         dims = ",".join(map(str, operation.dims))
@@ -194,7 +269,7 @@ def _format_named(title: str, operations: Sequence[NamedOperation]) -> str:
         ("", "result", "from", "runs in", "HBM per turn", "times")
     ]
     rows += [(*row, str(count)) for row, count in counts.items()]
-    return f"{title}\n{format_table(rows, num_left_aligned=4)}"
+    return rows
 
 
 def _origin(source: str, op_name: str) -> str:
@@ -203,11 +278,7 @@ def _origin(source: str, op_name: str) -> str:
     return " ".join(part for part in (source, name) if part) or "unknown"
 
 
-def _operation_cells(row: OperationCost, prefix: str = "") -> tuple[str, ...]:
-    return (prefix + row.name, str(row.num_operations), *_cost_cells(row.cost))
-
-
-def _cost_cells(cost: Cost) -> tuple[str, ...]:
+def cost_cells(cost: Cost) -> tuple[str, str, str, str]:
     """Returns HBM bytes and time, and those of the links; both networks together."""
     links = format_bytes(cost.ici_bytes + cost.dcn_bytes)
     seconds = cost.ici_seconds
@@ -216,13 +287,14 @@ def _cost_cells(cost: Cost) -> tuple[str, ...]:
         seconds = None if None in both else max(s for s in both if s is not None)
     return (
         format_bytes(cost.hbm_bytes),
-        _time(cost.hbm_seconds),
+        format_seconds(cost.hbm_seconds),
         links,
-        _time(seconds),
+        format_seconds(seconds),
     )
 
 
-def _time(seconds: float | None) -> str:
+def format_seconds(seconds: float | None) -> str:
+    """Returns a time with its unit."""
     if seconds is None:
         return "unknown"
     return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.1f} us"

@@ -1,0 +1,57 @@
+"""Traffic as time: bytes over the peak bandwidths of a device. Modelled."""
+
+import dataclasses
+
+from tpu_embedding.aot.traffic import Traffic
+from tpu_embedding.hardware import HardwareInfo
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Bytes that one device moves in a step, and the least time that takes. Modelled.
+
+    Attributes:
+      hbm_bytes: read from and written to its memory.
+      ici_bytes: sent to other devices of its slice.
+      dcn_bytes: sent to other slices.
+      hbm_seconds: `hbm_bytes` over the peak bandwidth; None if that is not known.
+      ici_seconds: likewise, with all links of the chip in use.
+      dcn_seconds: likewise.
+    """
+
+    hbm_bytes: float
+    ici_bytes: float
+    dcn_bytes: float
+    hbm_seconds: float | None
+    ici_seconds: float | None
+    dcn_seconds: float | None
+
+
+def cost_of(traffic: Traffic, hardware: HardwareInfo) -> Cost:
+    """Returns what some traffic costs one device.
+
+    Args:
+      traffic: of one device.
+      hardware: of the devices; those of a chip share its bandwidths evenly.
+
+    Example:
+      >>> from tpu_embedding.hardware import HardwareInfo
+      >>> hardware = HardwareInfo(name="a", hbm_bytes_per_second=1e12)
+      >>> cost = cost_of(Traffic(hbm_bytes=2e9), hardware)
+      >>> cost.hbm_seconds, cost.ici_seconds
+      (0.002, None)
+    """
+
+    def seconds(num_bytes: float, bytes_per_second: float | None) -> float | None:
+        if bytes_per_second is None:
+            return None
+        return num_bytes * hardware.devices_per_chip / bytes_per_second
+
+    return Cost(
+        hbm_bytes=traffic.hbm_bytes,
+        ici_bytes=traffic.ici_bytes,
+        dcn_bytes=traffic.dcn_bytes,
+        hbm_seconds=seconds(traffic.hbm_bytes, hardware.hbm_bytes_per_second),
+        ici_seconds=seconds(traffic.ici_bytes, hardware.ici_bytes_per_second),
+        dcn_seconds=seconds(traffic.dcn_bytes, hardware.dcn_bytes_per_second),
+    )

@@ -1,0 +1,407 @@
+"""Compile reports as a page: plots of memory, traffic and time, with their figures.
+
+`tpu-embedding compile ... --html FILE` writes it. One file holds everything: styles and
+plots (SVG) stand in the page, which needs no script and nothing from elsewhere. It is
+well-formed XML, too. Rows and figures are those of `text.py`.
+"""
+
+import html
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from tpu_embedding.aot.bandwidth import Cost
+from tpu_embedding.aot.cost import Part
+from tpu_embedding.aot.report import PARTS, CompileReport, ProgramTraffic
+from tpu_embedding.aot.text import (
+    LOOPS_NOTE,
+    bandwidths_of,
+    comparison_rows,
+    cost_cells,
+    format_timeline,
+    loop_rows,
+    memory_rows,
+    operation_blocks,
+    options_of,
+    title_of,
+    traffic_rows,
+    versions_of,
+)
+from tpu_embedding.aot.timeline import LANES, Interval, Timeline
+from tpu_embedding.layout.memory import format_bytes
+
+# After Okabe and Ito, "Color Universal Design" (2008): told apart by everybody.
+_MEMORY_COLOURS: Final = {
+    "tables": "#0072b2",
+    "slots of the tables": "#56b4e9",
+    "dense parameters, their optimizer": "#e69f00",
+    "inputs": "#f0e442",
+    "padding of the last two": "#999999",
+    "results": "#cc79a7",
+    "temporaries": "#009e73",
+    "program code": "#5d3a9b",
+}
+_NOT_ITEMISED: Final = "not itemised by the compiler"
+_NOT_ITEMISED_COLOUR: Final = "#dddddd"
+_KEPT: Final = "kept for the system; the compiler says how much if a step does not fit"
+_KEPT_COLOUR: Final = "#f0b6bd"
+_SHADE: Final = "#f3d9ea"
+# Lighter, since names are written upon them.
+_PART_COLOURS: Final[dict[Part, str]] = {
+    "embedding": "#8cc4ec",
+    "dense": "#f2b84b",
+    "unattributed": "#c8c8c8",
+}
+
+# Of plots, in pixels.
+_WIDTH: Final = 960
+_LEFT: Final = 130
+_RIGHT: Final = 930
+_ROW: Final = 44
+_BAR: Final = 26
+_LETTER: Final = 6.6
+_NUM_TICKS: Final = 8
+
+_STYLE: Final = """
+body { font: 14px/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff;
+  max-width: 960px; margin: 24px auto; padding: 0 12px; }
+h1 { font-size: 22px; } h2 { font-size: 18px; margin-top: 40px;
+  border-top: 1px solid #bbb; padding-top: 16px; } h3 { font-size: 15px; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: 2px 10px 2px 0; text-align: right; white-space: pre; }
+th:first-child, td:first-child { text-align: left; }
+th { font-weight: 600; border-bottom: 1px solid #bbb; }
+.wrapped td, .wrapped th { white-space: normal; vertical-align: top; }
+.wrapped :nth-child(3) { text-align: left; overflow-wrap: anywhere; }
+td.plot div { position: relative; width: 128px; height: 13px; margin-right: 8px;
+  background: #f1f1f1; }
+td.plot i { position: absolute; left: 0; height: 100%; background: #0072b2; }
+td.plot b { position: absolute; height: 19px; top: -3px;
+  border-left: 2px dashed #b00020; }
+.scroll { overflow-x: auto; }
+.swatch { display: inline-block; width: 12px; height: 12px; margin-right: 6px; }
+.bad { color: #b00020; font-weight: 700; }
+pre { overflow-x: auto; font-size: 12px; background: #f7f7f7; padding: 8px; }
+svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; fill: #1a1a1a; }
+rect.box { stroke: #fff; stroke-width: 0.5; }
+"""
+
+
+def render_html(reports: Sequence[CompileReport]) -> str:
+    """Returns reports as one page.
+
+    Args:
+      reports: from `compile_report`, of the same step for one or several topologies.
+
+    Returns:
+      HTML that needs no other file. All times in it are modelled.
+
+    Raises:
+      ValueError: if there are no reports.
+    """
+    if not reports:
+        raise ValueError("render_html takes at least one report, got none.")
+    names = dict.fromkeys(report.name for report in reports)
+    title = f"{', '.join(names)}: compile report"
+    body = [
+        _element("h1", _text(title)),
+        _element(
+            "p",
+            "Compiled for devices that need not be there. All figures are per device "
+            "and step. Times are modelled: bytes over peak bandwidth, which no program "
+            "beats. Arithmetic and latency come on top.",
+        ),
+        _comparison(reports),
+        _element("h2", "Memory per device"),
+        _memory_plot(reports),
+        _element("p", _swatch(_KEPT_COLOUR), _KEPT),
+        _memory_table(reports),
+        *(_section(report) for report in reports),
+    ]
+    head = (
+        '<meta charset="utf-8"/>'
+        + _element("title", _text(title))
+        + _element("style", _STYLE)
+    )
+    page = _element("html", _element("head", head), _element("body", *body), lang="en")
+    return f"<!DOCTYPE html>\n{page}\n"
+
+
+def _section(report: CompileReport) -> str:
+    """Returns what there is to say of one topology."""
+    parts = [
+        _element("h2", _text(title_of(report))),
+        _element(
+            "p",
+            _text(
+                f"Compiled by {versions_of(report)}; "
+                f"compiler options: {options_of(report)}."
+            ),
+        ),
+    ]
+    if report.refusal:
+        parts.append(_element("p", _text(report.refusal), class_="bad"))
+    if report.traffic is not None:
+        parts += [_traffic_table(report, report.traffic)]
+        if report.timeline is not None:
+            parts += [_timeline_plot(report.timeline)]
+        for title, rows in operation_blocks(report.traffic):
+            parts += [_element("h3", _text(title))]
+            cells = [[_text(cell) for cell in row] for row in rows]
+            parts += [_table(cells[0], cells[1:], style="wrapped")] if cells else []
+    parts += [_element("h3", "Plan"), _element("pre", _text(report.plan))]
+    return "\n".join(parts)
+
+
+def _comparison(reports: Sequence[CompileReport]) -> str:
+    head, *rows = comparison_rows(reports)
+    fits = head.index("fits")
+    cells = [[_text(cell) for cell in row] for row in rows]
+    for row, report in zip(cells, reports, strict=True):
+        if not report.memory.fits:
+            row[fits] = _element("span", row[fits], class_="bad")
+    return _table([_text(cell) for cell in head], cells)
+
+
+def _memory_plot(reports: Sequence[CompileReport]) -> str:
+    """Returns a stacked bar for each report, as shares of the device's memory."""
+    capacities = [report.memory.capacity for report in reports]
+    known = [capacity for capacity in capacities if capacity is not None]
+    largest = max(report.memory.required for report in reports)
+    wholes = known if len(known) == len(reports) else [largest] * len(reports)
+    shares = [r.memory.required / w for r, w in zip(reports, wholes, strict=True)]
+    # Behind the bars, there is room for words.
+    scale = (_RIGHT - _LEFT) / (1.17 * max(1.0, *shares))
+    axis_y = 22 + _ROW * len(reports)
+    name = "% of the device's HBM"
+    if wholes != known:
+        name = f"% of {format_bytes(largest)}; the device's memory is not known"
+    shapes = list(_axis(100 * (_RIGHT - _LEFT) / scale, axis_y, name))
+    for i, (report, whole) in enumerate(zip(reports, wholes, strict=True)):
+        shapes += _memory_bar(report, 22 + _ROW * i, scale / whole)
+    if wholes == known:
+        shapes += [
+            _line(_LEFT + scale, 4, _LEFT + scale, axis_y, stroke_width=2),
+            _label(_LEFT + scale + 5, 14, "HBM"),
+        ]
+    return _svg(axis_y + 36, shapes)
+
+
+def _memory_bar(report: CompileReport, y: float, scale: float) -> Iterator[str]:
+    """Yields the bar of one report; the scale is in pixels per byte."""
+    memory = report.memory
+    yield _label(_LEFT - 8, y + 17, report.topology, text_anchor="end")
+    if memory.available is not None and memory.capacity is not None:
+        kept = scale * max(0, memory.capacity - memory.available)
+        x = _LEFT + scale * memory.available
+        yield _rect(x, y - 8, kept, _KEPT_COLOUR, _KEPT, height=_BAR + 16)
+    x = float(_LEFT)
+    for part, size in _segments(report):
+        colour = _MEMORY_COLOURS.get(part, _NOT_ITEMISED_COLOUR)
+        yield _rect(x, y, scale * size, colour, part)
+        x += scale * size
+    if not memory.fits:
+        end = _LEFT + scale * max(memory.required, memory.capacity or 0)
+        words = _label(end + 8, y + 17, "DOES NOT FIT", fill="#b00020")
+        yield _element("g", words, class_="bad")
+
+
+def _segments(report: CompileReport) -> list[tuple[str, int]]:
+    """Returns the pieces of a bar, from the left."""
+    rows = memory_rows(report.memory)
+    rest = report.memory.required - sum(size for _, size in rows)
+    return [*rows, (_NOT_ITEMISED, max(0, rest))]
+
+
+def _memory_table(reports: Sequence[CompileReport]) -> str:
+    """Returns the figures of the bars, which is their legend, too."""
+    found = [dict(_segments(report)) for report in reports]
+    rows = [
+        [
+            _swatch(_MEMORY_COLOURS.get(part, _NOT_ITEMISED_COLOUR)) + _text(part),
+            *(format_bytes(f[part]) if part in f else "-" for f in found),
+        ]
+        for part in (*_MEMORY_COLOURS, _NOT_ITEMISED)
+        if any(f.get(part) for f in found)
+    ]
+    return _table(["", *(_text(report.topology) for report in reports)], rows)
+
+
+def _traffic_table(report: CompileReport, traffic: ProgramTraffic) -> str:
+    """Returns bytes and times by class, with bars beside the least."""
+
+    def sizes(cost: Cost) -> tuple[float, float]:
+        return cost.hbm_bytes, cost.ici_bytes + cost.dcn_bytes
+
+    least = sizes(report.floor)
+    scale = [max(pair) for pair in zip(sizes(traffic.total), least, strict=True)]
+    rows = []
+    for name, count, cost in traffic_rows(report, traffic):
+        bars = [
+            _bar(size / limit, floor / limit) if limit else ""
+            for size, floor, limit in zip(sizes(cost), least, scale, strict=True)
+        ]
+        hbm, hbm_time, links, link_time = cost_cells(cost)
+        rows.append(
+            [_text(name), count, hbm, hbm_time, bars[0], links, link_time, bars[1]]
+        )
+    head = ["class of operation", "operations", "HBM", "time", "", "links", "time", ""]
+    return (
+        _element("h3", "Modelled traffic")
+        + _element(
+            "p",
+            _text(f"Per device and step, {bandwidths_of(report.hardware)}. ")
+            + "Dashed: the least that the embedding part must move.",
+        )
+        + _table(head, rows, plots=(4, 7))
+        + _loops_table(traffic)
+    )
+
+
+def _loops_table(traffic: ProgramTraffic) -> str:
+    if not traffic.loops:
+        return ""
+    head, *rows = ([_text(cell) for cell in row] for row in loop_rows(traffic))
+    return _element("p", _text(f"Not in it: {LOOPS_NOTE}.")) + _table(head, rows)
+
+
+def _bar(share: float, floor: float) -> str:
+    return _element(
+        "div",
+        _element("i", style=f"width:{100 * share:.2f}%"),
+        _element("b", style=f"left:{100 * floor:.2f}%"),
+    )
+
+
+def _timeline_plot(timeline: Timeline) -> str:
+    """Returns what runs when, a row for each unit."""
+    limit = timeline.length or 1.0
+    factor, name = 1.0, "places in the order of the schedule"
+    if timeline.axis == "modelled seconds":
+        factor, name = (1e3, "ms") if limit >= 1e-3 else (1e6, "us")
+        name += " after the start of the step, modelled"
+    axis_y = 8 + _ROW * len(LANES)
+    shapes = list(_axis(limit * factor, axis_y, name))
+    top = {lane: 8 + _ROW * i for i, lane in enumerate(LANES)}
+    scale = (_RIGHT - _LEFT) / limit
+    for interval in timeline.intervals:
+        if interval.lane == "SparseCore":
+            x, width = _LEFT + scale * interval.begin, scale * interval.length
+            height = top["SparseCore"] - top["TensorCore"]
+            shapes.append(_rect(x, top["TensorCore"], width, _SHADE, "", height=height))
+    for lane, y in top.items():
+        shapes.append(_label(_LEFT - 8, y + 17, lane, text_anchor="end"))
+    boxes = [_box(i, scale, top[i.lane]) for i in timeline.intervals]
+    names = [_name(i, scale, top[i.lane]) for i in timeline.intervals]
+    shapes += boxes + names
+    swatches = [_swatch(_PART_COLOURS[part]) + f"{part} &#160; " for part in PARTS]
+    shaded = _swatch(_SHADE) + "SparseCore works: the TensorCore works beside it, "
+    left_out = timeline.num_left_out
+    return "".join(
+        (
+            _element("h3", "Modelled timeline"),
+            _element("p", _text(format_timeline(timeline)) + "."),
+            _element("p", *swatches, shaded, "or, where nothing is above, waits"),
+            _svg(axis_y + 36, shapes),
+            _element("p", f"{left_out} shorter operations are left out.")
+            if left_out
+            else "",
+        )
+    )
+
+
+def _box(interval: Interval, scale: float, y: float) -> str:
+    x, width = _LEFT + scale * interval.begin, scale * interval.length
+    words = f"{interval.operation_class}, {interval.part}"
+    if interval.num_operations > 1:
+        words += f", {interval.num_operations} operations, the longest"
+    hint = f"{words}: {interval.op_name or 'no origin given'}"
+    return _rect(x, y, width, _PART_COLOURS[interval.part], hint, class_="box")
+
+
+def _name(interval: Interval, scale: float, y: float) -> str:
+    """Returns the name of a box, if there is room."""
+    x, width = _LEFT + scale * interval.begin, scale * interval.length
+    name = interval.operation_class
+    if width < _LETTER * len(name):
+        return ""
+    return _label(x + width / 2, y + 17, name, text_anchor="middle")
+
+
+def _axis(limit: float, y: float, name: str) -> Iterator[str]:
+    """Yields a horizontal axis from 0 to a limit, at a height."""
+    step = 10 ** math.floor(math.log10(limit / _NUM_TICKS))
+    step *= next(n for n in (1, 2, 5, 10) if n * step * _NUM_TICKS >= limit)
+    yield _line(_LEFT, y, _RIGHT, y)
+    for i in range(math.floor(limit / step) + 1):
+        x = _LEFT + (_RIGHT - _LEFT) * i * step / limit
+        yield _line(x, 4, x, y + 4, stroke="#e2e2e2")
+        yield _label(x, y + 16, f"{i * step:.6g}", text_anchor="middle")
+    yield _label((_LEFT + _RIGHT) / 2, y + 32, name, text_anchor="middle")
+
+
+def _table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    plots: Sequence[int] = (),
+    style: str = "plain",
+) -> str:
+    """Returns a table; cells are markup, those of the columns `plots` are bars."""
+    lines = [_element("tr", *(_element("th", cell) for cell in head))]
+    for row in rows:
+        cells = [
+            _element("td", cell, class_="plot") if i in plots else _element("td", cell)
+            for i, cell in enumerate(row)
+        ]
+        lines.append(_element("tr", *cells))
+    table = _element("table", "\n".join(lines), class_=style)
+    return _element("div", table, class_="scroll")
+
+
+def _svg(height: float, shapes: Sequence[str]) -> str:
+    body = "\n".join(shapes)
+    return _element("svg", body, viewBox=f"0 0 {_WIDTH} {height:.0f}", role="img")
+
+
+def _rect(
+    x: float,
+    y: float,
+    width: float,
+    fill: str,
+    hint: str,
+    *,
+    height: float = _BAR,
+    **attributes: str,
+) -> str:
+    """Returns a box; the hint shows under the pointer."""
+    title = _element("title", _text(hint)) if hint else ""
+    place = {"x": x, "y": y, "width": width, "height": height}
+    return _element("rect", title, **place, fill=fill, **attributes)
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, **style: str | float) -> str:
+    place = {"x1": x1, "y1": y1, "x2": x2, "y2": y2}
+    return _element("line", **place, **{"stroke": "#1a1a1a", **style})
+
+
+def _label(x: float, y: float, text: str, **style: str) -> str:
+    return _element("text", _text(text), x=x, y=y, **style)
+
+
+def _swatch(colour: str) -> str:
+    return _element("span", class_="swatch", style=f"background:{colour}")
+
+
+def _element(name: str, *children: str, **attributes: str | float) -> str:
+    """Returns an element. Children are markup, attributes plain text or numbers."""
+    written = ""
+    for key, value in attributes.items():
+        value = f"{value:.2f}" if isinstance(value, float) else str(value)
+        key = key.rstrip("_").replace("_", "-")
+        written += f' {key}="{html.escape(value)}"'
+    return f"<{name}{written}>{''.join(children)}</{name}>"
+
+
+def _text(text: str) -> str:
+    return html.escape(text)

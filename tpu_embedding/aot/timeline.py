@@ -1,0 +1,381 @@
+"""When the operations of a program run, and what runs beside what. Modelled.
+
+XLA fixes the order of a program's instructions, and where it starts and awaits what
+runs asynchronously: on SparseCore, as a collective, as a copy. From that order and the
+traffic of each operation (`cost.py`) a timeline follows:
+
+* The TensorCore takes the instructions in their order, one at a time. An asynchronous
+  operation runs from its start, beside them; where it is awaited, they wait.
+* An operation takes the time of its bytes over the bandwidth, as long as it is alone.
+  Operations that run at once share each bandwidth evenly, so that no step gets shorter
+  than its traffic over the bandwidth.
+
+Arithmetic and latency are left out, as are loops whose turns depend on data. Where a
+bandwidth is not known, an instruction of the TensorCore takes one place in the order.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, Literal, get_args
+
+from tpu_embedding.aot.bandwidth import Cost, cost_of
+from tpu_embedding.aot.cost import (
+    Operation,
+    OperationClass,
+    Part,
+    ProgramCost,
+    total,
+)
+from tpu_embedding.aot.hlo import Instruction, Module
+from tpu_embedding.hardware import HardwareInfo
+
+Axis = Literal["modelled seconds", "order of the schedule"]
+Lane = Literal["TensorCore", "SparseCore", "links", "copies"]
+LANES: Final[tuple[Lane, ...]] = get_args(Lane)
+
+MAX_INTERVALS: Final = 200
+"""What a timeline keeps; the longest are kept."""
+_FINEST_SHARE: Final = 3e-3
+"""Of the whole: shorter neighbours are drawn as one. A few pixels of a page."""
+_NEGLIGIBLE_SECONDS: Final = 1e-15
+"""What rounding leaves of an operation that is done."""
+
+_LINK_CLASSES: Final = frozenset(
+    {"all-to-all", "all-reduce", "other collective", "between slices"}
+)
+_Span = tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Interval:
+    """One operation at work, or several short ones that follow each other.
+
+    Attributes:
+      lane: `"TensorCore"` or `"SparseCore"`; `"links"` for collectives; `"copies"` for
+        asynchronous ones.
+      begin: on the axis of the timeline.
+      end: likewise.
+      operation_class: see `cost.Operation`; of the longest operation.
+      part: likewise.
+      op_name: JAX's name of what the longest one comes from, or "".
+      num_operations: how many these are.
+    """
+
+    lane: Lane
+    begin: float
+    end: float
+    operation_class: OperationClass
+    part: Part
+    op_name: str
+    num_operations: int = 1
+
+    @property
+    def length(self) -> float:
+        """On the axis of the timeline."""
+        return self.end - self.begin
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """When the operations of a step run. Modelled.
+
+    Attributes:
+      axis: `"modelled seconds"` after the start of the step, or, where a bandwidth is
+        not known, places in the `"order of the schedule"`.
+      length: of the step.
+      sparse_core: how much of it SparseCore works.
+      overlap: how much of it SparseCore and TensorCore both work.
+      intervals: by lane, then time; at most `MAX_INTERVALS`.
+      num_left_out: operations, the shortest ones, for which there was no place. Those
+        that move nothing over HBM or links take no modelled time and are not counted.
+    """
+
+    axis: Axis
+    length: float
+    sparse_core: float
+    overlap: float
+    intervals: tuple[Interval, ...]
+    num_left_out: int
+
+
+def make_timeline(
+    module: Module, program: ProgramCost, hardware: HardwareInfo
+) -> Timeline:
+    """Models when the operations of a program run.
+
+    Args:
+      module: from `parse_module`; scheduled, as compiled programs are.
+      program: the same, from `program_cost`.
+      hardware: of the devices.
+
+    Example:
+      >>> from tpu_embedding.aot.cost import program_cost
+      >>> from tpu_embedding.aot.hlo import parse_module
+      >>> module = parse_module('''ENTRY %main (a: f32[8,128]) -> f32[8,128] {
+      ...   %a = f32[8,128]{1,0:T(8,128)} parameter(0)
+      ...   ROOT %b = f32[8,128]{1,0:T(8,128)} negate(%a)
+      ... }''')
+      >>> hardware = HardwareInfo(name="a", hbm_bytes_per_second=8192e6)
+      >>> make_timeline(module, program_cost(module), hardware).length
+      1e-06
+    """
+    operations = _operations_of_entry(module, program)
+    costs = {n: cost_of(total(found), hardware) for n, found in operations.items()}
+    seconds = {name: _seconds(cost) for name, cost in costs.items()}
+    known = {name: each for name, each in seconds.items() if each is not None}
+    events = [event for event in _events(module) if event.name in operations]
+    if len(known) == len(seconds):
+        axis: Axis = "modelled seconds"
+        spans = _spans_by_time(events, known)
+    else:
+        axis = "order of the schedule"
+        spans = _spans_by_order(events)
+    asynchronous = {event.name for event in events if event.action == "start"}
+    intervals = [
+        _interval(span, operations[name], name in asynchronous)
+        for name, span in spans.items()
+        if span[0] < span[1]
+    ]
+    length = max((interval.end for interval in intervals), default=0.0)
+    shown, num_left_out = _thinned(intervals, length)
+    tensor_core, sparse_core = (
+        [(i.begin, i.end) for i in intervals if i.lane == lane]
+        for lane in ("TensorCore", "SparseCore")
+    )
+    busy = _covered(sparse_core)
+    either = _covered(tensor_core + sparse_core)
+    return Timeline(
+        axis=axis,
+        length=length,
+        sparse_core=busy,
+        overlap=max(0.0, busy + _covered(tensor_core) - either),
+        intervals=tuple(shown),
+        num_left_out=num_left_out,
+    )
+
+
+def _operations_of_entry(
+    module: Module, program: ProgramCost
+) -> dict[str, list[Operation]]:
+    """Returns instruction of the entry to the operations that it runs, if any.
+
+    The operations stand in the order of the instructions, as `program_cost` goes.
+    """
+    pending = collections.deque(program.operations)
+    operations: dict[str, list[Operation]] = {}
+    for instruction in module.entry.instructions.values():
+        names = _names_run_by(instruction, module)
+        while pending and pending[0].name in names:
+            operations.setdefault(instruction.name, []).append(pending.popleft())
+    assert not pending, pending[0].name
+    return operations
+
+
+def _names_run_by(instruction: Instruction, module: Module) -> set[str]:
+    """Returns an instruction and those of all computations that it runs."""
+    names = {instruction.name}
+    if instruction.opcode != "fusion":
+        attributes = ("calls", "to_apply", "body", "condition")
+        called = [instruction.called(attribute) for attribute in attributes]
+        for name in (*called, *instruction.branches()):
+            if name is not None:
+                for inside in module.computations[name].instructions.values():
+                    names |= _names_run_by(inside, module)
+    return names
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Event:
+    """Something that the TensorCore comes to.
+
+    Attributes:
+      action: it runs an operation to its end, starts one, or waits for one.
+      name: of the operation: of the instruction that runs or starts it.
+    """
+
+    action: Literal["run", "start", "wait"]
+    name: str
+
+
+def _events(module: Module) -> Iterator[_Event]:
+    """Yields what the TensorCore does, in the order of the schedule."""
+    instructions = module.entry.instructions
+    start_of: dict[str, str] = {}
+    for instruction in instructions.values():
+        if instruction.opcode.endswith(("-update", "-done")) and instruction.operands:
+            before = instruction.operands[0]
+            start_of[instruction.name] = start_of.get(before, before)
+    awaited = set(start_of.values())
+    for instruction in instructions.values():
+        name = instruction.name
+        # A start without operands only prepares; the update hands them over.
+        is_prepared = name in awaited and not instruction.operands
+        if instruction.opcode.endswith("-done") and name in start_of:
+            yield _Event(action="wait", name=start_of[name])
+        elif instruction.opcode.endswith("-update") and name in start_of:
+            if not instructions[start_of[name]].operands:
+                yield _Event(action="start", name=start_of[name])
+        elif not is_prepared:
+            action = "start" if name in awaited else "run"
+            yield _Event(action=action, name=name)
+
+
+def _seconds(cost: Cost) -> tuple[float, ...] | None:
+    """Returns the times of HBM and the two networks; None if one is not known."""
+    pairs = (
+        (cost.hbm_bytes, cost.hbm_seconds),
+        (cost.ici_bytes, cost.ici_seconds),
+        (cost.dcn_bytes, cost.dcn_seconds),
+    )
+    if any(num_bytes and seconds is None for num_bytes, seconds in pairs):
+        return None
+    return tuple(seconds or 0.0 for _, seconds in pairs)
+
+
+def _spans_by_time(
+    events: Iterable[_Event], seconds: Mapping[str, tuple[float, ...]]
+) -> dict[str, _Span]:
+    clock = _Clock()
+    for event in events:
+        if event.action != "wait":
+            clock.start(event.name, seconds[event.name])
+        if event.action != "start":
+            clock.wait(event.name)
+    clock.wait_for_all()
+    return clock.spans
+
+
+class _Clock:
+    """Runs operations that share bandwidths.
+
+    Attributes:
+      spans: begin and end, in seconds, of each operation that has ended.
+    """
+
+    def __init__(self):
+        self.spans: dict[str, _Span] = {}
+        self._now = 0.0
+        self._begun: dict[str, float] = {}
+        self._left: dict[str, tuple[float, ...]] = {}
+
+    def start(self, name: str, seconds: tuple[float, ...]) -> None:
+        """Starts an operation that takes so long of each bandwidth, were it alone."""
+        if any(seconds):
+            self._begun[name] = self._now
+            self._left[name] = seconds
+
+    def wait(self, name: str) -> None:
+        """Lets time pass until an operation has ended."""
+        while name in self._left:
+            self._advance()
+
+    def wait_for_all(self) -> None:
+        """Lets time pass until nothing runs."""
+        while self._left:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Lets time pass until one operation is done with one bandwidth."""
+        sharers = [
+            sum(map(bool, each)) for each in zip(*self._left.values(), strict=True)
+        ]
+        step = min(
+            seconds * count
+            for left in self._left.values()
+            for seconds, count in zip(left, sharers, strict=True)
+            if seconds
+        )
+        self._now += step
+        for name, left in list(self._left.items()):
+            rest = tuple(
+                seconds - step / count if seconds else 0.0
+                for seconds, count in zip(left, sharers, strict=True)
+            )
+            rest = tuple(s if s > _NEGLIGIBLE_SECONDS else 0.0 for s in rest)
+            self._left[name] = rest
+            if not any(rest):
+                del self._left[name]
+                self.spans[name] = (self._begun[name], self._now)
+
+
+def _spans_by_order(events: Iterable[_Event]) -> dict[str, _Span]:
+    """Gives what the TensorCore runs one place each; what it starts takes none."""
+    spans: dict[str, _Span] = {}
+    begun: dict[str, float] = {}
+    now = 0.0
+    for event in events:
+        match event.action:
+            case "run":
+                spans[event.name] = (now, now + 1)
+                now += 1
+            case "start":
+                begun[event.name] = now
+            case "wait":
+                spans[event.name] = (begun[event.name], now)
+    return spans
+
+
+def _interval(
+    span: _Span, operations: Sequence[Operation], is_asynchronous: bool
+) -> Interval:
+    largest = max(operations, key=lambda operation: operation.traffic.num_bytes)
+    lane: Lane = "TensorCore"
+    if all(operation.unit == "SparseCore" for operation in operations):
+        lane = "SparseCore"
+    elif largest.operation_class in _LINK_CLASSES:
+        lane = "links"
+    elif is_asynchronous and largest.operation_class == "copy":
+        lane = "copies"
+    return Interval(
+        lane=lane,
+        begin=span[0],
+        end=span[1],
+        operation_class=largest.operation_class,
+        part=largest.part,
+        op_name=largest.op_name,
+    )
+
+
+def _thinned(
+    intervals: Iterable[Interval], length: float
+) -> tuple[list[Interval], int]:
+    """Merges short neighbours and keeps the longest; returns how many are left out."""
+    merged: list[Interval] = []
+    for interval in sorted(intervals, key=lambda i: (LANES.index(i.lane), i.begin)):
+        if merged and _are_one(merged[-1], interval, _FINEST_SHARE * length):
+            merged[-1] = _joined(merged[-1], interval)
+        else:
+            merged.append(interval)
+    kept = sorted(merged, key=lambda i: i.length, reverse=True)[:MAX_INTERVALS]
+    kept.sort(key=lambda i: (LANES.index(i.lane), i.begin))
+    counts = [sum(i.num_operations for i in each) for each in (merged, kept)]
+    return kept, counts[0] - counts[1]
+
+
+def _are_one(a: Interval, b: Interval, finest: float) -> bool:
+    """Whether two intervals, `b` not the earlier, are drawn as one."""
+    if a.lane != b.lane or b.begin - a.end > finest:
+        return False
+    if (a.operation_class, a.part) == (b.operation_class, b.part):
+        return b.begin < a.end or min(a.length, b.length) < finest
+    return max(a.length, b.length) < finest
+
+
+def _joined(a: Interval, b: Interval) -> Interval:
+    longer = a if a.length >= b.length else b
+    return dataclasses.replace(
+        longer,
+        begin=a.begin,
+        end=max(a.end, b.end),
+        num_operations=a.num_operations + b.num_operations,
+    )
+
+
+def _covered(spans: Iterable[_Span]) -> float:
+    """Returns how much of the axis some spans cover together."""
+    covered, reached = 0.0, 0.0
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return covered
