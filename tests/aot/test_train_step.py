@@ -28,16 +28,50 @@ DIMS = (1, 16, 32, 64, 100, 128, 200)
 LINES_PER_DEVICE = 300_000
 BATCH = 2048
 
-OPTIMIZERS = {
-    "sgd": te.optimizers.sgd(0.1),
-    "adagrad": te.optimizers.adagrad(0.1),
+
+def custom_adagrad(gradient, row, slots, learning_rate, _):
+    accumulator = slots[0] + gradient**2
+    return row - learning_rate * gradient / jnp.sqrt(accumulator), accumulator
+
+
+ADAGRAD = te.optimizers.adagrad(0.1)
+REPRESENTATIVE = {
+    "adagrad": ADAGRAD,
     "rowwise_adagrad": te.optimizers.rowwise_adagrad(0.1),
     "adam": te.optimizers.adam(0.1),
+    "every_row": te.optimizers.every_row(te.optimizers.adam(0.1)),
+    "adafactor": te.optimizers.adafactor(0.1),
+}
+OTHERS = {
+    "rowwise_every_row": te.optimizers.every_row(te.optimizers.rowwise_adagrad(0.1)),
+    "adafactor_of_four_steps": te.optimizers.adafactor(
+        0.1, gradient_accumulation_steps=4
+    ),
+    "sgd": te.optimizers.sgd(0.1),
     "ftrl": te.optimizers.ftrl(0.1),
     "options": te.optimizers.with_options(
-        te.optimizers.adagrad(0.1), weight_decay_factor=0.1, clip_weight_min=-1.0
+        ADAGRAD, weight_decay_factor=0.1, clip_weight_min=-1.0
     ),
-    "every_row": te.optimizers.every_row(te.optimizers.adam(0.1)),
+    "clippy_adagrad": te.optimizers.clippy_adagrad(0.1),
+    "adafactor_exact": te.optimizers.adafactor(0.1, mode="exact"),
+    "bfloat16_slots": te.optimizers.adam(0.1, slot_dtype=jnp.bfloat16),
+    "user_defined": te.optimizers.user_defined(
+        custom_adagrad, 0.1, slot_names=("a",), slot_initializers=(0.1,)
+    ),
+    "frequency_aware_adagrad": te.optimizers.frequency_aware_adagrad(0.1),
+    "partial_rowwise_adam": te.optimizers.partial_rowwise_adam(0.1),
+    "partial_rowwise_lamb": te.optimizers.partial_rowwise_lamb(0.1),
+    "lamb": te.optimizers.lamb(0.1),
+    "lion": te.optimizers.lion(0.1),
+    "momentum": te.optimizers.momentum(0.1),
+    "rmsprop": te.optimizers.rmsprop(0.1, centered=True),
+    "adadelta": te.optimizers.adadelta(0.1),
+    "adagrad_momentum": te.optimizers.adagrad_momentum(0.1, momentum=0.9),
+    "proximal_adagrad": te.optimizers.proximal_adagrad(0.1, l1=0.1),
+    "proximal_yogi": te.optimizers.proximal_yogi(0.1, l1=0.1),
+    "online_yogi": te.optimizers.online_yogi(0.1, l1=0.1),
+    "bounded_adagrad": te.optimizers.bounded_adagrad(0.1, max_var_update=1.0),
+    "rowwise_rmsprop": te.optimizers.rowwise_rmsprop(0.1),
 }
 
 
@@ -121,7 +155,7 @@ def check(plan, compiled):
 @pytest.mark.parametrize("dim", DIMS)
 def test_tpu_step_is_in_place(dim, generation):
     mesh = aot.topology_mesh(TOPOLOGIES[generation])
-    plan = make_plan(mesh, dim, OPTIMIZERS["adagrad"], max(1, 128 // dim))
+    plan = make_plan(mesh, dim, ADAGRAD, max(1, 128 // dim))
     report = check(plan, compile_step(plan, dim))
     # Ids and rows, gradients back; and the same in the loops of further rounds.
     assert report.all_to_alls == 3 + 2 + 2
@@ -134,25 +168,46 @@ def test_tpu_step_is_in_place(dim, generation):
         assert report.argument_bytes < 1.02 * logical_bytes
 
 
+def cases():
+    """The representative rules on both generations, the others on one in turn."""
+    generations = ("v5p", "tpu7x")
+    for name in REPRESENTATIVE:
+        yield from ((name, generation) for generation in generations)
+    for i, name in enumerate(OTHERS):
+        yield name, generations[i % 2]
+
+
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("generation", ["v5p", "tpu7x"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "generation"), cases())
 def test_every_optimizer_is_in_place_on_tpu(name, generation):
     mesh = aot.topology_mesh(TOPOLOGIES[generation])
-    plan = make_plan(mesh, 128, OPTIMIZERS[name], 1)
+    plan = make_plan(mesh, 128, (REPRESENTATIVE | OTHERS)[name], 1)
     report = check(plan, compile_step(plan, 128))
     if name == "rowwise_adagrad":
-        full = make_plan(mesh, 128, OPTIMIZERS["adagrad"], 1)
+        full = make_plan(mesh, 128, ADAGRAD, 1)
         full_bytes = full.table_bytes_per_device + full.slot_bytes_per_device
         assert report.argument_bytes < 0.51 * full_bytes
 
 
-@pytest.mark.parametrize("capacity", [None, 4])
-@pytest.mark.parametrize("loss_fn", [squared_loss, linear_loss])
-@pytest.mark.parametrize("num_devices", [1, 8])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_cpu_step_is_in_place(name, num_devices, loss_fn, capacity):
-    plan = make_plan(mesh_of(num_devices), 16, OPTIMIZERS[name], 1, capacity=capacity)
+# One of each way to update a table.
+ON_CPU = {
+    **REPRESENTATIVE,
+    "adafactor_exact": OTHERS["adafactor_exact"],
+    "adafactor_of_four_steps": OTHERS["adafactor_of_four_steps"],
+    "clippy_adagrad": OTHERS["clippy_adagrad"],
+    "rowwise_every_row": OTHERS["rowwise_every_row"],
+    "sequence": te.optimizers.adagrad(0.1, use_gradient_accumulation=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "capacity", "loss_fn"),
+    [(1, None, linear_loss), (8, None, squared_loss), (8, 4, linear_loss)],
+    ids=["one", "eight", "eight_in_rounds"],
+)
+@pytest.mark.parametrize("name", ON_CPU)
+def test_cpu_step_is_in_place(name, num_devices, capacity, loss_fn):
+    plan = make_plan(mesh_of(num_devices), 16, ON_CPU[name], 1, capacity=capacity)
     check(plan, compile_step(plan, 16, loss_fn))
 
 

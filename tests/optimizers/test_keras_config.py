@@ -35,7 +35,7 @@ from tests.optimizers.keras_reference import (
 from tests.optimizers.rules import initial_state, one_table_plan, update
 from tpu_embedding.optimizers import _keras_classes
 from tpu_embedding.optimizers.keras_config import from_keras_config
-from tpu_embedding.optimizers.modes import EveryRowState
+from tpu_embedding.optimizers.resolve import resolve_optimizer
 
 NUM_STEPS = len(STEPS)
 
@@ -167,8 +167,8 @@ def test_passes_over_every_row_only_where_keras_has_it_and_it_changes_something(
     config, rule, moves_every_row = case
 
     def passes(rows):
-        state = from_keras_config(config, rows=rows).init(jnp.ones((2, 3)))
-        return isinstance(state, EveryRowState)
+        rule = from_keras_config(config, rows=rows)
+        return resolve_optimizer(rule, "table", ("table",)).rows == "every"
 
     assert passes("as_keras") == moves_every_row
     assert not passes("touched")

@@ -6,7 +6,7 @@ import pytest
 
 from tpu_embedding.training import ConfigError, RunConfig, list_configs, load_config
 
-NAMES = ("dlrm", "movielens", "synthetic")
+NAMES = ("dlrm", "dlrm_dcnv2", "movielens", "synthetic", "two_tower")
 
 
 def test_known_configs():
@@ -52,7 +52,7 @@ def test_broken_files(tmp_path, text, message):
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="'nothing'.*dlrm, movielens, synthetic"):
+    with pytest.raises(ConfigError, match="'nothing'.*" + ", ".join(NAMES)):
         load_config("nothing")
 
 

@@ -50,6 +50,30 @@ def test_rmse_and_mae_use_predictions():
     assert metrics["mae"] == pytest.approx(np.mean(np.abs(errors)), rel=1e-6)
 
 
+def retrieval_outputs(scores):
+    return Outputs(
+        scores=-jnp.abs(scores),
+        predictions=jnp.floor(10 * jnp.abs(scores)),
+        penalty=jnp.zeros_like(scores),
+    )
+
+
+def test_softmax_loss_and_recall_over_batches():
+    used = WEIGHTS > 0
+    sizes = np.abs(SCORES[used])
+    metrics = summarize("in_batch_softmax", retrieval_outputs)
+    assert list(metrics) == ["softmax_loss", "recall_at_10"]
+    # Sums of 50 samples are in float32.
+    assert metrics["softmax_loss"] == pytest.approx(sizes.mean(), rel=1e-6)
+    recall = (np.floor(10 * sizes) < 10).mean()
+    assert 0 < recall < 1
+    assert metrics["recall_at_10"] == pytest.approx(recall, rel=1e-6)
+    loss = LOSSES["in_batch_softmax"].per_sample(
+        retrieval_outputs(jnp.array(SCORES[0])), jnp.array(CLICKS[0])
+    )
+    np.testing.assert_array_equal(loss, np.abs(SCORES[0]))
+
+
 def test_loss_uses_scores_and_penalty():
     s, y, w = (jnp.array(a[0]) for a in (SCORES, CLICKS, WEIGHTS))
     used = WEIGHTS[0] > 0

@@ -10,17 +10,29 @@ from flax import nnx
 
 from tests.conftest import mesh_of
 from tpu_embedding.data.criteo import SyntheticCriteo
+from tpu_embedding.data.interactions import Interactions
+from tpu_embedding.data.random_clicks import RandomClicks
 from tpu_embedding.layout.plan import make_plan
 from tpu_embedding.training.models import (
     ClickModelConfig,
     DLRMConfig,
+    DLRMDCNv2Config,
     RatingModelConfig,
+    TwoTowerConfig,
 )
+from tpu_embedding.training.models.dcn import CrossLayer, uniform_initializer
 from tpu_embedding.training.models.dlrm import interactions
 from tpu_embedding.training.models.model import MLP
-from tpu_embedding.types import RaggedIds
+from tpu_embedding.training.models.two_tower import _unit, in_batch_softmax
+from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
 
 RATING = RatingModelConfig(dim=4, initial_deviation=0.5, l2=0.1)
+DCN = DLRMDCNv2Config(
+    dim=4, bottom_sizes=(5,), top_sizes=(6, 7), num_cross_layers=2, cross_rank=3
+)
+TOWERS = TwoTowerConfig(
+    dim=4, context_dim=2, hidden_sizes=(5,), output_dim=3, temperature=0.2
+)
 
 
 class Ratings:
@@ -93,6 +105,149 @@ def test_dlrm_has_the_sizes_of_its_config():
     assert kernels == {shape for shape in shapes if len(shape) == 2}
 
 
+def test_cross_layer_is_its_formula():
+    layer = CrossLayer(6, 2, rngs=nnx.Rngs(0))
+    generator = np.random.default_rng(0)
+    bias, first, x = (
+        generator.normal(size=shape).astype(np.float32) for shape in (6, (5, 6), (5, 6))
+    )
+    layer.up.bias.set_value(jnp.array(bias))
+    v, w = np.asarray(layer.down.kernel), np.asarray(layer.up.kernel)
+    assert layer.down.bias is None
+    wanted = first * (x @ v @ w + bias) + x
+    # Float32 sums of six numbers near 1.
+    np.testing.assert_allclose(layer(first, x), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_dcn_model():
+    data = RandomClicks(
+        batch_size=3,
+        vocabulary_sizes={"a": 9, "b": 5},
+        valences={"a": 2, "b": 1},
+        num_dense=2,
+        num_evaluation_samples=1,
+    )
+    plan = make_plan(DCN.feature_config(data), mesh_of(1))
+    model = DCN.build(data, plan, rngs=nnx.Rngs(0))
+    batch = data.train_batch(0)
+    outputs = model(model.embedding.prepare(batch.features), jnp.asarray(batch.dense))
+    rows = model.embedding.embedding_tables()
+    pooled_a = rows["a"][batch.features["a"]].sum(axis=1)
+    vectors = [model.bottom(batch.dense), pooled_a, rows["b"][batch.features["b"]]]
+    first = crossed = jnp.concatenate(vectors, axis=1)
+    assert first.shape == (3, 3 * 4) and len(model.cross) == 2
+    for layer in model.cross:
+        crossed = layer(first, crossed)
+    scores = model.top(crossed)[:, 0]
+    # The layer sums the ids of a bag in another order.
+    np.testing.assert_allclose(outputs.scores, scores, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(outputs.predictions, jax.nn.sigmoid(scores), rtol=1e-5)
+
+
+def test_dcn_has_the_sizes_of_its_config():
+    data = SyntheticCriteo(batch_size=3, vocabulary_sizes=9)
+    data.num_dense = 13
+    plan = make_plan(DCN.feature_config(data), mesh_of(1))
+    model = DCN.build(data, plan, rngs=nnx.Rngs(0))
+    parts = (model.bottom, model.cross, model.top)
+    kernels = [
+        tuple(p.shape)
+        for part in parts
+        for p in jax.tree.leaves(nnx.state(part, nnx.Param))
+        if p.ndim == 2
+    ]
+    width = 27 * 4
+    wanted = [(13, 5), (5, 4), *2 * [(width, 3), (3, width)]]
+    wanted += [(width, 6), (6, 7), (7, 1)]
+    assert sorted(kernels) == sorted(wanted)
+
+
+def test_uniform_initializer():
+    values = uniform_initializer(0.25)(jax.random.key(0), (1000, 4), jnp.float32)
+    assert values.shape == (1000, 4) and values.dtype == jnp.float32
+    assert -0.25 <= float(values.min()) < -0.24
+    assert 0.24 < float(values.max()) < 0.25
+
+
+def unit(vectors):
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def test_two_tower_model():
+    data = Interactions(
+        batch_size=6,
+        num_users=9,
+        num_items=8,
+        history_length=2,
+        num_groups=2,
+        num_evaluation_samples=1,
+    )
+    plan = make_plan(TOWERS.feature_config(data), mesh_of(1))
+    model = TOWERS.build(data, plan, rngs=nnx.Rngs(0))
+    batch = data.train_batch(0)
+    outputs = model(model.embedding.prepare(batch.features), jnp.asarray(batch.dense))
+    ids, rows = batch.features, model.embedding.embedding_tables()
+    assert set(rows) == {"user", "item", "country", "device", "category"}
+    used_mask = (ids["history"] != PADDING_ROW_ID)[:, :, None]
+    assert 0 < used_mask.sum() < used_mask.size
+    history = rows["item"][np.where(used_mask[:, :, 0], ids["history"], 0)]
+    history = (history * used_mask).sum(1) / np.maximum(used_mask.sum(1), 1)
+    one = {name: rows[name][ids[name]] for name in rows}
+    users = unit(
+        model.user_tower(
+            jnp.concatenate([one["user"], history, one["country"], one["device"]], 1)
+        )
+    )
+    items = unit(
+        model.item_tower(jnp.concatenate([one["item"], one["category"]], axis=1))
+    )
+    scores = np.asarray(users) @ np.asarray(items).T / 0.2 - batch.dense[:, 0]
+    # Scores lie within 5 of 0, in float32.
+    np.testing.assert_allclose(outputs.scores, log_softmax(scores), atol=2e-5)
+    np.testing.assert_array_equal(outputs.penalty, np.zeros(6))
+
+
+def log_softmax(scores):
+    """The logarithm of each sample's share, in NumPy and float64."""
+    exponentials = np.exp(scores.astype(np.float64))
+    return np.log(np.diag(exponentials) / exponentials.sum(axis=1))
+
+
+SOFTMAX_CASES = {
+    "random": (1.0, 7),
+    "one_candidate": (1.0, 1),
+    "large_scores": (300.0, 7),
+    "all_equal": (0.0, 7),
+}
+
+
+@pytest.mark.parametrize(
+    ("scale", "num_samples"), SOFTMAX_CASES.values(), ids=SOFTMAX_CASES.keys()
+)
+def test_in_batch_softmax(scale, num_samples):
+    generator = np.random.default_rng(0)
+    users, items = generator.normal(size=(2, num_samples, 3)).astype(np.float32)
+    log_q = np.log(generator.random(num_samples)).astype(np.float32) * bool(scale)
+    got, ranks = in_batch_softmax(scale * users, jnp.array(items), jnp.array(log_q))
+    scores = (scale * users.astype(np.float64)) @ items.T.astype(np.float64) - log_q
+    scores -= scores.max(axis=1, keepdims=True)
+    # Float32 rounds scores of some hundreds to 3e-5.
+    with np.errstate(divide="ignore"):
+        wanted = np.maximum(log_softmax(scores), np.float64(-1e4))
+    finite = wanted > -600
+    np.testing.assert_allclose(got[finite], wanted[finite], rtol=1e-5, atol=1e-4)
+    assert np.isfinite(np.asarray(got)).all()
+    own = np.diag(scores)[:, None]
+    np.testing.assert_array_equal(ranks, (scores > own).sum(axis=1))
+
+
+def test_a_zero_vector_has_finite_gradients():
+    def loss(vectors):
+        return jnp.sum(in_batch_softmax(_unit(vectors), vectors, jnp.zeros(2))[0])
+
+    assert np.isfinite(np.asarray(jax.grad(loss)(jnp.zeros((2, 3))))).all()
+
+
 @pytest.mark.parametrize("last_activation", [True, False])
 def test_mlp(last_activation):
     mlp = MLP(3, (4, 2), last_activation=last_activation, rngs=nnx.Rngs(0))
@@ -110,6 +265,28 @@ def test_mlp(last_activation):
                 dim=1, bottom_sizes=(1,), top_sizes=(1,), initial_deviation=0
             ),
             "initial_deviation must be positive",
+        ),
+        (
+            lambda: DLRMDCNv2Config(
+                dim=1,
+                bottom_sizes=(1,),
+                top_sizes=(0,),
+                num_cross_layers=0,
+                cross_rank=0,
+            ),
+            "top_sizes.*num_cross_layers.*cross_rank",
+        ),
+        (
+            lambda: TwoTowerConfig(
+                dim=0, context_dim=0, hidden_sizes=(), output_dim=0, temperature=1.0
+            ),
+            "dim.*context_dim.*output_dim",
+        ),
+        (
+            lambda: TwoTowerConfig(
+                dim=1, context_dim=1, hidden_sizes=(), output_dim=1, temperature=0.0
+            ),
+            "temperature must be positive and finite, got 0.0",
         ),
     ],
 )

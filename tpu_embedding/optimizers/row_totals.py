@@ -61,9 +61,11 @@ def with_row_totals(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         arguments = (updates, state, params)
-        jaxpr, out = jax.make_jaxpr(transformation.update, return_shape=True)(
-            *arguments
-        )
+        # Traced as when its reductions were found, and these are found by their place.
+        with jax.disable_jit():
+            jaxpr, out = jax.make_jaxpr(transformation.update, return_shape=True)(
+                *arguments
+            )
         run = _Run(reductions=reductions, rows=table_rows(updates))
         results = run(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves(arguments), ())
         return jax.tree.unflatten(jax.tree.structure(out), results)

@@ -14,6 +14,12 @@ from tpu_embedding.training.overrides import apply_overrides as apply_overrides
 from tpu_embedding.training.pipeline import (
     TrainingDivergedError as TrainingDivergedError,
 )
+from tpu_embedding.training.random_source import (
+    InteractionsSource as InteractionsSource,
+)
+from tpu_embedding.training.random_source import (
+    RandomClicksSource as RandomClicksSource,
+)
 from tpu_embedding.training.run_config import RunConfig as RunConfig
 from tpu_embedding.training.run_config import Target as Target
 from tpu_embedding.training.sources import CriteoSource as CriteoSource

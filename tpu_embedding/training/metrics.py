@@ -21,6 +21,9 @@ NUM_SCORE_BINS: Final = 4096
 """Bins of predicted probabilities that the area under the curve is read from. Pairs in
 one bin count half, so its error is below half the share of such pairs."""
 
+RECALL_RANKS: Final = 10
+"""Recall is the share of samples whose item is among so many of the batch's items."""
+
 Sums = dict[str, Array]
 
 
@@ -115,6 +118,27 @@ def _summarize_ratings(totals: dict[str, np.ndarray]) -> dict[str, float]:
     }
 
 
+def _softmax_loss(outputs: Outputs, labels: Array) -> Array:
+    """What `in_batch_softmax` of `models/two_tower.py` made; nothing is negative."""
+    del labels
+    return -outputs.scores
+
+
+def _retrieval_sums(outputs: Outputs, labels: Array, weights: Array) -> Sums:
+    return {
+        "weight": jnp.sum(weights),
+        "softmax_loss": jnp.sum(weights * _softmax_loss(outputs, labels)),
+        "hits": jnp.sum(weights * (outputs.predictions < RECALL_RANKS)),
+    }
+
+
+def _summarize_retrieval(totals: dict[str, np.ndarray]) -> dict[str, float]:
+    return {
+        "softmax_loss": float(totals["softmax_loss"] / totals["weight"]),
+        f"recall_at_{RECALL_RANKS}": float(totals["hits"] / totals["weight"]),
+    }
+
+
 LOSSES: Final[dict[LossName, Loss]] = {
     "log_loss": Loss(
         metric="log_loss",
@@ -127,6 +151,12 @@ LOSSES: Final[dict[LossName, Loss]] = {
         per_sample=_squared_error,
         sums=_rating_sums,
         summarize=_summarize_ratings,
+    ),
+    "in_batch_softmax": Loss(
+        metric="softmax_loss",
+        per_sample=_softmax_loss,
+        sums=_retrieval_sums,
+        summarize=_summarize_retrieval,
     ),
 }
 """By the name that `RunConfig.loss` gives."""

@@ -15,7 +15,7 @@ from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.training.models.model import ModelConfig
 from tpu_embedding.training.sources import DataSource
 
-LossName = Literal["log_loss", "squared_error"]
+LossName = Literal["log_loss", "squared_error", "in_batch_softmax"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Target:
     """The number that a config promises for the held-out data.
 
     Attributes:
-      metric: `"log_loss"` or `"rmse"`; lower is better.
+      metric: `"log_loss"`, `"rmse"` or `"softmax_loss"`; lower is better.
       at_most: its largest value; with `relative_to` a multiple of that.
       relative_to: `"teacher"`: what made the data, and no model can beat; or None.
     """
@@ -41,7 +41,8 @@ class RunConfig:
       name: of the run; part of its default output directory.
       data: source of the batches.
       model: sizes and other hyperparameters of the model.
-      loss: `"log_loss"` of clicks or `"squared_error"` of ratings.
+      loss: `"log_loss"` of clicks, `"squared_error"` of ratings, or
+        `"in_batch_softmax"` of choices, among the items of the batch.
       batch_size: samples per step, over all devices. Any number.
       num_steps: training steps.
       table_learning_rate: for `make_table_optimizer`.

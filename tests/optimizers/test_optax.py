@@ -1,0 +1,278 @@
+"""What of optax may train a table: all of it equals the dense rule, or is refused.
+
+Here every row is touched, in one piece and eagerly, which is cheap; that parts of a
+table, on several devices, give the same is shown by the other tests of this folder.
+"""
+
+import inspect
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from optax._src import alias
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.optimizers.rules import one_table_plan
+from tpu_embedding.layout.packed_rows import PackedRows, RowLayout
+from tpu_embedding.update.lift import lift_to_rows
+
+ROWS, DIM = 12, 4
+
+# Arguments beside the learning rate.
+ALIASES = {
+    "adabelief": {},
+    "adadelta": {},
+    "adafactor": {},
+    "adagrad": {},
+    "adam": {},
+    "adamax": {},
+    "adamaxw": {},
+    "adamw": {},
+    "adan": {},
+    "amsgrad": {},
+    "fromage": {},
+    "lamb": {},
+    "lars": {},
+    "lbfgs": {},
+    "lion": {},
+    "nadam": {},
+    "nadamw": {},
+    "noisy_sgd": {"key": 0},
+    "novograd": {},
+    "optimistic_adam": {},
+    "optimistic_adam_v2": {},
+    "optimistic_gradient_descent": {},
+    "polyak_sgd": {},
+    "radam": {},
+    "rmsprop": {"centered": True, "momentum": 0.9},
+    "rprop": {},
+    "sgd": {"momentum": 0.9, "nesterov": True},
+    "sign_sgd": {},
+    "signum": {},
+    "sm3": {},
+    "yogi": {},
+}
+CONTRIB = {
+    "acprop": {},
+    "ademamix": {},
+    "adopt": {},
+    "cocob": {},
+    "dadapt_adamw": {},
+    "dog": {},
+    "dowg": {},
+    "dpsgd": {"l2_norm_clip": 1.0, "noise_multiplier": 0.1, "seed": 0},
+    "madgrad": {},
+    "momo": {},
+    "momo_adam": {},
+    "muon": {},
+    "prodigy": {},
+    "schedule_free_adamw": {},
+    "schedule_free_sgd": {},
+    "simplified_ademamix": {},
+    "sophia": {},
+}
+SGD = optax.sgd(0.1)
+PIECES = {
+    "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(0.1),
+    "add_decayed_weights": lambda: optax.add_decayed_weights(0.1),
+    "add_noise": lambda: optax.add_noise(0.1, 0.9, 0),
+    "apply_every": lambda: optax.apply_every(2),
+    "apply_if_finite": lambda: optax.apply_if_finite(SGD, 3),
+    "centralize": optax.centralize,
+    "chain": lambda: optax.chain(optax.clip(0.5), optax.adam(0.1)),
+    "clip": lambda: optax.clip(0.5),
+    "clip_by_block_rms": lambda: optax.clip_by_block_rms(0.5),
+    "clip_by_global_norm": lambda: optax.clip_by_global_norm(0.5),
+    "conditionally_mask": lambda: optax.conditionally_mask(SGD, lambda step: step < 2),
+    "conditionally_transform": lambda: optax.conditionally_transform(
+        SGD, lambda step: step < 2
+    ),
+    "ema": lambda: optax.ema(0.9),
+    "flatten": lambda: optax.flatten(SGD),
+    "identity": optax.identity,
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(0.1),
+    "keep_params_nonnegative": optax.keep_params_nonnegative,
+    "masked": lambda: optax.masked(SGD, True),
+    "MultiSteps": lambda: optax.MultiSteps(SGD, 2).gradient_transformation(),
+    "named_chain": lambda: optax.named_chain(("a", optax.clip(1.0)), ("b", SGD)),
+    "normalize_by_update_norm": optax.normalize_by_update_norm,
+    "partition": lambda: optax.partition({"a": SGD}, "a"),
+    "scale_by_backtracking_linesearch": lambda: optax.scale_by_backtracking_linesearch(
+        5
+    ),
+    "scale_by_factored_rms": lambda: optax.scale_by_factored_rms(
+        min_dim_size_to_factor=1
+    ),
+    "scale_by_lbfgs": optax.scale_by_lbfgs,
+    "scale_by_param_block_norm": optax.scale_by_param_block_norm,
+    "scale_by_param_block_rms": optax.scale_by_param_block_rms,
+    "scale_by_rss": optax.scale_by_rss,
+    "scale_by_schedule": lambda: optax.scale_by_schedule(lambda step: 0.1 * step),
+    "scale_by_stddev": optax.scale_by_stddev,
+    "scale_by_trust_ratio": optax.scale_by_trust_ratio,
+    "set_to_zero": optax.set_to_zero,
+    "trace": lambda: optax.trace(0.9),
+    "zero_nans": optax.zero_nans,
+    "galore": lambda: optax.contrib.galore(optax.adam(0.1)),
+    "mechanize": lambda: optax.contrib.mechanize(SGD),
+    "normalize": optax.contrib.normalize,
+    "reduce_on_plateau": lambda: optax.chain(SGD, optax.contrib.reduce_on_plateau()),
+    "sam": lambda: optax.contrib.sam(SGD, SGD),
+    "schedule_free": lambda: optax.contrib.schedule_free(SGD, 0.1),
+    "split_real_and_imaginary": lambda: optax.contrib.split_real_and_imaginary(SGD),
+}
+
+NO_LOSS = "without the loss or other arguments"
+NORM_OF_ALL = "depends on rows that this step does not look up.*every_row"
+IN_TIME = "not row-local in time.*every_row"
+# Reasons; what is not named here works.
+REFUSED = {
+    "adafactor": NORM_OF_ALL,
+    "fromage": NORM_OF_ALL,
+    "lamb": NORM_OF_ALL,
+    "lars": NORM_OF_ALL,
+    "lbfgs": NO_LOSS,
+    "noisy_sgd": "random_bits",
+    "polyak_sgd": NO_LOSS,
+    "sm3": "reduce_max",
+    "dadapt_adamw": NORM_OF_ALL,
+    "dog": NORM_OF_ALL,
+    "dowg": NORM_OF_ALL,
+    # The gradients of single samples, which are summed before a rule sees them.
+    "dpsgd": "reduce_sum",
+    "momo": NO_LOSS,
+    "momo_adam": NO_LOSS,
+    "muon": "reshape",
+    "prodigy": NORM_OF_ALL,
+    "schedule_free_adamw": IN_TIME,
+    "schedule_free_sgd": IN_TIME,
+    "sophia": NO_LOSS,
+    "adaptive_grad_clip": NORM_OF_ALL,
+    "add_noise": "random_bits",
+    "apply_every": IN_TIME,
+    "clip_by_block_rms": "div",
+    "flatten": "reshape",
+    "MultiSteps": IN_TIME,
+    "scale_by_backtracking_linesearch": NO_LOSS,
+    "scale_by_factored_rms": NORM_OF_ALL,
+    "scale_by_lbfgs": NORM_OF_ALL,
+    "scale_by_param_block_norm": NORM_OF_ALL,
+    "scale_by_param_block_rms": NORM_OF_ALL,
+    "scale_by_trust_ratio": NORM_OF_ALL,
+    "galore": "cannot be applied",
+    "mechanize": NORM_OF_ALL,
+    "reduce_on_plateau": NO_LOSS,
+    "sam": IN_TIME,
+    "schedule_free": IN_TIME,
+}
+
+
+def rules():
+    """Makes those that the installed version of optax has."""
+    for module, table in ((optax, ALIASES), (optax.contrib, CONTRIB)):
+        for name, arguments in table.items():
+            if make := getattr(module, name, None):
+                takes_rate = "learning_rate" in inspect.signature(make).parameters
+                rate = {"learning_rate": 0.1} if takes_rate else {}
+                yield name, make(**(rate | arguments))
+    for name, make in PIECES.items():
+        yield name, make()
+
+
+RULES = dict(rules())
+
+
+@pytest.mark.parametrize(
+    "module", [alias, optax.contrib], ids=["aliases", "contributions"]
+)
+def test_none_is_missing(module):
+    """Each function of optax that returns a transformation stands in a table above."""
+    known = {**ALIASES, **CONTRIB, **PIECES}
+    for name, value in inspect.getmembers(module, inspect.isfunction):
+        is_public = hasattr(optax, name) or hasattr(optax.contrib, name)
+        returned = str(inspect.signature(value).return_annotation)
+        is_part = name.startswith("scale_by") or name in NOT_RULES
+        if is_public and not is_part and "GradientTransformation" in returned:
+            assert name in known
+
+
+NOT_RULES = ("differentially_private_aggregate", "hutchinson_estimator_diag_hessian")
+
+
+def start():
+    return np.float32(np.random.default_rng(0).normal(size=(ROWS, DIM)))
+
+
+def gradients():
+    for step in range(3):
+        rows = np.random.default_rng(step + 1).normal(size=(ROWS, DIM))
+        yield jnp.asarray(rows, jnp.float32)
+
+
+def run_lifted(rule):
+    layout = RowLayout(num_rows=ROWS, row_shape=(DIM,))
+    table = PackedRows(lines=jnp.asarray(start()), layout=layout)
+    lifted = lift_to_rows(rule)
+    state = lifted.init(table)
+    for gradient in gradients():
+        updates = te.RowUpdates(row_ids=jnp.arange(ROWS), values=gradient)
+        updates, state = lifted.update(updates, state, table)
+        table = PackedRows(lines=table.lines + updates.values, layout=layout)
+    return table.lines
+
+
+def run_dense(rule):
+    table = jnp.asarray(start())
+    state = rule.init(table)
+    for gradient in gradients():
+        updates, state = rule.update(gradient, state, table)
+        table = optax.apply_updates(table, updates)
+    return table
+
+
+def check_equals_dense(given, rule):
+    plan = one_table_plan(given, ROWS, DIM, mesh_of(1))
+    # The same operations on the same rows.
+    np.testing.assert_allclose(
+        run_lifted(plan.stacks[0].optimizer), run_dense(rule), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", [x for x in RULES if x not in REFUSED])
+def test_equals_dense(name):
+    check_equals_dense(RULES[name], RULES[name])
+
+
+@pytest.mark.parametrize("name", [x for x in RULES if x in REFUSED])
+def test_is_refused_with_a_reason(name):
+    with pytest.raises(te.optimizers.NotRowLocalError, match=REFUSED[name]) as error:
+        one_table_plan(RULES[name], ROWS, DIM, mesh_of(1))
+    assert "'table'" in str(error.value)
+
+
+# Of those that the lazy ones are told to take: what mixes rows in another way as well.
+REFUSED_ON_EVERY_ROW = {
+    "adafactor": "div",
+    "dadapt_adamw": "reshape",
+    "dog": "reduce_sum",
+    "prodigy": "reshape",
+    "scale_by_factored_rms": "div",
+    "scale_by_lbfgs": "reshape",
+    "scale_by_param_block_rms": "div",
+    "mechanize": "reshape",
+}
+SENT_TO_EVERY_ROW = [x for x in RULES if REFUSED.get(x) in (NORM_OF_ALL, IN_TIME)]
+
+
+@pytest.mark.parametrize("name", SENT_TO_EVERY_ROW)
+def test_on_every_row_equals_dense_or_is_refused(name):
+    every_row = te.optimizers.every_row(RULES[name])
+    if name not in REFUSED_ON_EVERY_ROW:
+        check_equals_dense(every_row, RULES[name])
+        return
+    reason = f"has the operation '{REFUSED_ON_EVERY_ROW[name]}'"
+    with pytest.raises(te.optimizers.NotRowLocalError, match=reason):
+        one_table_plan(every_row, ROWS, DIM, mesh_of(1))

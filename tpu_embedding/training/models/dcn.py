@@ -1,0 +1,138 @@
+"""DLRM-DCNv2: dense inputs and categories meet in cross layers of low rank.
+
+The model of MLPerf Training's recommendation task since its third round
+(github.com/mlcommons/training, `recommendation_v2/torchrec_dlrm`); the cross layers are
+those of Wang et al., "DCN V2: Improved Deep & Cross Network", arXiv 2008.13535.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from tpu_embedding.config import FeatureConfig, Initializer, TableConfig
+from tpu_embedding.layout.plan import EmbeddingPlan
+from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.training.models.model import (
+    MLP,
+    Outputs,
+    check_sizes,
+    click_outputs,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DLRMDCNv2Config:
+    """Sizes of `DLRMDCNv2`.
+
+    Attributes:
+      dim: of every table, and of the bottom MLP's output; a feature with several ids
+        takes their sum.
+      bottom_sizes: hidden layers of the MLP over the dense inputs.
+      top_sizes: hidden layers of the MLP over the crossed vectors.
+      num_cross_layers: how often the vectors are crossed.
+      cross_rank: of the matrix of a cross layer; about a quarter of its width, which
+        is `(1 + features) * dim`, or less.
+    """
+
+    dim: int
+    bottom_sizes: tuple[int, ...]
+    top_sizes: tuple[int, ...]
+    num_cross_layers: int
+    cross_rank: int
+
+    def __post_init__(self):
+        check_sizes("DLRMDCNv2Config", **dataclasses.asdict(self))
+
+    def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
+        """Returns a table for each feature of the data set."""
+        return {
+            name: FeatureConfig(
+                table=TableConfig(
+                    vocabulary_size=size,
+                    dim=self.dim,
+                    initializer=uniform_initializer(1 / math.sqrt(size)),
+                    combiner="sum",
+                    name=name,
+                )
+            )
+            for name, size in data.vocabulary_sizes.items()
+        }
+
+    def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "DLRMDCNv2":
+        """Returns the model."""
+        return DLRMDCNv2(self, data.num_dense, plan, rngs=rngs)
+
+
+class DLRMDCNv2(nnx.Module):
+    """`logit = top(cross([bottom(dense), activations]))`."""
+
+    def __init__(
+        self,
+        config: DLRMDCNv2Config,
+        num_dense: int,
+        plan: EmbeddingPlan,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.embedding = TPUEmbedding(None, plan=plan, rngs=rngs)
+        self.bottom = MLP(
+            num_dense,
+            (*config.bottom_sizes, config.dim),
+            last_activation=True,
+            rngs=rngs,
+        )
+        num_inputs = (1 + len(plan.features)) * config.dim
+        self.cross = nnx.List(
+            CrossLayer(num_inputs, config.cross_rank, rngs=rngs)
+            for _ in range(config.num_cross_layers)
+        )
+        self.top = MLP(
+            num_inputs, (*config.top_sizes, 1), last_activation=False, rngs=rngs
+        )
+
+    def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
+        """Returns logits and probabilities of a click."""
+        assert dense is not None
+        activations = self.embedding(features)
+        vectors = [self.bottom(dense), *(activations[k] for k in sorted(activations))]
+        first = crossed = jnp.concatenate(vectors, axis=1)
+        for layer in self.cross:
+            crossed = layer(first, crossed)
+        return click_outputs(self.top(crossed)[:, 0])
+
+
+class CrossLayer(nnx.Module):
+    """`x_next = x_0 * (W (V x) + b) + x`, with `V` to `rank` numbers and `W` back."""
+
+    def __init__(self, num_inputs: int, rank: int, *, rngs: nnx.Rngs):
+        """Draws `V` and `W` by Glorot's initialisation, as the reference does."""
+        initializer = nnx.initializers.glorot_normal()
+        self.down = nnx.Linear(
+            num_inputs, rank, use_bias=False, kernel_init=initializer, rngs=rngs
+        )
+        self.up = nnx.Linear(rank, num_inputs, kernel_init=initializer, rngs=rngs)
+
+    def __call__(
+        self,
+        first: Float[Array, "batch inputs"],
+        crossed: Float[Array, "batch inputs"],
+    ) -> Float[Array, "batch inputs"]:
+        """Crosses `x`, the last layer's output, with `x_0`, the first one's input."""
+        return first * self.up(self.down(crossed)) + crossed
+
+
+def uniform_initializer(limit: float) -> Initializer:
+    """Returns the initializer of values uniform in `[-limit, limit)`.
+
+    TorchRec's default is this one with `limit = 1 / sqrt(vocabulary_size)`.
+    """
+
+    def initialize(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return jax.random.uniform(key, shape, dtype, -limit, limit)
+
+    return initialize
