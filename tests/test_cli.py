@@ -117,7 +117,7 @@ def test_damaged_line_is_named(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "no config 'nothing'.*dlrm, movielens, synthetic"),
+        (["nothing"], "no config 'nothing'.*dlrm, dlrm_dcnv2, movielens"),
         (["movielens"], "needs MovieLens-100K.*--data-dir"),
         (["movielens", "--data-dir", "not_there"], "not_there"),
         (["dlrm", "--data-dir", "not_there"], "not_there is not a file"),

@@ -86,9 +86,9 @@ def test_wrong_capacity_is_refused(capacity):
 def test_optimizer_that_is_none_of_optax_is_refused(owner):
     with pytest.raises(ValueError, match="optimizer"):
         if owner == "layer":
-            make_plan(optimizer="adam")
+            make_plan(optimizer=0.1)
         else:
-            table = dataclasses.replace(TABLE, optimizer="adam")
+            table = dataclasses.replace(TABLE, optimizer=0.1)
             make_plan(feature_config=te.FeatureConfig(table=table))
 
 

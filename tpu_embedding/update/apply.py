@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -81,6 +82,8 @@ def apply_gradient(
             ),
             across_shards(plan),
         )
+        # All rows are read for the totals before any is written, or XLA copies them.
+        totals, table, state = jax.lax.optimization_barrier((totals, table, state))
     first_rows = RowRange(jnp.int32(0), later.remaining.end_row[0])
     new_table, new_state = _apply_round(
         known_totals(totals), stack, plan, table, state, gradient.updates, first_rows

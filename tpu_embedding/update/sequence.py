@@ -50,8 +50,8 @@ def apply_in_sequence(
         row_ids=jnp.full((1,), PADDING_ROW_ID, jnp.int32),
         values=jnp.zeros((1, table.layout.dim), gradient.values.dtype),
     )
-    table, state = _apply(rule, table, with_slots(state, slots), nothing)
-    return table, state
+    _, new_state = _apply(rule, table, with_slots(state, slots), nothing)
+    return table, with_slots(new_state, slots)
 
 
 def _apply(
