@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 import jax
+from jax.sharding import Mesh
 
 MEBIBYTE: Final = 2**20
 GIBIBYTE: Final = 2**30
@@ -222,3 +223,8 @@ def hardware_of_device(device: jax.Device) -> HardwareInfo:
             "the settings of a known one."
         )
     return _BY_DEVICE_KIND[device.device_kind]
+
+
+def num_slices_of(mesh: Mesh) -> int:
+    """Returns how many slices the devices of a mesh belong to."""
+    return len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})

@@ -85,6 +85,7 @@ def make_plan(
     mesh,
     dim=4,
     capacity=None,
+    exchange=None,
     hardware=None,
     combiners=("sum", "mean", "sqrtn"),
     **feature_options,
@@ -109,6 +110,7 @@ def make_plan(
         mesh,
         optimizer=OPTIMIZER,
         capacity=capacity,
+        exchange=exchange,
         hardware=None if hardware is None else te.hardware_by_name(hardware),
     )
 
@@ -180,6 +182,37 @@ def test_capacity_changes_no_result(case, capacity, num_devices):
         assert stats.rounds["stack_0"] > 1
     if capacity == 1000:
         assert stats.rounds["stack_0"] == 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ragged_exchange_changes_no_result(case):
+    check_against_reference(make_plan(mesh_of(8), exchange="ragged"), batch_of(case))
+
+
+@pytest.mark.parametrize("capacity", [None, 1, 3])
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_ragged_exchange_on_few_devices(num_devices, capacity):
+    plan = make_plan(mesh_of(num_devices), capacity=capacity, exchange="ragged")
+    stats, _, _ = check_against_reference(plan, batch_of("multi_hot"))
+    if capacity == 1:
+        assert stats.rounds["stack_0"] > 1
+
+
+@pytest.mark.parametrize(("num_rows", "rounds"), [(4, 1), (5, 2), (8, 2)])
+def test_ragged_rounds_when_an_owner_is_asked_for_too_much(num_rows, rounds):
+    # All of 8 shards ask owner 0 for the same rows; it has room for 32 of a round.
+    ids = np.tile(np.arange(8) * 8, (16, 1))
+    ids[:, num_rows:] = PADDING
+    table = te.TableConfig(vocabulary_size=64, dim=2, combiner="sum", name="t")
+    plan = te.make_plan(
+        {"f": te.FeatureConfig(table=table, name="f")},
+        mesh_of(8),
+        optimizer=OPTIMIZER,
+        exchange="ragged",
+    )
+    assert plan.stacks[0].round_size(16).received_rows == 32
+    stats, _, _ = check_against_reference(plan, {"f": ids})
+    assert stats.rounds["stack_0"] == rounds
 
 
 @pytest.mark.parametrize("surplus", [-1, 0, 1])
@@ -344,11 +377,14 @@ def test_outputs_are_sharded_like_the_batch():
 @given(
     num_devices=st.sampled_from([1, 3, 8]),
     capacity=st.sampled_from([None, 3]),
+    exchange=st.sampled_from(["padded", "ragged"]),
     num_values=st.integers(33, 64),
     seed=st.integers(0, 2**16),
 )
-def test_any_ragged_batch(num_devices, capacity, num_values, seed):
-    plan = make_plan(mesh_of(num_devices), capacity=capacity, expected_valence=8)
+def test_any_ragged_batch(num_devices, capacity, exchange, num_values, seed):
+    plan = make_plan(
+        mesh_of(num_devices), capacity=capacity, exchange=exchange, expected_valence=8
+    )
     batch = {
         name: random_ragged(size, num_values, seed + i)
         for i, (name, size) in enumerate({"a": 37, "b": 5, "c": 11, "d": 37}.items())

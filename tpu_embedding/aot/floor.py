@@ -42,8 +42,8 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from tpu_embedding.aot.topology import num_slices_of
 from tpu_embedding.functional import activation_shapes
+from tpu_embedding.hardware import num_slices_of
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
 
 _ITEM_BYTES: Final = 4

@@ -32,9 +32,8 @@ from tpu_embedding.aot.floor import embedding_floor
 from tpu_embedding.aot.hlo import parse_module
 from tpu_embedding.aot.program import row_layouts
 from tpu_embedding.aot.timeline import Timeline, make_timeline
-from tpu_embedding.aot.topology import num_slices_of
 from tpu_embedding.aot.traffic import Traffic
-from tpu_embedding.hardware import HardwareInfo
+from tpu_embedding.hardware import HardwareInfo, num_slices_of
 from tpu_embedding.layout.packed_rows import PackedRows
 from tpu_embedding.layout.plan import EmbeddingPlan
 

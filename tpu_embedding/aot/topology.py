@@ -87,11 +87,6 @@ def topology_mesh(
     return Mesh(devices, tuple(axis_names))
 
 
-def num_slices_of(mesh: Mesh) -> int:
-    """Returns how many slices the devices of a mesh belong to."""
-    return len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})
-
-
 def _hardware_of(topology: str) -> HardwareInfo:
     match = _TOPOLOGY.fullmatch(topology)
     if match is None or match.group(1) not in TPU_GENERATIONS:

@@ -1,13 +1,22 @@
-"""How many ids a shard may send to each other shard in one round.
+"""How many ids and rows may travel in one round of the exchange.
 
 Exchange buffers have static shapes. Their size is a question of speed only: what does
 not fit travels in further rounds.
+
+Ids always travel in parts of equal size, one for each destination. Rows do so too in a
+*padded* exchange, whose buffers are long where a shard has few ids for each of many
+others. In a *ragged* one (XLA's ragged all-to-all) they lie one after the other, with
+no room between the parts.
 """
 
+import dataclasses
 import math
-from typing import Final
+from typing import Final, Literal, get_args
 
 from tpu_embedding.layout.packed_rows import round_up
+
+ExchangeKind = Literal["padded", "ragged"]
+EXCHANGE_KINDS: Final[tuple[ExchangeKind, ...]] = get_args(ExchangeKind)
 
 _DEVIATIONS: Final = 4
 """Room above the mean, in square roots of the mean.
@@ -16,28 +25,98 @@ Rows are dealt round-robin, so the unique ids that a shard sends to one destinat
 nearly a Poisson count. Over zipf-distributed ids the fullest of all pairs stayed within
 this (1.07 times the mean at 8 shards, 1.5 to 2 at 64, 3.5 to 6 at 256)."""
 
+_RAGGED_DEVIATIONS: Final = 8
+"""The same for the ids of a ragged exchange, where room costs four bytes, not a row."""
+
+_PADDING_WORTH_RAGGED: Final = 1.25
+"""Places per row from which a padded exchange is left for a ragged one.
+
+A ragged all-to-all moves each row once more over memory than a padded one, of some 30
+times in a step; see `benchmarks/README.md`."""
+
 _MULTIPLE: Final = 8
 """Sublanes of a TPU tile; a buffer of another size is padded to it anyway."""
 
 
-def capacity_for(
-    max_unique_ids: int, num_shards: int, rows_per_shard: int, requested: int | None
-) -> int:
-    """Returns the ids per destination and round.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundSize:
+    """The static sizes of a round of the exchange, equal on all shards.
+
+    Attributes:
+      kind: how rows travel.
+      capacity: ids that a shard may send to one other.
+      sent_rows: places for rows at the shard that asks for them; the last is no id's.
+      received_rows: places for rows at their owner.
+      unique_rows: bound on the different rows among these.
+      holds_all: whether no batch can need a second round.
+    """
+
+    kind: ExchangeKind
+    capacity: int
+    sent_rows: int
+    received_rows: int
+    unique_rows: int
+    holds_all: bool
+
+
+def round_size(
+    max_unique_ids: int,
+    num_shards: int,
+    rows_per_shard: int,
+    *,
+    capacity: int | None = None,
+    kind: ExchangeKind | None = "padded",
+) -> RoundSize:
+    """Returns the sizes of a round.
 
     Args:
       max_unique_ids: bound on the unique ids that one shard can have in a step.
       num_shards: shards of the table.
       rows_per_shard: rows of the table that one shard owns; no source can ask it for
         more unique ids than that.
-      requested: the user's choice, or None for mean + 4 * sqrt(mean).
+      capacity: the user's choice, or None for the mean and four standard deviations.
+      kind: None: ragged where padded buffers would be a quarter longer.
+
+    Example:
+      >>> round_size(1000, 8, 10**6).received_rows
+      1376
+      >>> round_size(1000, 8, 10**6, kind="ragged").received_rows
+      1128
     """
     bound = max(1, min(max_unique_ids, rows_per_shard))
-    if requested is not None:
-        return min(requested, bound)
-    mean = max(1, max_unique_ids) / num_shards
-    capacity = math.ceil(mean + _DEVIATIONS * math.sqrt(mean))
-    return min(part_size(capacity) - 1, bound)
+    padded_capacity = _capacity(
+        max_unique_ids, num_shards, bound, capacity, _DEVIATIONS
+    )
+    padded_rows = num_shards * part_size(padded_capacity)
+    ragged_capacity = _capacity(
+        max_unique_ids, num_shards, bound, capacity, _RAGGED_DEVIATIONS
+    )
+    # All shards together send an owner about as many ids as a shard has.
+    received = math.ceil(max_unique_ids + _DEVIATIONS * math.sqrt(max_unique_ids))
+    received = round_up(
+        max(num_shards, min(received, num_shards * ragged_capacity)), _MULTIPLE
+    )
+    if kind is None:
+        is_long = padded_rows > _PADDING_WORTH_RAGGED * received
+        kind = "ragged" if is_long else "padded"
+    if kind == "padded":
+        return RoundSize(
+            kind="padded",
+            capacity=padded_capacity,
+            sent_rows=padded_rows,
+            received_rows=padded_rows,
+            unique_rows=min(num_shards * padded_capacity, rows_per_shard),
+            holds_all=padded_capacity >= bound,
+        )
+    sent = min(max_unique_ids, num_shards * ragged_capacity)
+    return RoundSize(
+        kind="ragged",
+        capacity=ragged_capacity,
+        sent_rows=part_size(sent),
+        received_rows=received,
+        unique_rows=min(received, rows_per_shard),
+        holds_all=ragged_capacity >= bound and received >= num_shards * bound,
+    )
 
 
 def part_size(capacity: int) -> int:
@@ -46,3 +125,18 @@ def part_size(capacity: int) -> int:
     One more than the ids at least: a place that no id ever takes stands for none.
     """
     return round_up(capacity + 1, _MULTIPLE)
+
+
+def _capacity(
+    max_unique_ids: int,
+    num_shards: int,
+    bound: int,
+    requested: int | None,
+    deviations: int,
+) -> int:
+    """Returns the ids per destination and round."""
+    if requested is not None:
+        return min(requested, bound)
+    mean = max(1, max_unique_ids) / num_shards
+    capacity = math.ceil(mean + deviations * math.sqrt(mean))
+    return min(part_size(capacity) - 1, bound)

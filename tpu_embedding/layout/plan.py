@@ -18,9 +18,19 @@ from tpu_embedding.config import (
     QuantizationConfig,
     TableConfig,
 )
-from tpu_embedding.hardware import GIBIBYTE, HardwareInfo, hardware_of_device
-from tpu_embedding.layout import capacity as capacity_lib
+from tpu_embedding.hardware import (
+    GIBIBYTE,
+    HardwareInfo,
+    hardware_of_device,
+    num_slices_of,
+)
 from tpu_embedding.layout import memory, stacking
+from tpu_embedding.layout.capacity import (
+    EXCHANGE_KINDS,
+    ExchangeKind,
+    RoundSize,
+    round_size,
+)
 from tpu_embedding.layout.packed_rows import RowLayout
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.row_local import check_row_local
@@ -55,6 +65,7 @@ class StackPlan:
       optimizer: update rule of all its tables; None where nothing is trained.
       quantization: applied to looked-up rows.
       capacity: the user's ids per destination and round, or None.
+      exchange: how rows travel between shards; None: by the size of the buffers.
       slots: row shape and dtype of each slot variable of the optimizer's state.
     """
 
@@ -65,6 +76,7 @@ class StackPlan:
     optimizer: RowOptimizer | None
     quantization: QuantizationConfig | None
     capacity: int | None
+    exchange: ExchangeKind | None
     slots: tuple[jax.ShapeDtypeStruct, ...]
 
     @property
@@ -88,13 +100,19 @@ class StackPlan:
         """Whether each occurrence of an id travels for itself."""
         return self.optimizer is not None and self.optimizer.duplicates != "sum"
 
-    def capacity_for(self, max_unique_ids: int) -> int:
-        """Returns the ids per destination and round for so many ids per shard."""
+    def round_size(self, max_unique_ids: int) -> RoundSize:
+        """Returns the sizes of a round for so many ids per shard."""
+        capacity, exchange = self.capacity, self.exchange
         if self.keeps_duplicates:
             # Rounds are cut between rows, so one row has to fit with all it has.
-            return max_unique_ids
-        return capacity_lib.capacity_for(
-            max_unique_ids, self.num_shards, self.rows_per_shard, self.capacity
+            max_unique_ids = max(1, max_unique_ids)
+            capacity, exchange = max_unique_ids, "padded"
+        return round_size(
+            max_unique_ids,
+            self.num_shards,
+            max_unique_ids if self.keeps_duplicates else self.rows_per_shard,
+            capacity=capacity,
+            kind="padded" if self.num_shards == 1 else exchange,
         )
 
 
@@ -225,6 +243,7 @@ def make_plan(
     *,
     optimizer: TableOptimizer | None = None,
     capacity: int | None = None,
+    exchange: ExchangeKind | None = None,
     hardware: HardwareInfo | None = None,
 ) -> EmbeddingPlan:
     """Makes the plan of an embedding layer.
@@ -237,6 +256,10 @@ def make_plan(
         means that those are not trained.
       capacity: ids per destination and round of the exchange; changes speed, never
         results. None: mean plus four standard deviations.
+      exchange: how rows travel between devices; changes speed, never results.
+        `"padded"`: in parts of equal size. `"ragged"`: one after the other, by XLA's
+        ragged all-to-all; on CPU and GPU by a slow equivalent. None: on TPUs of one
+        slice, ragged where padded parts would be a quarter longer; else padded.
       hardware: None means that of the mesh's devices.
 
     Returns:
@@ -253,16 +276,23 @@ def make_plan(
         raise ValueError(
             f"capacity must be an int of at least 1 or None, got {capacity!r}."
         )
+    if exchange is not None and exchange not in EXCHANGE_KINDS:
+        raise ValueError(
+            f"exchange must be one of {EXCHANGE_KINDS} or None, got {exchange!r}."
+        )
     problem = optimizer_problem("optimizer", optimizer)
     if problem is not None:
         raise ValueError(f"{problem}.")
     if hardware is None:
         hardware = hardware_of_device(mesh.devices.flat[0])
+    has_ragged = mesh.devices.flat[0].platform == "tpu" and num_slices_of(mesh) == 1
+    if exchange is None and not has_ragged:
+        exchange = "padded"
     configs, tree, paths = _flatten_config(feature_config)
     names = stacking.name_features(list(zip(paths, configs, strict=True)))
     tables = stacking.name_tables(configs, optimizer)
     stacks = tuple(
-        _plan_stack(f"stack_{i}", group, mesh.size, capacity, hardware)
+        _plan_stack(f"stack_{i}", group, mesh.size, capacity, exchange, hardware)
         for i, group in enumerate(stacking.stack_tables(tables))
     )
     places = {
@@ -328,6 +358,7 @@ def _plan_stack(
     tables: list[stacking.NamedTable],
     num_shards: int,
     capacity: int | None,
+    exchange: ExchangeKind | None,
     hardware: HardwareInfo,
 ) -> StackPlan:
     placed, row_offset = [], 0
@@ -358,6 +389,7 @@ def _plan_stack(
         optimizer=first.optimizer,
         quantization=first.config.quantization_config,
         capacity=capacity,
+        exchange=exchange,
         slots=tuple(slots),
     )
 

@@ -1,19 +1,139 @@
-"""Stage 4: the all-to-all between a shard and the owners of its rows."""
+"""Stage 4: the all-to-all between a shard and the owners of its rows.
+
+Ids go out in parts of equal size. Rows and gradients go back and forth either in such
+parts too, or, in a ragged exchange, one after the other without room between.
+"""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.config import QuantizationConfig
+from tpu_embedding.layout.capacity import RoundSize
 from tpu_embedding.layout.packed_rows import PackedRows, gather_rows
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.lookup._route import Round
+from tpu_embedding.types import PADDING_ROW_ID
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Where the parts of a ragged buffer lie. Per shard.
+
+    Attributes:
+      starts: int32 `[num_shards]`, the first place of the part for, or of, each shard.
+      sizes: int32 `[num_shards]`, its rows.
+      remote_starts: int32 `[num_shards]`, where the same part begins in the buffer of
+        the other shard.
+    """
+
+    starts: Int[Array, " shards"]
+    sizes: Int[Array, " shards"]
+    remote_starts: Int[Array, " shards"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedParts:
+    """The parts of both buffers of a shard.
+
+    Attributes:
+      asked: what the shard asks the others for.
+      received: what the others ask it for.
+      sent_rows: places of the first buffer.
+    """
+
+    asked: Parts
+    received: Parts
+    sent_rows: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Requests:
+    """What the shards ask one of them for in a round, and the way back. Per shard.
+
+    Attributes:
+      row_ids: int32 `[received_rows]`, local rows; padding where unused.
+      parts: of a ragged exchange; None: all parts have the same size.
+    """
+
+    row_ids: Int[Array, " received"]
+    parts: RaggedParts | None
+
+
+def send_requests(current: Round, size: RoundSize, plan: EmbeddingPlan) -> Requests:
+    """Asks the owners for the rows of a round, and learns what this shard is asked.
+
+    Per shard.
+    """
+    row_ids = exchange(current.row_ids, plan)
+    if size.kind == "padded":
+        return Requests(row_ids=row_ids, parts=None)
+    asked_starts = _starts(current.num_ids)
+    facts = exchange(jnp.stack([current.num_ids, asked_starts], axis=1), plan)
+    received_sizes, starts_at_source = facts[:, 0], facts[:, 1]
+    received_starts = _starts(received_sizes)
+    return Requests(
+        row_ids=_compact(row_ids, size.received_rows),
+        parts=RaggedParts(
+            asked=Parts(
+                starts=asked_starts,
+                sizes=current.num_ids,
+                remote_starts=exchange(received_starts, plan),
+            ),
+            received=Parts(
+                starts=received_starts,
+                sizes=received_sizes,
+                remote_starts=starts_at_source,
+            ),
+            sent_rows=size.sent_rows,
+        ),
+    )
+
+
+def fetch_rows(
+    table: PackedRows, requests: Requests, stack: StackPlan, plan: EmbeddingPlan
+) -> Float[Array, "sent dim"]:
+    """Gathers the rows that were asked of this shard and sends them back. Per shard.
+
+    Returns:
+      The rows this shard asked for, float32, in the places where it asked. Places
+      without a request hold anything.
+    """
+    rows = gather_rows(table, requests.row_ids).astype(jnp.float32)
+    if stack.quantization is not None:
+        rows = quantize(rows, stack.quantization)
+    parts = requests.parts
+    if parts is None:
+        return exchange(rows, plan)
+    return _exchange_ragged(rows, parts.received, parts.asked, parts.sent_rows, plan)
+
+
+def send_gradients(
+    gradients: Float[Array, "sent dim"], requests: Requests, plan: EmbeddingPlan
+) -> Float[Array, "received dim"]:
+    """Sends the gradient of each row that was fetched to its owner. Per shard.
+
+    Returns:
+      The gradients in the places of `requests.row_ids`. Those of padding hold
+      anything.
+    """
+    parts = requests.parts
+    if parts is None:
+        return exchange(gradients, plan)
+    num_rows = requests.row_ids.shape[0]
+    return _exchange_ragged(gradients, parts.asked, parts.received, num_rows, plan)
 
 
 def exchange(buffer: Array, plan: EmbeddingPlan) -> Array:
     """Sends part `d` of the buffer to shard `d`, and receives a part from each.
 
     Args:
-      buffer: `[num_shards * capacity, ...]`, per shard.
+      buffer: `[num_shards * part, ...]`, per shard.
       plan: for the mesh axes.
 
     Returns:
@@ -27,23 +147,6 @@ def exchange(buffer: Array, plan: EmbeddingPlan) -> Array:
     )
 
 
-def fetch_rows(
-    table: PackedRows,
-    received_row_ids: Int[Array, " buffer"],
-    stack: StackPlan,
-    plan: EmbeddingPlan,
-) -> Float[Array, "buffer dim"]:
-    """Gathers the rows that were asked of this shard and sends them back. Per shard.
-
-    Returns:
-      The rows this shard asked for, float32, in the places where it asked.
-    """
-    rows = gather_rows(table, received_row_ids).astype(jnp.float32)
-    if stack.quantization is not None:
-        rows = quantize(rows, stack.quantization)
-    return exchange(rows, plan)
-
-
 def quantize(
     rows: Float[Array, "rows dim"], config: QuantizationConfig
 ) -> Float[Array, "rows dim"]:
@@ -51,3 +154,76 @@ def quantize(
     step = (config.upper - config.lower) / (config.num_buckets - 1)
     clipped = jnp.clip(rows, config.lower, config.upper)
     return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
+
+
+def _exchange_ragged(
+    rows: Float[Array, "from dim"],
+    sent: Parts,
+    received: Parts,
+    num_places: int,
+    plan: EmbeddingPlan,
+) -> Float[Array, "to dim"]:
+    """Moves the parts of one buffer to their places in the others'. Per shard."""
+    is_tpu = plan.mesh.devices.flat[0].platform == "tpu"
+    exchange_parts = _exchange_on_tpu if is_tpu else _exchange_by_gather
+    return exchange_parts(rows, sent, received, num_places, plan)
+
+
+def _exchange_on_tpu(
+    rows: Float[Array, "from dim"],
+    sent: Parts,
+    received: Parts,
+    num_places: int,
+    plan: EmbeddingPlan,
+) -> Float[Array, "to dim"]:
+    return jax.lax.ragged_all_to_all(
+        rows,
+        jax.lax.empty((num_places, rows.shape[1]), rows.dtype),
+        sent.starts,
+        sent.sizes,
+        sent.remote_starts,
+        received.sizes,
+        axis_name=plan.axis_names,
+    )
+
+
+def _exchange_by_gather(
+    rows: Float[Array, "from dim"],
+    sent: Parts,
+    received: Parts,
+    num_places: int,
+    plan: EmbeddingPlan,
+) -> Float[Array, "to dim"]:
+    """Does the same where XLA has no ragged all-to-all: for tests, not for speed."""
+    all_rows = jax.lax.all_gather(rows, plan.axis_names)
+    # What each shard is sent lies where its sender says.
+    starts = exchange(sent.starts, plan)
+    places = jnp.arange(num_places, dtype=jnp.int32)
+    offsets = places[:, None] - received.starts[None, :]
+    is_from = (offsets >= 0) & (offsets < received.sizes[None, :])
+    source = jnp.argmax(is_from, axis=1)
+    row = starts[source] + places - received.starts[source]
+    row = jnp.clip(row, 0, rows.shape[0] - 1)
+    is_sent = jnp.any(is_from, axis=1)
+    # What nobody sends is anything; a value that would show if it were used.
+    return jnp.where(is_sent[:, None], all_rows[source, row], jnp.nan)
+
+
+def _starts(sizes: Int[Array, " shards"]) -> Int[Array, " shards"]:
+    return jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+
+
+def _compact(
+    row_ids: Int[Array, " padded"], num_places: int
+) -> Int[Array, " received"]:
+    """Moves padding to the end, and keeps the order of the rest; cuts or fills up.
+
+    A sort, because a TPU scatters single integers slowly.
+    """
+    places = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
+    is_padding = row_ids == PADDING_ROW_ID
+    keys = jnp.where(is_padding, row_ids.shape[0], places)
+    _, row_ids = jax.lax.sort((keys, row_ids), num_keys=1, is_stable=False)
+    missing = max(0, num_places - row_ids.shape[0])
+    filled = jnp.pad(row_ids, (0, missing), constant_values=PADDING_ROW_ID)
+    return filled[:num_places]

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.layout.plan import StackPlan
 from tpu_embedding.lookup._dedup import rank_unique, unsort
 from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
 
@@ -11,20 +10,18 @@ from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
 def merge(
     row_ids: Int[Array, " buffer"],
     gradients: Float[Array, "buffer dim"],
-    stack: StackPlan,
+    num_places: int,
 ) -> RowUpdates:
     """Sums the gradients of equal rows. Per shard; no communication.
 
     Args:
       row_ids: local rows, as received from each source.
       gradients: their gradients, in the same places.
-      stack: the stack's plan.
+      num_places: bound on the different rows.
 
     Returns:
-      Each row once, rising, then padding. There are no more places than the shard
-      has rows.
+      Each row once, rising, then padding, in so many places.
     """
-    num_places = min(row_ids.shape[0], stack.rows_per_shard)
     sorted_ids, order, ranks = rank_unique(row_ids)
     ranks = jnp.where(sorted_ids == PADDING_ROW_ID, num_places, ranks)
     unique_ids = jnp.full((num_places,), PADDING_ROW_ID, jnp.int32)

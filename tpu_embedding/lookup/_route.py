@@ -6,6 +6,10 @@ source, so that all requests for a row travel in one round. Then the rows of dif
 rounds are different, duplicates can be summed within a round, and an optimizer may
 finish one round before the next. The range of a round ends before the first row that
 does not fit for some source: one all-reduce (minimum) of an int32 per destination.
+
+In a ragged exchange an owner also has room for no more rows than `received_rows`, from
+all shards together. Where it is asked for more, all of them send it no more than an
+equal share in this round: another all-reduce (sum) of an int32 per destination.
 """
 
 import dataclasses
@@ -14,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from tpu_embedding.layout.capacity import part_size
+from tpu_embedding.layout.capacity import RoundSize, part_size
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.lookup._dedup import (
     Dedup,
@@ -33,11 +37,12 @@ class Round:
 
     Attributes:
       places: int32 `[ids]`, for each id of the shard the place of its row in the
-        exchange buffer, `destination * part_size(capacity) + place`; the buffer's
-        size where the id is not part of this round.
-      row_ids: int32 `[num_shards * part_size(capacity)]`, the exchange buffer: rows
-        asked for, as local rows of their owner; padding where unused, and always in
-        the last place.
+        buffer of the rows it fetches; `sent_rows` where the id is not part of this
+        round.
+      row_ids: int32 `[num_shards * part_size(capacity)]`, rows asked for, as local
+        rows of their owner, a part for each; padding where unused, and always in the
+        last place.
+      num_ids: int32 `[num_shards]`, how many go to each destination.
       next_ranks: int32 `[num_shards]`, the first rank of each destination that
         remains.
       end_row: the first of this shard's own rows that no shard asks for yet; the
@@ -46,23 +51,17 @@ class Round:
     """
 
     places: Int[Array, " ids"]
-    row_ids: Int[Array, " buffer"]
+    row_ids: Int[Array, " padded"]
+    num_ids: Int[Array, " shards"]
     next_ranks: Int[Array, " shards"]
     end_row: Int[Array, ""]
     is_last: Bool[Array, ""]
 
 
-def fits_in_one_round(capacity: int, max_unique_ids: int, stack: StackPlan) -> bool:
-    """Whether no batch of this shape can ever need a second round."""
-    if stack.keeps_duplicates:
-        return True
-    return capacity >= min(max_unique_ids, stack.rows_per_shard)
-
-
 def route(
     dedup: Dedup,
     first_ranks: Int[Array, " shards"],
-    capacity: int,
+    size: RoundSize,
     stack: StackPlan,
     plan: EmbeddingPlan,
 ) -> Round:
@@ -71,11 +70,12 @@ def route(
     Args:
       dedup: the shard's unique ids.
       first_ranks: the first rank of each destination that has not travelled yet.
-      capacity: ids per destination.
+      size: of the round.
       stack: the stack's plan.
       plan: for the mesh axes of the all-reduce.
     """
     end_ranks = dedup.first_ranks[1:]
+    capacity = _capacities(end_ranks - first_ranks, size, stack, plan)
     shards = jnp.arange(stack.num_shards, dtype=jnp.int32)
     first_key_left = key_at_rank(first_ranks + capacity, dedup)
     first_row_left = jnp.where(
@@ -91,12 +91,12 @@ def route(
         next_ranks,
         end_rows[jax.lax.axis_index(plan.axis_names)],
         jnp.all(end_rows == stack.rows_per_shard),
-        capacity,
+        size,
         stack,
     )
 
 
-def route_all(dedup: Dedup, capacity: int, stack: StackPlan) -> Round:
+def route_all(dedup: Dedup, size: RoundSize, stack: StackPlan) -> Round:
     """Fills the exchange buffer where everything fits: no all-reduce. Per shard."""
     return _fill(
         dedup,
@@ -104,9 +104,24 @@ def route_all(dedup: Dedup, capacity: int, stack: StackPlan) -> Round:
         dedup.first_ranks[1:],
         jnp.int32(stack.rows_per_shard),
         jnp.ones((), bool),
-        capacity,
+        size,
         stack,
     )
+
+
+def _capacities(
+    num_left: Int[Array, " shards"],
+    size: RoundSize,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> int | Int[Array, " shards"]:
+    """Returns how many ids may go to each destination in this round."""
+    if size.kind == "padded":
+        return size.capacity
+    asked = jax.lax.psum(num_left, plan.axis_names)
+    # The quotient is at least 1, for there is room for a row of each shard.
+    share = min(size.capacity, size.received_rows // stack.num_shards)
+    return jnp.where(asked <= size.received_rows, size.capacity, share)
 
 
 def _fill(
@@ -115,28 +130,35 @@ def _fill(
     next_ranks: Int[Array, " shards"],
     end_row: Int[Array, ""],
     is_last: Bool[Array, ""],
-    capacity: int,
+    size: RoundSize,
     stack: StackPlan,
 ) -> Round:
-    size = part_size(capacity)
-    buffer_size = stack.num_shards * size
-    ranks_in_round = dedup.ranks - for_each_id(first_ranks, dedup)
+    part = part_size(size.capacity)
+    num_places = stack.num_shards * part
     is_in_round = (
         (dedup.sorted_keys != PADDING_ROW_ID)
-        & (ranks_in_round >= 0)
+        & (dedup.ranks >= for_each_id(first_ranks, dedup))
         & (dedup.ranks < for_each_id(next_ranks, dedup))
     )
-    owners = dedup.sorted_keys // stack.rows_per_shard
-    sorted_places = jnp.where(is_in_round, owners * size + ranks_in_round, buffer_size)
-    row_ids = jnp.full((buffer_size,), PADDING_ROW_ID, jnp.int32)
-    row_ids = row_ids.at[sorted_places].set(
+    part_starts = part * jnp.arange(stack.num_shards, dtype=jnp.int32)
+    id_places = dedup.ranks + for_each_id(part_starts - first_ranks, dedup)
+    id_places = jnp.where(is_in_round, id_places, num_places)
+    row_ids = jnp.full((num_places,), PADDING_ROW_ID, jnp.int32)
+    row_ids = row_ids.at[id_places].set(
         dedup.sorted_keys % stack.rows_per_shard,
         mode="drop",
         wrap_negative_indices=False,
     )
+    num_ids = next_ranks - first_ranks
+    row_places = id_places
+    if size.kind == "ragged":
+        starts = jnp.cumsum(num_ids, dtype=jnp.int32) - num_ids
+        row_places = dedup.ranks + for_each_id(starts - first_ranks, dedup)
+        row_places = jnp.where(is_in_round, row_places, size.sent_rows)
     return Round(
-        places=unsort(sorted_places, dedup.order),
+        places=unsort(row_places, dedup.order),
         row_ids=row_ids,
+        num_ids=num_ids,
         next_ranks=next_ranks,
         end_row=end_row,
         is_last=is_last,

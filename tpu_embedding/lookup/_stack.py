@@ -14,11 +14,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from tpu_embedding.layout.capacity import RoundSize
 from tpu_embedding.layout.packed_rows import PackedRows
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.lookup._combine import combine, spread
 from tpu_embedding.lookup._dedup import Dedup, dedup
-from tpu_embedding.lookup._exchange import exchange, fetch_rows
+from tpu_embedding.lookup._exchange import (
+    Requests,
+    fetch_rows,
+    send_gradients,
+    send_requests,
+)
 from tpu_embedding.lookup._flatten import (
     Bags,
     FeatureInput,
@@ -26,12 +32,7 @@ from tpu_embedding.lookup._flatten import (
     max_unique_ids,
 )
 from tpu_embedding.lookup._merge import merge
-from tpu_embedding.lookup._route import (
-    Round,
-    fits_in_one_round,
-    route,
-    route_all,
-)
+from tpu_embedding.lookup._route import Round, route, route_all
 from tpu_embedding.types import RowRange, RowUpdates
 
 Carry = TypeVar("Carry")
@@ -47,14 +48,14 @@ class Remaining:
       next_ranks: int32 `[num_shards]`, the first rank per destination that is left.
       end_row: int32 `[1]`, the first of this shard's own rows that is left.
       is_done: bool `[1]`, True where nothing is left on any shard.
-      capacity: ids per destination and round.
+      size: of each round.
     """
 
     dedup: Dedup
     next_ranks: Int[Array, " shards"]
     end_row: Int[Array, "_"]
     is_done: Bool[Array, "_"]
-    capacity: int = dataclasses.field(metadata={"static": True})
+    size: RoundSize = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -64,16 +65,17 @@ class StackRouting:
 
     Attributes:
       places: int32 `[ids]`, place of each id's row in the first round's buffer.
-      received_row_ids: int32 `[buffer]`, local rows that the shards asked this one
-        for in the first round.
+      requests: what the shards asked this one for in the first round.
       bags: per feature of the stack.
       remaining: None where no batch of this shape can need a second round.
+      size: of the first round.
     """
 
     places: Int[Array, " ids"]
-    received_row_ids: Int[Array, " buffer"]
+    requests: Requests
     bags: list[Bags]
     remaining: Remaining | None
+    size: RoundSize = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -142,26 +144,26 @@ def lookup_stack(
     keys, bags, out_of_range = flatten(inputs, features, stack)
     unique = dedup(keys, stack)
     max_unique = max_unique_ids(inputs, features, stack)
-    capacity = stack.capacity_for(max_unique)
-    if fits_in_one_round(capacity, max_unique, stack):
-        first = route_all(unique, capacity, stack)
+    size = stack.round_size(max_unique)
+    if size.holds_all:
+        first = route_all(unique, size, stack)
         remaining = None
     else:
-        first = route(unique, unique.first_ranks[:-1], capacity, stack, plan)
+        first = route(unique, unique.first_ranks[:-1], size, stack, plan)
         remaining = Remaining(
             dedup=unique,
             next_ranks=first.next_ranks,
             end_row=first.end_row[None],
             is_done=first.is_last[None],
-            capacity=capacity,
+            size=size,
         )
 
-    def look_up_round(current: Round) -> tuple[list[Array], Array]:
-        received = exchange(current.row_ids, plan)
-        rows = fetch_rows(table, received, stack, plan)
-        return combine(rows, current.places, bags), received
+    def look_up_round(current: Round) -> tuple[list[Array], Requests]:
+        requests = send_requests(current, size, plan)
+        rows = fetch_rows(table, requests, stack, plan)
+        return combine(rows, current.places, bags), requests
 
-    activations, received = look_up_round(first)
+    activations, requests = look_up_round(first)
     rounds = jnp.int32(1)
     if remaining is not None:
 
@@ -175,16 +177,17 @@ def lookup_stack(
     # What the update needs waits for the last read of the table. Otherwise a loss
     # whose derivative needs no activations lets XLA write rows before they are read,
     # into a copy of the whole table.
-    activations, places, received = jax.lax.optimization_barrier(
-        (activations, first.places, received)
+    activations, places, requests = jax.lax.optimization_barrier(
+        (activations, first.places, requests)
     )
     return StackLookup(
         activations=activations,
         routing=StackRouting(
             places=places,
-            received_row_ids=received,
+            requests=requests,
             bags=bags,
             remaining=remaining,
+            size=size,
         ),
         rounds=rounds[None],
         out_of_range=[count[None] for count in out_of_range],
@@ -212,19 +215,10 @@ def stack_gradient(
             cotangents=list(cotangents),
             bags=routing.bags,
         )
+    size = routing.size
+    gradients = spread(cotangents, routing.places, routing.bags, size.sent_rows)
     return StackGradient(
-        updates=_send_gradients(
-            routing.received_row_ids,
-            spread(
-                cotangents,
-                routing.places,
-                routing.bags,
-                routing.received_row_ids.shape[0],
-            ),
-            stack,
-            plan,
-        ),
-        later=later,
+        updates=_to_owners(gradients, routing.requests, size, stack, plan), later=later
     )
 
 
@@ -246,11 +240,10 @@ def for_each_later_update(
 
     def apply_round(state, current: Round):
         carry, first_row = state
-        gradients = spread(
-            later.cotangents, current.places, later.bags, current.row_ids.shape[0]
-        )
-        received = exchange(current.row_ids, plan)
-        updates = _send_gradients(received, gradients, stack, plan)
+        size = later.remaining.size
+        gradients = spread(later.cotangents, current.places, later.bags, size.sent_rows)
+        requests = send_requests(current, size, plan)
+        updates = _to_owners(gradients, requests, size, stack, plan)
         carry = apply(carry, updates, RowRange(first_row, current.end_row))
         return carry, current.end_row
 
@@ -270,7 +263,7 @@ def for_each_round(
 
     def run(state):
         carry, next_ranks, _, rounds = state
-        current = route(remaining.dedup, next_ranks, remaining.capacity, stack, plan)
+        current = route(remaining.dedup, next_ranks, remaining.size, stack, plan)
         carry = body(carry, current)
         return carry, current.next_ranks, current.is_last, rounds + 1
 
@@ -282,13 +275,15 @@ def for_each_round(
     return carry, rounds
 
 
-def _send_gradients(
-    received_row_ids: Int[Array, " buffer"],
-    gradients: Float[Array, "buffer dim"],
+def _to_owners(
+    gradients: Float[Array, "sent dim"],
+    requests: Requests,
+    size: RoundSize,
     stack: StackPlan,
     plan: EmbeddingPlan,
 ) -> RowUpdates:
-    gradients = exchange(gradients, plan)
+    """Sends gradients to the owners of their rows, and sums those of a row there."""
+    received = send_gradients(gradients, requests, plan)
     if stack.num_shards == 1 or stack.keeps_duplicates:
-        return RowUpdates(row_ids=received_row_ids, values=gradients)
-    return merge(received_row_ids, gradients, stack)
+        return RowUpdates(row_ids=requests.row_ids, values=received)
+    return merge(requests.row_ids, received, size.unique_rows)

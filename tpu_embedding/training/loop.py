@@ -275,9 +275,10 @@ def _exchange_sizes(data: Dataset, plan: EmbeddingPlan):
             jax.tree.leaves(leaves[i])[0].size for i in plan.features_of(stack)
         )
         num_ids = -(-num_ids // plan.num_shards)
+        size = stack.round_size(num_ids)
         yield (
-            f"{stack.name} room for {num_ids:,} ids, at most "
-            f"{stack.capacity_for(num_ids):,} to each shard and round"
+            f"{stack.name} room for {num_ids:,} ids, at most {size.capacity:,} to each "
+            f"shard and round, in a {size.kind} exchange"
         )
 
 
