@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from tpu_embedding.layout.plan import StackPlan
+from tpu_embedding.lookup._running_sum import running_sum
 from tpu_embedding.types import PADDING_ROW_ID
 
 _MOST_COMPARISONS: Final = 2**23
@@ -31,7 +32,7 @@ def rank_unique(values: Int[Array, " n"]) -> Ranked:
     places = jnp.arange(values.shape[0], dtype=jnp.int32)
     values, order = jax.lax.sort((values, places), num_keys=1, is_stable=False)
     is_new = jnp.concatenate([jnp.ones(1, bool), values[1:] != values[:-1]])
-    return Ranked(values, order, jnp.cumsum(is_new, dtype=jnp.int32) - 1)
+    return Ranked(values, order, running_sum(is_new.astype(jnp.int32)) - 1)
 
 
 def unsort(values: Int[Array, " n"], order: Int[Array, " n"]) -> Int[Array, " n"]:
@@ -106,7 +107,7 @@ def for_each_id(values: Int[Array, " shards"], dedup: Dedup) -> Int[Array, " ids
     starts = starts.at[dedup.first_places[:-1]].add(
         steps, mode="drop", wrap_negative_indices=False
     )
-    return jnp.cumsum(starts, dtype=jnp.int32)
+    return running_sum(starts)
 
 
 def key_at_rank(ranks: Int[Array, " queries"], dedup: Dedup) -> Int[Array, " queries"]:

@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from tpu_embedding.layout.plan import EmbeddingPlan, FeaturePlan
 from tpu_embedding.lookup._flatten import FeatureInput
+from tpu_embedding.lookup._running_sum import running_sum
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
@@ -319,4 +320,4 @@ def _to_int32(ids: IdArray) -> Array:
 def _sample_ids(row_splits: Array, num_values: int) -> Array:
     """Returns the sample of each value, and the number of samples behind the last."""
     ends = jnp.zeros((num_values,), jnp.int32).at[row_splits[1:]].add(1, mode="drop")
-    return jnp.cumsum(ends, dtype=jnp.int32)
+    return running_sum(ends)
