@@ -135,8 +135,9 @@ def test_dcn_model():
     pooled_a = rows["a"][batch.features["a"]].sum(axis=1)
     vectors = [model.bottom(batch.dense), pooled_a, rows["b"][batch.features["b"]]]
     first = crossed = jnp.concatenate(vectors, axis=1)
-    assert first.shape == (3, 3 * 4) and len(model.cross) == 2
-    for layer in model.cross:
+    assert first.shape == (3, 3 * 4)
+    for i in range(2):
+        layer = jax.tree.map(lambda stacked, i=i: stacked[i], model.cross)
         crossed = layer(first, crossed)
     scores = model.top(crossed)[:, 0]
     # The layer sums the ids of a bag in another order.
@@ -154,10 +155,10 @@ def test_dcn_has_the_sizes_of_its_config():
         tuple(p.shape)
         for part in parts
         for p in jax.tree.leaves(nnx.state(part, nnx.Param))
-        if p.ndim == 2
+        if p.ndim == (3 if part is model.cross else 2)
     ]
     width = 27 * 4
-    wanted = [(13, 5), (5, 4), *2 * [(width, 3), (3, width)]]
+    wanted = [(13, 5), (5, 4), (2, width, 3), (2, 3, width)]
     wanted += [(width, 6), (6, 7), (7, 1)]
     assert sorted(kernels) == sorted(wanted)
 
