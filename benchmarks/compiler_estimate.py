@@ -22,26 +22,24 @@ What the estimate does not see, and which way that leans:
 """
 
 import argparse
+import dataclasses
 import json
-import os
 import pathlib
 import time
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from embedding_step import abstract_ids, compile_step, make_plan
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tpu_embedding as te
 from tpu_embedding import aot
 from tpu_embedding.hardware import hardware_of_device
-from tpu_embedding.lookup import _stack
+from tpu_embedding.layout import capacity
+from tpu_embedding.layout import plan as plan_module
 
 TOPOLOGIES = ("v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1")
 NUM_TABLES, DIM, BATCH_SIZE = 26, 128, 16_384
@@ -53,40 +51,22 @@ def compile_ours(
     vocabulary_size: int, mesh: Any, keeps_rounds: bool = False
 ) -> list[Any]:
     """Compiles lookup and update in one step; activations leave, cotangents enter."""
-    features = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(
-                vocabulary_size=vocabulary_size, dim=DIM, combiner="sum", name=name
-            )
-        )
-        for name in NAMES
-    }
-    plan = te.make_plan(features, mesh, optimizer=te.optimizers.adagrad(0.1))
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    tables = jax.eval_shape(lambda key: te.init_tables(plan, key), key)
-    tables = aot.abstract_arrays(tables, plan)
-    slots = jax.eval_shape(lambda tables: te.init_slots(tables, plan), tables)
-    slots = aot.abstract_arrays(slots, plan)
-    ids = {name: jax.ShapeDtypeStruct((BATCH_SIZE,), jnp.int32) for name in NAMES}
-    rows = {
-        name: jax.ShapeDtypeStruct((BATCH_SIZE, DIM), jnp.float32) for name in NAMES
-    }
-    ids, rows = aot.abstract_batch((ids, rows), plan)
-
-    def step(tables, slots, ids, cotangents):
-        result = te.lookup(tables, ids, plan)
-        cotangents, activations = jax.lax.optimization_barrier(
-            (cotangents, result.activations)
-        )
-        gradients = te.compute_gradients(result.routing, cotangents, plan)
-        return *te.apply_gradients(tables, slots, gradients, plan), activations
-
-    jitted = jax.jit(
-        step, donate_argnums=(0, 1), compiler_options=plan.compiler_options
+    plan = make_plan(
+        mesh,
+        num_tables=NUM_TABLES,
+        vocabulary_size=vocabulary_size,
+        dim=DIM,
+        optimizer=te.optimizers.adagrad(0.1),
     )
-    fits = _stack.fits_in_one_round if keeps_rounds else lambda *arguments: True
-    with mock.patch.object(_stack, "fits_in_one_round", fits):
-        return [jitted.lower(tables, slots, ids, rows).compile()]
+    round_size = capacity.round_size
+    if not keeps_rounds:
+
+        def round_size(*arguments, **options):
+            size = capacity.round_size(*arguments, **options)
+            return dataclasses.replace(size, holds_all=True)
+
+    with mock.patch.object(plan_module, "round_size", round_size):
+        return [compile_step(plan, abstract_ids(plan, BATCH_SIZE))]
 
 
 def compile_theirs(vocabulary_size: int, mesh: Any) -> list[Any]:

@@ -1,0 +1,64 @@
+"""The embedding part of a train step, compiled for a slice that need not be there.
+
+Shared by the benchmarks that read figures off a compiled program.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import tpu_embedding as te
+from tpu_embedding import aot
+
+jax.config.update("jax_platforms", "cpu")  # TPUs are compiled for, not used.
+
+
+def make_plan(
+    mesh: Any,
+    *,
+    num_tables: int,
+    vocabulary_size: int,
+    dim: int,
+    optimizer: Any,
+    **options: Any,
+) -> te.EmbeddingPlan:
+    """Plans equal tables with a feature each; options go to `te.make_plan`."""
+    tables = [
+        te.TableConfig(
+            vocabulary_size=vocabulary_size, dim=dim, combiner="sum", name=f"t{i:02d}"
+        )
+        for i in range(num_tables)
+    ]
+    features = {table.name: te.FeatureConfig(table=table) for table in tables}
+    return te.make_plan(features, mesh, optimizer=optimizer, **options)
+
+
+def abstract_ids(plan: te.EmbeddingPlan, batch_size: int, valence: int = 1) -> Any:
+    """Returns the shapes of a batch, `[batch]` or `[batch, valence]` per feature."""
+    shape = (batch_size,) if valence == 1 else (batch_size, valence)
+    ids = {f.name: jax.ShapeDtypeStruct(shape, jnp.int32) for f in plan.features}
+    return aot.abstract_batch(ids, plan)
+
+
+def compile_step(plan: te.EmbeddingPlan, ids: Any) -> Any:
+    """Compiles lookup and update in one step; activations leave, cotangents enter."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    tables = jax.eval_shape(lambda key: te.init_tables(plan, key), key)
+    tables = aot.abstract_arrays(tables, plan)
+    slots = jax.eval_shape(lambda tables: te.init_slots(tables, plan), tables)
+    slots = aot.abstract_arrays(slots, plan)
+    cotangents = aot.abstract_batch(te.activation_shapes(ids, plan), plan)
+
+    def step(tables, slots, ids, cotangents):
+        result = te.lookup(tables, ids, plan)
+        cotangents, activations = jax.lax.optimization_barrier(
+            (cotangents, result.activations)
+        )
+        gradients = te.compute_gradients(result.routing, cotangents, plan)
+        return *te.apply_gradients(tables, slots, gradients, plan), activations
+
+    jitted = jax.jit(
+        step, donate_argnums=(0, 1), compiler_options=plan.compiler_options
+    )
+    return jitted.lower(tables, slots, ids, cotangents).compile()
