@@ -150,9 +150,17 @@ def check(plan, compiled):
     return report
 
 
+def dims_and_generations():
+    """Every dim on one generation; one of each way to pack on the others."""
+    for dim in DIMS:
+        yield dim, "v5p"
+    for generation in ("v5e", "v6e", "tpu7x"):
+        for dim in (16, 128, 200):
+            yield dim, generation
+
+
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("generation", TOPOLOGIES)
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("dim", "generation"), dims_and_generations())
 def test_tpu_step_is_in_place(dim, generation):
     mesh = aot.topology_mesh(TOPOLOGIES[generation])
     plan = make_plan(mesh, dim, ADAGRAD, max(1, 128 // dim))
@@ -166,6 +174,16 @@ def test_tpu_step_is_in_place(dim, generation):
         rows = plan.stacks[0].num_rows / plan.num_shards
         logical_bytes = 2 * 4 * dim * rows
         assert report.argument_bytes < 1.02 * logical_bytes
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(("dim", "generation"), [(128, "v6e"), (16, "v5p")])
+def test_tpu_step_with_ragged_exchange_is_in_place(dim, generation):
+    mesh = aot.topology_mesh(TOPOLOGIES[generation])
+    plan = make_plan(mesh, dim, ADAGRAD, max(1, 128 // dim), exchange="ragged")
+    compiled = compile_step(plan, dim)
+    check(plan, compiled)
+    assert "ragged-all-to-all" in compiled.as_text()
 
 
 def cases():

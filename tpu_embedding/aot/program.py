@@ -37,6 +37,9 @@ _MOVES_NOTHING: Final = frozenset(
 )
 _COPIES: Final = frozenset({"copy", "copy-start", "copy-done", "transpose"})
 _ALL_GATHERS: Final = frozenset({"all-gather", "all-gather-start"})
+_SMALLEST_TABLE: Final = 2**14
+"""Elements per device, 64 KiB, below which a table counts as none: any small array may
+have its size, and XLA rightly keeps it on the chip."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class ProgramReport:
       alias_bytes: of inputs that are updated in place.
       temporary_bytes: memory the program takes beside inputs and outputs.
       table_sized_copies: copies of the size of a stacked table or slot variable, or
-        larger than all.
+        larger than all; those below 64 KiB per device are not looked for.
       table_sized_passes: other instructions that make something of such a size, and
         are no scatter in place; an optimizer of every row needs them.
       table_sized_all_gathers: all-gathers of such a size.
@@ -123,7 +126,10 @@ def row_layouts(plan: EmbeddingPlan) -> list[RowLayout]:
 
 def _is_table_sized(instruction: Instruction, sizes: set[int]) -> bool:
     """Whether a result is as large as a table or slot variable, or larger than all."""
-    return any(size in sizes or size > max(sizes) for size in instruction.sizes)
+    return any(
+        size >= _SMALLEST_TABLE and (size in sizes or size > max(sizes))
+        for size in instruction.sizes
+    )
 
 
 def _is_in_place(instruction: Instruction) -> bool:
