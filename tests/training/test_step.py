@@ -38,6 +38,26 @@ SMALL = {
         "data.vocabulary_size=100",
         "data.num_evaluation_samples=10",
     ],
+    "dlrm_dcnv2": [
+        "batch_size=40",
+        "model.dim=4",
+        "model.bottom_sizes=8",
+        "model.top_sizes=8",
+        "model.cross_rank=3",
+        "data.max_vocabulary_size=100",
+        "data.max_valence=3",
+        "data.num_evaluation_samples=10",
+    ],
+    "two_tower": [
+        "batch_size=40",
+        "model.dim=8",
+        "model.context_dim=4",
+        "model.hidden_sizes=8",
+        "data.num_users=300",
+        "data.num_items=200",
+        "data.history_length=6",
+        "data.num_evaluation_samples=10",
+    ],
 }
 
 # Sums over samples and over the shards of a row are taken in another order, once a
@@ -82,7 +102,13 @@ def train_curve(name, data_dir, num_devices, num_steps, capacity="none"):
 
 @pytest.mark.parametrize(
     ("name", "num_steps", "others"),
-    [("synthetic", 50, (2, 3, 8)), ("movielens", 50, (3,)), ("dlrm", 10, (3,))],
+    [
+        ("synthetic", 50, (2, 3, 8)),
+        ("movielens", 50, (3,)),
+        ("dlrm", 10, (3,)),
+        ("dlrm_dcnv2", 10, (3,)),
+        ("two_tower", 20, (3,)),
+    ],
 )
 def test_loss_curve_is_the_same_on_any_number_of_devices(
     name, num_steps, others, request
