@@ -184,18 +184,20 @@ def test_capacity_changes_no_result(case, capacity, num_devices):
         assert stats.rounds["stack_0"] == 1
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["zipf", "all_of_one_shard", "no_ids", "weighted", "ragged_weighted"]
+)
 def test_ragged_exchange_changes_no_result(case):
     check_against_reference(make_plan(mesh_of(8), exchange="ragged"), batch_of(case))
 
 
-@pytest.mark.parametrize("capacity", [None, 1, 3])
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("num_devices", "capacity"), [(1, None), (2, 1), (3, None), (3, 1), (3, 3)]
+)
 def test_ragged_exchange_on_few_devices(num_devices, capacity):
     plan = make_plan(mesh_of(num_devices), capacity=capacity, exchange="ragged")
     stats, _, _ = check_against_reference(plan, batch_of("multi_hot"))
-    if capacity == 1:
-        assert stats.rounds["stack_0"] > 1
+    assert (stats.rounds["stack_0"] > 1) == (capacity is not None)
 
 
 @pytest.mark.parametrize(("num_rows", "rounds"), [(4, 1), (5, 2), (8, 2)])

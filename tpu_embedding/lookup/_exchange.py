@@ -164,49 +164,28 @@ def _exchange_ragged(
     plan: EmbeddingPlan,
 ) -> Float[Array, "to dim"]:
     """Moves the parts of one buffer to their places in the others'. Per shard."""
-    is_tpu = plan.mesh.devices.flat[0].platform == "tpu"
-    exchange_parts = _exchange_on_tpu if is_tpu else _exchange_by_gather
-    return exchange_parts(rows, sent, received, num_places, plan)
-
-
-def _exchange_on_tpu(
-    rows: Float[Array, "from dim"],
-    sent: Parts,
-    received: Parts,
-    num_places: int,
-    plan: EmbeddingPlan,
-) -> Float[Array, "to dim"]:
-    return jax.lax.ragged_all_to_all(
-        rows,
-        jax.lax.empty((num_places, rows.shape[1]), rows.dtype),
-        sent.starts,
-        sent.sizes,
-        sent.remote_starts,
-        received.sizes,
-        axis_name=plan.axis_names,
-    )
-
-
-def _exchange_by_gather(
-    rows: Float[Array, "from dim"],
-    sent: Parts,
-    received: Parts,
-    num_places: int,
-    plan: EmbeddingPlan,
-) -> Float[Array, "to dim"]:
-    """Does the same where XLA has no ragged all-to-all: for tests, not for speed."""
+    if plan.mesh.devices.flat[0].platform == "tpu":
+        return jax.lax.ragged_all_to_all(
+            rows,
+            jax.lax.empty((num_places, rows.shape[1]), rows.dtype),
+            sent.starts,
+            sent.sizes,
+            sent.remote_starts,
+            received.sizes,
+            axis_name=plan.axis_names,
+        )
+    # XLA has none for CPU: what it would do with the same facts of the senders, for
+    # tests, not for speed.
     all_rows = jax.lax.all_gather(rows, plan.axis_names)
-    # What each shard is sent lies where its sender says.
-    starts = exchange(sent.starts, plan)
-    places = jnp.arange(num_places, dtype=jnp.int32)
-    offsets = places[:, None] - received.starts[None, :]
-    is_from = (offsets >= 0) & (offsets < received.sizes[None, :])
+    facts = exchange(jnp.stack([sent.starts, sent.sizes, sent.remote_starts], 1), plan)
+    starts, sizes, targets = facts.T
+    offsets = jnp.arange(num_places, dtype=jnp.int32)[:, None] - targets[None, :]
+    is_from = (offsets >= 0) & (offsets < sizes[None, :])
     source = jnp.argmax(is_from, axis=1)
-    row = starts[source] + places - received.starts[source]
-    row = jnp.clip(row, 0, rows.shape[0] - 1)
-    is_sent = jnp.any(is_from, axis=1)
-    # What nobody sends is anything; a value that would show if it were used.
-    return jnp.where(is_sent[:, None], all_rows[source, row], jnp.nan)
+    row = starts[source] + jnp.take_along_axis(offsets, source[:, None], axis=1)[:, 0]
+    of_source = all_rows[source, jnp.clip(row, 0, rows.shape[0] - 1)]
+    # What nobody sends may be anything; this value would show if it were used.
+    return jnp.where(jnp.any(is_from, axis=1)[:, None], of_source, jnp.nan)
 
 
 def _starts(sizes: Int[Array, " shards"]) -> Int[Array, " shards"]:

@@ -1,0 +1,46 @@
+"""The configs that no machine of the tests can hold, compiled at their number of rows.
+
+The batch is cut, because compile time grows with it; it does not grow with the rows.
+"""
+
+import math
+
+import pytest
+
+from tpu_embedding import aot
+from tpu_embedding.training import apply_overrides, load_config, make_run_plan
+from tpu_embedding.training.step import abstract_step
+
+TOPOLOGY = "v5p:2x2x2"
+
+# Rows, and bytes of a row with its slots: Adagrad's are one per element, those of
+# row-wise Adagrad one per row.
+CASES = {
+    "dlrm_dcnv2": (204_184_588, 4 * 128 * 2),
+    "two_tower": (1_100_000_000, 4 * (64 + 1)),
+}
+
+# Tables of fewer elements, which XLA may copy as it likes: those of the context.
+SMALL = 2**16
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("name", CASES)
+def test_full_tables_are_updated_in_place(name):
+    num_rows, row_bytes = CASES[name]
+    config = apply_overrides(load_config(name), ["batch_size=256"])
+    data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
+    plan = make_run_plan(config, data, aot.topology_mesh(TOPOLOGY))
+    step, state, batch = abstract_step(config, data, plan)
+    report = aot.compile_report(
+        step, state, batch, plan, features=batch.features, topology=TOPOLOGY
+    )
+    memory, traffic = report.memory, report.traffic
+    assert memory.fits and traffic is not None
+    assert memory.temporaries is not None and memory.capacity is not None
+    assert memory.temporaries < 0.15 * memory.capacity
+    least = num_rows * row_bytes / plan.num_shards
+    assert least <= memory.tables + memory.slots < 1.02 * least
+    moved = (*traffic.table_copies, *traffic.table_moves)
+    assert not [copy for copy in moved if math.prod(copy.dims) > SMALL]
+    assert any(operation.dims[0] > 10**6 for operation in traffic.sparse_core)
