@@ -27,11 +27,11 @@ def test_bounds(max_unique_ids, num_shards, rows_per_shard, kind):
     assert size.capacity < max(room, 1 + deviations) + 9
     # The last place is no id's, and each shard may send something in each round.
     assert size.sent_rows > min(max_unique_ids, num_shards * size.capacity)
-    assert size.received_rows >= num_shards
+    assert size.received_rows > num_shards
     assert size.unique_rows <= min(size.received_rows, rows_per_shard)
     if size.holds_all:
         assert size.capacity == bound
-        assert size.received_rows >= num_shards * bound
+        assert size.received_rows > num_shards * bound
 
 
 @pytest.mark.parametrize(
@@ -94,3 +94,11 @@ def test_buffers_grow_with_ids_not_with_shards(num_ids, num_shards):
 )
 def test_ragged_where_padded_parts_would_be_long(max_unique_ids, num_shards, kind):
     assert round_size(max_unique_ids, num_shards, 10**9, kind=None).kind == kind
+
+
+def test_padded_where_it_needs_one_round_or_was_sized_by_hand():
+    # A row of each of 64 shards, wanted by all: ragged buffers would be too short.
+    few_rows = round_size(65, 64, 2, kind=None)
+    assert (few_rows.kind, few_rows.holds_all) == ("padded", True)
+    by_hand = round_size(1000, 8, 10**6, capacity=1000, kind=None)
+    assert (by_hand.kind, by_hand.holds_all) == ("padded", True)

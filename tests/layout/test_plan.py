@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tpu_embedding import aot
 from tpu_embedding.config import MAX_VOCABULARY_SIZE
 
 SGD = optax.sgd(0.1)
@@ -80,6 +81,21 @@ def test_wrong_capacity_is_refused(capacity):
     with pytest.raises(ValueError, match="capacity must be an int") as error:
         make_plan(capacity=capacity)
     assert repr(capacity) in str(error.value)
+
+
+@pytest.mark.parametrize("exchange", ["Ragged", 1, True], ids=repr)
+def test_wrong_exchange_is_refused(exchange):
+    with pytest.raises(ValueError, match="exchange must be one of") as error:
+        make_plan(exchange=exchange)
+    assert repr(exchange) in str(error.value)
+
+
+@pytest.mark.tpu_compiler
+def test_exchange_across_slices_is_padded():
+    mesh = aot.topology_mesh("v5p:2x2x1", num_slices=2)
+    assert make_plan(mesh=mesh).stacks[0].exchange == "padded"
+    with pytest.raises(ValueError, match="'ragged' on 2"):
+        make_plan(mesh=mesh, exchange="ragged")
 
 
 @pytest.mark.parametrize("owner", ["layer", "table"])

@@ -44,9 +44,10 @@ class RoundSize:
 
     Attributes:
       kind: how rows travel.
-      capacity: ids that a shard may send to one other.
+      capacity: ids that a shard may send to one other, at most; in a ragged exchange
+        fewer where an owner has no room for what all shards ask of it.
       sent_rows: places for rows at the shard that asks for them; the last is no id's.
-      received_rows: places for rows at their owner.
+      received_rows: places for rows at their owner; the last is no row's.
       unique_rows: bound on the different rows among these.
       holds_all: whether no batch can need a second round.
     """
@@ -74,12 +75,14 @@ def round_size(
       num_shards: shards of the table.
       rows_per_shard: rows of the table that one shard owns; no source can ask it for
         more unique ids than that.
-      capacity: the user's choice, or None for the mean and four standard deviations.
-      kind: None: ragged where padded buffers would be a quarter longer.
+      capacity: the user's choice; None: the mean, and four standard deviations in a
+        padded exchange, eight in a ragged one.
+      kind: None: ragged where padded buffers would be a quarter longer, unless these
+        hold all, or the user has chosen the capacity.
 
     Example:
       >>> round_size(1000, 8, 10**6).received_rows
-      1376
+      1408
       >>> round_size(1000, 8, 10**6, kind="ragged").received_rows
       1128
     """
@@ -91,14 +94,15 @@ def round_size(
     ragged_capacity = _capacity(
         max_unique_ids, num_shards, bound, capacity, _RAGGED_DEVIATIONS
     )
-    # All shards together send an owner about as many ids as a shard has.
+    # All shards together send an owner about as many ids as a shard has. Rows that all
+    # of them want come in lumps, but then a shard has fewer unique ids than the bound.
     received = math.ceil(max_unique_ids + _DEVIATIONS * math.sqrt(max_unique_ids))
-    received = round_up(
-        max(num_shards, min(received, num_shards * ragged_capacity)), _MULTIPLE
-    )
+    received = max(num_shards, min(received, num_shards * ragged_capacity))
+    received = part_size(received)
     if kind is None:
         is_long = padded_rows > _PADDING_WORTH_RAGGED * received
-        kind = "ragged" if is_long else "padded"
+        is_enough = capacity is not None or padded_capacity >= bound
+        kind = "ragged" if is_long and not is_enough else "padded"
     if kind == "padded":
         return RoundSize(
             kind="padded",
@@ -115,7 +119,7 @@ def round_size(
         sent_rows=part_size(sent),
         received_rows=received,
         unique_rows=min(received, rows_per_shard),
-        holds_all=ragged_capacity >= bound and received >= num_shards * bound,
+        holds_all=ragged_capacity >= bound and received > num_shards * bound,
     )
 
 

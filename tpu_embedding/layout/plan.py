@@ -102,17 +102,18 @@ class StackPlan:
 
     def round_size(self, max_unique_ids: int) -> RoundSize:
         """Returns the sizes of a round for so many ids per shard."""
-        capacity, exchange = self.capacity, self.exchange
         if self.keeps_duplicates:
             # Rounds are cut between rows, so one row has to fit with all it has.
-            max_unique_ids = max(1, max_unique_ids)
-            capacity, exchange = max_unique_ids, "padded"
+            num_ids = max(1, max_unique_ids)
+            size = round_size(num_ids, self.num_shards, num_ids, capacity=num_ids)
+            unique_rows = min(size.received_rows, self.rows_per_shard)
+            return dataclasses.replace(size, unique_rows=unique_rows)
         return round_size(
             max_unique_ids,
             self.num_shards,
-            max_unique_ids if self.keeps_duplicates else self.rows_per_shard,
-            capacity=capacity,
-            kind="padded" if self.num_shards == 1 else exchange,
+            self.rows_per_shard,
+            capacity=self.capacity,
+            kind="padded" if self.num_shards == 1 else self.exchange,
         )
 
 
@@ -254,12 +255,13 @@ def make_plan(
         devices of this process along one axis, `"shard"`.
       optimizer: an optax transformation for the tables that name none themselves; None
         means that those are not trained.
-      capacity: ids per destination and round of the exchange; changes speed, never
-        results. None: mean plus four standard deviations.
+      capacity: ids per destination and round of the exchange, at most; changes speed,
+        never results. None: the mean and some standard deviations.
       exchange: how rows travel between devices; changes speed, never results.
         `"padded"`: in parts of equal size. `"ragged"`: one after the other, by XLA's
-        ragged all-to-all; on CPU and GPU by a slow equivalent. None: on TPUs of one
-        slice, ragged where padded parts would be a quarter longer; else padded.
+        ragged all-to-all, within a slice; on CPU and GPU by a slow equivalent. None:
+        on TPUs of one slice, ragged where padded parts would be a quarter longer and no
+        capacity is given; else padded.
       hardware: None means that of the mesh's devices.
 
     Returns:
@@ -285,9 +287,14 @@ def make_plan(
         raise ValueError(f"{problem}.")
     if hardware is None:
         hardware = hardware_of_device(mesh.devices.flat[0])
-    has_ragged = mesh.devices.flat[0].platform == "tpu" and num_slices_of(mesh) == 1
-    if exchange is None and not has_ragged:
-        exchange = "padded"
+    num_slices = num_slices_of(mesh)
+    if exchange == "ragged" and num_slices > 1:
+        raise ValueError(
+            "exchange must be 'padded' or None on a mesh of several slices, got "
+            f"'ragged' on {num_slices}."
+        )
+    if mesh.devices.flat[0].platform != "tpu" or num_slices > 1:
+        exchange = exchange or "padded"
     configs, tree, paths = _flatten_config(feature_config)
     names = stacking.name_features(list(zip(paths, configs, strict=True)))
     tables = stacking.name_tables(configs, optimizer)

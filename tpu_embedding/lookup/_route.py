@@ -119,9 +119,10 @@ def _capacities(
     if size.kind == "padded":
         return size.capacity
     asked = jax.lax.psum(num_left, plan.axis_names)
+    room = size.received_rows - 1
     # The quotient is at least 1, for there is room for a row of each shard.
-    share = min(size.capacity, size.received_rows // stack.num_shards)
-    return jnp.where(asked <= size.received_rows, size.capacity, share)
+    share = min(size.capacity, room // stack.num_shards)
+    return jnp.where(asked <= room, size.capacity, share)
 
 
 def _fill(

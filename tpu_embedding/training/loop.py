@@ -262,12 +262,12 @@ def _report_begin(
     report.line(str(plan))
     report.line(
         f"per device: {-(-config.batch_size // plan.num_shards)} samples a step, "
-        + ", ".join(_exchange_sizes(data, plan))
+        + ", ".join(_room_for_ids(data, plan))
     )
 
 
-def _exchange_sizes(data: Dataset, plan: EmbeddingPlan):
-    """Yields what each stack may look up and send in a step, in words."""
+def _room_for_ids(data: Dataset, plan: EmbeddingPlan):
+    """Yields how many ids each stack may look up in a step, in words."""
     batch = prepare_batch(data.train_batch(0), plan)
     leaves = plan.flatten(batch.features)
     for stack in plan.stacks:
@@ -275,11 +275,7 @@ def _exchange_sizes(data: Dataset, plan: EmbeddingPlan):
             jax.tree.leaves(leaves[i])[0].size for i in plan.features_of(stack)
         )
         num_ids = -(-num_ids // plan.num_shards)
-        size = stack.round_size(num_ids)
-        yield (
-            f"{stack.name} room for {num_ids:,} ids, at most {size.capacity:,} to each "
-            f"shard and round, in a {size.kind} exchange"
-        )
+        yield f"{stack.name} room for {num_ids:,} ids"
 
 
 def _result(
