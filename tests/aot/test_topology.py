@@ -7,8 +7,7 @@ import pytest
 
 from tests.conftest import mesh_of
 from tpu_embedding import aot
-from tpu_embedding.aot.topology import num_slices_of
-from tpu_embedding.hardware import TPU_GENERATIONS, hardware_of_device
+from tpu_embedding.hardware import TPU_GENERATIONS, hardware_of_device, num_slices_of
 
 
 @pytest.mark.tpu_compiler

@@ -6,7 +6,7 @@ import pytest
 
 from tpu_embedding.layout.capacity import EXCHANGE_KINDS, round_size
 
-SIZES = [0, 1, 7, 8, 100, 1000, 2**20, 2**31 - 1]
+SIZES = [0, 1, 8, 1000, 2**31 - 1]
 SHARDS = [1, 2, 3, 8, 512]
 
 
