@@ -21,9 +21,8 @@ def make_plan(
     vocabulary_size: int,
     dim: int,
     optimizer: Any,
-    **options: Any,
 ) -> te.EmbeddingPlan:
-    """Plans equal tables with a feature each; options go to `te.make_plan`."""
+    """Plans equal tables with a feature each."""
     tables = [
         te.TableConfig(
             vocabulary_size=vocabulary_size, dim=dim, combiner="sum", name=f"t{i:02d}"
@@ -31,7 +30,7 @@ def make_plan(
         for i in range(num_tables)
     ]
     features = {table.name: te.FeatureConfig(table=table) for table in tables}
-    return te.make_plan(features, mesh, optimizer=optimizer, **options)
+    return te.make_plan(features, mesh, optimizer=optimizer)
 
 
 def abstract_ids(plan: te.EmbeddingPlan, batch_size: int, valence: int = 1) -> Any:
