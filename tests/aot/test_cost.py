@@ -109,6 +109,31 @@ def test_scatter_add_reads_and_writes(topology, options):
 
 
 @pytest.mark.tpu_compiler
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "tpu7x:2x2x1"])
+def test_single_values_count_as_what_memory_moves_at_once(topology):
+    def add_sorted(table, ids, values):
+        return table.at[ids].add(values, mode="drop", indices_are_sorted=True)
+
+    table = ((ROWS * 128,), jnp.float32)
+    values = ((IDS,), jnp.float32)
+    read = cost_of(
+        gather, table, ID_ARRAY, topology=topology, compiler_options=OFFLOAD_GATHERS
+    )
+    added = cost_of(
+        *(add_sorted, table, ID_ARRAY, values),
+        topology=topology,
+        donate=0,
+        compiler_options=OFFLOAD_SCATTERS,
+    )
+    # 64 bytes for each id, in or in and out, beside 4 of each id and value.
+    assert 68 * IDS <= bytes_of_class(read, "gather") <= 72 * IDS
+    assert 132 * IDS <= bytes_of_class(added, "scatter") <= 136 * IDS
+    for cost, name in ((read, "gather"), (added, "scatter")):
+        assert {o.unit for o in of_class(cost, name)} == {"SparseCore"}
+    assert not of_class(added, "sort")
+
+
+@pytest.mark.tpu_compiler
 def test_overwriting_scatter_reads_no_old_rows():
     cost = cost_of(put, TABLE, ID_ARRAY, ROW_ARRAY, donate=0)
     rows = IDS * ROW_BYTES

@@ -6,6 +6,7 @@ one. All of that is visible in the program, so it is checked without a TPU.
 """
 
 import dataclasses
+import math
 from typing import Final
 
 import jax
@@ -89,7 +90,7 @@ def inspect_program(
     assert text is not None
     memory = compiled.memory_analysis()
     assert memory is not None
-    sizes = {layout.num_lines * layout.lanes for layout in row_layouts(plan)}
+    sizes = {math.prod(layout.lines_shape) for layout in row_layouts(plan)}
     instructions = list(parse_module(text).unfused_instructions())
     large = [i for i in instructions if _is_table_sized(i, sizes)]
     return ProgramReport(

@@ -395,8 +395,8 @@ def _traffic(program: ProgramCost, plan: EmbeddingPlan) -> ProgramTraffic:
 
 def _dims_of_tables(plan: EmbeddingPlan) -> set[tuple[int, ...]]:
     """Returns the shapes of tables and slot variables, as they are and transposed."""
-    shapes = {(layout.num_lines, layout.lanes) for layout in row_layouts(plan)}
-    return shapes | {(lanes, lines) for lines, lanes in shapes}
+    shapes = {layout.lines_shape for layout in row_layouts(plan)}
+    return shapes | {shape[::-1] for shape in shapes}
 
 
 def _copies_table(operation: Operation, tables: set[tuple[int, ...]]) -> bool:

@@ -5,7 +5,8 @@ The model, for `cost.py` to sum up:
 * An array counts as it lies in memory, with the padding of its tiles. Only arrays in
   HBM count as HBM traffic: not those in VMEM or in the host's memory.
 * A gather reads `number of indices * bytes of a slice` of its operand, beside the
-  indices, and writes its result. Of a table it never charges the whole.
+  indices, and writes its result. Of a table it never charges the whole. Memory moves
+  64 bytes at once, so a smaller slice counts as these.
 * A scatter writes `number of indices * bytes of a slice`, reads indices and updates,
   and, unless it overwrites, reads what it adds to. A (dynamic) slice, or the update
   of one, moves the slice.
@@ -19,8 +20,8 @@ The model, for `cost.py` to sum up:
   all-gather, and once that of a permutation. To other slices it sends what it hands to
   the host for them.
 
-Left out: arithmetic, latency, reads that share a memory transaction, several passes
-over one array, links that a small slice does not have.
+Left out: arithmetic, latency, slices that share what memory moves at once, several
+passes over one array, links that a small slice does not have.
 """
 
 import dataclasses
@@ -41,6 +42,12 @@ COLLECTIVES: Final = frozenset(
         "reduce-scatter",
     }
 )
+
+_SMALLEST_ACCESS: Final = 64
+"""Bytes of a SparseCore's DMA granule on tpu7x; 32 on v5p and v6e.
+
+Source: `dma_granule_size_bytes` of JAX's own table, `jax/_src/tpu_info.py`.
+"""
 
 _FREE: Final = frozenset(
     {
@@ -188,7 +195,7 @@ def _bytes_used(
     match user.base_opcode:
         case "gather":
             sizes = user.ints("slice_sizes")
-            return _num_indices(user, computation) * shape.slice_bytes(sizes)
+            return _slices_bytes(shape, sizes, user, computation)
         case "slice" | "dynamic-slice":
             (result,) = results_of(user, computation)[:1]
             return shape.slice_bytes(result.dims)
@@ -301,7 +308,18 @@ def _scattered_bytes(
         1 if axis in absent else updates.dims[next(window)]
         for axis in range(len(shape.dims))
     )
-    return _num_indices(instruction, computation) * shape.slice_bytes(sizes)
+    return _slices_bytes(shape, sizes, instruction, computation)
+
+
+def _slices_bytes(
+    shape: Shape,
+    sizes: tuple[int, ...],
+    instruction: Instruction,
+    computation: Computation,
+) -> int:
+    """Returns the bytes of as many slices as a gather or scatter has indices."""
+    of_slice = max(shape.slice_bytes(sizes), _SMALLEST_ACCESS)
+    return _num_indices(instruction, computation) * of_slice
 
 
 def _overwrites(scatter: Instruction, module: Module) -> bool:

@@ -88,7 +88,7 @@ def _unpack(packed: PackedRows, stack: StackPlan) -> np.ndarray:
     lines = packed.lines
     if not lines.is_fully_addressable:
         lines = multihost_utils.process_allgather(lines, tiled=True)
-    lines = np.asarray(lines)
+    lines = np.asarray(lines).reshape(-1, layout.lanes)
     lines = lines[:, : layout.rows_per_line * layout.dim]
     rows = lines.reshape(stack.num_shards, -1, layout.dim)[:, : layout.num_rows]
     rows = rows.transpose(1, 0, 2).reshape(-1, *layout.row_shape)
@@ -103,8 +103,9 @@ def _pack(
     num_places = layout.num_lines * layout.rows_per_line
     padded = np.zeros((stack.num_shards, num_places, layout.dim), rows.dtype)
     padded[:, : layout.num_rows] = by_shard.transpose(1, 0, 2)
-    lines = np.zeros(packed.lines.shape, rows.dtype)
+    lines = np.zeros((stack.num_shards * layout.num_lines, layout.lanes), rows.dtype)
     used_lanes = layout.rows_per_line * layout.dim
     lines[:, :used_lanes] = padded.reshape(-1, used_lanes)
+    lines = lines.reshape(packed.lines.shape)
     placed = jax.make_array_from_callback(lines.shape, plan.sharding, lines.__getitem__)
     return dataclasses.replace(packed, lines=placed)

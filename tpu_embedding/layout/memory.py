@@ -6,8 +6,10 @@ from tpu_embedding.layout.packed_rows import RowLayout, round_up
 
 def rows_bytes(layout: RowLayout, hardware: HardwareInfo, itemsize: int) -> int:
     """Returns the bytes that the packed rows of one shard take."""
-    num_lines = round_up(layout.num_lines, hardware.sublanes)
-    return num_lines * layout.lanes * itemsize
+    tile_rows = hardware.sublanes
+    if layout.is_flat and layout.line_lanes is not None:
+        tile_rows *= layout.line_lanes
+    return round_up(layout.num_lines, tile_rows) * layout.lanes * itemsize
 
 
 def format_bytes(num_bytes: float) -> str:

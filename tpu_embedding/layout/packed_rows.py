@@ -3,8 +3,9 @@
 A TPU stores a float32 `[rows, dim]` array with `dim` below 128 by column, and copies
 the whole table before it gathers or scatters rows. So `128 // dim` logical rows share
 one line of 128 lanes, and wide rows take a multiple of 128 lanes. On CPU and GPU a
-line is one row. Only `gather_rows` and `add_to_rows` know: everything above sees
-logical rows.
+line is one row. Rows of a single value lie in a flat array everywhere, whose elements
+a SparseCore reads and adds to one by one. Only `gather_rows` and `add_to_rows` know:
+everything above sees logical rows.
 """
 
 import dataclasses
@@ -43,16 +44,21 @@ class RowLayout:
         return self.row_shape[0] if self.row_shape else 1
 
     @property
+    def is_flat(self) -> bool:
+        """Whether rows are single values, and a line is one of them."""
+        return self.dim == 1
+
+    @property
     def rows_per_line(self) -> int:
         """Logical rows that share a line."""
-        if self.line_lanes is None:
+        if self.line_lanes is None or self.is_flat:
             return 1
         return max(1, self.line_lanes // self.dim)
 
     @property
     def lanes(self) -> int:
         """Width of a line."""
-        if self.line_lanes is None:
+        if self.line_lanes is None or self.is_flat:
             return self.dim
         return round_up(self.dim, self.line_lanes)
 
@@ -60,6 +66,11 @@ class RowLayout:
     def num_lines(self) -> int:
         """Lines per shard."""
         return -(-self.num_rows // self.rows_per_line)
+
+    @property
+    def lines_shape(self) -> tuple[int, ...]:
+        """Shape of the lines of one shard, `(num_lines, lanes)` or `(num_lines,)`."""
+        return (self.num_lines,) if self.is_flat else (self.num_lines, self.lanes)
 
     def with_row_shape(self, row_shape: tuple[int, ...]) -> "RowLayout":
         """Returns the layout of a slot variable of the same rows."""
@@ -72,7 +83,7 @@ class PackedRows:
     """The rows of a table or slot variable, packed.
 
     Attributes:
-      lines: `[num_lines, lanes]` per shard; the shards' lines one after the other in
+      lines: `layout.lines_shape` per shard; the shards' lines one after the other in
         the global view.
       layout: how rows lie in the lines of one shard.
     """
@@ -83,6 +94,8 @@ class PackedRows:
 
 def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:
     """Packs `[num_rows, *row_shape]`, per shard; unused lanes are zero."""
+    if layout.is_flat:
+        return PackedRows(lines=rows.reshape(layout.lines_shape), layout=layout)
     rows = rows.reshape(layout.num_rows, layout.dim)
     missing = layout.num_lines * layout.rows_per_line - layout.num_rows
     lines = jnp.pad(rows, ((0, missing), (0, 0)))
@@ -94,6 +107,8 @@ def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:
 def unpack_rows(packed: PackedRows) -> Array:
     """Returns `[num_rows, *row_shape]`, per shard; the inverse of `pack_rows`."""
     layout = packed.layout
+    if layout.is_flat:
+        return packed.lines.reshape(layout.num_rows, *layout.row_shape)
     lines = packed.lines[:, : layout.rows_per_line * layout.dim]
     rows = lines.reshape(layout.num_lines * layout.rows_per_line, layout.dim)
     return rows[: layout.num_rows].reshape(layout.num_rows, *layout.row_shape)
@@ -112,10 +127,11 @@ def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
     """
     layout = packed.layout
     row_ids = jnp.minimum(row_ids, layout.num_rows - 1)
-    lines = _read_lines(packed.lines, row_ids // layout.rows_per_line)
-    rows = _select_lanes(
-        lines, row_ids % layout.rows_per_line, layout.rows_per_line, layout.dim
-    )
+    rows = _read_lines(packed.lines, row_ids // layout.rows_per_line)
+    if not layout.is_flat:
+        rows = _select_lanes(
+            rows, row_ids % layout.rows_per_line, layout.rows_per_line, layout.dim
+        )
     return rows.reshape(row_ids.shape[0], *layout.row_shape)
 
 
@@ -130,19 +146,26 @@ def add_to_rows(
 
     Args:
       packed: the rows of this shard.
-      row_ids: rows to change, each at most once; ids beyond the last row are left
-        out.
+      row_ids: rows to change, rising, each at most once; ids beyond the last row, at
+        the end, are left out.
       values: `[ids, *row_shape]`.
     """
     layout = packed.layout
-    values = values.reshape(row_ids.shape[0], layout.dim).astype(packed.lines.dtype)
+    values = values.astype(packed.lines.dtype)
     is_used = row_ids < layout.num_rows
     line_ids = jnp.where(
         is_used, row_ids // layout.rows_per_line, jnp.int32(layout.num_lines)
     )
-    additions = _spread_lanes(values, row_ids % layout.rows_per_line, layout)
+    if layout.is_flat:
+        additions = values.reshape(row_ids.shape)
+    else:
+        additions = _spread_lanes(
+            values.reshape(row_ids.shape[0], layout.dim),
+            row_ids % layout.rows_per_line,
+            layout,
+        )
     lines = packed.lines.at[line_ids].add(
-        additions, mode="drop", wrap_negative_indices=False
+        additions, mode="drop", indices_are_sorted=True, wrap_negative_indices=False
     )
     return PackedRows(lines=lines, layout=layout)
 

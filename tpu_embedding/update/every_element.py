@@ -11,8 +11,8 @@ from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.types import RowRange, RowUpdates
 from tpu_embedding.update.lift import is_slot
 
-_LINES_PER_BLOCK: Final = 8192
-"""Lines that a pass over all rows takes at a time: 4 MiB of 128 float32 lanes."""
+_ELEMENTS_PER_BLOCK: Final = 2**20
+"""Elements that a pass over all rows takes at a time: 4 MiB of float32."""
 
 
 def apply_to_every_element(
@@ -68,8 +68,8 @@ def _pass_over_lines(
     as one expression, XLA may compute a slot twice, once into a copy.
     """
     packed = [x for x in leaves if is_slot(x)]
-    num_lines, lanes = packed[0].lines.shape
-    block = min(num_lines, _LINES_PER_BLOCK)
+    num_lines, *lanes = packed[0].lines.shape
+    block = min(num_lines, max(1, _ELEMENTS_PER_BLOCK // packed[0].layout.lanes))
 
     def run(i, lines):
         # The last block begins earlier than its turn, to be full.
@@ -79,7 +79,7 @@ def _pass_over_lines(
         )
         remaining = iter(old)
         dense = [next(remaining) if is_slot(x) else x for x in leaves]
-        new = _step(optimizer, tree, dense, jnp.zeros((block, lanes), old[0].dtype))
+        new = _step(optimizer, tree, dense, jnp.zeros((block, *lanes), old[0].dtype))
         rows = _rows_of_lanes(packed[0], start, block)
         is_due = rows >= i * block * packed[0].layout.rows_per_line
         if row_range is not None:
@@ -111,9 +111,11 @@ def _step(
 
 def _rows_of_lanes(
     packed: PackedRows, start: Int[Array, ""], num_lines: int
-) -> Int[Array, "lines lanes"]:
+) -> Int[Array, "lines *lanes"]:
     """Returns which row each lane of some lines belongs to."""
     layout = packed.layout
+    if layout.is_flat:
+        return start + jnp.arange(num_lines, dtype=jnp.int32)
     shape = (num_lines, layout.lanes)
     line = start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
