@@ -109,6 +109,25 @@ def test_a_rule_under_jit_takes_totals_too():
     np.testing.assert_allclose(*results, rtol=1e-6)
 
 
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_sequence_follows_the_samples_not_the_places_of_ids(num_devices):
+    """Dense ids lie place by place within; the rule must see them sample by sample."""
+    rule = te.optimizers.in_sequence(te.optimizers.adagrad(0.5))
+    plan = one_table_plan(rule, 4, 2, mesh_of(num_devices), capacity=1)
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, 4, (9, 3)).astype(np.int32)
+    gradient = np.logspace(-3, 1, 9)[:, None] * generator.normal(size=(9, 2))
+    gradient = gradient.astype(np.float32)
+    tables, slots = update(*initial_state(plan, np.ones((4, 2))), ids, gradient, plan)
+    expected, accumulator = np.ones((4, 2)), np.full((4, 2), 0.1)
+    for sample, places in enumerate(ids):
+        for row in places:
+            accumulator[row] += gradient[sample] ** 2.0
+            expected[row] -= 0.5 * gradient[sample] / np.sqrt(accumulator[row])
+    found = te.logical_values(tables, plan)["table"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_kept_steps_beyond_their_number_run_at_once():
     """As after a restore under a smaller number."""
     long, short = (

@@ -52,7 +52,7 @@ def _pool(bag: Bags, rows: Float[Array, "ids dim"]) -> Float[Array, "samples dim
         )
     if bag.valence == 1:
         return rows
-    return rows.reshape(-1, bag.valence, rows.shape[1]).sum(axis=1)
+    return rows.reshape(bag.valence, -1, rows.shape[1]).sum(axis=0)
 
 
 def spread(
@@ -79,7 +79,7 @@ def spread(
         elif bag.valence == 1:
             of_ids = cotangent
         else:
-            of_ids = jnp.repeat(cotangent, bag.valence, axis=0)
+            of_ids = jnp.tile(cotangent, (bag.valence, 1))
         if bag.gains is not None:
             of_ids *= bag.gains[:, None]
         contributions.append(of_ids)

@@ -28,8 +28,8 @@ class FeatureInput:
       ids: int32 `[ids]`.
       weights: float32 `[ids]`, or None where every id weighs 1.
       sample_ids: int32 `[ids]`, the output sample of each id, rising; `num_samples`
-        where the place is unused. None: the ids of a sample are `valence`
-        neighbours.
+        where the place is unused. None: first come the first ids of all samples, then
+        the second, ... up to `valence`; a TPU adds up such blocks without moving them.
       num_samples: output samples of this shard.
       valence: ids per sample where `sample_ids` is None.
     """
@@ -78,6 +78,8 @@ def flatten(
     """
     keys, bags, out_of_range = [], [], []
     for feature_input, feature in zip(inputs, features, strict=True):
+        if stack.keeps_duplicates:
+            feature_input = _in_order_of_samples(feature_input)
         row_ids, num_out_of_range = _resolve_row_ids(feature_input, feature)
         keys.append(_keys_of(row_ids, feature.row_offset, stack))
         bags.append(
@@ -106,6 +108,26 @@ def max_unique_ids(
         ids_of_table[table] = ids_of_table.get(table, 0) + num_ids
         rows_of_table[table] = feature.config.table.vocabulary_size
     return sum(min(n, rows_of_table[table]) for table, n in ids_of_table.items())
+
+
+def _in_order_of_samples(feature_input: FeatureInput) -> FeatureInput:
+    """Puts the ids of a sample beside each other, for rules that see occurrences."""
+    valence = feature_input.valence
+    if feature_input.sample_ids is not None or valence == 1:
+        return feature_input
+
+    def reorder(values: Array) -> Array:
+        return values.reshape(valence, -1).T.reshape(-1)
+
+    ids, weights = feature_input.ids, feature_input.weights
+    samples = jnp.arange(feature_input.num_samples, dtype=jnp.int32)
+    return FeatureInput(
+        ids=reorder(ids),
+        weights=None if weights is None else reorder(weights),
+        sample_ids=jnp.repeat(samples, valence),
+        num_samples=feature_input.num_samples,
+        valence=1,
+    )
 
 
 def _resolve_row_ids(
@@ -170,7 +192,7 @@ def _sum_by_sample(
     values: Float[Array, " ids"], feature_input: FeatureInput
 ) -> Float[Array, " samples"]:
     if feature_input.sample_ids is None:
-        return values.reshape(-1, feature_input.valence).sum(axis=1)
+        return values.reshape(feature_input.valence, -1).sum(axis=0)
     return jax.ops.segment_sum(
         values,
         feature_input.sample_ids,
@@ -183,5 +205,5 @@ def _repeat_by_id(
     values: Float[Array, " samples"], feature_input: FeatureInput
 ) -> Float[Array, " ids"]:
     if feature_input.sample_ids is None:
-        return jnp.repeat(values, feature_input.valence)
+        return jnp.tile(values, feature_input.valence)
     return values.at[feature_input.sample_ids].get(mode="fill", fill_value=0.0)

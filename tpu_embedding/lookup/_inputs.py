@@ -229,8 +229,8 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
     if shardable.row_splits is None:
         if not length:
             return FeatureInput(
-                ids=ids.reshape(-1),
-                weights=None if weights is None else weights.reshape(-1),
+                ids=ids.T.reshape(-1),
+                weights=None if weights is None else weights.T.reshape(-1),
                 sample_ids=None,
                 num_samples=num_samples,
                 valence=ids.shape[1],
