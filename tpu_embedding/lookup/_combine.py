@@ -4,6 +4,7 @@
 `[samples, places]` of the gains.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -52,7 +53,8 @@ def _pool(bag: Bags, rows: Float[Array, "ids dim"]) -> Float[Array, "samples dim
         )
     if bag.valence == 1:
         return rows
-    return rows.reshape(bag.valence, -1, rows.shape[1]).sum(axis=0)
+    # Slices are added where they lie; a reduction would have them copied out first.
+    return functools.reduce(jnp.add, jnp.split(rows, bag.valence))
 
 
 def spread(

@@ -136,26 +136,23 @@ def _fill(
 ) -> Round:
     part = part_size(size.capacity)
     num_places = stack.num_shards * part
+    num_ids = next_ranks - first_ranks
+    turn = dedup.ranks - for_each_id(first_ranks, dedup)
     is_in_round = (
         (dedup.sorted_keys != PADDING_ROW_ID)
-        & (dedup.ranks >= for_each_id(first_ranks, dedup))
+        & (turn >= 0)
         & (dedup.ranks < for_each_id(next_ranks, dedup))
     )
-    part_starts = part * jnp.arange(stack.num_shards, dtype=jnp.int32)
-    id_places = dedup.ranks + for_each_id(part_starts - first_ranks, dedup)
-    id_places = jnp.where(is_in_round, id_places, num_places)
-    row_ids = jnp.full((num_places,), PADDING_ROW_ID, jnp.int32)
-    row_ids = row_ids.at[id_places].set(
-        dedup.sorted_keys % stack.rows_per_shard,
-        mode="drop",
-        wrap_negative_indices=False,
-    )
-    num_ids = next_ranks - first_ranks
+    destination = jax.lax.div(dedup.sorted_keys, jnp.int32(stack.rows_per_shard))
+    row = dedup.sorted_keys - stack.rows_per_shard * destination
+    id_places = jnp.where(is_in_round, part * destination + turn, num_places)
     row_places = id_places
     if size.kind == "ragged":
         starts = jnp.cumsum(num_ids, dtype=jnp.int32) - num_ids
-        row_places = dedup.ranks + for_each_id(starts - first_ranks, dedup)
+        row_places = turn + for_each_id(starts, dedup)
         row_places = jnp.where(is_in_round, row_places, size.sent_rows)
+    row_ids = jnp.full((num_places,), PADDING_ROW_ID, jnp.int32)
+    row_ids = row_ids.at[id_places].set(row, mode="drop", wrap_negative_indices=False)
     return Round(
         places=unsort(row_places, dedup.order),
         row_ids=row_ids,
