@@ -101,9 +101,16 @@ class HardwareInfo:
 # SparseCore offload of gathers is XLA's default; that of scatters and of long sorts has
 # to be asked for. A sort on the TensorCore takes long to compile, 9 s for 900,000 pairs
 # against 0.6 s, and a step has a dozen of them with those that XLA puts in scatters.
+# XLA leaves up to some 131,000 keys there unless told a smaller number, which the
+# compilers of earlier jax cannot be.
 _SPARSE_CORE_OPTIONS: Final = (
     ("xla_tpu_enable_offloading_scatter_to_sparsecore", "true"),
     ("xla_tpu_enable_offloading_sort_to_sparsecore", "true"),
+    *(
+        [("xla_tpu_min_input_size_for_1d_sort_offloading", "16384")]
+        if jax.__version_info__ >= (0, 12)
+        else []
+    ),
 )
 
 _TPU_V4: Final = HardwareInfo(

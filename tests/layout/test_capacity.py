@@ -24,7 +24,7 @@ def test_bounds(max_unique_ids, num_shards, rows_per_shard, kind):
     assert 1 <= size.capacity <= bound
     assert size.capacity >= min(room, bound)
     # Not much more than the rule says: a step's buffers are num_shards times as long.
-    assert size.capacity < max(1.032 * room, 1 + deviations) + 9
+    assert size.capacity < max(1.008 * room, 1 + deviations) + 9
     # The last place is no id's, and each shard may send something in each round.
     assert size.sent_rows > min(max_unique_ids, num_shards * size.capacity)
     assert size.received_rows > num_shards
