@@ -15,6 +15,12 @@ from jax.sharding import Mesh
 MEBIBYTE: Final = 2**20
 GIBIBYTE: Final = 2**30
 
+DMA_GRANULE_BYTES: Final = 64
+"""Bytes that a SparseCore's access to memory takes at least: tpu7x; 32 on v5p, v6e.
+
+Source: `dma_granule_size_bytes` of JAX's own table, `jax/_src/tpu_info.py`.
+"""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HardwareInfo:

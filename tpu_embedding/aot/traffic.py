@@ -30,6 +30,7 @@ import re
 from typing import Final
 
 from tpu_embedding.aot.hlo import HBM, Computation, Instruction, Module, Shape
+from tpu_embedding.hardware import DMA_GRANULE_BYTES
 
 COLLECTIVES: Final = frozenset(
     {
@@ -42,12 +43,6 @@ COLLECTIVES: Final = frozenset(
         "reduce-scatter",
     }
 )
-
-_SMALLEST_ACCESS: Final = 64
-"""Bytes of a SparseCore's DMA granule on tpu7x; 32 on v5p and v6e.
-
-Source: `dma_granule_size_bytes` of JAX's own table, `jax/_src/tpu_info.py`.
-"""
 
 _FREE: Final = frozenset(
     {
@@ -318,7 +313,7 @@ def _slices_bytes(
     computation: Computation,
 ) -> int:
     """Returns the bytes of as many slices as a gather or scatter has indices."""
-    of_slice = max(shape.slice_bytes(sizes), _SMALLEST_ACCESS)
+    of_slice = max(shape.slice_bytes(sizes), DMA_GRANULE_BYTES)
     return _num_indices(instruction, computation) * of_slice
 
 

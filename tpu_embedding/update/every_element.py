@@ -11,8 +11,11 @@ from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.types import RowRange, RowUpdates
 from tpu_embedding.update.lift import is_slot
 
-_ELEMENTS_PER_BLOCK: Final = 2**20
-"""Elements that a pass over all rows takes at a time: 4 MiB of float32."""
+_LINES_PER_BLOCK: Final = 8192
+"""Lines that a pass over all rows takes at a time: 4 MiB of 128 float32 lanes."""
+
+_VALUES_PER_BLOCK: Final = 2**20
+"""The same of rows of a single value."""
 
 
 def apply_to_every_element(
@@ -69,7 +72,8 @@ def _pass_over_lines(
     """
     packed = [x for x in leaves if is_slot(x)]
     num_lines, *lanes = packed[0].lines.shape
-    block = min(num_lines, max(1, _ELEMENTS_PER_BLOCK // packed[0].layout.lanes))
+    block = _VALUES_PER_BLOCK if packed[0].layout.is_flat else _LINES_PER_BLOCK
+    block = min(num_lines, block)
 
     def run(i, lines):
         # The last block begins earlier than its turn, to be full.
