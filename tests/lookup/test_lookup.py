@@ -245,11 +245,13 @@ def test_mesh_of_several_axes():
     check_against_reference(make_plan(mesh, capacity=2), batch_of("ragged"))
 
 
-def test_each_touched_row_once(mesh):
+def test_each_touched_row_once_and_rising(mesh):
     plan = make_plan(mesh)
     _, gradients, touched = check_against_reference(plan, batch_of("zero_weights"))
     updates = gradients["stack_0"].updates
     row_ids = np.asarray(updates.row_ids).reshape(mesh.size, -1)
+    # Padding is the largest id; scatters are told that the rows are sorted.
+    assert (row_ids[:, 1:] >= row_ids[:, :-1]).all()
     stack = plan.stacks[0]
     owned = [
         shard_rows[shard_rows != PADDING] * mesh.size + shard
