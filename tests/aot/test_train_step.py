@@ -186,6 +186,14 @@ def test_tpu_step_with_ragged_exchange_is_in_place(dim, generation):
     assert "ragged-all-to-all" in compiled.as_text()
 
 
+@pytest.mark.tpu_compiler
+def test_step_of_three_chips_is_in_place():
+    four = aot.topology_mesh(TOPOLOGIES["v5p"])
+    mesh = jax.sharding.Mesh(four.devices.reshape(-1)[:3], four.axis_names)
+    plan = make_plan(mesh, 128, REPRESENTATIVE["rowwise_adagrad"], 128)
+    check(plan, compile_step(plan, 128))
+
+
 def cases():
     """The representative rules on both generations, the others on one in turn."""
     generations = ("v5p", "tpu7x")
