@@ -412,3 +412,14 @@ def test_permuting_samples_permutes_activations(seed):
         np.testing.assert_allclose(
             result[name], activations[name][order], rtol=1e-6, atol=1e-6
         )
+
+
+def test_hundreds_of_ids_per_sample():
+    table = te.TableConfig(vocabulary_size=50, dim=3, combiner="sum", name="table")
+    feature = te.FeatureConfig(table=table, name="ids")
+    plan = te.make_plan(feature, mesh_of(2))
+    tables = te.init_tables(plan, jax.random.key(0))
+    rows = te.logical_values(tables, plan)["table"]
+    ids = np.random.default_rng(0).integers(0, 50, (4, 300)).astype(np.int32)
+    found = te.lookup(tables, ids, plan).activations
+    np.testing.assert_allclose(found, rows[ids].sum(axis=1), rtol=1e-5, atol=1e-5)

@@ -7,12 +7,16 @@
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.lookup._flatten import Bags
+
+_MOST_SLICES: Final = 128
+"""Ids of a sample up to which each is an addition of its own in the program."""
 
 
 def combine(
@@ -53,6 +57,8 @@ def _pool(bag: Bags, rows: Float[Array, "ids dim"]) -> Float[Array, "samples dim
         )
     if bag.valence == 1:
         return rows
+    if bag.valence > _MOST_SLICES:
+        return rows.reshape(bag.valence, -1, rows.shape[1]).sum(axis=0)
     # Slices are added where they lie; a reduction would have them copied out first.
     return functools.reduce(jnp.add, jnp.split(rows, bag.valence))
 
