@@ -16,7 +16,7 @@ MEBIBYTE: Final = 2**20
 GIBIBYTE: Final = 2**30
 
 DMA_GRANULE_BYTES: Final = 64
-"""Bytes that a SparseCore's access to memory takes at least: tpu7x; 32 on v5p, v6e.
+"""Least bytes of an access to memory by SparseCore on tpu7x; v5p and v6e take 32.
 
 Source: `dma_granule_size_bytes` of JAX's own table, `jax/_src/tpu_info.py`.
 """

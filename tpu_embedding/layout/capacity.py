@@ -37,12 +37,12 @@ lanes, copies wide ones first, and exchanges sizes; see `benchmarks/README.md`."
 _SUBLANES: Final = 8
 """Rows of a TPU tile; a buffer of another size is padded to it anyway."""
 
-_LANES: Final = 128
+LANES: Final = 128
 """Ids of a TPU register. Parts of so many lie in memory as they are sent; those of
 another size are first moved, by code that takes XLA seconds to compile."""
 
-_MANY_IDS: Final = 128 * _LANES
-"""From here on a part is a multiple of `_LANES`, which adds 0.8 % at most."""
+_MANY_IDS: Final = 128 * LANES
+"""From here on a part is a multiple of `LANES`, which adds 0.8 % at most."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ def part_size(capacity: int) -> int:
 
     One more than the ids at least: a place that no id ever takes stands for none.
     """
-    return round_up(capacity + 1, _SUBLANES if capacity < _MANY_IDS else _LANES)
+    return round_up(capacity + 1, _SUBLANES if capacity < _MANY_IDS else LANES)
 
 
 def _capacity(

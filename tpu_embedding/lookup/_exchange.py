@@ -5,21 +5,17 @@ parts too, or, in a ragged exchange, one after the other without room between.
 """
 
 import dataclasses
-from typing import Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.config import QuantizationConfig
-from tpu_embedding.layout.capacity import RoundSize
+from tpu_embedding.layout.capacity import LANES, RoundSize
 from tpu_embedding.layout.packed_rows import PackedRows, gather_rows
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.lookup._route import Round
 from tpu_embedding.types import PADDING_ROW_ID
-
-_LANES: Final = 128
-"""Of a TPU: an array `[n, 128]` of int32 lies in memory as a flat one does."""
 
 
 @jax.tree_util.register_dataclass
@@ -147,8 +143,9 @@ def exchange(buffer: Array, plan: EmbeddingPlan) -> Array:
     if plan.num_shards == 1:
         return buffer
     shape = buffer.shape
-    if buffer.ndim == 1 and buffer.size % (plan.num_shards * _LANES) == 0:
-        buffer = buffer.reshape(-1, _LANES)
+    if buffer.ndim == 1 and buffer.size % (plan.num_shards * LANES) == 0:
+        # On TPU an int32 array of this shape lies in memory as the flat one does.
+        buffer = buffer.reshape(-1, LANES)
     received = jax.lax.all_to_all(
         buffer, plan.axis_names, split_axis=0, concat_axis=0, tiled=True
     )
