@@ -111,9 +111,9 @@ class RowUpdates:
     Attributes:
       values: float32 `[num_rows, dim]`. `values` comes first among the leaves so
         that code which asks the first leaf for its dtype sees a float.
-      row_ids: int32 `[num_rows]`, row within the shard, rising; `PADDING_ROW_ID` where
-        the place is unused, at the end. Per shard inside `shard_map`; the shards' parts
-        one after the other in the global view.
+      row_ids: int32 `[num_rows]`, row within the shard; `PADDING_ROW_ID` where the
+        place is unused, and its values are zero. Per shard inside `shard_map`; the
+        shards' parts one after the other in the global view.
     """
 
     values: Float[Array, "num_rows dim"]

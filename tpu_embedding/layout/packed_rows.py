@@ -146,16 +146,15 @@ def add_to_rows(
 
     Args:
       packed: the rows of this shard.
-      row_ids: rows to change, rising, each at most once; ids beyond the last row, at
-        the end, are left out.
+      row_ids: rows to change, each at most once; ids beyond the last row are left out.
       values: `[ids, *row_shape]`.
     """
     layout = packed.layout
     values = values.astype(packed.lines.dtype)
     is_used = row_ids < layout.num_rows
-    line_ids = jnp.where(
-        is_used, row_ids // layout.rows_per_line, jnp.int32(layout.num_lines)
-    )
+    # Lines beyond the last are left out; here each is named once, as the others are.
+    nowhere = layout.num_lines + jnp.arange(row_ids.shape[0], dtype=jnp.int32)
+    line_ids = jnp.where(is_used, row_ids // layout.rows_per_line, nowhere)
     if layout.is_flat:
         additions = values.reshape(row_ids.shape)
     else:
@@ -165,7 +164,10 @@ def add_to_rows(
             layout,
         )
     lines = packed.lines.at[line_ids].add(
-        additions, mode="drop", indices_are_sorted=True, wrap_negative_indices=False
+        additions,
+        mode="drop",
+        unique_indices=layout.rows_per_line == 1,
+        wrap_negative_indices=False,
     )
     return PackedRows(lines=lines, layout=layout)
 

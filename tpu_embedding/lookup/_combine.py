@@ -13,7 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tpu_embedding.lookup._dedup import take
 from tpu_embedding.lookup._flatten import Bags
+from tpu_embedding.lookup._repeats import add_repeats
+from tpu_embedding.lookup._route import Uses
 
 _MOST_SLICES: Final = 128
 """Ids of a sample up to which each is an addition of its own in the program."""
@@ -64,47 +67,71 @@ def _pool(bag: Bags, rows: Float[Array, "ids dim"]) -> Float[Array, "samples dim
 
 
 def spread(
-    cotangents: Sequence[Float[Array, "_ dim"]],
-    places: Int[Array, " all_ids"],
-    bags: Sequence[Bags],
-    buffer_size: int,
+    cotangents: Sequence[Float[Array, "_ dim"]], uses: Uses, bags: Sequence[Bags]
 ) -> Float[Array, "buffer dim"]:
     """Sums the cotangents of all samples that used a row. Per shard.
 
     Args:
       cotangents: per feature of the stack.
-      places: as in `combine`.
+      uses: the ids of each row.
       bags: the features of the stack.
-      buffer_size: places of the exchange buffer.
 
     Returns:
-      The gradient of each row in the exchange buffer.
+      The gradient of each row in the exchange buffer; anything in unused places.
     """
-    contributions = []
-    for bag, cotangent in zip(bags, cotangents, strict=True):
-        if bag.sample_ids is not None:
-            of_ids = cotangent.at[bag.sample_ids].get(mode="clip")
-        elif bag.valence == 1:
-            of_ids = cotangent
-        else:
-            of_ids = jnp.tile(cotangent, (bag.valence, 1))
-        if bag.gains is not None:
-            of_ids *= bag.gains[:, None]
-        contributions.append(of_ids)
-    contribution = jnp.concatenate(contributions)
-    gradients = jnp.zeros((buffer_size, contribution.shape[1]), jnp.float32)
-    return gradients.at[places].add(
-        contribution, mode="drop", wrap_negative_indices=False
+    of_samples = jnp.concatenate(cotangents)
+    samples, gains = _samples_of_ids(bags), _gains_of_ids(bags)
+
+    def of_ids(ids: Int[Array, " n"]) -> Float[Array, "n dim"]:
+        of_sample = take(of_samples, ids if samples is None else take(samples, ids))
+        return of_sample if gains is None else of_sample * take(gains, ids)[:, None]
+
+    is_same_row = jnp.diff(uses.places, prepend=-1) == 0
+    return add_repeats(
+        of_ids(uses.first_ids),
+        is_same_row & (uses.places < uses.first_ids.shape[0]),
+        places=uses.places,
+        occurrences=uses.order,
+        values_of=lambda _, ids: of_ids(ids),
+    )
+
+
+def _samples_of_ids(bags: Sequence[Bags]) -> Int[Array, " all_ids"] | None:
+    """Numbers the samples of all features; None where each has one id, in order."""
+    if all(bag.sample_ids is None and bag.valence == 1 for bag in bags):
+        return None
+    samples, first = [], 0
+    for bag in bags:
+        of_bag = bag.sample_ids
+        if of_bag is None:
+            of_bag = jnp.tile(jnp.arange(bag.num_samples), bag.valence)
+        # Unused ids have the number after the last; no row is theirs.
+        samples.append(first + jnp.minimum(of_bag, bag.num_samples - 1))
+        first += bag.num_samples
+    return jnp.concatenate(samples)
+
+
+def _gains_of_ids(bags: Sequence[Bags]) -> Float[Array, " all_ids"] | None:
+    if all(bag.gains is None for bag in bags):
+        return None
+    return jnp.concatenate(
+        [
+            jnp.ones((size,), jnp.float32) if bag.gains is None else bag.gains
+            for bag, size in zip(bags, _num_ids(bags), strict=True)
+        ]
     )
 
 
 def _split(
     of_ids: Float[Array, "all_ids dim"], bags: Sequence[Bags]
 ) -> list[Float[Array, "_ dim"]]:
-    sizes = [
+    return jnp.split(of_ids, list(itertools.accumulate(_num_ids(bags)))[:-1])
+
+
+def _num_ids(bags: Sequence[Bags]) -> list[int]:
+    return [
         bag.num_samples * bag.valence
         if bag.sample_ids is None
         else bag.sample_ids.shape[0]
         for bag in bags
     ]
-    return jnp.split(of_ids, list(itertools.accumulate(sizes))[:-1])

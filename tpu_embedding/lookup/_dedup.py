@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from tpu_embedding.layout.plan import StackPlan
-from tpu_embedding.lookup._running_sum import running_sum
+from tpu_embedding.lookup._running import running_sum
 from tpu_embedding.types import PADDING_ROW_ID
 
 _MOST_COMPARISONS: Final = 2**23
@@ -47,6 +47,11 @@ def unsort(values: Int[Array, " n"], order: Int[Array, " n"]) -> Int[Array, " n"
             wrap_negative_indices=False,
         )
     )
+
+
+def take(values: Array, places: Int[Array, " n"]) -> Array:
+    """Reads `values[places]`; all places must be there."""
+    return values.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 @jax.tree_util.register_dataclass

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from tpu_embedding.layout.plan import EmbeddingPlan, FeaturePlan
 from tpu_embedding.lookup._flatten import FeatureInput
-from tpu_embedding.lookup._running_sum import running_sum
+from tpu_embedding.lookup._running import running_sum
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,

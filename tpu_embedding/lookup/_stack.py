@@ -32,8 +32,8 @@ from tpu_embedding.lookup._flatten import (
     max_unique_ids,
 )
 from tpu_embedding.lookup._merge import merge
-from tpu_embedding.lookup._route import Round, route, route_all
-from tpu_embedding.types import RowRange, RowUpdates
+from tpu_embedding.lookup._route import Round, Uses, route, route_all
+from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 
 Carry = TypeVar("Carry")
 
@@ -64,14 +64,14 @@ class StackRouting:
     """What the forward pass hands to the backward pass. Per shard.
 
     Attributes:
-      places: int32 `[ids]`, place of each id's row in the first round's buffer.
+      uses: the ids of each row of the first round's buffer.
       requests: what the shards asked this one for in the first round.
       bags: per feature of the stack.
       remaining: None where no batch of this shape can need a second round.
       size: of the first round.
     """
 
-    places: Int[Array, " ids"]
+    uses: Uses
     requests: Requests
     bags: list[Bags]
     remaining: Remaining | None
@@ -177,13 +177,13 @@ def lookup_stack(
     # What the update needs waits for the last read of the table. Otherwise a loss
     # whose derivative needs no activations lets XLA write rows before they are read,
     # into a copy of the whole table.
-    activations, places, requests = jax.lax.optimization_barrier(
-        (activations, first.places, requests)
+    activations, uses, requests = jax.lax.optimization_barrier(
+        (activations, first.uses, requests)
     )
     return StackLookup(
         activations=activations,
         routing=StackRouting(
-            places=places,
+            uses=uses,
             requests=requests,
             bags=bags,
             remaining=remaining,
@@ -216,7 +216,7 @@ def stack_gradient(
             bags=routing.bags,
         )
     size = routing.size
-    gradients = spread(cotangents, routing.places, routing.bags, size.sent_rows)
+    gradients = spread(cotangents, routing.uses, routing.bags)
     return StackGradient(
         updates=_to_owners(gradients, routing.requests, size, stack, plan), later=later
     )
@@ -241,7 +241,7 @@ def for_each_later_update(
     def apply_round(state, current: Round):
         carry, first_row = state
         size = later.remaining.size
-        gradients = spread(later.cotangents, current.places, later.bags, size.sent_rows)
+        gradients = spread(later.cotangents, current.uses, later.bags)
         requests = send_requests(current, size, plan)
         updates = _to_owners(gradients, requests, size, stack, plan)
         carry = apply(carry, updates, RowRange(first_row, current.end_row))
@@ -284,6 +284,10 @@ def _to_owners(
 ) -> RowUpdates:
     """Sends gradients to the owners of their rows, and sums those of a row there."""
     received = send_gradients(gradients, requests, plan)
-    if stack.num_shards == 1 or stack.keeps_duplicates:
-        return RowUpdates(row_ids=requests.row_ids, values=received)
-    return merge(requests.row_ids, received, size.unique_rows)
+    updates = RowUpdates(row_ids=requests.row_ids, values=received)
+    if stack.num_shards > 1 and not stack.keeps_duplicates:
+        updates = merge(updates.row_ids, updates.values, size.unique_rows)
+    # Unused places hold whatever was received there. XLA fuses this into the rule.
+    is_used = updates.row_ids != PADDING_ROW_ID
+    values = jnp.where(is_used[:, None], updates.values, 0.0)
+    return dataclasses.replace(updates, values=values)

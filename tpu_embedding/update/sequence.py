@@ -26,19 +26,17 @@ def apply_in_sequence(
     advances once.
     """
     occurrences = _occurrences(gradient.row_ids)
-    places = jnp.arange(gradient.row_ids.shape[0], dtype=jnp.int32)
     is_used = gradient.row_ids != PADDING_ROW_ID
     num_passes = jnp.max(jnp.where(is_used, occurrences + 1, 0))
 
     def run(carry):
         done, table, slots = carry
         row_ids = jnp.where(occurrences == done, gradient.row_ids, PADDING_ROW_ID)
-        row_ids, order = jax.lax.sort((row_ids, places), num_keys=1, is_stable=False)
         table, new_state = _apply(
             rule,
             table,
             with_slots(state, slots),
-            RowUpdates(row_ids=row_ids, values=gradient.values[order]),
+            RowUpdates(row_ids=row_ids, values=gradient.values),
         )
         return done + 1, table, slots_of(new_state)
 

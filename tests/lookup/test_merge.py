@@ -1,0 +1,66 @@
+"""Sums per row at the owner, in place or in a buffer as long as the rows are many."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_embedding.lookup._merge import merge
+from tpu_embedding.types import PADDING_ROW_ID
+
+CASES = {
+    "nothing": [PADDING_ROW_ID] * 8,
+    "one row": [3] * 8,
+    "no repeats": [5, 1, 7, 0, 4, 2, 6, 3],
+    "first of each source": [0, 1, 2, PADDING_ROW_ID, 0, 1, 2, PADDING_ROW_ID],
+    "repeats before firsts": [6, 6, 5, 5, 4, PADDING_ROW_ID, 4, 0],
+    "last row": [7, PADDING_ROW_ID, 7, PADDING_ROW_ID, 7, 0, 0, 7],
+}
+
+
+jitted_merge = jax.jit(merge, static_argnums=2)
+
+
+def check(row_ids, num_rows, bound):
+    """Merges integers, whose sums are exact in any order."""
+    row_ids = np.asarray(row_ids, np.int32)
+    gradients = np.random.default_rng(0).integers(-9, 9, (len(row_ids), 3))
+    gradients = gradients.astype(np.float32)
+    is_used = row_ids != PADDING_ROW_ID
+    gradients[~is_used] = np.nan
+    merged = jitted_merge(jnp.asarray(row_ids), jnp.asarray(gradients), bound)
+    result = np.zeros((num_rows, 3))
+    is_row = np.asarray(merged.row_ids) != PADDING_ROW_ID
+    found = np.asarray(merged.row_ids)[is_row]
+    assert sorted(found) == sorted(set(row_ids[is_used]))
+    result[found] = np.asarray(merged.values)[is_row]
+    expected = np.zeros((num_rows, 3))
+    np.add.at(expected, row_ids[is_used], gradients[is_used])
+    np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("bound", [8, 1000])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_numpy(case, bound):
+    check(CASES[case] * (2 if bound == 8 else 1), 8, bound)
+
+
+@pytest.mark.parametrize("num_repeats", [0, 1, 1023, 1024, 1025, 5000])
+def test_turns_of_the_loop(num_repeats):
+    firsts = np.arange(7000)
+    repeats = firsts[:num_repeats] * 7 % 7000
+    row_ids = np.random.default_rng(1).permutation(np.concatenate([firsts, repeats]))
+    check(row_ids, 7000, 10**6)
+
+
+@hypothesis.given(
+    st.lists(
+        st.sampled_from([0, 1, 2, 3, 9, PADDING_ROW_ID]), min_size=24, max_size=24
+    ),
+    st.sampled_from([10, 10**6]),
+)
+@hypothesis.settings(max_examples=40, deadline=None)
+def test_any_rows(row_ids, bound):
+    check(row_ids, 10, bound)

@@ -1,0 +1,29 @@
+"""Running sums, and values held until the next, in blocks."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_embedding.lookup._running import hold, running_sum
+
+
+def _hold(values):
+    held = -1
+    for i, value in enumerate(values):
+        held = value if value >= 0 else held
+        values[i] = held
+    return values
+
+
+@pytest.mark.parametrize(
+    "size", [0, 1, 2, 127, 128, 129, 2**14, 2**14 + 1, 2**20 + 2**10 + 1]
+)
+@pytest.mark.parametrize(
+    ("running", "expected"),
+    [(running_sum, np.cumsum), (hold, _hold)],
+)
+def test_equals_numpy(size, running, expected):
+    values = np.random.default_rng(size).integers(-9, 9, size).astype(np.int32)
+    result = running(jnp.asarray(values))
+    assert result.dtype == jnp.int32
+    np.testing.assert_array_equal(result, expected(values.copy()))

@@ -1,0 +1,69 @@
+"""What a row's further occurrences add to its first.
+
+Sorting brings the occurrences of a row together: the first, then its *repeats*. A sum
+per row needs no buffer of zeros to add all occurrences to. It begins as the values of
+the first occurrences, and the repeats are added, a part of them at a time, in a loop
+that turns while there are any.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from tpu_embedding.layout.capacity import LANES
+from tpu_embedding.layout.packed_rows import round_up
+
+_TURNS: Final = 8
+"""Turns of the loop where almost all occurrences are repeats."""
+
+_FEWEST_PER_TURN: Final = 8 * LANES
+"""Repeats of a turn at least: below, starting one takes longer than its rows."""
+
+
+def add_repeats(
+    sums: Float[Array, "places dim"],
+    is_repeat: Bool[Array, " n"],
+    places: Int[Array, " n"],
+    occurrences: Int[Array, " n"],
+    values_of: Callable[[Array, Int[Array, " turn"]], Float[Array, "turn dim"]],
+) -> Float[Array, "places dim"]:
+    """Adds the values of repeats to the sums of their rows. Per shard; in place.
+
+    Args:
+      sums: the values of first occurrences, each at the place of its row.
+      is_repeat: of all occurrences, in any order.
+      places: the place of the row of each in `sums`.
+      occurrences: what `values_of` knows each by.
+      values_of: given the sums so far and some occurrences, their values.
+    """
+    num_occurrences = is_repeat.shape[0]
+    num_repeats = jnp.sum(is_repeat, dtype=jnp.int32)
+    per_turn = round_up(-(-num_occurrences // _TURNS), LANES)
+    per_turn = min(max(per_turn, _FEWEST_PER_TURN), num_occurrences)
+    # A sort moves repeats to the front: a TPU scatters single integers slowly.
+    places, occurrences = jax.lax.sort(
+        (jnp.where(is_repeat, places, sums.shape[0]), occurrences),
+        num_keys=1,
+        is_stable=False,
+    )
+    places = jnp.pad(places, (0, per_turn), constant_values=sums.shape[0])
+    occurrences = jnp.pad(occurrences, (0, per_turn))
+
+    def add(carry):
+        done, sums = carry
+        turn = jax.lax.dynamic_slice_in_dim(occurrences, done, per_turn)
+        sums = sums.at[jax.lax.dynamic_slice_in_dim(places, done, per_turn)].add(
+            values_of(sums, turn),
+            mode="drop",
+            indices_are_sorted=True,
+            wrap_negative_indices=False,
+        )
+        return done + per_turn, sums
+
+    _, sums = jax.lax.while_loop(
+        lambda carry: carry[0] < num_repeats, add, (jnp.int32(0), sums)
+    )
+    return sums
