@@ -3,19 +3,12 @@
 import contextlib
 import dataclasses
 import functools
-from typing import Final
 
 import jax
 import numpy as np
 
 import tpu_embedding as te
 from tpu_embedding.update.lift import is_slot
-
-FAST_COMPILATION: Final = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
-"""What a program computes is tested, on a few rows: how fast it runs is no matter."""
 
 
 def one_table_plan(optimizer, vocabulary_size, dim, mesh, **options):
@@ -27,7 +20,7 @@ def one_table_plan(optimizer, vocabulary_size, dim, mesh, **options):
     return te.make_plan(feature, mesh, optimizer=optimizer, **options)
 
 
-@functools.partial(jax.jit, static_argnames="plan", compiler_options=FAST_COMPILATION)
+@functools.partial(jax.jit, static_argnames="plan")
 def update(tables, slots, ids, cotangents, plan):
     """One step: look ids up, and let the loss have these derivatives."""
     result = te.lookup(tables, ids, plan)
@@ -50,7 +43,7 @@ def initial_state_of_tables(plan, values):
     return tables, _init_slots(tables, plan)
 
 
-@functools.partial(jax.jit, static_argnames="plan", compiler_options=FAST_COMPILATION)
+@functools.partial(jax.jit, static_argnames="plan")
 def _init_slots(tables, plan):
     return te.init_slots(tables, plan)
 
