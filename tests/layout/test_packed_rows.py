@@ -191,7 +191,8 @@ def test_add_changes_the_named_rows_only(layout):
     values[: len(named)] = random_rows(layout, 3)[named]
 
     packed = pack(rows, layout)
-    result = add(packed, ids, values)
+    order = np.random.default_rng(5).permutation(len(ids))
+    result = add(packed, ids[order], values[order])
     assert result.layout == layout
     after = np.asarray(unpack(result))
 

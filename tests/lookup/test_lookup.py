@@ -255,6 +255,8 @@ def test_each_touched_row_once(mesh):
         shard_rows[shard_rows != PADDING] * mesh.size + shard
         for shard, shard_rows in enumerate(row_ids)
     ]
+    values = np.asarray(updates.values).reshape(mesh.size, -1, 4)
+    assert (values[row_ids == PADDING] == 0).all()
     rows = np.sort(np.concatenate(owned))
     expected = np.flatnonzero(np.concatenate([touched[t.name] for t in stack.tables]))
     # Weight 0 under `sum` gives gradient 0, and the row is touched all the same.
@@ -262,10 +264,15 @@ def test_each_touched_row_once(mesh):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "capacity", "exchange"),
-    [(1, None, None), (3, None, "padded"), (8, None, "ragged"), (8, 150, "padded")],
+    ("num_devices", "capacity", "exchange", "rounds"),
+    [
+        (1, None, None, 1),
+        (3, None, "padded", 1),
+        (8, None, "ragged", 1),
+        (8, 20, "padded", 3),
+    ],
 )
-def test_repeats_in_a_table_of_many_rows(num_devices, capacity, exchange):
+def test_repeats_in_a_table_of_many_rows(num_devices, capacity, exchange, rounds):
     """Sums begin as the first occurrence where rows are more than requests."""
     table = te.TableConfig(vocabulary_size=9_000, dim=3, combiner="mean", name="table")
     config = {n: te.FeatureConfig(table=table, name=n) for n in ("one", "many")}
@@ -281,7 +288,8 @@ def test_repeats_in_a_table_of_many_rows(num_devices, capacity, exchange):
     ids = np.where(rng(4).random(ids.shape) < 0.3, ids % 10, ids)
     weights = rng(5).normal(size=ids.shape).astype(np.float32)
     batch = {"one": ids[:, 0], "many": te.DenseIds(ids=ids, weights=weights)}
-    check_against_reference(plan, batch)
+    stats, _, _ = check_against_reference(plan, batch)
+    assert stats.rounds["stack_0"] == rounds
 
 
 @pytest.mark.parametrize("policy", ["error", "drop", "clip"])
@@ -350,6 +358,25 @@ def test_clip_finds_the_right_end_for_ids_of_any_size(dtype):
     for features in (batch, te.prepare_features(batch, plan)):
         first, last = te.lookup(tables, features, plan).activations["a"]
         np.testing.assert_array_equal(first, last)
+
+
+def test_shards_without_a_place_for_an_id():
+    plan = make_plan(mesh_of(2))
+    nothing = te.ShardedRaggedIds(
+        values=np.zeros((2, 0), np.int32),
+        row_splits=np.zeros((2, 3), np.int32),
+        batch_size=4,
+    )
+    tables = te.init_tables(plan, jax.random.key(1))
+    batch = dict.fromkeys("abcd", nothing)
+    cotangents = jax.tree.map(
+        lambda s: np.ones(s.shape, np.float32), te.activation_shapes(batch, plan)
+    )
+    activations, _, gradients, _ = look_up_and_update(
+        tables, te.init_slots(tables, plan), batch, cotangents, plan
+    )
+    assert not any(jnp.any(x) for x in activations.values())
+    assert (gradients["stack_0"].updates.row_ids == PADDING).all()
 
 
 def test_cotangents_of_another_shape_are_refused():

@@ -33,6 +33,7 @@ def check(row_ids, num_rows, bound):
     merged = jitted_merge(jnp.asarray(row_ids), jnp.asarray(gradients), bound)
     result = np.zeros((num_rows, 3))
     is_row = np.asarray(merged.row_ids) != PADDING_ROW_ID
+    assert (np.asarray(merged.values)[~is_row] == 0).all()
     found = np.asarray(merged.row_ids)[is_row]
     assert sorted(found) == sorted(set(row_ids[is_used]))
     result[found] = np.asarray(merged.values)[is_row]

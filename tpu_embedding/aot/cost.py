@@ -5,10 +5,11 @@ figures grow with the vocabulary though the program's work does not. Here the op
 HLO is walked instead. `traffic.py` says what one instruction moves; this module says
 which instructions run how often:
 
-* The body of a loop counts as often as the loop turns. Where that depends on data (the
-  gradients of repeated ids, an eighth of all ids at a time; the further rounds of a
-  lookup, which run under skew only), the loop is listed with the cost of one turn, and
-  is in no total. The floor, too, is that of ids that differ where they can.
+* The body of a loop counts as often as the loop turns. Where that depends on data (as
+  for the gradients of repeated ids, an eighth of the places at a time, and for the
+  further rounds of a lookup, which run under skew only), the loop is listed with the
+  cost of one turn, and is in no total. The floor, too, is that of ids that differ where
+  they can.
 * Of a conditional's branches, the one that moves most counts.
 * What runs asynchronously, on SparseCore or as a copy, counts once, where it starts.
 

@@ -18,8 +18,8 @@ from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.layout.memory import format_bytes, format_table
 
 LOOPS_NOTE: Final = (
-    "loops that turn as often as data ask for (an eighth of the ids, if repeated; a "
-    "further round, under skew); per turn"
+    "loops that turn as often as data ask for (an eighth of the ids, where they "
+    "repeat; a further round, under skew; ...); per turn"
 )
 _COST_HEAD: Final = ("HBM", "HBM time", "links", "link time")
 

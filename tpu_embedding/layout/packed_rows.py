@@ -153,6 +153,7 @@ def add_to_rows(
     values = values.astype(packed.lines.dtype)
     is_used = row_ids < layout.num_rows
     # Lines beyond the last are left out; here each is named once, as the others are.
+    # In a table of 2**31 lines these numbers wrap, to negative ones: left out as well.
     nowhere = layout.num_lines + jnp.arange(row_ids.shape[0], dtype=jnp.int32)
     line_ids = jnp.where(is_used, row_ids // layout.rows_per_line, nowhere)
     if layout.is_flat:

@@ -67,7 +67,10 @@ def _pool(bag: Bags, rows: Float[Array, "ids dim"]) -> Float[Array, "samples dim
 
 
 def spread(
-    cotangents: Sequence[Float[Array, "_ dim"]], uses: Uses, bags: Sequence[Bags]
+    cotangents: Sequence[Float[Array, "_ dim"]],
+    uses: Uses,
+    bags: Sequence[Bags],
+    buffer_size: int,
 ) -> Float[Array, "buffer dim"]:
     """Sums the cotangents of all samples that used a row. Per shard.
 
@@ -75,6 +78,7 @@ def spread(
       cotangents: per feature of the stack.
       uses: the ids of each row.
       bags: the features of the stack.
+      buffer_size: places of the exchange buffer.
 
     Returns:
       The gradient of each row in the exchange buffer; anything in unused places.
@@ -86,10 +90,14 @@ def spread(
         of_sample = take(of_samples, ids if samples is None else take(samples, ids))
         return of_sample if gains is None else of_sample * take(gains, ids)[:, None]
 
-    is_same_row = jnp.diff(uses.places, prepend=-1) == 0
+    is_first = jnp.diff(uses.places, prepend=-1) != 0
+    first_ids = jnp.zeros((buffer_size,), jnp.int32)
+    first_ids = first_ids.at[jnp.where(is_first, uses.places, buffer_size)].set(
+        uses.order, mode="drop", wrap_negative_indices=False
+    )
     return add_repeats(
-        of_ids(uses.first_ids),
-        is_same_row & (uses.places < uses.first_ids.shape[0]),
+        of_ids(first_ids),
+        ~is_first & (uses.places < buffer_size),
         places=uses.places,
         occurrences=uses.order,
         values_of=lambda _, ids: of_ids(ids),

@@ -200,10 +200,13 @@ def to_shardable(
     if ids.weights is not None:
         weights = jnp.asarray(ids.weights, jnp.float32)
     if isinstance(ids, ShardedRaggedIds):
+        values = _to_int32(ids.values)
+        if values.shape[1] == 0:
+            # No place for an id in any shard; the stages want at least one.
+            values = jnp.full((values.shape[0], 1), PADDING_ROW_ID, jnp.int32)
+            weights = None
         return ShardableInput(
-            ids=_to_int32(ids.values),
-            weights=weights,
-            row_splits=jnp.asarray(ids.row_splits),
+            ids=values, weights=weights, row_splits=jnp.asarray(ids.row_splits)
         )
     matrix = _to_int32(ids.ids).reshape(_matrix_shape(ids.ids))
     if matrix.shape[1] == 0:

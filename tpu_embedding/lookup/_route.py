@@ -36,14 +36,11 @@ class Uses:
     """Which ids of a shard use each row that it fetches in a round. Per shard.
 
     Attributes:
-      first_ids: int32 `[sent_rows]`, for each place of the buffer of rows the first id
-        that uses its row; 0 where the place is unused.
       order: int32 `[ids]`, the ids sorted by row.
-      places: int32 `[ids]`, the place of the row of each of these; `sent_rows` where
-        the id is not part of the round.
+      places: int32 `[ids]`, the place of the row of each of these in the buffer of
+        rows; `sent_rows` where the id is not part of the round.
     """
 
-    first_ids: Int[Array, " sent"]
     order: Int[Array, " ids"]
     places: Int[Array, " ids"]
 
@@ -171,16 +168,11 @@ def _fill(
         starts = jnp.cumsum(num_ids, dtype=jnp.int32) - num_ids
         row_places = turn + for_each_id(starts, dedup)
         row_places = jnp.where(is_in_round, row_places, size.sent_rows)
-    is_first = jnp.diff(row_places, prepend=-1) != 0
-    first_ids = jnp.zeros((size.sent_rows,), jnp.int32)
-    first_ids = first_ids.at[jnp.where(is_first, row_places, size.sent_rows)].set(
-        dedup.order, mode="drop", wrap_negative_indices=False
-    )
     row_ids = jnp.full((num_places,), PADDING_ROW_ID, jnp.int32)
     row_ids = row_ids.at[id_places].set(row, mode="drop", wrap_negative_indices=False)
     return Round(
         places=unsort(row_places, dedup.order),
-        uses=Uses(first_ids=first_ids, order=dedup.order, places=row_places),
+        uses=Uses(order=dedup.order, places=row_places),
         row_ids=row_ids,
         num_ids=num_ids,
         next_ranks=next_ranks,

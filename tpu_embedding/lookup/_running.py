@@ -41,7 +41,9 @@ def _scan(
 ) -> Int[Array, " n"]:
     """Combines each number with all before it; `neutral` changes nothing."""
     num_values = values.shape[0]
-    num_blocks = max(1, -(-num_values // _BLOCK))
+    if num_values <= _BLOCK:
+        return jax.lax.associative_scan(combine, combine(jnp.int32(neutral), values))
+    num_blocks = -(-num_values // _BLOCK)
     padded = jnp.pad(
         values, (0, num_blocks * _BLOCK - num_values), constant_values=neutral
     )
@@ -56,9 +58,6 @@ def _scan(
         padded.reshape(num_blocks, _BLOCK).T,
         unroll=_TERMS_PER_TURN,
     )
-    within = within.T
-    if num_blocks > 1:
-        of_blocks = _scan(totals, combine, neutral)
-        before = jnp.pad(of_blocks[:-1], (1, 0), constant_values=neutral)
-        within = combine(before[:, None], within)
-    return within.reshape(-1)[:num_values]
+    of_blocks = _scan(totals, combine, neutral)
+    before = jnp.pad(of_blocks[:-1], (1, 0), constant_values=neutral)
+    return combine(before[:, None], within.T).reshape(-1)[:num_values]

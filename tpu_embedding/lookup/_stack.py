@@ -31,9 +31,9 @@ from tpu_embedding.lookup._flatten import (
     flatten,
     max_unique_ids,
 )
-from tpu_embedding.lookup._merge import merge
+from tpu_embedding.lookup._merge import merge, without_padding
 from tpu_embedding.lookup._route import Round, Uses, route, route_all
-from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
+from tpu_embedding.types import RowRange, RowUpdates
 
 Carry = TypeVar("Carry")
 
@@ -216,7 +216,7 @@ def stack_gradient(
             bags=routing.bags,
         )
     size = routing.size
-    gradients = spread(cotangents, routing.uses, routing.bags)
+    gradients = spread(cotangents, routing.uses, routing.bags, size.sent_rows)
     return StackGradient(
         updates=_to_owners(gradients, routing.requests, size, stack, plan), later=later
     )
@@ -241,7 +241,7 @@ def for_each_later_update(
     def apply_round(state, current: Round):
         carry, first_row = state
         size = later.remaining.size
-        gradients = spread(later.cotangents, current.uses, later.bags)
+        gradients = spread(later.cotangents, current.uses, later.bags, size.sent_rows)
         requests = send_requests(current, size, plan)
         updates = _to_owners(gradients, requests, size, stack, plan)
         carry = apply(carry, updates, RowRange(first_row, current.end_row))
@@ -284,10 +284,6 @@ def _to_owners(
 ) -> RowUpdates:
     """Sends gradients to the owners of their rows, and sums those of a row there."""
     received = send_gradients(gradients, requests, plan)
-    updates = RowUpdates(row_ids=requests.row_ids, values=received)
-    if stack.num_shards > 1 and not stack.keeps_duplicates:
-        updates = merge(updates.row_ids, updates.values, size.unique_rows)
-    # Unused places hold whatever was received there. XLA fuses this into the rule.
-    is_used = updates.row_ids != PADDING_ROW_ID
-    values = jnp.where(is_used[:, None], updates.values, 0.0)
-    return dataclasses.replace(updates, values=values)
+    if stack.num_shards == 1 or stack.keeps_duplicates:
+        return without_padding(RowUpdates(row_ids=requests.row_ids, values=received))
+    return merge(requests.row_ids, received, size.unique_rows)

@@ -127,8 +127,8 @@ def _apply_round(
         squares = jnp.sum(jnp.square(updates.values), axis=1)
         known = _touched_rows(updates.row_ids, all_reduce, None, stack, plan)
         occurrence_squares = known.total(squares)
-        num_places = min(updates.row_ids.shape[0], stack.rows_per_shard)
-        updates = merge(updates.row_ids, updates.values, num_places)
+        num_rows = min(updates.row_ids.shape[0], stack.rows_per_shard)
+        updates = merge(updates.row_ids, updates.values, num_rows)
     rule: Any = _lifted(stack, plan, all_reduce, occurrence_squares)
     if optimizer.duplicates == "sequence":
         return apply_in_sequence(rule, table, state, updates)
