@@ -269,7 +269,7 @@ def test_each_touched_row_once(mesh):
         (1, None, None, 1),
         (3, None, "padded", 1),
         (8, None, "ragged", 1),
-        (8, 20, "padded", 3),
+        (8, 20, "padded", 2),
     ],
 )
 def test_repeats_in_a_table_of_many_rows(num_devices, capacity, exchange, rounds):
