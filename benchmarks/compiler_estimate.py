@@ -21,9 +21,8 @@ What the estimate does not see, and which way that leans:
   into it. "no tiles" is the intercept without these other seven rows: their bytes by
   the rate that the estimate itself uses.
 * Further rounds of the exchange, which do not run without skew, would be charged as if
-  they did; `--rounds` keeps them in, else they are left out. The loops that add repeated
-  ids are charged one turn, an eighth of the ids, and with it the whole buffer that they
-  add to.
+  they did; `--rounds` keeps them in, else they are left out. The loops that add
+  repeated ids are charged as if they turned, whether ids repeat or not.
 """
 
 import argparse
