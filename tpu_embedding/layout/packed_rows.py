@@ -24,6 +24,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def take(values: Array, places: Int[Array, " n"]) -> Array:
+    """Returns `values[places]` along the first axis; all places must be there."""
+    return values.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLayout:
     """How the rows of one shard are packed into lines.
@@ -127,7 +132,7 @@ def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
     """
     layout = packed.layout
     row_ids = jnp.minimum(row_ids, layout.num_rows - 1)
-    rows = _read_lines(packed.lines, row_ids // layout.rows_per_line)
+    rows = take(packed.lines, row_ids // layout.rows_per_line)
     if not layout.is_flat:
         rows = _select_lanes(
             rows, row_ids % layout.rows_per_line, layout.rows_per_line, layout.dim
@@ -203,10 +208,6 @@ def replace_rows(
         (jnp.any(is_lost & is_used), packed),
     )
     return packed
-
-
-def _read_lines(lines: Array, line_ids: Int[Array, " ids"]) -> Array:
-    return lines.at[line_ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _select_lanes(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.lookup._dedup import take
+from tpu_embedding.layout.packed_rows import take
 from tpu_embedding.lookup._flatten import Bags
 from tpu_embedding.lookup._repeats import add_repeats
 from tpu_embedding.lookup._route import Uses
@@ -43,7 +43,7 @@ def combine(
     rows = rows.at[nothing].set(0.0)
     places = jnp.minimum(places, nothing)
     # One gather for all features: a TPU starts and compiles it faster than many.
-    of_ids = rows.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    of_ids = take(rows, places)
     return [
         _pool(bag, of_bag)
         for bag, of_bag in zip(bags, _split(of_ids, bags), strict=True)

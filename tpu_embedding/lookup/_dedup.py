@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from tpu_embedding.layout.packed_rows import take
 from tpu_embedding.layout.plan import StackPlan
 from tpu_embedding.lookup._running import running_sum
 from tpu_embedding.types import PADDING_ROW_ID
@@ -47,11 +48,6 @@ def unsort(values: Int[Array, " n"], order: Int[Array, " n"]) -> Int[Array, " n"
             wrap_negative_indices=False,
         )
     )
-
-
-def take(values: Array, places: Int[Array, " n"]) -> Array:
-    """Reads `values[places]`; all places must be there."""
-    return values.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 @jax.tree_util.register_dataclass
@@ -133,5 +129,5 @@ def _search(
 def _ranks_before(
     places: Int[Array, " queries"], ranks: Int[Array, " ids"]
 ) -> Int[Array, " queries"]:
-    before = ranks.at[jnp.maximum(places - 1, 0)].get(mode="promise_in_bounds")
+    before = take(ranks, jnp.maximum(places - 1, 0))
     return jnp.where(places == 0, 0, before + 1)

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.lookup._dedup import rank_unique, take, unsort
+from tpu_embedding.layout.packed_rows import take
+from tpu_embedding.lookup._dedup import rank_unique, unsort
 from tpu_embedding.lookup._repeats import add_repeats
 from tpu_embedding.lookup._running import hold
 from tpu_embedding.types import PADDING_ROW_ID, RowUpdates

@@ -20,7 +20,7 @@ _TURNS: Final = 8
 """Turns of the loop where almost all occurrences are repeats."""
 
 _FEWEST_PER_TURN: Final = 8 * LANES
-"""Repeats of a turn at least: below, starting one takes longer than its rows."""
+"""Repeats of a turn at least, so that few ids do not take several turns."""
 
 
 def add_repeats(
