@@ -87,6 +87,7 @@ def make_plan(
     capacity=None,
     exchange=None,
     hardware=None,
+    kernels=None,
     combiners=("sum", "mean", "sqrtn"),
     **feature_options,
 ):
@@ -111,6 +112,7 @@ def make_plan(
         optimizer=OPTIMIZER,
         capacity=capacity,
         exchange=exchange,
+        kernels=kernels,
         hardware=None if hardware is None else te.hardware_by_name(hardware),
     )
 
@@ -237,6 +239,61 @@ def test_rounds_when_capacity_is_missed_or_met_exactly(surplus):
 def test_packed_rows_change_no_result(dim):
     plan = make_plan(mesh_of(3), dim=dim, hardware="v5p", capacity=3)
     check_against_reference(plan, batch_of("multi_hot"))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("case", "dim", "capacity", "exchange"),
+    [
+        ("uniform", 8, None, None),
+        ("all_same_id", 16, None, None),
+        ("multi_hot", 32, 3, "padded"),
+        ("ragged_weighted", 64, None, "ragged"),
+        ("no_ids", 8, 1, "ragged"),
+    ],
+)
+def test_kernels_change_no_result(case, dim, capacity, exchange, num_devices):
+    plan = make_plan(
+        mesh_of(num_devices),
+        dim=dim,
+        capacity=capacity,
+        exchange=exchange,
+        hardware="v5p",
+        kernels="interpreter",
+    )
+    assert plan.stacks[0].layout.runner == "interpreter"
+    check_against_reference(plan, batch_of(case))
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
+@pytest.mark.parametrize("dim", [8, 32])
+def test_samples_that_share_lines(dim, num_devices):
+    """Features of equal batches, large enough that their samples fill lines."""
+    tables = {
+        name: te.TableConfig(vocabulary_size=500, dim=dim, combiner=combiner, name=name)
+        for name, combiner in {"s": "sum", "m": "mean"}.items()
+    }
+    names = {"one": "s", "many": "s", "weighted": "m", "padded": "m"}
+    plan = te.make_plan(
+        {
+            name: te.FeatureConfig(table=tables[table], name=name)
+            for name, table in names.items()
+        },
+        mesh_of(num_devices),
+        optimizer=OPTIMIZER,
+        kernels="interpreter",
+        hardware=te.hardware_by_name("v5p"),
+    )
+    batch_size = num_devices * 8 * (128 // dim)
+    ids = rng(1).integers(0, 500, (batch_size, 5))
+    weights = rng(2).normal(size=ids.shape).astype(np.float32)
+    batch = {
+        "one": ids[:, 0],
+        "many": ids % 50,
+        "weighted": te.DenseIds(ids=ids, weights=weights),
+        "padded": np.where(rng(3).random(ids.shape) < 0.4, PADDING, ids),
+    }
+    check_against_reference(plan, batch)
 
 
 def test_mesh_of_several_axes():

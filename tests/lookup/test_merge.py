@@ -1,12 +1,14 @@
 """Sums per row at the owner, in place or in a buffer as long as the rows are many."""
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tpu_embedding.layout.packed_rows import RowLayout, pack_rows
 from tpu_embedding.lookup._merge import merge
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -20,24 +22,27 @@ CASES = {
 }
 
 
-jitted_merge = jax.jit(merge, static_argnums=2)
+@functools.partial(jax.jit, static_argnames=("bound", "layout"))
+def jitted_merge(row_ids, gradients, bound, layout):
+    return merge(row_ids, pack_rows(gradients, layout), bound)
 
 
-def check(row_ids, num_rows, bound):
+def check(row_ids, num_rows, bound, dim=3, **layout):
     """Merges integers, whose sums are exact in any order."""
     row_ids = np.asarray(row_ids, np.int32)
-    gradients = np.random.default_rng(0).integers(-9, 9, (len(row_ids), 3))
+    gradients = np.random.default_rng(0).integers(-9, 9, (len(row_ids), dim))
     gradients = gradients.astype(np.float32)
     is_used = row_ids != PADDING_ROW_ID
     gradients[~is_used] = np.nan
-    merged = jitted_merge(jnp.asarray(row_ids), jnp.asarray(gradients), bound)
-    result = np.zeros((num_rows, 3))
+    layout = RowLayout(num_rows=len(row_ids), row_shape=(dim,), **layout)
+    merged = jitted_merge(row_ids, gradients, bound, layout)
+    result = np.zeros((num_rows, dim))
     is_row = np.asarray(merged.row_ids) != PADDING_ROW_ID
     assert (np.asarray(merged.values)[~is_row] == 0).all()
     found = np.asarray(merged.row_ids)[is_row]
     assert sorted(found) == sorted(set(row_ids[is_used]))
     result[found] = np.asarray(merged.values)[is_row]
-    expected = np.zeros((num_rows, 3))
+    expected = np.zeros((num_rows, dim))
     np.add.at(expected, row_ids[is_used], gradients[is_used])
     np.testing.assert_array_equal(result, expected)
 
@@ -46,6 +51,12 @@ def check(row_ids, num_rows, bound):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_numpy(case, bound):
     check(CASES[case] * (2 if bound == 8 else 1), 8, bound)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dim", [8, 32])
+def test_rows_that_share_lines(case, dim):
+    check(CASES[case] * 5, 8, 1000, dim, line_lanes=128, kernels="interpreter")
 
 
 @pytest.mark.parametrize("num_repeats", [0, 1, 1023, 1024, 1025, 5000])

@@ -14,6 +14,8 @@ The model, for `cost.py` to sum up:
   is one of the above, it reads what that takes; where its result is an operand with a
   part replaced, it writes the part.
 * A copy reads and writes; one between HBM and VMEM counts one of the two.
+* A Pallas kernel moves the bytes that it declares (`pl.CostEstimate`), for its code is
+  no HLO; one that declares none, its operands and results.
 * Everything else (sorts among them) reads its operands and writes its results, once.
 * Over the links of a slice, a device of a group of n sends `(n-1)/n` of an all-to-all's
   or reduce-scatter's operand, `2(n-1)/n` of an all-reduce's, `n-1` times that of an
@@ -119,6 +121,9 @@ def traffic_of(
     """
     if is_free(instruction):
         return Traffic()
+    declared = re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)
+    if instruction.opcode == "custom-call" and declared is not None:
+        return Traffic(hbm_bytes=int(declared[1]))
     read = sum(
         _bytes_used(shape, instruction, place, computation, module)
         for place, shapes in enumerate(computation.operand_shapes(instruction))

@@ -34,7 +34,7 @@ _PADDING_WORTH_RAGGED: Final = 1.25
 Below, a padded all-to-all is at least as good: a ragged one sends narrow rows as 128
 lanes, copies wide ones first, and exchanges sizes; see `benchmarks/README.md`."""
 
-_SUBLANES: Final = 8
+SUBLANES: Final = 8
 """Rows of a TPU tile; a buffer of another size is padded to it anyway."""
 
 LANES: Final = 128
@@ -53,6 +53,7 @@ class RoundSize:
       kind: how rows travel.
       capacity: ids that a shard may send to one other, at most; in a ragged exchange
         fewer where an owner has no room for what all shards ask of it.
+      part: places for the ids of one destination, one of them for none.
       sent_rows: places for rows at the shard that asks for them; the last is no id's.
       received_rows: places for rows at their owner; the last is no row's.
       unique_rows: bound on the different rows among these.
@@ -61,6 +62,7 @@ class RoundSize:
 
     kind: ExchangeKind
     capacity: int
+    part: int
     sent_rows: int
     received_rows: int
     unique_rows: int
@@ -74,6 +76,7 @@ def round_size(
     *,
     capacity: int | None = None,
     kind: ExchangeKind | None = "padded",
+    multiple: int = SUBLANES,
 ) -> RoundSize:
     """Returns the sizes of a round.
 
@@ -86,6 +89,7 @@ def round_size(
         padded exchange, eight in a ragged one.
       kind: None: ragged where padded buffers would be a quarter longer, unless these
         hold all, or the user has chosen the capacity.
+      multiple: what all numbers of places are multiples of.
 
     Example:
       >>> round_size(1000, 8, 10**6).received_rows
@@ -94,18 +98,16 @@ def round_size(
       1128
     """
     bound = max(1, min(max_unique_ids, rows_per_shard))
-    padded_capacity = _capacity(
-        max_unique_ids, num_shards, bound, capacity, _DEVIATIONS
+    padded_capacity, ragged_capacity = (
+        _capacity(max_unique_ids, num_shards, bound, capacity, deviations, multiple)
+        for deviations in (_DEVIATIONS, _RAGGED_DEVIATIONS)
     )
-    padded_rows = num_shards * part_size(padded_capacity)
-    ragged_capacity = _capacity(
-        max_unique_ids, num_shards, bound, capacity, _RAGGED_DEVIATIONS
-    )
+    padded_rows = num_shards * part_size(padded_capacity, multiple)
     # All shards together send an owner about as many ids as a shard has. Rows that all
     # of them want come in lumps, but then a shard has fewer unique ids than the bound.
     received = math.ceil(max_unique_ids + _DEVIATIONS * math.sqrt(max_unique_ids))
     received = max(num_shards, min(received, num_shards * ragged_capacity))
-    received = part_size(received)
+    received = part_size(received, multiple)
     if kind is None:
         is_long = padded_rows > _PADDING_WORTH_RAGGED * received
         is_enough = capacity is not None or padded_capacity >= bound
@@ -114,6 +116,7 @@ def round_size(
         return RoundSize(
             kind="padded",
             capacity=padded_capacity,
+            part=part_size(padded_capacity, multiple),
             sent_rows=padded_rows,
             received_rows=padded_rows,
             unique_rows=min(num_shards * padded_capacity, rows_per_shard),
@@ -123,19 +126,20 @@ def round_size(
     return RoundSize(
         kind="ragged",
         capacity=ragged_capacity,
-        sent_rows=part_size(sent),
+        part=part_size(ragged_capacity, multiple),
+        sent_rows=part_size(sent, multiple),
         received_rows=received,
         unique_rows=min(received, rows_per_shard),
         holds_all=ragged_capacity >= bound and received > num_shards * bound,
     )
 
 
-def part_size(capacity: int) -> int:
+def part_size(capacity: int, multiple: int) -> int:
     """Returns the places for one destination in an exchange buffer.
 
     One more than the ids at least: a place that no id ever takes stands for none.
     """
-    return round_up(capacity + 1, _SUBLANES if capacity < _MANY_IDS else LANES)
+    return round_up(capacity + 1, multiple if capacity < _MANY_IDS else LANES)
 
 
 def _capacity(
@@ -144,10 +148,11 @@ def _capacity(
     bound: int,
     requested: int | None,
     deviations: int,
+    multiple: int,
 ) -> int:
     """Returns the ids per destination and round."""
     if requested is not None:
         return min(requested, bound)
     mean = max(1, max_unique_ids) / num_shards
     capacity = math.ceil(mean + deviations * math.sqrt(mean))
-    return min(part_size(capacity) - 1, bound)
+    return min(part_size(capacity, multiple) - 1, bound)

@@ -4,16 +4,28 @@ A TPU stores a float32 `[rows, dim]` array with `dim` below 128 by column, and c
 the whole table before it gathers or scatters rows. So `128 // dim` logical rows share
 one line of 128 lanes, and wide rows take a multiple of 128 lanes. On CPU and GPU a
 line is one row. Rows of a single value lie in a flat array everywhere, whose elements
-a SparseCore reads and adds to one by one. Only `gather_rows` and `add_to_rows` know:
-everything above sees logical rows.
+a SparseCore reads and adds to one by one. Where kernels reach rows within lines (see
+`narrow_rows.py`), rows stay packed on their way between the devices, too. Only this
+module knows: everything above sees logical rows.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from tpu_embedding.layout.narrow_rows import (
+    Runner,
+    add_to_narrow_rows,
+    gather_narrow_rows,
+    suits,
+)
+
+_IDS_MULTIPLE: Final = 128
+"""Ids are filled up to a multiple of it for kernels, which take many at once."""
 
 _LOST_ROUNDINGS: Final = 8
 """Roundings of a new value that may be lost; a moving average loses one."""
@@ -31,17 +43,24 @@ def take(values: Array, places: Int[Array, " n"]) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """How the rows of one shard are packed into lines.
+    """How the rows of one shard, or rows on their way, are packed into lines.
 
     Attributes:
       num_rows: logical rows per shard.
       row_shape: shape of one row: `(dim,)`, or `()` for one value per row.
       line_lanes: lanes that a line takes a multiple of; None: a line is one row.
+      kernels: what runs the kernels that reach rows within lines; None: XLA's own
+        gather and scatter move whole lines.
+      num_spare_rows: rows behind the last, to which such a kernel adds the values of
+        ids that stand for no row; what they hold means nothing. Without one, rows are
+        read by kernels only.
     """
 
     num_rows: int
     row_shape: tuple[int, ...]
     line_lanes: int | None = None
+    kernels: Runner | None = None
+    num_spare_rows: int = 0
 
     @property
     def dim(self) -> int:
@@ -68,9 +87,15 @@ class RowLayout:
         return round_up(self.dim, self.line_lanes)
 
     @property
+    def runner(self) -> Runner | None:
+        """What runs kernels on its rows, if these are float32; None: no kernel can."""
+        return self.kernels if suits(self.dim, self.line_lanes) else None
+
+    @property
     def num_lines(self) -> int:
         """Lines per shard."""
-        return -(-self.num_rows // self.rows_per_line)
+        num_spare_rows = 0 if self.runner is None else self.num_spare_rows
+        return -(-(self.num_rows + num_spare_rows) // self.rows_per_line)
 
     @property
     def lines_shape(self) -> tuple[int, ...]:
@@ -80,6 +105,19 @@ class RowLayout:
     def with_row_shape(self, row_shape: tuple[int, ...]) -> "RowLayout":
         """Returns the layout of a slot variable of the same rows."""
         return dataclasses.replace(self, row_shape=row_shape)
+
+    def on_their_way(self, num_rows: int) -> "RowLayout":
+        """Returns the layout of so many rows that were read from these.
+
+        They share lines where kernels reach them. Else a line is a row, as XLA's
+        gather leaves them.
+        """
+        return dataclasses.replace(
+            self,
+            num_rows=num_rows,
+            line_lanes=None if self.runner is None else self.line_lanes,
+            num_spare_rows=0,
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -130,14 +168,26 @@ def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
     Returns:
       `[ids, *row_shape]` in the storage dtype.
     """
+    return unpack_rows(gather_packed(packed, row_ids))
+
+
+def gather_packed(packed: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows:
+    """Reads rows like `gather_rows`, and leaves them as they come, perhaps in lines."""
     layout = packed.layout
+    (num_ids,) = row_ids.shape
+    result = layout.on_their_way(num_ids)
     row_ids = jnp.minimum(row_ids, layout.num_rows - 1)
+    runner = _runner_of(packed)
+    if runner is not None and num_ids > 0:
+        row_ids = jnp.pad(row_ids, (0, -num_ids % _IDS_MULTIPLE))
+        lines = gather_narrow_rows(packed.lines, row_ids, layout.dim, runner)
+        return PackedRows(lines=lines[: result.num_lines], layout=result)
     rows = take(packed.lines, row_ids // layout.rows_per_line)
     if not layout.is_flat:
         rows = _select_lanes(
             rows, row_ids % layout.rows_per_line, layout.rows_per_line, layout.dim
         )
-    return rows.reshape(row_ids.shape[0], *layout.row_shape)
+    return pack_rows(rows, result)
 
 
 def add_to_rows(
@@ -145,36 +195,107 @@ def add_to_rows(
 ) -> PackedRows:
     """Adds to rows, in place where the caller donated them. Per shard.
 
-    Rows that are not named stay bitwise as they are, also those that share a line with
-    a named one: their lanes receive -0.0, the only float that changes nothing. (A
-    device that flushes denormals to zero does so with those of such neighbours.)
+    Rows that are not named stay bitwise as they are. Without kernels, lanes of those
+    that share a line with a named one receive -0.0, the only float that changes
+    nothing. (A device that flushes denormals to zero does so with those of such
+    neighbours.)
 
     Args:
       packed: the rows of this shard.
       row_ids: rows to change, each at most once; ids beyond the last row are left out.
-      values: `[ids, *row_shape]`.
+      values: `[ids, *row_shape]`, or the lines of these.
     """
     layout = packed.layout
     values = values.astype(packed.lines.dtype)
     is_used = row_ids < layout.num_rows
+    runner = _runner_of(packed)
+    if runner is not None and layout.num_spare_rows > 0 and row_ids.shape[0] > 0:
+        return _add_by_kernel(packed, row_ids, values, runner)
     # Lines beyond the last are left out; here each is named once, as the others are.
     # In a table of 2**31 lines these numbers wrap, to negative ones: left out as well.
     nowhere = layout.num_lines + jnp.arange(row_ids.shape[0], dtype=jnp.int32)
     line_ids = jnp.where(is_used, row_ids // layout.rows_per_line, nowhere)
-    if layout.is_flat:
-        additions = values.reshape(row_ids.shape)
-    else:
-        additions = _spread_lanes(
-            values.reshape(row_ids.shape[0], layout.dim),
-            row_ids % layout.rows_per_line,
-            layout,
-        )
     lines = packed.lines.at[line_ids].add(
-        additions,
+        _lines_to_add(row_ids, values, layout),
         mode="drop",
         unique_indices=layout.rows_per_line == 1,
         wrap_negative_indices=False,
     )
+    return PackedRows(lines=lines, layout=layout)
+
+
+def add_repeatedly(
+    packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
+) -> PackedRows:
+    """Adds to rows of which some are named several times. Per shard; in place.
+
+    Args:
+      packed: the rows.
+      row_ids: rising; ids beyond the last row are left out.
+      values: `[ids, *row_shape]`.
+    """
+    layout = packed.layout
+    is_used = row_ids < layout.num_rows
+    line_ids = jnp.where(is_used, row_ids // layout.rows_per_line, layout.num_lines)
+    lines = packed.lines.at[line_ids].add(
+        _lines_to_add(row_ids, values, layout),
+        mode="drop",
+        indices_are_sorted=True,
+        wrap_negative_indices=False,
+    )
+    return PackedRows(lines=lines, layout=layout)
+
+
+def keep_rows(packed: PackedRows, is_kept: Bool[Array, " rows"]) -> PackedRows:
+    """Makes all other rows zero. Per shard."""
+    nothing = jnp.zeros((), packed.lines.dtype)
+    is_kept = _over_lanes(is_kept, packed.layout)
+    lines = jnp.where(is_kept, packed.lines, nothing)
+    return PackedRows(lines=lines, layout=packed.layout)
+
+
+def scale_rows(packed: PackedRows, gains: Float[Array, " rows"]) -> PackedRows:
+    """Multiplies each row with a number of its own. Per shard."""
+    lines = packed.lines * _over_lanes(gains, packed.layout)
+    return PackedRows(lines=lines, layout=packed.layout)
+
+
+def over_lanes(values: Array, lanes: int) -> Array:
+    """Gives each row of a line, `[lines, rows_per_line]`, its part of the lanes."""
+    rows_per_line = values.shape[1]
+    place_of_lane = jnp.arange(lanes, dtype=jnp.int32) // (lanes // rows_per_line)
+    # Place by place: XLA:TPU writes to memory what a reshape makes of lanes.
+    result = values[:, -1:]
+    for place in range(rows_per_line - 1):
+        is_place = place_of_lane[None, :] == place
+        result = jnp.where(is_place, values[:, place : place + 1], result)
+    return result
+
+
+def concatenate_rows(parts: Sequence[Array], layout: RowLayout) -> PackedRows:
+    """Packs `[rows, dim]` arrays behind each other. Per shard.
+
+    Args:
+      parts: the rows.
+      layout: of all of them together.
+    """
+    fill_lines = all(part.shape[0] % layout.rows_per_line == 0 for part in parts)
+    if layout.rows_per_line == 1 or not fill_lines:
+        return pack_rows(jnp.concatenate(parts), layout)
+    lines = [part.reshape(-1, layout.lanes) for part in parts]
+    return PackedRows(lines=jnp.concatenate(lines), layout=layout)
+
+
+def clear_last_row(packed: PackedRows) -> PackedRows:
+    """Makes the last row zero. Per shard."""
+    layout = packed.layout
+    line, place = divmod(layout.num_rows - 1, layout.rows_per_line)
+    if layout.is_flat:
+        lines = packed.lines.at[line].set(0)
+    else:
+        zeros = jnp.zeros((1, layout.dim), packed.lines.dtype)
+        place_in_lines = (line, place * layout.dim)
+        lines = jax.lax.dynamic_update_slice(packed.lines, zeros, place_in_lines)
     return PackedRows(lines=lines, layout=layout)
 
 
@@ -190,7 +311,7 @@ def replace_rows(
     Args:
       packed: the rows of this shard.
       row_ids: as in `add_to_rows`.
-      old: the present values, `[ids, *row_shape]`.
+      old: the present values, `[ids, *row_shape]`, or the lines of these.
       new: the values to come; the same shape.
     """
     difference = new - old
@@ -200,14 +321,56 @@ def replace_rows(
     rest = new - (old + difference)
     lost_fraction = _LOST_ROUNDINGS * float(jnp.finfo(new.dtype).eps)
     is_lost = jnp.abs(rest) > lost_fraction * jnp.abs(new)
-    is_used = (row_ids < packed.layout.num_rows).reshape((-1,) + (1,) * (new.ndim - 1))
+    layout = packed.layout
+    way = layout.on_their_way(row_ids.shape[0])
+    is_lost = pack_rows(is_lost, way)
+    is_lost = keep_rows(is_lost, row_ids < layout.num_rows).lines
     # A loop that runs once or not at all: XLA:TPU copies the rows for a conditional.
     _, packed = jax.lax.while_loop(
         lambda carry: carry[0],
         lambda carry: (jnp.zeros((), bool), add_to_rows(carry[1], row_ids, rest)),
-        (jnp.any(is_lost & is_used), packed),
+        (jnp.any(is_lost), packed),
     )
     return packed
+
+
+def _runner_of(packed: PackedRows) -> Runner | None:
+    """Returns what runs kernels on rows as they are stored; None: no kernel can."""
+    return packed.layout.runner if packed.lines.dtype == jnp.float32 else None
+
+
+def _add_by_kernel(
+    packed: PackedRows, row_ids: Int[Array, " ids"], values: Array, runner: Runner
+) -> PackedRows:
+    """Adds as `add_to_rows` does; what ids beyond the last row add goes to a spare."""
+    layout = packed.layout
+    row_ids = jnp.minimum(row_ids, layout.num_rows)
+    missing = -row_ids.shape[0] % _IDS_MULTIPLE
+    values = values.reshape(row_ids.shape[0], layout.dim)
+    values = jnp.pad(values, ((0, missing), (0, 0)))
+    row_ids = jnp.pad(row_ids, (0, missing), constant_values=layout.num_rows)
+    additions = pack_rows(values, layout.on_their_way(row_ids.shape[0])).lines
+    lines = add_to_narrow_rows(packed.lines, row_ids, additions, layout.dim, runner)
+    return PackedRows(lines=lines, layout=layout)
+
+
+def _over_lanes(values: Array, layout: RowLayout) -> Array:
+    """Gives the lanes of each row the row's value: `[rows]` to what fits the lines."""
+    if layout.rows_per_line == 1:
+        return values if layout.is_flat else values[:, None]
+    missing = layout.num_lines * layout.rows_per_line - layout.num_rows
+    by_line = jnp.pad(values, (0, missing)).reshape(layout.num_lines, -1)
+    return over_lanes(by_line, layout.lanes)
+
+
+def _lines_to_add(
+    row_ids: Int[Array, " ids"], values: Array, layout: RowLayout
+) -> Array:
+    """Returns lines, or single values, that add the values at the places of rows."""
+    if layout.is_flat:
+        return values.reshape(row_ids.shape)
+    values = values.reshape(row_ids.shape[0], layout.dim)
+    return _spread_lanes(values, row_ids % layout.rows_per_line, layout)
 
 
 def _select_lanes(

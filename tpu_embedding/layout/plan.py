@@ -6,7 +6,7 @@ and prints itself as a table.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Final, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +27,23 @@ from tpu_embedding.hardware import (
 from tpu_embedding.layout import memory, stacking
 from tpu_embedding.layout.capacity import (
     EXCHANGE_KINDS,
+    LANES,
+    SUBLANES,
     ExchangeKind,
     RoundSize,
     round_size,
 )
+from tpu_embedding.layout.narrow_rows import Runner
 from tpu_embedding.layout.packed_rows import RowLayout
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.row_local import check_row_local
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
 from tpu_embedding.optimizers.slots import slot_row_shapes
 from tpu_embedding.types import PADDING_ROW_ID
+
+KernelChoice = Literal["sparse_core", "interpreter", "none"]
+KERNEL_CHOICES: Final[tuple[KernelChoice, ...]] = get_args(KernelChoice)
+"""What `make_plan(kernels=...)` takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,10 +109,14 @@ class StackPlan:
 
     def round_size(self, max_unique_ids: int) -> RoundSize:
         """Returns the sizes of a round for so many ids per shard."""
+        # Rows that share lines are moved by whole lines and registers.
+        multiple = SUBLANES if self.layout.runner is None else LANES
         if self.keeps_duplicates:
             # Rounds are cut between rows, so one row has to fit with all it has.
             num_ids = max(1, max_unique_ids)
-            size = round_size(num_ids, self.num_shards, num_ids, capacity=num_ids)
+            size = round_size(
+                num_ids, self.num_shards, num_ids, capacity=num_ids, multiple=multiple
+            )
             unique_rows = min(size.received_rows, self.rows_per_shard)
             return dataclasses.replace(size, unique_rows=unique_rows)
         return round_size(
@@ -114,6 +125,7 @@ class StackPlan:
             self.rows_per_shard,
             capacity=self.capacity,
             kind="padded" if self.num_shards == 1 else self.exchange,
+            multiple=multiple,
         )
 
 
@@ -245,6 +257,7 @@ def make_plan(
     optimizer: TableOptimizer | None = None,
     capacity: int | None = None,
     exchange: ExchangeKind | None = None,
+    kernels: KernelChoice | None = None,
     hardware: HardwareInfo | None = None,
 ) -> EmbeddingPlan:
     """Makes the plan of an embedding layer.
@@ -262,6 +275,11 @@ def make_plan(
         ragged all-to-all, within a slice; on CPU and GPU by a slow equivalent. None:
         on TPUs of one slice, ragged where padded parts would be a quarter longer and no
         capacity is given; else padded.
+      kernels: what reads and updates rows of 8, 16, 32 or 64 elements, of which several
+        share a line on TPU; changes speed, never results. `"sparse_core"`: kernels that
+        reach each row for itself. `"interpreter"`: the same kernels, on any device;
+        slow, for tests. `"none"`: XLA, which moves whole lines. None: `"sparse_core"`
+        where there are SparseCores and jax is 0.12 or later; else `"none"`.
       hardware: None means that of the mesh's devices.
 
     Returns:
@@ -295,11 +313,14 @@ def make_plan(
         )
     if mesh.devices.flat[0].platform != "tpu" or num_slices > 1:
         exchange = exchange or "padded"
+    runner = _kernel_runner(kernels, mesh, hardware)
     configs, tree, paths = _flatten_config(feature_config)
     names = stacking.name_features(list(zip(paths, configs, strict=True)))
     tables = stacking.name_tables(configs, optimizer)
     stacks = tuple(
-        _plan_stack(f"stack_{i}", group, mesh.size, capacity, exchange, hardware)
+        _plan_stack(
+            f"stack_{i}", group, mesh.size, capacity, exchange, runner, hardware
+        )
         for i, group in enumerate(stacking.stack_tables(tables))
     )
     places = {
@@ -322,6 +343,27 @@ def make_plan(
         mesh=mesh,
         hardware=hardware,
     )
+
+
+def _kernel_runner(
+    kernels: KernelChoice | None, mesh: Mesh, hardware: HardwareInfo
+) -> Runner | None:
+    """Returns what runs the kernels of narrow rows; None: there are none."""
+    if kernels is not None and kernels not in KERNEL_CHOICES:
+        raise ValueError(
+            f"kernels must be one of {KERNEL_CHOICES} or None, got {kernels!r}."
+        )
+    is_tpu = mesh.devices.flat[0].platform == "tpu"
+    has_sparse_cores = is_tpu and hardware.num_sparse_cores > 0
+    if kernels is None:
+        is_known = jax.__version_info__ >= (0, 12)
+        kernels = "sparse_core" if has_sparse_cores and is_known else "none"
+    if kernels == "sparse_core" and not has_sparse_cores:
+        raise ValueError(
+            "kernels must be 'interpreter', 'none' or None without SparseCores, got "
+            f"'sparse_core' on {mesh.devices.flat[0].device_kind!r}."
+        )
+    return None if kernels == "none" else kernels
 
 
 def _check_mesh(mesh: Mesh) -> None:
@@ -366,6 +408,7 @@ def _plan_stack(
     num_shards: int,
     capacity: int | None,
     exchange: ExchangeKind | None,
+    runner: Runner | None,
     hardware: HardwareInfo,
 ) -> StackPlan:
     placed, row_offset = [], 0
@@ -392,6 +435,8 @@ def _plan_stack(
             num_rows=rows_per_shard,
             row_shape=(first.config.dim,),
             line_lanes=hardware.line_lanes,
+            kernels=runner,
+            num_spare_rows=0 if runner is None else 1,
         ),
         optimizer=first.optimizer,
         quantization=first.config.quantization_config,

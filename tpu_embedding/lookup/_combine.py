@@ -13,17 +13,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.layout.packed_rows import take
+from tpu_embedding.layout.packed_rows import (
+    PackedRows,
+    RowLayout,
+    clear_last_row,
+    concatenate_rows,
+    gather_packed,
+    gather_rows,
+    scale_rows,
+    take,
+    unpack_rows,
+)
 from tpu_embedding.lookup._flatten import Bags
 from tpu_embedding.lookup._repeats import add_repeats
 from tpu_embedding.lookup._route import Uses
+from tpu_embedding.lookup._sample_lines import sample_lines
 
 _MOST_SLICES: Final = 128
 """Ids of a sample up to which each is an addition of its own in the program."""
 
 
 def combine(
-    rows: Float[Array, "buffer dim"],
+    rows: PackedRows,
     places: Int[Array, " all_ids"],
     bags: Sequence[Bags],
 ) -> list[Float[Array, "_ dim"]]:
@@ -31,29 +42,39 @@ def combine(
 
     Args:
       rows: rows in the exchange buffer.
-      places: place of each id's row in it; beyond the end where there is none. The
-        last place of the buffer is no id's.
+      places: place of each id's row in it; beyond the end where there is none: the
+        last place of the buffer, which is no id's, is read for these.
       bags: the features of the stack.
 
     Returns:
       Float32 activations per feature. Samples without ids are zero.
     """
     # The last place is never an id's; reading it needs no mask on what is read.
-    nothing = rows.shape[0] - 1
-    rows = rows.at[nothing].set(0.0)
-    places = jnp.minimum(places, nothing)
+    rows = clear_last_row(rows)
+    lines = sample_lines(bags, rows.layout)
     # One gather for all features: a TPU starts and compiles it faster than many.
-    of_ids = take(rows, places)
+    if lines is None:
+        of_ids = gather_rows(rows, places)
+        return [
+            _pool(bag, of_bag, None if bag.gains is None else bag.gains[:, None])
+            for bag, of_bag in zip(bags, _split(of_ids, _num_ids(bags)), strict=True)
+        ]
+    of_ids = lines.gather(rows, places)
+    num_lines = [bag.valence * lines.distance for bag in bags]
     return [
-        _pool(bag, of_bag)
-        for bag, of_bag in zip(bags, _split(of_ids, bags), strict=True)
+        lines.unpack(
+            _pool(bag, of_bag, None if bag.gains is None else lines.gains(bag.gains))
+        )
+        for bag, of_bag in zip(bags, _split(of_ids, num_lines), strict=True)
     ]
 
 
-def _pool(bag: Bags, rows: Float[Array, "ids dim"]) -> Float[Array, "samples dim"]:
-    """Sums the rows of each sample, times their gains."""
-    if bag.gains is not None:
-        rows = rows * bag.gains[:, None]
+def _pool(
+    bag: Bags, rows: Float[Array, "ids _"], gains: Float[Array, "ids _"] | None
+) -> Float[Array, "samples _"]:
+    """Sums the rows of each sample, times their gains; or lines of rows."""
+    if gains is not None:
+        rows = rows * gains
     if bag.sample_ids is not None:
         return jax.ops.segment_sum(
             rows, bag.sample_ids, bag.num_samples, indices_are_sorted=True
@@ -70,25 +91,33 @@ def spread(
     cotangents: Sequence[Float[Array, "_ dim"]],
     uses: Uses,
     bags: Sequence[Bags],
-    buffer_size: int,
-) -> Float[Array, "buffer dim"]:
+    layout: RowLayout,
+) -> PackedRows:
     """Sums the cotangents of all samples that used a row. Per shard.
 
     Args:
       cotangents: per feature of the stack.
       uses: the ids of each row.
       bags: the features of the stack.
-      buffer_size: places of the exchange buffer.
+      layout: of the exchange buffer.
 
     Returns:
       The gradient of each row in the exchange buffer; anything in unused places.
     """
-    of_samples = jnp.concatenate(cotangents)
+    buffer_size = layout.num_rows
+    num_samples = sum(bag.num_samples for bag in bags)
+    lines = sample_lines(bags, layout)
+    if lines is None:
+        of_samples = concatenate_rows(cotangents, layout.on_their_way(num_samples))
+    else:
+        of_samples = lines.pack(cotangents)
     samples, gains = _samples_of_ids(bags), _gains_of_ids(bags)
 
-    def of_ids(ids: Int[Array, " n"]) -> Float[Array, "n dim"]:
-        of_sample = take(of_samples, ids if samples is None else take(samples, ids))
-        return of_sample if gains is None else of_sample * take(gains, ids)[:, None]
+    def of_ids(ids: Int[Array, " n"]) -> PackedRows:
+        sample = ids if samples is None else take(samples, ids)
+        place = sample if lines is None else lines.place_of(sample)
+        rows = gather_packed(of_samples, place)
+        return rows if gains is None else scale_rows(rows, take(gains, ids))
 
     is_first = jnp.diff(uses.places, prepend=-1) != 0
     first_ids = jnp.zeros((buffer_size,), jnp.int32)
@@ -100,7 +129,7 @@ def spread(
         ~is_first & (uses.places < buffer_size),
         places=uses.places,
         occurrences=uses.order,
-        values_of=lambda _, ids: of_ids(ids),
+        values_of=lambda _, ids: unpack_rows(of_ids(ids)),
     )
 
 
@@ -130,10 +159,8 @@ def _gains_of_ids(bags: Sequence[Bags]) -> Float[Array, " all_ids"] | None:
     )
 
 
-def _split(
-    of_ids: Float[Array, "all_ids dim"], bags: Sequence[Bags]
-) -> list[Float[Array, "_ dim"]]:
-    return jnp.split(of_ids, list(itertools.accumulate(_num_ids(bags)))[:-1])
+def _split(rows: Float[Array, "_ _"], sizes: list[int]) -> list[Float[Array, "_ _"]]:
+    return jnp.split(rows, list(itertools.accumulate(sizes))[:-1])
 
 
 def _num_ids(bags: Sequence[Bags]) -> list[int]:

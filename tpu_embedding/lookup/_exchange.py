@@ -12,7 +12,12 @@ from jaxtyping import Array, Float, Int
 
 from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.layout.capacity import LANES, RoundSize
-from tpu_embedding.layout.packed_rows import PackedRows, gather_rows
+from tpu_embedding.layout.packed_rows import (
+    PackedRows,
+    gather_packed,
+    pack_rows,
+    unpack_rows,
+)
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.lookup._route import Round
 from tpu_embedding.types import PADDING_ROW_ID
@@ -97,25 +102,27 @@ def send_requests(current: Round, size: RoundSize, plan: EmbeddingPlan) -> Reque
 
 def fetch_rows(
     table: PackedRows, requests: Requests, stack: StackPlan, plan: EmbeddingPlan
-) -> Float[Array, "sent dim"]:
+) -> PackedRows:
     """Gathers the rows that were asked of this shard and sends them back. Per shard.
 
     Returns:
       The rows this shard asked for, float32, in the places where it asked. Places
       without a request hold anything.
     """
-    rows = gather_rows(table, requests.row_ids).astype(jnp.float32)
+    rows = gather_packed(table, requests.row_ids)
+    lines = rows.lines.astype(jnp.float32)
     if stack.quantization is not None:
-        rows = quantize(rows, stack.quantization)
+        lines = quantize(lines, stack.quantization)
+    rows = PackedRows(lines=lines, layout=rows.layout)
     parts = requests.parts
     if parts is None:
-        return exchange(rows, plan)
+        return _exchange_padded(rows, plan)
     return _exchange_ragged(rows, parts.received, parts.asked, parts.sent_rows, plan)
 
 
 def send_gradients(
-    gradients: Float[Array, "sent dim"], requests: Requests, plan: EmbeddingPlan
-) -> Float[Array, "received dim"]:
+    gradients: PackedRows, requests: Requests, plan: EmbeddingPlan
+) -> PackedRows:
     """Sends the gradient of each row that was fetched to its owner. Per shard.
 
     Returns:
@@ -124,7 +131,7 @@ def send_gradients(
     """
     parts = requests.parts
     if parts is None:
-        return exchange(gradients, plan)
+        return _exchange_padded(gradients, plan)
     num_rows = requests.row_ids.shape[0]
     return _exchange_ragged(gradients, parts.asked, parts.received, num_rows, plan)
 
@@ -153,22 +160,41 @@ def exchange(buffer: Array, plan: EmbeddingPlan) -> Array:
 
 
 def quantize(
-    rows: Float[Array, "rows dim"], config: QuantizationConfig
-) -> Float[Array, "rows dim"]:
+    rows: Float[Array, "*shape"], config: QuantizationConfig
+) -> Float[Array, "*shape"]:
     """Rounds each element to the nearest of the configured values."""
     step = (config.upper - config.lower) / (config.num_buckets - 1)
     clipped = jnp.clip(rows, config.lower, config.upper)
     return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
 
 
+def _exchange_padded(rows: PackedRows, plan: EmbeddingPlan) -> PackedRows:
+    """Sends parts of equal size, in lines if each part fills them. Per shard."""
+    layout = rows.layout
+    if (layout.num_rows // plan.num_shards) % layout.rows_per_line:
+        return pack_rows(exchange(unpack_rows(rows), plan), layout)
+    return PackedRows(lines=exchange(rows.lines, plan), layout=layout)
+
+
 def _exchange_ragged(
+    packed: PackedRows,
+    sent: Parts,
+    received: Parts,
+    num_places: int,
+    plan: EmbeddingPlan,
+) -> PackedRows:
+    """Moves the parts of one buffer to their places in the others'. Per shard."""
+    rows = _move_ragged(unpack_rows(packed), sent, received, num_places, plan)
+    return pack_rows(rows, packed.layout.on_their_way(num_places))
+
+
+def _move_ragged(
     rows: Float[Array, "from dim"],
     sent: Parts,
     received: Parts,
     num_places: int,
     plan: EmbeddingPlan,
 ) -> Float[Array, "to dim"]:
-    """Moves the parts of one buffer to their places in the others'. Per shard."""
     if plan.mesh.devices.flat[0].platform == "tpu":
         return jax.lax.ragged_all_to_all(
             rows,

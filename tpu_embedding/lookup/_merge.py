@@ -3,7 +3,12 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.layout.packed_rows import take
+from tpu_embedding.layout.packed_rows import (
+    PackedRows,
+    gather_rows,
+    keep_rows,
+    unpack_rows,
+)
 from tpu_embedding.lookup._dedup import rank_unique, unsort
 from tpu_embedding.lookup._repeats import add_repeats
 from tpu_embedding.lookup._running import hold
@@ -12,7 +17,7 @@ from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
 
 def merge(
     row_ids: Int[Array, " buffer"],
-    gradients: Float[Array, "buffer dim"],
+    gradients: PackedRows,
     num_rows: int,
 ) -> RowUpdates:
     """Sums the gradients of equal rows. Per shard; no communication.
@@ -26,7 +31,7 @@ def merge(
       Each row once, in any order, and padding, whose values are zero.
     """
     if 2 * num_rows <= row_ids.shape[0]:
-        return _merge_few_rows(row_ids, gradients, num_rows)
+        return _merge_few_rows(row_ids, unpack_rows(gradients), num_rows)
     sorted_ids, order, ranks = rank_unique(row_ids)
     is_first = jnp.diff(ranks, prepend=-1) > 0
     is_repeat = ~is_first & (sorted_ids != PADDING_ROW_ID)
@@ -37,17 +42,18 @@ def merge(
         occurrences=order,
         # Only places of first occurrences are added to; the others hold what was
         # received.
-        values_of=take,
+        values_of=gather_rows,
     )
     unique_ids = unsort(jnp.where(is_repeat, PADDING_ROW_ID, sorted_ids), order)
-    return without_padding(RowUpdates(row_ids=unique_ids, values=sums))
+    return without_padding(unique_ids, sums)
 
 
-def without_padding(updates: RowUpdates) -> RowUpdates:
+def without_padding(
+    row_ids: Int[Array, " buffer"], gradients: PackedRows
+) -> RowUpdates:
     """Zeroes the values of unused places; XLA fuses it into what reads them."""
-    is_used = updates.row_ids != PADDING_ROW_ID
-    values = jnp.where(is_used[:, None], updates.values, 0.0)
-    return RowUpdates(row_ids=updates.row_ids, values=values)
+    values = unpack_rows(keep_rows(gradients, row_ids != PADDING_ROW_ID))
+    return RowUpdates(row_ids=row_ids, values=values)
 
 
 def _merge_few_rows(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_embedding.layout.capacity import LANES
-from tpu_embedding.layout.packed_rows import round_up
+from tpu_embedding.layout.packed_rows import PackedRows, add_repeatedly, round_up
 
 _TURNS: Final = 8
 """Turns of the loop where almost all occurrences are repeats."""
@@ -24,12 +24,12 @@ _FEWEST_PER_TURN: Final = 8 * LANES
 
 
 def add_repeats(
-    sums: Float[Array, "places dim"],
+    sums: PackedRows,
     is_repeat: Bool[Array, " n"],
     places: Int[Array, " n"],
     occurrences: Int[Array, " n"],
-    values_of: Callable[[Array, Int[Array, " turn"]], Float[Array, "turn dim"]],
-) -> Float[Array, "places dim"]:
+    values_of: Callable[[PackedRows, Int[Array, " turn"]], Float[Array, "turn dim"]],
+) -> PackedRows:
     """Adds the values of repeats to the sums of their rows. Per shard; in place.
 
     Args:
@@ -39,29 +39,25 @@ def add_repeats(
       occurrences: what `values_of` knows each by.
       values_of: given the sums so far and some occurrences, their values.
     """
+    num_places = sums.layout.num_rows
     num_occurrences = is_repeat.shape[0]
     num_repeats = jnp.sum(is_repeat, dtype=jnp.int32)
     per_turn = round_up(-(-num_occurrences // _TURNS), LANES)
     per_turn = min(max(per_turn, _FEWEST_PER_TURN), num_occurrences)
     # A sort moves repeats to the front: a TPU scatters single integers slowly.
     places, occurrences = jax.lax.sort(
-        (jnp.where(is_repeat, places, sums.shape[0]), occurrences),
+        (jnp.where(is_repeat, places, num_places), occurrences),
         num_keys=1,
         is_stable=False,
     )
-    places = jnp.pad(places, (0, per_turn), constant_values=sums.shape[0])
+    places = jnp.pad(places, (0, per_turn), constant_values=num_places)
     occurrences = jnp.pad(occurrences, (0, per_turn))
 
     def add(carry):
         done, sums = carry
         turn = jax.lax.dynamic_slice_in_dim(occurrences, done, per_turn)
-        sums = sums.at[jax.lax.dynamic_slice_in_dim(places, done, per_turn)].add(
-            values_of(sums, turn),
-            mode="drop",
-            indices_are_sorted=True,
-            wrap_negative_indices=False,
-        )
-        return done + per_turn, sums
+        rows = jax.lax.dynamic_slice_in_dim(places, done, per_turn)
+        return done + per_turn, add_repeatedly(sums, rows, values_of(sums, turn))
 
     _, sums = jax.lax.while_loop(
         lambda carry: carry[0] < num_repeats, add, (jnp.int32(0), sums)

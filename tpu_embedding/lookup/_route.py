@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from tpu_embedding.layout.capacity import RoundSize, part_size
+from tpu_embedding.layout.capacity import RoundSize
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.lookup._dedup import (
     Dedup,
@@ -55,7 +55,7 @@ class Round:
         buffer of the rows it fetches; `sent_rows` where the id is not part of this
         round.
       uses: the way back.
-      row_ids: int32 `[num_shards * part_size(capacity)]`, rows asked for, as local
+      row_ids: int32 `[num_shards * part]`, rows asked for, as local
         rows of their owner, a part for each; padding where unused, and always in the
         last place.
       num_ids: int32 `[num_shards]`, how many go to each destination.
@@ -151,8 +151,7 @@ def _fill(
     size: RoundSize,
     stack: StackPlan,
 ) -> Round:
-    part = part_size(size.capacity)
-    num_places = stack.num_shards * part
+    num_places = stack.num_shards * size.part
     num_ids = next_ranks - first_ranks
     turn = dedup.ranks - for_each_id(first_ranks, dedup)
     is_in_round = (
@@ -162,7 +161,7 @@ def _fill(
     )
     destination = jax.lax.div(dedup.sorted_keys, jnp.int32(stack.rows_per_shard))
     row = dedup.sorted_keys - stack.rows_per_shard * destination
-    id_places = jnp.where(is_in_round, part * destination + turn, num_places)
+    id_places = jnp.where(is_in_round, size.part * destination + turn, num_places)
     row_places = id_places
     if size.kind == "ragged":
         starts = jnp.cumsum(num_ids, dtype=jnp.int32) - num_ids

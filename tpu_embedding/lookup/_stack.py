@@ -216,7 +216,8 @@ def stack_gradient(
             bags=routing.bags,
         )
     size = routing.size
-    gradients = spread(cotangents, routing.uses, routing.bags, size.sent_rows)
+    layout = stack.layout.on_their_way(size.sent_rows)
+    gradients = spread(cotangents, routing.uses, routing.bags, layout)
     return StackGradient(
         updates=_to_owners(gradients, routing.requests, size, stack, plan), later=later
     )
@@ -241,7 +242,8 @@ def for_each_later_update(
     def apply_round(state, current: Round):
         carry, first_row = state
         size = later.remaining.size
-        gradients = spread(later.cotangents, current.uses, later.bags, size.sent_rows)
+        layout = stack.layout.on_their_way(size.sent_rows)
+        gradients = spread(later.cotangents, current.uses, later.bags, layout)
         requests = send_requests(current, size, plan)
         updates = _to_owners(gradients, requests, size, stack, plan)
         carry = apply(carry, updates, RowRange(first_row, current.end_row))
@@ -276,7 +278,7 @@ def for_each_round(
 
 
 def _to_owners(
-    gradients: Float[Array, "sent dim"],
+    gradients: PackedRows,
     requests: Requests,
     size: RoundSize,
     stack: StackPlan,
@@ -285,5 +287,5 @@ def _to_owners(
     """Sends gradients to the owners of their rows, and sums those of a row there."""
     received = send_gradients(gradients, requests, plan)
     if stack.num_shards == 1 or stack.keeps_duplicates:
-        return without_padding(RowUpdates(row_ids=requests.row_ids, values=received))
+        return without_padding(requests.row_ids, received)
     return merge(requests.row_ids, received, size.unique_rows)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.layout.packed_rows import PackedRows, add_to_rows
+from tpu_embedding.layout.packed_rows import PackedRows, add_to_rows, pack_rows
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.lookup._merge import merge
 from tpu_embedding.lookup._stack import StackGradient, for_each_later_update
@@ -128,7 +128,10 @@ def _apply_round(
         known = _touched_rows(updates.row_ids, all_reduce, None, stack, plan)
         occurrence_squares = known.total(squares)
         num_rows = min(updates.row_ids.shape[0], stack.rows_per_shard)
-        updates = merge(updates.row_ids, updates.values, num_rows)
+        gradients = pack_rows(
+            updates.values, table.layout.on_their_way(updates.row_ids.shape[0])
+        )
+        updates = merge(updates.row_ids, gradients, num_rows)
     rule: Any = _lifted(stack, plan, all_reduce, occurrence_squares)
     if optimizer.duplicates == "sequence":
         return apply_in_sequence(rule, table, state, updates)

@@ -23,6 +23,7 @@ from tpu_embedding.layout.packed_rows import (
     replace_rows,
     unpack_rows,
 )
+from tpu_embedding.optimizers.row_local import NotRowLocalError, check_elementwise
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.slots import moved_by_adding, slot_row_shapes
 from tpu_embedding.optimizers.table_rows import TableRows, among
@@ -82,11 +83,15 @@ def lift_to_rows(
         table: PackedRows = params
         row_ids = updates.row_ids
         leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
-        old = [gather_rows(x, row_ids) if is_slot(x) else x for x in leaves]
+        dense = _dense_view(optimizer, table, leaves, row_ids.shape[0])
+        old = [dense(gather_rows(x, row_ids)) if is_slot(x) else x for x in leaves]
         with among(rows_of and rows_of(row_ids)):
             values, new_state = optimizer.update(
-                updates.values, tree.unflatten(old), gather_rows(table, row_ids)
+                dense(updates.values),
+                tree.unflatten(old),
+                dense(gather_rows(table, row_ids)),
             )
+        values = values.reshape(updates.values.shape)
         new = tree.flatten_up_to(new_state)
         is_moved = moved_by_adding(optimizer, table.layout.dim)
         leaves = [
@@ -116,6 +121,29 @@ def with_slots(state: Any, slots: list[PackedRows]) -> Any:
     return jax.tree.map(
         lambda x: next(remaining) if is_slot(x) else x, state, is_leaf=is_slot
     )
+
+
+def _dense_view(
+    optimizer: optax.GradientTransformation | RowOptimizer,
+    table: PackedRows,
+    leaves: list[Any],
+    num_rows: int,
+) -> Callable[[Array], Array]:
+    """Returns how a rule is to see `[num_rows, dim]`.
+
+    As they are; or, where rows come in lines and the rule treats each element for
+    itself, as these lines. To part them would move more than the kernels did.
+    """
+    layout = table.layout.on_their_way(num_rows)
+    slots = [leaf for leaf in leaves if is_slot(leaf)]
+    fills_lines = layout.rows_per_line > 1 and num_rows % layout.rows_per_line == 0
+    if not fills_lines or any(slot.layout != table.layout for slot in slots):
+        return lambda rows: rows
+    try:
+        check_elementwise(optimizer)
+    except NotRowLocalError:
+        return lambda rows: rows
+    return lambda rows: rows.reshape(layout.lines_shape)
 
 
 def _move(

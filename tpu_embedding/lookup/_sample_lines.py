@@ -1,0 +1,93 @@
+"""Activations and cotangents that share lines, as rows do on their way.
+
+Where `k` rows of a table share a line (see `layout/narrow_rows.py`), so do `k` samples
+of a feature, but not neighbours: of `B` samples, each line holds those that are `B / k`
+apart. Then `[B, dim]` is `k` slices of the samples side by side, which XLA:TPU moves as
+they are. To put neighbours into one line, it would write each row with 128 lanes first.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from tpu_embedding.layout.narrow_rows import FEWEST_IDS, gather_narrow_rows
+from tpu_embedding.layout.packed_rows import PackedRows, RowLayout, over_lanes
+from tpu_embedding.lookup._flatten import Bags
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleLines:
+    """How the samples of features share lines.
+
+    Attributes:
+      num_samples: of each feature.
+      layout: of the rows that are looked up.
+    """
+
+    num_samples: int
+    layout: RowLayout
+
+    @property
+    def distance(self) -> int:
+        """What samples of a line are apart; lines of a feature."""
+        return self.num_samples // self.layout.rows_per_line
+
+    def gather(
+        self, rows: PackedRows, places: Int[Array, " all_ids"]
+    ) -> Float[Array, "_ lanes"]:
+        """Reads the rows of ids that lie place by place, into lines of samples."""
+        assert self.layout.runner is not None
+        return gather_narrow_rows(
+            rows.lines,
+            jnp.minimum(places, rows.layout.num_rows - 1),
+            self.layout.dim,
+            self.layout.runner,
+            distance=self.distance,
+        )
+
+    def pack(self, features: Sequence[Float[Array, "samples dim"]]) -> PackedRows:
+        """Puts the samples of features into lines, one feature after the other."""
+        k = self.layout.rows_per_line
+        lines = [jnp.concatenate(jnp.split(x.T, k, axis=1)).T for x in features]
+        return PackedRows(
+            lines=jnp.concatenate(lines),
+            layout=self.layout.on_their_way(len(features) * self.num_samples),
+        )
+
+    def unpack(self, lines: Float[Array, "_ lanes"]) -> Float[Array, "samples dim"]:
+        """Takes the samples of a feature out of their lines."""
+        k = self.layout.rows_per_line
+        return jnp.concatenate(jnp.split(lines.T, k), axis=1).T
+
+    def place_of(self, samples: Int[Array, " n"]) -> Int[Array, " n"]:
+        """Returns the row that each sample is of the lines; samples of all features."""
+        feature, sample = jnp.divmod(samples, self.num_samples)
+        place, line = jnp.divmod(sample, self.distance)
+        line += feature * self.distance
+        return line * self.layout.rows_per_line + place
+
+    def gains(self, gains: Float[Array, " ids"]) -> Float[Array, "_ lanes"]:
+        """Gives the lanes of each row the row's gain."""
+        k = self.layout.rows_per_line
+        by_line = jnp.moveaxis(gains.reshape(-1, k, self.distance), 1, 2)
+        return over_lanes(by_line.reshape(-1, k), self.layout.lanes)
+
+
+def sample_lines(bags: Sequence[Bags], layout: RowLayout) -> SampleLines | None:
+    """Returns how samples share lines; None where they cannot.
+
+    They can where rows share lines that kernels reach, and all features have equally
+    many samples, as many ids in each, and enough of them to fill lines.
+    """
+    num_samples = bags[0].num_samples
+    if (
+        layout.runner is None
+        or any(bag.sample_ids is not None for bag in bags)
+        or any(bag.num_samples != num_samples for bag in bags)
+        or any(bag.valence == 0 for bag in bags)
+        or num_samples % (layout.rows_per_line * FEWEST_IDS)
+    ):
+        return None
+    return SampleLines(num_samples=num_samples, layout=layout)
