@@ -100,13 +100,15 @@ def test_add_to_a_row_that_means_nothing_as_often_as_one_likes():
 
 
 @pytest.mark.parametrize(
-    ("dim", "line_lanes", "expected"),
-    [(d, 128, True) for d in DIMS]
-    + [(d, 128, False) for d in (1, 2, 4, 7, 12, 24, 48, 100, 128, 256)]
-    + [(32, None, False)],
+    ("num_rows", "dim", "line_lanes", "expected"),
+    [(10, dim, 128, True) for dim in DIMS]
+    + [(10, dim, 128, False) for dim in (1, 2, 4, 7, 12, 24, 48, 100, 128, 256)]
+    + [(10, 32, None, False)]
+    # SparseCores address no more than 16 GiB of an array.
+    + [(2**26 - 1, 64, 128, True), (2**26, 64, 128, False), (2**26, 32, 128, True)],
 )
-def test_dims_that_suit(dim, line_lanes, expected):
-    assert suits(dim, line_lanes) is expected
+def test_rows_that_kernels_reach(num_rows, dim, line_lanes, expected):
+    assert suits(num_rows, dim, line_lanes) is expected
 
 
 @pytest.mark.parametrize("num_ids", [4, 12, 129])

@@ -34,15 +34,19 @@ _PADDING_WORTH_RAGGED: Final = 1.25
 Below, a padded all-to-all is at least as good: a ragged one sends narrow rows as 128
 lanes, copies wide ones first, and exchanges sizes; see `benchmarks/README.md`."""
 
-SUBLANES: Final = 8
+_SUBLANES: Final = 8
 """Rows of a TPU tile; a buffer of another size is padded to it anyway."""
 
 LANES: Final = 128
 """Ids of a TPU register. Parts of so many lie in memory as they are sent; those of
 another size are first moved, by code that takes XLA seconds to compile."""
 
-_MANY_IDS: Final = 128 * LANES
+MANY_IDS: Final = 128 * LANES
 """From here on a part is a multiple of `LANES`, which adds 0.8 % at most."""
+
+MANY_NARROW_IDS: Final = 8 * LANES
+"""The same where kernels reach rows within lines, which are moved in tiles then: 12 %
+at most, and nothing is cut to size."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,7 @@ def round_size(
     *,
     capacity: int | None = None,
     kind: ExchangeKind | None = "padded",
-    multiple: int = SUBLANES,
+    many_ids: int = MANY_IDS,
 ) -> RoundSize:
     """Returns the sizes of a round.
 
@@ -89,7 +93,7 @@ def round_size(
         padded exchange, eight in a ragged one.
       kind: None: ragged where padded buffers would be a quarter longer, unless these
         hold all, or the user has chosen the capacity.
-      multiple: what all numbers of places are multiples of.
+      many_ids: from how many ids on a part is a multiple of `LANES`.
 
     Example:
       >>> round_size(1000, 8, 10**6).received_rows
@@ -99,15 +103,15 @@ def round_size(
     """
     bound = max(1, min(max_unique_ids, rows_per_shard))
     padded_capacity, ragged_capacity = (
-        _capacity(max_unique_ids, num_shards, bound, capacity, deviations, multiple)
+        _capacity(max_unique_ids, num_shards, bound, capacity, deviations, many_ids)
         for deviations in (_DEVIATIONS, _RAGGED_DEVIATIONS)
     )
-    padded_rows = num_shards * part_size(padded_capacity, multiple)
+    padded_rows = num_shards * part_size(padded_capacity, many_ids)
     # All shards together send an owner about as many ids as a shard has. Rows that all
     # of them want come in lumps, but then a shard has fewer unique ids than the bound.
     received = math.ceil(max_unique_ids + _DEVIATIONS * math.sqrt(max_unique_ids))
     received = max(num_shards, min(received, num_shards * ragged_capacity))
-    received = part_size(received, multiple)
+    received = part_size(received, many_ids)
     if kind is None:
         is_long = padded_rows > _PADDING_WORTH_RAGGED * received
         is_enough = capacity is not None or padded_capacity >= bound
@@ -116,7 +120,7 @@ def round_size(
         return RoundSize(
             kind="padded",
             capacity=padded_capacity,
-            part=part_size(padded_capacity, multiple),
+            part=part_size(padded_capacity, many_ids),
             sent_rows=padded_rows,
             received_rows=padded_rows,
             unique_rows=min(num_shards * padded_capacity, rows_per_shard),
@@ -126,20 +130,20 @@ def round_size(
     return RoundSize(
         kind="ragged",
         capacity=ragged_capacity,
-        part=part_size(ragged_capacity, multiple),
-        sent_rows=part_size(sent, multiple),
+        part=part_size(ragged_capacity, many_ids),
+        sent_rows=part_size(sent, many_ids),
         received_rows=received,
         unique_rows=min(received, rows_per_shard),
         holds_all=ragged_capacity >= bound and received > num_shards * bound,
     )
 
 
-def part_size(capacity: int, multiple: int) -> int:
+def part_size(capacity: int, many_ids: int) -> int:
     """Returns the places for one destination in an exchange buffer.
 
     One more than the ids at least: a place that no id ever takes stands for none.
     """
-    return round_up(capacity + 1, multiple if capacity < _MANY_IDS else LANES)
+    return round_up(capacity + 1, _SUBLANES if capacity < many_ids else LANES)
 
 
 def _capacity(
@@ -148,11 +152,11 @@ def _capacity(
     bound: int,
     requested: int | None,
     deviations: int,
-    multiple: int,
+    many_ids: int,
 ) -> int:
     """Returns the ids per destination and round."""
     if requested is not None:
         return min(requested, bound)
     mean = max(1, max_unique_ids) / num_shards
     capacity = math.ceil(mean + deviations * math.sqrt(mean))
-    return min(part_size(capacity, multiple) - 1, bound)
+    return min(part_size(capacity, many_ids) - 1, bound)

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.hardware import DMA_GRANULE_BYTES
+from tpu_embedding.hardware import DMA_GRANULE_BYTES, GIBIBYTE
 
 Runner = Literal["sparse_core", "interpreter"]
 """What runs the kernels."""
@@ -38,6 +38,9 @@ FEWEST_IDS: Final = 8
 _MOST_IDS: Final = 128
 """Ids that one copy may name."""
 
+_MOST_BYTES: Final = 16 * GIBIBYTE
+"""Of an array that a SparseCore addresses."""
+
 _CHUNK_BYTES: Final = 64 * 1024
 """Rows that a subcore has in hand at once; it has at least 256 KiB of memory."""
 
@@ -48,14 +51,15 @@ _INTERPRETED_LANES: Final = 16
 """Numbers that they add at once, as on tpu7x; v5p and v6e add 8."""
 
 
-def suits(dim: int, line_lanes: int | None) -> bool:
-    """Whether the kernels can reach rows of `dim` float32 in lines of so many lanes.
+def suits(num_rows: int, dim: int, line_lanes: int | None) -> bool:
+    """Whether the kernels can reach float32 `[num_rows, dim]` in lines of some lanes.
 
     Rows must fill their lines, and be as long as what SparseCores address at least, 32
     bytes (`dma_granule_size_bytes` in JAX's `jax/_src/tpu_info.py`), so that no write
-    touches a neighbour.
+    touches a neighbour. An array of more than 16 GiB XLA refuses.
     """
-    return line_lanes == 128 and dim in (8, 16, 32, 64)
+    fill_lines = line_lanes == 128 and dim in (8, 16, 32, 64)
+    return fill_lines and 4 * num_rows * dim < _MOST_BYTES
 
 
 def gather_narrow_rows(

@@ -89,7 +89,8 @@ class RowLayout:
     @property
     def runner(self) -> Runner | None:
         """What runs kernels on its rows, if these are float32; None: no kernel can."""
-        return self.kernels if suits(self.dim, self.line_lanes) else None
+        is_in_reach = suits(self.num_rows, self.dim, self.line_lanes)
+        return self.kernels if is_in_reach else None
 
     @property
     def num_lines(self) -> int:

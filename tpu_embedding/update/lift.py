@@ -86,6 +86,7 @@ def lift_to_rows(
         dense = _dense_view(optimizer, table, leaves, row_ids.shape[0])
         old = [dense(gather_rows(x, row_ids)) if is_slot(x) else x for x in leaves]
         with among(rows_of and rows_of(row_ids)):
+            values: Any
             values, new_state = optimizer.update(
                 dense(updates.values),
                 tree.unflatten(old),
