@@ -248,8 +248,8 @@ def test_packed_rows_change_no_result(dim):
         ("uniform", 8, None, None),
         ("all_same_id", 16, None, None),
         ("multi_hot", 32, 3, "padded"),
-        ("ragged_weighted", 64, None, "ragged"),
-        ("no_ids", 8, 1, "ragged"),
+        ("ragged_weighted", 64, 3, "ragged"),
+        ("all_of_one_shard", 8, None, "ragged"),
     ],
 )
 def test_kernels_change_no_result(case, dim, capacity, exchange, num_devices):
@@ -265,9 +265,11 @@ def test_kernels_change_no_result(case, dim, capacity, exchange, num_devices):
     check_against_reference(plan, batch_of(case))
 
 
-@pytest.mark.parametrize("num_devices", [1, 3, 8])
-@pytest.mark.parametrize("dim", [8, 32])
-def test_samples_that_share_lines(dim, num_devices):
+@pytest.mark.parametrize(
+    ("dim", "num_devices", "exchange"),
+    [(8, 1, None), (8, 8, "padded"), (16, 3, "ragged"), (32, 8, "ragged")],
+)
+def test_samples_that_share_lines(dim, num_devices, exchange):
     """Features of equal batches, large enough that their samples fill lines."""
     tables = {
         name: te.TableConfig(vocabulary_size=500, dim=dim, combiner=combiner, name=name)
@@ -281,6 +283,7 @@ def test_samples_that_share_lines(dim, num_devices):
         },
         mesh_of(num_devices),
         optimizer=OPTIMIZER,
+        exchange=exchange,
         kernels="interpreter",
         hardware=te.hardware_by_name("v5p"),
     )

@@ -41,10 +41,10 @@ LANES: Final = 128
 """Ids of a TPU register. Parts of so many lie in memory as they are sent; those of
 another size are first moved, by code that takes XLA seconds to compile."""
 
-MANY_IDS: Final = 128 * LANES
+_MANY_IDS: Final = 128 * LANES
 """From here on a part is a multiple of `LANES`, which adds 0.8 % at most."""
 
-MANY_NARROW_IDS: Final = 8 * LANES
+_MANY_NARROW_IDS: Final = 8 * LANES
 """The same where kernels reach rows within lines, which are moved in tiles then: 12 %
 at most, and nothing is cut to size."""
 
@@ -58,6 +58,8 @@ class RoundSize:
       capacity: ids that a shard may send to one other, at most; in a ragged exchange
         fewer where an owner has no room for what all shards ask of it.
       part: places for the ids of one destination, one of them for none.
+      rows_per_line: rows of a line of the buffers of rows; in a ragged exchange, where
+        lines travel, the rows of each destination begin with a new one.
       sent_rows: places for rows at the shard that asks for them; the last is no id's.
       received_rows: places for rows at their owner; the last is no row's.
       unique_rows: bound on the different rows among these.
@@ -67,6 +69,7 @@ class RoundSize:
     kind: ExchangeKind
     capacity: int
     part: int
+    rows_per_line: int
     sent_rows: int
     received_rows: int
     unique_rows: int
@@ -80,7 +83,7 @@ def round_size(
     *,
     capacity: int | None = None,
     kind: ExchangeKind | None = "padded",
-    many_ids: int = MANY_IDS,
+    rows_per_line: int = 1,
 ) -> RoundSize:
     """Returns the sizes of a round.
 
@@ -93,7 +96,7 @@ def round_size(
         padded exchange, eight in a ragged one.
       kind: None: ragged where padded buffers would be a quarter longer, unless these
         hold all, or the user has chosen the capacity.
-      many_ids: from how many ids on a part is a multiple of `LANES`.
+      rows_per_line: rows that share a line on their way.
 
     Example:
       >>> round_size(1000, 8, 10**6).received_rows
@@ -103,15 +106,19 @@ def round_size(
     """
     bound = max(1, min(max_unique_ids, rows_per_shard))
     padded_capacity, ragged_capacity = (
-        _capacity(max_unique_ids, num_shards, bound, capacity, deviations, many_ids)
+        _capacity(
+            max_unique_ids, num_shards, bound, capacity, deviations, rows_per_line
+        )
         for deviations in (_DEVIATIONS, _RAGGED_DEVIATIONS)
     )
-    padded_rows = num_shards * part_size(padded_capacity, many_ids)
+    padded_rows = num_shards * part_size(padded_capacity, rows_per_line)
     # All shards together send an owner about as many ids as a shard has. Rows that all
     # of them want come in lumps, but then a shard has fewer unique ids than the bound.
     received = math.ceil(max_unique_ids + _DEVIATIONS * math.sqrt(max_unique_ids))
-    received = max(num_shards, min(received, num_shards * ragged_capacity))
-    received = part_size(received, many_ids)
+    received = min(received, num_shards * ragged_capacity)
+    begun_lines = num_shards * (rows_per_line - 1)
+    received = max(num_shards * rows_per_line, received + begun_lines)
+    received = part_size(received, rows_per_line)
     if kind is None:
         is_long = padded_rows > _PADDING_WORTH_RAGGED * received
         is_enough = capacity is not None or padded_capacity >= bound
@@ -120,30 +127,38 @@ def round_size(
         return RoundSize(
             kind="padded",
             capacity=padded_capacity,
-            part=part_size(padded_capacity, many_ids),
+            part=part_size(padded_capacity, rows_per_line),
+            rows_per_line=rows_per_line,
             sent_rows=padded_rows,
             received_rows=padded_rows,
             unique_rows=min(num_shards * padded_capacity, rows_per_shard),
             holds_all=padded_capacity >= bound,
         )
-    sent = min(max_unique_ids, num_shards * ragged_capacity)
+    sent = min(max_unique_ids, num_shards * ragged_capacity) + begun_lines
     return RoundSize(
         kind="ragged",
         capacity=ragged_capacity,
-        part=part_size(ragged_capacity, many_ids),
-        sent_rows=part_size(sent, many_ids),
+        part=part_size(ragged_capacity, rows_per_line),
+        rows_per_line=rows_per_line,
+        sent_rows=part_size(sent, rows_per_line),
         received_rows=received,
         unique_rows=min(received, rows_per_shard),
-        holds_all=ragged_capacity >= bound and received > num_shards * bound,
+        holds_all=(
+            ragged_capacity >= bound
+            and received > num_shards * round_up(bound, rows_per_line)
+        ),
     )
 
 
-def part_size(capacity: int, many_ids: int) -> int:
+def part_size(capacity: int, rows_per_line: int = 1) -> int:
     """Returns the places for one destination in an exchange buffer.
 
-    One more than the ids at least: a place that no id ever takes stands for none.
+    One more than the ids at least: a place that no id ever takes stands for none. They
+    fill lines of `rows_per_line`.
     """
-    return round_up(capacity + 1, _SUBLANES if capacity < many_ids else LANES)
+    many_ids = _MANY_IDS if rows_per_line == 1 else _MANY_NARROW_IDS
+    few = max(_SUBLANES, rows_per_line)
+    return round_up(capacity + 1, few if capacity < many_ids else LANES)
 
 
 def _capacity(
@@ -152,11 +167,11 @@ def _capacity(
     bound: int,
     requested: int | None,
     deviations: int,
-    many_ids: int,
+    rows_per_line: int,
 ) -> int:
     """Returns the ids per destination and round."""
     if requested is not None:
         return min(requested, bound)
     mean = max(1, max_unique_ids) / num_shards
     capacity = math.ceil(mean + deviations * math.sqrt(mean))
-    return min(part_size(capacity, many_ids) - 1, bound)
+    return min(part_size(capacity, rows_per_line) - 1, bound)

@@ -27,8 +27,6 @@ from tpu_embedding.hardware import (
 from tpu_embedding.layout import memory, stacking
 from tpu_embedding.layout.capacity import (
     EXCHANGE_KINDS,
-    MANY_IDS,
-    MANY_NARROW_IDS,
     ExchangeKind,
     RoundSize,
     round_size,
@@ -109,12 +107,16 @@ class StackPlan:
 
     def round_size(self, max_unique_ids: int) -> RoundSize:
         """Returns the sizes of a round for so many ids per shard."""
-        many_ids = MANY_IDS if self.layout.runner is None else MANY_NARROW_IDS
+        rows_per_line = self.layout.on_their_way(1).rows_per_line
         if self.keeps_duplicates:
             # Rounds are cut between rows, so one row has to fit with all it has.
             num_ids = max(1, max_unique_ids)
             size = round_size(
-                num_ids, self.num_shards, num_ids, capacity=num_ids, many_ids=many_ids
+                num_ids,
+                self.num_shards,
+                num_ids,
+                capacity=num_ids,
+                rows_per_line=rows_per_line,
             )
             unique_rows = min(size.received_rows, self.rows_per_shard)
             return dataclasses.replace(size, unique_rows=unique_rows)
@@ -124,7 +126,7 @@ class StackPlan:
             self.rows_per_shard,
             capacity=self.capacity,
             kind="padded" if self.num_shards == 1 else self.exchange,
-            many_ids=many_ids,
+            rows_per_line=rows_per_line,
         )
 
 

@@ -19,18 +19,18 @@ from tpu_embedding.layout.packed_rows import (
     unpack_rows,
 )
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
-from tpu_embedding.lookup._route import Round
+from tpu_embedding.lookup._route import Round, lines_of, starts_of
 from tpu_embedding.types import PADDING_ROW_ID
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Where the parts of a ragged buffer lie. Per shard.
+    """Where the parts of a ragged buffer lie, in lines of it. Per shard.
 
     Attributes:
-      starts: int32 `[num_shards]`, the first place of the part for, or of, each shard.
-      sizes: int32 `[num_shards]`, its rows.
+      starts: int32 `[num_shards]`, the first line of the part for, or of, each shard.
+      sizes: int32 `[num_shards]`, its lines.
       remote_starts: int32 `[num_shards]`, where the same part begins in the buffer of
         the other shard.
     """
@@ -78,16 +78,17 @@ def send_requests(current: Round, size: RoundSize, plan: EmbeddingPlan) -> Reque
     row_ids = exchange(current.row_ids, plan)
     if size.kind == "padded":
         return Requests(row_ids=row_ids, parts=None)
-    asked_starts = _starts(current.num_ids)
-    facts = exchange(jnp.stack([current.num_ids, asked_starts], axis=1), plan)
+    asked_sizes = lines_of(current.num_ids, size)
+    asked_starts = starts_of(asked_sizes)
+    facts = exchange(jnp.stack([asked_sizes, asked_starts], axis=1), plan)
     received_sizes, starts_at_source = facts[:, 0], facts[:, 1]
-    received_starts = _starts(received_sizes)
+    received_starts = starts_of(received_sizes)
     return Requests(
-        row_ids=_compact(row_ids, size.received_rows),
+        row_ids=_compact(row_ids, size.rows_per_line * received_sizes, size),
         parts=RaggedParts(
             asked=Parts(
                 starts=asked_starts,
-                sizes=current.num_ids,
+                sizes=asked_sizes,
                 remote_starts=exchange(received_starts, plan),
             ),
             received=Parts(
@@ -177,28 +178,32 @@ def _exchange_padded(rows: PackedRows, plan: EmbeddingPlan) -> PackedRows:
 
 
 def _exchange_ragged(
-    packed: PackedRows,
+    rows: PackedRows,
     sent: Parts,
     received: Parts,
-    num_places: int,
+    num_rows: int,
     plan: EmbeddingPlan,
 ) -> PackedRows:
     """Moves the parts of one buffer to their places in the others'. Per shard."""
-    rows = _move_ragged(unpack_rows(packed), sent, received, num_places, plan)
-    return pack_rows(rows, packed.layout.on_their_way(num_places))
+    layout = rows.layout.on_their_way(num_rows)
+    if not layout.is_flat:
+        lines = _move_ragged(rows.lines, sent, received, layout.num_lines, plan)
+        return PackedRows(lines=lines, layout=layout)
+    lines = _move_ragged(rows.lines[:, None], sent, received, layout.num_lines, plan)
+    return PackedRows(lines=lines[:, 0], layout=layout)
 
 
 def _move_ragged(
-    rows: Float[Array, "from dim"],
+    lines: Float[Array, "from lanes"],
     sent: Parts,
     received: Parts,
     num_places: int,
     plan: EmbeddingPlan,
-) -> Float[Array, "to dim"]:
+) -> Float[Array, "to lanes"]:
     if plan.mesh.devices.flat[0].platform == "tpu":
         return jax.lax.ragged_all_to_all(
-            rows,
-            jax.lax.empty((num_places, rows.shape[1]), rows.dtype),
+            lines,
+            jax.lax.empty((num_places, lines.shape[1]), lines.dtype),
             sent.starts,
             sent.sizes,
             sent.remote_starts,
@@ -207,33 +212,29 @@ def _move_ragged(
         )
     # XLA has none for CPU: what it would do with the same facts of the senders, for
     # tests, not for speed.
-    all_rows = jax.lax.all_gather(rows, plan.axis_names)
+    all_lines = jax.lax.all_gather(lines, plan.axis_names)
     facts = exchange(jnp.stack([sent.starts, sent.sizes, sent.remote_starts], 1), plan)
     starts, sizes, targets = facts.T
     offsets = jnp.arange(num_places, dtype=jnp.int32)[:, None] - targets[None, :]
     is_from = (offsets >= 0) & (offsets < sizes[None, :])
     source = jnp.argmax(is_from, axis=1)
-    row = starts[source] + jnp.take_along_axis(offsets, source[:, None], axis=1)[:, 0]
-    of_source = all_rows[source, jnp.clip(row, 0, rows.shape[0] - 1)]
+    line = starts[source] + jnp.take_along_axis(offsets, source[:, None], axis=1)[:, 0]
+    of_source = all_lines[source, jnp.clip(line, 0, lines.shape[0] - 1)]
     # What nobody sends may be anything; this value would show if it were used.
     return jnp.where(jnp.any(is_from, axis=1)[:, None], of_source, jnp.nan)
 
 
-def _starts(sizes: Int[Array, " shards"]) -> Int[Array, " shards"]:
-    return jnp.cumsum(sizes, dtype=jnp.int32) - sizes
-
-
 def _compact(
-    row_ids: Int[Array, " padded"], num_places: int
+    row_ids: Int[Array, " padded"], sizes: Int[Array, " shards"], size: RoundSize
 ) -> Int[Array, " received"]:
-    """Moves padding to the end, and keeps the order of the rest; cuts or fills up.
+    """Moves the first ids of each part, as many as its size, together; fills up.
 
     A sort, because a TPU scatters single integers slowly.
     """
     places = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
-    is_padding = row_ids == PADDING_ROW_ID
-    keys = jnp.where(is_padding, row_ids.shape[0], places)
+    is_taken = places.reshape(-1, size.part) % size.part < sizes[:, None]
+    keys = jnp.where(is_taken.reshape(-1), places, row_ids.shape[0])
     _, row_ids = jax.lax.sort((keys, row_ids), num_keys=1, is_stable=False)
-    missing = max(0, num_places - row_ids.shape[0])
+    missing = max(0, size.received_rows - row_ids.shape[0])
     filled = jnp.pad(row_ids, (0, missing), constant_values=PADDING_ROW_ID)
-    return filled[:num_places]
+    return filled[: size.received_rows]

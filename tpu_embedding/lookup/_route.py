@@ -126,6 +126,16 @@ def route_all(dedup: Dedup, size: RoundSize, stack: StackPlan) -> Round:
     )
 
 
+def lines_of(num_rows: Int[Array, " shards"], size: RoundSize) -> Int[Array, " shards"]:
+    """Returns the lines that so many rows take in a ragged exchange."""
+    return (num_rows + size.rows_per_line - 1) // size.rows_per_line
+
+
+def starts_of(sizes: Int[Array, " shards"]) -> Int[Array, " shards"]:
+    """Returns where parts of these sizes begin, one after the other."""
+    return jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+
+
 def _capacities(
     num_left: Int[Array, " shards"],
     size: RoundSize,
@@ -135,10 +145,10 @@ def _capacities(
     """Returns how many ids may go to each destination in this round."""
     if size.kind == "padded":
         return size.capacity
-    asked = jax.lax.psum(num_left, plan.axis_names)
-    room = size.received_rows - 1
-    # The quotient is at least 1, for there is room for a row of each shard.
-    share = min(size.capacity, room // stack.num_shards)
+    asked = jax.lax.psum(lines_of(num_left, size), plan.axis_names)
+    room = (size.received_rows - 1) // size.rows_per_line
+    # The quotient is at least 1, for there is room for a line of each shard.
+    share = min(size.capacity, room // stack.num_shards * size.rows_per_line)
     return jnp.where(asked <= room, size.capacity, share)
 
 
@@ -164,7 +174,7 @@ def _fill(
     id_places = jnp.where(is_in_round, size.part * destination + turn, num_places)
     row_places = id_places
     if size.kind == "ragged":
-        starts = jnp.cumsum(num_ids, dtype=jnp.int32) - num_ids
+        starts = size.rows_per_line * starts_of(lines_of(num_ids, size))
         row_places = turn + for_each_id(starts, dedup)
         row_places = jnp.where(is_in_round, row_places, size.sent_rows)
     row_ids = jnp.full((num_places,), PADDING_ROW_ID, jnp.int32)
