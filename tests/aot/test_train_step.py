@@ -106,17 +106,17 @@ def make_plan(mesh, dim, optimizer, rows_per_line, **options):
     return te.make_plan(config, mesh, optimizer=optimizer, **options)
 
 
-def compile_step(plan, dim, loss_fn=squared_loss):
+def compile_step(plan, dim, loss_fn=squared_loss, batch_size=BATCH):
     def make():
         model = Model(plan, dim, nnx.Rngs(0))
         return model, te.Optimizer(model, optax.sgd(0.1))
 
     graph, state = nnx.split(nnx.eval_shape(make))
     features = {
-        "one": jax.ShapeDtypeStruct((BATCH,), jnp.int32),
-        "many": jax.ShapeDtypeStruct((BATCH, 4), jnp.int32),
+        "one": jax.ShapeDtypeStruct((batch_size,), jnp.int32),
+        "many": jax.ShapeDtypeStruct((batch_size, 4), jnp.int32),
     }
-    labels = jax.ShapeDtypeStruct((BATCH,), jnp.float32)
+    labels = jax.ShapeDtypeStruct((batch_size,), jnp.float32)
 
     def step(state, features, labels):
         model, optimizer = nnx.merge(graph, state)
@@ -155,7 +155,7 @@ def dims_and_generations():
     for dim in DIMS:
         yield dim, "v5p"
     for generation in ("v5e", "v6e", "tpu7x"):
-        for dim in (16, 128, 200):
+        for dim in (16, 128):
             yield dim, generation
 
 
@@ -219,11 +219,11 @@ def test_every_way_to_update_is_in_place_on_tpu(name, generation, rows_per_line)
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_optimizer_is_in_place_on_tpu(name):
-    """On one device, where a step compiles in a few seconds: no exchange, one round."""
+    """On one device and few ids, compiled in seconds: no exchange, one round."""
     devices = aot.topology_mesh(TOPOLOGIES["v5p"])
     mesh = jax.sharding.Mesh(devices.devices.reshape(-1)[:1], devices.axis_names)
     plan = make_plan(mesh, 128, OTHERS[name], 1)
-    check(plan, compile_step(plan, 128))
+    check(plan, compile_step(plan, 128, batch_size=256))
 
 
 # One of each way to update a table.

@@ -174,8 +174,14 @@ def expected(name):
     return list(lazy_steps(OPTIMIZERS[name], EVERY_ROW_TWICE + SOME_ROWS_TWICE))
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+def rules_and_configurations():
+    """All rules on one device, and each on several, in rounds or packed in turn."""
+    for number, name in enumerate(OPTIMIZERS):
+        yield name, "one_device"
+        yield name, ("three_in_rounds", "eight_packed")[number % 2]
+
+
+@pytest.mark.parametrize(("name", "configuration"), rules_and_configurations())
 def test_steps_equal_the_rule_on_touched_rows(name, configuration):
     """Two steps that touch every row, and two that touch some; compiled once."""
     plan = plan_of(OPTIMIZERS[name], configuration)

@@ -105,9 +105,9 @@ def train_curve(name, data_dir, num_devices, num_steps, capacity="none"):
     [
         ("synthetic", 50, (2, 3, 8)),
         ("movielens", 50, (3,)),
-        ("dlrm", 10, (3,)),
+        ("dlrm", 5, (3,)),
         ("dlrm_dcnv2", 10, (3,)),
-        ("two_tower", 20, (3,)),
+        ("two_tower", 10, (3,)),
     ],
 )
 def test_loss_curve_is_the_same_on_any_number_of_devices(
