@@ -16,9 +16,10 @@ MEBIBYTE: Final = 2**20
 GIBIBYTE: Final = 2**30
 
 DMA_GRANULE_BYTES: Final = 64
-"""Least bytes of an access to memory by SparseCore on tpu7x; v5p and v6e take 32.
+"""Least bytes of an access to memory by SparseCore, as the model of traffic counts.
 
-Source: `dma_granule_size_bytes` of JAX's own table, `jax/_src/tpu_info.py`.
+JAX's own table, `jax/_src/tpu_info.py`, has 32 for v5p, v6e and tpu7x
+(`dma_granule_size_bytes`) and 64 for later ones; this is the careful figure.
 """
 
 

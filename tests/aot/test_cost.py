@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpu_embedding import aot
 from tpu_embedding.aot.cost import program_cost, total
 from tpu_embedding.aot.hlo import parse_module
+from tpu_embedding.layout.narrow_rows import add_to_narrow_rows, gather_narrow_rows
 
 ROWS = 400_000  # 200 MB: too much for VMEM
 IDS = 8192
@@ -106,6 +107,36 @@ def test_scatter_add_reads_and_writes(topology, options):
     assert total(cost.operations).hbm_bytes < 3.2 * rows
     unit = "SparseCore" if options else "TensorCore"
     assert {o.unit for o in of_class(cost, "scatter")} == {unit}
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("dim", [8, 32])
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_kernels_move_rows_and_no_lines(topology, dim):
+    def read_and_add(lines, ids, additions):
+        rows = gather_narrow_rows(lines, ids, dim, "sparse_core")
+        # All reading comes before any writing.
+        lines, rows = jax.lax.optimization_barrier((lines, rows))
+        return add_to_narrow_rows(lines, ids, additions, dim, "sparse_core"), rows
+
+    mesh = aot.topology_mesh(topology)
+    num_lines = IDS * dim // 128
+    cost = cost_of(
+        over_shards(read_and_add, mesh),
+        ((mesh.size * ROWS, 128), jnp.float32, SHARDED),
+        ((mesh.size * IDS,), jnp.int32, SHARDED),
+        ((mesh.size * num_lines, 128), jnp.float32, SHARDED),
+        mesh=mesh,
+        donate=0,
+    )
+    of_row, anywhere = 4 * dim, max(4 * dim, 64)
+    read, added = of_class(cost, "custom call")
+    assert read.traffic.hbm_bytes == IDS * (4 + anywhere + of_row)
+    assert added.traffic.hbm_bytes == IDS * (4 + of_row + 2 * anywhere)
+    assert {read.unit, added.unit} == {"SparseCore"}
+    # Nothing else moves: lines are rows as they lie in memory, and are changed there.
+    moved = read.traffic.hbm_bytes + added.traffic.hbm_bytes
+    assert total(cost.operations).hbm_bytes == moved
 
 
 @pytest.mark.tpu_compiler
@@ -333,6 +364,12 @@ TEXTS = {
     "kernel": (
         f'ROOT %r = {ARRAY} custom-call(%a, %a), custom_call_target="mine"',
         3,
+    ),
+    "kernel that declares what it moves": (
+        f'ROOT %r = {ARRAY} custom-call(%a), custom_call_target="tpu_custom_call", '
+        'backend_config={"custom_call_config":{"body":"TUz=","cost_estimate":'
+        '{"flops":"0","bytes_accessed":"131072"}}}',
+        1 / 4,
     ),
     "update of a slice": (
         "%u = f32[8,128]{1,0:T(8,128)} bitcast(%a)\n"

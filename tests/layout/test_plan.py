@@ -83,6 +83,68 @@ def test_wrong_capacity_is_refused(capacity):
     assert repr(capacity) in str(error.value)
 
 
+def features_of_dims(*dims, num_rows=1000):
+    return [
+        te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=num_rows, dim=dim, name=f"dim{dim}")
+        )
+        for dim in dims
+    ]
+
+
+@pytest.mark.parametrize("kernels", ["Interpreter", 1, True], ids=repr)
+def test_wrong_kernels_are_refused(kernels):
+    with pytest.raises(ValueError, match="kernels must be one of") as error:
+        make_plan(kernels=kernels)
+    assert repr(kernels) in str(error.value)
+
+
+def test_kernels_of_sparse_cores_need_sparse_cores():
+    for hardware in (None, te.hardware_by_name("v5p")):
+        with pytest.raises(ValueError, match="without SparseCores, got 'sparse_core'"):
+            make_plan(kernels="sparse_core", hardware=hardware)
+
+
+def test_kernels_reach_rows_that_share_lines():
+    plan = te.make_plan(
+        features_of_dims(4, 8, 24, 64, 128),
+        mesh_of(3),
+        optimizer=te.optimizers.rowwise_adagrad(0.1),
+        hardware=te.hardware_by_name("v6e"),
+        kernels="interpreter",
+    )
+    runners = {stack.dim: stack.layout.runner for stack in plan.stacks}
+    reached = {dim for dim, runner in runners.items() if runner == "interpreter"}
+    assert reached == {8, 64}
+    # 334 rows per shard, and one for ids that stand for none; 2 in a line of 64.
+    (stack,) = (stack for stack in plan.stacks if stack.dim == 64)
+    assert stack.layout.lines_shape == (168, 128)
+    assert plan.slot_layout(stack, stack.slots[0]).lines_shape == (334,)
+
+
+def test_no_kernels_off_tpu_unless_asked_for():
+    for hardware in (None, te.hardware_by_name("v5p")):
+        plan = te.make_plan(features_of_dims(8), mesh_of(2), hardware=hardware)
+        assert plan.stacks[0].layout.runner is None
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("topology", "expected"),
+    [("v5p:2x2x1", "sparse_core"), ("v6e:2x2", "sparse_core"), ("v5e:2x2", None)],
+)
+def test_kernels_of_tpus(topology, expected):
+    mesh = aot.topology_mesh(topology)
+    plan = te.make_plan(features_of_dims(8), mesh)
+    is_known = jax.__version_info__ >= (0, 12)
+    assert plan.stacks[0].layout.runner == (expected if is_known else None)
+    plan = te.make_plan(features_of_dims(8), mesh, kernels="none")
+    assert plan.stacks[0].layout.runner is None
+    # SparseCores address no more than 16 GiB of an array.
+    large = features_of_dims(64, num_rows=4 * 2**26)
+    assert te.make_plan(large, mesh).stacks[0].layout.runner is None
+
+
 @pytest.mark.parametrize("exchange", ["Ragged", 1, True], ids=repr)
 def test_wrong_exchange_is_refused(exchange):
     with pytest.raises(ValueError, match="exchange must be one of") as error:

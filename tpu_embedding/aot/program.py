@@ -27,7 +27,6 @@ _MOVES_NOTHING: Final = frozenset(
         "bitcast",
         "opt-barrier",
         "scatter",
-        "custom-call",
         "async-start",
         "async-update",
         "async-done",
@@ -38,6 +37,7 @@ _MOVES_NOTHING: Final = frozenset(
 )
 _COPIES: Final = frozenset({"copy", "copy-start", "copy-done", "transpose"})
 _ALL_GATHERS: Final = frozenset({"all-gather", "all-gather-start"})
+_PALLAS: Final = "tpu_custom_call"
 _SMALLEST_TABLE: Final = 2**14
 """Elements per device, 64 KiB, below which a table counts as none: any small array may
 have its size, and XLA rightly keeps it on the chip."""
@@ -58,6 +58,7 @@ class ProgramReport:
       table_sized_all_gathers: all-gathers of such a size.
       sparse_core_gathers: gathers that run on SparseCore.
       sparse_core_scatters: scatters that run on SparseCore.
+      kernels: Pallas kernels, those that read and add to narrow rows.
       sparse_core_relayouts: table copies for a layout change on SparseCore; a fault.
       all_to_alls: exchanges between devices, those of further rounds included.
     """
@@ -70,6 +71,7 @@ class ProgramReport:
     table_sized_all_gathers: tuple[str, ...]
     sparse_core_gathers: int
     sparse_core_scatters: int
+    kernels: int
     sparse_core_relayouts: int
     all_to_alls: int
 
@@ -106,6 +108,9 @@ def inspect_program(
         ),
         sparse_core_gathers=text.count("OFFLOAD_GATHER"),
         sparse_core_scatters=text.count("OFFLOAD_SCATTER"),
+        kernels=sum(
+            i.text_attribute("custom_call_target") == _PALLAS for i in instructions
+        ),
         sparse_core_relayouts=text.count("OFFLOAD_DATA_FORMATTING"),
         all_to_alls=sum(
             i.base_opcode in ("all-to-all", "ragged-all-to-all") for i in instructions
@@ -134,7 +139,13 @@ def _is_table_sized(instruction: Instruction, sizes: set[int]) -> bool:
 
 
 def _is_in_place(instruction: Instruction) -> bool:
-    """A fusion is in place if it is made of a scatter; XLA names it so."""
+    """A fusion is in place if it is made of a scatter; XLA names it so.
+
+    A kernel is if it says that its result is an operand.
+    """
     if instruction.opcode == "fusion":
         return "scatter" in instruction.name
+    if instruction.opcode == "custom-call":
+        is_kernel = instruction.text_attribute("custom_call_target") == _PALLAS
+        return not is_kernel or "output_to_operand_aliasing" in instruction.attributes
     return instruction.opcode in _MOVES_NOTHING

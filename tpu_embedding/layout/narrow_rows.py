@@ -48,7 +48,7 @@ _INTERPRETED_WORKERS: Final = 3
 """Subcores that the interpreter plays; they do not divide most numbers of chunks."""
 
 _INTERPRETED_LANES: Final = 16
-"""Numbers that they add at once, as on tpu7x; v5p and v6e add 8."""
+"""Numbers that they add at once; a TPU adds 8 or 16."""
 
 
 def suits(num_rows: int, dim: int, line_lanes: int | None) -> bool:

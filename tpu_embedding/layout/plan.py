@@ -458,6 +458,8 @@ def _describe(plan: EmbeddingPlan) -> str:
             cells = (vocabulary_size, str(stack.dim), f"{table.row_offset:,}")
             rows.append((stack.name, table.name, *cells, "", "", ""))
         packing = f"{layout.rows_per_line} x {stack.dim} of {layout.lanes}"
+        if layout.runner is not None:
+            packing += ", kernels"
         cells = (f"{stack.num_rows:,}", str(stack.dim), "", f"{stack.rows_per_shard:,}")
         size = memory.format_bytes(table_bytes)
         size += f" + {memory.format_bytes(plan.slot_bytes_of(stack))} slots"
