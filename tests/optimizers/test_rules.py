@@ -99,6 +99,7 @@ CONFIGURATIONS = {
     "one_device": (1, "cpu", {}),
     "three_in_rounds": (3, "cpu", {"capacity": 2}),
     "eight_packed": (8, "v6e", {}),
+    "two_with_kernels": (2, "v6e", {"kernels": "interpreter"}),
 }
 NUM_IDS, NUM_PART = 64, 17
 
@@ -175,10 +176,11 @@ def expected(name):
 
 
 def rules_and_configurations():
-    """All rules on one device, and each on several, in rounds or packed in turn."""
+    """All rules on one device, and on several in one of the other ways, in turn."""
+    one_device, *others = CONFIGURATIONS
     for number, name in enumerate(OPTIMIZERS):
-        yield name, "one_device"
-        yield name, ("three_in_rounds", "eight_packed")[number % 2]
+        yield name, one_device
+        yield name, others[number % len(others)]
 
 
 @pytest.mark.parametrize(("name", "configuration"), rules_and_configurations())
