@@ -261,15 +261,21 @@ def scale_rows(packed: PackedRows, gains: Float[Array, " rows"]) -> PackedRows:
     return PackedRows(lines=lines, layout=packed.layout)
 
 
-def over_lanes(values: Array, lanes: int) -> Array:
-    """Gives each row of a line, `[lines, rows_per_line]`, its part of the lanes."""
-    rows_per_line = values.shape[1]
-    place_of_lane = jnp.arange(lanes, dtype=jnp.int32) // (lanes // rows_per_line)
+def over_lanes(columns: Sequence[Array], lanes: int) -> Array:
+    """Gives each place of a line, whose values are a column, its part of the lanes.
+
+    Args:
+      columns: `[lines]` for each place of a line.
+      lanes: of a line.
+
+    Returns:
+      `[lines, lanes]`.
+    """
+    place_of_lane = jnp.arange(lanes, dtype=jnp.int32) // (lanes // len(columns))
     # Place by place: XLA:TPU writes to memory what a reshape makes of lanes.
-    result = values[:, -1:]
-    for place in range(rows_per_line - 1):
-        is_place = place_of_lane[None, :] == place
-        result = jnp.where(is_place, values[:, place : place + 1], result)
+    result = columns[-1][:, None]
+    for place, column in enumerate(columns[:-1]):
+        result = jnp.where(place_of_lane[None, :] == place, column[:, None], result)
     return result
 
 
@@ -359,9 +365,17 @@ def _over_lanes(values: Array, layout: RowLayout) -> Array:
     """Gives the lanes of each row the row's value: `[rows]` to what fits the lines."""
     if layout.rows_per_line == 1:
         return values if layout.is_flat else values[:, None]
-    missing = layout.num_lines * layout.rows_per_line - layout.num_rows
-    by_line = jnp.pad(values, (0, missing)).reshape(layout.num_lines, -1)
-    return over_lanes(by_line, layout.lanes)
+    # Those of one place after those of another, by a gather: to reshape numbers into
+    # rows of a few takes a TPU two instructions for each.
+    places, lines = jnp.divmod(
+        jnp.arange(layout.rows_per_line * layout.num_lines, dtype=jnp.int32),
+        layout.num_lines,
+    )
+    rows = jnp.minimum(lines * layout.rows_per_line + places, layout.num_rows - 1)
+    is_mask = values.dtype == bool
+    by_place = take(values.astype(jnp.int32) if is_mask else values, rows)
+    columns = jnp.split(by_place.astype(values.dtype), layout.rows_per_line)
+    return over_lanes(columns, layout.lanes)
 
 
 def _lines_to_add(

@@ -71,8 +71,9 @@ class SampleLines:
     def gains(self, gains: Float[Array, " ids"]) -> Float[Array, "_ lanes"]:
         """Gives the lanes of each row the row's gain."""
         k = self.layout.rows_per_line
-        by_line = jnp.moveaxis(gains.reshape(-1, k, self.distance), 1, 2)
-        return over_lanes(by_line.reshape(-1, k), self.layout.lanes)
+        of_features = gains.reshape(-1, k, self.distance)
+        columns = [of_features[:, place].reshape(-1) for place in range(k)]
+        return over_lanes(columns, self.layout.lanes)
 
 
 def sample_lines(bags: Sequence[Bags], layout: RowLayout) -> SampleLines | None:
