@@ -33,6 +33,10 @@ hypothesis.settings.load_profile("default")
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
+needs_kernels = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="kernels of narrow rows need jax 0.12"
+)
+
 TESTS_PER_CACHE = 60
 _tests_run = itertools.count(1)
 

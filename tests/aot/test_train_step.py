@@ -164,7 +164,7 @@ def dims_and_generations():
 def test_tpu_step_is_in_place(dim, generation):
     mesh = aot.topology_mesh(TOPOLOGIES[generation])
     plan = make_plan(mesh, dim, ADAGRAD, max(1, 128 // dim))
-    report = check(plan, compile_step(plan, dim))
+    report = check(plan, compile_step(plan, dim, batch_size=1024))
     # Ids and rows, gradients back; and the same in the loops of further rounds.
     assert report.all_to_alls == 3 + 2 + 2
     if generation in WITH_SPARSE_CORE:
@@ -186,7 +186,7 @@ def test_tpu_step_is_in_place(dim, generation):
 def test_tpu_step_with_ragged_exchange_is_in_place(dim, generation):
     mesh = aot.topology_mesh(TOPOLOGIES[generation])
     plan = make_plan(mesh, dim, ADAGRAD, max(1, 128 // dim), exchange="ragged")
-    compiled = compile_step(plan, dim)
+    compiled = compile_step(plan, dim, batch_size=1024)
     check(plan, compiled)
     assert "ragged-all-to-all" in compiled.as_text()
 
@@ -253,8 +253,8 @@ ON_CPU = {
 
 @pytest.mark.parametrize(
     ("num_devices", "capacity", "loss_fn"),
-    [(1, None, linear_loss), (8, None, squared_loss), (8, 4, linear_loss)],
-    ids=["one", "eight", "eight_in_rounds"],
+    [(1, None, linear_loss), (8, 4, squared_loss)],
+    ids=["one", "eight_in_rounds"],
 )
 @pytest.mark.parametrize("name", ON_CPU)
 def test_cpu_step_is_in_place(name, num_devices, capacity, loss_fn):

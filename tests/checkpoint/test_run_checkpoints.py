@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.conftest import mesh_of, needs_kernels
 from tpu_embedding.checkpoint import CheckpointError, RunCheckpoints, describe_plan
 
 DESCRIPTION = {"run": {"seed": 0}, "plan": {"num_shards": 8, "sizes": [1, 2]}}
@@ -129,12 +129,21 @@ def test_every_difference_is_named(checkpoints):
     assert "sizes" not in message
 
 
-def plan_of(*, num_devices=2, dim=4, vocabulary_size=9, optimizer=None, hardware="cpu"):
+def plan_of(
+    *,
+    num_devices=2,
+    dim=4,
+    vocabulary_size=9,
+    optimizer=None,
+    hardware="cpu",
+    kernels=None,
+):
     table = te.TableConfig(vocabulary_size=vocabulary_size, dim=dim, name="movie")
     return te.make_plan(
         {"watched": te.FeatureConfig(table=table)},
         mesh_of(num_devices),
         optimizer=optimizer or te.optimizers.adagrad(0.1),
+        kernels=kernels,
         hardware=te.hardware_by_name(hardware),
     )
 
@@ -153,3 +162,14 @@ def plan_of(*, num_devices=2, dim=4, vocabulary_size=9, optimizer=None, hardware
 )
 def test_description_of_a_plan(change, is_same):
     assert (describe_plan(plan_of(**change)) == describe_plan(plan_of())) == is_same
+
+
+@needs_kernels
+def test_description_of_a_spare_row():
+    plans = [
+        plan_of(hardware="v5p", dim=32, vocabulary_size=8, kernels=kernels)
+        for kernels in ("none", "interpreter")
+    ]
+    none, kernels = (describe_plan(plan)["stacks"]["stack_0"] for plan in plans)
+    # 4 rows per device fill a line, and the spare one begins another.
+    assert (none["num_lines"], kernels["num_lines"]) == (1, 2)

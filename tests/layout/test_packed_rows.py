@@ -37,16 +37,17 @@ LAYOUTS |= {
     )
     for lanes in (None, 128)
 }
-LAYOUTS |= {
-    f"dim{dim}-kernels": RowLayout(
-        num_rows=num_rows,
-        row_shape=(dim,),
-        line_lanes=128,
-        kernels="interpreter",
-        num_spare_rows=1,
-    )
-    for dim, num_rows in {8: 37, 16: 40, 64: 300}.items()
-}
+if jax.__version_info__ >= (0, 12):
+    LAYOUTS |= {
+        f"dim{dim}-kernels": RowLayout(
+            num_rows=num_rows,
+            row_shape=(dim,),
+            line_lanes=128,
+            kernels="interpreter",
+            num_spare_rows=1,
+        )
+        for dim, num_rows in {8: 37, 16: 40, 64: 300}.items()
+    }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 pack = functools.partial(jax.jit, static_argnames="layout")(pack_rows)

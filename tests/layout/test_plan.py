@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.conftest import mesh_of, needs_kernels
 from tpu_embedding import aot
 from tpu_embedding.config import MAX_VOCABULARY_SIZE
 
@@ -99,12 +99,14 @@ def test_wrong_kernels_are_refused(kernels):
     assert repr(kernels) in str(error.value)
 
 
+@needs_kernels
 def test_kernels_of_sparse_cores_need_sparse_cores():
     for hardware in (None, te.hardware_by_name("v5p")):
         with pytest.raises(ValueError, match="without SparseCores, got 'sparse_core'"):
             make_plan(kernels="sparse_core", hardware=hardware)
 
 
+@needs_kernels
 def test_kernels_reach_rows_that_share_lines():
     plan = te.make_plan(
         features_of_dims(4, 8, 24, 64, 128),
@@ -120,6 +122,20 @@ def test_kernels_reach_rows_that_share_lines():
     (stack,) = (stack for stack in plan.stacks if stack.dim == 64)
     assert stack.layout.lines_shape == (168, 128)
     assert plan.slot_layout(stack, stack.slots[0]).lines_shape == (334,)
+
+
+@needs_kernels
+def test_interpreted_kernels_need_rows_that_share_lines():
+    with pytest.raises(ValueError, match="for 'cpu': give hardware= of a TPU"):
+        make_plan(kernels="interpreter")
+
+
+@pytest.mark.parametrize("kernels", ["interpreter", "sparse_core"])
+def test_kernels_need_a_later_jax(kernels, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    assert make_plan().stacks[0].layout.runner is None
+    with pytest.raises(ValueError, match="they need jax 0.12"):
+        make_plan(kernels=kernels)
 
 
 def test_no_kernels_off_tpu_unless_asked_for():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.conftest import mesh_of, needs_kernels
 from tests.reference import dense_gradients, dense_lookup
 
 # A sum of up to some hundred float32 products in another order than the reference's.
@@ -241,6 +241,7 @@ def test_packed_rows_change_no_result(dim):
     check_against_reference(plan, batch_of("multi_hot"))
 
 
+@needs_kernels
 @pytest.mark.parametrize(
     ("case", "dim", "num_devices", "capacity", "exchange"),
     [
@@ -268,6 +269,7 @@ def test_kernels_change_no_result(case, dim, num_devices, capacity, exchange):
     check_against_reference(plan, batch_of(case))
 
 
+@needs_kernels
 @pytest.mark.parametrize(
     ("dim", "num_devices", "exchange"),
     [(8, 1, None), (8, 8, "padded"), (16, 3, "ragged"), (32, 8, "ragged")],

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.conftest import needs_kernels
 from tpu_embedding.layout.packed_rows import RowLayout, pack_rows
 from tpu_embedding.lookup._merge import merge
 from tpu_embedding.types import PADDING_ROW_ID
@@ -53,6 +54,7 @@ def test_equals_numpy(case, bound):
     check(CASES[case] * (2 if bound == 8 else 1), 8, bound)
 
 
+@needs_kernels
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dim", [8, 32])
 def test_rows_that_share_lines(case, dim):

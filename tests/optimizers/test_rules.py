@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.conftest import mesh_of, needs_kernels
 from tests.optimizers.rules import (
     compilations,
     initial_state,
@@ -19,8 +19,10 @@ from tests.optimizers.rules import (
     one_table_plan,
     update,
 )
+from tpu_embedding.optimizers.row_local import runs_on_lines
 from tpu_embedding.optimizers.slots import slot_row_shapes
 from tpu_embedding.optimizers.table_rows import among, table_rows
+from tpu_embedding.update import every_row
 
 VOCABULARY_SIZE, DIM = 40, 8
 
@@ -180,7 +182,9 @@ def rules_and_configurations():
     one_device, *others = CONFIGURATIONS
     for number, name in enumerate(OPTIMIZERS):
         yield name, one_device
-        yield name, others[number % len(others)]
+        other = others[number % len(others)]
+        marks = needs_kernels if "kernels" in other else ()
+        yield pytest.param(name, other, marks=marks)
 
 
 @pytest.mark.parametrize(("name", "configuration"), rules_and_configurations())
@@ -295,19 +299,78 @@ def test_step_gated_rules_need_every_row(name):
         one_table_plan(STEP_GATED[name], VOCABULARY_SIZE, DIM, mesh_of(1))
 
 
-@pytest.mark.parametrize("hardware", ["cpu", "v5p"])
-def test_slots_survive_outliers(hardware):
+@pytest.mark.parametrize(
+    ("hardware", "kernels"),
+    [
+        ("cpu", None),
+        ("v5p", None),
+        pytest.param("v5p", "interpreter", marks=needs_kernels),
+    ],
+)
+def test_slots_survive_outliers(hardware, kernels):
     """A slot that is replaced drops from 1e6 to 1e-6 without a trace of the former."""
     optimizer = optax.optimistic_gradient_descent(0.1)
     plan = one_table_plan(
-        optimizer, 4, 2, mesh_of(2), hardware=te.hardware_by_name(hardware)
+        *(optimizer, 4, 8, mesh_of(2)),
+        hardware=te.hardware_by_name(hardware),
+        kernels=kernels,
     )
-    tables, slots = initial_state(plan, np.ones((4, 2)))
+    tables, slots = initial_state(plan, np.ones((4, 8)))
     ids = np.arange(4, dtype=np.int32)
     for size in (1e6, 1e-3, 1e-6):
-        gradient = np.full((4, 2), size, np.float32)
+        gradient = np.full((4, 8), size, np.float32)
         tables, slots = update(tables, slots, ids, gradient, plan)
     np.testing.assert_allclose(logical_slots(slots, plan)[0], 1e-6, rtol=1e-6)
+
+
+# What looks at a row, at its size, or at all of them, cannot see several in a line.
+ON_LINES = {
+    **{name: True for name in ("sgd", "adagrad", "adam", "ftrl", "chain", "schedule")},
+    **{name: True for name in ("inject", "options", "optax.adamw", "optax.lion")},
+    **{name: False for name in ("rowwise_adagrad", "lamb", "norm", "adafactor")},
+    "centralize": False,
+    "factored": False,
+    "by_dim": False,
+}
+LOOK_AT_ROWS = {
+    "norm": OPTIMIZERS["norm"],
+    "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+    "centralize": optax.chain(optax.centralize(), optax.sgd(0.1)),
+    "factored": optax.chain(optax.scale_by_factored_rms(), optax.scale(-0.1)),
+    "by_dim": optax.stateless(lambda u, p: u / p.shape[1]),
+    "every_row": te.optimizers.every_row(te.optimizers.rowwise_adagrad(0.1)),
+    "adafactor": te.optimizers.adafactor(0.1, mode="exact"),
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), ON_LINES.items())
+def test_which_rules_run_on_lines(name, expected):
+    plan = one_table_plan((OPTIMIZERS | LOOK_AT_ROWS)[name], 9, 32, mesh_of(1))
+    assert runs_on_lines(plan.stacks[0].optimizer, 32, 128) is expected
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", LOOK_AT_ROWS)
+def test_rules_that_look_at_rows_see_rows(name, monkeypatch):
+    """As many as fill 128 lines, and more than one block of a pass over all."""
+    monkeypatch.setattr(every_row, "_ROWS_PER_BLOCK", 256)
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, 900, 2048).astype(np.int32)
+    gradient = generator.normal(size=(2048, 32)).astype(np.float32)
+    results = []
+    for kernels in ("none", "interpreter"):
+        plan = one_table_plan(
+            *(LOOK_AT_ROWS[name], 900, 32, mesh_of(2)),
+            hardware=te.hardware_by_name("v5p"),
+            kernels=kernels,
+        )
+        tables, slots = initial_state(plan, generator.permuted(np.ones((900, 32))))
+        for _ in range(2):
+            tables, slots = update(tables, slots, ids, gradient, plan)
+        state = logical_state(slots, plan)
+        results.append([te.logical_values(tables, plan)["table"], *state])
+    for with_lines, with_kernels in zip(*results, strict=True):
+        np.testing.assert_allclose(with_kernels, with_lines, rtol=1e-5, atol=1e-6)
 
 
 def test_every_row_excludes_sequence():

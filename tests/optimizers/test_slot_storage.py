@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.conftest import mesh_of, needs_kernels
 from tests.optimizers.rules import (
     initial_state,
     logical_slots,
@@ -70,7 +70,7 @@ def test_options_are_those_of_with_options(recipe):
     assert float(jnp.max(rows + expected)) <= 0.2 + 1e-6
 
 
-@pytest.mark.parametrize("hardware", ["cpu", "v5p"])
+@pytest.mark.parametrize("hardware", ["cpu", pytest.param("v5p", marks=needs_kernels)])
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_bfloat16_slots(num_devices, hardware):
     """Arithmetic in float32: one rounding of 2**-9 for each step."""

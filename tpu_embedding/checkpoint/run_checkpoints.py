@@ -144,6 +144,7 @@ def describe_plan(plan: EmbeddingPlan) -> Description:
                 "rows_per_shard": stack.rows_per_shard,
                 "rows_per_line": stack.layout.rows_per_line,
                 "lanes": stack.layout.lanes,
+                "num_lines": stack.layout.num_lines,
                 "gradient_steps": stack.optimizer and stack.optimizer.gradient_steps,
                 "slots": [
                     {"row_shape": list(slot.shape), "dtype": str(slot.dtype)}

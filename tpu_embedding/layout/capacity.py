@@ -32,7 +32,8 @@ _PADDING_WORTH_RAGGED: Final = 1.25
 """Places per row from which a padded exchange is left for a ragged one.
 
 Below, a padded all-to-all is at least as good: a ragged one sends narrow rows as 128
-lanes, copies wide ones first, and exchanges sizes; see `benchmarks/README.md`."""
+lanes where no kernel packs them, copies wide ones first, and exchanges sizes; see
+`benchmarks/README.md`."""
 
 _SUBLANES: Final = 8
 """Rows of a TPU tile; a buffer of another size is padded to it anyway."""

@@ -74,7 +74,7 @@ def gather_narrow_rows(
 
     Args:
       lines: float32; rows of `dim` lie side by side in them.
-      row_ids: int32, a multiple of 8 of them; all must be there.
+      row_ids: int32, a multiple of 8 of them, which fill lines; all must be there.
       dim: elements of a row, one that `suits`.
       runner: what runs the kernel.
       distance: what the ids of the rows of a line are apart. 1: rows lie in the order
@@ -87,7 +87,7 @@ def gather_narrow_rows(
     """
     num_ids = row_ids.shape[0]
     chunk = _chunk_size(num_ids if distance == 1 else distance, dim)
-    out_type = jax.ShapeDtypeStruct((num_ids * dim // 128, 128), lines.dtype)
+    out_type = jax.ShapeDtypeStruct((_num_lines(num_ids, dim), 128), lines.dtype)
     return _launch(
         functools.partial(_gather, dim=dim, distance=distance),
         (lines, row_ids),
@@ -114,8 +114,8 @@ def add_to_narrow_rows(
 
     Args:
       lines: float32; rows of `dim` lie side by side in them.
-      row_ids: int32, a multiple of 8 of them. All must be there, and each
-        is named once, but for rows whose values nobody uses.
+      row_ids: int32, a multiple of 8 of them, which fill lines. All must be there,
+        and each is named once, but for rows whose values nobody uses.
       additions: the values to add, packed in the order of the ids.
       dim: elements of a row, one that `suits`.
       runner: what runs the kernel.
@@ -222,6 +222,8 @@ def _add(
         def _(vector):
             sums[vector] = present[vector] + sums[vector]
 
+        # JAX awaits that the sums are read, no more; the end of the kernel, that they
+        # are written. Nobody reads these rows before: each is named once.
         _copy_all(_windows(sum_rows, ids), _named_rows(table, ids), arrived)
 
     _for_each_chunk(worker, row_ids.size, chunk, move)
@@ -263,7 +265,7 @@ def _windows(rows: Ref, ids: list[Ref]) -> list[Ref]:
 
 
 def _copy_all(sources: Sequence[Ref], targets: Sequence[Ref], arrived: Ref) -> None:
-    """Has all copies under way at once, and waits for them."""
+    """Has all copies under way at once, and waits until the worker's side is free."""
     copies = [
         pltpu.async_copy(source, target, arrived)
         for source, target in zip(sources, targets, strict=True)
@@ -280,6 +282,15 @@ def _chunk_size(num_ids: int, dim: int) -> int:
             f"The number of ids must be a multiple of {FEWEST_IDS}, got {num_ids}."
         )
     return chunk
+
+
+def _num_lines(num_ids: int, dim: int) -> int:
+    if num_ids * dim % 128:
+        raise ValueError(
+            f"The number of ids must be a multiple of {128 // dim}, which fill lines, "
+            f"got {num_ids}."
+        )
+    return num_ids * dim // 128
 
 
 def _ids_of_chunk(chunk: int) -> list[Any]:

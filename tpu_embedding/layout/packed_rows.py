@@ -1,12 +1,13 @@
-"""Rows of a table or slot variable as they lie in memory, and how to reach them.
+"""Rows of a table or slot variable, or on their way, as they lie in memory.
 
 A TPU stores a float32 `[rows, dim]` array with `dim` below 128 by column, and copies
 the whole table before it gathers or scatters rows. So `128 // dim` logical rows share
 one line of 128 lanes, and wide rows take a multiple of 128 lanes. On CPU and GPU a
 line is one row. Rows of a single value lie in a flat array everywhere, whose elements
 a SparseCore reads and adds to one by one. Where kernels reach rows within lines (see
-`narrow_rows.py`), rows stay packed on their way between the devices, too. Only this
-module knows: everything above sees logical rows.
+`narrow_rows.py`), rows stay packed on their way between the devices, too. What is above
+names logical rows; only exchanges, and rules that treat each element for itself, handle
+lines as such.
 """
 
 import dataclasses
@@ -124,7 +125,7 @@ class RowLayout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """The rows of a table or slot variable, packed.
+    """Rows, packed: of a table or slot variable, or on their way.
 
     Attributes:
       lines: `layout.lines_shape` per shard; the shards' lines one after the other in
@@ -265,7 +266,7 @@ def over_lanes(columns: Sequence[Array], lanes: int) -> Array:
     """Gives each place of a line, whose values are a column, its part of the lanes.
 
     Args:
-      columns: `[lines]` for each place of a line.
+      columns: `[lines]` for each place of a line, which these fill.
       lanes: of a line.
 
     Returns:

@@ -278,9 +278,10 @@ def make_plan(
         capacity is given; else padded.
       kernels: what reads and updates rows of 8, 16, 32 or 64 elements, of which several
         share a line on TPU; changes speed, never results. `"sparse_core"`: kernels that
-        reach each row for itself. `"interpreter"`: the same kernels, on any device;
-        slow, for tests. `"none"`: XLA, which moves whole lines. None: `"sparse_core"`
-        where there are SparseCores and jax is 0.12 or later; else `"none"`.
+        reach each row for itself. `"interpreter"`: the same kernels, on any device,
+        with the `hardware` of a TPU; slow, for tests. Both need jax 0.12. `"none"`:
+        XLA, which moves whole lines. None: `"sparse_core"` where there are SparseCores
+        and that jax; else `"none"`.
       hardware: None means that of the mesh's devices.
 
     Returns:
@@ -356,9 +357,19 @@ def _kernel_runner(
         )
     is_tpu = mesh.devices.flat[0].platform == "tpu"
     has_sparse_cores = is_tpu and hardware.num_sparse_cores > 0
+    is_known = jax.__version_info__ >= (0, 12)
     if kernels is None:
-        is_known = jax.__version_info__ >= (0, 12)
         kernels = "sparse_core" if has_sparse_cores and is_known else "none"
+    if kernels != "none" and not is_known:
+        raise ValueError(
+            f"kernels must be 'none' or None with jax {jax.__version__}, got "
+            f"{kernels!r}: they need jax 0.12 or later."
+        )
+    if kernels == "interpreter" and hardware.line_lanes is None:
+        raise ValueError(
+            "kernels must be 'none' or None where rows do not share lines, got "
+            f"'interpreter' for {hardware.name!r}: give hardware= of a TPU as well."
+        )
     if kernels == "sparse_core" and not has_sparse_cores:
         raise ValueError(
             "kernels must be 'interpreter', 'none' or None without SparseCores, got "

@@ -12,12 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.layout.capacity import LANES, RoundSize
-from tpu_embedding.layout.packed_rows import (
-    PackedRows,
-    gather_packed,
-    pack_rows,
-    unpack_rows,
-)
+from tpu_embedding.layout.packed_rows import PackedRows, gather_packed
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.lookup._route import Round, lines_of, starts_of
 from tpu_embedding.types import PADDING_ROW_ID
@@ -170,11 +165,8 @@ def quantize(
 
 
 def _exchange_padded(rows: PackedRows, plan: EmbeddingPlan) -> PackedRows:
-    """Sends parts of equal size, in lines if each part fills them. Per shard."""
-    layout = rows.layout
-    if (layout.num_rows // plan.num_shards) % layout.rows_per_line:
-        return pack_rows(exchange(unpack_rows(rows), plan), layout)
-    return PackedRows(lines=exchange(rows.lines, plan), layout=layout)
+    """Sends parts of equal size, which fill lines. Per shard."""
+    return PackedRows(lines=exchange(rows.lines, plan), layout=rows.layout)
 
 
 def _exchange_ragged(

@@ -9,6 +9,7 @@ nothing else has, and each operation that sees rows must be known to leave them 
 
 import functools
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -97,6 +98,54 @@ def check_elementwise(optimizer: Rule) -> None:
     """
     # With one axis only, what treats each row for itself treats each element so.
     _check(optimizer, (PROBE_ROWS,))
+
+
+@functools.lru_cache(maxsize=256)
+def runs_on_lines(optimizer: Rule, dim: int, lanes: int) -> bool:
+    """Whether a rule may be given lines of rows, `[lines, lanes]`, for `[rows, dim]`.
+
+    It may if it does the same to each element of either, by operations on single
+    elements: no sum over a row, nothing that depends on the size of one.
+    """
+    if isinstance(optimizer, RowOptimizer) and optimizer.takes_totals:
+        return False
+    programs = []
+    for width in (dim, lanes):
+        rows = jax.ShapeDtypeStruct((PROBE_ROWS, width), jnp.float32)
+        try:
+            with among(unknown_rows(PROBE_ROWS)):
+                state = jax.eval_shape(optimizer.init, rows)
+                jaxpr = jax.make_jaxpr(optimizer.update)(rows, state, rows)
+        except Exception:
+            return False
+        if not _is_elementwise(jaxpr.jaxpr):
+            return False
+        # In one line, for a wider number may break it elsewhere.
+        text = " ".join(str(jaxpr).split())
+        text = re.sub(rf"\b{PROBE_ROWS}, ?{width}\b", "rows", text)
+        programs.append((text, [np.asarray(x).tobytes() for x in jaxpr.consts]))
+    return programs[0] == programs[1]
+
+
+def _is_elementwise(jaxpr: Any) -> bool:
+    """Whether all that is done to rows is done to each element for itself."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in _CALLS:
+            if not all(map(_is_elementwise, _inner_jaxprs(equation.params))):
+                return False
+            continue
+        shapes = [
+            [v.aval.shape for v in variables if hasattr(v.aval, "shape")]
+            for variables in (equation.invars, equation.outvars)
+        ]
+        reads_rows, makes_rows = (any(map(_has_rows, x)) for x in shapes)
+        is_made_of_numbers = name == "broadcast_in_dim" and not reads_rows
+        if (reads_rows or makes_rows) and not (
+            name in ELEMENTWISE or is_made_of_numbers
+        ):
+            return False
+    return True
 
 
 def _check(optimizer: Rule, shape: tuple[int, ...]) -> None:

@@ -214,14 +214,16 @@ def _loop(
 
 def _cut(packed: PackedRows, start: Any, size: int) -> Array:
     """Returns rows `start` to `start + size`, where a line begins at `start`."""
-    layout = dataclasses.replace(packed.layout, num_rows=size)
+    layout = dataclasses.replace(packed.layout, num_rows=size, num_spare_rows=0)
     first_line = start // layout.rows_per_line
     lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, layout.num_lines)
     return unpack_rows(PackedRows(lines=lines, layout=layout))
 
 
 def _paste(packed: PackedRows, start: Any, rows: Array) -> PackedRows:
-    layout = dataclasses.replace(packed.layout, num_rows=rows.shape[0])
+    layout = dataclasses.replace(
+        packed.layout, num_rows=rows.shape[0], num_spare_rows=0
+    )
     lines = jax.lax.dynamic_update_slice_in_dim(
         packed.lines,
         pack_rows(rows, layout).lines,

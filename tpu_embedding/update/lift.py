@@ -3,7 +3,8 @@
 A rule is written, or taken from optax, as if the table were a dense `[rows, dim]`
 array. `lift_to_rows` gathers the touched rows of table and slot variables, lets the
 rule work on these, and adds the differences back in place. So rules know nothing of
-row ids, shards, packing or rounds.
+row ids, shards, packing or rounds. (A rule that treats each element for itself may be
+given several rows side by side, which makes no difference to it.)
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from tpu_embedding.layout.packed_rows import (
     replace_rows,
     unpack_rows,
 )
-from tpu_embedding.optimizers.row_local import NotRowLocalError, check_elementwise
+from tpu_embedding.optimizers.row_local import runs_on_lines
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.slots import moved_by_adding, slot_row_shapes
 from tpu_embedding.optimizers.table_rows import TableRows, among
@@ -83,7 +84,12 @@ def lift_to_rows(
         table: PackedRows = params
         row_ids = updates.row_ids
         leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
-        dense = _dense_view(optimizer, table, leaves, row_ids.shape[0])
+        # What is known of rows is by row.
+        dense = (
+            _dense_view(optimizer, table, leaves, row_ids.shape[0])
+            if rows_of is None
+            else lambda rows: rows
+        )
         old = [dense(gather_rows(x, row_ids)) if is_slot(x) else x for x in leaves]
         with among(rows_of and rows_of(row_ids)):
             values: Any
@@ -138,11 +144,11 @@ def _dense_view(
     layout = table.layout.on_their_way(num_rows)
     slots = [leaf for leaf in leaves if is_slot(leaf)]
     fills_lines = layout.rows_per_line > 1 and num_rows % layout.rows_per_line == 0
-    if not fills_lines or any(slot.layout != table.layout for slot in slots):
-        return lambda rows: rows
-    try:
-        check_elementwise(optimizer)
-    except NotRowLocalError:
+    if (
+        not fills_lines
+        or any(slot.layout != table.layout for slot in slots)
+        or not runs_on_lines(optimizer, layout.dim, layout.lanes)
+    ):
         return lambda rows: rows
     return lambda rows: rows.reshape(layout.lines_shape)
 
