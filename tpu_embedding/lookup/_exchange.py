@@ -79,7 +79,7 @@ def send_requests(current: Round, size: RoundSize, plan: EmbeddingPlan) -> Reque
     received_sizes, starts_at_source = facts[:, 0], facts[:, 1]
     received_starts = starts_of(received_sizes)
     return Requests(
-        row_ids=_compact(row_ids, size.rows_per_line * received_sizes, size),
+        row_ids=_compact(row_ids, size),
         parts=RaggedParts(
             asked=Parts(
                 starts=asked_starts,
@@ -217,15 +217,18 @@ def _move_ragged(
 
 
 def _compact(
-    row_ids: Int[Array, " padded"], sizes: Int[Array, " shards"], size: RoundSize
+    row_ids: Int[Array, " padded"], size: RoundSize
 ) -> Int[Array, " received"]:
-    """Moves the first ids of each part, as many as its size, together; fills up.
+    """Moves padding to the end, but for what fills lines; cuts or fills up.
 
-    A sort, because a TPU scatters single integers slowly.
+    The rest keeps its order. A sort, because a TPU scatters single integers slowly.
     """
     places = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
-    is_taken = places.reshape(-1, size.part) % size.part < sizes[:, None]
-    keys = jnp.where(is_taken.reshape(-1), places, row_ids.shape[0])
+    is_taken = row_ids != PADDING_ROW_ID
+    for place in range(1, size.rows_per_line):
+        is_first_used = jnp.roll(row_ids, place) != PADDING_ROW_ID
+        is_taken |= is_first_used & (places % size.rows_per_line == place)
+    keys = jnp.where(is_taken, places, row_ids.shape[0])
     _, row_ids = jax.lax.sort((keys, row_ids), num_keys=1, is_stable=False)
     missing = max(0, size.received_rows - row_ids.shape[0])
     filled = jnp.pad(row_ids, (0, missing), constant_values=PADDING_ROW_ID)
