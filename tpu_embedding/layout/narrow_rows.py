@@ -176,7 +176,7 @@ def _gather(
     apart = result.reshape(result.shape[0], places, dim)
 
     def move(first):
-        _fetch_ids(row_ids, first, ids)
+        _copy_all(_windows(row_ids, ids, first), ids, arrived)
         _copy_all(_named_rows(table, ids), _windows(rows, ids), arrived)
         target = in_order.at[pl.ds(first, chunk)]
         if distance > 1:
@@ -214,8 +214,11 @@ def _add(
     sum_rows = sums.reshape(chunk, dim)
 
     def move(first):
-        _fetch_ids(row_ids, first, ids)
-        pltpu.sync_copy(additions.at[pl.ds(first, chunk)], sum_rows)
+        _copy_all(
+            [*_windows(row_ids, ids, first), additions.at[pl.ds(first, chunk)]],
+            [*ids, sum_rows],
+            arrived,
+        )
         _copy_all(_named_rows(table, ids), _windows(present_rows, ids), arrived)
 
         @pl.loop(0, num_vectors)
@@ -247,20 +250,16 @@ def _for_each_chunk(
             move(pl.multiple_of(number * chunk, chunk))
 
 
-def _fetch_ids(row_ids: Ref, first: Int[Array, ""], ids: list[Ref]) -> None:
-    for number, window in enumerate(ids):
-        start = pl.multiple_of(first + number * window.size, window.size)
-        pltpu.sync_copy(row_ids.at[pl.ds(start, window.size)], window)
-
-
 def _named_rows(table: Ref, ids: list[Ref]) -> list[Ref]:
     return [table.at[window] for window in ids]
 
 
-def _windows(rows: Ref, ids: list[Ref]) -> list[Ref]:
+def _windows(rows: Ref, ids: list[Ref], first: Any = 0) -> list[Ref]:
+    """Cuts what belongs to each window of a chunk out of rows, or ids."""
+    starts = [first + number * window.size for number, window in enumerate(ids)]
     return [
-        rows.at[pl.ds(number * window.size, window.size)]
-        for number, window in enumerate(ids)
+        rows.at[pl.ds(pl.multiple_of(start, window.size), window.size)]
+        for start, window in zip(starts, ids, strict=True)
     ]
 
 
