@@ -164,7 +164,7 @@ def dims_and_generations():
 def test_tpu_step_is_in_place(dim, generation):
     mesh = aot.topology_mesh(TOPOLOGIES[generation])
     plan = make_plan(mesh, dim, ADAGRAD, max(1, 128 // dim))
-    report = check(plan, compile_step(plan, dim, batch_size=1024))
+    report = check(plan, compile_step(plan, dim))
     # Ids and rows, gradients back; and the same in the loops of further rounds.
     assert report.all_to_alls == 3 + 2 + 2
     if generation in WITH_SPARSE_CORE:
