@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.conftest import needs_kernels
 from tpu_embedding import aot
 from tpu_embedding.aot.cost import program_cost, total
 from tpu_embedding.aot.hlo import parse_module
@@ -109,6 +110,7 @@ def test_scatter_add_reads_and_writes(topology, options):
     assert {o.unit for o in of_class(cost, "scatter")} == {unit}
 
 
+@needs_kernels
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("dim", [8, 32])
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])

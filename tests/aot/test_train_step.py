@@ -169,7 +169,8 @@ def test_tpu_step_is_in_place(dim, generation):
     assert report.all_to_alls == 3 + 2 + 2
     if generation in WITH_SPARSE_CORE:
         assert report.sparse_core_scatters > 0
-    if generation in WITH_SPARSE_CORE and dim in (16, 32, 64):
+    has_kernels = generation in WITH_SPARSE_CORE and jax.__version_info__ >= (0, 12)
+    if has_kernels and dim in (16, 32, 64):
         # Rows, those of ids, those of cotangents, slots; table and slots added to.
         assert report.kernels >= 6
     else:

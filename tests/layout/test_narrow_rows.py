@@ -10,7 +10,7 @@ from tests.conftest import needs_kernels
 from tpu_embedding.layout.narrow_rows import (
     add_to_narrow_rows,
     gather_narrow_rows,
-    suits,
+    kernels_reach,
 )
 
 pytestmark = needs_kernels
@@ -111,7 +111,7 @@ def test_add_to_a_row_that_means_nothing_as_often_as_one_likes():
     + [(2**26 - 1, 64, 128, True), (2**26, 64, 128, False), (2**26, 32, 128, True)],
 )
 def test_rows_that_kernels_reach(num_rows, dim, line_lanes, expected):
-    assert suits(num_rows, dim, line_lanes) is expected
+    assert kernels_reach(num_rows, dim, line_lanes) is expected
 
 
 @pytest.mark.parametrize("num_ids", [4, 12, 129])

@@ -121,9 +121,10 @@ def traffic_of(
     """
     if is_free(instruction):
         return Traffic()
-    declared = re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)
-    if instruction.opcode == "custom-call" and declared is not None:
-        return Traffic(hbm_bytes=int(declared[1]))
+    if instruction.opcode == "custom-call":
+        declared = re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)
+        if declared is not None:
+            return Traffic(hbm_bytes=int(declared[1]))
     read = sum(
         _bytes_used(shape, instruction, place, computation, module)
         for place, shapes in enumerate(computation.operand_shapes(instruction))

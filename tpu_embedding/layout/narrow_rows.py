@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.hardware import DMA_GRANULE_BYTES, GIBIBYTE
+from tpu_embedding.hardware import DMA_GRANULE_BYTES, GIBIBYTE, HardwareInfo
 
 Runner = Literal["sparse_core", "interpreter"]
 """What runs the kernels."""
+
+KernelChoice = Literal["sparse_core", "interpreter", "none"]
+KERNEL_CHOICES: Final[tuple[KernelChoice, ...]] = get_args(KernelChoice)
+"""What `make_plan(kernels=...)` takes."""
 
 Ref = Any
 """A reference to an array, as Pallas hands them to kernels; it has no type for them."""
@@ -51,8 +55,48 @@ _INTERPRETED_LANES: Final = 16
 """Numbers that they add at once; a TPU adds 8 or 16."""
 
 
-def suits(num_rows: int, dim: int, line_lanes: int | None) -> bool:
-    """Whether the kernels can reach float32 `[num_rows, dim]` in lines of some lanes.
+def choose_runner(
+    kernels: KernelChoice | None, device: jax.Device, hardware: HardwareInfo
+) -> Runner | None:
+    """Returns what runs the kernels of a plan; None: there are none.
+
+    Args:
+      kernels: the user's choice; None: SparseCores, where there are any.
+      device: one of the plan's.
+      hardware: that rows are laid out for.
+
+    Raises:
+      ValueError: if the choice is not known, or cannot be met.
+    """
+    if kernels is not None and kernels not in KERNEL_CHOICES:
+        raise ValueError(
+            f"kernels must be one of {KERNEL_CHOICES} or None, got {kernels!r}."
+        )
+    is_tpu = device.platform == "tpu"
+    has_sparse_cores = is_tpu and hardware.num_sparse_cores > 0
+    is_known = jax.__version_info__ >= (0, 12)
+    if kernels is None:
+        kernels = "sparse_core" if has_sparse_cores and is_known else "none"
+    if kernels != "none" and not is_known:
+        raise ValueError(
+            f"kernels must be 'none' or None with jax {jax.__version__}, got "
+            f"{kernels!r}: they need jax 0.12 or later."
+        )
+    if kernels == "interpreter" and hardware.line_lanes is None:
+        raise ValueError(
+            "kernels must be 'none' or None where rows do not share lines, got "
+            f"'interpreter' for {hardware.name!r}: give hardware= of a TPU as well."
+        )
+    if kernels == "sparse_core" and not has_sparse_cores:
+        raise ValueError(
+            "kernels must be 'interpreter', 'none' or None without SparseCores, got "
+            f"'sparse_core' on {device.device_kind!r}."
+        )
+    return None if kernels == "none" else kernels
+
+
+def kernels_reach(num_rows: int, dim: int, line_lanes: int | None) -> bool:
+    """Whether they do, float32 `[num_rows, dim]` that share lines of so many lanes.
 
     Rows must fill their lines, and be as long as what SparseCores address at least, 32
     bytes (`dma_granule_size_bytes` in JAX's `jax/_src/tpu_info.py`), so that no write
@@ -75,7 +119,7 @@ def gather_narrow_rows(
     Args:
       lines: float32; rows of `dim` lie side by side in them.
       row_ids: int32, a multiple of 8 of them, which fill lines; all must be there.
-      dim: elements of a row, one that `suits`.
+      dim: elements of a row, one of 8, 16, 32, 64.
       runner: what runs the kernel.
       distance: what the ids of the rows of a line are apart. 1: rows lie in the order
         of their ids. Else a multiple of 8, and the number of ids one of `128 // dim`
@@ -117,7 +161,7 @@ def add_to_narrow_rows(
       row_ids: int32, a multiple of 8 of them, which fill lines. All must be there,
         and each is named once, but for rows whose values nobody uses.
       additions: the values to add, packed in the order of the ids.
-      dim: elements of a row, one that `suits`.
+      dim: elements of a row, one of 8, 16, 32, 64.
       runner: what runs the kernel.
     """
     num_ids = row_ids.shape[0]
@@ -320,11 +364,8 @@ def _launch(
 
     def kernel(*refs):
         core, subcore = jax.lax.axis_index("core"), jax.lax.axis_index("subcore")
-        worker = _Worker(
-            number=core * mesh.num_subcores + subcore,
-            num_workers=mesh.size,
-        )
-        body(worker, *refs)
+        number = core * mesh.num_subcores + subcore
+        body(_Worker(number=number, num_workers=mesh.size), *refs)
 
     run = pl.kernel(
         kernel,
@@ -357,10 +398,7 @@ def _interpret(
         out_type = jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype)
 
     def kernel(*refs):
-        worker = _Worker(
-            number=pl.program_id(0),
-            num_workers=_INTERPRETED_WORKERS,
-        )
+        worker = _Worker(number=pl.program_id(0), num_workers=_INTERPRETED_WORKERS)
         inputs, (result, *rest) = refs[: len(operands)], refs[len(operands) :]
         inputs = (result, *inputs[1:]) if is_in_place else (*inputs, result)
         body(worker, *inputs, *rest)

@@ -22,7 +22,7 @@ from tpu_embedding.layout.narrow_rows import (
     Runner,
     add_to_narrow_rows,
     gather_narrow_rows,
-    suits,
+    kernels_reach,
 )
 
 _IDS_MULTIPLE: Final = 128
@@ -90,7 +90,7 @@ class RowLayout:
     @property
     def runner(self) -> Runner | None:
         """What runs kernels on its rows, if these are float32; None: no kernel can."""
-        is_in_reach = suits(self.num_rows, self.dim, self.line_lanes)
+        is_in_reach = kernels_reach(self.num_rows, self.dim, self.line_lanes)
         return self.kernels if is_in_reach else None
 
     @property
@@ -330,14 +330,13 @@ def replace_rows(
     lost_fraction = _LOST_ROUNDINGS * float(jnp.finfo(new.dtype).eps)
     is_lost = jnp.abs(rest) > lost_fraction * jnp.abs(new)
     layout = packed.layout
-    way = layout.on_their_way(row_ids.shape[0])
-    is_lost = pack_rows(is_lost, way)
-    is_lost = keep_rows(is_lost, row_ids < layout.num_rows).lines
+    is_lost = pack_rows(is_lost, layout.on_their_way(row_ids.shape[0]))
+    is_lost = keep_rows(is_lost, row_ids < layout.num_rows)
     # A loop that runs once or not at all: XLA:TPU copies the rows for a conditional.
     _, packed = jax.lax.while_loop(
         lambda carry: carry[0],
         lambda carry: (jnp.zeros((), bool), add_to_rows(carry[1], row_ids, rest)),
-        (jnp.any(is_lost), packed),
+        (jnp.any(is_lost.lines), packed),
     )
     return packed
 

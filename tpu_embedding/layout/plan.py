@@ -6,7 +6,7 @@ and prints itself as a table.
 """
 
 import dataclasses
-from typing import Any, Final, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,17 +31,13 @@ from tpu_embedding.layout.capacity import (
     RoundSize,
     round_size,
 )
-from tpu_embedding.layout.narrow_rows import Runner
+from tpu_embedding.layout.narrow_rows import KernelChoice, Runner, choose_runner
 from tpu_embedding.layout.packed_rows import RowLayout
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.row_local import check_row_local
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
 from tpu_embedding.optimizers.slots import slot_row_shapes
 from tpu_embedding.types import PADDING_ROW_ID
-
-KernelChoice = Literal["sparse_core", "interpreter", "none"]
-KERNEL_CHOICES: Final[tuple[KernelChoice, ...]] = get_args(KernelChoice)
-"""What `make_plan(kernels=...)` takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -315,7 +311,7 @@ def make_plan(
         )
     if mesh.devices.flat[0].platform != "tpu" or num_slices > 1:
         exchange = exchange or "padded"
-    runner = _kernel_runner(kernels, mesh, hardware)
+    runner = choose_runner(kernels, mesh.devices.flat[0], hardware)
     configs, tree, paths = _flatten_config(feature_config)
     names = stacking.name_features(list(zip(paths, configs, strict=True)))
     tables = stacking.name_tables(configs, optimizer)
@@ -345,37 +341,6 @@ def make_plan(
         mesh=mesh,
         hardware=hardware,
     )
-
-
-def _kernel_runner(
-    kernels: KernelChoice | None, mesh: Mesh, hardware: HardwareInfo
-) -> Runner | None:
-    """Returns what runs the kernels of narrow rows; None: there are none."""
-    if kernels is not None and kernels not in KERNEL_CHOICES:
-        raise ValueError(
-            f"kernels must be one of {KERNEL_CHOICES} or None, got {kernels!r}."
-        )
-    is_tpu = mesh.devices.flat[0].platform == "tpu"
-    has_sparse_cores = is_tpu and hardware.num_sparse_cores > 0
-    is_known = jax.__version_info__ >= (0, 12)
-    if kernels is None:
-        kernels = "sparse_core" if has_sparse_cores and is_known else "none"
-    if kernels != "none" and not is_known:
-        raise ValueError(
-            f"kernels must be 'none' or None with jax {jax.__version__}, got "
-            f"{kernels!r}: they need jax 0.12 or later."
-        )
-    if kernels == "interpreter" and hardware.line_lanes is None:
-        raise ValueError(
-            "kernels must be 'none' or None where rows do not share lines, got "
-            f"'interpreter' for {hardware.name!r}: give hardware= of a TPU as well."
-        )
-    if kernels == "sparse_core" and not has_sparse_cores:
-        raise ValueError(
-            "kernels must be 'interpreter', 'none' or None without SparseCores, got "
-            f"'sparse_core' on {mesh.devices.flat[0].device_kind!r}."
-        )
-    return None if kernels == "none" else kernels
 
 
 def _check_mesh(mesh: Mesh) -> None:

@@ -105,7 +105,8 @@ def runs_on_lines(optimizer: Rule, dim: int, lanes: int) -> bool:
     """Whether a rule may be given lines of rows, `[lines, lanes]`, for `[rows, dim]`.
 
     It may if it does the same to each element of either, by operations on single
-    elements: no sum over a row, nothing that depends on the size of one.
+    elements: no sum over a row, nothing that depends on the size of one. What a rule
+    with totals asks for is known by row, so that one may not.
     """
     if isinstance(optimizer, RowOptimizer) and optimizer.takes_totals:
         return False

@@ -84,12 +84,7 @@ def lift_to_rows(
         table: PackedRows = params
         row_ids = updates.row_ids
         leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
-        # What is known of rows is by row.
-        dense = (
-            _dense_view(optimizer, table, leaves, row_ids.shape[0])
-            if rows_of is None
-            else lambda rows: rows
-        )
+        dense = _dense_view(optimizer, table, leaves, row_ids.shape[0])
         old = [dense(gather_rows(x, row_ids)) if is_slot(x) else x for x in leaves]
         with among(rows_of and rows_of(row_ids)):
             values: Any
