@@ -13,7 +13,7 @@ from tests.conftest import needs_kernels
 from tpu_embedding import aot
 from tpu_embedding.aot.cost import program_cost, total
 from tpu_embedding.aot.hlo import parse_module
-from tpu_embedding.layout.narrow_rows import add_to_narrow_rows, gather_narrow_rows
+from tpu_embedding.layout.row_kernels import add_rows, read_rows
 
 ROWS = 400_000  # 200 MB: too much for VMEM
 IDS = 8192
@@ -116,10 +116,10 @@ def test_scatter_add_reads_and_writes(topology, options):
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_kernels_move_rows_and_no_lines(topology, dim):
     def read_and_add(lines, ids, additions):
-        rows = gather_narrow_rows(lines, ids, dim, "sparse_core")
+        rows = read_rows(lines, ids, dim, "sparse_core")
         # All reading comes before any writing.
         lines, rows = jax.lax.optimization_barrier((lines, rows))
-        return add_to_narrow_rows(lines, ids, additions, dim, "sparse_core"), rows
+        return add_rows(lines, ids, additions, dim, "sparse_core"), rows
 
     mesh = aot.topology_mesh(topology)
     num_lines = IDS * dim // 128

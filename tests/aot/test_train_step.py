@@ -170,9 +170,9 @@ def test_tpu_step_is_in_place(dim, generation):
     if generation in WITH_SPARSE_CORE:
         assert report.sparse_core_scatters > 0
     has_kernels = generation in WITH_SPARSE_CORE and jax.__version_info__ >= (0, 12)
-    if has_kernels and dim in (16, 32, 64):
-        # Rows, those of ids, those of cotangents, slots; table and slots added to.
-        assert report.kernels >= 6
+    if has_kernels and dim in (16, 32, 64, 128):
+        # Rows, those of ids, those of cotangents; table and slots updated.
+        assert report.kernels >= 4
     else:
         assert report.kernels == 0
         assert (report.sparse_core_gathers > 0) == (generation in WITH_SPARSE_CORE)

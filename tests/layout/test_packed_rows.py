@@ -46,7 +46,7 @@ if jax.__version_info__ >= (0, 12):
             kernels="interpreter",
             num_spare_rows=1,
         )
-        for dim, num_rows in {8: 37, 16: 40, 64: 300}.items()
+        for dim, num_rows in {8: 37, 16: 40, 64: 300, 128: 37, 256: 40}.items()
     }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 

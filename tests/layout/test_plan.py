@@ -107,9 +107,9 @@ def test_kernels_of_sparse_cores_need_sparse_cores():
 
 
 @needs_kernels
-def test_kernels_reach_rows_that_share_lines():
+def test_kernels_reach_rows_that_fill_lines():
     plan = te.make_plan(
-        features_of_dims(4, 8, 24, 64, 128),
+        features_of_dims(4, 8, 24, 64, 100, 128, 384),
         mesh_of(3),
         optimizer=te.optimizers.rowwise_adagrad(0.1),
         hardware=te.hardware_by_name("v6e"),
@@ -117,11 +117,17 @@ def test_kernels_reach_rows_that_share_lines():
     )
     runners = {stack.dim: stack.layout.runner for stack in plan.stacks}
     reached = {dim for dim, runner in runners.items() if runner == "interpreter"}
-    assert reached == {8, 64}
-    # 334 rows per shard, and one for ids that stand for none; 2 in a line of 64.
-    (stack,) = (stack for stack in plan.stacks if stack.dim == 64)
-    assert stack.layout.lines_shape == (168, 128)
-    assert plan.slot_layout(stack, stack.slots[0]).lines_shape == (334,)
+    assert reached == {8, 64, 128, 384}
+    # 334 rows per shard, and one for ids that stand for none; 2 in a line of 64, and
+    # wide lines fill tiles of 8.
+    shapes = {stack.dim: stack.layout.lines_shape for stack in plan.stacks}
+    assert [shapes[dim] for dim in (64, 128, 384)] == [
+        (168, 128),
+        (335, 128),
+        (336, 384),
+    ]
+    slots = [plan.slot_layout(stack, stack.slots[0]) for stack in plan.stacks]
+    assert {slot.lines_shape for slot in slots} == {(334,)}
 
 
 @needs_kernels

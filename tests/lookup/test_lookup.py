@@ -254,6 +254,9 @@ def test_packed_rows_change_no_result(dim):
         ("ragged_weighted", 64, 2, None, "padded"),
         ("all_of_one_shard", 8, 8, None, "ragged"),
         ("no_ids", 64, 3, None, None),
+        ("uniform", 128, 3, 3, None),
+        ("ragged_weighted", 128, 8, None, "ragged"),
+        ("multi_hot", 256, 2, None, "padded"),
     ],
 )
 def test_kernels_change_no_result(case, dim, num_devices, capacity, exchange):

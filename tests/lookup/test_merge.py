@@ -25,7 +25,7 @@ CASES = {
 
 @functools.partial(jax.jit, static_argnames=("bound", "layout"))
 def jitted_merge(row_ids, gradients, bound, layout):
-    return merge(row_ids, pack_rows(gradients, layout), bound)
+    return merge(row_ids, pack_rows(gradients, layout), bound).updates
 
 
 def check(row_ids, num_rows, bound, dim=3, **layout):

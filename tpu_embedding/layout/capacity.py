@@ -11,6 +11,7 @@ no room between the parts.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Final, Literal, get_args
 
 from tpu_embedding.layout.packed_rows import round_up
@@ -42,12 +43,12 @@ LANES: Final = 128
 """Ids of a TPU register. Parts of so many lie in memory as they are sent; those of
 another size are first moved, by code that takes XLA seconds to compile."""
 
-_MANY_IDS: Final = 128 * LANES
+MANY_IDS: Final = 128 * LANES
 """From here on a part is a multiple of `LANES`, which adds 0.8 % at most."""
 
-_MANY_NARROW_IDS: Final = 8 * LANES
-"""The same where kernels reach rows within lines, which are moved in tiles then: 12 %
-at most, and nothing is cut to size."""
+MANY_KERNEL_IDS: Final = 8 * LANES
+"""The same where kernels move rows, so many at once: 12 % at most, and nothing is cut
+to size."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,7 @@ def round_size(
     capacity: int | None = None,
     kind: ExchangeKind | None = "padded",
     rows_per_line: int = 1,
+    aligned_from: int = MANY_IDS,
 ) -> RoundSize:
     """Returns the sizes of a round.
 
@@ -98,6 +100,7 @@ def round_size(
       kind: None: ragged where padded buffers would be a quarter longer, unless these
         hold all, or the user has chosen the capacity.
       rows_per_line: rows that share a line on their way.
+      aligned_from: ids from which a part is a multiple of `LANES`.
 
     Example:
       >>> round_size(1000, 8, 10**6).received_rows
@@ -106,20 +109,22 @@ def round_size(
       1128
     """
     bound = max(1, min(max_unique_ids, rows_per_shard))
+
+    def part_size(capacity: int) -> int:
+        return _part_size(capacity, rows_per_line, aligned_from)
+
     padded_capacity, ragged_capacity = (
-        _capacity(
-            max_unique_ids, num_shards, bound, capacity, deviations, rows_per_line
-        )
+        _capacity(max_unique_ids, num_shards, bound, capacity, deviations, part_size)
         for deviations in (_DEVIATIONS, _RAGGED_DEVIATIONS)
     )
-    padded_rows = num_shards * part_size(padded_capacity, rows_per_line)
+    padded_rows = num_shards * part_size(padded_capacity)
     # All shards together send an owner about as many ids as a shard has. Rows that all
     # of them want come in lumps, but then a shard has fewer unique ids than the bound.
     received = math.ceil(max_unique_ids + _DEVIATIONS * math.sqrt(max_unique_ids))
     received = min(received, num_shards * ragged_capacity)
     begun_lines = num_shards * (rows_per_line - 1)
     received = max(num_shards * rows_per_line, received + begun_lines)
-    received = part_size(received, rows_per_line)
+    received = part_size(received)
     if kind is None:
         is_long = padded_rows > _PADDING_WORTH_RAGGED * received
         is_enough = capacity is not None or padded_capacity >= bound
@@ -128,7 +133,7 @@ def round_size(
         return RoundSize(
             kind="padded",
             capacity=padded_capacity,
-            part=part_size(padded_capacity, rows_per_line),
+            part=part_size(padded_capacity),
             rows_per_line=rows_per_line,
             sent_rows=padded_rows,
             received_rows=padded_rows,
@@ -139,9 +144,9 @@ def round_size(
     return RoundSize(
         kind="ragged",
         capacity=ragged_capacity,
-        part=part_size(ragged_capacity, rows_per_line),
+        part=part_size(ragged_capacity),
         rows_per_line=rows_per_line,
-        sent_rows=part_size(sent, rows_per_line),
+        sent_rows=part_size(sent),
         received_rows=received,
         unique_rows=min(received, rows_per_shard),
         holds_all=(
@@ -151,15 +156,14 @@ def round_size(
     )
 
 
-def part_size(capacity: int, rows_per_line: int = 1) -> int:
+def _part_size(capacity: int, rows_per_line: int, aligned_from: int) -> int:
     """Returns the places for one destination in an exchange buffer.
 
     One more than the ids at least: a place that no id ever takes stands for none. They
     fill lines of `rows_per_line`.
     """
-    many_ids = _MANY_IDS if rows_per_line == 1 else _MANY_NARROW_IDS
     few = max(_SUBLANES, rows_per_line)
-    return round_up(capacity + 1, few if capacity < many_ids else LANES)
+    return round_up(capacity + 1, few if capacity < aligned_from else LANES)
 
 
 def _capacity(
@@ -168,11 +172,11 @@ def _capacity(
     bound: int,
     requested: int | None,
     deviations: int,
-    rows_per_line: int,
+    part_size: Callable[[int], int],
 ) -> int:
     """Returns the ids per destination and round."""
     if requested is not None:
         return min(requested, bound)
     mean = max(1, max_unique_ids) / num_shards
     capacity = math.ceil(mean + deviations * math.sqrt(mean))
-    return min(part_size(capacity, rows_per_line) - 1, bound)
+    return min(part_size(capacity) - 1, bound)

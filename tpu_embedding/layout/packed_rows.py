@@ -4,25 +4,27 @@ A TPU stores a float32 `[rows, dim]` array with `dim` below 128 by column, and c
 the whole table before it gathers or scatters rows. So `128 // dim` logical rows share
 one line of 128 lanes, and wide rows take a multiple of 128 lanes. On CPU and GPU a
 line is one row. Rows of a single value lie in a flat array everywhere, whose elements
-a SparseCore reads and adds to one by one. Where kernels reach rows within lines (see
-`narrow_rows.py`), rows stay packed on their way between the devices, too. What is above
+a SparseCore reads and adds to one by one. Where kernels reach rows (see
+`row_kernels.py`), they stay packed on their way between the devices, too. What is above
 names logical rows; only exchanges, and rules that treat each element for itself, handle
 lines as such.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.layout.narrow_rows import (
+from tpu_embedding.layout.row_kernels import (
+    TILE_LINES,
     Runner,
-    add_to_narrow_rows,
-    gather_narrow_rows,
+    add_rows,
     kernels_reach,
+    read_rows,
+    update_rows,
 )
 
 _IDS_MULTIPLE: Final = 128
@@ -50,8 +52,8 @@ class RowLayout:
       num_rows: logical rows per shard.
       row_shape: shape of one row: `(dim,)`, or `()` for one value per row.
       line_lanes: lanes that a line takes a multiple of; None: a line is one row.
-      kernels: what runs the kernels that reach rows within lines; None: XLA's own
-        gather and scatter move whole lines.
+      kernels: what runs the kernels that reach rows; None: XLA's own gather and
+        scatter move whole lines.
       num_spare_rows: rows behind the last, to which such a kernel adds the values of
         ids that stand for no row; what they hold means nothing. Without one, rows are
         read by kernels only.
@@ -96,8 +98,10 @@ class RowLayout:
     @property
     def num_lines(self) -> int:
         """Lines per shard."""
-        num_spare_rows = 0 if self.runner is None else self.num_spare_rows
-        return -(-(self.num_rows + num_spare_rows) // self.rows_per_line)
+        if self.runner is None or self.num_spare_rows == 0:
+            return -(-self.num_rows // self.rows_per_line)
+        num_lines = -(-(self.num_rows + self.num_spare_rows) // self.rows_per_line)
+        return num_lines if self.lanes == 128 else round_up(num_lines, TILE_LINES)
 
     @property
     def lines_shape(self) -> tuple[int, ...]:
@@ -182,7 +186,7 @@ def gather_packed(packed: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows
     runner = _runner_of(packed)
     if runner is not None and num_ids > 0:
         row_ids = jnp.pad(row_ids, (0, -num_ids % _IDS_MULTIPLE))
-        lines = gather_narrow_rows(packed.lines, row_ids, layout.dim, runner)
+        lines = read_rows(_full_tiles(packed), row_ids, layout.dim, runner)
         return PackedRows(lines=lines[: result.num_lines], layout=result)
     rows = take(packed.lines, row_ids // layout.rows_per_line)
     if not layout.is_flat:
@@ -341,6 +345,50 @@ def replace_rows(
     return packed
 
 
+def can_update(arrays: Sequence[PackedRows]) -> bool:
+    """Whether a kernel can update the same rows of all of these: `update_packed`."""
+    first = arrays[0].layout
+    return first.num_spare_rows > 0 and all(
+        packed.layout == first and _runner_of(packed) is not None for packed in arrays
+    )
+
+
+def update_packed(
+    rule: Callable[..., Sequence[Array]],
+    arrays: Sequence[PackedRows],
+    row_ids: Int[Array, " ids"],
+    gradients: PackedRows,
+    numbers: Sequence[Array],
+) -> list[PackedRows]:
+    """Replaces rows by what a rule makes of them, with a kernel. Per shard; in place.
+
+    Rows that are not named stay bitwise as they are.
+
+    Args:
+      rule: as in `update_rows` of `row_kernels.py`.
+      arrays: the table and slot variables; `can_update` must hold.
+      row_ids: as in `add_to_rows`.
+      gradients: one for each id; of those beyond the last row anything.
+      numbers: as in `update_rows`.
+    """
+    layout = arrays[0].layout
+    if row_ids.shape[0] == 0:
+        return list(arrays)
+    runner = _runner_of(arrays[0])
+    assert runner is not None
+    row_ids, lines = _for_kernels(layout, row_ids, gradients)
+    changed = update_rows(
+        rule,
+        [packed.lines for packed in arrays],
+        row_ids,
+        lines,
+        layout.dim,
+        numbers,
+        runner,
+    )
+    return [PackedRows(lines=lines, layout=layout) for lines in changed]
+
+
 def _runner_of(packed: PackedRows) -> Runner | None:
     """Returns what runs kernels on rows as they are stored; None: no kernel can."""
     return packed.layout.runner if packed.lines.dtype == jnp.float32 else None
@@ -351,14 +399,33 @@ def _add_by_kernel(
 ) -> PackedRows:
     """Adds as `add_to_rows` does; what ids beyond the last row add goes to a spare."""
     layout = packed.layout
-    row_ids = jnp.minimum(row_ids, layout.num_rows)
-    missing = -row_ids.shape[0] % _IDS_MULTIPLE
-    values = values.reshape(row_ids.shape[0], layout.dim)
-    values = jnp.pad(values, ((0, missing), (0, 0)))
-    row_ids = jnp.pad(row_ids, (0, missing), constant_values=layout.num_rows)
-    additions = pack_rows(values, layout.on_their_way(row_ids.shape[0])).lines
-    lines = add_to_narrow_rows(packed.lines, row_ids, additions, layout.dim, runner)
+    additions = pack_rows(values, layout.on_their_way(row_ids.shape[0]))
+    row_ids, lines = _for_kernels(layout, row_ids, additions)
+    lines = add_rows(packed.lines, row_ids, lines, layout.dim, runner)
     return PackedRows(lines=lines, layout=layout)
+
+
+def _for_kernels(
+    layout: RowLayout, row_ids: Int[Array, " ids"], values: PackedRows
+) -> tuple[Int[Array, " more_ids"], Array]:
+    """Fills ids, and lines of what belongs to them, up for a kernel that changes rows.
+
+    Ids that stand for no row name the spare one.
+    """
+    missing = -row_ids.shape[0] % _IDS_MULTIPLE
+    row_ids = jnp.minimum(row_ids, layout.num_rows)
+    row_ids = jnp.pad(row_ids, (0, missing), constant_values=layout.num_rows)
+    num_lines = layout.on_their_way(row_ids.shape[0]).num_lines
+    missing_lines = num_lines - values.lines.shape[0]
+    return row_ids, jnp.pad(values.lines, ((0, missing_lines), (0, 0)))
+
+
+def _full_tiles(packed: PackedRows) -> Array:
+    """Returns lines, of wide rows on their way as many as fill tiles."""
+    if packed.layout.lanes <= 128:
+        return packed.lines
+    missing = -packed.lines.shape[0] % TILE_LINES
+    return jnp.pad(packed.lines, ((0, missing), (0, 0)))
 
 
 def _over_lanes(values: Array, layout: RowLayout) -> Array:

@@ -27,12 +27,14 @@ from tpu_embedding.hardware import (
 from tpu_embedding.layout import memory, stacking
 from tpu_embedding.layout.capacity import (
     EXCHANGE_KINDS,
+    MANY_IDS,
+    MANY_KERNEL_IDS,
     ExchangeKind,
     RoundSize,
     round_size,
 )
-from tpu_embedding.layout.narrow_rows import KernelChoice, Runner, choose_runner
 from tpu_embedding.layout.packed_rows import RowLayout
+from tpu_embedding.layout.row_kernels import KernelChoice, Runner, choose_runner
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.row_local import check_row_local
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
@@ -104,6 +106,7 @@ class StackPlan:
     def round_size(self, max_unique_ids: int) -> RoundSize:
         """Returns the sizes of a round for so many ids per shard."""
         rows_per_line = self.layout.on_their_way(1).rows_per_line
+        aligned_from = MANY_IDS if self.layout.runner is None else MANY_KERNEL_IDS
         if self.keeps_duplicates:
             # Rounds are cut between rows, so one row has to fit with all it has.
             num_ids = max(1, max_unique_ids)
@@ -113,6 +116,7 @@ class StackPlan:
                 num_ids,
                 capacity=num_ids,
                 rows_per_line=rows_per_line,
+                aligned_from=aligned_from,
             )
             unique_rows = min(size.received_rows, self.rows_per_shard)
             return dataclasses.replace(size, unique_rows=unique_rows)
@@ -123,6 +127,7 @@ class StackPlan:
             capacity=self.capacity,
             kind="padded" if self.num_shards == 1 else self.exchange,
             rows_per_line=rows_per_line,
+            aligned_from=aligned_from,
         )
 
 
@@ -272,12 +277,13 @@ def make_plan(
         ragged all-to-all, within a slice; on CPU and GPU by a slow equivalent. None:
         on TPUs of one slice, ragged where padded parts would be a quarter longer and no
         capacity is given; else padded.
-      kernels: what reads and updates rows of 8, 16, 32 or 64 elements, of which several
-        share a line on TPU; changes speed, never results. `"sparse_core"`: kernels that
-        reach each row for itself. `"interpreter"`: the same kernels, on any device,
-        with the `hardware` of a TPU; slow, for tests. Both need jax 0.12. `"none"`:
-        XLA, which moves whole lines. None: `"sparse_core"` where there are SparseCores
-        and that jax; else `"none"`.
+      kernels: what reads and updates rows of 8, 16, 32, 64 or a multiple of 128
+        elements; changes speed, never results. `"sparse_core"`: kernels that reach each
+        row for itself, and update it in one go. `"interpreter"`: the same kernels, on
+        any device, with the `hardware` of a TPU; slow, for tests. Both need jax 0.12.
+        `"none"`: XLA, which moves whole lines, and writes what each step makes of them
+        to memory. None: `"sparse_core"` where there are SparseCores and that jax; else
+        `"none"`.
       hardware: None means that of the mesh's devices.
 
     Returns:

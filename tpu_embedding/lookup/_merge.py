@@ -1,12 +1,17 @@
 """Stage 7: gradients of one row that came from several shards become one."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from tpu_embedding.layout.packed_rows import (
     PackedRows,
     gather_rows,
     keep_rows,
+    pack_rows,
+    round_up,
     unpack_rows,
 )
 from tpu_embedding.lookup._dedup import rank_unique, unsort
@@ -15,11 +20,34 @@ from tpu_embedding.lookup._running import hold
 from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowSums:
+    """The gradient of each of some rows, as it lies in memory.
+
+    Attributes:
+      row_ids: int32 `[rows]`, each row at most once; `PADDING_ROW_ID` in unused places.
+      values: their gradients, which fill lines; anything in unused places. Per shard;
+        the shards' lines one after the other in the global view.
+    """
+
+    row_ids: Int[Array, " rows"]
+    values: PackedRows
+
+    @property
+    def updates(self) -> RowUpdates:
+        """The same with zeros in unused places, which XLA fuses into what reads it."""
+        layout = dataclasses.replace(self.values.layout, num_rows=self.row_ids.shape[0])
+        values = PackedRows(lines=self.values.lines, layout=layout)
+        values = keep_rows(values, self.row_ids != PADDING_ROW_ID)
+        return RowUpdates(row_ids=self.row_ids, values=unpack_rows(values))
+
+
 def merge(
     row_ids: Int[Array, " buffer"],
     gradients: PackedRows,
     num_rows: int,
-) -> RowUpdates:
+) -> RowSums:
     """Sums the gradients of equal rows. Per shard; no communication.
 
     Args:
@@ -28,10 +56,10 @@ def merge(
       num_rows: bound on the different rows.
 
     Returns:
-      Each row once, in any order, and padding, whose values are zero.
+      Each row once, in any order, and padding.
     """
     if 2 * num_rows <= row_ids.shape[0]:
-        return _merge_few_rows(row_ids, unpack_rows(gradients), num_rows)
+        return _merge_few_rows(row_ids, gradients, num_rows)
     sorted_ids, order, ranks = rank_unique(row_ids)
     is_first = jnp.diff(ranks, prepend=-1) > 0
     is_repeat = ~is_first & (sorted_ids != PADDING_ROW_ID)
@@ -45,32 +73,27 @@ def merge(
         values_of=gather_rows,
     )
     unique_ids = unsort(jnp.where(is_repeat, PADDING_ROW_ID, sorted_ids), order)
-    return without_padding(unique_ids, sums)
-
-
-def without_padding(
-    row_ids: Int[Array, " buffer"], gradients: PackedRows
-) -> RowUpdates:
-    """Zeroes the values of unused places; XLA fuses it into what reads them."""
-    values = unpack_rows(keep_rows(gradients, row_ids != PADDING_ROW_ID))
-    return RowUpdates(row_ids=row_ids, values=values)
+    return RowSums(row_ids=unique_ids, values=sums)
 
 
 def _merge_few_rows(
     row_ids: Int[Array, " buffer"],
-    gradients: Float[Array, "buffer dim"],
+    gradients: PackedRows,
     num_rows: int,
-) -> RowUpdates:
+) -> RowSums:
     """Sums in a buffer as long as there are rows, which is shorter than what came."""
+    num_rows = round_up(num_rows, gradients.layout.rows_per_line)
+    rows = unpack_rows(gradients)
     sorted_ids, order, ranks = rank_unique(row_ids)
     ranks = jnp.where(sorted_ids == PADDING_ROW_ID, num_rows, ranks)
     unique_ids = jnp.full((num_rows,), PADDING_ROW_ID, jnp.int32)
-    values = jnp.zeros((num_rows, gradients.shape[1]), gradients.dtype)
-    return RowUpdates(
+    sums = jnp.zeros((num_rows, rows.shape[1]), rows.dtype)
+    sums = sums.at[unsort(ranks, order)].add(
+        rows, mode="drop", wrap_negative_indices=False
+    )
+    return RowSums(
         row_ids=unique_ids.at[ranks].set(
             sorted_ids, mode="drop", wrap_negative_indices=False
         ),
-        values=values.at[unsort(ranks, order)].add(
-            gradients, mode="drop", wrap_negative_indices=False
-        ),
+        values=pack_rows(sums, gradients.layout.on_their_way(num_rows)),
     )

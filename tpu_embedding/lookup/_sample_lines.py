@@ -1,6 +1,6 @@
 """Activations and cotangents that share lines, as rows do on their way.
 
-Where `k` rows of a table share a line (see `layout/narrow_rows.py`), so do `k` samples
+Where `k` rows of a table share a line (see `layout/row_kernels.py`), so do `k` samples
 of a feature, but not neighbours: of `B` samples, each line holds those that are `B / k`
 apart. Then `[B, dim]` is `k` slices of the samples side by side, which XLA:TPU moves as
 they are. To put neighbours into one line, it would write each row with 128 lanes first.
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.layout.narrow_rows import FEWEST_IDS, gather_narrow_rows
 from tpu_embedding.layout.packed_rows import PackedRows, RowLayout, over_lanes
+from tpu_embedding.layout.row_kernels import FEWEST_IDS, read_rows
 from tpu_embedding.lookup._flatten import Bags
 
 
@@ -39,7 +39,7 @@ class SampleLines:
     ) -> Float[Array, "_ lanes"]:
         """Reads the rows of ids that lie place by place, into lines of samples."""
         assert self.layout.runner is not None
-        return gather_narrow_rows(
+        return read_rows(
             rows.lines,
             jnp.minimum(places, rows.layout.num_rows - 1),
             self.layout.dim,
@@ -85,6 +85,7 @@ def sample_lines(bags: Sequence[Bags], layout: RowLayout) -> SampleLines | None:
     num_samples = bags[0].num_samples
     if (
         layout.runner is None
+        or layout.rows_per_line == 1
         or any(bag.sample_ids is not None for bag in bags)
         or any(bag.num_samples != num_samples for bag in bags)
         or any(bag.valence == 0 for bag in bags)

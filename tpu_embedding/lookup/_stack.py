@@ -31,7 +31,7 @@ from tpu_embedding.lookup._flatten import (
     flatten,
     max_unique_ids,
 )
-from tpu_embedding.lookup._merge import merge, without_padding
+from tpu_embedding.lookup._merge import RowSums, merge
 from tpu_embedding.lookup._route import Round, Uses, route, route_all
 from tpu_embedding.types import RowRange, RowUpdates
 
@@ -100,12 +100,17 @@ class StackGradient:
     """The gradient of a stacked table: each touched row once, at its owner.
 
     Attributes:
-      updates: rows of the first round; under no skew, all of them.
+      first: rows of the first round; under no skew, all of them.
       later: the rest; None where no batch of this shape can have one.
     """
 
-    updates: RowUpdates
+    first: RowSums
     later: LaterUpdates | None
+
+    @property
+    def updates(self) -> RowUpdates:
+        """The rows of the first round."""
+        return self.first.updates
 
 
 @jax.tree_util.register_dataclass
@@ -219,13 +224,13 @@ def stack_gradient(
     layout = stack.layout.on_their_way(size.sent_rows)
     gradients = spread(cotangents, routing.uses, routing.bags, layout)
     return StackGradient(
-        updates=_to_owners(gradients, routing.requests, size, stack, plan), later=later
+        first=_to_owners(gradients, routing.requests, size, stack, plan), later=later
     )
 
 
 def for_each_later_update(
     later: LaterUpdates,
-    apply: Callable[[Carry, RowUpdates, RowRange], Carry],
+    apply: Callable[[Carry, RowSums, RowRange], Carry],
     carry: Carry,
     stack: StackPlan,
     plan: EmbeddingPlan,
@@ -245,8 +250,8 @@ def for_each_later_update(
         layout = stack.layout.on_their_way(size.sent_rows)
         gradients = spread(later.cotangents, current.uses, later.bags, layout)
         requests = send_requests(current, size, plan)
-        updates = _to_owners(gradients, requests, size, stack, plan)
-        carry = apply(carry, updates, RowRange(first_row, current.end_row))
+        sums = _to_owners(gradients, requests, size, stack, plan)
+        carry = apply(carry, sums, RowRange(first_row, current.end_row))
         return carry, current.end_row
 
     state = (carry, later.remaining.end_row[0])
@@ -283,9 +288,9 @@ def _to_owners(
     size: RoundSize,
     stack: StackPlan,
     plan: EmbeddingPlan,
-) -> RowUpdates:
+) -> RowSums:
     """Sends gradients to the owners of their rows, and sums those of a row there."""
     received = send_gradients(gradients, requests, plan)
     if stack.num_shards == 1 or stack.keeps_duplicates:
-        return without_padding(requests.row_ids, received)
+        return RowSums(row_ids=requests.row_ids, values=received)
     return merge(requests.row_ids, received, size.unique_rows)

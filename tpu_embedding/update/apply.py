@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.layout.packed_rows import PackedRows, add_to_rows, pack_rows
+from tpu_embedding.layout.packed_rows import PackedRows, add_to_rows
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
-from tpu_embedding.lookup._merge import merge
+from tpu_embedding.lookup._merge import RowSums, merge
 from tpu_embedding.lookup._stack import StackGradient, for_each_later_update
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
-from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
+from tpu_embedding.types import PADDING_ROW_ID, RowRange
+from tpu_embedding.update.by_kernel import update_by_kernel
 from tpu_embedding.update.every_element import apply_to_every_element
 from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
 from tpu_embedding.update.lift import lift_to_rows, slots_of, with_slots
@@ -59,21 +60,21 @@ def apply_gradient(
         return apply_to_every_row(table, state, gradient, stack, plan)
     if gradient.later is None:
         return _apply_round(
-            across_shards(plan), stack, plan, table, state, gradient.updates
+            across_shards(plan), stack, plan, table, state, gradient.first
         )
     later = gradient.later
     totals: list[Any] = []
     if optimizer.takes_totals:
         totals = find_totals(
             lambda all_reduce: _apply_round(
-                all_reduce, stack, plan, table, state, gradient.updates
+                all_reduce, stack, plan, table, state, gradient.first
             ),
             lambda fold, carry: for_each_later_update(
                 later,
-                lambda carry, updates, _: fold(
+                lambda carry, sums, _: fold(
                     carry,
                     lambda all_reduce: _apply_round(
-                        all_reduce, stack, plan, table, state, updates
+                        all_reduce, stack, plan, table, state, sums
                     ),
                 ),
                 carry,
@@ -86,10 +87,10 @@ def apply_gradient(
         totals, table, state = jax.lax.optimization_barrier((totals, table, state))
     first_rows = RowRange(jnp.int32(0), later.remaining.end_row[0])
     new_table, new_state = _apply_round(
-        known_totals(totals), stack, plan, table, state, gradient.updates, first_rows
+        known_totals(totals), stack, plan, table, state, gradient.first, first_rows
     )
 
-    def apply_later(carry, updates, row_range):
+    def apply_later(carry, sums, row_range):
         table, slots = carry
         table, state_of_round = _apply_round(
             known_totals(totals),
@@ -97,7 +98,7 @@ def apply_gradient(
             plan,
             table,
             with_slots(state, slots),
-            updates,
+            sums,
             row_range,
         )
         return table, slots_of(state_of_round)
@@ -114,28 +115,32 @@ def _apply_round(
     plan: EmbeddingPlan,
     table: PackedRows,
     state: Any,
-    updates: RowUpdates,
+    gradient: RowSums,
     row_range: RowRange | None = None,
 ) -> tuple[PackedRows, Any]:
-    """Applies the updates of one round, whose rows are those of a range."""
+    """Applies the gradient of one round, whose rows are those of a range."""
     optimizer = stack.optimizer
     assert optimizer is not None
     if optimizer.rows == "every":
-        return apply_to_every_element(optimizer, table, state, updates, row_range)
+        return apply_to_every_element(
+            optimizer, table, state, gradient.updates, row_range
+        )
+    if optimizer.duplicates == "sequence":
+        rule: Any = _lifted(stack, plan, all_reduce)
+        return apply_in_sequence(rule, table, state, gradient.updates)
+    if optimizer.duplicates == "sum":
+        updated = update_by_kernel(optimizer, table, state, gradient)
+        if updated is not None:
+            return updated
     occurrence_squares = None
     if optimizer.duplicates == "norm":
-        squares = jnp.sum(jnp.square(updates.values), axis=1)
-        known = _touched_rows(updates.row_ids, all_reduce, None, stack, plan)
+        squares = jnp.sum(jnp.square(gradient.updates.values), axis=1)
+        known = _touched_rows(gradient.row_ids, all_reduce, None, stack, plan)
         occurrence_squares = known.total(squares)
-        num_rows = min(updates.row_ids.shape[0], stack.rows_per_shard)
-        gradients = pack_rows(
-            updates.values, table.layout.on_their_way(updates.row_ids.shape[0])
-        )
-        updates = merge(updates.row_ids, gradients, num_rows)
-    rule: Any = _lifted(stack, plan, all_reduce, occurrence_squares)
-    if optimizer.duplicates == "sequence":
-        return apply_in_sequence(rule, table, state, updates)
-    updates, state = rule.update(updates, state, table)
+        num_rows = min(gradient.row_ids.shape[0], stack.rows_per_shard)
+        gradient = merge(gradient.row_ids, gradient.values, num_rows)
+    rule = _lifted(stack, plan, all_reduce, occurrence_squares)
+    updates, state = rule.update(gradient.updates, state, table)
     return add_to_rows(table, updates.row_ids, updates.values), state
 
 

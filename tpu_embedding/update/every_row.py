@@ -24,9 +24,9 @@ from tpu_embedding.layout.packed_rows import (
     unpack_rows,
 )
 from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.lookup._merge import RowSums
 from tpu_embedding.lookup._stack import StackGradient, for_each_later_update
 from tpu_embedding.optimizers.table_rows import AllReduce, among
-from tpu_embedding.types import RowUpdates
 from tpu_embedding.update.lift import is_slot, lift_to_rows
 from tpu_embedding.update.shard_rows import shard_rows
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
@@ -114,15 +114,16 @@ def _collect(
 ) -> tuple[PackedRows, PackedRows]:
     """Adds the gradient of a step to the kept one, and counts the touches."""
 
-    def add(kept, updates: RowUpdates, _=None):
+    def add(kept, sums: RowSums, _=None):
         gradient, touches = kept
+        updates = sums.updates
         ones = jnp.ones(updates.row_ids.shape, jnp.int32)
         return (
             add_to_rows(gradient, updates.row_ids, updates.values),
             add_to_rows(touches, updates.row_ids, ones),
         )
 
-    kept = add((state.gradient, state.touches), gradient.updates)
+    kept = add((state.gradient, state.touches), gradient.first)
     if gradient.later is None:
         return kept
     return for_each_later_update(gradient.later, add, kept, stack, plan)

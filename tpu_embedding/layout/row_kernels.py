@@ -1,11 +1,15 @@
-"""Kernels that read rows, and add to them, where several rows share a line.
+"""Kernels that read rows, add to them and update them.
 
 XLA moves whole lines of 128 lanes: to read a row of 8, it reads, writes and reads again
-16 times as much. A SparseCore can address each row for itself. It takes an array
-`[lines, 128]` as `[rows, dim]` as it stands, for a line of 128 float32 lanes lies in
-memory as its rows do, one after the other.
+16 times as much. And what it gathers, computes with and scatters is written to memory
+and read again each time. A SparseCore can address each row for itself, whether several
+share a line or one fills some, compute with it and write it back.
 
-What a subcore does is written once, in `_gather` and `_add`: Pallas runs it on
+A line of 128 float32 lanes lies in memory as its rows do, one after the other, so a
+kernel takes `[lines, 128]` as `[rows, dim]` as it stands. Wider lines lie in tiles of
+eight, each cut into parts of 128 lanes: a kernel moves these parts (`_parts_of`).
+
+What a subcore does is written once, in `_read`, `_add` and `_update`: Pallas runs it on
 SparseCores, and Pallas' interpreter on any other device, which is how tests compare it
 with XLA's own gather and scatter. The subcores take chunks of ids in turns and wait for
 nobody, so no two of them may write to one row.
@@ -47,6 +51,12 @@ _MOST_BYTES: Final = 16 * GIBIBYTE
 
 _CHUNK_BYTES: Final = 64 * 1024
 """Rows that a subcore has in hand at once; it has at least 256 KiB of memory."""
+
+_UPDATE_BYTES: Final = 192 * 1024
+"""The same of table, slots and gradient together."""
+
+TILE_LINES: Final = 8
+"""Lines of a tile, of which wide lines fill some."""
 
 _INTERPRETED_WORKERS: Final = 3
 """Subcores that the interpreter plays; they do not divide most numbers of chunks."""
@@ -96,30 +106,31 @@ def choose_runner(
 
 
 def kernels_reach(num_rows: int, dim: int, line_lanes: int | None) -> bool:
-    """Whether they do, float32 `[num_rows, dim]` that share lines of so many lanes.
+    """Whether they do, float32 `[num_rows, dim]` in lines of so many lanes.
 
-    Rows must fill their lines, and be as long as what SparseCores address at least, 32
-    bytes (`dma_granule_size_bytes` in JAX's `jax/_src/tpu_info.py`), so that no write
-    touches a neighbour. An array of more than 16 GiB XLA refuses.
+    Rows must fill lines, and be as long as what SparseCores address at least, 32 bytes
+    (`dma_granule_size_bytes` in JAX's `jax/_src/tpu_info.py`), so that no write touches
+    a neighbour. An array of more than 16 GiB XLA refuses.
     """
-    fill_lines = line_lanes == 128 and dim in (8, 16, 32, 64)
-    return fill_lines and 4 * num_rows * dim < _MOST_BYTES
+    fill_lines = dim in (8, 16, 32, 64) or dim % 128 == 0
+    return line_lanes == 128 and fill_lines and 4 * num_rows * dim < _MOST_BYTES
 
 
-def gather_narrow_rows(
-    lines: Float[Array, "lines 128"],
+def read_rows(
+    lines: Float[Array, "lines lanes"],
     row_ids: Int[Array, " ids"],
     dim: int,
     runner: Runner,
     *,
     distance: int = 1,
-) -> Float[Array, "_ 128"]:
-    """Reads rows that share lines, into lines. Per shard.
+) -> Float[Array, "_ lanes"]:
+    """Reads rows, into lines. Per shard.
 
     Args:
-      lines: float32; rows of `dim` lie side by side in them.
+      lines: float32; rows of `dim` lie side by side in them, or fill one each, and then
+        the number of lines is a multiple of 8 if `dim` is more than 128.
       row_ids: int32, a multiple of 8 of them, which fill lines; all must be there.
-      dim: elements of a row, one of 8, 16, 32, 64.
+      dim: elements of a row, one of 8, 16, 32, 64 or a multiple of 128.
       runner: what runs the kernel.
       distance: what the ids of the rows of a line are apart. 1: rows lie in the order
         of their ids. Else a multiple of 8, and the number of ids one of `128 // dim`
@@ -127,15 +138,18 @@ def gather_narrow_rows(
         the next so many at their second place, and so on.
 
     Returns:
-      The rows, `128 // dim` to a line.
+      The rows, packed like those of `lines`.
     """
+    _check_ids(row_ids, dim)
+    lanes = lines.shape[1]
+    row_ids, dim = _ids_of_parts(row_ids, dim), min(dim, 128)
     num_ids = row_ids.shape[0]
     chunk = _chunk_size(num_ids if distance == 1 else distance, dim)
-    out_type = jax.ShapeDtypeStruct((_num_lines(num_ids, dim), 128), lines.dtype)
-    return _launch(
-        functools.partial(_gather, dim=dim, distance=distance),
-        (lines, row_ids),
-        out_type,
+    (parts,) = _launch(
+        functools.partial(_read, dim=dim, distance=distance),
+        (),
+        (_parts_of(lines), row_ids),
+        jax.ShapeDtypeStruct((num_ids * dim // 128, 128), lines.dtype),
         scratch=[
             _ids_of_chunk(chunk),
             pltpu.VMEM((chunk, dim), lines.dtype),
@@ -143,45 +157,108 @@ def gather_narrow_rows(
         ],
         num_bytes=num_ids * (4 + 4 * dim + _bytes_of_row(dim)),
         runner=runner,
-        name="gather_narrow_rows",
+        name="read_rows",
     )
+    return _lines_of(parts, lanes)
 
 
-def add_to_narrow_rows(
-    lines: Float[Array, "lines 128"],
+def add_rows(
+    lines: Float[Array, "lines lanes"],
     row_ids: Int[Array, " ids"],
-    additions: Float[Array, "_ 128"],
+    additions: Float[Array, "_ lanes"],
     dim: int,
     runner: Runner,
-) -> Float[Array, "lines 128"]:
-    """Adds to rows that share lines, in place where the caller donated. Per shard.
+) -> Float[Array, "lines lanes"]:
+    """Adds to rows, in place where the caller donated. Per shard.
 
     Args:
-      lines: float32; rows of `dim` lie side by side in them.
+      lines: as in `read_rows`.
       row_ids: int32, a multiple of 8 of them, which fill lines. All must be there,
         and each is named once, but for rows whose values nobody uses.
       additions: the values to add, packed in the order of the ids.
-      dim: elements of a row, one of 8, 16, 32, 64.
+      dim: as in `read_rows`.
       runner: what runs the kernel.
     """
+    (changed,) = _change(
+        lambda addition, row: [row + addition],
+        [lines],
+        row_ids,
+        additions,
+        dim,
+        [],
+        runner,
+        name="add_rows",
+    )
+    return changed
+
+
+def update_rows(
+    rule: Callable[..., Sequence[Array]],
+    arrays: Sequence[Float[Array, "lines lanes"]],
+    row_ids: Int[Array, " ids"],
+    gradients: Float[Array, "_ lanes"],
+    dim: int,
+    numbers: Sequence[Float[Array, ""]],
+    runner: Runner,
+) -> list[Array]:
+    """Replaces rows of several arrays by what a rule makes of them. Per shard.
+
+    In place where the caller donated. Nothing but the new rows is written to memory.
+
+    Args:
+      rule: what is done to each element: given vectors of the gradients, of the rows
+        of each array, and of each number repeated, it returns the new rows of each
+        array; by operations that `kernel_rules.py` knows.
+      arrays: each as `lines` in `read_rows`.
+      row_ids: as in `add_rows`.
+      gradients: packed in the order of the ids.
+      dim: as in `read_rows`.
+      numbers: float32 scalars.
+      runner: what runs the kernel.
+    """
+    return _change(
+        rule, arrays, row_ids, gradients, dim, numbers, runner, name="update_rows"
+    )
+
+
+def _change(
+    rule: Callable[..., Sequence[Array]],
+    arrays: Sequence[Float[Array, "lines lanes"]],
+    row_ids: Int[Array, " ids"],
+    gradients: Float[Array, "_ lanes"],
+    dim: int,
+    numbers: Sequence[Float[Array, ""]],
+    runner: Runner,
+    name: str,
+) -> list[Array]:
+    _check_ids(row_ids, dim)
+    lanes = gradients.shape[1]
+    row_ids, dim = _ids_of_parts(row_ids, dim), min(dim, 128)
     num_ids = row_ids.shape[0]
-    chunk = _chunk_size(num_ids, dim)
+    chunk = _chunk_size(num_ids, dim, num_buffers=1 + len(arrays))
     num_lanes = _INTERPRETED_LANES
     if runner == "sparse_core":
         num_lanes = plsc.get_sparse_core_info().num_lanes
-    return _launch(
-        functools.partial(_add, dim=dim),
-        (lines, row_ids, additions),
+    buffer = pltpu.VMEM((chunk * dim // num_lanes, num_lanes), jnp.float32)
+    # A kernel has no scalars of its own; there is always one number, perhaps unused.
+    repeated = jnp.repeat(jnp.stack([*numbers, jnp.float32(0)]), num_lanes)
+    changed = _launch(
+        functools.partial(_update, rule=rule, dim=dim),
+        tuple(_parts_of(lines) for lines in arrays),
+        (row_ids, _parts_of(gradients), repeated),
         None,
         scratch=[
             _ids_of_chunk(chunk),
-            *[pltpu.VMEM((chunk * dim // num_lanes, num_lanes), lines.dtype)] * 2,
+            buffer,
+            [buffer] * len(arrays),
+            pltpu.VMEM(repeated.shape, jnp.float32),
             pltpu.SemaphoreType.DMA,
         ],
-        num_bytes=num_ids * (4 + 4 * dim + 2 * _bytes_of_row(dim)),
+        num_bytes=num_ids * (4 + 4 * dim + 2 * len(arrays) * _bytes_of_row(dim)),
         runner=runner,
-        name="add_to_narrow_rows",
+        name=name,
     )
+    return [_lines_of(parts, lanes) for parts in changed]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,7 +274,7 @@ class _Worker:
     num_workers: int
 
 
-def _gather(
+def _read(
     worker: _Worker,
     lines: Ref,
     row_ids: Ref,
@@ -233,45 +310,49 @@ def _gather(
     _for_each_chunk(worker, row_ids.size, chunk, move)
 
 
-def _add(
+def _update(
     worker: _Worker,
-    lines: Ref,
-    row_ids: Ref,
-    additions: Ref,
-    ids: list[Ref],
-    sums: Ref,
-    present: Ref,
-    arrived: Ref,
-    *,
+    *refs: Any,
+    rule: Callable[..., Sequence[Array]],
     dim: int,
 ) -> None:
-    """What a worker does: the first three lie in the device's memory, the rest in its.
+    """What a worker does. Arrays lie in the device's memory, buffers in its own.
 
-    A chunk of ids comes in, what is to be added, and each of the rows that it names;
-    the sums go out to each of the rows.
+    A chunk of ids comes in, their gradients, and each of the rows that they name; what
+    the rule makes of them goes out to each of the rows.
     """
-    table = lines.reshape(lines.size // dim, dim)
-    additions = additions.reshape(row_ids.size, dim)
-    num_vectors, num_lanes = sums.shape
+    *arrays, row_ids, gradients, repeated, ids, gradient, rows, numbers, arrived = refs
+    tables = [array.reshape(array.size // dim, dim) for array in arrays]
+    gradients = gradients.reshape(row_ids.size, dim)
+    num_vectors, num_lanes = gradient.shape
     chunk = num_vectors * num_lanes // dim
-    present_rows = present.reshape(chunk, dim)
-    sum_rows = sums.reshape(chunk, dim)
+    _copy_all([repeated], [numbers], arrived)
+    num_numbers = numbers.shape[0] // num_lanes - 1
 
     def move(first):
         _copy_all(
-            [*_windows(row_ids, ids, first), additions.at[pl.ds(first, chunk)]],
-            [*ids, sum_rows],
+            [*_windows(row_ids, ids, first), gradients.at[pl.ds(first, chunk)]],
+            [*ids, gradient.reshape(chunk, dim)],
             arrived,
         )
-        _copy_all(_named_rows(table, ids), _windows(present_rows, ids), arrived)
+        in_memory = [row for table in tables for row in _named_rows(table, ids)]
+        at_hand = [
+            row for buffer in rows for row in _windows(buffer.reshape(chunk, dim), ids)
+        ]
+        _copy_all(in_memory, at_hand, arrived)
+        constants = [
+            numbers[pl.ds(i * num_lanes, num_lanes)] for i in range(num_numbers)
+        ]
 
         @pl.loop(0, num_vectors)
-        def _(vector):
-            sums[vector] = present[vector] + sums[vector]
+        def _(i):
+            new = rule(gradient[i], *[buffer[i] for buffer in rows], *constants)
+            for buffer, vector in zip(rows, new, strict=True):
+                buffer[i] = vector
 
-        # JAX awaits that the sums are read, no more; the end of the kernel, that they
-        # are written. Nobody reads these rows before: each is named once.
-        _copy_all(_windows(sum_rows, ids), _named_rows(table, ids), arrived)
+        # JAX awaits that these are read, no more; the end of the kernel, that they are
+        # written. Nobody reads these rows before: each is named once.
+        _copy_all(at_hand, in_memory, arrived)
 
     _for_each_chunk(worker, row_ids.size, chunk, move)
 
@@ -317,23 +398,57 @@ def _copy_all(sources: Sequence[Ref], targets: Sequence[Ref], arrived: Ref) -> N
         copy.wait()
 
 
-def _chunk_size(num_ids: int, dim: int) -> int:
-    """Returns ids that a worker takes at once: a power of two that divides all."""
-    chunk = math.gcd(num_ids, _CHUNK_BYTES // (4 * dim))
-    if chunk < FEWEST_IDS:
+def _check_ids(row_ids: Int[Array, " ids"], dim: int) -> None:
+    (num_ids,) = row_ids.shape
+    if num_ids % FEWEST_IDS:
         raise ValueError(
             f"The number of ids must be a multiple of {FEWEST_IDS}, got {num_ids}."
         )
-    return chunk
-
-
-def _num_lines(num_ids: int, dim: int) -> int:
     if num_ids * dim % 128:
         raise ValueError(
             f"The number of ids must be a multiple of {128 // dim}, which fill lines, "
             f"got {num_ids}."
         )
-    return num_ids * dim // 128
+
+
+def _chunk_size(num_ids: int, dim: int, num_buffers: int = 1) -> int:
+    """Returns ids that a worker takes at once: a power of two that divides all."""
+    most_bytes = min(_CHUNK_BYTES, _UPDATE_BYTES // num_buffers)
+    most_ids = 2 ** int(math.log2(most_bytes // (4 * dim)))
+    return math.gcd(num_ids, most_ids)
+
+
+def _parts_of(lines: Float[Array, "lines lanes"]) -> Float[Array, "parts 128"]:
+    """Cuts lines into parts of 128 lanes, as a TPU has them in memory.
+
+    A TPU keeps eight lines at a time: their first 128 lanes, line after line, then the
+    next 128. So on a TPU this changes nothing.
+    """
+    num_lines, lanes = lines.shape
+    if lanes == 128:
+        return lines
+    tiles = lines.reshape(num_lines // TILE_LINES, TILE_LINES, lanes // 128, 128)
+    return tiles.swapaxes(1, 2).reshape(-1, 128)
+
+
+def _lines_of(
+    parts: Float[Array, "parts 128"], lanes: int
+) -> Float[Array, "lines lanes"]:
+    """Puts lines together again; the inverse of `_parts_of`."""
+    if lanes == 128:
+        return parts
+    tiles = parts.reshape(-1, lanes // 128, TILE_LINES, 128)
+    return tiles.swapaxes(1, 2).reshape(-1, lanes)
+
+
+def _ids_of_parts(row_ids: Int[Array, " ids"], dim: int) -> Int[Array, " parts"]:
+    """Names the parts of rows, in the order in which `_parts_of` has those of lines."""
+    if dim <= 128:
+        return row_ids
+    num_parts = dim // 128
+    tile, line = jnp.divmod(row_ids.reshape(-1, 1, TILE_LINES), TILE_LINES)
+    part = jnp.arange(num_parts, dtype=jnp.int32)[None, :, None]
+    return ((tile * num_parts + part) * TILE_LINES + line).reshape(-1)
 
 
 def _ids_of_chunk(chunk: int) -> list[Any]:
@@ -349,6 +464,7 @@ def _bytes_of_row(dim: int) -> int:
 
 def _launch(
     body: Callable[..., None],
+    changed: tuple[Array, ...],
     operands: tuple[Array, ...],
     out_type: jax.ShapeDtypeStruct | None,
     *,
@@ -356,10 +472,10 @@ def _launch(
     num_bytes: int,
     runner: Runner,
     name: str,
-) -> Array:
-    """Runs a kernel; without a result of its own, it changes its first operand."""
+) -> tuple[Array, ...]:
+    """Runs a kernel; returns its result, or what it changed if it has none."""
     if runner == "interpreter":
-        return _interpret(body, operands, out_type, scratch)
+        return _interpret(body, changed, operands, out_type, scratch)
     mesh = plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore")
 
     def kernel(*refs):
@@ -378,40 +494,40 @@ def _launch(
         ),
         name=name,
     )
-    if out_type is not None:
-        result: Any = run(*operands)
-        return result
-    changed = jax.new_ref(operands[0])
-    run(changed, *operands[1:])
-    return jax.freeze(changed)
+    refs = [jax.new_ref(array) for array in changed]
+    result: Any = run(*refs, *operands)
+    return tuple(map(jax.freeze, refs)) if out_type is None else (result,)
 
 
 def _interpret(
     body: Callable[..., None],
+    changed: tuple[Array, ...],
     operands: tuple[Array, ...],
     out_type: jax.ShapeDtypeStruct | None,
     scratch: list[Any],
-) -> Array:
+) -> tuple[Array, ...]:
     """Runs the workers of a kernel one after the other, on any device."""
-    is_in_place = out_type is None
-    if out_type is None:
-        out_type = jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype)
+    out_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed]
+    if out_type is not None:
+        out_types.append(out_type)
+    num_inputs = len(changed) + len(operands)
 
     def kernel(*refs):
         worker = _Worker(number=pl.program_id(0), num_workers=_INTERPRETED_WORKERS)
-        inputs, (result, *rest) = refs[: len(operands)], refs[len(operands) :]
-        inputs = (result, *inputs[1:]) if is_in_place else (*inputs, result)
-        body(worker, *inputs, *rest)
+        inputs, refs = refs[len(changed) : num_inputs], refs[num_inputs:]
+        results, buffers = refs[: len(out_types)], refs[len(out_types) :]
+        of_kernel = (*results, *inputs) if changed else (*inputs, *results)
+        body(worker, *of_kernel, *buffers)
 
     run = pl.pallas_call(
         kernel,
-        out_shape=out_type,
+        out_shape=out_types,
         grid=(_INTERPRETED_WORKERS,),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(operands),
-        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * num_inputs,
+        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(out_types),
         scratch_shapes=scratch,
-        input_output_aliases={0: 0} if is_in_place else {},
+        input_output_aliases={i: i for i in range(len(changed))},
         interpret=True,
     )
-    result: Any = run(*operands)
-    return result
+    results: Any = run(*changed, *operands)
+    return tuple(results)

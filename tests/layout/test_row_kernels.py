@@ -3,27 +3,29 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.conftest import needs_kernels
-from tpu_embedding.layout.narrow_rows import (
-    add_to_narrow_rows,
-    gather_narrow_rows,
+from tpu_embedding.layout.row_kernels import (
+    add_rows,
     kernels_reach,
+    read_rows,
+    update_rows,
 )
 
 pytestmark = needs_kernels
 
-DIMS = [8, 16, 32, 64]
+DIMS = [8, 16, 32, 64, 128, 256, 384]
 NUM_IDS = [8, 24, 384, 2048]
 NUM_ROWS = 5008
 
-gather = functools.partial(jax.jit, static_argnames=("dim", "runner", "distance"))(
-    gather_narrow_rows
+read = functools.partial(jax.jit, static_argnames=("dim", "runner", "distance"))(
+    read_rows
 )
 add = functools.partial(jax.jit, static_argnames=("dim", "runner"), donate_argnums=0)(
-    add_to_narrow_rows
+    add_rows
 )
 
 
@@ -31,33 +33,32 @@ def random(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def num_ids_of_lines(dim):
-    """Those that fill lines."""
-    return [n for n in NUM_IDS if n % (128 // dim) == 0]
+def lines_of(rows):
+    return rows.reshape(-1, max(128, rows.shape[1]))
 
 
-CASES = [(dim, n) for dim in DIMS for n in num_ids_of_lines(dim)]
+CASES = [(dim, n) for dim in DIMS for n in NUM_IDS if n * dim % 128 == 0]
 
 
 @pytest.mark.parametrize(("dim", "num_ids"), CASES)
-def test_gather(dim, num_ids):
+def test_read(dim, num_ids):
     rows = random(NUM_ROWS, dim)
     ids = np.random.default_rng(1).integers(0, NUM_ROWS, num_ids).astype(np.int32)
     ids[:4] = [0, NUM_ROWS - 1, 0, NUM_ROWS - 1]
-    lines = gather(rows.reshape(-1, 128), ids, dim=dim, runner="interpreter")
-    assert lines.shape == (num_ids * dim // 128, 128)
+    lines = read(lines_of(rows), ids, dim=dim, runner="interpreter")
+    assert lines.shape == lines_of(rows[ids]).shape
     np.testing.assert_array_equal(np.asarray(lines).reshape(-1, dim), rows[ids])
 
 
-@pytest.mark.parametrize(("dim", "num_ids"), CASES)
+@pytest.mark.parametrize(("dim", "num_ids"), [x for x in CASES if x[0] < 128])
 @pytest.mark.parametrize("num_blocks", [1, 3])
-def test_gather_rows_of_a_line_that_are_apart(dim, num_ids, num_blocks):
+def test_read_rows_of_a_line_that_are_apart(dim, num_ids, num_blocks):
     places = 128 // dim
     rows = random(NUM_ROWS, dim)
     shape = (num_blocks, places, num_ids)
     ids = np.random.default_rng(1).integers(0, NUM_ROWS, shape).astype(np.int32)
-    lines = gather(
-        rows.reshape(-1, 128),
+    lines = read(
+        lines_of(rows),
         ids.reshape(-1),
         dim=dim,
         runner="interpreter",
@@ -73,9 +74,9 @@ def test_add(dim, num_ids):
     ids = np.random.default_rng(1).permutation(NUM_ROWS)[:num_ids].astype(np.int32)
     additions = random(num_ids, dim, seed=2)
     lines = add(
-        rows.reshape(-1, 128),
+        lines_of(rows),
         ids,
-        additions.reshape(-1, 128),
+        lines_of(additions),
         dim=dim,
         runner="interpreter",
     )
@@ -84,15 +85,46 @@ def test_add(dim, num_ids):
     np.testing.assert_array_equal(np.asarray(lines).reshape(-1, dim), expected)
 
 
+def half_way(gradient, row, slot, rate, bound):
+    new_slot = jnp.minimum(slot + gradient * gradient, bound)
+    return [row - rate * gradient / jnp.sqrt(new_slot), new_slot]
+
+
+@pytest.mark.parametrize(("dim", "num_ids"), CASES)
+def test_update(dim, num_ids):
+    rows, slots = random(NUM_ROWS, dim), 1 + abs(random(NUM_ROWS, dim, seed=3))
+    ids = np.random.default_rng(1).permutation(NUM_ROWS)[:num_ids].astype(np.int32)
+    ids[0] = NUM_ROWS - 1
+    gradients = random(num_ids, dim, seed=2)
+    update = jax.jit(functools.partial(update_rows, half_way), static_argnums=(3, 5))
+    new_rows, new_slots = update(
+        [lines_of(rows), lines_of(slots)],
+        ids,
+        lines_of(gradients),
+        dim,
+        [np.float32(0.5), np.float32(2)],
+        "interpreter",
+    )
+    expected = [rows.copy(), slots.copy()]
+    expected[0][ids], expected[1][ids] = half_way(
+        gradients, rows[ids], slots[ids], 0.5, 2
+    )
+    for new, by_numpy in zip((new_rows, new_slots), expected, strict=True):
+        new = np.asarray(new).reshape(-1, dim)
+        np.testing.assert_allclose(new, by_numpy, rtol=1e-6, atol=1e-6)
+        others = np.setdiff1d(np.arange(NUM_ROWS), ids)
+        np.testing.assert_array_equal(new[others], by_numpy[others])
+
+
 def test_add_to_a_row_that_means_nothing_as_often_as_one_likes():
     rows = random(64, 32)
     ids = np.full(128, 63, np.int32)
     ids[5] = 7
     additions = random(128, 32, seed=2)
     lines = add(
-        rows.reshape(-1, 128),
+        lines_of(rows),
         ids,
-        additions.reshape(-1, 128),
+        lines_of(additions),
         dim=32,
         runner="interpreter",
     )
@@ -105,7 +137,7 @@ def test_add_to_a_row_that_means_nothing_as_often_as_one_likes():
 @pytest.mark.parametrize(
     ("num_rows", "dim", "line_lanes", "expected"),
     [(10, dim, 128, True) for dim in DIMS]
-    + [(10, dim, 128, False) for dim in (1, 2, 4, 7, 12, 24, 48, 100, 128, 256)]
+    + [(10, dim, 128, False) for dim in (1, 2, 4, 7, 12, 24, 48, 100, 129, 200)]
     + [(10, 32, None, False)]
     # SparseCores address no more than 16 GiB of an array.
     + [(2**26 - 1, 64, 128, True), (2**26, 64, 128, False), (2**26, 32, 128, True)],
@@ -117,11 +149,9 @@ def test_rows_that_kernels_reach(num_rows, dim, line_lanes, expected):
 @pytest.mark.parametrize("num_ids", [4, 12, 129])
 def test_refuses_numbers_of_ids(num_ids):
     with pytest.raises(ValueError, match=f"multiple of 8, got {num_ids}"):
-        gather(
-            random(4, 128), np.zeros(num_ids, np.int32), dim=32, runner="interpreter"
-        )
+        read(random(4, 128), np.zeros(num_ids, np.int32), dim=32, runner="interpreter")
 
 
 def test_refuses_ids_that_fill_no_lines():
     with pytest.raises(ValueError, match="multiple of 16, which fill lines, got 8"):
-        gather(random(4, 128), np.zeros(8, np.int32), dim=8, runner="interpreter")
+        read(random(4, 128), np.zeros(8, np.int32), dim=8, runner="interpreter")
