@@ -116,7 +116,7 @@ def test_scatter_add_reads_and_writes(topology, options):
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_kernels_move_rows_and_no_lines(topology, dim):
     def read_and_add(lines, ids, additions):
-        rows = read_rows(lines, ids, dim, "sparse_core")
+        (rows,) = read_rows(lines, ids, dim, "sparse_core")
         # All reading comes before any writing.
         lines, rows = jax.lax.optimization_barrier((lines, rows))
         return add_rows(lines, ids, additions, dim, "sparse_core"), rows

@@ -45,7 +45,7 @@ def test_read(dim, num_ids):
     rows = random(NUM_ROWS, dim)
     ids = np.random.default_rng(1).integers(0, NUM_ROWS, num_ids).astype(np.int32)
     ids[:4] = [0, NUM_ROWS - 1, 0, NUM_ROWS - 1]
-    lines = read(lines_of(rows), ids, dim=dim, runner="interpreter")
+    (lines,) = read(lines_of(rows), ids, dim=dim, runner="interpreter")
     assert lines.shape == lines_of(rows[ids]).shape
     np.testing.assert_array_equal(np.asarray(lines).reshape(-1, dim), rows[ids])
 
@@ -57,7 +57,7 @@ def test_read_rows_of_a_line_that_are_apart(dim, num_ids, num_blocks):
     rows = random(NUM_ROWS, dim)
     shape = (num_blocks, places, num_ids)
     ids = np.random.default_rng(1).integers(0, NUM_ROWS, shape).astype(np.int32)
-    lines = read(
+    (lines,) = read(
         lines_of(rows),
         ids.reshape(-1),
         dim=dim,

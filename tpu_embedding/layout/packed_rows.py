@@ -11,6 +11,7 @@ lines as such.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -186,7 +187,7 @@ def gather_packed(packed: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows
     runner = _runner_of(packed)
     if runner is not None and num_ids > 0:
         row_ids = jnp.pad(row_ids, (0, -num_ids % _IDS_MULTIPLE))
-        lines = read_rows(_full_tiles(packed), row_ids, layout.dim, runner)
+        (lines,) = read_rows(_full_tiles(packed), row_ids, layout.dim, runner)
         return PackedRows(lines=lines[: result.num_lines], layout=result)
     rows = take(packed.lines, row_ids // layout.rows_per_line)
     if not layout.is_flat:
@@ -194,6 +195,30 @@ def gather_packed(packed: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows
             rows, row_ids % layout.rows_per_line, layout.rows_per_line, layout.dim
         )
     return pack_rows(rows, result)
+
+
+def gather_each(
+    packed: PackedRows, row_ids: Int[Array, " ids"], sizes: Sequence[int]
+) -> list[Array]:
+    """Reads rows like `gather_rows`, into an array for each of some groups of ids.
+
+    Args:
+      packed: as in `gather_rows`.
+      row_ids: those of one group after the other.
+      sizes: ids of each group.
+
+    Returns:
+      `[size, dim]` for each.
+    """
+    layout = packed.layout
+    runner = _runner_of(packed)
+    fills_tiles = all(size % TILE_LINES == 0 for size in sizes)
+    if runner is None or layout.rows_per_line > 1 or not fills_tiles or not sum(sizes):
+        rows = gather_rows(packed, row_ids)
+        return jnp.split(rows, list(itertools.accumulate(sizes))[:-1])
+    # What XLA's split would write again, the kernel writes where it belongs.
+    row_ids = jnp.minimum(row_ids, layout.num_rows - 1)
+    return read_rows(_full_tiles(packed), row_ids, layout.dim, runner, sizes=sizes)
 
 
 def add_to_rows(

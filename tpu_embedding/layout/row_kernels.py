@@ -17,6 +17,7 @@ nobody, so no two of them may write to one row.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, get_args
@@ -122,9 +123,10 @@ def read_rows(
     dim: int,
     runner: Runner,
     *,
+    sizes: Sequence[int] | None = None,
     distance: int = 1,
-) -> Float[Array, "_ lanes"]:
-    """Reads rows, into lines. Per shard.
+) -> list[Float[Array, "_ lanes"]]:
+    """Reads rows, into lines of one or more arrays. Per shard.
 
     Args:
       lines: float32; rows of `dim` lie side by side in them, or fill one each, and then
@@ -132,24 +134,30 @@ def read_rows(
       row_ids: int32, a multiple of 8 of them, which fill lines; all must be there.
       dim: elements of a row, one of 8, 16, 32, 64 or a multiple of 128.
       runner: what runs the kernel.
+      sizes: how many of the ids each array takes, one after the other: as many as fill
+        lines, a multiple of 8. None: there is one array.
       distance: what the ids of the rows of a line are apart. 1: rows lie in the order
-        of their ids. Else a multiple of 8, and the number of ids one of `128 // dim`
-        times as many: the first so many rows are at the first place of as many lines,
-        the next so many at their second place, and so on.
+        of their ids. Else a multiple of 8, and the number of ids of each array one of
+        `128 // dim` times as many: the first so many rows are at the first place of as
+        many lines, the next so many at their second place, and so on.
 
     Returns:
       The rows, packed like those of `lines`.
     """
-    _check_ids(row_ids, dim)
+    sizes = [row_ids.shape[0]] if sizes is None else sizes
+    for size in sizes:
+        _check_ids(size, dim)
     lanes = lines.shape[1]
+    num_parts = lanes // 128
     row_ids, dim = _ids_of_parts(row_ids, dim), min(dim, 128)
     num_ids = row_ids.shape[0]
-    chunk = _chunk_size(num_ids if distance == 1 else distance, dim)
-    (parts,) = _launch(
+    sizes = [size * num_parts for size in sizes]
+    chunk = _chunk_size(math.gcd(*sizes) if distance == 1 else distance, dim)
+    results = _launch(
         functools.partial(_read, dim=dim, distance=distance),
         (),
         (_parts_of(lines), row_ids),
-        jax.ShapeDtypeStruct((num_ids * dim // 128, 128), lines.dtype),
+        [jax.ShapeDtypeStruct((n * dim // 128, 128), lines.dtype) for n in sizes],
         scratch=[
             _ids_of_chunk(chunk),
             pltpu.VMEM((chunk, dim), lines.dtype),
@@ -159,7 +167,7 @@ def read_rows(
         runner=runner,
         name="read_rows",
     )
-    return _lines_of(parts, lanes)
+    return [_lines_of(parts, lanes) for parts in results]
 
 
 def add_rows(
@@ -231,7 +239,7 @@ def _change(
     runner: Runner,
     name: str,
 ) -> list[Array]:
-    _check_ids(row_ids, dim)
+    _check_ids(row_ids.shape[0], dim)
     lanes = gradients.shape[1]
     row_ids, dim = _ids_of_parts(row_ids, dim), min(dim, 128)
     num_ids = row_ids.shape[0]
@@ -246,7 +254,7 @@ def _change(
         functools.partial(_update, rule=rule, dim=dim),
         tuple(_parts_of(lines) for lines in arrays),
         (row_ids, _parts_of(gradients), repeated),
-        None,
+        [],
         scratch=[
             _ids_of_chunk(chunk),
             buffer,
@@ -274,38 +282,35 @@ class _Worker:
     num_workers: int
 
 
-def _read(
-    worker: _Worker,
-    lines: Ref,
-    row_ids: Ref,
-    result: Ref,
-    ids: list[Ref],
-    rows: Ref,
-    arrived: Ref,
-    *,
-    dim: int,
-    distance: int,
-) -> None:
-    """What a worker does: the first three lie in the device's memory, the rest in its.
+def _read(worker: _Worker, *refs: Any, dim: int, distance: int) -> None:
+    """What a worker does. Arrays lie in the device's memory, buffers in its own.
 
-    A chunk of ids comes in, each of the rows that it names, and they go out together.
+    A chunk of ids comes in, each of the rows that they name, and they go out together.
     """
+    lines, row_ids, *results, ids, rows, arrived = refs
     table = lines.reshape(lines.size // dim, dim)
     chunk = rows.shape[0]
     places = 128 // dim
-    in_order = result.reshape(row_ids.size, dim)
-    apart = result.reshape(result.shape[0], places, dim)
+    sizes = [result.size // dim for result in results]
+    starts = [0, *itertools.accumulate(sizes)]
 
-    def move(first):
-        _copy_all(_windows(row_ids, ids, first), ids, arrived)
-        _copy_all(_named_rows(table, ids), _windows(rows, ids), arrived)
-        target = in_order.at[pl.ds(first, chunk)]
+    def send(result, first):
+        target = result.reshape(result.size // dim, dim).at[pl.ds(first, chunk)]
         if distance > 1:
+            apart = result.reshape(result.shape[0], places, dim)
             turn, line = jnp.divmod(first, distance)
             line += turn // places * distance
             target = apart.at[pl.ds(pl.multiple_of(line, chunk), chunk), turn % places]
         # What leaves a SparseCore in one piece needs no semaphore.
         pltpu.async_copy(rows, target, None).wait()
+
+    def move(first):
+        _copy_all(_windows(row_ids, ids, first), ids, arrived)
+        _copy_all(_named_rows(table, ids), _windows(rows, ids), arrived)
+        for result, start, end in zip(results, starts, starts[1:], strict=False):
+            pl.when((start <= first) & (first < end))(
+                functools.partial(send, result, pl.multiple_of(first - start, chunk))
+            )
 
     _for_each_chunk(worker, row_ids.size, chunk, move)
 
@@ -398,8 +403,7 @@ def _copy_all(sources: Sequence[Ref], targets: Sequence[Ref], arrived: Ref) -> N
         copy.wait()
 
 
-def _check_ids(row_ids: Int[Array, " ids"], dim: int) -> None:
-    (num_ids,) = row_ids.shape
+def _check_ids(num_ids: int, dim: int) -> None:
     if num_ids % FEWEST_IDS:
         raise ValueError(
             f"The number of ids must be a multiple of {FEWEST_IDS}, got {num_ids}."
@@ -466,16 +470,16 @@ def _launch(
     body: Callable[..., None],
     changed: tuple[Array, ...],
     operands: tuple[Array, ...],
-    out_type: jax.ShapeDtypeStruct | None,
+    out_types: list[jax.ShapeDtypeStruct],
     *,
     scratch: list[Any],
     num_bytes: int,
     runner: Runner,
     name: str,
 ) -> tuple[Array, ...]:
-    """Runs a kernel; returns its result, or what it changed if it has none."""
+    """Runs a kernel; returns its results, or what it changed if it has none."""
     if runner == "interpreter":
-        return _interpret(body, changed, operands, out_type, scratch)
+        return _interpret(body, changed, operands, out_types, scratch)
     mesh = plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore")
 
     def kernel(*refs):
@@ -485,7 +489,7 @@ def _launch(
 
     run = pl.kernel(
         kernel,
-        () if out_type is None else out_type,
+        out_types,
         mesh=mesh,
         scratch_types=scratch,
         compiler_params=pltpu.CompilerParams(use_tc_tiling_on_sc=False),
@@ -495,21 +499,20 @@ def _launch(
         name=name,
     )
     refs = [jax.new_ref(array) for array in changed]
-    result: Any = run(*refs, *operands)
-    return tuple(map(jax.freeze, refs)) if out_type is None else (result,)
+    results: Any = run(*refs, *operands)
+    return tuple(results) or tuple(map(jax.freeze, refs))
 
 
 def _interpret(
     body: Callable[..., None],
     changed: tuple[Array, ...],
     operands: tuple[Array, ...],
-    out_type: jax.ShapeDtypeStruct | None,
+    out_types: list[jax.ShapeDtypeStruct],
     scratch: list[Any],
 ) -> tuple[Array, ...]:
     """Runs the workers of a kernel one after the other, on any device."""
-    out_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed]
-    if out_type is not None:
-        out_types.append(out_type)
+    if changed:
+        out_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed]
     num_inputs = len(changed) + len(operands)
 
     def kernel(*refs):

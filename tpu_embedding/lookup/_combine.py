@@ -5,7 +5,6 @@
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Final
 
@@ -18,8 +17,8 @@ from tpu_embedding.layout.packed_rows import (
     RowLayout,
     clear_last_row,
     concatenate_rows,
+    gather_each,
     gather_packed,
-    gather_rows,
     scale_rows,
     take,
     unpack_rows,
@@ -54,18 +53,17 @@ def combine(
     lines = sample_lines(bags, rows.layout)
     # One gather for all features: a TPU starts and compiles it faster than many.
     if lines is None:
-        of_ids = gather_rows(rows, places)
+        of_ids = gather_each(rows, places, _num_ids(bags))
         return [
             _pool(bag, of_bag, None if bag.gains is None else bag.gains[:, None])
-            for bag, of_bag in zip(bags, _split(of_ids, _num_ids(bags)), strict=True)
+            for bag, of_bag in zip(bags, of_ids, strict=True)
         ]
-    of_ids = lines.gather(rows, places)
-    num_lines = [bag.valence * lines.distance for bag in bags]
+    of_ids = lines.gather(rows, places, _num_ids(bags))
     return [
         lines.unpack(
             _pool(bag, of_bag, None if bag.gains is None else lines.gains(bag.gains))
         )
-        for bag, of_bag in zip(bags, _split(of_ids, num_lines), strict=True)
+        for bag, of_bag in zip(bags, of_ids, strict=True)
     ]
 
 
@@ -157,10 +155,6 @@ def _gains_of_ids(bags: Sequence[Bags]) -> Float[Array, " all_ids"] | None:
             for bag, size in zip(bags, _num_ids(bags), strict=True)
         ]
     )
-
-
-def _split(rows: Float[Array, "_ _"], sizes: list[int]) -> list[Float[Array, "_ _"]]:
-    return jnp.split(rows, list(itertools.accumulate(sizes))[:-1])
 
 
 def _num_ids(bags: Sequence[Bags]) -> list[int]:

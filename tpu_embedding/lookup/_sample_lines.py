@@ -35,15 +35,22 @@ class SampleLines:
         return self.num_samples // self.layout.rows_per_line
 
     def gather(
-        self, rows: PackedRows, places: Int[Array, " all_ids"]
-    ) -> Float[Array, "_ lanes"]:
-        """Reads the rows of ids that lie place by place, into lines of samples."""
+        self, rows: PackedRows, places: Int[Array, " all_ids"], sizes: Sequence[int]
+    ) -> list[Float[Array, "_ lanes"]]:
+        """Reads the rows of ids that lie place by place, into lines of samples.
+
+        Args:
+          rows: to read from.
+          places: of the rows, those of one feature after the other.
+          sizes: ids of each feature.
+        """
         assert self.layout.runner is not None
         return read_rows(
             rows.lines,
             jnp.minimum(places, rows.layout.num_rows - 1),
             self.layout.dim,
             self.layout.runner,
+            sizes=sizes,
             distance=self.distance,
         )
 
