@@ -44,6 +44,9 @@ Ref = Any
 FEWEST_IDS: Final = 8
 """Numbers of ids are multiples of it, for ids are moved 32 bytes at a time."""
 
+NOWHERE: Final = -1
+"""Place of a row that `write_rows` leaves out."""
+
 _MOST_IDS: Final = 128
 """Ids that one copy may name."""
 
@@ -170,6 +173,63 @@ def read_rows(
     return [_lines_of(parts, lanes) for parts in results]
 
 
+def write_rows(
+    sources: Sequence[Float[Array, "_ lanes"]],
+    repetitions: Sequence[int],
+    places: Sequence[Int[Array, " ids"]],
+    sizes: Sequence[int],
+    dim: int,
+    runner: Runner,
+) -> list[Float[Array, "_ lanes"]]:
+    """Writes rows to their places in one or more new arrays. Per shard.
+
+    It is the way back of `read_rows` with `distance` the lines of each source: ids are
+    those of one source after the other, which are the rows at the first place of its
+    lines, then those at their second place, and so on; all that as often as it is
+    repeated.
+
+    Args:
+      sources: float32 lines, each array a multiple of 8.
+      repetitions: how often the rows of each source are written.
+      places: for each new array: int32, the row that takes the row of each id, or
+        `NOWHERE`; no two ids the same.
+      sizes: rows of each new array, a multiple of 8, which fill lines.
+      dim: as in `read_rows`.
+      runner: what runs the kernel.
+
+    Returns:
+      The new arrays, packed like the sources; anything where nothing was written.
+    """
+    for size in sizes:
+        _check_ids(size, dim)
+    lanes = sources[0].shape[1]
+    num_parts = lanes // 128
+    places = [_ids_of_parts(ids, dim) for ids in places]
+    dim = min(dim, 128)
+    num_lines = [source.shape[0] * num_parts for source in sources]
+    chunk = _chunk_size(math.gcd(*num_lines), dim)
+    num_ids = places[0].shape[0]
+    results = _launch(
+        functools.partial(_write, repetitions=repetitions, dim=dim),
+        (),
+        (*(_parts_of(source) for source in sources), *places),
+        [
+            jax.ShapeDtypeStruct((size * num_parts * dim // 128, 128), jnp.float32)
+            for size in sizes
+        ],
+        scratch=[
+            [_ids_of_chunk(chunk)] * len(sizes),
+            pltpu.VMEM((chunk, dim), jnp.float32),
+            pltpu.SemaphoreType.DMA,
+        ],
+        # Each row is written at most once, to one of the arrays.
+        num_bytes=num_ids * (4 * len(sizes) + 4 * dim + _bytes_of_row(dim)),
+        runner=runner,
+        name="write_rows",
+    )
+    return [_lines_of(parts, lanes) for parts in results]
+
+
 def add_rows(
     lines: Float[Array, "lines lanes"],
     row_ids: Int[Array, " ids"],
@@ -276,10 +336,12 @@ class _Worker:
     Attributes:
       number: from 0.
       num_workers: all of them.
+      runner: what they are.
     """
 
     number: Int[Array, ""]
     num_workers: int
+    runner: Runner
 
 
 def _read(worker: _Worker, *refs: Any, dim: int, distance: int) -> None:
@@ -313,6 +375,63 @@ def _read(worker: _Worker, *refs: Any, dim: int, distance: int) -> None:
             )
 
     _for_each_chunk(worker, row_ids.size, chunk, move)
+
+
+def _write(worker: _Worker, *refs: Any, repetitions: Sequence[int], dim: int) -> None:
+    """What a worker does. Arrays lie in the device's memory, buffers in its own.
+
+    A chunk of rows of a source comes in, and where each belongs; they go there.
+    """
+    num_sources = len(repetitions)
+    *arrays, ids_of_results, rows, arrived = refs
+    num_results = len(ids_of_results)
+    sources = arrays[:num_sources]
+    places, results = arrays[num_sources:-num_results], arrays[-num_results:]
+    chunk = rows.shape[0]
+    of_line = 128 // dim
+    sizes = [
+        source.size // dim * count
+        for source, count in zip(sources, repetitions, strict=True)
+    ]
+    starts = [0, *itertools.accumulate(sizes)]
+
+    def fetch(source, first):
+        turn, line = jnp.divmod(first, source.shape[0])
+        lines = pl.ds(pl.multiple_of(line, chunk), chunk)
+        apart = source.reshape(source.shape[0], of_line, dim)
+        row = source.at[lines] if dim == 128 else apart.at[lines, turn % of_line]
+        _copy_all([row], [rows], arrived)
+
+    def move(first):
+        for source, start, end in zip(sources, starts, starts[1:], strict=False):
+            pl.when((start <= first) & (first < end))(
+                functools.partial(fetch, source, first - start)
+            )
+        for result, of_result, ids in zip(results, places, ids_of_results, strict=True):
+            _copy_all(_windows(of_result, ids, first), ids, arrived)
+            table = result.reshape(result.size // dim, dim)
+            for window, part in zip(ids, _windows(rows, ids), strict=True):
+                _write_somewhere(worker, part, table, window, arrived)
+
+    _for_each_chunk(worker, starts[-1], chunk, move)
+
+
+def _write_somewhere(
+    worker: _Worker, rows: Ref, table: Ref, ids: Ref, arrived: Ref
+) -> None:
+    """Writes rows that belong into a table, and none of those that belong nowhere."""
+    if worker.runner == "sparse_core":
+        somewhere = plsc.Indices(ids, ignored_value=NOWHERE)
+        pltpu.async_copy(rows, table.at[somewhere], arrived).wait()
+        return
+
+    # Pallas' interpreter does not know of ids that are ignored.
+    @pl.loop(0, ids.size)
+    def _(i):
+        @pl.when(ids[i] != NOWHERE)
+        def _():
+            row, place = rows.at[pl.ds(i, 1)], table.at[pl.ds(ids[i], 1)]
+            pltpu.async_copy(row, place, arrived).wait()
 
 
 def _update(
@@ -450,9 +569,11 @@ def _ids_of_parts(row_ids: Int[Array, " ids"], dim: int) -> Int[Array, " parts"]
     if dim <= 128:
         return row_ids
     num_parts = dim // 128
-    tile, line = jnp.divmod(row_ids.reshape(-1, 1, TILE_LINES), TILE_LINES)
+    row_ids = row_ids.reshape(-1, 1, TILE_LINES)
+    tile, line = jnp.divmod(row_ids, TILE_LINES)
     part = jnp.arange(num_parts, dtype=jnp.int32)[None, :, None]
-    return ((tile * num_parts + part) * TILE_LINES + line).reshape(-1)
+    ids = (tile * num_parts + part) * TILE_LINES + line
+    return jnp.where(row_ids == NOWHERE, NOWHERE, ids).reshape(-1)
 
 
 def _ids_of_chunk(chunk: int) -> list[Any]:
@@ -485,7 +606,8 @@ def _launch(
     def kernel(*refs):
         core, subcore = jax.lax.axis_index("core"), jax.lax.axis_index("subcore")
         number = core * mesh.num_subcores + subcore
-        body(_Worker(number=number, num_workers=mesh.size), *refs)
+        worker = _Worker(number=number, num_workers=mesh.size, runner=runner)
+        body(worker, *refs)
 
     run = pl.kernel(
         kernel,
@@ -516,7 +638,11 @@ def _interpret(
     num_inputs = len(changed) + len(operands)
 
     def kernel(*refs):
-        worker = _Worker(number=pl.program_id(0), num_workers=_INTERPRETED_WORKERS)
+        worker = _Worker(
+            number=pl.program_id(0),
+            num_workers=_INTERPRETED_WORKERS,
+            runner="interpreter",
+        )
         inputs, refs = refs[len(changed) : num_inputs], refs[num_inputs:]
         results, buffers = refs[: len(out_types)], refs[len(out_types) :]
         of_kernel = (*results, *inputs) if changed else (*inputs, *results)

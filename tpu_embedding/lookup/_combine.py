@@ -19,13 +19,18 @@ from tpu_embedding.layout.packed_rows import (
     concatenate_rows,
     gather_each,
     gather_packed,
+    gather_rows,
+    round_up,
     scale_rows,
     take,
     unpack_rows,
 )
+from tpu_embedding.layout.row_kernels import FEWEST_IDS, NOWHERE, write_rows
+from tpu_embedding.lookup._dedup import unsort
 from tpu_embedding.lookup._flatten import Bags
 from tpu_embedding.lookup._repeats import add_repeats
 from tpu_embedding.lookup._route import Uses
+from tpu_embedding.lookup._running import running_sum
 from tpu_embedding.lookup._sample_lines import sample_lines
 
 _MOST_SLICES: Final = 128
@@ -102,6 +107,9 @@ def spread(
     Returns:
       The gradient of each row in the exchange buffer; anything in unused places.
     """
+    sources = _sources_of_kernel(cotangents, bags, layout)
+    if sources is not None:
+        return _spread_by_kernel(sources, uses, bags, layout)
     buffer_size = layout.num_rows
     num_samples = sum(bag.num_samples for bag in bags)
     lines = sample_lines(bags, layout)
@@ -128,6 +136,72 @@ def spread(
         places=uses.places,
         occurrences=uses.order,
         values_of=lambda _, ids: unpack_rows(of_ids(ids)),
+    )
+
+
+def _sources_of_kernel(
+    cotangents: Sequence[Float[Array, "_ dim"]], bags: Sequence[Bags], layout: RowLayout
+) -> list[Float[Array, "_ lanes"]] | None:
+    """Returns the cotangents in lines for `write_rows`; None where it cannot be used.
+
+    It can where the ids of all samples are equally many, and none has a weight.
+    """
+    if layout.runner is None or any(
+        bag.sample_ids is not None
+        or bag.gains is not None
+        or bag.valence == 0
+        or bag.num_samples == 0
+        or bag.num_samples % FEWEST_IDS
+        for bag in bags
+    ):
+        return None
+    cotangents = [cotangent.astype(jnp.float32) for cotangent in cotangents]
+    if layout.rows_per_line == 1:
+        return cotangents
+    lines = sample_lines(bags, layout)
+    return None if lines is None else [lines.lines_of(x) for x in cotangents]
+
+
+def _spread_by_kernel(
+    sources: Sequence[Float[Array, "_ lanes"]],
+    uses: Uses,
+    bags: Sequence[Bags],
+    layout: RowLayout,
+) -> PackedRows:
+    """Spreads with a kernel that writes each cotangent where it belongs.
+
+    That is the place of its row in the buffer for the first use of a row; further uses
+    are put aside, and added.
+    """
+    assert layout.runner is not None
+    buffer_size = layout.num_rows
+    aside = layout.on_their_way(
+        round_up(uses.order.shape[0], FEWEST_IDS * layout.rows_per_line)
+    )
+    is_used = uses.places < buffer_size
+    is_new = jnp.diff(uses.places, prepend=-1) != 0
+    is_repeat = is_used & ~is_new
+    repeats = running_sum(is_repeat.astype(jnp.int32)) - 1
+    place = jnp.where(is_repeat, buffer_size + repeats, uses.places)
+    place = unsort(jnp.where(is_used, place, NOWHERE), uses.order)
+    sums, values_aside = write_rows(
+        sources,
+        [bag.valence for bag in bags],
+        [
+            jnp.where(place < buffer_size, place, NOWHERE),
+            jnp.where(place < buffer_size, NOWHERE, place - buffer_size),
+        ],
+        [buffer_size, aside.num_rows],
+        layout.dim,
+        layout.runner,
+    )
+    packed_aside = PackedRows(lines=values_aside, layout=aside)
+    return add_repeats(
+        PackedRows(lines=sums, layout=layout),
+        is_repeat,
+        places=uses.places,
+        occurrences=repeats,
+        values_of=lambda _, repeats: gather_rows(packed_aside, repeats),
     )
 
 

@@ -56,12 +56,15 @@ class SampleLines:
 
     def pack(self, features: Sequence[Float[Array, "samples dim"]]) -> PackedRows:
         """Puts the samples of features into lines, one feature after the other."""
-        k = self.layout.rows_per_line
-        lines = [jnp.concatenate(jnp.split(x.T, k, axis=1)).T for x in features]
         return PackedRows(
-            lines=jnp.concatenate(lines),
+            lines=jnp.concatenate([self.lines_of(x) for x in features]),
             layout=self.layout.on_their_way(len(features) * self.num_samples),
         )
+
+    def lines_of(self, feature: Float[Array, "samples dim"]) -> Float[Array, "_ lanes"]:
+        """Puts the samples of a feature into lines."""
+        k = self.layout.rows_per_line
+        return jnp.concatenate(jnp.split(feature.T, k, axis=1)).T
 
     def unpack(self, lines: Float[Array, "_ lanes"]) -> Float[Array, "samples dim"]:
         """Takes the samples of a feature out of their lines."""
