@@ -11,7 +11,6 @@ lines as such.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -197,28 +196,42 @@ def gather_packed(packed: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows
     return pack_rows(rows, result)
 
 
-def gather_each(
-    packed: PackedRows, row_ids: Int[Array, " ids"], sizes: Sequence[int]
-) -> list[Array]:
-    """Reads rows like `gather_rows`, into an array for each of some groups of ids.
+def gather_sums(
+    packed: PackedRows,
+    row_ids: Int[Array, " ids"],
+    sizes: Sequence[int],
+    valences: Sequence[int],
+) -> list[Array] | None:
+    """Reads rows and sums some, for each of some groups of ids, with a kernel.
+
+    What XLA would write, read again to sum or to cut apart, and write again, a kernel
+    writes once.
 
     Args:
       packed: as in `gather_rows`.
       row_ids: those of one group after the other.
-      sizes: ids of each group.
+      sizes: sums of each group.
+      valences: rows of each sum of a group; first come the first rows of all sums, then
+        the second ones, and so on.
 
     Returns:
-      `[size, dim]` for each.
+      `[size, dim]` for each group; None where kernels do not reach the rows, several
+      of these share a line, or groups do not fill tiles.
     """
     layout = packed.layout
     runner = _runner_of(packed)
-    fills_tiles = all(size % TILE_LINES == 0 for size in sizes)
-    if runner is None or layout.rows_per_line > 1 or not fills_tiles or not sum(sizes):
-        rows = gather_rows(packed, row_ids)
-        return jnp.split(rows, list(itertools.accumulate(sizes))[:-1])
-    # What XLA's split would write again, the kernel writes where it belongs.
+    fills_tiles = all(size > 0 and size % TILE_LINES == 0 for size in sizes)
+    if runner is None or layout.rows_per_line > 1 or not fills_tiles:
+        return None
     row_ids = jnp.minimum(row_ids, layout.num_rows - 1)
-    return read_rows(_full_tiles(packed), row_ids, layout.dim, runner, sizes=sizes)
+    return read_rows(
+        _full_tiles(packed),
+        row_ids,
+        layout.dim,
+        runner,
+        sizes=sizes,
+        valences=valences,
+    )
 
 
 def add_to_rows(

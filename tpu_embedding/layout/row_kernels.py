@@ -19,7 +19,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, get_args
 
 import jax
@@ -127,9 +128,10 @@ def read_rows(
     runner: Runner,
     *,
     sizes: Sequence[int] | None = None,
+    valences: Sequence[int] | None = None,
     distance: int = 1,
 ) -> list[Float[Array, "_ lanes"]]:
-    """Reads rows, into lines of one or more arrays. Per shard.
+    """Reads rows, or sums of rows, into lines of one or more arrays. Per shard.
 
     Args:
       lines: float32; rows of `dim` lie side by side in them, or fill one each, and then
@@ -137,17 +139,20 @@ def read_rows(
       row_ids: int32, a multiple of 8 of them, which fill lines; all must be there.
       dim: elements of a row, one of 8, 16, 32, 64 or a multiple of 128.
       runner: what runs the kernel.
-      sizes: how many of the ids each array takes, one after the other: as many as fill
-        lines, a multiple of 8. None: there is one array.
-      distance: what the ids of the rows of a line are apart. 1: rows lie in the order
-        of their ids. Else a multiple of 8, and the number of ids of each array one of
-        `128 // dim` times as many: the first so many rows are at the first place of as
-        many lines, the next so many at their second place, and so on.
+      sizes: rows of each array, as many as fill lines, a multiple of 8; their ids lie
+        array after array. None: there is one array.
+      valences: how many ids each row of an array is the sum of: first come the first
+        ids of all of its rows, then the second ones, and so on. None: one each.
+      distance: what the rows of a line are apart. 1: rows lie in the order of their
+        ids. Else a multiple of 8, and the size of each array one of `128 // dim` times
+        as many: the first so many rows are at the first place of as many lines, the
+        next so many at their second place, and so on.
 
     Returns:
       The rows, packed like those of `lines`.
     """
     sizes = [row_ids.shape[0]] if sizes is None else sizes
+    valences = [1] * len(sizes) if valences is None else valences
     for size in sizes:
         _check_ids(size, dim)
     lanes = lines.shape[1]
@@ -156,17 +161,20 @@ def read_rows(
     num_ids = row_ids.shape[0]
     sizes = [size * num_parts for size in sizes]
     chunk = _chunk_size(math.gcd(*sizes) if distance == 1 else distance, dim)
+    num_lanes = _num_lanes(runner)
+    buffer = pltpu.VMEM((chunk * dim // num_lanes, num_lanes), lines.dtype)
     results = _launch(
-        functools.partial(_read, dim=dim, distance=distance),
+        functools.partial(_read, valences=valences, dim=dim, distance=distance),
         (),
         (_parts_of(lines), row_ids),
         [jax.ShapeDtypeStruct((n * dim // 128, 128), lines.dtype) for n in sizes],
         scratch=[
             _ids_of_chunk(chunk),
-            pltpu.VMEM((chunk, dim), lines.dtype),
+            buffer,
+            buffer,
             pltpu.SemaphoreType.DMA,
         ],
-        num_bytes=num_ids * (4 + 4 * dim + _bytes_of_row(dim)),
+        num_bytes=num_ids * (4 + _bytes_of_row(dim)) + sum(sizes) * 4 * dim,
         runner=runner,
         name="read_rows",
     )
@@ -222,8 +230,9 @@ def write_rows(
             pltpu.VMEM((chunk, dim), jnp.float32),
             pltpu.SemaphoreType.DMA,
         ],
-        # Each row is written at most once, to one of the arrays.
-        num_bytes=num_ids * (4 * len(sizes) + 4 * dim + _bytes_of_row(dim)),
+        # For each id a row is written at most once, to one of the arrays.
+        num_bytes=num_ids * (4 * len(sizes) + _bytes_of_row(dim))
+        + sum(num_lines) * 4 * 128,
         runner=runner,
         name="write_rows",
     )
@@ -304,9 +313,7 @@ def _change(
     row_ids, dim = _ids_of_parts(row_ids, dim), min(dim, 128)
     num_ids = row_ids.shape[0]
     chunk = _chunk_size(num_ids, dim, num_buffers=1 + len(arrays))
-    num_lanes = _INTERPRETED_LANES
-    if runner == "sparse_core":
-        num_lanes = plsc.get_sparse_core_info().num_lanes
+    num_lanes = _num_lanes(runner)
     buffer = pltpu.VMEM((chunk * dim // num_lanes, num_lanes), jnp.float32)
     # A kernel has no scalars of its own; there is always one number, perhaps unused.
     repeated = jnp.repeat(jnp.stack([*numbers, jnp.float32(0)]), num_lanes)
@@ -344,17 +351,42 @@ class _Worker:
     runner: Runner
 
 
-def _read(worker: _Worker, *refs: Any, dim: int, distance: int) -> None:
+def _read(
+    worker: _Worker,
+    *refs: Any,
+    valences: Sequence[int],
+    dim: int,
+    distance: int,
+) -> None:
     """What a worker does. Arrays lie in the device's memory, buffers in its own.
 
-    A chunk of ids comes in, each of the rows that they name, and they go out together.
+    Ids of a chunk of results come in, the rows that they name, are summed if there are
+    several for a result, and go out together.
     """
-    lines, row_ids, *results, ids, rows, arrived = refs
+    lines, row_ids, *results, ids, rows, sums, arrived = refs
     table = lines.reshape(lines.size // dim, dim)
-    chunk = rows.shape[0]
+    num_vectors, num_lanes = rows.shape
+    chunk = num_vectors * num_lanes // dim
     places = 128 // dim
     sizes = [result.size // dim for result in results]
-    starts = [0, *itertools.accumulate(sizes)]
+    starts = _starts(sizes)
+    id_starts = _starts(map(operator.mul, sizes, valences))
+    is_pooled = any(valence > 1 for valence in valences)
+    result_rows = (sums if is_pooled else rows).reshape(chunk, dim)
+
+    def fetch(first):
+        _copy_all(_windows(row_ids, ids, first), ids, arrived)
+        of_ids = _windows(rows.reshape(chunk, dim), ids)
+        _copy_all(_named_rows(table, ids), of_ids, arrived)
+
+    def pool(first, size, valence):
+        @pl.loop(0, valence)
+        def _(turn):
+            fetch(pl.multiple_of(first + turn * size, chunk))
+
+            @pl.loop(0, num_vectors)
+            def _(i):
+                sums[i] = jnp.where(turn == 0, rows[i], sums[i] + rows[i])
 
     def send(result, first):
         target = result.reshape(result.size // dim, dim).at[pl.ds(first, chunk)]
@@ -364,23 +396,29 @@ def _read(worker: _Worker, *refs: Any, dim: int, distance: int) -> None:
             line += turn // places * distance
             target = apart.at[pl.ds(pl.multiple_of(line, chunk), chunk), turn % places]
         # What leaves a SparseCore in one piece needs no semaphore.
-        pltpu.async_copy(rows, target, None).wait()
+        pltpu.async_copy(result_rows, target, None).wait()
 
     def move(first):
-        _copy_all(_windows(row_ids, ids, first), ids, arrived)
-        _copy_all(_named_rows(table, ids), _windows(rows, ids), arrived)
+        if is_pooled:
+            start, size, first_id, valence = _pick(
+                first, starts, sizes, id_starts, valences
+            )
+            pool(first_id + first - start, size, valence)
+        else:
+            fetch(first)
         for result, start, end in zip(results, starts, starts[1:], strict=False):
             pl.when((start <= first) & (first < end))(
                 functools.partial(send, result, pl.multiple_of(first - start, chunk))
             )
 
-    _for_each_chunk(worker, row_ids.size, chunk, move)
+    _for_each_chunk(worker, starts[-1], chunk, move)
 
 
 def _write(worker: _Worker, *refs: Any, repetitions: Sequence[int], dim: int) -> None:
     """What a worker does. Arrays lie in the device's memory, buffers in its own.
 
-    A chunk of rows of a source comes in, and where each belongs; they go there.
+    A chunk of rows of a source comes in, and where each belongs, as often as they are
+    repeated; they go there.
     """
     num_sources = len(repetitions)
     *arrays, ids_of_results, rows, arrived = refs
@@ -389,29 +427,39 @@ def _write(worker: _Worker, *refs: Any, repetitions: Sequence[int], dim: int) ->
     places, results = arrays[num_sources:-num_results], arrays[-num_results:]
     chunk = rows.shape[0]
     of_line = 128 // dim
-    sizes = [
-        source.size // dim * count
-        for source, count in zip(sources, repetitions, strict=True)
-    ]
-    starts = [0, *itertools.accumulate(sizes)]
+    sizes = [source.size // dim for source in sources]
+    starts = _starts(sizes)
+    id_starts = _starts(map(operator.mul, sizes, repetitions))
 
     def fetch(source, first):
-        turn, line = jnp.divmod(first, source.shape[0])
+        place, line = jnp.divmod(first, source.shape[0])
         lines = pl.ds(pl.multiple_of(line, chunk), chunk)
         apart = source.reshape(source.shape[0], of_line, dim)
-        row = source.at[lines] if dim == 128 else apart.at[lines, turn % of_line]
-        _copy_all([row], [rows], arrived)
+        _copy_all(
+            [source.at[lines] if dim == 128 else apart.at[lines, place]],
+            [rows],
+            arrived,
+        )
 
     def move(first):
         for source, start, end in zip(sources, starts, starts[1:], strict=False):
             pl.when((start <= first) & (first < end))(
                 functools.partial(fetch, source, first - start)
             )
-        for result, of_result, ids in zip(results, places, ids_of_results, strict=True):
-            _copy_all(_windows(of_result, ids, first), ids, arrived)
-            table = result.reshape(result.size // dim, dim)
-            for window, part in zip(ids, _windows(rows, ids), strict=True):
-                _write_somewhere(worker, part, table, window, arrived)
+        start, size, first_id, count = _pick(
+            first, starts, sizes, id_starts, repetitions
+        )
+
+        @pl.loop(0, count)
+        def _(turn):
+            ids_from = pl.multiple_of(first_id + first - start + turn * size, chunk)
+            for result, of_result, ids in zip(
+                results, places, ids_of_results, strict=True
+            ):
+                _copy_all(_windows(of_result, ids, ids_from), ids, arrived)
+                table = result.reshape(result.size // dim, dim)
+                for window, part in zip(ids, _windows(rows, ids), strict=True):
+                    _write_somewhere(worker, part, table, window, arrived)
 
     _for_each_chunk(worker, starts[-1], chunk, move)
 
@@ -499,6 +547,25 @@ def _for_each_chunk(
             move(pl.multiple_of(number * chunk, chunk))
 
 
+def _starts(sizes: Iterable[int]) -> list[int]:
+    """Returns where each of some parts begins, and the end of the last."""
+    return [0, *itertools.accumulate(sizes)]
+
+
+def _pick(
+    first: Int[Array, ""], starts: Sequence[int], *values: Sequence[int]
+) -> list[Int[Array, ""]]:
+    """Returns the start of the part that `first` lies in, and its values."""
+    picked = [jnp.int32(of_parts[0]) for of_parts in (starts, *values)]
+    for i in range(1, len(values[0])):
+        is_there = first >= starts[i]
+        picked = [
+            jnp.where(is_there, of_parts[i], value)
+            for of_parts, value in zip((starts, *values), picked, strict=True)
+        ]
+    return picked
+
+
 def _named_rows(table: Ref, ids: list[Ref]) -> list[Ref]:
     return [table.at[window] for window in ids]
 
@@ -580,6 +647,13 @@ def _ids_of_chunk(chunk: int) -> list[Any]:
     """Returns places for the ids of a chunk, in windows of what one copy may name."""
     window = min(chunk, _MOST_IDS)
     return [pltpu.VMEM((window,), jnp.int32)] * (chunk // window)
+
+
+def _num_lanes(runner: Runner) -> int:
+    """Returns the numbers that a worker adds at once."""
+    if runner == "interpreter":
+        return _INTERPRETED_LANES
+    return plsc.get_sparse_core_info().num_lanes
 
 
 def _bytes_of_row(dim: int) -> int:

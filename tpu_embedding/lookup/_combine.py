@@ -4,7 +4,9 @@
 `[samples, places]` of the gains.
 """
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,9 +19,9 @@ from tpu_embedding.layout.packed_rows import (
     RowLayout,
     clear_last_row,
     concatenate_rows,
-    gather_each,
     gather_packed,
     gather_rows,
+    gather_sums,
     round_up,
     scale_rows,
     take,
@@ -56,20 +58,34 @@ def combine(
     # The last place is never an id's; reading it needs no mask on what is read.
     rows = clear_last_row(rows)
     lines = sample_lines(bags, rows.layout)
-    # One gather for all features: a TPU starts and compiles it faster than many.
-    if lines is None:
-        of_ids = gather_each(rows, places, _num_ids(bags))
-        return [
-            _pool(bag, of_bag, None if bag.gains is None else bag.gains[:, None])
-            for bag, of_bag in zip(bags, of_ids, strict=True)
-        ]
-    of_ids = lines.gather(rows, places, _num_ids(bags))
-    return [
-        lines.unpack(
-            _pool(bag, of_bag, None if bag.gains is None else lines.gains(bag.gains))
-        )
-        for bag, of_bag in zip(bags, of_ids, strict=True)
+    valences = [_valence_in_kernel(bag) for bag in bags]
+    left = [
+        dataclasses.replace(bag, valence=bag.valence // valence)
+        for bag, valence in zip(bags, valences, strict=True)
     ]
+    if lines is not None:
+        sums = lines.gather(rows, places, _num_ids(left), valences)
+        return [
+            lines.unpack(
+                _pool(bag, x, None if bag.gains is None else lines.gains(bag.gains))
+            )
+            for bag, x in zip(left, sums, strict=True)
+        ]
+    sums = gather_sums(rows, places, _num_ids(left), valences)
+    if sums is None:
+        # One gather for all features: a TPU starts and compiles it faster than many.
+        sums = _split(gather_rows(rows, places), _num_ids(bags))
+        left = bags
+    return [
+        _pool(bag, x, None if bag.gains is None else bag.gains[:, None])
+        for bag, x in zip(left, sums, strict=True)
+    ]
+
+
+def _valence_in_kernel(bag: Bags) -> int:
+    """Returns how many rows of a sample a kernel sums: all, if none has a weight."""
+    is_plain = bag.sample_ids is None and bag.gains is None
+    return max(1, bag.valence) if is_plain else 1
 
 
 def _pool(
@@ -229,6 +245,10 @@ def _gains_of_ids(bags: Sequence[Bags]) -> Float[Array, " all_ids"] | None:
             for bag, size in zip(bags, _num_ids(bags), strict=True)
         ]
     )
+
+
+def _split(rows: Float[Array, "_ _"], sizes: list[int]) -> list[Float[Array, "_ _"]]:
+    return jnp.split(rows, list(itertools.accumulate(sizes))[:-1])
 
 
 def _num_ids(bags: Sequence[Bags]) -> list[int]:

@@ -35,14 +35,19 @@ class SampleLines:
         return self.num_samples // self.layout.rows_per_line
 
     def gather(
-        self, rows: PackedRows, places: Int[Array, " all_ids"], sizes: Sequence[int]
+        self,
+        rows: PackedRows,
+        places: Int[Array, " all_ids"],
+        sizes: Sequence[int],
+        valences: Sequence[int],
     ) -> list[Float[Array, "_ lanes"]]:
         """Reads the rows of ids that lie place by place, into lines of samples.
 
         Args:
           rows: to read from.
           places: of the rows, those of one feature after the other.
-          sizes: ids of each feature.
+          sizes: sums of rows of each feature, a multiple of the samples.
+          valences: rows of each sum, as in `gather_sums`.
         """
         assert self.layout.runner is not None
         return read_rows(
@@ -51,6 +56,7 @@ class SampleLines:
             self.layout.dim,
             self.layout.runner,
             sizes=sizes,
+            valences=valences,
             distance=self.distance,
         )
 
