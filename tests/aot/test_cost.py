@@ -112,7 +112,7 @@ def test_scatter_add_reads_and_writes(topology, options):
 
 @needs_kernels
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("dim", [8, 32])
+@pytest.mark.parametrize("dim", [8, 32, 128, 256])
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_kernels_move_rows_and_no_lines(topology, dim):
     def read_and_add(lines, ids, additions):
@@ -122,23 +122,26 @@ def test_kernels_move_rows_and_no_lines(topology, dim):
         return add_rows(lines, ids, additions, dim, "sparse_core"), rows
 
     mesh = aot.topology_mesh(topology)
-    num_lines = IDS * dim // 128
+    lanes = max(128, dim)
     cost = cost_of(
         over_shards(read_and_add, mesh),
-        ((mesh.size * ROWS, 128), jnp.float32, SHARDED),
+        ((mesh.size * ROWS, lanes), jnp.float32, SHARDED),
         ((mesh.size * IDS,), jnp.int32, SHARDED),
-        ((mesh.size * num_lines, 128), jnp.float32, SHARDED),
+        ((mesh.size * IDS * dim // lanes, lanes), jnp.float32, SHARDED),
         mesh=mesh,
         donate=0,
     )
     of_row, anywhere = 4 * dim, max(4 * dim, 64)
+    of_id = 4 * lanes // 128
     read, added = of_class(cost, "custom call")
-    assert read.traffic.hbm_bytes == IDS * (4 + anywhere + of_row)
-    assert added.traffic.hbm_bytes == IDS * (4 + of_row + 2 * anywhere)
+    assert read.traffic.hbm_bytes == IDS * (of_id + anywhere + of_row)
+    assert added.traffic.hbm_bytes == IDS * (of_id + of_row + 2 * anywhere)
     assert {read.unit, added.unit} == {"SparseCore"}
     # Nothing else moves: lines are rows as they lie in memory, and are changed there.
+    # (But a vector of zeros is made, and for wide rows the ids of their parts.)
     moved = read.traffic.hbm_bytes + added.traffic.hbm_bytes
-    assert total(cost.operations).hbm_bytes == moved
+    made = total(cost.operations).hbm_bytes - moved
+    assert made < (1000 if dim <= 128 else 0.2 * IDS * of_row)
 
 
 @pytest.mark.tpu_compiler

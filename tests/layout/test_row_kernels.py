@@ -9,10 +9,12 @@ import pytest
 
 from tests.conftest import needs_kernels
 from tpu_embedding.layout.row_kernels import (
+    NOWHERE,
     add_rows,
     kernels_reach,
     read_rows,
     update_rows,
+    write_rows,
 )
 
 pytestmark = needs_kernels
@@ -21,9 +23,8 @@ DIMS = [8, 16, 32, 64, 128, 256, 384]
 NUM_IDS = [8, 24, 384, 2048]
 NUM_ROWS = 5008
 
-read = functools.partial(jax.jit, static_argnames=("dim", "runner", "distance"))(
-    read_rows
-)
+STATIC = ("dim", "runner", "sizes", "valences", "distance")
+read = functools.partial(jax.jit, static_argnames=STATIC)(read_rows)
 add = functools.partial(jax.jit, static_argnames=("dim", "runner"), donate_argnums=0)(
     add_rows
 )
@@ -66,6 +67,67 @@ def test_read_rows_of_a_line_that_are_apart(dim, num_ids, num_blocks):
     )
     expected = rows[np.moveaxis(ids, 1, 2)].reshape(num_blocks * num_ids, 128)
     np.testing.assert_array_equal(lines, expected)
+
+
+def samples_in_lines(samples):
+    """Lines of those that are apart, as `read_rows` has them with a distance."""
+    places = max(1, 128 // samples.shape[1])
+    return np.moveaxis(samples.reshape(places, -1, samples.shape[1]), 0, 1)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("valences", [(1, 1, 1), (3, 1, 20)])
+def test_read_sums_into_several_arrays(dim, valences):
+    num_lines = 16
+    size = num_lines * max(1, 128 // dim)
+    rows = random(NUM_ROWS, dim)
+    ids = [
+        np.random.default_rng(i).integers(0, NUM_ROWS, (n, size)).astype(np.int32)
+        for i, n in enumerate(valences)
+    ]
+    arrays = read(
+        lines_of(rows),
+        np.concatenate([x.reshape(-1) for x in ids]),
+        dim=dim,
+        runner="interpreter",
+        sizes=(size,) * len(ids),
+        valences=valences,
+        distance=num_lines if dim < 128 else 1,
+    )
+    for array, of_array in zip(arrays, ids, strict=True):
+        expected = functools.reduce(np.add, rows[of_array])
+        expected = lines_of(samples_in_lines(expected).reshape(-1, dim))
+        # In the order of the ids.
+        np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("repetitions", [(1, 1), (2, 1, 5)])
+def test_write(dim, repetitions):
+    """Every row goes to its place in one of two arrays, or nowhere."""
+    generator = np.random.default_rng(0)
+    size = 24 * max(1, 128 // dim)
+    samples = [random(size, dim, seed=i) for i in range(len(repetitions))]
+    of_ids = np.concatenate(
+        [np.tile(x, (n, 1)) for x, n in zip(samples, repetitions, strict=True)]
+    )
+    num_ids = len(of_ids)
+    places = generator.permutation(num_ids).astype(np.int32)
+    array_of_id = generator.choice(3, num_ids)
+    of_arrays = [np.where(array_of_id == i, places, NOWHERE) for i in range(2)]
+    write = jax.jit(write_rows, static_argnums=(1, 3, 4, 5))
+    arrays = write(
+        [lines_of(samples_in_lines(x).reshape(-1, dim)) for x in samples],
+        repetitions,
+        of_arrays,
+        (num_ids, num_ids),
+        dim,
+        "interpreter",
+    )
+    for i, array in enumerate(arrays):
+        is_here = array_of_id == i
+        written = np.asarray(array).reshape(-1, dim)[places[is_here]]
+        np.testing.assert_array_equal(written, of_ids[is_here])
 
 
 @pytest.mark.parametrize(("dim", "num_ids"), CASES)

@@ -274,28 +274,40 @@ def test_kernels_change_no_result(case, dim, num_devices, capacity, exchange):
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("dim", "num_devices", "exchange"),
-    [(8, 1, None), (8, 8, "padded"), (16, 3, "ragged"), (32, 8, "ragged")],
+    ("dim", "num_devices", "exchange", "capacity", "names"),
+    [
+        (8, 1, None, None, ("one", "many", "weighted", "padded")),
+        (8, 8, "padded", None, ("one", "many", "weighted", "padded")),
+        (16, 3, "ragged", None, ("one", "many", "weighted", "padded")),
+        (32, 8, "ragged", None, ("one", "many", "weighted", "padded")),
+        (16, 3, "ragged", 40, ("one", "many")),
+        (32, 8, "padded", None, ("one", "many")),
+        (64, 1, None, None, ("many",)),
+        (128, 2, "padded", 20, ("one", "many")),
+        (128, 3, "ragged", None, ("many", "padded")),
+        (256, 8, "padded", None, ("many", "one")),
+    ],
 )
-def test_samples_that_share_lines(dim, num_devices, exchange):
+def test_batches_that_fill_tiles(dim, num_devices, exchange, capacity, names):
     """Features of equal batches, large enough that their samples fill lines."""
     tables = {
         name: te.TableConfig(vocabulary_size=500, dim=dim, combiner=combiner, name=name)
         for name, combiner in {"s": "sum", "m": "mean"}.items()
     }
-    names = {"one": "s", "many": "s", "weighted": "m", "padded": "m"}
+    table_of = {"one": "s", "many": "s", "weighted": "m", "padded": "m"}
     plan = te.make_plan(
         {
-            name: te.FeatureConfig(table=tables[table], name=name)
-            for name, table in names.items()
+            name: te.FeatureConfig(table=tables[table_of[name]], name=name)
+            for name in names
         },
         mesh_of(num_devices),
         optimizer=OPTIMIZER,
         exchange=exchange,
+        capacity=capacity,
         kernels="interpreter",
         hardware=te.hardware_by_name("v5p"),
     )
-    batch_size = num_devices * 8 * (128 // dim)
+    batch_size = num_devices * 8 * max(1, 128 // dim)
     ids = rng(1).integers(0, 500, (batch_size, 5))
     weights = rng(2).normal(size=ids.shape).astype(np.float32)
     batch = {
@@ -304,7 +316,7 @@ def test_samples_that_share_lines(dim, num_devices, exchange):
         "weighted": te.DenseIds(ids=ids, weights=weights),
         "padded": np.where(rng(3).random(ids.shape) < 0.4, PADDING, ids),
     }
-    check_against_reference(plan, batch)
+    check_against_reference(plan, {name: batch[name] for name in names})
 
 
 def test_mesh_of_several_axes():

@@ -12,6 +12,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
 from tests.optimizers.rules import (
+    OPTIMIZERS,
     compilations,
     initial_state,
     logical_slots,
@@ -27,65 +28,6 @@ from tpu_embedding.update import every_row
 VOCABULARY_SIZE, DIM = 40, 8
 
 
-def custom_adagrad(gradient, row, slots, learning_rate, _):
-    accumulator = slots[0] + gradient**2
-    return row - learning_rate * gradient / jnp.sqrt(accumulator), accumulator
-
-
-OPTIMIZERS = {
-    "sgd": te.optimizers.sgd(0.1),
-    "adagrad": te.optimizers.adagrad(0.1),
-    "rowwise_adagrad": te.optimizers.rowwise_adagrad(0.1),
-    "adam": te.optimizers.adam(0.1),
-    "momentum": te.optimizers.momentum(0.1, use_nesterov=True),
-    "adagrad_momentum": te.optimizers.adagrad_momentum(0.1, momentum=0.5),
-    "ftrl": te.optimizers.ftrl(0.5, l1_regularization_strength=0.01),
-    "rmsprop": te.optimizers.rmsprop(0.05, momentum=0.3, centered=True, epsilon=1e-3),
-    "proximal_adagrad": te.optimizers.proximal_adagrad(0.3, l1=0.01, l2=0.01),
-    "adadelta": te.optimizers.adadelta(2.0, epsilon=1e-4),
-    "lion": te.optimizers.lion(0.03),
-    "bounded_adagrad": te.optimizers.bounded_adagrad(
-        0.3, max_var_update=0.1, max_accumulator=5.0
-    ),
-    "frequency_aware_adagrad": te.optimizers.frequency_aware_adagrad(0.3, l2=0.01),
-    "proximal_yogi": te.optimizers.proximal_yogi(0.1, l1=0.01, l2=0.01),
-    "online_yogi": te.optimizers.online_yogi(0.01, l1=0.01),
-    "partial_rowwise_adam": te.optimizers.partial_rowwise_adam(0.1, weight_decay=0.01),
-    "lamb": te.optimizers.lamb(0.1, weight_decay=0.01),
-    "partial_rowwise_lamb": te.optimizers.partial_rowwise_lamb(0.1),
-    "rowwise_rmsprop": te.optimizers.rowwise_rmsprop(0.05),
-    "rowwise_adagrad_decays": te.optimizers.rowwise_adagrad(0.1, weight_decay=0.01),
-    "rowwise_adagrad_decoupled": te.optimizers.rowwise_adagrad(
-        0.1, 0.0, epsilon=1e-8, weight_decay=0.01, weight_decay_mode="decoupled"
-    ),
-    "user_defined": te.optimizers.user_defined(
-        custom_adagrad, 0.3, slot_names=("accumulators",), slot_initializers=(0.1,)
-    ),
-    "clippy_adagrad": te.optimizers.clippy_adagrad(
-        0.3, variable_relative_threshold=0.5, absolute_threshold=0.1
-    ),
-    "adafactor": te.optimizers.adafactor(0.3, epsilon_2=0.1),
-    "norm": optax.chain(optax.clip_by_global_norm(10.0), te.optimizers.adagrad(0.3)),
-    "options": te.optimizers.with_options(
-        te.optimizers.adagrad(0.3),
-        clipvalue=(-1.0, None),
-        weight_decay_factor=0.01,
-        clip_weight_min=-3.0,
-        clip_weight_max=3.0,
-    ),
-    "adam_bias_corrected": te.optimizers.adam(0.1, bias_correction=True),
-    "schedule": te.optimizers.adagrad(optax.cosine_decay_schedule(0.1, 100)),
-    "optax.sgd": optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "optax.adam": optax.adam(0.1),
-    "optax.adamw": optax.adamw(0.1),
-    "optax.lion": optax.lion(0.01),
-    "optax.yogi": optax.yogi(0.1),
-    "optax.rmsprop": optax.rmsprop(0.05, centered=True),
-    "optax.adagrad": optax.adagrad(0.1),
-    "optax.adabelief": optax.adabelief(0.1),
-    "chain": optax.chain(optax.clip(0.5), optax.scale_by_adam(), optax.scale(-0.1)),
-    "inject": optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=0.1),
-}
 # Equal to the dense rule also where rows are skipped: gradient 0 changes nothing.
 WITHOUT_MEMORY = (
     "sgd",

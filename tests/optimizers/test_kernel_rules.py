@@ -1,0 +1,163 @@
+"""Rules as kernels run them, against the rules; and what TPUs' compiler takes."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import needs_kernels
+from tests.optimizers.rules import OPTIMIZERS
+from tpu_embedding import aot
+from tpu_embedding.layout.row_kernels import update_rows
+from tpu_embedding.optimizers.kernel_rules import kernel_rule
+
+DIM = 8
+IN_KERNELS = """sgd adagrad adam momentum ftrl rmsprop proximal_adagrad adadelta lion
+    bounded_adagrad proximal_yogi online_yogi user_defined options schedule inject
+    optax.sgd optax.adam optax.adamw optax.lion optax.yogi optax.rmsprop optax.adagrad
+    optax.adabelief chain""".split()
+BY_XLA = """rowwise_adagrad adagrad_momentum lamb clippy_adagrad adafactor norm
+    rowwise_rmsprop partial_rowwise_adam""".split()
+
+
+@pytest.mark.parametrize("name", IN_KERNELS)
+def test_equals_the_rule(name):
+    optimizer = OPTIMIZERS[name]
+    rule = kernel_rule(optimizer, DIM)
+    assert rule is not None
+    rows = np.random.default_rng(0).normal(size=(3, DIM)).astype(np.float32)
+    state = optimizer.init(jnp.asarray(rows))
+    for seed in range(1, 4):
+        gradient = np.random.default_rng(seed).normal(size=rows.shape)
+        gradient = jnp.asarray(gradient, jnp.float32)
+        updates, expected = optimizer.update(gradient, state, rows)
+        leaves, tree = jax.tree.flatten(state)
+        is_slot = [x.shape == rows.shape for x in leaves]
+        outline = [
+            None if of_rows else x for x, of_rows in zip(leaves, is_slot, strict=True)
+        ]
+        numbers, new = rule.prepare(outline)
+        assert all(x.shape == () and x.dtype == jnp.float32 for x in numbers)
+        slots = [x for x, of_rows in zip(leaves, is_slot, strict=True) if of_rows]
+        row, *new_slots = rule.run(
+            *(x.reshape(-1) for x in (gradient, rows, *slots)),
+            *(jnp.full(rows.size, x) for x in numbers),
+        )
+        remaining = iter(new_slots)
+        new = [next(remaining).reshape(rows.shape) if x is None else x for x in new]
+        check = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+        check(row.reshape(rows.shape), rows + updates)
+        jax.tree.map(check, tree.unflatten(new), expected)
+        state, rows = expected, np.asarray(rows + updates)
+
+
+@pytest.mark.parametrize("name", BY_XLA)
+def test_leaves_other_rules_to_xla(name):
+    assert kernel_rule(OPTIMIZERS[name], DIM) is None
+
+
+def one_operation(operation):
+    """A rule that does one thing to the gradient, for the table and a slot."""
+    return optax.GradientTransformation(
+        lambda rows: jnp.ones_like(rows),
+        lambda updates, state, rows: (
+            operation(updates, state).astype(jnp.float32),
+            state + updates,
+        ),
+    )
+
+
+OPERATIONS = {
+    "abs": lambda x, y: abs(x),
+    "add mul sub": lambda x, y: x * y + x - y,
+    "and or not": lambda x, y: jnp.where((x > 0) & ~(y > 0) | (x < y), x, y),
+    "clamp": lambda x, y: jnp.clip(x, -1, 1),
+    "convert": lambda x, y: (x > 0).astype(jnp.float32),
+    "div": lambda x, y: x / y,
+    "eq ne ge le": lambda x, y: (x == y) ^ (x != 0) ^ (x >= y) ^ (x <= y),
+    "exp": lambda x, y: jnp.exp(x),
+    "integer_pow": lambda x, y: x**3 + y**-2,
+    "log": lambda x, y: jnp.log(y),
+    "max min": lambda x, y: jnp.maximum(x, 0) + jnp.minimum(y, x),
+    "neg sign": lambda x, y: -jnp.sign(x),
+    "rsqrt": lambda x, y: jax.lax.rsqrt(y),
+    "sqrt square": lambda x, y: jnp.sqrt(jnp.square(x) + y),
+    "tanh": lambda x, y: jnp.tanh(x),
+}
+REFUSED = {
+    "erf": lambda x, y: jax.lax.erf(x),
+    "int": lambda x, y: (x.astype(jnp.int32) + 1).astype(jnp.float32),
+    "pow": lambda x, y: jnp.power(y, 0.3),
+    "integer_pow": lambda x, y: x**20,
+    "cond": lambda x, y: jax.lax.cond(True, jnp.sin, jnp.cos, x),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_operations(name):
+    assert kernel_rule(one_operation(REFUSED[name]), DIM) is None
+
+
+@needs_kernels
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_every_operation_compiles(topology):
+    """All in one program, a kernel for each."""
+    mesh = aot.topology_mesh(topology)
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("shard"))
+
+    def update_all(tables, slots, row_ids, gradients):
+        changed = []
+        for name, table, slot in zip(OPERATIONS, tables, slots, strict=True):
+            rule = kernel_rule(one_operation(OPERATIONS[name]), 128)
+            assert rule is not None, name
+            numbers, _ = rule.prepare([None])
+            arrays = [table, slot]
+            changed.append(
+                update_rows(
+                    *(rule.run, arrays, row_ids, gradients, 128, numbers),
+                    "sparse_core",
+                )
+            )
+        return changed
+
+    def shaped(rows, *dims, dtype=jnp.float32):
+        shape = (rows * mesh.size, *dims)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
+
+    tables = [shaped(4096, 128)] * len(OPERATIONS)
+    compiled = (
+        jax.jit(
+            jax.shard_map(
+                update_all,
+                mesh=mesh,
+                in_specs=split.spec,
+                out_specs=split.spec,
+                check_vma=False,
+            ),
+            donate_argnums=(0, 1),
+        )
+        .lower(tables, tables, shaped(256, dtype=jnp.int32), shaped(256, 128))
+        .compile()
+    )
+    text = compiled.as_text()
+    assert len(re.findall(r"%update_rows\S* = .* call-start\(", text)) == len(OPERATIONS)
+    table_bytes = 2 * len(OPERATIONS) * 4096 * 128 * 4
+    assert compiled.memory_analysis().alias_size_in_bytes == table_bytes
+
+
+def test_numbers_of_a_schedule():
+    """What falls with the step is computed outside, and the count goes on."""
+    optimizer = te.optimizers.adam(optax.linear_schedule(1.0, 0.0, 4))
+    rule = kernel_rule(optimizer, DIM)
+    assert rule is not None
+    state = jax.tree.leaves(optimizer.init(jnp.ones((2, DIM))))
+    outline = [None if x.shape else x for x in state]
+    _, new = rule.prepare(outline)
+    counts = [int(x) for x in new if x is not None]
+    assert counts and set(counts) == {1}
