@@ -14,9 +14,12 @@ What the estimate does not see, and which way that leans:
 * jax-tpu-embedding's work on SparseCore is in custom calls, which are charged nothing:
   its gathers, scatters, sums over duplicates and exchanges are free. Charged is only
   what the TensorCore does around them.
+* Our kernels are charged for their operands, twice, and their results, five times
+  (v5p: 10^5 more rows of a table, or 32,768 more that are read, in `read_rows`), not for
+  the rows that they move.
 * Its ids come sorted and deduplicated from the host, some 20 ns of a core per id and
   three times the bytes to the device; here raw ids go into the step.
-* A gather of rows is charged a tile of eight rows for each, 4 KiB for 512 bytes; so is
+* A gather of rows by XLA is charged a tile of eight rows for each, 4 KiB for 512 bytes; so is
   a scatter, for reading and for writing, unless XLA has fused the gather of its updates
   into it. "no tiles" is the intercept without these other seven rows: their bytes by
   the rate that the estimate itself uses.

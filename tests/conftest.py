@@ -34,7 +34,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
 needs_kernels = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="kernels of narrow rows need jax 0.12"
+    jax.__version_info__ < (0, 12), reason="kernels need jax 0.12"
 )
 
 TESTS_PER_CACHE = 60

@@ -22,7 +22,7 @@ TOPOLOGIES = {
     "tpu7x": "tpu7x:2x2x1",
 }
 WITH_SPARSE_CORE = ("v5p", "v6e", "tpu7x")
-DIMS = (1, 16, 32, 64, 100, 128, 200)
+DIMS = (1, 16, 32, 100, 128, 200, 256)
 
 # More than the 128 MiB of VMEM of a v5e or v6e; a smaller table XLA may move there.
 LINES_PER_DEVICE = 300_000
@@ -170,7 +170,7 @@ def test_tpu_step_is_in_place(dim, generation):
     if generation in WITH_SPARSE_CORE:
         assert report.sparse_core_scatters > 0
     has_kernels = generation in WITH_SPARSE_CORE and jax.__version_info__ >= (0, 12)
-    if has_kernels and dim in (16, 32, 64, 128):
+    if has_kernels and dim in (16, 32, 128, 256):
         # Rows, those of ids, those of cotangents; table and slots updated.
         assert report.kernels >= 4
     else:
@@ -211,7 +211,7 @@ def test_step_of_three_chips_is_in_place():
 
 def ways_to_update():
     """On both generations; those that differ in the loop of further rounds on one."""
-    for name in REPRESENTATIVE:
+    for name in sorted(REPRESENTATIVE.keys() - {"adagrad"}):  # Adagrad is above.
         yield from ((name, generation, 1) for generation in ("v5p", "tpu7x"))
     # So many rows that a slot of one value per row is larger than VMEM, too.
     yield "rowwise_adagrad", "tpu7x", 128

@@ -202,7 +202,7 @@ def test_add_to_a_row_that_means_nothing_as_often_as_one_likes():
     + [(10, dim, 128, False) for dim in (1, 2, 4, 7, 12, 24, 48, 100, 129, 200)]
     + [(10, 32, None, False)]
     # SparseCores address no more than 16 GiB of an array.
-    + [(2**26 - 1, 64, 128, True), (2**26, 64, 128, False), (2**26, 32, 128, True)],
+    + [(2**26 - 8, 64, 128, True), (2**26 - 7, 64, 128, False), (2**26, 32, 128, True)],
 )
 def test_rows_that_kernels_reach(num_rows, dim, line_lanes, expected):
     assert kernels_reach(num_rows, dim, line_lanes) is expected

@@ -58,7 +58,7 @@ class ProgramReport:
       table_sized_all_gathers: all-gathers of such a size.
       sparse_core_gathers: gathers that run on SparseCore.
       sparse_core_scatters: scatters that run on SparseCore.
-      kernels: Pallas kernels, those that read and add to narrow rows.
+      kernels: Pallas kernels.
       sparse_core_relayouts: table copies for a layout change on SparseCore; a fault.
       all_to_alls: exchanges between devices, those of further rounds included.
     """

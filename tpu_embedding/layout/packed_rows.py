@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_embedding.layout.row_kernels import (
+    MOST_ARRAYS,
     TILE_LINES,
     Runner,
     add_rows,
@@ -386,8 +387,13 @@ def replace_rows(
 def can_update(arrays: Sequence[PackedRows]) -> bool:
     """Whether a kernel can update the same rows of all of these: `update_packed`."""
     first = arrays[0].layout
-    return first.num_spare_rows > 0 and all(
-        packed.layout == first and _runner_of(packed) is not None for packed in arrays
+    return (
+        0 < first.num_spare_rows
+        and len(arrays) <= MOST_ARRAYS
+        and all(
+            packed.layout == first and _runner_of(packed) is not None
+            for packed in arrays
+        )
     )
 
 

@@ -9,10 +9,10 @@ A line of 128 float32 lanes lies in memory as its rows do, one after the other, 
 kernel takes `[lines, 128]` as `[rows, dim]` as it stands. Wider lines lie in tiles of
 eight, each cut into parts of 128 lanes: a kernel moves these parts (`_parts_of`).
 
-What a subcore does is written once, in `_read`, `_add` and `_update`: Pallas runs it on
-SparseCores, and Pallas' interpreter on any other device, which is how tests compare it
-with XLA's own gather and scatter. The subcores take chunks of ids in turns and wait for
-nobody, so no two of them may write to one row.
+What a subcore does is written once, in `_read`, `_write` and `_update`: Pallas runs it
+on SparseCores, and Pallas' interpreter on any other device, which is how tests compare
+it with XLA's own gather and scatter. The subcores take chunks of ids in turns and wait
+for nobody, so no two of them may write to one row.
 """
 
 import dataclasses
@@ -59,6 +59,9 @@ _CHUNK_BYTES: Final = 64 * 1024
 
 _UPDATE_BYTES: Final = 192 * 1024
 """The same of table, slots and gradient together."""
+
+MOST_ARRAYS: Final = 16
+"""Arrays that are updated at once, so that there is room for some rows of each."""
 
 TILE_LINES: Final = 8
 """Lines of a tile, of which wide lines fill some."""
@@ -115,10 +118,11 @@ def kernels_reach(num_rows: int, dim: int, line_lanes: int | None) -> bool:
 
     Rows must fill lines, and be as long as what SparseCores address at least, 32 bytes
     (`dma_granule_size_bytes` in JAX's `jax/_src/tpu_info.py`), so that no write touches
-    a neighbour. An array of more than 16 GiB XLA refuses.
+    a neighbour. An array of more than 16 GiB, spare rows and all, XLA refuses.
     """
     fill_lines = dim in (8, 16, 32, 64) or dim % 128 == 0
-    return line_lanes == 128 and fill_lines and 4 * num_rows * dim < _MOST_BYTES
+    num_bytes = 4 * (num_rows + TILE_LINES) * dim
+    return line_lanes == 128 and fill_lines and num_bytes <= _MOST_BYTES
 
 
 def read_rows(

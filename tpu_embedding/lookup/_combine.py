@@ -160,7 +160,8 @@ def _sources_of_kernel(
 ) -> list[Float[Array, "_ lanes"]] | None:
     """Returns the cotangents in lines for `write_rows`; None where it cannot be used.
 
-    It can where the ids of all samples are equally many, and none has a weight.
+    It can where all samples of a feature have equally many ids, none has a weight, and
+    samples fill tiles and lines.
     """
     if layout.runner is None or any(
         bag.sample_ids is not None
@@ -197,7 +198,7 @@ def _spread_by_kernel(
     is_used = uses.places < buffer_size
     is_new = jnp.diff(uses.places, prepend=-1) != 0
     is_repeat = is_used & ~is_new
-    repeats = running_sum(is_repeat.astype(jnp.int32)) - 1
+    repeats = jnp.maximum(running_sum(is_repeat.astype(jnp.int32)) - 1, 0)
     place = jnp.where(is_repeat, buffer_size + repeats, uses.places)
     place = unsort(jnp.where(is_used, place, NOWHERE), uses.order)
     sums, values_aside = write_rows(

@@ -23,23 +23,27 @@ from tpu_embedding.optimizers.table_rows import among
 
 _LANES: Final = 128
 
-_KNOWN: Final = frozenset(
-    """abs add add_any and clamp convert_element_type div eq exp ge gt le log lt max min
-    mul ne neg not or rsqrt select_n sign sqrt sub tanh xor""".split()
+_OF_FLOATS: Final = frozenset(
+    """abs add add_any clamp convert_element_type div eq exp ge gt le log lt max min mul
+    ne neg rsqrt select_n sign sqrt sub tanh""".split()
 )
-"""Operations that JAX lowers for SparseCores; tests/aot compiles each of them."""
+"""What JAX lowers for SparseCores; test_kernel_rules.py has each of it compiled."""
 
-_SAME: Final = frozenset(
-    "broadcast_in_dim copy copy_p optimization_barrier stop_gradient".split()
+_OF_BOOLS: Final = frozenset(
+    "and convert_element_type eq ne not or select_n xor".split()
 )
+"""The same."""
+
+_COMPARISONS: Final = frozenset("eq ge gt le lt ne".split())
+
+_SAME: Final = frozenset("broadcast_in_dim copy copy_p optimization_barrier".split())
 """What leaves each element of a row, or a number for all of them, as it is."""
 
 _MOST_FACTORS: Final = 8
 """Integer powers up to it are products."""
 
 _CALLS: Final = frozenset(
-    """jit pjit closed_call core_call custom_jvp_call custom_vjp_call remat
-    checkpoint""".split()
+    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call".split()
 )
 
 
@@ -60,14 +64,14 @@ class KernelRule:
     run: Callable[..., list[Array]]
 
 
-@functools.lru_cache(maxsize=256)
 def kernel_rule(
     optimizer: optax.GradientTransformation | RowOptimizer, dim: int
 ) -> KernelRule | None:
     """Parts a rule for rows of `dim`; returns None if no kernel can run it.
 
     One can where the rule treats each element for itself (`runs_on_lines`), in float32,
-    by operations that SparseCores know.
+    by operations that SparseCores know. What is traced belongs to the mesh that it is
+    traced under, so it is not kept.
 
     Example:
       >>> import tpu_embedding as te
@@ -83,125 +87,124 @@ def kernel_rule(
         state = jax.eval_shape(optimizer.init, rows)
         program = jax.make_jaxpr(optimizer.update)(rows, state, rows)
     parts = _Parts(program=program, shape=rows.shape)
+    leaves = jax.tree.leaves(state)
+    moved = [parts.is_rows(v) for v in program.jaxpr.outvars]
+    if moved != [True, *(leaf.shape == rows.shape for leaf in leaves)]:
+        return None
+    outline = [None if leaf.shape == rows.shape else leaf for leaf in leaves]
     try:
-        jax.eval_shape(parts.prepare, parts.outline(jax.tree.leaves(state)))
+        jax.eval_shape(parts.prepare, outline)
     except NotImplementedError:
         return None
     return KernelRule(prepare=parts.prepare, run=parts.run)
-
-
-class _OfRows:
-    """Stands for what belongs to rows, where numbers are computed."""
-
-
-class _OfNone:
-    """Stands for what belongs to no row, where rows are computed."""
-
-
-_ROWS: Final = _OfRows()
-_NUMBER: Final = _OfNone()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
     """A traced update, and the shape of its rows.
 
-    Both parts walk through all of it in the same order: what crosses from numbers to
-    rows is written down by one, and read by the other.
+    Both parts walk through all of it in the same order, and tell by its shape what
+    belongs to rows. What an operation on rows takes that does not is a number: one part
+    writes it down, the other reads it. A part knows nothing (None) of what is not its
+    own.
     """
 
     program: Any
     shape: tuple[int, ...]
 
-    def outline(self, state: list[Any]) -> list[Any]:
-        return [None if leaf.shape == self.shape else leaf for leaf in state]
+    def is_rows(self, variable: Any) -> bool:
+        return getattr(variable.aval, "shape", None) == self.shape
 
     def prepare(self, state: Sequence[Any]) -> tuple[list[Float[Array, ""]], list[Any]]:
         numbers: list[Array] = []
 
         def step(equation: Any, inputs: list[Any]) -> list[Any]:
-            if not self._is_of_rows(equation, inputs):
+            if not any(map(self.is_rows, equation.outvars)):
+                if any(map(self.is_rows, equation.invars)):
+                    raise NotImplementedError(equation.primitive.name)
                 return _bind(equation, inputs)
             _check_operation(equation)
             numbers.extend(
                 _to_number(x)
                 for x, variable in zip(inputs, equation.invars, strict=True)
-                if x is not _ROWS and not _is_literal(variable)
+                if not _is_literal(variable) and not self.is_rows(variable)
             )
-            return [_ROWS] * len(equation.outvars)
+            return [None]
 
-        leaves = [_ROWS if leaf is None else leaf for leaf in state]
-        updates, *new = _walk(self.program, [_ROWS, *leaves, _ROWS], step)
-        is_moved = [x is _ROWS for x in (updates, *new)]
-        if is_moved != [True, *(leaf is None for leaf in state)]:
-            raise NotImplementedError
-        return numbers, [None if x is _ROWS else x for x in new]
+        _, *new = self._walk(self.program, [None, *state, None], step)
+        outvars = self.program.jaxpr.outvars[1:]
+        new = [
+            None if self.is_rows(v) else x for x, v in zip(new, outvars, strict=True)
+        ]
+        return numbers, new
 
     def run(self, gradient: Array, row: Array, *vectors: Array) -> list[Array]:
-        slots = [v.aval.shape == self.shape for v in self.program.jaxpr.invars[1:-1]]
-        num_slots = sum(slots)
-        of_slots, numbers = iter(vectors[:num_slots]), iter(vectors[num_slots:])
+        jaxpr = self.program.jaxpr
+        of_slots = [self.is_rows(variable) for variable in jaxpr.invars[1:-1]]
+        remaining = iter(vectors)
+        leaves = [next(remaining) if is_slot else None for is_slot in of_slots]
+        numbers = remaining
 
         def step(equation: Any, inputs: list[Any]) -> list[Any]:
-            if not self._is_of_rows(equation, inputs):
-                return [_NUMBER] * len(equation.outvars)
+            if not any(map(self.is_rows, equation.outvars)):
+                return [None] * len(equation.outvars)
             vectors = [
-                _full(gradient, variable.val)
+                jnp.full(gradient.shape, variable.val, variable.aval.dtype)
                 if _is_literal(variable)
-                else _from_number(next(numbers), variable.aval.dtype)
-                if x is _NUMBER
                 else x
+                if self.is_rows(variable)
+                else _from_number(next(numbers), variable.aval.dtype)
                 for x, variable in zip(inputs, equation.invars, strict=True)
             ]
             return [_compute(equation, vectors)]
 
-        leaves = [next(of_slots) if is_slot else _NUMBER for is_slot in slots]
-        updates, *new = _walk(self.program, [gradient, *leaves, row], step)
-        return [row + updates, *(x for x in new if x is not _NUMBER)]
+        updates, *new = self._walk(self.program, [gradient, *leaves, row], step)
+        slots = [x for x, is_slot in zip(new, of_slots, strict=True) if is_slot]
+        return [row + updates, *slots]
 
-    def _is_of_rows(self, equation: Any, inputs: list[Any]) -> bool:
-        made = any(v.aval.shape == self.shape for v in equation.outvars)
-        return made or any(
-            getattr(v.aval, "shape", None) == self.shape
-            for v in equation.invars
-            if not _is_literal(v)
-        )
+    def _walk(
+        self,
+        program: Any,
+        arguments: Sequence[Any],
+        step: Callable[[Any, list[Any]], list[Any]],
+    ) -> list[Any]:
+        """Runs a closed jaxpr, and those that it calls, operation by operation."""
+        jaxpr = program.jaxpr
+        if any(map(self.is_rows, jaxpr.constvars)):
+            raise NotImplementedError("a constant for each row")
+        known = dict(zip(jaxpr.constvars, program.consts, strict=True))
+        known.update(zip(jaxpr.invars, arguments, strict=True))
 
+        def read(variable: Any) -> Any:
+            return variable.val if _is_literal(variable) else known[variable]
 
-def _walk(
-    program: Any,
-    arguments: Sequence[Any],
-    step: Callable[[Any, list[Any]], list[Any]],
-) -> list[Any]:
-    """Runs a closed jaxpr, and those that it calls, operation by operation."""
-    jaxpr = program.jaxpr
-    known = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    known.update(zip(jaxpr.invars, arguments, strict=True))
-
-    def read(variable: Any) -> Any:
-        return variable.val if _is_literal(variable) else known[variable]
-
-    for equation in jaxpr.eqns:
-        inputs = [read(v) for v in equation.invars]
-        if equation.primitive.name in _CALLS:
-            inner = [v for v in equation.params.values() if hasattr(v, "consts")]
-            if len(inner) != 1:
-                raise NotImplementedError(equation.primitive.name)
-            outputs = _walk(inner[0], inputs, step)
-        else:
-            outputs = step(equation, inputs)
-        known.update(zip(equation.outvars, outputs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+        for equation in jaxpr.eqns:
+            inputs = [read(v) for v in equation.invars]
+            if equation.primitive.name in _CALLS:
+                inner = [v for v in equation.params.values() if hasattr(v, "consts")]
+                if len(inner) != 1:
+                    raise NotImplementedError(equation.primitive.name)
+                outputs = self._walk(inner[0], inputs, step)
+            else:
+                outputs = step(equation, inputs)
+            known.update(zip(equation.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
 
 
 def _check_operation(equation: Any) -> None:
     name = equation.primitive.name
-    is_power = name == "integer_pow" and abs(equation.params["y"]) <= _MOST_FACTORS
-    if not (name in _KNOWN or name in _SAME or name == "square" or is_power):
+    is_power = name == "integer_pow" and 0 < abs(equation.params["y"]) <= _MOST_FACTORS
+    is_same = name in _SAME and len(equation.invars) == 1
+    if not (name in _OF_FLOATS | _OF_BOOLS or name == "square" or is_power or is_same):
         raise NotImplementedError(name)
-    for variable in (*equation.invars, *equation.outvars):
-        if variable.aval.dtype not in (jnp.float32, jnp.bool_):
-            raise NotImplementedError(name)
+    (made,) = equation.outvars
+    dtypes = {variable.aval.dtype for variable in equation.invars}
+    if name not in _COMPARISONS:
+        dtypes.add(made.aval.dtype)
+    if not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(bool)}:
+        raise NotImplementedError(name)
+    if jnp.dtype(bool) in dtypes and not (name in _OF_BOOLS or is_same):
+        raise NotImplementedError(name)
 
 
 def _compute(equation: Any, vectors: list[Array]) -> Array:
@@ -227,16 +230,12 @@ def _bind(equation: Any, inputs: list[Any]) -> list[Any]:
 
 def _to_number(value: Any) -> Float[Array, ""]:
     if np.shape(value) != () or jnp.result_type(value) not in (jnp.float32, jnp.bool_):
-        raise NotImplementedError
+        raise NotImplementedError("a number that is none of a vector")
     return jnp.asarray(value, jnp.float32)
 
 
 def _from_number(vector: Array, dtype: Any) -> Array:
     return vector != 0 if dtype == jnp.bool_ else vector
-
-
-def _full(like: Array, value: Any) -> Array:
-    return jnp.full(like.shape, value, np.asarray(value).dtype)
 
 
 def _is_literal(variable: Any) -> bool:
