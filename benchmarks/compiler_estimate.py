@@ -14,15 +14,15 @@ What the estimate does not see, and which way that leans:
 * jax-tpu-embedding's work on SparseCore is in custom calls, which are charged nothing:
   its gathers, scatters, sums over duplicates and exchanges are free. Charged is only
   what the TensorCore does around them.
-* Our kernels are charged for their operands, twice, and their results, five times
-  (v5p: 10^5 more rows of a table, or 32,768 more that are read, in `read_rows`), not for
-  the rows that they move.
+* Our kernels are charged for their operands, twice, and their results, five times, not
+  for the rows that they move. (v5p, `read_rows`: 10^5 more rows of a table that it
+  reads from, or 32,768 more of a result.)
 * Its ids come sorted and deduplicated from the host, some 20 ns of a core per id and
   three times the bytes to the device; here raw ids go into the step.
-* A gather of rows by XLA is charged a tile of eight rows for each, 4 KiB for 512 bytes; so is
-  a scatter, for reading and for writing, unless XLA has fused the gather of its updates
-  into it. "no tiles" is the intercept without these other seven rows: their bytes by
-  the rate that the estimate itself uses.
+* A gather of rows by XLA is charged a tile of eight rows for each, 4 KiB for 512 bytes;
+  so is a scatter, for reading and for writing, unless XLA has fused the gather of its
+  updates into it. "no tiles" is the intercept without these other seven rows: their
+  bytes by the rate that the estimate itself uses.
 * Further rounds of the exchange, which do not run without skew, would be charged as if
   they did; `--rounds` keeps them in, else they are left out. The loops that add
   repeated ids are charged as if they turned, whether ids repeat or not.
