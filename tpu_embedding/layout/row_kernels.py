@@ -260,7 +260,7 @@ def add_rows(
       dim: as in `read_rows`.
       runner: what runs the kernel.
     """
-    (changed,) = _change(
+    (changed,) = update_rows(
         lambda addition, row: [row + addition],
         [lines],
         row_ids,
@@ -281,6 +281,8 @@ def update_rows(
     dim: int,
     numbers: Sequence[Float[Array, ""]],
     runner: Runner,
+    *,
+    name: str = "update_rows",
 ) -> list[Array]:
     """Replaces rows of several arrays by what a rule makes of them. Per shard.
 
@@ -296,22 +298,8 @@ def update_rows(
       dim: as in `read_rows`.
       numbers: float32 scalars.
       runner: what runs the kernel.
+      name: of the kernel, in what the compiler shows of it.
     """
-    return _change(
-        rule, arrays, row_ids, gradients, dim, numbers, runner, name="update_rows"
-    )
-
-
-def _change(
-    rule: Callable[..., Sequence[Array]],
-    arrays: Sequence[Float[Array, "lines lanes"]],
-    row_ids: Int[Array, " ids"],
-    gradients: Float[Array, "_ lanes"],
-    dim: int,
-    numbers: Sequence[Float[Array, ""]],
-    runner: Runner,
-    name: str,
-) -> list[Array]:
     _check_ids(row_ids.shape[0], dim)
     lanes = gradients.shape[1]
     row_ids, dim = _ids_of_parts(row_ids, dim), min(dim, 128)
