@@ -19,8 +19,8 @@ from tpu_embedding.layout.row_kernels import (
 
 pytestmark = needs_kernels
 
-DIMS = [8, 16, 32, 64, 128, 256, 384]
-NUM_IDS = [8, 24, 384, 2048]
+DIMS = [8, 32, 128, 384]
+NUM_IDS = [8, 24, 1152]
 NUM_ROWS = 5008
 
 STATIC = ("dim", "runner", "sizes", "valences", "distance")
@@ -198,7 +198,7 @@ def test_add_to_a_row_that_means_nothing_as_often_as_one_likes():
 
 @pytest.mark.parametrize(
     ("num_rows", "dim", "line_lanes", "expected"),
-    [(10, dim, 128, True) for dim in DIMS]
+    [(10, dim, 128, True) for dim in (8, 16, 32, 64, 128, 256, 384)]
     + [(10, dim, 128, False) for dim in (1, 2, 4, 7, 12, 24, 48, 100, 129, 200)]
     + [(10, 32, None, False)]
     # SparseCores address no more than 16 GiB of an array.
