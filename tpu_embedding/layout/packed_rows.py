@@ -21,12 +21,12 @@ from jaxtyping import Array, Bool, Float, Int
 from tpu_embedding.layout.row_kernels import (
     MOST_ARRAYS,
     TILE_LINES,
-    Runner,
     add_rows,
     kernels_reach,
     read_rows,
     update_rows,
 )
+from tpu_embedding.layout.subcores import Runner
 
 _IDS_MULTIPLE: Final = 128
 """Ids are filled up to a multiple of it for kernels, which take many at once."""

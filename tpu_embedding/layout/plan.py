@@ -33,8 +33,9 @@ from tpu_embedding.layout.capacity import (
     RoundSize,
     round_size,
 )
+from tpu_embedding.layout.kernel_choice import KernelChoice, choose_runner
 from tpu_embedding.layout.packed_rows import RowLayout
-from tpu_embedding.layout.row_kernels import KernelChoice, Runner, choose_runner
+from tpu_embedding.layout.subcores import Runner
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.row_local import check_row_local
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer

@@ -9,19 +9,17 @@ A line of 128 float32 lanes lies in memory as its rows do, one after the other, 
 kernel takes `[lines, 128]` as `[rows, dim]` as it stands. Wider lines lie in tiles of
 eight, each cut into parts of 128 lanes: a kernel moves these parts (`_parts_of`).
 
-What a subcore does is written once, in `_read`, `_write` and `_update`: Pallas runs it
-on SparseCores, and Pallas' interpreter on any other device, which is how tests compare
-it with XLA's own gather and scatter. The subcores take chunks of ids in turns and wait
-for nobody, so no two of them may write to one row.
+What a subcore does is in `_read`, `_write` and `_update`. Pallas' interpreter runs it
+on any device (`subcores.py`), which is how tests compare it with NumPy and with XLA's
+own gather and scatter.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +28,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.hardware import DMA_GRANULE_BYTES, GIBIBYTE, HardwareInfo
-
-Runner = Literal["sparse_core", "interpreter"]
-"""What runs the kernels."""
-
-KernelChoice = Literal["sparse_core", "interpreter", "none"]
-KERNEL_CHOICES: Final[tuple[KernelChoice, ...]] = get_args(KernelChoice)
-"""What `make_plan(kernels=...)` takes."""
-
-Ref = Any
-"""A reference to an array, as Pallas hands them to kernels; it has no type for them."""
+from tpu_embedding.hardware import DMA_GRANULE_BYTES, GIBIBYTE
+from tpu_embedding.layout.subcores import (
+    Ref,
+    Runner,
+    Worker,
+    copy_all,
+    for_each_chunk,
+    lanes_of,
+    launch,
+)
 
 FEWEST_IDS: Final = 8
 """Numbers of ids are multiples of it, for ids are moved 32 bytes at a time."""
@@ -65,52 +62,6 @@ MOST_ARRAYS: Final = 16
 
 TILE_LINES: Final = 8
 """Lines of a tile, of which wide lines fill some."""
-
-_INTERPRETED_WORKERS: Final = 3
-"""Subcores that the interpreter plays; they do not divide most numbers of chunks."""
-
-_INTERPRETED_LANES: Final = 16
-"""Numbers that they add at once; a TPU adds 8 or 16."""
-
-
-def choose_runner(
-    kernels: KernelChoice | None, device: jax.Device, hardware: HardwareInfo
-) -> Runner | None:
-    """Returns what runs the kernels of a plan; None: there are none.
-
-    Args:
-      kernels: the user's choice; None: SparseCores, where there are any.
-      device: one of the plan's.
-      hardware: that rows are laid out for.
-
-    Raises:
-      ValueError: if the choice is not known, or cannot be met.
-    """
-    if kernels is not None and kernels not in KERNEL_CHOICES:
-        raise ValueError(
-            f"kernels must be one of {KERNEL_CHOICES} or None, got {kernels!r}."
-        )
-    is_tpu = device.platform == "tpu"
-    has_sparse_cores = is_tpu and hardware.num_sparse_cores > 0
-    is_known = jax.__version_info__ >= (0, 12)
-    if kernels is None:
-        kernels = "sparse_core" if has_sparse_cores and is_known else "none"
-    if kernels != "none" and not is_known:
-        raise ValueError(
-            f"kernels must be 'none' or None with jax {jax.__version__}, got "
-            f"{kernels!r}: they need jax 0.12 or later."
-        )
-    if kernels == "interpreter" and hardware.line_lanes is None:
-        raise ValueError(
-            "kernels must be 'none' or None where rows do not share lines, got "
-            f"'interpreter' for {hardware.name!r}: give hardware= of a TPU as well."
-        )
-    if kernels == "sparse_core" and not has_sparse_cores:
-        raise ValueError(
-            "kernels must be 'interpreter', 'none' or None without SparseCores, got "
-            f"'sparse_core' on {device.device_kind!r}."
-        )
-    return None if kernels == "none" else kernels
 
 
 def kernels_reach(num_rows: int, dim: int, line_lanes: int | None) -> bool:
@@ -165,9 +116,9 @@ def read_rows(
     num_ids = row_ids.shape[0]
     sizes = [size * num_parts for size in sizes]
     chunk = _chunk_size(math.gcd(*sizes) if distance == 1 else distance, dim)
-    num_lanes = _num_lanes(runner)
+    num_lanes = lanes_of(runner)
     buffer = pltpu.VMEM((chunk * dim // num_lanes, num_lanes), lines.dtype)
-    results = _launch(
+    results = launch(
         functools.partial(_read, valences=valences, dim=dim, distance=distance),
         (),
         (_parts_of(lines), row_ids),
@@ -221,7 +172,7 @@ def write_rows(
     num_lines = [source.shape[0] * num_parts for source in sources]
     chunk = _chunk_size(math.gcd(*num_lines), dim)
     num_ids = places[0].shape[0]
-    results = _launch(
+    results = launch(
         functools.partial(_write, repetitions=repetitions, dim=dim),
         (),
         (*(_parts_of(source) for source in sources), *places),
@@ -305,11 +256,11 @@ def update_rows(
     row_ids, dim = _ids_of_parts(row_ids, dim), min(dim, 128)
     num_ids = row_ids.shape[0]
     chunk = _chunk_size(num_ids, dim, num_buffers=1 + len(arrays))
-    num_lanes = _num_lanes(runner)
+    num_lanes = lanes_of(runner)
     buffer = pltpu.VMEM((chunk * dim // num_lanes, num_lanes), jnp.float32)
     # A kernel has no scalars of its own; there is always one number, perhaps unused.
     repeated = jnp.repeat(jnp.stack([*numbers, jnp.float32(0)]), num_lanes)
-    changed = _launch(
+    changed = launch(
         functools.partial(_update, rule=rule, dim=dim),
         tuple(_parts_of(lines) for lines in arrays),
         (row_ids, _parts_of(gradients), repeated),
@@ -328,23 +279,8 @@ def update_rows(
     return [_lines_of(parts, lanes) for parts in changed]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Worker:
-    """One of those that run a kernel.
-
-    Attributes:
-      number: from 0.
-      num_workers: all of them.
-      runner: what they are.
-    """
-
-    number: Int[Array, ""]
-    num_workers: int
-    runner: Runner
-
-
 def _read(
-    worker: _Worker,
+    worker: Worker,
     *refs: Any,
     valences: Sequence[int],
     dim: int,
@@ -367,9 +303,9 @@ def _read(
     result_rows = (sums if is_pooled else rows).reshape(chunk, dim)
 
     def fetch(first):
-        _copy_all(_windows(row_ids, ids, first), ids, arrived)
+        copy_all(_windows(row_ids, ids, first), ids, arrived)
         of_ids = _windows(rows.reshape(chunk, dim), ids)
-        _copy_all(_named_rows(table, ids), of_ids, arrived)
+        copy_all(_named_rows(table, ids), of_ids, arrived)
 
     def pool(first, size, valence):
         @pl.loop(0, valence)
@@ -403,10 +339,10 @@ def _read(
                 functools.partial(send, result, pl.multiple_of(first - start, chunk))
             )
 
-    _for_each_chunk(worker, starts[-1], chunk, move)
+    for_each_chunk(worker, starts[-1], chunk, move)
 
 
-def _write(worker: _Worker, *refs: Any, repetitions: Sequence[int], dim: int) -> None:
+def _write(worker: Worker, *refs: Any, repetitions: Sequence[int], dim: int) -> None:
     """What a worker does. Arrays lie in the device's memory, buffers in its own.
 
     A chunk of rows of a source comes in, and where each belongs, as often as they are
@@ -427,7 +363,7 @@ def _write(worker: _Worker, *refs: Any, repetitions: Sequence[int], dim: int) ->
         place, line = jnp.divmod(first, source.shape[0])
         lines = pl.ds(pl.multiple_of(line, chunk), chunk)
         apart = source.reshape(source.shape[0], of_line, dim)
-        _copy_all(
+        copy_all(
             [source.at[lines] if dim == 128 else apart.at[lines, place]],
             [rows],
             arrived,
@@ -448,16 +384,16 @@ def _write(worker: _Worker, *refs: Any, repetitions: Sequence[int], dim: int) ->
             for result, of_result, ids in zip(
                 results, places, ids_of_results, strict=True
             ):
-                _copy_all(_windows(of_result, ids, ids_from), ids, arrived)
+                copy_all(_windows(of_result, ids, ids_from), ids, arrived)
                 table = result.reshape(result.size // dim, dim)
                 for window, part in zip(ids, _windows(rows, ids), strict=True):
                     _write_somewhere(worker, part, table, window, arrived)
 
-    _for_each_chunk(worker, starts[-1], chunk, move)
+    for_each_chunk(worker, starts[-1], chunk, move)
 
 
 def _write_somewhere(
-    worker: _Worker, rows: Ref, table: Ref, ids: Ref, arrived: Ref
+    worker: Worker, rows: Ref, table: Ref, ids: Ref, arrived: Ref
 ) -> None:
     """Writes rows that belong into a table, and none of those that belong nowhere."""
     if worker.runner == "sparse_core":
@@ -475,7 +411,7 @@ def _write_somewhere(
 
 
 def _update(
-    worker: _Worker,
+    worker: Worker,
     *refs: Any,
     rule: Callable[..., Sequence[Array]],
     dim: int,
@@ -490,11 +426,11 @@ def _update(
     gradients = gradients.reshape(row_ids.size, dim)
     num_vectors, num_lanes = gradient.shape
     chunk = num_vectors * num_lanes // dim
-    _copy_all([repeated], [numbers], arrived)
+    copy_all([repeated], [numbers], arrived)
     num_numbers = numbers.shape[0] // num_lanes - 1
 
     def move(first):
-        _copy_all(
+        copy_all(
             [*_windows(row_ids, ids, first), gradients.at[pl.ds(first, chunk)]],
             [*ids, gradient.reshape(chunk, dim)],
             arrived,
@@ -503,7 +439,7 @@ def _update(
         at_hand = [
             row for buffer in rows for row in _windows(buffer.reshape(chunk, dim), ids)
         ]
-        _copy_all(in_memory, at_hand, arrived)
+        copy_all(in_memory, at_hand, arrived)
         constants = [
             numbers[pl.ds(i * num_lanes, num_lanes)] for i in range(num_numbers)
         ]
@@ -516,27 +452,9 @@ def _update(
 
         # JAX awaits that these are read, no more; the end of the kernel, that they are
         # written. Nobody reads these rows before: each is named once.
-        _copy_all(at_hand, in_memory, arrived)
+        copy_all(at_hand, in_memory, arrived)
 
-    _for_each_chunk(worker, row_ids.size, chunk, move)
-
-
-def _for_each_chunk(
-    worker: _Worker,
-    num_ids: int,
-    chunk: int,
-    move: Callable[[Int[Array, ""]], None],
-) -> None:
-    """Calls `move` with the first id of each chunk that is the worker's."""
-    num_chunks = num_ids // chunk
-
-    @pl.loop(0, pl.cdiv(num_chunks, worker.num_workers))
-    def _(turn):
-        number = turn * worker.num_workers + worker.number
-
-        @pl.when(number < num_chunks)
-        def _():
-            move(pl.multiple_of(number * chunk, chunk))
+    for_each_chunk(worker, row_ids.size, chunk, move)
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:
@@ -569,16 +487,6 @@ def _windows(rows: Ref, ids: list[Ref], first: Any = 0) -> list[Ref]:
         rows.at[pl.ds(pl.multiple_of(start, window.size), window.size)]
         for start, window in zip(starts, ids, strict=True)
     ]
-
-
-def _copy_all(sources: Sequence[Ref], targets: Sequence[Ref], arrived: Ref) -> None:
-    """Has all copies under way at once, and waits until the worker's side is free."""
-    copies = [
-        pltpu.async_copy(source, target, arrived)
-        for source, target in zip(sources, targets, strict=True)
-    ]
-    for copy in copies:
-        copy.wait()
 
 
 def _check_ids(num_ids: int, dim: int) -> None:
@@ -641,88 +549,6 @@ def _ids_of_chunk(chunk: int) -> list[Any]:
     return [pltpu.VMEM((window,), jnp.int32)] * (chunk // window)
 
 
-def _num_lanes(runner: Runner) -> int:
-    """Returns the numbers that a worker adds at once."""
-    if runner == "interpreter":
-        return _INTERPRETED_LANES
-    return plsc.get_sparse_core_info().num_lanes
-
-
 def _bytes_of_row(dim: int) -> int:
     """Returns bytes that memory moves for a row that lies anywhere."""
     return max(4 * dim, DMA_GRANULE_BYTES)
-
-
-def _launch(
-    body: Callable[..., None],
-    changed: tuple[Array, ...],
-    operands: tuple[Array, ...],
-    out_types: list[jax.ShapeDtypeStruct],
-    *,
-    scratch: list[Any],
-    num_bytes: int,
-    runner: Runner,
-    name: str,
-) -> tuple[Array, ...]:
-    """Runs a kernel; returns its results, or what it changed if it has none."""
-    if runner == "interpreter":
-        return _interpret(body, changed, operands, out_types, scratch)
-    mesh = plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore")
-
-    def kernel(*refs):
-        core, subcore = jax.lax.axis_index("core"), jax.lax.axis_index("subcore")
-        number = core * mesh.num_subcores + subcore
-        worker = _Worker(number=number, num_workers=mesh.size, runner=runner)
-        body(worker, *refs)
-
-    run = pl.kernel(
-        kernel,
-        out_types,
-        mesh=mesh,
-        scratch_types=scratch,
-        compiler_params=pltpu.CompilerParams(use_tc_tiling_on_sc=False),
-        cost_estimate=pl.CostEstimate(
-            flops=0, transcendentals=0, bytes_accessed=num_bytes
-        ),
-        name=name,
-    )
-    refs = [jax.new_ref(array) for array in changed]
-    results: Any = run(*refs, *operands)
-    return tuple(results) or tuple(map(jax.freeze, refs))
-
-
-def _interpret(
-    body: Callable[..., None],
-    changed: tuple[Array, ...],
-    operands: tuple[Array, ...],
-    out_types: list[jax.ShapeDtypeStruct],
-    scratch: list[Any],
-) -> tuple[Array, ...]:
-    """Runs the workers of a kernel one after the other, on any device."""
-    if changed:
-        out_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed]
-    num_inputs = len(changed) + len(operands)
-
-    def kernel(*refs):
-        worker = _Worker(
-            number=pl.program_id(0),
-            num_workers=_INTERPRETED_WORKERS,
-            runner="interpreter",
-        )
-        inputs, refs = refs[len(changed) : num_inputs], refs[num_inputs:]
-        results, buffers = refs[: len(out_types)], refs[len(out_types) :]
-        of_kernel = (*results, *inputs) if changed else (*inputs, *results)
-        body(worker, *of_kernel, *buffers)
-
-    run = pl.pallas_call(
-        kernel,
-        out_shape=out_types,
-        grid=(_INTERPRETED_WORKERS,),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * num_inputs,
-        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(out_types),
-        scratch_shapes=scratch,
-        input_output_aliases={i: i for i in range(len(changed))},
-        interpret=True,
-    )
-    results: Any = run(*changed, *operands)
-    return tuple(results)

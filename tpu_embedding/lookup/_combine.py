@@ -172,9 +172,8 @@ def _sources_of_kernel(
         for bag in bags
     ):
         return None
-    cotangents = [cotangent.astype(jnp.float32) for cotangent in cotangents]
     if layout.rows_per_line == 1:
-        return cotangents
+        return list(cotangents)
     lines = sample_lines(bags, layout)
     return None if lines is None else [lines.lines_of(x) for x in cotangents]
 

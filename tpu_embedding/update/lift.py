@@ -4,7 +4,8 @@ A rule is written, or taken from optax, as if the table were a dense `[rows, dim
 array. `lift_to_rows` gathers the touched rows of table and slot variables, lets the
 rule work on these, and adds the differences back in place. So rules know nothing of
 row ids, shards, packing or rounds. (A rule that treats each element for itself may be
-given several rows side by side, which makes no difference to it.)
+given several rows side by side, which makes no difference to it.) Where one kernel can
+do all that, it does: `by_kernel.py`.
 """
 
 import dataclasses
