@@ -155,7 +155,8 @@ def test_large_tables_on_sparse_core():
     if jax.__version_info__ >= (0, 12):
         # Rows of ids, those of samples, cotangents to places, table and slots.
         assert classes.count("custom call") >= 4
-        assert any("row_kernels.py:" in o.source for o in steady)
+        names = {part for o in steady for part in o.op_name.split("/")}
+        assert {"read_rows", "write_rows", "add_rows"} <= names
     else:
         assert classes.count("gather") >= 2  # table and slots
         assert classes.count("scatter") >= 2
