@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.layout.packed_rows import PackedRows, RowLayout, over_lanes
@@ -70,12 +71,12 @@ class SampleLines:
     def lines_of(self, feature: Float[Array, "samples dim"]) -> Float[Array, "_ lanes"]:
         """Puts the samples of a feature into lines."""
         k = self.layout.rows_per_line
-        return jnp.concatenate(jnp.split(feature.T, k, axis=1)).T
+        return _row_major(jnp.concatenate(jnp.split(feature.T, k, axis=1))).T
 
     def unpack(self, lines: Float[Array, "_ lanes"]) -> Float[Array, "samples dim"]:
         """Takes the samples of a feature out of their lines."""
         k = self.layout.rows_per_line
-        return jnp.concatenate(jnp.split(lines.T, k), axis=1).T
+        return _row_major(jnp.concatenate(jnp.split(lines.T, k), axis=1)).T
 
     def place_of(self, samples: Int[Array, " n"]) -> Int[Array, " n"]:
         """Returns the row that each sample is of the lines; samples of all features."""
@@ -109,3 +110,12 @@ def sample_lines(bags: Sequence[Bags], layout: RowLayout) -> SampleLines | None:
     ):
         return None
     return SampleLines(num_samples=num_samples, layout=layout)
+
+
+def _row_major(array: Float[Array, "_ _"]) -> Float[Array, "_ _"]:
+    """Has XLA transpose the whole array, not its slices.
+
+    On its own, XLA:TPU gives slices `[dim, samples]` the layout that their transpose
+    needs, and writes `[samples, dim]` with 128 lanes for each sample.
+    """
+    return with_layout_constraint(array, Layout(major_to_minor=(0, 1)))
