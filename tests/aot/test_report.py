@@ -156,7 +156,7 @@ def test_large_tables_on_sparse_core():
         # Rows of ids, those of samples, cotangents to places, table and slots.
         assert classes.count("custom call") >= 4
         names = {part for o in steady for part in o.op_name.split("/")}
-        assert {"read_rows", "write_rows", "add_rows"} <= names
+        assert {"read_rows", "write_rows", "update_rows"} <= names
     else:
         assert classes.count("gather") >= 2  # table and slots
         assert classes.count("scatter") >= 2

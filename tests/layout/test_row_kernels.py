@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from tests.conftest import needs_kernels
+from tpu_embedding.layout import subcores
 from tpu_embedding.layout.row_kernels import (
     NOWHERE,
+    RowRule,
     add_rows,
     kernels_reach,
     read_rows,
@@ -158,8 +160,9 @@ def test_update(dim, num_ids):
     ids = np.random.default_rng(1).permutation(NUM_ROWS)[:num_ids].astype(np.int32)
     ids[0] = NUM_ROWS - 1
     gradients = random(num_ids, dim, seed=2)
-    update = jax.jit(functools.partial(update_rows, half_way), static_argnums=(3, 5))
-    new_rows, new_slots = update(
+    rule = RowRule(run=lambda sums, *vectors: half_way(*vectors))
+    update = jax.jit(functools.partial(update_rows, rule), static_argnums=(3, 5))
+    (new_rows, new_slots), _ = update(
         [lines_of(rows), lines_of(slots)],
         ids,
         lines_of(gradients),
@@ -174,6 +177,53 @@ def test_update(dim, num_ids):
     for new, by_numpy in zip((new_rows, new_slots), expected, strict=True):
         new = np.asarray(new).reshape(-1, dim)
         np.testing.assert_allclose(new, by_numpy, rtol=1e-6, atol=1e-6)
+        others = np.setdiff1d(np.arange(NUM_ROWS), ids)
+        np.testing.assert_array_equal(new[others], by_numpy[others])
+
+
+def along_rows(sums, gradient, row, slot, value, count, rate):
+    """Needs two sums, the second of what the first makes known."""
+    if len(sums) == 0:
+        return gradient * row
+    if len(sums) == 1:
+        return (slot - rate * sums[0]) ** 2
+    scale = value / jnp.sqrt(1 + sums[1])
+    return [row - scale * gradient, slot + sums[0], value + sums[1], count + 1]
+
+
+@pytest.mark.parametrize(("dim", "num_ids"), CASES)
+@pytest.mark.parametrize("num_lanes", [8, 16])
+def test_update_by_sums_and_values_of_rows(dim, num_ids, num_lanes, monkeypatch):
+    """On each kind of SparseCore: where vectors are of rows, and rows of vectors."""
+    monkeypatch.setattr(subcores, "_INTERPRETED_LANES", num_lanes)
+    rows, slots = random(NUM_ROWS, dim), random(NUM_ROWS, dim, seed=3)
+    ids = np.random.default_rng(1).permutation(NUM_ROWS)[:num_ids].astype(np.int32)
+    gradients = random(num_ids, dim, seed=2)
+    values = [random(num_ids, seed=4), random(num_ids, seed=5)]
+    rule = RowRule(run=along_rows, num_sums=2)
+    update = jax.jit(functools.partial(update_rows, rule), static_argnums=(3, 5))
+    new_arrays, new_values = update(
+        *([lines_of(rows), lines_of(slots)], ids, lines_of(gradients), dim),
+        *([np.float32(0.5)], "interpreter"),
+        values=values,
+    )
+    expected = [rows.copy(), slots.copy()]
+    sums = []
+    for _ in range(2):
+        summands = along_rows(
+            sums, gradients, rows[ids], slots[ids], None, None, np.float32(0.5)
+        )
+        sums.append(np.sum(np.float64(summands), axis=1, keepdims=True))
+    of_rows = [x[:, None] for x in values]
+    expected[0][ids], expected[1][ids], *expected_values = along_rows(
+        sums, gradients, rows[ids], slots[ids], *of_rows, np.float32(0.5)
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
+    for new, by_numpy in zip(new_values, expected_values, strict=True):
+        close(new, by_numpy[:, 0])
+    for new, by_numpy in zip(new_arrays, expected, strict=True):
+        new = np.asarray(new).reshape(-1, dim)
+        close(new, by_numpy)
         others = np.setdiff1d(np.arange(NUM_ROWS), ids)
         np.testing.assert_array_equal(new[others], by_numpy[others])
 

@@ -25,8 +25,9 @@ IN_KERNELS = """sgd adagrad adam momentum ftrl rmsprop proximal_adagrad adadelta
     bounded_adagrad proximal_yogi online_yogi user_defined options schedule inject
     optax.sgd optax.adam optax.adamw optax.lion optax.yogi optax.rmsprop optax.adagrad
     optax.adabelief chain""".split()
-BY_XLA = """rowwise_adagrad adagrad_momentum lamb clippy_adagrad adafactor norm
-    rowwise_rmsprop partial_rowwise_adam""".split()
+ALONG_ROWS = """rowwise_adagrad rowwise_adagrad_decays rowwise_adagrad_decoupled lamb
+    partial_rowwise_lamb partial_rowwise_adam rowwise_rmsprop""".split()
+BY_XLA = "adagrad_momentum clippy_adagrad adafactor norm".split()
 
 
 HALF = jnp.float32(0.5)
@@ -64,7 +65,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", [*IN_KERNELS, *ODD])
+@pytest.mark.parametrize("name", [*IN_KERNELS, *ALONG_ROWS, *ODD])
 def test_equals_the_rule(name):
     optimizer = (OPTIMIZERS | ODD)[name]
     rule = kernel_rule(optimizer, DIM)
@@ -76,23 +77,38 @@ def test_equals_the_rule(name):
         gradient = jnp.asarray(gradient, jnp.float32)
         updates, expected = optimizer.update(gradient, state, rows)
         leaves, tree = jax.tree.flatten(state)
-        is_slot = [x.shape == rows.shape for x in leaves]
+        is_array = [x.shape == rows.shape for x in leaves]
+        is_value = [x.shape == rows.shape[:1] for x in leaves]
+        is_slot = np.logical_or(is_array, is_value)
         outline = [
             None if of_rows else x for x, of_rows in zip(leaves, is_slot, strict=True)
         ]
         numbers, new = rule.prepare(outline)
         assert all(x.shape == () and x.dtype == jnp.float32 for x in numbers)
-        slots = [x for x, of_rows in zip(leaves, is_slot, strict=True) if of_rows]
-        row, *new_slots = rule.run(
-            *(x.reshape(-1) for x in (gradient, rows, *slots)),
+        vectors = [
+            *(x.reshape(-1) for x in (gradient, rows, *pick(leaves, is_array))),
+            *(jnp.repeat(x, DIM) for x in pick(leaves, is_value)),
             *(jnp.full(rows.size, x) for x in numbers),
-        )
-        remaining = iter(new_slots)
-        new = [next(remaining).reshape(rows.shape) if x is None else x for x in new]
+        ]
+        sums = []
+        for _ in range(rule.of_rows.num_sums):
+            summands = rule.of_rows.run(sums, *vectors)
+            sums.append(jnp.repeat(summands.reshape(rows.shape).sum(axis=1), DIM))
+        row, *new_slots = rule.of_rows.run(sums, *vectors)
+        new_slots = [x.reshape(rows.shape) for x in new_slots]
+        arrays, values = iter(new_slots), iter(new_slots[sum(is_array) :])
+        new = [
+            next(arrays) if of_array else next(values)[:, 0] if of_row else x
+            for x, of_array, of_row in zip(new, is_array, is_value, strict=True)
+        ]
         check = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
         check(row.reshape(rows.shape), rows + updates)
         jax.tree.map(check, tree.unflatten(new), expected)
         state, rows = expected, np.asarray(rows + updates)
+
+
+def pick(leaves, are_wanted):
+    return [x for x, is_wanted in zip(leaves, are_wanted, strict=True) if is_wanted]
 
 
 @pytest.mark.parametrize("name", BY_XLA)
@@ -125,6 +141,9 @@ OPERATIONS = {
     "max min": lambda x, y: jnp.maximum(x, 0) + jnp.minimum(y, x),
     "neg sign": lambda x, y: -jnp.sign(x),
     "rsqrt": lambda x, y: jax.lax.rsqrt(y),
+    "reduce_sum": lambda x, y: (
+        x / jnp.mean(x * y, axis=1)[:, None] + jnp.sum(y, 1)[:, None]
+    ),
     "sqrt square": lambda x, y: jnp.sqrt(jnp.square(x) + y),
     "tanh": lambda x, y: jnp.tanh(x),
 }
@@ -137,7 +156,14 @@ REFUSED = {
     "barrier of two": lambda x, y: sum(jax.lax.optimization_barrier((x, y))),
     "greatest bool": lambda x, y: jnp.maximum(x > 0, y > 0) * x,
     "by column": lambda x, y: jnp.where(x > 0, jnp.arange(x.shape[1])[None, :] * y, x),
+    "by row": lambda x, y: x * jnp.arange(x.shape[0], dtype=jnp.float32)[:, None] + y,
     "cond": lambda x, y: jax.lax.cond(True, jnp.sin, jnp.cos, x),
+    "int of a row": lambda x, y: x * jnp.sum(y, 1).astype(jnp.int32)[:, None],
+    "max of a row": lambda x, y: x * jnp.max(y, axis=1, keepdims=True),
+    "sum of all": lambda x, y: x * jnp.sum(y),
+    "sum of a column": lambda x, y: x * jnp.sum(y, axis=0)[None],
+    "sum of values": lambda x, y: x * jnp.sum(jnp.sum(y, axis=1)),
+    "turned": lambda x, y: x * jnp.sum(y.T, axis=0)[:, None],
 }
 
 
@@ -163,9 +189,9 @@ def test_every_operation_compiles(topology):
             arrays = [table, slot]
             changed.append(
                 update_rows(
-                    *(rule.run, arrays, row_ids, gradients, 128, numbers),
+                    *(rule.of_rows, arrays, row_ids, gradients, 128, numbers),
                     "sparse_core",
-                )
+                )[0]
             )
         return changed
 

@@ -11,7 +11,7 @@ lines as such.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import jax
@@ -21,7 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 from tpu_embedding.layout.row_kernels import (
     MOST_ARRAYS,
     TILE_LINES,
+    RowRule,
     add_rows,
+    holds_whole_rows,
     kernels_reach,
     read_rows,
     update_rows,
@@ -384,12 +386,18 @@ def replace_rows(
     return packed
 
 
-def can_update(arrays: Sequence[PackedRows]) -> bool:
-    """Whether a kernel can update the same rows of all of these: `update_packed`."""
+def can_update(arrays: Sequence[PackedRows], *, whole_rows: bool) -> bool:
+    """Whether a kernel can update the same rows of all of these: `update_packed`.
+
+    Args:
+      arrays: the table and slot variables.
+      whole_rows: whether the rule sums over rows, or takes values of theirs.
+    """
     first = arrays[0].layout
     return (
         0 < first.num_spare_rows
         and len(arrays) <= MOST_ARRAYS
+        and (not whole_rows or holds_whole_rows(first.dim, len(arrays)))
         and all(
             packed.layout == first and _runner_of(packed) is not None
             for packed in arrays
@@ -398,12 +406,13 @@ def can_update(arrays: Sequence[PackedRows]) -> bool:
 
 
 def update_packed(
-    rule: Callable[..., Sequence[Array]],
+    rule: RowRule,
     arrays: Sequence[PackedRows],
     row_ids: Int[Array, " ids"],
     gradients: PackedRows,
     numbers: Sequence[Array],
-) -> list[PackedRows]:
+    values: Sequence[Float[Array, " ids"]],
+) -> tuple[list[PackedRows], list[Array]]:
     """Replaces rows by what a rule makes of them, with a kernel. Per shard; in place.
 
     Rows that are not named stay bitwise as they are.
@@ -414,14 +423,20 @@ def update_packed(
       row_ids: as in `add_to_rows`.
       gradients: one for each id; of those beyond the last row anything.
       numbers: as in `update_rows`.
+      values: of the row of each id.
+
+    Returns:
+      The arrays with new rows, and the new values.
     """
     layout = arrays[0].layout
-    if row_ids.shape[0] == 0:
-        return list(arrays)
+    (num_ids,) = row_ids.shape
+    if num_ids == 0:
+        return list(arrays), list(values)
     runner = _runner_of(arrays[0])
     assert runner is not None
     row_ids, lines = _for_kernels(layout, row_ids, gradients)
-    changed = update_rows(
+    missing = row_ids.shape[0] - num_ids
+    changed, new_values = update_rows(
         rule,
         [packed.lines for packed in arrays],
         row_ids,
@@ -429,8 +444,12 @@ def update_packed(
         layout.dim,
         numbers,
         runner,
+        values=[jnp.pad(of_rows, (0, missing)) for of_rows in values],
     )
-    return [PackedRows(lines=lines, layout=layout) for lines in changed]
+    return (
+        [PackedRows(lines=lines, layout=layout) for lines in changed],
+        [of_rows[:num_ids] for of_rows in new_values],
+    )
 
 
 def _runner_of(packed: PackedRows) -> Runner | None:

@@ -14,6 +14,7 @@ on any device (`subcores.py`), which is how tests compare it with NumPy and with
 own gather and scatter.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -45,6 +46,9 @@ FEWEST_IDS: Final = 8
 NOWHERE: Final = -1
 """Place of a row that `write_rows` leaves out."""
 
+_LEAVES_WHOLE: Final = None
+"""In place of a semaphore, which what leaves a SparseCore in one piece needs not."""
+
 _MOST_IDS: Final = 128
 """Ids that one copy may name."""
 
@@ -62,6 +66,26 @@ MOST_ARRAYS: Final = 16
 
 TILE_LINES: Final = 8
 """Lines of a tile, of which wide lines fill some."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowRule:
+    """What `update_rows` does to each row, a vector at a time.
+
+    Attributes:
+      run: given a list of sums, and vectors: of the gradient, of the row of each array,
+        of each value of the row and of each number, both repeated. It returns the
+        vector whose elements the next sum over the row is of; if no sum is missing,
+        the new vectors of the row of each array, and of each value. By operations that
+        `kernel_rules.py` knows.
+      num_sums: over the elements of a row, that it takes.
+    """
+
+    run: Callable[..., Any]
+    num_sums: int = 0
+
+
+_ADD: Final = RowRule(run=lambda sums, addition, row: [row + addition])
 
 
 def kernels_reach(num_rows: int, dim: int, line_lanes: int | None) -> bool:
@@ -211,21 +235,19 @@ def add_rows(
       dim: as in `read_rows`.
       runner: what runs the kernel.
     """
-    (changed,) = update_rows(
-        lambda addition, row: [row + addition],
-        [lines],
-        row_ids,
-        additions,
-        dim,
-        [],
-        runner,
-        name="add_rows",
+    (changed,), _ = update_rows(
+        _ADD, [lines], row_ids, additions, dim, [], runner, name="add_rows"
     )
     return changed
 
 
+def holds_whole_rows(dim: int, num_arrays: int) -> bool:
+    """Whether a subcore can have whole rows of so many arrays at hand, as in a tile."""
+    return TILE_LINES * 4 * dim * (1 + num_arrays) <= _UPDATE_BYTES
+
+
 def update_rows(
-    rule: Callable[..., Sequence[Array]],
+    rule: RowRule,
     arrays: Sequence[Float[Array, "lines lanes"]],
     row_ids: Int[Array, " ids"],
     gradients: Float[Array, "_ lanes"],
@@ -233,50 +255,67 @@ def update_rows(
     numbers: Sequence[Float[Array, ""]],
     runner: Runner,
     *,
+    values: Sequence[Float[Array, " ids"]] = (),
     name: str = "update_rows",
-) -> list[Array]:
+) -> tuple[list[Array], list[Array]]:
     """Replaces rows of several arrays by what a rule makes of them. Per shard.
 
-    In place where the caller donated. Nothing but the new rows is written to memory.
+    In place where the caller donated. Nothing but the new rows, and the new values of
+    rows, is written to memory.
 
     Args:
-      rule: what is done to each element: given vectors of the gradients, of the rows
-        of each array, and of each number repeated, it returns the new rows of each
-        array; by operations that `kernel_rules.py` knows.
+      rule: what is done to each row. With sums or values, `holds_whole_rows` must hold.
       arrays: each as `lines` in `read_rows`.
       row_ids: as in `add_rows`.
       gradients: packed in the order of the ids.
       dim: as in `read_rows`.
       numbers: float32 scalars.
       runner: what runs the kernel.
+      values: float32, of the row of each id.
       name: of the kernel, in what the compiler shows of it.
+
+    Returns:
+      The arrays with new rows, and the new values.
     """
-    _check_ids(row_ids.shape[0], dim)
+    (num_rows,) = row_ids.shape
+    _check_ids(num_rows, dim)
     lanes = gradients.shape[1]
+    num_parts = lanes // 128
     row_ids, dim = _ids_of_parts(row_ids, dim), min(dim, 128)
     num_ids = row_ids.shape[0]
-    chunk = _chunk_size(num_ids, dim, num_buffers=1 + len(arrays))
+    # What looks at rows must have all parts of a row at hand.
+    parts_together = num_parts if values or rule.num_sums else 1
+    chunk = parts_together * _chunk_size(
+        num_ids // parts_together, dim * parts_together, num_buffers=1 + len(arrays)
+    )
     num_lanes = lanes_of(runner)
     buffer = pltpu.VMEM((chunk * dim // num_lanes, num_lanes), jnp.float32)
+    # Vectors are read from it that begin at any row.
+    of_rows = pltpu.VMEM((chunk // num_parts + num_lanes,), jnp.float32)
     # A kernel has no scalars of its own; there is always one number, perhaps unused.
     repeated = jnp.repeat(jnp.stack([*numbers, jnp.float32(0)]), num_lanes)
-    changed = launch(
-        functools.partial(_update, rule=rule, dim=dim),
+    results = launch(
+        functools.partial(
+            _update, rule=rule, dim=dim, num_arrays=len(arrays), num_parts=num_parts
+        ),
         tuple(_parts_of(lines) for lines in arrays),
-        (row_ids, _parts_of(gradients), repeated),
-        [],
+        (row_ids, _parts_of(gradients), repeated, *values),
+        [jax.ShapeDtypeStruct((num_rows,), jnp.float32)] * len(values),
         scratch=[
             _ids_of_chunk(chunk),
             buffer,
             [buffer] * len(arrays),
+            [of_rows] * len(values),
             pltpu.VMEM(repeated.shape, jnp.float32),
             pltpu.SemaphoreType.DMA,
         ],
-        num_bytes=num_ids * (4 + 4 * dim + 2 * len(arrays) * _bytes_of_row(dim)),
+        num_bytes=num_ids * (4 + 4 * dim + 2 * len(arrays) * _bytes_of_row(dim))
+        + 2 * 4 * num_rows * len(values),
         runner=runner,
         name=name,
     )
-    return [_lines_of(parts, lanes) for parts in changed]
+    changed, new_values = results[: len(arrays)], results[len(arrays) :]
+    return [_lines_of(parts, lanes) for parts in changed], list(new_values)
 
 
 def _read(
@@ -323,8 +362,7 @@ def _read(
             turn, line = jnp.divmod(first, distance)
             line += turn // places * distance
             target = apart.at[pl.ds(pl.multiple_of(line, chunk), chunk), turn % places]
-        # What leaves a SparseCore in one piece needs no semaphore.
-        pltpu.async_copy(result_rows, target, None).wait()
+        pltpu.async_copy(result_rows, target, _LEAVES_WHOLE).wait()
 
     def move(first):
         if is_pooled:
@@ -413,21 +451,31 @@ def _write_somewhere(
 def _update(
     worker: Worker,
     *refs: Any,
-    rule: Callable[..., Sequence[Array]],
+    rule: RowRule,
     dim: int,
+    num_arrays: int,
+    num_parts: int,
 ) -> None:
     """What a worker does. Arrays lie in the device's memory, buffers in its own.
 
     A chunk of ids comes in, their gradients, and each of the rows that they name; what
     the rule makes of them goes out to each of the rows.
     """
-    *arrays, row_ids, gradients, repeated, ids, gradient, rows, numbers, arrived = refs
+    *in_memory, ids, gradient, rows, values, numbers, arrived = refs
+    arrays, (row_ids, gradients, repeated, *of_ids) = (
+        in_memory[:num_arrays],
+        in_memory[num_arrays:],
+    )
+    old_values, new_values = of_ids[: len(values)], of_ids[len(values) :]
     tables = [array.reshape(array.size // dim, dim) for array in arrays]
     gradients = gradients.reshape(row_ids.size, dim)
     num_vectors, num_lanes = gradient.shape
     chunk = num_vectors * num_lanes // dim
+    rows_in_chunk = chunk // num_parts
     copy_all([repeated], [numbers], arrived)
     num_numbers = numbers.shape[0] // num_lanes - 1
+    vectors = _VectorsOfRows(num_lanes=num_lanes, dim=dim, num_parts=num_parts)
+    values_at_hand = [value.at[pl.ds(0, rows_in_chunk)] for value in values]
 
     def move(first):
         copy_all(
@@ -435,26 +483,137 @@ def _update(
             [*ids, gradient.reshape(chunk, dim)],
             arrived,
         )
-        in_memory = [row for table in tables for row in _named_rows(table, ids)]
+        first_row = pl.multiple_of(first // num_parts, TILE_LINES)
+        of_chunk = pl.ds(first_row, rows_in_chunk)
+        away = [row for table in tables for row in _named_rows(table, ids)]
         at_hand = [
             row for buffer in rows for row in _windows(buffer.reshape(chunk, dim), ids)
         ]
-        copy_all(in_memory, at_hand, arrived)
+        copy_all(
+            [*away, *(value.at[of_chunk] for value in old_values)],
+            [*at_hand, *values_at_hand],
+            arrived,
+        )
         constants = [
             numbers[pl.ds(i * num_lanes, num_lanes)] for i in range(num_numbers)
         ]
 
-        @pl.loop(0, num_vectors)
-        def _(i):
-            new = rule(gradient[i], *[buffer[i] for buffer in rows], *constants)
+        def run(sums, i, of_rows):
+            at_vector = [gradient[i], *(buffer[i] for buffer in rows)]
+            return rule.run(sums, *at_vector, *of_rows, *constants)
+
+        def write(i, new):
             for buffer, vector in zip(rows, new, strict=True):
                 buffer[i] = vector
 
+        def update_together(group):
+            """Updates the rows of one vector, or the vectors of one row."""
+            of_rows = [vectors.read(value, group) for value in values]
+            sums = []
+            for _ in range(rule.num_sums):
+                summands = functools.partial(run, list(sums), of_rows=of_rows)
+                sums.append(vectors.sum_of(summands, group))
+
+            def update(i, of_rows):
+                new = run(sums, i, of_rows)
+                write(i, new[: len(rows)])
+                return new[len(rows) :]
+
+            # What is made of a row's values is the same in each vector.
+            new = vectors.for_each(
+                group, lambda i, _: tuple(update(i, of_rows)), tuple(of_rows)
+            )
+            for value, vector in zip(values, new, strict=True):
+                vectors.write(value, group, vector)
+
+        if values or rule.num_sums:
+            pl.loop(0, rows_in_chunk // vectors.rows_together)(update_together)
+        else:
+            pl.loop(0, num_vectors)(lambda i: write(i, run([], i, [])))
+
         # JAX awaits that these are read, no more; the end of the kernel, that they are
         # written. Nobody reads these rows before: each is named once.
-        copy_all(at_hand, in_memory, arrived)
+        for of_rows, new in zip(values_at_hand, new_values, strict=True):
+            pltpu.async_copy(of_rows, new.at[of_chunk], _LEAVES_WHOLE).wait()
+        copy_all(at_hand, away, arrived)
 
     for_each_chunk(worker, row_ids.size, chunk, move)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _VectorsOfRows:
+    """Where the elements of rows are, among the vectors of a chunk.
+
+    Rows come in groups: those of one vector, or one row of several vectors.
+
+    Attributes:
+      num_lanes: elements of a vector.
+      dim: elements of a part of a row.
+      num_parts: of a row; parts of a tile's rows lie as in `_parts_of`.
+    """
+
+    num_lanes: int
+    dim: int
+    num_parts: int
+
+    @property
+    def rows_together(self) -> int:
+        """Rows of a group."""
+        return max(1, self.num_lanes // self.dim)
+
+    def for_each(
+        self, group: Int[Array, ""], body: Callable[..., Any], carry: Any
+    ) -> Any:
+        """Calls `body` with each vector of a group and what it returned before."""
+        of_part = max(1, self.dim // self.num_lanes)
+
+        def vector_at(j):
+            part, i = jnp.divmod(j, of_part)
+            tile, line = jnp.divmod(group, TILE_LINES)
+            part = (tile * self.num_parts + part) * TILE_LINES + line
+            return part * of_part + i
+
+        num_vectors = self.num_parts * of_part
+        if num_vectors == 1:
+            return body(group, carry)
+        return jax.lax.fori_loop(
+            0, num_vectors, lambda j, carry: body(vector_at(j), carry), carry
+        )
+
+    def sum_of(
+        self, summands: Callable[[Int[Array, ""]], Array], group: Int[Array, ""]
+    ) -> Array:
+        """Sums over each row of a group, and gives all of its lanes the sum."""
+        nothing = jnp.zeros(self.num_lanes, jnp.float32)
+        total = self.for_each(group, lambda i, total: total + summands(i), nothing)
+        distance = min(self.dim, self.num_lanes) // 2
+        while distance > 0:
+            total = total + _pick_lanes(total, self._lanes ^ distance)
+            distance //= 2
+        return total
+
+    def read(self, values: Ref, group: Int[Array, ""]) -> Array:
+        """Returns the value of each lane's row."""
+        return _pick_lanes(values[self._of_group(group)], self._lanes // self.dim)
+
+    def write(self, values: Ref, group: Int[Array, ""], vector: Array) -> None:
+        """Sets the values of a group's rows, which their lanes have."""
+        place = self._of_group(group)
+        first_lanes = jnp.minimum(self._lanes * self.dim, self.num_lanes - 1)
+        is_of_group = self._lanes < self.rows_together
+        new = _pick_lanes(vector, first_lanes)
+        values[place] = jnp.where(is_of_group, new, values[place])
+
+    @property
+    def _lanes(self) -> Int[Array, " lanes"]:
+        return jax.lax.iota(jnp.int32, self.num_lanes)
+
+    def _of_group(self, group: Int[Array, ""]) -> Any:
+        return pl.ds(group * self.rows_together, self.num_lanes)
+
+
+def _pick_lanes(vector: Array, lanes: Int[Array, " lanes"]) -> Array:
+    return jnp.take_along_axis(vector, lanes, axis=0, mode="promise_in_bounds")
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:
@@ -545,7 +704,7 @@ def _ids_of_parts(row_ids: Int[Array, " ids"], dim: int) -> Int[Array, " parts"]
 
 def _ids_of_chunk(chunk: int) -> list[Any]:
     """Returns places for the ids of a chunk, in windows of what one copy may name."""
-    window = min(chunk, _MOST_IDS)
+    window = math.gcd(chunk, _MOST_IDS)
     return [pltpu.VMEM((window,), jnp.int32)] * (chunk // window)
 
 

@@ -61,15 +61,14 @@ def launch(
       body: what a worker does, given itself and references to what follows.
       changed: arrays that it changes, in place where the caller donated.
       operands: arrays that it reads.
-      out_types: of arrays that it makes, if it changes none; of these it is given
-        references after those to the operands.
+      out_types: of arrays that it makes.
       scratch: types of its buffers, semaphores among them.
       num_bytes: that memory moves for all workers, for the compiler and reports.
       runner: what runs it.
       name: in what the compiler shows.
 
     Returns:
-      The arrays that it made, or changed.
+      The arrays that it changed, then those that it made.
     """
     if runner == "interpreter":
         return _interpret(body, changed, operands, out_types, scratch)
@@ -93,8 +92,8 @@ def launch(
         name=name,
     )
     refs = [jax.new_ref(array) for array in changed]
-    results: Any = run(*refs, *operands)
-    return tuple(results) or tuple(map(jax.freeze, refs))
+    made: Any = run(*refs, *operands)
+    return *map(jax.freeze, refs), *made
 
 
 def for_each_chunk(
@@ -140,9 +139,8 @@ def _interpret(
     scratch: list[Any],
 ) -> tuple[Array, ...]:
     """Runs the workers of a kernel one after the other, on any device."""
-    if changed:
-        out_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed]
-    num_inputs = len(changed) + len(operands)
+    changed_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed]
+    num_changed, num_inputs = len(changed), len(changed) + len(operands)
 
     def kernel(*refs):
         worker = Worker(
@@ -150,19 +148,18 @@ def _interpret(
             num_workers=_INTERPRETED_WORKERS,
             runner="interpreter",
         )
-        inputs, refs = refs[len(changed) : num_inputs], refs[num_inputs:]
-        results, buffers = refs[: len(out_types)], refs[len(out_types) :]
-        of_kernel = (*results, *inputs) if changed else (*inputs, *results)
-        body(worker, *of_kernel, *buffers)
+        # What is changed comes as an input, too.
+        inputs, results = refs[num_changed:num_inputs], refs[num_inputs:]
+        body(worker, *results[:num_changed], *inputs, *results[num_changed:])
 
     run = pl.pallas_call(
         kernel,
-        out_shape=out_types,
+        out_shape=[*changed_types, *out_types],
         grid=(_INTERPRETED_WORKERS,),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * num_inputs,
-        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(out_types),
+        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (num_changed + len(out_types)),
         scratch_shapes=scratch,
-        input_output_aliases={i: i for i in range(len(changed))},
+        input_output_aliases={i: i for i in range(num_changed)},
         interpret=True,
     )
     results: Any = run(*changed, *operands)

@@ -1,15 +1,17 @@
-"""Rules in the form that a kernel runs: what is done to each element of a row.
+"""Rules in the form that a kernel runs: what is done to each vector of a row.
 
 A SparseCore computes with vectors of a few elements, and knows some operations only. So
 a rule is traced, and what it does is parted: what belongs to no row (a learning rate
 that falls with the step, a bias correction) XLA computes as before; the results, plain
-numbers, go to the kernel, which does what is left to each vector of a row.
+numbers, go to the kernel, which does what is left to each vector of a row. What belongs
+to a row as a whole (its mean square, an accumulator of it) fills such a vector, too;
+where a sum over the row is wanted, all of its vectors are gone through first.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +19,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from tpu_embedding.optimizers.row_local import PROBE_ROWS, runs_on_lines, unknown_rows
+from tpu_embedding.layout.row_kernels import RowRule
+from tpu_embedding.optimizers.row_local import PROBE_ROWS, unknown_rows
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.table_rows import among
-
-_LANES: Final = 128
 
 _OF_FLOATS: Final = frozenset(
     """abs add add_any clamp convert_element_type div eq exp ge gt le log lt max min mul
@@ -36,8 +37,14 @@ _OF_BOOLS: Final = frozenset(
 
 _COMPARISONS: Final = frozenset("eq ge gt le lt ne".split())
 
-_SAME: Final = frozenset("broadcast_in_dim copy copy_p optimization_barrier".split())
-"""What leaves each element of a row, or a number for all of them, as it is."""
+_SAME: Final = frozenset(
+    """broadcast_in_dim copy copy_p optimization_barrier reduce_sum reshape
+    squeeze""".split()
+)
+"""What leaves elements, a value of each row or a number for all of them as they are.
+
+(A sum over one axis of a value of each row; sums over rows are seen to before.)
+"""
 
 _MOST_FACTORS: Final = 8
 """Integer powers up to it are products."""
@@ -55,13 +62,12 @@ class KernelRule:
       prepare: given the leaves of the state, with None for slot variables: the numbers
         that the kernel takes, float32 scalars, and the leaves of the new state, with
         None for slot variables.
-      run: given vectors of the gradient, of the table's row, of the row of each slot
-        variable, and of each number repeated: those of the new rows of the table and of
-        each slot variable.
+      of_rows: what the kernel does. Its arrays are the table and the slot variables
+        with elements as the table has, its values those with one value of each row.
     """
 
     prepare: Callable[[Sequence[Any]], tuple[list[Float[Array, ""]], list[Any]]]
-    run: Callable[..., list[Array]]
+    of_rows: RowRule
 
 
 def kernel_rule(
@@ -69,98 +75,149 @@ def kernel_rule(
 ) -> KernelRule | None:
     """Parts a rule for rows of `dim`; returns None if no kernel can run it.
 
-    One can where the rule treats each element for itself (`runs_on_lines`), in float32,
-    by operations that SparseCores know. What is traced belongs to the mesh that it is
-    traced under, so it is not kept.
+    One can where all that the rule does to rows is done to each element for itself, to
+    one value of each row, or is a sum over the row; in float32, by operations that
+    SparseCores know. What is traced belongs to the mesh that it is traced under, so it
+    is not kept.
 
     Example:
       >>> import tpu_embedding as te
-      >>> kernel_rule(te.optimizers.adagrad(0.1), 8) is None
-      False
-      >>> kernel_rule(te.optimizers.rowwise_adagrad(0.1), 8) is None
+      >>> kernel_rule(te.optimizers.adagrad(0.1), 8).of_rows.num_sums
+      0
+      >>> kernel_rule(te.optimizers.rowwise_adagrad(0.1), 8).of_rows.num_sums
+      1
+      >>> kernel_rule(te.optimizers.adafactor(0.1), 8) is None
       True
     """
-    if not runs_on_lines(optimizer, dim, _LANES):
+    if isinstance(optimizer, RowOptimizer) and optimizer.takes_totals:
         return None
     rows = jax.ShapeDtypeStruct((PROBE_ROWS, dim), jnp.float32)
     with among(unknown_rows(PROBE_ROWS)):
         state = jax.eval_shape(optimizer.init, rows)
         program = jax.make_jaxpr(optimizer.update)(rows, state, rows)
-    parts = _Parts(program=program, shape=rows.shape)
+    parts = _Parts(program=program, dim=dim)
     leaves = jax.tree.leaves(state)
-    moved = [parts.is_rows(v) for v in program.jaxpr.outvars]
-    if moved != [True, *(leaf.shape == rows.shape for leaf in leaves)]:
+    made = [parts.kind_of(v) for v in program.jaxpr.outvars]
+    if made != ["rows", *map(parts.kind_of_shape, leaves)]:
         return None
-    outline = [None if leaf.shape == rows.shape else leaf for leaf in leaves]
+    outline = [None if parts.kind_of_shape(leaf) else leaf for leaf in leaves]
     try:
         jax.eval_shape(parts.prepare, outline)
     except NotImplementedError:
         return None
-    return KernelRule(prepare=parts.prepare, run=parts.run)
+    of_rows = RowRule(run=parts.run, num_sums=parts.count_sums())
+    return KernelRule(prepare=parts.prepare, of_rows=of_rows)
+
+
+_Kind = Literal["rows", "values", None]
+"""Elements of rows, a value of each row, or what belongs to no row."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """A traced update, and the shape of its rows.
+    """A traced update, and the size of its rows.
 
-    Both parts walk through all of it in the same order, and tell by its shape what
+    All parts walk through all of it in the same order, and tell by its shape what
     belongs to rows. What an operation on rows takes that does not is a number: one part
     writes it down, the other reads it. A part knows nothing (None) of what is not its
-    own.
+    own, or not yet known.
     """
 
     program: Any
-    shape: tuple[int, ...]
+    dim: int
 
-    def is_rows(self, variable: Any) -> bool:
-        return getattr(variable.aval, "shape", None) == self.shape
+    def kind_of(self, variable: Any) -> _Kind:
+        return self.kind_of_shape(variable.aval)
+
+    def kind_of_shape(self, array: Any) -> _Kind:
+        shape = getattr(array, "shape", ())
+        if shape == (PROBE_ROWS, self.dim):
+            return "rows"
+        return "values" if shape in ((PROBE_ROWS,), (PROBE_ROWS, 1)) else None
 
     def prepare(self, state: Sequence[Any]) -> tuple[list[Float[Array, ""]], list[Any]]:
         numbers: list[Array] = []
 
         def step(equation: Any, inputs: list[Any]) -> list[Any]:
-            if not any(map(self.is_rows, equation.outvars)):
-                if any(map(self.is_rows, equation.invars)):
+            if not any(map(self.kind_of, equation.outvars)):
+                if any(map(self.kind_of, equation.invars)):
                     raise NotImplementedError(equation.primitive.name)
                 return _bind(equation, inputs)
-            _check_operation(equation)
+            if not self._is_sum(equation):
+                _check_operation(equation)
             numbers.extend(
                 _to_number(x)
                 for x, variable in zip(inputs, equation.invars, strict=True)
-                if not _is_literal(variable) and not self.is_rows(variable)
+                if not _is_literal(variable) and not self.kind_of(variable)
             )
             return [None]
 
         _, *new = self._walk(self.program, [None, *state, None], step)
         outvars = self.program.jaxpr.outvars[1:]
         new = [
-            None if self.is_rows(v) else x for x, v in zip(new, outvars, strict=True)
+            None if self.kind_of(v) else x for x, v in zip(new, outvars, strict=True)
         ]
         return numbers, new
 
-    def run(self, gradient: Array, row: Array, *vectors: Array) -> list[Array]:
-        jaxpr = self.program.jaxpr
-        of_slots = [self.is_rows(variable) for variable in jaxpr.invars[1:-1]]
-        remaining = iter(vectors)
-        leaves = [next(remaining) if is_slot else None for is_slot in of_slots]
-        numbers = remaining
+    def run(self, sums: Sequence[Array], gradient: Array, *vectors: Array) -> Any:
+        row, *remaining = vectors
+        kinds = [self.kind_of(x) for x in self.program.jaxpr.invars[1:-1]]
+        arrays, values = kinds.count("rows"), kinds.count("values")
+        of_kind = {
+            "rows": iter(remaining[:arrays]),
+            "values": iter(remaining[arrays : arrays + values]),
+        }
+        leaves = [None if kind is None else next(of_kind[kind]) for kind in kinds]
+        numbers = iter(remaining[arrays + values :])
+        summands: list[Array] = []
 
         def step(equation: Any, inputs: list[Any]) -> list[Any]:
-            if not any(map(self.is_rows, equation.outvars)):
+            if not any(map(self.kind_of, equation.outvars)):
                 return [None] * len(equation.outvars)
             vectors = [
                 jnp.full(gradient.shape, variable.val, variable.aval.dtype)
                 if _is_literal(variable)
                 else x
-                if self.is_rows(variable)
+                if self.kind_of(variable)
                 else _from_number(next(numbers), variable.aval.dtype)
                 for x, variable in zip(inputs, equation.invars, strict=True)
             ]
+            if self._is_sum(equation):
+                summands.append(vectors[0])
+                is_known = len(summands) <= len(sums)
+                return [sums[len(summands) - 1] if is_known else None]
+            if any(vector is None for vector in vectors):
+                return [None]
             return [_compute(equation, vectors)]
 
         updates, *new = self._walk(self.program, [gradient, *leaves, row], step)
-        slots = [x for x, is_slot in zip(new, of_slots, strict=True) if is_slot]
-        return [row + updates, *slots]
+        if len(sums) < len(summands):
+            return summands[len(sums)]
+        by_kind = [
+            [x for x, of_leaf in zip(new, kinds, strict=True) if of_leaf == kind]
+            for kind in ("rows", "values")
+        ]
+        return [row + updates, *by_kind[0], *by_kind[1]]
+
+    def count_sums(self) -> int:
+        """Counts the sums over rows."""
+        found = []
+
+        def step(equation: Any, inputs: list[Any]) -> list[Any]:
+            del inputs
+            if self._is_sum(equation):
+                found.append(equation)
+            return [None] * len(equation.outvars)
+
+        self._walk(self.program, [None] * len(self.program.jaxpr.invars), step)
+        return len(found)
+
+    def _is_sum(self, equation: Any) -> bool:
+        return (
+            equation.primitive.name == "reduce_sum"
+            and self.kind_of(equation.invars[0]) == "rows"
+            and equation.params["axes"] == (1,)
+        )
 
     def _walk(
         self,
@@ -170,7 +227,7 @@ class _Parts:
     ) -> list[Any]:
         """Runs a closed jaxpr, and those that it calls, operation by operation."""
         jaxpr = program.jaxpr
-        if any(map(self.is_rows, jaxpr.constvars)):
+        if any(map(self.kind_of, jaxpr.constvars)):
             raise NotImplementedError("a constant for each row")
         known = dict(zip(jaxpr.constvars, program.consts, strict=True))
         known.update(zip(jaxpr.invars, arguments, strict=True))

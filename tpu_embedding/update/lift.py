@@ -98,7 +98,9 @@ def lift_to_rows(
         new = tree.flatten_up_to(new_state)
         is_moved = moved_by_adding(optimizer, table.layout.dim)
         leaves = [
-            _move(leaf, row_ids, before, after, by_adding) if is_slot(leaf) else after
+            move_rows(leaf, row_ids, before, after, by_adding)
+            if is_slot(leaf)
+            else after
             for leaf, before, after, by_adding in zip(
                 leaves, old, new, is_moved, strict=True
             )
@@ -149,13 +151,14 @@ def _dense_view(
     return lambda rows: rows.reshape(layout.lines_shape)
 
 
-def _move(
+def move_rows(
     slot: PackedRows,
     row_ids: Int[Array, " ids"],
     old: Array,
     new: Array,
     is_moved_by_adding: bool,
 ) -> PackedRows:
+    """Gives rows of a slot variable their new values: see `moved_by_adding`."""
     if is_moved_by_adding:
         return add_to_rows(slot, row_ids, new - old)
     return replace_rows(slot, row_ids, old, new)
