@@ -70,13 +70,17 @@ class SampleLines:
 
     def lines_of(self, feature: Float[Array, "samples dim"]) -> Float[Array, "_ lanes"]:
         """Puts the samples of a feature into lines."""
-        k = self.layout.rows_per_line
-        return _row_major(jnp.concatenate(jnp.split(feature.T, k, axis=1))).T
+        layout = self.layout
+        columns = feature.T.reshape(layout.dim, layout.rows_per_line, self.distance)
+        columns = columns.swapaxes(0, 1).reshape(layout.lanes, self.distance)
+        return _row_major(columns).T
 
     def unpack(self, lines: Float[Array, "_ lanes"]) -> Float[Array, "samples dim"]:
         """Takes the samples of a feature out of their lines."""
-        k = self.layout.rows_per_line
-        return _row_major(jnp.concatenate(jnp.split(lines.T, k), axis=1)).T
+        layout = self.layout
+        columns = lines.T.reshape(layout.rows_per_line, layout.dim, self.distance)
+        columns = columns.swapaxes(0, 1).reshape(layout.dim, self.num_samples)
+        return _row_major(columns).T
 
     def place_of(self, samples: Int[Array, " n"]) -> Int[Array, " n"]:
         """Returns the row that each sample is of the lines; samples of all features."""
@@ -113,9 +117,9 @@ def sample_lines(bags: Sequence[Bags], layout: RowLayout) -> SampleLines | None:
 
 
 def _row_major(array: Float[Array, "_ _"]) -> Float[Array, "_ _"]:
-    """Has XLA transpose the whole array, not its slices.
+    """Has XLA transpose just this.
 
-    On its own, XLA:TPU gives slices `[dim, samples]` the layout that their transpose
-    needs, and writes `[samples, dim]` with 128 lanes for each sample.
+    On its own, XLA:TPU transposes what comes before, `[dim, samples]`, and writes
+    `[samples, dim]` with 128 lanes for each sample.
     """
     return with_layout_constraint(array, Layout(major_to_minor=(0, 1)))
