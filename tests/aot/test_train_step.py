@@ -22,16 +22,11 @@ TOPOLOGIES = {
     "tpu7x": "tpu7x:2x2x1",
 }
 WITH_SPARSE_CORE = ("v5p", "v6e", "tpu7x")
-DIMS = (1, 16, 32, 100, 128, 200, 256)
+DIMS = (1, 16, 100, 128, 200, 256)
 
 # More than the 128 MiB of VMEM of a v5e or v6e; a smaller table XLA may move there.
 LINES_PER_DEVICE = 300_000
 BATCH = 2048
-
-
-def custom_adagrad(gradient, row, slots, learning_rate, _):
-    accumulator = slots[0] + gradient**2
-    return row - learning_rate * gradient / jnp.sqrt(accumulator), accumulator
 
 
 ADAGRAD = te.optimizers.adagrad(0.1)
@@ -42,36 +37,19 @@ REPRESENTATIVE = {
     "every_row": te.optimizers.every_row(te.optimizers.adam(0.1)),
     "adafactor": te.optimizers.adafactor(0.1),
 }
+# Of what runs in kernels, one with slots of each kind: tests/optimizers has the others.
 OTHERS = {
     "rowwise_every_row": te.optimizers.every_row(te.optimizers.rowwise_adagrad(0.1)),
     "adafactor_of_four_steps": te.optimizers.adafactor(
         0.1, gradient_accumulation_steps=4
     ),
-    "sgd": te.optimizers.sgd(0.1),
-    "ftrl": te.optimizers.ftrl(0.1),
-    "options": te.optimizers.with_options(
-        ADAGRAD, weight_decay_factor=0.1, clip_weight_min=-1.0
-    ),
     "clippy_adagrad": te.optimizers.clippy_adagrad(0.1),
     "adafactor_exact": te.optimizers.adafactor(0.1, mode="exact"),
     "bfloat16_slots": te.optimizers.adam(0.1, slot_dtype=jnp.bfloat16),
-    "user_defined": te.optimizers.user_defined(
-        custom_adagrad, 0.1, slot_names=("a",), slot_initializers=(0.1,)
-    ),
     "frequency_aware_adagrad": te.optimizers.frequency_aware_adagrad(0.1),
     "partial_rowwise_adam": te.optimizers.partial_rowwise_adam(0.1),
-    "partial_rowwise_lamb": te.optimizers.partial_rowwise_lamb(0.1),
     "lamb": te.optimizers.lamb(0.1),
-    "lion": te.optimizers.lion(0.1),
-    "momentum": te.optimizers.momentum(0.1),
-    "rmsprop": te.optimizers.rmsprop(0.1, centered=True),
-    "adadelta": te.optimizers.adadelta(0.1),
     "adagrad_momentum": te.optimizers.adagrad_momentum(0.1, momentum=0.9),
-    "proximal_adagrad": te.optimizers.proximal_adagrad(0.1, l1=0.1),
-    "proximal_yogi": te.optimizers.proximal_yogi(0.1, l1=0.1),
-    "online_yogi": te.optimizers.online_yogi(0.1, l1=0.1),
-    "bounded_adagrad": te.optimizers.bounded_adagrad(0.1, max_var_update=1.0),
-    "rowwise_rmsprop": te.optimizers.rowwise_rmsprop(0.1),
 }
 
 
@@ -170,7 +148,7 @@ def test_tpu_step_is_in_place(dim, generation):
     if generation in WITH_SPARSE_CORE:
         assert report.sparse_core_scatters > 0
     has_kernels = generation in WITH_SPARSE_CORE and jax.__version_info__ >= (0, 12)
-    if has_kernels and dim in (16, 32, 128, 256):
+    if has_kernels and dim in (16, 128, 256):
         # Rows, those of ids, those of cotangents; table and slots updated.
         assert report.kernels >= 4
     else:
@@ -211,10 +189,12 @@ def test_step_of_three_chips_is_in_place():
 
 def ways_to_update():
     """On both generations; those that differ in the loop of further rounds on one."""
-    for name in sorted(REPRESENTATIVE.keys() - {"adagrad"}):  # Adagrad is above.
+    for name in ("rowwise_adagrad", "every_row"):
         yield from ((name, generation, 1) for generation in ("v5p", "tpu7x"))
     # So many rows that a slot of one value per row is larger than VMEM, too.
     yield "rowwise_adagrad", "tpu7x", 128
+    yield "adam", "v5p", 1
+    yield "adafactor", "v5p", 1
     yield "adafactor_of_four_steps", "tpu7x", 1
     yield "clippy_adagrad", "v5p", 1
 

@@ -13,6 +13,7 @@ from tpu_embedding.layout.row_kernels import (
     NOWHERE,
     RowRule,
     add_rows,
+    holds_whole_rows,
     kernels_reach,
     read_rows,
     update_rows,
@@ -191,8 +192,23 @@ def along_rows(sums, gradient, row, slot, value, count, rate):
     return [row - scale * gradient, slot + sums[0], value + sums[1], count + 1]
 
 
-@pytest.mark.parametrize(("dim", "num_ids"), CASES)
-@pytest.mark.parametrize("num_lanes", [8, 16])
+@pytest.mark.parametrize(
+    ("dim", "num_arrays", "num_values", "expected"),
+    [
+        *[(8, 1, 1, True), (128, 15, 1, True), (2048, 1, 1, True)],
+        # Rows of more than 8 KiB: fewer than a tile's are at hand.
+        *[(2176, 1, 0, False), (3072, 1, 1, False), (2048, 2, 0, True)],
+        *[(2048, 3, 0, False), (1536, 3, 0, True), (2**16, 1, 0, False)],
+    ],
+)
+def test_whole_rows_that_are_held(dim, num_arrays, num_values, expected):
+    assert holds_whole_rows(dim, num_arrays, num_values) is expected
+
+
+@pytest.mark.parametrize(
+    ("dim", "num_ids", "num_lanes"),
+    [(*case, lanes) for case in CASES for lanes in (8, 16)] + [(1536, 24, 8)],
+)
 def test_update_by_sums_and_values_of_rows(dim, num_ids, num_lanes, monkeypatch):
     """On each kind of SparseCore: where vectors are of rows, and rows of vectors."""
     monkeypatch.setattr(subcores, "_INTERPRETED_LANES", num_lanes)

@@ -172,34 +172,45 @@ def test_refuses_operations(name):
     assert kernel_rule(one_operation(REFUSED[name]), DIM) is None
 
 
-@needs_kernels
-@pytest.mark.tpu_compiler
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
-def test_every_operation_compiles(topology):
-    """All in one program, a kernel for each."""
+def compile_kernels(optimizers, topology, dim):
+    """All in one program, a kernel for each; asserts that it works in place."""
     mesh = aot.topology_mesh(topology)
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("shard"))
-
-    def update_all(tables, slots, row_ids, gradients):
-        changed = []
-        for name, table, slot in zip(OPERATIONS, tables, slots, strict=True):
-            rule = kernel_rule(one_operation(OPERATIONS[name]), 128)
-            assert rule is not None, name
-            numbers, _ = rule.prepare([None])
-            arrays = [table, slot]
-            changed.append(
-                update_rows(
-                    *(rule.of_rows, arrays, row_ids, gradients, 128, numbers),
-                    "sparse_core",
-                )[0]
-            )
-        return changed
 
     def shaped(rows, *dims, dtype=jnp.float32):
         shape = (rows * mesh.size, *dims)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
 
-    tables = [shaped(4096, 128)] * len(OPERATIONS)
+    arrays, values, num_bytes = [], [], 0
+    for optimizer in optimizers:
+        table = jax.ShapeDtypeStruct((4096 * 128 // dim, dim), jnp.float32)
+        state = jax.eval_shape(optimizer.init, table)
+        leaves = [x for x in jax.tree.leaves(state) if x.ndim > 0]
+        of_elements = [x for x in [table, *leaves] if x.ndim == 2]
+        arrays.append([shaped(4096, 128) for _ in of_elements])
+        values.append([shaped(256) for x in leaves if x.ndim == 1])
+        num_bytes += len(of_elements) * 4096 * 128 * 4
+
+    def update_all(arrays, values, row_ids, gradients):
+        changed = []
+        for optimizer, of_rule, of_rows in zip(optimizers, arrays, values, strict=True):
+            rule = kernel_rule(optimizer, dim)
+            assert rule is not None
+            state = jax.eval_shape(optimizer.init, jnp.zeros((2, dim)))
+            outline = [
+                None if x.ndim > 0 else jnp.zeros(x.shape, x.dtype)
+                for x in jax.tree.leaves(state)
+            ]
+            numbers, _ = rule.prepare(outline)
+            changed.append(
+                update_rows(
+                    *(rule.of_rows, of_rule, row_ids, gradients, dim, numbers),
+                    "sparse_core",
+                    values=of_rows,
+                )
+            )
+        return changed
+
     compiled = (
         jax.jit(
             jax.shard_map(
@@ -209,13 +220,33 @@ def test_every_operation_compiles(topology):
                 out_specs=split.spec,
                 check_vma=False,
             ),
-            donate_argnums=(0, 1),
+            donate_argnums=(0,),
         )
-        .lower(tables, tables, shaped(256, dtype=jnp.int32), shaped(256, 128))
+        .lower(
+            *(arrays, values, shaped(256, dtype=jnp.int32)),
+            shaped(256 * dim // 128, 128),
+        )
         .compile()
     )
-    table_bytes = 2 * len(OPERATIONS) * 4096 * 128 * 4
-    assert compiled.memory_analysis().alias_size_in_bytes == table_bytes
+    assert compiled.memory_analysis().alias_size_in_bytes == num_bytes
+
+
+@needs_kernels
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_every_operation_compiles(topology):
+    compile_kernels([one_operation(x) for x in OPERATIONS.values()], topology, 128)
+
+
+@needs_kernels
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("topology", "dim"), [("v5p:2x2x1", 8), ("tpu7x:2x2x1", 8), ("tpu7x:2x2x1", 64)]
+)
+def test_every_rule_compiles(topology, dim):
+    """Rows of a vector, vectors of a row, and several rows of a vector."""
+    names = [*IN_KERNELS, *ALONG_ROWS] if dim == 64 else ALONG_ROWS
+    compile_kernels([OPTIMIZERS[name] for name in names], topology, dim)
 
 
 @needs_kernels

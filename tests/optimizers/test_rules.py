@@ -39,6 +39,15 @@ WITHOUT_MEMORY = (
     "optax.adagrad",
 )
 
+# Elements alone, sums over rows, a count, totals of tables, optax's own.
+OF_EACH_KIND = (
+    "adagrad",
+    "partial_rowwise_adam",
+    "schedule",
+    "adafactor",
+    "optax.adam",
+)
+
 CONFIGURATIONS = {
     "one_device": (1, "cpu", {}),
     "three_in_rounds": (3, "cpu", {"capacity": 2}),
@@ -120,13 +129,12 @@ def expected(name):
 
 
 def rules_and_configurations():
-    """All rules on one device, and on several in one of the other ways, in turn."""
-    one_device, *others = CONFIGURATIONS
+    """All rules in one of the configurations, in turn; one of each kind in all."""
     for number, name in enumerate(OPTIMIZERS):
-        yield name, one_device
-        other = others[number % len(others)]
-        marks = needs_kernels if "kernels" in other else ()
-        yield pytest.param(name, other, marks=marks)
+        for turn, configuration in enumerate(CONFIGURATIONS):
+            if name in OF_EACH_KIND or turn == number % len(CONFIGURATIONS):
+                marks = needs_kernels if "kernels" in configuration else ()
+                yield pytest.param(name, configuration, marks=marks)
 
 
 @pytest.mark.parametrize(("name", "configuration"), rules_and_configurations())

@@ -386,22 +386,25 @@ def replace_rows(
     return packed
 
 
-def can_update(arrays: Sequence[PackedRows], *, whole_rows: bool) -> bool:
+def can_update(
+    arrays: Sequence[PackedRows], *, num_values: int, whole_rows: bool
+) -> bool:
     """Whether a kernel can update the same rows of all of these: `update_packed`.
 
     Args:
       arrays: the table and slot variables.
-      whole_rows: whether the rule sums over rows, or takes values of theirs.
+      num_values: of each row, that the rule takes as well.
+      whole_rows: whether the rule takes these, or sums over rows.
     """
     first = arrays[0].layout
     return (
         0 < first.num_spare_rows
-        and len(arrays) <= MOST_ARRAYS
-        and (not whole_rows or holds_whole_rows(first.dim, len(arrays)))
+        and len(arrays) + num_values <= MOST_ARRAYS
         and all(
             packed.layout == first and _runner_of(packed) is not None
             for packed in arrays
         )
+        and (not whole_rows or holds_whole_rows(first.dim, len(arrays), num_values))
     )
 
 

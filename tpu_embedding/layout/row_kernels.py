@@ -241,9 +241,9 @@ def add_rows(
     return changed
 
 
-def holds_whole_rows(dim: int, num_arrays: int) -> bool:
-    """Whether a subcore can have whole rows of so many arrays at hand, as in a tile."""
-    return TILE_LINES * 4 * dim * (1 + num_arrays) <= _UPDATE_BYTES
+def holds_whole_rows(dim: int, num_arrays: int, num_values: int) -> bool:
+    """Whether a subcore has room for rows of so many arrays, tile by tile."""
+    return _most_ids(dim, 1 + num_arrays, num_values) >= TILE_LINES
 
 
 def update_rows(
@@ -286,12 +286,13 @@ def update_rows(
     # What looks at rows must have all parts of a row at hand.
     parts_together = num_parts if values or rule.num_sums else 1
     chunk = parts_together * _chunk_size(
-        num_ids // parts_together, dim * parts_together, num_buffers=1 + len(arrays)
+        num_ids // parts_together, dim * parts_together, 1 + len(arrays), len(values)
     )
+    assert chunk % (parts_together * TILE_LINES) == 0
     num_lanes = lanes_of(runner)
     buffer = pltpu.VMEM((chunk * dim // num_lanes, num_lanes), jnp.float32)
     # Vectors are read from it that begin at any row.
-    of_rows = pltpu.VMEM((chunk // num_parts + num_lanes,), jnp.float32)
+    of_values = pltpu.VMEM((chunk // num_parts + num_lanes,), jnp.float32)
     # A kernel has no scalars of its own; there is always one number, perhaps unused.
     repeated = jnp.repeat(jnp.stack([*numbers, jnp.float32(0)]), num_lanes)
     results = launch(
@@ -305,7 +306,7 @@ def update_rows(
             _ids_of_chunk(chunk),
             buffer,
             [buffer] * len(arrays),
-            [of_rows] * len(values),
+            [of_values] * len(values),
             pltpu.VMEM(repeated.shape, jnp.float32),
             pltpu.SemaphoreType.DMA,
         ],
@@ -483,8 +484,7 @@ def _update(
             [*ids, gradient.reshape(chunk, dim)],
             arrived,
         )
-        first_row = pl.multiple_of(first // num_parts, TILE_LINES)
-        of_chunk = pl.ds(first_row, rows_in_chunk)
+        of_chunk = pl.ds(pl.multiple_of(first // num_parts, TILE_LINES), rows_in_chunk)
         away = [row for table in tables for row in _named_rows(table, ids)]
         at_hand = [
             row for buffer in rows for row in _windows(buffer.reshape(chunk, dim), ids)
@@ -660,11 +660,19 @@ def _check_ids(num_ids: int, dim: int) -> None:
         )
 
 
-def _chunk_size(num_ids: int, dim: int, num_buffers: int = 1) -> int:
+def _chunk_size(
+    num_ids: int, dim: int, num_buffers: int = 1, num_values: int = 0
+) -> int:
     """Returns ids that a worker takes at once: a power of two that divides all."""
-    most_bytes = min(_CHUNK_BYTES, _UPDATE_BYTES // num_buffers)
-    most_ids = 2 ** int(math.log2(most_bytes // (4 * dim)))
-    return math.gcd(num_ids, most_ids)
+    return math.gcd(num_ids, _most_ids(dim, num_buffers, num_values))
+
+
+def _most_ids(dim: int, num_buffers: int, num_values: int = 0) -> int:
+    """Returns ids whose rows and values a worker has room for: a power of two, or 0."""
+    of_rows = _CHUNK_BYTES // (4 * dim)
+    of_all = _UPDATE_BYTES // (4 * (num_buffers * dim + num_values))
+    most = min(of_rows, of_all)
+    return 2 ** (most.bit_length() - 1) if most else 0
 
 
 def _parts_of(lines: Float[Array, "lines lanes"]) -> Float[Array, "parts 128"]:

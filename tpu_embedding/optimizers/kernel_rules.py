@@ -97,10 +97,14 @@ def kernel_rule(
         program = jax.make_jaxpr(optimizer.update)(rows, state, rows)
     parts = _Parts(program=program, dim=dim)
     leaves = jax.tree.leaves(state)
-    made = [parts.kind_of(v) for v in program.jaxpr.outvars]
-    if made != ["rows", *map(parts.kind_of_shape, leaves)]:
+    kinds = [parts.kind_of_shape(leaf) for leaf in leaves]
+    if [parts.kind_of(v) for v in program.jaxpr.outvars] != ["rows", *kinds]:
         return None
-    outline = [None if parts.kind_of_shape(leaf) else leaf for leaf in leaves]
+    for leaf, kind in zip(leaves, kinds, strict=True):
+        is_of_rows = PROBE_ROWS in leaf.shape
+        if is_of_rows and (kind is None or leaf.dtype != jnp.float32):
+            return None
+    outline = [None if kind else leaf for leaf, kind in zip(leaves, kinds, strict=True)]
     try:
         jax.eval_shape(parts.prepare, outline)
     except NotImplementedError:

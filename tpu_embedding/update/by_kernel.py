@@ -37,16 +37,20 @@ def update_by_kernel(
       New table and state; None where no kernel can: not all of these are float32, of
       a size that kernels reach, or the rule is not one of `kernel_rule`.
     """
-    leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
-    slots = [leaf for leaf in leaves if is_slot(leaf)]
+    if table.layout.runner is None:
+        return None
     rule = kernel_rule(optimizer, table.layout.dim)
     if rule is None:
         return None
+    leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
+    slots = [leaf for leaf in leaves if is_slot(leaf)]
     flat = [slot for slot in slots if slot.layout.is_flat]
     arrays = [table, *(slot for slot in slots if not slot.layout.is_flat)]
     is_float = all(slot.lines.dtype == jnp.float32 for slot in flat)
     whole_rows = bool(flat) or rule.of_rows.num_sums > 0
-    if not is_float or not can_update(arrays, whole_rows=whole_rows):
+    if not is_float or not can_update(
+        arrays, num_values=len(flat), whole_rows=whole_rows
+    ):
         return None
     numbers, new_leaves = rule.prepare([None if is_slot(x) else x for x in leaves])
     row_ids = gradient.row_ids
