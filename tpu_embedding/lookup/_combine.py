@@ -1,7 +1,7 @@
 """Stages 5 and 6: rows to activations, and cotangents back to rows.
 
 `combine` and `spread` are each other's transpose: both are the sparse matrix
-`[samples, places]` of the gains.
+`[samples, places]` of the gains, times the scales of the samples.
 """
 
 import dataclasses
@@ -65,20 +65,32 @@ def combine(
     ]
     if lines is not None:
         sums = lines.gather(rows, places, _num_ids(left), valences)
-        return [
+        pooled = [
             lines.unpack(
                 _pool(bag, x, None if bag.gains is None else lines.gains(bag.gains))
             )
             for bag, x in zip(left, sums, strict=True)
         ]
+        return _scale(pooled, bags)
     sums = gather_sums(rows, places, _num_ids(left), valences)
     if sums is None:
         # One gather for all features: a TPU starts and compiles it faster than many.
         sums = _split(gather_rows(rows, places), _num_ids(bags))
         left = bags
-    return [
+    pooled = [
         _pool(bag, x, None if bag.gains is None else bag.gains[:, None])
         for bag, x in zip(left, sums, strict=True)
+    ]
+    return _scale(pooled, bags)
+
+
+def _scale(
+    of_samples: Sequence[Float[Array, "_ dim"]], bags: Sequence[Bags]
+) -> list[Float[Array, "_ dim"]]:
+    """Normalises what is of samples as their combiners do."""
+    return [
+        x if bag.scales is None else x * bag.scales[:, None]
+        for x, bag in zip(of_samples, bags, strict=True)
     ]
 
 
@@ -123,6 +135,7 @@ def spread(
     Returns:
       The gradient of each row in the exchange buffer; anything in unused places.
     """
+    cotangents = _scale(cotangents, bags)
     sources = _sources_of_kernel(cotangents, bags, layout)
     if sources is not None:
         return _spread_by_kernel(sources, uses, bags, layout)

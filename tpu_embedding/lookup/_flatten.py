@@ -47,14 +47,16 @@ class Bags:
     """What combining and spreading need to know of a feature, ids aside. Per shard.
 
     Attributes:
-      gains: float32 `[ids]`, the factor of each id's row, after the combiner's
-        normalisation; None where it is 1 for every id.
+      gains: float32 `[ids]`, the factor of each id's row; None where it is 1 for all.
+      scales: float32 `[samples]`, the factor of each sample's sum, by which its
+        combiner normalises; None where it is 1 for all.
       sample_ids: as in `FeatureInput`.
       num_samples: as in `FeatureInput`.
       valence: as in `FeatureInput`.
     """
 
     gains: Float[Array, " ids"] | None
+    scales: Float[Array, " samples"] | None
     sample_ids: Int[Array, " ids"] | None
     num_samples: int = dataclasses.field(metadata={"static": True})
     valence: int = dataclasses.field(metadata={"static": True})
@@ -82,9 +84,13 @@ def flatten(
             feature_input = _in_order_of_samples(feature_input)
         row_ids, num_out_of_range = _resolve_row_ids(feature_input, feature)
         keys.append(_keys_of(row_ids, feature.row_offset, stack))
+        gains, scales = _gains_and_scales(
+            feature_input, row_ids, feature.config.table.combiner
+        )
         bags.append(
             Bags(
-                gains=_gains(feature_input, row_ids, feature.config.table.combiner),
+                gains=gains,
+                scales=scales,
                 sample_ids=feature_input.sample_ids,
                 num_samples=feature_input.num_samples,
                 valence=feature_input.valence,
@@ -161,31 +167,29 @@ def _keys_of(
     return jnp.where(is_padding, PADDING_ROW_ID, keys)
 
 
-def _gains(
+def _gains_and_scales(
     feature_input: FeatureInput, row_ids: Int[Array, " ids"], combiner: Combiner
-) -> Float[Array, " ids"] | None:
-    """Returns `weight * scale` of each id.
+) -> tuple[Float[Array, " ids"] | None, Float[Array, " samples"] | None]:
+    """Returns the weight of each id, and the scale of each sample.
 
     The scale is 1 for sum, 1 / sum(w) for mean, 1 / sqrt(sum(w**2)) for sqrtn, and 0
     where the denominator is 0.
     """
     is_single = feature_input.sample_ids is None and feature_input.valence == 1
-    if feature_input.weights is None and (combiner == "sum" or is_single):
-        return None
-    weights = feature_input.weights
-    if weights is None:
-        weights = jnp.ones(row_ids.shape, jnp.float32)
-    weights = jnp.where(row_ids == PADDING_ROW_ID, 0.0, weights)
+    is_used = row_ids != PADDING_ROW_ID
+    gains = feature_input.weights
+    if gains is not None:
+        gains = jnp.where(is_used, gains, 0.0)
+    if combiner == "sum" or (gains is None and is_single):
+        return gains, None
+    weights = is_used.astype(jnp.float32) if gains is None else gains
     match combiner:
-        case "sum":
-            return weights
         case "mean":
             denominators = _sum_by_sample(weights, feature_input)
         case "sqrtn":
             denominators = jnp.sqrt(_sum_by_sample(weights**2, feature_input))
     is_zero = denominators == 0
-    scales = jnp.where(is_zero, 0.0, 1 / jnp.where(is_zero, 1.0, denominators))
-    return weights * _repeat_by_id(scales, feature_input)
+    return gains, jnp.where(is_zero, 0.0, 1 / jnp.where(is_zero, 1.0, denominators))
 
 
 def _sum_by_sample(
@@ -199,11 +203,3 @@ def _sum_by_sample(
         feature_input.num_samples,
         indices_are_sorted=True,
     )
-
-
-def _repeat_by_id(
-    values: Float[Array, " samples"], feature_input: FeatureInput
-) -> Float[Array, " ids"]:
-    if feature_input.sample_ids is None:
-        return jnp.tile(values, feature_input.valence)
-    return values.at[feature_input.sample_ids].get(mode="fill", fill_value=0.0)
