@@ -10,8 +10,6 @@ import pytest
 from tests.conftest import needs_kernels
 from tpu_embedding.layout import subcores
 from tpu_embedding.layout.row_kernels import (
-    NOWHERE,
-    RowRule,
     add_rows,
     holds_whole_rows,
     kernels_reach,
@@ -19,6 +17,7 @@ from tpu_embedding.layout.row_kernels import (
     update_rows,
     write_rows,
 )
+from tpu_embedding.layout.row_workers import NOWHERE, RowRule
 
 pytestmark = needs_kernels
 

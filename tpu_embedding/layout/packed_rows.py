@@ -20,14 +20,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tpu_embedding.layout.row_kernels import (
     MOST_ARRAYS,
-    TILE_LINES,
-    RowRule,
     add_rows,
     holds_whole_rows,
     kernels_reach,
     read_rows,
     update_rows,
 )
+from tpu_embedding.layout.row_workers import TILE_LINES, RowRule
 from tpu_embedding.layout.subcores import Runner
 
 _IDS_MULTIPLE: Final = 128

@@ -27,7 +27,8 @@ from tpu_embedding.layout.packed_rows import (
     take,
     unpack_rows,
 )
-from tpu_embedding.layout.row_kernels import FEWEST_IDS, NOWHERE, write_rows
+from tpu_embedding.layout.row_kernels import FEWEST_IDS, write_rows
+from tpu_embedding.layout.row_workers import NOWHERE
 from tpu_embedding.lookup._dedup import unsort
 from tpu_embedding.lookup._flatten import Bags
 from tpu_embedding.lookup._repeats import add_repeats

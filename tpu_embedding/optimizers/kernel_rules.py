@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from tpu_embedding.layout.row_kernels import RowRule
+from tpu_embedding.layout.row_workers import RowRule
 from tpu_embedding.optimizers.row_local import PROBE_ROWS, unknown_rows
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.table_rows import among
