@@ -446,11 +446,11 @@ def update_packed(
         layout.dim,
         numbers,
         runner,
-        values=[jnp.pad(of_rows, (0, missing)) for of_rows in values],
+        values=[jnp.pad(value, (0, missing)) for value in values],
     )
     return (
         [PackedRows(lines=lines, layout=layout) for lines in changed],
-        [of_rows[:num_ids] for of_rows in new_values],
+        [value[:num_ids] for value in new_values],
     )
 
 

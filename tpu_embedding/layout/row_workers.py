@@ -209,19 +209,22 @@ def update_chunks(
     vectors = _VectorsOfRows(num_lanes=num_lanes, dim=dim, num_parts=num_parts)
     values_at_hand = [value.at[pl.ds(0, rows_in_chunk)] for value in values]
 
+    def of_chunk(value, first):
+        first_row = pl.multiple_of(first // num_parts, TILE_LINES)
+        return value.at[pl.ds(first_row, rows_in_chunk)]
+
     def move(first):
         copy_all(
             [*_windows(row_ids, ids, first), gradients.at[pl.ds(first, chunk)]],
             [*ids, gradient.reshape(chunk, dim)],
             arrived,
         )
-        of_chunk = pl.ds(pl.multiple_of(first // num_parts, TILE_LINES), rows_in_chunk)
         away = [row for table in tables for row in _named_rows(table, ids)]
         at_hand = [
             row for buffer in rows for row in _windows(buffer.reshape(chunk, dim), ids)
         ]
         copy_all(
-            [*away, *(value.at[of_chunk] for value in old_values)],
+            [*away, *(of_chunk(value, first) for value in old_values)],
             [*at_hand, *values_at_hand],
             arrived,
         )
@@ -229,46 +232,65 @@ def update_chunks(
             numbers[pl.ds(i * num_lanes, num_lanes)] for i in range(num_numbers)
         ]
 
-        def run(sums, i, of_rows):
+        def run(sums, i, of_values):
             at_vector = [gradient[i], *(buffer[i] for buffer in rows)]
-            return rule.run(sums, *at_vector, *of_rows, *constants)
+            return rule.run(sums, *at_vector, *of_values, *constants)
 
         def write(i, new):
             for buffer, vector in zip(rows, new, strict=True):
                 buffer[i] = vector
 
-        def update_together(group):
-            """Updates the rows of one vector, or the vectors of one row."""
-            of_rows = [vectors.read(value, group) for value in values]
-            sums = []
-            for _ in range(rule.num_sums):
-                summands = functools.partial(run, list(sums), of_rows=of_rows)
-                sums.append(vectors.sum_of(summands, group))
-
-            def update(i, of_rows):
-                new = run(sums, i, of_rows)
-                write(i, new[: len(rows)])
-                return new[len(rows) :]
-
-            # What is made of a row's values is the same in each vector.
-            new = vectors.for_each(
-                group, lambda i, _: tuple(update(i, of_rows)), tuple(of_rows)
-            )
-            for value, vector in zip(values, new, strict=True):
-                vectors.write(value, group, vector)
-
         if values or rule.num_sums:
-            pl.loop(0, rows_in_chunk // vectors.rows_together)(update_together)
+            update = functools.partial(
+                _update_group, run, write, vectors, values, rule.num_sums
+            )
+            pl.loop(0, rows_in_chunk // vectors.rows_together)(update)
         else:
             pl.loop(0, num_vectors)(lambda i: write(i, run([], i, [])))
 
         # JAX awaits that these are read, no more; the end of the kernel, that they are
         # written. Nobody reads these rows before: each is named once.
-        for of_rows, new in zip(values_at_hand, new_values, strict=True):
-            pltpu.async_copy(of_rows, new.at[of_chunk], _LEAVES_WHOLE).wait()
+        for value, new in zip(values_at_hand, new_values, strict=True):
+            pltpu.async_copy(value, of_chunk(new, first), _LEAVES_WHOLE).wait()
         copy_all(at_hand, away, arrived)
 
     for_each_chunk(worker, row_ids.size, chunk, move)
+
+
+def _update_group(
+    run: Callable[..., Any],
+    write: Callable[[Int[Array, ""], Sequence[Array]], None],
+    vectors: "_VectorsOfRows",
+    values: Sequence[Ref],
+    num_sums: int,
+    group: Int[Array, ""],
+) -> None:
+    """Updates the rows of one vector, or the vectors of one row.
+
+    Args:
+      run: the rule, given sums, a vector's number and the vectors of values.
+      write: takes a vector's number, and its new rows.
+      vectors: those of the chunk.
+      values: of its rows.
+      num_sums: that the rule takes.
+      group: which of the groups of `vectors`.
+    """
+    of_values = [vectors.read(value, group) for value in values]
+    sums: list[Array] = []
+    for _ in range(num_sums):
+        summands = functools.partial(run, list(sums), of_values=of_values)
+        sums.append(vectors.sum_of(summands, group))
+
+    def update(i, _):
+        new = run(sums, i, of_values)
+        num_arrays = len(new) - len(values)
+        write(i, new[:num_arrays])
+        return tuple(new[num_arrays:])
+
+    # What is made of a row's values is the same in each vector.
+    new_values = vectors.for_each(group, update, tuple(of_values))
+    for value, vector in zip(values, new_values, strict=True):
+        vectors.write(value, group, vector)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,7 +302,7 @@ class _VectorsOfRows:
     Attributes:
       num_lanes: elements of a vector.
       dim: elements of a part of a row.
-      num_parts: of a row; parts of a tile's rows lie as in `_parts_of`.
+      num_parts: of a row; parts of a tile's rows lie as `row_kernels.py` says.
     """
 
     num_lanes: int
