@@ -279,12 +279,12 @@ def make_plan(
         on TPUs of one slice, ragged where padded parts would be a quarter longer and no
         capacity is given; else padded.
       kernels: what reads and updates rows of 8, 16, 32, 64 or a multiple of 128
-        elements; changes speed, never results. `"sparse_core"`: kernels that reach each
-        row for itself, and update it in one go. `"interpreter"`: the same kernels, on
-        any device, with the `hardware` of a TPU; slow, for tests. Both need jax 0.12.
-        `"none"`: XLA, which moves whole lines, and writes what each step makes of them
-        to memory. None: `"sparse_core"` where there are SparseCores and that jax; else
-        `"none"`.
+        elements; changes speed, and results by no more than rounding. `"sparse_core"`:
+        kernels that reach each row for itself, and update it in one go.
+        `"interpreter"`: the same kernels, on any device, with the `hardware` of a TPU;
+        slow, for tests. Both need jax 0.12. `"none"`: XLA, which moves whole lines, and
+        writes what each step makes of them to memory. None: `"sparse_core"` where there
+        are SparseCores and that jax; else `"none"`.
       hardware: None means that of the mesh's devices.
 
     Returns:
