@@ -46,8 +46,8 @@ import tpu_embedding as te
 from tpu_embedding import aot
 from tpu_embedding.aot import hlo
 from tpu_embedding.hardware import hardware_of_device
-from tpu_embedding.layout import capacity
-from tpu_embedding.layout import plan as plan_module
+from tpu_embedding.plan import capacity
+from tpu_embedding.plan import plan as plan_module
 
 TOPOLOGIES = ("v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1")
 NUM_TABLES, DIM, BATCH_SIZE = 26, 128, 16_384

@@ -50,7 +50,7 @@ def make_run(num_rows: int):
     generator = np.random.default_rng(0)
     # Few different rows for every size: what is compared is the program's work.
     batches = [
-        te.place_batch(generator.integers(0, num_rows, (BATCH_SIZE, VALENCE)), plan)
+        te.shard_batch(generator.integers(0, num_rows, (BATCH_SIZE, VALENCE)), plan)
         for _ in range(8)
     ]
 

@@ -20,8 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from tpu_embedding.layout.packed_rows import PackedRows
-from tpu_embedding.layout.plan import EmbeddingPlan, FeaturePlan
 from tpu_embedding.lookup._inputs import (
     FeatureShape,
     ShardableInput,
@@ -36,6 +34,8 @@ from tpu_embedding.lookup._stack import (
     lookup_stack,
     stack_gradient,
 )
+from tpu_embedding.plan.plan import EmbeddingPlan, FeaturePlan
+from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import LookupStats
 from tpu_embedding.update.apply import apply_gradient, init_state
 from tpu_embedding.update.lift import is_slot

@@ -13,7 +13,7 @@ from tests.conftest import needs_kernels
 from tpu_embedding import aot
 from tpu_embedding.aot.cost import program_cost, total
 from tpu_embedding.aot.hlo import parse_module
-from tpu_embedding.layout.row_kernels import add_rows, read_rows
+from tpu_embedding.rows.kernels.row_kernels import add_rows, read_rows
 
 ROWS = 400_000  # 200 MB: too much for VMEM
 IDS = 8192

@@ -20,7 +20,7 @@ from tpu_embedding.aot.report import (
 )
 from tpu_embedding.aot.timeline import Interval, Timeline
 from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.layout.memory import format_bytes
+from tpu_embedding.plan.memory import format_bytes
 
 MEBIBYTE = 2**20
 

@@ -138,7 +138,7 @@ def results(request):
     )
     values = {name: golden(name)["table"] for name in NAMES}
     values["quantization"] = QUANTIZED["x"][:, None]
-    tables = te.with_logical_values(zeros, values, plan)
+    tables = te.with_table_values(zeros, values, plan)
     slots = te.init_slots(tables, plan)
     result, gradients, tables = step(tables, slots, batch, cotangents, plan)
     return dict(
@@ -146,7 +146,7 @@ def results(request):
         activations=jax.device_get(result.activations),
         out_of_range=jax.device_get(result.stats.out_of_range),
         updates={name: g.updates for name, g in gradients.items()},
-        tables=te.logical_values(tables, plan),
+        tables=te.unstack_tables(tables, plan),
     )
 
 

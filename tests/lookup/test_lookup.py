@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
 from tests.reference import dense_gradients, dense_lookup
-from tpu_embedding.layout import packed_rows, row_kernels
 from tpu_embedding.lookup import _sample_lines
+from tpu_embedding.rows import packed_rows
+from tpu_embedding.rows.kernels import row_kernels
 
 # A sum of up to some hundred float32 products in another order than the reference's.
 TOLERANCE = dict(rtol=2e-5, atol=2e-5)
@@ -136,7 +137,7 @@ def look_up_and_update(tables, slots, features, cotangents, plan):
 def check_against_reference(plan, batch):
     """Looks a batch up and applies SGD with rate 1; both must equal the reference."""
     tables = te.init_tables(plan, jax.random.key(1))
-    before = te.logical_values(tables, plan)
+    before = te.unstack_tables(tables, plan)
     prepared = te.prepare_features(batch, plan)
     shapes = te.activation_shapes(prepared, plan)
     cotangents = jax.tree.map(
@@ -152,7 +153,7 @@ def check_against_reference(plan, batch):
             activations[name].reshape(expected.shape), expected, **TOLERANCE
         )
     expected, touched = dense_gradients(before, batch, cotangents, plan)
-    after = te.logical_values(tables, plan)
+    after = te.unstack_tables(tables, plan)
     for name in before:
         np.testing.assert_allclose(
             after[name], before[name] - expected[name], **TOLERANCE
@@ -397,7 +398,7 @@ def test_ids_out_of_range_under_jit(policy, mesh):
     tables = te.init_tables(plan, jax.random.key(1))
     result = jax.jit(te.lookup, static_argnames="plan")(tables, batch, plan)
     assert result.stats.out_of_range == {"a": 5, "b": 2, "c": 0, "d": 0}
-    expected = dense_lookup(te.logical_values(tables, plan), batch, plan)
+    expected = dense_lookup(te.unstack_tables(tables, plan), batch, plan)
     for name in expected:
         np.testing.assert_allclose(
             result.activations[name], expected[name], **TOLERANCE
@@ -436,7 +437,7 @@ def test_ids_of_three_axes_are_combined_along_the_last():
     apart = te.FeatureConfig(table=table, output_shape=(2, 3, 4), name="apart")
     plan = te.make_plan([combined, apart], mesh_of(8))
     tables = te.init_tables(plan, jax.random.key(0))
-    rows = te.logical_values(tables, plan)["t"]
+    rows = te.unstack_tables(tables, plan)["t"]
     first, second = te.lookup(tables, [ids, ids], plan).activations
     np.testing.assert_allclose(first, rows[ids].mean(axis=2), **TOLERANCE)
     np.testing.assert_array_equal(second, rows[ids])
@@ -497,7 +498,7 @@ def test_two_stacks_and_unused_activations():
     slots = te.init_slots(tables, plan)
     ids = [np.arange(4), np.arange(4)]
     *_, new = look_up_and_update(tables, slots, ids, cotangents, plan)
-    before, after = te.logical_values(tables, plan), te.logical_values(new, plan)
+    before, after = te.unstack_tables(tables, plan), te.unstack_tables(new, plan)
     np.testing.assert_array_equal(after["t2"], before["t2"])
     np.testing.assert_allclose(after["t3"][:4], before["t3"][:4] - 1, rtol=1e-6)
 
@@ -563,7 +564,7 @@ def test_hundreds_of_ids_per_sample():
     feature = te.FeatureConfig(table=table, name="ids")
     plan = te.make_plan(feature, mesh_of(2))
     tables = te.init_tables(plan, jax.random.key(0))
-    rows = te.logical_values(tables, plan)["table"]
+    rows = te.unstack_tables(tables, plan)["table"]
     ids = np.random.default_rng(0).integers(0, 50, (4, 300)).astype(np.int32)
     found = te.lookup(tables, ids, plan).activations
     np.testing.assert_allclose(found, rows[ids].sum(axis=1), rtol=1e-5, atol=1e-5)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import needs_kernels
-from tpu_embedding.layout.packed_rows import RowLayout, pack_rows
 from tpu_embedding.lookup._merge import merge
+from tpu_embedding.rows.packed_rows import RowLayout, pack_rows
 from tpu_embedding.types import PADDING_ROW_ID
 
 CASES = {

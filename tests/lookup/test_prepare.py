@@ -617,7 +617,7 @@ def test_wide_ids_outside_jit_read_no_other_row(num_devices):
     result = te.lookup(tables, {"the_feature": ids}, plan)
     assert result.stats.out_of_range["the_feature"] == 5
     expected = np.zeros((8, 4), np.float32)
-    table = te.logical_values(tables, plan)["table"]
+    table = te.unstack_tables(tables, plan)["table"]
     expected[5], expected[7] = table[3], table[9]
     np.testing.assert_array_equal(result.activations["the_feature"], expected)
     unsigned = np.where(ids < 0, 2**64 - 1, ids.astype(np.uint64)).astype(np.uint64)
@@ -639,7 +639,7 @@ def test_place_batch():
         "weighted": dense(divides, np.ones(16, np.float32)),
         "ragged": ragged_ids,
     }
-    placed = te.place_batch(batch, plan)
+    placed = te.shard_batch(batch, plan)
     assert jax.tree.structure(placed) == jax.tree.structure(batch)
     jax.tree.map(np.testing.assert_array_equal, placed, batch)
     split, whole = PartitionSpec(("shard",)), PartitionSpec()
@@ -666,9 +666,9 @@ def test_placed_batches_give_the_same(num_devices):
     tables = init(plan)
     look_up = jax.jit(te.lookup, static_argnames="plan")
     batch = {"the_feature": prepare(RAGGED, num_devices=num_devices)}
-    table = te.logical_values(tables, plan)["table"]
+    table = te.unstack_tables(tables, plan)["table"]
     # One or two terms: the sum is the same in any order.
     expected = [table[1], np.zeros(4), table[2] + table[3]]
-    for features in (batch, te.place_batch(batch, plan)):
+    for features in (batch, te.shard_batch(batch, plan)):
         activations = look_up(tables, features, plan).activations["the_feature"]
         np.testing.assert_array_equal(activations, expected)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_embedding.lookup._running import hold, running_sum
+from tpu_embedding.lookup._running import forward_fill, running_sum
 
 
 def _hold(values):
@@ -20,7 +20,7 @@ def _hold(values):
 )
 @pytest.mark.parametrize(
     ("running", "expected"),
-    [(running_sum, np.cumsum), (hold, _hold)],
+    [(running_sum, np.cumsum), (forward_fill, _hold)],
 )
 def test_equals_numpy(size, running, expected):
     values = np.random.default_rng(size).integers(-9, 9, size).astype(np.int32)

@@ -64,7 +64,7 @@ def dense_embedding(table, features):
 
 def prepared(model, batch):
     features = model.embedding.prepare(batch["features"])
-    return te.place_batch({**batch, "features": features}, model.embedding.plan)
+    return te.shard_batch({**batch, "features": features}, model.embedding.plan)
 
 
 def test_training_equals_the_dense_model(mesh):

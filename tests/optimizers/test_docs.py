@@ -8,8 +8,8 @@ import optax
 import pytest
 
 from tpu_embedding import optimizers
+from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
 from tpu_embedding.optimizers.names import optimizer_by_name
-from tpu_embedding.optimizers.slots import slot_row_shapes
 
 DIM = 8
 EXPORTED = [

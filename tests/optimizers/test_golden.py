@@ -13,7 +13,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import GOLDEN, mesh_of
-from tests.optimizers.rules import (
+from tests.optimizers.rule_cases import (
     initial_state,
     logical_slots,
     one_table_plan,
@@ -109,7 +109,7 @@ def test_equals_the_recorded_run(name, num_devices, hardware):
     for step, (ids, gradients) in enumerate(zip(run["ids"], run["grads"], strict=True)):
         tables, slots = update(tables, slots, ids, gradients, plan)
         np.testing.assert_allclose(
-            te.logical_values(tables, plan)["table"],
+            te.unstack_tables(tables, plan)["table"],
             run["table"][step + 1],
             rtol=rtol,
             atol=1e-5,

@@ -8,7 +8,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.optimizers.rules import initial_state, one_table_plan, update
+from tests.optimizers.rule_cases import initial_state, one_table_plan, update
 from tpu_embedding.optimizers.resolve import resolve_optimizer
 
 
@@ -35,11 +35,11 @@ def test_labels_by_path_are_those_of_each_table():
     )
     plan = plan_of("ab", optimizer)
     tables = te.init_tables(plan, jax.random.key(0))
-    before = te.logical_values(tables, plan)
+    before = te.unstack_tables(tables, plan)
     ones = {name: np.ones((2, 2), np.float32) for name in "ab"}
     ids = {name: np.int32([1, 3]) for name in "ab"}
     tables, _ = update(tables, te.init_slots(tables, plan), ids, ones, plan)
-    after = te.logical_values(tables, plan)
+    after = te.unstack_tables(tables, plan)
     np.testing.assert_array_equal(after["a"], before["a"])
     np.testing.assert_allclose(after["b"][1], before["b"][1] - 0.5, rtol=1e-6)
 
@@ -89,7 +89,7 @@ def test_what_is_not_finite_stays_in_its_table(bad):
         "b": np.ones((1, 2), np.float32),
     }
     tables, _ = update(tables, te.init_slots(tables, plan), ids, gradients, plan)
-    assert np.isfinite(te.logical_values(tables, plan)["b"]).all()
+    assert np.isfinite(te.unstack_tables(tables, plan)["b"]).all()
 
 
 def test_a_rule_under_jit_takes_totals_too():
@@ -105,7 +105,7 @@ def test_a_rule_under_jit_takes_totals_too():
             ids = generator.integers(0, 20, 9).astype(np.int32)
             gradient = generator.normal(size=(9, 2)).astype(np.float32)
             tables, slots = update(tables, slots, ids, gradient, plan)
-        results.append(te.logical_values(tables, plan)["table"])
+        results.append(te.unstack_tables(tables, plan)["table"])
     np.testing.assert_allclose(*results, rtol=1e-6)
 
 
@@ -124,7 +124,7 @@ def test_sequence_follows_the_samples_not_the_places_of_ids(num_devices):
         for row in places:
             accumulator[row] += gradient[sample] ** 2.0
             expected[row] -= 0.5 * gradient[sample] / np.sqrt(accumulator[row])
-    found = te.logical_values(tables, plan)["table"]
+    found = te.unstack_tables(tables, plan)["table"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -147,7 +147,7 @@ def test_every_element_of_rows_of_a_single_value(num_devices, hardware, slot_dty
         dense = jnp.zeros((40, 1)).at[ids].add(gradient)
         updates, state = rule.update(dense, state, expected)
         expected = optax.apply_updates(expected, updates)
-    found = te.logical_values(tables, plan)["table"]
+    found = te.unstack_tables(tables, plan)["table"]
     # A moment in bfloat16 may round the other way where duplicates are summed.
     np.testing.assert_allclose(found, expected, rtol=1e-5 if not slot_dtype else 2e-2)
 
@@ -169,7 +169,7 @@ def test_kept_steps_beyond_their_number_run_at_once():
         tables, slots = update(tables, slots, ids, ones, long)
     tables, slots = update(tables, slots, ids, ones, short)
     assert int(slots["stack_0"].step) == 0
-    assert te.logical_values(tables, short)["table"][1, 0] == -2.0
+    assert te.unstack_tables(tables, short)["table"][1, 0] == -2.0
 
 
 REFUSED = {
@@ -230,7 +230,7 @@ def test_accepted_and_applied(name):
     tables, slots = initial_state(plan, np.ones((20, 2)))
     ids = np.int32([0, 3, 3, 6, 9, 12])
     tables, slots = update(tables, slots, ids, np.ones((6, 2), np.float32), plan)
-    moved = te.logical_values(tables, plan)["table"]
+    moved = te.unstack_tables(tables, plan)["table"]
     assert np.isfinite(moved).all()
     assert (moved[[0, 3, 6, 9, 12]] != 1).all()
 

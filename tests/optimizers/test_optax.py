@@ -15,8 +15,8 @@ from optax._src import alias
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.optimizers.rules import one_table_plan
-from tpu_embedding.layout.packed_rows import PackedRows, RowLayout
+from tests.optimizers.rule_cases import one_table_plan
+from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 from tpu_embedding.update.lift import lift_to_rows
 
 ROWS, DIM = 12, 4

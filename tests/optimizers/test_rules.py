@@ -11,7 +11,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
-from tests.optimizers.rules import (
+from tests.optimizers.rule_cases import (
     OPTIMIZERS,
     compilations,
     initial_state,
@@ -20,9 +20,9 @@ from tests.optimizers.rules import (
     one_table_plan,
     update,
 )
-from tpu_embedding.optimizers.row_local import runs_on_lines
-from tpu_embedding.optimizers.slots import slot_row_shapes
-from tpu_embedding.optimizers.table_rows import among, table_rows
+from tpu_embedding.optimizers.analysis.row_local import runs_on_lines
+from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
+from tpu_embedding.optimizers.table_rows import table_rows, table_rows_context
 from tpu_embedding.update import every_row
 
 VOCABULARY_SIZE, DIM = 40, 8
@@ -113,7 +113,9 @@ def lazy_steps(optimizer, steps):
         rows = np.unique(ids)
         part = jnp.asarray(dense_gradient(ids, cotangents)[rows])
         old = [x[rows] if y else x for x, y in zip(state, has_rows, strict=True)]
-        with among(dataclasses.replace(table_rows(part), table_sizes=size)):
+        with table_rows_context(
+            dataclasses.replace(table_rows(part), table_sizes=size)
+        ):
             updates, new = optimizer.update(part, tree.unflatten(old), table[rows])
         table[rows] += updates
         state = [
@@ -147,7 +149,7 @@ def test_steps_equal_the_rule_on_touched_rows(name, configuration):
         with compilations() as compiled:
             tables, slots = update(tables, slots, ids, cotangents, plan)
         assert len(compiled) <= (not history)
-        history.append([te.logical_values(tables, plan)["table"]])
+        history.append([te.unstack_tables(tables, plan)["table"]])
         history[-1] += logical_state(slots, plan)
     for values, (table, state) in zip(history, expected(name), strict=True):
         for value, reference in zip(values, [table, *state], strict=True):
@@ -235,7 +237,7 @@ def test_every_row_equals_dense_for_any_touched_rows(name, configuration, option
         tables, slots = update(tables, slots, ids, cotangents, plan)
     # Duplicates are summed in another order, then divided by roots near zero.
     np.testing.assert_allclose(
-        te.logical_values(tables, plan)["table"],
+        te.unstack_tables(tables, plan)["table"],
         run_dense(dense, steps),
         rtol=1e-4,
         atol=1e-5,
@@ -318,7 +320,7 @@ def test_rules_that_look_at_rows_see_rows(name, monkeypatch):
         for _ in range(2):
             tables, slots = update(tables, slots, ids, gradient, plan)
         state = logical_state(slots, plan)
-        results.append([te.logical_values(tables, plan)["table"], *state])
+        results.append([te.unstack_tables(tables, plan)["table"], *state])
     for with_lines, with_kernels in zip(*results, strict=True):
         np.testing.assert_allclose(with_kernels, with_lines, rtol=1e-5, atol=1e-6)
 
@@ -436,7 +438,7 @@ def test_ftrl_without_an_accumulator_gives_no_nan(multiplies):
     tables, slots = initial_state(plan, start_values())
     for i, (ids, cotangents) in enumerate(SOME_ROWS_TWICE + EVERY_ROW_TWICE):
         tables, slots = update(tables, slots, ids, cotangents * (i != 0), plan)
-        assert np.isfinite(te.logical_values(tables, plan)["table"]).all()
+        assert np.isfinite(te.unstack_tables(tables, plan)["table"]).all()
 
 
 @pytest.mark.parametrize(

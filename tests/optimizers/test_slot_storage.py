@@ -10,7 +10,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
-from tests.optimizers.rules import (
+from tests.optimizers.rule_cases import (
     initial_state,
     logical_slots,
     one_table_plan,
@@ -96,7 +96,7 @@ def test_bfloat16_slots(num_devices, hardware):
             ids = generator.integers(0, 15, 12).astype(np.int32)
             gradient = generator.normal(size=(12, 8)).astype(np.float32)
             tables, slots = update(tables, slots, ids, gradient, plan)
-        results.append((te.logical_values(tables, plan)["table"], slots, plan))
+        results.append((te.unstack_tables(tables, plan)["table"], slots, plan))
     for slot in logical_slots(results[1][1], rounded):
         assert slot.dtype == jnp.bfloat16
         assert not np.any(slot[15:])

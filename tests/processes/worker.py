@@ -47,7 +47,7 @@ def main(coordinator, num_processes, process, num_devices, path):
             row_splits=np.concatenate([[0], np.cumsum(lengths)]),
         )
         features = {"one": generator.integers(0, 101, 16), "many": many}
-        prepared = te.place_batch(model.prepare(features), model.plan)
+        prepared = te.shard_batch(model.prepare(features), model.plan)
         losses.append(float(step(model, optimizer, prepared)))
     tables = model.embedding_tables()
     if int(process) == 0:

@@ -12,7 +12,7 @@ from tests.conftest import mesh_of
 from tpu_embedding.data.criteo import SyntheticCriteo
 from tpu_embedding.data.interactions import Interactions
 from tpu_embedding.data.random_clicks import RandomClicks
-from tpu_embedding.layout.plan import make_plan
+from tpu_embedding.plan.plan import make_plan
 from tpu_embedding.training.models import (
     ClickModelConfig,
     DLRMConfig,

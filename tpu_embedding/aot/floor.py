@@ -44,7 +44,7 @@ import jax.numpy as jnp
 
 from tpu_embedding.functional import activation_shapes
 from tpu_embedding.hardware import num_slices_of
-from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
 _ITEM_BYTES: Final = 4
 """Of a row id, and of a float32."""

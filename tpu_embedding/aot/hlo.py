@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from tpu_embedding.layout.packed_rows import round_up
+from tpu_embedding.rows.packed_rows import round_up
 
 HBM: Final = 0
 """Memory space of an array whose layout names none. XLA:TPU writes `S(1)` for VMEM,

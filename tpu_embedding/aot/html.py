@@ -28,7 +28,7 @@ from tpu_embedding.aot.text import (
     versions_of,
 )
 from tpu_embedding.aot.timeline import LANES, Interval, Timeline
-from tpu_embedding.layout.memory import format_bytes
+from tpu_embedding.plan.memory import format_bytes
 
 # After Okabe and Ito, "Color Universal Design" (2008): told apart by everybody.
 _MEMORY_COLOURS: Final = {

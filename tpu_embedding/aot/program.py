@@ -12,8 +12,8 @@ from typing import Final
 import jax
 
 from tpu_embedding.aot.hlo import Instruction, parse_module
-from tpu_embedding.layout.packed_rows import RowLayout
-from tpu_embedding.layout.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.packed_rows import RowLayout
 
 # Instructions that hand an array on, or update it in place.
 _MOVES_NOTHING: Final = frozenset(

@@ -34,8 +34,8 @@ from tpu_embedding.aot.program import row_layouts
 from tpu_embedding.aot.timeline import Timeline, make_timeline
 from tpu_embedding.aot.traffic import Traffic
 from tpu_embedding.hardware import HardwareInfo, num_slices_of
-from tpu_embedding.layout.packed_rows import PackedRows
-from tpu_embedding.layout.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.packed_rows import PackedRows
 
 PARTS: Final[tuple[Part, ...]] = ("embedding", "dense", "unattributed")
 

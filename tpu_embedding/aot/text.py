@@ -15,7 +15,7 @@ from tpu_embedding.aot.report import (
 )
 from tpu_embedding.aot.timeline import Timeline
 from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.layout.memory import format_bytes, format_table
+from tpu_embedding.plan.memory import format_bytes, format_table
 
 LOOPS_NOTE: Final = (
     "loops that turn as often as data ask for (an eighth of the ids, where they "

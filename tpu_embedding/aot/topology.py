@@ -21,8 +21,8 @@ from tpu_embedding.hardware import (
     HardwareInfo,
     hardware_by_name,
 )
-from tpu_embedding.layout.packed_rows import PackedRows
-from tpu_embedding.layout.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.packed_rows import PackedRows
 
 Tree = TypeVar("Tree")
 
@@ -134,7 +134,7 @@ def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
 
 
 def abstract_batch(batch: Tree, plan: EmbeddingPlan) -> Tree:
-    """Gives a batch, or its shapes, the shardings of `place_batch`."""
+    """Gives a batch, or its shapes, the shardings of `shard_batch`."""
 
     def place(leaf: Any) -> Any:
         divides = bool(leaf.ndim) and leaf.shape[0] % plan.num_shards == 0

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import orbax.checkpoint as ocp
 
-from tpu_embedding.layout.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
 
 T = TypeVar("T")
 Description = dict[str, Any]

@@ -14,36 +14,36 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.layout.packed_rows import (
+from tpu_embedding.lookup._dedup import unsort
+from tpu_embedding.lookup._flatten import PoolingSpec
+from tpu_embedding.lookup._repeats import add_repeats
+from tpu_embedding.lookup._route import IdsByRow
+from tpu_embedding.lookup._running import running_sum
+from tpu_embedding.lookup._sample_lines import sample_lines
+from tpu_embedding.rows.kernels.kernel_bodies import DROPPED_ROW
+from tpu_embedding.rows.kernels.row_kernels import ID_ALIGNMENT, write_rows
+from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,
     clear_last_row,
     concatenate_rows,
+    gather_in_bounds,
     gather_packed,
     gather_rows,
     gather_sums,
     round_up,
     scale_rows,
-    take,
     unpack_rows,
 )
-from tpu_embedding.layout.row_kernels import FEWEST_IDS, write_rows
-from tpu_embedding.layout.row_workers import NOWHERE
-from tpu_embedding.lookup._dedup import unsort
-from tpu_embedding.lookup._flatten import Bags
-from tpu_embedding.lookup._repeats import add_repeats
-from tpu_embedding.lookup._route import Uses
-from tpu_embedding.lookup._running import running_sum
-from tpu_embedding.lookup._sample_lines import sample_lines
 
-_MOST_SLICES: Final = 128
+_MAX_SLICES: Final = 128
 """Ids of a sample up to which each is an addition of its own in the program."""
 
 
 def combine(
     rows: PackedRows,
     places: Int[Array, " all_ids"],
-    bags: Sequence[Bags],
+    bags: Sequence[PoolingSpec],
 ) -> list[Float[Array, "_ dim"]]:
     """Sums gain-weighted rows into their samples. Per shard; no communication.
 
@@ -86,7 +86,7 @@ def combine(
 
 
 def _scale(
-    of_samples: Sequence[Float[Array, "_ dim"]], bags: Sequence[Bags]
+    of_samples: Sequence[Float[Array, "_ dim"]], bags: Sequence[PoolingSpec]
 ) -> list[Float[Array, "_ dim"]]:
     """Normalises what is of samples as their combiners do."""
     return [
@@ -95,14 +95,14 @@ def _scale(
     ]
 
 
-def _valence_in_kernel(bag: Bags) -> int:
+def _valence_in_kernel(bag: PoolingSpec) -> int:
     """Returns how many rows of a sample a kernel sums: all, if none has a weight."""
     is_plain = bag.sample_ids is None and bag.gains is None
     return max(1, bag.valence) if is_plain else 1
 
 
 def _pool(
-    bag: Bags, rows: Float[Array, "ids _"], gains: Float[Array, "ids _"] | None
+    bag: PoolingSpec, rows: Float[Array, "ids _"], gains: Float[Array, "ids _"] | None
 ) -> Float[Array, "samples _"]:
     """Sums the rows of each sample, times their gains; or lines of rows."""
     if gains is not None:
@@ -113,7 +113,7 @@ def _pool(
         )
     if bag.valence == 1:
         return rows
-    if bag.valence > _MOST_SLICES:
+    if bag.valence > _MAX_SLICES:
         return rows.reshape(bag.valence, -1, rows.shape[1]).sum(axis=0)
     # Slices are added where they lie; a reduction would have them copied out first.
     return functools.reduce(jnp.add, jnp.split(rows, bag.valence))
@@ -121,8 +121,8 @@ def _pool(
 
 def spread(
     cotangents: Sequence[Float[Array, "_ dim"]],
-    uses: Uses,
-    bags: Sequence[Bags],
+    uses: IdsByRow,
+    bags: Sequence[PoolingSpec],
     layout: RowLayout,
 ) -> PackedRows:
     """Sums the cotangents of all samples that used a row. Per shard.
@@ -144,16 +144,16 @@ def spread(
     num_samples = sum(bag.num_samples for bag in bags)
     lines = sample_lines(bags, layout)
     if lines is None:
-        of_samples = concatenate_rows(cotangents, layout.on_their_way(num_samples))
+        of_samples = concatenate_rows(cotangents, layout.buffer_layout(num_samples))
     else:
         of_samples = lines.pack(cotangents)
     samples, gains = _samples_of_ids(bags), _gains_of_ids(bags)
 
     def of_ids(ids: Int[Array, " n"]) -> PackedRows:
-        sample = ids if samples is None else take(samples, ids)
+        sample = ids if samples is None else gather_in_bounds(samples, ids)
         place = sample if lines is None else lines.place_of(sample)
         rows = gather_packed(of_samples, place)
-        return rows if gains is None else scale_rows(rows, take(gains, ids))
+        return rows if gains is None else scale_rows(rows, gather_in_bounds(gains, ids))
 
     is_first = jnp.diff(uses.places, prepend=-1) != 0
     first_ids = jnp.zeros((buffer_size,), jnp.int32)
@@ -170,7 +170,9 @@ def spread(
 
 
 def _sources_of_kernel(
-    cotangents: Sequence[Float[Array, "_ dim"]], bags: Sequence[Bags], layout: RowLayout
+    cotangents: Sequence[Float[Array, "_ dim"]],
+    bags: Sequence[PoolingSpec],
+    layout: RowLayout,
 ) -> list[Float[Array, "_ lanes"]] | None:
     """Returns the cotangents in lines for `write_rows`; None where it cannot be used.
 
@@ -182,7 +184,7 @@ def _sources_of_kernel(
         or bag.gains is not None
         or bag.valence == 0
         or bag.num_samples == 0
-        or bag.num_samples % FEWEST_IDS
+        or bag.num_samples % ID_ALIGNMENT
         for bag in bags
     ):
         return None
@@ -194,8 +196,8 @@ def _sources_of_kernel(
 
 def _spread_by_kernel(
     sources: Sequence[Float[Array, "_ lanes"]],
-    uses: Uses,
-    bags: Sequence[Bags],
+    uses: IdsByRow,
+    bags: Sequence[PoolingSpec],
     layout: RowLayout,
 ) -> PackedRows:
     """Spreads with a kernel that writes each cotangent where it belongs.
@@ -205,21 +207,21 @@ def _spread_by_kernel(
     """
     assert layout.runner is not None
     buffer_size = layout.num_rows
-    aside = layout.on_their_way(
-        round_up(uses.order.shape[0], FEWEST_IDS * layout.rows_per_line)
+    aside = layout.buffer_layout(
+        round_up(uses.order.shape[0], ID_ALIGNMENT * layout.rows_per_line)
     )
     is_used = uses.places < buffer_size
     is_new = jnp.diff(uses.places, prepend=-1) != 0
     is_repeat = is_used & ~is_new
     repeats = jnp.maximum(running_sum(is_repeat.astype(jnp.int32)) - 1, 0)
     place = jnp.where(is_repeat, buffer_size + repeats, uses.places)
-    place = unsort(jnp.where(is_used, place, NOWHERE), uses.order)
+    place = unsort(jnp.where(is_used, place, DROPPED_ROW), uses.order)
     sums, values_aside = write_rows(
         sources,
         [bag.valence for bag in bags],
         [
-            jnp.where(place < buffer_size, place, NOWHERE),
-            jnp.where(place < buffer_size, NOWHERE, place - buffer_size),
+            jnp.where(place < buffer_size, place, DROPPED_ROW),
+            jnp.where(place < buffer_size, DROPPED_ROW, place - buffer_size),
         ],
         [buffer_size, aside.num_rows],
         layout.dim,
@@ -235,7 +237,7 @@ def _spread_by_kernel(
     )
 
 
-def _samples_of_ids(bags: Sequence[Bags]) -> Int[Array, " all_ids"] | None:
+def _samples_of_ids(bags: Sequence[PoolingSpec]) -> Int[Array, " all_ids"] | None:
     """Numbers the samples of all features; None where each has one id, in order."""
     if all(bag.sample_ids is None and bag.valence == 1 for bag in bags):
         return None
@@ -250,7 +252,7 @@ def _samples_of_ids(bags: Sequence[Bags]) -> Int[Array, " all_ids"] | None:
     return jnp.concatenate(samples)
 
 
-def _gains_of_ids(bags: Sequence[Bags]) -> Float[Array, " all_ids"] | None:
+def _gains_of_ids(bags: Sequence[PoolingSpec]) -> Float[Array, " all_ids"] | None:
     if all(bag.gains is None for bag in bags):
         return None
     return jnp.concatenate(
@@ -265,7 +267,7 @@ def _split(rows: Float[Array, "_ _"], sizes: list[int]) -> list[Float[Array, "_ 
     return jnp.split(rows, list(itertools.accumulate(sizes))[:-1])
 
 
-def _num_ids(bags: Sequence[Bags]) -> list[int]:
+def _num_ids(bags: Sequence[PoolingSpec]) -> list[int]:
     return [
         bag.num_samples * bag.valence
         if bag.sample_ids is None

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from tpu_embedding.layout.packed_rows import take
-from tpu_embedding.layout.plan import StackPlan
 from tpu_embedding.lookup._running import running_sum
+from tpu_embedding.plan.plan import StackPlan
+from tpu_embedding.rows.packed_rows import gather_in_bounds
 from tpu_embedding.types import PADDING_ROW_ID
 
-_MOST_COMPARISONS: Final = 2**23
+_MAX_COMPARISONS: Final = 2**23
 """Beyond, a binary search in a loop is faster than to compare with all."""
 
 
@@ -97,7 +97,7 @@ def count_below(keys: Int[Array, " queries"], dedup: Dedup) -> Int[Array, " quer
     return _ranks_before(_search(dedup.sorted_keys, keys), dedup.ranks)
 
 
-def for_each_id(values: Int[Array, " shards"], dedup: Dedup) -> Int[Array, " ids"]:
+def broadcast_to_ids(values: Int[Array, " shards"], dedup: Dedup) -> Int[Array, " ids"]:
     """Gives each sorted id the value of its destination; padding gets any.
 
     A running sum of the steps between destinations: a TPU gathers single integers
@@ -121,7 +121,7 @@ def _search(
     rising: Int[Array, " n"], queries: Int[Array, " queries"]
 ) -> Int[Array, " queries"]:
     """Returns how many values are below each query."""
-    few = rising.shape[0] * queries.shape[0] <= _MOST_COMPARISONS
+    few = rising.shape[0] * queries.shape[0] <= _MAX_COMPARISONS
     method = "compare_all" if few else "scan"
     return jnp.searchsorted(rising, queries, method=method).astype(jnp.int32)
 
@@ -129,5 +129,5 @@ def _search(
 def _ranks_before(
     places: Int[Array, " queries"], ranks: Int[Array, " ids"]
 ) -> Int[Array, " queries"]:
-    before = take(ranks, jnp.maximum(places - 1, 0))
+    before = gather_in_bounds(ranks, jnp.maximum(places - 1, 0))
     return jnp.where(places == 0, 0, before + 1)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.config import QuantizationConfig
-from tpu_embedding.layout.capacity import LANES, RoundSize
-from tpu_embedding.layout.packed_rows import PackedRows, gather_packed
-from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.lookup._route import Round, lines_of, starts_of
+from tpu_embedding.plan.capacity import LANES, RoundSize
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.rows.packed_rows import PackedRows, gather_packed
 from tpu_embedding.types import PADDING_ROW_ID
 
 
@@ -177,7 +177,7 @@ def _exchange_ragged(
     plan: EmbeddingPlan,
 ) -> PackedRows:
     """Moves the parts of one buffer to their places in the others'. Per shard."""
-    layout = rows.layout.on_their_way(num_rows)
+    layout = rows.layout.buffer_layout(num_rows)
     if not layout.is_flat:
         lines = _move_ragged(rows.lines, sent, received, layout.num_lines, plan)
         return PackedRows(lines=lines, layout=layout)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.config import Combiner
-from tpu_embedding.layout.plan import FeaturePlan, StackPlan
+from tpu_embedding.plan.plan import FeaturePlan, StackPlan
 from tpu_embedding.types import PADDING_ROW_ID
 
 
@@ -43,7 +43,7 @@ class FeatureInput:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bags:
+class PoolingSpec:
     """What combining and spreading need to know of a feature, ids aside. Per shard.
 
     Attributes:
@@ -66,7 +66,7 @@ def flatten(
     inputs: Sequence[FeatureInput],
     features: Sequence[FeaturePlan],
     stack: StackPlan,
-) -> tuple[Int[Array, " all_ids"], list[Bags], list[Int[Array, ""]]]:
+) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
     """Turns the features of a stack into keys, bags and counts. Per shard.
 
     Args:
@@ -88,7 +88,7 @@ def flatten(
             feature_input, row_ids, feature.config.table.combiner
         )
         bags.append(
-            Bags(
+            PoolingSpec(
                 gains=gains,
                 scales=scales,
                 sample_ids=feature_input.sample_ids,

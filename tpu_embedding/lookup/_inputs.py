@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from tpu_embedding.layout.plan import EmbeddingPlan, FeaturePlan
 from tpu_embedding.lookup._flatten import FeatureInput
 from tpu_embedding.lookup._running import running_sum
+from tpu_embedding.plan.plan import EmbeddingPlan, FeaturePlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,

@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from tpu_embedding.layout.packed_rows import (
+from tpu_embedding.lookup._dedup import rank_unique, unsort
+from tpu_embedding.lookup._repeats import add_repeats
+from tpu_embedding.lookup._running import forward_fill
+from tpu_embedding.rows.packed_rows import (
     PackedRows,
     gather_rows,
     keep_rows,
@@ -14,15 +17,12 @@ from tpu_embedding.layout.packed_rows import (
     round_up,
     unpack_rows,
 )
-from tpu_embedding.lookup._dedup import rank_unique, unsort
-from tpu_embedding.lookup._repeats import add_repeats
-from tpu_embedding.lookup._running import hold
 from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowSums:
+class PackedRowGradients:
     """The gradient of each of some rows, as it lies in memory.
 
     Attributes:
@@ -47,7 +47,7 @@ def merge(
     row_ids: Int[Array, " buffer"],
     gradients: PackedRows,
     num_rows: int,
-) -> RowSums:
+) -> PackedRowGradients:
     """Sums the gradients of equal rows. Per shard; no communication.
 
     Args:
@@ -66,21 +66,21 @@ def merge(
     sums = add_repeats(
         gradients,
         is_repeat,
-        places=hold(jnp.where(is_first, order, -1)),
+        places=forward_fill(jnp.where(is_first, order, -1)),
         occurrences=order,
         # Only places of first occurrences are added to; the others hold what was
         # received.
         values_of=gather_rows,
     )
     unique_ids = unsort(jnp.where(is_repeat, PADDING_ROW_ID, sorted_ids), order)
-    return RowSums(row_ids=unique_ids, values=sums)
+    return PackedRowGradients(row_ids=unique_ids, values=sums)
 
 
 def _merge_few_rows(
     row_ids: Int[Array, " buffer"],
     gradients: PackedRows,
     num_rows: int,
-) -> RowSums:
+) -> PackedRowGradients:
     """Sums in a buffer as long as there are rows, which is shorter than what came."""
     num_rows = round_up(num_rows, gradients.layout.rows_per_line)
     rows = unpack_rows(gradients)
@@ -91,9 +91,9 @@ def _merge_few_rows(
     sums = sums.at[unsort(ranks, order)].add(
         rows, mode="drop", wrap_negative_indices=False
     )
-    return RowSums(
+    return PackedRowGradients(
         row_ids=unique_ids.at[ranks].set(
             sorted_ids, mode="drop", wrap_negative_indices=False
         ),
-        values=pack_rows(sums, gradients.layout.on_their_way(num_rows)),
+        values=pack_rows(sums, gradients.layout.buffer_layout(num_rows)),
     )

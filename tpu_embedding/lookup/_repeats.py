@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.layout.capacity import LANES
-from tpu_embedding.layout.packed_rows import PackedRows, add_repeatedly, round_up
+from tpu_embedding.plan.capacity import LANES
+from tpu_embedding.rows.packed_rows import PackedRows, add_repeatedly, round_up
 
 _TURNS: Final = 8
 """Turns of the loop where almost all occurrences are repeats."""
 
-_FEWEST_PER_TURN: Final = 8 * LANES
+_MIN_PER_TURN: Final = 8 * LANES
 """Repeats of a turn at least, so that few ids do not take several turns."""
 
 
@@ -43,7 +43,7 @@ def add_repeats(
     num_occurrences = is_repeat.shape[0]
     num_repeats = jnp.sum(is_repeat, dtype=jnp.int32)
     per_turn = round_up(-(-num_occurrences // _TURNS), LANES)
-    per_turn = min(max(per_turn, _FEWEST_PER_TURN), num_occurrences)
+    per_turn = min(max(per_turn, _MIN_PER_TURN), num_occurrences)
     # A sort moves repeats to the front: a TPU scatters single integers slowly.
     places, occurrences = jax.lax.sort(
         (jnp.where(is_repeat, places, num_places), occurrences),

@@ -18,21 +18,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from tpu_embedding.layout.capacity import RoundSize
-from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.lookup._dedup import (
     Dedup,
+    broadcast_to_ids,
     count_below,
-    for_each_id,
     key_at_rank,
     unsort,
 )
+from tpu_embedding.plan.capacity import RoundSize
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.types import PADDING_ROW_ID
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Uses:
+class IdsByRow:
     """Which ids of a shard use each row that it fetches in a round. Per shard.
 
     Attributes:
@@ -67,7 +67,7 @@ class Round:
     """
 
     places: Int[Array, " ids"]
-    uses: Uses
+    uses: IdsByRow
     row_ids: Int[Array, " padded"]
     num_ids: Int[Array, " shards"]
     next_ranks: Int[Array, " shards"]
@@ -163,11 +163,11 @@ def _fill(
 ) -> Round:
     num_places = stack.num_shards * size.part
     num_ids = next_ranks - first_ranks
-    turn = dedup.ranks - for_each_id(first_ranks, dedup)
+    turn = dedup.ranks - broadcast_to_ids(first_ranks, dedup)
     is_in_round = (
         (dedup.sorted_keys != PADDING_ROW_ID)
         & (turn >= 0)
-        & (dedup.ranks < for_each_id(next_ranks, dedup))
+        & (dedup.ranks < broadcast_to_ids(next_ranks, dedup))
     )
     destination = jax.lax.div(dedup.sorted_keys, jnp.int32(stack.rows_per_shard))
     row = dedup.sorted_keys - stack.rows_per_shard * destination
@@ -175,13 +175,13 @@ def _fill(
     row_places = id_places
     if size.kind == "ragged":
         starts = size.rows_per_line * starts_of(lines_of(num_ids, size))
-        row_places = turn + for_each_id(starts, dedup)
+        row_places = turn + broadcast_to_ids(starts, dedup)
         row_places = jnp.where(is_in_round, row_places, size.sent_rows)
     row_ids = jnp.full((num_places,), PADDING_ROW_ID, jnp.int32)
     row_ids = row_ids.at[id_places].set(row, mode="drop", wrap_negative_indices=False)
     return Round(
         places=unsort(row_places, dedup.order),
-        uses=Uses(order=dedup.order, places=row_places),
+        uses=IdsByRow(order=dedup.order, places=row_places),
         row_ids=row_ids,
         num_ids=num_ids,
         next_ranks=next_ranks,

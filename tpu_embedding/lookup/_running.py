@@ -24,7 +24,7 @@ def running_sum(values: Int[Array, " n"]) -> Int[Array, " n"]:
     return _scan(values.astype(jnp.int32), jnp.add, 0)
 
 
-def hold(values: Int[Array, " n"]) -> Int[Array, " n"]:
+def forward_fill(values: Int[Array, " n"]) -> Int[Array, " n"]:
     """Replaces each negative number by the last one before it that is not negative.
 
     Negative numbers at the beginning become -1. int32, as in `running_sum`.

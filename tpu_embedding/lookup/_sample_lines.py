@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.layout.packed_rows import PackedRows, RowLayout, over_lanes
-from tpu_embedding.layout.row_kernels import FEWEST_IDS, read_rows
-from tpu_embedding.lookup._flatten import Bags
+from tpu_embedding.lookup._flatten import PoolingSpec
+from tpu_embedding.rows.kernels.row_kernels import ID_ALIGNMENT, read_rows
+from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, over_lanes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class SampleLines:
         """Puts the samples of features into lines, one feature after the other."""
         return PackedRows(
             lines=jnp.concatenate([self.lines_of(x) for x in features]),
-            layout=self.layout.on_their_way(len(features) * self.num_samples),
+            layout=self.layout.buffer_layout(len(features) * self.num_samples),
         )
 
     def lines_of(self, feature: Float[Array, "samples dim"]) -> Float[Array, "_ lanes"]:
@@ -97,7 +97,7 @@ class SampleLines:
         return over_lanes(columns, self.layout.lanes)
 
 
-def sample_lines(bags: Sequence[Bags], layout: RowLayout) -> SampleLines | None:
+def sample_lines(bags: Sequence[PoolingSpec], layout: RowLayout) -> SampleLines | None:
     """Returns how samples share lines; None where they cannot.
 
     They can where rows share lines that kernels reach, and all features have equally
@@ -110,7 +110,7 @@ def sample_lines(bags: Sequence[Bags], layout: RowLayout) -> SampleLines | None:
         or any(bag.sample_ids is not None for bag in bags)
         or any(bag.num_samples != num_samples for bag in bags)
         or any(bag.valence == 0 for bag in bags)
-        or num_samples % (layout.rows_per_line * FEWEST_IDS)
+        or num_samples % (layout.rows_per_line * ID_ALIGNMENT)
     ):
         return None
     return SampleLines(num_samples=num_samples, layout=layout)

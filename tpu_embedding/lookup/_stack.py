@@ -14,9 +14,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.layout.capacity import RoundSize
-from tpu_embedding.layout.packed_rows import PackedRows
-from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.lookup._combine import combine, spread
 from tpu_embedding.lookup._dedup import Dedup, dedup
 from tpu_embedding.lookup._exchange import (
@@ -26,13 +23,16 @@ from tpu_embedding.lookup._exchange import (
     send_requests,
 )
 from tpu_embedding.lookup._flatten import (
-    Bags,
     FeatureInput,
+    PoolingSpec,
     flatten,
     max_unique_ids,
 )
-from tpu_embedding.lookup._merge import RowSums, merge
-from tpu_embedding.lookup._route import Round, Uses, route, route_all
+from tpu_embedding.lookup._merge import PackedRowGradients, merge
+from tpu_embedding.lookup._route import IdsByRow, Round, route, route_all
+from tpu_embedding.plan.capacity import RoundSize
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import RowRange, RowUpdates
 
 Carry = TypeVar("Carry")
@@ -40,7 +40,7 @@ Carry = TypeVar("Carry")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Remaining:
+class PendingRounds:
     """What has to travel after the first round. Per shard.
 
     Attributes:
@@ -71,16 +71,16 @@ class StackRouting:
       size: of the first round.
     """
 
-    uses: Uses
+    uses: IdsByRow
     requests: Requests
-    bags: list[Bags]
-    remaining: Remaining | None
+    bags: list[PoolingSpec]
+    remaining: PendingRounds | None
     size: RoundSize = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LaterUpdates:
+class DeferredGradient:
     """Gradients that travel in further rounds, still on the shard they arose on.
 
     Attributes:
@@ -89,9 +89,9 @@ class LaterUpdates:
       bags: per feature of the stack.
     """
 
-    remaining: Remaining
+    remaining: PendingRounds
     cotangents: list[Float[Array, "_ dim"]]
-    bags: list[Bags]
+    bags: list[PoolingSpec]
 
 
 @jax.tree_util.register_dataclass
@@ -104,8 +104,8 @@ class StackGradient:
       later: the rest; None where no batch of this shape can have one.
     """
 
-    first: RowSums
-    later: LaterUpdates | None
+    first: PackedRowGradients
+    later: DeferredGradient | None
 
     @property
     def updates(self) -> RowUpdates:
@@ -155,7 +155,7 @@ def lookup_stack(
         remaining = None
     else:
         first = route(unique, unique.first_ranks[:-1], size, stack, plan)
-        remaining = Remaining(
+        remaining = PendingRounds(
             dedup=unique,
             next_ranks=first.next_ranks,
             end_row=first.end_row[None],
@@ -215,13 +215,13 @@ def stack_gradient(
     """
     later = None
     if routing.remaining is not None:
-        later = LaterUpdates(
+        later = DeferredGradient(
             remaining=routing.remaining,
             cotangents=list(cotangents),
             bags=routing.bags,
         )
     size = routing.size
-    layout = stack.layout.on_their_way(size.sent_rows)
+    layout = stack.layout.buffer_layout(size.sent_rows)
     gradients = spread(cotangents, routing.uses, routing.bags, layout)
     return StackGradient(
         first=_to_owners(gradients, routing.requests, size, stack, plan), later=later
@@ -229,8 +229,8 @@ def stack_gradient(
 
 
 def for_each_later_update(
-    later: LaterUpdates,
-    apply: Callable[[Carry, RowSums, RowRange], Carry],
+    later: DeferredGradient,
+    apply: Callable[[Carry, PackedRowGradients, RowRange], Carry],
     carry: Carry,
     stack: StackPlan,
     plan: EmbeddingPlan,
@@ -247,7 +247,7 @@ def for_each_later_update(
     def apply_round(state, current: Round):
         carry, first_row = state
         size = later.remaining.size
-        layout = stack.layout.on_their_way(size.sent_rows)
+        layout = stack.layout.buffer_layout(size.sent_rows)
         gradients = spread(later.cotangents, current.uses, later.bags, layout)
         requests = send_requests(current, size, plan)
         sums = _to_owners(gradients, requests, size, stack, plan)
@@ -260,7 +260,7 @@ def for_each_later_update(
 
 
 def for_each_round(
-    remaining: Remaining,
+    remaining: PendingRounds,
     body: Callable[[Carry, Round], Carry],
     carry: Carry,
     stack: StackPlan,
@@ -288,9 +288,9 @@ def _to_owners(
     size: RoundSize,
     stack: StackPlan,
     plan: EmbeddingPlan,
-) -> RowSums:
+) -> PackedRowGradients:
     """Sends gradients to the owners of their rows, and sums those of a row there."""
     received = send_gradients(gradients, requests, plan)
     if stack.num_shards == 1 or stack.keeps_duplicates:
-        return RowSums(row_ids=requests.row_ids, values=received)
+        return PackedRowGradients(row_ids=requests.row_ids, values=received)
     return merge(requests.row_ids, received, size.unique_rows)

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpu_embedding.layout.plan import EmbeddingPlan, FeaturePlan
 from tpu_embedding.lookup._inputs import (
     as_dense_ids,
     check_dtypes,
     refuse_empty_batch,
     refuse_weighted_sequence,
 )
+from tpu_embedding.plan.plan import EmbeddingPlan, FeaturePlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
@@ -46,7 +46,7 @@ def prepare_features(features: Any, plan: EmbeddingPlan, weights: Any = None) ->
 
     Returns:
       The nest with NumPy arrays, int32 ids and float32 weights, to be passed to the
-      layer, or to `tpu_embedding.place_batch` first.
+      layer, or to `tpu_embedding.shard_batch` first.
 
     Raises:
       TypeError: if ids are no integers.
@@ -74,7 +74,7 @@ def prepare_features(features: Any, plan: EmbeddingPlan, weights: Any = None) ->
     return jax.tree.unflatten(plan.feature_tree, prepared)
 
 
-def place_batch(batch: Any, plan: EmbeddingPlan) -> Any:
+def shard_batch(batch: Any, plan: EmbeddingPlan) -> Any:
     """Puts a nest of arrays on the plan's devices, split along their first axis.
 
     Arrays whose first axis does not divide by the devices are put on each of them. In
@@ -100,7 +100,7 @@ def _check_fits_int32(array: np.ndarray) -> np.ndarray:
         low, high = array.min(), array.max()
         if low < np.iinfo(np.int32).min or high > np.iinfo(np.int32).max:
             raise ValueError(
-                f"place_batch got {array.dtype} values from {low} to {high}, which an "
+                f"shard_batch got {array.dtype} values from {low} to {high}, which an "
                 "int32 cannot hold; pass ids through prepare_features first."
             )
     return array

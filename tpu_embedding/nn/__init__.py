@@ -1,7 +1,7 @@
 """Flax modules over the functional core: parameters and lookup."""
 
 from tpu_embedding.nn.embedding import EmbeddingTables as EmbeddingTables
-from tpu_embedding.nn.embedding import LookupStatistics as LookupStatistics
+from tpu_embedding.nn.embedding import LookupStatsVariable as LookupStatsVariable
 from tpu_embedding.nn.embedding import TPUEmbedding as TPUEmbedding
 from tpu_embedding.nn.training import Gradients as Gradients
 from tpu_embedding.nn.training import Optimizer as Optimizer

@@ -15,12 +15,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_embedding import functional
-from tpu_embedding.layout.initial_values import init_tables
-from tpu_embedding.layout.logical import logical_values, with_logical_values
-from tpu_embedding.layout.plan import EmbeddingPlan, make_plan
 from tpu_embedding.lookup._inputs import attach_weights
 from tpu_embedding.lookup.prepare import prepare_features
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
+from tpu_embedding.plan.plan import EmbeddingPlan, make_plan
+from tpu_embedding.tables.initial_values import init_tables
+from tpu_embedding.tables.table_values import unstack_tables, with_table_values
 from tpu_embedding.types import LookupStats
 
 Recording = Literal["off", "shapes", "calls"]
@@ -30,7 +30,7 @@ class EmbeddingTables(nnx.Variable):
     """The stacked tables of a layer: stack name to `PackedRows`."""
 
 
-class LookupStatistics(nnx.Variable):
+class LookupStatsVariable(nnx.Variable):
     """`LookupStats` of the latest lookup."""
 
 
@@ -98,7 +98,7 @@ class TPUEmbedding(nnx.Module):
             )
         self.plan = plan
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
-        self.stats = LookupStatistics(_no_stats(plan))
+        self.stats = LookupStatsVariable(_no_stats(plan))
         self.recorded = RecordedCalls(())
         self.recording: Recording = "off"
 
@@ -139,12 +139,12 @@ class TPUEmbedding(nnx.Module):
 
     def embedding_tables(self) -> dict[str, Any]:
         """Returns each table's values, NumPy `[vocabulary_size, dim]`, by name."""
-        return logical_values(self.tables.get_value(), self.plan)
+        return unstack_tables(self.tables.get_value(), self.plan)
 
     def set_embedding_tables(self, values: dict[str, Any]) -> None:
-        """Replaces the values of some tables; see `with_logical_values`."""
+        """Replaces the values of some tables; see `with_table_values`."""
         self.tables.set_value(
-            with_logical_values(self.tables.get_value(), values, self.plan)
+            with_table_values(self.tables.get_value(), values, self.plan)
         )
 
     def start_recording(self, taps: Any | None) -> None:

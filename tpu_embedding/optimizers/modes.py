@@ -1,9 +1,9 @@
-"""Which rows a rule is applied to, and how often.
+"""Modes: which rows an optimizer rule is applied to, and how often.
 
-A rule says how it wants to be applied at the time it runs: `note` tells whoever traces
-it, as the layer does when it makes its plan. So a mode survives `optax.chain`,
-`optax.inject_hyperparams` and any other wrapper, and counts for those tables only that
-a branch of `optax.multi_transform` is for.
+A rule requests its mode while it runs, by `request_mode`; the layer records the request
+when it traces the rule for its plan. So a mode survives `optax.chain`,
+`optax.inject_hyperparams` and any other wrapper. Under `optax.multi_transform` it
+applies only to the tables of its branch.
 """
 
 import contextlib
@@ -35,20 +35,20 @@ class OccurrenceNorm:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Last:
+class MustBeLast:
     """The rule must be the last: it counts on these updates being applied."""
 
     updates: Any
 
 
-Mode = EveryRow | InSequence | OccurrenceNorm | Last
+Mode = EveryRow | InSequence | OccurrenceNorm | MustBeLast
 
 _NOTES: contextvars.ContextVar[list[Mode] | None] = contextvars.ContextVar(
     "modes", default=None
 )
 
 
-def note(mode: Mode) -> None:
+def request_mode(mode: Mode) -> None:
     """Tells whoever traces a rule how it is to be applied."""
     notes = _NOTES.get()
     if notes is not None:
@@ -56,7 +56,7 @@ def note(mode: Mode) -> None:
 
 
 @contextlib.contextmanager
-def noted_modes() -> Iterator[list[Mode]]:
+def requested_modes() -> Iterator[list[Mode]]:
     """Collects the modes of rules that run within."""
     notes: list[Mode] = []
     token = _NOTES.set(notes)
@@ -134,7 +134,7 @@ def _with_mode(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         # Under `optax.masked`, a rule for other tables is handed no array.
         if jax.tree.leaves(updates):
-            note(mode)
+            request_mode(mode)
         return rule.update(updates, state, params)
 
     return optax.GradientTransformation(rule.init, update)

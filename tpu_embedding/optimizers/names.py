@@ -5,29 +5,29 @@ from typing import Any
 
 import optax
 
-from tpu_embedding.optimizers._adafactor import adafactor
-from tpu_embedding.optimizers._adagrad import (
+from tpu_embedding.optimizers.rules.adafactor import adafactor
+from tpu_embedding.optimizers.rules.adagrad import (
     adagrad,
     adagrad_momentum,
     rowwise_adagrad,
 )
-from tpu_embedding.optimizers._adam import adam
-from tpu_embedding.optimizers._bounded_adagrad import bounded_adagrad
-from tpu_embedding.optimizers._clippy import clippy_adagrad
-from tpu_embedding.optimizers._frequency import frequency_aware_adagrad
-from tpu_embedding.optimizers._ftrl import ftrl
-from tpu_embedding.optimizers._lion import lion
-from tpu_embedding.optimizers._momentum import momentum
-from tpu_embedding.optimizers._proximal import proximal_adagrad
-from tpu_embedding.optimizers._rmsprop import adadelta, rmsprop
-from tpu_embedding.optimizers._rowwise import (
+from tpu_embedding.optimizers.rules.adam import adam
+from tpu_embedding.optimizers.rules.bounded_adagrad import bounded_adagrad
+from tpu_embedding.optimizers.rules.clippy import clippy_adagrad
+from tpu_embedding.optimizers.rules.frequency import frequency_aware_adagrad
+from tpu_embedding.optimizers.rules.ftrl import ftrl
+from tpu_embedding.optimizers.rules.lion import lion
+from tpu_embedding.optimizers.rules.momentum import momentum
+from tpu_embedding.optimizers.rules.proximal import proximal_adagrad
+from tpu_embedding.optimizers.rules.rmsprop import adadelta, rmsprop
+from tpu_embedding.optimizers.rules.rowwise import (
     lamb,
     partial_rowwise_adam,
     partial_rowwise_lamb,
     rowwise_rmsprop,
 )
-from tpu_embedding.optimizers._sgd import sgd
-from tpu_embedding.optimizers._yogi import online_yogi, proximal_yogi
+from tpu_embedding.optimizers.rules.sgd import sgd
+from tpu_embedding.optimizers.rules.yogi import online_yogi, proximal_yogi
 
 _RECIPES = (
     sgd,

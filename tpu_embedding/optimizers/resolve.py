@@ -10,23 +10,26 @@ import jax.extend as jex
 import jax.numpy as jnp
 import optax
 
-from tpu_embedding.optimizers.modes import (
-    EveryRow,
-    InSequence,
-    Last,
-    Mode,
-    OccurrenceNorm,
-    noted_modes,
-)
-from tpu_embedding.optimizers.names import optimizer_by_name
-from tpu_embedding.optimizers.row_local import (
+from tpu_embedding.optimizers.analysis.row_local import (
     NotRowLocalError,
     check_elementwise,
 )
+from tpu_embedding.optimizers.analysis.row_totals import (
+    reduces_over_rows,
+    with_row_totals,
+)
+from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
+from tpu_embedding.optimizers.modes import (
+    EveryRow,
+    InSequence,
+    Mode,
+    MustBeLast,
+    OccurrenceNorm,
+    requested_modes,
+)
+from tpu_embedding.optimizers.names import optimizer_by_name
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
-from tpu_embedding.optimizers.row_totals import reduces_over_rows, with_row_totals
-from tpu_embedding.optimizers.slots import slot_row_shapes
-from tpu_embedding.optimizers.table_rows import TableRows, among
+from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
 
 _PROBE: Final = jax.ShapeDtypeStruct((2, 3), jnp.float32)
 _ADDRESS: Final = re.compile("0x[0-9a-f]+")
@@ -205,12 +208,12 @@ def _trace(transformation: optax.GradientTransformation) -> _Trace | None:
             is_touched=everything,
             all_reduce=all_reduce,
         )
-        with among(known), noted_modes() as modes:
+        with table_rows_context(known), requested_modes() as modes:
             state = transformation.init(rows)
             asked.clear()
             updates, state = transformation.update(rows, state, rows)
         noted.extend(modes)
-        last = [mode.updates for mode in modes if isinstance(mode, Last)]
+        last = [mode.updates for mode in modes if isinstance(mode, MustBeLast)]
         is_last.extend(each is updates for each in last)
         return updates, state
 
@@ -236,7 +239,7 @@ def _trace(transformation: optax.GradientTransformation) -> _Trace | None:
         )
     return _Trace(
         program=_ADDRESS.sub("", str(jaxpr)),
-        modes=tuple(mode for mode in noted if not isinstance(mode, Last)),
+        modes=tuple(mode for mode in noted if not isinstance(mode, MustBeLast)),
         takes_totals=bool(asked),
     )
 

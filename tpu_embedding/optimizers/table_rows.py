@@ -110,7 +110,7 @@ def table_rows(array: Array) -> TableRows:
 
 
 @contextlib.contextmanager
-def among(rows: TableRows | None) -> Iterator[None]:
+def table_rows_context(rows: TableRows | None) -> Iterator[None]:
     """Lets rules that run within ask about these rows."""
     token = _CURRENT.set(rows)
     # A `jit` within a rule would keep what it was told about other rows.

@@ -24,7 +24,7 @@ from tpu_embedding.checkpoint.run_checkpoints import (
 )
 from tpu_embedding.data.batch import DataError, Dataset
 from tpu_embedding.data.teacher import TeacherDataset
-from tpu_embedding.layout.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.config_files import ConfigError
 from tpu_embedding.training.metrics import LOSSES
 from tpu_embedding.training.pipeline import StepMeter, add_up, put_batch, train_batches

@@ -14,8 +14,8 @@ from typing import Any, Final
 import jax
 
 from tpu_embedding.data.batch import Batch, DataError, Dataset
-from tpu_embedding.layout.plan import EmbeddingPlan
-from tpu_embedding.lookup.prepare import place_batch
+from tpu_embedding.lookup.prepare import shard_batch
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.reporting import Record
 from tpu_embedding.training.step import StepMetrics, prepare_batch
 
@@ -60,7 +60,7 @@ def put_batch(batch: Batch, plan: EmbeddingPlan, owner: str) -> Batch:
         owner.
     """
     try:
-        return place_batch(prepare_batch(batch, plan), plan)
+        return shard_batch(prepare_batch(batch, plan), plan)
     except (TypeError, ValueError) as error:
         raise DataError(f"{owner}: {error}") from error
 

@@ -20,9 +20,9 @@ from jaxtyping import Array, Float, Int
 from tpu_embedding import aot
 from tpu_embedding.data.batch import Batch, Dataset
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device
-from tpu_embedding.layout.plan import EmbeddingPlan, make_plan
 from tpu_embedding.lookup.prepare import prepare_features
 from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
+from tpu_embedding.plan.plan import EmbeddingPlan, make_plan
 from tpu_embedding.training.metrics import LOSSES, Sums, mean_loss
 from tpu_embedding.training.run_config import LossName, RunConfig
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.layout.packed_rows import PackedRows, add_to_rows
-from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
-from tpu_embedding.lookup._merge import RowSums, merge
+from tpu_embedding.lookup._merge import PackedRowGradients, merge
 from tpu_embedding.lookup._stack import StackGradient, for_each_later_update
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.rows.packed_rows import PackedRows, add_to_rows
 from tpu_embedding.types import PADDING_ROW_ID, RowRange
 from tpu_embedding.update.by_kernel import update_by_kernel
 from tpu_embedding.update.every_element import apply_to_every_element
@@ -115,7 +115,7 @@ def _apply_round(
     plan: EmbeddingPlan,
     table: PackedRows,
     state: Any,
-    gradient: RowSums,
+    gradient: PackedRowGradients,
     row_range: RowRange | None = None,
 ) -> tuple[PackedRows, Any]:
     """Applies the gradient of one round, whose rows are those of a range."""

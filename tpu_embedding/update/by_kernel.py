@@ -5,21 +5,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_embedding.layout.packed_rows import (
+from tpu_embedding.lookup._merge import PackedRowGradients
+from tpu_embedding.optimizers.analysis.kernel_lowering import lower_to_kernel
+from tpu_embedding.optimizers.analysis.slots import moved_by_adding
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.rows.packed_rows import (
     PackedRows,
     can_update,
     gather_rows,
     update_packed,
 )
-from tpu_embedding.lookup._merge import RowSums
-from tpu_embedding.optimizers.kernel_rules import kernel_rule
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer
-from tpu_embedding.optimizers.slots import moved_by_adding
 from tpu_embedding.update.lift import is_slot, move_rows
 
 
 def update_by_kernel(
-    optimizer: RowOptimizer, table: PackedRows, state: Any, gradient: RowSums
+    optimizer: RowOptimizer, table: PackedRows, state: Any, gradient: PackedRowGradients
 ) -> tuple[PackedRows, Any] | None:
     """Does what `lift_to_rows` does, in one kernel. Per shard; in place where donated.
 
@@ -35,11 +35,11 @@ def update_by_kernel(
 
     Returns:
       New table and state; None where no kernel can: not all of these are float32, of
-      a size that kernels reach, or the rule is not one of `kernel_rule`.
+      a size that kernels reach, or the rule is not one of `lower_to_kernel`.
     """
     if table.layout.runner is None:
         return None
-    rule = kernel_rule(optimizer, table.layout.dim)
+    rule = lower_to_kernel(optimizer, table.layout.dim)
     if rule is None:
         return None
     leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
@@ -47,7 +47,7 @@ def update_by_kernel(
     flat = [slot for slot in slots if slot.layout.is_flat]
     arrays = [table, *(slot for slot in slots if not slot.layout.is_flat)]
     is_float = all(slot.lines.dtype == jnp.float32 for slot in flat)
-    whole_rows = bool(flat) or rule.of_rows.num_sums > 0
+    whole_rows = bool(flat) or rule.kernel_body.num_sums > 0
     if not is_float or not can_update(
         arrays, num_values=len(flat), whole_rows=whole_rows
     ):
@@ -56,7 +56,7 @@ def update_by_kernel(
     row_ids = gradient.row_ids
     old_values = [gather_rows(slot, row_ids).reshape(-1) for slot in flat]
     (new_table, *new_arrays), new_values = update_packed(
-        rule.of_rows, arrays, row_ids, gradient.values, numbers, old_values
+        rule.kernel_body, arrays, row_ids, gradient.values, numbers, old_values
     )
     arrays_left = iter(new_arrays)
     values_left = zip(old_values, new_values, strict=True)

@@ -16,17 +16,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from tpu_embedding.layout.packed_rows import (
+from tpu_embedding.lookup._merge import PackedRowGradients
+from tpu_embedding.lookup._stack import StackGradient, for_each_later_update
+from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.rows.packed_rows import (
     PackedRows,
     add_to_rows,
     pack_rows,
     round_up,
     unpack_rows,
 )
-from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
-from tpu_embedding.lookup._merge import RowSums
-from tpu_embedding.lookup._stack import StackGradient, for_each_later_update
-from tpu_embedding.optimizers.table_rows import AllReduce, among
 from tpu_embedding.update.lift import is_slot, lift_to_rows
 from tpu_embedding.update.shard_rows import shard_rows
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
@@ -114,7 +114,7 @@ def _collect(
 ) -> tuple[PackedRows, PackedRows]:
     """Adds the gradient of a step to the kept one, and counts the touches."""
 
-    def add(kept, sums: RowSums, _=None):
+    def add(kept, sums: PackedRowGradients, _=None):
         gradient, touches = kept
         updates = sums.updates
         ones = jnp.ones(updates.row_ids.shape, jnp.int32)
@@ -191,7 +191,7 @@ def _run_on_block(
     rows, gradient, touches, inner = tree.unflatten(old)
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     known = shard_rows(row_ids, touches > 0, all_reduce, stack, plan)
-    with among(known):
+    with table_rows_context(known):
         updates, inner = stack.optimizer.update(
             gradient / stack.optimizer.gradient_steps, inner, rows
         )

@@ -17,7 +17,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from tpu_embedding.layout.packed_rows import (
+from tpu_embedding.optimizers.analysis.row_local import runs_on_lines
+from tpu_embedding.optimizers.analysis.slots import moved_by_adding, slot_row_shapes
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
+from tpu_embedding.rows.packed_rows import (
     PackedRows,
     add_to_rows,
     gather_rows,
@@ -25,10 +29,6 @@ from tpu_embedding.layout.packed_rows import (
     replace_rows,
     unpack_rows,
 )
-from tpu_embedding.optimizers.row_local import runs_on_lines
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer
-from tpu_embedding.optimizers.slots import moved_by_adding, slot_row_shapes
-from tpu_embedding.optimizers.table_rows import TableRows, among
 
 RowsOf = Callable[[Int[Array, " rows"]], TableRows]
 """Returns what is known of the rows with some ids."""
@@ -58,7 +58,7 @@ def lift_to_rows(
     Example:
       >>> import jax.numpy as jnp
       >>> import tpu_embedding as te
-      >>> from tpu_embedding.layout.packed_rows import RowLayout
+      >>> from tpu_embedding.rows.packed_rows import RowLayout
       >>> layout = RowLayout(num_rows=4, row_shape=(2,))
       >>> table = PackedRows(lines=jnp.ones((4, 2)), layout=layout)
       >>> rows = lift_to_rows(optax.sgd(0.5))
@@ -71,7 +71,7 @@ def lift_to_rows(
     def init(params: Any) -> Any:
         table: PackedRows = params
         all_rows = jnp.arange(table.layout.num_rows, dtype=jnp.int32)
-        with among(rows_of and rows_of(all_rows)):
+        with table_rows_context(rows_of and rows_of(all_rows)):
             state = optimizer.init(unpack_rows(table))
         row_shapes = slot_row_shapes(optimizer, table.layout.dim)
         return jax.tree.map(
@@ -87,7 +87,7 @@ def lift_to_rows(
         leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
         dense = _dense_view(optimizer, table, leaves, row_ids.shape[0])
         old = [dense(gather_rows(x, row_ids)) if is_slot(x) else x for x in leaves]
-        with among(rows_of and rows_of(row_ids)):
+        with table_rows_context(rows_of and rows_of(row_ids)):
             values: Any
             values, new_state = optimizer.update(
                 dense(updates.values),
@@ -139,7 +139,7 @@ def _dense_view(
     As they are; or, where rows come in lines and the rule treats each element for
     itself, as these lines. To part them would move more than the kernels did.
     """
-    layout = table.layout.on_their_way(num_rows)
+    layout = table.layout.buffer_layout(num_rows)
     slots = [leaf for leaf in leaves if is_slot(leaf)]
     fills_lines = layout.rows_per_line > 1 and num_rows % layout.rows_per_line == 0
     if (

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from tpu_embedding.layout.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
 
 def shard_rows(

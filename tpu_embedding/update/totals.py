@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from tpu_embedding.layout.plan import EmbeddingPlan
 from tpu_embedding.optimizers.table_rows import AllReduce, Reduction
+from tpu_embedding.plan.plan import EmbeddingPlan
 
 _ACROSS_SHARDS: Final = {"sum": jax.lax.psum, "min": jax.lax.pmin}
 _ACROSS_PARTS: Final = {"sum": jnp.add, "min": jnp.minimum}

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tpu_embedding.config import FeatureConfig, TableConfig
-from tpu_embedding.layout.plan import EmbeddingPlan
 from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.models.model import (
     MLP,
     Outputs,

@@ -15,8 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from tpu_embedding.config import FeatureConfig, Initializer, TableConfig
-from tpu_embedding.layout.plan import EmbeddingPlan
 from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.models.model import (
     MLP,
     Outputs,

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from tpu_embedding.config import FeatureConfig
-from tpu_embedding.layout.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,229 @@
+"""Keras' schedules, against its formulas in NumPy's float64."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_embedding.optimizers.keras.schedules import (
+    at_updates,
+    inverse_time_decay,
+    keras_learning_rate,
+)
+
+
+def serialized(class_name, **config):
+    return {
+        "module": "keras.optimizers.schedules",
+        "class_name": class_name,
+        "config": {"name": class_name, **config},
+        "registered_name": None,
+    }
+
+
+EXPONENTIAL = {"initial_learning_rate": 0.1, "decay_steps": 3, "decay_rate": 0.7}
+POLYNOMIAL = {
+    "initial_learning_rate": 0.1,
+    "decay_steps": 5,
+    "end_learning_rate": 0.01,
+    "power": 2.0,
+    "cycle": False,
+}
+COSINE = {"initial_learning_rate": 0.1, "decay_steps": 6, "alpha": 0.2}
+RESTARTS = {
+    "initial_learning_rate": 0.1,
+    "first_decay_steps": 4,
+    "t_mul": 2.0,
+    "m_mul": 0.8,
+    "alpha": 0.05,
+}
+
+
+def cosine(step, start, steps, alpha):
+    fraction = min(step, steps) / steps
+    return start * ((1 - alpha) * 0.5 * (1 + math.cos(math.pi * fraction)) + alpha)
+
+
+def warmed_cosine(step, first, target, warmup_steps, steps, alpha):
+    if step < warmup_steps:
+        return first + (target - first) * step / warmup_steps
+    return cosine(step - warmup_steps, target, steps, alpha)
+
+
+def restarting_cosine(step, t_mul, m_mul, alpha):
+    length, scale = 4.0, 1.0
+    while step >= length:
+        step, length, scale = step - length, length * t_mul, scale * m_mul
+    half_cosine = 0.5 * (1 + math.cos(math.pi * step / length))
+    return 0.1 * ((1 - alpha) * scale * half_cosine + alpha)
+
+
+def cycling_polynomial(step):
+    period = 5 * (math.ceil(step / 5) or 1)
+    return 0.09 * (1 - step / period) ** 2 + 0.01
+
+
+CASES = {
+    "exponential": (
+        serialized("ExponentialDecay", **EXPONENTIAL, staircase=False),
+        lambda step: 0.1 * 0.7 ** (step / 3),
+    ),
+    "exponential_staircase": (
+        serialized("ExponentialDecay", **EXPONENTIAL, staircase=True),
+        lambda step: 0.1 * 0.7 ** (step // 3),
+    ),
+    "inverse_time": (
+        serialized("InverseTimeDecay", **EXPONENTIAL, staircase=False),
+        lambda step: 0.1 / (1 + 0.7 * step / 3),
+    ),
+    "inverse_time_staircase": (
+        serialized("InverseTimeDecay", **EXPONENTIAL, staircase=True),
+        lambda step: 0.1 / (1 + 0.7 * (step // 3)),
+    ),
+    "piecewise": (
+        serialized(
+            "PiecewiseConstantDecay", boundaries=[2, 5], values=[0.1, 0.05, 0.2]
+        ),
+        lambda step: 0.1 if step <= 2 else 0.05 if step <= 5 else 0.2,
+    ),
+    "polynomial": (
+        serialized("PolynomialDecay", **POLYNOMIAL),
+        lambda step: 0.09 * (1 - min(step, 5) / 5) ** 2 + 0.01,
+    ),
+    "polynomial_cycle": (
+        serialized("PolynomialDecay", **{**POLYNOMIAL, "cycle": True}),
+        cycling_polynomial,
+    ),
+    "cosine_of_old_keras": (
+        serialized("CosineDecay", **COSINE),
+        lambda step: cosine(step, 0.1, 6, 0.2),
+    ),
+    "cosine_warmup": (
+        serialized("CosineDecay", **COSINE, warmup_target=0.5, warmup_steps=4),
+        lambda step: warmed_cosine(step, 0.1, 0.5, 4, 6, 0.2),
+    ),
+    "cosine_no_warmup": (
+        serialized("CosineDecay", **COSINE, warmup_target=None, warmup_steps=4),
+        lambda step: cosine(step, 0.1, 6, 0.2),
+    ),
+    "cosine_target_without_steps": (
+        serialized("CosineDecay", **COSINE, warmup_target=0.5, warmup_steps=0),
+        lambda step: cosine(step, 0.5, 6, 0.2),
+    ),
+    "restarts_doubling": (
+        serialized("CosineDecayRestarts", **RESTARTS),
+        lambda step: restarting_cosine(step, 2, 0.8, 0.05),
+    ),
+    "restarts_equal": (
+        serialized("CosineDecayRestarts", **{**RESTARTS, "t_mul": 1}),
+        lambda step: restarting_cosine(step, 1, 0.8, 0.05),
+    ),
+    "restarts_between_steps": (
+        serialized("CosineDecayRestarts", **{**RESTARTS, "t_mul": 1.6}),
+        lambda step: restarting_cosine(step, 1.6, 0.8, 0.05),
+    ),
+    "defaults": (
+        serialized(
+            "PolynomialDecay",
+            initial_learning_rate=np.float32(0.5),
+            decay_steps=np.int64(4),
+        ),
+        lambda step: (0.5 - 1e-4) * (1 - min(step, 4) / 4) + 1e-4,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_equals_the_formula(case):
+    config, formula = case
+    schedule: Any = keras_learning_rate(config)
+    steps = np.arange(30)
+    rates = jax.vmap(schedule)(jnp.asarray(steps, jnp.int32))
+    assert rates.dtype == jnp.float32
+    expected = [formula(float(step)) for step in steps]
+    # Cosines near their zero lose digits to the rounding of pi.
+    np.testing.assert_allclose(rates, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_numbers_and_functions_stay():
+    def schedule(count):
+        return 0.1 * count
+
+    assert keras_learning_rate(schedule) is schedule
+    rate = keras_learning_rate(np.float32(0.25))
+    assert rate == 0.25 and isinstance(rate, float)
+
+
+@pytest.mark.parametrize("rate", [0.5, lambda count: 0.5 + 0.0 * count])
+def test_decay_of_legacy_optimizers(rate):
+    schedule = inverse_time_decay(rate, 0.3)
+    for step in (0, 1, 7):
+        np.testing.assert_allclose(schedule(step), 0.5 / (1 + 0.3 * step), rtol=1e-6)
+
+
+def test_updates_see_the_last_of_their_steps():
+    schedule = at_updates(lambda count: count, 3)
+    assert callable(schedule)
+    assert [schedule(update) for update in range(3)] == [2, 5, 8]
+    assert at_updates(0.5, 3) == 0.5
+
+
+BAD = {
+    "nothing": (None, "must be a number"),
+    "text": ("0.1", "must be a number"),
+    "boolean": (True, "must be a number"),
+    "a_function_of_keras": (
+        {"class_name": "__lambda__", "config": {"value": "4wAA"}},
+        "put a function of the step there",
+    ),
+    "a_users_class": (serialized("MySchedule"), "MySchedule.*PolynomialDecay"),
+    "class_is_no_text": ({"class_name": ["a"], "config": {}}, "must be a number"),
+    "no_config": ({"class_name": "CosineDecay"}, "must be a number"),
+    "missing": (serialized("ExponentialDecay", decay_rate=0.1), "decay_steps is miss"),
+    "unknown": (
+        serialized("CosineDecay", **COSINE, restarts=3),
+        "restarts=3 is not known",
+    ),
+    "type": (
+        serialized("ExponentialDecay", **{**EXPONENTIAL, "staircase": 1}),
+        "staircase=1 is of a wrong type",
+    ),
+    "list": (
+        serialized("ExponentialDecay", **{**EXPONENTIAL, "decay_rate": [1.0]}),
+        r"decay_rate=\[1.0\] is of a wrong type",
+    ),
+    "none": (
+        serialized("ExponentialDecay", **{**EXPONENTIAL, "decay_rate": None}),
+        "decay_rate=None is of a wrong type",
+    ),
+    "steps": (
+        serialized("PolynomialDecay", **{**POLYNOMIAL, "decay_steps": 0}),
+        "PolynomialDecay: decay_steps must be positive, got 0",
+    ),
+    "lengths": (
+        serialized("PiecewiseConstantDecay", boundaries=[1], values=[0.1]),
+        "boundaries must be one fewer than values, got 1 and 1",
+    ),
+    "order": (
+        serialized("PiecewiseConstantDecay", boundaries=[3, 3], values=[1, 2, 3]),
+        "boundaries must increase",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD.keys())
+def test_what_is_no_learning_rate_is_refused(case):
+    value, message = case
+    with pytest.raises(ValueError, match=message):
+        keras_learning_rate(value)
+
+
+def test_all_problems_of_a_schedule_are_in_one_error():
+    config = serialized("ExponentialDecay", decay_rate="a", cycle=True)
+    with pytest.raises(ValueError) as error:
+        keras_learning_rate(config)
+    for field in ("cycle", "initial_learning_rate", "decay_steps", "decay_rate"):
+        assert field in str(error.value)

@@ -1,0 +1,200 @@
+"""Adafactor: Keras' own runs, the lazy form, and totals over the rows of a table."""
+
+import json
+
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import GOLDEN, mesh_of
+from tests.optimizers.rule_cases import (
+    initial_state,
+    initial_state_of_tables,
+    one_table_plan,
+    update,
+)
+
+RUNS = sorted(
+    path.stem
+    for family in ("adafactor", "afsparse")
+    for path in GOLDEN.glob(f"{family}*.npz")
+)
+ONE, EIGHT = (1, "cpu"), (8, "v5p")
+
+
+def cases():
+    """Where every row is looked up in each step, both modes are what Keras does."""
+    for number, name in enumerate(RUNS):
+        if "lazy" in name:
+            modes = [("lazy", ONE), ("lazy", EIGHT)]
+        elif "exact" in name or "some_rows" in name:
+            modes = [("exact", ONE), ("exact", EIGHT)]
+        else:
+            modes = [[("exact", ONE), ("lazy", EIGHT)][number % 2]]
+        for mode, (num_devices, hardware) in modes:
+            yield pytest.param(
+                name, mode, num_devices, hardware, id=f"{name}-{mode}-{num_devices}"
+            )
+
+
+def make_optimizer(meta, **options):
+    arguments = dict(meta["hyper_parameters"])
+    rate = arguments.pop("learning_rate")
+    if isinstance(rate, dict):
+        rate = optax.exponential_decay(
+            rate["initial"], rate["decay_steps"], rate["decay_rate"]
+        )
+    if meta.get("implementation") == "tf_keras":
+        options["ema_start"] = "initial_values"
+    if "IndexedSlices" in meta.get("gradient", ""):
+        options["clipnorm_of"] = "occurrences"
+    return te.optimizers.adafactor(rate, **arguments, **options)
+
+
+@pytest.mark.parametrize(("name", "mode", "num_devices", "hardware"), cases())
+def test_equals_the_recorded_run(name, mode, num_devices, hardware):
+    with np.load(GOLDEN / f"{name}.npz") as run:
+        run = dict(run)
+    meta = json.loads(str(run["meta"]))
+    plan = one_table_plan(
+        make_optimizer(meta, mode=mode),
+        meta["V"],
+        meta["D"],
+        mesh_of(num_devices),
+        hardware=te.hardware_by_name(hardware),
+    )
+    tables, slots = initial_state(plan, run["table"][0])
+    for step, (ids, gradients) in enumerate(zip(run["ids"], run["grads"], strict=True)):
+        tables, slots = update(tables, slots, ids, gradients, plan)
+        np.testing.assert_allclose(
+            te.unstack_tables(tables, plan)["table"],
+            run["table"][step + 1],
+            rtol=2e-6,
+            atol=1e-6,
+        )
+
+
+DIM, SIZES = 4, {"a": 30, "b": 7, "c": 1}
+OPTIMIZERS = {
+    "lazy": te.optimizers.adafactor(0.1, clipnorm=1.0, weight_decay=0.1),
+    "exact": te.optimizers.adafactor(0.1, mode="exact"),
+    "every_row": te.optimizers.adafactor(0.1, mode="exact", weight_decay=0.1),
+    "collected": te.optimizers.adafactor(0.1, gradient_accumulation_steps=2),
+    "clippy": te.optimizers.clippy_adagrad(0.3),
+}
+
+
+def plan_of(names, optimizer, num_devices, **options):
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(
+                vocabulary_size=SIZES[name], dim=DIM, combiner="sum", name=name
+            )
+        )
+        for name in names
+    }
+    return te.make_plan(features, mesh_of(num_devices), optimizer=optimizer, **options)
+
+
+def start_of(name):
+    rows = np.random.default_rng(SIZES[name]).normal(size=(SIZES[name], DIM))
+    return np.float32(rows)
+
+
+def batches(name, num_steps=4):
+    """Few ids per step: rows are skipped, and table "b" in the second step."""
+    generator = np.random.default_rng(SIZES[name])
+    for step in range(num_steps):
+        ids = generator.integers(0, SIZES[name], 12).astype(np.int32)
+        if name == "b" and step == 1:
+            ids[:] = -1
+        yield ids, generator.normal(size=(12, DIM)).astype(np.float32)
+
+
+def run(names, optimizer, num_devices, **options):
+    plan = plan_of(names, optimizer, num_devices, **options)
+    tables, slots = initial_state_of_tables(plan, {n: start_of(n) for n in names})
+    for batch in zip(*(batches(name) for name in names), strict=True):
+        ids = {name: ids for name, (ids, _) in zip(names, batch, strict=True)}
+        cotangents = {name: g for name, (_, g) in zip(names, batch, strict=True)}
+        tables, slots = update(tables, slots, ids, cotangents, plan)
+    return te.unstack_tables(tables, plan), plan
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_tables_of_a_stack_do_not_mix_on_any_devices_and_in_any_rounds(name):
+    """Totals are per table, though the tables share an array and a step."""
+    alone = {table: run((table,), OPTIMIZERS[name], 1)[0][table] for table in SIZES}
+    for num_devices, options in [
+        (3, {"capacity": 1}),
+        (8, {"capacity": 2, "hardware": te.hardware_by_name("v5p")}),
+    ]:
+        together, plan = run(tuple(SIZES), OPTIMIZERS[name], num_devices, **options)
+        assert len(plan.stacks) == 1
+        for table in SIZES:
+            # Totals are sums of parts, in another order.
+            np.testing.assert_allclose(
+                together[table], alone[table], rtol=2e-5, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "v5p"])
+def test_pass_over_blocks_equals_one_array(hardware):
+    """A table of two blocks and a rest, with blocks of rows that share lines."""
+    rows, dim = 2 * 8192 + 77, 3
+    optimizer = te.optimizers.adafactor(0.1, mode="exact", weight_decay=0.1)
+    plan = one_table_plan(
+        optimizer, rows, dim, mesh_of(1), hardware=te.hardware_by_name(hardware)
+    )
+    start = np.random.default_rng(0).normal(size=(rows, dim)).astype(np.float32)
+    tables, slots = initial_state(plan, start)
+    table, state = start, optimizer.init(start)
+    for ids, gradients in [
+        (np.int32([0, 8191, 8192, 20, rows - 1]), np.float32(np.eye(5, 3))),
+        (np.int32([5, 8192, 16384, 16384, rows - 1]), np.ones((5, 3), np.float32)),
+    ]:
+        tables, slots = update(tables, slots, ids, gradients, plan)
+        dense = np.zeros_like(start)
+        np.add.at(dense, ids, gradients)
+        updates, state = optimizer.update(dense, state, table)
+        table = table + np.asarray(updates)
+    np.testing.assert_allclose(
+        te.unstack_tables(tables, plan)["table"], table, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_untouched_rows_of_lazy_adafactor_keep_their_bits():
+    plan = one_table_plan(OPTIMIZERS["lazy"], 30, DIM, mesh_of(8))
+    tables, slots = initial_state(plan, start_of("a"))
+    ids = np.int32([3, 3, 17])
+    tables, _ = update(tables, slots, ids, np.ones((3, DIM), np.float32), plan)
+    after = te.unstack_tables(tables, plan)["table"]
+    moved = np.flatnonzero((after != start_of("a")).any(axis=1))
+    assert moved.tolist() == [3, 17]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"clip_threshold": 0.0}, "clip_threshold must be positive"),
+        ({"beta_2_decay": 0.8}, "beta_2_decay must be not positive"),
+        ({"mode": "dense"}, "mode must be one of"),
+        ({"clipnorm": 1.0, "clipvalue": 1.0}, "one of clipnorm, clipvalue"),
+        ({"use_ema": True, "ema_momentum": 1.5}, "ema_momentum must be in"),
+        ({"gradient_accumulation_steps": 1}, "at least 2"),
+        ({"gradient_accumulation_steps": 2, "use_ema": True}, "leave one out"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        te.optimizers.adafactor(0.1, **arguments)
+
+
+def test_norm_of_occurrences_needs_touched_rows():
+    optimizer = te.optimizers.adafactor(
+        0.1, clipnorm=1.0, clipnorm_of="occurrences", use_ema=True
+    )
+    with pytest.raises(ValueError, match="clipnorm_of='sum'"):
+        one_table_plan(optimizer, 5, DIM, mesh_of(1))

@@ -1,0 +1,105 @@
+"""Sizes of the buffers of a round."""
+
+import math
+
+import pytest
+
+from tpu_embedding.plan.capacity import EXCHANGE_KINDS, round_size
+
+SIZES = [0, 1, 8, 1000, 2**20, 2**31 - 1]
+SHARDS = [1, 2, 3, 8, 512]
+
+
+@pytest.mark.parametrize("kind", EXCHANGE_KINDS)
+@pytest.mark.parametrize("num_shards", SHARDS)
+@pytest.mark.parametrize("rows_per_shard", SIZES[1:])
+@pytest.mark.parametrize("max_unique_ids", SIZES)
+def test_bounds(max_unique_ids, num_shards, rows_per_shard, kind):
+    size = round_size(max_unique_ids, num_shards, rows_per_shard, kind=kind)
+    bound = max(1, min(max_unique_ids, rows_per_shard))
+    deviations = {"padded": 4, "ragged": 8}[kind]
+    mean = max_unique_ids / num_shards
+    room = mean + deviations * math.sqrt(mean)
+    assert size.kind == kind
+    assert 1 <= size.capacity <= bound
+    assert size.capacity >= min(room, bound)
+    # Not much more than the rule says: a step's buffers are num_shards times as long.
+    multiple = 8 if size.capacity < 16_384 else 128
+    assert size.capacity < max(room, 1 + deviations) + multiple + 1
+    # The last place is no id's, and each shard may send something in each round.
+    assert size.sent_rows > min(max_unique_ids, num_shards * size.capacity)
+    assert size.received_rows > num_shards
+    assert size.unique_rows <= min(size.received_rows, rows_per_shard)
+    if size.holds_all:
+        assert size.capacity == bound
+        assert size.received_rows > num_shards * bound
+
+
+@pytest.mark.parametrize(
+    ("max_unique_ids", "num_shards", "rows_per_shard", "requested", "expected"),
+    [
+        (1024, 8, 10**6, None, 175),  # 128 + 4 * 11.3 = 173.3, to 8 n - 1
+        (800, 8, 10**6, None, 143),  # 100 + 40 = 140
+        (16, 4, 10**6, None, 15),  # 4 + 8 = 12
+        (16, 4, 13, None, 13),
+        (16, 4, 3, None, 3),
+        (1024, 1, 10**6, None, 1024),  # one shard: all of them
+        (0, 8, 10, None, 1),
+        (0, 8, 10, 5, 1),
+        (1024, 8, 10**6, 1, 1),
+        (1024, 8, 10**6, 13, 13),  # as asked, not rounded
+        (1024, 8, 10**6, 5000, 1024),
+        (1024, 8, 100, 5000, 100),
+        (1024, 8, 1, 7, 1),
+    ],
+)
+def test_known_capacities(
+    max_unique_ids, num_shards, rows_per_shard, requested, expected
+):
+    size = round_size(max_unique_ids, num_shards, rows_per_shard, capacity=requested)
+    assert size.capacity == expected
+
+
+@pytest.mark.parametrize("kind", EXCHANGE_KINDS)
+@pytest.mark.parametrize("num_shards", SHARDS)
+def test_more_ids_never_get_less_room(num_shards, kind):
+    sizes = [round_size(n, num_shards, 10**9, kind=kind) for n in range(1, 3000, 7)]
+    for attribute in ("capacity", "sent_rows", "received_rows"):
+        values = [getattr(size, attribute) for size in sizes]
+        assert values == sorted(values)
+
+
+@pytest.mark.parametrize("max_unique_ids", [100, 10_000, 10**6])
+def test_more_shards_need_less_room_per_destination(max_unique_ids):
+    capacities = [round_size(max_unique_ids, n, 10**9).capacity for n in SHARDS]
+    assert capacities == sorted(capacities, reverse=True)
+
+
+@pytest.mark.parametrize("num_shards", [8, 64, 256, 1024, 4096])
+@pytest.mark.parametrize("num_ids", [2**14, 2**17])
+def test_buffers_grow_with_ids_not_with_shards(num_ids, num_shards):
+    size = round_size(num_ids, num_shards, 10**9, kind=None)
+    assert num_ids < size.sent_rows < 1.3 * num_ids
+    assert num_ids < size.received_rows < 1.3 * num_ids
+
+
+@pytest.mark.parametrize(
+    ("max_unique_ids", "num_shards", "kind"),
+    [
+        (2**17, 8, "padded"),
+        (2**17, 256, "padded"),
+        (2**17, 4096, "ragged"),
+        (2**10, 256, "ragged"),
+        (1, 1, "padded"),
+    ],
+)
+def test_ragged_where_padded_parts_would_be_long(max_unique_ids, num_shards, kind):
+    assert round_size(max_unique_ids, num_shards, 10**9, kind=None).kind == kind
+
+
+def test_padded_where_it_needs_one_round_or_was_sized_by_hand():
+    # A row of each of 64 shards, wanted by all: ragged buffers would be too short.
+    few_rows = round_size(65, 64, 2, kind=None)
+    assert (few_rows.kind, few_rows.holds_all) == ("padded", True)
+    by_hand = round_size(1000, 8, 10**6, capacity=1000, kind=None)
+    assert (by_hand.kind, by_hand.holds_all) == ("padded", True)

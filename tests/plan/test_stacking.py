@@ -1,0 +1,236 @@
+"""Names of tables and features, and which tables share an array."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding.config import MAX_VOCABULARY_SIZE
+from tpu_embedding.optimizers.resolve import resolve_optimizer
+from tpu_embedding.plan.stacking import NamedTable, stack_tables
+
+SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
+QUANTIZATION = te.QuantizationConfig(num_buckets=16, lower=-1.0, upper=1.0)
+
+
+def table(name=None, vocabulary_size=10, dim=4, **options):
+    return te.TableConfig(
+        vocabulary_size=vocabulary_size, dim=dim, name=name, **options
+    )
+
+
+def plan_of(*tables, num_devices=1, **options):
+    config = [te.FeatureConfig(table=t) for t in tables]
+    return te.make_plan(config, mesh_of(num_devices), **options)
+
+
+def groups(plan):
+    """Table names per stack."""
+    return [[t.name for t in stack.tables] for stack in plan.stacks]
+
+
+def test_equal_tables_share_a_stack_in_the_order_of_their_names():
+    plan = plan_of(table("b", 7), table("a", 5), table("c", 3))
+    assert groups(plan) == [["a", "b", "c"]]
+    assert [t.row_offset for t in plan.stacks[0].tables] == [0, 5, 12]
+    assert plan.stacks[0].num_rows == 15
+    assert [f.row_offset for f in plan.features] == [5, 0, 12]
+
+
+DIFFERENCES = {
+    "dim": dict(dim=5),
+    "quantization": dict(quantization_config=QUANTIZATION),
+    "optimizer": dict(optimizer=ADAM),
+    "rows_of_the_optimizer": dict(optimizer=te.optimizers.every_row(SGD)),
+    "duplicates_of_the_optimizer": dict(optimizer=te.optimizers.in_sequence(SGD)),
+}
+
+
+@pytest.mark.parametrize("options", DIFFERENCES.values(), ids=DIFFERENCES)
+def test_what_keeps_tables_apart(options):
+    plan = plan_of(table("a"), table("b", **options), table("c"), optimizer=SGD)
+    assert groups(plan) == [["a", "c"], ["b"]]
+    assert [f.stack_index for f in plan.features] == [0, 1, 0]
+
+
+SAME = {
+    "vocabulary_size": dict(vocabulary_size=999),
+    "combiner": dict(combiner="sum"),
+    "initializer": dict(initializer=jax.nn.initializers.zeros),
+    "named_optimizer_equal_to_that_of_the_layer": dict(optimizer=SGD),
+    "np.float32": dict(dtype=np.float32),
+    "np.dtype": dict(dtype=np.dtype("float32")),
+}
+
+
+@pytest.mark.parametrize("options", SAME.values(), ids=SAME)
+def test_what_does_not(options):
+    plan = plan_of(table("a"), table("b", **options), optimizer=SGD)
+    assert groups(plan) == [["a", "b"]]
+
+
+def test_optimizer_of_the_table_wins():
+    plan = plan_of(table("a"), table("b", optimizer=ADAM), optimizer=SGD)
+    rules = [stack.optimizer.transformation for stack in plan.stacks]
+    assert rules == [SGD, ADAM]
+    plan = plan_of(table("a"), table("b", optimizer=ADAM))
+    not_trained, trained = plan.stacks
+    assert not_trained.optimizer is None
+    assert trained.optimizer.transformation == ADAM
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+@pytest.mark.parametrize("capacity", [None, 1, 1000])
+def test_grouping_depends_on_no_devices_and_no_capacity(num_devices, capacity):
+    tables = [table("a"), table("b", dim=5), table("c", 3), table("d", 1, dim=5)]
+    expected = plan_of(*tables)
+    plan = plan_of(*tables, num_devices=num_devices, capacity=capacity)
+    assert groups(plan) == groups(expected)
+    assert [s.tables for s in plan.stacks] == [s.tables for s in expected.stacks]
+    assert [s.name for s in plan.stacks] == [s.name for s in expected.stacks]
+
+
+def test_grouping_depends_on_no_hardware():
+    tables = [table("a"), table("b", dim=200), table("c", 3)]
+    on_tpu = plan_of(*tables, hardware=te.hardware_by_name("v5p"))
+    assert groups(on_tpu) == groups(plan_of(*tables))
+
+
+def test_grouping_depends_on_no_order_of_features():
+    tables = [table("a"), table("b", dim=5), table("c", 3), table("d", 1, dim=5)]
+    backwards = plan_of(*reversed(tables))
+    assert groups(backwards) == groups(plan_of(*tables))
+    assert backwards.stacks == plan_of(*tables).stacks
+
+
+def test_features_share_a_table_by_object_or_by_equal_settings():
+    shared = table("a")
+    plan = plan_of(shared, shared, table("a"), table("b"))
+    assert groups(plan) == [["a", "b"]]
+    assert [f.row_offset for f in plan.features] == [0, 0, 0, 10]
+
+
+def test_tables_without_a_name_are_shared_by_object_only():
+    shared = table()
+    plan = plan_of(table(), shared, shared, table())
+    assert groups(plan) == [["table_0", "table_1", "table_2"]]
+    assert [f.row_offset for f in plan.features] == [0, 10, 10, 20]
+
+
+def test_names_of_unnamed_tables_count_unnamed_ones_only():
+    plan = plan_of(table("a"), table(), table("b"), table())
+    assert groups(plan) == [["a", "b", "table_0", "table_1"]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(vocabulary_size=11),
+        dict(dim=5),
+        dict(combiner="sum"),
+        dict(optimizer=ADAM),
+        dict(initializer=jax.nn.initializers.zeros),
+        dict(quantization_config=QUANTIZATION),
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_two_tables_of_one_name(options):
+    with pytest.raises(ValueError, match="TableConfig.name must be unique") as error:
+        plan_of(table("a"), table("a", **options))
+    message = str(error.value)
+    assert "'a'" in message
+    assert str(table("a")) in message
+    assert str(table("a", **options)) in message
+
+
+@pytest.mark.parametrize("named_first", [True, False])
+def test_a_name_that_an_unnamed_table_would_get(named_first):
+    tables = [table("table_0"), table()]
+    with pytest.raises(ValueError, match="'table_0'"):
+        plan_of(*(tables if named_first else reversed(tables)))
+
+
+def test_names_of_features():
+    t = table("t")
+    config = {
+        "user": [te.FeatureConfig(table=t), te.FeatureConfig(table=t, name="own")],
+        "item": {"id": te.FeatureConfig(table=t)},
+    }
+    names = [f.name for f in te.make_plan(config, mesh_of(1)).features]
+    assert names == ["item/id", "user/0", "own"]
+    alone = te.make_plan(te.FeatureConfig(table=t), mesh_of(1))
+    assert [f.name for f in alone.features] == ["feature"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda f: {"a": f(name="x"), "b": f(name="x")},
+        lambda f: {"a": f(), "b": f(name="a")},
+        lambda f: {"a": {"b": f()}, "c": f(name="a/b")},
+    ],
+    ids=["both_named", "named_like_a_place", "named_like_a_path"],
+)
+def test_two_features_of_one_name(config):
+    t = table("t")
+    with pytest.raises(ValueError, match="FeatureConfig.name must be unique") as error:
+        te.make_plan(config(lambda **o: te.FeatureConfig(table=t, **o)), mesh_of(1))
+    assert "'a" in str(error.value)
+
+
+def named(name, vocabulary_size, **options):
+    config = table(name, vocabulary_size, **options)
+    return NamedTable(
+        name=name, config=config, optimizer=resolve_optimizer(SGD, name, ())
+    )
+
+
+def test_a_stack_never_has_more_rows_than_int32_counts():
+    tables = [named(f"t{i}", 2**29) for i in range(9)]
+    stacks = stack_tables(tables)
+    # Four would have 2**31 rows.
+    assert [len(stack) for stack in stacks] == [3, 3, 3]
+    names = [t.name for stack in stacks for t in stack]
+    assert names == sorted(t.name for t in tables)
+
+
+@pytest.mark.parametrize(
+    ("surplus", "num_stacks"), [(0, 1), (1, 2)], ids=["just_fits", "one_too_many"]
+)
+def test_a_stack_leaves_room_for_the_rows_that_shards_add(surplus, num_stacks):
+    rest = 2**31 - 1 - 2**20 - 1000 + surplus
+    stacks = stack_tables([named("a", 1000), named("b", rest)])
+    assert len(stacks) == num_stacks
+
+
+def test_a_table_near_the_limit_stands_alone_and_the_next_starts_a_new_stack():
+    huge = named("b", MAX_VOCABULARY_SIZE)
+    stacks = stack_tables([named("a", 10), huge, named("c", 10)])
+    assert [[t.name for t in stack] for stack in stacks] == [["a"], ["b"], ["c"]]
+
+
+def test_tables_of_many_stacks_keep_their_places():
+    tables = [table(f"t{i}", 2**29) for i in range(5)]
+    plan = plan_of(*tables)
+    assert groups(plan) == [["t0", "t1", "t2"], ["t3", "t4"]]
+    for feature, config in zip(plan.features, tables, strict=True):
+        placed = plan.stacks[feature.stack_index].tables
+        (own,) = [t for t in placed if t.row_offset == feature.row_offset]
+        assert own.config == config
+
+
+def test_equal_optimizers_made_twice_are_two_rules():
+    # Functions have no equality but identity; a rule per object is always right.
+    plan = plan_of(
+        table("a", optimizer=optax.sgd(0.1)), table("b", optimizer=optax.sgd(0.1))
+    )
+    assert groups(plan) == [["a"], ["b"]]
+
+
+def test_dtype_of_a_stack():
+    plan = plan_of(table("a"))
+    tables = jax.eval_shape(te.init_tables, plan, jax.random.key(0))
+    assert tables["stack_0"].lines.dtype == jnp.float32

@@ -1,0 +1,284 @@
+"""Kernels against NumPy, run by Pallas' interpreter; TPUs' compiler in tests/aot."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.conftest import needs_kernels
+from tpu_embedding.rows.kernels import subcores
+from tpu_embedding.rows.kernels.kernel_bodies import DROPPED_ROW, KernelBody
+from tpu_embedding.rows.kernels.row_kernels import (
+    add_rows,
+    holds_whole_rows,
+    kernels_reach,
+    read_rows,
+    update_rows,
+    write_rows,
+)
+
+pytestmark = needs_kernels
+
+DIMS = [8, 32, 128, 384]
+NUM_IDS = [8, 24, 1152]
+NUM_ROWS = 5008
+
+STATIC = ("dim", "runner", "sizes", "valences", "distance")
+read = functools.partial(jax.jit, static_argnames=STATIC)(read_rows)
+add = functools.partial(jax.jit, static_argnames=("dim", "runner"), donate_argnums=0)(
+    add_rows
+)
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def lines_of(rows):
+    return rows.reshape(-1, max(128, rows.shape[1]))
+
+
+CASES = [(dim, n) for dim in DIMS for n in NUM_IDS if n * dim % 128 == 0]
+
+
+@pytest.mark.parametrize(("dim", "num_ids"), CASES)
+def test_read(dim, num_ids):
+    rows = random(NUM_ROWS, dim)
+    ids = np.random.default_rng(1).integers(0, NUM_ROWS, num_ids).astype(np.int32)
+    ids[:4] = [0, NUM_ROWS - 1, 0, NUM_ROWS - 1]
+    (lines,) = read(lines_of(rows), ids, dim=dim, runner="interpreter")
+    assert lines.shape == lines_of(rows[ids]).shape
+    np.testing.assert_array_equal(np.asarray(lines).reshape(-1, dim), rows[ids])
+
+
+@pytest.mark.parametrize(("dim", "num_ids"), [x for x in CASES if x[0] < 128])
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_read_rows_of_a_line_that_are_apart(dim, num_ids, num_blocks):
+    places = 128 // dim
+    rows = random(NUM_ROWS, dim)
+    shape = (num_blocks, places, num_ids)
+    ids = np.random.default_rng(1).integers(0, NUM_ROWS, shape).astype(np.int32)
+    (lines,) = read(
+        lines_of(rows),
+        ids.reshape(-1),
+        dim=dim,
+        runner="interpreter",
+        distance=num_ids,
+    )
+    expected = rows[np.moveaxis(ids, 1, 2)].reshape(num_blocks * num_ids, 128)
+    np.testing.assert_array_equal(lines, expected)
+
+
+def samples_in_lines(samples):
+    """Lines of those that are apart, as `read_rows` has them with a distance."""
+    places = max(1, 128 // samples.shape[1])
+    return np.moveaxis(samples.reshape(places, -1, samples.shape[1]), 0, 1)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("valences", [(1, 1, 1), (3, 1, 20)])
+def test_read_sums_into_several_arrays(dim, valences):
+    num_lines = 16
+    size = num_lines * max(1, 128 // dim)
+    rows = random(NUM_ROWS, dim)
+    ids = [
+        np.random.default_rng(i).integers(0, NUM_ROWS, (n, size)).astype(np.int32)
+        for i, n in enumerate(valences)
+    ]
+    arrays = read(
+        lines_of(rows),
+        np.concatenate([x.reshape(-1) for x in ids]),
+        dim=dim,
+        runner="interpreter",
+        sizes=(size,) * len(ids),
+        valences=valences,
+        distance=num_lines if dim < 128 else 1,
+    )
+    for array, of_array in zip(arrays, ids, strict=True):
+        expected = functools.reduce(np.add, rows[of_array])
+        expected = lines_of(samples_in_lines(expected).reshape(-1, dim))
+        # In the order of the ids.
+        np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("repetitions", [(1, 1), (2, 1, 5)])
+def test_write(dim, repetitions):
+    """Every row goes to its place in one of two arrays, or nowhere."""
+    generator = np.random.default_rng(0)
+    size = 24 * max(1, 128 // dim)
+    samples = [random(size, dim, seed=i) for i in range(len(repetitions))]
+    of_ids = np.concatenate(
+        [np.tile(x, (n, 1)) for x, n in zip(samples, repetitions, strict=True)]
+    )
+    num_ids = len(of_ids)
+    places = generator.permutation(num_ids).astype(np.int32)
+    array_of_id = generator.choice(3, num_ids)
+    of_arrays = [np.where(array_of_id == i, places, DROPPED_ROW) for i in range(2)]
+    write = jax.jit(write_rows, static_argnums=(1, 3, 4, 5))
+    arrays = write(
+        [lines_of(samples_in_lines(x).reshape(-1, dim)) for x in samples],
+        repetitions,
+        of_arrays,
+        (num_ids, num_ids),
+        dim,
+        "interpreter",
+    )
+    for i, array in enumerate(arrays):
+        is_here = array_of_id == i
+        written = np.asarray(array).reshape(-1, dim)[places[is_here]]
+        np.testing.assert_array_equal(written, of_ids[is_here])
+
+
+@pytest.mark.parametrize(("dim", "num_ids"), CASES)
+def test_add(dim, num_ids):
+    rows = random(NUM_ROWS, dim)
+    ids = np.random.default_rng(1).permutation(NUM_ROWS)[:num_ids].astype(np.int32)
+    additions = random(num_ids, dim, seed=2)
+    lines = add(
+        lines_of(rows),
+        ids,
+        lines_of(additions),
+        dim=dim,
+        runner="interpreter",
+    )
+    expected = rows.copy()
+    expected[ids] += additions
+    np.testing.assert_array_equal(np.asarray(lines).reshape(-1, dim), expected)
+
+
+def half_way(gradient, row, slot, rate, bound):
+    new_slot = jnp.minimum(slot + gradient * gradient, bound)
+    return [row - rate * gradient / jnp.sqrt(new_slot), new_slot]
+
+
+@pytest.mark.parametrize(("dim", "num_ids"), CASES)
+def test_update(dim, num_ids):
+    rows, slots = random(NUM_ROWS, dim), 1 + abs(random(NUM_ROWS, dim, seed=3))
+    ids = np.random.default_rng(1).permutation(NUM_ROWS)[:num_ids].astype(np.int32)
+    ids[0] = NUM_ROWS - 1
+    gradients = random(num_ids, dim, seed=2)
+    rule = KernelBody(run=lambda sums, *vectors: half_way(*vectors))
+    update = jax.jit(functools.partial(update_rows, rule), static_argnums=(3, 5))
+    (new_rows, new_slots), _ = update(
+        [lines_of(rows), lines_of(slots)],
+        ids,
+        lines_of(gradients),
+        dim,
+        [np.float32(0.5), np.float32(2)],
+        "interpreter",
+    )
+    expected = [rows.copy(), slots.copy()]
+    expected[0][ids], expected[1][ids] = half_way(
+        gradients, rows[ids], slots[ids], 0.5, 2
+    )
+    for new, by_numpy in zip((new_rows, new_slots), expected, strict=True):
+        new = np.asarray(new).reshape(-1, dim)
+        np.testing.assert_allclose(new, by_numpy, rtol=1e-6, atol=1e-6)
+        others = np.setdiff1d(np.arange(NUM_ROWS), ids)
+        np.testing.assert_array_equal(new[others], by_numpy[others])
+
+
+def along_rows(sums, gradient, row, slot, value, count, rate):
+    """Needs two sums, the second of what the first makes known."""
+    if len(sums) == 0:
+        return gradient * row
+    if len(sums) == 1:
+        return (slot - rate * sums[0]) ** 2
+    scale = value / jnp.sqrt(1 + sums[1])
+    return [row - scale * gradient, slot + sums[0], value + sums[1], count + 1]
+
+
+@pytest.mark.parametrize(
+    ("dim", "num_arrays", "num_values", "expected"),
+    [
+        *[(8, 1, 1, True), (128, 15, 1, True), (2048, 1, 1, True)],
+        # Rows of more than 8 KiB: fewer than a tile's are at hand.
+        *[(2176, 1, 0, False), (3072, 1, 1, False), (2048, 2, 0, True)],
+        *[(2048, 3, 0, False), (1536, 3, 0, True), (2**16, 1, 0, False)],
+    ],
+)
+def test_whole_rows_that_are_held(dim, num_arrays, num_values, expected):
+    assert holds_whole_rows(dim, num_arrays, num_values) is expected
+
+
+@pytest.mark.parametrize(
+    ("dim", "num_ids", "num_lanes"),
+    [(*case, lanes) for case in CASES for lanes in (8, 16)] + [(1536, 24, 8)],
+)
+def test_update_by_sums_and_values_of_rows(dim, num_ids, num_lanes, monkeypatch):
+    """On each kind of SparseCore: where vectors are of rows, and rows of vectors."""
+    monkeypatch.setattr(subcores, "_INTERPRETED_LANES", num_lanes)
+    rows, slots = random(NUM_ROWS, dim), random(NUM_ROWS, dim, seed=3)
+    ids = np.random.default_rng(1).permutation(NUM_ROWS)[:num_ids].astype(np.int32)
+    gradients = random(num_ids, dim, seed=2)
+    values = [random(num_ids, seed=4), random(num_ids, seed=5)]
+    rule = KernelBody(run=along_rows, num_sums=2)
+    update = jax.jit(functools.partial(update_rows, rule), static_argnums=(3, 5))
+    new_arrays, new_values = update(
+        *([lines_of(rows), lines_of(slots)], ids, lines_of(gradients), dim),
+        *([np.float32(0.5)], "interpreter"),
+        values=values,
+    )
+    expected = [rows.copy(), slots.copy()]
+    sums = []
+    for _ in range(2):
+        summands = along_rows(
+            sums, gradients, rows[ids], slots[ids], None, None, np.float32(0.5)
+        )
+        sums.append(np.sum(np.float64(summands), axis=1, keepdims=True))
+    kernel_body = [x[:, None] for x in values]
+    expected[0][ids], expected[1][ids], *expected_values = along_rows(
+        sums, gradients, rows[ids], slots[ids], *kernel_body, np.float32(0.5)
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
+    for new, by_numpy in zip(new_values, expected_values, strict=True):
+        close(new, by_numpy[:, 0])
+    for new, by_numpy in zip(new_arrays, expected, strict=True):
+        new = np.asarray(new).reshape(-1, dim)
+        close(new, by_numpy)
+        others = np.setdiff1d(np.arange(NUM_ROWS), ids)
+        np.testing.assert_array_equal(new[others], by_numpy[others])
+
+
+def test_add_to_a_row_that_means_nothing_as_often_as_one_likes():
+    rows = random(64, 32)
+    ids = np.full(128, 63, np.int32)
+    ids[5] = 7
+    additions = random(128, 32, seed=2)
+    lines = add(
+        lines_of(rows),
+        ids,
+        lines_of(additions),
+        dim=32,
+        runner="interpreter",
+    )
+    expected = rows.copy()
+    expected[7] += additions[5]
+    after = np.asarray(lines).reshape(-1, 32)
+    np.testing.assert_array_equal(after[:63], expected[:63])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "dim", "line_lanes", "expected"),
+    [(10, dim, 128, True) for dim in (8, 16, 32, 64, 128, 256, 384)]
+    + [(10, dim, 128, False) for dim in (1, 2, 4, 7, 12, 24, 48, 100, 129, 200)]
+    + [(10, 32, None, False)]
+    # SparseCores address no more than 16 GiB of an array.
+    + [(2**26 - 8, 64, 128, True), (2**26 - 7, 64, 128, False), (2**26, 32, 128, True)],
+)
+def test_rows_that_kernels_reach(num_rows, dim, line_lanes, expected):
+    assert kernels_reach(num_rows, dim, line_lanes) is expected
+
+
+@pytest.mark.parametrize("num_ids", [4, 12, 129])
+def test_refuses_numbers_of_ids(num_ids):
+    with pytest.raises(ValueError, match=f"multiple of 8, got {num_ids}"):
+        read(random(4, 128), np.zeros(num_ids, np.int32), dim=32, runner="interpreter")
+
+
+def test_refuses_ids_that_fill_no_lines():
+    with pytest.raises(ValueError, match="multiple of 16, which fill lines, got 8"):
+        read(random(4, 128), np.zeros(8, np.int32), dim=8, runner="interpreter")

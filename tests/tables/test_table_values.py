@@ -1,0 +1,168 @@
+"""From stacked rows to one array per table, and back."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding.rows.packed_rows import PackedRows
+
+SIZES = {"a": 37, "b": 1, "c": 5}
+
+
+def make_plan(num_devices=8, hardware="cpu", dim=3):
+    """Three tables in `stack_0`, and `d` of another dim in `stack_1`."""
+    sizes = {name: (size, dim) for name, size in SIZES.items()} | {"d": (10, dim + 1)}
+    config = [
+        te.FeatureConfig(table=te.TableConfig(vocabulary_size=size, dim=dim, name=name))
+        for name, (size, dim) in sizes.items()
+    ]
+    return te.make_plan(
+        config, mesh_of(num_devices), hardware=te.hardware_by_name(hardware)
+    )
+
+
+def zeros(plan, row_shape=None):
+    """Stacks of zeros, as tables or as a slot variable; no program is compiled."""
+    stacks = {}
+    for stack in plan.stacks:
+        layout = stack.layout
+        if row_shape is not None:
+            layout = layout.with_row_shape(row_shape)
+        shape = (plan.num_shards * layout.num_lines, layout.lanes)
+        lines = jax.device_put(np.zeros(shape, np.float32), plan.sharding)
+        stacks[stack.name] = PackedRows(lines=lines, layout=layout)
+    return stacks
+
+
+def random_values(plan, row_shape=None, seed=0):
+    generator = np.random.default_rng(seed)
+    return {
+        table.name: generator.normal(
+            size=(
+                table.config.vocabulary_size,
+                *((table.config.dim,) if row_shape is None else row_shape),
+            )
+        ).astype(np.float32)
+        for stack in plan.stacks
+        for table in stack.tables
+    }
+
+
+def assert_equal(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_array_equal(actual[name], expected[name])
+        assert actual[name].dtype == expected[name].dtype
+
+
+@pytest.mark.parametrize("row_shape", [None, ()], ids=["tables", "one_value_per_row"])
+@pytest.mark.parametrize("hardware", ["cpu", "v5p"])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+def test_round_trip(num_devices, hardware, row_shape):
+    plan = make_plan(num_devices, hardware)
+    values = random_values(plan, row_shape)
+    stacked = te.with_table_values(zeros(plan, row_shape), values, plan)
+    assert_equal(te.unstack_tables(stacked, plan), values)
+    for name, before in zeros(plan, row_shape).items():
+        assert stacked[name].layout == before.layout
+        assert stacked[name].lines.shape == before.lines.shape
+        assert stacked[name].lines.sharding.is_equivalent_to(plan.sharding, 2)
+
+
+@pytest.mark.parametrize("dim", [1, 16, 100, 128, 200])
+def test_round_trip_of_any_dim(dim):
+    plan = make_plan(3, "v5p", dim)
+    values = random_values(plan)
+    stacked = te.with_table_values(zeros(plan), values, plan)
+    assert_equal(te.unstack_tables(stacked, plan), values)
+
+
+def test_rows_are_dealt_in_turn():
+    plan = make_plan(3)
+    values = random_values(plan)
+    stacked = te.with_table_values(zeros(plan), values, plan)["stack_0"]
+    shards = np.asarray(stacked.lines).reshape(3, -1, 3)
+    of_stack = np.concatenate([values[name] for name in "abc"])
+    for row, expected in enumerate(of_stack):
+        np.testing.assert_array_equal(shards[row % 3, row // 3], expected)
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "v5p"])
+def test_tables_that_are_not_named_stay(hardware):
+    plan = make_plan(8, hardware)
+    old = random_values(plan)
+    stacked = te.with_table_values(zeros(plan), old, plan)
+    new = random_values(plan, seed=1)["b"]
+    result = te.with_table_values(stacked, {"b": new}, plan)
+    assert_equal(te.unstack_tables(result, plan), old | {"b": new})
+    assert result["stack_1"] is stacked["stack_1"]
+    # Nor does the argument change.
+    assert_equal(te.unstack_tables(stacked, plan), old)
+
+
+def test_no_values_change_nothing():
+    plan = make_plan()
+    stacked = zeros(plan)
+    assert te.with_table_values(stacked, {}, plan) == stacked
+
+
+def test_values_are_copies():
+    plan = make_plan(1)
+    stacked = zeros(plan)
+    values = te.unstack_tables(stacked, plan)
+    values["a"][:] = 7
+    assert not te.unstack_tables(stacked, plan)["a"].any()
+
+
+def test_stacks_may_be_missing():
+    plan = make_plan()
+    stacked = zeros(plan)
+    del stacked["stack_0"]
+    assert te.unstack_tables(stacked, plan).keys() == {"d"}
+    assert te.unstack_tables({}, plan) == {}
+
+
+def test_values_of_another_float_type_take_that_of_the_storage():
+    plan = make_plan(1)
+    values = {"d": np.arange(40, dtype=np.float64).reshape(10, 4)}
+    stacked = te.with_table_values(zeros(plan), values, plan)
+    assert stacked["stack_1"].lines.dtype == jnp.float32
+    np.testing.assert_array_equal(te.unstack_tables(stacked, plan)["d"], values["d"])
+
+
+def test_unknown_tables_are_refused_with_the_known_ones():
+    plan = make_plan()
+    values = {"a": np.zeros((37, 3)), "x": np.zeros(3), "w": np.zeros(3)}
+    with pytest.raises(ValueError, match=re.escape("unknown tables ['w', 'x']")) as e:
+        te.with_table_values(zeros(plan), values, plan)
+    assert "['a', 'b', 'c', 'd']" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "shape", [(36, 3), (38, 3), (37, 4), (37,), (1, 37, 3), (3, 37), ()], ids=str
+)
+def test_values_of_another_shape_are_refused_by_table(shape):
+    plan = make_plan()
+    with pytest.raises(ValueError, match="values of table 'a'") as error:
+        te.with_table_values(zeros(plan), {"a": np.zeros(shape)}, plan)
+    assert "(37, 3)" in str(error.value)
+    assert str(shape) in str(error.value)
+
+
+def test_shape_is_that_of_the_slot_variable():
+    plan = make_plan()
+    with pytest.raises(ValueError, match=re.escape("must have shape (37,)")):
+        te.with_table_values(zeros(plan, ()), {"a": np.zeros((37, 3))}, plan)
+
+
+def test_values_of_a_missing_stack_are_refused_by_table():
+    plan = make_plan()
+    stacked = zeros(plan)
+    del stacked["stack_1"]
+    with pytest.raises(ValueError, match="'d'"):
+        te.with_table_values(stacked, {"d": np.zeros((10, 4))}, plan)

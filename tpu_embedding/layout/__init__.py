@@ -1,1 +1,0 @@
-"""From config, mesh and hardware to the plan: stacking, placement, packing, memory."""

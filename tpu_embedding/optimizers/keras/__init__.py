@@ -1,0 +1,1 @@
+"""Translates the configurations of Keras optimizers and schedules."""

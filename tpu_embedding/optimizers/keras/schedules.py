@@ -1,0 +1,270 @@
+"""Keras' learning rate schedules, from their configuration to functions of the step.
+
+The formulas are those of `keras/src/optimizers/schedules/learning_rate_schedule.py`,
+which Keras 2 has too. They are not taken from optax, whose schedules of these names
+differ at boundaries, beyond the last step and in what they clip.
+"""
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, Final, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tpu_embedding.optimizers.rules._checks import check_hyperparameters, positive
+
+
+def keras_learning_rate(value: Any) -> optax.ScalarOrSchedule:
+    """Translates the field `learning_rate` of a Keras configuration.
+
+    Args:
+      value: a number; what `keras.optimizers.schedules.serialize` returns, a mapping
+        with `class_name` and `config`; or a function of the step, returned as it is.
+
+    Returns:
+      A float, or a function of the step, counted from 0, to a float32 scalar.
+
+    Raises:
+      ValueError: if it is none of these, or names everything that is wrong with the
+        schedule's fields.
+
+    Example:
+      >>> config = {"initial_learning_rate": 0.5, "decay_steps": 2, "decay_rate": 1.0}
+      >>> schedule = keras_learning_rate(
+      ...     {"class_name": "InverseTimeDecay", "config": config}
+      ... )
+      >>> float(schedule(2))
+      0.25
+    """
+    if callable(value):
+        return cast(optax.Schedule, value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
+    class_name = value.get("class_name") if isinstance(value, Mapping) else None
+    make = _SCHEDULES.get(class_name) if isinstance(class_name, str) else None
+    config = value.get("config") if isinstance(value, Mapping) else None
+    if make is None or not isinstance(config, Mapping):
+        raise ValueError(
+            f"learning_rate={value!r}: must be a number, or a serialized schedule of "
+            f"Keras' classes {sorted(_SCHEDULES)}; put a function of the step there"
+        )
+    fields = {field: x for field, x in config.items() if field != "name"}
+    problems = _field_problems(make, fields)
+    if problems:
+        raise ValueError(f"learning_rate of class {class_name}: {'; '.join(problems)}")
+    try:
+        return make(**{field: _plain(x) for field, x in fields.items()})
+    except ValueError as error:
+        raise ValueError(f"learning_rate of class {class_name}: {error}") from error
+
+
+def inverse_time_decay(rate: optax.ScalarOrSchedule, decay: float) -> optax.Schedule:
+    """Divides a rate by `1 + decay * step`: `decay` of Keras' legacy optimizers."""
+
+    def schedule(count: Any) -> jax.Array:
+        start: Any = rate(count) if callable(rate) else rate
+        return start / (1 + decay * jnp.asarray(count, jnp.float32))
+
+    return schedule
+
+
+def at_updates(
+    rate: optax.ScalarOrSchedule, gradient_steps: int
+) -> optax.ScalarOrSchedule:
+    """Counts updates of `gradient_steps` steps each, where a schedule counts steps.
+
+    Keras' schedules see the step, and the update is in the last step of its group.
+    """
+    if not callable(rate):
+        return rate
+
+    def schedule(count: Any) -> Any:
+        return rate(count * gradient_steps + gradient_steps - 1)
+
+    return schedule
+
+
+def _field_problems(make: Callable[..., Any], fields: Mapping[str, Any]) -> list[str]:
+    parameters = inspect.signature(make).parameters
+    problems = [
+        f"{field}={fields[field]!r} is not known here; take it out if it has no effect"
+        for field in sorted(fields.keys() - parameters.keys())
+    ]
+    for field, parameter in parameters.items():
+        if field in fields:
+            if not _is_of(parameter.annotation, fields[field]):
+                problems.append(f"{field}={fields[field]!r} is of a wrong type")
+        elif parameter.default is parameter.empty:
+            problems.append(f"{field} is missing")
+    return problems
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Whether a value read from JSON, or from NumPy, is of a parameter's type."""
+    if kind is bool:
+        return isinstance(value, bool | np.bool_)
+    if kind == list[float]:
+        return isinstance(value, list | tuple) and all(_is_of(float, x) for x in value)
+    if value is None:
+        return kind == float | None
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(x) for x in value]
+    if value is None or isinstance(value, bool | np.bool_):
+        return value
+    return float(value)
+
+
+def _exponential_decay(
+    *,
+    initial_learning_rate: float,
+    decay_steps: float,
+    decay_rate: float,
+    staircase: bool = False,
+) -> optax.Schedule:
+    check_hyperparameters(decay_steps=positive(decay_steps))
+
+    def schedule(count: Any) -> jax.Array:
+        passed = jnp.asarray(count, jnp.float32) / decay_steps
+        passed = jnp.floor(passed) if staircase else passed
+        return initial_learning_rate * jnp.power(decay_rate, passed)
+
+    return schedule
+
+
+def _inverse_time_decay(
+    *,
+    initial_learning_rate: float,
+    decay_steps: float,
+    decay_rate: float,
+    staircase: bool = False,
+) -> optax.Schedule:
+    check_hyperparameters(decay_steps=positive(decay_steps))
+
+    def schedule(count: Any) -> jax.Array:
+        passed = jnp.asarray(count, jnp.float32) / decay_steps
+        passed = jnp.floor(passed) if staircase else passed
+        return initial_learning_rate / (1 + decay_rate * passed)
+
+    return schedule
+
+
+def _piecewise_constant_decay(
+    *, boundaries: list[float], values: list[float]
+) -> optax.Schedule:
+    if len(boundaries) != len(values) - 1:
+        raise ValueError(
+            "boundaries must be one fewer than values, got "
+            f"{len(boundaries)} and {len(values)}"
+        )
+    # Keras casts boundaries to the type of the step, an integer.
+    limits = np.asarray(boundaries, np.int32)
+    if (np.diff(limits) <= 0).any():
+        raise ValueError(f"boundaries must increase, got {boundaries}")
+
+    def schedule(count: Any) -> jax.Array:
+        # A boundary is the last step of its value.
+        num_passed = jnp.sum(jnp.asarray(count) > limits)
+        return jnp.asarray(values, jnp.float32)[num_passed]
+
+    return schedule
+
+
+def _polynomial_decay(
+    *,
+    initial_learning_rate: float,
+    decay_steps: float,
+    end_learning_rate: float = 0.0001,
+    power: float = 1.0,
+    cycle: bool = False,
+) -> optax.Schedule:
+    check_hyperparameters(decay_steps=positive(decay_steps))
+
+    def schedule(count: Any) -> jax.Array:
+        step = jnp.asarray(count, jnp.float32)
+        period = decay_steps
+        if cycle:
+            period *= jnp.maximum(jnp.ceil(step / decay_steps), 1)
+        remaining = 1 - jnp.minimum(step, period) / period
+        span = initial_learning_rate - end_learning_rate
+        return span * jnp.power(remaining, power) + end_learning_rate
+
+    return schedule
+
+
+def _cosine_decay(
+    *,
+    initial_learning_rate: float,
+    decay_steps: float,
+    alpha: float = 0.0,
+    warmup_target: float | None = None,
+    warmup_steps: float = 0.0,
+) -> optax.Schedule:
+    check_hyperparameters(decay_steps=positive(decay_steps))
+    start = initial_learning_rate if warmup_target is None else warmup_target
+    num_before = 0.0 if warmup_target is None else warmup_steps
+
+    def schedule(count: Any) -> jax.Array:
+        step = jnp.asarray(count, jnp.float32)
+        passed = jnp.clip(step - num_before, 0, decay_steps) / decay_steps
+        rate = start * ((1 - alpha) * _half_cosine(passed) + alpha)
+        if not num_before:
+            return rate
+        rise = (start - initial_learning_rate) * (step / num_before)
+        return jnp.where(step < num_before, initial_learning_rate + rise, rate)
+
+    return schedule
+
+
+def _cosine_decay_restarts(
+    *,
+    initial_learning_rate: float,
+    first_decay_steps: float,
+    t_mul: float = 2.0,
+    m_mul: float = 1.0,
+    alpha: float = 0.0,
+) -> optax.Schedule:
+    check_hyperparameters(
+        first_decay_steps=positive(first_decay_steps), t_mul=positive(t_mul)
+    )
+
+    def schedule(count: Any) -> jax.Array:
+        passed = jnp.asarray(count, jnp.float32) / first_decay_steps
+        if t_mul == 1:
+            num_restarts = jnp.floor(passed)
+            passed -= num_restarts
+        else:
+            # Periods are t_mul**i first ones long: a geometric series.
+            num_restarts = jnp.floor(
+                jnp.log(1 - passed * (1 - t_mul)) / math.log(t_mul)
+            )
+            length = jnp.power(t_mul, num_restarts)
+            passed = (passed - (1 - length) / (1 - t_mul)) / length
+        scale = jnp.power(m_mul, num_restarts)
+        cosine = scale * _half_cosine(passed)
+        return initial_learning_rate * ((1 - alpha) * cosine + alpha)
+
+    return schedule
+
+
+def _half_cosine(passed: jax.Array) -> jax.Array:
+    """From 1 to 0 while `passed` goes from 0 to 1."""
+    return 0.5 * (1 + jnp.cos(math.pi * passed))
+
+
+_SCHEDULES: Final[Mapping[str, Callable[..., optax.Schedule]]] = {
+    "ExponentialDecay": _exponential_decay,
+    "InverseTimeDecay": _inverse_time_decay,
+    "PiecewiseConstantDecay": _piecewise_constant_decay,
+    "PolynomialDecay": _polynomial_decay,
+    "CosineDecay": _cosine_decay,
+    "CosineDecayRestarts": _cosine_decay_restarts,
+}

@@ -1,0 +1,126 @@
+"""Clippy: Adagrad whose step is scaled down where it would change a table too fast.
+
+Tang et al., "Improving Training Stability for Multitask Ranking Models in Recommender
+Systems" (KDD 2023).
+"""
+
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpu_embedding.optimizers.options import (
+    CommonOptions,
+    takes_common_options,
+    with_options,
+)
+from tpu_embedding.optimizers.rules._arrays import for_each_array
+from tpu_embedding.optimizers.rules._checks import (
+    check_hyperparameters,
+    not_negative,
+    positive,
+)
+from tpu_embedding.optimizers.rules._rates import learning_rate_at
+from tpu_embedding.optimizers.table_rows import table_rows
+
+
+class ClippyAdagradState(NamedTuple):
+    """Slot variable `[rows, dim]`, and the number of updates so far."""
+
+    count: jax.Array
+    accumulators: jax.Array
+
+
+@takes_common_options
+def clippy_adagrad(
+    learning_rate: optax.ScalarOrSchedule = 0.001,
+    initial_accumulator_value: float = 0.1,
+    variable_relative_threshold: float = 0.1,
+    accumulator_relative_threshold: float = 0.0,
+    absolute_threshold: float = 1e-7,
+    epsilon: float = 1e-7,
+    use_standard_accumulator_update: bool = False,
+    clip_accumulator_update: bool = False,
+    **options: Unpack[CommonOptions],
+) -> optax.GradientTransformation:
+    """Adagrad with Clippy's scaling of the step.
+
+        p = 1 / sqrt(a + epsilon)
+        d = learning_rate * g * p
+        bound = (abs(w) * variable_relative_threshold
+                 + p * accumulator_relative_threshold + absolute_threshold)
+        scale = min(1, min of bound / abs(d) over d != 0)
+        w -= scale * d
+        a += g**2                    or (scale * g)**2 with `clip_accumulator_update`
+
+    The inner minimum is over all elements of the table that the step touches, an
+    all-reduce of one number per table. The a in p is that before the step, or with
+    `use_standard_accumulator_update` that after it. TensorFlow Recommenders:
+    `tfrs.experimental.optimizers.ClippyAdagrad`. Equal to the dense rule, since a row
+    that was not looked up has gradient zero.
+
+    Args:
+      learning_rate: number or schedule of the step, counted from 0.
+      initial_accumulator_value: start of a, not negative.
+      variable_relative_threshold: not negative.
+      accumulator_relative_threshold: not negative.
+      absolute_threshold: not negative.
+      epsilon: positive.
+      use_standard_accumulator_update: see above.
+      clip_accumulator_update: see above; excludes the former.
+      **options: see `with_options`.
+
+    Raises:
+      ValueError: if a value is out of its range, or both flags are set.
+
+    Example:
+      >>> optimizer = clippy_adagrad(1.0)
+      >>> rows = jnp.ones((3, 2))
+      >>> updates, _ = optimizer.update(rows, optimizer.init(rows), rows)
+      >>> [round(x, 4) for x in updates[0].tolist()]
+      [-0.1, -0.1]
+    """
+    check_hyperparameters(
+        initial_accumulator_value=not_negative(initial_accumulator_value),
+        variable_relative_threshold=not_negative(variable_relative_threshold),
+        accumulator_relative_threshold=not_negative(accumulator_relative_threshold),
+        absolute_threshold=not_negative(absolute_threshold),
+        epsilon=positive(epsilon),
+    )
+    if use_standard_accumulator_update and clip_accumulator_update:
+        raise ValueError(
+            "clippy_adagrad takes one of use_standard_accumulator_update, which needs "
+            "the accumulator before the scale is known, and clip_accumulator_update."
+        )
+
+    def init(params: Any) -> Any:
+        return ClippyAdagradState(
+            count=jnp.zeros((), jnp.int32),
+            accumulators=jnp.full_like(params, initial_accumulator_value),
+        )
+
+    def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        rows = table_rows(updates)
+        accumulators = state.accumulators
+        if use_standard_accumulator_update:
+            accumulators = accumulators + jnp.square(updates)
+        preconditioner = jax.lax.rsqrt(accumulators + epsilon)
+        step = learning_rate_at(learning_rate, state.count) * updates * preconditioner
+        bound = (
+            jnp.abs(params) * variable_relative_threshold
+            + preconditioner * accumulator_relative_threshold
+            + absolute_threshold
+        )
+        # Elements without a step bound nothing.
+        is_moved = step != 0
+        ratio = jnp.where(is_moved, bound / jnp.where(is_moved, jnp.abs(step), 1), 1)
+        least = rows.minimum(jnp.min(ratio, axis=1, initial=1))
+        scale = rows.per_row(jnp.minimum(1, least))[:, None]
+        if not use_standard_accumulator_update:
+            added = scale * updates if clip_accumulator_update else updates
+            accumulators = accumulators + jnp.square(added)
+        return -scale * step, ClippyAdagradState(state.count + 1, accumulators)
+
+    rule = for_each_array(init, update)
+    return with_options(rule, learning_rate=learning_rate, **options)

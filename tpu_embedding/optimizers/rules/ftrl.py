@@ -1,0 +1,142 @@
+"""Follow the regularised leader, proximal, per coordinate.
+
+McMahan et al., "Ad Click Prediction: a View from the Trenches" (KDD 2013).
+"""
+
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+
+from tpu_embedding.optimizers.options import (
+    CommonOptions,
+    takes_common_options,
+    with_options,
+)
+from tpu_embedding.optimizers.rules._arrays import for_each_array
+from tpu_embedding.optimizers.rules._checks import (
+    check_hyperparameters,
+    not_negative,
+    not_positive,
+    positive,
+)
+from tpu_embedding.optimizers.rules._rates import learning_rate_at
+
+
+class FTRLState(NamedTuple):
+    """Slot variables `[rows, dim]`, and the number of updates so far."""
+
+    count: jax.Array
+    accumulators: jax.Array
+    linears: jax.Array
+
+
+@takes_common_options
+def ftrl(
+    learning_rate: optax.ScalarOrSchedule = 0.001,
+    learning_rate_power: float = -0.5,
+    l1_regularization_strength: float = 0.0,
+    l2_regularization_strength: float = 0.0,
+    beta: float = 0.0,
+    initial_accumulator_value: float = 0.1,
+    multiply_linear_by_learning_rate: bool = False,
+    allow_zero_accumulator: bool = False,
+    *,
+    l2_shrinkage_regularization_strength: float = 0.0,
+    **options: Unpack[CommonOptions],
+) -> optax.GradientTransformation:
+    """FTRL: the row is computed anew from its slots in each update.
+
+    With `p = -learning_rate_power`, `lr` the learning rate, and `d = a'**p - a**p`,
+
+        a' = a + g**2
+        l += g - d * w / lr
+        w = (clip(l, -l1, l1) - l) / ((a'**p + beta) / lr + 2 * l2)
+
+    or, with `multiply_linear_by_learning_rate`, which allows a rate of 0,
+
+        l += lr * g - d * w
+        w = (clip(l, -lr * l1, lr * l1) - l) / (a'**p + beta + 2 * lr * l2)
+
+    A denominator of 0 gives a row of 0. With shrinkage `s`, the `g` of `l` (not of
+    `a`) is `g + 2 * s * w`. TensorFlow: `tf.tpu.experimental.embedding.FTRL`, and
+    the kernels `ResourceSparseApplyFtrl` and `...V2MultiplyLinearByLr`. The first
+    update of a row forgets its initial value, since `l` begins at 0.
+
+    Args:
+      learning_rate: number or schedule of the step, counted from 0.
+      learning_rate_power: 0 or below.
+      l1_regularization_strength: `l1`, not negative.
+      l2_regularization_strength: `l2`, not negative.
+      beta: not negative.
+      initial_accumulator_value: start of `a`, positive.
+      multiply_linear_by_learning_rate: see above.
+      allow_zero_accumulator: allows an `initial_accumulator_value` of 0. TensorFlow's
+        class refuses that even so, though its documentation allows it.
+      l2_shrinkage_regularization_strength: `s`, of Keras' and TensorFlow's FTRL on
+        CPU; not negative.
+      **options: see `with_options`.
+
+    Raises:
+      ValueError: if a value is out of its range.
+
+    Example:
+      >>> optimizer = ftrl(0.1, l1_regularization_strength=10.0)
+      >>> rows = jnp.ones((1, 2))
+      >>> updates, _ = optimizer.update(rows, optimizer.init(rows), rows)
+      >>> (rows + updates).tolist()
+      [[0.0, 0.0]]
+    """
+    check_hyperparameters(
+        learning_rate_power=not_positive(learning_rate_power),
+        l1_regularization_strength=not_negative(l1_regularization_strength),
+        l2_regularization_strength=not_negative(l2_regularization_strength),
+        l2_shrinkage_regularization_strength=not_negative(
+            l2_shrinkage_regularization_strength
+        ),
+        beta=not_negative(beta),
+        initial_accumulator_value=(
+            not_negative(initial_accumulator_value)
+            if allow_zero_accumulator
+            else positive(initial_accumulator_value)
+        ),
+    )
+    p = -learning_rate_power
+    l1, l2 = l1_regularization_strength, l2_regularization_strength
+
+    def init(params):
+        return FTRLState(
+            count=jnp.zeros((), jnp.int32),
+            accumulators=jnp.full_like(params, initial_accumulator_value),
+            linears=jnp.zeros_like(params),
+        )
+
+    def update(updates: Any, state: Any, params: Any):
+        rate = learning_rate_at(learning_rate, state.count)
+        accumulators = state.accumulators + jnp.square(updates)
+        power = _power(accumulators, p)
+        change = power - _power(state.accumulators, p)
+        shrunk = updates + 2 * l2_shrinkage_regularization_strength * params
+        if multiply_linear_by_learning_rate:
+            linears = state.linears + rate * shrunk - change * params
+            bound = rate * l1
+            denominators = power + beta + 2 * rate * l2
+        else:
+            linears = state.linears + shrunk - change * params / rate
+            bound = l1
+            denominators = (power + beta) / rate + 2 * l2
+        numerators = jnp.clip(linears, -bound, bound) - linears
+        is_zero = denominators == 0
+        rows = jnp.where(is_zero, 0, numerators / jnp.where(is_zero, 1, denominators))
+        return rows - params, FTRLState(state.count + 1, accumulators, linears)
+
+    rule = for_each_array(init, update)
+    return with_options(rule, learning_rate=learning_rate, **options)
+
+
+def _power(values: jax.Array, exponent: float) -> jax.Array:
+    """Raises to a power, the square root by its own operation, which is exact."""
+    is_half = not isinstance(exponent, Tracer) and exponent == 0.5
+    return jnp.sqrt(values) if is_half else jnp.power(values, exponent)

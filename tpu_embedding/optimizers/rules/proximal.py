@@ -1,0 +1,87 @@
+"""Adagrad with proximal regularisation.
+
+Duchi and Singer, "Efficient Learning using Forward-Backward Splitting" (NIPS 2009).
+"""
+
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpu_embedding.optimizers.options import (
+    CommonOptions,
+    takes_common_options,
+    with_options,
+)
+from tpu_embedding.optimizers.rules._arrays import for_each_array
+from tpu_embedding.optimizers.rules._checks import (
+    check_hyperparameters,
+    not_negative,
+    positive,
+)
+from tpu_embedding.optimizers.rules._rates import learning_rate_at
+
+
+class ProximalAdagradState(NamedTuple):
+    """Slot variable `[rows, dim]`, and the number of updates so far."""
+
+    count: jax.Array
+    accumulators: jax.Array
+
+
+@takes_common_options
+def proximal_adagrad(
+    learning_rate: optax.ScalarOrSchedule = 0.001,
+    l1: float = 0.0,
+    l2: float = 0.0,
+    initial_accumulator_value: float = 0.1,
+    **options: Unpack[CommonOptions],
+) -> optax.GradientTransformation:
+    """Adagrad followed by a proximal step.
+
+        a += g**2
+        eta = learning_rate / sqrt(a)
+        z = w - eta * g
+        w = sign(z) * max(abs(z) - eta * l1, 0) / (1 + eta * l2)
+
+    TensorFlow: `ProximalAdagradParameters` of the TPU embeddings' protocol buffer; the
+    kernel `ResourceSparseApplyProximalAdagrad`. Rows are regularised only in steps that
+    look them up.
+
+    Args:
+      learning_rate: number or schedule of the step, counted from 0.
+      l1: not negative.
+      l2: not negative.
+      initial_accumulator_value: start of `a`, positive.
+      **options: see `with_options`.
+
+    Raises:
+      ValueError: if a value is out of its range.
+
+    Example:
+      >>> proximal_adagrad(0.1).init(jnp.ones((3, 2))).accumulators.shape
+      (3, 2)
+    """
+    check_hyperparameters(
+        l1=not_negative(l1),
+        l2=not_negative(l2),
+        initial_accumulator_value=positive(initial_accumulator_value),
+    )
+
+    def init(params):
+        return ProximalAdagradState(
+            count=jnp.zeros((), jnp.int32),
+            accumulators=jnp.full_like(params, initial_accumulator_value),
+        )
+
+    def update(updates: Any, state: Any, params: Any):
+        accumulators = state.accumulators + jnp.square(updates)
+        rate = learning_rate_at(learning_rate, state.count)
+        eta = rate * jax.lax.rsqrt(accumulators)
+        z = params - eta * updates
+        rows = jnp.sign(z) * jnp.maximum(jnp.abs(z) - eta * l1, 0) / (1 + eta * l2)
+        return rows - params, ProximalAdagradState(state.count + 1, accumulators)
+
+    rule = for_each_array(init, update)
+    return with_options(rule, learning_rate=learning_rate, **options)

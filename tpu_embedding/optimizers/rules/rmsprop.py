@@ -1,0 +1,151 @@
+"""RMSProp, plain and centred, and Adadelta.
+
+Tieleman and Hinton, "Lecture 6.5 - RMSProp" (2012); Graves, "Generating Sequences With
+Recurrent Neural Networks" (2013) for the centred one; Zeiler, "ADADELTA" (2012).
+"""
+
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpu_embedding.optimizers.options import (
+    CommonOptions,
+    takes_common_options,
+    with_options,
+)
+from tpu_embedding.optimizers.rules._arrays import for_each_array
+from tpu_embedding.optimizers.rules._checks import check_hyperparameters, not_negative
+from tpu_embedding.optimizers.rules._rates import learning_rate_at
+
+
+class RMSPropState(NamedTuple):
+    """Slot variables `[rows, dim]`; `mg` is None unless centred."""
+
+    count: jax.Array
+    ms: jax.Array
+    mom: jax.Array
+    mg: jax.Array | None
+
+
+@takes_common_options
+def rmsprop(
+    learning_rate: optax.ScalarOrSchedule = 0.001,
+    rho: float = 0.9,
+    momentum: float = 0.0,
+    epsilon: float = 1e-7,
+    *,
+    initial_ms: float = 0.0,
+    centered: bool = False,
+    **options: Unpack[CommonOptions],
+) -> optax.GradientTransformation:
+    """RMSProp with momentum.
+
+        ms = rho * ms + (1 - rho) * g**2
+        mg = rho * mg + (1 - rho) * g             if centered, else 0
+        mom = momentum * mom + learning_rate * g / sqrt(ms - mg**2 + epsilon)
+        w -= mom
+
+    TensorFlow: `RmsPropParameters` and `CenteredRmsPropParameters` of the TPU
+    embeddings' protocol buffer; the kernels `ResourceSparseApplyRMSProp` and
+    `ResourceSparseApplyCenteredRMSProp`. Slots decay only in steps that look their
+    row up. TensorFlow 1 began `ms` at 1, Keras at 0.
+
+    Args:
+      learning_rate: number or schedule of the step, counted from 0.
+      rho: decay of `ms` and `mg`.
+      momentum: decay of `mom`.
+      epsilon: not negative.
+      initial_ms: start of `ms`, not negative.
+      centered: see above.
+      **options: see `with_options`.
+
+    Raises:
+      ValueError: if a value is out of its range.
+
+    Example:
+      >>> rmsprop(0.1).init(jnp.ones((3, 2))).ms.shape
+      (3, 2)
+    """
+    check_hyperparameters(
+        epsilon=not_negative(epsilon), initial_ms=not_negative(initial_ms)
+    )
+
+    def init(params: Any) -> Any:
+        return RMSPropState(
+            count=jnp.zeros((), jnp.int32),
+            ms=jnp.full_like(params, initial_ms),
+            mom=jnp.zeros_like(params),
+            mg=jnp.zeros_like(params) if centered else None,
+        )
+
+    def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        del params
+        rate = learning_rate_at(learning_rate, state.count)
+        ms = rho * state.ms + (1 - rho) * jnp.square(updates)
+        mg, variance = None, ms
+        if centered:
+            mg = rho * state.mg + (1 - rho) * updates
+            variance = ms - jnp.square(mg)
+        step = rate * updates * jax.lax.rsqrt(variance + epsilon)
+        mom = momentum * state.mom + step
+        return -mom, RMSPropState(state.count + 1, ms, mom, mg)
+
+    rule = for_each_array(init, update)
+    return with_options(rule, learning_rate=learning_rate, **options)
+
+
+class AdadeltaState(NamedTuple):
+    """Slot variables `[rows, dim]`: mean squares of gradients and of updates."""
+
+    accumulators: jax.Array
+    updates: jax.Array
+
+
+@takes_common_options
+def adadelta(
+    learning_rate: optax.ScalarOrSchedule = 0.001,
+    rho: float = 0.95,
+    epsilon: float = 1e-7,
+    **options: Unpack[CommonOptions],
+) -> optax.GradientTransformation:
+    """Adadelta.
+
+        a = rho * a + (1 - rho) * g**2
+        x = g * sqrt(u + epsilon) / sqrt(a + epsilon)
+        u = rho * u + (1 - rho) * x**2
+        w -= learning_rate * x
+
+    TensorFlow: `AdadeltaParameters` of the TPU embeddings' protocol buffer; the kernel
+    `ResourceSparseApplyAdadelta`. Slots decay only in steps that look their row up.
+
+    Args:
+      learning_rate: number or schedule of the step, counted from 0.
+      rho: decay of both slots.
+      epsilon: not negative.
+      **options: see `with_options`.
+
+    Raises:
+      ValueError: if `epsilon` is negative.
+
+    Example:
+      >>> adadelta(1.0).init(jnp.ones((3, 2)))[0].updates.shape
+      (3, 2)
+    """
+    check_hyperparameters(epsilon=not_negative(epsilon))
+
+    def init(params):
+        return AdadeltaState(jnp.zeros_like(params), jnp.zeros_like(params))
+
+    def update(updates, state, params=None):
+        del params
+        a = rho * state.accumulators + (1 - rho) * jnp.square(updates)
+        x = updates * jnp.sqrt(state.updates + epsilon) * jax.lax.rsqrt(a + epsilon)
+        return x, AdadeltaState(a, rho * state.updates + (1 - rho) * jnp.square(x))
+
+    rule = optax.chain(
+        for_each_array(init, update),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return with_options(rule, learning_rate=learning_rate, **options)

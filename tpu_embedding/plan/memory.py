@@ -1,0 +1,39 @@
+"""What packed rows cost in memory, and how to print it."""
+
+from tpu_embedding.hardware import HardwareInfo
+from tpu_embedding.rows.packed_rows import RowLayout, round_up
+
+
+def rows_bytes(layout: RowLayout, hardware: HardwareInfo, itemsize: int) -> int:
+    """Returns the bytes that the packed rows of one shard take."""
+    tile_rows = hardware.sublanes
+    if layout.is_flat and layout.line_lanes is not None:
+        tile_rows *= layout.line_lanes
+    return round_up(layout.num_lines, tile_rows) * layout.lanes * itemsize
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Returns bytes with a binary unit.
+
+    Example:
+      >>> format_bytes(3 * 2**20)
+      '3.00 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
+
+
+def format_table(rows: list[tuple[str, ...]], num_left_aligned: int = 1) -> str:
+    """Returns rows of cells as lines of aligned columns; the first row is the head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < num_left_aligned else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,131 @@
+"""Which tables are laid in one array.
+
+Tables of equal dim, dtype, quantization and optimizer travel together: one dedup, one
+exchange, one gather. The grouping depends on nothing else, so that it is the same for
+every batch size and number of devices. Within a stack the tables' rows follow each
+other without a gap, in the order of their names.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from tpu_embedding.config import (
+    FeatureConfig,
+    TableConfig,
+)
+from tpu_embedding.optimizers.resolve import resolve_optimizer
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
+from tpu_embedding.types import PADDING_ROW_ID
+
+_MAX_ROWS_OF_STACK: Final = PADDING_ROW_ID - 2**20
+"""An int32 numbers the rows of all shards; there is room for a million shards."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NamedTable:
+    """A table with the name and optimizer it ends up with."""
+
+    name: str
+    config: TableConfig
+    optimizer: RowOptimizer | None
+
+
+def name_features(
+    paths_and_configs: Sequence[tuple[str, FeatureConfig]],
+) -> tuple[str, ...]:
+    """Returns one name per feature: its own, or its place in the nest.
+
+    Raises:
+      ValueError: if two features end up with one name.
+    """
+    names = tuple(config.name or path for path, config in paths_and_configs)
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise ValueError(
+                f"FeatureConfig.name must be unique, got {name!r} twice, for the "
+                f"features at {paths_and_configs[names.index(name)][0]!r} and "
+                f"{paths_and_configs[i][0]!r} of feature_config."
+            )
+    return names
+
+
+def name_tables(
+    features: Sequence[FeatureConfig],
+    optimizer: TableOptimizer | None,
+) -> list[NamedTable]:
+    """Returns one table per feature; features that share a table get equal ones.
+
+    Raises:
+      ValueError: if two tables of one name differ.
+    """
+    by_name: dict[str, TableConfig] = {}
+    unnamed: list[TableConfig] = []
+    named = []
+    for feature in features:
+        config = feature.table
+        if config.name is None:
+            if not any(config is other for other in unnamed):
+                unnamed.append(config)
+            index = next(i for i, other in enumerate(unnamed) if other is config)
+            name = f"table_{index}"
+        else:
+            name = config.name
+        other = by_name.setdefault(name, config)
+        if other != config or (other.name is None) != (config.name is None):
+            raise ValueError(
+                f"TableConfig.name must be unique, got two different tables named "
+                f"{name!r}:\n  {other}\n  {config}\nGive one of them another name, "
+                "or the same settings to share one table."
+            )
+        named.append((name, config))
+    return [
+        NamedTable(
+            name=name,
+            config=config,
+            optimizer=_optimizer_of(name, config, optimizer, by_name),
+        )
+        for name, config in named
+    ]
+
+
+def _optimizer_of(
+    name: str,
+    config: TableConfig,
+    optimizer: TableOptimizer | None,
+    tables: dict[str, TableConfig],
+) -> RowOptimizer | None:
+    """Returns the table's own optimizer, or that of all tables without one."""
+    if config.optimizer is not None:
+        return resolve_optimizer(config.optimizer, name, (name,), tuple(tables))
+    others = tuple(other for other, c in tables.items() if c.optimizer is None)
+    return resolve_optimizer(optimizer, name, others, tuple(tables))
+
+
+def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
+    """Groups tables into stacks.
+
+    A stack never has more rows than an int32 can number; a group that would is cut
+    into several stacks.
+    """
+    unique = {table.name: table for table in tables}
+    groups: dict[Any, list[list[NamedTable]]] = {}
+    for name in sorted(unique):
+        table = unique[name]
+        config = table.config
+        key = (
+            config.dim,
+            np.dtype(config.dtype).name,
+            config.quantization_config,
+            table.optimizer,
+        )
+        stacks = groups.setdefault(key, [[]])
+        num_rows = config.vocabulary_size + sum(
+            other.config.vocabulary_size for other in stacks[-1]
+        )
+        if stacks[-1] and num_rows > _MAX_ROWS_OF_STACK:
+            stacks.append([])
+        stacks[-1].append(table)
+    return [stack for stacks in groups.values() for stack in stacks]

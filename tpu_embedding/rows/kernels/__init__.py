@@ -1,0 +1,1 @@
+"""Pallas kernels that read, write and update rows on SparseCores."""

@@ -1,0 +1,1 @@
+"""The arrays that a plan describes: created, read out by table name, replaced."""

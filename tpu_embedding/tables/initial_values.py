@@ -1,0 +1,128 @@
+"""First values of tables, equal on any number of devices.
+
+Equal but for the last bits of an initializer that rounds: XLA fuses its arithmetic
+differently in different programs. A table's values depend on the seed, its name and
+the row, never on the stack, the shards or the packing: the initializer is called once
+for the whole table, with the table's own key and logical shape, and XLA computes each
+device's part of that. Then rows are dealt to their owners by one all-to-all.
+"""
+
+import functools
+import hashlib
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from tpu_embedding.config import truncated_normal_initializer
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
+from tpu_embedding.rows.packed_rows import PackedRows, pack_rows, round_up
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, PackedRows]:
+    """Returns the stacked tables with their initial values.
+
+    Args:
+      plan: of the layer.
+      key: a typed JAX random key; the only source of randomness.
+
+    Returns:
+      Stack name to packed rows, sharded over the plan's mesh.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> sorted(te.init_tables(plan, jax.random.key(0)))
+      ['stack_0']
+    """
+    return {stack.name: _init_stack(stack, plan, key) for stack in plan.stacks}
+
+
+def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> PackedRows:
+    # One row more than the shard has: the last table's block may hold one row too many.
+    rows = jnp.zeros(
+        (plan.num_shards * (stack.rows_per_shard + 1), stack.dim), jnp.float32
+    )
+    rows = jax.lax.with_sharding_constraint(rows, plan.sharding)
+    for table in stack.tables:
+        values = _logical_values(table, plan, key)
+        rows = jax.shard_map(
+            lambda rows, values, table=table: _deal_rows(
+                rows, values, table, stack, plan
+            ),
+            mesh=plan.mesh,
+            in_specs=plan.shard_spec,
+            out_specs=plan.shard_spec,
+            check_vma=False,
+        )(rows, values)
+    return jax.shard_map(
+        lambda rows: pack_rows(rows[:-1], stack.layout),
+        mesh=plan.mesh,
+        in_specs=plan.shard_spec,
+        out_specs=plan.shard_spec,
+        check_vma=False,
+    )(rows)
+
+
+def _logical_values(
+    table: TablePlan, plan: EmbeddingPlan, key: jax.Array
+) -> Float[Array, "rows dim"]:
+    """Returns the table's values, cut by shard into contiguous blocks. Global."""
+    config = table.config
+    initializer = config.initializer or truncated_normal_initializer(config.dim)
+    shape = (config.vocabulary_size, config.dim)
+    key = _key_of_table(key, table.name)
+    values = initializer(key, shape, config.dtype)
+    shape_of = getattr(values, "shape", None)
+    dtype_of = getattr(values, "dtype", None)
+    if shape_of != shape or dtype_of != config.dtype:
+        raise ValueError(
+            "TableConfig.initializer must return an array of the shape and dtype it is "
+            f"given, {shape} and {jnp.dtype(config.dtype).name}, got {shape_of} and "
+            f"{dtype_of} for table {table.name!r}."
+        )
+    block = round_up(-(-shape[0] // plan.num_shards), plan.num_shards)
+    values = jnp.pad(values, ((0, block * plan.num_shards - shape[0]), (0, 0)))
+    return jax.lax.with_sharding_constraint(values, plan.sharding)
+
+
+def _key_of_table(key: jax.Array, name: str) -> jax.Array:
+    """Returns the key of a table: a hash that no two names share in practice."""
+    digest = hashlib.sha256(name.encode()).digest()
+    for start in (0, 4, 8):
+        word = int.from_bytes(digest[start : start + 4], "little")
+        key = jax.random.fold_in(key, word)
+    return key
+
+
+def _deal_rows(
+    rows: Float[Array, "local_rows dim"],
+    values: Float[Array, "block dim"],
+    table: TablePlan,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> Float[Array, "local_rows dim"]:
+    """Sends the rows of a contiguous block to their owners. Per shard.
+
+    Shard `s` owns the table's rows `r` with `(row_offset + r) % num_shards == s`;
+    they are neighbours there. Blocks are multiples of the number of shards, so row
+    `i * num_shards + j` of every block goes to the same owner.
+    """
+    num_shards = plan.num_shards
+    owners = jnp.arange(num_shards, dtype=jnp.int32)
+    first_of_owner = (owners - table.row_offset) % num_shards
+    by_owner = values.reshape(-1, num_shards, stack.dim)[:, first_of_owner]
+    received = by_owner.transpose(1, 0, 2)
+    if num_shards > 1:
+        received = jax.lax.all_to_all(
+            received, plan.axis_names, split_axis=0, concat_axis=0, tiled=True
+        )
+    most_rows = -(-table.config.vocabulary_size // num_shards)
+    block = received.reshape(-1, stack.dim)[:most_rows]
+    shard = jax.lax.axis_index(plan.axis_names)
+    first_row = (table.row_offset + first_of_owner[shard]) // num_shards
+    return jax.lax.dynamic_update_slice(
+        rows, block, (first_row, jnp.zeros_like(first_row))
+    )
