@@ -1,5 +1,18 @@
-"""Set-up of all tests: eight CPU devices, strict shapes, warnings as errors."""
+"""Sets up all tests: eight CPU devices, strict shapes, warnings as errors.
 
+Tests run in two tiers. `scripts/test.sh` runs the quick tier, `scripts/test.sh --all`
+the full tier. Plain `pytest` runs the full tier; `pytest -m "not full"` the quick one.
+Three ways move cases to the full tier:
+
+* A whole test: `@pytest.mark.full`.
+* One value of a parameter: `pytest.param(value, marks=pytest.mark.full)`. Every
+  combination with this value then runs in the full tier only.
+* A matrix of several parameters: `@pytest.mark.each_once`. The quick tier runs the
+  diagonal of the matrix: each value of each parameter at least once. Parameters of
+  fixtures, such as `mesh`, count too.
+"""
+
+import collections
 import itertools
 import os
 import pathlib
@@ -36,6 +49,39 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 needs_kernels = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="kernels need jax 0.12"
 )
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by `-m`
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what `each_once` leaves to the full tier."""
+    functions = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("each_once") and not item.get_closest_marker("full"):
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for cases in functions.values():
+        off_diagonal = [case for case in cases if not _on_diagonal(case, cases)]
+        for case in off_diagonal:
+            case.add_marker("full")
+
+
+def _on_diagonal(case: pytest.Item, cases: list[pytest.Item]) -> bool:
+    """Returns whether step k of all parameters at once reaches this case, for some k.
+
+    A parameter with fewer values than the longest starts over.
+    """
+    # One id per `parametrize`; pytest has no public name for them.
+    ids_of_cases = [other.callspec._idlist for other in cases]
+    parameters = [list(dict.fromkeys(ids)) for ids in zip(*ids_of_cases, strict=True)]
+    positions = [
+        (values.index(each), len(values))
+        for values, each in zip(parameters, case.callspec._idlist, strict=True)
+    ]
+    longest = max(count for _, count in positions)
+    return any(
+        all(step % count == position for position, count in positions)
+        for step in range(longest)
+    )
+
 
 TESTS_PER_CACHE = 60
 _tests_run = itertools.count(1)
