@@ -93,7 +93,7 @@ def test_buffers_grow_with_ids_not_with_shards(num_ids, num_shards):
         (1, 1, "padded"),
     ],
 )
-def test_ragged_where_padded_parts_would_be_long(max_unique_ids, num_shards, kind):
+def test_ragged_where_padded_buckets_would_be_long(max_unique_ids, num_shards, kind):
     assert round_size(max_unique_ids, num_shards, 10**9, kind=None).kind == kind
 
 

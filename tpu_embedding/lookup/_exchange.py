@@ -133,10 +133,10 @@ def send_gradients(
 
 
 def exchange(buffer: Array, plan: EmbeddingPlan) -> Array:
-    """Sends part `d` of the buffer to shard `d`, and receives a part from each.
+    """Sends bucket `d` of the buffer to shard `d`; receives a bucket from each shard.
 
     Args:
-      buffer: `[num_shards * part, ...]`, per shard.
+      buffer: `[num_shards * bucket_size, ...]`, per shard.
       plan: for the mesh axes.
 
     Returns:

@@ -55,9 +55,9 @@ class Round:
         buffer of the rows it fetches; `sent_rows` where the id is not part of this
         round.
       uses: the way back.
-      row_ids: int32 `[num_shards * part]`, rows asked for, as local
-        rows of their owner, a part for each; padding where unused, and always in the
-        last place.
+      row_ids: int32 `[num_shards * bucket_size]`, rows asked for, as local
+        rows of their owner, one bucket for each; padding where unused, and always in
+        the last place.
       num_ids: int32 `[num_shards]`, how many go to each destination.
       next_ranks: int32 `[num_shards]`, the first rank of each destination that
         remains.
@@ -161,7 +161,7 @@ def _fill(
     size: RoundSize,
     stack: StackPlan,
 ) -> Round:
-    num_places = stack.num_shards * size.part
+    num_places = stack.num_shards * size.bucket_size
     num_ids = next_ranks - first_ranks
     turn = dedup.ranks - broadcast_to_ids(first_ranks, dedup)
     is_in_round = (
@@ -171,7 +171,9 @@ def _fill(
     )
     destination = jax.lax.div(dedup.sorted_keys, jnp.int32(stack.rows_per_shard))
     row = dedup.sorted_keys - stack.rows_per_shard * destination
-    id_places = jnp.where(is_in_round, size.part * destination + turn, num_places)
+    id_places = jnp.where(
+        is_in_round, size.bucket_size * destination + turn, num_places
+    )
     row_places = id_places
     if size.kind == "ragged":
         starts = size.rows_per_line * starts_of(lines_of(num_ids, size))

@@ -1,12 +1,15 @@
-"""How many ids and rows may travel in one round of the exchange.
+"""Chooses how many ids and rows fit in one round of the exchange.
 
-Exchange buffers have static shapes. Their size is a question of speed only: what does
-not fit travels in further rounds.
+Exchange buffers have static shapes. Their size affects speed only: ids that do not fit
+spill to a later round.
 
-Ids always travel in parts of equal size, one for each destination. Rows do so too in a
-*padded* exchange, whose buffers are long where a shard has few ids for each of many
-others. In a *ragged* one (XLA's ragged all-to-all) they lie one after the other, with
-no room between the parts.
+Ids travel in buckets of equal size, one bucket per destination. Rows travel in one of
+two ways:
+
+* A *padded* exchange uses equal buckets for rows too. Padding then dominates where a
+  shard sends few ids to each of many others.
+* A *ragged* exchange (XLA's ragged all-to-all) stores the buckets one after the other,
+  without padding between them.
 """
 
 import dataclasses
@@ -19,58 +22,70 @@ from tpu_embedding.rows.packed_rows import round_up
 ExchangeKind = Literal["padded", "ragged"]
 EXCHANGE_KINDS: Final[tuple[ExchangeKind, ...]] = get_args(ExchangeKind)
 
-_DEVIATIONS: Final = 4
-"""Room above the mean, in square roots of the mean.
+_PADDED_HEADROOM_STDDEVS: Final = 4
+"""Headroom of a padded bucket above the mean number of ids, in standard deviations.
 
-Rows are dealt round-robin, so the unique ids that a shard sends to one destination are
-nearly a Poisson count. Over zipf-distributed ids the fullest of all pairs stayed within
-this (1.07 times the mean at 8 shards, 1.5 to 2 at 64, 3.5 to 6 at 256)."""
+Rows are dealt round-robin. The number of unique ids that a shard sends to one
+destination is therefore nearly Poisson, with a standard deviation of sqrt(mean). Over
+zipf-distributed ids, the fullest bucket of all pairs of shards stayed within this
+headroom (1.07 times the mean at 8 shards, 1.5 to 2 at 64, 3.5 to 6 at 256)."""
 
-_RAGGED_DEVIATIONS: Final = 8
-"""The same for the ids of a ragged exchange, where room costs four bytes, not a row."""
+_RAGGED_HEADROOM_STDDEVS: Final = 8
+"""Headroom of the ids of a ragged exchange, in standard deviations.
 
-_PADDING_WORTH_RAGGED: Final = 1.25
-"""Places per row from which a padded exchange is left for a ragged one.
+It exceeds the padded headroom because an unused entry costs 4 bytes, not a row."""
 
-Below, a padded all-to-all is at least as good: a ragged one sends narrow rows as 128
-lanes where no kernel packs them, copies wide ones first, and exchanges sizes; see
-`benchmarks/README.md`."""
+_MAX_PADDED_TO_RAGGED_RATIO: Final = 1.25
+"""Maximum ratio of padded to ragged buffer length at which padded is still chosen.
+
+Up to this ratio a padded all-to-all is at least as fast. A ragged one sends narrow rows
+as 128 lanes unless a kernel packs them, copies wide rows first, and exchanges bucket
+sizes; see `benchmarks/README.md`."""
 
 _SUBLANES: Final = 8
-"""Rows of a TPU tile; a buffer of another size is padded to it anyway."""
+"""Rows of a TPU tile. XLA pads buffers to a multiple of this in any case."""
 
 LANES: Final = 128
-"""Ids of a TPU register. Parts of so many lie in memory as they are sent; those of
-another size are first moved, by code that takes XLA seconds to compile."""
+"""32-bit values in one row of a TPU vector register.
 
-MANY_IDS: Final = 128 * LANES
-"""From here on a part is a multiple of `LANES`, which adds 0.8 % at most."""
+A bucket whose size is a multiple of this is sent as it lies in memory. Any other bucket
+is copied first, by code that takes XLA seconds to compile."""
 
-MANY_KERNEL_IDS: Final = 8 * LANES
-"""The same where kernels move rows, so many at once: 12 % at most, and nothing is cut
-to size."""
+LANE_ALIGNMENT_MIN_IDS: Final = 128 * LANES
+"""Minimum capacity at which bucket sizes are rounded up to a multiple of `LANES`.
+
+The rounding then adds at most 0.8 %."""
+
+KERNEL_LANE_ALIGNMENT_MIN_IDS: Final = 8 * LANES
+"""The equivalent of `LANE_ALIGNMENT_MIN_IDS` where kernels move the rows.
+
+Kernels move `LANES` rows at a time, so that aligned buffers need no slicing to size.
+The rounding adds at most 12 %."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundSize:
-    """The static sizes of a round of the exchange, equal on all shards.
+    """The static buffer sizes of one round of the exchange, equal on all shards.
 
     Attributes:
-      kind: how rows travel.
-      capacity: ids that a shard may send to one other, at most; in a ragged exchange
-        fewer where an owner has no room for what all shards ask of it.
-      part: places for the ids of one destination, one of them for none.
-      rows_per_line: rows of a line of the buffers of rows; in a ragged exchange, where
-        lines travel, the rows of each destination begin with a new one.
-      sent_rows: places for rows at the shard that asks for them; the last is no id's.
-      received_rows: places for rows at their owner; the last is no row's.
-      unique_rows: bound on the different rows among these.
-      holds_all: whether no batch can need a second round.
+      kind: `"padded"` or `"ragged"` exchange of rows.
+      capacity: maximum number of ids that a shard sends to one destination. A ragged
+        exchange sends fewer where the ids of all shards exceed the owner's buffer.
+      bucket_size: entries per destination in the buffer of ids. At least one of them
+        is never used, and stands for "no id".
+      rows_per_line: rows that share one line of the row buffers. A ragged exchange
+        sends whole lines, so each destination's rows start on a new line.
+      sent_rows: length, in rows, of the row buffer at the shard that asks. The last
+        entry belongs to no id.
+      received_rows: length, in rows, of the row buffer at the owner. The last entry
+        belongs to no row.
+      unique_rows: upper bound on the distinct rows among `received_rows`.
+      holds_all: True if no batch can need a second round.
     """
 
     kind: ExchangeKind
     capacity: int
-    part: int
+    bucket_size: int
     rows_per_line: int
     sent_rows: int
     received_rows: int
@@ -86,21 +101,23 @@ def round_size(
     capacity: int | None = None,
     kind: ExchangeKind | None = "padded",
     rows_per_line: int = 1,
-    aligned_from: int = MANY_IDS,
+    lane_alignment_min_ids: int = LANE_ALIGNMENT_MIN_IDS,
 ) -> RoundSize:
-    """Returns the sizes of a round.
+    """Returns the buffer sizes of one round.
 
     Args:
-      max_unique_ids: bound on the unique ids that one shard can have in a step.
-      num_shards: shards of the table.
-      rows_per_shard: rows of the table that one shard owns; no source can ask it for
-        more unique ids than that.
-      capacity: the user's choice; None: the mean, and four standard deviations in a
-        padded exchange, eight in a ragged one.
-      kind: None: ragged where padded buffers would be a quarter longer, unless these
-        hold all, or the user has chosen the capacity.
-      rows_per_line: rows that share a line on their way.
-      aligned_from: ids from which a part is a multiple of `LANES`.
+      max_unique_ids: upper bound on the unique ids of one shard in one step.
+      num_shards: number of shards of the table.
+      rows_per_shard: rows of the table that one shard owns. No source device can ask
+        an owner for more unique ids than that.
+      capacity: ids per destination and round, as set by the user. None: the mean plus
+        four standard deviations if padded, or plus eight if ragged.
+      kind: the exchange of rows. None: padded if the user has set `capacity`, if one
+        padded round holds every batch, or if padded buffers are at most 1.25 times as
+        long as ragged ones; otherwise ragged.
+      rows_per_line: rows that share one line of the row buffers.
+      lane_alignment_min_ids: minimum capacity at which bucket sizes are rounded up to
+        a multiple of `LANES`.
 
     Example:
       >>> round_size(1000, 8, 10**6).received_rows
@@ -110,43 +127,45 @@ def round_size(
     """
     bound = max(1, min(max_unique_ids, rows_per_shard))
 
-    def part_size(capacity: int) -> int:
-        return _part_size(capacity, rows_per_line, aligned_from)
+    def bucket_size(capacity: int) -> int:
+        return _bucket_size(capacity, rows_per_line, lane_alignment_min_ids)
 
     padded_capacity, ragged_capacity = (
-        _capacity(max_unique_ids, num_shards, bound, capacity, deviations, part_size)
-        for deviations in (_DEVIATIONS, _RAGGED_DEVIATIONS)
+        _capacity(max_unique_ids, num_shards, bound, capacity, stddevs, bucket_size)
+        for stddevs in (_PADDED_HEADROOM_STDDEVS, _RAGGED_HEADROOM_STDDEVS)
     )
-    padded_rows = num_shards * part_size(padded_capacity)
-    # All shards together send an owner about as many ids as a shard has. Rows that all
-    # of them want come in lumps, but then a shard has fewer unique ids than the bound.
-    received = math.ceil(max_unique_ids + _DEVIATIONS * math.sqrt(max_unique_ids))
+    padded_rows = num_shards * bucket_size(padded_capacity)
+    # On average, an owner receives as many ids in total as one shard sends in total.
+    # Rows that every shard asks for break the Poisson assumption. But then each shard
+    # has repeated ids, and so fewer unique ids than the bound.
+    headroom = _PADDED_HEADROOM_STDDEVS * math.sqrt(max_unique_ids)
+    received = math.ceil(max_unique_ids + headroom)
     received = min(received, num_shards * ragged_capacity)
-    begun_lines = num_shards * (rows_per_line - 1)
-    received = max(num_shards * rows_per_line, received + begun_lines)
-    received = part_size(received)
+    line_padding = num_shards * (rows_per_line - 1)
+    received = max(num_shards * rows_per_line, received + line_padding)
+    received = bucket_size(received)
     if kind is None:
-        is_long = padded_rows > _PADDING_WORTH_RAGGED * received
+        is_long = padded_rows > _MAX_PADDED_TO_RAGGED_RATIO * received
         is_enough = capacity is not None or padded_capacity >= bound
         kind = "ragged" if is_long and not is_enough else "padded"
     if kind == "padded":
         return RoundSize(
             kind="padded",
             capacity=padded_capacity,
-            part=part_size(padded_capacity),
+            bucket_size=bucket_size(padded_capacity),
             rows_per_line=rows_per_line,
             sent_rows=padded_rows,
             received_rows=padded_rows,
             unique_rows=min(num_shards * padded_capacity, rows_per_shard),
             holds_all=padded_capacity >= bound,
         )
-    sent = min(max_unique_ids, num_shards * ragged_capacity) + begun_lines
+    sent = min(max_unique_ids, num_shards * ragged_capacity) + line_padding
     return RoundSize(
         kind="ragged",
         capacity=ragged_capacity,
-        part=part_size(ragged_capacity),
+        bucket_size=bucket_size(ragged_capacity),
         rows_per_line=rows_per_line,
-        sent_rows=part_size(sent),
+        sent_rows=bucket_size(sent),
         received_rows=received,
         unique_rows=min(received, rows_per_shard),
         holds_all=(
@@ -156,14 +175,15 @@ def round_size(
     )
 
 
-def _part_size(capacity: int, rows_per_line: int, aligned_from: int) -> int:
-    """Returns the places for one destination in an exchange buffer.
+def _bucket_size(capacity: int, rows_per_line: int, lane_alignment_min_ids: int) -> int:
+    """Returns the entries per destination of an exchange buffer.
 
-    One more than the ids at least: a place that no id ever takes stands for none. They
-    fill lines of `rows_per_line`.
+    They exceed the capacity by at least one: the entry that no id uses stands for "no
+    id". They fill whole lines of `rows_per_line`.
     """
-    few = max(_SUBLANES, rows_per_line)
-    return round_up(capacity + 1, few if capacity < aligned_from else LANES)
+    small_multiple = max(_SUBLANES, rows_per_line)
+    is_small = capacity < lane_alignment_min_ids
+    return round_up(capacity + 1, small_multiple if is_small else LANES)
 
 
 def _capacity(
@@ -171,12 +191,16 @@ def _capacity(
     num_shards: int,
     bound: int,
     requested: int | None,
-    deviations: int,
-    part_size: Callable[[int], int],
+    headroom_stddevs: int,
+    bucket_size: Callable[[int], int],
 ) -> int:
-    """Returns the ids per destination and round."""
+    """Returns the maximum ids per destination and round.
+
+    Without a request, this is the mean plus its headroom, and then as many more as the
+    padding of the bucket can hold.
+    """
     if requested is not None:
         return min(requested, bound)
     mean = max(1, max_unique_ids) / num_shards
-    capacity = math.ceil(mean + deviations * math.sqrt(mean))
-    return min(part_size(capacity) - 1, bound)
+    capacity = math.ceil(mean + headroom_stddevs * math.sqrt(mean))
+    return min(bucket_size(capacity) - 1, bound)

@@ -32,8 +32,8 @@ from tpu_embedding.plan import memory, stacking
 from tpu_embedding.plan.backends import KernelChoice, choose_backend
 from tpu_embedding.plan.capacity import (
     EXCHANGE_KINDS,
-    MANY_IDS,
-    MANY_KERNEL_IDS,
+    KERNEL_LANE_ALIGNMENT_MIN_IDS,
+    LANE_ALIGNMENT_MIN_IDS,
     ExchangeKind,
     RoundSize,
     round_size,
@@ -107,7 +107,11 @@ class StackPlan:
     def round_size(self, max_unique_ids: int) -> RoundSize:
         """Returns the sizes of a round for so many ids per shard."""
         rows_per_line = self.layout.buffer_layout(1).rows_per_line
-        aligned_from = MANY_IDS if self.layout.runner is None else MANY_KERNEL_IDS
+        lane_alignment_min_ids = (
+            LANE_ALIGNMENT_MIN_IDS
+            if self.layout.runner is None
+            else KERNEL_LANE_ALIGNMENT_MIN_IDS
+        )
         if self.keeps_duplicates:
             # Rounds are cut between rows, so one row has to fit with all it has.
             num_ids = max(1, max_unique_ids)
@@ -117,7 +121,7 @@ class StackPlan:
                 num_ids,
                 capacity=num_ids,
                 rows_per_line=rows_per_line,
-                aligned_from=aligned_from,
+                lane_alignment_min_ids=lane_alignment_min_ids,
             )
             unique_rows = min(size.received_rows, self.rows_per_shard)
             return dataclasses.replace(size, unique_rows=unique_rows)
@@ -128,7 +132,7 @@ class StackPlan:
             capacity=self.capacity,
             kind="padded" if self.num_shards == 1 else self.exchange,
             rows_per_line=rows_per_line,
-            aligned_from=aligned_from,
+            lane_alignment_min_ids=lane_alignment_min_ids,
         )
 
 
