@@ -13,7 +13,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_embedding.optimizers.modes import MustBeLast, OccurrenceNorm, every_row
+from tpu_embedding.optimizers.modes import (
+    MustBeLast,
+    OccurrenceNorm,
+    every_row,
+    request_mode,
+)
 from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import (
     check_hyperparameters,
