@@ -1,10 +1,9 @@
-"""What the user declares: tables, and the features that look rows up in them.
+"""Configuration of embedding tables and of the features that look up their rows.
 
-Field names and meaning follow `tf.tpu.experimental.embedding`, so that a TensorFlow
-configuration carries over line by line. Both classes are frozen and hashable; every
-rule is checked at construction, and all broken rules of an object are reported in one
-error. The nest of features as a whole is checked where it is used, by
-`tpu_embedding.make_plan`.
+Field names and meanings follow `tf.tpu.experimental.embedding`, so a TensorFlow
+configuration carries over line by line. All classes are frozen and hashable. They
+validate every field at construction and report all problems of an object in one error.
+`tpu_embedding.make_plan` validates the nest of features as a whole.
 """
 
 import dataclasses
@@ -25,14 +24,14 @@ OutOfRangePolicy = Literal["error", "drop", "clip"]
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 MAX_VOCABULARY_SIZE: Final = PADDING_ROW_ID - 1
-"""Row ids are int32 and the largest of them marks padding."""
+"""Largest number of rows: row ids are int32, and the largest int32 marks padding."""
 
 
 def truncated_normal_initializer(dim: int) -> Initializer:
     """Returns TensorFlow's default: truncated normal with stddev `1 / sqrt(dim)`.
 
-    JAX's `truncated_normal` counts `stddev` before the cut at two standard
-    deviations, as TensorFlow's does, so the two agree without a correction.
+    JAX and TensorFlow both take `stddev` before truncation at two standard deviations,
+    so the two agree without a correction.
     """
     return jax.nn.initializers.truncated_normal(stddev=1.0 / math.sqrt(dim))
 
@@ -42,14 +41,14 @@ class QuantizationConfig:
     """Simulated quantization of looked-up elements, before they are combined.
 
     Each element `x` becomes `floor((clip(x, lower, upper) - lower) / q + 0.5) * q +
-    lower` with `q = (upper - lower) / (num_buckets - 1)`. Storage and gradient are
-    unchanged (straight through, also outside the range). Source: TensorFlow's
-    `optimization_parameters.proto`, `QuantizationConfig`.
+    lower` with `q = (upper - lower) / (num_buckets - 1)`. Stored rows keep full
+    precision. Gradients pass straight through, also for values outside the range.
+    Source: TensorFlow's `optimization_parameters.proto`, `QuantizationConfig`.
 
     Attributes:
-      num_buckets: number of values that can come out, at least 2.
-      lower: smallest value.
-      upper: largest value, above `lower`.
+      num_buckets: number of distinct quantized values, at least 2.
+      lower: smallest quantized value.
+      upper: largest quantized value, above `lower`.
     """
 
     num_buckets: int
@@ -61,12 +60,12 @@ class QuantizationConfig:
         if not _is_int(self.num_buckets) or self.num_buckets < 2:
             problems.append(
                 "QuantizationConfig.num_buckets must be an int of at least 2, got "
-                f"{self.num_buckets!r}"
+                f"{self.num_buckets!r}; give the number of distinct values"
             )
         if not _is_finite(self.lower, self.upper) or not self.lower < self.upper:
             problems.append(
-                "QuantizationConfig.lower and upper must be finite, lower below, got "
-                f"lower={self.lower!r} and upper={self.upper!r}"
+                "QuantizationConfig.lower and upper must be finite with lower < upper, "
+                f"got lower={self.lower!r} and upper={self.upper!r}"
             )
         _raise_all(problems)
 
@@ -75,25 +74,26 @@ class QuantizationConfig:
 class TableConfig:
     """One embedding table.
 
-    Two features share a table by naming the same `TableConfig`, or equal ones of one
-    name. A table without a name is one of its own wherever the object is the same,
-    and is called `table_0`, `table_1`, ... in the order of first use.
+    Features share a table if they hold the same `TableConfig` object. Named tables are
+    also shared if the features hold equal configs. Tables without a name are called
+    `table_0`, `table_1`, ... in the order of first use.
 
     Attributes:
       vocabulary_size: number of rows, 1 to 2**31 - 2.
       dim: number of columns, at least 1.
-      initializer: `(key, shape, dtype) -> array`, as in `jax.nn.initializers`; called
-        with the whole table's shape `(vocabulary_size, dim)`, so that fan-based ones
-        see it. None means truncated normal with stddev `1 / sqrt(dim)`.
-      optimizer: for this table, an optax transformation, one of
-        `tpu_embedding.optimizers`, or the name of one of these with its defaults, such
-        as `"adagrad"`; None means the one given to the layer.
-      combiner: how the ids of one sample become one row: `"sum"`, `"mean"` (divided
-        by the sum of the weights) or `"sqrtn"` (by the root of the sum of their
-        squares). A denominator of 0 gives 0.
-      name: unique name; part of the key of the initial values and of checkpoints.
+      initializer: function `(key, shape, dtype) -> array`, as in
+        `jax.nn.initializers`. Its shape argument is `(vocabulary_size, dim)`, on any
+        number of devices, so fan-based initializers see the whole table. None means
+        truncated normal with stddev `1 / sqrt(dim)`.
+      optimizer: optimizer of this table: an optax transformation, an optimizer of
+        `tpu_embedding.optimizers`, or the name of one that has defaults, such as
+        `"adagrad"`. None means the optimizer given to the layer.
+      combiner: method that pools the rows of a sample's ids: `"sum"`, `"mean"` (sum
+        divided by the sum of the weights) or `"sqrtn"` (sum divided by the square root
+        of the sum of squared weights). A denominator of 0 gives 0.
+      name: unique name. It is part of checkpoint keys and seeds the initial values.
       quantization_config: simulated quantization of looked-up rows, or None.
-      dtype: of the stored rows; float32.
+      dtype: storage type of the rows; only float32 is supported.
 
     Example:
       >>> table = TableConfig(vocabulary_size=1000, dim=16, name="movie")
@@ -108,7 +108,7 @@ class TableConfig:
     combiner: Combiner = "mean"
     name: str | None = None
     quantization_config: QuantizationConfig | None = None
-    # Its spellings are equal, but their hashes are not.
+    # np.float32 and np.dtype("float32") are equal but have different hashes.
     dtype: Any = dataclasses.field(default=jnp.float32, hash=False)
 
     def __post_init__(self):
@@ -146,7 +146,7 @@ class TableConfig:
         if self.name is not None and (not isinstance(self.name, str) or not self.name):
             yield (
                 "TableConfig.name must be a non-empty string or None, got "
-                f"{self.name!r}"
+                f"{self.name!r}; None picks a name"
             )
         if not isinstance(self.quantization_config, QuantizationConfig | None):
             yield (
@@ -165,25 +165,24 @@ class FeatureConfig:
     """One input column of ids, looked up in one table.
 
     Attributes:
-      table: the table whose rows its ids name.
-      max_sequence_length: 0 combines the ids of a sample into one row. L > 0 keeps
-        them apart instead: activations `[batch, L, dim]`, position j holding the
-        j-th id's row; longer samples are cut, shorter ones padded with zeros;
-        combiner and weights are not used.
-      validate_weights_and_indices: True leaves out, under `mean` and `sqrtn`, ids
-        whose weight is not positive; False lets them count as they are.
+      table: table that the ids index.
+      max_sequence_length: 0 combines the rows of a sample into one. L > 0 returns a
+        sequence instead: activations are `[batch, L, dim]`, and position j holds the
+        row of the j-th id. Longer samples are truncated, shorter ones padded with
+        zeros. Combiner and weights have no effect then.
+      validate_weights_and_indices: True ignores ids without a positive weight under
+        `"mean"` and `"sqrtn"`. False counts them.
       output_shape: shape of the activations without their last axis, `dim`. If its
-        product is the batch size, samples are combined and reshaped; if it is
-        `batch * L`, they are sequences of length L as above. None means `(batch,)`.
-      name: name in errors and metrics; None takes the feature's place in the nest.
-      out_of_range_ids: what becomes of ids outside `[0, vocabulary_size)`. `"error"`:
-        `prepare_features` refuses the batch; inside jit, where nothing can be raised,
-        they are left out as under `"drop"`. `"drop"`: they contribute nothing and
-        touch nothing. `"clip"`: they are read as the nearest row. All are counted in
-        `LookupStats.out_of_range`.
-      expected_valence: for a ragged feature, the mean number of ids per sample that
-        buffers are sized for. A shard's batch with more takes a larger buffer, and
-        one more compilation. None: buffers grow as needed.
+        product is the batch size, samples are combined and reshaped. If its product is
+        `batch * L`, samples are sequences of length L. None means `(batch,)`.
+      name: name in errors and metrics. None means the feature's path in the nest.
+      out_of_range_ids: policy for ids outside `[0, vocabulary_size)`. `"error"`:
+        `prepare_features` raises; inside jit, which cannot raise, the ids are dropped.
+        `"drop"`: the ids contribute zero and update no row. `"clip"`: the ids read the
+        nearest row. `LookupStats.out_of_range` counts them under every policy.
+      expected_valence: mean number of ids per sample that a ragged feature's buffers
+        hold. A shard with more ids gets a larger buffer, which recompiles the step.
+        None: buffers grow with the batches.
     """
 
     table: TableConfig
@@ -201,12 +200,13 @@ class FeatureConfig:
         owner = f"for feature {self.name!r}"
         if not isinstance(self.table, TableConfig):
             yield (
-                f"FeatureConfig.table must be a TableConfig, got {self.table!r} {owner}"
+                f"FeatureConfig.table must be a TableConfig, got {self.table!r} "
+                f"{owner}; give te.TableConfig(vocabulary_size=..., dim=...)"
             )
         if not _is_int(self.max_sequence_length) or self.max_sequence_length < 0:
             yield (
                 "FeatureConfig.max_sequence_length must be an int of at least 0, got "
-                f"{self.max_sequence_length!r} {owner}"
+                f"{self.max_sequence_length!r} {owner}; 0 combines the ids"
             )
         if not isinstance(self.validate_weights_and_indices, bool):
             yield (
@@ -219,18 +219,18 @@ class FeatureConfig:
         ):
             yield (
                 "FeatureConfig.output_shape must be a tuple of positive ints or None, "
-                f"got {self.output_shape!r} {owner}"
+                f"got {self.output_shape!r} {owner}; None means (batch,)"
             )
         if self.output_shape is not None and self.max_sequence_length:
             yield (
                 "FeatureConfig.max_sequence_length has no effect beside output_shape, "
                 f"got {self.max_sequence_length!r} and {self.output_shape!r} {owner}; "
-                "leave one of them out"
+                "leave out one of the two"
             )
         if self.name is not None and (not isinstance(self.name, str) or not self.name):
             yield (
                 "FeatureConfig.name must be a non-empty string or None, got "
-                f"{self.name!r}"
+                f"{self.name!r}; None means its path in the nest of features"
             )
         if self.out_of_range_ids not in get_args(OutOfRangePolicy):
             yield (
@@ -243,7 +243,8 @@ class FeatureConfig:
         ):
             yield (
                 "FeatureConfig.expected_valence must be a positive number or None, got "
-                f"{self.expected_valence!r} {owner}"
+                f"{self.expected_valence!r} {owner}; give the mean number of ids per "
+                "sample"
             )
 
 

@@ -1,8 +1,8 @@
-"""What this package knows about TPU generations, in one place.
+"""Facts about each TPU generation: memory layout, bandwidths, compiler options.
 
-Everybody else receives a `HardwareInfo` or reads a number off the plan. CPU and GPU are
-`HardwareInfo` too, so nothing above needs a branch. Figures that were not found in a
-public source are None, never guessed.
+This is the only module that knows TPU generations. Other modules receive a
+`HardwareInfo` or read it from the plan. CPU and GPU have a `HardwareInfo` too, so other
+modules need no branches. A figure without a public source is None.
 """
 
 import dataclasses
@@ -16,39 +16,39 @@ MEBIBYTE: Final = 2**20
 GIBIBYTE: Final = 2**30
 
 DMA_GRANULE_BYTES: Final = 64
-"""Least bytes of an access to memory by SparseCore, as the model of traffic counts.
+"""Minimum size of a SparseCore memory access, as the traffic model counts it.
 
 JAX's own table, `jax/_src/tpu_info.py`, has 32 for v5p, v6e and tpu7x
-(`dma_granule_size_bytes`) and 64 for later ones; this is the careful figure.
+(`dma_granule_size_bytes`) and 64 for later generations. The model takes the larger.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HardwareInfo:
-    """One kind of device and how rows must lie in its memory.
+    """One kind of device: its row layout, memory, bandwidths and compiler options.
 
     Attributes:
-      name: generation, `"v5e"`, `"cpu"`, ...
-      line_lanes: lanes of a physical row of a table. On TPU a `[rows, dim]` array with
-        `dim` below 128 is laid out by column, and every step that gathers from it
-        first copies all of it; so rows are packed into lines of 128 lanes. None: the
-        natural shape is used.
-      sublanes: rows of a tile; arrays take a multiple of it in memory.
+      name: generation, such as `"v5e"`, or `"cpu"` or `"gpu"`.
+      line_lanes: lanes of one line of a packed table, 128 on TPU. XLA:TPU stores a
+        `[rows, dim]` array with `dim` below 128 by column, and copies all of it before
+        each gather. Packing rows into 128-lane lines avoids the copy. None: tables keep
+        their `[rows, dim]` shape.
+      sublanes: rows of a tile; the rows of an array are padded to a multiple of it.
       hbm_capacity_bytes: memory of one chip.
       hbm_bytes_per_second: peak memory bandwidth of one chip.
-      ici_bytes_per_second: what one chip can send to its neighbours within a slice,
-        in one direction, over all its links together. Fewer links are in use where a
-        slice is small or no torus.
-      dcn_bytes_per_second: what one chip can send to other slices, over the network of
-        the data centre.
+      ici_bytes_per_second: peak send bandwidth of one chip to its slice, in one
+        direction, summed over all its links. Small slices use fewer links, and so do
+        slices that are no torus.
+      dcn_bytes_per_second: peak send bandwidth of one chip to other slices, over the
+        data-centre network.
       bf16_flops_per_second: peak bfloat16 arithmetic of one chip.
       vmem_bytes: on-chip memory of one core; XLA moves small arrays there.
-      devices_per_chip: how many JAX devices a chip shows as.
-      chip_config_name: what libtpu calls the configuration of a chip that shows as
-        `devices_per_chip` devices; None: its default.
-      num_sparse_cores: SparseCores of a chip that XLA can use.
-      compiler_options: XLA options that train steps for this device are compiled
-        with. XLA refuses the `xla_tpu_` ones for other devices.
+      devices_per_chip: number of JAX devices per chip.
+      chip_config_name: libtpu's name of the chip configuration that has
+        `devices_per_chip` devices. None means libtpu's default.
+      num_sparse_cores: SparseCores per chip that XLA can use.
+      compiler_options: XLA options for train steps on this device. XLA rejects
+        `xla_tpu_` options on other devices.
     """
 
     name: str
@@ -67,17 +67,17 @@ class HardwareInfo:
 
     @property
     def is_tpu(self) -> bool:
-        """Whether XLA's options for TPUs, and libtpu's topologies, are for it."""
+        """True for TPUs, which take XLA's TPU options and libtpu's topologies."""
         return self.line_lanes is not None
 
     def with_compiler_options(self, options: Mapping[str, str]) -> "HardwareInfo":
-        """Returns the same hardware with some compiler options added or replaced.
+        """Returns this hardware with some compiler options added or replaced.
 
         Args:
-          options: name to value, as XLA spells them.
+          options: XLA's option names and their values, as strings.
 
         Raises:
-          ValueError: if options are given and the hardware is no TPU.
+          ValueError: if there are options and the hardware is not a TPU.
 
         Example:
           >>> hardware_by_name("v5e").with_compiler_options({"a": "1"}).compiler_options
@@ -87,29 +87,31 @@ class HardwareInfo:
             return self
         if not self.is_tpu:
             raise ValueError(
-                f"compiler_options must be empty on {self.name}, got {dict(options)}: "
-                "they are for TPUs only. Leave them out there."
+                f"compiler_options must be empty on {self.name}, got {dict(options)}; "
+                "they apply to TPUs only, so leave them out."
             )
         merged = dict(self.compiler_options) | dict(options)
         return dataclasses.replace(self, compiler_options=tuple(merged.items()))
 
 
-# Capacities, bandwidths and arithmetic: the "System architecture" pages of each
+# Sources.
+# Capacities, bandwidths and arithmetic: the "System architecture" page of each
 # generation in Google Cloud's TPU documentation (cloud.google.com/tpu/docs/v4, v5e,
 # v5p, v6e, tpu7x). Lanes, sublanes and VMEM: JAX's own table, `jax/_src/tpu_info.py`.
 #
-# Links within a slice: those pages give the bandwidth of a chip in both directions
-# together (400, 1200, 800 and 1200 GB/s for v5e, v5p, v6e, tpu7x); half of it is what
-# the chip can send. The page of v4 has none; its paper gives 6 links of 50 GB/s each
+# Links within a slice: those pages give the bandwidth of a chip summed over both
+# directions (400, 1200, 800 and 1200 GB/s for v5e, v5p, v6e, tpu7x). A chip can send at
+# half of that. The v4 page has no figure; its paper gives 6 links of 50 GB/s each
 # (Jouppi et al., "TPU v4", ISCA 2023, arXiv 2304.01433).
-# Links between slices: 50, 100 and 100 Gbit/s a chip for v5p, v6e, tpu7x (page of
-# tpu7x); 6.4 Tbit/s for the 256 chips of a v5e pod.
 #
-# SparseCore offload of gathers is XLA's default; that of scatters and of long sorts has
-# to be asked for. A sort on the TensorCore takes long to compile, 9 s for 900,000 pairs
-# against 0.6 s, and a step has a dozen of them with those that XLA puts in scatters.
-# XLA leaves up to some 131,000 keys there unless told a smaller number, which the
-# compilers of earlier jax cannot be.
+# Links between slices: 50, 100 and 100 Gbit/s per chip for v5p, v6e and tpu7x (tpu7x
+# page); 6.4 Tbit/s for the 256 chips of a v5e pod.
+#
+# XLA offloads gathers to SparseCore by default, scatters and long sorts only on
+# request. Sorts are offloaded for their compile time: 900,000 pairs take 9 s to compile
+# on the TensorCore and 0.6 s on SparseCore, and a step has about a dozen sorts,
+# including those that XLA adds to scatters. By default XLA keeps sorts of up to about
+# 131,000 keys on the TensorCore. The option that lowers this limit needs jax 0.12.
 _SPARSE_CORE_OPTIONS: Final = (
     ("xla_tpu_enable_offloading_scatter_to_sparsecore", "true"),
     ("xla_tpu_enable_offloading_sort_to_sparsecore", "true"),
@@ -202,17 +204,17 @@ _BY_DEVICE_KIND: Final[Mapping[str, HardwareInfo]] = {
 
 
 EXAMPLE_TOPOLOGIES: Final = ("v5e:2x4", "v5p:4x4x4", "tpu7x:2x2x1")
-"""Names of slices as libtpu knows them: a generation and its chips."""
+"""Examples of libtpu's topology names: a generation and its grid of chips."""
 
 TPU_GENERATIONS: Final = tuple(info.name for info in _BY_NAME.values() if info.is_tpu)
-"""Names of the generations known here."""
+"""Names of all TPU generations that this module knows."""
 
 
 def hardware_by_name(name: str) -> HardwareInfo:
-    """Returns the hardware of a generation's name, such as `"v5e"`.
+    """Returns the hardware with a given name, such as `"v5e"`.
 
     Raises:
-      ValueError: if the name is not known.
+      ValueError: if the name is unknown; the message lists the known names.
 
     Example:
       >>> hardware_by_name("v5p").line_lanes
@@ -224,10 +226,10 @@ def hardware_by_name(name: str) -> HardwareInfo:
 
 
 def hardware_of_device(device: jax.Device) -> HardwareInfo:
-    """Returns what is known about a device, real or of a topology description.
+    """Returns the hardware of a device, real or from a topology description.
 
     Raises:
-      ValueError: if it is a TPU of a kind that is not known here.
+      ValueError: if the device is of an unknown TPU kind.
     """
     if device.platform == "cpu":
         return _CPU
@@ -235,13 +237,13 @@ def hardware_of_device(device: jax.Device) -> HardwareInfo:
         return _GPU
     if device.device_kind not in _BY_DEVICE_KIND:
         raise ValueError(
-            f"device kind {device.device_kind!r} (platform {device.platform!r}) is not "
-            f"known; known kinds: {sorted(_BY_DEVICE_KIND)}. Pass `hardware=` to use "
-            "the settings of a known one."
+            f"device kind must be one of {sorted(_BY_DEVICE_KIND)}, got "
+            f"{device.device_kind!r} on platform {device.platform!r}; pass `hardware=` "
+            "to use the settings of a known kind."
         )
     return _BY_DEVICE_KIND[device.device_kind]
 
 
 def num_slices_of(mesh: Mesh) -> int:
-    """Returns how many slices the devices of a mesh belong to."""
+    """Returns the number of slices that the devices of a mesh span."""
     return len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})

@@ -1,7 +1,7 @@
-"""The values that travel between the user, the lookup and the optimizers.
+"""Data types that the user, the lookup and the optimizers exchange.
 
-Everything here is plain data: no mesh, no device, no arithmetic. All classes are
-pytrees, so they pass through `jax.jit`, `jax.shard_map` and checkpoints.
+All of them are plain data: no mesh, no device, no arithmetic. The dataclasses and
+`RowRange` are pytrees, so they pass through `jax.jit`, `jax.shard_map` and checkpoints.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 PADDING_ROW_ID: Final = 2**31 - 1
-"""The row id that fills unused places, in ids that the user pads and in our buffers.
+"""Row id of unused places, in padded user input and in internal buffers.
 
 It is positive because JAX wraps -1 to the last row even under `mode="drop"`.
 """
@@ -23,14 +23,14 @@ IdArray = Array | np.ndarray
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseIds:
-    """Ids of a feature with a fixed number of places per sample, with weights.
+    """Ids of a feature with a fixed number of places per sample, and their weights.
 
     A plain array of ids means the same as `DenseIds(ids=array)`.
 
     Attributes:
       ids: integers `[batch]` or `[batch, valence]`, global. Unused places of a
         `[batch, valence]` array hold `PADDING_ROW_ID`.
-      weights: float32 of the same shape, or None where every id weighs 1.
+      weights: float32, shaped like `ids`. None means weight 1 for every id.
     """
 
     ids: IdArray
@@ -40,16 +40,16 @@ class DenseIds:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedIds:
-    """Ids of a feature with any number of ids per sample, as they lie on the host.
+    """Ids of a feature with any number of ids per sample, on the host.
 
-    `tpu_embedding.prepare_features` turns it into `ShardedRaggedIds`, the static
-    shape that a compiled step needs.
+    `tpu_embedding.prepare_features` converts it to `ShardedRaggedIds`, which has the
+    static shape that a compiled step needs.
 
     Attributes:
-      values: integers `[num_values]`, the ids of sample 0, then of sample 1, ...
+      values: integers `[num_values]`, the ids of all samples, in sample order.
       row_splits: integers `[batch + 1]`, rising from 0 to `num_values`; sample `i`
         owns `values[row_splits[i]:row_splits[i + 1]]`.
-      weights: float32 `[num_values]`, or None where every id weighs 1.
+      weights: float32 `[num_values]`. None means weight 1 for every id.
     """
 
     values: IdArray
@@ -60,15 +60,17 @@ class RaggedIds:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseIds:
-    """Ids of a feature by coordinates, as in `tf.sparse.SparseTensor`, on the host.
+    """Ids of a feature with their coordinates, as in `tf.sparse.SparseTensor`.
+
+    It lives on the host; `tpu_embedding.prepare_features` converts it for the step.
 
     Attributes:
-      indices: integers `[num_values, rank]`, rank at least 2, in any order; the last
-        column is the place within the sample.
-      values: integers `[num_values]`.
-      dense_shape: integers `[rank]`; all but the last make up the batch. With rank
+      indices: integers `[num_values, rank]`, rank at least 2, in any order. The last
+        column is the position within the sample.
+      values: integers `[num_values]`, the ids.
+      dense_shape: integers `[rank]`. All axes but the last form the batch. With rank
         above 2, set `FeatureConfig.output_shape` to `dense_shape[:-1]`.
-      weights: float32 `[num_values]`, or None where every id weighs 1.
+      weights: float32 `[num_values]`. None means weight 1 for every id.
     """
 
     indices: IdArray
@@ -80,18 +82,18 @@ class SparseIds:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardedRaggedIds:
-    """A ragged feature cut by shard and padded to a static size.
+    """Ids of a ragged feature, split by shard and padded to a static size.
 
-    Samples are dealt to the shards in order, `ceil(batch / num_shards)` each; the
-    last shards may hold empty samples.
+    Each shard gets `ceil(batch / num_shards)` consecutive samples. Empty samples fill
+    up the last shards.
 
     Attributes:
-      values: int32 `[num_shards, values_per_shard]`, global; padded with
+      values: int32 `[num_shards, values_per_shard]`, global, padded with
         `PADDING_ROW_ID`.
-      row_splits: int32 `[num_shards, samples_per_shard + 1]`, global; each row
-        counts from 0 within its shard.
-      weights: float32 like `values`, or None.
-      batch_size: samples of the batch before it was padded to the shards.
+      row_splits: int32 `[num_shards, samples_per_shard + 1]`, global. The splits of
+        each shard start at 0.
+      weights: float32, shaped like `values`. None means weight 1 for every id.
+      batch_size: number of samples in the batch, without the empty ones.
     """
 
     values: IdArray
@@ -106,14 +108,15 @@ FeatureIds = IdArray | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowUpdates:
-    """A sparse gradient or update of one stacked table, each row at most once.
+    """A sparse gradient or update of one stacked table, with distinct rows.
+
+    Per shard inside `shard_map`. The global view concatenates all shards.
 
     Attributes:
-      values: float32 `[num_rows, dim]`. `values` comes first among the leaves so
-        that code which asks the first leaf for its dtype sees a float.
-      row_ids: int32 `[num_rows]`, row within the shard; `PADDING_ROW_ID` where the
-        place is unused, and its values are zero. Per shard inside `shard_map`; the
-        shards' parts one after the other in the global view.
+      values: float32 `[num_rows, dim]`; zero in unused places. It is the first pytree
+        leaf, so code that reads the dtype of the first leaf sees a float.
+      row_ids: int32 `[num_rows]`, row ids within the shard. Unused places hold
+        `PADDING_ROW_ID`.
     """
 
     values: Float[Array, "num_rows dim"]
@@ -121,7 +124,7 @@ class RowUpdates:
 
 
 class RowRange(NamedTuple):
-    """The rows of a shard from `first_row` to before `end_row`, int32 scalars."""
+    """Half-open range of a shard's rows, `first_row` to `end_row`; int32 scalars."""
 
     first_row: Int[Array, ""]
     end_row: Int[Array, ""]
@@ -130,12 +133,13 @@ class RowRange(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LookupStats:
-    """What a lookup counted, for the metrics of the step. Global values.
+    """Counts of one lookup, for the metrics of the step. Global values.
 
     Attributes:
-      rounds: stack name to int32 scalar: exchanges it took; more than 1 under skew.
-      out_of_range: feature name to int32 scalar: ids outside their table that were
-        left out (or clipped, where the feature's policy says so).
+      rounds: exchange rounds per stack, int32 scalars by stack name. More than 1 means
+        that some ids spilled to later rounds because of skew.
+      out_of_range: ids outside their table, int32 scalars by feature name. The ids were
+        dropped or clipped, as `FeatureConfig.out_of_range_ids` says.
     """
 
     rounds: dict[str, Int[Array, ""]]
