@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Sets up an environment in .venv, then trains: scripts/train.sh CONFIG [OPTIONS]
-# The options are those of `tpu-embedding train`.
+# The options are those of `tpu-embedding train`. EXTRAS says what else to install:
+# "train" by default, "train,tpu" or "train,cuda" for accelerators.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
-setup_environment "${EXTRAS-}"
+setup_environment "${EXTRAS-train}"
 exec tpu-embedding train "$@"

@@ -139,6 +139,23 @@ def test_refusals(tmp_path, monkeypatch, capsys, arguments, message):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_training_without_the_plot_library_fails_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    arguments = train_arguments("synthetic", tmp_path / "run")
+    check_refusal(capsys, arguments, "extra `train`", status=cli.FAILED)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_imports_without_optional_libraries():
+    """A core install has neither the plot's library nor those of the tests."""
+    blocked = ["beartype", "hypothesis", "matplotlib", "pytest"]
+    code = (
+        f"import sys; sys.modules |= dict.fromkeys({blocked})\n"
+        "import tpu_embedding, tpu_embedding.aot, tpu_embedding.cli\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
 def test_divergence_is_a_failure(tmp_path, capsys):
     settings = ["dense_learning_rate=1e30"]
     check_refusal(

@@ -29,7 +29,11 @@ from tpu_embedding.training.config_files import ConfigError, list_configs, load_
 from tpu_embedding.training.loop import CHECKPOINTS_DIR, train
 from tpu_embedding.training.overrides import apply_overrides
 from tpu_embedding.training.pipeline import TrainingDivergedError
-from tpu_embedding.training.reporting import PLOT_FILE, RECORDS_FILE
+from tpu_embedding.training.reporting import (
+    PLOT_FILE,
+    RECORDS_FILE,
+    MissingPlotLibraryError,
+)
 from tpu_embedding.training.run_config import RunConfig
 from tpu_embedding.training.step import abstract_step, make_run_plan
 
@@ -54,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return parsed.run(parsed)
     except (UsageError, ConfigError, DataError, CheckpointError, OSError) as error:
         return _fail(error, USAGE)
-    except TrainingDivergedError as error:
+    except (TrainingDivergedError, MissingPlotLibraryError) as error:
         return _fail(error, FAILED)
     except KeyboardInterrupt:
         print(parsed.interrupted, file=sys.stderr)

@@ -1,12 +1,14 @@
 """Lines, records and plot of a run."""
 
 import json
+import sys
 
 import pytest
 
 from tpu_embedding.training.reporting import (
     PLOT_FILE,
     RECORDS_FILE,
+    MissingPlotLibraryError,
     RunReport,
     read_records,
 )
@@ -70,3 +72,9 @@ def test_plot(report, teacher):
     report.evaluation(100, {"log_loss": 0.4, "auc": 0.7}, 1.0)
     report.plot("a run", "log_loss", teacher)
     assert (report.directory / PLOT_FILE).read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_its_library_names_the_extra(report, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingPlotLibraryError, match=r"'tpu-embedding\[train\]'"):
+        report.plot("a run", "log_loss", None)

@@ -28,7 +28,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.config_files import ConfigError
 from tpu_embedding.training.metrics import LOSSES
 from tpu_embedding.training.pipeline import StepMeter, add_up, put_batch, train_batches
-from tpu_embedding.training.reporting import RunReport
+from tpu_embedding.training.reporting import RunReport, load_figure_class
 from tpu_embedding.training.run_config import RunConfig, Target
 from tpu_embedding.training.step import (
     abstract_train_state,
@@ -106,8 +106,10 @@ def train(
       DataError: data are missing or damaged.
       CheckpointError: with `resume`, if there is no checkpoint or it does not fit.
       TrainingDivergedError: if the loss is not finite.
+      MissingPlotLibraryError: matplotlib is not installed, which the plot needs.
     """
     begin = time.perf_counter()
+    load_figure_class()  # else hours of training would end without their plot
     output_dir = pathlib.Path(output_dir)
     with _reporting_settings():
         data = config.data.open(

@@ -11,12 +11,31 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any, Final
 
-from matplotlib.figure import Figure
-
 RECORDS_FILE: Final = "metrics.jsonl"
 PLOT_FILE: Final = "curves.png"
 
 Record = dict[str, Any]
+
+
+class MissingPlotLibraryError(ImportError):
+    """The plot of a run needs matplotlib, which is not installed."""
+
+
+def load_figure_class() -> Any:
+    """Returns matplotlib's class of figures; only a plot needs this library.
+
+    Raises:
+      MissingPlotLibraryError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingPlotLibraryError(
+            f"{PLOT_FILE}, the plot of a training run, needs matplotlib, which is not "
+            "installed. Install tpu-embedding with its extra `train`: "
+            "pip install 'tpu-embedding[train]'"
+        ) from error
+    return Figure
 
 
 class RunReport:
@@ -74,7 +93,7 @@ class RunReport:
         values = {
             r["step"]: r["evaluation"][metric] for r in records if "evaluation" in r
         }
-        figure = Figure(figsize=(10, 4), layout="constrained")
+        figure = load_figure_class()(figsize=(10, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
         figure.suptitle(title)
         left.plot(*_points(losses), linewidth=1)
