@@ -449,8 +449,8 @@ def test_ftrl_without_an_accumulator_gives_no_nan(multiplies):
         (lambda: te.optimizers.adam(0.1, beta_1=1.0), r"beta_1 must be in \[0, 1\)"),
         (lambda: te.optimizers.adam(0.1, beta_2=-0.1), "beta_2"),
         (lambda: te.optimizers.adam(0.1, epsilon=0.0), "epsilon must be positive"),
-        (lambda: te.optimizers.ftrl(0.1, learning_rate_power=0.5), "not positive"),
-        (lambda: te.optimizers.ftrl(0.1, beta=-1.0), "beta must be not negative"),
+        (lambda: te.optimizers.ftrl(0.1, learning_rate_power=0.5), "non-positive"),
+        (lambda: te.optimizers.ftrl(0.1, beta=-1.0), "beta must be non-negative"),
         (
             lambda: te.optimizers.ftrl(0.1, initial_accumulator_value=0.0),
             "initial_accumulator_value must be positive",

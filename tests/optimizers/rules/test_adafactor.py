@@ -178,7 +178,7 @@ def test_untouched_rows_of_lazy_adafactor_keep_their_bits():
     ("arguments", "message"),
     [
         ({"clip_threshold": 0.0}, "clip_threshold must be positive"),
-        ({"beta_2_decay": 0.8}, "beta_2_decay must be not positive"),
+        ({"beta_2_decay": 0.8}, "beta_2_decay must be non-positive"),
         ({"mode": "dense"}, "mode must be one of"),
         ({"clipnorm": 1.0, "clipvalue": 1.0}, "one of clipnorm, clipvalue"),
         ({"use_ema": True, "ema_momentum": 1.5}, "ema_momentum must be in"),

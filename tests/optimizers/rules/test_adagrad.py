@@ -59,13 +59,13 @@ def test_takes_traced_hyperparameters(mode):
         ({"initial_accumulator_value": 0.0}, "initial_accumulator_value must be posi"),
         (
             {"initial_accumulator_value": -1.0, "epsilon": 0.1},
-            "initial_accumulator_value must be not negative",
+            "initial_accumulator_value must be non-negative",
         ),
-        ({"epsilon": -1.0}, "epsilon must be not negative"),
-        ({"weight_decay": -1.0}, "weight_decay must be not negative"),
+        ({"epsilon": -1.0}, "epsilon must be non-negative"),
+        ({"weight_decay": -1.0}, "weight_decay must be non-negative"),
         (
             {"weight_decay_mode": "cowclip"},
-            r"weight_decay_mode must be one of \['l2', 'decoupled'\], got cowclip",
+            r"weight_decay_mode must be one of \['l2', 'decoupled'\], got 'cowclip'",
         ),
     ],
 )

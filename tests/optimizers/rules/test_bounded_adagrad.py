@@ -56,8 +56,8 @@ def test_takes_traced_hyperparameters():
     ("options", "match"),
     [
         ({"initial_accumulator_value": 0.0}, "initial_accumulator_value must be posi"),
-        ({"max_var_update": -1.0}, "max_var_update must be not negative, got -1"),
-        ({"max_accumulator": -1.0}, "max_accumulator must be not negative"),
+        ({"max_var_update": -1.0}, "max_var_update must be non-negative, got -1"),
+        ({"max_accumulator": -1.0}, "max_accumulator must be non-negative"),
     ],
 )
 def test_wrong_hyperparameters(options, match):

@@ -112,7 +112,7 @@ def test_takes_traced_hyperparameters():
         ),
         (
             lambda: frequency_aware_adagrad(0.1, probability_exponent=-1.0),
-            "probability_exponent must be not negative",
+            "probability_exponent must be non-negative",
         ),
         (
             lambda: frequency_aware_adagrad(0.1, max_lr_multiplier=0.0),

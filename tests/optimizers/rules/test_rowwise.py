@@ -120,7 +120,7 @@ def test_rowwise_rmsprop_takes_traced_hyperparameters():
         ({"beta_1": 1.0}, r"beta_1 must be in \[0, 1\), got 1.0"),
         ({"beta_2": -0.1}, "beta_2"),
         ({"epsilon": 0.0}, "epsilon must be positive"),
-        ({"weight_decay": -0.1}, "weight_decay must be not negative"),
+        ({"weight_decay": -0.1}, "weight_decay must be non-negative"),
     ],
 )
 def test_wrong_hyperparameters(make, options, match):
@@ -131,5 +131,8 @@ def test_wrong_hyperparameters(make, options, match):
 def test_wrong_hyperparameters_of_other_rules():
     with pytest.raises(ValueError, match="rho must be in .*; epsilon must be positive"):
         rowwise_rmsprop(0.1, rho=1.0, epsilon=0.0)
-    with pytest.raises(ValueError, match="velocity_of must be 'element' or 'row'"):
+    with pytest.raises(
+        ValueError,
+        match=r"velocity_of must be one of \['element', 'row'\], got 'table'",
+    ):
         scale_by_corrected_moments(velocity_of="table")  # pyright: ignore

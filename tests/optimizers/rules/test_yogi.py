@@ -88,14 +88,14 @@ def test_takes_traced_hyperparameters():
         (lambda: proximal_yogi(beta_1=1.0), r"beta_1 must be in \[0, 1\), got 1.0"),
         (lambda: proximal_yogi(beta_2=-0.1), "beta_2"),
         (lambda: proximal_yogi(epsilon=0.0), "epsilon must be positive"),
-        (lambda: proximal_yogi(l1=-1.0), "l1 must be not negative"),
-        (lambda: proximal_yogi(l2=-1.0), "l2 must be not negative"),
+        (lambda: proximal_yogi(l1=-1.0), "l1 must be non-negative"),
+        (lambda: proximal_yogi(l2=-1.0), "l2 must be non-negative"),
         (
             lambda: proximal_yogi(initial_accumulator_value=-1.0),
-            "initial_accumulator_value must be not negative",
+            "initial_accumulator_value must be non-negative",
         ),
         (lambda: online_yogi(l1=-1.0, beta_2=1.0), "l1 .*; beta_2 must be in"),
-        (lambda: online_yogi(l2=-1.0), "l2 must be not negative"),
+        (lambda: online_yogi(l2=-1.0), "l2 must be non-negative"),
     ],
 )
 def test_wrong_hyperparameters(make, match):

@@ -133,9 +133,8 @@ def _exponential_decay(
     check_hyperparameters(decay_steps=positive(decay_steps))
 
     def schedule(count: Any) -> jax.Array:
-        passed = jnp.asarray(count, jnp.float32) / decay_steps
-        passed = jnp.floor(passed) if staircase else passed
-        return initial_learning_rate * jnp.power(decay_rate, passed)
+        periods = _num_periods(count, decay_steps, staircase)
+        return initial_learning_rate * jnp.power(decay_rate, periods)
 
     return schedule
 
@@ -150,9 +149,8 @@ def _inverse_time_decay(
     check_hyperparameters(decay_steps=positive(decay_steps))
 
     def schedule(count: Any) -> jax.Array:
-        passed = jnp.asarray(count, jnp.float32) / decay_steps
-        passed = jnp.floor(passed) if staircase else passed
-        return initial_learning_rate / (1 + decay_rate * passed)
+        periods = _num_periods(count, decay_steps, staircase)
+        return initial_learning_rate / (1 + decay_rate * periods)
 
     return schedule
 
@@ -253,6 +251,12 @@ def _cosine_decay_restarts(
         return initial_learning_rate * ((1 - alpha) * cosine + alpha)
 
     return schedule
+
+
+def _num_periods(count: Any, decay_steps: float, staircase: bool) -> jax.Array:
+    """Returns the decay periods so far, rounded down for a staircase."""
+    periods = jnp.asarray(count, jnp.float32) / decay_steps
+    return jnp.floor(periods) if staircase else periods
 
 
 def _half_cosine(passed: jax.Array) -> jax.Array:

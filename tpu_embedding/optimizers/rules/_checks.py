@@ -1,61 +1,83 @@
-"""Rules for hyper-parameters, which may be numbers, or traced by optax."""
+"""Range checks of hyper-parameters.
 
-from typing import Any, get_args
+A hyper-parameter is a Python scalar, or an array that is traced under
+`optax.inject_hyperparams`. A traced value is unknown, so it passes every check.
+"""
+
+from typing import Any, NamedTuple, get_args
 
 from jax.core import Tracer
 
-Checked = tuple[Any, bool, str]
-"""A value, whether its rule holds, and the rule in words."""
+
+class RangeCheck(NamedTuple):
+    """A hyper-parameter, compared with its range.
+
+    Attributes:
+      value: the hyper-parameter, as the error shows it.
+      is_in_range: True for a traced value, too.
+      range: completes "must be ..." in the error.
+    """
+
+    value: Any
+    is_in_range: bool
+    range: str
 
 
-def check_hyperparameters(**rules: Checked) -> None:
-    """Raises one error that names every broken rule.
+def check_hyperparameters(owner: str | None = None, /, **checks: RangeCheck) -> None:
+    """Raises one error that names every hyper-parameter out of its range.
 
     Args:
-      **rules: name to `positive(value)` and the like. A traced value, as under
-        `optax.inject_hyperparams`, passes: it is not known yet.
+      owner: the function that takes the hyper-parameters; None where the caller adds
+        the owner to the error.
+      **checks: hyper-parameter to its check, such as `positive(value)`.
 
     Raises:
-      ValueError: if a rule does not hold.
+      ValueError: if a value is out of its range.
     """
     problems = [
-        f"{name} must be {rule}, got {value}"
-        for name, (value, is_kept, rule) in rules.items()
-        if not is_kept
+        f"{name} must be {check.range}, got {check.value}"
+        for name, check in checks.items()
+        if not check.is_in_range
     ]
     if problems:
-        raise ValueError("; ".join(problems) + ".")
+        prefix = "" if owner is None else f"{owner}: "
+        raise ValueError(prefix + "; ".join(problems) + ".")
 
 
-def positive(value: Any) -> Checked:
-    """The rule that a value is above zero."""
-    return value, _is_traced(value) or bool(value > 0), "positive"
+def positive(value: Any) -> RangeCheck:
+    """Checks that a value is above 0."""
+    return RangeCheck(value, _is_traced(value) or bool(value > 0), "positive")
 
 
-def not_negative(value: Any) -> Checked:
-    """The rule that a value is zero or above."""
-    return value, _is_traced(value) or bool(value >= 0), "not negative"
+def non_negative(value: Any) -> RangeCheck:
+    """Checks that a value is at least 0."""
+    return RangeCheck(value, _is_traced(value) or bool(value >= 0), "non-negative")
 
 
-def not_positive(value: Any) -> Checked:
-    """The rule that a value is zero or below."""
-    return value, _is_traced(value) or bool(value <= 0), "not positive"
+def non_positive(value: Any) -> RangeCheck:
+    """Checks that a value is at most 0."""
+    return RangeCheck(value, _is_traced(value) or bool(value <= 0), "non-positive")
 
 
-def decay(value: Any) -> Checked:
-    """The rule that a value is in [0, 1)."""
-    return value, _is_traced(value) or bool(0 <= value < 1), "in [0, 1)"
+def fraction(value: Any) -> RangeCheck:
+    """Checks that a value is in [0, 1]."""
+    return RangeCheck(value, _is_traced(value) or bool(0 <= value <= 1), "in [0, 1]")
 
 
-def fraction(value: Any) -> Checked:
-    """The rule that a value is in [0, 1]."""
-    return value, _is_traced(value) or bool(0 <= value <= 1), "in [0, 1]"
+def fraction_below_one(value: Any) -> RangeCheck:
+    """Checks that a value is in [0, 1)."""
+    return RangeCheck(value, _is_traced(value) or bool(0 <= value < 1), "in [0, 1)")
 
 
-def one_of(value: Any, choices: Any) -> Checked:
-    """The rule that a value is one of those of a `Literal`."""
+def open_fraction(value: Any) -> RangeCheck:
+    """Checks that a value is in (0, 1)."""
+    return RangeCheck(value, _is_traced(value) or bool(0 < value < 1), "in (0, 1)")
+
+
+def one_of(value: Any, choices: Any) -> RangeCheck:
+    """Checks that a value is one of the choices of a `Literal`."""
     allowed = get_args(choices)
-    return repr(value), value in allowed, f"one of {list(allowed)}"
+    return RangeCheck(repr(value), value in allowed, f"one of {list(allowed)}")
 
 
 def _is_traced(value: Any) -> bool:

@@ -23,8 +23,8 @@ from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import (
     check_hyperparameters,
     fraction,
-    not_negative,
-    not_positive,
+    non_negative,
+    non_positive,
     one_of,
     positive,
 )
@@ -95,9 +95,10 @@ class _Settings:
             if getattr(self, name) is not None
         }
         check_hyperparameters(
-            beta_2_decay=not_positive(self.beta_2_decay),
-            epsilon_1=not_negative(self.epsilon_1),
-            epsilon_2=not_negative(self.epsilon_2),
+            "adafactor",
+            beta_2_decay=non_positive(self.beta_2_decay),
+            epsilon_1=non_negative(self.epsilon_1),
+            epsilon_2=non_negative(self.epsilon_2),
             clip_threshold=positive(self.clip_threshold),
             ema_momentum=fraction(self.ema_momentum),
             mode=one_of(self.mode, AdafactorMode),

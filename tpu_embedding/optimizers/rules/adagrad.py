@@ -4,7 +4,7 @@ Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
 Stochastic Optimization", JMLR 12 (2011).
 """
 
-from typing import Any, Final, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,12 @@ from tpu_embedding.optimizers.options import (
 from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import (
     check_hyperparameters,
-    not_negative,
+    non_negative,
+    one_of,
     positive,
 )
 
 WeightDecayMode = Literal["l2", "decoupled"]
-
-_WEIGHT_DECAY_MODES: Final = ("l2", "decoupled")
 
 
 class ScaleByAdagradState(NamedTuple):
@@ -126,8 +125,9 @@ def scale_by_adagrad(
 ) -> optax.GradientTransformation:
     """Divides by the root of the sum of squares so far, element by element."""
     check_hyperparameters(
+        "adagrad",
         initial_accumulator_value=positive(initial_accumulator_value),
-        epsilon=not_negative(epsilon),
+        epsilon=non_negative(epsilon),
     )
 
     def init(params):
@@ -156,20 +156,18 @@ def scale_by_rowwise_adagrad(
     Weight decay is part of it, since in one mode it precedes and in the other follows
     the division; see `rowwise_adagrad`.
     """
-    has_epsilon, decays = positive(epsilon)[1], positive(weight_decay)[1]
+    has_epsilon = positive(epsilon).is_in_range
+    decays = positive(weight_decay).is_in_range
     check_hyperparameters(
+        "rowwise_adagrad",
         initial_accumulator_value=(
-            not_negative(initial_accumulator_value)
+            non_negative(initial_accumulator_value)
             if has_epsilon
             else positive(initial_accumulator_value)
         ),
-        epsilon=not_negative(epsilon),
-        weight_decay=not_negative(weight_decay),
-        weight_decay_mode=(
-            weight_decay_mode,
-            weight_decay_mode in _WEIGHT_DECAY_MODES,
-            f"one of {list(_WEIGHT_DECAY_MODES)}",
-        ),
+        epsilon=non_negative(epsilon),
+        weight_decay=non_negative(weight_decay),
+        weight_decay_mode=one_of(weight_decay_mode, WeightDecayMode),
     )
 
     def init(params):
@@ -250,7 +248,9 @@ def scale_by_adagrad_momentum(
     epsilon: float = 1e-10,
 ) -> optax.GradientTransformation:
     """Scales by accumulators and takes the momentum; see `adagrad_momentum`."""
-    check_hyperparameters(exponent=positive(exponent), epsilon=positive(epsilon))
+    check_hyperparameters(
+        "adagrad_momentum", exponent=positive(exponent), epsilon=positive(epsilon)
+    )
     gain = jnp.where(beta2 == 1, 1, 1 - beta2)
 
     def init(params):

@@ -18,7 +18,7 @@ from tpu_embedding.optimizers.options import (
 from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import (
     check_hyperparameters,
-    decay,
+    fraction_below_one,
     positive,
 )
 
@@ -106,7 +106,10 @@ def scale_by_lazy_adam(
 ) -> optax.GradientTransformation:
     """Scales by the moments of Adam; see `adam`."""
     check_hyperparameters(
-        beta_1=decay(beta_1), beta_2=decay(beta_2), epsilon=positive(epsilon)
+        "adam",
+        beta_1=fraction_below_one(beta_1),
+        beta_2=fraction_below_one(beta_2),
+        epsilon=positive(epsilon),
     )
 
     def init(params):

@@ -14,7 +14,7 @@ from tpu_embedding.optimizers.options import (
 from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import (
     check_hyperparameters,
-    not_negative,
+    non_negative,
     positive,
 )
 from tpu_embedding.optimizers.rules._rates import learning_rate_at
@@ -68,9 +68,10 @@ def bounded_adagrad(
       ([[-0.5, -0.5]], [[2.0, 2.0]])
     """
     check_hyperparameters(
+        "bounded_adagrad",
         initial_accumulator_value=positive(initial_accumulator_value),
-        max_var_update=not_negative(max_var_update),
-        max_accumulator=not_negative(max_accumulator),
+        max_var_update=non_negative(max_var_update),
+        max_accumulator=non_negative(max_accumulator),
     )
 
     def init(params):

@@ -18,7 +18,7 @@ from tpu_embedding.optimizers.options import (
 from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import (
     check_hyperparameters,
-    not_negative,
+    non_negative,
     positive,
 )
 from tpu_embedding.optimizers.rules._rates import learning_rate_at
@@ -82,10 +82,11 @@ def clippy_adagrad(
       [-0.1, -0.1]
     """
     check_hyperparameters(
-        initial_accumulator_value=not_negative(initial_accumulator_value),
-        variable_relative_threshold=not_negative(variable_relative_threshold),
-        accumulator_relative_threshold=not_negative(accumulator_relative_threshold),
-        absolute_threshold=not_negative(absolute_threshold),
+        "clippy_adagrad",
+        initial_accumulator_value=non_negative(initial_accumulator_value),
+        variable_relative_threshold=non_negative(variable_relative_threshold),
+        accumulator_relative_threshold=non_negative(accumulator_relative_threshold),
+        absolute_threshold=non_negative(absolute_threshold),
         epsilon=positive(epsilon),
     )
     if use_standard_accumulator_update and clip_accumulator_update:

@@ -17,10 +17,10 @@ from tpu_embedding.optimizers.options import (
 )
 from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import (
-    Checked,
     check_hyperparameters,
-    decay,
-    not_negative,
+    fraction,
+    non_negative,
+    open_fraction,
     positive,
 )
 from tpu_embedding.optimizers.rules._rates import learning_rate_at
@@ -83,12 +83,13 @@ def frequency_aware_adagrad(
       ((3, 2), (3,))
     """
     check_hyperparameters(
+        "frequency_aware_adagrad",
         initial_accumulator_value=positive(initial_accumulator_value),
-        probability_exponent=not_negative(probability_exponent),
+        probability_exponent=non_negative(probability_exponent),
         max_lr_multiplier=positive(max_lr_multiplier),
-        l1=not_negative(l1),
-        l2=not_negative(l2),
-        accumulator_decay=_share(accumulator_decay),
+        l1=non_negative(l1),
+        l2=non_negative(l2),
+        accumulator_decay=fraction(accumulator_decay),
     )
 
     def init(params):
@@ -166,7 +167,8 @@ def frequency_estimator(
     """
     del weight_exponent
     check_hyperparameters(
-        tau=_open_share(tau),
+        "frequency_estimator",
+        tau=open_fraction(tau),
         max_delta=positive(max_delta),
         outlier_threshold=positive(outlier_threshold),
     )
@@ -223,14 +225,3 @@ def frequency_weights(
       [1.0, 0.5]
     """
     return jnp.power(jax.lax.stop_gradient(deltas) / max_delta, weight_exponent)
-
-
-def _share(value: Any) -> Checked:
-    """The rule that a value is in [0, 1]."""
-    is_kept = not_negative(value)[1] and not_negative(1 - value)[1]
-    return value, is_kept, "in [0, 1]"
-
-
-def _open_share(value: Any) -> Checked:
-    """The rule that a value is in (0, 1)."""
-    return value, positive(value)[1] and decay(value)[1], "in (0, 1)"

@@ -18,11 +18,12 @@ from tpu_embedding.optimizers.options import (
 from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import (
     check_hyperparameters,
-    not_negative,
-    not_positive,
+    non_negative,
+    non_positive,
     positive,
 )
 from tpu_embedding.optimizers.rules._rates import learning_rate_at
+from tpu_embedding.optimizers.rules._regularization import ftrl_rows
 
 
 class FTRLState(NamedTuple):
@@ -90,15 +91,16 @@ def ftrl(
       [[0.0, 0.0]]
     """
     check_hyperparameters(
-        learning_rate_power=not_positive(learning_rate_power),
-        l1_regularization_strength=not_negative(l1_regularization_strength),
-        l2_regularization_strength=not_negative(l2_regularization_strength),
-        l2_shrinkage_regularization_strength=not_negative(
+        "ftrl",
+        learning_rate_power=non_positive(learning_rate_power),
+        l1_regularization_strength=non_negative(l1_regularization_strength),
+        l2_regularization_strength=non_negative(l2_regularization_strength),
+        l2_shrinkage_regularization_strength=non_negative(
             l2_shrinkage_regularization_strength
         ),
-        beta=not_negative(beta),
+        beta=non_negative(beta),
         initial_accumulator_value=(
-            not_negative(initial_accumulator_value)
+            non_negative(initial_accumulator_value)
             if allow_zero_accumulator
             else positive(initial_accumulator_value)
         ),
@@ -127,9 +129,7 @@ def ftrl(
             linears = state.linears + shrunk - change * params / rate
             bound = l1
             denominators = (power + beta) / rate + 2 * l2
-        numerators = jnp.clip(linears, -bound, bound) - linears
-        is_zero = denominators == 0
-        rows = jnp.where(is_zero, 0, numerators / jnp.where(is_zero, 1, denominators))
+        rows = ftrl_rows(linears, bound, denominators)
         return rows - params, FTRLState(state.count + 1, accumulators, linears)
 
     rule = for_each_array(init, update)

@@ -17,10 +17,11 @@ from tpu_embedding.optimizers.options import (
 from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import (
     check_hyperparameters,
-    not_negative,
+    non_negative,
     positive,
 )
 from tpu_embedding.optimizers.rules._rates import learning_rate_at
+from tpu_embedding.optimizers.rules._regularization import proximal_step
 
 
 class ProximalAdagradState(NamedTuple):
@@ -64,8 +65,9 @@ def proximal_adagrad(
       (3, 2)
     """
     check_hyperparameters(
-        l1=not_negative(l1),
-        l2=not_negative(l2),
+        "proximal_adagrad",
+        l1=non_negative(l1),
+        l2=non_negative(l2),
         initial_accumulator_value=positive(initial_accumulator_value),
     )
 
@@ -79,8 +81,7 @@ def proximal_adagrad(
         accumulators = state.accumulators + jnp.square(updates)
         rate = learning_rate_at(learning_rate, state.count)
         eta = rate * jax.lax.rsqrt(accumulators)
-        z = params - eta * updates
-        rows = jnp.sign(z) * jnp.maximum(jnp.abs(z) - eta * l1, 0) / (1 + eta * l2)
+        rows = proximal_step(params - eta * updates, eta, l1, l2)
         return rows - params, ProximalAdagradState(state.count + 1, accumulators)
 
     rule = for_each_array(init, update)

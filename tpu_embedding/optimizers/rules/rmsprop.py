@@ -16,7 +16,7 @@ from tpu_embedding.optimizers.options import (
     with_options,
 )
 from tpu_embedding.optimizers.rules._arrays import for_each_array
-from tpu_embedding.optimizers.rules._checks import check_hyperparameters, not_negative
+from tpu_embedding.optimizers.rules._checks import check_hyperparameters, non_negative
 from tpu_embedding.optimizers.rules._rates import learning_rate_at
 
 
@@ -69,7 +69,7 @@ def rmsprop(
       (3, 2)
     """
     check_hyperparameters(
-        epsilon=not_negative(epsilon), initial_ms=not_negative(initial_ms)
+        "rmsprop", epsilon=non_negative(epsilon), initial_ms=non_negative(initial_ms)
     )
 
     def init(params: Any) -> Any:
@@ -133,7 +133,7 @@ def adadelta(
       >>> adadelta(1.0).init(jnp.ones((3, 2)))[0].updates.shape
       (3, 2)
     """
-    check_hyperparameters(epsilon=not_negative(epsilon))
+    check_hyperparameters("adadelta", epsilon=non_negative(epsilon))
 
     def init(params):
         return AdadeltaState(jnp.zeros_like(params), jnp.zeros_like(params))

@@ -20,10 +20,13 @@ from tpu_embedding.optimizers.options import (
 from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import (
     check_hyperparameters,
-    decay,
-    not_negative,
+    fraction_below_one,
+    non_negative,
+    one_of,
     positive,
 )
+
+VelocityOf = Literal["element", "row"]
 
 
 @takes_common_options
@@ -63,6 +66,7 @@ def partial_rowwise_adam(
       >>> state[0].momenta.shape, state[0].velocities.shape
       ((3, 2), (3,))
     """
+    _check_moments("partial_rowwise_adam", beta_1, beta_2, epsilon, weight_decay)
     rule = optax.chain(
         scale_by_corrected_moments(beta_1, beta_2, epsilon, velocity_of="row"),
         _add_decayed_rows(weight_decay),
@@ -113,6 +117,7 @@ def lamb(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-1.7678, -1.7678]
     """
+    _check_moments("lamb", beta_1, beta_2, epsilon, weight_decay)
     rule = optax.chain(
         scale_by_corrected_moments(beta_1, beta_2, epsilon),
         _add_decayed_rows(weight_decay),
@@ -150,6 +155,7 @@ def partial_rowwise_lamb(
       >>> partial_rowwise_lamb().init(jnp.ones((3, 2)))[0].velocities.shape
       (3,)
     """
+    _check_moments("partial_rowwise_lamb", beta_1, beta_2, epsilon, weight_decay)
     rule = optax.chain(
         scale_by_corrected_moments(beta_1, beta_2, epsilon, velocity_of="row"),
         _add_decayed_rows(weight_decay),
@@ -207,7 +213,7 @@ def scale_by_corrected_moments(
     beta_2: float = 0.999,
     epsilon: float = 1e-8,
     *,
-    velocity_of: Literal["element", "row"] = "element",
+    velocity_of: VelocityOf = "element",
 ) -> optax.GradientTransformation:
     """Scales by bias-corrected moments, with a velocity of each element or row.
 
@@ -215,14 +221,7 @@ def scale_by_corrected_moments(
     `partial_rowwise_adam`.
     """
     check_hyperparameters(
-        beta_1=decay(beta_1),
-        beta_2=decay(beta_2),
-        epsilon=positive(epsilon),
-        velocity_of=(
-            velocity_of,
-            velocity_of in ("element", "row"),
-            "'element' or 'row'",
-        ),
+        "scale_by_corrected_moments", velocity_of=one_of(velocity_of, VelocityOf)
     )
 
     def init(params):
@@ -274,7 +273,9 @@ def scale_by_rowwise_rms(
     rho: float = 0.9, epsilon: float = 1e-7
 ) -> optax.GradientTransformation:
     """Divides by the root of a decaying mean of the rows' mean squares."""
-    check_hyperparameters(rho=decay(rho), epsilon=positive(epsilon))
+    check_hyperparameters(
+        "rowwise_rmsprop", rho=fraction_below_one(rho), epsilon=positive(epsilon)
+    )
 
     def init(params):
         return ScaleByRowwiseRmsState(jnp.zeros(params.shape[:1], params.dtype))
@@ -290,9 +291,20 @@ def scale_by_rowwise_rms(
     return for_each_array(init, update)
 
 
+def _check_moments(
+    owner: str, beta_1: float, beta_2: float, epsilon: float, weight_decay: float
+) -> None:
+    check_hyperparameters(
+        owner,
+        beta_1=fraction_below_one(beta_1),
+        beta_2=fraction_below_one(beta_2),
+        epsilon=positive(epsilon),
+        weight_decay=non_negative(weight_decay),
+    )
+
+
 def _add_decayed_rows(weight_decay: float) -> optax.GradientTransformation:
     """Adds `weight_decay * w` to the step; nothing, and no read of w, if it is 0."""
-    check_hyperparameters(weight_decay=not_negative(weight_decay))
-    decays = positive(weight_decay)[1]
+    decays = positive(weight_decay).is_in_range
     # Both have an empty state, so a decay that is traced in later steps fits as well.
     return optax.add_decayed_weights(weight_decay) if decays else optax.identity()

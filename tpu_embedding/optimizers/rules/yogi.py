@@ -17,11 +17,12 @@ from tpu_embedding.optimizers.options import (
 from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import (
     check_hyperparameters,
-    decay,
-    not_negative,
+    fraction_below_one,
+    non_negative,
     positive,
 )
 from tpu_embedding.optimizers.rules._rates import learning_rate_at
+from tpu_embedding.optimizers.rules._regularization import ftrl_rows, proximal_step
 
 
 class ProximalYogiState(NamedTuple):
@@ -80,12 +81,13 @@ def proximal_yogi(
       [-0.05, -0.05]
     """
     check_hyperparameters(
-        beta_1=decay(beta_1),
-        beta_2=decay(beta_2),
+        "proximal_yogi",
+        beta_1=fraction_below_one(beta_1),
+        beta_2=fraction_below_one(beta_2),
         epsilon=positive(epsilon),
-        l1=not_negative(l1),
-        l2=not_negative(l2),
-        initial_accumulator_value=not_negative(initial_accumulator_value),
+        l1=non_negative(l1),
+        l2=non_negative(l2),
+        initial_accumulator_value=non_negative(initial_accumulator_value),
     )
 
     def init(params):
@@ -100,8 +102,7 @@ def proximal_yogi(
         m = beta_1 * state.m + (1 - beta_1) * updates
         rate = learning_rate_at(learning_rate, state.count)
         eta = rate / (jnp.sqrt(v) + epsilon)
-        z = params - eta * m
-        rows = jnp.sign(z) * jnp.maximum(jnp.abs(z) - eta * l1, 0) / (1 + eta * l2)
+        rows = proximal_step(params - eta * m, eta, l1, l2)
         return rows - params, ProximalYogiState(state.count + 1, v, m)
 
     rule = for_each_array(init, update)
@@ -156,7 +157,10 @@ def online_yogi(
       [[-0.5, -0.5]]
     """
     check_hyperparameters(
-        l1=not_negative(l1), l2=not_negative(l2), beta_2=decay(beta_2)
+        "online_yogi",
+        l1=non_negative(l1),
+        l2=non_negative(l2),
+        beta_2=fraction_below_one(beta_2),
     )
 
     def init(params):
@@ -172,10 +176,7 @@ def online_yogi(
         roots = jnp.sqrt(vs)
         change = roots - jnp.sqrt(state.vs)
         linears = state.linears + updates - change * params / rate
-        numerators = jnp.clip(linears, -l1, l1) - linears
-        denominators = roots / rate + 2 * l2
-        is_zero = denominators == 0
-        rows = jnp.where(is_zero, 0, numerators / jnp.where(is_zero, 1, denominators))
+        rows = ftrl_rows(linears, l1, roots / rate + 2 * l2)
         return rows - params, OnlineYogiState(state.count + 1, vs, linears)
 
     rule = for_each_array(init, update)
