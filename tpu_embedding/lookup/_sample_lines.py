@@ -58,7 +58,7 @@ class SampleLines:
             self.layout.runner,
             sizes=sizes,
             valences=valences,
-            distance=self.distance,
+            row_stride=self.distance,
         )
 
     def pack(self, features: Sequence[Float[Array, "samples dim"]]) -> PackedRows:

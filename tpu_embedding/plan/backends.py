@@ -5,7 +5,7 @@ from typing import Final, Literal, get_args
 import jax
 
 from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.rows.kernels.subcores import KernelBackend
+from tpu_embedding.rows.kernels.backend import KernelBackend
 
 KernelChoice = Literal["sparse_core", "interpreter", "none"]
 KERNEL_CHOICES: Final[tuple[KernelChoice, ...]] = get_args(KernelChoice)

@@ -38,7 +38,7 @@ from tpu_embedding.plan.capacity import (
     RoundSize,
     round_size,
 )
-from tpu_embedding.rows.kernels.subcores import KernelBackend
+from tpu_embedding.rows.kernels.backend import KernelBackend
 from tpu_embedding.rows.packed_rows import RowLayout
 from tpu_embedding.types import PADDING_ROW_ID
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from tpu_embedding.rows.kernels.backend import KernelBackend
 from tpu_embedding.rows.kernels.kernel_bodies import TILE_LINES, KernelBody
 from tpu_embedding.rows.kernels.row_kernels import (
     MAX_ARRAYS,
@@ -27,7 +28,6 @@ from tpu_embedding.rows.kernels.row_kernels import (
     read_rows,
     update_rows,
 )
-from tpu_embedding.rows.kernels.subcores import KernelBackend
 
 _IDS_MULTIPLE: Final = 128
 """Ids are filled up to a multiple of it for kernels, which take many at once."""
@@ -446,7 +446,7 @@ def update_packed(
         layout.dim,
         numbers,
         runner,
-        values=[jnp.pad(value, (0, missing)) for value in values],
+        row_scalars=[jnp.pad(value, (0, missing)) for value in values],
     )
     return (
         [PackedRows(lines=lines, layout=layout) for lines in changed],

@@ -209,7 +209,7 @@ def compile_kernels(optimizers, topology, dim):
                 update_rows(
                     *(rule.kernel_body, of_rule, row_ids, gradients, dim, numbers),
                     "sparse_core",
-                    values=kernel_body,
+                    row_scalars=kernel_body,
                 )
             )
         return changed

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import needs_kernels
-from tpu_embedding.rows.kernels import subcores
+from tpu_embedding.rows.kernels import backend
 from tpu_embedding.rows.kernels.kernel_bodies import DROPPED_ROW, KernelBody
 from tpu_embedding.rows.kernels.row_kernels import (
     add_rows,
@@ -25,9 +25,9 @@ DIMS = [8, 32, 128, 384]
 NUM_IDS = [8, 24, 1152]
 NUM_ROWS = 5008
 
-STATIC = ("dim", "runner", "sizes", "valences", "distance")
+STATIC = ("dim", "backend", "sizes", "valences", "row_stride")
 read = functools.partial(jax.jit, static_argnames=STATIC)(read_rows)
-add = functools.partial(jax.jit, static_argnames=("dim", "runner"), donate_argnums=0)(
+add = functools.partial(jax.jit, static_argnames=("dim", "backend"), donate_argnums=0)(
     add_rows
 )
 
@@ -48,7 +48,7 @@ def test_read(dim, num_ids):
     rows = random(NUM_ROWS, dim)
     ids = np.random.default_rng(1).integers(0, NUM_ROWS, num_ids).astype(np.int32)
     ids[:4] = [0, NUM_ROWS - 1, 0, NUM_ROWS - 1]
-    (lines,) = read(lines_of(rows), ids, dim=dim, runner="interpreter")
+    (lines,) = read(lines_of(rows), ids, dim=dim, backend="interpreter")
     assert lines.shape == lines_of(rows[ids]).shape
     np.testing.assert_array_equal(np.asarray(lines).reshape(-1, dim), rows[ids])
 
@@ -64,8 +64,8 @@ def test_read_rows_of_a_line_that_are_apart(dim, num_ids, num_blocks):
         lines_of(rows),
         ids.reshape(-1),
         dim=dim,
-        runner="interpreter",
-        distance=num_ids,
+        backend="interpreter",
+        row_stride=num_ids,
     )
     expected = rows[np.moveaxis(ids, 1, 2)].reshape(num_blocks * num_ids, 128)
     np.testing.assert_array_equal(lines, expected)
@@ -91,10 +91,10 @@ def test_read_sums_into_several_arrays(dim, valences):
         lines_of(rows),
         np.concatenate([x.reshape(-1) for x in ids]),
         dim=dim,
-        runner="interpreter",
+        backend="interpreter",
         sizes=(size,) * len(ids),
         valences=valences,
-        distance=num_lines if dim < 128 else 1,
+        row_stride=num_lines if dim < 128 else 1,
     )
     for array, of_array in zip(arrays, ids, strict=True):
         expected = functools.reduce(np.add, rows[of_array])
@@ -142,7 +142,7 @@ def test_add(dim, num_ids):
         ids,
         lines_of(additions),
         dim=dim,
-        runner="interpreter",
+        backend="interpreter",
     )
     expected = rows.copy()
     expected[ids] += additions
@@ -210,7 +210,7 @@ def test_whole_rows_that_are_held(dim, num_arrays, num_values, expected):
 )
 def test_update_by_sums_and_values_of_rows(dim, num_ids, num_lanes, monkeypatch):
     """On each kind of SparseCore: where vectors are of rows, and rows of vectors."""
-    monkeypatch.setattr(subcores, "_INTERPRETED_LANES", num_lanes)
+    monkeypatch.setattr(backend, "_INTERPRETED_LANES", num_lanes)
     rows, slots = random(NUM_ROWS, dim), random(NUM_ROWS, dim, seed=3)
     ids = np.random.default_rng(1).permutation(NUM_ROWS)[:num_ids].astype(np.int32)
     gradients = random(num_ids, dim, seed=2)
@@ -220,7 +220,7 @@ def test_update_by_sums_and_values_of_rows(dim, num_ids, num_lanes, monkeypatch)
     new_arrays, new_values = update(
         *([lines_of(rows), lines_of(slots)], ids, lines_of(gradients), dim),
         *([np.float32(0.5)], "interpreter"),
-        values=values,
+        row_scalars=values,
     )
     expected = [rows.copy(), slots.copy()]
     sums = []
@@ -253,7 +253,7 @@ def test_add_to_a_row_that_means_nothing_as_often_as_one_likes():
         ids,
         lines_of(additions),
         dim=32,
-        runner="interpreter",
+        backend="interpreter",
     )
     expected = rows.copy()
     expected[7] += additions[5]
@@ -276,9 +276,9 @@ def test_rows_that_kernels_reach(num_rows, dim, line_lanes, expected):
 @pytest.mark.parametrize("num_ids", [4, 12, 129])
 def test_refuses_numbers_of_ids(num_ids):
     with pytest.raises(ValueError, match=f"multiple of 8, got {num_ids}"):
-        read(random(4, 128), np.zeros(num_ids, np.int32), dim=32, runner="interpreter")
+        read(random(4, 128), np.zeros(num_ids, np.int32), dim=32, backend="interpreter")
 
 
 def test_refuses_ids_that_fill_no_lines():
     with pytest.raises(ValueError, match="multiple of 16, which fill lines, got 8"):
-        read(random(4, 128), np.zeros(8, np.int32), dim=8, runner="interpreter")
+        read(random(4, 128), np.zeros(8, np.int32), dim=8, backend="interpreter")

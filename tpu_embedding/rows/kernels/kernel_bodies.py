@@ -1,7 +1,7 @@
 """What a subcore does to rows: reads, writes and updates some of them at a time.
 
 Arrays lie in the device's memory, and a worker takes *chunks* of ids in turns with the
-others (`subcores.py`): what belongs to a chunk comes into buffers of its own memory,
+others (`backend.py`): what belongs to a chunk comes into buffers of its own memory,
 and leaves from there. `row_kernels.py` says what arrays and buffers there are.
 """
 
@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 from jaxtyping import Array, Int
 
-from tpu_embedding.rows.kernels.subcores import Ref, Worker, copy_all, for_each_chunk
+from tpu_embedding.rows.kernels.backend import Ref, Worker, copy_all, for_each_chunk
 
 DROPPED_ROW: Final = -1
 """Place of a row that `write_rows` leaves out."""
@@ -53,7 +53,7 @@ def read_chunks(
     *refs: Any,
     valences: Sequence[int],
     dim: int,
-    distance: int,
+    row_stride: int,
 ) -> None:
     """Reads rows that ids name, as `read_rows` does.
 
@@ -87,10 +87,10 @@ def read_chunks(
 
     def send(result, first):
         target = result.reshape(result.size // dim, dim).at[pl.ds(first, chunk)]
-        if distance > 1:
+        if row_stride > 1:
             apart = result.reshape(result.shape[0], places, dim)
-            turn, line = jnp.divmod(first, distance)
-            line += turn // places * distance
+            turn, line = jnp.divmod(first, row_stride)
+            line += turn // places * row_stride
             target = apart.at[pl.ds(pl.multiple_of(line, chunk), chunk), turn % places]
         pltpu.async_copy(result_rows, target, _LEAVES_WHOLE).wait()
 
@@ -166,7 +166,7 @@ def _write_somewhere(
     worker: Worker, rows: Ref, table: Ref, ids: Ref, arrived: Ref
 ) -> None:
     """Writes rows that belong into a table, and none of those that belong nowhere."""
-    if worker.runner == "sparse_core":
+    if worker.backend == "sparse_core":
         somewhere = plsc.Indices(ids, ignored_value=DROPPED_ROW)
         pltpu.async_copy(rows, table.at[somewhere], arrived).wait()
         return

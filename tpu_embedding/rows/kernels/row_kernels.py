@@ -9,8 +9,8 @@ A line of 128 float32 lanes lies in memory as its rows do, one after the other, 
 kernel takes `[lines, 128]` as `[rows, dim]` as it stands. Wider lines lie in tiles of
 eight, each cut into parts of 128 lanes: a kernel moves these parts (`_parts_of`).
 
-What a subcore does is in `row_workers.py`. Pallas' interpreter runs it on any device
-(`subcores.py`), which is how tests compare it with NumPy and with XLA's own gather and
+What a subcore does is in `kernel_bodies.py`. Pallas' interpreter runs it on any device
+(`backend.py`), which is how tests compare it with NumPy and with XLA's own gather and
 scatter.
 """
 
@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.hardware import DMA_GRANULE_BYTES, GIBIBYTE
+from tpu_embedding.rows.kernels.backend import KernelBackend, launch, vector_lanes
 from tpu_embedding.rows.kernels.kernel_bodies import (
     DROPPED_ROW,
     TILE_LINES,
@@ -33,7 +34,6 @@ from tpu_embedding.rows.kernels.kernel_bodies import (
     update_chunks,
     write_chunks,
 )
-from tpu_embedding.rows.kernels.subcores import KernelBackend, lanes_of, launch
 
 ID_ALIGNMENT: Final = 8
 """Numbers of ids are multiples of it, for ids are moved 32 bytes at a time."""
@@ -72,11 +72,11 @@ def read_rows(
     lines: Float[Array, "lines lanes"],
     row_ids: Int[Array, " ids"],
     dim: int,
-    runner: KernelBackend,
+    backend: KernelBackend,
     *,
     sizes: Sequence[int] | None = None,
     valences: Sequence[int] | None = None,
-    distance: int = 1,
+    row_stride: int = 1,
 ) -> list[Float[Array, "_ lanes"]]:
     """Reads rows, or sums of rows, into lines of one or more arrays. Per shard.
 
@@ -85,12 +85,12 @@ def read_rows(
         the number of lines is a multiple of 8 if `dim` is more than 128.
       row_ids: int32, a multiple of 8 of them, which fill lines; all must be there.
       dim: elements of a row, one of 8, 16, 32, 64 or a multiple of 128.
-      runner: what runs the kernel.
+      backend: what runs the kernel.
       sizes: rows of each array, as many as fill lines, a multiple of 8; their ids lie
         array after array. None: there is one array.
       valences: how many ids each row of an array is the sum of: first come the first
         ids of all of its rows, then the second ones, and so on. None: one each.
-      distance: what the rows of a line are apart. 1: rows lie in the order of their
+      row_stride: what the rows of a line are apart. 1: rows lie in the order of their
         ids. Else a multiple of 8, and the size of each array one of `128 // dim` times
         as many: the first so many rows are at the first place of as many lines, the
         next so many at their second place, and so on.
@@ -107,11 +107,13 @@ def read_rows(
     row_ids, dim = _ids_of_parts(row_ids, dim), min(dim, 128)
     num_ids = row_ids.shape[0]
     sizes = [size * num_parts for size in sizes]
-    chunk = _chunk_size(math.gcd(*sizes) if distance == 1 else distance, dim)
-    num_lanes = lanes_of(runner)
+    chunk = _chunk_size(math.gcd(*sizes) if row_stride == 1 else row_stride, dim)
+    num_lanes = vector_lanes(backend)
     buffer = pltpu.VMEM((chunk * dim // num_lanes, num_lanes), lines.dtype)
     results = launch(
-        functools.partial(read_chunks, valences=valences, dim=dim, distance=distance),
+        functools.partial(
+            read_chunks, valences=valences, dim=dim, row_stride=row_stride
+        ),
         (),
         (_parts_of(lines), row_ids),
         [jax.ShapeDtypeStruct((n * dim // 128, 128), lines.dtype) for n in sizes],
@@ -122,7 +124,7 @@ def read_rows(
             pltpu.SemaphoreType.DMA,
         ],
         num_bytes=num_ids * (4 + _bytes_of_row(dim)) + sum(sizes) * 4 * dim,
-        runner=runner,
+        backend=backend,
         name="read_rows",
     )
     return [_lines_of(parts, lanes) for parts in results]
@@ -134,12 +136,12 @@ def write_rows(
     places: Sequence[Int[Array, " ids"]],
     sizes: Sequence[int],
     dim: int,
-    runner: KernelBackend,
+    backend: KernelBackend,
 ) -> list[Float[Array, "_ lanes"]]:
     """Writes rows to their places in one or more new arrays. Per shard.
 
-    It is the way back of `read_rows` with `distance` the lines of each source: ids are
-    those of one source after the other, which are the rows at the first place of its
+    It is the way back of `read_rows` with `row_stride` the lines of each source: ids
+    are those of one source after the other, which are the rows at the first place of its
     lines, then those at their second place, and so on; all that as often as it is
     repeated.
 
@@ -150,7 +152,7 @@ def write_rows(
         `DROPPED_ROW`; no two ids the same.
       sizes: rows of each new array, a multiple of 8, which fill lines.
       dim: as in `read_rows`.
-      runner: what runs the kernel.
+      backend: what runs the kernel.
 
     Returns:
       The new arrays, packed like the sources; anything where nothing was written.
@@ -180,7 +182,7 @@ def write_rows(
         # For each id a row is written at most once, to one of the arrays.
         num_bytes=num_ids * (4 * len(sizes) + _bytes_of_row(dim))
         + sum(num_lines) * 4 * 128,
-        runner=runner,
+        backend=backend,
         name="write_rows",
     )
     return [_lines_of(parts, lanes) for parts in results]
@@ -191,7 +193,7 @@ def add_rows(
     row_ids: Int[Array, " ids"],
     additions: Float[Array, "_ lanes"],
     dim: int,
-    runner: KernelBackend,
+    backend: KernelBackend,
 ) -> Float[Array, "lines lanes"]:
     """Adds to rows, in place where the caller donated. Per shard.
 
@@ -201,17 +203,17 @@ def add_rows(
         and each is named once, but for rows whose values nobody uses.
       additions: the values to add, packed in the order of the ids.
       dim: as in `read_rows`.
-      runner: what runs the kernel.
+      backend: what runs the kernel.
     """
     (changed,), _ = update_rows(
-        _ADD, [lines], row_ids, additions, dim, [], runner, name="add_rows"
+        _ADD, [lines], row_ids, additions, dim, [], backend, name="add_rows"
     )
     return changed
 
 
-def holds_whole_rows(dim: int, num_arrays: int, num_values: int) -> bool:
+def holds_whole_rows(dim: int, num_arrays: int, num_row_scalars: int) -> bool:
     """Whether a subcore has room for rows of so many arrays, tile by tile."""
-    return _max_ids(dim, 1 + num_arrays, num_values) >= TILE_LINES
+    return _max_ids(dim, 1 + num_arrays, num_row_scalars) >= TILE_LINES
 
 
 def update_rows(
@@ -220,10 +222,10 @@ def update_rows(
     row_ids: Int[Array, " ids"],
     gradients: Float[Array, "_ lanes"],
     dim: int,
-    numbers: Sequence[Float[Array, ""]],
-    runner: KernelBackend,
+    scalars: Sequence[Float[Array, ""]],
+    backend: KernelBackend,
+    row_scalars: Sequence[Float[Array, " ids"]] = (),
     *,
-    values: Sequence[Float[Array, " ids"]] = (),
     name: str = "update_rows",
 ) -> tuple[list[Array], list[Array]]:
     """Replaces rows of several arrays by what a rule makes of them. Per shard.
@@ -237,9 +239,9 @@ def update_rows(
       row_ids: as in `add_rows`.
       gradients: packed in the order of the ids.
       dim: as in `read_rows`.
-      numbers: float32 scalars.
-      runner: what runs the kernel.
-      values: float32, of the row of each id.
+      scalars: float32 scalars.
+      backend: what runs the kernel.
+      row_scalars: float32, of the row of each id.
       name: of the kernel, in what the compiler shows of it.
 
     Returns:
@@ -252,17 +254,20 @@ def update_rows(
     row_ids, dim = _ids_of_parts(row_ids, dim), min(dim, 128)
     num_ids = row_ids.shape[0]
     # What looks at rows must have all parts of a row at hand.
-    parts_together = num_parts if values or rule.num_sums else 1
+    parts_together = num_parts if row_scalars or rule.num_sums else 1
     chunk = parts_together * _chunk_size(
-        num_ids // parts_together, dim * parts_together, 1 + len(arrays), len(values)
+        num_ids // parts_together,
+        dim * parts_together,
+        1 + len(arrays),
+        len(row_scalars),
     )
     assert chunk % (parts_together * TILE_LINES) == 0
-    num_lanes = lanes_of(runner)
+    num_lanes = vector_lanes(backend)
     buffer = pltpu.VMEM((chunk * dim // num_lanes, num_lanes), jnp.float32)
     # Vectors are read from it that begin at any row.
     of_values = pltpu.VMEM((chunk // num_parts + num_lanes,), jnp.float32)
     # A kernel has no scalars of its own; there is always one number, perhaps unused.
-    repeated = jnp.repeat(jnp.stack([*numbers, jnp.float32(0)]), num_lanes)
+    repeated = jnp.repeat(jnp.stack([*scalars, jnp.float32(0)]), num_lanes)
     results = launch(
         functools.partial(
             update_chunks,
@@ -272,19 +277,19 @@ def update_rows(
             num_parts=num_parts,
         ),
         tuple(_parts_of(lines) for lines in arrays),
-        (row_ids, _parts_of(gradients), repeated, *values),
-        [jax.ShapeDtypeStruct((num_rows,), jnp.float32)] * len(values),
+        (row_ids, _parts_of(gradients), repeated, *row_scalars),
+        [jax.ShapeDtypeStruct((num_rows,), jnp.float32)] * len(row_scalars),
         scratch=[
             _ids_of_chunk(chunk),
             buffer,
             [buffer] * len(arrays),
-            [of_values] * len(values),
+            [of_values] * len(row_scalars),
             pltpu.VMEM(repeated.shape, jnp.float32),
             pltpu.SemaphoreType.DMA,
         ],
         num_bytes=num_ids * (4 + 4 * dim + 2 * len(arrays) * _bytes_of_row(dim))
-        + 2 * 4 * num_rows * len(values),
-        runner=runner,
+        + 2 * 4 * num_rows * len(row_scalars),
+        backend=backend,
         name=name,
     )
     changed, new_values = results[: len(arrays)], results[len(arrays) :]
@@ -304,17 +309,17 @@ def _check_ids(num_ids: int, dim: int) -> None:
 
 
 def _chunk_size(
-    num_ids: int, dim: int, num_buffers: int = 1, num_values: int = 0
+    num_ids: int, dim: int, num_buffers: int = 1, num_row_scalars: int = 0
 ) -> int:
     """Returns ids that a worker takes at once: a power of two that divides all."""
-    return math.gcd(num_ids, _max_ids(dim, num_buffers, num_values))
+    return math.gcd(num_ids, _max_ids(dim, num_buffers, num_row_scalars))
 
 
-def _max_ids(dim: int, num_buffers: int, num_values: int = 0) -> int:
+def _max_ids(dim: int, num_buffers: int, num_row_scalars: int = 0) -> int:
     """Returns ids whose rows and values a worker has room for: a power of two, or 0."""
-    kernel_body = _CHUNK_BYTES // (4 * dim)
-    of_all = _UPDATE_BYTES // (4 * (num_buffers * dim + num_values))
-    most = min(kernel_body, of_all)
+    of_rows = _CHUNK_BYTES // (4 * dim)
+    of_all = _UPDATE_BYTES // (4 * (num_buffers * dim + num_row_scalars))
+    most = min(of_rows, of_all)
     return 2 ** (most.bit_length() - 1) if most else 0
 
 

@@ -36,12 +36,12 @@ class Worker:
     Attributes:
       number: from 0.
       num_workers: all of them.
-      runner: what they are.
+      backend: what they are.
     """
 
     number: Int[Array, ""]
     num_workers: int
-    runner: KernelBackend
+    backend: KernelBackend
 
 
 def launch(
@@ -52,7 +52,7 @@ def launch(
     *,
     scratch: list[Any],
     num_bytes: int,
-    runner: KernelBackend,
+    backend: KernelBackend,
     name: str,
 ) -> tuple[Array, ...]:
     """Runs a kernel. Per shard.
@@ -64,20 +64,20 @@ def launch(
       out_types: of arrays that it makes.
       scratch: types of its buffers, semaphores among them.
       num_bytes: that memory moves for all workers, for the compiler and reports.
-      runner: what runs it.
+      backend: what runs it.
       name: in what the compiler shows.
 
     Returns:
       The arrays that it changed, then those that it made.
     """
-    if runner == "interpreter":
+    if backend == "interpreter":
         return _interpret(body, changed, operands, out_types, scratch)
     mesh = plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore")
 
     def kernel(*refs):
         core, subcore = jax.lax.axis_index("core"), jax.lax.axis_index("subcore")
         number = core * mesh.num_subcores + subcore
-        worker = Worker(number=number, num_workers=mesh.size, runner=runner)
+        worker = Worker(number=number, num_workers=mesh.size, backend=backend)
         body(worker, *refs)
 
     run = pl.kernel(
@@ -124,9 +124,9 @@ def copy_all(sources: Sequence[Ref], targets: Sequence[Ref], arrived: Ref) -> No
         copy.wait()
 
 
-def lanes_of(runner: KernelBackend) -> int:
+def vector_lanes(backend: KernelBackend) -> int:
     """Returns the numbers that a worker adds at once."""
-    if runner == "interpreter":
+    if backend == "interpreter":
         return _INTERPRETED_LANES
     return plsc.get_sparse_core_info().num_lanes
 
@@ -146,7 +146,7 @@ def _interpret(
         worker = Worker(
             number=pl.program_id(0),
             num_workers=_INTERPRETED_WORKERS,
-            runner="interpreter",
+            backend="interpreter",
         )
         # What is changed comes as an input, too.
         inputs, results = refs[num_changed:num_inputs], refs[num_inputs:]
