@@ -1,11 +1,14 @@
-"""What packed rows cost in memory, and how to print it."""
+"""Computes the memory of packed rows, and formats byte counts and tables."""
 
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.rows.packed_rows import RowLayout, round_up
 
 
 def rows_bytes(layout: RowLayout, hardware: HardwareInfo, itemsize: int) -> int:
-    """Returns the bytes that the packed rows of one shard take."""
+    """Returns the memory of one shard's packed rows, in bytes.
+
+    The number of lines is rounded up to whole tiles of the hardware.
+    """
     tile_rows = hardware.sublanes
     if layout.is_flat and layout.line_lanes is not None:
         tile_rows *= layout.line_lanes
@@ -13,7 +16,7 @@ def rows_bytes(layout: RowLayout, hardware: HardwareInfo, itemsize: int) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Returns bytes with a binary unit.
+    """Returns a number of bytes as text, with a binary unit.
 
     Example:
       >>> format_bytes(3 * 2**20)
@@ -27,7 +30,13 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_table(rows: list[tuple[str, ...]], num_left_aligned: int = 1) -> str:
-    """Returns rows of cells as lines of aligned columns; the first row is the head."""
+    """Returns rows of cells as lines of text with aligned columns.
+
+    Args:
+      rows: cells by row; the first row is the header. All rows have equal length.
+      num_left_aligned: number of leading columns aligned left; the others are aligned
+        right.
+    """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -1,9 +1,9 @@
-"""Which tables are laid in one array.
+"""Groups tables into stacks, which are stored and looked up as one array.
 
-Tables of equal dim, dtype, quantization and optimizer travel together: one dedup, one
-exchange, one gather. The grouping depends on nothing else, so that it is the same for
-every batch size and number of devices. Within a stack the tables' rows follow each
-other without a gap, in the order of their names.
+Tables of equal dim, dtype, quantization and optimizer share one dedup, one exchange and
+one gather. The grouping depends on nothing else, so every batch size and number of
+devices has the same stacks. Within a stack, tables lie in the order of their names. The
+rows of one table follow those of the previous one without a gap.
 """
 
 import dataclasses
@@ -21,12 +21,22 @@ from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
 from tpu_embedding.types import PADDING_ROW_ID
 
 _MAX_ROWS_OF_STACK: Final = PADDING_ROW_ID - 2**20
-"""An int32 numbers the rows of all shards; there is room for a million shards."""
+"""Maximum rows of a stack.
+
+An int32 identifies each row of all shards. Dividing rows among shards rounds up, so the
+margin leaves space for one more row on each of 2**20 shards."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedTable:
-    """A table with the name and optimizer it ends up with."""
+    """A table with its resolved name and optimizer.
+
+    Attributes:
+      name: the user's name for the table, or a generated one.
+      config: the table as the user declared it.
+      optimizer: the table's own optimizer, or else the shared one; None if the table is
+        not trained.
+    """
 
     name: str
     config: TableConfig
@@ -36,10 +46,10 @@ class NamedTable:
 def name_features(
     paths_and_configs: Sequence[tuple[str, FeatureConfig]],
 ) -> tuple[str, ...]:
-    """Returns one name per feature: its own, or its place in the nest.
+    """Returns one name per feature: its own, or else its path in the nest.
 
     Raises:
-      ValueError: if two features end up with one name.
+      ValueError: if two features have the same name.
     """
     names = tuple(config.name or path for path, config in paths_and_configs)
     for i, name in enumerate(names):
@@ -56,10 +66,10 @@ def name_tables(
     features: Sequence[FeatureConfig],
     optimizer: TableOptimizer | None,
 ) -> list[NamedTable]:
-    """Returns one table per feature; features that share a table get equal ones.
+    """Returns one table per feature; features that share a table get equal entries.
 
     Raises:
-      ValueError: if two tables of one name differ.
+      ValueError: if two different tables have the same name.
     """
     by_name: dict[str, TableConfig] = {}
     unnamed: list[TableConfig] = []
@@ -97,7 +107,7 @@ def _optimizer_of(
     optimizer: TableOptimizer | None,
     tables: dict[str, TableConfig],
 ) -> RowOptimizer | None:
-    """Returns the table's own optimizer, or that of all tables without one."""
+    """Returns the table's own optimizer, or else the shared one."""
     if config.optimizer is not None:
         return resolve_optimizer(config.optimizer, name, (name,), tuple(tables))
     others = tuple(other for other, c in tables.items() if c.optimizer is None)
@@ -107,8 +117,8 @@ def _optimizer_of(
 def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
     """Groups tables into stacks.
 
-    A stack never has more rows than an int32 can number; a group that would is cut
-    into several stacks.
+    No stack has more rows than an int32 can identify. A larger group is split into
+    several stacks.
     """
     unique = {table.name: table for table in tables}
     groups: dict[Any, list[list[NamedTable]]] = {}
