@@ -1,1 +1,1 @@
-"""The arrays that a plan describes: created, read out by table name, replaced."""
+"""Creates the stacked tables of a plan, and reads or replaces them by table name."""

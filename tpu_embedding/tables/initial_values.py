@@ -1,10 +1,12 @@
-"""First values of tables, equal on any number of devices.
+"""Creates the initial values of tables, equal on any number of devices.
 
-Equal but for the last bits of an initializer that rounds: XLA fuses its arithmetic
-differently in different programs. A table's values depend on the seed, its name and
-the row, never on the stack, the shards or the packing: the initializer is called once
-for the whole table, with the table's own key and logical shape, and XLA computes each
-device's part of that. Then rows are dealt to their owners by one all-to-all.
+A table's values depend on the seed, the table's name and the row. They never depend on
+the stack, the shards or the packing. The initializer is called once for the whole
+table, with the table's own key and logical shape, and XLA computes one contiguous block
+on each device. One all-to-all then sends each row to its owner.
+
+The last bits of a value may still differ between programs, because XLA fuses the
+initializer's arithmetic differently in each.
 """
 
 import functools
@@ -24,8 +26,8 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, PackedRows]:
     """Returns the stacked tables with their initial values.
 
     Args:
-      plan: of the layer.
-      key: a typed JAX random key; the only source of randomness.
+      plan: plan of the embedding layer.
+      key: typed JAX random key; the only source of randomness.
 
     Returns:
       Stack name to packed rows, sharded over the plan's mesh.
@@ -41,7 +43,8 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, PackedRows]:
 
 
 def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> PackedRows:
-    # One row more than the shard has: the last table's block may hold one row too many.
+    # Each table is written as a block of ceil(vocabulary_size / num_shards) rows, of
+    # which a shard may own one fewer. A spare row keeps the last block in bounds.
     rows = jnp.zeros(
         (plan.num_shards * (stack.rows_per_shard + 1), stack.dim), jnp.float32
     )
@@ -69,7 +72,7 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
 def _logical_values(
     table: TablePlan, plan: EmbeddingPlan, key: jax.Array
 ) -> Float[Array, "rows dim"]:
-    """Returns the table's values, cut by shard into contiguous blocks. Global."""
+    """Returns the table's values, split into one contiguous block per shard. Global."""
     config = table.config
     initializer = config.initializer or truncated_normal_initializer(config.dim)
     shape = (config.vocabulary_size, config.dim)
@@ -89,7 +92,7 @@ def _logical_values(
 
 
 def _key_of_table(key: jax.Array, name: str) -> jax.Array:
-    """Returns the key of a table: a hash that no two names share in practice."""
+    """Returns the table's random key, derived from a hash of its name."""
     digest = hashlib.sha256(name.encode()).digest()
     for start in (0, 4, 8):
         word = int.from_bytes(digest[start : start + 4], "little")
@@ -106,9 +109,19 @@ def _deal_rows(
 ) -> Float[Array, "local_rows dim"]:
     """Sends the rows of a contiguous block to their owners. Per shard.
 
-    Shard `s` owns the table's rows `r` with `(row_offset + r) % num_shards == s`;
-    they are neighbours there. Blocks are multiples of the number of shards, so row
-    `i * num_shards + j` of every block goes to the same owner.
+    Shard `s` owns the table's rows `r` with `(row_offset + r) % num_shards == s`, and
+    stores them next to each other. The block size is a multiple of the number of
+    shards. Row `i * num_shards + j` of every block therefore has the same owner.
+
+    Args:
+      rows: this shard's rows of the stack.
+      values: this shard's block of the table's values.
+      table: the table that is written.
+      stack: the stack of the table.
+      plan: plan of the embedding layer.
+
+    Returns:
+      `rows`, with those of the table replaced.
     """
     num_shards = plan.num_shards
     owners = jnp.arange(num_shards, dtype=jnp.int32)
@@ -119,8 +132,8 @@ def _deal_rows(
         received = jax.lax.all_to_all(
             received, plan.axis_names, split_axis=0, concat_axis=0, tiled=True
         )
-    most_rows = -(-table.config.vocabulary_size // num_shards)
-    block = received.reshape(-1, stack.dim)[:most_rows]
+    max_rows = -(-table.config.vocabulary_size // num_shards)
+    block = received.reshape(-1, stack.dim)[:max_rows]
     shard = jax.lax.axis_index(plan.axis_names)
     first_row = (table.row_offset + first_of_owner[shard]) // num_shards
     return jax.lax.dynamic_update_slice(

@@ -1,7 +1,8 @@
-"""Tables and slot variables as the user knows them: one NumPy array per table.
+"""Converts between stacks and tables: stacks on devices, one NumPy array per table.
 
-This is the seam between what lies in memory, which changes with devices, stacking and
-packing, and what outlives it. Everything here is on the host and of the whole table.
+The layout of a stack changes with the devices, the stacking and the packing. The arrays
+per table do not: they hold the logical rows as the user declared them. Everything here
+runs on the host and handles whole tables.
 """
 
 import dataclasses
@@ -17,15 +18,15 @@ from tpu_embedding.rows.packed_rows import PackedRows
 def unstack_tables(
     stacked: dict[str, PackedRows], plan: EmbeddingPlan
 ) -> dict[str, np.ndarray]:
-    """Returns each table's values, or one slot variable's, in logical order.
+    """Returns each table's values, or one slot variable's values, by table name.
 
     Args:
-      stacked: stack name to packed rows, global; all tables, or one slot variable of
-        each stack. Stacks may be missing.
-      plan: of the layer.
+      stacked: stack name to packed rows, global. They hold either the tables or one
+        slot variable of each stack. Stacks may be missing.
+      plan: plan of the embedding layer.
 
     Returns:
-      Table name to array `[vocabulary_size, *row_shape]`.
+      Table name to array `[vocabulary_size, *row_shape]`, in logical row order.
     """
     values = {}
     for stack in plan.stacks:
@@ -41,21 +42,23 @@ def unstack_tables(
 def with_table_values(
     stacked: dict[str, PackedRows], values: dict[str, np.ndarray], plan: EmbeddingPlan
 ) -> dict[str, PackedRows]:
-    """Returns the stacks with the values of some tables replaced.
+    """Returns the stacks with the values of the given tables replaced.
 
     Args:
-      stacked: as in `unstack_tables`.
+      stacked: stack name to packed rows, as in `unstack_tables`.
       values: table name to array `[vocabulary_size, *row_shape]`.
-      plan: of the layer.
+      plan: plan of the embedding layer.
 
     Raises:
-      ValueError: if a table is unknown or its array has another shape.
+      ValueError: if a table is unknown, its stack is missing, or its array has the
+        wrong shape.
     """
     known = {table.name for stack in plan.stacks for table in stack.tables}
     unknown = sorted(set(values) - known)
     if unknown:
         raise ValueError(
-            f"values name unknown tables {unknown}; known: {sorted(known)}."
+            f"values must name tables of the plan, {sorted(known)}, got unknown tables "
+            f"{unknown}."
         )
     result = dict(stacked)
     for stack in plan.stacks:
@@ -64,8 +67,9 @@ def with_table_values(
             continue
         if stack.name not in stacked:
             raise ValueError(
-                f"values name table {tables[0].name!r}, but its stack {stack.name!r} "
-                f"is missing; there are {sorted(stacked)}."
+                f"stacked must contain stack {stack.name!r}, because values name its "
+                f"table {tables[0].name!r}; got stacks {sorted(stacked)}. Pass that "
+                "stack too, or leave the table out of values."
             )
         packed = stacked[stack.name]
         rows = _unpack(packed, stack)
@@ -83,7 +87,7 @@ def with_table_values(
 
 
 def _unpack(packed: PackedRows, stack: StackPlan) -> np.ndarray:
-    """Returns `[num_rows_of_all_shards, *row_shape]` in the order of the stack."""
+    """Returns the stack's rows, `[rows of all shards, *row_shape]`, in stack order."""
     layout = packed.layout
     lines = packed.lines
     if not lines.is_fully_addressable:
@@ -98,6 +102,7 @@ def _unpack(packed: PackedRows, stack: StackPlan) -> np.ndarray:
 def _pack(
     rows: np.ndarray, packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
 ) -> PackedRows:
+    """Returns rows in stack order as packed rows with the layout of `packed`."""
     layout = packed.layout
     by_shard = rows.reshape(layout.num_rows, stack.num_shards, layout.dim)
     num_places = layout.num_lines * layout.rows_per_line
