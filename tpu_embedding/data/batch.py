@@ -1,4 +1,4 @@
-"""What every data set of this package yields, and the training loop needs."""
+"""The batch, the data set interface and the data error of the training loop."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ from tpu_embedding.types import FeatureIds
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Samples on the host, or, after the training loop has placed them, on devices.
+    """One batch of samples, on the host until the training loop moves it to devices.
 
     Attributes:
-      features: feature name to ids; each an int array `[batch]` or
+      features: ids by feature name. Each value is an int array `[batch]` or
         `[batch, valence]` (padded with `PADDING_ROW_ID`), a `DenseIds` or a
         `RaggedIds`.
-      dense: float32 `[batch, num_dense]` inputs that are no ids; None without any.
+      dense: float32 `[batch, num_dense]`, the dense inputs; None if there are none.
       labels: float32 `[batch]`.
-      weights: float32 `[batch]`: 1 for a sample, 0 for one that only fills up the
-        last batch of an evaluation.
+      weights: float32 `[batch]`: 1 for a sample, 0 for padding samples in the last
+        batch of an evaluation.
     """
 
     features: dict[str, FeatureIds]
@@ -32,10 +32,10 @@ class Batch:
 
 
 class Dataset(Protocol):
-    """A source of batches of one size.
+    """A source of batches of one fixed size.
 
-    The training batch is a pure function of the step, so that a resumed run reads
-    what the interrupted one would have read, with nothing to save.
+    The training batch is a pure function of the step. A resumed run therefore reads the
+    same batches as the interrupted run, and no reader state needs saving.
     """
 
     batch_size: int
@@ -45,9 +45,9 @@ class Dataset(Protocol):
         ...
 
     def evaluation_batches(self) -> Iterator[Batch]:
-        """Yields the held-out data once, the last batch filled up with weight 0."""
+        """Yields the held-out data once; samples of weight 0 pad the last batch."""
         ...
 
 
 class DataError(ValueError):
-    """A data file is missing or damaged; the message names it, and the line."""
+    """Raised for a missing or damaged data file; the message names file and line."""

@@ -1,9 +1,9 @@
-"""Criteo's click logs, from the files that Criteo publishes or made up in their shape.
+"""Criteo's click logs, read from Criteo's files or synthesised in the same shape.
 
-`Criteo` reads the tab-separated files; `SyntheticCriteo` draws rows of the same shape
-from a teacher, so that a model for the logs runs, and learns, without them. Both have
-13 dense inputs and the categorical features `cat_00` .. `cat_25`. The files may not be
-passed on with this package; `write_criteo_sample` makes one to try the reader on.
+`Criteo` reads the tab-separated files. `SyntheticCriteo` draws samples of the same
+shape from a teacher model, so a model for the logs can train without the files. Both
+have 13 dense inputs and the categorical features `cat_00` to `cat_25`. This package may
+not redistribute the files; `write_criteo_sample` writes one to test the reader.
 """
 
 import pathlib
@@ -43,36 +43,42 @@ SOURCE: Final = (
 )
 
 BLOCK_SIZE: Final = 64
-"""Lines that stay together when the order is shuffled: about 15 kB, so that reading a
-block costs little more than finding it, and a batch of 2048 mixes 32 places."""
+"""Consecutive lines that stay together when the order is shuffled.
+
+A block of about 15 kB costs little more to read than to seek. A batch of 2048 samples
+mixes 32 places of the file.
+"""
 
 EFFECT_SCALE: Final = 0.3
-"""Standard deviation of what one category or dense input adds to the logit."""
+"""Standard deviation of one category's or dense input's contribution to the logit."""
 
 LOG_COUNT_MEAN: Final = 1.0
 LOG_COUNT_DEVIATION: Final = 1.5
-"""Synthetic counts are floors of log-normal numbers; a quarter of them is 0."""
+"""Parameters of the log-normal numbers whose floors are the synthetic counts.
+
+A quarter of the counts is 0.
+"""
 
 WRITE_ROWS: Final = 4096
 SAMPLE_VOCABULARY_SIZE: Final = 1_000
 
 
 class Criteo:
-    """A file of Criteo's click log: the Kaggle challenge's, or one day of the 1TB logs.
+    """One file of Criteo's click logs: the Kaggle challenge, or a day of the 1TB logs.
 
-    Features: int32 `[batch]` row ids `cat_00` .. `cat_25`, by the hash that
-    `row_ids_of_categories` describes. Dense: float32 `[batch, 13]`,
-    `log(1 + max(x, 0))`; empty fields count as 0.
+    Features: int32 `[batch]` row ids `cat_00` to `cat_25`, hashed by
+    `row_ids_of_categories`. Dense: float32 `[batch, 13]`, `log(1 + max(x, 0))`; an
+    empty field counts as 0.
 
-    Training goes through blocks of `block_size` consecutive lines in a new random
-    order each epoch and goes on into the next epoch within a batch: every batch is
-    full and every line is used once per epoch. Lines are checked when they are read.
+    Each epoch visits the blocks of `block_size` consecutive lines in a new random
+    order. A batch may span two epochs, so every batch is full and every line is used
+    once per epoch. Lines are validated when they are read.
 
     Attributes:
       batch_size: samples per batch.
-      vocabulary_sizes: feature name to number of rows.
-      num_train_samples: lines to train on.
-      num_evaluation_samples: lines held out.
+      vocabulary_sizes: number of rows by feature name.
+      num_train_samples: number of training lines.
+      num_evaluation_samples: number of held-out lines.
     """
 
     def __init__(
@@ -86,24 +92,24 @@ class Criteo:
         seed: int = 0,
         block_size: int = BLOCK_SIZE,
     ):
-        """Maps the files and finds their lines, in one pass over each.
+        """Maps the files and indexes their lines, in one pass over each.
 
         Args:
-          path: of the training file.
+          path: path of the training file.
           batch_size: samples per batch.
-          vocabulary_sizes: rows of each of the 26 features, or one number for all; at
-            least 2, because row 0 stands for an empty field.
-          num_evaluation_samples: held out are that many lines at the end of the
-            evaluation file, or, without one, of the training file, which is in the
-            order of time. None means the whole evaluation file.
-          evaluation_path: a file of its own to evaluate on, or None.
-          seed: of the order of training, at least 0.
+          vocabulary_sizes: rows of each of the 26 features, or one number for all. At
+            least 2, because row 0 means an empty field.
+          num_evaluation_samples: number of lines held out at the end of the evaluation
+            file. Without an evaluation file they are the last lines of the training
+            file, which is in time order. None means the whole evaluation file.
+          evaluation_path: path of a separate evaluation file, or None.
+          seed: seed of the training order, at least 0.
           block_size: lines that stay together when the order is shuffled.
 
         Raises:
-          ValueError: naming every argument that is out of range.
-          DataError: a file is missing, empty or compressed, or has too few lines.
-            Later, of `train_batch` and `evaluation_batches`: a line is damaged; names
+          ValueError: if arguments are out of range; the message names all of them.
+          DataError: if a file is missing, empty or compressed, or has too few lines.
+            `train_batch` and `evaluation_batches` raise it for a damaged line and name
             file, line and field.
         """
         problems = [
@@ -116,8 +122,9 @@ class Criteo:
             )
         elif evaluation_path is None:
             problems.append(
-                "Criteo.num_evaluation_samples must be given where there is no "
-                "evaluation_path: how many lines at the end are held out"
+                "Criteo.num_evaluation_samples must be an int of at least 1 without "
+                "an evaluation_path, got None; give the number of lines to hold out at "
+                "the end of the training file"
             )
         if not is_int(seed) or seed < 0:
             problems.append(f"Criteo.seed must be an int of at least 0, got {seed!r}")
@@ -149,12 +156,12 @@ class Criteo:
         if num_evaluation_samples > available or self.num_train_samples < 1:
             raise DataError(
                 f"{self._evaluation.path} has {available} lines, too few to hold out "
-                f"{num_evaluation_samples} of them; lower num_evaluation_samples."
+                f"{num_evaluation_samples}; lower num_evaluation_samples."
             )
 
     @property
     def steps_per_epoch(self) -> int:
-        """Training steps after which every sample was used at least once."""
+        """Number of training steps that use every sample at least once."""
         return -(-self.num_train_samples // self.batch_size)
 
     def train_batch(self, step: int) -> Batch:
@@ -168,9 +175,9 @@ class Criteo:
         return self._batch(self._train, lines, np.ones(self.batch_size, np.float32))
 
     def evaluation_batches(self) -> Iterator[Batch]:
-        """Yields the held-out lines in their order, the last batch filled up.
+        """Yields the held-out lines in file order.
 
-        Samples that fill up repeat the last one, with weight 0.
+        Copies of the last sample, with weight 0, pad the last batch.
         """
         num_lines = self._evaluation.num_lines
         first = num_lines - self.num_evaluation_samples
@@ -181,7 +188,7 @@ class Criteo:
             yield self._batch(self._evaluation, lines, weights)
 
     def _lines(self, epoch: int, offsets: np.ndarray) -> np.ndarray:
-        """Returns the lines at some places of an epoch."""
+        """Returns the line numbers, from 0, at the given offsets of an epoch."""
         last_epoch, (blocks, block_ends) = self._last_order
         if epoch != last_epoch:
             blocks, block_ends = self._draw_order(epoch)
@@ -191,7 +198,7 @@ class Criteo:
         return blocks[places] * self._train.block_size + offsets - block_starts
 
     def _draw_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the order of the blocks, and where each of them ends in the epoch."""
+        """Returns the block order of an epoch and the end offset of each block."""
         block_size = self._train.block_size
         num_blocks = -(-self.num_train_samples // block_size)
         generator = random_generator(seed=self.seed, stream=TRAIN_STREAM, step=epoch)
@@ -215,23 +222,24 @@ class Criteo:
 
 
 class SyntheticCriteo(TeacherDataset):
-    """Rows in the shape of Criteo's log, with labels that a model can learn.
+    """Samples in the shape of Criteo's logs, with labels that a model can learn.
 
-    The teacher's logit is the sum of an effect per category, uniform and independent
-    for each id of each feature, and of a weight times each dense input. Ids follow
-    `ZipfIds`; dense inputs are `log(1 + count)` of log-normal counts.
+    The teacher's logit is a sum of effects of the ids and weighted dense inputs. The
+    effect of each id of each feature is uniform and independent of the others. Ids
+    follow `ZipfIds`; dense inputs are `log(1 + count)` of log-normal counts.
 
     Args:
       batch_size: samples per batch.
       vocabulary_sizes: rows of each of the 26 features, or one number for all; at
         least 2, as for `Criteo`.
-      seed: of the teacher, the training and the evaluation samples; at least 0.
+      seed: seed of the teacher and of all samples, at least 0.
       zipf_exponent: skew of the ids; 0 is uniform.
-      click_rate: expected mean of the labels; about that of the Kaggle file.
-      num_evaluation_samples: held-out samples.
+      click_rate: expected mean of the labels; the default is close to the Kaggle
+        file's.
+      num_evaluation_samples: number of held-out samples.
 
     Raises:
-      ValueError: naming every argument that is out of range.
+      ValueError: if arguments are out of range; the message names all of them.
 
     Example:
       >>> data = SyntheticCriteo(batch_size=4, vocabulary_sizes=100)
@@ -277,7 +285,7 @@ class SyntheticCriteo(TeacherDataset):
             LOG_COUNT_MEAN, LOG_COUNT_DEVIATION, (num_samples, NUM_DENSE)
         ).astype(np.int64)
         dense = dense_of_integers(counts)
-        # A hash instead of a table of effects: vocabularies may be large.
+        # Hashes need no table of effects, so vocabularies may be large.
         hashes = splitmix64(category_keys(row_ids.T) ^ self._salt)
         effects = np.sqrt(3.0) * (hashes * 2.0**-63 - 1.0)
         return Inputs(
@@ -288,16 +296,16 @@ class SyntheticCriteo(TeacherDataset):
 
 
 def write_criteo_sample(path: str | pathlib.Path, num_rows: int, seed: int = 0) -> None:
-    """Writes rows of `SyntheticCriteo` in the format of Criteo's files.
+    """Writes samples of `SyntheticCriteo` in the format of Criteo's files.
 
-    `Criteo` reads them back with the same labels and dense inputs. The row 0 of each
-    feature becomes an empty field, any other id a fixed 32-bit number; a count of 0
-    becomes "0", an empty field or "-1".
+    `Criteo` reads them back with the same labels and dense inputs. Id 0 of each feature
+    becomes an empty field, and any other id a fixed 32-bit number. A count of 0 becomes
+    "0", an empty field or "-1".
 
     Args:
-      path: of the file; an existing one is replaced.
-      num_rows: lines to write, at least 1.
-      seed: as in `SyntheticCriteo`.
+      path: path of the file; an existing file is replaced.
+      num_rows: number of lines to write, at least 1.
+      seed: seed of `SyntheticCriteo`.
     """
     problems = list(count_problems("write_criteo_sample", num_rows=num_rows))
     if problems:
@@ -317,7 +325,7 @@ def _format_lines(batch: Batch) -> list[str]:
     counts = np.rint(np.expm1(batch.dense.astype(np.float64))).astype(np.int64)
     row_ids = np.stack([batch.features[name] for name in CATEGORY_NAMES], axis=1)
     hashes = splitmix64(category_keys(row_ids)) & np.uint64(0xFFFFFFFF)
-    # The hashes pick the form of a 0, at random but the same every time.
+    # The hashes choose among the spellings of 0: random, but the same in every run.
     zeros = np.array(["0", "", "-1"])[hashes[:, :NUM_DENSE] % np.uint64(3)]
     integers = np.where(counts == 0, zeros, counts.astype(str))
     digits = np.array([f"{value:08x}" for value in hashes.flat]).reshape(hashes.shape)

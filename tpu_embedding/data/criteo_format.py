@@ -1,7 +1,7 @@
-"""The lines of Criteo's click logs: fields, checks, and the values a model sees.
+"""Line format of Criteo's click logs: fields, validation, conversion to model inputs.
 
-A line has 40 fields between tabs: the label (0 or 1), 13 integers (mostly counts; may
-be empty or negative) and 26 categories (32 bits as 8 hex digits; may be empty). The
+A line has 40 fields separated by tabs: the label (0 or 1), 13 integers (mostly counts;
+may be empty or negative) and 26 categories (32 bits as 8 hex digits; may be empty). The
 Kaggle challenge and the 1TB logs share the format. `criteo.py` reads and writes it.
 """
 
@@ -25,7 +25,7 @@ NUM_CATEGORIES: Final = len(CATEGORY_NAMES)
 NUM_FIELDS: Final = 1 + NUM_DENSE + NUM_CATEGORIES
 
 MAX_CATEGORY_DIGITS: Final = 8
-MAX_INTEGER_DIGITS: Final = 18  # what int64 is sure to hold
+MAX_INTEGER_DIGITS: Final = 18  # any 18 digits fit in int64
 MAX_SHOWN_CHARACTERS: Final = 40
 
 _TAB, _RETURN, _MINUS, _ZERO = (np.uint8(ord(c)) for c in "\t\r-0")
@@ -37,7 +37,7 @@ for _digit in "0123456789abcdefABCDEF":
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriteoRows:
-    """The fields of some lines as numbers.
+    """Parsed fields of a group of lines.
 
     Attributes:
       labels: float32 `[rows]`, 0 or 1.
@@ -55,9 +55,9 @@ class CriteoRows:
 def dense_of_integers(integers: np.ndarray) -> np.ndarray:
     """Returns `log(1 + max(x, 0))` in float32.
 
-    The transform of MLPerf's DLRM (facebookresearch/dlrm: `data_utils.py` sets
-    negative integers to 0, `dlrm_data_pytorch.py` takes the logarithm). An empty field
-    counts as 0 there too.
+    MLPerf's DLRM uses the same transform (facebookresearch/dlrm: `data_utils.py` sets
+    negative integers to 0, `dlrm_data_pytorch.py` takes the logarithm). It also counts
+    an empty field as 0.
     """
     return np.log1p(np.maximum(integers, 0)).astype(np.float32)
 
@@ -65,17 +65,17 @@ def dense_of_integers(integers: np.ndarray) -> np.ndarray:
 def row_ids_of_categories(rows: CriteoRows, vocabulary_sizes: np.ndarray) -> np.ndarray:
     """Hashes categories to int32 row ids `[rows, 26]`.
 
-    Row 0 of a feature stands for an empty field. A category `x` of feature `f` (from
+    Row 0 of a feature means an empty field. Category `x` of feature `f` (counted from
     0) has the row
 
         1 + splitmix64((f + 1) * 2**32 + x) mod (vocabulary_size - 1)
 
-    which depends on nothing else: it is the same in every run and on every machine,
-    so that checkpoints stay valid. Two categories of a feature may share a row.
+    which is the same in every run and on every machine, so checkpoints stay valid. Two
+    categories of a feature may share a row.
 
     Args:
       rows: parsed lines.
-      vocabulary_sizes: `[26]`, at least 2 each.
+      vocabulary_sizes: `[26]`, each at least 2.
     """
     buckets = np.asarray(vocabulary_sizes).astype(np.uint64) - np.uint64(1)
     hashes = splitmix64(category_keys(rows.categories))
@@ -84,16 +84,16 @@ def row_ids_of_categories(rows: CriteoRows, vocabulary_sizes: np.ndarray) -> np.
 
 
 def category_keys(categories: np.ndarray) -> np.ndarray:
-    """Returns uint64 `[rows, 26]`, different for any two features and categories."""
+    """Returns uint64 `[rows, 26]`, a distinct key for each feature and category."""
     features = np.arange(1, NUM_CATEGORIES + 1, dtype=np.uint64)
     return (features << np.uint64(32)) + categories.astype(np.uint64)
 
 
 def splitmix64(keys: np.ndarray) -> np.ndarray:
-    """Mixes the bits of uint64 values; one to one.
+    """Hashes uint64 values; distinct values have distinct hashes.
 
-    Steele, Lea and Flood, Fast splittable pseudorandom number generators (OOPSLA
-    2014), with the constants of Vigna's public `splitmix64.c`.
+    The algorithm is from Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators" (OOPSLA 2014), with the constants of Vigna's public `splitmix64.c`.
     """
     keys = keys + np.uint64(0x9E3779B97F4A7C15)
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -102,13 +102,13 @@ def splitmix64(keys: np.ndarray) -> np.ndarray:
 
 
 def vocabulary_sizes_by_name(sizes: int | Sequence[int]) -> dict[str, int]:
-    """Returns feature name to rows, given a number for each feature or one for all."""
+    """Returns rows by feature name, from one number per feature or one for all."""
     per_feature = sizes if isinstance(sizes, Sequence) else [sizes] * NUM_CATEGORIES
     return dict(zip(CATEGORY_NAMES, per_feature, strict=True))
 
 
 def vocabulary_problems(owner: str, sizes: int | Sequence[int]) -> Iterator[str]:
-    """Yields a sentence for everything that is wrong with `vocabulary_sizes`."""
+    """Yields an error message for each problem of `vocabulary_sizes`."""
     per_feature = list(sizes) if isinstance(sizes, Sequence) else [sizes]
     if isinstance(sizes, Sequence) and len(sizes) != NUM_CATEGORIES:
         yield (
@@ -126,16 +126,17 @@ def vocabulary_problems(owner: str, sizes: int | Sequence[int]) -> Iterator[str]
 def parse_lines(
     data: np.ndarray, line_numbers: np.ndarray, path: pathlib.Path
 ) -> CriteoRows:
-    """Turns the bytes of some lines into numbers.
+    """Parses the bytes of a group of lines.
 
     Args:
-      data: uint8; whole lines, each with its newline, with or without a carriage
+      data: uint8, whole lines. Each ends with a newline, with or without a carriage
         return before it.
-      line_numbers: `[rows]`, counted from 1, for errors.
-      path: of the file, for errors.
+      line_numbers: `[rows]`, counted from 1, for error messages.
+      path: path of the file, for error messages.
 
     Raises:
-      DataError: for the first line with a damaged field; names file, line and field.
+      DataError: if a line is damaged; the message names file, line and field of the
+        first one.
     """
     starts, ends = _field_bounds(data, line_numbers, path)
     lengths = ends - starts
@@ -162,7 +163,7 @@ def parse_lines(
 def _field_bounds(
     data: np.ndarray, line_numbers: np.ndarray, path: pathlib.Path
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns where fields begin and end, `[rows, 40]` each."""
+    """Returns the begin and end offsets of the fields, each `[rows, 40]`."""
     newlines = np.flatnonzero(data == NEWLINE)
     line_starts = np.append(0, newlines[:-1] + 1)
     tabs = np.flatnonzero(data == _TAB)
@@ -179,7 +180,7 @@ def _field_bounds(
             f"tabs, got {num_fields[row]}: "
             f"{_show(data[line_starts[row] : newlines[row]])}{hint}."
         )
-    # Before a newline at place 0 this looks at the last byte, which is a newline.
+    # For a newline at offset 0 this reads data[-1]: a newline, no carriage return.
     line_ends = newlines - (data[newlines - 1] == _RETURN)
     tabs = tabs.reshape(len(newlines), NUM_FIELDS - 1)
     starts = np.concatenate([line_starts[:, None], tabs + 1], axis=1)
@@ -190,14 +191,14 @@ def _field_bounds(
 def _parse_integers(
     data: np.ndarray, starts: np.ndarray, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns int64 values, and which fields are no integers."""
+    """Returns int64 values and a mask of the fields that are not integers."""
     negative = (lengths > 0) & (data[starts] == _MINUS)
     starts, num_digits = starts + negative, lengths - negative
     bad = (negative & (num_digits == 0)) | (num_digits > MAX_INTEGER_DIGITS)
     values = np.zeros(starts.shape, np.int64)
     for place in range(min(int(num_digits.max()), MAX_INTEGER_DIGITS)):
         used = place < num_digits
-        # Wraps below "0", so that one comparison finds everything but digits.
+        # Bytes below "0" wrap to large values, so one comparison finds all non-digits.
         digits = data[np.where(used, starts + place, 0)] - _ZERO
         bad |= used & (digits > 9)
         values = np.where(used, 10 * values + digits, values)
@@ -207,7 +208,7 @@ def _parse_integers(
 def _parse_hex(
     data: np.ndarray, starts: np.ndarray, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns uint32 values, and which fields are no hexadecimal numbers."""
+    """Returns uint32 values and a mask of the fields that are not hexadecimal."""
     bad = lengths > MAX_CATEGORY_DIGITS
     values = np.zeros(starts.shape, np.uint32)
     for place in range(min(int(lengths.max()), MAX_CATEGORY_DIGITS)):
@@ -234,6 +235,6 @@ def _rule(field: int) -> str:
 
 
 def _show(value: np.ndarray) -> str:
-    """Returns bytes as a quoted string, with escapes for what is not ASCII."""
+    """Returns bytes as a quoted string, with escapes for bytes outside ASCII."""
     shown = repr(value[:MAX_SHOWN_CHARACTERS].tobytes())[1:]
     return shown + ("..." if len(value) > MAX_SHOWN_CHARACTERS else "")

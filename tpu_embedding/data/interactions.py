@@ -1,7 +1,7 @@
-"""Users and the items they chose, drawn without a table: a retrieval log at full scale.
+"""Synthetic retrieval log: users, their histories and the items they choose.
 
-A two-tower model is asked which item a user takes, out of hundreds of millions. Nothing
-here takes memory of the size of a vocabulary. `training/random_source.py` opens it for
+A two-tower model learns to find a user's next item among hundreds of millions. Memory
+does not grow with the vocabularies. `training/random_source.py` opens the data set for
 run configs.
 """
 
@@ -34,12 +34,12 @@ _CATEGORY_SALT: Final = np.uint64(2 << 32)
 
 
 class PopularIds(ZipfIds):
-    """`ZipfIds` that come with the logarithm of the probability of each drawn id."""
+    """A Zipf law that also returns the log probability of each drawn id."""
 
     def draw_with_log_probabilities(
         self, generator: np.random.Generator, shape: int | tuple[int, ...]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns int32 ids of the given shape, and float64 of the same shape.
+        """Returns int32 ids of the given shape and their float64 log probabilities.
 
         Example:
           >>> law = PopularIds(vocabulary_size=3, exponent=0.0)
@@ -57,7 +57,7 @@ class PopularIds(ZipfIds):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Draw:
-    """Samples, with what only the teacher knows: the groups of users and items."""
+    """A batch and the hidden groups of its users and items, int `[batch]` each."""
 
     batch: Batch
     user_groups: np.ndarray
@@ -65,41 +65,47 @@ class _Draw:
 
 
 class Interactions:
-    """Users, their histories, and the item that each takes next.
+    """Users, their histories and the next item that each user chooses.
 
     Users and items belong to `num_groups` hidden groups of equal weight. A user of
-    group `g` takes items of group `g` with the probability
+    group `g` chooses an item of group `g` with probability
 
         p = (1 - noise) + noise / num_groups
 
-    and those of each other group with `noise / num_groups`; within a group both users
-    and items are drawn by popularity (`ZipfIds`). So the best score of a pair is
-    `log(num_groups * p)` if user and item share a group and `log(noise)` if not, beside
-    the logarithm of the item's probability, whoever the user is.
+    and an item of each other group with probability `noise / num_groups`. Within a
+    group, users and items are drawn by popularity (`ZipfIds`). The best score of a pair
+    is therefore `log(num_groups * p)` if user and item share a group, and `log(noise)`
+    otherwise, relative to the item's log probability over all users.
 
-    Features: int32 `[batch]` for "user", "country" (of the user), "device" (any),
-    "item" and "category" (of the item); int32 `[batch, history_length]` for "history",
-    earlier items of the user, filled from the left and padded with `PADDING_ROW_ID`;
-    their number is uniform in `0 .. history_length`. Country and category are hashes of
-    user and item: they tell them apart, but not their groups.
-    Dense: float32 `[batch, 1]`, the natural logarithm of the item's probability over
-    all samples, which a log's counts would give, and the correction of an in-batch
-    softmax needs. Labels are 1: every sample is a choice.
+    Features:
+
+    * "user", "item": int32 `[batch]`.
+    * "country", "category": int32 `[batch]`, hashes of the user and of the item. They
+      carry no information about the groups.
+    * "device": int32 `[batch]`, random.
+    * "history": int32 `[batch, history_length]`, earlier items of the user, filled from
+      the left and padded with `PADDING_ROW_ID`. Their number is uniform in
+      `0 .. history_length`.
+
+    Dense: float32 `[batch, 1]`, the natural log probability of the item over all
+    samples. An in-batch softmax needs it to correct for popularity; a real log would
+    estimate it from counts. Labels are 1: every sample is a choice.
 
     Args:
       batch_size: samples per batch.
-      seed: of the training and the evaluation samples; at least 0.
-      num_users: rows of the users' table.
-      num_items: rows of the items' table; "item" and "history" share it.
-      history_length: most items of a history.
-      num_groups: at most as many as users and items; more are harder to learn.
-      noise: share of choices that are independent of the user, above 0 and below 1.
+      seed: seed of the training and evaluation samples, at least 0.
+      num_users: rows of the user table.
+      num_items: rows of the item table, which "item" and "history" share.
+      history_length: maximum number of items in a history.
+      num_groups: number of hidden groups, at most `num_users` and `num_items`. More
+        groups are harder to learn.
+      noise: fraction of choices that are independent of the user, above 0 and below 1.
       zipf_exponent: skew of the ids; 0 is uniform.
-      num_evaluation_samples: held-out samples. The last batch is filled up with
-        samples of weight 0, which are nobody's copies.
+      num_evaluation_samples: number of held-out samples. New samples of weight 0 pad
+        the last batch.
 
     Raises:
-      ValueError: naming every argument that is out of range.
+      ValueError: if arguments are out of range; the message names all of them.
 
     Example:
       >>> data = Interactions(
@@ -145,7 +151,7 @@ class Interactions:
         problems = list(self._problems(num_users, num_items))
         if problems:
             raise ValueError("; ".join(problems) + ".")
-        # Whole groups only: with many rows per group, the few beyond are no loss.
+        # Rows beyond the last whole group are never drawn.
         self._users, self._items = (
             PopularIds(vocabulary_size=size // num_groups, exponent=zipf_exponent)
             for size in (num_users, num_items)
@@ -177,22 +183,22 @@ class Interactions:
         return self._draw(TRAIN_STREAM, step).batch
 
     def evaluation_batches(self) -> Iterator[Batch]:
-        """Yields the held-out samples once."""
+        """Yields the held-out samples once; samples of weight 0 pad the last batch."""
         for draw in self._held_out():
             yield draw.batch
 
     def teacher_log_loss(self) -> float:
         """Returns the in-batch softmax loss of the true scores, in nats.
 
-        The mean over the held-out samples of the loss that `in_batch_softmax` of
-        `training/models/two_tower.py` has with the scores of the class docstring. It
-        depends on the batch size, which is the number of candidates; up to the luck of
-        the draw, no model has a lower one.
+        It is the mean over the held-out samples of the `in_batch_softmax` loss of
+        `training/models/two_tower.py`, with the best scores from the class docstring.
+        No model has a lower expected loss. The loss depends on the batch size, which is
+        the number of candidates.
         """
         same = math.log(self.num_groups * (1 - self.noise) + self.noise)
         total = 0.0
         for draw in self._held_out():
-            # Everybody's scores are two numbers: count the candidates of each.
+            # A user has only two distinct scores, so counts of candidates suffice.
             counts = np.bincount(draw.item_groups, minlength=self.num_groups)
             num_same = counts[draw.user_groups]
             weight = num_same * math.exp(same) + (self.batch_size - num_same) * (
@@ -218,12 +224,14 @@ class Interactions:
         user_groups = generator.integers(self.num_groups, size=num_samples)
         users = self._users.draw(generator, num_samples)
         users = users * self.num_groups + user_groups.astype(np.int32)
-        item_groups = self._choices(generator, user_groups)
+        item_groups = self._draw_item_groups(generator, user_groups)
         items, log_probabilities = self._items.draw_with_log_probabilities(
             generator, num_samples
         )
         items = items * self.num_groups + item_groups.astype(np.int32)
-        earlier_groups = self._choices(generator, np.repeat(user_groups, length))
+        earlier_groups = self._draw_item_groups(
+            generator, np.repeat(user_groups, length)
+        )
         history = self._items.draw(generator, (num_samples, length)) * self.num_groups
         history += earlier_groups.reshape(history.shape).astype(np.int32)
         num_earlier = generator.integers(length + 1, size=(num_samples, 1))
@@ -246,15 +254,15 @@ class Interactions:
         )
         return _Draw(batch=batch, user_groups=user_groups, item_groups=item_groups)
 
-    def _choices(
+    def _draw_item_groups(
         self, generator: np.random.Generator, groups: np.ndarray
     ) -> np.ndarray:
-        """Returns the groups of items that users of some groups choose."""
+        """Draws the item group that each user chooses, given the user groups."""
         any_group = generator.integers(self.num_groups, size=groups.shape)
         return np.where(generator.random(groups.shape) < self.noise, any_group, groups)
 
 
-# A run compares its loss with the teacher's, for data that have one.
+# A run compares its loss with the teacher's loss if its data is a TeacherDataset.
 TeacherDataset.register(Interactions)
 
 

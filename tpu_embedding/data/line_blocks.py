@@ -1,7 +1,7 @@
-"""Random access to the lines of a text file too large to read into memory.
+"""Random access to the lines of a text file that does not fit in memory.
 
-`criteo.py` reads its batches through it: the file is memory-mapped, and an index that
-is built in one pass says where every block of lines begins.
+`criteo.py` reads its batches through it. The file is memory-mapped. One pass builds an
+index of the byte offset of each block of lines.
 """
 
 import pathlib
@@ -12,34 +12,34 @@ import numpy as np
 from tpu_embedding.data.batch import DataError
 
 SCAN_BYTES: Final = 2**24
-"""Bytes searched for line ends at a time: bounds the memory of the scan to a few
-times this."""
+"""Bytes scanned for line ends at a time; the scan takes a few times this memory."""
 
 NEWLINE: Final = ord("\n")
 GZIP_MAGIC: Final = b"\x1f\x8b"  # RFC 1952, section 2.3.1
 
 
 class LineBlocks:
-    """A text file cut into blocks of `block_size` consecutive lines.
+    """A text file split into blocks of `block_size` consecutive lines.
 
-    A line ends with a newline, or with the file. The index holds 8 bytes per block.
+    A line ends at a newline or at the end of the file. The index takes 8 bytes per
+    block.
 
     Attributes:
-      path: of the file.
+      path: path of the file.
       block_size: lines per block; the last block may have fewer.
-      num_lines: lines in the file.
+      num_lines: number of lines in the file.
     """
 
     def __init__(self, path: pathlib.Path, *, block_size: int, source: str):
         """Maps the file and builds the index.
 
         Args:
-          path: of the file.
+          path: path of the file.
           block_size: lines per block, at least 1.
-          source: a sentence for errors that says where such a file comes from.
+          source: a sentence for error messages that says where to get the file.
 
         Raises:
-          DataError: the file is missing, empty or compressed.
+          DataError: if the file is missing, empty or compressed.
         """
         if not path.is_file():
             raise DataError(f"{path} is not a file. {source}")
@@ -53,9 +53,9 @@ class LineBlocks:
         self.num_lines, self._offsets = _index(self._bytes, block_size)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Returns the bytes of the lines `start .. stop - 1`, counted from 0.
+        """Returns the bytes of lines `start` to `stop - 1`, counted from 0.
 
-        The last byte is a newline, also where the file does not end with one.
+        The last byte is always a newline, even if the file does not end with one.
         """
         first_block, last_block = (
             start // self.block_size,
@@ -71,7 +71,7 @@ class LineBlocks:
 
 
 def _index(data: np.ndarray, block_size: int) -> tuple[int, np.ndarray]:
-    """Returns the number of lines, and where blocks begin, then where the file ends."""
+    """Returns the number of lines and the byte offsets of the blocks and file end."""
     num_lines = 0
     offsets = [np.zeros(1, np.int64)]
     for start in range(0, len(data), SCAN_BYTES):

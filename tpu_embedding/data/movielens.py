@@ -1,8 +1,8 @@
 """MovieLens-100K, read from the files that GroupLens publishes (`ml-100k`).
 
-A small real data set on which a model that trains at all has a known test error. Its
-licence forbids passing the files on, so the user fetches them; this module reads the
-folder as it was unpacked and turns ratings into batches for the training loop.
+It is a small real data set on which a working model reaches a known test error. Its
+licence forbids redistribution, so the user downloads the files. This module reads the
+unpacked folder and turns the ratings into batches for the training loop.
 """
 
 import dataclasses
@@ -19,27 +19,27 @@ NUM_RATINGS: Final = 5
 """Ratings are the integers 1 to 5."""
 
 AGE_BUCKET_STARTS: Final = (18, 25, 35, 45, 50, 56)
-"""Ages are cut as in MovieLens-1M (its README): under 18, 18-24, ..., 56 and over."""
+"""Age buckets of MovieLens-1M's README: under 18, 18-24, ..., 56 and over."""
 
 GENDERS: Final = ("F", "M")
 
-# Third words of the seed sequences, so that no two uses share random numbers. None is
-# 0, because SeedSequence([a, b]) and SeedSequence([a, b, 0]) are the same.
+# Third words of the seed sequences, so no two uses share random numbers. No word is 0,
+# because SeedSequence([a, b]) and SeedSequence([a, b, 0]) are equal.
 _ORDER_STREAM: Final = 1
 _WINDOW_STREAM: Final = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MovieLensConfig:
-    """How the ratings become batches.
+    """Options for turning the ratings into batches.
 
     Attributes:
-      batch_size: samples per batch, of training and of evaluation.
-      seed: of the order of the samples and of the choice of histories.
+      batch_size: samples per batch, in training and evaluation.
+      seed: seed of the sample order and of truncated histories.
       train: name of the file with the training ratings.
       test: name of the file with the held-out ratings.
-      max_history: most ids in one sample's history; a sample with more gets a random
-        part of that size. None keeps them all.
+      max_history: maximum number of ids in a sample's history. A longer history is
+        replaced by a random subset of this size. None keeps all ids.
     """
 
     batch_size: int
@@ -57,7 +57,7 @@ class MovieLensConfig:
             )
         if self.seed < 0:
             problems.append(
-                f"MovieLensConfig.seed must not be negative, got {self.seed!r}"
+                f"MovieLensConfig.seed must be at least 0, got {self.seed!r}"
             )
         if self.max_history is not None and self.max_history < 1:
             problems.append(
@@ -69,41 +69,40 @@ class MovieLensConfig:
 
 
 class MovieLens:
-    """Ratings of MovieLens-100K with what is known of the user and the movie.
+    """Ratings of MovieLens-100K, with features of the user and the movie.
 
-    The features of a batch, int32 row ids counted from 0 in the order of the files:
+    Feature values are int32 row ids, counted from 0 in file order:
 
-    * `user`, `movie`, `age` (bucket), `gender`, `occupation`: `[batch]`;
-    * `genres`: `[batch, max_genres]`, padded with `PADDING_ROW_ID`;
-    * `history`: `RaggedIds`, what the user rated in the training file and how, each
-      as `NUM_RATINGS * movie + rating - 1`. The sample's own rating is left out of
-      it, otherwise the label could be read off the input. The held-out file never
-      enters a history.
+    * `user`, `movie`, `age` (bucket), `gender`, `occupation`: `[batch]`.
+    * `genres`: `[batch, max_genres]`, padded with `PADDING_ROW_ID`.
+    * `history`: `RaggedIds`, the user's ratings in the training file, each encoded as
+      `NUM_RATINGS * movie + rating - 1`. It excludes the sample's own rating, which
+      would leak the label, and all held-out ratings.
 
-    Labels are the ratings, 1 to 5. Training runs through the samples in a new random
-    order each epoch and goes on into the next epoch within a batch, so that every
-    batch is full and every sample is used once per epoch.
+    Labels are the ratings, 1 to 5. Each epoch visits the samples in a new random order.
+    A batch may span two epochs, so every batch is full and every sample is used once
+    per epoch.
 
     Attributes:
-      config: as given.
-      batch_size: of the config.
-      vocabulary_sizes: feature name to number of different ids.
-      max_genres: most genres of one movie.
+      config: the config given.
+      batch_size: samples per batch.
+      vocabulary_sizes: number of distinct ids by feature name.
+      max_genres: maximum number of genres of a movie.
       mean_rating: mean rating of the training file.
-      num_train_samples: ratings in the training file.
-      num_test_samples: ratings in the held-out file.
+      num_train_samples: number of ratings in the training file.
+      num_test_samples: number of ratings in the held-out file.
     """
 
     def __init__(self, directory: str | pathlib.Path, config: MovieLensConfig):
         """Reads the files into memory.
 
         Args:
-          directory: the unpacked `ml-100k`: needs `u.user`, `u.item`, `u.genre`,
-            `u.occupation` and the two files of ratings named in the config.
-          config: how to make batches.
+          directory: the unpacked `ml-100k` folder. It must hold `u.user`, `u.item`,
+            `u.genre`, `u.occupation` and the two rating files that the config names.
+          config: options for the batches.
 
         Raises:
-          DataError: a file is missing or damaged; names the file and the line.
+          DataError: if a file is missing or damaged; the message names file and line.
         """
         directory = pathlib.Path(directory)
         users = _read_users(directory, _read_occupations(directory))
@@ -133,7 +132,7 @@ class MovieLens:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Training steps after which every sample was used at least once."""
+        """Number of training steps that use every sample at least once."""
         return -(-self.num_train_samples // self.batch_size)
 
     def train_batch(self, step: int) -> Batch:
@@ -156,9 +155,9 @@ class MovieLens:
         return self._batch(self._train, samples, history, weights)
 
     def evaluation_batches(self) -> Iterator[Batch]:
-        """Yields the held-out file in its order, the last batch filled up.
+        """Yields the held-out ratings in file order.
 
-        Samples that fill up repeat the last one, with weight 0.
+        Copies of the last sample, with weight 0, pad the last batch.
         """
         for start in range(0, self.num_test_samples, self.batch_size):
             positions = start + np.arange(self.batch_size)
@@ -225,14 +224,14 @@ class _Ratings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Histories:
-    """Training ratings grouped by user, in a random order within each user.
+    """Training ratings grouped by user, in random order within each user.
 
     Attributes:
-      ids: int32 `[num_train_samples]`, what was rated and how.
+      ids: int32 `[num_train_samples]`, movie and rating encoded as in `MovieLens`.
       row_splits: int64 `[num_users + 1]`; user `u` owns
         `ids[row_splits[u]:row_splits[u + 1]]`.
-      places: int64 `[num_train_samples]`, place of each training sample among the ids
-        of its user.
+      places: int64 `[num_train_samples]`, position of each training sample within the
+        ids of its user.
     """
 
     ids: np.ndarray
@@ -249,15 +248,15 @@ class _Histories:
     ) -> RaggedIds:
         """Returns one history per sample.
 
-        Of the user's ids in a circle it takes at most `max_length` that follow each
-        other. As the ids lie in random order, that is a random subset, and needs no
-        sorting per batch.
+        A history is a window of at most `max_length` ids of the user, which wraps
+        around at the end. The ids are in random order, so a window is a random subset
+        and needs no sort per batch.
 
         Args:
-          users: `[batch]`.
-          without: `[batch]`, place of the id to leave out of each history, or None.
-          starts: `[batch]`, in [0, 1): where on the circle to begin.
-          max_length: most ids per history, or None for all.
+          users: `[batch]`, row ids of the users.
+          without: `[batch]`, position of the id to exclude from each history, or None.
+          starts: `[batch]`, in [0, 1): start of the window, as a fraction of the ids.
+          max_length: maximum number of ids per history; None means all.
         """
         first = self.row_splits[users]
         available = self.row_splits[users + 1] - first
@@ -268,16 +267,18 @@ class _Histories:
             lengths = np.minimum(available, max_length)
         row_splits = np.concatenate([[0], np.cumsum(lengths)])
 
-        def spread(per_sample):
+        def repeat_per_id(per_sample):
             return np.repeat(per_sample, lengths)
 
-        places = np.arange(row_splits[-1]) - spread(row_splits[:-1])
-        places += spread((starts * available).astype(np.int64))
-        places -= np.where(places >= spread(available), spread(available), 0)
+        places = np.arange(row_splits[-1]) - repeat_per_id(row_splits[:-1])
+        places += repeat_per_id((starts * available).astype(np.int64))
+        places -= np.where(
+            places >= repeat_per_id(available), repeat_per_id(available), 0
+        )
         if without is not None:
-            places += places >= spread(without)
+            places += places >= repeat_per_id(without)
         return RaggedIds(
-            values=self.ids[spread(first) + places],
+            values=self.ids[repeat_per_id(first) + places],
             row_splits=row_splits.astype(np.int32),
         )
 
@@ -355,7 +356,7 @@ def _read_movies(directory: pathlib.Path, *, num_genres: int) -> _Movies:
 
 
 def _pack_flags(flags: np.ndarray) -> np.ndarray:
-    """Turns flags `[movies, genres]` into numbers of set flags, padded on the right."""
+    """Returns the indices of the set flags of each row, padded on the right."""
     numbers = np.where(flags, np.arange(flags.shape[1]), PADDING_ROW_ID)
     max_set = max(1, int(flags.sum(axis=1).max()))
     return np.sort(numbers, axis=1)[:, :max_set].astype(np.int32)
@@ -389,14 +390,14 @@ def _read_ratings(
 
 
 def _check_disjoint(train: _Ratings, test: _Ratings, num_movies: int) -> None:
-    """Refuses held-out ratings that the model would find in its histories."""
+    """Raises if held-out ratings occur in the training file, and thus in histories."""
     train_keys = train.users.astype(np.int64) * num_movies + train.movies
     test_keys = test.users.astype(np.int64) * num_movies + test.movies
     (shared,) = np.nonzero(np.isin(test_keys, train_keys))
     if len(shared):
         raise DataError(
-            f"{test.path}, line {shared[0] + 1}: this user and movie are in "
-            f"{train.path} too, as are {len(shared)} held-out ratings in all; choose "
+            f"{test.path}, line {shared[0] + 1}: this user and movie are also in "
+            f"{train.path}, as are {len(shared)} held-out ratings in total; choose "
             "files that share no rating, such as u1.base and u1.test."
         )
 
@@ -404,15 +405,15 @@ def _check_disjoint(train: _Ratings, test: _Ratings, num_movies: int) -> None:
 def _read_lines(
     directory: pathlib.Path, name: str, separator: str, num_fields: int
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yields (file and line for errors, fields) of each line; blank ends are cut."""
+    """Yields each line's place, as "file, line number", and its fields."""
     path = directory / name
     if not path.is_file():
         raise DataError(
             f"{path} is missing; get MovieLens-100K (GroupLens, ml-100k), unpack it "
             "and give the folder that holds u.user."
         )
-    # Titles have accents in latin-1; it also decodes any other byte, so that damage
-    # shows up as a wrong field of a numbered line.
+    # Titles have latin-1 accents. Latin-1 decodes every byte, so damage is reported as
+    # a wrong field of a numbered line.
     text = path.read_text(encoding="latin-1").rstrip("\n")
     if not text:
         raise DataError(f"{path} is empty; unpack MovieLens-100K (ml-100k) again.")
@@ -428,7 +429,7 @@ def _read_lines(
 
 
 def _parse_int(text: str, what: str, where: str) -> int:
-    # int() alone would also take "1_0", " 1" and other scripts' digits.
+    # int() alone also accepts "1_0", " 1" and digits of other scripts.
     if not (text.isascii() and text.isdigit()):
         raise DataError(f"{where}: {what} must be an integer, got {text!r}.")
     return int(text)
@@ -450,8 +451,8 @@ def _row(rows: dict[str, int], key: str, what: str, where: str) -> int:
         _parse_int(key, what, where)
     if key not in rows:
         raise DataError(
-            f"{where}: unknown {what} {key!r}; the file that lists each {what} has "
-            f"{len(rows)} others."
+            f"{where}: unknown {what} {key!r}; it must be one of the {len(rows)} that "
+            f"the {what} file lists."
         )
     return rows[key]
 

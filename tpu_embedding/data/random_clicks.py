@@ -1,7 +1,7 @@
-"""Clicks for features of any sizes, drawn without a table: a click log at full scale.
+"""Synthetic click log with vocabularies of any size.
 
-Nothing here takes memory of the size of a vocabulary, so that 40 million rows of a
-feature cost no more than 40. `training/random_source.py` opens it for run configs.
+Memory does not grow with the vocabulary: a feature of 40 million rows costs no more
+than one of 40. `training/random_source.py` opens the data set for run configs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,34 +20,34 @@ from tpu_embedding.data.zipf import ZipfIds
 
 
 class RandomClicks(TeacherDataset):
-    """Samples of features with one id or several each, and of dense inputs.
+    """Click log with one-hot and multi-hot features and dense inputs.
 
     The teacher's logit of a sample is
 
         b + effect_scale * (sum over features f of sum_j e_f(id_fj) / sqrt(valence_f)
                             + sum over dense inputs k of w_k x_k)
 
-    where `e_f(id)` is a hash of feature and id, uniform with mean 0 and deviation 1,
-    `w_k` is normal with deviation 1, and `x_k` are the dense inputs, normal likewise:
-    every feature and every dense input has the same say. Ids follow `ZipfIds`,
+    where `e_f(id)` is a hash of feature and id, uniform with mean 0 and standard
+    deviation 1. The weights `w_k` and the dense inputs `x_k` are standard normal. Every
+    feature and every dense input thus has the same influence. Ids follow `ZipfIds`,
     independently of each other.
 
-    Features: int32 `[batch]` where the valence is 1, else int32 `[batch, valence]`
-    without padding. Dense: float32 `[batch, num_dense]`, None without any.
+    Features: int32 `[batch]` for valence 1, otherwise int32 `[batch, valence]` without
+    padding. Dense: float32 `[batch, num_dense]`; None if `num_dense` is 0.
 
     Args:
       batch_size: samples per batch.
-      seed: of the teacher, the training and the evaluation samples; at least 0.
-      vocabulary_sizes: rows of each feature, by its name.
-      valences: ids of a sample, by the name of the feature; for the same features.
-      num_dense: dense inputs of a sample; may be 0.
-      effect_scale: standard deviation of what one feature adds to the logit.
+      seed: seed of the teacher and of all samples, at least 0.
+      vocabulary_sizes: number of rows by feature name.
+      valences: ids per sample by feature name, for the same features.
+      num_dense: dense inputs per sample; may be 0.
+      effect_scale: standard deviation of one feature's contribution to the logit.
       zipf_exponent: skew of the ids; 0 is uniform.
       click_rate: expected mean of the labels.
-      num_evaluation_samples: held-out samples.
+      num_evaluation_samples: number of held-out samples.
 
     Raises:
-      ValueError: naming every argument that is out of range.
+      ValueError: if arguments are out of range; the message names all of them.
 
     Example:
       >>> data = RandomClicks(
@@ -136,6 +136,6 @@ class RandomClicks(TeacherDataset):
 
 
 def _effects(ids: np.ndarray, salt: np.uint64) -> np.ndarray:
-    """Returns numbers of mean 0 and deviation 1, uniform over the ids of a feature."""
-    # Uniform in [-1, 1) has the deviation 1 / sqrt(3).
+    """Returns hashes of ids as uniform numbers of mean 0 and standard deviation 1."""
+    # The uniform distribution on [-1, 1) has standard deviation 1 / sqrt(3).
     return np.sqrt(3.0) * (splitmix64(ids.astype(np.uint64) ^ salt) * 2.0**-63 - 1.0)

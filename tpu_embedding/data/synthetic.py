@@ -1,8 +1,8 @@
-"""A small click log with a known best log loss: what `tpu-embedding train` runs on.
+"""Small synthetic click log with a known best log loss.
 
-It needs no file, has every kind of id column the layer takes care of (large and
-small vocabularies, skew, several ids per sample and none), and `teacher_log_loss()`
-is the number that a training run has to come near.
+`tpu-embedding train` uses it by default. It needs no file and has every kind of id
+column: large and small vocabularies, skew, samples with several ids and with none. A
+good training run comes close to `teacher_log_loss()`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,18 +24,18 @@ from tpu_embedding.types import PADDING_ROW_ID
 DEFAULT_VOCABULARY_SIZES: Final[Mapping[str, int]] = MappingProxyType(
     {"user": 2_000, "item": 1_000, "category": 100, "device": 20, "tags": 500}
 )
-"""Rows of each feature: 3,620 in all."""
+"""Number of rows of each feature, 3,620 in total."""
 
 MULTI_HOT_FEATURE: Final = "tags"
 
 EFFECT_SCALES: Final[Mapping[str, float]] = MappingProxyType(
     {"user": 0.8, "item": 0.9, "category": 0.5, "device": 0.4, "tags": 1.5}
 )
-"""Standard deviation over the ids of a feature of their effect on the logit."""
+"""Standard deviation of the effect on the logit, over the ids of each feature."""
 
 INTERACTION_RANK: Final = 2
 INTERACTION_SCALE: Final = 0.6
-"""Standard deviation of the user-item interaction's part of the logit."""
+"""Standard deviation of the user-item interaction's contribution to the logit."""
 
 
 class SyntheticClicks(TeacherDataset):
@@ -45,30 +45,30 @@ class SyntheticClicks(TeacherDataset):
 
         b + e_user + e_item + e_category + e_device + mean(e_tag) + <f_user, g_item>
 
-    with an effect `e` for each id and vectors `f` and `g` of `INTERACTION_RANK`
-    numbers for each user and item, drawn once from normal distributions, and the
-    mean over the tags of the sample (0 without any). Ids follow `ZipfIds`,
+    Each id has an effect `e`; each user has a vector `f` and each item a vector `g`, of
+    `INTERACTION_RANK` elements. All are drawn once from normal distributions. The mean
+    is over the tags of the sample, and 0 without tags. Ids follow `ZipfIds`,
     independently of each other.
 
     Features: int32 `[batch]` for "user", "item", "category" and "device"; int32
     `[batch, valence]` for "tags", filled from the left and padded with
-    `PADDING_ROW_ID`. Their number is uniform in `0 .. valence`; an id may occur
-    twice in a sample and counts twice then. There are no dense inputs.
+    `PADDING_ROW_ID`. The number of tags is uniform in `0 .. valence`. An id that occurs
+    twice in a sample counts twice. There are no dense inputs.
 
     With the defaults, the log loss is about 0.50 for a constant and about 0.365 for
-    the teacher; how close a student must come is up to its config.
+    the teacher. The target of a trained model is set in its run config.
 
     Args:
       batch_size: samples per batch.
-      seed: of the teacher, the training and the evaluation samples; at least 0.
-      vocabulary_sizes: rows of each of the five features.
-      valence: most tags of a sample.
+      seed: seed of the teacher and of all samples, at least 0.
+      vocabulary_sizes: number of rows of each of the five features.
+      valence: maximum number of tags per sample.
       zipf_exponent: skew of the ids; 0 is uniform.
       click_rate: expected mean of the labels.
-      num_evaluation_samples: held-out samples.
+      num_evaluation_samples: number of held-out samples.
 
     Raises:
-      ValueError: naming every argument that is out of range.
+      ValueError: if arguments are out of range; the message names all of them.
 
     Example:
       >>> data = SyntheticClicks(batch_size=4, num_evaluation_samples=10)
@@ -128,7 +128,8 @@ class SyntheticClicks(TeacherDataset):
             name: generator.normal(0.0, scale, self.vocabulary_sizes[name])
             for name, scale in EFFECT_SCALES.items()
         }
-        # A product of two independent normals has the product of their deviations.
+        # The standard deviation of a product of independent centred normals is the
+        # product of their standard deviations.
         factor_scale = np.sqrt(INTERACTION_SCALE / np.sqrt(INTERACTION_RANK))
         self._user_factors, self._item_factors = (
             generator.normal(
@@ -155,7 +156,7 @@ class SyntheticClicks(TeacherDataset):
     def _draw_tags(
         self, generator: np.random.Generator, num_samples: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns padded ids `[samples, valence]` and the mean of their effects."""
+        """Draws padded ids `[samples, valence]` and their mean effects `[samples]`."""
         num_tags = generator.integers(0, self.valence + 1, num_samples)
         used_mask = np.arange(self.valence) < num_tags[:, None]
         ids = self._ids[MULTI_HOT_FEATURE].draw(generator, used_mask.shape)

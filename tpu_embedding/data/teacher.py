@@ -1,9 +1,9 @@
-"""Click logs drawn from a known model, the teacher: the base of the synthetic data.
+"""Base of the synthetic click logs, whose labels come from a known teacher model.
 
-A teacher gives every sample a click probability `p`, and the label is drawn from it.
-No model can have a lower expected log loss than the teacher itself, so the distance
-to `teacher_log_loss()` says how well a student has learned, on a scale that a real
-log does not have. `synthetic.py` and `criteo.py` say what the samples look like.
+The teacher gives every sample a click probability and draws the label from it. No
+model has a lower expected log loss than the teacher. The gap to `teacher_log_loss()`
+therefore measures how well a model has learned, which a real log cannot offer.
+`synthetic.py`, `criteo.py` and `random_clicks.py` define the samples.
 """
 
 import abc
@@ -17,23 +17,23 @@ import numpy as np
 from tpu_embedding.data.batch import Batch
 from tpu_embedding.types import FeatureIds
 
-# The streams of random numbers of one seed; no two of them overlap.
+# Independent random streams of one seed.
 TEACHER_STREAM: Final = 0
 TRAIN_STREAM: Final = 1
 EVALUATION_STREAM: Final = 2
 
 CALIBRATION_SAMPLES: Final = 16_384
-"""Standard error of the click rate that they give: below 0.5 / sqrt(16,384) = 0.004."""
+"""Samples that fit the bias; the click rate's standard error is below 0.004."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a student sees of some samples, and the teacher's verdict on them.
+    """Model inputs of a group of samples, and the teacher's logits for them.
 
     Attributes:
-      features: feature name to int32 ids.
+      features: int32 ids by feature name.
       dense: float32 `[samples, num_dense]`, or None.
-      logits: float64 `[samples]`, the teacher's, before the common bias.
+      logits: float64 `[samples]`, the teacher's logits without the common bias.
     """
 
     features: dict[str, FeatureIds]
@@ -42,7 +42,7 @@ class Inputs:
 
 
 def random_generator(*, seed: int, stream: int, step: int = 0) -> np.random.Generator:
-    """Returns a generator that depends on nothing but its three arguments."""
+    """Returns a random generator, a pure function of its arguments."""
     return np.random.Generator(
         np.random.Philox(np.random.SeedSequence([seed, stream, step]))
     )
@@ -53,9 +53,9 @@ class TeacherDataset(abc.ABC):
 
     Attributes:
       batch_size: samples per batch.
-      seed: of everything: the teacher, the training and the evaluation samples.
-      num_evaluation_samples: held-out samples, drawn from a stream of their own and
-        the same whatever the batch size.
+      seed: seed of the teacher and of all samples.
+      num_evaluation_samples: number of held-out samples. They have their own random
+        stream and are the same for every batch size.
       click_rate: expected mean of the labels; the teacher's bias is fitted to it.
     """
 
@@ -91,7 +91,7 @@ class TeacherDataset(abc.ABC):
 
     @abc.abstractmethod
     def _draw_inputs(self, generator: np.random.Generator, num_samples: int) -> Inputs:
-        """Returns `num_samples` samples: ids, dense inputs and the teacher's logits."""
+        """Draws `num_samples` samples: ids, dense inputs and the teacher's logits."""
 
     def train_batch(self, step: int) -> Batch:
         """Returns the batch of training step `step`, counted from 0."""
@@ -102,7 +102,7 @@ class TeacherDataset(abc.ABC):
     def evaluation_batches(self) -> Iterator[Batch]:
         """Yields the held-out samples once.
 
-        The last batch is filled up with copies of the last sample, at weight 0.
+        Copies of the last sample, with weight 0, pad the last batch.
         """
         samples, _ = self._held_out
         for start in range(0, self.num_evaluation_samples, self.batch_size):
@@ -121,17 +121,17 @@ class TeacherDataset(abc.ABC):
     def teacher_log_loss(self) -> float:
         """Returns the log loss of the true probabilities on the evaluation labels.
 
-        Its expectation is `mean_entropy()`; it differs by the luck of the draw of
-        the labels, which a student's log loss on the same labels shares.
+        Its expectation is `mean_entropy()`. The difference is sampling noise of the
+        labels, which a model's log loss on the same labels shares.
         """
         samples, probabilities = self._held_out
         return float(np.mean(cross_entropy(samples.labels, probabilities)))
 
     def mean_entropy(self) -> float:
-        """Returns the expected log loss of the teacher over draws of the labels.
+        """Returns the teacher's expected log loss on the evaluation samples, in nats.
 
-        The mean entropy of the labels of the evaluation samples given their inputs,
-        in nats: no model has a lower expected log loss on them.
+        It is the mean entropy of the labels given the inputs. No model has a lower
+        expected log loss on these samples.
         """
         _, probabilities = self._held_out
         return float(np.mean(cross_entropy(probabilities, probabilities)))
@@ -139,7 +139,7 @@ class TeacherDataset(abc.ABC):
     def base_rate_log_loss(self) -> float:
         """Returns the log loss of the best constant on the evaluation labels.
 
-        A student that learns nothing but the click rate has this log loss.
+        A model that learns only the click rate has this log loss.
         """
         samples, _ = self._held_out
         rate = np.asarray(np.mean(samples.labels, dtype=np.float64))
@@ -147,7 +147,7 @@ class TeacherDataset(abc.ABC):
 
     @functools.cached_property
     def _bias(self) -> float:
-        """The common logit that makes the mean probability the click rate."""
+        """Common logit with which the mean probability equals the click rate."""
         generator = random_generator(seed=self.seed, stream=TEACHER_STREAM, step=1)
         logits = self._draw_inputs(generator, CALIBRATION_SAMPLES).logits
         low, high = -50.0, 50.0
@@ -167,7 +167,7 @@ class TeacherDataset(abc.ABC):
     def _draw(
         self, generator: np.random.Generator, num_samples: int
     ) -> tuple[Batch, np.ndarray]:
-        """Returns samples with drawn labels, and their true probabilities."""
+        """Returns samples with drawn labels and their true click probabilities."""
         inputs = self._draw_inputs(generator, num_samples)
         probabilities = sigmoid(inputs.logits + self._bias)
         labels = generator.random(num_samples) < probabilities
@@ -192,12 +192,12 @@ def cross_entropy(labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
 
 
 def count_problems(owner: str, **counts: int) -> Iterator[str]:
-    """Yields a sentence for each count that is no int of at least 1."""
+    """Yields an error message for each count that is not an int of at least 1."""
     for name, count in counts.items():
         if not is_int(count) or count < 1:
             yield f"{owner}.{name} must be an int of at least 1, got {count!r}"
 
 
 def is_int(value: object) -> bool:
-    """Says whether the value is an int; a bool is none here."""
+    """Returns True for an int, but False for a bool."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -1,7 +1,7 @@
-"""Ids with a Zipf-like popularity, as the synthetic data sets draw them.
+"""Random ids with Zipf-like popularity, for the synthetic data sets.
 
-Click logs are skewed: a few ids make up most of the traffic, and an embedding layer
-is only exercised if its data are skewed too. Used by `synthetic.py` and `criteo.py`.
+Click logs are skewed: a few ids make up most of the traffic. Data without skew would
+not exercise an embedding layer.
 """
 
 import dataclasses
@@ -13,29 +13,32 @@ import numpy as np
 from tpu_embedding.types import PADDING_ROW_ID
 
 GOLDEN_RATIO: Final = (math.sqrt(5.0) - 1.0) / 2.0
-"""Multiples of it, modulo 1, are spread out more evenly than those of any other
-number (Knuth, The Art of Computer Programming, volume 3, section 6.4)."""
+"""Number whose multiples, modulo 1, are spread most evenly.
+
+Source: Knuth, The Art of Computer Programming, volume 3, section 6.4.
+"""
 
 MAX_VOCABULARY_SIZE: Final = PADDING_ROW_ID - 1
-"""Row ids are int32 and the largest of them marks padding."""
+"""Largest number of rows: row ids are int32, and the largest int32 marks padding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZipfIds:
     """A bounded Zipf law over the ids of one feature.
 
-    The rank `k` in `1 .. vocabulary_size` has the probability
+    Rank `k` in `1 .. vocabulary_size` has the probability
 
-        P(k) proportional to the integral of x**-exponent from k to k + 1,
+        P(k) proportional to the integral of x**-exponent from k to k + 1.
 
-    Zipf's law with the sum replaced by an integral, which has an inverse in closed
-    form: drawing needs no table, whatever the vocabulary. Ranks are then spread over
-    the ids by a fixed permutation, `id = (rank * multiplier) % vocabulary_size`, so
-    that the hot ids are no neighbours and no shard owns them all.
+    This is Zipf's law with an integral in place of the power. Its cumulative law has a
+    closed-form inverse, so drawing needs no table for any vocabulary. A fixed
+    permutation, `id = (rank * multiplier) % vocabulary_size`, turns ranks into ids. It
+    keeps hot ids apart, so no shard owns all of them.
 
     Attributes:
-      vocabulary_size: number of different ids, 1 to 2**31 - 2.
-      exponent: 0 is uniform, 1 is Zipf's original law; above it a few ids take all.
+      vocabulary_size: number of distinct ids, 1 to 2**31 - 2.
+      exponent: 0 is uniform and 1 is Zipf's original law. Far above 1, a few ids take
+        almost all draws.
 
     Example:
       >>> ids = ZipfIds(vocabulary_size=10, exponent=1.0)
@@ -64,18 +67,18 @@ class ZipfIds:
     def draw(
         self, generator: np.random.Generator, shape: int | tuple[int, ...]
     ) -> np.ndarray:
-        """Returns int32 ids of the given shape, drawn independently."""
+        """Draws independent int32 ids of the given shape."""
         return self.ids_of_ranks(self._ranks(generator.random(shape)))
 
     def ids_of_ranks(self, ranks: np.ndarray) -> np.ndarray:
-        """Returns the int32 ids that hold the popularity ranks, 0 the most popular."""
+        """Returns the int32 ids of popularity ranks; rank 0 is the most popular."""
         multiplier = _coprime_near(GOLDEN_RATIO, self.vocabulary_size)
         return (ranks.astype(np.int64) * multiplier % self.vocabulary_size).astype(
             np.int32
         )
 
     def probabilities(self) -> np.ndarray:
-        """Returns float64 `[vocabulary_size]`: the probability of each id."""
+        """Returns the probability of each id, float64 `[vocabulary_size]`."""
         edges = self._mass(np.arange(1.0, self.vocabulary_size + 2.0))
         by_id = np.empty(self.vocabulary_size)
         by_id[self.ids_of_ranks(np.arange(self.vocabulary_size))] = np.diff(edges)
@@ -96,12 +99,12 @@ class ZipfIds:
         else:
             power = 1.0 - self.exponent
             x = np.exp(np.log1p(power * mass) / power)
-        # Rounding may carry the last rank to vocabulary_size + 1, or to infinity.
+        # Rounding may push the last rank to vocabulary_size + 1 or to infinity.
         return np.minimum(x, self.vocabulary_size).astype(np.int64) - 1
 
 
 def _coprime_near(fraction: float, modulus: int) -> int:
-    """Returns the first integer from `fraction * modulus` on coprime to `modulus`."""
+    """Returns the first integer coprime to `modulus`, from `fraction * modulus` up."""
     multiplier = max(1, round(fraction * modulus))
     while math.gcd(multiplier, modulus) != 1:
         multiplier += 1
