@@ -174,24 +174,6 @@ def test_untouched_rows_of_lazy_adafactor_keep_their_bits():
     assert moved.tolist() == [3, 17]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"clip_threshold": 0.0}, "clip_threshold must be positive"),
-        ({"beta_2_decay": 0.8}, "beta_2_decay must be non-positive"),
-        ({"mode": "dense"}, "mode must be one of"),
-        ({"clipnorm": 1.0, "clipvalue": 1.0}, "one of clipnorm, clipvalue"),
-        ({"use_ema": True, "ema_momentum": 1.5}, "ema_momentum must be in"),
-        ({"gradient_accumulation_steps": 1}, "at least 2"),
-        ({"gradient_accumulation_steps": 2, "use_ema": True}, "leave one out"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        te.optimizers.adafactor(0.1, **arguments)
-
-
 def test_norm_of_occurrences_needs_touched_rows():
     optimizer = te.optimizers.adafactor(
         0.1, clipnorm=1.0, clipnorm_of="occurrences", use_ema=True

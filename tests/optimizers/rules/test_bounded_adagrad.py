@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.optimizers.row_by_row import check_against_loop, check_traced
+from tests.optimizers.row_by_row import check_against_loop
 from tpu_embedding.optimizers.rules.adagrad import adagrad
 from tpu_embedding.optimizers.rules.bounded_adagrad import bounded_adagrad
 
@@ -43,23 +43,3 @@ def test_without_bounds_it_is_adagrad():
         updates, state = bounded.update(rows, state)
         expected, plain_state = plain.update(rows, plain_state)
         np.testing.assert_allclose(updates, expected, rtol=1e-6)
-
-
-def test_takes_traced_hyperparameters():
-    check_traced(
-        bounded_adagrad, learning_rate=0.1, max_var_update=0.01, max_accumulator=0.5
-    )
-    check_traced(bounded_adagrad, learning_rate=0.1)
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"initial_accumulator_value": 0.0}, "initial_accumulator_value must be posi"),
-        ({"max_var_update": -1.0}, "max_var_update must be non-negative, got -1"),
-        ({"max_accumulator": -1.0}, "max_accumulator must be non-negative"),
-    ],
-)
-def test_wrong_hyperparameters(options, match):
-    with pytest.raises(ValueError, match=match):
-        bounded_adagrad(0.1, **options)

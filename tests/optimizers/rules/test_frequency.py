@@ -11,7 +11,6 @@ from tests.optimizers.row_by_row import (
     UNTOUCHED_ROW,
     VOCABULARY_SIZE,
     check_against_loop,
-    check_traced,
     steps,
 )
 from tpu_embedding.optimizers.rules.adagrad import adagrad
@@ -84,47 +83,3 @@ def test_weights():
     np.testing.assert_allclose(frequency_weights(deltas, 100.0), deltas / 100)
     gradient = jax.grad(lambda d: frequency_weights(d, 100.0, 0.5).sum())(deltas)
     np.testing.assert_array_equal(gradient, 0)
-
-
-def test_takes_traced_hyperparameters():
-    check_traced(
-        frequency_aware_adagrad, learning_rate=0.1, l1=0.1, accumulator_decay=0.9
-    )
-    check_traced(
-        frequency_estimator, dim=1, tau=0.5, max_delta=10.0, outlier_threshold=2.0
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: frequency_estimator(0.0, 9.0, 2.0), r"tau must be in \(0, 1\), got 0"),
-        (lambda: frequency_estimator(1.0, 9.0, 2.0), r"tau must be in \(0, 1\)"),
-        (lambda: frequency_estimator(0.5, 0.0, 2.0), "max_delta must be positive"),
-        (lambda: frequency_estimator(0.5, 9.0, -2.0), "outlier_threshold must be posi"),
-        (
-            lambda: frequency_estimator(0.5, 9.0, 2.0).init(jnp.ones((3, 2))),
-            r"TableConfig.dim must be 1, got rows of shape \(2,\)",
-        ),
-        (
-            lambda: frequency_aware_adagrad(0.1, initial_accumulator_value=0.0),
-            "initial_accumulator_value must be positive",
-        ),
-        (
-            lambda: frequency_aware_adagrad(0.1, probability_exponent=-1.0),
-            "probability_exponent must be non-negative",
-        ),
-        (
-            lambda: frequency_aware_adagrad(0.1, max_lr_multiplier=0.0),
-            "max_lr_multiplier must be positive",
-        ),
-        (lambda: frequency_aware_adagrad(0.1, l1=-1.0, l2=-1.0), "l1 .*; l2 must be"),
-        (
-            lambda: frequency_aware_adagrad(0.1, accumulator_decay=1.1),
-            r"accumulator_decay must be in \[0, 1\], got 1.1",
-        ),
-    ],
-)
-def test_wrong_hyperparameters(make, match):
-    with pytest.raises(ValueError, match=match):
-        make()

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.optimizers.row_by_row import check_against_loop, check_traced
+from tests.optimizers.row_by_row import check_against_loop
 from tpu_embedding.optimizers.rules.rowwise import (
     lamb,
     partial_rowwise_adam,
@@ -101,38 +101,3 @@ def test_zeros_and_tiny_values_give_numbers(name):
         assert np.isfinite(updates).all()
         assert all(np.isfinite(x).all() for x in state[0])
         assert (np.asarray(updates) != 0).any() == (gradient != 0)
-
-
-@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
-@pytest.mark.parametrize("name", RULES)
-def test_takes_traced_hyperparameters(name, weight_decay):
-    check_traced(RULES[name][0], learning_rate=0.1, weight_decay=weight_decay)
-
-
-def test_rowwise_rmsprop_takes_traced_hyperparameters():
-    check_traced(rowwise_rmsprop, learning_rate=0.1, rho=0.5)
-
-
-@pytest.mark.parametrize("make", [rule[0] for rule in RULES.values()])
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"beta_1": 1.0}, r"beta_1 must be in \[0, 1\), got 1.0"),
-        ({"beta_2": -0.1}, "beta_2"),
-        ({"epsilon": 0.0}, "epsilon must be positive"),
-        ({"weight_decay": -0.1}, "weight_decay must be non-negative"),
-    ],
-)
-def test_wrong_hyperparameters(make, options, match):
-    with pytest.raises(ValueError, match=match):
-        make(0.1, **options)
-
-
-def test_wrong_hyperparameters_of_other_rules():
-    with pytest.raises(ValueError, match="rho must be in .*; epsilon must be positive"):
-        rowwise_rmsprop(0.1, rho=1.0, epsilon=0.0)
-    with pytest.raises(
-        ValueError,
-        match=r"velocity_of must be one of \['element', 'row'\], got 'table'",
-    ):
-        scale_by_corrected_moments(velocity_of="table")  # pyright: ignore

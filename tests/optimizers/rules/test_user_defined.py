@@ -6,35 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.optimizers.row_by_row import DIM, check_against_loop, check_traced
+from tests.optimizers.row_by_row import DIM, check_against_loop
+from tests.optimizers.rule_cases import rowwise_momentum_rule
 from tpu_embedding.optimizers.rules.user_defined import user_defined
 
 
 def sgd(gradient, embedding_table, slot_variables, learning_rate, hyperparameters):
     assert (gradient.shape, slot_variables, hyperparameters) == ((DIM,), (), ())
     return embedding_table - learning_rate * gradient
-
-
-def rowwise_momentum(
-    gradient, embedding_table, slot_variables, learning_rate, hyperparameters
-):
-    """Two slots whose names are not in the order of the alphabet, and sees the row."""
-    momentum, level = slot_variables
-    (decay, floor) = hyperparameters
-    momentum = decay * momentum + gradient
-    level = jnp.maximum(level + jnp.mean(gradient**2), floor)
-    return embedding_table - learning_rate * momentum / jnp.sqrt(level), momentum, level
-
-
-def rowwise_momentum_rule(custom_computation=rowwise_momentum, learning_rate=0.1):
-    return user_defined(
-        custom_computation,
-        learning_rate,
-        slot_names=["z_momenta", "a_levels"],
-        slot_initializers=[jnp.zeros, 0.5],
-        hyperparameters=[0.9, lambda count: 0.25 * (count + 1)],
-        slot_dims=[2, 1],
-    )
 
 
 def test_without_slots_it_may_return_the_row_alone():
@@ -60,15 +39,6 @@ def test_slots_show_their_names():
     state: Any = rowwise_momentum_rule().init(jnp.ones((3, DIM)))
     assert state.slots["z_momenta"].shape == (3, DIM)
     assert state.slots["a_levels"].tolist() == [0.5, 0.5, 0.5]
-
-
-def test_takes_traced_hyperparameters():
-    check_traced(
-        rowwise_momentum_rule,
-        static_args=("custom_computation",),
-        custom_computation=rowwise_momentum,
-        learning_rate=0.3,
-    )
 
 
 WRONG = {
