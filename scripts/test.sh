@@ -1,21 +1,58 @@
 #!/usr/bin/env bash
-# Sets up an environment in .venv, then checks everything: format, lint, types, tests
-# with examples and TPU compilations, and the wheel. Stops at the first failure.
+# Sets up an environment in .venv, then checks the project. Stops at the first failure.
 #   scripts/test.sh [PYTEST_OPTIONS]
+#       The quick tier, for before each change: format, lint, layers, types, and each
+#       test that is not marked `full`. The tests build the docs, too.
+#   scripts/test.sh --all [PYTEST_OPTIONS]
+#       The full tier, for continuous integration: also the tests marked `full`, the
+#       wheel, and Python 3.11 if that interpreter is there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
-setup_environment dev,tpu
+
+tier=quick tests="not full"
+if [ "${1-}" = --all ]; then
+    tier=full tests=""
+    shift
+fi
+
+section() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
+
+run_pytest() {
+    python -m pytest -n "${TEST_PROCESSES:-2}" --dist worksteal "$@"
+}
+
+# A smaller leg, for pip finds an older jax there.
+check_python311() {
+    local PYTHON VENV=.venv-3.11
+    if ! PYTHON=$(find_interpreter python3.11 \
+        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.11.*/bin/python); then
+        echo "No Python 3.11 with venv here: its leg is left out."
+        return
+    fi
+    setup_environment dev
+    run_pytest -m "not full and not tpu_compiler" \
+        tests/lookup/test_golden_lookup.py tests/nn/test_training.py \
+        tests/optimizers/test_golden.py tests/test_cli.py \
+        -k "not eight and not 8devices"
+}
+
+section "environment"
+setup_environment dev,docs,tpu
 export JAX_PLATFORMS=cpu
-
-section() { printf '\n== %s\n' "$1"; }
-
 section "format and lint"
 ruff format --check .
 ruff check .
+section "imports between folders"
+lint-imports --no-cache
 section "types"
 pyright --pythonpath "$(command -v python)"
-section "tests"
-python -m pytest -n "${TEST_PROCESSES:-2}" --dist worksteal "$@"
-section "wheel, from another directory"
-bash scripts/check_wheel.sh
+if [ "$tier" = full ]; then
+    section "wheel, from another directory"
+    bash scripts/check_wheel.sh
+    section "Python 3.11"
+    (check_python311)
+fi
+section "tests, $tier tier"
+run_pytest -m "$tests" "$@"
+section "passed: $tier tier"
