@@ -76,8 +76,8 @@ WRONG_RESULTS = {
     "row_alone": (lambda g, w, slots, rate, _: w, "must return 3 arrays.* got 1"),
     "shapes": (
         lambda g, w, slots, rate, _: (w[:2], g, g),
-        r"the row in shape \(4,\), as it was given, got \(2,\); the slot 'a_levels' in "
-        r"shape \(\), as it was given, got \(4,\)",
+        r"the row with shape \(4,\), got \(2,\); the slot 'a_levels' with shape \(\), "
+        r"got \(4,\)",
     ),
 }
 

@@ -1,4 +1,8 @@
-"""Rules are written for one array `[rows, dim]`, and work on any pytree of arrays."""
+"""Lifts a rule for one array `[rows, dim]` to pytrees of arrays.
+
+optax wrappers such as `optax.masked` and `optax.multi_transform` call a transformation
+with a pytree.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +17,15 @@ UpdateArray = Callable[[Any, Any, Any], tuple[Any, Any]]
 def for_each_array(
     init: InitArray, update: UpdateArray
 ) -> optax.GradientTransformation:
-    """Makes a transformation of pytrees out of one of single arrays.
+    """Returns a transformation of pytrees that applies a rule to each array.
 
     Args:
-      init: `params -> state`.
-      update: `(updates, state, params) -> (updates, state)`; params may be None.
+      init: `params -> state` for one array.
+      update: `(updates, state, params) -> (updates, state)` for one array; `params` may
+        be None.
 
     Returns:
-      A transformation whose state is that of `init`, per array. So it also works
-      under `optax.masked` and `optax.multi_transform`, which hand over pytrees.
+      A transformation whose state is a pytree of the states of `init`.
     """
 
     def init_tree(params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Learning rates of rules that use them inside their formula."""
+"""Learning rates inside a rule's formula."""
 
 from typing import Any
 
@@ -10,6 +10,6 @@ import optax
 def learning_rate_at(
     learning_rate: optax.ScalarOrSchedule, count: jax.Array
 ) -> jax.Array:
-    """Returns the rate of a step, counted from 0, as a float32 scalar."""
+    """Returns the learning rate of a step, counted from 0, as a float32 scalar."""
     rate: Any = learning_rate(count) if callable(learning_rate) else learning_rate
     return jnp.asarray(rate, jnp.float32)

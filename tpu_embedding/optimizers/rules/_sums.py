@@ -1,4 +1,4 @@
-"""Running sums of float32 values that lose nothing over millions of small additions."""
+"""Compensated float32 sums, exact over millions of small additions."""
 
 from typing import NamedTuple
 
@@ -7,16 +7,20 @@ import jax.numpy as jnp
 
 
 class CompensatedSum(NamedTuple):
-    """A sum as two float32: its value, and what rounding took from it.
+    """A float32 sum, and the rounding error that its value does not hold.
 
     Knuth, "The Art of Computer Programming", volume 2, section 4.2.2, theorem B.
+
+    Attributes:
+      value: the sum, rounded to float32.
+      rest: the rounding error, added to the next addend.
     """
 
     value: jax.Array
     rest: jax.Array
 
     def plus(self, addend: jax.Array) -> "CompensatedSum":
-        """Adds elementwise."""
+        """Returns the sum with `addend` added, elementwise."""
         addend = addend + self.rest
         value = self.value + addend
         added = value - self.value
@@ -25,5 +29,5 @@ class CompensatedSum(NamedTuple):
 
 
 def compensated_sum(start: jax.Array) -> CompensatedSum:
-    """Returns a sum that begins at a value."""
+    """Returns a compensated sum that starts at the given value."""
     return CompensatedSum(start, jnp.zeros_like(start))

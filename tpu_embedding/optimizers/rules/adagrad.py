@@ -27,7 +27,11 @@ WeightDecayMode = Literal["l2", "decoupled"]
 
 
 class ScaleByAdagradState(NamedTuple):
-    """`accumulators`: sums of squared gradients, `[rows, dim]` or `[rows]`."""
+    """State of `scale_by_adagrad` and `scale_by_rowwise_adagrad`.
+
+    Attributes:
+      accumulators: sums of squared gradients, `[rows, dim]`; row-wise `[rows]`.
+    """
 
     accumulators: jax.Array
 
@@ -40,16 +44,25 @@ def adagrad(
     epsilon: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Adagrad: `a += g**2; w -= learning_rate * g / sqrt(a + epsilon)`.
+    """Makes Adagrad, which divides steps by the root of the summed squared gradients.
 
-    TensorFlow: `tf.tpu.experimental.embedding.Adagrad`, which has no epsilon; Keras'
-    Adagrad is `epsilon=1e-7`. Equal to the dense rule, since a row that was not looked
-    up has gradient zero.
+    For a row `w` with the summed gradient `g`::
+
+        a += g**2
+        w -= learning_rate * g / sqrt(a + epsilon)
+
+    The slot variable `a`, `[rows, dim]`, starts at `initial_accumulator_value`.
+
+    Source: Duchi et al. (2011), as `tf.tpu.experimental.embedding.Adagrad`, which has
+    no epsilon. Keras' Adagrad is `epsilon=1e-7`.
+
+    With equal hyper-parameters the result equals `optax.adagrad` on the dense gradient,
+    because a row that the step does not look up has gradient zero.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
+      learning_rate: scalar, or schedule of the step counted from 0.
       initial_accumulator_value: start of `a`, positive.
-      epsilon: not negative.
+      epsilon: non-negative.
       **options: see `with_options`.
 
     Raises:
@@ -80,25 +93,32 @@ def rowwise_adagrad(
     weight_decay_mode: WeightDecayMode = "l2",
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Adagrad with one accumulator per row: 1 / dim of the memory.
+    """Makes Adagrad with one accumulator per row, 1 / dim of the memory.
 
-        g += weight_decay * w                             in mode "l2"
-        a += mean(g**2)                                   the mean over the row
+    For a row `w` with the summed gradient `g`::
+
+        g += weight_decay * w                                  in mode "l2"
+        a += mean(g**2)                                        mean over the row
         w -= learning_rate * g / (sqrt(a) + epsilon)
-        w -= learning_rate * weight_decay * w_before      in mode "decoupled"
+        w -= learning_rate * weight_decay * w_before           in mode "decoupled"
 
-    FBGEMM and TorchRec: `EXACT_ROWWISE_ADAGRAD` with `WeightDecayMode.L2` or
-    `DECOUPLE`, after `fbgemm_gpu/codegen/genscript/optimizers.py`. There accumulators
-    start at 0 and epsilon is 1e-8: that is `initial_accumulator_value=0.0` and
-    `epsilon=1e-8`. Rows lose weight only in steps that look them up; without weight
-    decay it equals the dense rule.
+    `w_before` is the row before the step. The slot variable `a`, `[rows]`, starts at
+    `initial_accumulator_value`.
+
+    Source: `EXACT_ROWWISE_ADAGRAD` of FBGEMM and TorchRec, with `WeightDecayMode.L2` or
+    `DECOUPLE`, in `fbgemm_gpu/codegen/genscript/optimizers.py`. FBGEMM's defaults are
+    `initial_accumulator_value=0.0` and `epsilon=1e-8`.
+
+    Rows lose weight only in steps that look them up. Without weight decay, the result
+    equals the dense rule. optax has no row-wise Adagrad.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
-      initial_accumulator_value: start of `a`, positive, or 0 with an epsilon.
-      epsilon: not negative; outside the root, unlike that of `adagrad`.
-      weight_decay: not negative.
-      weight_decay_mode: see above.
+      learning_rate: scalar, or schedule of the step counted from 0.
+      initial_accumulator_value: start of `a`, positive; 0 is allowed with an epsilon.
+      epsilon: non-negative; outside the root, unlike that of `adagrad`.
+      weight_decay: non-negative.
+      weight_decay_mode: `"l2"` adds the decay to the gradient; `"decoupled"` takes it
+        from the row.
       **options: see `with_options`.
 
     Raises:
@@ -123,7 +143,17 @@ def rowwise_adagrad(
 def scale_by_adagrad(
     initial_accumulator_value: float = 0.1, *, epsilon: float = 0.0
 ) -> optax.GradientTransformation:
-    """Divides by the root of the sum of squares so far, element by element."""
+    """Divides gradients by the root of the sum of squares, element by element.
+
+    This is `adagrad` without its learning rate and options, for `optax.chain`.
+
+    Args:
+      initial_accumulator_value: start of the accumulators, positive.
+      epsilon: added to the sum of squares, non-negative.
+
+    Raises:
+      ValueError: if a value is out of its range.
+    """
     check_hyperparameters(
         "adagrad",
         initial_accumulator_value=positive(initial_accumulator_value),
@@ -151,10 +181,21 @@ def scale_by_rowwise_adagrad(
     weight_decay: float = 0.0,
     weight_decay_mode: WeightDecayMode = "l2",
 ) -> optax.GradientTransformation:
-    """Divides by the root of the sum of the rows' mean squares so far.
+    """Divides gradients by the root of the rows' summed mean squares.
 
-    Weight decay is part of it, since in one mode it precedes and in the other follows
-    the division; see `rowwise_adagrad`.
+    This is `rowwise_adagrad` without its learning rate and options, for `optax.chain`.
+    It includes weight decay, which mode "l2" applies before the division and mode
+    "decoupled" after it.
+
+    Args:
+      initial_accumulator_value: start of the accumulators, positive; 0 is allowed with
+        an epsilon.
+      epsilon: added to the root, non-negative.
+      weight_decay: non-negative.
+      weight_decay_mode: see `rowwise_adagrad`.
+
+    Raises:
+      ValueError: if a value is out of its range.
     """
     has_epsilon = positive(epsilon).is_in_range
     decays = positive(weight_decay).is_in_range
@@ -188,7 +229,7 @@ def scale_by_rowwise_adagrad(
 
 
 class ScaleByAdagradMomentumState(NamedTuple):
-    """Slot variables `[rows, dim]`."""
+    """State of `scale_by_adagrad_momentum`: two slot variables `[rows, dim]`."""
 
     accumulators: jax.Array
     momenta: jax.Array
@@ -204,25 +245,31 @@ def adagrad_momentum(
     epsilon: float = 1e-10,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Adagrad with a momentum over the scaled gradients.
+    """Makes Adagrad with a momentum over the scaled gradients.
 
-        a += g**2                              if beta2 == 1
-        a = beta2 * a + (1 - beta2) * g**2     otherwise
+    For a row `w` with the summed gradient `g`::
+
+        a += g**2                                         if beta2 == 1
+        a = beta2 * a + (1 - beta2) * g**2                otherwise
         s = g * (a + epsilon)**(-1 / exponent)
         m = momentum * m + s
-        w -= learning_rate * m                       or, with Nesterov,
-        w -= learning_rate * (momentum * m + s)
+        w -= learning_rate * m
+        w -= learning_rate * (momentum * m + s)           instead, if use_nesterov
 
-    TensorFlow: `tf.tpu.experimental.embedding.AdagradMomentum`; the rule is that of its
-    SparseCore operation. Momenta decay only in steps that look their row up. Both slot
-    variables begin at 0, so the first step of a row is about `learning_rate * sign(g)`.
+    `s` is the scaled gradient. The slot variables `a` and `m`, `[rows, dim]`, start at
+    0. So the first step of a row is about `learning_rate * sign(g)`.
+
+    Source: `tf.tpu.experimental.embedding.AdagradMomentum`, with the formula of its
+    SparseCore operation.
+
+    The momentum decays only in steps that look its row up. optax has no such optimizer.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
-      momentum: decay of the momenta.
-      use_nesterov: see above.
-      exponent: positive.
-      beta2: decay of the accumulators; 1 sums them up.
+      learning_rate: scalar, or schedule of the step counted from 0.
+      momentum: decay of `m`, usually in [0, 1); not checked.
+      use_nesterov: True selects Nesterov's step.
+      exponent: root that divides the gradient, positive; 2 is the square root.
+      beta2: decay of `a`, usually in [0, 1]; not checked. 1 sums the squares.
       epsilon: positive.
       **options: see `with_options`.
 
@@ -247,7 +294,14 @@ def scale_by_adagrad_momentum(
     beta2: float = 1,
     epsilon: float = 1e-10,
 ) -> optax.GradientTransformation:
-    """Scales by accumulators and takes the momentum; see `adagrad_momentum`."""
+    """Scales gradients by their accumulators, then accumulates the momentum.
+
+    This is `adagrad_momentum` without its learning rate and options, for `optax.chain`.
+    Its arguments are described there.
+
+    Raises:
+      ValueError: if `exponent` or `epsilon` is not positive.
+    """
     check_hyperparameters(
         "adagrad_momentum", exponent=positive(exponent), epsilon=positive(epsilon)
     )

@@ -1,4 +1,4 @@
-"""Adam, by default with moments that move only when their row is touched ("lazy").
+"""Adam, by default lazy: moments move only when their row is touched.
 
 Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
 """
@@ -24,7 +24,13 @@ from tpu_embedding.optimizers.rules._checks import (
 
 
 class ScaleByAdamState(NamedTuple):
-    """Slot variables `[rows, dim]`, and the number of updates so far."""
+    """State of `scale_by_lazy_adam`.
+
+    Attributes:
+      count: updates so far.
+      momenta: moving averages of the gradients, `[rows, dim]`.
+      velocities: moving averages of their squares, `[rows, dim]`.
+    """
 
     count: jax.Array
     momenta: jax.Array
@@ -43,28 +49,36 @@ def adam(
     bias_correction: bool = False,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Adam as TensorFlow's TPU embeddings have it.
+    """Makes Adam as TensorFlow's TPU embedding defines it.
+
+    For a row `w` with the summed gradient `g`::
 
         m = beta_1 * m + (1 - beta_1) * g
         v = beta_2 * v + (1 - beta_2) * g**2
-        w -= learning_rate * m / sqrt(v + epsilon**2)     if sum_inside_sqrt
-        w -= learning_rate * m / (sqrt(v) + epsilon)      otherwise
+        w -= c * learning_rate * m / sqrt(v + epsilon**2)        if sum_inside_sqrt
+        w -= c * learning_rate * m / (sqrt(v) + epsilon)         otherwise
+        c = sqrt(1 - beta_2**t) / (1 - beta_1**t)     if bias_correction, else 1
 
-    TensorFlow: `tf.tpu.experimental.embedding.Adam`. It differs from `optax.adam` in
-    two ways. Moments of a row decay only in steps that look it up, unless `lazy_adam`
-    is False: then every row decays and moves in each step, at the cost of a pass over
-    the table. And there is no bias correction unless asked for; then the learning rate
-    is multiplied by `sqrt(1 - beta_2**t) / (1 - beta_1**t)` with the step t from 1, the
-    same for all rows.
+    `t` is the step, counted from 1, for all rows alike. The slot variables `m` and `v`,
+    `[rows, dim]`, start at 0.
+
+    Source: Kingma and Ba (2015), as `tf.tpu.experimental.embedding.Adam`.
+
+    It differs from `optax.adam` and Keras' Adam in three ways:
+
+    * Moments of a row decay only in steps that look the row up. `lazy_adam=False` moves
+      every row in every step, at the cost of a pass over the table.
+    * There is no bias correction unless `bias_correction=True`.
+    * Epsilon is inside the root unless `sum_inside_sqrt=False`.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
-      beta_1: decay of the momenta, in [0, 1).
-      beta_2: decay of the velocities, in [0, 1).
+      learning_rate: scalar, or schedule of the step counted from 0.
+      beta_1: decay of `m`, in [0, 1).
+      beta_2: decay of `v`, in [0, 1).
       epsilon: positive.
-      lazy_adam: see above.
-      sum_inside_sqrt: where epsilon is added, see above.
-      bias_correction: see above.
+      lazy_adam: False moves every row in every step, as dense Adam does.
+      sum_inside_sqrt: True adds epsilon inside the root.
+      bias_correction: True multiplies the learning rate by `c`.
       **options: see `with_options`.
 
     Raises:
@@ -79,8 +93,9 @@ def adam(
     """
     if not lazy_adam and not options.get("use_gradient_accumulation", True):
         raise ValueError(
-            "adam moves every row with lazy_adam=False, so it needs the sum of each "
-            "row's gradients: use_gradient_accumulation must be True, got False."
+            "adam: lazy_adam=False moves every row once by its summed gradient, so "
+            "use_gradient_accumulation must be True, got False. Leave it out, or set "
+            "lazy_adam=True."
         )
     rule = optax.chain(
         scale_by_lazy_adam(
@@ -104,7 +119,14 @@ def scale_by_lazy_adam(
     sum_inside_sqrt: bool = True,
     bias_correction: bool = False,
 ) -> optax.GradientTransformation:
-    """Scales by the moments of Adam; see `adam`."""
+    """Scales gradients by Adam's moments, of touched rows only.
+
+    This is `adam` without its learning rate, `lazy_adam` and options, for
+    `optax.chain`. Its arguments are described there.
+
+    Raises:
+      ValueError: if a value is out of its range.
+    """
     check_hyperparameters(
         "adam",
         beta_1=fraction_below_one(beta_1),

@@ -1,4 +1,4 @@
-"""The rule that writes instead of learning."""
+"""Assignment: rows are set instead of trained."""
 
 from typing import Any
 
@@ -7,16 +7,22 @@ import optax
 
 
 def assign() -> optax.GradientTransformation:
-    """Sets each looked-up row to its gradient: `w = g`.
+    """Makes the optimizer that sets each touched row to its gradient.
 
-    So the row becomes the sum of the gradients of its ids in the step, over samples,
-    features and devices; a row whose gradient is 0 becomes 0, one that was not looked
-    up stays. No slot variables and no learning rate. TensorFlow: `AssignParameters` of
-    the TPU embeddings' protocol buffer. Under `in_sequence` the last occurrence of an
-    id wins, where TensorFlow promises none.
+    For a row `w` with the summed gradient `g`::
 
-    Rows are updated by adding `g - w`, so they equal g to within the float32 rounding
-    of the larger of g and the old row.
+        w = g
+
+    The sum is over samples, features and devices. A row with gradient 0 becomes 0. A
+    row that the step does not look up stays. There are no slot variables and no
+    learning rate.
+
+    Source: `AssignParameters` of TensorFlow's `optimization_parameters.proto`. Under
+    `in_sequence` the last occurrence of an id wins; TensorFlow promises no order. optax
+    has no such transformation.
+
+    Rows are updated by adding `g - w`. They equal `g` to within the float32 rounding of
+    the larger of `g` and the old row.
 
     Example:
       >>> optimizer = assign()

@@ -21,7 +21,7 @@ from tpu_embedding.optimizers.rules._rates import learning_rate_at
 
 
 class BoundedAdagradState(NamedTuple):
-    """Slot variable `[rows, dim]`, and the number of updates so far."""
+    """State of `bounded_adagrad`: slot variable `[rows, dim]`, and count of updates."""
 
     count: jax.Array
     accumulators: jax.Array
@@ -36,25 +36,33 @@ def bounded_adagrad(
     max_accumulator: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Adagrad whose accumulators and steps have upper bounds.
+    """Makes Adagrad with upper bounds on accumulators and steps.
 
-        a' = min(a + g**2, max_accumulator)
-        s = learning_rate * g / sqrt(a)      or of a' if update_accumulator_first
+    For a row `w` with the summed gradient `g`::
+
+        a_new = min(a + g**2, max_accumulator)
+        s = learning_rate * g / sqrt(a)
+        s = learning_rate * g / sqrt(a_new)       instead, if update_accumulator_first
         w -= clip(s, -max_var_update, max_var_update)
 
-    and `a'` is kept. A bound of 0 is none; without bounds and with
-    `update_accumulator_first` it is `adagrad`. TensorFlow: `BoundedAdagradParameters`
-    of the TPU embeddings' protocol buffer. No source of the update is public: this is
-    a reading of that text, in which `max_var_update` bounds the step of a variable,
-    and the accumulator takes the gradient as it is.
+    A bound of 0 means no bound. The slot variable `a`, `[rows, dim]`, starts at
+    `initial_accumulator_value`, and `a_new` is its next value.
+
+    Source: `BoundedAdagradParameters` of TensorFlow's `optimization_parameters.proto`.
+    Its update is not public. This rule is a reading of that file's comments:
+    `max_var_update` bounds the step `s`, and the accumulator takes the unclipped
+    gradient.
+
+    Without bounds, and with `update_accumulator_first`, it equals `adagrad` and
+    `optax.adagrad` with an epsilon of 0.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
+      learning_rate: scalar, or schedule of the step counted from 0.
       initial_accumulator_value: start of `a`, positive.
-      update_accumulator_first: see above.
-      max_var_update: largest change of an element in one step, not negative.
-      max_accumulator: largest accumulator, not negative. One that starts above it
-        drops to it in its first update.
+      update_accumulator_first: True divides by the root of the new accumulator.
+      max_var_update: largest change of an element in one step, non-negative.
+      max_accumulator: largest accumulator, non-negative. A larger initial value drops
+        to it in the row's first update.
       **options: see `with_options`.
 
     Raises:
@@ -96,6 +104,6 @@ def bounded_adagrad(
 
 
 def _or_infinite(bound: Any) -> jax.Array:
-    """Returns a bound in which 0 stands for none."""
+    """Returns the bound, with 0 replaced by infinity."""
     bound = jnp.asarray(bound, jnp.float32)
     return jnp.where(bound > 0, bound, jnp.inf)

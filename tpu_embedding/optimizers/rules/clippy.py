@@ -1,4 +1,4 @@
-"""Clippy: Adagrad whose step is scaled down where it would change a table too fast.
+"""Clippy: Adagrad that shortens a table's step where values would change too fast.
 
 Tang et al., "Improving Training Stability for Multitask Ranking Models in Recommender
 Systems" (KDD 2023).
@@ -26,7 +26,7 @@ from tpu_embedding.optimizers.table_rows import table_rows
 
 
 class ClippyAdagradState(NamedTuple):
-    """Slot variable `[rows, dim]`, and the number of updates so far."""
+    """State of `clippy_adagrad`: slot variable `[rows, dim]`, and count of updates."""
 
     count: jax.Array
     accumulators: jax.Array
@@ -44,31 +44,40 @@ def clippy_adagrad(
     clip_accumulator_update: bool = False,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Adagrad with Clippy's scaling of the step.
+    """Makes Adagrad whose step is shortened where values would change too fast.
+
+    For a row `w` with the summed gradient `g`::
 
         p = 1 / sqrt(a + epsilon)
         d = learning_rate * g * p
         bound = (abs(w) * variable_relative_threshold
                  + p * accumulator_relative_threshold + absolute_threshold)
-        scale = min(1, min of bound / abs(d) over d != 0)
+        scale = min(1, min(bound / abs(d)))
         w -= scale * d
-        a += g**2                    or (scale * g)**2 with `clip_accumulator_update`
+        a += g**2
+        a += (scale * g)**2                        instead, if clip_accumulator_update
 
-    The inner minimum is over all elements of the table that the step touches, an
-    all-reduce of one number per table. The a in p is that before the step, or with
-    `use_standard_accumulator_update` that after it. TensorFlow Recommenders:
-    `tfrs.experimental.optimizers.ClippyAdagrad`. Equal to the dense rule, since a row
-    that was not looked up has gradient zero.
+    The inner minimum is over the elements of the whole table whose step `d` is not 0.
+    It takes an all-reduce of one scalar per table. `p` uses `a` from before the step;
+    with `use_standard_accumulator_update` it uses `a` from after it. The slot variable
+    `a`, `[rows, dim]`, starts at `initial_accumulator_value`.
+
+    Source: Tang et al. (2023), as `tfrs.experimental.optimizers.ClippyAdagrad` of
+    TensorFlow Recommenders.
+
+    The result equals the dense rule, because a row that the step does not look up has
+    gradient zero. optax has no Clippy.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
-      initial_accumulator_value: start of a, not negative.
-      variable_relative_threshold: not negative.
-      accumulator_relative_threshold: not negative.
-      absolute_threshold: not negative.
+      learning_rate: scalar, or schedule of the step counted from 0.
+      initial_accumulator_value: start of `a`, non-negative.
+      variable_relative_threshold: non-negative.
+      accumulator_relative_threshold: non-negative.
+      absolute_threshold: non-negative.
       epsilon: positive.
-      use_standard_accumulator_update: see above.
-      clip_accumulator_update: see above; excludes the former.
+      use_standard_accumulator_update: True adds the squares before the step.
+      clip_accumulator_update: True adds the squares of the scaled gradient. Excludes
+        `use_standard_accumulator_update`.
       **options: see `with_options`.
 
     Raises:
@@ -91,8 +100,9 @@ def clippy_adagrad(
     )
     if use_standard_accumulator_update and clip_accumulator_update:
         raise ValueError(
-            "clippy_adagrad takes one of use_standard_accumulator_update, which needs "
-            "the accumulator before the scale is known, and clip_accumulator_update."
+            "clippy_adagrad: at most one of use_standard_accumulator_update and "
+            "clip_accumulator_update may be True, got both. The former updates the "
+            "accumulator before the scale is known; set one of them to False."
         )
 
     def init(params: Any) -> Any:
@@ -113,11 +123,11 @@ def clippy_adagrad(
             + preconditioner * accumulator_relative_threshold
             + absolute_threshold
         )
-        # Elements without a step bound nothing.
+        # An element whose step is 0 sets no bound.
         is_moved = step != 0
         ratio = jnp.where(is_moved, bound / jnp.where(is_moved, jnp.abs(step), 1), 1)
-        least = rows.minimum(jnp.min(ratio, axis=1, initial=1))
-        scale = rows.per_row(jnp.minimum(1, least))[:, None]
+        min_ratio = rows.minimum(jnp.min(ratio, axis=1, initial=1))
+        scale = rows.per_row(jnp.minimum(1, min_ratio))[:, None]
         if not use_standard_accumulator_update:
             added = scale * updates if clip_accumulator_update else updates
             accumulators = accumulators + jnp.square(added)

@@ -1,7 +1,7 @@
-"""Rules that count how often a row is looked up.
+"""Optimizers that count lookups of each row.
 
-One makes the steps of rare rows longer, the other keeps the mean number of steps
-between two lookups of a row as the row itself.
+`frequency_aware_adagrad` takes longer steps for rare rows. `frequency_estimator`
+stores, as the row itself, the mean number of steps between two lookups.
 """
 
 from typing import Any, NamedTuple, Unpack
@@ -27,7 +27,13 @@ from tpu_embedding.optimizers.rules._rates import learning_rate_at
 
 
 class FrequencyAwareAdagradState(NamedTuple):
-    """Slots `accumulators` `[rows, dim]` and `counters` `[rows]`; updates so far."""
+    """State of `frequency_aware_adagrad`.
+
+    Attributes:
+      count: updates so far.
+      accumulators: sums of squared gradients, `[rows, dim]`.
+      counters: lookups of each row so far, `[rows]`, int32.
+    """
 
     count: jax.Array
     accumulators: jax.Array
@@ -46,31 +52,35 @@ def frequency_aware_adagrad(
     accumulator_decay: float = 1.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Adagrad with longer steps for rows that are looked up rarely ("F2A").
+    """Makes Adagrad with longer steps for rows that are looked up rarely ("F2A").
 
-    With t the step, from 1:
+    For a row `w` with the summed gradient `g`, in step `t` counted from 1::
 
         c += 1
         a = max(accumulator_decay * a + g**2, initial_accumulator_value)
         k = min((t / c)**probability_exponent, max_lr_multiplier)
         w -= learning_rate * (k * g / sqrt(a) + l1 * sign(w) + l2 * w)
 
-    So `c / t` is the share of the steps that looked the row up, and a row of every
-    step has k = 1. TensorFlow: `FrequencyAwareAdagradParameters` of the TPU
-    embeddings' protocol buffer, whose comment divides by the accumulator where the
-    counter is meant, and multiplies by the gradient twice. This is the rule of
-    jax-tpu-embedding, `sparse_dense_matmul_grad_with_f2a`, and of that comment decay
-    and floor of the accumulator, which have no effect at a decay of 1. One counter per
-    row is kept, where those keep one per element, all equal. Rows are regularised only
-    in steps that look them up.
+    `c / t` is the fraction of steps that looked the row up. A row that every step looks
+    up has the multiplier `k = 1`. The slot variable `a`, `[rows, dim]`, starts at
+    `initial_accumulator_value`. The slot variable `c`, `[rows]`, int32, starts at 0.
+
+    Source: `sparse_dense_matmul_grad_with_f2a` of jax-tpu-embedding. The decay and the
+    floor of `a` come from `FrequencyAwareAdagradParameters` of TensorFlow's
+    `optimization_parameters.proto`; at a decay of 1 they have no effect. The comment of
+    that message has two misprints: it divides by the accumulator instead of the
+    counter, and multiplies by the gradient twice.
+
+    Both sources keep one counter per element, all equal. This rule keeps one per row.
+    Rows are regularised only in steps that look them up. optax has no such optimizer.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
-      initial_accumulator_value: start and floor of `a`, positive.
-      probability_exponent: not negative; 0 is plain Adagrad.
+      learning_rate: scalar, or schedule of the step counted from 0.
+      initial_accumulator_value: start and lower bound of `a`, positive.
+      probability_exponent: non-negative; 0 gives plain Adagrad.
       max_lr_multiplier: upper bound of `k`, positive.
-      l1: not negative.
-      l2: not negative.
+      l1: strength of L1 regularisation, non-negative.
+      l2: strength of L2 regularisation, non-negative.
       accumulator_decay: in [0, 1].
       **options: see `with_options`.
 
@@ -120,7 +130,12 @@ def frequency_aware_adagrad(
 
 
 class FrequencyEstimatorState(NamedTuple):
-    """Slot `last_hit_step` `[rows]`, 0 for never, and the number of updates so far."""
+    """State of `frequency_estimator`.
+
+    Attributes:
+      count: updates so far.
+      last_hit_step: step of the last lookup, from 1, `[rows]`, int32; 0 means never.
+    """
 
     count: jax.Array
     last_hit_step: jax.Array
@@ -132,28 +147,34 @@ def frequency_estimator(
     outlier_threshold: float,
     weight_exponent: float = 1.0,
 ) -> optax.GradientTransformation:
-    """Keeps, as the row, the mean number of steps between two lookups of it.
+    """Makes the optimizer that stores the mean interval between lookups as the row.
 
-    For tables of dim 1. With t the step, from 1, and D the row:
+    It is for tables of dim 1. For a row `w`, in step `t` counted from 1::
 
         d = t - last_hit_step
         c = min(d, max_delta)
-        D = c if d >= outlier_threshold * D else (1 - tau) * D + tau * c
+        w = c                                          if d >= outlier_threshold * w
+        w = (1 - tau) * w + tau * c                    otherwise
         last_hit_step = t
 
-    The gradient is ignored: D is looked up like any row, and changes in the steps that
-    look it up. The table must start at `max_delta`, which is its initializer's task:
+    `d` is the interval since the row's last lookup, in steps, and `c` the bounded
+    interval. The slot variable `last_hit_step`, `[rows]`, int32, starts at 0.
+
+    The gradient is ignored. The row is looked up like any other, and changes in the
+    steps that look it up. The table must start at `max_delta`; set its initializer:
     `TableConfig(..., dim=1, initializer=jax.nn.initializers.constant(max_delta))`.
-    TensorFlow: `FrequencyEstimatorParameters` of the TPU embeddings' protocol buffer,
-    where the step comes in as the learning rate; here the rule counts its own updates.
+
+    Source: `FrequencyEstimatorParameters` of TensorFlow's
+    `optimization_parameters.proto`. There the learning rate passes the step; here the
+    rule counts its own updates. optax has no such transformation.
 
     Args:
       tau: weight of the newest interval, in (0, 1).
       max_delta: longest interval that is averaged, in steps, positive.
-      outlier_threshold: an interval this many times longer than D replaces it;
+      outlier_threshold: an interval at least this many times the row replaces it;
         positive.
-      weight_exponent: the fourth of TensorFlow's parameters. The update does not
-        depend on it: it is for `frequency_weights`, which is where it is applied.
+      weight_exponent: TensorFlow's fourth parameter, without effect on the update. Pass
+        it to `frequency_weights`, which applies it.
 
     Raises:
       ValueError: if a value is out of its range, or the table's dim is not 1.
@@ -176,9 +197,9 @@ def frequency_estimator(
     def init(params):
         if params.shape[1:] != (1,):
             raise ValueError(
-                "frequency_estimator keeps one number per row, so TableConfig.dim must "
-                f"be 1, got rows of shape {params.shape[1:]}. Use a table of its own "
-                "for it, with the same vocabulary_size."
+                "frequency_estimator stores one scalar per row, so TableConfig.dim "
+                f"must be 1, got rows of shape {params.shape[1:]}. Give it a table of "
+                "its own with the same vocabulary_size."
             )
         return FrequencyEstimatorState(
             count=jnp.zeros((), jnp.int32),
@@ -204,21 +225,21 @@ def frequency_estimator(
 def frequency_weights(
     deltas: jax.Array, max_delta: float, weight_exponent: float = 1.0
 ) -> jax.Array:
-    """Makes weights out of looked-up rows of `frequency_estimator`.
+    """Returns sample weights from looked-up rows of a `frequency_estimator` table.
 
-    `(D / max_delta)**weight_exponent`: 1 for ids never seen, smaller for frequent ones.
-    TensorFlow names the formula, but not where it is applied. Here that is the model's
-    part: look the ids up in the estimator's table, and multiply what they stand for by
-    these weights.
+    The weight of an interval `delta` is `(delta / max_delta)**weight_exponent`. It is 1
+    for ids never seen, and smaller for frequent ids. TensorFlow documents the formula,
+    but not its place in the model. Multiply the embeddings, or the losses, of the same
+    ids by these weights.
 
     Args:
-      deltas: activations of a table with a `frequency_estimator`, one id per sample,
-        of any shape.
-      max_delta: as for the estimator.
-      weight_exponent: the power.
+      deltas: activations of a table with a `frequency_estimator`, one id per sample, of
+        any shape.
+      max_delta: the value given to `frequency_estimator`.
+      weight_exponent: the exponent.
 
     Returns:
-      Weights of the shape of `deltas`. No gradient flows through them.
+      Weights in the shape of `deltas`. No gradient flows through them.
 
     Example:
       >>> frequency_weights(jnp.array([100.0, 25.0]), 100.0, 0.5).tolist()

@@ -1,4 +1,4 @@
-"""Follow the regularised leader, proximal, per coordinate.
+"""FTRL-Proximal: follow the regularised leader, per coordinate.
 
 McMahan et al., "Ad Click Prediction: a View from the Trenches" (KDD 2013).
 """
@@ -27,7 +27,7 @@ from tpu_embedding.optimizers.rules._regularization import ftrl_rows
 
 
 class FTRLState(NamedTuple):
-    """Slot variables `[rows, dim]`, and the number of updates so far."""
+    """State of `ftrl`: slot variables `[rows, dim]`, and count of updates."""
 
     count: jax.Array
     accumulators: jax.Array
@@ -48,36 +48,41 @@ def ftrl(
     l2_shrinkage_regularization_strength: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """FTRL: the row is computed anew from its slots in each update.
+    """Makes FTRL-Proximal, which recomputes the row from its slot variables.
 
-    With `p = -learning_rate_power`, `lr` the learning rate, and `d = a'**p - a**p`,
+    For a row `w` with the summed gradient `g`, `lr = learning_rate`,
+    `p = -learning_rate_power`, and `l1`, `l2`, `s` the three strengths::
 
-        a' = a + g**2
-        l += g - d * w / lr
-        w = (clip(l, -l1, l1) - l) / ((a'**p + beta) / lr + 2 * l2)
+        a_new = a + g**2
+        l += g + 2 * s * w - (a_new**p - a**p) * w / lr
+        w = (clip(l, -l1, l1) - l) / ((a_new**p + beta) / lr + 2 * l2)
 
-    or, with `multiply_linear_by_learning_rate`, which allows a rate of 0,
+    With `multiply_linear_by_learning_rate`, `lr` may be 0::
 
-        l += lr * g - d * w
-        w = (clip(l, -lr * l1, lr * l1) - l) / (a'**p + beta + 2 * lr * l2)
+        l += lr * (g + 2 * s * w) - (a_new**p - a**p) * w
+        w = (clip(l, -lr * l1, lr * l1) - l) / (a_new**p + beta + 2 * lr * l2)
 
-    A denominator of 0 gives a row of 0. With shrinkage `s`, the `g` of `l` (not of
-    `a`) is `g + 2 * s * w`. TensorFlow: `tf.tpu.experimental.embedding.FTRL`, and
-    the kernels `ResourceSparseApplyFtrl` and `...V2MultiplyLinearByLr`. The first
-    update of a row forgets its initial value, since `l` begins at 0.
+    A denominator of 0 gives a row of 0. The slot variables `a` and `l` are
+    `[rows, dim]`. `a` starts at `initial_accumulator_value`, and `a_new` is its next
+    value. `l` starts at 0, so the first update of a row discards its initial value.
+
+    Source: McMahan et al. (2013), as `tf.tpu.experimental.embedding.FTRL`, and the
+    kernels `ResourceSparseApplyFtrl` and `ResourceSparseApplyFtrlV2MultiplyLinearByLr`.
+    optax has no FTRL.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
-      learning_rate_power: 0 or below.
-      l1_regularization_strength: `l1`, not negative.
-      l2_regularization_strength: `l2`, not negative.
-      beta: not negative.
+      learning_rate: scalar, or schedule of the step counted from 0. It must not be 0
+        unless `multiply_linear_by_learning_rate`; not checked.
+      learning_rate_power: at most 0.
+      l1_regularization_strength: `l1`, non-negative.
+      l2_regularization_strength: `l2`, non-negative.
+      beta: non-negative.
       initial_accumulator_value: start of `a`, positive.
-      multiply_linear_by_learning_rate: see above.
+      multiply_linear_by_learning_rate: True selects the second pair of equations.
       allow_zero_accumulator: allows an `initial_accumulator_value` of 0. TensorFlow's
-        class refuses that even so, though its documentation allows it.
-      l2_shrinkage_regularization_strength: `s`, of Keras' and TensorFlow's FTRL on
-        CPU; not negative.
+        class refuses 0 even so, although its documentation allows it.
+      l2_shrinkage_regularization_strength: `s`, non-negative. Keras and TensorFlow's
+        CPU kernels have it.
       **options: see `with_options`.
 
     Raises:
@@ -137,6 +142,6 @@ def ftrl(
 
 
 def _power(values: jax.Array, exponent: float) -> jax.Array:
-    """Raises to a power, the square root by its own operation, which is exact."""
+    """Raises to a power; the square root uses its own operation, which is exact."""
     is_half = not isinstance(exponent, Tracer) and exponent == 0.5
     return jnp.sqrt(values) if is_half else jnp.power(values, exponent)

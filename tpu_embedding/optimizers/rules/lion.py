@@ -21,17 +21,25 @@ def lion(
     beta_2: float = 0.99,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Lion: `w -= learning_rate * sign(beta_1 * m + (1 - beta_1) * g)`.
+    """Makes Lion, which steps by the sign of an interpolated momentum.
 
-    Then `m = beta_2 * m + (1 - beta_2) * g`. TensorFlow: `LionParameters` of the TPU
-    embeddings' protocol buffer, lazy; `every_row(lion(...))` is what it has as
-    `use_non_lazy_lion`. Slot variable: `m`, `[rows, dim]`, from 0. `optax.lion` adds
-    weight decay.
+    For a row `w` with the summed gradient `g`::
+
+        w -= learning_rate * sign(beta_1 * m + (1 - beta_1) * g)
+        m = beta_2 * m + (1 - beta_2) * g
+
+    The slot variable `m`, `[rows, dim]`, starts at 0.
+
+    Source: Chen et al. (2023), as `LionParameters` of TensorFlow's
+    `optimization_parameters.proto`.
+
+    `m` decays only in steps that look its row up. `every_row(lion(...))` is
+    TensorFlow's `use_non_lazy_lion`, and Keras' Lion. `optax.lion` also decays weights.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
-      beta_1: weight of the momentum in the update.
-      beta_2: decay of the momentum.
+      learning_rate: scalar, or schedule of the step counted from 0.
+      beta_1: weight of the momentum in the step, usually in [0, 1); not checked.
+      beta_2: decay of the momentum, usually in [0, 1); not checked.
       **options: see `with_options`.
 
     Example:

@@ -1,8 +1,8 @@
 """Gradient descent with momentum.
 
-Polyak, "Some methods of speeding up the convergence of iteration methods" (1964);
-Sutskever et al., "On the importance of initialization and momentum in deep learning"
-(ICML 2013) for Nesterov's.
+Polyak, "Some methods of speeding up the convergence of iteration methods" (1964).
+Nesterov's variant follows Sutskever et al., "On the importance of initialization and
+momentum in deep learning" (ICML 2013).
 """
 
 from typing import Unpack
@@ -23,18 +23,27 @@ def momentum(
     use_nesterov: bool = False,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Momentum: `m = momentum * m + g; w -= learning_rate * m`.
+    """Makes gradient descent with momentum.
 
-    With Nesterov, `w -= learning_rate * (g + momentum * m)`. TensorFlow:
-    `MomentumParameters` of the TPU embeddings' protocol buffer, and the kernel
-    `ResourceSparseApplyMomentum`. Slot variable: `m`, `[rows, dim]`, from 0; it decays
-    only in steps that look its row up. Keras' SGD with momentum moves every row: that
-    is `every_row(momentum(...))`, at a constant learning rate.
+    For a row `w` with the summed gradient `g`::
+
+        m = momentum * m + g
+        w -= learning_rate * m
+        w -= learning_rate * (g + momentum * m)           instead, if use_nesterov
+
+    The slot variable `m`, `[rows, dim]`, starts at 0.
+
+    Source: `MomentumParameters` of TensorFlow's `optimization_parameters.proto`, and
+    its kernel `ResourceSparseApplyMomentum`.
+
+    `m` decays only in steps that look its row up. `optax.sgd(momentum=...)` and Keras'
+    SGD move every row in every step. At a constant learning rate,
+    `every_row(momentum(...))` gives their result.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
-      momentum: decay of `m`.
-      use_nesterov: see above.
+      learning_rate: scalar, or schedule of the step counted from 0.
+      momentum: decay of `m`, usually in [0, 1); not checked.
+      use_nesterov: True selects Nesterov's step.
       **options: see `with_options`.
 
     Example:

@@ -25,7 +25,7 @@ from tpu_embedding.optimizers.rules._regularization import proximal_step
 
 
 class ProximalAdagradState(NamedTuple):
-    """Slot variable `[rows, dim]`, and the number of updates so far."""
+    """State of `proximal_adagrad`: slot variable `[rows, dim]`, count of updates."""
 
     count: jax.Array
     accumulators: jax.Array
@@ -39,21 +39,28 @@ def proximal_adagrad(
     initial_accumulator_value: float = 0.1,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Adagrad followed by a proximal step.
+    """Makes Adagrad followed by a proximal step, which shrinks rows towards zero.
+
+    For a row `w` with the summed gradient `g`::
 
         a += g**2
         eta = learning_rate / sqrt(a)
         z = w - eta * g
         w = sign(z) * max(abs(z) - eta * l1, 0) / (1 + eta * l2)
 
-    TensorFlow: `ProximalAdagradParameters` of the TPU embeddings' protocol buffer; the
-    kernel `ResourceSparseApplyProximalAdagrad`. Rows are regularised only in steps that
-    look them up.
+    `z` is the row after Adagrad's step, whose size is `eta`. The slot variable `a`,
+    `[rows, dim]`, starts at `initial_accumulator_value`.
+
+    Source: Duchi and Singer (2009), as `ProximalAdagradParameters` of TensorFlow's
+    `optimization_parameters.proto`, and its kernel
+    `ResourceSparseApplyProximalAdagrad`.
+
+    Rows are regularised only in steps that look them up. optax has no such optimizer.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
-      l1: not negative.
-      l2: not negative.
+      learning_rate: scalar, or schedule of the step counted from 0.
+      l1: strength of L1 regularisation, non-negative.
+      l2: strength of L2 regularisation, non-negative.
       initial_accumulator_value: start of `a`, positive.
       **options: see `with_options`.
 

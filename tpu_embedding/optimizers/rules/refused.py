@@ -1,10 +1,10 @@
-"""Optimizers of TensorFlow that are known by name only."""
+"""Optimizers of TensorFlow whose update formula is not public."""
 
 from typing import Any, NoReturn
 
 
 def mdl_adagrad_light(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuses TensorFlow's MDL Adagrad Light, whose update is not published.
+    """Refuses TensorFlow's MDL Adagrad Light, because its update is not published.
 
     Raises:
       NotImplementedError: always, with the reason and what to use instead.
@@ -16,10 +16,9 @@ def mdl_adagrad_light(*args: Any, **kwargs: Any) -> NoReturn:
     """
     del args, kwargs
     raise NotImplementedError(
-        "MDL Adagrad Light is not available: TensorFlow's MdlAdagradLightParameters "
-        "names twelve fields, but neither TensorFlow nor the paper that it cites "
-        "(Shamir, 'Minimum Description Length (MDL) Regularization for Online "
-        "Learning', 2015) states the update formula, and a guess would train "
-        "something else under its name. Use tpu_embedding.optimizers.adagrad or "
-        "rowwise_adagrad."
+        "mdl_adagrad_light is not available, because its update formula is not public. "
+        "TensorFlow's MdlAdagradLightParameters has twelve fields, but neither "
+        "TensorFlow nor the paper that it cites states the update formula (Shamir, "
+        "'Minimum Description Length (MDL) Regularization for Online Learning', 2015). "
+        "Use tpu_embedding.optimizers.adagrad or rowwise_adagrad."
     )

@@ -1,7 +1,8 @@
-"""RMSProp, plain and centred, and Adadelta.
+"""RMSProp, plain and centered, and Adadelta.
 
-Tieleman and Hinton, "Lecture 6.5 - RMSProp" (2012); Graves, "Generating Sequences With
-Recurrent Neural Networks" (2013) for the centred one; Zeiler, "ADADELTA" (2012).
+Tieleman and Hinton, "Lecture 6.5 - RMSProp" (2012). The centered form follows Graves,
+"Generating Sequences With Recurrent Neural Networks" (2013). Adadelta follows Zeiler,
+"ADADELTA: An Adaptive Learning Rate Method" (2012).
 """
 
 from typing import Any, NamedTuple, Unpack
@@ -21,7 +22,14 @@ from tpu_embedding.optimizers.rules._rates import learning_rate_at
 
 
 class RMSPropState(NamedTuple):
-    """Slot variables `[rows, dim]`; `mg` is None unless centred."""
+    """State of `rmsprop`.
+
+    Attributes:
+      count: updates so far.
+      ms: moving averages of squared gradients, `[rows, dim]`.
+      mom: momenta of the steps, `[rows, dim]`.
+      mg: moving averages of gradients, `[rows, dim]`; None unless centered.
+    """
 
     count: jax.Array
     ms: jax.Array
@@ -40,25 +48,32 @@ def rmsprop(
     centered: bool = False,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """RMSProp with momentum.
+    """Makes RMSProp with momentum.
+
+    For a row `w` with the summed gradient `g`::
 
         ms = rho * ms + (1 - rho) * g**2
-        mg = rho * mg + (1 - rho) * g             if centered, else 0
+        mg = rho * mg + (1 - rho) * g                     if centered, else 0
         mom = momentum * mom + learning_rate * g / sqrt(ms - mg**2 + epsilon)
         w -= mom
 
-    TensorFlow: `RmsPropParameters` and `CenteredRmsPropParameters` of the TPU
-    embeddings' protocol buffer; the kernels `ResourceSparseApplyRMSProp` and
-    `ResourceSparseApplyCenteredRMSProp`. Slots decay only in steps that look their
-    row up. TensorFlow 1 began `ms` at 1, Keras at 0.
+    The slot variables `ms`, `mom` and `mg` are `[rows, dim]`. `ms` starts at
+    `initial_ms`, the others at 0. `mg` is a slot variable only if centered.
+
+    Source: Tieleman and Hinton (2012), as `RmsPropParameters` and
+    `CenteredRmsPropParameters` of TensorFlow's `optimization_parameters.proto`, and its
+    kernels `ResourceSparseApplyRMSProp` and `ResourceSparseApplyCenteredRMSProp`.
+
+    Slot variables decay only in steps that look their row up; `optax.rmsprop` and Keras
+    move every row. TensorFlow 1 started `ms` at 1, Keras at 0.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
-      rho: decay of `ms` and `mg`.
-      momentum: decay of `mom`.
-      epsilon: not negative.
-      initial_ms: start of `ms`, not negative.
-      centered: see above.
+      learning_rate: scalar, or schedule of the step counted from 0.
+      rho: decay of `ms` and `mg`, usually in [0, 1); not checked.
+      momentum: decay of `mom`, usually in [0, 1); not checked.
+      epsilon: non-negative.
+      initial_ms: start of `ms`, non-negative.
+      centered: True subtracts the squared mean of the gradient.
       **options: see `with_options`.
 
     Raises:
@@ -97,7 +112,7 @@ def rmsprop(
 
 
 class AdadeltaState(NamedTuple):
-    """Slot variables `[rows, dim]`: mean squares of gradients and of updates."""
+    """State of `adadelta`: mean squares of gradients and updates, `[rows, dim]`."""
 
     accumulators: jax.Array
     updates: jax.Array
@@ -110,20 +125,27 @@ def adadelta(
     epsilon: float = 1e-7,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Adadelta.
+    """Makes Adadelta, which scales gradients to the size of the past updates.
+
+    For a row `w` with the summed gradient `g`::
 
         a = rho * a + (1 - rho) * g**2
         x = g * sqrt(u + epsilon) / sqrt(a + epsilon)
         u = rho * u + (1 - rho) * x**2
         w -= learning_rate * x
 
-    TensorFlow: `AdadeltaParameters` of the TPU embeddings' protocol buffer; the kernel
-    `ResourceSparseApplyAdadelta`. Slots decay only in steps that look their row up.
+    `x` is the update. The slot variables `a` and `u`, `[rows, dim]`, start at 0.
+
+    Source: Zeiler (2012), as `AdadeltaParameters` of TensorFlow's
+    `optimization_parameters.proto`, and its kernel `ResourceSparseApplyAdadelta`.
+
+    Slot variables decay only in steps that look their row up; `optax.adadelta` and
+    Keras move every row.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
-      rho: decay of both slots.
-      epsilon: not negative.
+      learning_rate: scalar, or schedule of the step counted from 0.
+      rho: decay of both slot variables, usually in [0, 1); not checked.
+      epsilon: non-negative.
       **options: see `with_options`.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Rules that keep one number per row, or scale a row's step by its norm, of FBGEMM.
+"""FBGEMM's optimizers that keep one scalar per row, or scale a step by the row's norm.
 
-The formulas are those of `fbgemm_gpu/codegen/genscript/optimizers.py`, the names those
-of `fbgemm_gpu.split_embedding_configs.EmbOptimType`, which TorchRec uses. As there,
-slots decay only in steps that look their row up, while bias correction counts all
-steps.
+The formulas follow `fbgemm_gpu/codegen/genscript/optimizers.py`. The names follow
+`fbgemm_gpu.split_embedding_configs.EmbOptimType`, which TorchRec uses. As in FBGEMM,
+slot variables decay only in steps that look their row up, while bias correction counts
+all steps.
 """
 
 from typing import Any, Literal, NamedTuple, Unpack
@@ -38,24 +38,29 @@ def partial_rowwise_adam(
     weight_decay: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Adam with one velocity per row, and bias correction.
+    """Makes Adam with one velocity per row, and bias correction.
 
-    With t the step, from 1, and the mean over the row:
+    For a row `w` with the summed gradient `g`, in step `t` counted from 1::
 
         m = beta_1 * m + (1 - beta_1) * g
-        v = beta_2 * v + (1 - beta_2) * mean(g**2)
+        v = beta_2 * v + (1 - beta_2) * mean(g**2)             mean over the row
         u = m / (1 - beta_1**t) / (sqrt(v / (1 - beta_2**t)) + epsilon)
         w -= learning_rate * (u + weight_decay * w)
 
-    FBGEMM: `PARTIAL_ROWWISE_ADAM`, with its defaults. Lazy: a row that is not looked
-    up keeps moments and values, and does not lose weight.
+    `u` is Adam's step. The slot variables `m`, `[rows, dim]`, and `v`, `[rows]`, start
+    at 0.
+
+    Source: `PARTIAL_ROWWISE_ADAM` of FBGEMM, with its defaults.
+
+    A row that the step does not look up keeps its moments and values, and loses no
+    weight. optax has no row-wise Adam.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
-      beta_1: decay of the momenta, in [0, 1).
-      beta_2: decay of the velocities, in [0, 1).
+      learning_rate: scalar, or schedule of the step counted from 0.
+      beta_1: decay of `m`, in [0, 1).
+      beta_2: decay of `v`, in [0, 1).
       epsilon: positive.
-      weight_decay: not negative; decoupled from the moments.
+      weight_decay: non-negative; decoupled from the moments.
       **options: see `with_options`.
 
     Raises:
@@ -84,27 +89,32 @@ def lamb(
     weight_decay: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """LAMB with rows as layers: Adam's step at the length of the row times the rate.
+    """Makes LAMB with rows as layers: Adam's step, scaled to the length of the row.
 
-    With t the step, from 1, and the norms of the row:
+    For a row `w` with the summed gradient `g`, in step `t` counted from 1::
 
         m = beta_1 * m + (1 - beta_1) * g
         v = beta_2 * v + (1 - beta_2) * g**2
         u = m / (1 - beta_1**t) / (sqrt(v / (1 - beta_2**t)) + epsilon)
             + weight_decay * w
-        w -= learning_rate * |w| / |u| * u
+        w -= learning_rate * norm(w) / norm(u) * u            Euclidean norms of the row
 
-    FBGEMM: `LAMB`, with its defaults; You et al., "Large Batch Optimization for Deep
-    Learning" (ICLR 2020). Where either norm is 0 the ratio is 1, as in `optax.lamb`: in
-    FBGEMM a row of zeros stays so for ever, and a step of zeros gives NaN. `optax.lamb`
-    takes the norms over the whole table, which a table's layer refuses.
+    `u` is Adam's step with weight decay. If either norm is 0, their ratio is 1, as in
+    `optax.lamb`. The slot variables `m` and `v`, `[rows, dim]`, start at 0.
+
+    Source: You et al., "Large Batch Optimization for Deep Learning" (ICLR 2020), as
+    `LAMB` of FBGEMM, with its defaults. In FBGEMM a row of zeros never moves, and a
+    step of zeros gives NaN.
+
+    `optax.lamb` takes the norms over the whole table. A table refuses it, because it is
+    not row-local.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
-      beta_1: decay of the momenta, in [0, 1).
-      beta_2: decay of the velocities, in [0, 1).
+      learning_rate: scalar, or schedule of the step counted from 0.
+      beta_1: decay of `m`, in [0, 1).
+      beta_2: decay of `v`, in [0, 1).
       epsilon: positive.
-      weight_decay: not negative; part of the step before its norm is taken.
+      weight_decay: non-negative; part of the step before its norm is taken.
       **options: see `with_options`.
 
     Raises:
@@ -136,16 +146,28 @@ def partial_rowwise_lamb(
     weight_decay: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """LAMB by rows with one velocity per row: `lamb` with the mean of `g**2` in `v`.
+    """Makes LAMB with rows as layers, and one velocity per row.
 
-    FBGEMM: `PARTIAL_ROWWISE_LAMB`, with its defaults; see `lamb` for what differs.
+    For a row `w` with the summed gradient `g`, in step `t` counted from 1::
+
+        m = beta_1 * m + (1 - beta_1) * g
+        v = beta_2 * v + (1 - beta_2) * mean(g**2)             mean over the row
+        u = m / (1 - beta_1**t) / (sqrt(v / (1 - beta_2**t)) + epsilon)
+            + weight_decay * w
+        w -= learning_rate * norm(w) / norm(u) * u            Euclidean norms of the row
+
+    `u` is Adam's step with weight decay. The slot variables `m`, `[rows, dim]`, and
+    `v`, `[rows]`, start at 0.
+
+    Source: `PARTIAL_ROWWISE_LAMB` of FBGEMM, with its defaults. It differs from FBGEMM
+    and `optax.lamb` as `lamb` does.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
-      beta_1: decay of the momenta, in [0, 1).
-      beta_2: decay of the velocities, in [0, 1).
+      learning_rate: scalar, or schedule of the step counted from 0.
+      beta_1: decay of `m`, in [0, 1).
+      beta_2: decay of `v`, in [0, 1).
       epsilon: positive.
-      weight_decay: not negative; part of the step before its norm is taken.
+      weight_decay: non-negative; part of the step before its norm is taken.
       **options: see `with_options`.
 
     Raises:
@@ -172,16 +194,21 @@ def rowwise_rmsprop(
     epsilon: float = 1e-7,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """RMSProp with one mean square per row.
+    """Makes RMSProp with one mean square per row.
 
-        ms = rho * ms + (1 - rho) * mean(g**2)            the mean over the row
+    For a row `w` with the summed gradient `g`::
+
+        ms = rho * ms + (1 - rho) * mean(g**2)                 mean over the row
         w -= learning_rate * g / sqrt(ms + epsilon)
 
-    `rmsprop` without momentum at 1 / dim of the memory of `ms`. FBGEMM has it as
-    `rowwise_rmsprop_ar` with `ar_alpha=0`, and there epsilon is outside the root.
+    The slot variable `ms`, `[rows]`, starts at 0. It takes 1 / dim of the memory of the
+    `ms` of `rmsprop`.
+
+    Source: `rowwise_rmsprop_ar` of FBGEMM with `ar_alpha=0`, whose epsilon is outside
+    the root. optax has no row-wise RMSProp.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
+      learning_rate: scalar, or schedule of the step counted from 0.
       rho: decay of `ms`, in [0, 1).
       epsilon: positive.
       **options: see `with_options`.
@@ -201,7 +228,13 @@ def rowwise_rmsprop(
 
 
 class ScaleByCorrectedMomentsState(NamedTuple):
-    """Slots `momenta` `[rows, dim]`, `velocities` that or `[rows]`; updates so far."""
+    """State of `scale_by_corrected_moments`.
+
+    Attributes:
+      count: updates so far.
+      momenta: moving averages of the gradients, `[rows, dim]`.
+      velocities: moving averages of their squares, `[rows, dim]` or `[rows]`.
+    """
 
     count: jax.Array
     momenta: jax.Array
@@ -215,10 +248,19 @@ def scale_by_corrected_moments(
     *,
     velocity_of: VelocityOf = "element",
 ) -> optax.GradientTransformation:
-    """Scales by bias-corrected moments, with a velocity of each element or row.
+    """Scales gradients by bias-corrected moments.
 
-    `m / (1 - beta_1**t) / (sqrt(v / (1 - beta_2**t)) + epsilon)`; see
-    `partial_rowwise_adam`.
+    The step is `m / (1 - beta_1**t) / (sqrt(v / (1 - beta_2**t)) + epsilon)`; see
+    `partial_rowwise_adam`. The caller checks the ranges of the first three arguments.
+
+    Args:
+      beta_1: decay of `m`, in [0, 1).
+      beta_2: decay of `v`, in [0, 1).
+      epsilon: positive.
+      velocity_of: `"element"` keeps one `v` per element, `"row"` one per row.
+
+    Raises:
+      ValueError: if `velocity_of` is neither.
     """
     check_hyperparameters(
         "scale_by_corrected_moments", velocity_of=one_of(velocity_of, VelocityOf)
@@ -251,7 +293,10 @@ def scale_by_corrected_moments(
 
 
 def scale_by_row_trust_ratio() -> optax.GradientTransformation:
-    """Makes each row's step as long as the row: `u * |w| / |u|`; see `lamb`."""
+    """Scales each row's step `u` to the length of the row: `u * norm(w) / norm(u)`.
+
+    If either norm is 0, the step stays; see `lamb`.
+    """
 
     def scale(step: Any, row: Any) -> Any:
         step_norms = jnp.linalg.norm(step, axis=1, keepdims=True)
@@ -264,7 +309,11 @@ def scale_by_row_trust_ratio() -> optax.GradientTransformation:
 
 
 class ScaleByRowwiseRmsState(NamedTuple):
-    """`ms`: decaying means of the rows' mean squares, `[rows]`."""
+    """State of `scale_by_rowwise_rms`.
+
+    Attributes:
+      ms: moving averages of the rows' mean squared gradients, `[rows]`.
+    """
 
     ms: jax.Array
 
@@ -272,7 +321,11 @@ class ScaleByRowwiseRmsState(NamedTuple):
 def scale_by_rowwise_rms(
     rho: float = 0.9, epsilon: float = 1e-7
 ) -> optax.GradientTransformation:
-    """Divides by the root of a decaying mean of the rows' mean squares."""
+    """Divides gradients by the root of a moving average of the row's mean square.
+
+    Raises:
+      ValueError: if `rho` is not in [0, 1) or `epsilon` is not positive.
+    """
     check_hyperparameters(
         "rowwise_rmsprop", rho=fraction_below_one(rho), epsilon=positive(epsilon)
     )
@@ -294,6 +347,7 @@ def scale_by_rowwise_rms(
 def _check_moments(
     owner: str, beta_1: float, beta_2: float, epsilon: float, weight_decay: float
 ) -> None:
+    """Raises ValueError if a hyper-parameter of Adam or LAMB is out of range."""
     check_hyperparameters(
         owner,
         beta_1=fraction_below_one(beta_1),
@@ -304,7 +358,8 @@ def _check_moments(
 
 
 def _add_decayed_rows(weight_decay: float) -> optax.GradientTransformation:
-    """Adds `weight_decay * w` to the step; nothing, and no read of w, if it is 0."""
+    """Adds `weight_decay * w` to the step. A weight decay of 0 does not read `w`."""
     decays = positive(weight_decay).is_in_range
-    # Both have an empty state, so a decay that is traced in later steps fits as well.
+    # Both transformations have an empty state. So the state stays valid if a later
+    # step passes a traced weight decay.
     return optax.add_decayed_weights(weight_decay) if decays else optax.identity()

@@ -16,13 +16,19 @@ def sgd(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    r"""Plain gradient descent, `w -= learning_rate * g`; no slot variables.
+    """Makes plain gradient descent.
 
-    TensorFlow: `tf.tpu.experimental.embedding.SGD`. Equal to `optax.sgd` of a dense
-    gradient, since a row that was not looked up has gradient zero.
+    For a row `w` with the summed gradient `g`::
+
+        w -= learning_rate * g
+
+    There are no slot variables.
+
+    Source: `tf.tpu.experimental.embedding.SGD`. The result equals `optax.sgd` on the
+    dense gradient, because a row that the step does not look up has gradient zero.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
+      learning_rate: scalar, or schedule of the step counted from 0.
       **options: see `with_options`.
 
     Example:

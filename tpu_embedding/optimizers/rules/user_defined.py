@@ -1,4 +1,4 @@
-"""A rule of the user's own, written for one row."""
+"""Optimizers that the user writes as a function of one row."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
@@ -11,13 +11,18 @@ from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._rates import learning_rate_at
 
 SlotInitializer = float | Callable[..., jax.Array]
-"""A number, or a function of `(shape, dtype)` that gives every row the same values."""
+"""A scalar, or a function of `(shape, dtype)` that gives every row the same values."""
 
 _SLOT_DIMS: Final = (1, 2)
 
 
 class UserDefinedState(NamedTuple):
-    """Slot variables by name, `[rows, dim]` or `[rows]`; number of updates so far."""
+    """State of `user_defined`.
+
+    Attributes:
+      count: updates so far.
+      slots: slot variables by name, `[rows, dim]` or `[rows]`.
+    """
 
     count: jax.Array
     slots: dict[str, jax.Array]
@@ -32,36 +37,42 @@ def user_defined(
     hyperparameters: Sequence[optax.ScalarOrSchedule] = (),
     slot_dims: Sequence[int] | None = None,
 ) -> optax.GradientTransformation:
-    """A rule given as a function of one row, which is applied to all touched rows.
+    """Makes an optimizer from a function of one row.
 
-    TensorFlow: `tf.tpu.experimental.embedding.CustomOptimizer`, and its convention:
+    For a row `w` with the summed gradient `g` and the tuple `s` of its slot variables::
 
-        custom_computation(
-            gradient, embedding_table, slot_variables, learning_rate, hyperparameters
-        ) -> new_row                      without slot variables, or
-          -> (new_row, *new_slots)        in the order of `slot_names`
+        w, *s = custom_computation(g, w, s, learning_rate, hyperparameters)
 
-    with, for one row, `gradient` (the sum over the ids of the step) and
-    `embedding_table` of shape `(dim,)`; `slot_variables` a tuple of arrays of shape
-    `(dim,)`, or `()` where the slot has one dimension; `learning_rate` a float32
-    scalar; `hyperparameters` a tuple of such. It is mapped over rows by `jax.vmap`, so
-    it must be traceable by JAX. Unlike TensorFlow's, it may see the whole row at once.
+    The function is called by position, as TensorFlow does, with these arguments:
+
+    * `gradient`: summed over the ids of the step, `(dim,)`.
+    * `embedding_table`: the row, `(dim,)`.
+    * `slot_variables`: a tuple of arrays `(dim,)`, or `()` for a slot of one dimension.
+    * `learning_rate`: a float32 scalar.
+    * `hyperparameters`: a tuple of float32 scalars.
+
+    It returns the new row, or, if there are slot variables, the tuple
+    `(new_row, *new_slots)` in the order of `slot_names`. `jax.vmap` maps it over the
+    touched rows, so JAX must be able to trace it.
+
+    Source: `tf.tpu.experimental.embedding.CustomOptimizer`, whose function is
+    elementwise. Here it may use the whole row, for example its norm.
 
     Under `optax.inject_hyperparams`, name `custom_computation` in `static_args`.
 
     Args:
       custom_computation: the function.
-      learning_rate: number or schedule of the step, counted from 0.
-      slot_names: names of the slot variables.
-      slot_initializers: of each slot, a number, or a function of `(shape, dtype)` such
-        as `jnp.ones` that gives every row the same; shape is that of this shard's
-        slot.
-      hyperparameters: numbers or schedules.
-      slot_dims: of each slot, 2 for `[rows, dim]`, 1 for `[rows]`; None: all 2.
+      learning_rate: scalar, or schedule of the step counted from 0.
+      slot_names: names of the slot variables, distinct strings.
+      slot_initializers: for each slot, a scalar or a function of `(shape, dtype)` such
+        as `jnp.ones`. The function must give every row the same values; `shape` is that
+        of one shard's slot.
+      hyperparameters: scalars, or schedules of the step counted from 0.
+      slot_dims: for each slot, 2 for `[rows, dim]` or 1 for `[rows]`; None: all are 2.
 
     Raises:
-      ValueError: if the sequences do not fit each other, or, when the rule is used, if
-        `custom_computation` does not return what is described above.
+      ValueError: if the lengths of the sequences differ. When the optimizer is used: if
+        `custom_computation` returns the wrong number of arrays or wrong shapes.
 
     Example:
       >>> def adagrad(gradient, embedding_table, slot_variables, learning_rate, _):
@@ -110,18 +121,19 @@ def user_defined(
 def _check_slots(
     names: tuple[Any, ...], initializers: tuple[Any, ...], dims: tuple[Any, ...]
 ) -> None:
+    """Raises one ValueError that names every problem of the slots' arguments."""
     problems = []
     if len(set(names)) < len(names) or not all(isinstance(x, str) for x in names):
         problems.append(f"slot_names must be distinct strings, got {names}")
-    for field, values in (("slot_initializers", initializers), ("slot_dims", dims)):
-        if len(values) != len(names):
+    for field, entries in (("slot_initializers", initializers), ("slot_dims", dims)):
+        if len(entries) != len(names):
             problems.append(
                 f"{field} must have one value for each of the {len(names)} slot_names, "
-                f"got {len(values)}"
+                f"got {len(entries)}"
             )
     if not all(dim in _SLOT_DIMS for dim in dims):
         problems.append(
-            f"slot_dims must each be 1 (one number per row) or 2 (one per element), "
+            f"slot_dims must each be 1 (one scalar per row) or 2 (one per element), "
             f"got {dims}"
         )
     if problems:
@@ -131,20 +143,29 @@ def _check_slots(
 def _initial_slot(
     name: str, initializer: SlotInitializer, shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
+    """Returns the initial slot variable, of a given shape and dtype.
+
+    Raises:
+      ValueError: if the initializer returns another shape or dtype.
+    """
     if not callable(initializer):
         return jnp.full(shape, initializer, dtype)
     slot = initializer(shape, dtype)
     if (slot.shape, slot.dtype) != (shape, dtype):
         raise ValueError(
             f"user_defined: the initializer of slot {name!r} must return shape {shape} "
-            f"and dtype {dtype}, as it was asked for, got {slot.shape} and "
+            f"and dtype {dtype}, which it is called with, got {slot.shape} and "
             f"{slot.dtype}."
         )
     return slot
 
 
 def _checked_results(results: Any, old: dict[str, jax.Array]) -> list[jax.Array]:
-    """Returns row and slots as a list, if they are shaped as the old ones."""
+    """Returns the new row and slots as a list, cast to the dtypes of the old ones.
+
+    Raises:
+      ValueError: if their number or a shape differs from that of the old ones.
+    """
     given = list(results) if isinstance(results, tuple | list) else [results]
     if len(given) != len(old):
         raise ValueError(
@@ -152,8 +173,7 @@ def _checked_results(results: Any, old: dict[str, jax.Array]) -> list[jax.Array]
             f"{', the '.join(old)}, got {len(given)}."
         )
     problems = [
-        f"the {name} in shape {before.shape[1:]}, as it was given, got "
-        f"{after.shape[1:]}"
+        f"the {name} with shape {before.shape[1:]}, got {after.shape[1:]}"
         for (name, before), after in zip(old.items(), given, strict=True)
         if before.shape != after.shape
     ]

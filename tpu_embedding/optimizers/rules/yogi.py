@@ -1,4 +1,4 @@
-"""Yogi, whose second moment moves by a step of bounded size, with regularisation.
+"""Yogi: Adam-like steps whose second moment changes by a bounded amount.
 
 Zaheer et al., "Adaptive Methods for Nonconvex Optimization" (NeurIPS 2018).
 """
@@ -26,7 +26,7 @@ from tpu_embedding.optimizers.rules._regularization import ftrl_rows, proximal_s
 
 
 class ProximalYogiState(NamedTuple):
-    """Slot variables `[rows, dim]`, and the number of updates so far."""
+    """State of `proximal_yogi`: slot variables `[rows, dim]`, and count of updates."""
 
     count: jax.Array
     v: jax.Array
@@ -44,7 +44,9 @@ def proximal_yogi(
     initial_accumulator_value: float = 1e-6,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """Yogi followed by a proximal step.
+    """Makes Yogi followed by a proximal step, which shrinks rows towards zero.
+
+    For a row `w` with the summed gradient `g`::
 
         v -= (1 - beta_2) * sign(v - g**2) * g**2
         m = beta_1 * m + (1 - beta_1) * g
@@ -52,22 +54,26 @@ def proximal_yogi(
         z = w - eta * m
         w = sign(z) * max(abs(z) - eta * l1, 0) / (1 + eta * l2)
 
-    TensorFlow: `ProximalYogiParameters` of the TPU embeddings' protocol buffer and of
-    `tensorflow/python/tpu/tpu_embedding.py`, whose defaults these are. It names the
-    paper and the parameters, not the formula; the proximal step is read as that of
-    `proximal_adagrad`. Bias correction is not part of it: TensorFlow asks for a
-    learning rate that is multiplied by `sqrt(1 - beta_2**t) / (1 - beta_1**t)`, with
-    the step t from 1; `optax.yogi` corrects by itself. Slots decay, and rows are
-    regularised, only in steps that look the row up.
+    `z` is the row after Yogi's step, whose size is `eta`. The slot variables `v` and
+    `m` are `[rows, dim]`. `v` starts at `initial_accumulator_value`, `m` at 0.
+
+    Source: Zaheer et al. (2018), as `ProximalYogiParameters` of TensorFlow's
+    `optimization_parameters.proto`. The defaults are those of
+    `tensorflow/python/tpu/tpu_embedding.py`. TensorFlow publishes the parameters but
+    not the formula; the proximal step is assumed to be that of `proximal_adagrad`.
+
+    There is no bias correction, unlike in `optax.yogi`. TensorFlow's users multiply the
+    learning rate by `sqrt(1 - beta_2**t) / (1 - beta_1**t)`, with `t` the step from 1.
+    Slot variables decay, and rows are regularised, only in steps that look the row up.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0.
+      learning_rate: scalar, or schedule of the step counted from 0.
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
       epsilon: positive.
-      l1: not negative.
-      l2: not negative.
-      initial_accumulator_value: start of `v`, not negative; `m` starts at 0.
+      l1: strength of L1 regularisation, non-negative.
+      l2: strength of L2 regularisation, non-negative.
+      initial_accumulator_value: start of `v`, non-negative.
       **options: see `with_options`.
 
     Raises:
@@ -110,7 +116,7 @@ def proximal_yogi(
 
 
 class OnlineYogiState(NamedTuple):
-    """Slot variables `[rows, dim]`, and the number of updates so far."""
+    """State of `online_yogi`: slot variables `[rows, dim]`, and count of updates."""
 
     count: jax.Array
     vs: jax.Array
@@ -125,24 +131,31 @@ def online_yogi(
     beta_2: float = 0.999,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
-    """FTRL with Yogi's second moment: the row is computed anew from its slots.
+    """Makes FTRL with Yogi's second moment; rows are recomputed from slot variables.
 
-        v' = v - (1 - beta_2) * sign(v - g**2) * g**2
-        l += g - (sqrt(v') - sqrt(v)) * w / learning_rate
-        w = (clip(l, -l1, l1) - l) / (sqrt(v') / learning_rate + 2 * l2)
+    For a row `w` with the summed gradient `g`::
 
-    A denominator of 0 gives a row of 0. TensorFlow: `OnlineYogiParameters` of the TPU
-    embeddings' protocol buffer, which names the paper "plus some extensions based on
-    FTRL" and no formula: this reading is `ftrl` with the root of `v` in place of the
-    power of its accumulator. Bias correction is left to the learning rate, as in
-    `proximal_yogi`. The first update of a row forgets its initial value, since both
-    slots begin at 0; only steps that look a row up change it.
+        v_new = v - (1 - beta_2) * sign(v - g**2) * g**2
+        l += g - (sqrt(v_new) - sqrt(v)) * w / learning_rate
+        w = (clip(l, -l1, l1) - l) / (sqrt(v_new) / learning_rate + 2 * l2)
+
+    A denominator of 0 gives a row of 0. The slot variables `v` and `l`, `[rows, dim]`,
+    start at 0, and `v_new` is the next `v`. So the first update of a row discards its
+    initial value. Rows change only in steps that look them up.
+
+    Source: Zaheer et al. (2018), as `OnlineYogiParameters` of TensorFlow's
+    `optimization_parameters.proto`. That file names the paper "plus some extensions
+    based on FTRL" and no formula. This rule is a reading of it: `ftrl` with the root of
+    `v` in place of the power of its accumulator.
+
+    As in `proximal_yogi`, bias correction is left to the learning rate. optax has no
+    such optimizer.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0. Never 0: the
-        formula divides by it.
-      l1: not negative.
-      l2: not negative.
+      learning_rate: scalar, or schedule of the step counted from 0. It must never be 0,
+        because the formula divides by it; not checked.
+      l1: strength of L1 regularisation, non-negative.
+      l2: strength of L2 regularisation, non-negative.
       beta_2: decay of `v`, in [0, 1).
       **options: see `with_options`.
 
@@ -184,6 +197,6 @@ def online_yogi(
 
 
 def _second_moment(gradients: jax.Array, v: jax.Array, beta_2: float) -> jax.Array:
-    """Moves v towards the squares by at most `(1 - beta_2)` of them; never below 0."""
+    """Moves `v` towards the squares by at most `1 - beta_2` of them, never below 0."""
     squares = jnp.square(gradients)
     return v - (1 - beta_2) * jnp.sign(v - squares) * squares
