@@ -1,9 +1,9 @@
-"""Adafactor: second moments as a row and a column per table, in two sparse forms.
+"""Adafactor: second moments as one row and one column vector per table.
 
-Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost"
-(ICML 2018), with Keras' formulas. Where Keras takes the mean of the row accumulators,
-this takes that of the column accumulators. Both are the same moving average of the
-mean square of the gradient, but the second is small and known on every shard.
+Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (ICML
+2018), with Keras' formulas. Keras divides by the mean of the row accumulators. This
+rule divides by the mean of the column accumulators. Both means are the same moving
+average of the mean squared gradient, but the second is known on every shard.
 """
 
 import dataclasses
@@ -43,12 +43,12 @@ class AdafactorState(NamedTuple):
     Attributes:
       count: updates so far.
       row_accumulators: `r`, `[rows]`.
-      row_clocks: `[rows]`; lazy: updates of the row so far; exact: sum of the
-        logarithms of the decays up to the row's latest update.
+      row_clocks: `[rows]`. Mode "lazy": updates of the row so far. Mode "exact": sum of
+        the logarithms of the decays up to the row's latest update.
       column_accumulators: `c`, `[tables, dim]`.
-      squares: sum of the squares of all elements of each table.
-      clock: exact: sum of the logarithms of the decays so far; else None.
-      averages: moving averages of the rows `[rows, dim]`, or None.
+      squares: sum of the squares of all elements of each table, `[tables]`.
+      clock: mode "exact": sum of the logarithms of the decays so far; otherwise None.
+      averages: moving averages of the rows, `[rows, dim]`; None without `use_ema`.
     """
 
     count: jax.Array
@@ -62,7 +62,7 @@ class AdafactorState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """The arguments of `adafactor`, by their names there."""
+    """The arguments of `adafactor`, validated."""
 
     learning_rate: optax.ScalarOrSchedule
     beta_2_decay: Any
@@ -113,29 +113,30 @@ class _Settings:
         ]
         if len(clips) > 1:
             raise ValueError(
-                f"adafactor takes one of clipnorm, clipvalue and global_clipnorm, got "
-                f"{clips}."
+                "adafactor: at most one of clipnorm, clipvalue and global_clipnorm may "
+                f"be given, got {clips}. Set the others to None."
             )
         steps = self.gradient_accumulation_steps
         if steps and (not hasattr(steps, "__index__") or steps < 2):
             raise ValueError(
-                "gradient_accumulation_steps must be an int of at least 2, or None, "
-                f"got {steps!r}."
+                "adafactor: gradient_accumulation_steps must be an int of at least 2, "
+                f"or None, got {steps!r}."
             )
         if steps and self.use_ema:
             raise ValueError(
-                "adafactor cannot have use_ema beside gradient_accumulation_steps, "
-                "where Keras averages also in steps without an update; leave one out."
+                "adafactor: use_ema must be False with gradient_accumulation_steps, "
+                f"got gradient_accumulation_steps={steps!r} and use_ema=True. Keras "
+                "would average in steps without an update, too; leave one out."
             )
 
     @property
     def gradient_steps(self) -> int:
-        """Steps that one update sums up."""
+        """Steps whose gradients one update averages."""
         return self.gradient_accumulation_steps or 1
 
     @property
     def moves_every_row(self) -> bool:
-        """Whether rows that are not touched change at once."""
+        """True if rows that the step does not look up change in the same step."""
         decays_all = self.mode == "exact" and self.weight_decay is not None
         return self.use_ema or self.gradient_steps > 1 or decays_all
 
@@ -162,64 +163,79 @@ def adafactor(
     ema_start: EMAStart = "first_update",
     clipnorm_of: ClipnormOf = "sum",
 ) -> optax.GradientTransformation:
-    """Adafactor as Keras has it, on the rows of a table.
+    """Makes Adafactor as Keras defines it, for the rows of a table.
 
-    With V rows of D elements, t the step from 1, and b = 1 - t**beta_2_decay,
+    For a row `w` of `dim` elements with the summed gradient `g`, in step `t` counted
+    from 1::
 
+        b = 1 - t**beta_2_decay
         S = g**2 + epsilon_1
-        r = b * r + (1 - b) * mean of S over the row
-        c = b * c + (1 - b) * mean of S over the column
+        r = b * r + (1 - b) * mean(S)                          mean over the row
+        c = b * c + (1 - b) * mean(S)                          mean over the column
         u = g / sqrt(r * c / mean(c))
         u = u / max(1, RMS(u) / clip_threshold)
         w -= max(epsilon_2, RMS(w)) * min(learning_rate, 1 / sqrt(t)) * u
 
-    Keras: `keras.optimizers.Adafactor`, of Keras 3 and `tf_keras`. Its numbers come out
-    in mode `"exact"` for any rows that are looked up, and in mode `"lazy"` if all are
-    in each step. The modes differ in what the other rows do:
+    `S` is the regularised square, `b` the decay, and `u` the scaled gradient. `RMS(x)`
+    is the root of the mean square of `x` over the table. The slot variables are `r` and
+    a clock, `[rows]`. The column accumulators `c`, `[dim]`, are kept once per table.
+    They start at 0, except that `r` starts at `epsilon_1` in mode `"exact"`.
 
-    * `"exact"`: their gradient is 0, so their r decays. The decays that a row missed
-      are made up for when it is next touched, so a rare row has a small r and takes
-      large steps, of up to t**0.4. Means over rows are over all V.
-    * `"lazy"`: nothing. The b of a row counts the row's own updates instead of the
-      steps, so that the first sets r to the mean of its S; means over rows are over
-      those touched, except for RMS(w), the scale of the whole table.
+    Source: Shazeer and Stern (2018), as `keras.optimizers.Adafactor` of Keras 3 and
+    `tf_keras`. `optax.adafactor` is a different algorithm: it factors only large
+    matrices, and its decay, clipping and scaling differ.
 
-    Slot variables: r and a clock, `[rows]`; c is per table. A step takes two small
-    all-reduces: of D + 2 numbers per table, and of 2. RMS(w) is kept up to date by the
-    rule's own updates: it must be the last of a chain, and the values of a table are
-    to be set before its slots are made.
+    The modes differ in rows that the step does not look up:
 
-    Options that move all rows take a pass over the table in each step, and keep the
-    dense gradient (`every_row`): `use_ema`, `gradient_accumulation_steps`, and
-    `weight_decay` in mode `"exact"`; in mode `"lazy"` touched rows decay.
+    * `"exact"` gives Keras' numbers. Such rows have gradient 0, so their `r` decays.
+      The missed decays are applied when the row is next touched. A rare row therefore
+      has a small `r` and takes large steps, up to `t**0.4`. Means over rows include all
+      rows of the table.
+    * `"lazy"` leaves such rows alone. `t` in the decay of `r` counts the row's own
+      updates, so the first update sets `r` to the row's mean of `S`. Means over rows
+      include the touched rows only, except in `RMS(w)`. It equals `"exact"` if every
+      step touches every row.
+
+    A step takes two small all-reduces per table: `dim + 2` scalars, then 2. `RMS(w)` is
+    tracked through the rule's own updates. So Adafactor must be the last transformation
+    of a chain, and a table's values must be set before its slot variables are made.
+
+    Options that move all rows need a pass over the table in each step, and keep the
+    dense gradient as `every_row` does. They are `use_ema`,
+    `gradient_accumulation_steps`, and `weight_decay` in mode `"exact"`. In mode
+    `"lazy"` only touched rows decay.
 
     Args:
-      learning_rate: number or schedule of the step, counted from 0; with
-        `gradient_accumulation_steps`, of the steps that are summed.
-      beta_2_decay: exponent of b, not positive.
-      epsilon_1: see above, not negative.
-      epsilon_2: see above, not negative.
-      clip_threshold: see above, positive.
-      relative_step: without effect, as in Keras, where the smaller of `learning_rate`
-        and 1 / sqrt(t) is taken in any case.
-      weight_decay: part of the rows, times the learning rate, that is lost before the
+      learning_rate: scalar, or schedule of the step counted from 0. With
+        `gradient_accumulation_steps` it counts the steps that are summed.
+      beta_2_decay: exponent of `b`, at most 0.
+      epsilon_1: non-negative.
+      epsilon_2: smallest scale of the step, non-negative.
+      clip_threshold: largest root mean square of `u`, positive.
+      relative_step: without effect, as in Keras, which always takes the smaller of
+        `learning_rate` and `1 / sqrt(t)`.
+      weight_decay: fraction of the rows, times the learning rate, lost before the
         update.
-      clipnorm: largest norm of a table's gradient.
-      clipvalue: largest absolute value of its elements.
-      global_clipnorm: largest norm of the gradient of all tables of a stack.
-      use_ema: keeps moving averages of the rows.
-      ema_momentum: of these, in [0, 1].
-      ema_overwrite_frequency: updates from one to the next at which the averages
-        replace the rows; None: never.
-      loss_scale_factor: the loss was multiplied by; gradients are divided by it.
-      gradient_accumulation_steps: steps whose mean gradient is one update; None: 1.
-      name: without effect; Keras' argument.
-      mode: see above.
-      ema_start: `"first_update"`: averages begin with the rows after the first update,
-        as in Keras 3; `"initial_values"`: with those before it, as in `tf_keras`.
-      clipnorm_of: `"sum"`: the norm is that of the gradient with one entry per row;
-        `"occurrences"`: that of the gradients of all occurrences of ids, as `tf_keras`
-        has it for `tf.IndexedSlices`.
+      clipnorm: largest norm of a table's gradient, positive.
+      clipvalue: largest absolute value of a gradient's element, positive. At most one
+        of `clipnorm`, `clipvalue` and `global_clipnorm` may be given.
+      global_clipnorm: largest norm of the gradient of all tables of a stack, positive.
+      use_ema: True keeps moving averages of the rows.
+      ema_momentum: decay of these averages, in [0, 1].
+      ema_overwrite_frequency: number of updates after which the averages replace the
+        rows; None: never.
+      loss_scale_factor: factor by which the loss was multiplied, positive; gradients
+        are divided by it.
+      gradient_accumulation_steps: number of steps, at least 2, whose mean gradient
+        makes one update; None: each step updates.
+      name: without effect; an argument of Keras.
+      mode: `"lazy"` or `"exact"`, see above.
+      ema_start: `"first_update"` starts the averages at the rows after the first
+        update, as Keras 3 does. `"initial_values"` starts them at the rows before it,
+        as `tf_keras` does.
+      clipnorm_of: `"sum"` takes the norm of the gradient with one entry per row.
+        `"occurrences"` takes the norm over all occurrences of ids, as `tf_keras` does
+        for `tf.IndexedSlices`.
 
     Raises:
       ValueError: if a value is out of its range, or options exclude each other.
@@ -260,64 +276,68 @@ def adafactor(
     return rule
 
 
-def _init(s: _Settings, rows: Any) -> AdafactorState:
-    known = table_rows(rows)
+def _init(settings: _Settings, rows: Any) -> AdafactorState:
+    """Returns the state for the rows of one stack. The rows come from `table_rows`."""
+    tables = table_rows(rows)
     num_rows, dim = rows.shape
-    is_exact = s.mode == "exact"
+    is_exact = settings.mode == "exact"
     averages = None
-    if s.use_ema:
-        averages = rows if s.ema_start == "initial_values" else jnp.zeros_like(rows)
+    if settings.use_ema:
+        averages = (
+            rows if settings.ema_start == "initial_values" else jnp.zeros_like(rows)
+        )
     return AdafactorState(
         count=jnp.zeros((), jnp.int32),
         row_accumulators=jnp.full(
-            num_rows, s.epsilon_1 if is_exact else 0.0, jnp.float32
+            num_rows, settings.epsilon_1 if is_exact else 0.0, jnp.float32
         ),
         row_clocks=jnp.zeros(num_rows, jnp.float32),
-        column_accumulators=jnp.zeros((known.table_sizes.shape[0], dim), jnp.float32),
-        squares=compensated_sum(known.total(jnp.sum(jnp.square(rows), axis=1))),
+        column_accumulators=jnp.zeros((tables.table_sizes.shape[0], dim), jnp.float32),
+        squares=compensated_sum(tables.total(jnp.sum(jnp.square(rows), axis=1))),
         clock=compensated_sum(jnp.zeros(())) if is_exact else None,
         averages=averages,
     )
 
 
 def _update(
-    s: _Settings, gradient: Any, state: AdafactorState, rows: Any
+    settings: _Settings, gradient: Any, state: AdafactorState, rows: Any
 ) -> tuple[Any, AdafactorState]:
-    if s.clipnorm is not None and s.clipnorm_of == "occurrences":
+    """Returns the updates of the rows at hand and the new state."""
+    if settings.clipnorm is not None and settings.clipnorm_of == "occurrences":
         request_mode(OccurrenceNorm())
-    known = table_rows(gradient)
+    tables = table_rows(gradient)
     dim = gradient.shape[1]
     t = (state.count + 1).astype(jnp.float32)
-    # With several steps to an update, Keras' schedules count the steps.
-    step = state.count * s.gradient_steps + s.gradient_steps - 1
-    rate = learning_rate_at(s.learning_rate, step)
-    gradient = _clip(s, gradient, known)
-    decayed = _decay(s, rate, rows, known)
-    accumulators, clocks, clock = _row_moments(s, gradient, state, known, t)
-    columns, change, size = _column_moments(
-        s, gradient, state, known, t, jnp.square(decayed) - jnp.square(rows)
+    # Keras' schedules count steps, of which an update may take several.
+    step = state.count * settings.gradient_steps + settings.gradient_steps - 1
+    rate = learning_rate_at(settings.learning_rate, step)
+    gradient = _clip(settings, gradient, tables)
+    decayed = _decay(settings, rate, rows, tables)
+    accumulators, clocks, clock = _row_moments(settings, gradient, state, tables, t)
+    columns, squares_change, num_elements = _column_moments(
+        settings, gradient, state, tables, t, jnp.square(decayed) - jnp.square(rows)
     )
     means = jnp.mean(columns, axis=1, keepdims=True)
-    # A table that was never touched has no column profile.
+    # A table that was never touched has no column moments yet.
     profile = columns / jnp.where(means > 0, means, 1)
     scaled = gradient * jax.lax.rsqrt(accumulators)[:, None]
-    scaled *= known.per_row(jax.lax.rsqrt(jnp.where(means > 0, profile, 1)))
-    scaled = jnp.where(_moves(s, known)[:, None], scaled, 0)
-    sums = known.total(
+    scaled *= tables.per_row(jax.lax.rsqrt(jnp.where(means > 0, profile, 1)))
+    scaled = jnp.where(_update_mask(settings, tables)[:, None], scaled, 0)
+    sums = tables.total(
         jnp.stack([jnp.sum(jnp.square(scaled), 1), jnp.sum(decayed * scaled, 1)], 1)
     )
-    rms = jnp.sqrt(sums[:, 0] / size)
-    squares = state.squares.plus(change)
-    elements = known.table_sizes * dim
-    scale = jnp.sqrt(jnp.maximum(squares.value, 0) / elements)
-    alpha = jnp.maximum(s.epsilon_2, scale) * jnp.minimum(rate, jax.lax.rsqrt(t))
-    alpha /= jnp.maximum(1, rms / s.clip_threshold)
-    new = decayed - known.per_row(alpha)[:, None] * scaled
+    rms = jnp.sqrt(sums[:, 0] / num_elements)
+    squares = state.squares.plus(squares_change)
+    mean_squares = jnp.maximum(squares.value, 0) / (tables.table_sizes * dim)
+    scale = jnp.sqrt(mean_squares)
+    alpha = jnp.maximum(settings.epsilon_2, scale) * jnp.minimum(rate, jax.lax.rsqrt(t))
+    alpha /= jnp.maximum(1, rms / settings.clip_threshold)
+    new = decayed - tables.per_row(alpha)[:, None] * scaled
     squares = squares.plus(alpha * (alpha * sums[:, 0] - 2 * sums[:, 1]))
     averages = None
-    if s.use_ema:
-        new, averages, change = _average(s, new, state, known)
-        squares = squares.plus(change)
+    if settings.use_ema:
+        new, averages, squares_change = _average(settings, new, state, tables)
+        squares = squares.plus(squares_change)
     updates = new - rows
     request_mode(MustBeLast(updates))
     return updates, AdafactorState(
@@ -331,106 +351,116 @@ def _update(
     )
 
 
-def _moves(s: _Settings, known: TableRows) -> Any:
-    """Returns which of the rows at hand are updated: lazily, the touched ones."""
-    return known.is_touched if s.mode == "lazy" else known.is_used
+def _update_mask(settings: _Settings, tables: TableRows) -> Any:
+    """Returns the mask of the rows to update: in mode "lazy" the touched ones."""
+    return tables.is_touched if settings.mode == "lazy" else tables.is_used
 
 
-def _clip(s: _Settings, gradient: Any, known: TableRows) -> Any:
-    if s.loss_scale_factor is not None:
-        gradient = gradient / s.loss_scale_factor
-    if s.clipvalue is not None:
-        return jnp.clip(gradient, -s.clipvalue, s.clipvalue)
-    bound = s.global_clipnorm if s.clipnorm is None else s.clipnorm
+def _clip(settings: _Settings, gradient: Any, tables: TableRows) -> Any:
+    """Unscales the gradient, and clips it by value or by norm."""
+    if settings.loss_scale_factor is not None:
+        gradient = gradient / settings.loss_scale_factor
+    if settings.clipvalue is not None:
+        return jnp.clip(gradient, -settings.clipvalue, settings.clipvalue)
+    bound = settings.global_clipnorm if settings.clipnorm is None else settings.clipnorm
     if bound is None:
         return gradient
-    if s.clipnorm_of == "occurrences" and known.occurrence_squares is not None:
-        squares = known.occurrence_squares
-        if s.loss_scale_factor is not None:
-            squares = squares / s.loss_scale_factor**2
+    if settings.clipnorm_of == "occurrences" and tables.occurrence_squares is not None:
+        squares = tables.occurrence_squares
+        if settings.loss_scale_factor is not None:
+            squares = squares / settings.loss_scale_factor**2
     else:
-        squares = known.total(jnp.sum(jnp.square(gradient), axis=1))
-    if s.clipnorm is None:
+        squares = tables.total(jnp.sum(jnp.square(gradient), axis=1))
+    if settings.clipnorm is None:
         squares = jnp.broadcast_to(jnp.sum(squares), squares.shape)
     factors = bound / jnp.maximum(jnp.sqrt(squares), bound)
-    return gradient * known.per_row(factors)[:, None]
+    return gradient * tables.per_row(factors)[:, None]
 
 
-def _decay(s: _Settings, rate: Any, rows: Any, known: TableRows) -> Any:
-    if s.weight_decay is None:
+def _decay(settings: _Settings, rate: Any, rows: Any, tables: TableRows) -> Any:
+    """Returns the rows after weight decay."""
+    if settings.weight_decay is None:
         return rows
-    lost = jnp.where(_moves(s, known)[:, None], s.weight_decay * rate * rows, 0)
+    lost = jnp.where(
+        _update_mask(settings, tables)[:, None], settings.weight_decay * rate * rows, 0
+    )
     return rows - lost
 
 
 def _row_moments(
-    s: _Settings, gradient: Any, state: AdafactorState, known: TableRows, t: Any
+    settings: _Settings, gradient: Any, state: AdafactorState, tables: TableRows, t: Any
 ) -> tuple[Any, Any, CompensatedSum | None]:
-    """Returns the new r, the rows' clocks, and the clock of all."""
-    mean = jnp.mean(jnp.square(gradient), axis=1) + s.epsilon_1
+    """Returns the new `r`, the clock of each row, and the clock of the table."""
+    mean = jnp.mean(jnp.square(gradient), axis=1) + settings.epsilon_1
     old = state.row_accumulators
     if state.clock is None:
         clocks = state.row_clocks + 1
-        b = 1 - jnp.power(clocks, s.beta_2_decay)
+        b = 1 - jnp.power(clocks, settings.beta_2_decay)
         new = b * old + (1 - b) * mean
-        moves = known.is_touched
+        moves = tables.is_touched
         return (
             jnp.where(moves, new, old),
             jnp.where(moves, clocks, state.row_clocks),
             None,
         )
-    # What a row missed, with gradient 0: r = b * r + (1 - b) * epsilon_1 each time.
+    # Applies the updates that the row missed. With gradient 0, each of them is
+    # r = b * r + (1 - b) * epsilon_1.
     missed = jnp.exp(state.clock.value - state.row_clocks)
-    old = missed * old + (1 - missed) * s.epsilon_1
-    b = 1 - jnp.power(t, s.beta_2_decay)
-    # The first step has b = 0, and leaves every row that it does not touch at
-    # epsilon_1, where all of them begin.
+    old = missed * old + (1 - missed) * settings.epsilon_1
+    b = 1 - jnp.power(t, settings.beta_2_decay)
+    # The first step has b = 0, whose logarithm is infinite. It may be skipped: rows
+    # that it does not touch stay at epsilon_1, their initial value.
     clock = state.clock.plus(jnp.where(b > 0, jnp.log(jnp.maximum(b, 1e-30)), 0.0))
     clocks = jnp.broadcast_to(clock.value, old.shape)
     return b * old + (1 - b) * mean, clocks, clock
 
 
 def _column_moments(
-    s: _Settings,
+    settings: _Settings,
     gradient: Any,
     state: AdafactorState,
-    known: TableRows,
+    tables: TableRows,
     t: Any,
-    decay: Any,
+    decay_change: Any,
 ) -> tuple[Any, Any, Any]:
-    """Returns the new c, the change of the squares by decay, and the size of RMS(u)."""
+    """Returns the new `c`, and two values per table.
+
+    The second value is the change of the table's sum of squares by weight decay. The
+    third is the number of elements over which RMS(u) is the mean.
+    """
     dim = gradient.shape[1]
-    moves = _moves(s, known)
+    moves = _update_mask(settings, tables)
     columns = jnp.where(moves[:, None], jnp.square(gradient), 0)
     count = moves.astype(jnp.float32)
-    totals = known.total(
+    totals = tables.total(
         jnp.concatenate(
-            [columns, count[:, None], jnp.sum(decay, axis=1, keepdims=True)], axis=1
+            [columns, count[:, None], jnp.sum(decay_change, axis=1, keepdims=True)],
+            axis=1,
         )
     )
     sums, counts, change = totals[:, :dim], totals[:, dim], totals[:, dim + 1]
-    over = known.table_sizes if s.mode == "exact" else counts
-    is_any = over > 0
-    over = jnp.maximum(over, 1)
-    b = 1 - jnp.power(t, s.beta_2_decay)
-    mean = sums / over[:, None] + s.epsilon_1
+    num_rows = tables.table_sizes if settings.mode == "exact" else counts
+    is_any = num_rows > 0
+    num_rows = jnp.maximum(num_rows, 1)
+    b = 1 - jnp.power(t, settings.beta_2_decay)
+    mean = sums / num_rows[:, None] + settings.epsilon_1
     old = state.column_accumulators
     new = jnp.where(is_any[:, None], b * old + (1 - b) * mean, old)
-    return new, change, over * dim
+    return new, change, num_rows * dim
 
 
 def _average(
-    s: _Settings, rows: Any, state: AdafactorState, known: TableRows
+    settings: _Settings, rows: Any, state: AdafactorState, tables: TableRows
 ) -> tuple[Any, Any, Any]:
-    """Returns rows, their averages, and the change of the squares of the table."""
+    """Returns the rows, their moving averages, and the change of the squares."""
     assert state.averages is not None
-    momentum = s.ema_momentum
-    if s.ema_start == "first_update":
+    momentum = settings.ema_momentum
+    if settings.ema_start == "first_update":
         momentum = jnp.where(state.count == 0, 0.0, momentum)
     averages = momentum * state.averages + (1 - momentum) * rows
-    if s.ema_overwrite_frequency is None:
-        return rows, averages, jnp.zeros_like(known.table_sizes)
-    is_due = (state.count + 1) % s.ema_overwrite_frequency == 0
+    if settings.ema_overwrite_frequency is None:
+        return rows, averages, jnp.zeros_like(tables.table_sizes)
+    is_due = (state.count + 1) % settings.ema_overwrite_frequency == 0
     new = jnp.where(is_due, averages, rows)
-    change = known.total(jnp.sum(jnp.square(new) - jnp.square(rows), axis=1))
+    change = tables.total(jnp.sum(jnp.square(new) - jnp.square(rows), axis=1))
     return new, averages, change
