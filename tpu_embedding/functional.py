@@ -20,19 +20,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from tpu_embedding.lookup._backward import (
+    StackGradient,
+    gradient_rounds,
+    stack_gradient,
+)
+from tpu_embedding.lookup._forward import StackLookup, StackRouting, lookup_stack
 from tpu_embedding.lookup._inputs import (
     FeatureShape,
     ShardableInput,
     feature_shape,
     to_feature_input,
     to_shardable,
-)
-from tpu_embedding.lookup._stack import (
-    StackGradient,
-    StackLookup,
-    StackRouting,
-    lookup_stack,
-    stack_gradient,
 )
 from tpu_embedding.plan.plan import EmbeddingPlan, FeaturePlan
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -168,8 +167,7 @@ def compute_gradients(
                 stack,
                 plan,
             )
-            for stack in plan.stacks
-            if stack.optimizer is not None
+            for stack in plan.trained_stacks
         }
 
     return jax.shard_map(
@@ -193,17 +191,12 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
       Stack name to the optimizer's state. Slot variables are `PackedRows`, sharded
       and packed like their table; the rest is on every device.
     """
-    trained = {
-        stack.name: tables[stack.name]
-        for stack in plan.stacks
-        if stack.optimizer is not None
-    }
+    trained = {stack.name: tables[stack.name] for stack in plan.trained_stacks}
 
     def init_shard(tables):
         return {
             stack.name: init_state(tables[stack.name], stack, plan)
-            for stack in plan.stacks
-            if stack.optimizer is not None
+            for stack in plan.trained_stacks
         }
 
     in_shards = functools.partial(
@@ -246,11 +239,11 @@ def apply_gradients(
             stack.name: apply_gradient(
                 tables[stack.name],
                 slots[stack.name],
-                gradients[stack.name],
+                gradient_rounds(gradients[stack.name], stack, plan),
                 stack,
                 plan,
             )
-            for stack in plan.stacks
+            for stack in plan.trained_stacks
             if stack.name in gradients
         }
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what comes back, what is kept, what is refused."""
+"""Tests the checkpoints of a run: saving, restoring, deletion and errors."""
 
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ def test_restored_state_is_bitwise_the_saved_one(checkpoints):
 
 
 class Unsorted(NamedTuple):
-    """A state whose fields are not in the order of the alphabet."""
+    """A state whose fields are not in alphabetical order."""
 
     gradient: jax.Array
     count: jax.Array
@@ -71,8 +71,8 @@ def test_leaves_come_back_in_their_places(checkpoints):
         np.testing.assert_array_equal(got, wanted)
 
 
-def test_two_parts_of_one_path_are_refused(checkpoints):
-    with pytest.raises(ValueError, match="dot"):
+def test_two_leaves_of_one_path_are_refused(checkpoints):
+    with pytest.raises(ValueError, match="same path .*contains a dot"):
         checkpoints.save(1, {"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)}, DESCRIPTION)
 
 
@@ -168,8 +168,8 @@ def test_description_of_a_plan(change, is_same):
 def test_description_of_a_spare_row():
     plans = [
         plan_of(hardware="v5p", dim=32, vocabulary_size=8, kernels=kernels)
-        for kernels in ("none", "interpreter")
+        for kernels in ("xla", "interpreter")
     ]
     none, kernels = (describe_plan(plan)["stacks"]["stack_0"] for plan in plans)
-    # 4 rows per device fill a line, and the spare one begins another.
+    # The 4 rows of a device fill one line. The spare row of the kernels needs another.
     assert (none["num_lines"], kernels["num_lines"]) == (1, 2)

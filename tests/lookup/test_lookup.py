@@ -14,7 +14,7 @@ import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
 from tests.reference import dense_gradients, dense_lookup
 from tpu_embedding.lookup import _sample_lines
-from tpu_embedding.rows import packed_rows
+from tpu_embedding.rows import access
 from tpu_embedding.rows.kernels import row_kernels
 
 # A sum of up to some hundred float32 products in another order than the reference's.
@@ -271,7 +271,7 @@ def test_kernels_change_no_result(case, dim, num_devices, capacity, exchange):
         hardware="v5p",
         kernels="interpreter",
     )
-    assert plan.stacks[0].layout.runner == "interpreter"
+    assert plan.stacks[0].layout.backend == "interpreter"
     check_against_reference(plan, batch_of(case))
 
 
@@ -305,7 +305,7 @@ def test_batches_that_fill_tiles(
     dim, num_devices, exchange, capacity, names, monkeypatch
 ):
     """Features of equal batches, large enough that their samples fill lines."""
-    for module in (packed_rows, _sample_lines):
+    for module in (access, _sample_lines):
         monkeypatch.setattr(module, "read_rows", read_rows_that_are_there)
     tables = {
         name: te.TableConfig(vocabulary_size=500, dim=dim, combiner=combiner, name=name)
@@ -345,7 +345,7 @@ def test_mesh_of_several_axes():
 def test_each_touched_row_once(mesh):
     plan = make_plan(mesh)
     _, gradients, touched = check_against_reference(plan, batch_of("zero_weights"))
-    updates = gradients["stack_0"].updates
+    updates = gradients["stack_0"].first_round.as_row_updates()
     row_ids = np.asarray(updates.row_ids).reshape(mesh.size, -1)
     stack = plan.stacks[0]
     owned = [
@@ -473,7 +473,7 @@ def test_shards_without_a_place_for_an_id():
         tables, te.init_slots(tables, plan), batch, cotangents, plan
     )
     assert not any(jnp.any(x) for x in activations.values())
-    assert (gradients["stack_0"].updates.row_ids == PADDING).all()
+    assert (gradients["stack_0"].first_round.as_row_updates().row_ids == PADDING).all()
 
 
 def test_cotangents_of_another_shape_are_refused():

@@ -25,7 +25,7 @@ CASES = {
 
 @functools.partial(jax.jit, static_argnames=("bound", "layout"))
 def jitted_merge(row_ids, gradients, bound, layout):
-    return merge(row_ids, pack_rows(gradients, layout), bound).updates
+    return merge(row_ids, pack_rows(gradients, layout), bound).as_row_updates()
 
 
 def check(row_ids, num_rows, bound, dim=3, **layout):
@@ -58,7 +58,7 @@ def test_equals_numpy(case, bound):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dim", [8, 32])
 def test_rows_that_share_lines(case, dim):
-    check(CASES[case] * 5, 8, 1000, dim, line_lanes=128, kernels="interpreter")
+    check(CASES[case] * 5, 8, 1000, dim, line_lanes=128, backend="interpreter")
 
 
 @pytest.mark.parametrize("num_repeats", [0, 1, 1023, 1024, 1025, 5000])

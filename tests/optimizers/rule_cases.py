@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 import tpu_embedding as te
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.update.lift import is_slot
 
 
@@ -120,12 +121,20 @@ def initial_state(plan, table):
 
 def initial_state_of_tables(plan, values):
     """Returns tables with the given values, and fresh slots."""
-    # Tables do not depend on the optimizer; without it they are compiled only once.
-    stacks = tuple(dataclasses.replace(x, optimizer=None) for x in plan.stacks)
-    bare = dataclasses.replace(plan, stacks=stacks)
-    tables = te.init_tables(bare, jax.random.key(0))
+    tables = te.init_tables(_untrained(plan), jax.random.key(0))
     tables = te.with_table_values(tables, values, plan)
     return tables, _init_slots(tables, plan)
+
+
+def _untrained(plan):
+    """Returns the plan without optimizers, so that tables are compiled only once."""
+    names = [field.name for field in dataclasses.fields(StackPlan)]
+    stacks = tuple(
+        StackPlan(**{name: getattr(stack, name) for name in names})
+        for stack in plan.stacks
+    )
+    stacks = tuple(dataclasses.replace(x, optimizer=None, slots=()) for x in stacks)
+    return dataclasses.replace(plan, stacks=stacks)
 
 
 @functools.partial(jax.jit, static_argnames="plan")

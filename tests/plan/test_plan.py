@@ -115,8 +115,8 @@ def test_kernels_reach_rows_that_fill_lines():
         hardware=te.hardware_by_name("v6e"),
         kernels="interpreter",
     )
-    runners = {stack.dim: stack.layout.runner for stack in plan.stacks}
-    reached = {dim for dim, runner in runners.items() if runner == "interpreter"}
+    backends = {stack.dim: stack.layout.backend for stack in plan.stacks}
+    reached = {dim for dim, backend in backends.items() if backend == "interpreter"}
     assert reached == {8, 64, 128, 384}
     # 334 rows per shard, and one for ids that stand for none; 2 in a line of 64, and
     # wide lines fill tiles of 8.
@@ -139,32 +139,37 @@ def test_interpreted_kernels_need_rows_that_share_lines():
 @pytest.mark.parametrize("kernels", ["interpreter", "sparse_core"])
 def test_kernels_need_a_later_jax(kernels, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-    assert make_plan().stacks[0].layout.runner is None
-    with pytest.raises(ValueError, match="they need jax 0.12"):
+    assert make_plan().stacks[0].layout.backend == "xla"
+    with pytest.raises(ValueError, match="kernels need jax 0.12"):
         make_plan(kernels=kernels)
 
 
-def test_no_kernels_off_tpu_unless_asked_for():
-    for hardware in (None, te.hardware_by_name("v5p")):
-        plan = te.make_plan(features_of_dims(8), mesh_of(2), hardware=hardware)
-        assert plan.stacks[0].layout.runner is None
+@pytest.mark.parametrize("kernels", [None, "xla"])
+@pytest.mark.parametrize("hardware", [None, te.hardware_by_name("v5p")], ids=str)
+def test_xla_is_the_default(hardware, kernels):
+    plan = te.make_plan(
+        features_of_dims(8), mesh_of(2), hardware=hardware, kernels=kernels
+    )
+    assert plan.stacks[0].layout.backend == "xla"
+    assert {choice.backend for choice in plan.stacks[0].backends} == {"xla"}
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize(
-    ("topology", "expected"),
-    [("v5p:2x2x1", "sparse_core"), ("v6e:2x2", "sparse_core"), ("v5e:2x2", None)],
-)
-def test_kernels_of_tpus(topology, expected):
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "v5e:2x2"])
+def test_kernels_of_tpus(topology):
     mesh = aot.topology_mesh(topology)
     plan = te.make_plan(features_of_dims(8), mesh)
-    is_known = jax.__version_info__ >= (0, 12)
-    assert plan.stacks[0].layout.runner == (expected if is_known else None)
-    plan = te.make_plan(features_of_dims(8), mesh, kernels="none")
-    assert plan.stacks[0].layout.runner is None
-    # SparseCores address no more than 16 GiB of an array.
+    assert plan.stacks[0].layout.backend == "xla"
+    if topology == "v5e:2x2" or jax.__version_info__ < (0, 12):
+        with pytest.raises(ValueError, match="got 'sparse_core'"):
+            te.make_plan(features_of_dims(8), mesh, kernels="sparse_core")
+        return
+    plan = te.make_plan(features_of_dims(8), mesh, kernels="sparse_core")
+    assert plan.stacks[0].layout.backend == "sparse_core"
     large = features_of_dims(64, num_rows=4 * 2**26)
-    assert te.make_plan(large, mesh).stacks[0].layout.runner is None
+    plan = te.make_plan(large, mesh, kernels="sparse_core")
+    assert plan.stacks[0].layout.backend == "xla"
+    assert "16 GiB" in plan.stacks[0].backends.read.reason
 
 
 @pytest.mark.parametrize("exchange", ["Ragged", 1, True], ids=repr)
@@ -333,7 +338,15 @@ def test_printed_plan():
         optimizer=te.optimizers.adagrad(0.1),
         hardware=te.hardware_by_name("v5p"),
     )
-    *lines, summary = str(plan).splitlines()
+    *lines, summary, blank, head, first, second = str(plan).splitlines()
+    assert not blank
+    cells = [re.split(r"\s{2,}", line) for line in [head, first, second]]
+    reason = "the default; make_plan(kernels=...) chooses kernels"
+    assert cells == [
+        ["stack", "direction", "backend", "why"],
+        ["stack_0", "read, pool, spread, update", "xla", reason],
+        ["stack_1", "read, pool, spread, update", "xla", reason],
+    ]
     cells = [re.split(r"\s{2,}", line) for line in lines]
     assert cells[0][:5] == ["stack", "table", "rows", "dim", "first row"]
     assert cells[0][5:] == ["rows/shard", "packing", "bytes/device"]
@@ -356,5 +369,6 @@ def test_printed_plan():
 
 
 def test_printed_plan_off_tpu_knows_no_memory_size():
-    *_, summary = str(make_plan()).splitlines()
+    lines = str(make_plan()).splitlines()
+    summary = lines[lines.index("") - 1]
     assert summary == "2 shards on cpu; per device: tables 80 B, slots 0 B"

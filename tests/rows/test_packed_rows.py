@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
+from tpu_embedding.rows.access import add_to_rows, gather_rows
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,
-    add_to_rows,
-    gather_rows,
     pack_rows,
     round_up,
     unpack_rows,
@@ -43,7 +42,7 @@ if jax.__version_info__ >= (0, 12):
             num_rows=num_rows,
             row_shape=(dim,),
             line_lanes=128,
-            kernels="interpreter",
+            backend="interpreter",
             num_spare_rows=1,
         )
         for dim, num_rows in {8: 37, 16: 40, 64: 300, 128: 37, 256: 40}.items()
@@ -115,12 +114,34 @@ def test_natural_lines_are_rows(dim):
 
 def test_layout_of_one_value_per_row():
     layout = RowLayout(num_rows=300, row_shape=(16,), line_lanes=128)
-    scalar = layout.with_row_shape(())
+    scalar = layout.slot_layout(jax.ShapeDtypeStruct((), jnp.int32))
     assert scalar == LAYOUTS["scalar-128"]
     assert (scalar.dim, scalar.rows_per_line, scalar.num_lines) == (1, 1, 300)
     assert scalar.lines_shape == (300,)
     assert layout.lines_shape == (38, 128)
-    assert scalar.with_row_shape((16,)) == layout
+    assert layout.slot_layout(jax.ShapeDtypeStruct((16,), jnp.float32)) == layout
+
+
+@pytest.mark.parametrize(
+    ("row_shape", "dtype", "backend"),
+    [
+        ((16,), jnp.float32, "interpreter"),
+        ((16,), jnp.bfloat16, "xla"),
+        ((), jnp.float32, "xla"),
+        ((8,), jnp.float32, "xla"),
+    ],
+)
+def test_kernels_reach_slots_that_are_like_the_table(row_shape, dtype, backend):
+    layout = RowLayout(
+        num_rows=300,
+        row_shape=(16,),
+        line_lanes=128,
+        backend="interpreter",
+        num_spare_rows=1,
+    )
+    slot = layout.slot_layout(jax.ShapeDtypeStruct(row_shape, dtype))
+    assert slot.row_shape == row_shape
+    assert (slot.backend, slot.num_spare_rows) == (backend, int(backend != "xla"))
 
 
 @pytest.mark.parametrize(

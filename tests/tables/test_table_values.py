@@ -32,7 +32,8 @@ def zeros(plan, row_shape=None):
     for stack in plan.stacks:
         layout = stack.layout
         if row_shape is not None:
-            layout = layout.with_row_shape(row_shape)
+            row = jax.ShapeDtypeStruct(row_shape, np.float32)
+            layout = layout.slot_layout(row)
         shape = (plan.num_shards * layout.num_lines, layout.lanes)
         lines = jax.device_put(np.zeros(shape, np.float32), plan.sharding)
         stacks[stack.name] = PackedRows(lines=lines, layout=layout)

@@ -14,7 +14,8 @@ from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.lookup._route import Round, lines_of, starts_of
 from tpu_embedding.plan.capacity import LANES, RoundSize
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
-from tpu_embedding.rows.packed_rows import PackedRows, gather_packed
+from tpu_embedding.rows.access import gather_packed
+from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import PADDING_ROW_ID
 
 

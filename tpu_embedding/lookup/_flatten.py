@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.config import Combiner
+from tpu_embedding.plan.backends import FeatureBatch
 from tpu_embedding.plan.plan import FeaturePlan, StackPlan
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -44,12 +45,12 @@ class FeatureInput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolingSpec:
-    """What combining and spreading need to know of a feature, ids aside. Per shard.
+    """The matrix that combines the rows of one feature into samples. Per shard.
 
     Attributes:
-      gains: float32 `[ids]`, the factor of each id's row; None where it is 1 for all.
+      gains: float32 `[ids]`, the factor of each id's row; None if all are 1.
       scales: float32 `[samples]`, the factor of each sample's sum, by which its
-        combiner normalises; None where it is 1 for all.
+        combiner normalises; None if all are 1.
       sample_ids: as in `FeatureInput`.
       num_samples: as in `FeatureInput`.
       valence: as in `FeatureInput`.
@@ -61,13 +62,31 @@ class PoolingSpec:
     num_samples: int = dataclasses.field(metadata={"static": True})
     valence: int = dataclasses.field(metadata={"static": True})
 
+    @property
+    def num_ids(self) -> int:
+        """Places for ids, padding included."""
+        if self.sample_ids is None:
+            return self.num_samples * self.valence
+        return self.sample_ids.shape[0]
+
+    @property
+    def batch_facts(self) -> FeatureBatch:
+        """The static facts on which the choice of backends depends."""
+        return FeatureBatch(
+            num_ids=self.num_ids,
+            num_samples=self.num_samples,
+            valence=self.valence,
+            is_ragged=self.sample_ids is not None,
+            is_weighted=self.gains is not None,
+        )
+
 
 def flatten(
     inputs: Sequence[FeatureInput],
     features: Sequence[FeaturePlan],
     stack: StackPlan,
 ) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
-    """Turns the features of a stack into keys, bags and counts. Per shard.
+    """Turns the features of a stack into keys, poolings and counts. Per shard.
 
     Args:
       inputs: one per feature of the stack.
@@ -75,10 +94,10 @@ def flatten(
       stack: the stack's plan.
 
     Returns:
-      Keys of all features one after the other; bags per feature; the number of ids
-      outside the table per feature.
+      Keys of all features one after the other; a `PoolingSpec` per feature; the number
+      of ids outside the table per feature.
     """
-    keys, bags, out_of_range = [], [], []
+    keys, poolings, out_of_range = [], [], []
     for feature_input, feature in zip(inputs, features, strict=True):
         if stack.keeps_duplicates:
             feature_input = _in_order_of_samples(feature_input)
@@ -87,7 +106,7 @@ def flatten(
         gains, scales = _gains_and_scales(
             feature_input, row_ids, feature.config.table.combiner
         )
-        bags.append(
+        poolings.append(
             PoolingSpec(
                 gains=gains,
                 scales=scales,
@@ -97,7 +116,7 @@ def flatten(
             )
         )
         out_of_range.append(num_out_of_range)
-    return jnp.concatenate(keys), bags, out_of_range
+    return jnp.concatenate(keys), poolings, out_of_range
 
 
 def max_unique_ids(

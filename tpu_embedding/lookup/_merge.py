@@ -1,46 +1,20 @@
-"""Stage 7: gradients of one row that came from several shards become one."""
+"""Stage 7, merge: the owner sums gradients of one row from several shards."""
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from tpu_embedding.lookup._dedup import rank_unique, unsort
 from tpu_embedding.lookup._repeats import add_repeats
 from tpu_embedding.lookup._running import forward_fill
+from tpu_embedding.rows.access import gather_rows
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
-    gather_rows,
-    keep_rows,
     pack_rows,
     round_up,
     unpack_rows,
 )
-from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedRowGradients:
-    """The gradient of each of some rows, as it lies in memory.
-
-    Attributes:
-      row_ids: int32 `[rows]`, each row at most once; `PADDING_ROW_ID` in unused places.
-      values: their gradients, which fill lines; anything in unused places. Per shard;
-        the shards' lines one after the other in the global view.
-    """
-
-    row_ids: Int[Array, " rows"]
-    values: PackedRows
-
-    @property
-    def updates(self) -> RowUpdates:
-        """The same with zeros in unused places, which XLA fuses into what reads it."""
-        layout = dataclasses.replace(self.values.layout, num_rows=self.row_ids.shape[0])
-        values = PackedRows(lines=self.values.lines, layout=layout)
-        values = keep_rows(values, self.row_ids != PADDING_ROW_ID)
-        return RowUpdates(row_ids=self.row_ids, values=unpack_rows(values))
+from tpu_embedding.rows.row_gradients import PackedRowGradients
+from tpu_embedding.types import PADDING_ROW_ID
 
 
 def merge(

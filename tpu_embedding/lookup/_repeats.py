@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_embedding.plan.capacity import LANES
-from tpu_embedding.rows.packed_rows import PackedRows, add_repeatedly, round_up
+from tpu_embedding.rows.access import add_repeatedly
+from tpu_embedding.rows.packed_rows import PackedRows, round_up
 
 _TURNS: Final = 8
 """Turns of the loop where almost all occurrences are repeats."""

@@ -54,7 +54,7 @@ class Round:
       places: int32 `[ids]`, for each id of the shard the place of its row in the
         buffer of the rows it fetches; `sent_rows` where the id is not part of this
         round.
-      uses: the way back.
+      ids_by_row: the inverse, for the backward pass.
       row_ids: int32 `[num_shards * bucket_size]`, rows asked for, as local
         rows of their owner, one bucket for each; padding where unused, and always in
         the last place.
@@ -67,7 +67,7 @@ class Round:
     """
 
     places: Int[Array, " ids"]
-    uses: IdsByRow
+    ids_by_row: IdsByRow
     row_ids: Int[Array, " padded"]
     num_ids: Int[Array, " shards"]
     next_ranks: Int[Array, " shards"]
@@ -163,27 +163,27 @@ def _fill(
 ) -> Round:
     num_places = stack.num_shards * size.bucket_size
     num_ids = next_ranks - first_ranks
-    turn = dedup.ranks - broadcast_to_ids(first_ranks, dedup)
+    rank_in_round = dedup.ranks - broadcast_to_ids(first_ranks, dedup)
     is_in_round = (
         (dedup.sorted_keys != PADDING_ROW_ID)
-        & (turn >= 0)
+        & (rank_in_round >= 0)
         & (dedup.ranks < broadcast_to_ids(next_ranks, dedup))
     )
     destination = jax.lax.div(dedup.sorted_keys, jnp.int32(stack.rows_per_shard))
     row = dedup.sorted_keys - stack.rows_per_shard * destination
     id_places = jnp.where(
-        is_in_round, size.bucket_size * destination + turn, num_places
+        is_in_round, size.bucket_size * destination + rank_in_round, num_places
     )
     row_places = id_places
     if size.kind == "ragged":
         starts = size.rows_per_line * starts_of(lines_of(num_ids, size))
-        row_places = turn + broadcast_to_ids(starts, dedup)
+        row_places = rank_in_round + broadcast_to_ids(starts, dedup)
         row_places = jnp.where(is_in_round, row_places, size.sent_rows)
     row_ids = jnp.full((num_places,), PADDING_ROW_ID, jnp.int32)
     row_ids = row_ids.at[id_places].set(row, mode="drop", wrap_negative_indices=False)
     return Round(
         places=unsort(row_places, dedup.order),
-        uses=IdsByRow(order=dedup.order, places=row_places),
+        ids_by_row=IdsByRow(order=dedup.order, places=row_places),
         row_ids=row_ids,
         num_ids=num_ids,
         next_ranks=next_ranks,

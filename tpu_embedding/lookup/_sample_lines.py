@@ -1,9 +1,11 @@
-"""Activations and cotangents that share lines, as rows do on their way.
+"""Activations and cotangents of narrow tables, packed so that samples share lines.
 
-Where `k` rows of a table share a line (see `layout/row_kernels.py`), so do `k` samples
-of a feature, but not neighbours: of `B` samples, each line holds those that are `B / k`
-apart. Then `[B, dim]` is `k` slices of the samples side by side, which XLA:TPU moves as
-they are. To put neighbours into one line, it would write each row with 128 lanes first.
+Where `k` rows of a table share a line, `k` samples of a feature do, too. Neighbouring
+samples do not share one: each line holds samples that are `batch / k` apart. Then
+`[batch, dim]` is `k` slices of samples side by side, which XLA:TPU moves as they are.
+With neighbours in one line, it would first write each sample with 128 lanes.
+
+    samples 0 .. B-1, k = 4:   line i = [ i | i + B/4 | i + 2B/4 | i + 3B/4 ]
 """
 
 import dataclasses
@@ -13,26 +15,26 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.lookup._flatten import PoolingSpec
-from tpu_embedding.rows.kernels.row_kernels import ID_ALIGNMENT, read_rows
-from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, over_lanes
+from tpu_embedding.plan.backends import BatchBackends
+from tpu_embedding.rows.kernels.row_kernels import read_rows
+from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, broadcast_to_lanes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleLines:
-    """How the samples of features share lines.
+    """The packing of the samples of features into lines.
 
     Attributes:
       num_samples: of each feature.
-      layout: of the rows that are looked up.
+      layout: of the rows that are looked up; kernels read them.
     """
 
     num_samples: int
     layout: RowLayout
 
     @property
-    def distance(self) -> int:
-        """What samples of a line are apart; lines of a feature."""
+    def lines_per_feature(self) -> int:
+        """Lines of a feature; also the stride between samples that share a line."""
         return self.num_samples // self.layout.rows_per_line
 
     def gather(
@@ -42,23 +44,24 @@ class SampleLines:
         sizes: Sequence[int],
         valences: Sequence[int],
     ) -> list[Float[Array, "_ lanes"]]:
-        """Reads the rows of ids that lie place by place, into lines of samples.
+        """Reads rows into lines of samples; sums them where a sample has several ids.
 
         Args:
-          rows: to read from.
-          places: of the rows, those of one feature after the other.
-          sizes: sums of rows of each feature, a multiple of the samples.
-          valences: rows of each sum, as in `gather_sums`.
+          rows: rows in the exchange buffer.
+          places: of the rows, those of one feature after the other. Within a feature
+            come the first ids of all samples, then the second ids, and so on.
+          sizes: sums of rows of each feature, a multiple of its samples.
+          valences: rows of each sum.
         """
-        assert self.layout.runner is not None
+        assert self.layout.backend != "xla"
         return read_rows(
             rows.lines,
             jnp.minimum(places, rows.layout.num_rows - 1),
             self.layout.dim,
-            self.layout.runner,
+            self.layout.backend,
             sizes=sizes,
             valences=valences,
-            row_stride=self.distance,
+            row_stride=self.lines_per_feature,
         )
 
     def pack(self, features: Sequence[Float[Array, "samples dim"]]) -> PackedRows:
@@ -71,55 +74,52 @@ class SampleLines:
     def lines_of(self, feature: Float[Array, "samples dim"]) -> Float[Array, "_ lanes"]:
         """Puts the samples of a feature into lines."""
         layout = self.layout
-        columns = feature.T.reshape(layout.dim, layout.rows_per_line, self.distance)
-        columns = columns.swapaxes(0, 1).reshape(layout.lanes, self.distance)
+        columns = feature.T.reshape(
+            layout.dim, layout.rows_per_line, self.lines_per_feature
+        )
+        columns = columns.swapaxes(0, 1).reshape(layout.lanes, self.lines_per_feature)
         return _row_major(columns).T
 
     def unpack(self, lines: Float[Array, "_ lanes"]) -> Float[Array, "samples dim"]:
-        """Takes the samples of a feature out of their lines."""
+        """Returns the samples of a feature, in order; the inverse of `lines_of`."""
         layout = self.layout
-        columns = lines.T.reshape(layout.rows_per_line, layout.dim, self.distance)
+        columns = lines.T.reshape(
+            layout.rows_per_line, layout.dim, self.lines_per_feature
+        )
         columns = columns.swapaxes(0, 1).reshape(layout.dim, self.num_samples)
         return _row_major(columns).T
 
     def place_of(self, samples: Int[Array, " n"]) -> Int[Array, " n"]:
-        """Returns the row that each sample is of the lines; samples of all features."""
+        """Returns the row of each sample within the lines of `pack`."""
         feature, sample = jnp.divmod(samples, self.num_samples)
-        place, line = jnp.divmod(sample, self.distance)
-        line += feature * self.distance
+        place, line = jnp.divmod(sample, self.lines_per_feature)
+        line += feature * self.lines_per_feature
         return line * self.layout.rows_per_line + place
 
     def gains(self, gains: Float[Array, " ids"]) -> Float[Array, "_ lanes"]:
-        """Gives the lanes of each row the row's gain."""
+        """Repeats the gain of each row over its lanes."""
         k = self.layout.rows_per_line
-        of_features = gains.reshape(-1, k, self.distance)
-        columns = [of_features[:, place].reshape(-1) for place in range(k)]
-        return over_lanes(columns, self.layout.lanes)
+        by_place = gains.reshape(-1, k, self.lines_per_feature)
+        columns = [by_place[:, place].reshape(-1) for place in range(k)]
+        return broadcast_to_lanes(columns, self.layout.lanes)
 
 
-def sample_lines(bags: Sequence[PoolingSpec], layout: RowLayout) -> SampleLines | None:
-    """Returns how samples share lines; None where they cannot.
+def sample_lines(backends: BatchBackends, layout: RowLayout) -> SampleLines | None:
+    """Returns the packing that the batch's backends chose; None: no lines are shared.
 
-    They can where rows share lines that kernels reach, and all features have equally
-    many samples, as many ids in each, and enough of them to fill lines.
+    Args:
+      backends: the choice for this batch.
+      layout: of the rows that are looked up.
     """
-    num_samples = bags[0].num_samples
-    if (
-        layout.runner is None
-        or layout.rows_per_line == 1
-        or any(bag.sample_ids is not None for bag in bags)
-        or any(bag.num_samples != num_samples for bag in bags)
-        or any(bag.valence == 0 for bag in bags)
-        or num_samples % (layout.rows_per_line * ID_ALIGNMENT)
-    ):
+    if backends.samples_per_feature is None:
         return None
-    return SampleLines(num_samples=num_samples, layout=layout)
+    return SampleLines(num_samples=backends.samples_per_feature, layout=layout)
 
 
 def _row_major(array: Float[Array, "_ _"]) -> Float[Array, "_ _"]:
-    """Has XLA transpose just this.
+    """Makes XLA transpose exactly this array.
 
-    On its own, XLA:TPU transposes what comes before, `[dim, samples]`, and writes
-    `[samples, dim]` with 128 lanes for each sample.
+    Without the constraint XLA:TPU transposes its `[dim, samples]` input instead, and
+    writes `[samples, dim]` with 128 lanes for each sample.
     """
     return with_layout_constraint(array, Layout(major_to_minor=(0, 1)))

@@ -18,7 +18,8 @@ from tpu_embedding import functional
 from tpu_embedding.lookup._inputs import attach_weights
 from tpu_embedding.lookup.prepare import prepare_features
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
-from tpu_embedding.plan.plan import EmbeddingPlan, make_plan
+from tpu_embedding.plan.make_plan import make_plan
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tables.initial_values import init_tables
 from tpu_embedding.tables.table_values import unstack_tables, with_table_values
 from tpu_embedding.types import LookupStats

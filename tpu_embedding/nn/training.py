@@ -15,7 +15,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from tpu_embedding import functional
-from tpu_embedding.lookup._stack import StackGradient
+from tpu_embedding.lookup._backward import StackGradient
 from tpu_embedding.nn.embedding import EmbeddingTables, TPUEmbedding
 from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
 from tpu_embedding.rows.packed_rows import PackedRows

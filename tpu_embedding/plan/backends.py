@@ -1,52 +1,273 @@
-"""Whether kernels run, and on what."""
+"""Chooses the backend that reads, pools, spreads and updates rows.
 
-from typing import Final, Literal, get_args
+This is the only place that decides between XLA and Pallas kernels. `choose_backends`
+decides once per stack, when the plan is made. Two directions also depend on the batch:
+`choose_for_batch` decides for these when a lookup is traced, and its choice travels
+with the lookup to the backward pass. Every choice carries its reason, which
+`print(plan)` and the compile report show.
+
+Kernels have not run on a TPU yet, so XLA is the default on every device, and kernels
+are chosen by name.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 
 from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.rows.kernels.backend import KernelBackend
+from tpu_embedding.optimizers.analysis.kernel_lowering import Refusal, lower_to_kernel
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.rows.kernels.row_kernels import (
+    ID_ALIGNMENT,
+    MAX_ARRAYS,
+    holds_whole_rows,
+    unreachable_reason,
+)
+from tpu_embedding.rows.packed_rows import Backend, RowLayout
 
-KernelChoice = Literal["sparse_core", "interpreter", "none"]
-KERNEL_CHOICES: Final[tuple[KernelChoice, ...]] = get_args(KernelChoice)
-"""What `make_plan(kernels=...)` takes."""
+BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
+"""Values of `make_plan(kernels=...)`."""
+
+Direction = Literal["read", "pool", "spread", "update"]
+
+_DEFAULT: Final = "the default; make_plan(kernels=...) chooses kernels"
+_REQUESTED: Final = "requested by kernels=..."
 
 
-def choose_backend(
-    kernels: KernelChoice | None, device: jax.Device, hardware: HardwareInfo
-) -> KernelBackend | None:
-    """Returns what runs the kernels of a plan; None: there are none.
+class BackendChoice(NamedTuple):
+    """A backend, and why it was chosen."""
+
+    backend: Backend
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.reason}"
+
+
+class StackBackends(NamedTuple):
+    """The choices for one stack.
+
+    Attributes:
+      read: gathers rows of the table for the exchange.
+      pool: sums gathered rows into samples. A kernel does where the batch allows it.
+      spread: distributes cotangents to rows. A kernel does where the batch allows it.
+      update: applies the optimizer's rule to touched rows.
+    """
+
+    read: BackendChoice
+    pool: BackendChoice
+    spread: BackendChoice
+    update: BackendChoice
+
+
+class FeatureBatch(NamedTuple):
+    """The static facts of one feature of a batch that decide on kernels. Per shard.
+
+    Attributes:
+      num_ids: places for ids.
+      num_samples: output samples.
+      valence: ids per sample; of a ragged feature, anything.
+      is_ragged: True if samples have different numbers of ids.
+      is_weighted: True if ids have gains.
+    """
+
+    num_ids: int
+    num_samples: int
+    valence: int
+    is_ragged: bool
+    is_weighted: bool
+
+    @property
+    def kernel_valence(self) -> int:
+        """Rows of a sample that a kernel sums: all, if no id has a gain."""
+        is_plain = not self.is_ragged and not self.is_weighted
+        return max(1, self.valence) if is_plain else 1
+
+
+class BatchBackends(NamedTuple):
+    """The choices for one stack and one batch shape. Static.
+
+    Attributes:
+      samples_per_feature: samples of each feature, if samples share lines in the
+        pooled activations and the cotangents; None: one sample per row.
+      pool: as in `StackBackends`.
+      spread: as in `StackBackends`.
+    """
+
+    samples_per_feature: int | None
+    pool: BackendChoice
+    spread: BackendChoice
+
+
+def requested_backend(
+    kernels: Backend | None, device: jax.Device, hardware: HardwareInfo
+) -> Backend:
+    """Returns the backend that the user asked for.
 
     Args:
-      kernels: the user's choice; None: SparseCores, where there are any.
-      device: one of the plan's.
-      hardware: that rows are laid out for.
+      kernels: the user's choice; None means `"xla"`.
+      device: one of the plan's devices.
+      hardware: the hardware that rows are laid out for.
 
     Raises:
-      ValueError: if the choice is not known, or cannot be met.
+      ValueError: if the choice is unknown, or cannot run on this device or jax.
     """
-    if kernels is not None and kernels not in KERNEL_CHOICES:
+    backend = "xla" if kernels is None else kernels
+    if backend not in BACKENDS:
+        raise ValueError(f"kernels must be one of {BACKENDS} or None, got {kernels!r}.")
+    if backend == "xla":
+        return backend
+    if jax.__version_info__ < (0, 12):
         raise ValueError(
-            f"kernels must be one of {KERNEL_CHOICES} or None, got {kernels!r}."
+            f"kernels must be 'xla' or None with jax {jax.__version__}, got "
+            f"{kernels!r}: kernels need jax 0.12 or later."
         )
-    is_tpu = device.platform == "tpu"
-    has_sparse_cores = is_tpu and hardware.num_sparse_cores > 0
-    is_known = jax.__version_info__ >= (0, 12)
-    if kernels is None:
-        kernels = "sparse_core" if has_sparse_cores and is_known else "none"
-    if kernels != "none" and not is_known:
+    if backend == "interpreter" and hardware.line_lanes is None:
         raise ValueError(
-            f"kernels must be 'none' or None with jax {jax.__version__}, got "
-            f"{kernels!r}: they need jax 0.12 or later."
-        )
-    if kernels == "interpreter" and hardware.line_lanes is None:
-        raise ValueError(
-            "kernels must be 'none' or None where rows do not share lines, got "
+            "kernels must be 'xla' or None where rows do not share lines, got "
             f"'interpreter' for {hardware.name!r}: give hardware= of a TPU as well."
         )
-    if kernels == "sparse_core" and not has_sparse_cores:
+    has_sparse_cores = device.platform == "tpu" and hardware.num_sparse_cores > 0
+    if backend == "sparse_core" and not has_sparse_cores:
         raise ValueError(
-            "kernels must be 'interpreter', 'none' or None without SparseCores, got "
+            "kernels must be 'interpreter', 'xla' or None without SparseCores, got "
             f"'sparse_core' on {device.device_kind!r}."
         )
-    return None if kernels == "none" else kernels
+    return backend
+
+
+def choose_backends(
+    requested: Backend,
+    layout: RowLayout,
+    optimizer: RowOptimizer | None,
+    slots: Sequence[jax.ShapeDtypeStruct],
+) -> StackBackends:
+    """Chooses the backends of one stack.
+
+    Args:
+      requested: from `requested_backend`.
+      layout: packing of the table's rows; its backend is ignored.
+      optimizer: rule of the tables; None: they are not trained.
+      slots: row shape and dtype of each slot variable.
+    """
+    if requested == "xla":
+        choice = BackendChoice("xla", _DEFAULT)
+        return StackBackends(choice, choice, choice, choice)
+    reason = unreachable_reason(layout.num_rows, layout.dim, layout.line_lanes)
+    if reason is not None:
+        choice = BackendChoice("xla", reason)
+        return StackBackends(choice, choice, choice, choice)
+    read = BackendChoice(requested, _REQUESTED)
+    reason = _no_update_reason(layout.dim, optimizer, slots)
+    return StackBackends(
+        read=read,
+        pool=BackendChoice(requested, _batch_condition(layout, pools=True)),
+        spread=BackendChoice(requested, _batch_condition(layout, pools=False)),
+        update=read if reason is None else BackendChoice("xla", reason),
+    )
+
+
+def choose_for_batch(
+    layout: RowLayout, backends: StackBackends, features: Sequence[FeatureBatch]
+) -> BatchBackends:
+    """Chooses what depends on the batch: how rows are pooled and cotangents spread.
+
+    Args:
+      layout: packing of the table's rows.
+      backends: of the stack.
+      features: of the batch that look up in the stack.
+    """
+    if backends.pool.backend == "xla":
+        return BatchBackends(None, backends.pool, backends.spread)
+    requested = backends.pool.backend
+    reason = _no_lines_reason(layout, features)
+    samples = None
+    if layout.rows_per_line > 1 and reason is None:
+        samples = features[0].num_samples
+    pool = BackendChoice(requested if reason is None else "xla", reason or _REQUESTED)
+    reason = _no_spread_reason(features) or reason
+    spread = BackendChoice(requested if reason is None else "xla", reason or _REQUESTED)
+    return BatchBackends(samples, pool, spread)
+
+
+def _no_update_reason(
+    dim: int,
+    optimizer: RowOptimizer | None,
+    slots: Sequence[jax.ShapeDtypeStruct],
+) -> str | None:
+    """Says why no kernel can apply a rule; None: one can."""
+    if optimizer is None:
+        return "these tables have no optimizer"
+    if optimizer.rows == "every":
+        return "the optimizer updates every row, not only the touched ones"
+    if optimizer.duplicates != "sum":
+        return "the optimizer sees each occurrence of an id, not only their sum"
+    arrays = [slot for slot in slots if slot.shape == (dim,)]
+    row_scalars = [slot for slot in slots if slot.shape == ()]
+    if len(arrays) + len(row_scalars) < len(slots):
+        return "a slot variable has rows of another length than the table"
+    other = next((slot.dtype for slot in slots if slot.dtype != jnp.float32), None)
+    if other is not None:
+        return f"a slot variable is {other}; kernels update float32 only"
+    num_arrays = 1 + len(arrays)
+    if num_arrays + len(row_scalars) > MAX_ARRAYS:
+        return f"the table and its slot variables are more than {MAX_ARRAYS} arrays"
+    lowered = lower_to_kernel(optimizer, dim)
+    if isinstance(lowered, Refusal):
+        return lowered.reason
+    takes_whole_rows = bool(row_scalars) or lowered.kernel_body.num_sums > 0
+    if takes_whole_rows and not holds_whole_rows(dim, num_arrays, len(row_scalars)):
+        return (
+            f"the rule takes whole rows, and {num_arrays} arrays of dim {dim} exceed "
+            "the memory of a subcore"
+        )
+    return None
+
+
+def _batch_condition(layout: RowLayout, *, pools: bool) -> str:
+    """Says for which batches a kernel pools or spreads."""
+    multiple = layout.rows_per_line * ID_ALIGNMENT
+    conditions = [f"samples per device are a multiple of {multiple}"]
+    if layout.rows_per_line > 1:
+        conditions.append("equal for all features")
+        conditions.append("none is ragged" if pools else "none is ragged or weighted")
+    elif not pools:
+        conditions.append("no feature is ragged or weighted")
+    return f"if {', '.join(conditions)}; else xla"
+
+
+def _no_lines_reason(layout: RowLayout, features: Sequence[FeatureBatch]) -> str | None:
+    """Says why rows of a batch cannot be pooled into lines; None: they can."""
+    if layout.rows_per_line == 1:
+        sizes = [feature.num_ids // feature.kernel_valence for feature in features]
+        if any(size == 0 or size % ID_ALIGNMENT for size in sizes):
+            return f"sums of a feature are no multiple of {ID_ALIGNMENT}: {sizes}"
+        return None
+    num_samples = {feature.num_samples for feature in features}
+    if any(feature.is_ragged for feature in features):
+        return "a feature of the stack is ragged"
+    if any(feature.valence == 0 for feature in features):
+        return "a feature of the batch has no place for ids"
+    if len(num_samples) > 1:
+        return f"features have different numbers of samples: {sorted(num_samples)}"
+    multiple = layout.rows_per_line * ID_ALIGNMENT
+    (size,) = num_samples
+    if size % multiple:
+        return f"samples per device are no multiple of {multiple}: {size}"
+    return None
+
+
+def _no_spread_reason(features: Sequence[FeatureBatch]) -> str | None:
+    """Says why a kernel cannot spread the cotangents of a batch; None: it may."""
+    if any(feature.is_ragged for feature in features):
+        return "a feature of the stack is ragged"
+    if any(feature.is_weighted for feature in features):
+        return "a feature of the stack is weighted"
+    if any(feature.num_ids == 0 for feature in features):
+        return "a feature of the batch has no place for ids"
+    sizes = [feature.num_samples for feature in features]
+    if any(size % ID_ALIGNMENT for size in sizes):
+        return f"samples per device are no multiple of {ID_ALIGNMENT}: {sizes}"
+    return None

@@ -1,17 +1,17 @@
-"""Updates table and slot variables, in each of the ways a `RowOptimizer` names."""
+"""Updates table and slot variables with the gradient of a step. Per shard."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.lookup._merge import PackedRowGradients, merge
-from tpu_embedding.lookup._stack import StackGradient, for_each_later_update
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
-from tpu_embedding.rows.packed_rows import PackedRows, add_to_rows
+from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.rows.access import add_to_rows
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.rows.row_gradients import GradientRounds, PackedRowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange
 from tpu_embedding.update.by_kernel import update_by_kernel
 from tpu_embedding.update.every_element import apply_to_every_element
@@ -21,10 +21,15 @@ from tpu_embedding.update.sequence import apply_in_sequence
 from tpu_embedding.update.shard_rows import shard_rows
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
 
+ApplyRound = Callable[
+    [AllReduce, PackedRows, Any, PackedRowGradients, RowRange | None],
+    tuple[PackedRows, Any],
+]
+"""Applies the gradients of one round, those of a range of rows, to table and state."""
 
-def init_state(table: PackedRows, stack: StackPlan, plan: EmbeddingPlan) -> Any:
+
+def init_state(table: PackedRows, stack: TrainedStackPlan, plan: EmbeddingPlan) -> Any:
     """Returns the optimizer's state for a stacked table. Per shard."""
-    assert stack.optimizer is not None
     if stack.optimizer.keeps_gradient:
         return init_every_row(table, stack, plan)
     return _lifted(stack, plan, across_shards(plan)).init(table)
@@ -33,16 +38,16 @@ def init_state(table: PackedRows, stack: StackPlan, plan: EmbeddingPlan) -> Any:
 def apply_gradient(
     table: PackedRows,
     state: Any,
-    gradient: StackGradient,
-    stack: StackPlan,
+    gradient: GradientRounds,
+    stack: TrainedStackPlan,
     plan: EmbeddingPlan,
 ) -> tuple[PackedRows, Any]:
     """Updates a stacked table with the gradient of a step. Per shard.
 
-    In place where donated. The rounds of the gradient are applied one after the other.
-    Their rows are different, so the result is that of one update with all rows, if
-    what belongs to no row (step count, learning rate) stays the same for each round
-    and advances once.
+    In place where donated. Rounds are applied one after the other. Their rows are
+    different, so the result equals one update with all rows. Values that belong to no
+    row, such as the step count and the learning rate, are the same for all rounds and
+    advance once.
 
     Args:
       table: rows of this shard.
@@ -54,103 +59,100 @@ def apply_gradient(
     Returns:
       New table and state.
     """
-    optimizer = stack.optimizer
-    assert optimizer is not None
-    if optimizer.keeps_gradient:
+    if stack.optimizer.keeps_gradient:
         return apply_to_every_row(table, state, gradient, stack, plan)
-    if gradient.later is None:
-        return _apply_round(
-            across_shards(plan), stack, plan, table, state, gradient.first
-        )
-    later = gradient.later
+
+    def apply_round(all_reduce, table, state, gradients, rows):
+        return _apply_round(all_reduce, stack, plan, table, state, gradients, rows)
+
+    all_reduce = across_shards(plan)
+    if gradient.fold_later is None:
+        return apply_round(all_reduce, table, state, gradient.first, None)
     totals: list[Any] = []
-    if optimizer.takes_totals:
-        totals = find_totals(
-            lambda all_reduce: _apply_round(
-                all_reduce, stack, plan, table, state, gradient.first
-            ),
-            lambda fold, carry: for_each_later_update(
-                later,
-                lambda carry, sums, _: fold(
-                    carry,
-                    lambda all_reduce: _apply_round(
-                        all_reduce, stack, plan, table, state, sums
-                    ),
-                ),
-                carry,
-                stack,
-                plan,
-            ),
-            across_shards(plan),
-        )
+    if stack.optimizer.takes_totals:
+        totals = _totals_over_rounds(apply_round, table, state, gradient, all_reduce)
         # All rows are read for the totals before any is written, or XLA copies them.
         totals, table, state = jax.lax.optimization_barrier((totals, table, state))
-    first_rows = RowRange(jnp.int32(0), later.remaining.end_row[0])
-    new_table, new_state = _apply_round(
-        known_totals(totals), stack, plan, table, state, gradient.first, first_rows
+    new_table, new_state = apply_round(
+        known_totals(totals), table, state, gradient.first, gradient.first_rows
     )
 
-    def apply_later(carry, sums, row_range):
+    def apply_later(carry, gradients, rows):
         table, slots = carry
-        table, state_of_round = _apply_round(
-            known_totals(totals),
-            stack,
-            plan,
-            table,
-            with_slots(state, slots),
-            sums,
-            row_range,
+        old_state = with_slots(state, slots)
+        table, round_state = apply_round(
+            known_totals(totals), table, old_state, gradients, rows
         )
-        return table, slots_of(state_of_round)
+        return table, slots_of(round_state)
 
-    new_table, slots = for_each_later_update(
-        later, apply_later, (new_table, slots_of(new_state)), stack, plan
+    new_table, slots = gradient.fold_later(
+        apply_later, (new_table, slots_of(new_state))
     )
     return new_table, with_slots(new_state, slots)
 
 
+def _totals_over_rounds(
+    apply_round: ApplyRound,
+    table: PackedRows,
+    state: Any,
+    gradient: GradientRounds,
+    all_reduce: AllReduce,
+) -> list[Any]:
+    """Returns the totals that the rule asks for, over the rows of all rounds."""
+    fold_later = gradient.fold_later
+    assert fold_later is not None
+
+    def run(all_reduce, gradients):
+        return apply_round(all_reduce, table, state, gradients, None)
+
+    return find_totals(
+        lambda all_reduce: run(all_reduce, gradient.first),
+        lambda fold, carry: fold_later(
+            lambda carry, gradients, _: fold(
+                carry, lambda all_reduce: run(all_reduce, gradients)
+            ),
+            carry,
+        ),
+        all_reduce,
+    )
+
+
 def _apply_round(
     all_reduce: AllReduce,
-    stack: StackPlan,
+    stack: TrainedStackPlan,
     plan: EmbeddingPlan,
     table: PackedRows,
     state: Any,
-    gradient: PackedRowGradients,
-    row_range: RowRange | None = None,
+    gradients: PackedRowGradients,
+    rows: RowRange | None,
 ) -> tuple[PackedRows, Any]:
-    """Applies the gradient of one round, whose rows are those of a range."""
+    """Applies the gradients of one round, whose rows are those of a range."""
     optimizer = stack.optimizer
-    assert optimizer is not None
+    if stack.backends.update.backend != "xla":
+        return update_by_kernel(optimizer, table, state, gradients)
+    updates = gradients.as_row_updates()
     if optimizer.rows == "every":
-        return apply_to_every_element(
-            optimizer, table, state, gradient.updates, row_range
-        )
+        return apply_to_every_element(optimizer, table, state, updates, rows)
     if optimizer.duplicates == "sequence":
         rule: Any = _lifted(stack, plan, all_reduce)
-        return apply_in_sequence(rule, table, state, gradient.updates)
-    if optimizer.duplicates == "sum":
-        updated = update_by_kernel(optimizer, table, state, gradient)
-        if updated is not None:
-            return updated
-    occurrence_squares = None
-    if optimizer.duplicates == "norm":
-        squares = jnp.sum(jnp.square(gradient.updates.values), axis=1)
-        known = _touched_rows(gradient.row_ids, all_reduce, None, stack, plan)
-        occurrence_squares = known.total(squares)
-        num_rows = min(gradient.row_ids.shape[0], stack.rows_per_shard)
-        gradient = merge(gradient.row_ids, gradient.values, num_rows)
-    rule = _lifted(stack, plan, all_reduce, occurrence_squares)
-    updates, state = rule.update(gradient.updates, state, table)
+        return apply_in_sequence(rule, table, state, updates)
+    occurrence_total = None
+    if gradients.occurrence_squares is not None:
+        row_ids, squares = gradients.occurrence_squares
+        occurrences = _touched_rows(row_ids, all_reduce, None, stack, plan)
+        occurrence_total = occurrences.total(squares)
+    rule = _lifted(stack, plan, all_reduce, occurrence_total)
+    updates, state = rule.update(updates, state, table)
     return add_to_rows(table, updates.row_ids, updates.values), state
 
 
 def _lifted(
-    stack: StackPlan,
+    stack: TrainedStackPlan,
     plan: EmbeddingPlan,
     all_reduce: AllReduce,
     occurrence_squares: Float[Array, " tables"] | None = None,
 ) -> Any:
-    assert stack.optimizer is not None
+    """Lifts the stack's rule to touched rows, and answers what it asks about them."""
 
     def rows_of(row_ids):
         return _touched_rows(row_ids, all_reduce, occurrence_squares, stack, plan)
@@ -163,7 +165,7 @@ def _touched_rows(
     row_ids: Int[Array, " rows"],
     all_reduce: AllReduce,
     occurrence_squares: Float[Array, " tables"] | None,
-    stack: StackPlan,
+    stack: TrainedStackPlan,
     plan: EmbeddingPlan,
 ) -> TableRows:
     is_touched = row_ids != PADDING_ROW_ID

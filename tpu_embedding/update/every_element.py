@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
-from tpu_embedding.rows.packed_rows import PackedRows, add_to_rows, gather_rows
+from tpu_embedding.rows.access import add_to_rows, gather_rows
+from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import RowRange, RowUpdates
 from tpu_embedding.update.lift import is_slot
 

@@ -16,17 +16,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from tpu_embedding.lookup._merge import PackedRowGradients
-from tpu_embedding.lookup._stack import StackGradient, for_each_later_update
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.rows.access import add_to_rows
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
-    add_to_rows,
+    RowLayout,
     pack_rows,
     round_up,
     unpack_rows,
 )
+from tpu_embedding.rows.row_gradients import GradientRounds, PackedRowGradients
 from tpu_embedding.update.lift import is_slot, lift_to_rows
 from tpu_embedding.update.shard_rows import shard_rows
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
@@ -53,9 +53,10 @@ class KeptGradientState(NamedTuple):
     inner: Any
 
 
-def init_every_row(table: PackedRows, stack: StackPlan, plan: EmbeddingPlan) -> Any:
+def init_every_row(
+    table: PackedRows, stack: TrainedStackPlan, plan: EmbeddingPlan
+) -> Any:
     """Returns the state for a stacked table. Per shard."""
-    assert stack.optimizer is not None
 
     def rows_of(row_ids):
         is_touched = jnp.zeros(row_ids.shape, bool)
@@ -66,24 +67,27 @@ def init_every_row(table: PackedRows, stack: StackPlan, plan: EmbeddingPlan) -> 
     touches = jnp.zeros(table.layout.num_rows, jnp.int32)
     return KeptGradientState(
         gradient=jax.tree.map(jnp.zeros_like, table),
-        touches=pack_rows(touches, table.layout.with_row_shape(())),
+        touches=pack_rows(touches, _touches_layout(table)),
         step=jnp.zeros((), jnp.int32),
         inner=rule.init(table),
     )
 
 
+def _touches_layout(table: PackedRows) -> RowLayout:
+    return table.layout.slot_layout(jax.ShapeDtypeStruct((), jnp.int32))
+
+
 def apply_to_every_row(
     table: PackedRows,
     state: KeptGradientState,
-    gradient: StackGradient,
-    stack: StackPlan,
+    gradient: GradientRounds,
+    stack: TrainedStackPlan,
     plan: EmbeddingPlan,
 ) -> tuple[PackedRows, KeptGradientState]:
     """Collects a gradient, and runs the rule on every row if its turn has come.
 
     Per shard; in place where donated.
     """
-    assert stack.optimizer is not None
     collected, touches = _collect(state, gradient, stack, plan)
     leaves, tree = jax.tree.flatten(
         (table, collected, touches, state.inner), is_leaf=is_slot
@@ -108,29 +112,27 @@ def apply_to_every_row(
 
 def _collect(
     state: KeptGradientState,
-    gradient: StackGradient,
-    stack: StackPlan,
+    gradient: GradientRounds,
+    stack: TrainedStackPlan,
     plan: EmbeddingPlan,
 ) -> tuple[PackedRows, PackedRows]:
     """Adds the gradient of a step to the kept one, and counts the touches."""
 
-    def add(kept, sums: PackedRowGradients, _=None):
+    def add(kept, gradients: PackedRowGradients, rows=None):
+        del rows
         gradient, touches = kept
-        updates = sums.updates
+        updates = gradients.as_row_updates()
         ones = jnp.ones(updates.row_ids.shape, jnp.int32)
         return (
             add_to_rows(gradient, updates.row_ids, updates.values),
             add_to_rows(touches, updates.row_ids, ones),
         )
 
-    kept = add((state.gradient, state.touches), gradient.first)
-    if gradient.later is None:
-        return kept
-    return for_each_later_update(gradient.later, add, kept, stack, plan)
+    return gradient.fold(add, (state.gradient, state.touches))
 
 
 def _run_on_all_rows(
-    leaves: list[Any], *, tree: Any, stack: StackPlan, plan: EmbeddingPlan
+    leaves: list[Any], *, tree: Any, stack: TrainedStackPlan, plan: EmbeddingPlan
 ) -> list[Any]:
     """Runs the rule, block by block: one block for itself, the others in a loop."""
     run = functools.partial(_run_on_block, tree=tree, stack=stack, plan=plan)
@@ -151,7 +153,6 @@ def _run_on_all_rows(
         )
 
     totals: list[Array] = []
-    assert stack.optimizer is not None
     if stack.optimizer.takes_totals:
         totals = find_totals(
             functools.partial(run, leaves, first), fold_rest, across_shards(plan)
@@ -178,14 +179,13 @@ def _run_on_block(
     all_reduce: AllReduce,
     *,
     tree: Any,
-    stack: StackPlan,
+    stack: TrainedStackPlan,
     plan: EmbeddingPlan,
 ) -> list[Any]:
     """Runs the rule on rows `start` to `start + size`; returns the leaves with these.
 
     The gradient of the block and its touches are cleared.
     """
-    assert stack.optimizer is not None
     start, size = block
     old = [_cut(leaf, start, size) if is_slot(leaf) else leaf for leaf in leaves]
     rows, gradient, touches, inner = tree.unflatten(old)

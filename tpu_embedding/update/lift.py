@@ -21,14 +21,8 @@ from tpu_embedding.optimizers.analysis.row_local import runs_on_lines
 from tpu_embedding.optimizers.analysis.slots import moved_by_adding, slot_row_shapes
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
-from tpu_embedding.rows.packed_rows import (
-    PackedRows,
-    add_to_rows,
-    gather_rows,
-    pack_rows,
-    replace_rows,
-    unpack_rows,
-)
+from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_rows
+from tpu_embedding.rows.packed_rows import PackedRows, pack_rows, unpack_rows
 
 RowsOf = Callable[[Int[Array, " rows"]], TableRows]
 """Returns what is known of the rows with some ids."""
@@ -144,7 +138,7 @@ def _dense_view(
     fills_lines = layout.rows_per_line > 1 and num_rows % layout.rows_per_line == 0
     if (
         not fills_lines
-        or any(slot.layout != table.layout for slot in slots)
+        or any(slot.layout.row_shape != table.layout.row_shape for slot in slots)
         or not runs_on_lines(optimizer, layout.dim, layout.lanes)
     ):
         return lambda rows: rows
@@ -167,5 +161,4 @@ def move_rows(
 def _pack_slot(
     leaf: jax.Array, row: jax.ShapeDtypeStruct, table: PackedRows
 ) -> PackedRows:
-    layout = table.layout.with_row_shape(row.shape)
-    return pack_rows(leaf, layout)
+    return pack_rows(leaf, table.layout.slot_layout(row))

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from tpu_embedding.rows.packed_rows import PackedRows, add_to_rows
+from tpu_embedding.rows.access import add_to_rows
+from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
 from tpu_embedding.update.lift import slots_of, with_slots
 

@@ -1,0 +1,153 @@
+"""The one decision: which backend runs, and the reason that the plan gives."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of, needs_kernels
+from tpu_embedding.plan.backends import FeatureBatch, choose_for_batch
+
+pytestmark = needs_kernels
+
+
+def stack_of(dim, optimizer=None, kernels="interpreter", num_rows=1000):
+    table = te.TableConfig(vocabulary_size=num_rows, dim=dim, name="t")
+    plan = te.make_plan(
+        te.FeatureConfig(table=table),
+        mesh_of(1),
+        optimizer=te.optimizers.adagrad(0.1) if optimizer is None else optimizer,
+        kernels=kernels,
+        hardware=te.hardware_by_name("v5p"),
+    )
+    return plan.stacks[0]
+
+
+@pytest.mark.parametrize(
+    ("dim", "num_rows", "reason"),
+    [
+        (100, 9, "dim 100"),
+        (1, 9, "32"),
+        (4, 9, "32"),
+        (64, 2**27, "16 GiB"),
+    ],
+)
+def test_rows_out_of_reach(dim, num_rows, reason):
+    stack = stack_of(dim, num_rows=num_rows)
+    for choice in stack.backends:
+        assert choice.backend == "xla"
+        assert reason in choice.reason
+    assert (stack.layout.backend, stack.layout.num_spare_rows) == ("xla", 0)
+
+
+@pytest.mark.parametrize("dim", [8, 128, 384])
+def test_requested_kernels_are_chosen(dim):
+    stack = stack_of(dim)
+    assert {choice.backend for choice in stack.backends} == {"interpreter"}
+    assert stack.backends.read.reason == "requested by kernels=..."
+    assert stack.backends.update.reason == "requested by kernels=..."
+    assert "; else xla" in stack.backends.pool.reason
+    assert (stack.layout.backend, stack.layout.num_spare_rows) == ("interpreter", 1)
+
+
+NO_UPDATE = {
+    "every_row": (te.optimizers.every_row(optax.adam(0.1)), "every row"),
+    "sequence": (te.optimizers.in_sequence(optax.sgd(0.1)), "each occurrence"),
+    "bfloat16": (te.optimizers.adam(0.1, slot_dtype=jnp.bfloat16), "bfloat16"),
+    "counts": (te.optimizers.frequency_aware_adagrad(0.1), "int32"),
+    "totals": (te.optimizers.clippy_adagrad(0.1), "total"),
+    "operation": (optax.stateless(lambda u, _: jnp.sin(u)), "sin"),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "reason"), NO_UPDATE.values(), ids=NO_UPDATE)
+def test_rules_that_no_kernel_runs(optimizer, reason):
+    backends = stack_of(8, optimizer).backends
+    assert (backends.read.backend, backends.update.backend) == ("interpreter", "xla")
+    assert reason in backends.update.reason
+
+
+def test_tables_without_an_optimizer():
+    table = te.TableConfig(vocabulary_size=9, dim=8, name="t")
+    plan = te.make_plan(
+        te.FeatureConfig(table=table),
+        mesh_of(1),
+        kernels="interpreter",
+        hardware=te.hardware_by_name("v5p"),
+    )
+    assert plan.stacks[0].backends.update.backend == "xla"
+    assert "no optimizer" in plan.stacks[0].backends.update.reason
+    assert plan.trained_stacks == ()
+
+
+def plain(num_samples, valence=1):
+    return FeatureBatch(num_samples * valence, num_samples, valence, False, False)
+
+
+def weighted(num_samples, valence=2):
+    return FeatureBatch(num_samples * valence, num_samples, valence, False, True)
+
+
+def ragged(num_samples, num_ids):
+    return FeatureBatch(num_ids, num_samples, 1, True, False)
+
+
+KERNEL, XLA = "interpreter", "xla"
+BATCHES = {
+    # Rows of 32 share lines: 4 x 8 samples fill a tile of lines.
+    "narrow": (32, [plain(32), plain(32, 5)], 32, KERNEL, KERNEL),
+    "narrow_weighted": (32, [plain(32), weighted(32)], 32, KERNEL, XLA),
+    "narrow_ragged": (32, [plain(32), ragged(32, 64)], None, XLA, XLA),
+    "narrow_unequal": (32, [plain(32), plain(64)], None, XLA, XLA),
+    "narrow_unaligned": (32, [plain(24)], None, XLA, XLA),
+    "narrow_empty": (32, [plain(32), plain(32, 0)], None, XLA, XLA),
+    "wide": (128, [plain(8), plain(16, 5)], None, KERNEL, KERNEL),
+    "wide_weighted": (128, [plain(8), weighted(8)], None, KERNEL, XLA),
+    "wide_ragged": (128, [plain(8), ragged(5, 16)], None, KERNEL, XLA),
+    "wide_unaligned": (128, [plain(8), plain(9)], None, XLA, XLA),
+    "wide_ragged_unaligned": (128, [ragged(8, 15)], None, XLA, XLA),
+    "wide_empty": (128, [plain(8), plain(8, 0)], None, XLA, XLA),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_choice_for_a_batch(case):
+    dim, features, samples, pool, spread = BATCHES[case]
+    stack = stack_of(dim)
+    choice = choose_for_batch(stack.layout, stack.backends, features)
+    assert choice.samples_per_feature == samples
+    assert (choice.pool.backend, choice.spread.backend) == (pool, spread)
+    for made in (choice.pool, choice.spread):
+        assert (made.reason == "requested by kernels=...") == (made.backend == KERNEL)
+
+
+def test_xla_is_not_asked_about_batches():
+    stack = stack_of(32, kernels="xla")
+    choice = choose_for_batch(stack.layout, stack.backends, [plain(32)])
+    assert choice.samples_per_feature is None
+    assert choice.pool == choice.spread == stack.backends.read
+
+
+def test_choices_are_printed_with_their_reasons():
+    text = str(stack_of(8, NO_UPDATE["bfloat16"][0]).backends.update)
+    assert text.startswith("xla: ") and "bfloat16" in text
+
+
+def test_plans_are_hashable_and_equal():
+    mesh = mesh_of(1)
+    table = te.TableConfig(vocabulary_size=9, dim=8, name="t")
+    optimizer = te.optimizers.adagrad(0.1)
+
+    def plan(kernels):
+        return te.make_plan(
+            te.FeatureConfig(table=table),
+            mesh,
+            optimizer=optimizer,
+            kernels=kernels,
+            hardware=te.hardware_by_name("v5p"),
+        )
+
+    assert hash(plan("interpreter")) == hash(plan("interpreter"))
+    assert plan("interpreter") == plan("interpreter") != plan("xla")
+    assert jax.tree.structure(plan("xla").features_of(plan("xla").stacks[0]))

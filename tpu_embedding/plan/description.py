@@ -1,0 +1,74 @@
+"""Prints a plan: its tables with their memory, and the backend of each direction."""
+
+from typing import TYPE_CHECKING
+
+from tpu_embedding.hardware import GIBIBYTE
+from tpu_embedding.plan import memory
+
+if TYPE_CHECKING:
+    from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+
+
+def describe(plan: "EmbeddingPlan") -> str:
+    """Returns the text of `print(plan)`: a table of memory, and one of backends."""
+    return "\n".join(
+        [
+            memory.format_table(_memory_rows(plan), num_left_aligned=2),
+            _summary(plan),
+            "",
+            memory.format_table(backend_rows(plan), num_left_aligned=4),
+        ]
+    )
+
+
+def backend_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
+    """Returns the cells of the table of backends; the first row is the head.
+
+    Directions of a stack that share a choice share a row.
+    """
+    rows: list[tuple[str, ...]] = [("stack", "direction", "backend", "why")]
+    for stack in plan.stacks:
+        directions_of: dict[tuple[str, str], list[str]] = {}
+        for direction, choice in zip(
+            stack.backends._fields, stack.backends, strict=True
+        ):
+            key = (choice.backend, choice.reason)
+            directions_of.setdefault(key, []).append(direction)
+        for (backend, reason), directions in directions_of.items():
+            rows.append((stack.name, ", ".join(directions), backend, reason))
+    return rows
+
+
+def _memory_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
+    head = ("stack", "table", "rows", "dim", "first row", "rows/shard", "packing")
+    rows: list[tuple[str, ...]] = [(*head, "bytes/device")]
+    for stack in plan.stacks:
+        for table in stack.tables:
+            vocabulary_size = f"{table.config.vocabulary_size:,}"
+            cells = (vocabulary_size, str(stack.dim), f"{table.row_offset:,}")
+            rows.append((stack.name, table.name, *cells, "", "", ""))
+        rows.append((stack.name, "(whole stack)", *_stack_cells(stack, plan)))
+    return rows
+
+
+def _stack_cells(stack: "StackPlan", plan: "EmbeddingPlan") -> tuple[str, ...]:
+    layout = stack.layout
+    table_bytes = memory.rows_bytes(layout, plan.hardware, 4)
+    size = memory.format_bytes(table_bytes)
+    size += f" + {memory.format_bytes(plan.slot_bytes_of(stack))} slots"
+    packing = f"{layout.rows_per_line} x {stack.dim} of {layout.lanes}"
+    rows_per_shard = f"{stack.rows_per_shard:,}"
+    return f"{stack.num_rows:,}", str(stack.dim), "", rows_per_shard, packing, size
+
+
+def _summary(plan: "EmbeddingPlan") -> str:
+    total = plan.table_bytes_per_device + plan.slot_bytes_per_device
+    summary = (
+        f"{plan.num_shards} shards on {plan.hardware.name}; per device: tables "
+        f"{memory.format_bytes(plan.table_bytes_per_device)}, slots "
+        f"{memory.format_bytes(plan.slot_bytes_per_device)}"
+    )
+    if plan.hardware.hbm_capacity_bytes is not None:
+        hbm = plan.hardware.hbm_capacity_bytes / plan.hardware.devices_per_chip
+        summary += f", {100 * total / hbm:.1f} % of {hbm / GIBIBYTE:.0f} GiB HBM"
+    return summary

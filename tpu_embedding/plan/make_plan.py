@@ -1,0 +1,229 @@
+"""Makes the plan from configuration, mesh and hardware, and refuses contradictions."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from tpu_embedding.config import FeatureConfig
+from tpu_embedding.hardware import HardwareInfo, hardware_of_device, num_slices_of
+from tpu_embedding.optimizers.analysis.row_local import check_row_local
+from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
+from tpu_embedding.optimizers.names import optimizer_problem
+from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
+from tpu_embedding.plan import stacking
+from tpu_embedding.plan.backends import choose_backends, requested_backend
+from tpu_embedding.plan.capacity import EXCHANGE_KINDS, ExchangeKind
+from tpu_embedding.plan.plan import (
+    EmbeddingPlan,
+    FeaturePlan,
+    StackPlan,
+    TablePlan,
+    TrainedStackPlan,
+)
+from tpu_embedding.rows.packed_rows import Backend, RowLayout
+from tpu_embedding.types import PADDING_ROW_ID
+
+
+def make_plan(
+    feature_config: Any,
+    mesh: Mesh | None = None,
+    *,
+    optimizer: TableOptimizer | None = None,
+    capacity: int | None = None,
+    exchange: ExchangeKind | None = None,
+    kernels: Backend | None = None,
+    hardware: HardwareInfo | None = None,
+) -> EmbeddingPlan:
+    """Makes the plan of an embedding layer.
+
+    Args:
+      feature_config: any nest (dict, list, tuple, ...) of `FeatureConfig`.
+      mesh: devices with any axes, all of which share tables and batch; None means all
+        devices of this process along one axis, `"shard"`.
+      optimizer: an optax transformation for the tables that name none themselves; None
+        means that those are not trained.
+      capacity: ids per destination and round of the exchange, at most; changes speed,
+        never results. None: the mean and some standard deviations.
+      exchange: how rows travel between devices; changes speed, never results.
+        `"padded"`: in parts of equal size. `"ragged"`: one after the other, by XLA's
+        ragged all-to-all, within a slice; on CPU and GPU by a slow equivalent. None:
+        on TPUs of one slice, ragged where padded parts would be a quarter longer and no
+        capacity is given; else padded.
+      kernels: backend that reads, pools, spreads and updates rows; changes speed, and
+        results by rounding only. `"xla"` (also None): XLA's own operations, which move
+        whole lines and write the result of each operation to HBM. `"sparse_core"`:
+        Pallas kernels that address each row of 8, 16, 32, 64 or a multiple of 128
+        elements, and update it in one pass. They have not run on a TPU yet.
+        `"interpreter"`: the same kernels on any device, with the `hardware` of a TPU;
+        slow, for tests. Kernels need jax 0.12. Where a kernel cannot run, XLA does:
+        `print(plan)` shows the choice of each stack and its reason.
+      hardware: None means that of the mesh's devices.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: if the configuration contradicts itself; the message says where.
+    """
+    if mesh is None:
+        mesh = Mesh(np.asarray(jax.devices()), ("shard",))
+    _check_mesh(mesh)
+    is_int = isinstance(capacity, int) and not isinstance(capacity, bool)
+    if capacity is not None and not (is_int and capacity >= 1):
+        raise ValueError(
+            f"capacity must be an int of at least 1 or None, got {capacity!r}."
+        )
+    if exchange is not None and exchange not in EXCHANGE_KINDS:
+        raise ValueError(
+            f"exchange must be one of {EXCHANGE_KINDS} or None, got {exchange!r}."
+        )
+    problem = optimizer_problem("optimizer", optimizer)
+    if problem is not None:
+        raise ValueError(f"{problem}.")
+    if hardware is None:
+        hardware = hardware_of_device(mesh.devices.flat[0])
+    num_slices = num_slices_of(mesh)
+    if exchange == "ragged" and num_slices > 1:
+        raise ValueError(
+            "exchange must be 'padded' or None on a mesh of several slices, got "
+            f"'ragged' on {num_slices}."
+        )
+    if mesh.devices.flat[0].platform != "tpu" or num_slices > 1:
+        exchange = exchange or "padded"
+    backend = requested_backend(kernels, mesh.devices.flat[0], hardware)
+    configs, tree, paths = _flatten_config(feature_config)
+    names = stacking.name_features(list(zip(paths, configs, strict=True)))
+    tables = stacking.name_tables(configs, optimizer)
+    stacks = tuple(
+        _plan_stack(
+            f"stack_{i}", group, mesh.size, capacity, exchange, backend, hardware
+        )
+        for i, group in enumerate(stacking.stack_tables(tables))
+    )
+    places = {
+        table.name: (i, table.row_offset)
+        for i, stack in enumerate(stacks)
+        for table in stack.tables
+    }
+    return EmbeddingPlan(
+        stacks=stacks,
+        features=tuple(
+            FeaturePlan(
+                name=name,
+                config=config,
+                stack_index=places[table.name][0],
+                row_offset=places[table.name][1],
+            )
+            for name, config, table in zip(names, configs, tables, strict=True)
+        ),
+        feature_tree=tree,
+        mesh=mesh,
+        hardware=hardware,
+    )
+
+
+def _check_mesh(mesh: Mesh) -> None:
+    explicit = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    ]
+    if explicit:
+        raise ValueError(
+            f"mesh axes must have type Auto, got Explicit for {explicit}. Make the "
+            "mesh with jax.sharding.Mesh(devices, axis_names), or give jax.make_mesh "
+            "axis_types=(jax.sharding.AxisType.Auto,) * number_of_axes."
+        )
+
+
+def _flatten_config(
+    feature_config: Any,
+) -> tuple[list[FeatureConfig], Any, list[str]]:
+    with_paths, tree = jax.tree_util.tree_flatten_with_path(feature_config)
+    if not with_paths:
+        raise ValueError(
+            "feature_config must hold at least one FeatureConfig, got "
+            f"{feature_config!r}."
+        )
+    paths, configs = [], []
+    for path, leaf in with_paths:
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "feature"
+        if not isinstance(leaf, FeatureConfig):
+            raise ValueError(
+                f"feature_config must be a nest of FeatureConfig, got {leaf!r} at "
+                f"{name!r}."
+            )
+        paths.append(name)
+        configs.append(leaf)
+    return configs, tree, paths
+
+
+def _plan_stack(
+    name: str,
+    tables: list[stacking.NamedTable],
+    num_shards: int,
+    capacity: int | None,
+    exchange: ExchangeKind | None,
+    backend: Backend,
+    hardware: HardwareInfo,
+) -> StackPlan:
+    placed, row_offset = [], 0
+    for table in tables:
+        placed.append(
+            TablePlan(name=table.name, config=table.config, row_offset=row_offset)
+        )
+        row_offset += table.config.vocabulary_size
+    rows_per_shard = -(-row_offset // num_shards)
+    if rows_per_shard * num_shards >= PADDING_ROW_ID:
+        raise ValueError(
+            f"TableConfig.vocabulary_size of table {tables[0].name!r} is "
+            f"{row_offset}, too near 2**31 for {num_shards} shards; cut it in two."
+        )
+    first = tables[0]
+    slots: tuple[jax.ShapeDtypeStruct, ...] = ()
+    if first.optimizer is not None:
+        slots = tuple(_slots_of_tables(first.optimizer, tables))
+    layout = RowLayout(
+        num_rows=rows_per_shard,
+        row_shape=(first.config.dim,),
+        line_lanes=hardware.line_lanes,
+    )
+    backends = choose_backends(backend, layout, first.optimizer, slots)
+    if backends.read.backend != "xla":
+        layout = dataclasses.replace(
+            layout, backend=backends.read.backend, num_spare_rows=1
+        )
+    facts: dict[str, Any] = dict(
+        name=name,
+        tables=tuple(placed),
+        num_shards=num_shards,
+        layout=layout,
+        quantization=first.config.quantization_config,
+        capacity=capacity,
+        exchange=exchange,
+        backends=backends,
+    )
+    if first.optimizer is None:
+        return StackPlan(**facts, optimizer=None, slots=())
+    return TrainedStackPlan(**facts, optimizer=first.optimizer, slots=slots)
+
+
+def _slots_of_tables(
+    optimizer: RowOptimizer, tables: list[stacking.NamedTable]
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns the slot variables of an optimizer; refuses one that mixes rows."""
+    dim = tables[0].config.dim
+    try:
+        check_row_local(optimizer, dim)
+        slots = jax.tree.leaves(slot_row_shapes(optimizer, dim))
+    except ValueError as error:
+        names = [table.name for table in tables]
+        raise type(error)(f"{error} (The optimizer of tables {names}.)") from error
+    if optimizer.keeps_gradient:
+        slots.append(jax.ShapeDtypeStruct((dim,), jnp.float32))
+        slots.append(jax.ShapeDtypeStruct((), jnp.int32))
+    return slots

@@ -1,0 +1,315 @@
+"""Reads and changes rows of packed arrays: gather, add, replace, update. Per shard.
+
+Each function works on the rows of one shard and communicates nothing. The layout says
+which backend reads and changes the rows; no function here decides that.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from tpu_embedding.rows.kernels.kernel_bodies import TILE_LINES, KernelBody
+from tpu_embedding.rows.kernels.row_kernels import add_rows, read_rows, update_rows
+from tpu_embedding.rows.packed_rows import (
+    PackedRows,
+    RowLayout,
+    gather_in_bounds,
+    keep_rows,
+    pack_rows,
+    unpack_rows,
+)
+
+_KERNEL_ID_ALIGNMENT: Final = 128
+"""Kernels take ids in multiples of this; padding fills them up."""
+
+_MAX_LOST_ROUNDINGS: Final = 8
+"""Rounding steps of a new value that `replace_rows` may lose; a moving average loses
+one."""
+
+
+def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
+    """Reads rows.
+
+    Args:
+      packed: the rows of this shard.
+      row_ids: rows to read. Ids beyond the last row, padding among them, read the
+        last row; their result must not be used.
+
+    Returns:
+      `[ids, *row_shape]` in the storage dtype.
+    """
+    return unpack_rows(gather_packed(packed, row_ids))
+
+
+def gather_packed(packed: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows:
+    """Reads rows like `gather_rows`, and leaves them packed as the backend wrote them.
+
+    Returns:
+      The rows in `packed.layout.buffer_layout(ids)`.
+    """
+    layout = packed.layout
+    (num_ids,) = row_ids.shape
+    result = layout.buffer_layout(num_ids)
+    row_ids = jnp.minimum(row_ids, layout.num_rows - 1)
+    if layout.backend != "xla" and num_ids > 0:
+        row_ids = jnp.pad(row_ids, (0, -num_ids % _KERNEL_ID_ALIGNMENT))
+        (lines,) = read_rows(_full_tiles(packed), row_ids, layout.dim, layout.backend)
+        return PackedRows(lines=lines[: result.num_lines], layout=result)
+    rows = gather_in_bounds(packed.lines, row_ids // layout.rows_per_line)
+    if not layout.is_flat:
+        rows = _select_lanes(
+            rows, row_ids % layout.rows_per_line, layout.rows_per_line, layout.dim
+        )
+    return pack_rows(rows, result)
+
+
+def gather_sums(
+    packed: PackedRows,
+    row_ids: Int[Array, " ids"],
+    sizes: Sequence[int],
+    valences: Sequence[int],
+) -> list[Float[Array, "_ dim"]]:
+    """Reads rows and sums them within a kernel, so each sum is written to HBM once.
+
+    Args:
+      packed: rows that a kernel reaches, one per line.
+      row_ids: ids of one group after the other. Within a group come the first ids of
+        all sums, then the second ids, and so on.
+      sizes: number of sums of each group, a multiple of 8.
+      valences: number of rows that each sum of a group adds.
+
+    Returns:
+      `[size, dim]` for each group.
+    """
+    layout = packed.layout
+    assert layout.backend != "xla" and layout.rows_per_line == 1
+    return read_rows(
+        _full_tiles(packed),
+        jnp.minimum(row_ids, layout.num_rows - 1),
+        layout.dim,
+        layout.backend,
+        sizes=sizes,
+        valences=valences,
+    )
+
+
+def add_to_rows(
+    packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
+) -> PackedRows:
+    """Adds to rows, in place where the caller donated them.
+
+    All other rows keep their bits. XLA adds -0.0 to rows that share a line with a
+    named row: the only float that changes nothing. (A device that flushes denormals
+    to zero flushes those of such neighbours.)
+
+    Args:
+      packed: the rows of this shard.
+      row_ids: rows to change, each at most once; ids beyond the last row are dropped.
+      values: `[ids, *row_shape]`, or the lines of these.
+    """
+    layout = packed.layout
+    values = values.astype(packed.lines.dtype)
+    if layout.num_spare_rows > 0 and row_ids.shape[0] > 0:
+        return _add_by_kernel(packed, row_ids, values)
+    is_used = row_ids < layout.num_rows
+    # Lines beyond the last are dropped. Each gets its own number, so ids stay unique.
+    # In a table of 2**31 lines the numbers wrap to negative ones: dropped as well.
+    dropped = layout.num_lines + jnp.arange(row_ids.shape[0], dtype=jnp.int32)
+    line_ids = jnp.where(is_used, row_ids // layout.rows_per_line, dropped)
+    lines = packed.lines.at[line_ids].add(
+        _lines_to_add(row_ids, values, layout),
+        mode="drop",
+        unique_indices=layout.rows_per_line == 1,
+        wrap_negative_indices=False,
+    )
+    return PackedRows(lines=lines, layout=layout)
+
+
+def add_repeatedly(
+    packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
+) -> PackedRows:
+    """Adds to rows of which some are named several times, in place.
+
+    Args:
+      packed: the rows.
+      row_ids: in rising order; ids beyond the last row are dropped.
+      values: `[ids, *row_shape]`.
+    """
+    layout = packed.layout
+    is_used = row_ids < layout.num_rows
+    line_ids = jnp.where(is_used, row_ids // layout.rows_per_line, layout.num_lines)
+    lines = packed.lines.at[line_ids].add(
+        _lines_to_add(row_ids, values, layout),
+        mode="drop",
+        indices_are_sorted=True,
+        wrap_negative_indices=False,
+    )
+    return PackedRows(lines=lines, layout=layout)
+
+
+def replace_rows(
+    packed: PackedRows, row_ids: Int[Array, " ids"], old: Array, new: Array
+) -> PackedRows:
+    """Replaces the values of rows by adding the difference, in place.
+
+    A TPU runs additions on SparseCore, and packed rows can only be added to.
+    `old + (new - old)` equals `new` up to rounding, unless a value drops by orders of
+    magnitude, such as a slot after an outlier. In that case the remainder is added too.
+
+    Args:
+      packed: the rows of this shard.
+      row_ids: as in `add_to_rows`.
+      old: the present values, `[ids, *row_shape]`, or the lines of these.
+      new: the new values, of the same shape.
+    """
+    difference = new - old
+    packed = add_to_rows(packed, row_ids, difference)
+    if not jnp.issubdtype(new.dtype, jnp.floating):
+        return packed
+    remainder = new - (old + difference)
+    lost_fraction = _MAX_LOST_ROUNDINGS * float(jnp.finfo(new.dtype).eps)
+    is_lost = jnp.abs(remainder) > lost_fraction * jnp.abs(new)
+    layout = packed.layout
+    is_lost = pack_rows(is_lost, layout.buffer_layout(row_ids.shape[0]))
+    is_lost = keep_rows(is_lost, row_ids < layout.num_rows)
+    # A loop of at most one turn: XLA:TPU copies the rows for a conditional.
+    _, packed = jax.lax.while_loop(
+        lambda carry: carry[0],
+        lambda carry: (jnp.zeros((), bool), add_to_rows(carry[1], row_ids, remainder)),
+        (jnp.any(is_lost.lines), packed),
+    )
+    return packed
+
+
+def update_packed(
+    body: KernelBody,
+    arrays: Sequence[PackedRows],
+    row_ids: Int[Array, " ids"],
+    gradients: PackedRows,
+    scalars: Sequence[Array],
+    row_scalars: Sequence[Float[Array, " ids"]],
+) -> tuple[list[PackedRows], list[Array]]:
+    """Runs an optimizer rule on rows within one kernel, in place.
+
+    All other rows keep their bits.
+
+    Args:
+      body: the part of the rule that runs on rows; see `update_rows`.
+      arrays: the table and its slot variables. Kernels reach them all.
+      row_ids: as in `add_to_rows`.
+      gradients: one for each id; ids beyond the last row may have any.
+      scalars: float32 values that belong to no row, such as the learning rate.
+      row_scalars: per array of one value per row: the values of the rows of the ids.
+
+    Returns:
+      The arrays with new rows, and the new `row_scalars`.
+    """
+    layout = arrays[0].layout
+    (num_ids,) = row_ids.shape
+    if num_ids == 0:
+        return list(arrays), list(row_scalars)
+    assert layout.backend != "xla"
+    row_ids, lines = _pad_for_kernel(layout, row_ids, gradients)
+    missing = row_ids.shape[0] - num_ids
+    changed, new_row_scalars = update_rows(
+        body,
+        [packed.lines for packed in arrays],
+        row_ids,
+        lines,
+        layout.dim,
+        scalars,
+        layout.backend,
+        row_scalars=[jnp.pad(value, (0, missing)) for value in row_scalars],
+    )
+    return (
+        [PackedRows(lines=lines, layout=layout) for lines in changed],
+        [value[:num_ids] for value in new_row_scalars],
+    )
+
+
+def _add_by_kernel(
+    packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
+) -> PackedRows:
+    """Adds as `add_to_rows` does; ids beyond the last row add to the spare row."""
+    layout = packed.layout
+    assert layout.backend != "xla"
+    additions = pack_rows(values, layout.buffer_layout(row_ids.shape[0]))
+    row_ids, lines = _pad_for_kernel(layout, row_ids, additions)
+    lines = add_rows(packed.lines, row_ids, lines, layout.dim, layout.backend)
+    return PackedRows(lines=lines, layout=layout)
+
+
+def _pad_for_kernel(
+    layout: RowLayout, row_ids: Int[Array, " ids"], values: PackedRows
+) -> tuple[Int[Array, " padded_ids"], Array]:
+    """Pads ids and the lines of their values to the multiple that kernels take.
+
+    Padding ids name the spare row.
+    """
+    missing = -row_ids.shape[0] % _KERNEL_ID_ALIGNMENT
+    row_ids = jnp.minimum(row_ids, layout.num_rows)
+    row_ids = jnp.pad(row_ids, (0, missing), constant_values=layout.num_rows)
+    num_lines = layout.buffer_layout(row_ids.shape[0]).num_lines
+    missing_lines = num_lines - values.lines.shape[0]
+    return row_ids, jnp.pad(values.lines, ((0, missing_lines), (0, 0)))
+
+
+def _full_tiles(packed: PackedRows) -> Array:
+    """Pads wide lines to whole tiles, which a kernel moves."""
+    if packed.layout.lanes <= 128:
+        return packed.lines
+    missing = -packed.lines.shape[0] % TILE_LINES
+    return jnp.pad(packed.lines, ((0, missing), (0, 0)))
+
+
+def _lines_to_add(
+    row_ids: Int[Array, " ids"], values: Array, layout: RowLayout
+) -> Array:
+    """Returns lines, or single values, that hold each value at the place of its row."""
+    if layout.is_flat:
+        return values.reshape(row_ids.shape)
+    values = values.reshape(row_ids.shape[0], layout.dim)
+    return _place_in_lines(values, row_ids % layout.rows_per_line, layout)
+
+
+def _select_lanes(
+    lines: Float[Array, "ids lanes"],
+    places: Int[Array, " ids"],
+    rows_per_line: int,
+    dim: int,
+) -> Array:
+    """Selects from each line the row at its place, by halving the line.
+
+    A selection, not a masked sum: the bits of the row stay the same, whatever its
+    neighbours hold.
+    """
+    if rows_per_line == 1:
+        return lines[:, :dim]
+    half = 1
+    while 2 * half < rows_per_line:
+        half *= 2
+    low = lines[:, : half * dim]
+    high = lines[:, half * dim : rows_per_line * dim]
+    high = jnp.pad(high, ((0, 0), (0, low.shape[1] - high.shape[1])))
+    is_high = places >= half
+    chosen = jnp.where(is_high[:, None], high, low)
+    return _select_lanes(chosen, jnp.where(is_high, places - half, places), half, dim)
+
+
+def _place_in_lines(
+    values: Array, places: Int[Array, " ids"], layout: RowLayout
+) -> Array:
+    """Puts each row at its place in a line that adds nothing to its other rows."""
+    neutral = jnp.zeros((), values.dtype)
+    if jnp.issubdtype(values.dtype, jnp.floating):
+        neutral = -neutral
+    unused_lanes = layout.lanes - layout.rows_per_line * layout.dim
+    copies = jnp.tile(values, (1, layout.rows_per_line))
+    lines = jnp.pad(copies, ((0, 0), (0, unused_lanes)))
+    if layout.rows_per_line == 1:
+        return lines
+    place_of_lane = jnp.arange(layout.lanes, dtype=jnp.int32) // layout.dim
+    return jnp.where(place_of_lane[None, :] == places[:, None], lines, neutral)

@@ -1,0 +1,91 @@
+"""The gradient of a stacked table, as `lookup/` hands it to `update/`.
+
+A gradient arrives at the owners of its rows in rounds: the first always, the others
+only under skew. `GradientRounds` is the value that both sides share. The backward pass
+fills it, an update applies it round by round, and neither runs the other's code.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from tpu_embedding.rows.packed_rows import PackedRows, keep_rows, unpack_rows
+from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
+
+Carry = TypeVar("Carry")
+
+
+class OccurrenceSquares(NamedTuple):
+    """Squared norms of the gradients of single occurrences of ids. Per shard.
+
+    Attributes:
+      row_ids: int32 `[occurrences]`, the row of each; `PADDING_ROW_ID` if unused.
+      squares: float32 `[occurrences]`.
+    """
+
+    row_ids: Int[Array, " occurrences"]
+    squares: Float[Array, " occurrences"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedRowGradients:
+    """Gradients of the rows of one round, packed into lines. Per shard.
+
+    Attributes:
+      row_ids: int32 `[rows]`, local rows, each at most once (or once per occurrence,
+        for optimizers that see occurrences); `PADDING_ROW_ID` in unused places.
+      values: their gradients, packed; unused places hold anything.
+      occurrence_squares: for optimizers that ask for the norm of all occurrences.
+    """
+
+    row_ids: Int[Array, " rows"]
+    values: PackedRows
+    occurrence_squares: OccurrenceSquares | None = None
+
+    def as_row_updates(self) -> RowUpdates:
+        """Returns the gradients unpacked, with zeros in unused places."""
+        layout = dataclasses.replace(self.values.layout, num_rows=self.row_ids.shape[0])
+        values = PackedRows(lines=self.values.lines, layout=layout)
+        values = keep_rows(values, self.row_ids != PADDING_ROW_ID)
+        return RowUpdates(row_ids=self.row_ids, values=unpack_rows(values))
+
+
+class FoldRounds(Protocol):
+    """Folds a function over the gradients of the rounds after the first."""
+
+    def __call__(
+        self, body: Callable[[Carry, PackedRowGradients, RowRange], Carry], carry: Carry
+    ) -> Carry:
+        """Calls `carry = body(carry, gradients, rows)` for each of these rounds."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientRounds:
+    """The whole gradient of a stacked table at the owners of its rows. Per shard.
+
+    The rows of different rounds are different, so an update may apply rounds one by
+    one. It exists while a step is traced; it is no pytree.
+
+    Attributes:
+      first: gradients of the first round; all of them where there is no skew.
+      first_rows: rows that the first round covers; None: all rows.
+      fold_later: folds over the other rounds; None: no batch of this shape has any.
+    """
+
+    first: PackedRowGradients
+    first_rows: RowRange | None = None
+    fold_later: FoldRounds | None = None
+
+    def fold(
+        self,
+        body: Callable[[Any, PackedRowGradients, RowRange | None], Any],
+        carry: Any,
+    ) -> Any:
+        """Calls `carry = body(carry, gradients, rows)` for every round."""
+        carry = body(carry, self.first, self.first_rows)
+        return carry if self.fold_later is None else self.fold_later(body, carry)
