@@ -1,4 +1,7 @@
-"""Kernels against NumPy, run by Pallas' interpreter; TPUs' compiler in tests/aot."""
+"""Compares kernels with NumPy, in Pallas' interpreter.
+
+tests/aot compiles them for TPUs.
+"""
 
 import functools
 
@@ -8,13 +11,15 @@ import numpy as np
 import pytest
 
 from tests.conftest import needs_kernels
-from tpu_embedding.rows.kernels import backend
+from tpu_embedding.rows.kernels import backend, row_kernels
 from tpu_embedding.rows.kernels.kernel_bodies import DROPPED_ROW, KernelBody
 from tpu_embedding.rows.kernels.row_kernels import (
     add_rows,
     holds_whole_rows,
     kernels_reach,
+    no_room_reason,
     read_rows,
+    unreachable_reason,
     update_rows,
     write_rows,
 )
@@ -55,10 +60,9 @@ def test_read(dim, num_ids):
 
 @pytest.mark.parametrize(("dim", "num_ids"), [x for x in CASES if x[0] < 128])
 @pytest.mark.parametrize("num_blocks", [1, 3])
-def test_read_rows_of_a_line_that_are_apart(dim, num_ids, num_blocks):
-    places = 128 // dim
+def test_read_with_a_stride_between_rows_of_a_line(dim, num_ids, num_blocks):
     rows = random(NUM_ROWS, dim)
-    shape = (num_blocks, places, num_ids)
+    shape = (num_blocks, 128 // dim, num_ids)
     ids = np.random.default_rng(1).integers(0, NUM_ROWS, shape).astype(np.int32)
     (lines,) = read(
         lines_of(rows),
@@ -72,9 +76,9 @@ def test_read_rows_of_a_line_that_are_apart(dim, num_ids, num_blocks):
 
 
 def samples_in_lines(samples):
-    """Lines of those that are apart, as `read_rows` has them with a distance."""
-    places = max(1, 128 // samples.shape[1])
-    return np.moveaxis(samples.reshape(places, -1, samples.shape[1]), 0, 1)
+    """Returns `[lines, rows_per_line, dim]`, with the lines as the stride of rows."""
+    rows_per_line = max(1, 128 // samples.shape[1])
+    return np.moveaxis(samples.reshape(rows_per_line, -1, samples.shape[1]), 0, 1)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -96,40 +100,39 @@ def test_read_sums_into_several_arrays(dim, valences):
         valences=valences,
         row_stride=num_lines if dim < 128 else 1,
     )
-    for array, of_array in zip(arrays, ids, strict=True):
-        expected = functools.reduce(np.add, rows[of_array])
+    for array, ids_of_array in zip(arrays, ids, strict=True):
+        # Exact: the kernel adds in the same order, that of the ids.
+        expected = functools.reduce(np.add, rows[ids_of_array])
         expected = lines_of(samples_in_lines(expected).reshape(-1, dim))
-        # In the order of the ids.
         np.testing.assert_array_equal(array, expected)
 
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("repetitions", [(1, 1), (2, 1, 5)])
 def test_write(dim, repetitions):
-    """Every row goes to its place in one of two arrays, or nowhere."""
+    """Each row is written to one of two arrays, or dropped."""
     generator = np.random.default_rng(0)
     size = 24 * max(1, 128 // dim)
     samples = [random(size, dim, seed=i) for i in range(len(repetitions))]
-    of_ids = np.concatenate(
+    rows_of_ids = np.concatenate(
         [np.tile(x, (n, 1)) for x, n in zip(samples, repetitions, strict=True)]
     )
-    num_ids = len(of_ids)
-    places = generator.permutation(num_ids).astype(np.int32)
+    num_ids = len(rows_of_ids)
+    target_ids = generator.permutation(num_ids).astype(np.int32)
     array_of_id = generator.choice(3, num_ids)
-    of_arrays = [np.where(array_of_id == i, places, DROPPED_ROW) for i in range(2)]
     write = jax.jit(write_rows, static_argnums=(1, 3, 4, 5))
     arrays = write(
         [lines_of(samples_in_lines(x).reshape(-1, dim)) for x in samples],
         repetitions,
-        of_arrays,
+        [np.where(array_of_id == i, target_ids, DROPPED_ROW) for i in range(2)],
         (num_ids, num_ids),
         dim,
         "interpreter",
     )
     for i, array in enumerate(arrays):
         is_here = array_of_id == i
-        written = np.asarray(array).reshape(-1, dim)[places[is_here]]
-        np.testing.assert_array_equal(written, of_ids[is_here])
+        written = np.asarray(array).reshape(-1, dim)[target_ids[is_here]]
+        np.testing.assert_array_equal(written, rows_of_ids[is_here])
 
 
 @pytest.mark.parametrize(("dim", "num_ids"), CASES)
@@ -149,7 +152,7 @@ def test_add(dim, num_ids):
     np.testing.assert_array_equal(np.asarray(lines).reshape(-1, dim), expected)
 
 
-def half_way(gradient, row, slot, rate, bound):
+def adagrad_like(gradient, row, slot, rate, bound):
     new_slot = jnp.minimum(slot + gradient * gradient, bound)
     return [row - rate * gradient / jnp.sqrt(new_slot), new_slot]
 
@@ -160,7 +163,7 @@ def test_update(dim, num_ids):
     ids = np.random.default_rng(1).permutation(NUM_ROWS)[:num_ids].astype(np.int32)
     ids[0] = NUM_ROWS - 1
     gradients = random(num_ids, dim, seed=2)
-    rule = KernelBody(run=lambda sums, *vectors: half_way(*vectors))
+    rule = KernelBody(run=lambda sums, *vectors: adagrad_like(*vectors))
     update = jax.jit(functools.partial(update_rows, rule), static_argnums=(3, 5))
     (new_rows, new_slots), _ = update(
         [lines_of(rows), lines_of(slots)],
@@ -171,7 +174,7 @@ def test_update(dim, num_ids):
         "interpreter",
     )
     expected = [rows.copy(), slots.copy()]
-    expected[0][ids], expected[1][ids] = half_way(
+    expected[0][ids], expected[1][ids] = adagrad_like(
         gradients, rows[ids], slots[ids], 0.5, 2
     )
     for new, by_numpy in zip((new_rows, new_slots), expected, strict=True):
@@ -182,7 +185,7 @@ def test_update(dim, num_ids):
 
 
 def along_rows(sums, gradient, row, slot, value, count, rate):
-    """Needs two sums, the second of what the first makes known."""
+    """Takes two sums, of which the second needs the first."""
     if len(sums) == 0:
         return gradient * row
     if len(sums) == 1:
@@ -191,36 +194,67 @@ def along_rows(sums, gradient, row, slot, value, count, rate):
     return [row - scale * gradient, slot + sums[0], value + sums[1], count + 1]
 
 
+ROOM_CASES = [
+    *[(8, 1, 1, True), (128, 15, 1, True), (2048, 1, 1, True)],
+    # Rows of more than 8 KiB: a buffer holds fewer than a tile has.
+    *[(2176, 1, 0, False), (3072, 1, 1, False), (2048, 2, 0, True)],
+    *[(2048, 3, 0, False), (1536, 3, 0, True), (2**16, 1, 0, False)],
+    # The row scalars are the 32 bytes too many.
+    *[(2048, 2, 1, False), (384, 15, 0, True), (384, 15, 1, False)],
+]
+
+
 @pytest.mark.parametrize(
-    ("dim", "num_arrays", "num_values", "expected"),
+    ("dim", "num_arrays", "num_row_scalars", "expected"), ROOM_CASES
+)
+def test_room_for_whole_rows(dim, num_arrays, num_row_scalars, expected):
+    arguments = (dim, num_arrays, num_row_scalars)
+    assert holds_whole_rows(*arguments) is expected
+    assert (no_room_reason(*arguments) is None) is expected
+    max_ids = row_kernels._max_chunk_ids(dim, 1 + num_arrays, num_row_scalars)
+    assert (max_ids >= row_kernels.TILE_LINES) is expected
+
+
+@pytest.mark.parametrize(
+    ("dim", "num_arrays", "num_row_scalars", "reason"),
     [
-        *[(8, 1, 1, True), (128, 15, 1, True), (2048, 1, 1, True)],
-        # Rows of more than 8 KiB: fewer than a tile's are at hand.
-        *[(2176, 1, 0, False), (3072, 1, 1, False), (2048, 2, 0, True)],
-        *[(2048, 3, 0, False), (1536, 3, 0, True), (2**16, 1, 0, False)],
+        (
+            *(2176, 1, 0),
+            "8 rows of dim 2176 take 68 KiB, more than the 64 KiB buffer of a subcore",
+        ),
+        (
+            *(2048, 3, 0),
+            "8 rows of dim 2048 of 3 arrays and of their gradient take 256 KiB, more "
+            "than the 192 KiB buffers of a subcore",
+        ),
+        (
+            *(384, 15, 1),
+            "8 rows of dim 384 of 15 arrays and of their gradient take 193 KiB, more "
+            "than the 192 KiB buffers of a subcore",
+        ),
     ],
 )
-def test_whole_rows_that_are_held(dim, num_arrays, num_values, expected):
-    assert holds_whole_rows(dim, num_arrays, num_values) is expected
+def test_reasons_for_no_room(dim, num_arrays, num_row_scalars, reason):
+    assert no_room_reason(dim, num_arrays, num_row_scalars) == reason
 
 
 @pytest.mark.parametrize(
     ("dim", "num_ids", "num_lanes"),
     [(*case, lanes) for case in CASES for lanes in (8, 16)] + [(1536, 24, 8)],
 )
-def test_update_by_sums_and_values_of_rows(dim, num_ids, num_lanes, monkeypatch):
-    """On each kind of SparseCore: where vectors are of rows, and rows of vectors."""
+def test_update_with_sums_and_row_scalars(dim, num_ids, num_lanes, monkeypatch):
+    """Vectors have 8 or 16 lanes, so they hold several rows, or parts of one."""
     monkeypatch.setattr(backend, "_INTERPRETED_LANES", num_lanes)
     rows, slots = random(NUM_ROWS, dim), random(NUM_ROWS, dim, seed=3)
     ids = np.random.default_rng(1).permutation(NUM_ROWS)[:num_ids].astype(np.int32)
     gradients = random(num_ids, dim, seed=2)
-    values = [random(num_ids, seed=4), random(num_ids, seed=5)]
+    row_scalars = [random(num_ids, seed=4), random(num_ids, seed=5)]
     rule = KernelBody(run=along_rows, num_sums=2)
     update = jax.jit(functools.partial(update_rows, rule), static_argnums=(3, 5))
-    new_arrays, new_values = update(
+    new_arrays, new_row_scalars = update(
         *([lines_of(rows), lines_of(slots)], ids, lines_of(gradients), dim),
         *([np.float32(0.5)], "interpreter"),
-        row_scalars=values,
+        row_scalars=row_scalars,
     )
     expected = [rows.copy(), slots.copy()]
     sums = []
@@ -229,12 +263,12 @@ def test_update_by_sums_and_values_of_rows(dim, num_ids, num_lanes, monkeypatch)
             sums, gradients, rows[ids], slots[ids], None, None, np.float32(0.5)
         )
         sums.append(np.sum(np.float64(summands), axis=1, keepdims=True))
-    kernel_body = [x[:, None] for x in values]
-    expected[0][ids], expected[1][ids], *expected_values = along_rows(
-        sums, gradients, rows[ids], slots[ids], *kernel_body, np.float32(0.5)
+    columns = [x[:, None] for x in row_scalars]
+    expected[0][ids], expected[1][ids], *expected_row_scalars = along_rows(
+        sums, gradients, rows[ids], slots[ids], *columns, np.float32(0.5)
     )
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
-    for new, by_numpy in zip(new_values, expected_values, strict=True):
+    for new, by_numpy in zip(new_row_scalars, expected_row_scalars, strict=True):
         close(new, by_numpy[:, 0])
     for new, by_numpy in zip(new_arrays, expected, strict=True):
         new = np.asarray(new).reshape(-1, dim)
@@ -243,7 +277,7 @@ def test_update_by_sums_and_values_of_rows(dim, num_ids, num_lanes, monkeypatch)
         np.testing.assert_array_equal(new[others], by_numpy[others])
 
 
-def test_add_to_a_row_that_means_nothing_as_often_as_one_likes():
+def test_add_to_the_spare_row_any_number_of_times():
     rows = random(64, 32)
     ids = np.full(128, 63, np.int32)
     ids[5] = 7
@@ -271,6 +305,32 @@ def test_add_to_a_row_that_means_nothing_as_often_as_one_likes():
 )
 def test_rows_that_kernels_reach(num_rows, dim, line_lanes, expected):
     assert kernels_reach(num_rows, dim, line_lanes) is expected
+    assert (unreachable_reason(num_rows, dim, line_lanes) is None) is expected
+
+
+NOT_PACKED = "rows are not packed into lines of 128 lanes on this device"
+TOO_SHORT = "rows of dim {} are shorter than the 32 bytes that a SparseCore addresses"
+NO_FULL_LINES = "rows of dim {} do not fill lines of 128 lanes"
+TOO_LARGE = "{} GiB per device are more than the 16 GiB that a SparseCore addresses"
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "dim", "line_lanes", "reason"),
+    [
+        *[(10, 128, None, NOT_PACKED), (10, 1, None, NOT_PACKED)],
+        (10, 128, 64, NOT_PACKED),
+        *[(10, dim, 128, TOO_SHORT.format(dim)) for dim in (1, 4, 7)],
+        *[(10, dim, 128, NO_FULL_LINES.format(dim)) for dim in (9, 100, 129, 192)],
+        # The first reason is the one that no number of devices removes.
+        (2**40, 100, 128, NO_FULL_LINES.format(100)),
+        # One row too many: rounded up, as "16.0 GiB are more than 16" would puzzle.
+        (2**26 - 7, 64, 128, TOO_LARGE.format(16.1)),
+        (3 * 2**25 - 8, 64, 128, TOO_LARGE.format(24.0)),
+        (2**40, 128, 128, TOO_LARGE.format(524288.1)),
+    ],
+)
+def test_reasons_why_kernels_do_not_reach_rows(num_rows, dim, line_lanes, reason):
+    assert unreachable_reason(num_rows, dim, line_lanes) == reason
 
 
 @pytest.mark.parametrize("num_ids", [4, 12, 129])

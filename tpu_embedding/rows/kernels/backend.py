@@ -1,9 +1,15 @@
-"""The subcores of SparseCores, and what plays them elsewhere.
+"""Runs a kernel body on the subcores of SparseCores, or in Pallas' interpreter.
 
-What a subcore does is written once, as a function of a `Worker` and of references to
-arrays and buffers. Pallas runs it on SparseCores, and Pallas' interpreter on any other
-device. The subcores take chunks of ids in turns and wait for nobody, so no two of them
-may write to one row.
+A kernel body is written once, as a function of a `Worker` and of references to arrays
+and buffers. On a TPU each subcore of the SparseCores is a worker. On any other device
+Pallas' interpreter runs three workers, one after the other, so tests need no TPU.
+
+A body handles *chunks* of ids, which the workers take in turns:
+
+    ids      | chunk 0 | chunk 1 | chunk 2 | chunk 3 | chunk 4 | chunk 5 | ...
+    worker   |    0    |    1    |    2    |    0    |    1    |    2    | ...
+
+Workers do not synchronise, so no two of them may write to the same row.
 """
 
 import dataclasses
@@ -17,26 +23,26 @@ from jax.experimental.pallas import tpu_sc as plsc
 from jaxtyping import Array, Int
 
 KernelBackend = Literal["sparse_core", "interpreter"]
-"""What runs the kernels."""
+"""A backend that runs kernels: the SparseCores of a TPU, or Pallas' interpreter."""
 
 Ref = Any
-"""A reference to an array, as Pallas hands them to kernels; it has no type for them."""
+"""A reference to an array or buffer, as Pallas passes it to kernels, without a type."""
 
 _INTERPRETED_WORKERS: Final = 3
-"""Subcores that the interpreter plays; they do not divide most numbers of chunks."""
+"""Workers of the interpreter; 3 rarely divides a number of chunks, as tests want."""
 
 _INTERPRETED_LANES: Final = 16
-"""Numbers that they add at once; a TPU adds 8 or 16."""
+"""Elements of a vector in the interpreter; those of a TPU have 8 or 16."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Worker:
-    """One of those that run a kernel.
+    """One subcore, or one of the workers that the interpreter runs.
 
     Attributes:
-      number: from 0.
-      num_workers: all of them.
-      backend: what they are.
+      number: rank of the worker, from 0.
+      num_workers: workers that run the kernel.
+      backend: backend that runs the worker.
     """
 
     number: Int[Array, ""]
@@ -46,38 +52,102 @@ class Worker:
 
 def launch(
     body: Callable[..., None],
-    changed: tuple[Array, ...],
+    updated: tuple[Array, ...],
     operands: tuple[Array, ...],
     out_types: list[jax.ShapeDtypeStruct],
     *,
     scratch: list[Any],
-    num_bytes: int,
+    bytes_moved: int,
     backend: KernelBackend,
     name: str,
 ) -> tuple[Array, ...]:
-    """Runs a kernel. Per shard.
+    """Runs a kernel body on all workers of a backend. Per shard.
 
     Args:
-      body: what a worker does, given itself and references to what follows.
-      changed: arrays that it changes, in place where the caller donated.
-      operands: arrays that it reads.
-      out_types: of arrays that it makes.
-      scratch: types of its buffers, semaphores among them.
-      num_bytes: that memory moves for all workers, for the compiler and reports.
-      backend: what runs it.
-      name: in what the compiler shows.
+      body: called by each worker with its `Worker`, then with references to `updated`,
+        `operands`, the outputs and the scratch buffers, in this order.
+      updated: arrays that the kernel changes, in place where the caller donated them.
+      operands: arrays that the kernel only reads.
+      out_types: types of the outputs, the arrays that the kernel creates.
+      scratch: types of the buffers and semaphores that each worker owns.
+      bytes_moved: HBM traffic of all workers; the compiler and reports read it.
+      backend: backend that runs the kernel.
+      name: name of the kernel in compiled programs and profiles.
 
     Returns:
-      The arrays that it changed, then those that it made.
+      The updated arrays, then the outputs.
     """
     if backend == "interpreter":
-        return _interpret(body, changed, operands, out_types, scratch)
+        return _run_in_interpreter(body, updated, operands, out_types, scratch)
+    cost = pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=bytes_moved)
+    return _run_on_sparse_cores(
+        body, updated, operands, out_types, scratch, cost=cost, name=name
+    )
+
+
+def for_each_chunk(
+    worker: Worker,
+    num_ids: int,
+    chunk: int,
+    process: Callable[[Int[Array, ""]], None],
+) -> None:
+    """Calls `process` with the first id of each chunk that the worker handles.
+
+    Args:
+      worker: the worker that runs the loop.
+      num_ids: ids of all chunks, a multiple of `chunk`.
+      chunk: ids of a chunk.
+      process: takes the first id of a chunk, a traced integer.
+    """
+    num_chunks = num_ids // chunk
+
+    @pl.loop(0, pl.cdiv(num_chunks, worker.num_workers))
+    def _(step):
+        number = step * worker.num_workers + worker.number
+
+        @pl.when(number < num_chunks)
+        def _():
+            process(pl.multiple_of(number * chunk, chunk))
+
+
+def copy_all(sources: Sequence[Ref], targets: Sequence[Ref], semaphore: Ref) -> None:
+    """Starts all copies, then waits for all, so that their latencies overlap.
+
+    A copy into a buffer of the worker is complete on return. A copy out of a buffer has
+    read it, so the buffer is free; HBM has all of the data when the kernel ends.
+    """
+    copies = [
+        pltpu.async_copy(source, target, semaphore)
+        for source, target in zip(sources, targets, strict=True)
+    ]
+    for copy in copies:
+        copy.wait()
+
+
+def vector_lanes(backend: KernelBackend) -> int:
+    """Returns the elements of a vector, with which a worker computes at once."""
+    if backend == "interpreter":
+        return _INTERPRETED_LANES
+    return plsc.get_sparse_core_info().num_lanes
+
+
+def _run_on_sparse_cores(
+    body: Callable[..., None],
+    updated: tuple[Array, ...],
+    operands: tuple[Array, ...],
+    out_types: list[jax.ShapeDtypeStruct],
+    scratch: list[Any],
+    *,
+    cost: pl.CostEstimate,
+    name: str,
+) -> tuple[Array, ...]:
+    """Runs the body on every subcore of the device, all at the same time."""
     mesh = plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore")
 
     def kernel(*refs):
         core, subcore = jax.lax.axis_index("core"), jax.lax.axis_index("subcore")
         number = core * mesh.num_subcores + subcore
-        worker = Worker(number=number, num_workers=mesh.size, backend=backend)
+        worker = Worker(number=number, num_workers=mesh.size, backend="sparse_core")
         body(worker, *refs)
 
     run = pl.kernel(
@@ -86,61 +156,24 @@ def launch(
         mesh=mesh,
         scratch_types=scratch,
         compiler_params=pltpu.CompilerParams(use_tc_tiling_on_sc=False),
-        cost_estimate=pl.CostEstimate(
-            flops=0, transcendentals=0, bytes_accessed=num_bytes
-        ),
+        cost_estimate=cost,
         name=name,
     )
-    refs = [jax.new_ref(array) for array in changed]
-    made: Any = run(*refs, *operands)
-    return *map(jax.freeze, refs), *made
+    refs = [jax.new_ref(array) for array in updated]
+    outputs: Any = run(*refs, *operands)
+    return *map(jax.freeze, refs), *outputs
 
 
-def for_each_chunk(
-    worker: Worker,
-    num_ids: int,
-    chunk: int,
-    move: Callable[[Int[Array, ""]], None],
-) -> None:
-    """Calls `move` with the first id of each chunk that is the worker's."""
-    num_chunks = num_ids // chunk
-
-    @pl.loop(0, pl.cdiv(num_chunks, worker.num_workers))
-    def _(turn):
-        number = turn * worker.num_workers + worker.number
-
-        @pl.when(number < num_chunks)
-        def _():
-            move(pl.multiple_of(number * chunk, chunk))
-
-
-def copy_all(sources: Sequence[Ref], targets: Sequence[Ref], arrived: Ref) -> None:
-    """Has all copies under way at once, and waits until the worker's side is free."""
-    copies = [
-        pltpu.async_copy(source, target, arrived)
-        for source, target in zip(sources, targets, strict=True)
-    ]
-    for copy in copies:
-        copy.wait()
-
-
-def vector_lanes(backend: KernelBackend) -> int:
-    """Returns the numbers that a worker adds at once."""
-    if backend == "interpreter":
-        return _INTERPRETED_LANES
-    return plsc.get_sparse_core_info().num_lanes
-
-
-def _interpret(
+def _run_in_interpreter(
     body: Callable[..., None],
-    changed: tuple[Array, ...],
+    updated: tuple[Array, ...],
     operands: tuple[Array, ...],
     out_types: list[jax.ShapeDtypeStruct],
     scratch: list[Any],
 ) -> tuple[Array, ...]:
-    """Runs the workers of a kernel one after the other, on any device."""
-    changed_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed]
-    num_changed, num_inputs = len(changed), len(changed) + len(operands)
+    """Runs the body for one worker after the other, on any device."""
+    updated_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated]
+    num_updated, num_inputs = len(updated), len(updated) + len(operands)
 
     def kernel(*refs):
         worker = Worker(
@@ -148,19 +181,19 @@ def _interpret(
             num_workers=_INTERPRETED_WORKERS,
             backend="interpreter",
         )
-        # What is changed comes as an input, too.
-        inputs, results = refs[num_changed:num_inputs], refs[num_inputs:]
-        body(worker, *results[:num_changed], *inputs, *results[num_changed:])
+        # Updated arrays are aliased: they come as inputs and again as outputs.
+        inputs, outputs = refs[num_updated:num_inputs], refs[num_inputs:]
+        body(worker, *outputs[:num_updated], *inputs, *outputs[num_updated:])
 
     run = pl.pallas_call(
         kernel,
-        out_shape=[*changed_types, *out_types],
+        out_shape=[*updated_types, *out_types],
         grid=(_INTERPRETED_WORKERS,),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * num_inputs,
-        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (num_changed + len(out_types)),
+        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (num_updated + len(out_types)),
         scratch_shapes=scratch,
-        input_output_aliases={i: i for i in range(num_changed)},
+        input_output_aliases={i: i for i in range(num_updated)},
         interpret=True,
     )
-    results: Any = run(*changed, *operands)
+    results: Any = run(*updated, *operands)
     return tuple(results)

@@ -1,16 +1,27 @@
-"""What a subcore does to rows: reads, writes and updates some of them at a time.
+"""The bodies of the row kernels: they read, write or update one chunk after another.
 
-Arrays lie in the device's memory, and a worker takes *chunks* of ids in turns with the
-others (`backend.py`): what belongs to a chunk comes into buffers of its own memory,
-and leaves from there. `row_kernels.py` says what arrays and buffers there are.
+`row_kernels.py` prepares the arrays and launches a body; every worker runs it
+(`backend.py`). Arrays lie in HBM. A worker copies one *chunk* at a time into buffers in
+its own memory, computes there, and copies the result back:
+
+               1. copy in      2. indirect copy         3. compute      4. copy out
+    HBM        row ids         rows that ids name                       results
+                  |                   |                                    ^
+                  v                   v                                    |
+    worker     id buffers      row buffers  ------->  row buffers  --------+
+
+One indirect copy takes at most 128 ids, so the ids of a chunk lie in several buffers. A
+*window* is the part of a chunk that belongs to one id buffer.
+
+Row buffers are `[vectors, lanes]`: a subcore computes with vectors of 8 or 16 elements,
+so a vector holds several short rows, or a row takes several vectors. Rows of more than
+128 elements come as parts of 128, which `row_kernels.py` draws.
 """
 
 import dataclasses
 import functools
-import itertools
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,28 +31,30 @@ from jax.experimental.pallas import tpu_sc as plsc
 from jaxtyping import Array, Int
 
 from tpu_embedding.rows.kernels.backend import Ref, Worker, copy_all, for_each_chunk
+from tpu_embedding.rows.kernels.sections import Sections
 
 DROPPED_ROW: Final = -1
-"""Place of a row that `write_rows` leaves out."""
+"""Target of a row that `write_rows` leaves out."""
 
 TILE_LINES: Final = 8
-"""Lines of a tile, of which wide lines fill some."""
+"""Lines of a tile, the unit in which a TPU stores lines of more than 128 lanes."""
 
-_LEAVES_WHOLE: Final = None
-"""In place of a semaphore, which what leaves a SparseCore in one piece needs not."""
+_NO_SEMAPHORE: Final = None
+"""Passed instead of a semaphore: a single outgoing DMA needs none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelBody:
-    """What `update_rows` does to each row, a vector at a time.
+    """An optimizer's rule as arithmetic on vectors, which `update_rows` runs.
 
     Attributes:
-      run: given a list of sums, and vectors: of the gradient, of the row of each array,
-        of each value of the row and of each number, both repeated. It returns the
-        vector whose elements the next sum over the row is of; if no sum is missing,
-        the new vectors of the row of each array, and of each value. By operations that
-        `kernel_rules.py` knows.
-      num_sums: over the elements of a row, that it takes.
+      run: called as `run(sums, gradient, *rows, *row_scalars, *scalars)`. `sums` lists
+        the sums over the row that are known. All other arguments are vectors: of the
+        gradient, of the row of each array, and of each row scalar and scalar, repeated
+        over the lanes. If a sum is missing, `run` returns a vector whose elements the
+        next sum adds up. Otherwise it returns a list: a new vector for each array, then
+        one for each row scalar. `kernel_lowering.py` lists the operations it may use.
+      num_sums: sums over the elements of a row that `run` takes.
     """
 
     run: Callable[..., Any]
@@ -49,260 +62,315 @@ class KernelBody:
 
 
 def read_chunks(
-    worker: Worker,
-    *refs: Any,
-    valences: Sequence[int],
-    dim: int,
-    row_stride: int,
+    worker: Worker, *refs: Any, valences: Sequence[int], dim: int, row_stride: int
 ) -> None:
-    """Reads rows that ids name, as `read_rows` does.
+    """Reads, and sums, the rows of each chunk of results: the body of `read_rows`.
 
-    Ids of a chunk of results come in, the rows that they name, are summed if there are
-    several for a result, and go out together.
+    Args:
+      worker: the worker that runs the body.
+      *refs: lines, row ids, the results; then buffers: ids, rows, sums, a semaphore.
+      valences: as in `read_rows`.
+      dim: elements of a row, or of a part of a wide row.
+      row_stride: as in `read_rows`.
     """
-    lines, row_ids, *results, ids, rows, sums, arrived = refs
+    lines, row_ids, *results, ids, rows, sums, semaphore = refs
     table = lines.reshape(lines.size // dim, dim)
     num_vectors, num_lanes = rows.shape
     chunk = num_vectors * num_lanes // dim
-    places = 128 // dim
-    sizes = [result.size // dim for result in results]
-    starts = _starts(sizes)
-    id_starts = _starts(map(operator.mul, sizes, valences))
+    sections = Sections([result.size // dim for result in results], valences)
     is_pooled = any(valence > 1 for valence in valences)
     result_rows = (sums if is_pooled else rows).reshape(chunk, dim)
 
-    def fetch(first):
-        copy_all(_windows(row_ids, ids, first), ids, arrived)
-        of_ids = _windows(rows.reshape(chunk, dim), ids)
-        copy_all(_named_rows(table, ids), of_ids, arrived)
+    def fetch(first_id):
+        copy_all(_windows(row_ids, ids, first_id), ids, semaphore)
+        buffers = _buffered_rows([rows], ids, dim)
+        copy_all(_indexed_rows([table], ids), buffers, semaphore)
 
-    def pool(first, size, valence):
+    def pool(first_id, size, valence):
         @pl.loop(0, valence)
-        def _(turn):
-            fetch(pl.multiple_of(first + turn * size, chunk))
+        def _(k):
+            fetch(pl.multiple_of(first_id + k * size, chunk))
 
             @pl.loop(0, num_vectors)
             def _(i):
-                sums[i] = jnp.where(turn == 0, rows[i], sums[i] + rows[i])
+                sums[i] = jnp.where(k == 0, rows[i], sums[i] + rows[i])
 
     def send(result, first):
-        target = result.reshape(result.size // dim, dim).at[pl.ds(first, chunk)]
-        if row_stride > 1:
-            apart = result.reshape(result.shape[0], places, dim)
-            turn, line = jnp.divmod(first, row_stride)
-            line += turn // places * row_stride
-            target = apart.at[pl.ds(pl.multiple_of(line, chunk), chunk), turn % places]
-        pltpu.async_copy(result_rows, target, _LEAVES_WHOLE).wait()
+        target = _strided_rows(result, first, chunk, dim, row_stride)
+        pltpu.async_copy(result_rows, target, _NO_SEMAPHORE).wait()
 
-    def move(first):
+    def read_chunk(first):
         if is_pooled:
-            start, size, first_id, valence = _pick(
-                first, starts, sizes, id_starts, valences
-            )
+            start, size, first_id, valence = sections.find(first)
             pool(first_id + first - start, size, valence)
         else:
             fetch(first)
-        for result, start, end in zip(results, starts, starts[1:], strict=False):
-            pl.when((start <= first) & (first < end))(
-                functools.partial(send, result, pl.multiple_of(first - start, chunk))
-            )
+        for i, result in enumerate(results):
+            is_here = sections.contains(i, first)
+            first_row = pl.multiple_of(first - sections.starts[i], chunk)
+            pl.when(is_here)(functools.partial(send, result, first_row))
 
-    for_each_chunk(worker, starts[-1], chunk, move)
+    for_each_chunk(worker, sections.num_rows, chunk, read_chunk)
 
 
 def write_chunks(
     worker: Worker, *refs: Any, repetitions: Sequence[int], dim: int
 ) -> None:
-    """Writes rows to their places, as `write_rows` does.
+    """Writes the rows of each chunk of sources to their targets: for `write_rows`.
 
-    A chunk of rows of a source comes in, and where each belongs, as often as they are
-    repeated; they go there.
+    Args:
+      worker: the worker that runs the body.
+      *refs: sources, target ids of each result, the results; then buffers: ids for each
+        result, rows, a semaphore.
+      repetitions: as in `write_rows`.
+      dim: elements of a row, or of a part of a wide row.
     """
-    num_sources = len(repetitions)
-    *arrays, ids_of_results, rows, arrived = refs
-    num_results = len(ids_of_results)
+    *arrays, id_buffers, rows, semaphore = refs
+    num_sources, num_results = len(repetitions), len(id_buffers)
     sources = arrays[:num_sources]
-    places, results = arrays[num_sources:-num_results], arrays[-num_results:]
+    target_ids, results = arrays[num_sources:-num_results], arrays[-num_results:]
     chunk = rows.shape[0]
-    of_line = 128 // dim
-    sizes = [source.size // dim for source in sources]
-    starts = _starts(sizes)
-    id_starts = _starts(map(operator.mul, sizes, repetitions))
+    sections = Sections([source.size // dim for source in sources], repetitions)
 
     def fetch(source, first):
         place, line = jnp.divmod(first, source.shape[0])
         lines = pl.ds(pl.multiple_of(line, chunk), chunk)
-        apart = source.reshape(source.shape[0], of_line, dim)
-        copy_all(
-            [source.at[lines] if dim == 128 else apart.at[lines, place]],
-            [rows],
-            arrived,
-        )
+        by_place = source.reshape(source.shape[0], 128 // dim, dim)
+        is_whole_line = dim == 128
+        source_rows = source.at[lines] if is_whole_line else by_place.at[lines, place]
+        copy_all([source_rows], [rows], semaphore)
 
-    def move(first):
-        for source, start, end in zip(sources, starts, starts[1:], strict=False):
-            pl.when((start <= first) & (first < end))(
-                functools.partial(fetch, source, first - start)
-            )
-        start, size, first_id, count = _pick(
-            first, starts, sizes, id_starts, repetitions
-        )
+    def write_chunk(first):
+        for i, source in enumerate(sources):
+            is_here = sections.contains(i, first)
+            first_row = first - sections.starts[i]
+            pl.when(is_here)(functools.partial(fetch, source, first_row))
+        start, size, first_id, count = sections.find(first)
 
         @pl.loop(0, count)
-        def _(turn):
-            ids_from = pl.multiple_of(first_id + first - start + turn * size, chunk)
-            for result, of_result, ids in zip(
-                results, places, ids_of_results, strict=True
+        def _(k):
+            first_target = pl.multiple_of(first_id + first - start + k * size, chunk)
+            for result, targets, ids in zip(
+                results, target_ids, id_buffers, strict=True
             ):
-                copy_all(_windows(of_result, ids, ids_from), ids, arrived)
+                copy_all(_windows(targets, ids, first_target), ids, semaphore)
                 table = result.reshape(result.size // dim, dim)
                 for window, part in zip(ids, _windows(rows, ids), strict=True):
-                    _write_somewhere(worker, part, table, window, arrived)
+                    _write_kept_rows(worker, part, table, window, semaphore)
 
-    for_each_chunk(worker, starts[-1], chunk, move)
+    for_each_chunk(worker, sections.num_rows, chunk, write_chunk)
 
 
-def _write_somewhere(
-    worker: Worker, rows: Ref, table: Ref, ids: Ref, arrived: Ref
+def _write_kept_rows(
+    worker: Worker, rows: Ref, table: Ref, ids: Ref, semaphore: Ref
 ) -> None:
-    """Writes rows that belong into a table, and none of those that belong nowhere."""
+    """Writes each row to the row of the table that its id names.
+
+    Rows whose id is `DROPPED_ROW` are left out.
+    """
     if worker.backend == "sparse_core":
-        somewhere = plsc.Indices(ids, ignored_value=DROPPED_ROW)
-        pltpu.async_copy(rows, table.at[somewhere], arrived).wait()
+        targets = plsc.Indices(ids, ignored_value=DROPPED_ROW)
+        pltpu.async_copy(rows, table.at[targets], semaphore).wait()
         return
 
-    # Pallas' interpreter does not know of ids that are ignored.
+    # Pallas' interpreter does not support ignored ids.
     @pl.loop(0, ids.size)
     def _(i):
         @pl.when(ids[i] != DROPPED_ROW)
         def _():
-            row, place = rows.at[pl.ds(i, 1)], table.at[pl.ds(ids[i], 1)]
-            pltpu.async_copy(row, place, arrived).wait()
+            row, target = rows.at[pl.ds(i, 1)], table.at[pl.ds(ids[i], 1)]
+            pltpu.async_copy(row, target, semaphore).wait()
 
 
 def update_chunks(
     worker: Worker,
     *refs: Any,
-    rule: KernelBody,
+    kernel_body: KernelBody,
     dim: int,
     num_arrays: int,
     num_parts: int,
 ) -> None:
-    """Replaces rows by what a rule makes of them, as `update_rows` does.
+    """Applies a rule to the rows of each chunk of ids: the body of `update_rows`.
 
-    A chunk of ids comes in, their gradients, and each of the rows that they name; what
-    the rule makes of them goes out to each of the rows.
+    Args:
+      worker: the worker that runs the body.
+      *refs: those of `_UpdateArrays`; then buffers: ids, gradients, rows of each array,
+        row scalars, repeated scalars, a semaphore.
+      kernel_body: the rule.
+      dim: elements of a row, or of a part of a wide row.
+      num_arrays: arrays that are updated.
+      num_parts: parts of a row.
     """
-    *in_memory, ids, gradient, rows, values, numbers, arrived = refs
-    arrays, (row_ids, gradients, repeated, *of_ids) = (
-        in_memory[:num_arrays],
-        in_memory[num_arrays:],
-    )
-    old_values, new_values = of_ids[: len(values)], of_ids[len(values) :]
-    tables = [array.reshape(array.size // dim, dim) for array in arrays]
-    gradients = gradients.reshape(row_ids.size, dim)
-    num_vectors, num_lanes = gradient.shape
-    chunk = num_vectors * num_lanes // dim
-    rows_in_chunk = chunk // num_parts
-    copy_all([repeated], [numbers], arrived)
-    num_numbers = numbers.shape[0] // num_lanes - 1
-    vectors = _VectorsOfRows(num_lanes=num_lanes, dim=dim, num_parts=num_parts)
-    values_at_hand = [value.at[pl.ds(0, rows_in_chunk)] for value in values]
+    *hbm_refs, ids, gradient, rows, row_scalars, scalars, semaphore = refs
+    arrays = _UpdateArrays.from_refs(hbm_refs, num_arrays, dim)
+    chunk = gradient.size // dim
+    num_rows = chunk // num_parts
+    copy_all([arrays.scalars], [scalars], semaphore)
+    layout = _VectorLayout(num_lanes=gradient.shape[1], dim=dim, num_parts=num_parts)
+    row_scalar_buffers = [buffer.at[pl.ds(0, num_rows)] for buffer in row_scalars]
 
-    def of_chunk(value, first):
+    def slice_of_chunk(row_scalar, first):
         first_row = pl.multiple_of(first // num_parts, TILE_LINES)
-        return value.at[pl.ds(first_row, rows_in_chunk)]
+        return row_scalar.at[pl.ds(first_row, num_rows)]
 
-    def move(first):
-        copy_all(
-            [*_windows(row_ids, ids, first), gradients.at[pl.ds(first, chunk)]],
-            [*ids, gradient.reshape(chunk, dim)],
-            arrived,
+    def update_chunk(first):
+        hbm_ids = _windows(arrays.row_ids, ids, first)
+        hbm_gradient = arrays.gradients.at[pl.ds(first, chunk)]
+        gradient_rows = gradient.reshape(chunk, dim)
+        copy_all([*hbm_ids, hbm_gradient], [*ids, gradient_rows], semaphore)
+        hbm_rows = _indexed_rows(arrays.tables, ids)
+        buffered_rows = _buffered_rows(rows, ids, dim)
+        old = [slice_of_chunk(array, first) for array in arrays.old_row_scalars]
+        buffers = [*buffered_rows, *row_scalar_buffers]
+        copy_all([*hbm_rows, *old], buffers, semaphore)
+        _update_buffers(kernel_body, layout, gradient, rows, row_scalars, scalars)
+        for buffer, new in zip(row_scalar_buffers, arrays.new_row_scalars, strict=True):
+            pltpu.async_copy(buffer, slice_of_chunk(new, first), _NO_SEMAPHORE).wait()
+        # JAX waits until the buffers are read. The end of the kernel waits until the
+        # rows are written: no worker reads them before, since each is named once.
+        copy_all(buffered_rows, hbm_rows, semaphore)
+
+    for_each_chunk(worker, arrays.row_ids.size, chunk, update_chunk)
+
+
+class _UpdateArrays(NamedTuple):
+    """The arrays of `update_rows` in HBM.
+
+    Attributes:
+      tables: `[rows, dim]` for each updated array, the table and slot variables.
+      row_ids: `[ids]`.
+      gradients: `[ids, dim]`.
+      scalars: each scalar repeated over the lanes of a vector.
+      old_row_scalars: `[ids / num_parts]` for each row scalar.
+      new_row_scalars: the same shapes, to be written.
+    """
+
+    tables: list[Ref]
+    row_ids: Ref
+    gradients: Ref
+    scalars: Ref
+    old_row_scalars: Sequence[Ref]
+    new_row_scalars: Sequence[Ref]
+
+    @classmethod
+    def from_refs(
+        cls, refs: Sequence[Ref], num_arrays: int, dim: int
+    ) -> "_UpdateArrays":
+        """Names the references to HBM that `launch` passes.
+
+        Args:
+          refs: the updated arrays, row ids, gradients, scalars, old row scalars, new
+            row scalars.
+          num_arrays: updated arrays.
+          dim: elements of a row, or of a part of a wide row.
+        """
+        arrays, operands = refs[:num_arrays], refs[num_arrays:]
+        row_ids, gradients, scalars, *row_scalars = operands
+        num_row_scalars = len(row_scalars) // 2
+        return cls(
+            tables=[array.reshape(array.size // dim, dim) for array in arrays],
+            row_ids=row_ids,
+            gradients=gradients.reshape(row_ids.size, dim),
+            scalars=scalars,
+            old_row_scalars=row_scalars[:num_row_scalars],
+            new_row_scalars=row_scalars[num_row_scalars:],
         )
-        away = [row for table in tables for row in _named_rows(table, ids)]
-        at_hand = [
-            row for buffer in rows for row in _windows(buffer.reshape(chunk, dim), ids)
-        ]
-        copy_all(
-            [*away, *(of_chunk(value, first) for value in old_values)],
-            [*at_hand, *values_at_hand],
-            arrived,
+
+
+def _update_buffers(
+    kernel_body: KernelBody,
+    layout: "_VectorLayout",
+    gradient: Ref,
+    rows: Sequence[Ref],
+    row_scalars: Sequence[Ref],
+    scalars: Ref,
+) -> None:
+    """Applies a rule to the rows and row scalars of a chunk, in the buffers.
+
+    Args:
+      kernel_body: the rule.
+      layout: places of the rows among the vectors.
+      gradient: `[vectors, lanes]`.
+      rows: `[vectors, lanes]` for each array.
+      row_scalars: `[rows + lanes]` for each row scalar.
+      scalars: `[scalars * lanes]`, each scalar repeated over the lanes; a zero follows.
+    """
+    num_vectors, num_lanes = gradient.shape
+    num_scalars = scalars.shape[0] // num_lanes - 1
+    scalar_vectors = [
+        scalars[pl.ds(i * num_lanes, num_lanes)] for i in range(num_scalars)
+    ]
+
+    def run(sums, i, row_scalar_vectors):
+        vectors = [gradient[i], *(buffer[i] for buffer in rows)]
+        return kernel_body.run(sums, *vectors, *row_scalar_vectors, *scalar_vectors)
+
+    def write(i, new):
+        for buffer, vector in zip(rows, new, strict=True):
+            buffer[i] = vector
+
+    if row_scalars or kernel_body.num_sums:
+        num_rows = num_vectors * num_lanes // (layout.dim * layout.num_parts)
+        update = functools.partial(
+            _update_group, run, write, layout, row_scalars, kernel_body.num_sums
         )
-        constants = [
-            numbers[pl.ds(i * num_lanes, num_lanes)] for i in range(num_numbers)
-        ]
-
-        def run(sums, i, of_values):
-            at_vector = [gradient[i], *(buffer[i] for buffer in rows)]
-            return rule.run(sums, *at_vector, *of_values, *constants)
-
-        def write(i, new):
-            for buffer, vector in zip(rows, new, strict=True):
-                buffer[i] = vector
-
-        if values or rule.num_sums:
-            update = functools.partial(
-                _update_group, run, write, vectors, values, rule.num_sums
-            )
-            pl.loop(0, rows_in_chunk // vectors.rows_together)(update)
-        else:
-            pl.loop(0, num_vectors)(lambda i: write(i, run([], i, [])))
-
-        # JAX awaits that these are read, no more; the end of the kernel, that they are
-        # written. Nobody reads these rows before: each is named once.
-        for value, new in zip(values_at_hand, new_values, strict=True):
-            pltpu.async_copy(value, of_chunk(new, first), _LEAVES_WHOLE).wait()
-        copy_all(at_hand, away, arrived)
-
-    for_each_chunk(worker, row_ids.size, chunk, move)
+        pl.loop(0, num_rows // layout.rows_per_group)(update)
+    else:
+        pl.loop(0, num_vectors)(lambda i: write(i, run([], i, [])))
 
 
 def _update_group(
     run: Callable[..., Any],
     write: Callable[[Int[Array, ""], Sequence[Array]], None],
-    vectors: "_VectorsOfRows",
-    values: Sequence[Ref],
+    layout: "_VectorLayout",
+    row_scalars: Sequence[Ref],
     num_sums: int,
     group: Int[Array, ""],
 ) -> None:
-    """Updates the rows of one vector, or the vectors of one row.
+    """Applies a rule to a group: the rows of one vector, or the vectors of one row.
 
     Args:
-      run: the rule, given sums, a vector's number and the vectors of values.
-      write: takes a vector's number, and its new rows.
-      vectors: those of the chunk.
-      values: of its rows.
-      num_sums: that the rule takes.
-      group: which of the groups of `vectors`.
+      run: the rule; takes sums, the index of a vector and the row scalars' vectors.
+      write: takes the index of a vector and the new vectors of all arrays.
+      layout: places of the rows among the vectors.
+      row_scalars: as in `_update_buffers`.
+      num_sums: sums over a row that the rule takes.
+      group: index of the group.
     """
-    of_values = [vectors.read(value, group) for value in values]
+    old = [layout.read(buffer, group) for buffer in row_scalars]
     sums: list[Array] = []
     for _ in range(num_sums):
-        summands = functools.partial(run, list(sums), of_values=of_values)
-        sums.append(vectors.sum_of(summands, group))
+        summands = functools.partial(run, list(sums), row_scalar_vectors=old)
+        sums.append(layout.sum_rows(summands, group))
 
     def update(i, _):
-        new = run(sums, i, of_values)
-        num_arrays = len(new) - len(values)
+        new = run(sums, i, old)
+        num_arrays = len(new) - len(row_scalars)
         write(i, new[:num_arrays])
         return tuple(new[num_arrays:])
 
-    # What is made of a row's values is the same in each vector.
-    new_values = vectors.for_each(group, update, tuple(of_values))
-    for value, vector in zip(values, new_values, strict=True):
-        vectors.write(value, group, vector)
+    # Every vector of a row gives the same new row scalars; the last ones are kept.
+    new_row_scalars = layout.fold(group, update, tuple(old))
+    for buffer, vector in zip(row_scalars, new_row_scalars, strict=True):
+        layout.write(buffer, group, vector)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _VectorsOfRows:
-    """Where the elements of rows are, among the vectors of a chunk.
+class _VectorLayout:
+    """The places of rows among the vectors of a chunk.
 
-    Rows come in groups: those of one vector, or one row of several vectors.
+    Rows come in groups: the rows that share one vector, or one row of several vectors.
+    With 16 lanes:
+
+        dim 8    group 0:  vector 0  | row 0 | row 1 |
+        dim 32   group 0:  vector 0  | row 0         |
+                           vector 1  | row 0         |
 
     Attributes:
       num_lanes: elements of a vector.
-      dim: elements of a part of a row.
-      num_parts: of a row; parts of a tile's rows lie as `row_kernels.py` says.
+      dim: elements of a row, or of a part of a wide row.
+      num_parts: parts of a row; a tile has the first parts of its eight rows, then the
+        second ones, and so on.
     """
 
     num_lanes: int
@@ -310,92 +378,106 @@ class _VectorsOfRows:
     num_parts: int
 
     @property
-    def rows_together(self) -> int:
+    def rows_per_group(self) -> int:
         """Rows of a group."""
         return max(1, self.num_lanes // self.dim)
 
-    def for_each(
-        self, group: Int[Array, ""], body: Callable[..., Any], carry: Any
-    ) -> Any:
-        """Calls `body` with each vector of a group and what it returned before."""
-        of_part = max(1, self.dim // self.num_lanes)
+    def fold(self, group: Int[Array, ""], body: Callable[..., Any], carry: Any) -> Any:
+        """Calls `carry = body(index, carry)` for each vector of a group."""
+        vectors_per_part = max(1, self.dim // self.num_lanes)
 
-        def vector_at(j):
-            part, i = jnp.divmod(j, of_part)
+        def vector_index(j):
+            part, i = jnp.divmod(j, vectors_per_part)
             tile, line = jnp.divmod(group, TILE_LINES)
             part = (tile * self.num_parts + part) * TILE_LINES + line
-            return part * of_part + i
+            return part * vectors_per_part + i
 
-        num_vectors = self.num_parts * of_part
+        num_vectors = self.num_parts * vectors_per_part
         if num_vectors == 1:
             return body(group, carry)
         return jax.lax.fori_loop(
-            0, num_vectors, lambda j, carry: body(vector_at(j), carry), carry
+            0, num_vectors, lambda j, carry: body(vector_index(j), carry), carry
         )
 
-    def sum_of(
+    def sum_rows(
         self, summands: Callable[[Int[Array, ""]], Array], group: Int[Array, ""]
     ) -> Array:
-        """Sums over each row of a group, and gives all of its lanes the sum."""
-        nothing = jnp.zeros(self.num_lanes, jnp.float32)
-        total = self.for_each(group, lambda i, total: total + summands(i), nothing)
-        distance = min(self.dim, self.num_lanes) // 2
-        while distance > 0:
-            total = total + _pick_lanes(total, self._lanes ^ distance)
-            distance //= 2
+        """Sums over each row of a group.
+
+        Args:
+          summands: returns the vector of summands for the index of a vector.
+          group: index of the group.
+
+        Returns:
+          A vector with the sum of a row in each of the row's lanes.
+        """
+        zeros = jnp.zeros(self.num_lanes, jnp.float32)
+        total = self.fold(group, lambda i, total: total + summands(i), zeros)
+        # Adding the lane whose index differs in one bit, bit by bit, sums all lanes.
+        lane_bit = min(self.dim, self.num_lanes) // 2
+        while lane_bit > 0:
+            total = total + _pick_lanes(total, self._lanes ^ lane_bit)
+            lane_bit //= 2
         return total
 
-    def read(self, values: Ref, group: Int[Array, ""]) -> Array:
-        """Returns the value of each lane's row."""
-        return _pick_lanes(values[self._of_group(group)], self._lanes // self.dim)
+    def read(self, row_scalars: Ref, group: Int[Array, ""]) -> Array:
+        """Returns a vector with the scalar of a row in each of the row's lanes."""
+        scalars = row_scalars[self._slice_of(group)]
+        return _pick_lanes(scalars, self._lanes // self.dim)
 
-    def write(self, values: Ref, group: Int[Array, ""], vector: Array) -> None:
-        """Sets the values of a group's rows, which their lanes have."""
-        place = self._of_group(group)
+    def write(self, row_scalars: Ref, group: Int[Array, ""], vector: Array) -> None:
+        """Stores the scalars of a group's rows; the inverse of `read`."""
+        place = self._slice_of(group)
         first_lanes = jnp.minimum(self._lanes * self.dim, self.num_lanes - 1)
-        is_of_group = self._lanes < self.rows_together
+        is_of_group = self._lanes < self.rows_per_group
         new = _pick_lanes(vector, first_lanes)
-        values[place] = jnp.where(is_of_group, new, values[place])
+        row_scalars[place] = jnp.where(is_of_group, new, row_scalars[place])
 
     @property
     def _lanes(self) -> Int[Array, " lanes"]:
         return jax.lax.iota(jnp.int32, self.num_lanes)
 
-    def _of_group(self, group: Int[Array, ""]) -> Any:
-        return pl.ds(group * self.rows_together, self.num_lanes)
+    def _slice_of(self, group: Int[Array, ""]) -> Any:
+        """Returns the slice of one vector that starts at the group's first row."""
+        return pl.ds(group * self.rows_per_group, self.num_lanes)
 
 
-def _pick_lanes(vector: Array, lanes: Int[Array, " lanes"]) -> Array:
-    return jnp.take_along_axis(vector, lanes, axis=0, mode="promise_in_bounds")
+def _strided_rows(
+    lines: Ref, first: Int[Array, ""], chunk: int, dim: int, row_stride: int
+) -> Ref:
+    """Returns the places in lines for a chunk of rows, from row `first` on.
+
+    See `row_stride` of `read_rows`.
+    """
+    if row_stride == 1:
+        return lines.reshape(lines.size // dim, dim).at[pl.ds(first, chunk)]
+    rows_per_line = 128 // dim
+    by_place = lines.reshape(lines.shape[0], rows_per_line, dim)
+    block, line = jnp.divmod(first, row_stride)
+    line += block // rows_per_line * row_stride
+    return by_place.at[pl.ds(pl.multiple_of(line, chunk), chunk), block % rows_per_line]
 
 
-def _starts(sizes: Iterable[int]) -> list[int]:
-    """Returns where each of some parts begins, and the end of the last."""
-    return [0, *itertools.accumulate(sizes)]
+def _indexed_rows(tables: Sequence[Ref], ids: list[Ref]) -> list[Ref]:
+    """Returns the rows that ids name in each table: for each window one copy."""
+    return [table.at[window] for table in tables for window in ids]
 
 
-def _pick(
-    first: Int[Array, ""], starts: Sequence[int], *values: Sequence[int]
-) -> list[Int[Array, ""]]:
-    """Returns the start of the part that `first` lies in, and its values."""
-    picked = [jnp.int32(of_parts[0]) for of_parts in (starts, *values)]
-    for i in range(1, len(values[0])):
-        is_there = first >= starts[i]
-        picked = [
-            jnp.where(is_there, of_parts[i], value)
-            for of_parts, value in zip((starts, *values), picked, strict=True)
-        ]
-    return picked
-
-
-def _named_rows(table: Ref, ids: list[Ref]) -> list[Ref]:
-    return [table.at[window] for window in ids]
+def _buffered_rows(buffers: Sequence[Ref], ids: list[Ref], dim: int) -> list[Ref]:
+    """Returns the places of the same rows in the buffer of each table."""
+    by_row = [buffer.reshape(buffer.size // dim, dim) for buffer in buffers]
+    return [window for rows in by_row for window in _windows(rows, ids)]
 
 
 def _windows(rows: Ref, ids: list[Ref], first: Any = 0) -> list[Ref]:
-    """Cuts what belongs to each window of a chunk out of rows, or ids."""
+    """Cuts rows or ids, from `first` on, into windows as long as the id buffers."""
     starts = [first + number * window.size for number, window in enumerate(ids)]
     return [
         rows.at[pl.ds(pl.multiple_of(start, window.size), window.size)]
         for start, window in zip(starts, ids, strict=True)
     ]
+
+
+def _pick_lanes(vector: Array, lanes: Int[Array, " lanes"]) -> Array:
+    """Returns `vector[lanes]`; all lanes are in bounds."""
+    return jnp.take_along_axis(vector, lanes, axis=0, mode="promise_in_bounds")

@@ -1,17 +1,39 @@
-"""Kernels that read rows, add to them and update them.
+"""Kernels that read, write and update rows on SparseCores.
 
-XLA moves whole lines of 128 lanes: to read a row of 8, it reads, writes and reads again
-16 times as much. And what it gathers, computes with and scatters is written to memory
-and read again each time. A SparseCore can address each row for itself, whether several
-share a line or one fills some, compute with it and write it back.
+They move less data than XLA's gather and scatter. XLA moves whole lines of 128 lanes:
+16 times the bytes of a row of dim 8. It also writes every intermediate result to HBM
+and reads it again. A SparseCore addresses each row on its own, computes with it in its
+own memory, and writes only the result.
 
-A line of 128 float32 lanes lies in memory as its rows do, one after the other, so a
-kernel takes `[lines, 128]` as `[rows, dim]` as it stands. Wider lines lie in tiles of
-eight, each cut into parts of 128 lanes: a kernel moves these parts (`_parts_of`).
+**Narrow rows share lines.** A line is 128 float32 lanes. Rows of dim 32 lie four to a
+line, and HBM holds them in order:
 
-What a subcore does is in `kernel_bodies.py`. Pallas' interpreter runs it on any device
-(`backend.py`), which is how tests compare it with NumPy and with XLA's own gather and
-scatter.
+    lanes     0..31   32..63  64..95  96..127
+    line 0  | row 0 | row 1 | row 2 | row 3 |        HBM: row 0, row 1, row 2, ...
+    line 1  | row 4 | row 5 | row 6 | row 7 |
+
+So a kernel takes `[lines, 128]` as `[rows, dim]` without a copy. With a `row_stride`,
+the rows that share a line are not neighbours. Rows of dim 32 with a stride of 8:
+
+    line 0  | row 0 | row 8  | row 16 | row 24 |
+    line 1  | row 1 | row 9  | row 17 | row 25 |
+    ...
+    line 7  | row 7 | row 15 | row 23 | row 31 |
+    line 8  | row 32, and so on with the next 32 rows in the next 8 lines
+
+**Wide rows are cut into parts.** A row of dim 256 fills one line of 256 lanes, two
+*parts* of 128. A TPU stores lines in tiles of eight, part after part:
+
+              part 0       part 1
+    row 0  | lanes 0.. | lanes 128.. |     HBM: tile 0: part 0 of rows 0 to 7,
+    row 1  | lanes 0.. | lanes 128.. |                  part 1 of rows 0 to 7,
+    ...                                         tile 1: part 0 of rows 8 to 15, ...
+
+So a kernel takes such lines as `[parts, 128]` in the order of HBM (`_split_lines`), and
+its ids name parts (`_part_ids`).
+
+`kernel_bodies.py` has the code that a subcore runs, and `backend.py` launches it.
+Tests run it in Pallas' interpreter and compare it with NumPy.
 """
 
 import functools
@@ -36,36 +58,100 @@ from tpu_embedding.rows.kernels.kernel_bodies import (
 )
 
 ID_ALIGNMENT: Final = 8
-"""Numbers of ids are multiples of it, for ids are moved 32 bytes at a time."""
-
-_MAX_IDS: Final = 128
-"""Ids that one copy may name."""
-
-_MAX_BYTES: Final = 16 * GIBIBYTE
-"""Of an array that a SparseCore addresses."""
-
-_CHUNK_BYTES: Final = 64 * 1024
-"""Rows that a subcore has in hand at once; it has at least 256 KiB of memory."""
-
-_UPDATE_BYTES: Final = 192 * 1024
-"""The same of table, slots and gradient together."""
+"""Kernels take ids in multiples of this: subcores move 32 bytes of ids at a time."""
 
 MAX_ARRAYS: Final = 16
-"""Arrays that are updated at once, so that there is room for some rows of each."""
+"""Maximum arrays that one kernel updates, so that a subcore holds some rows of each."""
+
+_MAX_IDS_PER_COPY: Final = 128
+"""Maximum ids that one indirect copy takes."""
+
+_MIN_ROW_BYTES: Final = 32
+"""Minimum size of a row. SparseCores address 32 bytes, and a write to less would touch
+a neighbouring row (`dma_granule_size_bytes` in JAX's `jax/_src/tpu_info.py`)."""
+
+_MAX_ARRAY_BYTES: Final = 16 * GIBIBYTE
+"""Maximum size of an array that a SparseCore addresses; XLA refuses larger ones."""
+
+_BUFFER_BYTES: Final = 64 * 1024
+"""Maximum size of one row buffer. A subcore has at least 256 KiB of memory."""
+
+_UPDATE_BUFFERS_BYTES: Final = 192 * 1024
+"""Maximum size of all buffers of an update: gradients, table and slot variables."""
 
 _ADD: Final = KernelBody(run=lambda sums, addition, row: [row + addition])
 
 
-def kernels_reach(num_rows: int, dim: int, line_lanes: int | None) -> bool:
-    """Whether they do, float32 `[num_rows, dim]` in lines of so many lanes.
+def unreachable_reason(num_rows: int, dim: int, line_lanes: int | None) -> str | None:
+    """Says why no kernel can read or change rows; None: kernels can.
 
-    Rows must fill lines, and be as long as what SparseCores address at least, 32 bytes
-    (`dma_granule_size_bytes` in JAX's `jax/_src/tpu_info.py`), so that no write touches
-    a neighbour. An array of more than 16 GiB, spare rows and all, XLA refuses.
+    Args:
+      num_rows: rows per device.
+      dim: elements of a row, float32.
+      line_lanes: lanes of the lines that rows are packed into; None: a line is a row.
+
+    Example:
+      >>> unreachable_reason(1000, 100, line_lanes=128)
+      'rows of dim 100 do not fill lines of 128 lanes'
+      >>> unreachable_reason(1000, 64, line_lanes=128) is None
+      True
     """
-    fill_lines = dim in (8, 16, 32, 64) or dim % 128 == 0
-    num_bytes = 4 * (num_rows + TILE_LINES) * dim
-    return line_lanes == 128 and fill_lines and num_bytes <= _MAX_BYTES
+    if line_lanes != 128:
+        return "rows are not packed into lines of 128 lanes on this device"
+    if 4 * dim < _MIN_ROW_BYTES:
+        return (
+            f"rows of dim {dim} are shorter than the {_MIN_ROW_BYTES} bytes that a "
+            "SparseCore addresses"
+        )
+    if 128 % dim and dim % 128:
+        return f"rows of dim {dim} do not fill lines of 128 lanes"
+    num_bytes = 4 * (num_rows + TILE_LINES) * dim  # With the spare rows of a table.
+    if num_bytes > _MAX_ARRAY_BYTES:
+        return (
+            f"{math.ceil(10 * num_bytes / GIBIBYTE) / 10} GiB per device are more than "
+            f"the {_MAX_ARRAY_BYTES // GIBIBYTE} GiB that a SparseCore addresses"
+        )
+    return None
+
+
+def kernels_reach(num_rows: int, dim: int, line_lanes: int | None) -> bool:
+    """Returns True if `unreachable_reason` finds no reason."""
+    return unreachable_reason(num_rows, dim, line_lanes) is None
+
+
+def no_room_reason(dim: int, num_arrays: int, num_row_scalars: int) -> str | None:
+    """Says why a subcore has no room for whole rows, tile by tile; None: it has.
+
+    Rules that sum over rows, or keep one value per row, need whole rows.
+
+    Args:
+      dim: elements of a row.
+      num_arrays: arrays that are updated, the table and slot variables with rows.
+      num_row_scalars: slot variables with one value per row.
+
+    Example:
+      >>> no_room_reason(4096, num_arrays=2, num_row_scalars=0)
+      '8 rows of dim 4096 take 128 KiB, more than the 64 KiB buffer of a subcore'
+    """
+    row_bytes = 4 * TILE_LINES * dim
+    if row_bytes > _BUFFER_BYTES:
+        return (
+            f"{TILE_LINES} rows of dim {dim} take {-(-row_bytes // 1024)} KiB, more "
+            f"than the {_BUFFER_BYTES // 1024} KiB buffer of a subcore"
+        )
+    all_bytes = row_bytes * (1 + num_arrays) + 4 * TILE_LINES * num_row_scalars
+    if all_bytes > _UPDATE_BUFFERS_BYTES:
+        return (
+            f"{TILE_LINES} rows of dim {dim} of {num_arrays} arrays and of their "
+            f"gradient take {-(-all_bytes // 1024)} KiB, more than the "
+            f"{_UPDATE_BUFFERS_BYTES // 1024} KiB buffers of a subcore"
+        )
+    return None
+
+
+def holds_whole_rows(dim: int, num_arrays: int, num_row_scalars: int) -> bool:
+    """Returns True if `no_room_reason` finds no reason."""
+    return no_room_reason(dim, num_arrays, num_row_scalars) is None
 
 
 def read_rows(
@@ -78,114 +164,97 @@ def read_rows(
     valences: Sequence[int] | None = None,
     row_stride: int = 1,
 ) -> list[Float[Array, "_ lanes"]]:
-    """Reads rows, or sums of rows, into lines of one or more arrays. Per shard.
+    """Reads rows, or sums of rows, into lines of one or more results. Per shard.
 
     Args:
-      lines: float32; rows of `dim` lie side by side in them, or fill one each, and then
-        the number of lines is a multiple of 8 if `dim` is more than 128.
-      row_ids: int32, a multiple of 8 of them, which fill lines; all must be there.
-      dim: elements of a row, one of 8, 16, 32, 64 or a multiple of 128.
-      backend: what runs the kernel.
-      sizes: rows of each array, as many as fill lines, a multiple of 8; their ids lie
-        array after array. None: there is one array.
-      valences: how many ids each row of an array is the sum of: first come the first
-        ids of all of its rows, then the second ones, and so on. None: one each.
-      row_stride: what the rows of a line are apart. 1: rows lie in the order of their
-        ids. Else a multiple of 8, and the size of each array one of `128 // dim` times
-        as many: the first so many rows are at the first place of as many lines, the
-        next so many at their second place, and so on.
+      lines: float32 rows, packed as the module's docstring shows. With dim above 128
+        the number of lines is a multiple of 8.
+      row_ids: int32, in bounds. Their number is a multiple of 8 and fills lines. The
+        ids of one result follow those of another. Within a result come the first ids
+        of all its rows, then the second ids, and so on.
+      dim: elements of a row: 8, 16, 32, 64 or a multiple of 128.
+      backend: backend that runs the kernel.
+      sizes: rows of each result, a multiple of 8 that fills lines; None: one result.
+      valences: ids that each row of a result sums; None: one.
+      row_stride: stride between the rows of a result that share a line, as the module's
+        docstring shows. 1: rows lie in order. Otherwise it is a multiple of 8, and each
+        size is a multiple of `128 // dim * row_stride`.
 
     Returns:
-      The rows, packed like those of `lines`.
+      The results, in lines as wide as those of `lines`.
     """
     sizes = [row_ids.shape[0]] if sizes is None else sizes
     valences = [1] * len(sizes) if valences is None else valences
-    for size in sizes:
-        _check_ids(size, dim)
+    _check_ids(sizes, dim)
     lanes = lines.shape[1]
-    num_parts = lanes // 128
-    row_ids, dim = _ids_of_parts(row_ids, dim), min(dim, 128)
-    num_ids = row_ids.shape[0]
-    sizes = [size * num_parts for size in sizes]
+    row_ids, dim = _part_ids(row_ids, dim), min(dim, 128)
+    sizes = [size * (lanes // 128) for size in sizes]
     chunk = _chunk_size(math.gcd(*sizes) if row_stride == 1 else row_stride, dim)
-    num_lanes = vector_lanes(backend)
-    buffer = pltpu.VMEM((chunk * dim // num_lanes, num_lanes), lines.dtype)
+    buffer = _row_buffer(chunk, dim, vector_lanes(backend), lines.dtype)
     results = launch(
         functools.partial(
             read_chunks, valences=valences, dim=dim, row_stride=row_stride
         ),
         (),
-        (_parts_of(lines), row_ids),
-        [jax.ShapeDtypeStruct((n * dim // 128, 128), lines.dtype) for n in sizes],
-        scratch=[
-            _ids_of_chunk(chunk),
-            buffer,
-            buffer,
-            pltpu.SemaphoreType.DMA,
-        ],
-        num_bytes=num_ids * (4 + _bytes_of_row(dim)) + sum(sizes) * 4 * dim,
+        (_split_lines(lines), row_ids),
+        _line_types(sizes, dim, lines.dtype),
+        scratch=[_id_buffers(chunk), buffer, buffer, pltpu.SemaphoreType.DMA],
+        bytes_moved=row_ids.size * (4 + _access_bytes(dim)) + sum(sizes) * 4 * dim,
         backend=backend,
         name="read_rows",
     )
-    return [_lines_of(parts, lanes) for parts in results]
+    return [_join_parts(parts, lanes) for parts in results]
 
 
 def write_rows(
     sources: Sequence[Float[Array, "_ lanes"]],
     repetitions: Sequence[int],
-    places: Sequence[Int[Array, " ids"]],
+    target_ids: Sequence[Int[Array, " ids"]],
     sizes: Sequence[int],
     dim: int,
     backend: KernelBackend,
 ) -> list[Float[Array, "_ lanes"]]:
-    """Writes rows to their places in one or more new arrays. Per shard.
+    """Writes rows to given places in one or more new arrays. Per shard.
 
-    It is the way back of `read_rows` with `row_stride` the lines of each source: ids
-    are those of one source after the other, which are the rows at the first place of its
-    lines, then those at their second place, and so on; all that as often as it is
-    repeated.
+    This is the reverse of `read_rows` with the lines of each source as its
+    `row_stride`. The ids of one source follow those of another. Within a source come
+    the rows at the first place of its lines, then those at the second place, and so
+    on. All these ids are repeated as often as the source.
 
     Args:
-      sources: float32 lines, each array a multiple of 8.
-      repetitions: how often the rows of each source are written.
-      places: for each new array: int32, the row that takes the row of each id, or
-        `DROPPED_ROW`; no two ids the same.
-      sizes: rows of each new array, a multiple of 8, which fill lines.
+      sources: float32 rows in lines; each source has a multiple of 8 lines.
+      repetitions: ids per row of each source.
+      target_ids: for each new array the row to write for each id, int32, or
+        `DROPPED_ROW`. No row is named twice.
+      sizes: rows of each new array, a multiple of 8 that fills lines.
       dim: as in `read_rows`.
-      backend: what runs the kernel.
+      backend: backend that runs the kernel.
 
     Returns:
-      The new arrays, packed like the sources; anything where nothing was written.
+      The new arrays, in lines as wide as those of the sources. Rows that no id names
+      are undefined.
     """
-    for size in sizes:
-        _check_ids(size, dim)
+    _check_ids(sizes, dim)
     lanes = sources[0].shape[1]
     num_parts = lanes // 128
-    places = [_ids_of_parts(ids, dim) for ids in places]
+    target_ids = [_part_ids(ids, dim) for ids in target_ids]
     dim = min(dim, 128)
     num_lines = [source.shape[0] * num_parts for source in sources]
     chunk = _chunk_size(math.gcd(*num_lines), dim)
-    num_ids = places[0].shape[0]
+    # One array takes the row of an id, or none does.
+    bytes_per_id = 4 * len(sizes) + _access_bytes(dim)
+    buffer = pltpu.VMEM((chunk, dim), jnp.float32)
     results = launch(
         functools.partial(write_chunks, repetitions=repetitions, dim=dim),
         (),
-        (*(_parts_of(source) for source in sources), *places),
-        [
-            jax.ShapeDtypeStruct((size * num_parts * dim // 128, 128), jnp.float32)
-            for size in sizes
-        ],
-        scratch=[
-            [_ids_of_chunk(chunk)] * len(sizes),
-            pltpu.VMEM((chunk, dim), jnp.float32),
-            pltpu.SemaphoreType.DMA,
-        ],
-        # For each id a row is written at most once, to one of the arrays.
-        num_bytes=num_ids * (4 * len(sizes) + _bytes_of_row(dim))
-        + sum(num_lines) * 4 * 128,
+        (*map(_split_lines, sources), *target_ids),
+        _line_types([size * num_parts for size in sizes], dim, jnp.float32),
+        scratch=[[_id_buffers(chunk)] * len(sizes), buffer, pltpu.SemaphoreType.DMA],
+        bytes_moved=target_ids[0].size * bytes_per_id + sum(num_lines) * 4 * 128,
         backend=backend,
         name="write_rows",
     )
-    return [_lines_of(parts, lanes) for parts in results]
+    return [_join_parts(parts, lanes) for parts in results]
 
 
 def add_rows(
@@ -195,29 +264,27 @@ def add_rows(
     dim: int,
     backend: KernelBackend,
 ) -> Float[Array, "lines lanes"]:
-    """Adds to rows, in place where the caller donated. Per shard.
+    """Adds to rows, in place where the caller donated the lines. Per shard.
 
     Args:
       lines: as in `read_rows`.
-      row_ids: int32, a multiple of 8 of them, which fill lines. All must be there,
-        and each is named once, but for rows whose values nobody uses.
-      additions: the values to add, packed in the order of the ids.
+      row_ids: int32, in bounds. Their number is a multiple of 8 and fills lines. No row
+        is named twice, except spare rows, which are undefined afterwards.
+      additions: the rows to add, packed in the order of the ids.
       dim: as in `read_rows`.
-      backend: what runs the kernel.
+      backend: backend that runs the kernel.
+
+    Returns:
+      The lines with the sums.
     """
-    (changed,), _ = update_rows(
+    (updated,), _ = update_rows(
         _ADD, [lines], row_ids, additions, dim, [], backend, name="add_rows"
     )
-    return changed
-
-
-def holds_whole_rows(dim: int, num_arrays: int, num_row_scalars: int) -> bool:
-    """Whether a subcore has room for rows of so many arrays, tile by tile."""
-    return _max_ids(dim, 1 + num_arrays, num_row_scalars) >= TILE_LINES
+    return updated
 
 
 def update_rows(
-    rule: KernelBody,
+    body: KernelBody,
     arrays: Sequence[Float[Array, "lines lanes"]],
     row_ids: Int[Array, " ids"],
     gradients: Float[Array, "_ lanes"],
@@ -228,106 +295,149 @@ def update_rows(
     *,
     name: str = "update_rows",
 ) -> tuple[list[Array], list[Array]]:
-    """Replaces rows of several arrays by what a rule makes of them. Per shard.
+    """Applies an optimizer's rule to the same rows of several arrays. Per shard.
 
-    In place where the caller donated. Nothing but the new rows, and the new values of
-    rows, is written to memory.
+    Only new rows and new row scalars are written to HBM. Arrays are updated in place
+    where the caller donated them.
 
     Args:
-      rule: what is done to each row. With sums or values, `holds_whole_rows` must hold.
-      arrays: each as `lines` in `read_rows`.
+      body: the rule. If it takes sums or row scalars, a subcore must have room for
+        whole rows (`no_room_reason`).
+      arrays: the table and slot variables, each as `lines` in `read_rows`.
       row_ids: as in `add_rows`.
       gradients: packed in the order of the ids.
       dim: as in `read_rows`.
-      scalars: float32 scalars.
-      backend: what runs the kernel.
-      row_scalars: float32, of the row of each id.
-      name: of the kernel, in what the compiler shows of it.
+      scalars: float32 scalars that belong to no row, such as the learning rate.
+      backend: backend that runs the kernel.
+      row_scalars: float32, one value for each id, such as a row-wise accumulator.
+      name: name of the kernel in compiled programs and profiles.
 
     Returns:
-      The arrays with new rows, and the new values.
+      The updated arrays, and the new row scalars.
     """
-    (num_rows,) = row_ids.shape
-    _check_ids(num_rows, dim)
+    _check_ids([row_ids.shape[0]], dim)
     lanes = gradients.shape[1]
-    num_parts = lanes // 128
-    row_ids, dim = _ids_of_parts(row_ids, dim), min(dim, 128)
-    num_ids = row_ids.shape[0]
-    # What looks at rows must have all parts of a row at hand.
-    parts_together = num_parts if row_scalars or rule.num_sums else 1
-    chunk = parts_together * _chunk_size(
-        num_ids // parts_together,
-        dim * parts_together,
-        1 + len(arrays),
-        len(row_scalars),
-    )
-    assert chunk % (parts_together * TILE_LINES) == 0
-    num_lanes = vector_lanes(backend)
-    buffer = pltpu.VMEM((chunk * dim // num_lanes, num_lanes), jnp.float32)
-    # Vectors are read from it that begin at any row.
-    of_values = pltpu.VMEM((chunk // num_parts + num_lanes,), jnp.float32)
-    # A kernel has no scalars of its own; there is always one number, perhaps unused.
-    repeated = jnp.repeat(jnp.stack([*scalars, jnp.float32(0)]), num_lanes)
-    results = launch(
-        functools.partial(
-            update_chunks,
-            rule=rule,
-            dim=dim,
-            num_arrays=len(arrays),
-            num_parts=num_parts,
-        ),
-        tuple(_parts_of(lines) for lines in arrays),
-        (row_ids, _parts_of(gradients), repeated, *row_scalars),
-        [jax.ShapeDtypeStruct((num_rows,), jnp.float32)] * len(row_scalars),
-        scratch=[
-            _ids_of_chunk(chunk),
-            buffer,
-            [buffer] * len(arrays),
-            [of_values] * len(row_scalars),
-            pltpu.VMEM(repeated.shape, jnp.float32),
-            pltpu.SemaphoreType.DMA,
-        ],
-        num_bytes=num_ids * (4 + 4 * dim + 2 * len(arrays) * _bytes_of_row(dim))
-        + 2 * 4 * num_rows * len(row_scalars),
+    row_ids, dim = _part_ids(row_ids, dim), min(dim, 128)
+    # Kernels take no scalars. The zero at the end avoids an empty array.
+    repeated = jnp.repeat(jnp.stack([*scalars, jnp.float32(0)]), vector_lanes(backend))
+    results = _launch_update(
+        body,
+        tuple(map(_split_lines, arrays)),
+        (row_ids, _split_lines(gradients), repeated, *row_scalars),
+        dim=dim,
+        num_parts=lanes // 128,
         backend=backend,
         name=name,
     )
-    changed, new_values = results[: len(arrays)], results[len(arrays) :]
-    return [_lines_of(parts, lanes) for parts in changed], list(new_values)
+    updated, new_row_scalars = results[: len(arrays)], results[len(arrays) :]
+    return [_join_parts(parts, lanes) for parts in updated], list(new_row_scalars)
 
 
-def _check_ids(num_ids: int, dim: int) -> None:
-    if num_ids % ID_ALIGNMENT:
-        raise ValueError(
-            f"The number of ids must be a multiple of {ID_ALIGNMENT}, got {num_ids}."
-        )
-    if num_ids * dim % 128:
-        raise ValueError(
-            f"The number of ids must be a multiple of {128 // dim}, which fill lines, "
-            f"got {num_ids}."
-        )
+def _launch_update(
+    body: KernelBody,
+    arrays: tuple[Array, ...],
+    operands: tuple[Array, ...],
+    *,
+    dim: int,
+    num_parts: int,
+    backend: KernelBackend,
+    name: str,
+) -> tuple[Array, ...]:
+    """Launches the kernel of `update_rows`.
+
+    Args:
+      body: as in `update_rows`.
+      arrays: the table and slot variables, cut into parts.
+      operands: ids of parts, gradients cut into parts, scalars repeated over the lanes
+        of a vector, and the row scalars.
+      dim: elements of a part.
+      num_parts: parts of a row.
+      backend: as in `update_rows`.
+      name: as in `update_rows`.
+    """
+    row_ids, _, _, *row_scalars = operands
+    num_ids, num_rows = row_ids.size, row_ids.size // num_parts
+    # A rule that takes whole rows needs all parts of a row in the same chunk.
+    parts_in_chunk = num_parts if row_scalars or body.num_sums else 1
+    chunk = parts_in_chunk * _chunk_size(
+        num_ids // parts_in_chunk,
+        dim * parts_in_chunk,
+        num_buffers=1 + len(arrays),
+        num_row_scalars=len(row_scalars),
+    )
+    assert chunk % (parts_in_chunk * TILE_LINES) == 0
+    bytes_per_id = 4 + 4 * dim + 2 * len(arrays) * _access_bytes(dim)
+    sizes = {"dim": dim, "num_arrays": len(arrays), "num_parts": num_parts}
+    return launch(
+        functools.partial(update_chunks, kernel_body=body, **sizes),
+        arrays,
+        operands,
+        [jax.ShapeDtypeStruct((num_rows,), jnp.float32)] * len(row_scalars),
+        scratch=_update_scratch(chunk, operands, vector_lanes(backend), **sizes),
+        bytes_moved=num_ids * bytes_per_id + 2 * 4 * num_rows * len(row_scalars),
+        backend=backend,
+        name=name,
+    )
+
+
+def _update_scratch(
+    chunk: int,
+    operands: tuple[Array, ...],
+    num_lanes: int,
+    *,
+    dim: int,
+    num_arrays: int,
+    num_parts: int,
+) -> list[Any]:
+    """Returns the types of the buffers of `update_chunks`."""
+    _, _, repeated_scalars, *row_scalars = operands
+    row_buffer = _row_buffer(chunk, dim, num_lanes, jnp.float32)
+    # A whole vector is loaded from any row on, so the last row needs lanes behind it.
+    row_scalar_buffer = pltpu.VMEM((chunk // num_parts + num_lanes,), jnp.float32)
+    return [
+        _id_buffers(chunk),
+        row_buffer,
+        [row_buffer] * num_arrays,
+        [row_scalar_buffer] * len(row_scalars),
+        pltpu.VMEM(repeated_scalars.shape, jnp.float32),
+        pltpu.SemaphoreType.DMA,
+    ]
+
+
+def _check_ids(sizes: Sequence[int], dim: int) -> None:
+    """Raises a ValueError if numbers of ids are not aligned, or do not fill lines."""
+    for num_ids in sizes:
+        if num_ids % ID_ALIGNMENT:
+            raise ValueError(
+                f"The number of ids must be a multiple of {ID_ALIGNMENT}, got "
+                f"{num_ids}."
+            )
+        if num_ids * dim % 128:
+            raise ValueError(
+                f"The number of ids must be a multiple of {128 // dim}, which fill "
+                f"lines, got {num_ids}."
+            )
 
 
 def _chunk_size(
-    num_ids: int, dim: int, num_buffers: int = 1, num_row_scalars: int = 0
+    num_ids: int, dim: int, *, num_buffers: int = 1, num_row_scalars: int = 0
 ) -> int:
-    """Returns ids that a worker takes at once: a power of two that divides all."""
-    return math.gcd(num_ids, _max_ids(dim, num_buffers, num_row_scalars))
+    """Returns the ids of a chunk: the largest power of two that fits and divides."""
+    return math.gcd(num_ids, _max_chunk_ids(dim, num_buffers, num_row_scalars))
 
 
-def _max_ids(dim: int, num_buffers: int, num_row_scalars: int = 0) -> int:
-    """Returns ids whose rows and values a worker has room for: a power of two, or 0."""
-    of_rows = _CHUNK_BYTES // (4 * dim)
-    of_all = _UPDATE_BYTES // (4 * (num_buffers * dim + num_row_scalars))
-    most = min(of_rows, of_all)
-    return 2 ** (most.bit_length() - 1) if most else 0
+def _max_chunk_ids(dim: int, num_buffers: int, num_row_scalars: int) -> int:
+    """Returns the ids whose rows fit into a subcore: a power of two, or 0."""
+    in_one_buffer = _BUFFER_BYTES // (4 * dim)
+    in_all = _UPDATE_BUFFERS_BYTES // (4 * (num_buffers * dim + num_row_scalars))
+    max_ids = min(in_one_buffer, in_all)
+    return 2 ** (max_ids.bit_length() - 1) if max_ids else 0
 
 
-def _parts_of(lines: Float[Array, "lines lanes"]) -> Float[Array, "parts 128"]:
-    """Cuts lines into parts of 128 lanes, as a TPU has them in memory.
+def _split_lines(lines: Float[Array, "lines lanes"]) -> Float[Array, "parts 128"]:
+    """Cuts wide lines into parts of 128 lanes, in the order of HBM.
 
-    A TPU keeps eight lines at a time: their first 128 lanes, line after line, then the
-    next 128. So on a TPU this changes nothing.
+    On a TPU the data stays in place; the module's docstring shows the order.
     """
     num_lines, lanes = lines.shape
     if lanes == 128:
@@ -336,18 +446,21 @@ def _parts_of(lines: Float[Array, "lines lanes"]) -> Float[Array, "parts 128"]:
     return tiles.swapaxes(1, 2).reshape(-1, 128)
 
 
-def _lines_of(
+def _join_parts(
     parts: Float[Array, "parts 128"], lanes: int
 ) -> Float[Array, "lines lanes"]:
-    """Puts lines together again; the inverse of `_parts_of`."""
+    """Joins parts into lines; the inverse of `_split_lines`."""
     if lanes == 128:
         return parts
     tiles = parts.reshape(-1, lanes // 128, TILE_LINES, 128)
     return tiles.swapaxes(1, 2).reshape(-1, lanes)
 
 
-def _ids_of_parts(row_ids: Int[Array, " ids"], dim: int) -> Int[Array, " parts"]:
-    """Names the parts of rows, in the order in which `_parts_of` has those of lines."""
+def _part_ids(row_ids: Int[Array, " ids"], dim: int) -> Int[Array, " parts"]:
+    """Returns the ids of the parts of rows, ordered as `_split_lines` orders parts.
+
+    `DROPPED_ROW` stays `DROPPED_ROW` for each part.
+    """
     if dim <= 128:
         return row_ids
     num_parts = dim // 128
@@ -358,12 +471,22 @@ def _ids_of_parts(row_ids: Int[Array, " ids"], dim: int) -> Int[Array, " parts"]
     return jnp.where(row_ids == DROPPED_ROW, DROPPED_ROW, ids).reshape(-1)
 
 
-def _ids_of_chunk(chunk: int) -> list[Any]:
-    """Returns places for the ids of a chunk, in windows of what one copy may name."""
-    window = math.gcd(chunk, _MAX_IDS)
+def _line_types(sizes: Sequence[int], dim: int, dtype: Any) -> list[Any]:
+    """Returns the types of new lines of 128 lanes for so many rows, or parts, each."""
+    return [jax.ShapeDtypeStruct((size * dim // 128, 128), dtype) for size in sizes]
+
+
+def _id_buffers(chunk: int) -> list[Any]:
+    """Returns the types of the id buffers of a chunk, each for one indirect copy."""
+    window = math.gcd(chunk, _MAX_IDS_PER_COPY)
     return [pltpu.VMEM((window,), jnp.int32)] * (chunk // window)
 
 
-def _bytes_of_row(dim: int) -> int:
-    """Returns bytes that memory moves for a row that lies anywhere."""
+def _row_buffer(chunk: int, dim: int, num_lanes: int, dtype: Any) -> Any:
+    """Returns the type of a buffer for the rows of a chunk, as vectors of lanes."""
+    return pltpu.VMEM((chunk * dim // num_lanes, num_lanes), dtype)
+
+
+def _access_bytes(dim: int) -> int:
+    """Returns the HBM bytes that move when one row is read or written on its own."""
     return max(4 * dim, DMA_GRANULE_BYTES)
