@@ -1,4 +1,4 @@
-"""Models against their formulas in NumPy, given the activations of their layer."""
+"""Tests the models against their formulas in NumPy."""
 
 import types
 
@@ -12,7 +12,7 @@ from tests.conftest import mesh_of
 from tpu_embedding.data.criteo import SyntheticCriteo
 from tpu_embedding.data.interactions import Interactions
 from tpu_embedding.data.random_clicks import RandomClicks
-from tpu_embedding.plan.plan import make_plan
+from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.training.models import (
     ClickModelConfig,
     DLRMConfig,
@@ -23,7 +23,7 @@ from tpu_embedding.training.models import (
 from tpu_embedding.training.models.dcn import CrossLayer, uniform_initializer
 from tpu_embedding.training.models.dlrm import interactions
 from tpu_embedding.training.models.model import MLP
-from tpu_embedding.training.models.two_tower import _unit, in_batch_softmax
+from tpu_embedding.training.models.two_tower import _normalize, in_batch_softmax
 from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
 
 RATING = RatingModelConfig(dim=4, initial_deviation=0.5, l2=0.1)
@@ -36,7 +36,7 @@ TOWERS = TwoTowerConfig(
 
 
 class Ratings:
-    """The part of `MovieLens` that the model reads."""
+    """Stands in for `MovieLens` with the attributes that the model reads."""
 
     config = types.SimpleNamespace(max_history=2)
     vocabulary_sizes = dict.fromkeys(
@@ -73,7 +73,7 @@ def test_rating_model():
         np.square(part).sum(1)
         for part in (one["user"], one["movie"], history, genres, about_user)
     )
-    # Float32 sums of a few numbers near 1.
+    # Tolerance: float32 rounding of a sum of a few numbers near 1.
     np.testing.assert_allclose(outputs.scores, scores, rtol=1e-5)
     np.testing.assert_allclose(outputs.penalty, penalty, rtol=1e-5)
     np.testing.assert_array_equal(
@@ -115,7 +115,7 @@ def test_cross_layer_is_its_formula():
     v, w = np.asarray(layer.down.kernel), np.asarray(layer.up.kernel)
     assert layer.down.bias is None
     wanted = first * (x @ v @ w + bias) + x
-    # Float32 sums of six numbers near 1.
+    # Tolerance: float32 rounding of a sum of six numbers near 1.
     np.testing.assert_allclose(layer(first, x), wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -140,7 +140,7 @@ def test_dcn_model():
         layer = jax.tree.map(lambda stacked, i=i: stacked[i], model.cross)
         crossed = layer(first, crossed)
     scores = model.top(crossed)[:, 0]
-    # The layer sums the ids of a bag in another order.
+    # Tolerance: the layer sums the rows of a sample in another order.
     np.testing.assert_allclose(outputs.scores, scores, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(outputs.predictions, jax.nn.sigmoid(scores), rtol=1e-5)
 
@@ -203,13 +203,13 @@ def test_two_tower_model():
         model.item_tower(jnp.concatenate([one["item"], one["category"]], axis=1))
     )
     scores = np.asarray(users) @ np.asarray(items).T / 0.2 - batch.dense[:, 0]
-    # Scores lie within 5 of 0, in float32.
+    # Tolerance: float32 rounding of scores in [-5, 5].
     np.testing.assert_allclose(outputs.scores, log_softmax(scores), atol=2e-5)
     np.testing.assert_array_equal(outputs.penalty, np.zeros(6))
 
 
 def log_softmax(scores):
-    """The logarithm of each sample's share, in NumPy and float64."""
+    """Returns the log-softmax of each sample's own item, in NumPy and float64."""
     exponentials = np.exp(scores.astype(np.float64))
     return np.log(np.diag(exponentials) / exponentials.sum(axis=1))
 
@@ -232,7 +232,7 @@ def test_in_batch_softmax(scale, num_samples):
     got, ranks = in_batch_softmax(scale * users, jnp.array(items), jnp.array(log_q))
     scores = (scale * users.astype(np.float64)) @ items.T.astype(np.float64) - log_q
     scores -= scores.max(axis=1, keepdims=True)
-    # Float32 rounds scores of some hundreds to 3e-5.
+    # Tolerance: float32 rounds scores of several hundred by 3e-5.
     with np.errstate(divide="ignore"):
         wanted = np.maximum(log_softmax(scores), np.float64(-1e4))
     finite = wanted > -600
@@ -244,7 +244,7 @@ def test_in_batch_softmax(scale, num_samples):
 
 def test_a_zero_vector_has_finite_gradients():
     def loss(vectors):
-        return jnp.sum(in_batch_softmax(_unit(vectors), vectors, jnp.zeros(2))[0])
+        return jnp.sum(in_batch_softmax(_normalize(vectors), vectors, jnp.zeros(2))[0])
 
     assert np.isfinite(np.asarray(jax.grad(loss)(jnp.zeros((2, 3))))).all()
 

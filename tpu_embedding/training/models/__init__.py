@@ -1,4 +1,4 @@
-"""The models of the run configs; each owns one `TPUEmbedding`."""
+"""Models of the run configs; each owns one `TPUEmbedding`."""
 
 from tpu_embedding.training.models.click import ClickModel as ClickModel
 from tpu_embedding.training.models.click import ClickModelConfig as ClickModelConfig

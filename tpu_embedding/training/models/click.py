@@ -1,4 +1,4 @@
-"""A click model: embeddings side by side into an MLP, one logit out."""
+"""A click model: an MLP over the concatenated activations returns one logit."""
 
 import dataclasses
 from typing import Any
@@ -23,8 +23,9 @@ class ClickModelConfig:
     """Sizes of `ClickModel`.
 
     Attributes:
-      dim: of every table; a feature with several ids takes their mean.
-      hidden_sizes: of the MLP.
+      dim: dimension of every table. A feature with several ids takes the mean of
+        their rows.
+      hidden_sizes: widths of the MLP's hidden layers.
     """
 
     dim: int
@@ -34,7 +35,7 @@ class ClickModelConfig:
         check_sizes("ClickModelConfig", dim=self.dim, hidden_sizes=self.hidden_sizes)
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
-        """Returns a table for each feature of the data set."""
+        """Returns one feature per column of the data set, each with its own table."""
         return {
             name: FeatureConfig(
                 table=TableConfig(vocabulary_size=size, dim=self.dim, name=name)
@@ -43,7 +44,7 @@ class ClickModelConfig:
         }
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "ClickModel":
-        """Returns the model."""
+        """Returns the model with initial parameters."""
         return ClickModel(self, plan, rngs=rngs)
 
 
@@ -62,13 +63,14 @@ class ClickModel(nnx.Module):
             config.dim * len(plan.features),
             (*config.hidden_sizes, 1),
             last_activation=False,
-            # Smooth: under a ReLU, rounding decides for inputs near 0, and runs part.
+            # A smooth activation, because a ReLU turns rounding of inputs near 0 into
+            # different gradients, and runs on different devices would diverge.
             activation=nnx.silu,
             rngs=rngs,
         )
 
     def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
-        """Returns logits and probabilities of a click."""
+        """Returns the logit and the probability of a click for each sample."""
         del dense
         activations = self.embedding(features)
         inputs = jnp.concatenate([activations[k] for k in sorted(activations)], axis=1)

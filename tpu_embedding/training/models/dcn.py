@@ -1,8 +1,8 @@
-"""DLRM-DCNv2: dense inputs and categories meet in cross layers of low rank.
+"""DLRM-DCNv2: combines dense and categorical inputs by low-rank cross layers.
 
-The model of MLPerf Training's recommendation task since its third round
-(github.com/mlcommons/training, `recommendation_v2/torchrec_dlrm`); the cross layers are
-those of Wang et al., "DCN V2: Improved Deep & Cross Network", arXiv 2008.13535.
+This is the recommendation model of MLPerf Training since v3.0 (`recommendation_v2/
+torchrec_dlrm` of github.com/mlcommons/training). The cross layers are those of Wang et
+al., "DCN V2: Improved Deep & Cross Network", arXiv 2008.13535.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ class DLRMDCNv2Config:
     """Sizes of `DLRMDCNv2`.
 
     Attributes:
-      dim: of every table, and of the bottom MLP's output; a feature with several ids
-        takes their sum.
-      bottom_sizes: hidden layers of the MLP over the dense inputs.
-      top_sizes: hidden layers of the MLP over the crossed vectors.
-      num_cross_layers: how often the vectors are crossed.
-      cross_rank: of the matrix of a cross layer; about a quarter of its width, which
-        is `(1 + features) * dim`, or less.
+      dim: dimension of every table and of the bottom MLP's output. A feature with
+        several ids takes the sum of their rows.
+      bottom_sizes: widths of the hidden layers of the MLP over the dense inputs.
+      top_sizes: widths of the hidden layers of the MLP over the crossed vectors.
+      num_cross_layers: number of cross layers.
+      cross_rank: rank of each cross layer's matrix. Typically at most a quarter of
+        the layer's width, which is `(1 + features) * dim`.
     """
 
     dim: int
@@ -49,7 +49,7 @@ class DLRMDCNv2Config:
         check_sizes("DLRMDCNv2Config", **dataclasses.asdict(self))
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
-        """Returns a table for each feature of the data set."""
+        """Returns one feature per column of the data set, each with its own table."""
         return {
             name: FeatureConfig(
                 table=TableConfig(
@@ -64,7 +64,7 @@ class DLRMDCNv2Config:
         }
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "DLRMDCNv2":
-        """Returns the model."""
+        """Returns the model with initial parameters."""
         return DLRMDCNv2(self, data.num_dense, plan, rngs=rngs)
 
 
@@ -94,7 +94,7 @@ class DLRMDCNv2(nnx.Module):
         )
 
     def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
-        """Returns logits and probabilities of a click."""
+        """Returns the logit and the probability of a click for each sample."""
         assert dense is not None
         activations = self.embedding(features)
         vectors = [self.bottom(dense), *(activations[k] for k in sorted(activations))]
@@ -103,10 +103,13 @@ class DLRMDCNv2(nnx.Module):
 
 
 class CrossLayer(nnx.Module):
-    """`x_next = x_0 * (W (V x) + b) + x`, with `V` to `rank` numbers and `W` back."""
+    """A cross layer of low rank: `x_next = x_0 * (W (V x) + b) + x`.
+
+    `V` projects the inputs to `rank` dimensions, and `W` projects them back.
+    """
 
     def __init__(self, num_inputs: int, rank: int, *, rngs: nnx.Rngs):
-        """Draws `V` and `W` by Glorot's initialisation, as the reference does."""
+        """Initialises `V` and `W` with Glorot's initializer, as the reference does."""
         initializer = nnx.initializers.glorot_normal()
         self.down = nnx.Linear(
             num_inputs, rank, use_bias=False, kernel_init=initializer, rngs=rngs
@@ -118,13 +121,13 @@ class CrossLayer(nnx.Module):
         first: Float[Array, "batch inputs"],
         crossed: Float[Array, "batch inputs"],
     ) -> Float[Array, "batch inputs"]:
-        """Crosses `x`, the last layer's output, with `x_0`, the first one's input."""
+        """Returns `x_next`, given `x_0`, the first layer's input, and `x`."""
         return first * self.up(self.down(crossed)) + crossed
 
 
 @nnx.vmap(in_axes=(0, None, None), out_axes=0)
 def _make_layers(key: jax.Array, num_inputs: int, rank: int) -> CrossLayer:
-    """Makes layers whose parameters are stacked along their first axis."""
+    """Returns one layer per key, with parameters stacked along their first axis."""
     return CrossLayer(num_inputs, rank, rngs=nnx.Rngs(key))
 
 
@@ -133,7 +136,8 @@ def cross_all(
 ) -> Float[Array, "batch inputs"]:
     """Applies stacked layers one after the other.
 
-    A loop, so that XLA:TPU compiles one layer, of 6 s, in place of all.
+    The layers run in a loop, so that XLA:TPU compiles the body once. One layer takes
+    6 s to compile.
     """
 
     @nnx.scan(in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry)
@@ -144,9 +148,9 @@ def cross_all(
 
 
 def uniform_initializer(limit: float) -> Initializer:
-    """Returns the initializer of values uniform in `[-limit, limit)`.
+    """Returns an initializer with uniform values in `[-limit, limit)`.
 
-    TorchRec's default is this one with `limit = 1 / sqrt(vocabulary_size)`.
+    TorchRec's default equals this one with `limit = 1 / sqrt(vocabulary_size)`.
     """
 
     def initialize(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

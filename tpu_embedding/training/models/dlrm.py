@@ -1,4 +1,4 @@
-"""DLRM: dense inputs and categories meet in scalar products.
+"""DLRM: combines dense and categorical inputs by scalar products of their vectors.
 
 Naumov et al., "Deep Learning Recommendation Model for Personalization and
 Recommendation Systems", arXiv 1906.00091.
@@ -30,10 +30,10 @@ class DLRMConfig:
     """Sizes of `DLRM`.
 
     Attributes:
-      dim: of every table, and of the bottom MLP's output.
-      bottom_sizes: hidden layers of the MLP over the dense inputs.
-      top_sizes: hidden layers of the MLP over the interactions.
-      initial_deviation: standard deviation of the tables' first values.
+      dim: dimension of every table and of the bottom MLP's output.
+      bottom_sizes: widths of the hidden layers of the MLP over the dense inputs.
+      top_sizes: widths of the hidden layers of the MLP over the interactions.
+      initial_deviation: standard deviation of the tables' initial values; positive.
     """
 
     dim: int
@@ -51,11 +51,12 @@ class DLRMConfig:
         if not self.initial_deviation > 0:
             raise ValueError(
                 "DLRMConfig.initial_deviation must be positive, got "
-                f"{self.initial_deviation!r}: products of zeros have no gradient."
+                f"{self.initial_deviation!r}. Scalar products of zero rows have zero "
+                "gradients, so the tables would never train."
             )
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
-        """Returns a table for each feature of the data set."""
+        """Returns one feature per column of the data set, each with its own table."""
         initializer = jax.nn.initializers.normal(self.initial_deviation)
         return {
             name: FeatureConfig(
@@ -70,7 +71,7 @@ class DLRMConfig:
         }
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "DLRM":
-        """Returns the model."""
+        """Returns the model with initial parameters."""
         return DLRM(self, plan, rngs=rngs)
 
 
@@ -100,7 +101,7 @@ class DLRM(nnx.Module):
         )
 
     def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
-        """Returns logits and probabilities of a click."""
+        """Returns the logit and the probability of a click for each sample."""
         assert dense is not None
         activations = self.embedding(features)
         bottom = self.bottom(dense)
@@ -113,7 +114,7 @@ class DLRM(nnx.Module):
 def interactions(
     vectors: Float[Array, "batch vectors dim"],
 ) -> Float[Array, "batch pairs"]:
-    """Returns the scalar products of each two different vectors of a sample."""
+    """Returns the scalar product of each pair of different vectors of a sample."""
     products = jnp.einsum("bid,bjd->bij", vectors, vectors)
     rows, columns = np.tril_indices(vectors.shape[1], k=-1)
     return products[:, rows, columns]

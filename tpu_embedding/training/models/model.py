@@ -1,4 +1,4 @@
-"""What the training loop asks of a model, and the part that several models share."""
+"""Defines the interface of a model to the training loop, and code that models share."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What a model says about the samples of a batch.
+    """A model's outputs for the samples of a batch.
 
     Attributes:
-      scores: what the loss is computed from: logits, or ratings as they come out.
-      predictions: what metrics are computed from: probabilities, or ratings cut to
-        the range that they can have.
-      penalty: regularisation, added to the loss of its sample.
+      scores: input of the loss: logits, unclipped ratings, or log-softmax values.
+      predictions: input of the metrics: probabilities, ratings clipped to their valid
+        range, or ranks.
+      penalty: regularisation of each sample, added to its loss.
     """
 
     scores: Float[Array, " batch"]
@@ -31,23 +31,27 @@ class Outputs:
 
 
 class ModelConfig(Protocol):
-    """Hyperparameters of a model: a frozen dataclass that knows how to build it.
+    """Hyperparameters of a model: a frozen dataclass that can build the model.
 
-    The plan is made in between, from the features, so that it can be printed, and
-    compared with a checkpoint's, before anything is allocated.
+    `feature_config` comes first, then the plan is made from it, then `build` runs. The
+    plan can therefore be printed, and compared with a checkpoint's, before anything is
+    allocated.
     """
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
-        """Returns the features of the model's layer, sized for a data set."""
+        """Returns the features of the model's embedding layer, sized for a data set."""
         ...
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> nnx.Module:
-        """Returns the model, `(features, dense) -> Outputs`."""
+        """Returns the model, a callable `(features, dense) -> Outputs`."""
         ...
 
 
 class MLP(nnx.Module):
-    """Linear layers with an activation after each but, if so asked, the last."""
+    """Linear layers with an activation function between them.
+
+    `last_activation` says if the last layer is followed by an activation too.
+    """
 
     def __init__(
         self,
@@ -58,10 +62,10 @@ class MLP(nnx.Module):
         activation: Callable[[jax.Array], jax.Array] = nnx.relu,
         rngs: nnx.Rngs,
     ):
-        """Draws the weights: He's initialisation before an activation, else LeCun's."""
+        """Initialises weights by He before an activation, and by LeCun otherwise."""
         layers: list[Any] = []
-        for place, size in enumerate(layer_sizes):
-            is_activated = last_activation or place + 1 < len(layer_sizes)
+        for index, size in enumerate(layer_sizes):
+            is_activated = last_activation or index + 1 < len(layer_sizes)
             initializer = (
                 nnx.initializers.he_normal()
                 if is_activated
@@ -90,7 +94,15 @@ def click_outputs(logits: Float[Array, " batch"]) -> Outputs:
 
 
 def check_sizes(owner: str, **sizes: int | tuple[int, ...]) -> None:
-    """Refuses sizes that are no positive ints, all in one error."""
+    """Checks that sizes are positive ints.
+
+    Args:
+      owner: name of the config's class, for the error.
+      **sizes: field name to size, or to a tuple of sizes.
+
+    Raises:
+      ValueError: if some are not; names every one of them.
+    """
     problems = []
     for name, value in sizes.items():
         values = value if isinstance(value, tuple) else (value,)

@@ -1,4 +1,4 @@
-"""A rating model for MovieLens: factorisation with side features and history."""
+"""A rating model for MovieLens: matrix factorisation with side features and history."""
 
 import dataclasses
 from typing import Any, Final
@@ -16,7 +16,9 @@ LOWEST_RATING: Final = 1.0
 HIGHEST_RATING: Final = 5.0
 
 COMBINERS: Final[dict[str, Combiner]] = {"genres": "mean", "history": "sqrtn"}
-"""Of the features with several ids; "sqrtn" trusts a long history more."""
+"""Combiners of the features with several ids.
+
+"sqrtn" gives a long history more weight than "mean" does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,11 +26,11 @@ class RatingModelConfig:
     """Hyperparameters of `RatingModel`.
 
     Attributes:
-      dim: of every table; column 0 is the bias of its row.
-      initial_deviation: standard deviation of the tables' first values.
-      l2: weight of the squared norms of a sample's activations in its loss. Rows are
-        so held back in proportion to how often they are used, and untouched rows,
-        unlike under weight decay, need no update.
+      dim: dimension of every table. Column 0 of a row is its bias.
+      initial_deviation: standard deviation of the tables' initial values.
+      l2: weight, in a sample's loss, of the squared norms of its activations. A row is
+        thus regularised in proportion to its use. Unlike weight decay, this leaves
+        untouched rows unchanged.
     """
 
     dim: int
@@ -49,7 +51,7 @@ class RatingModelConfig:
             raise ValueError("; ".join(problems) + ".")
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
-        """Returns a table for each feature of the data set."""
+        """Returns one feature per column of the data set, each with its own table."""
         initializer = jax.nn.initializers.normal(self.initial_deviation)
         valences = {"history": data.config.max_history}
         return {
@@ -67,21 +69,22 @@ class RatingModelConfig:
         }
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "RatingModel":
-        """Returns the model."""
+        """Returns the model with initial parameters."""
         return RatingModel(self, data.mean_rating, plan, rngs=rngs)
 
 
 class RatingModel(nnx.Module):
-    """Biases and one scalar product.
+    """Predicts a rating from biases and one scalar product.
 
-    With the activations of a sample,
+    The activations of a sample give
 
         u = user + age + gender + occupation + history
         m = movie + genres
         rating = mean rating + bias + u[0] + m[0] + <u[1:], m[1:]>
 
-    SVD++ of Koren, "Factorization Meets the Neighborhood" (KDD 2008), whose implicit
-    history is here one of (movie, rating) pairs, with attributes of user and movie.
+    This is SVD++ of Koren, "Factorization Meets the Neighborhood" (KDD 2008), with
+    attributes of user and movie. The implicit history consists of (movie, rating)
+    pairs instead of movies.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class RatingModel(nnx.Module):
         self.l2 = config.l2
 
     def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
-        """Returns ratings as they come out, and cut to the range of ratings."""
+        """Returns ratings, unclipped as scores and clipped to [1, 5] as predictions."""
         del dense
         a = self.embedding(features)
         about_user = a["age"] + a["gender"] + a["occupation"]

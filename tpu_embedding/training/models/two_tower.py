@@ -1,8 +1,8 @@
-"""Two towers: users and items as vectors, whose scalar product says who takes what.
+"""A two-tower model: the scalar product of a user and an item vector scores the pair.
 
-Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
-Recommendations" (RecSys 2019): the items of a batch are each other's negatives, and
-scores are corrected for how often an item is met as one.
+See Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
+Recommendations" (RecSys 2019). The other items of a batch serve as a sample's
+negatives. Scores are corrected for the frequency at which an item is sampled.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ USER_FEATURES: Final = ("user", "history", "country", "device")
 ITEM_FEATURES: Final = ("item", "category")
 CONTEXT_FEATURES: Final = ("country", "device", "category")
 
-LEAST_SQUARED_NORM: Final = 1e-12
-"""Keeps the direction of a zero vector, and its derivative, finite."""
+SQUARED_NORM_EPSILON: Final = 1e-12
+"""Added to squared norms, so that a zero vector has finite values and gradients."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,13 @@ class TwoTowerConfig:
     """Hyperparameters of `TwoTower`.
 
     Attributes:
-      dim: of the tables of users and items.
-      context_dim: of the small tables: country and device of a user, category of an
-        item.
-      hidden_sizes: hidden layers of each tower.
-      output_dim: of the vectors of users and items.
-      temperature: that cosines are divided by, so that scores lie within
-        `1 / temperature` of 0.
+      dim: dimension of the tables of users and items.
+      context_dim: dimension of the small tables: country and device of a user,
+        category of an item.
+      hidden_sizes: widths of the hidden layers of each tower.
+      output_dim: dimension of the user and item vectors.
+      temperature: divisor of the cosines; positive. Scores lie in
+        `[-1 / temperature, 1 / temperature]`.
     """
 
     dim: int
@@ -62,7 +62,7 @@ class TwoTowerConfig:
             )
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
-        """Returns the features; "item" and "history" share a table."""
+        """Returns one feature per column; "item" and "history" share a table."""
         tables = {
             name: TableConfig(
                 vocabulary_size=size,
@@ -79,20 +79,21 @@ class TwoTowerConfig:
         }
 
     def dim_of(self, feature: str) -> int:
-        """Returns the dim of a feature's table."""
+        """Returns the dimension of a feature's table."""
         return self.context_dim if feature in CONTEXT_FEATURES else self.dim
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "TwoTower":
-        """Returns the model."""
+        """Returns the model with initial parameters."""
         del data
         return TwoTower(self, plan, rngs=rngs)
 
 
 class TwoTower(nnx.Module):
-    """`score(user, item) = <user vector, item vector> / temperature`, both of norm 1.
+    """Scores pairs: `score(user, item) = <user vector, item vector> / temperature`.
 
-    The user's vector is an MLP of the rows of the user, of its context and of the mean
-    of its history; the item's is one of the rows of the item and its category.
+    Both vectors are outputs of an MLP, scaled to norm 1. The user's MLP reads the rows
+    of the user and its context, and the mean row of its history. The item's MLP reads
+    the rows of the item and its category.
     """
 
     def __init__(self, config: TwoTowerConfig, plan: EmbeddingPlan, *, rngs: nnx.Rngs):
@@ -104,7 +105,8 @@ class TwoTower(nnx.Module):
                 sum(map(config.dim_of, names)),
                 sizes,
                 last_activation=False,
-                # Smooth: under a ReLU, rounding decides for inputs near 0.
+                # A smooth activation, because a ReLU turns rounding of inputs near 0
+                # into different gradients.
                 activation=nnx.silu,
                 rngs=rngs,
             )
@@ -112,20 +114,21 @@ class TwoTower(nnx.Module):
         )
 
     def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
-        """Returns what `in_batch_softmax` says of each sample's own item.
+        """Returns the log-softmax and rank of each sample's own item.
 
         Args:
-          features: of `USER_FEATURES` and `ITEM_FEATURES`.
+          features: inputs of `USER_FEATURES` and `ITEM_FEATURES`.
           dense: `[batch, 1]`, the natural logarithm of the probability that a sample
-            has the item.
+            contains the item.
 
         Returns:
-          `scores`, the logarithm of the softmax, and `predictions`, the item's rank.
+          Outputs with the log-softmax as `scores` and the rank as `predictions`; see
+          `in_batch_softmax`.
         """
         assert dense is not None
         activations = self.embedding(features)
         users, items = (
-            _unit(tower(jnp.concatenate([activations[k] for k in names], axis=1)))
+            _normalize(tower(jnp.concatenate([activations[k] for k in names], axis=1)))
             for tower, names in (
                 (self.user_tower, USER_FEATURES),
                 (self.item_tower, ITEM_FEATURES),
@@ -144,25 +147,28 @@ def in_batch_softmax(
     items: Float[Array, "batch dim"],
     log_probabilities: Float[Array, " batch"],
 ) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
-    """Returns how each user's own item fares against all items of the batch. Global.
+    """Returns the log-softmax and rank of each user's own item in its batch. Global.
 
-    With the probability `q_j` of item `j` to be in a sample (Yi et al., equation 5),
+    `q_j` is the probability that a sample contains item `j`. The scores are those of
+    Yi et al., equation 5:
 
         s_ij = <users_i, items_j> - log q_j
         log_softmax_i = s_ii - log(sum over j of exp(s_ij))
 
-    A popular item is met often as a negative; without the correction it would be
-    scored down for that. At the best scores, `<users_i, items_j>` is the logarithm of
-    the probability that user `i` takes item `j`, up to a number for each user.
+    A popular item often appears as a negative. The correction `log q_j` keeps that from
+    lowering its score. At the minimum of the loss, `<users_i, items_j>` is the
+    logarithm of the probability that user `i` chooses item `j`, up to a constant per
+    user.
 
     Args:
-      users: vectors that samples ask with.
-      items: vectors of the samples' items; samples of weight 0 are candidates, too.
-      log_probabilities: `log q`, natural.
+      users: one user vector per sample.
+      items: one item vector per sample. Items of samples with weight 0 are candidates,
+        too.
+      log_probabilities: natural logarithm of `q` for the item of each sample.
 
     Returns:
-      `log_softmax`, at most 0, and the item's rank: how many candidates score higher
-      by `s`, 0 to `batch - 1`.
+      `log_softmax`, at most 0, and the rank of each sample's own item: the number of
+      candidates with a higher `s`, from 0 to `batch - 1`.
 
     Example:
       >>> users = jnp.array([[1.0, 0.0], [0.0, 0.0]])
@@ -178,6 +184,7 @@ def in_batch_softmax(
     return log_softmax, ranks.astype(jnp.float32)
 
 
-def _unit(vectors: Float[Array, "batch dim"]) -> Float[Array, "batch dim"]:
+def _normalize(vectors: Float[Array, "batch dim"]) -> Float[Array, "batch dim"]:
+    """Returns the vectors scaled to norm 1; zero vectors stay zero."""
     squared_norms = jnp.sum(jnp.square(vectors), axis=1, keepdims=True)
-    return vectors * jax.lax.rsqrt(squared_norms + LEAST_SQUARED_NORM)
+    return vectors * jax.lax.rsqrt(squared_norms + SQUARED_NORM_EPSILON)
