@@ -1,4 +1,4 @@
-"""Run configs as files: the ones of the package, and broken ones."""
+"""Tests the config files: those of the package, and invalid ones."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Whole runs: what they write, and that an interrupted one goes on as if nothing."""
+"""Tests whole runs: their files, and the equality of an interrupted, resumed run."""
 
 import dataclasses
 
@@ -72,7 +72,7 @@ def test_interrupted_run_goes_on_with_the_same_numbers(whole_run, tmp_path, caps
     assert "resumed after step 4" in capsys.readouterr().out
     assert losses(tmp_path) == losses(directory)
     assert resumed.metrics == result.metrics
-    # Nothing is left to do: it is evaluated again, and no more.
+    # No step is left: resuming a completed run only evaluates it again.
     again = train(config, tmp_path, mesh=mesh_of(3), resume=True)
     assert again.metrics == result.metrics
     assert capsys.readouterr().out.splitlines()[-1].count(", 0 steps in ") == 1

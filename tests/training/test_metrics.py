@@ -1,4 +1,4 @@
-"""Metrics against their definitions, on whole data sets at once."""
+"""Tests the metrics against their definitions on whole data sets."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 
 from tpu_embedding.training.metrics import LOSSES, area_under_curve, mean_loss
 from tpu_embedding.training.models.model import Outputs, click_outputs
-from tpu_embedding.training.pipeline import add_up
+from tpu_embedding.training.pipeline import sum_over_batches
 
 GENERATOR = np.random.default_rng(0)
 SCORES = GENERATOR.normal(size=(3, 50)).astype(np.float32)
@@ -22,7 +22,7 @@ def rating_outputs(scores):
 
 def summarize(loss, outputs_of):
     return LOSSES[loss].summarize(
-        add_up(
+        sum_over_batches(
             LOSSES[loss].sums(outputs_of(jnp.array(s)), jnp.array(y), jnp.array(w))
             for s, y, w in zip(SCORES, CLICKS, WEIGHTS, strict=True)
         )
@@ -36,9 +36,9 @@ def test_log_loss_and_auc_over_batches():
     log_loss = -np.mean(labels * np.log(p) + (1 - labels) * np.log(1 - p))
     above = scores[labels == 1][:, None] > scores[labels == 0][None, :]
     metrics = summarize("log_loss", click_outputs)
-    # Sums of 50 samples are in float32.
+    # Tolerance: float32 rounding of sums over 50 samples.
     assert metrics["log_loss"] == pytest.approx(log_loss, rel=1e-6)
-    # Pairs in one of 4096 bins count half.
+    # Tolerance: pairs of samples in one of the 4096 bins count half.
     assert metrics["auc"] == pytest.approx(above.mean(), abs=1e-3)
 
 
@@ -63,7 +63,7 @@ def test_softmax_loss_and_recall_over_batches():
     sizes = np.abs(SCORES[used])
     metrics = summarize("in_batch_softmax", retrieval_outputs)
     assert list(metrics) == ["softmax_loss", "recall_at_10"]
-    # Sums of 50 samples are in float32.
+    # Tolerance: float32 rounding of sums over 50 samples.
     assert metrics["softmax_loss"] == pytest.approx(sizes.mean(), rel=1e-6)
     recall = (np.floor(10 * sizes) < 10).mean()
     assert 0 < recall < 1

@@ -1,4 +1,4 @@
-"""`--set KEY=VALUE`."""
+"""Tests `--set KEY=VALUE`."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_schedules_follow_the_number_of_steps():
         ("num_steps=many", "num_steps must be an int, got 'many'"),
         ("num_steps=1.5", "must be an int"),
         ("capacity=x", "must be an int or none"),
-        ("model.hidden_sizes=1,x", "ints with commas"),
+        ("model.hidden_sizes=1,x", "ints separated by commas"),
         ("batch_size=0", "RunConfig.batch_size must be an int of at least 1"),
         ("model.dim=0", "ClickModelConfig.dim must be positive"),
         ("table_learning_rate=nan", "table_learning_rate must be finite"),

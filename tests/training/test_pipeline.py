@@ -1,4 +1,4 @@
-"""Batches ahead, metrics behind."""
+"""Tests that batches are prepared early and metrics are read late."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ from tpu_embedding.training.step import StepMetrics
 
 
 class Counter:
-    """A data set whose ids are the step."""
+    """A data set whose ids equal the number of the step."""
 
     batch_size = 2
 

@@ -1,4 +1,4 @@
-"""Lines, records and plot of a run."""
+"""Tests the lines, records and plot of a run."""
 
 import json
 import sys

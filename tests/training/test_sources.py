@@ -1,4 +1,4 @@
-"""Data sources: which data set they open, and when they refuse."""
+"""Tests the data sources: the data sets that they open, and their errors."""
 
 import dataclasses
 

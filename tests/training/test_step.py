@@ -1,4 +1,4 @@
-"""Steps of the run configs: the same numbers on any devices, and one compilation."""
+"""Tests the steps of the run configs: equal on any devices, compiled once."""
 
 import dataclasses
 import functools
@@ -60,10 +60,11 @@ SMALL = {
     ],
 }
 
-# Sums over samples and over the shards of a row are taken in another order, once a
-# step; 50 steps of training carry the difference along.
+# Relative tolerance between numbers of devices. They sum over samples and over shards
+# in another order in each step, and 50 training steps accumulate the difference.
 OTHER_DEVICES = 1e-5
-# Rounds do not change which ids meet, only how many travel at once.
+# Relative tolerance between capacities. More rounds change the number of ids per
+# exchange, but not the ids that are summed.
 OTHER_CAPACITY = 1e-6
 
 
@@ -82,7 +83,7 @@ def open_data(config):
     return config.data.open(None, batch_size=config.batch_size, seed=config.seed)
 
 
-@functools.cache  # tests share curves: compiling is what takes the time
+@functools.cache  # Tests share curves, because compilation takes most of the time.
 def train_curve(name, data_dir, num_devices, num_steps, capacity="none"):
     config = small_config(name, f"capacity={capacity}")
     data = config.data.open(data_dir, batch_size=config.batch_size, seed=config.seed)
@@ -171,8 +172,8 @@ def test_step_donates_and_keeps_shardings():
         np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(abstract)
     ]
-    # What a step only writes, the statistics of the lookup, is no argument that could
-    # be donated.
+    # The lookup's statistics are the exception: the step writes but never reads them.
+    # They are therefore no arguments of the compiled program.
     assert compiled.memory_analysis().alias_size_in_bytes >= 0.99 * sum(sizes)
 
 

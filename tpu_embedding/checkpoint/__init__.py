@@ -1,4 +1,4 @@
-"""Saving and restoring of training state."""
+"""Saves and restores training state."""
 
 from tpu_embedding.checkpoint.run_checkpoints import CheckpointError as CheckpointError
 from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints as RunCheckpoints

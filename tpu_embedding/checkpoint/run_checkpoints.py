@@ -1,9 +1,12 @@
-"""Checkpoints of one run: a later process continues with the same numbers.
+"""Saves the state of a run, so that a later process can continue it exactly.
 
-The state is saved as it lies on the devices, and restored under the same plan only; a
-description of the plan and the run is stored beside it and compared. The training loop
-is the only caller. Orbax writes each checkpoint under a temporary name and renames it
-when it is complete, so a kill leaves the last complete one readable.
+The state is saved in the layout that it has on the devices, and can only be restored
+under an equal plan. A description of the plan and the run is stored with the state, and
+compared before it is restored.
+
+Orbax writes each checkpoint under a temporary name, and renames it when it is complete.
+A kill at any time therefore leaves the last complete checkpoint readable. The training
+loop is the only caller of this module.
 """
 
 import pathlib
@@ -19,11 +22,11 @@ Description = dict[str, Any]
 
 
 class CheckpointError(ValueError):
-    """There is no checkpoint to resume from, or it belongs to another run."""
+    """There is no checkpoint to resume from, or it belongs to another run or plan."""
 
 
 class RunCheckpoints:
-    """The checkpoints of a run, one directory per step.
+    """The checkpoints of one run, one directory per saved step.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -38,104 +41,107 @@ class RunCheckpoints:
     """
 
     def __init__(self, directory: str | pathlib.Path, *, kept: int):
-        """Opens a directory, which is made if it is not there.
+        """Opens a directory of checkpoints, and creates it if it does not exist.
 
         Args:
-          directory: of this run's checkpoints and nothing else.
-          kept: how many of the latest checkpoints stay.
+          directory: directory that contains only this run's checkpoints.
+          kept: number of latest checkpoints to keep; older ones are deleted.
         """
         self.directory = pathlib.Path(directory).resolve()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=kept,
             create=True,
-            # The next step donates the state; it must have been written by then.
+            # Saving blocks, because the next step donates the arrays of the state.
             enable_async_checkpointing=False,
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     @property
     def latest_step(self) -> int | None:
-        """Steps that were done at the latest complete checkpoint; None without any."""
+        """Number of steps done at the latest complete checkpoint; None without one."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, description: Description) -> None:
-        """Writes a checkpoint, and removes the ones that are too many.
+        """Writes a checkpoint, and deletes those that exceed `kept`.
 
         Args:
           step: number of steps done.
           state: pytree of arrays.
-          description: JSON values that a run which resumes must agree with.
+          description: JSON values that must be equal in a run that resumes.
         """
         arguments = ocp.args.Composite(
-            state=ocp.args.StandardSave(_by_key(state)),
+            state=ocp.args.StandardSave(_leaves_by_path(state)),
             description=ocp.args.JsonSave(description),
         )
         self._manager.save(step, args=arguments, force=True)
 
     def check(self, description: Description) -> int:
-        """Returns the steps done at the latest checkpoint, if a run can resume there.
+        """Returns the number of steps done at the latest checkpoint, after checking it.
 
         Args:
-          description: of the run that resumes.
+          description: description of the run that resumes.
 
         Raises:
-          CheckpointError: if there is none, or its description is another; names
-            every difference.
+          CheckpointError: if there is no checkpoint, or its description differs; the
+            message lists every difference.
         """
         step = self.latest_step
         if step is None:
-            raise no_checkpoint(self.directory)
+            raise no_checkpoint_error(self.directory)
         read = self._manager.restore(
             step, args=ocp.args.Composite(description=ocp.args.JsonRestore())
         )
         problems = _differences(read["description"], description)
         if problems:
             raise CheckpointError(
-                f"The checkpoint {self.directory / str(step)} is that of another run "
-                "or plan; resume with the same settings and number of devices, or "
-                "begin anew elsewhere:\n  " + "\n  ".join(problems)
+                f"The checkpoint {self.directory / str(step)} belongs to another run "
+                "or plan. Resume with the same settings and number of devices, or "
+                "start a new run in another directory:\n  " + "\n  ".join(problems)
             )
         return step
 
     def restore(self, state: T, description: Description) -> tuple[int, T]:
-        """Reads the latest checkpoint.
+        """Restores the state of the latest checkpoint.
 
         Args:
-          state: pytree of arrays or `jax.ShapeDtypeStruct`s, whose shapes, dtypes and
-            shardings the restored ones get.
-          description: of the run that resumes.
+          state: pytree of arrays or `jax.ShapeDtypeStruct`s. The restored arrays get
+            their shapes, dtypes and shardings.
+          description: description of the run that resumes.
 
         Returns:
           The number of steps done, and the state.
 
         Raises:
-          CheckpointError: as `check`.
+          CheckpointError: as in `check`.
         """
         step = self.check(description)
-        by_key = _by_key(state)
-        wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, by_key)
+        leaves_by_path = _leaves_by_path(state)
+        wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, leaves_by_path)
         read = self._manager.restore(
             step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
         )
-        # In the order of the state; `jax.tree.map` sorts the keys of a dict.
-        leaves = [read["state"][key] for key in by_key]
+        # `jax.tree.map` sorts the keys of a dict, so the order comes from the state.
+        leaves = [read["state"][key] for key in leaves_by_path]
         return step, jax.tree.unflatten(jax.tree.structure(state), leaves)
 
     def close(self) -> None:
-        """Ends what the manager runs in the background."""
+        """Waits for the checkpoint manager's background work and stops it."""
         self._manager.close()
 
 
-def no_checkpoint(directory: pathlib.Path) -> CheckpointError:
-    """Returns the error for a directory with nothing to resume from."""
+def no_checkpoint_error(directory: pathlib.Path) -> CheckpointError:
+    """Returns the error for a directory without a complete checkpoint."""
     return CheckpointError(
-        f"There is no complete checkpoint in {directory} to resume from; begin anew, "
-        "or give the directory of the run."
+        f"There is no complete checkpoint in {directory} to resume from; start a new "
+        "run, or give the directory of the run to resume."
     )
 
 
 def describe_plan(plan: EmbeddingPlan) -> Description:
-    """Returns what must be equal for arrays of one plan to be used under another."""
+    """Returns the layout that two plans must share to use the same stacked arrays.
+
+    Hyperparameters of the optimizers are not part of it.
+    """
     return {
         "num_shards": plan.num_shards,
         "stacks": {
@@ -163,33 +169,40 @@ def describe_plan(plan: EmbeddingPlan) -> Description:
     }
 
 
-def _by_key(state: Any) -> dict[str, Any]:
-    """Returns the leaves by their path, so that no class of ours is in the file."""
+def _leaves_by_path(state: Any) -> dict[str, Any]:
+    """Returns the leaves by their path, joined with dots.
+
+    A saved file then contains no class of this package.
+
+    Raises:
+      ValueError: if two leaves have the same path.
+    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    by_key = {
+    leaves_by_path = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in leaves
     }
-    if len(by_key) < len(leaves):
+    if len(leaves_by_path) < len(leaves):
         raise ValueError(
-            "The state has two parts of one path once the path is joined by dots; "
-            "rename a key that has a dot in it."
+            "The state has two leaves with the same path once its keys are joined with "
+            "dots; rename the key that contains a dot."
         )
-    return by_key
+    return leaves_by_path
 
 
 def _differences(saved: Any, wanted: Any, path: str = "") -> list[str]:
+    """Returns one message per value that differs between two nested dicts."""
     if not (isinstance(saved, dict) and isinstance(wanted, dict)):
         if saved == wanted:
             return []
         return [f"{path}: {saved!r} in the checkpoint, {wanted!r} now"]
     found = []
     for key in sorted(saved.keys() | wanted.keys()):
-        place = f"{path}.{key}" if path else key
+        key_path = f"{path}.{key}" if path else key
         if key not in saved:
-            found.append(f"{place}: not in the checkpoint")
+            found.append(f"{key_path}: not in the checkpoint")
         elif key not in wanted:
-            found.append(f"{place}: only in the checkpoint")
+            found.append(f"{key_path}: only in the checkpoint")
         else:
-            found += _differences(saved[key], wanted[key], place)
+            found += _differences(saved[key], wanted[key], key_path)
     return found

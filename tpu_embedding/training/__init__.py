@@ -1,8 +1,7 @@
-"""A training loop over the embedding layer: run configs, models, metrics, reports.
+"""A training loop for the embedding layer: run configs, models, metrics, reports.
 
-`tpu-embedding train` is `train` of this package behind a command line.
-`make_train_step` and `abstract_train_state` serve those who compile a step without
-running it.
+The command `tpu-embedding train` calls `train` of this package. `make_train_step` and
+`abstract_train_state` let a caller compile a step without running it.
 """
 
 from tpu_embedding.training.config_files import ConfigError as ConfigError

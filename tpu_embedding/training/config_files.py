@@ -1,7 +1,7 @@
 """Finds and runs the Python files that define run configs.
 
-An installed package has them in `tpu_embedding/configs`, a checkout in `configs` beside
-the package.
+An installed package contains them in `tpu_embedding/configs`. A checkout has them in
+`configs`, next to the package.
 """
 
 import pathlib
@@ -16,11 +16,11 @@ CONFIG_DIRS: Final = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 
 
 class ConfigError(ValueError):
-    """A run config is missing, broken, or changed in a way that it does not know."""
+    """A run config is missing or invalid, or an override does not fit it."""
 
 
 def list_configs() -> dict[str, pathlib.Path]:
-    """Returns the configs that come with the package: name to file."""
+    """Returns the configs of the package, name to file."""
     found: dict[str, pathlib.Path] = {}
     for directory in CONFIG_DIRS:
         for path in sorted(directory.glob("*.py")):
@@ -30,20 +30,21 @@ def list_configs() -> dict[str, pathlib.Path]:
 
 
 def load_config(name_or_path: str) -> RunConfig:
-    """Returns the `config` that a config file defines.
+    """Returns the run config that a Python file defines as `config`.
 
     Args:
       name_or_path: a name from `list_configs`, or the path of a Python file.
 
     Raises:
-      ConfigError: if there is no such file, it fails, or defines no `config`.
+      ConfigError: if the file does not exist, raises an exception, or defines no
+        `config`.
     """
-    path = _find(name_or_path)
+    path = _find_config(name_or_path)
     try:
         namespace = runpy.run_path(str(path))
     except Exception as error:
         raise ConfigError(
-            f"The config {path} fails{_line_of(error, path)} with "
+            f"The config {path} fails{_failing_line(error, path)} with "
             f"{type(error).__name__}: {error}"
         ) from error
     config = namespace.get("config")
@@ -56,7 +57,8 @@ def load_config(name_or_path: str) -> RunConfig:
     return config
 
 
-def _find(name_or_path: str) -> pathlib.Path:
+def _find_config(name_or_path: str) -> pathlib.Path:
+    """Returns the file of a known config, or else the path itself if it exists."""
     known = list_configs()
     if name_or_path in known:
         return known[name_or_path]
@@ -64,13 +66,13 @@ def _find(name_or_path: str) -> pathlib.Path:
     if path.is_file():
         return path
     raise ConfigError(
-        f"There is no config {name_or_path!r}: it is neither a file nor one of the "
+        f"There is no config {name_or_path!r}: it must be a Python file or one of the "
         f"known names, {', '.join(sorted(known)) or '(none)'}."
     )
 
 
-def _line_of(error: Exception, path: pathlib.Path) -> str:
-    """Returns " in line N", the last line of the config that was running."""
+def _failing_line(error: Exception, path: pathlib.Path) -> str:
+    """Returns " in line N" for the line of the config that failed, or ""."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f" in line {error.lineno}"
     line, frame = None, error.__traceback__

@@ -1,7 +1,7 @@
-"""The host's side of a run: steps, evaluations, checkpoints, result.
+"""Runs the training loop on the host: steps, evaluations, checkpoints, result.
 
-`train` is the whole of it. The compiled functions are in `step.py`; how batches come
-and metrics go is in `pipeline.py`.
+`train` is the entry point. `step.py` defines the compiled functions. `pipeline.py`
+feeds batches to the devices and reads metrics back.
 """
 
 import contextlib
@@ -20,14 +20,19 @@ from jax.sharding import Mesh
 from tpu_embedding.checkpoint.run_checkpoints import (
     RunCheckpoints,
     describe_plan,
-    no_checkpoint,
+    no_checkpoint_error,
 )
 from tpu_embedding.data.batch import DataError, Dataset
 from tpu_embedding.data.teacher import TeacherDataset
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.config_files import ConfigError
 from tpu_embedding.training.metrics import LOSSES
-from tpu_embedding.training.pipeline import StepMeter, add_up, put_batch, train_batches
+from tpu_embedding.training.pipeline import (
+    StepMeter,
+    put_batch,
+    sum_over_batches,
+    train_batches,
+)
 from tpu_embedding.training.reporting import RunReport, load_figure_class
 from tpu_embedding.training.run_config import RunConfig, Target
 from tpu_embedding.training.step import (
@@ -52,20 +57,25 @@ MAY_CHANGE_ON_RESUME: Final = (
     "checkpoint_every",
     "checkpoints_kept",
 )
-"""Fields of the config that leave the numbers of a step as they are; and `num_steps`,
-so that a run can be continued beyond its end, with the schedules of the new length."""
+"""Fields of the config that a resumed run may change.
+
+They do not affect the numbers that a step computes. The exception is `num_steps`: a run
+can continue beyond its end, with learning rate schedules of the new length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended.
+    """The result of a completed run.
 
     Attributes:
-      step: steps done, over all processes that worked on the run.
-      metrics: of the held-out data, the main one first.
-      teacher: value of the main metric that no model can beat; None if unknown.
-      target_met: whether the config's promise is kept; None without one.
-      seconds: of this process, from opening the data to the end of the evaluation.
+      step: number of steps done, including those before a resume.
+      metrics: metrics on the held-out data, the main one first.
+      teacher: teacher's value of the main metric, which no model can beat; None if
+        unknown.
+      target_met: True if the config's target is met; None if there is no target, or
+        if the teacher's value is unknown.
+      seconds: wall time of this process, from opening the data to the end of the
+        evaluation.
     """
 
     step: int
@@ -85,39 +95,40 @@ def train(
     stop_at: int | None = None,
     compiler_options: Mapping[str, str] | None = None,
 ) -> RunResult | None:
-    """Trains a model; writes records, a plot and checkpoints.
+    """Trains and evaluates a model; writes records, a plot and checkpoints.
 
     Args:
-      config: of the run.
-      output_dir: for the files; made if it is not there.
-      data_dir: where the data are, if the config's source reads any.
-      mesh: devices; None means all.
-      resume: continue from the latest checkpoint in `output_dir`.
-      stop_at: leave with a checkpoint after that many steps of the run, as if it were
-        interrupted; None means the end.
-      compiler_options: XLA options of the train step, beside or in place of those that
-        the hardware has by itself; only for TPUs.
+      config: config of the run.
+      output_dir: directory for the files; created if it does not exist.
+      data_dir: path of the data, if the config's source reads files.
+      mesh: mesh of the devices; None uses all devices.
+      resume: if True, continue from the latest checkpoint in `output_dir`.
+      stop_at: number of steps after which the run saves a checkpoint and stops, as if
+        interrupted; None runs to the end.
+      compiler_options: XLA options of the train step, only for TPUs. They are added to
+        the hardware's defaults, and override them.
 
     Returns:
       The result, or None if the run stopped before its last step.
 
     Raises:
-      ConfigError: settings contradict each other.
-      DataError: data are missing or damaged.
-      CheckpointError: with `resume`, if there is no checkpoint or it does not fit.
+      ConfigError: if settings are wrong or contradict each other.
+      DataError: if data are missing or damaged.
+      CheckpointError: with `resume`, if there is no checkpoint, or if it belongs to
+        another run.
       TrainingDivergedError: if the loss is not finite.
-      MissingPlotLibraryError: matplotlib is not installed, which the plot needs.
+      MissingPlotLibraryError: if matplotlib, which draws the plot, is not installed.
     """
     begin = time.perf_counter()
-    load_figure_class()  # else hours of training would end without their plot
+    load_figure_class()  # Fails before the training, not after it.
     output_dir = pathlib.Path(output_dir)
-    with _reporting_settings():
+    with _config_errors():
         data = config.data.open(
             data_dir, batch_size=config.batch_size, seed=config.seed
         )
         plan = make_run_plan(config, data, mesh, compiler_options=compiler_options)
     if resume and not (output_dir / CHECKPOINTS_DIR).is_dir():
-        raise no_checkpoint(output_dir / CHECKPOINTS_DIR)
+        raise no_checkpoint_error(output_dir / CHECKPOINTS_DIR)
     with contextlib.ExitStack() as stack:
         checkpoints = RunCheckpoints(
             output_dir / CHECKPOINTS_DIR, kept=config.checkpoints_kept
@@ -127,7 +138,7 @@ def train(
         first_step = checkpoints.check(description) if resume else 0
         report = RunReport(output_dir)
         stack.callback(report.close)
-        _report_begin(report, config, data, plan, first_step)
+        _report_start(report, config, data, plan, first_step)
         if resume:
             graphdef, state = abstract_train_state(config, data, plan)
             _, state = checkpoints.restore(state, description)
@@ -148,8 +159,8 @@ def train(
 
 
 @contextlib.contextmanager
-def _reporting_settings():
-    """Turns refusals of settings, from whatever layer, into one kind of error."""
+def _config_errors():
+    """Raises every error about settings, whatever its module, as `ConfigError`."""
     try:
         yield
     except (ConfigError, DataError):
@@ -162,7 +173,7 @@ class _Run:
     """A run in progress.
 
     Attributes:
-      state: of model and optimizer, after the latest step.
+      state: state of model and optimizer after the latest step.
     """
 
     def __init__(
@@ -183,7 +194,7 @@ class _Run:
         self._evaluation_step = jax.jit(make_evaluation_step(graphdef, config.loss))
 
     def train(self, first_step: int, last_step: int):
-        """Does steps, and yields the number done whenever a checkpoint is due."""
+        """Runs steps; yields the number of steps done whenever a checkpoint is due."""
         config = self._config
         meter = StepMeter(
             config.batch_size,
@@ -209,9 +220,9 @@ class _Run:
                     self.evaluate(done)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Returns the metrics of the held-out data, and reports them."""
+        """Returns the metrics on the held-out data, and reports them."""
         begin = time.perf_counter()
-        totals = add_up(
+        totals = sum_over_batches(
             self._evaluation_step(
                 self.state, put_batch(batch, self._plan, f"Evaluation batch {i}")
             )
@@ -227,7 +238,7 @@ def _is_due(num_steps_done: int, every: int) -> bool:
 
 
 def _describe(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> dict[str, Any]:
-    """Returns what a checkpoint must share with the run that resumes from it."""
+    """Returns the description that a checkpoint and a resumed run must share."""
     run = config.describe()
     for name in MAY_CHANGE_ON_RESUME:
         del run[name]
@@ -238,7 +249,7 @@ def _describe(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> dict[str
     return {"run": run, "dataset": dataset, "plan": describe_plan(plan)}
 
 
-def _report_begin(
+def _report_start(
     report: RunReport,
     config: RunConfig,
     data: Dataset,
@@ -256,20 +267,20 @@ def _report_begin(
             "plan": describe_plan(plan),
         }
     )
-    begin = f"resumed after step {first_step}" if first_step else "from the beginning"
+    start = f"resumed after step {first_step}" if first_step else "from the beginning"
     report.line(
         f"{config.name}: {config.num_steps} steps of {config.batch_size} samples, seed "
-        f"{config.seed}, {begin}; files in {report.directory}"
+        f"{config.seed}, {start}; files in {report.directory}"
     )
     report.line(str(plan))
     report.line(
         f"per device: {-(-config.batch_size // plan.num_shards)} samples a step, "
-        + ", ".join(_room_for_ids(data, plan))
+        + ", ".join(_id_counts(data, plan))
     )
 
 
-def _room_for_ids(data: Dataset, plan: EmbeddingPlan):
-    """Yields how many ids each stack may look up in a step, in words."""
+def _id_counts(data: Dataset, plan: EmbeddingPlan):
+    """Yields, as text, the static number of ids per device and step of each stack."""
     batch = prepare_batch(data.train_batch(0), plan)
     leaves = plan.flatten(batch.features)
     for stack in plan.stacks:
@@ -277,7 +288,7 @@ def _room_for_ids(data: Dataset, plan: EmbeddingPlan):
             jax.tree.leaves(leaves[i])[0].size for i in plan.features_of(stack)
         )
         num_ids = -(-num_ids // plan.num_shards)
-        yield f"{stack.name} room for {num_ids:,} ids"
+        yield f"{stack.name} up to {num_ids:,} ids"
 
 
 def _result(
@@ -296,6 +307,7 @@ def _result(
 def _is_met(
     target: Target | None, metrics: dict[str, float], teacher: float | None
 ) -> bool | None:
+    """Returns True if the target is met; None if that cannot be said."""
     if target is None:
         return None
     if target.relative_to is None:

@@ -1,7 +1,7 @@
-"""Losses, and the metrics of an evaluation as sums that add up over batches.
+"""Defines losses, and evaluation metrics that are computed from sums over batches.
 
-Sums of a batch are computed on the devices; the loop adds them up on the host in
-float64, and makes metrics of the totals at the end.
+The devices compute the sums of each batch. The loop totals them on the host in float64,
+and computes the metrics from the totals.
 """
 
 import dataclasses
@@ -18,11 +18,13 @@ from tpu_embedding.training.models.model import Outputs
 from tpu_embedding.training.run_config import LossName
 
 NUM_SCORE_BINS: Final = 4096
-"""Bins of predicted probabilities that the area under the curve is read from. Pairs in
-one bin count half, so its error is below half the share of such pairs."""
+"""Number of bins of predicted probabilities, for the area under the ROC curve.
 
-RECALL_RANKS: Final = 10
-"""Recall is the share of samples whose item is among so many of the batch's items."""
+A pair of samples in one bin counts half. The error is therefore below half the share of
+such pairs."""
+
+RECALL_TOP_K: Final = 10
+"""The `k` of recall@k: a hit ranks the sample's own item among the top k candidates."""
 
 Sums = dict[str, Array]
 
@@ -32,10 +34,11 @@ class Loss:
     """A loss and the metrics that belong to it.
 
     Attributes:
-      metric: the first of its metrics, which targets are set for; lower is better.
-      per_sample: `(outputs, labels) -> [batch]`, without the penalty.
-      sums: `(outputs, labels, weights) -> Sums` of a batch.
-      summarize: totals in float64 to metrics by name.
+      metric: name of the main metric, for which a run may have a target; lower is
+        better.
+      per_sample: `(outputs, labels) -> losses [batch]`, without the penalty.
+      sums: `(outputs, labels, weights) -> Sums` of one batch.
+      summarize: `totals -> metrics`, from float64 totals by name to metrics by name.
     """
 
     metric: str
@@ -50,7 +53,7 @@ def mean_loss(
     labels: Float[Array, " batch"],
     weights: Float[Array, " batch"],
 ) -> jax.Array:
-    """Returns the weighted mean of loss and penalty over the batch. Global."""
+    """Returns the weighted mean of loss plus penalty over the batch. Global."""
     per_sample = loss.per_sample(outputs, labels) + outputs.penalty
     return jnp.sum(weights * per_sample) / jnp.sum(weights)
 
@@ -78,14 +81,17 @@ def _summarize_clicks(totals: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def area_under_curve(positives: np.ndarray, negatives: np.ndarray) -> float | None:
-    """Returns the probability that a positive sample is scored above a negative one.
+    """Returns the area under the ROC curve, from histograms of the scores.
+
+    The area is the probability that a positive sample scores above a negative one. Two
+    samples in one bin count half.
 
     Args:
-      positives: weight of the positive samples by bin of the score, rising.
-      negatives: the same of the negative samples.
+      positives: total weight of the positive samples in each bin, by rising score.
+      negatives: total weight of the negative samples in each bin.
 
     Returns:
-      In [0, 1], pairs of one bin counting half; None where a class is missing.
+      The area, in [0, 1]; None if there are no positive or no negative samples.
 
     Example:
       >>> area_under_curve(np.array([0, 1, 1]), np.array([1, 1, 0]))
@@ -119,7 +125,7 @@ def _summarize_ratings(totals: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def _softmax_loss(outputs: Outputs, labels: Array) -> Array:
-    """What `in_batch_softmax` of `models/two_tower.py` made; nothing is negative."""
+    """Returns the negative of the log-softmax that `TwoTower` returns as scores."""
     del labels
     return -outputs.scores
 
@@ -128,14 +134,14 @@ def _retrieval_sums(outputs: Outputs, labels: Array, weights: Array) -> Sums:
     return {
         "weight": jnp.sum(weights),
         "softmax_loss": jnp.sum(weights * _softmax_loss(outputs, labels)),
-        "hits": jnp.sum(weights * (outputs.predictions < RECALL_RANKS)),
+        "hits": jnp.sum(weights * (outputs.predictions < RECALL_TOP_K)),
     }
 
 
 def _summarize_retrieval(totals: dict[str, np.ndarray]) -> dict[str, float]:
     return {
         "softmax_loss": float(totals["softmax_loss"] / totals["weight"]),
-        f"recall_at_{RECALL_RANKS}": float(totals["hits"] / totals["weight"]),
+        f"recall_at_{RECALL_TOP_K}": float(totals["hits"] / totals["weight"]),
     }
 
 
@@ -159,4 +165,4 @@ LOSSES: Final[dict[LossName, Loss]] = {
         summarize=_summarize_retrieval,
     ),
 }
-"""By the name that `RunConfig.loss` gives."""
+"""Losses by their name in `RunConfig.loss`."""

@@ -1,7 +1,7 @@
-"""`--set KEY=VALUE`: changes to a run config from the command line.
+"""Applies `--set KEY=VALUE` of the command line to a run config.
 
-Keys are the fields of the config, those of its sections with a dot: `num_steps`,
-`model.dim`. Values are read as the type that the field declares.
+A key is a field of the config, such as `num_steps`, or of one of its sections, such as
+`model.dim`. A value is parsed as the declared type of its field.
 """
 
 import dataclasses
@@ -18,16 +18,16 @@ _SIMPLE_TYPES = (int, float, str)
 
 
 def apply_overrides(config: T, assignments: Iterable[str]) -> T:
-    """Returns a config with some fields replaced.
+    """Returns a copy of a config with some fields replaced.
 
     Args:
-      config: a frozen dataclass, with dataclasses as sections.
-      assignments: `"KEY=VALUE"` each; of two for a key the last one counts. Several
-        numbers are separated by commas; `none` is None where the field may be None.
+      config: a frozen dataclass, whose sections are dataclasses.
+      assignments: strings `"KEY=VALUE"`. The last assignment to a key counts. Items of
+        a tuple are separated by commas. `none` means None if the field may be None.
 
     Raises:
-      ConfigError: if a key is not known or a value cannot be read; lists the known
-        keys. Also if the new config breaks a rule of its class.
+      ConfigError: if a key is unknown, a value cannot be parsed, or the new config
+        breaks a rule of its class. The error of an unknown key lists the known keys.
 
     Example:
       >>> from tpu_embedding.training.run_config import Target
@@ -50,7 +50,7 @@ def apply_overrides(config: T, assignments: Iterable[str]) -> T:
             values[key] = _parse(text, settable[key])
         except ValueError:
             raise ConfigError(
-                f"--set {assignment}: {key} must be {_name(settable[key])}, got "
+                f"--set {assignment}: {key} must be {_type_name(settable[key])}, got "
                 f"{text!r}."
             ) from None
     try:
@@ -60,17 +60,18 @@ def apply_overrides(config: T, assignments: Iterable[str]) -> T:
 
 
 def _settable_fields(config: Any, prefix: str = ""):
-    """Yields key and type of each field that text can set, sections included."""
+    """Yields (key, type) of each field that `--set` can change, sections included."""
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value, hint = getattr(config, field.name), hints[field.name]
         if dataclasses.is_dataclass(value):
             yield from _settable_fields(value, f"{prefix}{field.name}.")
-        elif _is_readable(hint):
+        elif _is_settable(hint):
             yield prefix + field.name, hint
 
 
 def _replace(config: Any, values: dict[str, Any]) -> Any:
+    """Returns the config with new values; a key with a dot belongs to a section."""
     own = {key: value for key, value in values.items() if "." not in key}
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -82,13 +83,14 @@ def _replace(config: Any, values: dict[str, Any]) -> Any:
     return dataclasses.replace(config, **own)
 
 
-def _is_readable(hint: Any) -> bool:
+def _is_settable(hint: Any) -> bool:
     if typing.get_origin(hint) is tuple:
         return typing.get_args(hint)[0] in _SIMPLE_TYPES
-    return _not_none(hint) in _SIMPLE_TYPES
+    return _without_none(hint) in _SIMPLE_TYPES
 
 
-def _not_none(hint: Any) -> Any:
+def _without_none(hint: Any) -> Any:
+    """Returns `T` for the type `T | None`, and any other type as it is."""
     if isinstance(hint, types.UnionType):
         choices = [choice for choice in hint.__args__ if choice is not type(None)]
         return choices[0] if len(choices) == 1 else hint
@@ -96,16 +98,18 @@ def _not_none(hint: Any) -> Any:
 
 
 def _parse(text: str, hint: Any) -> Any:
+    """Returns the value of a field with the given type; raises ValueError."""
     if typing.get_origin(hint) is tuple:
         item_type = typing.get_args(hint)[0]
         return tuple(item_type(item) for item in text.split(",") if item)
-    if _not_none(hint) is not hint and text.lower() == "none":
+    if _without_none(hint) is not hint and text.lower() == "none":
         return None
-    return _not_none(hint)(text)
+    return _without_none(hint)(text)
 
 
-def _name(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
+    """Returns the type of a field in words, for an error."""
     if typing.get_origin(hint) is tuple:
-        return f"{typing.get_args(hint)[0].__name__}s with commas between them"
-    name = {int: "an int", float: "a number", str: "text"}[_not_none(hint)]
-    return name if _not_none(hint) is hint else f"{name} or none"
+        return f"{typing.get_args(hint)[0].__name__}s separated by commas"
+    name = {int: "an int", float: "a number", str: "a string"}[_without_none(hint)]
+    return name if _without_none(hint) is hint else f"{name} or none"

@@ -1,7 +1,6 @@
-"""What keeps the devices busy: batches made ahead, and metrics read behind.
+"""Keeps the devices busy: prepares the next batch early, and reads metrics late.
 
-Both ends are bounded, so that the host is never more than a few steps away from the
-devices in either direction.
+Both queues are bounded, so the host is at most a few steps ahead of the devices.
 """
 
 import collections
@@ -20,21 +19,25 @@ from tpu_embedding.training.reporting import Record
 from tpu_embedding.training.step import StepMetrics, prepare_batch
 
 STEPS_IN_FLIGHT: Final = 2
-"""Steps that the devices may be behind the host. One hides the host's work; more would
-only hold batches in memory."""
+"""Maximum number of steps that are dispatched before the host reads their metrics.
+
+One step in flight hides the host's work behind the devices'. Many steps would keep many
+batches in device memory."""
 
 
 class TrainingDivergedError(RuntimeError):
-    """The loss is no finite number any more."""
+    """The training loss is NaN or infinite."""
 
 
 def train_batches(
     data: Dataset, plan: EmbeddingPlan, steps: Iterable[int]
 ) -> Generator[tuple[int, Batch], None, None]:
-    """Yields step and placed batch; a thread makes the next one meanwhile.
+    """Yields each step's number and its batch on the devices.
+
+    A thread prepares the next batch while the caller uses the current one.
 
     Raises:
-      DataError: if data are damaged, or ids lie outside their tables.
+      DataError: if the data are damaged, or ids lie outside their tables.
     """
 
     def make(step: int) -> Batch:
@@ -53,11 +56,16 @@ def train_batches(
 
 
 def put_batch(batch: Batch, plan: EmbeddingPlan, owner: str) -> Batch:
-    """Checks a batch and puts it on the devices.
+    """Checks a batch on the host and transfers it to the devices.
+
+    Args:
+      batch: the batch on the host.
+      plan: plan of the embedding layer.
+      owner: name of the batch, for errors.
 
     Raises:
-      DataError: if ids lie outside their tables, or have no place there; names the
-        owner.
+      DataError: if the features do not match the plan, or ids lie outside their
+        tables. The message starts with the owner.
     """
     try:
         return shard_batch(prepare_batch(batch, plan), plan)
@@ -66,12 +74,15 @@ def put_batch(batch: Batch, plan: EmbeddingPlan, owner: str) -> Batch:
 
 
 class StepMeter:
-    """Reads the metrics of steps when they are done, and sums up every few of them.
+    """Reads the metrics of completed steps, and reports one record per few steps.
+
+    A record has the mean loss, the speed, the maximum rounds and the total of ids out
+    of range.
 
     Attributes:
       batch_size: samples per step.
-      log_every: steps that one record sums up.
-      report: receives the records.
+      log_every: number of steps per record.
+      report: function that receives each record.
     """
 
     def __init__(
@@ -88,37 +99,40 @@ class StepMeter:
         self._seconds = 0.0
 
     def add(self, num_steps_done: int, metrics: StepMetrics) -> None:
-        """Takes the metrics of a step that was just dispatched.
+        """Adds the metrics of a step that was just dispatched.
 
         Raises:
-          TrainingDivergedError: if the loss of an earlier step is not finite.
+          TrainingDivergedError: if an earlier step, whose metrics are read now, has a
+            loss that is not finite.
         """
         self._in_flight.append((num_steps_done, metrics))
         if len(self._in_flight) > STEPS_IN_FLIGHT:
-            self._read_one()
+            self._read_oldest()
 
     def flush(self) -> None:
-        """Waits for all steps, and leaves the time until the next out of the rate."""
+        """Waits for all steps; leaves the pause until the next one out of the speed."""
         while self._in_flight:
-            self._read_one()
+            self._read_oldest()
         self._last_time = None
 
     def finish(self, num_steps_done: int) -> None:
-        """Waits for all steps, and reports those that are in no record yet."""
+        """Waits for all steps, and reports the remaining ones in a last record."""
         self.flush()
         if self._since_record:
             self.report(self._summarize(num_steps_done))
 
-    def _read_one(self) -> None:
+    def _read_oldest(self) -> None:
+        """Waits for the oldest step in flight; reports if it completes a record."""
         num_steps_done, metrics = self._in_flight.popleft()
         metrics = jax.device_get(metrics)
         if not math.isfinite(metrics.loss):
             raise TrainingDivergedError(
                 f"The loss of step {num_steps_done} is {metrics.loss}; lower the "
-                "learning rates, or look for damaged inputs."
+                "learning rates, or check the input data for damaged values."
             )
         now = time.perf_counter()
-        # The first step of all, and after a pause, is not timed: it may compile.
+        # The first step, and the first one after a pause, are not timed: they may
+        # include compilation or other work of the host.
         if self._last_time is not None:
             self._seconds += now - self._last_time
             self._timed_steps += 1
@@ -128,6 +142,7 @@ class StepMeter:
             self.report(self._summarize(num_steps_done))
 
     def _summarize(self, num_steps_done: int) -> Record:
+        """Returns the record of the steps since the last one, and starts a new one."""
         metrics, self._since_record = self._since_record, []
         rate = self._timed_steps / self._seconds if self._timed_steps else None
         self._timed_steps, self._seconds = 0, 0.0
@@ -141,12 +156,18 @@ class StepMeter:
         }
 
 
-def add_up(sums: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the totals of device arrays by name, in float64, one batch behind."""
+def sum_over_batches(sums: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the totals over all batches, by name, in float64.
+
+    The host reads a batch's sums only after the next batch is dispatched.
+
+    Args:
+      sums: device arrays by name, one dict per batch.
+    """
     totals: dict[str, Any] = {}
     pending: dict[str, Any] = {}
-    for of_batch in sums:
-        totals, pending = _add(totals, pending), of_batch
+    for batch_sums in sums:
+        totals, pending = _add(totals, pending), batch_sums
     return _add(totals, pending)
 
 

@@ -1,4 +1,7 @@
-"""Data that need no file and no memory of a vocabulary's size, for run configs."""
+"""Data sources of synthetic samples, for run configs.
+
+They need no file, and their memory does not grow with the vocabulary.
+"""
 
 import dataclasses
 import pathlib
@@ -11,16 +14,18 @@ from tpu_embedding.data.random_clicks import RandomClicks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomClicksSource:
-    """`RandomClicks` with features named as those of Criteo's log; reads no file.
+    """Source of `RandomClicks` with the feature names of Criteo's log; reads no file.
 
     Attributes:
-      vocabulary_sizes: rows of each feature, `cat_00`, `cat_01`, ...; at most 26.
-      valences: ids of a sample in each feature.
-      num_dense: dense inputs.
-      num_evaluation_samples: held-out samples.
+      vocabulary_sizes: table rows of the features `cat_00`, `cat_01`, ...; at most 26
+        features.
+      valences: ids per sample of each feature.
+      num_dense: number of dense inputs per sample.
+      num_evaluation_samples: number of held-out samples.
       zipf_exponent: skew of the ids; 0 is uniform.
-      max_vocabulary_size: larger tables are cut to it, or None; for a small machine.
-      max_valence: likewise of the ids of a sample.
+      max_vocabulary_size: upper limit for all `vocabulary_sizes`, so that a small
+        machine can hold the tables; None is no limit.
+      max_valence: upper limit for all `valences`; None is no limit.
     """
 
     vocabulary_sizes: tuple[int, ...]
@@ -57,9 +62,9 @@ class RandomClicksSource:
         """Returns the data set.
 
         Raises:
-          DataError: if a directory is given.
+          DataError: if a directory is given, because the source reads no file.
         """
-        _refuse_files(data_dir)
+        refuse_data_dir(data_dir)
         return RandomClicks(
             batch_size=batch_size,
             seed=seed,
@@ -73,21 +78,21 @@ class RandomClicksSource:
         )
 
     def outline(self, *, batch_size: int, seed: int) -> RandomClicks:
-        """Returns the data set."""
+        """Returns the data set itself, which reads no file."""
         return self.open(None, batch_size=batch_size, seed=seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InteractionsSource:
-    """`Interactions`; reads no file.
+    """Source of `Interactions`; reads no file.
 
     Attributes:
-      num_users: rows of the users' table.
-      num_items: rows of the items' table.
-      history_length: most items of a sample's history.
-      num_evaluation_samples: held-out samples.
-      num_groups: hidden groups of users and items.
-      noise: share of choices that are independent of the user.
+      num_users: rows of the user table.
+      num_items: rows of the item table.
+      history_length: maximum items in a sample's history.
+      num_evaluation_samples: number of held-out samples.
+      num_groups: number of hidden groups of users and items.
+      noise: share of choices that are independent of the user, in [0, 1].
       zipf_exponent: skew of the ids; 0 is uniform.
     """
 
@@ -105,27 +110,33 @@ class InteractionsSource:
         """Returns the data set.
 
         Raises:
-          DataError: if a directory is given.
+          DataError: if a directory is given, because the source reads no file.
         """
-        _refuse_files(data_dir)
+        refuse_data_dir(data_dir)
         return Interactions(
             batch_size=batch_size, seed=seed, **dataclasses.asdict(self)
         )
 
     def outline(self, *, batch_size: int, seed: int) -> Interactions:
-        """Returns the data set."""
+        """Returns the data set itself, which reads no file."""
         return self.open(None, batch_size=batch_size, seed=seed)
 
 
-def _refuse_files(data_dir: pathlib.Path | None) -> None:
+def refuse_data_dir(data_dir: pathlib.Path | None) -> None:
+    """Checks that no directory is given to a source that reads no file.
+
+    Raises:
+      DataError: if a directory is given.
+    """
     if data_dir is not None:
         raise DataError(
-            f"This config makes its data up and would not read {data_dir}; leave "
+            f"This config generates its data and reads no file, got {data_dir}; leave "
             "--data-dir out."
         )
 
 
-def _by_feature(values: tuple[int, ...], largest: int | None) -> dict[str, int]:
+def _by_feature(values: tuple[int, ...], max_value: int | None) -> dict[str, int]:
+    """Returns feature name to value, each limited to `max_value`."""
     names = CATEGORY_NAMES[: len(values)]
-    cut = (value if largest is None else min(value, largest) for value in values)
-    return dict(zip(names, cut, strict=True))
+    limited = (v if max_value is None else min(v, max_value) for v in values)
+    return dict(zip(names, limited, strict=True))

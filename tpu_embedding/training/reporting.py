@@ -1,9 +1,10 @@
-"""What a run tells: lines on the screen, records in a file, and a plot of both curves.
+"""Reports a run: lines on the screen, records in a file, and a plot of two curves.
 
-Lines carry no control characters, so that they read the same in a terminal and in a
-file. Records are JSON, one a line: first `{"run": ...}`, then `{"step": ..., "loss":
-...}` and `{"step": ..., "evaluation": ...}`, last `{"result": ...}`. A resumed run
-appends another `{"run": ...}` and goes on.
+Lines contain no control characters, so they read the same in a terminal and in a file.
+
+Records are JSON, one per line. The first is `{"run": ...}`, the next are `{"step": ...,
+"loss": ...}` or `{"step": ..., "evaluation": ...}`, and the last is `{"result": ...}`.
+A resumed run appends another `{"run": ...}` and continues.
 """
 
 import json
@@ -22,10 +23,10 @@ class MissingPlotLibraryError(ImportError):
 
 
 def load_figure_class() -> Any:
-    """Returns matplotlib's class of figures; only a plot needs this library.
+    """Returns matplotlib's class `Figure`; only the plot needs matplotlib.
 
     Raises:
-      MissingPlotLibraryError: matplotlib is not installed.
+      MissingPlotLibraryError: if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -39,34 +40,40 @@ def load_figure_class() -> Any:
 
 
 class RunReport:
-    """Writer of one run's lines, records and plot.
+    """Writes the lines, records and plot of one run.
 
     Attributes:
-      directory: where records and plot are.
+      directory: directory of the records and the plot.
     """
 
     def __init__(self, directory: pathlib.Path):
-        """Opens the file of records to append to it; makes the directory."""
+        """Creates the directory if needed, and opens the records file for appending."""
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / RECORDS_FILE
-        # A kill may have left half a line, which the next record must not join.
-        is_torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        # A killed run may have left an incomplete last line. The next record must start
+        # on a line of its own.
+        is_incomplete = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("a", encoding="utf-8")
-        if is_torn:
+        if is_incomplete:
             self._file.write("\n")
 
     def line(self, text: str) -> None:
-        """Prints a line."""
+        """Prints a line at once."""
         print(text, flush=True)
 
     def record(self, record: Record) -> None:
-        """Writes a record, and sees to it that a kill does not lose it."""
+        """Writes a record at once, so that a kill does not lose it."""
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
 
     def progress(self, record: Record, num_steps: int) -> None:
-        """Reports a step: its record, and a line of the same."""
+        """Writes a record of progress, and prints it as a line.
+
+        Args:
+          record: as `StepMeter` reports it.
+          num_steps: total steps of the run.
+        """
         self.record(record)
         parts = [
             f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
@@ -81,13 +88,28 @@ class RunReport:
         self.line("  ".join(parts))
 
     def evaluation(self, step: int, metrics: dict[str, float], seconds: float) -> None:
-        """Reports an evaluation."""
+        """Writes the record of an evaluation, and prints it as a line.
+
+        Args:
+          step: number of steps done.
+          metrics: metric name to value.
+          seconds: wall time of the evaluation.
+        """
         self.record({"step": step, "evaluation": metrics, "seconds": seconds})
         shown = "  ".join(f"{name} {value:.5f}" for name, value in metrics.items())
         self.line(f"evaluation after step {step}: {shown}  ({seconds:.1f} s)")
 
     def plot(self, title: str, metric: str, reference: float | None) -> None:
-        """Draws loss and main metric over the steps, of all that was recorded."""
+        """Plots the training loss and the main metric of all recorded steps.
+
+        Args:
+          title: title of the plot.
+          metric: name of the main metric.
+          reference: value of the metric to mark as that of the teacher, or None.
+
+        Raises:
+          MissingPlotLibraryError: if matplotlib is not installed.
+        """
         records = list(read_records(self.directory / RECORDS_FILE))
         losses = {r["step"]: r["loss"] for r in records if "loss" in r}
         values = {
@@ -106,14 +128,14 @@ class RunReport:
         figure.savefig(self.directory / PLOT_FILE, dpi=100)
 
     def close(self) -> None:
-        """Closes the file of records."""
+        """Closes the records file."""
         self._file.close()
 
 
 def read_records(path: pathlib.Path) -> Iterator[Record]:
-    """Yields the records of a run; leaves out a line that a kill cut short.
+    """Yields the records of a run, except incomplete lines of a killed one.
 
-    Steps that were done again after a resume have two records; the later one counts.
+    A step that was repeated after a resume has two records. The later one counts.
     """
     with path.open(encoding="utf-8") as file:
         for line in file:
@@ -124,5 +146,6 @@ def read_records(path: pathlib.Path) -> Iterator[Record]:
 
 
 def _points(by_step: dict[int, float]) -> tuple[list[int], list[float]]:
+    """Returns the steps in order, and the value of each."""
     steps = sorted(by_step)
     return steps, [by_step[step] for step in steps]

@@ -1,7 +1,8 @@
-"""What a run is: the value that a file in `configs/` defines.
+"""Defines `RunConfig`, the type of the value that a file in `configs/` defines.
 
-A run config is plain data in sections, with two functions in it, because a learning
-rate schedule has to follow an override of `num_steps`.
+A run config is plain data in sections, plus two functions that make the optimizers.
+They are functions because a learning rate schedule depends on `num_steps`, which the
+command line can override.
 """
 
 import dataclasses
@@ -20,12 +21,14 @@ LossName = Literal["log_loss", "squared_error", "in_batch_softmax"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """The number that a config promises for the held-out data.
+    """The metric that a config promises to reach on the held-out data.
 
     Attributes:
       metric: `"log_loss"`, `"rmse"` or `"softmax_loss"`; lower is better.
-      at_most: its largest value; with `relative_to` a multiple of that.
-      relative_to: `"teacher"`: what made the data, and no model can beat; or None.
+      at_most: maximum value of the metric. With `relative_to`, it is a multiple of the
+        teacher's value.
+      relative_to: `"teacher"` for synthetic data, or None. The teacher is the model
+        that generated the labels; no trained model can beat it.
     """
 
     metric: str
@@ -35,28 +38,30 @@ class Target:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A training run, but for the machine it runs on and the place of its files.
+    """Settings of a training run, apart from its devices and the paths of its files.
 
     Attributes:
-      name: of the run; part of its default output directory.
-      data: source of the batches.
+      name: name of the run; its default output directory is `runs/<name>`.
+      data: data source of the batches.
       model: sizes and other hyperparameters of the model.
-      loss: `"log_loss"` of clicks, `"squared_error"` of ratings, or
-        `"in_batch_softmax"` of choices, among the items of the batch.
-      batch_size: samples per step, over all devices. Any number.
-      num_steps: training steps.
-      table_learning_rate: for `make_table_optimizer`.
-      dense_learning_rate: for `make_dense_optimizer`.
-      make_table_optimizer: returns the row rule of the tables, given this config.
-      make_dense_optimizer: returns the optax rule of all else, given this config.
-      target: what the config promises, or None.
+      loss: `"log_loss"` for clicks, `"squared_error"` for ratings, or
+        `"in_batch_softmax"` for choices among the items of the batch.
+      batch_size: samples per step, over all devices. It need not be divisible by the
+        number of devices.
+      num_steps: number of training steps.
+      table_learning_rate: learning rate that `make_table_optimizer` uses.
+      dense_learning_rate: learning rate that `make_dense_optimizer` uses.
+      make_table_optimizer: returns the optimizer of the tables, given this config.
+      make_dense_optimizer: returns the optax optimizer of all other parameters, given
+        this config.
+      target: metric that the config promises to reach, or None.
       capacity: ids per destination and round of the exchange; None lets the plan
-        choose. Changes speed, never results.
-      seed: of data and initial values.
-      log_every: steps from one line of progress to the next.
-      evaluate_every: steps from one evaluation to the next; 0: only at the end.
-      checkpoint_every: steps from one checkpoint to the next; 0: only at the end.
-      checkpoints_kept: how many of the latest checkpoints stay.
+        choose. It changes the speed, never the results.
+      seed: seed of the data and the initial values.
+      log_every: steps per line of progress.
+      evaluate_every: steps between evaluations; 0 evaluates only at the end.
+      checkpoint_every: steps between checkpoints; 0 saves only at the end.
+      checkpoints_kept: number of latest checkpoints to keep; older ones are deleted.
     """
 
     name: str
@@ -79,8 +84,8 @@ class RunConfig:
 
     def __post_init__(self):
         problems = [
-            f"RunConfig.{name} must be an int of at least {least}, got {value!r}"
-            for name, least, value in (
+            f"RunConfig.{name} must be an int of at least {minimum}, got {value!r}"
+            for name, minimum, value in (
                 ("batch_size", 1, self.batch_size),
                 ("num_steps", 1, self.num_steps),
                 ("capacity", 1, 1 if self.capacity is None else self.capacity),
@@ -90,7 +95,7 @@ class RunConfig:
                 ("checkpoint_every", 0, self.checkpoint_every),
                 ("checkpoints_kept", 1, self.checkpoints_kept),
             )
-            if not isinstance(value, int) or value < least
+            if not isinstance(value, int) or value < minimum
         ]
         problems += [
             f"RunConfig.{name} must be finite and not negative, got {value!r}"
@@ -109,13 +114,14 @@ class RunConfig:
             raise ValueError("; ".join(problems) + f" (config {self.name!r}).")
 
     def describe(self) -> dict[str, Any]:
-        """Returns the fields as JSON values; the two functions are left out."""
+        """Returns the fields as JSON values, without the two functions."""
         description = _describe(self)
         del description["type"]
         return description
 
 
 def _describe(value: Any) -> Any:
+    """Returns a JSON value; a dataclass becomes a dict with its type's name."""
     if dataclasses.is_dataclass(value):
         fields = {
             field.name: _describe(getattr(value, field.name))

@@ -1,7 +1,7 @@
-"""Where the batches of a run come from: the data section of a run config.
+"""Data sources: the data section of a run config, which opens a data set.
 
-A source holds what a config says of its data; `open` adds what the command line says,
-the place of the files, and returns the data set.
+A source holds the settings that a config declares. `open` takes the path of the files
+from the command line, and returns the data set.
 """
 
 import dataclasses
@@ -21,12 +21,13 @@ from tpu_embedding.data.movielens import (
     MovieLensConfig,
 )
 from tpu_embedding.data.synthetic import SyntheticClicks
+from tpu_embedding.training.random_source import refuse_data_dir
 from tpu_embedding.types import RaggedIds
 
 CRITEO_FILE: Final = "train.txt"
 """Name of the training file in the archive of Criteo's Kaggle challenge."""
 
-# MovieLens-100K, as its README and files have it.
+# Sizes of MovieLens-100K, from its README and files.
 _NUM_USERS: Final = 943
 _NUM_MOVIES: Final = 1682
 _NUM_OCCUPATIONS: Final = 21
@@ -36,30 +37,39 @@ _MEAN_RATING: Final = 3.53
 
 
 class DataSource(Protocol):
-    """A data set that has not been opened yet."""
+    """Settings of a data set, which opens it."""
 
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
     ) -> Dataset:
-        """Returns the data set; raises `DataError` if it is not there or damaged."""
+        """Returns the data set.
+
+        Args:
+          data_dir: path of the files, or None.
+          batch_size: samples per batch, over all devices.
+          seed: seed of the order of samples, or of synthetic samples.
+
+        Raises:
+          DataError: if files are missing or damaged.
+        """
         ...
 
     def outline(self, *, batch_size: int, seed: int) -> Dataset:
         """Returns a data set of the same sizes without reading any file.
 
-        Its batches have the shapes of the real ones, whatever their values; a step is
-        compiled for them.
+        Its batches have the shapes of the real ones, but arbitrary values. They serve
+        to compile a step.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticClicksSource:
-    """`SyntheticClicks`; reads no file.
+    """Source of `SyntheticClicks`; reads no file.
 
     Attributes:
-      num_evaluation_samples: held-out samples.
-      valence: most tags of a sample.
+      num_evaluation_samples: number of held-out samples.
+      valence: maximum number of tags per sample.
       zipf_exponent: skew of the ids.
     """
 
@@ -73,28 +83,24 @@ class SyntheticClicksSource:
         """Returns the data set.
 
         Raises:
-          DataError: if a directory is given.
+          DataError: if a directory is given, because the source reads no file.
         """
-        if data_dir is not None:
-            raise DataError(
-                f"This config makes its data up and would not read {data_dir}; leave "
-                "--data-dir out."
-            )
+        refuse_data_dir(data_dir)
         return SyntheticClicks(
             batch_size=batch_size, seed=seed, **dataclasses.asdict(self)
         )
 
     def outline(self, *, batch_size: int, seed: int) -> SyntheticClicks:
-        """Returns the data set."""
+        """Returns the data set itself, which reads no file."""
         return self.open(None, batch_size=batch_size, seed=seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MovieLensSource:
-    """`MovieLens`, from the unpacked `ml-100k`.
+    """Source of `MovieLens`, read from the unpacked `ml-100k`.
 
     Attributes:
-      max_history: most ids in one sample's history.
+      max_history: maximum ids in one sample's history.
       train: name of the file with the training ratings.
       test: name of the file with the held-out ratings.
     """
@@ -106,21 +112,21 @@ class MovieLensSource:
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
     ) -> MovieLens:
-        """Reads the files.
+        """Reads the files and returns the data set.
 
         Raises:
           DataError: if no directory is given, or a file is missing or damaged.
         """
         if data_dir is None:
             raise DataError(
-                "This config needs MovieLens-100K: get ml-100k.zip from "
-                "https://grouplens.org/datasets/movielens/100k/, unpack it, and give "
-                "the folder with --data-dir ml-100k."
+                "This config needs MovieLens-100K: download ml-100k.zip from "
+                "https://grouplens.org/datasets/movielens/100k/, unpack it, and pass "
+                "its folder with --data-dir ml-100k."
             )
         return MovieLens(data_dir, self._config(batch_size, seed))
 
     def outline(self, *, batch_size: int, seed: int) -> "MovieLensOutline":
-        """Returns a data set of the published sizes."""
+        """Returns a data set of the published sizes, without ratings."""
         return MovieLensOutline(self._config(batch_size, seed))
 
     def _config(self, batch_size: int, seed: int) -> MovieLensConfig:
@@ -130,13 +136,13 @@ class MovieLensSource:
 
 
 class MovieLensOutline:
-    """MovieLens-100K as far as it is known without its files: sizes, and no ratings.
+    """Stands in for MovieLens-100K when its files are absent: sizes, but no ratings.
 
     Attributes:
-      config: as given.
-      batch_size: of the config.
-      vocabulary_sizes: as those of `MovieLens`.
-      mean_rating: about that of the training files.
+      config: config of the data set.
+      batch_size: samples per batch.
+      vocabulary_sizes: feature name to table rows, equal to those of `MovieLens`.
+      mean_rating: approximate mean rating of the training files.
     """
 
     def __init__(self, config: MovieLensConfig):
@@ -154,7 +160,7 @@ class MovieLensOutline:
         }
 
     def train_batch(self, step: int) -> Batch:
-        """Returns a batch of row 0 throughout; histories have the greatest length."""
+        """Returns a batch whose ids are all 0; histories have their maximum length."""
         del step
         length = self.config.max_history or _NUM_MOVIES
         ones = np.ones(self.batch_size, np.float32)
@@ -173,17 +179,17 @@ class MovieLensOutline:
         )
 
     def evaluation_batches(self) -> Iterator[Batch]:
-        """Yields nothing."""
+        """Yields no batch."""
         return iter(())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriteoSource:
-    """`Criteo` if a file is given, else `SyntheticCriteo`.
+    """Source of `Criteo` if a file is given, and of `SyntheticCriteo` otherwise.
 
     Attributes:
-      vocabulary_size: rows of each of the 26 features.
-      num_evaluation_samples: held-out samples; the last ones of a file.
+      vocabulary_size: table rows of each of the 26 features.
+      num_evaluation_samples: number of held-out samples; the last ones of a file.
     """
 
     vocabulary_size: int
@@ -192,12 +198,12 @@ class CriteoSource:
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
     ) -> Criteo | SyntheticCriteo:
-        """Maps the file, or draws the teacher.
+        """Returns the data set: the rows of a log, or synthetic ones without a file.
 
         Args:
-          data_dir: a log, or a directory with `train.txt`.
-          batch_size: samples per batch.
-          seed: of the order, or of the teacher.
+          data_dir: a log file, a directory that contains `train.txt`, or None.
+          batch_size: samples per batch, over all devices.
+          seed: seed of the order of a log's samples, or of synthetic samples.
 
         Raises:
           DataError: if the file is missing or damaged.
@@ -219,5 +225,5 @@ class CriteoSource:
         )
 
     def outline(self, *, batch_size: int, seed: int) -> Criteo | SyntheticCriteo:
-        """Returns the made-up rows, which have the shapes of the log's."""
+        """Returns synthetic rows, which have the shapes of those of a log."""
         return self.open(None, batch_size=batch_size, seed=seed)

@@ -1,8 +1,8 @@
-"""The compiled part of a run: state, train step and evaluation step.
+"""Defines the compiled part of a run: state, train step and evaluation step.
 
 A step is a pure function of the state and a batch. The state is the `nnx.State` of the
-pair (model, optimizer), and the graph definition that puts it back together is fixed.
-`loop.py` runs these; ahead-of-time compilation takes `abstract_train_state` and
+pair (model, optimizer); the graph definition that rebuilds the pair from it is fixed.
+`loop.py` runs the steps. Ahead-of-time compilation uses `abstract_train_state` and
 `abstract_batch`, which touch no device.
 """
 
@@ -22,7 +22,8 @@ from tpu_embedding.data.batch import Batch, Dataset
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device
 from tpu_embedding.lookup.prepare import prepare_features
 from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
-from tpu_embedding.plan.plan import EmbeddingPlan, make_plan
+from tpu_embedding.plan.make_plan import make_plan
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.metrics import LOSSES, Sums, mean_loss
 from tpu_embedding.training.run_config import LossName, RunConfig
 
@@ -30,12 +31,12 @@ from tpu_embedding.training.run_config import LossName, RunConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What a train step reports. Global scalars.
+    """The metrics that a train step returns. Global scalars.
 
     Attributes:
-      loss: of the batch, before the update, penalty included.
-      rounds: most exchanges that a stack took.
-      out_of_range: ids outside their tables, of all features.
+      loss: loss of the batch before the update, penalty included.
+      rounds: maximum number of rounds that any stack needed.
+      out_of_range: number of ids outside their tables, over all features.
     """
 
     loss: Float[Array, ""]
@@ -55,19 +56,19 @@ def make_run_plan(
     hardware: HardwareInfo | None = None,
     compiler_options: Mapping[str, str] | None = None,
 ) -> EmbeddingPlan:
-    """Makes the plan of the model's embedding layer; see `make_plan`.
+    """Returns the plan of the model's embedding layer; see `make_plan`.
 
     Args:
-      config: of the run.
+      config: config of the run.
       data: opened data set, or its outline.
-      mesh: devices; None means all.
-      hardware: None means that of the mesh's devices.
-      compiler_options: XLA options of the train step, beside or in place of those that
-        the hardware has by itself; only for TPUs.
+      mesh: mesh of the devices; None uses all devices.
+      hardware: hardware to plan for; None uses that of the mesh's devices.
+      compiler_options: XLA options of the train step, only for TPUs. They are added to
+        the hardware's defaults, and override them.
 
     Raises:
-      ValueError: if the configuration contradicts itself, or there are compiler
-        options and no TPU, or the compiler does not know them.
+      ValueError: if the configuration contradicts itself, if compiler options are given
+        without a TPU, or if XLA does not know them.
     """
     if hardware is None:
         device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
@@ -88,14 +89,14 @@ def make_run_plan(
 def init_train_state(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Returns the state of step 0: parameters, tables and the state of optimizers.
+    """Returns the state before the first step: parameters, tables, optimizer states.
 
     The values depend on the seed, never on the number of devices.
 
     Args:
-      config: of the run.
-      data: opened data set, for the sizes of the model.
-      plan: from `make_run_plan`.
+      config: config of the run.
+      data: opened data set, which determines the sizes of the model.
+      plan: plan from `make_run_plan`.
 
     Returns:
       Graph definition of the pair (model, optimizer), and its state on the mesh.
@@ -108,18 +109,19 @@ def abstract_train_state(
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Returns shapes, dtypes and shardings of the state, without touching devices.
 
-    Args and returns as `init_train_state`, with `jax.ShapeDtypeStruct` for arrays.
+    Arguments and result are those of `init_train_state`, with `jax.ShapeDtypeStruct`s
+    instead of arrays.
     """
     graphdef, state = nnx.split(nnx.eval_shape(lambda: _build(config, data, plan)))
     return graphdef, aot.abstract_arrays(state, plan)
 
 
 def make_train_step(graphdef: nnx.GraphDef, loss_name: LossName) -> TrainStep:
-    """Returns `(state, batch) -> (state, StepMetrics)`, to be compiled by the caller.
+    """Returns the train step, `(state, batch) -> (state, StepMetrics)`, uncompiled.
 
     Args:
-      graphdef: from `init_train_state` or `abstract_train_state`.
-      loss_name: `RunConfig.loss`.
+      graphdef: graph definition from `init_train_state` or `abstract_train_state`.
+      loss_name: name of the loss, from `RunConfig.loss`.
     """
     loss = LOSSES[loss_name]
 
@@ -139,12 +141,12 @@ def make_train_step(graphdef: nnx.GraphDef, loss_name: LossName) -> TrainStep:
 
 
 def jit_train_step(step: TrainStep, state: nnx.State, plan: EmbeddingPlan) -> Any:
-    """Compiles a train step when it is called or lowered; the state is donated.
+    """Returns the train step under `jax.jit`, which donates the state.
 
     Args:
-      step: from `make_train_step`.
-      state: arrays or `jax.ShapeDtypeStruct`s, whose shardings the new state keeps.
-      plan: of the layer.
+      step: train step from `make_train_step`.
+      state: arrays or `jax.ShapeDtypeStruct`s; the new state keeps their shardings.
+      plan: plan of the embedding layer.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(
@@ -158,16 +160,16 @@ def jit_train_step(step: TrainStep, state: nnx.State, plan: EmbeddingPlan) -> An
 def abstract_step(
     config: RunConfig, data: Dataset, plan: EmbeddingPlan
 ) -> tuple[Any, nnx.State, Batch]:
-    """Returns the train step with all it takes, for compilation ahead of time.
+    """Returns the train step and its arguments, to compile it ahead of time.
 
     Args:
-      config: of the run.
-      data: opened data set, or its outline; the first batch says the shapes.
-      plan: from `make_run_plan`.
+      config: config of the run.
+      data: opened data set, or its outline. Its first batch determines the shapes.
+      plan: plan from `make_run_plan`.
 
     Returns:
-      The jitted step and its two arguments, as `jax.ShapeDtypeStruct`s; nothing is
-      allocated.
+      The jitted step and its two arguments, the state and the batch. The arguments are
+      `jax.ShapeDtypeStruct`s, so nothing is allocated.
     """
     graphdef, state = abstract_train_state(config, data, plan)
     step = jit_train_step(make_train_step(graphdef, config.loss), state, plan)
@@ -175,7 +177,7 @@ def abstract_step(
 
 
 def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> EvaluationStep:
-    """Returns `(state, batch) -> Sums`, to be compiled by the caller."""
+    """Returns the evaluation step, `(state, batch) -> Sums`, uncompiled."""
     loss = LOSSES[loss_name]
 
     def evaluation_step(state: nnx.State, batch: Batch) -> Sums:
@@ -193,12 +195,12 @@ def prepare_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
 
 
 def abstract_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
-    """Returns shapes, dtypes and shardings that a host batch has on the devices."""
+    """Returns the shapes, dtypes and shardings of a host batch on the devices."""
     return aot.abstract_batch(prepare_batch(batch, plan), plan)
 
 
 def _check_compiler_options(plan: EmbeddingPlan) -> None:
-    """Tries the options on a program of no size, so that a wrong one fails at once."""
+    """Compiles a tiny program with the options, so that an unknown one fails early."""
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=plan.replicated)
     step = jax.jit(jnp.negative, compiler_options=plan.compiler_options)
     try:
@@ -211,6 +213,7 @@ def _check_compiler_options(plan: EmbeddingPlan) -> None:
 
 
 def _build(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> tuple[Any, Any]:
+    """Returns the model and its optimizer, for tables and dense parameters."""
     model = config.model.build(data, plan, rngs=nnx.Rngs(config.seed))
     tx: optax.GradientTransformation = config.make_dense_optimizer(config)
     return model, Optimizer(model, tx)
