@@ -1,8 +1,9 @@
-"""Clicks from a known teacher: does the layer learn all there is to learn?
+"""Trains on clicks of a known teacher, to compare the loss with the best possible.
 
 Command: tpu-embedding train synthetic --devices 8
 Hardware: 8 emulated devices on 2 CPU cores
-Expected: held-out log loss at most 1.02 times the teacher's (1.0063: 0.3668 for 0.3645)
+Expected: held-out log loss at most 1.02 times the teacher's (measured: 1.0063, which is
+  0.3668 / 0.3645)
 Wall time: about 40 s
 """
 
@@ -21,7 +22,7 @@ config = RunConfig(
     model=ClickModelConfig(dim=16, hidden_sizes=(64, 32)),
     loss="log_loss",
     target=Target(metric="log_loss", at_most=1.02, relative_to="teacher"),
-    # Optimizers: both learning rates fall to 2 % of themselves.
+    # Optimizers: both learning rates fall linearly to 2 % of their initial value.
     num_steps=2000,
     table_learning_rate=0.5,
     dense_learning_rate=0.01,
