@@ -1,4 +1,4 @@
-"""Criteo's logs: the reader against a plain parser, and the synthetic rows."""
+"""Tests the reader of Criteo's logs against a plain parser, and the synthetic rows."""
 
 import itertools
 import math
@@ -20,14 +20,14 @@ def make_line(label="0", integers=ZEROS, categories=CATEGORY):
 
 
 def replaced(field, text):
-    """Returns a good line with one field, counted from 1, replaced."""
+    """Returns a valid line with one field replaced; `field` counts from 1."""
     fields = make_line().split("\t")
     fields[field - 1] = text
     return "\t".join(fields)
 
 
 def numbered_lines(count):
-    """Lines that say which they are in the first integer."""
+    """Returns lines whose first integer is their number."""
     return [make_line(integers=[str(n), *ZEROS[1:]]) for n in range(count)]
 
 
@@ -47,7 +47,7 @@ def read(path, **changes):
 
 
 def python_row_id(feature, text, vocabulary_size):
-    """`row_ids_of_categories`, from its docstring, in Python's integers."""
+    """Returns the row id of `row_ids_of_categories`, by Python's integers."""
     if not text:
         return 0
     mask = 2**64 - 1
@@ -100,7 +100,7 @@ def test_values_match_a_plain_parser(tmp_path, end, last, block_size):
 
 
 def test_hash_is_stable(tmp_path):
-    # Written down, not computed: a change of the hash breaks saved checkpoints.
+    # Literal values, because a change of the hash would invalidate saved checkpoints.
     path = write(tmp_path / "train.txt", [make_line()] * 3)
     batch = next(read(path, vocabulary_sizes=1_000_000).evaluation_batches())
     assert [int(batch.features[name][0]) for name in CATEGORY_NAMES[:3]] == [
@@ -150,7 +150,7 @@ def test_damaged_lines_are_named(tmp_path, line, message, place):
     lines[place] = line
     data = read(write(tmp_path / "day_0", lines))
     with pytest.raises(DataError, match=rf"day_0, line {place + 1}: .*{message}"):
-        for step in range(2):  # the 8 training lines
+        for step in range(2):  # The 8 training lines.
             data.train_batch(step)
         list(data.evaluation_batches())
 
@@ -178,7 +178,7 @@ def test_every_line_once_per_epoch(tmp_path, batch_size, block_size):
     epochs = [lines[start : start + 23] for start in (0, 23, 46)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(23))
-    if block_size < 10:  # enough blocks that no two orders agree by chance
+    if block_size < 10:  # So many blocks that two orders never agree by chance.
         assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
@@ -214,7 +214,7 @@ def test_held_out_lines(tmp_path, case):
     )
     assert data.num_evaluation_samples == len(expected)
     assert data.num_train_samples == (20 if evaluation_path else 20 - len(expected))
-    for _ in range(2):  # it can be repeated
+    for _ in range(2):  # Evaluation batches can be read twice.
         batches = list(data.evaluation_batches())
         assert all(batch.labels.shape == (4,) for batch in batches)
         seen = [line for batch in batches for line in line_numbers(batch)]
@@ -306,11 +306,12 @@ def test_synthetic_teacher_depends_on_the_seed():
     effects = []
     for seed in (0, 1):
         data = SyntheticCriteo(batch_size=1, vocabulary_sizes=1000, seed=seed)
-        # The same samples for both teachers.
+        # Both teachers label the same samples.
         inputs = data._draw_inputs(np.random.Generator(np.random.Philox(5)), 5000)
         effects.append(inputs.logits - inputs.dense @ data._dense_weights)
     assert abs(np.corrcoef(effects)[0, 1]) < 0.6
-    # 26 independent effects of deviation 0.3; hot ids make it vary by a few percent.
+    # The logit is a sum of 26 independent effects with a standard deviation of 0.3.
+    # Hot ids make the estimate vary by a few percent.
     assert effects[0].std() == pytest.approx(0.3 * math.sqrt(26), rel=0.15)
 
 
@@ -326,7 +327,7 @@ def test_synthetic_labels_can_be_learned():
         clicked = np.bincount(train.features[name], train.labels, minlength=200)
         score += ((clicked + 2) / (shown + 8))[evaluation.features[name]]
     used_mask = evaluation.weights == 1
-    # Without a common teacher the correlation is 0 within 0.01.
+    # Without a common teacher, the correlation would be 0 within 0.01.
     assert np.corrcoef(score[used_mask], evaluation.labels[used_mask])[0, 1] > 0.3
 
 
@@ -349,7 +350,7 @@ def test_written_sample_is_read_back(tmp_path):
     for name in CATEGORY_NAMES:
         ids, rows = expected.features[name], batch.features[name]
         assert ((ids == 0) == (rows == 0)).all() and (ids == 0).any()
-        # The same id has the same row, and different ids different ones.
+        # Equal ids map to equal rows, and different ids to different rows.
         pairs = np.unique(np.stack([ids, rows]), axis=1)
         assert pairs.shape[1] == len(np.unique(ids)) == len(np.unique(rows))
     forms = {line.split("\t")[1] for line in path.read_text().splitlines()}

@@ -1,4 +1,4 @@
-"""Choices of items: the law they follow, and the best loss that it allows."""
+"""Tests the distribution of synthetic item choices, and the minimum loss on them."""
 
 import math
 import tracemalloc
@@ -56,7 +56,7 @@ def test_items_are_as_frequent_as_their_probability_says():
     p = np.zeros(40)
     p[items] = np.exp(batch.dense[:, 0])
     assert p.sum() == pytest.approx(1, abs=1e-5)
-    # Five standard deviations of a binomial count.
+    # Tolerance: five standard deviations of a binomial count.
     assert (np.abs(counts - 200_000 * p) < 5 * np.sqrt(200_000 * p * (1 - p))).all()
 
 
@@ -86,7 +86,7 @@ def test_teacher_log_loss_is_the_softmax_of_the_true_scores(batch_size):
     for batch in data.evaluation_batches():
         users, items = batch.features["user"], batch.features["item"]
         p = np.where(users[:, None] % 4 == items[None, :] % 4, 0.8 + 0.2 / 4, 0.2 / 4)
-        # The popularity within a group cancels against the item's own probability.
+        # An item's popularity within its group cancels against its own probability.
         shares = p / p.sum(axis=1, keepdims=True)
         losses.append(-np.log(np.diag(shares)))
         weights.append(batch.weights)

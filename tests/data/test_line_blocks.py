@@ -1,4 +1,4 @@
-"""Random access to lines, against splitting the whole file at its newlines."""
+"""Tests random access to lines against splitting the whole file at its newlines."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""MovieLens-100K: small files in its format, and the real ones where present."""
+"""Tests the reader of MovieLens-100K on small files, and the real ones if present."""
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def histories(batch):
 
 
 def samples(batch):
-    """The (user, movie, rating) of each sample, as the files number them."""
+    """Returns (user, movie, rating) of each sample, numbered as in the files."""
     return [
         (int(u) + 1, int(m) + 1, int(r))
         for u, m, r in zip(
@@ -201,7 +201,7 @@ def test_history_of_evaluation_is_all_of_the_training_file(directory):
         rated = [s for s in TRAIN if s[0] == sample[0]]
         assert len(history) == len(rated)
         assert set(history.tolist()) == history_ids(rated)
-    assert len(histories(batch)[2]) == 0  # user 4 has no training rating
+    assert len(histories(batch)[2]) == 0  # User 4 has no training rating.
 
 
 def test_max_history_takes_each_part_of_that_size(directory):
@@ -265,7 +265,7 @@ def test_windows_line_ends_are_read(directory):
     assert samples(batch) == TEST
 
 
-# Case: (file, text to replace, replacement, what the message must say).
+# Case: (file, text to replace, replacement, pattern of the expected message).
 DAMAGES = {
     "user line short": ("u.user", "|85711", "", r"u\.user, line 1: expected 5 fields"),
     "movie line long": ("u.item", "http://b", "x|y", r"u\.item, line 2.*got 9"),

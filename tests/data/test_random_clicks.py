@@ -1,4 +1,4 @@
-"""Clicks at full scale: their shapes, their teacher, and that they allocate little."""
+"""Tests synthetic clicks at full scale: shapes, teacher and memory."""
 
 import math
 import tracemalloc
@@ -53,7 +53,7 @@ def test_memory_does_not_grow_with_the_vocabulary():
     batch = data.train_batch(0)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # The calibration of the click rate draws 16,384 samples of six ids.
+    # Calibrating the click rate draws 16,384 samples of six ids.
     assert peak_bytes < 16e6
     assert batch.features["a"].max() > largest // 2
 
@@ -72,13 +72,13 @@ def test_labels_are_drawn_from_the_true_probabilities():
         logit += effects["b", samples.features["b"][row]]
         assert p[row] == pytest.approx(1 / (1 + math.exp(-logit)), rel=1e-9)
     error = (samples.labels - p).sum()
-    # Five standard deviations of a sum of independent draws.
+    # Tolerance: five standard deviations of a sum of independent draws.
     assert abs(error) < 5 * np.sqrt((p * (1 - p)).sum())
     assert data.teacher_log_loss() < data.base_rate_log_loss()
 
 
 def _effect(data, name, row_id):
-    """splitmix64 in Python's integers, as a number of deviation 1."""
+    """Returns an id's effect, by splitmix64 in Python's integers; its variance is 1."""
     mask = 2**64 - 1
     x = ((int(row_id) ^ int(data._salts[name])) + 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -95,7 +95,8 @@ def test_effects_have_mean_0_and_deviation_1():
         zipf_exponent=0.0,
     )
     logits = data._draw_inputs(np.random.default_rng(0), 50_000).logits
-    # Two features of deviation 0.3; five standard errors of 50,000 draws.
+    # The logit is a sum of two effects with a standard deviation of 0.3.
+    # Tolerance: five standard errors of 50,000 draws.
     assert abs(logits.mean()) < 5 * 0.3 * math.sqrt(2 / 50_000)
     assert logits.std() == pytest.approx(0.3 * math.sqrt(2), rel=0.02)
 

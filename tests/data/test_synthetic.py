@@ -1,4 +1,4 @@
-"""The synthetic click log: its shape, its teacher, and that the two belong together."""
+"""Tests the synthetic click log: its shapes, its teacher and its labels."""
 
 import math
 
@@ -92,7 +92,7 @@ def test_evaluation_can_be_repeated():
 
 
 def teacher_probabilities(data, samples):
-    """The class docstring's formula, sample by sample."""
+    """Returns the probabilities of the class docstring's formula, sample by sample."""
     effects, ids = data._effects, samples.features
     probabilities = []
     for row in range(len(samples.labels)):
@@ -129,7 +129,7 @@ def test_labels_are_drawn_from_the_true_probabilities(stream):
         inside = (p >= low) & (p < high)
         assert inside.sum() > 100
         error = (samples.labels[inside] - p[inside]).sum()
-        # Five standard deviations of a sum of independent draws.
+        # Tolerance: five standard deviations of a sum of independent draws.
         assert abs(error) < 5 * np.sqrt((p * (1 - p))[inside].sum())
 
 
@@ -137,14 +137,14 @@ def test_labels_are_drawn_from_the_true_probabilities(stream):
 def test_default_teacher_is_worth_learning(seed):
     data = SyntheticClicks(seed=seed)
     assert data.teacher_log_loss() < 0.8 * data.base_rate_log_loss()
-    # The labels' luck, on 102,400 samples, is below 1 %.
+    # Drawing 102,400 labels at random changes the loss by less than 1 %.
     assert data.teacher_log_loss() == pytest.approx(data.mean_entropy(), rel=0.02)
 
 
 @pytest.mark.parametrize("click_rate", [0.02, 0.2, 0.7])
 def test_click_rate(click_rate):
     data = small(click_rate=click_rate, batch_size=40_000)
-    # The bias is fitted to 16,384 samples, and 40,000 labels are drawn.
+    # Tolerance: the bias is fitted to 16,384 samples, and 40,000 labels are drawn.
     assert data.train_batch(0).labels.mean() == pytest.approx(click_rate, abs=0.015)
 
 
@@ -157,7 +157,7 @@ def test_training_clicks_tell_evaluation_clicks():
         shown = np.bincount(train.features[name], minlength=size)
         clicked = np.bincount(train.features[name], train.labels, minlength=size)
         score += ((clicked + 2) / (shown + 10))[evaluation.features[name]]
-    # Without a common teacher the correlation is 0 within 0.007.
+    # Without a common teacher, the correlation would be 0 within 0.007.
     assert np.corrcoef(score, evaluation.labels)[0, 1] > 0.3
 
 

@@ -1,4 +1,4 @@
-"""The law that synthetic ids follow, against its definition summed up id by id."""
+"""Tests the distribution of synthetic ids against its definition, id by id."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_drawn_frequencies_match_the_probabilities(case):
     expected = ids.probabilities()
     assert expected.sum() == pytest.approx(1.0)
     frequencies = np.bincount(drawn.ravel(), minlength=size) / drawn.size
-    # Six standard errors of a frequency, plus one count for the rarest ids.
+    # Tolerance: six standard errors of a frequency, plus one count for the rarest ids.
     tolerance = 6 * np.sqrt(expected / drawn.size) + 1 / drawn.size
     assert len(frequencies) == size
     assert (np.abs(frequencies - expected) <= tolerance).all()
@@ -48,7 +48,7 @@ def test_drawn_frequencies_match_the_probabilities(case):
 @pytest.mark.parametrize("exponent", [0.0, 0.7, 1.0, 1.3])
 def test_probabilities_are_the_integrals_of_the_power(exponent):
     ids = ZipfIds(vocabulary_size=50, exponent=exponent)
-    # Midpoint rule on 1000 parts of each interval.
+    # Integrates with the midpoint rule on 1000 parts of each interval.
     points = 1 + (np.arange(50 * 1000) + 0.5) / 1000
     integrals = (points**-exponent).reshape(50, 1000).mean(axis=1)
     by_rank = ids.probabilities()[ids.ids_of_ranks(np.arange(50))]
@@ -57,7 +57,7 @@ def test_probabilities_are_the_integrals_of_the_power(exponent):
 
 def test_hot_ids_are_no_neighbours():
     hot = np.sort(ZipfIds(vocabulary_size=10_000).ids_of_ranks(np.arange(20)))
-    assert np.diff(hot).min() > 200  # evenly spread, they are 500 apart
+    assert np.diff(hot).min() > 200  # Evenly spread ids would be 500 apart.
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 3.0])
