@@ -219,7 +219,7 @@ def test_bars_are_in_proportion():
         box.find("title").text: float(box.get("width"))
         for box in memory_plot.iter("rect")
     }
-    assert widths["slots of the tables"] / widths["tables"] == pytest.approx(
+    assert widths["slot variables"] / widths["tables"] == pytest.approx(
         310 / 1100, abs=1e-4
     )
     bars = [i.get("style") for i in parsed([REPORT]).iter("i")]

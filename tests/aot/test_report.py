@@ -143,7 +143,7 @@ def test_run_configs(name, topology, settings):
     assert all("shard_map" in loop.op_name for loop in traffic.loops)
     text = aot.format_report(report)
     assert f"{name} on {topology}" in text
-    assert "tables or slots copied within HBM: none" in text
+    assert "tables or slot variables copied within HBM: none" in text
 
 
 @pytest.mark.tpu_compiler
@@ -182,7 +182,7 @@ def test_layer_code_is_attributed_to_the_embedding_part():
         for operation in program_cost(module).operations
         if any(
             f"tpu_embedding/{package}/" in operation.source
-            for package in ("lookup", "update", "layout", "optimizers")
+            for package in ("lookup", "update", "rows", "optimizers")
         )
     ]
     assert len(of_layer) > 50

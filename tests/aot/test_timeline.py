@@ -122,7 +122,7 @@ def test_short_neighbours_are_one_and_the_longest_are_kept(monkeypatch):
     lines += [*tiny, SEND.replace("%e", "%e4")]
     every = timeline_of(*lines)
     assert sum(i.num_operations for i in every.intervals) == 12
-    monkeypatch.setattr(timeline, "_FINEST_SHARE", 0.01)
+    monkeypatch.setattr(timeline, "_MERGE_SHARE", 0.01)
     merged = timeline_of(*lines)
     assert [i.num_operations for i in merged.intervals].count(3) == 1
     assert merged.num_left_out == 0

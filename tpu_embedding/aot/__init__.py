@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation: what a program does on a TPU, without a TPU."""
+"""Ahead-of-time compilation and inspection of TPU programs, without a TPU."""
 
 from tpu_embedding.aot.floor import Floor as Floor
 from tpu_embedding.aot.floor import embedding_floor as embedding_floor

@@ -1,4 +1,4 @@
-"""Traffic as time: bytes over the peak bandwidths of a device. Modelled."""
+"""Converts traffic to modelled time: bytes over the peak bandwidths of a device."""
 
 import dataclasses
 
@@ -8,15 +8,16 @@ from tpu_embedding.hardware import HardwareInfo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Bytes that one device moves in a step, and the least time that takes. Modelled.
+    """Modelled bytes that one device moves, and the minimum time they take.
 
     Attributes:
-      hbm_bytes: read from and written to its memory.
-      ici_bytes: sent to other devices of its slice.
-      dcn_bytes: sent to other slices.
-      hbm_seconds: `hbm_bytes` over the peak bandwidth; None if that is not known.
-      ici_seconds: likewise, with all links of the chip in use.
-      dcn_seconds: likewise.
+      hbm_bytes: bytes read from and written to the device's memory.
+      ici_bytes: bytes sent to other devices of the slice.
+      dcn_bytes: bytes sent to other slices.
+      hbm_seconds: `hbm_bytes` over the peak bandwidth, or None if it is unknown.
+      ici_seconds: `ici_bytes` over the peak bandwidth of all links of the chip, or None
+        if it is unknown.
+      dcn_seconds: `dcn_bytes` over the peak bandwidth, or None if it is unknown.
     """
 
     hbm_bytes: float
@@ -28,11 +29,11 @@ class Cost:
 
 
 def cost_of(traffic: Traffic, hardware: HardwareInfo) -> Cost:
-    """Returns what some traffic costs one device.
+    """Returns the traffic of one device with the time it takes.
 
     Args:
-      traffic: of one device.
-      hardware: of the devices; those of a chip share its bandwidths evenly.
+      traffic: traffic of one device.
+      hardware: hardware of the device. Devices on one chip share its bandwidth evenly.
 
     Example:
       >>> from tpu_embedding.hardware import HardwareInfo

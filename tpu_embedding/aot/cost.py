@@ -1,20 +1,19 @@
-"""What a step moves, by class of operation: a model of a compiled program's traffic.
+"""Modelled traffic of a compiled program, by operation.
 
-XLA's own cost analysis charges the whole table for each gather and scatter, so its
-figures grow with the vocabulary though the program's work does not. Here the optimised
-HLO is walked instead. `traffic.py` says what one instruction moves; this module says
-which instructions run how often:
+XLA's own cost analysis counts the whole table for each gather and scatter, so its
+figures grow with the vocabulary although the program's work does not. This module walks
+the optimised HLO instead. `traffic.py` models one instruction; this module decides how
+often each instruction runs:
 
-* The body of a loop counts as often as the loop turns. Where that depends on data (as
-  for the gradients of repeated ids, an eighth of the places at a time, and for the
-  further rounds of a lookup, which run under skew only), the loop is listed with the
-  cost of one turn, and is in no total. The floor, too, is that of ids that differ where
-  they can.
-* Of a conditional's branches, the one that moves most counts.
-* What runs asynchronously, on SparseCore or as a copy, counts once, where it starts.
+* The body of a loop counts once per iteration. A loop whose iteration count depends on
+  data is listed with the cost of one iteration and excluded from all totals. Examples
+  are gradients of repeated ids, an eighth of the places per iteration, and the later
+  rounds of a lookup under skew. The floor in `floor.py` assumes distinct ids too.
+* A conditional counts as its branch with the most traffic.
+* An asynchronous operation, on SparseCore or as a copy, counts once, at its start.
 
-Bytes over bandwidth is a time that no program can beat, not a forecast: arithmetic,
-latency and waiting come on top. Such times are *modelled*; nothing here is measured.
+Bytes over bandwidth give a lower bound of the time, not a forecast, because arithmetic,
+latency and waiting come on top. Such times are called *modelled*; none is measured.
 """
 
 import dataclasses
@@ -46,8 +45,7 @@ OperationClass = Literal[
     "elementwise",
 ]
 OPERATION_CLASSES: Final[tuple[OperationClass, ...]] = get_args(OperationClass)
-"""In the order of reports; "elementwise" is every fusion, reduction and the like that
-is nothing else."""
+"""Operation classes in report order; "elementwise" includes all other operations."""
 
 Part = Literal["embedding", "dense", "unattributed"]
 Unit = Literal["TensorCore", "SparseCore"]
@@ -68,27 +66,27 @@ _CLASS_OF_OPCODE: Final[dict[str, OperationClass]] = {
     "recv": "between slices",
     "custom-call": "custom call",
 }
-# Which of several operations gives a fusion its class.
+# A fusion gets the class of the first of these opcodes that it contains.
 _RANKING: Final = ("scatter", "sort", "convolution", "dot", "gather")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operation:
-    """An instruction of a program, and what it moves in a step.
+    """An instruction of a program, and its traffic in one step.
 
     Attributes:
-      name: of the instruction.
-      operation_class: what kind of work it is.
-      part: `"embedding"` for what runs inside the layer's `shard_map`, `"dense"` for
-        the rest of the step, `"unattributed"` where XLA gives no origin.
-      unit: where it runs.
-      dims: of its (first) result.
-      operand_dims: of all it reads.
-      result_bytes: of its (first) result, with the padding of tiles.
-      turns: how often it runs in a step.
-      traffic: of all turns together.
-      op_name: JAX's name of what it comes from, or "".
-      source: line of Python it comes from, `"file:line"`, or "".
+      name: name of the instruction.
+      operation_class: kind of work.
+      part: `"embedding"` inside the layer's `shard_map`, `"dense"` for the rest of the
+        step, `"unattributed"` if XLA gives no origin.
+      unit: the core that runs it.
+      dims: shape of the first result.
+      operand_dims: shapes of all operands.
+      result_bytes: bytes of the first result, with tile padding.
+      num_runs: number of runs in a step.
+      traffic: traffic of all runs together.
+      op_name: JAX's name of the operation it comes from, or "".
+      source: Python source line, `"file:line"`, or "".
     """
 
     name: str
@@ -98,7 +96,7 @@ class Operation:
     dims: tuple[int, ...]
     operand_dims: tuple[tuple[int, ...], ...]
     result_bytes: int
-    turns: int
+    num_runs: int
     traffic: Traffic
     op_name: str
     source: str
@@ -106,13 +104,14 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataDependentLoop:
-    """A loop whose number of turns depends on data.
+    """A loop whose number of iterations depends on data.
 
     Attributes:
-      name: of the instruction.
-      op_name: JAX's name of what it comes from, or "".
-      source: line of Python it comes from, `"file:line"`, or "".
-      operations: of one turn; loops within it are listed for themselves.
+      name: name of the `while` instruction.
+      op_name: JAX's name of the operation it comes from, or "".
+      source: Python source line, `"file:line"`, or "".
+      operations: operations of one iteration. Data-dependent loops inside the loop are
+        listed separately.
     """
 
     name: str
@@ -123,11 +122,11 @@ class DataDependentLoop:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramCost:
-    """What a program moves, per device.
+    """Modelled traffic of a program, per device.
 
     Attributes:
-      operations: that run in every step.
-      loops: that run as often as data ask for, in no total.
+      operations: operations that run in every step.
+      loops: loops whose number of iterations depends on data, in no total.
     """
 
     operations: tuple[Operation, ...]
@@ -135,10 +134,10 @@ class ProgramCost:
 
 
 def program_cost(module: Module) -> ProgramCost:
-    """Models what a program moves.
+    """Returns the modelled traffic of a program.
 
     Args:
-      module: from `parse_module`.
+      module: the program, from `parse_module`.
 
     Example:
       >>> from tpu_embedding.aot.hlo import parse_module
@@ -149,38 +148,38 @@ def program_cost(module: Module) -> ProgramCost:
       >>> program_cost(module).operations[0].traffic.hbm_bytes
       8192
     """
-    walk = _Walk(module)
+    walk = _CallWalker(module)
     operations = tuple(walk.operations(module.entry, _Call()))
     return ProgramCost(operations=operations, loops=tuple(walk.loops))
 
 
 def total(operations: Iterable[Operation]) -> Traffic:
-    """Returns what some operations move together."""
+    """Returns the total traffic of some operations."""
     return sum((operation.traffic for operation in operations), Traffic())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
-    """How a computation comes to run.
+    """Context in which a computation runs.
 
     Attributes:
-      turns: how often.
-      unit: where.
-      op_name: origin of the instruction that runs it, or "".
-      source: line of Python of that instruction, or "".
+      num_runs: number of runs in a step.
+      unit: the core that runs it.
+      op_name: JAX's name of the calling instruction, or "".
+      source: Python source line of the calling instruction, or "".
     """
 
-    turns: int = 1
+    num_runs: int = 1
     unit: Unit = "TensorCore"
     op_name: str = ""
     source: str = ""
 
 
-class _Walk:
-    """Goes through the computations of a program in the order of calls.
+class _CallWalker:
+    """Walks the computations of a program in call order.
 
     Attributes:
-      loops: those with turns that depend on data, as far as it has gone.
+      loops: the data-dependent loops found so far.
     """
 
     def __init__(self, module: Module):
@@ -192,7 +191,7 @@ class _Walk:
         }
 
     def operations(self, computation: Computation, call: _Call) -> Iterator[Operation]:
-        """Yields what runs in a computation, and in those that it runs."""
+        """Yields the operations of a computation and of all that it calls."""
         for instruction in computation.instructions.values():
             match instruction.opcode:
                 case "while":
@@ -207,15 +206,16 @@ class _Walk:
     def _loop(
         self, loop: Instruction, computation: Computation, call: _Call
     ) -> Iterator[Operation]:
-        turns = trip_count(loop, computation, self._module)
+        num_iterations = trip_count(loop, computation, self._module)
         names = (loop.called("body"), loop.called("condition"))
         parts = [self._module.computations[name or ""] for name in names]
-        if turns is not None:
-            inside = dataclasses.replace(call, turns=call.turns * turns)
+        if num_iterations is not None:
+            num_runs = call.num_runs * num_iterations
+            inside = dataclasses.replace(call, num_runs=num_runs)
             for part in parts:
                 yield from self.operations(part, inside)
             return
-        inside = dataclasses.replace(call, turns=1)
+        inside = dataclasses.replace(call, num_runs=1)
         self.loops.append(
             DataDependentLoop(
                 name=loop.name,
@@ -242,7 +242,7 @@ class _Walk:
         thread = instruction.text_attribute("async_execution_thread")
         name = instruction.called("to_apply") or instruction.called("calls")
         inside = _Call(
-            turns=call.turns,
+            num_runs=call.num_runs,
             unit="SparseCore" if thread == _SPARSE_CORE_THREAD else call.unit,
             op_name=instruction.op_name or call.op_name,
             source=self._module.source_of(instruction) or call.source,
@@ -266,9 +266,9 @@ class _Walk:
                 for shape in shapes
             ),
             result_bytes=result.num_bytes if result else 0,
-            turns=call.turns,
+            num_runs=call.num_runs,
             traffic=traffic_of(instruction, computation, self._module).times(
-                call.turns
+                call.num_runs
             ),
             op_name=op_name,
             source=self._module.source_of(instruction) or call.source,
@@ -291,12 +291,12 @@ class _Walk:
         return "copy" if opcode in _COPIES else "elementwise"
 
     def _op_name(self, instruction: Instruction, computation: Computation) -> str:
-        """Returns the origin of an instruction.
+        """Returns JAX's name of the operation that an instruction comes from, or "".
 
-        Of one that XLA put in and gives none, a copy for instance, that of what it is
-        for, or else of what it comes from.
+        XLA inserts some instructions without an origin, such as copies. They get the
+        origin of the nearest instruction that reads them, or else of their operands.
         """
-        if _is_origin(instruction):
+        if _has_origin(instruction):
             return instruction.op_name
 
         def read_by(name: str) -> list[str]:
@@ -309,7 +309,7 @@ class _Walk:
             seen, pending = {instruction.name}, [instruction.name]
             while pending:
                 for name in neighbours(pending.pop(0)):
-                    if _is_origin(computation.instructions[name]):
+                    if _has_origin(computation.instructions[name]):
                         return computation.instructions[name].op_name
                     if name not in seen:
                         seen.add(name)
@@ -317,10 +317,11 @@ class _Walk:
         return ""
 
 
-def _is_origin(instruction: Instruction) -> bool:
-    """Whether it says where in the JAX program it comes from.
+def _has_origin(instruction: Instruction) -> bool:
+    """Returns True if an instruction names the JAX operation it comes from.
 
-    A parameter has the name of an argument, and some of XLA's own work a bare word.
+    A parameter names an argument instead. Some instructions that XLA inserts have a
+    bare word.
     """
     return instruction.opcode != "parameter" and "/" in instruction.op_name
 
@@ -332,7 +333,7 @@ def _part_of(op_name: str) -> Part:
 
 
 def _opcodes_inside(computation: Computation, module: Module) -> frozenset[str]:
-    """Returns what a fusion does, fusions within it included."""
+    """Returns the opcodes inside a computation, nested fusions included."""
     opcodes = set()
     for instruction in computation.instructions.values():
         if instruction.opcode == "fusion":

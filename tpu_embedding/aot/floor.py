@@ -1,38 +1,40 @@
-"""The least that any program must move for the embedding part of a train step.
+"""Minimum traffic of the embedding part of a train step: the floor.
 
-A yardstick for `cost.py`: modelled bytes over these say how far the compiled program is
-from what the lookup and the update need at all. It is recomputed from the plan and the
-shapes of a batch, as follows, per device, for each stack of tables.
+The compile report compares a program's modelled traffic with this floor, for example
+"2.5x the minimum traffic". The floor follows from the plan and the shapes of a batch,
+per device and for each stack of tables:
 
-With S devices, and per table t with V_t rows N_t ids per device (all places of a batch
-count, padded ones too) and rows of D float32:
+    S    devices, in L slices
+    D    float32 elements of a row
+    B    bytes of a row's slot variables
+    A    activation vectors per device
+    V_t  rows of table t
+    N_t  ids of table t per device, padding included
 
-    u = sum over t of min(N_t, V_t)            rows that a device asks for
-    r = sum over t of min(S * N_t, V_t) / S    rows that a device owns and is asked for
+    u = sum over t of min(N_t, V_t)            rows that a device requests
+    r = sum over t of min(S * N_t, V_t) / S    rows that a device owns and must read
 
-that is, the ids are taken to be as different as they can be; where they repeat, less
-has to move. Then
-
-    HBM, forward   = ids (and their weights and row splits) as they come
-                   + 4 D r                     each row read once, where it lies
-                   + 4 D A                     each activation written once
-    HBM, backward  = 4 D A                     each cotangent read once
-                   + 2 r (4 D + B)             row of table and slots read and written
+    HBM, forward   = ids, weights and row splits, read once
+                   + 4 D r                     rows, read once
+                   + 4 D A                     activations, written once
+    HBM, backward  = 4 D A                     cotangents, read once
+                   + 2 r (4 D + B)             rows and slots, read and written once
     links          = (S - 1) / S * u * (4 + 4 D + 4 D)
-                                               an id out, a row back, a gradient out
+                                               id out, row back, gradient out
 
-Of S devices in L slices, S / L - 1 are reached within the slice (ICI), and S - S / L
-over the network of the data centre (DCN); what goes over the links is split so.
+The ids are assumed to be as distinct as possible; repeated ids need less traffic.
 
-where A is the number of activation vectors per device and B the bytes of a row's slot
-variables. Rules that move every row read and write all rows of a shard: there the last
-line of HBM has rows per shard in place of r. Rules that run once per occurrence of an
-id send N_t gradients. A stack without an optimizer has the forward part only, and
-sends 4 + 4 D bytes a row.
+The links' traffic splits by destination: S / L - 1 devices are in the same slice (ICI),
+and S - S / L are reached over the data-centre network (DCN).
 
-Rows count without the padding of tiles, and nothing in between is written to memory:
-exchange buffers, sorted ids, gradients before they are summed. No program does that;
-but one whose tables fit the chip's own memory may move less than this over HBM.
+Three kinds of stacks differ. An optimizer that updates every row has the rows per shard
+in place of r in the last HBM term. An optimizer whose rule runs once per occurrence of
+an id sends N_t gradients. A stack without an optimizer has no backward part and sends
+4 + 4 D bytes per row.
+
+The floor counts rows without tile padding, and no intermediate results: no exchange
+buffers, no sorted ids, no gradients before they are summed. No program moves less over
+HBM unless its tables fit in VMEM.
 """
 
 import dataclasses
@@ -47,18 +49,18 @@ from tpu_embedding.hardware import num_slices_of
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
 _ITEM_BYTES: Final = 4
-"""Of a row id, and of a float32."""
+"""Bytes of a row id and of a float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Floor:
-    """Least traffic of the embedding part of a train step, in bytes per device.
+    """Minimum traffic of the embedding part of a train step, in bytes per device.
 
     Attributes:
-      forward_hbm_bytes: of the lookup, over the device's memory.
-      backward_hbm_bytes: of gradient and update, over the device's memory.
-      ici_bytes: sent to other devices of the slice.
-      dcn_bytes: sent to other slices.
+      forward_hbm_bytes: HBM bytes read and written by the lookup.
+      backward_hbm_bytes: HBM bytes read and written by gradient and update.
+      ici_bytes: bytes sent to other devices of the slice.
+      dcn_bytes: bytes sent to other slices.
     """
 
     forward_hbm_bytes: float
@@ -68,16 +70,16 @@ class Floor:
 
     @property
     def hbm_bytes(self) -> float:
-        """Over the device's memory, both passes together."""
+        """HBM bytes read and written by both passes."""
         return self.forward_hbm_bytes + self.backward_hbm_bytes
 
 
 def embedding_floor(plan: EmbeddingPlan, features: Any) -> Floor:
-    """Returns the least that lookup and update of a batch must move.
+    """Returns the minimum traffic of the lookup and update of one batch.
 
     Args:
-      plan: of the layer.
-      features: a batch as the layer takes it, or its shapes; global.
+      plan: plan of the layer.
+      features: batch of features or its shapes, as the layer takes them; global.
 
     Example:
       >>> import jax.numpy as jnp
@@ -116,15 +118,15 @@ def _stack_floor(
         row_offset = plan.features[i].row_offset
         num_ids = _num_ids(leaves[i]) / num_shards
         ids_of_table[row_offset] = ids_of_table.get(row_offset, 0) + num_ids
-    asked, owned = 0.0, 0.0
+    requested, owned = 0.0, 0.0
     for table in stack.tables:
         num_ids = ids_of_table.get(table.row_offset, 0)
         num_rows = table.config.vocabulary_size
-        asked += min(num_ids, num_rows)
+        requested += min(num_ids, num_rows)
         owned += min(num_shards * num_ids, num_rows) / num_shards
 
     row_bytes = _ITEM_BYTES * stack.dim
-    link_bytes = asked * (_ITEM_BYTES + row_bytes)
+    link_bytes = requested * (_ITEM_BYTES + row_bytes)
     backward = 0.0
     if stack.optimizer is not None:
         slot_bytes = sum(
@@ -132,7 +134,7 @@ def _stack_floor(
         )
         moved = stack.rows_per_shard if stack.optimizer.rows == "every" else owned
         backward = activation_bytes + 2 * moved * (row_bytes + slot_bytes)
-        sent = sum(ids_of_table.values()) if stack.keeps_duplicates else asked
+        sent = sum(ids_of_table.values()) if stack.keeps_duplicates else requested
         link_bytes += sent * row_bytes
     per_slice = num_shards / num_slices_of(plan.mesh)
     return Floor(
@@ -144,7 +146,7 @@ def _stack_floor(
 
 
 def _num_ids(ids: Any) -> int:
-    """Returns the places for ids of a feature: those of its (first) array of ids."""
+    """Returns the number of places for ids of a feature, padding included."""
     for name in ("ids", "values"):
         ids = getattr(ids, name, ids)
     return math.prod(ids.shape)

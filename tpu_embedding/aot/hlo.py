@@ -1,8 +1,8 @@
-"""Programs as XLA prints them: computations, their instructions and array shapes.
+"""Parser of XLA's HLO text: computations, instructions and array shapes.
 
-The optimised HLO of a compiled program says all that the compiler decided: what is
-fused, what lies in which memory, what runs on SparseCore, which source line asked for
-it. JAX gives it as text only (`compiled.as_text()`), so it is read from there.
+The optimised HLO of a compiled program shows the compiler's decisions: fusions, memory
+spaces, operations on SparseCore, and the source line of each instruction. JAX gives it
+as text only (`compiled.as_text()`), so this module parses the text.
 """
 
 import dataclasses
@@ -15,28 +15,31 @@ from typing import Final
 from tpu_embedding.rows.packed_rows import round_up
 
 HBM: Final = 0
-"""Memory space of an array whose layout names none. XLA:TPU writes `S(1)` for VMEM,
-`S(5)` for the host's memory, and others for scalars and flags."""
+"""Memory space of an array whose layout names no memory space.
+
+XLA:TPU writes `S(1)` for VMEM, `S(5)` for host memory, and other numbers for scalars
+and flags.
+"""
 
 _SHAPE: Final = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _COMPUTATION: Final = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION: Final = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE: Final = re.compile(r"[a-z][\w\-]*")
 _NAME: Final = re.compile(r"%([\w.\-]+)")
-_TABLES: Final = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-_ENTRY_OF_TABLE: Final = re.compile(r"^(\d+) (.*)$")
+_SOURCE_TABLES: Final = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_SOURCE_TABLE_ENTRY: Final = re.compile(r"^(\d+) (.*)$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """An array of a program, and how it lies in memory.
+    """Shape and memory layout of an array.
 
     Attributes:
       dtype: `"f32"`, `"s32"`, `"pred"`, ...
-      dims: its sizes.
-      minor_to_major: axes from the one that lies densest.
-      tile: sizes that the last axes, in the order of memory, are padded to multiples
-        of; () without tiles.
+      dims: sizes of the axes.
+      minor_to_major: axes in memory order, the contiguous axis first.
+      tile: tile sizes. The most minor axes are padded to multiples of them. () means
+        no tiles.
       memory_space: `HBM` or another number.
     """
 
@@ -48,12 +51,12 @@ class Shape:
 
     @property
     def num_elements(self) -> int:
-        """Elements, padding left out."""
+        """Number of elements, without padding."""
         return math.prod(self.dims)
 
     @property
     def item_bits(self) -> int:
-        """Bits of an element; 0 for what is no array."""
+        """Bits of an element; 0 for a value that is not an array, such as a token."""
         if self.dtype == "pred":
             return 8
         digits = re.search(r"\d+", self.dtype)
@@ -61,7 +64,7 @@ class Shape:
 
     @property
     def padded_dims(self) -> tuple[int, ...]:
-        """Sizes with the padding of the tiles."""
+        """Sizes of the axes, with tile padding."""
         padded = list(self.dims)
         for axis, multiple in zip(
             self.minor_to_major, reversed(self.tile), strict=False
@@ -71,7 +74,7 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes it takes in memory, with the padding of its tiles.
+        """Bytes of the array in memory, with tile padding.
 
         Example:
           >>> parse_shapes("f32[1000,16]{1,0:T(8,128)}")[0].num_bytes
@@ -80,10 +83,10 @@ class Shape:
         return math.prod(self.padded_dims) * self.item_bits // 8
 
     def slice_bytes(self, sizes: tuple[int, ...]) -> int:
-        """Bytes that a slice of these sizes takes.
+        """Returns the bytes of a slice of the given sizes.
 
-        An axis counts with its padding where the slice has all of it, as the lanes of
-        a row, and without where it has a part.
+        An axis that the slice spans fully counts with its padding, such as the lanes of
+        a row. An axis that it spans partly counts without.
         """
         taken = [
             padded if size == dim else size
@@ -99,11 +102,11 @@ class Instruction:
     """One instruction of a program.
 
     Attributes:
-      name: unique within its program.
-      opcode: what it does, `"copy"`, `"fusion"`, ...
-      shapes: the arrays of its result; a tuple is flattened.
-      operands: names of the instructions it reads.
-      attributes: what is written behind the operands.
+      name: name, unique within the program.
+      opcode: operation, such as `"copy"` or `"fusion"`.
+      shapes: shapes of the result's arrays; tuples are flattened.
+      operands: names of the instructions that it reads.
+      attributes: text after the operands.
       text: the whole line.
     """
 
@@ -116,33 +119,35 @@ class Instruction:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each array of the result."""
+        """Number of elements of each array of the result."""
         return tuple(shape.num_elements for shape in self.shapes)
 
     @property
     def base_opcode(self) -> str:
-        """The opcode of an operation that is split into start and done."""
+        """Opcode without the suffix `-start` of asynchronous operations."""
         return self.opcode.removesuffix("-start")
 
     @property
     def parameter_number(self) -> int:
-        """Which parameter of its computation it is."""
+        """Index of this parameter among those of its computation."""
         match = re.search(r" parameter\((\d+)\)", self.text)
         assert match is not None, self.text
         return int(match[1])
 
     @property
     def op_name(self) -> str:
-        """Name of the JAX operation it comes from, or ""."""
+        """JAX's name of the operation that the instruction comes from, or ""."""
         return self.text_attribute("op_name")
 
     def text_attribute(self, name: str) -> str:
-        """Returns an attribute that is written in quotes, or ""."""
+        """Returns the value of a quoted attribute, or ""."""
         match = re.search(rf'\b{name}="((?:[^"\\]|\\.)*)"', self.attributes)
         return match.group(1) if match else ""
 
     def ints(self, name: str) -> tuple[int, ...]:
-        """Returns an attribute like `slice_sizes={1,128}` or `index=3`; () if absent.
+        """Returns the integers of an attribute; () if absent.
+
+        Examples of such attributes are `slice_sizes={1,128}` and `index=3`.
 
         Example:
           >>> module = parse_module('''ENTRY %main (p: f32[4]) -> f32[2] {
@@ -156,12 +161,12 @@ class Instruction:
         return tuple(int(n) for n in match.group(1).split(",") if n) if match else ()
 
     def called(self, name: str) -> str | None:
-        """Returns the computation that an attribute such as `calls` names."""
+        """Returns the name after an attribute such as `calls=`; None if absent."""
         match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
         return match.group(1) if match else None
 
     def branches(self) -> tuple[str, ...]:
-        """Returns the computations that a conditional chooses from."""
+        """Returns the names of the computations that a conditional chooses from."""
         match = re.search(r"\bbranch_computations=\{([^}]*)\}", self.attributes)
         if match:
             return tuple(_NAME.findall(match.group(1)))
@@ -171,12 +176,12 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Computation:
-    """A function of a program: the entry, a loop's body, what a fusion contains, ...
+    """A function of a program: the entry, a loop's body, the inside of a fusion, ...
 
     Attributes:
-      name: of the computation.
-      instructions: by name, in their order.
-      root: the instruction whose result is the computation's.
+      name: name of the computation.
+      instructions: instructions by name, in program order.
+      root: the instruction whose result the computation returns.
     """
 
     name: str
@@ -185,7 +190,7 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
-        """Parameters by number."""
+        """Parameter instructions by index."""
         return {
             i.parameter_number: i
             for i in self.instructions.values()
@@ -194,7 +199,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
-        """Instruction to those that read it, with the place among their operands."""
+        """Readers of each instruction by its name, as (reader, operand index) pairs."""
         users: dict[str, list[tuple[Instruction, int]]] = {}
         for instruction in self.instructions.values():
             for place, operand in enumerate(instruction.operands):
@@ -202,20 +207,19 @@ class Computation:
         return users
 
     def operand_shapes(self, instruction: Instruction) -> list[tuple[Shape, ...]]:
-        """Returns the arrays of each operand of one of its instructions."""
+        """Returns the array shapes of each operand of an instruction."""
         return [self.instructions[name].shapes for name in instruction.operands]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Module:
-    """A program.
+    """A compiled program.
 
     Attributes:
-      computations: by name.
-      entry: the one that runs.
-      num_partitions: devices it runs on.
-      sources: place in the Python code, `"file:line"`, of each stack frame that the
-        program names.
+      computations: computations by name.
+      entry: the computation that runs first.
+      num_partitions: number of devices that the program runs on.
+      sources: Python source line, `"file:line"`, by stack frame number.
     """
 
     computations: dict[str, Computation]
@@ -224,7 +228,7 @@ class Module:
     sources: dict[int, str]
 
     def source_of(self, instruction: Instruction) -> str:
-        """Returns the line of Python that an instruction comes from, or ""."""
+        """Returns the Python source line of an instruction, `"file:line"`, or ""."""
         file = instruction.text_attribute("source_file")
         if file:
             return f"{file}:{instruction.ints('source_line')[0]}"
@@ -232,7 +236,7 @@ class Module:
         return self.sources.get(frame[0], "") if frame else ""
 
     def unfused_instructions(self) -> Iterator[Instruction]:
-        """Yields the instructions of all computations but those of fusions."""
+        """Yields all instructions except those inside fusions."""
         fused = {
             i.called("calls")
             for computation in self.computations.values()
@@ -245,7 +249,7 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Reads a program, as `compiled.as_text()` prints it.
+    """Parses a program from the text of `compiled.as_text()`.
 
     Raises:
       ValueError: if the text has no entry computation.
@@ -270,7 +274,10 @@ def parse_module(text: str) -> Module:
                 instructions[instruction.name] = instruction
                 root = instruction if match[1] else root
     if entry is None or entry not in computations:
-        raise ValueError("The text is no HLO program: it has no ENTRY computation.")
+        raise ValueError(
+            "text must be an HLO program, got one with no ENTRY computation; pass the "
+            "result of compiled.as_text()."
+        )
     partitions = re.search(r"^HloModule .*\bnum_partitions=(\d+)", text)
     return Module(
         computations=computations,
@@ -281,7 +288,7 @@ def parse_module(text: str) -> Module:
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """Reads a result type; returns the arrays in it, those of a tuple in their order.
+    """Parses a result type and returns its array shapes; tuples are flattened.
 
     Example:
       >>> [shape.dims for shape in parse_shapes("(f32[8,128]{1,0}, (s32[]))")]
@@ -321,7 +328,7 @@ def _parse_instruction(name: str, rest: str, text: str) -> Instruction | None:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Splits a text behind the parenthesis that closes its first character."""
+    """Splits a text that starts with a parenthesised group after that group."""
     depth = 0
     for match in re.finditer(r"[()]", text):
         depth += 1 if match.group() == "(" else -1
@@ -331,15 +338,15 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _parse_sources(text: str) -> dict[int, str]:
-    """Reads the tables of files and stack frames in front of the computations."""
-    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    """Parses the tables of files and stack frames that precede the computations."""
+    tables: dict[str, dict[int, str]] = {name: {} for name in _SOURCE_TABLES}
     current: dict[int, str] = {}
     for line in text.splitlines():
         if _COMPUTATION.match(line):
             break
         if line in tables:
             current = tables[line]
-        elif match := _ENTRY_OF_TABLE.match(line):
+        elif match := _SOURCE_TABLE_ENTRY.match(line):
             current[int(match[1])] = match[2]
 
     def number(entry: str, field: str) -> int:

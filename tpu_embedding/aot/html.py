@@ -1,8 +1,8 @@
-"""Compile reports as a page: plots of memory, traffic and time, with their figures.
+"""HTML form of compile reports: plots of memory, traffic and timeline, with figures.
 
-`tpu-embedding compile ... --html FILE` writes it. One file holds everything: styles and
-plots (SVG) stand in the page, which needs no script and nothing from elsewhere. It is
-well-formed XML, too. Rows and figures are those of `text.py`.
+`tpu-embedding compile ... --html FILE` writes it. The page is one self-contained file:
+it embeds its style and SVG plots, and needs no script and no other resource. It is also
+well-formed XML. Its rows and figures come from `text.py`.
 """
 
 import html
@@ -30,36 +30,36 @@ from tpu_embedding.aot.text import (
 from tpu_embedding.aot.timeline import LANES, Interval, Timeline
 from tpu_embedding.plan.memory import format_bytes
 
-# After Okabe and Ito, "Color Universal Design" (2008): told apart by everybody.
+# From Okabe and Ito, "Color Universal Design" (2008): safe for colour-blind readers.
 _MEMORY_COLOURS: Final = {
     "tables": "#0072b2",
-    "slots of the tables": "#56b4e9",
-    "dense parameters, their optimizer": "#e69f00",
+    "slot variables": "#56b4e9",
+    "dense parameters and optimizer state": "#e69f00",
     "inputs": "#f0e442",
-    "padding of the last two": "#999999",
-    "results": "#cc79a7",
+    "tile padding of dense and inputs": "#999999",
+    "outputs": "#cc79a7",
     "temporaries": "#009e73",
     "program code": "#5d3a9b",
 }
 _NOT_ITEMISED: Final = "not itemised by the compiler"
 _NOT_ITEMISED_COLOUR: Final = "#dddddd"
-_KEPT: Final = "kept for the system; the compiler says how much if a step does not fit"
-_KEPT_COLOUR: Final = "#f0b6bd"
+_RESERVED: Final = "reserved for the system; known only if a step does not fit"
+_RESERVED_COLOUR: Final = "#f0b6bd"
 _SHADE: Final = "#f3d9ea"
-# Lighter, since names are written upon them.
+# Light colours, because labels are drawn on them.
 _PART_COLOURS: Final[dict[Part, str]] = {
     "embedding": "#8cc4ec",
     "dense": "#f2b84b",
     "unattributed": "#c8c8c8",
 }
 
-# Of plots, in pixels.
+# Sizes and positions in plots, in pixels.
 _WIDTH: Final = 960
 _LEFT: Final = 130
 _RIGHT: Final = 930
 _ROW: Final = 44
 _BAR: Final = 26
-_LETTER: Final = 6.6
+_LETTER_WIDTH: Final = 6.6
 _NUM_TICKS: Final = 8
 
 _STYLE: Final = """
@@ -88,33 +88,36 @@ rect.box { stroke: #fff; stroke-width: 0.5; }
 
 
 def render_html(reports: Sequence[CompileReport]) -> str:
-    """Returns reports as one page.
+    """Returns an HTML page of one or several reports.
 
     Args:
-      reports: from `compile_report`, of the same step for one or several topologies.
+      reports: reports from `compile_report`, of one step for one or more topologies.
 
     Returns:
-      HTML that needs no other file. All times in it are modelled.
+      Self-contained HTML. All times in it are modelled.
 
     Raises:
       ValueError: if there are no reports.
     """
     if not reports:
-        raise ValueError("render_html takes at least one report, got none.")
+        raise ValueError(
+            "reports: render_html takes at least one report, got none; pass a list of "
+            "results of compile_report."
+        )
     names = dict.fromkeys(report.name for report in reports)
     title = f"{', '.join(names)}: compile report"
     body = [
         _element("h1", _text(title)),
         _element(
             "p",
-            "Compiled for devices that need not be there. All figures are per device "
-            "and step. Times are modelled: bytes over peak bandwidth, which no program "
-            "beats. Arithmetic and latency come on top.",
+            "Compiled ahead of time, without the devices. All figures are per device "
+            "and step. Times are modelled: bytes over peak bandwidth, a lower bound. "
+            "Arithmetic and latency come on top.",
         ),
         _comparison(reports),
         _element("h2", "Memory per device"),
         _memory_plot(reports),
-        _element("p", _swatch(_KEPT_COLOUR), _KEPT),
+        _element("p", _swatch(_RESERVED_COLOUR), _RESERVED),
         _memory_table(reports),
         *(_section(report) for report in reports),
     ]
@@ -128,7 +131,7 @@ def render_html(reports: Sequence[CompileReport]) -> str:
 
 
 def _section(report: CompileReport) -> str:
-    """Returns what there is to say of one topology."""
+    """Returns the section of one report, after the memory of all reports."""
     parts = [
         _element("h2", _text(title_of(report))),
         _element(
@@ -164,13 +167,13 @@ def _comparison(reports: Sequence[CompileReport]) -> str:
 
 
 def _memory_plot(reports: Sequence[CompileReport]) -> str:
-    """Returns a stacked bar for each report, as shares of the device's memory."""
+    """Returns a plot with a stacked bar of memory for each report."""
     capacities = [report.memory.capacity for report in reports]
     known = [capacity for capacity in capacities if capacity is not None]
     largest = max(report.memory.required for report in reports)
     wholes = known if len(known) == len(reports) else [largest] * len(reports)
     shares = [r.memory.required / w for r, w in zip(reports, wholes, strict=True)]
-    # Behind the bars, there is room for words.
+    # Leaves room for text to the right of the bars.
     scale = (_RIGHT - _LEFT) / (1.17 * max(1.0, *shares))
     axis_y = 22 + _ROW * len(reports)
     name = "% of the device's HBM"
@@ -188,13 +191,13 @@ def _memory_plot(reports: Sequence[CompileReport]) -> str:
 
 
 def _memory_bar(report: CompileReport, y: float, scale: float) -> Iterator[str]:
-    """Yields the bar of one report; the scale is in pixels per byte."""
+    """Yields the shapes of one report's bar; `scale` is in pixels per byte."""
     memory = report.memory
     yield _label(_LEFT - 8, y + 17, report.topology, text_anchor="end")
     if memory.available is not None and memory.capacity is not None:
-        kept = scale * max(0, memory.capacity - memory.available)
+        reserved = scale * max(0, memory.capacity - memory.available)
         x = _LEFT + scale * memory.available
-        yield _rect(x, y - 8, kept, _KEPT_COLOUR, _KEPT, height=_BAR + 16)
+        yield _rect(x, y - 8, reserved, _RESERVED_COLOUR, _RESERVED, height=_BAR + 16)
     x = float(_LEFT)
     for part, size in _segments(report):
         colour = _MEMORY_COLOURS.get(part, _NOT_ITEMISED_COLOUR)
@@ -207,14 +210,14 @@ def _memory_bar(report: CompileReport, y: float, scale: float) -> Iterator[str]:
 
 
 def _segments(report: CompileReport) -> list[tuple[str, int]]:
-    """Returns the pieces of a bar, from the left."""
+    """Returns name and bytes of each segment of a memory bar, from the left."""
     rows = memory_rows(report.memory)
     rest = report.memory.required - sum(size for _, size in rows)
     return [*rows, (_NOT_ITEMISED, max(0, rest))]
 
 
 def _memory_table(reports: Sequence[CompileReport]) -> str:
-    """Returns the figures of the bars, which is their legend, too."""
+    """Returns the table of the memory figures, which is also the bars' legend."""
     found = [dict(_segments(report)) for report in reports]
     rows = [
         [
@@ -228,18 +231,18 @@ def _memory_table(reports: Sequence[CompileReport]) -> str:
 
 
 def _traffic_table(report: CompileReport, traffic: ProgramTraffic) -> str:
-    """Returns bytes and times by class, with bars beside the least."""
+    """Returns bytes and times by class, with bars that mark the minimum traffic."""
 
     def sizes(cost: Cost) -> tuple[float, float]:
         return cost.hbm_bytes, cost.ici_bytes + cost.dcn_bytes
 
-    least = sizes(report.floor)
-    scale = [max(pair) for pair in zip(sizes(traffic.total), least, strict=True)]
+    minimum = sizes(report.floor)
+    scale = [max(pair) for pair in zip(sizes(traffic.total), minimum, strict=True)]
     rows = []
     for name, count, cost in traffic_rows(report, traffic):
         bars = [
             _bar(size / limit, floor / limit) if limit else ""
-            for size, floor, limit in zip(sizes(cost), least, scale, strict=True)
+            for size, floor, limit in zip(sizes(cost), minimum, scale, strict=True)
         ]
         hbm, hbm_time, links, link_time = cost_cells(cost)
         rows.append(
@@ -251,7 +254,7 @@ def _traffic_table(report: CompileReport, traffic: ProgramTraffic) -> str:
         + _element(
             "p",
             _text(f"Per device and step, {bandwidths_of(report.hardware)}. ")
-            + "Dashed: the least that the embedding part must move.",
+            + "Dashed line: minimum traffic of the embedding part.",
         )
         + _table(head, rows, plots=(4, 7))
         + _loops_table(traffic)
@@ -262,7 +265,8 @@ def _loops_table(traffic: ProgramTraffic) -> str:
     if not traffic.loops:
         return ""
     head, *rows = ([_text(cell) for cell in row] for row in loop_rows(traffic))
-    return _element("p", _text(f"Not in it: {LOOPS_NOTE}.")) + _table(head, rows)
+    note = _element("p", _text(f"Not in the total: {LOOPS_NOTE}."))
+    return note + _table(head, rows)
 
 
 def _bar(share: float, floor: float) -> str:
@@ -274,7 +278,7 @@ def _bar(share: float, floor: float) -> str:
 
 
 def _timeline_plot(timeline: Timeline) -> str:
-    """Returns what runs when, a row for each unit."""
+    """Returns the plot of a timeline, with a row for each lane."""
     limit = timeline.length or 1.0
     factor, name = 1.0, "places in the order of the schedule"
     if timeline.axis == "modelled seconds":
@@ -295,15 +299,18 @@ def _timeline_plot(timeline: Timeline) -> str:
     names = [_name(i, scale, top[i.lane]) for i in timeline.intervals]
     shapes += boxes + names
     swatches = [_swatch(_PART_COLOURS[part]) + f"{part} &#160; " for part in PARTS]
-    shaded = _swatch(_SHADE) + "SparseCore works: the TensorCore works beside it, "
+    shaded = _swatch(_SHADE) + (
+        "SparseCore is busy; the TensorCore runs in parallel, or waits if its row is "
+        "empty"
+    )
     left_out = timeline.num_left_out
     return "".join(
         (
             _element("h3", "Modelled timeline"),
             _element("p", _text(format_timeline(timeline)) + "."),
-            _element("p", *swatches, shaded, "or, where nothing is above, waits"),
+            _element("p", *swatches, shaded),
             _svg(axis_y + 36, shapes),
-            _element("p", f"{left_out} shorter operations are left out.")
+            _element("p", f"{left_out} shorter operations are not shown.")
             if left_out
             else "",
         )
@@ -320,16 +327,16 @@ def _box(interval: Interval, scale: float, y: float) -> str:
 
 
 def _name(interval: Interval, scale: float, y: float) -> str:
-    """Returns the name of a box, if there is room."""
+    """Returns the label of an interval's box, or "" if it does not fit."""
     x, width = _LEFT + scale * interval.begin, scale * interval.length
     name = interval.operation_class
-    if width < _LETTER * len(name):
+    if width < _LETTER_WIDTH * len(name):
         return ""
     return _label(x + width / 2, y + 17, name, text_anchor="middle")
 
 
 def _axis(limit: float, y: float, name: str) -> Iterator[str]:
-    """Yields a horizontal axis from 0 to a limit, at a height."""
+    """Yields the shapes of a horizontal axis from 0 to `limit`, at height `y`."""
     step = 10 ** math.floor(math.log10(limit / _NUM_TICKS))
     step *= next(n for n in (1, 2, 5, 10) if n * step * _NUM_TICKS >= limit)
     yield _line(_LEFT, y, _RIGHT, y)
@@ -347,7 +354,7 @@ def _table(
     plots: Sequence[int] = (),
     style: str = "plain",
 ) -> str:
-    """Returns a table; cells are markup, those of the columns `plots` are bars."""
+    """Returns a table of markup cells; the columns `plots` hold bars."""
     lines = [_element("tr", *(_element("th", cell) for cell in head))]
     for row in rows:
         cells = [
@@ -374,7 +381,7 @@ def _rect(
     height: float = _BAR,
     **attributes: str,
 ) -> str:
-    """Returns a box; the hint shows under the pointer."""
+    """Returns a rectangle that shows a hint under the pointer."""
     title = _element("title", _text(hint)) if hint else ""
     place = {"x": x, "y": y, "width": width, "height": height}
     return _element("rect", title, **place, fill=fill, **attributes)
@@ -394,7 +401,7 @@ def _swatch(colour: str) -> str:
 
 
 def _element(name: str, *children: str, **attributes: str | float) -> str:
-    """Returns an element. Children are markup, attributes plain text or numbers."""
+    """Returns an element of markup children and text or number attributes."""
     written = ""
     for key, value in attributes.items():
         value = f"{value:.2f}" if isinstance(value, float) else str(value)

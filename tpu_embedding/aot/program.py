@@ -1,8 +1,8 @@
-"""What a compiled program does to the tables, read from its optimised HLO.
+"""Facts about a compiled program's treatment of tables, read from its optimised HLO.
 
-The contract of a train step: tables and slot variables are updated in place, nothing of
-their size is copied, and rows are gathered and scattered on SparseCore where there is
-one. All of that is visible in the program, so it is checked without a TPU.
+A train step promises three things. Tables and slot variables are updated in place. No
+array of their size is copied. Rows are gathered and scattered on SparseCore if the chip
+has one. The HLO shows all three, so tests check them without a TPU.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from tpu_embedding.aot.hlo import Instruction, parse_module
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import RowLayout
 
-# Instructions that hand an array on, or update it in place.
-_MOVES_NOTHING: Final = frozenset(
+# Instructions that forward an array or update it in place.
+_WITHOUT_COPY: Final = frozenset(
     {
         "parameter",
         "get-tuple-element",
@@ -38,9 +38,12 @@ _MOVES_NOTHING: Final = frozenset(
 _COPIES: Final = frozenset({"copy", "copy-start", "copy-done", "transpose"})
 _ALL_GATHERS: Final = frozenset({"all-gather", "all-gather-start"})
 _PALLAS: Final = "tpu_custom_call"
-_SMALLEST_TABLE: Final = 2**14
-"""Elements per device, 64 KiB, below which a table counts as none: any small array may
-have its size, and XLA rightly keeps it on the chip."""
+_MIN_TABLE_SIZE: Final = 2**14
+"""Minimum elements per device (64 KiB) of the table-sized arrays in a report.
+
+Smaller arrays may have the size of a small table by chance. XLA also rightly moves
+small tables to on-chip memory.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,19 +51,21 @@ class ProgramReport:
     """Facts about a compiled train step; sizes in bytes per device.
 
     Attributes:
-      argument_bytes: of all inputs.
-      alias_bytes: of inputs that are updated in place.
-      temporary_bytes: memory the program takes beside inputs and outputs.
-      table_sized_copies: copies of the size of a stacked table or slot variable, or
-        larger than all; those below 64 KiB per device are not looked for.
-      table_sized_passes: other instructions that make something of such a size, and
-        are no scatter in place; an optimizer of every row needs them.
+      argument_bytes: size of all inputs.
+      alias_bytes: size of the inputs that are updated in place.
+      temporary_bytes: size of temporaries, without inputs and outputs.
+      table_sized_copies: copy instructions with the size of a stacked table or slot
+        variable, or larger than all of them. Copies below 64 KiB per device are not
+        reported.
+      table_sized_passes: other instructions that write an array of such a size, except
+        scatters in place. Only an optimizer that updates every row needs them.
       table_sized_all_gathers: all-gathers of such a size.
-      sparse_core_gathers: gathers that run on SparseCore.
-      sparse_core_scatters: scatters that run on SparseCore.
-      kernels: Pallas kernels.
-      sparse_core_relayouts: table copies for a layout change on SparseCore; a fault.
-      all_to_alls: exchanges between devices, those of further rounds included.
+      sparse_core_gathers: number of gathers on SparseCore.
+      sparse_core_scatters: number of scatters on SparseCore.
+      kernels: number of Pallas kernels.
+      sparse_core_relayouts: number of copies on SparseCore that change an array's
+        layout. Any is a defect.
+      all_to_alls: number of all-to-alls, including those of later rounds.
     """
 
     argument_bytes: int
@@ -79,14 +84,11 @@ class ProgramReport:
 def inspect_program(
     compiled: jax.stages.Compiled, plan: EmbeddingPlan
 ) -> ProgramReport:
-    """Reads the facts off a compiled program.
+    """Returns facts about a compiled program.
 
     Args:
-      compiled: of `jax.jit(...).lower(...).compile(...)`, for any platform.
-      plan: of the layer in it; says what size tables and slot variables have.
-
-    Returns:
-      The report.
+      compiled: result of `jax.jit(...).lower(...).compile(...)`, for any platform.
+      plan: plan of the layer in the program; it gives the sizes of tables and slots.
     """
     text = compiled.as_text()
     assert text is not None
@@ -119,7 +121,7 @@ def inspect_program(
 
 
 def row_layouts(plan: EmbeddingPlan) -> list[RowLayout]:
-    """Returns the layouts of a plan's tables and slot variables."""
+    """Returns the layouts of all stacked tables and slot variables of a plan."""
     return [
         layout
         for stack in plan.stacks
@@ -131,21 +133,22 @@ def row_layouts(plan: EmbeddingPlan) -> list[RowLayout]:
 
 
 def _is_table_sized(instruction: Instruction, sizes: set[int]) -> bool:
-    """Whether a result is as large as a table or slot variable, or larger than all."""
+    """Returns True if a result has the size of a table or slot, or exceeds all."""
     return any(
-        size >= _SMALLEST_TABLE and (size in sizes or size > max(sizes))
+        size >= _MIN_TABLE_SIZE and (size in sizes or size > max(sizes))
         for size in instruction.sizes
     )
 
 
 def _is_in_place(instruction: Instruction) -> bool:
-    """A fusion is in place if it is made of a scatter; XLA names it so.
+    """Returns True if an instruction updates in place or only forwards an operand.
 
-    A kernel is if it says that its result is an operand.
+    A fusion updates in place if XLA names it after a scatter. A Pallas kernel does if
+    it declares that its output aliases an operand.
     """
     if instruction.opcode == "fusion":
         return "scatter" in instruction.name
     if instruction.opcode == "custom-call":
         is_kernel = instruction.text_attribute("custom_call_target") == _PALLAS
         return not is_kernel or "output_to_operand_aliasing" in instruction.attributes
-    return instruction.opcode in _MOVES_NOTHING
+    return instruction.opcode in _WITHOUT_COPY

@@ -1,8 +1,8 @@
-"""The compile report: whether a step fits a slice, what it moves, and where it runs.
+"""The compile report: memory, traffic and timeline of a train step, without a TPU.
 
-Nothing of it needs a TPU. `compile_report` puts together what the compiler says of
-memory, what `cost.py` models of traffic and `timeline.py` of time, and what `floor.py`
-takes for the least; `text.py` and `html.py` render it.
+`compile_report` combines the compiler's memory figures, the traffic model of `cost.py`,
+the timeline of `timeline.py` and the minimum traffic of `floor.py`. `text.py` and
+`html.py` render the report.
 """
 
 import dataclasses
@@ -50,23 +50,25 @@ _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What a step takes of a device's memory, in bytes.
+    """Memory of a step on one device, in bytes.
+
+    If the step does not fit, the compiler reports only the total. `padding`, `outputs`,
+    `temporaries` and `code` are None then.
 
     Attributes:
-      tables: of the layer.
-      slots: optimizer state of the tables, one row per table row.
+      tables: tables of the layer.
+      slots: slot variables of the tables.
       dense: all other parameters and their optimizer state.
       inputs: the batch.
-      padding: what tiles add to `dense` and `inputs`. This and the next three are None
-        if the step does not fit, because the compiler does not say them then.
-      outputs: results that are not written over an argument.
-      temporaries: what the step needs while it runs.
-      code: the program itself.
-      required: all of it; by the compiler's word if the step does not fit.
-      available: what a step may have, by the compiler's word, which keeps some of the
-        capacity for the system; else the capacity.
-      capacity: the device's memory; None if that is not known.
-      fits: whether the compiler accepted the step.
+      padding: tile padding of `dense` and `inputs`.
+      outputs: results that do not reuse the memory of an argument.
+      temporaries: temporary memory of the running step.
+      code: code of the program.
+      required: total memory. If the step does not fit, the compiler's figure.
+      available: memory available to a step. The compiler reserves some capacity for the
+        system and reports the rest if a step does not fit. Otherwise the capacity.
+      capacity: the device's memory; None if unknown.
+      fits: True if the compiler accepted the step.
     """
 
     tables: int
@@ -85,12 +87,12 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationCost:
-    """The operations of one class, or of one part of the step.
+    """Traffic of one class of operations, or of one part of the step.
 
     Attributes:
-      name: of the class or part; see `cost.Operation`.
-      num_operations: how many there are in the program.
-      cost: of all of them, in a step.
+      name: name of the class or part; see `cost.Operation`.
+      num_operations: number of such operations in the program.
+      cost: their total traffic in one step.
     """
 
     name: str
@@ -100,16 +102,16 @@ class OperationCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedOperation:
-    """An operation worth naming: one on SparseCore, or a copy of a table.
+    """An operation that the report lists by name: on SparseCore, or a table copy.
 
     Attributes:
-      name: of the instruction.
+      name: name of the instruction.
       operation_class: see `cost.Operation`.
-      dims: of its result.
-      hbm_bytes: that it moves in one turn.
-      runs: in every step, or in a loop that turns as often as data ask for.
-      op_name: JAX's name of what it comes from, or "".
-      source: line of Python it comes from, or "".
+      dims: shape of its result.
+      hbm_bytes: HBM traffic of one run.
+      runs: `"every step"` or `"data-dependent loop"`.
+      op_name: JAX's name of the operation it comes from, or "".
+      source: Python source line, or "".
     """
 
     name: str
@@ -123,12 +125,12 @@ class NamedOperation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopCost:
-    """A loop whose turns depend on data; in no total.
+    """A loop whose number of iterations depends on data; in no total.
 
     Attributes:
-      op_name: JAX's name of what it comes from, or "".
-      source: line of Python it comes from, or "".
-      per_turn: its cost.
+      op_name: JAX's name of the operation it comes from, or "".
+      source: Python source line, or "".
+      per_turn: traffic of one iteration.
     """
 
     op_name: str
@@ -138,18 +140,18 @@ class LoopCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramTraffic:
-    """What a compiled step moves. Modelled; see `cost.py`.
+    """Modelled traffic of a compiled step; see `cost.py`.
 
     Attributes:
-      total: of a step.
-      classes: the total by class of operation, those that occur.
+      total: traffic of one step.
+      classes: the total by class of operation, for classes that occur.
       parts: the total by part of the step.
-      loops: what comes on top when data ask for it.
-      sparse_core: operations that run on SparseCore.
-      table_copies: operations that copy a whole table or slot variable within HBM,
-        which is a fault.
-      table_moves: those that move one between HBM and the chip's own memory, as XLA
-        does with small ones.
+      loops: data-dependent loops, whose traffic is not in the total.
+      sparse_core: operations on SparseCore.
+      table_copies: operations that copy a whole table or slot variable within HBM. Any
+        is a defect.
+      table_moves: operations that move a table or slot variable between HBM and VMEM,
+        as XLA does with small ones.
     """
 
     total: Cost
@@ -162,33 +164,32 @@ class ProgramTraffic:
 
     @property
     def embedding(self) -> Cost:
-        """Of the embedding part."""
+        """Traffic of the embedding part."""
         (cost,) = (part.cost for part in self.parts if part.name == "embedding")
         return cost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileReport:
-    """What a train step is on a slice of TPUs, as its compiler sees it.
+    """Memory, traffic and timeline of a train step, compiled for a TPU topology.
 
     All sizes and times are per device.
 
     Attributes:
-      name: of the step.
-      topology: of the slice, as the caller names it.
-      num_slices: joined by the network of a data centre.
-      num_devices: of all slices together.
-      hardware: of the devices, with the compiler options that the step was compiled
-        with.
-      versions: of jax, jaxlib and libtpu.
-      plan: of the layer, as it prints itself.
-      memory: whether the step fits.
-      floor: the least that the embedding part must move; see `floor.py`.
-      traffic: what the program moves; None if the step does not fit.
-      timeline: when its operations run; None if the step does not fit.
-      trace_seconds: from Python to the compiler's input.
-      compile_seconds: of the compiler.
-      refusal: the compiler's words if the step does not fit, or "".
+      name: name of the step.
+      topology: name of the topology, as the caller gives it.
+      num_slices: number of slices, connected by the data-centre network.
+      num_devices: number of devices of all slices.
+      hardware: hardware of the devices, with the compiler options of the step.
+      versions: package versions of jax, jaxlib and libtpu.
+      plan: printed plan of the layer.
+      memory: memory of the step, and its fit.
+      floor: minimum traffic of the embedding part; see `floor.py`.
+      traffic: modelled traffic of the program; None if the step does not fit.
+      timeline: modelled timeline of the program; None if the step does not fit.
+      trace_seconds: time to trace and lower the step, in Python.
+      compile_seconds: time of the compiler.
+      refusal: the compiler's error if the step does not fit, or "".
     """
 
     name: str
@@ -207,7 +208,7 @@ class CompileReport:
     refusal: str
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as JSON values."""
+        """Returns the report as a dict of JSON values."""
         values = dataclasses.asdict(self)
         values["versions"] = dict(self.versions)
         values["hardware"]["compiler_options"] = dict(self.hardware.compiler_options)
@@ -224,25 +225,25 @@ def compile_report(
     name: str = "train step",
     topology: str = "",
 ) -> CompileReport:
-    """Compiles a train step for devices that need not be there, and reports on it.
+    """Compiles a train step ahead of time and reports its memory and traffic.
 
     Args:
-      step: `(state, batch) -> ...`, jitted, with the state donated and the plan's
-        `compiler_options`.
-      state: tables, dense parameters and the state of optimizers, as
-        `jax.ShapeDtypeStruct`s with shardings; see `abstract_arrays`.
-      batch: likewise; see `abstract_batch`.
-      plan: of the layer, on a mesh from `topology_mesh`.
-      features: the part of the batch that the layer looks up; None: all of it.
-      name: of the step, for the report.
-      topology: of the slice, for the report.
+      step: jitted function `(state, batch) -> ...` that donates the state and uses the
+        plan's `compiler_options`.
+      state: tables, dense parameters and optimizer state, as `jax.ShapeDtypeStruct`s
+        with shardings; see `abstract_arrays`.
+      batch: batch, as `jax.ShapeDtypeStruct`s with shardings; see `abstract_batch`.
+      plan: plan of the layer, on a mesh from `topology_mesh`.
+      features: part of the batch that the layer looks up; None means all of it.
+      name: name of the step, for the report.
+      topology: name of the topology, for the report.
 
     Returns:
       The report, also if the step does not fit.
 
     Raises:
-      jax.errors.JaxRuntimeError: if the compiler refuses the program, or an option,
-        for another reason than memory.
+      jax.errors.JaxRuntimeError: if the compiler rejects the program for any reason
+        other than memory, such as an unknown option.
 
     Example:
       >>> import jax.numpy as jnp
@@ -261,7 +262,7 @@ def compile_report(
       (True, ())
     """
     floor = embedding_floor(plan, batch if features is None else features)
-    least = Traffic(
+    minimum = Traffic(
         hbm_bytes=floor.hbm_bytes, ici_bytes=floor.ici_bytes, dcn_bytes=floor.dcn_bytes
     )
     begin = time.perf_counter()
@@ -290,7 +291,7 @@ def compile_report(
         versions=_versions(),
         plan=str(plan),
         memory=_memory(compiled, refusal, state, batch, plan),
-        floor=cost_of(least, plan.hardware),
+        floor=cost_of(minimum, plan.hardware),
         traffic=traffic,
         timeline=timeline,
         trace_seconds=lowered_at - begin,
@@ -313,7 +314,7 @@ def _memory(
     if capacity is not None:
         capacity //= hardware.devices_per_chip
     padding, outputs, temporaries, code = None, None, None, None
-    required, available = _words_on_memory(refusal) or (known, capacity)
+    required, available = _parse_out_of_memory(refusal) or (known, capacity)
     if compiled is not None:
         sizes = compiled.memory_analysis()
         padding = max(0, sizes.argument_size_in_bytes - known)
@@ -345,8 +346,8 @@ def _device_bytes(leaf: Any) -> int:
     return math.prod(shape) * leaf.dtype.itemsize
 
 
-def _words_on_memory(refusal: str) -> tuple[int, int] | None:
-    """Reads what a step would have needed, and could have had, off a refusal."""
+def _parse_out_of_memory(refusal: str) -> tuple[int, int] | None:
+    """Parses required and available bytes from an out-of-memory error, or None."""
     match = _OUT_OF_MEMORY.search(refusal)
     if match is None:
         return None
@@ -382,31 +383,31 @@ def _traffic(program: ProgramCost, plan: EmbeddingPlan) -> ProgramTraffic:
         loops=tuple(
             LoopCost(
                 op_name=loop.op_name,
-                source=_short(loop.source),
+                source=_relative_source(loop.source),
                 per_turn=cost_of(total(loop.operations), plan.hardware),
             )
             for loop in program.loops
         ),
-        sparse_core=_named(program, lambda o: o.unit == "SparseCore"),
-        table_copies=_named(program, lambda o: _copies_table(o, tables)),
-        table_moves=_named(program, lambda o: _moves_table(o, tables)),
+        sparse_core=_select_operations(program, lambda o: o.unit == "SparseCore"),
+        table_copies=_select_operations(program, lambda o: _copies_table(o, tables)),
+        table_moves=_select_operations(program, lambda o: _moves_table(o, tables)),
     )
 
 
 def _dims_of_tables(plan: EmbeddingPlan) -> set[tuple[int, ...]]:
-    """Returns the shapes of tables and slot variables, as they are and transposed."""
+    """Returns the shapes of tables and slot variables, and their transposes."""
     shapes = {layout.lines_shape for layout in row_layouts(plan)}
     return shapes | {shape[::-1] for shape in shapes}
 
 
 def _copies_table(operation: Operation, tables: set[tuple[int, ...]]) -> bool:
-    """Whether an operation writes a table anew that it has read."""
+    """Returns True if an operation copies a whole table within HBM."""
     is_copy = operation.operation_class == "copy" and operation.part != "dense"
     return is_copy and operation.dims in tables and _stays_in_hbm(operation)
 
 
 def _moves_table(operation: Operation, tables: set[tuple[int, ...]]) -> bool:
-    """Whether an operation takes a table, or a piece, to VMEM or back."""
+    """Returns True if an operation moves a table or a piece between HBM and VMEM."""
     is_copy = operation.operation_class == "copy" and operation.part != "dense"
     is_table = not tables.isdisjoint((operation.dims, *operation.operand_dims))
     is_move = operation.traffic.hbm_bytes > 0 and not _stays_in_hbm(operation)
@@ -414,14 +415,14 @@ def _moves_table(operation: Operation, tables: set[tuple[int, ...]]) -> bool:
 
 
 def _stays_in_hbm(copy: Operation) -> bool:
-    """Whether a copy reads from HBM and writes to it; else one of the two is VMEM."""
-    return copy.traffic.hbm_bytes >= 2 * copy.result_bytes * copy.turns
+    """Returns True for a copy within HBM, False for one from or to VMEM."""
+    return copy.traffic.hbm_bytes >= 2 * copy.result_bytes * copy.num_runs
 
 
-def _named(
+def _select_operations(
     program: ProgramCost, keep: Callable[[Operation], bool]
 ) -> tuple[NamedOperation, ...]:
-    """Returns the operations to keep, those of data-dependent loops last."""
+    """Returns the operations that `keep` selects; data-dependent loops come last."""
 
     def named(operations: Iterable[Operation], runs: Runs) -> list[NamedOperation]:
         return [
@@ -429,13 +430,13 @@ def _named(
                 name=operation.name,
                 operation_class=operation.operation_class,
                 dims=operation.dims,
-                hbm_bytes=operation.traffic.hbm_bytes / operation.turns,
+                hbm_bytes=operation.traffic.hbm_bytes / operation.num_runs,
                 runs=runs,
                 op_name=operation.op_name,
-                source=_short(operation.source),
+                source=_relative_source(operation.source),
             )
             for operation in operations
-            if operation.turns and keep(operation)
+            if operation.num_runs and keep(operation)
         ]
 
     found = named(program.operations, "every step")
@@ -444,8 +445,8 @@ def _named(
     return tuple(found)
 
 
-def _short(source: str) -> str:
-    """Cuts the place of the package off a source line."""
+def _relative_source(source: str) -> str:
+    """Returns a source line with its path relative to the package's parent."""
     return source.removeprefix(f"{_SOURCE_ROOT}{os.sep}")
 
 

@@ -1,6 +1,6 @@
-"""Compile reports as text: what the command `tpu-embedding compile` prints.
+"""Text form of compile reports, which `tpu-embedding compile` prints.
 
-`html.py` shows the same rows and lines, beside plots.
+`html.py` shows the same rows and lines, with plots.
 """
 
 from collections.abc import Sequence
@@ -18,34 +18,37 @@ from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.plan.memory import format_bytes, format_table
 
 LOOPS_NOTE: Final = (
-    "loops that turn as often as data ask for (an eighth of the ids, where they "
-    "repeat; a further round, under skew; ...); per turn"
+    "one iteration of each data-dependent loop, such as one later round under skew, or "
+    "the gradients of repeated ids in one eighth of the places"
 )
 _COST_HEAD: Final = ("HBM", "HBM time", "links", "link time")
 
 
 def format_report(report: CompileReport) -> str:
-    """Returns a report as text, several lines.
+    """Returns a report as text of several lines.
 
     Args:
-      report: from `compile_report`.
+      report: report from `compile_report`.
     """
-    head = [
-        f"{title_of(report)}; traced in {report.trace_seconds:.1f} s, compiled in "
-        f"{report.compile_seconds:.1f} s by {versions_of(report)}",
-        f"compiler options: {options_of(report)}",
-    ]
-    parts = ["\n".join(head), report.plan, _format_memory(report)]
+    sections = [_format_head(report), report.plan, _format_memory(report)]
     if report.traffic is not None:
-        parts += [_format_traffic(report, report.traffic)]
-        parts += [_format_operations(report.traffic)]
+        sections += [_format_traffic(report, report.traffic)]
+        sections += [_format_operations(report.traffic)]
     if report.timeline is not None:
-        parts += [format_timeline(report.timeline)]
-    return "\n\n".join(parts)
+        sections += [format_timeline(report.timeline)]
+    return "\n\n".join(sections)
+
+
+def _format_head(report: CompileReport) -> str:
+    return (
+        f"{title_of(report)}; traced in {report.trace_seconds:.1f} s, compiled in "
+        f"{report.compile_seconds:.1f} s by {versions_of(report)}\n"
+        f"compiler options: {options_of(report)}"
+    )
 
 
 def title_of(report: CompileReport) -> str:
-    """Returns what was compiled, and for which devices."""
+    """Returns the step's name, topology and number of devices."""
     slices = f"{report.num_slices} slices of " if report.num_slices > 1 else ""
     count = report.num_devices
     devices = "device" if count == 1 else "devices"
@@ -53,7 +56,7 @@ def title_of(report: CompileReport) -> str:
 
 
 def versions_of(report: CompileReport) -> str:
-    """Returns what compiled the step."""
+    """Returns the package versions that compiled the step."""
     return ", ".join(f"{name} {version}" for name, version in report.versions)
 
 
@@ -64,17 +67,17 @@ def options_of(report: CompileReport) -> str:
 
 
 def format_comparison(reports: Sequence[CompileReport]) -> str:
-    """Returns a table with a row for each report.
+    """Returns a text table with a row for each report.
 
     Args:
-      reports: of the same step for several topologies.
+      reports: reports of one step for several topologies.
     """
     rows = comparison_rows(reports)
     return "per device and step; times are modelled\n" + format_table(rows)
 
 
 def comparison_rows(reports: Sequence[CompileReport]) -> list[tuple[str, ...]]:
-    """Returns the cells of a table with a row for each report, under a head."""
+    """Returns the cells of the comparison: a head and a row for each report."""
     rows: list[tuple[str, ...]] = [
         (
             "topology",
@@ -83,7 +86,7 @@ def comparison_rows(reports: Sequence[CompileReport]) -> list[tuple[str, ...]]:
             "memory",
             "of HBM",
             *_COST_HEAD,
-            "embedding HBM / least",
+            "embedding HBM / minimum",
             "compiled",
         )
     ]
@@ -110,14 +113,14 @@ def comparison_rows(reports: Sequence[CompileReport]) -> list[tuple[str, ...]]:
 
 
 def memory_rows(memory: Memory) -> list[tuple[str, int]]:
-    """Returns what takes a device's memory, with the bytes of each, where known."""
+    """Returns the known parts of a device's memory, by name, with their bytes."""
     rows = (
         ("tables", memory.tables),
-        ("slots of the tables", memory.slots),
-        ("dense parameters, their optimizer", memory.dense),
+        ("slot variables", memory.slots),
+        ("dense parameters and optimizer state", memory.dense),
         ("inputs", memory.inputs),
-        ("padding of the last two", memory.padding),
-        ("results", memory.outputs),
+        ("tile padding of dense and inputs", memory.padding),
+        ("outputs", memory.outputs),
         ("temporaries", memory.temporaries),
         ("program code", memory.code),
     )
@@ -128,14 +131,16 @@ def _format_memory(report: CompileReport) -> str:
     memory = report.memory
     verdict = "fits"
     if memory.available is not None:
+        needs = (
+            f"needs {format_bytes(memory.required)} of "
+            f"{format_bytes(memory.available)} HBM"
+        )
         difference = format_bytes(abs(memory.available - memory.required))
         verdict = (
-            f"fits: needs {format_bytes(memory.required)}, leaves {difference} of"
+            f"fits: {needs}, {difference} free"
             if memory.fits
-            else f"DOES NOT FIT: needs {format_bytes(memory.required)}, {difference} "
-            "more than"
+            else f"DOES NOT FIT: {needs}, {difference} too much"
         )
-        verdict += f" {format_bytes(memory.available)} HBM"
     if report.refusal:
         verdict += f"\n{report.refusal}"
     rows = [("memory per device", "", "of HBM")] + [
@@ -148,15 +153,15 @@ def _format_memory(report: CompileReport) -> str:
 def traffic_rows(
     report: CompileReport, traffic: ProgramTraffic
 ) -> list[tuple[str, str, Cost]]:
-    """Returns what moves, how many operations move it, and the cost."""
+    """Returns name, number of operations and traffic of each row of the table."""
     return [
         *((row.name, str(row.num_operations), row.cost) for row in traffic.classes),
-        ("all of it", "", traffic.total),
+        ("total", "", traffic.total),
         *(
-            (f"  of it {row.name}", str(row.num_operations), row.cost)
+            (f"  of which {row.name}", str(row.num_operations), row.cost)
             for row in traffic.parts
         ),
-        ("least for the embedding part", "", report.floor),
+        ("minimum of the embedding part", "", report.floor),
     ]
 
 
@@ -166,12 +171,12 @@ def _format_traffic(report: CompileReport, traffic: ProgramTraffic) -> str:
         (name, count, *cost_cells(cost))
         for name, count, cost in traffic_rows(report, traffic)
     ]
-    least, found = report.floor, traffic.embedding
+    minimum, found = report.floor, traffic.embedding
     ratios = (
-        _ratio(found.hbm_bytes, least.hbm_bytes),
-        _ratio(found.ici_bytes + found.dcn_bytes, least.ici_bytes),
+        _ratio(found.hbm_bytes, minimum.hbm_bytes),
+        _ratio(found.ici_bytes + found.dcn_bytes, minimum.ici_bytes),
     )
-    rows.append(("embedding part / least", "", ratios[0], "", ratios[1], ""))
+    rows.append(("embedding part / minimum", "", ratios[0], "", ratios[1], ""))
     lines = [
         f"modelled traffic per device and step, {bandwidths_of(report.hardware)}",
         format_table(rows),
@@ -179,14 +184,14 @@ def _format_traffic(report: CompileReport, traffic: ProgramTraffic) -> str:
     if traffic.loops:
         lines += [
             "",
-            f"not in it: {LOOPS_NOTE}",
+            f"not in the total: {LOOPS_NOTE}",
             format_table(loop_rows(traffic)),
         ]
     return "\n".join(lines)
 
 
 def loop_rows(traffic: ProgramTraffic) -> list[tuple[str, ...]]:
-    """Returns the cells of a table of the loops in no total, under a head."""
+    """Returns the cells of the table of data-dependent loops, under a head."""
     rows: list[tuple[str, ...]] = [("loop", *_COST_HEAD)]
     rows += [
         (_origin(loop.source, loop.op_name), *cost_cells(loop.per_turn))
@@ -196,17 +201,17 @@ def loop_rows(traffic: ProgramTraffic) -> list[tuple[str, ...]]:
 
 
 def bandwidths_of(hardware: HardwareInfo) -> str:
-    """Returns what bytes are divided by."""
+    """Returns the peak bandwidths of one device as text."""
     known = [
         f"{name} {1e-9 * value / hardware.devices_per_chip:,.0f} GB/s"
         for name, value in (
             ("HBM", hardware.hbm_bytes_per_second),
-            ("links of the slice", hardware.ici_bytes_per_second),
-            ("to other slices", hardware.dcn_bytes_per_second),
+            ("links within the slice", hardware.ici_bytes_per_second),
+            ("links to other slices", hardware.dcn_bytes_per_second),
         )
         if value is not None
     ]
-    return f"at {', '.join(known)}" if known else "bandwidths unknown"
+    return f"at peak {', '.join(known)}" if known else "bandwidths unknown"
 
 
 def _format_operations(traffic: ProgramTraffic) -> str:
@@ -219,41 +224,43 @@ def _format_operations(traffic: ProgramTraffic) -> str:
 def operation_blocks(
     traffic: ProgramTraffic,
 ) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """Returns what runs on SparseCore, and which tables are copied.
+    """Returns the lists of operations on SparseCore and of copied or moved tables.
 
-    Each is a title with the cells of a table under a head, or with none.
+    Each list is a title and the cells of a table under a head. Without operations there
+    are no cells.
     """
     blocks = []
     if traffic.sparse_core:
-        blocks.append(("on SparseCore", _named_rows(traffic.sparse_core)))
+        title = "operations on SparseCore"
+        blocks.append((title, _operation_rows(traffic.sparse_core)))
     else:
-        blocks.append(("on SparseCore: nothing", []))
+        blocks.append(("operations on SparseCore: none", []))
     if traffic.table_copies:
-        title = "TABLES OR SLOTS COPIED WITHIN HBM"
-        blocks.append((title, _named_rows(traffic.table_copies)))
+        title = "TABLES OR SLOT VARIABLES COPIED WITHIN HBM"
+        blocks.append((title, _operation_rows(traffic.table_copies)))
     else:
-        blocks.append(("tables or slots copied within HBM: none", []))
+        blocks.append(("tables or slot variables copied within HBM: none", []))
     if traffic.table_moves:
-        title = "tables or slots, being small, moved to VMEM or back"
-        blocks.append((title, _named_rows(traffic.table_moves)))
+        title = "small tables or slot variables moved between HBM and VMEM"
+        blocks.append((title, _operation_rows(traffic.table_moves)))
     return blocks
 
 
 def format_timeline(timeline: Timeline) -> str:
-    """Returns how long a step is, and how much of it SparseCore works; one line."""
+    """Returns the length of a step and SparseCore's busy time in one line."""
     title, show = "modelled timeline", format_seconds
     if timeline.axis == "order of the schedule":
-        title = "timeline by the order of the schedule, since bandwidths are unknown"
+        title = "timeline in schedule order, because bandwidths are unknown"
         show = lambda places: f"{places:.0f} places"  # noqa: E731
     return (
-        f"{title}: a step of {show(timeline.length)}; SparseCore works "
-        f"{show(timeline.sparse_core)}, {show(timeline.overlap)} of it beside the "
-        "TensorCore"
+        f"{title}: the step takes {show(timeline.length)}; SparseCore is busy for "
+        f"{show(timeline.sparse_core)}, of which {show(timeline.overlap)} in parallel "
+        "with the TensorCore"
     )
 
 
-def _named_rows(operations: Sequence[NamedOperation]) -> list[tuple[str, ...]]:
-    """Returns the cells of a table, under a head; equal operations take one row."""
+def _operation_rows(operations: Sequence[NamedOperation]) -> list[tuple[str, ...]]:
+    """Returns the cells of a table of operations; equal operations share a row."""
     counts: dict[tuple[str, ...], int] = {}
     for operation in operations:
         dims = ",".join(map(str, operation.dims))
@@ -266,20 +273,20 @@ def _named_rows(operations: Sequence[NamedOperation]) -> list[tuple[str, ...]]:
         )
         counts[row] = counts.get(row, 0) + 1
     rows: list[tuple[str, ...]] = [
-        ("", "result", "from", "runs in", "HBM per turn", "times")
+        ("operation", "result", "source", "runs in", "HBM per run", "count")
     ]
     rows += [(*row, str(count)) for row, count in counts.items()]
     return rows
 
 
 def _origin(source: str, op_name: str) -> str:
-    """Returns where an operation comes from; its name without the step's own."""
+    """Returns source line and JAX name of an operation, without the step's name."""
     _, _, name = op_name.partition("/")
     return " ".join(part for part in (source, name) if part) or "unknown"
 
 
 def cost_cells(cost: Cost) -> tuple[str, str, str, str]:
-    """Returns HBM bytes and time, and those of the links; both networks together."""
+    """Returns bytes and time over HBM, then over the links of both networks."""
     links = format_bytes(cost.ici_bytes + cost.dcn_bytes)
     seconds = cost.ici_seconds
     if cost.dcn_bytes:
@@ -294,14 +301,14 @@ def cost_cells(cost: Cost) -> tuple[str, str, str, str]:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Returns a time with its unit."""
+    """Returns a time as text, in ms or us."""
     if seconds is None:
         return "unknown"
     return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.1f} us"
 
 
-def _ratio(value: float, least: float) -> str:
-    return f"{value / least:.1f} x" if least else "-"
+def _ratio(value: float, minimum: float) -> str:
+    return f"{value / minimum:.1f}x" if minimum else "-"
 
 
 def _share(size: int, capacity: int | None) -> str:

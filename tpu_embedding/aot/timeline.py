@@ -1,17 +1,19 @@
-"""When the operations of a program run, and what runs beside what. Modelled.
+"""Modelled timeline of a program: the start, end and overlap of its operations.
 
-XLA fixes the order of a program's instructions, and where it starts and awaits what
-runs asynchronously: on SparseCore, as a collective, as a copy. From that order and the
-traffic of each operation (`cost.py`) a timeline follows:
+XLA fixes the order of a program's instructions. It also fixes where asynchronous
+operations start and where the program waits for them: operations on SparseCore,
+collectives and copies. The timeline follows from that order and from the traffic of
+each operation (`cost.py`):
 
-* The TensorCore takes the instructions in their order, one at a time. An asynchronous
-  operation runs from its start, beside them; where it is awaited, they wait.
-* An operation takes the time of its bytes over the bandwidth, as long as it is alone.
-  Operations that run at once share each bandwidth evenly, so that no step gets shorter
-  than its traffic over the bandwidth.
+* The TensorCore runs the instructions in order, one at a time. An asynchronous
+  operation runs in parallel from its start. The TensorCore stalls where it waits for
+  one.
+* An operation alone takes its bytes over the bandwidth. Concurrent operations share
+  each bandwidth evenly, so no step is shorter than its total traffic over the
+  bandwidth.
 
-Arithmetic and latency are left out, as are loops whose turns depend on data. Where a
-bandwidth is not known, an instruction of the TensorCore takes one place in the order.
+The model ignores arithmetic, latency and data-dependent loops. If a bandwidth is
+unknown, each TensorCore instruction takes one place in the schedule order instead.
 """
 
 import collections
@@ -35,11 +37,11 @@ Lane = Literal["TensorCore", "SparseCore", "links", "copies"]
 LANES: Final[tuple[Lane, ...]] = get_args(Lane)
 
 MAX_INTERVALS: Final = 200
-"""What a timeline keeps; the longest are kept."""
-_FINEST_SHARE: Final = 3e-3
-"""Of the whole: shorter neighbours are drawn as one. A few pixels of a page."""
+"""Maximum number of intervals in a timeline; it keeps the longest."""
+_MERGE_SHARE: Final = 3e-3
+"""Share of the timeline, a few pixels, below which neighbours merge into one."""
 _NEGLIGIBLE_SECONDS: Final = 1e-15
-"""What rounding leaves of an operation that is done."""
+"""Remaining time that counts as done; rounding leaves such remainders."""
 
 _LINK_CLASSES: Final = frozenset(
     {"all-to-all", "all-reduce", "other collective", "between slices"}
@@ -49,17 +51,19 @@ _Span = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interval:
-    """One operation at work, or several short ones that follow each other.
+    """Time interval of one operation, or of several short ones in a row.
+
+    Class, part and name are those of the longest operation.
 
     Attributes:
-      lane: `"TensorCore"` or `"SparseCore"`; `"links"` for collectives; `"copies"` for
-        asynchronous ones.
-      begin: on the axis of the timeline.
-      end: likewise.
-      operation_class: see `cost.Operation`; of the longest operation.
-      part: likewise.
-      op_name: JAX's name of what the longest one comes from, or "".
-      num_operations: how many these are.
+      lane: row of the timeline: `"TensorCore"`, `"SparseCore"`, `"links"` for
+        collectives, or `"copies"` for asynchronous copies.
+      begin: start of the interval, on the timeline's axis.
+      end: end of the interval, on the timeline's axis.
+      operation_class: see `cost.Operation`.
+      part: see `cost.Operation`.
+      op_name: JAX's name of the operation, or "".
+      num_operations: number of operations in the interval.
     """
 
     lane: Lane
@@ -72,23 +76,23 @@ class Interval:
 
     @property
     def length(self) -> float:
-        """On the axis of the timeline."""
+        """Length of the interval on the timeline's axis."""
         return self.end - self.begin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When the operations of a step run. Modelled.
+    """Modelled timeline of one step.
 
     Attributes:
-      axis: `"modelled seconds"` after the start of the step, or, where a bandwidth is
-        not known, places in the `"order of the schedule"`.
-      length: of the step.
-      sparse_core: how much of it SparseCore works.
-      overlap: how much of it SparseCore and TensorCore both work.
-      intervals: by lane, then time; at most `MAX_INTERVALS`.
-      num_left_out: operations, the shortest ones, for which there was no place. Those
-        that move nothing over HBM or links take no modelled time and are not counted.
+      axis: `"modelled seconds"` after the start of the step. If a bandwidth is unknown,
+        `"order of the schedule"`: places in the order of instructions.
+      length: length of the step.
+      sparse_core: length during which SparseCore is busy.
+      overlap: length during which SparseCore and TensorCore are both busy.
+      intervals: at most `MAX_INTERVALS` intervals, sorted by lane, then time.
+      num_left_out: number of operations in the shorter intervals, which are not kept.
+        Operations without traffic take no modelled time and are not counted.
     """
 
     axis: Axis
@@ -102,12 +106,12 @@ class Timeline:
 def make_timeline(
     module: Module, program: ProgramCost, hardware: HardwareInfo
 ) -> Timeline:
-    """Models when the operations of a program run.
+    """Returns the modelled timeline of a program.
 
     Args:
-      module: from `parse_module`; scheduled, as compiled programs are.
-      program: the same, from `program_cost`.
-      hardware: of the devices.
+      module: the compiled program, from `parse_module`.
+      program: the traffic of the same program, from `program_cost`.
+      hardware: hardware of the devices.
 
     Example:
       >>> from tpu_embedding.aot.cost import program_cost
@@ -138,18 +142,18 @@ def make_timeline(
         if span[0] < span[1]
     ]
     length = max((interval.end for interval in intervals), default=0.0)
-    shown, num_left_out = _thinned(intervals, length)
+    shown, num_left_out = _merge_and_keep_longest(intervals, length)
     tensor_core, sparse_core = (
         [(i.begin, i.end) for i in intervals if i.lane == lane]
         for lane in ("TensorCore", "SparseCore")
     )
-    busy = _covered(sparse_core)
-    either = _covered(tensor_core + sparse_core)
+    busy = _union_length(sparse_core)
+    either = _union_length(tensor_core + sparse_core)
     return Timeline(
         axis=axis,
         length=length,
         sparse_core=busy,
-        overlap=max(0.0, busy + _covered(tensor_core) - either),
+        overlap=max(0.0, busy + _union_length(tensor_core) - either),
         intervals=tuple(shown),
         num_left_out=num_left_out,
     )
@@ -158,9 +162,9 @@ def make_timeline(
 def _operations_of_entry(
     module: Module, program: ProgramCost
 ) -> dict[str, list[Operation]]:
-    """Returns instruction of the entry to the operations that it runs, if any.
+    """Returns the operations that each instruction of the entry runs, by its name.
 
-    The operations stand in the order of the instructions, as `program_cost` goes.
+    It relies on `program_cost`, which lists operations in instruction order.
     """
     pending = collections.deque(program.operations)
     operations: dict[str, list[Operation]] = {}
@@ -173,7 +177,7 @@ def _operations_of_entry(
 
 
 def _names_run_by(instruction: Instruction, module: Module) -> set[str]:
-    """Returns an instruction and those of all computations that it runs."""
+    """Returns the names of an instruction and of all instructions that it runs."""
     names = {instruction.name}
     if instruction.opcode != "fusion":
         attributes = ("calls", "to_apply", "body", "condition")
@@ -187,11 +191,12 @@ def _names_run_by(instruction: Instruction, module: Module) -> set[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Event:
-    """Something that the TensorCore comes to.
+    """One scheduling event of the TensorCore.
 
     Attributes:
-      action: it runs an operation to its end, starts one, or waits for one.
-      name: of the operation: of the instruction that runs or starts it.
+      action: `"run"` executes an operation to its end, `"start"` starts an asynchronous
+        one, `"wait"` waits for its end.
+      name: name of the instruction that runs or starts the operation.
     """
 
     action: Literal["run", "start", "wait"]
@@ -199,7 +204,7 @@ class _Event:
 
 
 def _events(module: Module) -> Iterator[_Event]:
-    """Yields what the TensorCore does, in the order of the schedule."""
+    """Yields the events of the TensorCore in schedule order."""
     instructions = module.entry.instructions
     start_of: dict[str, str] = {}
     for instruction in instructions.values():
@@ -209,7 +214,7 @@ def _events(module: Module) -> Iterator[_Event]:
     awaited = set(start_of.values())
     for instruction in instructions.values():
         name = instruction.name
-        # A start without operands only prepares; the update hands them over.
+        # A start without operands only prepares: its update passes the operands.
         is_prepared = name in awaited and not instruction.operands
         if instruction.opcode.endswith("-done") and name in start_of:
             yield _Event(action="wait", name=start_of[name])
@@ -222,7 +227,7 @@ def _events(module: Module) -> Iterator[_Event]:
 
 
 def _seconds(cost: Cost) -> tuple[float, ...] | None:
-    """Returns the times of HBM and the two networks; None if one is not known."""
+    """Returns the seconds over HBM, ICI and DCN; None if one of them is unknown."""
     pairs = (
         (cost.hbm_bytes, cost.hbm_seconds),
         (cost.ici_bytes, cost.ici_seconds),
@@ -247,10 +252,10 @@ def _spans_by_time(
 
 
 class _Clock:
-    """Runs operations that share bandwidths.
+    """Simulated clock of operations that share bandwidths.
 
     Attributes:
-      spans: begin and end, in seconds, of each operation that has ended.
+      spans: start and end, in seconds, of each operation that has ended.
     """
 
     def __init__(self):
@@ -260,23 +265,23 @@ class _Clock:
         self._left: dict[str, tuple[float, ...]] = {}
 
     def start(self, name: str, seconds: tuple[float, ...]) -> None:
-        """Starts an operation that takes so long of each bandwidth, were it alone."""
+        """Starts an operation, given its seconds over each bandwidth when alone."""
         if any(seconds):
             self._begun[name] = self._now
             self._left[name] = seconds
 
     def wait(self, name: str) -> None:
-        """Lets time pass until an operation has ended."""
+        """Advances the clock until an operation has ended."""
         while name in self._left:
             self._advance()
 
     def wait_for_all(self) -> None:
-        """Lets time pass until nothing runs."""
+        """Advances the clock until no operation runs."""
         while self._left:
             self._advance()
 
     def _advance(self) -> None:
-        """Lets time pass until one operation is done with one bandwidth."""
+        """Advances the clock until one operation finishes with one bandwidth."""
         sharers = [
             sum(map(bool, each)) for each in zip(*self._left.values(), strict=True)
         ]
@@ -300,7 +305,10 @@ class _Clock:
 
 
 def _spans_by_order(events: Iterable[_Event]) -> dict[str, _Span]:
-    """Gives what the TensorCore runs one place each; what it starts takes none."""
+    """Returns spans in places of the schedule, one per TensorCore instruction.
+
+    An asynchronous operation spans the places from its start to its wait.
+    """
     spans: dict[str, _Span] = {}
     begun: dict[str, float] = {}
     now = 0.0
@@ -337,14 +345,14 @@ def _interval(
     )
 
 
-def _thinned(
+def _merge_and_keep_longest(
     intervals: Iterable[Interval], length: float
 ) -> tuple[list[Interval], int]:
-    """Merges short neighbours and keeps the longest; returns how many are left out."""
+    """Merges short neighbours; returns the longest and the number left out."""
     merged: list[Interval] = []
     for interval in sorted(intervals, key=lambda i: (LANES.index(i.lane), i.begin)):
-        if merged and _are_one(merged[-1], interval, _FINEST_SHARE * length):
-            merged[-1] = _joined(merged[-1], interval)
+        if merged and _can_merge(merged[-1], interval, _MERGE_SHARE * length):
+            merged[-1] = _merge(merged[-1], interval)
         else:
             merged.append(interval)
     kept = sorted(merged, key=lambda i: i.length, reverse=True)[:MAX_INTERVALS]
@@ -353,16 +361,16 @@ def _thinned(
     return kept, counts[0] - counts[1]
 
 
-def _are_one(a: Interval, b: Interval, finest: float) -> bool:
-    """Whether two intervals, `b` not the earlier, are drawn as one."""
-    if a.lane != b.lane or b.begin - a.end > finest:
+def _can_merge(a: Interval, b: Interval, resolution: float) -> bool:
+    """Returns True if `b` merges into `a`, which starts no later than `b`."""
+    if a.lane != b.lane or b.begin - a.end > resolution:
         return False
     if (a.operation_class, a.part) == (b.operation_class, b.part):
-        return b.begin < a.end or min(a.length, b.length) < finest
-    return max(a.length, b.length) < finest
+        return b.begin < a.end or min(a.length, b.length) < resolution
+    return max(a.length, b.length) < resolution
 
 
-def _joined(a: Interval, b: Interval) -> Interval:
+def _merge(a: Interval, b: Interval) -> Interval:
     longer = a if a.length >= b.length else b
     return dataclasses.replace(
         longer,
@@ -372,8 +380,8 @@ def _joined(a: Interval, b: Interval) -> Interval:
     )
 
 
-def _covered(spans: Iterable[_Span]) -> float:
-    """Returns how much of the axis some spans cover together."""
+def _union_length(spans: Iterable[_Span]) -> float:
+    """Returns the length of the union of some spans."""
     covered, reached = 0.0, 0.0
     for begin, end in sorted(spans):
         covered += max(0.0, end - max(begin, reached))

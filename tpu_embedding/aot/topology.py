@@ -1,7 +1,7 @@
-"""Meshes of TPUs that are not there, to compile programs for.
+"""Meshes of TPU topologies to compile programs for, without TPUs.
 
 `libtpu`, which the `tpu` extra installs, compiles ahead of time for any named topology.
-Nothing here touches a device.
+No function of this module touches a device.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from tpu_embedding.rows.packed_rows import PackedRows
 
 Tree = TypeVar("Tree")
 
-# libtpu ends the process at a side of 0, so names are read here first.
+# libtpu aborts the process for a side of 0, so names are validated first.
 _TOPOLOGY: Final = re.compile(r"(\w+):[1-9]\d*(x[1-9]\d*){1,2}(_twisted|_untwisted)?")
 
-# Describes one host, so that libtpu does not complain that it finds none.
+# Describes one host; without a description libtpu prints warnings.
 _HOST: Final = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_HOST_BOUNDS": "1,1,1"}
 
 
@@ -40,34 +40,35 @@ def topology_mesh(
     *,
     num_slices: int = 1,
 ) -> Mesh:
-    """Returns a mesh of the devices of a TPU slice, or of several equal ones.
+    """Returns a mesh of the devices of one TPU slice or of several equal slices.
 
     Args:
-      topology: generation and chips of a slice, as in `hardware.EXAMPLE_TOPOLOGIES`.
-      axis_names: of the mesh.
-      axis_sizes: of the mesh; None puts all devices on a single axis.
-      num_slices: slices, joined by the network of a data centre; their devices follow
-        each other.
+      topology: generation and chip grid of a slice, as in
+        `hardware.EXAMPLE_TOPOLOGIES`.
+      axis_names: names of the mesh axes.
+      axis_sizes: sizes of the mesh axes; None puts all devices on one axis.
+      num_slices: number of slices, connected by the data-centre network. The mesh
+        holds the devices slice by slice.
 
     Returns:
       A mesh to lower and compile for; it cannot hold arrays.
 
     Raises:
       ImportError: if libtpu is not installed.
-      ValueError: if the topology is not known.
+      ValueError: if the topology is unknown.
     """
     hardware = _hardware_of(topology)
     if num_slices < 1:
         raise ValueError(f"num_slices must be at least 1, got {num_slices}.")
-    # Without these, libtpu asks a metadata server where it runs, and takes a lock.
+    # Without these, libtpu queries a metadata server and takes a lock file.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ImportError(
-            "Compiling for a TPU topology needs libtpu; install it with pip install "
-            "'tpu-embedding[tpu]'."
+            "Compiling for a TPU topology needs libtpu; install it with "
+            "pip install 'tpu-embedding[tpu]'."
         ) from None
     options: dict[str, Any] = {}
     if hardware.chip_config_name is not None:
@@ -103,7 +104,7 @@ def _unknown(topology: str, reason: str) -> ValueError:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables that are not set, for a while."""
+    """Sets environment variables within a context, except those already set."""
     added = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in added})
     try:
@@ -114,15 +115,15 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
-    """Gives the arrays of a train state the shardings that real ones have.
+    """Returns the shapes of a train state with the shardings of a real state.
 
     Args:
       tree: pytree of arrays or `jax.ShapeDtypeStruct`, as from `nnx.eval_shape`.
-      plan: of the layer.
+      plan: plan of the layer.
 
     Returns:
-      The tree with `jax.ShapeDtypeStruct`: packed rows sharded over all devices,
-      everything else on every device.
+      The same tree of `jax.ShapeDtypeStruct`. Packed rows are sharded over all devices;
+      all other arrays are replicated.
     """
 
     def place(leaf: Any) -> Any:
@@ -134,7 +135,7 @@ def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
 
 
 def abstract_batch(batch: Tree, plan: EmbeddingPlan) -> Tree:
-    """Gives a batch, or its shapes, the shardings of `shard_batch`."""
+    """Returns the shapes of a batch with the shardings that `shard_batch` gives."""
 
     def place(leaf: Any) -> Any:
         divides = bool(leaf.ndim) and leaf.shape[0] % plan.num_shards == 0

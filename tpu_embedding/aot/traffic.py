@@ -1,29 +1,29 @@
-"""Bytes that one instruction of a program moves, per device. Modelled, not measured.
+"""Modelled traffic of one instruction: the bytes that it moves per device.
 
-The model, for `cost.py` to sum up:
+`cost.py` sums the traffic over a program. The model:
 
-* An array counts as it lies in memory, with the padding of its tiles. Only arrays in
-  HBM count as HBM traffic: not those in VMEM or in the host's memory.
-* A gather reads `number of indices * bytes of a slice` of its operand, beside the
-  indices, and writes its result. Of a table it never charges the whole. Memory moves
-  64 bytes at once, so a smaller slice counts as these.
-* A scatter writes `number of indices * bytes of a slice`, reads indices and updates,
-  and, unless it overwrites, reads what it adds to. A (dynamic) slice, or the update
-  of one, moves the slice.
-* A fusion reads its operands and writes its results. Where all it does with an operand
-  is one of the above, it reads what that takes; where its result is an operand with a
-  part replaced, it writes the part.
-* A copy reads and writes; one between HBM and VMEM counts one of the two.
-* A Pallas kernel moves the bytes that it declares (`pl.CostEstimate`), for its code is
-  no HLO; one that declares none, its operands and results.
-* Everything else (sorts among them) reads its operands and writes its results, once.
-* Over the links of a slice, a device of a group of n sends `(n-1)/n` of an all-to-all's
-  or reduce-scatter's operand, `2(n-1)/n` of an all-reduce's, `n-1` times that of an
-  all-gather, and once that of a permutation. To other slices it sends what it hands to
-  the host for them.
+* An array counts with its tile padding. Only arrays in HBM count as HBM traffic; arrays
+  in VMEM or host memory do not.
+* A gather reads its indices and `number of indices * bytes of a slice` of its operand,
+  never the whole table. It writes its result. HBM moves at least 64 bytes at a time, so
+  a smaller slice counts as 64 bytes.
+* A scatter reads its indices and updates, and writes `number of indices * bytes of a
+  slice`. Unless it overwrites, it also reads the old slices.
+* A slice, or an update of a slice, moves only the slice.
+* A fusion reads its operands and writes its results. If the fusion only gathers from or
+  slices an operand, only those slices count. If a result is an operand with one part
+  replaced, only that part counts.
+* A copy reads and writes. A copy between HBM and VMEM counts once.
+* A Pallas kernel moves the bytes that it declares in `pl.CostEstimate`, because its
+  code is not HLO. Without a declaration it reads its operands and writes its results.
+* Every other instruction, sorts included, reads its operands and writes its results.
+* Collectives within a slice: in a group of n, a device sends `(n-1)/n` of its operand
+  in an all-to-all or reduce-scatter, `2(n-1)/n` in an all-reduce, `n-1` times its
+  operand in an all-gather, and its operand once in a permutation.
+* Transfers to other slices: a device sends the operand of each `send`.
 
-Left out: arithmetic, latency, slices that share what memory moves at once, several
-passes over one array, links that a small slice does not have.
+The model ignores arithmetic, latency, neighbouring slices that share one 64-byte
+access, repeated passes over an array, and links that a small slice lacks.
 """
 
 import dataclasses
@@ -70,8 +70,8 @@ _FREE_CUSTOM_CALLS: Final = frozenset(
         "PrepareAsyncCallStart",
     }
 )
-# What hands an operand on inside a fusion, where nothing is written in between.
-_PASSES_ON: Final = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
+# Opcodes that forward an operand inside a fusion without writing it to memory.
+_FORWARDING: Final = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,9 +79,9 @@ class Traffic:
     """Bytes that one device moves.
 
     Attributes:
-      hbm_bytes: read from and written to its memory.
-      ici_bytes: sent to other devices of its slice.
-      dcn_bytes: sent to other slices.
+      hbm_bytes: bytes read from and written to the device's memory.
+      ici_bytes: bytes sent to other devices of the slice.
+      dcn_bytes: bytes sent to other slices.
     """
 
     hbm_bytes: float = 0
@@ -95,28 +95,29 @@ class Traffic:
             dcn_bytes=self.dcn_bytes + other.dcn_bytes,
         )
 
-    def times(self, turns: int) -> "Traffic":
-        """Returns the traffic of so many turns."""
+    def times(self, num_runs: int) -> "Traffic":
+        """Returns the traffic of several runs of the same instruction."""
         return Traffic(
-            hbm_bytes=self.hbm_bytes * turns,
-            ici_bytes=self.ici_bytes * turns,
-            dcn_bytes=self.dcn_bytes * turns,
+            hbm_bytes=self.hbm_bytes * num_runs,
+            ici_bytes=self.ici_bytes * num_runs,
+            dcn_bytes=self.dcn_bytes * num_runs,
         )
 
     @property
     def num_bytes(self) -> float:
-        """All of it."""
+        """Bytes over HBM and all links together."""
         return self.hbm_bytes + self.ici_bytes + self.dcn_bytes
 
 
 def traffic_of(
     instruction: Instruction, computation: Computation, module: Module
 ) -> Traffic:
-    """Returns what an instruction moves, once.
+    """Returns the traffic of one run of an instruction.
 
     Args:
-      instruction: any but those that run other computations (`while`, `call`, ...).
-      computation: it stands in.
+      instruction: any instruction that runs no other computation, so no `while`, `call`
+        or `conditional`.
+      computation: the computation that contains the instruction.
       module: the program.
     """
     if is_free(instruction):
@@ -126,7 +127,7 @@ def traffic_of(
         if declared is not None:
             return Traffic(hbm_bytes=int(declared[1]))
     read = sum(
-        _bytes_used(shape, instruction, place, computation, module)
+        _bytes_read(shape, instruction, place, computation, module)
         for place, shapes in enumerate(computation.operand_shapes(instruction))
         for shape in shapes
         if shape.memory_space == HBM
@@ -136,12 +137,15 @@ def traffic_of(
         for index, shape in enumerate(results_of(instruction, computation))
         if shape.memory_space == HBM
     )
-    sent = _sent(instruction, computation, module)
+    sent = _network_traffic(instruction, computation, module)
     return sent + Traffic(hbm_bytes=read + written)
 
 
 def is_free(instruction: Instruction) -> bool:
-    """Whether an instruction moves nothing, or was counted where it started."""
+    """Returns True if an instruction has no traffic of its own.
+
+    An asynchronous operation counts at its start; its `-update` and `-done` are free.
+    """
     opcode = instruction.opcode
     if opcode.endswith(("-done", "-update")) or opcode in _FREE:
         return True
@@ -150,14 +154,14 @@ def is_free(instruction: Instruction) -> bool:
 
 
 def callee(instruction: Instruction, module: Module) -> Computation:
-    """Returns what a fusion contains."""
+    """Returns the computation inside a fusion."""
     return module.computations[instruction.called("calls") or ""]
 
 
 def results_of(instruction: Instruction, computation: Computation) -> tuple[Shape, ...]:
-    """Returns the arrays that an instruction writes.
+    """Returns the shapes of the arrays that an instruction writes.
 
-    The result of a start holds operands and flags too.
+    They exclude the operands and flags in the result of an asynchronous start.
     """
     match instruction.opcode:
         case "copy-start" | "recv":
@@ -170,27 +174,27 @@ def results_of(instruction: Instruction, computation: Computation) -> tuple[Shap
     return instruction.shapes
 
 
-def _bytes_used(
+def _bytes_read(
     shape: Shape,
     user: Instruction,
     place: int,
     computation: Computation,
     module: Module,
 ) -> int:
-    """Returns how much of an operand an instruction reads.
+    """Returns the bytes that an instruction reads of one operand.
 
     Args:
-      shape: of the operand, as it lies in memory.
+      shape: shape and layout of the operand in memory.
       user: the instruction.
-      place: of the operand among the user's operands.
-      computation: the user stands in.
+      place: index of the operand.
+      computation: the computation that contains the instruction.
       module: the program.
     """
     if user.opcode == "fusion":
         inside = callee(user, module)
-        return _bytes_used_of(shape, inside.parameters[place], inside, module)
+        return _bytes_read_in(shape, inside.parameters[place], inside, module)
     if place > 0:
-        # What a ragged all-to-all writes into comes in as an operand.
+        # Operand 1 of a ragged all-to-all is its output buffer.
         is_target = user.base_opcode == "ragged-all-to-all" and place == 1
         return 0 if is_target else shape.num_bytes
     match user.base_opcode:
@@ -209,20 +213,26 @@ def _bytes_used(
     return shape.num_bytes
 
 
-def _bytes_used_of(
+def _bytes_read_in(
     shape: Shape, source: Instruction, computation: Computation, module: Module
 ) -> int:
-    """Returns how much of an operand a fusion reads; `source` is what stands for it.
+    """Returns the bytes that a computation reads of one array.
 
-    Slices of one operand may overlap: at most all of it is read, but for gathers,
-    which read again what they gather again.
+    Slices may overlap, so together they read the array at most once. Gathers may read
+    more than the whole array, because they read repeated rows again.
+
+    Args:
+      shape: shape and layout of the array in memory.
+      source: the instruction that yields the array, such as a fusion's parameter.
+      computation: the computation that contains the instruction.
+      module: the program.
     """
     gathered, sliced = 0, 0
     for user, place in computation.users.get(source.name, ()):
-        if user.opcode in _PASSES_ON and user is not computation.root:
-            used = _bytes_used_of(user.shapes[0], user, computation, module)
+        if user.opcode in _FORWARDING and user is not computation.root:
+            used = _bytes_read_in(user.shapes[0], user, computation, module)
         else:
-            used = _bytes_used(source.shapes[0], user, place, computation, module)
+            used = _bytes_read(source.shapes[0], user, place, computation, module)
         if used > shape.num_bytes:
             gathered += used
         else:
@@ -237,13 +247,13 @@ def _bytes_written(
     computation: Computation,
     module: Module,
 ) -> int:
-    """Returns how much of a result an instruction writes.
+    """Returns the bytes that an instruction writes of one result.
 
     Args:
-      shape: of the result, as it lies in memory.
-      index: of the result among those of the instruction.
-      instruction: that writes.
-      computation: it stands in.
+      shape: shape and layout of the result in memory.
+      index: index of the result.
+      instruction: the instruction.
+      computation: the computation that contains the instruction.
       module: the program.
     """
     match instruction.opcode:
@@ -252,32 +262,34 @@ def _bytes_written(
             root = inside.root
             if root.opcode == "tuple" and len(root.operands) == len(instruction.shapes):
                 root = inside.instructions[root.operands[index]]
-            return _bytes_replaced(shape, root, inside, module)
+            return _bytes_written_by_fusion(shape, root, inside, module)
         case "dynamic-update-slice" | "scatter":
-            return _bytes_put(shape, instruction, computation)
+            return _update_bytes(shape, instruction, computation)
     return shape.num_bytes
 
 
-def _bytes_replaced(
+def _bytes_written_by_fusion(
     shape: Shape, root: Instruction, computation: Computation, module: Module
 ) -> int:
-    """Returns how much a fusion writes of one of its results.
+    """Returns the bytes that a fusion writes of one result.
 
-    A part, if the result is an operand with the part replaced: XLA then writes into the
-    operand's buffer.
+    XLA reuses an operand's buffer for a result that replaces one part of the operand.
+    Such a fusion writes only that part.
     """
-    root = _passed_on(root, computation)
+    root = _computed_value(root, computation)
     if root.opcode == "fusion":
         return _bytes_written(shape, 0, root, computation, module)
     if root.opcode not in ("dynamic-update-slice", "scatter"):
         return shape.num_bytes
     target = computation.instructions[root.operands[0]]
-    if _passed_on(target, computation).opcode != "parameter":
+    if _computed_value(target, computation).opcode != "parameter":
         return shape.num_bytes
-    return _bytes_put(root.shapes[0], root, computation)
+    return _update_bytes(root.shapes[0], root, computation)
 
 
-def _bytes_put(shape: Shape, instruction: Instruction, computation: Computation) -> int:
+def _update_bytes(
+    shape: Shape, instruction: Instruction, computation: Computation
+) -> int:
     if instruction.opcode == "scatter":
         return _scattered_bytes(shape, instruction, computation)
     (update,) = computation.instructions[instruction.operands[1]].shapes
@@ -285,7 +297,7 @@ def _bytes_put(shape: Shape, instruction: Instruction, computation: Computation)
 
 
 def _num_indices(instruction: Instruction, computation: Computation) -> int:
-    """Returns how many slices a gather or scatter moves."""
+    """Returns the number of slices that a gather or scatter moves."""
     num_arrays = (len(instruction.operands) - 1) // 2
     place = 1 if instruction.opcode == "gather" else num_arrays
     (indices,) = computation.instructions[instruction.operands[place]].shapes
@@ -299,7 +311,7 @@ def _num_indices(instruction: Instruction, computation: Computation) -> int:
 def _scattered_bytes(
     shape: Shape, instruction: Instruction, computation: Computation
 ) -> int:
-    """Returns the bytes of all slices that a scatter puts into an operand."""
+    """Returns the bytes of all slices that a scatter writes."""
     updates = computation.instructions[instruction.operands[-1]].shapes[0]
     absent = instruction.ints("inserted_window_dims") + instruction.ints(
         "input_batching_dims"
@@ -318,34 +330,35 @@ def _slices_bytes(
     instruction: Instruction,
     computation: Computation,
 ) -> int:
-    """Returns the bytes of as many slices as a gather or scatter has indices."""
-    of_slice = max(shape.slice_bytes(sizes), DMA_GRANULE_BYTES)
-    return _num_indices(instruction, computation) * of_slice
+    """Returns the bytes of all slices that a gather or scatter moves."""
+    slice_bytes = max(shape.slice_bytes(sizes), DMA_GRANULE_BYTES)
+    return _num_indices(instruction, computation) * slice_bytes
 
 
 def _overwrites(scatter: Instruction, module: Module) -> bool:
-    """Whether a scatter puts values in place of the old ones, and reads none."""
+    """Returns True if a scatter overwrites old values without reading them."""
     combiner = module.computations.get(scatter.called("to_apply") or "")
     if combiner is None:
         return False
-    return _passed_on(combiner.root, combiner).opcode == "parameter"
+    return _computed_value(combiner.root, combiner).opcode == "parameter"
 
 
-def _passed_on(instruction: Instruction, computation: Computation) -> Instruction:
-    """Returns what an instruction hands on, or itself."""
-    while instruction.opcode in _PASSES_ON:
+def _computed_value(instruction: Instruction, computation: Computation) -> Instruction:
+    """Returns the instruction that computes a value, behind any forwarding ones."""
+    while instruction.opcode in _FORWARDING:
         instruction = computation.instructions[instruction.operands[0]]
     return instruction
 
 
-def _sent(
+def _network_traffic(
     instruction: Instruction, computation: Computation, module: Module
 ) -> Traffic:
-    """Returns what an instruction sends to other devices."""
+    """Returns the traffic that an instruction sends to other devices."""
     if instruction.opcode == "fusion":
         inside = callee(instruction, module)
         return sum(
-            (_sent(i, inside, module) for i in inside.instructions.values()), Traffic()
+            (_network_traffic(i, inside, module) for i in inside.instructions.values()),
+            Traffic(),
         )
     operands = computation.operand_shapes(instruction)
     if instruction.opcode == "send":
@@ -355,11 +368,11 @@ def _sent(
         return Traffic()
     num_bytes = sum(shape.num_bytes for shapes in operands for shape in shapes)
     if opcode == "ragged-all-to-all":
-        # The others are the buffer for the result, offsets and sizes.
+        # The other operands are the output buffer, offsets and sizes.
         num_bytes = sum(shape.num_bytes for shape in operands[0])
     n = _group_size(instruction, module)
     if opcode == "all-reduce" and computation.root.opcode == "dynamic-slice":
-        opcode = "reduce-scatter"  # what XLA:TPU makes of one, inside a fusion
+        opcode = "reduce-scatter"  # XLA:TPU fuses one as an all-reduce and a slice
     factor = {
         "all-gather": n - 1,
         "all-reduce": 2 * (n - 1) / n,
@@ -370,10 +383,10 @@ def _sent(
 
 
 def _group_size(instruction: Instruction, module: Module) -> int:
-    """Returns how many devices a collective joins.
+    """Returns the number of devices in one group of a collective.
 
-    XLA writes groups as `{{0,1},{2,3}}`, as `[2,2]<=[4]` (groups, devices in each), or
-    as axes of a mesh, `mesh['a'=2,'b'=2] {'b'}`.
+    XLA writes groups as `{{0,1},{2,3}}`, as `[groups,group size]<=[devices]`, or as
+    axes of a mesh, `mesh['a'=2,'b'=2] {'b'}`.
     """
     text = re.search(r"\breplica_groups=(.*)", instruction.attributes)
     groups = text[1] if text else ""

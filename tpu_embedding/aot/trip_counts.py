@@ -1,7 +1,7 @@
-"""How often the loops of a program turn, where the program itself fixes it.
+"""Trip counts of a program's loops, for loops whose count is a constant.
 
-XLA:TPU prints no trip counts, so a counter is looked for: an element of the loop's
-state that begins at a constant, rises by a constant, and is compared with a constant.
+XLA:TPU prints no trip counts. This module finds them from the loop's counter: a state
+element that starts at a constant, grows by a constant and is compared with a constant.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Final
 
 from tpu_embedding.aot.hlo import Computation, Instruction, Module
 
-_PASSES_ON: Final = frozenset(
+_FORWARDING: Final = frozenset(
     {"bitcast", "convert", "copy", "copy-done", "copy-start", "reshape"}
 )
 _KNOWN: Final = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -19,11 +19,11 @@ _MIRRORED: Final = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
 
 def trip_count(loop: Instruction, enclosing: Computation, module: Module) -> int | None:
-    """Returns how often a `while` turns; None where that depends on data.
+    """Returns the number of iterations of a `while`; None if it depends on data.
 
     Args:
       loop: the `while` instruction.
-      enclosing: the computation it stands in.
+      enclosing: the computation that contains the instruction.
       module: the program.
     """
     known = _KNOWN.search(loop.attributes)
@@ -35,11 +35,11 @@ def trip_count(loop: Instruction, enclosing: Computation, module: Module) -> int
     if state.opcode != "tuple" or body.root.opcode != "tuple":
         return None
 
-    def begin(index: int) -> int | None:
+    def initial(index: int) -> int | None:
         value = outside.value(state.operands[index])
         return value.number if value is not None and value.carry is None else None
 
-    def rise(index: int) -> int | None:
+    def increment(index: int) -> int | None:
         value = body.value(body.root.operands[index])
         return value.number if value is not None and value.carry == index else None
 
@@ -51,16 +51,16 @@ def trip_count(loop: Instruction, enclosing: Computation, module: Module) -> int
         return None
     limit: int | None = right.number
     if right.carry is not None:
-        fixed = begin(right.carry) if rise(right.carry) == 0 else None
+        fixed = initial(right.carry) if increment(right.carry) == 0 else None
         limit = None if fixed is None else right.number + fixed
-    first, step = begin(left.carry), rise(left.carry)
+    first, step = initial(left.carry), increment(left.carry)
     if first is None or step is None or limit is None:
         return None
-    return _num_turns(first + left.number, step, limit, direction)
+    return _num_iterations(first + left.number, step, limit, direction)
 
 
-def _num_turns(first: int, step: int, limit: int, direction: str) -> int | None:
-    """Counts the turns of `for (i = first; i < limit; i += step)` and its like."""
+def _num_iterations(first: int, step: int, limit: int, direction: str) -> int | None:
+    """Returns the iterations of loops like `for (i = first; i < limit; i += step)`."""
     if direction in ("GT", "GE") or (direction == "NE" and step < 0):
         first, step, limit = -first, -step, -limit
         direction = _MIRRORED[direction]
@@ -77,7 +77,7 @@ def _num_turns(first: int, step: int, limit: int, direction: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """A number, plus an element of the loop's state if `carry` says which."""
+    """A scalar: `number`, plus the loop's state element `carry` if that is not None."""
 
     number: int
     carry: int | None = None
@@ -85,12 +85,13 @@ class _Value:
 
 @dataclasses.dataclass(frozen=True)
 class _Scope:
-    """A computation, with what is known of the values of its parameters.
+    """A computation and the known values of its parameters.
 
     Attributes:
-      computation: whose instructions are asked for.
+      computation: the computation whose instructions are evaluated.
       module: the program.
-      bound: parameter number to value; None where the only one is a loop's state.
+      bound: function from parameter number to value. None if the only parameter is the
+        state of a loop.
     """
 
     computation: Computation
@@ -102,7 +103,7 @@ class _Scope:
         return self.computation.root
 
     def comparison(self) -> tuple[_Value | None, _Value | None, str]:
-        """Returns both sides of the comparison that is the result, and its kind."""
+        """Returns left side, right side and direction of the root comparison."""
         if self.root.opcode == "fusion":
             return self.inside(self.root).comparison()
         if self.root.opcode != "compare":
@@ -111,7 +112,7 @@ class _Scope:
         return left, right, self.root.called("direction") or ""
 
     def inside(self, fusion: Instruction) -> "_Scope":
-        """Returns the scope of what a fusion contains."""
+        """Returns the scope of the computation inside a fusion."""
         return _Scope(
             self.module.computations[fusion.called("calls") or ""],
             self.module,
@@ -119,11 +120,11 @@ class _Scope:
         )
 
     def value(self, name: str) -> _Value | None:
-        """Returns a scalar that is a constant, or a carry plus a constant."""
+        """Returns a value that is a constant or carry plus constant; None otherwise."""
         instruction = self.computation.instructions[name]
         if instruction.shapes[0].num_elements != 1:
             return None
-        if instruction.opcode in _PASSES_ON:
+        if instruction.opcode in _FORWARDING:
             return self.value(instruction.operands[0])
         match instruction.opcode:
             case "constant":

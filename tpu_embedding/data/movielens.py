@@ -405,7 +405,10 @@ def _check_disjoint(train: _Ratings, test: _Ratings, num_movies: int) -> None:
 def _read_lines(
     directory: pathlib.Path, name: str, separator: str, num_fields: int
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yields each line's place, as "file, line number", and its fields."""
+    """Yields each line's place, as "file, line number", and its fields.
+
+    Empty lines at the end of the file are ignored.
+    """
     path = directory / name
     if not path.is_file():
         raise DataError(
