@@ -8,8 +8,8 @@
     gradients = compute_gradients(result.routing, cotangents, plan)
     tables, slots = apply_gradients(tables, slots, gradients, plan)
 
-All functions work on global arrays, sharded over the plan's mesh, and do their work
-inside `shard_map`. The Flax modules of `tpu_embedding.nn` are made of these four.
+All functions take global arrays, sharded over the plan's mesh, and run inside
+`shard_map`. The Flax modules of `tpu_embedding.nn` consist of these four.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from tpu_embedding.update.lift import is_slot
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What a lookup hands to the backward pass.
+    """The routing of a lookup, for the backward pass.
 
     Attributes:
       stacks: stack name to routing.
@@ -72,7 +72,7 @@ class LookupResult:
 
 
 def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
-    """Returns the shapes of the activations of a batch, without looking it up.
+    """Returns the shapes of the activations of a batch, without a lookup.
 
     Args:
       features: as for `lookup`; only shapes and dtypes are read.
@@ -95,13 +95,13 @@ def lookup(
       tables: stack name to packed rows, from `init_tables`.
       features: nest like the plan's `feature_config`; leaves are int arrays `[batch]`
         or `[batch, valence]`, `DenseIds`, or `ShardedRaggedIds` from
-        `prepare_features`. Global. A batch that is no multiple of the devices is
-        filled up with samples without ids, which are cut off again.
+        `prepare_features`. Global. Samples without ids pad a batch to a multiple of
+        the devices; their activations are cut off.
       plan: of the layer.
 
     Returns:
-      Activations, routing and stats. The activations are no function of the tables
-      to JAX: derivatives go through `compute_gradients`.
+      Activations, routing and stats. JAX sees no derivative of the activations by the
+      tables: `compute_gradients` computes it.
 
     Raises:
       TypeError, ValueError: if a feature's dtype or shape does not fit its config.
@@ -138,7 +138,7 @@ def lookup(
 def compute_gradients(
     routing: Routing, cotangents: Any, plan: EmbeddingPlan
 ) -> dict[str, StackGradient]:
-    """Returns the tables' sparse gradients, each touched row once, at its owner.
+    """Returns the tables' sparse gradients, at the owners of the touched rows.
 
     Args:
       routing: of the lookup.
@@ -146,8 +146,8 @@ def compute_gradients(
       plan: of the layer.
 
     Returns:
-      Stack name to gradient. A row is touched if it was looked up, even where its
-      gradient is zero.
+      Stack name to gradient, for `apply_gradients`. A row is touched if it was looked
+      up, even if its gradient is zero.
     """
     by_feature = [
         _to_shards(cotangent, shape, feature, plan)
@@ -189,7 +189,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
 
     Returns:
       Stack name to the optimizer's state. Slot variables are `PackedRows`, sharded
-      and packed like their table; the rest is on every device.
+      like their table; other values are replicated.
     """
     trained = {stack.name: tables[stack.name] for stack in plan.trained_stacks}
 
@@ -206,7 +206,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
         in_specs=plan.shard_spec,
         check_vma=False,
     )
-    # The structure of the states comes first: it says what is sharded.
+    # The structure of the states says which leaves are sharded.
     structure = jax.eval_shape(in_shards(out_specs=PartitionSpec()), trained)
     return in_shards(out_specs=_slot_specs(structure, plan))(trained)
 
@@ -218,10 +218,10 @@ def apply_gradients(
     gradients: dict[str, StackGradient],
     plan: EmbeddingPlan,
 ) -> tuple[dict[str, PackedRows], dict[str, Any]]:
-    """Updates tables and slot variables, touched rows only.
+    """Updates the touched rows of tables and slot variables.
 
-    In place if the caller's `jit` donates them. Stacks without an optimizer are
-    returned as they are.
+    The update is in place if the caller's `jit` donates them. Stacks without an
+    optimizer stay as they are.
 
     Args:
       tables: stack name to packed rows.
@@ -266,7 +266,7 @@ def _look_up(
     shapes: tuple[FeatureShape, ...],
     plan: EmbeddingPlan,
 ) -> dict[str, StackLookup]:
-    """Looks up all stacks. Compiled also where the caller does not, for speed."""
+    """Looks up all stacks, compiled even if the caller does not use `jit`."""
 
     def look_up_shard(tables, shardables):
         inputs = [
@@ -333,7 +333,7 @@ def _to_shards(
     feature: FeaturePlan,
     plan: EmbeddingPlan,
 ) -> jax.Array:
-    """Gives a cotangent the shape that its feature has across the shards."""
+    """Reshapes a cotangent to its feature's samples over all shards, and pads it."""
     if getattr(cotangent, "shape", None) != shape.output_shape:
         raise ValueError(
             f"The cotangent of feature {feature.name!r} must have the shape of its "

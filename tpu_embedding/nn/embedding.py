@@ -1,10 +1,10 @@
 """The Flax NNX layer: tables as variables, and lookup.
 
-It holds no arithmetic of its own; `tpu_embedding.functional` does the work. What it
-adds is the way out for derivatives. A table's gradient is no array of the table's
-shape, so it cannot come out of `nnx.grad`. `tpu_embedding.value_and_grad` therefore
-records each call: it hands the layer a *tap* per activation, whose derivative is the
-activation's, and keeps the routing of the lookup.
+`tpu_embedding.functional` does the arithmetic. The layer adds a path for derivatives. A
+table's gradient is sparse, not an array of the table's shape, so `nnx.grad` cannot
+return it. `tpu_embedding.value_and_grad` therefore records each call. It hands the layer
+a *tap* per activation, whose derivative equals the activation's, and keeps the routing
+of the lookup.
 """
 
 from typing import Any, Literal
@@ -43,7 +43,7 @@ class TPUEmbedding(nnx.Module):
     """Embedding tables sharded over a mesh, looked up inside any `nnx.Module`.
 
     Attributes:
-      plan: how tables are stacked, sharded and packed; `print(layer.plan)` shows it.
+      plan: stacking, sharding, packing and backends; `print(layer.plan)` shows it.
       tables: the stacked tables.
       stats: of the latest lookup: rounds used, ids out of range.
 
@@ -72,15 +72,15 @@ class TPUEmbedding(nnx.Module):
         """Makes the plan and the initial tables.
 
         Args:
-          feature_config: nest of `FeatureConfig`; activations come back in it. May be
-            None beside a plan.
+          feature_config: nest of `FeatureConfig`; activations have the same nest. None
+            is allowed together with a plan.
           optimizer: row-local optax transformation, or one of
-            `tpu_embedding.optimizers`, for tables that name none themselves; None:
-            those are not trained.
+            `tpu_embedding.optimizers`, for tables that name none; None: these tables
+            are not trained.
           mesh: devices to shard tables and batch over; None: all, on one axis.
-          plan: made by `make_plan` from the same `feature_config`, in place of
-            `optimizer` and `mesh`, for those who set more.
-          rngs: the stream `params` gives the tables' key.
+          plan: made by `make_plan` from the same `feature_config`, instead of
+            `optimizer` and `mesh`; it sets more options.
+          rngs: its stream `params` provides the key of the tables.
 
         Raises:
           ValueError: if the configuration contradicts itself.
@@ -149,7 +149,7 @@ class TPUEmbedding(nnx.Module):
         )
 
     def start_recording(self, taps: Any | None) -> None:
-        """Records calls from now on; None records only their activations' shapes."""
+        """Starts recording calls; without taps, only the shapes of activations."""
         self.recording = "shapes" if taps is None else "calls"
         self.recorded.set_value(() if taps is None else (taps,))
 
@@ -171,7 +171,7 @@ def _no_stats(plan: EmbeddingPlan) -> LookupStats:
 
 @jax.custom_vjp
 def _attach_tap(tap: jax.Array, activation: jax.Array) -> jax.Array:
-    """Returns the activation; its derivative goes to the tap."""
+    """Returns the activation, and sends its derivative to the tap."""
     del tap
     return activation
 
@@ -182,7 +182,7 @@ def _attach_tap_forward(tap, activation):
 
 
 def _attach_tap_backward(_, cotangent):
-    # The activation's part is for what else it depends on, learned weights of ids.
+    # The activation itself passes it on to learned weights of ids.
     return cotangent, cotangent
 
 

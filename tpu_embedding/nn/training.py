@@ -1,7 +1,7 @@
-"""Derivatives of, and updates to, a model that owns embedding layers.
+"""Trains a model that owns embedding layers: gradients and updates.
 
-`value_and_grad` and `Optimizer` are used as their namesakes in Flax are. Dense
-parameters go through optax as ever; tables through the row rules of their layer.
+Use `value_and_grad` and `Optimizer` like their namesakes in Flax. optax updates dense
+parameters as usual; the row rules of each layer update its tables.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ Path = tuple[Any, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Derivatives of a loss by everything that is trained.
+    """The derivatives of a loss by dense parameters and tables.
 
     Attributes:
       dense: by the dense parameters, as `nnx.grad` returns them.
@@ -52,11 +52,11 @@ def value_and_grad(
 
     Args:
       loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`; the
-        model is an `nnx.Module` that owns `TPUEmbedding` layers, each of which it
-        calls at most once. What the loss changes in the model (batch statistics,
-        random streams, lookup statistics) is kept.
-      wrt: which variables are the dense parameters.
-      has_aux: whether `loss_fn` returns a second value.
+        model is an `nnx.Module` that owns `TPUEmbedding` layers, and calls each at
+        most once. Changes that the loss makes to the model (batch statistics, random
+        streams, lookup statistics) are kept.
+      wrt: filter of the dense parameters.
+      has_aux: True if `loss_fn` returns a second value.
 
     Returns:
       `(model, *args, **kwargs) -> (loss, Gradients)`, or `((loss, aux), Gradients)`.
@@ -120,7 +120,7 @@ def value_and_grad(
 
 
 class Optimizer(nnx.Module):
-    """Updates a model: dense parameters by optax, tables by their row rules.
+    """Updates a model: optax updates dense parameters, row rules update tables.
 
     Attributes:
       dense: the `nnx.Optimizer` of the dense parameters.
@@ -136,14 +136,15 @@ class Optimizer(nnx.Module):
     ):
         """Makes the optimizer's state, and puts the model on the mesh.
 
-        What is not on a mesh yet, dense parameters and the like, is put whole on every
-        device of the layers' mesh, so that the first step has the shardings of the
-        second.
+        Arrays that are not on a mesh yet, such as dense parameters, are replicated
+        over the layers' mesh. So the first step has the same shardings as the second,
+        and the step compiles once.
 
         Args:
           model: owns at least one `TPUEmbedding`.
-          tx: of the dense parameters; those of the tables are the layers' own.
-          wrt: which variables are the dense parameters.
+          tx: optimizer of the dense parameters. Tables have the optimizers of their
+            layers.
+          wrt: filter of the dense parameters.
         """
         layers = embedding_layers(model)
         if not layers:
@@ -190,7 +191,7 @@ class Optimizer(nnx.Module):
         self.slots.set_value(slots)
 
     def set_hyperparameters(self, **values: Any) -> None:
-        """Changes hyper-parameters of the tables' optimizers, without compilation.
+        """Changes hyper-parameters of the tables' optimizers without a recompilation.
 
         Args:
           **values: see `tpu_embedding.optimizers.with_hyperparameters`; those of the
@@ -232,7 +233,7 @@ def _check_calls(shapes: dict[str, tuple[Any, ...]]) -> None:
 
 
 def _put_on_mesh(module: nnx.Module, sharding: jax.sharding.NamedSharding) -> None:
-    """Puts arrays that lie on one device on all of the mesh, tables aside."""
+    """Replicates arrays that lie on one device over the mesh; tables stay."""
 
     def place(leaf):
         if isinstance(leaf, PackedRows) or not isinstance(leaf, jax.Array):

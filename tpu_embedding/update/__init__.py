@@ -1,1 +1,1 @@
-"""Optimizers at work: rows of table and slot variables, updated in place."""
+"""Applies optimizer rules to rows of tables and slot variables, in place."""

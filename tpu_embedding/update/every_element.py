@@ -1,4 +1,4 @@
-"""A pass over every row, for rules that treat each element for itself."""
+"""Updates every row of a table with an elementwise rule, in one pass over its lines."""
 
 from typing import Any, Final
 
@@ -13,10 +13,10 @@ from tpu_embedding.types import RowRange, RowUpdates
 from tpu_embedding.update.lift import is_slot
 
 _LINES_PER_BLOCK: Final = 8192
-"""Lines that a pass over all rows takes at a time: 4 MiB of 128 float32 lanes."""
+"""Lines per block of the pass: 4 MiB of 128 float32 lanes."""
 
 _VALUES_PER_BLOCK: Final = 2**20
-"""The same of rows of a single value."""
+"""Rows per block, where rows are single values: 4 MiB of float32."""
 
 
 def apply_to_every_element(
@@ -26,21 +26,20 @@ def apply_to_every_element(
     gradient: RowUpdates,
     row_range: RowRange | None,
 ) -> tuple[PackedRows, Any]:
-    """Updates all rows with gradient zero, and corrects those that have one.
+    """Updates all rows with gradient zero, then corrects the rows with a gradient.
 
     Per shard; in place where donated.
 
-    The first is a pass over the lines as they lie in memory, so the rule must treat
-    each element for itself. The correction is the difference between the rule's
-    results with and without the gradient, computed from the old rows.
+    The pass runs over lines as they lie in memory, so the rule must be elementwise.
+    The correction is the difference between the rule's results with and without the
+    gradient, computed from the old rows.
 
     Args:
       optimizer: the rule.
       table: rows of this shard.
       state: from `lift_to_rows(optimizer).init`.
       gradient: of rows within the range.
-      row_range: rows that the gradient is about, where it is not the only one of its
-        step; None: all.
+      row_range: rows that this round covers, if the step has several rounds; None: all.
     """
     row_ids = gradient.row_ids
     leaves, tree = jax.tree.flatten((table, state), is_leaf=is_slot)
@@ -68,8 +67,8 @@ def _pass_over_lines(
 ) -> list[PackedRows]:
     """Runs the rule with gradient zero on every row of a range.
 
-    Block by block in a loop, whose updates of slices are in place on every platform;
-    as one expression, XLA may compute a slot twice, once into a copy.
+    A loop over blocks updates slices in place on every platform. In one expression,
+    XLA may compute a slot variable twice, once into a copy.
     """
     packed = [x for x in leaves if is_slot(x)]
     num_lines, *lanes = packed[0].lines.shape
@@ -77,7 +76,7 @@ def _pass_over_lines(
     block = min(num_lines, block)
 
     def run(i, lines):
-        # The last block begins earlier than its turn, to be full.
+        # The last block starts early enough to be full.
         start = jnp.minimum(i * block, num_lines - block)
         old = jax.lax.optimization_barrier(
             [jax.lax.dynamic_slice_in_dim(x, start, block) for x in lines]
@@ -108,7 +107,7 @@ def _pass_over_lines(
 def _step(
     optimizer: RowOptimizer, tree: Any, leaves: list[Array], gradient: Array
 ) -> list[Array]:
-    """Runs the rule on dense arrays; returns the new table and state as leaves."""
+    """Returns the new table and state, as leaves, of one run on dense arrays."""
     rows, state = tree.unflatten(leaves)
     updates, state = optimizer.update(gradient, state, rows)
     return tree.flatten_up_to((rows + updates, state))
@@ -117,7 +116,7 @@ def _step(
 def _rows_of_lanes(
     packed: PackedRows, start: Int[Array, ""], num_lines: int
 ) -> Int[Array, "lines *lanes"]:
-    """Returns which row each lane of some lines belongs to."""
+    """Returns the row that each lane of some lines belongs to."""
     layout = packed.layout
     if layout.is_flat:
         return start + jnp.arange(num_lines, dtype=jnp.int32)

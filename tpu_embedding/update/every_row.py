@@ -1,9 +1,9 @@
-"""A pass over every row, for rules that look at whole rows, or at all of them.
+"""Updates every row of a table with a rule that sees whole rows, or all rows.
 
-The gradient of a step is added to a dense one that lies in the state, a slot variable
-of the table's size. Then the rule runs over the table block by block, in place, and the
-gradient is cleared. So the rule sees all rows, touched or not, and the gradients of
-several steps can be collected before it does.
+The state keeps a dense gradient, a slot variable of the table's size. Each step adds
+its gradient to it. Then the rule runs over the table block by block, in place, and the
+kept gradient is cleared. So the rule sees every row, touched or not, and may run once
+per several steps.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ from tpu_embedding.update.totals import across_shards, find_totals, known_totals
 Carry = TypeVar("Carry")
 
 _ROWS_PER_BLOCK: Final = 8192
-"""Rows that a pass takes at a time, about: 4 MiB of 128 float32 lanes."""
+"""Approximate number of rows per block of the pass: 4 MiB of 128 float32 lanes."""
 
 
 class KeptGradientState(NamedTuple):
-    """State of a rule that needs the dense gradient.
+    """The state of a rule that needs the dense gradient.
 
     Attributes:
       gradient: `[rows, dim]`, the sum of the steps since the rule last ran.
@@ -84,7 +84,7 @@ def apply_to_every_row(
     stack: TrainedStackPlan,
     plan: EmbeddingPlan,
 ) -> tuple[PackedRows, KeptGradientState]:
-    """Collects a gradient, and runs the rule on every row if its turn has come.
+    """Adds to the kept gradient, and runs the rule on every row when it is due.
 
     Per shard; in place where donated.
     """
@@ -98,7 +98,7 @@ def apply_to_every_row(
     if num_steps == 1:
         leaves = run(leaves)
     else:
-        # A loop that runs once or not at all: XLA:TPU copies rows for a conditional.
+        # A loop of at most one turn: XLA:TPU copies the rows for a conditional.
         _, leaves = jax.lax.while_loop(
             lambda carry: carry[0],
             lambda carry: (jnp.zeros((), bool), run(carry[1])),
@@ -134,7 +134,7 @@ def _collect(
 def _run_on_all_rows(
     leaves: list[Any], *, tree: Any, stack: TrainedStackPlan, plan: EmbeddingPlan
 ) -> list[Any]:
-    """Runs the rule, block by block: one block for itself, the others in a loop."""
+    """Runs the rule block by block: the first block alone, the others in a loop."""
     run = functools.partial(_run_on_block, tree=tree, stack=stack, plan=plan)
     layouts = [leaf.layout for leaf in leaves if is_slot(leaf)]
     alignment = math.lcm(*(layout.rows_per_line for layout in layouts))
@@ -157,9 +157,9 @@ def _run_on_all_rows(
         totals = find_totals(
             functools.partial(run, leaves, first), fold_rest, across_shards(plan)
         )
-    # Rows are written after all were read for the totals, or XLA copies the table.
+    # All rows are read for the totals before any is written, or XLA copies the table.
     leaves, totals = jax.lax.optimization_barrier((leaves, totals))
-    # The rest of the state is the same for all blocks, which must see the old one.
+    # Values that belong to no row advance once; every block must see the old ones.
     result = run(leaves, first, known_totals(totals))
     slots = [leaf for leaf in result if is_slot(leaf)]
 
@@ -182,9 +182,10 @@ def _run_on_block(
     stack: TrainedStackPlan,
     plan: EmbeddingPlan,
 ) -> list[Any]:
-    """Runs the rule on rows `start` to `start + size`; returns the leaves with these.
+    """Runs the rule on rows `start` to `start + size`, and clears their gradient.
 
-    The gradient of the block and its touches are cleared.
+    Returns:
+      The leaves, with the new rows of this block.
     """
     start, size = block
     old = [_cut(leaf, start, size) if is_slot(leaf) else leaf for leaf in leaves]
@@ -198,7 +199,7 @@ def _run_on_block(
     updates = jnp.where(known.is_used[:, None], updates, 0)
     cleared = jnp.zeros_like(gradient), jnp.zeros_like(touches)
     new = tree.flatten_up_to((rows + updates, *cleared, inner))
-    # All is read before anything is written, here too.
+    # The block is read before it is written.
     new = jax.lax.optimization_barrier(new)
     return [
         _paste(leaf, start, part) if is_slot(leaf) else part
@@ -209,12 +210,12 @@ def _run_on_block(
 def _loop(
     start: int, end: int, body: Callable[[Any, Carry], Carry], carry: Carry
 ) -> Carry:
-    """A `fori_loop`, whose body is not even traced where it has no turn."""
+    """Runs a `fori_loop`, and does not trace its body if it has no turn."""
     return jax.lax.fori_loop(start, end, body, carry) if start < end else carry
 
 
 def _cut(packed: PackedRows, start: Any, size: int) -> Array:
-    """Returns rows `start` to `start + size`, where a line begins at `start`."""
+    """Returns rows `start` to `start + size`; a line must begin at `start`."""
     layout = dataclasses.replace(packed.layout, num_rows=size, num_spare_rows=0)
     first_line = start // layout.rows_per_line
     lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, layout.num_lines)

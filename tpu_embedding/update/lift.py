@@ -1,11 +1,10 @@
-"""The one row path: any row-local optax transformation, applied to touched rows only.
+"""Applies any row-local optax transformation to touched rows only.
 
 A rule is written, or taken from optax, as if the table were a dense `[rows, dim]`
-array. `lift_to_rows` gathers the touched rows of table and slot variables, lets the
-rule work on these, and adds the differences back in place. So rules know nothing of
-row ids, shards, packing or rounds. (A rule that treats each element for itself may be
-given several rows side by side, which makes no difference to it.) Where one kernel can
-do all that, it does: `by_kernel.py`.
+array. `lift_to_rows` gathers the touched rows of table and slot variables, runs the
+rule on them, and adds the differences back in place. So rules know nothing of row ids,
+shards, packing or rounds. (An elementwise rule may see several rows side by side, in
+one line; its results are the same.) `by_kernel.py` does all of this in one kernel.
 """
 
 import dataclasses
@@ -25,24 +24,24 @@ from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_rows
 from tpu_embedding.rows.packed_rows import PackedRows, pack_rows, unpack_rows
 
 RowsOf = Callable[[Int[Array, " rows"]], TableRows]
-"""Returns what is known of the rows with some ids."""
+"""Returns the facts that a rule may ask about the rows with some ids."""
 
 
 def lift_to_rows(
     optimizer: optax.GradientTransformation | RowOptimizer,
     rows_of: RowsOf | None = None,
 ) -> optax.GradientTransformation:
-    """Makes a transformation of `RowUpdates` out of one of dense rows.
+    """Turns a transformation of dense rows into one of `RowUpdates`.
 
-    Slot variables of rows that are not named in the updates stay bitwise as they are
-    (lazy semantics): a moment decays only when its row is touched. Values that belong
-    to no row, such as the step count, advance with every update.
+    Slot variables of rows that the updates do not name keep their bits (lazy
+    semantics): a moment decays only when its row is touched. Values that belong to no
+    row, such as the step count, advance with every update.
 
     Args:
       optimizer: any row-local optax transformation, chained, scheduled or with
         `optax.inject_hyperparams`.
-      rows_of: answers rules that ask for totals over rows of a table; None: these see
-        the rows at hand as one whole table.
+      rows_of: answers rules that ask for totals over the rows of a table; None: such
+        a rule sees the given rows as one whole table.
 
     Returns:
       A transformation whose `init` takes the `PackedRows` of a table and whose
@@ -105,7 +104,7 @@ def lift_to_rows(
 
 
 def is_slot(leaf: Any) -> bool:
-    """Whether a part of a lifted optimizer's state is a slot variable."""
+    """Returns True if a part of a lifted optimizer's state is a slot variable."""
     return isinstance(leaf, PackedRows)
 
 
@@ -115,7 +114,7 @@ def slots_of(state: Any) -> list[PackedRows]:
 
 
 def with_slots(state: Any, slots: list[PackedRows]) -> Any:
-    """Returns the state with other slot variables; the rest, counts and such, stays."""
+    """Returns the state with its slot variables replaced; counts and such stay."""
     remaining = iter(slots)
     return jax.tree.map(
         lambda x: next(remaining) if is_slot(x) else x, state, is_leaf=is_slot
@@ -128,10 +127,10 @@ def _dense_view(
     leaves: list[Any],
     num_rows: int,
 ) -> Callable[[Array], Array]:
-    """Returns how a rule is to see `[num_rows, dim]`.
+    """Returns the reshape of `[num_rows, dim]` that the rule sees.
 
-    As they are; or, where rows come in lines and the rule treats each element for
-    itself, as these lines. To part them would move more than the kernels did.
+    An elementwise rule sees rows that arrive in lines as lines: splitting these into
+    rows would move more bytes than the kernels did. Any other rule sees rows.
     """
     layout = table.layout.buffer_layout(num_rows)
     slots = [leaf for leaf in leaves if is_slot(leaf)]
@@ -152,7 +151,7 @@ def move_rows(
     new: Array,
     is_moved_by_adding: bool,
 ) -> PackedRows:
-    """Gives rows of a slot variable their new values: see `moved_by_adding`."""
+    """Sets rows of a slot variable to their new values; see `moved_by_adding`."""
     if is_moved_by_adding:
         return add_to_rows(slot, row_ids, new - old)
     return replace_rows(slot, row_ids, old, new)

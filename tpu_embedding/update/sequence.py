@@ -1,4 +1,4 @@
-"""One application of a rule per occurrence of an id."""
+"""Applies a rule once per occurrence of an id."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ def apply_in_sequence(
 
     Per shard; in place where donated.
 
-    As many passes as the most frequent row has occurrences; what belongs to no row
-    advances once.
+    It takes as many passes as the most frequent row has occurrences. Values that belong
+    to no row, such as the step count, advance once.
     """
     occurrences = _occurrences(gradient.row_ids)
     is_used = gradient.row_ids != PADDING_ROW_ID
@@ -46,12 +46,12 @@ def apply_in_sequence(
         run,
         (jnp.int32(0), table, slots_of(state)),
     )
-    # One step for the counts and the like, on no row at all.
-    nothing = RowUpdates(
+    # One step on no row advances the counts.
+    no_rows = RowUpdates(
         row_ids=jnp.full((1,), PADDING_ROW_ID, jnp.int32),
         values=jnp.zeros((1, table.layout.dim), gradient.values.dtype),
     )
-    _, new_state = _apply(rule, table, with_slots(state, slots), nothing)
+    _, new_state = _apply(rule, table, with_slots(state, slots), no_rows)
     return table, with_slots(new_state, slots)
 
 
@@ -63,7 +63,7 @@ def _apply(
 
 
 def _occurrences(row_ids: Int[Array, " n"]) -> Int[Array, " n"]:
-    """Counts, for each place, the equal ids before it."""
+    """Counts the equal ids before each place."""
     places = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
     sorted_ids, order = jax.lax.sort((row_ids, places), num_keys=1, is_stable=True)
     firsts = jnp.searchsorted(sorted_ids, sorted_ids, side="left").astype(jnp.int32)

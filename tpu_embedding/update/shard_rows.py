@@ -1,4 +1,4 @@
-"""Which tables the rows of a shard belong to."""
+"""Answers which tables the rows of a shard belong to."""
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,18 @@ def shard_rows(
     stack: StackPlan,
     plan: EmbeddingPlan,
 ) -> TableRows:
-    """Returns what rules may ask about some rows of a shard. Per shard.
+    """Returns the facts that rules may ask about rows of a shard. Per shard.
 
     Args:
-      row_ids: rows of this shard; ids beyond the last row hold none.
-      is_touched: whether each was looked up.
+      row_ids: rows of this shard; ids beyond the last row are padding.
+      is_touched: True for rows that this step looked up.
       all_reduce: of the totals of these rows.
       stack: the stack's plan.
       plan: for the mesh.
     """
     is_used = row_ids < stack.rows_per_shard
     shard = jax.lax.axis_index(plan.axis_names)
-    # Padding must not overflow in the product.
+    # The product of a padding id would overflow.
     local_ids = jnp.where(is_used, row_ids, 0)
     of_stack = local_ids * stack.num_shards + shard
     offsets = np.asarray([table.row_offset for table in stack.tables], np.int32)

@@ -1,9 +1,9 @@
-"""Totals over rows that come in parts: the rounds of a gradient, or blocks of a table.
+"""Finds totals over rows that arrive in parts: rounds of a gradient, blocks of a table.
 
-A rule asks for totals as it goes, `total = rows.total(values)`, and each may depend on
-the ones before. With one part, the answer is an all-reduce. With several, the rule is
-run on all parts once per total: with the totals so far it gets as far as the next, and
-what it asks for there is added up over the parts. Then it is run for good.
+A rule asks for totals while it runs, `total = rows.total(values)`, and each total may
+depend on earlier ones. With one part, the answer is an all-reduce. With several parts,
+the rule runs on every part once per total. The totals known so far carry it to the next
+request, whose values are summed over the parts. The last run uses all totals.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ _ACROSS_PARTS: Final = {"sum": jnp.add, "min": jnp.minimum}
 
 
 RunPart = Callable[[AllReduce], Any]
-"""Runs the rule on a part, which asks the given function for totals."""
+"""Runs the rule on one part; the rule asks the given function for totals."""
 
 FoldParts = Callable[[Callable[[Any, RunPart], Any], Any], Any]
-"""`(fold, carry)`: calls `fold(carry, run_part) -> carry` for all but the first."""
+"""Calls `carry = fold(carry, run_part)` for all parts but the first."""
 
 
 class _Missing(Exception):
-    """Carries what a rule has asked for, out of it."""
+    """Stops a rule at its first unknown total, and carries the request."""
 
     def __init__(self, totals: Array, reduction: Reduction):
         super().__init__()
@@ -48,12 +48,12 @@ def across_shards(plan: EmbeddingPlan) -> AllReduce:
 def find_totals(
     run_first: RunPart, fold_rest: FoldParts, all_reduce: AllReduce
 ) -> list[Array]:
-    """Returns all totals that a rule asks for, in its order. Per shard.
+    """Returns all totals that a rule asks for, in the order of its requests. Per shard.
 
     Args:
       run_first: runs the rule on the first part.
-      fold_rest: for the other parts.
-      all_reduce: over shards.
+      fold_rest: folds over the other parts.
+      all_reduce: reduces a total over the shards.
     """
     known: list[Array] = []
     while (missing := _next_missing(run_first, known)) is not None:
@@ -70,13 +70,13 @@ def find_totals(
 
 
 def known_totals(known: list[Array]) -> AllReduce:
-    """Returns a function that answers a rule with totals found before."""
+    """Returns a function that answers requests with the known totals, in order."""
     remaining = iter(known)
     return lambda totals, reduction: next(remaining)
 
 
 def _next_missing(run: RunPart, known: list[Array]) -> _Missing | None:
-    """Runs a rule as far as known totals carry it."""
+    """Returns the first request beyond the known totals; None if there is none."""
     remaining = iter(known)
 
     def all_reduce(totals: Array, reduction: Reduction) -> Array:
