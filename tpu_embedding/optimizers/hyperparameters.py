@@ -1,4 +1,4 @@
-"""Hyper-parameters that are values of the state, and so change without compilation."""
+"""Hyper-parameters kept in the state, which change without recompilation."""
 
 from typing import Any
 
@@ -11,19 +11,21 @@ import optax
 def with_hyperparameters(state: Any, **values: Any) -> Any:
     """Returns an optimizer's state with other hyper-parameters.
 
-    The rules in question are those made by `optax.inject_hyperparams`, anywhere in the
-    state. Type and sharding of the values stay, so a compiled step is not compiled
-    again.
+    It changes hyper-parameters of optimizers made by `optax.inject_hyperparams`,
+    anywhere in the state. Dtypes and shardings stay, so the compiled step runs without
+    recompilation.
 
     Args:
-      state: of one optimizer, or any nest of states, such as that of `init_slots`.
-      **values: name to number, or to a function without arguments that returns it.
+      state: state of one optimizer, or any pytree of states, such as `init_slots`
+        returns.
+      **values: name of a hyper-parameter to its new value: a scalar, or a function
+        without arguments that returns one.
 
     Returns:
       The new state.
 
     Raises:
-      ValueError: if no rule in the state has a hyper-parameter of that name.
+      ValueError: if no optimizer in the state has a hyper-parameter of that name.
 
     Example:
       >>> from tpu_embedding import optimizers
@@ -34,43 +36,48 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
       0.5
     """
     found: set[str] = set()
-    state = _replace(state, values, found)
+    state = _replace_values(state, values, found)
     for name in values:
         if name not in found:
             raise ValueError(
-                f"The optimizer has no hyper-parameter {name!r} that can be set in its "
-                f"state. Make it by optax.inject_hyperparams(rule)({name}=...), with "
-                "a number and not a schedule."
+                f"The state holds no hyper-parameter {name!r} that can be set. Make the "
+                f"optimizer by optax.inject_hyperparams(optimizer)({name}=...), with a "
+                "scalar and not a schedule."
             )
     return state
 
 
-def _replace(state: Any, values: dict[str, Any], found: set[str]) -> Any:
-    """Replaces values in all states made by `inject_hyperparams`, nested ones too."""
+def _replace_values(state: Any, values: dict[str, Any], found: set[str]) -> Any:
+    """Replaces values in all states made by `inject_hyperparams`, nested ones too.
 
-    def replace(part: Any) -> Any:
-        if not _is_injected(part):
-            return part
-        scheduled = part.hyperparams_states
+    The names that it replaced are added to `found`.
+    """
+
+    def replace(node: Any) -> Any:
+        if not _is_injected(node):
+            return node
+        scheduled = node.hyperparams_states
         changed = {
-            name: _like(old, values[name])
-            for name, old in part.hyperparams.items()
+            name: _with_dtype_and_sharding(old, values[name])
+            for name, old in node.hyperparams.items()
             if name in values and name not in scheduled
         }
         found.update(changed)
-        return part._replace(
-            hyperparams=part.hyperparams | changed,
-            inner_state=_replace(part.inner_state, values, found),
+        return node._replace(
+            hyperparams=node.hyperparams | changed,
+            inner_state=_replace_values(node.inner_state, values, found),
         )
 
     return jax.tree.map(replace, state, is_leaf=_is_injected)
 
 
-def _is_injected(part: Any) -> bool:
-    return isinstance(part, optax.InjectStatefulHyperparamsState)
+def _is_injected(node: Any) -> bool:
+    """Returns True for a state that `optax.inject_hyperparams` made."""
+    return isinstance(node, optax.InjectStatefulHyperparamsState)
 
 
-def _like(old: jax.Array, value: Any) -> jax.Array:
+def _with_dtype_and_sharding(old: jax.Array, value: Any) -> jax.Array:
+    """Returns the value with the dtype and sharding of the old one."""
     new = jnp.asarray(value() if callable(value) else value, old.dtype)
     if isinstance(old, jax.core.Tracer):
         return new

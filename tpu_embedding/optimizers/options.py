@@ -1,8 +1,8 @@
-"""Options that TensorFlow has on every table optimizer, as pieces around any rule.
+"""TensorFlow's common options of table optimizers, as wrappers around any optimizer.
 
-In the order of application: gradients are clipped, rows decay, the rule runs on the
-decayed rows, rows are clipped. That order is the reading of TensorFlow's
-`optimization_parameters.proto` on which its recorded runs in the tests are made.
+They apply in this order: gradients are clipped, rows decay, the rule runs on the
+decayed rows, rows are clipped. TensorFlow's `optimization_parameters.proto` describes
+each option, but not the order; this order reproduces the recorded runs in the tests.
 """
 
 import inspect
@@ -19,12 +19,19 @@ from tpu_embedding.optimizers.modes import in_sequence
 from tpu_embedding.optimizers.rules._rates import learning_rate_at
 from tpu_embedding.optimizers.slot_storage import SlotInitializers, with_slot_storage
 
-Recipe = TypeVar("Recipe", bound=Callable[..., optax.GradientTransformation])
+OptimizerFunction = TypeVar(
+    "OptimizerFunction", bound=Callable[..., optax.GradientTransformation]
+)
 ClipValue = float | tuple[float | None, float | None]
 
 
 class DecayRowsState(NamedTuple):
-    """State of the rule inside, and the number of updates so far."""
+    """State of `decay_rows`.
+
+    Attributes:
+      count: updates so far.
+      inner: state of the wrapped optimizer.
+    """
 
     count: jax.Array
     inner: optax.OptState
@@ -60,33 +67,34 @@ def with_options(
     slot_variable_creation_fn: None = None,
     low_dimensional_packing_status: bool = False,
 ) -> optax.GradientTransformation:
-    """Adds TensorFlow's common options to any rule, with TensorFlow's names.
+    """Adds TensorFlow's common options to any optimizer, under TensorFlow's names.
 
-    They hold on every platform; TensorFlow's second version ignores or refuses most.
-    The optimizers of this package take them as arguments.
+    The options work on every platform; TensorFlow's second version ignores or refuses
+    most of them. The optimizers of this package take them as keyword arguments.
 
     Args:
-      rule: of this package or of optax.
-      learning_rate: of the rule; needed only where the decay is multiplied by it.
-      use_gradient_accumulation: False applies the rule once per occurrence of an id;
-        see `in_sequence`.
-      clip_weight_min: smallest value of an updated row; None: none.
-      clip_weight_max: largest value of an updated row; None: none.
-      weight_decay_factor: touched rows lose this part before the rule runs; None or 0:
-        none.
-      multiply_weight_decay_factor_by_learning_rate: True: the part is the factor times
-        the learning rate of the step.
-      clipvalue: bounds of the elements of a row's summed gradient; one number c means
-        (-c, c), and either bound of a pair may be None.
-      slot_dtype: see `with_slot_storage`.
-      slot_initializers: see `with_slot_storage`.
-      slot_variable_creation_fn: must be None. What it is for in TensorFlow is chosen
-        by `slot_initializers` and `slot_dtype`; slot variables are always sharded and
-        packed like their table.
+      rule: an optimizer of this package or of optax.
+      learning_rate: the optimizer's own; needed only for
+        `multiply_weight_decay_factor_by_learning_rate`.
+      use_gradient_accumulation: False applies the optimizer once per occurrence of an
+        id; see `in_sequence`.
+      clip_weight_min: smallest element of an updated row; None: no bound.
+      clip_weight_max: largest element of an updated row; None: no bound.
+      weight_decay_factor: fraction that touched rows lose before the rule runs; None or
+        0: no decay.
+      multiply_weight_decay_factor_by_learning_rate: True multiplies the fraction by the
+        learning rate of the step.
+      clipvalue: bounds of the elements of a row's summed gradient. A scalar `c` means
+        `(-c, c)`. Either bound of a pair may be None.
+      slot_dtype: dtype in which slot variables are stored; see `with_slot_storage`.
+      slot_initializers: initial values of slot variables; see `with_slot_storage`.
+      slot_variable_creation_fn: must be None. TensorFlow creates slot variables with
+        it; `slot_initializers` and `slot_dtype` replace it. Slot variables are always
+        sharded and packed like their table.
       low_dimensional_packing_status: without effect; narrow rows are always packed.
 
     Returns:
-      The rule with its options.
+      The optimizer with its options.
 
     Raises:
       ValueError: if options contradict each other.
@@ -102,13 +110,15 @@ def with_options(
     if not use_gradient_accumulation and clipvalue is not None:
         raise ValueError(
             "clipvalue bounds the summed gradient of a row, so it needs "
-            f"use_gradient_accumulation=True, got clipvalue={clipvalue} without it."
+            f"use_gradient_accumulation=True, got False and "
+            f"clipvalue={clipvalue}. Leave one of them out."
         )
     if slot_variable_creation_fn is not None:
         raise ValueError(
-            "slot_variable_creation_fn must be None: slot variables are made with "
-            "their table, sharded and packed like it. Choose their values by "
-            "slot_initializers={'accumulators': 0.5} and their type by slot_dtype."
+            "slot_variable_creation_fn must be None, got "
+            f"{slot_variable_creation_fn!r}: slot variables are always sharded and "
+            "packed like their table. Choose their initial values by "
+            "slot_initializers={'accumulators': 0.5} and their dtype by slot_dtype."
         )
     if slot_dtype is not None or slot_initializers is not None:
         rule = with_slot_storage(rule, slot_dtype, slot_initializers)
@@ -117,49 +127,49 @@ def with_options(
         multiplies = bool(multiply_weight_decay_factor_by_learning_rate)
         if multiplies and learning_rate is None:
             raise ValueError(
-                "multiply_weight_decay_factor_by_learning_rate needs the rule's "
-                "learning_rate; give it to with_options too."
+                "multiply_weight_decay_factor_by_learning_rate=True needs the rule's "
+                "learning_rate, got None. Pass learning_rate to with_options, too."
             )
         rule = decay_rows(
             rule, weight_decay_factor, learning_rate if multiplies else None
         )
-    pieces = [rule]
+    chained = [rule]
     if clipvalue is not None:
-        pieces.insert(0, clip_gradients(clipvalue))
+        chained.insert(0, clip_gradients(clipvalue))
     if clip_weight_min is not None or clip_weight_max is not None:
-        pieces.append(clip_rows(clip_weight_min, clip_weight_max))
-    if len(pieces) > 1:
-        rule = optax.chain(*pieces)
+        chained.append(clip_rows(clip_weight_min, clip_weight_max))
+    if len(chained) > 1:
+        rule = optax.chain(*chained)
     return rule if use_gradient_accumulation else in_sequence(rule)
 
 
-def takes_common_options(recipe: Recipe) -> Recipe:
-    """Names the common options one by one in the signature of a recipe.
+def takes_common_options(make_optimizer: OptimizerFunction) -> OptimizerFunction:
+    """Lists the common options one by one in an optimizer's signature.
 
-    A recipe ends in `**options: Unpack[CommonOptions]`. `optax.inject_hyperparams` and
-    readers of `help()` need the names and defaults.
+    The decorated function ends in `**options: Unpack[CommonOptions]`.
+    `optax.inject_hyperparams` and `help()` need the names and defaults.
     """
-    signature = inspect.signature(recipe)
-    of_options = inspect.signature(with_options).parameters
+    signature = inspect.signature(make_optimizer)
+    option_parameters = inspect.signature(with_options).parameters
     parameters = [
         parameter
         for parameter in signature.parameters.values()
         if parameter.kind != inspect.Parameter.VAR_KEYWORD
     ]
-    parameters += [of_options[name] for name in CommonOptions.__annotations__]
-    cast(Any, recipe).__signature__ = signature.replace(parameters=parameters)
-    return recipe
+    parameters += [option_parameters[name] for name in CommonOptions.__annotations__]
+    cast(Any, make_optimizer).__signature__ = signature.replace(parameters=parameters)
+    return make_optimizer
 
 
 def clip_gradients(clipvalue: ClipValue) -> optax.GradientTransformation:
-    """Bounds each element of the gradient.
+    """Returns a transformation that clips each element of the gradient.
 
     Args:
-      clipvalue: a number c for (-c, c), or a pair of bounds, either of which may be
-        None.
+      clipvalue: a scalar `c` for `(-c, c)`, or a pair of bounds. Either bound of a pair
+        may be None.
 
     Raises:
-      ValueError: if it is neither.
+      ValueError: if it is neither, or the lower bound is above the upper one.
     """
     low, high = _bounds(clipvalue)
     _check_bounds("clipvalue's minimum", low, "maximum", high)
@@ -176,22 +186,28 @@ def decay_rows(
     factor: float,
     learning_rate: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformation:
-    """Lets a rule work on rows that have lost a part: `w -= factor * w` before it.
+    """Returns an optimizer that decays rows before it updates them.
+
+    For a row `w`, the wrapped optimizer runs after::
+
+        w -= factor * w                                   without learning_rate
+        w -= factor * learning_rate * w                   with learning_rate
 
     Args:
-      rule: the rule; its formula sees the decayed rows.
-      factor: the part.
-      learning_rate: where the part is to be multiplied by the rate of the step.
+      rule: the optimizer to wrap; its formula sees the decayed rows.
+      factor: fraction that touched rows lose in each update.
+      learning_rate: scalar, or schedule of the step counted from 0, that multiplies the
+        factor; None: 1.
     """
 
     def init(params):
         return DecayRowsState(jnp.zeros((), jnp.int32), rule.init(params))
 
     def update(updates: Any, state: Any, params: Any = None):
-        part = jnp.asarray(factor, jnp.float32)
+        fraction = jnp.asarray(factor, jnp.float32)
         if learning_rate is not None:
-            part *= learning_rate_at(learning_rate, state.count)
-        lost = jax.tree.map(lambda rows: part * rows, params)
+            fraction *= learning_rate_at(learning_rate, state.count)
+        lost = jax.tree.map(lambda rows: fraction * rows, params)
         decayed = jax.tree.map(jnp.subtract, params, lost)
         updates, inner = rule.update(updates, state.inner, decayed)
         updates = jax.tree.map(jnp.subtract, updates, lost)
@@ -203,13 +219,17 @@ def decay_rows(
 def clip_rows(
     minimum: float | None, maximum: float | None
 ) -> optax.GradientTransformation:
-    """Bounds each element of an updated row; the last piece of a chain.
+    """Returns a transformation that clips each element of an updated row.
 
-    Rows are updated by adding, so a row that was far outside comes to the bound up to
-    the rounding of its old value.
+    It must be the last of a chain. Rows are updated by addition, so a row that was far
+    out of bounds reaches the bound only up to the rounding of its old value.
+
+    Args:
+      minimum: lower bound; None: none.
+      maximum: upper bound; None: none.
 
     Raises:
-      ValueError: if the bounds are the wrong way round.
+      ValueError: if the minimum is above the maximum.
     """
     _check_bounds("clip_weight_min", minimum, "clip_weight_max", maximum)
 
@@ -220,23 +240,27 @@ def clip_rows(
 
 
 def _check_bounds(low_name: str, low: Any, high_name: str, high: Any) -> None:
+    """Raises ValueError if both bounds are known and in the wrong order."""
     is_known = not any(x is None or isinstance(x, Tracer) for x in (low, high))
     if is_known and not low <= high:
         raise ValueError(
-            f"{low_name} must not be above {high_name}, got {low} and {high}."
+            f"{low_name} must not be above {high_name}, got {low} and {high}. "
+            "Exchange them, or set one to None for no bound."
         )
 
 
 def _is_zero(value: Any) -> bool:
+    """Returns True if a value is 0, and not traced."""
     return not isinstance(value, Tracer) and value == 0
 
 
 def _bounds(clipvalue: ClipValue) -> tuple[float | None, float | None]:
+    """Returns the pair of bounds that a `clipvalue` stands for."""
     if isinstance(clipvalue, tuple) and len(clipvalue) == 2:
         return clipvalue
     if isinstance(clipvalue, int | float | np.generic | jax.Array):
         return -1.0 * clipvalue, clipvalue
     raise ValueError(
-        "clipvalue must be a number or a pair (min, max), either of which may be None, "
-        f"got {clipvalue!r}."
+        "clipvalue must be a number or a pair (min, max), got "
+        f"{clipvalue!r}. Either bound of the pair may be None."
     )
