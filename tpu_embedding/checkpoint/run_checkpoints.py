@@ -22,7 +22,7 @@ Description = dict[str, Any]
 
 
 class CheckpointError(ValueError):
-    """There is no checkpoint to resume from, or it belongs to another run or plan."""
+    """Raised if there is no checkpoint to resume from, or it belongs to another run."""
 
 
 class RunCheckpoints:

@@ -16,7 +16,7 @@ CONFIG_DIRS: Final = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 
 
 class ConfigError(ValueError):
-    """A run config is missing or invalid, or an override does not fit it."""
+    """Raised if a run config is missing or invalid, or if an override does not fit."""
 
 
 def list_configs() -> dict[str, pathlib.Path]:

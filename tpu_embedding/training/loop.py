@@ -307,7 +307,7 @@ def _result(
 def _is_met(
     target: Target | None, metrics: dict[str, float], teacher: float | None
 ) -> bool | None:
-    """Returns True if the target is met; None if that cannot be said."""
+    """Returns True if the target is met, False if not, and None if that is unknown."""
     if target is None:
         return None
     if target.relative_to is None:

@@ -26,7 +26,7 @@ batches in device memory."""
 
 
 class TrainingDivergedError(RuntimeError):
-    """The training loss is NaN or infinite."""
+    """Raised if the training loss is NaN or infinite."""
 
 
 def train_batches(

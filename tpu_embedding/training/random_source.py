@@ -123,7 +123,7 @@ class InteractionsSource:
 
 
 def refuse_data_dir(data_dir: pathlib.Path | None) -> None:
-    """Checks that no directory is given to a source that reads no file.
+    """Raises an error if a data directory is given to a source that reads no file.
 
     Raises:
       DataError: if a directory is given.

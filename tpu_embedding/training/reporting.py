@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 
 class MissingPlotLibraryError(ImportError):
-    """The plot of a run needs matplotlib, which is not installed."""
+    """Raised if a run needs a plot, but matplotlib is not installed."""
 
 
 def load_figure_class() -> Any:

@@ -49,7 +49,7 @@ class ClickModelConfig:
 
 
 class ClickModel(nnx.Module):
-    """`logit = MLP(concatenated activations)`."""
+    """A click model: `logit = MLP(concatenated activations)`."""
 
     def __init__(
         self,

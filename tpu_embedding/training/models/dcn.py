@@ -69,7 +69,7 @@ class DLRMDCNv2Config:
 
 
 class DLRMDCNv2(nnx.Module):
-    """`logit = top(cross([bottom(dense), activations]))`."""
+    """The DCNv2 click model: `logit = top(cross([bottom(dense), activations]))`."""
 
     def __init__(
         self,

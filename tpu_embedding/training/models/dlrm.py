@@ -76,7 +76,10 @@ class DLRMConfig:
 
 
 class DLRM(nnx.Module):
-    """`logit = top([bottom(dense), interactions(bottom(dense), activations)])`."""
+    """The DLRM click model.
+
+    `logit = top([bottom(dense), interactions(bottom(dense), activations)])`
+    """
 
     def __init__(
         self,

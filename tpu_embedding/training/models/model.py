@@ -80,7 +80,7 @@ class MLP(nnx.Module):
         self.layers = nnx.Sequential(*layers)
 
     def __call__(self, inputs: Float[Array, "batch inputs"]) -> jax.Array:
-        """Returns `[batch, layer_sizes[-1]]`."""
+        """Returns the output of the last layer, `[batch, layer_sizes[-1]]`."""
         return self.layers(inputs)
 
 
