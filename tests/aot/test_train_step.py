@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.conftest import mesh_of, needs_kernels
 from tpu_embedding import aot
 
 TOPOLOGIES = {
@@ -128,27 +128,35 @@ def check(plan, compiled):
     return report
 
 
-def dims_and_generations():
-    """Every dim on one generation; one of each way to pack on the others."""
+def steps_of_backends():
+    """Each dim on one generation; narrow and whole rows on the others."""
     for dim in DIMS:
-        yield dim, "v5p"
-    for generation in ("v5e", "v6e", "tpu7x"):
-        for dim in (16, 128):
-            yield dim, generation
+        yield dim, "v5p", "xla", () if dim in (16, 128) else pytest.mark.full
+    for dim in (16, 128):
+        for generation in ("v5e", "v6e", "tpu7x"):
+            yield dim, generation, "xla", pytest.mark.full
+    for dim in (16, 128, 256):
+        marks = (needs_kernels,) if dim == 16 else (needs_kernels, pytest.mark.full)
+        yield dim, "v5p", "sparse_core", marks
+    for dim in (16, 128):
+        for generation in ("v6e", "tpu7x"):
+            yield dim, generation, "sparse_core", (needs_kernels, pytest.mark.full)
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize(("dim", "generation"), dims_and_generations())
-def test_tpu_step_is_in_place(dim, generation):
+@pytest.mark.parametrize(
+    ("dim", "generation", "kernels"),
+    [pytest.param(*case, marks=marks) for *case, marks in steps_of_backends()],
+)
+def test_tpu_step_is_in_place(dim, generation, kernels):
     mesh = aot.topology_mesh(TOPOLOGIES[generation])
-    plan = make_plan(mesh, dim, ADAGRAD, max(1, 128 // dim))
+    plan = make_plan(mesh, dim, ADAGRAD, max(1, 128 // dim), kernels=kernels)
     report = check(plan, compile_step(plan, dim))
     # Ids and rows, gradients back; and the same in the loops of further rounds.
     assert report.all_to_alls == 3 + 2 + 2
     if generation in WITH_SPARSE_CORE:
         assert report.sparse_core_scatters > 0
-    has_kernels = generation in WITH_SPARSE_CORE and jax.__version_info__ >= (0, 12)
-    if has_kernels and dim in (16, 128, 256):
+    if kernels == "sparse_core":
         # Rows, those of ids, those of cotangents; table and slots updated.
         assert report.kernels >= 4
     else:
@@ -160,64 +168,81 @@ def test_tpu_step_is_in_place(dim, generation):
         assert report.argument_bytes < 1.02 * logical_bytes
 
 
+BOTH_BACKENDS = pytest.mark.parametrize(
+    "kernels", ["xla", pytest.param("sparse_core", marks=needs_kernels)]
+)
+
+
 @pytest.mark.tpu_compiler
+@pytest.mark.each_once
 @pytest.mark.parametrize(("dim", "generation"), [(128, "v6e"), (16, "v5p")])
-def test_tpu_step_with_ragged_exchange_is_in_place(dim, generation):
+@BOTH_BACKENDS
+def test_tpu_step_with_ragged_exchange_is_in_place(dim, generation, kernels):
     mesh = aot.topology_mesh(TOPOLOGIES[generation])
-    plan = make_plan(mesh, dim, ADAGRAD, max(1, 128 // dim), exchange="ragged")
+    rows_per_line = max(1, 128 // dim)
+    options = dict(exchange="ragged", kernels=kernels)
+    plan = make_plan(mesh, dim, ADAGRAD, rows_per_line, **options)
     compiled = compile_step(plan, dim, batch_size=1024)
     check(plan, compiled)
     assert "ragged-all-to-all" in compiled.as_text()
 
 
 @pytest.mark.tpu_compiler
-def test_xla_moves_narrow_rows_on_request():
-    mesh = aot.topology_mesh(TOPOLOGIES["v5p"])
-    plan = make_plan(mesh, 16, ADAGRAD, 8, kernels="none")
-    report = check(plan, compile_step(plan, 16))
-    assert report.kernels == 0
-    assert report.sparse_core_gathers > 0
-
-
-@pytest.mark.tpu_compiler
-def test_step_of_three_chips_is_in_place():
+@pytest.mark.full
+@BOTH_BACKENDS
+def test_step_of_three_chips_is_in_place(kernels):
     four = aot.topology_mesh(TOPOLOGIES["v5p"])
     mesh = jax.sharding.Mesh(four.devices.reshape(-1)[:3], four.axis_names)
-    plan = make_plan(mesh, 128, REPRESENTATIVE["rowwise_adagrad"], 1)
+    plan = make_plan(mesh, 128, REPRESENTATIVE["rowwise_adagrad"], 1, kernels=kernels)
     check(plan, compile_step(plan, 128))
 
 
 def ways_to_update():
-    """On both generations; those that differ in the loop of further rounds on one."""
+    """Adafactor and the others differ in the loop of further rounds: on one device."""
+    kernels = (needs_kernels,)
+    full = (pytest.mark.full,)
     for name in ("rowwise_adagrad", "every_row"):
-        yield from ((name, generation, 1) for generation in ("v5p", "tpu7x"))
+        for generation in ("v5p", "tpu7x"):
+            is_quick = generation == "v5p"
+            yield name, generation, 1, "sparse_core", kernels + full * (not is_quick)
+        yield name, "v5p", 1, "xla", ()
     # So many rows that a slot of one value per row is larger than VMEM, too.
-    yield "rowwise_adagrad", "tpu7x", 128
-    yield "adam", "v5p", 1
-    yield "adafactor", "v5p", 1
-    yield "adafactor_of_four_steps", "tpu7x", 1
-    yield "clippy_adagrad", "v5p", 1
+    yield "rowwise_adagrad", "tpu7x", 128, "sparse_core", kernels + full
+    yield "rowwise_adagrad", "tpu7x", 128, "xla", full
+    yield "adam", "v5p", 1, "sparse_core", kernels + full
+    yield "adafactor", "v5p", 1, "sparse_core", kernels + full
+    yield "adafactor", "v5p", 1, "xla", ()
+    yield "adafactor_of_four_steps", "tpu7x", 1, "sparse_core", kernels + full
+    yield "clippy_adagrad", "v5p", 1, "sparse_core", kernels + full
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize(("name", "generation", "rows_per_line"), ways_to_update())
-def test_every_way_to_update_is_in_place_on_tpu(name, generation, rows_per_line):
+@pytest.mark.parametrize(
+    ("name", "generation", "rows_per_line", "kernels"),
+    [pytest.param(*case, marks=marks) for *case, marks in ways_to_update()],
+)
+def test_every_way_to_update_is_in_place_on_tpu(
+    name, generation, rows_per_line, kernels
+):
     mesh = aot.topology_mesh(TOPOLOGIES[generation])
-    plan = make_plan(mesh, 128, (REPRESENTATIVE | OTHERS)[name], rows_per_line)
+    optimizer = (REPRESENTATIVE | OTHERS)[name]
+    plan = make_plan(mesh, 128, optimizer, rows_per_line, kernels=kernels)
     report = check(plan, compile_step(plan, 128))
     if name == "rowwise_adagrad":
-        full = make_plan(mesh, 128, ADAGRAD, rows_per_line)
+        full = make_plan(mesh, 128, ADAGRAD, rows_per_line, kernels=kernels)
         full_bytes = full.table_bytes_per_device + full.slot_bytes_per_device
         assert report.argument_bytes < 0.51 * full_bytes
 
 
 @pytest.mark.tpu_compiler
+@pytest.mark.full
+@BOTH_BACKENDS
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_optimizer_is_in_place_on_tpu(name):
+def test_every_optimizer_is_in_place_on_tpu(name, kernels):
     """On one device and few ids, compiled in seconds: no exchange, one round."""
     devices = aot.topology_mesh(TOPOLOGIES["v5p"])
     mesh = jax.sharding.Mesh(devices.devices.reshape(-1)[:1], devices.axis_names)
-    plan = make_plan(mesh, 128, OTHERS[name], 1)
+    plan = make_plan(mesh, 128, OTHERS[name], 1, kernels=kernels)
     check(plan, compile_step(plan, 128, batch_size=256))
 
 
