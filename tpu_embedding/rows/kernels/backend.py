@@ -26,13 +26,14 @@ KernelBackend = Literal["sparse_core", "interpreter"]
 """A backend that runs kernels: the SparseCores of a TPU, or Pallas' interpreter."""
 
 Ref = Any
-"""A reference to an array or buffer, as Pallas passes it to kernels, without a type."""
+"""A reference to an array or buffer in a kernel; Pallas has no public type for it."""
 
 _INTERPRETED_WORKERS: Final = 3
-"""Workers of the interpreter; 3 rarely divides a number of chunks, as tests want."""
+"""Workers of the interpreter. 3 does not divide most numbers of chunks, so in tests
+some workers handle fewer chunks than others."""
 
 _INTERPRETED_LANES: Final = 16
-"""Elements of a vector in the interpreter; those of a TPU have 8 or 16."""
+"""Elements of a vector in the interpreter; vectors of a TPU have 8 or 16."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

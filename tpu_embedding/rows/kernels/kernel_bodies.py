@@ -116,7 +116,7 @@ def read_chunks(
 def write_chunks(
     worker: Worker, *refs: Any, repetitions: Sequence[int], dim: int
 ) -> None:
-    """Writes the rows of each chunk of sources to their targets: for `write_rows`.
+    """Writes each chunk of rows to its targets: the body of `write_rows`.
 
     Args:
       worker: the worker that runs the body.
@@ -155,8 +155,8 @@ def write_chunks(
             ):
                 copy_all(_windows(targets, ids, first_target), ids, semaphore)
                 table = result.reshape(result.size // dim, dim)
-                for window, part in zip(ids, _windows(rows, ids), strict=True):
-                    _write_kept_rows(worker, part, table, window, semaphore)
+                for window, new in zip(ids, _windows(rows, ids), strict=True):
+                    _write_kept_rows(worker, new, table, window, semaphore)
 
     for_each_chunk(worker, sections.num_rows, chunk, write_chunk)
 
@@ -224,10 +224,10 @@ def update_chunks(
         buffers = [*buffered_rows, *row_scalar_buffers]
         copy_all([*hbm_rows, *old], buffers, semaphore)
         _update_buffers(kernel_body, layout, gradient, rows, row_scalars, scalars)
+        # These waits free the buffers only; HBM has the data when the kernel ends. That
+        # is early enough: no worker reads these rows again, as each is named once.
         for buffer, new in zip(row_scalar_buffers, arrays.new_row_scalars, strict=True):
             pltpu.async_copy(buffer, slice_of_chunk(new, first), _NO_SEMAPHORE).wait()
-        # JAX waits until the buffers are read. The end of the kernel waits until the
-        # rows are written: no worker reads them before, since each is named once.
         copy_all(buffered_rows, hbm_rows, semaphore)
 
     for_each_chunk(worker, arrays.row_ids.size, chunk, update_chunk)

@@ -67,8 +67,9 @@ _MAX_IDS_PER_COPY: Final = 128
 """Maximum ids that one indirect copy takes."""
 
 _MIN_ROW_BYTES: Final = 32
-"""Minimum size of a row. SparseCores address 32 bytes, and a write to less would touch
-a neighbouring row (`dma_granule_size_bytes` in JAX's `jax/_src/tpu_info.py`)."""
+"""Minimum size of a row. A SparseCore addresses 32 bytes at a time, so a write to a
+shorter row would touch its neighbour (`dma_granule_size_bytes` in JAX's
+`jax/_src/tpu_info.py`)."""
 
 _MAX_ARRAY_BYTES: Final = 16 * GIBIBYTE
 """Maximum size of an array that a SparseCore addresses; XLA refuses larger ones."""
