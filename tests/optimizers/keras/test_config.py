@@ -434,7 +434,7 @@ REFUSED = {
         {"class_name": "MultiOptimizer", "config": {"name": "multi"}},
         "give that of the tables",
     ),
-    "unknown_name": (keras_3("towers"), "'towers'; say which it is by class_name"),
+    "unknown_name": (keras_3("towers"), "'towers'; say which by class_name"),
     "no_name": ({"learning_rate": 0.1}, "None; say which"),
     "users_class": (
         {

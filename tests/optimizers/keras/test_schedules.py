@@ -177,7 +177,7 @@ BAD = {
     "boolean": (True, "must be a number"),
     "a_function_of_keras": (
         {"class_name": "__lambda__", "config": {"value": "4wAA"}},
-        "put a function of the step there",
+        "replace another schedule by a function of the step",
     ),
     "a_users_class": (serialized("MySchedule"), "MySchedule.*PolynomialDecay"),
     "class_is_no_text": ({"class_name": ["a"], "config": {}}, "must be a number"),

@@ -1,1 +1,1 @@
-"""Translates the configurations of Keras optimizers and schedules."""
+"""Translation of Keras optimizer and schedule configurations."""

@@ -1,6 +1,6 @@
-"""What each Keras optimizer is here: its fields with their defaults, and its rule.
+"""Keras' optimizer classes: their fields with defaults, and their equivalents here.
 
-`keras_config` reads configurations, and asks this module for the rules.
+`config` parses and validates a configuration, then calls `make_optimizer`.
 """
 
 import dataclasses
@@ -29,44 +29,44 @@ KerasGeneration = Literal["legacy", "tf_keras", "keras_3"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KerasConfig:
-    """A configuration as read.
+    """A parsed configuration of a Keras optimizer.
 
     Attributes:
-      key: class in lower case, a key of `KERAS_CLASSES`.
-      name: class as Keras has it, or name of the optimizer; for errors.
-      given: fields of the configuration.
-      fields: these, and the defaults of those that are missing.
-      generation: of Keras; `"legacy"` is that of `tf_keras.optimizers.legacy`.
+      class_key: class in lower case, a key of `KERAS_CLASSES`.
+      name: class or optimizer name as the configuration has it, for errors.
+      given_fields: fields of the configuration.
+      fields: the given fields, and Keras' defaults of the missing ones.
+      generation: generation of Keras; `"legacy"` is `tf_keras.optimizers.legacy`.
       rows: see `from_keras_config`.
     """
 
-    key: str
+    class_key: str
     name: str
-    given: Mapping[str, Any]
+    given_fields: Mapping[str, Any]
     fields: Mapping[str, Any]
     generation: KerasGeneration
     rows: KerasRows
 
     @property
     def is_legacy(self) -> bool:
-        """Whether the optimizer is a legacy one."""
+        """True for an optimizer of `tf_keras.optimizers.legacy`."""
         return self.generation == "legacy"
 
     def number(self, field: str) -> float:
-        """Returns a field as a number; None, which Keras has for "off", as 0."""
+        """Returns a field as a float; None, which turns a field off, becomes 0."""
         return float(self.fields[field] or 0.0)
 
     def is_on(self, field: str) -> bool:
-        """Whether a field has an effect in Keras."""
+        """Returns True if the field's value has an effect in Keras."""
         value = self.fields.get(field)
         if not is_number(value):
             return bool(value)
-        # Bounds of 0 and below are no bounds, but for legacy optimizers.
+        # Keras ignores a bound of 0 or below, except in legacy optimizers.
         return self.is_legacy or field == "loss_scale_factor" or value > 0
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a field is a number, of Python or NumPy."""
+    """Returns True for a real number of Python or NumPy; a boolean is none."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -75,28 +75,28 @@ _Make = Callable[[Any, KerasConfig], optax.GradientTransformation]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KerasClass:
-    """A class of Keras that has an equivalent.
+    """A Keras optimizer class that has an equivalent in this package.
 
     Attributes:
-      own: fields beside the common ones, with Keras' defaults.
-      make: learning rate and configuration to the rule.
-      takes_common_fields: whether the rule has clipping, decay, averages and the like.
+      own_fields: fields beside `COMMON_FIELDS`, with Keras' defaults.
+      make: function of learning rate and configuration that returns the optimizer.
+      handles_common_fields: True if `make` handles `COMMON_FIELDS` itself.
     """
 
-    own: Mapping[str, float | bool]
+    own_fields: Mapping[str, float | bool]
     make: _Make
-    takes_common_fields: bool = False
+    handles_common_fields: bool = False
 
 
-def make_rule(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
-    """Makes the rule of a configuration that has no problems.
+def make_optimizer(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
+    """Returns the optimizer of a validated configuration.
 
     Args:
-      rate: number, or schedule of the step from 0.
+      rate: scalar, or schedule of the step counted from 0.
       keras: the configuration.
     """
-    keras_class = KERAS_CLASSES[keras.key]
-    if keras_class.takes_common_fields:
+    keras_class = KERAS_CLASSES[keras.class_key]
+    if keras_class.handles_common_fields:
         return keras_class.make(rate, keras)
     gradient_steps = int(keras.number("gradient_accumulation_steps")) or 1
     if gradient_steps > 1:
@@ -108,24 +108,27 @@ def make_rule(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
 
 
 def _moves_every_row(keras: KerasConfig) -> bool:
+    """Returns True if the optimizer must pass over every row in each step."""
     if keras.rows == "touched" or not _zero_gradient_has_effect(keras):
         return False
     return keras.rows == "every" or not _is_lazy_in_keras(keras)
 
 
 def _zero_gradient_has_effect(keras: KerasConfig) -> bool:
-    """Whether rows, or slot variables, change in a step without a gradient."""
+    """Returns True if a gradient of zero changes rows or slot variables."""
     if keras.number("weight_decay") or keras.number("gradient_accumulation_steps"):
         return True
-    if keras.key == "sgd":
+    if keras.class_key == "sgd":
         return bool(keras.number("momentum"))
-    return keras.key != "adagrad"
+    return keras.class_key != "adagrad"
 
 
 def _is_lazy_in_keras(keras: KerasConfig) -> bool:
-    """Whether Keras updates a table by a kernel `ResourceSparseApply...`, lazily."""
-    has_momentum = keras.key in ("sgd", "rmsprop") and keras.number("momentum") > 0
-    return keras.is_legacy and (has_momentum or keras.key in ("adadelta", "ftrl"))
+    """Returns True if a lazy `ResourceSparseApply` kernel updates the rows in Keras."""
+    has_momentum = (
+        keras.class_key in ("sgd", "rmsprop") and keras.number("momentum") > 0
+    )
+    return keras.is_legacy and (has_momentum or keras.class_key in ("adadelta", "ftrl"))
 
 
 def _with_common_fields(
@@ -133,7 +136,7 @@ def _with_common_fields(
     rate: optax.ScalarOrSchedule,
     keras: KerasConfig,
 ) -> optax.GradientTransformation:
-    """Adds Keras' common fields around a rule, in Keras' order."""
+    """Wraps an optimizer in Keras' common fields, in Keras' order."""
     if keras.number("weight_decay"):
         rule = decay_rows(rule, keras.number("weight_decay"), rate)
     if keras.is_on("clipvalue"):
@@ -146,7 +149,7 @@ def _with_common_fields(
 def _sgd(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
     if not keras.number("momentum"):
         return sgd(rate)
-    # The rate is in Keras' momentum, which matters where it changes.
+    # Keras' momentum accumulates the gradient times the rate of its own step.
     return optax.chain(
         sgd(rate), optax.trace(keras.number("momentum"), keras.fields["nesterov"])
     )
@@ -159,7 +162,7 @@ def _adagrad(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
             _scale_by_legacy_adagrad(start, epsilon),
             optax.scale_by_learning_rate(rate),
         )
-    if start == 0:  # Which the rule of TensorFlow's TPU embeddings refuses.
+    if start == 0:  # `adagrad` refuses it, as TensorFlow's TPU embedding does.
         return optax.adagrad(rate, start, epsilon)
     return adagrad(rate, start, epsilon=epsilon)
 
@@ -167,7 +170,10 @@ def _adagrad(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
 def _scale_by_legacy_adagrad(
     initial_accumulator_value: float, epsilon: float
 ) -> optax.GradientTransformation:
-    """Adagrad of the kernel `ResourceApplyAdagradV2`: `g / (sqrt(a) + epsilon)`."""
+    """Scales by the Adagrad of the kernel `ResourceApplyAdagradV2`.
+
+    For a gradient `g`, the step is `g / (sqrt(a) + epsilon)` after `a += g**2`.
+    """
 
     def init(params: Any) -> Any:
         return ScaleByAdagradState(jnp.full_like(params, initial_accumulator_value))
@@ -195,14 +201,16 @@ def _adam(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
 def _rmsprop(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
     rho, momentum = keras.number("rho"), keras.number("momentum")
     epsilon, centered = keras.number("epsilon"), keras.fields["centered"]
-    if keras.is_legacy and not momentum:  # Not by a kernel, and with another epsilon.
+    if keras.is_legacy and not momentum:  # No kernel; epsilon is outside the root.
         return optax.rmsprop(rate, rho, epsilon, centered=centered, eps_in_sqrt=False)
     return rmsprop(rate, rho, momentum, epsilon, centered=centered)
 
 
 def _ftrl(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
-    own: Any = {field: keras.number(field) for field in KERAS_CLASSES["ftrl"].own}
-    return ftrl(rate, **own, allow_zero_accumulator=True)
+    own_fields: Any = {
+        field: keras.number(field) for field in KERAS_CLASSES["ftrl"].own_fields
+    }
+    return ftrl(rate, **own_fields, allow_zero_accumulator=True)
 
 
 def _adafactor(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
@@ -253,24 +261,24 @@ _ADAM: Final = {
     "adaptive_epsilon": False,
 }
 KERAS_CLASSES: Final[Mapping[str, KerasClass]] = {
-    "sgd": KerasClass(own={"momentum": 0.0, "nesterov": False}, make=_sgd),
+    "sgd": KerasClass(own_fields={"momentum": 0.0, "nesterov": False}, make=_sgd),
     "adagrad": KerasClass(
-        own={"initial_accumulator_value": 0.1, "epsilon": 1e-7}, make=_adagrad
+        own_fields={"initial_accumulator_value": 0.1, "epsilon": 1e-7}, make=_adagrad
     ),
-    "adam": KerasClass(own=_ADAM, make=_adam),
-    "adamw": KerasClass(own={**_ADAM, "weight_decay": 0.004}, make=_adam),
+    "adam": KerasClass(own_fields=_ADAM, make=_adam),
+    "adamw": KerasClass(own_fields={**_ADAM, "weight_decay": 0.004}, make=_adam),
     "rmsprop": KerasClass(
-        own={"rho": 0.9, "momentum": 0.0, "epsilon": 1e-7, "centered": False},
+        own_fields={"rho": 0.9, "momentum": 0.0, "epsilon": 1e-7, "centered": False},
         make=_rmsprop,
     ),
     "adadelta": KerasClass(
-        own={"rho": 0.95, "epsilon": 1e-7},
+        own_fields={"rho": 0.95, "epsilon": 1e-7},
         make=lambda rate, keras: adadelta(
             rate, keras.number("rho"), keras.number("epsilon")
         ),
     ),
     "ftrl": KerasClass(
-        own={
+        own_fields={
             "learning_rate_power": -0.5,
             "initial_accumulator_value": 0.1,
             "l1_regularization_strength": 0.0,
@@ -281,13 +289,13 @@ KERAS_CLASSES: Final[Mapping[str, KerasClass]] = {
         make=_ftrl,
     ),
     "lion": KerasClass(
-        own={"beta_1": 0.9, "beta_2": 0.99},
+        own_fields={"beta_1": 0.9, "beta_2": 0.99},
         make=lambda rate, keras: lion(
             rate, keras.number("beta_1"), keras.number("beta_2")
         ),
     ),
     "adafactor": KerasClass(
-        own={
+        own_fields={
             "beta_2_decay": -0.8,
             "epsilon_1": 1e-30,
             "epsilon_2": 1e-3,
@@ -295,6 +303,6 @@ KERAS_CLASSES: Final[Mapping[str, KerasClass]] = {
             "relative_step": True,
         },
         make=_adafactor,
-        takes_common_fields=True,
+        handles_common_fields=True,
     ),
 }

@@ -1,8 +1,8 @@
-"""Keras' learning rate schedules, from their configuration to functions of the step.
+"""Translation of Keras learning rate schedules into functions of the step.
 
 The formulas are those of `keras/src/optimizers/schedules/learning_rate_schedule.py`,
-which Keras 2 has too. They are not taken from optax, whose schedules of these names
-differ at boundaries, beyond the last step and in what they clip.
+which Keras 2 shares. optax has schedules of the same names, but they differ at
+boundaries, after the last step, and in clipping.
 """
 
 import inspect
@@ -23,15 +23,16 @@ def keras_learning_rate(value: Any) -> optax.ScalarOrSchedule:
     """Translates the field `learning_rate` of a Keras configuration.
 
     Args:
-      value: a number; what `keras.optimizers.schedules.serialize` returns, a mapping
-        with `class_name` and `config`; or a function of the step, returned as it is.
+      value: a number; or a mapping with `class_name` and `config`, as
+        `keras.optimizers.schedules.serialize` returns it; or a function of the step,
+        which is returned unchanged.
 
     Returns:
-      A float, or a function of the step, counted from 0, to a float32 scalar.
+      A float, or a function from the step, counted from 0, to a float32 scalar.
 
     Raises:
-      ValueError: if it is none of these, or names everything that is wrong with the
-        schedule's fields.
+      ValueError: if the value is none of these; or with every problem of the schedule's
+        fields.
 
     Example:
       >>> config = {"initial_learning_rate": 0.5, "decay_steps": 2, "decay_rate": 1.0}
@@ -51,20 +52,21 @@ def keras_learning_rate(value: Any) -> optax.ScalarOrSchedule:
     if make is None or not isinstance(config, Mapping):
         raise ValueError(
             f"learning_rate={value!r}: must be a number, or a serialized schedule of "
-            f"Keras' classes {sorted(_SCHEDULES)}; put a function of the step there"
+            f"Keras' classes {sorted(_SCHEDULES)}; replace another schedule by a "
+            "function of the step"
         )
     fields = {field: x for field, x in config.items() if field != "name"}
     problems = _field_problems(make, fields)
     if problems:
         raise ValueError(f"learning_rate of class {class_name}: {'; '.join(problems)}")
     try:
-        return make(**{field: _plain(x) for field, x in fields.items()})
+        return make(**{field: _to_python(x) for field, x in fields.items()})
     except ValueError as error:
         raise ValueError(f"learning_rate of class {class_name}: {error}") from error
 
 
 def inverse_time_decay(rate: optax.ScalarOrSchedule, decay: float) -> optax.Schedule:
-    """Divides a rate by `1 + decay * step`: `decay` of Keras' legacy optimizers."""
+    """Divides a rate by `1 + decay * step`, as legacy Keras optimizers do."""
 
     def schedule(count: Any) -> jax.Array:
         start: Any = rate(count) if callable(rate) else rate
@@ -76,9 +78,10 @@ def inverse_time_decay(rate: optax.ScalarOrSchedule, decay: float) -> optax.Sche
 def at_updates(
     rate: optax.ScalarOrSchedule, gradient_steps: int
 ) -> optax.ScalarOrSchedule:
-    """Counts updates of `gradient_steps` steps each, where a schedule counts steps.
+    """Converts a schedule of steps to a schedule of updates.
 
-    Keras' schedules see the step, and the update is in the last step of its group.
+    Each update sums the gradients of `gradient_steps` steps, and happens in the last of
+    them. Keras' schedules count steps. A rate that is not a schedule stays as it is.
     """
     if not callable(rate):
         return rate
@@ -90,34 +93,38 @@ def at_updates(
 
 
 def _field_problems(make: Callable[..., Any], fields: Mapping[str, Any]) -> list[str]:
+    """Returns the problems of a schedule's fields, one sentence each."""
     parameters = inspect.signature(make).parameters
     problems = [
-        f"{field}={fields[field]!r} is not known here; take it out if it has no effect"
+        f"{field}={fields[field]!r} is not known here; remove it if it has no effect"
         for field in sorted(fields.keys() - parameters.keys())
     ]
     for field, parameter in parameters.items():
         if field in fields:
-            if not _is_of(parameter.annotation, fields[field]):
+            if not _has_type(parameter.annotation, fields[field]):
                 problems.append(f"{field}={fields[field]!r} is of a wrong type")
         elif parameter.default is parameter.empty:
             problems.append(f"{field} is missing")
     return problems
 
 
-def _is_of(kind: Any, value: Any) -> bool:
-    """Whether a value read from JSON, or from NumPy, is of a parameter's type."""
+def _has_type(kind: Any, value: Any) -> bool:
+    """Returns True if a value from JSON or NumPy fits a parameter's type."""
     if kind is bool:
         return isinstance(value, bool | np.bool_)
     if kind == list[float]:
-        return isinstance(value, list | tuple) and all(_is_of(float, x) for x in value)
+        return isinstance(value, list | tuple) and all(
+            _has_type(float, x) for x in value
+        )
     if value is None:
         return kind == float | None
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
+    """Converts numbers, also in lists, from JSON or NumPy to Python floats."""
     if isinstance(value, list | tuple):
-        return [_plain(x) for x in value]
+        return [_to_python(x) for x in value]
     if value is None or isinstance(value, bool | np.bool_):
         return value
     return float(value)
@@ -163,13 +170,13 @@ def _piecewise_constant_decay(
             "boundaries must be one fewer than values, got "
             f"{len(boundaries)} and {len(values)}"
         )
-    # Keras casts boundaries to the type of the step, an integer.
+    # Keras casts boundaries to the step's dtype, an integer.
     limits = np.asarray(boundaries, np.int32)
     if (np.diff(limits) <= 0).any():
         raise ValueError(f"boundaries must increase, got {boundaries}")
 
     def schedule(count: Any) -> jax.Array:
-        # A boundary is the last step of its value.
+        # A boundary is the last step that uses its value.
         num_passed = jnp.sum(jnp.asarray(count) > limits)
         return jnp.asarray(values, jnp.float32)[num_passed]
 
@@ -240,7 +247,7 @@ def _cosine_decay_restarts(
             num_restarts = jnp.floor(passed)
             passed -= num_restarts
         else:
-            # Periods are t_mul**i first ones long: a geometric series.
+            # Period i is t_mul**i times as long as the first: a geometric series.
             num_restarts = jnp.floor(
                 jnp.log(1 - passed * (1 - t_mul)) / math.log(t_mul)
             )
@@ -260,7 +267,7 @@ def _num_periods(count: Any, decay_steps: float, staircase: bool) -> jax.Array:
 
 
 def _half_cosine(passed: jax.Array) -> jax.Array:
-    """From 1 to 0 while `passed` goes from 0 to 1."""
+    """Returns a half cosine, which falls from 1 to 0 as `passed` rises from 0 to 1."""
     return 0.5 * (1 + jnp.cos(math.pi * passed))
 
 
