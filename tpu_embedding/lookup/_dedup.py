@@ -1,4 +1,4 @@
-"""Stage 2: equal ids become one request, and requests are grouped by destination."""
+"""Stage 2, dedup: merges equal ids into one request, and groups requests by owner."""
 
 import dataclasses
 from typing import Final, NamedTuple
@@ -13,14 +13,18 @@ from tpu_embedding.rows.packed_rows import gather_in_bounds
 from tpu_embedding.types import PADDING_ROW_ID
 
 _MAX_COMPARISONS: Final = 2**23
-"""Beyond, a binary search in a loop is faster than to compare with all."""
+"""Maximum comparisons of a search that compares each query with each value.
+
+Above it, a binary search in a loop is faster."""
 
 
 class Ranked(NamedTuple):
-    """Integers sorted, with the rank of each among the different ones.
+    """Sorted integers, and the rank of each among the distinct ones.
 
-    `values` are rising; `order` is the place of each before sorting; `ranks` counts
-    the different values that are smaller.
+    Attributes:
+      values: int32 `[n]`, rising.
+      order: int32 `[n]`, position of each value before sorting.
+      ranks: int32 `[n]`, number of distinct values that are smaller.
     """
 
     values: Int[Array, " n"]
@@ -29,7 +33,7 @@ class Ranked(NamedTuple):
 
 
 def rank_unique(values: Int[Array, " n"]) -> Ranked:
-    """Ranks integers among their different values, with one sort."""
+    """Sorts integers, and ranks each among the distinct values."""
     places = jnp.arange(values.shape[0], dtype=jnp.int32)
     values, order = jax.lax.sort((values, places), num_keys=1, is_stable=False)
     is_new = jnp.concatenate([jnp.ones(1, bool), values[1:] != values[:-1]])
@@ -37,7 +41,12 @@ def rank_unique(values: Int[Array, " n"]) -> Ranked:
 
 
 def unsort(values: Int[Array, " n"], order: Int[Array, " n"]) -> Int[Array, " n"]:
-    """Puts values that belong to sorted places back where these came from."""
+    """Returns values of sorted places in the order before sorting.
+
+    Args:
+      values: one value per sorted place.
+      order: position of each sorted place before sorting, as `rank_unique` returns it.
+    """
     return (
         jnp.zeros_like(values)
         .at[order]
@@ -57,10 +66,11 @@ class Dedup:
 
     Attributes:
       sorted_keys: int32 `[ids]`, rising; padding last.
-      order: int32 `[ids]`, place of each sorted key before sorting.
-      ranks: int32 `[ids]`, how many different keys are smaller.
+      order: int32 `[ids]`, position of each sorted key before sorting.
+      ranks: int32 `[ids]`, number of distinct keys that are smaller. If the stack keeps
+        duplicates, each occurrence counts as a distinct key.
       first_places: int32 `[num_shards + 1]`, sorted place of the first key of each
-        destination; the last entry is that of padding.
+        destination; the last entry is the place of the first padding.
       first_ranks: int32 `[num_shards + 1]`, rank of the first key of each
         destination; the last entry is the number of unique ids.
     """
@@ -73,7 +83,7 @@ class Dedup:
 
 
 def dedup(keys: Int[Array, " ids"], stack: StackPlan) -> Dedup:
-    """Sorts keys once, which both finds duplicates and groups by destination."""
+    """Sorts keys. One sort both finds duplicates and groups keys by destination."""
     if stack.keeps_duplicates:
         places = jnp.arange(keys.shape[0], dtype=jnp.int32)
         sorted_keys, order = jax.lax.sort((keys, places), num_keys=1, is_stable=True)
@@ -98,10 +108,10 @@ def count_below(keys: Int[Array, " queries"], dedup: Dedup) -> Int[Array, " quer
 
 
 def broadcast_to_ids(values: Int[Array, " shards"], dedup: Dedup) -> Int[Array, " ids"]:
-    """Gives each sorted id the value of its destination; padding gets any.
+    """Returns for each sorted id the value of its destination.
 
-    A running sum of the steps between destinations: a TPU gathers single integers
-    slowly.
+    The value of padding is undefined. A running sum over the steps between
+    destinations replaces a gather, because a TPU gathers single integers slowly.
     """
     steps = jnp.diff(values, prepend=0)
     starts = jnp.zeros_like(dedup.ranks)
@@ -112,7 +122,7 @@ def broadcast_to_ids(values: Int[Array, " shards"], dedup: Dedup) -> Int[Array, 
 
 
 def key_at_rank(ranks: Int[Array, " queries"], dedup: Dedup) -> Int[Array, " queries"]:
-    """Returns the unique key of each rank; ranks beyond the last give padding."""
+    """Returns the unique key of each rank; `PADDING_ROW_ID` beyond the last rank."""
     places = _search(dedup.ranks, ranks)
     return dedup.sorted_keys.at[places].get(mode="fill", fill_value=PADDING_ROW_ID)
 
@@ -120,14 +130,15 @@ def key_at_rank(ranks: Int[Array, " queries"], dedup: Dedup) -> Int[Array, " que
 def _search(
     rising: Int[Array, " n"], queries: Int[Array, " queries"]
 ) -> Int[Array, " queries"]:
-    """Returns how many values are below each query."""
-    few = rising.shape[0] * queries.shape[0] <= _MAX_COMPARISONS
-    method = "compare_all" if few else "scan"
+    """Counts the values below each query."""
+    num_comparisons = rising.shape[0] * queries.shape[0]
+    method = "compare_all" if num_comparisons <= _MAX_COMPARISONS else "scan"
     return jnp.searchsorted(rising, queries, method=method).astype(jnp.int32)
 
 
 def _ranks_before(
     places: Int[Array, " queries"], ranks: Int[Array, " ids"]
 ) -> Int[Array, " queries"]:
+    """Counts the unique ids before each sorted place."""
     before = gather_in_bounds(ranks, jnp.maximum(places - 1, 0))
     return jnp.where(places == 0, 0, before + 1)

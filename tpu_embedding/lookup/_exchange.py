@@ -1,7 +1,8 @@
-"""Stage 4: the all-to-all between a shard and the owners of its rows.
+"""Stage 4, exchange: the all-to-all between shards and the owners of their rows.
 
-Ids go out in parts of equal size. Rows and gradients go back and forth either in such
-parts too, or, in a ragged exchange, one after the other without room between.
+Ids travel in buckets of equal size, one per destination. Rows and gradients do the same
+in a padded exchange. In a ragged exchange their buckets follow each other without
+padding between them.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.config import QuantizationConfig
-from tpu_embedding.lookup._route import Round, lines_of, starts_of
+from tpu_embedding.lookup._route import Round, bucket_starts, count_lines
 from tpu_embedding.plan.capacity import LANES, RoundSize
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.access import gather_packed
@@ -21,14 +22,14 @@ from tpu_embedding.types import PADDING_ROW_ID
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
-    """Where the parts of a ragged buffer lie, in lines of it. Per shard.
+class Buckets:
+    """The buckets of a ragged buffer, one per other shard. All in lines. Per shard.
 
     Attributes:
-      starts: int32 `[num_shards]`, the first line of the part for, or of, each shard.
-      sizes: int32 `[num_shards]`, its lines.
-      remote_starts: int32 `[num_shards]`, where the same part begins in the buffer of
-        the other shard.
+      starts: int32 `[num_shards]`, first line of each bucket.
+      sizes: int32 `[num_shards]`, lines of each bucket.
+      remote_starts: int32 `[num_shards]`, first line of the same bucket in the buffer
+        of the other shard.
     """
 
     starts: Int[Array, " shards"]
@@ -38,58 +39,61 @@ class Parts:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedParts:
-    """The parts of both buffers of a shard.
+class RaggedBuckets:
+    """The buckets of both row buffers of a shard in a ragged exchange. Per shard.
 
     Attributes:
-      asked: what the shard asks the others for.
-      received: what the others ask it for.
-      sent_rows: places of the first buffer.
+      as_source: rows that this shard requests, one bucket per owner.
+      as_owner: rows that are requested from this shard, one bucket per source.
+      sent_rows: length, in rows, of the buffer of `as_source`.
     """
 
-    asked: Parts
-    received: Parts
+    as_source: Buckets
+    as_owner: Buckets
     sent_rows: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Requests:
-    """What the shards ask one of them for in a round, and the way back. Per shard.
+    """Rows that all shards request from this one in a round. Per shard.
 
     Attributes:
-      row_ids: int32 `[received_rows]`, local rows; padding where unused.
-      parts: of a ragged exchange; None: all parts have the same size.
+      row_ids: int32 `[received_rows]`, local rows; `PADDING_ROW_ID` in unused places.
+      buckets: the buckets of a ragged exchange; None: all buckets have one size.
     """
 
     row_ids: Int[Array, " received"]
-    parts: RaggedParts | None
+    buckets: RaggedBuckets | None
 
 
 def send_requests(current: Round, size: RoundSize, plan: EmbeddingPlan) -> Requests:
-    """Asks the owners for the rows of a round, and learns what this shard is asked.
+    """Sends requests to owners, and returns those that this shard receives. Per shard.
 
-    Per shard.
+    Args:
+      current: the requests of this shard.
+      size: of the round.
+      plan: for the mesh axes.
     """
     row_ids = exchange(current.row_ids, plan)
     if size.kind == "padded":
-        return Requests(row_ids=row_ids, parts=None)
-    asked_sizes = lines_of(current.num_ids, size)
-    asked_starts = starts_of(asked_sizes)
-    facts = exchange(jnp.stack([asked_sizes, asked_starts], axis=1), plan)
-    received_sizes, starts_at_source = facts[:, 0], facts[:, 1]
-    received_starts = starts_of(received_sizes)
+        return Requests(row_ids=row_ids, buckets=None)
+    source_sizes = count_lines(current.num_ids, size)
+    source_starts = bucket_starts(source_sizes)
+    received = exchange(jnp.stack([source_sizes, source_starts], axis=1), plan)
+    owner_sizes, starts_at_source = received[:, 0], received[:, 1]
+    owner_starts = bucket_starts(owner_sizes)
     return Requests(
         row_ids=_compact(row_ids, size),
-        parts=RaggedParts(
-            asked=Parts(
-                starts=asked_starts,
-                sizes=asked_sizes,
-                remote_starts=exchange(received_starts, plan),
+        buckets=RaggedBuckets(
+            as_source=Buckets(
+                starts=source_starts,
+                sizes=source_sizes,
+                remote_starts=exchange(owner_starts, plan),
             ),
-            received=Parts(
-                starts=received_starts,
-                sizes=received_sizes,
+            as_owner=Buckets(
+                starts=owner_starts,
+                sizes=owner_sizes,
                 remote_starts=starts_at_source,
             ),
             sent_rows=size.sent_rows,
@@ -100,37 +104,41 @@ def send_requests(current: Round, size: RoundSize, plan: EmbeddingPlan) -> Reque
 def fetch_rows(
     table: PackedRows, requests: Requests, stack: StackPlan, plan: EmbeddingPlan
 ) -> PackedRows:
-    """Gathers the rows that were asked of this shard and sends them back. Per shard.
+    """Gathers the rows requested from this shard and sends them back. Per shard.
 
     Returns:
-      The rows this shard asked for, float32, in the places where it asked. Places
-      without a request hold anything.
+      The rows that this shard requested, float32, in the places of its requests.
+      Places without a request are undefined.
     """
     rows = gather_packed(table, requests.row_ids)
     lines = rows.lines.astype(jnp.float32)
     if stack.quantization is not None:
         lines = quantize(lines, stack.quantization)
     rows = PackedRows(lines=lines, layout=rows.layout)
-    parts = requests.parts
-    if parts is None:
+    buckets = requests.buckets
+    if buckets is None:
         return _exchange_padded(rows, plan)
-    return _exchange_ragged(rows, parts.received, parts.asked, parts.sent_rows, plan)
+    return _exchange_ragged(
+        rows, buckets.as_owner, buckets.as_source, buckets.sent_rows, plan
+    )
 
 
 def send_gradients(
     gradients: PackedRows, requests: Requests, plan: EmbeddingPlan
 ) -> PackedRows:
-    """Sends the gradient of each row that was fetched to its owner. Per shard.
+    """Sends the gradient of each fetched row to its owner. Per shard.
 
     Returns:
-      The gradients in the places of `requests.row_ids`. Those of padding hold
-      anything.
+      The gradients in the places of `requests.row_ids`. Gradients of padding are
+      undefined.
     """
-    parts = requests.parts
-    if parts is None:
+    buckets = requests.buckets
+    if buckets is None:
         return _exchange_padded(gradients, plan)
     num_rows = requests.row_ids.shape[0]
-    return _exchange_ragged(gradients, parts.asked, parts.received, num_rows, plan)
+    return _exchange_ragged(
+        gradients, buckets.as_source, buckets.as_owner, num_rows, plan
+    )
 
 
 def exchange(buffer: Array, plan: EmbeddingPlan) -> Array:
@@ -141,14 +149,14 @@ def exchange(buffer: Array, plan: EmbeddingPlan) -> Array:
       plan: for the mesh axes.
 
     Returns:
-      The parts received, in the order of their senders; the same shape. Applied to
-      what comes back, it returns answers to the places that the questions had.
+      The received buckets in the order of their senders, of the same shape. A second
+      exchange moves every bucket back to where it came from.
     """
     if plan.num_shards == 1:
         return buffer
     shape = buffer.shape
     if buffer.ndim == 1 and buffer.size % (plan.num_shards * LANES) == 0:
-        # On TPU an int32 array of this shape lies in memory as the flat one does.
+        # On TPU, an int32 array of this shape has the memory layout of the flat one.
         buffer = buffer.reshape(-1, LANES)
     received = jax.lax.all_to_all(
         buffer, plan.axis_names, split_axis=0, concat_axis=0, tiled=True
@@ -159,25 +167,33 @@ def exchange(buffer: Array, plan: EmbeddingPlan) -> Array:
 def quantize(
     rows: Float[Array, "*shape"], config: QuantizationConfig
 ) -> Float[Array, "*shape"]:
-    """Rounds each element to the nearest of the configured values."""
+    """Rounds each element to the nearest quantized value."""
     step = (config.upper - config.lower) / (config.num_buckets - 1)
     clipped = jnp.clip(rows, config.lower, config.upper)
     return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
 
 
 def _exchange_padded(rows: PackedRows, plan: EmbeddingPlan) -> PackedRows:
-    """Sends parts of equal size, which fill lines. Per shard."""
+    """Sends buckets of equal size, which fill lines. Per shard."""
     return PackedRows(lines=exchange(rows.lines, plan), layout=rows.layout)
 
 
 def _exchange_ragged(
     rows: PackedRows,
-    sent: Parts,
-    received: Parts,
+    sent: Buckets,
+    received: Buckets,
     num_rows: int,
     plan: EmbeddingPlan,
 ) -> PackedRows:
-    """Moves the parts of one buffer to their places in the others'. Per shard."""
+    """Sends the buckets of this shard's buffer to the other shards. Per shard.
+
+    Args:
+      rows: the buffer.
+      sent: its buckets.
+      received: the buckets of the result.
+      num_rows: length of the result, in rows.
+      plan: for the mesh axes.
+    """
     layout = rows.layout.buffer_layout(num_rows)
     if not layout.is_flat:
         lines = _move_ragged(rows.lines, sent, received, layout.num_lines, plan)
@@ -188,48 +204,50 @@ def _exchange_ragged(
 
 def _move_ragged(
     lines: Float[Array, "from lanes"],
-    sent: Parts,
-    received: Parts,
-    num_places: int,
+    sent: Buckets,
+    received: Buckets,
+    num_lines: int,
     plan: EmbeddingPlan,
 ) -> Float[Array, "to lanes"]:
     if plan.mesh.devices.flat[0].platform == "tpu":
         return jax.lax.ragged_all_to_all(
             lines,
-            jax.lax.empty((num_places, lines.shape[1]), lines.dtype),
+            jax.lax.empty((num_lines, lines.shape[1]), lines.dtype),
             sent.starts,
             sent.sizes,
             sent.remote_starts,
             received.sizes,
             axis_name=plan.axis_names,
         )
-    # XLA has none for CPU: what it would do with the same facts of the senders, for
-    # tests, not for speed.
+    # XLA has no ragged all-to-all for CPU. This emulation gives the same result from
+    # the senders' buckets. It is made for tests, not for speed.
     all_lines = jax.lax.all_gather(lines, plan.axis_names)
-    facts = exchange(jnp.stack([sent.starts, sent.sizes, sent.remote_starts], 1), plan)
-    starts, sizes, targets = facts.T
-    offsets = jnp.arange(num_places, dtype=jnp.int32)[:, None] - targets[None, :]
+    buckets = jnp.stack([sent.starts, sent.sizes, sent.remote_starts], axis=1)
+    starts, sizes, targets = exchange(buckets, plan).T
+    offsets = jnp.arange(num_lines, dtype=jnp.int32)[:, None] - targets[None, :]
     is_from = (offsets >= 0) & (offsets < sizes[None, :])
     source = jnp.argmax(is_from, axis=1)
     line = starts[source] + jnp.take_along_axis(offsets, source[:, None], axis=1)[:, 0]
-    of_source = all_lines[source, jnp.clip(line, 0, lines.shape[0] - 1)]
-    # What nobody sends may be anything; this value would show if it were used.
-    return jnp.where(jnp.any(is_from, axis=1)[:, None], of_source, jnp.nan)
+    received_lines = all_lines[source, jnp.clip(line, 0, lines.shape[0] - 1)]
+    # Lines that no shard sends are undefined. A NaN shows if one is used.
+    return jnp.where(jnp.any(is_from, axis=1)[:, None], received_lines, jnp.nan)
 
 
 def _compact(
     row_ids: Int[Array, " padded"], size: RoundSize
 ) -> Int[Array, " received"]:
-    """Moves padding to the end, but for what fills lines; cuts or fills up.
+    """Moves padding to the end, except the padding that fills up a line. Per shard.
 
-    The rest keeps its order. A sort, because a TPU scatters single integers slowly.
+    Row ids keep their order. The result has `received_rows` entries. It is found by a
+    sort, because a TPU scatters single integers slowly.
     """
     places = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
-    is_taken = row_ids != PADDING_ROW_ID
+    is_kept = row_ids != PADDING_ROW_ID
     for place in range(1, size.rows_per_line):
-        is_first_used = jnp.roll(row_ids, place) != PADDING_ROW_ID
-        is_taken |= is_first_used & (places % size.rows_per_line == place)
-    keys = jnp.where(is_taken, places, row_ids.shape[0])
+        # A line is kept if its first place is used.
+        is_line_used = jnp.roll(row_ids, place) != PADDING_ROW_ID
+        is_kept |= is_line_used & (places % size.rows_per_line == place)
+    keys = jnp.where(is_kept, places, row_ids.shape[0])
     _, row_ids = jax.lax.sort((keys, row_ids), num_keys=1, is_stable=False)
     missing = max(0, size.received_rows - row_ids.shape[0])
     filled = jnp.pad(row_ids, (0, missing), constant_values=PADDING_ROW_ID)

@@ -1,10 +1,9 @@
-"""Stage 1 of the lookup: the ids of every feature of a stack, in one form.
+"""Stage 1, flatten: turns the ids of all features of a stack into one array of keys.
 
-Ids of all features of a stack become *keys*, one int32 each, in one long array. A key
-says who owns the row and which row it is there: `owner * rows_per_shard + local row`.
-So sorting the keys brings equal ids together and, in the same stroke, groups them by
-destination. Ids that look nothing up (padding, ids outside their table, ids left out
-by weight) get the largest key.
+A *key* is an int32 that names the owner of a row and the row at that owner:
+`owner * rows_per_shard + local row`. One sort of the keys therefore brings equal ids
+together and groups them by destination. Ids that look up nothing get the largest key:
+padding, ids outside their table, and ids that their weight excludes.
 """
 
 import dataclasses
@@ -23,16 +22,16 @@ from tpu_embedding.types import PADDING_ROW_ID
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureInput:
-    """One feature on one shard, before its ids are resolved to rows. Per shard.
+    """The ids of one feature, before they are resolved to rows. Per shard.
 
     Attributes:
       ids: int32 `[ids]`.
-      weights: float32 `[ids]`, or None where every id weighs 1.
-      sample_ids: int32 `[ids]`, the output sample of each id, rising; `num_samples`
-        where the place is unused. None: first come the first ids of all samples, then
-        the second, ... up to `valence`; a TPU adds up such blocks without moving them.
+      weights: float32 `[ids]`; None: every id has weight 1.
+      sample_ids: int32 `[ids]`, the output sample of each id, rising; `num_samples` in
+        unused places. None: the first ids of all samples come first, then the second
+        ids, and so on up to `valence`. A TPU adds such blocks without moving them.
       num_samples: output samples of this shard.
-      valence: ids per sample where `sample_ids` is None.
+      valence: ids per sample, if `sample_ids` is None.
     """
 
     ids: Int[Array, " ids"]
@@ -45,12 +44,12 @@ class FeatureInput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolingSpec:
-    """The matrix that combines the rows of one feature into samples. Per shard.
+    """The weights that pool the rows of one feature into samples. Per shard.
 
     Attributes:
-      gains: float32 `[ids]`, the factor of each id's row; None if all are 1.
-      scales: float32 `[samples]`, the factor of each sample's sum, by which its
-        combiner normalises; None if all are 1.
+      gains: float32 `[ids]`, factor of each id's row; None: all are 1.
+      scales: float32 `[samples]`, factor by which the combiner normalises each sample's
+        sum; None: all are 1.
       sample_ids: as in `FeatureInput`.
       num_samples: as in `FeatureInput`.
       valence: as in `FeatureInput`.
@@ -86,7 +85,7 @@ def flatten(
     features: Sequence[FeaturePlan],
     stack: StackPlan,
 ) -> tuple[Int[Array, " all_ids"], list[PoolingSpec], list[Int[Array, ""]]]:
-    """Turns the features of a stack into keys, poolings and counts. Per shard.
+    """Turns the features of a stack into keys and pooling specs. Per shard.
 
     Args:
       inputs: one per feature of the stack.
@@ -94,8 +93,8 @@ def flatten(
       stack: the stack's plan.
 
     Returns:
-      Keys of all features one after the other; a `PoolingSpec` per feature; the number
-      of ids outside the table per feature.
+      The keys of all features, one feature after the other. A `PoolingSpec` per
+      feature. The number of ids outside the table, per feature.
     """
     keys, poolings, out_of_range = [], [], []
     for feature_input, feature in zip(inputs, features, strict=True):
@@ -122,7 +121,10 @@ def flatten(
 def max_unique_ids(
     inputs: Sequence[FeatureInput], features: Sequence[FeaturePlan], stack: StackPlan
 ) -> int:
-    """Bounds the unique ids of a shard: per table, by its ids and by its rows."""
+    """Returns an upper bound on the unique ids of a shard.
+
+    A table adds as many as it has ids or rows, whichever are fewer.
+    """
     if stack.keeps_duplicates:
         return sum(feature_input.ids.shape[0] for feature_input in inputs)
     ids_of_table: dict[int, int] = {}
@@ -136,7 +138,7 @@ def max_unique_ids(
 
 
 def _in_order_of_samples(feature_input: FeatureInput) -> FeatureInput:
-    """Puts the ids of a sample beside each other, for rules that see occurrences."""
+    """Puts the ids of each sample side by side, for rules that see occurrences."""
     valence = feature_input.valence
     if feature_input.sample_ids is not None or valence == 1:
         return feature_input
@@ -158,7 +160,11 @@ def _in_order_of_samples(feature_input: FeatureInput) -> FeatureInput:
 def _resolve_row_ids(
     feature_input: FeatureInput, feature: FeaturePlan
 ) -> tuple[Int[Array, " ids"], Int[Array, ""]]:
-    """Applies the feature's policies; ids that look nothing up become padding."""
+    """Applies the feature's policies. Ids that look up nothing become padding.
+
+    Returns:
+      Row ids within the table, and the number of ids outside the table.
+    """
     ids = feature_input.ids
     vocabulary_size = feature.config.table.vocabulary_size
     is_padding = ids == PADDING_ROW_ID
@@ -179,6 +185,7 @@ def _resolve_row_ids(
 def _keys_of(
     row_ids: Int[Array, " ids"], row_offset: int, stack: StackPlan
 ) -> Int[Array, " ids"]:
+    """Returns the key of each row of a table; padding stays padding."""
     is_padding = row_ids == PADDING_ROW_ID
     stack_rows = jnp.where(is_padding, 0, row_ids) + row_offset
     owner = stack_rows % stack.num_shards
@@ -189,10 +196,10 @@ def _keys_of(
 def _gains_and_scales(
     feature_input: FeatureInput, row_ids: Int[Array, " ids"], combiner: Combiner
 ) -> tuple[Float[Array, " ids"] | None, Float[Array, " samples"] | None]:
-    """Returns the weight of each id, and the scale of each sample.
+    """Returns the gain of each id and the scale of each sample.
 
-    The scale is 1 for sum, 1 / sum(w) for mean, 1 / sqrt(sum(w**2)) for sqrtn, and 0
-    where the denominator is 0.
+    The scale is 1 for sum, 1 / sum(w) for mean and 1 / sqrt(sum(w**2)) for sqrtn. It is
+    0 if the denominator is 0.
     """
     is_single = feature_input.sample_ids is None and feature_input.valence == 1
     is_used = row_ids != PADDING_ROW_ID

@@ -1,7 +1,7 @@
-"""From what the user passes for a feature to what each shard gets.
+"""Converts the ids that the user passes into the input of each shard.
 
-The batch is dealt to the shards in order. Where its size is no multiple of their
-number, it is filled up with samples without ids, whose activations are cut off again.
+Each shard gets consecutive samples. If the batch size is no multiple of the number of
+shards, samples without ids fill up the last shards. Their activations are cut off.
 """
 
 import dataclasses
@@ -32,10 +32,11 @@ class FeatureShape:
     """The sizes of one feature in one batch.
 
     Attributes:
-      batch_size: samples.
-      samples_per_shard: of each shard, after filling up.
-      sequence_length: 0 where the ids of a sample are combined.
-      output_shape: of the activations, `dim` included.
+      batch_size: samples of the batch.
+      samples_per_shard: samples of each shard, after filling up.
+      sequence_length: ids of a sample that are looked up one by one; 0: the ids of a
+        sample are combined.
+      output_shape: shape of the activations, `dim` included.
     """
 
     batch_size: int
@@ -47,13 +48,13 @@ class FeatureShape:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardableInput:
-    """A feature whose arrays all divide by the shards along their first axis.
+    """A feature whose arrays can be split by shard along their first axis.
 
     Attributes:
       ids: int32, dense `[num_shards * samples_per_shard, valence]` or ragged
         `[num_shards, values_per_shard]`. Global, or per shard inside `shard_map`.
       weights: float32 like `ids`, or None.
-      row_splits: int32 `[num_shards, samples_per_shard + 1]`, or None if dense.
+      row_splits: int32 `[num_shards, samples_per_shard + 1]`; None if dense.
     """
 
     ids: Array
@@ -64,7 +65,7 @@ class ShardableInput:
 def as_dense_ids(
     ids: FeatureIds,
 ) -> DenseIds | RaggedIds | SparseIds | ShardedRaggedIds:
-    """Wraps a plain array of ids."""
+    """Wraps a plain array of ids in `DenseIds`; returns other ids as they are."""
     if isinstance(ids, DenseIds | RaggedIds | SparseIds | ShardedRaggedIds):
         return ids
     return DenseIds(ids=ids)
@@ -97,11 +98,11 @@ def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
 def feature_shape(
     ids: FeatureIds, feature: FeaturePlan, plan: EmbeddingPlan
 ) -> FeatureShape:
-    """Returns the sizes of a feature; looks at shapes and dtypes only.
+    """Returns the sizes of a feature. It reads shapes and dtypes only.
 
     Raises:
-      TypeError: if the ids are no integers or still ragged as on the host.
-      ValueError: if their shape does not fit the feature's configuration.
+      TypeError: if the ids are no integers, or ragged ids were not prepared.
+      ValueError: if the shape of the ids does not fit the feature's configuration.
     """
     ids = as_dense_ids(ids)
     if isinstance(ids, RaggedIds | SparseIds):
@@ -147,7 +148,7 @@ def refuse_empty_batch(ids: Any, feature: FeaturePlan) -> None:
 
 
 def refuse_weighted_sequence(weights: Any, feature: FeaturePlan) -> None:
-    """Raises a ValueError for weights that could have no effect."""
+    """Raises a ValueError for weights of a sequence, which would have no effect."""
     if weights is not None and feature.config.max_sequence_length:
         raise ValueError(
             f"Feature {feature.name!r} has weights and max_sequence_length="
@@ -157,18 +158,21 @@ def refuse_weighted_sequence(weights: Any, feature: FeaturePlan) -> None:
 
 
 def _matrix_shape(ids: Any) -> tuple[int, int]:
-    """Returns samples and ids per sample; the last of several axes is the latter."""
+    """Returns the number of samples and of ids per sample, which is the last axis.
+
+    Ids of one axis have one id per sample.
+    """
     if ids.ndim == 1:
         return ids.shape[0], 1
     return math.prod(ids.shape[:-1]), ids.shape[-1]
 
 
 def check_dtypes(ids, weights, feature: FeaturePlan) -> None:
-    """Refuses ids that are no integers and weights of another shape.
+    """Refuses ids that are no integers, and weights of another shape.
 
     Raises:
-      TypeError: for the dtype of the ids.
-      ValueError: for shapes.
+      TypeError: if the ids are no array of integers.
+      ValueError: if the ids are a scalar, or weights have another shape than the ids.
     """
     if not hasattr(ids, "dtype"):
         raise TypeError(
@@ -193,7 +197,7 @@ def check_dtypes(ids, weights, feature: FeaturePlan) -> None:
 def to_shardable(
     ids: FeatureIds, shape: FeatureShape, plan: EmbeddingPlan
 ) -> ShardableInput:
-    """Fills the batch up to a multiple of the shards. Global."""
+    """Fills up the batch to a multiple of the number of shards. Global."""
     ids = as_dense_ids(ids)
     assert not isinstance(ids, RaggedIds | SparseIds)
     weights = None
@@ -225,7 +229,7 @@ def to_shardable(
 
 
 def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureInput:
-    """Brings a feature into the form that the stages work on. Per shard."""
+    """Converts a feature into the input of the stages. Per shard."""
     num_samples = shape.samples_per_shard
     length = shape.sequence_length
     ids, weights = shardable.ids, shardable.weights
@@ -277,6 +281,11 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
 def _sequence_length(
     ids: Any, batch_size: int, is_ragged: bool, feature: FeaturePlan
 ) -> int:
+    """Returns the length of a sample's sequence; 0 if its ids are combined.
+
+    Raises:
+      ValueError: if the shape of the ids does not fit the feature's configuration.
+    """
     config = feature.config
     if config.output_shape is None:
         if config.max_sequence_length and ids.ndim == 1:
@@ -306,10 +315,11 @@ def _sequence_length(
 
 
 def _to_int32(ids: IdArray) -> Array:
-    """Converts ids of any integer type; what an int32 cannot hold is out of range.
+    """Converts ids of any integer type to int32.
 
-    It stays too small or too large, so that clipping finds the right end. NumPy's
-    64-bit ids are converted by NumPy: JAX would keep their lower half only.
+    Ids that an int32 cannot hold stay out of range. They also stay too small or too
+    large, so that clipping finds the right end. NumPy converts its own 64-bit ids,
+    because JAX would keep their lower half only.
     """
     if np.dtype(ids.dtype).itemsize < 4 or ids.dtype == np.int32:
         return jnp.asarray(ids, np.int32)
@@ -321,6 +331,9 @@ def _to_int32(ids: IdArray) -> Array:
 
 
 def _sample_ids(row_splits: Array, num_values: int) -> Array:
-    """Returns the sample of each value, and the number of samples behind the last."""
+    """Returns the sample of each value.
+
+    Places behind the last value get the number of samples.
+    """
     ends = jnp.zeros((num_values,), jnp.int32).at[row_splits[1:]].add(1, mode="drop")
     return running_sum(ends)

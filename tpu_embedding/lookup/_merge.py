@@ -1,4 +1,4 @@
-"""Stage 7, merge: the owner sums gradients of one row from several shards."""
+"""Stage 7, merge: the owner sums the gradients that several shards send for a row."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -25,12 +25,12 @@ def merge(
     """Sums the gradients of equal rows. Per shard; no communication.
 
     Args:
-      row_ids: local rows, as received from each source.
+      row_ids: int32 `[buffer]`, local rows as received; `PADDING_ROW_ID` where unused.
       gradients: their gradients, in the same places.
-      num_rows: bound on the different rows.
+      num_rows: upper bound on the number of distinct rows.
 
     Returns:
-      Each row once, in any order, and padding.
+      The sums. Each row appears once, in any order; other places hold padding.
     """
     if 2 * num_rows <= row_ids.shape[0]:
         return _merge_few_rows(row_ids, gradients, num_rows)
@@ -41,10 +41,10 @@ def merge(
         gradients,
         is_repeat,
         places=forward_fill(jnp.where(is_first, order, -1)),
-        occurrences=order,
-        # Only places of first occurrences are added to; the others hold what was
-        # received.
-        values_of=gather_rows,
+        value_ids=order,
+        # Sums change in places of first occurrences only. The places of repeats still
+        # hold the gradients that were received.
+        read_values=gather_rows,
     )
     unique_ids = unsort(jnp.where(is_repeat, PADDING_ROW_ID, sorted_ids), order)
     return PackedRowGradients(row_ids=unique_ids, values=sums)
@@ -55,7 +55,7 @@ def _merge_few_rows(
     gradients: PackedRows,
     num_rows: int,
 ) -> PackedRowGradients:
-    """Sums in a buffer as long as there are rows, which is shorter than what came."""
+    """Sums in a buffer of `num_rows`, which is shorter than the received buffer."""
     num_rows = round_up(num_rows, gradients.layout.rows_per_line)
     rows = unpack_rows(gradients)
     sorted_ids, order, ranks = rank_unique(row_ids)

@@ -1,9 +1,9 @@
-"""What a row's further occurrences add to its first.
+"""Adds the values of repeated ids to the sums of their rows.
 
-Sorting brings the occurrences of a row together: the first, then its *repeats*. A sum
-per row needs no buffer of zeros to add all occurrences to. It begins as the values of
-the first occurrences, and the repeats are added, a part of them at a time, in a loop
-that turns while there are any.
+Sorting brings the occurrences of a row together: the first one, then its *repeats*. The
+sum of a row starts as the value of its first occurrence, so no buffer of zeros is
+needed. A loop then adds the repeats, one chunk of them per iteration. It ends when no
+repeat is left.
 """
 
 from collections.abc import Callable
@@ -17,50 +17,54 @@ from tpu_embedding.plan.capacity import LANES
 from tpu_embedding.rows.access import add_repeatedly
 from tpu_embedding.rows.packed_rows import PackedRows, round_up
 
-_TURNS: Final = 8
-"""Turns of the loop where almost all occurrences are repeats."""
+_MAX_CHUNKS: Final = 8
+"""Maximum iterations of the loop, reached if almost all occurrences are repeats."""
 
-_MIN_PER_TURN: Final = 8 * LANES
-"""Repeats of a turn at least, so that few ids do not take several turns."""
+_MIN_CHUNK_SIZE: Final = 8 * LANES
+"""Minimum repeats per iteration, so that few ids take one iteration only."""
 
 
 def add_repeats(
     sums: PackedRows,
     is_repeat: Bool[Array, " n"],
     places: Int[Array, " n"],
-    occurrences: Int[Array, " n"],
-    values_of: Callable[[PackedRows, Int[Array, " turn"]], Float[Array, "turn dim"]],
+    value_ids: Int[Array, " n"],
+    read_values: Callable[
+        [PackedRows, Int[Array, " chunk"]], Float[Array, "chunk dim"]
+    ],
 ) -> PackedRows:
     """Adds the values of repeats to the sums of their rows. Per shard; in place.
 
     Args:
-      sums: the values of first occurrences, each at the place of its row.
-      is_repeat: of all occurrences, in any order.
-      places: the place of the row of each in `sums`.
-      occurrences: what `values_of` knows each by.
-      values_of: given the sums so far and some occurrences, their values.
+      sums: values of the first occurrences, each at the place of its row.
+      is_repeat: bool `[n]`, True for repeats. Occurrences may be in any order.
+      places: int32 `[n]`, place of each occurrence's row in `sums`.
+      value_ids: int32 `[n]`, the argument of `read_values` for each occurrence.
+      read_values: called as `read_values(sums, value_ids)` with the sums so far and
+        the ids of a chunk; returns the values of that chunk.
     """
     num_places = sums.layout.num_rows
     num_occurrences = is_repeat.shape[0]
     num_repeats = jnp.sum(is_repeat, dtype=jnp.int32)
-    per_turn = round_up(-(-num_occurrences // _TURNS), LANES)
-    per_turn = min(max(per_turn, _MIN_PER_TURN), num_occurrences)
+    chunk_size = round_up(-(-num_occurrences // _MAX_CHUNKS), LANES)
+    chunk_size = min(max(chunk_size, _MIN_CHUNK_SIZE), num_occurrences)
     # A sort moves repeats to the front: a TPU scatters single integers slowly.
-    places, occurrences = jax.lax.sort(
-        (jnp.where(is_repeat, places, num_places), occurrences),
+    places, value_ids = jax.lax.sort(
+        (jnp.where(is_repeat, places, num_places), value_ids),
         num_keys=1,
         is_stable=False,
     )
-    places = jnp.pad(places, (0, per_turn), constant_values=num_places)
-    occurrences = jnp.pad(occurrences, (0, per_turn))
+    places = jnp.pad(places, (0, chunk_size), constant_values=num_places)
+    value_ids = jnp.pad(value_ids, (0, chunk_size))
 
-    def add(carry):
-        done, sums = carry
-        turn = jax.lax.dynamic_slice_in_dim(occurrences, done, per_turn)
-        rows = jax.lax.dynamic_slice_in_dim(places, done, per_turn)
-        return done + per_turn, add_repeatedly(sums, rows, values_of(sums, turn))
+    def add_chunk(carry):
+        start, sums = carry
+        chunk_ids = jax.lax.dynamic_slice_in_dim(value_ids, start, chunk_size)
+        rows = jax.lax.dynamic_slice_in_dim(places, start, chunk_size)
+        values = read_values(sums, chunk_ids)
+        return start + chunk_size, add_repeatedly(sums, rows, values)
 
     _, sums = jax.lax.while_loop(
-        lambda carry: carry[0] < num_repeats, add, (jnp.int32(0), sums)
+        lambda carry: carry[0] < num_repeats, add_chunk, (jnp.int32(0), sums)
     )
     return sums

@@ -1,15 +1,16 @@
-"""Stage 3: which unique ids travel in which round, and to which place.
+"""Stage 3, route: chooses the round and the buffer place of each unique id.
 
-A round carries at most `capacity` ids from each shard to each other. What makes rounds
-exact is how they are cut: an owner's rows are split into *ranges*, the same for every
-source, so that all requests for a row travel in one round. Then the rows of different
-rounds are different, duplicates can be summed within a round, and an optimizer may
-finish one round before the next. The range of a round ends before the first row that
-does not fit for some source: one all-reduce (minimum) of an int32 per destination.
+A round carries at most `capacity` ids from each shard to each owner. Rounds are exact
+because an owner's rows are split into *ranges* that are equal for all source shards.
+All requests for a row then travel in one round. So an owner can sum the gradients of a
+row within its round, and an optimizer can finish a round before the next begins.
 
-In a ragged exchange an owner also has room for no more rows than `received_rows`, from
-all shards together. Where it is asked for more, all of them send it no more than an
-equal share in this round: another all-reduce (sum) of an int32 per destination.
+The range of a round ends before the first row that does not fit for some source. The
+shards find it by one all-reduce (minimum) of an int32 per owner.
+
+In a ragged exchange, an owner also has room for at most `received_rows` rows of all
+shards together. If more are requested, each shard sends at most an equal share in this
+round. This takes another all-reduce (sum) of an int32 per owner.
 """
 
 import dataclasses
@@ -33,12 +34,12 @@ from tpu_embedding.types import PADDING_ROW_ID
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IdsByRow:
-    """Which ids of a shard use each row that it fetches in a round. Per shard.
+    """The ids of a shard, sorted by the row that they use. Per shard.
 
     Attributes:
-      order: int32 `[ids]`, the ids sorted by row.
-      places: int32 `[ids]`, the place of the row of each of these in the buffer of
-        rows; `sent_rows` where the id is not part of the round.
+      order: int32 `[ids]`, position of each id before sorting.
+      places: int32 `[ids]`, place of its row in the row buffer of this round;
+        `sent_rows` if the id is not part of the round.
     """
 
     order: Int[Array, " ids"]
@@ -48,22 +49,21 @@ class IdsByRow:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
-    """What one shard sends in one round. Per shard.
+    """The requests of one shard in one round. Per shard.
 
     Attributes:
-      places: int32 `[ids]`, for each id of the shard the place of its row in the
-        buffer of the rows it fetches; `sent_rows` where the id is not part of this
-        round.
-      ids_by_row: the inverse, for the backward pass.
-      row_ids: int32 `[num_shards * bucket_size]`, rows asked for, as local
-        rows of their owner, one bucket for each; padding where unused, and always in
-        the last place.
-      num_ids: int32 `[num_shards]`, how many go to each destination.
-      next_ranks: int32 `[num_shards]`, the first rank of each destination that
-        remains.
-      end_row: the first of this shard's own rows that no shard asks for yet; the
-        round is about the rows from the previous round's on.
-      is_last: whether no shard has anything left, equal on all shards.
+      places: int32 `[ids]`, place of each id's row in the buffer of fetched rows;
+        `sent_rows` if the id is not part of this round.
+      ids_by_row: the same places, sorted by row, for the backward pass.
+      row_ids: int32 `[num_shards * bucket_size]`, requested rows as local rows of
+        their owner, in one bucket per owner. Unused places hold `PADDING_ROW_ID`, and
+        so does the last place.
+      num_ids: int32 `[num_shards]`, ids sent to each destination.
+      next_ranks: int32 `[num_shards]`, first rank per destination that is still
+        pending after this round.
+      end_row: int32 scalar, end of the range of this shard's own rows that this round
+        covers. The range begins where that of the previous round ends.
+      is_last: True if no shard has pending ids after this round; equal on all shards.
     """
 
     places: Int[Array, " ids"]
@@ -86,7 +86,7 @@ def route(
 
     Args:
       dedup: the shard's unique ids.
-      first_ranks: the first rank of each destination that has not travelled yet.
+      first_ranks: the first pending rank of each destination.
       size: of the round.
       stack: the stack's plan.
       plan: for the mesh axes of the all-reduce.
@@ -94,13 +94,13 @@ def route(
     end_ranks = dedup.first_ranks[1:]
     capacity = _capacities(end_ranks - first_ranks, size, stack, plan)
     shards = jnp.arange(stack.num_shards, dtype=jnp.int32)
-    first_key_left = key_at_rank(first_ranks + capacity, dedup)
-    first_row_left = jnp.where(
+    first_pending_key = key_at_rank(first_ranks + capacity, dedup)
+    first_pending_row = jnp.where(
         first_ranks + capacity < end_ranks,
-        first_key_left - shards * stack.rows_per_shard,
+        first_pending_key - shards * stack.rows_per_shard,
         stack.rows_per_shard,
     )
-    end_rows = jax.lax.pmin(first_row_left, plan.axis_names)
+    end_rows = jax.lax.pmin(first_pending_row, plan.axis_names)
     next_ranks = count_below(shards * stack.rows_per_shard + end_rows, dedup)
     return _fill(
         dedup,
@@ -114,7 +114,10 @@ def route(
 
 
 def route_all(dedup: Dedup, size: RoundSize, stack: StackPlan) -> Round:
-    """Fills the exchange buffer where everything fits: no all-reduce. Per shard."""
+    """Fills the exchange buffer of a batch that fits in one round. Per shard.
+
+    It needs no all-reduce.
+    """
     return _fill(
         dedup,
         dedup.first_ranks[:-1],
@@ -126,18 +129,20 @@ def route_all(dedup: Dedup, size: RoundSize, stack: StackPlan) -> Round:
     )
 
 
-def lines_of(num_rows: Int[Array, " shards"], size: RoundSize) -> Int[Array, " shards"]:
-    """Returns the lines that so many rows take in a ragged exchange."""
+def count_lines(
+    num_rows: Int[Array, " shards"], size: RoundSize
+) -> Int[Array, " shards"]:
+    """Returns the number of lines that hold so many rows in a ragged exchange."""
     return (num_rows + size.rows_per_line - 1) // size.rows_per_line
 
 
-def starts_of(sizes: Int[Array, " shards"]) -> Int[Array, " shards"]:
-    """Returns where parts of these sizes begin, one after the other."""
+def bucket_starts(sizes: Int[Array, " shards"]) -> Int[Array, " shards"]:
+    """Returns the start of each bucket if buckets lie one after the other."""
     return jnp.cumsum(sizes, dtype=jnp.int32) - sizes
 
 
 def _capacities(
-    num_left: Int[Array, " shards"],
+    num_pending: Int[Array, " shards"],
     size: RoundSize,
     stack: StackPlan,
     plan: EmbeddingPlan,
@@ -145,11 +150,15 @@ def _capacities(
     """Returns how many ids may go to each destination in this round."""
     if size.kind == "padded":
         return size.capacity
-    asked = jax.lax.psum(lines_of(num_left, size), plan.axis_names)
-    room = (size.received_rows - 1) // size.rows_per_line
-    # The quotient is at least 1, for there is room for a line of each shard.
-    share = min(size.capacity, room // stack.num_shards * size.rows_per_line)
-    return jnp.where(asked <= room, size.capacity, share)
+    lines_requested = jax.lax.psum(count_lines(num_pending, size), plan.axis_names)
+    lines_available = (size.received_rows - 1) // size.rows_per_line
+    # The buffer has at least one line per shard, so the quotient is at least 1.
+    equal_share = lines_available // stack.num_shards * size.rows_per_line
+    return jnp.where(
+        lines_requested <= lines_available,
+        size.capacity,
+        min(size.capacity, equal_share),
+    )
 
 
 def _fill(
@@ -176,7 +185,7 @@ def _fill(
     )
     row_places = id_places
     if size.kind == "ragged":
-        starts = size.rows_per_line * starts_of(lines_of(num_ids, size))
+        starts = size.rows_per_line * bucket_starts(count_lines(num_ids, size))
         row_places = rank_in_round + broadcast_to_ids(starts, dedup)
         row_places = jnp.where(is_in_round, row_places, size.sent_rows)
     row_ids = jnp.full((num_places,), PADDING_ROW_ID, jnp.int32)

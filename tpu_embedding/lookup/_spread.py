@@ -89,8 +89,8 @@ def _spread_by_xla(
         cotangents_of(first_ids),
         ~is_first & (places < buffer_size),
         places=places,
-        occurrences=ids_by_row.order,
-        values_of=lambda _, ids: unpack_rows(cotangents_of(ids)),
+        value_ids=ids_by_row.order,
+        read_values=lambda _, ids: unpack_rows(cotangents_of(ids)),
     )
 
 
@@ -135,8 +135,8 @@ def _spread_by_kernel(
         PackedRows(lines=first_lines, layout=layout),
         is_repeat,
         places=ids_by_row.places,
-        occurrences=repeats,
-        values_of=lambda _, repeats: gather_rows(repeat_rows, repeats),
+        value_ids=repeats,
+        read_values=lambda _, repeats: gather_rows(repeat_rows, repeats),
     )
 
 

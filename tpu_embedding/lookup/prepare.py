@@ -1,8 +1,8 @@
-"""The host's part of a lookup: check a batch, and give ragged features a static size.
+"""Checks a batch on the host, and gives ragged features a static size.
 
-Dense integer ids inside their tables may go into a jitted step as they are. This module
-is for everything that cannot be done there: raising an error that names feature and
-id, reading 64-bit ids, and cutting ragged features by shard.
+Dense integer ids that lie inside their tables may enter a jitted step directly. This
+module does what a jitted step cannot do: raise an error that names the feature and the
+id, read 64-bit ids, and split ragged features by shard.
 """
 
 from typing import Any
@@ -32,9 +32,9 @@ _SMALLEST_BUFFER = 8
 def prepare_features(features: Any, plan: EmbeddingPlan, weights: Any = None) -> Any:
     """Checks the ids of a batch on the host and gives them static shapes.
 
-    Ragged features are cut by shard and padded: to `FeatureConfig.expected_valence`
-    ids per sample where that is set, and to the next power of two times that if a
-    batch has more. Each new size means one more compilation, never a lost id.
+    Ragged features are split by shard and padded. `FeatureConfig.expected_valence` sets
+    the padded size in ids per sample. The size doubles until it holds the batch, so no
+    id is lost. Each new size costs one more compilation.
 
     Args:
       features: nest like the plan's `feature_config`; leaves are integer arrays
@@ -45,8 +45,8 @@ def prepare_features(features: Any, plan: EmbeddingPlan, weights: Any = None) ->
         for a ragged feature `[num_values]`.
 
     Returns:
-      The nest with NumPy arrays, int32 ids and float32 weights, to be passed to the
-      layer, or to `tpu_embedding.shard_batch` first.
+      The nest with NumPy arrays: int32 ids and float32 weights. Pass it to the layer,
+      or to `tpu_embedding.shard_batch` first.
 
     Raises:
       TypeError: if ids are no integers.
@@ -77,9 +77,9 @@ def prepare_features(features: Any, plan: EmbeddingPlan, weights: Any = None) ->
 def shard_batch(batch: Any, plan: EmbeddingPlan) -> Any:
     """Puts a nest of arrays on the plan's devices, split along their first axis.
 
-    Arrays whose first axis does not divide by the devices are put on each of them. In
-    a job of several processes each passes the same global batch, and puts the parts of
-    its own devices.
+    An array whose first axis is no multiple of the number of devices is copied to each
+    device. In a job of several processes, each process passes the same global batch and
+    puts the shards of its own devices.
     """
 
     def place(array):
@@ -94,7 +94,7 @@ def shard_batch(batch: Any, plan: EmbeddingPlan) -> Any:
 
 
 def _check_fits_int32(array: np.ndarray) -> np.ndarray:
-    """Refuses integers that JAX would cut to their lower half."""
+    """Refuses integers of which JAX would keep the lower half only."""
     is_wide = np.issubdtype(array.dtype, np.integer) and array.dtype.itemsize > 4
     if is_wide and array.size and not jax.config.read("jax_enable_x64"):
         low, high = array.min(), array.max()
@@ -142,10 +142,10 @@ def _prepare_feature(
 def _sort_sparse(
     ids: SparseIds, weights: np.ndarray | None, feature: FeaturePlan
 ) -> tuple[RaggedIds | DenseIds, np.ndarray | None]:
-    """Turns coordinates into a ragged feature, or a dense one for sequences.
+    """Turns coordinates into a ragged feature, or into a dense one for sequences.
 
-    In a sequence the last coordinate is a position, so places between ids stay empty;
-    elsewhere only its order within the sample counts.
+    In a sequence, the last coordinate is a position, so places between ids stay empty.
+    Otherwise it only orders the ids of a sample.
     """
     indices, values = np.asarray(ids.indices), np.asarray(ids.values)
     shape = np.asarray(ids.dense_shape)
@@ -209,7 +209,10 @@ def _check_weights(weights: np.ndarray, feature: FeaturePlan) -> None:
 
 
 def _check_range(ids: np.ndarray, feature: FeaturePlan, where: str) -> np.ndarray:
-    """Returns the ids as int32; one that fits no int32 becomes -1."""
+    """Returns the ids as int32.
+
+    Ids that no int32 holds become -1, or too large an id for the policy `"clip"`.
+    """
     vocabulary_size = feature.config.table.vocabulary_size
     policy = feature.config.out_of_range_ids
     is_outside = ((ids < 0) | (ids >= vocabulary_size)) & (ids != PADDING_ROW_ID)
@@ -221,7 +224,7 @@ def _check_range(ids: np.ndarray, feature: FeaturePlan, where: str) -> np.ndarra
             f"{int(is_outside.sum())} such ids in all. Correct the data, or set "
             "FeatureConfig.out_of_range_ids to 'drop' or 'clip'."
         )
-    # Unsigned and 64-bit ids included: what an int32 cannot hold is replaced first.
+    # The conversion would wrap ids that an int32 cannot hold. Replace them first.
     is_foreign = (ids < 0) | (ids > PADDING_ROW_ID)
     replacement = np.where(ids < 0, -1, -1 if policy != "clip" else vocabulary_size)
     kept = np.where(is_foreign, 0, ids).astype(np.int32)
