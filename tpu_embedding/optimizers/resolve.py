@@ -1,13 +1,10 @@
-"""From what the user gives as an optimizer to how the layer applies it to a table."""
+"""Finds out how the layer applies an optimizer that the user gives to a table."""
 
 import dataclasses
 import functools
-import re
-from typing import Any, Final
+from typing import Any
 
 import jax
-import jax.extend as jex
-import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.analysis.row_local import (
@@ -15,43 +12,20 @@ from tpu_embedding.optimizers.analysis.row_local import (
     check_elementwise,
 )
 from tpu_embedding.optimizers.analysis.row_totals import (
+    ANY_DIM,
     reduces_over_rows,
     with_row_totals,
 )
 from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
-from tpu_embedding.optimizers.modes import (
-    EveryRow,
-    InSequence,
-    Mode,
-    MustBeLast,
-    OccurrenceNorm,
-    requested_modes,
+from tpu_embedding.optimizers.analysis.trace import (
+    TracedRule,
+    UntraceableRule,
+    trace_rule,
 )
+from tpu_embedding.optimizers.analysis.walker import difference
+from tpu_embedding.optimizers.modes import EveryRow, InSequence, OccurrenceNorm
 from tpu_embedding.optimizers.names import optimizer_by_name
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
-from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
-
-_PROBE: Final = jax.ShapeDtypeStruct((2, 3), jnp.float32)
-_ADDRESS: Final = re.compile("0x[0-9a-f]+")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Trace:
-    """What was seen of a transformation of a single array.
-
-    Attributes:
-      program: its jaxprs, as text.
-      modes: what its rules noted.
-      takes_totals: whether one asked for totals over rows.
-    """
-
-    program: str
-    modes: tuple[Mode, ...]
-    takes_totals: bool
-
-
-class _TotalWithinError(Exception):
-    """A total is asked for where it cannot be taken out: `lax.cond` and the like."""
 
 
 def resolve_optimizer(
@@ -99,17 +73,16 @@ def _of_table(
     for names in table_names:
         part = _for_table(optimizer, table_name, tuple(sorted({*names, table_name})))
         of_part = _trace(part)
-        if of_part is None:
+        if isinstance(of_part, UntraceableRule):
             continue
-        if whole is not None and of_part.program == whole.program:
-            return optimizer
-        return part
+        is_whole = isinstance(whole, TracedRule) and _do_the_same(whole, of_part)
+        return optimizer if is_whole else part
     return optimizer
 
 
 def _resolve(optimizer: optax.GradientTransformation, table_name: str) -> RowOptimizer:
     trace = _trace(optimizer)
-    if trace is None:
+    if isinstance(trace, UntraceableRule):
         # The plan's check of rules will say what is wrong.
         return RowOptimizer(transformation=optimizer)
     if not reduces_over_rows(optimizer):
@@ -123,7 +96,7 @@ def _resolve(optimizer: optax.GradientTransformation, table_name: str) -> RowOpt
 @functools.lru_cache(maxsize=4096)
 def _row_optimizer(transformation: optax.GradientTransformation) -> RowOptimizer:
     trace = _trace(transformation)
-    assert trace is not None
+    assert isinstance(trace, TracedRule)
     every = {mode for mode in trace.modes if isinstance(mode, EveryRow)}
     in_sequence = any(isinstance(mode, InSequence) for mode in trace.modes)
     takes_norm = any(isinstance(mode, OccurrenceNorm) for mode in trace.modes)
@@ -184,72 +157,33 @@ def _for_table(
     return optax.GradientTransformation(init, update)
 
 
-@functools.lru_cache(maxsize=4096)
-def _trace(transformation: optax.GradientTransformation) -> _Trace | None:
-    """Traces a transformation of a single array; None if it is none of that."""
-    asked: list[Any] = []
-    is_last: list[bool] = []
-
-    def run(rows):
-        outside = jex.core.get_opaque_trace_state(convention="nnx")
-
-        def all_reduce(totals, reduction):
-            del reduction
-            if jex.core.get_opaque_trace_state(convention="nnx") != outside:
-                raise _TotalWithinError
-            asked.append(totals)
-            return totals
-
-        everything = jnp.ones(rows.shape[:1], bool)
-        known = TableRows(
-            table_sizes=jnp.ones((1,)),
-            tables=None,
-            is_used=everything,
-            is_touched=everything,
-            all_reduce=all_reduce,
-        )
-        with table_rows_context(known), requested_modes() as modes:
-            state = transformation.init(rows)
-            asked.clear()
-            updates, state = transformation.update(rows, state, rows)
-        noted.extend(modes)
-        last = [mode.updates for mode in modes if isinstance(mode, MustBeLast)]
-        is_last.extend(each is updates for each in last)
-        return updates, state
-
-    noted: list[Mode] = []
-    try:
-        jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(_PROBE)
-    except _TotalWithinError as error:
-        raise NotRowLocalError(
-            "The optimizer asks for totals over the rows of a table within lax.cond or "
-            "another wrapper that traces it, such as optax.apply_if_finite, MultiSteps "
-            "or a global norm beside it. Put zero_nans or clipping of elements before "
-            "it, or use every_row(rule, gradient_steps=...) and the rule's own options."
-        ) from error
-    except Exception:
-        return None
-    if getattr(shapes[0], "shape", None) != _PROBE.shape:
-        return None
-    if not all(is_last):
+def _trace(
+    transformation: optax.GradientTransformation,
+) -> TracedRule | UntraceableRule:
+    """Traces a rule, and refuses one whose updates something else changes."""
+    trace = trace_rule(transformation, (ANY_DIM,))
+    if isinstance(trace, TracedRule) and not trace.is_last:
         raise ValueError(
             "adafactor must be the last of a chain, and not be wrapped by what changes "
             "its updates: it follows the scale of the table by them. Put clipping "
             "before it; learning rate and weight decay are its arguments."
         )
-    return _Trace(
-        program=_ADDRESS.sub("", str(jaxpr)),
-        modes=tuple(mode for mode in noted if not isinstance(mode, MustBeLast)),
-        takes_totals=bool(asked),
+    return trace
+
+
+def _do_the_same(first: TracedRule, second: TracedRule) -> bool:
+    return (
+        first.modes == second.modes
+        and difference(first.init, second.init) is None
+        and difference(first.update, second.update) is None
     )
 
 
 def _is_elementwise(transformation: optax.GradientTransformation) -> bool:
-    """Whether each element is treated for itself, and has slots of its own."""
+    """Returns whether each element is treated for itself, with slots of its own."""
     try:
         check_elementwise(transformation)
     except NotRowLocalError:
         return False
-    dim = _PROBE.shape[1]
-    shapes = jax.tree.leaves(slot_row_shapes(transformation, dim))
-    return all(shape.shape == (dim,) for shape in shapes)
+    shapes = jax.tree.leaves(slot_row_shapes(transformation, ANY_DIM))
+    return all(shape.shape == (ANY_DIM,) for shape in shapes)

@@ -1,17 +1,17 @@
-"""Rules in the form that a kernel runs: what is done to each vector of a row.
+"""Lowers an optimizer rule to a kernel body, and scalars that are computed outside it.
 
 A SparseCore computes with vectors of a few elements, and knows some operations only. So
-a rule is traced, and what it does is parted: what belongs to no row (a learning rate
-that falls with the step, a bias correction) XLA computes as before; the results, plain
-numbers, go to the kernel, which does what is left to each vector of a row. What belongs
-to a row as a whole (its mean square, an accumulator of it) fills such a vector, too;
-where a sum over the row is wanted, all of its vectors are gone through first.
+a traced rule is split in two. XLA computes what belongs to no row, such as a learning
+rate that falls with the step, or a bias correction. The results are scalars, and the
+kernel takes them. The kernel does all the rest to each vector of a row. A value of the
+row as a whole, such as its mean square, fills a vector of its own. For a sum over the
+row, the kernel first goes through all vectors of the row.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,66 +19,67 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from tpu_embedding.optimizers.analysis.row_local import PROBE_ROWS, unknown_rows
+from tpu_embedding.optimizers.analysis.operations import facts_of, runs_in_kernels
+from tpu_embedding.optimizers.analysis.program import (
+    ROWS,
+    Constant,
+    Operation,
+    Shape,
+    depends_on_rows,
+)
+from tpu_embedding.optimizers.analysis.trace import (
+    TracedRule,
+    UntraceableRule,
+    trace_rule,
+)
+from tpu_embedding.optimizers.analysis.walker import walk
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
-from tpu_embedding.optimizers.table_rows import table_rows_context
 from tpu_embedding.rows.kernels.kernel_bodies import KernelBody
-
-_OF_FLOATS: Final = frozenset(
-    """abs add add_any clamp convert_element_type div eq exp ge gt le log lt max min mul
-    ne neg rsqrt select_n sign sqrt sub tanh""".split()
-)
-"""What JAX lowers for SparseCores; test_kernel_rules.py has each of it compiled."""
-
-_OF_BOOLS: Final = frozenset(
-    "and convert_element_type eq ne not or select_n xor".split()
-)
-"""The same."""
-
-_COMPARISONS: Final = frozenset("eq ge gt le lt ne".split())
-
-_SAME: Final = frozenset(
-    """broadcast_in_dim copy copy_p optimization_barrier reduce_sum reshape
-    squeeze""".split()
-)
-"""What leaves elements, a value of each row or a number for all of them as they are.
-
-(A sum over one axis of a value of each row; sums over rows are seen to before.)
-"""
-
-_MAX_FACTORS: Final = 8
-"""Integer powers up to it are products."""
-
-_CALLS: Final = frozenset(
-    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call".split()
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class LoweredRule:
-    """A rule, parted.
+    """An optimizer rule lowered to a kernel body plus the scalars computed outside it.
 
     Attributes:
-      prepare: given the leaves of the state, with None for slot variables: the numbers
-        that the kernel takes, float32 scalars, and the leaves of the new state, with
+      prepare: given the leaves of the state, with None for slot variables, returns the
+        scalars that the kernel takes, float32, and the leaves of the new state, with
         None for slot variables.
       kernel_body: what the kernel does. Its arrays are the table and the slot variables
-        with elements as the table has, its values those with one value of each row.
+        `[rows, dim]`, its values the slot variables `[rows]`.
     """
 
     prepare: Callable[[Sequence[Any]], tuple[list[Float[Array, ""]], list[Any]]]
     kernel_body: KernelBody
 
 
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """The answer that a rule cannot be lowered.
+
+    Attributes:
+      reason: why, as in "it takes totals over the rows of a table".
+    """
+
+    reason: str
+
+
+@functools.lru_cache(maxsize=256)
 def lower_to_kernel(
     optimizer: optax.GradientTransformation | RowOptimizer, dim: int
-) -> LoweredRule | None:
-    """Parts a rule for rows of `dim`; returns None if no kernel can run it.
+) -> LoweredRule | Refusal:
+    """Lowers a rule to a kernel body for rows of `dim`.
 
-    One can where all that the rule does to rows is done to each element for itself, to
-    one value of each row, or is a sum over the row; in float32, by operations that
-    SparseCores know. What is traced belongs to the mesh that it is traced under, so it
-    is not kept.
+    That is possible if all arithmetic on rows is float32, by operations that
+    SparseCores run, and is done to each element, to one value of each row, or is a sum
+    over the row.
+
+    Args:
+      optimizer: a rule of rows `[rows, dim]`.
+      dim: columns of the table.
+
+    Returns:
+      The lowered rule, or a `Refusal` with the reason.
 
     Example:
       >>> import tpu_embedding as te
@@ -86,124 +87,138 @@ def lower_to_kernel(
       0
       >>> lower_to_kernel(te.optimizers.rowwise_adagrad(0.1), 8).kernel_body.num_sums
       1
-      >>> lower_to_kernel(te.optimizers.adafactor(0.1), 8) is None
-      True
+      >>> lower_to_kernel(te.optimizers.adafactor(0.1), 8)
+      Refusal(reason='it takes totals over the rows of a table')
     """
-    if isinstance(optimizer, RowOptimizer) and optimizer.takes_totals:
-        return None
-    rows = jax.ShapeDtypeStruct((PROBE_ROWS, dim), jnp.float32)
-    with table_rows_context(unknown_rows(PROBE_ROWS)):
-        state = jax.eval_shape(optimizer.init, rows)
-        program = jax.make_jaxpr(optimizer.update)(rows, state, rows)
-    parts = TracedRule(program=program, dim=dim)
-    leaves = jax.tree.leaves(state)
-    kinds = [parts.kind_of_shape(leaf) for leaf in leaves]
-    if [parts.kind_of(v) for v in program.jaxpr.outvars] != ["rows", *kinds]:
-        return None
-    for leaf, kind in zip(leaves, kinds, strict=True):
-        is_of_rows = PROBE_ROWS in leaf.shape
-        if is_of_rows and (kind is None or leaf.dtype != jnp.float32):
-            return None
-    outline = [None if kind else leaf for leaf, kind in zip(leaves, kinds, strict=True)]
+    trace = trace_rule(optimizer, (dim,))
+    if isinstance(trace, UntraceableRule):
+        return Refusal(f"it cannot be traced: {trace.reason}")
+    if trace.takes_totals:
+        return Refusal("it takes totals over the rows of a table")
+    lowering = _Lowering(trace)
     try:
-        jax.eval_shape(parts.prepare, outline)
-    except NotImplementedError:
-        return None
-    kernel_body = KernelBody(run=parts.run, num_sums=parts.count_sums())
-    return LoweredRule(prepare=parts.prepare, kernel_body=kernel_body)
+        lowering.check()
+    except _CannotLowerError as error:
+        return Refusal(str(error))
+    kernel_body = KernelBody(run=lowering.run, num_sums=lowering.count_sums())
+    return LoweredRule(prepare=lowering.prepare, kernel_body=kernel_body)
 
 
-_Kind = Literal["rows", "values", None]
-"""Elements of rows, a value of each row, or what belongs to no row."""
+class _CannotLowerError(Exception):
+    """A rule does something that no kernel can."""
+
+
+_Kind = Literal["rows", "row_scalars", None]
+"""Elements of rows, one scalar for each row, or a value that belongs to no row."""
 
 
 @dataclasses.dataclass(frozen=True)
-class TracedRule:
-    """A traced update, and the size of its rows.
+class _Lowering:
+    """The steps of lowering one traced rule.
 
-    All parts walk through all of it in the same order, and tell by its shape what
-    belongs to rows. What an operation on rows takes that does not is a number: one part
-    writes it down, the other reads it. A part knows nothing (None) of what is not its
-    own, or not yet known.
+    `prepare` and `run` walk through the same program in the same order. A scalar that
+    an operation on rows takes is appended to a list by `prepare`, and read from it by
+    `run`. Each knows nothing (None) of the values that the other computes.
     """
 
-    program: Any
-    dim: int
+    trace: TracedRule
 
-    def kind_of(self, variable: Any) -> _Kind:
-        """Returns what a variable of the program belongs to."""
-        return self.kind_of_shape(variable.aval)
-
-    def kind_of_shape(self, array: Any) -> _Kind:
-        """Returns what an array of this shape belongs to."""
-        shape = getattr(array, "shape", ())
-        if shape == (PROBE_ROWS, self.dim):
+    def kind_of(self, value: Any) -> _Kind:
+        """Returns what an operand, or a result, belongs to."""
+        shape: Shape = value.shape
+        if shape == (ROWS, *self.trace.row_shape):
             return "rows"
-        return "values" if shape in ((PROBE_ROWS,), (PROBE_ROWS, 1)) else None
+        return "row_scalars" if shape in ((ROWS,), (ROWS, 1)) else None
+
+    def check(self) -> None:
+        """Raises `_CannotLowerError` if no kernel can run the rule."""
+        trace = self.trace
+        updates, *new_state = trace.update.outputs
+        if self.kind_of(updates) != "rows":
+            raise _CannotLowerError("its updates are not one row for each row")
+        leaves = zip(trace.state_names, trace.old_state, new_state, strict=True)
+        for name, old, new in leaves:
+            if self.kind_of(old) != self.kind_of(new):
+                raise _CannotLowerError(f"{name!r} of its state changes its shape")
+            if not depends_on_rows(old.shape):
+                continue
+            if self.kind_of(old) is None:
+                raise _CannotLowerError(f"slot variable {name!r} is not one per row")
+            if old.dtype != jnp.float32:
+                raise _CannotLowerError(f"slot variable {name!r} is {old.dtype}")
+        uses = [x for operation in trace.update.operations for x in operation.inputs]
+        if any(fact in (*uses, *new_state) for fact in trace.row_facts):
+            raise _CannotLowerError("it asks which rows are used or looked up")
+        outline = [
+            None if self.kind_of(x) else jax.ShapeDtypeStruct(x.shape, x.dtype)
+            for x in trace.old_state
+        ]
+        jax.eval_shape(self.prepare, outline)
 
     def prepare(self, state: Sequence[Any]) -> tuple[list[Float[Array, ""]], list[Any]]:
         """Computes the scalars and the part of the state that belongs to no row."""
-        numbers: list[Array] = []
+        scalars: list[Array] = []
 
-        def step(equation: Any, inputs: list[Any]) -> list[Any]:
-            if not any(map(self.kind_of, equation.outvars)):
-                if any(map(self.kind_of, equation.invars)):
-                    raise NotImplementedError(equation.primitive.name)
-                return _bind(equation, inputs)
-            if not self._is_sum(equation):
-                _check_operation(equation)
-            numbers.extend(
-                _to_number(x)
-                for x, variable in zip(inputs, equation.invars, strict=True)
-                if not _is_literal(variable) and not self.kind_of(variable)
+        def step(operation: Operation, inputs: list[Any]) -> Sequence[Any]:
+            self._check_operands(operation)
+            if not any(map(self.kind_of, operation.outputs)):
+                return operation.bind(inputs)
+            scalars.extend(
+                _to_scalar(operation, x)
+                for x, operand in zip(inputs, operation.inputs, strict=True)
+                if not self.kind_of(operand) and not _is_literal(operand)
             )
             return [None]
 
-        _, *new = self._walk(self.program, [None, *state, None], step)
-        outvars = self.program.jaxpr.outvars[1:]
+        facts = [None] * len(self.trace.row_facts)
+        _, *new = walk(self.trace.update, [None, *state, None, *facts], step)
+        outputs = self.trace.update.outputs[1:]
         new = [
-            None if self.kind_of(v) else x for x, v in zip(new, outvars, strict=True)
+            None if self.kind_of(operand) else x
+            for x, operand in zip(new, outputs, strict=True)
         ]
-        return numbers, new
+        return scalars, new
 
     def run(self, sums: Sequence[Array], gradient: Array, *vectors: Array) -> Any:
-        """Runs the row part on vectors."""
+        """Computes the part of the rule that belongs to rows, on vectors."""
         row, *remaining = vectors
-        kinds = [self.kind_of(x) for x in self.program.jaxpr.invars[1:-1]]
-        arrays, values = kinds.count("rows"), kinds.count("values")
+        kinds = [self.kind_of(x) for x in self.trace.old_state]
+        num_arrays, num_values = kinds.count("rows"), kinds.count("row_scalars")
         of_kind = {
-            "rows": iter(remaining[:arrays]),
-            "values": iter(remaining[arrays : arrays + values]),
+            "rows": iter(remaining[:num_arrays]),
+            "row_scalars": iter(remaining[num_arrays : num_arrays + num_values]),
         }
         leaves = [None if kind is None else next(of_kind[kind]) for kind in kinds]
-        numbers = iter(remaining[arrays + values :])
+        scalars = iter(remaining[num_arrays + num_values :])
         summands: list[Array] = []
 
-        def step(equation: Any, inputs: list[Any]) -> list[Any]:
-            if not any(map(self.kind_of, equation.outvars)):
-                return [None] * len(equation.outvars)
-            vectors = [
-                jnp.full(gradient.shape, variable.val, variable.aval.dtype)
-                if _is_literal(variable)
+        def step(operation: Operation, inputs: list[Any]) -> Sequence[Any]:
+            if not any(map(self.kind_of, operation.outputs)):
+                return [None] * len(operation.outputs)
+            operands = [
+                jnp.full(gradient.shape, operand.value, operand.dtype)
+                if _is_literal(operand)
                 else x
-                if self.kind_of(variable)
-                else _from_number(next(numbers), variable.aval.dtype)
-                for x, variable in zip(inputs, equation.invars, strict=True)
+                if self.kind_of(operand)
+                else _from_scalar(next(scalars), operand.dtype)
+                for x, operand in zip(inputs, operation.inputs, strict=True)
             ]
-            if self._is_sum(equation):
-                summands.append(vectors[0])
+            if self._is_sum(operation):
+                summands.append(operands[0])
                 is_known = len(summands) <= len(sums)
                 return [sums[len(summands) - 1] if is_known else None]
-            if any(vector is None for vector in vectors):
+            if any(operand is None for operand in operands):
                 return [None]
-            return [_compute(equation, vectors)]
+            return [_compute(operation, operands)]
 
-        updates, *new = self._walk(self.program, [gradient, *leaves, row], step)
+        facts = [None] * len(self.trace.row_facts)
+        arguments = [gradient, *leaves, row, *facts]
+        updates, *new = walk(self.trace.update, arguments, step)
         if len(sums) < len(summands):
             return summands[len(sums)]
         by_kind = [
             [x for x, of_leaf in zip(new, kinds, strict=True) if of_leaf == kind]
-            for kind in ("rows", "values")
+            for kind in ("rows", "row_scalars")
         ]
         return [row + updates, *by_kind[0], *by_kind[1]]
 
@@ -211,76 +226,68 @@ class TracedRule:
         """Counts the sums over rows."""
         found = []
 
-        def step(equation: Any, inputs: list[Any]) -> list[Any]:
+        def step(operation: Operation, inputs: list[Any]) -> list[Any]:
             del inputs
-            if self._is_sum(equation):
-                found.append(equation)
-            return [None] * len(equation.outvars)
+            if self._is_sum(operation):
+                found.append(operation)
+            return [None] * len(operation.outputs)
 
-        self._walk(self.program, [None] * len(self.program.jaxpr.invars), step)
+        walk(self.trace.update, [None] * len(self.trace.update.inputs), step)
         return len(found)
 
-    def _is_sum(self, equation: Any) -> bool:
+    def _is_sum(self, operation: Operation) -> bool:
         return (
-            equation.primitive.name == "reduce_sum"
-            and self.kind_of(equation.invars[0]) == "rows"
-            and equation.params["axes"] == (1,)
+            operation.name == "reduce_sum"
+            and self.kind_of(operation.inputs[0]) == "rows"
+            and operation.params["axes"] == (1,)
         )
 
-    def _walk(
-        self,
-        program: Any,
-        arguments: Sequence[Any],
-        step: Callable[[Any, list[Any]], list[Any]],
-    ) -> list[Any]:
-        """Runs a closed jaxpr, and those that it calls, operation by operation."""
-        jaxpr = program.jaxpr
-        if any(map(self.kind_of, jaxpr.constvars)):
-            raise NotImplementedError("a constant for each row")
-        known = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        known.update(zip(jaxpr.invars, arguments, strict=True))
-
-        def read(variable: Any) -> Any:
-            return variable.val if _is_literal(variable) else known[variable]
-
-        for equation in jaxpr.eqns:
-            inputs = [read(v) for v in equation.invars]
-            if equation.primitive.name in _CALLS:
-                inner = [v for v in equation.params.values() if hasattr(v, "consts")]
-                if len(inner) != 1:
-                    raise NotImplementedError(equation.primitive.name)
-                outputs = self._walk(inner[0], inputs, step)
-            else:
-                outputs = step(equation, inputs)
-            known.update(zip(equation.outvars, outputs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+    def _check_operands(self, operation: Operation) -> None:
+        """Raises `_CannotLowerError` if no kernel can run an operation."""
+        operands = (*operation.inputs, *operation.outputs)
+        if not any(depends_on_rows(operand.shape) for operand in operands):
+            return
+        name = repr(operation.name)
+        if not any(map(self.kind_of, operation.outputs)):
+            raise _CannotLowerError(f"operation {name} takes rows together")
+        if not self._is_sum(operation):
+            _check_operation(operation)
+        for operand in operation.inputs:
+            if depends_on_rows(operand.shape) and not self.kind_of(operand):
+                raise _CannotLowerError(
+                    f"operation {name} takes rows of shape {operand.shape}"
+                )
+            if depends_on_rows(operand.shape) and isinstance(operand, Constant):
+                raise _CannotLowerError(f"operation {name} has a constant for each row")
 
 
-def _check_operation(equation: Any) -> None:
-    name = equation.primitive.name
-    is_power = name == "integer_pow" and 0 < abs(equation.params["y"]) <= _MAX_FACTORS
-    is_same = name in _SAME and len(equation.invars) == 1
-    if not (name in _OF_FLOATS | _OF_BOOLS or name == "square" or is_power or is_same):
-        raise NotImplementedError(name)
-    (made,) = equation.outvars
-    dtypes = {variable.aval.dtype for variable in equation.invars}
-    if name not in _COMPARISONS:
-        dtypes.add(made.aval.dtype)
-    if not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(bool)}:
-        raise NotImplementedError(name)
-    if jnp.dtype(bool) in dtypes and not (name in _OF_BOOLS or is_same):
-        raise NotImplementedError(name)
+def _check_operation(operation: Operation) -> None:
+    name = repr(operation.name)
+    if not runs_in_kernels(operation):
+        raise _CannotLowerError(f"operation {name} does not run on SparseCores")
+    (result,) = operation.outputs
+    dtypes = {jnp.dtype(operand.dtype) for operand in operation.inputs}
+    if operation.name not in _COMPARISONS:
+        dtypes.add(jnp.dtype(result.dtype))
+    types = facts_of(operation).kernel_types
+    for dtype in dtypes:
+        if dtype.name not in types:
+            raise _CannotLowerError(
+                f"operation {name} of {dtype} does not run on SparseCores"
+            )
 
 
-def _compute(equation: Any, vectors: list[Array]) -> Array:
-    name = equation.primitive.name
-    if name in _SAME:
+_COMPARISONS = frozenset("eq ge gt le lt ne".split())
+
+
+def _compute(operation: Operation, vectors: list[Array]) -> Array:
+    if facts_of(operation).kernel_keeps_vector:
         return vectors[0]
-    if name == "square":
+    if operation.name == "square":
         return vectors[0] * vectors[0]
-    if name == "integer_pow":
-        return _power(vectors[0], equation.params["y"])
-    return equation.primitive.bind(*vectors, **equation.params)
+    if operation.name == "integer_pow":
+        return _power(vectors[0], operation.params["y"])
+    return operation.bind(vectors)[0]
 
 
 def _power(vector: Array, exponent: int) -> Array:
@@ -288,20 +295,19 @@ def _power(vector: Array, exponent: int) -> Array:
     return product if exponent > 0 else 1 / product
 
 
-def _bind(equation: Any, inputs: list[Any]) -> list[Any]:
-    outputs = equation.primitive.bind(*inputs, **equation.params)
-    return outputs if equation.primitive.multiple_results else [outputs]
-
-
-def _to_number(value: Any) -> Float[Array, ""]:
-    if np.shape(value) != () or jnp.result_type(value) not in (jnp.float32, jnp.bool_):
-        raise NotImplementedError("a number that is none of a vector")
+def _to_scalar(operation: Operation, value: Any) -> Float[Array, ""]:
+    dtype = jnp.result_type(value)
+    if np.shape(value) != () or dtype not in (jnp.float32, jnp.bool_):
+        raise _CannotLowerError(
+            f"operation {operation.name!r} takes {dtype}{list(np.shape(value))}, "
+            "not a float32 scalar"
+        )
     return jnp.asarray(value, jnp.float32)
 
 
-def _from_number(vector: Array, dtype: Any) -> Array:
+def _from_scalar(vector: Array, dtype: Any) -> Array:
     return vector != 0 if dtype == jnp.bool_ else vector
 
 
-def _is_literal(variable: Any) -> bool:
-    return hasattr(variable, "val")
+def _is_literal(operand: Any) -> bool:
+    return isinstance(operand, Constant) and operand.is_literal

@@ -1,49 +1,47 @@
-"""Optax transformations that sum over rows, such as global norms, on parts of a table.
+"""Turns reductions over rows, such as global norms, into totals over the whole table.
 
-`optax.clip_by_global_norm` or `optax.apply_if_finite` see an array and reduce it to a
-number. On the touched rows of one shard and round they would see a part. Here the
-transformation's jaxpr is run with each reduction over rows replaced by a total over all
-parts (`table_rows`). What the rows that are not there would have added must be nothing:
-that is read off the jaxpr too, by following what becomes of a gradient of zero.
+`optax.clip_by_global_norm` and `optax.apply_if_finite` see an array and reduce it to a
+number. On the touched rows of one shard and round they would see a part of the table.
+Here the rule's jaxpr is run with each reduction over rows replaced by a total over all
+parts (`table_rows`). Rows that are not looked up must contribute nothing to it. That is
+read off the trace: their gradient is zero, and that zero is followed to the reduction.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from tpu_embedding.optimizers.analysis.row_local import (
-    ELEMENTWISE,
-    PROBE_ROWS,
+from tpu_embedding.optimizers.analysis.operations import facts_of
+from tpu_embedding.optimizers.analysis.program import (
+    Operation,
+    Program,
+    is_by_row,
+    read_program,
+)
+from tpu_embedding.optimizers.analysis.trace import (
     NotRowLocalError,
-    rows_first,
-    unknown_rows,
+    UntraceableRule,
+    trace_rule,
 )
-from tpu_embedding.optimizers.table_rows import (
-    TableRows,
-    table_rows,
-    table_rows_context,
+from tpu_embedding.optimizers.analysis.walker import (
+    all_operations,
+    called_programs,
+    walk,
 )
+from tpu_embedding.optimizers.table_rows import TableRows, table_rows
 
-_PROBE: Final = jax.ShapeDtypeStruct((PROBE_ROWS, 3), jnp.float32)
-_NEUTRAL: Final = {"reduce_sum": 0, "reduce_and": True, "reduce_or": False}
-_KEEPS_VALUE: Final = frozenset(
-    """broadcast_in_dim reshape squeeze expand_dims transpose copy reduce_max reduce_min
-    reduce_and reduce_or""".split()
-)
-_INLINED: Final = frozenset({"jit", "pjit", "closed_call", "core_call"})
-
-Place = tuple[int, ...]
-"""Where an equation stands: its index, within the equations that enclose it."""
+ANY_DIM: Final = 3
+"""The dim that rules are traced for where that of the table is not known."""
 
 
 def reduces_over_rows(transformation: optax.GradientTransformation) -> bool:
-    """Whether a transformation has reductions over rows that can be made totals."""
+    """Returns whether a rule has reductions over rows that can become totals."""
     return bool(_reductions(transformation, is_lazy=False))
 
 
@@ -51,17 +49,17 @@ def reduces_over_rows(transformation: optax.GradientTransformation) -> bool:
 def with_row_totals(
     transformation: optax.GradientTransformation, *, is_lazy: bool
 ) -> optax.GradientTransformation:
-    """Lets the reductions over rows of a transformation be totals over the table.
+    """Replaces the reductions over rows of a rule by totals over the table.
 
     Args:
-      transformation: of one array `[rows, dim]`.
+      transformation: a rule of one array `[rows, dim]`.
       is_lazy: whether it will see the touched rows only. Then a reduction must not
         depend on other rows: one of the gradient, which is zero there, does not.
 
     Raises:
       NotRowLocalError: if a reduction does.
     """
-    reductions = _reductions(transformation, is_lazy=is_lazy)
+    places = _reductions(transformation, is_lazy=is_lazy)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         arguments = (updates, state, params)
@@ -70,8 +68,13 @@ def with_row_totals(
             jaxpr, out = jax.make_jaxpr(transformation.update, return_shape=True)(
                 *arguments
             )
-        run = _Run(reductions=reductions, rows=table_rows(updates))
-        results = run(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves(arguments), ())
+        program = read_program(jaxpr)
+        operations = list(all_operations(program))
+        totals = frozenset(operations[place] for place, _ in places)
+        if {(i, operations[i].name) for i, _ in places} != places:
+            raise AssertionError("a rule does other operations than in its first trace")
+        run = _Run(totals=totals, rows=table_rows(updates))
+        results = walk(program, jax.tree.leaves(arguments), run.step)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return optax.GradientTransformation(transformation.init, update)
@@ -79,55 +82,35 @@ def with_row_totals(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Evaluates a jaxpr, with totals in the place of reductions over rows."""
+    """Runs a program, with totals in the place of some operations."""
 
-    reductions: frozenset[Place]
+    totals: frozenset[Operation]
     rows: TableRows
 
-    def __call__(self, jaxpr: Any, consts: Any, values: Any, place: Place) -> list[Any]:
-        known = dict(zip(jaxpr.constvars, consts, strict=True))
-        known.update(zip(jaxpr.invars, values, strict=True))
+    def step(self, operation: Operation, inputs: list[Any]) -> Sequence[Any]:
+        if operation in self.totals:
+            return [self._total(operation, inputs[0])]
+        if operation.name == "cond" and any(
+            not self.totals.isdisjoint(all_operations(branch))
+            for branch, _ in called_programs(operation)
+        ):
+            return self._choose(operation, inputs)
+        return operation.bind(inputs)
 
-        def read(variable: Any) -> Any:
-            return variable.val if hasattr(variable, "val") else known[variable]
-
-        for i, equation in enumerate(jaxpr.eqns):
-            inputs = [read(variable) for variable in equation.invars]
-            outputs = self._evaluate(jaxpr, equation, inputs, (*place, i))
-            known.update(zip(equation.outvars, outputs, strict=True))
-        return [read(variable) for variable in jaxpr.outvars]
-
-    def _evaluate(
-        self, jaxpr: Any, equation: Any, inputs: list[Any], place: Place
-    ) -> list[Any]:
-        name = equation.primitive.name
-        if place in self.reductions:
-            return [self._total(name, equation.params["axes"], inputs[0])]
-        is_within = any(other[: len(place)] == place for other in self.reductions)
-        if is_within and name in _INLINED:
-            inner = equation.params["jaxpr"]
-            return self(inner.jaxpr, inner.consts, inputs, (*place, 0))
-        if is_within and name == "cond":
-            index, *operands = inputs
-            return self._choose(equation.params["branches"], index, operands, place)
-        return _apply(jaxpr, equation, inputs)
-
-    def _choose(
-        self, branches: Any, index: Any, operands: list[Any], place: Place
-    ) -> list[Any]:
+    def _choose(self, operation: Operation, inputs: list[Any]) -> list[Any]:
         """Runs all branches: totals are taken by all shards, or by none."""
         results = [
-            self(branch.jaxpr, branch.consts, operands, (*place, i))
-            for i, branch in enumerate(branches)
+            walk(branch, inputs[operands], self.step)
+            for branch, operands in called_programs(operation)
         ]
-        index = jnp.asarray(index, jnp.int32)
+        index = jnp.asarray(inputs[0], jnp.int32)
         return [jax.lax.select_n(index, *cases) for cases in zip(*results, strict=True)]
 
-    def _total(self, name: str, axes: tuple[int, ...], values: Array) -> Array:
-        others = tuple(axis for axis in axes if axis)
-        if name == "reduce_sum":
+    def _total(self, operation: Operation, values: Array) -> Array:
+        others = tuple(axis for axis in operation.params["axes"] if axis)
+        if operation.name == "reduce_sum":
             return self.rows.total(jnp.sum(values, axis=others))[0]
-        if name == "reduce_or":
+        if operation.name == "reduce_or":
             counts = jnp.any(values, axis=others).astype(jnp.float32)
             return self.rows.total(counts)[0] > 0
         counts = jnp.any(~values, axis=others).astype(jnp.float32)
@@ -137,101 +120,81 @@ class _Run:
 @functools.lru_cache(maxsize=4096)
 def _reductions(
     transformation: optax.GradientTransformation, *, is_lazy: bool
-) -> frozenset[Place]:
-    """Finds the reductions over rows; refuses those that other rows would change."""
-    try:
-        state = jax.eval_shape(transformation.init, _PROBE)
-        # Rules that ask for totals themselves have no reductions of their own.
-        with table_rows_context(unknown_rows(PROBE_ROWS)):
-            jaxpr = jax.make_jaxpr(transformation.update)(_PROBE, state, _PROBE).jaxpr
-    except Exception:
+) -> frozenset[tuple[int, str]]:
+    """Finds the reductions over rows; refuses those that other rows would change.
+
+    Returns:
+      The place of each among all operations of the rule's update, and its name.
+    """
+    trace = trace_rule(transformation, (ANY_DIM,))
+    if isinstance(trace, UntraceableRule):
+        # The plan's check of rules reports the reason.
         return frozenset()
-    found: set[Place] = set()
-    # The gradient of rows that are not there is zero; all else about them is unknown.
-    zero = jnp.zeros((), jnp.float32)
-    known: list[Any] = [zero] + [None] * (len(jaxpr.invars) - 1)
-    _follow(jaxpr, known if is_lazy else [], (), found, is_lazy)
-    return frozenset(found)
-
-
-def _follow(
-    jaxpr: Any, inputs: list[Any], place: Place, found: set[Place], is_lazy: bool
-) -> list[Any]:
-    """Follows the value that absent rows have, where it is one for all of them."""
-    known: dict[Any, Any] = {
-        variable: value
-        for variable, value in zip(jaxpr.invars, inputs, strict=False)
-        if value is not None
-    }
-
-    def read(variable: Any) -> Any:
-        return variable.val if hasattr(variable, "val") else known.get(variable)
-
-    for i, equation in enumerate(jaxpr.eqns):
-        name = equation.primitive.name
-        here = (*place, i)
-        values = [read(variable) for variable in equation.invars]
-        if name in _INLINED:
-            inner = equation.params["jaxpr"].jaxpr
-            results = _follow(inner, values, (*here, 0), found, is_lazy)
-        elif name == "cond":
-            for j, branch in enumerate(equation.params["branches"]):
-                _follow(branch.jaxpr, values[1:], (*here, j), found, is_lazy)
-            results = []
-        elif _is_reduction_over_rows(name, equation):
-            if is_lazy and (values[0] is None or bool(values[0] != _NEUTRAL[name])):
-                raise NotRowLocalError(
-                    f"The optimizer is not row-local: its {name} over rows depends on "
-                    "rows that this step does not look up, as trust ratios and norms "
-                    "of parameters do. tpu_embedding.optimizers.every_row applies it "
-                    "to all rows, if nothing else in it mixes them, at the cost of a "
-                    "pass over the table; for factored moments there is "
-                    "tpu_embedding.optimizers.adafactor."
-                )
-            found.add(here)
-            results = []
-        else:
-            results = _value_of(name, jaxpr, equation, values)
-        known.update(
-            (variable, value)
-            for variable, value in zip(equation.outvars, results, strict=False)
-            if value is not None
-        )
-    return [read(variable) for variable in jaxpr.outvars]
-
-
-def _is_reduction_over_rows(name: str, equation: Any) -> bool:
-    if name not in _NEUTRAL or 0 not in equation.params["axes"]:
-        return False
-    return rows_first(equation.invars[0].aval.shape)
-
-
-def _value_of(name: str, jaxpr: Any, equation: Any, values: list[Any]) -> list[Any]:
-    """Returns the value of an equation's results for absent rows, if it is known."""
-    is_zero = [value is not None and not jnp.any(value != 0) for value in values]
-    if name == "mul" and any(is_zero):
-        dtype = equation.outvars[0].aval.dtype
-        return [jnp.zeros((), dtype)]
-    if any(value is None or jnp.ndim(value) for value in values):
-        return []
-    if name in _KEEPS_VALUE or (name == "reduce_sum" and all(is_zero)):
-        return values[:1]
-    if name not in ELEMENTWISE:
-        return []
-    return _apply(jaxpr, equation, [jnp.asarray(value) for value in values])
-
-
-def _apply(jaxpr: Any, equation: Any, inputs: list[Any]) -> list[Any]:
-    """Evaluates a single equation."""
-    values = {
-        variable: value
-        for variable, value in zip(equation.invars, inputs, strict=True)
-        if not hasattr(variable, "val")
-    }
-    single = jaxpr.replace(
-        constvars=[],
-        invars=list(values),
-        outvars=equation.outvars,
-        eqns=[equation],
+    found = _Reductions(is_lazy=is_lazy)
+    # The gradient of absent rows is zero; all else about them is unknown.
+    zero = jnp.zeros((), jnp.float32) if is_lazy else None
+    unknown = [None] * (len(trace.update.inputs) - 1)
+    walk(trace.update, [zero, *unknown], found.step)
+    return frozenset(
+        (place, operation.name)
+        for place, operation in enumerate(all_operations(trace.update))
+        if operation in found.operations
     )
-    return jax.core.eval_jaxpr(single, (), *values.values())
+
+
+class _Reductions:
+    """Follows the value that absent rows have, where all of them have one."""
+
+    def __init__(self, is_lazy: bool):
+        self.operations: set[Operation] = set()
+        self._is_lazy = is_lazy
+
+    def step(self, operation: Operation, values: list[Any]) -> Sequence[Any]:
+        unknown = [None] * len(operation.outputs)
+        if operation.name == "cond":
+            for branch, operands in called_programs(operation):
+                walk(branch, values[operands], self.step)
+            return unknown
+        if not _reduces_rows(operation):
+            return _value_of_absent_rows(operation, values) or unknown
+        neutral = facts_of(operation).neutral
+        if self._is_lazy and (values[0] is None or bool(values[0] != neutral)):
+            raise NotRowLocalError(
+                f"The optimizer is not row-local: its {operation.name} over rows "
+                "depends on rows that this step does not look up, as trust ratios and "
+                "norms of parameters do. tpu_embedding.optimizers.every_row applies it "
+                "to all rows, if nothing else in it mixes them, at the cost of a "
+                "pass over the table; for factored moments there is "
+                "tpu_embedding.optimizers.adafactor."
+            )
+        self.operations.add(operation)
+        return unknown
+
+
+def _reduces_rows(operation: Operation) -> bool:
+    return (
+        facts_of(operation).neutral is not None
+        and 0 in operation.params["axes"]
+        and is_by_row(operation.inputs[0].shape)
+    )
+
+
+def _value_of_absent_rows(operation: Operation, values: list[Any]) -> list[Any] | None:
+    """Returns the value that results have in all absent rows; None if not known."""
+    facts = facts_of(operation)
+    if operation.name == "mul" and any(map(_is_zero, values)):
+        return [jnp.zeros((), operation.outputs[0].dtype)]
+    if any(value is None or jnp.ndim(value) for value in values):
+        return None
+    if facts.moves_elements or (
+        operation.name == "reduce_sum" and all(map(_is_zero, values))
+    ):
+        return values[:1]
+    if not facts.is_elementwise:
+        return None
+    return operation.bind([jnp.asarray(value) for value in values])
+
+
+def _is_zero(value: Any) -> bool:
+    is_number = value is not None and jnp.issubdtype(jnp.result_type(value), jnp.number)
+    return is_number and not jnp.any(value != 0)

@@ -1,8 +1,9 @@
-"""Which parts of an optimizer's state are slot variables, and what shape they have.
+"""Finds which parts of an optimizer's state are slot variables, and their shapes.
 
 An optimizer for tables is an optax `GradientTransformation` whose state may hold arrays
-with one entry per row. They are found by asking for the state of tables of two sizes
-and seeing which shapes differ: that works for any transformation, without marks.
+with one entry per row. They are found by asking for the state of tables of two sizes:
+arrays whose shapes differ are slot variables. So any transformation will do, without
+marks.
 """
 
 import functools
@@ -12,12 +13,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_embedding.optimizers.analysis.row_local import unknown_rows
+from tpu_embedding.optimizers.analysis.program import (
+    ROWS,
+    Constant,
+    Operand,
+    Operation,
+    RowsDimension,
+)
+from tpu_embedding.optimizers.analysis.trace import (
+    UntraceableRule,
+    states_of_sizes,
+    trace_rule,
+)
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
-from tpu_embedding.optimizers.table_rows import table_rows_context
-
-# Two numbers of rows that no hyper-parameter and no dim is likely to equal.
-_PROBE_ROWS = (1_000_003, 1_000_033)
 
 
 def slot_row_shapes(
@@ -44,15 +52,17 @@ def slot_row_shapes(
 def slot_shapes(
     optimizer: optax.GradientTransformation | RowOptimizer, row_shape: tuple[int, ...]
 ) -> Any:
-    """As `slot_row_shapes`, for a table whose rows have any shape."""
+    """Finds the slot variables of an optimizer, for rows of any shape.
 
-    def state_of(num_rows: int) -> Any:
-        table = jax.ShapeDtypeStruct((num_rows, *row_shape), jnp.float32)
-        with table_rows_context(unknown_rows(num_rows)):
-            return jax.eval_shape(optimizer.init, table)
+    Args:
+      optimizer: transformation of float32 rows `[rows, *row_shape]`.
+      row_shape: the shape of one row.
 
+    Returns:
+      As `slot_row_shapes`.
+    """
     return jax.tree_util.tree_map_with_path(
-        _slot_row_shape, *(state_of(num_rows) for num_rows in _PROBE_ROWS)
+        _slot_row_shape, *states_of_sizes(optimizer, row_shape)
     )
 
 
@@ -72,48 +82,50 @@ def moved_by_adding(
 
     Returns:
       For each leaf of the state, whether that is so; False where it is not known.
+
+    Raises:
+      Exception: the one that the rule raises, if it cannot be traced.
     """
-    rows = jax.ShapeDtypeStruct((_PROBE_ROWS[0], dim), jnp.float32)
-    with table_rows_context(unknown_rows(_PROBE_ROWS[0])):
-        state = jax.eval_shape(optimizer.init, rows)
-        jaxpr = jax.make_jaxpr(optimizer.update)(rows, state, rows).jaxpr
-    num_leaves = len(jax.tree.leaves(state))
-    made_by: dict[Any, Any] = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    old = jaxpr.invars[1 : 1 + num_leaves]
-    new = jaxpr.outvars[len(jaxpr.outvars) - num_leaves :]
+    trace = trace_rule(optimizer, (dim,))
+    if isinstance(trace, UntraceableRule):
+        raise trace.error
+    made_by = {out: op for op in trace.update.operations for out in op.outputs}
     return tuple(
-        _is_sum_with(
-            before, None if hasattr(after, "val") else made_by.get(after), made_by
+        _is_sum_with(before, made_by.get(after), made_by)
+        for before, after in zip(
+            trace.old_state, trace.update.outputs[1:], strict=True
         )
-        for before, after in zip(old, new, strict=True)
     )
 
 
-def _is_sum_with(old: Any, equation: Any, made_by: dict[Any, Any]) -> bool:
-    if equation is None or equation.primitive.name not in ("add", "add_any"):
+def _is_sum_with(
+    old: Operand, operation: Operation | None, made_by: dict[Any, Operation]
+) -> bool:
+    if operation is None or operation.name not in ("add", "add_any"):
         return False
     return any(
-        term is old or _is_most_of(old, made_by.get(term))
-        for term in equation.invars
-        if not hasattr(term, "val")
+        term is old or _is_most_of(old, made_by.get(term)) for term in operation.inputs
     )
 
 
-def _is_most_of(old: Any, equation: Any) -> bool:
-    if equation is None or equation.primitive.name != "mul":
+def _is_most_of(old: Operand, operation: Operation | None) -> bool:
+    if operation is None or operation.name != "mul":
         return False
-    factors = [v.val for v in equation.invars if hasattr(v, "val")]
-    has_old = any(v is old for v in equation.invars)
+    factors = [
+        x.value for x in operation.inputs if isinstance(x, Constant) and x.is_literal
+    ]
+    has_old = any(x is old for x in operation.inputs)
     return has_old and len(factors) == 1 and bool(0.5 <= factors[0] <= 1)
 
 
-def _slot_row_shape(path, first, second) -> jax.ShapeDtypeStruct | None:
+def _slot_row_shape(
+    path: Any, first: jax.ShapeDtypeStruct, second: jax.ShapeDtypeStruct
+) -> jax.ShapeDtypeStruct | None:
     if first.shape == second.shape:
         return None
+    rows = RowsDimension((first.shape[0], second.shape[0]))
     is_by_row = (
-        first.shape[:1] == _PROBE_ROWS[:1]
-        and first.shape[1:] == second.shape[1:]
-        and len(first.shape) <= 2
+        rows == ROWS and first.shape[1:] == second.shape[1:] and len(first.shape) <= 2
     )
     if is_by_row and not _can_be_added_to(first.dtype):
         raise ValueError(
@@ -126,7 +138,7 @@ def _slot_row_shape(path, first, second) -> jax.ShapeDtypeStruct | None:
             "An optimizer's state must have one entry per row of the table along its "
             "first axis, or not depend on the number of rows; the part "
             f"{jax.tree_util.keystr(path)} has shape {first.shape} for a table of "
-            f"{_PROBE_ROWS[0]} rows. Use a transformation that works row by row."
+            f"{ROWS.sizes[0]} rows. Use a transformation that works row by row."
         )
     return jax.ShapeDtypeStruct(first.shape[1:], first.dtype)
 

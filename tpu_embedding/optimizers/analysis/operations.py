@@ -1,0 +1,222 @@
+"""The table of operations: what each does with rows, and where it can run.
+
+`OPERATIONS` names each JAX primitive that may occur in a row-local rule. An operation
+that is not in it is taken to mix rows, and not to run in a kernel.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+from tpu_embedding.optimizers.analysis.program import (
+    ROWS,
+    Operation,
+    depends_on_rows,
+    is_by_row,
+)
+
+Call = Literal["inline", "cond", "while"]
+"""How an operation calls programs.
+
+"inline": one program, with the operands of the operation. "cond": one of several, with
+all operands but the first. "while": a condition and a body, until the condition fails.
+"""
+
+MAX_KERNEL_POWER: Final = 8
+"""The largest integer power that kernels compute, as products."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperationFacts:
+    """The facts about one operation.
+
+    Attributes:
+      keeps_rows: returns whether each row of the results depends on the same row of
+        the operands only. It is asked if rows are the first axis of all arrays with
+        rows.
+      makes_rows: returns whether all rows are equal that it makes of no rows.
+      is_elementwise: whether each element depends on the same element only.
+      moves_elements: whether its results are elements of its first operand.
+      call: how it calls programs, if it does.
+      kernel_types: the types that SparseCore kernels run it with, "float32" or "bool".
+      kernel_keeps_vector: whether a kernel leaves a vector of elements as it is.
+      gives_totals: whether its results are totals over all rows of a table, which the
+        layer computes.
+      neutral: for a reduction that can be made a total over the table, the element
+        that leaves the total as it is.
+    """
+
+    keeps_rows: Callable[[Operation], bool]
+    makes_rows: Callable[[Operation], bool] = lambda operation: False
+    is_elementwise: bool = False
+    moves_elements: bool = False
+    call: Call | None = None
+    kernel_types: frozenset[str] = frozenset()
+    kernel_keeps_vector: bool = False
+    gives_totals: bool = False
+    neutral: Any = None
+
+
+def facts_of(operation: Operation) -> OperationFacts:
+    """Returns the facts about an operation; of an unknown one, that it mixes rows."""
+    return OPERATIONS.get(operation.name, _UNKNOWN)
+
+
+def runs_in_kernels(operation: Operation) -> bool:
+    """Returns whether SparseCore kernels can run an operation, with some type."""
+    facts = facts_of(operation)
+    if operation.name == "integer_pow":
+        return 0 < abs(operation.params["y"]) <= MAX_KERNEL_POWER
+    is_single = not facts.kernel_keeps_vector or len(operation.inputs) == 1
+    return bool(facts.kernel_types) and is_single
+
+
+def _always(operation: Operation) -> bool:
+    del operation
+    return True
+
+
+def _never(operation: Operation) -> bool:
+    del operation
+    return False
+
+
+def _without_row_count(operation: Operation) -> bool:
+    return not depends_on_rows(tuple(operation.params.values()))
+
+
+def _not_along_rows(parameter: str) -> Callable[[Operation], bool]:
+    """Asks that an axis, or each of several, is not that of rows."""
+
+    def keeps_rows(operation: Operation) -> bool:
+        axes = operation.params[parameter]
+        return 0 not in axes if isinstance(axes, tuple) else axes != 0
+
+    return keeps_rows
+
+
+def _starts_with_rows(parameter: str) -> Callable[[Operation], bool]:
+    """Asks that the first axis stays the first."""
+    return lambda operation: operation.params[parameter][:1] == (0,)
+
+
+def _slice_keeps_rows(operation: Operation) -> bool:
+    strides = operation.params["strides"] or (1,)
+    return operation.params["limit_indices"][0] == ROWS and strides[0] == 1
+
+
+def _pad_keeps_rows(operation: Operation) -> bool:
+    return operation.params["padding_config"][0] == (0, 0, 0)
+
+
+def _dot_keeps_rows(operation: Operation) -> bool:
+    contracted, batched = operation.params["dimension_numbers"]
+    left, right = (operand.shape for operand in operation.inputs)
+    if depends_on_rows(left) and depends_on_rows(right):
+        return batched[0][:1] == (0,) == batched[1][:1]
+    return is_by_row(left) and 0 not in contracted[0] and not batched[0]
+
+
+_UNKNOWN: Final = OperationFacts(keeps_rows=_never)
+
+_ELEMENTWISE: Final = """abs acos acosh add add_any and asin asinh atan atan2 atanh
+    bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz conj
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
+    expm1 floor ge gt igamma imag integer_pow is_finite le lgamma log log1p logistic lt
+    max min mul ne neg nextafter not optimization_barrier or polygamma population_count
+    pow pvary real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor zeta""".split()
+
+# JAX lowers these for SparseCores; test_kernel_lowering.py has each of them compiled.
+_KERNEL_FLOAT: Final = frozenset(
+    """abs add add_any clamp convert_element_type copy copy_p div eq exp ge gt
+    integer_pow le log lt max min mul ne neg optimization_barrier rsqrt select_n sign
+    sqrt square sub tanh""".split()
+)
+_KERNEL_BOOL: Final = frozenset(
+    """and convert_element_type copy copy_p eq ne not optimization_barrier or select_n
+    xor""".split()
+)
+_KEEPS_VECTOR: Final = frozenset("copy copy_p optimization_barrier".split())
+
+
+def _elementwise(name: str) -> OperationFacts:
+    types = {"float32": _KERNEL_FLOAT, "bool": _KERNEL_BOOL}
+    return OperationFacts(
+        keeps_rows=_without_row_count,
+        is_elementwise=True,
+        moves_elements=name == "copy",
+        kernel_types=frozenset(kind for kind, names in types.items() if name in names),
+        kernel_keeps_vector=name in _KEEPS_VECTOR,
+    )
+
+
+_NEUTRAL: Final = {"reduce_sum": 0, "reduce_and": True, "reduce_or": False}
+_ANY_TYPE: Final = frozenset({"float32", "bool"})
+
+
+def _reduction(name: str) -> OperationFacts:
+    return OperationFacts(
+        keeps_rows=_not_along_rows("axes"),
+        neutral=_NEUTRAL.get(name),
+        moves_elements=name in ("reduce_max", "reduce_min", "reduce_and", "reduce_or"),
+        # A kernel takes the sum over a row by itself. A sum over one more axis, of a
+        # value that all elements of the row have, leaves the vector as it is.
+        kernel_types=_ANY_TYPE if name == "reduce_sum" else frozenset(),
+        kernel_keeps_vector=name == "reduce_sum",
+    )
+
+
+_REDUCTIONS: Final = """argmax argmin reduce_and reduce_max reduce_min reduce_or
+    reduce_prod reduce_sum reduce_xor""".split()
+_CUMULATIVE: Final = "cumlogsumexp cummax cummin cumprod cumsum".split()
+_INLINED: Final = """checkpoint closed_call core_call custom_jvp_call
+    custom_jvp_call_jaxpr custom_vjp_call custom_vjp_call_jaxpr jit pjit remat
+    remat2""".split()
+
+OPERATIONS: Final[dict[str, OperationFacts]] = {
+    **{name: _elementwise(name) for name in _ELEMENTWISE},
+    **{name: _reduction(name) for name in _REDUCTIONS},
+    **{
+        name: OperationFacts(keeps_rows=_not_along_rows("axis"))
+        for name in [*_CUMULATIVE, "split", "stack"]
+    },
+    **{
+        name: OperationFacts(keeps_rows=_not_along_rows("dimension"))
+        for name in ("concatenate", "sort")
+    },
+    **{name: OperationFacts(keeps_rows=_always, call="inline") for name in _INLINED},
+    "cond": OperationFacts(keeps_rows=_always, call="cond"),
+    "while": OperationFacts(keeps_rows=_always, call="while"),
+    "broadcast_in_dim": OperationFacts(
+        keeps_rows=_starts_with_rows("broadcast_dimensions"),
+        makes_rows=_always,
+        moves_elements=True,
+        kernel_types=_ANY_TYPE,
+        kernel_keeps_vector=True,
+    ),
+    "dot_general": OperationFacts(keeps_rows=_dot_keeps_rows),
+    "expand_dims": OperationFacts(keeps_rows=_always, moves_elements=True),
+    "iota": OperationFacts(keeps_rows=_never, makes_rows=_not_along_rows("dimension")),
+    "pad": OperationFacts(keeps_rows=_pad_keeps_rows),
+    "reshape": OperationFacts(
+        keeps_rows=_always,
+        moves_elements=True,
+        kernel_types=_ANY_TYPE,
+        kernel_keeps_vector=True,
+    ),
+    "rev": OperationFacts(keeps_rows=_not_along_rows("dimensions")),
+    "slice": OperationFacts(keeps_rows=_slice_keeps_rows),
+    "squeeze": OperationFacts(
+        keeps_rows=_always,
+        moves_elements=True,
+        kernel_types=_ANY_TYPE,
+        kernel_keeps_vector=True,
+    ),
+    "top_k": OperationFacts(keeps_rows=_always),
+    "table_total": OperationFacts(keeps_rows=_always, gives_totals=True),
+    "transpose": OperationFacts(
+        keeps_rows=_starts_with_rows("permutation"), moves_elements=True
+    ),
+}
