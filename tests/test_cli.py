@@ -1,4 +1,4 @@
-"""The command line: whole runs of a few steps, and one clear error for bad input."""
+"""Tests the command line: whole runs of a few steps, and one error per bad input."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tpu_embedding.training.reporting import PLOT_FILE, RECORDS_FILE
 
 @pytest.fixture(scope="module", autouse=True)
 def _jax_has_started():
-    """So that no `--devices` of a test decides how many devices the others have."""
+    """Initialises JAX first, so that `--devices` of one test affects no other test."""
     assert len(jax.devices()) == 8
 
 
@@ -63,7 +63,7 @@ def check_run(output, directory):
     assert (directory / "checkpoints" / "3").is_dir()
 
 
-def check_refusal(capsys, arguments, message, status=cli.USAGE):
+def check_refusal(capsys, arguments, message, status=cli.WRONG_USAGE):
     assert cli.main(arguments) == status
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
@@ -110,7 +110,7 @@ def test_damaged_line_is_named(tmp_path, capsys):
     write_criteo_sample(path, 300)
     path.write_text("2" + path.read_text()[1:])
     arguments = train_arguments("dlrm", tmp_path / "run", "--data-dir", str(path))
-    arguments += ["--set", "batch_size=180"]  # all lines that are not held out
+    arguments += ["--set", "batch_size=180"]  # All lines that are not held out.
     check_refusal(capsys, arguments, r"train.txt, line 1: field 1 \(the label\)")
 
 
@@ -129,7 +129,7 @@ def test_damaged_line_is_named(tmp_path, capsys):
         (["synthetic", "--compiler-option", "a"], "takes NAME=VALUE, got 'a'"),
         (
             ["synthetic", "--devices", "1", "--compiler-option", "a=b"],
-            "must be empty on cpu, got {'a': 'b'}.*Leave them out",
+            "must be empty on cpu, got {'a': 'b'}.*leave them out",
         ),
     ],
 )
@@ -181,11 +181,11 @@ def test_compile(tmp_path, capsys):
     for part in (
         r"synthetic on v5e:2x2: 4 devices; traced in [\d.]+ s, compiled in [\d.]+ s",
         r"\n4 shards on v6e; per device: tables",
-        r"\nfits: needs [\d.]+ MiB, leaves [\d.]+ GiB of 32.00 GiB HBM\n",
-        r"\nmodelled traffic per device and step, at HBM 819 GB/s",
-        r"\nembedding part / least +[\d.]+ x",
-        r"\non SparseCore:\n",
-        r"\ntables or slots copied within HBM: none\n",
+        r"\nfits: needs [\d.]+ MiB of 32.00 GiB HBM, [\d.]+ GiB free\n",
+        r"\nmodelled traffic per device and step, at peak HBM 819 GB/s",
+        r"\nembedding part / minimum +[\d.]+x",
+        r"\noperations on SparseCore:\n",
+        r"\ntables or slot variables copied within HBM: none\n",
         r"\ntopology  devices  fits .*\nv5e:2x2 +4   yes .*\nv6e:2x2 +4   yes ",
     ):
         assert re.search(part, captured.out), part
@@ -237,8 +237,14 @@ config = dataclasses.replace(load_config("synthetic"), data=Mine())
         (["synthetic", "--compiler-option", "a=1"], "No such compile option: 'a'"),
         (["synthetic", "--topology", "v9:2x2"], "'v9:2x2' is not known.*v5e, v5p"),
         (["synthetic", "--topology", "v5e:0x1"], "'v5e:0x1' is not known"),
-        (["synthetic", "--json", "not_there/x.json"], "there is no such directory"),
-        (["synthetic", "--html", "not_there/x.html"], "--html .*: there is no such"),
+        (
+            ["synthetic", "--json", "not_there/x.json"],
+            "--json .*not_there does not exist",
+        ),
+        (
+            ["synthetic", "--html", "not_there/x.html"],
+            "--html .*not_there does not exist",
+        ),
     ],
 )
 def test_compile_refusals(tmp_path, monkeypatch, capsys, arguments, message):
@@ -246,7 +252,7 @@ def test_compile_refusals(tmp_path, monkeypatch, capsys, arguments, message):
     (tmp_path / "no_outline.py").write_text(NO_OUTLINE)
     config, *more = arguments
     arguments = ["compile", config, "--topology", "v5e:2x2", *more]
-    assert cli.main(arguments) == cli.USAGE
+    assert cli.main(arguments) == cli.WRONG_USAGE
     captured = capsys.readouterr()
     assert captured.out == ""
     lines = [li for li in captured.err.splitlines() if not li.startswith("compiling")]
@@ -279,7 +285,7 @@ def test_compile_without_libtpu(monkeypatch, capsys):
 def test_usage_errors(arguments, capsys):
     with pytest.raises(SystemExit) as error:
         cli.main(arguments)
-    assert error.value.code == cli.USAGE
+    assert error.value.code == cli.WRONG_USAGE
     assert "usage:" in capsys.readouterr().err
 
 

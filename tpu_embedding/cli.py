@@ -1,10 +1,10 @@
-"""The command `tpu-embedding`: trains a run config, or reports on it without a TPU.
+"""The command `tpu-embedding`: trains a run config, or compiles it for absent TPUs.
 
     tpu-embedding train CONFIG
     tpu-embedding compile CONFIG --topology GENERATION:CHIPS
 
-Wrong settings and damaged data end in one line on the error stream and status 2, never
-in a traceback. Status 1 says that training failed, or that a step does not fit.
+Wrong settings and damaged data end in one line on stderr and exit status 2, never in a
+traceback. Exit status 1 means that training failed, or that a step does not fit.
 """
 
 import argparse
@@ -38,26 +38,29 @@ from tpu_embedding.training.run_config import RunConfig
 from tpu_embedding.training.step import abstract_step, make_run_plan
 
 FAILED = 1
-USAGE = 2
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+WRONG_USAGE = 2
+INTERRUPTED = 130  # 128 + SIGINT, the status that shells report.
 
 
 class UsageError(ValueError):
-    """The command line asks for something that cannot be."""
+    """Raised if the command line contradicts itself or names something missing."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; None means the arguments of the process.
+    """Runs the command and returns its exit status.
+
+    Args:
+      arguments: command line without the program's name; None takes it from `sys.argv`.
 
     Returns:
-      Exit status: 0; 1 if training failed, or a step does not fit a topology; 2 if
-      settings or data are wrong.
+      0 on success; 1 if training failed, or if a step does not fit a topology; 2 if
+      settings or data are wrong; 130 if interrupted.
     """
     parsed = _parser().parse_args(arguments)
     try:
         return parsed.run(parsed)
     except (UsageError, ConfigError, DataError, CheckpointError, OSError) as error:
-        return _fail(error, USAGE)
+        return _fail(error, WRONG_USAGE)
     except (TrainingDivergedError, MissingPlotLibraryError) as error:
         return _fail(error, FAILED)
     except KeyboardInterrupt:
@@ -66,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: Exception, status: int) -> int:
+    """Prints the error as one line and returns the exit status."""
     print(f"error: {error}", file=sys.stderr)
     return status
 
@@ -88,36 +92,39 @@ def _parser() -> argparse.ArgumentParser:
 def _add_train(commands) -> None:
     parser = commands.add_parser(
         "train",
-        help="train a model by a run config",
-        description="Trains a model by a run config: prints progress, evaluates, and "
+        help="train the model of a run config",
+        description="Trains the model of a run config: prints progress, evaluates, and "
         f"writes {RECORDS_FILE}, {PLOT_FILE} and {CHECKPOINTS_DIR}/ to the output "
         "directory.",
-        epilog=f"Configs that come with the package: {', '.join(list_configs())}.",
+        epilog=f"Configs of the package: {', '.join(list_configs())}.",
     )
     parser.set_defaults(
         run=_train, interrupted="interrupted; --resume continues the run"
     )
     _add_config_arguments(parser)
     parser.add_argument(
-        "--data-dir", type=pathlib.Path, metavar="PATH", help="where the data are"
+        "--data-dir",
+        type=pathlib.Path,
+        metavar="PATH",
+        help="file or directory of the data",
     )
     parser.add_argument(
         "--output-dir",
         type=pathlib.Path,
         metavar="DIR",
-        help="where results go; runs/NAME if left out",
+        help="directory for the results; runs/NAME by default",
     )
     parser.add_argument(
         "--devices",
-        type=_positive,
+        type=_positive_int,
         metavar="N",
-        help="train on N emulated CPU devices; if left out, on all devices there are",
+        help="train on N emulated CPU devices; on all devices by default",
     )
     parser.add_argument(
         "--stop-at",
-        type=_positive,
+        type=_positive_int,
         metavar="STEP",
-        help="checkpoint and leave after this step, as if interrupted",
+        help="save a checkpoint and stop after this step, as if interrupted",
     )
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument(
@@ -128,19 +135,20 @@ def _add_train(commands) -> None:
     existing.add_argument(
         "--overwrite",
         action="store_true",
-        help="remove an earlier run from the output directory",
+        help="delete an earlier run in the output directory first",
     )
 
 
 def _add_compile(commands) -> None:
     parser = commands.add_parser(
         "compile",
-        help="report what a run config's step is on TPUs, without any",
-        description="Compiles the train step of a run config for TPUs that need not be "
-        "there, and prints whether it fits, what it moves and what runs on SparseCore. "
-        "Nothing is allocated, and no data are read. Times are modelled, not measured.",
+        help="compile the train step of a run config for TPUs, without having any",
+        description="Compiles the train step of a run config for TPUs, which this "
+        "machine need not have. Prints if the step fits into memory, its memory "
+        "traffic, and the operations that run on SparseCore. Nothing is allocated, and "
+        "no data are read. Times are modelled, not measured.",
         epilog="Exit status: 0 if the step fits every topology, 1 if it does not fit "
-        "one of them, 2 if something is wrong with the command.",
+        "one of them, 2 if the command is wrong.",
     )
     parser.set_defaults(run=_compile, interrupted="interrupted")
     _add_config_arguments(parser)
@@ -149,29 +157,32 @@ def _add_compile(commands) -> None:
         action="append",
         required=True,
         metavar="GENERATION:CHIPS",
-        help=f"a slice, such as {', '.join(EXAMPLE_TOPOLOGIES)}; may be repeated",
+        help=f"a TPU slice, such as {', '.join(EXAMPLE_TOPOLOGIES)}; may be repeated",
     )
     parser.add_argument(
         "--slices",
-        type=_positive,
+        type=_positive_int,
         default=1,
         metavar="N",
-        help="how many such slices, joined by the network of the data centre",
+        help="number of such slices, connected by the data center network",
     )
     parser.add_argument(
         "--batch",
-        type=_positive,
+        type=_positive_int,
         metavar="N",
-        help="samples per step over all devices; short for --set batch_size=N",
+        help="samples per step over all devices; same as --set batch_size=N",
     )
     parser.add_argument(
-        "--json", type=pathlib.Path, metavar="FILE", help="write the reports there, too"
+        "--json",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="also write the reports to a JSON file",
     )
     parser.add_argument(
         "--html",
         type=pathlib.Path,
         metavar="FILE",
-        help="write a page with plots of memory, traffic and time there, too",
+        help="also write an HTML page with plots of memory, traffic and time",
     )
 
 
@@ -191,7 +202,7 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="XLA option of the train step, beside those the package sets; TPUs only",
+        help="XLA option of the train step, added to those of the package; TPUs only",
     )
 
 
@@ -226,8 +237,10 @@ def _compile(parsed: argparse.Namespace) -> int:
     options = _compiler_options(parsed.compiler_option)
     for option, path in (("--json", parsed.json), ("--html", parsed.html)):
         if path is not None and not path.parent.is_dir():
-            raise UsageError(f"{option} {path}: there is no such directory.")
-    _keep_to_cpu()
+            raise UsageError(
+                f"{option} {path}: the directory {path.parent} does not exist."
+            )
+    _use_cpu_only()
     try:
         meshes = [
             aot.topology_mesh(topology, num_slices=parsed.slices)
@@ -264,7 +277,8 @@ def _compile_for(
     if not hasattr(config.data, "outline"):
         raise UsageError(
             f"The config's data source, a {type(config.data).__name__}, must have a "
-            "method outline, which gives the shapes of its batches without files; see "
+            "method outline, which returns a data set with the shapes of the real "
+            "batches but reads no file; see "
             "tpu_embedding.training.CriteoSource.outline."
         )
     try:
@@ -288,16 +302,17 @@ def _compile_for(
 
 
 def _write(path: pathlib.Path, text: str) -> None:
-    """Writes a file as a whole: a failure leaves what was there before."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    """Writes a file atomically: on failure, the previous file stays."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     finally:
-        unfinished.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _compiler_options(assignments: Sequence[str]) -> dict[str, str]:
+    """Returns name to value of each assignment `NAME=VALUE`."""
     options = {}
     for assignment in assignments:
         name, separator, value = assignment.partition("=")
@@ -307,16 +322,16 @@ def _compiler_options(assignments: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def _keep_to_cpu() -> None:
-    """Leaves accelerators of this machine alone, unless JAX has started already."""
+def _use_cpu_only() -> None:
+    """Restricts JAX to CPU devices, unless it has been initialised already."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", "cpu")
 
 
 def _emulated_mesh(num_devices: int) -> Mesh:
-    """Returns a mesh of CPU devices; makes them if JAX has none yet."""
-    _keep_to_cpu()
-    # If JAX has started already, its devices must do.
+    """Returns a mesh of CPU devices; creates them if JAX is not initialised yet."""
+    _use_cpu_only()
+    # If JAX has been initialised already, its devices are used.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", num_devices)
     devices = jax.devices("cpu")
@@ -329,14 +344,14 @@ def _emulated_mesh(num_devices: int) -> Mesh:
 
 
 def _remove_run(output_dir: pathlib.Path) -> None:
-    """Removes what a run writes, and nothing else that may be there."""
+    """Deletes the files that a run writes, and nothing else."""
     for name in (RECORDS_FILE, PLOT_FILE):
         (output_dir / name).unlink(missing_ok=True)
     if (output_dir / CHECKPOINTS_DIR).is_dir():
         shutil.rmtree(output_dir / CHECKPOINTS_DIR)
 
 
-def _positive(text: str) -> int:
+def _positive_int(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
