@@ -59,8 +59,8 @@ def adam(
         w -= c * learning_rate * m / (sqrt(v) + epsilon)         otherwise
         c = sqrt(1 - beta_2**t) / (1 - beta_1**t)     if bias_correction, else 1
 
-    `t` is the step, counted from 1, for all rows alike. The slot variables `m` and `v`,
-    `[rows, dim]`, start at 0.
+    `c` is the bias correction, and `t` the step, counted from 1, for all rows alike.
+    The slot variables `m` and `v`, `[rows, dim]`, start at 0.
 
     Source: Kingma and Ba (2015), as `tf.tpu.experimental.embedding.Adam`.
 
@@ -70,6 +70,9 @@ def adam(
       every row in every step, at the cost of a pass over the table.
     * There is no bias correction unless `bias_correction=True`.
     * Epsilon is inside the root unless `sum_inside_sqrt=False`.
+
+    With all three arguments set, it equals Keras' Adam. `optax.adam` then still differs
+    in epsilon, which it adds after the bias correction.
 
     Args:
       learning_rate: scalar, or schedule of the step counted from 0.

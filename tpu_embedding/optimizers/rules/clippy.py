@@ -57,10 +57,12 @@ def clippy_adagrad(
         a += g**2
         a += (scale * g)**2                        instead, if clip_accumulator_update
 
-    The inner minimum is over the elements of the whole table whose step `d` is not 0.
-    It takes an all-reduce of one scalar per table. `p` uses `a` from before the step;
-    with `use_standard_accumulator_update` it uses `a` from after it. The slot variable
-    `a`, `[rows, dim]`, starts at `initial_accumulator_value`.
+    `p` is the preconditioner, `d` the unscaled step, and `bound` the largest change
+    allowed per element. `scale` shortens the step of the whole table. The inner minimum
+    is over the elements of the whole table whose step `d` is not 0. It takes an
+    all-reduce of one scalar per table. `p` uses `a` from before the step; with
+    `use_standard_accumulator_update` it uses `a` from after it. The slot variable `a`,
+    `[rows, dim]`, starts at `initial_accumulator_value`.
 
     Source: Tang et al. (2023), as `tfrs.experimental.optimizers.ClippyAdagrad` of
     TensorFlow Recommenders.
