@@ -1,16 +1,19 @@
-"""What a compiled step moves, beside the least that any program must move.
+"""Models the HBM and link traffic of a compiled step, beside its minimum.
 
     pip install 'tpu-embedding[tpu]'
     python benchmarks/compiled_traffic.py [--topology v5p:2x2x1 ...] [--dim 16 128 ...]
-        [--valence 1 20] [--optimizer adagrad rowwise_adagrad] [--json FILE]
+        [--valence 1 20] [--optimizer adagrad rowwise_adagrad]
+        [--kernels xla sparse_core] [--json FILE]
+    python benchmarks/record.py FILE
 
-The embedding part of a train step, 8 tables and 4,096 samples per device, compiled for
-a TPU slice that need not be there. Bytes are those of the model in
-`tpu_embedding/aot/traffic.py`, least bytes those of `tpu_embedding/aot/floor.py`, both
-of ids that are as different as they can be. Where a batch has more ids than the tables
-have rows, some must repeat; what the loops over repeats move for these is added.
-Everything is modelled; nothing runs. `--topology v5p:2x2x2 v5p:16x16x16` shows how a
-device's traffic grows with the number of devices.
+The program is the embedding part of a train step: 8 tables, 4,096 samples per device.
+It is compiled for a TPU slice that need not be there, and nothing runs. The bytes come
+from the model in `tpu_embedding/aot/traffic.py`. The minimum comes from
+`tpu_embedding/aot/floor.py`. Both assume that no id repeats. A batch with more ids than
+the tables have rows must repeat some; the traffic of these repeats is added.
+
+`--topology v5p:2x2x2 v5p:16x16x16` shows how the traffic of one device grows with the
+number of devices.
 """
 
 import argparse
@@ -30,9 +33,12 @@ from tpu_embedding.aot.floor import embedding_floor
 
 NUM_TABLES, SAMPLES_PER_DEVICE, ROWS_PER_DEVICE = 8, 4096, 488_281
 LINES_PER_REPEAT = 5  # Gathered: 2. Added: itself, its sum before and after.
+CASE_FIELDS = ("topology", "dim", "valence", "optimizer", "kernels")
 
 
-def measure(topology: str, dim: int, valence: int, optimizer: str) -> dict[str, Any]:
+def measure(
+    topology: str, dim: int, valence: int, optimizer: str, kernels: str
+) -> dict[str, Any]:
     """Compiles one step; returns its figures per device."""
     mesh = aot.topology_mesh(topology)
     plan = make_plan(
@@ -41,6 +47,7 @@ def measure(topology: str, dim: int, valence: int, optimizer: str) -> dict[str, 
         vocabulary_size=ROWS_PER_DEVICE * mesh.size // NUM_TABLES,
         dim=dim,
         optimizer=getattr(te.optimizers, optimizer)(0.1),
+        kernels=kernels,
     )
     ids = abstract_ids(plan, SAMPLES_PER_DEVICE * mesh.size, valence)
     start = time.perf_counter()
@@ -62,6 +69,7 @@ def measure(topology: str, dim: int, valence: int, optimizer: str) -> dict[str, 
         "devices": mesh.size,
         "exchange": stack.round_size(num_ids).kind,
         "hbm_bytes": hbm_bytes,
+        "least_hbm_bytes": floor.hbm_bytes,
         "hbm_ratio": hbm_bytes / floor.hbm_bytes,
         "certain_repeats": repeats,
         "ici_bytes": moved.ici_bytes,
@@ -79,30 +87,46 @@ def main() -> None:
     parser.add_argument("--dim", nargs="+", type=int, default=[16, 128])
     parser.add_argument("--valence", nargs="+", type=int, default=[1])
     parser.add_argument("--optimizer", nargs="+", default=["adagrad"])
+    parser.add_argument("--kernels", nargs="+", default=["xla", "sparse_core"])
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
-    head = "topology        devices  dim  hot optimizer        exchange"
+    head = "topology        devices  dim  hot optimizer        kernels     exchange"
     print(f"{head}  HBM MB  ratio  ICI ratio  temp MB  compile s")
     results = []
     for case in itertools.product(
-        arguments.topology, arguments.dim, arguments.valence, arguments.optimizer
+        arguments.topology,
+        arguments.dim,
+        arguments.valence,
+        arguments.optimizer,
+        arguments.kernels,
     ):
-        topology, dim, valence, optimizer = case
-        result = measure(topology, dim, valence, optimizer)
+        topology, dim, valence, optimizer, kernels = case
+        result = measure(*case)
         print(
             f"{topology:15} {result['devices']:7} {dim:4} {valence:4} {optimizer:16} "
-            f"{result['exchange']:8} {result['hbm_bytes'] / 1e6:7.0f} "
+            f"{kernels:11} {result['exchange']:8} {result['hbm_bytes'] / 1e6:7.0f} "
             f"{result['hbm_ratio']:6.2f} {result['ici_ratio'] or 0:10.2f} "
             f"{result['temporary_bytes'] / 1e6:8.0f} "
             f"{result['compile_seconds']:10.1f}",
             flush=True,
         )
-        names = ("topology", "dim", "valence", "optimizer")
-        results.append(dict(zip(names, case, strict=True)) | result)
+        results.append(dict(zip(CASE_FIELDS, case, strict=True)) | result)
     if arguments.json is not None:
-        versions = {"jax": jax.__version__}
-        report = {"device": "compiled only", "versions": versions, "results": results}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(_report(results), indent=2) + "\n")
+
+
+def _report(results: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "benchmark": "compiled_traffic",
+        "device": "compiled only",
+        "versions": {"jax": jax.__version__},
+        "shapes": {
+            "tables": NUM_TABLES,
+            "samples_per_device": SAMPLES_PER_DEVICE,
+            "rows_per_device": ROWS_PER_DEVICE,
+        },
+        "results": results,
+    }
 
 
 if __name__ == "__main__":

@@ -1,31 +1,34 @@
-"""The compiler's estimate of a step, beside that of jax-tpu-embedding for the same.
+"""Compares the compiler's estimate of a step with jax-tpu-embedding's estimate.
 
     pip install jax-tpu-embedding 'tpu-embedding[tpu]'
-    python benchmarks/compiler_estimate.py [--topology v5p:2x2x1 ...] [--json FILE]
+    python benchmarks/compiler_estimate.py [--topology v5p:2x2x1 ...]
+        [--kernels xla sparse_core] [--json FILE]
+    python benchmarks/record.py FILE
 
 26 tables of dim 128, one id per sample and table, global batch 16,384, Adagrad. Both
-are compiled for a TPU slice that need not be there, and the compiler's own
-`optimal_seconds` is read. That figure charges whole tables for each gather and scatter,
-so each program is compiled for two vocabulary sizes, and the line through both is
-followed to size 0 ("intercept").
+libraries compile for a TPU slice that need not be there. The estimate is the compiler's
+own `optimal_seconds`. It charges whole tables for each gather and scatter. So each
+program is compiled for two vocabulary sizes, and the line through both is followed to
+size 0 (the intercept).
 
-What the estimate does not see, and which way that leans:
+Limits of the estimate:
 
-* jax-tpu-embedding's work on SparseCore is in custom calls, which are charged nothing:
-  its gathers, scatters, sums over duplicates and exchanges are free. Charged is only
-  what the TensorCore does around them.
-* Our kernels are charged for their operands, twice, and their results, five times, not
-  for the rows that they move. (v5p, `read_rows`: 10^5 more rows of a table that it
-  reads from, or 32,768 more of a result.)
-* Its ids come sorted and deduplicated from the host, some 20 ns of a core per id and
-  three times the bytes to the device; here raw ids go into the step.
-* A gather of rows by XLA is charged a tile of eight rows for each, 4 KiB for 512 bytes;
-  so is a scatter, for reading and for writing, unless XLA has fused the gather of its
-  updates into it. "no tiles" is the intercept without these other seven rows: their
-  bytes by the rate that the estimate itself uses.
-* Further rounds of the exchange, which do not run without skew, would be charged as if
-  they did; `--rounds` keeps them in, else they are left out. The loops that add
-  repeated ids are charged as if they turned, whether ids repeat or not.
+* jax-tpu-embedding does its work on SparseCore in custom calls, which cost nothing in
+  the estimate. So its gathers, scatters, sums over duplicates and exchanges are free,
+  and only the TensorCore's work around them is charged.
+* Our kernels are charged twice for their operands and five times for their results, but
+  not for the rows that they move. (v5p, `read_rows`: the charge grew by 10^5 rows of
+  the table, or by 32,768 rows of the result.)
+* jax-tpu-embedding receives ids that the host has sorted and deduplicated. That takes
+  some 20 ns of a core per id, and three times the bytes to the device. Here raw ids go
+  into the step.
+* XLA's gather of a row is charged a tile of eight rows: 4 KiB for 512 bytes. So is a
+  scatter, once for reading and once for writing, unless XLA fused the gather of its
+  updates into it. "no tiles" is the intercept without the seven other rows. Their bytes
+  are divided by the bandwidth that the estimate itself uses.
+* Further rounds of the exchange do not run without skew, but would be charged. They are
+  left out unless `--rounds` is given. The loops that add repeated ids are charged as if
+  they ran.
 """
 
 import argparse
@@ -57,7 +60,7 @@ NAMES = [f"t{i:02d}" for i in range(NUM_TABLES)]
 
 
 def compile_ours(
-    vocabulary_size: int, mesh: Any, keeps_rounds: bool = False
+    vocabulary_size: int, mesh: Any, kernels: str, keeps_rounds: bool = False
 ) -> list[Any]:
     """Compiles lookup and update in one step; activations leave, cotangents enter."""
     plan = make_plan(
@@ -66,6 +69,7 @@ def compile_ours(
         vocabulary_size=vocabulary_size,
         dim=DIM,
         optimizer=te.optimizers.adagrad(0.1),
+        kernels=kernels,
     )
     round_size = capacity.round_size
     if not keeps_rounds:
@@ -238,32 +242,49 @@ def main() -> None:
     """Compares for each topology; prints a table and writes JSON."""
     parser = argparse.ArgumentParser(description="Compares estimates.")
     parser.add_argument("--topology", nargs="+", default=TOPOLOGIES)
+    parser.add_argument("--kernels", nargs="+", default=["xla", "sparse_core"])
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--rounds", action="store_true", help="charge further rounds")
     arguments = parser.parse_args()
-    ours = lambda size, mesh: compile_ours(size, mesh, arguments.rounds)  # noqa: E731
+    cases: list[tuple[str, str | None, Any]] = [
+        ("tpu-embedding", kernels, _compile_with(kernels, arguments.rounds))
+        for kernels in arguments.kernels
+    ]
+    cases.append(("jax-tpu-embedding", None, compile_theirs))
     results = []
     heads = ("ms", "no tiles", "ms, 100k", "MiB", "compile s")
-    print(" " * 32 + "".join(f"{head:>10}" for head in heads))
+    print(" " * 44 + "".join(f"{head:>10}" for head in heads))
     for topology in arguments.topology:
         mesh = aot.topology_mesh(topology)
-        for name, compile_programs in (
-            ("tpu-embedding", ours),
-            ("jax-tpu-embedding", compile_theirs),
-        ):
+        for name, kernels, compile_programs in cases:
+            label = f"{topology:12}{name:20}{kernels or '':12}"
             try:
                 result: dict[str, Any] = measure(compile_programs, mesh)
             except Exception as error:
                 result = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-                print(f"{topology:12}{name:20}{result['error'][:60]}", flush=True)
+                print(f"{label}{result['error'][:60]}", flush=True)
             else:
                 cells = [f"{value:10.3f}" for value in result.values()]
-                print(f"{topology:12}{name:20}{''.join(cells)}", flush=True)
-            results.append({"topology": topology, "library": name, **result})
+                print(f"{label}{''.join(cells)}", flush=True)
+            case = {"topology": topology, "library": name, "kernels": kernels}
+            results.append(case | result)
     if arguments.json is not None:
-        versions = {"jax": jax.__version__}
-        report = {"device": "compiled only", "versions": versions, "results": results}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(_report(results), indent=2) + "\n")
+
+
+def _compile_with(kernels: str, keeps_rounds: bool) -> Any:
+    return lambda size, mesh: compile_ours(size, mesh, kernels, keeps_rounds)
+
+
+def _report(results: list[dict[str, Any]]) -> dict[str, Any]:
+    shapes = {"tables": NUM_TABLES, "dim": DIM, "batch": BATCH_SIZE, "valence": 1}
+    return {
+        "benchmark": "compiler_estimate",
+        "device": "compiled only",
+        "versions": {"jax": jax.__version__},
+        "shapes": shapes,
+        "results": [result for result in results if "error" not in result],
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The embedding part of a train step, compiled for a slice that need not be there.
+"""Compiles the embedding part of a train step for a TPU slice, without that slice.
 
 Shared by the benchmarks that read figures off a compiled program.
 """
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import tpu_embedding as te
 from tpu_embedding import aot
 
-jax.config.update("jax_platforms", "cpu")  # TPUs are compiled for, not used.
+jax.config.update("jax_platforms", "cpu")  # TPUs are only compiled for.
 
 
 def make_plan(
@@ -21,8 +21,9 @@ def make_plan(
     vocabulary_size: int,
     dim: int,
     optimizer: Any,
+    kernels: Any = "xla",
 ) -> te.EmbeddingPlan:
-    """Plans equal tables with a feature each."""
+    """Plans equal tables with one feature each; `kernels` is `te.make_plan`'s."""
     tables = [
         te.TableConfig(
             vocabulary_size=vocabulary_size, dim=dim, combiner="sum", name=f"t{i:02d}"
@@ -30,7 +31,7 @@ def make_plan(
         for i in range(num_tables)
     ]
     features = {table.name: te.FeatureConfig(table=table) for table in tables}
-    return te.make_plan(features, mesh, optimizer=optimizer)
+    return te.make_plan(features, mesh, optimizer=optimizer, kernels=kernels)
 
 
 def abstract_ids(plan: te.EmbeddingPlan, batch_size: int, valence: int = 1) -> Any:

@@ -1,20 +1,23 @@
-"""Time of a train step against the number of rows: it should not depend on it.
+"""Times a train step on tables of several sizes: the size should not matter.
 
-    python benchmarks/table_size.py [--json FILE] [--devices N]
+    python benchmarks/table_size.py [--devices N] [--json FILE]
+    python benchmarks/record.py FILE
 
-One table of dim 16 with 10^5, 10^6 and 10^7 rows, the same batch of ids drawn from it,
-row-wise Adagrad, table and slots donated. The sizes take turns within one run, so that
-other load on the machine hits all of them alike; compare by the ratio. What is left of
-a dependence is the caches: rows of a small table stay in them.
+One table of dim 16 with 10^5, 10^6 or 10^7 rows, row-wise Adagrad, table and slots
+donated. The sizes take turns within one run, so that other load on the machine slows
+all of them alike; compare the ratios. The difference that remains comes from the
+caches: rows of a small table stay in them.
 """
 
 import argparse
 import functools
 import json
+import os
 import pathlib
 import platform
 import statistics
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +41,7 @@ def step(tables, slots, features, plan):
 
 
 def make_run(num_rows: int):
-    """Returns a function that does one step on a table of this size."""
+    """Returns a function that runs and times one step on a table of this size."""
     table = te.TableConfig(
         vocabulary_size=num_rows, dim=DIM, combiner="sum", name="table"
     )
@@ -48,7 +51,7 @@ def make_run(num_rows: int):
     tables = te.init_tables(plan, jax.random.key(0))
     state = [tables, te.init_slots(tables, plan)]
     generator = np.random.default_rng(0)
-    # Few different rows for every size: what is compared is the program's work.
+    # The same number of ids for every size: the program's work is compared.
     batches = [
         te.shard_batch(generator.integers(0, num_rows, (BATCH_SIZE, VALENCE)), plan)
         for _ in range(8)
@@ -95,21 +98,28 @@ def main() -> None:
             f"  {ratio:>5.2f}"
         )
     if arguments.json is not None:
-        report = {
-            "device": jax.devices()[0].device_kind,
-            "num_devices": jax.device_count(),
-            "machine": platform.machine(),
-            "versions": {"jax": jax.__version__, "python": platform.python_version()},
-            "shapes": {"dim": DIM, "batch": BATCH_SIZE, "valence": VALENCE},
-            "milliseconds": {
-                str(n): {
-                    "median": medians[n],
-                    "quartiles": [1e3 * q for q in statistics.quantiles(s, n=4)],
-                }
-                for n, s in seconds.items()
-            },
-        }
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(_report(seconds), indent=2) + "\n")
+
+
+def _report(seconds: dict[int, list[float]]) -> dict[str, Any]:
+    medians = {n: 1e3 * statistics.median(s) for n, s in seconds.items()}
+    return {
+        "benchmark": "table_size",
+        "device": jax.devices()[0].device_kind,
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "versions": {"jax": jax.__version__, "python": platform.python_version()},
+        "shapes": {"dim": DIM, "batch": BATCH_SIZE, "valence": VALENCE},
+        "results": [
+            {
+                "devices": jax.device_count(),
+                "rows": n,
+                "median_ms": medians[n],
+                "quartiles_ms": [1e3 * q for q in statistics.quantiles(s, n=4)],
+                "ratio": medians[n] / medians[NUM_ROWS[0]],
+            }
+            for n, s in seconds.items()
+        ],
+    }
 
 
 if __name__ == "__main__":

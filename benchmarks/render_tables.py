@@ -1,0 +1,300 @@
+"""Renders the tables of figures in README.md, docs/ and benchmarks/README.md.
+
+    python benchmarks/render_tables.py [--check]
+
+Each table stands between two marks, `<!-- table: NAME -->` and `<!-- end of table -->`.
+Its text comes from `benchmarks/results.json` alone, so no figure is written by hand
+twice. `--check` changes nothing and fails if a table is not what the file gives.
+"""
+
+import argparse
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from results_file import Benchmark, load_results
+
+ROOT: Final = pathlib.Path(__file__).parents[1]
+GROWTH_TOPOLOGIES: Final = ("v5p:2x2x2", "v5p:16x16x16")
+"""Slices that only the table of growth with the number of devices shows."""
+_BLOCK: Final = re.compile(
+    r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL
+)
+
+Results = dict[str, Benchmark]
+Cells = tuple[str, ...]
+
+
+def render_all(results: Results, *, check: bool = False) -> list[pathlib.Path]:
+    """Renders every table; returns the files whose text changes.
+
+    Args:
+      results: from `load_results`.
+      check: write nothing.
+    """
+    changed = []
+    for path in _pages():
+        before = path.read_text()
+        after = _BLOCK.sub(
+            lambda match: match[1] + TABLES[match[2]](results) + match[3], before
+        )
+        if after != before:
+            changed.append(path)
+            if not check:
+                path.write_text(after)
+    return changed
+
+
+def _pages() -> Iterator[pathlib.Path]:
+    yield ROOT / "README.md"
+    yield ROOT / "benchmarks" / "README.md"
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        if "_build" not in path.parts:
+            yield path
+
+
+def _summary(results: Results) -> str:
+    """The table of the README."""
+    rows = [("what", "where", "result", "repeat with")]
+    rows += [_step_time_cells(results), *_training_cells(results)]
+    traffic = {
+        row["kernels"]: row["hbm_ratio"]
+        for row in results["compiled_traffic"]["results"]
+        if _case(row) == ("v5p:2x2x1", "adagrad", 128, 1)
+    }
+    rows.append(
+        (
+            "HBM bytes of the embedding step, Adagrad, dim 128",
+            "compiled for v5p",
+            f"{_ratio(traffic['xla'])} the minimum with XLA, "
+            f"{_ratio(traffic['sparse_core'])} with SparseCore kernels",
+            "`python benchmarks/compiled_traffic.py`",
+        )
+    )
+    fit = _row(results, "compile_fit", config="dlrm_dcnv2", topology="v6e:4x4")
+    rows.append(
+        (
+            "memory of MLPerf's DLRM-DCNv2, 204 M rows of 128",
+            f"compiled for v6e:4x4, {fit['devices']} devices",
+            f"{_gigabytes(fit['table_and_slot_bytes'])} GB of tables and slots, "
+            f"{_gigabytes(fit['temporary_bytes'])} GB of temporaries per device",
+            "`tpu-embedding compile dlrm_dcnv2 --topology v6e:4x4`",
+        )
+    )
+    return _table(rows)
+
+
+def _step_time_cells(results: Results) -> Cells:
+    small, large = (
+        _row(results, "table_size", devices=8, rows=rows) for rows in (10**5, 10**7)
+    )
+    return (
+        "time of a step, table of 10^5 and of 10^7 rows",
+        f"8 emulated devices on {results['table_size']['machine']}",
+        f"{small['median_ms']:.1f} and {large['median_ms']:.1f} ms "
+        f"({large['ratio']:.2f}x)",
+        "`python benchmarks/table_size.py --devices 8`",
+    )
+
+
+def _training_cells(results: Results) -> Iterator[Cells]:
+    machine = f"8 emulated devices on {results['training_runs']['machine']}"
+    run = _row(results, "training_runs", config="synthetic")
+    yield (
+        "log loss on clicks of a known teacher, beside the teacher's",
+        machine,
+        f"{run['value']:.4f} and {run['teacher']:.4f}, {run['seconds']:.0f} s",
+        "`bash scripts/train.sh synthetic --devices 8`",
+    )
+    run = _row(results, "training_runs", config="movielens")
+    yield (
+        "RMSE on MovieLens-100K, u1.test",
+        machine,
+        f"{run['value']:.4f}, {run['seconds']:.0f} s",
+        "`bash scripts/train.sh movielens --data-dir ml-100k --devices 8`",
+    )
+
+
+def _training(results: Results) -> str:
+    rows = [("config", "metric on held-out data", "value", "teacher", "time of a run")]
+    for run in results["training_runs"]["results"]:
+        value = f"{run['value']:.4f}"
+        if "by_seed" in run:
+            value += f" (mean of {', '.join(f'{x:.4f}' for x in run['by_seed'])})"
+        teacher = "-"
+        if "teacher" in run:
+            teacher = f"{run['teacher']:.4f} (ratio {run['ratio']:.4f})"
+        seconds = f"{run['seconds']:.0f} s"
+        metric = run["metric"].replace("_", " ")
+        rows.append((f"`{run['config']}`", metric, value, teacher, seconds))
+    return _table(rows)
+
+
+def _compile_fit(results: Results) -> str:
+    head = ("config", "slice", "devices", "tables and slots", "temporaries", "compile")
+    rows = [(*head, "fits")]
+    for row in results["compile_fit"]["results"]:
+        slices = f"{row['slices']} x " if row["slices"] > 1 else ""
+        temporaries = row["temporary_bytes"]
+        rows.append(
+            (
+                f"`{row['config']}`",
+                slices + row["topology"],
+                f"{row['devices']:,}",
+                f"{_gigabytes(row['table_and_slot_bytes'])} GB",
+                "-" if temporaries is None else f"{_gigabytes(temporaries)} GB",
+                f"{row['compile_seconds']:.0f} s",
+                "yes" if row["fits"] else "no",
+            )
+        )
+    return _table(rows)
+
+
+def _traffic(results: Results) -> str:
+    head = ("slice", "optimizer", "dim", "ids per sample", "minimum, MB")
+    columns = ("MB", "of minimum", "compile")
+    rows = [(*head, *(f"{b}: {c}" for b in ("XLA", "kernels") for c in columns))]
+    for case, by_backend in _traffic_cases(results).items():
+        topology, optimizer, dim, valence = case
+        known = next(iter(by_backend.values()))
+        cells = (topology, optimizer, str(dim), str(valence))
+        cells += (_megabytes(known.get("least_hbm_bytes")),)
+        for backend in ("xla", "sparse_core"):
+            row = by_backend.get(backend, {})
+            seconds = row.get("compile_seconds")
+            cells += (
+                _megabytes(row.get("hbm_bytes")),
+                _ratio(row.get("hbm_ratio")),
+                "" if seconds is None else f"{seconds:.0f} s",
+            )
+        rows.append(cells)
+    return _table(rows)
+
+
+def _traffic_by_dim(results: Results) -> str:
+    """A short table of one slice, for the docs."""
+    rows = [("dim", "XLA", "SparseCore kernels")]
+    cases = _traffic_cases(results)
+    for dim in (8, 16, 32, 64, 128, 512):
+        case = cases.get(("v5p:2x2x1", "adagrad", dim, 1), {})
+        ratios = (case.get(b, {}).get("hbm_ratio") for b in ("xla", "sparse_core"))
+        rows.append((str(dim), *map(_ratio, ratios)))
+    return _table(rows)
+
+
+def _growth(results: Results) -> str:
+    found = {
+        (row["topology"], row["dim"], row["kernels"]): row
+        for row in results["compiled_traffic"]["results"]
+        if row["topology"] in GROWTH_TOPOLOGIES
+    }
+    few, many = GROWTH_TOPOLOGIES
+    rows = [("dim", "kernels", "MB on 8 devices", "MB on 4,096 devices", "growth")]
+    for topology, dim, kernels in found:
+        pair = found.get((few, dim, kernels)), found.get((many, dim, kernels))
+        if topology == few and pair[0] and pair[1]:
+            sizes = [row["hbm_bytes"] for row in pair if row]
+            cells = (*map(_megabytes, sizes), f"{sizes[1] / sizes[0]:.2f}x")
+            rows.append((str(dim), f"`{kernels}`", *cells))
+    return _table(rows)
+
+
+def _estimate(results: Results) -> str:
+    head = ("slice", "jax-tpu-embedding, ms", "this, XLA, ms", "this, kernels, ms")
+    rows = [(*head, "arguments, MiB: theirs, this", "compile, s: theirs, this")]
+    found = results["compiler_estimate"]["results"]
+    for topology in dict.fromkeys(row["topology"] for row in found):
+        by_backend = {r["kernels"]: r for r in found if r["topology"] == topology}
+        columns = [by_backend.get(b, {}) for b in (None, "xla", "sparse_core")]
+        times = (c.get("intercept_ms") for c in columns)
+        theirs, ours = columns[0], columns[2] or columns[1]
+        rows.append(
+            (
+                topology,
+                *("" if t is None else f"{t:.2f}" for t in times),
+                f"{theirs['argument_mib']:.1f}, {ours['argument_mib']:.1f}",
+                f"{theirs['compile_seconds']:.0f}, {ours['compile_seconds']:.0f}",
+            )
+        )
+    return _table(rows)
+
+
+def _table_size(results: Results) -> str:
+    rows = [("devices", "rows of the table", "median of a step", "of the smallest")]
+    for row in results["table_size"]["results"]:
+        ratio = f"{row['ratio']:.2f}x" if "ratio" in row else ""
+        cells = (f"{row['rows']:,}", f"{row['median_ms']:.1f} ms", ratio)
+        rows.append((str(row["devices"]), *cells))
+    return _table(rows)
+
+
+TABLES: Final[dict[str, Callable[[Results], str]]] = {
+    "summary": _summary,
+    "training": _training,
+    "compile_fit": _compile_fit,
+    "traffic": _traffic,
+    "traffic_by_dim": _traffic_by_dim,
+    "growth": _growth,
+    "estimate": _estimate,
+    "table_size": _table_size,
+}
+
+
+def _traffic_cases(results: Results) -> dict[Any, dict[str, dict[str, Any]]]:
+    """Returns the results of each case by backend."""
+    cases: dict[Any, dict[str, dict[str, Any]]] = {}
+    for row in results["compiled_traffic"]["results"]:
+        if row["topology"] not in GROWTH_TOPOLOGIES:
+            cases.setdefault(_case(row), {})[row["kernels"]] = row
+    return cases
+
+
+def _case(row: dict[str, Any]) -> tuple[str, str, int, int]:
+    return row["topology"], row["optimizer"], row["dim"], row["valence"]
+
+
+def _row(results: Results, benchmark: str, **fields: Any) -> dict[str, Any]:
+    for row in results[benchmark]["results"]:
+        if all(row.get(name) == value for name, value in fields.items()):
+            return row
+    raise KeyError(f"results.json has no result {fields} of {benchmark!r}.")
+
+
+def _megabytes(num_bytes: float | None) -> str:
+    if num_bytes is None:
+        return ""
+    megabytes = num_bytes / 1e6
+    return f"{megabytes:.1f}" if megabytes < 10 else f"{megabytes:,.0f}"
+
+
+def _gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g}"
+
+
+def _ratio(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.1f}x" if value < 10 else f"{value:.0f}x"
+
+
+def _table(rows: list[Cells]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|" + "---|" * len(rows[0]))
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Renders or checks; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Renders the tables of figures.")
+    parser.add_argument("--check", action="store_true", help="only compare")
+    check = parser.parse_args().check
+    changed = render_all(load_results(), check=check)
+    for path in changed:
+        print(f"{'stale' if check else 'rendered'}: {path.relative_to(ROOT)}")
+    return 1 if check and changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The one file of measured figures, `benchmarks/results.json`: load, merge, save.
+
+Benchmarks write their own JSON with `--json FILE`; `record.py` merges it in here.
+`render_tables.py` makes every table of figures in README.md and docs/ from this file.
+"""
+
+import json
+import pathlib
+from typing import Any, Final
+
+RESULTS_FILE: Final = pathlib.Path(__file__).with_name("results.json")
+
+KEYS: Final[dict[str, tuple[str, ...]]] = {
+    "compiled_traffic": ("topology", "dim", "valence", "optimizer", "kernels"),
+    "compiler_estimate": ("topology", "library", "kernels"),
+    "table_size": ("devices", "rows"),
+    "training_runs": ("config",),
+    "compile_fit": ("config", "topology", "slices"),
+}
+"""Benchmark to the fields that name one of its results."""
+
+Benchmark = dict[str, Any]
+
+
+def load_results(path: pathlib.Path = RESULTS_FILE) -> dict[str, Benchmark]:
+    """Returns the figures of all benchmarks, by the benchmark's name."""
+    return json.loads(path.read_text())
+
+
+def save_results(
+    results: dict[str, Benchmark], path: pathlib.Path = RESULTS_FILE
+) -> None:
+    """Writes the figures, one result per line, so that changes are easy to read."""
+    parts = []
+    for name in KEYS:
+        head = {k: v for k, v in results[name].items() if k != "results"}
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in results[name]["results"])
+        fields = json.dumps(head)[1:-1]
+        parts.append(f'"{name}": {{{fields},\n "results": [\n{lines}]}}')
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def merge(results: dict[str, Benchmark], document: dict[str, Any]) -> str:
+    """Replaces results of one benchmark by those of a document; adds new ones.
+
+    Args:
+      results: from `load_results`; changed in place.
+      document: what a benchmark, or `tpu-embedding compile --json`, has written.
+
+    Returns:
+      Name of the benchmark.
+
+    Raises:
+      ValueError: if the document names no known benchmark.
+    """
+    if "reports" in document:
+        document = _compile_fit(document)
+    name = document.get("benchmark")
+    if name not in KEYS:
+        raise ValueError(f"'benchmark' must be one of {sorted(KEYS)}, got {name!r}.")
+    benchmark = results[name]
+    rows = {_key(name, row): row for row in benchmark["results"]}
+    # Each new result says its version: earlier ones may stay beside it.
+    stamp = {"jax": document["versions"]["jax"]}
+    rows |= {_key(name, row): row | stamp for row in document["results"]}
+    benchmark |= {k: v for k, v in document.items() if k != "benchmark"}
+    benchmark["results"] = list(rows.values())
+    return name
+
+
+def _key(name: str, row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(field) for field in KEYS[name])
+
+
+def _compile_fit(document: dict[str, Any]) -> dict[str, Any]:
+    """Returns the part of compile reports that tables show."""
+    rows = []
+    for report in document["reports"]:
+        memory = report["memory"]
+        rows.append(
+            {
+                "config": report["name"],
+                "topology": report["topology"],
+                "slices": report["num_slices"],
+                "devices": report["num_devices"],
+                "table_and_slot_bytes": memory["tables"] + memory["slots"],
+                "temporary_bytes": memory["temporaries"],
+                "compile_seconds": report["compile_seconds"],
+                "fits": memory["fits"],
+            }
+        )
+    versions = dict(document["reports"][0]["versions"])
+    return {"benchmark": "compile_fit", "versions": versions, "results": rows}

@@ -1,0 +1,205 @@
+"""Draws the pictures of the documentation as SVG.
+
+    python docs/pictures/draw.py
+
+The pages include the files inline, so the colours follow the theme, light or dark.
+"""
+
+import pathlib
+from collections.abc import Callable
+from typing import Final
+
+DIRECTORY: Final = pathlib.Path(__file__).parent
+
+# Variables are those of the Sphinx theme; the values behind them are for viewers
+# that show the file by itself.
+STYLE: Final = """
+.t { font: 14px system-ui, sans-serif; fill: var(--pst-color-text-base, #444);
+     text-anchor: middle; }
+.left { text-anchor: start; }
+.head { font-weight: 600; font-size: 15px; }
+.small { font-size: 12px; }
+.box { fill: rgba(128, 128, 128, 0.10); stroke: rgba(128, 128, 128, 0.8); }
+.blue { fill: rgba(66, 133, 244, 0.28); stroke: #4285f4; }
+.orange { fill: rgba(240, 140, 30, 0.30); stroke: #e08214; }
+.green { fill: rgba(52, 168, 83, 0.28); stroke: #34a853; }
+.lane { fill: rgba(128, 128, 128, 0.07); }
+.empty { fill: none; stroke: rgba(128, 128, 128, 0.5); stroke-dasharray: 3 3; }
+.arrow { stroke: var(--pst-color-text-muted, #777); stroke-width: 1.6; fill: none; }
+.wire { stroke: #e08214; stroke-width: 2.4; fill: none; }
+.tip { fill: var(--pst-color-text-muted, #777); }
+.wiretip { fill: #e08214; }
+"""
+
+
+class Picture:
+    """An SVG under construction; coordinates are pixels from the upper left."""
+
+    def __init__(self, width: int, height: int, title: str):
+        """Begins a picture; the title is what screen readers say."""
+        # One picture of a page must not style another: classes are the same.
+        self._parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'role="img" aria-label="{title}">',
+            f"<style>{STYLE}</style>",
+        ]
+
+    def box(
+        self, x: float, y: float, width: float, height: float, style: str = "box"
+    ) -> None:
+        """Draws a rectangle."""
+        self._parts.append(
+            f'<rect class="{style}" x="{x}" y="{y}" width="{width}" '
+            f'height="{height}" rx="5"/>'
+        )
+
+    def text(self, x: float, y: float, words: str, style: str = "") -> None:
+        """Writes one line, centred at x unless the style has `left`."""
+        self._parts.append(f'<text class="t {style}" x="{x}" y="{y}">{words}</text>')
+
+    def stage(
+        self, x: float, y: float, name: str, *lines: str, style: str = "box"
+    ) -> None:
+        """Draws a box of 150 x 76 with a name and up to two lines below it."""
+        self.box(x, y, 150, 76, style)
+        self.text(x + 75, y + (46 if not lines else 25), name, "head")
+        for i, line in enumerate(lines):
+            self.text(x + 75, y + 46 + 17 * i, line, "small")
+
+    def arrow(self, x0: float, y0: float, x1: float, y1: float) -> None:
+        """Draws a step within a device; horizontal."""
+        self._parts.append(f'<path class="arrow" d="M{x0} {y0} L{x1 - 7} {y1}"/>')
+        self._tip(x1, y1, "tip")
+
+    def wire(self, x0: float, y0: float, x1: float, y1: float, words: str) -> None:
+        """Draws an exchange between devices: down or up, then into a box."""
+        down = 1 if y1 > y0 else -1
+        self._parts.append(
+            f'<path class="wire" d="M{x0} {y0} L{x0} {y1 - 12 * down} '
+            f'Q{x0} {y1} {x0 + 12} {y1} L{x1 - 8} {y1}"/>'
+        )
+        self._tip(x1, y1, "wiretip")
+        self.text(x0 + 8, (y0 + y1) / 2 + 4, words, "small left")
+
+    def _tip(self, x: float, y: float, style: str) -> None:
+        corners = f"{x},{y} {x - 9},{y - 5} {x - 9},{y + 5}"
+        self._parts.append(f'<polygon class="{style}" points="{corners}"/>')
+
+    def svg(self) -> str:
+        """Returns the file's text."""
+        return "\n".join([*self._parts, "</svg>"]) + "\n"
+
+
+def draw_lookup() -> str:
+    """Draws the stages of a lookup and of its update."""
+    picture = Picture(
+        1000, 560, "Stages of a lookup, forward, and of an update, backward"
+    )
+    for top, title in ((0, "Forward"), (285, "Backward")):
+        picture.text(10, top + 20, title, "head left")
+        for lane, owner in enumerate(
+            ("every device, for its part of the batch", "every device, for its rows")
+        ):
+            picture.box(5, top + 32 + 122 * lane, 990, 112, "lane")
+            picture.text(15, top + 50 + 122 * lane, owner, "small left")
+
+    ask, own = 60, 182
+    picture.stage(20, ask, "ids", "of all features", "of a stack", style="blue")
+    picture.stage(215, ask, "dedup", "each id once")
+    picture.stage(410, ask, "route", "one bucket", "per owner")
+    picture.stage(545, own, "gather", "rows of the", "table's shard", style="green")
+    picture.stage(830, ask, "activations", "[batch, dim]", style="blue")
+    picture.arrow(170, ask + 38, 215, ask + 38)
+    picture.arrow(365, ask + 38, 410, ask + 38)
+    picture.wire(490, ask + 76, 545, own + 38, "ids")
+    picture.box(695, ask, 110, 76)
+    picture.text(750, ask + 25, "combine", "head")
+    picture.text(750, ask + 46, "sum, mean", "small")
+    picture.text(750, ask + 63, "or sqrtn", "small")
+    picture.wire(640, own, 695, ask + 38, "rows")
+    picture.arrow(805, ask + 38, 830, ask + 38)
+
+    ask, own = 345, 467
+    picture.stage(20, ask, "cotangents", "of the activations", style="blue")
+    picture.stage(215, ask, "spread", "one gradient", "per unique row")
+    picture.stage(410, own, "merge", "sum over devices:", "each row once")
+    picture.stage(605, own, "rule", "touched rows of", "table and slots")
+    picture.stage(800, own, "add", "to table and slots,", "in place", style="green")
+    picture.arrow(170, ask + 38, 215, ask + 38)
+    picture.wire(290, ask + 76, 410, own + 38, "gradients")
+    picture.arrow(560, own + 38, 605, own + 38)
+    picture.arrow(755, own + 38, 800, own + 38)
+    return picture.svg()
+
+
+def draw_rounds() -> str:
+    """Draws buckets, one of which spills to a second round."""
+    picture = Picture(820, 250, "Buckets of capacity 4; two ids spill to round 2")
+    counts = (3, 6, 2)
+    for column, (title, first) in enumerate((("round 1", 0), ("round 2", 4))):
+        left = 150 + 340 * column
+        picture.text(left + 90, 24, title, "head")
+        for owner, count in enumerate(counts):
+            y = 42 + 62 * owner
+            if column == 0:
+                picture.text(10, y + 27, f"to device {owner}", "left")
+            for place in range(4):
+                used = first + place < count
+                style = ("blue" if column == 0 else "orange") if used else "empty"
+                picture.box(left + 46 * place, y, 40, 40, style)
+                if used:
+                    picture.text(left + 46 * place + 20, y + 25, "id")
+    picture.text(150, 240, "capacity = 4 ids per bucket and round", "small left")
+    picture.text(490, 240, "runs only while some id waits", "small left")
+    return picture.svg()
+
+
+def draw_packing() -> str:
+    """Draws how rows of two tables get to shards and lines."""
+    picture = Picture(960, 330, "Two tables, their stack, two shards, and lines")
+    picture.text(80, 22, "tables", "head")
+    picture.text(300, 22, "stack", "head")
+    picture.text(700, 22, "shards, in lines of 128 lanes", "head")
+    names = [f"movie {i}" for i in range(6)] + [f"user {i}" for i in range(3)]
+    styles = ["blue"] * 6 + ["green"] * 3
+    for row, (name, style) in enumerate(zip(names, styles, strict=True)):
+        y = 40 + 29 * row + (20 if style == "green" else 0)
+        picture.box(20, y, 120, 25, style)
+        picture.text(80, y + 17, name, "small")
+        y = 40 + 29 * row
+        picture.box(240, y, 120, 25, style)
+        picture.text(300, y + 17, f"row {row}: {name}", "small")
+    picture.arrow(150, 170, 230, 170)
+    picture.text(190, 160, "stack", "small")
+    picture.arrow(370, 170, 450, 170)
+    picture.text(410, 148, "deal", "small")
+    picture.text(410, 162, "round-robin", "small")
+    for shard in range(2):
+        top = 55 + 130 * shard
+        picture.text(465, top - 6, f"device {shard}", "left small")
+        rows = list(range(shard, 9, 2))
+        for place in range(8):
+            x, y = 465 + 121 * (place % 4), top + 40 * (place // 4)
+            style = styles[rows[place]] if place < len(rows) else "empty"
+            picture.box(x, y, 117, 32, style)
+            if place < len(rows):
+                picture.text(x + 58, y + 21, names[rows[place]], "small")
+    picture.text(465, 322, "dim 32: four rows share a line", "small left")
+    return picture.svg()
+
+
+PICTURES: Final[dict[str, Callable[[], str]]] = {
+    "lookup.svg": draw_lookup,
+    "rounds.svg": draw_rounds,
+    "packing.svg": draw_packing,
+}
+
+
+def main() -> None:
+    """Writes all pictures beside this file."""
+    for name, draw in PICTURES.items():
+        (DIRECTORY / name).write_text(draw())
+
+
+if __name__ == "__main__":
+    main()

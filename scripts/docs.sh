@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Builds the documentation into docs/_build/html; a warning is an error.
+#   scripts/docs.sh [SPHINX_OPTIONS]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/setup.sh
+setup_environment docs
+export JAX_PLATFORMS=cpu
+python -m sphinx -W --keep-going -b html "$@" docs docs/_build/html
+echo "Open docs/_build/html/index.html"

@@ -1,0 +1,26 @@
+"""Every Python block of the documentation runs, in the order of its page."""
+
+import doctest
+import pathlib
+
+import pytest
+from sybil import Sybil
+from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+SYBIL = Sybil(parsers=[PythonCodeBlockParser(doctest_optionflags=FLAGS), SkipParser()])
+
+
+def documents():
+    for path in sorted(DOCS.rglob("*.md")):
+        if "_build" not in path.parts and "python" in path.read_text():
+            document = SYBIL.parse(path)
+            if list(document.examples()):
+                yield pytest.param(document, id=str(path.relative_to(DOCS)))
+
+
+@pytest.mark.parametrize("document", documents())
+def test_examples_run(document):
+    for example in document.examples():
+        example.evaluate()
