@@ -22,7 +22,7 @@ from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.rows.kernels.row_kernels import (
     ID_ALIGNMENT,
     MAX_ARRAYS,
-    holds_whole_rows,
+    no_room_reason,
     unreachable_reason,
 )
 from tpu_embedding.rows.packed_rows import Backend, RowLayout
@@ -218,11 +218,8 @@ def _no_update_reason(
     if isinstance(lowered, Refusal):
         return lowered.reason
     takes_whole_rows = bool(row_scalars) or lowered.kernel_body.num_sums > 0
-    if takes_whole_rows and not holds_whole_rows(dim, num_arrays, len(row_scalars)):
-        return (
-            f"the rule takes whole rows, and {num_arrays} arrays of dim {dim} exceed "
-            "the memory of a subcore"
-        )
+    if takes_whole_rows:
+        return no_room_reason(dim, num_arrays, len(row_scalars))
     return None
 
 

@@ -15,8 +15,6 @@ from tpu_embedding.rows.kernels import backend, row_kernels
 from tpu_embedding.rows.kernels.kernel_bodies import DROPPED_ROW, KernelBody
 from tpu_embedding.rows.kernels.row_kernels import (
     add_rows,
-    holds_whole_rows,
-    kernels_reach,
     no_room_reason,
     read_rows,
     unreachable_reason,
@@ -209,7 +207,6 @@ ROOM_CASES = [
 )
 def test_room_for_whole_rows(dim, num_arrays, num_row_scalars, expected):
     arguments = (dim, num_arrays, num_row_scalars)
-    assert holds_whole_rows(*arguments) is expected
     assert (no_room_reason(*arguments) is None) is expected
     max_ids = row_kernels._max_chunk_ids(dim, 1 + num_arrays, num_row_scalars)
     assert (max_ids >= row_kernels.TILE_LINES) is expected
@@ -304,7 +301,6 @@ def test_add_to_the_spare_row_any_number_of_times():
     + [(2**26 - 8, 64, 128, True), (2**26 - 7, 64, 128, False), (2**26, 32, 128, True)],
 )
 def test_rows_that_kernels_reach(num_rows, dim, line_lanes, expected):
-    assert kernels_reach(num_rows, dim, line_lanes) is expected
     assert (unreachable_reason(num_rows, dim, line_lanes) is None) is expected
 
 

@@ -115,11 +115,6 @@ def unreachable_reason(num_rows: int, dim: int, line_lanes: int | None) -> str |
     return None
 
 
-def kernels_reach(num_rows: int, dim: int, line_lanes: int | None) -> bool:
-    """Returns True if `unreachable_reason` finds no reason."""
-    return unreachable_reason(num_rows, dim, line_lanes) is None
-
-
 def no_room_reason(dim: int, num_arrays: int, num_row_scalars: int) -> str | None:
     """Says why a subcore has no room for whole rows, tile by tile; None: it has.
 
@@ -148,11 +143,6 @@ def no_room_reason(dim: int, num_arrays: int, num_row_scalars: int) -> str | Non
             f"{_UPDATE_BUFFERS_BYTES // 1024} KiB buffers of a subcore"
         )
     return None
-
-
-def holds_whole_rows(dim: int, num_arrays: int, num_row_scalars: int) -> bool:
-    """Returns True if `no_room_reason` finds no reason."""
-    return no_room_reason(dim, num_arrays, num_row_scalars) is None
 
 
 def read_rows(
