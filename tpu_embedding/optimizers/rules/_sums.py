@@ -1,4 +1,4 @@
-"""Compensated float32 sums, exact over millions of small additions."""
+"""Compensated float32 sums, accurate over millions of small additions."""
 
 from typing import NamedTuple
 

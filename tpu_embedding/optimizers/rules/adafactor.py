@@ -62,7 +62,7 @@ class AdafactorState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """The arguments of `adafactor`, validated."""
+    """The validated arguments of `adafactor`."""
 
     learning_rate: optax.ScalarOrSchedule
     beta_2_decay: Any

@@ -32,7 +32,7 @@ class FrequencyAwareAdagradState(NamedTuple):
     Attributes:
       count: updates so far.
       accumulators: sums of squared gradients, `[rows, dim]`.
-      counters: lookups of each row so far, `[rows]`, int32.
+      counters: steps that looked the row up so far, `[rows]`, int32.
     """
 
     count: jax.Array
