@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import jax
 import pytest
 
+from tests.conftest import needs_kernels
 from tpu_embedding import cli
 from tpu_embedding.data.criteo import write_criteo_sample
 from tpu_embedding.training.reporting import PLOT_FILE, RECORDS_FILE
@@ -200,6 +201,25 @@ def test_compile(tmp_path, capsys):
         "synthetic on v5e:2x2: 4 devices",
         "synthetic on v6e:2x2: 4 devices",
     ]
+
+
+@needs_kernels
+@pytest.mark.tpu_compiler
+def test_compile_with_each_backend(capsys):
+    arguments = ["compile", "synthetic", "--topology", "v6e:1x1", "--batch", "128"]
+    arguments += ["--set", "model.dim=32", "--kernels", "xla"]
+    assert cli.main([*arguments, "--kernels", "sparse_core"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == [
+        "compiling synthetic for v6e:1x1 (devices: 1) ...",
+        "compiling synthetic with sparse_core kernels for v6e:1x1 (devices: 1) ...",
+    ]
+    for part in (
+        r"\nsynthetic with sparse_core kernels on v6e:1x1: 1 device;",
+        r"\nstack_0 +read, pool, spread, update +xla +the default",
+        r"\nstack_0 +read, update +sparse_core +requested",
+    ):
+        assert re.search(part, captured.out), part
 
 
 @pytest.mark.tpu_compiler

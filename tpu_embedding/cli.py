@@ -9,7 +9,9 @@ traceback. Exit status 1 means that training failed, or that a step does not fit
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -167,6 +169,13 @@ def _add_compile(commands) -> None:
         help="number of such slices, connected by the data center network",
     )
     parser.add_argument(
+        "--kernels",
+        action="append",
+        choices=["xla", "sparse_core"],
+        help="backend that reads and updates rows; repeat it to compare both "
+        "(default: that of the config, xla)",
+    )
+    parser.add_argument(
         "--batch",
         type=_positive_int,
         metavar="N",
@@ -249,13 +258,17 @@ def _compile(parsed: argparse.Namespace) -> int:
     except (ImportError, ValueError) as error:
         raise UsageError(str(error)) from error
     reports = []
-    for topology, mesh in zip(parsed.topology, meshes, strict=True):
+    for (topology, mesh), kernels in itertools.product(
+        zip(parsed.topology, meshes, strict=True), parsed.kernels or [config.kernels]
+    ):
+        with_kernels = dataclasses.replace(config, kernels=kernels)
         print(
-            f"compiling {config.name} for {topology} (devices: {mesh.size}) ...",
+            f"compiling {_step_name(with_kernels)} for {topology} (devices: "
+            f"{mesh.size}) ...",
             file=sys.stderr,
             flush=True,
         )
-        report = _compile_for(config, topology, mesh, options)
+        report = _compile_for(with_kernels, topology, mesh, options)
         reports.append(report)
         print(aot.format_report(report), end="\n\n")
     if len(reports) > 1:
@@ -294,11 +307,18 @@ def _compile_for(
             batch,
             plan,
             features=batch.features,
-            name=config.name,
+            name=_step_name(config),
             topology=topology,
         )
     except jax.errors.JaxRuntimeError as error:
         raise UsageError(f"XLA: {str(error).splitlines()[0]}") from error
+
+
+def _step_name(config: RunConfig) -> str:
+    """Returns the config's name, and its kernels if XLA does not run alone."""
+    if config.kernels == "xla":
+        return config.name
+    return f"{config.name} with {config.kernels} kernels"
 
 
 def _write(path: pathlib.Path, text: str) -> None:

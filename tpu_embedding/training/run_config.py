@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import optax
 
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
+from tpu_embedding.plan.backends import BACKENDS
 from tpu_embedding.training.models.model import ModelConfig
 from tpu_embedding.training.sources import DataSource
 
@@ -57,6 +58,7 @@ class RunConfig:
       target: metric that the config promises to reach, or None.
       capacity: ids per destination and round of the exchange; None lets the plan
         choose. It changes the speed, never the results.
+      kernels: backend that reads and updates rows, as in `make_plan`.
       seed: seed of the data and the initial values.
       log_every: steps per line of progress.
       evaluate_every: steps between evaluations; 0 evaluates only at the end.
@@ -76,6 +78,7 @@ class RunConfig:
     make_dense_optimizer: Callable[["RunConfig"], optax.GradientTransformation]
     target: Target | None = None
     capacity: int | None = None
+    kernels: str = "xla"
     seed: int = 0
     log_every: int = 100
     evaluate_every: int = 0
@@ -109,6 +112,11 @@ class RunConfig:
             problems.append(
                 f"RunConfig.loss must be one of {list(get_args(LossName))}, got "
                 f"{self.loss!r}"
+            )
+        if self.kernels not in BACKENDS:
+            problems.append(
+                f"RunConfig.kernels must be one of {list(BACKENDS)}, got "
+                f"{self.kernels!r}"
             )
         if problems:
             raise ValueError("; ".join(problems) + f" (config {self.name!r}).")

@@ -8,7 +8,7 @@ pair (model, optimizer); the graph definition that rebuilds the pair from it is 
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from tpu_embedding.lookup.prepare import prepare_features
 from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
 from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.packed_rows import Backend
 from tpu_embedding.training.metrics import LOSSES, Sums, mean_loss
 from tpu_embedding.training.run_config import LossName, RunConfig
 
@@ -79,6 +80,7 @@ def make_run_plan(
         mesh,
         optimizer=config.make_table_optimizer(config),
         capacity=config.capacity,
+        kernels=cast(Backend, config.kernels),
         hardware=hardware,
     )
     if compiler_options:
