@@ -15,8 +15,8 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.modes import in_sequence
-from tpu_embedding.optimizers.rules._rates import learning_rate_at
 from tpu_embedding.optimizers.slot_storage import SlotInitializers, with_slot_storage
 
 OptimizerFunction = TypeVar(

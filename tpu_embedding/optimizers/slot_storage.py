@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.analysis.slots import slot_shapes
-from tpu_embedding.optimizers.rules._arrays import for_each_array
+from tpu_embedding.optimizers.array_rules import for_each_array
 
 SlotInitializer = float | Callable[[tuple[int, ...], Any], jax.Array]
 SlotInitializers = Mapping[str, SlotInitializer]

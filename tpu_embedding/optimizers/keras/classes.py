@@ -11,10 +11,10 @@ from typing import Any, Final, Literal, TypeGuard
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.keras.schedules import at_updates
 from tpu_embedding.optimizers.modes import every_row
 from tpu_embedding.optimizers.options import clip_gradients, decay_rows
-from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules.adafactor import adafactor
 from tpu_embedding.optimizers.rules.adagrad import ScaleByAdagradState, adagrad
 from tpu_embedding.optimizers.rules.adam import adam

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.modes import (
     MustBeLast,
     OccurrenceNorm,
     every_row,
     request_mode,
 )
-from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import (
     check_hyperparameters,
     fraction,
@@ -28,7 +29,6 @@ from tpu_embedding.optimizers.rules._checks import (
     one_of,
     positive,
 )
-from tpu_embedding.optimizers.rules._rates import learning_rate_at
 from tpu_embedding.optimizers.rules._sums import CompensatedSum, compensated_sum
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows
 

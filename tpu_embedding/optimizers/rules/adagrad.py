@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.options import (
     CommonOptions,
     takes_common_options,
     with_options,
 )
-from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import (
     check_hyperparameters,
     non_negative,

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.modes import every_row
 from tpu_embedding.optimizers.options import (
     CommonOptions,
     takes_common_options,
     with_options,
 )
-from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import (
     check_hyperparameters,
     fraction_below_one,

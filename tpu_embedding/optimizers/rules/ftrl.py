@@ -10,19 +10,19 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import (
     CommonOptions,
     takes_common_options,
     with_options,
 )
-from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import (
     check_hyperparameters,
     non_negative,
     non_positive,
     positive,
 )
-from tpu_embedding.optimizers.rules._rates import learning_rate_at
 from tpu_embedding.optimizers.rules._regularization import ftrl_rows
 
 

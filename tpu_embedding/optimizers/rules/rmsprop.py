@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import (
     CommonOptions,
     takes_common_options,
     with_options,
 )
-from tpu_embedding.optimizers.rules._arrays import for_each_array
 from tpu_embedding.optimizers.rules._checks import check_hyperparameters, non_negative
-from tpu_embedding.optimizers.rules._rates import learning_rate_at
 
 
 class RMSPropState(NamedTuple):

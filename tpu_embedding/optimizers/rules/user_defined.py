@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_embedding.optimizers.rules._arrays import for_each_array
-from tpu_embedding.optimizers.rules._rates import learning_rate_at
+from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.learning_rates import learning_rate_at
 
 SlotInitializer = float | Callable[..., jax.Array]
 """A scalar, or a function of `(shape, dtype)` that gives every row the same values."""

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from tpu_embedding.optimizers.rules._arrays import for_each_array
-from tpu_embedding.optimizers.rules._rates import learning_rate_at
+from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.learning_rates import learning_rate_at
 
 
 def scale(gradient, state, rows):
