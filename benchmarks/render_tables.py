@@ -57,7 +57,7 @@ def _pages() -> Iterator[pathlib.Path]:
 
 def _summary(results: Results) -> str:
     """The table of the README."""
-    rows = [("what", "where", "result", "repeat with")]
+    rows: list[Cells] = [("what", "where", "result", "repeat with")]
     rows += [_step_time_cells(results), *_training_cells(results)]
     traffic = {
         row["kernels"]: row["hbm_ratio"]
@@ -118,7 +118,9 @@ def _training_cells(results: Results) -> Iterator[Cells]:
 
 
 def _training(results: Results) -> str:
-    rows = [("config", "metric on held-out data", "value", "teacher", "time of a run")]
+    rows: list[Cells] = [
+        ("config", "metric on held-out data", "value", "teacher", "time of a run")
+    ]
     for run in results["training_runs"]["results"]:
         value = f"{run['value']:.4f}"
         if "by_seed" in run:
@@ -134,7 +136,7 @@ def _training(results: Results) -> str:
 
 def _compile_fit(results: Results) -> str:
     head = ("config", "slice", "devices", "tables and slots", "temporaries", "compile")
-    rows = [(*head, "fits")]
+    rows: list[Cells] = [(*head, "fits")]
     for row in results["compile_fit"]["results"]:
         slices = f"{row['slices']} x " if row["slices"] > 1 else ""
         temporaries = row["temporary_bytes"]
@@ -155,7 +157,9 @@ def _compile_fit(results: Results) -> str:
 def _traffic(results: Results) -> str:
     head = ("slice", "optimizer", "dim", "ids per sample", "minimum, MB")
     columns = ("MB", "of minimum", "compile")
-    rows = [(*head, *(f"{b}: {c}" for b in ("XLA", "kernels") for c in columns))]
+    rows: list[Cells] = [
+        (*head, *(f"{b}: {c}" for b in ("XLA", "kernels") for c in columns))
+    ]
     for case, by_backend in _traffic_cases(results).items():
         topology, optimizer, dim, valence = case
         known = next(iter(by_backend.values()))
@@ -175,7 +179,7 @@ def _traffic(results: Results) -> str:
 
 def _traffic_by_dim(results: Results) -> str:
     """A short table of one slice, for the docs."""
-    rows = [("dim", "XLA", "SparseCore kernels")]
+    rows: list[Cells] = [("dim", "XLA", "SparseCore kernels")]
     cases = _traffic_cases(results)
     for dim in (8, 16, 32, 64, 128, 512):
         case = cases.get(("v5p:2x2x1", "adagrad", dim, 1), {})
@@ -191,7 +195,9 @@ def _growth(results: Results) -> str:
         if row["topology"] in GROWTH_TOPOLOGIES
     }
     few, many = GROWTH_TOPOLOGIES
-    rows = [("dim", "kernels", "MB on 8 devices", "MB on 4,096 devices", "growth")]
+    rows: list[Cells] = [
+        ("dim", "kernels", "MB on 8 devices", "MB on 4,096 devices", "growth")
+    ]
     for topology, dim, kernels in found:
         pair = found.get((few, dim, kernels)), found.get((many, dim, kernels))
         if topology == few and pair[0] and pair[1]:
@@ -203,7 +209,9 @@ def _growth(results: Results) -> str:
 
 def _estimate(results: Results) -> str:
     head = ("slice", "jax-tpu-embedding, ms", "this, XLA, ms", "this, kernels, ms")
-    rows = [(*head, "arguments, MiB: theirs, this", "compile, s: theirs, this")]
+    rows: list[Cells] = [
+        (*head, "arguments, MiB: theirs, this", "compile, s: theirs, this")
+    ]
     found = results["compiler_estimate"]["results"]
     for topology in dict.fromkeys(row["topology"] for row in found):
         by_backend = {r["kernels"]: r for r in found if r["topology"] == topology}
@@ -222,7 +230,9 @@ def _estimate(results: Results) -> str:
 
 
 def _table_size(results: Results) -> str:
-    rows = [("devices", "rows of the table", "median of a step", "of the smallest")]
+    rows: list[Cells] = [
+        ("devices", "rows of the table", "median of a step", "of the smallest")
+    ]
     for row in results["table_size"]["results"]:
         ratio = f"{row['ratio']:.2f}x" if "ratio" in row else ""
         cells = (f"{row['rows']:,}", f"{row['median_ms']:.1f} ms", ratio)

@@ -57,7 +57,8 @@ html_theme_options = {
     "use_download_button": False,
     "use_fullscreen_button": False,
     "home_page_in_toc": True,
-    "article_header_end": ["search-button", "theme-switcher"],
+    "navbar_persistent": [],
+    "article_header_end": ["theme-switcher"],
 }
 
 

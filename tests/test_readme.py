@@ -1,4 +1,4 @@
-"""The README's example runs as it is printed."""
+"""The README's example runs as it is printed, its links lead somewhere, it is short."""
 
 import pathlib
 import re
@@ -12,3 +12,14 @@ def test_example_runs():
     names = {}
     exec(compile(examples[0], "README.md", "exec"), names)
     assert names["loss"] < 0.69
+
+
+def test_links_lead_to_files():
+    links = re.findall(r"\]\(([^)#:]+)\)", README.read_text())
+    assert links
+    for link in links:
+        assert (README.parent / link).is_file(), link
+
+
+def test_is_short():
+    assert len(README.read_text().splitlines()) <= 130

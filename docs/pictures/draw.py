@@ -14,11 +14,11 @@ DIRECTORY: Final = pathlib.Path(__file__).parent
 # Variables are those of the Sphinx theme; the values behind them are for viewers
 # that show the file by itself.
 STYLE: Final = """
-.t { font: 14px system-ui, sans-serif; fill: var(--pst-color-text-base, #444);
+.t { font: 16px system-ui, sans-serif; fill: var(--pst-color-text-base, #444);
      text-anchor: middle; }
 .left { text-anchor: start; }
-.head { font-weight: 600; font-size: 15px; }
-.small { font-size: 12px; }
+.head { font-weight: 600; font-size: 17px; }
+.small { font-size: 14px; }
 .box { fill: rgba(128, 128, 128, 0.10); stroke: rgba(128, 128, 128, 0.8); }
 .blue { fill: rgba(66, 133, 244, 0.28); stroke: #4285f4; }
 .orange { fill: rgba(240, 140, 30, 0.30); stroke: #e08214; }
@@ -37,7 +37,6 @@ class Picture:
 
     def __init__(self, width: int, height: int, title: str):
         """Begins a picture; the title is what screen readers say."""
-        # One picture of a page must not style another: classes are the same.
         self._parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
             f'role="img" aria-label="{title}">',
@@ -64,7 +63,7 @@ class Picture:
         self.box(x, y, 150, 76, style)
         self.text(x + 75, y + (46 if not lines else 25), name, "head")
         for i, line in enumerate(lines):
-            self.text(x + 75, y + 46 + 17 * i, line, "small")
+            self.text(x + 75, y + 47 + 18 * i, line, "small")
 
     def arrow(self, x0: float, y0: float, x1: float, y1: float) -> None:
         """Draws a step within a device; horizontal."""
@@ -114,8 +113,8 @@ def draw_lookup() -> str:
     picture.wire(490, ask + 76, 545, own + 38, "ids")
     picture.box(695, ask, 110, 76)
     picture.text(750, ask + 25, "combine", "head")
-    picture.text(750, ask + 46, "sum, mean", "small")
-    picture.text(750, ask + 63, "or sqrtn", "small")
+    picture.text(750, ask + 47, "sum, mean", "small")
+    picture.text(750, ask + 65, "or sqrtn", "small")
     picture.wire(640, own, 695, ask + 38, "rows")
     picture.arrow(805, ask + 38, 830, ask + 38)
 
@@ -156,7 +155,7 @@ def draw_rounds() -> str:
 
 def draw_packing() -> str:
     """Draws how rows of two tables get to shards and lines."""
-    picture = Picture(960, 330, "Two tables, their stack, two shards, and lines")
+    picture = Picture(960, 320, "Two tables, their stack, two shards, and lines")
     picture.text(80, 22, "tables", "head")
     picture.text(300, 22, "stack", "head")
     picture.text(700, 22, "shards, in lines of 128 lanes", "head")
@@ -184,7 +183,7 @@ def draw_packing() -> str:
             picture.box(x, y, 117, 32, style)
             if place < len(rows):
                 picture.text(x + 58, y + 21, names[rows[place]], "small")
-    picture.text(465, 322, "dim 32: four rows share a line", "small left")
+    picture.text(465, 300, "dim 32: four rows share a line", "small left")
     return picture.svg()
 
 
