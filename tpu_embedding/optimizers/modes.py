@@ -1,4 +1,4 @@
-"""Modes: which rows an optimizer rule is applied to, and how often.
+"""Modes: the rows that an optimizer rule is applied to, and how often.
 
 A rule requests its mode while it runs, by `request_mode`; the layer records the request
 when it traces the rule for its plan. So a mode survives `optax.chain`,
@@ -19,7 +19,7 @@ import optax
 
 @dataclasses.dataclass(frozen=True)
 class EveryRow:
-    """The rule is for every row, once in so many steps."""
+    """The rule updates every row, once in `gradient_steps` steps."""
 
     gradient_steps: int
 
@@ -36,7 +36,7 @@ class OccurrenceNorm:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MustBeLast:
-    """The rule must be the last: it counts on these updates being applied."""
+    """The rule must be the last of a chain: the table must change by these updates."""
 
     updates: Any
 
@@ -49,7 +49,7 @@ _NOTES: contextvars.ContextVar[list[Mode] | None] = contextvars.ContextVar(
 
 
 def request_mode(mode: Mode) -> None:
-    """Tells whoever traces a rule how it is to be applied."""
+    """Requests a mode from the layer, if it is tracing the rule that calls this."""
     notes = _NOTES.get()
     if notes is not None:
         notes.append(mode)
@@ -57,7 +57,7 @@ def request_mode(mode: Mode) -> None:
 
 @contextlib.contextmanager
 def requested_modes() -> Iterator[list[Mode]]:
-    """Collects the modes of rules that run within."""
+    """Collects the modes that rules request within this context."""
     notes: list[Mode] = []
     token = _NOTES.set(notes)
     try:
@@ -71,20 +71,20 @@ def every_row(
 ) -> optax.GradientTransformation:
     """Applies a rule to every row of the table in each step, as dense optimizers do.
 
-    Rows that were not looked up have gradient zero: their moments decay, and move
-    them. The result equals that of the same optax transformation on the dense
-    gradient. It costs a pass over table and slot variables in each step, in place.
+    Rows that were not looked up have gradient zero: their moments decay, and move the
+    row. The result equals that of the same optax transformation on the dense gradient.
+    Each step costs a pass over the table and its slot variables, in place.
 
-    A rule that treats each element for itself (SGD, Adam, ...) needs no other memory.
-    Any other, and one with `gradient_steps`, keeps a gradient of the table's size in
-    its state.
+    A rule that treats each element for itself (SGD, Adam, ...) needs no more memory.
+    Any other rule, and one with `gradient_steps`, keeps a gradient of the table's size
+    in its state.
 
     Args:
       rule: a row-local optax transformation, or one of this package.
-      gradient_steps: so many steps' gradients are summed and divided by their number
-        before the rule is applied once; in between nothing moves. Keras'
-        `gradient_accumulation_steps`. The layer does that; on a dense array the rule
-        is applied in each call.
+      gradient_steps: number of steps between two updates, at least 1. The layer sums
+        the gradients of these steps and divides by their number; in between no row
+        moves. Keras' `gradient_accumulation_steps`. On a dense array, outside of the
+        layer, the rule is applied in each call.
 
     Raises:
       ValueError: if `gradient_steps` is not an int of at least 1.
@@ -110,9 +110,9 @@ def every_row(
 def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """Applies a rule once per occurrence of an id, in the order of the samples.
 
-    TensorFlow's `use_gradient_accumulation=False`, which promises no order; here it is
-    the order of the features, and of the samples within each device. It is for
-    comparisons: a step takes as many passes as its most frequent id has occurrences.
+    This is TensorFlow's `use_gradient_accumulation=False`, which promises no order.
+    Here the order is that of the features, and of the samples within each device. Use
+    it for comparisons: a step takes as many passes as its most frequent id occurs.
 
     Args:
       rule: a row-local optax transformation.

@@ -59,14 +59,14 @@ def optimizer_by_name(name: str) -> optax.GradientTransformation:
     """Returns a rule of this package with its default hyper-parameters.
 
     Args:
-      name: of its function, in any case: `"sgd"`, `"adagrad"`, `"adam"`, `"ftrl"`, ...
+      name: the name of its function, as `"sgd"` or `"adagrad"`, in any letter case.
 
     Returns:
-      The rule; the same value for each call with a name, so that tables which name one
+      The rule. Calls with one name return the same value, so tables that name the same
       optimizer are stacked.
 
     Raises:
-      ValueError: if there is none of that name.
+      ValueError: if no rule has that name.
 
     Example:
       >>> optimizer_by_name("adagrad") is optimizer_by_name("adagrad")
@@ -86,7 +86,7 @@ def _default(name: str) -> optax.GradientTransformation:
 
 
 def optimizer_problem(owner: str, optimizer: Any) -> str | None:
-    """Returns what is wrong with the optimizer of a table or layer, if anything is."""
+    """Says why a table or layer cannot take an optimizer; returns None if it can."""
     if optimizer is None or isinstance(optimizer, optax.GradientTransformation):
         return None
     if isinstance(optimizer, str) and optimizer.lower() in _BY_NAME:

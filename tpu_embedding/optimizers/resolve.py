@@ -33,20 +33,19 @@ def resolve_optimizer(
     table_name: str,
     *table_names: tuple[str, ...],
 ) -> RowOptimizer | None:
-    """Finds out how an optimizer is to be applied to a table.
+    """Finds out how the layer applies an optimizer to a table.
 
     Args:
-      optimizer: an optax transformation of one array, or of a dict of table name to
-        array, as `optax.multi_transform` and `optax.masked` with a dict of labels
-        are; or a name.
-      table_name: the table.
-      *table_names: the tables that such a dict may name, in the order of preference:
-        those that this optimizer is given for, or all.
+      optimizer: an optax transformation of one array; one of a dict that maps table
+        names to arrays, as `optax.multi_transform` with a dict of labels; or a name.
+      table_name: the name of the table.
+      *table_names: the names of tables that such a dict may hold. Each tuple is tried
+        in turn: the tables that this optimizer is given for, then all tables.
 
     Returns:
-      The rule of this table. Equal arguments give the same value, so tables of one
-      optimizer are stacked; those of an optimizer of a dict, or of one from elsewhere
-      that reduces over rows, are not.
+      The rule of this table. Equal arguments give equal rules, so tables of one
+      optimizer are stacked. Tables of an optimizer of a dict, or of an optax rule that
+      reduces over rows, are not.
 
     Raises:
       ValueError: if the name is not known, or modes contradict each other.
@@ -68,21 +67,21 @@ def _of_table(
     table_name: str,
     table_names: tuple[tuple[str, ...], ...],
 ) -> optax.GradientTransformation:
-    """Returns the part of an optimizer that is for one table, if it has parts."""
+    """Returns the part of an optimizer for one table; the optimizer if it has none."""
     whole = _trace(optimizer)
     for names in table_names:
         part = _for_table(optimizer, table_name, tuple(sorted({*names, table_name})))
         of_part = _trace(part)
-        if isinstance(of_part, UntraceableRule):
+        if of_part is None:
             continue
-        is_whole = isinstance(whole, TracedRule) and _do_the_same(whole, of_part)
+        is_whole = whole is not None and _do_the_same(whole, of_part)
         return optimizer if is_whole else part
     return optimizer
 
 
 def _resolve(optimizer: optax.GradientTransformation, table_name: str) -> RowOptimizer:
     trace = _trace(optimizer)
-    if isinstance(trace, UntraceableRule):
+    if trace is None:
         # The plan's check of rules will say what is wrong.
         return RowOptimizer(transformation=optimizer)
     if not reduces_over_rows(optimizer):
@@ -96,7 +95,7 @@ def _resolve(optimizer: optax.GradientTransformation, table_name: str) -> RowOpt
 @functools.lru_cache(maxsize=4096)
 def _row_optimizer(transformation: optax.GradientTransformation) -> RowOptimizer:
     trace = _trace(transformation)
-    assert isinstance(trace, TracedRule)
+    assert trace is not None
     every = {mode for mode in trace.modes if isinstance(mode, EveryRow)}
     in_sequence = any(isinstance(mode, InSequence) for mode in trace.modes)
     takes_norm = any(isinstance(mode, OccurrenceNorm) for mode in trace.modes)
@@ -157,12 +156,12 @@ def _for_table(
     return optax.GradientTransformation(init, update)
 
 
-def _trace(
-    transformation: optax.GradientTransformation,
-) -> TracedRule | UntraceableRule:
-    """Traces a rule, and refuses one whose updates something else changes."""
+def _trace(transformation: optax.GradientTransformation) -> TracedRule | None:
+    """Traces a rule of a single array; returns None for any other rule."""
     trace = trace_rule(transformation, (ANY_DIM,))
-    if isinstance(trace, TracedRule) and not trace.is_last:
+    if isinstance(trace, UntraceableRule) or not trace.returns_rows:
+        return None
+    if not trace.is_last:
         raise ValueError(
             "adafactor must be the last of a chain, and not be wrapped by what changes "
             "its updates: it follows the scale of the table by them. Put clipping "

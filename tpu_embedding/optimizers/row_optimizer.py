@@ -1,4 +1,4 @@
-"""What the layer takes as the optimizer of a table, and what it makes of it."""
+"""The types of optimizers: as the user gives one, and as the layer applies it."""
 
 import dataclasses
 from typing import Any, Literal
@@ -6,25 +6,26 @@ from typing import Any, Literal
 import optax
 
 TableOptimizer = optax.GradientTransformation | str
-"""An optax transformation, or the name of one of this package, such as `"adagrad"`."""
+"""An optax transformation, or the name of a rule of this package, as `"adagrad"`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowOptimizer:
-    """An update rule of tables, and how it is applied; made by `resolve_optimizer`.
+    """A rule, and the way in which the layer applies it; made by `resolve_optimizer`.
 
     Attributes:
       transformation: an optax transformation of `[rows, dim]`.
-      rows: `"touched"`: rows that were looked up in the step (lazy); `"every"`: all
-        rows, with gradient zero where they were not looked up, as dense optimizers do.
+      rows: `"touched"`: the rule updates the rows that were looked up in the step
+        (lazy). `"every"`: it updates all rows, as dense optimizers do; the gradient of
+        rows that were not looked up is zero.
       duplicates: `"sum"`: the gradients of one row are summed, then the rule runs
-        once; `"sequence"`: the rule runs once for each of them; `"norm"`: summed, but
-        the rule also asks for the norm of all of them.
-      gradient_steps: steps whose gradients are collected before the rule runs.
-      keeps_gradient: whether the dense gradient lies in the state: of rules for every
-        row, those that do not treat each element for itself.
-      takes_totals: whether the rule asks for totals over rows.
-      table_name: the only table that it is for; None: any.
+        once. `"sequence"`: the rule runs once for each gradient. `"norm"`: they are
+        summed, and the rule also asks for the norm of all of them.
+      gradient_steps: number of steps whose gradients are summed before the rule runs.
+      keeps_gradient: whether the state holds a dense gradient. It does for rules for
+        every row that collect gradients, or do not treat each element for itself.
+      takes_totals: whether the rule asks for totals over the rows of a table.
+      table_name: the only table that the rule is for; None: any table.
     """
 
     transformation: optax.GradientTransformation

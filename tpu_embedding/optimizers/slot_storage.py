@@ -1,4 +1,4 @@
-"""How slot variables are stored: their initial values and type."""
+"""Chooses how slot variables are stored: their initial values and type."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from tpu_embedding.optimizers.array_rules import for_each_array
 
 SlotInitializer = float | Callable[[tuple[int, ...], Any], jax.Array]
 SlotInitializers = Mapping[str, SlotInitializer]
-"""Slot name to a number, or a function of shape and dtype."""
+"""Maps the name of a slot to a number, or to a function of shape and dtype."""
 
 
 def with_slot_storage(
@@ -22,26 +22,27 @@ def with_slot_storage(
 ) -> optax.GradientTransformation:
     """Chooses initial values and type of a rule's slot variables.
 
-    The rule computes in the type it has chosen itself, float32; only what is kept from
-    step to step is rounded. A bfloat16 has 8 bits of precision: a sum of squares, such
-    as Adagrad's, stands still once it is 256 times what is added, so bfloat16 is for
-    moving averages. Slot variables are sharded and packed like their table.
+    The rule still computes in float32; only the stored slot variables are rounded.
+    bfloat16 has 8 bits of precision. A sum of squares, such as Adagrad's, stops growing
+    once it is 256 times the next summand, so use bfloat16 for moving averages. Slot
+    variables are sharded and packed like their table.
 
     Args:
       rule: an optax transformation of `[rows, dim]`.
-      dtype: floating type that slot variables are kept in, such as `jnp.bfloat16`;
-        None: that of the rule. Counts of rows stay as they are. A static argument
-        under `optax.inject_hyperparams`.
-      initializers: slot name, such as `"accumulators"`, to its initial values: a
-        number, or a function `(shape, dtype) -> array` that gives each row the same
-        (shape is that of this shard's slot). Other slots keep the rule's.
+      dtype: floating type of stored slot variables, such as `jnp.bfloat16`; None: the
+        type that the rule chooses. Integer slots, such as counts, keep their type. It
+        is a static argument under `optax.inject_hyperparams`.
+      initializers: maps a slot's name, such as `"accumulators"`, to its initial values:
+        a number, or a function `(shape, dtype) -> array` that gives all rows the same
+        values. The shape is that of the slot on this shard. Other slots keep the
+        values of the rule.
 
     Returns:
-      The rule with its slots.
+      A rule that stores its slots so.
 
     Raises:
-      ValueError: if the type is not a floating one, or, when the state is made, if the
-        rule has no slot of a name.
+      ValueError: if the type is not a floating one; when the state is made, if the
+        rule has no slot of a given name.
 
     Example:
       >>> rule = with_slot_storage(optax.adam(0.1), jnp.bfloat16, {"nu": 0.5})
@@ -111,7 +112,7 @@ def _check_names(values: dict[str, Any], shapes: Any) -> None:
 
 
 def _name(path: Any) -> str:
-    """Returns the name of the field, or the place, at the end of a path."""
+    """Returns the last field name, key or index of a path."""
     last = path[-1] if path else None
     return str(getattr(last, "name", getattr(last, "key", getattr(last, "idx", ""))))
 

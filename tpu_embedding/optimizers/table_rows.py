@@ -1,13 +1,13 @@
-"""What a rule may ask about the rows it is given, beyond their values.
+"""Answers questions of a rule about its rows, such as totals over the whole table.
 
-A rule sees the rows of `[rows, dim]` that it is to update: the touched ones of one
-shard and round, or a block of all. Most treat each row for itself. Adafactor and a few
-more need totals over the rows of a whole table; they ask `table_rows`, which knows the
-table of each row and sums over shards and rounds. Called on a dense array, outside of
-the layer, all rows are there and are of one table.
+A rule is given the rows `[rows, dim]` that it updates: the touched rows of one shard
+and round, or a block of all rows. Most rules treat each row for itself. Adafactor and a
+few others need totals over the rows of a whole table. They ask `table_rows`, which
+knows the table of each row, and sums over shards and rounds. On a dense array, outside
+of the layer, all rows are present and belong to one table.
 
-So the rule is written once, and composes with every optax wrapper: like an axis name
-of JAX, the rows in question are known where the rule runs, not handed through.
+So a rule is written once, and composes with every optax wrapper. The rows are not
+passed through the wrappers: like an axis name of JAX, they belong to the context.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ AllReduce = Callable[[Array, Reduction], Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableRows:
-    """Rows of one or more tables, one part of which is at hand.
+    """The rows of one or more tables that a rule is given: one part of all rows.
 
     Attributes:
-      table_sizes: float32 `[tables]`, rows of each whole table.
+      table_sizes: float32 `[tables]`, number of rows of each whole table.
       tables: int32 `[rows]`, the table of each row; None: there is one table.
-      is_used: bool `[rows]`, False where a place holds no row of a table.
+      is_used: bool `[rows]`, False for padding, which is no row of a table.
       is_touched: bool `[rows]`, whether the row was looked up in this step.
-      all_reduce: totals of this part `[tables, ...]` to those of all parts.
+      all_reduce: reduces the totals of this part `[tables, ...]` over all parts.
       occurrence_squares: float32 `[tables]`, sum of the squares of the gradients of all
-        occurrences of ids, for rules that are marked with `OccurrenceNormState`.
+        occurrences of ids. None unless the rule requested the mode `OccurrenceNorm`.
     """
 
     table_sizes: Float[Array, " tables"]
@@ -52,7 +52,7 @@ class TableRows:
             return self.all_reduce(jnp.sum(values, axis=0, keepdims=True), "sum")
         members = jax.nn.one_hot(self.tables, self._num_tables, axis=0)
         flat = values.reshape(values.shape[0], -1)
-        # In a product, what is not finite would reach all tables, as 0 * inf.
+        # In a product, a value that is not finite would reach all tables, as 0 * inf.
         is_finite = jnp.isfinite(flat)
         sums = jnp.dot(
             members, jnp.where(is_finite, flat, 0), precision=jax.lax.Precision.HIGHEST
@@ -62,12 +62,12 @@ class TableRows:
         return self.all_reduce(sums.reshape(self._num_tables, *values.shape[1:]), "sum")
 
     def minimum(self, values: Array) -> Array:
-        """Least value over the rows of each table: `[rows]` to `[tables]`."""
+        """Takes the minimum over the rows of each table: `[rows]` to `[tables]`."""
         values = jnp.where(self.is_used, values, jnp.inf)
         if self.tables is None:
             return self.all_reduce(jnp.min(values, keepdims=True), "min")
-        least = jax.ops.segment_min(values, self.tables, self._num_tables)
-        return self.all_reduce(least, "min")
+        minima = jax.ops.segment_min(values, self.tables, self._num_tables)
+        return self.all_reduce(minima, "min")
 
     def per_row(self, values: Array) -> Array:
         """Gives each row its table's value: `[tables, ...]` to `[rows, ...]`."""
@@ -86,10 +86,11 @@ _CURRENT: contextvars.ContextVar[TableRows | None] = contextvars.ContextVar(
 
 
 def table_rows(array: Array) -> TableRows:
-    """Returns what is known of the rows of an array that a rule was given.
+    """Returns the rows that a rule was given, for questions about them.
 
     Args:
-      array: `[rows, ...]`; outside of the layer, all rows of one table.
+      array: `[rows, ...]`, an argument of the rule. Outside of the layer it holds all
+        rows of one table.
 
     Example:
       >>> rows = table_rows(jnp.ones((3, 2)))
@@ -111,9 +112,9 @@ def table_rows(array: Array) -> TableRows:
 
 @contextlib.contextmanager
 def table_rows_context(rows: TableRows | None) -> Iterator[None]:
-    """Lets rules that run within ask about these rows."""
+    """Makes `table_rows` return these rows within this context."""
     token = _CURRENT.set(rows)
-    # A `jit` within a rule would keep what it was told about other rows.
+    # A `jit` within a rule would cache the answers about other rows.
     inlined = contextlib.nullcontext() if rows is None else jax.disable_jit()
     try:
         with inlined:

@@ -17,7 +17,11 @@ from tests.optimizers.rule_cases import (
     update,
 )
 from tpu_embedding import aot
-from tpu_embedding.optimizers.analysis.kernel_lowering import lower_to_kernel
+from tpu_embedding.optimizers.analysis.kernel_lowering import (
+    LoweredRule,
+    Refusal,
+    lower_to_kernel,
+)
 from tpu_embedding.rows.kernels.row_kernels import update_rows
 
 DIM = 8
@@ -27,7 +31,13 @@ IN_KERNELS = """sgd adagrad adam momentum ftrl rmsprop proximal_adagrad adadelta
     optax.adabelief chain""".split()
 ALONG_ROWS = """rowwise_adagrad rowwise_adagrad_decays rowwise_adagrad_decoupled lamb
     partial_rowwise_lamb partial_rowwise_adam rowwise_rmsprop""".split()
-BY_XLA = "adagrad_momentum clippy_adagrad adafactor norm".split()
+BY_XLA = {
+    "adagrad_momentum": "operation 'pow' does not run on SparseCores",
+    "clippy_adagrad": "it takes totals over the rows of a table",
+    "adafactor": "it takes totals over the rows of a table",
+    "norm": "operation 'reduce_sum' mixes rows",
+    "frequency_aware_adagrad": "slot variable '.counters' is int32",
+}
 
 
 HALF = jnp.float32(0.5)
@@ -69,7 +79,7 @@ ODD = {
 def test_equals_the_rule(name):
     optimizer = (OPTIMIZERS | ODD)[name]
     rule = lower_to_kernel(optimizer, DIM)
-    assert rule is not None
+    assert isinstance(rule, LoweredRule)
     rows = np.random.default_rng(0).normal(size=(3, DIM)).astype(np.float32)
     state = optimizer.init(jnp.asarray(rows))
     for seed in range(1, 4):
@@ -78,18 +88,17 @@ def test_equals_the_rule(name):
         updates, expected = optimizer.update(gradient, state, rows)
         leaves, tree = jax.tree.flatten(state)
         is_array = [x.shape == rows.shape for x in leaves]
-        is_value = [x.shape == rows.shape[:1] for x in leaves]
-        is_slot = np.logical_or(is_array, is_value)
+        is_row_scalar = [x.shape == rows.shape[:1] for x in leaves]
+        is_slot = np.logical_or(is_array, is_row_scalar)
         outline = [
-            None if kernel_body else x
-            for x, kernel_body in zip(leaves, is_slot, strict=True)
+            None if of_slot else x for x, of_slot in zip(leaves, is_slot, strict=True)
         ]
-        numbers, new = rule.prepare(outline)
-        assert all(x.shape == () and x.dtype == jnp.float32 for x in numbers)
+        scalars, new = rule.prepare(outline)
+        assert all(x.shape == () and x.dtype == jnp.float32 for x in scalars)
         vectors = [
             *(x.reshape(-1) for x in (gradient, rows, *pick(leaves, is_array))),
-            *(jnp.repeat(x, DIM) for x in pick(leaves, is_value)),
-            *(jnp.full(rows.size, x) for x in numbers),
+            *(jnp.repeat(x, DIM) for x in pick(leaves, is_row_scalar)),
+            *(jnp.full(rows.size, x) for x in scalars),
         ]
         sums = []
         for _ in range(rule.kernel_body.num_sums):
@@ -97,10 +106,10 @@ def test_equals_the_rule(name):
             sums.append(jnp.repeat(summands.reshape(rows.shape).sum(axis=1), DIM))
         row, *new_slots = rule.kernel_body.run(sums, *vectors)
         new_slots = [x.reshape(rows.shape) for x in new_slots]
-        arrays, values = iter(new_slots), iter(new_slots[sum(is_array) :])
+        arrays, row_scalars = iter(new_slots), iter(new_slots[sum(is_array) :])
         new = [
-            next(arrays) if of_array else next(values)[:, 0] if of_row else x
-            for x, of_array, of_row in zip(new, is_array, is_value, strict=True)
+            next(arrays) if of_array else next(row_scalars)[:, 0] if of_row else x
+            for x, of_array, of_row in zip(new, is_array, is_row_scalar, strict=True)
         ]
         check = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
         check(row.reshape(rows.shape), rows + updates)
@@ -114,7 +123,7 @@ def pick(leaves, are_wanted):
 
 @pytest.mark.parametrize("name", BY_XLA)
 def test_leaves_other_rules_to_xla(name):
-    assert lower_to_kernel(OPTIMIZERS[name], DIM) is None
+    assert lower_to_kernel(OPTIMIZERS[name], DIM) == Refusal(BY_XLA[name])
 
 
 def one_operation(operation):
@@ -145,32 +154,97 @@ OPERATIONS = {
     "reduce_sum": lambda x, y: (
         x / jnp.mean(x * y, axis=1)[:, None] + jnp.sum(y, 1)[:, None]
     ),
+    "sum by vmap": lambda x, y: jax.vmap(lambda a, b: a * jnp.sum(b))(x, y),
     "sqrt square": lambda x, y: jnp.sqrt(jnp.square(x) + y),
     "tanh": lambda x, y: jnp.tanh(x),
 }
 REFUSED = {
-    "erf": lambda x, y: jax.lax.erf(x),
-    "int": lambda x, y: (x.astype(jnp.int32) + 1).astype(jnp.float32),
-    "pow": lambda x, y: jnp.power(y, 0.3),
-    "integer_pow": lambda x, y: x**20,
-    "no power": lambda x, y: x * jax.lax.integer_pow(y, 0),
-    "barrier of two": lambda x, y: sum(jax.lax.optimization_barrier((x, y))),
-    "greatest bool": lambda x, y: jnp.maximum(x > 0, y > 0) * x,
-    "by column": lambda x, y: jnp.where(x > 0, jnp.arange(x.shape[1])[None, :] * y, x),
-    "by row": lambda x, y: x * jnp.arange(x.shape[0], dtype=jnp.float32)[:, None] + y,
-    "cond": lambda x, y: jax.lax.cond(True, jnp.sin, jnp.cos, x),
-    "int of a row": lambda x, y: x * jnp.sum(y, 1).astype(jnp.int32)[:, None],
-    "max of a row": lambda x, y: x * jnp.max(y, axis=1, keepdims=True),
-    "sum of all": lambda x, y: x * jnp.sum(y),
-    "sum of a column": lambda x, y: x * jnp.sum(y, axis=0)[None],
-    "sum of values": lambda x, y: x * jnp.sum(jnp.sum(y, axis=1)),
-    "turned": lambda x, y: x * jnp.sum(y.T, axis=0)[:, None],
+    "erf": (lambda x, y: jax.lax.erf(x), "'erf' does not run"),
+    "int": (
+        lambda x, y: (x.astype(jnp.int32) + 1).astype(jnp.float32),
+        "'convert_element_type' of int32 does not run",
+    ),
+    "pow": (lambda x, y: jnp.power(y, 0.3), "'pow' does not run"),
+    "integer_pow": (lambda x, y: x**20, "'integer_pow' does not run"),
+    "no power": (
+        lambda x, y: x * jax.lax.integer_pow(y, 0),
+        "'integer_pow' does not run",
+    ),
+    "barrier of two": (
+        lambda x, y: sum(jax.lax.optimization_barrier((x, y))),
+        "'optimization_barrier' does not run",
+    ),
+    "greatest bool": (
+        lambda x, y: jnp.maximum(x > 0, y > 0) * x,
+        "'max' of bool does not run",
+    ),
+    "by column": (
+        lambda x, y: jnp.where(x > 0, jnp.arange(x.shape[1])[None, :] * y, x),
+        "'mul' takes float32[1, 8], not a float32 scalar",
+    ),
+    "by row": (
+        lambda x, y: x * jnp.arange(x.shape[0], dtype=jnp.float32)[:, None] + y,
+        "'iota' does not run",
+    ),
+    "cond": (lambda x, y: jax.lax.cond(True, jnp.sin, jnp.cos, x), "'sin' does not"),
+    "int of a row": (
+        lambda x, y: x * jnp.sum(y, 1).astype(jnp.int32)[:, None],
+        "'convert_element_type' of int32 does not run",
+    ),
+    "max of a row": (
+        lambda x, y: x * jnp.max(y, axis=1, keepdims=True),
+        "'reduce_max' does not run",
+    ),
+    "sum of all": (lambda x, y: x * jnp.sum(y), "'reduce_sum' mixes rows"),
+    "sum of a column": (
+        lambda x, y: x * jnp.sum(y, axis=0)[None],
+        "'reduce_sum' mixes rows",
+    ),
+    "sum of values": (
+        lambda x, y: x * jnp.sum(jnp.sum(y, axis=1)),
+        "'reduce_sum' mixes rows",
+    ),
+    "turned": (
+        lambda x, y: x * jnp.sum(y.T, axis=0)[:, None],
+        "'transpose' mixes rows",
+    ),
 }
+
+
+def test_counts_sums_over_rows():
+    rule = lower_to_kernel(one_operation(OPERATIONS["sum by vmap"]), DIM)
+    assert isinstance(rule, LoweredRule) and rule.kernel_body.num_sums == 1
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_operations(name):
-    assert lower_to_kernel(one_operation(REFUSED[name]), DIM) is None
+    operation, reason = REFUSED[name]
+    refusal = lower_to_kernel(one_operation(operation), DIM)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason.startswith(f"operation {reason}")
+
+
+NOT_LOWERED = {
+    "other arguments": (optax.lbfgs(0.1), "it cannot be traced: "),
+    "bfloat16": (
+        te.optimizers.adam(0.1, slot_dtype=jnp.bfloat16),
+        "slot variable '[0].momenta' is bfloat16",
+    ),
+    "asks about rows": (
+        optax.stateless(
+            lambda u, _: u * te.optimizers.table_rows(u).is_touched[:, None]
+        ),
+        "it asks which rows are used or looked up",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_LOWERED)
+def test_says_why_a_rule_is_not_lowered(name):
+    optimizer, reason = NOT_LOWERED[name]
+    refusal = lower_to_kernel(optimizer, DIM)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason.startswith(reason)
 
 
 def compile_kernels(optimizers, topology, dim):
@@ -182,34 +256,34 @@ def compile_kernels(optimizers, topology, dim):
         shape = (rows * mesh.size, *dims)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
 
-    arrays, values, num_bytes = [], [], 0
+    arrays, row_scalars, num_bytes = [], [], 0
     for optimizer in optimizers:
         table = jax.ShapeDtypeStruct((4096 * 128 // dim, dim), jnp.float32)
         state = jax.eval_shape(optimizer.init, table)
         leaves = [x for x in jax.tree.leaves(state) if x.ndim > 0]
         of_elements = [x for x in [table, *leaves] if x.ndim == 2]
         arrays.append([shaped(4096, 128) for _ in of_elements])
-        values.append([shaped(256) for x in leaves if x.ndim == 1])
+        row_scalars.append([shaped(256) for x in leaves if x.ndim == 1])
         num_bytes += len(of_elements) * 4096 * 128 * 4
 
-    def update_all(arrays, values, row_ids, gradients):
+    def update_all(arrays, row_scalars, row_ids, gradients):
         changed = []
-        for optimizer, of_rule, kernel_body in zip(
-            optimizers, arrays, values, strict=True
+        for optimizer, of_rule, scalars_of_rule in zip(
+            optimizers, arrays, row_scalars, strict=True
         ):
             rule = lower_to_kernel(optimizer, dim)
-            assert rule is not None
+            assert isinstance(rule, LoweredRule)
             state = jax.eval_shape(optimizer.init, jnp.zeros((2, dim)))
             outline = [
                 None if x.ndim > 0 else jnp.zeros(x.shape, x.dtype)
                 for x in jax.tree.leaves(state)
             ]
-            numbers, _ = rule.prepare(outline)
+            scalars, _ = rule.prepare(outline)
             changed.append(
                 update_rows(
-                    *(rule.kernel_body, of_rule, row_ids, gradients, dim, numbers),
+                    *(rule.kernel_body, of_rule, row_ids, gradients, dim, scalars),
                     "sparse_core",
-                    row_scalars=kernel_body,
+                    row_scalars=scalars_of_rule,
                 )
             )
         return changed
@@ -226,7 +300,7 @@ def compile_kernels(optimizers, topology, dim):
             donate_argnums=(0,),
         )
         .lower(
-            *(arrays, values, shaped(256, dtype=jnp.int32)),
+            *(arrays, row_scalars, shaped(256, dtype=jnp.int32)),
             shaped(256 * dim // 128, 128),
         )
         .compile()
@@ -255,7 +329,7 @@ def test_every_rule_compiles(topology, dim):
 @needs_kernels
 @pytest.mark.parametrize("name", ["cond of numbers", "loop of numbers", "array"])
 def test_on_one_mesh_after_another(name):
-    """What a rule's numbers are computed with belongs to no mesh."""
+    """The scalars of a rule are computed under any mesh."""
     ids = np.arange(16, dtype=np.int32)
     gradient = np.random.default_rng(0).normal(size=(16, DIM)).astype(np.float32)
     results = []
@@ -273,11 +347,11 @@ def test_on_one_mesh_after_another(name):
         np.testing.assert_allclose(result, results[0], rtol=1e-6)
 
 
-def test_numbers_of_a_schedule():
-    """What falls with the step is computed outside, and the count goes on."""
+def test_scalars_of_a_schedule():
+    """A learning rate that falls with the step is computed outside; steps count on."""
     optimizer = te.optimizers.adam(optax.linear_schedule(1.0, 0.0, 4))
     rule = lower_to_kernel(optimizer, DIM)
-    assert rule is not None
+    assert isinstance(rule, LoweredRule)
     state = jax.tree.leaves(optimizer.init(jnp.ones((2, DIM))))
     outline = [None if x.shape else x for x in state]
     _, new = rule.prepare(outline)

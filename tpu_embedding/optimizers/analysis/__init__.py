@@ -1,1 +1,1 @@
-"""Reads off the trace of an optimizer rule how the rule may be applied to rows."""
+"""Analyses of traced optimizer rules: how the layer may apply a rule to rows."""

@@ -133,9 +133,9 @@ class _Lowering:
     def check(self) -> None:
         """Raises `_CannotLowerError` if no kernel can run the rule."""
         trace = self.trace
-        updates, *new_state = trace.update.outputs
-        if self.kind_of(updates) != "rows":
+        if not trace.returns_rows:
             raise _CannotLowerError("its updates are not one row for each row")
+        new_state = trace.update.outputs[1:]
         leaves = zip(trace.state_names, trace.old_state, new_state, strict=True)
         for name, old, new in leaves:
             if self.kind_of(old) != self.kind_of(new):
@@ -197,7 +197,7 @@ class _Lowering:
                 return [None] * len(operation.outputs)
             operands = [
                 jnp.full(gradient.shape, operand.value, operand.dtype)
-                if _is_literal(operand)
+                if isinstance(operand, Constant) and operand.is_literal
                 else x
                 if self.kind_of(operand)
                 else _from_scalar(next(scalars), operand.dtype)
@@ -249,9 +249,12 @@ class _Lowering:
             return
         name = repr(operation.name)
         if not any(map(self.kind_of, operation.outputs)):
-            raise _CannotLowerError(f"operation {name} takes rows together")
-        if not self._is_sum(operation):
-            _check_operation(operation)
+            raise _CannotLowerError(f"operation {name} mixes rows")
+        if self._is_sum(operation):
+            return
+        if operation.name == "reduce_sum" and self.kind_of(operands[0]) == "rows":
+            raise _CannotLowerError(f"operation {name} is not along rows")
+        _check_operation(operation)
         for operand in operation.inputs:
             if depends_on_rows(operand.shape) and not self.kind_of(operand):
                 raise _CannotLowerError(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import jax
-import jax.extend as jex
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -141,10 +141,14 @@ def read_program(first: Any, second: Any | None = None) -> Program:
       >>> program.operations[0].name, program.inputs[0].shape
       ('sin', (rows, 3))
     """
-    second = first if second is None else second
-    jaxprs = first.jaxpr, second.jaxpr
+    programs: tuple[Any, Any] = (first, first if second is None else second)
+    jaxprs = (programs[0].jaxpr, programs[1].jaxpr)
+    return _read(jaxprs, tuple(_pairs(programs, "consts")))
+
+
+def _read(jaxprs: tuple[Any, Any], constants: tuple[tuple[Any, Any], ...]) -> Program:
+    """Reads open jaxprs, and the values of their constants."""
     known: dict[Any, Operand] = {}
-    constants = zip(first.consts, second.consts, strict=True)
     for variables, values in zip(_pairs(jaxprs, "constvars"), constants, strict=True):
         known[variables[0]] = _constant(variables, values, is_literal=False)
 
@@ -198,22 +202,21 @@ def same_constant(first: Any, second: Any) -> bool:
     if _is_traced(first) or _is_traced(second):
         return False
     first, second = _as_numpy(first), _as_numpy(second)
-    return (
-        (first.dtype, first.shape) == (second.dtype, second.shape)
-        and first.tobytes() == second.tobytes()
-    )
+    return (first.dtype, first.shape) == (
+        second.dtype,
+        second.shape,
+    ) and first.tobytes() == second.tobytes()
 
 
 def _pairs(sources: Any, name: str) -> Iterator[tuple[Any, Any]]:
     first, second = (getattr(source, name) for source in sources)
     if len(first) != len(second):
-        raise SizeDependentError(f"{len(first)} {name} become {len(second)}")
+        what = "operations" if name == "eqns" else name
+        raise SizeDependentError(f"{len(first)} {what} become {len(second)}")
     return zip(first, second, strict=True)
 
 
-def _constant(
-    variables: tuple[Any, Any], values: Any, is_literal: bool
-) -> Constant:
+def _constant(variables: tuple[Any, Any], values: Any, is_literal: bool) -> Constant:
     shape, dtype = _type_of(variables)
     first, second = values
     return Constant(
@@ -239,7 +242,7 @@ def _merge(first: Any, second: Any) -> Any:
     if hasattr(first, "jaxpr") and hasattr(first, "consts"):
         return read_program(first, second)
     if hasattr(first, "eqns"):
-        return read_program(*(jex.core.ClosedJaxpr(x, ()) for x in (first, second)))
+        return _read((first, second), ())
     if isinstance(first, dict) and isinstance(second, dict):
         if first.keys() == second.keys():
             return {name: _merge(first[name], second[name]) for name in first}
@@ -247,21 +250,29 @@ def _merge(first: Any, second: Any) -> Any:
         if len(first) == len(second):
             return tuple(map(_merge, first, second))
     elif _is_integer(first) and _is_integer(second):
-        return first if first == second else RowsDimension((first, second))
+        return _dimension(first, second)
     elif same_parameter(first, second):
         return first
     return IncomparableValue()
+
+
+def _dimension(first: Any, second: Any) -> Dimension:
+    """Merges two integers."""
+    sizes = (int(first), int(second))
+    return sizes[0] if sizes[0] == sizes[1] else RowsDimension(sizes)
 
 
 def same_parameter(first: Any, second: Any) -> bool:
     """Returns whether two parameters, other than programs and tuples, are equal."""
     if isinstance(first, np.ndarray | jax.Array):
         return same_constant(first, second)
-    return first is second or (type(first) is type(second) and (first == second) is True)
+    return first is second or (
+        type(first) is type(second) and (first == second) is True
+    )
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _is_traced(value: Any) -> bool:

@@ -110,7 +110,7 @@ def whole_rows_reason(optimizer: Rule, dim: int, lanes: int) -> str | None:
       >>> whole_rows_reason(optax.centralize(), 32, 128)
       "operation 'reduce_sum' does not treat each element for itself"
     """
-    updates = []
+    updates: list[Program] = []
     for width in (dim, lanes):
         trace = trace_rule(optimizer, (width,))
         if isinstance(trace, UntraceableRule):
@@ -119,14 +119,16 @@ def whole_rows_reason(optimizer: Rule, dim: int, lanes: int) -> str | None:
             return "it takes totals over the rows of a table"
         operation = _first_not_elementwise(trace.update)
         if operation is not None:
-            return f"operation {operation.name!r} does not treat each element for itself"
+            return (
+                f"operation {operation.name!r} does not treat each element for itself"
+            )
         updates.append(trace.update)
 
     def same_shape(first: Shape, second: Shape) -> bool:
         rows_of_dim = is_by_row(first) and first[1:] == (dim,)
         return first == second or (rows_of_dim and second == (first[0], lanes))
 
-    found = difference(*updates, same_shape)
+    found = difference(updates[0], updates[1], same_shape)
     return found and f"it depends on the dim: for {dim} and {lanes} columns, {found}"
 
 
@@ -147,8 +149,8 @@ def _first_not_elementwise(program: Program) -> Operation | None:
 
 def _check(optimizer: Rule, row_shape: tuple[int, ...]) -> TracedRule:
     trace = trace_rule(optimizer, row_shape)
+    shape = ", ".join(map(str, ("rows", *row_shape)))
     if isinstance(trace, UntraceableRule):
-        shape = ", ".join(map(str, ("rows", *row_shape)))
         raise NotRowLocalError(
             "The optimizer is not row-local: it cannot be applied to a single array "
             f"of shape [{shape}] by update(gradient, state, rows), without the loss or "
@@ -164,6 +166,11 @@ def _check(optimizer: Rule, row_shape: tuple[int, ...]) -> TracedRule:
                 "Use transformations that treat each row for itself, or apply this "
                 "one to the dense parameters only."
             )
+    if not trace.returns_rows:
+        raise NotRowLocalError(
+            "The optimizer is not row-local: its update of a single array of shape "
+            f"[{shape}] does not return one array of that shape."
+        )
     return trace
 
 

@@ -20,7 +20,6 @@ from jaxtyping import Array
 from tpu_embedding.optimizers.analysis.operations import facts_of
 from tpu_embedding.optimizers.analysis.program import (
     Operation,
-    Program,
     is_by_row,
     read_program,
 )

@@ -89,17 +89,17 @@ def moved_by_adding(
     trace = trace_rule(optimizer, (dim,))
     if isinstance(trace, UntraceableRule):
         raise trace.error
-    made_by = {out: op for op in trace.update.operations for out in op.outputs}
+    made_by: dict[Operand, Operation] = {
+        out: op for op in trace.update.operations for out in op.outputs
+    }
     return tuple(
         _is_sum_with(before, made_by.get(after), made_by)
-        for before, after in zip(
-            trace.old_state, trace.update.outputs[1:], strict=True
-        )
+        for before, after in zip(trace.old_state, trace.update.outputs[1:], strict=True)
     )
 
 
 def _is_sum_with(
-    old: Operand, operation: Operation | None, made_by: dict[Any, Operation]
+    old: Operand, operation: Operation | None, made_by: dict[Operand, Operation]
 ) -> bool:
     if operation is None or operation.name not in ("add", "add_any"):
         return False

@@ -54,6 +54,7 @@ class TracedRule:
       state_types: names of the types of all nodes of the state.
       modes: the modes that the rule requested.
       takes_totals: whether its update asked for totals over the rows of a table.
+      returns_rows: whether its updates are an array of the shape of the rows.
       is_last: whether its updates are those of the rule that must be the last.
     """
 
@@ -64,6 +65,7 @@ class TracedRule:
     state_types: tuple[str, ...]
     modes: tuple[Mode, ...]
     takes_totals: bool
+    returns_rows: bool
     is_last: bool
 
     @property
@@ -180,8 +182,7 @@ class _Trace:
         self.update, (updates, _) = jax.make_jaxpr(update, return_shape=True)(
             rows, self.state, rows, *known
         )
-        if getattr(updates, "shape", None) != shape:
-            raise TypeError("its updates are not an array of the shape of the rows")
+        self.returns_rows = getattr(updates, "shape", None) == shape
 
 
 def _merge(first: _Trace, second: _Trace, row_shape: tuple[int, ...]) -> TracedRule:
@@ -201,6 +202,7 @@ def _merge(first: _Trace, second: _Trace, row_shape: tuple[int, ...]) -> TracedR
         state_types=tuple(_type_names(first.state)),
         modes=tuple(first.modes),
         takes_totals=bool(first.totals),
+        returns_rows=first.returns_rows and second.returns_rows,
         is_last=first.is_last,
     )
 

@@ -140,9 +140,7 @@ class _Comparison:
             return "the programs have other outputs"
         return None
 
-    def _pair(
-        self, first: tuple[Variable, ...], second: tuple[Variable, ...]
-    ) -> bool:
+    def _pair(self, first: tuple[Variable, ...], second: tuple[Variable, ...]) -> bool:
         self._partners.update(zip(first, second, strict=False))
         return len(first) == len(second) and all(map(self._same_type, first, second))
 
@@ -166,10 +164,15 @@ class _Comparison:
         )
 
     def _same_params(self, first: Operation, second: Operation) -> bool:
-        unused = _UNUSED_PARAMETERS if facts_of(first).call else frozenset()
-        names = first.params.keys() - unused
-        return names == second.params.keys() - unused and all(
-            self._same_param(first.params[name], second.params[name]) for name in names
+        names = first.params.keys() | second.params.keys()
+        if facts_of(first).call == "inline":
+            # The others are for derivatives, which nobody takes of a rule.
+            names = {x for x in names if isinstance(first.params.get(x), Program)}
+        return all(
+            name in first.params
+            and name in second.params
+            and self._same_param(first.params[name], second.params[name])
+            for name in names
         )
 
     def _same_param(self, first: Any, second: Any) -> bool:
@@ -184,7 +187,3 @@ class _Comparison:
                 len(first) == len(second) and all(map(self._same_param, first, second))
             )
         return same_parameter(first, second)
-
-
-_UNUSED_PARAMETERS = frozenset("jvp jvp_jaxpr_fun fwd fwd_jaxpr_thunk bwd".split())
-"""Parameters of calls that only derivatives use. Rules are never differentiated."""

@@ -1,0 +1,220 @@
+"""Rules are traced once, and rows are told by what differs between two sizes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding.optimizers.analysis.program import (
+    ROWS,
+    TRACED_SIZES,
+    Constant,
+    RowsDimension,
+    depends_on_rows,
+    is_by_row,
+)
+from tpu_embedding.optimizers.analysis.row_local import (
+    NotRowLocalError,
+    check_row_local,
+)
+from tpu_embedding.optimizers.analysis.trace import (
+    TracedRule,
+    UntraceableRule,
+    trace_rule,
+)
+from tpu_embedding.optimizers.modes import EveryRow, InSequence
+
+DIM = 8
+
+
+def rule_of(operation):
+    """A rule with one slot variable, whose updates are `operation(gradient, slot)`."""
+    return optax.GradientTransformation(
+        jnp.zeros_like,
+        lambda updates, state, rows: (operation(updates, state), state + updates),
+    )
+
+
+def test_rows_are_a_symbol():
+    trace = trace_rule(optax.adam(0.1), (DIM,))
+    assert isinstance(trace, TracedRule)
+    assert [x.shape for x in trace.old_state] == [(), (ROWS, DIM), (ROWS, DIM)]
+    assert trace.state_names == ("[0].count", "[0].mu", "[0].nu")
+    assert trace.update.outputs[0].shape == (ROWS, DIM)
+    assert "ScaleByAdamState" in trace.state_types
+
+
+@pytest.mark.parametrize("dim", TRACED_SIZES)
+def test_dims_of_a_traced_size_are_no_rows(dim):
+    trace = trace_rule(rule_of(lambda u, s: u - jnp.mean(s, 1)[:, None]), (dim,))
+    assert isinstance(trace, TracedRule)
+    assert trace.old_state[0].shape == (ROWS, dim)
+    check_row_local(rule_of(lambda u, s: u - jnp.mean(s, 1)[:, None]), dim)
+
+
+def test_other_dimensions_that_grow_with_the_table():
+    trace = trace_rule(rule_of(lambda u, s: u + s.reshape(-1).sum()), (DIM,))
+    assert isinstance(trace, TracedRule)
+    flat = trace.update.operations[0].outputs[0].shape
+    assert flat == (RowsDimension((TRACED_SIZES[0] * DIM, TRACED_SIZES[1] * DIM)),)
+    assert depends_on_rows(flat) and not is_by_row(flat)
+
+
+def test_number_of_rows_as_a_number():
+    trace = trace_rule(rule_of(lambda u, s: u / np.sqrt(u.shape[0]) * 0.5), (DIM,))
+    assert isinstance(trace, TracedRule)
+    constants = [
+        x
+        for operation in trace.update.operations
+        for x in operation.inputs
+        if isinstance(x, Constant)
+    ]
+    assert [x.is_row_count for x in constants] == [True, False]
+
+
+def test_a_rule_is_traced_once():
+    calls = []
+
+    def operation(u, s):
+        calls.append(u.shape)
+        return u * s
+
+    optimizer = rule_of(operation)
+    table = te.TableConfig(vocabulary_size=10, dim=DIM, name="table")
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1), optimizer=optimizer)
+    shapes = set(calls)
+    assert len(calls) == len(shapes)
+    te.make_plan(te.FeatureConfig(table=table), mesh_of(1), optimizer=optimizer)
+    check_row_local(plan.stacks[0].optimizer, DIM)
+    assert len(calls) == len(shapes)
+
+
+def test_modes_and_totals_are_noted():
+    every = trace_rule(te.optimizers.every_row(optax.sgd(0.1)), (DIM,))
+    assert isinstance(every, TracedRule) and every.modes == (EveryRow(1),)
+    sequence = trace_rule(te.optimizers.in_sequence(optax.sgd(0.1)), (DIM,))
+    assert isinstance(sequence, TracedRule) and sequence.modes == (InSequence(),)
+    assert not sequence.takes_totals
+    totals = trace_rule(te.optimizers.clippy_adagrad(0.1), (DIM,))
+    assert isinstance(totals, TracedRule) and totals.takes_totals
+
+
+UNTRACEABLE = {
+    "arguments": (optax.lbfgs(0.1), "TypeError: .*value_fn"),
+    "value of a row": (rule_of(lambda u, s: u if s[0, 0] > 0 else s), "TracerBool"),
+    "parity": (
+        rule_of(lambda u, s: u * 2 if u.shape[0] % 2 else u + s),
+        "other operations for another number of rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_reason_why_a_rule_cannot_be_traced(name):
+    optimizer, reason = UNTRACEABLE[name]
+    trace = trace_rule(optimizer, (DIM,))
+    assert isinstance(trace, UntraceableRule)
+    with pytest.raises(NotRowLocalError, match=r"\[rows, 8\]") as error:
+        check_row_local(optimizer, DIM)
+    assert trace.reason in str(error.value)
+    assert error.value.__cause__ is trace.error
+    assert re.search(reason, trace.reason)
+
+
+def test_other_operations_for_another_number_of_rows():
+    optimizer = rule_of(lambda u, s: jax.lax.associative_scan(jnp.add, u))
+    with pytest.raises(NotRowLocalError, match="operations become"):
+        check_row_local(optimizer, DIM)
+
+
+@pytest.mark.parametrize("operation", [lambda u, s: u[:, 0], lambda u, s: (u, s)])
+def test_updates_are_one_array_of_rows(operation):
+    with pytest.raises(NotRowLocalError, match="not return one array of that shape"):
+        check_row_local(rule_of(operation), DIM)
+
+
+def test_totals_within_a_wrapper_are_refused():
+    optimizer = optax.apply_if_finite(te.optimizers.clippy_adagrad(0.1), 3)
+    with pytest.raises(NotRowLocalError, match="totals .* within lax.cond"):
+        trace_rule(optimizer, (DIM,))
+
+
+def test_a_trace_belongs_to_no_mesh():
+    """It may be made within `shard_map`, and used under another mesh."""
+    traces = []
+    optimizer = optax.adam(0.1)
+
+    def update(x):
+        traces.append(trace_rule(optimizer, (5,)))
+        return x
+
+    spec = jax.sharding.PartitionSpec("shard")
+    for num_devices in (2, 1):
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_devices]), ("shard",))
+        jax.jit(jax.shard_map(update, mesh=mesh, in_specs=spec, out_specs=spec))(
+            jnp.ones(4)
+        )
+    assert traces[0] is traces[1] is trace_rule(optimizer, (5,))
+
+
+ROW_LOCAL = {
+    "cond": lambda u, s: jax.lax.cond(jnp.float32(1) > 0, jnp.sin, jnp.cos, u),
+    "while": lambda u, s: jax.lax.while_loop(
+        lambda x: x[1] < 3, lambda x: (x[0] * 0.5, x[1] + 1), (u, 0)
+    )[0],
+    "jit": lambda u, s: jax.jit(lambda x: x * 2)(u),
+    "custom_jvp": lambda u, s: jax.nn.relu(u),
+    "remat": lambda u, s: jax.checkpoint(jnp.sin)(u),
+    "columns": lambda u, s: u * s[:, :1] + u[:, ::-1],
+    "argsort of a row": lambda u, s: u * jnp.argsort(s, axis=1),
+    "constants": lambda u, s: u * np.ones(u.shape, np.float32) + jnp.arange(8.0)[None],
+    "iota over columns": lambda u, s: u * jax.lax.iota(jnp.float32, 8)[None],
+    "pad": lambda u, s: jnp.pad(u, ((0, 0), (1, 0)))[:, 1:],
+    "vmap": lambda u, s: jax.vmap(lambda x, y: x * jnp.sum(y))(u, s),
+}
+NOT_ROW_LOCAL = {
+    "sort of rows": (lambda u, s: u * jnp.sort(s, axis=0), "sort"),
+    "argsort of rows": (lambda u, s: u * jnp.argsort(s, axis=0), "iota"),
+    "iota over rows": (
+        lambda u, s: u * jax.lax.broadcasted_iota(jnp.float32, u.shape, 0),
+        "iota",
+    ),
+    "numbers by row": (
+        lambda u, s: u * np.arange(u.shape[0], dtype=np.float32)[:, None],
+        "mul",
+    ),
+    "row count": (lambda u, s: u / u.shape[0], "div"),
+    "root of the row count": (lambda u, s: u / np.sqrt(u.shape[0]), "div"),
+    "size": (lambda u, s: u * (1.0 / u.size), "mul"),
+    "max in a loop": (
+        lambda u, s: jax.lax.while_loop(
+            lambda x: x[1] < s[0, 0], lambda x: (x[0] - jnp.max(x[0]), x[1] + 1), (u, 0)
+        )[0],
+        "slice",
+    ),
+    "max in a branch": (
+        lambda u, s: jax.lax.cond(s.shape[1] > 2, lambda x: x - jnp.max(x), abs, u),
+        "reduce_max",
+    ),
+    "max in jit": (lambda u, s: jax.jit(lambda x: x - jnp.max(x))(u), "reduce_max"),
+    "one row": (lambda u, s: u.at[0].set(0.0), "scatter"),
+    "rows by rows": (lambda u, s: (u @ s.T) @ u, "transpose"),
+    "flat": (lambda u, s: u.reshape(-1).reshape(u.shape), "reshape"),
+}
+
+
+@pytest.mark.parametrize("name", ROW_LOCAL)
+def test_is_row_local(name):
+    check_row_local(rule_of(ROW_LOCAL[name]), DIM)
+
+
+@pytest.mark.parametrize("name", NOT_ROW_LOCAL)
+def test_mixes_rows(name):
+    operation, found = NOT_ROW_LOCAL[name]
+    with pytest.raises(NotRowLocalError, match=f"has the operation '{found}'"):
+        check_row_local(rule_of(operation), DIM)
