@@ -43,7 +43,9 @@ def test_other_structures_are_refused():
 
 
 @pytest.mark.parametrize(
-    "rate", [0.25, jnp.float32(0.25), optax.linear_schedule(0.0, 1.0, 12)], ids=repr
+    "rate",
+    [0.25, jnp.float32(0.25), optax.linear_schedule(0.0, 1.0, 12)],
+    ids=["number", "array", "schedule"],
 )
 def test_learning_rate_of_a_step(rate):
     found = learning_rate_at(rate, jnp.int32(3))
