@@ -32,6 +32,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -83,6 +84,35 @@ def _on_diagonal(case: pytest.Item, cases: list[pytest.Item]) -> bool:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps compiled programs on disk, for all processes of a run and for later runs.
+
+    The cache is beside pytest's own: `pytest --cache-clear` empties it. Its key is the
+    program with all options of the compiler, so a change of the code is seen.
+    """
+    if config.pluginmanager.has_plugin("cacheprovider"):
+        directory = config.cache.mkdir("xla")
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True)
+def _no_cache_for_tpus(request):
+    """Leaves programs for TPU topologies out of the cache: they cannot be read back."""
+    is_for_tpu = request.node.get_closest_marker("tpu_compiler") is not None
+    if is_for_tpu:
+        _enable_cache(False)
+    yield
+    if is_for_tpu:
+        _enable_cache(True)
+
+
+def _enable_cache(is_enabled: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", is_enabled)
+    compilation_cache.reset_cache()  # which looks at the option once only
+
+
 TESTS_PER_CACHE = 60
 _tests_run = itertools.count(1)
 
@@ -99,9 +129,12 @@ def _drop_compiled_programs():
         jax.clear_caches()
 
 
-@pytest.fixture(params=[1, 2, 3, 8], ids=lambda n: f"{n}devices")
+@pytest.fixture(
+    params=[1, pytest.param(2, marks=pytest.mark.full), 3, 8],
+    ids=lambda n: f"{n}devices",
+)
 def mesh(request) -> Mesh:
-    """A mesh of 1, 2, 3 or 8 emulated devices."""
+    """A mesh of 1, 3 or 8 emulated devices; in the full tier, also of 2."""
     return mesh_of(request.param)
 
 

@@ -222,6 +222,7 @@ def test_compile_with_each_backend(capsys):
         assert re.search(part, captured.out), part
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 def test_compile_says_by_its_status_that_a_step_does_not_fit(tmp_path, capsys):
     path = tmp_path / "report.json"
@@ -309,6 +310,7 @@ def test_usage_errors(arguments, capsys):
     assert "usage:" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_as_a_process(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     arguments = train_arguments("synthetic", "run", "--devices", "3")

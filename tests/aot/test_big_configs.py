@@ -25,6 +25,7 @@ SMALL = 2**16
 
 
 @pytest.mark.tpu_compiler
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_full_tables_are_updated_in_place(name):
     num_rows, row_bytes = CASES[name]

@@ -77,7 +77,7 @@ ROW_ARRAY = ((IDS, 128), jnp.float32)
     [
         ("v5e:2x2", {}),
         ("v5p:2x2x1", OFFLOAD_GATHERS),
-        ("tpu7x:2x2x1", OFFLOAD_GATHERS),
+        pytest.param("tpu7x:2x2x1", OFFLOAD_GATHERS, marks=pytest.mark.full),
     ],
 )
 def test_gather_moves_the_rows_asked_for(topology, options):
@@ -93,7 +93,11 @@ def test_gather_moves_the_rows_asked_for(topology, options):
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("topology", "options"),
-    [("v5e:2x2", {}), ("v5p:2x2x1", {}), ("v5p:2x2x1", OFFLOAD_SCATTERS)],
+    [
+        ("v5e:2x2", {}),
+        pytest.param("v5p:2x2x1", {}, marks=pytest.mark.full),
+        ("v5p:2x2x1", OFFLOAD_SCATTERS),
+    ],
 )
 def test_scatter_add_reads_and_writes(topology, options):
     cost = cost_of(
@@ -112,6 +116,7 @@ def test_scatter_add_reads_and_writes(topology, options):
 
 @needs_kernels
 @pytest.mark.tpu_compiler
+@pytest.mark.each_once
 @pytest.mark.parametrize("dim", [8, 32, 128, 256])
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_kernels_move_rows_and_no_lines(topology, dim):
@@ -145,7 +150,9 @@ def test_kernels_move_rows_and_no_lines(topology, dim):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "tpu7x:2x2x1"])
+@pytest.mark.parametrize(
+    "topology", ["v5p:2x2x1", pytest.param("tpu7x:2x2x1", marks=pytest.mark.full)]
+)
 def test_single_values_count_as_what_memory_moves_at_once(topology):
     def add_sorted(table, ids, values):
         return table.at[ids].add(values, mode="drop", indices_are_sorted=True)
@@ -184,7 +191,9 @@ def test_without_donation_the_table_is_copied():
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+@pytest.mark.parametrize(
+    "topology", [pytest.param("v5e:2x2", marks=pytest.mark.full), "v5p:2x2x1"]
+)
 def test_a_narrow_table_is_copied_for_its_layout(topology):
     """It lies by columns; by rows, as a gather wants it, it takes twice the bytes."""
     dims = (2_000_000, 64)

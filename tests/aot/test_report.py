@@ -117,8 +117,11 @@ def check_sums(traffic):
     ("name", "topology", "settings"),
     [
         ("synthetic", "v5e:2x4", ()),
-        ("movielens", "v4:2x2x1", ("batch_size=256", "data.max_history=8")),
-        ("dlrm", "tpu7x:2x2x1", SMALL_DLRM),
+        pytest.param(
+            *("movielens", "v4:2x2x1", ("batch_size=256", "data.max_history=8")),
+            marks=pytest.mark.full,
+        ),
+        pytest.param("dlrm", "tpu7x:2x2x1", SMALL_DLRM, marks=pytest.mark.full),
     ],
 )
 def test_run_configs(name, topology, settings):
@@ -190,7 +193,9 @@ def test_layer_code_is_attributed_to_the_embedding_part():
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+@pytest.mark.parametrize(
+    "topology", [pytest.param("v5e:2x2", marks=pytest.mark.full), "v5p:2x2x1"]
+)
 def test_a_step_that_does_not_fit(topology):
     settings = (*SMALL_DLRM, "data.vocabulary_size=60000000", "model.dim=128")
     report = report_on("dlrm", topology, *settings)
@@ -218,6 +223,7 @@ def test_several_slices():
     assert "2 slices of v5e:2x2" in aot.format_report(report)
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 def test_other_compiler_options():
     usual = report_on("synthetic", "v6e:2x2")

@@ -257,6 +257,7 @@ ON_CPU = {
 }
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     ("num_devices", "capacity", "loss_fn"),
     [(1, None, linear_loss), (8, 4, squared_loss)],

@@ -82,7 +82,12 @@ def cases():
         meta = read_run(name)[1]
         rule = meta["optimizer"], meta["sequential_duplicates"], len(meta["options"])
         if rule not in rules:
-            yield pytest.param(name, *PACKED_ON_EIGHT, id=f"{name}-packed_on_eight")
+            yield pytest.param(
+                name,
+                *PACKED_ON_EIGHT,
+                id=f"{name}-packed_on_eight",
+                marks=pytest.mark.full,
+            )
         rules.add(rule)
 
 

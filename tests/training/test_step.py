@@ -104,11 +104,12 @@ def train_curve(name, data_dir, num_devices, num_steps, capacity="none"):
 @pytest.mark.parametrize(
     ("name", "num_steps", "others"),
     [
-        ("synthetic", 50, (2, 3, 8)),
-        ("movielens", 50, (3,)),
-        ("dlrm", 5, (3,)),
-        ("dlrm_dcnv2", 10, (3,)),
-        ("two_tower", 10, (3,)),
+        ("synthetic", 50, (3, 8)),
+        pytest.param("synthetic", 50, (2,), marks=pytest.mark.full),
+        pytest.param("movielens", 50, (3,), marks=pytest.mark.full),
+        pytest.param("dlrm", 5, (3,), marks=pytest.mark.full),
+        pytest.param("dlrm_dcnv2", 10, (3,), marks=pytest.mark.full),
+        pytest.param("two_tower", 10, (3,), marks=pytest.mark.full),
     ],
 )
 def test_loss_curve_is_the_same_on_any_number_of_devices(
@@ -124,6 +125,7 @@ def test_loss_curve_is_the_same_on_any_number_of_devices(
         np.testing.assert_allclose(curve.losses, one.losses, rtol=OTHER_DEVICES)
 
 
+@pytest.mark.full
 def test_loss_curve_is_the_same_at_the_smallest_capacity():
     usual = train_curve("synthetic", None, 8, 50)
     smallest = train_curve("synthetic", None, 8, 50, capacity="1")

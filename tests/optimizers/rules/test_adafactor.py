@@ -32,9 +32,11 @@ def cases():
             modes = [("exact", ONE), ("exact", EIGHT)]
         else:
             modes = [[("exact", ONE), ("lazy", EIGHT)][number % 2]]
-        for mode, (num_devices, hardware) in modes:
+        for position, (mode, (num_devices, hardware)) in enumerate(modes):
             yield pytest.param(
-                name, mode, num_devices, hardware, id=f"{name}-{mode}-{num_devices}"
+                *(name, mode, num_devices, hardware),
+                id=f"{name}-{mode}-{num_devices}",
+                marks=pytest.mark.full if position else (),
             )
 
 
@@ -122,7 +124,13 @@ def run(names, optimizer, num_devices, **options):
     return te.unstack_tables(tables, plan), plan
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("lazy", "exact") else pytest.mark.full)
+        for name in OPTIMIZERS
+    ],
+)
 def test_tables_of_a_stack_do_not_mix_on_any_devices_and_in_any_rounds(name):
     """Totals are per table, though the tables share an array and a step."""
     alone = {table: run((table,), OPTIMIZERS[name], 1)[0][table] for table in SIZES}
