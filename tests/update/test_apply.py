@@ -1,0 +1,264 @@
+"""A gradient in several rounds updates like one with all rows, by any kind of rule."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tpu_embedding as te
+from tests.update.update_cases import (
+    Balanced,
+    Counted,
+    balanced,
+    counted,
+    gradients_of,
+    gradients_of_shards,
+    integers,
+    packed,
+    plan_of,
+    rounds_of,
+    shard_of,
+    sharded,
+    unshard,
+)
+from tpu_embedding.rows.packed_rows import unpack_rows
+from tpu_embedding.types import PADDING_ROW_ID as PADDING
+from tpu_embedding.update.apply import apply_gradient, init_state
+from tpu_embedding.update.every_row import KeptGradientState
+
+NUM_ROWS = 45
+ROUNDS = {
+    "one": [[44, PADDING, 7, 0, PADDING]],
+    "three": [[7, 0, PADDING], [PADDING, 12, 9], [44, PADDING, 43]],
+    "no_ids": [[PADDING, PADDING], [PADDING, PADDING]],
+}
+RANGES = [(0, 9), (9, 40), (40, NUM_ROWS)]
+"""Rows that each of three rounds covers."""
+
+
+def values_of(rounds, dim, seed):
+    return [integers((len(ids), dim), seed + 10 * i) for i, ids in enumerate(rounds)]
+
+
+def stepper(plan, stack, rounds, ranges=None):
+    """Returns a jitted function of table, state and the values of each round."""
+
+    @jax.jit
+    def step(table, state, values):
+        parts = []
+        for ids, of_round in zip(rounds, values, strict=True):
+            part = gradients_of(ids, np.zeros(of_round.shape))
+            lines = jnp.where((part.row_ids == PADDING)[:, None], jnp.nan, of_round)
+            parts.append(
+                type(part)(
+                    row_ids=part.row_ids,
+                    values=packed(lines, part.values.layout),
+                )
+            )
+        pairs = zip(parts, ranges or [None] * len(parts), strict=True)
+        return apply_gradient(table, state, rounds_of(list(pairs)), stack, plan)
+
+    return step
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+@pytest.mark.parametrize(("dim", "hardware"), [(3, "cpu"), (3, "v5p"), (128, "v5p")])
+def test_touched_rows(name, dim, hardware):
+    plan, stack = plan_of([NUM_ROWS], dim, counted(), hardware=hardware)
+    rounds = ROUNDS[name]
+    rows = integers((NUM_ROWS, dim))
+    reference, table = Counted(rows), packed(rows, stack.layout)
+    state = init_state(table, stack, plan)
+    step = stepper(plan, stack, rounds)
+    for seed in range(2):
+        values = values_of(rounds, dim, seed)
+        table, state = step(table, state, values)
+        # One count for all rounds of a step.
+        reference.count += 1
+        for ids, of_round in zip(rounds, values, strict=True):
+            is_used = np.array(ids) != PADDING
+            reference.apply(np.array(ids)[is_used], of_round[is_used])
+        reference.check(table, state)
+
+
+@pytest.mark.parametrize(("dim", "hardware"), [(1, "cpu"), (3, "cpu"), (3, "v5p")])
+def test_every_element(dim, hardware):
+    """Each round moves the rows of its range, also those without a gradient."""
+    rule = te.optimizers.every_row(counted(has_hits=False))
+    plan, stack = plan_of([NUM_ROWS], dim, rule, hardware=hardware)
+    assert not stack.optimizer.keeps_gradient
+    rounds = ROUNDS["three"]
+    rows = integers((NUM_ROWS, dim))
+    reference, table = Counted(rows), packed(rows, stack.layout)
+    state = init_state(table, stack, plan)
+    ranges = [tuple(map(np.int32, rows)) for rows in RANGES]
+    step = stepper(plan, stack, rounds, ranges)
+    for seed in range(2):
+        values = values_of(rounds, dim, seed)
+        table, state = step(table, state, values)
+        dense = np.zeros((NUM_ROWS, dim), np.float32)
+        for ids, of_round in zip(rounds, values, strict=True):
+            is_used = np.array(ids) != PADDING
+            dense[np.array(ids)[is_used]] = of_round[is_used]
+        reference.step(slice(None), dense)
+        reference.check(table, state)
+
+
+def test_every_element_of_one_round():
+    rule = te.optimizers.every_row(counted(has_hits=False))
+    plan, stack = plan_of([NUM_ROWS], 3, rule)
+    rows = integers((NUM_ROWS, 3))
+    reference, table = Counted(rows), packed(rows, stack.layout)
+    (ids,) = rounds = ROUNDS["one"]
+    values = values_of(rounds, 3, 0)
+    table, state = stepper(plan, stack, rounds)(
+        table, init_state(table, stack, plan), values
+    )
+    dense = np.zeros((NUM_ROWS, 3), np.float32)
+    is_used = np.array(ids) != PADDING
+    dense[np.array(ids)[is_used]] = values[0][is_used]
+    reference.step(slice(None), dense)
+    reference.check(table, state)
+
+
+def test_in_sequence():
+    """Occurrences of a row are in one round, and run one after the other."""
+    rule = te.optimizers.in_sequence(counted())
+    plan, stack = plan_of([NUM_ROWS], 3, rule)
+    rounds = [[7, 0, 7, PADDING], [44, PADDING, 44, 44]]
+    rows = integers((NUM_ROWS, 3))
+    reference, table = Counted(rows), packed(rows, stack.layout)
+    values = values_of(rounds, 3, 0)
+    table, state = stepper(plan, stack, rounds)(
+        table, init_state(table, stack, plan), values
+    )
+    reference.count = 1
+    for ids, of_round in zip(rounds, values, strict=True):
+        for row_id, gradient in zip(ids, of_round, strict=True):
+            if row_id != PADDING:
+                reference.apply([row_id], gradient)
+    reference.check(table, state)
+
+
+SIZES = [5, 1, 6]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_rounds", [1, 3])
+def test_totals_of_tables_over_rounds_and_shards(num_devices, num_rounds):
+    """Table 1 has no gradient in the first step, and one row in the second."""
+    plan, stack = plan_of(SIZES, 3, balanced(), num_devices=num_devices)
+    num_rows = sum(SIZES)
+    rows = integers((num_rows, 3))
+    reference = Balanced(SIZES, rows)
+    tables = [packed(x, stack.layout) for x in shard_of(rows, num_devices)]
+    states = sharded(plan, lambda table: init_state(table, stack, plan))(tables)
+    np.testing.assert_array_equal(states[0].sums, reference.sums)
+
+    def step(table, state, *parts):
+        gradient = rounds_of([(part, (0, 1)) for part in parts])
+        return apply_gradient(table, state, gradient, stack, plan)
+
+    apply = sharded(plan, step)
+    for seed, row_ids in enumerate([[0, 4, 6, 9, 11], [5, 2, 4, 11]]):
+        row_ids, values = np.array(row_ids), integers((len(row_ids), 3), seed)
+        parts = [
+            gradients_of_shards(
+                row_ids[i::num_rounds], values[i::num_rounds], num_devices
+            )
+            for i in range(num_rounds)
+        ]
+        tables, states = zip(*apply(tables, states, *parts), strict=True)
+        dense, touched = np.zeros_like(rows), np.zeros(num_rows, bool)
+        dense[row_ids], touched[row_ids] = values, True
+        reference.step(dense, touched, touched)
+        for state in states:
+            assert state.count == reference.count
+            np.testing.assert_array_equal(state.sums, reference.sums)
+        for found, expected in [
+            (tables, reference.rows),
+            ([state.momenta for state in states], reference.momenta),
+            ([state.hits for state in states], reference.hits),
+        ]:
+            np.testing.assert_array_equal(unshard(found, num_rows), expected)
+
+
+def test_norm_of_all_occurrences():
+    """Row 4 occurs three times; padding has squares, too, that must not count."""
+    rule = balanced(asks_for_occurrences=True)
+    plan, stack = plan_of(SIZES, 3, rule)
+    assert stack.optimizer.duplicates == "norm"
+    rows = integers((12, 3))
+    reference = Balanced(SIZES, rows)
+    row_ids, values = np.array([0, 4, 11]), integers((3, 3))
+    occurrences = [4, PADDING, 0, 4, 11, PADDING, 4], [1, 50, 2, 4, 8, 60, 16]
+
+    def step(table):
+        gradients = gradients_of(row_ids, values, occurrences=occurrences)
+        gradient = rounds_of([(gradients, None)])
+        return apply_gradient(
+            table, init_state(table, stack, plan), gradient, stack, plan
+        )
+
+    ((table, state),) = sharded(plan, step)([packed(rows, stack.layout)])
+    dense, touched = np.zeros_like(rows), np.zeros(12, bool)
+    dense[row_ids], touched[row_ids] = values, True
+    reference.step(dense, touched, touched, occurrence_squares=[23, 0, 8])
+    np.testing.assert_array_equal(unpack_rows(table), reference.rows)
+    np.testing.assert_array_equal(state.sums, reference.sums)
+
+
+def test_rules_that_keep_the_gradient():
+    rule = te.optimizers.every_row(counted(), gradient_steps=2)
+    plan, stack = plan_of([11], 3, rule)
+    rows = integers((11, 3))
+    reference = Counted(rows)
+    tables = [packed(rows, stack.layout)]
+    states: Any = sharded(plan, lambda table: init_state(table, stack, plan))(tables)
+    assert isinstance(states[0], KeptGradientState)
+
+    def step(table, state, *parts):
+        gradient = rounds_of([(part, None) for part in parts])
+        return apply_gradient(table, state, gradient, stack, plan)
+
+    apply = sharded(plan, step)
+    dense = np.zeros((11, 3), np.float32)
+    for seed in range(2):
+        reference.check(tables[0], states[0].inner)
+        parts = []
+        for ids in ([10, 2], [3, 0]):
+            values = integers((2, 3), seed + ids[0])
+            parts.append([gradients_of(ids, values)])
+            dense[ids] += values
+        ((table, state),) = apply(tables, states, *parts)
+        tables, states = [table], [state]
+    reference.step(slice(None), dense / 2)
+    reference.check(tables[0], states[0].inner)
+
+
+def test_totals_that_are_not_finite_stay_in_their_table():
+    plan, stack = plan_of(SIZES, 3, balanced())
+    rows = integers((12, 3))
+    reference = Balanced(SIZES, rows)
+    row_ids, values = np.array([0, 4, 5, 7, 11]), integers((5, 3))
+    dense, touched = np.zeros_like(rows), np.zeros(12, bool)
+    dense[row_ids], touched[row_ids] = values, True
+    reference.step(dense, touched, touched)
+    values[1] = np.nan
+
+    def step(table, state):
+        parts = [
+            (gradients_of(row_ids[part], values[part]), None)
+            for part in (slice(0, 3), slice(3, 5))
+        ]
+        return apply_gradient(table, state, rounds_of(parts), stack, plan)
+
+    tables = [packed(rows, stack.layout)]
+    states = sharded(plan, lambda table: init_state(table, stack, plan))(tables)
+    ((table, state),) = sharded(plan, step)(tables, states)
+    found = np.asarray(unpack_rows(table))
+    np.testing.assert_array_equal(found[5:], reference.rows[5:])
+    np.testing.assert_array_equal(found[1:4], rows[1:4])
+    assert np.isnan(found[[0, 4]]).all()

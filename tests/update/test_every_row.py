@@ -1,0 +1,239 @@
+"""A rule on every row, block by block, against NumPy on the dense gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.update.update_cases import (
+    Balanced,
+    balanced,
+    gradients_of,
+    gradients_of_shards,
+    integers,
+    packed,
+    plan_of,
+    rounds_of,
+    shard_of,
+    sharded,
+    unshard,
+)
+from tpu_embedding.rows.packed_rows import unpack_rows
+from tpu_embedding.types import PADDING_ROW_ID
+from tpu_embedding.update import every_row
+from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
+
+CASES = {
+    # name: table sizes, dim, hardware, devices, rows per block, steps of an update
+    "blocks_and_a_rest": ([5, 6], 3, "cpu", 1, 4, 1),
+    "full_blocks_only": ([6, 6], 3, "cpu", 1, 4, 2),
+    "one_full_block": ([4], 3, "cpu", 1, 4, 1),
+    "less_than_a_block": ([2, 1], 3, "cpu", 1, 4, 2),
+    "packed": ([20, 7], 16, "v5p", 1, 4, 1),
+    "unused_row": ([5, 6], 3, "cpu", 3, 3, 1),
+    "unused_row_of_four_steps": ([2, 6], 3, "cpu", 3, 2, 4),
+}
+STEPS = [[0, 4, 2], [1, 4, 2, 0], [], [2, 3]]
+"""Touched rows; the last row is added to each."""
+
+
+def start(plan, stack, rows):
+    tables = [packed(x, stack.layout) for x in shard_of(rows, plan.num_shards)]
+    init = sharded(plan, lambda table: init_every_row(table, stack, plan))
+    return tables, init(tables)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
+    sizes, dim, hardware, num_devices, block, num_steps = CASES[name]
+    monkeypatch.setattr(every_row, "_ROWS_PER_BLOCK", block)
+    plan, stack = plan_of(
+        sizes,
+        dim,
+        te.optimizers.every_row(balanced(), gradient_steps=num_steps),
+        num_devices=num_devices,
+        hardware=hardware,
+    )
+    num_rows = sum(sizes)
+    rows = integers((num_rows, dim))
+    reference = Balanced(sizes, rows)
+    tables, states = start(plan, stack, rows)
+    is_used = shard_of(np.ones((num_rows, 1), bool), num_devices)
+
+    def step(table, state, first, second):
+        gradient = rounds_of([(first, None), (second, (0, 1))])
+        return apply_to_every_row(table, state, gradient, stack, plan)
+
+    apply = sharded(plan, step)
+    kept, touched = np.zeros_like(rows), np.zeros(num_rows, bool)
+    for t, row_ids in enumerate(STEPS, 1):
+        row_ids = np.unique([*row_ids, num_rows - 1])
+        row_ids = row_ids[row_ids < num_rows]
+        values = integers((len(row_ids), dim), seed=t)
+        in_first = np.arange(len(row_ids)) % 2 == 0
+        rounds = [
+            gradients_of_shards(row_ids[part], values[part], num_devices)
+            for part in (in_first, ~in_first)
+        ]
+        results = apply(tables, states, *rounds)
+        tables, states = zip(*results, strict=True)
+        kept[row_ids] += values
+        touched[row_ids] = True
+        if t % num_steps == 0:
+            reference.step(kept / num_steps, touched, np.ones(num_rows, bool))
+            kept, touched = np.zeros_like(rows), np.zeros(num_rows, bool)
+        check(reference, tables, states, num_rows)
+        found = unshard([state.gradient for state in states], num_rows)
+        np.testing.assert_array_equal(found, kept)
+        assert [int(state.step) for state in states] == [t % num_steps] * num_devices
+        found = unshard([state.touches for state in states], num_rows)
+        np.testing.assert_array_equal(found > 0, touched)
+        for table, mask in zip(tables, is_used, strict=True):
+            # Places behind the last row of the stack do not move.
+            assert (unpack_rows(table)[~mask[:, 0]] == 0).all()
+
+
+def check(reference, tables, states, num_rows):
+    inner = [state.inner for state in states]
+    for state in inner:
+        assert state.count == reference.count
+        np.testing.assert_array_equal(state.sums, reference.sums)
+    for found, expected in [
+        (tables, reference.rows),
+        ([state.momenta for state in inner], reference.momenta),
+        ([state.hits for state in inner], reference.hits),
+    ]:
+        np.testing.assert_array_equal(unshard(found, num_rows), expected)
+
+
+def test_touches_count_the_steps_that_look_a_row_up():
+    plan, stack = plan_of([7], 3, te.optimizers.every_row(balanced(), gradient_steps=5))
+    tables, states = start(plan, stack, integers((7, 3)))
+    step = sharded(
+        plan,
+        lambda table, state, gradients: apply_to_every_row(
+            table, state, rounds_of([(gradients, None)]), stack, plan
+        ),
+    )
+    for row_ids in ([6, 2, PADDING_ROW_ID], [6, PADDING_ROW_ID, PADDING_ROW_ID]):
+        gradients = gradients_of(row_ids, integers((3, 3)))
+        ((table, state),) = step(tables, states, [gradients])
+        tables, states = [table], [state]
+    touches = np.asarray(unpack_rows(states[0].touches))
+    assert touches.tolist() == [0, 0, 1, 0, 0, 0, 2]
+    assert touches.dtype == np.int32
+    assert states[0].step == 2
+
+
+def wide_slots():
+    """A rule with a slot variable of 40 columns, whatever the table has."""
+
+    def init(params):
+        return jnp.zeros((params.shape[0], 40), params.dtype)
+
+    def update(updates, state, params):
+        sums = jnp.sum(updates, axis=1, keepdims=True)
+        return -updates - params, state + sums
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_blocks_begin_at_lines_of_all_arrays(monkeypatch):
+    """Lines hold 2 rows of the table and 3 of the slot, so blocks take 6 or 12."""
+    monkeypatch.setattr(every_row, "_ROWS_PER_BLOCK", 7)
+    plan, stack = plan_of(
+        [31], 64, te.optimizers.every_row(wide_slots()), hardware="v5p"
+    )
+    rows = integers((31, 64))
+    tables, states = start(plan, stack, rows)
+    row_ids = np.int32([30, 6, 11])
+    values = integers((3, 64), seed=1)
+    step = sharded(
+        plan,
+        lambda table, state, gradients: apply_to_every_row(
+            table, state, rounds_of([(gradients, None)]), stack, plan
+        ),
+    )
+    ((table, state),) = step(tables, states, [gradients_of(row_ids, values)])
+    expected = np.zeros((31, 64), np.float32)
+    expected[row_ids] = -values
+    np.testing.assert_array_equal(unpack_rows(table), expected)
+    slot = np.zeros((31, 40))
+    slot[row_ids] = values.sum(axis=1, keepdims=True)
+    np.testing.assert_array_equal(unpack_rows(state.inner), slot)
+
+
+def test_starts_without_gradient_and_touches():
+    plan, stack = plan_of([5, 6], 3, te.optimizers.every_row(balanced()))
+    rows = integers((11, 3))
+    (table,), (state,) = start(plan, stack, rows)
+    np.testing.assert_array_equal(unpack_rows(state.gradient), np.zeros((11, 3)))
+    assert state.gradient.layout == table.layout
+    np.testing.assert_array_equal(unpack_rows(state.touches), np.zeros(11, np.int32))
+    assert state.touches.layout.row_shape == ()
+    assert (int(state.step), int(state.inner.count)) == (0, 0)
+    sums = [rows[:5].sum(axis=0), rows[5:].sum(axis=0)]
+    np.testing.assert_array_equal(state.inner.sums, sums)
+
+
+def test_what_is_not_finite_stays_in_its_table():
+    plan, stack = plan_of([5, 6], 3, te.optimizers.every_row(balanced()))
+    rows = integers((11, 3))
+    reference = Balanced([5, 6], rows)
+    tables, states = start(plan, stack, rows)
+    values = integers((3, 3), seed=1)
+    gradient = np.zeros((11, 3), np.float32)
+    gradient[[0, 4, 7]] = values
+    reference.step(gradient, gradient[:, 0] != 0, np.ones(11, bool))
+    values[1] = np.inf
+    step = sharded(
+        plan,
+        lambda table, state, gradients: apply_to_every_row(
+            table, state, rounds_of([(gradients, None)]), stack, plan
+        ),
+    )
+    ((table, state),) = step(tables, states, [gradients_of([0, 4, 7], values)])
+    np.testing.assert_array_equal(unpack_rows(table)[5:], reference.rows[5:])
+    np.testing.assert_array_equal(state.inner.sums[1], reference.sums[1])
+    assert not np.isfinite(unpack_rows(table)[:5]).any()
+
+
+def test_block_size_fits_caches():
+    """4 MiB of rows of 128 float32 elements."""
+    assert every_row._ROWS_PER_BLOCK * 128 * 4 == 4 * 2**20
+
+
+def test_rules_without_totals_need_no_second_pass(monkeypatch):
+    """A rule runs once per block: to find totals it would run once more."""
+    monkeypatch.setattr(every_row, "_ROWS_PER_BLOCK", 4)
+    runs = []
+
+    def update(updates, state, params):
+        runs.append(updates.shape)
+        return -updates - jnp.sum(params, axis=1, keepdims=True), state
+
+    rule = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    plan, stack = plan_of([9], 3, te.optimizers.every_row(rule))
+    assert not stack.optimizer.takes_totals
+    tables, states = start(plan, stack, integers((9, 3)))
+    gradient = rounds_of([(gradients_of([8, 2], integers((2, 3))), None)])
+    runs.clear()
+    jax.eval_shape(
+        lambda table, state: sharded_once(plan, stack, table, state, gradient),
+        tables[0],
+        states[0],
+    )
+    # The block of the rest, and that of the loop.
+    assert sorted(set(runs)) == [(1, 3), (4, 3)]
+
+
+def sharded_once(plan, stack, table, state, gradient):
+    return jax.shard_map(
+        lambda table, state: apply_to_every_row(table, state, gradient, stack, plan),
+        mesh=plan.mesh,
+        in_specs=jax.sharding.PartitionSpec(),
+        out_specs=jax.sharding.PartitionSpec(),
+        check_vma=False,
+    )(table, state)

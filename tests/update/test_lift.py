@@ -1,0 +1,244 @@
+"""Rules on touched rows: exact values there, the same bits everywhere else."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.update.update_cases import (
+    LAYOUTS,
+    NASTY,
+    Counted,
+    CountedState,
+    bits,
+    counted,
+    integers,
+    packed,
+)
+from tpu_embedding.optimizers.table_rows import TableRows, table_rows
+from tpu_embedding.rows.access import add_to_rows
+from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, unpack_rows
+from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
+from tpu_embedding.update.lift import (
+    is_slot,
+    lift_to_rows,
+    move_rows,
+    slots_of,
+    with_slots,
+)
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def apply(rule, table, state, updates):
+    updates, state = rule.update(updates, state, table)
+    return add_to_rows(table, updates.row_ids, updates.values), state, updates
+
+
+def updates_of(row_ids, gradients):
+    """Row updates between two places of padding, whose values must not be used."""
+    padding = np.full((1, gradients.shape[1]), 77.0, np.float32)
+    row_ids = np.int32([PADDING_ROW_ID, *row_ids, PADDING_ROW_ID])
+    values = np.concatenate([padding, gradients, padding])
+    return RowUpdates(row_ids=jnp.asarray(row_ids), values=jnp.asarray(values))
+
+
+COUNTED = lift_to_rows(counted())
+
+
+@each_layout
+def test_touched_rows_follow_the_rule_and_others_keep_their_bits(layout):
+    last, dim = layout.num_rows - 1, layout.dim
+    rows = integers((layout.num_rows, dim))
+    touched = [last, 0, 3]
+    untouched = np.setdiff1d(np.arange(layout.num_rows), touched)
+    reference = Counted(rows)
+    rows[untouched] = np.resize(NASTY, (len(untouched), dim))
+    table = packed(rows, layout)
+    state: Any = COUNTED.init(table)
+    slots = [np.asarray(unpack_rows(slot)) for slot in slots_of(state)]
+    for step, row_ids in enumerate([touched, [3, last, 0]]):
+        gradients = integers((3, dim), seed=step)
+        updates = updates_of(row_ids, gradients)
+        table, state, result = apply(COUNTED, table, state, updates)
+        np.testing.assert_array_equal(result.row_ids, updates.row_ids)
+        assert result.values.shape == updates.values.shape
+        reference.step(row_ids, gradients)
+    assert state.count == 2
+    for found, before, expected in zip(
+        [table, *slots_of(state)],
+        [rows, *slots],
+        [reference.rows, reference.momenta, reference.lasts, reference.hits],
+        strict=True,
+    ):
+        found = np.asarray(unpack_rows(found))
+        np.testing.assert_array_equal(found[touched], expected[touched])
+        np.testing.assert_array_equal(bits(found[untouched]), bits(before[untouched]))
+
+
+@each_layout
+def test_what_is_not_finite_stays_in_its_row(layout):
+    rows = integers((layout.num_rows, layout.dim))
+    gradients = integers((3, layout.dim))
+    reference = Counted(rows)
+    reference.step([0, 1, 3], gradients)
+    gradients[1] = np.resize([np.nan, np.inf, -np.inf], layout.dim)
+    table = packed(rows, layout)
+    updates = updates_of([0, 1, 3], gradients)
+    table, state, _ = apply(COUNTED, table, COUNTED.init(table), updates)
+    others = np.arange(layout.num_rows) != 1
+    for found, expected in zip(
+        [table, state.momenta, state.lasts],
+        [reference.rows, reference.momenta, reference.lasts],
+        strict=True,
+    ):
+        found = np.asarray(unpack_rows(found))
+        np.testing.assert_array_equal(found[others], expected[others])
+        assert not np.isfinite(found[1]).any()
+
+
+def test_init_lays_slots_out_like_the_table():
+    layout = RowLayout(num_rows=45, row_shape=(3,), line_lanes=128)
+    rows = integers((45, 3))
+    state: Any = COUNTED.init(packed(rows, layout))
+    assert not is_slot(state.count)
+    assert state.count == 0
+    Counted(rows).check(packed(rows, layout), state)
+    assert state.momenta.layout == state.lasts.layout == layout
+    assert state.hits.layout == dataclasses.replace(layout, row_shape=())
+    assert state.hits.lines.dtype == jnp.int32
+
+
+def test_a_slot_that_forgets_survives_outliers():
+    """Of `1e30 + (1 - 1e30)` nothing is left."""
+    layout = LAYOUTS["dim3-packed"]
+    table = packed(np.zeros((layout.num_rows, 3)), layout)
+    state: Any = COUNTED.init(table)
+    for gradient in (1e30, 3.0):
+        gradients = np.full((1, 3), gradient, np.float32)
+        table, state, _ = apply(COUNTED, table, state, updates_of([4], gradients))
+    np.testing.assert_array_equal(unpack_rows(state.lasts)[4], [3, 3, 3])
+
+
+@pytest.mark.parametrize(("by_adding", "expected"), [(True, 0.0), (False, 3.0)])
+def test_only_rows_that_are_not_moved_by_adding_are_replaced(by_adding, expected):
+    layout = LAYOUTS["dim3"]
+    slot = packed(np.full((layout.num_rows, 3), 1e30, np.float32), layout)
+    old, new = jnp.full((1, 3), 1e30), jnp.full((1, 3), 3.0)
+    moved = move_rows(slot, jnp.int32([10]), old, new, by_adding)
+    np.testing.assert_array_equal(unpack_rows(moved)[10], np.full(3, expected))
+    np.testing.assert_array_equal(unpack_rows(moved)[9], np.float32([1e30] * 3))
+
+
+def test_a_rule_that_asks_is_told_of_the_rows():
+    """By `rows_of`, which gets all rows in `init` and the touched ones in `update`."""
+    asked = []
+
+    def rows_of(row_ids):
+        asked.append(row_ids.tolist())
+        return TableRows(
+            table_sizes=jnp.float32([100]),
+            tables=None,
+            is_used=row_ids < 5,
+            is_touched=row_ids < 5,
+            all_reduce=lambda totals, _: 10 * totals,
+        )
+
+    def init(params):
+        return table_rows(params).total(params)
+
+    def update(updates, state, params=None):
+        known = table_rows(updates)
+        return known.per_row(known.total(updates)), state + known.total(params)
+
+    rule = optax.GradientTransformation(init, update)
+    table = packed(np.ones((5, 2), np.float32), RowLayout(num_rows=5, row_shape=(2,)))
+    updates = RowUpdates(
+        row_ids=jnp.int32([4, PADDING_ROW_ID, 1]),
+        values=jnp.float32([[1, 2], [50, 50], [3, 4]]),
+    )
+    lifted = lift_to_rows(rule, rows_of)
+    state = lifted.init(table)
+    np.testing.assert_array_equal(state, [[50, 50]])
+    result, state = lifted.update(updates, state, table)
+    np.testing.assert_array_equal(result.values, [[40, 60]] * 3)
+    np.testing.assert_array_equal(state, [[70, 70]])
+    assert asked == [[0, 1, 2, 3, 4], [4, PADDING_ROW_ID, 1]]
+    # Nobody is told outside, and without `rows_of` the given rows are one table.
+    assert table_rows(jnp.ones((3, 2))).table_sizes.tolist() == [3]
+    np.testing.assert_array_equal(lift_to_rows(rule).init(table), [[5, 5]])
+
+
+def test_slots_can_be_taken_out_and_put_back():
+    layout = LAYOUTS["dim3"]
+    slots = [packed(np.full((11, 3), x, np.float32), layout) for x in (1, 2)]
+    state = CountedState(jnp.int32(7), slots[0], (slots[1],), None)
+    assert [is_slot(x) for x in (state.count, slots[0])] == [False, True]
+    assert slots_of(state) == slots
+    swapped = with_slots(state, slots[::-1])
+    assert slots_of(swapped) == slots[::-1]
+    assert swapped.count == 7
+    assert jax.tree.structure(swapped) == jax.tree.structure(state)
+
+
+def centralized(updates, state, params=None):
+    del params
+    return updates - jnp.mean(updates, axis=1, keepdims=True), state
+
+
+NO_STATE = optax.EmptyState()
+ELEMENTWISE = counted(has_hits=False)
+KERNELS = RowLayout(num_rows=40, row_shape=(16,), line_lanes=128, backend="interpreter")
+WIDE = dataclasses.replace(KERNELS, row_shape=(128,))
+VIEWS: dict[str, Any] = {
+    "lines": (ELEMENTWISE, KERNELS, 16, (2, 128)),
+    "no_slots": (optax.sgd(0.5), KERNELS, 24, (3, 128)),
+    "rows_fill_no_line": (ELEMENTWISE, KERNELS, 12, (12, 16)),
+    "one_row_per_line": (ELEMENTWISE, WIDE, 16, (16, 128)),
+    "slot_of_single_values": (counted(), KERNELS, 16, (16, 16)),
+    "not_elementwise": (
+        optax.GradientTransformation(lambda _: NO_STATE, centralized),
+        KERNELS,
+        16,
+        (16, 16),
+    ),
+    "xla": (ELEMENTWISE, dataclasses.replace(KERNELS, backend="xla"), 16, (16, 16)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="kernels need jax 0.12")
+def test_elementwise_rules_see_lines_that_kernels_wrote(name):
+    rule, layout, num_ids, expected = VIEWS[name]
+    seen = []
+
+    def update(updates, state, params=None):
+        assert params is not None
+        leaves = [x for x in jax.tree.leaves(state) if x.ndim == 2]
+        seen.append({x.shape for x in (updates, params, *leaves)})
+        return rule.update(updates, state, params)
+
+    lifted = lift_to_rows(optax.GradientTransformation(rule.init, update))
+    shape = jax.ShapeDtypeStruct(layout.lines_shape, jnp.float32)
+    table = PackedRows(lines=shape, layout=layout)  # type: ignore[arg-type]
+    updates = te.RowUpdates(
+        row_ids=jax.ShapeDtypeStruct((num_ids,), jnp.int32),  # type: ignore[arg-type]
+        values=jax.ShapeDtypeStruct((num_ids, layout.dim), jnp.float32),  # type: ignore[arg-type]
+    )
+    state = jax.eval_shape(lifted.init, table)
+    seen.clear()
+    result, new_state = jax.eval_shape(lifted.update, updates, state, table)
+    # The analyses run the rule too, on few rows of their own.
+    assert {expected} in seen
+    assert sum({shape} in seen for shape in [(num_ids, layout.dim), expected]) == (
+        2 if expected == (num_ids, layout.dim) else 1
+    )
+    assert result.values.shape == (num_ids, layout.dim)
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
