@@ -17,6 +17,8 @@ from tpu_embedding.lookup import _sample_lines
 from tpu_embedding.rows import access
 from tpu_embedding.rows.kernels import row_kernels
 
+full = pytest.mark.full
+
 # A sum of up to some hundred float32 products in another order than the reference's.
 TOLERANCE = dict(rtol=2e-5, atol=2e-5)
 
@@ -165,10 +167,12 @@ def check_against_reference(plan, batch):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_dense_reference(case, mesh):
-    check_against_reference(make_plan(mesh), batch_of(case))
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=full), 3, 8])
+def test_equals_dense_reference(case, num_devices):
+    check_against_reference(make_plan(mesh_of(num_devices)), batch_of(case))
 
 
+@full  # test_flatten.py has every combiner with every kind of feature.
 @pytest.mark.parametrize("case", ["weighted", "ragged_weighted", "ragged"])
 @pytest.mark.parametrize(
     "combiners", [("mean", "sqrtn", "sum"), ("sqrtn", "sum", "mean")], ids="-".join
@@ -177,9 +181,10 @@ def test_every_combiner_on_every_table(combiners, case):
     check_against_reference(make_plan(mesh_of(8), combiners=combiners), batch_of(case))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("case", ["all_of_one_shard", "multi_hot", "ragged", "no_ids"])
 @pytest.mark.parametrize("capacity", [1, 3, 1000])
-@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("num_devices", [8, 1])
 def test_capacity_changes_no_result(case, capacity, num_devices):
     plan = make_plan(mesh_of(num_devices), capacity=capacity)
     stats, _, _ = check_against_reference(plan, batch_of(case))
@@ -190,14 +195,28 @@ def test_capacity_changes_no_result(case, capacity, num_devices):
 
 
 @pytest.mark.parametrize(
-    "case", ["zipf", "all_of_one_shard", "no_ids", "weighted", "ragged_weighted"]
+    "case",
+    [
+        pytest.param("zipf", marks=full),
+        "all_of_one_shard",
+        pytest.param("no_ids", marks=full),
+        pytest.param("weighted", marks=full),
+        "ragged_weighted",
+    ],
 )
 def test_ragged_exchange_changes_no_result(case):
     check_against_reference(make_plan(mesh_of(8), exchange="ragged"), batch_of(case))
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "capacity"), [(1, None), (2, 1), (3, None), (3, 1), (3, 3)]
+    ("num_devices", "capacity"),
+    [
+        (1, None),
+        pytest.param(2, 1, marks=full),
+        pytest.param(3, None, marks=full),
+        (3, 1),
+        pytest.param(3, 3, marks=full),
+    ],
 )
 def test_ragged_exchange_on_few_devices(num_devices, capacity):
     plan = make_plan(mesh_of(num_devices), capacity=capacity, exchange="ragged")
@@ -222,7 +241,7 @@ def test_ragged_rounds_when_an_owner_is_asked_for_too_much(num_rows, rounds):
     assert stats.rounds["stack_0"] == rounds
 
 
-@pytest.mark.parametrize("surplus", [-1, 0, 1])
+@pytest.mark.parametrize("surplus", [-1, 0, pytest.param(1, marks=full)])
 def test_rounds_when_capacity_is_missed_or_met_exactly(surplus):
     # All 5 rows of one owner asked by one source: ids 0, 8, 16, ... live on shard 0.
     ids = np.full(8 * 6, PADDING).reshape(8, 6)
@@ -238,7 +257,9 @@ def test_rounds_when_capacity_is_missed_or_met_exactly(surplus):
     assert stats.rounds["stack_0"] == (2 if surplus < 0 else 1)
 
 
-@pytest.mark.parametrize("dim", [1, 3, 16, 64, 100, 128, 200])
+@pytest.mark.parametrize(
+    "dim", [1, 16, 200, *(pytest.param(dim, marks=full) for dim in (3, 64, 100, 128))]
+)
 def test_packed_rows_change_no_result(dim):
     plan = make_plan(mesh_of(3), dim=dim, hardware="v5p", capacity=3)
     check_against_reference(plan, batch_of("multi_hot"))
@@ -248,17 +269,17 @@ def test_packed_rows_change_no_result(dim):
 @pytest.mark.parametrize(
     ("case", "dim", "num_devices", "capacity", "exchange"),
     [
-        ("uniform", 8, 1, None, None),
-        ("uniform", 8, 8, None, "padded"),
-        ("all_same_id", 16, 2, None, None),
-        ("multi_hot", 32, 3, 3, "padded"),
-        ("multi_hot", 32, 8, 3, "ragged"),
+        pytest.param("uniform", 8, 1, None, None, marks=full),
+        pytest.param("uniform", 8, 8, None, "padded", marks=full),
+        pytest.param("all_same_id", 16, 2, None, None, marks=full),
+        pytest.param("multi_hot", 32, 3, 3, "padded", marks=full),
+        pytest.param("multi_hot", 32, 8, 3, "ragged", marks=full),
         ("ragged_weighted", 64, 3, 3, "ragged"),
-        ("ragged_weighted", 64, 2, None, "padded"),
-        ("all_of_one_shard", 8, 8, None, "ragged"),
-        ("no_ids", 64, 3, None, None),
-        ("uniform", 128, 3, 3, None),
-        ("ragged_weighted", 128, 8, None, "ragged"),
+        pytest.param("ragged_weighted", 64, 2, None, "padded", marks=full),
+        pytest.param("all_of_one_shard", 8, 8, None, "ragged", marks=full),
+        pytest.param("no_ids", 64, 3, None, None, marks=full),
+        pytest.param("uniform", 128, 3, 3, None, marks=full),
+        pytest.param("ragged_weighted", 128, 8, None, "ragged", marks=full),
         ("multi_hot", 256, 2, None, "padded"),
     ],
 )
@@ -285,20 +306,23 @@ def read_rows_that_are_there(lines, row_ids, dim, *arguments, **options):
     return row_kernels.read_rows(lines, row_ids, dim, *arguments, **options)
 
 
+ALL_NAMES = ("one", "many", "weighted", "padded")
+
+
 @needs_kernels
 @pytest.mark.parametrize(
     ("dim", "num_devices", "exchange", "capacity", "names"),
     [
-        (8, 1, None, None, ("one", "many", "weighted", "padded")),
-        (8, 8, "padded", None, ("one", "many", "weighted", "padded")),
-        (16, 3, "ragged", None, ("one", "many", "weighted", "padded")),
-        (32, 8, "ragged", None, ("one", "many", "weighted", "padded")),
-        (16, 3, "ragged", 40, ("one", "many")),
-        (32, 8, "padded", None, ("one", "many")),
-        (64, 1, None, None, ("many",)),
+        pytest.param(8, 1, None, None, ALL_NAMES, marks=full),
+        pytest.param(8, 8, "padded", None, ALL_NAMES, marks=full),
+        (16, 3, "ragged", None, ALL_NAMES),
+        pytest.param(32, 8, "ragged", None, ALL_NAMES, marks=full),
+        pytest.param(16, 3, "ragged", 40, ("one", "many"), marks=full),
+        pytest.param(32, 8, "padded", None, ("one", "many"), marks=full),
+        pytest.param(64, 1, None, None, ("many",), marks=full),
         (128, 2, "padded", 20, ("one", "many")),
-        (128, 3, "ragged", None, ("many", "padded")),
-        (256, 8, "padded", None, ("many", "one")),
+        pytest.param(128, 3, "ragged", None, ("many", "padded"), marks=full),
+        pytest.param(256, 8, "padded", None, ("many", "one"), marks=full),
     ],
 )
 def test_batches_that_fill_tiles(
@@ -342,7 +366,9 @@ def test_mesh_of_several_axes():
     check_against_reference(make_plan(mesh, capacity=2), batch_of("ragged"))
 
 
-def test_each_touched_row_once(mesh):
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=full), 3, 8])
+def test_each_touched_row_once(num_devices):
+    mesh = mesh_of(num_devices)
     plan = make_plan(mesh)
     _, gradients, touched = check_against_reference(plan, batch_of("zero_weights"))
     updates = gradients["stack_0"].first_round.as_row_updates()
@@ -364,8 +390,8 @@ def test_each_touched_row_once(mesh):
     ("num_devices", "capacity", "exchange", "rounds"),
     [
         (1, None, None, 1),
-        (3, None, "padded", 1),
-        (8, None, "ragged", 1),
+        pytest.param(3, None, "padded", 1, marks=full),
+        pytest.param(8, None, "ragged", 1, marks=full),
         (8, 20, "padded", 2),
     ],
 )
@@ -389,6 +415,7 @@ def test_repeats_in_a_table_of_many_rows(num_devices, capacity, exchange, rounds
     assert stats.rounds["stack_0"] == rounds
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("policy", ["error", "drop", "clip"])
 def test_ids_out_of_range_under_jit(policy, mesh):
     plan = make_plan(mesh, out_of_range_ids=policy)
@@ -417,9 +444,9 @@ def test_weights_that_are_not_positive_count_on_request(case):
     "options",
     [
         dict(max_sequence_length=2),
-        dict(max_sequence_length=9),
+        pytest.param(dict(max_sequence_length=9), marks=full),
         dict(output_shape=(BATCH * 3,)),
-        dict(output_shape=(3, BATCH // 3)),
+        pytest.param(dict(output_shape=(3, BATCH // 3)), marks=full),
     ],
     ids=str,
 )
@@ -522,6 +549,7 @@ def test_outputs_are_sharded_like_the_batch():
         assert activation.sharding.is_equivalent_to(plan.sharding, 2)
 
 
+@full
 @settings(max_examples=12)
 @given(
     num_devices=st.sampled_from([3, 8]),

@@ -1,0 +1,88 @@
+"""Rows pooled into samples, by XLA and by kernels, against a dense matrix."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.conftest import needs_kernels
+from tests.lookup.pooled import (
+    KERNEL_CASES,
+    KERNELS,
+    NATURAL,
+    XLA,
+    integers,
+    kernel_backends,
+    matrix_of,
+    places_of,
+    pooling_of,
+)
+from tpu_embedding.lookup._combine import combine, scale_samples
+from tpu_embedding.rows.packed_rows import RowLayout, pack_rows
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "backends"))
+def jitted_combine(rows, places, poolings, layout, backends):
+    return combine(pack_rows(rows, layout), places, poolings, backends)
+
+
+def check(poolings, layout, backends=XLA):
+    places = places_of(poolings, layout.num_rows)
+    rows = integers(layout.num_rows, layout.dim)
+    # The last place is no id's, so it may hold anything.
+    rows[-1] = np.nan
+    pooled = jitted_combine(rows.copy(), places, poolings, layout, backends)
+    assert [x.shape for x in pooled] == [(p.num_samples, layout.dim) for p in poolings]
+    assert all(x.dtype == jnp.float32 for x in pooled)
+    rows[-1] = 0
+    expected = matrix_of(poolings, places, layout.num_rows) @ rows
+    np.testing.assert_array_equal(np.concatenate(pooled), expected)
+
+
+@pytest.mark.parametrize("case", NATURAL)
+def test_features(case):
+    poolings = [pooling_of(form) for form in NATURAL[case]]
+    check(poolings, RowLayout(num_rows=9, row_shape=(3,)))
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("line_lanes", [128, None], ids=["packed", "natural"])
+@pytest.mark.parametrize("dim", [1, 3, 16, 100, 128, 200])
+def test_dims(dim, line_lanes):
+    layout = RowLayout(num_rows=9, row_shape=(dim,), line_lanes=line_lanes)
+    check([pooling_of("many+gains+scales"), pooling_of("ragged")], layout)
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_kernels(case):
+    dim, num_rows, num_samples, forms, pool, _ = KERNELS[case]
+    layout = RowLayout(
+        num_rows=num_rows, row_shape=(dim,), line_lanes=128, backend="interpreter"
+    )
+    poolings = [pooling_of(form, num_samples) for form in forms]
+    backends = kernel_backends(layout, poolings)
+    assert (backends.pool.backend == "xla") == (pool == "xla")
+    check(poolings, layout, backends)
+
+
+def test_ids_without_rows_give_zeros():
+    poolings = [pooling_of("many"), pooling_of("ragged+gains")]
+    layout = RowLayout(num_rows=8, row_shape=(3,))
+    num_ids = sum(pooling.num_ids for pooling in poolings)
+    for place in (7, 8, 2**31 - 1):
+        places = np.full(num_ids, place, np.int32)
+        rows = np.full((8, 3), np.nan, np.float32)
+        for pooled in jitted_combine(rows, places, poolings, layout, XLA):
+            np.testing.assert_array_equal(pooled, np.zeros((8, 3)))
+
+
+def test_scales():
+    poolings = [pooling_of("one+scales"), pooling_of("one")]
+    samples = [jnp.array(integers(8, 2)), jnp.array(integers(8, 2, seed=2))]
+    scaled, same = scale_samples(samples, poolings)
+    expected = samples[0] * np.array([0.5, 1, 0, 2, -1, 0.5, 1, 0])[:, None]
+    np.testing.assert_array_equal(scaled, expected)
+    assert same is samples[1]
