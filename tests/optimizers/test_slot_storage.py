@@ -82,7 +82,7 @@ def test_bfloat16_slots(num_devices, hardware):
             mesh_of(num_devices),
             hardware=te.hardware_by_name(hardware),
             # They reach float32 only: XLA has to move the slots of such a table.
-            kernels="none" if hardware == "cpu" else "interpreter",
+            kernels="xla" if hardware == "cpu" else "interpreter",
         )
         for dtype in (None, jnp.bfloat16)
     ]

@@ -333,7 +333,7 @@ def test_on_one_mesh_after_another(name):
     ids = np.arange(16, dtype=np.int32)
     gradient = np.random.default_rng(0).normal(size=(16, DIM)).astype(np.float32)
     results = []
-    for num_devices, kernels in ((1, "interpreter"), (2, "interpreter"), (2, "none")):
+    for num_devices, kernels in ((1, "interpreter"), (2, "interpreter"), (2, "xla")):
         plan = one_table_plan(
             *(ODD[name], 20, DIM, mesh_of(num_devices)),
             hardware=te.hardware_by_name("v5p"),
