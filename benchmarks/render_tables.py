@@ -73,11 +73,11 @@ def _summary(results: Results) -> str:
             "`python benchmarks/compiled_traffic.py`",
         )
     )
-    fit = _row(results, "compile_fit", config="dlrm_dcnv2", topology="v6e:4x4")
+    fit = _fit_of(results, config="dlrm_dcnv2", topology="v6e:4x4")
     rows.append(
         (
             "memory of MLPerf's DLRM-DCNv2, 204 M rows of 128",
-            f"compiled for v6e:4x4, {fit['devices']} devices",
+            f"compiled for v6e:4x4, {fit['devices']} devices, `{fit['kernels']}`",
             f"{_gigabytes(fit['table_and_slot_bytes'])} GB of tables and slots, "
             f"{_gigabytes(fit['temporary_bytes'])} GB of temporaries per device",
             "`tpu-embedding compile dlrm_dcnv2 --topology v6e:4x4`",
@@ -135,8 +135,8 @@ def _training(results: Results) -> str:
 
 
 def _compile_fit(results: Results) -> str:
-    head = ("config", "slice", "devices", "tables and slots", "temporaries", "compile")
-    rows: list[Cells] = [(*head, "fits")]
+    head = ("config", "slice", "devices", "kernels", "tables and slots")
+    rows: list[Cells] = [(*head, "temporaries", "compile", "fits")]
     for row in results["compile_fit"]["results"]:
         slices = f"{row['slices']} x " if row["slices"] > 1 else ""
         temporaries = row["temporary_bytes"]
@@ -145,6 +145,7 @@ def _compile_fit(results: Results) -> str:
                 f"`{row['config']}`",
                 slices + row["topology"],
                 f"{row['devices']:,}",
+                f"`{row['kernels']}`",
                 f"{_gigabytes(row['table_and_slot_bytes'])} GB",
                 "-" if temporaries is None else f"{_gigabytes(temporaries)} GB",
                 f"{row['compile_seconds']:.0f} s",
@@ -263,6 +264,14 @@ def _traffic_cases(results: Results) -> dict[Any, dict[str, dict[str, Any]]]:
 
 def _case(row: dict[str, Any]) -> tuple[str, str, int, int]:
     return row["topology"], row["optimizer"], row["dim"], row["valence"]
+
+
+def _fit_of(results: Results, **fields: Any) -> dict[str, Any]:
+    """Returns a compiled step's memory: with XLA if known, else with kernels."""
+    try:
+        return _row(results, "compile_fit", kernels="xla", **fields)
+    except KeyError:
+        return _row(results, "compile_fit", **fields)
 
 
 def _row(results: Results, benchmark: str, **fields: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
     "compiler_estimate": ("topology", "library", "kernels"),
     "table_size": ("devices", "rows"),
     "training_runs": ("config",),
-    "compile_fit": ("config", "topology", "slices"),
+    "compile_fit": ("config", "topology", "slices", "kernels"),
 }
 """Benchmark to the fields that name one of its results."""
 
@@ -77,11 +77,14 @@ def _compile_fit(document: dict[str, Any]) -> dict[str, Any]:
     rows = []
     for report in document["reports"]:
         memory = report["memory"]
+        # A step with kernels is called "CONFIG with BACKEND kernels".
+        config, _, kernels = report["name"].removesuffix(" kernels").partition(" with ")
         rows.append(
             {
-                "config": report["name"],
+                "config": config,
                 "topology": report["topology"],
                 "slices": report["num_slices"],
+                "kernels": kernels or "xla",
                 "devices": report["num_devices"],
                 "table_and_slot_bytes": memory["tables"] + memory["slots"],
                 "temporary_bytes": memory["temporaries"],

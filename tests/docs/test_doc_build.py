@@ -2,6 +2,7 @@
 
 import inspect
 import pathlib
+import shlex
 import subprocess
 import sys
 
@@ -15,12 +16,23 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PUBLIC = (tpu_embedding, optimizers, aot)
 
 
+def build_command(directory):
+    """Returns the command of `scripts/docs.sh`, with another directory."""
+    lines = (DOCS.parent / "scripts" / "docs.sh").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("python -m sphinx"))
+    words = shlex.split(line.replace('"$@"', "-q"))
+    assert words[-2:] == ["docs", "docs/_build/html"]
+    return [sys.executable, *words[1:-1], str(directory)]
+
+
 @pytest.fixture(scope="module")
 def html(tmp_path_factory):
     directory = tmp_path_factory.mktemp("html")
-    options = ("-W", "--keep-going", "-q", "-b", "html")
-    command = [sys.executable, "-m", "sphinx", *options, str(DOCS), str(directory)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = build_command(directory)
+    assert "-W" in command
+    result = subprocess.run(
+        command, cwd=DOCS.parent, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     return directory
 
