@@ -14,8 +14,13 @@ from tpu_embedding.rows.access import add_to_rows, gather_rows
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,
+    broadcast_to_lanes,
+    clear_last_row,
+    concatenate_rows,
+    keep_rows,
     pack_rows,
     round_up,
+    scale_rows,
     unpack_rows,
 )
 
@@ -315,3 +320,98 @@ def test_layout_is_part_of_the_static_shape():
     assert jax.tree.unflatten(tree, leaves).layout == packed.layout
     other = pack(random_rows(LAYOUTS["dim16-natural"]), LAYOUTS["dim16-natural"])
     assert tree != jax.tree.structure(other)
+
+
+few_layouts = pytest.mark.parametrize(
+    "layout",
+    [LAYOUTS[name] for name in ("dim1-128", "dim3-128", "dim16-natural", "dim16-128")]
+    + [LAYOUTS[name] for name in ("dim200-128", "scalar-natural")],
+    ids=lambda layout: f"{layout.row_shape}-{layout.line_lanes}",
+)
+
+
+@few_layouts
+def test_only_kept_rows_stay(layout):
+    rows = nasty_rows(layout)
+    is_kept = np.random.default_rng(7).random(layout.num_rows) < 0.5
+    is_kept[[0, -1]] = [True, False]
+    kept = jax.jit(keep_rows)(pack(rows.copy(), layout), is_kept)
+    rows[~is_kept] = 0
+    np.testing.assert_array_equal(bits(unpack(kept)), bits(rows))
+    assert kept.layout == layout
+
+
+@few_layouts
+def test_rows_times_their_gains(layout):
+    rows = random_rows(layout)
+    gains = np.random.default_rng(8).normal(size=layout.num_rows).astype(np.float32)
+    scaled = jax.jit(scale_rows)(pack(rows, layout), gains)
+    expected = rows * gains.reshape(-1, *[1] * len(layout.row_shape))
+    np.testing.assert_array_equal(unpack(scaled), expected)
+    assert scaled.layout == layout
+
+
+@few_layouts
+@pytest.mark.parametrize("num_rows", [1, 37, 40])
+def test_the_last_row_is_cleared(layout, num_rows):
+    layout = dataclasses.replace(layout, num_rows=num_rows)
+    rows = nasty_rows(layout)
+    cleared = jax.jit(lambda x: clear_last_row(pack_rows(x, layout)))(rows.copy())
+    rows[-1] = 0
+    np.testing.assert_array_equal(bits(unpack(cleared)), bits(rows))
+    assert cleared.layout == layout
+
+
+@pytest.mark.parametrize(
+    "sizes", [[16, 8, 32], [5], [3, 1, 9], [8, 3], [1, 8]], ids=str
+)
+@pytest.mark.parametrize(
+    ("dim", "lanes"), [(1, 128), (16, 128), (200, 128), (16, None), (24, None)]
+)
+def test_rows_of_several_arrays_follow_each_other(dim, lanes, sizes):
+    rows = random_rows(RowLayout(num_rows=sum(sizes), row_shape=(dim,)))
+    parts = np.split(rows, np.cumsum(sizes)[:-1])
+    layout = RowLayout(num_rows=sum(sizes), row_shape=(dim,), line_lanes=lanes)
+    packed = concatenate_rows([jnp.asarray(part) for part in parts], layout)
+    assert packed.layout == layout
+    np.testing.assert_array_equal(packed.lines, pack(rows, layout).lines)
+
+
+@pytest.mark.parametrize("num_places", [2, 8])
+def test_values_of_rows_by_lane(num_places):
+    columns = list(np.arange(3 * num_places).reshape(num_places, 3))
+    result = broadcast_to_lanes([jnp.asarray(column) for column in columns], 16)
+    expected = np.repeat(np.stack(columns, axis=1), 16 // num_places, axis=1)
+    np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpreter"])
+@pytest.mark.parametrize("dim", [16, 200])
+def test_layout_of_buffers(dim, backend):
+    layout = RowLayout(
+        num_rows=37,
+        row_shape=(dim,),
+        line_lanes=128,
+        backend=backend,
+        num_spare_rows=int(backend != "xla"),
+    )
+    buffer = layout.buffer_layout(9)
+    assert (buffer.num_rows, buffer.num_spare_rows) == (9, 0)
+    assert (buffer.row_shape, buffer.backend) == ((dim,), backend)
+    assert buffer.line_lanes == (None if backend == "xla" else 128)
+
+
+@pytest.mark.parametrize(
+    ("dim", "num_rows", "num_spare_rows", "num_lines"),
+    [(16, 8, 0, 1), (16, 8, 1, 2), (16, 7, 1, 1), (128, 9, 1, 10), (256, 9, 0, 9)]
+    + [(256, 9, 1, 16), (256, 7, 1, 8), (256, 8, 1, 16)],
+)
+def test_lines_with_spare_rows(dim, num_rows, num_spare_rows, num_lines):
+    layout = RowLayout(
+        num_rows=num_rows,
+        row_shape=(dim,),
+        line_lanes=128,
+        backend="interpreter",
+        num_spare_rows=num_spare_rows,
+    )
+    assert layout.num_lines == num_lines

@@ -1,0 +1,263 @@
+"""Reads and changes of rows by XLA and by kernels, against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.conftest import needs_kernels
+from tpu_embedding.rows.access import (
+    add_repeatedly,
+    add_to_rows,
+    gather_packed,
+    gather_rows,
+    gather_sums,
+    replace_rows,
+    update_packed,
+)
+from tpu_embedding.rows.kernels.kernel_bodies import KernelBody
+from tpu_embedding.rows.packed_rows import RowLayout, pack_rows, unpack_rows
+from tpu_embedding.types import PADDING_ROW_ID
+
+NUM_ROWS = 37  # fills no line of 42, 8 or 2 rows exactly
+EPS = float(jnp.finfo(jnp.float32).eps)
+
+LAYOUTS = {
+    f"dim{dim}-{lanes or 'natural'}": RowLayout(
+        num_rows=NUM_ROWS, row_shape=(dim,), line_lanes=lanes
+    )
+    for lanes, dims in {None: (1, 3, 200), 128: (1, 3, 16, 100, 128, 200)}.items()
+    for dim in dims
+} | {"scalar": RowLayout(num_rows=NUM_ROWS, row_shape=(), line_lanes=128)}
+KERNEL_LAYOUTS = {
+    f"dim{dim}-kernels": RowLayout(
+        num_rows=NUM_ROWS,
+        row_shape=(dim,),
+        line_lanes=128,
+        backend="interpreter",
+        num_spare_rows=1,
+    )
+    for dim in (16, 128, 256)
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+kernel_layouts = pytest.mark.parametrize(
+    "layout", KERNEL_LAYOUTS.values(), ids=KERNEL_LAYOUTS
+)
+
+jitted_gather = jax.jit(gather_packed)
+jitted_add = jax.jit(add_to_rows)
+jitted_add_repeatedly = jax.jit(add_repeatedly)
+jitted_replace = jax.jit(replace_rows)
+
+
+def integers(layout, num_rows=None, seed=0):
+    shape = (num_rows or layout.num_rows, *layout.row_shape)
+    return np.random.default_rng(seed).integers(-99, 99, shape).astype(np.float32)
+
+
+def check_gather(layout):
+    rows = integers(layout)
+    ids = np.array([36, 0, 0, 7, 8, 36, 35, 37, 41, 1000, PADDING_ROW_ID], np.int32)
+    packed = pack_rows(jnp.array(rows), layout)
+    expected = rows[np.minimum(ids, NUM_ROWS - 1)]
+    gathered = jitted_gather(packed, jnp.array(ids))
+    assert gathered.layout == layout.buffer_layout(len(ids))
+    assert gathered.lines.shape == gathered.layout.lines_shape
+    np.testing.assert_array_equal(unpack_rows(gathered), expected)
+    none = gather_packed(packed, jnp.zeros(0, jnp.int32))
+    assert none.lines.shape == layout.buffer_layout(0).lines_shape
+
+
+@every_layout
+def test_gather(layout):
+    check_gather(layout)
+
+
+@needs_kernels
+@kernel_layouts
+def test_gather_by_kernel(layout):
+    check_gather(layout)
+
+
+@pytest.mark.parametrize("line_lanes", [None, 128])
+def test_rows_read_by_xla_lie_one_in_a_line(line_lanes):
+    layout = RowLayout(num_rows=NUM_ROWS, row_shape=(16,), line_lanes=line_lanes)
+    packed = pack_rows(jnp.array(integers(layout)), layout)
+    gathered = gather_packed(packed, jnp.array([3, 4], jnp.int32))
+    assert gathered.lines.shape == (2, 16)
+
+
+@every_layout
+def test_add_repeatedly(layout):
+    rows = integers(layout)
+    ids = np.array([0, 0, 0, 7, 8, 35, 36, 36, 37, 37, 41, PADDING_ROW_ID], np.int32)
+    values = integers(layout, len(ids), seed=1)
+    values[ids >= NUM_ROWS] = np.nan
+    packed = pack_rows(jnp.array(rows), layout)
+    added = jitted_add_repeatedly(packed, jnp.array(ids), jnp.array(values))
+    assert added.layout == layout
+    np.add.at(rows, ids[:8], values[:8])
+    np.testing.assert_array_equal(unpack_rows(added), rows)
+    # The unused ends of lines stay zero.
+    np.testing.assert_array_equal(added.lines, pack_rows(jnp.array(rows), layout).lines)
+
+
+@every_layout
+def test_add_to_rows_takes_no_order(layout):
+    rows = integers(layout)
+    ids = np.array([36, PADDING_ROW_ID, 0, 37, 12, 11, 37], np.int32)
+    values = integers(layout, len(ids), seed=1)
+    values[ids >= NUM_ROWS] = np.nan
+    packed = pack_rows(jnp.array(rows), layout)
+    added = jitted_add(packed, jnp.array(ids), jnp.array(values))
+    is_row = ids < NUM_ROWS
+    rows[ids[is_row]] += values[is_row]
+    np.testing.assert_array_equal(unpack_rows(added), rows)
+    np.testing.assert_array_equal(added.lines, pack_rows(jnp.array(rows), layout).lines)
+
+
+@needs_kernels
+@kernel_layouts
+def test_add_nothing_by_kernel(layout):
+    packed = pack_rows(jnp.array(integers(layout)), layout)
+    ids = jnp.zeros(0, jnp.int32)
+    added = add_to_rows(packed, ids, jnp.zeros((0, layout.dim)))
+    np.testing.assert_array_equal(added.lines, packed.lines)
+
+
+def replaced(old, new, layout=None, ids=(1,)):
+    """Replaces some rows, all of whose elements are the same."""
+    layout = layout or RowLayout(num_rows=4, row_shape=(3,), line_lanes=128)
+    shape = (len(ids), *layout.row_shape)
+    old, new = (jnp.full(shape, value, jnp.float32) for value in (old, new))
+    rows = jnp.full((layout.num_rows, *layout.row_shape), old.reshape(-1)[0])
+    packed = pack_rows(rows, layout)
+    return unpack_rows(replace_rows(packed, jnp.array(ids, jnp.int32), old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (1.0, 2.5, 2.5),
+        # The difference is exact, or loses less than 8 rounding steps: nothing more.
+        (32.0, 1 + 7 * EPS, 1.0),
+        (64.0, 1 + 8 * EPS, 1.0),
+        (-32.0, -1 - 7 * EPS, -1.0),
+        # It loses more: the remainder is added.
+        (64.0, 1 + 9 * EPS, 1 + 9 * EPS),
+        (1e8, 1.5, 1.5),
+        (-1e8, 1.5, 1.5),
+        (1e8, -1.5, -1.5),
+        (1e30, 1e-30, 1e-30),
+        (1e8, 0.0, 0.0),
+    ],
+)
+def test_replaced_values(old, new, expected):
+    rows = replaced(old, new)
+    np.testing.assert_array_equal(rows[1], np.full(3, expected, np.float32))
+    others = np.asarray(rows)[[0, 2, 3]]
+    np.testing.assert_array_equal(others, np.full((3, 3), old, np.float32))
+
+
+@every_layout
+def test_replace_rows(layout):
+    rows, new = integers(layout), integers(layout, 6, seed=1)
+    rows[36] = 1e9
+    ids = np.array([36, 5, PADDING_ROW_ID, 0, 37, 6], np.int32)
+    old = rows[np.minimum(ids, NUM_ROWS - 1)]
+    old[2], old[4] = np.nan, np.inf
+    new[0] = 0.125
+    packed = pack_rows(jnp.array(rows), layout)
+    after = jitted_replace(packed, jnp.array(ids), jnp.array(old), jnp.array(new))
+    is_row = ids < NUM_ROWS
+    rows[ids[is_row]] = new[is_row]
+    np.testing.assert_array_equal(unpack_rows(after), rows)
+    np.testing.assert_array_equal(after.lines, pack_rows(jnp.array(rows), layout).lines)
+
+
+def test_padding_starts_no_second_addition():
+    # With it, the row below would become 1 + 7 * EPS.
+    layout = RowLayout(num_rows=2, row_shape=(1,))
+    old = jnp.array([[32.0], [1e9]])
+    new = jnp.array([[1 + 7 * EPS], [1.5]])
+    packed = pack_rows(jnp.array([[32.0], [4.0]]), layout)
+    ids = jnp.array([0, PADDING_ROW_ID], jnp.int32)
+    after = unpack_rows(replace_rows(packed, ids, old, new))
+    assert after[:, 0].tolist() == [1.0, 4.0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bfloat16], ids=str)
+def test_replace_rows_of_other_types(dtype):
+    layout = RowLayout(num_rows=5, row_shape=(3,), line_lanes=128)
+    rows = jnp.arange(15).reshape(5, 3).astype(dtype)
+    ids = jnp.array([4, 1], jnp.int32)
+    new = jnp.array([[100, -7, 0], [3, 3, 3]]).astype(dtype)
+    after = replace_rows(pack_rows(rows, layout), ids, rows[ids], new)
+    assert after.lines.dtype == dtype
+    np.testing.assert_array_equal(unpack_rows(after), rows.at[ids].set(new))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dim", [128, 256])
+def test_sums_within_the_kernel_that_reads(dim):
+    layout = RowLayout(
+        num_rows=NUM_ROWS, row_shape=(dim,), line_lanes=128, backend="interpreter"
+    )
+    rows = integers(layout)
+    sizes, valences = [8, 16], [3, 1]
+    ids = np.random.default_rng(2).integers(0, NUM_ROWS, 40).astype(np.int32)
+    ids[::9] = PADDING_ROW_ID  # read as the last row
+    packed = pack_rows(jnp.array(rows), layout)
+    summed, single = gather_sums(packed, jnp.array(ids), sizes, valences)
+    values = rows[np.minimum(ids, NUM_ROWS - 1)]
+    np.testing.assert_array_equal(summed, values[:24].reshape(3, 8, dim).sum(axis=0))
+    np.testing.assert_array_equal(single, values[24:])
+
+
+def count_and_add(sums, gradient, row, slot, count, rate):
+    """A rule: steps along the gradient, sums gradients, and counts updates."""
+    del sums
+    return [row - rate * gradient, slot + gradient, count + 1.0]
+
+
+@needs_kernels
+@kernel_layouts
+@pytest.mark.parametrize("num_ids", [0, 7, 128, 130])
+def test_update_packed(layout, num_ids):
+    table, slot = integers(layout), integers(layout, seed=1)
+    generator = np.random.default_rng(3)
+    ids = np.full(num_ids, PADDING_ROW_ID, np.int32)
+    num_used = min(num_ids, 20)
+    used = generator.permutation(NUM_ROWS)[:num_used]
+    if num_ids:
+        used[0] = NUM_ROWS - 1 if NUM_ROWS - 1 not in used else used[0]
+    where = generator.permutation(num_ids)[:num_used]
+    ids[where] = used
+    gradients = integers(layout, num_ids or 1, seed=4)[:num_ids]
+    counts = np.arange(num_ids, dtype=np.float32)
+    buffer_layout = layout.buffer_layout(num_ids)
+    arrays, row_scalars = update_packed(
+        KernelBody(run=count_and_add),
+        [pack_rows(jnp.array(x), layout) for x in (table, slot)],
+        jnp.array(ids),
+        pack_rows(jnp.array(gradients), buffer_layout),
+        [jnp.float32(2.0)],
+        [jnp.array(counts)],
+    )
+    table[used] -= 2 * gradients[where]
+    slot[used] += gradients[where]
+    assert [packed.layout for packed in arrays] == [layout, layout]
+    np.testing.assert_array_equal(unpack_rows(arrays[0]), table)
+    np.testing.assert_array_equal(unpack_rows(arrays[1]), slot)
+    (new_counts,) = row_scalars
+    assert new_counts.shape == (num_ids,)
+    np.testing.assert_array_equal(new_counts[where], counts[where] + 1)
+
+
+def test_gather_in_a_compiled_step_equals_the_eager_one():
+    layout = LAYOUTS["dim3-128"]
+    packed = pack_rows(jnp.array(integers(layout)), layout)
+    ids = jnp.arange(40, dtype=jnp.int32)
+    np.testing.assert_array_equal(
+        jax.jit(gather_rows)(packed, ids), gather_rows(packed, ids)
+    )
