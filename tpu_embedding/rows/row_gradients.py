@@ -7,7 +7,7 @@ fills it, an update applies it round by round, and neither runs the other's code
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -54,6 +54,7 @@ class PackedRowGradients:
         return RowUpdates(row_ids=self.row_ids, values=unpack_rows(values))
 
 
+@runtime_checkable
 class FoldRounds(Protocol):
     """Folds a function over the gradients of the rounds after the first."""
 
