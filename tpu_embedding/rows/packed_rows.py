@@ -130,7 +130,8 @@ class PackedRows:
       layout: packing of the rows of one shard.
     """
 
-    lines: Array
+    # Any: leaves of a pytree may be arrays, shapes or shardings.
+    lines: Any
     layout: RowLayout = dataclasses.field(metadata={"static": True})
 
 
