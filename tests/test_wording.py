@@ -17,7 +17,6 @@ OPENINGS = ("What", "Whether", "How", "Which")
 # Names that the package had and readers could not guess, with those that it has now.
 OLD_NAMES = {
     "among": "table_rows_context",
-    "note": "request_mode",
     "Last": "MustBeLast",
     "FEWEST_IDS": "ID_ALIGNMENT",
     "on_their_way": "buffer_layout",

@@ -12,7 +12,7 @@ element on its own, handle lines as they are. `access.py` reads and changes rows
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +119,7 @@ class RowLayout:
         )
 
 
+@no_type_check  # It also holds shapes and shardings in place of arrays.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedRows:
