@@ -132,7 +132,7 @@ def route_all(dedup: Dedup, size: RoundSize, stack: StackPlan) -> Round:
 def count_lines(
     num_rows: Int[Array, " shards"], size: RoundSize
 ) -> Int[Array, " shards"]:
-    """Returns the number of lines that hold so many rows in a ragged exchange."""
+    """Returns the number of lines that hold `num_rows` rows in a ragged exchange."""
     return (num_rows + size.rows_per_line - 1) // size.rows_per_line
 
 

@@ -75,7 +75,7 @@ def every_row(
     row. The result equals that of the same optax transformation on the dense gradient.
     Each step costs a pass over the table and its slot variables, in place.
 
-    A rule that treats each element for itself (SGD, Adam, ...) needs no more memory.
+    An elementwise rule (SGD, Adam, ...) needs no more memory.
     Any other rule, and one with `gradient_steps`, keeps a gradient of the table's size
     in its state.
 

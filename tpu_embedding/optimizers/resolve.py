@@ -179,7 +179,7 @@ def _do_the_same(first: TracedRule, second: TracedRule) -> bool:
 
 
 def _is_elementwise(transformation: optax.GradientTransformation) -> bool:
-    """Returns whether each element is treated for itself, with slots of its own."""
+    """Returns True if the rule is elementwise, and so are its slot variables."""
     try:
         check_elementwise(transformation)
     except NotRowLocalError:

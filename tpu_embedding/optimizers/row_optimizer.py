@@ -23,7 +23,7 @@ class RowOptimizer:
         summed, and the rule also asks for the norm of all of them.
       gradient_steps: number of steps whose gradients are summed before the rule runs.
       keeps_gradient: whether the state holds a dense gradient. It does for rules for
-        every row that collect gradients, or do not treat each element for itself.
+        every row that collect gradients, or are not elementwise.
       takes_totals: whether the rule asks for totals over the rows of a table.
       table_name: the only table that the rule is for; None: any table.
     """

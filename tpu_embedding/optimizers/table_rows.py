@@ -1,7 +1,7 @@
 """Answers questions of a rule about its rows, such as totals over the whole table.
 
 A rule is given the rows `[rows, dim]` that it updates: the touched rows of one shard
-and round, or a block of all rows. Most rules treat each row for itself. Adafactor and a
+and round, or a block of all rows. Most rules treat each row separately. Adafactor and a
 few others need totals over the rows of a whole table. They ask `table_rows`, which
 knows the table of each row, and sums over shards and rounds. On a dense array, outside
 of the layer, all rows are present and belong to one table.

@@ -95,7 +95,7 @@ class StackPlan:
         return self.optimizer is not None and self.optimizer.duplicates != "sum"
 
     def round_size(self, max_unique_ids: int) -> RoundSize:
-        """Returns the sizes of a round for so many ids per shard."""
+        """Returns the buffer sizes of a round, for at most this many ids per shard."""
         rows_per_line = self.layout.buffer_layout(1).rows_per_line
         lane_alignment_min_ids = (
             LANE_ALIGNMENT_MIN_IDS
@@ -156,7 +156,7 @@ class EmbeddingPlan:
       features: in the order of the leaves of the user's nest.
       feature_tree: the nest.
       mesh: devices; tables and batches are sharded over all its axes.
-      hardware: of these devices.
+      hardware: of the mesh's devices.
 
     Example:
       >>> import tpu_embedding as te

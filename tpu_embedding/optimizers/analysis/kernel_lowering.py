@@ -1,9 +1,9 @@
 """Lowers an optimizer rule to a kernel body, and scalars that are computed outside it.
 
 A SparseCore computes with vectors of a few elements, and knows some operations only. So
-a traced rule is split in two. XLA computes what belongs to no row, such as a learning
-rate that falls with the step, or a bias correction. The results are scalars, and the
-kernel takes them. The kernel does all the rest to each vector of a row. A value of the
+a traced rule is split in two. XLA computes the values that belong to no row, such as a
+learning rate that falls with the step, or a bias correction. They are scalars, which
+the kernel receives. The kernel does the rest, vector by vector. A value of the
 row as a whole, such as its mean square, fills a vector of its own. For a sum over the
 row, the kernel first goes through all vectors of the row.
 """

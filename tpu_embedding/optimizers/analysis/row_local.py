@@ -1,4 +1,4 @@
-"""Checks that an optimizer rule treats each row of a table for itself.
+"""Checks that an optimizer rule treats each row of a table separately.
 
 A table's gradient reaches its owner as `[rows, dim]` with the touched rows only, in
 several pieces if ids are skewed. A rule is right on such pieces if it is row-local:
@@ -108,7 +108,7 @@ def whole_rows_reason(optimizer: Rule, dim: int, lanes: int) -> str | None:
       >>> whole_rows_reason(optax.adam(0.1), 32, 128) is None
       True
       >>> whole_rows_reason(optax.centralize(), 32, 128)
-      "operation 'reduce_sum' does not treat each element for itself"
+      "operation 'reduce_sum' is not elementwise"
     """
     updates: list[Program] = []
     for width in (dim, lanes):
@@ -120,7 +120,7 @@ def whole_rows_reason(optimizer: Rule, dim: int, lanes: int) -> str | None:
         operation = _first_not_elementwise(trace.update)
         if operation is not None:
             return (
-                f"operation {operation.name!r} does not treat each element for itself"
+                f"operation {operation.name!r} is not elementwise"
             )
         updates.append(trace.update)
 
@@ -163,7 +163,7 @@ def _check(optimizer: Rule, row_shape: tuple[int, ...]) -> TracedRule:
                 f"{operation!r}, which mixes rows of a table, but only the rows of "
                 "this step's ids, spread over shards, are there. Global norms, trust "
                 "ratios, factored moments, noise and counts of finite values do this. "
-                "Use transformations that treat each row for itself, or apply this "
+                "Use transformations that treat each row separately, or apply this "
                 "one to the dense parameters only."
             )
     if not trace.returns_rows:

@@ -1,9 +1,10 @@
 """The traced rule, from which all analyses of an optimizer are read off.
 
 A rule is a pair of functions of dense rows. `trace_rule` traces both once, for rows of
-a given shape, and keeps what came of it; the other modules of this folder ask whether
-the rule is row-local, takes totals, runs on lines or in a kernel, and what its slot
-variables are. Tracing happens outside of any mesh, so a trace serves all of them.
+a given shape, and keeps the programs. The other modules of this folder read answers off
+them: is the rule row-local, does it take totals, does it run on lines or in a kernel,
+and which parts of its state are slot variables. Tracing happens outside of any mesh, so
+one trace serves all meshes.
 """
 
 import dataclasses
