@@ -21,8 +21,8 @@ from tpu_embedding.nn import Gradients as Gradients
 from tpu_embedding.nn import Optimizer as Optimizer
 from tpu_embedding.nn import TPUEmbedding as TPUEmbedding
 from tpu_embedding.nn import value_and_grad as value_and_grad
-from tpu_embedding.plan.plan import EmbeddingPlan as EmbeddingPlan
 from tpu_embedding.plan.make_plan import make_plan as make_plan
+from tpu_embedding.plan.plan import EmbeddingPlan as EmbeddingPlan
 from tpu_embedding.tables.initial_values import init_tables as init_tables
 from tpu_embedding.tables.table_values import unstack_tables as unstack_tables
 from tpu_embedding.tables.table_values import with_table_values as with_table_values

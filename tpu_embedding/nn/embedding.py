@@ -2,9 +2,9 @@
 
 `tpu_embedding.functional` does the arithmetic. The layer adds a path for derivatives. A
 table's gradient is sparse, not an array of the table's shape, so `nnx.grad` cannot
-return it. `tpu_embedding.value_and_grad` therefore records each call. It hands the layer
-a *tap* per activation, whose derivative equals the activation's, and keeps the routing
-of the lookup.
+return it. `tpu_embedding.value_and_grad` therefore records each call. It hands the
+layer a *tap* per activation, whose derivative equals the activation's, and keeps the
+routing of the lookup.
 """
 
 from typing import Any, Literal

@@ -119,9 +119,7 @@ def whole_rows_reason(optimizer: Rule, dim: int, lanes: int) -> str | None:
             return "it takes totals over the rows of a table"
         operation = _first_not_elementwise(trace.update)
         if operation is not None:
-            return (
-                f"operation {operation.name!r} is not elementwise"
-            )
+            return f"operation {operation.name!r} is not elementwise"
         updates.append(trace.update)
 
     def same_shape(first: Shape, second: Shape) -> bool:
