@@ -41,8 +41,9 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
         if name not in found:
             raise ValueError(
                 f"The state holds no hyper-parameter {name!r} that can be set. Make "
-                f"the optimizer by optax.inject_hyperparams(optimizer)({name}=...), with "
-                "a scalar and not a schedule."
+                "the optimizer by "
+                f"optax.inject_hyperparams(optimizer)({name}=...), with a scalar and "
+                "not a schedule."
             )
     return state
 
