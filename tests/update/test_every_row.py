@@ -1,6 +1,5 @@
 """A rule on every row, block by block, against NumPy on the dense gradient."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -220,20 +219,9 @@ def test_rules_without_totals_need_no_second_pass(monkeypatch):
     tables, states = start(plan, stack, integers((9, 3)))
     gradient = rounds_of([(gradients_of([8, 2], integers((2, 3))), None)])
     runs.clear()
-    jax.eval_shape(
-        lambda table, state: sharded_once(plan, stack, table, state, gradient),
-        tables[0],
-        states[0],
-    )
+    sharded(
+        plan,
+        lambda table, state: apply_to_every_row(table, state, gradient, stack, plan),
+    )(tables, states)
     # The block of the rest, and that of the loop.
     assert sorted(set(runs)) == [(1, 3), (4, 3)]
-
-
-def sharded_once(plan, stack, table, state, gradient):
-    return jax.shard_map(
-        lambda table, state: apply_to_every_row(table, state, gradient, stack, plan),
-        mesh=plan.mesh,
-        in_specs=jax.sharding.PartitionSpec(),
-        out_specs=jax.sharding.PartitionSpec(),
-        check_vma=False,
-    )(table, state)

@@ -4,7 +4,6 @@ The rules compute on small integers and halves, which float32 does exactly. So a
 compares with equality, and its reference is a few lines of NumPy.
 """
 
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -282,9 +281,13 @@ def sharded(plan, function):
       A function of lists, each with one pytree per device, that returns such a list.
     """
 
+    trees = {}
+
     def run(stacked):
-        results = function(*jax.tree.map(lambda x: x[0], stacked))
-        return jax.tree.map(lambda x: jnp.asarray(x)[None], results)
+        # Only the leaves have an axis of devices: a type may fix their shapes.
+        items = trees["arguments"].unflatten([leaf[0] for leaf in stacked])
+        leaves, trees["results"] = jax.tree.flatten(function(*items))
+        return [jnp.asarray(leaf)[None] for leaf in leaves]
 
     mapped = jax.jit(
         jax.shard_map(
@@ -297,13 +300,13 @@ def sharded(plan, function):
     )
 
     def call(*per_shard):
-        stacked = tuple(
-            jax.tree.map(lambda *leaves: np.stack(leaves), *items)
-            for items in per_shard
-        )
-        results = jax.tree.map(np.asarray, mapped(stacked))
+        shards = [jax.tree.flatten(items) for items in zip(*per_shard, strict=True)]
+        trees["arguments"] = shards[0][1]
+        leaves = zip(*(leaves for leaves, _ in shards), strict=True)
+        results = mapped([jnp.asarray(np.stack(parts)) for parts in leaves])
+        results = [np.asarray(leaf) for leaf in results]
         return [
-            jax.tree.map(operator.itemgetter(shard), results)
+            trees["results"].unflatten([jnp.asarray(leaf[shard]) for leaf in results])
             for shard in range(plan.num_shards)
         ]
 
