@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from tpu_embedding import optimizers as opt
-from tpu_embedding.optimizers.modes import EveryRow, InSequence, requested_modes
 from tpu_embedding.optimizers.rules.rowwise import scale_by_row_trust_ratio
 
 ROWS = np.float32(
@@ -479,25 +478,3 @@ def test_frequency_weights_follow_the_equation():
     np.testing.assert_allclose(opt.frequency_weights(deltas, 8.0), [1.0, 0.25])
     gradient = jax.grad(lambda x: opt.frequency_weights(x, 8.0).sum())(deltas)
     np.testing.assert_array_equal(gradient, [0, 0])
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, []),
-        ({"lazy_adam": False}, [EveryRow(1)]),
-        ({"use_gradient_accumulation": False}, [InSequence()]),
-    ],
-    ids=str,
-)
-def test_adam_asks_for_the_rows_that_it_moves(options, expected):
-    optimizer: Any = opt.adam(0.1, **options)
-    rows = jnp.ones((2, 3))
-    with requested_modes() as modes:
-        optimizer.update(rows, optimizer.init(rows), rows)
-    assert modes == expected
-
-
-def test_adam_refuses_to_move_every_row_once_per_occurrence():
-    with pytest.raises(ValueError, match="use_gradient_accumulation must be True"):
-        opt.adam(0.1, lazy_adam=False, use_gradient_accumulation=False)
