@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -297,7 +298,7 @@ def test_synthetic_batches_depend_on_seed_and_step_alone():
     )
     again.train_batch(1)
     expected = first.train_batch(2)
-    jax.tree.map(np.testing.assert_array_equal, again.train_batch(2), expected)
+    chex.assert_trees_all_equal(again.train_batch(2), expected)
     assert (reseeded.train_batch(2).dense != expected.dense).any()
     assert (first.train_batch(1).dense != expected.dense).any()
 

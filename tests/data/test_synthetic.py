@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ def small(**changes):
 
 
 def assert_same(left, right):
-    jax.tree.map(np.testing.assert_array_equal, left, right)
+    chex.assert_trees_all_equal(left, right)
 
 
 def held_out(data):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,11 +89,7 @@ def check_traced(make, *, static_args=(), dim=DIM, **hyperparameters):
     state, injected_rows = _run(injected, dim)
     assert state.hyperparams
     # float32 hyper-parameters instead of float64: `1 - 0.999` differs by 1e-5.
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
-        injected_rows,
-        plain_rows,
-    )
+    chex.assert_trees_all_close(injected_rows, plain_rows, rtol=1e-4, atol=1e-5)
 
 
 def _run(optimizer: Any, dim: int) -> tuple[Any, Any]:
