@@ -325,6 +325,7 @@ def test_layout_is_part_of_the_static_shape():
 few_layouts = pytest.mark.parametrize(
     "layout",
     [LAYOUTS[name] for name in ("dim1-128", "dim3-128", "dim16-natural", "dim16-128")]
+    + [LAYOUTS["dim24-128"]]
     + [LAYOUTS[name] for name in ("dim200-128", "scalar-natural")],
     ids=lambda layout: f"{layout.row_shape}-{layout.line_lanes}",
 )
@@ -366,7 +367,8 @@ def test_the_last_row_is_cleared(layout, num_rows):
     "sizes", [[16, 8, 32], [5], [3, 1, 9], [8, 3], [1, 8]], ids=str
 )
 @pytest.mark.parametrize(
-    ("dim", "lanes"), [(1, 128), (16, 128), (200, 128), (16, None), (24, None)]
+    ("dim", "lanes"),
+    [(1, 128), (16, 128), (200, 128), (16, None), (24, None), (24, 128)],
 )
 def test_rows_of_several_arrays_follow_each_other(dim, lanes, sizes):
     rows = random_rows(RowLayout(num_rows=sum(sizes), row_shape=(dim,)))
@@ -377,12 +379,14 @@ def test_rows_of_several_arrays_follow_each_other(dim, lanes, sizes):
     np.testing.assert_array_equal(packed.lines, pack(rows, layout).lines)
 
 
-@pytest.mark.parametrize("num_places", [2, 8])
-def test_values_of_rows_by_lane(num_places):
-    columns = list(np.arange(3 * num_places).reshape(num_places, 3))
-    result = broadcast_to_lanes([jnp.asarray(column) for column in columns], 16)
-    expected = np.repeat(np.stack(columns, axis=1), 16 // num_places, axis=1)
-    np.testing.assert_array_equal(result, expected)
+@pytest.mark.parametrize("dim", [2, 3, 5, 8, 16])
+def test_values_of_rows_by_lane(dim):
+    layout = RowLayout(num_rows=9, row_shape=(dim,), line_lanes=16)
+    columns = list(np.arange(3 * (16 // dim)).reshape(16 // dim, 3))
+    result = broadcast_to_lanes([jnp.asarray(column) for column in columns], layout)
+    expected = np.repeat(np.stack(columns, axis=1), dim, axis=1)
+    assert result.shape == (3, 16)
+    np.testing.assert_array_equal(result[:, : expected.shape[1]], expected)
 
 
 @pytest.mark.parametrize("backend", ["xla", "interpreter"])

@@ -101,7 +101,7 @@ class SampleLines:
         k = self.layout.rows_per_line
         by_place = gains.reshape(-1, k, self.lines_per_feature)
         columns = [by_place[:, place].reshape(-1) for place in range(k)]
-        return broadcast_to_lanes(columns, self.layout.lanes)
+        return broadcast_to_lanes(columns, self.layout)
 
 
 def sample_lines(backends: BatchBackends, layout: RowLayout) -> SampleLines | None:

@@ -79,6 +79,11 @@ class RowLayout:
         return round_up(self.dim, self.line_lanes)
 
     @property
+    def rows_fill_lines(self) -> bool:
+        """True if the rows of a line leave no lane unused."""
+        return self.rows_per_line * self.dim == self.lanes
+
+    @property
     def num_lines(self) -> int:
         """Lines per shard."""
         num_lines = -(-(self.num_rows + self.num_spare_rows) // self.rows_per_line)
@@ -165,7 +170,9 @@ def concatenate_rows(parts: Sequence[Array], layout: RowLayout) -> PackedRows:
       parts: the rows.
       layout: of all rows together.
     """
-    fill_lines = all(part.shape[0] % layout.rows_per_line == 0 for part in parts)
+    fill_lines = layout.rows_fill_lines and all(
+        part.shape[0] % layout.rows_per_line == 0 for part in parts
+    )
     if layout.rows_per_line == 1 or not fill_lines:
         return pack_rows(jnp.concatenate(parts), layout)
     lines = [part.reshape(-1, layout.lanes) for part in parts]
@@ -199,20 +206,20 @@ def clear_last_row(packed: PackedRows) -> PackedRows:
     return PackedRows(lines=lines, layout=layout)
 
 
-def broadcast_to_lanes(columns: Sequence[Array], lanes: int) -> Array:
+def broadcast_to_lanes(columns: Sequence[Array], layout: RowLayout) -> Array:
     """Repeats one value per row over the lanes of that row.
 
     Args:
       columns: `[lines]` for each place of a line: the values of the rows that lie at
-        this place. The places fill the line.
-      lanes: of a line.
+        this place.
+      layout: of these rows.
 
     Returns:
       `[lines, lanes]`.
     """
-    place_of_lane = jnp.arange(lanes, dtype=jnp.int32) // (lanes // len(columns))
+    place_of_lane = jnp.arange(layout.lanes, dtype=jnp.int32) // layout.dim
     # Place by place: XLA:TPU would write the result of a reshape of lanes to memory.
-    result = columns[-1][:, None]
+    result = jnp.broadcast_to(columns[-1][:, None], (len(columns[-1]), layout.lanes))
     for place, column in enumerate(columns[:-1]):
         result = jnp.where(place_of_lane[None, :] == place, column[:, None], result)
     return result
@@ -232,4 +239,4 @@ def _values_by_lane(values: Array, layout: RowLayout) -> Any:
     is_mask = values.dtype == bool
     by_place = gather_in_bounds(values.astype(jnp.int32) if is_mask else values, rows)
     columns = jnp.split(by_place.astype(values.dtype), layout.rows_per_line)
-    return broadcast_to_lanes(columns, layout.lanes)
+    return broadcast_to_lanes(columns, layout)
