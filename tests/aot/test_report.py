@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.conftest import mesh_of, needs_kernels
 from tpu_embedding import aot
 from tpu_embedding.aot.cost import program_cost
 from tpu_embedding.aot.hlo import parse_module
@@ -150,12 +150,17 @@ def test_run_configs(name, topology, settings):
 
 
 @pytest.mark.tpu_compiler
-def test_large_tables_on_sparse_core():
+@pytest.mark.parametrize(
+    "kernels",
+    ["xla", pytest.param("sparse_core", marks=(needs_kernels, pytest.mark.full))],
+)
+def test_large_tables_on_sparse_core(kernels):
     settings = (*SMALL_DLRM, "data.vocabulary_size=2000000", "model.dim=128")
+    settings += (f"kernels={kernels}",)
     report = report_on("dlrm", "v5p:2x2x1", *settings)
     steady = [o for o in report.traffic.sparse_core if o.runs == "every step"]
     classes = [o.operation_class for o in steady]
-    if jax.__version_info__ >= (0, 12):
+    if kernels == "sparse_core":
         # Rows of ids, those of samples, cotangents to places, table and slots.
         assert classes.count("custom call") >= 4
         names = {part for o in steady for part in o.op_name.split("/")}
@@ -163,7 +168,7 @@ def test_large_tables_on_sparse_core():
     else:
         assert classes.count("gather") >= 2  # table and slots
         assert classes.count("scatter") >= 2
-        assert any("packed_rows.py:" in o.source for o in steady)
+        assert any("access.py:" in o.source for o in steady)
     assert not any(o.source.startswith("/") for o in steady)
     assert report.traffic.table_copies == report.traffic.table_moves == ()
     # 13 million rows of 512 bytes a device, of which a step moves some thousand.
