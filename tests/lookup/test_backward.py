@@ -61,9 +61,10 @@ def run_stack(plan):
                 is_outside |= updates.row_ids >= row_range.end_row
                 outside += jnp.sum(is_used & is_outside)
                 ends = ends.at[turn].set(jnp.stack(row_range))
-            if gradients.occurrence_squares is not None:
-                of_rows, values = gradients.occurrence_squares
-                squares = squares.at[of_rows].add(values, mode="drop")
+            occurrences = gradients.occurrences
+            if occurrences is not None:
+                of_ids = jnp.sum(jnp.square(occurrences.values), axis=1)
+                squares = squares.at[occurrences.row_ids].add(of_ids, mode="drop")
             return sums, visits, ends, squares, outside, turn + 1
 
         carry = (
@@ -194,7 +195,7 @@ def test_squares_of_occurrences(num_shards):
         assert rounds[0, 0] == 1
         occurrences = occurrences_of(ids, weights, cotangents, num_shards)
         for owner in range(num_shards):
-            row_ids = first.occurrence_squares[0][owner]
+            row_ids = first.occurrences.row_ids[owner]
             for row in range(ROWS_PER_SHARD):
                 of_row = occurrences[owner][row]
                 # Summed for the rule, and each once for the norm.
@@ -212,7 +213,7 @@ def test_gradients_in_the_order_of_occurrences(num_shards):
     for case in CASES:
         rows, ids, weights, cotangents = inputs_of(num_shards, case)
         _, first, _, _ = run(rows, ids, weights, cotangents)
-        assert first.occurrence_squares is None
+        assert first.occurrences is None
         occurrences = occurrences_of(ids, weights, cotangents, num_shards)
         for owner in range(num_shards):
             for row in range(ROWS_PER_SHARD):

@@ -344,8 +344,8 @@ def test_printed_plan():
     reason = "the default; make_plan(kernels=...) chooses kernels"
     assert cells == [
         ["stack", "direction", "backend", "why"],
-        ["stack_0", "read, pool, spread, update", "xla", reason],
-        ["stack_1", "read, pool, spread, update", "xla", reason],
+        ["stack_0", "read, pool, spread, update, write", "xla", reason],
+        ["stack_1", "read, pool, spread, update, write", "xla", reason],
     ]
     cells = [re.split(r"\s{2,}", line) for line in lines]
     assert cells[0][:5] == ["stack", "table", "rows", "dim", "first row"]

@@ -146,7 +146,9 @@ def test_kernels_reach_slots_that_are_like_the_table(row_shape, dtype, backend):
     )
     slot = layout.slot_layout(jax.ShapeDtypeStruct(row_shape, dtype))
     assert slot.row_shape == row_shape
-    assert (slot.backend, slot.num_spare_rows) == (backend, int(backend != "xla"))
+    assert slot.backend == backend
+    # A pass over all lines needs slots of as many lines as the table has.
+    assert slot.num_spare_rows == int(row_shape == (16,))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import tpu_embedding as te
+from tests.conftest import mesh_of, needs_kernels
+from tests.optimizers.rule_cases import initial_state, one_table_plan, update
 from tests.update.update_cases import Counted, counted, integers, packed
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.rows.packed_rows import RowLayout, unpack_rows
@@ -116,3 +120,24 @@ def test_blocks_of_the_pass_fit_caches():
     """4 MiB of float32 each."""
     assert every_element._LINES_PER_BLOCK * 128 * 4 == 4 * 2**20
     assert every_element._VALUES_PER_BLOCK * 4 == 4 * 2**20
+
+
+@needs_kernels
+def test_bfloat16_slots_have_the_spare_row_of_their_table(monkeypatch):
+    """The pass slices table and slots alike, the last and shorter block, too."""
+    monkeypatch.setattr(every_element, "_LINES_PER_BLOCK", 7)
+    optimizer = te.optimizers.every_row(optax.adam(0.1, mu_dtype=jnp.bfloat16))
+    results = []
+    for kernels in ("xla", "interpreter"):
+        plan = one_table_plan(
+            *(optimizer, 64, 32, mesh_of(1)),
+            hardware=te.hardware_by_name("v5p"),
+            kernels=kernels,
+        )
+        tables, slots = initial_state(plan, integers((64, 32)))
+        for seed in (1, 2):
+            ids = np.int32([0, 5, 63, 63])
+            tables, slots = update(tables, slots, ids, integers((4, 32), seed), plan)
+        results.append(te.unstack_tables(tables, plan)["table"])
+    # Duplicates are summed in another order.
+    np.testing.assert_allclose(*results, rtol=1e-6, atol=1e-6)

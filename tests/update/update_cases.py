@@ -18,10 +18,9 @@ from tpu_embedding.optimizers.table_rows import table_rows
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, pack_rows, unpack_rows
 from tpu_embedding.rows.row_gradients import (
     GradientRounds,
-    OccurrenceSquares,
     PackedRowGradients,
 )
-from tpu_embedding.types import PADDING_ROW_ID, RowRange
+from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 
 NASTY = np.float32([-0.0, np.inf, -np.inf, np.nan, 1e38, 2e-38])
 """Values that an addition of anything but -0.0, or a product with 0, would change."""
@@ -222,11 +221,13 @@ def gradients_of(row_ids, values, *, table_layout=None, occurrences=None):
     layout = layout.buffer_layout(len(row_ids))
     if occurrences is not None:
         ids, squares = occurrences
-        occurrences = OccurrenceSquares(jnp.int32(ids), jnp.float32(squares))
+        # As many ones as the squared norm.
+        ones = np.arange(64) < np.asarray(squares)[:, None]
+        occurrences = RowUpdates(row_ids=jnp.int32(ids), values=jnp.float32(ones))
     return PackedRowGradients(
         row_ids=jnp.asarray(row_ids),
         values=pack_rows(jnp.float32(values), layout),
-        occurrence_squares=occurrences,
+        occurrences=occurrences,
     )
 
 

@@ -33,9 +33,12 @@ from tpu_embedding.aot.hlo import parse_module
 from tpu_embedding.aot.program import row_layouts
 from tpu_embedding.aot.timeline import Timeline, make_timeline
 from tpu_embedding.aot.traffic import Traffic
+from tpu_embedding.functional import lookup
 from tpu_embedding.hardware import HardwareInfo, num_slices_of
+from tpu_embedding.plan.memory import format_table
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tables.initial_values import init_tables
 
 PARTS: Final[tuple[Part, ...]] = ("embedding", "dense", "unattributed")
 
@@ -182,7 +185,7 @@ class CompileReport:
       num_devices: number of devices of all slices.
       hardware: hardware of the devices, with the compiler options of the step.
       versions: package versions of jax, jaxlib and libtpu.
-      plan: printed plan of the layer.
+      plan: printed plan of the layer, with the backends for the batch.
       memory: memory of the step, and its fit.
       floor: minimum traffic of the embedding part; see `floor.py`.
       traffic: modelled traffic of the program; None if the step does not fit.
@@ -213,6 +216,29 @@ class CompileReport:
         values["versions"] = dict(self.versions)
         values["hardware"]["compiler_options"] = dict(self.hardware.compiler_options)
         return json.loads(json.dumps(values))
+
+
+def describe_plan_for(plan: EmbeddingPlan, features: Any) -> str:
+    """Returns the printed plan, and the backends that a batch of this shape gets.
+
+    Args:
+      plan: plan of the layer.
+      features: what the layer looks up, as `jax.ShapeDtypeStruct`s.
+    """
+    if all(stack.backends.pool.backend == "xla" for stack in plan.stacks):
+        return str(plan)
+    rows: list[tuple[str, ...]] = [("stack", "direction", "backend", "for this batch")]
+
+    def look_up(tables: Any, features: Any) -> Any:
+        result = lookup(tables, features, plan)
+        for name, routing in result.routing.stacks.items():
+            rows.append((name, "pool", *routing.backends.pool))
+            rows.append((name, "spread", *routing.backends.spread))
+        return result.activations
+
+    tables = jax.eval_shape(lambda: init_tables(plan, jax.random.key(0)))
+    jax.eval_shape(look_up, tables, features)
+    return f"{plan}\n\n{format_table(rows, num_left_aligned=4)}"
 
 
 def compile_report(
@@ -289,7 +315,7 @@ def compile_report(
         num_devices=plan.num_shards,
         hardware=plan.hardware,
         versions=_versions(),
-        plan=str(plan),
+        plan=describe_plan_for(plan, batch if features is None else features),
         memory=_memory(compiled, refusal, state, batch, plan),
         floor=cost_of(minimum, plan.hardware),
         traffic=traffic,

@@ -27,7 +27,6 @@ from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import (
     GradientRounds,
-    OccurrenceSquares,
     PackedRowGradients,
 )
 from tpu_embedding.types import RowRange
@@ -171,11 +170,10 @@ def _send_to_owners(
             return received
         case "norm":
             # Each occurrence arrived separately.
-            squares = jnp.sum(jnp.square(received.as_row_updates().values), axis=1)
             max_rows = min(row_ids.shape[0], stack.rows_per_shard)
             return dataclasses.replace(
                 merge(row_ids, received.values, max_rows),
-                occurrence_squares=OccurrenceSquares(row_ids, squares),
+                occurrences=received.as_row_updates(),
             )
     if stack.num_shards == 1:
         return received

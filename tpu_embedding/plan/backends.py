@@ -3,18 +3,17 @@
 This is the only place that decides between XLA and Pallas kernels. `choose_backends`
 decides once per stack, when the plan is made. Two directions also depend on the batch:
 `choose_for_batch` decides for these when a lookup is traced, and its choice travels
-with the lookup to the backward pass. Every choice carries its reason, which
-`print(plan)` and the compile report show.
+with the lookup to the backward pass. Every choice carries its reason. `print(plan)`
+shows those of the stack, and the compile report those of its batch, too.
 
 Kernels have not run on a TPU yet, so XLA is the default on every device, and kernels
 are chosen by name.
 """
 
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, NamedTuple, get_args
 
 import jax
-import jax.numpy as jnp
 
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.optimizers.analysis.kernel_lowering import Refusal, lower_to_kernel
@@ -30,10 +29,8 @@ from tpu_embedding.rows.packed_rows import Backend, RowLayout
 BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
 """Values of `make_plan(kernels=...)`."""
 
-Direction = Literal["read", "pool", "spread", "update"]
-
 _DEFAULT: Final = "the default; make_plan(kernels=...) chooses kernels"
-_REQUESTED: Final = "requested by kernels=..."
+_REQUESTED: Final = "requested"
 
 
 class BackendChoice(NamedTuple):
@@ -53,13 +50,15 @@ class StackBackends(NamedTuple):
       read: gathers rows of the table for the exchange.
       pool: sums gathered rows into samples. A kernel does where the batch allows it.
       spread: distributes cotangents to rows. A kernel does where the batch allows it.
-      update: applies the optimizer's rule to touched rows.
+      update: runs the optimizer's rule on touched rows, and writes them.
+      write: adds to rows where no kernel runs the update.
     """
 
     read: BackendChoice
     pool: BackendChoice
     spread: BackendChoice
     update: BackendChoice
+    write: BackendChoice
 
 
 class FeatureBatch(NamedTuple):
@@ -90,8 +89,8 @@ class BatchBackends(NamedTuple):
     """The choices for one stack and one batch shape. Static.
 
     Attributes:
-      samples_per_feature: samples of each feature, if samples share lines in the
-        pooled activations and the cotangents; None: one sample per row.
+      samples_per_feature: samples of each feature, if samples share lines while rows
+        are pooled and cotangents are spread; None: one sample per line.
       pool: as in `StackBackends`.
       spread: as in `StackBackends`.
     """
@@ -154,11 +153,11 @@ def choose_backends(
     """
     if requested == "xla":
         choice = BackendChoice("xla", _DEFAULT)
-        return StackBackends(choice, choice, choice, choice)
+        return StackBackends(*[choice] * 5)
     reason = unreachable_reason(layout.num_rows, layout.dim, layout.line_lanes)
     if reason is not None:
         choice = BackendChoice("xla", reason)
-        return StackBackends(choice, choice, choice, choice)
+        return StackBackends(*[choice] * 5)
     read = BackendChoice(requested, _REQUESTED)
     reason = _no_update_reason(layout.dim, optimizer, slots)
     return StackBackends(
@@ -166,6 +165,7 @@ def choose_backends(
         pool=BackendChoice(requested, _batch_condition(layout, pools=True)),
         spread=BackendChoice(requested, _batch_condition(layout, pools=False)),
         update=read if reason is None else BackendChoice("xla", reason),
+        write=read,
     )
 
 
@@ -204,22 +204,15 @@ def _no_update_reason(
         return "the optimizer updates every row, not only the touched ones"
     if optimizer.duplicates != "sum":
         return "the optimizer sees each occurrence of an id, not only their sum"
-    arrays = [slot for slot in slots if slot.shape == (dim,)]
-    row_scalars = [slot for slot in slots if slot.shape == ()]
-    if len(arrays) + len(row_scalars) < len(slots):
-        return "a slot variable has rows of another length than the table"
-    other = next((slot.dtype for slot in slots if slot.dtype != jnp.float32), None)
-    if other is not None:
-        return f"a slot variable is {other}; kernels update float32 only"
-    num_arrays = 1 + len(arrays)
-    if num_arrays + len(row_scalars) > MAX_ARRAYS:
-        return f"the table and its slot variables are more than {MAX_ARRAYS} arrays"
     lowered = lower_to_kernel(optimizer, dim)
     if isinstance(lowered, Refusal):
-        return lowered.reason
-    takes_whole_rows = bool(row_scalars) or lowered.kernel_body.num_sums > 0
-    if takes_whole_rows:
-        return no_room_reason(dim, num_arrays, len(row_scalars))
+        return f"the rule does not run in a kernel: {lowered.reason}"
+    num_row_scalars = sum(slot.shape in ((), (1,)) for slot in slots)
+    num_arrays = 1 + len(slots) - num_row_scalars
+    if num_arrays + num_row_scalars > MAX_ARRAYS:
+        return f"the table and its slot variables are more than {MAX_ARRAYS} arrays"
+    if num_row_scalars or lowered.kernel_body.num_sums > 0:
+        return no_room_reason(dim, num_arrays, num_row_scalars)
     return None
 
 

@@ -1,7 +1,7 @@
 """Reads and changes rows of packed arrays: gather, add, replace, update. Per shard.
 
-Each function works on the rows of one shard and communicates nothing. The layout says
-which backend reads and changes the rows; no function here decides that.
+Each function works on the rows of one shard and communicates nothing. The layout names
+the backend that reads and changes the rows. XLA adds to rows without a spare row.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from tpu_embedding.rows.kernels.kernel_bodies import TILE_LINES, KernelBody
 from tpu_embedding.rows.kernels.row_kernels import add_rows, read_rows, update_rows
@@ -112,7 +112,8 @@ def add_to_rows(
     """
     layout = packed.layout
     values = values.astype(packed.lines.dtype)
-    if layout.num_spare_rows > 0 and row_ids.shape[0] > 0:
+    is_by_kernel = layout.backend != "xla" and layout.num_spare_rows > 0
+    if is_by_kernel and row_ids.shape[0] > 0:
         return _add_by_kernel(packed, row_ids, values)
     is_used = row_ids < layout.num_rows
     # Lines beyond the last are dropped. Each gets its own number, so ids stay unique.
@@ -276,7 +277,7 @@ def _lines_to_add(
 
 
 def _select_lanes(
-    lines: Float[Array, "ids lanes"],
+    lines: Shaped[Array, "ids lanes"],
     places: Int[Array, " ids"],
     rows_per_line: int,
     dim: int,

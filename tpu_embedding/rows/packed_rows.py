@@ -45,7 +45,8 @@ class RowLayout:
       line_lanes: the width of a line is a multiple of it; None: a line is one row.
       backend: reads and changes these rows. The plan chooses it (`plan/backends.py`).
       num_spare_rows: rows behind the last one. A kernel writes the values of padding
-        ids there; their content is never read as a row. 0: kernels only read.
+        ids there; their content is never read as a row. Kernels only read rows of a
+        layout without a spare row, such as those of an exchange buffer.
     """
 
     num_rows: int
@@ -106,9 +107,12 @@ class RowLayout:
           row: shape and dtype of one row of the slot variable.
         """
         layout = dataclasses.replace(self, row_shape=row.shape)
-        if row.shape == self.row_shape and row.dtype == jnp.float32:
-            return layout
-        return dataclasses.replace(layout, backend="xla", num_spare_rows=0)
+        if row.shape != self.row_shape:
+            return dataclasses.replace(layout, backend="xla", num_spare_rows=0)
+        if row.dtype != jnp.float32:
+            # Spare rows stay: passes over all lines need as many as the table has.
+            return dataclasses.replace(layout, backend="xla")
+        return layout
 
     def buffer_layout(self, num_rows: int) -> "RowLayout":
         """Returns the layout of a buffer of `num_rows` rows that were read from these.

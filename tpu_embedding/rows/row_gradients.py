@@ -7,27 +7,15 @@ fills it, an update applies it round by round, and neither runs the other's code
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from tpu_embedding.rows.packed_rows import PackedRows, keep_rows, unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 
 Carry = TypeVar("Carry")
-
-
-class OccurrenceSquares(NamedTuple):
-    """Squared norms of the gradients of single occurrences of ids. Per shard.
-
-    Attributes:
-      row_ids: int32 `[occurrences]`, the row of each; `PADDING_ROW_ID` if unused.
-      squares: float32 `[occurrences]`.
-    """
-
-    row_ids: Int[Array, " occurrences"]
-    squares: Float[Array, " occurrences"]
 
 
 @jax.tree_util.register_dataclass
@@ -39,12 +27,13 @@ class PackedRowGradients:
       row_ids: int32 `[rows]`, local rows, each at most once (or once per occurrence,
         for optimizers that see occurrences); `PADDING_ROW_ID` in unused places.
       values: their gradients, packed; unused places hold anything.
-      occurrence_squares: for optimizers that ask for the norm of all occurrences.
+      occurrences: the gradient of each occurrence of an id, for optimizers that ask for
+        the norm of all occurrences; else None.
     """
 
     row_ids: Int[Array, " rows"]
     values: PackedRows
-    occurrence_squares: OccurrenceSquares | None = None
+    occurrences: RowUpdates | None = None
 
     def as_row_updates(self) -> RowUpdates:
         """Returns the gradients unpacked, with zeros in unused places."""

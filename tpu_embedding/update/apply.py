@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
@@ -137,10 +138,11 @@ def _apply_round(
         rule: Any = _lifted(stack, plan, all_reduce)
         return apply_in_sequence(rule, table, state, updates)
     occurrence_total = None
-    if gradients.occurrence_squares is not None:
-        row_ids, squares = gradients.occurrence_squares
-        occurrences = _touched_rows(row_ids, all_reduce, None, stack, plan)
-        occurrence_total = occurrences.total(squares)
+    occurrences = gradients.occurrences
+    if occurrences is not None:
+        squares = jnp.sum(jnp.square(occurrences.values), axis=1)
+        known = _touched_rows(occurrences.row_ids, all_reduce, None, stack, plan)
+        occurrence_total = known.total(squares)
     rule = _lifted(stack, plan, all_reduce, occurrence_total)
     updates, state = rule.update(updates, state, table)
     return add_to_rows(table, updates.row_ids, updates.values), state

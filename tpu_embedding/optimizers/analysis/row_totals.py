@@ -69,9 +69,13 @@ def with_row_totals(
             )
         program = read_program(jaxpr)
         operations = list(all_operations(program))
+        if not places <= {(i, x.name) for i, x in enumerate(operations)}:
+            raise ValueError(
+                "The optimizer does other operations on these rows than in the layer's "
+                "trace, so its sums over rows cannot be made totals over the table. Do "
+                "not let its operations depend on the number of rows."
+            )
         totals = frozenset(operations[place] for place, _ in places)
-        if {(i, operations[i].name) for i, _ in places} != places:
-            raise AssertionError("a rule does other operations than in its first trace")
         run = _Run(totals=totals, rows=table_rows(updates))
         results = walk(program, jax.tree.leaves(arguments), run.step)
         return jax.tree.unflatten(jax.tree.structure(out), results)

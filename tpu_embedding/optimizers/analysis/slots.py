@@ -6,6 +6,7 @@ arrays whose shapes differ are slot variables. So any transformation will do, wi
 marks.
 """
 
+import copy
 import functools
 from typing import Any
 
@@ -88,7 +89,7 @@ def moved_by_adding(
     """
     trace = trace_rule(optimizer, (dim,))
     if isinstance(trace, UntraceableRule):
-        raise trace.error
+        raise copy.copy(trace.error)
     made_by: dict[Operand, Operation] = {
         out: op for op in trace.update.operations for out in op.outputs
     }

@@ -118,7 +118,7 @@ def trace_rule(
     return _trace_rule(optimizer, row_shape)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def _trace_rule(
     transformation: optax.GradientTransformation, row_shape: tuple[int, ...]
 ) -> TracedRule | UntraceableRule:
@@ -134,7 +134,9 @@ def _trace_rule(
             "it, or use every_row(rule, gradient_steps=...) and the rule's own options."
         ) from error
     except Exception as error:  # The rule may be any function, and raise anything.
-        return UntraceableRule(reason=f"{type(error).__name__}: {error}", error=error)
+        reason = f"{type(error).__name__}: {error}"
+        # A traceback would keep the caller's variables alive in the cache.
+        return UntraceableRule(reason=reason, error=error.with_traceback(None))
 
 
 def states_of_sizes(optimizer: Rule, row_shape: tuple[int, ...]) -> list[Any]:
