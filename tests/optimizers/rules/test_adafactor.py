@@ -127,7 +127,7 @@ def run(names, optimizer, num_devices, **options):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("lazy", "exact") else pytest.mark.full)
+        pytest.param(name, marks=() if name == "exact" else pytest.mark.full)
         for name in OPTIMIZERS
     ],
 )
