@@ -70,6 +70,7 @@ def test_options_are_those_of_with_options(recipe):
     assert float(jnp.max(rows + expected)) <= 0.2 + 1e-6
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("hardware", ["cpu", pytest.param("v5p", marks=needs_kernels)])
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_bfloat16_slots(num_devices, hardware):

@@ -91,7 +91,14 @@ def assert_same_values(actual, expected):
 
 @pytest.mark.parametrize(
     ("num_devices", "hardware"),
-    [(2, None), (3, None), (8, None), (1, "v5p"), (3, "v5p"), (8, "v5p")],
+    [
+        pytest.param(2, None, marks=pytest.mark.full),
+        (3, None),
+        pytest.param(8, None, marks=pytest.mark.full),
+        pytest.param(1, "v5p", marks=pytest.mark.full),
+        pytest.param(3, "v5p", marks=pytest.mark.full),
+        (8, "v5p"),
+    ],
 )
 def test_equal_on_any_devices_and_in_any_packing(num_devices, hardware):
     values = values_of(num_devices, hardware)

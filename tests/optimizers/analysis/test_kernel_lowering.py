@@ -310,7 +310,14 @@ def compile_kernels(optimizers, topology, dim):
 
 @needs_kernels
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        "v5p:2x2x1",
+        pytest.param("v6e:2x2", marks=pytest.mark.full),
+        pytest.param("tpu7x:2x2x1", marks=pytest.mark.full),
+    ],
+)
 def test_every_operation_compiles(topology):
     compile_kernels([one_operation(x) for x in OPERATIONS.values()], topology, 128)
 
@@ -318,7 +325,12 @@ def test_every_operation_compiles(topology):
 @needs_kernels
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
-    ("topology", "dim"), [("v5p:2x2x1", 8), ("tpu7x:2x2x1", 8), ("tpu7x:2x2x1", 64)]
+    ("topology", "dim"),
+    [
+        pytest.param("v5p:2x2x1", 8, marks=pytest.mark.full),
+        pytest.param("tpu7x:2x2x1", 8, marks=pytest.mark.full),
+        ("tpu7x:2x2x1", 64),
+    ],
 )
 def test_every_rule_compiles(topology, dim):
     """Rows of a vector, vectors of a row, and several rows of a vector."""

@@ -237,7 +237,12 @@ def test_reasons_for_no_room(dim, num_arrays, num_row_scalars, reason):
 
 @pytest.mark.parametrize(
     ("dim", "num_ids", "num_lanes"),
-    [(*case, lanes) for case in CASES for lanes in (8, 16)] + [(1536, 24, 8)],
+    [(*case, 8 + 8 * (i % 2)) for i, case in enumerate(CASES)]
+    + [
+        pytest.param(*case, 16 - 8 * (i % 2), marks=pytest.mark.full)
+        for i, case in enumerate(CASES)
+    ]
+    + [(1536, 24, 8)],
 )
 def test_update_with_sums_and_row_scalars(dim, num_ids, num_lanes, monkeypatch):
     """Vectors have 8 or 16 lanes, so they hold several rows, or parts of one."""

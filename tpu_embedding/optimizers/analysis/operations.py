@@ -16,7 +16,7 @@ from tpu_embedding.optimizers.analysis.program import (
 )
 
 Call = Literal["inline", "cond", "while"]
-"""How an operation calls programs.
+"""The way in which an operation calls programs.
 
 "inline": one program, with the operands of the operation. "cond": one of several, with
 all operands but the first. "while": a condition and a body, until the condition fails.

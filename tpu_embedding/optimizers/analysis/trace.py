@@ -43,7 +43,7 @@ class NotRowLocalError(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TracedRule:
-    """What was seen of an optimizer rule while it was traced.
+    """The programs of an optimizer rule, and its requests while it was traced.
 
     Attributes:
       row_shape: the shape of one row, `(dim,)`.

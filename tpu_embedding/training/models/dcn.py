@@ -1,6 +1,6 @@
 """DLRM-DCNv2: combines dense and categorical inputs by low-rank cross layers.
 
-This is the recommendation model of MLPerf Training since v3.0 (`recommendation_v2/
+This is the recommendation model of MLPerf Training since round 3.0 (`recommendation_v2/
 torchrec_dlrm` of github.com/mlcommons/training). The cross layers are those of Wang et
 al., "DCN V2: Improved Deep & Cross Network", arXiv 2008.13535.
 """
