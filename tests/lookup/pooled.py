@@ -93,7 +93,7 @@ def matrix_of(poolings, places, num_rows):
 def kernel_backends(layout, poolings):
     """Returns what a stack of kernels chooses for a batch."""
     choice = BackendChoice("interpreter", "")
-    stack = StackBackends(choice, choice, choice, choice)
+    stack = StackBackends(*[choice] * 5)
     return choose_for_batch(
         layout, stack, [pooling.batch_facts for pooling in poolings]
     )

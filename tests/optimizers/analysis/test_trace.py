@@ -122,7 +122,10 @@ def test_reason_why_a_rule_cannot_be_traced(name):
     with pytest.raises(NotRowLocalError, match=r"\[rows, 8\]") as error:
         check_row_local(optimizer, DIM)
     assert trace.reason in str(error.value)
-    assert error.value.__cause__ is trace.error
+    cause = error.value.__cause__
+    assert type(cause) is type(trace.error)
+    assert str(cause) == str(trace.error)
+    assert trace.error.__traceback__ is None
     assert re.search(reason, trace.reason)
 
 

@@ -7,7 +7,6 @@ values that belong to no row. So each operation of the traced rule that sees row
 be known to keep them apart.
 """
 
-import copy
 import functools
 from collections.abc import Iterator
 from typing import Any, Final
@@ -154,7 +153,7 @@ def _check(optimizer: Rule, row_shape: tuple[int, ...]) -> TracedRule:
             "The optimizer is not row-local: it cannot be applied to a single array "
             f"of shape [{shape}] by update(gradient, state, rows), without the loss or "
             f"other arguments; {trace.reason}"
-        ) from copy.copy(trace.error)
+        ) from trace.error
     for part, program in (("init", trace.init), ("update", trace.update)):
         for operation in _mixing_operations(program):
             raise NotRowLocalError(

@@ -6,7 +6,6 @@ arrays whose shapes differ are slot variables. So any transformation will do, wi
 marks.
 """
 
-import copy
 import functools
 from typing import Any
 
@@ -85,11 +84,13 @@ def moved_by_adding(
       For each leaf of the state, whether that is so; False where it is not known.
 
     Raises:
-      Exception: the one that the rule raises, if it cannot be traced.
+      ValueError: if the rule cannot be traced.
     """
     trace = trace_rule(optimizer, (dim,))
     if isinstance(trace, UntraceableRule):
-        raise copy.copy(trace.error)
+        raise ValueError(
+            f"The optimizer cannot be traced: {trace.reason}"
+        ) from trace.error
     made_by: dict[Operand, Operation] = {
         out: op for op in trace.update.operations for out in op.outputs
     }
