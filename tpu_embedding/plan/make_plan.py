@@ -72,28 +72,10 @@ def make_plan(
     if mesh is None:
         mesh = Mesh(np.asarray(jax.devices()), ("shard",))
     _check_mesh(mesh)
-    is_int = isinstance(capacity, int) and not isinstance(capacity, bool)
-    if capacity is not None and not (is_int and capacity >= 1):
-        raise ValueError(
-            f"capacity must be an int of at least 1 or None, got {capacity!r}."
-        )
-    if exchange is not None and exchange not in EXCHANGE_KINDS:
-        raise ValueError(
-            f"exchange must be one of {EXCHANGE_KINDS} or None, got {exchange!r}."
-        )
-    problem = optimizer_problem("optimizer", optimizer)
-    if problem is not None:
-        raise ValueError(f"{problem}.")
+    _check_options(capacity, exchange, optimizer)
     if hardware is None:
         hardware = hardware_of_device(mesh.devices.flat[0])
-    num_slices = num_slices_of(mesh)
-    if exchange == "ragged" and num_slices > 1:
-        raise ValueError(
-            "exchange must be 'padded' or None on a mesh of several slices, got "
-            f"'ragged' on {num_slices}."
-        )
-    if mesh.devices.flat[0].platform != "tpu" or num_slices > 1:
-        exchange = exchange or "padded"
+    exchange = _exchange_on(mesh, exchange)
     backend = requested_backend(kernels, mesh.devices.flat[0], hardware)
     configs, tree, paths = _flatten_config(feature_config)
     names = stacking.name_features(list(zip(paths, configs, strict=True)))
@@ -124,6 +106,38 @@ def make_plan(
         mesh=mesh,
         hardware=hardware,
     )
+
+
+def _check_options(
+    capacity: int | None,
+    exchange: ExchangeKind | None,
+    optimizer: TableOptimizer | None,
+) -> None:
+    is_int = isinstance(capacity, int) and not isinstance(capacity, bool)
+    if capacity is not None and not (is_int and capacity >= 1):
+        raise ValueError(
+            f"capacity must be an int of at least 1 or None, got {capacity!r}."
+        )
+    if exchange is not None and exchange not in EXCHANGE_KINDS:
+        raise ValueError(
+            f"exchange must be one of {EXCHANGE_KINDS} or None, got {exchange!r}."
+        )
+    problem = optimizer_problem("optimizer", optimizer)
+    if problem is not None:
+        raise ValueError(f"{problem}.")
+
+
+def _exchange_on(mesh: Mesh, exchange: ExchangeKind | None) -> ExchangeKind | None:
+    """Returns the user's choice, or the only exchange that this mesh can run."""
+    num_slices = num_slices_of(mesh)
+    if exchange == "ragged" and num_slices > 1:
+        raise ValueError(
+            "exchange must be 'padded' or None on a mesh of several slices, got "
+            f"'ragged' on {num_slices}."
+        )
+    if mesh.devices.flat[0].platform != "tpu" or num_slices > 1:
+        exchange = exchange or "padded"
+    return exchange
 
 
 def _check_mesh(mesh: Mesh) -> None:
