@@ -626,7 +626,7 @@ def test_wide_ids_outside_jit_read_no_other_row(num_devices):
     np.testing.assert_array_equal(result.activations["the_feature"], expected)
 
 
-def test_place_batch():
+def test_shard_batch():
     plan = plan_of(8)
     divides, ragged_ids = np.arange(16) % 10, prepare(RAGGED, num_devices=8)
     batch = {

@@ -1,4 +1,4 @@
-"""Chooses the backend that reads, pools, spreads and updates rows.
+"""Chooses the backend that reads, pools, spreads, updates and writes rows.
 
 This is the only place that decides between XLA and Pallas kernels. `choose_backends`
 decides once per stack, when the plan is made. Two directions also depend on the batch:

@@ -53,11 +53,12 @@ def make_plan(
         ragged all-to-all, within a slice; on CPU and GPU by a slow equivalent. None:
         on TPUs of one slice, ragged where padded parts would be a quarter longer and no
         capacity is given; else padded.
-      kernels: backend that reads, pools, spreads and updates rows; changes speed, and
-        results by rounding only. `"xla"` (also None): XLA's own operations, which move
-        whole lines and write the result of each operation to HBM. `"sparse_core"`:
-        Pallas kernels that address each row of 8, 16, 32, 64 or a multiple of 128
-        elements, and update it in one pass. They have not run on a TPU yet.
+      kernels: backend that reads, pools, spreads, updates and writes rows. It changes
+        speed, and results by rounding only. `"xla"` (also None): XLA's own operations,
+        which move whole lines and write the result of each operation to HBM.
+        `"sparse_core"`: Pallas kernels that address each row of 8, 16, 32, 64 or
+        a multiple of 128 elements, and update it in one pass. They have not run on a
+        TPU yet.
         `"interpreter"`: the same kernels on any device, with the `hardware` of a TPU;
         slow, for tests. Kernels need jax 0.12. Where a kernel cannot run, XLA does:
         `print(plan)` shows the choice of each stack and its reason.

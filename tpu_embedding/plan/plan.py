@@ -57,7 +57,7 @@ class StackPlan:
       quantization: applied to looked-up rows.
       capacity: the user's maximum of ids per destination and round, or None.
       exchange: how rows travel between shards; None: by the size of the buffers.
-      backends: which backend reads, pools, spreads and updates rows, and why.
+      backends: which backend reads, pools, spreads, updates and writes rows, and why.
       optimizer: None; `TrainedStackPlan` has one.
       slots: row shape and dtype of each slot variable.
     """
