@@ -36,12 +36,12 @@ def samples_of(ids, feature):
             for i in range(length)
         ]
         return rows, "sum"
-    return rows, feature.config.table.combiner
+    return rows, feature.table.combiner
 
 
 def gains_of(bag, combiner, feature):
     """Returns the (row, gain) pairs of one bag, policies applied."""
-    vocabulary_size = feature.config.table.vocabulary_size
+    vocabulary_size = feature.table.vocabulary_size
     kept = []
     for row, weight in bag:
         if row == te.PADDING_ROW_ID:

@@ -162,10 +162,12 @@ class TableConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureConfig:
-    """One input column of ids, looked up in one table.
+    """One input column of ids, looked up in one table or several.
 
     Attributes:
-      table: table that the ids index.
+      table: table that the ids index. A tuple of tables of one vocabulary size looks
+        the same ids up in each; the feature's activation is a tuple in that order. The
+        linear and the factor part of a factorisation machine are such a pair.
       max_sequence_length: 0 combines the rows of a sample into one. L > 0 returns a
         sequence instead: activations are `[batch, L, dim]`, and position j holds the
         row of the j-th id. Longer samples are truncated, shorter ones padded with
@@ -185,7 +187,7 @@ class FeatureConfig:
         None: buffers grow with the batches.
     """
 
-    table: TableConfig
+    table: TableConfig | tuple[TableConfig, ...]
     max_sequence_length: int = 0
     validate_weights_and_indices: bool = True
     output_shape: tuple[int, ...] | None = None
@@ -196,12 +198,24 @@ class FeatureConfig:
     def __post_init__(self):
         _raise_all(list(self._problems()))
 
+    @property
+    def tables(self) -> tuple[TableConfig, ...]:
+        """The tables that the ids are looked up in, one or several."""
+        return self.table if isinstance(self.table, tuple) else (self.table,)
+
     def _problems(self):
         owner = f"for feature {self.name!r}"
-        if not isinstance(self.table, TableConfig):
+        if not self.tables or not all(isinstance(t, TableConfig) for t in self.tables):
             yield (
-                f"FeatureConfig.table must be a TableConfig, got {self.table!r} "
-                f"{owner}; give te.TableConfig(vocabulary_size=..., dim=...)"
+                "FeatureConfig.table must be a TableConfig or a tuple of them, got "
+                f"{self.table!r} {owner}; give te.TableConfig(vocabulary_size=..., "
+                "dim=...)"
+            )
+        elif len({table.vocabulary_size for table in self.tables}) > 1:
+            sizes = [table.vocabulary_size for table in self.tables]
+            yield (
+                "FeatureConfig.table must hold tables of one vocabulary_size, got "
+                f"{sizes} {owner}; give such tables to features of their own"
             )
         if not _is_int(self.max_sequence_length) or self.max_sequence_length < 0:
             yield (

@@ -33,7 +33,8 @@ from tpu_embedding.lookup._inputs import (
     to_feature_input,
     to_shardable,
 )
-from tpu_embedding.plan.plan import EmbeddingPlan, FeaturePlan
+from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import LookupStats
 from tpu_embedding.update.apply import apply_gradient, init_state

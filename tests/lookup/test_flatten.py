@@ -19,7 +19,7 @@ from tpu_embedding.lookup._flatten import (
 )
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.plan.backends import FeatureBatch
-from tpu_embedding.plan.plan import FeaturePlan
+from tpu_embedding.plan.features import FeaturePlan
 
 VOCABULARY_SIZE = 7
 IDS = [0, 6, 7, -1, PADDING, PADDING - 1, -(2**31), 3, 3, 5, PADDING, PADDING]

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from tpu_embedding.config import Combiner
 from tpu_embedding.plan.backends import FeatureBatch
-from tpu_embedding.plan.plan import FeaturePlan, StackPlan
+from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.types import PADDING_ROW_ID
 
 
@@ -103,7 +104,7 @@ def flatten(
         row_ids, num_out_of_range = _resolve_row_ids(feature_input, feature)
         keys.append(_keys_of(row_ids, feature.row_offset, stack))
         gains, scales = _gains_and_scales(
-            feature_input, row_ids, feature.config.table.combiner
+            feature_input, row_ids, feature.table.combiner
         )
         poolings.append(
             PoolingSpec(
@@ -133,7 +134,7 @@ def max_unique_ids(
         table = feature.row_offset
         num_ids = feature_input.ids.shape[0]
         ids_of_table[table] = ids_of_table.get(table, 0) + num_ids
-        rows_of_table[table] = feature.config.table.vocabulary_size
+        rows_of_table[table] = feature.table.vocabulary_size
     return sum(min(n, rows_of_table[table]) for table, n in ids_of_table.items())
 
 
@@ -166,7 +167,7 @@ def _resolve_row_ids(
       Row ids within the table, and the number of ids outside the table.
     """
     ids = feature_input.ids
-    vocabulary_size = feature.config.table.vocabulary_size
+    vocabulary_size = feature.table.vocabulary_size
     is_padding = ids == PADDING_ROW_ID
     is_inside = (ids >= 0) & (ids < vocabulary_size)
     num_out_of_range = jnp.sum(~is_padding & ~is_inside, dtype=jnp.int32)
@@ -176,7 +177,7 @@ def _resolve_row_ids(
     if (
         feature_input.weights is not None
         and feature.config.validate_weights_and_indices
-        and feature.config.table.combiner != "sum"
+        and feature.table.combiner != "sum"
     ):
         is_inside &= feature_input.weights > 0
     return jnp.where(is_inside, ids, PADDING_ROW_ID), num_out_of_range

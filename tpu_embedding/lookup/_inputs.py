@@ -15,7 +15,8 @@ from jaxtyping import Array
 
 from tpu_embedding.lookup._flatten import FeatureInput
 from tpu_embedding.lookup._running import running_sum
-from tpu_embedding.plan.plan import EmbeddingPlan, FeaturePlan
+from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
@@ -134,7 +135,7 @@ def feature_shape(
         batch_size=batch_size,
         samples_per_shard=-(-batch_size // plan.num_shards),
         sequence_length=length,
-        output_shape=(*leading, feature.config.table.dim),
+        output_shape=(*leading, feature.table.dim),
     )
 
 

@@ -16,7 +16,8 @@ from tpu_embedding.lookup._inputs import (
     refuse_empty_batch,
     refuse_weighted_sequence,
 )
-from tpu_embedding.plan.plan import EmbeddingPlan, FeaturePlan
+from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
@@ -213,7 +214,7 @@ def _check_range(ids: np.ndarray, feature: FeaturePlan, where: str) -> np.ndarra
 
     Ids that no int32 holds become -1, or too large an id for the policy `"clip"`.
     """
-    vocabulary_size = feature.config.table.vocabulary_size
+    vocabulary_size = feature.table.vocabulary_size
     policy = feature.config.out_of_range_ids
     is_outside = ((ids < 0) | (ids >= vocabulary_size)) & (ids != PADDING_ROW_ID)
     if policy == "error" and is_outside.any():

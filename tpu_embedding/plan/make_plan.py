@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from tpu_embedding.config import FeatureConfig
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device, num_slices_of
 from tpu_embedding.optimizers.analysis.row_local import check_row_local
 from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
@@ -17,9 +16,9 @@ from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
 from tpu_embedding.plan import stacking
 from tpu_embedding.plan.backends import choose_backends, requested_backend
 from tpu_embedding.plan.capacity import EXCHANGE_KINDS, ExchangeKind
+from tpu_embedding.plan.features import flatten_config, place_features
 from tpu_embedding.plan.plan import (
     EmbeddingPlan,
-    FeaturePlan,
     StackPlan,
     TablePlan,
     TrainedStackPlan,
@@ -78,32 +77,19 @@ def make_plan(
         hardware = hardware_of_device(mesh.devices.flat[0])
     exchange = _exchange_on(mesh, exchange)
     backend = requested_backend(kernels, mesh.devices.flat[0], hardware)
-    configs, tree, paths = _flatten_config(feature_config)
-    names = stacking.name_features(list(zip(paths, configs, strict=True)))
-    tables = stacking.name_tables(configs, optimizer)
+    features = flatten_config(feature_config)
+    tables = stacking.name_tables(features.tables, optimizer)
     stacks = tuple(
         _plan_stack(
             f"stack_{i}", group, mesh.size, capacity, exchange, backend, hardware
         )
         for i, group in enumerate(stacking.stack_tables(tables))
     )
-    places = {
-        table.name: (i, table.row_offset)
-        for i, stack in enumerate(stacks)
-        for table in stack.tables
-    }
+    table_names = [table.name for table in tables]
     return EmbeddingPlan(
         stacks=stacks,
-        features=tuple(
-            FeaturePlan(
-                name=name,
-                config=config,
-                stack_index=places[table.name][0],
-                row_offset=places[table.name][1],
-            )
-            for name, config, table in zip(names, configs, tables, strict=True)
-        ),
-        feature_tree=tree,
+        features=place_features(features, table_names, stacks),
+        feature_tree=features.tree,
         mesh=mesh,
         hardware=hardware,
     )
@@ -153,28 +139,6 @@ def _check_mesh(mesh: Mesh) -> None:
             "mesh with jax.sharding.Mesh(devices, axis_names), or give jax.make_mesh "
             "axis_types=(jax.sharding.AxisType.Auto,) * number_of_axes."
         )
-
-
-def _flatten_config(
-    feature_config: Any,
-) -> tuple[list[FeatureConfig], Any, list[str]]:
-    with_paths, tree = jax.tree_util.tree_flatten_with_path(feature_config)
-    if not with_paths:
-        raise ValueError(
-            "feature_config must hold at least one FeatureConfig, got "
-            f"{feature_config!r}."
-        )
-    paths, configs = [], []
-    for path, leaf in with_paths:
-        name = jax.tree_util.keystr(path, simple=True, separator="/") or "feature"
-        if not isinstance(leaf, FeatureConfig):
-            raise ValueError(
-                f"feature_config must be a nest of FeatureConfig, got {leaf!r} at "
-                f"{name!r}."
-            )
-        paths.append(name)
-        configs.append(leaf)
-    return configs, tree, paths
 
 
 def _plan_stack(

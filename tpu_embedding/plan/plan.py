@@ -11,11 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tpu_embedding.config import (
-    FeatureConfig,
-    QuantizationConfig,
-    TableConfig,
-)
+from tpu_embedding.config import QuantizationConfig, TableConfig
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.plan import memory
@@ -28,6 +24,12 @@ from tpu_embedding.plan.capacity import (
     round_size,
 )
 from tpu_embedding.plan.description import describe
+from tpu_embedding.plan.features import (
+    FeatureNest,
+    find_tables,
+    flatten_config,
+    place_features,
+)
 from tpu_embedding.rows.packed_rows import RowLayout
 
 
@@ -138,22 +140,12 @@ class TrainedStackPlan(StackPlan):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FeaturePlan:
-    """A feature, and its table's place: stack `stack_index`, from `row_offset`."""
-
-    name: str
-    config: FeatureConfig
-    stack_index: int
-    row_offset: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EmbeddingPlan:
+class EmbeddingPlan(FeatureNest):
     """Everything about an embedding layer that is fixed before the step.
 
     Attributes:
       stacks: the stacked tables.
-      features: in the order of the leaves of the user's nest.
+      features: one per lookup, in the order of the leaves of the user's nest.
       feature_tree: the nest.
       mesh: devices; tables and batches are sharded over all its axes.
       hardware: of the mesh's devices.
@@ -167,8 +159,6 @@ class EmbeddingPlan:
     """
 
     stacks: tuple[StackPlan, ...]
-    features: tuple[FeaturePlan, ...]
-    feature_tree: Any
     mesh: Mesh
     hardware: HardwareInfo
 
@@ -238,27 +228,35 @@ class EmbeddingPlan:
             if self.stacks[feature.stack_index] is stack
         )
 
-    def is_for(self, feature_config: Any) -> bool:
-        """Returns True if the plan was made from this nest of features."""
-        leaves, tree = jax.tree.flatten(feature_config)
-        return tree == self.feature_tree and leaves == [
-            feature.config for feature in self.features
-        ]
+    def with_features(self, feature_config: Any) -> "EmbeddingPlan":
+        """Returns a plan with other features on the same tables.
 
-    def flatten(self, nest: Any, what: str = "features") -> list[Any]:
-        """Returns the leaves of a nest that is shaped like `feature_config`.
+        Both plans read the same arrays. Use it to look up features in evaluation that
+        the model was not trained with.
+
+        Args:
+          feature_config: any nest of `FeatureConfig`, whose tables are tables of this
+            plan. Stacks that no feature uses are neither looked up nor updated.
 
         Raises:
-          ValueError: if the nest has another structure.
+          ValueError: if a table is none of this plan's, or the features contradict
+            each other.
+
+        Example:
+          >>> import tpu_embedding as te
+          >>> table = te.TableConfig(vocabulary_size=1000, dim=16, name="movie")
+          >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+          >>> candidates = te.FeatureConfig(table=table, max_sequence_length=8)
+          >>> [f.name for f in plan.with_features({"shown": candidates}).features]
+          ['shown']
         """
-        try:
-            return self.feature_tree.flatten_up_to(nest)
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"{what} must have the structure of feature_config.\n"
-                f"  feature_config: {self.feature_tree}\n"
-                f"  {what}: {jax.tree.structure(nest)}\n{error}"
-            ) from None
+        features = flatten_config(feature_config)
+        table_names = find_tables(features, self.stacks)
+        return dataclasses.replace(
+            self,
+            features=place_features(features, table_names, self.stacks),
+            feature_tree=features.tree,
+        )
 
     def __str__(self) -> str:
         return describe(self)

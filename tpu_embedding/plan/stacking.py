@@ -63,10 +63,10 @@ def name_features(
 
 
 def name_tables(
-    features: Sequence[FeatureConfig],
+    tables: Sequence[TableConfig],
     optimizer: TableOptimizer | None,
 ) -> list[NamedTable]:
-    """Returns one table per feature; features that share a table get equal entries.
+    """Returns the table of each lookup; lookups in one table get equal entries.
 
     Raises:
       ValueError: if two different tables have the same name.
@@ -74,8 +74,7 @@ def name_tables(
     by_name: dict[str, TableConfig] = {}
     unnamed: list[TableConfig] = []
     named = []
-    for feature in features:
-        config = feature.table
+    for config in tables:
         if config.name is None:
             if not any(config is other for other in unnamed):
                 unnamed.append(config)

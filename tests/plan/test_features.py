@@ -1,0 +1,220 @@
+"""Other features on the same tables, subsets of a nest, several tables per feature."""
+
+import collections
+import dataclasses
+
+import numpy as np
+import optax
+import pytest
+from flax.core import FrozenDict
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+
+USER = te.TableConfig(vocabulary_size=7, dim=3, name="user")
+ITEM = te.TableConfig(vocabulary_size=5, dim=3, name="item")
+WIDE = te.TableConfig(vocabulary_size=5, dim=1, name="wide")
+NAMELESS = te.TableConfig(vocabulary_size=4, dim=2)
+SAME_AGAIN = te.TableConfig(vocabulary_size=4, dim=2)
+
+
+def feature(table, **options):
+    return te.FeatureConfig(table=table, **options)
+
+
+CONFIG = {
+    "user": {"id": feature(USER), "history": [feature(ITEM), feature(USER)]},
+    "item": feature((ITEM, WIDE)),
+    "other": feature(NAMELESS),
+}
+
+
+def plan_of(config=None, **options):
+    return te.make_plan(CONFIG if config is None else config, mesh_of(2), **options)
+
+
+def places(plan):
+    """The table that each lookup reads, found by its place in a stack."""
+    return [
+        next(
+            table.name
+            for table in plan.stacks[f.stack_index].tables
+            if table.row_offset == f.row_offset
+        )
+        for f in plan.features
+    ]
+
+
+def names(plan):
+    return [f.name for f in plan.features]
+
+
+def test_one_lookup_per_table_of_a_feature():
+    plan = plan_of()
+    assert names(plan) == [
+        *["item", "item", "other"],
+        *["user/history/0", "user/history/1", "user/id"],
+    ]
+    assert places(plan) == ["item", "wide", "table_0", "item", "user", "user"]
+    assert [f.table.dim for f in plan.features] == [3, 1, 2, 3, 3, 3]
+    assert [f.name for f in plan.inputs] == names(plan)[1:]
+    assert plan.is_for(CONFIG)
+    assert not plan.is_for({**CONFIG, "item": feature((WIDE, ITEM))})
+
+
+def test_leaves_are_repeated_and_activations_grouped():
+    plan = plan_of()
+    ids = {"user": {"id": 1, "history": [2, 3]}, "item": 4, "other": 5}
+    assert plan.flatten_inputs(ids) == [4, 5, 2, 3, 1]
+    assert plan.flatten(ids) == [4, 4, 5, 2, 3, 1]
+    nest = plan.unflatten("abcdef")
+    assert nest == {
+        "user": {"id": "f", "history": ["d", "e"]},
+        "item": ("a", "b"),
+        "other": "c",
+    }
+    assert plan.flatten_activations(nest) == list("abcdef")
+
+
+@pytest.mark.parametrize("leaf", ["a", ("a",), ["a", "b"], ("a", "b", "c")], ids=repr)
+def test_activations_of_two_tables_are_a_tuple(leaf):
+    plan = te.make_plan(feature((ITEM, WIDE)), mesh_of(1))
+    with pytest.raises(ValueError, match="'feature' must be a tuple .* here 2"):
+        plan.flatten_activations(leaf, "cotangents")
+
+
+def test_a_tuple_of_one_table_stays_a_tuple():
+    plan = te.make_plan(feature((ITEM,)), mesh_of(1))
+    assert plan.unflatten("a") == ("a",)
+
+
+def test_with_features_keeps_all_but_the_features():
+    plan = plan_of(optimizer=optax.sgd(0.1))
+    other = plan.with_features(
+        [feature(ITEM, max_sequence_length=3), feature((NAMELESS,), name="n")]
+    )
+    assert places(other) == ["item", "table_0"]
+    assert names(other) == ["0", "n"]
+    assert (
+        dataclasses.replace(
+            other, features=plan.features, feature_tree=plan.feature_tree
+        )
+        == plan
+    )
+    assert other.stacks is plan.stacks
+    again = plan.with_features([f.config for f in other.inputs])
+    assert again == other and hash(again) == hash(other)
+
+
+def test_named_tables_are_found_by_value_nameless_ones_by_object():
+    plan = plan_of()
+    same = te.TableConfig(vocabulary_size=5, dim=3, name="item")
+    assert places(plan.with_features(feature(same))) == ["item"]
+    # Equal to the only such table; two of them could not be told apart.
+    assert places(plan.with_features(feature(SAME_AGAIN))) == ["table_0"]
+    two = plan_of({"a": feature(NAMELESS), "b": feature(SAME_AGAIN)})
+    assert places(two.with_features(feature(SAME_AGAIN))) == ["table_1"]
+    third = te.TableConfig(vocabulary_size=4, dim=2)
+    with pytest.raises(ValueError, match="must be tables of the plan"):
+        two.with_features(feature(third))
+
+
+def test_with_features_lists_every_table_that_is_missing():
+    others = {
+        "right": feature(USER),
+        "unknown": feature(te.TableConfig(vocabulary_size=9, dim=3, name="shop")),
+        "changed": feature(dataclasses.replace(ITEM, combiner="sum")),
+    }
+    with pytest.raises(ValueError, match="must be tables of the plan") as error:
+        plan_of().with_features(others)
+    message = str(error.value)
+    problems, known = message.split("The plan has")
+    assert "'unknown'" in problems and "'changed'" in problems
+    assert "'right'" not in problems
+    assert "combiner='sum'" in problems and "vocabulary_size=9" in problems
+    assert all(f"'{name}'" in known for name in ("user", "item", "wide", "table_0"))
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({}, "at least one FeatureConfig"),
+        ({"a": USER}, "nest of FeatureConfig"),
+        ([feature(USER, name="a"), feature(ITEM, name="a")], "must be unique"),
+    ],
+    ids=["empty", "table", "name twice"],
+)
+def test_with_features_checks_the_nest(config, match):
+    with pytest.raises(ValueError, match=match):
+        plan_of().with_features(config)
+
+
+SUBSETS = {
+    "all": (
+        {"user": {"id": 1, "history": [2, 3]}, "item": 4, "other": 5},
+        ["item", "item", "other", "user/history/0", "user/history/1", "user/id"],
+    ),
+    "one key": ({"item": 4}, ["item", "item"]),
+    "nested": ({"user": {"id": 1}, "other": 5}, ["other", "user/id"]),
+    "list": ({"user": {"history": [2, 3]}}, ["user/history/0", "user/history/1"]),
+    "empty part": ({"user": {}, "other": 5}, ["other"]),
+}
+
+
+@pytest.mark.parametrize(("batch", "expected"), SUBSETS.values(), ids=SUBSETS)
+def test_plan_for_a_subset(batch, expected):
+    plan = plan_of()
+    subset = plan.for_batch(batch)
+    assert names(subset) == expected
+    assert (subset is plan) == (len(expected) == len(plan.features))
+    assert subset == plan.for_batch(batch)
+    assert hash(subset) == hash(plan.for_batch(batch))
+    # Lookups keep their places, and the batch fits the subset's nest.
+    assert set(subset.features) <= set(plan.features)
+    assert len(subset.flatten(batch)) == len(expected)
+    # Activations come back in the nest of the batch.
+    nest = subset.unflatten(range(len(expected)))
+    assert subset.for_batch(nest) is subset
+
+
+@pytest.mark.parametrize(
+    "make", [dict, collections.OrderedDict, FrozenDict], ids=lambda t: t.__name__
+)
+def test_any_mapping_may_lack_keys(make):
+    plan = plan_of(make({"a": feature(USER), "b": make({"c": feature(ITEM)})}))
+    batch = make({"b": make({"c": 1})})
+    subset = plan.for_batch(batch)
+    assert subset.flatten(batch) == [1]
+    assert subset.unflatten([2]) == make({"b": make({"c": 2})})
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+def test_named_tuples_are_kept():
+    plan = plan_of(Point(x={"a": feature(USER), "b": feature(ITEM)}, y=feature(USER)))
+    batch = Point(x={"b": 1}, y=2)
+    subset = plan.for_batch(batch)
+    assert subset.unflatten([3, 4]) == Point(x={"b": 3}, y=4)
+
+
+WRONG = {
+    "unknown key": ({"item": 1, "shop": 2}, "no keys \\['shop'\\]; it has .*'item'"),
+    "unknown nested key": ({"user": {"age": 2}}, "no keys \\['age'\\]; it has .*'id'"),
+    "shorter list": ({"user": {"history": [1]}}, "structure of feature_config"),
+    "longer list": ({"user": {"history": [1, 2, 3]}}, "structure of feature_config"),
+    "tuple for list": ({"user": {"history": (1, 2)}}, "structure of feature_config"),
+    "leaf for dict": ({"user": 1}, "structure of feature_config"),
+    "list": ([1, 2, 3], "structure of feature_config"),
+    "nothing": ({}, "at least one feature"),
+    "nothing nested": ({"user": {}}, "at least one feature"),
+    "none": (None, "structure of feature_config"),
+    "array": (np.arange(3), "structure of feature_config"),
+}
+
+
+@pytest.mark.parametrize(("batch", "match"), WRONG.values(), ids=WRONG)
+def test_other_nests_are_refused(batch, match):
+    with pytest.raises(ValueError, match=match) as error:
+        plan_of().for_batch(batch, "weights")
+    assert str(error.value).startswith("weights must have the structure of")

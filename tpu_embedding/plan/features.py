@@ -1,0 +1,322 @@
+"""Features of a plan: their tables' places, and the part of a nest that a batch holds.
+
+A plan has one `FeaturePlan` per lookup: one per feature, or one per table of a feature
+whose ids are looked up in several. `make_plan` places features in new stacks, and
+`EmbeddingPlan.with_features` in the stacks of an existing plan.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+
+from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.plan.stacking import name_features
+
+if TYPE_CHECKING:
+    from tpu_embedding.plan.plan import StackPlan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeaturePlan:
+    """A lookup of a feature's ids, and its table's place.
+
+    Attributes:
+      name: of the feature, in errors and statistics.
+      config: of the feature.
+      stack_index: stack of the table.
+      row_offset: first row of the table in its stack.
+      table_index: position of the table in `config.tables`. Lookups of one feature
+        follow each other, so 0 marks the first.
+    """
+
+    name: str
+    config: FeatureConfig
+    stack_index: int
+    row_offset: int
+    table_index: int = 0
+
+    @property
+    def table(self) -> TableConfig:
+        """The table that this lookup reads."""
+        return self.config.tables[self.table_index]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeatureNest:
+    """The user's nest of features, and the lookups of each.
+
+    Attributes:
+      features: one per lookup, in the order of the leaves of the nest.
+      feature_tree: the nest.
+    """
+
+    features: tuple[FeaturePlan, ...]
+    feature_tree: Any
+
+    @property
+    def inputs(self) -> tuple[FeaturePlan, ...]:
+        """The first lookup of each feature, in the order of the leaves of the nest."""
+        return tuple(f for f in self.features if f.table_index == 0)
+
+    def is_for(self, feature_config: Any) -> bool:
+        """Returns True if the plan was made from this nest of features."""
+        leaves, tree = jax.tree.flatten(feature_config)
+        return tree == self.feature_tree and leaves == [
+            feature.config for feature in self.inputs
+        ]
+
+    def for_batch(self, batch: Any, what: str = "features") -> Self:
+        """Returns the plan of the features that a batch holds.
+
+        Args:
+          batch: nest like `feature_config`, whose dicts may lack keys.
+          what: name of the batch in errors.
+
+        Returns:
+          This plan if the batch holds all features.
+
+        Raises:
+          ValueError: if the nest has another structure, or no feature.
+        """
+        if self._flatten_up_to(batch) is not None:
+            return self
+        numbers = jax.tree.unflatten(self.feature_tree, range(len(self.inputs)))
+        try:
+            kept, tree = jax.tree.flatten(_subset_of(numbers, batch))
+        except (KeyError, ValueError, TypeError) as error:
+            raise self._structure_error(batch, what, error.args[0]) from None
+        if not kept:
+            raise self._structure_error(batch, what, "Pass at least one feature.")
+        lookups = _group_by_input(self.features)
+        features = tuple(lookup for number in kept for lookup in lookups[number])
+        return dataclasses.replace(self, features=features, feature_tree=tree)
+
+    def flatten_inputs(self, nest: Any, what: str = "features") -> list[Any]:
+        """Returns the leaves of a nest like `feature_config`, one per feature.
+
+        Raises:
+          ValueError: if the nest has another structure.
+        """
+        leaves = self._flatten_up_to(nest)
+        if leaves is None:
+            raise self._structure_error(nest, what, "")
+        return leaves
+
+    def flatten(self, nest: Any, what: str = "features") -> list[Any]:
+        """Returns the leaves of a nest like `feature_config`, one per lookup.
+
+        A feature with several tables repeats its leaf.
+
+        Raises:
+          ValueError: if the nest has another structure.
+        """
+        return [
+            leaf
+            for leaf, feature in zip(
+                self.flatten_inputs(nest, what), self.inputs, strict=True
+            )
+            for _ in feature.config.tables
+        ]
+
+    def flatten_activations(self, nest: Any, what: str = "activations") -> list[Any]:
+        """Returns the leaves of a nest of activations, one per lookup.
+
+        Raises:
+          ValueError: if the nest has another structure.
+        """
+        leaves = []
+        for leaf, feature in zip(
+            self.flatten_inputs(nest, what), self.inputs, strict=True
+        ):
+            num_tables = len(feature.config.tables)
+            if not isinstance(feature.config.table, tuple):
+                leaf = (leaf,)
+            elif not isinstance(leaf, tuple) or len(leaf) != num_tables:
+                raise ValueError(
+                    f"{what} of feature {feature.name!r} must be a tuple with one "
+                    f"array per table, here {num_tables}, got {leaf!r}."
+                )
+            leaves += leaf
+        return leaves
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """Returns a nest of activations, the inverse of `flatten_activations`."""
+        remaining = iter(leaves)
+        by_input = []
+        for feature in self.inputs:
+            of_tables = tuple(next(remaining) for _ in feature.config.tables)
+            is_tuple = isinstance(feature.config.table, tuple)
+            by_input.append(of_tables if is_tuple else of_tables[0])
+        return jax.tree.unflatten(self.feature_tree, by_input)
+
+    def _flatten_up_to(self, nest: Any) -> list[Any] | None:
+        """Returns one leaf per feature; None if the nest has another structure."""
+        try:
+            return self.feature_tree.flatten_up_to(nest)
+        except (ValueError, TypeError):
+            return None
+
+    def _structure_error(self, nest: Any, what: str, reason: str) -> ValueError:
+        return ValueError(
+            f"{what} must have the structure of feature_config.\n"
+            f"  feature_config: {self.feature_tree}\n"
+            f"  {what}: {jax.tree.structure(nest)}\n{reason}".rstrip()
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NamedFeatures:
+    """The leaves of a nest of `FeatureConfig`.
+
+    Attributes:
+      configs: in the order of the leaves.
+      names: one per leaf, distinct.
+      tree: the structure of the nest.
+    """
+
+    configs: tuple[FeatureConfig, ...]
+    names: tuple[str, ...]
+    tree: Any
+
+    @property
+    def tables(self) -> list[TableConfig]:
+        """The tables of all lookups, feature by feature."""
+        return [table for config in self.configs for table in config.tables]
+
+
+def flatten_config(feature_config: Any) -> NamedFeatures:
+    """Returns the leaves of a nest of `FeatureConfig`, with their names.
+
+    Raises:
+      ValueError: if the nest is empty, holds another value, or two features have the
+        same name.
+    """
+    with_paths, tree = jax.tree_util.tree_flatten_with_path(feature_config)
+    if not with_paths:
+        raise ValueError(
+            "feature_config must hold at least one FeatureConfig, got "
+            f"{feature_config!r}."
+        )
+    named = []
+    for path, leaf in with_paths:
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "feature"
+        if not isinstance(leaf, FeatureConfig):
+            raise ValueError(
+                f"feature_config must be a nest of FeatureConfig, got {leaf!r} at "
+                f"{name!r}."
+            )
+        named.append((name, leaf))
+    configs = tuple(config for _, config in named)
+    return NamedFeatures(configs=configs, names=name_features(named), tree=tree)
+
+
+def place_features(
+    features: NamedFeatures, table_names: Sequence[str], stacks: Sequence["StackPlan"]
+) -> tuple[FeaturePlan, ...]:
+    """Returns one plan per lookup.
+
+    Args:
+      features: the leaves of the nest.
+      table_names: name of each of `features.tables`.
+      stacks: hold these tables.
+    """
+    places = {
+        table.name: (i, table.row_offset)
+        for i, stack in enumerate(stacks)
+        for table in stack.tables
+    }
+    names = iter(table_names)
+    placed = []
+    for name, config in zip(features.names, features.configs, strict=True):
+        for table_index in range(len(config.tables)):
+            stack_index, row_offset = places[next(names)]
+            placed.append(
+                FeaturePlan(
+                    name=name,
+                    config=config,
+                    stack_index=stack_index,
+                    row_offset=row_offset,
+                    table_index=table_index,
+                )
+            )
+    return tuple(placed)
+
+
+def find_tables(features: NamedFeatures, stacks: Sequence["StackPlan"]) -> list[str]:
+    """Returns the name of each of `features.tables` among the tables of some stacks.
+
+    A table with a name is found by its name. A table without one is found as the same
+    object, or else as the only equal one.
+
+    Raises:
+      ValueError: if the stacks lack a table, or have another one of its name.
+    """
+    tables = [(table.name, table.config) for s in stacks for table in s.tables]
+    by_name = dict(tables)
+    names, problems = [], []
+    owners = [
+        name
+        for name, config in zip(features.names, features.configs, strict=True)
+        for _ in config.tables
+    ]
+    for owner, table in zip(owners, features.tables, strict=True):
+        if table.name is not None:
+            found = [table.name] if by_name.get(table.name) == table else []
+        else:
+            found = [name for name, config in tables if config is table] or [
+                name for name, config in tables if config == table
+            ]
+        if len(found) != 1:
+            problems.append(f"  {owner!r}: {table}")
+        names += found[:1]
+    if problems:
+        known = "".join(f"\n  {name!r}: {config}" for name, config in tables)
+        raise ValueError(
+            "The tables of these features must be tables of the plan:\n"
+            + "\n".join(problems)
+            + f"\nThe plan has{known}\nUse the TableConfig objects that the plan was "
+            "made from."
+        )
+    return names
+
+
+def _group_by_input(features: Sequence[FeaturePlan]) -> list[list[FeaturePlan]]:
+    """Returns the lookups of each feature."""
+    groups: list[list[FeaturePlan]] = []
+    for feature in features:
+        if feature.table_index == 0:
+            groups.append([])
+        groups[-1].append(feature)
+    return groups
+
+
+def _subset_of(nest: Any, batch: Any) -> Any:
+    """Returns the part of a nest whose keys a batch holds.
+
+    Args:
+      nest: of dicts, lists, tuples and other nodes, with ints as leaves.
+      batch: nest of the same structure, whose dicts may lack keys.
+
+    Raises:
+      KeyError: if a dict of the batch has a key that the nest has not.
+      ValueError: if the batch has another structure.
+    """
+    if isinstance(nest, int):
+        return nest
+    make: Any = type(nest)
+    if isinstance(nest, Mapping) and isinstance(batch, Mapping):
+        unknown = [key for key in batch if key not in nest]
+        if unknown:
+            raise KeyError(
+                f"feature_config has no keys {unknown}; it has {list(nest)} there."
+            )
+        parts = {k: _subset_of(nest[k], batch[k]) for k in nest if k in batch}
+        return make(parts)
+    if isinstance(nest, list | tuple) and type(nest) is type(batch):
+        if len(nest) == len(batch):
+            parts = [_subset_of(a, b) for a, b in zip(nest, batch, strict=True)]
+            return make(*parts) if hasattr(nest, "_fields") else make(parts)
+    jax.tree.structure(nest).flatten_up_to(batch)
+    return nest
