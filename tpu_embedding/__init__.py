@@ -4,6 +4,8 @@ Start with `TPUEmbedding`, the Flax layer, and `value_and_grad` and `Optimizer`,
 train it. `tpu_embedding.functional` has the same without Flax.
 """
 
+import importlib.metadata
+
 from tpu_embedding import optimizers as optimizers
 from tpu_embedding.config import FeatureConfig as FeatureConfig
 from tpu_embedding.config import QuantizationConfig as QuantizationConfig
@@ -14,6 +16,12 @@ from tpu_embedding.functional import apply_gradients as apply_gradients
 from tpu_embedding.functional import compute_gradients as compute_gradients
 from tpu_embedding.functional import init_slots as init_slots
 from tpu_embedding.functional import lookup as lookup
+from tpu_embedding.gradients import TableGradients as TableGradients
+from tpu_embedding.gradients import add as add
+from tpu_embedding.gradients import all_finite as all_finite
+from tpu_embedding.gradients import clip_by_global_norm as clip_by_global_norm
+from tpu_embedding.gradients import global_norm as global_norm
+from tpu_embedding.gradients import scale as scale
 from tpu_embedding.hardware import hardware_by_name as hardware_by_name
 from tpu_embedding.lookup.prepare import prepare_features as prepare_features
 from tpu_embedding.lookup.prepare import shard_batch as shard_batch
@@ -34,3 +42,5 @@ from tpu_embedding.types import RowUpdates as RowUpdates
 from tpu_embedding.types import ShardedRaggedIds as ShardedRaggedIds
 from tpu_embedding.types import SparseIds as SparseIds
 from tpu_embedding.update.lift import lift_to_rows as lift_to_rows
+
+__version__ = importlib.metadata.version("tpu-embedding")

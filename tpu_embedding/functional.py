@@ -20,11 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from tpu_embedding.lookup._backward import (
-    StackGradient,
-    gradient_rounds,
-    stack_gradient,
-)
+from tpu_embedding.gradients import TableGradients, gradient_of_stack
+from tpu_embedding.lookup._backward import gradient_rounds, stack_gradient
 from tpu_embedding.lookup._forward import StackLookup, StackRouting, lookup_stack
 from tpu_embedding.lookup._inputs import (
     FeatureShape,
@@ -33,9 +30,11 @@ from tpu_embedding.lookup._inputs import (
     to_feature_input,
     to_shardable,
 )
+from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.rows.sealed import seal
 from tpu_embedding.types import LookupStats
 from tpu_embedding.update.apply import apply_gradient, init_state
 from tpu_embedding.update.lift import is_slot
@@ -105,7 +104,8 @@ def lookup(
       tables: `compute_gradients` computes it.
 
     Raises:
-      TypeError, ValueError: if a feature's dtype or shape does not fit its config.
+      TypeError, ValueError: if a feature's dtype or shape does not fit its config, or
+        the tables were made for another plan.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -117,6 +117,7 @@ def lookup(
       ...     "watched"].shape
       (2, 4)
     """
+    check_tables(tables, plan.stacks)
     leaves = plan.flatten(features)
     shapes = _feature_shapes(leaves, plan)
     shardables = [
@@ -138,7 +139,7 @@ def lookup(
 @functools.partial(jax.jit, static_argnames="plan")
 def compute_gradients(
     routing: Routing, cotangents: Any, plan: EmbeddingPlan
-) -> dict[str, StackGradient]:
+) -> TableGradients:
     """Returns the tables' sparse gradients, at the owners of the touched rows.
 
     Args:
@@ -147,8 +148,8 @@ def compute_gradients(
       plan: of the layer.
 
     Returns:
-      Stack name to gradient, for `apply_gradients`. A row is touched if it was looked
-      up, even if its gradient is zero.
+      The gradients, for `apply_gradients`. A row is touched if it was looked up, even
+      if its gradient is zero. `tpu_embedding.add` sums those of several lookups.
     """
     by_feature = [
         _to_shards(cotangent, shape, feature, plan)
@@ -162,22 +163,25 @@ def compute_gradients(
 
     def compute_shard(routings, by_feature):
         return {
-            stack.name: stack_gradient(
-                routings[stack.name],
-                [by_feature[i] for i in plan.features_of(stack)],
-                stack,
-                plan,
+            stack.name: seal(
+                stack_gradient(
+                    routings[stack.name],
+                    [by_feature[i] for i in plan.features_of(stack)],
+                    stack,
+                    plan,
+                )
             )
             for stack in plan.trained_stacks
         }
 
-    return jax.shard_map(
+    stacks = jax.shard_map(
         compute_shard,
         mesh=plan.mesh,
         in_specs=plan.shard_spec,
         out_specs=plan.shard_spec,
         check_vma=False,
     )(routing.stacks, by_feature)
+    return TableGradients(stacks, plan)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -192,6 +196,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
       Stack name to the optimizer's state. Slot variables are `PackedRows`, sharded
       like their table; other values are replicated.
     """
+    check_tables(tables, plan.trained_stacks)
     trained = {stack.name: tables[stack.name] for stack in plan.trained_stacks}
 
     def init_shard(tables):
@@ -216,7 +221,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
 def apply_gradients(
     tables: dict[str, PackedRows],
     slots: dict[str, Any],
-    gradients: dict[str, StackGradient],
+    gradients: TableGradients,
     plan: EmbeddingPlan,
 ) -> tuple[dict[str, PackedRows], dict[str, Any]]:
     """Updates the touched rows of tables and slot variables.
@@ -227,37 +232,63 @@ def apply_gradients(
     Args:
       tables: stack name to packed rows.
       slots: stack name to optimizer state, from `init_slots`.
-      gradients: from `compute_gradients`.
+      gradients: from `compute_gradients`, or a sum of several.
       plan: of the layer.
 
     Returns:
-      New tables and slots.
+      New tables and slots. Stacks without a gradient stay as they are.
+
+    Raises:
+      TypeError: if the gradients are not those of `compute_gradients`.
+      ValueError: if tables, slots or gradients belong to another plan.
     """
-    trained = {name: tables[name] for name in gradients}
+    touched = _touched_stacks(gradients, plan)
+    check_tables(tables, touched)
+    check_slots(slots, touched)
+    if not touched:
+        return tables, slots
+    old_tables = {stack.name: tables[stack.name] for stack in touched}
+    old_slots = {stack.name: slots[stack.name] for stack in touched}
 
     def apply_shard(tables, slots, gradients):
         return {
             stack.name: apply_gradient(
                 tables[stack.name],
                 slots[stack.name],
-                gradient_rounds(gradients[stack.name], stack, plan),
+                gradient_rounds(gradient_of_stack(gradients, stack), stack, plan),
                 stack,
                 plan,
             )
-            for stack in plan.trained_stacks
-            if stack.name in gradients
+            for stack in touched
         }
 
-    specs = _slot_specs(slots, plan)
+    specs = _slot_specs(old_slots, plan)
     results = jax.shard_map(
         apply_shard,
         mesh=plan.mesh,
         in_specs=(plan.shard_spec, specs, plan.shard_spec),
-        out_specs={name: (plan.shard_spec, specs[name]) for name in trained},
+        out_specs={name: (plan.shard_spec, specs[name]) for name in specs},
         check_vma=False,
-    )(trained, {name: slots[name] for name in trained}, gradients)
+    )(old_tables, old_slots, gradients)
     new_tables = tables | {name: result[0] for name, result in results.items()}
-    return new_tables, {name: result[1] for name, result in results.items()}
+    return new_tables, slots | {name: result[1] for name, result in results.items()}
+
+
+def _touched_stacks(
+    gradients: TableGradients, plan: EmbeddingPlan
+) -> tuple[TrainedStackPlan, ...]:
+    """Returns the stacks that have a gradient, after checking whose it is."""
+    if not isinstance(gradients, TableGradients):
+        raise TypeError(
+            "gradients must be those of tpu_embedding.compute_gradients, got "
+            f"{type(gradients).__name__}."
+        )
+    if gradients.plan.stacks != plan.stacks:
+        raise ValueError(
+            "gradients must be those of the plan's tables, got gradients that were "
+            "computed with another plan; use one plan for the whole step."
+        )
+    return tuple(s for s in plan.trained_stacks if s.name in gradients.stacks)
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "plan"))

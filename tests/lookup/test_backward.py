@@ -46,8 +46,8 @@ def run_stack(plan):
         found = lookup_stack(pack_rows(rows, stack.layout), [given], stack, plan)
         gradient = stack_gradient(found.routing, [cotangents], stack, plan)
         rounds = gradient_rounds(gradient, stack, plan)
-        assert (gradient.deferred is None) == (rounds.fold_later is None)
-        assert (gradient.deferred is None) == (rounds.first_rows is None)
+        assert (gradient.pending is None) == (rounds.fold_later is None)
+        assert (gradient.pending is None) == (rounds.first_rows is None)
         first = gradient.first_round
 
         def body(carry, gradients, row_range):

@@ -145,7 +145,7 @@ def results(request):
         plan=plan,
         activations=jax.device_get(result.activations),
         out_of_range=jax.device_get(result.stats.out_of_range),
-        updates={name: g.first_round.as_row_updates() for name, g in gradients.items()},
+        updates={name: gradients.first_round(name) for name in gradients.stacks},
         tables=te.unstack_tables(tables, plan),
     )
 

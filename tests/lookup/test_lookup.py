@@ -398,7 +398,7 @@ def test_each_touched_row_once(num_devices):
     mesh = mesh_of(num_devices)
     plan = make_plan(mesh)
     _, gradients, touched = check_against_reference(plan, batch_of("zero_weights"))
-    updates = gradients["stack_0"].first_round.as_row_updates()
+    updates = gradients.first_round("stack_0")
     row_ids = np.asarray(updates.row_ids).reshape(mesh.size, -1)
     stack = plan.stacks[0]
     owned = [
@@ -533,7 +533,7 @@ def test_shards_without_a_place_for_an_id():
         tables, te.init_slots(tables, plan), batch, cotangents, plan
     )
     assert not any(jnp.any(x) for x in activations.values())
-    assert (gradients["stack_0"].first_round.as_row_updates().row_ids == PADDING).all()
+    assert (gradients.first_round("stack_0").row_ids == PADDING).all()
 
 
 def test_cotangents_of_another_shape_are_refused():

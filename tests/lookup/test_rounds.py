@@ -35,7 +35,7 @@ def every_round(plan, size):
             dedup=unique,
             next_ranks=first.next_ranks,
             end_row=first.end_row[None],
-            is_done=first.is_last[None],
+            is_pending=~first.is_last[None],
             size=size,
         )
 

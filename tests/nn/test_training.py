@@ -167,7 +167,8 @@ def test_two_layers_one_of_them_not_called():
         model, make_batch()
     )
     optimizer.update(model, gradients)
-    assert set(gradients.tables) == {"used/embedding"}
+    assert set(gradients.tables["used/embedding"].stacks) == {"stack_0"}
+    assert not gradients.tables["unused"].stacks
     np.testing.assert_array_equal(model.unused.embedding_tables()["items"], before)
 
 
@@ -213,12 +214,10 @@ def test_activations_come_back_in_the_nest(nest):
         np.testing.assert_allclose(twice, 2 * once)
 
 
-def called_twice(model, batch):
-    return loss_fn(model, batch) + loss_fn(model, batch)
-
-
-def use_plain_gradients(model, batch):
-    gradients = nnx.grad(loss_fn)(model, batch)
+def plain_gradients_of_a_part(model, batch):
+    """Leaves the guard out; the optimizer still sees what is missing."""
+    linear = nnx.DiffState(0, nnx.PathContains("linear"))
+    gradients = nnx.grad(loss_fn, argnums=linear)(model, batch)
     te.Optimizer(model, optax.sgd(0.1)).update(model, gradients)
 
 
@@ -228,12 +227,26 @@ def differentiate_tables(model, batch):
 
 
 MISUSE = {
-    "called twice": (
-        lambda m, b: te.value_and_grad(called_twice)(m, b),
+    "plain gradients": (
+        lambda m, b: nnx.grad(loss_fn)(m, b),
         ValueError,
-        "called 2 times in one loss",
+        r"te.value_and_grad\(loss_fn\)",
     ),
-    "plain gradients": (use_plain_gradients, TypeError, "lacks those of the tables"),
+    "plain value and gradients in jit": (
+        lambda m, b: nnx.jit(lambda m: nnx.value_and_grad(loss_fn)(m, b))(m),
+        ValueError,
+        "te.Optimizer",
+    ),
+    "plain gradients of a bare layer": (
+        lambda m, b: nnx.grad(lambda m: jnp.sum(m(b["features"])["item"]))(m.embedding),
+        ValueError,
+        "tables would never train",
+    ),
+    "plain gradients of a part": (
+        plain_gradients_of_a_part,
+        TypeError,
+        "lacks those of the tables",
+    ),
     "dense derivative": (differentiate_tables, ValueError, "no dense derivative"),
     "no layer": (
         lambda m, b: te.value_and_grad(loss_fn)(m.linear, b),
@@ -309,10 +322,83 @@ def test_layer_under_remat_and_inner_jit():
         model = Model(mesh_of(2), te.optimizers.sgd(0.1), nnx.Rngs(0))
         compute = te.value_and_grad(lambda m, b: jnp.sum(call(m, b["features"]) ** 2))
         _, gradients = compute(model, batch)
-        return gradients.tables["embedding"]["stack_0"].first_round.as_row_updates()
+        return gradients.tables["embedding"].first_round("stack_0")
 
     plain = gradients_with(lambda m, f: m(f))
     for transform in (nnx.remat, nnx.jit):
         other = gradients_with(transform(lambda m, f: m(f)))
         np.testing.assert_array_equal(plain.row_ids, other.row_ids)
         np.testing.assert_allclose(plain.values, other.values, rtol=1e-5, atol=1e-6)
+
+
+class Towers(nnx.Module):
+    """Two towers that call one layer: a sample's item, and one of its past."""
+
+    def __init__(self, mesh, optimizer):
+        table = te.TableConfig(
+            vocabulary_size=VOCABULARY_SIZE, dim=DIM, combiner="sum", name="items"
+        )
+        self.embedding = te.TPUEmbedding(
+            te.FeatureConfig(table=table), optimizer, mesh=mesh, rngs=nnx.Rngs(0)
+        )
+
+    def __call__(self, left, right):
+        return jnp.sum(self.embedding(left) * self.embedding(right), axis=1)
+
+
+@pytest.mark.parametrize(
+    "num_devices", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 8))]
+)
+def test_two_calls_equal_one_call_over_both(num_devices):
+    generator = np.random.default_rng(0)
+    left, right = generator.integers(0, VOCABULARY_SIZE, (2, BATCH, 3))
+    targets = generator.normal(size=BATCH).astype(np.float32)
+
+    def loss_of(scores):
+        return jnp.mean((scores - targets) ** 2)
+
+    def two_calls(model):
+        return loss_of(model(left, right))
+
+    def one_call(model):
+        both = model.embedding(np.concatenate([left, right]))
+        return loss_of(jnp.sum(both[:BATCH] * both[BATCH:], axis=1))
+
+    results = []
+    for loss_fn in (two_calls, one_call):
+        model = Towers(mesh_of(num_devices), te.optimizers.adagrad(0.3))
+        optimizer = te.Optimizer(model, optax.sgd(0.1))
+
+        @nnx.jit
+        def step(model, optimizer, loss_fn=loss_fn):
+            loss, gradients = te.value_and_grad(loss_fn)(model)
+            optimizer.update(model, gradients)
+            return loss, te.global_norm(gradients)
+
+        metrics = [step(model, optimizer) for _ in range(3)]
+        results.append((metrics, model.embedding.embedding_tables()["items"]))
+    # A row's gradients are summed in the order of its samples, which differs.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), *results
+    )
+
+
+CLOSURES = {
+    "vmap": lambda model, ids: jax.vmap(lambda i: model.embedding(i))(ids),
+    "jit": lambda model, ids: jax.jit(lambda i: model.embedding(i))(ids[0])[None],
+    "scan": lambda model, ids: jax.lax.scan(
+        lambda carry, i: (carry, model.embedding(i)), 0, ids
+    )[1],
+}
+
+
+@pytest.mark.parametrize("closure", CLOSURES)
+def test_closures_over_a_model_look_up_and_refuse_to_lose_gradients(closure):
+    model = Towers(mesh_of(2), te.optimizers.sgd(0.1))
+    ids = np.arange(24).reshape(3, 4, 2)
+    call = CLOSURES[closure]
+    found = call(model, ids)
+    for activations, of_ids in zip(found, ids, strict=False):
+        np.testing.assert_allclose(activations, model.embedding(of_ids), rtol=1e-6)
+    with pytest.raises(ValueError, match="gradient of its tables would be lost"):
+        te.value_and_grad(lambda m: jnp.sum(call(m, ids) ** 2))(model)

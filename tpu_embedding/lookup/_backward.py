@@ -4,6 +4,9 @@ It reads as the second half of the design's diagram: spread, exchange, merge. Th
 round runs when the gradient is computed. Cotangents of later rounds stay on their shard
 until an update folds over the rounds (`gradient_rounds`), because room for all of them
 would cost every step what only skewed batches need.
+
+A gradient keeps its keys and cotangents, so several gradients can be joined exactly:
+their samples become one batch, which is routed anew.
 """
 
 import dataclasses
@@ -12,16 +15,17 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from tpu_embedding.lookup._dedup import dedup
 from tpu_embedding.lookup._exchange import Requests, send_gradients, send_requests
 from tpu_embedding.lookup._flatten import PoolingSpec
 from tpu_embedding.lookup._forward import StackRouting
 from tpu_embedding.lookup._merge import merge
-from tpu_embedding.lookup._rounds import PendingRounds, for_each_round
-from tpu_embedding.lookup._route import Round
+from tpu_embedding.lookup._rounds import PendingRounds, first_round, for_each_round
+from tpu_embedding.lookup._route import IdsByRow, Round
 from tpu_embedding.lookup._spread import spread
-from tpu_embedding.plan.backends import BatchBackends
+from tpu_embedding.plan.backends import BatchBackends, choose_for_batch
 from tpu_embedding.plan.capacity import RoundSize
 from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -36,34 +40,39 @@ Carry = TypeVar("Carry")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeferredGradient:
-    """Cotangents of later rounds, still on the shard of their samples.
+class SampleGradients:
+    """The cotangents of a stack on the shards of their samples. Per shard.
 
     Attributes:
-      pending: the ids of these rounds.
-      cotangents: per feature of the stack, `[samples, dim]`.
-      poolings: per feature of the stack.
-      backends: that spread this batch.
+      keys: int32 `[ids]`, of all features; see `_flatten.py`.
+      cotangents: per feature, `[samples, dim]`.
+      poolings: per feature.
+      max_unique_ids: upper bound on the unique ids of a shard.
+      backends: that spread the cotangents.
     """
 
-    pending: PendingRounds
+    keys: Int[Array, " ids"]
     cotangents: list[Float[Array, "_ dim"]]
     poolings: list[PoolingSpec]
+    max_unique_ids: int = dataclasses.field(metadata={"static": True})
     backends: BatchBackends = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackGradient:
-    """The gradient of a stacked table, to be applied by `apply_gradients`.
+    """The gradient of a stacked table, to be applied by `apply_gradients`. Per shard.
 
     Attributes:
       first_round: gradients at the owners of the rows of the first round.
-      deferred: the rest; None if no batch of this shape can have a second round.
+      pending: ids of later rounds, whose gradients are still in `samples`; None if no
+        batch of this shape can have a second round.
+      samples: the whole gradient, before it was sent to the owners.
     """
 
     first_round: PackedRowGradients
-    deferred: DeferredGradient | None
+    pending: PendingRounds | None
+    samples: SampleGradients
 
 
 def stack_gradient(
@@ -80,48 +89,72 @@ def stack_gradient(
       stack: its plan.
       plan: for the mesh.
     """
-    size = routing.size
-    gradients = spread(
-        cotangents,
-        routing.ids_by_row,
-        routing.poolings,
-        stack.layout.buffer_layout(size.sent_rows),
-        routing.backends,
+    samples = SampleGradients(
+        keys=routing.keys,
+        cotangents=list(cotangents),
+        poolings=routing.poolings,
+        max_unique_ids=routing.max_unique_ids,
+        backends=routing.backends,
     )
-    deferred = None
-    if routing.pending is not None:
-        deferred = DeferredGradient(
-            pending=routing.pending,
-            cotangents=list(cotangents),
-            poolings=routing.poolings,
-            backends=routing.backends,
-        )
-    first_round = _send_to_owners(gradients, routing.requests, size, stack, plan)
-    return StackGradient(first_round=first_round, deferred=deferred)
+    first = _spread_and_send(
+        samples, routing.ids_by_row, routing.requests, routing.size, stack, plan
+    )
+    return StackGradient(first_round=first, pending=routing.pending, samples=samples)
+
+
+def join_gradients(
+    gradients: Sequence[StackGradient], stack: TrainedStackPlan, plan: EmbeddingPlan
+) -> StackGradient:
+    """Returns the sum of several gradients of a stacked table. Per shard.
+
+    The samples of all gradients are treated as one batch. So the sum has each touched
+    row once, and equals the gradient of one lookup of all ids. The ids cross the
+    network a second time.
+    """
+    parts = [gradient.samples for gradient in gradients]
+    poolings = [pooling for part in parts for pooling in part.poolings]
+    max_unique_ids = sum(part.max_unique_ids for part in parts)
+    if not stack.keeps_duplicates:
+        max_unique_ids = min(max_unique_ids, stack.num_rows)
+    samples = SampleGradients(
+        keys=jnp.concatenate([part.keys for part in parts]),
+        cotangents=[cotangent for part in parts for cotangent in part.cotangents],
+        poolings=poolings,
+        max_unique_ids=max_unique_ids,
+        backends=choose_for_batch(
+            stack.layout, stack.backends, [pooling.batch_facts for pooling in poolings]
+        ),
+    )
+    size = stack.round_size(max_unique_ids)
+    first, pending = first_round(dedup(samples.keys, stack), size, stack, plan)
+    requests = send_requests(first, size, plan)
+    received = _spread_and_send(samples, first.ids_by_row, requests, size, stack, plan)
+    return StackGradient(first_round=received, pending=pending, samples=samples)
 
 
 def gradient_rounds(
     gradient: StackGradient, stack: TrainedStackPlan, plan: EmbeddingPlan
 ) -> GradientRounds:
     """Returns all rounds of a gradient, for an update to fold over. Per shard."""
-    deferred = gradient.deferred
-    if deferred is None:
+    pending = gradient.pending
+    if pending is None:
         return GradientRounds(first=gradient.first_round)
 
     def fold_later(
         body: Callable[[Carry, PackedRowGradients, RowRange], Carry], carry: Carry
     ) -> Carry:
-        return _fold_deferred(deferred, body, carry, stack, plan)
+        return _fold_pending(pending, gradient.samples, body, carry, stack, plan)
 
     return GradientRounds(
         first=gradient.first_round,
-        first_rows=RowRange(jnp.int32(0), deferred.pending.end_row[0]),
+        first_rows=RowRange(jnp.int32(0), pending.end_row[0]),
         fold_later=fold_later,
     )
 
 
-def _fold_deferred(
-    deferred: DeferredGradient,
+def _fold_pending(
+    pending: PendingRounds,
+    samples: SampleGradients,
     body: Callable[[Carry, PackedRowGradients, RowRange], Carry],
     carry: Carry,
     stack: TrainedStackPlan,
@@ -132,25 +165,38 @@ def _fold_deferred(
     The ids of these rounds cross the network a second time. Keeping them would cost
     room in every step.
     """
-    size = deferred.pending.size
 
     def run_round(state: tuple[Carry, Array], current: Round) -> tuple[Carry, Array]:
         carry, first_row = state
-        gradients = spread(
-            deferred.cotangents,
-            current.ids_by_row,
-            deferred.poolings,
-            stack.layout.buffer_layout(size.sent_rows),
-            deferred.backends,
+        requests = send_requests(current, pending.size, plan)
+        received = _spread_and_send(
+            samples, current.ids_by_row, requests, pending.size, stack, plan
         )
-        requests = send_requests(current, size, plan)
-        received = _send_to_owners(gradients, requests, size, stack, plan)
         carry = body(carry, received, RowRange(first_row, current.end_row))
         return carry, current.end_row
 
-    state = (carry, deferred.pending.end_row[0])
-    (carry, _), _ = for_each_round(deferred.pending, run_round, state, stack, plan)
+    state = (carry, pending.end_row[0])
+    (carry, _), _ = for_each_round(pending, run_round, state, stack, plan)
     return carry
+
+
+def _spread_and_send(
+    samples: SampleGradients,
+    ids_by_row: IdsByRow,
+    requests: Requests,
+    size: RoundSize,
+    stack: TrainedStackPlan,
+    plan: EmbeddingPlan,
+) -> PackedRowGradients:
+    """Sums the cotangents of one round by row, and sends them to the owners."""
+    gradients = spread(
+        samples.cotangents,
+        ids_by_row,
+        samples.poolings,
+        stack.layout.buffer_layout(size.sent_rows),
+        samples.backends,
+    )
+    return _send_to_owners(gradients, requests, size, stack, plan)
 
 
 def _send_to_owners(

@@ -21,8 +21,8 @@ from tpu_embedding.lookup._flatten import (
     flatten,
     max_unique_ids,
 )
-from tpu_embedding.lookup._rounds import PendingRounds, for_each_round
-from tpu_embedding.lookup._route import IdsByRow, Round, route, route_all
+from tpu_embedding.lookup._rounds import PendingRounds, first_round, for_each_round
+from tpu_embedding.lookup._route import IdsByRow, Round
 from tpu_embedding.plan.backends import BatchBackends, choose_for_batch
 from tpu_embedding.plan.capacity import RoundSize
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
@@ -35,18 +35,22 @@ class StackRouting:
     """Facts that the forward pass hands to the backward pass. Per shard.
 
     Attributes:
+      keys: int32 `[ids]`, of all features; see `_flatten.py`.
       ids_by_row: the ids of each row of the first round's buffer.
       requests: rows that the shards requested from this one in the first round.
       poolings: per feature of the stack.
       pending: None if no batch of this shape can need a second round.
+      max_unique_ids: upper bound on the unique ids of a shard.
       size: of the first round.
       backends: that pool and spread this batch.
     """
 
+    keys: Int[Array, " ids"]
     ids_by_row: IdsByRow
     requests: Requests
     poolings: list[PoolingSpec]
     pending: PendingRounds | None
+    max_unique_ids: int = dataclasses.field(metadata={"static": True})
     size: RoundSize = dataclasses.field(metadata={"static": True})
     backends: BatchBackends = dataclasses.field(metadata={"static": True})
 
@@ -89,18 +93,9 @@ def lookup_stack(
         stack.layout, stack.backends, [pooling.batch_facts for pooling in poolings]
     )
     unique = dedup(keys, stack)
-    size = stack.round_size(max_unique_ids(inputs, features, stack))
-    if size.holds_all:
-        first, pending = route_all(unique, size, stack), None
-    else:
-        first = route(unique, unique.first_ranks[:-1], size, stack, plan)
-        pending = PendingRounds(
-            dedup=unique,
-            next_ranks=first.next_ranks,
-            end_row=first.end_row[None],
-            is_done=first.is_last[None],
-            size=size,
-        )
+    max_unique = max_unique_ids(inputs, features, stack)
+    size = stack.round_size(max_unique)
+    first, pending = first_round(unique, size, stack, plan)
 
     def look_up_round(current: Round) -> tuple[list[Array], Requests]:
         requests = send_requests(current, size, plan)
@@ -127,10 +122,12 @@ def lookup_stack(
     return StackLookup(
         activations=activations,
         routing=StackRouting(
+            keys=keys,
             ids_by_row=ids_by_row,
             requests=requests,
             poolings=poolings,
             pending=pending,
+            max_unique_ids=max_unique,
             size=size,
             backends=backends,
         ),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from tpu_embedding.lookup._dedup import Dedup
-from tpu_embedding.lookup._route import Round, route
+from tpu_embedding.lookup._route import Round, route, route_all
 from tpu_embedding.plan.capacity import RoundSize
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
@@ -28,15 +28,37 @@ class PendingRounds:
       dedup: the unique ids of the shard.
       next_ranks: int32 `[num_shards]`, the first pending rank per destination.
       end_row: int32 `[1]`, the first of this shard's own rows that is pending.
-      is_done: bool `[1]`, True if no shard has a pending id.
+      is_pending: bool `[1]`, True if some shard has a pending id.
       size: of each round.
     """
 
     dedup: Dedup
     next_ranks: Int[Array, " shards"]
     end_row: Int[Array, "_"]
-    is_done: Bool[Array, "_"]
+    is_pending: Bool[Array, "_"]
     size: RoundSize = dataclasses.field(metadata={"static": True})
+
+
+def first_round(
+    unique: Dedup, size: RoundSize, stack: StackPlan, plan: EmbeddingPlan
+) -> tuple[Round, PendingRounds | None]:
+    """Routes the first round. Per shard.
+
+    Returns:
+      The round, and the rounds that may follow; None if no batch of this shape can
+      need a second round.
+    """
+    if size.holds_all:
+        return route_all(unique, size, stack), None
+    first = route(unique, unique.first_ranks[:-1], size, stack, plan)
+    pending = PendingRounds(
+        dedup=unique,
+        next_ranks=first.next_ranks,
+        end_row=first.end_row[None],
+        is_pending=~first.is_last[None],
+        size=size,
+    )
+    return first, pending
 
 
 def for_each_round(
@@ -61,6 +83,6 @@ def for_each_round(
     carry, _, _, rounds = jax.lax.while_loop(
         lambda state: ~state[2],
         run,
-        (carry, pending.next_ranks, pending.is_done[0], jnp.int32(0)),
+        (carry, pending.next_ranks, ~pending.is_pending[0], jnp.int32(0)),
     )
     return carry, rounds

@@ -7,11 +7,14 @@ layer a *tap* per activation, whose derivative equals the activation's, and keep
 routing of the lookup.
 """
 
+import contextlib
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.errors import TraceContextError
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh
 
 from tpu_embedding import functional
@@ -37,6 +40,15 @@ class LookupStatsVariable(nnx.Variable):
 
 class RecordedCalls(nnx.Variable):
     """Taps and routings of the calls inside `tpu_embedding.value_and_grad`."""
+
+
+class GradientGuard(nnx.Param):
+    """A parameter without effect, whose derivative raises.
+
+    `nnx.grad` returns no gradient of a table, and a model trained by it would keep its
+    initial tables. The guard is a parameter, so `nnx.grad` differentiates by it, and
+    the layer can say what to call instead. Its value is 0 and stays 0.
+    """
 
 
 class TPUEmbedding(nnx.Module):
@@ -100,6 +112,7 @@ class TPUEmbedding(nnx.Module):
         self.plan = plan
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
         self.stats = LookupStatsVariable(_no_stats(plan))
+        self.gradient_guard = GradientGuard(jnp.zeros(()))
         self.recorded = RecordedCalls(())
         self.recording: Recording = "off"
 
@@ -123,15 +136,18 @@ class TPUEmbedding(nnx.Module):
         if self.recording == "shapes":
             shapes = functional.activation_shapes(features, self.plan)
             activations = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            self.recorded.set_value((*self.recorded.get_value(), activations))
+            self._record((*self.recorded.get_value(), activations))
             return activations
         tables = _without_derivative(self.tables.get_value())
         result = functional.lookup(tables, features, self.plan)
-        self.stats.set_value(result.stats)
+        self._keep_stats(result.stats)
         if self.recording == "off":
-            return result.activations
+            if not self.plan.trained_stacks:
+                return result.activations
+            guard = self.gradient_guard.get_value()
+            return jax.tree.map(lambda x: _guard(x, guard), result.activations)
         taps, *routings = self.recorded.get_value()
-        self.recorded.set_value((taps, *routings, result.routing))
+        self._record((taps, *routings, result.routing))
         return jax.tree.map(_attach_tap, taps[len(routings)], result.activations)
 
     def prepare(self, features: Any, weights: Any = None) -> Any:
@@ -147,6 +163,26 @@ class TPUEmbedding(nnx.Module):
         self.tables.set_value(
             with_table_values(self.tables.get_value(), values, self.plan)
         )
+
+    def _keep_stats(self, stats: LookupStats) -> None:
+        """Stores the stats, unless a JAX transformation closes over the layer.
+
+        A closure cannot change a Flax variable. The lookup itself works there.
+        """
+        with contextlib.suppress(TraceContextError):
+            self.stats.set_value(stats)
+
+    def _record(self, calls: tuple[Any, ...]) -> None:
+        try:
+            self.recorded.set_value(calls)
+        except TraceContextError as error:
+            raise ValueError(
+                "The loss calls a TPUEmbedding inside a JAX transformation, such as "
+                "jax.vmap, that closes over the model, so the gradient of its tables "
+                "would be lost. Call the layer outside of it with the whole batch; "
+                "FeatureConfig.output_shape keeps further axes. Or pass the model as "
+                "an argument of nnx.jit or nnx.remat."
+            ) from error
 
     def start_recording(self, taps: Any | None) -> None:
         """Starts recording calls; without taps, only the shapes of activations."""
@@ -187,6 +223,32 @@ def _attach_tap_backward(_, cotangent):
 
 
 _attach_tap.defvjp(_attach_tap_forward, _attach_tap_backward)
+
+
+@jax.custom_jvp
+def _guard(activation: jax.Array, guard: jax.Array) -> jax.Array:
+    """Returns the activation; raises if the guard is differentiated."""
+    del guard
+    return activation
+
+
+def _guard_jvp(primals, tangents):
+    activation, _ = primals
+    by_activation, by_guard = tangents
+    if not isinstance(by_guard, SymbolicZero):
+        raise ValueError(
+            "nnx.grad and nnx.value_and_grad leave the tables of a TPUEmbedding out, "
+            "so the tables would never train. Change two lines:\n"
+            "  loss, gradients = te.value_and_grad(loss_fn)(model, ...)\n"
+            "  optimizer = te.Optimizer(model, tx)  # in place of nnx.Optimizer\n"
+            "To keep the tables fixed, make the layer without an optimizer."
+        )
+    if isinstance(by_activation, SymbolicZero):
+        by_activation = jnp.zeros_like(activation)
+    return activation, by_activation
+
+
+_guard.defjvp(_guard_jvp, symbolic_zeros=True)
 
 
 @jax.custom_jvp

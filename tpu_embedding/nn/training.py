@@ -15,9 +15,10 @@ from flax import nnx
 from jax.core import Tracer
 
 from tpu_embedding import functional
-from tpu_embedding.lookup._backward import StackGradient
+from tpu_embedding.gradients import TableGradients, add
 from tpu_embedding.nn.embedding import EmbeddingTables, TPUEmbedding
 from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 
 Path = tuple[Any, ...]
@@ -31,11 +32,11 @@ class Gradients:
     Attributes:
       dense: by the dense parameters, as `nnx.grad` returns them.
       tables: path of a layer in the model, as a string, to its tables' sparse
-        gradients by stack; layers that were not called are missing.
+        gradients. A layer that was not called has none for any stack.
     """
 
     dense: nnx.State
-    tables: dict[str, dict[str, StackGradient]]
+    tables: dict[str, TableGradients]
 
 
 class SlotVariables(nnx.Variable):
@@ -52,9 +53,10 @@ def value_and_grad(
 
     Args:
       loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`; the
-        model is an `nnx.Module` that owns `TPUEmbedding` layers, and calls each at
-        most once. Changes that the loss makes to the model (batch statistics, random
-        streams, lookup statistics) are kept.
+        model is an `nnx.Module` that owns `TPUEmbedding` layers, and may call each any
+        number of times: the gradients of all calls are added row by row. Changes that
+        the loss makes to the model (batch statistics, random streams, lookup
+        statistics) are kept.
       wrt: filter of the dense parameters.
       has_aux: True if `loss_fn` returns a second value.
 
@@ -62,8 +64,7 @@ def value_and_grad(
       `(model, *args, **kwargs) -> (loss, Gradients)`, or `((loss, aux), Gradients)`.
 
     Raises:
-      ValueError: when called, if a layer is called twice in one loss or the model has
-        no `TPUEmbedding`.
+      ValueError: when called, if the model has no `TPUEmbedding`.
 
     Example:
       >>> import tpu_embedding as te
@@ -98,7 +99,6 @@ def value_and_grad(
             return loss, (aux, calls, new_rest)
 
         _, (_, shapes, _) = jax.eval_shape(lambda dense: run(dense, None), dense)
-        _check_calls(shapes)
         taps = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         (loss, (aux, calls, new_rest)), (dense_gradient, cotangents) = (
             jax.value_and_grad(run, argnums=(0, 1), has_aux=True)(dense, taps)
@@ -107,11 +107,8 @@ def value_and_grad(
         gradients = Gradients(
             dense=dense_gradient,
             tables={
-                path: functional.compute_gradients(
-                    calls[path][0], cotangents[path][0], plans[path]
-                )
-                for path in plans
-                if calls[path]
+                path: _add_calls(calls[path], cotangents[path], plan)
+                for path, plan in plans.items()
             },
         )
         return ((loss, aux) if has_aux else loss), gradients
@@ -178,8 +175,6 @@ class Optimizer(nnx.Module):
         self.dense.update(model, gradients.dense)
         slots = dict(self.slots.get_value())
         for path, layer in embedding_layers(model).items():
-            if path not in gradients.tables:
-                continue
             new_tables, new_slots = functional.apply_gradients(
                 layer.tables.get_value(),
                 slots[path],
@@ -187,7 +182,7 @@ class Optimizer(nnx.Module):
                 layer.plan,
             )
             layer.tables.set_value(new_tables)
-            slots[path] = slots[path] | new_slots
+            slots[path] = new_slots
         self.slots.set_value(slots)
 
     def set_hyperparameters(self, **values: Any) -> None:
@@ -222,14 +217,15 @@ def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
     }
 
 
-def _check_calls(shapes: dict[str, tuple[Any, ...]]) -> None:
-    for path, calls in shapes.items():
-        if len(calls) > 1:
-            raise ValueError(
-                f"The TPUEmbedding at {path!r} of the model is called {len(calls)} "
-                "times in one loss, but each row may have one gradient only. Put the "
-                "features of all calls into its feature_config, and call it once."
-            )
+def _add_calls(
+    routings: tuple[Any, ...], cotangents: tuple[Any, ...], plan: EmbeddingPlan
+) -> TableGradients:
+    """Returns the gradients of a layer's tables, summed over its calls."""
+    of_calls = [
+        functional.compute_gradients(routing, cotangent, plan)
+        for routing, cotangent in zip(routings, cotangents, strict=True)
+    ]
+    return add(*of_calls) if of_calls else TableGradients({}, plan)
 
 
 def _put_on_mesh(module: nnx.Module, sharding: jax.sharding.NamedSharding) -> None:

@@ -23,7 +23,12 @@ from tpu_embedding.plan.plan import (
     TablePlan,
     TrainedStackPlan,
 )
-from tpu_embedding.rows.packed_rows import Backend, RowLayout
+from tpu_embedding.rows.packed_rows import (
+    Backend,
+    RowLayout,
+    StackContents,
+    TableRange,
+)
 from tpu_embedding.types import PADDING_ROW_ID
 
 
@@ -170,6 +175,13 @@ def _plan_stack(
         num_rows=rows_per_shard,
         row_shape=(first.config.dim,),
         line_lanes=hardware.line_lanes,
+        contents=StackContents(
+            tuple(
+                TableRange(t.name, t.row_offset, t.config.vocabulary_size)
+                for t in placed
+            ),
+            num_shards,
+        ),
     )
     backends = choose_backends(backend, layout, first.optimizer, slots)
     if backends.read.backend != "xla":

@@ -11,8 +11,10 @@ element on its own, handle lines as they are. `access.py` reads and changes rows
 """
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal, no_type_check
+from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,30 @@ def gather_in_bounds(values: Array, places: Int[Array, " n"]) -> Array:
     return values.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
+class TableRange(NamedTuple):
+    """A table's rows in a stack: `row_offset` to `row_offset + vocabulary_size`."""
+
+    name: str
+    row_offset: int
+    vocabulary_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StackContents:
+    """The tables that an array of rows holds, and how their rows are dealt to shards.
+
+    Two arrays of one shape can hold other tables, or the same tables in another order.
+    The contents tell them apart, so the rows of one plan are never read by another.
+
+    Attributes:
+      tables: in the order of their rows.
+      num_shards: shards over which the rows are dealt round-robin.
+    """
+
+    tables: tuple[TableRange, ...]
+    num_shards: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLayout:
     """The packing of the rows of one shard, or of an exchange buffer, into lines.
@@ -47,6 +73,7 @@ class RowLayout:
       num_spare_rows: rows behind the last one. A kernel writes the values of padding
         ids there; their content is never read as a row. Kernels only read rows of a
         layout without a spare row, such as those of an exchange buffer.
+      contents: tables that the rows belong to; None: rows of a buffer.
     """
 
     num_rows: int
@@ -54,6 +81,7 @@ class RowLayout:
     line_lanes: int | None = None
     backend: Backend = "xla"
     num_spare_rows: int = 0
+    contents: StackContents | None = None
 
     @property
     def dim(self) -> int:
@@ -125,11 +153,73 @@ class RowLayout:
             num_rows=num_rows,
             line_lanes=None if self.backend == "xla" else self.line_lanes,
             num_spare_rows=0,
+            contents=None,
         )
+
+    @functools.cached_property
+    def leaf_name(self) -> str:
+        """Name of the array in pytree paths, and so in checkpoints.
+
+        The name of a table's array spells shards, lines and lanes. It ends with a
+        digest of all that decides where a row lies. A checkpointer that matches arrays
+        by name therefore refuses an array whose rows lie elsewhere.
+        """
+        if self.contents is None:
+            return "lines"
+        facts = (
+            self.contents.tables,
+            self.contents.num_shards,
+            self.num_rows,
+            self.row_shape,
+            self.rows_per_line,
+            self.lines_shape,
+        )
+        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+        sizes = "x".join(map(str, (self.contents.num_shards, *self.lines_shape)))
+        return f"lines_{sizes}_{digest}"
+
+    def differences(self, other: "RowLayout") -> list[str]:
+        """Returns one line per fact in which rows of the other layout lie elsewhere.
+
+        Each line gives the fact here first, then the other's.
+        """
+        found = []
+        if self.contents != other.contents:
+            found += _content_differences(self.contents, other.contents)
+        facts = ("num_rows", "row_shape", "rows_per_line", "lines_shape")
+        for name in facts:
+            here, there = getattr(self, name), getattr(other, name)
+            if here != there:
+                found.append(f"{name} per shard: {here}, not {there}")
+        return found
+
+
+def _content_differences(
+    here: StackContents | None, there: StackContents | None
+) -> list[str]:
+    """Returns one line per difference of the tables, or of the number of shards."""
+    if here is None or there is None:
+        return ["one of them is a buffer, not a table"]
+    found = []
+    if here.num_shards != there.num_shards:
+        found.append(f"num_shards: {here.num_shards}, not {there.num_shards}")
+    tables = {table.name: table for table in here.tables}
+    others = {table.name: table for table in there.tables}
+    for name in sorted(tables.keys() | others.keys()):
+        table, other = tables.get(name), others.get(name)
+        if table is None or other is None:
+            found.append(f"table {name!r}: {'missing' if table is None else 'extra'}")
+        elif table != other:
+            found.append(
+                f"table {name!r}: rows {table.row_offset} to "
+                f"{table.row_offset + table.vocabulary_size}, not {other.row_offset} "
+                f"to {other.row_offset + other.vocabulary_size}"
+            )
+    return found
 
 
 @no_type_check  # It also holds shapes and shardings in place of arrays.
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedRows:
     """Rows in lines: those of a table, a slot variable or an exchange buffer.
@@ -143,6 +233,20 @@ class PackedRows:
     # Any: leaves of a pytree may be arrays, shapes or shardings.
     lines: Any
     layout: RowLayout = dataclasses.field(metadata={"static": True})
+
+    def tree_flatten_with_keys(self):
+        """Returns the lines under the layout's `leaf_name`, and the static layout."""
+        key = jax.tree_util.GetAttrKey(self.layout.leaf_name)
+        return ((key, self.lines),), self.layout
+
+    def tree_flatten(self):
+        """Returns the lines, and the static layout."""
+        return (self.lines,), self.layout
+
+    @classmethod
+    def tree_unflatten(cls, layout, leaves):
+        """Returns the rows with these lines."""
+        return cls(lines=leaves[0], layout=layout)
 
 
 def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:

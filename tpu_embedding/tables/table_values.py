@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 
@@ -27,11 +28,15 @@ def unstack_tables(
 
     Returns:
       Table name to array `[vocabulary_size, *row_shape]`, in logical row order.
+
+    Raises:
+      ValueError: if the arrays were made for another plan.
     """
     values = {}
     for stack in plan.stacks:
         if stack.name not in stacked:
             continue
+        check_stack(stacked[stack.name], stack)
         rows = _unpack(stacked[stack.name], stack)
         for table in stack.tables:
             end = table.row_offset + table.config.vocabulary_size
@@ -50,8 +55,8 @@ def with_table_values(
       plan: plan of the embedding layer.
 
     Raises:
-      ValueError: if a table is unknown, its stack is missing, or its array has the
-        wrong shape.
+      ValueError: if a table is unknown, its stack is missing, its array has the wrong
+        shape, or the stacks were made for another plan.
     """
     known = {table.name for stack in plan.stacks for table in stack.tables}
     unknown = sorted(set(values) - known)
@@ -62,6 +67,8 @@ def with_table_values(
         )
     result = dict(stacked)
     for stack in plan.stacks:
+        if stack.name in stacked:
+            check_stack(stacked[stack.name], stack)
         tables = [table for table in stack.tables if table.name in values]
         if not tables:
             continue

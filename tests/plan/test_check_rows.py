@@ -1,0 +1,136 @@
+"""Arrays of another plan are refused, not read."""
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+
+
+def make_plan(num_devices=2, names=("items", "users"), sizes=(12, 12), dim=4):
+    features = {
+        f"feature_{i}": te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=size, dim=dim, name=name)
+        )
+        for i, (name, size) in enumerate(zip(names, sizes, strict=True))
+    }
+    return te.make_plan(
+        features, mesh_of(num_devices), optimizer=te.optimizers.adam(0.1)
+    )
+
+
+def arrays_of(plan):
+    tables = te.init_tables(plan, jax.random.key(0))
+    return tables, te.init_slots(tables, plan)
+
+
+IDS = {"feature_0": np.arange(4), "feature_1": np.arange(4)}
+
+OTHER_PLANS = {
+    "renamed, so the order changes": (
+        dict(names=("items", "a_users")),
+        ["table 'a_users': missing", "table 'items': rows 0 to 12, not 12 to 24"],
+    ),
+    "other sizes of the same sum": (
+        dict(sizes=(8, 16)),
+        ["table 'items': rows 0 to 12, not 0 to 8", "table 'users'"],
+    ),
+    "other devices": (dict(num_devices=4), ["num_shards: 2, not 4"]),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_PLANS)
+def test_arrays_of_another_plan_are_refused(case):
+    options, texts = OTHER_PLANS[case]
+    plan, other = make_plan(), make_plan(**options)
+    tables, slots = arrays_of(plan)
+    calls = {
+        "tables": lambda: te.lookup(tables, IDS, other),
+        "init": lambda: te.init_slots(tables, other),
+        "values": lambda: te.unstack_tables(tables, other),
+        "set": lambda: te.with_table_values(tables, {}, other),
+    }
+    for call in calls.values():
+        with pytest.raises(ValueError, match="made for another plan") as raised:
+            call()
+        for text in texts:
+            assert text in str(raised.value)
+    other_tables, _ = arrays_of(other)
+    result = te.lookup(other_tables, IDS, other)
+    gradients = te.compute_gradients(result.routing, result.activations, other)
+    with pytest.raises(ValueError, match=r"slots\['stack_0'\] was made for another"):
+        te.apply_gradients(other_tables, slots, gradients, other)
+
+
+def test_tables_of_another_dim_are_refused():
+    tables, _ = arrays_of(make_plan())
+    with pytest.raises(ValueError, match=r"row_shape per shard: \(4,\), not \(6,\)"):
+        te.lookup(tables, IDS, make_plan(dim=6))
+
+
+def test_missing_arrays():
+    plan = make_plan()
+    tables, slots = arrays_of(plan)
+    result = te.lookup(tables, IDS, plan)
+    gradients = te.compute_gradients(result.routing, result.activations, plan)
+    sgd = te.make_plan(
+        jax.tree.unflatten(plan.feature_tree, [f.config for f in plan.features]),
+        mesh_of(2),
+        optimizer=te.optimizers.sgd(0.1),
+    )
+    cases = {
+        "tables must hold stack 'stack_0'": lambda: te.lookup({}, IDS, plan),
+        "slots must hold stack 'stack_0'": lambda: te.apply_gradients(
+            tables, {}, gradients, plan
+        ),
+        "must hold 2 slot variables, got 0": lambda: te.apply_gradients(
+            tables, te.init_slots(tables, sgd), gradients, plan
+        ),
+    }
+    for text, call in cases.items():
+        with pytest.raises(ValueError, match=text):
+            call()
+    with pytest.raises(TypeError, match=r"PackedRows"):
+        te.lookup({"stack_0": tables["stack_0"].lines}, IDS, plan)
+
+
+def test_arrays_of_an_equal_plan_are_read():
+    tables, slots = arrays_of(make_plan())
+    result = te.lookup(tables, IDS, make_plan())
+    assert result.activations["feature_0"].shape == (4, 4)
+
+
+def layer_of(num_devices, names=("items", "users")):
+    plan = make_plan(num_devices, names)
+    return te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    "other", [dict(num_devices=4), dict(num_devices=2, names=("items", "a_users"))]
+)
+def test_plain_restore_under_another_plan_raises(tmp_path, other):
+    """Both plans have arrays of equal shapes; only the names of the arrays differ."""
+    saved = layer_of(2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.state(saved))
+    wanted = nnx.state(layer_of(**other))
+    shapes = [x.shape for x in jax.tree.leaves(nnx.state(saved))]
+    assert shapes == [x.shape for x in jax.tree.leaves(wanted)]
+    with ocp.StandardCheckpointer() as checkpointer:
+        with pytest.raises(ValueError, match=r"lines_2x12x4_\w+"):
+            checkpointer.restore(tmp_path / "state", wanted)
+
+
+def test_plain_restore_under_the_same_plan(tmp_path):
+    saved, restored = layer_of(2), layer_of(2)
+    values = {"items": np.full((12, 4), 3.0, np.float32)}
+    saved.set_embedding_tables(values)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.state(saved))
+    with ocp.StandardCheckpointer() as checkpointer:
+        state = checkpointer.restore(tmp_path / "state", nnx.state(restored))
+    nnx.update(restored, state)
+    np.testing.assert_array_equal(restored.embedding_tables()["items"], values["items"])

@@ -1,0 +1,278 @@
+"""Arithmetic on gradients of whole models: dense arrays and sparse table gradients.
+
+A table's gradient is no array, so `optax.global_norm` and `jax.tree.map` cannot handle
+it, and raise. The functions here take any pytree that holds `TableGradients` beside
+dense arrays: the `Gradients` of a Flax model, or a dict of one's own.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from tpu_embedding.lookup._backward import (
+    StackGradient,
+    gradient_rounds,
+    join_gradients,
+)
+from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.rows.row_gradients import PackedRowGradients
+from tpu_embedding.rows.sealed import Sealed, seal
+from tpu_embedding.types import RowUpdates
+
+T = TypeVar("T")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TableGradients:
+    """The sparse gradients of the tables of one plan, at the owners of their rows.
+
+    Its leaves refuse arithmetic, because row ids are among them. Use `add`, `scale`,
+    `global_norm` and `clip_by_global_norm` of this module.
+
+    Attributes:
+      stacks: stack name to the gradient of the stacked table, sealed.
+      plan: the plan of the lookup.
+    """
+
+    stacks: dict[str, Sealed]
+    plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
+
+    def first_round(self, stack_name: str) -> RowUpdates:
+        """Returns a stack's gradient by row, without rows of later rounds. Global."""
+        return _first_round(self.stacks[stack_name], self.plan)
+
+
+def global_norm(gradients: Any) -> Float[Array, ""]:
+    """Returns the norm of all gradients of a model, tables and dense arrays together.
+
+    Args:
+      gradients: pytree of arrays and `TableGradients`, such as the result of
+        `tpu_embedding.value_and_grad`.
+
+    Returns:
+      Square root of the sum of squares; float32. Each touched row of a table counts
+      once, with the sum of its gradients.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> float(global_norm({"kernel": jnp.array([3.0, 4.0])}))
+      5.0
+    """
+    return jnp.sqrt(_total(gradients, _sum_of_squares))
+
+
+def all_finite(gradients: Any) -> Bool[Array, ""]:
+    """Returns True if no gradient of a model is NaN or infinite.
+
+    Args:
+      gradients: as for `global_norm`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> bool(all_finite({"kernel": jnp.array([3.0, jnp.inf])}))
+      False
+    """
+    return _total(gradients, _num_not_finite) == 0
+
+
+def scale(gradients: T, factor: Any) -> T:
+    """Multiplies all gradients of a model by a factor.
+
+    Args:
+      gradients: as for `global_norm`.
+      factor: float, or float32 scalar array.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> scale({"kernel": jnp.array([3.0, 4.0])}, 0.5)["kernel"].tolist()
+      [1.5, 2.0]
+    """
+
+    def scale_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, TableGradients):
+            return leaf * jnp.asarray(factor, leaf.dtype)
+        stacks = {
+            name: seal(_scale_stack(sealed.open(), factor))
+            for name, sealed in leaf.stacks.items()
+        }
+        return dataclasses.replace(leaf, stacks=stacks)
+
+    return jax.tree.map(scale_leaf, gradients, is_leaf=_is_table_gradients)
+
+
+def clip_by_global_norm(gradients: T, max_norm: float) -> T:
+    """Scales all gradients of a model down to a norm of at most `max_norm`.
+
+    Args:
+      gradients: as for `global_norm`.
+      max_norm: positive number. Gradients of a smaller norm stay as they are.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> clip_by_global_norm({"kernel": jnp.array([3.0, 4.0])}, 1.0)["kernel"].tolist()
+      [0.6000000238418579, 0.800000011920929]
+    """
+    norm = global_norm(gradients)
+    factor = jnp.where(norm < max_norm, 1.0, max_norm / jnp.maximum(norm, max_norm))
+    return scale(gradients, factor)
+
+
+def add(*gradients: T) -> T:
+    """Adds gradients of one model, such as those of several micro-batches.
+
+    A row that several of them touch is one row of the sum. So the sum equals the
+    gradient of one batch that holds all samples, and a rule that squares gradients
+    sees what it would see there.
+
+    Args:
+      *gradients: as for `global_norm`, all of one structure. Tables may be missing in
+        some of them. To average, use `scale` on the sum.
+
+    Raises:
+      ValueError: if the structures differ in more than tables, or two table gradients
+        belong to different plans.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> add({"kernel": jnp.ones(2)}, {"kernel": jnp.ones(2)})["kernel"].tolist()
+      [2.0, 2.0]
+    """
+    if not gradients:
+        raise ValueError("add needs at least one gradient, got none.")
+
+    def add_leaves(first: Any, *others: Any) -> Any:
+        if isinstance(first, TableGradients):
+            _check_one_plan([first, *others])
+            return _add_tables([first, *others])
+        return functools.reduce(jnp.add, others, first)
+
+    return jax.tree.map(add_leaves, *gradients, is_leaf=_is_table_gradients)
+
+
+def gradient_of_stack(
+    gradients: TableGradients, stack: TrainedStackPlan
+) -> StackGradient:
+    """Returns the gradient of one stack, per shard inside `shard_map`."""
+    return gradients.stacks[stack.name].open()
+
+
+def _is_table_gradients(value: Any) -> bool:
+    return isinstance(value, TableGradients)
+
+
+def _check_one_plan(parts: list[Any]) -> None:
+    for part in parts:
+        if part.plan.stacks != parts[0].plan.stacks:
+            raise ValueError(
+                "add needs gradients of one plan, got gradients of tables that another "
+                "plan places; compute all of them with the same plan."
+            )
+
+
+@jax.jit
+def _add_tables(parts: list[TableGradients]) -> TableGradients:
+    """Adds the table gradients of one layer; a part may lack stacks."""
+    plan = parts[0].plan
+    stacks = {}
+    for stack in plan.trained_stacks:
+        sealed = [
+            part.stacks[stack.name] for part in parts if stack.name in part.stacks
+        ]
+
+        def join(sealed, stack=stack):
+            return seal(join_gradients([part.open() for part in sealed], stack, plan))
+
+        if len(sealed) > 1:
+            stacks[stack.name] = _on_shards(join, sealed, plan)
+        elif sealed:
+            stacks[stack.name] = sealed[0]
+    return TableGradients(stacks, plan)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _first_round(sealed: Sealed, plan: EmbeddingPlan) -> RowUpdates:
+    def read(sealed: Sealed) -> RowUpdates:
+        return sealed.open().first_round.as_row_updates()
+
+    return _on_shards(read, sealed, plan)
+
+
+def _scale_stack(gradient: StackGradient, factor: Any) -> StackGradient:
+    factor = jnp.asarray(factor, jnp.float32)
+    first, samples = gradient.first_round, gradient.samples
+    occurrences = first.occurrences
+    if occurrences is not None:
+        occurrences = dataclasses.replace(
+            occurrences, values=occurrences.values * factor
+        )
+    values = dataclasses.replace(first.values, lines=first.values.lines * factor)
+    return dataclasses.replace(
+        gradient,
+        first_round=dataclasses.replace(first, values=values, occurrences=occurrences),
+        samples=dataclasses.replace(
+            samples, cotangents=[x * factor for x in samples.cotangents]
+        ),
+    )
+
+
+def _sum_of_squares(values: Array) -> Array:
+    return jnp.sum(jnp.square(jnp.abs(values)).astype(jnp.float32))
+
+
+def _num_not_finite(values: Array) -> Array:
+    return jnp.sum(~jnp.isfinite(values), dtype=jnp.float32)
+
+
+def _total(gradients: Any, measure: Callable[[Array], Array]) -> Array:
+    """Returns the sum of a measure over all gradients of a model."""
+    total = jnp.zeros(())
+    for leaf in jax.tree.leaves(gradients, is_leaf=_is_table_gradients):
+        if isinstance(leaf, TableGradients):
+            for name in leaf.stacks:
+                total += _total_of_stack(leaf, name, measure)
+        else:
+            total += measure(leaf)
+    return total
+
+
+@functools.partial(jax.jit, static_argnames=("name", "measure"))
+def _total_of_stack(
+    gradients: TableGradients, name: str, measure: Callable[[Array], Array]
+) -> Array:
+    """Returns the sum of a measure over the touched rows of a stack. Global."""
+    plan = gradients.plan
+    (stack,) = (stack for stack in plan.trained_stacks if stack.name == name)
+
+    def measure_shard(sealed: Sealed) -> Array:
+        rounds = gradient_rounds(sealed.open(), stack, plan)
+
+        def body(total: Array, part: PackedRowGradients, rows: Any) -> Array:
+            del rows
+            return total + measure(part.as_row_updates().values)
+
+        total = rounds.fold(body, jnp.zeros(()))
+        return jax.lax.psum(total, plan.axis_names)
+
+    return _on_shards(measure_shard, gradients.stacks[name], plan, PartitionSpec())
+
+
+def _on_shards(
+    function: Callable[[Any], Any],
+    sealed: Any,
+    plan: EmbeddingPlan,
+    out_specs: PartitionSpec | None = None,
+) -> Any:
+    return jax.shard_map(
+        function,
+        mesh=plan.mesh,
+        in_specs=plan.shard_spec,
+        out_specs=plan.shard_spec if out_specs is None else out_specs,
+        check_vma=False,
+    )(sealed)

@@ -1,0 +1,105 @@
+"""Refuses arrays that were made for another plan.
+
+Arrays of two plans can have equal shapes. A lookup would then read the rows of another
+table without an error, so every public function checks its arrays first. The check
+reads static facts only, and costs nothing under `jit`.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
+from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
+
+
+def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
+    """Raises unless `tables` holds the rows of every stack.
+
+    Args:
+      tables: stack name to packed rows; other stacks may be there too.
+      stacks: of the plan.
+
+    Raises:
+      TypeError: if `tables` is no mapping of packed rows.
+      ValueError: if a stack is missing, or its rows lie elsewhere than the plan says.
+    """
+    for stack in stacks:
+        rows = _entry("tables", tables, stack, "init_tables")
+        if not isinstance(rows, PackedRows):
+            raise TypeError(
+                f"tables[{stack.name!r}] must be PackedRows from init_tables, got "
+                f"{type(rows).__name__}. Set single tables by with_table_values."
+            )
+        _check_layout(f"tables[{stack.name!r}]", rows.layout, stack)
+
+
+def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
+    """Raises unless `slots` holds the optimizer state of every stack.
+
+    Args:
+      slots: stack name to optimizer state; other stacks may be there too.
+      stacks: of the plan.
+
+    Raises:
+      TypeError: if `slots` is no mapping.
+      ValueError: if a stack is missing, or its slot variables belong to other tables.
+    """
+    for stack in stacks:
+        state = _entry("slots", slots, stack, "init_slots")
+        leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PackedRows))
+        found = [leaf.layout for leaf in leaves if isinstance(leaf, PackedRows)]
+        if len(found) != len(stack.slots):
+            raise ValueError(
+                f"slots[{stack.name!r}] must hold {len(stack.slots)} slot variables, "
+                f"got {len(found)}; use the slots that init_slots made for this plan."
+            )
+        for layout in found:
+            _check_layout(f"slots[{stack.name!r}]", _as_table(layout, stack), stack)
+
+
+def check_stack(rows: PackedRows, stack: StackPlan) -> None:
+    """Raises unless rows of a table or of a slot variable are those of a stack.
+
+    Raises:
+      ValueError: if they lie elsewhere than the plan says.
+    """
+    _check_layout(f"stacked[{stack.name!r}]", _as_table(rows.layout, stack), stack)
+
+
+def _as_table(layout: RowLayout, stack: StackPlan) -> RowLayout:
+    """Returns the table's layout for the tables and rows of a slot variable.
+
+    Rows of a slot variable may be shorter, and lie in lines of their own.
+    """
+    return dataclasses.replace(
+        stack.layout, contents=layout.contents, num_rows=layout.num_rows
+    )
+
+
+def _entry(what: str, arrays: Any, stack: StackPlan, maker: str) -> Any:
+    if not isinstance(arrays, Mapping):
+        raise TypeError(
+            f"{what} must map stack names to the arrays of {maker}, got "
+            f"{type(arrays).__name__}."
+        )
+    if stack.name not in arrays:
+        names = [table.name for table in stack.tables]
+        raise ValueError(
+            f"{what} must hold stack {stack.name!r} with the tables {names}, got the "
+            f"stacks {sorted(arrays)}; use the {what} that {maker} made for this plan."
+        )
+    return arrays[stack.name]
+
+
+def _check_layout(owner: str, found: RowLayout, stack: StackPlan) -> None:
+    differences = found.differences(stack.layout)
+    if differences:
+        listed = "\n  ".join(differences)
+        raise ValueError(
+            f"{owner} was made for another plan, so its rows lie elsewhere:\n  {listed}"
+            "\nUse the plan that the arrays were made with. To move tables to another "
+            "plan, read them by unstack_tables and set them by with_table_values."
+        )
