@@ -1,25 +1,27 @@
 """The Flax NNX layer: tables as variables, and lookup.
 
-`tpu_embedding.functional` does the arithmetic. The layer adds a path for derivatives. A
-table's gradient is sparse, not an array of the table's shape, so `nnx.grad` cannot
-return it. `tpu_embedding.value_and_grad` therefore records each call. It hands the
-layer a *tap* per activation, whose derivative equals the activation's, and keeps the
-routing of the lookup.
+`tpu_embedding.functional` does the arithmetic. The layer adds a path for derivatives:
+`tpu_embedding.value_and_grad` records each call of a layer; see `recording.py`.
 """
 
 import contextlib
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.errors import TraceContextError
-from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh
 
 from tpu_embedding import functional
 from tpu_embedding.lookup._inputs import attach_weights
 from tpu_embedding.lookup.prepare import prepare_features
+from tpu_embedding.nn.recording import (
+    RecordedCall,
+    attach_taps,
+    guard_activations,
+    without_derivative,
+    zero_activations,
+)
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -28,6 +30,18 @@ from tpu_embedding.tables.table_values import unstack_tables, with_table_values
 from tpu_embedding.types import LookupStats
 
 Recording = Literal["off", "shapes", "calls"]
+
+USE_VALUE_AND_GRAD: Final = (
+    "nnx.grad and nnx.value_and_grad leave the tables of a TPUEmbedding out, "
+    "so the tables would never train. Change two lines:\n"
+    "  loss, gradients = te.value_and_grad(loss_fn)(model, ...)\n"
+    "  optimizer = te.Optimizer(model, tx)  # in place of nnx.Optimizer\n"
+    "To keep the tables fixed, make the layer without an optimizer."
+)
+NO_DERIVATIVE: Final = (
+    "The tables of a TPUEmbedding have no dense derivative. Use "
+    "tpu_embedding.value_and_grad, and leave `wrt` to the dense parameters."
+)
 
 
 class EmbeddingTables(nnx.Variable):
@@ -134,21 +148,20 @@ class TPUEmbedding(nnx.Module):
         if weights is not None:
             features = attach_weights(features, weights, self.plan)
         if self.recording == "shapes":
-            shapes = functional.activation_shapes(features, self.plan)
-            activations = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            activations = zero_activations(features, self.plan)
             self._record((*self.recorded.get_value(), activations))
             return activations
-        tables = _without_derivative(self.tables.get_value())
+        tables = without_derivative(self.tables.get_value(), NO_DERIVATIVE)
         result = functional.lookup(tables, features, self.plan)
         self._keep_stats(result.stats)
         if self.recording == "off":
             if not self.plan.trained_stacks:
                 return result.activations
             guard = self.gradient_guard.get_value()
-            return jax.tree.map(lambda x: _guard(x, guard), result.activations)
-        taps, *routings = self.recorded.get_value()
-        self._record((taps, *routings, result.routing))
-        return jax.tree.map(_attach_tap, taps[len(routings)], result.activations)
+            return guard_activations(result.activations, guard, USE_VALUE_AND_GRAD)
+        taps, *calls = self.recorded.get_value()
+        self._record((taps, *calls, RecordedCall(result.routing, self.plan)))
+        return attach_taps(taps[len(calls)], result.activations)
 
     def prepare(self, features: Any, weights: Any = None) -> Any:
         """Checks a batch on the host; see `tpu_embedding.prepare_features`."""
@@ -190,7 +203,7 @@ class TPUEmbedding(nnx.Module):
         self.recorded.set_value(() if taps is None else (taps,))
 
     def stop_recording(self) -> tuple[Any, ...]:
-        """Returns the activations, or routings, of the recorded calls."""
+        """Returns the activations, or the `RecordedCall`s, since the start."""
         recorded = self.recorded.get_value()
         calls = recorded if self.recording == "shapes" else recorded[1:]
         self.recording = "off"
@@ -202,64 +215,4 @@ def _no_stats(plan: EmbeddingPlan) -> LookupStats:
     return LookupStats(
         rounds={stack.name: jnp.int32(0) for stack in plan.stacks},
         out_of_range={feature.name: jnp.int32(0) for feature in plan.features},
-    )
-
-
-@jax.custom_vjp
-def _attach_tap(tap: jax.Array, activation: jax.Array) -> jax.Array:
-    """Returns the activation, and sends its derivative to the tap."""
-    del tap
-    return activation
-
-
-def _attach_tap_forward(tap, activation):
-    del tap
-    return activation, None
-
-
-def _attach_tap_backward(_, cotangent):
-    # The activation itself passes it on to learned weights of ids.
-    return cotangent, cotangent
-
-
-_attach_tap.defvjp(_attach_tap_forward, _attach_tap_backward)
-
-
-@jax.custom_jvp
-def _guard(activation: jax.Array, guard: jax.Array) -> jax.Array:
-    """Returns the activation; raises if the guard is differentiated."""
-    del guard
-    return activation
-
-
-def _guard_jvp(primals, tangents):
-    activation, _ = primals
-    by_activation, by_guard = tangents
-    if not isinstance(by_guard, SymbolicZero):
-        raise ValueError(
-            "nnx.grad and nnx.value_and_grad leave the tables of a TPUEmbedding out, "
-            "so the tables would never train. Change two lines:\n"
-            "  loss, gradients = te.value_and_grad(loss_fn)(model, ...)\n"
-            "  optimizer = te.Optimizer(model, tx)  # in place of nnx.Optimizer\n"
-            "To keep the tables fixed, make the layer without an optimizer."
-        )
-    if isinstance(by_activation, SymbolicZero):
-        by_activation = jnp.zeros_like(activation)
-    return activation, by_activation
-
-
-_guard.defjvp(_guard_jvp, symbolic_zeros=True)
-
-
-@jax.custom_jvp
-def _without_derivative(tables: Any) -> Any:
-    return tables
-
-
-@_without_derivative.defjvp
-def _refuse_derivative(primals, tangents):
-    del primals, tangents
-    raise ValueError(
-        "The tables of a TPUEmbedding have no dense derivative. Use "
-        "tpu_embedding.value_and_grad, and leave `wrt` to the dense parameters."
     )

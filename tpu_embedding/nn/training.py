@@ -4,39 +4,17 @@ Use `value_and_grad` and `Optimizer` like their namesakes in Flax. optax updates
 parameters as usual; the row rules of each layer update its tables.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.core import Tracer
 
 from tpu_embedding import functional
-from tpu_embedding.gradients import TableGradients, add
 from tpu_embedding.nn.embedding import EmbeddingTables, TPUEmbedding
+from tpu_embedding.nn.recording import Gradients, differentiate, replicate_on_mesh
 from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
-from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.rows.packed_rows import PackedRows
-
-Path = tuple[Any, ...]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Gradients:
-    """The derivatives of a loss by dense parameters and tables.
-
-    Attributes:
-      dense: by the dense parameters, as `nnx.grad` returns them.
-      tables: path of a layer in the model, as a string, to its tables' sparse
-        gradients. A layer that was not called has none for any stack.
-    """
-
-    dense: nnx.State
-    tables: dict[str, TableGradients]
 
 
 class SlotVariables(nnx.Variable):
@@ -96,21 +74,10 @@ def value_and_grad(
             loss, aux = result if has_aux else (result, None)
             calls = {path: layer.stop_recording() for path, layer in layers.items()}
             _, _, _, new_rest = nnx.split(copy, wrt, EmbeddingTables, ...)
-            return loss, (aux, calls, new_rest)
+            return loss, ((aux, new_rest), calls)
 
-        _, (_, shapes, _) = jax.eval_shape(lambda dense: run(dense, None), dense)
-        taps = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        (loss, (aux, calls, new_rest)), (dense_gradient, cotangents) = (
-            jax.value_and_grad(run, argnums=(0, 1), has_aux=True)(dense, taps)
-        )
+        loss, (aux, new_rest), gradients = differentiate(run, dense, plans)
         nnx.update(model, new_rest)
-        gradients = Gradients(
-            dense=dense_gradient,
-            tables={
-                path: _add_calls(calls[path], cotangents[path], plan)
-                for path, plan in plans.items()
-            },
-        )
         return ((loss, aux) if has_aux else loss), gradients
 
     return compute
@@ -217,27 +184,6 @@ def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
     }
 
 
-def _add_calls(
-    routings: tuple[Any, ...], cotangents: tuple[Any, ...], plan: EmbeddingPlan
-) -> TableGradients:
-    """Returns the gradients of a layer's tables, summed over its calls."""
-    of_calls = [
-        functional.compute_gradients(routing, cotangent, plan)
-        for routing, cotangent in zip(routings, cotangents, strict=True)
-    ]
-    return add(*of_calls) if of_calls else TableGradients({}, plan)
-
-
 def _put_on_mesh(module: nnx.Module, sharding: jax.sharding.NamedSharding) -> None:
     """Replicates arrays that lie on one device over the mesh; tables stay."""
-
-    def place(leaf):
-        if isinstance(leaf, PackedRows) or not isinstance(leaf, jax.Array):
-            return leaf
-        if isinstance(leaf, Tracer) or leaf.committed:
-            return leaf
-        return jax.device_put(leaf, sharding)
-
-    state = nnx.state(module)
-    is_packed = lambda leaf: isinstance(leaf, PackedRows)  # noqa: E731
-    nnx.update(module, jax.tree.map(place, state, is_leaf=is_packed))
+    nnx.update(module, replicate_on_mesh(nnx.state(module), sharding))

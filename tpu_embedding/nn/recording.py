@@ -1,0 +1,170 @@
+"""Records the lookups of a loss, so that the tables get gradients.
+
+A table's gradient is sparse, so no derivative of JAX can return it. Flax layers record
+their calls instead. Each call gets *taps*: arrays of zeros, one per activation, whose
+derivatives equal those of the activations. The routing of the call and the derivatives
+of its taps give the gradients of the tables.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
+
+from tpu_embedding import functional
+from tpu_embedding.gradients import TableGradients, add
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.packed_rows import PackedRows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """The derivatives of a loss by dense parameters and tables.
+
+    Attributes:
+      dense: by the dense parameters, as Flax or JAX returns them.
+      tables: path of a layer in the model, as a string, to its tables' sparse
+        gradients. A layer that was not called has none for any stack.
+    """
+
+    dense: Any
+    tables: dict[str, TableGradients]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecordedCall:
+    """The routing of one call, and the plan by which the call looked up."""
+
+    routing: functional.Routing
+    plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
+
+
+def differentiate(
+    run: Callable[[Any, Any], Any], dense: Any, plans: dict[str, EmbeddingPlan]
+) -> tuple[Any, Any, Gradients]:
+    """Computes a loss and its gradients by dense parameters and tables.
+
+    Args:
+      run: `(dense, taps) -> (loss, (aux, calls))`, where `calls` has a tuple per layer.
+        If taps is None, the tuple holds the activations of each call. Otherwise taps
+        has the structure of these tuples, and `run` returns `RecordedCall`s.
+      dense: pytree to differentiate by.
+      plans: path of each layer to its plan.
+
+    Returns:
+      Loss, aux and gradients.
+    """
+    _, (_, shapes) = jax.eval_shape(lambda dense: run(dense, None), dense)
+    taps = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    compute = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
+    (loss, (aux, calls)), (by_dense, cotangents) = compute(dense, taps)
+    tables = {
+        path: _add_calls(calls[path], cotangents[path], plan)
+        for path, plan in plans.items()
+    }
+    return loss, aux, Gradients(dense=by_dense, tables=tables)
+
+
+def _add_calls(
+    calls: tuple[RecordedCall, ...], cotangents: tuple[Any, ...], plan: EmbeddingPlan
+) -> TableGradients:
+    """Returns the gradients of a layer's tables, summed over its calls."""
+    of_calls = [
+        functional.compute_gradients(call.routing, cotangent, call.plan)
+        for call, cotangent in zip(calls, cotangents, strict=True)
+    ]
+    return add(*of_calls) if of_calls else TableGradients({}, plan)
+
+
+def zero_activations(features: Any, plan: EmbeddingPlan) -> Any:
+    """Returns zeros of the shapes of a batch's activations."""
+    shapes = functional.activation_shapes(features, plan)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def attach_taps(taps: Any, activations: Any) -> Any:
+    """Returns the activations, and sends their derivatives to the taps as well."""
+    return jax.tree.map(_attach_tap, taps, activations)
+
+
+@jax.custom_vjp
+def _attach_tap(tap: jax.Array, activation: jax.Array) -> jax.Array:
+    del tap
+    return activation
+
+
+def _attach_tap_forward(tap, activation):
+    del tap
+    return activation, None
+
+
+def _attach_tap_backward(_, cotangent):
+    # The activation itself passes it on to learned weights of ids.
+    return cotangent, cotangent
+
+
+_attach_tap.defvjp(_attach_tap_forward, _attach_tap_backward)
+
+
+def guard_activations(activations: Any, guard: jax.Array, message: str) -> Any:
+    """Returns the activations; raises the message if the guard is differentiated."""
+    return jax.tree.map(lambda x: _guard(message, x, guard), activations)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _guard(message: str, activation: jax.Array, guard: jax.Array) -> jax.Array:
+    del message, guard
+    return activation
+
+
+def _guard_jvp(message, primals, tangents):
+    activation, _ = primals
+    by_activation, by_guard = tangents
+    if not isinstance(by_guard, SymbolicZero):
+        raise ValueError(message)
+    if isinstance(by_activation, SymbolicZero):
+        by_activation = jnp.zeros_like(activation)
+    return activation, by_activation
+
+
+_guard.defjvp(_guard_jvp, symbolic_zeros=True)
+
+
+def without_derivative(tables: Any, message: str) -> Any:
+    """Returns the tables; raises the message if they are differentiated."""
+    return _without_derivative(message, tables)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _without_derivative(message: str, tables: Any) -> Any:
+    del message
+    return tables
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(message, primals, tangents):
+    del primals, tangents
+    raise ValueError(message)
+
+
+def replicate_on_mesh(tree: Any, sharding: jax.sharding.NamedSharding) -> Any:
+    """Replicates arrays that lie on one device over the mesh; tables stay.
+
+    The first step then has the same shardings as the second, and compiles once.
+    """
+
+    def place(leaf):
+        if isinstance(leaf, PackedRows) or not isinstance(leaf, jax.Array):
+            return leaf
+        if isinstance(leaf, Tracer) or leaf.committed:
+            return leaf
+        return jax.device_put(leaf, sharding)
+
+    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, PackedRows))
