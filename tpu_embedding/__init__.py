@@ -11,11 +11,14 @@ from tpu_embedding.config import FeatureConfig as FeatureConfig
 from tpu_embedding.config import QuantizationConfig as QuantizationConfig
 from tpu_embedding.config import TableConfig as TableConfig
 from tpu_embedding.functional import LookupResult as LookupResult
+from tpu_embedding.functional import Routed as Routed
 from tpu_embedding.functional import activation_shapes as activation_shapes
 from tpu_embedding.functional import apply_gradients as apply_gradients
 from tpu_embedding.functional import compute_gradients as compute_gradients
 from tpu_embedding.functional import init_slots as init_slots
 from tpu_embedding.functional import lookup as lookup
+from tpu_embedding.functional import read_rows as read_rows
+from tpu_embedding.functional import route as route
 from tpu_embedding.gradients import TableGradients as TableGradients
 from tpu_embedding.gradients import add as add
 from tpu_embedding.gradients import all_finite as all_finite

@@ -22,7 +22,13 @@ from jax.sharding import PartitionSpec
 
 from tpu_embedding.gradients import TableGradients, gradient_of_stack
 from tpu_embedding.lookup._backward import gradient_rounds, stack_gradient
-from tpu_embedding.lookup._forward import StackLookup, StackRouting, lookup_stack
+from tpu_embedding.lookup._forward import (
+    RoutedStack,
+    StackLookup,
+    StackRouting,
+    read_stack,
+    route_stack,
+)
 from tpu_embedding.lookup._inputs import (
     FeatureShape,
     ShardableInput,
@@ -52,6 +58,22 @@ class Routing:
 
     stacks: dict[str, StackRouting]
     shapes: tuple[FeatureShape, ...] = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routed:
+    """A batch whose ids are at the owners of their rows; made by `route`.
+
+    Attributes:
+      stacks: stack name to routed ids.
+      shapes: per feature.
+      plan: of the layer.
+    """
+
+    stacks: dict[str, RoutedStack]
+    shapes: tuple[FeatureShape, ...] = dataclasses.field(metadata={"static": True})
+    plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -118,19 +140,73 @@ def lookup(
       (2, 4)
     """
     check_tables(tables, plan.stacks)
+    return read_rows(tables, route(features, plan), plan)
+
+
+def route(features: Any, plan: EmbeddingPlan) -> Routed:
+    """Sends the ids of a batch to the owners of their rows; the first half of `lookup`.
+
+    It reads no table. So the ids of the next batch can travel while a step computes;
+    `tpu_embedding.PipelinedTrainStep` does that for Flax models.
+
+    Args:
+      features: as for `lookup`.
+      plan: of the layer.
+
+    Returns:
+      The routed batch, for `read_rows`.
+
+    Raises:
+      TypeError, ValueError: if a feature's dtype or shape does not fit its config.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> tables = te.init_tables(plan, jax.random.key(0))
+      >>> routed = te.route({"watched": jnp.array([1, 2])}, plan)
+      >>> te.read_rows(tables, routed, plan).activations["watched"].shape
+      (2, 4)
+    """
     leaves = plan.flatten(features)
     shapes = _feature_shapes(leaves, plan)
     shardables = [
         to_shardable(ids, shape, plan)
         for ids, shape in zip(leaves, shapes, strict=True)
     ]
+    stacks = _route(shardables, tuple(shapes), plan)
+    return Routed(stacks=stacks, shapes=tuple(shapes), plan=plan)
 
-    results = _look_up(jax.lax.stop_gradient(tables), shardables, tuple(shapes), plan)
+
+def read_rows(
+    tables: dict[str, PackedRows], routed: Routed, plan: EmbeddingPlan
+) -> LookupResult:
+    """Reads the rows of a routed batch and combines them; the second half of `lookup`.
+
+    Args:
+      tables: stack name to packed rows, from `init_tables`.
+      routed: from `route`.
+      plan: of the layer, the one that routed the batch.
+
+    Returns:
+      The result of `lookup`.
+
+    Raises:
+      ValueError: if the tables were made, or the batch was routed, for another plan.
+    """
+    check_tables(tables, plan.stacks)
+    if routed.plan != plan:
+        raise ValueError(
+            "read_rows needs a batch that was routed with its plan, got one of another "
+            "plan; call route with this plan."
+        )
+    results = _read_rows(jax.lax.stop_gradient(tables), routed.stacks, plan)
     return LookupResult(
-        activations=_collect_activations(results, shapes, plan),
+        activations=_collect_activations(results, routed.shapes, plan),
         routing=Routing(
             stacks={name: result.routing for name, result in results.items()},
-            shapes=tuple(shapes),
+            shapes=routed.shapes,
         ),
         stats=_collect_stats(results, plan),
     )
@@ -292,36 +368,53 @@ def _touched_stacks(
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "plan"))
-def _look_up(
-    tables: dict[str, PackedRows],
+def _route(
     shardables: list[ShardableInput],
     shapes: tuple[FeatureShape, ...],
     plan: EmbeddingPlan,
-) -> dict[str, StackLookup]:
-    """Looks up all stacks, compiled even if the caller does not use `jit`."""
+) -> dict[str, RoutedStack]:
+    """Routes all stacks, compiled even if the caller does not use `jit`."""
 
-    def look_up_shard(tables, shardables):
+    def route_shard(shardables):
         inputs = [
             to_feature_input(shardable, shape)
             for shardable, shape in zip(shardables, shapes, strict=True)
         ]
         return {
-            stack.name: lookup_stack(
-                tables[stack.name],
-                [inputs[i] for i in plan.features_of(stack)],
-                stack,
-                plan,
+            stack.name: route_stack(
+                [inputs[i] for i in plan.features_of(stack)], stack, plan
             )
             for stack in plan.stacks
         }
 
     return jax.shard_map(
-        look_up_shard,
+        route_shard,
         mesh=plan.mesh,
         in_specs=plan.shard_spec,
         out_specs=plan.shard_spec,
         check_vma=False,
-    )(tables, shardables)
+    )(shardables)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _read_rows(
+    tables: dict[str, PackedRows], routed: dict[str, RoutedStack], plan: EmbeddingPlan
+) -> dict[str, StackLookup]:
+    """Reads the rows of all stacks, compiled even if the caller does not use `jit`."""
+
+    def read_shard(tables, routed):
+        return {
+            stack.name: read_stack(tables[stack.name], routed[stack.name], stack, plan)
+            for stack in plan.stacks
+        }
+
+    return jax.shard_map(
+        read_shard,
+        mesh=plan.mesh,
+        in_specs=plan.shard_spec,
+        out_specs=plan.shard_spec,
+        check_vma=False,
+    )(tables, routed)
 
 
 def _feature_shapes(leaves: list[Any], plan: EmbeddingPlan) -> list[FeatureShape]:
@@ -333,7 +426,7 @@ def _feature_shapes(leaves: list[Any], plan: EmbeddingPlan) -> list[FeatureShape
 
 def _collect_activations(
     results: dict[str, StackLookup],
-    shapes: list[FeatureShape],
+    shapes: tuple[FeatureShape, ...],
     plan: EmbeddingPlan,
 ) -> Any:
     activations: list[Any] = [None] * len(plan.features)

@@ -545,6 +545,14 @@ def test_cotangents_of_another_shape_are_refused():
         te.compute_gradients(result.routing, cotangents, plan)
 
 
+def test_a_batch_routed_for_another_plan_is_refused():
+    plan, other = make_plan(mesh_of(2)), make_plan(mesh_of(1))
+    tables = te.init_tables(plan, jax.random.key(0))
+    routed = te.route({name: np.arange(8) % 5 for name in "abcd"}, other)
+    with pytest.raises(ValueError, match="got one of another plan"):
+        te.read_rows(tables, routed, plan)
+
+
 def test_two_stacks_and_unused_activations():
     mesh = mesh_of(8)
     tables = [

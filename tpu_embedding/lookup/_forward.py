@@ -1,8 +1,9 @@
 """The forward pass of one stack: ids to activations. Per shard.
 
 It reads as the diagram of the package's design: flatten, dedup, route, exchange,
-gather, exchange, combine. The first round is straight-line code. Where a batch of this
-shape can need more, a loop runs them (`_rounds.py`).
+gather, exchange, combine. `route_stack` runs the stages up to the first exchange, which
+need no table; `read_stack` runs the others. The first round is straight-line code.
+Where a batch of this shape can need more, a loop runs them (`_rounds.py`).
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from tpu_embedding.lookup._flatten import (
     max_unique_ids,
 )
 from tpu_embedding.lookup._rounds import PendingRounds, first_round, for_each_round
-from tpu_embedding.lookup._route import IdsByRow, Round
+from tpu_embedding.lookup._route import IdsByRow
 from tpu_embedding.plan.backends import BatchBackends, choose_for_batch
 from tpu_embedding.plan.capacity import RoundSize
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
@@ -57,6 +58,22 @@ class StackRouting:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutedStack:
+    """The ids of a stack at the owners of their rows, not yet read. Per shard.
+
+    Attributes:
+      routing: for the backward pass.
+      places: int32 `[ids]`, place of each id's row in the first round's buffer.
+      out_of_range: int32 `[1]` per feature of the stack.
+    """
+
+    routing: StackRouting
+    places: Int[Array, " ids"]
+    out_of_range: list[Int[Array, "_"]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StackLookup:
     """Result of the lookup of one stack. Per shard.
 
@@ -87,6 +104,21 @@ def lookup_stack(
       stack: its plan.
       plan: for the mesh.
     """
+    return read_stack(table, route_stack(inputs, stack, plan), stack, plan)
+
+
+def route_stack(
+    inputs: Sequence[FeatureInput], stack: StackPlan, plan: EmbeddingPlan
+) -> RoutedStack:
+    """Sends the ids of one stack to the owners of their rows. Per shard.
+
+    It reads no table, so it may run before an update of the table.
+
+    Args:
+      inputs: per feature of the stack.
+      stack: its plan.
+      plan: for the mesh.
+    """
     features = [plan.features[i] for i in plan.features_of(stack)]
     keys, poolings, out_of_range = flatten(inputs, features, stack)
     backends = choose_for_batch(
@@ -96,41 +128,61 @@ def lookup_stack(
     max_unique = max_unique_ids(inputs, features, stack)
     size = stack.round_size(max_unique)
     first, pending = first_round(unique, size, stack, plan)
+    routing = StackRouting(
+        keys=keys,
+        ids_by_row=first.ids_by_row,
+        requests=send_requests(first, size, plan),
+        poolings=poolings,
+        pending=pending,
+        max_unique_ids=max_unique,
+        size=size,
+        backends=backends,
+    )
+    return RoutedStack(
+        routing=routing,
+        places=first.places,
+        out_of_range=[count[None] for count in out_of_range],
+    )
 
-    def look_up_round(current: Round) -> tuple[list[Array], Requests]:
-        requests = send_requests(current, size, plan)
+
+def read_stack(
+    table: PackedRows, routed: RoutedStack, stack: StackPlan, plan: EmbeddingPlan
+) -> StackLookup:
+    """Reads the rows of routed ids, and combines them. Per shard.
+
+    Args:
+      table: this shard's rows.
+      routed: of the same stack.
+      stack: its plan.
+      plan: for the mesh.
+    """
+    routing = routed.routing
+
+    def read(requests: Requests, places: Int[Array, " ids"]) -> list[Array]:
         rows = fetch_rows(table, requests, stack, plan)
-        return combine(rows, current.places, poolings, backends), requests
+        return combine(rows, places, routing.poolings, routing.backends)
 
-    activations, requests = look_up_round(first)
+    activations = read(routing.requests, routed.places)
     rounds = jnp.int32(1)
-    if pending is not None:
+    if routing.pending is not None:
 
         def add_round(sums, current):
-            return jax.tree.map(jnp.add, sums, look_up_round(current)[0])
+            requests = send_requests(current, routing.size, plan)
+            return jax.tree.map(jnp.add, sums, read(requests, current.places))
 
         activations, further_rounds = for_each_round(
-            pending, add_round, activations, stack, plan
+            routing.pending, add_round, activations, stack, plan
         )
         rounds += further_rounds
     # The update's inputs wait for the last read of the table. Without this order, XLA
     # may write rows before it reads them, into a copy of the whole table: a loss whose
     # derivative needs no activations allows that.
     activations, ids_by_row, requests = jax.lax.optimization_barrier(
-        (activations, first.ids_by_row, requests)
+        (activations, routing.ids_by_row, routing.requests)
     )
     return StackLookup(
         activations=activations,
-        routing=StackRouting(
-            keys=keys,
-            ids_by_row=ids_by_row,
-            requests=requests,
-            poolings=poolings,
-            pending=pending,
-            max_unique_ids=max_unique,
-            size=size,
-            backends=backends,
-        ),
+        routing=dataclasses.replace(routing, ids_by_row=ids_by_row, requests=requests),
         rounds=rounds[None],
-        out_of_range=[count[None] for count in out_of_range],
+        out_of_range=routed.out_of_range,
     )
