@@ -1,24 +1,34 @@
 """Hyper-parameters of every rule: their ranges, and values that are traced."""
 
 import itertools
+import math
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import tpu_embedding as te
 from tests.optimizers.row_by_row import check_traced
 from tests.optimizers.rule_cases import rowwise_momentum, rowwise_momentum_rule
+from tpu_embedding.optimizers.modes import every_row, in_sequence
 from tpu_embedding.optimizers.rules.adafactor import adafactor
-from tpu_embedding.optimizers.rules.adagrad import adagrad, rowwise_adagrad
+from tpu_embedding.optimizers.rules.adagrad import (
+    adagrad,
+    adagrad_momentum,
+    rowwise_adagrad,
+)
 from tpu_embedding.optimizers.rules.adam import adam
 from tpu_embedding.optimizers.rules.bounded_adagrad import bounded_adagrad
+from tpu_embedding.optimizers.rules.clippy import clippy_adagrad
 from tpu_embedding.optimizers.rules.frequency import (
     frequency_aware_adagrad,
     frequency_estimator,
 )
 from tpu_embedding.optimizers.rules.ftrl import ftrl
+from tpu_embedding.optimizers.rules.lion import lion
+from tpu_embedding.optimizers.rules.momentum import momentum
 from tpu_embedding.optimizers.rules.proximal import proximal_adagrad
-from tpu_embedding.optimizers.rules.rmsprop import rmsprop
+from tpu_embedding.optimizers.rules.rmsprop import adadelta, rmsprop
 from tpu_embedding.optimizers.rules.rowwise import (
     lamb,
     partial_rowwise_adam,
@@ -26,6 +36,8 @@ from tpu_embedding.optimizers.rules.rowwise import (
     rowwise_rmsprop,
     scale_by_corrected_moments,
 )
+from tpu_embedding.optimizers.rules.sgd import sgd
+from tpu_embedding.optimizers.rules.user_defined import user_defined
 from tpu_embedding.optimizers.rules.yogi import online_yogi, proximal_yogi
 
 
@@ -153,7 +165,6 @@ WRONG = [
         {"clipvalue": 1.0, "use_gradient_accumulation": False},
         "clipvalue bounds the summed gradient",
     ),
-    (with_options, {"clipvalue": [1, 2]}, "clipvalue must be a number or a pair"),
     (
         with_options,
         {
@@ -176,7 +187,174 @@ WRONG = [
         )
     ),
 ]
-WITHOUT_LEARNING_RATE = (with_options, frequency_estimator, scale_by_corrected_moments)
+NAN, INF = math.nan, math.inf
+
+# Values that are no scalars of the range, for rules of each kind.
+WRONG += [
+    (make, {name: value}, rf"{make.__name__}: {name} must be .*, got {value}")
+    for make, name, value in [
+        (adagrad, "initial_accumulator_value", NAN),
+        (adagrad, "initial_accumulator_value", INF),
+        (adagrad, "epsilon", NAN),
+        (adagrad, "epsilon", INF),
+        (rowwise_adagrad, "weight_decay", NAN),
+        (adagrad_momentum, "momentum", NAN),
+        (adagrad_momentum, "momentum", 1.5),
+        (adagrad_momentum, "momentum", -0.5),
+        (adagrad_momentum, "exponent", 0.0),
+        (adagrad_momentum, "exponent", NAN),
+        (adagrad_momentum, "beta2", NAN),
+        (adagrad_momentum, "beta2", 1.5),
+        (adagrad_momentum, "epsilon", 0.0),
+        (momentum, "momentum", NAN),
+        (momentum, "momentum", -0.1),
+        (momentum, "momentum", 1.1),
+        (adam, "beta_1", NAN),
+        (adam, "beta_2", 1.0),
+        (adam, "epsilon", NAN),
+        (adam, "epsilon", INF),
+        (lion, "beta_1", NAN),
+        (lion, "beta_1", 1.1),
+        (lion, "beta_2", -0.1),
+        (rmsprop, "rho", NAN),
+        (rmsprop, "rho", 1.1),
+        (rmsprop, "momentum", -0.1),
+        (rmsprop, "momentum", NAN),
+        (rmsprop, "epsilon", NAN),
+        (rmsprop, "initial_ms", -1.0),
+        (adadelta, "rho", NAN),
+        (adadelta, "rho", -0.1),
+        (adadelta, "epsilon", -1e-7),
+        (ftrl, "learning_rate_power", NAN),
+        (ftrl, "learning_rate_power", -INF),
+        (ftrl, "l1_regularization_strength", NAN),
+        (ftrl, "l1_regularization_strength", -0.1),
+        (ftrl, "l2_regularization_strength", INF),
+        (ftrl, "l2_regularization_strength", -0.1),
+        (ftrl, "l2_shrinkage_regularization_strength", -0.1),
+        (ftrl, "beta", NAN),
+        (ftrl, "initial_accumulator_value", NAN),
+        (proximal_adagrad, "l1", NAN),
+        (proximal_adagrad, "l2", -0.1),
+        (proximal_yogi, "epsilon", NAN),
+        (online_yogi, "beta_2", NAN),
+        (frequency_aware_adagrad, "max_lr_multiplier", NAN),
+        (frequency_aware_adagrad, "accumulator_decay", NAN),
+        (clippy_adagrad, "epsilon", 0.0),
+        (clippy_adagrad, "absolute_threshold", -1.0),
+        (clippy_adagrad, "initial_accumulator_value", NAN),
+        (clippy_adagrad, "variable_relative_threshold", NAN),
+        (lamb, "weight_decay", NAN),
+        (rowwise_rmsprop, "rho", NAN),
+        (adafactor, "epsilon_1", NAN),
+        (adafactor, "epsilon_1", -1.0),
+        (adafactor, "epsilon_2", INF),
+        (adafactor, "clip_threshold", NAN),
+        (adafactor, "weight_decay", NAN),
+        (adafactor, "clipnorm", 0.0),
+        (adafactor, "clipnorm", NAN),
+        (adafactor, "clipvalue", -1.0),
+        (adafactor, "global_clipnorm", NAN),
+        (adafactor, "ema_momentum", NAN),
+        (adafactor, "ema_overwrite_frequency", 0),
+        (adafactor, "loss_scale_factor", 0.0),
+        (adafactor, "loss_scale_factor", INF),
+        (adafactor, "gradient_accumulation_steps", -2),
+        # The common options, under the name of the rule.
+        (adagrad, "weight_decay_factor", NAN),
+        (adagrad, "clip_weight_min", NAN),
+        (adam, "clip_weight_max", NAN),
+        (sgd, "clipvalue", NAN),
+    ]
+]
+WRONG += [
+    (sgd, {"clipvalue": -1.0}, "sgd: clipvalue's minimum must not be above maximum"),
+    (sgd, {"clipvalue": (NAN, 1.0)}, "sgd: clipvalue's minimum must be a number"),
+    (sgd, {"clipvalue": (1.0, 2.0, 3.0)}, "sgd: clipvalue must be a number or a pair"),
+    (
+        sgd,
+        {"clip_weight_min": 1.0, "clip_weight_max": 0.0},
+        "sgd: clip_weight_min must not be above clip_weight_max, got 1.0 and 0.0",
+    ),
+    (ftrl, {"slot_initializers": {"linears": NAN}}, r"ftrl: slot_initializers\['lin"),
+    (ftrl, {"slot_dtype": jnp.int8}, "ftrl: slot_dtype must be a floating type"),
+    (adam, {"epsilon": np.ones(2)}, r"epsilon must be a scalar, got an array of"),
+    (adam, {"beta_1": 1.0, "beta_2": 2.0, "epsilon": 0.0}, "beta_1.*beta_2.*epsilon"),
+]
+
+# Function, its arguments by name, and a part of the message of the TypeError.
+WRONG_TYPES = [
+    *(
+        (make, {name: value}, rf"{make.__name__}: .*{name}\b.* must .*, got ")
+        for make, name, value in [
+            (adagrad, "initial_accumulator_value", "0.1"),
+            (adagrad, "initial_accumulator_value", None),
+            (adagrad, "epsilon", True),
+            (adagrad, "clipvalue", "1"),
+            (adagrad, "clipvalue", [1, 2]),
+            (adagrad, "clipvalue", ("0", "1")),
+            (adagrad, "clip_weight_min", "0"),
+            (adagrad, "clip_weight_max", 1j),
+            (adagrad, "weight_decay_factor", "0.1"),
+            (adagrad, "use_gradient_accumulation", 0),
+            (adagrad, "slot_initializers", [0.1]),
+            (adagrad, "slot_initializers", {"accumulators": "0.1"}),
+            (adagrad_momentum, "use_nesterov", "yes"),
+            (momentum, "momentum", None),
+            (momentum, "use_nesterov", 0.9),
+            (adam, "beta_1", "0.9"),
+            (adam, "epsilon", None),
+            (adam, "lazy_adam", 0),
+            (adam, "sum_inside_sqrt", None),
+            (adam, "bias_correction", 1),
+            (lion, "beta_2", [0.9]),
+            (ftrl, "learning_rate_power", "-0.5"),
+            (ftrl, "l1_regularization_strength", None),
+            (ftrl, "beta", 1j),
+            (ftrl, "multiply_linear_by_learning_rate", 0.1),
+            (ftrl, "allow_zero_accumulator", "no"),
+            (rmsprop, "rho", None),
+            (rmsprop, "centered", 1),
+            (adadelta, "rho", "0.9"),
+            (bounded_adagrad, "update_accumulator_first", 2.0),
+            (clippy_adagrad, "clip_accumulator_update", None),
+            (adafactor, "relative_step", None),
+            (adafactor, "use_ema", 1),
+            (adafactor, "clip_threshold", None),
+            (adafactor, "ema_overwrite_frequency", 2.5),
+            (adafactor, "gradient_accumulation_steps", "2"),
+            (adafactor, "gradient_accumulation_steps", 2.0),
+            (adafactor, "global_clipnorm", "1"),
+        ]
+    ),
+    (adagrad, {"slot_dtype": "brain"}, "adagrad: slot_dtype must be a floating type"),
+    (every_row, {"rule": "adagrad"}, "every_row: rule must be an optax Gradient"),
+    (in_sequence, {"rule": None}, "in_sequence: rule must be an optax"),
+    (every_row, {"rule": sgd(0.1), "gradient_steps": 2.0}, "must be an int of at le"),
+    (user_defined, {"custom_computation": None}, "must be a function of one row"),
+    (
+        user_defined,
+        {"custom_computation": rowwise_momentum, "hyperparameters": ["0.9"]},
+        r"user_defined: hyperparameters\[0\] must be a number, got '0.9'",
+    ),
+    (
+        user_defined,
+        {
+            "custom_computation": rowwise_momentum,
+            "slot_names": ["m"],
+            "slot_initializers": ["0"],
+        },
+        r"user_defined: slot_initializers\[0\] must be a number, got '0'",
+    ),
+]
+WITHOUT_LEARNING_RATE = (
+    every_row,
+    in_sequence,
+    user_defined,
+    with_options,
+    frequency_estimator,
+    scale_by_corrected_moments,
+)
 
 
 def case_id(make, options, *_):
@@ -192,6 +370,37 @@ def test_wrong_hyperparameters(make, options, match):
     arguments = () if make in WITHOUT_LEARNING_RATE else (0.1,)
     with pytest.raises(ValueError, match=match):
         make(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "match"),
+    WRONG_TYPES,
+    ids=itertools.starmap(case_id, WRONG_TYPES),
+)
+def test_wrong_types(make, options, match):
+    arguments = () if make in WITHOUT_LEARNING_RATE else (0.1,)
+    with pytest.raises(TypeError, match=match):
+        make(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (adafactor, {"clip_threshold": INF}),
+        (adafactor, {"clipnorm": INF}),
+        (bounded_adagrad, {"max_var_update": INF, "max_accumulator": INF}),
+        (frequency_aware_adagrad, {"max_lr_multiplier": INF}),
+        (clippy_adagrad, {"absolute_threshold": INF}),
+        (sgd, {"clipvalue": (-INF, INF), "clip_weight_min": -INF}),
+        (momentum, {"momentum": 1}),
+        (lion, {"beta_1": 0, "beta_2": 1}),
+        (ftrl, {"learning_rate_power": 0}),
+    ],
+    ids=str,
+)
+def test_edges_of_the_ranges(make, options):
+    """An infinite bound is no bound."""
+    make(0.1, **options)
 
 
 def test_estimator_needs_rows_of_one_number():

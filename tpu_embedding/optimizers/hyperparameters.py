@@ -7,6 +7,8 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers.checks import check_hyperparameters, finite
+
 
 def with_hyperparameters(state: Any, **values: Any) -> Any:
     """Returns an optimizer's state with other hyper-parameters.
@@ -25,7 +27,10 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
       The new state.
 
     Raises:
-      ValueError: if no optimizer in the state has a hyper-parameter of that name.
+      TypeError: if a value is no number.
+      ValueError: if no optimizer in the state has a hyper-parameter of that name, or a
+        value is not finite, has another shape, or is no integer where the state holds
+        one.
 
     Example:
       >>> from tpu_embedding import optimizers
@@ -59,7 +64,7 @@ def _replace_values(state: Any, values: dict[str, Any], found: set[str]) -> Any:
             return node
         scheduled = node.hyperparams_states
         changed = {
-            name: _with_dtype_and_sharding(old, values[name])
+            name: _with_dtype_and_sharding(name, old, values[name])
             for name, old in node.hyperparams.items()
             if name in values and name not in scheduled
         }
@@ -77,9 +82,17 @@ def _is_injected(node: Any) -> bool:
     return isinstance(node, optax.InjectStatefulHyperparamsState)
 
 
-def _with_dtype_and_sharding(old: jax.Array, value: Any) -> jax.Array:
+def _with_dtype_and_sharding(name: str, old: jax.Array, value: Any) -> jax.Array:
     """Returns the value with the dtype and sharding of the old one."""
-    new = jnp.asarray(value() if callable(value) else value, old.dtype)
+    value = value() if callable(value) else value
+    check_hyperparameters(**{name: finite(value)})
+    is_int = jnp.issubdtype(old.dtype, jnp.integer)
+    if is_int and not isinstance(value, jax.core.Tracer) and value != int(value):
+        raise ValueError(
+            f"{name} must be an integer, because the optimizer was made with one, got "
+            f"{value}. Make the optimizer with a float, such as {name}=1.0."
+        )
+    new = jnp.asarray(value, old.dtype)
     if isinstance(old, jax.core.Tracer):
         return new
     return jax.device_put(new, old.sharding)

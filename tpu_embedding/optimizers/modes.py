@@ -16,6 +16,12 @@ from typing import Any
 import jax
 import optax
 
+from tpu_embedding.optimizers.checks import (
+    check_hyperparameters,
+    check_rule,
+    int_from,
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class EveryRow:
@@ -87,7 +93,8 @@ def every_row(
         layer, the rule is applied in each call.
 
     Raises:
-      ValueError: if `gradient_steps` is not an int of at least 1.
+      TypeError: if `rule` is no transformation, or `gradient_steps` no int.
+      ValueError: if `gradient_steps` is below 1.
 
     Example:
       >>> import tpu_embedding as te
@@ -97,13 +104,8 @@ def every_row(
       >>> plan.stacks[0].optimizer.rows
       'every'
     """
-    is_int = hasattr(gradient_steps, "__index__") and not isinstance(
-        gradient_steps, bool
-    )
-    if not is_int or operator.index(gradient_steps) < 1:
-        raise ValueError(
-            f"gradient_steps must be an int of at least 1, got {gradient_steps!r}."
-        )
+    check_rule("every_row", rule)
+    check_hyperparameters("every_row", gradient_steps=int_from(1, gradient_steps))
     return _with_mode(rule, EveryRow(operator.index(gradient_steps)))
 
 
@@ -117,6 +119,9 @@ def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformat
     Args:
       rule: a row-local optax transformation.
 
+    Raises:
+      TypeError: if `rule` is no transformation.
+
     Example:
       >>> import tpu_embedding as te
       >>> rule = in_sequence(te.optimizers.adagrad(0.1))
@@ -125,6 +130,7 @@ def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformat
       >>> plan.stacks[0].optimizer.duplicates
       'sequence'
     """
+    check_rule("in_sequence", rule)
     return _with_mode(rule, InSequence())
 
 

@@ -5,19 +5,35 @@ decayed rows, rows are clipped. TensorFlow's `optimization_parameters.proto` des
 each option, but not the order; this order reproduces the recorded runs in the tests.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 
-from tpu_embedding.optimizers.learning_rates import learning_rate_at
+from tpu_embedding.optimizers.checks import (
+    Check,
+    check_hyperparameters,
+    check_rule,
+    finite,
+    flag,
+    not_nan,
+    or_none,
+)
+from tpu_embedding.optimizers.learning_rates import (
+    checked_learning_rate,
+    learning_rate_at,
+)
 from tpu_embedding.optimizers.modes import in_sequence
-from tpu_embedding.optimizers.slot_storage import SlotInitializers, with_slot_storage
+from tpu_embedding.optimizers.slot_storage import (
+    SlotInitializers,
+    check_slot_storage,
+    with_slot_storage,
+)
 
 OptimizerFunction = TypeVar(
     "OptimizerFunction", bound=Callable[..., optax.GradientTransformation]
@@ -97,7 +113,8 @@ def with_options(
       The optimizer with its options.
 
     Raises:
-      ValueError: if options contradict each other.
+      TypeError: if an option has another type.
+      ValueError: if an option is out of its range, or options contradict each other.
 
     Example:
       >>> rule = with_options(optax.sgd(1.0), clip_weight_min=0.0)
@@ -107,23 +124,23 @@ def with_options(
       [[0.0, 0.0]]
     """
     del low_dimensional_packing_status
-    if not use_gradient_accumulation and clipvalue is not None:
-        raise ValueError(
-            "clipvalue bounds the summed gradient of a row, so it needs "
-            f"use_gradient_accumulation=True, got False and "
-            f"clipvalue={clipvalue}. Leave one of them out."
-        )
-    if slot_variable_creation_fn is not None:
-        raise ValueError(
-            "slot_variable_creation_fn must be None, got "
-            f"{slot_variable_creation_fn!r}: slot variables are always sharded and "
-            "packed like their table. Choose their initial values by "
-            "slot_initializers={'accumulators': 0.5} and their dtype by slot_dtype."
-        )
+    check_rule("with_options", rule)
+    if learning_rate is not None:
+        learning_rate = checked_learning_rate("with_options", learning_rate)
+    options: CommonOptions = {
+        "use_gradient_accumulation": use_gradient_accumulation,
+        "clip_weight_min": clip_weight_min,
+        "clip_weight_max": clip_weight_max,
+        "weight_decay_factor": weight_decay_factor,
+        "clipvalue": clipvalue,
+        "slot_dtype": slot_dtype,
+        "slot_initializers": slot_initializers,
+        "slot_variable_creation_fn": slot_variable_creation_fn,
+    }
+    _check_options("with_options", options)
     if slot_dtype is not None or slot_initializers is not None:
         rule = with_slot_storage(rule, slot_dtype, slot_initializers)
-    has_decay = weight_decay_factor is not None
-    if has_decay and not _is_zero(weight_decay_factor):
+    if weight_decay_factor is not None and not _is_zero(weight_decay_factor):
         multiplies = bool(multiply_weight_decay_factor_by_learning_rate)
         if multiplies and learning_rate is None:
             raise ValueError(
@@ -144,21 +161,87 @@ def with_options(
 
 
 def takes_common_options(make_optimizer: OptimizerFunction) -> OptimizerFunction:
-    """Lists the common options one by one in an optimizer's signature.
+    """Gives an optimizer's function the checks and options that all of them share.
 
-    The decorated function ends in `**options: Unpack[CommonOptions]`.
-    `optax.inject_hyperparams` and `help()` need the names and defaults.
+    * The learning rate and the common options are checked under the optimizer's name.
+    * Too many positional arguments raise an error that says how to name them.
+    * The signature lists the common options one by one. `optax.inject_hyperparams` and
+      `help()` need the names and defaults.
+
+    The decorated function starts with `learning_rate` and ends in
+    `**options: Unpack[CommonOptions]`.
     """
+    name = make_optimizer.__name__
     signature = inspect.signature(make_optimizer)
     option_parameters = inspect.signature(with_options).parameters
-    parameters = [
+    own = [
         parameter
         for parameter in signature.parameters.values()
         if parameter.kind != inspect.Parameter.VAR_KEYWORD
     ]
-    parameters += [option_parameters[name] for name in CommonOptions.__annotations__]
-    cast(Any, make_optimizer).__signature__ = signature.replace(parameters=parameters)
-    return make_optimizer
+    positional = [x.name for x in own if x.kind != inspect.Parameter.KEYWORD_ONLY]
+    options = [option_parameters[name] for name in CommonOptions.__annotations__]
+    signature = signature.replace(parameters=own + options)
+
+    @functools.wraps(make_optimizer)
+    def make(*args: Any, **arguments: Any) -> optax.GradientTransformation:
+        _check_positions(name, positional, args)
+        given = dict(zip(positional, args, strict=False))
+        rate = {**arguments, **given}.get("learning_rate", own[0].default)
+        _check_options(name, cast(CommonOptions, arguments))
+        rate = checked_learning_rate(name, rate)
+        if args:
+            return make_optimizer(rate, *args[1:], **arguments)
+        return make_optimizer(**{**arguments, "learning_rate": rate})
+
+    cast(Any, make).__signature__ = signature
+    return cast(OptimizerFunction, make)
+
+
+def _check_positions(name: str, positional: list[str], args: tuple[Any, ...]) -> None:
+    """Raises TypeError if there are more positional arguments than names for them."""
+    if len(args) > len(positional):
+        raise TypeError(
+            f"{name}: only {', '.join(positional)} may be given by position, because "
+            f"TensorFlow, Keras and optax order the others differently, got "
+            f"{len(args)} positional arguments {args}. Give the others by name."
+        )
+
+
+def _check_options(owner: str, options: CommonOptions) -> None:
+    """Raises an error if a common option is wrong; missing options are not.
+
+    Args:
+      owner: the optimizer that takes the options, for errors.
+      options: by name.
+    """
+    clip_min, clip_max = options.get("clip_weight_min"), options.get("clip_weight_max")
+    accumulates = options.get("use_gradient_accumulation", True)
+    check_hyperparameters(
+        owner,
+        use_gradient_accumulation=flag(accumulates),
+        weight_decay_factor=or_none(finite, options.get("weight_decay_factor")),
+    )
+    _check_bounds(owner, "clip_weight_min", clip_min, "clip_weight_max", clip_max)
+    clipvalue = options.get("clipvalue")
+    if clipvalue is not None:
+        _check_clipvalue(owner, clipvalue)
+    if not accumulates and clipvalue is not None:
+        raise ValueError(
+            f"{owner}: clipvalue bounds the summed gradient of a row, so it needs "
+            f"use_gradient_accumulation=True, got False and clipvalue={clipvalue}. "
+            "Leave one of them out."
+        )
+    if options.get("slot_variable_creation_fn") is not None:
+        raise ValueError(
+            f"{owner}: slot_variable_creation_fn must be None, got "
+            f"{options.get('slot_variable_creation_fn')!r}: slot variables are always "
+            "sharded and packed like their table. Choose their initial values by "
+            "slot_initializers={'accumulators': 0.5} and their dtype by slot_dtype."
+        )
+    check_slot_storage(
+        owner, options.get("slot_dtype"), options.get("slot_initializers")
+    )
 
 
 def clip_gradients(clipvalue: ClipValue) -> optax.GradientTransformation:
@@ -169,10 +252,10 @@ def clip_gradients(clipvalue: ClipValue) -> optax.GradientTransformation:
         may be None.
 
     Raises:
-      ValueError: if it is neither, or the lower bound is above the upper one.
+      TypeError: if it is neither.
+      ValueError: if the lower bound is above the upper one, or one is NaN.
     """
-    low, high = _bounds(clipvalue)
-    _check_bounds("clipvalue's minimum", low, "maximum", high)
+    low, high = _check_clipvalue("clip_gradients", clipvalue)
 
     def clip(gradient: Any, rows: Any) -> Any:
         del rows
@@ -198,7 +281,15 @@ def decay_rows(
       factor: fraction that touched rows lose in each update.
       learning_rate: scalar, or schedule of the step counted from 0, that multiplies the
         factor; None: 1.
+
+    Raises:
+      TypeError: if an argument has another type.
+      ValueError: if the factor or the learning rate is no finite scalar.
     """
+    check_rule("decay_rows", rule)
+    check_hyperparameters("decay_rows", factor=finite(factor))
+    if learning_rate is not None:
+        learning_rate = checked_learning_rate("decay_rows", learning_rate)
 
     def init(params):
         return DecayRowsState(jnp.zeros((), jnp.int32), rule.init(params))
@@ -229,9 +320,10 @@ def clip_rows(
       maximum: upper bound; None: none.
 
     Raises:
-      ValueError: if the minimum is above the maximum.
+      TypeError: if a bound is no number.
+      ValueError: if the minimum is above the maximum, or one is NaN.
     """
-    _check_bounds("clip_weight_min", minimum, "clip_weight_max", maximum)
+    _check_bounds("clip_rows", "minimum", minimum, "maximum", maximum)
 
     def clip(update: Any, rows: Any) -> Any:
         return jnp.clip(rows + update, minimum, maximum) - rows
@@ -239,12 +331,19 @@ def clip_rows(
     return optax.stateless_with_tree_map(clip)
 
 
-def _check_bounds(low_name: str, low: Any, high_name: str, high: Any) -> None:
-    """Raises ValueError if both bounds are known and in the wrong order."""
+def _check_bounds(
+    owner: str, low_name: str, low: Any, high_name: str, high: Any
+) -> None:
+    """Raises an error if a bound is no number, or both are in the wrong order."""
+    checks: dict[str, Check] = {
+        low_name: or_none(not_nan, low),
+        high_name: or_none(not_nan, high),
+    }
+    check_hyperparameters(owner, **checks)
     is_known = not any(x is None or isinstance(x, Tracer) for x in (low, high))
-    if is_known and not low <= high:
+    if is_known and low > high:
         raise ValueError(
-            f"{low_name} must not be above {high_name}, got {low} and {high}. "
+            f"{owner}: {low_name} must not be above {high_name}, got {low} and {high}. "
             "Exchange them, or set one to None for no bound."
         )
 
@@ -254,13 +353,30 @@ def _is_zero(value: Any) -> bool:
     return not isinstance(value, Tracer) and value == 0
 
 
-def _bounds(clipvalue: ClipValue) -> tuple[float | None, float | None]:
-    """Returns the pair of bounds that a `clipvalue` stands for."""
-    if isinstance(clipvalue, tuple) and len(clipvalue) == 2:
-        return clipvalue
-    if isinstance(clipvalue, int | float | np.generic | jax.Array):
-        return -1.0 * clipvalue, clipvalue
-    raise ValueError(
-        "clipvalue must be a number or a pair (min, max), got "
-        f"{clipvalue!r}. Either bound of the pair may be None."
-    )
+def _check_clipvalue(
+    owner: str, clipvalue: ClipValue
+) -> tuple[float | None, float | None]:
+    """Returns the pair of bounds that a `clipvalue` stands for.
+
+    Raises:
+      TypeError: if it is neither a number nor a pair.
+      ValueError: if a bound is NaN, or the lower one is above the upper one.
+    """
+    if isinstance(clipvalue, tuple):
+        if len(clipvalue) != 2:
+            raise ValueError(
+                f"{owner}: clipvalue must be a number or a pair (min, max), got "
+                f"{len(clipvalue)} values {clipvalue!r}. Either bound may be None."
+            )
+        low, high = clipvalue
+    else:
+        check = not_nan(clipvalue)
+        if check.error is TypeError:
+            raise TypeError(
+                f"{owner}: clipvalue must be a number or a pair (min, max), got "
+                f"{clipvalue!r}. Either bound of the pair may be None."
+            )
+        check_hyperparameters(owner, clipvalue=check)
+        low, high = -1.0 * clipvalue, clipvalue
+    _check_bounds(owner, "clipvalue's minimum", low, "maximum", high)
+    return low, high

@@ -9,6 +9,11 @@ import optax
 
 from tpu_embedding.optimizers.analysis.slots import slot_shapes
 from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.checks import (
+    check_hyperparameters,
+    check_rule,
+    finite,
+)
 
 SlotInitializer = float | Callable[[tuple[int, ...], Any], jax.Array]
 SlotInitializers = Mapping[str, SlotInitializer]
@@ -41,8 +46,9 @@ def with_slot_storage(
       A rule that stores its slots so.
 
     Raises:
-      ValueError: if the type is not a floating one; when the state is made, if the
-        rule has no slot of a given name.
+      TypeError: if an argument has another type.
+      ValueError: if the type is not a floating one, or an initial value is not finite;
+        when the state is made, if the rule has no slot of a given name.
 
     Example:
       >>> rule = with_slot_storage(optax.adam(0.1), jnp.bfloat16, {"nu": 0.5})
@@ -50,10 +56,8 @@ def with_slot_storage(
       >>> state[0].nu.dtype.name, float(state[0].nu[0, 0]), state[0].count.dtype.name
       ('bfloat16', 0.5, 'int32')
     """
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"slot_dtype must be a floating type such as jnp.bfloat16, got {dtype!r}."
-        )
+    check_rule("with_slot_storage", rule)
+    check_slot_storage("with_slot_storage", dtype, initializers)
     values = dict(initializers or {})
 
     def init(rows: Any) -> Any:
@@ -75,6 +79,44 @@ def with_slot_storage(
         return updates, _cast(shapes, state, lambda shape: _stored_dtype(shape, dtype))
 
     return for_each_array(init, update)
+
+
+def check_slot_storage(owner: str, dtype: Any, initializers: Any) -> None:
+    """Raises an error if these cannot be `slot_dtype` and `slot_initializers`.
+
+    Args:
+      owner: the function that takes them, for errors.
+      dtype: see `with_slot_storage`.
+      initializers: see `with_slot_storage`.
+    """
+    if dtype is not None:
+        try:
+            is_floating = jnp.issubdtype(dtype, jnp.floating)
+        except TypeError as error:
+            raise TypeError(
+                f"{owner}: slot_dtype must be a floating type such as jnp.bfloat16, "
+                f"got {dtype!r}."
+            ) from error
+        if not is_floating:
+            raise ValueError(
+                f"{owner}: slot_dtype must be a floating type such as jnp.bfloat16, "
+                f"got {dtype!r}."
+            )
+    if initializers is None:
+        return
+    if not isinstance(initializers, Mapping):
+        raise TypeError(
+            f"{owner}: slot_initializers must map names of slots to values, such as "
+            f"{{'accumulators': 0.5}}, got {initializers!r}."
+        )
+    check_hyperparameters(
+        owner,
+        **{
+            f"slot_initializers[{name!r}]": finite(value)
+            for name, value in initializers.items()
+            if not callable(value)
+        },
+    )
 
 
 def _initial(path: Any, shape: Any, leaf: Any, values: dict[str, Any]) -> Any:

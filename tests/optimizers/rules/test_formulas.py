@@ -245,7 +245,11 @@ PROXIMAL = {"l1": 0.3, "l2": 0.4, "initial_accumulator_value": 0.3}
 CASES: dict[str, Any] = {
     "sgd": (opt.sgd(schedule), sgd, []),
     "momentum": (opt.momentum(schedule, 0.8), momentum(False), [ZEROS]),
-    "nesterov": (opt.momentum(schedule, 0.8, True), momentum(True), [ZEROS]),
+    "nesterov": (
+        opt.momentum(schedule, 0.8, use_nesterov=True),
+        momentum(True),
+        [ZEROS],
+    ),
     "adagrad": (opt.adagrad(schedule, 0.3, epsilon=0.05), adagrad, [ZEROS + 0.3]),
     "rowwise_adagrad": (
         opt.rowwise_adagrad(schedule, 0.3, epsilon=0.05),
@@ -295,12 +299,17 @@ CASES: dict[str, Any] = {
         [ZEROS + 0.3],
     ),
     "clippy_standard": (
-        opt.clippy_adagrad(schedule, 0.3, 0.2, 0.03, 0.04, 0.05, True),
+        opt.clippy_adagrad(
+            *(schedule, 0.3, 0.2, 0.03, 0.04, 0.05),
+            use_standard_accumulator_update=True,
+        ),
         clippy(0.2, 0.03, 0.04, standard=True),
         [ZEROS + 0.3],
     ),
     "clippy_clips_accumulator": (
-        opt.clippy_adagrad(schedule, 0.3, 0.2, 0.03, 0.04, 0.05, False, True),
+        opt.clippy_adagrad(
+            *(schedule, 0.3, 0.2, 0.03, 0.04, 0.05), clip_accumulator_update=True
+        ),
         clippy(0.2, 0.03, 0.04, clips=True),
         [ZEROS + 0.3],
     ),
@@ -312,7 +321,10 @@ CASES: dict[str, Any] = {
     **{
         f"ftrl_{power}_{multiplies}": (
             opt.ftrl(
-                schedule, -power, **FTRL, multiply_linear_by_learning_rate=multiplies
+                schedule,
+                learning_rate_power=-power,
+                **FTRL,
+                multiply_linear_by_learning_rate=multiplies,
             ),
             ftrl(power, multiplies),
             [ZEROS + 0.3, ZEROS],
@@ -336,12 +348,14 @@ CASES: dict[str, Any] = {
         [ZEROS, ZEROS],
     ),
     "rmsprop": (
-        opt.rmsprop(schedule, 0.7, 0.6, 0.05, initial_ms=0.3),
+        opt.rmsprop(schedule, rho=0.7, momentum=0.6, epsilon=0.05, initial_ms=0.3),
         rmsprop(False),
         [ZEROS + 0.3, ZEROS],
     ),
     "rmsprop_centered": (
-        opt.rmsprop(schedule, 0.7, 0.6, 0.05, initial_ms=0.3, centered=True),
+        opt.rmsprop(
+            schedule, rho=0.7, momentum=0.6, epsilon=0.05, initial_ms=0.3, centered=True
+        ),
         rmsprop(True),
         [ZEROS + 0.3, ZEROS, ZEROS],
     ),

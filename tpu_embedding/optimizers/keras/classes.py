@@ -203,7 +203,7 @@ def _rmsprop(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
     epsilon, centered = keras.number("epsilon"), keras.fields["centered"]
     if keras.is_legacy and not momentum:  # No kernel; epsilon is outside the root.
         return optax.rmsprop(rate, rho, epsilon, centered=centered, eps_in_sqrt=False)
-    return rmsprop(rate, rho, momentum, epsilon, centered=centered)
+    return rmsprop(rate, rho=rho, momentum=momentum, epsilon=epsilon, centered=centered)
 
 
 def _ftrl(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
@@ -222,11 +222,11 @@ def _adafactor(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
     }
     return adafactor(
         rate,
-        keras.number("beta_2_decay"),
-        keras.number("epsilon_1"),
-        keras.number("epsilon_2"),
-        keras.number("clip_threshold"),
-        bool(keras.fields["relative_step"]),
+        beta_2_decay=keras.number("beta_2_decay"),
+        epsilon_1=keras.number("epsilon_1"),
+        epsilon_2=keras.number("epsilon_2"),
+        clip_threshold=keras.number("clip_threshold"),
+        relative_step=bool(keras.fields["relative_step"]),
         weight_decay=keras.number("weight_decay") or None,
         **clips,
         use_ema=bool(keras.fields["use_ema"]),

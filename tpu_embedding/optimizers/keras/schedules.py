@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tpu_embedding.optimizers.rules._checks import check_hyperparameters, positive
+from tpu_embedding.optimizers.checks import check_hyperparameters, positive
 
 
 def keras_learning_rate(value: Any) -> optax.ScalarOrSchedule:

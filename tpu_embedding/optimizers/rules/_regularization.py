@@ -21,6 +21,16 @@ def proximal_step(rows: jax.Array, step_sizes: Any, l1: Any, l2: Any) -> jax.Arr
     return jnp.sign(rows) * shrunk / (1 + step_sizes * l2)
 
 
+def split_zero_rate(rate: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns True unless a learning rate is 0, and a divisor that is never 0.
+
+    FTRL's linears count in units of `1 / rate`. A step at a rate of 0 therefore must
+    not change them; the caller masks it.
+    """
+    moves = rate != 0
+    return moves, jnp.where(moves, rate, 1)
+
+
 def ftrl_rows(linears: jax.Array, l1: Any, denominators: jax.Array) -> jax.Array:
     """Returns the rows that minimise FTRL's objective, given its slot variables.
 

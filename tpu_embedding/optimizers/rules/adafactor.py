@@ -7,6 +7,7 @@ average of the mean squared gradient, but the second is known on every shard.
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,20 +15,28 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.learning_rates import learning_rate_at
+from tpu_embedding.optimizers.checks import (
+    check_hyperparameters,
+    finite,
+    flag,
+    fraction,
+    int_from,
+    non_negative,
+    non_positive,
+    one_of,
+    or_none,
+    positive,
+    positive_bound,
+)
+from tpu_embedding.optimizers.learning_rates import (
+    checked_learning_rate,
+    learning_rate_at,
+)
 from tpu_embedding.optimizers.modes import (
     MustBeLast,
     OccurrenceNorm,
     every_row,
     request_mode,
-)
-from tpu_embedding.optimizers.rules._checks import (
-    check_hyperparameters,
-    fraction,
-    non_negative,
-    non_positive,
-    one_of,
-    positive,
 )
 from tpu_embedding.optimizers.rules._sums import CompensatedSum, compensated_sum
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows
@@ -83,28 +92,25 @@ class _Settings:
     clipnorm_of: ClipnormOf
 
     def __post_init__(self):
-        positive_or_none = {
-            name: positive(getattr(self, name))
-            for name in (
-                "clipnorm",
-                "clipvalue",
-                "global_clipnorm",
-                "loss_scale_factor",
-                "ema_overwrite_frequency",
-            )
-            if getattr(self, name) is not None
-        }
         check_hyperparameters(
             "adafactor",
             beta_2_decay=non_positive(self.beta_2_decay),
             epsilon_1=non_negative(self.epsilon_1),
             epsilon_2=non_negative(self.epsilon_2),
-            clip_threshold=positive(self.clip_threshold),
+            clip_threshold=positive_bound(self.clip_threshold),
+            weight_decay=or_none(finite, self.weight_decay),
+            clipnorm=or_none(positive_bound, self.clipnorm),
+            clipvalue=or_none(positive_bound, self.clipvalue),
+            global_clipnorm=or_none(positive_bound, self.global_clipnorm),
+            use_ema=flag(self.use_ema),
             ema_momentum=fraction(self.ema_momentum),
+            ema_overwrite_frequency=or_none(
+                functools.partial(int_from, 1), self.ema_overwrite_frequency
+            ),
+            loss_scale_factor=or_none(positive, self.loss_scale_factor),
             mode=one_of(self.mode, AdafactorMode),
             ema_start=one_of(self.ema_start, EMAStart),
             clipnorm_of=one_of(self.clipnorm_of, ClipnormOf),
-            **positive_or_none,
         )
         clips = [
             name
@@ -117,10 +123,9 @@ class _Settings:
                 f"be given, got {clips}. Set the others to None."
             )
         steps = self.gradient_accumulation_steps
-        if steps and (not hasattr(steps, "__index__") or steps < 2):
-            raise ValueError(
-                "adafactor: gradient_accumulation_steps must be an int of at least 2, "
-                f"or None, got {steps!r}."
+        if steps not in (None, 0):
+            check_hyperparameters(
+                "adafactor", gradient_accumulation_steps=int_from(2, steps)
             )
         if steps and self.use_ema:
             raise ValueError(
@@ -143,6 +148,7 @@ class _Settings:
 
 def adafactor(
     learning_rate: optax.ScalarOrSchedule = 0.001,
+    *,
     beta_2_decay: float = -0.8,
     epsilon_1: float = 1e-30,
     epsilon_2: float = 1e-3,
@@ -158,7 +164,6 @@ def adafactor(
     loss_scale_factor: float | None = None,
     gradient_accumulation_steps: int | None = None,
     name: str = "adafactor",
-    *,
     mode: AdafactorMode = "lazy",
     ema_start: EMAStart = "first_update",
     clipnorm_of: ClipnormOf = "sum",
@@ -247,9 +252,10 @@ def adafactor(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.1, -0.1]
     """
-    del relative_step, name
+    del name
+    check_hyperparameters("adafactor", relative_step=flag(relative_step))
     settings = _Settings(
-        learning_rate=learning_rate,
+        learning_rate=checked_learning_rate("adafactor", learning_rate),
         beta_2_decay=beta_2_decay,
         epsilon_1=epsilon_1,
         epsilon_2=epsilon_2,

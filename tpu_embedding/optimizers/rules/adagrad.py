@@ -11,16 +11,18 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.checks import (
+    check_hyperparameters,
+    flag,
+    fraction,
+    non_negative,
+    one_of,
+    positive,
+)
 from tpu_embedding.optimizers.options import (
     CommonOptions,
     takes_common_options,
     with_options,
-)
-from tpu_embedding.optimizers.rules._checks import (
-    check_hyperparameters,
-    non_negative,
-    one_of,
-    positive,
 )
 
 WeightDecayMode = Literal["l2", "decoupled"]
@@ -197,8 +199,8 @@ def scale_by_rowwise_adagrad(
     Raises:
       ValueError: if a value is out of its range.
     """
-    has_epsilon = positive(epsilon).is_in_range
-    decays = positive(weight_decay).is_in_range
+    has_epsilon = not positive(epsilon).problem
+    decays = not positive(weight_decay).problem
     check_hyperparameters(
         "rowwise_adagrad",
         initial_accumulator_value=(
@@ -266,15 +268,15 @@ def adagrad_momentum(
 
     Args:
       learning_rate: scalar, or schedule of the step counted from 0.
-      momentum: decay of `m`, usually in [0, 1); not checked.
+      momentum: decay of `m`, in [0, 1].
       use_nesterov: True selects Nesterov's step.
       exponent: root that divides the gradient, positive; 2 is the square root.
-      beta2: decay of `a`, usually in [0, 1]; not checked. 1 sums the squares.
+      beta2: decay of `a`, in [0, 1]. 1 sums the squares.
       epsilon: positive.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if `exponent` or `epsilon` is not positive.
+      ValueError: if a value is out of its range.
 
     Example:
       >>> adagrad_momentum(0.1).init(jnp.ones((3, 2)))[0].momenta.shape
@@ -300,10 +302,15 @@ def scale_by_adagrad_momentum(
     Its arguments are described there.
 
     Raises:
-      ValueError: if `exponent` or `epsilon` is not positive.
+      ValueError: if a value is out of its range.
     """
     check_hyperparameters(
-        "adagrad_momentum", exponent=positive(exponent), epsilon=positive(epsilon)
+        "adagrad_momentum",
+        momentum=fraction(momentum),
+        use_nesterov=flag(use_nesterov),
+        exponent=positive(exponent),
+        beta2=fraction(beta2),
+        epsilon=positive(epsilon),
     )
     gain = jnp.where(beta2 == 1, 1, 1 - beta2)
 

@@ -10,16 +10,17 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.checks import (
+    check_hyperparameters,
+    flag,
+    fraction_below_one,
+    positive,
+)
 from tpu_embedding.optimizers.modes import every_row
 from tpu_embedding.optimizers.options import (
     CommonOptions,
     takes_common_options,
     with_options,
-)
-from tpu_embedding.optimizers.rules._checks import (
-    check_hyperparameters,
-    fraction_below_one,
-    positive,
 )
 
 
@@ -43,9 +44,9 @@ def adam(
     beta_1: float = 0.9,
     beta_2: float = 0.999,
     epsilon: float = 1e-7,
+    *,
     lazy_adam: bool = True,
     sum_inside_sqrt: bool = True,
-    *,
     bias_correction: bool = False,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
@@ -94,6 +95,7 @@ def adam(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.3162, -0.3162]
     """
+    check_hyperparameters("adam", lazy_adam=flag(lazy_adam))
     if not lazy_adam and not options.get("use_gradient_accumulation", True):
         raise ValueError(
             "adam: lazy_adam=False moves every row once by its summed gradient, so "
@@ -135,6 +137,8 @@ def scale_by_lazy_adam(
         beta_1=fraction_below_one(beta_1),
         beta_2=fraction_below_one(beta_2),
         epsilon=positive(epsilon),
+        sum_inside_sqrt=flag(sum_inside_sqrt),
+        bias_correction=flag(bias_correction),
     )
 
     def init(params):

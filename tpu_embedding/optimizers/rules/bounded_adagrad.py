@@ -7,16 +7,17 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.checks import (
+    check_hyperparameters,
+    flag,
+    non_negative_bound,
+    positive,
+)
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import (
     CommonOptions,
     takes_common_options,
     with_options,
-)
-from tpu_embedding.optimizers.rules._checks import (
-    check_hyperparameters,
-    non_negative,
-    positive,
 )
 
 
@@ -78,8 +79,9 @@ def bounded_adagrad(
     check_hyperparameters(
         "bounded_adagrad",
         initial_accumulator_value=positive(initial_accumulator_value),
-        max_var_update=non_negative(max_var_update),
-        max_accumulator=non_negative(max_accumulator),
+        update_accumulator_first=flag(update_accumulator_first),
+        max_var_update=non_negative_bound(max_var_update),
+        max_accumulator=non_negative_bound(max_accumulator),
     )
 
     def init(params):

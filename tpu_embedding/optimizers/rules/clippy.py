@@ -11,16 +11,18 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.checks import (
+    check_hyperparameters,
+    flag,
+    non_negative,
+    non_negative_bound,
+    positive,
+)
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import (
     CommonOptions,
     takes_common_options,
     with_options,
-)
-from tpu_embedding.optimizers.rules._checks import (
-    check_hyperparameters,
-    non_negative,
-    positive,
 )
 from tpu_embedding.optimizers.table_rows import table_rows
 
@@ -40,6 +42,7 @@ def clippy_adagrad(
     accumulator_relative_threshold: float = 0.0,
     absolute_threshold: float = 1e-7,
     epsilon: float = 1e-7,
+    *,
     use_standard_accumulator_update: bool = False,
     clip_accumulator_update: bool = False,
     **options: Unpack[CommonOptions],
@@ -95,10 +98,12 @@ def clippy_adagrad(
     check_hyperparameters(
         "clippy_adagrad",
         initial_accumulator_value=non_negative(initial_accumulator_value),
-        variable_relative_threshold=non_negative(variable_relative_threshold),
+        variable_relative_threshold=non_negative_bound(variable_relative_threshold),
         accumulator_relative_threshold=non_negative(accumulator_relative_threshold),
-        absolute_threshold=non_negative(absolute_threshold),
+        absolute_threshold=non_negative_bound(absolute_threshold),
         epsilon=positive(epsilon),
+        use_standard_accumulator_update=flag(use_standard_accumulator_update),
+        clip_accumulator_update=flag(clip_accumulator_update),
     )
     if use_standard_accumulator_update and clip_accumulator_update:
         raise ValueError(

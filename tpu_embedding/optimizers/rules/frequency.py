@@ -11,18 +11,20 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.checks import (
+    check_hyperparameters,
+    finite,
+    fraction,
+    non_negative,
+    open_fraction,
+    positive,
+    positive_bound,
+)
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import (
     CommonOptions,
     takes_common_options,
     with_options,
-)
-from tpu_embedding.optimizers.rules._checks import (
-    check_hyperparameters,
-    fraction,
-    non_negative,
-    open_fraction,
-    positive,
 )
 
 
@@ -96,7 +98,7 @@ def frequency_aware_adagrad(
         "frequency_aware_adagrad",
         initial_accumulator_value=positive(initial_accumulator_value),
         probability_exponent=non_negative(probability_exponent),
-        max_lr_multiplier=positive(max_lr_multiplier),
+        max_lr_multiplier=positive_bound(max_lr_multiplier),
         l1=non_negative(l1),
         l2=non_negative(l2),
         accumulator_decay=fraction(accumulator_decay),
@@ -186,12 +188,12 @@ def frequency_estimator(
       >>> (rows + updates)[0].tolist(), state.last_hit_step.tolist()
       ([50.5], [1, 1, 1])
     """
-    del weight_exponent
     check_hyperparameters(
         "frequency_estimator",
         tau=open_fraction(tau),
         max_delta=positive(max_delta),
-        outlier_threshold=positive(outlier_threshold),
+        outlier_threshold=positive_bound(outlier_threshold),
+        weight_exponent=finite(weight_exponent),
     )
 
     def init(params):

@@ -11,19 +11,20 @@ import optax
 from jax.core import Tracer
 
 from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.checks import (
+    check_hyperparameters,
+    flag,
+    non_negative,
+    non_positive,
+    positive,
+)
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import (
     CommonOptions,
     takes_common_options,
     with_options,
 )
-from tpu_embedding.optimizers.rules._checks import (
-    check_hyperparameters,
-    non_negative,
-    non_positive,
-    positive,
-)
-from tpu_embedding.optimizers.rules._regularization import ftrl_rows
+from tpu_embedding.optimizers.rules._regularization import ftrl_rows, split_zero_rate
 
 
 class FTRLState(NamedTuple):
@@ -37,6 +38,7 @@ class FTRLState(NamedTuple):
 @takes_common_options
 def ftrl(
     learning_rate: optax.ScalarOrSchedule = 0.001,
+    *,
     learning_rate_power: float = -0.5,
     l1_regularization_strength: float = 0.0,
     l2_regularization_strength: float = 0.0,
@@ -44,7 +46,6 @@ def ftrl(
     initial_accumulator_value: float = 0.1,
     multiply_linear_by_learning_rate: bool = False,
     allow_zero_accumulator: bool = False,
-    *,
     l2_shrinkage_regularization_strength: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
@@ -57,7 +58,7 @@ def ftrl(
         l += g + 2 * s * w - (a_new**p - a**p) * w / lr
         w = (clip(l, -l1, l1) - l) / ((a_new**p + beta) / lr + 2 * l2)
 
-    With `multiply_linear_by_learning_rate`, `lr` may be 0::
+    With `multiply_linear_by_learning_rate`::
 
         l += lr * (g + 2 * s * w) - (a_new**p - a**p) * w
         w = (clip(l, -lr * l1, lr * l1) - l) / (a_new**p + beta + 2 * lr * l2)
@@ -66,13 +67,16 @@ def ftrl(
     `[rows, dim]`. `a` starts at `initial_accumulator_value`, and `a_new` is its next
     value. `l` starts at 0, so the first update of a row discards its initial value.
 
+    A step at a learning rate of 0 leaves the row and its slot variables as they are.
+    Only with `multiply_linear_by_learning_rate` it still computes the row from its slot
+    variables, as TensorFlow does, so that the row may move.
+
     Source: McMahan et al. (2013), as `tf.tpu.experimental.embedding.FTRL`, and the
     kernels `ResourceSparseApplyFtrl` and `ResourceSparseApplyFtrlV2MultiplyLinearByLr`.
     optax has no FTRL.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0. It must not be 0
-        unless `multiply_linear_by_learning_rate`; not checked.
+      learning_rate: scalar, or schedule of the step counted from 0.
       learning_rate_power: at most 0.
       l1_regularization_strength: `l1`, non-negative.
       l2_regularization_strength: `l2`, non-negative.
@@ -109,6 +113,8 @@ def ftrl(
             if allow_zero_accumulator
             else positive(initial_accumulator_value)
         ),
+        multiply_linear_by_learning_rate=flag(multiply_linear_by_learning_rate),
+        allow_zero_accumulator=flag(allow_zero_accumulator),
     )
     p = -learning_rate_power
     l1, l2 = l1_regularization_strength, l2_regularization_strength
@@ -122,19 +128,20 @@ def ftrl(
 
     def update(updates: Any, state: Any, params: Any):
         rate = learning_rate_at(learning_rate, state.count)
+        shrunk = updates + 2 * l2_shrinkage_regularization_strength * params
+        moves, divisor = split_zero_rate(rate)
+        if not multiply_linear_by_learning_rate:
+            updates, shrunk = jnp.where(moves, updates, 0), jnp.where(moves, shrunk, 0)
         accumulators = state.accumulators + jnp.square(updates)
         power = _power(accumulators, p)
         change = power - _power(state.accumulators, p)
-        shrunk = updates + 2 * l2_shrinkage_regularization_strength * params
         if multiply_linear_by_learning_rate:
             linears = state.linears + rate * shrunk - change * params
-            bound = rate * l1
-            denominators = power + beta + 2 * rate * l2
+            rows = ftrl_rows(linears, rate * l1, power + beta + 2 * rate * l2)
         else:
-            linears = state.linears + shrunk - change * params / rate
-            bound = l1
-            denominators = (power + beta) / rate + 2 * l2
-        rows = ftrl_rows(linears, bound, denominators)
+            linears = state.linears + shrunk - change * params / divisor
+            rows = ftrl_rows(linears, l1, (power + beta) / divisor + 2 * l2)
+            rows = jnp.where(moves, rows, params)
         return rows - params, FTRLState(state.count + 1, accumulators, linears)
 
     rule = for_each_array(init, update)

@@ -7,6 +7,7 @@ from typing import Unpack
 
 import optax
 
+from tpu_embedding.optimizers.checks import check_hyperparameters, fraction
 from tpu_embedding.optimizers.options import (
     CommonOptions,
     takes_common_options,
@@ -38,9 +39,12 @@ def lion(
 
     Args:
       learning_rate: scalar, or schedule of the step counted from 0.
-      beta_1: weight of the momentum in the step, usually in [0, 1); not checked.
-      beta_2: decay of the momentum, usually in [0, 1); not checked.
+      beta_1: weight of the momentum in the step, in [0, 1].
+      beta_2: decay of the momentum, in [0, 1].
       **options: see `with_options`.
+
+    Raises:
+      ValueError: if a value is out of its range.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,6 +53,7 @@ def lion(
       >>> optimizer.update(jnp.ones((1, 2)), state)[0].tolist()
       [[-0.5, -0.5]]
     """
+    check_hyperparameters("lion", beta_1=fraction(beta_1), beta_2=fraction(beta_2))
     rule = optax.chain(
         optax.scale_by_lion(beta_1, beta_2),
         optax.scale_by_learning_rate(learning_rate),

@@ -9,6 +9,7 @@ from typing import Unpack
 
 import optax
 
+from tpu_embedding.optimizers.checks import check_hyperparameters, flag, fraction
 from tpu_embedding.optimizers.options import (
     CommonOptions,
     takes_common_options,
@@ -20,6 +21,7 @@ from tpu_embedding.optimizers.options import (
 def momentum(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     momentum: float = 0.9,
+    *,
     use_nesterov: bool = False,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
@@ -42,9 +44,12 @@ def momentum(
 
     Args:
       learning_rate: scalar, or schedule of the step counted from 0.
-      momentum: decay of `m`, usually in [0, 1); not checked.
+      momentum: decay of `m`, in [0, 1].
       use_nesterov: True selects Nesterov's step.
       **options: see `with_options`.
+
+    Raises:
+      ValueError: if a value is out of its range.
 
     Example:
       >>> import jax.numpy as jnp
@@ -53,6 +58,9 @@ def momentum(
       >>> optimizer.update(jnp.ones((1, 2)), state)[0].tolist()
       [[-0.5, -0.5]]
     """
+    check_hyperparameters(
+        "momentum", momentum=fraction(momentum), use_nesterov=flag(use_nesterov)
+    )
     rule = optax.chain(
         optax.trace(decay=momentum, nesterov=use_nesterov),
         optax.scale_by_learning_rate(learning_rate),

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.checks import (
+    check_hyperparameters,
+    non_negative,
+    positive,
+)
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import (
     CommonOptions,
     takes_common_options,
     with_options,
-)
-from tpu_embedding.optimizers.rules._checks import (
-    check_hyperparameters,
-    non_negative,
-    positive,
 )
 from tpu_embedding.optimizers.rules._regularization import proximal_step
 
@@ -34,6 +34,7 @@ class ProximalAdagradState(NamedTuple):
 @takes_common_options
 def proximal_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
+    *,
     l1: float = 0.0,
     l2: float = 0.0,
     initial_accumulator_value: float = 0.1,

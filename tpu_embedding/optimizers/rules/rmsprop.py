@@ -12,13 +12,18 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.checks import (
+    check_hyperparameters,
+    flag,
+    fraction,
+    non_negative,
+)
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import (
     CommonOptions,
     takes_common_options,
     with_options,
 )
-from tpu_embedding.optimizers.rules._checks import check_hyperparameters, non_negative
 
 
 class RMSPropState(NamedTuple):
@@ -40,10 +45,10 @@ class RMSPropState(NamedTuple):
 @takes_common_options
 def rmsprop(
     learning_rate: optax.ScalarOrSchedule = 0.001,
+    *,
     rho: float = 0.9,
     momentum: float = 0.0,
     epsilon: float = 1e-7,
-    *,
     initial_ms: float = 0.0,
     centered: bool = False,
     **options: Unpack[CommonOptions],
@@ -69,8 +74,8 @@ def rmsprop(
 
     Args:
       learning_rate: scalar, or schedule of the step counted from 0.
-      rho: decay of `ms` and `mg`, usually in [0, 1); not checked.
-      momentum: decay of `mom`, usually in [0, 1); not checked.
+      rho: decay of `ms` and `mg`, in [0, 1].
+      momentum: decay of `mom`, in [0, 1].
       epsilon: non-negative.
       initial_ms: start of `ms`, non-negative.
       centered: True subtracts the squared mean of the gradient.
@@ -84,7 +89,12 @@ def rmsprop(
       (3, 2)
     """
     check_hyperparameters(
-        "rmsprop", epsilon=non_negative(epsilon), initial_ms=non_negative(initial_ms)
+        "rmsprop",
+        rho=fraction(rho),
+        momentum=fraction(momentum),
+        epsilon=non_negative(epsilon),
+        initial_ms=non_negative(initial_ms),
+        centered=flag(centered),
     )
 
     def init(params: Any) -> Any:
@@ -144,18 +154,18 @@ def adadelta(
 
     Args:
       learning_rate: scalar, or schedule of the step counted from 0.
-      rho: decay of both slot variables, usually in [0, 1); not checked.
+      rho: decay of both slot variables, in [0, 1].
       epsilon: non-negative.
       **options: see `with_options`.
 
     Raises:
-      ValueError: if `epsilon` is negative.
+      ValueError: if a value is out of its range.
 
     Example:
       >>> adadelta(1.0).init(jnp.ones((3, 2)))[0].updates.shape
       (3, 2)
     """
-    check_hyperparameters("adadelta", epsilon=non_negative(epsilon))
+    check_hyperparameters("adadelta", rho=fraction(rho), epsilon=non_negative(epsilon))
 
     def init(params):
         return AdadeltaState(jnp.zeros_like(params), jnp.zeros_like(params))

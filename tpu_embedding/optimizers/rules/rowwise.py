@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.options import (
-    CommonOptions,
-    takes_common_options,
-    with_options,
-)
-from tpu_embedding.optimizers.rules._checks import (
+from tpu_embedding.optimizers.checks import (
     check_hyperparameters,
     fraction_below_one,
     non_negative,
     one_of,
     positive,
+)
+from tpu_embedding.optimizers.options import (
+    CommonOptions,
+    takes_common_options,
+    with_options,
 )
 
 VelocityOf = Literal["element", "row"]
@@ -35,6 +35,7 @@ def partial_rowwise_adam(
     beta_1: float = 0.9,
     beta_2: float = 0.999,
     epsilon: float = 1e-8,
+    *,
     weight_decay: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
@@ -86,6 +87,7 @@ def lamb(
     beta_1: float = 0.9,
     beta_2: float = 0.999,
     epsilon: float = 1e-8,
+    *,
     weight_decay: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
@@ -143,6 +145,7 @@ def partial_rowwise_lamb(
     beta_1: float = 0.9,
     beta_2: float = 0.999,
     epsilon: float = 1e-8,
+    *,
     weight_decay: float = 0.0,
     **options: Unpack[CommonOptions],
 ) -> optax.GradientTransformation:
@@ -359,7 +362,7 @@ def _check_moments(
 
 def _add_decayed_rows(weight_decay: float) -> optax.GradientTransformation:
     """Adds `weight_decay * w` to the step. A weight decay of 0 does not read `w`."""
-    decays = positive(weight_decay).is_in_range
+    decays = not positive(weight_decay).problem
     # Both transformations have an empty state. So the state stays valid if a later
     # step passes a traced weight decay.
     return optax.add_decayed_weights(weight_decay) if decays else optax.identity()

@@ -8,7 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.learning_rates import learning_rate_at
+from tpu_embedding.optimizers.checks import check_hyperparameters, finite
+from tpu_embedding.optimizers.learning_rates import (
+    checked_learning_rate,
+    learning_rate_at,
+)
 
 SlotInitializer = float | Callable[..., jax.Array]
 """A scalar, or a function of `(shape, dtype)` that gives every row the same values."""
@@ -71,8 +75,10 @@ def user_defined(
       slot_dims: for each slot, 2 for `[rows, dim]` or 1 for `[rows]`; None: all are 2.
 
     Raises:
-      ValueError: if the lengths of the sequences differ. When the optimizer is used: if
-        `custom_computation` returns the wrong number of arrays or wrong shapes.
+      TypeError: if an argument has another type.
+      ValueError: if the lengths of the sequences differ, or a scalar is not finite.
+        When the optimizer is used: if `custom_computation` returns the wrong number of
+        arrays or wrong shapes.
 
     Example:
       >>> def adagrad(gradient, embedding_table, slot_variables, learning_rate, _):
@@ -87,7 +93,18 @@ def user_defined(
       >>> state.slots["accumulators"].tolist()
       [[4.0, 4.0]]
     """
-    names = tuple(slot_names)
+    rate = checked_learning_rate("user_defined", learning_rate)
+    rates = [
+        checked_learning_rate("user_defined", x, f"hyperparameters[{i}]")
+        for i, x in enumerate(hyperparameters)
+    ]
+    if not callable(custom_computation):
+        raise TypeError(
+            "user_defined: custom_computation must be a function of one row, got "
+            f"{custom_computation!r}."
+        )
+    # A string is a sequence of letters.
+    names = (slot_names,) if isinstance(slot_names, str) else tuple(slot_names)
     dims = (2,) * len(names) if slot_dims is None else tuple(slot_dims)
     _check_slots(names, tuple(slot_initializers), dims)
 
@@ -108,8 +125,8 @@ def user_defined(
             updates,
             params,
             tuple(state.slots[name] for name in names),
-            learning_rate_at(learning_rate, state.count),
-            tuple(learning_rate_at(x, state.count) for x in hyperparameters),
+            learning_rate_at(rate, state.count),
+            tuple(learning_rate_at(x, state.count) for x in rates),
         )
         rows, *slots = _checked_results(results, old)
         new_slots = dict(zip(names, slots, strict=True))
@@ -138,6 +155,14 @@ def _check_slots(
         )
     if problems:
         raise ValueError("user_defined: " + "; ".join(problems) + ".")
+    check_hyperparameters(
+        "user_defined",
+        **{
+            f"slot_initializers[{i}]": finite(value)
+            for i, value in enumerate(initializers)
+            if not callable(value)
+        },
+    )
 
 
 def _initial_slot(

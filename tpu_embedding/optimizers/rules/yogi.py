@@ -10,19 +10,23 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
+from tpu_embedding.optimizers.checks import (
+    check_hyperparameters,
+    fraction_below_one,
+    non_negative,
+    positive,
+)
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import (
     CommonOptions,
     takes_common_options,
     with_options,
 )
-from tpu_embedding.optimizers.rules._checks import (
-    check_hyperparameters,
-    fraction_below_one,
-    non_negative,
-    positive,
+from tpu_embedding.optimizers.rules._regularization import (
+    ftrl_rows,
+    proximal_step,
+    split_zero_rate,
 )
-from tpu_embedding.optimizers.rules._regularization import ftrl_rows, proximal_step
 
 
 class ProximalYogiState(NamedTuple):
@@ -139,7 +143,8 @@ def online_yogi(
         l += g - (sqrt(v_new) - sqrt(v)) * w / learning_rate
         w = (clip(l, -l1, l1) - l) / (sqrt(v_new) / learning_rate + 2 * l2)
 
-    A denominator of 0 gives a row of 0. The slot variables `v` and `l`, `[rows, dim]`,
+    A denominator of 0 gives a row of 0. A step at a learning rate of 0 leaves the row
+    and its slot variables as they are. The slot variables `v` and `l`, `[rows, dim]`,
     start at 0, and `v_new` is the next `v`. So the first update of a row discards its
     initial value. Rows change only in steps that look them up.
 
@@ -152,8 +157,7 @@ def online_yogi(
     such optimizer.
 
     Args:
-      learning_rate: scalar, or schedule of the step counted from 0. It must never be 0,
-        because the formula divides by it; not checked.
+      learning_rate: scalar, or schedule of the step counted from 0.
       l1: strength of L1 regularisation, non-negative.
       l2: strength of L2 regularisation, non-negative.
       beta_2: decay of `v`, in [0, 1).
@@ -185,11 +189,14 @@ def online_yogi(
 
     def update(updates: Any, state: Any, params: Any):
         rate = learning_rate_at(learning_rate, state.count)
+        moves, divisor = split_zero_rate(rate)
+        updates = jnp.where(moves, updates, 0)
         vs = _second_moment(updates, state.vs, beta_2)
         roots = jnp.sqrt(vs)
         change = roots - jnp.sqrt(state.vs)
-        linears = state.linears + updates - change * params / rate
-        rows = ftrl_rows(linears, l1, roots / rate + 2 * l2)
+        linears = state.linears + updates - change * params / divisor
+        rows = ftrl_rows(linears, l1, roots / divisor + 2 * l2)
+        rows = jnp.where(moves, rows, params)
         return rows - params, OnlineYogiState(state.count + 1, vs, linears)
 
     rule = for_each_array(init, update)

@@ -1,0 +1,381 @@
+"""Learning rates of every rule: 0, schedules, and what is no learning rate."""
+
+import functools
+import inspect
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of, needs_kernels
+from tests.optimizers.rule_cases import initial_state, one_table_plan, update
+from tpu_embedding.optimizers.names import optimizer_by_name
+
+opt = te.optimizers
+ROWS, DIM = 6, 4
+
+BY_NAME = sorted(
+    name
+    for name, value in vars(opt).items()
+    if inspect.isfunction(value)
+    and next(iter(inspect.signature(value).parameters), "") == "learning_rate"
+)
+
+
+def user_defined(rate):
+    def compute(gradient, row, slots, rate, _):
+        return row - rate * gradient / jnp.sqrt(slots[0] + gradient**2), slots[0]
+
+    return opt.user_defined(compute, rate, slot_names=["a"], slot_initializers=[0.1])
+
+
+def collected(rate):
+    return opt.every_row(opt.adam(rate), gradient_steps=1)
+
+
+# With options whose terms the rate must multiply, too.
+VARIANTS = {
+    "momentum": {"use_nesterov": True},
+    "adagrad_momentum": {"momentum": 0.9, "use_nesterov": True},
+    "ftrl": {
+        "l1_regularization_strength": 0.1,
+        "l2_regularization_strength": 0.1,
+        "beta": 0.1,
+        "l2_shrinkage_regularization_strength": 0.1,
+    },
+    "online_yogi": {"l1": 0.1, "l2": 0.1},
+    "proximal_adagrad": {"l1": 0.1, "l2": 0.1},
+    "proximal_yogi": {"l1": 0.1, "l2": 0.1},
+    "frequency_aware_adagrad": {"l1": 0.1, "l2": 0.1},
+    "rmsprop": {"momentum": 0.9, "centered": True, "epsilon": 1e-3},
+    "adam": {"bias_correction": True, "sum_inside_sqrt": False},
+    "lamb": {"weight_decay": 0.1},
+    "partial_rowwise_adam": {"weight_decay": 0.1},
+    "partial_rowwise_lamb": {"weight_decay": 0.1},
+    "rowwise_adagrad": {"weight_decay": 0.1, "weight_decay_mode": "decoupled"},
+    "adafactor": {"weight_decay": 0.1, "clipnorm": 0.1, "mode": "exact"},
+    "adagrad": {
+        "weight_decay_factor": 0.1,
+        "multiply_weight_decay_factor_by_learning_rate": True,
+    },
+}
+RULES = {
+    **{name: getattr(opt, name) for name in BY_NAME},
+    **{
+        f"{name} with options": functools.partial(getattr(opt, name), **options)
+        for name, options in VARIANTS.items()
+    },
+    "user_defined": user_defined,
+    "every_row": collected,
+    **{
+        f"optax.{name}": getattr(optax, name)
+        for name in (
+            *(
+                "sgd",
+                "adam",
+                "adamw",
+                "adagrad",
+                "rmsprop",
+                "lion",
+                "yogi",
+                "adabelief",
+            ),
+            *("adadelta", "radam", "nadam", "adamax", "amsgrad", "novograd"),
+        )
+    },
+    "optax.sgd with momentum": functools.partial(optax.sgd, momentum=0.9),
+}
+
+
+def warm_up(count):
+    """The rates 0, 0, 0.1, 0.1, ..."""
+    return jnp.where(count < 2, 0.0, 0.1)
+
+
+def without_warm_up(count):
+    """The rate 0.1, which XLA must not fold into other constants."""
+    return jnp.where(count < 0, 0.0, 0.1)
+
+
+def start():
+    return np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
+
+
+def gradients():
+    for seed in range(5):
+        gradient = np.random.default_rng(seed + 1).normal(size=(ROWS, DIM))
+        gradient[0] = 0
+        yield gradient.astype(np.float32)
+
+
+def run(optimizer, batches):
+    """Yields rows and state before the first step and after each one."""
+    rows = jnp.asarray(start())
+    state = optimizer.init(rows)
+    yield np.asarray(rows), state
+    for gradient in batches:
+        updates, state = optimizer.update(gradient, state, rows)
+        rows = rows + updates
+        yield np.asarray(rows), state
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rate_of_zero_leaves_rows_alone(name):
+    """Every warm-up begins there; later steps move the rows to finite values."""
+    (first, _), *steps = run(RULES[name](warm_up), gradients())
+    for rows, _ in steps[:2]:
+        np.testing.assert_array_equal(rows, first)
+    assert np.isfinite(steps[-1][0]).all()
+    assert (steps[-1][0] != first).any(axis=1)[1:].all()
+
+
+@pytest.mark.parametrize("name", ["ftrl", "ftrl with options", "online_yogi"])
+def test_rules_that_divide_by_the_rate_skip_steps_at_zero(name):
+    """The steps after a warm-up at 0 are those that they would be without it."""
+    batches = list(gradients())
+    *_, (late, late_state) = run(RULES[name](warm_up), batches)
+    *_, (plain, plain_state) = run(RULES[name](without_warm_up), batches[2:])
+    np.testing.assert_array_equal(late, plain)
+    for after, without in zip(late_state[1:], plain_state[1:], strict=True):
+        np.testing.assert_array_equal(after, without)
+
+
+def test_ftrl_that_multiplies_follows_its_slots_at_zero():
+    """TensorFlow's rule; its own run is golden/ftrl_multiply_linear_ramp."""
+    optimizer = opt.ftrl(0.0, multiply_linear_by_learning_rate=True)
+    (first, _), *steps = run(optimizer, gradients())
+    rows, state = steps[0]
+    np.testing.assert_allclose(
+        rows, -state.linears / np.sqrt(state.accumulators), rtol=1e-5, atol=1e-6
+    )
+    # Even the row whose gradient is 0: its linears start at 0.
+    assert (rows != first).all()
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "options"),
+    [
+        (2, {"hardware": te.hardware_by_name("v5p")}),
+        pytest.param(
+            *(2, {"hardware": te.hardware_by_name("v6e"), "kernels": "interpreter"}),
+            marks=needs_kernels,
+        ),
+    ],
+    ids=["xla", "kernels"],
+)
+@pytest.mark.parametrize("name", ["ftrl", "online_yogi"])
+def test_layers_leave_rows_alone_at_zero(name, num_devices, options):
+    optimizer = RULES[name](warm_up)
+    plan = one_table_plan(optimizer, ROWS, DIM, mesh_of(num_devices), **options)
+    tables, slots = initial_state(plan, start())
+    ids = np.arange(ROWS, dtype=np.int32)
+    (_, _), *expected = run(optimizer, gradients())
+    for gradient, (rows, _) in zip(gradients(), expected, strict=True):
+        tables, slots = update(tables, slots, ids, gradient, plan)
+        found = te.unstack_tables(tables, plan)["table"]
+        np.testing.assert_allclose(found, rows, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(expected[1][0], start())
+
+
+WRONG = [
+    ("0.1", TypeError, "must be a number, got '0.1'"),
+    (None, TypeError, "must be a number, got None"),
+    (True, TypeError, "must be a number, got True"),
+    ([0.1, 0.2], TypeError, "must be a number, got"),
+    ({"rate": 0.1}, TypeError, "must be a number, got"),
+    (0.1 + 0j, TypeError, "must be a real number"),
+    (math.nan, ValueError, "must be finite, got nan"),
+    (math.inf, ValueError, "must be finite, got inf"),
+    (np.float32("nan"), ValueError, "must be finite, got nan"),
+    (np.ones(2), ValueError, r"must be a scalar, got an array of shape \(2,\)"),
+    (jnp.ones((1, 1)), ValueError, r"must be a scalar, got an array of shape \(1, 1\)"),
+    (lambda: 0.1, TypeError, "function of the step, counted from 0"),
+    (lambda step, epoch: 0.1, TypeError, r"arguments \(step, epoch\)"),
+]
+
+
+@pytest.mark.parametrize("name", [*BY_NAME, "user_defined"])
+def test_refuses_what_is_no_learning_rate(name):
+    for value, error_type, match in WRONG:
+        with pytest.raises(error_type, match=f"{name}: learning_rate .*{match}"):
+            RULES[name](value)
+
+
+def test_with_options_refuses_it_too():
+    for value, error_type, match in WRONG:
+        if value is None:
+            continue
+        with pytest.raises(error_type, match=match):
+            opt.with_options(optax.sgd(0.1), learning_rate=value)
+        with pytest.raises(error_type, match=match):
+            opt.decay_rows(optax.sgd(0.1), 0.1, value)
+
+
+def test_a_function_without_arguments_names_the_ways_out():
+    with pytest.raises(TypeError) as error:
+        opt.adagrad(lambda: 0.1)
+    text = str(error.value)
+    assert "Write the rate as a function of the step" in text
+    assert "optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=0.1)" in text
+    assert "set_hyperparameters(learning_rate=...)" in text
+
+
+class Schedule:
+    """A callable object, like those of Keras and optax."""
+
+    def __call__(self, step, scale=1.0):
+        return scale * 0.1 / (1 + step)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda step: 0.1,
+        lambda step=0: 0.1,
+        lambda *steps: 0.1,
+        Schedule(),
+        functools.partial(Schedule(), scale=0.5),
+        optax.linear_schedule(0.1, 0.2, 3),
+        jnp.negative,
+    ],
+)
+def test_accepts_functions_of_the_step(schedule):
+    for rule in (opt.sgd(schedule), opt.ftrl(schedule)):
+        *_, (rows, _) = run(rule, gradients())
+        assert np.isfinite(rows).all()
+
+
+@pytest.mark.parametrize(
+    ("rate", "match"),
+    [(None, "got None"), ("0.1", "got '0.1'"), (np.ones(2), r"shape \(2,\)")],
+)
+def test_a_schedule_returns_scalars(rate, match):
+    rows = jnp.ones((2, 3))
+    for rule in (opt.adagrad(lambda step: rate), opt.ftrl(lambda step: rate)):
+        state = rule.init(rows)
+        with pytest.raises(
+            (TypeError, ValueError),
+            match=rf"(adagrad|ftrl): learning_rate\(step\) .*{match}",
+        ):
+            rule.update(rows, state, rows)
+        with pytest.raises((TypeError, ValueError), match="learning_rate"):
+            one_table_plan(rule, ROWS, DIM, mesh_of(1))
+
+
+@pytest.mark.parametrize("rate", [1, 0, -0.1, np.float32(0.1), jnp.asarray(0.1)])
+def test_accepts_any_finite_scalar(rate):
+    for name in ("sgd", "ftrl", "adafactor"):
+        getattr(opt, name)(rate)
+
+
+def test_injected_rates_are_checked_too():
+    rows = jnp.ones((2, 3))
+    for value in (math.nan, "0.1", None, np.ones(2)):
+        rule = optax.inject_hyperparams(opt.adagrad)(learning_rate=value)
+        with pytest.raises((TypeError, ValueError), match="adagrad: learning_rate"):
+            rule.init(rows)
+
+
+@pytest.mark.parametrize(
+    ("value", "error_type"),
+    [
+        ("0.1", TypeError),
+        (None, TypeError),
+        (True, TypeError),
+        (math.nan, ValueError),
+        (np.ones(2), ValueError),
+        (lambda: "0.1", TypeError),
+    ],
+)
+def test_set_values_are_checked_too(value, error_type):
+    rule = optax.inject_hyperparams(opt.sgd)(learning_rate=0.1)
+    state = rule.init(jnp.ones((2, 3)))
+    with pytest.raises(error_type, match="learning_rate must be"):
+        opt.with_hyperparameters(state, learning_rate=value)
+
+
+def test_an_integer_is_not_set_to_a_fraction():
+    """It would be rounded to 0, and training would stop."""
+    rule = optax.inject_hyperparams(opt.sgd)(learning_rate=1)
+    state = rule.init(jnp.ones((2, 3)))
+    with pytest.raises(ValueError, match="learning_rate must be an integer.*got 0.05"):
+        opt.with_hyperparameters(state, learning_rate=0.05)
+    new = opt.with_hyperparameters(state, learning_rate=2)
+    assert int(new.hyperparams["learning_rate"]) == 2
+
+
+# The positional arguments on whose order TensorFlow's, Keras' and optax's classes and
+# functions of that name agree.
+POSITIONAL = {
+    "sgd": 1,
+    "momentum": 2,
+    "adagrad": 2,
+    "rowwise_adagrad": 2,
+    "adagrad_momentum": 6,
+    "proximal_adagrad": 1,
+    "bounded_adagrad": 5,
+    "frequency_aware_adagrad": 6,
+    "clippy_adagrad": 6,
+    "adam": 4,
+    "partial_rowwise_adam": 4,
+    "lamb": 4,
+    "partial_rowwise_lamb": 4,
+    "lion": 3,
+    "rmsprop": 1,
+    "rowwise_rmsprop": 3,
+    "adadelta": 3,
+    "ftrl": 1,
+    "proximal_yogi": 7,
+    "online_yogi": 4,
+    "adafactor": 1,
+}
+# Own arguments in the order of each library, where the names differ: by position.
+ORDERS = {
+    "adagrad": ["initial_accumulator_value"],
+    "adagrad_momentum": ["momentum", "use_nesterov", "exponent", "beta2", "epsilon"],
+    "adam": ["beta_1", "beta_2", "epsilon"],
+    "lion": ["beta_1", "beta_2"],
+    "adadelta": ["rho", "epsilon"],
+    "lamb": ["beta_1", "beta_2", "epsilon"],
+}
+OPTAX_NAMES = {
+    "beta_1": "b1",
+    "beta_2": "b2",
+    "epsilon": "eps",
+}
+
+
+def positional_names(function):
+    return [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+
+
+@pytest.mark.parametrize("name", POSITIONAL)
+def test_arguments_are_positional_only_where_all_orders_agree(name):
+    names = positional_names(getattr(opt, name))
+    assert len(names) == POSITIONAL[name]
+    if name in ORDERS:
+        assert names == ["learning_rate", *ORDERS[name]]
+    if hasattr(optax, name):
+        order = positional_names(getattr(optax, name))[: len(names)]
+        assert order == [OPTAX_NAMES.get(x, x) for x in names]
+
+
+def test_every_rule_is_in_the_table_of_positions():
+    assert set(POSITIONAL) == set(BY_NAME)
+    assert all(optimizer_by_name(name) for name in BY_NAME)
+
+
+def test_too_many_positions_name_the_way_out():
+    with pytest.raises(TypeError, match="ftrl: only learning_rate may be given by pos"):
+        opt.ftrl(0.1, -0.5, 0.0, 0.0, 0.0, 0.1, True)
+    with pytest.raises(TypeError, match="Give the others by name"):
+        opt.adam(0.1, 0.9, 0.999, 1e-7, True)
+    with pytest.raises(TypeError, match="adafactor"):
+        opt.adafactor(0.1, -0.8)

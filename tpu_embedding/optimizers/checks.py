@@ -1,0 +1,179 @@
+"""Checks of hyper-parameters, when an optimizer is made.
+
+A hyper-parameter is a real scalar: a Python or NumPy number, or an array of shape `()`.
+Under `optax.inject_hyperparams` it is traced. The value is then unknown and passes
+every check of its range; its shape and dtype are still checked.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
+
+import jax.numpy as jnp
+from jax.core import Tracer
+
+
+class Check(NamedTuple):
+    """The result of a check of one hyper-parameter.
+
+    Attributes:
+      problem: completes "must be ..." in the error; None if the value passes.
+      error: the type of the error.
+    """
+
+    problem: str | None
+    error: type[Exception] = ValueError
+
+
+PASSED = Check(None)
+
+
+def check_hyperparameters(owner: str | None = None, /, **checks: Check) -> None:
+    """Raises one error that names every hyper-parameter out of its range.
+
+    Args:
+      owner: the function that takes the hyper-parameters; None where the caller adds
+        the owner to the error.
+      **checks: hyper-parameter to its check, such as `positive(value)`.
+
+    Raises:
+      TypeError: if a value is no number, or no scalar of a real dtype.
+      ValueError: if a value is out of its range.
+    """
+    failed = {name: check for name, check in checks.items() if check.problem}
+    if not failed:
+        return
+    prefix = "" if owner is None else f"{owner}: "
+    text = "; ".join(f"{name} must be {x.problem}" for name, x in failed.items())
+    is_type = any(x.error is TypeError for x in failed.values())
+    raise (TypeError if is_type else ValueError)(f"{prefix}{text}.")
+
+
+def real_scalar(value: Any) -> Check:
+    """Checks that a value is a real number, or an array of one, of any value."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return PASSED
+        is_complex = isinstance(value, complex)
+        kind = "a real number" if is_complex else "a number"
+        return Check(f"{kind}, got {value!r}", TypeError)
+    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+        return Check(f"a real number, got {value!r} of dtype {dtype}", TypeError)
+    if getattr(value, "shape", ()) != ():
+        return Check(f"a scalar, got an array of shape {value.shape}")
+    return PASSED
+
+
+def finite(value: Any) -> Check:
+    """Checks that a value is a finite number."""
+    return _check_number(value, "finite", math.isfinite)
+
+
+def not_nan(value: Any) -> Check:
+    """Checks that a value is a number; it may be infinite."""
+    return _check_number(value, "a number", lambda x: not math.isnan(x))
+
+
+def positive(value: Any) -> Check:
+    """Checks that a value is above 0 and finite."""
+    return _check_number(value, "positive", lambda x: 0 < x < math.inf)
+
+
+def positive_bound(value: Any) -> Check:
+    """Checks that a value is above 0; infinity means no bound."""
+    return _check_number(value, "positive", lambda x: x > 0)
+
+
+def non_negative(value: Any) -> Check:
+    """Checks that a value is at least 0 and finite."""
+    return _check_number(value, "non-negative", lambda x: 0 <= x < math.inf)
+
+
+def non_negative_bound(value: Any) -> Check:
+    """Checks that a value is at least 0; infinity means no bound."""
+    return _check_number(value, "non-negative", lambda x: x >= 0)
+
+
+def non_positive(value: Any) -> Check:
+    """Checks that a value is at most 0 and finite."""
+    return _check_number(value, "non-positive", lambda x: -math.inf < x <= 0)
+
+
+def fraction(value: Any) -> Check:
+    """Checks that a value is in [0, 1]."""
+    return _check_number(value, "in [0, 1]", lambda x: 0 <= x <= 1)
+
+
+def fraction_below_one(value: Any) -> Check:
+    """Checks that a value is in [0, 1)."""
+    return _check_number(value, "in [0, 1)", lambda x: 0 <= x < 1)
+
+
+def open_fraction(value: Any) -> Check:
+    """Checks that a value is in (0, 1)."""
+    return _check_number(value, "in (0, 1)", lambda x: 0 < x < 1)
+
+
+def int_from(minimum: int, value: Any) -> Check:
+    """Checks that a value is an integer, not below the minimum."""
+    text = f"an int of at least {minimum}"
+    if isinstance(value, Tracer):
+        is_int = jnp.issubdtype(value.dtype, jnp.integer) and not value.shape
+        return PASSED if is_int else Check(f"{text}, got {value}", TypeError)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return Check(f"{text}, got {value!r}", TypeError)
+    try:
+        number = value.__index__()
+    except TypeError:
+        return Check(f"{text}, got {value!r}", TypeError)
+    return PASSED if number >= minimum else Check(f"{text}, got {value}")
+
+
+def flag(value: Any) -> Check:
+    """Checks that a value is True or False."""
+    is_flag = isinstance(value, bool) or getattr(value, "dtype", None) == jnp.bool_
+    return PASSED if is_flag else Check(f"True or False, got {value!r}", TypeError)
+
+
+def one_of(value: Any, choices: Any) -> Check:
+    """Checks that a value is one of the choices of a `Literal`."""
+    allowed = get_args(choices)
+    if isinstance(value, str) and value in allowed:
+        return PASSED
+    return Check(f"one of {list(allowed)}, got {value!r}")
+
+
+def or_none(check: Callable[[Any], Check], value: Any) -> Check:
+    """Applies a check unless the value is None."""
+    return PASSED if value is None else check(value)
+
+
+def check_rule(owner: str, rule: Any) -> None:
+    """Raises TypeError if a value is no optax transformation.
+
+    Args:
+      owner: the function that takes the transformation as its argument `rule`.
+      rule: a pair of functions `init` and `update`.
+    """
+    functions = (getattr(rule, "init", None), getattr(rule, "update", None))
+    if not all(map(callable, functions)):
+        raise TypeError(
+            f"{owner}: rule must be an optax GradientTransformation, such as "
+            f"optax.sgd(0.1) or tpu_embedding.optimizers.adagrad(0.1), got {rule!r}."
+        )
+
+
+def _check_number(value: Any, text: str, is_in_range: Callable[[Any], bool]) -> Check:
+    check = real_scalar(value)
+    if check.problem:
+        return check
+    if isinstance(value, Tracer):
+        return PASSED
+    try:
+        number = float(value)
+    except OverflowError:
+        return Check(f"within float32's range, got {str(value)[:9]}...")
+    if is_in_range(number):
+        return PASSED
+    return Check(f"{'finite' if math.isinf(number) else text}, got {value}")
