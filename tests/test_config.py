@@ -64,7 +64,7 @@ WRONG = {
         ("name", b"movie"),
         ("quantization_config", 16),
         ("quantization_config", {"num_buckets": 16, "lower": -1.0, "upper": 1.0}),
-        ("dtype", jnp.bfloat16),
+        ("dtype", np.uint8),
         ("dtype", np.float64),
         ("dtype", np.int32),
         ("dtype", "junk"),
@@ -187,6 +187,9 @@ RIGHT = [
     (table, dict(quantization_config=QUANTIZATION)),
     (table, dict(dtype=np.float32)),
     (table, dict(dtype=np.dtype("float32"))),
+    (table, dict(dtype=jnp.bfloat16)),
+    (table, dict(dtype="float16")),
+    (table, dict(dtype=np.int8)),
     (feature, dict(max_sequence_length=1)),
     (feature, dict(validate_weights_and_indices=False)),
     (feature, dict(output_shape=(2, 3))),
@@ -291,10 +294,14 @@ def test_every_field_counts_in_equality(make, options):
     assert make() != make(**options)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32")], ids=repr)
-def test_spellings_of_one_dtype_are_one_value(dtype):
-    assert table() == table(dtype=dtype)
-    assert hash(table()) == hash(table(dtype=dtype))
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "int8"])
+def test_spellings_of_one_dtype_are_one_value(name):
+    first, other = (
+        table(dtype=dtype) for dtype in (getattr(jnp, name), jnp.dtype(name))
+    )
+    assert first == other and other == first
+    assert hash(first) == hash(other)
+    assert first.dtype_name == table(dtype=name).dtype_name == name
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,15 @@ import numpy as np
 
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
+from tpu_embedding.rows.narrow_rows import NARROW_DTYPES
 from tpu_embedding.types import PADDING_ROW_ID
 
 Combiner = Literal["sum", "mean", "sqrtn"]
 OutOfRangePolicy = Literal["error", "drop", "clip"]
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+STORAGE_DTYPES: Final = ("float32", *NARROW_DTYPES)
+"""Names of the types that `TableConfig.dtype` may have."""
 
 MAX_VOCABULARY_SIZE: Final = PADDING_ROW_ID - 1
 """Largest number of rows: row ids are int32, and the largest int32 marks padding."""
@@ -93,7 +97,10 @@ class TableConfig:
         of the sum of squared weights). A denominator of 0 gives 0.
       name: unique name. It is part of checkpoint keys and seeds the initial values.
       quantization_config: simulated quantization of looked-up rows, or None.
-      dtype: storage type of the rows; only float32 is supported.
+      dtype: storage type of the rows. Arithmetic, slot variables and activations are
+        float32 with each. `bfloat16` and `float16` take half the memory; updates are
+        rounded stochastically. `int8` takes about a quarter, for tables that are looked
+        up but not trained; each row has a scale and a bias.
 
     Example:
       >>> table = TableConfig(vocabulary_size=1000, dim=16, name="movie")
@@ -153,11 +160,16 @@ class TableConfig:
                 "TableConfig.quantization_config must be a QuantizationConfig or "
                 f"None, got {self.quantization_config!r} {owner}"
             )
-        if not _is_float32(self.dtype):
+        if _dtype_name(self.dtype) not in STORAGE_DTYPES:
             yield (
-                f"TableConfig.dtype must be float32, got {self.dtype!r} {owner}; "
-                "other storage types are not supported yet"
+                f"TableConfig.dtype must be one of {list(STORAGE_DTYPES)}, got "
+                f"{self.dtype!r} {owner}"
             )
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the storage type, such as `"bfloat16"`."""
+        return np.dtype(self.dtype).name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -266,11 +278,11 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_float32(dtype: Any) -> bool:
+def _dtype_name(dtype: Any) -> str | None:
     try:
-        return np.dtype(dtype) == np.float32
+        return np.dtype(dtype).name
     except TypeError:
-        return False
+        return None
 
 
 def _is_finite(*values: Any) -> bool:

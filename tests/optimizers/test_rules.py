@@ -23,7 +23,7 @@ from tests.optimizers.rule_cases import (
 from tpu_embedding.optimizers.analysis.row_local import runs_on_lines
 from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
 from tpu_embedding.optimizers.table_rows import table_rows, table_rows_context
-from tpu_embedding.update import every_row
+from tpu_embedding.rows import blocks
 
 VOCABULARY_SIZE, DIM = 40, 8
 
@@ -338,7 +338,7 @@ def test_which_rules_run_on_lines(name, expected):
 )
 def test_rules_that_look_at_rows_see_rows(name, monkeypatch):
     """As many as fill 128 lines, and more than one block of a pass over all."""
-    monkeypatch.setattr(every_row, "_ROWS_PER_BLOCK", 256)
+    monkeypatch.setattr(blocks, "_ROWS_PER_BLOCK", 256)
     generator = np.random.default_rng(0)
     ids = generator.integers(0, 900, 2048).astype(np.int32)
     gradient = generator.normal(size=(2048, 32)).astype(np.float32)

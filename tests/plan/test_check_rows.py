@@ -1,6 +1,7 @@
 """Arrays of another plan are refused, not read."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -10,10 +11,12 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 
 
-def make_plan(num_devices=2, names=("items", "users"), sizes=(12, 12), dim=4):
+def make_plan(
+    num_devices=2, names=("items", "users"), sizes=(12, 12), dim=4, dtype=jnp.float32
+):
     features = {
         f"feature_{i}": te.FeatureConfig(
-            table=te.TableConfig(vocabulary_size=size, dim=dim, name=name)
+            table=te.TableConfig(vocabulary_size=size, dim=dim, name=name, dtype=dtype)
         )
         for i, (name, size) in enumerate(zip(names, sizes, strict=True))
     }
@@ -69,6 +72,17 @@ def test_tables_of_another_dim_are_refused():
     tables, _ = arrays_of(make_plan())
     with pytest.raises(ValueError, match=r"row_shape per shard: \(4,\), not \(6,\)"):
         te.lookup(tables, IDS, make_plan(dim=6))
+
+
+def test_tables_of_another_dtype_are_refused():
+    tables, _ = arrays_of(make_plan(dtype=jnp.bfloat16))
+    with pytest.raises(ValueError, match="dtype: bfloat16, not float16"):
+        te.lookup(tables, IDS, make_plan(dtype=jnp.float16))
+    names = {
+        make_plan(dtype=dtype).stacks[0].layout.leaf_name
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+    }
+    assert len(names) == 3
 
 
 def test_missing_arrays():

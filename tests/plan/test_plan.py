@@ -348,17 +348,17 @@ def test_printed_plan():
         ["stack_1", "read, pool, spread, update, write", "xla", reason],
     ]
     cells = [re.split(r"\s{2,}", line) for line in lines]
-    assert cells[0][:5] == ["stack", "table", "rows", "dim", "first row"]
-    assert cells[0][5:] == ["rows/shard", "packing", "bytes/device"]
+    assert cells[0][:6] == ["stack", "table", "rows", "dim", "dtype", "first row"]
+    assert cells[0][6:] == ["rows/shard", "packing", "bytes/device"]
     # 1,001,500 rows on 8 shards, 8 in a line, lines of 512 bytes, of which 8 make a
     # tile: 15,656 lines of 512 bytes.
     assert cells[1:] == [
-        ["stack_0", "genre", "30", "200", "0"],
-        ["stack_0", "(whole stack)", "30", "200", "4"]
+        ["stack_0", "genre", "30", "200", "float32", "0"],
+        ["stack_0", "(whole stack)", "30", "200", "float32", "4"]
         + ["1 x 200 of 256", "8.00 KiB + 8.00 KiB slots"],
-        ["stack_1", "movie", "1,500", "16", "0"],
-        ["stack_1", "user", "1,000,000", "16", "1,500"],
-        ["stack_1", "(whole stack)", "1,001,500", "16", "125,188"]
+        ["stack_1", "movie", "1,500", "16", "float32", "0"],
+        ["stack_1", "user", "1,000,000", "16", "float32", "1,500"],
+        ["stack_1", "(whole stack)", "1,001,500", "16", "float32", "125,188"]
         + ["8 x 16 of 128", "7.64 MiB + 7.64 MiB slots"],
     ]
     assert all(len(line) < 120 for line in lines)

@@ -13,10 +13,17 @@ from tpu_embedding.rows.access import (
     gather_rows,
     gather_sums,
     replace_rows,
+    replace_stored_rows,
     update_packed,
 )
 from tpu_embedding.rows.kernels.kernel_bodies import KernelBody
-from tpu_embedding.rows.packed_rows import RowLayout, pack_rows, unpack_rows
+from tpu_embedding.rows.narrow_rows import encode_rows
+from tpu_embedding.rows.packed_rows import (
+    PackedRows,
+    RowLayout,
+    pack_rows,
+    unpack_rows,
+)
 from tpu_embedding.types import PADDING_ROW_ID
 
 NUM_ROWS = 37  # fills no line of 42, 8 or 2 rows exactly
@@ -39,6 +46,21 @@ KERNEL_LAYOUTS = {
     )
     for dim in (16, 128, 256)
 }
+NARROW_LAYOUTS = {
+    f"{dtype}-dim{dim}-{lanes or 'natural'}": RowLayout(
+        num_rows=NUM_ROWS, row_shape=(dim,), line_lanes=lanes, narrow_dtype=dtype
+    )
+    for dtype, lanes, dims in [
+        ("bfloat16", None, (3,)),
+        ("bfloat16", 128, (2, 3, 16, 300)),
+        ("float16", 128, (3,)),
+        ("int8", 128, (3, 300)),
+    ]
+    for dim in dims
+}
+narrow_layouts = pytest.mark.parametrize(
+    "layout", NARROW_LAYOUTS.values(), ids=NARROW_LAYOUTS
+)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 kernel_layouts = pytest.mark.parametrize(
     "layout", KERNEL_LAYOUTS.values(), ids=KERNEL_LAYOUTS
@@ -123,6 +145,57 @@ def test_add_nothing_by_kernel(layout):
     ids = jnp.zeros(0, jnp.int32)
     added = add_to_rows(packed, ids, jnp.zeros((0, layout.dim)))
     np.testing.assert_array_equal(added.lines, packed.lines)
+
+
+@narrow_layouts
+def test_gather_of_narrow_rows(layout):
+    rows = integers(layout)
+    # Multiples of a step, from 0 to 255: int8 holds them exactly.
+    rows[:, 0], rows[:, -1] = 0, 255
+    rows = np.abs(rows)
+    ids = np.array([36, 0, 0, 7, 8, 36, 35, 37, 41, PADDING_ROW_ID], np.int32)
+    packed = pack_rows(jnp.array(rows), layout)
+    assert packed.lines.dtype == jnp.int32
+    assert packed.lines.shape == layout.lines_shape
+    np.testing.assert_array_equal(unpack_rows(packed), rows)
+    gathered = jitted_gather(packed, jnp.array(ids))
+    assert gathered.layout == layout.buffer_layout(len(ids))
+    found = unpack_rows(gathered)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, rows[np.minimum(ids, NUM_ROWS - 1)])
+
+
+@narrow_layouts
+def test_replace_narrow_rows(layout):
+    """Any bits replace any others; those of neighbours in the same line stay."""
+    generator = np.random.default_rng(3)
+    words = generator.integers(-(2**31), 2**31, layout.lines_shape, np.int64)
+    packed = PackedRows(lines=jnp.asarray(words.astype(np.int32)), layout=layout)
+    ids = np.array([36, PADDING_ROW_ID, 0, 37, 12, 11, 37], np.int32)
+    shape = (len(ids), layout.row_lanes)
+    new = generator.integers(-(2**31), 2**31, shape, np.int64).astype(np.int32)
+    after = jax.jit(replace_stored_rows)(packed, jnp.array(ids), jnp.array(new))
+    assert after.layout == layout
+
+    def by_row(packed):
+        lines = np.asarray(packed.lines).reshape(layout.num_lines, layout.lanes)
+        used = layout.rows_per_line * layout.row_lanes
+        return lines[:, :used].reshape(-1, layout.row_lanes), lines[:, used:]
+
+    (rows, unused), (found, found_unused) = by_row(packed), by_row(after)
+    expected = rows.copy()
+    is_row = ids < NUM_ROWS
+    expected[ids[is_row]] = new[is_row]
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(found_unused, unused)
+
+
+def test_narrow_rows_are_not_added_to():
+    layout = NARROW_LAYOUTS["bfloat16-dim3-128"]
+    packed = pack_rows(jnp.ones((NUM_ROWS, 3)), layout)
+    words = encode_rows(jnp.ones((1, 3)), "bfloat16")
+    with pytest.raises(AssertionError, match="words"):
+        add_to_rows(packed, jnp.zeros(1, jnp.int32), words)
 
 
 def replaced(old, new, layout=None, ids=(1,)):

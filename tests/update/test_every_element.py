@@ -18,6 +18,7 @@ from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 from tpu_embedding.update import every_element
 from tpu_embedding.update.every_element import apply_to_every_element
 from tpu_embedding.update.lift import lift_to_rows
+from tpu_embedding.update.table_writer import TableWriter
 
 OPTIMIZER = RowOptimizer(transformation=counted(has_hits=False), rows="every")
 
@@ -57,7 +58,9 @@ def gradient_of(row_ids, layout, seed=0):
 
 def new_apply():
     """A jitted function that has not yet been traced with other block sizes."""
-    return jax.jit(functools.partial(apply_to_every_element, OPTIMIZER))
+    return jax.jit(
+        functools.partial(apply_to_every_element, OPTIMIZER, writer=TableWriter())
+    )
 
 
 @each_layout

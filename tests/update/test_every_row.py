@@ -19,10 +19,11 @@ from tests.update.update_cases import (
     sharded,
     unshard,
 )
+from tpu_embedding.rows import blocks
 from tpu_embedding.rows.packed_rows import unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID
-from tpu_embedding.update import every_row
 from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
+from tpu_embedding.update.table_writer import TableWriter
 
 CASES = {
     # name: table sizes, dim, hardware, devices, rows per block, steps of an update
@@ -47,7 +48,7 @@ def start(plan, stack, rows):
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
     sizes, dim, hardware, num_devices, block, num_steps = CASES[name]
-    monkeypatch.setattr(every_row, "_ROWS_PER_BLOCK", block)
+    monkeypatch.setattr(blocks, "_ROWS_PER_BLOCK", block)
     plan, stack = plan_of(
         sizes,
         dim,
@@ -63,7 +64,7 @@ def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
 
     def step(table, state, first, second):
         gradient = rounds_of([(first, None), (second, (0, 1))])
-        return apply_to_every_row(table, state, gradient, stack, plan)
+        return apply_to_every_row(table, state, gradient, stack, plan, TableWriter())
 
     apply = sharded(plan, step)
     kept, touched = np.zeros_like(rows), np.zeros(num_rows, bool)
@@ -113,7 +114,7 @@ def test_touches_count_the_steps_that_look_a_row_up():
     step = sharded(
         plan,
         lambda table, state, gradients: apply_to_every_row(
-            table, state, rounds_of([(gradients, None)]), stack, plan
+            table, state, rounds_of([(gradients, None)]), stack, plan, TableWriter()
         ),
     )
     for row_ids in ([6, 2, PADDING_ROW_ID], [6, PADDING_ROW_ID, PADDING_ROW_ID]):
@@ -141,7 +142,7 @@ def wide_slots():
 
 def test_blocks_begin_at_lines_of_all_arrays(monkeypatch):
     """Lines hold 2 rows of the table and 3 of the slot, so blocks take 6 or 12."""
-    monkeypatch.setattr(every_row, "_ROWS_PER_BLOCK", 7)
+    monkeypatch.setattr(blocks, "_ROWS_PER_BLOCK", 7)
     plan, stack = plan_of(
         [31], 64, te.optimizers.every_row(wide_slots()), hardware="v5p"
     )
@@ -152,7 +153,7 @@ def test_blocks_begin_at_lines_of_all_arrays(monkeypatch):
     step = sharded(
         plan,
         lambda table, state, gradients: apply_to_every_row(
-            table, state, rounds_of([(gradients, None)]), stack, plan
+            table, state, rounds_of([(gradients, None)]), stack, plan, TableWriter()
         ),
     )
     ((table, state),) = step(tables, states, [gradients_of(row_ids, values)])
@@ -190,7 +191,7 @@ def test_what_is_not_finite_stays_in_its_table():
     step = sharded(
         plan,
         lambda table, state, gradients: apply_to_every_row(
-            table, state, rounds_of([(gradients, None)]), stack, plan
+            table, state, rounds_of([(gradients, None)]), stack, plan, TableWriter()
         ),
     )
     ((table, state),) = step(tables, states, [gradients_of([0, 4, 7], values)])
@@ -201,12 +202,12 @@ def test_what_is_not_finite_stays_in_its_table():
 
 def test_block_size_fits_caches():
     """4 MiB of rows of 128 float32 elements."""
-    assert every_row._ROWS_PER_BLOCK * 128 * 4 == 4 * 2**20
+    assert blocks._ROWS_PER_BLOCK * 128 * 4 == 4 * 2**20
 
 
 def test_rules_without_totals_need_no_second_pass(monkeypatch):
     """A rule runs once per block: to find totals it would run once more."""
-    monkeypatch.setattr(every_row, "_ROWS_PER_BLOCK", 4)
+    monkeypatch.setattr(blocks, "_ROWS_PER_BLOCK", 4)
     runs = []
 
     def update(updates, state, params):
@@ -221,7 +222,9 @@ def test_rules_without_totals_need_no_second_pass(monkeypatch):
     runs.clear()
     sharded(
         plan,
-        lambda table, state: apply_to_every_row(table, state, gradient, stack, plan),
+        lambda table, state: apply_to_every_row(
+            table, state, gradient, stack, plan, TableWriter()
+        ),
     )(tables, states)
     # The block of the rest, and that of the loop.
     assert sorted(set(runs)) == [(1, 3), (4, 3)]

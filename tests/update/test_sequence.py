@@ -14,9 +14,10 @@ from tpu_embedding.types import PADDING_ROW_ID as PADDING
 from tpu_embedding.types import RowUpdates
 from tpu_embedding.update.lift import lift_to_rows
 from tpu_embedding.update.sequence import apply_in_sequence
+from tpu_embedding.update.table_writer import TableWriter
 
 RULE = lift_to_rows(counted())
-apply = jax.jit(functools.partial(apply_in_sequence, RULE))
+apply = jax.jit(functools.partial(apply_in_sequence, RULE, writer=TableWriter()))
 
 CASES = {
     "duplicates": [2, 10, 2, 0, 10, 2, 2],
@@ -63,7 +64,7 @@ def test_takes_as_many_passes_as_the_most_frequent_row_has_occurrences():
         row_ids=jnp.int32([PADDING, 1, PADDING, 5, PADDING, 1, PADDING]),
         values=jnp.ones((7, 3)),
     )
-    result = apply_in_sequence(rule, table, RULE.init(table), gradient)
+    result = apply_in_sequence(rule, table, RULE.init(table), gradient, TableWriter())
     jax.block_until_ready(unpack_rows(result[0]))
     jax.effects_barrier()
     # Rows 1 and 5, row 1 again, and one run on no row for the count.

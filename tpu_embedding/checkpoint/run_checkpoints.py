@@ -147,6 +147,7 @@ def describe_plan(plan: EmbeddingPlan) -> Description:
         "stacks": {
             stack.name: {
                 "dim": stack.dim,
+                "dtype": stack.layout.dtype_name,
                 "rows_per_shard": stack.rows_per_shard,
                 "rows_per_line": stack.layout.rows_per_line,
                 "lanes": stack.layout.lanes,

@@ -9,14 +9,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.lookup._route import Round, bucket_starts, count_lines
 from tpu_embedding.plan.capacity import LANES, RoundSize
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.access import gather_packed
-from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.rows.packed_rows import PackedRows, decode_packed
 from tpu_embedding.types import PADDING_ROW_ID
 
 
@@ -111,16 +111,19 @@ def fetch_rows(
       Places without a request are undefined.
     """
     rows = gather_packed(table, requests.row_ids)
-    lines = rows.lines.astype(jnp.float32)
-    if stack.quantization is not None:
-        lines = quantize(lines, stack.quantization)
-    rows = PackedRows(lines=lines, layout=rows.layout)
     buckets = requests.buckets
+    # Narrow rows cross the network as they are stored.
     if buckets is None:
-        return _exchange_padded(rows, plan)
-    return _exchange_ragged(
-        rows, buckets.as_owner, buckets.as_source, buckets.sent_rows, plan
-    )
+        rows = _exchange_padded(rows, plan)
+    else:
+        rows = _exchange_ragged(
+            rows, buckets.as_owner, buckets.as_source, buckets.sent_rows, plan
+        )
+    rows = decode_packed(rows)
+    if stack.quantization is None:
+        return rows
+    lines = quantize(rows.lines, stack.quantization)
+    return PackedRows(lines=lines, layout=rows.layout)
 
 
 def send_gradients(
@@ -203,12 +206,12 @@ def _exchange_ragged(
 
 
 def _move_ragged(
-    lines: Float[Array, "from lanes"],
+    lines: Shaped[Array, "from lanes"],
     sent: Buckets,
     received: Buckets,
     num_lines: int,
     plan: EmbeddingPlan,
-) -> Float[Array, "to lanes"]:
+) -> Shaped[Array, "to lanes"]:
     if plan.mesh.devices.flat[0].platform == "tpu":
         return jax.lax.ragged_all_to_all(
             lines,
@@ -229,8 +232,11 @@ def _move_ragged(
     source = jnp.argmax(is_from, axis=1)
     line = starts[source] + jnp.take_along_axis(offsets, source[:, None], axis=1)[:, 0]
     received_lines = all_lines[source, jnp.clip(line, 0, lines.shape[0] - 1)]
-    # Lines that no shard sends are undefined. A NaN shows if one is used.
-    return jnp.where(jnp.any(is_from, axis=1)[:, None], received_lines, jnp.nan)
+    # Lines that no shard sends are undefined. A NaN shows if one is used; words of
+    # narrow rows hold NaNs if all their bits are set.
+    undefined = jnp.nan if jnp.issubdtype(lines.dtype, jnp.floating) else -1
+    undefined = jnp.asarray(undefined, lines.dtype)
+    return jnp.where(jnp.any(is_from, axis=1)[:, None], received_lines, undefined)
 
 
 def _compact(

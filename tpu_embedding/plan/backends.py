@@ -154,7 +154,7 @@ def choose_backends(
     if requested == "xla":
         choice = BackendChoice("xla", _DEFAULT)
         return StackBackends(*[choice] * 5)
-    reason = unreachable_reason(layout.num_rows, layout.dim, layout.line_lanes)
+    reason = _unreachable_reason(layout)
     if reason is not None:
         choice = BackendChoice("xla", reason)
         return StackBackends(*[choice] * 5)
@@ -190,6 +190,13 @@ def choose_for_batch(
     reason = _no_spread_reason(features) or reason
     spread = BackendChoice(requested if reason is None else "xla", reason or _REQUESTED)
     return BatchBackends(samples, pool, spread)
+
+
+def _unreachable_reason(layout: RowLayout) -> str | None:
+    """Says why no kernel can read the rows; None: kernels can."""
+    if layout.narrow_dtype is not None:
+        return f"kernels take rows of float32, not of {layout.narrow_dtype}"
+    return unreachable_reason(layout.num_rows, layout.dim, layout.line_lanes)
 
 
 def _no_update_reason(

@@ -40,13 +40,16 @@ def backend_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
 
 
 def _memory_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
-    head = ("stack", "table", "rows", "dim", "first row", "rows/shard", "packing")
+    head = (
+        *("stack", "table", "rows", "dim", "dtype", "first row"),
+        *("rows/shard", "packing"),
+    )
     rows: list[tuple[str, ...]] = [(*head, "bytes/device")]
     for stack in plan.stacks:
         for table in stack.tables:
             vocabulary_size = f"{table.config.vocabulary_size:,}"
-            cells = (vocabulary_size, str(stack.dim), f"{table.row_offset:,}")
-            rows.append((stack.name, table.name, *cells, "", "", ""))
+            facts = (str(stack.dim), table.config.dtype_name, f"{table.row_offset:,}")
+            rows.append((stack.name, table.name, vocabulary_size, *facts, "", "", ""))
         rows.append((stack.name, "(whole stack)", *_stack_cells(stack, plan)))
     return rows
 
@@ -56,9 +59,11 @@ def _stack_cells(stack: "StackPlan", plan: "EmbeddingPlan") -> tuple[str, ...]:
     table_bytes = memory.rows_bytes(layout, plan.hardware, 4)
     size = memory.format_bytes(table_bytes)
     size += f" + {memory.format_bytes(plan.slot_bytes_of(stack))} slots"
-    packing = f"{layout.rows_per_line} x {stack.dim} of {layout.lanes}"
+    packing = f"{layout.rows_per_line} x {layout.row_lanes} of {layout.lanes}"
     rows_per_shard = f"{stack.rows_per_shard:,}"
-    return f"{stack.num_rows:,}", str(stack.dim), "", rows_per_shard, packing, size
+    dtype = layout.dtype_name
+    facts = (str(stack.dim), dtype, "", rows_per_shard, packing)
+    return f"{stack.num_rows:,}", *facts, size
 
 
 def _summary(plan: "EmbeddingPlan") -> str:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from tpu_embedding.config import TableConfig
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device, num_slices_of
 from tpu_embedding.optimizers.analysis.row_local import check_row_local
 from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
@@ -23,6 +24,7 @@ from tpu_embedding.plan.plan import (
     TablePlan,
     TrainedStackPlan,
 )
+from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
 from tpu_embedding.rows.packed_rows import (
     Backend,
     RowLayout,
@@ -182,6 +184,7 @@ def _plan_stack(
             ),
             num_shards,
         ),
+        narrow_dtype=_narrow_dtype(first.config),
     )
     backends = choose_backends(backend, layout, first.optimizer, slots)
     if backends.read.backend != "xla":
@@ -201,6 +204,11 @@ def _plan_stack(
     if first.optimizer is None:
         return StackPlan(**facts, optimizer=None, slots=())
     return TrainedStackPlan(**facts, optimizer=first.optimizer, slots=slots)
+
+
+def _narrow_dtype(config: TableConfig) -> NarrowDtype | None:
+    name = config.dtype_name
+    return next((dtype for dtype in NARROW_DTYPES if dtype == name), None)
 
 
 def _slots_of_tables(

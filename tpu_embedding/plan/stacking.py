@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from tpu_embedding.config import (
     FeatureConfig,
     TableConfig,
@@ -107,6 +105,15 @@ def _optimizer_of(
     tables: dict[str, TableConfig],
 ) -> RowOptimizer | None:
     """Returns the table's own optimizer, or else the shared one."""
+    own_or_shared = config.optimizer or optimizer
+    if config.dtype_name == "int8" and own_or_shared is not None:
+        source = "its own" if config.optimizer else "that of the layer"
+        raise ValueError(
+            "TableConfig.dtype must not be int8 for a table with an optimizer, got "
+            f"{source} for table {name!r}: int8 rows are for lookup only. Store a "
+            "trained table in bfloat16. To train the other tables only, set "
+            "TableConfig.optimizer of each, and give the layer none."
+        )
     if config.optimizer is not None:
         return resolve_optimizer(config.optimizer, name, (name,), tuple(tables))
     others = tuple(other for other, c in tables.items() if c.optimizer is None)
@@ -126,7 +133,7 @@ def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
         config = table.config
         key = (
             config.dim,
-            np.dtype(config.dtype).name,
+            config.dtype_name,
             config.quantization_config,
             table.optimizer,
         )

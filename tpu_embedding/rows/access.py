@@ -19,7 +19,9 @@ from tpu_embedding.rows.packed_rows import (
     gather_in_bounds,
     keep_rows,
     pack_rows,
+    pack_stored,
     unpack_rows,
+    unpack_stored,
 )
 
 _KERNEL_ID_ALIGNMENT: Final = 128
@@ -39,7 +41,7 @@ def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
         last row; their result must not be used.
 
     Returns:
-      `[ids, *row_shape]` in the storage dtype.
+      `[ids, *row_shape]`: narrow rows as float32, others in the array's dtype.
     """
     return unpack_rows(gather_packed(packed, row_ids))
 
@@ -59,11 +61,16 @@ def gather_packed(packed: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows
         (lines,) = read_rows(_full_tiles(packed), row_ids, layout.dim, layout.backend)
         return PackedRows(lines=lines[: result.num_lines], layout=result)
     rows = gather_in_bounds(packed.lines, row_ids // layout.rows_per_line)
-    if not layout.is_flat:
+    if layout.is_flat:
+        rows = rows[:, None]
+    else:
         rows = _select_lanes(
-            rows, row_ids % layout.rows_per_line, layout.rows_per_line, layout.dim
+            rows,
+            row_ids % layout.rows_per_line,
+            layout.rows_per_line,
+            layout.row_lanes,
         )
-    return pack_rows(rows, result)
+    return pack_stored(rows, result)
 
 
 def gather_sums(
@@ -111,10 +118,36 @@ def add_to_rows(
       values: `[ids, *row_shape]`, or the lines of these.
     """
     layout = packed.layout
+    assert layout.narrow_dtype is None, "words are no numbers to add to"
     values = values.astype(packed.lines.dtype)
     is_by_kernel = layout.backend != "xla" and layout.num_spare_rows > 0
     if is_by_kernel and row_ids.shape[0] > 0:
         return _add_by_kernel(packed, row_ids, values)
+    return _add_to_stored(packed, row_ids, values)
+
+
+def replace_stored_rows(
+    packed: PackedRows, row_ids: Int[Array, " ids"], words: Int[Array, "ids words"]
+) -> PackedRows:
+    """Replaces narrow rows in place; other rows keep their bits.
+
+    The difference between new and old words is added. Additions of int32 wrap around,
+    so the result is exact; a zero changes nothing in the rows that share a line.
+
+    Args:
+      packed: the rows of this shard.
+      row_ids: rows to change, each at most once; ids beyond the last row are dropped.
+      words: the new rows, from `encode_rows`.
+    """
+    old_words = unpack_stored(gather_packed(packed, row_ids))
+    return _add_to_stored(packed, row_ids, words - old_words)
+
+
+def _add_to_stored(
+    packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
+) -> PackedRows:
+    """Adds to the lanes of rows by XLA's scatter."""
+    layout = packed.layout
     is_used = row_ids < layout.num_rows
     # Lines beyond the last are dropped. Each gets its own number, so ids stay unique.
     # In a table of 2**31 lines the numbers wrap to negative ones: dropped as well.
@@ -272,7 +305,7 @@ def _lines_to_add(
     """Returns lines, or single values, that hold each value at the place of its row."""
     if layout.is_flat:
         return values.reshape(row_ids.shape)
-    values = values.reshape(row_ids.shape[0], layout.dim)
+    values = values.reshape(row_ids.shape[0], layout.row_lanes)
     return _place_in_lines(values, row_ids % layout.rows_per_line, layout)
 
 
@@ -307,10 +340,10 @@ def _place_in_lines(
     neutral = jnp.zeros((), values.dtype)
     if jnp.issubdtype(values.dtype, jnp.floating):
         neutral = -neutral
-    unused_lanes = layout.lanes - layout.rows_per_line * layout.dim
+    unused_lanes = layout.lanes - layout.rows_per_line * layout.row_lanes
     copies = jnp.tile(values, (1, layout.rows_per_line))
     lines = jnp.pad(copies, ((0, 0), (0, unused_lanes)))
     if layout.rows_per_line == 1:
         return lines
-    place_of_lane = jnp.arange(layout.lanes, dtype=jnp.int32) // layout.dim
+    place_of_lane = jnp.arange(layout.lanes, dtype=jnp.int32) // layout.row_lanes
     return jnp.where(place_of_lane[None, :] == places[:, None], lines, neutral)

@@ -18,9 +18,15 @@ from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tpu_embedding.rows.kernels.kernel_bodies import TILE_LINES
+from tpu_embedding.rows.narrow_rows import (
+    NarrowDtype,
+    decode_rows,
+    encode_rows,
+    words_per_row,
+)
 
 Backend = Literal["xla", "sparse_core", "interpreter"]
 """Runs an access to rows: XLA's own operations, or Pallas kernels on a SparseCore or in
@@ -74,6 +80,8 @@ class RowLayout:
         ids there; their content is never read as a row. Kernels only read rows of a
         layout without a spare row, such as those of an exchange buffer.
       contents: tables that the rows belong to; None: rows of a buffer.
+      narrow_dtype: storage type of rows whose elements share 32-bit words; None: a lane
+        holds one element, of the array's dtype.
     """
 
     num_rows: int
@@ -82,6 +90,7 @@ class RowLayout:
     backend: Backend = "xla"
     num_spare_rows: int = 0
     contents: StackContents | None = None
+    narrow_dtype: NarrowDtype | None = None
 
     @property
     def dim(self) -> int:
@@ -89,28 +98,45 @@ class RowLayout:
         return self.row_shape[0] if self.row_shape else 1
 
     @property
+    def row_lanes(self) -> int:
+        """Lanes that a row takes: its elements, or the words of a narrow row."""
+        if self.narrow_dtype is None:
+            return self.dim
+        return words_per_row(self.narrow_dtype, self.dim)
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the storage type of a table's rows."""
+        return self.narrow_dtype or "float32"
+
+    @property
+    def stored_dtype(self) -> Any:
+        """Dtype of the lanes of a table: float32, or int32 for words."""
+        return jnp.float32 if self.narrow_dtype is None else jnp.int32
+
+    @property
     def is_flat(self) -> bool:
-        """True if rows are single values; a line is then one value."""
-        return self.dim == 1
+        """True if rows are single lanes; a line is then one lane."""
+        return self.row_lanes == 1
 
     @property
     def rows_per_line(self) -> int:
         """Logical rows that share a line."""
         if self.line_lanes is None or self.is_flat:
             return 1
-        return max(1, self.line_lanes // self.dim)
+        return max(1, self.line_lanes // self.row_lanes)
 
     @property
     def lanes(self) -> int:
-        """Width of a line, in elements."""
+        """Width of a line, in lanes."""
         if self.line_lanes is None or self.is_flat:
-            return self.dim
-        return round_up(self.dim, self.line_lanes)
+            return self.row_lanes
+        return round_up(self.row_lanes, self.line_lanes)
 
     @property
     def rows_fill_lines(self) -> bool:
         """True if the rows of a line leave no lane unused."""
-        return self.rows_per_line * self.dim == self.lanes
+        return self.rows_per_line * self.row_lanes == self.lanes
 
     @property
     def num_lines(self) -> int:
@@ -134,7 +160,7 @@ class RowLayout:
         Args:
           row: shape and dtype of one row of the slot variable.
         """
-        layout = dataclasses.replace(self, row_shape=row.shape)
+        layout = dataclasses.replace(self.decoded, row_shape=row.shape)
         if row.shape != self.row_shape:
             return dataclasses.replace(layout, backend="xla", num_spare_rows=0)
         if row.dtype != jnp.float32:
@@ -156,6 +182,11 @@ class RowLayout:
             contents=None,
         )
 
+    @property
+    def decoded(self) -> "RowLayout":
+        """The layout of the same rows as float32, such as those of gradients."""
+        return dataclasses.replace(self, narrow_dtype=None)
+
     @functools.cached_property
     def leaf_name(self) -> str:
         """Name of the array in pytree paths, and so in checkpoints.
@@ -173,6 +204,7 @@ class RowLayout:
             self.row_shape,
             self.rows_per_line,
             self.lines_shape,
+            self.narrow_dtype,
         )
         digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
         sizes = "x".join(map(str, (self.contents.num_shards, *self.lines_shape)))
@@ -191,6 +223,8 @@ class RowLayout:
             here, there = getattr(self, name), getattr(other, name)
             if here != there:
                 found.append(f"{name} per shard: {here}, not {there}")
+        if self.narrow_dtype != other.narrow_dtype:
+            found.append(f"dtype: {self.dtype_name}, not {other.dtype_name}")
         return found
 
 
@@ -250,25 +284,76 @@ class PackedRows:
 
 
 def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:
-    """Packs `[num_rows, *row_shape]`, per shard. Unused lanes are zero."""
-    if layout.is_flat:
-        return PackedRows(lines=rows.reshape(layout.lines_shape), layout=layout)
+    """Packs `[num_rows, *row_shape]`, per shard. Unused lanes are zero.
+
+    Narrow rows are rounded to the nearest numbers of their type.
+    """
     rows = rows.reshape(layout.num_rows, layout.dim)
-    missing = layout.num_lines * layout.rows_per_line - layout.num_rows
-    lines = jnp.pad(rows, ((0, missing), (0, 0)))
-    lines = lines.reshape(layout.num_lines, layout.rows_per_line * layout.dim)
-    unused_lanes = layout.lanes - lines.shape[1]
-    return PackedRows(lines=jnp.pad(lines, ((0, 0), (0, unused_lanes))), layout=layout)
+    return pack_stored(store_rows(rows, layout), layout)
 
 
 def unpack_rows(packed: PackedRows) -> Array:
     """Returns `[num_rows, *row_shape]`, per shard; the inverse of `pack_rows`."""
     layout = packed.layout
+    rows = load_rows(unpack_stored(packed), layout)
+    return rows.reshape(layout.num_rows, *layout.row_shape)
+
+
+def store_rows(rows: Any, layout: RowLayout) -> Any:
+    """Returns rows as the layout stores them; narrow ones are rounded to nearest.
+
+    Args:
+      rows: `[rows, dim]`, NumPy or JAX; float32 if narrow.
+      layout: of a table or slot variable, with any number of rows.
+
+    Returns:
+      `[rows, row_lanes]`.
+    """
+    if layout.narrow_dtype is None:
+        return rows
+    return encode_rows(rows, layout.narrow_dtype)
+
+
+def load_rows(stored: Any, layout: RowLayout) -> Any:
+    """Returns stored rows as `[rows, dim]`, narrow ones as float32.
+
+    Args:
+      stored: `[rows, row_lanes]`, NumPy or JAX.
+      layout: as in `store_rows`.
+    """
+    if layout.narrow_dtype is None:
+        return stored
+    return decode_rows(stored, layout.narrow_dtype, layout.dim)
+
+
+def decode_packed(packed: PackedRows) -> PackedRows:
+    """Returns the rows of a buffer as float32, one per line. Per shard."""
+    layout = packed.layout
+    if layout.narrow_dtype is None:
+        lines = packed.lines.astype(jnp.float32)
+        return PackedRows(lines=lines, layout=layout)
+    return pack_rows(unpack_rows(packed), layout.decoded)
+
+
+def pack_stored(stored: Shaped[Array, "rows _"], layout: RowLayout) -> PackedRows:
+    """Packs rows as they are stored, `[num_rows, row_lanes]`, per shard."""
     if layout.is_flat:
-        return packed.lines.reshape(layout.num_rows, *layout.row_shape)
-    lines = packed.lines[:, : layout.rows_per_line * layout.dim]
-    rows = lines.reshape(layout.num_lines * layout.rows_per_line, layout.dim)
-    return rows[: layout.num_rows].reshape(layout.num_rows, *layout.row_shape)
+        return PackedRows(lines=stored.reshape(layout.lines_shape), layout=layout)
+    missing = layout.num_lines * layout.rows_per_line - layout.num_rows
+    lines = jnp.pad(stored, ((0, missing), (0, 0)))
+    lines = lines.reshape(layout.num_lines, layout.rows_per_line * layout.row_lanes)
+    unused_lanes = layout.lanes - lines.shape[1]
+    return PackedRows(lines=jnp.pad(lines, ((0, 0), (0, unused_lanes))), layout=layout)
+
+
+def unpack_stored(packed: PackedRows) -> Shaped[Array, "rows _"]:
+    """Returns rows as they are stored, per shard; the inverse of `pack_stored`."""
+    layout = packed.layout
+    if layout.is_flat:
+        return packed.lines.reshape(layout.num_rows, 1)
+    lines = packed.lines[:, : layout.rows_per_line * layout.row_lanes]
+    rows = lines.reshape(layout.num_lines * layout.rows_per_line, layout.row_lanes)
+    return rows[: layout.num_rows]
 
 
 def concatenate_rows(parts: Sequence[Array], layout: RowLayout) -> PackedRows:

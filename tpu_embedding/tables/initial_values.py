@@ -5,6 +5,9 @@ the stack, the shards or the packing. The initializer is called once for the who
 table, with the table's own key and logical shape, and XLA computes one contiguous block
 on each device. One all-to-all then sends each row to its owner.
 
+The initializer sees float32, whatever the tables are stored in. Values of narrow tables
+are rounded to the nearest numbers of their type.
+
 The last bits of a value may still differ between programs, because XLA fuses the
 initializer's arithmetic differently in each.
 """
@@ -14,11 +17,16 @@ import hashlib
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from tpu_embedding.config import truncated_normal_initializer
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
-from tpu_embedding.rows.packed_rows import PackedRows, pack_rows, round_up
+from tpu_embedding.rows.packed_rows import (
+    PackedRows,
+    pack_stored,
+    round_up,
+    store_rows,
+)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -46,11 +54,12 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
     # Each table is written as a block of ceil(vocabulary_size / num_shards) rows, of
     # which a shard may own one fewer. A spare row keeps the last block in bounds.
     rows = jnp.zeros(
-        (plan.num_shards * (stack.rows_per_shard + 1), stack.dim), jnp.float32
+        (plan.num_shards * (stack.rows_per_shard + 1), stack.layout.row_lanes),
+        stack.layout.stored_dtype,
     )
     rows = jax.lax.with_sharding_constraint(rows, plan.sharding)
     for table in stack.tables:
-        values = _logical_values(table, plan, key)
+        values = store_rows(_logical_values(table, plan, key), stack.layout)
         rows = jax.shard_map(
             lambda rows, values, table=table: _deal_rows(
                 rows, values, table, stack, plan
@@ -61,7 +70,7 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
             check_vma=False,
         )(rows, values)
     return jax.shard_map(
-        lambda rows: pack_rows(rows[:-1], stack.layout),
+        lambda rows: pack_stored(rows[:-1], stack.layout),
         mesh=plan.mesh,
         in_specs=plan.shard_spec,
         out_specs=plan.shard_spec,
@@ -77,14 +86,14 @@ def _logical_values(
     initializer = config.initializer or truncated_normal_initializer(config.dim)
     shape = (config.vocabulary_size, config.dim)
     key = _key_of_table(key, table.name)
-    values = initializer(key, shape, config.dtype)
+    values = initializer(key, shape, jnp.float32)
     shape_of = getattr(values, "shape", None)
     dtype_of = getattr(values, "dtype", None)
-    if shape_of != shape or dtype_of != config.dtype:
+    if shape_of != shape or dtype_of != jnp.float32:
         raise ValueError(
             "TableConfig.initializer must return an array of the shape and dtype it is "
-            f"given, {shape} and {jnp.dtype(config.dtype).name}, got {shape_of} and "
-            f"{dtype_of} for table {table.name!r}."
+            f"given, {shape} and float32, got {shape_of} and {dtype_of} for table "
+            f"{table.name!r}."
         )
     block = round_up(-(-shape[0] // plan.num_shards), plan.num_shards)
     values = jnp.pad(values, ((0, block * plan.num_shards - shape[0]), (0, 0)))
@@ -101,12 +110,12 @@ def _key_of_table(key: jax.Array, name: str) -> jax.Array:
 
 
 def _deal_rows(
-    rows: Float[Array, "local_rows dim"],
-    values: Float[Array, "block dim"],
+    rows: Shaped[Array, "local_rows lanes"],
+    values: Shaped[Array, "block lanes"],
     table: TablePlan,
     stack: StackPlan,
     plan: EmbeddingPlan,
-) -> Float[Array, "local_rows dim"]:
+) -> Shaped[Array, "local_rows lanes"]:
     """Sends the rows of a contiguous block to their owners. Per shard.
 
     Shard `s` owns the table's rows `r` with `(row_offset + r) % num_shards == s`, and
@@ -114,8 +123,8 @@ def _deal_rows(
     shards. Row `i * num_shards + j` of every block therefore has the same owner.
 
     Args:
-      rows: this shard's rows of the stack.
-      values: this shard's block of the table's values.
+      rows: this shard's rows of the stack, as they are stored.
+      values: this shard's block of the table's rows, as they are stored.
       table: the table that is written.
       stack: the stack of the table.
       plan: plan of the embedding layer.
@@ -126,14 +135,14 @@ def _deal_rows(
     num_shards = plan.num_shards
     owners = jnp.arange(num_shards, dtype=jnp.int32)
     first_of_owner = (owners - table.row_offset) % num_shards
-    by_owner = values.reshape(-1, num_shards, stack.dim)[:, first_of_owner]
+    by_owner = values.reshape(-1, num_shards, rows.shape[1])[:, first_of_owner]
     received = by_owner.transpose(1, 0, 2)
     if num_shards > 1:
         received = jax.lax.all_to_all(
             received, plan.axis_names, split_axis=0, concat_axis=0, tiled=True
         )
     max_rows = -(-table.config.vocabulary_size // num_shards)
-    block = received.reshape(-1, stack.dim)[:max_rows]
+    block = received.reshape(-1, rows.shape[1])[:max_rows]
     shard = jax.lax.axis_index(plan.axis_names)
     first_row = (table.row_offset + first_of_owner[shard]) // num_shards
     return jax.lax.dynamic_update_slice(

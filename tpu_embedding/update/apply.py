@@ -1,6 +1,7 @@
 """Updates table and slot variables with the gradient of a step. Per shard."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,6 @@ from jaxtyping import Array, Float, Int
 
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
 from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
-from tpu_embedding.rows.access import add_to_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import GradientRounds, PackedRowGradients
 from tpu_embedding.types import PADDING_ROW_ID, RowRange
@@ -20,6 +20,11 @@ from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
 from tpu_embedding.update.lift import lift_to_rows, slots_of, with_slots
 from tpu_embedding.update.sequence import apply_in_sequence
 from tpu_embedding.update.shard_rows import shard_rows
+from tpu_embedding.update.table_writer import (
+    RoundedState,
+    RoundingWriter,
+    TableWriter,
+)
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
 
 ApplyRound = Callable[
@@ -32,8 +37,12 @@ ApplyRound = Callable[
 def init_state(table: PackedRows, stack: TrainedStackPlan, plan: EmbeddingPlan) -> Any:
     """Returns the optimizer's state for a stacked table. Per shard."""
     if stack.optimizer.keeps_gradient:
-        return init_every_row(table, stack, plan)
-    return _lifted(stack, plan, across_shards(plan)).init(table)
+        state = init_every_row(table, stack, plan)
+    else:
+        state = _lifted(stack, plan, across_shards(plan)).init(table)
+    if stack.layout.narrow_dtype is None:
+        return state
+    return RoundedState(step=jnp.zeros((), jnp.int32), inner=state)
 
 
 def apply_gradient(
@@ -60,11 +69,28 @@ def apply_gradient(
     Returns:
       New table and state.
     """
+    if stack.layout.narrow_dtype is None:
+        return _apply(table, state, gradient, stack, plan, TableWriter())
+    writer = RoundingWriter(stack=stack, plan=plan, step=state.step)
+    table, inner = _apply(table, state.inner, gradient, stack, plan, writer)
+    return table, RoundedState(step=state.step + 1, inner=inner)
+
+
+def _apply(
+    table: PackedRows,
+    state: Any,
+    gradient: GradientRounds,
+    stack: TrainedStackPlan,
+    plan: EmbeddingPlan,
+    writer: TableWriter,
+) -> tuple[PackedRows, Any]:
+    """Applies the rule, by whichever way the plan has for it."""
     if stack.optimizer.keeps_gradient:
-        return apply_to_every_row(table, state, gradient, stack, plan)
+        return apply_to_every_row(table, state, gradient, stack, plan, writer)
 
     def apply_round(all_reduce, table, state, gradients, rows):
-        return _apply_round(all_reduce, stack, plan, table, state, gradients, rows)
+        run = functools.partial(_apply_round, all_reduce, stack, plan, writer)
+        return run(table, state, gradients, rows)
 
     all_reduce = across_shards(plan)
     if gradient.fold_later is None:
@@ -122,6 +148,7 @@ def _apply_round(
     all_reduce: AllReduce,
     stack: TrainedStackPlan,
     plan: EmbeddingPlan,
+    writer: TableWriter,
     table: PackedRows,
     state: Any,
     gradients: PackedRowGradients,
@@ -133,10 +160,10 @@ def _apply_round(
         return update_by_kernel(optimizer, table, state, gradients)
     updates = gradients.as_row_updates()
     if optimizer.rows == "every":
-        return apply_to_every_element(optimizer, table, state, updates, rows)
+        return apply_to_every_element(optimizer, table, state, updates, rows, writer)
     if optimizer.duplicates == "sequence":
         rule: Any = _lifted(stack, plan, all_reduce)
-        return apply_in_sequence(rule, table, state, updates)
+        return apply_in_sequence(rule, table, state, updates, writer)
     occurrence_total = None
     occurrences = gradients.occurrences
     if occurrences is not None:
@@ -145,7 +172,7 @@ def _apply_round(
         occurrence_total = known.total(squares)
     rule = _lifted(stack, plan, all_reduce, occurrence_total)
     updates, state = rule.update(updates, state, table)
-    return add_to_rows(table, updates.row_ids, updates.values), state
+    return writer.add(table, updates.row_ids, updates.values), state
 
 
 def _lifted(

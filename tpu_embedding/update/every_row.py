@@ -6,11 +6,8 @@ kept gradient is cleared. So the rule sees every row, touched or not, and may ru
 per several steps.
 """
 
-import dataclasses
 import functools
-import math
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +16,13 @@ from jaxtyping import Array
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
 from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.rows.access import add_to_rows
-from tpu_embedding.rows.packed_rows import (
-    PackedRows,
-    RowLayout,
-    pack_rows,
-    round_up,
-    unpack_rows,
-)
+from tpu_embedding.rows.blocks import blocks_of, read_block, write_block
+from tpu_embedding.rows.packed_rows import PackedRows, pack_rows
 from tpu_embedding.rows.row_gradients import GradientRounds, PackedRowGradients
 from tpu_embedding.update.lift import is_slot, lift_to_rows
 from tpu_embedding.update.shard_rows import shard_rows
+from tpu_embedding.update.table_writer import TableWriter
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
-
-Carry = TypeVar("Carry")
-
-_ROWS_PER_BLOCK: Final = 8192
-"""Approximate number of rows per block of the pass: 4 MiB of 128 float32 lanes."""
 
 
 class KeptGradientState(NamedTuple):
@@ -64,17 +52,19 @@ def init_every_row(
 
     takes_totals = stack.optimizer.takes_totals
     rule: Any = lift_to_rows(stack.optimizer, rows_of if takes_totals else None)
-    touches = jnp.zeros(table.layout.num_rows, jnp.int32)
     return KeptGradientState(
-        gradient=jax.tree.map(jnp.zeros_like, table),
-        touches=pack_rows(touches, _touches_layout(table)),
+        gradient=_slot_of_zeros(table, table.layout.row_shape, jnp.float32),
+        touches=_slot_of_zeros(table, (), jnp.int32),
         step=jnp.zeros((), jnp.int32),
         inner=rule.init(table),
     )
 
 
-def _touches_layout(table: PackedRows) -> RowLayout:
-    return table.layout.slot_layout(jax.ShapeDtypeStruct((), jnp.int32))
+def _slot_of_zeros(
+    table: PackedRows, row_shape: tuple[int, ...], dtype: Any
+) -> PackedRows:
+    layout = table.layout.slot_layout(jax.ShapeDtypeStruct(row_shape, dtype))
+    return pack_rows(jnp.zeros((layout.num_rows, *row_shape), dtype), layout)
 
 
 def apply_to_every_row(
@@ -83,6 +73,7 @@ def apply_to_every_row(
     gradient: GradientRounds,
     stack: TrainedStackPlan,
     plan: EmbeddingPlan,
+    writer: TableWriter,
 ) -> tuple[PackedRows, KeptGradientState]:
     """Adds to the kept gradient, and runs the rule on every row when it is due.
 
@@ -92,7 +83,9 @@ def apply_to_every_row(
     leaves, tree = jax.tree.flatten(
         (table, collected, touches, state.inner), is_leaf=is_slot
     )
-    run = functools.partial(_run_on_all_rows, tree=tree, stack=stack, plan=plan)
+    run = functools.partial(
+        _run_on_all_rows, tree=tree, stack=stack, plan=plan, writer=writer
+    )
     step = state.step + 1
     num_steps = stack.optimizer.gradient_steps
     if num_steps == 1:
@@ -132,44 +125,43 @@ def _collect(
 
 
 def _run_on_all_rows(
-    leaves: list[Any], *, tree: Any, stack: TrainedStackPlan, plan: EmbeddingPlan
+    leaves: list[Any],
+    *,
+    tree: Any,
+    stack: TrainedStackPlan,
+    plan: EmbeddingPlan,
+    writer: TableWriter,
 ) -> list[Any]:
     """Runs the rule block by block: the first block alone, the others in a loop."""
-    run = functools.partial(_run_on_block, tree=tree, stack=stack, plan=plan)
-    layouts = [leaf.layout for leaf in leaves if is_slot(leaf)]
-    alignment = math.lcm(*(layout.rows_per_line for layout in layouts))
-    size = round_up(_ROWS_PER_BLOCK, alignment)
-    num_full, rest = divmod(layouts[0].num_rows, size)
-    first = (num_full * size, rest) if rest else (0, size)
-    others = (0, num_full) if rest else (1, num_full)
+    run = functools.partial(
+        _run_on_block, tree=tree, stack=stack, plan=plan, writer=writer
+    )
+    blocks = blocks_of([leaf.layout for leaf in leaves if is_slot(leaf)])
 
     def fold_rest(fold, carry):
-        return _loop(
-            *others,
-            lambda i, carry: fold(
-                carry, functools.partial(run, leaves, (i * size, size))
-            ),
-            carry,
-        )
+        def fold_next(start, carry):
+            return fold(carry, functools.partial(run, leaves, (start, blocks.size)))
+
+        return blocks.loop(fold_next, carry)
 
     totals: list[Array] = []
     if stack.optimizer.takes_totals:
         totals = find_totals(
-            functools.partial(run, leaves, first), fold_rest, across_shards(plan)
+            functools.partial(run, leaves, blocks.first), fold_rest, across_shards(plan)
         )
     # All rows are read for the totals before any is written, or XLA copies the table.
     leaves, totals = jax.lax.optimization_barrier((leaves, totals))
     # Values that belong to no row advance once; every block must see the old ones.
-    result = run(leaves, first, known_totals(totals))
+    result = run(leaves, blocks.first, known_totals(totals))
     slots = [leaf for leaf in result if is_slot(leaf)]
 
-    def run_next(i, slots):
+    def run_next(start, slots):
         remaining = iter(slots)
         current = [next(remaining) if is_slot(leaf) else leaf for leaf in leaves]
-        new = run(current, (i * size, size), known_totals(totals))
+        new = run(current, (start, blocks.size), known_totals(totals))
         return [leaf for leaf in new if is_slot(leaf)]
 
-    remaining = iter(_loop(*others, run_next, slots))
+    remaining = iter(blocks.loop(run_next, slots))
     return [next(remaining) if is_slot(leaf) else leaf for leaf in result]
 
 
@@ -181,6 +173,7 @@ def _run_on_block(
     tree: Any,
     stack: TrainedStackPlan,
     plan: EmbeddingPlan,
+    writer: TableWriter,
 ) -> list[Any]:
     """Runs the rule on rows `start` to `start + size`, and clears their gradient.
 
@@ -188,7 +181,7 @@ def _run_on_block(
       The leaves, with the new rows of this block.
     """
     start, size = block
-    old = [_cut(leaf, start, size) if is_slot(leaf) else leaf for leaf in leaves]
+    old = [read_block(leaf, start, size) if is_slot(leaf) else leaf for leaf in leaves]
     rows, gradient, touches, inner = tree.unflatten(old)
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     known = shard_rows(row_ids, touches > 0, all_reduce, stack, plan)
@@ -198,38 +191,11 @@ def _run_on_block(
         )
     updates = jnp.where(known.is_used[:, None], updates, 0)
     cleared = jnp.zeros_like(gradient), jnp.zeros_like(touches)
-    new = tree.flatten_up_to((rows + updates, *cleared, inner))
+    new_rows = writer.stored_rows(row_ids, rows, updates)
+    new = tree.flatten_up_to((new_rows, *cleared, inner))
     # The block is read before it is written.
     new = jax.lax.optimization_barrier(new)
     return [
-        _paste(leaf, start, part) if is_slot(leaf) else part
+        write_block(leaf, start, part) if is_slot(leaf) else part
         for leaf, part in zip(leaves, new, strict=True)
     ]
-
-
-def _loop(
-    start: int, end: int, body: Callable[[Any, Carry], Carry], carry: Carry
-) -> Carry:
-    """Runs a `fori_loop`, and does not trace its body if it has no turn."""
-    return jax.lax.fori_loop(start, end, body, carry) if start < end else carry
-
-
-def _cut(packed: PackedRows, start: Any, size: int) -> Array:
-    """Returns rows `start` to `start + size`; a line must begin at `start`."""
-    layout = dataclasses.replace(packed.layout, num_rows=size, num_spare_rows=0)
-    first_line = start // layout.rows_per_line
-    lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, layout.num_lines)
-    return unpack_rows(PackedRows(lines=lines, layout=layout))
-
-
-def _paste(packed: PackedRows, start: Any, rows: Array) -> PackedRows:
-    layout = dataclasses.replace(
-        packed.layout, num_rows=rows.shape[0], num_spare_rows=0
-    )
-    lines = jax.lax.dynamic_update_slice_in_dim(
-        packed.lines,
-        pack_rows(rows, layout).lines,
-        start // layout.rows_per_line,
-        axis=0,
-    )
-    return PackedRows(lines=lines, layout=packed.layout)

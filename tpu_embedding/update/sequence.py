@@ -4,20 +4,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Int
 
-from tpu_embedding.rows.access import add_to_rows
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
 from tpu_embedding.update.lift import slots_of, with_slots
+from tpu_embedding.update.table_writer import TableWriter
 
 
 def apply_in_sequence(
-    rule: optax.GradientTransformation,
+    rule: Any,
     table: PackedRows,
     state: Any,
     gradient: RowUpdates,
+    writer: TableWriter,
 ) -> tuple[PackedRows, Any]:
     """Runs a lifted rule once per occurrence of a row, in the order of the samples.
 
@@ -33,12 +33,12 @@ def apply_in_sequence(
     def run(carry):
         done, table, slots = carry
         row_ids = jnp.where(occurrences == done, gradient.row_ids, PADDING_ROW_ID)
-        table, new_state = _apply(
-            rule,
-            table,
-            with_slots(state, slots),
+        updates, new_state = rule.update(
             RowUpdates(row_ids=row_ids, values=gradient.values),
+            with_slots(state, slots),
+            table,
         )
+        table = writer.add(table, updates.row_ids, updates.values, occurrence=done)
         return done + 1, table, slots_of(new_state)
 
     _, table, slots = jax.lax.while_loop(
@@ -51,15 +51,8 @@ def apply_in_sequence(
         row_ids=jnp.full((1,), PADDING_ROW_ID, jnp.int32),
         values=jnp.zeros((1, table.layout.dim), gradient.values.dtype),
     )
-    _, new_state = _apply(rule, table, with_slots(state, slots), no_rows)
+    _, new_state = rule.update(no_rows, with_slots(state, slots), table)
     return table, with_slots(new_state, slots)
-
-
-def _apply(
-    rule: Any, table: PackedRows, state: Any, gradient: RowUpdates
-) -> tuple[PackedRows, Any]:
-    updates, state = rule.update(gradient, state, table)
-    return add_to_rows(table, updates.row_ids, updates.values), state
 
 
 def _occurrences(row_ids: Int[Array, " n"]) -> Int[Array, " n"]:

@@ -1,4 +1,4 @@
-"""Answers which tables the rows of a shard belong to."""
+"""Finds the tables that the rows of a shard belong to."""
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,7 @@ def shard_rows(
       stack: the stack's plan.
       plan: for the mesh.
     """
-    is_used = row_ids < stack.rows_per_shard
-    shard = jax.lax.axis_index(plan.axis_names)
-    # The product of a padding id would overflow.
-    local_ids = jnp.where(is_used, row_ids, 0)
-    of_stack = local_ids * stack.num_shards + shard
+    is_used, of_stack = rows_of_stack(row_ids, stack, plan)
     offsets = np.asarray([table.row_offset for table in stack.tables], np.int32)
     tables = None
     if len(offsets) > 1:
@@ -43,3 +39,18 @@ def shard_rows(
         is_touched=is_touched,
         all_reduce=all_reduce,
     )
+
+
+def rows_of_stack(
+    row_ids: Int[Array, " rows"], stack: StackPlan, plan: EmbeddingPlan
+) -> tuple[Bool[Array, " rows"], Int[Array, " rows"]]:
+    """Returns the rows of the stack that rows of this shard are. Per shard.
+
+    Returns:
+      False for padding, and the row within the stack; for padding, any row.
+    """
+    is_used = row_ids < stack.rows_per_shard
+    shard = jax.lax.axis_index(plan.axis_names)
+    # The product of a padding id would overflow.
+    local_ids = jnp.where(is_used, row_ids, 0)
+    return is_used, local_ids * stack.num_shards + shard

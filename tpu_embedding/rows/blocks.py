@@ -1,0 +1,92 @@
+"""Reads and writes blocks of consecutive rows, for passes over a whole table."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+
+import jax
+from jaxtyping import Array, Shaped
+
+from tpu_embedding.rows.packed_rows import (
+    PackedRows,
+    RowLayout,
+    pack_stored,
+    round_up,
+    unpack_rows,
+)
+
+Carry = TypeVar("Carry")
+
+_ROWS_PER_BLOCK: Final = 8192
+"""Approximate number of rows per block of the pass: 4 MiB of 128 float32 lanes."""
+
+
+class Blocks(NamedTuple):
+    """The blocks that cover all rows: the first alone, the others for a loop.
+
+    Attributes:
+      size: rows of a block of the loop.
+      first: first row and number of rows of the block outside of the loop.
+      others: range of the numbers of the other blocks; block `i` starts at row
+        `i * size`.
+    """
+
+    size: int
+    first: tuple[int, int]
+    others: tuple[int, int]
+
+    def loop(self, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
+        """Calls `carry = body(start, carry)` for the other blocks."""
+        begin, end = self.others
+        if begin == end:  # Its body is not traced.
+            return carry
+        return jax.lax.fori_loop(
+            begin, end, lambda i, carry: body(i * self.size, carry), carry
+        )
+
+
+def blocks_of(layouts: Sequence[RowLayout]) -> Blocks:
+    """Returns blocks at whose starts lines of all layouts begin."""
+    alignment = math.lcm(*(layout.rows_per_line for layout in layouts))
+    size = round_up(_ROWS_PER_BLOCK, alignment)
+    num_full, rest = divmod(layouts[0].num_rows, size)
+    if rest:
+        return Blocks(size, (num_full * size, rest), (0, num_full))
+    return Blocks(size, (0, size), (1, num_full))
+
+
+def read_block(packed: PackedRows, start: Any, num_rows: int) -> Array:
+    """Returns rows `start` to `start + num_rows`; a line must begin at `start`.
+
+    Returns:
+      `[num_rows, *row_shape]`: narrow rows as float32, others in the array's dtype.
+    """
+    layout = _block_layout(packed, num_rows)
+    first_line = start // layout.rows_per_line
+    lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, layout.num_lines)
+    return unpack_rows(PackedRows(lines=lines, layout=layout))
+
+
+def write_block(
+    packed: PackedRows, start: Any, rows: Shaped[Array, "rows *row"]
+) -> PackedRows:
+    """Writes rows from `start` on; a line must begin there.
+
+    Args:
+      packed: all rows of the shard.
+      start: first row of the block.
+      rows: the new rows, as they are stored.
+    """
+    layout = _block_layout(packed, rows.shape[0])
+    lines = jax.lax.dynamic_update_slice_in_dim(
+        packed.lines,
+        pack_stored(rows.reshape(rows.shape[0], layout.row_lanes), layout).lines,
+        start // layout.rows_per_line,
+        axis=0,
+    )
+    return PackedRows(lines=lines, layout=packed.layout)
+
+
+def _block_layout(packed: PackedRows, num_rows: int) -> RowLayout:
+    return dataclasses.replace(packed.layout, num_rows=num_rows, num_spare_rows=0)

@@ -1,0 +1,238 @@
+"""Rows of fewer than 32 bits per element, stored as 32-bit words.
+
+A TPU moves and adds 32-bit words on SparseCore, and XLA stores arrays of 16-bit
+elements in tiles that a gather of rows would copy. So narrow rows lie in int32 arrays:
+
+    bfloat16, float16    ceil(dim / 2) words, two elements in each
+    int8                 ceil(dim / 4) words, four elements in each; then the words of
+                         the row's scale and bias, both float32
+
+The elements of a word are not neighbours. Word `w` of `n` holds the elements `w`,
+`w + n`, and so on, lowest bits first. A row is then decoded without moving single lanes
+of a TPU's vector registers.
+
+A new row replaces the old one exactly: the int32 difference of their words is added.
+
+The functions take NumPy arrays, too, and then compute on the host.
+"""
+
+from types import ModuleType
+from typing import Any, Final, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, UInt32
+
+NarrowDtype = Literal["bfloat16", "float16", "int8"]
+"""Storage type of narrow rows. An int8 row `q` means `scale * q + bias`, q in 0...255.
+
+As in FBGEMM, whose int8 rows also hold unsigned bytes, a scale and a bias."""
+
+NARROW_DTYPES: Final[tuple[NarrowDtype, ...]] = get_args(NarrowDtype)
+
+MAX_FLOAT16: Final = 65504.0
+
+_SIGN: Final = np.uint32(0x80000000)
+_MAGNITUDE: Final = 0x7FFFFFFF
+_FLOAT32_INFINITY: Final = 0x7F800000
+_MAX_CODE: Final = 255
+"""Largest element of an int8 row."""
+
+
+class _Float16Bits(NamedTuple):
+    """A 16-bit float, by the bits of its positive numbers.
+
+    Attributes:
+      dropped: mantissa bits that float32 has beyond it.
+      infinity: its infinity; larger numbers are NaN.
+      exponent_shift: float32's exponent minus its own, for equal numbers.
+    """
+
+    dropped: int
+    infinity: int
+    exponent_shift: int
+
+
+_BFLOAT16: Final = _Float16Bits(dropped=16, infinity=0x7F80, exponent_shift=0)
+_FLOAT16: Final = _Float16Bits(dropped=13, infinity=0x7C00, exponent_shift=112)
+_SUBNORMAL_STEP: Final = 2.0**-24
+"""Distance of float16 numbers below 2**-14."""
+
+
+def words_per_row(dtype: NarrowDtype, dim: int) -> int:
+    """Returns the 32-bit words of a row.
+
+    Example:
+      >>> words_per_row("bfloat16", 5), words_per_row("int8", 64)
+      (3, 18)
+    """
+    if dtype == "int8":
+        return -(-dim // 4) + 2
+    return -(-dim // 2)
+
+
+def encode_rows(rows: Any, dtype: NarrowDtype, bits: Any = None) -> Any:
+    """Encodes float32 rows as words.
+
+    Finite numbers beyond the range of a 16-bit type become its largest number. A zero
+    and a number that the type has, infinity and NaN included, stay what they are.
+
+    Args:
+      rows: float32 `[rows, dim]`, NumPy or JAX.
+      dtype: storage type.
+      bits: uint32 `[rows, dim]`, random: a 16-bit type then rounds up or down with
+        the probabilities that make the mean exact. None: to the nearest number.
+
+    Returns:
+      int32 `[rows, words]`.
+    """
+    if dtype == "int8":
+        return _encode_int8(rows)
+    encode = _to_bfloat16 if dtype == "bfloat16" else _to_float16
+    xp = _module_of(rows)
+    return _join(encode(rows.view("uint32"), bits, xp), 16, xp).view("int32")
+
+
+def decode_rows(words: Any, dtype: NarrowDtype, dim: int) -> Any:
+    """Decodes words to float32 rows; the inverse of `encode_rows`.
+
+    Args:
+      words: int32 `[rows, words]`, NumPy or JAX.
+      dtype: storage type.
+      dim: elements of a row.
+    """
+    xp = _module_of(words)
+    if dtype == "int8":
+        codes = _split(words[:, :-2].view("uint32"), 8, dim, xp)
+        scale, bias = words[:, -2:-1].view("float32"), words[:, -1:].view("float32")
+        return codes.astype("float32") * scale + bias
+    patterns = _split(words.view("uint32"), 16, dim, xp)
+    if dtype == "bfloat16":
+        return (patterns << 16).view("float32")
+    return _from_float16(patterns, xp)
+
+
+def random_bits(keys: UInt32[Array, " rows"], dim: int) -> UInt32[Array, "rows dim"]:
+    """Returns random bits for each element of some rows.
+
+    Args:
+      keys: a random number per row, from `mix_bits`.
+      dim: elements of a row.
+    """
+    elements = jnp.arange(dim, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    return mix_bits(keys[:, None] + elements[None, :])
+
+
+def mix_bits(numbers: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """Returns a random-looking number for each number; different ones for different.
+
+    Each bit of the input changes each bit of the result with probability near 1/2. A
+    hash of counters, in place of a random stream, makes the result independent of the
+    order and number of the devices. Source: Wellons' "lowbias32".
+    """
+    numbers = (numbers ^ (numbers >> 16)) * jnp.uint32(0x7FEB352D)
+    numbers = (numbers ^ (numbers >> 15)) * jnp.uint32(0x846CA68B)
+    return numbers ^ (numbers >> 16)
+
+
+def _to_bfloat16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
+    """Rounds float32 bit patterns to bfloat16's, in uint32."""
+    magnitude = patterns & _MAGNITUDE
+    rounded = _round(magnitude, _BFLOAT16, bits)
+    return _finish(patterns, magnitude, rounded, _BFLOAT16, xp)
+
+
+def _to_float16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
+    """Rounds float32 bit patterns to float16's, in uint32."""
+    magnitude = patterns & _MAGNITUDE
+    smallest_normal = (_FLOAT16.exponent_shift + 1) << 23
+    is_normal = magnitude >= smallest_normal
+    shifted = xp.where(is_normal, magnitude, smallest_normal)
+    rounded = _round(shifted - (_FLOAT16.exponent_shift << 23), _FLOAT16, bits)
+    # Scaling by a power of two, and the remainder of a floor, are exact.
+    steps = xp.where(is_normal, 0, magnitude).astype("uint32").view("float32")
+    steps = steps * np.float32(1 / _SUBNORMAL_STEP)
+    if bits is None:
+        whole = xp.round(steps)
+    else:
+        floor = xp.floor(steps)
+        threshold = (bits >> 8).astype("float32") * np.float32(2.0**-24)
+        whole = floor + (steps - floor > threshold).astype("float32")
+    # Via int32: a TPU has no conversion from floats to unsigned integers.
+    subnormal = whole.astype("int32").view("uint32")
+    rounded = xp.where(is_normal, rounded, subnormal)
+    return _finish(patterns, magnitude, rounded, _FLOAT16, xp)
+
+
+def _round(magnitude: Any, target: _Float16Bits, bits: Any) -> Any:
+    """Drops the low bits of float32 magnitudes, after adding to them what rounds."""
+    dropped = target.dropped
+    if bits is None:
+        carry = ((magnitude >> dropped) & 1) + ((1 << (dropped - 1)) - 1)
+    else:
+        carry = bits & ((1 << dropped) - 1)
+    return (magnitude + carry) >> dropped
+
+
+def _finish(
+    patterns: Any, magnitude: Any, rounded: Any, target: _Float16Bits, xp: ModuleType
+) -> Any:
+    """Adds the sign, and what is not finite; finite numbers stay finite."""
+    largest, infinity = target.infinity - 1, target.infinity
+    rounded = xp.where(rounded > largest, largest, rounded)
+    rounded = xp.where(magnitude == _FLOAT32_INFINITY, infinity, rounded)
+    quiet_nan = infinity | 1 << (22 - target.dropped)
+    rounded = xp.where(magnitude > _FLOAT32_INFINITY, quiet_nan, rounded)
+    return rounded.astype("uint32") | ((patterns & _SIGN) >> 16)
+
+
+def _from_float16(patterns: Any, xp: ModuleType) -> Any:
+    """Returns float32 numbers from float16's bit patterns, by integer operations.
+
+    A TPU flushes subnormal float32 numbers to zero, and converts no float16.
+    """
+    magnitude = patterns & 0x7FFF
+    shift = _FLOAT16.exponent_shift << 23
+    normal = (magnitude << _FLOAT16.dropped) + shift
+    subnormal = magnitude.view("int32").astype("float32") * np.float32(_SUBNORMAL_STEP)
+    result = xp.where(magnitude < 0x400, subnormal.view("uint32"), normal)
+    # The exponent of infinity and NaN is the largest of either type.
+    result = xp.where(magnitude >= _FLOAT16.infinity, normal + shift, result)
+    return (result.astype("uint32") | ((patterns & 0x8000) << 16)).view("float32")
+
+
+def _encode_int8(rows: Any) -> Any:
+    """Encodes each row by its own scale and bias, which spread it over all codes."""
+    xp = _module_of(rows)
+    bias = rows.min(axis=1)
+    scale = (rows.max(axis=1) - bias) / np.float32(_MAX_CODE)
+    divisor = xp.where(scale == 0, np.float32(1), scale)
+    codes = xp.round((rows - bias[:, None]) / divisor[:, None])
+    codes = xp.clip(codes, 0, _MAX_CODE).astype("int32").view("uint32")
+    ends = xp.stack([scale, bias], axis=1).astype("float32").view("int32")
+    return xp.concatenate([_join(codes, 8, xp).view("int32"), ends], axis=1)
+
+
+def _join(patterns: Any, num_bits: int, xp: ModuleType) -> Any:
+    """Puts several elements of a row, as uint32 patterns, into each word."""
+    per_word = 32 // num_bits
+    num_words = -(-patterns.shape[1] // per_word)
+    missing = per_word * num_words - patterns.shape[1]
+    patterns = xp.pad(patterns, ((0, 0), (0, missing)))
+    words = patterns[:, :num_words]
+    for k in range(1, per_word):
+        part = patterns[:, k * num_words : (k + 1) * num_words]
+        words = words | (part << (k * num_bits))
+    return words
+
+
+def _split(words: Any, num_bits: int, dim: int, xp: ModuleType) -> Any:
+    """Returns the elements of the words of a row, as uint32 patterns."""
+    mask = (1 << num_bits) - 1
+    parts = [(words >> shift) & mask for shift in range(0, 32, num_bits)]
+    return xp.concatenate(parts, axis=1)[:, :dim]
+
+
+def _module_of(array: Any) -> ModuleType:
+    return jnp if isinstance(array, jax.Array) else np

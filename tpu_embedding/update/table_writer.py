@@ -1,0 +1,156 @@
+"""Writes updated rows to a table in its storage type.
+
+A float32 table is added to. A narrow table, such as bfloat16, is rounded after float32
+arithmetic: up or down at random, so that the mean of many steps is exact. Rounding to
+the nearest number would lose every update below half a step of the type, and a small
+gradient would never move the row.
+
+The random bits are a hash of the step, the table's name, the row and the element. So
+any number of devices, any stack and any packing round alike. The step is part of the
+state: without it, an element that was rounded back to its old value would meet the same
+bits in the next step, and stay there for good.
+"""
+
+import dataclasses
+import hashlib
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped, UInt32
+
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
+from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_stored_rows
+from tpu_embedding.rows.narrow_rows import encode_rows, mix_bits, random_bits
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.update.shard_rows import rows_of_stack
+
+
+class RoundedState(NamedTuple):
+    """The state of a rule whose table is narrow.
+
+    Attributes:
+      step: int32 scalar, number of updates so far.
+      inner: state of the rule.
+    """
+
+    step: Array
+    inner: Any
+
+
+class TableWriter:
+    """Writes rows of a float32 table. Per shard."""
+
+    def add(
+        self,
+        table: PackedRows,
+        row_ids: Int[Array, " ids"],
+        updates: Float[Array, "ids dim"],
+        occurrence: Int[Array, ""] | int = 0,
+    ) -> PackedRows:
+        """Adds to rows, in place where donated; as `add_to_rows`.
+
+        Args:
+          table: the rows.
+          row_ids: each at most once; ids beyond the last row are dropped.
+          updates: what is added.
+          occurrence: number of earlier calls in this step that name the same rows.
+        """
+        del occurrence
+        return add_to_rows(table, row_ids, updates)
+
+    def stored_rows(
+        self,
+        row_ids: Int[Array, " ids"],
+        old: Float[Array, "ids dim"],
+        updates: Float[Array, "ids dim"],
+    ) -> Shaped[Array, "ids _"]:
+        """Returns `old + updates` as the table stores rows."""
+        del row_ids
+        return old + updates
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundingWriter(TableWriter):
+    """Rounds the rows of a narrow table stochastically in one step. Per shard.
+
+    Attributes:
+      stack: the stack's plan.
+      plan: for the mesh.
+      step: of the `RoundedState`.
+    """
+
+    stack: StackPlan
+    plan: EmbeddingPlan
+    step: Int[Array, ""]
+
+    def add(
+        self,
+        table: PackedRows,
+        row_ids: Int[Array, " ids"],
+        updates: Float[Array, "ids dim"],
+        occurrence: Int[Array, ""] | int = 0,
+    ) -> PackedRows:
+        """Adds to rows in float32, and rounds; see `TableWriter.add`."""
+        old = gather_rows(table, row_ids)
+        words = self._round(row_ids, old, updates, occurrence)
+        return replace_stored_rows(table, row_ids, words)
+
+    def stored_rows(
+        self,
+        row_ids: Int[Array, " ids"],
+        old: Float[Array, "ids dim"],
+        updates: Float[Array, "ids dim"],
+    ) -> Shaped[Array, "ids _"]:
+        """Returns the words of `old + updates`, rounded."""
+        return self._round(row_ids, old, updates, 0)
+
+    def _round(
+        self,
+        row_ids: Int[Array, " ids"],
+        old: Float[Array, "ids dim"],
+        updates: Float[Array, "ids dim"],
+        occurrence: Int[Array, ""] | int,
+    ) -> Int[Array, "ids words"]:
+        dtype = self.stack.layout.narrow_dtype
+        assert dtype is not None
+        # A zero leaves an element its bits. An addition would turn -0.0 into 0.0, and
+        # flush a denormal on a TPU.
+        new = jnp.where(updates == 0, old, old + updates)
+        return encode_rows(new, dtype, self._random_bits(row_ids, occurrence))
+
+    def _random_bits(
+        self, row_ids: Int[Array, " ids"], occurrence: Int[Array, ""] | int
+    ) -> UInt32[Array, "ids dim"]:
+        """Returns the random bits of each element of some rows in this step."""
+        rows, keys = _logical_rows(row_ids, self.stack, self.plan)
+        step = mix_bits(self.step.astype(jnp.uint32)) + jnp.uint32(occurrence)
+        return random_bits(
+            mix_bits(rows ^ mix_bits(keys ^ mix_bits(step))), self.stack.dim
+        )
+
+
+def _logical_rows(
+    row_ids: Int[Array, " ids"], stack: StackPlan, plan: EmbeddingPlan
+) -> tuple[UInt32[Array, " ids"], UInt32[Array, "#ids"]]:
+    """Returns the row within its table, and the table's key, for rows of a shard."""
+    _, of_stack = rows_of_stack(row_ids, stack, plan)
+    offsets = [table.row_offset for table in stack.tables]
+    keys = [_key_of(table) for table in stack.tables]
+    of_stack = of_stack.astype(jnp.uint32)
+    if len(offsets) == 1:
+        return of_stack, jnp.asarray(keys, jnp.uint32)
+    # Sums of the steps from table to table: a TPU gathers single numbers slowly.
+    is_reached = of_stack[:, None] >= np.asarray([offsets], np.uint32)
+
+    def of_table(values: list[int]) -> UInt32[Array, " ids"]:
+        steps = np.diff(np.asarray(values, np.uint32), prepend=np.uint32(0))
+        reached = jnp.where(is_reached, steps[None, :], jnp.uint32(0))
+        return jnp.sum(reached, axis=1, dtype=jnp.uint32)
+
+    return of_stack - of_table(offsets), of_table(keys)
+
+
+def _key_of(table: TablePlan) -> int:
+    digest = hashlib.sha256(table.name.encode()).digest()
+    return int.from_bytes(digest[:4], "little")
