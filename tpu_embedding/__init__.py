@@ -26,6 +26,9 @@ from tpu_embedding.gradients import clip_by_global_norm as clip_by_global_norm
 from tpu_embedding.gradients import global_norm as global_norm
 from tpu_embedding.gradients import scale as scale
 from tpu_embedding.hardware import hardware_by_name as hardware_by_name
+from tpu_embedding.inputs.string_ids import Vocabulary as Vocabulary
+from tpu_embedding.inputs.string_ids import hash_ids as hash_ids
+from tpu_embedding.lookup.buffer_sizes import BufferSizes as BufferSizes
 from tpu_embedding.lookup.prepare import prepare_features as prepare_features
 from tpu_embedding.lookup.prepare import shard_batch as shard_batch
 from tpu_embedding.nn import Gradients as Gradients

@@ -5,7 +5,8 @@ All of them are plain data: no mesh, no device, no arithmetic. The dataclasses a
 """
 
 import dataclasses
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -56,6 +57,68 @@ class RaggedIds:
     row_splits: IdArray
     weights: IdArray | None = None
 
+    @classmethod
+    def from_lists(
+        cls, lists: Sequence[Sequence[Any]], weights: Sequence[Any] | None = None
+    ) -> "RaggedIds":
+        """Makes ragged ids of one list per sample.
+
+        Args:
+          lists: `[batch]` lists of ids, of any lengths.
+          weights: None, or `[batch]` lists of numbers, of the same lengths.
+
+        Raises:
+          ValueError: if the weights have other lengths than the ids.
+
+        Example:
+          >>> RaggedIds.from_lists([[1, 2, 3], [], [4]]).row_splits.tolist()
+          [0, 3, 3, 4]
+        """
+        lengths = [len(ids) for ids in lists]
+        values = [value for ids in lists for value in ids]
+        # NumPy takes empty lists for floats, and pads strings to the longest.
+        is_text = bool(values) and isinstance(values[0], str | bytes)
+        dtype = object if is_text else None
+        ragged = cls(
+            values=np.asarray(values, dtype if values else np.int32),
+            row_splits=np.cumsum([0, *lengths]),
+        )
+        if weights is None:
+            return ragged
+        lengths_of_weights = [len(of_sample) for of_sample in weights]
+        if lengths_of_weights != lengths:
+            raise ValueError(
+                "RaggedIds.from_lists needs one weight per id, got lists of lengths "
+                f"{lengths_of_weights} for ids of lengths {lengths}."
+            )
+        flat = [weight for of_sample in weights for weight in of_sample]
+        return dataclasses.replace(ragged, weights=np.asarray(flat, np.float32))
+
+    @classmethod
+    def from_scipy(cls, matrix: Any) -> "RaggedIds":
+        """Makes ragged ids of a SciPy matrix whose columns are ids.
+
+        Such a matrix holds the interactions of users with items, or bags of words. See
+        `SparseIds.from_scipy` for matrices whose data are ids.
+
+        Args:
+          matrix: sparse `[batch, vocabulary_size]`. The stored data are the weights,
+            explicit zeros included. Data of type bool mean weight 1.
+
+        Raises:
+          TypeError: if it is no sparse matrix of SciPy.
+
+        Example:
+          >>> import scipy.sparse
+          >>> matrix = scipy.sparse.csr_array([[0, 0.5, 2.0], [1.0, 0, 0]])
+          >>> RaggedIds.from_scipy(matrix).values.tolist()
+          [1, 2, 0]
+        """
+        csr = _check_scipy(matrix).tocsr(copy=True)
+        csr.sum_duplicates()
+        weights = None if csr.data.dtype == bool else csr.data.astype(np.float32)
+        return cls(values=csr.indices, row_splits=csr.indptr, weights=weights)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +140,30 @@ class SparseIds:
     values: IdArray
     dense_shape: IdArray
     weights: IdArray | None = None
+
+    @classmethod
+    def from_scipy(cls, matrix: Any) -> "SparseIds":
+        """Makes sparse ids of a SciPy matrix whose data are ids.
+
+        A matrix made from a dense one stores no zeros, so it has lost all ids 0. See
+        `RaggedIds.from_scipy` for matrices whose columns are ids.
+
+        Args:
+          matrix: sparse `[batch, positions]`; the stored data are the ids.
+
+        Raises:
+          TypeError: if it is no sparse matrix of SciPy.
+
+        Example:
+          >>> import scipy.sparse
+          >>> coordinates = ([0, 0, 1], [0, 1, 0])
+          >>> matrix = scipy.sparse.coo_array(([7, 0, 5], coordinates), shape=(2, 4))
+          >>> SparseIds.from_scipy(matrix).values.tolist()
+          [7, 0, 5]
+        """
+        coo = _check_scipy(matrix).tocoo()
+        indices = np.stack([np.asarray(coo.row), np.asarray(coo.col)], axis=1)
+        return cls(indices=indices, values=coo.data, dense_shape=np.array(coo.shape))
 
 
 @jax.tree_util.register_dataclass
@@ -144,3 +231,12 @@ class LookupStats:
 
     rounds: dict[str, Int[Array, ""]]
     out_of_range: dict[str, Int[Array, ""]]
+
+
+def _check_scipy(matrix: Any) -> Any:
+    if not hasattr(matrix, "tocsr") or len(matrix.shape) != 2:
+        raise TypeError(
+            "from_scipy takes a sparse matrix of scipy.sparse with two axes, got "
+            f"{type(matrix).__name__}."
+        )
+    return matrix

@@ -82,7 +82,8 @@ def quantized_feature():
         name="quantization",
         quantization_config=quantization,
     )
-    return te.FeatureConfig(table=table)
+    # Its batch is not that of the other features.
+    return te.FeatureConfig(table=table, output_shape=(len(QUANTIZED["x"]),))
 
 
 def ids_of(name):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from tpu_embedding.inputs.forms import is_integer, is_real
 from tpu_embedding.lookup._flatten import FeatureInput
 from tpu_embedding.lookup._running import running_sum
 from tpu_embedding.plan.features import FeaturePlan
@@ -179,20 +180,49 @@ def check_dtypes(ids, weights, feature: FeaturePlan) -> None:
         raise TypeError(
             f"Ids of feature {feature.name!r} must be an array, got {ids!r}."
         )
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
+    if isinstance(ids, np.ma.MaskedArray) or isinstance(weights, np.ma.MaskedArray):
+        raise TypeError(
+            f"Feature {feature.name!r} is a masked array, whose mask a step cannot "
+            "read; pass the batch through prepare first."
+        )
+    if not is_integer(ids.dtype):
         raise TypeError(
             f"Ids of feature {feature.name!r} must be integers, got dtype {ids.dtype}; "
-            "convert them with .astype(int) if they are whole numbers."
+            f"{_way_to_integers(ids)}."
         )
     if ids.ndim == 0:
         raise ValueError(
             f"Ids of feature {feature.name!r} must have a batch axis, got a scalar."
         )
-    if weights is not None and weights.shape != ids.shape:
+    if weights is None:
+        return
+    if not hasattr(weights, "dtype"):
+        raise TypeError(
+            f"Weights of feature {feature.name!r} must be an array, got "
+            f"{type(weights).__name__}; pass other forms to prepare."
+        )
+    if not is_real(weights.dtype):
+        raise TypeError(
+            f"Weights of feature {feature.name!r} must be real numbers, got dtype "
+            f"{weights.dtype}."
+        )
+    if weights.shape != ids.shape:
         raise ValueError(
             f"Weights of feature {feature.name!r} must have the shape of its ids, "
             f"{ids.shape}, got {weights.shape}."
         )
+
+
+def _way_to_integers(ids: Any) -> str:
+    """Returns the way from ids of another dtype to integers, for errors."""
+    kind = getattr(ids.dtype, "kind", "")
+    if kind in ("S", "U", "T"):
+        return "turn strings into ids with te.hash_ids or te.Vocabulary"
+    if kind == "O":
+        values = ids.ravel().tolist()
+        example = next((x for x in values if not isinstance(x, int)), values[:1])
+        return f"they hold {example!r}; strings need te.hash_ids or te.Vocabulary"
+    return "convert them with .astype(int) if they are whole numbers"
 
 
 def to_shardable(

@@ -5,17 +5,17 @@ module does what a jitted step cannot do: raise an error that names the feature 
 id, read 64-bit ids, and split ragged features by shard.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 
-from tpu_embedding.lookup._inputs import (
-    as_dense_ids,
-    check_dtypes,
-    refuse_empty_batch,
-    refuse_weighted_sequence,
-)
+from tpu_embedding.inputs.forms import HostIds, is_real, read_ids
+from tpu_embedding.lookup._inputs import check_dtypes, feature_shape
+from tpu_embedding.lookup._ragged_shards import RaggedShards
+from tpu_embedding.lookup._sparse_ids import from_sparse
+from tpu_embedding.lookup.buffer_sizes import BufferSizes, size_of_batch
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.types import (
@@ -27,51 +27,71 @@ from tpu_embedding.types import (
     SparseIds,
 )
 
-_SMALLEST_BUFFER = 8
 
-
-def prepare_features(features: Any, plan: EmbeddingPlan, weights: Any = None) -> Any:
+def prepare_features(
+    features: Any,
+    plan: EmbeddingPlan,
+    weights: Any = None,
+    sizes: BufferSizes | None = None,
+) -> Any:
     """Checks the ids of a batch on the host and gives them static shapes.
 
-    Ragged features are split by shard and padded. `FeatureConfig.expected_valence` sets
-    the padded size in ids per sample. The size doubles until it holds the batch, so no
-    id is lost. Each new size costs one more compilation.
+    Ragged features are split by shard and padded. No id is lost. Each new padded size
+    costs one more compilation of the step, so pass one `BufferSizes` to all calls. It
+    settles after one or two sizes. Without it, `FeatureConfig.expected_valence` sets
+    the size in ids per sample, and the size doubles until it holds the batch.
 
     Args:
-      features: nest like the plan's `feature_config`; leaves are integer arrays
-        `[batch]` or `[batch, valence]` (unused places hold `PADDING_ROW_ID`),
-        `DenseIds`, `RaggedIds` or `SparseIds`. Global; any integer dtype.
+      features: nest like the plan's `feature_config`, whose dicts may lack keys;
+        leaves are integer arrays `[batch]` or `[batch, valence]` (unused places hold
+        `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
+        objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Global; any
+        integer dtype.
       plan: of the layer.
-      weights: None, or the same nest with an array of weights, or None, per feature;
-        for a ragged feature `[num_values]`.
+      weights: None, or the same nest with weights, or None, per feature: in the form of
+        the ids, or an array; for ragged and sparse features `[num_values]`.
+      sizes: remembers the sizes of earlier batches; None: each batch has its own.
 
     Returns:
       The nest with NumPy arrays: int32 ids and float32 weights. Pass it to the layer,
       or to `tpu_embedding.shard_batch` first.
 
     Raises:
-      TypeError: if ids are no integers.
+      TypeError: if ids are no integers, or their container has no clear meaning.
       ValueError: if the nest has another structure, an id lies outside its table and
-        the feature's policy is `"error"`, or `row_splits` do not fit the values.
+        the feature's policy is `"error"`, or shapes do not fit each other.
 
     Example:
       >>> import tpu_embedding as te
       >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
       >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
-      >>> ragged = te.RaggedIds(values=np.array([1, 2, 3]), row_splits=[0, 2, 3])
-      >>> prepare_features({"watched": ragged}, plan)["watched"].batch_size
+      >>> prepare_features({"watched": [[1, 2], [3]]}, plan)["watched"].batch_size
       2
     """
-    leaves = plan.flatten(features)
+    plan = plan.for_batch(features)
+    leaves = plan.flatten_inputs(features)
     weight_leaves: list[Any] = [None] * len(leaves)
     if weights is not None:
-        weight_leaves = plan.flatten(weights, "weights")
-    prepared = [
-        _prepare_feature(ids, weight, feature, plan)
-        for ids, weight, feature in zip(
-            leaves, weight_leaves, plan.features, strict=True
+        weight_leaves = plan.flatten_inputs(weights, "weights")
+    read = [
+        _read_feature(ids, feature)
+        for ids, feature in zip(leaves, plan.inputs, strict=True)
+    ]
+    _refuse_unequal_batches(read, plan)
+    checked = [
+        _check_feature(host_ids, weight, feature, plan)
+        for host_ids, weight, feature in zip(
+            read, weight_leaves, plan.inputs, strict=True
         )
     ]
+    prepared = _pad_ragged(checked, plan, sizes)
+    for i, (ids, leaf, feature) in enumerate(
+        zip(prepared, leaves, plan.inputs, strict=True)
+    ):
+        feature_shape(ids, feature, plan)
+        if isinstance(ids, DenseIds) and ids.weights is None:
+            if not isinstance(leaf, DenseIds | SparseIds):
+                prepared[i] = ids.ids
     return jax.tree.unflatten(plan.feature_tree, prepared)
 
 
@@ -107,115 +127,137 @@ def _check_fits_int32(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _prepare_feature(
-    ids: Any, weights: Any, feature: FeaturePlan, plan: EmbeddingPlan
-) -> FeatureIds:
-    if isinstance(ids, ShardedRaggedIds):
-        raise TypeError(f"Feature {feature.name!r} has been prepared already.")
+def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     if ids is None:
         raise ValueError(
             f"Feature {feature.name!r} is None; pass its ids, or leave it out of "
             "feature_config."
         )
-    is_plain = not isinstance(ids, DenseIds | RaggedIds | SparseIds)
-    ids = as_dense_ids(np.asarray(ids) if is_plain else ids)
-    if weights is None:
-        weights = ids.weights
-    elif isinstance(weights, RaggedIds):
-        weights = weights.values
-    if weights is not None:
-        weights = np.asarray(weights, np.float32)
-        _check_weights(weights, feature)
+    if isinstance(ids, ShardedRaggedIds):
+        raise TypeError(f"Feature {feature.name!r} has been prepared already.")
+    host_ids = read_ids(ids, f"feature {feature.name!r}")
+    shape = host_ids.batch_shape
+    if not isinstance(host_ids.ids, DenseIds):
+        if len(shape) > 1 and feature.config.output_shape is None:
+            raise ValueError(
+                f"Ids of feature {feature.name!r} have {len(shape)} axes of samples, "
+                f"{shape}; set FeatureConfig.output_shape to {shape}."
+            )
+    if host_ids.batch_size == 0:
+        raise ValueError(
+            f"Feature {feature.name!r} must have at least one sample, got a batch of "
+            f"shape {shape}."
+        )
+    return host_ids
+
+
+def _refuse_unequal_batches(read: list[HostIds], plan: EmbeddingPlan) -> None:
+    """Refuses features of unequal batches, unless an output shape says so."""
+    sizes = {
+        feature.name: host_ids.batch_size
+        for host_ids, feature in zip(read, plan.inputs, strict=True)
+        if feature.config.output_shape is None and host_ids.batch_shape
+    }
+    if len(set(sizes.values())) > 1:
+        first, *others = sizes
+        unequal = [name for name in others if sizes[name] != sizes[first]]
+        raise ValueError(
+            f"Features must have the same number of samples, got {sizes[first]} for "
+            f"feature {first!r} and {sizes[unequal[0]]} for feature {unequal[0]!r}; "
+            f"features that differ from {first!r}: {unequal}. Set "
+            "FeatureConfig.output_shape of a feature whose number is meant to differ."
+        )
+
+
+def _check_feature(
+    host_ids: HostIds, weights: Any, feature: FeaturePlan, plan: EmbeddingPlan
+) -> DenseIds | RaggedShards:
+    """Returns int32 ids and float32 weights, checked; ragged ids dealt to shards."""
+    ids, values = host_ids.ids, host_ids.values
+    if not values.size and not isinstance(ids, DenseIds):
+        values = values.astype(np.int32)  # NumPy takes empty lists for floats.
+    array = _read_weights(weights, host_ids, feature)
+    check_dtypes(values, array, feature)
+    where = "position" if isinstance(ids, DenseIds) else "value"
+    ids = host_ids.with_values(_check_range(values, feature, where))
     if isinstance(ids, SparseIds):
-        ids, weights = _sort_sparse(ids, weights, feature)
+        ids = from_sparse(ids, array, feature)
+    else:
+        ids = dataclasses.replace(ids, weights=array)
     if isinstance(ids, RaggedIds):
-        return _shard_ragged(ids, weights, feature, plan)
-    assert isinstance(ids, DenseIds)
-    matrix = np.asarray(ids.ids)
-    check_dtypes(matrix, weights, feature)
-    refuse_empty_batch(matrix, feature)
-    checked = _check_range(matrix, feature, "position")
-    if weights is None and is_plain:
-        return checked
-    return DenseIds(ids=checked, weights=weights)
+        return RaggedShards.of(ids, plan.num_shards)
+    return ids
 
 
-def _sort_sparse(
-    ids: SparseIds, weights: np.ndarray | None, feature: FeaturePlan
-) -> tuple[RaggedIds | DenseIds, np.ndarray | None]:
-    """Turns coordinates into a ragged feature, or into a dense one for sequences.
-
-    In a sequence, the last coordinate is a position, so places between ids stay empty.
-    Otherwise it only orders the ids of a sample.
-    """
-    indices, values = np.asarray(ids.indices), np.asarray(ids.values)
-    shape = np.asarray(ids.dense_shape)
-    if values.size == 0:
-        values, indices = values.astype(np.int32), indices.reshape(0, shape.size)
-    check_dtypes(values, weights, feature)
-    _check_indices(indices, values, shape, feature)
-    batch_size = int(np.prod(shape[:-1]))
-    samples: Any = np.ravel_multi_index(tuple(indices[:, :-1].T), tuple(shape[:-1]))
-    length = feature.config.max_sequence_length
-    if length:
-        refuse_weighted_sequence(weights, feature)
-        is_kept = indices[:, -1] < length
-        large = PADDING_ROW_ID - 1
-        matrix = np.full((batch_size, length), PADDING_ROW_ID, np.int64)
-        matrix[samples[is_kept], indices[is_kept, -1]] = np.where(
-            values > PADDING_ROW_ID, large, values
-        )[is_kept]
-        return DenseIds(ids=matrix), weights
-    order = np.lexsort((indices[:, -1], samples))
-    row_splits = np.searchsorted(samples[order], np.arange(batch_size + 1))
-    ragged = RaggedIds(values=values[order], row_splits=row_splits)
-    return ragged, weights if weights is None else weights[order]
-
-
-def _check_indices(
-    indices: np.ndarray, values: np.ndarray, shape: np.ndarray, feature: FeaturePlan
-) -> None:
+def _read_weights(
+    weights: Any, host_ids: HostIds, feature: FeaturePlan
+) -> np.ndarray | None:
+    """Returns the weights as float32, in the order of the values of the ids."""
+    if weights is None:
+        weights = host_ids.ids.weights
+    if weights is None:
+        return None
     owner = f"feature {feature.name!r}"
-    if indices.shape != (values.shape[0], shape.shape[0]) or shape.shape[0] < 2:
+    read = read_ids(weights, owner, "Weights")
+    if read.ids.weights is not None:
         raise ValueError(
-            f"indices of {owner} must have shape [num_values, rank] with rank >= 2, "
-            f"here ({values.shape[0]}, {shape.shape[0]}), got {indices.shape}."
+            f"Weights of {owner} must be held in place of ids, got a "
+            f"{type(read.ids).__name__} that has weights of its own."
         )
-    is_outside = ((indices < 0) | (indices >= shape)).any(axis=1)
-    if is_outside.any():
-        i = int(np.flatnonzero(is_outside)[0])
+    if not isinstance(read.ids, DenseIds):
+        _check_same_places(read, host_ids, owner)
+    array = read.values
+    if not is_real(array.dtype):
+        raise TypeError(
+            f"Weights of {owner} must be real numbers, got dtype {array.dtype}."
+        )
+    with np.errstate(over="ignore"):  # It becomes infinite, which is refused.
+        array = array.astype(np.float32)
+    is_finite = np.isfinite(array)
+    if not is_finite.all():
+        place = tuple(int(i) for i in np.argwhere(~is_finite)[0])
         raise ValueError(
-            f"indices of {owner} must lie within dense_shape {shape.tolist()}, got "
-            f"{indices[i].tolist()} at value {i}."
+            f"Weights of {owner} must be finite, got {array[place]} at {place}."
         )
-    unique, first, counts = np.unique(
-        indices, axis=0, return_index=True, return_counts=True
+    return array
+
+
+def _check_same_places(read: HostIds, host_ids: HostIds, owner: str) -> None:
+    """Refuses ragged or sparse weights whose structure is not that of the ids."""
+    ids, weights = host_ids.ids, read.ids
+    if type(ids) is not type(weights):
+        raise TypeError(
+            f"Weights of {owner} must be an array or {type(ids).__name__}, as its ids "
+            f"are, got {type(weights).__name__}."
+        )
+    names = (
+        ("indices", "dense_shape") if isinstance(ids, SparseIds) else ("row_splits",)
     )
-    if feature.config.max_sequence_length and (counts > 1).any():
-        i = int(np.flatnonzero(counts > 1)[0])
-        raise ValueError(
-            f"indices of {owner}, a sequence, must be unique, got "
-            f"{unique[i].tolist()} {counts[i]} times, first at value {first[i]}."
-        )
+    for name in names:
+        of_ids = np.asarray(getattr(ids, name))
+        of_weights = np.asarray(getattr(weights, name))
+        if not np.array_equal(of_ids, of_weights):
+            raise ValueError(
+                f"Weights of {owner} must have the {name} of its ids.\n"
+                f"  ids: {_shorten(of_ids)}\n  weights: {_shorten(of_weights)}"
+            )
 
 
-def _check_weights(weights: np.ndarray, feature: FeaturePlan) -> None:
-    is_bad = ~np.isfinite(weights)
-    if is_bad.any():
-        place = tuple(int(i) for i in np.argwhere(is_bad)[0])
-        raise ValueError(
-            f"Weights of feature {feature.name!r} must be finite, got "
-            f"{weights[place]} at {place}."
-        )
+def _shorten(array: np.ndarray) -> str:
+    return np.array2string(array, threshold=20, separator=", ")
 
 
 def _check_range(ids: np.ndarray, feature: FeaturePlan, where: str) -> np.ndarray:
-    """Returns the ids as int32.
+    """Returns a copy of the ids as int32.
 
     Ids that no int32 holds become -1, or too large an id for the policy `"clip"`.
     """
     vocabulary_size = feature.table.vocabulary_size
     policy = feature.config.out_of_range_ids
+    if ids.dtype.kind not in "iu":  # such as int4, which NumPy cannot compare
+        ids = ids.astype(np.int64)
+    if not ids.size or (ids.min() >= 0 and ids.max() < vocabulary_size):
+        return ids.astype(np.int32)
     is_outside = ((ids < 0) | (ids >= vocabulary_size)) & (ids != PADDING_ROW_ID)
     if policy == "error" and is_outside.any():
         place = tuple(int(i) for i in np.argwhere(is_outside)[0])
@@ -232,77 +274,23 @@ def _check_range(ids: np.ndarray, feature: FeaturePlan, where: str) -> np.ndarra
     return np.where(is_foreign, replacement, kept).astype(np.int32)
 
 
-def _shard_ragged(
-    ids: RaggedIds,
-    weights: np.ndarray | None,
-    feature: FeaturePlan,
+def _pad_ragged(
+    checked: list[DenseIds | RaggedShards],
     plan: EmbeddingPlan,
-) -> ShardedRaggedIds:
-    values, row_splits = np.asarray(ids.values), np.asarray(ids.row_splits)
-    if values.size == 0:
-        values = values.astype(np.int32)
-    check_dtypes(values, weights, feature)
-    _check_row_splits(row_splits, values, feature)
-    values = _check_range(values, feature, "value")
-    batch_size = row_splits.shape[0] - 1
-    samples_per_shard = -(-batch_size // plan.num_shards)
-    cuts = np.minimum(np.arange(plan.num_shards + 1) * samples_per_shard, batch_size)
-    starts = row_splits[cuts]
-    size = _buffer_size(int(np.diff(starts).max()), samples_per_shard, feature)
-
-    sharded_values = np.full((plan.num_shards, size), PADDING_ROW_ID, np.int32)
-    sharded_weights = np.zeros((plan.num_shards, size), np.float32)
-    sharded_splits = np.empty((plan.num_shards, samples_per_shard + 1), np.int32)
-    for shard in range(plan.num_shards):
-        begin, end = starts[shard], starts[shard + 1]
-        sharded_values[shard, : end - begin] = values[begin:end]
-        if weights is not None:
-            sharded_weights[shard, : end - begin] = weights[begin:end]
-        splits = row_splits[cuts[shard] : cuts[shard + 1] + 1] - begin
-        sharded_splits[shard, : splits.shape[0]] = splits
-        sharded_splits[shard, splits.shape[0] :] = end - begin
-    return ShardedRaggedIds(
-        values=sharded_values,
-        row_splits=sharded_splits,
-        weights=None if weights is None else sharded_weights,
-        batch_size=batch_size,
-    )
-
-
-def _check_row_splits(
-    row_splits: np.ndarray, values: np.ndarray, feature: FeaturePlan
-) -> None:
-    owner = f"row_splits of feature {feature.name!r}"
-    if row_splits.ndim != 1 or row_splits.shape[0] < 2:
-        raise ValueError(
-            f"{owner} must have shape [batch + 1] with at least one sample, got "
-            f"{row_splits.shape}."
-        )
-    if not np.issubdtype(row_splits.dtype, np.integer):
-        raise TypeError(f"{owner} must be integers, got dtype {row_splits.dtype}.")
-    if values.ndim != 1:
-        raise ValueError(
-            f"values of feature {feature.name!r} must have one axis, got shape "
-            f"{values.shape}."
-        )
-    if row_splits[0] != 0 or row_splits[-1] != values.shape[0]:
-        raise ValueError(
-            f"{owner} must begin with 0 and end with the number of values, "
-            f"{values.shape[0]}, got {row_splits[0]} and {row_splits[-1]}."
-        )
-    falls = np.flatnonzero(row_splits[1:] < row_splits[:-1])
-    if falls.size:
-        i = int(falls[0])
-        raise ValueError(
-            f"{owner} must not fall, got {row_splits[i]} and then {row_splits[i + 1]} "
-            f"at sample {i}."
-        )
-
-
-def _buffer_size(needed: int, samples_per_shard: int, feature: FeaturePlan) -> int:
-    size = _SMALLEST_BUFFER
-    if feature.config.expected_valence is not None:
-        size = max(1, round(feature.config.expected_valence * samples_per_shard))
-    while size < needed:
-        size *= 2
-    return size
+    sizes: BufferSizes | None,
+) -> list[FeatureIds]:
+    """Pads all ragged features, whose sizes are chosen together."""
+    demands = {
+        i: ids.demand(feature)
+        for i, (ids, feature) in enumerate(zip(checked, plan.inputs, strict=True))
+        if isinstance(ids, RaggedShards)
+    }
+    if sizes is None:
+        chosen = [size_of_batch(demand) for demand in demands.values()]
+    else:
+        chosen = sizes.choose(list(demands.values()))
+    size_of = dict(zip(demands, chosen, strict=True))
+    return [
+        ids.padded(size_of[i]) if isinstance(ids, RaggedShards) else ids
+        for i, ids in enumerate(checked)
+    ]

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from tpu_embedding import functional
 from tpu_embedding.lookup._inputs import attach_weights
+from tpu_embedding.lookup.buffer_sizes import BufferSizes
 from tpu_embedding.lookup.prepare import prepare_features
 from tpu_embedding.nn.recording import (
     RecordedCall,
@@ -72,6 +73,7 @@ class TPUEmbedding(nnx.Module):
       plan: stacking, sharding, packing and backends; `print(layer.plan)` shows it.
       tables: the stacked tables.
       stats: of the latest lookup: rounds used, ids out of range.
+      buffer_sizes: sizes of ragged features, which `prepare` remembers.
 
     Example:
       >>> import numpy as np
@@ -126,6 +128,7 @@ class TPUEmbedding(nnx.Module):
         self.plan = plan
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
         self.stats = LookupStatsVariable(_no_stats(plan))
+        self.buffer_sizes = BufferSizes()
         self.gradient_guard = GradientGuard(jnp.zeros(()))
         self.recorded = RecordedCalls(())
         self.recording: Recording = "off"
@@ -165,7 +168,7 @@ class TPUEmbedding(nnx.Module):
 
     def prepare(self, features: Any, weights: Any = None) -> Any:
         """Checks a batch on the host; see `tpu_embedding.prepare_features`."""
-        return prepare_features(features, self.plan, weights)
+        return prepare_features(features, self.plan, weights, self.buffer_sizes)
 
     def embedding_tables(self) -> dict[str, Any]:
         """Returns each table's values, NumPy `[vocabulary_size, dim]`, by name."""

@@ -1,0 +1,257 @@
+"""Ids of strings, by hashing and by vocabulary, in every container."""
+
+import pickle
+import re
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import tpu_embedding as te
+
+PADDING = te.PADDING_ROW_ID
+
+
+@pytest.mark.parametrize(
+    ("strings", "num_buckets", "salt", "expected"),
+    [
+        # keras.layers.Hashing, from its documentation.
+        (["A", "B", "C", "D", "E"], 3, None, [1, 0, 1, 1, 2]),
+        (["A", "B", "C", "D", "E"], 3, (133, 137), [1, 2, 1, 0, 2]),
+        (["A", "B", "C", "D", "E"], 3, 133, [0, 0, 2, 1, 0]),
+        # tf.strings.to_hash_bucket_fast and to_hash_bucket_strong, from theirs.
+        (["Hello", "TensorFlow", "2.x"], 3, None, [0, 2, 2]),
+        (["Hello", "TF"], 3, [1, 2], [2, 0]),
+    ],
+)
+def test_hashes_are_those_of_keras_and_tensorflow(strings, num_buckets, salt, expected):
+    ids = te.hash_ids(strings, num_buckets, salt=salt)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == expected
+
+
+def test_integers_are_hashed_as_their_digits():
+    numbers = [0, 7, -12, 2**63 - 1, -(2**63)]
+    expected = te.hash_ids([str(n) for n in numbers], 1000).tolist()
+    assert te.hash_ids(numbers, 1000).tolist() == expected
+    assert te.hash_ids(np.array([0, 7], np.int8), 1000).tolist() == expected[:2]
+    large = np.array([2**64 - 1], np.uint64)
+    assert te.hash_ids(large, 1000) == te.hash_ids([str(2**64 - 1)], 1000)
+
+
+def test_buckets_are_filled_evenly():
+    ids = te.hash_ids([f"user_{i}" for i in range(20_000)], 100)
+    counts = np.bincount(ids, minlength=100)
+    # Poisson with mean 200: six standard deviations are 85.
+    assert counts.min() > 115 and counts.max() < 285
+
+
+def test_salts_are_independent():
+    strings = [f"user_{i}" for i in range(10_000)]
+    first, second = (te.hash_ids(strings, 100, salt=salt) for salt in (1, 2))
+    # Equal by chance in one of 100 buckets: 100 +- 10.
+    assert 40 < (first == second).sum() < 160
+
+
+LOOKUPS = {
+    "hash": lambda strings: te.hash_ids(strings, 1000),
+    "vocabulary": te.Vocabulary(["a", "b", "c"], num_oov_buckets=2).ids,
+}
+
+
+@pytest.mark.parametrize("ids_of", LOOKUPS.values(), ids=LOOKUPS)
+def test_containers_keep_their_structure(ids_of):
+    a, b, c = ids_of(["a", "b", "c"]).tolist()
+    assert ids_of([["a", "b"], ["c", "a"]]).tolist() == [[a, b], [c, a]]
+    assert ids_of(np.array([["a"], ["b"]])).tolist() == [[a], [b]]
+    assert ids_of(np.array("a")).tolist() == a
+    assert ids_of([]).tolist() == []
+    uneven = ids_of([["a"], [], ["b", "c"]])
+    assert uneven.values.tolist() == [a, b, c]
+    assert uneven.row_splits.tolist() == [0, 1, 1, 3]
+    weights = np.ones(2)
+    ragged = te.RaggedIds(values=["a", "b"], row_splits=[0, 2], weights=weights)
+    assert ids_of(ragged).values.tolist() == [a, b]
+    assert ids_of(ragged).weights is weights
+    assert ids_of(te.RaggedIds.from_lists([["a"], ["b", "c"]])).values.tolist() == [
+        a,
+        b,
+        c,
+    ]
+    sparse = te.SparseIds(
+        indices=[[0, 1], [1, 0]],
+        values=np.array([b"a", b"c"]),
+        dense_shape=[2, 2],
+        weights=weights,
+    )
+    assert ids_of(sparse).values.tolist() == [a, c]
+    assert ids_of(sparse).indices.tolist() == [[0, 1], [1, 0]]
+    assert ids_of(sparse).weights is weights
+    dense = ids_of(te.DenseIds(ids=["a"], weights=weights))
+    assert isinstance(dense, te.DenseIds) and dense.ids.tolist() == [a]
+    assert dense.weights is weights
+    tensor = types.SimpleNamespace(
+        values=np.array([b"a"], object), row_splits=np.array([0, 0, 1])
+    )
+    assert ids_of(tensor).values.tolist() == [a]
+    nothing = te.RaggedIds(values=[], row_splits=[0, 0])
+    assert ids_of(nothing).values.dtype == np.int32
+
+
+@pytest.mark.parametrize("padding", ["", b""])
+def test_padding_of_hashes(padding):
+    strings = np.array([["a", ""], ["", "b"]])
+    ids = te.hash_ids(strings, 1000, padding=padding)
+    assert (ids == PADDING).tolist() == [[False, True], [True, False]]
+    assert ids[0, 0] == te.hash_ids(["a"], 1000)[0]
+    assert te.hash_ids([0, 5], 10, padding=0)[0] == PADDING
+
+
+def test_hashed_ids_go_through_prepare():
+    table = te.TableConfig(vocabulary_size=50, dim=4, name="user")
+    plan = te.make_plan(te.FeatureConfig(table=table))
+    ids = te.hash_ids([["ann", "bob"], [], ["eve"]], table.vocabulary_size)
+    prepared = te.prepare_features(ids, plan)
+    assert prepared.batch_size == 3
+    strings = [["ann", "bob"], [], ["eve"]]
+    with pytest.raises(TypeError, match="te.hash_ids or te.Vocabulary"):
+        te.prepare_features(strings, plan)
+
+
+def test_vocabulary_numbers_as_keras_string_lookup():
+    # Expected ids from the documentation of keras.layers.StringLookup.
+    vocabulary = te.Vocabulary(["a", "b", "c", "d"])
+    assert vocabulary.ids([["a", "c", "d"], ["d", "z", "b"]]).tolist() == [
+        [1, 3, 4],
+        [4, 0, 2],
+    ]
+    two = te.Vocabulary(["a", "b", "c", "d"], num_oov_buckets=2)
+    assert two.ids([["a", "c", "d"], ["m", "z", "b"]]).tolist() == [
+        [2, 4, 5],
+        [0, 1, 3],
+    ]
+    assert (vocabulary.vocabulary_size, two.vocabulary_size) == (5, 6)
+
+
+def test_mask_token_takes_id_0_and_looks_up_nothing():
+    vocabulary = te.Vocabulary(["a", "b"], mask_token="")
+    assert vocabulary.ids(["", "a", "b", "z"]).tolist() == [PADDING, 2, 3, 1]
+    assert vocabulary.ids([b"", b"b"]).tolist() == [PADDING, 3]
+    assert vocabulary.vocabulary_size == 4
+
+
+def test_unknown_strings_without_buckets():
+    vocabulary = te.Vocabulary(["a", "b"], num_oov_buckets=0)
+    assert vocabulary.ids(["b", "a"]).tolist() == [1, 0]
+    with pytest.raises(ValueError, match="'x' is not one of the 2 tokens, and 2 such"):
+        vocabulary.ids(["a", "x", "y"])
+
+
+def test_vocabulary_of_a_file(tmp_path):
+    path = tmp_path / "genres.txt"
+    path.write_bytes("comedy\r\nfilm noir\nAmélie\n".encode())
+    vocabulary = te.Vocabulary.from_file(path)
+    assert vocabulary.tokens == ("comedy", "film noir", "Amélie")
+    assert vocabulary.ids(["Amélie", "film noir", "x"]).tolist() == [3, 2, 0]
+    assert len(vocabulary) == 3
+    assert repr(vocabulary).startswith("Vocabulary(3 tokens")
+    copied = pickle.loads(pickle.dumps(vocabulary))
+    assert copied.ids(["comedy", "x"]).tolist() == [1, 0]
+
+
+def test_files_that_keras_wrote_begin_with_special_tokens(tmp_path):
+    path = tmp_path / "vocabulary.txt"
+    path.write_text("\n[UNK]\n[UNK]\na\nb")
+    vocabulary = te.Vocabulary.from_file(path, num_oov_buckets=2, mask_token="")
+    assert vocabulary.tokens == ("a", "b")
+    assert vocabulary.ids(["a"]).tolist() == [3]
+
+
+WRONG_FILES = {
+    "twice": (b"a\nb\na\n", {}, "got 'a' as token 0 and as token 2"),
+    "empty line": (b"a\n\nb\n", {}, "token 1 must be neither empty nor"),
+    "mask token": (b"a\nPAD\n", dict(mask_token="PAD"), "got 'PAD'"),
+    "latin 1": (b"a\nAm\xe9lie\n", {}, ":2: a vocabulary must be UTF-8"),
+    "empty": (b"", {}, "got 0 tokens"),
+    "buckets": (b"a\n", dict(num_oov_buckets=-1), "got -1"),
+    "bool": (b"a\n", dict(num_oov_buckets=True), "got True"),
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "text"), WRONG_FILES.values(), ids=WRONG_FILES
+)
+def test_wrong_vocabulary_files(tmp_path, content, options, text):
+    path = tmp_path / "genres.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(text)) as error:
+        te.Vocabulary.from_file(path, **options)
+    assert "genres.txt" in str(error.value)
+
+
+WRONG_CALLS = {
+    "buckets": (lambda: te.hash_ids(["a"], 0), ValueError, "num_buckets", "got 0"),
+    "many": (
+        lambda: te.hash_ids(["a"], 2**31),
+        ValueError,
+        "num_buckets",
+        "2147483648",
+    ),
+    "float": (lambda: te.hash_ids(["a"], 1.5), ValueError, "num_buckets", "got 1.5"),
+    "salt": (lambda: te.hash_ids(["a"], 2, salt=-1), ValueError, "salt", "got -1"),
+    "salts": (
+        lambda: te.hash_ids(["a"], 2, salt=(1, 2, 3)),
+        ValueError,
+        "salt",
+        "got (1, 2, 3)",
+    ),
+    "floats": (lambda: te.hash_ids([1.5], 2), TypeError, "hash_ids", "dtype float64"),
+    "none": (
+        lambda: te.hash_ids(["a", None], 2),
+        TypeError,
+        "Strings",
+        "got None at 1",
+    ),
+    "not a string": (
+        lambda: te.Vocabulary(["a"]).ids(["a", 3.5, "b"]),
+        TypeError,
+        "Strings",
+        "got 3.5",
+    ),
+    "integers": (
+        lambda: te.Vocabulary(["a"]).ids([1, 2]),
+        TypeError,
+        "Vocabulary.ids",
+        "dtype int64",
+    ),
+    "not hashable": (
+        lambda: te.Vocabulary(["a"]).ids(["a", {}]),
+        TypeError,
+        "Strings",
+        "got {} at 1",
+    ),
+    "token": (lambda: te.Vocabulary(["a", 3]), TypeError, "token 1", "got 3"),
+    "dict": (lambda: te.hash_ids({}, 2), TypeError, "hash_ids", "dict is a mapping"),
+    "masked": (
+        lambda: te.hash_ids(np.ma.masked_array(["a"], [1]), 2),
+        TypeError,
+        "hash_ids",
+        "masked",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "field", "value"), WRONG_CALLS.values(), ids=WRONG_CALLS
+)
+def test_wrong_calls(call, kind, field, value):
+    with pytest.raises(kind) as error:
+        call()
+    assert field in str(error.value)
+    assert value in str(error.value)
+
+
+def test_ids_are_arrays_of_numpy():
+    leaves = jax.tree.leaves(te.hash_ids([["a"], ["b", "c"]], 10))
+    assert all(isinstance(leaf, np.ndarray) for leaf in leaves)

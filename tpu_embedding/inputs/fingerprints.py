@@ -1,0 +1,339 @@
+"""Stable 64-bit hashes of many strings at once.
+
+`farmhash64` is FarmHash's `Fingerprint64`, which TensorFlow's `to_hash_bucket_fast` and
+Keras' `Hashing` use. `siphash64` is SipHash-2-4, which they use with a salt. Tables
+that were trained there thus keep their meaning here.
+
+Sources: github.com/google/farmhash, `farmhashna`; J.-P. Aumasson and D. J. Bernstein,
+"SipHash: a fast short-input PRF", 2012. Arithmetic is modulo 2**64, which NumPy's
+unsigned integers do by themselves.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+Words = np.ndarray
+"""uint64 `[num_strings]`."""
+
+_K0: Final = np.uint64(0xC3A5C85C97CB3127)
+_K1: Final = np.uint64(0xB492B66FBE98F273)
+_K2: Final = np.uint64(0x9AE16A3B2F90404F)
+
+_WORD: Final = 8
+_LONG_BLOCK: Final = 64
+_STRINGS_PER_PART: Final = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteStrings:
+    """Strings of bytes in one buffer.
+
+    Attributes:
+      buffer: uint8; at least 8 further bytes follow the last string.
+      starts: int64 `[num_strings]`, place of each string in the buffer.
+      lengths: int64 `[num_strings]`.
+    """
+
+    buffer: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+
+    def __getitem__(self, chosen: np.ndarray | slice) -> "ByteStrings":
+        """Returns some of the strings, by a mask, indices or a slice."""
+        return ByteStrings(self.buffer, self.starts[chosen], self.lengths[chosen])
+
+    def equal_to(self, string: bytes) -> np.ndarray:
+        """Returns a mask of the strings that are equal to one."""
+        is_equal = self.lengths == len(string)
+        for i, byte in enumerate(string):
+            candidates = np.flatnonzero(is_equal)
+            is_equal[candidates] = self[candidates].words(i, 1) == byte
+        return is_equal
+
+    def words(self, offset: Any, num_bytes: int = _WORD) -> Words:
+        """Returns the little-endian number in the bytes of each string at an offset."""
+        size = self.buffer.shape[0] - num_bytes + 1
+        overlapping = np.ndarray((size,), f"<u{num_bytes}", self.buffer, 0, (1,))
+        return overlapping[self.starts + offset].astype(np.uint64)
+
+
+def encode(strings: Sequence[Any] | np.ndarray) -> ByteStrings:
+    """Encodes strings as UTF-8; bytes stay as they are.
+
+    Args:
+      strings: `[num_strings]`: an array of type `U` or `S`, or any sequence of str and
+        bytes.
+
+    Raises:
+      TypeError: if an element is neither str nor bytes.
+    """
+    if isinstance(strings, np.ndarray):
+        if strings.dtype.kind == "S":
+            return _from_fixed_width(strings)
+        if strings.dtype.kind == "U" and strings.dtype.itemsize:
+            codes = np.ascontiguousarray(strings).view(np.uint32)
+            if codes.max(initial=0) < 128:
+                ascii_codes = codes.astype(np.uint8).reshape(len(strings), -1)
+                return _from_matrix(ascii_codes, np.strings.str_len(strings))
+        strings = strings.tolist()
+    joined, encoded = _join(list(strings))
+    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    buffer = np.frombuffer(joined + bytes(_WORD), np.uint8)
+    return ByteStrings(buffer, np.cumsum(lengths) - lengths, lengths)
+
+
+def farmhash64(strings: ByteStrings) -> Words:
+    """Returns FarmHash's `Fingerprint64` of each string."""
+    return _by_parts(strings, _farmhash64)
+
+
+def siphash64(strings: ByteStrings, key: tuple[int, int]) -> Words:
+    """Returns SipHash-2-4 of each string under a key of two 64-bit numbers."""
+    return _by_parts(strings, lambda part: _siphash64(part, key))
+
+
+def _by_parts(strings: ByteStrings, function: Callable[[ByteStrings], Words]) -> Words:
+    """Hashes some thousand strings at a time, whose numbers fit the cache."""
+    num_strings = strings.lengths.shape[0]
+    parts = [
+        function(strings[first : first + _STRINGS_PER_PART])
+        for first in range(0, num_strings, _STRINGS_PER_PART)
+    ]
+    return np.concatenate([np.zeros(0, np.uint64), *parts])
+
+
+def _farmhash64(strings: ByteStrings) -> Words:
+    hashes = np.empty(strings.lengths.shape[0], np.uint64)
+    for at_most, above, of_class in (
+        (0, -1, lambda some: np.full(some.lengths.shape[0], _K2)),
+        (3, 0, _farm_1_to_3),
+        (7, 3, _farm_4_to_7),
+        (16, 7, _farm_8_to_16),
+        (32, 16, _farm_17_to_32),
+        (64, 32, _farm_33_to_64),
+        (None, 64, _farm_above_64),
+    ):
+        is_member = strings.lengths > above
+        if at_most is not None:
+            is_member &= strings.lengths <= at_most
+        if is_member.any():
+            hashes[is_member] = of_class(strings[is_member])
+    return hashes
+
+
+def _siphash64(strings: ByteStrings, key: tuple[int, int]) -> Words:
+    num_strings = strings.lengths.shape[0]
+    constants = (
+        0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573
+    )  # fmt: skip
+    state = np.empty((4, num_strings), np.uint64)
+    for i, constant in enumerate(constants):
+        state[i] = constant ^ key[i % 2]
+    # Longest strings first: those that have a k-th word are then the first ones.
+    order = np.argsort(-strings.lengths, kind="stable")
+    ordered = strings[order]
+    num_words = ordered.lengths // _WORD
+    for k in range(int(num_words.max(initial=0))):
+        end = int(np.searchsorted(-num_words, -k, side="left"))
+        part = state[:, :end]
+        _sip_compress(part, ordered[np.arange(end)].words(k * _WORD))
+    _sip_compress(state, _last_word(ordered, num_words))
+    state[2] ^= np.uint64(0xFF)
+    for _ in range(4):
+        _sip_round(state)
+    hashes = np.empty(num_strings, np.uint64)
+    hashes[order] = state[0] ^ state[1] ^ state[2] ^ state[3]
+    return hashes
+
+
+def _join(strings: list[Any]) -> tuple[bytes, list[Any]]:
+    """Returns all bytes, and a sequence that has the length of each string."""
+    try:
+        text = "".join(strings)
+    except TypeError:  # There are bytes, or values that are no strings.
+        text = None
+    if text is not None and text.isascii():
+        return text.encode(), strings
+    encoded = [_encode_one(string, i) for i, string in enumerate(strings)]
+    return b"".join(encoded), encoded
+
+
+def _encode_one(string: Any, index: int) -> bytes:
+    if isinstance(string, str):
+        return string.encode()
+    if isinstance(string, bytes):
+        return string
+    raise TypeError(
+        f"Strings must be str or bytes, got {string!r} at {index}; replace missing "
+        "values by a string of your choice."
+    )
+
+
+def _from_fixed_width(strings: np.ndarray) -> ByteStrings:
+    width = strings.dtype.itemsize
+    if not width or not len(strings):
+        lengths = np.zeros(len(strings), np.int64)
+        return ByteStrings(np.zeros(_WORD, np.uint8), lengths, lengths)
+    matrix = np.ascontiguousarray(strings).view(np.uint8).reshape(len(strings), width)
+    return _from_matrix(matrix, np.strings.str_len(strings))
+
+
+def _from_matrix(matrix: np.ndarray, lengths: np.ndarray) -> ByteStrings:
+    num_strings, width = matrix.shape
+    buffer = np.concatenate([matrix.reshape(-1), np.zeros(_WORD, np.uint8)])
+    return ByteStrings(buffer, np.arange(num_strings) * width, lengths.astype(np.int64))
+
+
+def _rotate(value: Words, bits: int) -> Words:
+    """Rotates right, as FarmHash does."""
+    return (value >> np.uint64(bits)) | (value << np.uint64(64 - bits))
+
+
+def _shift_mix(value: Words) -> Words:
+    return value ^ (value >> np.uint64(47))
+
+
+def _mix(u: Words, v: Words, multiplier: Any) -> Words:
+    """FarmHash's `HashLen16`."""
+    a = _shift_mix((u ^ v) * multiplier)
+    return _shift_mix((v ^ a) * multiplier) * multiplier
+
+
+def _multiplier(strings: ByteStrings) -> Words:
+    return _K2 + strings.lengths.astype(np.uint64) * np.uint64(2)
+
+
+def _farm_1_to_3(strings: ByteStrings) -> Words:
+    lengths = strings.lengths
+    first, middle = strings.words(0, 1), strings.words(lengths // 2, 1)
+    last = strings.words(lengths - 1, 1)
+    y = first + (middle << np.uint64(8))
+    z = lengths.astype(np.uint64) + (last << np.uint64(2))
+    return _shift_mix(y * _K2 ^ z * _K0) * _K2
+
+
+def _farm_4_to_7(strings: ByteStrings) -> Words:
+    lengths = strings.lengths
+    first, last = strings.words(0, 4), strings.words(lengths - 4, 4)
+    u = lengths.astype(np.uint64) + (first << np.uint64(3))
+    return _mix(u, last, _multiplier(strings))
+
+
+def _farm_8_to_16(strings: ByteStrings) -> Words:
+    multiplier = _multiplier(strings)
+    a = strings.words(0) + _K2
+    b = strings.words(strings.lengths - 8)
+    c = _rotate(b, 37) * multiplier + a
+    d = (_rotate(a, 25) + b) * multiplier
+    return _mix(c, d, multiplier)
+
+
+def _farm_17_to_32(strings: ByteStrings) -> Words:
+    multiplier, lengths = _multiplier(strings), strings.lengths
+    a, b = strings.words(0) * _K1, strings.words(8)
+    c = strings.words(lengths - 8) * multiplier
+    d = strings.words(lengths - 16) * _K2
+    u = _rotate(a + b, 43) + _rotate(c, 30) + d
+    return _mix(u, a + _rotate(b + _K2, 18) + c, multiplier)
+
+
+def _farm_33_to_64(strings: ByteStrings) -> Words:
+    multiplier, lengths = _multiplier(strings), strings.lengths
+    a, b = strings.words(0) * _K2, strings.words(8)
+    c = strings.words(lengths - 8) * multiplier
+    d = strings.words(lengths - 16) * _K2
+    y = _rotate(a + b, 43) + _rotate(c, 30) + d
+    z = _mix(y, a + _rotate(b + _K2, 18) + c, multiplier)
+    e, f = strings.words(16) * multiplier, strings.words(24)
+    g = (y + strings.words(lengths - 32)) * multiplier
+    h = (z + strings.words(lengths - 24)) * multiplier
+    u = _rotate(e + f, 43) + _rotate(g, 30) + h
+    return _mix(u, e + _rotate(f + a, 18) + g, multiplier)
+
+
+def _weak_hash(strings: ByteStrings, offset: Any, a: Words, b: Words):
+    """FarmHash's `WeakHashLen32WithSeeds` of the 32 bytes at an offset."""
+    w, x, y, z = (strings.words(offset + 8 * i) for i in range(4))
+    a = a + w
+    b = _rotate(b + a + z, 21)
+    c = a
+    a = a + x + y
+    return a + z, b + _rotate(a, 44) + c
+
+
+def _farm_above_64(strings: ByteStrings) -> Words:
+    """Mixes 56 bytes of state with each 64 bytes, then with the last 64 bytes."""
+    num_strings = strings.lengths.shape[0]
+    num_blocks = (strings.lengths - 1) // _LONG_BLOCK
+    x = np.full(num_strings, np.uint64(81))
+    y = x * _K1 + np.uint64(113)
+    z = _shift_mix(y * _K2 + np.uint64(113)) * _K2
+    x = x * _K2 + strings.words(0)
+    zeros = np.zeros(num_strings, np.uint64)
+    state = np.stack([x, y, z, zeros, zeros, zeros, zeros])
+    for k in range(int(num_blocks.max())):
+        active = np.flatnonzero(num_blocks > k)
+        state[:, active] = _farm_block(
+            strings[active], k * _LONG_BLOCK, state[:, active], _K1, 1
+        )
+    remainder = ((strings.lengths - 1) % _LONG_BLOCK).astype(np.uint64)
+    multiplier = _K1 + ((state[2] & np.uint64(0xFF)) << np.uint64(1))
+    state[5] += remainder
+    state[3] += state[5]
+    state[5] += state[3]
+    x, y, z, v0, v1, w0, w1 = _farm_block(
+        strings, strings.lengths - _LONG_BLOCK, state, multiplier, 9
+    )
+    u = _mix(v0, w0, multiplier) + _shift_mix(y) * _K0 + z
+    return _mix(u, _mix(v1, w1, multiplier) + x, multiplier)
+
+
+def _farm_block(
+    strings: ByteStrings, offset: Any, state: np.ndarray, multiplier: Any, factor: int
+) -> np.ndarray:
+    """Mixes 64 bytes into the state `(x, y, z, v, v, w, w)`.
+
+    The last block differs by its multiplier and by the factor of two words.
+    """
+    x, y, z, v0, v1, w0, w1 = state
+    x = _rotate(x + y + v0 + strings.words(offset + 8), 37) * multiplier
+    y = _rotate(y + v1 + strings.words(offset + 48), 42) * multiplier
+    x = x ^ w1 * np.uint64(factor)
+    y = y + v0 * np.uint64(factor) + strings.words(offset + 40)
+    z = _rotate(z + w0, 33) * multiplier
+    v0, v1 = _weak_hash(strings, offset, v1 * multiplier, x + w0)
+    w0, w1 = _weak_hash(strings, offset + 32, z + w1, y + strings.words(offset + 16))
+    return np.stack([z, y, x, v0, v1, w0, w1])
+
+
+def _last_word(strings: ByteStrings, num_words: np.ndarray) -> Words:
+    """Returns the bytes after the whole words, and the length in the highest byte."""
+    num_bytes = (strings.lengths % _WORD).astype(np.uint64)
+    mask = (np.uint64(1) << num_bytes * np.uint64(_WORD)) - np.uint64(1)
+    rest = strings.words(num_words * _WORD) & mask
+    return rest | strings.lengths.astype(np.uint64) << np.uint64(56)
+
+
+def _sip_compress(state: np.ndarray, words: Words) -> None:
+    state[3] ^= words
+    _sip_round(state)
+    _sip_round(state)
+    state[0] ^= words
+
+
+def _sip_round(state: np.ndarray) -> None:
+    """One round of SipHash on `[4, num_strings]`, in place."""
+    v0, v1, v2, v3 = state
+    v0 += v1
+    v1[:] = _rotate(v1, 64 - 13) ^ v0
+    v0[:] = _rotate(v0, 32)
+    v2 += v3
+    v3[:] = _rotate(v3, 64 - 16) ^ v2
+    v0 += v3
+    v3[:] = _rotate(v3, 64 - 21) ^ v0
+    v2 += v1
+    v1[:] = _rotate(v1, 64 - 17) ^ v2
+    v2[:] = _rotate(v2, 32)
