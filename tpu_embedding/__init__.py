@@ -1,7 +1,8 @@
 """Embedding tables for JAX on TPUs: sharded, exact under any skew, any optax optimizer.
 
 Start with `TPUEmbedding`, the Flax layer, and `value_and_grad` and `Optimizer`, which
-train it. `tpu_embedding.functional` has the same without Flax.
+train it. `tpu_embedding.linen` has the same for Flax Linen, and
+`tpu_embedding.functional` without Flax.
 """
 
 import importlib.metadata
@@ -34,6 +35,7 @@ from tpu_embedding.lookup.prepare import shard_batch as shard_batch
 from tpu_embedding.nn import Gradients as Gradients
 from tpu_embedding.nn import Optimizer as Optimizer
 from tpu_embedding.nn import TPUEmbedding as TPUEmbedding
+from tpu_embedding.nn import linen as linen
 from tpu_embedding.nn import value_and_grad as value_and_grad
 from tpu_embedding.plan.make_plan import make_plan as make_plan
 from tpu_embedding.plan.plan import EmbeddingPlan as EmbeddingPlan

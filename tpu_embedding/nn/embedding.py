@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import jax.numpy as jnp
 from flax import nnx
 from flax.errors import TraceContextError
+from flax.nnx.bridge.wrappers import current_linen_module
 from jax.sharding import Mesh
 
 from tpu_embedding import functional
@@ -111,8 +112,15 @@ class TPUEmbedding(nnx.Module):
           rngs: its stream `params` provides the key of the tables.
 
         Raises:
-          ValueError: if the configuration contradicts itself.
+          ValueError: if the configuration contradicts itself, or the layer is made
+            inside a Linen module.
         """
+        if current_linen_module() is not None:
+            raise ValueError(
+                "te.TPUEmbedding cannot be made inside a Linen module, such as "
+                "nnx.bridge.ToLinen, which would make new tables in every call; use "
+                "te.linen.TPUEmbedding(plan) there."
+            )
         if plan is None:
             plan = make_plan(feature_config, mesh, optimizer=optimizer)
         elif optimizer is not None or mesh is not None:

@@ -5,7 +5,7 @@ parameters as usual; the row rules of each layer update its tables.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import optax
@@ -15,6 +15,11 @@ from tpu_embedding import functional
 from tpu_embedding.nn.embedding import EmbeddingTables, TPUEmbedding
 from tpu_embedding.nn.recording import Gradients, differentiate, replicate_on_mesh
 from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
+
+NO_LAYER: Final = (
+    "The model has no TPUEmbedding layer. For tables, use te.TPUEmbedding in place of "
+    "nnx.bridge.ToNNX(te.linen.TPUEmbedding(...)). For a model without tables, use"
+)
 
 
 class SlotVariables(nnx.Variable):
@@ -60,9 +65,7 @@ def value_and_grad(
     def compute(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         plans = {path: layer.plan for path, layer in embedding_layers(model).items()}
         if not plans:
-            raise ValueError(
-                "The model has no TPUEmbedding layer; use nnx.value_and_grad."
-            )
+            raise ValueError(f"{NO_LAYER} nnx.value_and_grad.")
         graph, dense, tables, rest = nnx.split(model, wrt, EmbeddingTables, ...)
 
         def run(dense, taps):
@@ -112,7 +115,7 @@ class Optimizer(nnx.Module):
         """
         layers = embedding_layers(model)
         if not layers:
-            raise ValueError("The model has no TPUEmbedding layer; use nnx.Optimizer.")
+            raise ValueError(f"{NO_LAYER} nnx.Optimizer.")
         mesh_sharding = next(iter(layers.values())).plan.replicated
         _put_on_mesh(model, mesh_sharding)
         self.dense = nnx.Optimizer(model, tx, wrt=wrt)

@@ -55,7 +55,9 @@ def resolve_optimizer(
     if isinstance(optimizer, str):
         optimizer = optimizer_by_name(optimizer)
     try:
-        return _resolve(_of_table(optimizer, table_name, table_names), table_name)
+        # A Linen module may make its plan under `jit`; the analysis needs values.
+        with jax.ensure_compile_time_eval():
+            return _resolve(_of_table(optimizer, table_name, table_names), table_name)
     except ValueError as error:
         raise type(error)(
             f"{error} (The optimizer of table {table_name!r}.)"

@@ -1,0 +1,185 @@
+"""The Flax Linen layer: tables in a collection of their own, and lookup.
+
+`value_and_grad` gives the loss the same variables with *recording* tables in them. A
+layer that finds recording tables hands its routing to their recorder.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core import tracers
+
+from tpu_embedding import functional
+from tpu_embedding.lookup._inputs import attach_weights
+from tpu_embedding.nn.linen.variables import TABLES, LayerTables
+from tpu_embedding.nn.recording import (
+    RecordedCall,
+    attach_taps,
+    guard_activations,
+    without_derivative,
+    zero_activations,
+)
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.tables.initial_values import init_tables
+
+USE_VALUE_AND_GRAD: Final = (
+    "jax.grad and jax.value_and_grad leave the tables of a te.linen.TPUEmbedding out, "
+    "so the tables would never train. Change two lines:\n"
+    "  loss, gradients = te.linen.value_and_grad(loss_fn)(state.variables, ...)\n"
+    "  state = te.linen.TrainState.create(apply_fn=..., variables=..., tx=...)\n"
+    "The loss gets all variables: model.apply(variables, ...). To keep the tables "
+    "fixed, make the plan without an optimizer. In an NNX model, use te.TPUEmbedding "
+    "in place of nnx.bridge.ToNNX."
+)
+NO_DERIVATIVE: Final = (
+    "The tables of a te.linen.TPUEmbedding have no dense derivative. Use "
+    "te.linen.value_and_grad, which differentiates by the collection 'params' and "
+    "returns sparse gradients of the tables."
+)
+
+
+class Recorder:
+    """Collects the calls of one run of a loss, by layer path."""
+
+    def __init__(self, paths: Iterable[str]):
+        self._trace = tracers.current_trace()
+        self.calls: dict[str, list[Any]] = {path: [] for path in paths}
+
+    def record(self, path: str, call: Any) -> None:
+        """Adds a call of the layer, whose arrays must belong to the loss itself."""
+        if tracers.current_trace() != self._trace:
+            raise ValueError(
+                f"The loss calls the te.linen.TPUEmbedding {path!r} inside a "
+                "transformation, such as nn.jit, nn.remat, nn.vmap, nn.scan or "
+                "jax.vmap, so the gradient of its tables would be lost. Call the layer "
+                "outside of it with the whole batch, and transform the modules that "
+                "take its activations. jax.jit belongs around the whole step."
+            )
+        self.calls[path].append(call)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordingTables:
+    """Tables that record the calls of their layer.
+
+    Attributes:
+      tables: of the layer.
+      taps: per call, nest like the activations; None: record activations.
+      path: of the layer.
+      recorder: of this run of the loss.
+    """
+
+    tables: LayerTables
+    taps: tuple[Any, ...] | None
+    path: str = dataclasses.field(metadata={"static": True})
+    recorder: Recorder = dataclasses.field(metadata={"static": True})
+
+    def look_up(self, features: Any, plan: EmbeddingPlan) -> Any:
+        """Returns activations with their taps, and stats if there is a lookup.
+
+        Raises:
+          ValueError: if the plan has other stacks than that of the tables.
+        """
+        if plan.stacks != self.tables.plan.stacks:
+            raise ValueError(
+                f"te.linen.TPUEmbedding {self.path!r} must train with the plan that "
+                "made its tables, got another plan; make the plan once, outside of the "
+                "modules, and give it to them."
+            )
+        if self.taps is None:
+            activations = zero_activations(features, plan)
+            self.recorder.record(self.path, activations)
+            return activations, None
+        tap = self.taps[len(self.recorder.calls[self.path])]
+        result = functional.lookup(self.tables.stacks, features, plan)
+        self.recorder.record(self.path, RecordedCall(result.routing, plan))
+        return attach_taps(tap, result.activations), result.stats
+
+
+class TPUEmbedding(nn.Module):
+    """Embedding tables sharded over a mesh, looked up inside any Linen module.
+
+    The tables are in the collection `embedding_tables`, apart from `params`. A lookup
+    sows its `LookupStats` as `lookup_stats` into the collection `intermediates`.
+
+    Attributes:
+      plan: from `tpu_embedding.make_plan`, with features, optimizers and mesh.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> layer = te.linen.TPUEmbedding(plan)
+      >>> ids = {"watched": jnp.array([1, 2, 3])}
+      >>> variables = layer.init(jax.random.key(0), ids)
+      >>> sorted(variables)
+      ['embedding_tables']
+      >>> layer.apply(variables, ids)["watched"].shape
+      (3, 4)
+    """
+
+    plan: EmbeddingPlan
+
+    @nn.compact
+    def __call__(self, features: Any, weights: Any = None) -> Any:
+        """Looks up a batch.
+
+        Args:
+          features: nest like the plan's `feature_config`; see `tpu_embedding.lookup`.
+            Ragged features come from `tpu_embedding.prepare_features`.
+          weights: None, or the same nest with an array, or None, per dense feature.
+
+        Returns:
+          Activations, the same nest; float32 `[batch, dim]`, or the feature's sequence
+          or output shape. Global.
+
+        Raises:
+          TypeError, ValueError: if a feature's dtype or shape does not fit its config,
+            or the variables lack the tables or have those of another plan.
+        """
+        tables = self._tables()
+        guard = None
+        if self.plan.trained_stacks:
+            guard = self.param("gradient_guard", lambda key: jnp.zeros(()))
+        if weights is not None:
+            features = attach_weights(features, weights, self.plan)
+        if isinstance(tables, RecordingTables):
+            activations, stats = tables.look_up(features, self.plan)
+        else:
+            stacks = without_derivative(tables.stacks, NO_DERIVATIVE)
+            result = functional.lookup(stacks, features, self.plan)
+            activations, stats = result.activations, result.stats
+            if guard is not None:
+                activations = guard_activations(activations, guard, USE_VALUE_AND_GRAD)
+        self.sow("intermediates", "lookup_stats", stats)
+        return activations
+
+    def _tables(self) -> LayerTables | RecordingTables:
+        """Returns the layer's tables from the variables; creates them in `init`."""
+        name = "/".join(self.path)
+        if not self.has_variable(TABLES, "tables") and not (
+            self.is_initializing() and self.is_mutable_collection(TABLES)
+        ):
+            raise ValueError(
+                f"te.linen.TPUEmbedding {name!r} needs its tables, in the collection "
+                f"{TABLES!r}, and found none. Pass all variables that model.init "
+                "returned, not only 'params': model.apply(variables, ...). Give "
+                f"nn.vmap variable_axes={{{TABLES!r}: None}} as well, and nn.scan "
+                f"variable_broadcast={TABLES!r}."
+            )
+        tables = self.variable(TABLES, "tables", self._init_tables).value
+        if not isinstance(tables, LayerTables | RecordingTables):
+            raise TypeError(
+                f"The collection {TABLES!r} must hold LayerTables for layer {name!r}, "
+                f"got {type(tables).__name__}. Restore a checkpoint into the structure "
+                "of jax.eval_shape(model.init, ...)."
+            )
+        return tables
+
+    def _init_tables(self) -> LayerTables:
+        return LayerTables(init_tables(self.plan, self.make_rng("params")), self.plan)

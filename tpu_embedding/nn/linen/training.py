@@ -1,0 +1,224 @@
+"""Trains a Linen model that owns embedding layers: gradients and updates.
+
+`value_and_grad` and `TrainState` read like their namesakes in JAX and Flax. optax
+updates dense parameters as usual; the row rules of each layer update its tables.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from tpu_embedding import functional
+from tpu_embedding.nn.linen.layer import Recorder, RecordingTables
+from tpu_embedding.nn.linen.variables import (
+    TABLES,
+    LayerTables,
+    check_names,
+    layer_tables,
+    map_tables,
+)
+from tpu_embedding.nn.recording import Gradients, differentiate, replicate_on_mesh
+from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], *, has_aux: bool = False
+) -> Callable[..., tuple[Any, Gradients]]:
+    """Returns a function that computes a loss and its gradients.
+
+    Args:
+      loss_fn: `(variables, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.
+        It calls `model.apply(variables, ...)`, any number of times.
+      has_aux: True if `loss_fn` returns a second value.
+
+    Returns:
+      `(variables, *args, **kwargs) -> (loss, Gradients)`, or `((loss, aux),
+      Gradients)`. Gradients are by the collection `params`, and by the tables of each
+      layer. The variables are all collections of `model.init`.
+
+    Raises:
+      ValueError: when called, if the variables have no tables, or the loss calls a
+        layer inside a transformation.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(
+      ...     te.FeatureConfig(table=table), optimizer=te.optimizers.sgd(0.1)
+      ... )
+      >>> layer = te.linen.TPUEmbedding(plan)
+      >>> variables = layer.init(jax.random.key(0), jnp.array([1, 2]))
+      >>> def loss_fn(variables, ids):
+      ...     return jnp.sum(layer.apply(variables, ids) ** 2)
+      >>> loss, gradients = value_and_grad(loss_fn)(variables, jnp.array([1, 2]))
+    """
+
+    def compute(variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        plans = {path: tables.plan for path, tables in layer_tables(variables).items()}
+
+        def run(params, taps):
+            recorder = Recorder(plans)
+
+            def record(path, tables):
+                return RecordingTables(
+                    tables=tables,
+                    taps=taps and taps[path],
+                    path=path,
+                    recorder=recorder,
+                )
+
+            recording = map_tables(record, {**variables, "params": params})
+            result = loss_fn(recording, *args, **kwargs)
+            loss, aux = result if has_aux else (result, None)
+            calls = {path: tuple(calls) for path, calls in recorder.calls.items()}
+            return loss, (aux, calls)
+
+        params = variables.get("params", {})
+        loss, aux, gradients = differentiate(run, params, plans)
+        return ((loss, aux) if has_aux else loss), gradients
+
+    return compute
+
+
+class TrainState(struct.PyTreeNode):
+    """Everything that a training step changes; donate it under `jit`.
+
+    Attributes:
+      step: number of updates.
+      apply_fn: usually `model.apply`.
+      variables: all collections of the model, tables included.
+      tx: optimizer of the dense parameters.
+      opt_state: of `tx`.
+      slots: layer path to stack name to optimizer state of the tables.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(
+      ...     te.FeatureConfig(table=table), optimizer=te.optimizers.sgd(0.1)
+      ... )
+      >>> layer, ids = te.linen.TPUEmbedding(plan), jnp.array([1, 2])
+      >>> state = TrainState.create(
+      ...     apply_fn=layer.apply,
+      ...     variables=layer.init(jax.random.key(0), ids),
+      ...     tx=optax.adam(1e-3),
+      ... )
+      >>> def loss_fn(variables):
+      ...     return jnp.sum(state.apply_fn(variables, ids) ** 2)
+      >>> loss, gradients = value_and_grad(loss_fn)(state.variables)
+      >>> state = state.apply_gradients(grads=gradients)
+      >>> int(state.step)
+      1
+    """
+
+    step: jax.Array
+    apply_fn: Callable[..., Any] = struct.field(pytree_node=False)
+    variables: dict[str, Any]
+    tx: optax.GradientTransformation = struct.field(pytree_node=False)
+    opt_state: Any
+    slots: dict[str, Any]
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any],
+        variables: Mapping[str, Any],
+        tx: optax.GradientTransformation,
+        **fields: Any,
+    ) -> "TrainState":
+        """Returns the state before the first step, on the mesh of the tables.
+
+        Args:
+          apply_fn: usually `model.apply`.
+          variables: from `model.init`.
+          tx: optimizer of the dense parameters. Tables have those of their plan.
+          **fields: of a subclass.
+
+        Raises:
+          ValueError: if the variables have no tables.
+        """
+        layers = layer_tables(variables)
+        sharding = next(iter(layers.values())).plan.replicated
+        on_mesh = replicate_on_mesh({**variables}, sharding)
+        slots = {
+            path: functional.init_slots(tables.stacks, tables.plan)
+            for path, tables in layers.items()
+        }
+        opt_state = tx.init(on_mesh.get("params", {}))
+        state = cls(
+            step=jnp.zeros((), jnp.int32),
+            apply_fn=apply_fn,
+            variables=on_mesh,
+            tx=tx,
+            opt_state=opt_state,
+            slots=slots,
+            **fields,
+        )
+        return replicate_on_mesh(state, sharding)
+
+    def apply_gradients(
+        self, *, grads: Gradients, updates: Mapping[str, Any] | None = None
+    ) -> "TrainState":
+        """Returns the state after one step.
+
+        Args:
+          grads: from `tpu_embedding.linen.value_and_grad`.
+          updates: None, or new values of collections such as `batch_stats`, as
+            `model.apply(..., mutable=["batch_stats"])` returns them.
+
+        Raises:
+          TypeError: if the gradients lack those of the tables.
+          ValueError: if they belong to other layers or another plan, or the updates
+            name a collection that the state does not have.
+        """
+        if not isinstance(grads, Gradients):
+            raise TypeError(
+                "TrainState.apply_gradients needs the gradients of "
+                f"te.linen.value_and_grad, got {type(grads).__name__}, which lacks "
+                "those of the tables."
+            )
+        layers = layer_tables(self.variables)
+        check_names("Gradients", grads.tables, "layers", layers)
+        others = set(self.variables) - {"params", TABLES}
+        check_names("Updates", updates or {}, "collections", others)
+        updated = {
+            path: functional.apply_gradients(
+                tables.stacks, self.slots[path], grads.tables[path], tables.plan
+            )
+            for path, tables in layers.items()
+            if path in grads.tables
+        }
+        params = self.variables.get("params", {})
+        changes, opt_state = self.tx.update(grads.dense, self.opt_state, params)
+
+        def new_tables(path: str, old: LayerTables) -> LayerTables:
+            if path not in updated:
+                return old
+            return dataclasses.replace(old, stacks=updated[path][0])
+
+        variables = {**self.variables, **(updates or {})}
+        if "params" in variables:
+            variables["params"] = optax.apply_updates(params, changes)
+        return self.replace(
+            step=self.step + 1,
+            variables=map_tables(new_tables, variables),
+            opt_state=opt_state,
+            slots=self.slots | {path: slots for path, (_, slots) in updated.items()},
+        )
+
+    def with_hyperparameters(self, **values: Any) -> "TrainState":
+        """Returns the state with other hyper-parameters of the tables' optimizers.
+
+        Args:
+          **values: see `tpu_embedding.optimizers.with_hyperparameters`.
+
+        Raises:
+          ValueError: if no table's optimizer has one of that name.
+        """
+        return self.replace(slots=with_hyperparameters(self.slots, **values))
