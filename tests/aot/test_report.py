@@ -104,6 +104,25 @@ def test_reports_are_values():
     assert restored["versions"]["jax"] == jax.__version__
 
 
+def test_ratio_of_links_counts_those_between_slices_on_both_sides():
+    report = report_on_cpu()
+    assert report.traffic is not None
+    minimum = dataclasses.replace(report.floor, ici_bytes=10.0, dcn_bytes=40.0)
+    moved = dataclasses.replace(report.floor, ici_bytes=25.0, dcn_bytes=100.0)
+    parts = tuple(
+        dataclasses.replace(part, cost=moved) if part.name == "embedding" else part
+        for part in report.traffic.parts
+    )
+    traffic = dataclasses.replace(report.traffic, parts=parts)
+    report = dataclasses.replace(report, floor=minimum, traffic=traffic)
+    (row,) = (
+        line
+        for line in aot.format_report(report).splitlines()
+        if line.startswith("embedding part / minimum")
+    )
+    assert row.split()[-1] == "2.5x"
+
+
 def check_sums(traffic):
     """Classes and parts each add up to the total."""
     for field in ("hbm_bytes", "ici_bytes", "dcn_bytes"):

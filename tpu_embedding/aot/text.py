@@ -174,7 +174,9 @@ def _format_traffic(report: CompileReport, traffic: ProgramTraffic) -> str:
     minimum, found = report.floor, traffic.embedding
     ratios = (
         _ratio(found.hbm_bytes, minimum.hbm_bytes),
-        _ratio(found.ici_bytes + found.dcn_bytes, minimum.ici_bytes),
+        _ratio(
+            found.ici_bytes + found.dcn_bytes, minimum.ici_bytes + minimum.dcn_bytes
+        ),
     )
     rows.append(("embedding part / minimum", "", ratios[0], "", ratios[1], ""))
     lines = [
