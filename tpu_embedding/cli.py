@@ -3,8 +3,9 @@
     tpu-embedding train CONFIG
     tpu-embedding compile CONFIG --topology GENERATION:CHIPS
 
-Wrong settings and damaged data end in one line on stderr and exit status 2, never in a
-traceback. Exit status 1 means that training failed, or that a step does not fit.
+Errors end in one line on stderr, never in a traceback. Exit status 2 means that the
+command, the config or the data are wrong. Exit status 1 means that a run failed after
+it had started, or that a step does not fit.
 """
 
 import argparse
@@ -15,9 +16,10 @@ import itertools
 import json
 import os
 import pathlib
-import shutil
 import sys
+import traceback
 from collections.abc import Sequence
+from typing import Final
 
 import jax
 import numpy as np
@@ -27,8 +29,9 @@ from tpu_embedding import aot
 from tpu_embedding.checkpoint.run_checkpoints import CheckpointError
 from tpu_embedding.data.batch import DataError
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
-from tpu_embedding.training.config_files import ConfigError, list_configs, load_config
-from tpu_embedding.training.loop import CHECKPOINTS_DIR, train
+from tpu_embedding.training.config_files import list_configs, load_config
+from tpu_embedding.training.errors import ConfigError, describe_error, own_code
+from tpu_embedding.training.loop import train
 from tpu_embedding.training.overrides import apply_overrides
 from tpu_embedding.training.pipeline import TrainingDivergedError
 from tpu_embedding.training.reporting import (
@@ -37,11 +40,20 @@ from tpu_embedding.training.reporting import (
     MissingPlotLibraryError,
 )
 from tpu_embedding.training.run_config import RunConfig
+from tpu_embedding.training.run_directory import CHECKPOINTS_DIR, ExistingRun
+from tpu_embedding.training.run_lock import RunDirectoryError
 from tpu_embedding.training.step import abstract_step, make_run_plan
 
 FAILED = 1
 WRONG_USAGE = 2
 INTERRUPTED = 130  # 128 + SIGINT, the status that shells report.
+
+MAX_EMULATED_DEVICES: Final = 256
+"""Maximum number of emulated CPU devices.
+
+Each device waits for the others in a thread of its own, and XLA:CPU has at most this
+many. With one device more, the process waits, and XLA then aborts it (jax 0.12).
+"""
 
 
 class UsageError(ValueError):
@@ -61,24 +73,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     try:
         return parsed.run(parsed)
-    except (UsageError, ConfigError, DataError, CheckpointError, OSError) as error:
-        return _fail(error, WRONG_USAGE)
+    except _WRONG_USAGE_ERRORS as error:
+        return _fail(str(error), WRONG_USAGE, parsed)
     except (TrainingDivergedError, MissingPlotLibraryError) as error:
-        return _fail(error, FAILED)
+        return _fail(str(error), FAILED, parsed)
+    except (OSError, MemoryError) as error:
+        return _fail(describe_error(error), FAILED, parsed)
+    except jax.errors.JaxRuntimeError as error:
+        return _fail(f"XLA: {str(error).partition(chr(10))[0]}", FAILED, parsed)
     except KeyboardInterrupt:
         print(parsed.interrupted, file=sys.stderr)
         return INTERRUPTED
 
 
-def _fail(error: Exception, status: int) -> int:
-    """Prints the error as one line and returns the exit status."""
-    print(f"error: {error}", file=sys.stderr)
+_WRONG_USAGE_ERRORS: Final = (
+    UsageError,
+    ConfigError,
+    DataError,
+    CheckpointError,
+    RunDirectoryError,
+)
+
+
+def _fail(message: str, status: int, parsed: argparse.Namespace) -> int:
+    """Prints the error that is being handled, and returns the exit status."""
+    if parsed.traceback:
+        traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr)
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tpu-embedding", description="Embedding tables for JAX on TPUs."
+        prog="tpu-embedding",
+        description="Embedding tables for JAX on TPUs.",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--version",
@@ -94,11 +123,14 @@ def _parser() -> argparse.ArgumentParser:
 def _add_train(commands) -> None:
     parser = commands.add_parser(
         "train",
+        allow_abbrev=False,
         help="train the model of a run config",
         description="Trains the model of a run config: prints progress, evaluates, and "
         f"writes {RECORDS_FILE}, {PLOT_FILE} and {CHECKPOINTS_DIR}/ to the output "
         "directory.",
-        epilog=f"Configs of the package: {', '.join(list_configs())}.",
+        epilog=f"Configs of the package: {', '.join(list_configs())}. Exit status: 0 "
+        "if the run is done, 1 if it failed after it had started, 2 if the command, "
+        "the config or the data are wrong, 130 if it was interrupted.",
     )
     parser.set_defaults(
         run=_train, interrupted="interrupted; --resume continues the run"
@@ -118,9 +150,10 @@ def _add_train(commands) -> None:
     )
     parser.add_argument(
         "--devices",
-        type=_positive_int,
+        type=_num_devices,
         metavar="N",
-        help="train on N emulated CPU devices; on all devices by default",
+        help=f"train on N emulated CPU devices, at most {MAX_EMULATED_DEVICES}; on all "
+        "devices by default",
     )
     parser.add_argument(
         "--stop-at",
@@ -132,18 +165,21 @@ def _add_train(commands) -> None:
     existing.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the latest checkpoint in the output directory",
+        help="continue from the latest checkpoint in the output directory, or from the "
+        "beginning if its run saved none",
     )
     existing.add_argument(
         "--overwrite",
         action="store_true",
-        help="delete an earlier run in the output directory first",
+        help="move the files of an earlier run in the output directory to DIR.old-1, "
+        "or the next free number, once the new run has passed all checks",
     )
 
 
 def _add_compile(commands) -> None:
     parser = commands.add_parser(
         "compile",
+        allow_abbrev=False,
         help="compile the train step of a run config for TPUs, without having any",
         description="Compiles the train step of a run config for TPUs, which this "
         "machine need not have. Prints if the step fits into memory, its memory "
@@ -213,25 +249,27 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="XLA option of the train step, added to those of the package; TPUs only",
     )
+    parser.add_argument(
+        "--traceback",
+        action="store_true",
+        help="print the traceback of an error, too, to debug a config of your own",
+    )
 
 
 def _train(parsed: argparse.Namespace) -> int:
+    _refuse_repeated("--set", parsed.set)
     config = apply_overrides(load_config(parsed.config), parsed.set)
     output_dir = parsed.output_dir or pathlib.Path("runs") / config.name
     mesh = None if parsed.devices is None else _emulated_mesh(parsed.devices)
-    if parsed.overwrite:
-        _remove_run(output_dir)
-    elif not parsed.resume and (output_dir / RECORDS_FILE).exists():
-        raise UsageError(
-            f"{output_dir} holds an earlier run; continue it with --resume, replace it "
-            "with --overwrite, or choose another --output-dir."
-        )
+    existing_run: ExistingRun = "refuse"
+    if parsed.resume or parsed.overwrite:
+        existing_run = "resume" if parsed.resume else "move_aside"
     train(
         config,
         output_dir,
         data_dir=parsed.data_dir,
         mesh=mesh,
-        resume=parsed.resume,
+        existing_run=existing_run,
         stop_at=parsed.stop_at,
         compiler_options=_compiler_options(parsed.compiler_option),
     )
@@ -242,6 +280,7 @@ def _compile(parsed: argparse.Namespace) -> int:
     settings = list(parsed.set)
     if parsed.batch is not None:
         settings.append(f"batch_size={parsed.batch}")
+    _refuse_repeated("--set", settings)
     config = apply_overrides(load_config(parsed.config), settings)
     options = _compiler_options(parsed.compiler_option)
     for option, path in (("--json", parsed.json), ("--html", parsed.html)):
@@ -249,6 +288,8 @@ def _compile(parsed: argparse.Namespace) -> int:
             raise UsageError(
                 f"{option} {path}: the directory {path.parent} does not exist."
             )
+        if path is not None and path.is_dir():
+            raise UsageError(f"{option} {path} is a directory, not a file.")
     _use_cpu_only()
     try:
         meshes = [
@@ -287,29 +328,27 @@ def _compile(parsed: argparse.Namespace) -> int:
 def _compile_for(
     config: RunConfig, topology: str, mesh: Mesh, options: dict[str, str]
 ) -> aot.CompileReport:
-    if not hasattr(config.data, "outline"):
+    if not callable(getattr(config.data, "outline", None)):
         raise UsageError(
             f"The config's data source, a {type(config.data).__name__}, must have a "
             "method outline, which returns a data set with the shapes of the real "
-            "batches but reads no file; see "
-            "tpu_embedding.training.CriteoSource.outline."
+            "batches but reads no file; see tpu_embedding.training.DataSource."
         )
-    try:
+    with own_code(f"{type(config.data).__name__}.outline"):
         data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
-        plan = make_run_plan(config, data, mesh, compiler_options=options)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    step, state, batch = abstract_step(config, data, plan)
     try:
-        return aot.compile_report(
-            step,
-            state,
-            batch,
-            plan,
-            features=batch.features,
-            name=_step_name(config),
-            topology=topology,
-        )
+        with own_code("The config"):
+            plan = make_run_plan(config, data, mesh, compiler_options=options)
+            step, state, batch = abstract_step(config, data, plan)
+            return aot.compile_report(
+                step,
+                state,
+                batch,
+                plan,
+                features=batch.features,
+                name=_step_name(config),
+                topology=topology,
+            )
     except jax.errors.JaxRuntimeError as error:
         raise UsageError(f"XLA: {str(error).splitlines()[0]}") from error
 
@@ -339,7 +378,21 @@ def _compiler_options(assignments: Sequence[str]) -> dict[str, str]:
         if not (name and separator):
             raise UsageError(f"--compiler-option takes NAME=VALUE, got {assignment!r}.")
         options[name] = value
+    _refuse_repeated("--compiler-option", assignments)
     return options
+
+
+def _refuse_repeated(option: str, assignments: Sequence[str]) -> None:
+    """Raises an error if two assignments `NAME=VALUE` have the same name."""
+    values: dict[str, str] = {}
+    for assignment in assignments:
+        name, _, value = assignment.partition("=")
+        if name in values:
+            raise UsageError(
+                f"{option} {name} is given twice, as {values[name]!r} and {value!r}; "
+                "leave one of the two out."
+            )
+        values[name] = value
 
 
 def _use_cpu_only() -> None:
@@ -363,18 +416,23 @@ def _emulated_mesh(num_devices: int) -> Mesh:
     return Mesh(np.asarray(devices[:num_devices]), ("shard",))
 
 
-def _remove_run(output_dir: pathlib.Path) -> None:
-    """Deletes the files that a run writes, and nothing else."""
-    for name in (RECORDS_FILE, PLOT_FILE):
-        (output_dir / name).unlink(missing_ok=True)
-    if (output_dir / CHECKPOINTS_DIR).is_dir():
-        shutil.rmtree(output_dir / CHECKPOINTS_DIR)
-
-
 def _positive_int(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an int, got {text!r}") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _num_devices(text: str) -> int:
+    value = _positive_int(text)
+    if value > MAX_EMULATED_DEVICES:
+        raise argparse.ArgumentTypeError(
+            f"must be at most {MAX_EMULATED_DEVICES}, the devices that XLA can emulate "
+            f"on a CPU, got {value}"
+        )
     return value
 
 

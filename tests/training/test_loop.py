@@ -8,9 +8,13 @@ from tests.conftest import mesh_of
 from tpu_embedding.checkpoint import CheckpointError
 from tpu_embedding.training import (
     ConfigError,
+    RunDirectoryError,
+    SyntheticClicksSource,
     Target,
+    TrainingDivergedError,
     apply_overrides,
     load_config,
+    metrics,
     train,
 )
 from tpu_embedding.training.reporting import PLOT_FILE, RECORDS_FILE, read_records
@@ -68,12 +72,12 @@ def test_interrupted_run_goes_on_with_the_same_numbers(whole_run, tmp_path, caps
     config = tiny_config()
     assert train(config, tmp_path, mesh=mesh_of(3), stop_at=4) is None
     assert "stopped after step 4" in capsys.readouterr().out
-    resumed = train(config, tmp_path, mesh=mesh_of(3), resume=True)
+    resumed = train(config, tmp_path, mesh=mesh_of(3), existing_run="resume")
     assert "resumed after step 4" in capsys.readouterr().out
     assert losses(tmp_path) == losses(directory)
     assert resumed.metrics == result.metrics
     # No step is left: resuming a completed run only evaluates it again.
-    again = train(config, tmp_path, mesh=mesh_of(3), resume=True)
+    again = train(config, tmp_path, mesh=mesh_of(3), existing_run="resume")
     assert again.metrics == result.metrics
     assert capsys.readouterr().out.splitlines()[-1].count(", 0 steps in ") == 1
 
@@ -93,15 +97,85 @@ def test_another_run_is_not_resumed(whole_run, overrides, num_devices, message):
     before = (directory / RECORDS_FILE).read_bytes()
     with pytest.raises(CheckpointError, match=message):
         train(
-            tiny_config(*overrides), directory, mesh=mesh_of(num_devices), resume=True
+            tiny_config(*overrides),
+            directory,
+            mesh=mesh_of(num_devices),
+            existing_run="resume",
         )
     assert (directory / RECORDS_FILE).read_bytes() == before
 
 
 def test_resume_of_nothing_leaves_nothing(tmp_path):
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        train(tiny_config(), tmp_path / "run", mesh=mesh_of(1), resume=True)
+    with pytest.raises(RunDirectoryError, match="no run in .* to resume"):
+        train(tiny_config(), tmp_path / "run", mesh=mesh_of(1), existing_run="resume")
     assert not (tmp_path / "run").exists()
+
+
+def test_resume_before_the_first_checkpoint_starts_again(whole_run, tmp_path, capsys):
+    result, directory = whole_run
+    # A killed run has written its start and some steps, the last one half.
+    (tmp_path / RECORDS_FILE).write_text('{"run": {}}\n{"step": 1, "loss": 0.7')
+    with pytest.raises(RunDirectoryError, match="saved no checkpoint; start it again"):
+        train(tiny_config(), tmp_path, mesh=mesh_of(3))
+    again = train(tiny_config(), tmp_path, mesh=mesh_of(3), existing_run="resume")
+    assert "from the beginning" in capsys.readouterr().out
+    assert again.metrics == result.metrics
+    assert losses(tmp_path) == losses(directory)
+
+
+def contents(directory):
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.full
+def test_an_earlier_run_is_moved_aside_whole(tmp_path, capsys):
+    directory = tmp_path / "run"
+    config = tiny_config("num_steps=1", "evaluate_every=0")
+    first = train(config, directory, mesh=mesh_of(1))
+    before = contents(directory)
+    train(config, directory, mesh=mesh_of(1), existing_run="move_aside")
+    moved = tmp_path / "run.old-1"
+    assert f"moved the earlier run to {moved}\n" in capsys.readouterr().out
+    assert contents(moved) == before
+    # The moved run is whole: it can be continued.
+    again = train(config, moved, mesh=mesh_of(1), existing_run="resume")
+    assert again.metrics == first.metrics
+
+
+BAD_CHANGES = {
+    "data": {"data": SyntheticClicksSource(num_evaluation_samples=120, valence=0)},
+    "table optimizer": {"make_table_optimizer": lambda run: None},
+    "dense optimizer": {"make_dense_optimizer": lambda run: {}["rate"]},
+    "plan": {"kernels": "sparse_core"},
+}
+
+
+@pytest.mark.parametrize("changes", BAD_CHANGES.values(), ids=BAD_CHANGES)
+def test_a_wrong_setting_leaves_the_earlier_run(whole_run, changes):
+    _, directory = whole_run
+    before = contents(directory)
+    config = dataclasses.replace(tiny_config(), **changes)
+    with pytest.raises(ConfigError):
+        train(config, directory, mesh=mesh_of(1), existing_run="move_aside")
+    assert contents(directory) == before
+    assert not directory.with_name(f"{directory.name}.old-1").exists()
+
+
+def test_metrics_that_are_not_finite(tmp_path, monkeypatch):
+    summarize = metrics.LOSSES["log_loss"].summarize
+    bad = dataclasses.replace(
+        metrics.LOSSES["log_loss"],
+        summarize=lambda totals: summarize(totals) | {"log_loss": float("nan")},
+    )
+    monkeypatch.setitem(metrics.LOSSES, "log_loss", bad)
+    with pytest.raises(
+        TrainingDivergedError, match="after step 1 has the log_loss nan"
+    ):
+        train(tiny_config("num_steps=1"), tmp_path, mesh=mesh_of(1))
 
 
 def test_settings_that_a_layer_refuses(tmp_path):

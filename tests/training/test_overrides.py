@@ -1,5 +1,9 @@
 """Tests `--set KEY=VALUE`."""
 
+import dataclasses
+import pathlib
+from typing import Optional
+
 import pytest
 
 from tpu_embedding.training import ConfigError, apply_overrides, load_config
@@ -18,6 +22,7 @@ from tpu_embedding.training import ConfigError, apply_overrides, load_config
         ("model.dim=8", lambda c: c.model.dim, 8),
         ("model.hidden_sizes=5,6,7", lambda c: c.model.hidden_sizes, (5, 6, 7)),
         ("data.zipf_exponent=0", lambda c: c.data.zipf_exponent, 0.0),
+        ("target.relative_to=none", lambda c: c.target.relative_to, None),
     ],
 )
 def test_values_are_read_by_type(assignment, read, wanted):
@@ -53,18 +58,51 @@ def test_schedules_follow_the_number_of_steps():
     [
         ("steps=7", "'steps' is no key of this config; its keys are .*num_steps"),
         ("model.width=7", "'model.width' is no key .*model.dim"),
-        ("make_table_optimizer=x", "is no key"),
+        ("make_table_optimizer=x", "is a function, which only the config file can"),
+        ("model=x", "'model' is a section, which only the config file can change"),
         ("num_steps", "takes KEY=VALUE"),
         ("num_steps=many", "num_steps must be an int, got 'many'"),
         ("num_steps=1.5", "must be an int"),
         ("capacity=x", "must be an int or none"),
         ("model.hidden_sizes=1,x", "ints separated by commas"),
         ("batch_size=0", "RunConfig.batch_size must be an int of at least 1"),
+        ("model.hidden_sizes=1,,2", "ints separated by commas"),
+        ("loss=hinge", "loss must be one of log_loss, squared_error, .*, got 'hinge'"),
+        ("target.relative_to=me", "must be one of teacher or none, got 'me'"),
         ("kernels=none", "RunConfig.kernels must be one of"),
         ("model.dim=0", "ClickModelConfig.dim must be positive"),
-        ("table_learning_rate=nan", "table_learning_rate must be finite"),
+        ("table_learning_rate=nan", "must be a finite number, got 'nan'"),
     ],
 )
 def test_refusals(assignment, message):
     with pytest.raises(ConfigError, match=message):
         apply_overrides(load_config("synthetic"), [assignment])
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    path: pathlib.Path = pathlib.Path("a")
+    is_shuffled: bool = True
+    rate: Optional[float] = None  # noqa: UP045
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    section: Section = Section()
+
+
+@pytest.mark.parametrize(
+    ("assignment", "wanted"),
+    [
+        ("section.path=b/c", Section(path=pathlib.Path("b/c"))),
+        ("section.is_shuffled=false", Section(is_shuffled=False)),
+        ("section.rate=2", Section(rate=2.0)),
+    ],
+)
+def test_types_of_an_own_section(assignment, wanted):
+    assert apply_overrides(Config(), [assignment]).section == wanted
+
+
+def test_a_bool_is_no_nonempty_string():
+    with pytest.raises(ConfigError, match="must be true or false, got 'no'"):
+        apply_overrides(Config(), ["section.is_shuffled=no"])

@@ -9,7 +9,9 @@ A kill at any time therefore leaves the last complete checkpoint readable. The t
 loop is the only caller of this module.
 """
 
+import contextlib
 import pathlib
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -87,10 +89,13 @@ class RunCheckpoints:
         """
         step = self.latest_step
         if step is None:
-            raise no_checkpoint_error(self.directory)
-        read = self._manager.restore(
-            step, args=ocp.args.Composite(description=ocp.args.JsonRestore())
-        )
+            raise CheckpointError(
+                f"There is no complete checkpoint in {self.directory} to resume from; "
+                "start a new run, or give the directory of the run to resume."
+            )
+        arguments = ocp.args.Composite(description=ocp.args.JsonRestore())
+        with self._reading(step):
+            read = self._manager.restore(step, args=arguments)
         problems = _differences(read["description"], description)
         if problems:
             raise CheckpointError(
@@ -117,24 +122,43 @@ class RunCheckpoints:
         step = self.check(description)
         leaves_by_path = _leaves_by_path(state)
         wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, leaves_by_path)
-        read = self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
-        )
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+        with self._reading(step):
+            read = self._manager.restore(step, args=arguments)
         # `jax.tree.map` sorts the keys of a dict, so the order comes from the state.
         leaves = [read["state"][key] for key in leaves_by_path]
         return step, jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Raises `CheckpointError` if a checkpoint cannot be read."""
+        try:
+            yield
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"The checkpoint {self.directory / str(step)} cannot be read: "
+                f"{type(error).__name__}: {str(error).partition(chr(10))[0]} Move it "
+                "out of its directory to resume from an earlier one."
+            ) from error
 
     def close(self) -> None:
         """Waits for the checkpoint manager's background work and stops it."""
         self._manager.close()
 
 
-def no_checkpoint_error(directory: pathlib.Path) -> CheckpointError:
-    """Returns the error for a directory without a complete checkpoint."""
-    return CheckpointError(
-        f"There is no complete checkpoint in {directory} to resume from; start a new "
-        "run, or give the directory of the run to resume."
-    )
+def saved_steps(directory: str | pathlib.Path) -> list[int]:
+    """Returns the steps of the complete checkpoints in a directory; writes nothing.
+
+    Args:
+      directory: directory of a `RunCheckpoints`, which need not exist.
+
+    Example:
+      >>> saved_steps("not_there")
+      []
+    """
+    if not pathlib.Path(directory).is_dir():
+        return []
+    return sorted(ocp.utils.checkpoint_steps(str(directory)))
 
 
 def describe_plan(plan: EmbeddingPlan) -> Description:

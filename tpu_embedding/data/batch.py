@@ -1,7 +1,7 @@
 """The batch, the data set interface and the data error of the training loop."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import jax
@@ -17,25 +17,46 @@ class Batch:
 
     Attributes:
       features: ids by feature name. Each value is an int array `[batch]` or
-        `[batch, valence]` (padded with `PADDING_ROW_ID`), a `DenseIds` or a
-        `RaggedIds`.
-      dense: float32 `[batch, num_dense]`, the dense inputs; None if there are none.
-      labels: float32 `[batch]`.
-      weights: float32 `[batch]`: 1 for a sample, 0 for padding samples in the last
-        batch of an evaluation.
+        `[batch, valence]` (padded with `PADDING_ROW_ID`), a `DenseIds`, a `RaggedIds`
+        or a `SparseIds`.
+      dense: finite numbers `[batch, num_dense]`, the dense inputs; None if there are
+        none. The loop converts them to float32, as it does labels and weights.
+      labels: finite numbers `[batch]`. The loss `"log_loss"` needs them in [0, 1].
+      weights: numbers `[batch]` of at least 0: 1 for a sample, 0 for padding samples in
+        the last batch of an evaluation.
+      origin: returns the place of a sample in its file, such as "clicks.csv, line 7",
+        given its index in the batch; None if there is none. Errors quote it.
+
+    Example:
+      >>> batch = Batch(
+      ...     features={"movie": np.array([3, 5])},
+      ...     labels=np.array([0.0, 1.0]),
+      ...     weights=np.ones(2),
+      ... )
+      >>> batch.dense is None
+      True
     """
 
     features: dict[str, FeatureIds]
     dense: np.ndarray | None = None
     labels: np.ndarray
     weights: np.ndarray
+    origin: Callable[[int], str] | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
 
 
 class Dataset(Protocol):
-    """A source of batches of one fixed size.
+    """A source of batches of one fixed size, as `DataSource.open` returns it.
 
     The training batch is a pure function of the step. A resumed run therefore reads the
     same batches as the interrupted run, and no reader state needs saving.
+
+    `ModelConfig.feature_config` and `ModelConfig.build` get the data set. It may have
+    further attributes for them, such as the sizes of its vocabularies.
+
+    Attributes:
+      batch_size: samples per batch, over all devices, as `open` got it.
     """
 
     batch_size: int
@@ -50,4 +71,7 @@ class Dataset(Protocol):
 
 
 class DataError(ValueError):
-    """Raised for a missing or damaged data file; the message names file and line."""
+    """Raised for missing or damaged data; the message names file and line.
+
+    Data sets of your own raise it, too. The training command prints it as one line.
+    """

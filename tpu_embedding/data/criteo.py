@@ -218,6 +218,7 @@ class Criteo:
             dense=dense_of_integers(rows.integers),
             labels=rows.labels,
             weights=weights,
+            origin=lambda sample: f"{file.path}, line {lines[sample] + 1}",
         )
 
 

@@ -185,6 +185,8 @@ class MovieLens:
             },
             labels=ratings.ratings[samples],
             weights=weights,
+            # Each line of the file is one rating.
+            origin=lambda sample: f"{ratings.path}, line {samples[sample] + 1}",
         )
 
     def _permutation(self, epoch: int) -> np.ndarray:

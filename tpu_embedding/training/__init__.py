@@ -4,11 +4,19 @@ The command `tpu-embedding train` calls `train` of this package. `make_train_ste
 `abstract_train_state` let a caller compile a step without running it.
 """
 
-from tpu_embedding.training.config_files import ConfigError as ConfigError
+from tpu_embedding.checkpoint.run_checkpoints import CheckpointError as CheckpointError
+from tpu_embedding.data.batch import Batch as Batch
+from tpu_embedding.data.batch import DataError as DataError
+from tpu_embedding.data.batch import Dataset as Dataset
 from tpu_embedding.training.config_files import list_configs as list_configs
 from tpu_embedding.training.config_files import load_config as load_config
+from tpu_embedding.training.errors import ConfigError as ConfigError
 from tpu_embedding.training.loop import RunResult as RunResult
 from tpu_embedding.training.loop import train as train
+from tpu_embedding.training.models.model import MLP as MLP
+from tpu_embedding.training.models.model import ModelConfig as ModelConfig
+from tpu_embedding.training.models.model import Outputs as Outputs
+from tpu_embedding.training.models.model import click_outputs as click_outputs
 from tpu_embedding.training.overrides import apply_overrides as apply_overrides
 from tpu_embedding.training.pipeline import (
     TrainingDivergedError as TrainingDivergedError,
@@ -21,7 +29,9 @@ from tpu_embedding.training.random_source import (
 )
 from tpu_embedding.training.run_config import RunConfig as RunConfig
 from tpu_embedding.training.run_config import Target as Target
+from tpu_embedding.training.run_lock import RunDirectoryError as RunDirectoryError
 from tpu_embedding.training.sources import CriteoSource as CriteoSource
+from tpu_embedding.training.sources import DataSource as DataSource
 from tpu_embedding.training.sources import MovieLensSource as MovieLensSource
 from tpu_embedding.training.sources import (
     SyntheticClicksSource as SyntheticClicksSource,

@@ -4,19 +4,20 @@ An installed package contains them in `tpu_embedding/configs`. A checkout has th
 `configs`, next to the package.
 """
 
+import contextlib
 import pathlib
-import runpy
+import sys
+import types
+import zlib
+from collections.abc import Iterator
 from typing import Final
 
 import tpu_embedding
+from tpu_embedding.training.errors import ConfigError, describe_error
 from tpu_embedding.training.run_config import RunConfig
 
 _PACKAGE: Final = pathlib.Path(tpu_embedding.__file__).parent
 CONFIG_DIRS: Final = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
-
-
-class ConfigError(ValueError):
-    """Raised if a run config is missing or invalid, or if an override does not fit."""
 
 
 def list_configs() -> dict[str, pathlib.Path]:
@@ -32,22 +33,28 @@ def list_configs() -> dict[str, pathlib.Path]:
 def load_config(name_or_path: str) -> RunConfig:
     """Returns the run config that a Python file defines as `config`.
 
+    The file may import modules of its own folder, as a script may.
+
     Args:
       name_or_path: a name from `list_configs`, or the path of a Python file.
 
     Raises:
-      ConfigError: if the file does not exist, raises an exception, or defines no
-        `config`.
+      ConfigError: if the file does not exist, raises an exception, calls `exit`, or
+        defines no `config`.
+
+    Example:
+      >>> load_config("synthetic").batch_size
+      2048
     """
     path = _find_config(name_or_path)
     try:
-        namespace = runpy.run_path(str(path))
-    except Exception as error:
+        module = _run_file(path)
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"The config {path} fails{_failing_line(error, path)} with "
-            f"{type(error).__name__}: {error}"
+            f"{describe_error(error)}"
         ) from error
-    config = namespace.get("config")
+    config = getattr(module, "config", None)
     if not isinstance(config, RunConfig):
         found = "nothing" if config is None else f"a {type(config).__name__}"
         raise ConfigError(
@@ -55,6 +62,33 @@ def load_config(name_or_path: str) -> RunConfig:
             f"tpu_embedding.training.RunConfig, got {found} of that name."
         )
     return config
+
+
+def _run_file(path: pathlib.Path) -> types.ModuleType:
+    """Runs a file as a module that annotations and pickle can look up by its name."""
+    code = compile(path.read_bytes(), str(path), "exec")
+    number = zlib.crc32(str(path.resolve()).encode())
+    module = types.ModuleType(f"{path.stem}_{number:08x}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    try:
+        with _on_search_path(path.resolve().parent):
+            exec(code, module.__dict__)
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
+    return module
+
+
+@contextlib.contextmanager
+def _on_search_path(directory: pathlib.Path) -> Iterator[None]:
+    """Lets modules of a directory be imported."""
+    before = list(sys.path)
+    sys.path.insert(0, str(directory))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def _find_config(name_or_path: str) -> pathlib.Path:
@@ -71,10 +105,10 @@ def _find_config(name_or_path: str) -> pathlib.Path:
     )
 
 
-def _failing_line(error: Exception, path: pathlib.Path) -> str:
+def _failing_line(error: BaseException, path: pathlib.Path) -> str:
     """Returns " in line N" for the line of the config that failed, or ""."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
-        return f" in line {error.lineno}"
+        return "" if error.lineno is None else f" in line {error.lineno}"
     line, frame = None, error.__traceback__
     while frame is not None:
         if frame.tb_frame.f_code.co_filename == str(path):

@@ -1,14 +1,15 @@
 """Runs the training loop on the host: steps, evaluations, checkpoints, result.
 
-`train` is the entry point. `step.py` defines the compiled functions. `pipeline.py`
-feeds batches to the devices and reads metrics back.
+`train` is the entry point. `run_program.py` checks a run and makes its program.
+`pipeline.py` feeds batches to the devices and reads metrics back.
 """
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import flax
@@ -17,35 +18,22 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tpu_embedding.checkpoint.run_checkpoints import (
-    RunCheckpoints,
-    describe_plan,
-    no_checkpoint_error,
-)
+from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints, describe_plan
 from tpu_embedding.data.batch import DataError, Dataset
 from tpu_embedding.data.teacher import TeacherDataset
-from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.training.config_files import ConfigError
 from tpu_embedding.training.metrics import LOSSES
 from tpu_embedding.training.pipeline import (
     StepMeter,
+    TrainingDivergedError,
     put_batch,
     sum_over_batches,
     train_batches,
 )
 from tpu_embedding.training.reporting import RunReport, load_figure_class
 from tpu_embedding.training.run_config import RunConfig, Target
-from tpu_embedding.training.step import (
-    abstract_train_state,
-    init_train_state,
-    jit_train_step,
-    make_evaluation_step,
-    make_run_plan,
-    make_train_step,
-    prepare_batch,
-)
-
-CHECKPOINTS_DIR: Final = "checkpoints"
+from tpu_embedding.training.run_directory import ExistingRun, RunDirectory
+from tpu_embedding.training.run_program import RunProgram, prepare_run
+from tpu_embedding.training.step import init_train_state
 
 MAY_CHANGE_ON_RESUME: Final = (
     "name",
@@ -91,18 +79,24 @@ def train(
     *,
     data_dir: pathlib.Path | None = None,
     mesh: Mesh | None = None,
-    resume: bool = False,
+    existing_run: ExistingRun = "refuse",
     stop_at: int | None = None,
     compiler_options: Mapping[str, str] | None = None,
 ) -> RunResult | None:
     """Trains and evaluates a model; writes records, a plot and checkpoints.
+
+    All that can be checked before the first step is checked before any file is touched:
+    the config, the data, the plan, the model and its outputs, and both optimizers.
 
     Args:
       config: config of the run.
       output_dir: directory for the files; created if it does not exist.
       data_dir: path of the data, if the config's source reads files.
       mesh: mesh of the devices; None uses all devices.
-      resume: if True, continue from the latest checkpoint in `output_dir`.
+      existing_run: treatment of an earlier run in `output_dir`. `"refuse"`: raise an
+        error. `"resume"`: continue from its latest checkpoint, or from the beginning if
+        it saved none. `"move_aside"`: move its files to a new directory,
+        `<output_dir>.old-1` or the next number, and start anew.
       stop_at: number of steps after which the run saves a checkpoint and stops, as if
         interrupted; None runs to the end.
       compiler_options: XLA options of the train step, only for TPUs. They are added to
@@ -114,37 +108,38 @@ def train(
     Raises:
       ConfigError: if settings are wrong or contradict each other.
       DataError: if data are missing or damaged.
-      CheckpointError: with `resume`, if there is no checkpoint, or if it belongs to
+      CheckpointError: if the checkpoint to resume from is damaged, or belongs to
         another run.
-      TrainingDivergedError: if the loss is not finite.
+      RunDirectoryError: if another process uses `output_dir`, if `existing_run` forbids
+        the files that it holds, or if there is no run to resume.
+      TrainingDivergedError: if the loss or a metric is not finite.
       MissingPlotLibraryError: if matplotlib, which draws the plot, is not installed.
     """
     begin = time.perf_counter()
     load_figure_class()  # Fails before the training, not after it.
-    output_dir = pathlib.Path(output_dir)
-    with _config_errors():
-        data = config.data.open(
-            data_dir, batch_size=config.batch_size, seed=config.seed
-        )
-        plan = make_run_plan(config, data, mesh, compiler_options=compiler_options)
-    if resume and not (output_dir / CHECKPOINTS_DIR).is_dir():
-        raise no_checkpoint_error(output_dir / CHECKPOINTS_DIR)
+    directory = RunDirectory(output_dir)
+    directory.check(existing_run)
+    program = prepare_run(
+        config, data_dir, mesh=mesh, compiler_options=compiler_options
+    )
     with contextlib.ExitStack() as stack:
+        moved_to = stack.enter_context(directory.claim(existing_run))
         checkpoints = RunCheckpoints(
-            output_dir / CHECKPOINTS_DIR, kept=config.checkpoints_kept
+            directory.checkpoints, kept=config.checkpoints_kept
         )
         stack.callback(checkpoints.close)
-        description = _describe(config, data, plan)
-        first_step = checkpoints.check(description) if resume else 0
-        report = RunReport(output_dir)
+        description = _describe(program)
+        first_step, state = 0, None
+        if existing_run == "resume" and checkpoints.latest_step is not None:
+            first_step, state = checkpoints.restore(program.state, description)
+        report = RunReport(directory.path)
         stack.callback(report.close)
-        _report_start(report, config, data, plan, first_step)
-        if resume:
-            graphdef, state = abstract_train_state(config, data, plan)
-            _, state = checkpoints.restore(state, description)
-        else:
-            graphdef, state = init_train_state(config, data, plan)
-        run = _Run(config, data, plan, report, graphdef, state)
+        if moved_to is not None:
+            report.line(f"moved the earlier run to {moved_to}")
+        _report_start(report, program, first_step)
+        if state is None:
+            _, state = init_train_state(config, program.data.data, program.plan)
+        run = _Run(program, report, state)
 
         last_step = max(first_step, min(config.num_steps, stop_at or config.num_steps))
         for step in run.train(first_step, last_step):
@@ -153,20 +148,9 @@ def train(
             report.line(f"stopped after step {last_step}; --resume continues the run")
             return None
         metrics = run.evaluate(last_step)
-        result = _result(config, data, metrics, last_step, begin)
+        result = _result(config, program.data.data, metrics, last_step, begin)
         _report_end(report, config, result, last_step - first_step)
         return result
-
-
-@contextlib.contextmanager
-def _config_errors():
-    """Raises every error about settings, whatever its module, as `ConfigError`."""
-    try:
-        yield
-    except (ConfigError, DataError):
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 class _Run:
@@ -176,26 +160,14 @@ class _Run:
       state: state of model and optimizer after the latest step.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        data: Dataset,
-        plan: EmbeddingPlan,
-        report: RunReport,
-        graphdef: nnx.GraphDef,
-        state: nnx.State,
-    ):
+    def __init__(self, program: RunProgram, report: RunReport, state: nnx.State):
         self.state = state
-        self._config, self._data, self._plan = config, data, plan
+        self._program = program
         self._report = report
-        self._train_step = jit_train_step(
-            make_train_step(graphdef, config.loss), state, plan
-        )
-        self._evaluation_step = jax.jit(make_evaluation_step(graphdef, config.loss))
 
     def train(self, first_step: int, last_step: int):
         """Runs steps; yields the number of steps done whenever a checkpoint is due."""
-        config = self._config
+        config, program = self._program.config, self._program
         meter = StepMeter(
             config.batch_size,
             config.log_every,
@@ -203,10 +175,10 @@ class _Run:
         )
         steps = range(first_step, last_step)
         with contextlib.closing(
-            train_batches(self._data, self._plan, steps)
+            train_batches(program.data, program.plan, steps)
         ) as batches:
             for step, batch in batches:
-                self.state, metrics = self._train_step(self.state, batch)
+                self.state, metrics = program.train_step(self.state, batch)
                 done = step + 1
                 meter.add(done, metrics)
                 if done == last_step:
@@ -222,13 +194,25 @@ class _Run:
     def evaluate(self, step: int) -> dict[str, float]:
         """Returns the metrics on the held-out data, and reports them."""
         begin = time.perf_counter()
+        program = self._program
         totals = sum_over_batches(
-            self._evaluation_step(
-                self.state, put_batch(batch, self._plan, f"Evaluation batch {i}")
+            program.evaluation_step(
+                self.state, put_batch(batch, program.plan, f"Evaluation batch {i}")
             )
-            for i, batch in enumerate(self._data.evaluation_batches())
+            for i, batch in enumerate(program.data.evaluation_batches())
         )
-        metrics = LOSSES[self._config.loss].summarize(totals)
+        if not totals["weight"] > 0:
+            raise DataError(
+                f"{type(program.data.data).__name__}.evaluation_batches() must yield a "
+                "sample of positive weight, got none."
+            )
+        metrics = LOSSES[program.config.loss].summarize(totals)
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise TrainingDivergedError(
+                    f"The evaluation after step {step} has the {name} {value}; lower "
+                    "the learning rates, or check the input data for damaged values."
+                )
         self._report.evaluation(step, metrics, time.perf_counter() - begin)
         return metrics
 
@@ -237,25 +221,21 @@ def _is_due(num_steps_done: int, every: int) -> bool:
     return every > 0 and num_steps_done % every == 0
 
 
-def _describe(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> dict[str, Any]:
+def _describe(program: RunProgram) -> dict[str, Any]:
     """Returns the description that a checkpoint and a resumed run must share."""
-    run = config.describe()
+    run = program.config.describe()
     for name in MAY_CHANGE_ON_RESUME:
         del run[name]
+    data = program.data.data
     dataset = {
         "type": type(data).__name__,
         "num_train_samples": getattr(data, "num_train_samples", None),
     }
-    return {"run": run, "dataset": dataset, "plan": describe_plan(plan)}
+    return {"run": run, "dataset": dataset, "plan": describe_plan(program.plan)}
 
 
-def _report_start(
-    report: RunReport,
-    config: RunConfig,
-    data: Dataset,
-    plan: EmbeddingPlan,
-    first_step: int,
-) -> None:
+def _report_start(report: RunReport, program: RunProgram, first_step: int) -> None:
+    config, plan = program.config, program.plan
     device = plan.mesh.devices.flat[0]
     versions = {m.__name__: m.__version__ for m in (jax, flax, np)}
     report.record(
@@ -275,14 +255,14 @@ def _report_start(
     report.line(str(plan))
     report.line(
         f"per device: {-(-config.batch_size // plan.num_shards)} samples a step, "
-        + ", ".join(_id_counts(data, plan))
+        + ", ".join(_id_counts(program))
     )
 
 
-def _id_counts(data: Dataset, plan: EmbeddingPlan):
+def _id_counts(program: RunProgram) -> Iterator[str]:
     """Yields, as text, the static number of ids per device and step of each stack."""
-    batch = prepare_batch(data.train_batch(0), plan)
-    leaves = plan.flatten(batch.features)
+    plan = program.plan
+    leaves = plan.flatten(program.batch.features)
     for stack in plan.stacks:
         num_ids = sum(
             jax.tree.leaves(leaves[i])[0].size for i in plan.features_of(stack)

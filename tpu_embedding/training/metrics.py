@@ -6,7 +6,7 @@ and computes the metrics from the totals.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ import optax
 from jaxtyping import Array, Float
 
 from tpu_embedding.training.models.model import Outputs
-from tpu_embedding.training.run_config import LossName
+
+LossName = Literal["log_loss", "squared_error", "in_batch_softmax"]
 
 NUM_SCORE_BINS: Final = 4096
 """Number of bins of predicted probabilities, for the area under the ROC curve.
@@ -34,17 +35,24 @@ class Loss:
     """A loss and the metrics that belong to it.
 
     Attributes:
-      metric: name of the main metric, for which a run may have a target; lower is
-        better.
+      metrics: names of the metrics for which a run may have a target; lower is better.
+        The first one is the main metric, which a teacher can have, too.
+      label_range: minimum and maximum of a label; None if every finite number is one.
       per_sample: `(outputs, labels) -> losses [batch]`, without the penalty.
       sums: `(outputs, labels, weights) -> Sums` of one batch.
       summarize: `totals -> metrics`, from float64 totals by name to metrics by name.
     """
 
-    metric: str
+    metrics: tuple[str, ...]
+    label_range: tuple[float, float] | None = None
     per_sample: Callable[[Outputs, Array], Array]
     sums: Callable[[Outputs, Array, Array], Sums]
     summarize: Callable[[dict[str, np.ndarray]], dict[str, float]]
+
+    @property
+    def metric(self) -> str:
+        """Name of the main metric."""
+        return self.metrics[0]
 
 
 def mean_loss(
@@ -147,19 +155,20 @@ def _summarize_retrieval(totals: dict[str, np.ndarray]) -> dict[str, float]:
 
 LOSSES: Final[dict[LossName, Loss]] = {
     "log_loss": Loss(
-        metric="log_loss",
+        metrics=("log_loss",),
+        label_range=(0.0, 1.0),
         per_sample=_log_loss,
         sums=_click_sums,
         summarize=_summarize_clicks,
     ),
     "squared_error": Loss(
-        metric="rmse",
+        metrics=("rmse", "mae"),
         per_sample=_squared_error,
         sums=_rating_sums,
         summarize=_summarize_ratings,
     ),
     "in_batch_softmax": Loss(
-        metric="softmax_loss",
+        metrics=("softmax_loss",),
         per_sample=_softmax_loss,
         sums=_retrieval_sums,
         summarize=_summarize_retrieval,

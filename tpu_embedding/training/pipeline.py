@@ -15,6 +15,7 @@ import jax
 from tpu_embedding.data.batch import Batch, DataError, Dataset
 from tpu_embedding.lookup.prepare import shard_batch
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.training.checked_data import check_num_samples
 from tpu_embedding.training.reporting import Record
 from tpu_embedding.training.step import StepMetrics, prepare_batch
 
@@ -67,10 +68,20 @@ def put_batch(batch: Batch, plan: EmbeddingPlan, owner: str) -> Batch:
       DataError: if the features do not match the plan, or ids lie outside their
         tables. The message starts with the owner.
     """
+    return shard_batch(prepare_checked(batch, plan, owner), plan)
+
+
+def prepare_checked(batch: Batch, plan: EmbeddingPlan, owner: str) -> Batch:
+    """Checks a batch on the host and gives it static shapes.
+
+    Arguments and errors are those of `put_batch`.
+    """
     try:
-        return shard_batch(prepare_batch(batch, plan), plan)
+        prepared = prepare_batch(batch, plan)
     except (TypeError, ValueError) as error:
         raise DataError(f"{owner}: {error}") from error
+    check_num_samples(prepared, plan, owner)
+    return prepared
 
 
 class StepMeter:

@@ -7,17 +7,25 @@ command line can override.
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Literal, get_args
 
+import numpy as np
 import optax
 
+from tpu_embedding.data.teacher import is_int
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.plan.backends import BACKENDS
+from tpu_embedding.training.metrics import LOSSES, LossName
 from tpu_embedding.training.models.model import ModelConfig
 from tpu_embedding.training.sources import DataSource
 
-LossName = Literal["log_loss", "squared_error", "in_batch_softmax"]
+MAX_SEED: Final = 2**32 - 1
+"""Maximum seed; JAX would take a larger one for another with the same lower bits."""
+
+_MAX_COUNT: Final = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +33,8 @@ class Target:
     """The metric that a config promises to reach on the held-out data.
 
     Attributes:
-      metric: `"log_loss"`, `"rmse"` or `"softmax_loss"`; lower is better.
+      metric: `"log_loss"`, `"rmse"`, `"mae"` or `"softmax_loss"`, as the run's loss
+        has it; lower is better.
       at_most: maximum value of the metric. With `relative_to`, it is a multiple of the
         teacher's value.
       relative_to: `"teacher"` for synthetic data, or None. The teacher is the model
@@ -36,15 +45,33 @@ class Target:
     at_most: float
     relative_to: Literal["teacher"] | None = None
 
+    def __post_init__(self):
+        problems = []
+        if not isinstance(self.metric, str):
+            problems.append(f"Target.metric must be a string, got {self.metric!r}")
+        if not _is_finite(self.at_most):
+            problems.append(
+                f"Target.at_most must be a finite number, got {self.at_most!r}"
+            )
+        if self.relative_to not in ("teacher", None):
+            problems.append(
+                f"Target.relative_to must be 'teacher' or None, got "
+                f"{self.relative_to!r}"
+            )
+        if problems:
+            raise ValueError("; ".join(problems) + ".")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Settings of a training run, apart from its devices and the paths of its files.
 
     Attributes:
-      name: name of the run; its default output directory is `runs/<name>`.
-      data: data source of the batches.
-      model: sizes and other hyperparameters of the model.
+      name: name of the run; its default output directory is `runs/<name>`, so it holds
+        no path separator.
+      data: data source of the batches, a frozen dataclass; see `DataSource`.
+      model: sizes and other hyperparameters of the model, a frozen dataclass; see
+        `ModelConfig`.
       loss: `"log_loss"` for clicks, `"squared_error"` for ratings, or
         `"in_batch_softmax"` for choices among the items of the batch.
       batch_size: samples per step, over all devices. It need not be divisible by the
@@ -59,7 +86,7 @@ class RunConfig:
       capacity: ids per destination and round of the exchange; None lets the plan
         choose. It changes the speed, never the results.
       kernels: backend that reads and updates rows, as in `make_plan`.
-      seed: seed of the data and the initial values.
+      seed: seed of the data and the initial values, from 0 to 2**32 - 1.
       log_every: steps per line of progress.
       evaluate_every: steps between evaluations; 0 evaluates only at the end.
       checkpoint_every: steps between checkpoints; 0 saves only at the end.
@@ -87,39 +114,103 @@ class RunConfig:
 
     def __post_init__(self):
         problems = [
-            f"RunConfig.{name} must be an int of at least {minimum}, got {value!r}"
-            for name, minimum, value in (
-                ("batch_size", 1, self.batch_size),
-                ("num_steps", 1, self.num_steps),
-                ("capacity", 1, 1 if self.capacity is None else self.capacity),
-                ("seed", 0, self.seed),
-                ("log_every", 1, self.log_every),
-                ("evaluate_every", 0, self.evaluate_every),
-                ("checkpoint_every", 0, self.checkpoint_every),
-                ("checkpoints_kept", 1, self.checkpoints_kept),
-            )
-            if not isinstance(value, int) or value < minimum
+            *self._problems_of_name(),
+            *self._problems_of_sections(),
+            *self._problems_of_numbers(),
+            *self._problems_of_choices(),
         ]
-        problems += [
-            f"RunConfig.{name} must be finite and not negative, got {value!r}"
-            for name, value in (
-                ("table_learning_rate", self.table_learning_rate),
-                ("dense_learning_rate", self.dense_learning_rate),
+        if not problems:
+            problems += _description_problems("RunConfig", self.describe())
+        if problems:
+            raise ValueError("; ".join(problems) + f" (config {self.name!r}).")
+
+    def _problems_of_name(self) -> Iterator[str]:
+        name = self.name
+        if (
+            not isinstance(name, str)
+            or name.strip() in ("", ".", "..")
+            or not name.isprintable()
+            or any(separator in name for separator in ("/", "\\", os.sep))
+        ):
+            yield (
+                "RunConfig.name must be a string without path separators, got "
+                f"{name!r}; --output-dir takes a path"
             )
-            if not (math.isfinite(value) and value >= 0)
-        ]
-        if self.loss not in get_args(LossName):
-            problems.append(
-                f"RunConfig.loss must be one of {list(get_args(LossName))}, got "
-                f"{self.loss!r}"
-            )
+
+    def _problems_of_sections(self) -> Iterator[str]:
+        for name, protocol, methods in (
+            ("data", "DataSource", ("open",)),
+            ("model", "ModelConfig", ("feature_config", "build")),
+        ):
+            value = getattr(self, name)
+            missing = [m for m in methods if not callable(getattr(value, m, None))]
+            is_value = dataclasses.is_dataclass(value) and not isinstance(value, type)
+            if missing or not is_value:
+                yield (
+                    f"RunConfig.{name} must be an instance of a frozen dataclass with "
+                    f"the methods of tpu_embedding.training.{protocol}, "
+                    f"{' and '.join(methods)}, got {value!r}"
+                    + (f" without {' and '.join(missing)}" if missing else "")
+                )
+        for name in ("make_table_optimizer", "make_dense_optimizer"):
+            value = getattr(self, name)
+            if not callable(value) or isinstance(value, type):
+                yield (
+                    f"RunConfig.{name} must be a function of the config, such as "
+                    f"lambda run: ..., got {value!r}"
+                )
+
+    def _problems_of_numbers(self) -> Iterator[str]:
+        for name, minimum in (
+            ("batch_size", 1),
+            ("num_steps", 1),
+            ("capacity", 1),
+            ("seed", 0),
+            ("log_every", 1),
+            ("evaluate_every", 0),
+            ("checkpoint_every", 0),
+            ("checkpoints_kept", 1),
+        ):
+            value = getattr(self, name)
+            if name == "capacity" and value is None:
+                continue
+            if not is_int(value) or value < minimum:
+                yield (
+                    f"RunConfig.{name} must be an int of at least {minimum}, got "
+                    f"{value!r}"
+                )
+            elif value > (MAX_SEED if name == "seed" else _MAX_COUNT):
+                limit = "2**32 - 1" if name == "seed" else "2**31 - 1"
+                yield f"RunConfig.{name} must be at most {limit}, got {value!r}"
+        for name in ("table_learning_rate", "dense_learning_rate"):
+            value = getattr(self, name)
+            if not (_is_finite(value) and value >= 0):
+                yield (
+                    f"RunConfig.{name} must be finite and not negative, got {value!r}"
+                )
+
+    def _problems_of_choices(self) -> Iterator[str]:
         if self.kernels not in BACKENDS:
-            problems.append(
+            yield (
                 f"RunConfig.kernels must be one of {list(BACKENDS)}, got "
                 f"{self.kernels!r}"
             )
-        if problems:
-            raise ValueError("; ".join(problems) + f" (config {self.name!r}).")
+        if self.loss not in get_args(LossName):
+            yield (
+                f"RunConfig.loss must be one of {list(get_args(LossName))}, got "
+                f"{self.loss!r}"
+            )
+        elif not isinstance(self.target, Target | None):
+            yield f"RunConfig.target must be a Target or None, got {self.target!r}"
+        elif self.target is not None:
+            metrics = LOSSES[self.loss].metrics
+            if self.target.relative_to == "teacher":
+                metrics = metrics[:1]  # The teacher has no other.
+            if self.target.metric not in metrics:
+                yield (
+                    f"RunConfig.target.metric must be one of {list(metrics)} for the "
+                    f"loss {self.loss!r}, got {self.target.metric!r}"
+                )
 
     def describe(self) -> dict[str, Any]:
         """Returns the fields as JSON values, without the two functions."""
@@ -137,6 +228,33 @@ def _describe(value: Any) -> Any:
             if not callable(getattr(value, field.name))
         }
         return {"type": type(value).__name__, **fields}
-    if isinstance(value, tuple):
+    if isinstance(value, Mapping):
+        return {str(key): _describe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
         return [_describe(item) for item in value]
+    if isinstance(value, pathlib.PurePath):
+        return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
     return value
+
+
+def _description_problems(owner: str, value: Any) -> Iterator[str]:
+    """Yields a message for each value of a description that JSON does not have."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from _description_problems(f"{owner}.{key}", item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{owner} must be finite, got {value!r}"
+    elif not isinstance(value, str | int | float | None):
+        yield (
+            f"{owner} must be a number, string, path, None, or a tuple, dict or "
+            f"dataclass of them, got a {type(value).__name__}; records and checkpoints "
+            "describe the run by it"
+        )
+
+
+def _is_finite(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)

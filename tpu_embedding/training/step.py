@@ -22,11 +22,15 @@ from tpu_embedding.data.batch import Batch, Dataset
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device
 from tpu_embedding.lookup.prepare import prepare_features
 from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
+from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import Backend
-from tpu_embedding.training.metrics import LOSSES, Sums, mean_loss
-from tpu_embedding.training.run_config import LossName, RunConfig
+from tpu_embedding.training.checked_data import CheckedDataset
+from tpu_embedding.training.errors import ConfigError, own_code
+from tpu_embedding.training.metrics import LOSSES, LossName, Sums, mean_loss
+from tpu_embedding.training.models.model import Outputs
+from tpu_embedding.training.run_config import RunConfig
 
 
 @jax.tree_util.register_dataclass
@@ -68,6 +72,7 @@ def make_run_plan(
         the hardware's defaults, and override them.
 
     Raises:
+      ConfigError: if a function of the config raises an error or returns a wrong value.
       ValueError: if the configuration contradicts itself, if compiler options are given
         without a TPU, or if XLA does not know them.
     """
@@ -75,10 +80,19 @@ def make_run_plan(
         device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
         hardware = hardware_of_device(device)
     hardware = hardware.with_compiler_options(compiler_options or {})
+    with own_code(f"{type(config.model).__name__}.feature_config"):
+        features = config.model.feature_config(data)
+    with own_code("RunConfig.make_table_optimizer"):
+        optimizer = config.make_table_optimizer(config)
+    if optimizer is None or optimizer_problem("optimizer", optimizer):
+        raise ConfigError(
+            "RunConfig.make_table_optimizer must return an optimizer for tables, got "
+            f"{optimizer!r}; tpu_embedding.optimizers has ready ones."
+        )
     plan = make_plan(
-        config.model.feature_config(data),
+        features,
         mesh,
-        optimizer=config.make_table_optimizer(config),
+        optimizer=optimizer,
         capacity=config.capacity,
         kernels=cast(Backend, config.kernels),
         hardware=hardware,
@@ -128,7 +142,7 @@ def make_train_step(graphdef: nnx.GraphDef, loss_name: LossName) -> TrainStep:
     loss = LOSSES[loss_name]
 
     def loss_fn(model: Any, batch: Batch) -> jax.Array:
-        outputs = model(batch.features, batch.dense)
+        outputs = _outputs_of(model, batch)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
         return mean_loss(loss, outputs, labels, weights)
 
@@ -173,9 +187,10 @@ def abstract_step(
       The jitted step and its two arguments, the state and the batch. The arguments are
       `jax.ShapeDtypeStruct`s, so nothing is allocated.
     """
+    batch = CheckedDataset(data, config).first_batch
     graphdef, state = abstract_train_state(config, data, plan)
     step = jit_train_step(make_train_step(graphdef, config.loss), state, plan)
-    return step, state, abstract_batch(data.train_batch(0), plan)
+    return step, state, abstract_batch(batch, plan)
 
 
 def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> EvaluationStep:
@@ -184,16 +199,27 @@ def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> Evaluat
 
     def evaluation_step(state: nnx.State, batch: Batch) -> Sums:
         model, _ = nnx.merge(graphdef, state)
-        outputs = model(batch.features, batch.dense)
+        outputs = _outputs_of(model, batch)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
         return loss.sums(outputs, labels, weights)
 
     return evaluation_step
 
 
+def _outputs_of(model: Any, batch: Batch) -> Outputs:
+    """Calls the model, and refuses outputs that the loss cannot take."""
+    name = type(model).__name__
+    with own_code(f"{name}.__call__"):
+        outputs = model(batch.features, batch.dense)
+    _check_outputs(outputs, name, batch.labels.shape[0])
+    return outputs
+
+
 def prepare_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
     """Checks a batch on the host and gives it static shapes."""
-    return dataclasses.replace(batch, features=prepare_features(batch.features, plan))
+    features = prepare_features(batch.features, plan)
+    # A function that differs between batches would compile the step for each.
+    return dataclasses.replace(batch, features=features, origin=None)
 
 
 def abstract_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
@@ -216,9 +242,69 @@ def _check_compiler_options(plan: EmbeddingPlan) -> None:
 
 def _build(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> tuple[Any, Any]:
     """Returns the model and its optimizer, for tables and dense parameters."""
-    model = config.model.build(data, plan, rngs=nnx.Rngs(config.seed))
-    tx: optax.GradientTransformation = config.make_dense_optimizer(config)
-    return model, Optimizer(model, tx)
+    owner = f"{type(config.model).__name__}.build"
+    with own_code(owner):
+        model = config.model.build(data, plan, rngs=nnx.Rngs(config.seed))
+    _check_model(model, owner, plan)
+    with own_code("RunConfig.make_dense_optimizer"):
+        tx = config.make_dense_optimizer(config)
+    if not isinstance(tx, optax.GradientTransformation):
+        raise ConfigError(
+            "RunConfig.make_dense_optimizer must return an optax "
+            f"GradientTransformation, got {tx!r}."
+        )
+    with own_code("The optimizer of RunConfig.make_dense_optimizer"):
+        return model, Optimizer(model, tx)
+
+
+def _check_model(model: Any, owner: str, plan: EmbeddingPlan) -> None:
+    """Refuses a model that the train step cannot train."""
+    if not (isinstance(model, nnx.Module) and callable(model)):
+        raise ConfigError(
+            f"{owner} must return an nnx.Module with a method __call__(features, "
+            f"dense), got a {type(model).__name__}."
+        )
+    name, layers = type(model).__name__, embedding_layers(model)
+    if not layers:
+        raise ConfigError(
+            f"{owner} must return a model that owns a TPUEmbedding, got a {name} "
+            "without one; make it with TPUEmbedding(None, plan=plan, rngs=rngs)."
+        )
+    for path, layer in layers.items():
+        if layer.plan != plan:
+            raise ConfigError(
+                f"{owner}: the TPUEmbedding {path!r} of {name} must have the plan that "
+                "build got, because batches are prepared by it; make it with "
+                "TPUEmbedding(None, plan=plan, rngs=rngs)."
+            )
+
+
+def _check_outputs(outputs: Any, owner: str, num_samples: int) -> None:
+    """Refuses outputs of a model that the loss cannot take.
+
+    Args:
+      outputs: return value of the model, with arrays or tracers.
+      owner: name of the model's class, for the error.
+      num_samples: samples of the batch.
+
+    Raises:
+      ConfigError: if the value is no `Outputs`, or a field has a wrong shape or dtype.
+    """
+    if not isinstance(outputs, Outputs):
+        raise ConfigError(
+            f"{owner}.__call__ must return tpu_embedding.training.Outputs, got a "
+            f"{type(outputs).__name__}."
+        )
+    for field in dataclasses.fields(outputs):
+        array = getattr(outputs, field.name)
+        shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+        is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+        if shape != (num_samples,) or not is_float:
+            found = type(array).__name__ if dtype is None else f"{dtype} {list(shape)}"
+            raise ConfigError(
+                f"{owner}.__call__ must return Outputs whose {field.name} are floats "
+                f"of shape [batch], here [{num_samples}], got {found}."
+            )
 
 
 def _step_metrics(loss: jax.Array, model: nnx.Module) -> StepMetrics:
