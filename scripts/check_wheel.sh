@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
 # Builds the wheel, unpacks it into a directory of its own, and uses it from there.
 # Called by test.sh, whose environment has what the wheel needs.
+#   scripts/check_wheel.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source scripts/setup.sh
+help_on_request "$@"
+[ "$#" -eq 0 ] || refuse_option "$1"
 directory=$(mktemp -d)
 trap 'rm -rf "$directory"' EXIT
 python -m build --wheel --outdir "$directory" . >"$directory/build.log" || {

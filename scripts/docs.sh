@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
 # Builds the documentation into docs/_build/html; a warning is an error.
-#   scripts/docs.sh [SPHINX_OPTIONS]
+#   scripts/docs.sh [-- SPHINX_OPTIONS]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
+help_on_request "$@"
+if [ "$#" -gt 0 ]; then
+    [ "$1" = -- ] || refuse_option "$1"
+    shift
+fi
 setup_environment docs
 export JAX_PLATFORMS=cpu
 python -m sphinx -W --keep-going -b html "$@" docs docs/_build/html

@@ -4,6 +4,28 @@
 #
 # Takes $PYTHON, else the version of .python-version, else the default python3.
 
+# Two functions for the options of a script, to be called in the project's folder:
+#
+#   help_on_request "$@"        prints the script's first comment for --help or -h, and
+#                               ends the script
+#   refuse_option OPTION        ends the script with an error
+
+help_on_request() {
+    case "${1-}" in
+    -h | --help)
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "scripts/$(basename "$0")"
+        exit 0
+        ;;
+    esac
+}
+
+refuse_option() {
+    local script
+    script=scripts/$(basename "$0")
+    echo "$script: unknown option $1; see $script --help" >&2
+    exit 2
+}
+
 setup_environment() {
     local extras=$1 venv=${VENV:-.venv} python extra missing=
     if [ ! -x "$venv/bin/python" ]; then

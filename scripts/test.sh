@@ -1,18 +1,23 @@
 #!/usr/bin/env bash
 # Sets up an environment in .venv, then checks the project. Stops at the first failure.
-#   scripts/test.sh [PYTEST_OPTIONS]
+#   scripts/test.sh [-- PYTEST_OPTIONS]
 #       The quick tier, for before each change: format, lint, layers, types, and each
 #       test that is not marked `full`. The tests build the docs, too.
-#   scripts/test.sh --all [PYTEST_OPTIONS]
+#   scripts/test.sh --all [-- PYTEST_OPTIONS]
 #       The full tier, for continuous integration: also the tests marked `full`, the
 #       wheel, and Python 3.11 if that interpreter is there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
 
+help_on_request "$@"
 tier=quick tests="not full"
 if [ "${1-}" = --all ]; then
     tier=full tests=""
+    shift
+fi
+if [ "$#" -gt 0 ]; then
+    [ "$1" = -- ] || refuse_option "$1"
     shift
 fi
 

@@ -5,6 +5,7 @@
 The pages include the files inline, so the colours follow the theme, light or dark.
 """
 
+import argparse
 import pathlib
 from collections.abc import Callable
 from typing import Final
@@ -196,6 +197,7 @@ PICTURES: Final[dict[str, Callable[[], str]]] = {
 
 def main() -> None:
     """Writes all pictures beside this file."""
+    argparse.ArgumentParser(description=main.__doc__).parse_args()
     for name, draw in PICTURES.items():
         (DIRECTORY / name).write_text(draw())
 

@@ -15,7 +15,7 @@ from tpu_embedding.data.batch import Batch, DataError, Dataset
 from tpu_embedding.functional import activation_shapes
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.errors import ConfigError, own_code
-from tpu_embedding.training.metrics import LOSSES
+from tpu_embedding.training.metrics import LOSSES, LossName
 from tpu_embedding.training.run_config import RunConfig
 
 
@@ -75,7 +75,7 @@ class CheckedDataset:
         self.data = data
         self.batch_size = config.batch_size
         self._name = name
-        self._loss = config.loss
+        self._loss: LossName = config.loss
         self._num_dense: int | None | Literal["any"] = "any"
         self.first_batch = self.train_batch(0)
         dense = self.first_batch.dense
@@ -144,7 +144,7 @@ class CheckedDataset:
             is_wrong = ~np.isfinite(values) | (values < low) | (values > high)
             if not is_wrong.any():
                 continue
-            place = tuple(np.argwhere(is_wrong)[0].tolist())
+            place: tuple[int, ...] = tuple(np.argwhere(is_wrong)[0].tolist())
             rule = "must be finite"
             if np.isfinite([low, high]).all():
                 rule = f"must lie in [{low:g}, {high:g}] for the loss {self._loss!r}"

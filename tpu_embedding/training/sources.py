@@ -37,7 +37,12 @@ _MEAN_RATING: Final = 3.53
 
 
 class DataSource(Protocol):
-    """Settings of a data set, which opens it."""
+    """Settings of a data set, which opens it: the type of `RunConfig.data`.
+
+    A frozen dataclass with a method `open`. Its fields are numbers, strings, paths, or
+    tuples of them. Records and checkpoints describe the run by them, and `--set` can
+    change them.
+    """
 
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
@@ -49,6 +54,9 @@ class DataSource(Protocol):
           batch_size: samples per batch, over all devices.
           seed: seed of the order of samples, or of synthetic samples.
 
+        Returns:
+          The data set, whose batches have `batch_size` samples.
+
         Raises:
           DataError: if files are missing or damaged.
         """
@@ -58,7 +66,7 @@ class DataSource(Protocol):
         """Returns a data set of the same sizes without reading any file.
 
         Its batches have the shapes of the real ones, but arbitrary values. They serve
-        to compile a step.
+        to compile a step. Only `tpu-embedding compile` calls this method.
         """
         ...
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -125,8 +126,8 @@ def abstract_train_state(
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Returns shapes, dtypes and shardings of the state, without touching devices.
 
-    Arguments and result are those of `init_train_state`, with `jax.ShapeDtypeStruct`s
-    instead of arrays.
+    Arguments and result are those of `init_train_state`, with values of type
+    `jax.ShapeDtypeStruct` instead of arrays.
     """
     graphdef, state = nnx.split(nnx.eval_shape(lambda: _build(config, data, plan)))
     return graphdef, aot.abstract_arrays(state, plan)
@@ -161,7 +162,8 @@ def jit_train_step(step: TrainStep, state: nnx.State, plan: EmbeddingPlan) -> An
 
     Args:
       step: train step from `make_train_step`.
-      state: arrays or `jax.ShapeDtypeStruct`s; the new state keeps their shardings.
+      state: pytree of `jax.Array` or `jax.ShapeDtypeStruct`; the new state keeps their
+        shardings.
       plan: plan of the embedding layer.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -184,8 +186,8 @@ def abstract_step(
       plan: plan from `make_run_plan`.
 
     Returns:
-      The jitted step and its two arguments, the state and the batch. The arguments are
-      `jax.ShapeDtypeStruct`s, so nothing is allocated.
+      The jitted step and its two arguments, the state and the batch. The leaves of the
+      arguments are of type `jax.ShapeDtypeStruct`, so nothing is allocated.
     """
     batch = CheckedDataset(data, config).first_batch
     graphdef, state = abstract_train_state(config, data, plan)
@@ -297,10 +299,13 @@ def _check_outputs(outputs: Any, owner: str, num_samples: int) -> None:
         )
     for field in dataclasses.fields(outputs):
         array = getattr(outputs, field.name)
-        shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-        is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-        if shape != (num_samples,) or not is_float:
-            found = type(array).__name__ if dtype is None else f"{dtype} {list(shape)}"
+        found = type(array).__name__
+        is_right = False
+        if isinstance(array, jax.Array | np.ndarray):
+            found = f"{array.dtype} {list(array.shape)}"
+            is_float = jnp.issubdtype(array.dtype, jnp.floating)
+            is_right = is_float and array.shape == (num_samples,)
+        if not is_right:
             raise ConfigError(
                 f"{owner}.__call__ must return Outputs whose {field.name} are floats "
                 f"of shape [batch], here [{num_samples}], got {found}."

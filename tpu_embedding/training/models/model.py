@@ -16,7 +16,9 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """A model's outputs for the samples of a batch.
+    """A model's outputs for the samples of a batch: three float arrays `[batch]`.
+
+    `click_outputs` makes them from logits.
 
     Attributes:
       scores: input of the loss: logits, unclipped ratings, or log-softmax values.
@@ -31,7 +33,9 @@ class Outputs:
 
 
 class ModelConfig(Protocol):
-    """Hyperparameters of a model: a frozen dataclass that can build the model.
+    """Hyperparameters of a model, and how to build it: the type of `RunConfig.model`.
+
+    A frozen dataclass, whose fields `--set` can change.
 
     `feature_config` comes first, then the plan is made from it, then `build` runs. The
     plan can therefore be printed, and compared with a checkpoint's, before anything is
@@ -39,11 +43,30 @@ class ModelConfig(Protocol):
     """
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
-        """Returns the features of the model's embedding layer, sized for a data set."""
+        """Returns the features of the model's embedding layer.
+
+        Args:
+          data: data set that the config's source opened.
+
+        Returns:
+          Feature name to its config; the names are those of `Batch.features`.
+        """
         ...
 
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> nnx.Module:
-        """Returns the model, a callable `(features, dense) -> Outputs`."""
+        """Returns the model with initial parameters.
+
+        Args:
+          data: data set that the config's source opened.
+          plan: plan of the embedding layer, which the model makes by
+            `TPUEmbedding(None, plan=plan, rngs=rngs)`.
+          rngs: random streams for the initial parameters.
+
+        Returns:
+          An `nnx.Module` whose `__call__(features, dense)` returns `Outputs`. It gets
+          the prepared features and the float32 dense inputs of a batch, or None if
+          there are none.
+        """
         ...
 
 
@@ -85,7 +108,15 @@ class MLP(nnx.Module):
 
 
 def click_outputs(logits: Float[Array, " batch"]) -> Outputs:
-    """Returns the outputs of a click model without regularisation."""
+    """Returns the outputs of a click model without regularisation.
+
+    Args:
+      logits: float32 `[batch]`, the logit of a click.
+
+    Example:
+      >>> click_outputs(jnp.zeros(2)).predictions.tolist()
+      [0.5, 0.5]
+    """
     return Outputs(
         scores=logits,
         predictions=jax.nn.sigmoid(logits),

@@ -1,0 +1,74 @@
+"""Each script explains itself with `--help`, and refuses options that it lacks."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+SHELL = sorted(
+    path.name for path in (ROOT / "scripts").glob("*.sh") if path.name != "setup.sh"
+)
+PYTHON = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("benchmarks", "docs/pictures", "scripts")
+    for path in (ROOT / folder).glob("*.py")
+    if "__main__" in path.read_text()
+)
+
+
+def run(words, environment=None):
+    return subprocess.run(
+        words,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def no_python(tmp_path):
+    """An environment in which a script that starts its work fails at once."""
+    return {"PATH": "/usr/bin:/bin", "VENV": str(tmp_path / "venv"), "PYTHON": "false"}
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+@pytest.mark.parametrize("script", SHELL)
+def test_help_of_a_shell_script(script, option, no_python):
+    result = run(["bash", f"scripts/{script}", option], no_python)
+    assert result.returncode == 0, result.stderr
+    assert f"scripts/{script}" in result.stdout
+    assert result.stderr == ""
+    assert not pathlib.Path(no_python["VENV"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [
+        ("test.sh", "--al"),
+        ("test.sh", "-x"),
+        ("test.sh", "tests"),
+        ("check_wheel.sh", "--all"),
+        ("docs.sh", "--fast"),
+    ],
+)
+def test_unknown_option_of_a_shell_script(script, option, no_python):
+    result = run(["bash", f"scripts/{script}", option], no_python)
+    assert result.returncode == 2
+    assert option in result.stderr
+    assert "--help" in result.stderr
+    assert not pathlib.Path(no_python["VENV"]).exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", PYTHON)
+def test_help_of_a_python_script(script):
+    result = run([sys.executable, script, "--help"])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage: ")
+    result = run([sys.executable, script, "--unknown-option"])
+    assert result.returncode == 2
+    assert "--unknown-option" in result.stderr or "required" in result.stderr
