@@ -1,6 +1,7 @@
 """The batch, the data set interface and the data error of the training loop."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -10,7 +11,12 @@ import numpy as np
 from tpu_embedding.types import FeatureIds
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("features", "dense", "labels", "weights"),
+    meta_fields=(),
+    drop_fields=("origin",),  # A function equals no other, and no device needs it.
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
     """One batch of samples, on the host until the training loop moves it to devices.
@@ -25,7 +31,8 @@ class Batch:
       weights: numbers `[batch]` of at least 0: 1 for a sample, 0 for padding samples in
         the last batch of an evaluation.
       origin: returns the place of a sample in its file, such as "clicks.csv, line 7",
-        given its index in the batch; None if there is none. Errors quote it.
+        given its index in the batch; None if there is none. Errors quote it. It is no
+        part of the pytree: `jax.tree.map` returns a batch without it.
 
     Example:
       >>> batch = Batch(
@@ -41,9 +48,7 @@ class Batch:
     dense: np.ndarray | None = None
     labels: np.ndarray
     weights: np.ndarray
-    origin: Callable[[int], str] | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
+    origin: Callable[[int], str] | None = None
 
 
 class Dataset(Protocol):

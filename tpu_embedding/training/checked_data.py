@@ -144,17 +144,16 @@ class CheckedDataset:
             is_wrong = ~np.isfinite(values) | (values < low) | (values > high)
             if not is_wrong.any():
                 continue
-            place: tuple[int, ...] = tuple(np.argwhere(is_wrong)[0].tolist())
+            sample, *column = np.argwhere(is_wrong)[0].tolist()
             rule = "must be finite"
             if np.isfinite([low, high]).all():
                 rule = f"must lie in [{low:g}, {high:g}] for the loss {self._loss!r}"
             elif np.isfinite(low):
                 rule = f"must be finite and at least {low:g}"
-            column = f", column {place[1]}" if len(place) > 1 else ""
+            place = _place(batch, sample) + "".join(f", column {i}" for i in column)
             raise DataError(
-                f"{owner}: {name} {rule}, got {values[place]:g} for "
-                f"{_place(batch, place[0])}{column}, and {is_wrong.sum()} such values "
-                "in all."
+                f"{owner}: {name} {rule}, got {values[sample, *column]:g} for {place}, "
+                f"and {is_wrong.sum()} such values in all."
             )
         if not batch.weights.any():
             raise DataError(

@@ -219,9 +219,7 @@ def _outputs_of(model: Any, batch: Batch) -> Outputs:
 
 def prepare_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
     """Checks a batch on the host and gives it static shapes."""
-    features = prepare_features(batch.features, plan)
-    # A function that differs between batches would compile the step for each.
-    return dataclasses.replace(batch, features=features, origin=None)
+    return dataclasses.replace(batch, features=prepare_features(batch.features, plan))
 
 
 def abstract_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
