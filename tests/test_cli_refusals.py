@@ -320,7 +320,7 @@ WRONG_CONFIGS = [
     (
         '"user": users',
         '"user": users[:9]',
-        "feature 'user' must have 64 samples.* got 9",
+        "same number of samples, got .* 9 for .*'user'",
     ),
     (
         '"user": users',

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tpu_embedding.data.batch import Batch, DataError, Dataset
-from tpu_embedding.functional import activation_shapes
+from tpu_embedding.lookup._inputs import feature_shape
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.errors import ConfigError, own_code
 from tpu_embedding.training.metrics import LOSSES, LossName
@@ -175,12 +175,13 @@ def check_num_samples(batch: Batch, plan: EmbeddingPlan, owner: str) -> None:
         `output_shape` may.
     """
     size = len(batch.labels)
-    shapes = plan.flatten(activation_shapes(batch.features, plan))
-    for feature, shape in zip(plan.features, shapes, strict=True):
-        if feature.config.output_shape is None and shape.shape[0] != size:
+    leaves = plan.flatten_inputs(batch.features)
+    for feature, ids in zip(plan.inputs, leaves, strict=True):
+        num_samples = feature_shape(ids, feature, plan).output_shape[0]
+        if feature.config.output_shape is None and num_samples != size:
             raise DataError(
                 f"{owner}: the feature {feature.name!r} must have {size} samples, as "
-                f"many as the labels, got {shape.shape[0]}."
+                f"many as the labels, got {num_samples}."
             )
 
 

@@ -175,7 +175,7 @@ class _Run:
         )
         steps = range(first_step, last_step)
         with contextlib.closing(
-            train_batches(program.data, program.plan, steps)
+            train_batches(program.data, program.plan, steps, program.train_sizes)
         ) as batches:
             for step, batch in batches:
                 self.state, metrics = program.train_step(self.state, batch)
@@ -197,7 +197,11 @@ class _Run:
         program = self._program
         totals = sum_over_batches(
             program.evaluation_step(
-                self.state, put_batch(batch, program.plan, f"Evaluation batch {i}")
+                self.state,
+                put_batch(
+                    *(batch, program.plan, f"Evaluation batch {i}"),
+                    program.evaluation_sizes,
+                ),
             )
             for i, batch in enumerate(program.data.evaluation_batches())
         )

@@ -13,6 +13,7 @@ from typing import Any, Final
 import jax
 
 from tpu_embedding.data.batch import Batch, DataError, Dataset
+from tpu_embedding.lookup.buffer_sizes import BufferSizes
 from tpu_embedding.lookup.prepare import shard_batch
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.checked_data import check_num_samples
@@ -31,18 +32,28 @@ class TrainingDivergedError(RuntimeError):
 
 
 def train_batches(
-    data: Dataset, plan: EmbeddingPlan, steps: Iterable[int]
+    data: Dataset,
+    plan: EmbeddingPlan,
+    steps: Iterable[int],
+    sizes: BufferSizes | None = None,
 ) -> Generator[tuple[int, Batch], None, None]:
     """Yields each step's number and its batch on the devices.
 
     A thread prepares the next batch while the caller uses the current one.
+
+    Args:
+      data: data set.
+      plan: plan of the embedding layer.
+      steps: numbers of the steps, from 0.
+      sizes: buffer sizes of ragged features, which only the thread uses.
 
     Raises:
       DataError: if the data are damaged, or ids lie outside their tables.
     """
 
     def make(step: int) -> Batch:
-        return put_batch(data.train_batch(step), plan, f"Training batch {step}")
+        batch = data.train_batch(step)
+        return put_batch(batch, plan, f"Training batch {step}", sizes)
 
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         pending: collections.deque[tuple[int, concurrent.futures.Future[Batch]]]
@@ -56,28 +67,33 @@ def train_batches(
             yield ready, batch.result()
 
 
-def put_batch(batch: Batch, plan: EmbeddingPlan, owner: str) -> Batch:
+def put_batch(
+    batch: Batch, plan: EmbeddingPlan, owner: str, sizes: BufferSizes | None = None
+) -> Batch:
     """Checks a batch on the host and transfers it to the devices.
 
     Args:
       batch: the batch on the host.
       plan: plan of the embedding layer.
       owner: name of the batch, for errors.
+      sizes: buffer sizes of ragged features; None: each batch has its own.
 
     Raises:
       DataError: if the features do not match the plan, or ids lie outside their
         tables. The message starts with the owner.
     """
-    return shard_batch(prepare_checked(batch, plan, owner), plan)
+    return shard_batch(prepare_checked(batch, plan, owner, sizes), plan)
 
 
-def prepare_checked(batch: Batch, plan: EmbeddingPlan, owner: str) -> Batch:
+def prepare_checked(
+    batch: Batch, plan: EmbeddingPlan, owner: str, sizes: BufferSizes | None = None
+) -> Batch:
     """Checks a batch on the host and gives it static shapes.
 
     Arguments and errors are those of `put_batch`.
     """
     try:
-        prepared = prepare_batch(batch, plan)
+        prepared = prepare_batch(batch, plan, sizes)
     except (TypeError, ValueError) as error:
         raise DataError(f"{owner}: {error}") from error
     check_num_samples(prepared, plan, owner)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from tpu_embedding import aot
 from tpu_embedding.data.batch import Batch
+from tpu_embedding.lookup.buffer_sizes import BufferSizes
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.checked_data import CheckedDataset, open_data
 from tpu_embedding.training.errors import own_code
@@ -38,6 +39,8 @@ class RunProgram:
       data: opened data set, which checks its batches.
       plan: plan of the embedding layer.
       batch: first training batch, prepared, on the host.
+      train_sizes: buffer sizes of the ragged features of training batches.
+      evaluation_sizes: those of evaluation batches.
       state: shapes, dtypes and shardings of the state.
       train_step: `(state, batch) -> (state, StepMetrics)`; donates the state.
       evaluation_step: `(state, batch) -> Sums`.
@@ -47,6 +50,8 @@ class RunProgram:
     data: CheckedDataset
     plan: EmbeddingPlan
     batch: Batch
+    train_sizes: BufferSizes
+    evaluation_sizes: BufferSizes
     state: nnx.State
     train_step: Any
     evaluation_step: Any
@@ -76,11 +81,12 @@ def prepare_run(
       DataError: if data are missing or damaged, or do not fit the config.
     """
     data = open_data(config, data_dir)
+    train_sizes, evaluation_sizes = BufferSizes(), BufferSizes()
     with own_code("The config"):
         plan = make_run_plan(config, data.data, mesh, compiler_options=compiler_options)
-        batch = prepare_checked(data.first_batch, plan, "Training batch 0")
+        batch = prepare_checked(data.first_batch, plan, "Training batch 0", train_sizes)
         for held_out in data.evaluation_batches():
-            prepare_checked(held_out, plan, "Evaluation batch 0")
+            prepare_checked(held_out, plan, "Evaluation batch 0", evaluation_sizes)
             break
         graphdef, state = abstract_train_state(config, data.data, plan)
         train_step = jit_train_step(make_train_step(graphdef, config.loss), state, plan)
@@ -92,6 +98,8 @@ def prepare_run(
         data=data,
         plan=plan,
         batch=batch,
+        train_sizes=train_sizes,
+        evaluation_sizes=evaluation_sizes,
         state=state,
         train_step=train_step,
         evaluation_step=evaluation_step,

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from tpu_embedding import aot
 from tpu_embedding.data.batch import Batch, Dataset
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device
+from tpu_embedding.lookup.buffer_sizes import BufferSizes
 from tpu_embedding.lookup.prepare import prepare_features
 from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
 from tpu_embedding.optimizers.names import optimizer_problem
@@ -217,9 +218,13 @@ def _outputs_of(model: Any, batch: Batch) -> Outputs:
     return outputs
 
 
-def prepare_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
-    """Checks a batch on the host and gives it static shapes."""
-    return dataclasses.replace(batch, features=prepare_features(batch.features, plan))
+def prepare_batch(
+    batch: Batch, plan: EmbeddingPlan, sizes: BufferSizes | None = None
+) -> Batch:
+    """Checks a batch on the host and gives it static shapes; see `prepare_features`."""
+    plan.flatten_inputs(batch.features)  # Refuses a batch without all features.
+    features = prepare_features(batch.features, plan, sizes=sizes)
+    return dataclasses.replace(batch, features=features)
 
 
 def abstract_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
