@@ -1,6 +1,7 @@
 """Rules of the configuration classes, each with a value that breaks only it."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -10,7 +11,8 @@ import optax
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.config import MAX_VOCABULARY_SIZE, truncated_normal_initializer
+from tpu_embedding.config import MAX_VOCABULARY_SIZE
+from tpu_embedding.initializers import truncated_normal_initializer
 
 TABLE = te.TableConfig(vocabulary_size=7, dim=3, name="movie")
 QUANTIZATION = te.QuantizationConfig(num_buckets=16, lower=-1.0, upper=1.0)
@@ -32,6 +34,33 @@ def quantization(**options):
     )
 
 
+def combiner(**options):
+    return te.CustomCombiner(**{"function": largest, "max_valence": 4} | options)
+
+
+def row_ids(**options):
+    return te.RowIdInitializer(**options)
+
+
+def largest(valence, rows):
+    return jnp.max(rows, axis=0) * (valence > 0)
+
+
+def custom(function):
+    return te.CustomCombiner(function=function, max_valence=4)
+
+
+def shape_initializer(shape, dtype=None):
+    return jnp.zeros(shape, dtype)
+
+
+class KerasInitializer:
+    """As Keras and TensorFlow have them."""
+
+    def __call__(self, shape, dtype=None, **kwargs):
+        return jnp.zeros(shape, dtype)
+
+
 WRONG = {
     table: [
         ("vocabulary_size", 0),
@@ -42,16 +71,25 @@ WRONG = {
         ("vocabulary_size", "7"),
         ("vocabulary_size", None),
         ("vocabulary_size", True),
-        ("vocabulary_size", np.int64(7)),
+        ("vocabulary_size", np.bool_(True)),
+        ("vocabulary_size", np.float32(7)),
+        ("vocabulary_size", np.int64(0)),
+        ("vocabulary_size", (7,)),
         ("dim", 0),
         ("dim", -3),
         ("dim", 3.0),
         ("dim", "3"),
         ("dim", None),
         ("dim", True),
-        ("dim", np.int32(3)),
+        ("dim", np.int32(0)),
+        ("dim", np.bool_(True)),
+        ("dim", np.array([3])),
         ("initializer", 0.5),
         ("initializer", "zeros"),
+        ("initializer", shape_initializer),
+        ("initializer", KerasInitializer()),
+        ("initializer", te.RowIdInitializer),
+        ("initializer", jax.nn.initializers.normal),
         ("optimizer", "adamm"),
         ("combiner", "max"),
         ("combiner", "SUM"),
@@ -59,6 +97,14 @@ WRONG = {
         ("combiner", None),
         ("combiner", ["sum"]),
         ("combiner", sum),
+        ("combiner", te.CustomCombiner),
+        ("combiner", custom(lambda valence: valence)),
+        ("combiner", custom(lambda valence, rows: rows)),
+        ("combiner", custom(lambda valence, rows: rows[0, :2])),
+        ("combiner", custom(lambda valence, rows: rows[0].astype(jnp.bfloat16))),
+        ("combiner", custom(lambda valence, rows: (rows[0],))),
+        ("combiner", custom(lambda valence, rows: None)),
+        ("combiner", custom(lambda valence, rows: rows[0] if valence else rows[1])),
         ("name", ""),
         ("name", 3),
         ("name", b"movie"),
@@ -75,11 +121,15 @@ WRONG = {
         ("table", "movie"),
         ("table", {"vocabulary_size": 7, "dim": 3}),
         ("table", te.TableConfig),
+        ("table", ()),
+        ("table", [TABLE]),
+        ("table", (TABLE, None)),
         ("max_sequence_length", -1),
         ("max_sequence_length", 2.0),
         ("max_sequence_length", None),
         ("max_sequence_length", True),
-        ("max_sequence_length", np.int64(2)),
+        ("max_sequence_length", np.int64(-2)),
+        ("max_sequence_length", np.bool_(True)),
         ("validate_weights_and_indices", None),
         ("validate_weights_and_indices", 1),
         ("validate_weights_and_indices", "yes"),
@@ -89,7 +139,13 @@ WRONG = {
         ("output_shape", (2, -1)),
         ("output_shape", (2, None)),
         ("output_shape", (2.0,)),
-        ("output_shape", (np.int64(2),)),
+        ("output_shape", (True,)),
+        ("default_id", -1),
+        ("default_id", 7),
+        ("default_id", np.int64(7)),
+        ("default_id", 2.0),
+        ("default_id", "2"),
+        ("default_id", True),
         ("name", ""),
         ("name", 3),
         ("out_of_range_ids", "ignore"),
@@ -110,7 +166,7 @@ WRONG = {
         ("num_buckets", 16.0),
         ("num_buckets", True),
         ("num_buckets", None),
-        ("num_buckets", np.int64(16)),
+        ("num_buckets", np.int64(1)),
         ("lower", 1.0),
         ("lower", 2.0),
         ("lower", NAN),
@@ -122,11 +178,33 @@ WRONG = {
         ("upper", INF),
         ("upper", None),
     ],
+    combiner: [
+        ("function", None),
+        ("function", "max"),
+        ("function", 3),
+        ("max_valence", 0),
+        ("max_valence", -1),
+        ("max_valence", 2.0),
+        ("max_valence", None),
+        ("max_valence", True),
+        ("max_valence", "8"),
+        ("max_valence", np.int8(0)),
+    ],
+    row_ids: [
+        ("offset", None),
+        ("offset", 0.5),
+        ("offset", True),
+        ("offset", "1"),
+        ("offset", 2**31),
+        ("offset", -(2**31) - 1),
+    ],
 }
 CLASS_NAMES = {
     table: "TableConfig",
     feature: "FeatureConfig",
     quantization: "QuantizationConfig",
+    combiner: "CustomCombiner",
+    row_ids: "RowIdInitializer",
 }
 CASES = [
     pytest.param(make, field, value, id=f"{make.__name__}-{field}-{value}")
@@ -143,9 +221,10 @@ def test_wrong_value_is_refused_by_field(make, field, value):
     # The rule of two fields of a quantization names the class once.
     assert CLASS_NAMES[make] in message
     assert field in message
-    assert str(value) in message
+    shown = value.function if isinstance(value, te.CustomCombiner) else value
+    assert repr(shown) in message or str(shown) in message
     assert message.endswith(".")
-    assert ";" not in message or message.count("must be") == 1
+    assert ";" not in message or message.count(" must ") == 1
 
 
 @pytest.mark.parametrize(("make", "field", "value"), CASES)
@@ -198,6 +277,24 @@ RIGHT = [
     (feature, dict(out_of_range_ids="clip")),
     (feature, dict(expected_valence=3)),
     (feature, dict(expected_valence=0.25)),
+    (table, dict(vocabulary_size=np.int64(7), dim=np.uint8(3))),
+    (table, dict(combiner=custom(largest))),
+    (table, dict(initializer=te.RowIdInitializer(2))),
+    (table, dict(initializer=lambda *args: jnp.zeros(args[1]))),
+    (table, dict(initializer=functools.partial(jax.nn.initializers.zeros))),
+    (feature, dict(table=(TABLE, dataclasses.replace(TABLE, dim=1, name="u")))),
+    (feature, dict(max_sequence_length=np.int32(4))),
+    (feature, dict(output_shape=(np.int64(2), 3))),
+    (feature, dict(output_shape=())),
+    (feature, dict(default_id=0)),
+    (feature, dict(default_id=np.int64(6))),
+    (feature, dict(expected_valence=np.float32(2.5))),
+    (quantization, dict(lower=np.float32(-2), upper=np.float64(2))),
+    (quantization, dict(num_buckets=np.int64(16))),
+    (combiner, dict(max_valence=1)),
+    (combiner, dict(max_valence=np.int64(3))),
+    (row_ids, dict(offset=-(2**31))),
+    (row_ids, dict(offset=np.int64(2**31 - 1))),
     (quantization, dict(num_buckets=2)),
     (quantization, dict(lower=0, upper=1)),
     (table, dict(optimizer=SGD)),
@@ -209,7 +306,11 @@ RIGHT = [
 def test_right_values_are_kept(make, options):
     config = make(**options)
     for field, value in options.items():
-        assert getattr(config, field) == value
+        kept = getattr(config, field)
+        assert kept == value
+        # NumPy's narrow integers would wrap in arithmetic.
+        for part in kept if isinstance(kept, tuple) else (kept,):
+            assert not isinstance(part, np.integer)
 
 
 def test_largest_vocabulary_leaves_room_for_padding():
@@ -239,7 +340,7 @@ def test_defaults_are_those_of_tensorflow():
         output_shape=None,
         name=None,
     )
-    ours = dict(out_of_range_ids="error", expected_valence=None)
+    ours = dict(out_of_range_ids="error", expected_valence=None, default_id=None)
     assert defaults_of(te.FeatureConfig) == in_tensorflow | ours
     assert defaults_of(te.QuantizationConfig) == {}
 
@@ -283,6 +384,12 @@ OTHER_VALUES = [
     (feature, dict(name="g")),
     (feature, dict(out_of_range_ids="drop")),
     (feature, dict(expected_valence=1.0)),
+    (feature, dict(default_id=1)),
+    (feature, dict(table=(TABLE,))),
+    (table, dict(combiner=custom(largest))),
+    (combiner, dict(function=lambda valence, rows: rows[0])),
+    (combiner, dict(max_valence=5)),
+    (row_ids, dict(offset=1)),
     (quantization, dict(num_buckets=17)),
     (quantization, dict(lower=-2.0)),
     (quantization, dict(upper=2.0)),
@@ -305,10 +412,82 @@ def test_spellings_of_one_dtype_are_one_value(name):
 
 
 @pytest.mark.parametrize(
-    "cls", [te.TableConfig, te.FeatureConfig, te.QuantizationConfig]
+    "cls",
+    [te.TableConfig, te.FeatureConfig, te.QuantizationConfig, te.CustomCombiner],
 )
 def test_arguments_are_named(cls):
     with pytest.raises(TypeError, match="positional"):
         cls(7, 3, 1)
     with pytest.raises(TypeError, match="vocab_size"):
         cls(vocab_size=7)
+
+
+CONTRADICTIONS = {
+    "sequence and shape": (
+        lambda: feature(max_sequence_length=2, output_shape=(3,)),
+        ["max_sequence_length", "2", "output_shape", "(3,)", "'f'"],
+    ),
+    "default of a sequence": (
+        lambda: feature(max_sequence_length=2, default_id=3),
+        ["default_id", "3", "max_sequence_length=2", "'f'"],
+    ),
+    "default and a combiner of one's own": (
+        lambda: feature(table=table(combiner=custom(largest)), default_id=3),
+        ["default_id", "3", "CustomCombiner", "'f'"],
+    ),
+    "default outside of one of the tables": (
+        lambda: feature(table=(TABLE, TABLE), default_id=9),
+        ["default_id", "9", "0 to 6", "'f'"],
+    ),
+    "tables of two sizes": (
+        lambda: feature(table=(TABLE, table(vocabulary_size=9))),
+        ["FeatureConfig.table", "vocabulary_size", "[7, 9]", "'f'"],
+    ),
+    "row ids beyond 32 bits": (
+        lambda: te.RowIdInitializer(2**31 - 2)(None, (3, 1), jnp.float32),
+        ["RowIdInitializer.offset", "2147483646", "3 rows"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_fields_that_contradict_each_other(case):
+    make, parts = CONTRADICTIONS[case]
+    with pytest.raises(ValueError) as error:
+        make()
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_row_id_initializer():
+    values = te.RowIdInitializer(5)(jax.random.key(0), (4, 2), jnp.float32)
+    np.testing.assert_array_equal(values, [[5, 5], [6, 6], [7, 7], [8, 8]])
+    assert values.dtype == jnp.float32
+    named = table(initializer=te.RowIdInitializer(-1))
+    plan = te.make_plan(te.FeatureConfig(table=named))
+    tables = te.unstack_tables(te.init_tables(plan, jax.random.key(0)), plan)
+    np.testing.assert_array_equal(tables["t"], np.arange(-1, 6)[:, None] * np.ones(3))
+
+
+def test_an_initializer_of_another_library_says_how_to_wrap_it():
+    with pytest.raises(ValueError, match="lambda key, shape, dtype:") as error:
+        table(initializer=KerasInitializer())
+    assert "(shape, dtype=None, **kwargs)" in str(error.value)
+    wrapped = table(
+        initializer=lambda key, shape, dtype: jnp.asarray(
+            shape_initializer(shape), dtype
+        )
+    )
+    plan = te.make_plan(te.FeatureConfig(table=wrapped))
+    assert not te.unstack_tables(te.init_tables(plan, jax.random.key(0)), plan)[
+        "t"
+    ].any()
+
+
+def test_a_small_numpy_size_does_not_wrap():
+    tables = [
+        te.TableConfig(vocabulary_size=np.int8(100), dim=np.int8(2), name=name)
+        for name in "ab"
+    ]
+    plan = te.make_plan([te.FeatureConfig(table=t) for t in tables])
+    assert plan.stacks[0].num_rows == 200

@@ -8,6 +8,7 @@ train it. `tpu_embedding.linen` has the same for Flax Linen, and
 import importlib.metadata
 
 from tpu_embedding import optimizers as optimizers
+from tpu_embedding.combiners import CustomCombiner as CustomCombiner
 from tpu_embedding.config import FeatureConfig as FeatureConfig
 from tpu_embedding.config import QuantizationConfig as QuantizationConfig
 from tpu_embedding.config import TableConfig as TableConfig
@@ -27,6 +28,7 @@ from tpu_embedding.gradients import clip_by_global_norm as clip_by_global_norm
 from tpu_embedding.gradients import global_norm as global_norm
 from tpu_embedding.gradients import scale as scale
 from tpu_embedding.hardware import hardware_by_name as hardware_by_name
+from tpu_embedding.initializers import RowIdInitializer as RowIdInitializer
 from tpu_embedding.inputs.string_ids import Vocabulary as Vocabulary
 from tpu_embedding.inputs.string_ids import hash_ids as hash_ids
 from tpu_embedding.lookup.buffer_sizes import BufferSizes as BufferSizes

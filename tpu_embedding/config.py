@@ -7,37 +7,27 @@ validate every field at construction and report all problems of an object in one
 """
 
 import dataclasses
-import math
-from collections.abc import Callable
+import inspect
 from typing import Any, Final, Literal, get_args
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_embedding.combiners import Combiner, CustomCombiner
+from tpu_embedding.field_checks import convert_ints, is_finite, is_int, raise_all
+from tpu_embedding.initializers import Initializer, takes_key
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES
 from tpu_embedding.types import PADDING_ROW_ID
 
-Combiner = Literal["sum", "mean", "sqrtn"]
 OutOfRangePolicy = Literal["error", "drop", "clip"]
-Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 STORAGE_DTYPES: Final = ("float32", *NARROW_DTYPES)
 """Names of the types that `TableConfig.dtype` may have."""
 
 MAX_VOCABULARY_SIZE: Final = PADDING_ROW_ID - 1
 """Largest number of rows: row ids are int32, and the largest int32 marks padding."""
-
-
-def truncated_normal_initializer(dim: int) -> Initializer:
-    """Returns TensorFlow's default: truncated normal with stddev `1 / sqrt(dim)`.
-
-    JAX and TensorFlow both take `stddev` before truncation at two standard deviations,
-    so the two agree without a correction.
-    """
-    return jax.nn.initializers.truncated_normal(stddev=1.0 / math.sqrt(dim))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,18 +50,19 @@ class QuantizationConfig:
     upper: float
 
     def __post_init__(self):
+        convert_ints(self, "num_buckets")
         problems = []
-        if not _is_int(self.num_buckets) or self.num_buckets < 2:
+        if not is_int(self.num_buckets) or self.num_buckets < 2:
             problems.append(
                 "QuantizationConfig.num_buckets must be an int of at least 2, got "
                 f"{self.num_buckets!r}; give the number of distinct values"
             )
-        if not _is_finite(self.lower, self.upper) or not self.lower < self.upper:
+        if not is_finite(self.lower, self.upper) or not self.lower < self.upper:
             problems.append(
                 "QuantizationConfig.lower and upper must be finite with lower < upper, "
                 f"got lower={self.lower!r} and upper={self.upper!r}"
             )
-        _raise_all(problems)
+        raise_all(problems)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +85,8 @@ class TableConfig:
         `"adagrad"`. None means the optimizer given to the layer.
       combiner: method that pools the rows of a sample's ids: `"sum"`, `"mean"` (sum
         divided by the sum of the weights) or `"sqrtn"` (sum divided by the square root
-        of the sum of squared weights). A denominator of 0 gives 0.
+        of the sum of squared weights). A denominator of 0 gives 0. Or a
+        `CustomCombiner`.
       name: unique name. It is part of checkpoint keys and seeds the initial values.
       quantization_config: simulated quantization of looked-up rows, or None.
       dtype: storage type of the rows. Arithmetic, slot variables and activations are
@@ -112,18 +104,19 @@ class TableConfig:
     dim: int
     initializer: Initializer | None = None
     optimizer: TableOptimizer | None = None
-    combiner: Combiner = "mean"
+    combiner: Combiner | CustomCombiner = "mean"
     name: str | None = None
     quantization_config: QuantizationConfig | None = None
     # np.float32 and np.dtype("float32") are equal but have different hashes.
     dtype: Any = dataclasses.field(default=jnp.float32, hash=False)
 
     def __post_init__(self):
-        _raise_all(list(self._problems()))
+        convert_ints(self, "vocabulary_size", "dim")
+        raise_all(list(self._problems()))
 
     def _problems(self):
         owner = f"for table {self.name!r}"
-        if not _is_int(self.vocabulary_size) or not (
+        if not is_int(self.vocabulary_size) or not (
             1 <= self.vocabulary_size <= MAX_VOCABULARY_SIZE
         ):
             yield (
@@ -131,7 +124,7 @@ class TableConfig:
                 f"{MAX_VOCABULARY_SIZE}, got {self.vocabulary_size!r} {owner}; give "
                 "the number of different ids"
             )
-        if not _is_int(self.dim) or self.dim < 1:
+        if not is_int(self.dim) or self.dim < 1:
             yield (
                 f"TableConfig.dim must be an int of at least 1, got {self.dim!r} "
                 f"{owner}; give the number of columns"
@@ -142,14 +135,18 @@ class TableConfig:
                 f"array or None, got {self.initializer!r} {owner}; "
                 "jax.nn.initializers has ready ones"
             )
+        elif self.initializer is not None and not takes_key(self.initializer):
+            yield (
+                "TableConfig.initializer must take (key, shape, dtype), got "
+                f"{self.initializer!r} with arguments "
+                f"{inspect.signature(self.initializer)} {owner}; jax.nn.initializers "
+                "has the same distributions, or wrap it: lambda key, shape, dtype: "
+                "jnp.asarray(initializer(shape), dtype)"
+            )
         problem = optimizer_problem("TableConfig.optimizer", self.optimizer)
         if problem is not None:
             yield f"{problem} {owner}"
-        if self.combiner not in get_args(Combiner):
-            yield (
-                f"TableConfig.combiner must be one of {list(get_args(Combiner))}, got "
-                f"{self.combiner!r} {owner}"
-            )
+        yield from self._combiner_problems(owner)
         if self.name is not None and (not isinstance(self.name, str) or not self.name):
             yield (
                 "TableConfig.name must be a non-empty string or None, got "
@@ -164,6 +161,26 @@ class TableConfig:
             yield (
                 f"TableConfig.dtype must be one of {list(STORAGE_DTYPES)}, got "
                 f"{self.dtype!r} {owner}"
+            )
+
+    def _combiner_problems(self, owner: str):
+        if not isinstance(self.combiner, CustomCombiner):
+            if self.combiner not in get_args(Combiner):
+                yield (
+                    f"TableConfig.combiner must be one of {list(get_args(Combiner))} "
+                    f"or a CustomCombiner, got {self.combiner!r} {owner}"
+                )
+            return
+        # A wrong dim has an error of its own.
+        problem = None
+        if is_int(self.dim) and self.dim >= 1:
+            problem = self.combiner.problem_with(self.dim)
+        if problem is not None:
+            yield (
+                "TableConfig.combiner must have a function that turns an int32 scalar "
+                f"and float32 rows [{self.combiner.max_valence}, {self.dim}] into one "
+                f"float32 row [{self.dim}], got {self.combiner.function!r} {owner}, "
+                f"but {problem}"
             )
 
     @property
@@ -189,6 +206,9 @@ class FeatureConfig:
       output_shape: shape of the activations without their last axis, `dim`. If its
         product is the batch size, samples are combined and reshaped. If its product is
         `batch * L`, samples are sequences of length L. None means `(batch,)`.
+      default_id: row that a sample without ids reads, with weight 1. Ids that are
+        dropped, for their range or their weight, do not count. The row gets the
+        sample's gradient. None: such a sample is zero, and no row is touched.
       name: name in errors and metrics. None means the feature's path in the nest.
       out_of_range_ids: policy for ids outside `[0, vocabulary_size)`. `"error"`:
         `prepare_features` raises; inside jit, which cannot raise, the ids are dropped.
@@ -203,12 +223,14 @@ class FeatureConfig:
     max_sequence_length: int = 0
     validate_weights_and_indices: bool = True
     output_shape: tuple[int, ...] | None = None
+    default_id: int | None = None
     name: str | None = None
     out_of_range_ids: OutOfRangePolicy = "error"
     expected_valence: float | None = None
 
     def __post_init__(self):
-        _raise_all(list(self._problems()))
+        convert_ints(self, "max_sequence_length", "output_shape", "default_id")
+        raise_all(list(self._problems()))
 
     @property
     def tables(self) -> tuple[TableConfig, ...]:
@@ -229,7 +251,7 @@ class FeatureConfig:
                 "FeatureConfig.table must hold tables of one vocabulary_size, got "
                 f"{sizes} {owner}; give such tables to features of their own"
             )
-        if not _is_int(self.max_sequence_length) or self.max_sequence_length < 0:
+        if not is_int(self.max_sequence_length) or self.max_sequence_length < 0:
             yield (
                 "FeatureConfig.max_sequence_length must be an int of at least 0, got "
                 f"{self.max_sequence_length!r} {owner}; 0 combines the ids"
@@ -241,7 +263,7 @@ class FeatureConfig:
             )
         if self.output_shape is not None and not (
             isinstance(self.output_shape, tuple)
-            and all(_is_int(size) and size >= 1 for size in self.output_shape)
+            and all(is_int(size) and size >= 1 for size in self.output_shape)
         ):
             yield (
                 "FeatureConfig.output_shape must be a tuple of positive ints or None, "
@@ -253,6 +275,7 @@ class FeatureConfig:
                 f"got {self.max_sequence_length!r} and {self.output_shape!r} {owner}; "
                 "leave out one of the two"
             )
+        yield from self._default_id_problems(owner)
         if self.name is not None and (not isinstance(self.name, str) or not self.name):
             yield (
                 "FeatureConfig.name must be a non-empty string or None, got "
@@ -265,7 +288,7 @@ class FeatureConfig:
                 f"{owner}"
             )
         if self.expected_valence is not None and not (
-            _is_finite(self.expected_valence) and self.expected_valence > 0
+            is_finite(self.expected_valence) and self.expected_valence > 0
         ):
             yield (
                 "FeatureConfig.expected_valence must be a positive number or None, got "
@@ -273,9 +296,28 @@ class FeatureConfig:
                 "sample"
             )
 
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    def _default_id_problems(self, owner: str):
+        if self.default_id is None:
+            return
+        tables = [t for t in self.tables if isinstance(t, TableConfig)]
+        num_rows = min([t.vocabulary_size for t in tables], default=MAX_VOCABULARY_SIZE)
+        if not is_int(self.default_id) or not 0 <= self.default_id < num_rows:
+            yield (
+                f"FeatureConfig.default_id must be a row of the table, 0 to "
+                f"{num_rows - 1}, or None, got {self.default_id!r} {owner}"
+            )
+        if self.max_sequence_length:
+            yield (
+                "FeatureConfig.default_id is for samples that are combined, got "
+                f"{self.default_id!r} with max_sequence_length="
+                f"{self.max_sequence_length!r} {owner}; leave out one of the two"
+            )
+        if any(isinstance(t.combiner, CustomCombiner) for t in tables):
+            yield (
+                "FeatureConfig.default_id must be None for a table with a "
+                f"CustomCombiner, got {self.default_id!r} {owner}; put the id into "
+                "empty samples instead"
+            )
 
 
 def _dtype_name(dtype: Any) -> str | None:
@@ -283,17 +325,3 @@ def _dtype_name(dtype: Any) -> str | None:
         return np.dtype(dtype).name
     except TypeError:
         return None
-
-
-def _is_finite(*values: Any) -> bool:
-    return all(
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        for value in values
-    )
-
-
-def _raise_all(problems: list[str]) -> None:
-    if problems:
-        raise ValueError("; ".join(problems) + ".")

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from tpu_embedding.config import TableConfig
+from tpu_embedding.field_checks import is_int
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device, num_slices_of
 from tpu_embedding.optimizers.analysis.row_local import check_row_local
 from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
@@ -80,6 +81,7 @@ def make_plan(
         mesh = Mesh(np.asarray(jax.devices()), ("shard",))
     _check_mesh(mesh)
     _check_options(capacity, exchange, optimizer)
+    capacity = None if capacity is None else int(capacity)
     if hardware is None:
         hardware = hardware_of_device(mesh.devices.flat[0])
     exchange = _exchange_on(mesh, exchange)
@@ -107,8 +109,7 @@ def _check_options(
     exchange: ExchangeKind | None,
     optimizer: TableOptimizer | None,
 ) -> None:
-    is_int = isinstance(capacity, int) and not isinstance(capacity, bool)
-    if capacity is not None and not (is_int and capacity >= 1):
+    if capacity is not None and not (is_int(capacity) and capacity >= 1):
         raise ValueError(
             f"capacity must be an int of at least 1 or None, got {capacity!r}."
         )

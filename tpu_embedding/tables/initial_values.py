@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from tpu_embedding.config import truncated_normal_initializer
+from tpu_embedding.initializers import truncated_normal_initializer
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.rows.packed_rows import (
     PackedRows,

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tpu_embedding.config import Combiner, FeatureConfig, TableConfig
+from tpu_embedding.combiners import Combiner
+from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.models.model import Outputs, check_sizes
