@@ -54,6 +54,8 @@ def gains_of(bag, combiner, feature):
         if validates and combiner != "sum" and weight <= 0:
             continue
         kept.append((int(row), float(weight)))
+    if not kept and feature.config.default_id is not None:
+        return [(feature.config.default_id, 1.0)]
     if combiner == "sum":
         return kept
     if combiner == "mean":

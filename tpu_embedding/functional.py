@@ -52,12 +52,15 @@ class Routing:
     """The routing of a lookup, for the backward pass.
 
     Attributes:
-      stacks: stack name to routing.
-      shapes: per feature.
+      stacks: stack name to routing; stacks that no feature of the batch uses are
+        missing.
+      shapes: per lookup.
+      plan: of the batch's features.
     """
 
     stacks: dict[str, StackRouting]
     shapes: tuple[FeatureShape, ...] = dataclasses.field(metadata={"static": True})
+    plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -67,8 +70,8 @@ class Routed:
 
     Attributes:
       stacks: stack name to routed ids.
-      shapes: per feature.
-      plan: of the layer.
+      shapes: per lookup.
+      plan: of the batch's features.
     """
 
     stacks: dict[str, RoutedStack]
@@ -82,8 +85,9 @@ class LookupResult:
     """Result of `lookup`.
 
     Attributes:
-      activations: nest like `feature_config`; float32 `[batch, dim]`, or the
-        feature's sequence or output shape. Global.
+      activations: nest like the batch's features; float32 `[batch, dim]`, or the
+        feature's sequence or output shape. A tuple of them for a feature with a tuple
+        of tables. Global.
       routing: for `compute_gradients`.
       stats: rounds used and ids out of range.
     """
@@ -103,9 +107,10 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     Returns:
       Nest of `jax.ShapeDtypeStruct`.
     """
+    plan = plan.for_batch(features)
     shapes = _feature_shapes(plan.flatten(features), plan)
     structs = [jax.ShapeDtypeStruct(s.output_shape, jnp.float32) for s in shapes]
-    return jax.tree.unflatten(plan.feature_tree, structs)
+    return plan.unflatten(structs)
 
 
 def lookup(
@@ -115,10 +120,10 @@ def lookup(
 
     Args:
       tables: stack name to packed rows, from `init_tables`.
-      features: nest like the plan's `feature_config`; leaves are int arrays `[batch]`
-        or `[batch, valence]`, `DenseIds`, or `ShardedRaggedIds` from
-        `prepare_features`. Global. Samples without ids pad a batch to a multiple of
-        the devices; their activations are cut off.
+      features: nest like the plan's `feature_config`, whose dicts may lack keys; leaves
+        are int arrays `[batch]` or `[batch, valence]`, `DenseIds`, or
+        `ShardedRaggedIds` from `prepare_features`. Global. Samples without ids pad a
+        batch to a multiple of the devices; their activations are cut off.
       plan: of the layer.
 
     Returns:
@@ -139,7 +144,6 @@ def lookup(
       ...     "watched"].shape
       (2, 4)
     """
-    check_tables(tables, plan.stacks)
     return read_rows(tables, route(features, plan), plan)
 
 
@@ -169,6 +173,7 @@ def route(features: Any, plan: EmbeddingPlan) -> Routed:
       >>> te.read_rows(tables, routed, plan).activations["watched"].shape
       (2, 4)
     """
+    plan = plan.for_batch(features)
     leaves = plan.flatten(features)
     shapes = _feature_shapes(leaves, plan)
     shardables = [
@@ -195,18 +200,20 @@ def read_rows(
     Raises:
       ValueError: if the tables were made, or the batch was routed, for another plan.
     """
-    check_tables(tables, plan.stacks)
-    if routed.plan != plan:
+    if routed.plan.stacks != plan.stacks:
         raise ValueError(
             "read_rows needs a batch that was routed with its plan, got one of another "
             "plan; call route with this plan."
         )
+    plan = routed.plan
+    check_tables(tables, plan.used_stacks)
     results = _read_rows(jax.lax.stop_gradient(tables), routed.stacks, plan)
     return LookupResult(
         activations=_collect_activations(results, routed.shapes, plan),
         routing=Routing(
             stacks={name: result.routing for name, result in results.items()},
             shapes=routed.shapes,
+            plan=plan,
         ),
         stats=_collect_stats(results, plan),
     )
@@ -221,16 +228,22 @@ def compute_gradients(
     Args:
       routing: of the lookup.
       cotangents: derivatives of the loss by the activations; the same nest.
-      plan: of the layer.
+      plan: of the layer, or one with other features on the same tables.
 
     Returns:
       The gradients, for `apply_gradients`. A row is touched if it was looked up, even
       if its gradient is zero. `tpu_embedding.add` sums those of several lookups.
     """
+    if routing.plan.stacks != plan.stacks:
+        raise ValueError(
+            "routing must be that of a lookup in the plan's tables, got one of other "
+            "tables; use one plan for the whole step."
+        )
+    layer_plan, plan = plan, routing.plan
     by_feature = [
         _to_shards(cotangent, shape, feature, plan)
         for cotangent, shape, feature in zip(
-            plan.flatten(cotangents, "cotangents"),
+            plan.flatten_activations(cotangents, "cotangents"),
             routing.shapes,
             plan.features,
             strict=True,
@@ -248,6 +261,7 @@ def compute_gradients(
                 )
             )
             for stack in plan.trained_stacks
+            if stack.name in routings
         }
 
     stacks = jax.shard_map(
@@ -257,7 +271,7 @@ def compute_gradients(
         out_specs=plan.shard_spec,
         check_vma=False,
     )(routing.stacks, by_feature)
-    return TableGradients(stacks, plan)
+    return TableGradients(stacks, layer_plan)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -384,7 +398,7 @@ def _route(
             stack.name: route_stack(
                 [inputs[i] for i in plan.features_of(stack)], stack, plan
             )
-            for stack in plan.stacks
+            for stack in plan.used_stacks
         }
 
     return jax.shard_map(
@@ -405,7 +419,7 @@ def _read_rows(
     def read_shard(tables, routed):
         return {
             stack.name: read_stack(tables[stack.name], routed[stack.name], stack, plan)
-            for stack in plan.stacks
+            for stack in plan.used_stacks
         }
 
     return jax.shard_map(
@@ -430,19 +444,19 @@ def _collect_activations(
     plan: EmbeddingPlan,
 ) -> Any:
     activations: list[Any] = [None] * len(plan.features)
-    for stack in plan.stacks:
+    for stack in plan.used_stacks:
         for i, of_feature in zip(
             plan.features_of(stack), results[stack.name].activations, strict=True
         ):
             per_sample = max(1, shapes[i].sequence_length)
             used = of_feature[: shapes[i].batch_size * per_sample]
             activations[i] = used.reshape(shapes[i].output_shape)
-    return jax.tree.unflatten(plan.feature_tree, activations)
+    return plan.unflatten(activations)
 
 
 def _collect_stats(results: dict[str, StackLookup], plan: EmbeddingPlan) -> LookupStats:
     out_of_range = {}
-    for stack in plan.stacks:
+    for stack in plan.used_stacks:
         counts = results[stack.name].out_of_range
         for i, count in zip(plan.features_of(stack), counts, strict=True):
             out_of_range[plan.features[i].name] = jnp.sum(count)

@@ -40,7 +40,7 @@ def feature_of(name):
     match meta["api"]:
         case "safe_embedding_lookup_sparse":
             # Negative ids, and ids whose weight is not positive, are left out.
-            options = dict(out_of_range_ids="drop")
+            options = dict(out_of_range_ids="drop", default_id=meta.get("default_id"))
         case "embedding_lookup_sparse":
             options = dict(validate_weights_and_indices=False)
         case "serving":
@@ -154,7 +154,7 @@ def results(request):
 def test_all_kinds_are_here():
     kinds = {name.split("_")[0] for name in NAMES}
     assert kinds == {"dense", "plain", "ragged", "safe", "sequence"}
-    assert len(NAMES) == 39
+    assert len(NAMES) == 40
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -264,7 +264,7 @@ MISUSE = {
         "'item' must be integers, got dtype float32",
     ),
     "other structure": (
-        lambda m, b: m.embedding({"item": jnp.arange(8)}),
+        lambda m, b: m.embedding([jnp.arange(8), jnp.arange(8)]),
         ValueError,
         "structure of feature_config",
     ),

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tpu_embedding.lookup._custom_combiner import row_cotangents
 from tpu_embedding.lookup._dedup import dedup
 from tpu_embedding.lookup._exchange import Requests, send_gradients, send_requests
 from tpu_embedding.lookup._flatten import PoolingSpec
@@ -91,7 +92,7 @@ def stack_gradient(
     """
     samples = SampleGradients(
         keys=routing.keys,
-        cotangents=list(cotangents),
+        cotangents=row_cotangents(cotangents, routing.sequences),
         poolings=routing.poolings,
         max_unique_ids=routing.max_unique_ids,
         backends=routing.backends,

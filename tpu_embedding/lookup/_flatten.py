@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.config import Combiner
+from tpu_embedding.combiners import Combiner, CustomCombiner
 from tpu_embedding.plan.backends import FeatureBatch
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import StackPlan
@@ -33,6 +33,11 @@ class FeatureInput:
         ids, and so on up to `valence`. A TPU adds such blocks without moving them.
       num_samples: output samples of this shard.
       valence: ids per sample, if `sample_ids` is None.
+      is_sample: bool `[num_samples]`, False for samples that only fill up the batch;
+        None: all are real, or it makes no difference.
+      custom_combiner: pools the ids, which lie sample by sample, in `max_valence`
+        places each; `num_samples` counts these places. None: the combiner of the
+        table, or nothing in a sequence.
     """
 
     ids: Int[Array, " ids"]
@@ -40,6 +45,10 @@ class FeatureInput:
     sample_ids: Int[Array, " ids"] | None
     num_samples: int = dataclasses.field(metadata={"static": True})
     valence: int = dataclasses.field(metadata={"static": True})
+    is_sample: Bool[Array, "_"] | None = None
+    custom_combiner: CustomCombiner | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +63,9 @@ class PoolingSpec:
       sample_ids: as in `FeatureInput`.
       num_samples: as in `FeatureInput`.
       valence: as in `FeatureInput`.
+      valences: int32 `[samples]`, the rows of each sample that a custom combiner pools,
+        or None.
+      custom_combiner: as in `FeatureInput`.
     """
 
     gains: Float[Array, " ids"] | None
@@ -61,6 +73,10 @@ class PoolingSpec:
     sample_ids: Int[Array, " ids"] | None
     num_samples: int = dataclasses.field(metadata={"static": True})
     valence: int = dataclasses.field(metadata={"static": True})
+    valences: Int[Array, "_"] | None = None
+    custom_combiner: CustomCombiner | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
 
     @property
     def num_ids(self) -> int:
@@ -102,6 +118,15 @@ def flatten(
         if stack.keeps_duplicates:
             feature_input = _in_order_of_samples(feature_input)
         row_ids, num_out_of_range = _resolve_row_ids(feature_input, feature)
+        if feature.config.default_id is not None:
+            feature_input, row_ids = _fill_empty_samples(
+                feature_input, row_ids, feature.config.default_id
+            )
+        valences = None
+        if feature_input.custom_combiner is not None:
+            row_ids, valences = _move_ids_to_front(
+                row_ids, feature_input.custom_combiner.max_valence
+            )
         keys.append(_keys_of(row_ids, feature.row_offset, stack))
         gains, scales = _gains_and_scales(
             feature_input, row_ids, feature.table.combiner
@@ -113,6 +138,8 @@ def flatten(
                 sample_ids=feature_input.sample_ids,
                 num_samples=feature_input.num_samples,
                 valence=feature_input.valence,
+                valences=valences,
+                custom_combiner=feature_input.custom_combiner,
             )
         )
         out_of_range.append(num_out_of_range)
@@ -149,11 +176,11 @@ def _in_order_of_samples(feature_input: FeatureInput) -> FeatureInput:
 
     ids, weights = feature_input.ids, feature_input.weights
     samples = jnp.arange(feature_input.num_samples, dtype=jnp.int32)
-    return FeatureInput(
+    return dataclasses.replace(
+        feature_input,
         ids=reorder(ids),
         weights=None if weights is None else reorder(weights),
         sample_ids=jnp.repeat(samples, valence),
-        num_samples=feature_input.num_samples,
         valence=1,
     )
 
@@ -183,6 +210,52 @@ def _resolve_row_ids(
     return jnp.where(is_inside, ids, PADDING_ROW_ID), num_out_of_range
 
 
+def _fill_empty_samples(
+    feature_input: FeatureInput, row_ids: Int[Array, " ids"], default_id: int
+) -> tuple[FeatureInput, Int[Array, " ids"]]:
+    """Puts the default id, with weight 1, into the first place of empty samples.
+
+    A sample is empty if none of its places has a row. Ragged samples without a place
+    stay empty; `prepare_features` leaves none.
+    """
+    is_row = row_ids != PADDING_ROW_ID
+    sample_ids, num_samples = feature_input.sample_ids, feature_input.num_samples
+    if sample_ids is None:
+        is_empty = ~is_row.reshape(-1, num_samples).any(axis=0)
+        if feature_input.is_sample is not None:
+            is_empty &= feature_input.is_sample
+        is_default = jnp.pad(is_empty, (0, row_ids.shape[0] - num_samples))
+    else:
+        num_rows = jax.ops.segment_sum(
+            is_row.astype(jnp.int32), sample_ids, num_samples, indices_are_sorted=True
+        )
+        is_empty = num_rows == 0
+        if feature_input.is_sample is not None:
+            is_empty &= feature_input.is_sample
+        is_first = jnp.diff(sample_ids, prepend=-1) != 0
+        is_default = is_first & is_empty.at[sample_ids].get(
+            mode="fill", fill_value=False, indices_are_sorted=True
+        )
+    weights = feature_input.weights
+    if weights is not None:
+        weights = jnp.where(is_default, 1.0, weights)
+    return (
+        dataclasses.replace(feature_input, weights=weights),
+        jnp.where(is_default, default_id, row_ids),
+    )
+
+
+def _move_ids_to_front(
+    row_ids: Int[Array, " ids"], max_valence: int
+) -> tuple[Int[Array, " ids"], Int[Array, " samples"]]:
+    """Moves the padding of each sample behind its rows, and counts these."""
+    by_sample = row_ids.reshape(-1, max_valence)
+    is_padding = by_sample == PADDING_ROW_ID
+    order = jnp.argsort(is_padding, axis=1, stable=True)
+    valences = jnp.sum(~is_padding, axis=1, dtype=jnp.int32)
+    return jnp.take_along_axis(by_sample, order, axis=1).reshape(-1), valences
+
+
 def _keys_of(
     row_ids: Int[Array, " ids"], row_offset: int, stack: StackPlan
 ) -> Int[Array, " ids"]:
@@ -195,7 +268,9 @@ def _keys_of(
 
 
 def _gains_and_scales(
-    feature_input: FeatureInput, row_ids: Int[Array, " ids"], combiner: Combiner
+    feature_input: FeatureInput,
+    row_ids: Int[Array, " ids"],
+    combiner: Combiner | CustomCombiner,
 ) -> tuple[Float[Array, " ids"] | None, Float[Array, " samples"] | None]:
     """Returns the gain of each id and the scale of each sample.
 
@@ -209,6 +284,7 @@ def _gains_and_scales(
         gains = jnp.where(is_used, gains, 0.0)
     if combiner == "sum" or (gains is None and is_single):
         return gains, None
+    assert not isinstance(combiner, CustomCombiner), "pooled as a sequence"
     weights = is_used.astype(jnp.float32) if gains is None else gains
     match combiner:
         case "mean":

@@ -14,6 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.lookup._combine import combine
+from tpu_embedding.lookup._custom_combiner import (
+    PooledSequence,
+    apply_custom_combiners,
+)
 from tpu_embedding.lookup._dedup import dedup
 from tpu_embedding.lookup._exchange import Requests, fetch_rows, send_requests
 from tpu_embedding.lookup._flatten import (
@@ -40,6 +44,7 @@ class StackRouting:
       ids_by_row: the ids of each row of the first round's buffer.
       requests: rows that the shards requested from this one in the first round.
       poolings: per feature of the stack.
+      sequences: per feature of the stack; None without a custom combiner.
       pending: None if no batch of this shape can need a second round.
       max_unique_ids: upper bound on the unique ids of a shard.
       size: of the first round.
@@ -50,6 +55,7 @@ class StackRouting:
     ids_by_row: IdsByRow
     requests: Requests
     poolings: list[PoolingSpec]
+    sequences: list[PooledSequence | None]
     pending: PendingRounds | None
     max_unique_ids: int = dataclasses.field(metadata={"static": True})
     size: RoundSize = dataclasses.field(metadata={"static": True})
@@ -133,6 +139,7 @@ def route_stack(
         ids_by_row=first.ids_by_row,
         requests=send_requests(first, size, plan),
         poolings=poolings,
+        sequences=[None] * len(poolings),  # known when the rows are
         pending=pending,
         max_unique_ids=max_unique,
         size=size,
@@ -180,9 +187,12 @@ def read_stack(
     activations, ids_by_row, requests = jax.lax.optimization_barrier(
         (activations, routing.ids_by_row, routing.requests)
     )
+    activations, sequences = apply_custom_combiners(activations, routing.poolings)
     return StackLookup(
         activations=activations,
-        routing=dataclasses.replace(routing, ids_by_row=ids_by_row, requests=requests),
+        routing=dataclasses.replace(
+            routing, ids_by_row=ids_by_row, requests=requests, sequences=sequences
+        ),
         rounds=rounds[None],
         out_of_range=routed.out_of_range,
     )

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from tpu_embedding.combiners import CustomCombiner
+from tpu_embedding.config import FeatureConfig
 from tpu_embedding.inputs.forms import is_integer, is_real
 from tpu_embedding.lookup._flatten import FeatureInput
 from tpu_embedding.lookup._running import running_sum
@@ -39,12 +41,17 @@ class FeatureShape:
       sequence_length: ids of a sample that are looked up one by one; 0: the ids of a
         sample are combined.
       output_shape: shape of the activations, `dim` included.
+      custom_combiner: combines the ids of a sample; None: the table's combiner does, or
+        the ids are a sequence.
+      default_id: row of samples without ids, or None.
     """
 
     batch_size: int
     samples_per_shard: int
     sequence_length: int
     output_shape: tuple[int, ...]
+    custom_combiner: CustomCombiner | None = None
+    default_id: int | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -57,11 +64,13 @@ class ShardableInput:
         `[num_shards, values_per_shard]`. Global, or per shard inside `shard_map`.
       weights: float32 like `ids`, or None.
       row_splits: int32 `[num_shards, samples_per_shard + 1]`; None if dense.
+      is_sample: bool `[num_shards * samples_per_shard]`, as in `FeatureInput`.
     """
 
     ids: Array
     weights: Array | None
     row_splits: Array | None
+    is_sample: Array | None = None
 
 
 def as_dense_ids(
@@ -80,9 +89,10 @@ def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
       TypeError: if a feature with weights is ragged.
     """
     joined = []
-    leaves = plan.flatten(features)
+    plan = plan.for_batch(features)
+    leaves = plan.flatten_inputs(features)
     for ids, weight, feature in zip(
-        leaves, plan.flatten(weights, "weights"), plan.features, strict=True
+        leaves, plan.flatten_inputs(weights, "weights"), plan.inputs, strict=True
     ):
         if weight is None:
             joined.append(ids)
@@ -129,6 +139,12 @@ def feature_shape(
     refuse_weighted_sequence(ids.weights, feature)
     is_ragged = isinstance(ids, ShardedRaggedIds)
     length = _sequence_length(values, batch_size, is_ragged, feature)
+    custom_combiner = None
+    if length:
+        _refuse_default_id(feature)
+    elif isinstance(feature.table.combiner, CustomCombiner):
+        custom_combiner = feature.table.combiner
+        _check_custom_combiner(ids, custom_combiner, feature)
     leading = feature.config.output_shape
     if leading is None:
         leading = (batch_size, length) if length else (batch_size,)
@@ -137,6 +153,8 @@ def feature_shape(
         samples_per_shard=-(-batch_size // plan.num_shards),
         sequence_length=length,
         output_shape=(*leading, feature.table.dim),
+        custom_combiner=custom_combiner,
+        default_id=feature.config.default_id,
     )
 
 
@@ -157,6 +175,45 @@ def refuse_weighted_sequence(weights: Any, feature: FeaturePlan) -> None:
             f"{feature.config.max_sequence_length}: a sequence is not combined, so "
             "weights have no effect. Leave one of them out."
         )
+
+
+def _refuse_default_id(feature: FeaturePlan) -> None:
+    if feature.config.default_id is not None:
+        raise ValueError(
+            f"FeatureConfig.default_id of feature {feature.name!r} is for samples that "
+            f"are combined, got {feature.config.default_id} with output_shape="
+            f"{feature.config.output_shape}, which makes sequences."
+        )
+
+
+def _check_custom_combiner(
+    ids: DenseIds | ShardedRaggedIds, combiner: CustomCombiner, feature: FeaturePlan
+) -> None:
+    """Refuses weights, and more places than the combiner takes."""
+    if ids.weights is not None:
+        raise ValueError(
+            f"Feature {feature.name!r} must have no weights, got some: the "
+            "CustomCombiner of its table takes rows only. Use a feature with "
+            "max_sequence_length, and pool it in your model."
+        )
+    if isinstance(ids, DenseIds):
+        valence = _matrix_shape(ids.ids)[1]
+        if valence > combiner.max_valence:
+            raise ValueError(
+                f"Feature {feature.name!r} must have at most max_valence="
+                f"{combiner.max_valence} ids per sample, got ids of shape "
+                f"{ids.ids.shape}; raise CustomCombiner.max_valence."
+            )
+
+
+def max_custom_valence(config: FeatureConfig, batch_size: int) -> int | None:
+    """Returns the maximum number of ids of a sample; None without a custom combiner."""
+    is_sequence = config.max_sequence_length or (
+        config.output_shape is not None and math.prod(config.output_shape) != batch_size
+    )
+    combiners = [table.combiner for table in config.tables]
+    limits = [c.max_valence for c in combiners if isinstance(c, CustomCombiner)]
+    return None if is_sequence or not limits else min(limits)
 
 
 def _matrix_shape(ids: Any) -> tuple[int, int]:
@@ -252,10 +309,14 @@ def to_shardable(
     room = ((0, missing), (0, 0))
     if weights is not None:
         weights = jnp.pad(weights.reshape(matrix.shape), room)
+    is_sample = None
+    if missing and shape.default_id is not None:
+        is_sample = jnp.arange(shape.batch_size + missing) < shape.batch_size
     return ShardableInput(
         ids=jnp.pad(matrix, room, constant_values=PADDING_ROW_ID),
         weights=weights,
         row_splits=None,
+        is_sample=is_sample,
     )
 
 
@@ -263,6 +324,8 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
     """Converts a feature into the input of the stages. Per shard."""
     num_samples = shape.samples_per_shard
     length = shape.sequence_length
+    if shape.custom_combiner is not None:
+        length = shape.custom_combiner.max_valence
     ids, weights = shardable.ids, shardable.weights
     if shardable.row_splits is None:
         if not length:
@@ -272,6 +335,7 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
                 sample_ids=None,
                 num_samples=num_samples,
                 valence=ids.shape[1],
+                is_sample=shardable.is_sample,
             )
         missing = max(0, length - ids.shape[1])
         ids = jnp.pad(
@@ -283,6 +347,7 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
             sample_ids=None,
             num_samples=num_samples * length,
             valence=1,
+            custom_combiner=shape.custom_combiner,
         )
     ids = ids.reshape(-1)
     sample_ids = _sample_ids(shardable.row_splits[0], ids.shape[0])
@@ -306,6 +371,7 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
         sample_ids=None,
         num_samples=num_samples * length,
         valence=1,
+        custom_combiner=shape.custom_combiner,
     )
 
 

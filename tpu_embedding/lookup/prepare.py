@@ -12,7 +12,11 @@ import jax
 import numpy as np
 
 from tpu_embedding.inputs.forms import HostIds, is_real, read_ids
-from tpu_embedding.lookup._inputs import check_dtypes, feature_shape
+from tpu_embedding.lookup._inputs import (
+    check_dtypes,
+    feature_shape,
+    max_custom_valence,
+)
 from tpu_embedding.lookup._ragged_shards import RaggedShards
 from tpu_embedding.lookup._sparse_ids import from_sparse
 from tpu_embedding.lookup.buffer_sizes import BufferSizes, size_of_batch
@@ -130,8 +134,8 @@ def _check_fits_int32(array: np.ndarray) -> np.ndarray:
 def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     if ids is None:
         raise ValueError(
-            f"Feature {feature.name!r} is None; pass its ids, or leave it out of "
-            "feature_config."
+            f"Feature {feature.name!r} is None; pass its ids, or leave its key "
+            "out of the batch."
         )
     if isinstance(ids, ShardedRaggedIds):
         raise TypeError(f"Feature {feature.name!r} has been prepared already.")
@@ -185,6 +189,9 @@ def _check_feature(
     else:
         ids = dataclasses.replace(ids, weights=array)
     if isinstance(ids, RaggedIds):
+        _check_valence(np.asarray(ids.row_splits), feature)
+        if feature.config.default_id is not None:
+            ids = _fill_empty_samples(ids)
         return RaggedShards.of(ids, plan.num_shards)
     return ids
 
@@ -294,3 +301,30 @@ def _pad_ragged(
         ids.padded(size_of[i]) if isinstance(ids, RaggedShards) else ids
         for i, ids in enumerate(checked)
     ]
+
+
+def _check_valence(row_splits: np.ndarray, feature: FeaturePlan) -> None:
+    """Refuses samples with more ids than a custom combiner takes."""
+    max_valence = max_custom_valence(feature.config, row_splits.shape[0] - 1)
+    if max_valence is None:
+        return
+    valences = np.diff(row_splits)
+    if valences.max() > max_valence:
+        sample = int(np.argmax(valences > max_valence))
+        raise ValueError(
+            f"Feature {feature.name!r} must have at most max_valence={max_valence} ids "
+            f"per sample, got {valences[sample]} in sample {sample}; raise "
+            "CustomCombiner.max_valence, or cut the samples."
+        )
+
+
+def _fill_empty_samples(ids: RaggedIds) -> RaggedIds:
+    """Gives each sample without a place one that holds padding, for `default_id`."""
+    row_splits, weights = np.asarray(ids.row_splits), ids.weights
+    is_empty = row_splits[1:] == row_splits[:-1]
+    places = row_splits[:-1][is_empty]
+    return RaggedIds(
+        values=np.insert(np.asarray(ids.values), places, PADDING_ROW_ID),
+        row_splits=row_splits + np.concatenate([[0], np.cumsum(is_empty)]),
+        weights=None if weights is None else np.insert(weights, places, 0.0),
+    )

@@ -141,30 +141,38 @@ class TPUEmbedding(nnx.Module):
         self.recorded = RecordedCalls(())
         self.recording: Recording = "off"
 
-    def __call__(self, features: Any, weights: Any = None) -> Any:
+    def __call__(
+        self, features: Any, weights: Any = None, serving_config: Any = None
+    ) -> Any:
         """Looks up a batch.
 
         Args:
-          features: nest like `feature_config`; see `tpu_embedding.lookup`.
+          features: nest like `feature_config`, whose dicts may lack keys; see
+            `tpu_embedding.lookup`.
           weights: None, or the same nest with an array, or None, per dense feature.
             Weights of ragged features are given to `prepare`.
+          serving_config: nest of `FeatureConfig` that replaces `feature_config` in this
+            call; its tables must be those of the layer. `stats` does not count features
+            of other names.
 
         Returns:
-          Activations, the same nest; float32 `[batch, dim]`, or the feature's sequence
-          or output shape. Global.
+          Activations, the nest of the features; float32 `[batch, dim]`, or the
+          feature's sequence or output shape; a tuple of them for a feature with a tuple
+          of tables. Global.
 
         Raises:
           TypeError, ValueError: if a feature's dtype or shape does not fit its config.
         """
+        plan = self._plan_for(serving_config)
         if weights is not None:
-            features = attach_weights(features, weights, self.plan)
+            features = attach_weights(features, weights, plan)
         if self.recording == "shapes":
-            activations = zero_activations(features, self.plan)
+            activations = zero_activations(features, plan)
             self._record((*self.recorded.get_value(), activations))
             return activations
         tables = without_derivative(self.tables.get_value(), NO_DERIVATIVE)
-        result = functional.lookup(tables, features, self.plan)
-        self._keep_stats(result.stats)
+        result = functional.lookup(tables, features, plan)
+        self._keep_stats(_stats_of_layer(result.stats, self.plan))
         if self.recording == "off":
             if not self.plan.trained_stacks:
                 return result.activations
@@ -174,9 +182,23 @@ class TPUEmbedding(nnx.Module):
         self._record((taps, *calls, RecordedCall(result.routing, self.plan)))
         return attach_taps(taps[len(calls)], result.activations)
 
-    def prepare(self, features: Any, weights: Any = None) -> Any:
-        """Checks a batch on the host; see `tpu_embedding.prepare_features`."""
-        return prepare_features(features, self.plan, weights, self.buffer_sizes)
+    def prepare(
+        self, features: Any, weights: Any = None, serving_config: Any = None
+    ) -> Any:
+        """Checks a batch on the host; see `tpu_embedding.prepare_features`.
+
+        Args:
+          features: nest like `feature_config`, whose dicts may lack keys.
+          weights: None, or the same nest with weights, or None, per feature.
+          serving_config: as in a call of the layer.
+        """
+        plan = self._plan_for(serving_config)
+        return prepare_features(features, plan, weights, self.buffer_sizes)
+
+    def _plan_for(self, serving_config: Any) -> EmbeddingPlan:
+        if serving_config is None:
+            return self.plan
+        return self.plan.with_features(serving_config)
 
     def embedding_tables(self) -> dict[str, Any]:
         """Returns each table's values, NumPy `[vocabulary_size, dim]`, by name."""
@@ -226,4 +248,20 @@ def _no_stats(plan: EmbeddingPlan) -> LookupStats:
     return LookupStats(
         rounds={stack.name: jnp.int32(0) for stack in plan.stacks},
         out_of_range={feature.name: jnp.int32(0) for feature in plan.features},
+    )
+
+
+def _stats_of_layer(stats: LookupStats, plan: EmbeddingPlan) -> LookupStats:
+    """Returns the stats with an entry per stack and feature of the plan.
+
+    The variable keeps its structure, whatever a call looks up, so that a jitted step
+    which reads it is not compiled again.
+    """
+    zeros = _no_stats(plan)
+    return LookupStats(
+        rounds=zeros.rounds | stats.rounds,
+        out_of_range={
+            name: stats.out_of_range.get(name, zero)
+            for name, zero in zeros.out_of_range.items()
+        },
     )

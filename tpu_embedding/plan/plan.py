@@ -220,6 +220,12 @@ class EmbeddingPlan(FeatureNest):
         """The stacks that have an optimizer."""
         return tuple(s for s in self.stacks if isinstance(s, TrainedStackPlan))
 
+    @property
+    def used_stacks(self) -> tuple[StackPlan, ...]:
+        """The stacks that some feature looks up in."""
+        used = {feature.stack_index for feature in self.features}
+        return tuple(s for i, s in enumerate(self.stacks) if i in used)
+
     def features_of(self, stack: StackPlan) -> tuple[int, ...]:
         """Returns the indices of the features that look up in a stack."""
         return tuple(

@@ -1,0 +1,183 @@
+"""Combiners of the user's own, against JAX on the dense table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding.lookup._flatten import _move_ids_to_front
+
+full = pytest.mark.full
+
+P = te.PADDING_ROW_ID
+MAX_VALENCE = 3
+# The reference adds and multiplies in another order.
+TOLERANCE = dict(rtol=1e-5, atol=1e-6)
+
+
+def softmax_pool(valence, rows):
+    """Depends on the order of the rows, on all of them, and divides by the valence."""
+    is_used = jnp.arange(len(rows)) < valence
+    logits = jnp.where(is_used, jnp.sum(rows, axis=1) + jnp.arange(len(rows)), -jnp.inf)
+    return jax.nn.softmax(logits) @ rows / jnp.sqrt(valence)
+
+
+COMBINER = te.CustomCombiner(function=softmax_pool, max_valence=MAX_VALENCE)
+TABLE = te.TableConfig(vocabulary_size=11, dim=4, combiner=COMBINER, name="custom")
+OTHER = te.TableConfig(vocabulary_size=11, dim=4, combiner="mean", name="other")
+
+# Sample by sample; -2 and 11 are outside the table.
+SAMPLES = [
+    [1, 2, 3],
+    [],
+    [4],
+    [5, 5],
+    [-2, 6, 11],
+    [7, -2, 8],
+    [11],
+    [9, 10],
+    [0, 0, 0],
+]
+KEPT = [[i for i in ids if 0 <= i < 11] for ids in SAMPLES]
+
+
+def dense_ids():
+    """Padding lies between the ids, too."""
+    ids = np.full((len(SAMPLES), MAX_VALENCE), P)
+    for row, sample in zip(ids, SAMPLES, strict=True):
+        row[MAX_VALENCE - len(sample) :] = sample
+    return ids
+
+
+def ragged_ids(samples=SAMPLES):
+    return te.RaggedIds(
+        values=np.concatenate([np.zeros(0, int), *samples]).astype(int),
+        row_splits=np.cumsum([0, *map(len, samples)]),
+    )
+
+
+def sparse_ids():
+    places = [(i, j) for i, sample in enumerate(SAMPLES) for j in range(len(sample))]
+    return te.SparseIds(
+        indices=np.array(places),
+        values=np.concatenate(SAMPLES).astype(int),
+        dense_shape=[len(SAMPLES), 5],
+    )
+
+
+FORMS = {"dense": dense_ids, "ragged": ragged_ids, "sparse": sparse_ids}
+
+
+def pool_densely(table):
+    """What the layer computes, sample by sample, as a function of the dense table."""
+    pooled = []
+    for ids in KEPT:
+        if not ids:
+            pooled.append(jnp.zeros(4))
+            continue
+        rows = jnp.zeros((MAX_VALENCE, 4)).at[: len(ids)].set(table[np.array(ids)])
+        pooled.append(softmax_pool(jnp.int32(len(ids)), rows))
+    return jnp.stack(pooled)
+
+
+def plan_of(num_devices, config=None, **options):
+    feature = te.FeatureConfig(table=TABLE, out_of_range_ids="drop", name="f")
+    return te.make_plan(
+        config or {"f": feature, "other": te.FeatureConfig(table=OTHER)},
+        mesh_of(num_devices),
+        optimizer=optax.sgd(1.0),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "num_devices", "capacity"),
+    [
+        ("dense", 3, None),
+        ("ragged", 8, 1),
+        pytest.param("dense", 8, 1, marks=full),
+        pytest.param("dense", 1, None, marks=full),
+        pytest.param("ragged", 1, None, marks=full),
+        pytest.param("ragged", 2, None, marks=full),
+        pytest.param("sparse", 1, None, marks=full),
+    ],
+)
+def test_equals_the_dense_table(form, num_devices, capacity):
+    """Forward and gradient; in several rounds it pools after the last one."""
+    plan = plan_of(num_devices, capacity=capacity)
+    tables = te.init_tables(plan, jax.random.key(0))
+    before = te.unstack_tables(tables, plan)
+    batch = {"f": FORMS[form](), "other": np.arange(len(SAMPLES))}
+    batch = te.prepare_features(batch, plan)
+    result = te.lookup(tables, batch, plan)
+    if capacity == 1:
+        assert result.stats.rounds["stack_0"] > 1
+    assert result.stats.out_of_range["f"] == 4
+    expected, derivative = jax.vjp(pool_densely, before["custom"])
+    np.testing.assert_allclose(result.activations["f"], expected, **TOLERANCE)
+    np.testing.assert_array_equal(
+        result.activations["other"], before["other"][: len(SAMPLES)]
+    )
+
+    cotangents = jax.random.normal(jax.random.key(1), expected.shape)
+    gradients = te.compute_gradients(
+        result.routing, {"f": cotangents, "other": cotangents}, plan
+    )
+    slots = te.init_slots(tables, plan)
+    tables, _ = te.apply_gradients(tables, slots, gradients, plan)
+    after = te.unstack_tables(tables, plan)
+    (gradient,) = derivative(cotangents)
+    np.testing.assert_allclose(
+        before["custom"] - after["custom"], gradient, **TOLERANCE
+    )
+    assert np.isfinite(after["custom"]).all()
+    np.testing.assert_array_equal(
+        after["custom"][[2, 6]] == before["custom"][[2, 6]], 0
+    )
+
+
+def test_ids_move_to_the_front_in_order():
+    row_ids = jnp.array([P, 4, 2, P, P, P, 7, P, 1, 3, 3, 3])
+    moved, valences = _move_ids_to_front(row_ids, 3)
+    assert moved.tolist() == [4, 2, P, P, P, P, 7, 1, P, 3, 3, 3]
+    assert valences.tolist() == [2, 0, 2, 3]
+
+
+def test_too_many_ids_are_refused_not_cut():
+    plan = plan_of(2)
+    batch = {"f": ragged_ids([[1], [1, 2, 3, 4, 5]]), "other": np.arange(2)}
+    with pytest.raises(ValueError, match=r"'f'.*max_valence=3.*got 5 in sample 1"):
+        te.prepare_features(batch, plan)
+    with pytest.raises(ValueError, match=r"'f'.*max_valence=3.*shape \(2, 4\)"):
+        te.activation_shapes({"f": np.zeros((2, 4), int), "other": np.arange(2)}, plan)
+
+
+def test_weights_are_refused():
+    plan = plan_of(1)
+    weighted = te.DenseIds(ids=dense_ids(), weights=np.ones((9, 3), np.float32))
+    with pytest.raises(ValueError, match="'f' must have no weights.*CustomCombiner"):
+        te.activation_shapes({"f": weighted, "other": np.arange(9)}, plan)
+
+
+def test_fewer_columns_and_reshaped_batches():
+    feature = te.FeatureConfig(table=TABLE, output_shape=(3, 2), name="f")
+    plan = plan_of(2, {"f": feature})
+    tables = te.init_tables(plan, jax.random.key(0))
+    rows = te.unstack_tables(tables, plan)["custom"]
+    found = te.lookup(tables, {"f": np.arange(6)}, plan).activations["f"]
+    # One row each, so the softmax is 1.
+    np.testing.assert_allclose(found, rows[:6].reshape(3, 2, 4), rtol=1e-6)
+
+
+def test_sequences_are_not_combined():
+    feature = te.FeatureConfig(table=TABLE, max_sequence_length=2, name="f")
+    plan = plan_of(2, {"f": feature})
+    tables = te.init_tables(plan, jax.random.key(0))
+    rows = te.unstack_tables(tables, plan)["custom"]
+    ids = te.prepare_features({"f": ragged_ids([[1, 2, 3, 4], [5]])}, plan)
+    found = te.lookup(tables, ids, plan).activations["f"]
+    np.testing.assert_array_equal(found[0], rows[1:3])
+    np.testing.assert_array_equal(found[1], np.stack([rows[5], 0 * rows[5]]))

@@ -1,0 +1,175 @@
+"""Samples without ids that read a default row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.lookup.test_flatten import feature_input, stack_of
+from tests.lookup.test_lookup import (
+    BATCH,
+    PADDING,
+    batch_of,
+    check_against_reference,
+    make_plan,
+    ragged,
+    rng,
+)
+from tpu_embedding.lookup._flatten import FeatureInput, flatten
+from tpu_embedding.plan.features import FeaturePlan
+
+full = pytest.mark.full
+
+OUTSIDE = np.where(np.arange(BATCH) % 3 == 0, -1, np.arange(BATCH) % 7)
+CASES = {
+    "multi_hot": lambda: batch_of("multi_hot"),
+    "weighted": lambda: batch_of("weighted"),
+    "zero_weights": lambda: batch_of("zero_weights"),
+    "weights_cancel": lambda: batch_of("weights_cancel"),
+    "no_ids": lambda: batch_of("no_ids"),
+    "ragged": lambda: batch_of("ragged"),
+    "ragged_weighted": lambda: batch_of("ragged_weighted"),
+    "ragged_no_values": lambda: batch_of("ragged_no_values"),
+    "ids_outside": lambda: dict.fromkeys("abcd", OUTSIDE),
+    "ragged_ids_outside": lambda: dict.fromkeys(
+        "abcd", ragged(np.repeat(OUTSIDE, 2), [0, *range(0, 2 * BATCH - 1, 2), 42])
+    ),
+}
+
+
+QUICK = [("multi_hot", 8), ("ragged_weighted", 3)]
+
+
+@pytest.mark.parametrize(
+    ("case", "num_devices"),
+    [
+        pytest.param(
+            case,
+            num_devices,
+            # The others differ in what test_keys_and_gains checks.
+            marks=() if (case, num_devices) in QUICK else full,
+            id=f"{num_devices}devices-{case}",
+        )
+        for case in CASES
+        for num_devices in (1, 2, 3, 8)
+    ],
+)
+def test_equals_dense_reference(case, num_devices):
+    plan = make_plan(mesh_of(num_devices), default_id=3, out_of_range_ids="drop")
+    check_against_reference(plan, CASES[case]())
+
+
+@full
+@pytest.mark.parametrize("case", ["multi_hot", "ragged_weighted"])
+def test_in_several_rounds(case):
+    plan = make_plan(mesh_of(8), default_id=3, capacity=1)
+    stats, _, _ = check_against_reference(plan, CASES[case]())
+    assert stats.rounds["stack_0"] > 1
+
+
+@pytest.mark.parametrize("form", ["dense", "many", "ragged"])
+def test_samples_that_fill_up_the_batch_touch_nothing(form):
+    """Rows decay when touched; 5 samples on 4 devices leave 3 places to fill."""
+    table = te.TableConfig(vocabulary_size=9, dim=2, combiner="sum", name="t")
+    feature = te.FeatureConfig(table=table, default_id=4)
+    optimizer = te.optimizers.sgd(0.1, weight_decay_factor=0.5)
+    plan = te.make_plan(feature, mesh_of(4), optimizer=optimizer)
+    ids = {
+        "dense": np.arange(5) % 3,
+        "many": np.stack([np.arange(5) % 3] * 2, axis=1),
+        "ragged": te.RaggedIds(values=np.arange(5) % 3, row_splits=np.arange(6)),
+    }[form]
+    tables = te.init_tables(plan, jax.random.key(0))
+    before = te.unstack_tables(tables, plan)["t"]
+    result = te.lookup(tables, te.prepare_features(ids, plan), plan)
+    gradients = te.compute_gradients(
+        result.routing, jnp.zeros_like(result.activations), plan
+    )
+    slots = te.init_slots(tables, plan)
+    tables, _ = te.apply_gradients(tables, slots, gradients, plan)
+    after = te.unstack_tables(tables, plan)["t"]
+    is_touched = (after != before).any(axis=1)
+    np.testing.assert_array_equal(np.flatnonzero(is_touched), [0, 1, 2])
+
+
+@pytest.mark.parametrize("form", ["one", "many", "ragged"])
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("keeps_duplicates", [False, True])
+def test_keys_and_gains(form, is_weighted, keeps_duplicates):
+    """The first place of an empty sample, and nothing else, becomes the default."""
+    ids = jnp.array([PADDING, 1, 9, 2, 5, PADDING, -1, 3, 2, 2, PADDING, 6])
+    weights = jnp.array([1, 0, 1, 1, 0.5, 1, 1, 1, 1, 1, 1, 1.0])
+    num_samples, valence = {"one": (12, 1), "many": (4, 3), "ragged": (6, 1)}[form]
+    # Sample 1 has no place, sample 5 only one with padding; two places are unused.
+    sample_ids = np.array([0, 0, 2, 3, 3, 3, 4, 4, 4, 4, 5, 6])
+    given = FeatureInput(
+        ids=ids,
+        weights=weights if is_weighted else None,
+        sample_ids=jnp.array(sample_ids) if form == "ragged" else None,
+        num_samples=num_samples,
+        valence=valence,
+    )
+    table = te.TableConfig(vocabulary_size=7, dim=2, combiner="mean", name="t")
+    config = te.FeatureConfig(table=table, default_id=6, name="f")
+    feature = FeaturePlan(name="f", config=config, stack_index=0, row_offset=0)
+    keys, (pooling,), _ = flatten([given], [feature], stack_of(1, keeps_duplicates))
+
+    if form != "ragged":
+        sample_ids = np.arange(12) % num_samples
+    order = np.arange(12)
+    if form == "many" and keeps_duplicates:
+        order = np.argsort(sample_ids, kind="stable")
+    expected, gains = np.array(ids), np.array(weights)
+    is_row = (expected >= 0) & (expected < 7) & ((gains > 0) | (not is_weighted))
+    for sample in range(num_samples):
+        places = np.flatnonzero(sample_ids == sample)
+        if len(places) and not is_row[places].any():
+            expected[places[0]], gains[places[0]] = 6, 1
+            is_row[places[0]] = True
+    if form == "ragged":
+        is_row &= sample_ids < num_samples
+        expected[-1] = PADDING
+        keys = keys.at[-1].set(PADDING)
+    expected = np.where(is_row, expected, PADDING)
+    np.testing.assert_array_equal(keys, expected[order])
+    if is_weighted:
+        used = np.asarray(pooling.gains)[is_row[order]]
+        np.testing.assert_array_equal(used, gains[order][is_row[order]])
+
+
+def test_prepare_gives_every_empty_sample_a_place():
+    plan = make_plan(mesh_of(2), default_id=3)
+    ids = te.RaggedIds(
+        values=np.array([1, 2, 3]),
+        row_splits=[0, 0, 2, 2, 2, 3],
+        weights=np.float32([4, 5, 6]),
+    )
+    prepared = te.prepare_features(dict.fromkeys("abcd", ids), plan)["a"]
+    # Three samples of the first shard, two of the second and one that fills it up.
+    assert prepared.values[0, :5].tolist() == [PADDING, 1, 2, PADDING, PADDING]
+    assert prepared.row_splits.tolist() == [[0, 1, 3, 4], [0, 1, 2, 2]]
+    assert prepared.weights[0, :4].tolist() == [0, 4, 5, 0]
+    assert prepared.weights[1, :2].tolist() == [0, 6]
+
+
+def test_without_a_default_nothing_changes():
+    given = feature_input("many")
+    assert given.is_sample is None
+    plan = make_plan(mesh_of(2))
+    ids = te.RaggedIds(values=np.array([1]), row_splits=[0, 0, 1])
+    prepared = te.prepare_features(dict.fromkeys("abcd", ids), plan)["a"]
+    assert (prepared.values != PADDING).sum() == 1
+
+
+def test_sequences_by_output_shape_take_no_default():
+    table = te.TableConfig(vocabulary_size=9, dim=2, name="t")
+    feature = te.FeatureConfig(table=table, default_id=4, output_shape=(2, 3), name="f")
+    plan = te.make_plan(feature, mesh_of(1))
+    with pytest.raises(ValueError, match=r"default_id of feature 'f'.*output_shape"):
+        te.activation_shapes(rng().integers(0, 9, (2, 3)), plan)
+    # Combined and reshaped is fine.
+    combined = te.FeatureConfig(table=table, default_id=4, output_shape=(2, 3))
+    plan = te.make_plan(combined, mesh_of(1))
+    assert te.activation_shapes(np.zeros((6, 2), int), plan).shape == (2, 3, 2)

@@ -1,0 +1,270 @@
+"""Calls of the layer with some features, with others, and with several tables each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+
+full = pytest.mark.full
+
+SIZE = 13
+ITEM = te.TableConfig(vocabulary_size=SIZE, dim=4, combiner="sum", name="item")
+LINEAR = te.TableConfig(vocabulary_size=SIZE, dim=1, combiner="sum", name="linear")
+CONFIG = {
+    "item": te.FeatureConfig(table=(LINEAR, ITEM)),
+    "user": {
+        "id": te.FeatureConfig(table=ITEM),
+        "bias": te.FeatureConfig(table=LINEAR),
+    },
+}
+
+
+def ragged(samples):
+    return te.RaggedIds(
+        values=np.concatenate(samples), row_splits=np.cumsum([0, *map(len, samples)])
+    )
+
+
+ITEM_IDS = ragged([[1, 2], [3], [3, 3, 4], [5], [6, 7]])
+USER_IDS = np.array([8, 9, 9, 10, 1])
+BATCH = {"item": ITEM_IDS, "user": {"id": USER_IDS, "bias": USER_IDS}}
+
+
+def layer_on(num_devices, optimizer=None, config=None):
+    return te.TPUEmbedding(
+        CONFIG if config is None else config,
+        te.optimizers.sgd(1.0) if optimizer is None else optimizer,
+        mesh=mesh_of(num_devices),
+        rngs=nnx.Rngs(0),
+    )
+
+
+def trained_by(loss_fn, layer):
+    """Returns the tables before a step, and how far it moved them."""
+    before = layer.embedding_tables()
+    _, gradients = te.value_and_grad(loss_fn)(layer)
+    te.Optimizer(layer, optax.sgd(1.0)).update(layer, gradients)
+    after = layer.embedding_tables()
+    return before, {name: before[name] - after[name] for name in before}
+
+
+@pytest.mark.parametrize(
+    "num_devices", [3, *(pytest.param(n, marks=full) for n in (1, 2, 8))]
+)
+def test_ids_of_one_feature_in_two_tables(num_devices):
+    """Equals two features with the same ids, each in one table."""
+    layer = layer_on(num_devices)
+    features = layer.prepare(BATCH)
+    assert isinstance(features["item"], te.ShardedRaggedIds)  # converted once
+    linear, factors = layer(features)["item"]
+    assert (linear.shape, factors.shape) == ((5, 1), (5, 4))
+    twice = {
+        "a": te.FeatureConfig(table=LINEAR),
+        "b": te.FeatureConfig(table=ITEM),
+    }
+    ids = dict.fromkeys("ab", features["item"])
+    split = layer(ids, serving_config=twice)
+    np.testing.assert_array_equal(linear, split["a"])
+    np.testing.assert_array_equal(factors, split["b"])
+
+    def loss_fn(layer):
+        linear, factors = layer({"item": features["item"]})["item"]
+        return jnp.sum(linear) + 2 * jnp.sum(factors)
+
+    _, moved = trained_by(loss_fn, layer)
+    counts = np.bincount(ITEM_IDS.values, minlength=SIZE)[:, None]
+    np.testing.assert_allclose(moved["linear"], counts, atol=1e-5)
+    np.testing.assert_allclose(moved["item"], 2 * counts * np.ones(4), atol=1e-5)
+
+
+SUBSETS = {
+    "one stack": {"user": {"bias": USER_IDS}},
+    "both stacks": {"user": {"bias": USER_IDS, "id": USER_IDS}},
+    "two tables": {"item": ITEM_IDS},
+}
+
+
+@pytest.mark.parametrize("case", SUBSETS)
+def test_a_subset_of_the_features(case):
+    layer, batch = layer_on(2), SUBSETS[case]
+    everything = layer(layer.prepare(BATCH))
+    prepared = layer.prepare(batch)
+    some = layer(prepared)
+    expected = layer.plan.for_batch(batch).unflatten(
+        [
+            activation
+            for activation, feature in zip(
+                layer.plan.flatten_activations(everything),
+                layer.plan.features,
+                strict=True,
+            )
+            if feature in layer.plan.for_batch(batch).features
+        ]
+    )
+    jax.tree.map(np.testing.assert_array_equal, some, expected)
+    # Stacks that were not looked up had no round.
+    used = layer.plan.for_batch(batch).used_stacks
+    rounds = layer.stats.get_value().rounds
+    assert {name for name, n in rounds.items() if n} == {s.name for s in used}
+    weighted = layer(*weighted_by_two(prepared)) if case != "two tables" else None
+    if weighted is not None:
+        jax.tree.map(np.testing.assert_array_equal, weighted, double(some))
+
+
+def weighted_by_two(features):
+    return features, jax.tree.map(lambda ids: np.full(ids.shape, 2.0), features)
+
+
+def double(nest):
+    return jax.tree.map(lambda x: 2 * x, nest)
+
+
+def test_only_features_of_the_call_are_trained():
+    layer = layer_on(3)
+
+    def loss_fn(layer):
+        return jnp.sum(layer({"user": {"bias": USER_IDS}})["user"]["bias"])
+
+    before, moved = trained_by(loss_fn, layer)
+    counts = np.bincount(USER_IDS, minlength=SIZE)[:, None]
+    np.testing.assert_allclose(moved["linear"], counts, atol=1e-5)
+    assert not moved["item"].any()
+    assert set(before) == {"item", "linear"}
+
+
+def test_slots_of_stacks_without_a_gradient_are_kept():
+    plan = layer_on(2, te.optimizers.adagrad(0.1)).plan
+    tables = te.init_tables(plan, jax.random.key(0))
+    slots = te.init_slots(tables, plan)
+    batch = {"user": {"bias": USER_IDS}}
+    result = te.lookup(tables, batch, plan)
+    assert set(result.routing.stacks) == {"stack_1"}
+    gradients = te.compute_gradients(result.routing, result.activations, plan)
+    new_tables, new_slots = te.apply_gradients(tables, slots, gradients, plan)
+    assert set(new_slots) == set(slots) and set(new_tables) == set(tables)
+    assert jax.tree.structure(new_slots) == jax.tree.structure(slots)
+
+
+SERVING = {
+    "candidates": te.FeatureConfig(table=ITEM, max_sequence_length=3),
+    "both": te.FeatureConfig(table=(ITEM, LINEAR), output_shape=(2, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    "num_devices", [3, *(pytest.param(n, marks=full) for n in (1, 8))]
+)
+def test_other_features_on_the_same_tables(num_devices):
+    layer = layer_on(num_devices)
+    tables = layer.embedding_tables()
+    ids = {"candidates": ragged([[1, 2, 3, 4], [5]]), "both": np.array([1, 2, 3, 4])}
+    prepared = layer.prepare(ids, serving_config=SERVING)
+    found = layer(prepared, serving_config=SERVING)
+    np.testing.assert_array_equal(found["candidates"][0], tables["item"][1:4])
+    assert not np.any(found["candidates"][1, 1:])
+    item, linear = found["both"]
+    np.testing.assert_array_equal(item.reshape(4, 4), tables["item"][1:5])
+    np.testing.assert_array_equal(linear.reshape(4, 1), tables["linear"][1:5])
+    # A subset of them.
+    part = {"both": prepared["both"]}
+    np.testing.assert_array_equal(
+        layer(part, serving_config=SERVING)["both"][0], found["both"][0]
+    )
+
+    def loss_fn(layer):
+        return jnp.sum(layer(part, serving_config=SERVING)["both"][1])
+
+    _, moved = trained_by(loss_fn, layer)
+    assert not moved["item"].any()
+    np.testing.assert_allclose(moved["linear"][1:5], 1, rtol=1e-5)
+
+
+def test_calls_compile_once_each_and_leave_the_train_step_alone():
+    layer = layer_on(2)
+    optimizer = te.Optimizer(layer, optax.sgd(1.0))
+    traces = []
+
+    @nnx.jit
+    def train(layer, optimizer, features):
+        traces.append("train")
+        loss, gradients = te.value_and_grad(lambda m: jnp.sum(m(features)["item"][0]))(
+            layer
+        )
+        optimizer.update(layer, gradients)
+        return loss
+
+    @nnx.jit
+    def call(layer, features):
+        traces.append("call")
+        return layer(features)
+
+    @nnx.jit
+    def evaluate(layer, features):
+        traces.append("evaluate")
+        return layer(features, serving_config=SERVING)
+
+    items = layer.prepare({"item": ITEM_IDS})
+    for _ in range(3):
+        train(layer, optimizer, items)
+        call(layer, {"user": {"id": USER_IDS}})
+        evaluate(layer, {"both": np.array([1, 2, 3, 4])})
+    assert sorted(traces) == ["call", "evaluate", "train"]
+
+
+def test_stats_have_the_same_structure_after_every_call():
+    layer = layer_on(1)
+    before = jax.tree.structure(layer.stats.get_value())
+    layer({"user": {"id": np.array([1, 99])}})
+    stats = layer.stats.get_value()
+    assert jax.tree.structure(stats) == before
+    assert stats.out_of_range == {"item": 0, "user/bias": 0, "user/id": 1}
+    layer({"both": np.array([1, 2, 3, 99])}, serving_config=SERVING)
+    stats = layer.stats.get_value()
+    assert jax.tree.structure(stats) == before
+    # Of the latest call, whose feature the layer does not have.
+    assert not any(stats.out_of_range.values())
+    assert all(n == 1 for n in stats.rounds.values())
+
+
+SHOP = te.TableConfig(vocabulary_size=3, dim=4, name="shop")
+MISUSE = {
+    "unknown key": (
+        lambda layer: layer({"shop": USER_IDS}),
+        r"no keys \['shop'\].*'item', 'user'",
+    ),
+    "unknown key on the host": (
+        lambda layer: layer.prepare({"user": {"age": USER_IDS}}),
+        r"no keys \['age'\].*'bias', 'id'",
+    ),
+    "nothing": (lambda layer: layer({}), "at least one feature"),
+    "another table": (
+        lambda layer: layer(USER_IDS, serving_config=te.FeatureConfig(table=SHOP)),
+        r"must be tables of the plan:\n  'feature': .*name='shop'",
+    ),
+    "another table on the host": (
+        lambda layer: layer.prepare(
+            USER_IDS, serving_config=te.FeatureConfig(table=SHOP)
+        ),
+        r"must be tables of the plan:\n  'feature': .*name='shop'",
+    ),
+    "no config": (
+        lambda layer: layer(USER_IDS, serving_config=ITEM),
+        "nest of FeatureConfig, got TableConfig",
+    ),
+    "weights of other features": (
+        lambda layer: layer({"user": {"id": USER_IDS}}, {"user": {"bias": np.ones(5)}}),
+        "weights must have the structure",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_gives_one_clear_error(case):
+    call, match = MISUSE[case]
+    with pytest.raises(ValueError, match=match):
+        call(layer_on(1))
