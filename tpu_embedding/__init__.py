@@ -42,6 +42,8 @@ from tpu_embedding.nn import value_and_grad as value_and_grad
 from tpu_embedding.plan.make_plan import make_plan as make_plan
 from tpu_embedding.plan.plan import EmbeddingPlan as EmbeddingPlan
 from tpu_embedding.tables.initial_values import init_tables as init_tables
+from tpu_embedding.tables.slot_values import slot_values as slot_values
+from tpu_embedding.tables.slot_values import with_slot_values as with_slot_values
 from tpu_embedding.tables.table_values import unstack_tables as unstack_tables
 from tpu_embedding.tables.table_values import with_table_values as with_table_values
 from tpu_embedding.types import PADDING_ROW_ID as PADDING_ROW_ID

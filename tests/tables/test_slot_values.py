@@ -1,0 +1,308 @@
+"""Slot variables by table and name: read, set, and refused."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.optimizers.rule_cases import initial_state_of_tables, update
+
+SIZES, DIM = {"a": 37, "b": 1, "c": 5}, 3
+opt = te.optimizers
+
+
+def plan_of(optimizer, num_devices=8, hardware="v5p", names=tuple(SIZES)):
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(
+                vocabulary_size=SIZES[name], dim=DIM, combiner="sum", name=name
+            )
+        )
+        for name in names
+    }
+    return te.make_plan(
+        features,
+        mesh_of(num_devices),
+        optimizer=optimizer,
+        hardware=te.hardware_by_name(hardware),
+    )
+
+
+def start_of(plan):
+    values = {
+        table.name: np.ones((table.config.vocabulary_size, DIM), np.float32)
+        for stack in plan.stacks
+        for table in stack.tables
+    }
+    return initial_state_of_tables(plan, values)
+
+
+def random_like(values):
+    """Other values of the same shapes; counts of one table and the next are equal."""
+    generator = np.random.default_rng(0)
+
+    def change(array):
+        if array.shape == ():
+            return np.asarray(7, array.dtype)
+        numbers = 100 * generator.uniform(size=array.shape)
+        return numbers.astype(array.dtype)
+
+    return {
+        table: {name: change(x) for name, x in of_table.items()}
+        for table, of_table in values.items()
+    }
+
+
+def shapes(values):
+    return {
+        table: {name: x.shape for name, x in of_table.items()}
+        for table, of_table in values.items()
+    }
+
+
+def assert_equal(actual, expected):
+    assert shapes(actual) == shapes(expected)
+    for table, of_table in expected.items():
+        for name, array in of_table.items():
+            np.testing.assert_array_equal(actual[table][name], array)
+            assert actual[table][name].dtype == array.dtype
+
+
+def a_row_optimizer(gradient, row, slots, rate, _):
+    return row - rate * gradient, *slots
+
+
+NAMES = {
+    "sgd": (opt.sgd(0.1), {}),
+    "adagrad": (opt.adagrad(0.1), {"accumulators": 2}),
+    "rowwise_adagrad": (opt.rowwise_adagrad(0.1), {"accumulators": 1}),
+    "adam": (opt.adam(0.1), {"momenta": 2, "velocities": 2}),
+    "ftrl": (opt.ftrl(0.1), {"accumulators": 2, "linears": 2}),
+    "frequency": (
+        opt.frequency_aware_adagrad(0.1),
+        {"accumulators": 2, "counters": 1},
+    ),
+    "adafactor": (opt.adafactor(0.1), {"row_accumulators": 1, "row_clocks": 1}),
+    "user_defined": (
+        opt.user_defined(
+            *(a_row_optimizer, 0.1),
+            slot_names=["z", "y"],
+            slot_initializers=[0.0, 1.0],
+            slot_dims=[2, 1],
+        ),
+        {"z": 2, "y": 1},
+    ),
+    "optax.adam": (optax.adam(0.1), {"mu": 2, "nu": 2}),
+    "optax.sgd": (optax.sgd(0.1, momentum=0.9), {"trace": 2}),
+    "optax.adagrad": (optax.adagrad(0.1), {"sum_of_squares": 2}),
+    "inject": (
+        optax.inject_hyperparams(opt.adagrad)(learning_rate=0.1),
+        {"accumulators": 2},
+    ),
+    "options": (opt.ftrl(0.1, clipvalue=1.0), {"accumulators": 2, "linears": 2}),
+    "two of a kind": (
+        optax.chain(optax.trace(0.9), optax.trace(0.5), optax.scale(-0.1)),
+        {"0/trace": 2, "1/trace": 2},
+    ),
+    "by table": (
+        optax.multi_transform(
+            {"x": optax.adam(0.1), "y": opt.ftrl(0.1)},
+            {"a": "x", "b": "y", "c": "x"},
+        ),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_and_shapes(name):
+    optimizer, expected = NAMES[name]
+    plan = plan_of(optimizer, 1)
+    _, slots = start_of(plan)
+    found = shapes(te.slot_values(slots, plan))
+    assert list(found) == list(SIZES)
+    for table, size in SIZES.items():
+        if name == "by table":
+            expected = {"accumulators": 2, "linears": 2} if table == "b" else None
+            expected = expected or {"mu": 2, "nu": 2}
+        assert found[table] == {
+            slot: (size, DIM)[:rank] for slot, rank in expected.items()
+        }
+
+
+ALL = {
+    "adam": (opt.adam(0.1), {"count": ()}),
+    "exact adafactor": (
+        opt.adafactor(0.1, mode="exact"),
+        {
+            "count": (),
+            "column_accumulators": (DIM,),
+            "squares/value": (),
+            "squares/rest": (),
+            "clock/value": (),
+            "clock/rest": (),
+        },
+    ),
+    "lazy adafactor": (
+        opt.adafactor(0.1),
+        {
+            "count": (),
+            "column_accumulators": (DIM,),
+            "squares/value": (),
+            "squares/rest": (),
+        },
+    ),
+    "collected": (
+        opt.every_row(opt.rowwise_adagrad(0.1), gradient_steps=2),
+        {"step": ()},
+    ),
+    "inject": (
+        optax.inject_hyperparams(opt.adagrad)(learning_rate=0.1),
+        {"count": ()},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_all_of_a_state_is_read_and_set(name):
+    optimizer, others = ALL[name]
+    plan = plan_of(optimizer, 8 if "exact" in name else 2)
+    _, slots = start_of(plan)
+    rows, values = te.slot_values(slots, plan), te.slot_values(slots, plan, "all")
+    for table, of_table in values.items():
+        found = {key: x.shape for key, x in of_table.items() if key not in rows[table]}
+        assert found == others
+    new = random_like(values)
+    changed = te.with_slot_values(slots, new, plan)
+    assert_equal(te.slot_values(changed, plan, "all"), new)
+    # Compiled steps still fit, and the old state is as it was.
+    for before, after in zip(
+        jax.tree.leaves(slots), jax.tree.leaves(changed), strict=True
+    ):
+        assert before.sharding == after.sharding
+        assert (before.shape, before.dtype) == (after.shape, after.dtype)
+    assert_equal(te.slot_values(slots, plan, "all"), values)
+
+
+@pytest.mark.parametrize(
+    "hardware", ["cpu", pytest.param("v5p", marks=pytest.mark.full)]
+)
+def test_values_move_to_other_devices_and_stacks(hardware):
+    """Slots of three tables on eight devices, set one by one on one and three."""
+    source = plan_of(opt.adam(0.1), 8, "v6e")
+    _, slots = start_of(source)
+    values = random_like(te.slot_values(slots, source))
+    for num_devices, names in [(1, ("c", "a", "b")), (3, ("b",))]:
+        plan = plan_of(opt.adam(0.1), num_devices, hardware, names)
+        _, slots = start_of(plan)
+        for name in names:
+            slots = te.with_slot_values(slots, {name: values[name]}, plan)
+        assert_equal(te.slot_values(slots, plan), {n: values[n] for n in names})
+
+
+def test_a_step_continues_from_set_values():
+    """Adagrad from accumulators of a checkpoint, as a run that was not stopped."""
+    plan = plan_of(opt.adagrad(0.5), 2, "cpu", ("c",))
+    tables, slots = start_of(plan)
+    accumulators = np.float32(np.arange(15).reshape(5, 3) + 1)
+    slots = te.with_slot_values(slots, {"c": {"accumulators": accumulators}}, plan)
+    ids, gradient = {"c": np.int32([1, 4])}, {"c": np.full((2, 3), 2.0, np.float32)}
+    tables, slots = update(tables, slots, ids, gradient, plan)
+    expected = accumulators.copy()
+    expected[[1, 4]] += 4
+    found = te.slot_values(slots, plan)["c"]["accumulators"]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    rows = np.ones((5, 3))
+    rows[[1, 4]] -= 0.5 * 2 / np.sqrt(expected[[1, 4]])
+    np.testing.assert_allclose(te.unstack_tables(tables, plan)["c"], rows, rtol=1e-6)
+
+
+def test_tables_without_an_optimizer_have_no_slots():
+    trained = te.TableConfig(
+        vocabulary_size=4, dim=2, name="trained", optimizer="adagrad"
+    )
+    frozen = te.TableConfig(vocabulary_size=4, dim=2, name="frozen")
+    plan = te.make_plan([te.FeatureConfig(table=t) for t in (trained, frozen)])
+    slots = te.init_slots(te.init_tables(plan, jax.random.key(0)), plan)
+    assert set(te.slot_values(slots, plan)) == {"trained"}
+    with pytest.raises(ValueError, match=r"\['trained'\], got 'frozen'"):
+        te.with_slot_values(slots, {"frozen": {}}, plan)
+    assert te.slot_values({}, plan) == {}
+
+
+def test_low_precision_slots_keep_their_dtype():
+    plan = plan_of(opt.adagrad(0.1, slot_dtype="bfloat16"), 1, "cpu", ("c",))
+    _, slots = start_of(plan)
+    values = te.slot_values(slots, plan)
+    assert values["c"]["accumulators"].dtype.name == "bfloat16"
+    new = {"c": {"accumulators": np.full((5, 3), 1.5, np.float64)}}
+    slots = te.with_slot_values(slots, new, plan)
+    found = te.slot_values(slots, plan)["c"]["accumulators"]
+    np.testing.assert_array_equal(np.float32(found), new["c"]["accumulators"])
+
+
+F2A = opt.frequency_aware_adagrad(0.1)
+WRONG = {
+    "table": ({"d": {}}, ValueError, r"\['a', 'b', 'c'\], got 'd'"),
+    "slot": (
+        {"a": {"nu": np.ones((37, 3))}},
+        ValueError,
+        r"values of table 'a' must name .*\['accumulators', 'count', 'counters'\], got",
+    ),
+    "shape": (
+        {"b": {"accumulators": np.ones((2, 3))}},
+        ValueError,
+        r"slot 'accumulators' of table 'b' must have shape \(1, 3\), got \(2, 3\)",
+    ),
+    "transposed": (
+        {"a": {"accumulators": np.ones((3, 37))}},
+        ValueError,
+        r"must have shape \(37, 3\), got \(3, 37\)",
+    ),
+    "complex": (
+        {"b": {"accumulators": np.ones((1, 3), complex)}},
+        TypeError,
+        "must be an array of real numbers, got dtype complex128",
+    ),
+    "text": (
+        {"b": {"accumulators": np.full((1, 3), "1")}},
+        TypeError,
+        "must be an array of real numbers",
+    ),
+    "none": ({"b": {"accumulators": None}}, TypeError, "real numbers, got dtype obj"),
+    "fractions": (
+        {"b": {"counters": np.array([1.5])}},
+        ValueError,
+        "must be integers of dtype int32",
+    ),
+    "counts": (
+        {"a": {"count": 1}, "b": {"count": 2}},
+        ValueError,
+        r"must be equal for the tables \['a', 'b'\]",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plan_and_slots():
+    plan = plan_of(F2A, 2, "cpu")
+    return plan, start_of(plan)[1]
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refuses(case, plan_and_slots):
+    plan, slots = plan_and_slots
+    values, error_type, match = WRONG[case]
+    with pytest.raises(error_type, match=match):
+        te.with_slot_values(slots, values, plan)
+
+
+def test_refuses_other_parts_and_plans(plan_and_slots):
+    plan, slots = plan_and_slots
+    with pytest.raises(ValueError, match=r"parts must be one of .*, got 'some'"):
+        te.slot_values(slots, plan, "some")
+    other = plan_of(F2A, 2, "cpu", ("b", "c"))
+    with pytest.raises(ValueError, match="was made for another plan"):
+        te.slot_values(slots, other)
