@@ -4,7 +4,7 @@ Use `value_and_grad` and `Optimizer` like their namesakes in Flax. optax updates
 parameters as usual; the row rules of each layer update its tables.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import jax
@@ -15,6 +15,11 @@ from tpu_embedding import functional
 from tpu_embedding.nn.embedding import EmbeddingTables, TPUEmbedding
 from tpu_embedding.nn.recording import Gradients, differentiate, replicate_on_mesh
 from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
+from tpu_embedding.tables.slot_values import (
+    StateParts,
+    slot_values,
+    with_slot_values,
+)
 
 NO_LAYER: Final = (
     "The model has no TPUEmbedding layer. For tables, use te.TPUEmbedding in place of "
@@ -50,6 +55,7 @@ def value_and_grad(
       ValueError: when called, if the model has no `TPUEmbedding`.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> import tpu_embedding as te
       >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
       >>> layer = te.TPUEmbedding(
@@ -92,6 +98,7 @@ class Optimizer(nnx.Module):
     Attributes:
       dense: the `nnx.Optimizer` of the dense parameters.
       slots: slot variables and step counts of the tables.
+      plans: path and plan of each layer.
     """
 
     def __init__(
@@ -119,6 +126,7 @@ class Optimizer(nnx.Module):
         mesh_sharding = next(iter(layers.values())).plan.replicated
         _put_on_mesh(model, mesh_sharding)
         self.dense = nnx.Optimizer(model, tx, wrt=wrt)
+        self.plans = tuple((path, layer.plan) for path, layer in layers.items())
         self.slots = SlotVariables(
             {
                 path: functional.init_slots(layer.tables.get_value(), layer.plan)
@@ -176,6 +184,75 @@ class Optimizer(nnx.Module):
           >>> optimizer.set_hyperparameters(learning_rate=0.01)
         """
         self.slots.set_value(with_hyperparameters(self.slots.get_value(), **values))
+
+    def slot_values(self, parts: StateParts = "rows") -> dict[str, dict[str, Any]]:
+        """Returns the slot variables of each table, by table and name.
+
+        Args:
+          parts: see `tpu_embedding.slot_values`.
+
+        Returns:
+          Table name to slot name to NumPy array `[vocabulary_size, dim]` or
+          `[vocabulary_size]`. If layers have tables of one name, their keys are
+          `"path of the layer/table name"`.
+
+        Example:
+          >>> import tpu_embedding as te
+          >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+          >>> layer = te.TPUEmbedding(
+          ...     te.FeatureConfig(table=table), "adagrad", rngs=nnx.Rngs(0)
+          ... )
+          >>> optimizer = Optimizer(layer, optax.adam(1e-3))
+          >>> optimizer.slot_values()["movie"]["accumulators"].shape
+          (10, 4)
+        """
+        keys, slots = self._table_keys(), self.slots.get_value()
+        return {
+            keys[path, name]: of_table
+            for path, plan in self.plans
+            for name, of_table in slot_values(slots[path], plan, parts).items()
+        }
+
+    def set_slot_values(self, values: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replaces some slot variables; see `tpu_embedding.with_slot_values`.
+
+        Args:
+          values: as `slot_values` returns them; tables and slots may be missing.
+
+        Raises:
+          TypeError: if a value is no array of real numbers.
+          ValueError: if a table or slot is unknown, or a value has the wrong shape.
+        """
+        keys = self._table_keys()
+        unknown = sorted(set(values) - set(keys.values()))
+        if unknown:
+            raise ValueError(
+                "values must name tables that have an optimizer, "
+                f"{sorted(keys.values())}, got {unknown}."
+            )
+        slots = dict(self.slots.get_value())
+        for path, plan in self.plans:
+            own = {
+                name: values[key]
+                for (layer, name), key in keys.items()
+                if layer == path and key in values
+            }
+            slots[path] = with_slot_values(slots[path], own, plan)
+        self.slots.set_value(slots)
+
+    def _table_keys(self) -> dict[tuple[str, str], str]:
+        """Returns the key of each trained table by layer and name."""
+        tables = [
+            (path, table.name)
+            for path, plan in self.plans
+            for stack in plan.trained_stacks
+            for table in stack.tables
+        ]
+        names = [name for _, name in tables]
+        return {
+            (path, name): name if names.count(name) == 1 else f"{path}/{name}"
+            for path, name in tables
+        }
 
 
 def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:

@@ -201,8 +201,8 @@ def _with_values(
         for name in of_table:
             if name not in known:
                 raise ValueError(
-                    f"values of table {table_name!r} must name parts of its optimizer's "
-                    f"state, {sorted(known)}, got {name!r}."
+                    f"values of table {table_name!r} must name parts of the state of "
+                    f"its optimizer, {sorted(known)}, got {name!r}."
                 )
     new = {
         slot.name: slot.replaced(
