@@ -11,10 +11,11 @@ import jax
 import pytest
 
 from tests.conftest import needs_kernels
-from tests.own_config import write_config
+from tests.own_config import PAGE, write_config
 from tpu_embedding import cli
 from tpu_embedding.data.criteo import write_criteo_sample
 from tpu_embedding.training.reporting import PLOT_FILE, RECORDS_FILE
+from tpu_embedding.training.run_lock import run_lock
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -101,6 +102,46 @@ def test_synthetic(tmp_path, capsys):
     assert output.startswith(f"moved the earlier run to {moved}\n")
     assert (moved / RECORDS_FILE).read_text() == before
     assert (moved / "checkpoints" / "5").is_dir()
+
+
+def test_damage_of_the_last_step_is_a_failure(tmp_path, monkeypatch, capsys):
+    """The loss before the last update is finite, and the evaluation after it is not."""
+    write_config(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["train", "clicks.py", "--data-dir", "clicks.csv", "--devices", "1"]
+    arguments += ["--set", "num_steps=1", "--set", "dense_learning_rate=1e30"]
+    message = "evaluation after step 1 has the log_loss (nan|inf)"
+    check_refusal(capsys, arguments, message, status=cli.FAILED)
+
+
+@pytest.mark.full
+def test_own_config_from_a_script(tmp_path):
+    """The script of the guide trains on eight emulated devices."""
+    (script,) = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+        if "jax_num_cpu_devices" in block
+    ]
+    write_config(tmp_path, ("num_steps=200", "num_steps=2"))
+    finished = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "8 shards on cpu" in finished.stdout
+    assert "log_loss" in finished.stdout.splitlines()[-1]
+
+
+def test_two_runs_in_one_directory(tmp_path, capsys):
+    with run_lock(tmp_path / "run.lock"):
+        for option in ("--resume", "--overwrite"):
+            arguments = train_arguments("synthetic", tmp_path, option)
+            check_refusal(capsys, arguments, "is in use by process .*--output-dir")
+        assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
 
 
 def test_own_config(tmp_path, monkeypatch, capsys):

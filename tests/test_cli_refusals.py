@@ -419,19 +419,17 @@ def test_full_disk_is_a_failed_run(tmp_path, capsys, monkeypatch):
     check_one_error(capsys.readouterr().err, "No space left on device")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("arguments", "status"),
+    "arguments",
     [
-        (["train", "synthetic", "--devices", "512"], 2),
-        pytest.param(
-            ["train", "synthetic", "--set", "target.metric=x"],
-            2,
-            marks=pytest.mark.full,
-        ),
-        pytest.param(["train", "calls_exit.py"], 2, marks=pytest.mark.full),
+        ["train", "synthetic", "--devices", "512"],
+        ["train", "synthetic", "--set", "target.metric=x"],
+        ["train", "calls_exit.py"],
     ],
+    ids=" ".join,
 )
-def test_as_a_process(tmp_path, arguments, status):
+def test_as_a_process(tmp_path, arguments):
     (tmp_path / "calls_exit.py").write_text("exit(0)\n")
     path = os.pathsep.join(path for path in sys.path if path)
     finished = subprocess.run(
@@ -441,5 +439,5 @@ def test_as_a_process(tmp_path, arguments, status):
         text=True,
         timeout=120,
     )
-    assert finished.returncode == status
+    assert finished.returncode == cli.WRONG_USAGE
     check_one_error(finished.stderr, "error: ")

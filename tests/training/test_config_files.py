@@ -1,10 +1,17 @@
 """Tests the config files: those of the package, and invalid ones."""
 
 import dataclasses
+import sys
 
 import pytest
 
-from tpu_embedding.training import ConfigError, RunConfig, list_configs, load_config
+from tpu_embedding.training import (
+    ConfigError,
+    RunConfig,
+    apply_overrides,
+    list_configs,
+    load_config,
+)
 
 NAMES = ("dlrm", "dlrm_dcnv2", "movielens", "synthetic", "two_tower")
 
@@ -64,3 +71,49 @@ def test_all_problems_of_a_config_in_one_error():
     fields |= {"batch_size": 0, "seed": -1, "loss": "hinge"}
     with pytest.raises(ValueError, match="batch_size.*seed.*loss.*'dlrm'"):
         RunConfig(**fields)
+
+
+OWN_TYPES = """
+from __future__ import annotations
+import dataclasses, pathlib, pickle
+import beside_it
+from tpu_embedding.training import load_config
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    path: pathlib.Path = pathlib.Path(beside_it.PATH)
+    rate: float | None = None
+    sizes: dict[str, int] = dataclasses.field(default_factory=lambda: {"user": 3})
+
+    def open(self, data_dir, *, batch_size, seed): ...
+
+assert pickle.loads(pickle.dumps(Source())) == Source()
+config = dataclasses.replace(load_config("synthetic"), data=Source())
+"""
+
+
+def test_types_of_an_own_file(tmp_path):
+    """Annotations, pickles and neighbours of a config work as those of a script."""
+    (tmp_path / "beside_it.py").write_text("PATH = 'clicks.csv'\n")
+    (tmp_path / "mine.py").write_text(OWN_TYPES)
+    before = list(sys.path)
+    config = load_config(str(tmp_path / "mine.py"))
+    assert sys.path == before
+    config = apply_overrides(config, ["data.path=other.csv", "data.rate=2"])
+    assert config.describe()["data"] == {
+        "type": "Source",
+        "path": "other.csv",
+        "rate": 2.0,
+        "sizes": {"user": 3},
+    }
+
+
+def test_an_edited_file_is_read_anew(tmp_path):
+    path = tmp_path / "mine.py"
+    for seed in (1, 2):
+        path.write_text(
+            "import dataclasses\n"
+            "from tpu_embedding.training import load_config\n"
+            f"config = dataclasses.replace(load_config('synthetic'), seed={seed})\n"
+        )
+        assert load_config(str(path)).seed == seed

@@ -1,0 +1,107 @@
+"""Tests the checks of batches that depend on earlier batches; see test_cli_refusals."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tpu_embedding.training import Batch, DataError, RunConfig, load_config
+from tpu_embedding.training.checked_data import CheckedDataset
+
+CONFIG = load_config("synthetic")
+SIZE = 3
+
+
+class Clicks:
+    """Batches of three samples; `changes` maps a step to other fields of its batch."""
+
+    batch_size = SIZE
+
+    def __init__(self, changes=None, evaluation=()):
+        self.changes = changes or {}
+        self.evaluation = evaluation
+
+    def train_batch(self, step):
+        return dataclasses.replace(batch(), **self.changes.get(step, {}))
+
+    def evaluation_batches(self):
+        yield from self.evaluation
+
+
+def batch(**fields):
+    return Batch(
+        **{
+            "features": {"user": np.arange(SIZE)},
+            "labels": [0, 1, True],
+            "weights": np.ones(SIZE, bool),
+            **fields,
+        }
+    )
+
+
+def checked(loss="log_loss", **arguments) -> CheckedDataset:
+    config: RunConfig = dataclasses.replace(
+        CONFIG, batch_size=SIZE, loss=loss, target=None
+    )
+    return CheckedDataset(Clicks(**arguments), config)
+
+
+def test_numbers_become_float32():
+    data = checked(changes={0: {"dense": np.ones((SIZE, 2), np.int64)}})
+    for array in (
+        data.first_batch.labels,
+        data.first_batch.weights,
+        data.first_batch.dense,
+    ):
+        assert array.dtype == np.float32
+    assert data.first_batch.labels.tolist() == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({1: {"dense": np.ones((SIZE, 2))}}, r"dense must be None, as in the first"),
+        (
+            {0: {"dense": np.ones((SIZE, 2))}},
+            r"train_batch\(1\): dense must be an array .* \[3, 2\], got None",
+        ),
+        (
+            {0: {"dense": np.ones((SIZE, 2))}, 1: {"dense": np.ones((SIZE, 1))}},
+            r"dense must be an array of numbers of shape \[3, 2\], got shape \[3, 1\]",
+        ),
+        (
+            {1: {"labels": [0.5, 1.5, 0]}},
+            r"Clicks.train_batch\(1\): labels must lie in",
+        ),
+        ({1: {"labels": [[0], [1, 2], 0]}}, "got rows of different lengths"),
+        (
+            {1: {"labels": [0, -1, 2], "origin": "line {}".format}},
+            r"got -1 for sample 1 \(line 1\), and 2 such values in all",
+        ),
+    ],
+)
+def test_a_later_batch_differs(changes, message):
+    data = checked(changes=changes)
+    with pytest.raises(DataError, match=message):
+        data.train_batch(1)
+
+
+def test_range_of_labels_is_that_of_the_loss():
+    data = checked("squared_error", changes={1: {"labels": [-7, 0, 5]}})
+    assert data.train_batch(1).labels.tolist() == [-7, 0, 5]
+    data = checked("squared_error", changes={1: {"labels": [np.inf, 0, 5]}})
+    with pytest.raises(DataError, match="labels must be finite, got inf for sample 0"):
+        data.train_batch(1)
+
+
+def test_held_out_batches_are_checked_one_by_one():
+    data = checked(
+        evaluation=[batch(), batch(weights=[1, 0, 0]), batch(labels=[9] * 3)]
+    )
+    batches = data.evaluation_batches()
+    assert next(batches).weights.tolist() == [1, 1, 1]
+    assert next(batches).weights.tolist() == [1, 0, 0]
+    with pytest.raises(
+        DataError, match=r"Batch 2 of Clicks.evaluation_batches\(\): la"
+    ):
+        next(batches)
