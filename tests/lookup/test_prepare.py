@@ -170,6 +170,17 @@ def test_lookup_refuses_what_is_prepared_for_other_shards(num_devices):
 
 
 REFUSED_BY_SHAPE = {
+    "masked": (
+        np.ma.masked_array([1, 2], [0, 1]),
+        {},
+        TypeError,
+        "pass the batch through prepare first",
+    ),
+    "strings": (np.array(["a"]), {}, TypeError, "te.hash_ids or te.Vocabulary"),
+    "time spans": (np.array([1], "m8[s]"), {}, TypeError, "dtype timedelta64[s]"),
+    "complex weights": (dense([1], np.array([1j])), {}, TypeError, "dtype complex128"),
+    "sparse weights": (dense([1], SPARSE), {}, TypeError, "got SparseIds; pass other"),
+    "list of weights": (dense([1], [1.0]), {}, TypeError, "got list; pass other forms"),
     "float": (np.ones(3), {}, TypeError, "must be integers"),
     "scalar": (np.array(1), {}, ValueError, "batch axis"),
     "three_axes": (np.ones((2, 2, 2), int), {}, ValueError, "output_shape"),
