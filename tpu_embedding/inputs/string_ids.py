@@ -17,7 +17,7 @@ from tpu_embedding.inputs.fingerprints import (
     farmhash64,
     siphash64,
 )
-from tpu_embedding.inputs.forms import HostIds, is_integer, is_string, read_ids
+from tpu_embedding.inputs.forms import HostIds, are_strings, is_integer, read_ids
 from tpu_embedding.types import PADDING_ROW_ID, DenseIds
 
 MAX_IDS: Final = PADDING_ROW_ID - 1
@@ -211,7 +211,7 @@ class Vocabulary:
         """
         read = read_ids(strings, "Vocabulary.ids", "Strings")
         flat = _check_strings(read.values.reshape(-1), "Vocabulary.ids").tolist()
-        if not all(map(is_string, flat)):
+        if not are_strings(flat):
             encode(flat)  # It raises an error that shows the value.
         ids = np.fromiter(
             map(self._ids.get, flat, repeat(_UNKNOWN)), np.int32, len(flat)
