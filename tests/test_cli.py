@@ -231,7 +231,7 @@ def test_compile(tmp_path, capsys):
     ]
     for part in (
         r"synthetic on v5e:2x2: 4 devices; traced in [\d.]+ s, compiled in [\d.]+ s",
-        r"\n4 shards on v6e; per device: tables",
+        r"\n4 devices, v6e; per device: tables",
         r"\nfits: needs [\d.]+ MiB of 32.00 GiB HBM, [\d.]+ GiB free\n",
         r"\nmodelled traffic per device and step, at peak HBM 819 GB/s",
         r"\nembedding part / minimum +[\d.]+x",
@@ -356,5 +356,5 @@ def test_as_a_process(tmp_path):
     )
     assert finished.returncode == 0, finished.stderr
     check_run(finished.stdout, tmp_path / "run")
-    assert "3 shards on cpu" in finished.stdout
+    assert "3 devices, cpu" in finished.stdout
     assert finished.stderr == ""

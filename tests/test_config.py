@@ -333,6 +333,7 @@ def test_defaults_are_those_of_tensorflow():
         name=None,
         quantization_config=None,
         dtype=jnp.float32,
+        placement=None,
     )
     in_tensorflow = dict(
         max_sequence_length=0,

@@ -39,6 +39,10 @@ from tpu_embedding.nn import Optimizer as Optimizer
 from tpu_embedding.nn import TPUEmbedding as TPUEmbedding
 from tpu_embedding.nn import linen as linen
 from tpu_embedding.nn import value_and_grad as value_and_grad
+from tpu_embedding.placement import AutoPlacement as AutoPlacement
+from tpu_embedding.placement import Replicated as Replicated
+from tpu_embedding.placement import ReplicateSmall as ReplicateSmall
+from tpu_embedding.placement import Sharded as Sharded
 from tpu_embedding.plan.make_plan import make_plan as make_plan
 from tpu_embedding.plan.plan import EmbeddingPlan as EmbeddingPlan
 from tpu_embedding.tables.initial_values import init_tables as init_tables

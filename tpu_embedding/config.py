@@ -18,6 +18,7 @@ from tpu_embedding.field_checks import convert_ints, is_finite, is_int, raise_al
 from tpu_embedding.initializers import Initializer, takes_key
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
+from tpu_embedding.placement import Placement
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -93,6 +94,8 @@ class TableConfig:
         float32 with each. `bfloat16` and `float16` take half the memory; updates are
         rounded stochastically. `int8` takes about a quarter, for tables that are looked
         up but not trained; each row has a scale and a bias.
+      placement: `te.Sharded` or `te.Replicated`, where the rows live on the mesh; it
+        never changes results. None means the placement given to the layer.
 
     Example:
       >>> table = TableConfig(vocabulary_size=1000, dim=16, name="movie")
@@ -109,6 +112,7 @@ class TableConfig:
     quantization_config: QuantizationConfig | None = None
     # np.float32 and np.dtype("float32") are equal but have different hashes.
     dtype: Any = dataclasses.field(default=jnp.float32, hash=False)
+    placement: Placement | None = None
 
     def __post_init__(self):
         convert_ints(self, "vocabulary_size", "dim")
@@ -161,6 +165,11 @@ class TableConfig:
             yield (
                 f"TableConfig.dtype must be one of {list(STORAGE_DTYPES)}, got "
                 f"{self.dtype!r} {owner}"
+            )
+        if not isinstance(self.placement, Placement | None):
+            yield (
+                "TableConfig.placement must be a te.Sharded, te.Replicated or None, "
+                f"got {self.placement!r} {owner}; give policies to make_plan"
             )
 
     def _combiner_problems(self, owner: str):

@@ -207,7 +207,8 @@ def read_rows(
         )
     plan = routed.plan
     check_tables(tables, plan.used_stacks)
-    results = _read_rows(jax.lax.stop_gradient(tables), routed.stacks, plan)
+    used = {stack.name: tables[stack.name] for stack in plan.used_stacks}
+    results = _read_rows(jax.lax.stop_gradient(used), routed.stacks, plan)
     return LookupResult(
         activations=_collect_activations(results, routed.shapes, plan),
         routing=Routing(
@@ -299,7 +300,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
         jax.shard_map,
         init_shard,
         mesh=plan.mesh,
-        in_specs=plan.shard_spec,
+        in_specs=(_table_specs(trained, plan),),
         check_vma=False,
     )
     # The structure of the states says which leaves are sharded.
@@ -352,12 +353,13 @@ def apply_gradients(
             for stack in touched
         }
 
-    specs = _slot_specs(old_slots, plan)
+    of_tables = _table_specs(old_tables, plan)
+    of_slots = _slot_specs(old_slots, plan)
     results = jax.shard_map(
         apply_shard,
         mesh=plan.mesh,
-        in_specs=(plan.shard_spec, specs, plan.shard_spec),
-        out_specs={name: (plan.shard_spec, specs[name]) for name in specs},
+        in_specs=(of_tables, of_slots, plan.shard_spec),
+        out_specs={name: (of_tables[name], of_slots[name]) for name in of_tables},
         check_vma=False,
     )(old_tables, old_slots, gradients)
     new_tables = tables | {name: result[0] for name, result in results.items()}
@@ -425,7 +427,7 @@ def _read_rows(
     return jax.shard_map(
         read_shard,
         mesh=plan.mesh,
-        in_specs=plan.shard_spec,
+        in_specs=(_table_specs(tables, plan), plan.shard_spec),
         out_specs=plan.shard_spec,
         check_vma=False,
     )(tables, routed)
@@ -487,9 +489,22 @@ def _to_shards(
     return jnp.pad(cotangent, ((0, num_samples - cotangent.shape[0]), (0, 0)))
 
 
-def _slot_specs(state: Any, plan: EmbeddingPlan) -> Any:
-    return jax.tree.map(
-        lambda leaf: plan.shard_spec if is_slot(leaf) else PartitionSpec(),
-        state,
-        is_leaf=is_slot,
-    )
+def _table_specs(
+    by_stack: dict[str, Any], plan: EmbeddingPlan
+) -> dict[str, PartitionSpec]:
+    specs = {stack.name: stack.rows_spec for stack in plan.stacks}
+    return {name: specs[name] for name in by_stack}
+
+
+def _slot_specs(states: dict[str, Any], plan: EmbeddingPlan) -> dict[str, Any]:
+    def specs_of(state: Any, spec: PartitionSpec) -> Any:
+        return jax.tree.map(
+            lambda leaf: spec if is_slot(leaf) else PartitionSpec(),
+            state,
+            is_leaf=is_slot,
+        )
+
+    return {
+        name: specs_of(states[name], spec)
+        for name, spec in _table_specs(states, plan).items()
+    }

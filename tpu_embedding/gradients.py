@@ -20,7 +20,7 @@ from tpu_embedding.lookup._backward import (
     gradient_rounds,
     join_gradients,
 )
-from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
 from tpu_embedding.rows.row_gradients import PackedRowGradients
 from tpu_embedding.rows.sealed import Sealed, seal
 from tpu_embedding.types import RowUpdates
@@ -46,7 +46,8 @@ class TableGradients:
 
     def first_round(self, stack_name: str) -> RowUpdates:
         """Returns a stack's gradient by row, without rows of later rounds. Global."""
-        return _first_round(self.stacks[stack_name], self.plan)
+        (stack,) = (s for s in self.plan.stacks if s.name == stack_name)
+        return _first_round(self.stacks[stack_name], stack, self.plan)
 
 
 def global_norm(gradients: Any) -> Float[Array, ""]:
@@ -196,12 +197,12 @@ def _add_tables(parts: list[TableGradients]) -> TableGradients:
     return TableGradients(stacks, plan)
 
 
-@functools.partial(jax.jit, static_argnames="plan")
-def _first_round(sealed: Sealed, plan: EmbeddingPlan) -> RowUpdates:
+@functools.partial(jax.jit, static_argnames=("stack", "plan"))
+def _first_round(sealed: Sealed, stack: StackPlan, plan: EmbeddingPlan) -> RowUpdates:
     def read(sealed: Sealed) -> RowUpdates:
         return sealed.open().first_round.as_row_updates()
 
-    return _on_shards(read, sealed, plan)
+    return _on_shards(read, sealed, plan, stack.rows_spec)
 
 
 def _scale_stack(gradient: StackGradient, factor: Any) -> StackGradient:
@@ -258,7 +259,8 @@ def _total_of_stack(
             return total + measure(part.as_row_updates().values)
 
         total = rounds.fold(body, jnp.zeros(()))
-        return jax.lax.psum(total, plan.axis_names)
+        # Copies of a shard hold the same gradient; it counts once.
+        return jax.lax.psum(total, stack.shard_axes)
 
     return _on_shards(measure_shard, gradients.stacks[name], plan, PartitionSpec())
 

@@ -38,6 +38,7 @@ ROWS_PER_SHARD = 9
 @pytest.mark.parametrize("num_shards", [1, 3, 8])
 def test_buckets_go_to_their_shards_and_back(num_shards):
     plan = plan_of(num_shards, ROWS_PER_SHARD)
+    (stack,) = plan.stacks
     buffers = [
         np.arange(num_shards * num_shards * np.prod(shape)).reshape(
             num_shards, num_shards, *shape
@@ -47,8 +48,8 @@ def test_buckets_go_to_their_shards_and_back(num_shards):
     ]
 
     def run(*flat):
-        once = [exchange(buffer, plan) for buffer in flat]
-        return once, [exchange(buffer, plan) for buffer in once]
+        once = [exchange(buffer, stack) for buffer in flat]
+        return once, [exchange(buffer, stack) for buffer in once]
 
     flat = [x.reshape(num_shards, -1, *x.shape[3:]).astype(np.int32) for x in buffers]
     once, twice = on_shards(run, plan)(*flat)
@@ -92,10 +93,10 @@ def round_trip(num_shards, size, layout):
             end_row=jnp.int32(0),
             is_last=jnp.ones((), bool),
         )
-        requests = send_requests(current, size, plan)
+        requests = send_requests(current, size, stack)
         fetched = fetch_rows(pack_rows(rows, layout), requests, stack, plan)
         sent = pack_rows(gradients, layout.buffer_layout(size.sent_rows))
-        received = send_gradients(sent, requests, plan)
+        received = send_gradients(sent, requests, stack, plan)
         assert received.layout.num_rows == size.received_rows
         return requests.row_ids, unpack_rows(fetched), unpack_rows(received)
 
@@ -235,7 +236,7 @@ def test_a_tpu_moves_buckets_by_its_own_collective(monkeypatch):
         for start in (10, 20)
     )
     lines = jnp.ones((4, 3))
-    result = _exchange._move_ragged(lines, sent, received, 7, plan)
+    result = _exchange._move_ragged(lines, sent, received, 7, plan.stacks[0], plan)
     assert result.shape == (7, 3)
     ((operand, output, *bounds, options),) = calls
     assert operand is lines

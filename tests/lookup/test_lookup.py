@@ -93,6 +93,7 @@ def make_plan(
     exchange=None,
     hardware=None,
     kernels=None,
+    placement=None,
     combiners=("sum", "mean", "sqrtn"),
     **feature_options,
 ):
@@ -118,6 +119,7 @@ def make_plan(
         capacity=capacity,
         exchange=exchange,
         kernels=kernels,
+        placement=placement,
         hardware=None if hardware is None else te.hardware_by_name(hardware),
     )
 

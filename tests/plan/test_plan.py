@@ -338,9 +338,15 @@ def test_printed_plan():
         optimizer=te.optimizers.adagrad(0.1),
         hardware=te.hardware_by_name("v5p"),
     )
-    *lines, summary, blank, head, first, second = str(plan).splitlines()
-    assert not blank
-    cells = [re.split(r"\s{2,}", line) for line in [head, first, second]]
+    memory, placements, backends = str(plan).split("\n\n")
+    *lines, summary = memory.splitlines()
+    cells = [re.split(r"\s{2,}", line) for line in placements.splitlines()]
+    assert cells == [
+        ["stack", "rows over", "copies", "why", "gradients of copies"],
+        ["stack_0", "shard", "1", "the default", "-"],
+        ["stack_1", "shard", "1", "the default", "-"],
+    ]
+    cells = [re.split(r"\s{2,}", line) for line in backends.splitlines()]
     reason = "the default; make_plan(kernels=...) chooses kernels"
     assert cells == [
         ["stack", "direction", "backend", "why"],
@@ -363,7 +369,7 @@ def test_printed_plan():
     ]
     assert all(len(line) < 120 for line in lines)
     assert summary == (
-        "8 shards on v5p; per device: tables 7.65 MiB, slots 7.65 MiB, "
+        "8 devices, v5p; per device: tables 7.65 MiB, slots 7.65 MiB, "
         "0.0 % of 95 GiB HBM"
     )
 
@@ -371,4 +377,4 @@ def test_printed_plan():
 def test_printed_plan_off_tpu_knows_no_memory_size():
     lines = str(make_plan()).splitlines()
     summary = lines[lines.index("") - 1]
-    assert summary == "2 shards on cpu; per device: tables 80 B, slots 0 B"
+    assert summary == "2 devices, cpu; per device: tables 80 B, slots 0 B"

@@ -45,6 +45,7 @@ DIFFERENCES = {
     "quantization": dict(quantization_config=QUANTIZATION),
     "optimizer": dict(optimizer=ADAM),
     "rows_of_the_optimizer": dict(optimizer=te.optimizers.every_row(SGD)),
+    "placement": dict(placement=te.Replicated()),
     "duplicates_of_the_optimizer": dict(optimizer=te.optimizers.in_sequence(SGD)),
 }
 
@@ -188,9 +189,13 @@ def named(name, vocabulary_size, **options):
     )
 
 
+def stacks_of(tables):
+    return stack_tables(tables, {table.name: ("shard",) for table in tables})
+
+
 def test_a_stack_never_has_more_rows_than_int32_counts():
     tables = [named(f"t{i}", 2**29) for i in range(9)]
-    stacks = stack_tables(tables)
+    stacks = stacks_of(tables)
     # Four would have 2**31 rows.
     assert [len(stack) for stack in stacks] == [3, 3, 3]
     names = [t.name for stack in stacks for t in stack]
@@ -202,13 +207,13 @@ def test_a_stack_never_has_more_rows_than_int32_counts():
 )
 def test_a_stack_leaves_room_for_the_rows_that_shards_add(surplus, num_stacks):
     rest = 2**31 - 1 - 2**20 - 1000 + surplus
-    stacks = stack_tables([named("a", 1000), named("b", rest)])
+    stacks = stacks_of([named("a", 1000), named("b", rest)])
     assert len(stacks) == num_stacks
 
 
 def test_a_table_near_the_limit_stands_alone_and_the_next_starts_a_new_stack():
     huge = named("b", MAX_VOCABULARY_SIZE)
-    stacks = stack_tables([named("a", 10), huge, named("c", 10)])
+    stacks = stacks_of([named("a", 10), huge, named("c", 10)])
     assert [[t.name for t in stack] for stack in stacks] == [["a"], ["b"], ["c"]]
 
 

@@ -37,7 +37,7 @@ def test_tables_of_rows(name):
     is_touched = row_ids % 2 == 0
 
     def facts(row_ids):
-        known = shard_rows(row_ids, jnp.asarray(is_touched), all_reduce, stack, plan)
+        known = shard_rows(row_ids, jnp.asarray(is_touched), all_reduce, stack)
         assert known.all_reduce is all_reduce
         assert known.occurrence_squares is None
         assert known.table_sizes.dtype == jnp.float32
@@ -70,7 +70,7 @@ def test_totals_of_each_table():
 
     def total(row_ids):
         shard = row_ids * 0
-        known = shard_rows(row_ids, shard == 0, lambda x, _: x, stack, plan)
+        known = shard_rows(row_ids, shard == 0, lambda x, _: x, stack)
         return known.total(jnp.float32(1) + row_ids % 4), known.minimum(
             (row_ids % 4).astype(jnp.float32)
         )

@@ -114,7 +114,7 @@ def test_known_totals_answer_in_order():
 
 def test_all_reduce_over_the_shards():
     plan, _ = plan_of([9], 2, "sgd", num_devices=3)
-    all_reduce = across_shards(plan)
+    all_reduce = across_shards(plan.stacks[0], plan)
     values = [np.float32([1, -5]), np.float32([2, 7]), np.float32([-4, 8])]
     results = sharded(plan, lambda x: (all_reduce(x, "sum"), all_reduce(x, "min")))(
         values

@@ -4,7 +4,8 @@ The compile report compares a program's modelled traffic with this floor, for ex
 "2.5x the minimum traffic". The floor follows from the plan and the shapes of a batch,
 per device and for each stack of tables:
 
-    S    devices, in L slices
+    S    shards of the rows
+    R    copies of each shard
     D    float32 elements of a row
     B    bytes of a row's slot variables
     A    activation vectors per device
@@ -13,22 +14,25 @@ per device and for each stack of tables:
 
     u = sum over t of min(N_t, V_t)            rows that a device requests
     r = sum over t of min(S * N_t, V_t) / S    rows that a device owns and must read
+    m = sum over t of min(R * S * N_t, V_t) / S    rows that a device must update
 
     HBM, forward   = ids, weights and row splits, read once
                    + 4 D r                     rows, read once
                    + 4 D A                     activations, written once
     HBM, backward  = 4 D A                     cotangents, read once
-                   + 2 r (4 D + B)             rows and slots, read and written once
+                   + 2 m (4 D + B)             rows and slots, read and written once
     links          = (S - 1) / S * u * (4 + 4 D + 4 D)
                                                id out, row back, gradient out
+                   + (R - 1) / R * (r + m) * 4 D
+                                               gradients to and from the other copies
 
 The ids are assumed to be as distinct as possible; repeated ids need less traffic.
 
-The links' traffic splits by destination: S / L - 1 devices are in the same slice (ICI),
-and S - S / L are reached over the data-centre network (DCN).
+The links' traffic splits by destination: to devices of the same slice (ICI), and to the
+others over the data-centre network (DCN).
 
 Three kinds of stacks differ. An optimizer that updates every row has the rows per shard
-in place of r in the last HBM term. An optimizer whose rule runs once per occurrence of
+in place of m in the last HBM term. An optimizer whose rule runs once per occurrence of
 an id sends N_t gradients. A stack without an optimizer has no backward part and sends
 4 + 4 D bytes per row.
 
@@ -43,9 +47,10 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
 from tpu_embedding.functional import activation_shapes
-from tpu_embedding.hardware import num_slices_of
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
 _ITEM_BYTES: Final = 4
@@ -109,40 +114,58 @@ def embedding_floor(plan: EmbeddingPlan, features: Any) -> Floor:
 def _stack_floor(
     stack: StackPlan, plan: EmbeddingPlan, leaves: list[Any], activations: list[Any]
 ) -> Floor:
-    num_shards = plan.num_shards
+    num_devices = plan.num_shards
     input_bytes, activation_bytes = 0.0, 0.0
     ids_of_table: dict[int, float] = {}
     for i in plan.features_of(stack):
-        input_bytes += sum(map(_num_bytes, jax.tree.leaves(leaves[i]))) / num_shards
-        activation_bytes += _num_bytes(activations[i]) / num_shards
+        input_bytes += sum(map(_num_bytes, jax.tree.leaves(leaves[i]))) / num_devices
+        activation_bytes += _num_bytes(activations[i]) / num_devices
         row_offset = plan.features[i].row_offset
-        num_ids = _num_ids(leaves[i]) / num_shards
+        num_ids = _num_ids(leaves[i]) / num_devices
         ids_of_table[row_offset] = ids_of_table.get(row_offset, 0) + num_ids
-    requested, owned = 0.0, 0.0
+    requested, owned, updated = 0.0, 0.0, 0.0
     for table in stack.tables:
         num_ids = ids_of_table.get(table.row_offset, 0)
         num_rows = table.config.vocabulary_size
         requested += min(num_ids, num_rows)
-        owned += min(num_shards * num_ids, num_rows) / num_shards
+        owned += min(stack.num_shards * num_ids, num_rows) / stack.num_shards
+        updated += min(num_devices * num_ids, num_rows) / stack.num_shards
 
     row_bytes = _ITEM_BYTES * stack.dim
     link_bytes = requested * (_ITEM_BYTES + row_bytes)
-    backward = 0.0
+    backward, copy_bytes = 0.0, 0.0
     if stack.optimizer is not None:
         slot_bytes = sum(
             math.prod(slot.shape) * slot.dtype.itemsize for slot in stack.slots
         )
-        moved = stack.rows_per_shard if stack.optimizer.rows == "every" else owned
+        moved = stack.rows_per_shard if stack.optimizer.rows == "every" else updated
         backward = activation_bytes + 2 * moved * (row_bytes + slot_bytes)
         sent = sum(ids_of_table.values()) if stack.keeps_duplicates else requested
         link_bytes += sent * row_bytes
-    per_slice = num_shards / num_slices_of(plan.mesh)
+        copy_bytes = (owned + updated) * row_bytes
+    ici_bytes, dcn_bytes = 0.0, 0.0
+    for num_bytes, axes in (
+        (link_bytes, stack.shard_axes),
+        (copy_bytes, stack.replica_axes),
+    ):
+        ici_share, dcn_share = _link_shares(plan.mesh, axes)
+        ici_bytes += num_bytes * ici_share
+        dcn_bytes += num_bytes * dcn_share
     return Floor(
         forward_hbm_bytes=input_bytes + owned * row_bytes + activation_bytes,
         backward_hbm_bytes=backward,
-        ici_bytes=link_bytes * (per_slice - 1) / num_shards,
-        dcn_bytes=link_bytes * (num_shards - per_slice) / num_shards,
+        ici_bytes=ici_bytes,
+        dcn_bytes=dcn_bytes,
     )
+
+
+def _link_shares(mesh: Mesh, axes: tuple[str, ...]) -> tuple[float, float]:
+    """Returns the shares of evenly spread data that leave a device by ICI and DCN."""
+    index = tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)
+    group = np.ravel(mesh.devices[index])
+    slices = [getattr(device, "slice_index", 0) for device in group]
+    num_near = slices.count(slices[0])
+    return (num_near - 1) / len(group), (len(group) - num_near) / len(group)
 
 
 def _num_ids(ids: Any) -> int:

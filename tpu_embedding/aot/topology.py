@@ -21,7 +21,7 @@ from tpu_embedding.hardware import (
     HardwareInfo,
     hardware_by_name,
 )
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 
 Tree = TypeVar("Tree")
@@ -122,16 +122,28 @@ def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
       plan: plan of the layer.
 
     Returns:
-      The same tree of `jax.ShapeDtypeStruct`. Packed rows are sharded over all devices;
+      The same tree of `jax.ShapeDtypeStruct`. Packed rows are sharded as their stack;
       all other arrays are replicated.
     """
 
     def place(leaf: Any) -> Any:
         if isinstance(leaf, PackedRows):
-            return jax.tree.map(lambda x: _struct(x, plan.sharding), leaf)
+            sharding = plan.rows_sharding(_stack_of(leaf, plan))
+            return jax.tree.map(lambda x: _struct(x, sharding), leaf)
         return _struct(leaf, plan.replicated)
 
     return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, PackedRows))
+
+
+def _stack_of(rows: PackedRows, plan: EmbeddingPlan) -> StackPlan:
+    contents = rows.layout.contents
+    assert contents is not None
+    (stack,) = (
+        stack
+        for stack in plan.stacks
+        if stack.tables[0].name == contents.tables[0].name
+    )
+    return stack
 
 
 def abstract_batch(batch: Tree, plan: EmbeddingPlan) -> Tree:

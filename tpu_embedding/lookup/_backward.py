@@ -23,12 +23,14 @@ from tpu_embedding.lookup._exchange import Requests, send_gradients, send_reques
 from tpu_embedding.lookup._flatten import PoolingSpec
 from tpu_embedding.lookup._forward import StackRouting
 from tpu_embedding.lookup._merge import merge
+from tpu_embedding.lookup._replicas import add_dense_gradients, gather_from_replicas
 from tpu_embedding.lookup._rounds import PendingRounds, first_round, for_each_round
 from tpu_embedding.lookup._route import IdsByRow, Round
 from tpu_embedding.lookup._spread import spread
 from tpu_embedding.plan.backends import BatchBackends, choose_for_batch
 from tpu_embedding.plan.capacity import RoundSize
 from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.plan.replicas import choose_reduction
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import (
     GradientRounds,
@@ -128,7 +130,7 @@ def join_gradients(
     )
     size = stack.round_size(max_unique_ids)
     first, pending = first_round(dedup(samples.keys, stack), size, stack, plan)
-    requests = send_requests(first, size, plan)
+    requests = send_requests(first, size, stack)
     received = _spread_and_send(samples, first.ids_by_row, requests, size, stack, plan)
     return StackGradient(first_round=received, pending=pending, samples=samples)
 
@@ -169,7 +171,7 @@ def _fold_pending(
 
     def run_round(state: tuple[Carry, Array], current: Round) -> tuple[Carry, Array]:
         carry, first_row = state
-        requests = send_requests(current, pending.size, plan)
+        requests = send_requests(current, pending.size, stack)
         received = _spread_and_send(
             samples, current.ids_by_row, requests, pending.size, stack, plan
         )
@@ -210,8 +212,12 @@ def _send_to_owners(
     """Sends gradients to the owners of their rows, which sum those of equal rows."""
     row_ids = requests.row_ids
     received = PackedRowGradients(
-        row_ids=row_ids, values=send_gradients(gradients, requests, plan)
+        row_ids=row_ids, values=send_gradients(gradients, requests, stack, plan)
     )
+    if choose_reduction(stack, row_ids.shape[0]) == "table":
+        return add_dense_gradients(received, stack)
+    received = gather_from_replicas(received, stack, plan)
+    row_ids = received.row_ids
     match stack.optimizer.duplicates:
         case "sequence":
             return received
@@ -222,6 +228,7 @@ def _send_to_owners(
                 merge(row_ids, received.values, max_rows),
                 occurrences=received.as_row_updates(),
             )
-    if stack.num_shards == 1:
+    if plan.num_shards == 1:
         return received
-    return merge(row_ids, received.values, size.unique_rows)
+    max_rows = min(stack.num_replicas * size.unique_rows, stack.rows_per_shard)
+    return merge(row_ids, received.values, max_rows)

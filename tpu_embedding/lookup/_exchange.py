@@ -67,20 +67,20 @@ class Requests:
     buckets: RaggedBuckets | None
 
 
-def send_requests(current: Round, size: RoundSize, plan: EmbeddingPlan) -> Requests:
+def send_requests(current: Round, size: RoundSize, stack: StackPlan) -> Requests:
     """Sends requests to owners, and returns those that this shard receives. Per shard.
 
     Args:
       current: the requests of this shard.
       size: of the round.
-      plan: for the mesh axes.
+      stack: for the mesh axes.
     """
-    row_ids = exchange(current.row_ids, plan)
+    row_ids = exchange(current.row_ids, stack)
     if size.kind == "padded":
         return Requests(row_ids=row_ids, buckets=None)
     source_sizes = count_lines(current.num_ids, size)
     source_starts = bucket_starts(source_sizes)
-    received = exchange(jnp.stack([source_sizes, source_starts], axis=1), plan)
+    received = exchange(jnp.stack([source_sizes, source_starts], axis=1), stack)
     owner_sizes, starts_at_source = received[:, 0], received[:, 1]
     owner_starts = bucket_starts(owner_sizes)
     return Requests(
@@ -89,7 +89,7 @@ def send_requests(current: Round, size: RoundSize, plan: EmbeddingPlan) -> Reque
             as_source=Buckets(
                 starts=source_starts,
                 sizes=source_sizes,
-                remote_starts=exchange(owner_starts, plan),
+                remote_starts=exchange(owner_starts, stack),
             ),
             as_owner=Buckets(
                 starts=owner_starts,
@@ -114,10 +114,10 @@ def fetch_rows(
     buckets = requests.buckets
     # Narrow rows cross the network as they are stored.
     if buckets is None:
-        rows = _exchange_padded(rows, plan)
+        rows = _exchange_padded(rows, stack)
     else:
         rows = _exchange_ragged(
-            rows, buckets.as_owner, buckets.as_source, buckets.sent_rows, plan
+            rows, buckets.as_owner, buckets.as_source, buckets.sent_rows, stack, plan
         )
     rows = decode_packed(rows)
     if stack.quantization is None:
@@ -127,7 +127,7 @@ def fetch_rows(
 
 
 def send_gradients(
-    gradients: PackedRows, requests: Requests, plan: EmbeddingPlan
+    gradients: PackedRows, requests: Requests, stack: StackPlan, plan: EmbeddingPlan
 ) -> PackedRows:
     """Sends the gradient of each fetched row to its owner. Per shard.
 
@@ -137,32 +137,32 @@ def send_gradients(
     """
     buckets = requests.buckets
     if buckets is None:
-        return _exchange_padded(gradients, plan)
+        return _exchange_padded(gradients, stack)
     num_rows = requests.row_ids.shape[0]
     return _exchange_ragged(
-        gradients, buckets.as_source, buckets.as_owner, num_rows, plan
+        gradients, buckets.as_source, buckets.as_owner, num_rows, stack, plan
     )
 
 
-def exchange(buffer: Array, plan: EmbeddingPlan) -> Array:
+def exchange(buffer: Array, stack: StackPlan) -> Array:
     """Sends bucket `d` of the buffer to shard `d`; receives a bucket from each shard.
 
     Args:
       buffer: `[num_shards * bucket_size, ...]`, per shard.
-      plan: for the mesh axes.
+      stack: for the mesh axes that its rows are split over.
 
     Returns:
       The received buckets in the order of their senders, of the same shape. A second
       exchange moves every bucket back to where it came from.
     """
-    if plan.num_shards == 1:
+    if stack.num_shards == 1:
         return buffer
     shape = buffer.shape
-    if buffer.ndim == 1 and buffer.size % (plan.num_shards * LANES) == 0:
+    if buffer.ndim == 1 and buffer.size % (stack.num_shards * LANES) == 0:
         # On TPU, an int32 array of this shape has the memory layout of the flat one.
         buffer = buffer.reshape(-1, LANES)
     received = jax.lax.all_to_all(
-        buffer, plan.axis_names, split_axis=0, concat_axis=0, tiled=True
+        buffer, stack.shard_axes, split_axis=0, concat_axis=0, tiled=True
     )
     return received.reshape(shape)
 
@@ -176,9 +176,9 @@ def quantize(
     return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
 
 
-def _exchange_padded(rows: PackedRows, plan: EmbeddingPlan) -> PackedRows:
+def _exchange_padded(rows: PackedRows, stack: StackPlan) -> PackedRows:
     """Sends buckets of equal size, which fill lines. Per shard."""
-    return PackedRows(lines=exchange(rows.lines, plan), layout=rows.layout)
+    return PackedRows(lines=exchange(rows.lines, stack), layout=rows.layout)
 
 
 def _exchange_ragged(
@@ -186,6 +186,7 @@ def _exchange_ragged(
     sent: Buckets,
     received: Buckets,
     num_rows: int,
+    stack: StackPlan,
     plan: EmbeddingPlan,
 ) -> PackedRows:
     """Sends the buckets of this shard's buffer to the other shards. Per shard.
@@ -195,13 +196,15 @@ def _exchange_ragged(
       sent: its buckets.
       received: the buckets of the result.
       num_rows: length of the result, in rows.
-      plan: for the mesh axes.
+      stack: for the mesh axes.
+      plan: for the platform.
     """
     layout = rows.layout.buffer_layout(num_rows)
     if not layout.is_flat:
-        lines = _move_ragged(rows.lines, sent, received, layout.num_lines, plan)
+        lines = _move_ragged(rows.lines, sent, received, layout.num_lines, stack, plan)
         return PackedRows(lines=lines, layout=layout)
-    lines = _move_ragged(rows.lines[:, None], sent, received, layout.num_lines, plan)
+    column = rows.lines[:, None]
+    lines = _move_ragged(column, sent, received, layout.num_lines, stack, plan)
     return PackedRows(lines=lines[:, 0], layout=layout)
 
 
@@ -210,6 +213,7 @@ def _move_ragged(
     sent: Buckets,
     received: Buckets,
     num_lines: int,
+    stack: StackPlan,
     plan: EmbeddingPlan,
 ) -> Shaped[Array, "to lanes"]:
     if plan.mesh.devices.flat[0].platform == "tpu":
@@ -220,13 +224,13 @@ def _move_ragged(
             sent.sizes,
             sent.remote_starts,
             received.sizes,
-            axis_name=plan.axis_names,
+            axis_name=stack.shard_axes,
         )
     # XLA has no ragged all-to-all for CPU. This emulation gives the same result from
     # the senders' buckets. It is made for tests, not for speed.
-    all_lines = jax.lax.all_gather(lines, plan.axis_names)
+    all_lines = jax.lax.all_gather(lines, stack.shard_axes)
     buckets = jnp.stack([sent.starts, sent.sizes, sent.remote_starts], axis=1)
-    starts, sizes, targets = exchange(buckets, plan).T
+    starts, sizes, targets = exchange(buckets, stack).T
     offsets = jnp.arange(num_lines, dtype=jnp.int32)[:, None] - targets[None, :]
     is_from = (offsets >= 0) & (offsets < sizes[None, :])
     source = jnp.argmax(is_from, axis=1)

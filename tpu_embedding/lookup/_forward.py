@@ -137,7 +137,7 @@ def route_stack(
     routing = StackRouting(
         keys=keys,
         ids_by_row=first.ids_by_row,
-        requests=send_requests(first, size, plan),
+        requests=send_requests(first, size, stack),
         poolings=poolings,
         sequences=[None] * len(poolings),  # known when the rows are
         pending=pending,
@@ -174,7 +174,7 @@ def read_stack(
     if routing.pending is not None:
 
         def add_round(sums, current):
-            requests = send_requests(current, routing.size, plan)
+            requests = send_requests(current, routing.size, stack)
             return jax.tree.map(jnp.add, sums, read(requests, current.places))
 
         activations, further_rounds = for_each_round(

@@ -92,7 +92,7 @@ def route(
       plan: for the mesh axes of the all-reduce.
     """
     end_ranks = dedup.first_ranks[1:]
-    capacity = _capacities(end_ranks - first_ranks, size, stack, plan)
+    capacity = _capacities(end_ranks - first_ranks, size, stack)
     shards = jnp.arange(stack.num_shards, dtype=jnp.int32)
     first_pending_key = key_at_rank(first_ranks + capacity, dedup)
     first_pending_row = jnp.where(
@@ -100,13 +100,14 @@ def route(
         first_pending_key - shards * stack.rows_per_shard,
         stack.rows_per_shard,
     )
+    # Over all axes: replicas of a shard take the same rows in a round.
     end_rows = jax.lax.pmin(first_pending_row, plan.axis_names)
     next_ranks = count_below(shards * stack.rows_per_shard + end_rows, dedup)
     return _fill(
         dedup,
         first_ranks,
         next_ranks,
-        end_rows[jax.lax.axis_index(plan.axis_names)],
+        end_rows[jax.lax.axis_index(stack.shard_axes)],
         jnp.all(end_rows == stack.rows_per_shard),
         size,
         stack,
@@ -145,12 +146,11 @@ def _capacities(
     num_pending: Int[Array, " shards"],
     size: RoundSize,
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> int | Int[Array, " shards"]:
     """Returns how many ids may go to each destination in this round."""
     if size.kind == "padded":
         return size.capacity
-    lines_requested = jax.lax.psum(count_lines(num_pending, size), plan.axis_names)
+    lines_requested = jax.lax.psum(count_lines(num_pending, size), stack.shard_axes)
     lines_available = (size.received_rows - 1) // size.rows_per_line
     # The buffer has at least one line per shard, so the quotient is at least 1.
     equal_share = lines_available // stack.num_shards * size.rows_per_line

@@ -1,20 +1,23 @@
-"""Prints a plan: its tables with their memory, and the backend of each direction."""
+"""Prints a plan: memory and placement of its tables, backends of each direction."""
 
 from typing import TYPE_CHECKING
 
 from tpu_embedding.hardware import GIBIBYTE
 from tpu_embedding.plan import memory
+from tpu_embedding.plan.replicas import describe_reduction
 
 if TYPE_CHECKING:
     from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
 
 def describe(plan: "EmbeddingPlan") -> str:
-    """Returns the text of `print(plan)`: a table of memory, and one of backends."""
+    """Returns the text of `print(plan)`: tables of memory, placement and backends."""
     return "\n".join(
         [
             memory.format_table(_memory_rows(plan), num_left_aligned=2),
             _summary(plan),
+            "",
+            memory.format_table(_placement_rows(plan), num_left_aligned=5),
             "",
             memory.format_table(backend_rows(plan), num_left_aligned=4),
         ]
@@ -36,6 +39,20 @@ def backend_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
             directions_of.setdefault(key, []).append(direction)
         for (backend, reason), directions in directions_of.items():
             rows.append((stack.name, ", ".join(directions), backend, reason))
+    return rows
+
+
+def _placement_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
+    """Returns the cells of the table of placements, a row per stack and reason."""
+    rows = [("stack", "rows over", "copies", "why", "gradients of copies")]
+    for stack in plan.stacks:
+        axes = ", ".join(stack.shard_axes) or "no axis"
+        copies = f"{stack.num_replicas:,}"
+        if stack.replica_axes:
+            copies += f" over {', '.join(stack.replica_axes)}"
+        reduction = describe_reduction(stack)
+        reasons = dict.fromkeys(table.placement_reason for table in stack.tables)
+        rows += [(stack.name, axes, copies, reason, reduction) for reason in reasons]
     return rows
 
 
@@ -69,7 +86,7 @@ def _stack_cells(stack: "StackPlan", plan: "EmbeddingPlan") -> tuple[str, ...]:
 def _summary(plan: "EmbeddingPlan") -> str:
     total = plan.table_bytes_per_device + plan.slot_bytes_per_device
     summary = (
-        f"{plan.num_shards} shards on {plan.hardware.name}; per device: tables "
+        f"{plan.num_shards} devices, {plan.hardware.name}; per device: tables "
         f"{memory.format_bytes(plan.table_bytes_per_device)}, slots "
         f"{memory.format_bytes(plan.slot_bytes_per_device)}"
     )

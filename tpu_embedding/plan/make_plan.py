@@ -1,6 +1,7 @@
 """Makes the plan from configuration, mesh and hardware, and refuses contradictions."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -14,11 +15,13 @@ from tpu_embedding.hardware import HardwareInfo, hardware_of_device, num_slices_
 from tpu_embedding.optimizers.analysis.row_local import check_row_local
 from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
 from tpu_embedding.optimizers.names import optimizer_problem
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
+from tpu_embedding.optimizers.row_optimizer import TableOptimizer
+from tpu_embedding.placement import PlacementPolicy
 from tpu_embedding.plan import stacking
 from tpu_embedding.plan.backends import choose_backends, requested_backend
 from tpu_embedding.plan.capacity import EXCHANGE_KINDS, ExchangeKind
 from tpu_embedding.plan.features import flatten_config, place_features
+from tpu_embedding.plan.placing import TablePlacement, check_policy, place_tables
 from tpu_embedding.plan.plan import (
     EmbeddingPlan,
     StackPlan,
@@ -43,6 +46,7 @@ def make_plan(
     capacity: int | None = None,
     exchange: ExchangeKind | None = None,
     kernels: Backend | None = None,
+    placement: PlacementPolicy | None = None,
     hardware: HardwareInfo | None = None,
 ) -> EmbeddingPlan:
     """Makes the plan of an embedding layer.
@@ -69,12 +73,18 @@ def make_plan(
         `"interpreter"`: the same kernels on any device, with the `hardware` of a TPU;
         slow, for tests. Kernels need jax 0.12. Where a kernel cannot run, XLA does:
         `print(plan)` shows the choice of each stack and its reason.
+      placement: where the rows of tables live that set no `TableConfig.placement`. It
+        changes memory and traffic, never results. `te.Sharded()` (also None): over all
+        devices. `te.Sharded(axes=...)`: over some mesh axes, copied along the others.
+        `te.Replicated()`: a copy on every device. `te.ReplicateSmall(...)` and
+        `te.AutoPlacement(...)` choose per table.
       hardware: None means that of the mesh's devices.
 
     Returns:
       The plan.
 
     Raises:
+      TypeError: if an option has a wrong type.
       ValueError: if the configuration contradicts itself; the message says where.
     """
     if mesh is None:
@@ -82,17 +92,23 @@ def make_plan(
     _check_mesh(mesh)
     _check_options(capacity, exchange, optimizer)
     capacity = None if capacity is None else int(capacity)
+    check_policy(placement, mesh)
     if hardware is None:
         hardware = hardware_of_device(mesh.devices.flat[0])
     exchange = _exchange_on(mesh, exchange)
     backend = requested_backend(kernels, mesh.devices.flat[0], hardware)
     features = flatten_config(feature_config)
     tables = stacking.name_tables(features.tables, optimizer)
+    lookups = [config for config in features.configs for _ in config.tables]
+    placements = place_tables(tables, lookups, placement, mesh, _row_bytes)
+    groups = stacking.stack_tables(
+        tables, {name: placed.shard_axes for name, placed in placements.items()}
+    )
     stacks = tuple(
         _plan_stack(
-            f"stack_{i}", group, mesh.size, capacity, exchange, backend, hardware
+            f"stack_{i}", group, placements, mesh, capacity, exchange, backend, hardware
         )
-        for i, group in enumerate(stacking.stack_tables(tables))
+        for i, group in enumerate(groups)
     )
     table_names = [table.name for table in tables]
     return EmbeddingPlan(
@@ -152,7 +168,8 @@ def _check_mesh(mesh: Mesh) -> None:
 def _plan_stack(
     name: str,
     tables: list[stacking.NamedTable],
-    num_shards: int,
+    placements: dict[str, TablePlacement],
+    mesh: Mesh,
     capacity: int | None,
     exchange: ExchangeKind | None,
     backend: Backend,
@@ -161,9 +178,16 @@ def _plan_stack(
     placed, row_offset = [], 0
     for table in tables:
         placed.append(
-            TablePlan(name=table.name, config=table.config, row_offset=row_offset)
+            TablePlan(
+                name=table.name,
+                config=table.config,
+                row_offset=row_offset,
+                placement_reason=placements[table.name].reason,
+            )
         )
         row_offset += table.config.vocabulary_size
+    shard_axes = placements[tables[0].name].shard_axes
+    num_shards = math.prod(mesh.shape[axis] for axis in shard_axes)
     rows_per_shard = -(-row_offset // num_shards)
     if rows_per_shard * num_shards >= PADDING_ROW_ID:
         raise ValueError(
@@ -171,9 +195,7 @@ def _plan_stack(
             f"{row_offset}, too near 2**31 for {num_shards} shards; cut it in two."
         )
     first = tables[0]
-    slots: tuple[jax.ShapeDtypeStruct, ...] = ()
-    if first.optimizer is not None:
-        slots = tuple(_slots_of_tables(first.optimizer, tables))
+    slots = _slots_of_tables(tables)
     layout = RowLayout(
         num_rows=rows_per_shard,
         row_shape=(first.config.dim,),
@@ -195,7 +217,10 @@ def _plan_stack(
     facts: dict[str, Any] = dict(
         name=name,
         tables=tuple(placed),
+        shard_axes=shard_axes,
+        replica_axes=tuple(a for a in mesh.axis_names if a not in shard_axes),
         num_shards=num_shards,
+        num_replicas=mesh.size // num_shards,
         layout=layout,
         quantization=first.config.quantization_config,
         capacity=capacity,
@@ -212,11 +237,22 @@ def _narrow_dtype(config: TableConfig) -> NarrowDtype | None:
     return next((dtype for dtype in NARROW_DTYPES if dtype == name), None)
 
 
+def _row_bytes(table: stacking.NamedTable) -> int:
+    """Returns the bytes of a row of a table and of its slot variables."""
+    config = table.config
+    row = jax.ShapeDtypeStruct((config.dim,), config.dtype)
+    return sum(
+        math.prod(x.shape) * x.dtype.itemsize for x in (row, *_slots_of_tables([table]))
+    )
+
+
 def _slots_of_tables(
-    optimizer: RowOptimizer, tables: list[stacking.NamedTable]
-) -> list[jax.ShapeDtypeStruct]:
-    """Returns the slot variables of an optimizer; refuses one that mixes rows."""
-    dim = tables[0].config.dim
+    tables: list[stacking.NamedTable],
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the slots of the tables' optimizer; refuses one that mixes rows."""
+    optimizer, dim = tables[0].optimizer, tables[0].config.dim
+    if optimizer is None:
+        return ()
     try:
         check_row_local(optimizer, dim)
         slots = jax.tree.leaves(slot_row_shapes(optimizer, dim))
@@ -226,4 +262,4 @@ def _slots_of_tables(
     if optimizer.keeps_gradient:
         slots.append(jax.ShapeDtypeStruct((dim,), jnp.float32))
         slots.append(jax.ShapeDtypeStruct((), jnp.int32))
-    return slots
+    return tuple(slots)

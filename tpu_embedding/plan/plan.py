@@ -35,11 +35,19 @@ from tpu_embedding.rows.packed_rows import RowLayout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """A table's place in its stack: rows `row_offset` and on."""
+    """A table's place in its stack: rows `row_offset` and on.
+
+    Attributes:
+      name: of the table.
+      config: the table as the user declared it.
+      row_offset: first row in the stack.
+      placement_reason: the setting that chose the placement of its stack.
+    """
 
     name: str
     config: TableConfig
     row_offset: int
+    placement_reason: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,10 +59,16 @@ class StackPlan:
     neighbouring rows spread out, and small tables start at different shards. Neither
     rows nor shards have to divide the other.
 
+    Devices that differ along the `replica_axes` only hold the same shard. Their copies
+    are equal bit by bit, before and after every update.
+
     Attributes:
       name: key of its array in the tables' dict.
       tables: in the order of their rows.
-      num_shards: devices of the mesh.
+      shard_axes: mesh axes that rows are split over; none if every device has all rows.
+      replica_axes: the other mesh axes, along which shards are copied.
+      num_shards: devices along the `shard_axes`.
+      num_replicas: devices along the `replica_axes`: copies of each row.
       layout: packing of the rows of one shard.
       quantization: applied to looked-up rows.
       capacity: the user's maximum of ids per destination and round, or None.
@@ -66,7 +80,10 @@ class StackPlan:
 
     name: str
     tables: tuple[TablePlan, ...]
+    shard_axes: tuple[str, ...]
+    replica_axes: tuple[str, ...]
     num_shards: int
+    num_replicas: int
     layout: RowLayout
     quantization: QuantizationConfig | None
     capacity: int | None
@@ -90,6 +107,14 @@ class StackPlan:
         """Rows of all its tables."""
         last = self.tables[-1]
         return last.row_offset + last.config.vocabulary_size
+
+    @property
+    def rows_spec(self) -> PartitionSpec:
+        """Partition of the rows of the table and of its slot variables."""
+        # XLA names the sharding of its results so; another name compiles anew.
+        return (
+            PartitionSpec(self.shard_axes) if self.num_shards > 1 else PartitionSpec()
+        )
 
     @property
     def keeps_duplicates(self) -> bool:
@@ -176,6 +201,10 @@ class EmbeddingPlan(FeatureNest):
     def shard_spec(self) -> PartitionSpec:
         """Partition of the first axis over every device."""
         return PartitionSpec(self.axis_names)
+
+    def rows_sharding(self, stack: StackPlan) -> NamedSharding:
+        """Returns the sharding of a stacked table and of its slot variables."""
+        return NamedSharding(self.mesh, stack.rows_spec)
 
     @property
     def sharding(self) -> NamedSharding:

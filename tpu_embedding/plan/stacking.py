@@ -1,13 +1,13 @@
 """Groups tables into stacks, which are stored and looked up as one array.
 
-Tables of equal dim, dtype, quantization and optimizer share one dedup, one exchange and
-one gather. The grouping depends on nothing else, so every batch size and number of
-devices has the same stacks. Within a stack, tables lie in the order of their names. The
-rows of one table follow those of the previous one without a gap.
+Tables of equal dim, dtype, quantization, optimizer and placement share one dedup, one
+exchange and one gather. The grouping depends on nothing else, so every batch size and
+number of devices has the same stacks. Within a stack, tables lie in the order of their
+names. The rows of one table follow those of the previous one without a gap.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from tpu_embedding.config import (
@@ -120,11 +120,17 @@ def _optimizer_of(
     return resolve_optimizer(optimizer, name, others, tuple(tables))
 
 
-def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
+def stack_tables(
+    tables: Sequence[NamedTable], shard_axes: Mapping[str, tuple[str, ...]]
+) -> list[list[NamedTable]]:
     """Groups tables into stacks.
 
     No stack has more rows than an int32 can identify. A larger group is split into
     several stacks.
+
+    Args:
+      tables: the table of each feature.
+      shard_axes: by table name, the mesh axes that its rows are split over.
     """
     unique = {table.name: table for table in tables}
     groups: dict[Any, list[list[NamedTable]]] = {}
@@ -136,6 +142,7 @@ def stack_tables(tables: Sequence[NamedTable]) -> list[list[NamedTable]]:
             config.dtype_name,
             config.quantization_config,
             table.optimizer,
+            shard_axes[name],
         )
         stacks = groups.setdefault(key, [[]])
         num_rows = config.vocabulary_size + sum(

@@ -3,7 +3,7 @@
 A table's values depend on the seed, the table's name and the row. They never depend on
 the stack, the shards or the packing. The initializer is called once for the whole
 table, with the table's own key and logical shape, and XLA computes one contiguous block
-on each device. One all-to-all then sends each row to its owner.
+per shard. One all-to-all then sends each row to its owner.
 
 The initializer sees float32, whatever the tables are stored in. Values of narrow tables
 are rounded to the nearest numbers of their type.
@@ -54,32 +54,30 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
     # Each table is written as a block of ceil(vocabulary_size / num_shards) rows, of
     # which a shard may own one fewer. A spare row keeps the last block in bounds.
     rows = jnp.zeros(
-        (plan.num_shards * (stack.rows_per_shard + 1), stack.layout.row_lanes),
+        (stack.num_shards * (stack.rows_per_shard + 1), stack.layout.row_lanes),
         stack.layout.stored_dtype,
     )
-    rows = jax.lax.with_sharding_constraint(rows, plan.sharding)
+    rows = jax.lax.with_sharding_constraint(rows, plan.rows_sharding(stack))
     for table in stack.tables:
-        values = store_rows(_logical_values(table, plan, key), stack.layout)
+        values = store_rows(_logical_values(table, stack, plan, key), stack.layout)
         rows = jax.shard_map(
-            lambda rows, values, table=table: _deal_rows(
-                rows, values, table, stack, plan
-            ),
+            lambda rows, values, table=table: _deal_rows(rows, values, table, stack),
             mesh=plan.mesh,
-            in_specs=plan.shard_spec,
-            out_specs=plan.shard_spec,
+            in_specs=stack.rows_spec,
+            out_specs=stack.rows_spec,
             check_vma=False,
         )(rows, values)
     return jax.shard_map(
         lambda rows: pack_stored(rows[:-1], stack.layout),
         mesh=plan.mesh,
-        in_specs=plan.shard_spec,
-        out_specs=plan.shard_spec,
+        in_specs=stack.rows_spec,
+        out_specs=stack.rows_spec,
         check_vma=False,
     )(rows)
 
 
 def _logical_values(
-    table: TablePlan, plan: EmbeddingPlan, key: jax.Array
+    table: TablePlan, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
 ) -> Float[Array, "rows dim"]:
     """Returns the table's values, split into one contiguous block per shard. Global."""
     config = table.config
@@ -95,9 +93,9 @@ def _logical_values(
             f"given, {shape} and float32, got {shape_of} and {dtype_of} for table "
             f"{table.name!r}."
         )
-    block = round_up(-(-shape[0] // plan.num_shards), plan.num_shards)
-    values = jnp.pad(values, ((0, block * plan.num_shards - shape[0]), (0, 0)))
-    return jax.lax.with_sharding_constraint(values, plan.sharding)
+    block = round_up(-(-shape[0] // stack.num_shards), stack.num_shards)
+    values = jnp.pad(values, ((0, block * stack.num_shards - shape[0]), (0, 0)))
+    return jax.lax.with_sharding_constraint(values, plan.rows_sharding(stack))
 
 
 def _key_of_table(key: jax.Array, name: str) -> jax.Array:
@@ -114,7 +112,6 @@ def _deal_rows(
     values: Shaped[Array, "block lanes"],
     table: TablePlan,
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> Shaped[Array, "local_rows lanes"]:
     """Sends the rows of a contiguous block to their owners. Per shard.
 
@@ -127,23 +124,22 @@ def _deal_rows(
       values: this shard's block of the table's rows, as they are stored.
       table: the table that is written.
       stack: the stack of the table.
-      plan: plan of the embedding layer.
 
     Returns:
       `rows`, with those of the table replaced.
     """
-    num_shards = plan.num_shards
+    num_shards = stack.num_shards
     owners = jnp.arange(num_shards, dtype=jnp.int32)
     first_of_owner = (owners - table.row_offset) % num_shards
     by_owner = values.reshape(-1, num_shards, rows.shape[1])[:, first_of_owner]
     received = by_owner.transpose(1, 0, 2)
     if num_shards > 1:
         received = jax.lax.all_to_all(
-            received, plan.axis_names, split_axis=0, concat_axis=0, tiled=True
+            received, stack.shard_axes, split_axis=0, concat_axis=0, tiled=True
         )
     max_rows = -(-table.config.vocabulary_size // num_shards)
     block = received.reshape(-1, rows.shape[1])[:max_rows]
-    shard = jax.lax.axis_index(plan.axis_names)
+    shard = jax.lax.axis_index(stack.shard_axes)
     first_row = (table.row_offset + first_of_owner[shard]) // num_shards
     return jax.lax.dynamic_update_slice(
         rows, block, (first_row, jnp.zeros_like(first_row))

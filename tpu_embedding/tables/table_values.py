@@ -173,5 +173,6 @@ def _pack(
     unused_lanes = layout.lanes - used_lanes
     lines = np.pad(padded.reshape(-1, used_lanes), ((0, 0), (0, unused_lanes)))
     lines = lines.reshape(packed.lines.shape)
-    placed = jax.make_array_from_callback(lines.shape, plan.sharding, lines.__getitem__)
+    sharding = plan.rows_sharding(stack)
+    placed = jax.make_array_from_callback(lines.shape, sharding, lines.__getitem__)
     return dataclasses.replace(packed, lines=placed)

@@ -39,7 +39,7 @@ def init_state(table: PackedRows, stack: TrainedStackPlan, plan: EmbeddingPlan) 
     if stack.optimizer.keeps_gradient:
         state = init_every_row(table, stack, plan)
     else:
-        state = _lifted(stack, plan, across_shards(plan)).init(table)
+        state = _lifted(stack, plan, across_shards(stack, plan)).init(table)
     if stack.layout.narrow_dtype is None:
         return state
     return RoundedState(step=jnp.zeros((), jnp.int32), inner=state)
@@ -71,7 +71,7 @@ def apply_gradient(
     """
     if stack.layout.narrow_dtype is None:
         return _apply(table, state, gradient, stack, plan, TableWriter())
-    writer = RoundingWriter(stack=stack, plan=plan, step=state.step)
+    writer = RoundingWriter(stack=stack, step=state.step)
     table, inner = _apply(table, state.inner, gradient, stack, plan, writer)
     return table, RoundedState(step=state.step + 1, inner=inner)
 
@@ -92,7 +92,7 @@ def _apply(
         run = functools.partial(_apply_round, all_reduce, stack, plan, writer)
         return run(table, state, gradients, rows)
 
-    all_reduce = across_shards(plan)
+    all_reduce = across_shards(stack, plan)
     if gradient.fold_later is None:
         return apply_round(all_reduce, table, state, gradient.first, None)
     totals: list[Any] = []
@@ -198,5 +198,5 @@ def _touched_rows(
     plan: EmbeddingPlan,
 ) -> TableRows:
     is_touched = row_ids != PADDING_ROW_ID
-    known = shard_rows(row_ids, is_touched, all_reduce, stack, plan)
+    known = shard_rows(row_ids, is_touched, all_reduce, stack)
     return dataclasses.replace(known, occurrence_squares=occurrence_squares)

@@ -48,7 +48,7 @@ def init_every_row(
 
     def rows_of(row_ids):
         is_touched = jnp.zeros(row_ids.shape, bool)
-        return shard_rows(row_ids, is_touched, across_shards(plan), stack, plan)
+        return shard_rows(row_ids, is_touched, across_shards(stack, plan), stack)
 
     takes_totals = stack.optimizer.takes_totals
     rule: Any = lift_to_rows(stack.optimizer, rows_of if takes_totals else None)
@@ -147,7 +147,9 @@ def _run_on_all_rows(
     totals: list[Array] = []
     if stack.optimizer.takes_totals:
         totals = find_totals(
-            functools.partial(run, leaves, blocks.first), fold_rest, across_shards(plan)
+            functools.partial(run, leaves, blocks.first),
+            fold_rest,
+            across_shards(stack, plan),
         )
     # All rows are read for the totals before any is written, or XLA copies the table.
     leaves, totals = jax.lax.optimization_barrier((leaves, totals))
@@ -184,7 +186,7 @@ def _run_on_block(
     old = [read_block(leaf, start, size) if is_slot(leaf) else leaf for leaf in leaves]
     rows, gradient, touches, inner = tree.unflatten(old)
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
-    known = shard_rows(row_ids, touches > 0, all_reduce, stack, plan)
+    known = shard_rows(row_ids, touches > 0, all_reduce, stack)
     with table_rows_context(known):
         updates, inner = stack.optimizer.update(
             gradient / stack.optimizer.gradient_steps, inner, rows

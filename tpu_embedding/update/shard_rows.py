@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.plan.plan import StackPlan
 
 
 def shard_rows(
@@ -14,7 +14,6 @@ def shard_rows(
     is_touched: Bool[Array, " rows"],
     all_reduce: AllReduce,
     stack: StackPlan,
-    plan: EmbeddingPlan,
 ) -> TableRows:
     """Returns the facts that rules may ask about rows of a shard. Per shard.
 
@@ -23,9 +22,8 @@ def shard_rows(
       is_touched: True for rows that this step looked up.
       all_reduce: of the totals of these rows.
       stack: the stack's plan.
-      plan: for the mesh.
     """
-    is_used, of_stack = rows_of_stack(row_ids, stack, plan)
+    is_used, of_stack = rows_of_stack(row_ids, stack)
     offsets = np.asarray([table.row_offset for table in stack.tables], np.int32)
     tables = None
     if len(offsets) > 1:
@@ -42,7 +40,7 @@ def shard_rows(
 
 
 def rows_of_stack(
-    row_ids: Int[Array, " rows"], stack: StackPlan, plan: EmbeddingPlan
+    row_ids: Int[Array, " rows"], stack: StackPlan
 ) -> tuple[Bool[Array, " rows"], Int[Array, " rows"]]:
     """Returns the rows of the stack that rows of this shard are. Per shard.
 
@@ -50,7 +48,7 @@ def rows_of_stack(
       False for padding, and the row within the stack; for padding, any row.
     """
     is_used = row_ids < stack.rows_per_shard
-    shard = jax.lax.axis_index(plan.axis_names)
+    shard = jax.lax.axis_index(stack.shard_axes)
     # The product of a padding id would overflow.
     local_ids = jnp.where(is_used, row_ids, 0)
     return is_used, local_ids * stack.num_shards + shard

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped, UInt32
 
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
+from tpu_embedding.plan.plan import StackPlan, TablePlan
 from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_stored_rows
 from tpu_embedding.rows.narrow_rows import encode_rows, mix_bits, random_bits
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -76,12 +76,10 @@ class RoundingWriter(TableWriter):
 
     Attributes:
       stack: the stack's plan.
-      plan: for the mesh.
       step: of the `RoundedState`.
     """
 
     stack: StackPlan
-    plan: EmbeddingPlan
     step: Int[Array, ""]
 
     def add(
@@ -123,7 +121,7 @@ class RoundingWriter(TableWriter):
         self, row_ids: Int[Array, " ids"], occurrence: Int[Array, ""] | int
     ) -> UInt32[Array, "ids dim"]:
         """Returns the random bits of each element of some rows in this step."""
-        rows, keys = _logical_rows(row_ids, self.stack, self.plan)
+        rows, keys = _logical_rows(row_ids, self.stack)
         step = mix_bits(self.step.astype(jnp.uint32)) + jnp.uint32(occurrence)
         return random_bits(
             mix_bits(rows ^ mix_bits(keys ^ mix_bits(step))), self.stack.dim
@@ -131,10 +129,10 @@ class RoundingWriter(TableWriter):
 
 
 def _logical_rows(
-    row_ids: Int[Array, " ids"], stack: StackPlan, plan: EmbeddingPlan
+    row_ids: Int[Array, " ids"], stack: StackPlan
 ) -> tuple[UInt32[Array, " ids"], UInt32[Array, "#ids"]]:
     """Returns the row within its table, and the table's key, for rows of a shard."""
-    _, of_stack = rows_of_stack(row_ids, stack, plan)
+    _, of_stack = rows_of_stack(row_ids, stack)
     offsets = [table.row_offset for table in stack.tables]
     keys = [_key_of(table) for table in stack.tables]
     of_stack = of_stack.astype(jnp.uint32)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from tpu_embedding.optimizers.table_rows import AllReduce, Reduction
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 
 _ACROSS_SHARDS: Final = {"sum": jax.lax.psum, "min": jax.lax.pmin}
 _ACROSS_PARTS: Final = {"sum": jnp.add, "min": jnp.minimum}
@@ -36,10 +36,17 @@ class _Missing(Exception):
         self.reduction: Reduction = reduction
 
 
-def across_shards(plan: EmbeddingPlan) -> AllReduce:
-    """Returns the all-reduce over the shards of a plan."""
+def across_shards(stack: StackPlan, plan: EmbeddingPlan) -> AllReduce:
+    """Returns the all-reduce over the shards of a stack.
+
+    Each row counts once, on the first replica of its shard. All devices take part, so
+    that all replicas get the same bits.
+    """
 
     def all_reduce(totals: Array, reduction: Reduction) -> Array:
+        if reduction == "sum" and stack.num_replicas > 1:
+            is_first = jax.lax.axis_index(stack.replica_axes) == 0
+            totals = jnp.where(is_first, totals, jnp.zeros_like(totals))
         return _ACROSS_SHARDS[reduction](totals, plan.axis_names)
 
     return all_reduce

@@ -1,0 +1,139 @@
+"""Placements: where the rows of a table live on a mesh.
+
+A placement changes memory and traffic, never results. `TableConfig.placement` sets one
+for a table, `make_plan(placement=...)` one for all tables, or a policy that decides per
+table. The plan shows the placement of each stack, and its reason.
+"""
+
+import dataclasses
+from typing import Any
+
+from tpu_embedding.field_checks import convert_ints, is_int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """Splits the rows of a table over mesh axes, and copies them along the others.
+
+    A device then sends ids and rows along these axes only. Devices along the other axes
+    add their gradients up, so that their copies stay equal bit by bit.
+
+    Attributes:
+      axes: names of the mesh axes; None means all axes, so that each row lives on one
+        device.
+
+    Example:
+      >>> Sharded(axes=("model",)).axes
+      ('model',)
+    """
+
+    axes: tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        if self.axes is None:
+            return
+        is_names = isinstance(self.axes, tuple) and all(
+            isinstance(axis, str) for axis in self.axes
+        )
+        if not is_names:
+            raise TypeError(
+                "Sharded.axes must be a tuple of names of mesh axes or None, got "
+                f"{self.axes!r}; a single axis is written axes=('model',)."
+            )
+        if not self.axes or len(set(self.axes)) < len(self.axes):
+            raise ValueError(
+                "Sharded.axes must name at least one mesh axis, each once, got "
+                f"{self.axes!r}; for a copy on every device, give te.Replicated()."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replicated:
+    """Copies a table to every device, for small tables.
+
+    A lookup needs no communication. The gradients of all devices are added up, by an
+    all-reduce of a dense gradient or an all-gather of rows, whichever moves less.
+    """
+
+
+Placement = Sharded | Replicated
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicateSmall:
+    """Copies small tables to every device, and shards the others.
+
+    TensorFlow Recommenders' `PartialTPUEmbedding(size_threshold=...)` draws the same
+    line.
+
+    Attributes:
+      max_rows: tables of at most this many rows are replicated; 0 replicates none.
+      otherwise: placement of the other tables.
+
+    Example:
+      >>> ReplicateSmall(max_rows=100).max_rows
+      100
+    """
+
+    max_rows: int = 10_000
+    otherwise: Sharded = Sharded()
+
+    def __post_init__(self):
+        convert_ints(self, "max_rows")
+        _check_int("ReplicateSmall.max_rows", self.max_rows, 0)
+        _check_sharded("ReplicateSmall.otherwise", self.otherwise)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutoPlacement:
+    """Copies a table to every device where that moves fewer bytes and fits in memory.
+
+    Per device and step, let `N` be the ids that a device looks up in a table of `V`
+    rows. Sharded, about `N` rows arrive, and `N` gradients leave. Replicated, an
+    all-reduce of the dense gradient sends and receives about `V` rows. So a table is
+    replicated if `V <= N`, smallest first, while all replicated tables and their slot
+    variables fit in `max_bytes`.
+
+    `N` counts `FeatureConfig.expected_valence` ids per sample, else
+    `max_sequence_length`, else 1.
+
+    Attributes:
+      batch_size: samples of a global batch.
+      max_bytes: memory of all replicated tables and slot variables, per device, without
+        the padding of lines.
+      otherwise: placement of the other tables.
+
+    Example:
+      >>> AutoPlacement(batch_size=4096).max_bytes
+      67108864
+    """
+
+    batch_size: int
+    max_bytes: int = 2**26  # 64 MiB
+    otherwise: Sharded = Sharded()
+
+    def __post_init__(self):
+        convert_ints(self, "batch_size", "max_bytes")
+        _check_int("AutoPlacement.batch_size", self.batch_size, 1)
+        _check_int("AutoPlacement.max_bytes", self.max_bytes, 0)
+        _check_sharded("AutoPlacement.otherwise", self.otherwise)
+
+
+PlacementPolicy = Sharded | Replicated | ReplicateSmall | AutoPlacement
+
+
+def _check_int(field: str, value: Any, minimum: int) -> None:
+    if not is_int(value):
+        raise TypeError(f"{field} must be an int, got {value!r}; give a whole number.")
+    if value < minimum:
+        raise ValueError(
+            f"{field} must be at least {minimum}, got {value}; give a larger number."
+        )
+
+
+def _check_sharded(field: str, value: Any) -> None:
+    if not isinstance(value, Sharded):
+        raise TypeError(
+            f"{field} must be a te.Sharded, got {value!r}; te.Sharded() splits rows "
+            "over the whole mesh."
+        )
