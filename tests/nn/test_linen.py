@@ -414,6 +414,37 @@ def test_weights_of_ids_can_be_learned():
     )
 
 
+def test_calls_with_some_features_and_with_others():
+    layer, ids = te.linen.TPUEmbedding(trained_plan(2)), make_batch()["ids"]
+    variables = layer.init(jax.random.key(0), ids)
+    tables = te.linen.embedding_tables(variables)[""]
+    table = te.TableConfig(
+        vocabulary_size=VOCABULARY_SIZE, dim=DIM, combiner="sum", name="item"
+    )
+    serving_config = {"candidates": te.FeatureConfig(table=table)}
+
+    def loss_fn(variables):
+        some = layer.apply(variables, {"user": ids["user"]})
+        candidates = {"candidates": ids["item"]}
+        others = layer.apply(variables, candidates, serving_config=serving_config)
+        return jnp.sum(some["user"] ** 2) + jnp.sum(others["candidates"] ** 2)
+
+    loss, gradients = te.linen.value_and_grad(loss_fn)(variables)
+    used = {"user": tables["user"][ids["user"]], "item": tables["item"][ids["item"]]}
+    np.testing.assert_allclose(
+        loss, sum(np.sum(rows**2) for rows in used.values()), rtol=1e-5
+    )
+
+    def dense_loss(tables):
+        return sum(jnp.sum(tables[name][ids[name]] ** 2) for name in used)
+
+    np.testing.assert_allclose(
+        te.global_norm(gradients),
+        optax.global_norm(jax.grad(dense_loss)(jax.tree.map(jnp.array, tables))),
+        rtol=1e-5,
+    )
+
+
 def test_tables_without_optimizer_allow_plain_gradients():
     model, batch = LinenModel(plan_of(2)), make_batch()
     variables = model.init(jax.random.key(0), batch)

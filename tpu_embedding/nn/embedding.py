@@ -18,7 +18,6 @@ from tpu_embedding.lookup._inputs import attach_weights
 from tpu_embedding.lookup.buffer_sizes import BufferSizes
 from tpu_embedding.lookup.prepare import prepare_features
 from tpu_embedding.nn.recording import (
-    RecordedCall,
     attach_taps,
     guard_activations,
     without_derivative,
@@ -178,9 +177,9 @@ class TPUEmbedding(nnx.Module):
                 return result.activations
             guard = self.gradient_guard.get_value()
             return guard_activations(result.activations, guard, USE_VALUE_AND_GRAD)
-        taps, *calls = self.recorded.get_value()
-        self._record((taps, *calls, RecordedCall(result.routing, self.plan)))
-        return attach_taps(taps[len(calls)], result.activations)
+        taps, *routings = self.recorded.get_value()
+        self._record((taps, *routings, result.routing))
+        return attach_taps(taps[len(routings)], result.activations)
 
     def prepare(
         self, features: Any, weights: Any = None, serving_config: Any = None
@@ -236,7 +235,7 @@ class TPUEmbedding(nnx.Module):
         self.recorded.set_value(() if taps is None else (taps,))
 
     def stop_recording(self) -> tuple[Any, ...]:
-        """Returns the activations, or the `RecordedCall`s, since the start."""
+        """Returns the activations, or routings, of the calls since the start."""
         recorded = self.recorded.get_value()
         calls = recorded if self.recording == "shapes" else recorded[1:]
         self.recording = "off"

@@ -37,15 +37,6 @@ class Gradients:
     tables: dict[str, TableGradients]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RecordedCall:
-    """The routing of one call, and the plan by which the call looked up."""
-
-    routing: functional.Routing
-    plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
-
-
 def differentiate(
     run: Callable[[Any, Any], Any], dense: Any, plans: dict[str, EmbeddingPlan]
 ) -> tuple[Any, Any, Gradients]:
@@ -54,7 +45,7 @@ def differentiate(
     Args:
       run: `(dense, taps) -> (loss, (aux, calls))`, where `calls` has a tuple per layer.
         If taps is None, the tuple holds the activations of each call. Otherwise taps
-        has the structure of these tuples, and `run` returns `RecordedCall`s.
+        has the structure of these tuples, and `calls` the routing of each call.
       dense: pytree to differentiate by.
       plans: path of each layer to its plan.
 
@@ -73,12 +64,14 @@ def differentiate(
 
 
 def _add_calls(
-    calls: tuple[RecordedCall, ...], cotangents: tuple[Any, ...], plan: EmbeddingPlan
+    routings: tuple[functional.Routing, ...],
+    cotangents: tuple[Any, ...],
+    plan: EmbeddingPlan,
 ) -> TableGradients:
     """Returns the gradients of a layer's tables, summed over its calls."""
     of_calls = [
-        functional.compute_gradients(call.routing, cotangent, call.plan)
-        for call, cotangent in zip(calls, cotangents, strict=True)
+        functional.compute_gradients(routing, cotangent, plan)
+        for routing, cotangent in zip(routings, cotangents, strict=True)
     ]
     return add(*of_calls) if of_calls else TableGradients({}, plan)
 

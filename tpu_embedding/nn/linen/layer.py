@@ -17,7 +17,6 @@ from tpu_embedding import functional
 from tpu_embedding.lookup._inputs import attach_weights
 from tpu_embedding.nn.linen.variables import TABLES, LayerTables
 from tpu_embedding.nn.recording import (
-    RecordedCall,
     attach_taps,
     guard_activations,
     without_derivative,
@@ -97,7 +96,7 @@ class RecordingTables:
             return activations, None
         tap = self.taps[len(self.recorder.calls[self.path])]
         result = functional.lookup(self.tables.stacks, features, plan)
-        self.recorder.record(self.path, RecordedCall(result.routing, plan))
+        self.recorder.record(self.path, result.routing)
         return attach_taps(tap, result.activations), result.stats
 
 
@@ -126,33 +125,42 @@ class TPUEmbedding(nn.Module):
     plan: EmbeddingPlan
 
     @nn.compact
-    def __call__(self, features: Any, weights: Any = None) -> Any:
+    def __call__(
+        self, features: Any, weights: Any = None, serving_config: Any = None
+    ) -> Any:
         """Looks up a batch.
 
         Args:
-          features: nest like the plan's `feature_config`; see `tpu_embedding.lookup`.
-            Ragged features come from `tpu_embedding.prepare_features`.
+          features: nest like the plan's `feature_config`, whose dicts may lack keys.
+            See `tpu_embedding.lookup`. Ragged features come from
+            `tpu_embedding.prepare_features`.
           weights: None, or the same nest with an array, or None, per dense feature.
+          serving_config: nest of `FeatureConfig` that replaces `feature_config` in this
+            call; its tables must be those of the plan.
 
         Returns:
-          Activations, the same nest; float32 `[batch, dim]`, or the feature's sequence
-          or output shape. Global.
+          Activations, the nest of the features; float32 `[batch, dim]`, or the
+          feature's sequence or output shape; a tuple of them for a feature with a tuple
+          of tables. Global.
 
         Raises:
           TypeError, ValueError: if a feature's dtype or shape does not fit its config,
             or the variables lack the tables or have those of another plan.
         """
         tables = self._tables()
+        plan = self.plan
+        if serving_config is not None:
+            plan = plan.with_features(serving_config)
         guard = None
-        if self.plan.trained_stacks:
+        if plan.trained_stacks:
             guard = self.param("gradient_guard", lambda key: jnp.zeros(()))
         if weights is not None:
-            features = attach_weights(features, weights, self.plan)
+            features = attach_weights(features, weights, plan)
         if isinstance(tables, RecordingTables):
-            activations, stats = tables.look_up(features, self.plan)
+            activations, stats = tables.look_up(features, plan)
         else:
             stacks = without_derivative(tables.stacks, NO_DERIVATIVE)
-            result = functional.lookup(stacks, features, self.plan)
+            result = functional.lookup(stacks, features, plan)
             activations, stats = result.activations, result.stats
             if guard is not None:
                 activations = guard_activations(activations, guard, USE_VALUE_AND_GRAD)
