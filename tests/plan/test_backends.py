@@ -12,8 +12,10 @@ from tpu_embedding.plan.backends import FeatureBatch, choose_for_batch
 pytestmark = needs_kernels
 
 
-def stack_of(dim, optimizer=None, kernels="interpreter", num_rows=1000):
-    table = te.TableConfig(vocabulary_size=num_rows, dim=dim, name="t")
+def stack_of(
+    dim, optimizer=None, kernels="interpreter", num_rows=1000, dtype="float32"
+):
+    table = te.TableConfig(vocabulary_size=num_rows, dim=dim, name="t", dtype=dtype)
     plan = te.make_plan(
         te.FeatureConfig(table=table),
         mesh_of(1),
@@ -38,6 +40,14 @@ def test_rows_out_of_reach(dim, num_rows, reason):
     for choice in stack.backends:
         assert choice.backend == "xla"
         assert reason in choice.reason
+    assert (stack.layout.backend, stack.layout.num_spare_rows) == ("xla", 0)
+
+
+def test_kernels_leave_narrow_rows_to_xla():
+    stack = stack_of(128, dtype="bfloat16")
+    for choice in stack.backends:
+        assert choice.backend == "xla"
+        assert choice.reason == "kernels take rows of float32, not of bfloat16"
     assert (stack.layout.backend, stack.layout.num_spare_rows) == ("xla", 0)
 
 

@@ -12,8 +12,15 @@ from tpu_embedding.rows.packed_rows import RowLayout
 CPU, V5P = te.hardware_by_name("cpu"), te.hardware_by_name("v5p")
 
 
-def plan_of(vocabulary_size, dim, num_devices=1, hardware=CPU, optimizer=None):
-    table = te.TableConfig(vocabulary_size=vocabulary_size, dim=dim)
+def plan_of(
+    vocabulary_size,
+    dim,
+    num_devices=1,
+    hardware=CPU,
+    optimizer=None,
+    dtype="float32",
+):
+    table = te.TableConfig(vocabulary_size=vocabulary_size, dim=dim, dtype=dtype)
     return te.make_plan(
         te.FeatureConfig(table=table),
         mesh_of(num_devices),
@@ -108,6 +115,43 @@ def test_shapes_of_the_arrays_agree(dim, hardware):
 
     assert bytes_of(tables) == 2 * plan.table_bytes_per_device
     assert bytes_of(slots) == 2 * plan.slot_bytes_per_device
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "line_bytes", "num_lines"),
+    [
+        ("bfloat16", 1, 512, 8),  # one word for one element: as much as float32
+        ("bfloat16", 2, 512, 8),
+        ("bfloat16", 16, 512, 64),  # half of float32's 128
+        ("bfloat16", 128, 512, 512),
+        ("float16", 128, 512, 512),
+        ("bfloat16", 200, 512, 1024),  # 100 of 128 words
+        ("bfloat16", 256, 512, 1024),
+        ("int8", 16, 512, 56),  # 6 words, 21 rows to a line, 49 lines
+        ("int8", 128, 512, 344),  # 34 words, 3 rows to a line
+    ],
+)
+def test_narrow_tables_on_tpu(dtype, dim, line_bytes, num_lines):
+    optimizer = None if dtype == "int8" else te.optimizers.adagrad(0.1)
+    plan = plan_of(1024, dim, 1, V5P, optimizer, dtype)
+    assert plan.table_bytes_per_device == num_lines * line_bytes
+    if optimizer is not None:
+        # Slots stay float32.
+        float32 = plan_of(1024, dim, 1, V5P, optimizer)
+        assert plan.slot_bytes_per_device == float32.slot_bytes_per_device
+    assert f" {dtype} " in str(plan)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("hardware", [CPU, V5P], ids=["cpu", "v5p"])
+def test_shapes_of_narrow_arrays_agree(dtype, hardware):
+    plan = plan_of(42 * 8 * 16, 16, 2, hardware, None, dtype)
+    tables = jax.eval_shape(te.init_tables, plan, jax.random.key(0))
+    (lines,) = jax.tree.leaves(tables)
+    assert 4 * lines.size == 2 * plan.table_bytes_per_device
+    if hardware is CPU:
+        words = {"int8": 6}.get(dtype, 8)
+        assert plan.table_bytes_per_device == 42 * 8 * 8 * words * 4
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -14,11 +14,13 @@ from tpu_embedding.rows.packed_rows import PackedRows
 SIZES = {"a": 37, "b": 1, "c": 5}
 
 
-def make_plan(num_devices=8, hardware="cpu", dim=3):
+def make_plan(num_devices=8, hardware="cpu", dim=3, dtype="float32"):
     """Three tables in `stack_0`, and `d` of another dim in `stack_1`."""
     sizes = {name: (size, dim) for name, size in SIZES.items()} | {"d": (10, dim + 1)}
     config = [
-        te.FeatureConfig(table=te.TableConfig(vocabulary_size=size, dim=dim, name=name))
+        te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=size, dim=dim, name=name, dtype=dtype)
+        )
         for name, (size, dim) in sizes.items()
     ]
     return te.make_plan(
@@ -35,7 +37,7 @@ def zeros(plan, row_shape=None):
             row = jax.ShapeDtypeStruct(row_shape, np.float32)
             layout = layout.slot_layout(row)
         shape = (plan.num_shards * layout.num_lines, layout.lanes)
-        lines = jax.device_put(np.zeros(shape, np.float32), plan.sharding)
+        lines = jax.device_put(np.zeros(shape, layout.stored_dtype), plan.sharding)
         stacks[stack.name] = PackedRows(lines=lines, layout=layout)
     return stacks
 
@@ -167,3 +169,98 @@ def test_values_of_a_missing_stack_are_refused_by_table():
     del stacked["stack_1"]
     with pytest.raises(ValueError, match="'d'"):
         te.with_table_values(stacked, {"d": np.zeros((10, 4))}, plan)
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "v5p"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_values_of_narrow_tables_are_rounded_to_nearest(dtype, hardware):
+    plan = make_plan(3, hardware, 5, dtype)
+    values = random_values(plan)
+    stacked = te.with_table_values(zeros(plan), values, plan)
+    assert stacked["stack_0"].lines.dtype == jnp.int32
+    found = te.unstack_tables(stacked, plan)
+    rounded = {
+        name: np.asarray(jnp.asarray(rows, dtype).astype(jnp.float32))
+        for name, rows in values.items()
+    }
+    assert_equal(found, rounded)
+    # What was read is set again without a loss.
+    again = te.with_table_values(zeros(plan), found, plan)
+    assert_equal(te.unstack_tables(again, plan), rounded)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 8])
+def test_values_of_int8_tables_are_within_half_a_step(dim):
+    plan = make_plan(3, "v5p", dim, "int8")
+    values = random_values(plan)
+    stacked = te.with_table_values(zeros(plan), values, plan)
+    found = te.unstack_tables(stacked, plan)
+    for name, rows in values.items():
+        step = np.ptp(rows, axis=1, keepdims=True) / 255
+        # And the rounding of float32, where a row has one value.
+        assert (np.abs(found[name] - rows) <= 0.501 * step + 1e-6).all()
+    # The largest error of a second time is that of float32.
+    again = te.with_table_values(zeros(plan), found, plan)
+    for name, rows in te.unstack_tables(again, plan).items():
+        np.testing.assert_allclose(rows, found[name], rtol=0, atol=2e-6)
+
+
+def test_slots_of_narrow_tables_are_float32():
+    plan = make_plan(3, "v5p", 5, "bfloat16")
+    values = random_values(plan)
+    stacked = te.with_table_values(zeros(plan, (5,)), {"a": values["a"]}, plan)
+    assert stacked["stack_0"].lines.dtype == jnp.float32
+    np.testing.assert_array_equal(te.unstack_tables(stacked, plan)["a"], values["a"])
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (np.zeros((37, 3), complex), "complex128"),
+        (np.full((37, 3), "x"), "<U1"),
+        (np.full((37, 3), None), "object"),
+        ([[1.0, 2.0], [3.0]], "inhomogeneous"),
+    ],
+    ids=["complex", "text", "object", "nested_lists"],
+)
+def test_values_that_are_no_real_numbers_are_refused_by_table(values, text):
+    plan = make_plan()
+    with pytest.raises(ValueError, match="values of table 'a'") as error:
+        te.with_table_values(zeros(plan), {"a": values}, plan)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8, bool, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_values_of_other_real_types_are_cast(dtype, stored):
+    plan = make_plan(2, dtype=stored)
+    values = np.arange(40).reshape(10, 4).astype(dtype)
+    stacked = te.with_table_values(zeros(plan), {"d": values}, plan)
+    found = te.unstack_tables(stacked, plan)["d"]
+    np.testing.assert_array_equal(found, values.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bad", "text"),
+    [
+        ("float16", 7e4, "within 65504 of zero for dtype float16, got 70000.0"),
+        ("bfloat16", 3.4e38, "for dtype bfloat16"),
+        ("int8", np.nan, "must be finite for dtype int8"),
+        ("int8", -np.inf, "must be finite for dtype int8"),
+    ],
+)
+def test_values_beyond_a_type_are_refused_by_table(dtype, bad, text):
+    plan = make_plan(2, dtype=dtype)
+    values = np.zeros((37, 3))
+    values[4, 1] = bad
+    with pytest.raises(ValueError, match="values of table 'a'") as error:
+        te.with_table_values(zeros(plan), {"a": values}, plan)
+    assert text in str(error.value) and "row 4" in str(error.value)
+
+
+def test_infinities_of_16_bit_tables_stay():
+    plan = make_plan(2, dtype="bfloat16")
+    values = np.zeros((37, 3), np.float32)
+    values[4] = [np.inf, -np.inf, np.nan]
+    stacked = te.with_table_values(zeros(plan), {"a": values}, plan)
+    np.testing.assert_array_equal(te.unstack_tables(stacked, plan)["a"], values)

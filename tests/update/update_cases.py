@@ -254,12 +254,25 @@ def rounds_of(rounds):
     )
 
 
-def plan_of(sizes, dim, optimizer, *, num_devices=1, hardware="cpu", kernels=None):
+def plan_of(
+    sizes,
+    dim,
+    optimizer,
+    *,
+    num_devices=1,
+    hardware="cpu",
+    kernels=None,
+    dtype=jnp.float32,
+):
     """Returns a plan of one stack with a table of each size, and that stack."""
     features = {
         f"table_{i}": te.FeatureConfig(
             table=te.TableConfig(
-                vocabulary_size=size, dim=dim, combiner="sum", name=f"table_{i}"
+                vocabulary_size=size,
+                dim=dim,
+                combiner="sum",
+                name=f"table_{i}",
+                dtype=dtype,
             )
         )
         for i, size in enumerate(sizes)

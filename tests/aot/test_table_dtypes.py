@@ -1,0 +1,108 @@
+"""The whole step with narrow tables, compiled for TPUs: in place, on SparseCore.
+
+The contract is that of float32 tables (`test_train_step.py`). A stack of bfloat16 rows
+reads table and slots, and writes both; int8 rows are only read.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tpu_embedding as te
+from tests.aot.test_train_step import (
+    ADAGRAD,
+    LINES_PER_DEVICE,
+    REPRESENTATIVE,
+    TOPOLOGIES,
+    check,
+    compile_step,
+    linear_loss,
+    squared_loss,
+)
+from tests.conftest import mesh_of
+from tpu_embedding import aot
+from tpu_embedding.rows.narrow_rows import words_per_row
+
+full = pytest.mark.full
+
+
+def make_plan(mesh, dim, dtype, optimizer, **options):
+    words = words_per_row(dtype, dim)
+    rows = LINES_PER_DEVICE * max(1, 128 // words) * mesh.size
+    big, small = (
+        te.TableConfig(
+            vocabulary_size=size, dim=dim, combiner="sum", name=name, dtype=dtype
+        )
+        for name, size in (("big", rows), ("small", 1000))
+    )
+    config = {"one": te.FeatureConfig(table=big), "many": te.FeatureConfig(table=small)}
+    return te.make_plan(config, mesh, optimizer=optimizer, **options)
+
+
+def steps():
+    """One dim of each kind in the quick tier; all dims, generations and dtypes else."""
+    for generation in ("v5p", "v6e", "tpu7x"):
+        for dim in (8, 16, 32, 64, 128, 200):
+            is_quick = (generation, dim) == ("v5p", 32)
+            yield "bfloat16", dim, generation, () if is_quick else full
+            is_quick = (generation, dim) == ("v6e", 64)
+            yield "int8", dim, generation, () if is_quick else full
+    yield "float16", 64, "v5p", full
+    yield "bfloat16", 2, "v5p", full  # one word: a flat array
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("dtype", "dim", "generation"),
+    [pytest.param(*case, marks=marks) for *case, marks in steps()],
+)
+def test_tpu_step_is_in_place(dtype, dim, generation):
+    mesh = aot.topology_mesh(TOPOLOGIES[generation])
+    optimizer = None if dtype == "int8" else ADAGRAD
+    plan = make_plan(mesh, dim, dtype, optimizer)
+    compiled = compile_step(plan, dim)
+    report = check(plan, compiled)
+    assert report.sparse_core_gathers > 0
+    # Rows cross the network as they are stored.
+    words = words_per_row(dtype, dim)
+    rows_sent = rf"= s32\[\d+,\d+,{words}\]\S* all-to-all\("
+    assert words == 1 or re.search(rows_sent, compiled.as_text())
+    if optimizer is None:
+        assert report.all_to_alls == 2 + 2
+        return
+    assert report.all_to_alls == 3 + 2 + 2
+    # As many as of a float32 table and its slot.
+    assert report.sparse_core_scatters >= 4
+    if 128 % dim == 0:
+        rows = plan.stacks[0].num_rows / plan.num_shards
+        assert report.argument_bytes < 1.02 * (2 + 4) * dim * rows
+
+
+@pytest.mark.tpu_compiler
+@full
+@pytest.mark.parametrize("name", ["adam", "every_row", "adafactor"])
+def test_every_way_to_update_narrow_rows_is_in_place_on_tpu(name):
+    devices = aot.topology_mesh(TOPOLOGIES["v5p"])
+    mesh = jax.sharding.Mesh(devices.devices.reshape(-1)[:1], devices.axis_names)
+    plan = make_plan(mesh, 128, "bfloat16", REPRESENTATIVE[name])
+    check(plan, compile_step(plan, 128, batch_size=256))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "capacity", "loss_fn"),
+    [
+        ("adagrad", 1, None, linear_loss),
+        ("adagrad", 8, 4, squared_loss),
+        pytest.param("every_row", 8, 4, squared_loss, marks=full),
+        pytest.param("adafactor", 8, 4, squared_loss, marks=full),
+        pytest.param("sequence", 1, None, linear_loss, marks=full),
+    ],
+)
+def test_cpu_step_is_in_place(name, num_devices, capacity, loss_fn):
+    sequence = te.optimizers.adagrad(0.1, use_gradient_accumulation=False)
+    optimizer = (REPRESENTATIVE | {"sequence": sequence})[name]
+    plan = make_plan(mesh_of(num_devices), 16, "bfloat16", optimizer, capacity=capacity)
+    check(plan, compile_step(plan, 16, loss_fn))
+    assert plan.stacks[0].layout.stored_dtype == jnp.int32

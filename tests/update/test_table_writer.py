@@ -1,0 +1,264 @@
+"""Stochastic rounding: bits by logical row and step, and what they do to a table."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.update.update_cases import (
+    bits,
+    gradients_of,
+    gradients_of_shards,
+    packed,
+    plan_of,
+    rounds_of,
+    shard_of,
+    sharded,
+    unshard,
+)
+from tpu_embedding.rows import blocks
+from tpu_embedding.rows.narrow_rows import encode_rows
+from tpu_embedding.types import PADDING_ROW_ID
+from tpu_embedding.update import table_writer
+from tpu_embedding.update.apply import apply_gradient, init_state
+from tpu_embedding.update.table_writer import RoundingWriter
+
+SIZES = [5, 1, 6]
+DIM = 3
+
+
+def random_bits(sizes, num_devices, *, step=0, occurrence=0):
+    """Returns the bits of every row of a stack, `[rows, DIM]`."""
+    plan, stack = plan_of(
+        sizes, DIM, "sgd", num_devices=num_devices, dtype=jnp.bfloat16
+    )
+    row_ids = np.arange(stack.rows_per_shard, dtype=np.int32)
+
+    def run(row_ids):
+        writer = RoundingWriter(stack=stack, plan=plan, step=jnp.int32(step))
+        return writer._random_bits(row_ids, occurrence)
+
+    shards = sharded(plan, run)([row_ids] * num_devices)
+    rows = np.stack([np.asarray(x) for x in shards], axis=1).reshape(-1, DIM)
+    return rows[: sum(sizes)]
+
+
+def test_bits_belong_to_the_rows_of_a_table():
+    whole = random_bits(SIZES, 1)
+    np.testing.assert_array_equal(random_bits(SIZES, 3), whole)
+    # The first table alone, in a stack of one table.
+    np.testing.assert_array_equal(random_bits(SIZES[:1], 2), whole[:5])
+    # Another table before it is longer: its rows move within the stack.
+    moved = random_bits([9, 1, 6], 2)
+    np.testing.assert_array_equal(moved[9:], whole[5:])
+
+
+def test_every_element_has_bits_of_its_own_in_every_step():
+    found = [random_bits(SIZES, 1, step=step) for step in (0, 1, 2)]
+    found.append(random_bits(SIZES, 1, occurrence=1))
+    assert len(np.unique(np.stack(found))) == 4 * sum(SIZES) * DIM
+
+
+class Table:
+    """A table of a plan, and its state, on emulated devices."""
+
+    def __init__(self, plan, stack, rows):
+        self.plan, self.stack, self.num_rows = plan, stack, len(rows)
+        self.tables = [packed(x, stack.layout) for x in shard_of(rows, plan.num_shards)]
+        init = sharded(plan, lambda table: init_state(table, stack, plan))
+        self.states = init(self.tables)
+        self._apply = None
+
+    def apply(self, *rounds):
+        """Applies row ids and gradients, round by round."""
+        parts = [
+            gradients_of_shards(
+                np.asarray(ids), values, self.plan.num_shards, num_places=16
+            )
+            for ids, values in rounds
+        ]
+
+        def step(table, state, *parts):
+            gradient = rounds_of([(part, None) for part in parts])
+            return apply_gradient(table, state, gradient, self.stack, self.plan)
+
+        self._apply = self._apply or sharded(self.plan, step)
+        self.tables, self.states = zip(
+            *self._apply(self.tables, self.states, *parts), strict=True
+        )
+
+    @property
+    def rows(self):
+        return unshard(self.tables, self.num_rows)
+
+
+def sgd_that_sees_rows():
+    """SGD that is not elementwise, so the state keeps a dense gradient."""
+
+    def update(updates, state, params=None):
+        del params
+        return -(updates + 0 * updates.sum(axis=1, keepdims=True)), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+RULES = {
+    "touched": te.optimizers.sgd(1.0),
+    "sequence": te.optimizers.in_sequence(te.optimizers.sgd(1.0)),
+    "every_element": te.optimizers.every_row(te.optimizers.sgd(1.0)),
+    "every_row": te.optimizers.every_row(sgd_that_sees_rows()),
+}
+
+
+def start_of(num_rows, dim, dtype=jnp.bfloat16):
+    rows = np.random.default_rng(0).normal(size=(num_rows, dim))
+    return np.array(jnp.asarray(rows, dtype).astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(jnp.bfloat16, id="bfloat16"),
+        pytest.param(jnp.float16, id="float16", marks=pytest.mark.full),
+    ],
+)
+def test_every_way_to_update_rounds_alike(dtype, monkeypatch):
+    """On all rows, with any devices and packing, and in blocks: the same bits."""
+    monkeypatch.setattr(blocks, "_ROWS_PER_BLOCK", 4)
+    rows = start_of(sum(SIZES), DIM, dtype)
+    gradients = np.random.default_rng(1).normal(size=rows.shape).astype(np.float32)
+    gradients *= 1e-3
+    results = {}
+    for (name, rule), (num_devices, hardware) in zip(
+        RULES.items(), [(1, "cpu"), (3, "v5p"), (2, "cpu"), (2, "v5p")], strict=True
+    ):
+        plan, stack = plan_of(
+            *(SIZES, DIM, rule),
+            num_devices=num_devices,
+            hardware=hardware,
+            dtype=dtype,
+        )
+        assert stack.optimizer.keeps_gradient == (name == "every_row")
+        table = Table(plan, stack, rows)
+        for _ in range(2):
+            table.apply((np.arange(len(rows)), gradients))
+        results[name] = table.rows
+        assert all(state.step == 2 for state in table.states)
+    expected = results.pop("touched")
+    assert (expected != rows).any() and (expected == rows).any()
+    step = float(jnp.finfo(dtype).eps) * np.abs(rows)
+    assert (np.abs(expected - (rows - 2 * gradients)) <= 2 * step).all()
+    for found in results.values():
+        np.testing.assert_array_equal(bits(found), bits(expected))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rounds_and_untouched_rows(name):
+    """Rows of later rounds are rounded like those of the first; others stay."""
+    rows = start_of(12, DIM)
+    rows[7] = [-0.0, 1e-40, np.inf]
+    rows[2] = [-0.0, 0.0, 2.0**-130]
+    gradients = np.full((12, DIM), 1e-3, np.float32)
+    gradients[2] = 0  # touched, but does not move
+    touched = [2, 5, 0, 11]
+    results = []
+    for parts in ([touched], [touched[:1], touched[1:]]):
+        plan, stack = plan_of([12], DIM, RULES[name], dtype=jnp.bfloat16)
+        table = Table(plan, stack, rows)
+        before = table.rows
+        for _ in range(3):
+            table.apply(*((ids, gradients[ids]) for ids in parts))
+        results.append(table.rows)
+        np.testing.assert_array_equal(
+            bits(np.delete(table.rows, touched[1:], axis=0)),
+            bits(np.delete(before, touched[1:], axis=0)),
+        )
+    np.testing.assert_array_equal(bits(results[0]), bits(results[1]))
+    assert (results[0] != before)[touched[1:]].any()
+
+
+def test_occurrences_of_a_row_are_rounded_one_by_one():
+    """In sequence, each of 8 occurrences moves a row by a quarter of a step, or not."""
+    rule = RULES["sequence"]
+    plan, stack = plan_of([1], 64, rule, dtype=jnp.bfloat16)
+    table = Table(plan, stack, np.ones((1, 64), np.float32))
+    gradients = np.full((8, 64), -(2.0**-9), np.float32)
+    table.apply((np.zeros(8, np.int32), gradients))
+    moved = (table.rows - 1) * 2**7
+    # The mean of 64 sums of 8 draws with probability 1/4: 2, with deviation 0.15.
+    assert 1.2 < moved.mean() < 2.8
+    assert len(np.unique(moved)) > 3
+
+
+def train(num_steps, gradient, *, dtype=jnp.bfloat16, dim=256, start=1.0):
+    plan, stack = plan_of([4], dim, te.optimizers.sgd(1.0), dtype=dtype)
+    table = Table(plan, stack, np.full((4, dim), start, np.float32))
+    for _ in range(num_steps):
+        table.apply((np.arange(4), np.full((4, dim), gradient, np.float32)))
+    return table.rows
+
+
+def test_small_gradients_move_a_row_at_the_right_mean_rate():
+    """1/64 of a step in each of 128 updates: 2 steps of 2**-7 on average."""
+    moved = (train(128, -(2.0**-13)) - 1) * 2**7
+    # Variance of 128 draws with probability 1/64: 1.97. The mean of 1,024 elements has
+    # the deviation 0.044; five of them.
+    assert moved.mean() == pytest.approx(2, abs=0.22)
+    assert 1.6 < moved.var() < 2.4
+
+
+def test_rounding_to_nearest_would_stall(monkeypatch):
+    """The test above can fail."""
+    monkeypatch.setattr(
+        table_writer, "encode_rows", lambda rows, dtype, bits: encode_rows(rows, dtype)
+    )
+    assert (train(20, -(2.0**-13)) == 1).all()
+
+
+def test_bits_that_do_not_depend_on_the_step_would_stall(monkeypatch):
+    """An element that meets the same bits again stays where it was put."""
+    of_step = RoundingWriter._random_bits
+
+    def of_step_0(writer, row_ids, occurrence):
+        first = RoundingWriter(
+            stack=writer.stack, plan=writer.plan, step=jnp.zeros_like(writer.step)
+        )
+        return of_step(first, row_ids, occurrence)
+
+    monkeypatch.setattr(RoundingWriter, "_random_bits", of_step_0)
+    rows = train(20, -(2.0**-13))
+    # Most elements never move; the others move in every step.
+    assert (rows == 1).mean() > 0.9
+
+
+def test_values_beyond_float16_stay_finite():
+    rows = train(3, -40000.0, dtype=jnp.float16)
+    np.testing.assert_array_equal(rows, np.full(rows.shape, 65504))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_element(bad):
+    plan, stack = plan_of([5], DIM, te.optimizers.sgd(1.0), dtype=jnp.bfloat16)
+    table = Table(plan, stack, np.ones((5, DIM), np.float32))
+    gradients = np.zeros((2, DIM), np.float32)
+    gradients[0, 1] = bad
+    table.apply(([3, 4], gradients))
+    is_finite = np.isfinite(table.rows)
+    assert np.argwhere(~is_finite).tolist() == [[3, 1]]
+    assert (table.rows[is_finite] == 1).all()
+
+
+def test_padding_changes_no_row():
+    plan, stack = plan_of([5], DIM, te.optimizers.sgd(1.0), dtype=jnp.bfloat16)
+    ids = [PADDING_ROW_ID, 2, PADDING_ROW_ID]
+    gradients = gradients_of(ids, np.full((3, DIM), 0.5, np.float32))
+
+    def step(table):
+        state = init_state(table, stack, plan)
+        return apply_gradient(table, state, rounds_of([(gradients, None)]), stack, plan)
+
+    rows = np.ones((5, DIM), np.float32)
+    ((table, _),) = sharded(plan, step)([packed(rows, stack.layout)])
+    rows[2] = 0.5
+    np.testing.assert_array_equal(unshard([table], 5), rows)
