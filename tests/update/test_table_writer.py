@@ -36,7 +36,7 @@ def random_bits(sizes, num_devices, *, step=0, occurrence=0):
     row_ids = np.arange(stack.rows_per_shard, dtype=np.int32)
 
     def run(row_ids):
-        writer = RoundingWriter(stack=stack, plan=plan, step=jnp.int32(step))
+        writer = RoundingWriter(stack=stack, step=jnp.int32(step))
         return writer._random_bits(row_ids, occurrence)
 
     shards = sharded(plan, run)([row_ids] * num_devices)
@@ -221,9 +221,7 @@ def test_bits_that_do_not_depend_on_the_step_would_stall(monkeypatch):
     of_step = RoundingWriter._random_bits
 
     def of_step_0(writer, row_ids, occurrence):
-        first = RoundingWriter(
-            stack=writer.stack, plan=writer.plan, step=jnp.zeros_like(writer.step)
-        )
+        first = RoundingWriter(stack=writer.stack, step=jnp.zeros_like(writer.step))
         return of_step(first, row_ids, occurrence)
 
     monkeypatch.setattr(RoundingWriter, "_random_bits", of_step_0)
