@@ -1,7 +1,7 @@
 """The directory of a run: its lock, and the files that an earlier run left there.
 
 Nothing is ever deleted here. A run that is to be replaced moves to a directory of its
-own, and files that no run is known to have written make a new run fail.
+own. Files that no run is known to have written make a new run fail.
 """
 
 import contextlib
