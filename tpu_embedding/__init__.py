@@ -36,6 +36,7 @@ from tpu_embedding.lookup.prepare import prepare_features as prepare_features
 from tpu_embedding.lookup.prepare import shard_batch as shard_batch
 from tpu_embedding.nn import Gradients as Gradients
 from tpu_embedding.nn import Optimizer as Optimizer
+from tpu_embedding.nn import PipelinedTrainStep as PipelinedTrainStep
 from tpu_embedding.nn import TPUEmbedding as TPUEmbedding
 from tpu_embedding.nn import linen as linen
 from tpu_embedding.nn import value_and_grad as value_and_grad

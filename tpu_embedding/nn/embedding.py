@@ -30,7 +30,15 @@ from tpu_embedding.tables.initial_values import init_tables
 from tpu_embedding.tables.table_values import unstack_tables, with_table_values
 from tpu_embedding.types import LookupStats
 
-Recording = Literal["off", "shapes", "calls"]
+Recording = Literal["off", "shapes", "calls", "routes", "answers"]
+"""Ways in which a layer answers a call, and records it:
+
+* `"off"`: it looks up, and records nothing.
+* `"shapes"`: with zeros, and records them.
+* `"calls"`: it looks up, attaches the given taps, and records the routing.
+* `"routes"`: with the given activations, and records the routed ids.
+* `"answers"`: with the results of the given lookups.
+"""
 
 USE_VALUE_AND_GRAD: Final = (
     "nnx.grad and nnx.value_and_grad leave the tables of a TPUEmbedding out, "
@@ -54,7 +62,7 @@ class LookupStatsVariable(nnx.Variable):
 
 
 class RecordedCalls(nnx.Variable):
-    """Taps and routings of the calls inside `tpu_embedding.value_and_grad`."""
+    """Inside a loss: what the calls are given, followed by the record of each call."""
 
 
 class GradientGuard(nnx.Param):
@@ -95,6 +103,7 @@ class TPUEmbedding(nnx.Module):
         *,
         mesh: Mesh | None = None,
         plan: EmbeddingPlan | None = None,
+        pipeline_execution_with_tensor_core: bool = False,
         rngs: nnx.Rngs,
     ):
         """Makes the plan and the initial tables.
@@ -108,6 +117,9 @@ class TPUEmbedding(nnx.Module):
           mesh: devices to shard tables and batch over; None: all, on one axis.
           plan: made by `make_plan` from the same `feature_config`, instead of
             `optimizer` and `mesh`; it sets more options.
+          pipeline_execution_with_tensor_core: TensorFlow's name; only False. Pipelining
+            is a property of the train step here: see
+            `tpu_embedding.PipelinedTrainStep`.
           rngs: its stream `params` provides the key of the tables.
 
         Raises:
@@ -119,6 +131,13 @@ class TPUEmbedding(nnx.Module):
                 "te.TPUEmbedding cannot be made inside a Linen module, such as "
                 "nnx.bridge.ToLinen, which would make new tables in every call; use "
                 "te.linen.TPUEmbedding(plan) there."
+            )
+        if pipeline_execution_with_tensor_core:
+            raise ValueError(
+                "pipeline_execution_with_tensor_core must be False, got "
+                f"{pipeline_execution_with_tensor_core!r}: a layer alone cannot look "
+                "ahead. Train with te.PipelinedTrainStep(loss_fn, mode='stale'), which "
+                "computes what TensorFlow does, or with mode='exact'."
             )
         if plan is None:
             plan = make_plan(feature_config, mesh, optimizer=optimizer)
@@ -165,21 +184,40 @@ class TPUEmbedding(nnx.Module):
         plan = self._plan_for(serving_config)
         if weights is not None:
             features = attach_weights(features, weights, plan)
-        if self.recording == "shapes":
-            activations = zero_activations(features, plan)
-            self._record((*self.recorded.get_value(), activations))
-            return activations
+        if self.recording != "off":
+            return self._call_in_loss(features, plan)
+        result = self._look_up(features, plan)
+        if not self.plan.trained_stacks:
+            return result.activations
+        guard = self.gradient_guard.get_value()
+        return guard_activations(result.activations, guard, USE_VALUE_AND_GRAD)
+
+    def _look_up(self, features: Any, plan: EmbeddingPlan) -> functional.LookupResult:
         tables = without_derivative(self.tables.get_value(), NO_DERIVATIVE)
         result = functional.lookup(tables, features, plan)
         self._keep_stats(_stats_of_layer(result.stats, self.plan))
-        if self.recording == "off":
-            if not self.plan.trained_stacks:
-                return result.activations
-            guard = self.gradient_guard.get_value()
-            return guard_activations(result.activations, guard, USE_VALUE_AND_GRAD)
-        taps, *routings = self.recorded.get_value()
-        self._record((taps, *routings, result.routing))
-        return attach_taps(taps[len(routings)], result.activations)
+        return result
+
+    def _call_in_loss(self, features: Any, plan: EmbeddingPlan) -> Any:
+        """Answers a call as the recording says, and records it."""
+        given, *calls = self.recorded.get_value()
+        record: Any = ()
+        match self.recording:
+            case "shapes":
+                record = activations = zero_activations(features, plan)
+            case "calls":
+                result = self._look_up(features, plan)
+                record = result.routing
+                activations = attach_taps(given[len(calls)], result.activations)
+            case "routes":
+                record = functional.route(features, plan)
+                activations = given[len(calls)]
+            case _:
+                answer = given[len(calls)]
+                self._keep_stats(_stats_of_layer(answer.stats, self.plan))
+                activations = answer.activations
+        self._record((given, *calls, record))
+        return activations
 
     def prepare(
         self, features: Any, weights: Any = None, serving_config: Any = None
@@ -229,15 +267,19 @@ class TPUEmbedding(nnx.Module):
                 "an argument of nnx.jit or nnx.remat."
             ) from error
 
-    def start_recording(self, taps: Any | None) -> None:
-        """Starts recording calls; without taps, only the shapes of activations."""
-        self.recording = "shapes" if taps is None else "calls"
-        self.recorded.set_value(() if taps is None else (taps,))
+    def start_recording(self, recording: Recording, given: Any = ()) -> None:
+        """Starts recording calls.
+
+        Args:
+          recording: how calls are answered.
+          given: per call, what the recording gives to it.
+        """
+        self.recording = recording
+        self.recorded.set_value((given,))
 
     def stop_recording(self) -> tuple[Any, ...]:
-        """Returns the activations, or routings, of the calls since the start."""
-        recorded = self.recorded.get_value()
-        calls = recorded if self.recording == "shapes" else recorded[1:]
+        """Returns the records of the calls since the start."""
+        _, *calls = self.recorded.get_value()
         self.recording = "off"
         self.recorded.set_value(())
         return tuple(calls)

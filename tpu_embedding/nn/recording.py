@@ -57,18 +57,24 @@ def differentiate(
     compute = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
     (loss, (aux, calls)), (by_dense, cotangents) = compute(dense, taps)
     tables = {
-        path: _add_calls(calls[path], cotangents[path], plan)
+        path: add_calls(calls[path], cotangents[path], plan)
         for path, plan in plans.items()
     }
     return loss, aux, Gradients(dense=by_dense, tables=tables)
 
 
-def _add_calls(
+def add_calls(
     routings: tuple[functional.Routing, ...],
     cotangents: tuple[Any, ...],
     plan: EmbeddingPlan,
 ) -> TableGradients:
-    """Returns the gradients of a layer's tables, summed over its calls."""
+    """Returns the gradients of a layer's tables, summed over its calls.
+
+    Args:
+      routings: of each call.
+      cotangents: derivatives by the activations of each call.
+      plan: of the layer.
+    """
     of_calls = [
         functional.compute_gradients(routing, cotangent, plan)
         for routing, cotangent in zip(routings, cotangents, strict=True)

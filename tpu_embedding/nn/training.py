@@ -4,6 +4,7 @@ Use `value_and_grad` and `Optimizer` like their namesakes in Flax. optax updates
 parameters as usual; the row rules of each layer update its tables.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ import optax
 from flax import nnx
 
 from tpu_embedding import functional
-from tpu_embedding.nn.embedding import EmbeddingTables, TPUEmbedding
+from tpu_embedding.nn.embedding import EmbeddingTables, Recording, TPUEmbedding
 from tpu_embedding.nn.recording import Gradients, differentiate, replicate_on_mesh
 from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
 from tpu_embedding.tables.slot_values import (
@@ -69,27 +70,96 @@ def value_and_grad(
     """
 
     def compute(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        plans = {path: layer.plan for path, layer in embedding_layers(model).items()}
-        if not plans:
-            raise ValueError(f"{NO_LAYER} nnx.value_and_grad.")
-        graph, dense, tables, rest = nnx.split(model, wrt, EmbeddingTables, ...)
+        loss = ModelLoss(loss_fn, model, wrt=wrt, has_aux=has_aux)
 
         def run(dense, taps):
-            copy = nnx.merge(graph, dense, tables, rest, copy=True)
-            layers = embedding_layers(copy)
-            for path, layer in layers.items():
-                layer.start_recording(taps and taps[path])
-            result = loss_fn(copy, *args, **kwargs)
-            loss, aux = result if has_aux else (result, None)
-            calls = {path: layer.stop_recording() for path, layer in layers.items()}
-            _, _, _, new_rest = nnx.split(copy, wrt, EmbeddingTables, ...)
-            return loss, ((aux, new_rest), calls)
+            recording = "shapes" if taps is None else "calls"
+            variables = dataclasses.replace(loss.variables, dense=dense)
+            return loss.run(variables, recording, taps, *args, **kwargs)
 
-        loss, (aux, new_rest), gradients = differentiate(run, dense, plans)
+        value, (aux, new_rest), gradients = differentiate(
+            run, loss.variables.dense, loss.plans
+        )
         nnx.update(model, new_rest)
-        return ((loss, aux) if has_aux else loss), gradients
+        return ((value, aux) if has_aux else value), gradients
 
     return compute
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variables:
+    """The variables of a model.
+
+    Attributes:
+      dense: those that a loss is differentiated by.
+      tables: of all `TPUEmbedding` layers.
+      rest: all others, such as batch statistics.
+    """
+
+    dense: nnx.State
+    tables: nnx.State
+    rest: nnx.State
+
+
+class ModelLoss:
+    """A loss of a model, as a function of the model's variables.
+
+    Attributes:
+      variables: of the model.
+      plans: path of each `TPUEmbedding` to its plan.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        model: nnx.Module,
+        *,
+        wrt: nnx.filterlib.Filter,
+        has_aux: bool,
+    ):
+        self.plans = {
+            path: layer.plan for path, layer in embedding_layers(model).items()
+        }
+        if not self.plans:
+            raise ValueError(f"{NO_LAYER} nnx.value_and_grad.")
+        self._loss_fn, self._wrt, self._has_aux = loss_fn, wrt, has_aux
+        self._graph, dense, tables, rest = nnx.split(model, wrt, EmbeddingTables, ...)
+        self.variables = Variables(dense=dense, tables=tables, rest=rest)
+
+    def run(
+        self,
+        variables: Variables,
+        recording: Recording,
+        given: dict[str, Any] | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Any, tuple[tuple[Any, nnx.State], dict[str, tuple[Any, ...]]]]:
+        """Computes the loss on a copy of the model.
+
+        Args:
+          variables: of the copy.
+          recording: how its layers answer calls.
+          given: path of each layer to what the recording gives to its calls; None:
+            nothing.
+          *args: of the loss.
+          **kwargs: of the loss.
+
+        Returns:
+          The loss, and `((aux, rest), calls)`: the new values of the variables without
+          a gradient, and the records of each layer's calls.
+        """
+        copy = nnx.merge(
+            self._graph, variables.dense, variables.tables, variables.rest, copy=True
+        )
+        layers = embedding_layers(copy)
+        for path, layer in layers.items():
+            layer.start_recording(recording, () if given is None else given[path])
+        result = self._loss_fn(copy, *args, **kwargs)
+        loss, aux = result if self._has_aux else (result, None)
+        calls = {path: layer.stop_recording() for path, layer in layers.items()}
+        _, _, _, rest = nnx.split(copy, self._wrt, EmbeddingTables, ...)
+        return loss, ((aux, rest), calls)
 
 
 class Optimizer(nnx.Module):

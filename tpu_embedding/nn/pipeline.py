@@ -1,0 +1,218 @@
+"""A train step that starts the lookup of the next batch while it computes this one.
+
+One compiled program trains on a batch and begins the lookup of the batch after it. The
+ids of that batch come from the loss itself: it is traced on the next batch, and all
+that does not lead to ids is left out. So the model needs no change.
+
+* `mode="exact"` moves the ids of the next batch early: flatten, dedup, route, and the
+  exchange of ids. It reads rows after the update. Numbers equal those of a plain loop.
+* `mode="stale"` also reads the rows early, before the update. Activations are one
+  update old, as with TensorFlow's `pipeline_execution_with_tensor_core`.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+import jax
+from flax import nnx
+from jax.core import Tracer
+
+from tpu_embedding.nn.pipeline_program import Batch, Mode, Program
+from tpu_embedding.nn.recording import Gradients
+from tpu_embedding.nn.training import Optimizer, embedding_layers
+
+
+class PipelinedTrainStep:
+    """A train step that begins the lookup of the next batch.
+
+    Each call takes a new batch, and trains on the batch of the call before. So the
+    model lags one batch behind: call `drain` before evaluation, before a checkpoint,
+    and after the last batch.
+
+    Call it outside of `jit`: it compiles the step itself, and donates model and
+    optimizer. A steady stream of batches compiles three programs: one each for the
+    first call, all others, and `drain`. A batch of another shape compiles again.
+
+    Example:
+      >>> import optax, jax.numpy as jnp
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(
+      ...     te.FeatureConfig(table=table), te.optimizers.sgd(0.1), rngs=nnx.Rngs(0)
+      ... )
+      >>> optimizer = te.Optimizer(layer, optax.sgd(0.1))
+      >>> pipeline = PipelinedTrainStep(lambda model, ids: jnp.sum(model(ids) ** 2))
+      >>> pipeline(layer, optimizer, jnp.array([1, 2])) is None
+      True
+      >>> loss_of_first = pipeline(layer, optimizer, jnp.array([2, 3]))
+      >>> loss_of_second = pipeline.drain(layer, optimizer)
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        *,
+        mode: Mode = "exact",
+        wrt: nnx.filterlib.Filter = nnx.Param,
+        has_aux: bool = False,
+        transform_gradients: Callable[[Gradients], Gradients] | None = None,
+        compiler_options: Mapping[str, str] | None = None,
+    ):
+        """Keeps the loss; nothing is compiled before the first call.
+
+        Args:
+          loss_fn: as for `tpu_embedding.value_and_grad`. The features that it gives to
+            the layers may depend on the batch, and on variables that training does not
+            change. They may depend on no activation.
+          mode: `"exact"` for the numbers of a plain loop, `"stale"` to read rows before
+            the update of the batch before.
+          wrt: filter of the dense parameters.
+          has_aux: True if `loss_fn` returns a second value.
+          transform_gradients: applied before the update, such as
+            `lambda g: te.clip_by_global_norm(g, 1.0)`; None: nothing.
+          compiler_options: of XLA; None: those of the first layer's plan.
+
+        Raises:
+          ValueError: if the mode is unknown.
+        """
+        if mode not in get_args(Mode):
+            raise ValueError(
+                f"PipelinedTrainStep's mode must be one of {get_args(Mode)}, got "
+                f"{mode!r}."
+            )
+        self._program = Program(
+            loss_fn=loss_fn,
+            mode=mode,
+            wrt=wrt,
+            has_aux=has_aux,
+            transform_gradients=transform_gradients,
+        )
+        self._compiler_options = compiler_options
+        self._jitted: tuple[Any, Any] | None = None
+        self._pending: _Pending | None = None
+
+    def __call__(
+        self, model: nnx.Module, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Trains on the batch of the call before, and begins this batch's lookup.
+
+        Args:
+          model: owns at least one `TPUEmbedding`. Model and optimizer are updated in
+            place, and are the same ones until the next `drain`.
+          optimizer: of the model.
+          *args: the batch, as `loss_fn` takes it after the model.
+          **kwargs: the same, by name.
+
+        Returns:
+          The loss of the batch of the call before, or `(loss, aux)`. None for the first
+          call, and for the first one after `drain`.
+
+        Raises:
+          ValueError: if a feature depends on an activation or on a trained variable, or
+            if the model or its tables are others than after the call before.
+        """
+        return self._run(model, optimizer, (args, kwargs))
+
+    def drain(self, model: nnx.Module, optimizer: Optimizer) -> Any:
+        """Trains on the batch of the last call, without a new one.
+
+        Model and optimizer then are those of a plain loop over the same batches, in
+        mode `"exact"`.
+
+        Args:
+          model: that of the calls.
+          optimizer: that of the calls.
+
+        Returns:
+          The loss of that batch, or `(loss, aux)`. None if no batch is pending.
+
+        Raises:
+          ValueError: as for a call.
+        """
+        return None if self._pending is None else self._run(model, optimizer, None)
+
+    def _run(
+        self, model: nnx.Module, optimizer: Optimizer, next_batch: Batch | None
+    ) -> Any:
+        pending = self._pending
+        if pending is not None:
+            pending.check(model, optimizer)
+        graph, state = nnx.split((model, optimizer))
+        begin, advance = self._compile_lazily(model, state)
+        result = None
+        if pending is None:
+            in_flight = begin(graph, state, next_batch)
+        else:
+            state, in_flight, result = advance(
+                graph, state, pending.in_flight, pending.batch, next_batch
+            )
+            nnx.update((model, optimizer), state)
+        self._pending = None
+        if next_batch is not None:
+            self._pending = _Pending(model, optimizer, next_batch, in_flight)
+        return result
+
+    def _compile_lazily(self, model: nnx.Module, state: nnx.State) -> tuple[Any, Any]:
+        """Returns the jitted functions that begin the pipeline and advance it."""
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
+            raise ValueError(
+                "PipelinedTrainStep compiles the step itself, and got a model inside "
+                "jit; call it outside of nnx.jit and jax.jit."
+            )
+        if self._jitted is None:
+            layers = embedding_layers(model)
+            if not layers:
+                raise ValueError(
+                    "The model has no TPUEmbedding layer; a PipelinedTrainStep has "
+                    "nothing to look up ahead."
+                )
+            plan = next(iter(layers.values())).plan
+            options = self._compiler_options
+            self._jitted = self._program.jit(
+                state, plan.compiler_options if options is None else dict(options)
+            )
+        return self._jitted
+
+
+class _Pending:
+    """The batch whose lookup has begun.
+
+    Attributes:
+      batch: the arguments of the loss.
+      in_flight: what the program returned for it.
+    """
+
+    def __init__(
+        self, model: nnx.Module, optimizer: Optimizer, batch: Batch, in_flight: Any
+    ):
+        self.batch, self.in_flight = batch, in_flight
+        self._owners = (model, optimizer)
+        # Weak, so that a replaced table is freed.
+        self._tables = [weakref.ref(lines) for lines in _table_lines(model)]
+
+    def check(self, model: nnx.Module, optimizer: Optimizer) -> None:
+        """Refuses another model, or tables that something else has changed."""
+        if self._owners[0] is not model or self._owners[1] is not optimizer:
+            raise ValueError(
+                "PipelinedTrainStep has a batch in flight for another model or "
+                "optimizer than it got; call drain with those first, or make one "
+                "PipelinedTrainStep per model."
+            )
+        lines = _table_lines(model)
+        if len(lines) != len(self._tables) or any(
+            known() is not found
+            for known, found in zip(self._tables, lines, strict=True)
+        ):
+            raise ValueError(
+                "The tables must be those that PipelinedTrainStep left, got tables "
+                "that something else has changed, such as Optimizer.update, "
+                "set_embedding_tables or a restored checkpoint, while a batch is in "
+                "flight. Call drain before such a change. To go on without that "
+                "batch, make a new PipelinedTrainStep."
+            )
+
+
+def _table_lines(model: nnx.Module) -> list[jax.Array]:
+    tables = [layer.tables.get_value() for layer in embedding_layers(model).values()]
+    return jax.tree.leaves(tables)

@@ -1,0 +1,301 @@
+"""The compiled part of a pipelined train step: pure functions of states and batches.
+
+The state is that of the pair (model, optimizer). *In flight* is what is known about the
+next batch: routed ids in mode `"exact"`, results of lookups in mode `"stale"`; per call
+of each layer. `pipeline.py` keeps it between calls.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.extend as jex
+import jax.numpy as jnp
+from flax import nnx
+from jax.interpreters import partial_eval
+
+from tpu_embedding import functional
+from tpu_embedding.gradients import TableGradients
+from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.nn.recording import Gradients, add_calls
+from tpu_embedding.nn.training import ModelLoss, Variables, embedding_layers
+from tpu_embedding.plan.plan import EmbeddingPlan
+
+Mode = Literal["exact", "stale"]
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a loss, without the model."""
+Calls = dict[str, tuple[Any, ...]]
+"""Path of a layer to one value per call."""
+Path = tuple[str, ...]
+"""Keys from the root of a pytree to a leaf."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """The functions that begin a pipeline and advance it by a batch.
+
+    Attributes:
+      loss_fn: see `PipelinedTrainStep`, as for all attributes.
+      mode: of the pipeline.
+      wrt: filter of the dense parameters.
+      has_aux: True if the loss returns a second value.
+      transform_gradients: applied before the update, or None.
+    """
+
+    loss_fn: Callable[..., Any]
+    mode: Mode
+    wrt: nnx.filterlib.Filter
+    has_aux: bool
+    transform_gradients: Callable[[Gradients], Gradients] | None = None
+
+    def jit(
+        self, state: nnx.State, compiler_options: dict[str, str]
+    ) -> tuple[Any, Any]:
+        """Returns `begin` and `advance` under `jit`; `advance` donates the state.
+
+        Args:
+          state: of (model, optimizer); arrays or shapes with shardings, which the new
+            state keeps.
+          compiler_options: of XLA.
+        """
+        jit = functools.partial(
+            jax.jit, static_argnums=0, compiler_options=compiler_options
+        )
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+        advance = jit(
+            self.advance, donate_argnums=1, out_shardings=(shardings, None, None)
+        )
+        return jit(self.begin), advance
+
+    def begin(self, graph: nnx.GraphDef, state: nnx.State, batch: Batch) -> Calls:
+        """Begins the lookup of the first batch; returns what is in flight."""
+        model, _ = nnx.merge(graph, state)
+        routed = self._route(model, batch)
+        return routed if self.mode == "exact" else _read(model, routed)
+
+    def advance(
+        self,
+        graph: nnx.GraphDef,
+        state: nnx.State,
+        in_flight: Calls,
+        batch: Batch,
+        next_batch: Batch | None,
+    ) -> tuple[nnx.State, Calls | None, Any]:
+        """Trains on a batch, and begins the lookup of the next one.
+
+        Args:
+          graph: of (model, optimizer).
+          state: of (model, optimizer).
+          in_flight: of the batch.
+          batch: to train on.
+          next_batch: to look up; None: none.
+
+        Returns:
+          New state, what is in flight for the next batch, and the loss, or
+          `(loss, aux)`.
+        """
+        model, optimizer = nnx.merge(graph, state)
+        next_in_flight = None if next_batch is None else self._route(model, next_batch)
+        if self.mode == "exact":
+            lookups = _read(model, in_flight)
+        else:
+            lookups = in_flight
+            if next_in_flight is not None:
+                next_in_flight = _read_before_update(model, next_in_flight)
+        result, dense, cotangents = self._differentiate(model, lookups, batch)
+        gradients = Gradients(
+            dense=dense, tables=_table_gradients(model, lookups, cotangents)
+        )
+        if self.transform_gradients is not None:
+            gradients = self.transform_gradients(gradients)
+        optimizer.update(model, gradients)
+        return nnx.state((model, optimizer)), next_in_flight, result
+
+    def _route(self, model: nnx.Module, batch: Batch) -> Calls:
+        """Routes the ids of all calls that the loss makes for a batch."""
+        loss = self._loss_of(model)
+        args, kwargs = batch
+        _, (_, activations) = jax.eval_shape(
+            lambda args, kwargs: loss.run(
+                loss.variables, "shapes", None, *args, **kwargs
+            ),
+            args,
+            kwargs,
+        )
+        activations = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), activations)
+
+        def record(batch, variables, activations):
+            args, kwargs = batch
+            _, ((_, rest), routed) = loss.run(
+                variables, "routes", activations, *args, **kwargs
+            )
+            return routed, rest
+
+        routed = _keep_routing(record, batch, loss.variables, activations)
+        return jax.tree.map(
+            lambda leaf: _place_batch(leaf, next(iter(loss.plans.values()))), routed
+        )
+
+    def _differentiate(
+        self, model: nnx.Module, lookups: Calls, batch: Batch
+    ) -> tuple[Any, nnx.State, Calls]:
+        """Computes the loss, given all lookups; keeps the model's new variables.
+
+        Returns:
+          The result of the step, and the derivatives by dense parameters and by the
+          activations of each call.
+        """
+        loss = self._loss_of(model)
+        args, kwargs = batch
+
+        def run(dense, activations):
+            answers = {
+                path: tuple(
+                    dataclasses.replace(call, activations=each)
+                    for call, each in zip(calls, activations[path], strict=True)
+                )
+                for path, calls in lookups.items()
+            }
+            variables = dataclasses.replace(loss.variables, dense=dense)
+            value, (kept, _) = loss.run(variables, "answers", answers, *args, **kwargs)
+            return value, kept
+
+        activations = {
+            path: tuple(call.activations for call in calls)
+            for path, calls in lookups.items()
+        }
+        (value, (aux, rest)), (dense, cotangents) = jax.value_and_grad(
+            run, argnums=(0, 1), has_aux=True
+        )(loss.variables.dense, activations)
+        nnx.update(model, rest)
+        return ((value, aux) if self.has_aux else value), dense, cotangents
+
+    def _loss_of(self, model: nnx.Module) -> ModelLoss:
+        return ModelLoss(self.loss_fn, model, wrt=self.wrt, has_aux=self.has_aux)
+
+
+def _read(model: nnx.Module, routed: Calls) -> Calls:
+    """Reads the rows of routed calls from the model's tables."""
+
+    def read(layer: TPUEmbedding, call: functional.Routed) -> functional.LookupResult:
+        result = functional.read_rows(layer.tables.get_value(), call, layer.plan)
+        return jax.tree.map(lambda leaf: _place_batch(leaf, layer.plan), result)
+
+    return {
+        path: tuple(read(layer, call) for call in routed[path])
+        for path, layer in embedding_layers(model).items()
+    }
+
+
+def _read_before_update(model: nnx.Module, routed: Calls) -> Calls:
+    """Reads rows; an update of the model's tables waits for it.
+
+    Without this order, XLA may write rows before it reads them, into a copy of the
+    whole table.
+    """
+    layers = embedding_layers(model)
+    tables = {path: layer.tables.get_value() for path, layer in layers.items()}
+    tables, lookups = jax.lax.optimization_barrier((tables, _read(model, routed)))
+    for path, layer in layers.items():
+        layer.tables.set_value(tables[path])
+    return lookups
+
+
+def _table_gradients(
+    model: nnx.Module, lookups: Calls, cotangents: Calls
+) -> dict[str, TableGradients]:
+    """Returns the gradients of each layer's tables, summed over its calls."""
+    return {
+        path: add_calls(
+            tuple(call.routing for call in lookups[path]),
+            cotangents[path],
+            layer.plan,
+        )
+        for path, layer in embedding_layers(model).items()
+    }
+
+
+def _place_batch(leaf: jax.Array, plan: EmbeddingPlan) -> jax.Array:
+    """Fixes the sharding of an array in flight, so that all programs agree on it."""
+    divides = bool(leaf.ndim) and leaf.shape[0] % plan.num_shards == 0
+    sharding = plan.sharding if divides else plan.replicated
+    return jax.lax.with_sharding_constraint(leaf, sharding)
+
+
+def _keep_routing(
+    record: Callable[..., tuple[Calls, nnx.State]],
+    batch: Batch,
+    variables: Variables,
+    activations: Calls,
+) -> Calls:
+    """Returns the routed calls of a loss, and runs nothing else of it.
+
+    Args:
+      record: takes the other arguments by name, and returns `(routed, rest)`.
+      batch: of the loss.
+      variables: of the model.
+      activations: placeholders, per call.
+
+    Raises:
+      ValueError: if the routed calls depend on an activation, or on a variable that the
+        loss or the optimizer changes.
+    """
+    inputs = dict(activations=activations, batch=batch, variables=variables)
+    structure, new_rest = None, {}
+
+    def record_leaves(inputs):
+        nonlocal structure, new_rest
+        routed, rest = record(**inputs)
+        leaves, structure = jax.tree.flatten(routed)
+        new_rest = dict.fromkeys(_paths(rest))
+        return *leaves, *jax.tree.leaves(rest)
+
+    closed = jax.make_jaxpr(record_leaves)(inputs)
+    assert structure is not None
+    # Prints and callbacks of the loss would keep alive what they print.
+    eqns = [eqn for eqn in closed.jaxpr.eqns if eqn.outvars]
+    jaxpr = closed.jaxpr.replace(eqns=eqns)
+    num_routed = structure.num_leaves
+    is_routed = [i < num_routed for i in range(len(jaxpr.outvars))]
+    needed, is_used = partial_eval.dce_jaxpr(jaxpr, is_routed)
+    used = [i for i, each in enumerate(is_used) if each]
+    new_rest = dict(zip(new_rest, jaxpr.outvars[num_routed:], strict=True))
+    paths = _paths(inputs)
+    for i in used:
+        _refuse_trained(paths[i], jaxpr.invars[i], new_rest)
+    run = jex.core.jaxpr_as_fun(closed.replace(jaxpr=needed))
+    leaves = jax.tree.leaves(inputs)
+    return jax.tree.unflatten(structure, run(*[leaves[i] for i in used]))
+
+
+def _refuse_trained(path: Path, invar: Any, new_rest: dict[Path, Any]) -> None:
+    """Raises if an input that features depend on is an activation or is trained."""
+    kind, name = path[0], "/".join(path[2:])
+    is_rest = path[:2] == ("variables", "rest")
+    if kind == "batch" or (is_rest and new_rest.get(path[2:]) is invar):
+        return
+    if kind == "variables":
+        raise ValueError(
+            "Features of a PipelinedTrainStep must depend on the batch only, got ids "
+            f"or weights that depend on the variable {name!r}, which training changes "
+            "after the next lookup has begun. Use te.value_and_grad for this model."
+        )
+    raise ValueError(
+        "Features of a PipelinedTrainStep must depend on the batch only, got ids or "
+        f"weights that depend on the activations of layer {path[1]!r}, which are not "
+        "there when the next lookup begins. Use te.value_and_grad for this model."
+    )
+
+
+def _paths(tree: Any) -> list[Path]:
+    """Returns the path of each leaf, as strings."""
+    return [
+        tuple(_key_name(key) for key in path)
+        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+
+
+def _key_name(key: Any) -> str:
+    return jax.tree_util.keystr((key,), simple=True)
