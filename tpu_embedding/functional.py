@@ -85,9 +85,9 @@ class LookupResult:
     """Result of `lookup`.
 
     Attributes:
-      activations: nest like the batch's features; float32 `[batch, dim]`, or the
-        feature's sequence or output shape. A tuple of them for a feature with a tuple
-        of tables. Global.
+      activations: nest like the batch's features; `[batch, dim]`, or the feature's
+        sequence or output shape, in the plan's `activation_dtype`. A tuple of them for
+        a feature with a tuple of tables. Global.
       routing: for `compute_gradients`.
       stats: rounds used and ids out of range.
     """
@@ -109,7 +109,9 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     """
     plan = plan.for_batch(features)
     shapes = _feature_shapes(plan.flatten(features), plan)
-    structs = [jax.ShapeDtypeStruct(s.output_shape, jnp.float32) for s in shapes]
+    structs = [
+        jax.ShapeDtypeStruct(s.output_shape, plan.activation_dtype) for s in shapes
+    ]
     return plan.unflatten(structs)
 
 

@@ -84,7 +84,8 @@ class StackLookup:
     """Result of the lookup of one stack. Per shard.
 
     Attributes:
-      activations: float32 `[samples, dim]` per feature of the stack.
+      activations: `[samples, dim]` per feature of the stack, in the plan's
+        `activation_dtype`.
       routing: for the backward pass.
       rounds: int32 `[1]`.
       out_of_range: int32 `[1]` per feature of the stack.
@@ -189,7 +190,7 @@ def read_stack(
     )
     activations, sequences = apply_custom_combiners(activations, routing.poolings)
     return StackLookup(
-        activations=activations,
+        activations=[x.astype(plan.activation_dtype) for x in activations],
         routing=dataclasses.replace(
             routing, ids_by_row=ids_by_row, requests=requests, sequences=sequences
         ),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,9 @@ from tpu_embedding.rows.packed_rows import (
 )
 from tpu_embedding.types import PADDING_ROW_ID
 
+ACTIVATION_DTYPES: Final = ("float32", "bfloat16")
+"""Names of the types that activations may have."""
+
 
 def make_plan(
     feature_config: Any,
@@ -48,6 +51,7 @@ def make_plan(
     kernels: Backend | None = None,
     placement: PlacementPolicy | None = None,
     hardware: HardwareInfo | None = None,
+    activation_dtype: Any = jnp.float32,
 ) -> EmbeddingPlan:
     """Makes the plan of an embedding layer.
 
@@ -79,6 +83,9 @@ def make_plan(
         `te.Replicated()`: a copy on every device. `te.ReplicateSmall(...)` and
         `te.AutoPlacement(...)` choose per table.
       hardware: None means that of the mesh's devices.
+      activation_dtype: type of the activations, float32 or bfloat16. Rows are pooled
+        in float32, and gradients summed in float32; only the results are rounded. So
+        bfloat16 halves what a model in bfloat16 reads from the layer.
 
     Returns:
       The plan.
@@ -117,7 +124,20 @@ def make_plan(
         feature_tree=features.tree,
         mesh=mesh,
         hardware=hardware,
+        activation_dtype=_activation_dtype(activation_dtype),
     )
+
+
+def _activation_dtype(dtype: Any) -> np.dtype:
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        name = None
+    if dtype is None or name not in ACTIVATION_DTYPES:
+        raise ValueError(
+            f"activation_dtype must be one of {list(ACTIVATION_DTYPES)}, got {dtype!r}."
+        )
+    return np.dtype(dtype)
 
 
 def _check_options(

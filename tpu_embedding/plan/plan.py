@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_embedding.config import QuantizationConfig, TableConfig
@@ -174,6 +175,7 @@ class EmbeddingPlan(FeatureNest):
       feature_tree: the nest.
       mesh: devices; tables and batches are sharded over all its axes.
       hardware: of the mesh's devices.
+      activation_dtype: of activations, float32 or bfloat16.
 
     Example:
       >>> import tpu_embedding as te
@@ -186,6 +188,7 @@ class EmbeddingPlan(FeatureNest):
     stacks: tuple[StackPlan, ...]
     mesh: Mesh
     hardware: HardwareInfo
+    activation_dtype: np.dtype = np.dtype(np.float32)
 
     @property
     def num_shards(self) -> int:

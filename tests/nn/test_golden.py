@@ -1,16 +1,26 @@
-"""Runs of TensorFlow's lookups and their gradients, through the public functions.
+"""Runs of TensorFlow's lookups and of its layer, with gradients, through our layer.
 
-The files of all kinds are features of one layer, each with a table of its own, so that
-one compiled step per number of devices computes them all.
+The lookup files of all kinds are features of one layer, each with a table of its own,
+so that one compiled step per number of devices computes them all.
+
+Where TensorFlow disagrees with itself, one rule holds here:
+* Its lookup without checks leaves out the empty samples behind the last one with an id.
+  Here they are zero, as TensorFlow's other lookups have them.
+* Its checked lookup fills empty samples with id 0 and masks the result, so row 0 counts
+  as touched. Here an empty sample touches no row. Both have a gradient of zero.
+* It raises for negative ids of ragged features and drops those of sparse ones. Here the
+  feature's policy decides; these files have none in ragged features.
 """
 
 import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import GOLDEN, mesh_of
@@ -107,47 +117,50 @@ def ids_of(name):
             )
 
 
-@functools.partial(jax.jit, static_argnames="plan")
-def step(tables, slots, features, cotangents, plan):
-    result = te.lookup(tables, features, plan)
-    gradients = te.compute_gradients(result.routing, cotangents, plan)
-    tables, _ = te.apply_gradients(tables, slots, gradients, plan)
-    return result, gradients, tables
+def loss_fn(layer, features, cotangents):
+    """Returns a loss whose derivatives by the activations are the cotangents."""
+    activations = layer(features)
+    products = jax.tree.map(lambda x, y: jnp.sum(x * y), activations, cotangents)
+    return sum(jax.tree.leaves(products)), activations
+
+
+@nnx.jit
+def step(layer, optimizer, features, cotangents):
+    compute = te.value_and_grad(loss_fn, has_aux=True)
+    (_, activations), gradients = compute(layer, features, cotangents)
+    optimizer.update(layer, gradients)
+    return activations, gradients.tables[""]
 
 
 @pytest.fixture(scope="module", params=[1, 8], ids=lambda n: f"{n}devices")
 def results(request):
     """Activations, gradients, stats, and tables after SGD with rate 1, of all files."""
-    num_devices = request.param
     config = {name: feature_of(name) for name in NAMES}
     config["quantization"] = quantized_feature()
-    plan = te.make_plan(config, mesh_of(num_devices), optimizer=optax.sgd(1.0))
-    assert len(plan.stacks) == 2
+    mesh = mesh_of(request.param)
+    layer = te.TPUEmbedding(config, optax.sgd(1.0), mesh=mesh, rngs=nnx.Rngs(0))
+    assert len(layer.plan.stacks) == 2
     batch = {name: ids_of(name) for name in NAMES}
     batch["quantization"] = np.arange(len(QUANTIZED["x"]))
-    batch = te.prepare_features(batch, plan)
+    batch = layer.prepare(batch)
     cotangents = {"quantization": QUANTIZED_COTANGENT}
+    shapes = te.activation_shapes(batch, layer.plan)
     for name in NAMES:
         given = golden(name)["cotangent"]
         # Samples that TensorFlow's output lacks get a cotangent all the same.
-        cotangent = np.ones(te.activation_shapes(batch, plan)[name].shape, np.float32)
+        cotangent = np.ones(shapes[name].shape, np.float32)
         cotangent[: len(given)] = given
         cotangents[name] = cotangent
-    structs = jax.eval_shape(te.init_tables, plan, jax.random.key(0))
-    zeros = jax.tree.map(
-        lambda s: jax.device_put(np.zeros(s.shape, s.dtype), plan.sharding), structs
-    )
     values = {name: golden(name)["table"] for name in NAMES}
-    values["quantization"] = QUANTIZED["x"][:, None]
-    tables = te.with_table_values(zeros, values, plan)
-    slots = te.init_slots(tables, plan)
-    result, gradients, tables = step(tables, slots, batch, cotangents, plan)
+    layer.set_embedding_tables(values | {"quantization": QUANTIZED["x"][:, None]})
+    optimizer = te.Optimizer(layer, optax.sgd(1.0))
+    activations, gradients = step(layer, optimizer, batch, cotangents)
     return dict(
-        plan=plan,
-        activations=jax.device_get(result.activations),
-        out_of_range=jax.device_get(result.stats.out_of_range),
+        plan=layer.plan,
+        activations=jax.device_get(activations),
+        out_of_range=jax.device_get(layer.stats.get_value().out_of_range),
         updates={name: gradients.first_round(name) for name in gradients.stacks},
-        tables=te.unstack_tables(tables, plan),
+        tables=layer.embedding_tables(),
     )
 
 
@@ -226,3 +239,66 @@ def test_quantization(results):
     expected = QUANTIZED["x"] - QUANTIZED_COTANGENT[:, 0]
     after = results["tables"]["quantization"][:, 0]
     np.testing.assert_allclose(after, expected, rtol=1e-6)
+
+
+def sparse_ids(run, step_number):
+    prefix = f"in{step_number}__c_sparse_"
+    return te.SparseIds(
+        indices=run[prefix + "indices"],
+        values=run[prefix + "values"],
+        dense_shape=run["meta"]["sparse_dense_shape"],
+    )
+
+
+def layer_batch(run, step_number):
+    ragged = f"in{step_number}__b_ragged_"
+    return {
+        "a_dense": run[f"in{step_number}__a_dense"],
+        "b_ragged": te.RaggedIds(
+            values=run[ragged + "values"], row_splits=run[ragged + "row_splits"]
+        ),
+        "c_sparse": sparse_ids(run, step_number),
+    }
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("name", ["adagrad", "adam", "ftrl", "sgd"])
+def test_layer_trains_as_that_of_tensorflow_recommenders(name, num_devices):
+    """Activations and tables of all steps, by the Keras optimizer of the run."""
+    with np.load(GOLDEN / f"layer_{name}.npz") as arrays:
+        run = dict(arrays)
+    run["meta"] = meta = json.loads(str(run["meta"]))
+    optimizer = te.optimizers.from_keras_config(
+        meta["hyper_parameters"] | {"is_legacy_optimizer": True},
+        class_name=meta["optimizer"].rpartition(".")[2],
+    )
+    tables = {
+        table: te.TableConfig(
+            vocabulary_size=size, dim=dim, combiner=combiner, name=table
+        )
+        for table, size, dim, combiner in zip(
+            ("user", "item"), meta["V"], meta["D"], meta["combiners"], strict=True
+        )
+    }
+    config = {
+        feature: te.FeatureConfig(table=tables[table], expected_valence=7)
+        for feature, table in meta["features"].items()
+    }
+    mesh = mesh_of(num_devices)
+    layer = te.TPUEmbedding(config, optimizer, mesh=mesh, rngs=nnx.Rngs(0))
+    layer.set_embedding_tables({t: run[f"table0__{t}"] for t in tables})
+    optimizer = te.Optimizer(layer, optax.sgd(1.0))
+    for i in range(meta["T"]):
+        cotangents = {feature: run[f"cot{i}__{feature}"] for feature in config}
+        activations, _ = step(
+            layer, optimizer, layer.prepare(layer_batch(run, i)), cotangents
+        )
+        for feature in config:
+            np.testing.assert_allclose(
+                activations[feature], run[f"act{i}__{feature}"], **TOLERANCE
+            )
+        for table, values in layer.embedding_tables().items():
+            np.testing.assert_allclose(
+                values, run[f"table__{table}"][i + 1], **TOLERANCE
+            )

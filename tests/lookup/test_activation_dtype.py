@@ -1,0 +1,116 @@
+"""Activations in bfloat16: rounded once, with gradients summed in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding.plan.make_plan import ACTIVATION_DTYPES
+
+full = pytest.mark.full
+
+WEIGHTS = np.random.default_rng(0).uniform(0.1, 2, (12, 3)).astype(np.float32)
+IDS = np.random.default_rng(1).integers(0, 40, (12, 3))
+BATCH = {"bag": te.DenseIds(ids=IDS, weights=WEIGHTS), "sequence": IDS}
+
+
+def plan_of(num_devices, dtype, optimizer=None):
+    table = te.TableConfig(vocabulary_size=40, dim=8, combiner="mean", name="t")
+    config = {
+        "bag": te.FeatureConfig(table=table),
+        "sequence": te.FeatureConfig(table=table, max_sequence_length=3),
+    }
+    return te.make_plan(
+        config,
+        mesh_of(num_devices),
+        optimizer=optimizer or optax.sgd(1.0),
+        activation_dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize(
+    "num_devices", [3, *(pytest.param(n, marks=full) for n in (1, 8))]
+)
+def test_activations_are_those_of_float32_rounded(num_devices):
+    plans = [plan_of(num_devices, dtype) for dtype in (jnp.float32, jnp.bfloat16)]
+    tables = te.init_tables(plans[0], jax.random.key(0))
+    exact, rounded = (te.lookup(tables, BATCH, plan) for plan in plans)
+    shapes = te.activation_shapes(BATCH, plans[1])
+    for name, x in rounded.activations.items():
+        assert x.dtype == jnp.bfloat16 == shapes[name].dtype
+        assert x.shape == shapes[name].shape
+        expected = exact.activations[name].astype(jnp.bfloat16)
+        np.testing.assert_array_equal(x, expected)
+        assert x.sharding.is_equivalent_to(exact.activations[name].sharding, x.ndim)
+
+    # Cotangents of that type are exact in float32, and summed there.
+    cotangents = jax.tree.map(lambda x: jnp.cos(x), rounded.activations)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), cotangents)
+    slots = te.init_slots(tables, plans[0])
+    new = [
+        te.apply_gradients(
+            tables, slots, te.compute_gradients(result.routing, c, plan), plan
+        )[0]
+        for result, c, plan in zip(
+            (exact, rounded), (wide, cotangents), plans, strict=True
+        )
+    ]
+    first, second = (
+        te.unstack_tables(t, plan)["t"] for t, plan in zip(new, plans, strict=True)
+    )
+    np.testing.assert_array_equal(first, second)
+
+
+def test_layer_trains_a_model_in_bfloat16():
+    plan = plan_of(2, jnp.bfloat16, te.optimizers.adagrad(0.1))
+    layer = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
+    assert "activations bfloat16" in str(plan)
+
+    def loss_fn(layer):
+        rows = layer({"bag": BATCH["bag"]})["bag"]
+        assert rows.dtype == jnp.bfloat16
+        return jnp.sum((rows - 1) ** 2, dtype=jnp.float32)
+
+    optimizer = te.Optimizer(layer, optax.sgd(0.1))
+    losses = []
+    for _ in range(3):
+        loss, gradients = te.value_and_grad(loss_fn)(layer)
+        optimizer.update(layer, gradients)
+        losses.append(float(loss))
+    assert losses[2] < losses[1] < losses[0]
+
+
+def test_float32_is_the_default_and_is_not_printed():
+    plan = plan_of(1, jnp.float32)
+    assert plan == plan_of(1, "float32", plan.stacks[0].optimizer.transformation)
+    assert "activations" not in str(plan)
+    assert plan.activation_dtype == np.float32
+    assert (
+        plan.with_features(te.FeatureConfig(table=plan.stacks[0].tables[0].config))
+        != plan
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, np.dtype(jnp.bfloat16)])
+def test_spellings_of_one_type(dtype):
+    plan = plan_of(1, dtype)
+    assert plan.activation_dtype == jnp.bfloat16
+    assert plan.with_features(plan_features(plan)).activation_dtype == jnp.bfloat16
+
+
+def plan_features(plan):
+    return [feature.config for feature in plan.inputs]
+
+
+@pytest.mark.parametrize(
+    "dtype", [None, jnp.float16, "int8", np.float64, "half", 16, object()]
+)
+def test_other_types_are_refused(dtype):
+    with pytest.raises(ValueError, match="activation_dtype must be one of") as error:
+        plan_of(1, dtype)
+    assert all(name in str(error.value) for name in ACTIVATION_DTYPES)
+    assert repr(dtype) in str(error.value)
