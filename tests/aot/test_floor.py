@@ -91,6 +91,17 @@ def test_slots(optimizer, slot_bytes):
     assert floor.backward_hbm_bytes == 32 * ROW + 2 * 32 * (ROW + slot_bytes)
 
 
+def test_narrow_rows_cross_the_network_as_they_are_stored():
+    """Slots, gradients and activations stay float32."""
+    narrow = te.TableConfig(vocabulary_size=1000, dim=DIM, name="t", dtype="bfloat16")
+    plan = plan_of({"f": te.FeatureConfig(table=narrow)}, 4, te.optimizers.adagrad(0.1))
+    floor = aot.embedding_floor(plan, {"f": ids(64)})
+    n, stored = 16, ROW / 2
+    assert floor.forward_hbm_bytes == 4 * n + stored * n + ROW * n
+    assert floor.backward_hbm_bytes == ROW * n + 2 * n * (stored + ROW)
+    assert floor.ici_bytes == 3 / 4 * n * (4 + stored + ROW)
+
+
 def test_rules_of_every_row_move_all_rows():
     features = {"f": te.FeatureConfig(table=table(1000))}
     optimizer = te.optimizers.every_row(te.optimizers.sgd(0.1))

@@ -131,7 +131,9 @@ def _stack_floor(
         owned += min(stack.num_shards * num_ids, num_rows) / stack.num_shards
         updated += min(num_devices * num_ids, num_rows) / stack.num_shards
 
-    row_bytes = _ITEM_BYTES * stack.dim
+    # Gradients are float32, whatever the rows are stored in.
+    gradient_bytes = _ITEM_BYTES * stack.dim
+    row_bytes = _ITEM_BYTES * stack.layout.row_lanes
     link_bytes = requested * (_ITEM_BYTES + row_bytes)
     backward, copy_bytes = 0.0, 0.0
     if stack.optimizer is not None:
@@ -141,8 +143,8 @@ def _stack_floor(
         moved = stack.rows_per_shard if stack.optimizer.rows == "every" else updated
         backward = activation_bytes + 2 * moved * (row_bytes + slot_bytes)
         sent = sum(ids_of_table.values()) if stack.keeps_duplicates else requested
-        link_bytes += sent * row_bytes
-        copy_bytes = (owned + updated) * row_bytes
+        link_bytes += sent * gradient_bytes
+        copy_bytes = (owned + updated) * gradient_bytes
     ici_bytes, dcn_bytes = 0.0, 0.0
     for num_bytes, axes in (
         (link_bytes, stack.shard_axes),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from tpu_embedding.hardware import GIBIBYTE
 from tpu_embedding.plan import memory
 from tpu_embedding.plan.replicas import describe_reduction
+from tpu_embedding.rows.packed_rows import LANE_BYTES
 
 if TYPE_CHECKING:
     from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
@@ -73,7 +74,7 @@ def _memory_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
 
 def _stack_cells(stack: "StackPlan", plan: "EmbeddingPlan") -> tuple[str, ...]:
     layout = stack.layout
-    table_bytes = memory.rows_bytes(layout, plan.hardware, 4)
+    table_bytes = memory.rows_bytes(layout, plan.hardware, LANE_BYTES)
     size = memory.format_bytes(table_bytes)
     size += f" + {memory.format_bytes(plan.slot_bytes_of(stack))} slots"
     packing = f"{layout.rows_per_line} x {layout.row_lanes} of {layout.lanes}"

@@ -30,6 +30,7 @@ from tpu_embedding.plan.plan import (
 )
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
 from tpu_embedding.rows.packed_rows import (
+    LANE_BYTES,
     Backend,
     RowLayout,
     StackContents,
@@ -259,11 +260,14 @@ def _narrow_dtype(config: TableConfig) -> NarrowDtype | None:
 
 def _row_bytes(table: stacking.NamedTable) -> int:
     """Returns the bytes of a row of a table and of its slot variables."""
-    config = table.config
-    row = jax.ShapeDtypeStruct((config.dim,), config.dtype)
-    return sum(
-        math.prod(x.shape) * x.dtype.itemsize for x in (row, *_slots_of_tables([table]))
+    row = RowLayout(
+        num_rows=1,
+        row_shape=(table.config.dim,),
+        narrow_dtype=_narrow_dtype(table.config),
     )
+    slots = _slots_of_tables([table])
+    slot_bytes = sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in slots)
+    return LANE_BYTES * row.row_lanes + slot_bytes
 
 
 def _slots_of_tables(

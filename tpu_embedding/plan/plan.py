@@ -31,7 +31,7 @@ from tpu_embedding.plan.features import (
     flatten_config,
     place_features,
 )
-from tpu_embedding.rows.packed_rows import RowLayout
+from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,7 +227,9 @@ class EmbeddingPlan(FeatureNest):
     @property
     def table_bytes_per_device(self) -> int:
         """Memory that the tables take on each device, padding included."""
-        return sum(memory.rows_bytes(s.layout, self.hardware, 4) for s in self.stacks)
+        return sum(
+            memory.rows_bytes(s.layout, self.hardware, LANE_BYTES) for s in self.stacks
+        )
 
     @property
     def slot_bytes_per_device(self) -> int:

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, no_type_check
+from typing import Any, Final, Literal, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,10 @@ from tpu_embedding.rows.narrow_rows import (
 Backend = Literal["xla", "sparse_core", "interpreter"]
 """Runs an access to rows: XLA's own operations, or Pallas kernels on a SparseCore or in
 Pallas' interpreter."""
+
+
+LANE_BYTES: Final = 4
+"""Bytes of a lane of a table: a float32, or a word of a narrow row."""
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -25,6 +25,8 @@ from tpu_embedding.training.sources import DataSource
 MAX_SEED: Final = 2**32 - 1
 """Maximum seed; JAX would take a larger one for another with the same lower bits."""
 
+_TRAINED_DTYPES: Final = ("float32", "bfloat16", "float16")
+
 _MAX_COUNT: Final = 2**31 - 1
 
 
@@ -86,6 +88,8 @@ class RunConfig:
       capacity: ids per destination and round of the exchange; None lets the plan
         choose. It changes the speed, never the results.
       kernels: backend that reads and updates rows, as in `make_plan`.
+      table_dtype: storage type of all tables, `"float32"`, `"bfloat16"` or `"float16"`;
+        None leaves that of the model's tables.
       seed: seed of the data and the initial values, from 0 to 2**32 - 1.
       log_every: steps per line of progress.
       evaluate_every: steps between evaluations; 0 evaluates only at the end.
@@ -106,6 +110,7 @@ class RunConfig:
     target: Target | None = None
     capacity: int | None = None
     kernels: str = "xla"
+    table_dtype: str | None = None
     seed: int = 0
     log_every: int = 100
     evaluate_every: int = 0
@@ -194,6 +199,11 @@ class RunConfig:
             yield (
                 f"RunConfig.kernels must be one of {list(BACKENDS)}, got "
                 f"{self.kernels!r}"
+            )
+        if self.table_dtype not in (*_TRAINED_DTYPES, None):
+            yield (
+                f"RunConfig.table_dtype must be one of {list(_TRAINED_DTYPES)} or "
+                f"None, got {self.table_dtype!r}"
             )
         if self.loss not in get_args(LossName):
             yield (

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding import aot
+from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.data.batch import Batch, Dataset
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device
 from tpu_embedding.lookup.buffer_sizes import BufferSizes
@@ -84,6 +85,8 @@ def make_run_plan(
     hardware = hardware.with_compiler_options(compiler_options or {})
     with own_code(f"{type(config.model).__name__}.feature_config"):
         features = config.model.feature_config(data)
+    if config.table_dtype is not None:
+        features = _with_table_dtype(features, config.table_dtype)
     with own_code("RunConfig.make_table_optimizer"):
         optimizer = config.make_table_optimizer(config)
     if optimizer is None or optimizer_problem("optimizer", optimizer):
@@ -102,6 +105,28 @@ def make_run_plan(
     if compiler_options:
         _check_compiler_options(plan)
     return plan
+
+
+def _with_table_dtype(
+    features: dict[str, FeatureConfig], dtype: str
+) -> dict[str, FeatureConfig]:
+    """Returns the features with another storage type of their tables."""
+    # Unnamed tables are told apart by identity.
+    changed: dict[int, TableConfig] = {}
+
+    def change(table: TableConfig) -> TableConfig:
+        new = dataclasses.replace(table, dtype=np.dtype(dtype))
+        return changed.setdefault(id(table), new)
+
+    return {
+        name: dataclasses.replace(
+            feature,
+            table=tuple(map(change, feature.table))
+            if isinstance(feature.table, tuple)
+            else change(feature.table),
+        )
+        for name, feature in features.items()
+    }
 
 
 def init_train_state(
