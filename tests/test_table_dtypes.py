@@ -73,20 +73,20 @@ OPTIMIZERS = {
         pytest.param("sgd", jnp.float16, marks=pytest.mark.full),
     ],
 )
-def test_equal_on_any_devices_packing_and_rounds(name, dtype):
+def test_equal_on_any_devices_packing_placement_and_rounds(name, dtype):
     results = []
-    for num_devices, hardware, capacity in [
-        (1, "cpu", None),
-        (2, "v5p", 1),
-        (3, "v5p", None),
-        (8, "cpu", 1),
+    for num_devices, hardware, options in [
+        (1, "cpu", {}),
+        (2, "v5p", dict(placement=te.Replicated())),
+        (3, "v5p", dict(capacity=1)),
+        (8, "cpu", {}),
     ]:
         plan = make_plan(
             mesh_of(num_devices),
             dtype,
             OPTIMIZERS[name],
             hardware=te.hardware_by_name(hardware),
-            capacity=capacity,
+            **options,
         )
         values, slots = trained(plan)
         results.append(values)
