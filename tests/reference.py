@@ -25,6 +25,16 @@ def samples_of(ids, feature):
         rows = [
             list(zip(a, b, strict=True)) for a, b in zip(matrix, weights, strict=True)
         ]
+    return bags_of(rows, feature)
+
+
+def bags_of(rows, feature):
+    """Returns the list of (id, weight) of each output sample, and their combiner.
+
+    Args:
+      rows: per sample, its list of (id, weight).
+      feature: a sequence's samples give one output sample per position.
+    """
     length = feature.config.max_sequence_length
     if feature.config.output_shape is not None:
         outputs = int(np.prod(feature.config.output_shape))
