@@ -60,4 +60,7 @@ from tpu_embedding.types import ShardedRaggedIds as ShardedRaggedIds
 from tpu_embedding.types import SparseIds as SparseIds
 from tpu_embedding.update.lift import lift_to_rows as lift_to_rows
 
-__version__ = importlib.metadata.version("tpu-embedding")
+try:
+    __version__ = importlib.metadata.version("tpu-embedding")
+except importlib.metadata.PackageNotFoundError:  # A checkout that is not installed.
+    __version__ = "unknown"

@@ -11,7 +11,6 @@ it had started, or that a step does not fit.
 import argparse
 import contextlib
 import dataclasses
-import importlib.metadata
 import itertools
 import json
 import os
@@ -25,6 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+import tpu_embedding
 from tpu_embedding import aot
 from tpu_embedding.checkpoint.run_checkpoints import CheckpointError
 from tpu_embedding.data.batch import DataError
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version",
         action="version",
-        version=f"%(prog)s {_version()}",
+        version=f"%(prog)s {tpu_embedding.__version__}",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
@@ -434,13 +434,6 @@ def _num_devices(text: str) -> int:
             f"on a CPU, got {value}"
         )
     return value
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("tpu-embedding")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":
