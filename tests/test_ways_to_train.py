@@ -87,10 +87,15 @@ def loss_of(logits, labels):
 class NnxModel(nnx.Module):
     def __init__(self, plan):
         self.embedding = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
-        self.params = nnx.Param(jax.tree.map(jnp.asarray, initial_params()))
+        self.bottom = nnx.Linear(4, DIM, rngs=nnx.Rngs(0))
+        self.top = nnx.Linear(DIM + 6, 1, rngs=nnx.Rngs(0))
+        for name, layer in initial_params().items():
+            for key, value in layer.items():
+                getattr(getattr(self, name), key).set_value(jnp.asarray(value))
 
     def __call__(self, ids, numbers):
-        return logits_of(self.params.get_value(), self.embedding(ids), numbers)
+        bottom = nnx.relu(self.bottom(numbers))
+        return self.top(interact(self.embedding(ids), bottom))[:, 0]
 
 
 class LinenModel(nn.Module):
