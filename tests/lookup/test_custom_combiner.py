@@ -96,8 +96,8 @@ def plan_of(num_devices, config=None, **options):
 @pytest.mark.parametrize(
     ("form", "num_devices", "capacity"),
     [
-        ("dense", 3, None),
         ("ragged", 8, 1),
+        pytest.param("dense", 3, None, marks=full),
         pytest.param("dense", 8, 1, marks=full),
         pytest.param("dense", 1, None, marks=full),
         pytest.param("ragged", 1, None, marks=full),
@@ -160,6 +160,15 @@ def test_weights_are_refused():
     weighted = te.DenseIds(ids=dense_ids(), weights=np.ones((9, 3), np.float32))
     with pytest.raises(ValueError, match="'f' must have no weights.*CustomCombiner"):
         te.activation_shapes({"f": weighted, "other": np.arange(9)}, plan)
+
+
+def test_prepare_checks_every_table_of_a_feature():
+    plan = plan_of(1, {"f": te.FeatureConfig(table=(OTHER, TABLE), name="f")})
+    ids = te.DenseIds(ids=np.zeros((2, 3), int), weights=np.ones((2, 3), np.float32))
+    with pytest.raises(ValueError, match="'f' must have no weights"):
+        te.prepare_features({"f": ids}, plan)
+    with pytest.raises(ValueError, match="'f'.*max_valence=3"):
+        te.prepare_features({"f": [[1, 2, 3, 4], [5]]}, plan)
 
 
 def test_fewer_columns_and_reshaped_batches():

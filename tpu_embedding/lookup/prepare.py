@@ -89,14 +89,14 @@ def prepare_features(
         )
     ]
     prepared = _pad_ragged(checked, plan, sizes)
-    for i, (ids, leaf, feature) in enumerate(
-        zip(prepared, leaves, plan.inputs, strict=True)
-    ):
-        feature_shape(ids, feature, plan)
+    for i, (ids, leaf) in enumerate(zip(prepared, leaves, strict=True)):
         if isinstance(ids, DenseIds) and ids.weights is None:
             if not isinstance(leaf, DenseIds | SparseIds):
                 prepared[i] = ids.ids
-    return jax.tree.unflatten(plan.feature_tree, prepared)
+    nest = jax.tree.unflatten(plan.feature_tree, prepared)
+    for ids, feature in zip(plan.flatten(nest), plan.features, strict=True):
+        feature_shape(ids, feature, plan)
+    return nest
 
 
 def shard_batch(batch: Any, plan: EmbeddingPlan) -> Any:
