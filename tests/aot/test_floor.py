@@ -102,6 +102,37 @@ def test_narrow_rows_cross_the_network_as_they_are_stored():
     assert floor.ici_bytes == 3 / 4 * n * (4 + stored + ROW)
 
 
+def test_tables_of_one_feature_read_its_ids_once():
+    linear = te.TableConfig(vocabulary_size=1000, dim=1, combiner="sum", name="linear")
+    both = {"f": te.FeatureConfig(table=(table(1000), linear))}
+    floor = aot.embedding_floor(plan_of(both, 1), {"f": ids(64)})
+    assert floor.forward_hbm_bytes == 64 * (4 + 2 * ROW + 2 * 4)
+
+
+def test_only_features_of_the_batch_count():
+    config = {"a": te.FeatureConfig(table=table(1000, "a"))}
+    config["b"] = te.FeatureConfig(table=(table(1000, "b"), table(1000, "a")))
+    optimizer = te.optimizers.every_row(te.optimizers.sgd(0.1))
+    alone = plan_of({"a": config["a"]}, 4, te.optimizers.sgd(0.1))
+    plan = plan_of(config, 4, te.optimizers.sgd(0.1))
+    batch = {"a": ids(64)}
+    assert aot.embedding_floor(plan, batch) == aot.embedding_floor(alone, batch)
+    wide = te.TableConfig(
+        vocabulary_size=1000, dim=2 * DIM, name="wide", optimizer=optimizer
+    )
+    plan = plan_of(
+        config | {"wide": te.FeatureConfig(table=wide)}, 4, te.optimizers.sgd(0.1)
+    )
+    assert aot.embedding_floor(plan, batch) == aot.embedding_floor(alone, batch)
+
+
+def test_activations_count_as_they_are_rounded():
+    features = {"f": te.FeatureConfig(table=table(1000))}
+    plan = te.make_plan(features, mesh_of(1), activation_dtype=jnp.bfloat16)
+    floor = aot.embedding_floor(plan, {"f": ids(64)})
+    assert floor.forward_hbm_bytes == 64 * (4 + ROW + ROW / 2)
+
+
 def test_rules_of_every_row_move_all_rows():
     features = {"f": te.FeatureConfig(table=table(1000))}
     optimizer = te.optimizers.every_row(te.optimizers.sgd(0.1))

@@ -84,7 +84,8 @@ def embedding_floor(plan: EmbeddingPlan, features: Any) -> Floor:
 
     Args:
       plan: plan of the layer.
-      features: batch of features or its shapes, as the layer takes them; global.
+      features: batch of features or its shapes, as the layer takes them; global. Stacks
+        that it does not use have no traffic.
 
     Example:
       >>> import jax.numpy as jnp
@@ -100,9 +101,12 @@ def embedding_floor(plan: EmbeddingPlan, features: Any) -> Floor:
         shapes = activation_shapes(features, plan)
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
+    plan = plan.for_batch(features)
     leaves = plan.flatten(features)
-    activations = plan.flatten(jax.eval_shape(activations_of, features))
-    floors = [_stack_floor(stack, plan, leaves, activations) for stack in plan.stacks]
+    activations = plan.flatten_activations(jax.eval_shape(activations_of, features))
+    floors = [
+        _stack_floor(stack, plan, leaves, activations) for stack in plan.used_stacks
+    ]
     return Floor(
         forward_hbm_bytes=sum(floor.forward_hbm_bytes for floor in floors),
         backward_hbm_bytes=sum(floor.backward_hbm_bytes for floor in floors),
@@ -118,7 +122,9 @@ def _stack_floor(
     input_bytes, activation_bytes = 0.0, 0.0
     ids_of_table: dict[int, float] = {}
     for i in plan.features_of(stack):
-        input_bytes += sum(map(_num_bytes, jax.tree.leaves(leaves[i]))) / num_devices
+        if plan.features[i].table_index == 0:  # Its other tables read the same ids.
+            of_leaf = jax.tree.leaves(leaves[i])
+            input_bytes += sum(map(_num_bytes, of_leaf)) / num_devices
         activation_bytes += _num_bytes(activations[i]) / num_devices
         row_offset = plan.features[i].row_offset
         num_ids = _num_ids(leaves[i]) / num_devices
