@@ -180,6 +180,27 @@ def test_generic_arithmetic_is_refused(operation):
         REFUSED[operation](gradients)
 
 
+def test_map_over_floats_alone_is_right():
+    """The habit of loss scaling, in the first round, in later ones, and in a sum."""
+    table = te.TableConfig(vocabulary_size=V, dim=DIM, combiner="mean", name="items")
+    plan = te.make_plan(
+        te.FeatureConfig(table=table),
+        mesh_of(3),
+        optimizer=te.optimizers.sgd(1.0),
+        capacity=1,
+    )
+    batch, cotangents = batch_of(0)["item"], cotangents_of(0)["item"]
+    features = te.DenseIds(ids=batch, weights=np.float32(batch % 3 + 1))
+    tables = te.init_tables(plan, jax.random.key(0))
+    gradients = gradients_of(plan, tables, features, cotangents)
+    halved = jax.tree.map(
+        lambda x: 0.5 * x if jnp.issubdtype(x.dtype, jnp.floating) else x, gradients
+    )
+    norm = te.global_norm(gradients)
+    np.testing.assert_allclose(te.global_norm(halved), norm / 2, rtol=1e-6)
+    np.testing.assert_allclose(te.global_norm(te.add(halved, halved)), norm, rtol=1e-6)
+
+
 def test_zeros_like_a_gradient_touches_nothing():
     plan = make_plan(num_devices=2, capacity=1, optimizer=te.optimizers.adam(0.1))
     tables = te.init_tables(plan, jax.random.key(0))
@@ -208,3 +229,7 @@ def test_gradients_of_another_plan_are_refused():
         te.apply_gradients(tables, te.init_slots(tables, plan), {}, plan)
     with pytest.raises(ValueError, match="at least one"):
         te.add()
+    with pytest.raises(ValueError, match="table gradients beside"):
+        te.add({"tables": gradients}, {"tables": jnp.ones(3)})
+    with pytest.raises(TypeError, match="got dtype int32"):
+        te.scale({"kernel": jnp.arange(3)}, 0.5)

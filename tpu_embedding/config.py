@@ -110,13 +110,14 @@ class TableConfig:
     combiner: Combiner | CustomCombiner = "mean"
     name: str | None = None
     quantization_config: QuantizationConfig | None = None
-    # np.float32 and np.dtype("float32") are equal but have different hashes.
-    dtype: Any = dataclasses.field(default=jnp.float32, hash=False)
+    dtype: Any = jnp.float32
     placement: Placement | None = None
 
     def __post_init__(self):
         convert_ints(self, "vocabulary_size", "dim")
         raise_all(list(self._problems()))
+        # Equal types have several spellings, of which some differ in their hash.
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
 
     def _problems(self):
         owner = f"for table {self.name!r}"

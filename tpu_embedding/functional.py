@@ -21,7 +21,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tpu_embedding.gradients import TableGradients, gradient_of_stack
-from tpu_embedding.lookup._backward import gradient_rounds, stack_gradient
+from tpu_embedding.lookup._backward import (
+    gradient_rounds,
+    seal_gradient,
+    stack_gradient,
+)
 from tpu_embedding.lookup._forward import (
     RoutedStack,
     StackLookup,
@@ -40,7 +44,6 @@ from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.rows.sealed import seal
 from tpu_embedding.types import LookupStats
 from tpu_embedding.update.apply import apply_gradient, init_state
 from tpu_embedding.update.lift import is_slot
@@ -255,7 +258,7 @@ def compute_gradients(
 
     def compute_shard(routings, by_feature):
         return {
-            stack.name: seal(
+            stack.name: seal_gradient(
                 stack_gradient(
                     routings[stack.name],
                     [by_feature[i] for i in plan.features_of(stack)],
@@ -338,6 +341,7 @@ def apply_gradients(
     touched = _touched_stacks(gradients, plan)
     check_tables(tables, touched)
     check_slots(slots, touched)
+    _check_states(tables, slots, touched, plan)
     if not touched:
         return tables, slots
     old_tables = {stack.name: tables[stack.name] for stack in touched}
@@ -366,6 +370,24 @@ def apply_gradients(
     )(old_tables, old_slots, gradients)
     new_tables = tables | {name: result[0] for name, result in results.items()}
     return new_tables, slots | {name: result[1] for name, result in results.items()}
+
+
+def _check_states(
+    tables: dict[str, PackedRows],
+    slots: dict[str, Any],
+    stacks: tuple[TrainedStackPlan, ...],
+    plan: EmbeddingPlan,
+) -> None:
+    """Refuses optimizer states of other optimizers, or of other storage types."""
+    expected = jax.eval_shape(functools.partial(init_slots, plan=plan), tables)
+    for stack in stacks:
+        wanted, found = (jax.tree.structure(s[stack.name]) for s in (expected, slots))
+        if wanted != found:
+            raise ValueError(
+                f"slots[{stack.name!r}] must be the state of the plan's optimizer,\n"
+                f"  {wanted}, got\n  {found}.\nUse the slots that init_slots made "
+                "for this plan."
+            )
 
 
 def _touched_stacks(

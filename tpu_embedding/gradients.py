@@ -19,10 +19,11 @@ from tpu_embedding.lookup._backward import (
     StackGradient,
     gradient_rounds,
     join_gradients,
+    seal_gradient,
 )
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
 from tpu_embedding.rows.row_gradients import PackedRowGradients
-from tpu_embedding.rows.sealed import Sealed, seal
+from tpu_embedding.rows.sealed import Sealed
 from tpu_embedding.types import RowUpdates
 
 T = TypeVar("T")
@@ -90,6 +91,9 @@ def scale(gradients: T, factor: Any) -> T:
       gradients: as for `global_norm`.
       factor: float, or float32 scalar array.
 
+    Raises:
+      TypeError: if a leaf is an array of integers.
+
     Example:
       >>> import jax.numpy as jnp
       >>> scale({"kernel": jnp.array([3.0, 4.0])}, 0.5)["kernel"].tolist()
@@ -98,9 +102,14 @@ def scale(gradients: T, factor: Any) -> T:
 
     def scale_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, TableGradients):
-            return leaf * jnp.asarray(factor, leaf.dtype)
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+                raise TypeError(
+                    f"gradients must be floats to be scaled, got dtype {leaf.dtype}; "
+                    "leave integers out of the pytree."
+                )
+            return (leaf * factor).astype(leaf.dtype)
         stacks = {
-            name: seal(_scale_stack(sealed.open(), factor))
+            name: seal_gradient(_scale_stack(sealed.open(), factor))
             for name, sealed in leaf.stacks.items()
         }
         return dataclasses.replace(leaf, stacks=stacks)
@@ -149,7 +158,7 @@ def add(*gradients: T) -> T:
         raise ValueError("add needs at least one gradient, got none.")
 
     def add_leaves(first: Any, *others: Any) -> Any:
-        if isinstance(first, TableGradients):
+        if any(map(_is_table_gradients, (first, *others))):
             _check_one_plan([first, *others])
             return _add_tables([first, *others])
         return functools.reduce(jnp.add, others, first)
@@ -170,6 +179,11 @@ def _is_table_gradients(value: Any) -> bool:
 
 def _check_one_plan(parts: list[Any]) -> None:
     for part in parts:
+        if not isinstance(part, TableGradients):
+            raise ValueError(
+                "add needs gradients of one structure, got table gradients beside "
+                f"{type(part).__name__}."
+            )
         if part.plan.stacks != parts[0].plan.stacks:
             raise ValueError(
                 "add needs gradients of one plan, got gradients of tables that another "
@@ -188,7 +202,8 @@ def _add_tables(parts: list[TableGradients]) -> TableGradients:
         ]
 
         def join(sealed, stack=stack):
-            return seal(join_gradients([part.open() for part in sealed], stack, plan))
+            parts = [part.open() for part in sealed]
+            return seal_gradient(join_gradients(parts, stack, plan))
 
         if len(sealed) > 1:
             stacks[stack.name] = _on_shards(join, sealed, plan)

@@ -359,7 +359,10 @@ WITHOUT_LEARNING_RATE = (
 
 def case_id(make, options, *_):
     """Names a case by its function and the arguments that matter."""
-    values = (f"{k}={getattr(v, '__name__', v)}" for k, v in options.items())
+    names = (getattr(v, "__name__", v) for v in options.values())
+    # The address of an object would differ between processes.
+    names = (type(name).__name__ if " at 0x" in repr(name) else name for name in names)
+    values = (f"{k}={v}" for k, v in zip(options, names, strict=True))
     return " ".join([make.__name__, *values])
 
 

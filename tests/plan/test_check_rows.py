@@ -107,6 +107,18 @@ def test_missing_arrays():
     for text, call in cases.items():
         with pytest.raises(ValueError, match=text):
             call()
+    momentum, adagrad = (
+        te.make_plan(
+            jax.tree.unflatten(plan.feature_tree, [f.config for f in plan.features]),
+            mesh_of(2),
+            optimizer=optimizer,
+        )
+        for optimizer in (te.optimizers.momentum(0.1), te.optimizers.adagrad(0.1))
+    )
+    result = te.lookup(tables, IDS, momentum)
+    gradients = te.compute_gradients(result.routing, result.activations, momentum)
+    with pytest.raises(ValueError, match="the state of the plan's optimizer"):
+        te.apply_gradients(tables, te.init_slots(tables, adagrad), gradients, momentum)
     with pytest.raises(TypeError, match=r"PackedRows"):
         te.lookup({"stack_0": tables["stack_0"].lines}, IDS, plan)
 

@@ -36,6 +36,7 @@ from tpu_embedding.rows.row_gradients import (
     GradientRounds,
     PackedRowGradients,
 )
+from tpu_embedding.rows.sealed import Sealed, seal
 from tpu_embedding.types import RowRange
 
 Carry = TypeVar("Carry")
@@ -76,6 +77,11 @@ class StackGradient:
     first_round: PackedRowGradients
     pending: PendingRounds | None
     samples: SampleGradients
+
+
+def seal_gradient(gradient: StackGradient) -> Sealed:
+    """Seals all of a gradient but the values that scale with it."""
+    return seal(gradient, linear_fields=("values", "cotangents"))
 
 
 def stack_gradient(

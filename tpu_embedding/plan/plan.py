@@ -48,7 +48,7 @@ class TablePlan:
     name: str
     config: TableConfig
     row_offset: int
-    placement_reason: str
+    placement_reason: str = dataclasses.field(compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -222,7 +222,7 @@ class RowLayout:
         found = []
         if self.contents != other.contents:
             found += _content_differences(self.contents, other.contents)
-        facts = ("num_rows", "row_shape", "rows_per_line", "lines_shape")
+        facts = ("num_rows", "row_shape", "rows_per_line", "lines_shape", "backend")
         for name in facts:
             here, there = getattr(self, name), getattr(other, name)
             if here != there:

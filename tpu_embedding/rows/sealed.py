@@ -7,6 +7,7 @@ through `jit`, and refuses to calculate with it. Compiled programs stay the same
 """
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any, Final
 
 import jax
@@ -36,40 +37,55 @@ _ROW_IDS: Final = define_prng_impl(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sealed:
-    """A pytree whose integers no arithmetic can reach.
+    """A pytree whose row ids and weights no arithmetic can reach.
 
     `jnp.zeros_like` of every leaf gives a tree without rows.
 
     Attributes:
-      leaves: of the tree; integers in an opaque dtype.
+      leaves: of the tree, most of them in an opaque dtype.
       structure: of the tree.
+      dtypes: of the sealed leaves; None for a leaf that is not sealed.
     """
 
     leaves: list[Any]
     structure: Any = dataclasses.field(metadata={"static": True})
+    dtypes: tuple[str | None, ...] = dataclasses.field(metadata={"static": True})
 
     def open(self) -> Any:
-        """Returns the tree with plain integers."""
-        leaves = [_open_leaf(leaf) for leaf in self.leaves]
+        """Returns the tree with plain arrays."""
+        leaves = map(_open_leaf, self.leaves, self.dtypes)
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def seal(tree: Any) -> Sealed:
-    """Returns the tree with int32 arrays in an opaque dtype."""
-    leaves, structure = jax.tree.flatten(tree)
-    return Sealed([_seal_leaf(leaf) for leaf in leaves], structure)
+def seal(tree: Any, linear_fields: Collection[str]) -> Sealed:
+    """Returns the tree with its arrays in an opaque dtype.
+
+    Args:
+      tree: pytree of int32, float32 and bool arrays.
+      linear_fields: names of the fields whose float32 arrays stay as they are: those
+        that are multiplied when the gradient is. A map over floats alone, such as the
+        division by a loss scale, is then right.
+    """
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves, dtypes = [], []
+    for path, leaf in with_paths:
+        is_linear = any(getattr(key, "name", None) in linear_fields for key in path)
+        is_open = leaf.dtype == bool or (is_linear and leaf.dtype == jnp.float32)
+        leaves.append(leaf if is_open else _seal_leaf(leaf))
+        dtypes.append(None if is_open else leaf.dtype.name)
+    return Sealed(leaves, structure, tuple(dtypes))
 
 
 def _seal_leaf(leaf: Array) -> Array:
-    if not jnp.issubdtype(leaf.dtype, jnp.integer):
-        return leaf
-    # A word of zeros stands for padding.
-    words = jax.lax.bitcast_convert_type(leaf ^ PADDING_ROW_ID, jnp.uint32)
+    if leaf.dtype == jnp.int32:
+        leaf = leaf ^ PADDING_ROW_ID  # A word of zeros stands for padding.
+    words = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
     return jax.random.wrap_key_data(words[..., None], impl=_ROW_IDS)
 
 
-def _open_leaf(leaf: Array) -> Array:
-    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+def _open_leaf(leaf: Array, dtype: str | None) -> Array:
+    if dtype is None:
         return leaf
     words = jax.random.key_data(leaf)[..., 0]
-    return jax.lax.bitcast_convert_type(words, jnp.int32) ^ PADDING_ROW_ID
+    values = jax.lax.bitcast_convert_type(words, jnp.dtype(dtype))
+    return values ^ PADDING_ROW_ID if dtype == "int32" else values
