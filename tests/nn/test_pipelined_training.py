@@ -14,6 +14,30 @@ BATCH = 12
 VOCABULARY_SIZE, DIM = 20, 4
 
 
+def test_loader_may_reuse_its_buffers():
+    """The batch of a call is read again in the next call."""
+    table = te.TableConfig(vocabulary_size=9, dim=2, combiner="sum", name="t")
+
+    def losses(reuses_buffers):
+        layer = te.TPUEmbedding(
+            te.FeatureConfig(table=table), te.optimizers.sgd(0.1), rngs=nnx.Rngs(0)
+        )
+        optimizer = te.Optimizer(layer, optax.sgd(0.1))
+        pipeline = te.PipelinedTrainStep(
+            lambda model, ids, labels: jnp.mean((model(ids) - labels[:, None]) ** 2)
+        )
+        ids, labels = np.zeros(8, np.int32), np.zeros(8, np.float32)
+        found = []
+        for step in range(4):
+            if not reuses_buffers:
+                ids, labels = ids.copy(), labels.copy()
+            ids[:], labels[:] = np.arange(8) + step % 2, step
+            found.append(pipeline(layer, optimizer, ids, labels))
+        return found[1:] + [pipeline.drain(layer, optimizer)]
+
+    assert losses(True) == losses(False)
+
+
 def feature_config(name):
     table = te.TableConfig(
         vocabulary_size=VOCABULARY_SIZE, dim=DIM, combiner="mean", name=name

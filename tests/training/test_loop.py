@@ -190,3 +190,13 @@ def test_absolute_target(tmp_path, capsys):
     result = train(config, tmp_path, mesh=mesh_of(1))
     assert result.target_met is True
     assert "target: log_loss at most 10: met\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["overwrite", True, None])
+def test_unknown_treatment_of_an_earlier_run_touches_nothing(value, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match=f"existing_run must be one of .* {value!r}"):
+        train(object(), tmp_path, existing_run=value)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    with pytest.raises(ConfigError, match="stop_at must be at least 1, .* got 0"):
+        train(object(), tmp_path, stop_at=0)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
@@ -138,6 +139,8 @@ class PipelinedTrainStep:
         pending = self._pending
         if pending is not None:
             pending.check(model, optimizer)
+        # The batch is read again in the next call, and loaders reuse their buffers.
+        next_batch = jax.tree.map(_own_copy, next_batch)
         graph, state = nnx.split((model, optimizer))
         begin, advance = self._compile_lazily(model, state)
         result = None
@@ -211,6 +214,10 @@ class _Pending:
                 "flight. Call drain before such a change. To go on without that "
                 "batch, make a new PipelinedTrainStep."
             )
+
+
+def _own_copy(leaf: Any) -> Any:
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _table_lines(model: nnx.Module) -> list[jax.Array]:

@@ -214,15 +214,24 @@ class Optimizer(nnx.Module):
 
         Raises:
           TypeError: if the gradients are those of `nnx.grad`, which lack the tables.
+          ValueError: if model, optimizer and gradients have different layers.
         """
         if not isinstance(gradients, Gradients):
             raise TypeError(
                 "Optimizer.update needs the gradients of tpu_embedding.value_and_grad, "
                 f"got {type(gradients).__name__}, which lacks those of the tables."
             )
-        self.dense.update(model, gradients.dense)
         slots = dict(self.slots.get_value())
-        for path, layer in embedding_layers(model).items():
+        layers = embedding_layers(model)
+        if not set(layers) == set(slots) == set(gradients.tables):
+            raise ValueError(
+                "Optimizer.update needs the model that the optimizer was made for, and "
+                f"its gradients, got layers {sorted(layers)} of the model, "
+                f"{sorted(slots)} of the optimizer and {sorted(gradients.tables)} of "
+                "the gradients."
+            )
+        self.dense.update(model, gradients.dense)
+        for path, layer in layers.items():
             new_tables, new_slots = functional.apply_gradients(
                 layer.tables.get_value(),
                 slots[path],

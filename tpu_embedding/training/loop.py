@@ -10,7 +10,7 @@ import math
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import flax
 import jax
@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints, describe_plan
 from tpu_embedding.data.batch import DataError, Dataset
 from tpu_embedding.data.teacher import TeacherDataset
+from tpu_embedding.training.errors import ConfigError
 from tpu_embedding.training.metrics import LOSSES
 from tpu_embedding.training.pipeline import (
     StepMeter,
@@ -116,6 +117,15 @@ def train(
       MissingPlotLibraryError: if matplotlib, which draws the plot, is not installed.
     """
     begin = time.perf_counter()
+    if existing_run not in get_args(ExistingRun):
+        raise ConfigError(
+            f"existing_run must be one of {get_args(ExistingRun)}, got "
+            f"{existing_run!r}; it decides what becomes of an earlier run."
+        )
+    if stop_at is not None and stop_at < 1:
+        raise ConfigError(
+            f"stop_at must be at least 1, or None for the whole run, got {stop_at!r}."
+        )
     load_figure_class()  # Fails before the training, not after it.
     directory = RunDirectory(output_dir)
     directory.check(existing_run)

@@ -22,12 +22,13 @@ def proximal_step(rows: jax.Array, step_sizes: Any, l1: Any, l2: Any) -> jax.Arr
 
 
 def split_zero_rate(rate: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns True unless a learning rate is 0, and a divisor that is never 0.
+    """Returns True unless a learning rate is 0 or subnormal, and a safe divisor.
 
     FTRL's linears count in units of `1 / rate`. A step at a rate of 0 therefore must
     not change them; the caller masks it.
     """
-    moves = rate != 0
+    # The inverse of a subnormal number overflows.
+    moves = jnp.abs(rate) >= jnp.finfo(jnp.float32).tiny
     return moves, jnp.where(moves, rate, 1)
 
 
