@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_embedding.gradients import TableGradients, gradient_of_stack
 from tpu_embedding.lookup._backward import (
@@ -42,6 +42,7 @@ from tpu_embedding.lookup._inputs import (
 )
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.plan.on_mesh import constrain, in_auto_axes, on_shards
 from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import LookupStats
@@ -108,12 +109,17 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
       plan: of the layer.
 
     Returns:
-      Nest of `jax.ShapeDtypeStruct`.
+      Nest of `jax.ShapeDtypeStruct`, with shardings.
     """
     plan = plan.for_batch(features)
     shapes = _feature_shapes(plan.flatten(features), plan)
     structs = [
-        jax.ShapeDtypeStruct(s.output_shape, plan.activation_dtype) for s in shapes
+        jax.ShapeDtypeStruct(
+            shape.output_shape,
+            plan.activation_dtype,
+            sharding=NamedSharding(plan.mesh, _activation_spec(shape, plan)),
+        )
+        for shape in shapes
     ]
     return plan.unflatten(structs)
 
@@ -182,7 +188,7 @@ def route(features: Any, plan: EmbeddingPlan) -> Routed:
     leaves = plan.flatten(features)
     shapes = _feature_shapes(leaves, plan)
     shardables = [
-        to_shardable(ids, shape, plan)
+        _to_shardable(ids, shape, plan)
         for ids, shape in zip(leaves, shapes, strict=True)
     ]
     stacks = _route(shardables, tuple(shapes), plan)
@@ -213,16 +219,20 @@ def read_rows(
     plan = routed.plan
     check_tables(tables, plan.used_stacks)
     used = {stack.name: tables[stack.name] for stack in plan.used_stacks}
-    results = _read_rows(jax.lax.stop_gradient(used), routed.stacks, plan)
-    return LookupResult(
-        activations=_collect_activations(results, routed.shapes, plan),
-        routing=Routing(
-            stacks={name: result.routing for name, result in results.items()},
-            shapes=routed.shapes,
-            plan=plan,
-        ),
-        stats=_collect_stats(results, plan),
+
+    def read(tables, stacks):
+        results = _read_rows(jax.lax.stop_gradient(tables), stacks, plan)
+        routings = {name: result.routing for name, result in results.items()}
+        activations = _collect_activations(results, routed.shapes, plan)
+        return activations, routings, _collect_stats(results, plan)
+
+    specs = [_activation_spec(shape, plan) for shape in routed.shapes]
+    out_specs = (plan.unflatten(specs), plan.sample_spec, PartitionSpec())
+    activations, routings, stats = in_auto_axes(read, plan, out_specs)(
+        used, routed.stacks
     )
+    routing = Routing(stacks=routings, shapes=routed.shapes, plan=plan)
+    return LookupResult(activations=activations, routing=routing, stats=stats)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -246,15 +256,7 @@ def compute_gradients(
             "tables; use one plan for the whole step."
         )
     layer_plan, plan = plan, routing.plan
-    by_feature = [
-        _to_shards(cotangent, shape, feature, plan)
-        for cotangent, shape, feature in zip(
-            plan.flatten_activations(cotangents, "cotangents"),
-            routing.shapes,
-            plan.features,
-            strict=True,
-        )
-    ]
+    cotangents = plan.flatten_activations(cotangents, "cotangents")
 
     def compute_shard(routings, by_feature):
         return {
@@ -270,13 +272,18 @@ def compute_gradients(
             if stack.name in routings
         }
 
-    stacks = jax.shard_map(
-        compute_shard,
-        mesh=plan.mesh,
-        in_specs=plan.shard_spec,
-        out_specs=plan.shard_spec,
-        check_vma=False,
-    )(routing.stacks, by_feature)
+    def compute(routings, cotangents):
+        by_feature = [
+            _to_shards(cotangent, shape, feature, plan)
+            for cotangent, shape, feature in zip(
+                cotangents, routing.shapes, plan.features, strict=True
+            )
+        ]
+        return on_shards(
+            compute_shard, plan, in_specs=plan.sample_spec, out_specs=plan.sample_spec
+        )(routings, by_feature)
+
+    stacks = in_auto_axes(compute, plan, plan.sample_spec)(routing.stacks, cotangents)
     return TableGradients(stacks, layer_plan)
 
 
@@ -302,11 +309,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
         }
 
     in_shards = functools.partial(
-        jax.shard_map,
-        init_shard,
-        mesh=plan.mesh,
-        in_specs=(_table_specs(trained, plan),),
-        check_vma=False,
+        on_shards, init_shard, plan, in_specs=(_table_specs(trained, plan),)
     )
     # The structure of the states says which leaves are sharded.
     structure = jax.eval_shape(in_shards(out_specs=PartitionSpec()), trained)
@@ -361,12 +364,11 @@ def apply_gradients(
 
     of_tables = _table_specs(old_tables, plan)
     of_slots = _slot_specs(old_slots, plan)
-    results = jax.shard_map(
+    results = on_shards(
         apply_shard,
-        mesh=plan.mesh,
-        in_specs=(of_tables, of_slots, plan.shard_spec),
+        plan,
+        in_specs=(of_tables, of_slots, plan.sample_spec),
         out_specs={name: (of_tables[name], of_slots[name]) for name in of_tables},
-        check_vma=False,
     )(old_tables, old_slots, gradients)
     new_tables = tables | {name: result[0] for name, result in results.items()}
     return new_tables, slots | {name: result[1] for name, result in results.items()}
@@ -427,12 +429,8 @@ def _route(
             for stack in plan.used_stacks
         }
 
-    return jax.shard_map(
-        route_shard,
-        mesh=plan.mesh,
-        in_specs=plan.shard_spec,
-        out_specs=plan.shard_spec,
-        check_vma=False,
+    return on_shards(
+        route_shard, plan, in_specs=plan.sample_spec, out_specs=plan.sample_spec
     )(shardables)
 
 
@@ -448,12 +446,11 @@ def _read_rows(
             for stack in plan.used_stacks
         }
 
-    return jax.shard_map(
+    return on_shards(
         read_shard,
-        mesh=plan.mesh,
-        in_specs=(_table_specs(tables, plan), plan.shard_spec),
-        out_specs=plan.shard_spec,
-        check_vma=False,
+        plan,
+        in_specs=(_table_specs(tables, plan), plan.sample_spec),
+        out_specs=plan.sample_spec,
     )(tables, routed)
 
 
@@ -475,9 +472,25 @@ def _collect_activations(
             plan.features_of(stack), results[stack.name].activations, strict=True
         ):
             per_sample = max(1, shapes[i].sequence_length)
+            if len(plan.batch_axes) < len(plan.sample_axes):
+                of_feature = constrain(of_feature, plan, plan.batch_sharding.spec)
             used = of_feature[: shapes[i].batch_size * per_sample]
             activations[i] = used.reshape(shapes[i].output_shape)
     return plan.unflatten(activations)
+
+
+def _activation_spec(shape: FeatureShape, plan: EmbeddingPlan) -> PartitionSpec:
+    """Returns the partition of activations; whole if the batch axes do not divide."""
+    divides = shape.output_shape[0] % plan.num_batch_shards == 0
+    return plan.batch_sharding.spec if divides else PartitionSpec()
+
+
+def _to_shardable(ids: Any, shape: FeatureShape, plan: EmbeddingPlan) -> ShardableInput:
+    """Fills up a batch; NumPy arrays are converted before JAX sees them."""
+    fill_up = functools.partial(to_shardable, shape=shape, plan=plan)
+    if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(ids)):
+        fill_up = in_auto_axes(fill_up, plan, plan.sample_spec)
+    return fill_up(ids)
 
 
 def _collect_stats(results: dict[str, StackLookup], plan: EmbeddingPlan) -> LookupStats:

@@ -21,6 +21,7 @@ from tpu_embedding.lookup._backward import (
     join_gradients,
     seal_gradient,
 )
+from tpu_embedding.plan.on_mesh import on_shards
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
 from tpu_embedding.rows.row_gradients import PackedRowGradients
 from tpu_embedding.rows.sealed import Sealed
@@ -286,10 +287,9 @@ def _on_shards(
     plan: EmbeddingPlan,
     out_specs: PartitionSpec | None = None,
 ) -> Any:
-    return jax.shard_map(
+    return on_shards(
         function,
-        mesh=plan.mesh,
-        in_specs=plan.shard_spec,
-        out_specs=plan.shard_spec if out_specs is None else out_specs,
-        check_vma=False,
+        plan,
+        in_specs=plan.sample_spec,
+        out_specs=plan.sample_spec if out_specs is None else out_specs,
     )(sealed)

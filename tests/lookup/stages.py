@@ -50,8 +50,8 @@ def on_shards(function, plan):
         jax.shard_map(
             run,
             mesh=plan.mesh,
-            in_specs=plan.shard_spec,
-            out_specs=plan.shard_spec,
+            in_specs=plan.sample_spec,
+            out_specs=plan.sample_spec,
             check_vma=False,
         )
     )

@@ -627,7 +627,7 @@ def test_outputs_are_sharded_like_the_batch():
     tables = te.init_tables(plan, jax.random.key(0))
     result = jax.jit(te.lookup, static_argnames="plan")(tables, batch, plan)
     for activation in result.activations.values():
-        assert activation.sharding.is_equivalent_to(plan.sharding, 2)
+        assert activation.sharding.is_equivalent_to(plan.batch_sharding, 2)
 
 
 @full

@@ -222,7 +222,7 @@ def test_init_makes_tables_once_on_the_mesh():
     assert len(made) <= 1  # none, if the trace for the shapes is still there
     assert jax.tree.structure(variables) == jax.tree.structure(shapes)
     (lines,) = jax.tree.leaves(variables["embedding_tables"])
-    assert lines.sharding.is_equivalent_to(plan.sharding, lines.ndim)
+    assert lines.sharding.is_equivalent_to(plan.batch_sharding, lines.ndim)
     assert set(variables) == {"params", "embedding_tables"}
 
 

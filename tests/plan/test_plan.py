@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
@@ -27,7 +27,7 @@ def make_plan(**options):
 def test_defaults():
     plan = te.make_plan(FEATURE)
     assert plan.mesh.size == len(jax.devices())
-    assert plan.axis_names == ("shard",)
+    assert plan.sample_axes == ("shard",)
     assert plan.hardware.name == "cpu"
     (stack,) = plan.stacks
     assert stack.optimizer is None
@@ -39,22 +39,10 @@ def test_any_mesh_axes_share_tables_and_batch():
     devices = np.asarray(jax.devices()[:6]).reshape(2, 3)
     plan = make_plan(mesh=Mesh(devices, ("data", "model")))
     assert plan.num_shards == 6
-    assert plan.shard_spec == PartitionSpec(("data", "model"))
-    assert plan.sharding.spec == plan.shard_spec
+    assert plan.sample_spec == PartitionSpec(("data", "model"))
+    assert plan.batch_sharding.spec == plan.sample_spec
     assert plan.replicated.spec == PartitionSpec()
     assert plan.stacks[0].rows_per_shard == 2
-
-
-@pytest.mark.parametrize("kind", ["all", "one"])
-def test_explicit_axes_are_refused(kind):
-    kinds = (AxisType.Explicit, AxisType.Explicit if kind == "all" else AxisType.Auto)
-    devices = np.asarray(jax.devices()[:4]).reshape(2, 2)
-    mesh = Mesh(devices, ("x", "y"), axis_types=kinds)
-    with pytest.raises(ValueError, match="must have type Auto") as error:
-        make_plan(mesh=mesh)
-    assert "'x'" in str(error.value)
-    assert ("'y'" in str(error.value)) == (kind == "all")
-    assert "AxisType.Auto" in str(error.value)
 
 
 @pytest.mark.parametrize("config", [{}, [], (), {"a": {}}, None], ids=repr)

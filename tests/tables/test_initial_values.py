@@ -67,7 +67,7 @@ def values_of(num_devices=1, hardware=None, tables=TABLES, key_data=11):
     stacked = init_tables(plan, jax.random.key(key_data))
     for stack in plan.stacks:
         lines = stacked[stack.name].lines
-        assert lines.sharding.is_equivalent_to(plan.sharding, 2)
+        assert lines.sharding.is_equivalent_to(plan.batch_sharding, 2)
         assert lines.dtype == jnp.float32
         assert stacked[stack.name].layout == stack.layout
     return te.unstack_tables(stacked, plan)

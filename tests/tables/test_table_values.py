@@ -37,7 +37,8 @@ def zeros(plan, row_shape=None):
             row = jax.ShapeDtypeStruct(row_shape, np.float32)
             layout = layout.slot_layout(row)
         shape = (plan.num_shards * layout.num_lines, layout.lanes)
-        lines = jax.device_put(np.zeros(shape, layout.stored_dtype), plan.sharding)
+        lines = np.zeros(shape, layout.stored_dtype)
+        lines = jax.device_put(lines, plan.rows_sharding(stack))
         stacks[stack.name] = PackedRows(lines=lines, layout=layout)
     return stacks
 
@@ -74,7 +75,7 @@ def test_round_trip(num_devices, hardware, row_shape):
     for name, before in zeros(plan, row_shape).items():
         assert stacked[name].layout == before.layout
         assert stacked[name].lines.shape == before.lines.shape
-        assert stacked[name].lines.sharding.is_equivalent_to(plan.sharding, 2)
+        assert stacked[name].lines.sharding.is_equivalent_to(plan.batch_sharding, 2)
 
 
 @pytest.mark.parametrize("dim", [1, 16, 100, 128, 200])

@@ -307,8 +307,8 @@ def sharded(plan, function):
         jax.shard_map(
             run,
             mesh=plan.mesh,
-            in_specs=plan.shard_spec,
-            out_specs=plan.shard_spec,
+            in_specs=plan.sample_spec,
+            out_specs=plan.sample_spec,
             check_vma=False,
         )
     )

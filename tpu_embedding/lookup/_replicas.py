@@ -107,6 +107,6 @@ def _in_sample_order(
     sizes = [plan.mesh.shape[axis] for axis in axes]
     rest = buffers.shape[2:]
     buckets = buffers.reshape(*sizes, -1, *rest)
-    order = [axes.index(axis) for axis in plan.axis_names]
+    order = [axes.index(axis) for axis in plan.sample_axes]
     trailing = range(len(axes), buckets.ndim)
     return buckets.transpose(*order, *trailing).reshape(-1, *rest)

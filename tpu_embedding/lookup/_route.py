@@ -101,7 +101,7 @@ def route(
         stack.rows_per_shard,
     )
     # Over all axes: replicas of a shard take the same rows in a round.
-    end_rows = jax.lax.pmin(first_pending_row, plan.axis_names)
+    end_rows = jax.lax.pmin(first_pending_row, plan.sample_axes)
     next_ranks = count_below(shards * stack.rows_per_shard + end_rows, dedup)
     return _fill(
         dedup,

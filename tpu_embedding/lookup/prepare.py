@@ -109,8 +109,8 @@ def shard_batch(batch: Any, plan: EmbeddingPlan) -> Any:
 
     def place(array):
         array = _check_fits_int32(np.asarray(array))
-        divides = array.ndim and array.shape[0] % plan.num_shards == 0
-        sharding = plan.sharding if divides else plan.replicated
+        divides = array.ndim and array.shape[0] % plan.num_batch_shards == 0
+        sharding = plan.batch_sharding if divides else plan.replicated
         if sharding.is_fully_addressable:
             return jax.device_put(array, sharding)
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import jax
 import jax.extend as jex
-import jax.numpy as jnp
 from flax import nnx
 from jax.interpreters import partial_eval
 
@@ -21,7 +20,7 @@ from tpu_embedding.gradients import TableGradients
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.recording import Gradients, add_calls
 from tpu_embedding.nn.training import ModelLoss, Variables, embedding_layers
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.on_mesh import settle, zeros_like
 
 Mode = Literal["exact", "stale"]
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -124,7 +123,7 @@ class Program:
             args,
             kwargs,
         )
-        activations = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), activations)
+        activations = zeros_like(activations)
 
         def record(batch, variables, activations):
             args, kwargs = batch
@@ -134,9 +133,8 @@ class Program:
             return routed, rest
 
         routed = _keep_routing(record, batch, loss.variables, activations)
-        return jax.tree.map(
-            lambda leaf: _place_batch(leaf, next(iter(loss.plans.values()))), routed
-        )
+        plan = next(iter(loss.plans.values()))
+        return jax.tree.map(lambda leaf: settle(leaf, plan, plan.sample_axes), routed)
 
     def _differentiate(
         self, model: nnx.Module, lookups: Calls, batch: Batch
@@ -180,8 +178,13 @@ def _read(model: nnx.Module, routed: Calls) -> Calls:
     """Reads the rows of routed calls from the model's tables."""
 
     def read(layer: TPUEmbedding, call: functional.Routed) -> functional.LookupResult:
-        result = functional.read_rows(layer.tables.get_value(), call, layer.plan)
-        return jax.tree.map(lambda leaf: _place_batch(leaf, layer.plan), result)
+        plan = layer.plan
+        result = functional.read_rows(layer.tables.get_value(), call, plan)
+        settled = jax.tree.map(lambda x: settle(x, plan, plan.sample_axes), result)
+        activations = jax.tree.map(
+            lambda x: settle(x, plan, plan.batch_axes), result.activations
+        )
+        return dataclasses.replace(settled, activations=activations)
 
     return {
         path: tuple(read(layer, call) for call in routed[path])
@@ -215,13 +218,6 @@ def _table_gradients(
         )
         for path, layer in embedding_layers(model).items()
     }
-
-
-def _place_batch(leaf: jax.Array, plan: EmbeddingPlan) -> jax.Array:
-    """Fixes the sharding of an array in flight, so that all programs agree on it."""
-    divides = bool(leaf.ndim) and leaf.shape[0] % plan.num_shards == 0
-    sharding = plan.sharding if divides else plan.replicated
-    return jax.lax.with_sharding_constraint(leaf, sharding)
 
 
 def _keep_routing(

@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from tpu_embedding import functional
 from tpu_embedding.gradients import TableGradients, add
+from tpu_embedding.plan.on_mesh import replicate, zeros_like
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 
@@ -53,7 +54,7 @@ def differentiate(
       Loss, aux and gradients.
     """
     _, (_, shapes) = jax.eval_shape(lambda dense: run(dense, None), dense)
-    taps = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    taps = zeros_like(shapes)
     compute = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
     (loss, (aux, calls)), (by_dense, cotangents) = compute(dense, taps)
     tables = {
@@ -84,8 +85,7 @@ def add_calls(
 
 def zero_activations(features: Any, plan: EmbeddingPlan) -> Any:
     """Returns zeros of the shapes of a batch's activations."""
-    shapes = functional.activation_shapes(features, plan)
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return zeros_like(functional.activation_shapes(features, plan))
 
 
 def attach_taps(taps: Any, activations: Any) -> Any:
@@ -153,7 +153,7 @@ def _refuse_derivative(message, primals, tangents):
     raise ValueError(message)
 
 
-def replicate_on_mesh(tree: Any, sharding: jax.sharding.NamedSharding) -> Any:
+def replicate_on_mesh(tree: Any, plan: EmbeddingPlan) -> Any:
     """Replicates arrays that lie on one device over the mesh; tables stay.
 
     The first step then has the same shardings as the second, and compiles once.
@@ -164,6 +164,6 @@ def replicate_on_mesh(tree: Any, sharding: jax.sharding.NamedSharding) -> Any:
             return leaf
         if isinstance(leaf, Tracer) or leaf.committed:
             return leaf
-        return jax.device_put(leaf, sharding)
+        return replicate(leaf, plan)
 
     return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, PackedRows))

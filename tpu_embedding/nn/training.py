@@ -16,6 +16,7 @@ from tpu_embedding import functional
 from tpu_embedding.nn.embedding import EmbeddingTables, Recording, TPUEmbedding
 from tpu_embedding.nn.recording import Gradients, differentiate, replicate_on_mesh
 from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tables.slot_values import (
     StateParts,
     slot_values,
@@ -193,8 +194,8 @@ class Optimizer(nnx.Module):
         layers = embedding_layers(model)
         if not layers:
             raise ValueError(f"{NO_LAYER} nnx.Optimizer.")
-        mesh_sharding = next(iter(layers.values())).plan.replicated
-        _put_on_mesh(model, mesh_sharding)
+        plan = next(iter(layers.values())).plan
+        _put_on_mesh(model, plan)
         self.dense = nnx.Optimizer(model, tx, wrt=wrt)
         self.plans = tuple((path, layer.plan) for path, layer in layers.items())
         self.slots = SlotVariables(
@@ -203,7 +204,7 @@ class Optimizer(nnx.Module):
                 for path, layer in layers.items()
             }
         )
-        _put_on_mesh(self, mesh_sharding)
+        _put_on_mesh(self, plan)
 
     def update(self, model: nnx.Module, gradients: Gradients) -> None:
         """Applies gradients to the model in place; donate both under `jit`.
@@ -343,6 +344,6 @@ def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
     }
 
 
-def _put_on_mesh(module: nnx.Module, sharding: jax.sharding.NamedSharding) -> None:
+def _put_on_mesh(module: nnx.Module, plan: EmbeddingPlan) -> None:
     """Replicates arrays that lie on one device over the mesh; tables stay."""
-    nnx.update(module, replicate_on_mesh(nnx.state(module), sharding))
+    nnx.update(module, replicate_on_mesh(nnx.state(module), plan))

@@ -7,11 +7,11 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from tpu_embedding.config import TableConfig
 from tpu_embedding.field_checks import is_int
-from tpu_embedding.hardware import HardwareInfo, hardware_of_device, num_slices_of
+from tpu_embedding.hardware import HardwareInfo, num_slices_of
 from tpu_embedding.optimizers.analysis.row_local import check_row_local
 from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
 from tpu_embedding.optimizers.names import optimizer_problem
@@ -21,6 +21,11 @@ from tpu_embedding.plan import stacking
 from tpu_embedding.plan.backends import choose_backends, requested_backend
 from tpu_embedding.plan.capacity import EXCHANGE_KINDS, ExchangeKind
 from tpu_embedding.plan.features import flatten_config, place_features
+from tpu_embedding.plan.mesh_options import (
+    resolve_batch_axes,
+    resolve_hardware,
+    resolve_mesh,
+)
 from tpu_embedding.plan.placing import TablePlacement, check_policy, place_tables
 from tpu_embedding.plan.plan import (
     EmbeddingPlan,
@@ -51,6 +56,7 @@ def make_plan(
     exchange: ExchangeKind | None = None,
     kernels: Backend | None = None,
     placement: PlacementPolicy | None = None,
+    batch_axes: tuple[str, ...] | None = None,
     hardware: HardwareInfo | None = None,
     activation_dtype: Any = jnp.float32,
 ) -> EmbeddingPlan:
@@ -58,8 +64,8 @@ def make_plan(
 
     Args:
       feature_config: any nest (dict, list, tuple, ...) of `FeatureConfig`.
-      mesh: devices with any axes, all of which share tables and batch; None means all
-        devices of this process along one axis, `"shard"`.
+      mesh: devices with any axes, of type `Auto` or `Explicit`. None means the mesh of
+        `jax.set_mesh`, or else all devices along one axis, `"shard"`.
       optimizer: an optax transformation for the tables that name none themselves; None
         means that those are not trained.
       capacity: ids per destination and round of the exchange, at most; changes speed,
@@ -83,6 +89,9 @@ def make_plan(
         devices. `te.Sharded(axes=...)`: over some mesh axes, copied along the others.
         `te.Replicated()`: a copy on every device. `te.ReplicateSmall(...)` and
         `te.AutoPlacement(...)` choose per table.
+      batch_axes: mesh axes that batches arrive split over, and activations leave split
+        over, copied along the others. Each device looks up an equal share. Use it for a
+        dense model that is sharded over its own axes. None: all axes.
       hardware: None means that of the mesh's devices.
       activation_dtype: type of the activations, float32 or bfloat16. Rows are pooled
         in float32, and gradients summed in float32; only the results are rounded. So
@@ -95,14 +104,12 @@ def make_plan(
       TypeError: if an option has a wrong type.
       ValueError: if the configuration contradicts itself; the message says where.
     """
-    if mesh is None:
-        mesh = Mesh(np.asarray(jax.devices()), ("shard",))
-    _check_mesh(mesh)
+    mesh = resolve_mesh(mesh)
+    batch_axes = resolve_batch_axes(batch_axes, mesh)
+    hardware = resolve_hardware(hardware, mesh)
     _check_options(capacity, exchange, optimizer)
     capacity = None if capacity is None else int(capacity)
     check_policy(placement, mesh)
-    if hardware is None:
-        hardware = hardware_of_device(mesh.devices.flat[0])
     exchange = _exchange_on(mesh, exchange)
     backend = requested_backend(kernels, mesh.devices.flat[0], hardware)
     features = flatten_config(feature_config)
@@ -124,6 +131,7 @@ def make_plan(
         features=place_features(features, table_names, stacks),
         feature_tree=features.tree,
         mesh=mesh,
+        batch_axes=batch_axes,
         hardware=hardware,
         activation_dtype=_activation_dtype(activation_dtype),
     )
@@ -170,20 +178,6 @@ def _exchange_on(mesh: Mesh, exchange: ExchangeKind | None) -> ExchangeKind | No
     if mesh.devices.flat[0].platform != "tpu" or num_slices > 1:
         exchange = exchange or "padded"
     return exchange
-
-
-def _check_mesh(mesh: Mesh) -> None:
-    explicit = [
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit
-    ]
-    if explicit:
-        raise ValueError(
-            f"mesh axes must have type Auto, got Explicit for {explicit}. Make the "
-            "mesh with jax.sharding.Mesh(devices, axis_names), or give jax.make_mesh "
-            "axis_types=(jax.sharding.AxisType.Auto,) * number_of_axes."
-        )
 
 
 def _plan_stack(

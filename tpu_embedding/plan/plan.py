@@ -6,11 +6,12 @@ table. `make_plan.py` makes it.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpu_embedding.config import QuantizationConfig, TableConfig
 from tpu_embedding.hardware import HardwareInfo
@@ -173,7 +174,9 @@ class EmbeddingPlan(FeatureNest):
       stacks: the stacked tables.
       features: one per lookup, in the order of the leaves of the user's nest.
       feature_tree: the nest.
-      mesh: devices; tables and batches are sharded over all its axes.
+      mesh: devices of the tables, the batches and the dense model.
+      batch_axes: mesh axes that batches and activations are split over. They are copied
+        along the others, which a dense model may use for its own weights.
       hardware: of the mesh's devices.
       activation_dtype: of activations, float32 or bfloat16.
 
@@ -187,32 +190,50 @@ class EmbeddingPlan(FeatureNest):
 
     stacks: tuple[StackPlan, ...]
     mesh: Mesh
+    batch_axes: tuple[str, ...]
     hardware: HardwareInfo
     activation_dtype: np.dtype = np.dtype(np.float32)
 
     @property
     def num_shards(self) -> int:
-        """Devices of the mesh, each of which holds one shard."""
+        """Devices of the mesh, each of which looks up an equal share of the samples."""
         return self.mesh.size
 
     @property
-    def axis_names(self) -> tuple[str, ...]:
-        """Mesh axes that tables and batches are sharded over: all of them."""
-        return tuple(self.mesh.axis_names)
+    def auto_mesh(self) -> Mesh:
+        """The mesh, with axes of type `Auto`; the mesh itself if it has no others."""
+        if all(kind == AxisType.Auto for kind in self.mesh.axis_types):
+            return self.mesh
+        return Mesh(self.mesh.devices, self.mesh.axis_names)
 
     @property
-    def shard_spec(self) -> PartitionSpec:
-        """Partition of the first axis over every device."""
-        return PartitionSpec(self.axis_names)
+    def sample_axes(self) -> tuple[str, ...]:
+        """All mesh axes. Samples are dealt to devices in this order of the axes.
+
+        The part of a batch shard is the same on all of its devices, and each of these
+        looks up an equal share of it.
+        """
+        rest = tuple(a for a in self.mesh.axis_names if a not in self.batch_axes)
+        return (*self.batch_axes, *rest)
+
+    @property
+    def sample_spec(self) -> PartitionSpec:
+        """Partition of the first axis over all devices, in the order of samples."""
+        return PartitionSpec(self.sample_axes)
+
+    @property
+    def num_batch_shards(self) -> int:
+        """Devices along the `batch_axes`: parts that batches arrive in."""
+        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
 
     def rows_sharding(self, stack: StackPlan) -> NamedSharding:
         """Returns the sharding of a stacked table and of its slot variables."""
         return NamedSharding(self.mesh, stack.rows_spec)
 
     @property
-    def sharding(self) -> NamedSharding:
-        """Sharding of tables, slot variables and batches."""
-        return NamedSharding(self.mesh, self.shard_spec)
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of batches, activations and cotangents, along their first axis."""
+        return NamedSharding(self.mesh, PartitionSpec(self.batch_axes))
 
     @property
     def replicated(self) -> NamedSharding:

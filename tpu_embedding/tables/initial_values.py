@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from tpu_embedding.initializers import truncated_normal_initializer
+from tpu_embedding.plan.on_mesh import constrain, in_auto_axes, on_shards
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
@@ -47,7 +48,12 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, PackedRows]:
       >>> sorted(te.init_tables(plan, jax.random.key(0)))
       ['stack_0']
     """
-    return {stack.name: _init_stack(stack, plan, key) for stack in plan.stacks}
+
+    def init(key: jax.Array) -> dict[str, PackedRows]:
+        return {stack.name: _init_stack(stack, plan, key) for stack in plan.stacks}
+
+    specs = {stack.name: stack.rows_spec for stack in plan.stacks}
+    return in_auto_axes(init, plan, specs)(key)
 
 
 def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> PackedRows:
@@ -57,22 +63,20 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
         (stack.num_shards * (stack.rows_per_shard + 1), stack.layout.row_lanes),
         stack.layout.stored_dtype,
     )
-    rows = jax.lax.with_sharding_constraint(rows, plan.rows_sharding(stack))
+    rows = constrain(rows, plan, stack.rows_spec)
     for table in stack.tables:
         values = store_rows(_logical_values(table, stack, plan, key), stack.layout)
-        rows = jax.shard_map(
+        rows = on_shards(
             lambda rows, values, table=table: _deal_rows(rows, values, table, stack),
-            mesh=plan.mesh,
+            plan,
             in_specs=stack.rows_spec,
             out_specs=stack.rows_spec,
-            check_vma=False,
         )(rows, values)
-    return jax.shard_map(
+    return on_shards(
         lambda rows: pack_stored(rows[:-1], stack.layout),
-        mesh=plan.mesh,
+        plan,
         in_specs=stack.rows_spec,
         out_specs=stack.rows_spec,
-        check_vma=False,
     )(rows)
 
 
@@ -95,7 +99,7 @@ def _logical_values(
         )
     block = round_up(-(-shape[0] // stack.num_shards), stack.num_shards)
     values = jnp.pad(values, ((0, block * stack.num_shards - shape[0]), (0, 0)))
-    return jax.lax.with_sharding_constraint(values, plan.rows_sharding(stack))
+    return constrain(values, plan, stack.rows_spec)
 
 
 def _key_of_table(key: jax.Array, name: str) -> jax.Array:

@@ -47,7 +47,7 @@ def across_shards(stack: StackPlan, plan: EmbeddingPlan) -> AllReduce:
         if reduction == "sum" and stack.num_replicas > 1:
             is_first = jax.lax.axis_index(stack.replica_axes) == 0
             totals = jnp.where(is_first, totals, jnp.zeros_like(totals))
-        return _ACROSS_SHARDS[reduction](totals, plan.axis_names)
+        return _ACROSS_SHARDS[reduction](totals, plan.sample_axes)
 
     return all_reduce
 

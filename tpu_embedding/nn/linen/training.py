@@ -144,8 +144,8 @@ class TrainState(struct.PyTreeNode):
           ValueError: if the variables have no tables.
         """
         layers = layer_tables(variables)
-        sharding = next(iter(layers.values())).plan.replicated
-        on_mesh = replicate_on_mesh({**variables}, sharding)
+        plan = next(iter(layers.values())).plan
+        on_mesh = replicate_on_mesh({**variables}, plan)
         slots = {
             path: functional.init_slots(tables.stacks, tables.plan)
             for path, tables in layers.items()
@@ -160,7 +160,7 @@ class TrainState(struct.PyTreeNode):
             slots=slots,
             **fields,
         )
-        return replicate_on_mesh(state, sharding)
+        return replicate_on_mesh(state, plan)
 
     def apply_gradients(
         self, *, grads: Gradients, updates: Mapping[str, Any] | None = None

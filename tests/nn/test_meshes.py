@@ -1,0 +1,199 @@
+"""Models on meshes of two axes: batches over one, dense weights over the other."""
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import tpu_embedding as te
+from tests.lookup.placements import assert_replicas_equal, mesh_of_shape
+
+full = pytest.mark.full
+
+BATCH, DIM, HIDDEN = 24, 4, 16
+
+
+def feature_config():
+    big = te.TableConfig(vocabulary_size=53, dim=DIM, combiner="sum", name="big")
+    small = te.TableConfig(
+        vocabulary_size=7,
+        dim=DIM,
+        combiner="sum",
+        name="small",
+        placement=te.Replicated(),
+    )
+    return {
+        "many": te.FeatureConfig(table=big, name="many"),
+        "one": te.FeatureConfig(table=small, name="one"),
+    }
+
+
+class Model(nnx.Module):
+    """Two dense layers; the first is split by columns, the second by rows."""
+
+    def __init__(self, plan, rngs):
+        self.embedding = te.TPUEmbedding(None, plan=plan, rngs=rngs)
+        generator = np.random.default_rng(0)
+        is_split = plan.batch_axes == ("data",) and plan.num_shards > 1
+        columns = PartitionSpec(None, "model") if is_split else PartitionSpec()
+        rows = PartitionSpec("model") if is_split else PartitionSpec()
+        for name, shape, spec in (
+            ("first", (2 * DIM, HIDDEN), columns),
+            ("second", (HIDDEN, 1), rows),
+        ):
+            values = generator.normal(size=shape).astype(np.float32) / 4
+            if AxisType.Explicit in plan.mesh.axis_types:
+                # As types spell it; another name of the sharding would compile anew.
+                spec = PartitionSpec(*spec, *[None] * (2 - len(spec)))
+            sharding = NamedSharding(plan.mesh, spec)
+            setattr(self, name, nnx.Param(jax.device_put(values, sharding)))
+
+    def __call__(self, features):
+        activations = self.embedding(features)
+        joined = jnp.concatenate([activations["many"], activations["one"]], axis=1)
+        hidden = jax.nn.relu(joined @ self.first[...])
+        # With sharding in types, sums over a split axis ask for their result's type.
+        is_explicit = AxisType.Explicit in jax.typeof(hidden).sharding.mesh.axis_types
+        plan = self.embedding.plan
+        kind = dict(out_sharding=plan.batch_sharding) if is_explicit else {}
+        return jnp.dot(hidden, self.second[...], **kind)[:, 0]
+
+
+def loss_fn(model, features, labels):
+    return jnp.mean((model(features) - labels) ** 2)
+
+
+def make_plan(mesh, **options):
+    return te.make_plan(
+        feature_config(), mesh, optimizer=te.optimizers.adagrad(0.1), **options
+    )
+
+
+def batch_of(plan, seed=0):
+    generator = np.random.default_rng(seed)
+    features = {
+        "many": generator.integers(0, 53, (BATCH, 3)),
+        "one": generator.integers(0, 7, BATCH),
+    }
+    labels = generator.normal(size=BATCH).astype(np.float32)
+    return te.shard_batch((te.prepare_features(features, plan), labels), plan)
+
+
+def make_step(plan):
+    model = Model(plan, nnx.Rngs(1))
+    optimizer = te.Optimizer(model, optax.adam(1e-2))
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, features, labels):
+        loss, gradients = te.value_and_grad(loss_fn)(model, features, labels)
+        optimizer.update(model, gradients)
+        return loss
+
+    return model, optimizer, step
+
+
+def train(plan):
+    """Returns losses, tables and dense weights of three steps."""
+    model, optimizer, step = make_step(plan)
+    losses = [step(model, optimizer, *batch_of(plan, seed)) for seed in range(3)]
+    assert step.jitted_fn._cache_size() == 1
+    assert_replicas_equal(model.embedding.tables.get_value())
+    dense = [np.asarray(model.first[...]), np.asarray(model.second[...])]
+    return np.asarray(losses), model.embedding.embedding_tables(), dense
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return train(make_plan(mesh_of_shape("1")))
+
+
+def check_equal(found, expected):
+    losses, tables, dense = found
+    # Three steps; sums over samples and columns in another order.
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+    for name, table in tables.items():
+        np.testing.assert_allclose(table, expected[1][name], rtol=1e-4, atol=1e-5)
+    for weights, expected_weights in zip(dense, expected[2], strict=True):
+        np.testing.assert_allclose(weights, expected_weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(batch_axes=("data",)),
+        pytest.param(dict(batch_axes=("data",), placement=te.Sharded(axes=("model",)))),
+        pytest.param(
+            dict(batch_axes=("data",), placement=te.Sharded(axes=("data",))),
+            marks=full,
+        ),
+        pytest.param(dict(batch_axes=()), marks=full),
+        pytest.param(dict(batch_axes=("model", "data")), marks=full),
+    ],
+    ids=str,
+)
+def test_a_dense_model_over_its_own_axis_gives_equal_numbers(options, on_one_device):
+    check_equal(train(make_plan(mesh_of_shape("4x2"), **options)), on_one_device)
+
+
+@pytest.mark.parametrize("context", ["set_mesh", pytest.param("none", marks=full)])
+@pytest.mark.parametrize("batch_axes", [("data",), pytest.param(None, marks=full)])
+def test_explicit_axes_give_equal_numbers(batch_axes, context, on_one_device):
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    assert set(mesh.axis_types) == {AxisType.Explicit}
+    with jax.set_mesh(mesh) if context == "set_mesh" else contextlib.nullcontext():
+        found = train(make_plan(mesh, batch_axes=batch_axes))
+    check_equal(found, on_one_device)
+
+
+def test_activations_have_the_types_of_explicit_axes():
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    with jax.set_mesh(mesh):
+        plan = te.make_plan(feature_config(), batch_axes=("data",))
+        assert plan.mesh == mesh  # that of the context
+        tables = te.init_tables(plan, jax.random.key(0))
+        features, _ = batch_of(plan)
+        seen = []
+
+        @jax.jit
+        def look_up(tables, features):
+            result = te.lookup(tables, features, plan)
+            seen.extend(map(jax.typeof, jax.tree.leaves(result.activations)))
+            shapes = jax.tree.leaves(te.activation_shapes(features, plan))
+            assert [x.sharding.spec for x in shapes] == [plan.batch_sharding.spec] * 2
+            # 21 samples cannot be split over 4 devices.
+            fewer = {"many": jnp.zeros((21, 3), int), "one": jnp.zeros((21,), int)}
+            fewer = te.lookup(tables, fewer, plan).activations
+            seen.extend(map(jax.typeof, jax.tree.leaves(fewer)))
+            return result.activations, fewer
+
+        look_up(tables, features)
+    specs = [found.sharding.spec for found in seen]
+    assert specs == [PartitionSpec("data", None)] * 2 + [PartitionSpec(None, None)] * 2
+
+
+def collectives_of(text):
+    """Returns the kind and the shape of each collective in compiled HLO."""
+    pattern = r"= \(?(\w+\[[\d,]*\]).* (all-gather|all-to-all|all-reduce|\S*permute)\("
+    return [(kind, shape) for shape, kind in re.findall(pattern, text)]
+
+
+def test_activations_are_gathered_once_and_tables_never():
+    plan = make_plan(mesh_of_shape("4x2"), batch_axes=("data",))
+    model, optimizer, step = make_step(plan)
+    text = step.lower(model, optimizer, *batch_of(plan)).compile().as_text()
+    found = collectives_of(text)
+    samples = BATCH // 4
+    # One of each feature; samples of the other devices of a data shard.
+    gathered = [shape for kind, shape in found if kind == "all-gather"]
+    assert gathered == [f"f32[{samples},{DIM}]"] * 2
+    # Ids out, rows back, gradients out, all of the sharded table.
+    assert sum(kind == "all-to-all" for kind, _ in found) == 3
+    assert not any("permute" in kind for kind, _ in found)
+    # Gradients of the replicated table, of 7 rows.
+    assert ("all-reduce", f"f32[7,{DIM}]") in found

@@ -1,0 +1,128 @@
+"""The mesh, the batch axes and the hardware of a plan."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.lookup.placements import mesh_of_shape
+
+FEATURE = te.FeatureConfig(table=te.TableConfig(vocabulary_size=10, dim=2))
+
+
+def kinds_of(*kinds):
+    devices = np.asarray(jax.devices()[:4]).reshape(2, 2)
+    return Mesh(devices, ("x", "y"), axis_types=kinds)
+
+
+WRONG = {
+    "a device": (dict(mesh=jax.devices()), TypeError, "mesh must be a jax.sharding"),
+    "an abstract mesh": (
+        dict(mesh=AbstractMesh((2,), ("x",))),
+        TypeError,
+        "mesh must be a jax.sharding.Mesh",
+    ),
+    "no devices": (
+        dict(mesh=Mesh(np.empty((0,), object), ("x",))),
+        ValueError,
+        "mesh must have devices",
+    ),
+    "axes of two types": (
+        dict(mesh=kinds_of(AxisType.Explicit, AxisType.Auto)),
+        ValueError,
+        "all of type Auto or all of type Explicit, got .*'y'",
+    ),
+    "manual axes": (
+        dict(mesh=kinds_of(AxisType.Manual, AxisType.Manual)),
+        ValueError,
+        "got .*'x'.*Manual",
+    ),
+    "hardware as a name": (
+        dict(hardware="v5p"),
+        TypeError,
+        "hardware must be a HardwareInfo or None, got 'v5p'; te.hardware_by_name",
+    ),
+    "batch axes as a string": (
+        dict(batch_axes="shard"),
+        TypeError,
+        r"batch_axes must be a tuple .*'shard'; .*batch_axes=\('data',\)",
+    ),
+    "batch axes of numbers": (dict(batch_axes=(0,)), TypeError, "batch_axes must be"),
+    "an unknown batch axis": (
+        dict(batch_axes=("data",)),
+        ValueError,
+        r"batch_axes must name axes of the mesh, \['shard'\].*'data'",
+    ),
+    "a batch axis twice": (
+        dict(batch_axes=("shard", "shard")),
+        ValueError,
+        "batch_axes must name .* each once",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_options_are_refused(options, kind, message):
+    with pytest.raises(kind, match=message):
+        te.make_plan(FEATURE, **dict(mesh=mesh_of(2)) | options)
+
+
+def test_no_mesh_means_all_devices():
+    plan = te.make_plan(FEATURE)
+    assert plan.mesh == Mesh(np.asarray(jax.devices()), ("shard",))
+    assert plan.auto_mesh is plan.mesh
+
+
+def test_no_mesh_means_that_of_the_context():
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    with jax.set_mesh(mesh):
+        plan = te.make_plan(FEATURE)
+        # JAX hides the devices of the context there.
+        with pytest.raises(ValueError, match="mesh must be given .* inside jax.jit"):
+            jax.eval_shape(lambda: te.make_plan(FEATURE) and 0)
+    assert plan.mesh == mesh
+    assert set(plan.auto_mesh.axis_types) == {AxisType.Auto}
+    np.testing.assert_array_equal(plan.auto_mesh.devices, mesh.devices)
+
+
+def test_batches_are_split_over_all_axes_unless_told_otherwise():
+    plan = te.make_plan(FEATURE, mesh_of_shape("4x2"))
+    assert plan.batch_axes == plan.sample_axes == ("data", "model")
+    assert plan.batch_sharding.spec == plan.sample_spec
+    assert plan.num_batch_shards == 8
+
+
+@pytest.mark.parametrize(
+    ("batch_axes", "sample_axes", "num_batch_shards"),
+    [
+        (("data",), ("data", "model"), 4),
+        (("model",), ("model", "data"), 2),
+        (("model", "data"), ("model", "data"), 8),
+        ((), ("data", "model"), 1),
+    ],
+)
+def test_samples_of_a_batch_shard_are_split_over_its_devices(
+    batch_axes, sample_axes, num_batch_shards
+):
+    plan = te.make_plan(FEATURE, mesh_of_shape("4x2"), batch_axes=batch_axes)
+    assert plan.sample_axes == sample_axes
+    assert plan.sample_spec == PartitionSpec(sample_axes)
+    assert plan.num_batch_shards == num_batch_shards
+    # The samples of a device lie in the batch shard that the device holds.
+    batch = np.arange(16)
+    held = plan.batch_sharding.devices_indices_map(batch.shape)
+    looked_up = jax.sharding.NamedSharding(plan.mesh, plan.sample_spec)
+    for device, index in looked_up.devices_indices_map(batch.shape).items():
+        assert set(batch[index]) <= set(batch[held[device]])
+        assert len(batch[index]) == 2
+
+
+def test_a_batch_is_split_over_the_batch_axes():
+    plan = te.make_plan(FEATURE, mesh_of_shape("4x2"), batch_axes=("data",))
+    batch = {"divides": np.zeros((12, 3)), "rest": np.zeros(10), "scalar": np.zeros(())}
+    placed = te.shard_batch(batch, plan)
+    assert placed["divides"].sharding.is_equivalent_to(plan.batch_sharding, 2)
+    assert placed["rest"].sharding.is_fully_replicated
+    assert placed["scalar"].sharding.is_fully_replicated

@@ -1,0 +1,90 @@
+"""Checks the mesh of a plan, and the options of `make_plan` that name its axes."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from tpu_embedding.hardware import HardwareInfo, hardware_of_device
+
+
+def resolve_mesh(mesh: Any) -> Mesh:
+    """Returns the user's mesh, or else that of `jax.set_mesh`, or else all devices.
+
+    Raises:
+      TypeError: if it is no mesh of devices.
+      ValueError: if it has no device, or axes of several types.
+    """
+    if mesh is None:
+        return _mesh_of_context()
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}; "
+            "jax.make_mesh((jax.device_count(),), ('shard',)) makes one."
+        )
+    if mesh.size == 0:
+        raise ValueError(
+            f"mesh must have devices, got {mesh!r}; leave it out for all devices."
+        )
+    if set(mesh.axis_types) not in ({AxisType.Auto}, {AxisType.Explicit}):
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        raise ValueError(
+            f"mesh axes must be all of type Auto or all of type Explicit, got {kinds}; "
+            "give jax.make_mesh equal axis_types for the layer's mesh."
+        )
+    return mesh
+
+
+def resolve_batch_axes(batch_axes: Any, mesh: Mesh) -> tuple[str, ...]:
+    """Returns the axes that batches are split over; None means all.
+
+    Raises:
+      TypeError: if they are no tuple of names.
+      ValueError: if the mesh lacks one of them, or one comes twice.
+    """
+    if batch_axes is None:
+        return tuple(mesh.axis_names)
+    is_names = isinstance(batch_axes, tuple) and all(
+        isinstance(axis, str) for axis in batch_axes
+    )
+    if not is_names:
+        raise TypeError(
+            "batch_axes must be a tuple of names of mesh axes or None, got "
+            f"{batch_axes!r}; a single axis is written batch_axes=('data',)."
+        )
+    unknown = [axis for axis in batch_axes if axis not in mesh.axis_names]
+    if unknown or len(set(batch_axes)) < len(batch_axes):
+        raise ValueError(
+            f"batch_axes must name axes of the mesh, {list(mesh.axis_names)}, each "
+            f"once, got {batch_axes!r}; None means all of them."
+        )
+    return batch_axes
+
+
+def resolve_hardware(hardware: Any, mesh: Mesh) -> HardwareInfo:
+    """Returns the user's hardware, or else that of the mesh's devices.
+
+    Raises:
+      TypeError: if it is no `HardwareInfo`.
+    """
+    if hardware is None:
+        return hardware_of_device(mesh.devices.flat[0])
+    if not isinstance(hardware, HardwareInfo):
+        raise TypeError(
+            f"hardware must be a HardwareInfo or None, got {hardware!r}; "
+            "te.hardware_by_name('v5p') makes one."
+        )
+    return hardware
+
+
+def _mesh_of_context() -> Mesh:
+    if jax.sharding.get_abstract_mesh() == AbstractMesh((), ()):
+        return Mesh(np.asarray(jax.devices()), ("shard",))
+    try:
+        return resolve_mesh(jax.sharding.get_mesh())
+    except ValueError as error:
+        raise ValueError(
+            "mesh must be given where a plan is made inside jax.jit under "
+            f"jax.set_mesh, got None; make the plan outside, or pass mesh. ({error})"
+        ) from None

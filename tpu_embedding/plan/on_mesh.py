@@ -1,0 +1,120 @@
+"""Runs functions on the devices of a plan, on meshes of any axis type.
+
+The layer's programs are written for `Auto` axes, whose shardings XLA propagates. On a
+mesh with `Explicit` axes, as `jax.make_mesh` makes it, the type of an array spells its
+sharding. Each public function then enters a context of `Auto` axes, and its results
+leave with types of the user's mesh. On a mesh of `Auto` axes, nothing changes.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from tpu_embedding.plan.plan import EmbeddingPlan
+
+
+def on_shards(
+    function: Callable[..., Any], plan: EmbeddingPlan, *, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Returns a function of global arrays whose parts each device computes.
+
+    Args:
+      function: takes and returns the part of each device.
+      plan: for the mesh.
+      in_specs: partitions of the arguments; pytrees may be prefixes of theirs.
+      out_specs: partitions of the results. Devices must agree where one lacks an axis.
+    """
+    mapped = jax.shard_map(
+        function,
+        mesh=plan.auto_mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+    return in_auto_axes(mapped, plan, out_specs)
+
+
+def in_auto_axes(
+    function: Callable[..., Any], plan: EmbeddingPlan, out_specs: Any
+) -> Callable[..., Any]:
+    """Returns a function that runs in a context of `Auto` axes.
+
+    Args:
+      function: of global arrays.
+      plan: for the mesh.
+      out_specs: partitions of the results on a mesh with `Explicit` axes; pytrees may
+        be prefixes of the results. XLA chooses the partitions on other meshes.
+    """
+    context = jax.sharding.get_abstract_mesh().axis_types
+    is_in_auto_axes = context and all(kind == AxisType.Auto for kind in context)
+    if plan.mesh is plan.auto_mesh or is_in_auto_axes:
+        return function
+    out_sharding = jax.tree.map(
+        lambda spec: NamedSharding(plan.mesh, spec),
+        out_specs,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+    def run(*arguments: Any) -> Any:
+        # JAX makes pytrees of partitions of the arguments, which dataclasses refuse.
+        leaves, tree = jax.tree.flatten(arguments)
+        return jax.sharding.auto_axes(
+            lambda *leaves: function(*tree.unflatten(leaves)),
+            axes=plan.mesh.axis_names,
+            out_sharding=out_sharding,
+        )(*leaves)
+
+    return run
+
+
+def zeros_like(shapes: Any) -> Any:
+    """Returns zeros of the types of some arrays.
+
+    Args:
+      shapes: pytree of `jax.ShapeDtypeStruct`. Their shardings are part of the types
+        if the axes of the context are `Explicit`.
+    """
+    context = jax.sharding.get_abstract_mesh()
+
+    def make(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if leaf.sharding is None or AxisType.Explicit not in context.axis_types:
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        return jnp.zeros(leaf.shape, leaf.dtype, out_sharding=leaf.sharding.spec)
+
+    return jax.tree.map(make, shapes)
+
+
+def replicate(array: jax.Array, plan: EmbeddingPlan) -> jax.Array:
+    """Copies an array to all devices, under the sharding that a step would return."""
+    sharding = plan.replicated
+    if plan.mesh is not plan.auto_mesh:
+        # XLA names the partition of each axis there; another name compiles anew.
+        sharding = NamedSharding(plan.mesh, PartitionSpec(*[None] * array.ndim))
+    return jax.device_put(array, sharding)
+
+
+def constrain(array: jax.Array, plan: EmbeddingPlan, spec: PartitionSpec) -> jax.Array:
+    """Partitions an array, in a context of `Auto` axes."""
+    return jax.lax.with_sharding_constraint(array, NamedSharding(plan.auto_mesh, spec))
+
+
+def settle(array: jax.Array, plan: EmbeddingPlan, axes: tuple[str, ...]) -> jax.Array:
+    """Fixes the sharding of an array, so that several programs agree on it.
+
+    Types fix it already on a mesh with `Explicit` axes.
+
+    Args:
+      array: global, in a context of the user's mesh.
+      plan: for the mesh.
+      axes: of the mesh, which split the first axis of the array. An array that they do
+        not divide is whole.
+    """
+    if plan.mesh is not plan.auto_mesh:
+        return array
+    num_parts = math.prod(plan.mesh.shape[axis] for axis in axes)
+    divides = bool(array.ndim) and array.shape[0] % num_parts == 0
+    return constrain(array, plan, PartitionSpec(axes) if divides else PartitionSpec())
