@@ -7,13 +7,17 @@ modules need no branches. A figure without a public source is None.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal, get_args
 
 import jax
 from jax.sharding import Mesh
 
 MEBIBYTE: Final = 2**20
 GIBIBYTE: Final = 2**30
+
+EmbeddingFeature = Literal["UNSUPPORTED", "V1", "V2"]
+EMBEDDING_FEATURES: Final[tuple[EmbeddingFeature, ...]] = get_args(EmbeddingFeature)
+"""Names of TensorFlow's `HardwareFeature.EmbeddingFeature`, none to newest."""
 
 DMA_GRANULE_BYTES: Final = 64
 """Minimum size of a SparseCore memory access, as the traffic model counts it.
@@ -47,6 +51,7 @@ class HardwareInfo:
       chip_config_name: libtpu's name of the chip configuration that has
         `devices_per_chip` devices. None means libtpu's default.
       num_sparse_cores: SparseCores per chip that XLA can use.
+      embedding_feature: TensorFlow's name of the chip's embedding hardware.
       compiler_options: XLA options for train steps on this device. XLA rejects
         `xla_tpu_` options on other devices.
     """
@@ -63,6 +68,7 @@ class HardwareInfo:
     devices_per_chip: int = 1
     chip_config_name: str | None = None
     num_sparse_cores: int = 0
+    embedding_feature: EmbeddingFeature = "UNSUPPORTED"
     compiler_options: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -132,6 +138,7 @@ _TPU_V4: Final = HardwareInfo(
     bf16_flops_per_second=275e12,
     vmem_bytes=16 * MEBIBYTE,
     chip_config_name="megacore",
+    embedding_feature="V1",
 )
 _TPU_V5E: Final = HardwareInfo(
     name="v5e",
@@ -155,6 +162,7 @@ _TPU_V5P: Final = HardwareInfo(
     bf16_flops_per_second=459e12,
     vmem_bytes=64 * MEBIBYTE,
     num_sparse_cores=4,
+    embedding_feature="V2",
     compiler_options=_SPARSE_CORE_OPTIONS,
 )
 _TPU_V6E: Final = HardwareInfo(
@@ -168,6 +176,7 @@ _TPU_V6E: Final = HardwareInfo(
     bf16_flops_per_second=918e12,
     vmem_bytes=128 * MEBIBYTE,
     num_sparse_cores=2,
+    embedding_feature="V2",
     compiler_options=_SPARSE_CORE_OPTIONS,
 )
 _TPU_7X: Final = HardwareInfo(
@@ -182,6 +191,7 @@ _TPU_7X: Final = HardwareInfo(
     vmem_bytes=64 * MEBIBYTE,
     devices_per_chip=2,
     num_sparse_cores=4,
+    embedding_feature="V2",
     compiler_options=_SPARSE_CORE_OPTIONS,
 )
 _CPU: Final = HardwareInfo(name="cpu")

@@ -103,6 +103,7 @@ class TPUEmbedding(nnx.Module):
         *,
         mesh: Mesh | None = None,
         plan: EmbeddingPlan | None = None,
+        embedding_feature: Any = None,
         pipeline_execution_with_tensor_core: bool = False,
         rngs: nnx.Rngs,
     ):
@@ -117,6 +118,8 @@ class TPUEmbedding(nnx.Module):
           mesh: devices to shard tables and batch over; None: all, on one axis.
           plan: made by `make_plan` from the same `feature_config`, instead of
             `optimizer` and `mesh`; it sets more options.
+          embedding_feature: as for `make_plan`, which takes it instead if it makes the
+            plan.
           pipeline_execution_with_tensor_core: TensorFlow's name; only False. Pipelining
             is a property of the train step here: see
             `tpu_embedding.PipelinedTrainStep`.
@@ -140,11 +143,16 @@ class TPUEmbedding(nnx.Module):
                 "computes what TensorFlow does, or with mode='exact'."
             )
         if plan is None:
-            plan = make_plan(feature_config, mesh, optimizer=optimizer)
-        elif optimizer is not None or mesh is not None:
+            plan = make_plan(
+                feature_config,
+                mesh,
+                optimizer=optimizer,
+                embedding_feature=embedding_feature,
+            )
+        elif (optimizer, mesh, embedding_feature) != (None, None, None):
             raise ValueError(
-                "TPUEmbedding takes a plan, or optimizer and mesh to make one, got "
-                "both; give them to make_plan."
+                "TPUEmbedding takes a plan, or optimizer, mesh and embedding_feature "
+                "to make one, got both; give them to make_plan."
             )
         elif feature_config is not None and not plan.is_for(feature_config):
             raise ValueError(

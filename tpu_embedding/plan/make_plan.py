@@ -20,6 +20,7 @@ from tpu_embedding.placement import PlacementPolicy
 from tpu_embedding.plan import stacking
 from tpu_embedding.plan.backends import choose_backends, requested_backend
 from tpu_embedding.plan.capacity import EXCHANGE_KINDS, ExchangeKind
+from tpu_embedding.plan.embedding_feature import resolve_embedding_feature
 from tpu_embedding.plan.features import flatten_config, place_features
 from tpu_embedding.plan.mesh_options import (
     resolve_batch_axes,
@@ -57,6 +58,7 @@ def make_plan(
     kernels: Backend | None = None,
     placement: PlacementPolicy | None = None,
     batch_axes: tuple[str, ...] | None = None,
+    embedding_feature: Any = None,
     hardware: HardwareInfo | None = None,
     activation_dtype: Any = jnp.float32,
 ) -> EmbeddingPlan:
@@ -92,6 +94,10 @@ def make_plan(
       batch_axes: mesh axes that batches arrive split over, and activations leave split
         over, copied along the others. Each device looks up an equal share. Use it for a
         dense model that is sharded over its own axes. None: all axes.
+      embedding_feature: TensorFlow's `"UNSUPPORTED"`, `"V1"` or `"V2"`, or its enum
+        member. `"UNSUPPORTED"` replicates all tables and runs XLA. The others shard
+        them, and are refused on hardware that TensorFlow knows under another name.
+        None: tables are sharded over any hardware.
       hardware: None means that of the mesh's devices.
       activation_dtype: type of the activations, float32 or bfloat16. Rows are pooled
         in float32, and gradients summed in float32; only the results are rounded. So
@@ -110,6 +116,9 @@ def make_plan(
     _check_options(capacity, exchange, optimizer)
     capacity = None if capacity is None else int(capacity)
     check_policy(placement, mesh)
+    placement = resolve_embedding_feature(
+        embedding_feature, placement, kernels, hardware
+    )
     exchange = _exchange_on(mesh, exchange)
     backend = requested_backend(kernels, mesh.devices.flat[0], hardware)
     features = flatten_config(feature_config)
