@@ -120,24 +120,23 @@ def test_shapes_of_the_arrays_agree(dim, hardware):
 @pytest.mark.parametrize(
     ("dtype", "dim", "line_bytes", "num_lines"),
     [
-        ("bfloat16", 1, 512, 8),  # one word for one element: as much as float32
-        ("bfloat16", 2, 512, 8),
-        ("bfloat16", 16, 512, 64),  # half of float32's 128
-        ("bfloat16", 128, 512, 512),
-        ("float16", 128, 512, 512),
-        ("bfloat16", 200, 512, 1024),  # 100 of 128 words
-        ("bfloat16", 256, 512, 1024),
-        ("int8", 16, 512, 56),  # 6 words, 21 rows to a line, 49 lines
-        ("int8", 128, 512, 344),  # 34 words, 3 rows to a line
+        ("bfloat16", 1, 512, 32),  # always half of float32
+        ("bfloat16", 3, 512, 104),  # 84 rows to a line
+        ("bfloat16", 16, 512, 512),
+        ("bfloat16", 128, 512, 4096),
+        ("float16", 128, 512, 4096),
+        ("bfloat16", 200, 1024, 4096),  # 2 rows to a line of 256 lanes
+        ("int8", 16, 512, 392),  # 6 words, 21 rows to a line
+        ("int8", 128, 512, 2736),  # 34 words, 3 rows to a line
     ],
 )
 def test_narrow_tables_on_tpu(dtype, dim, line_bytes, num_lines):
     optimizer = None if dtype == "int8" else te.optimizers.adagrad(0.1)
-    plan = plan_of(1024, dim, 1, V5P, optimizer, dtype)
+    plan = plan_of(8192, dim, 1, V5P, optimizer, dtype)
     assert plan.table_bytes_per_device == num_lines * line_bytes
     if optimizer is not None:
         # Slots stay float32.
-        float32 = plan_of(1024, dim, 1, V5P, optimizer)
+        float32 = plan_of(8192, dim, 1, V5P, optimizer)
         assert plan.slot_bytes_per_device == float32.slot_bytes_per_device
     assert f" {dtype} " in str(plan)
 
@@ -150,8 +149,8 @@ def test_shapes_of_narrow_arrays_agree(dtype, hardware):
     (lines,) = jax.tree.leaves(tables)
     assert 4 * lines.size == 2 * plan.table_bytes_per_device
     if hardware is CPU:
-        words = {"int8": 6}.get(dtype, 8)
-        assert plan.table_bytes_per_device == 42 * 8 * 8 * words * 4
+        row_bytes = {"int8": 24}.get(dtype, 32)
+        assert plan.table_bytes_per_device == 42 * 8 * 8 * row_bytes
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

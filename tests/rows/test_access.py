@@ -22,6 +22,7 @@ from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,
     pack_rows,
+    rows_of_lines,
     unpack_rows,
 )
 from tpu_embedding.types import PADDING_ROW_ID
@@ -52,7 +53,7 @@ NARROW_LAYOUTS = {
     )
     for dtype, lanes, dims in [
         ("bfloat16", None, (3,)),
-        ("bfloat16", 128, (2, 3, 16, 300)),
+        ("bfloat16", 128, (1, 3, 16, 300)),
         ("float16", 128, (3,)),
         ("int8", 128, (3, 300)),
     ]
@@ -169,18 +170,23 @@ def test_gather_of_narrow_rows(layout):
 def test_replace_narrow_rows(layout):
     """Any bits replace any others; those of neighbours in the same line stay."""
     generator = np.random.default_rng(3)
-    words = generator.integers(-(2**31), 2**31, layout.lines_shape, np.int64)
-    packed = PackedRows(lines=jnp.asarray(words.astype(np.int32)), layout=layout)
+    bits = 32 if layout.rows_per_lane == 1 else 16
+
+    def integers_of(shape, bits):
+        return generator.integers(0, 2**bits, shape, np.uint32).view(np.int32)
+
+    packed = PackedRows(
+        lines=jnp.asarray(integers_of(layout.lines_shape, 32)), layout=layout
+    )
     ids = np.array([36, PADDING_ROW_ID, 0, 37, 12, 11, 37], np.int32)
-    shape = (len(ids), layout.row_lanes)
-    new = generator.integers(-(2**31), 2**31, shape, np.int64).astype(np.int32)
+    new = integers_of((len(ids), layout.row_lanes), bits)
     after = jax.jit(replace_stored_rows)(packed, jnp.array(ids), jnp.array(new))
     assert after.layout == layout
 
     def by_row(packed):
         lines = np.asarray(packed.lines).reshape(layout.num_lines, layout.lanes)
-        used = layout.rows_per_line * layout.row_lanes
-        return lines[:, :used].reshape(-1, layout.row_lanes), lines[:, used:]
+        used = layout.rows_abreast * layout.row_lanes
+        return rows_of_lines(lines, layout), lines[:, used:]
 
     (rows, unused), (found, found_unused) = by_row(packed), by_row(after)
     expected = rows.copy()

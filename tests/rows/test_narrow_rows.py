@@ -10,9 +10,12 @@ from tpu_embedding.rows.narrow_rows import (
     NARROW_DTYPES,
     decode_rows,
     encode_rows,
+    join_rows,
+    lanes_per_row,
     mix_bits,
     random_bits,
-    words_per_row,
+    rows_per_lane,
+    split_rows,
 )
 
 FLOATS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -56,25 +59,38 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dim", "words"),
+    ("dtype", "dim", "lanes"),
     [
-        *[(dtype, 1, 1) for dtype in FLOATS],
-        *[(dtype, 2, 1) for dtype in FLOATS],
-        *[(dtype, 3, 2) for dtype in FLOATS],
-        *[(dtype, 128, 64) for dtype in FLOATS],
+        *[(dtype, dim, dim) for dtype in FLOATS for dim in (1, 3, 128)],
         ("int8", 1, 3),
         ("int8", 4, 3),
         ("int8", 5, 4),
         ("int8", 128, 34),
     ],
 )
-def test_words_of_a_row(dtype, dim, words):
-    assert words_per_row(dtype, dim) == words
+def test_lanes_of_a_row(dtype, dim, lanes):
+    assert lanes_per_row(dtype, dim) == lanes
     stored = encode(jnp.ones((7, dim)), dtype, None)
-    assert stored.shape == (7, words)
+    assert stored.shape == (7, lanes)
     assert stored.dtype == jnp.int32
     assert decode(stored, dtype, dim).shape == (7, dim)
     assert decode(stored, dtype, dim).dtype == jnp.float32
+
+
+@each_module
+@each_dtype
+def test_rows_share_lanes(dtype, module):
+    shared = rows_per_lane(dtype)
+    limit = 2**16 if shared == 2 else 2**31
+    stored = np.random.default_rng(0).integers(0, limit, (5, shared, 7), np.int32)
+    lines = join_rows(module(stored), dtype)
+    assert lines.shape == (5, 7)
+    assert lines.dtype == np.int32
+    np.testing.assert_array_equal(split_rows(lines, dtype), stored)
+    if shared == 2:
+        halves = np.ascontiguousarray(np.asarray(lines)).view(np.uint16)
+        np.testing.assert_array_equal(halves[:, 0::2], stored[:, 0])
+        np.testing.assert_array_equal(halves[:, 1::2], stored[:, 1])
 
 
 @each_module
@@ -167,17 +183,10 @@ def test_random_rounding_takes_a_neighbour(dtype):
     assert not is_between[is_inside].any()
 
 
-@each_float
-@pytest.mark.parametrize("dim", [1, 2, 3, 16, 25])
-def test_elements_keep_their_places(dtype, dim):
-    rows = np.arange(4 * dim, dtype=np.float32).reshape(4, dim)
-    np.testing.assert_array_equal(rounded(rows, dtype), rows)
-
-
 @each_dtype
-def test_words_of_zeros_are_zeros(dtype):
-    words = jnp.zeros((3, words_per_row(dtype, 5)), jnp.int32)
-    np.testing.assert_array_equal(decode(words, dtype, 5), np.zeros((3, 5)))
+def test_stored_zeros_are_zeros(dtype):
+    stored = jnp.zeros((3, lanes_per_row(dtype, 5)), jnp.int32)
+    np.testing.assert_array_equal(decode(stored, dtype, 5), np.zeros((3, 5)))
 
 
 @each_module

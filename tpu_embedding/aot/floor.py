@@ -139,7 +139,7 @@ def _stack_floor(
 
     # Gradients are float32, whatever the rows are stored in.
     gradient_bytes = _ITEM_BYTES * stack.dim
-    row_bytes = _ITEM_BYTES * stack.layout.row_lanes
+    row_bytes = stack.layout.row_bytes
     link_bytes = requested * (_ITEM_BYTES + row_bytes)
     backward, copy_bytes = 0.0, 0.0
     if stack.optimizer is not None:

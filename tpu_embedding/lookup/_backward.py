@@ -202,7 +202,7 @@ def _spread_and_send(
         samples.cotangents,
         ids_by_row,
         samples.poolings,
-        stack.layout.decoded.buffer_layout(size.sent_rows),
+        stack.layout.buffer_layout(size.sent_rows),
         samples.backends,
     )
     return _send_to_owners(gradients, requests, size, stack, plan)

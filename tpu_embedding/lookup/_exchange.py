@@ -6,6 +6,7 @@ padding between them.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from tpu_embedding.lookup._route import Round, bucket_starts, count_lines
 from tpu_embedding.plan.capacity import LANES, RoundSize
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.access import gather_packed
-from tpu_embedding.rows.packed_rows import PackedRows, decode_packed
+from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import PADDING_ROW_ID
 
 
@@ -111,15 +112,17 @@ def fetch_rows(
       Places without a request are undefined.
     """
     rows = gather_packed(table, requests.row_ids)
+    # Rows of bfloat16 cross the network as such. The conversion is exact.
+    is_short = table.layout.narrow_dtype == "bfloat16" and stack.num_shards > 1
+    rows = _cast(rows, jnp.bfloat16 if is_short else jnp.float32)
     buckets = requests.buckets
-    # Narrow rows cross the network as they are stored.
     if buckets is None:
         rows = _exchange_padded(rows, stack)
     else:
         rows = _exchange_ragged(
             rows, buckets.as_owner, buckets.as_source, buckets.sent_rows, stack, plan
         )
-    rows = decode_packed(rows)
+    rows = _cast(rows, jnp.float32)
     if stack.quantization is None:
         return rows
     lines = quantize(rows.lines, stack.quantization)
@@ -174,6 +177,10 @@ def quantize(
     step = (config.upper - config.lower) / (config.num_buckets - 1)
     clipped = jnp.clip(rows, config.lower, config.upper)
     return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
+
+
+def _cast(rows: PackedRows, dtype: Any) -> PackedRows:
+    return PackedRows(lines=rows.lines.astype(dtype), layout=rows.layout)
 
 
 def _exchange_padded(rows: PackedRows, stack: StackPlan) -> PackedRows:
@@ -236,10 +243,8 @@ def _move_ragged(
     source = jnp.argmax(is_from, axis=1)
     line = starts[source] + jnp.take_along_axis(offsets, source[:, None], axis=1)[:, 0]
     received_lines = all_lines[source, jnp.clip(line, 0, lines.shape[0] - 1)]
-    # Lines that no shard sends are undefined. A NaN shows if one is used; words of
-    # narrow rows hold NaNs if all their bits are set.
-    undefined = jnp.nan if jnp.issubdtype(lines.dtype, jnp.floating) else -1
-    undefined = jnp.asarray(undefined, lines.dtype)
+    # Lines that no shard sends are undefined. A NaN shows if one is used.
+    undefined = jnp.asarray(jnp.nan, lines.dtype)
     return jnp.where(jnp.any(is_from, axis=1)[:, None], received_lines, undefined)
 
 

@@ -72,7 +72,7 @@ def add_dense_gradients(
     num_rows = round_up(stack.rows_per_shard, stack.layout.rows_per_line)
     # In lines, as the table: XLA:TPU would pad narrow rows to 128 lanes each.
     layout = dataclasses.replace(
-        stack.layout.decoded.buffer_layout(num_rows), line_lanes=stack.layout.line_lanes
+        stack.layout.buffer_layout(num_rows), line_lanes=stack.layout.line_lanes
     )
     sums = add_to_rows(_zeros(layout, jnp.float32), updates.row_ids, updates.values)
     counts = add_to_rows(

@@ -77,7 +77,8 @@ def _stack_cells(stack: "StackPlan", plan: "EmbeddingPlan") -> tuple[str, ...]:
     table_bytes = memory.rows_bytes(layout, plan.hardware, LANE_BYTES)
     size = memory.format_bytes(table_bytes)
     size += f" + {memory.format_bytes(plan.slot_bytes_of(stack))} slots"
-    packing = f"{layout.rows_per_line} x {layout.row_lanes} of {layout.lanes}"
+    elements = layout.rows_per_lane * layout.lanes
+    packing = f"{layout.rows_per_line} x {layout.row_lanes} of {elements}"
     rows_per_shard = f"{stack.rows_per_shard:,}"
     dtype = layout.dtype_name
     facts = (str(stack.dim), dtype, "", rows_per_shard, packing)

@@ -36,7 +36,6 @@ from tpu_embedding.plan.plan import (
 )
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
 from tpu_embedding.rows.packed_rows import (
-    LANE_BYTES,
     Backend,
     RowLayout,
     StackContents,
@@ -270,7 +269,7 @@ def _row_bytes(table: stacking.NamedTable) -> int:
     )
     slots = _slots_of_tables([table])
     slot_bytes = sum(math.prod(slot.shape) * slot.dtype.itemsize for slot in slots)
-    return LANE_BYTES * row.row_lanes + slot_bytes
+    return row.row_bytes + slot_bytes
 
 
 def _slots_of_tables(

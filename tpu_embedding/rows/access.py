@@ -18,10 +18,9 @@ from tpu_embedding.rows.packed_rows import (
     RowLayout,
     gather_in_bounds,
     keep_rows,
+    load_rows,
     pack_rows,
-    pack_stored,
     unpack_rows,
-    unpack_stored,
 )
 
 _KERNEL_ID_ALIGNMENT: Final = 128
@@ -50,7 +49,7 @@ def gather_packed(packed: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows
     """Reads rows like `gather_rows`, and leaves them packed as the backend wrote them.
 
     Returns:
-      The rows in `packed.layout.buffer_layout(ids)`.
+      The rows in `packed.layout.buffer_layout(ids)`; narrow rows as float32.
     """
     layout = packed.layout
     (num_ids,) = row_ids.shape
@@ -60,17 +59,7 @@ def gather_packed(packed: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows
         row_ids = jnp.pad(row_ids, (0, -num_ids % _KERNEL_ID_ALIGNMENT))
         (lines,) = read_rows(_full_tiles(packed), row_ids, layout.dim, layout.backend)
         return PackedRows(lines=lines[: result.num_lines], layout=result)
-    rows = gather_in_bounds(packed.lines, row_ids // layout.rows_per_line)
-    if layout.is_flat:
-        rows = rows[:, None]
-    else:
-        rows = _select_lanes(
-            rows,
-            row_ids % layout.rows_per_line,
-            layout.rows_per_line,
-            layout.row_lanes,
-        )
-    return pack_stored(rows, result)
+    return pack_rows(load_rows(_gather_stored(packed, row_ids), layout), result)
 
 
 def gather_sums(
@@ -127,20 +116,23 @@ def add_to_rows(
 
 
 def replace_stored_rows(
-    packed: PackedRows, row_ids: Int[Array, " ids"], words: Int[Array, "ids words"]
+    packed: PackedRows, row_ids: Int[Array, " ids"], stored: Int[Array, "ids lanes"]
 ) -> PackedRows:
     """Replaces narrow rows in place; other rows keep their bits.
 
-    The difference between new and old words is added. Additions of int32 wrap around,
-    so the result is exact; a zero changes nothing in the rows that share a line.
+    The difference between new and old bits is added, shifted to the bits of the row.
+    Additions of int32 wrap around, so the result is exact, and rows in the same lanes
+    keep theirs: `(new - old) << 16` added to `(old << 16) + other` carries nothing.
 
     Args:
       packed: the rows of this shard.
       row_ids: rows to change, each at most once; ids beyond the last row are dropped.
-      words: the new rows, from `encode_rows`.
+      stored: the new rows, from `encode_rows`.
     """
-    old_words = unpack_stored(gather_packed(packed, row_ids))
-    return _add_to_stored(packed, row_ids, words - old_words)
+    layout = packed.layout
+    old = _gather_stored(packed, jnp.minimum(row_ids, layout.num_rows - 1))
+    difference = (stored - old) << _shifts(row_ids, layout)[:, None]
+    return _add_to_stored(packed, row_ids, difference)
 
 
 def _add_to_stored(
@@ -306,13 +298,41 @@ def _lines_to_add(
     if layout.is_flat:
         return values.reshape(row_ids.shape)
     values = values.reshape(row_ids.shape[0], layout.row_lanes)
-    return _place_in_lines(values, row_ids % layout.rows_per_line, layout)
+    return _place_in_lines(values, _places(row_ids, layout), layout)
+
+
+def _gather_stored(
+    packed: PackedRows, row_ids: Int[Array, " ids"]
+) -> Shaped[Array, "ids _"]:
+    """Reads rows as they are stored, by XLA; all ids must be in bounds."""
+    layout = packed.layout
+    lines = gather_in_bounds(packed.lines, row_ids // layout.rows_per_line)
+    if layout.is_flat:
+        rows = lines[:, None]
+    else:
+        places = _places(row_ids, layout)
+        rows = _select_lanes(lines, places, layout.rows_abreast, layout.row_lanes)
+    if layout.rows_per_lane == 1:
+        return rows
+    return (rows >> _shifts(row_ids, layout)[:, None]) & 0xFFFF
+
+
+def _places(row_ids: Int[Array, " ids"], layout: RowLayout) -> Int[Array, " ids"]:
+    """Returns the place of each row among those abreast in its line."""
+    return row_ids % layout.rows_per_line % layout.rows_abreast
+
+
+def _shifts(row_ids: Int[Array, " ids"], layout: RowLayout) -> Int[Array, " ids"]:
+    """Returns the position of the lowest bit of each row in its lanes."""
+    if layout.rows_per_lane == 1:
+        return jnp.zeros_like(row_ids)
+    return row_ids % layout.rows_per_line // layout.rows_abreast * 16
 
 
 def _select_lanes(
     lines: Shaped[Array, "ids lanes"],
     places: Int[Array, " ids"],
-    rows_per_line: int,
+    rows_abreast: int,
     dim: int,
 ) -> Array:
     """Selects from each line the row at its place, by halving the line.
@@ -320,13 +340,13 @@ def _select_lanes(
     A selection, not a masked sum: the bits of the row stay the same, whatever its
     neighbours hold.
     """
-    if rows_per_line == 1:
+    if rows_abreast == 1:
         return lines[:, :dim]
     half = 1
-    while 2 * half < rows_per_line:
+    while 2 * half < rows_abreast:
         half *= 2
     low = lines[:, : half * dim]
-    high = lines[:, half * dim : rows_per_line * dim]
+    high = lines[:, half * dim : rows_abreast * dim]
     high = jnp.pad(high, ((0, 0), (0, low.shape[1] - high.shape[1])))
     is_high = places >= half
     chosen = jnp.where(is_high[:, None], high, low)
@@ -340,10 +360,10 @@ def _place_in_lines(
     neutral = jnp.zeros((), values.dtype)
     if jnp.issubdtype(values.dtype, jnp.floating):
         neutral = -neutral
-    unused_lanes = layout.lanes - layout.rows_per_line * layout.row_lanes
-    copies = jnp.tile(values, (1, layout.rows_per_line))
+    unused_lanes = layout.lanes - layout.rows_abreast * layout.row_lanes
+    copies = jnp.tile(values, (1, layout.rows_abreast))
     lines = jnp.pad(copies, ((0, 0), (0, unused_lanes)))
-    if layout.rows_per_line == 1:
+    if layout.rows_abreast == 1:
         return lines
     place_of_lane = jnp.arange(layout.lanes, dtype=jnp.int32) // layout.row_lanes
     return jnp.where(place_of_lane[None, :] == places[:, None], lines, neutral)

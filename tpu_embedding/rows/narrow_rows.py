@@ -1,17 +1,18 @@
-"""Rows of fewer than 32 bits per element, stored as 32-bit words.
+"""Rows of fewer than 32 bits per element, stored in 32-bit words.
 
 A TPU moves and adds 32-bit words on SparseCore, and XLA stores arrays of 16-bit
 elements in tiles that a gather of rows would copy. So narrow rows lie in int32 arrays:
 
-    bfloat16, float16    ceil(dim / 2) words, two elements in each
-    int8                 ceil(dim / 4) words, four elements in each; then the words of
-                         the row's scale and bias, both float32
+    bfloat16, float16    two rows share each lane: the lower bits belong to one row,
+                         the upper bits to another
+    int8                 four elements of a row share a lane; two more lanes hold the
+                         row's scale and bias, both float32
 
-The elements of a word are not neighbours. Word `w` of `n` holds the elements `w`,
-`w + n`, and so on, lowest bits first. A row is then decoded without moving single lanes
-of a TPU's vector registers.
+Rows that share lanes are read by a shift, without moving lanes of a TPU's vector
+registers. An int8 row is better off in lanes of its own, because of scale and bias.
 
-A new row replaces the old one exactly: the int32 difference of their words is added.
+A new row replaces the old one exactly: the int32 difference of their bits is added,
+shifted to the row's bits. Such additions carry nothing into other rows.
 
 The functions take NumPy arrays, too, and then compute on the host.
 """
@@ -60,20 +61,23 @@ _SUBNORMAL_STEP: Final = 2.0**-24
 """Distance of float16 numbers below 2**-14."""
 
 
-def words_per_row(dtype: NarrowDtype, dim: int) -> int:
-    """Returns the 32-bit words of a row.
+def lanes_per_row(dtype: NarrowDtype, dim: int) -> int:
+    """Returns the lanes that a row takes, alone or together with another row.
 
     Example:
-      >>> words_per_row("bfloat16", 5), words_per_row("int8", 64)
-      (3, 18)
+      >>> lanes_per_row("bfloat16", 64), lanes_per_row("int8", 64)
+      (64, 18)
     """
-    if dtype == "int8":
-        return -(-dim // 4) + 2
-    return -(-dim // 2)
+    return -(-dim // 4) + 2 if dtype == "int8" else dim
+
+
+def rows_per_lane(dtype: NarrowDtype) -> int:
+    """Returns the number of rows that share each lane."""
+    return 1 if dtype == "int8" else 2
 
 
 def encode_rows(rows: Any, dtype: NarrowDtype, bits: Any = None) -> Any:
-    """Encodes float32 rows as words.
+    """Encodes float32 rows as they are stored, each in lanes of its own.
 
     Finite numbers beyond the range of a 16-bit type become its largest number. A zero
     and a number that the type has, infinity and NaN included, stay what they are.
@@ -85,32 +89,53 @@ def encode_rows(rows: Any, dtype: NarrowDtype, bits: Any = None) -> Any:
         the probabilities that make the mean exact. None: to the nearest number.
 
     Returns:
-      int32 `[rows, words]`.
+      int32 `[rows, lanes]`: the bit patterns of a 16-bit type, or the words of int8.
     """
     if dtype == "int8":
         return _encode_int8(rows)
     encode = _to_bfloat16 if dtype == "bfloat16" else _to_float16
-    xp = _module_of(rows)
-    return _join(encode(rows.view("uint32"), bits, xp), 16, xp).view("int32")
+    return encode(rows.view("uint32"), bits, _module_of(rows)).view("int32")
 
 
-def decode_rows(words: Any, dtype: NarrowDtype, dim: int) -> Any:
-    """Decodes words to float32 rows; the inverse of `encode_rows`.
+def decode_rows(stored: Any, dtype: NarrowDtype, dim: int) -> Any:
+    """Decodes stored rows to float32; the inverse of `encode_rows`.
 
     Args:
-      words: int32 `[rows, words]`, NumPy or JAX.
+      stored: int32 `[rows, lanes]`, NumPy or JAX.
       dtype: storage type.
       dim: elements of a row.
     """
-    xp = _module_of(words)
+    xp = _module_of(stored)
     if dtype == "int8":
-        codes = _split(words[:, :-2].view("uint32"), 8, dim, xp)
-        scale, bias = words[:, -2:-1].view("float32"), words[:, -1:].view("float32")
+        codes = _split(stored[:, :-2].view("uint32"), dim, xp)
+        scale, bias = stored[:, -2:-1].view("float32"), stored[:, -1:].view("float32")
         return codes.astype("float32") * scale + bias
-    patterns = _split(words.view("uint32"), 16, dim, xp)
     if dtype == "bfloat16":
-        return (patterns << 16).view("float32")
-    return _from_float16(patterns, xp)
+        return (stored << 16).view("float32")
+    return _from_float16(stored.view("uint32"), xp)
+
+
+def join_rows(stored: Any, dtype: NarrowDtype) -> Any:
+    """Puts rows that share lanes into these lanes.
+
+    Args:
+      stored: int32 `[lines, rows_per_lane, lanes]`, from `encode_rows`.
+      dtype: storage type.
+
+    Returns:
+      int32 `[lines, lanes]`.
+    """
+    if dtype == "int8":
+        return stored[:, 0]
+    return stored[:, 0] | (stored[:, 1] << 16)
+
+
+def split_rows(lines: Any, dtype: NarrowDtype) -> Any:
+    """Returns the rows that share lanes; the inverse of `join_rows`."""
+    if dtype == "int8":
+        return lines[:, None]
+    parts = [lines & 0xFFFF, (lines >> 16) & 0xFFFF]
+    return _module_of(lines).stack(parts, axis=1)
 
 
 def random_bits(keys: UInt32[Array, " rows"], dim: int) -> UInt32[Array, "rows dim"]:
@@ -211,26 +236,26 @@ def _encode_int8(rows: Any) -> Any:
     codes = xp.round((rows - bias[:, None]) / divisor[:, None])
     codes = xp.clip(codes, 0, _MAX_CODE).astype("int32").view("uint32")
     ends = xp.stack([scale, bias], axis=1).astype("float32").view("int32")
-    return xp.concatenate([_join(codes, 8, xp).view("int32"), ends], axis=1)
+    return xp.concatenate([_join(codes, xp).view("int32"), ends], axis=1)
 
 
-def _join(patterns: Any, num_bits: int, xp: ModuleType) -> Any:
-    """Puts several elements of a row, as uint32 patterns, into each word."""
-    per_word = 32 // num_bits
-    num_words = -(-patterns.shape[1] // per_word)
-    missing = per_word * num_words - patterns.shape[1]
-    patterns = xp.pad(patterns, ((0, 0), (0, missing)))
-    words = patterns[:, :num_words]
-    for k in range(1, per_word):
-        part = patterns[:, k * num_words : (k + 1) * num_words]
-        words = words | (part << (k * num_bits))
+def _join(codes: Any, xp: ModuleType) -> Any:
+    """Puts four elements of an int8 row, as uint32, into each word.
+
+    Word `w` of `n` holds the elements `w`, `w + n`, `w + 2 n` and `w + 3 n`, lowest
+    bits first.
+    """
+    num_words = -(-codes.shape[1] // 4)
+    codes = xp.pad(codes, ((0, 0), (0, 4 * num_words - codes.shape[1])))
+    words = codes[:, :num_words]
+    for k in range(1, 4):
+        words = words | (codes[:, k * num_words : (k + 1) * num_words] << (8 * k))
     return words
 
 
-def _split(words: Any, num_bits: int, dim: int, xp: ModuleType) -> Any:
-    """Returns the elements of the words of a row, as uint32 patterns."""
-    mask = (1 << num_bits) - 1
-    parts = [(words >> shift) & mask for shift in range(0, 32, num_bits)]
+def _split(words: Any, dim: int, xp: ModuleType) -> Any:
+    """Returns the elements of the words of int8 rows, as uint32."""
+    parts = [(words >> shift) & 0xFF for shift in (0, 8, 16, 24)]
     return xp.concatenate(parts, axis=1)[:, :dim]
 
 

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tpu_embedding.rows.kernels.kernel_bodies import TILE_LINES
@@ -25,7 +26,10 @@ from tpu_embedding.rows.narrow_rows import (
     NarrowDtype,
     decode_rows,
     encode_rows,
-    words_per_row,
+    join_rows,
+    lanes_per_row,
+    rows_per_lane,
+    split_rows,
 )
 
 Backend = Literal["xla", "sparse_core", "interpreter"]
@@ -84,8 +88,8 @@ class RowLayout:
         ids there; their content is never read as a row. Kernels only read rows of a
         layout without a spare row, such as those of an exchange buffer.
       contents: tables that the rows belong to; None: rows of a buffer.
-      narrow_dtype: storage type of rows whose elements share 32-bit words; None: a lane
-        holds one element, of the array's dtype.
+      narrow_dtype: storage type of rows of which several elements share a 32-bit lane;
+        None: a lane holds one element, of the array's dtype.
     """
 
     num_rows: int
@@ -103,15 +107,25 @@ class RowLayout:
 
     @property
     def row_lanes(self) -> int:
-        """Lanes that a row takes: its elements, or the words of a narrow row."""
+        """Lanes that a row takes, alone or together with other rows."""
         if self.narrow_dtype is None:
             return self.dim
-        return words_per_row(self.narrow_dtype, self.dim)
+        return lanes_per_row(self.narrow_dtype, self.dim)
+
+    @property
+    def rows_per_lane(self) -> int:
+        """Logical rows that share each lane."""
+        return 1 if self.narrow_dtype is None else rows_per_lane(self.narrow_dtype)
 
     @property
     def dtype_name(self) -> str:
         """Name of the storage type of a table's rows."""
         return self.narrow_dtype or "float32"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of a table, without unused lanes."""
+        return LANE_BYTES * self.row_lanes // self.rows_per_lane
 
     @property
     def stored_dtype(self) -> Any:
@@ -120,15 +134,20 @@ class RowLayout:
 
     @property
     def is_flat(self) -> bool:
-        """True if rows are single lanes; a line is then one lane."""
+        """True if rows take a single lane; a line is then one lane."""
         return self.row_lanes == 1
 
     @property
-    def rows_per_line(self) -> int:
-        """Logical rows that share a line."""
+    def rows_abreast(self) -> int:
+        """Logical rows that lie side by side in a line."""
         if self.line_lanes is None or self.is_flat:
             return 1
         return max(1, self.line_lanes // self.row_lanes)
+
+    @property
+    def rows_per_line(self) -> int:
+        """Logical rows that share a line: side by side, or in the same lanes."""
+        return self.rows_abreast * self.rows_per_lane
 
     @property
     def lanes(self) -> int:
@@ -140,7 +159,7 @@ class RowLayout:
     @property
     def rows_fill_lines(self) -> bool:
         """True if the rows of a line leave no lane unused."""
-        return self.rows_per_line * self.row_lanes == self.lanes
+        return self.rows_abreast * self.row_lanes == self.lanes
 
     @property
     def num_lines(self) -> int:
@@ -164,7 +183,7 @@ class RowLayout:
         Args:
           row: shape and dtype of one row of the slot variable.
         """
-        layout = dataclasses.replace(self.decoded, row_shape=row.shape)
+        layout = dataclasses.replace(self, row_shape=row.shape, narrow_dtype=None)
         if row.shape != self.row_shape:
             return dataclasses.replace(layout, backend="xla", num_spare_rows=0)
         if row.dtype != jnp.float32:
@@ -176,7 +195,7 @@ class RowLayout:
         """Returns the layout of a buffer of `num_rows` rows that were read from these.
 
         Rows share lines in the buffer where kernels read them. Otherwise a line is a
-        row, as XLA's gather writes them.
+        row, as XLA's gather writes them. Narrow rows are decoded in the buffer.
         """
         return dataclasses.replace(
             self,
@@ -184,12 +203,8 @@ class RowLayout:
             line_lanes=None if self.backend == "xla" else self.line_lanes,
             num_spare_rows=0,
             contents=None,
+            narrow_dtype=None,
         )
-
-    @property
-    def decoded(self) -> "RowLayout":
-        """The layout of the same rows as float32, such as those of gradients."""
-        return dataclasses.replace(self, narrow_dtype=None)
 
     @functools.cached_property
     def leaf_name(self) -> str:
@@ -330,34 +345,47 @@ def load_rows(stored: Any, layout: RowLayout) -> Any:
     return decode_rows(stored, layout.narrow_dtype, layout.dim)
 
 
-def decode_packed(packed: PackedRows) -> PackedRows:
-    """Returns the rows of a buffer as float32, one per line. Per shard."""
-    layout = packed.layout
-    if layout.narrow_dtype is None:
-        lines = packed.lines.astype(jnp.float32)
-        return PackedRows(lines=lines, layout=layout)
-    return pack_rows(unpack_rows(packed), layout.decoded)
-
-
 def pack_stored(stored: Shaped[Array, "rows _"], layout: RowLayout) -> PackedRows:
     """Packs rows as they are stored, `[num_rows, row_lanes]`, per shard."""
-    if layout.is_flat:
-        return PackedRows(lines=stored.reshape(layout.lines_shape), layout=layout)
     missing = layout.num_lines * layout.rows_per_line - layout.num_rows
-    lines = jnp.pad(stored, ((0, missing), (0, 0)))
-    lines = lines.reshape(layout.num_lines, layout.rows_per_line * layout.row_lanes)
-    unused_lanes = layout.lanes - lines.shape[1]
-    return PackedRows(lines=jnp.pad(lines, ((0, 0), (0, unused_lanes))), layout=layout)
+    lines = lines_of_rows(jnp.pad(stored, ((0, missing), (0, 0))), layout)
+    return PackedRows(lines=lines.reshape(layout.lines_shape), layout=layout)
 
 
 def unpack_stored(packed: PackedRows) -> Shaped[Array, "rows _"]:
     """Returns rows as they are stored, per shard; the inverse of `pack_stored`."""
     layout = packed.layout
-    if layout.is_flat:
-        return packed.lines.reshape(layout.num_rows, 1)
-    lines = packed.lines[:, : layout.rows_per_line * layout.row_lanes]
-    rows = lines.reshape(layout.num_lines * layout.rows_per_line, layout.row_lanes)
-    return rows[: layout.num_rows]
+    lines = packed.lines.reshape(layout.num_lines, layout.lanes)
+    return rows_of_lines(lines, layout)[: layout.num_rows]
+
+
+def lines_of_rows(stored: Any, layout: RowLayout) -> Any:
+    """Puts stored rows into whole lines. Unused lanes are zero.
+
+    Args:
+      stored: `[lines * rows_per_line, row_lanes]`, NumPy or JAX.
+      layout: of these rows; it may have another number of rows.
+
+    Returns:
+      `[lines, lanes]`.
+    """
+    used_lanes = layout.rows_abreast * layout.row_lanes
+    if layout.narrow_dtype is None:
+        lines = stored.reshape(-1, used_lanes)
+    else:
+        parts = stored.reshape(-1, layout.rows_per_lane, used_lanes)
+        lines = join_rows(parts, layout.narrow_dtype)
+    unused_lanes = layout.lanes - used_lanes
+    pad = jnp.pad if isinstance(stored, jax.Array) else np.pad
+    return pad(lines, ((0, 0), (0, unused_lanes)))
+
+
+def rows_of_lines(lines: Any, layout: RowLayout) -> Any:
+    """Returns the stored rows of whole lines; the inverse of `lines_of_rows`."""
+    lines = lines[:, : layout.rows_abreast * layout.row_lanes]
+    if layout.narrow_dtype is not None:
+        lines = split_rows(lines, layout.narrow_dtype)
+    return lines.reshape(-1, layout.row_lanes)
 
 
 def concatenate_rows(parts: Sequence[Array], layout: RowLayout) -> PackedRows:

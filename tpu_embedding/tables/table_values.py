@@ -16,7 +16,13 @@ from jax.experimental import multihost_utils
 from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.narrow_rows import NarrowDtype
-from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
+from tpu_embedding.rows.packed_rows import (
+    PackedRows,
+    lines_of_rows,
+    load_rows,
+    rows_of_lines,
+    store_rows,
+)
 
 
 def unstack_tables(
@@ -153,9 +159,8 @@ def _unpack(packed: PackedRows, stack: StackPlan) -> np.ndarray:
     lines = packed.lines
     if not lines.is_fully_addressable:
         lines = multihost_utils.process_allgather(lines, tiled=True)
-    lines = np.asarray(lines).reshape(-1, layout.lanes)
-    lines = lines[:, : layout.rows_per_line * layout.row_lanes]
-    rows = lines.reshape(stack.num_shards, -1, layout.row_lanes)[:, : layout.num_rows]
+    rows = rows_of_lines(np.asarray(lines).reshape(-1, layout.lanes), layout)
+    rows = rows.reshape(stack.num_shards, -1, layout.row_lanes)[:, : layout.num_rows]
     return np.array(rows.transpose(1, 0, 2).reshape(-1, layout.row_lanes))
 
 
@@ -169,9 +174,7 @@ def _pack(
     num_places = layout.num_lines * layout.rows_per_line
     missing = num_places - layout.num_rows
     padded = np.pad(by_shard, ((0, 0), (0, missing), (0, 0)))
-    used_lanes = layout.rows_per_line * layout.row_lanes
-    unused_lanes = layout.lanes - used_lanes
-    lines = np.pad(padded.reshape(-1, used_lanes), ((0, 0), (0, unused_lanes)))
+    lines = lines_of_rows(padded.reshape(-1, layout.row_lanes), layout)
     lines = lines.reshape(packed.lines.shape)
     sharding = plan.rows_sharding(stack)
     placed = jax.make_array_from_callback(lines.shape, sharding, lines.__getitem__)

@@ -91,8 +91,8 @@ class RoundingWriter(TableWriter):
     ) -> PackedRows:
         """Adds to rows in float32, and rounds; see `TableWriter.add`."""
         old = gather_rows(table, row_ids)
-        words = self._round(row_ids, old, updates, occurrence)
-        return replace_stored_rows(table, row_ids, words)
+        stored = self._round(row_ids, old, updates, occurrence)
+        return replace_stored_rows(table, row_ids, stored)
 
     def stored_rows(
         self,
@@ -100,7 +100,7 @@ class RoundingWriter(TableWriter):
         old: Float[Array, "ids dim"],
         updates: Float[Array, "ids dim"],
     ) -> Shaped[Array, "ids _"]:
-        """Returns the words of `old + updates`, rounded."""
+        """Returns `old + updates`, rounded, as the table stores rows."""
         return self._round(row_ids, old, updates, 0)
 
     def _round(
@@ -109,7 +109,7 @@ class RoundingWriter(TableWriter):
         old: Float[Array, "ids dim"],
         updates: Float[Array, "ids dim"],
         occurrence: Int[Array, ""] | int,
-    ) -> Int[Array, "ids words"]:
+    ) -> Int[Array, "ids _"]:
         dtype = self.stack.layout.narrow_dtype
         assert dtype is not None
         # A zero leaves an element its bits. An addition would turn -0.0 into 0.0, and
