@@ -180,3 +180,18 @@ def test_learning_rate_changes_without_compilation():
 def test_unknown_hyperparameter_is_refused():
     with pytest.raises(ValueError, match="'momentum'.*inject_hyperparams"):
         te.optimizers.with_hyperparameters(optax.sgd(0.1).init(1.0), momentum=0.5)
+
+
+def test_a_plan_may_be_made_while_a_program_is_traced():
+    """A Linen module may make its plan under `jit`; clipping needs an analysis."""
+    rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    table = te.TableConfig(vocabulary_size=10, dim=4, name="t")
+    plans = []
+
+    def make(x):
+        plans.append(te.make_plan(te.FeatureConfig(table=table), optimizer=rule))
+        return x
+
+    jax.jit(make)(1.0)
+    make(1.0)
+    assert plans[0] == plans[1]

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.core import eval_context
 
 from tpu_embedding.optimizers.analysis.row_local import (
     NotRowLocalError,
@@ -56,7 +57,7 @@ def resolve_optimizer(
         optimizer = optimizer_by_name(optimizer)
     try:
         # A Linen module may make its plan under `jit`; the analysis needs values.
-        with jax.ensure_compile_time_eval():
+        with eval_context():
             return _resolve(_of_table(optimizer, table_name, table_names), table_name)
     except ValueError as error:
         raise type(error)(
