@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -207,7 +208,13 @@ CLASS_NAMES = {
     row_ids: "RowIdInitializer",
 }
 CASES = [
-    pytest.param(make, field, value, id=f"{make.__name__}-{field}-{value}")
+    # The address of an object would differ between the processes of a test run.
+    pytest.param(
+        make,
+        field,
+        value,
+        id=re.sub(" at 0x[0-9a-f]+", "", f"{make.__name__}-{field}-{value}"),
+    )
     for make, cases in WRONG.items()
     for field, value in cases
 ]

@@ -399,7 +399,7 @@ def test_wrong_types(make, options, match):
         (lion, {"beta_1": 0, "beta_2": 1}),
         (ftrl, {"learning_rate_power": 0}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_edges_of_the_ranges(make, options):
     """An infinite bound is no bound."""
