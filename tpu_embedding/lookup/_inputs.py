@@ -19,7 +19,7 @@ from tpu_embedding.inputs.forms import is_integer, is_real
 from tpu_embedding.lookup._flatten import FeatureInput
 from tpu_embedding.lookup._running import running_sum
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
@@ -107,9 +107,7 @@ def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
     return jax.tree.unflatten(plan.feature_tree, joined)
 
 
-def feature_shape(
-    ids: FeatureIds, feature: FeaturePlan, plan: EmbeddingPlan
-) -> FeatureShape:
+def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> FeatureShape:
     """Returns the sizes of a feature. It reads shapes and dtypes only.
 
     Raises:

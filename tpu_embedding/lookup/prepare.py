@@ -21,7 +21,7 @@ from tpu_embedding.lookup._ragged_shards import RaggedShards
 from tpu_embedding.lookup._sparse_ids import from_sparse
 from tpu_embedding.lookup.buffer_sizes import BufferSizes, size_of_batch
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
@@ -34,7 +34,7 @@ from tpu_embedding.types import (
 
 def prepare_features(
     features: Any,
-    plan: EmbeddingPlan,
+    plan: AnyPlan,
     weights: Any = None,
     sizes: BufferSizes | None = None,
 ) -> Any:
@@ -51,7 +51,7 @@ def prepare_features(
         `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
         objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Global; any
         integer dtype.
-      plan: of the layer.
+      plan: of the layer, or its part `EmbeddingPlan.for_loaders()`.
       weights: None, or the same nest with weights, or None, per feature: in the form of
         the ids, or an array; for ragged and sparse features `[num_values]`.
       sizes: remembers the sizes of earlier batches; None: each batch has its own.
@@ -155,7 +155,7 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     return host_ids
 
 
-def _refuse_unequal_batches(read: list[HostIds], plan: EmbeddingPlan) -> None:
+def _refuse_unequal_batches(read: list[HostIds], plan: AnyPlan) -> None:
     """Refuses features of unequal batches, unless an output shape says so."""
     sizes = {
         feature.name: host_ids.batch_size
@@ -174,7 +174,7 @@ def _refuse_unequal_batches(read: list[HostIds], plan: EmbeddingPlan) -> None:
 
 
 def _check_feature(
-    host_ids: HostIds, weights: Any, feature: FeaturePlan, plan: EmbeddingPlan
+    host_ids: HostIds, weights: Any, feature: FeaturePlan, plan: AnyPlan
 ) -> DenseIds | RaggedShards:
     """Returns int32 ids and float32 weights, checked; ragged ids dealt to shards."""
     ids, values = host_ids.ids, host_ids.values
@@ -283,7 +283,7 @@ def _check_range(ids: np.ndarray, feature: FeaturePlan, where: str) -> np.ndarra
 
 def _pad_ragged(
     checked: list[DenseIds | RaggedShards],
-    plan: EmbeddingPlan,
+    plan: AnyPlan,
     sizes: BufferSizes | None,
 ) -> list[FeatureIds]:
     """Pads all ragged features, whose sizes are chosen together."""

@@ -32,6 +32,7 @@ from tpu_embedding.plan.features import (
     flatten_config,
     place_features,
 )
+from tpu_embedding.plan.input_plan import InputPlan, input_plan_of
 from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout
 
 
@@ -319,5 +320,37 @@ class EmbeddingPlan(FeatureNest):
             feature_tree=features.tree,
         )
 
+    def for_loaders(self) -> InputPlan:
+        """Returns the part that `prepare_features` needs, for loader processes.
+
+        It can be pickled; a plan holds devices, and cannot.
+
+        Example:
+          >>> import pickle
+          >>> import tpu_embedding as te
+          >>> table = te.TableConfig(vocabulary_size=1000, dim=16, name="movie")
+          >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+          >>> received = pickle.loads(pickle.dumps(plan.for_loaders()))
+          >>> te.prepare_features({"watched": [3, 5]}, received)["watched"].tolist()
+          [3, 5]
+        """
+        return input_plan_of(self.features, self.feature_tree, self.num_shards)
+
+    def __reduce__(self):
+        raise TypeError(
+            "An EmbeddingPlan holds devices and cannot be pickled; send "
+            "plan.for_loaders() to loader processes, which prepare_features takes."
+        )
+
+    def __copy__(self) -> "EmbeddingPlan":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "EmbeddingPlan":
+        return self
+
     def __str__(self) -> str:
         return describe(self)
+
+
+AnyPlan = EmbeddingPlan | InputPlan
+"""A plan, or the part of it that loaders need."""

@@ -1,0 +1,121 @@
+"""The picklable part of a plan, in this process and in spawned ones."""
+
+import copy
+import multiprocessing
+import pickle
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+
+
+class Columns(typing.NamedTuple):
+    """A nest of one's own."""
+
+    past: typing.Any
+    rest: typing.Any
+
+
+def make_plan():
+    table = te.TableConfig(
+        vocabulary_size=50,
+        dim=4,
+        name="items",
+        # Neither can be pickled.
+        initializer=lambda key, shape, dtype: jnp.zeros(shape, dtype),
+        optimizer=te.optimizers.adagrad(0.1),
+    )
+    largest = te.CustomCombiner(
+        function=lambda valence, rows: jnp.max(rows, axis=0), max_valence=3
+    )
+    custom = te.TableConfig(vocabulary_size=9, dim=2, name="custom", combiner=largest)
+    config = Columns(
+        past=te.FeatureConfig(table=table, expected_valence=3),
+        rest=[
+            te.FeatureConfig(table=(table, table), name="twice"),
+            {"custom": te.FeatureConfig(table=custom)},
+        ],
+    )
+    return te.make_plan(config, mesh_of(3))
+
+
+def make_batch():
+    return Columns(
+        past=[[1, 2], [], [3, 49, 5]],
+        rest=[np.array([7, 8, 9]), {"custom": np.array([[1, 2], [3, 3], [0, 8]])}],
+    )
+
+
+def assert_equal(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for array, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(array, other)
+
+
+def test_the_part_prepares_as_the_plan_does():
+    plan = make_plan()
+    received = pickle.loads(pickle.dumps(plan.for_loaders()))
+    assert received == plan.for_loaders()
+    assert received.num_shards == 3
+    batch = make_batch()
+    assert_equal(te.prepare_features(batch, received), te.prepare_features(batch, plan))
+
+
+WRONG = {
+    "an id": (Columns([[50]], [np.array([0]), {"custom": [[0]]}]), "got 50"),
+    "too many ids": (
+        Columns([[1]], [np.array([0]), {"custom": [[0, 1, 2, 3]]}]),
+        "max_valence",
+    ),
+    "a nest": ({"past": [[1]]}, "must have the structure"),
+}
+
+
+@pytest.mark.parametrize(("batch", "message"), WRONG.values(), ids=WRONG)
+def test_the_part_refuses_as_the_plan_does(batch, message):
+    plan = make_plan()
+    with pytest.raises(ValueError, match=message) as expected:
+        te.prepare_features(batch, plan)
+    with pytest.raises(ValueError) as found:
+        te.prepare_features(batch, pickle.loads(pickle.dumps(plan.for_loaders())))
+    assert str(found.value) == str(expected.value)
+
+
+def prepare_elsewhere(plan, batch, results):
+    from jax._src import xla_bridge
+
+    prepared = te.prepare_features(batch, plan)
+    results.put((jax.tree.leaves(prepared), xla_bridge.backends_are_initialized()))
+
+
+def test_a_spawned_loader_prepares_and_starts_no_device():
+    plan, batch = make_plan(), make_batch()
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    loader = context.Process(
+        target=prepare_elsewhere, args=(plan.for_loaders(), batch, results)
+    )
+    loader.start()
+    leaves, starts_devices = results.get(timeout=120)
+    loader.join()
+    assert loader.exitcode == 0
+    assert not starts_devices
+    expected = jax.tree.leaves(te.prepare_features(batch, plan))
+    for array, other in zip(leaves, expected, strict=True):
+        np.testing.assert_array_equal(array, other)
+
+
+def test_a_plan_itself_says_what_to_pickle():
+    with pytest.raises(TypeError, match=r"plan.for_loaders\(\)"):
+        pickle.dumps(make_plan())
+
+
+def test_copies_of_a_plan_are_the_plan():
+    plan = make_plan()
+    assert copy.copy(plan) is plan
+    assert copy.deepcopy({"plan": plan})["plan"] is plan

@@ -1,0 +1,82 @@
+"""The part of a plan that loader processes need, which can be pickled.
+
+A plan holds devices, and functions of the user. Neither can be sent to another process.
+Preparing a batch needs only the features, the sizes of their tables, and the number of
+devices.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from tpu_embedding.combiners import CustomCombiner
+from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.plan.features import FeatureNest, FeaturePlan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InputPlan(FeatureNest):
+    """The part of an `EmbeddingPlan` that `prepare_features` reads.
+
+    `EmbeddingPlan.for_loaders` makes it. It can be pickled if the nest of features can,
+    and starts no device of the process that receives it.
+
+    Attributes:
+      features: one per lookup, in the order of the leaves of the user's nest. Their
+        tables lack initializers and optimizers.
+      feature_tree: the nest.
+      num_shards: devices of the layer.
+    """
+
+    num_shards: int
+
+    def __reduce__(self):
+        # JAX pickles trees of its own containers only, so the nest itself is pickled.
+        numbers = jax.tree.unflatten(self.feature_tree, range(len(self.inputs)))
+        return _restore, (self.features, numbers, self.num_shards)
+
+
+def input_plan_of(
+    features: tuple[FeaturePlan, ...], tree: Any, num_shards: int
+) -> InputPlan:
+    """Returns the part of a plan that loaders need, without the user's functions."""
+    return InputPlan(
+        features=tuple(
+            dataclasses.replace(feature, config=_without_functions(feature.config))
+            for feature in features
+        ),
+        feature_tree=tree,
+        num_shards=num_shards,
+    )
+
+
+def _restore(
+    features: tuple[FeaturePlan, ...], numbers: Any, num_shards: int
+) -> InputPlan:
+    tree = jax.tree.structure(numbers)
+    return InputPlan(features=features, feature_tree=tree, num_shards=num_shards)
+
+
+def _without_functions(config: FeatureConfig) -> FeatureConfig:
+    if isinstance(config.table, tuple):
+        return dataclasses.replace(
+            config, table=tuple(_table_without_functions(t) for t in config.table)
+        )
+    return dataclasses.replace(config, table=_table_without_functions(config.table))
+
+
+def _table_without_functions(table: TableConfig) -> TableConfig:
+    combiner = table.combiner
+    if isinstance(combiner, CustomCombiner):
+        combiner = dataclasses.replace(combiner, function=_first_row)
+    return dataclasses.replace(
+        table, initializer=None, optimizer=None, combiner=combiner
+    )
+
+
+def _first_row(valence: Array, rows: Array) -> Array:
+    """Stands for a combiner that loaders never run."""
+    del valence
+    return rows[0]
