@@ -1,9 +1,15 @@
 """Lifting of a rule for one array to pytrees, and learning rates of a step."""
 
+from typing import Any, NamedTuple
+
+import chex
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
+import tpu_embedding as te
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 
@@ -29,7 +35,8 @@ def test_each_array_has_its_own_state():
 
 
 def test_rows_may_be_absent():
-    updates, state = RULE.update({"a": 2.0, "b": 3.0}, {"a": 5.0, "b": 7.0})
+    gradients = {"a": jnp.asarray([2.0]), "b": jnp.asarray([3.0])}
+    updates, state = RULE.update(gradients, {"a": 5.0, "b": 7.0})
     assert (updates, state) == ({"a": 10.0, "b": 21.0}, {"a": 6.0, "b": 8.0})
 
 
@@ -39,7 +46,56 @@ def test_one_array_is_a_tree():
 
 def test_other_structures_are_refused():
     with pytest.raises(ValueError):
-        RULE.update({"a": 2.0}, {"b": 5.0}, {"a": 1.0})
+        RULE.update({"a": jnp.ones(1)}, {"b": 5.0}, {"a": jnp.ones(1)})
+
+
+class Fields(NamedTuple):
+    count: Any
+    pair: tuple[Any, Any]
+    unused: Any
+
+
+def fields_of(rows):
+    second = rows.sum() if rows.ndim else None
+    return Fields(jnp.int32(0), (rows, second), None)
+
+
+def test_fields_are_outside_as_in_optax():
+    """So Flax and sharding rules find arrays like the parameters in each field."""
+    rule = for_each_array(fields_of, lambda u, s, x: (u, s._replace(count=s.count + 1)))
+    rows = {"a": jnp.ones(2), "b": {"c": jnp.float32(3.0)}, "d": None}
+    state = rule.init(rows)
+    expected = Fields(
+        {"a": 0, "b": {"c": 0}, "d": None},
+        (rows, {"a": 2.0, "b": {"c": None}, "d": None}),
+        {"a": None, "b": {"c": None}, "d": None},
+    )
+    chex.assert_trees_all_equal(state, expected)
+    _, state = rule.update(rows, state, rows)
+    chex.assert_trees_all_equal(
+        state, expected._replace(count={"a": 1, "b": {"c": 1}, "d": None})
+    )
+    assert isinstance(rule.init(jnp.ones(2)), Fields)
+    assert rule.init({"d": None}) == {"d": None}
+
+
+def test_a_state_without_fields():
+    rule = for_each_array(lambda x: (), lambda u, s, x: (2 * u, s))
+    rows = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    updates, state = rule.update(rows, rule.init(rows), rows)
+    assert (updates["b"].tolist(), state) == ([2.0], ())
+
+
+def test_flax_trains_with_such_states():
+    """Its optimizer keeps the state in variables, and updates these in place."""
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    tx = te.optimizers.ftrl(0.1, slot_dtype=jnp.bfloat16, clipvalue=1.0)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    gradients = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    before = jax.tree.structure(optimizer.opt_state)
+    for _ in range(3):
+        optimizer.update(model, gradients)
+    assert jax.tree.structure(optimizer.opt_state) == before
 
 
 @pytest.mark.parametrize(
