@@ -12,6 +12,9 @@ from tpu_embedding.combiners import CustomCombiner as CustomCombiner
 from tpu_embedding.config import FeatureConfig as FeatureConfig
 from tpu_embedding.config import QuantizationConfig as QuantizationConfig
 from tpu_embedding.config import TableConfig as TableConfig
+from tpu_embedding.finalize import (
+    finalize_variable_values as finalize_variable_values,
+)
 from tpu_embedding.functional import LookupResult as LookupResult
 from tpu_embedding.functional import Routed as Routed
 from tpu_embedding.functional import activation_shapes as activation_shapes

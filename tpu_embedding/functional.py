@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpu_embedding.gradients import TableGradients, gradient_of_stack
+from tpu_embedding.gradients import TableGradients, global_norm, gradient_of_stack
 from tpu_embedding.lookup._backward import (
     gradient_rounds,
     seal_gradient,
@@ -40,6 +40,7 @@ from tpu_embedding.lookup._inputs import (
     to_feature_input,
     to_shardable,
 )
+from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.on_mesh import constrain, in_auto_axes, on_shards
@@ -47,7 +48,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import LookupStats
 from tpu_embedding.update.apply import apply_gradient, init_state
-from tpu_embedding.update.lift import is_slot
+from tpu_embedding.update.specs import slot_specs, table_specs
 
 
 @jax.tree_util.register_dataclass
@@ -309,11 +310,11 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
         }
 
     in_shards = functools.partial(
-        on_shards, init_shard, plan, in_specs=(_table_specs(trained, plan),)
+        on_shards, init_shard, plan, in_specs=(table_specs(trained, plan),)
     )
     # The structure of the states says which leaves are sharded.
     structure = jax.eval_shape(in_shards(out_specs=PartitionSpec()), trained)
-    return in_shards(out_specs=_slot_specs(structure, plan))(trained)
+    return in_shards(out_specs=slot_specs(structure, plan))(trained)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -322,6 +323,7 @@ def apply_gradients(
     slots: dict[str, Any],
     gradients: TableGradients,
     plan: EmbeddingPlan,
+    gradient_norm: Any = None,
 ) -> tuple[dict[str, PackedRows], dict[str, Any]]:
     """Updates the touched rows of tables and slot variables.
 
@@ -333,6 +335,8 @@ def apply_gradients(
       slots: stack name to optimizer state, from `init_slots`.
       gradients: from `compute_gradients`, or a sum of several.
       plan: of the layer.
+      gradient_norm: norm of the gradients of the whole model, a float32 scalar, for
+        optimizers with `global_clipnorm`. None: that of these tables.
 
     Returns:
       New tables and slots. Stacks without a gradient stay as they are.
@@ -349,27 +353,31 @@ def apply_gradients(
         return tables, slots
     old_tables = {stack.name: tables[stack.name] for stack in touched}
     old_slots = {stack.name: slots[stack.name] for stack in touched}
+    if gradient_norm is None and takes_model_norm(plan):
+        gradient_norm = global_norm(gradients)
 
-    def apply_shard(tables, slots, gradients):
-        return {
-            stack.name: apply_gradient(
-                tables[stack.name],
-                slots[stack.name],
-                gradient_rounds(gradient_of_stack(gradients, stack), stack, plan),
-                stack,
-                plan,
-            )
-            for stack in touched
-        }
+    def apply_shard(tables, slots, gradients, norm):
+        squares = None if norm is None else lambda: jnp.square(norm)
+        with model_gradient_context(squares):
+            return {
+                stack.name: apply_gradient(
+                    tables[stack.name],
+                    slots[stack.name],
+                    gradient_rounds(gradient_of_stack(gradients, stack), stack, plan),
+                    stack,
+                    plan,
+                )
+                for stack in touched
+            }
 
-    of_tables = _table_specs(old_tables, plan)
-    of_slots = _slot_specs(old_slots, plan)
+    of_tables = table_specs(old_tables, plan)
+    of_slots = slot_specs(old_slots, plan)
     results = on_shards(
         apply_shard,
         plan,
-        in_specs=(of_tables, of_slots, plan.sample_spec),
+        in_specs=(of_tables, of_slots, plan.sample_spec, PartitionSpec()),
         out_specs={name: (of_tables[name], of_slots[name]) for name in of_tables},
-    )(old_tables, old_slots, gradients)
+    )(old_tables, old_slots, gradients, gradient_norm)
     new_tables = tables | {name: result[0] for name, result in results.items()}
     return new_tables, slots | {name: result[1] for name, result in results.items()}
 
@@ -390,6 +398,11 @@ def _check_states(
                 f"  {wanted}, got\n  {found}.\nUse the slots that init_slots made "
                 "for this plan."
             )
+
+
+def takes_model_norm(plan: EmbeddingPlan) -> bool:
+    """Returns True if an optimizer of the plan's tables asks for the model's norm."""
+    return any(stack.optimizer.takes_model_norm for stack in plan.trained_stacks)
 
 
 def _touched_stacks(
@@ -449,7 +462,7 @@ def _read_rows(
     return on_shards(
         read_shard,
         plan,
-        in_specs=(_table_specs(tables, plan), plan.sample_spec),
+        in_specs=(table_specs(tables, plan), plan.sample_spec),
         out_specs=plan.sample_spec,
     )(tables, routed)
 
@@ -524,24 +537,3 @@ def _to_shards(
     cotangent = cotangent.astype(jnp.float32).reshape(-1, dim)
     num_samples = plan.num_shards * shape.samples_per_shard * per_sample
     return jnp.pad(cotangent, ((0, num_samples - cotangent.shape[0]), (0, 0)))
-
-
-def _table_specs(
-    by_stack: dict[str, Any], plan: EmbeddingPlan
-) -> dict[str, PartitionSpec]:
-    specs = {stack.name: stack.rows_spec for stack in plan.stacks}
-    return {name: specs[name] for name in by_stack}
-
-
-def _slot_specs(states: dict[str, Any], plan: EmbeddingPlan) -> dict[str, Any]:
-    def specs_of(state: Any, spec: PartitionSpec) -> Any:
-        return jax.tree.map(
-            lambda leaf: spec if is_slot(leaf) else PartitionSpec(),
-            state,
-            is_leaf=is_slot,
-        )
-
-    return {
-        name: specs_of(states[name], spec)
-        for name, spec in _table_specs(states, plan).items()
-    }

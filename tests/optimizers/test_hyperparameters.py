@@ -157,8 +157,12 @@ WRONG = [
     (adafactor, {"gradient_accumulation_steps": 1}, "at least 2"),
     (
         adafactor,
-        {"gradient_accumulation_steps": 2, "use_ema": True},
-        "leave one out",
+        {
+            "gradient_accumulation_steps": 2,
+            "use_ema": True,
+            "ema_overwrite_frequency": 3,
+        },
+        "ema_overwrite_frequency must be None with gradient_accumulation_steps",
     ),
     (
         with_options,

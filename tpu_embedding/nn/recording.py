@@ -6,9 +6,10 @@ derivatives equal those of the activations. The routing of the call and the deri
 of its taps give the gradients of the tables.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -17,7 +18,8 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from tpu_embedding import functional
-from tpu_embedding.gradients import TableGradients, add
+from tpu_embedding.gradients import TableGradients, add, global_norm
+from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.on_mesh import replicate, zeros_like
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -36,6 +38,22 @@ class Gradients:
 
     dense: Any
     tables: dict[str, TableGradients]
+
+
+def norm_of_model(
+    gradients: Gradients, plans: Iterable[EmbeddingPlan]
+) -> jax.Array | None:
+    """Returns the norm of all gradients of a model; None if no table asks for it."""
+    if any(map(functional.takes_model_norm, plans)):
+        return global_norm(gradients)
+    return None
+
+
+@contextlib.contextmanager
+def norm_for_dense(gradients: Gradients) -> Iterator[None]:
+    """Lets a dense optimizer with `global_clipnorm` ask for the norm of the model."""
+    with model_gradient_context(lambda: jnp.square(global_norm(gradients))):
+        yield
 
 
 def differentiate(

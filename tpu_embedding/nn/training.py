@@ -13,8 +13,19 @@ import optax
 from flax import nnx
 
 from tpu_embedding import functional
+from tpu_embedding.finalize import finalize_variable_values
 from tpu_embedding.nn.embedding import EmbeddingTables, Recording, TPUEmbedding
-from tpu_embedding.nn.recording import Gradients, differentiate, replicate_on_mesh
+from tpu_embedding.nn.recording import (
+    Gradients,
+    differentiate,
+    norm_for_dense,
+    norm_of_model,
+    replicate_on_mesh,
+)
+from tpu_embedding.optimizers.finalize import (
+    finalize_variable_values as finalize_dense,
+)
+from tpu_embedding.optimizers.finalize import has_averages
 from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tables.slot_values import (
@@ -231,17 +242,69 @@ class Optimizer(nnx.Module):
                 f"{sorted(slots)} of the optimizer and {sorted(gradients.tables)} of "
                 "the gradients."
             )
-        self.dense.update(model, gradients.dense)
+        norm = norm_of_model(gradients, [layer.plan for layer in layers.values()])
+        with norm_for_dense(gradients):
+            self.dense.update(model, gradients.dense)
         for path, layer in layers.items():
             new_tables, new_slots = functional.apply_gradients(
                 layer.tables.get_value(),
                 slots[path],
                 gradients.tables[path],
                 layer.plan,
+                norm,
             )
             layer.tables.set_value(new_tables)
             slots[path] = new_slots
         self.slots.set_value(slots)
+
+    def finalize_variable_values(self, model: nnx.Module) -> None:
+        """Sets the model to the moving averages that `adafactor` keeps of it.
+
+        Call it after the last step, as Keras does at the end of `fit`. Tables and dense
+        parameters whose optimizer keeps no averages stay as they are. Donate both under
+        `jit`; otherwise the tables are in memory twice for a moment.
+
+        Args:
+          model: the one this optimizer was made for; it changes in place.
+
+        Raises:
+          ValueError: if no optimizer keeps averages.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import tpu_embedding as te
+          >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+          >>> rule = te.optimizers.adafactor(0.1, use_ema=True)
+          >>> layer = te.TPUEmbedding(
+          ...     te.FeatureConfig(table=table), rule, rngs=nnx.Rngs(0)
+          ... )
+          >>> optimizer = Optimizer(layer, rule)
+          >>> optimizer.finalize_variable_values(layer)
+        """
+        slots = dict(self.slots.get_value())
+        opt_state = _arrays(self.dense.opt_state)
+        layers = {
+            path: layer
+            for path, layer in embedding_layers(model).items()
+            if has_averages(slots[path])
+        }
+        if not layers and not has_averages(opt_state):
+            raise ValueError(
+                "finalize_variable_values needs an optimizer that keeps moving averages"
+                ", adafactor(use_ema=True), for tables or dense parameters; got none."
+            )
+        for path, layer in layers.items():
+            new_tables, slots[path] = finalize_variable_values(
+                layer.tables.get_value(), slots[path], layer.plan
+            )
+            layer.tables.set_value(new_tables)
+        self.slots.set_value(slots)
+        if has_averages(opt_state):
+            params = nnx.state(model, self.dense.wrt)
+            new_params, new_state = finalize_dense(_arrays(params), opt_state)
+            _set_arrays(params, new_params)
+            nnx.update(model, params)
+            _set_arrays(self.dense.opt_state, new_state)
 
     def set_hyperparameters(self, **values: Any) -> None:
         """Changes hyper-parameters of the tables' optimizers without a recompilation.
@@ -342,6 +405,27 @@ def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
         for path, module in nnx.iter_modules(model)
         if isinstance(module, TPUEmbedding)
     }
+
+
+def _arrays(tree: Any) -> Any:
+    """Returns a pytree with the values of variables in the place of these."""
+    return jax.tree.map(
+        lambda x: x.get_value() if isinstance(x, nnx.Variable) else x,
+        tree,
+        is_leaf=_is_variable,
+    )
+
+
+def _set_arrays(tree: Any, values: Any) -> None:
+    """Sets the variables of a pytree to the values of another one."""
+    variables, structure = jax.tree.flatten(tree, is_leaf=_is_variable)
+    new = structure.flatten_up_to(values)
+    for variable, value in zip(variables, new, strict=True):
+        variable.set_value(value)
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, nnx.Variable)
 
 
 def _put_on_mesh(module: nnx.Module, plan: EmbeddingPlan) -> None:

@@ -27,6 +27,9 @@ from tpu_embedding.optimizers.analysis.row_local import (
 from tpu_embedding.optimizers.analysis.row_local import (
     check_row_local as check_row_local,
 )
+from tpu_embedding.optimizers.finalize import (
+    finalize_variable_values as finalize_variable_values,
+)
 from tpu_embedding.optimizers.hyperparameters import (
     with_hyperparameters as with_hyperparameters,
 )

@@ -40,6 +40,11 @@ class OccurrenceNorm:
     """The rule asks for the norm of the gradients of all occurrences."""
 
 
+@dataclasses.dataclass(frozen=True)
+class ModelNorm:
+    """The rule asks for the norm of all gradients of the model."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class MustBeLast:
     """The rule must be the last of a chain: the table must change by these updates."""
@@ -47,7 +52,7 @@ class MustBeLast:
     updates: Any
 
 
-Mode = EveryRow | InSequence | OccurrenceNorm | MustBeLast
+Mode = EveryRow | InSequence | OccurrenceNorm | ModelNorm | MustBeLast
 
 _NOTES: contextvars.ContextVar[list[Mode] | None] = contextvars.ContextVar(
     "modes", default=None

@@ -24,7 +24,12 @@ from tpu_embedding.optimizers.analysis.trace import (
     trace_rule,
 )
 from tpu_embedding.optimizers.analysis.walker import difference
-from tpu_embedding.optimizers.modes import EveryRow, InSequence, OccurrenceNorm
+from tpu_embedding.optimizers.modes import (
+    EveryRow,
+    InSequence,
+    ModelNorm,
+    OccurrenceNorm,
+)
 from tpu_embedding.optimizers.names import optimizer_by_name
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
 
@@ -102,6 +107,7 @@ def _row_optimizer(transformation: optax.GradientTransformation) -> RowOptimizer
     every = {mode for mode in trace.modes if isinstance(mode, EveryRow)}
     in_sequence = any(isinstance(mode, InSequence) for mode in trace.modes)
     takes_norm = any(isinstance(mode, OccurrenceNorm) for mode in trace.modes)
+    takes_model_norm = any(isinstance(mode, ModelNorm) for mode in trace.modes)
     if len(every) > 1:
         raise ValueError(
             "every_row must have one gradient_steps within an optimizer, got "
@@ -126,6 +132,14 @@ def _row_optimizer(transformation: optax.GradientTransformation) -> RowOptimizer
             "asks for; use clipnorm_of='sum'."
         )
     gradient_steps = next((mode.gradient_steps for mode in every), 1)
+    if takes_model_norm and gradient_steps > 1:
+        raise ValueError(
+            "A table collects the gradients of several steps on its own, so it does "
+            "not know the norm of all that the model collects. Take global_clipnorm "
+            "away from gradient_accumulation_steps. Or add the gradients of several "
+            "batches by te.add, scale their sum, clip it by te.clip_by_global_norm, "
+            "and update once."
+        )
     keeps_gradient = bool(every) and (
         trace.takes_totals or gradient_steps > 1 or not _is_elementwise(transformation)
     )
@@ -136,6 +150,7 @@ def _row_optimizer(transformation: optax.GradientTransformation) -> RowOptimizer
         gradient_steps=gradient_steps,
         keeps_gradient=keeps_gradient,
         takes_totals=trace.takes_totals,
+        takes_model_norm=takes_model_norm,
     )
 
 

@@ -25,6 +25,7 @@ class RowOptimizer:
       keeps_gradient: whether the state holds a dense gradient. It does for rules for
         every row that collect gradients, or are not elementwise.
       takes_totals: whether the rule asks for totals over the rows of a table.
+      takes_model_norm: whether the rule asks for the norm of the model's gradients.
       table_name: the only table that the rule is for; None: any table.
     """
 
@@ -34,6 +35,7 @@ class RowOptimizer:
     gradient_steps: int = 1
     keeps_gradient: bool = False
     takes_totals: bool = False
+    takes_model_norm: bool = False
     table_name: str | None = None
 
     def init(self, params: Any) -> Any:

@@ -83,6 +83,9 @@ class TableRows:
 _CURRENT: contextvars.ContextVar[TableRows | None] = contextvars.ContextVar(
     "table_rows", default=None
 )
+_MODEL_SQUARES: contextvars.ContextVar[Callable[[], Array] | None] = (
+    contextvars.ContextVar("model_squares", default=None)
+)
 
 
 def table_rows(array: Array) -> TableRows:
@@ -110,6 +113,11 @@ def table_rows(array: Array) -> TableRows:
     )
 
 
+def is_in_layer() -> bool:
+    """Returns True while a rule runs on rows of a layer, and not on a dense array."""
+    return _CURRENT.get() is not None
+
+
 @contextlib.contextmanager
 def table_rows_context(rows: TableRows | None) -> Iterator[None]:
     """Makes `table_rows` return these rows within this context."""
@@ -121,6 +129,30 @@ def table_rows_context(rows: TableRows | None) -> Iterator[None]:
             yield
     finally:
         _CURRENT.reset(token)
+
+
+def model_gradient_squares() -> Array | None:
+    """Returns the sum of squares of all gradients of the model in this step.
+
+    The gradients are those of the loss, before other transformations. None: a rule is
+    called without a model, and knows only its own arrays.
+    """
+    compute = _MODEL_SQUARES.get()
+    return None if compute is None else compute()
+
+
+@contextlib.contextmanager
+def model_gradient_context(compute: Callable[[], Array] | None) -> Iterator[None]:
+    """Makes `model_gradient_squares` return a float32 scalar within this context.
+
+    Args:
+      compute: returns the sum; it is called only if a rule asks. None: not known.
+    """
+    token = _MODEL_SQUARES.set(compute)
+    try:
+        yield
+    finally:
+        _MODEL_SQUARES.reset(token)
 
 
 def _beside(mask: Array, values: Array) -> Array:

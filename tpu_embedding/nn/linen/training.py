@@ -14,6 +14,7 @@ import optax
 from flax import struct
 
 from tpu_embedding import functional
+from tpu_embedding.finalize import finalize_variable_values
 from tpu_embedding.nn.linen.layer import Recorder, RecordingTables
 from tpu_embedding.nn.linen.variables import (
     TABLES,
@@ -22,7 +23,17 @@ from tpu_embedding.nn.linen.variables import (
     layer_tables,
     map_tables,
 )
-from tpu_embedding.nn.recording import Gradients, differentiate, replicate_on_mesh
+from tpu_embedding.nn.recording import (
+    Gradients,
+    differentiate,
+    norm_for_dense,
+    norm_of_model,
+    replicate_on_mesh,
+)
+from tpu_embedding.optimizers.finalize import (
+    finalize_variable_values as finalize_dense,
+)
+from tpu_embedding.optimizers.finalize import has_averages
 from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
 
 
@@ -187,15 +198,17 @@ class TrainState(struct.PyTreeNode):
         check_names("Gradients", grads.tables, "layers", layers)
         others = set(self.variables) - {"params", TABLES}
         check_names("Updates", updates or {}, "collections", others)
+        norm = norm_of_model(grads, [tables.plan for tables in layers.values()])
         updated = {
             path: functional.apply_gradients(
-                tables.stacks, self.slots[path], grads.tables[path], tables.plan
+                tables.stacks, self.slots[path], grads.tables[path], tables.plan, norm
             )
             for path, tables in layers.items()
             if path in grads.tables
         }
         params = self.variables.get("params", {})
-        changes, opt_state = self.tx.update(grads.dense, self.opt_state, params)
+        with norm_for_dense(grads):
+            changes, opt_state = self.tx.update(grads.dense, self.opt_state, params)
 
         def new_tables(path: str, old: LayerTables) -> LayerTables:
             if path not in updated:
@@ -210,6 +223,43 @@ class TrainState(struct.PyTreeNode):
             variables=map_tables(new_tables, variables),
             opt_state=opt_state,
             slots=self.slots | {path: slots for path, (_, slots) in updated.items()},
+        )
+
+    def finalize_variable_values(self) -> "TrainState":
+        """Returns the state with variables set to their moving averages.
+
+        These are the averages that `adafactor(use_ema=True)` keeps. Tables and dense
+        parameters of other optimizers stay as they are.
+
+        Raises:
+          ValueError: if no optimizer keeps averages.
+        """
+        layers = layer_tables(self.variables)
+        finals = {
+            path: finalize_variable_values(tables.stacks, self.slots[path], tables.plan)
+            for path, tables in layers.items()
+            if has_averages(self.slots[path])
+        }
+        variables, opt_state = dict(self.variables), self.opt_state
+        if has_averages(opt_state):
+            variables["params"], opt_state = finalize_dense(
+                variables["params"], opt_state
+            )
+        elif not finals:
+            raise ValueError(
+                "finalize_variable_values needs an optimizer that keeps moving averages"
+                ", adafactor(use_ema=True), for tables or dense parameters; got none."
+            )
+
+        def new_tables(path: str, old: LayerTables) -> LayerTables:
+            if path not in finals:
+                return old
+            return dataclasses.replace(old, stacks=finals[path][0])
+
+        return self.replace(
+            variables=map_tables(new_tables, variables),
+            opt_state=opt_state,
+            slots=self.slots | {path: slots for path, (_, slots) in finals.items()},
         )
 
     def with_hyperparameters(self, **values: Any) -> "TrainState":

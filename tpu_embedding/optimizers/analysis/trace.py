@@ -31,6 +31,7 @@ from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.table_rows import (
     Reduction,
     TableRows,
+    model_gradient_context,
     table_rows_context,
 )
 
@@ -174,7 +175,12 @@ class _Trace:
 
         def update(gradient: Any, state: Any, rows: Any, *known: Any) -> Any:
             asked = _rows_to_ask(known, note_total=self.totals.append)
-            with table_rows_context(asked), requested_modes() as modes:
+            # Values of a step that is being traced must not enter this trace.
+            with (
+                table_rows_context(asked),
+                model_gradient_context(None),
+                requested_modes() as modes,
+            ):
                 updates, state = transformation.update(gradient, state, rows)
             last = [mode for mode in modes if isinstance(mode, MustBeLast)]
             self.is_last = all(mode.updates is updates for mode in last)

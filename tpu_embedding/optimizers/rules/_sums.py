@@ -1,6 +1,6 @@
 """Compensated float32 sums, accurate over millions of small additions."""
 
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ class CompensatedSum(NamedTuple):
       rest: the rounding error, added to the next addend.
     """
 
-    value: jax.Array
-    rest: jax.Array
+    value: Any
+    rest: Any
 
     def plus(self, addend: jax.Array) -> "CompensatedSum":
         """Returns the sum with `addend` added, elementwise."""
@@ -31,3 +31,7 @@ class CompensatedSum(NamedTuple):
 def compensated_sum(start: jax.Array) -> CompensatedSum:
     """Returns a compensated sum that starts at the given value."""
     return CompensatedSum(start, jnp.zeros_like(start))
+
+
+NO_SUM: Final = CompensatedSum(None, None)
+"""Stands for a sum that is not kept, in a state of the same structure."""

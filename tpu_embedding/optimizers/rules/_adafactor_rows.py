@@ -1,0 +1,232 @@
+"""Adafactor for the rows of a table: totals over rows, and rows that are skipped."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpu_embedding.optimizers.modes import (
+    ModelNorm,
+    MustBeLast,
+    OccurrenceNorm,
+    request_mode,
+)
+from tpu_embedding.optimizers.rules._adafactor_settings import (
+    AdafactorSettings,
+    inverse_root,
+    norm_factor,
+)
+from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
+from tpu_embedding.optimizers.rules._sums import CompensatedSum, compensated_sum
+from tpu_embedding.optimizers.table_rows import (
+    TableRows,
+    is_in_layer,
+    table_rows,
+)
+
+
+def init_rows(settings: AdafactorSettings, rows: Any) -> AdafactorState:
+    """Returns the state for the rows of one stack. The rows come from `table_rows`."""
+    tables = table_rows(rows)
+    num_rows, dim = rows.shape
+    is_exact = settings.mode == "exact"
+    averages = average_counts = average_momentum = None
+    if settings.use_ema:
+        averages = jnp.array(rows, jnp.float32)
+        average_counts = jnp.zeros(num_rows, jnp.int32)
+        average_momentum = jnp.asarray(settings.ema_momentum, jnp.float32)
+    return AdafactorState(
+        count=jnp.zeros((), jnp.int32),
+        row_accumulators=jnp.full(
+            num_rows, settings.epsilon_1 if is_exact else 0.0, jnp.float32
+        ),
+        row_clocks=jnp.zeros(num_rows, jnp.float32),
+        column_accumulators=jnp.zeros((tables.table_sizes.shape[0], dim), jnp.float32),
+        velocities=None,
+        squares=compensated_sum(tables.total(_row_squares(rows))),
+        clock=compensated_sum(jnp.zeros(())) if is_exact else None,
+        averages=averages,
+        average_counts=average_counts,
+        average_momentum=average_momentum,
+    )
+
+
+def update_rows(
+    settings: AdafactorSettings, gradient: Any, state: AdafactorState, rows: Any
+) -> tuple[Any, AdafactorState]:
+    """Returns the updates of the rows at hand and the new state."""
+    if settings.clipnorm is not None and settings.clipnorm_of == "occurrences":
+        request_mode(OccurrenceNorm())
+    if settings.global_clipnorm is not None:
+        request_mode(ModelNorm())
+    tables = table_rows(gradient)
+    dim = gradient.shape[1]
+    t = (state.count + 1).astype(jnp.float32)
+    rate = settings.rate_at(state.count)
+    gradient = _clip(settings, gradient, tables)
+    decayed = _decay(settings, rate, rows, tables)
+    accumulators, clocks, clock = _row_moments(settings, gradient, state, tables, t)
+    columns, squares_change, num_elements = _column_moments(
+        settings, gradient, state, tables, t, jnp.square(decayed) - jnp.square(rows)
+    )
+    means = jnp.mean(columns, axis=1, keepdims=True)
+    # A table that was never touched has no column moments yet.
+    profile = columns / jnp.where(means > 0, means, 1)
+    scaled = gradient * inverse_root(accumulators)[:, None]
+    scaled *= tables.per_row(inverse_root(profile))
+    scaled = jnp.where(_update_mask(settings, tables)[:, None], scaled, 0)
+    sums = tables.total(
+        jnp.stack([_row_squares(scaled), jnp.sum(decayed * scaled, 1)], 1)
+    )
+    rms = jnp.sqrt(sums[:, 0] / num_elements)
+    # Outside of the layer all rows are at hand, and may have been set since.
+    squares = state.squares
+    if not is_in_layer():
+        squares = compensated_sum(tables.total(_row_squares(rows)))
+    squares = squares.plus(squares_change)
+    mean_squares = jnp.maximum(squares.value, 0) / (tables.table_sizes * dim)
+    scale = jnp.sqrt(mean_squares)
+    alpha = jnp.maximum(settings.epsilon_2, scale) * jnp.minimum(rate, jax.lax.rsqrt(t))
+    alpha /= jnp.maximum(1, rms / settings.clip_threshold)
+    new = decayed - tables.per_row(alpha)[:, None] * scaled
+    squares = squares.plus(alpha * (alpha * sums[:, 0] - 2 * sums[:, 1]))
+    state = state._replace(
+        row_accumulators=accumulators,
+        row_clocks=clocks,
+        column_accumulators=columns,
+        squares=squares,
+        clock=clock,
+    )
+    if settings.use_ema:
+        new, state = _average(settings, rows, new, state, tables)
+    updates = new - rows
+    request_mode(MustBeLast(updates))
+    return updates, state._replace(count=state.count + 1)
+
+
+def _update_mask(settings: AdafactorSettings, tables: TableRows) -> Any:
+    """Returns the mask of the rows to update: in mode "lazy" the touched ones."""
+    return tables.is_touched if settings.mode == "lazy" else tables.is_used
+
+
+def _clip(settings: AdafactorSettings, gradient: Any, tables: TableRows) -> Any:
+    """Unscales the gradient, and clips it by value or by norm."""
+    gradient = settings.unscaled(gradient)
+    if settings.clipvalue is not None:
+        return jnp.clip(gradient, -settings.clipvalue, settings.clipvalue)
+    if settings.global_clipnorm is not None:
+        squares = settings.model_squares()
+        if squares is None:
+            squares = jnp.sum(tables.total(_row_squares(gradient)))
+        return gradient * norm_factor(settings.global_clipnorm, squares)
+    if settings.clipnorm is None:
+        return gradient
+    if settings.clipnorm_of == "occurrences" and tables.occurrence_squares is not None:
+        squares = settings.unscaled_squares(tables.occurrence_squares)
+    else:
+        squares = tables.total(_row_squares(gradient))
+    factors = norm_factor(settings.clipnorm, squares)
+    return gradient * tables.per_row(factors)[:, None]
+
+
+def _decay(settings: AdafactorSettings, rate: Any, rows: Any, tables: TableRows) -> Any:
+    """Returns the rows after weight decay."""
+    if settings.weight_decay is None:
+        return rows
+    lost = jnp.where(
+        _update_mask(settings, tables)[:, None], settings.weight_decay * rate * rows, 0
+    )
+    return rows - lost
+
+
+def _row_moments(
+    settings: AdafactorSettings,
+    gradient: Any,
+    state: AdafactorState,
+    tables: TableRows,
+    t: Any,
+) -> tuple[Any, Any, CompensatedSum | None]:
+    """Returns the new `r`, the clock of each row, and the clock of the table."""
+    mean = jnp.mean(jnp.square(gradient), axis=1) + settings.epsilon_1
+    old = state.row_accumulators
+    if state.clock is None:
+        clocks = state.row_clocks + 1
+        b = settings.decay_at(clocks)
+        new = b * old + (1 - b) * mean
+        moves = tables.is_touched
+        return (
+            jnp.where(moves, new, old),
+            jnp.where(moves, clocks, state.row_clocks),
+            None,
+        )
+    # Applies the updates that the row missed. With gradient 0, each of them is
+    # r = b * r + (1 - b) * epsilon_1.
+    missed = jnp.exp(state.clock.value - state.row_clocks)
+    old = missed * old + (1 - missed) * settings.epsilon_1
+    b = settings.decay_at(t)
+    # The first step has b = 0, whose logarithm is infinite. It may be skipped: rows
+    # that it does not touch stay at epsilon_1, their initial value.
+    clock = state.clock.plus(jnp.where(b > 0, jnp.log(jnp.maximum(b, 1e-30)), 0.0))
+    clocks = jnp.broadcast_to(clock.value, old.shape)
+    return b * old + (1 - b) * mean, clocks, clock
+
+
+def _column_moments(
+    settings: AdafactorSettings,
+    gradient: Any,
+    state: AdafactorState,
+    tables: TableRows,
+    t: Any,
+    decay_change: Any,
+) -> tuple[Any, Any, Any]:
+    """Returns the new `c`, and two values per table.
+
+    The second value is the change of the table's sum of squares by weight decay. The
+    third is the number of elements over which RMS(u) is the mean.
+    """
+    dim = gradient.shape[1]
+    moves = _update_mask(settings, tables)
+    columns = jnp.where(moves[:, None], jnp.square(gradient), 0)
+    count = moves.astype(jnp.float32)
+    totals = tables.total(
+        jnp.concatenate(
+            [columns, count[:, None], jnp.sum(decay_change, axis=1, keepdims=True)],
+            axis=1,
+        )
+    )
+    sums, counts, change = totals[:, :dim], totals[:, dim], totals[:, dim + 1]
+    num_rows = tables.table_sizes if settings.mode == "exact" else counts
+    is_any = num_rows > 0
+    num_rows = jnp.maximum(num_rows, 1)
+    b = settings.decay_at(t)
+    mean = sums / num_rows[:, None] + settings.epsilon_1
+    old = state.column_accumulators
+    new = jnp.where(is_any[:, None], b * old + (1 - b) * mean, old)
+    return new, change, num_rows * dim
+
+
+def _average(
+    settings: AdafactorSettings,
+    rows: Any,
+    new: Any,
+    state: AdafactorState,
+    tables: TableRows,
+) -> tuple[Any, AdafactorState]:
+    """Returns the new rows, and the state with their moving averages."""
+    missed = (state.count - state.average_counts)[:, None]
+    averages = settings.new_averages(state.averages, rows, new, state.count, missed)
+    state = state._replace(
+        averages=averages,
+        average_counts=jnp.broadcast_to(state.count + 1, state.average_counts.shape),
+        average_momentum=jnp.asarray(settings.ema_momentum, jnp.float32),
+    )
+    if settings.ema_overwrite_frequency is None:
+        return new, state
+    overwritten = jnp.where(settings.overwrites_at(state.count), averages, new)
+    change = tables.total(_row_squares(overwritten) - _row_squares(new))
+    return overwritten, state._replace(squares=state.squares.plus(change))
+
+
+def _row_squares(rows: Any) -> Any:
+    """Returns the sum of squares of each row, `[rows]`."""
+    return jnp.sum(jnp.square(rows), axis=1)

@@ -1,0 +1,174 @@
+"""The arguments of Adafactor, checked once."""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpu_embedding.optimizers.checks import (
+    check_hyperparameters,
+    finite,
+    flag,
+    fraction,
+    int_from,
+    non_negative,
+    non_positive,
+    one_of,
+    or_none,
+    positive,
+    positive_bound,
+)
+from tpu_embedding.optimizers.learning_rates import learning_rate_at
+from tpu_embedding.optimizers.rules._averages import catch_up
+from tpu_embedding.optimizers.table_rows import model_gradient_squares
+
+AdafactorMode = Literal["lazy", "exact"]
+EMAStart = Literal["first_update", "initial_values"]
+ClipnormOf = Literal["sum", "occurrences"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdafactorSettings:
+    """The validated arguments of `adafactor`, and what follows from them alone."""
+
+    learning_rate: optax.ScalarOrSchedule
+    beta_2_decay: Any
+    epsilon_1: Any
+    epsilon_2: Any
+    clip_threshold: Any
+    weight_decay: Any
+    clipnorm: Any
+    clipvalue: Any
+    global_clipnorm: Any
+    use_ema: bool
+    ema_momentum: Any
+    ema_overwrite_frequency: Any
+    loss_scale_factor: Any
+    gradient_accumulation_steps: int | None
+    mode: AdafactorMode
+    ema_start: EMAStart
+    clipnorm_of: ClipnormOf
+
+    def __post_init__(self):
+        check_hyperparameters(
+            "adafactor",
+            beta_2_decay=non_positive(self.beta_2_decay),
+            epsilon_1=non_negative(self.epsilon_1),
+            epsilon_2=non_negative(self.epsilon_2),
+            clip_threshold=positive_bound(self.clip_threshold),
+            weight_decay=or_none(finite, self.weight_decay),
+            clipnorm=or_none(positive_bound, self.clipnorm),
+            clipvalue=or_none(positive_bound, self.clipvalue),
+            global_clipnorm=or_none(positive_bound, self.global_clipnorm),
+            use_ema=flag(self.use_ema),
+            ema_momentum=fraction(self.ema_momentum),
+            ema_overwrite_frequency=or_none(
+                functools.partial(int_from, 1), self.ema_overwrite_frequency
+            ),
+            loss_scale_factor=or_none(positive, self.loss_scale_factor),
+            mode=one_of(self.mode, AdafactorMode),
+            ema_start=one_of(self.ema_start, EMAStart),
+            clipnorm_of=one_of(self.clipnorm_of, ClipnormOf),
+        )
+        clips = [
+            name
+            for name in ("clipnorm", "clipvalue", "global_clipnorm")
+            if getattr(self, name) is not None
+        ]
+        if len(clips) > 1:
+            raise ValueError(
+                "adafactor: at most one of clipnorm, clipvalue and global_clipnorm may "
+                f"be given, got {clips}. Set the others to None."
+            )
+        steps = self.gradient_accumulation_steps
+        if steps in (None, 0):
+            return
+        check_hyperparameters(
+            "adafactor", gradient_accumulation_steps=int_from(2, steps)
+        )
+        if self.use_ema and self.ema_overwrite_frequency is not None:
+            raise ValueError(
+                "adafactor: ema_overwrite_frequency must be None with "
+                f"gradient_accumulation_steps, got {self.ema_overwrite_frequency} and "
+                f"{steps}. Keras would overwrite the rows in steps without an update, "
+                "too. Leave one out, and call finalize_variable_values at the end."
+            )
+
+    @property
+    def gradient_steps(self) -> int:
+        """Steps whose gradients one update averages."""
+        return self.gradient_accumulation_steps or 1
+
+    @property
+    def moves_every_row(self) -> bool:
+        """True if rows that the step does not look up change in the same step."""
+        decays_all = self.mode == "exact" and self.weight_decay is not None
+        overwrites = self.use_ema and self.ema_overwrite_frequency is not None
+        return self.gradient_steps > 1 or decays_all or overwrites
+
+    def unscaled(self, gradient: Any) -> Any:
+        """Returns a gradient divided by the loss scale."""
+        if self.loss_scale_factor is None:
+            return gradient
+        return gradient / self.loss_scale_factor
+
+    def unscaled_squares(self, squares: Any) -> Any:
+        """Returns a sum of squares of gradients, divided by the square of the scale."""
+        if self.loss_scale_factor is None:
+            return squares
+        return squares / self.loss_scale_factor**2
+
+    def model_squares(self) -> jax.Array | None:
+        """Returns the sum of squares of the model's gradients, unscaled, if known."""
+        squares = model_gradient_squares()
+        return None if squares is None else self.unscaled_squares(squares)
+
+    def rate_at(self, count: jax.Array) -> jax.Array:
+        """Returns the learning rate of an update, counted from 0.
+
+        Keras' schedules count steps, of which an update may take several.
+        """
+        step = count * self.gradient_steps + self.gradient_steps - 1
+        return learning_rate_at(self.learning_rate, step)
+
+    def decay_at(self, t: jax.Array) -> jax.Array:
+        """Returns the decay of the accumulators in update `t`, counted from 1."""
+        return 1 - jnp.power(t, self.beta_2_decay)
+
+    def new_averages(
+        self, averages: Any, rows: Any, new: Any, count: jax.Array, missed_updates: Any
+    ) -> jax.Array:
+        """Returns the moving averages after an update.
+
+        Args:
+          averages: as of some earlier update.
+          rows: values since that update.
+          new: values after this update.
+          count: updates so far.
+          missed_updates: updates since then that left the values as they are.
+        """
+        missed = missed_updates + self.gradient_steps - 1
+        averages = catch_up(averages, rows, missed, self.ema_momentum)
+        momentum = jnp.asarray(self.ema_momentum, jnp.float32)
+        if self.ema_start == "first_update":
+            momentum = jnp.where(count == 0, 0.0, momentum)
+        return momentum * averages + (1 - momentum) * new
+
+    def overwrites_at(self, count: jax.Array) -> jax.Array:
+        """Returns True if the averages replace the rows in an update, from 0."""
+        assert self.ema_overwrite_frequency is not None
+        return (count + 1) % self.ema_overwrite_frequency == 0
+
+
+def norm_factor(bound: Any, squares: jax.Array) -> jax.Array:
+    """Returns the factors that scale gradients down to a norm of at most `bound`."""
+    norms = jnp.sqrt(squares)
+    return jnp.where(norms > bound, bound / norms, 1)
+
+
+def inverse_root(values: jax.Array) -> jax.Array:
+    """Returns `1 / sqrt(values)`; 1 for a value of 0, whose gradients were all 0."""
+    return jax.lax.rsqrt(jnp.where(values > 0, values, 1))

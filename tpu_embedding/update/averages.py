@@ -1,0 +1,97 @@
+"""Sets the rows of a table to their moving averages, at the end of training."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
+from tpu_embedding.optimizers.rules._averages import catch_up
+from tpu_embedding.optimizers.rules._sums import CompensatedSum, compensated_sum
+from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.rows.blocks import blocks_of, read_block, write_block
+from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
+from tpu_embedding.update.every_row import KeptGradientState
+from tpu_embedding.update.lift import is_slot
+from tpu_embedding.update.shard_rows import shard_rows
+from tpu_embedding.update.totals import across_shards
+
+
+def swap_in_averages(
+    table: PackedRows, state: Any, stack: TrainedStackPlan, plan: EmbeddingPlan
+) -> tuple[PackedRows, Any]:
+    """Sets all rows of a stack to their averages. Per shard; in place where donated.
+
+    Args:
+      table: rows of this shard.
+      state: the optimizer's, with the averages of `adafactor`.
+      stack: the stack's plan.
+      plan: for the mesh.
+
+    Returns:
+      The new table, and the state with which training may continue.
+    """
+    (node,) = averaged_nodes(state)
+    averages, average_counts = _packed(node.averages), _packed(node.average_counts)
+    (count,), (momentum,) = map(jax.tree.leaves, (node.count, node.average_momentum))
+    # Steps that only collected gradients averaged as well.
+    waiting = sum(x.step for x in _nodes(state, KeptGradientState))
+    rows = [table, averages, average_counts]
+    blocks = blocks_of([packed.layout for packed in rows])
+
+    def swap_block(block: Any, carry: Any) -> Any:
+        start, size = block
+        (table, averages, counts), squares = carry
+        old = read_block(table, start, size)
+        missed = (count - read_block(counts, start, size) + waiting)[:, None]
+        new = catch_up(read_block(averages, start, size), old, missed, momentum)
+        stored = store_rows(new, table.layout)
+        kept = load_rows(stored, table.layout)
+        row_ids = start + jnp.arange(size, dtype=jnp.int32)
+        everything = jnp.ones(size, bool)
+        known = shard_rows(row_ids, everything, lambda x, _: x, stack)
+        squares = squares + known.total(jnp.sum(jnp.square(kept), axis=1))
+        caught_up = jnp.broadcast_to(count, (size,))
+        parts = (stored, new, caught_up)
+        written = [
+            write_block(packed, start, part)
+            for packed, part in zip((table, averages, counts), parts, strict=True)
+        ]
+        return written, squares
+
+    carry = swap_block(blocks.first, (rows, jnp.zeros(len(stack.tables))))
+    carry = blocks.loop(lambda i, x: swap_block((i, blocks.size), x), carry)
+    (new_table, averages, counts), squares = carry
+    total = compensated_sum(across_shards(stack, plan)(squares, "sum"))
+    new_node = node._replace(
+        averages=_like(node.averages, averages),
+        average_counts=_like(node.average_counts, counts),
+        squares=CompensatedSum(
+            _like(node.squares.value, total.value), _like(node.squares.rest, total.rest)
+        ),
+    )
+    return new_table, jax.tree.map(
+        lambda x: new_node if x is node else x, state, is_leaf=lambda x: x is node
+    )
+
+
+def averaged_nodes(state: Any) -> list[AdafactorState]:
+    """Returns the parts of a stack's state that hold moving averages of rows."""
+    return [x for x in _nodes(state, AdafactorState) if jax.tree.leaves(x.averages)]
+
+
+def _packed(field: Any) -> PackedRows:
+    """Returns the rows of a field: itself, or those of the only table in a dict."""
+    (packed,) = jax.tree.leaves(field, is_leaf=is_slot)
+    return packed
+
+
+def _like(field: Any, value: Any) -> Any:
+    """Returns a field of the same structure, with another value."""
+    return jax.tree.map(lambda _: value, field, is_leaf=is_slot)
+
+
+def _nodes(state: Any, kind: type) -> list[Any]:
+    """Returns the nodes of a type in a state, without those inside another one."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in leaves if isinstance(x, kind)]
