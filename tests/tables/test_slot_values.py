@@ -306,3 +306,25 @@ def test_refuses_other_parts_and_plans(plan_and_slots):
     other = plan_of(F2A, 2, "cpu", ("b", "c"))
     with pytest.raises(ValueError, match="was made for another plan"):
         te.slot_values(slots, other)
+
+
+def test_tables_may_have_the_names_of_state_fields():
+    names = ("mu", "nu", "count", "x")
+    plan = te.make_plan(
+        {
+            name: te.FeatureConfig(
+                table=te.TableConfig(vocabulary_size=4, dim=2, name=name)
+            )
+            for name in names
+        },
+        mesh_of(2),
+        optimizer=optax.adam(0.1),
+    )
+    slots = te.init_slots(te.init_tables(plan, jax.random.key(0)), plan)
+    values = {"mu": np.full((4, 2), 1.0), "nu": np.full((4, 2), 2.0)}
+    found = te.slot_values(te.with_slot_values(slots, {"x": values}, plan), plan)
+    for name in names:
+        assert set(found[name]) == {"mu", "nu"}
+        for slot, value in values.items():
+            expected = value if name == "x" else np.zeros((4, 2))
+            np.testing.assert_array_equal(found[name][slot], expected)

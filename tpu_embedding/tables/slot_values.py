@@ -204,8 +204,8 @@ def _with_values(
                     f"values of table {table_name!r} must name parts of the state of "
                     f"its optimizer, {sorted(known)}, got {name!r}."
                 )
-    new = {
-        slot.name: slot.replaced(
+    new = iter(
+        slot.replaced(
             {
                 table_name: of_table[slot.name]
                 for table_name, of_table in values.items()
@@ -215,12 +215,12 @@ def _with_values(
             plan,
         )
         for slot in named
-    }
+    )
     leaves, tree = jax.tree.flatten(state, is_leaf=_is_rows)
     names = _names(state, stack)
     return tree.unflatten(
         [
-            leaf if name is None else new[name]
+            leaf if name is None else next(new)
             for name, leaf in zip(names, leaves, strict=True)
         ]
     )
@@ -247,8 +247,10 @@ def _names(state: Any, stack: TrainedStackPlan) -> list[str | None]:
     paths = []
     for path, _ in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_rows):
         parts = [_part(key) for key in path]
-        # An optimizer of a dict of tables keeps a dict of slots, per table.
-        if len(parts) > 1 and parts[-1] in tables:
+        # An optimizer of a dict of tables keeps a dict of slots, per table. A field of
+        # a state may have the name of a table, too.
+        is_table = isinstance(path[-1], jax.tree_util.DictKey) and parts[-1] in tables
+        if len(parts) > 1 and is_table:
             parts = parts[:-1]
         paths.append(parts)
     is_named = [not _HYPERPARAMETERS.intersection(parts) for parts in paths]
