@@ -43,6 +43,7 @@ OTHERS = {
     "adafactor_of_four_steps": te.optimizers.adafactor(
         0.1, gradient_accumulation_steps=4
     ),
+    "adafactor_averages": te.optimizers.adafactor(0.1, use_ema=True),
     "clippy_adagrad": te.optimizers.clippy_adagrad(0.1),
     "adafactor_exact": te.optimizers.adafactor(0.1, mode="exact"),
     "bfloat16_slots": te.optimizers.adam(0.1, slot_dtype=jnp.bfloat16),
@@ -257,6 +258,7 @@ ON_CPU = {
     **REPRESENTATIVE,
     "adafactor_exact": OTHERS["adafactor_exact"],
     "adafactor_of_four_steps": OTHERS["adafactor_of_four_steps"],
+    "adafactor_averages": OTHERS["adafactor_averages"],
     "clippy_adagrad": OTHERS["clippy_adagrad"],
     "rowwise_every_row": OTHERS["rowwise_every_row"],
     "sequence": te.optimizers.adagrad(0.1, use_gradient_accumulation=False),

@@ -323,9 +323,9 @@ ON = {
     "ema_momentum": 0.5,
     "ema_overwrite_frequency": 3,
     "loss_scale_factor": 2.0,
-    "gradient_accumulation_steps": 4,
     "global_clipnorm": 1.5,
 }
+COLLECTS = {"use_ema": True, "gradient_accumulation_steps": 4}
 
 
 @pytest.mark.parametrize(
@@ -340,6 +340,7 @@ ON = {
             {**OFF, "clipnorm": 2.0},
         ),
         (keras_3("adafactor", **{**ADAFACTOR, **ON}), "every", {**OFF, **ON}),
+        (keras_3("adafactor", **ADAFACTOR, **COLLECTS), "every", {**OFF, **COLLECTS}),
         (
             tf_keras("Adafactor", **ADAFACTOR, clipvalue=2.0, clipnorm=0.0),
             "every",
@@ -422,6 +423,22 @@ REFUSED = {
     "adafactor": (
         tf_keras("Adafactor", **ADAFACTOR, clipnorm=1.0, weight_decay=0.1),
         "clipnorm=1.0: .*clipnorm_of='sum'",
+    ),
+    "adafactor_overwrites": (
+        keras_3(
+            "adafactor",
+            **ADAFACTOR,
+            use_ema=True,
+            ema_overwrite_frequency=3,
+            gradient_accumulation_steps=2,
+        ),
+        "ema_overwrite_frequency=3: .*finalize_variable_values",
+    ),
+    "adafactor_global": (
+        keras_3(
+            "adafactor", **ADAFACTOR, global_clipnorm=1.0, gradient_accumulation_steps=2
+        ),
+        "global_clipnorm=1.0: .*te.clip_by_global_norm",
     ),
     "adamax": (keras_3("adamax"), "optax.adamax"),
     "nadam": (legacy("Nadam"), "optax.nadam"),

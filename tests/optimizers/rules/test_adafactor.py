@@ -184,7 +184,7 @@ def test_untouched_rows_of_lazy_adafactor_keep_their_bits():
 
 def test_norm_of_occurrences_needs_touched_rows():
     optimizer = te.optimizers.adafactor(
-        0.1, clipnorm=1.0, clipnorm_of="occurrences", use_ema=True
+        0.1, clipnorm=1.0, clipnorm_of="occurrences", mode="exact", weight_decay=0.1
     )
     with pytest.raises(ValueError, match="clipnorm_of='sum'"):
         one_table_plan(optimizer, 5, DIM, mesh_of(1))

@@ -246,14 +246,28 @@ def _common_problems(keras: KerasConfig) -> Iterator[str]:
 
 def _adafactor_problems(keras: KerasConfig) -> Iterator[str]:
     """Yields the problems of Adafactor's fields."""
+    steps = keras.fields["gradient_accumulation_steps"]
+    overwrites = keras.is_on("use_ema") and keras.is_on("ema_overwrite_frequency")
+    if steps and overwrites:
+        yield (
+            f"ema_overwrite_frequency={keras.fields['ema_overwrite_frequency']!r}: "
+            "Keras overwrites variables in steps that only collect gradients, too; set "
+            "it to None, and call finalize_variable_values after training"
+        )
+    if steps and keras.is_on("global_clipnorm"):
+        yield (
+            f"global_clipnorm={keras.fields['global_clipnorm']!r}: a table does not "
+            "know the norm of all gradients that the model collects; set it to None, "
+            "or collect gradients by te.add and clip them by te.clip_by_global_norm"
+        )
     decays_all = keras.is_on("weight_decay") and keras.rows != "touched"
-    moves_all = keras.is_on("use_ema") or decays_all
+    moves_all = overwrites or decays_all
     if keras.generation == "tf_keras" and keras.is_on("clipnorm") and moves_all:
         yield (
             f"clipnorm={keras.fields['clipnorm']!r}: tf_keras takes the norm over all "
-            "occurrences of ids, but use_ema and weight_decay pass over every row, "
-            "where only summed gradients are known; turn one of them off, or call "
-            "adafactor with clipnorm_of='sum'"
+            "occurrences of ids, but ema_overwrite_frequency and weight_decay pass "
+            "over every row, where only summed gradients are known; turn one of them "
+            "off, or call adafactor with clipnorm_of='sum'"
         )
 
 
