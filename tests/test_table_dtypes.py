@@ -97,7 +97,15 @@ def test_equal_on_any_devices_packing_placement_and_rounds(name, dtype):
             np.testing.assert_array_equal(values[table], results[0][table])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("float32", marks=pytest.mark.full),
+        "bfloat16",
+        pytest.param("float16", marks=pytest.mark.full),
+        "int8",
+    ],
+)
 def test_initial_values(dtype):
     """Float32 values, rounded to nearest; the initializer is asked for float32."""
     asked = []

@@ -92,7 +92,7 @@ def test_every_way_to_update_narrow_rows_is_in_place_on_tpu(name):
 @pytest.mark.parametrize(
     ("name", "num_devices", "capacity", "loss_fn"),
     [
-        ("adagrad", 1, None, linear_loss),
+        pytest.param("adagrad", 1, None, linear_loss, marks=full),
         ("adagrad", 8, 4, squared_loss),
         pytest.param("every_row", 8, 4, squared_loss, marks=full),
         pytest.param("adafactor", 8, 4, squared_loss, marks=full),

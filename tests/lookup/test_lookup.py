@@ -242,7 +242,10 @@ def test_capacity_changes_no_result(case, capacity, num_devices):
             jnp.bfloat16, 1, "no_ids", dict(dim=1, hardware="v5p"), marks=full
         ),
         pytest.param(jnp.float16, 3, "weighted", dict(dim=2), marks=full),
-        (jnp.int8, 3, "ragged_weighted", dict(hardware="v5p", optimizer=None)),
+        pytest.param(
+            *(jnp.int8, 3, "ragged_weighted", dict(hardware="v5p", optimizer=None)),
+            marks=full,
+        ),
         pytest.param(
             *(jnp.int8, 8, "multi_hot", dict(exchange="ragged", optimizer=None)),
             marks=full,

@@ -60,7 +60,15 @@ NARROW_LAYOUTS = {
     for dim in dims
 }
 narrow_layouts = pytest.mark.parametrize(
-    "layout", NARROW_LAYOUTS.values(), ids=NARROW_LAYOUTS
+    "layout",
+    [
+        pytest.param(
+            layout,
+            id=name,
+            marks=() if layout.dim in (1, 16, 300) else pytest.mark.full,
+        )
+        for name, layout in NARROW_LAYOUTS.items()
+    ],
 )
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 kernel_layouts = pytest.mark.parametrize(

@@ -7,9 +7,12 @@ import pytest
 
 import tpu_embedding as te
 from tests.update.update_cases import (
+    Balanced,
+    balanced,
     bits,
     gradients_of,
     gradients_of_shards,
+    integers,
     packed,
     plan_of,
     rounds_of,
@@ -153,7 +156,15 @@ def test_every_way_to_update_rounds_alike(dtype, monkeypatch):
         np.testing.assert_array_equal(bits(found), bits(expected))
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "touched",
+        pytest.param("sequence", marks=pytest.mark.full),
+        "every_element",
+        pytest.param("every_row", marks=pytest.mark.full),
+    ],
+)
 def test_rounds_and_untouched_rows(name):
     """Rows of later rounds are rounded like those of the first; others stay."""
     rows = start_of(12, DIM)
@@ -260,3 +271,21 @@ def test_padding_changes_no_row():
     ((table, _),) = sharded(plan, step)([packed(rows, stack.layout)])
     rows[2] = 0.5
     np.testing.assert_array_equal(unshard([table], 5), rows)
+
+
+def test_totals_over_the_rows_of_narrow_tables():
+    """All rows of several tables, on two devices: integers that float16 holds."""
+    plan, stack = plan_of(SIZES, DIM, balanced(), num_devices=2, dtype=jnp.float16)
+    rows = integers((sum(SIZES), DIM))
+    reference = Balanced(SIZES, rows)
+    table = Table(plan, stack, rows)
+    for row_ids in ([0, 4, 6, 9, 11], [5, 2, 4, 11]):
+        values = np.ones((len(row_ids), DIM), np.float32)
+        table.apply((row_ids, values))
+        dense, touched = np.zeros_like(rows), np.zeros(len(rows), bool)
+        dense[row_ids], touched[row_ids] = values, True
+        reference.step(dense, touched, touched)
+    assert np.abs(reference.rows).max() < 2048
+    np.testing.assert_array_equal(table.rows, reference.rows)
+    for state in table.states:
+        np.testing.assert_array_equal(state.inner.sums, reference.sums)

@@ -32,8 +32,6 @@ As in FBGEMM, whose int8 rows also hold unsigned bytes, a scale and a bias."""
 
 NARROW_DTYPES: Final[tuple[NarrowDtype, ...]] = get_args(NarrowDtype)
 
-MAX_FLOAT16: Final = 65504.0
-
 _SIGN: Final = np.uint32(0x80000000)
 _MAGNITUDE: Final = 0x7FFFFFFF
 _FLOAT32_INFINITY: Final = 0x7F800000
@@ -215,7 +213,7 @@ def _finish(
 def _from_float16(patterns: Any, xp: ModuleType) -> Any:
     """Returns float32 numbers from float16's bit patterns, by integer operations.
 
-    A TPU flushes subnormal float32 numbers to zero, and converts no float16.
+    A TPU flushes subnormal float32 numbers to zero. None occurs here.
     """
     magnitude = patterns & 0x7FFF
     shift = _FLOAT16.exponent_shift << 23
