@@ -37,7 +37,7 @@ check_python311() {
     fi
     setup_environment dev
     run_pytest -m "not full and not tpu_compiler" \
-        tests/lookup/test_golden_lookup.py tests/nn/test_training.py \
+        tests/nn/test_golden_layer.py tests/nn/test_training.py \
         tests/optimizers/test_golden.py tests/test_cli.py \
         -k "not eight and not 8devices"
 }
