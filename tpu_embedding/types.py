@@ -181,12 +181,18 @@ class ShardedRaggedIds:
         each shard start at 0.
       weights: float32, shaped like `values`. None means weight 1 for every id.
       batch_size: number of samples in the batch, without the empty ones.
+      min_valence: minimum number of places of a sample. It is 1 if samples without ids
+        hold padding, which `FeatureConfig.default_id` needs.
+      max_valence: maximum number of places of a sample, which a `CustomCombiner` needs;
+        None: no maximum is known.
     """
 
     values: IdArray
     row_splits: IdArray
     weights: IdArray | None = None
     batch_size: int = dataclasses.field(metadata={"static": True})
+    min_valence: int = dataclasses.field(default=0, metadata={"static": True})
+    max_valence: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 FeatureIds = IdArray | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds

@@ -61,6 +61,15 @@ BEYOND = {
 }
 
 
+def test_clipped_ids_lie_outside_of_the_tables_of_other_plans():
+    table = te.TableConfig(vocabulary_size=1000, dim=4)
+    prepared = prepare(np.array([2**40, 2**31]), out_of_range_ids="clip")
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1))
+    result = te.lookup(init(plan), prepared, plan)
+    assert result.stats.out_of_range["feature"] == 2
+    assert not np.any(result.activations)
+
+
 @pytest.mark.parametrize("container", ["dense", "ragged"])
 @pytest.mark.parametrize("policy", ["drop", "clip"])
 @pytest.mark.parametrize(("ids", "clipped"), BEYOND.values(), ids=BEYOND)
@@ -240,7 +249,7 @@ def test_shapes_that_a_step_refuses(ids, options, kind, shown):
 def test_shapes_of_activations(ids, options, shape):
     prepared = {"the_feature": prepare(ids, **options)}
     struct = te.activation_shapes(prepared, plan_of(**options))["the_feature"]
-    assert struct == jax.ShapeDtypeStruct(shape, jnp.float32)
+    assert (struct.shape, struct.dtype) == (shape, jnp.float32)
 
 
 def test_batch_without_samples_is_refused_or_looked_up():

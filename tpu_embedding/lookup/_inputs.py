@@ -6,7 +6,7 @@ shards, samples without ids fill up the last shards. Their activations are cut o
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,11 @@ from tpu_embedding.types import (
     RaggedIds,
     ShardedRaggedIds,
     SparseIds,
+)
+
+PREPARE_AGAIN: Final = (
+    "pass the raw ids through prepare of the layer that looks them up, or through "
+    "prepare_features with its plan"
 )
 
 
@@ -140,9 +145,11 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
     custom_combiner = None
     if length:
         _refuse_default_id(feature)
-    elif isinstance(feature.table.combiner, CustomCombiner):
-        custom_combiner = feature.table.combiner
-        _check_custom_combiner(ids, custom_combiner, feature)
+    else:
+        _refuse_missing_places(ids, feature)
+        if isinstance(feature.table.combiner, CustomCombiner):
+            custom_combiner = feature.table.combiner
+            _check_custom_combiner(ids, custom_combiner, feature)
     leading = feature.config.output_shape
     if leading is None:
         leading = (batch_size, length) if length else (batch_size,)
@@ -184,6 +191,20 @@ def _refuse_default_id(feature: FeaturePlan) -> None:
         )
 
 
+def _refuse_missing_places(
+    ids: DenseIds | ShardedRaggedIds, feature: FeaturePlan
+) -> None:
+    """Refuses ragged ids whose empty samples have no place for the default id."""
+    default_id = feature.config.default_id
+    if default_id is None or not isinstance(ids, ShardedRaggedIds) or ids.min_valence:
+        return
+    raise ValueError(
+        f"Feature {feature.name!r} has default_id={default_id}, but its ragged ids "
+        "were prepared without one, so that samples without ids have no place for it; "
+        f"{PREPARE_AGAIN}."
+    )
+
+
 def _check_custom_combiner(
     ids: DenseIds | ShardedRaggedIds, combiner: CustomCombiner, feature: FeaturePlan
 ) -> None:
@@ -202,6 +223,12 @@ def _check_custom_combiner(
                 f"{combiner.max_valence} ids per sample, got ids of shape "
                 f"{ids.ids.shape}; raise CustomCombiner.max_valence."
             )
+    elif ids.max_valence is None or ids.max_valence > combiner.max_valence:
+        raise ValueError(
+            f"Feature {feature.name!r} must have at most max_valence="
+            f"{combiner.max_valence} ids per sample, but its ragged ids were prepared "
+            f"for max_valence={ids.max_valence}; {PREPARE_AGAIN}."
+        )
 
 
 def max_custom_valence(config: FeatureConfig, batch_size: int) -> int | None:

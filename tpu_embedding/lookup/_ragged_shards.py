@@ -19,6 +19,8 @@ class RaggedShards(NamedTuple):
       first_samples: int64 `[num_shards + 1]`; shard `s` has the samples
         `first_samples[s]` to `first_samples[s + 1]`.
       samples_per_shard: the same for all shards; the last ones are filled up.
+      min_valence: as in `ShardedRaggedIds`.
+      max_valence: as in `ShardedRaggedIds`.
     """
 
     values: np.ndarray
@@ -26,10 +28,19 @@ class RaggedShards(NamedTuple):
     weights: np.ndarray | None
     first_samples: np.ndarray
     samples_per_shard: int
+    min_valence: int = 0
+    max_valence: int | None = None
 
     @classmethod
-    def of(cls, ids: RaggedIds, num_shards: int) -> "RaggedShards":
-        """Deals consecutive samples to the shards."""
+    def of(
+        cls,
+        ids: RaggedIds,
+        num_shards: int,
+        *,
+        min_valence: int = 0,
+        max_valence: int | None = None,
+    ) -> "RaggedShards":
+        """Deals consecutive samples, which have so many places, to the shards."""
         row_splits = np.asarray(ids.row_splits).astype(np.int64, copy=False)
         batch_size = row_splits.shape[0] - 1
         samples_per_shard = -(-batch_size // num_shards)
@@ -40,6 +51,8 @@ class RaggedShards(NamedTuple):
             weights=None if ids.weights is None else np.asarray(ids.weights),
             first_samples=np.minimum(first_samples, batch_size),
             samples_per_shard=samples_per_shard,
+            min_valence=min_valence,
+            max_valence=max_valence,
         )
 
     def demand(self, feature: FeaturePlan) -> RaggedDemand:
@@ -80,4 +93,6 @@ class RaggedShards(NamedTuple):
             row_splits=row_splits,
             weights=weights,
             batch_size=self.row_splits.shape[0] - 1,
+            min_valence=self.min_valence,
+            max_valence=self.max_valence,
         )

@@ -189,10 +189,13 @@ def _check_feature(
     else:
         ids = dataclasses.replace(ids, weights=array)
     if isinstance(ids, RaggedIds):
-        _check_valence(np.asarray(ids.row_splits), feature)
+        max_valence = _check_valence(np.asarray(ids.row_splits), feature)
+        min_valence = 0
         if feature.config.default_id is not None:
-            ids = _fill_empty_samples(ids)
-        return RaggedShards.of(ids, plan.num_shards)
+            ids, min_valence = _fill_empty_samples(ids), 1
+        return RaggedShards.of(
+            ids, plan.num_shards, min_valence=min_valence, max_valence=max_valence
+        )
     return ids
 
 
@@ -257,7 +260,8 @@ def _shorten(array: np.ndarray) -> str:
 def _check_range(ids: np.ndarray, feature: FeaturePlan, where: str) -> np.ndarray:
     """Returns a copy of the ids as int32.
 
-    Ids that no int32 holds become -1, or too large an id for the policy `"clip"`.
+    Ids that no int32 holds become -1, or the largest id for the policy `"clip"`. That
+    one lies outside of any table, so that no other plan reads a row of its own for it.
     """
     vocabulary_size = feature.table.vocabulary_size
     policy = feature.config.out_of_range_ids
@@ -276,7 +280,8 @@ def _check_range(ids: np.ndarray, feature: FeaturePlan, where: str) -> np.ndarra
         )
     # The conversion would wrap ids that an int32 cannot hold. Replace them first.
     is_foreign = (ids < 0) | (ids > PADDING_ROW_ID)
-    replacement = np.where(ids < 0, -1, -1 if policy != "clip" else vocabulary_size)
+    largest = PADDING_ROW_ID - 1
+    replacement = np.where(ids < 0, -1, -1 if policy != "clip" else largest)
     kept = np.where(is_foreign, 0, ids).astype(np.int32)
     return np.where(is_foreign, replacement, kept).astype(np.int32)
 
@@ -303,11 +308,14 @@ def _pad_ragged(
     ]
 
 
-def _check_valence(row_splits: np.ndarray, feature: FeaturePlan) -> None:
-    """Refuses samples with more ids than a custom combiner takes."""
+def _check_valence(row_splits: np.ndarray, feature: FeaturePlan) -> int | None:
+    """Refuses samples with more ids than a custom combiner takes; returns that limit.
+
+    It is None without a custom combiner.
+    """
     max_valence = max_custom_valence(feature.config, row_splits.shape[0] - 1)
     if max_valence is None:
-        return
+        return None
     valences = np.diff(row_splits)
     if valences.max() > max_valence:
         sample = int(np.argmax(valences > max_valence))
@@ -316,6 +324,7 @@ def _check_valence(row_splits: np.ndarray, feature: FeaturePlan) -> None:
             f"per sample, got {valences[sample]} in sample {sample}; raise "
             "CustomCombiner.max_valence, or cut the samples."
         )
+    return max_valence
 
 
 def _fill_empty_samples(ids: RaggedIds) -> RaggedIds:
