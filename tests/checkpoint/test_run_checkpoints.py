@@ -11,7 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
-from tpu_embedding.checkpoint import CheckpointError, RunCheckpoints, describe_plan
+from tpu_embedding.checkpoint import (
+    CheckpointError,
+    RunCheckpoints,
+    describe_plan,
+    describe_state,
+)
 
 DESCRIPTION = {"run": {"seed": 0}, "plan": {"num_shards": 8, "sizes": [1, 2]}}
 
@@ -162,6 +167,20 @@ def plan_of(
 )
 def test_description_of_a_plan(change, is_same):
     assert (describe_plan(plan_of(**change)) == describe_plan(plan_of())) == is_same
+
+
+def test_description_of_a_state():
+    plan = plan_of()
+    tables = te.init_tables(plan, jax.random.key(0))
+    moments = Unsorted(gradient=jnp.ones(4), count=jnp.int32(0))
+    state = {"tables": tables, "dense": [np.ones((2, 3)), moments]}
+    assert describe_state(state) == {
+        "tables": {"stack_0": "rows"},
+        "dense": {
+            "0": "float64[2, 3]",
+            "1": {"gradient": "float32[4]", "count": "int32[]"},
+        },
+    }
 
 
 @needs_kernels

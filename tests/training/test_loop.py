@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import optax
 import pytest
 
 from tests.conftest import mesh_of
+from tpu_embedding import optimizers
 from tpu_embedding.checkpoint import CheckpointError
 from tpu_embedding.training import (
     ConfigError,
@@ -103,6 +105,36 @@ def test_another_run_is_not_resumed(whole_run, overrides, num_devices, message):
             existing_run="resume",
         )
     assert (directory / RECORDS_FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("field", "optimizer", "differences"),
+    [
+        (
+            "make_dense_optimizer",
+            optax.sgd(0.1, momentum=0.9),
+            [
+                "state.optimizer.dense.opt_state.0.mu: only in the checkpoint",
+                "state.optimizer.dense.opt_state.0.trace: not in the checkpoint",
+            ],
+        ),
+        (
+            # It has slot variables of the same number, shape and dtype.
+            "make_table_optimizer",
+            optimizers.momentum(0.1, 0.9),
+            ["stack_0.0.accumulators: only in", "stack_0.0.trace: not in"],
+        ),
+    ],
+)
+def test_a_run_is_not_resumed_by_other_optimizers(
+    whole_run, field, optimizer, differences
+):
+    _, directory = whole_run
+    config = dataclasses.replace(tiny_config(), **{field: lambda run: optimizer})
+    with pytest.raises(CheckpointError, match="Resume with the same .*optimi") as error:
+        train(config, directory, mesh=mesh_of(3), existing_run="resume")
+    for difference in differences:
+        assert difference in str(error.value)
 
 
 def test_resume_of_nothing_leaves_nothing(tmp_path):

@@ -18,6 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.packed_rows import PackedRows
 
 T = TypeVar("T")
 Description = dict[str, Any]
@@ -100,8 +101,9 @@ class RunCheckpoints:
         if problems:
             raise CheckpointError(
                 f"The checkpoint {self.directory / str(step)} belongs to another run "
-                "or plan. Resume with the same settings and number of devices, or "
-                "start a new run in another directory:\n  " + "\n  ".join(problems)
+                "or plan. Resume with the same settings, optimizers and number of "
+                "devices, or start a new run in another directory:\n  "
+                + "\n  ".join(problems)
             )
         return step
 
@@ -192,6 +194,35 @@ def describe_plan(plan: EmbeddingPlan) -> Description:
             for stack in plan.stacks
         },
     }
+
+
+def describe_state(state: Any) -> Description:
+    """Returns the name, dtype and shape of each leaf of a state, nested by name.
+
+    Packed rows are one leaf without a shape, which `describe_plan` describes.
+
+    Args:
+      state: pytree of arrays or `jax.ShapeDtypeStruct`s.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> describe_state({"moments": [jnp.ones((2, 3))]})
+      {'moments': {'0': 'float32[2, 3]'}}
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_rows)
+    description: Description = {}
+    for path, leaf in leaves:
+        *parents, name = (jax.tree_util.keystr((key,), simple=True) for key in path)
+        node = description
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        is_rows = _is_rows(leaf)
+        node[name] = "rows" if is_rows else f"{leaf.dtype}{list(leaf.shape)}"
+    return description
+
+
+def _is_rows(leaf: Any) -> bool:
+    return isinstance(leaf, PackedRows)
 
 
 def _leaves_by_path(state: Any) -> dict[str, Any]:

@@ -18,7 +18,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints, describe_plan
+from tpu_embedding.checkpoint.run_checkpoints import (
+    RunCheckpoints,
+    describe_plan,
+    describe_state,
+)
 from tpu_embedding.data.batch import DataError, Dataset
 from tpu_embedding.data.teacher import TeacherDataset
 from tpu_embedding.training.errors import ConfigError
@@ -245,7 +249,13 @@ def _describe(program: RunProgram) -> dict[str, Any]:
         "type": type(data).__name__,
         "num_train_samples": getattr(data, "num_train_samples", None),
     }
-    return {"run": run, "dataset": dataset, "plan": describe_plan(program.plan)}
+    model, optimizer = program.state[0], program.state[1]
+    return {
+        "run": run,
+        "dataset": dataset,
+        "plan": describe_plan(program.plan),
+        "state": describe_state({"model": model, "optimizer": optimizer}),
+    }
 
 
 def _report_start(report: RunReport, program: RunProgram, first_step: int) -> None:
