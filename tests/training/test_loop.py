@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import optax
 import pytest
 
 from tests.conftest import mesh_of
 from tpu_embedding import optimizers
 from tpu_embedding.checkpoint import CheckpointError
+from tpu_embedding.checkpoint.run_checkpoints import saved_steps
 from tpu_embedding.training import (
     ConfigError,
     RunDirectoryError,
@@ -208,6 +210,29 @@ def test_metrics_that_are_not_finite(tmp_path, monkeypatch):
         TrainingDivergedError, match="after step 1 has the log_loss nan"
     ):
         train(tiny_config("num_steps=1"), tmp_path, mesh=mesh_of(1))
+
+
+@pytest.mark.parametrize(
+    ("field", "make", "name"),
+    [
+        pytest.param(
+            *("make_dense_optimizer", optax.sgd, "mlp.layers.layers.0.bias"),
+            marks=pytest.mark.full,
+        ),
+        ("make_table_optimizer", optimizers.sgd, "embedding.tables.stack_0"),
+    ],
+)
+def test_a_model_that_is_not_finite_is_not_saved(tmp_path, field, make, name):
+    """The last update diverges, so no loss shows it."""
+    optimizer = make(lambda step: jnp.where(step == 1, jnp.nan, 0.1))
+    config = dataclasses.replace(
+        tiny_config("num_steps=2", "checkpoint_every=1"),
+        **{field: lambda run: optimizer},
+    )
+    with pytest.raises(TrainingDivergedError, match="of step 2 left") as error:
+        train(config, tmp_path, mesh=mesh_of(2))
+    assert name in str(error.value)
+    assert saved_steps(tmp_path / "checkpoints") == [1]
 
 
 def test_settings_that_a_layer_refuses(tmp_path):

@@ -38,7 +38,7 @@ from tpu_embedding.training.reporting import RunReport, load_figure_class
 from tpu_embedding.training.run_config import RunConfig, Target
 from tpu_embedding.training.run_directory import ExistingRun, RunDirectory
 from tpu_embedding.training.run_program import RunProgram, prepare_run
-from tpu_embedding.training.step import init_train_state
+from tpu_embedding.training.step import init_train_state, names_not_finite
 
 MAY_CHANGE_ON_RESUME: Final = (
     "name",
@@ -117,7 +117,8 @@ def train(
         another run.
       RunDirectoryError: if another process uses `output_dir`, if `existing_run` forbids
         the files that it holds, or if there is no run to resume.
-      TrainingDivergedError: if the loss or a metric is not finite.
+      TrainingDivergedError: if the loss, a metric, or the model at a checkpoint is not
+        finite.
       MissingPlotLibraryError: if matplotlib, which draws the plot, is not installed.
     """
     begin = time.perf_counter()
@@ -157,6 +158,7 @@ def train(
 
         last_step = max(first_step, min(config.num_steps, stop_at or config.num_steps))
         for step in run.train(first_step, last_step):
+            _refuse_diverged(step, run.state)
             checkpoints.save(step, run.state, description)
         if last_step < config.num_steps:
             report.line(f"stopped after step {last_step}; --resume continues the run")
@@ -233,6 +235,17 @@ class _Run:
                 )
         self._report.evaluation(step, metrics, time.perf_counter() - begin)
         return metrics
+
+
+def _refuse_diverged(step: int, state: nnx.State) -> None:
+    """Raises if an update made the model not finite, which its next loss would show."""
+    names = names_not_finite(state)
+    if names:
+        raise TrainingDivergedError(
+            f"The update of step {step} left values that are not finite in "
+            f"{', '.join(names)}; lower the learning rates. This step is not saved; "
+            "--resume continues from the checkpoint before it, if there is one."
+        )
 
 
 def _is_due(num_steps_done: int, every: int) -> bool:

@@ -28,7 +28,7 @@ batches in device memory."""
 
 
 class TrainingDivergedError(RuntimeError):
-    """Raised if the training loss is NaN or infinite."""
+    """Raised if the loss, a metric or the model is NaN or infinite."""
 
 
 def train_batches(

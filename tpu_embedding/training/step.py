@@ -24,11 +24,12 @@ from tpu_embedding.data.batch import Batch, Dataset
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device
 from tpu_embedding.lookup.buffer_sizes import BufferSizes
 from tpu_embedding.lookup.prepare import prepare_features
+from tpu_embedding.nn.embedding import EmbeddingTables
 from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.rows.packed_rows import Backend
+from tpu_embedding.rows.packed_rows import Backend, PackedRows
 from tpu_embedding.training.checked_data import CheckedDataset
 from tpu_embedding.training.errors import ConfigError, own_code
 from tpu_embedding.training.metrics import LOSSES, LossName, Sums, mean_loss
@@ -241,6 +242,32 @@ def _outputs_of(model: Any, batch: Batch) -> Outputs:
         outputs = model(batch.features, batch.dense)
     _check_outputs(outputs, name, batch.labels.shape[0])
     return outputs
+
+
+def names_not_finite(state: nnx.State) -> list[str]:
+    """Returns the parameters and tables that hold a NaN or an infinite value.
+
+    Args:
+      state: of the pair (model, optimizer).
+    """
+    trained = nnx.filter_state(state[0], (nnx.Param, EmbeddingTables))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(_are_finite(trained))
+    return [
+        jax.tree_util.keystr(path, simple=True, separator=".").replace(".value", "")
+        for path, is_finite in leaves
+        if not is_finite
+    ]
+
+
+@jax.jit
+def _are_finite(tree: Any) -> Any:
+    def is_finite(leaf: Any) -> jax.Array:
+        array = leaf.lines if isinstance(leaf, PackedRows) else leaf
+        return jnp.isfinite(array).all()
+
+    return jax.tree.map(
+        is_finite, tree, is_leaf=lambda leaf: isinstance(leaf, PackedRows)
+    )
 
 
 def prepare_batch(
