@@ -309,7 +309,7 @@ config = dataclasses.replace(load_config("synthetic"), data=Mine())
         (["synthetic", "--compiler-option", "=1"], "takes NAME=VALUE, got '=1'"),
         (["synthetic", "--compiler-option", "a=1"], "No such compile option: 'a'"),
         (["synthetic", "--topology", "v9:2x2"], "'v9:2x2' is not known.*v5e, v5p"),
-        (["synthetic", "--topology", "v5e:0x1"], "'v5e:0x1' is not known"),
+        (["synthetic", "--topology", "v5e:0x1"], "'v5e:0x1' does not exist"),
         (
             ["synthetic", "--json", "not_there/x.json"],
             "--json .*not_there does not exist",

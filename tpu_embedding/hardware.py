@@ -6,7 +6,9 @@ modules need no branches. A figure without a public source is None.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Iterator, Mapping
 from typing import Final, Literal, get_args
 
 import jax
@@ -25,6 +27,74 @@ DMA_GRANULE_BYTES: Final = 64
 JAX's own table, `jax/_src/tpu_info.py`, has 32 for v5p, v6e and tpu7x
 (`dma_granule_size_bytes`) and 64 for later generations. The model takes the larger.
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SliceShapes:
+    """The grids of chips that a generation's slices have.
+
+    Attributes:
+      fixed: grids of slices without a rule, smallest first. Their sides have this
+        order.
+      cube_side: larger slices consist of cubes with this many chips per side. None:
+        there are no larger slices.
+      max_chips: chips of the largest slice.
+    """
+
+    fixed: tuple[tuple[int, ...], ...]
+    cube_side: int | None
+    max_chips: int
+
+    def has(self, grid: tuple[int, ...]) -> bool:
+        """Returns True if a slice of the generation can have this grid.
+
+        Args:
+          grid: number of chips along each dimension.
+        """
+        if grid in self.fixed or self.cube_side is None:
+            return grid in self.fixed
+        fits = len(grid) == self._rank and math.prod(grid) <= self.max_chips
+        return fits and all(
+            side % self.cube_side == 0 and 0 < side <= _MAX_SIDE for side in grid
+        )
+
+    def nearest(self, num_chips: int) -> list[tuple[int, ...]]:
+        """Returns the grids with the nearest number of chips, from below and above.
+
+        Of several grids of that size it returns the one with the shortest sides.
+
+        Args:
+          num_chips: number of chips that a slice should have.
+        """
+        by_size = {}
+        for grid in sorted(self._ascending(), key=max, reverse=True):
+            by_size[math.prod(grid)] = grid
+        below = [size for size in by_size if size <= num_chips]
+        above = [size for size in by_size if size > num_chips]
+        sizes = [*([max(below)] if below else []), *([min(above)] if above else [])]
+        return [by_size[size] for size in sizes]
+
+    def describe(self) -> str:
+        """Returns the rule as text, for errors."""
+        fixed = ", ".join("x".join(map(str, grid)) for grid in self.fixed)
+        if self.cube_side is None:
+            return fixed
+        return (
+            f"{fixed}, or {self._rank} sides that are multiples of {self.cube_side} up "
+            f"to {_MAX_SIDE}, with at most {self.max_chips} chips"
+        )
+
+    @property
+    def _rank(self) -> int:
+        return len(self.fixed[0])
+
+    def _ascending(self) -> Iterator[tuple[int, ...]]:
+        """Yields all grids with ascending sides, and the fixed ones."""
+        yield from self.fixed
+        if self.cube_side is not None:
+            sides = range(self.cube_side, _MAX_SIDE + 1, self.cube_side)
+            grids = itertools.combinations_with_replacement(sides, self._rank)
+            yield from (grid for grid in grids if math.prod(grid) <= self.max_chips)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +120,8 @@ class HardwareInfo:
       devices_per_chip: number of JAX devices per chip.
       chip_config_name: libtpu's name of the chip configuration that has
         `devices_per_chip` devices. None means libtpu's default.
+      slice_shapes: grids of chips that slices of this generation have; None if the
+        device is not a TPU.
       num_sparse_cores: SparseCores per chip that XLA can use.
       embedding_feature: TensorFlow's name of the chip's embedding hardware.
       compiler_options: XLA options for train steps on this device. XLA rejects
@@ -67,6 +139,7 @@ class HardwareInfo:
     vmem_bytes: int | None = None
     devices_per_chip: int = 1
     chip_config_name: str | None = None
+    slice_shapes: SliceShapes | None = None
     num_sparse_cores: int = 0
     embedding_feature: EmbeddingFeature = "UNSUPPORTED"
     compiler_options: tuple[tuple[str, str], ...] = ()
@@ -128,10 +201,27 @@ _SPARSE_CORE_OPTIONS: Final = (
     ),
 )
 
+# Grids of slices: the "Configurations" sections of those pages, and Google's tool xpk
+# (`generate_tpu_topologies` in `system_characteristics.py`, with 64, 140 and 144 cubes
+# for v4, v5p and tpu7x). Slices of one chip are part of a host.
+_MAX_SIDE: Final = 256
+_SQUARES: Final = SliceShapes(
+    fixed=((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)),
+    cube_side=None,
+    max_chips=256,
+)
+
+
+def _cubes(num_cubes: int) -> SliceShapes:
+    fixed = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+    return SliceShapes(fixed=fixed, cube_side=4, max_chips=4**3 * num_cubes)
+
+
 _TPU_V4: Final = HardwareInfo(
     name="v4",
     line_lanes=128,
     sublanes=8,
+    slice_shapes=_cubes(64),
     hbm_capacity_bytes=32 * GIBIBYTE,
     hbm_bytes_per_second=1228e9,
     ici_bytes_per_second=300e9,
@@ -144,6 +234,7 @@ _TPU_V5E: Final = HardwareInfo(
     name="v5e",
     line_lanes=128,
     sublanes=8,
+    slice_shapes=_SQUARES,
     hbm_capacity_bytes=16 * GIBIBYTE,
     hbm_bytes_per_second=819e9,
     ici_bytes_per_second=200e9,
@@ -155,6 +246,7 @@ _TPU_V5P: Final = HardwareInfo(
     name="v5p",
     line_lanes=128,
     sublanes=8,
+    slice_shapes=_cubes(140),
     hbm_capacity_bytes=95 * GIBIBYTE,
     hbm_bytes_per_second=2765e9,
     ici_bytes_per_second=600e9,
@@ -169,6 +261,7 @@ _TPU_V6E: Final = HardwareInfo(
     name="v6e",
     line_lanes=128,
     sublanes=8,
+    slice_shapes=_SQUARES,
     hbm_capacity_bytes=32 * GIBIBYTE,
     hbm_bytes_per_second=1640e9,
     ici_bytes_per_second=400e9,
@@ -183,6 +276,7 @@ _TPU_7X: Final = HardwareInfo(
     name="tpu7x",
     line_lanes=128,
     sublanes=8,
+    slice_shapes=_cubes(144),
     hbm_capacity_bytes=192 * GIBIBYTE,
     hbm_bytes_per_second=7380e9,
     ici_bytes_per_second=600e9,
@@ -252,6 +346,12 @@ def hardware_of_device(device: jax.Device) -> HardwareInfo:
             "to use the settings of a known kind."
         )
     return _BY_DEVICE_KIND[device.device_kind]
+
+
+MAX_SLICES: Final = 256
+"""Maximum number of slices of a topology.
+
+For some larger numbers libtpu does not answer, and for others it aborts the process."""
 
 
 def num_slices_of(mesh: Mesh) -> int:

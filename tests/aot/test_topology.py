@@ -1,13 +1,19 @@
 """Meshes of absent TPUs: by name, of one slice and of several."""
 
 import os
+import subprocess
 import sys
 
 import pytest
 
 from tests.conftest import mesh_of
 from tpu_embedding import aot
-from tpu_embedding.hardware import TPU_GENERATIONS, hardware_of_device, num_slices_of
+from tpu_embedding.hardware import (
+    TPU_GENERATIONS,
+    hardware_by_name,
+    hardware_of_device,
+    num_slices_of,
+)
 
 
 @pytest.mark.tpu_compiler
@@ -51,8 +57,8 @@ def test_devices_of_one_process_are_one_slice():
 
 @pytest.mark.parametrize(
     "topology",
-    ["", "v5e", "v5e:", "v5e:2", "v3:2x2", "V5E:2x4", "v5e:0x4", "v5e:-1x4", "v5e:2x"]
-    + ["v5e:2x4 ", "v5litepod-8", "cpu:2x2", "v5p:2x2x2x2", "v5e:2x4\n"],
+    ["", "v5e", "v5e:", "v3:2x2", "V5E:2x4", "v5e:2x", "v5e:2x4 ", "v5litepod-8"]
+    + ["cpu:2x2", "v5e:2x4\n", "v5p:4x4x8_twisted", "v5e:²x2", "v5e:2.0x4"],
 )
 def test_names_are_refused_before_libtpu_sees_them(topology):
     with pytest.raises(ValueError, match="is not known; give a generation") as error:
@@ -61,15 +67,73 @@ def test_names_are_refused_before_libtpu_sees_them(topology):
         assert generation in str(error.value)
 
 
-@pytest.mark.tpu_compiler
-def test_shapes_that_libtpu_refuses():
-    with pytest.raises(ValueError, match="'v5e:3x3' is not known"):
+FLAT, DEEP = ("v5e", "v6e"), ("v4", "v5p", "tpu7x")
+MANY = 10**30
+
+
+@pytest.mark.parametrize(
+    ("generations", "grid"),
+    [
+        *((FLAT, grid) for grid in ("0x4", "-1x4", "2x-4", "0x0")),
+        *((FLAT, grid) for grid in ("2", "2x2x1", "1x2x2x2", "16x32", "1000x1")),
+        *((FLAT, grid) for grid in ("3x3", "4x2", "1x4", "12x12", "99999x2")),
+        *((DEEP, grid) for grid in ("0x2x2", "2x2x-2", "-4x-4x4", "0x0x0")),
+        *((DEEP, grid) for grid in ("4", "2x2", "4x4x4x4", "16x16x64", "4x4x260")),
+        *((DEEP, grid) for grid in ("1000x1x1", "2x2x3", "4x4x6", "2x4x8", "5x5x5")),
+        (FLAT + DEEP, f"{MANY}x{MANY}x{MANY}"),
+    ],
+)
+def test_grids_that_no_slice_has(generations, grid):
+    for generation in generations:
+        with pytest.raises(ValueError, match="does not exist; slices of") as error:
+            aot.topology_mesh(f"{generation}:{grid}")
+        message = str(error.value)
+        assert f"{generation}:{grid}" in message
+        nearest = message.partition("Nearest in size: ")[2].removesuffix(".")
+        shapes = hardware_by_name(generation).slice_shapes
+        assert shapes is not None
+        for name in nearest.split(" and "):
+            assert shapes.has(tuple(map(int, name.partition(":")[2].split("x"))))
+
+
+def test_the_nearest_grids():
+    with pytest.raises(ValueError, match="size: v5p:4x12x20 and v5p:8x8x16"):
+        aot.topology_mesh("v5p:1000x1x1")
+    with pytest.raises(ValueError, match=r"size: v5e:2x4 and v5e:4x4\.$"):
         aot.topology_mesh("v5e:3x3")
+    with pytest.raises(ValueError, match=r"size: v6e:16x16\.$"):
+        aot.topology_mesh("v6e:1024x1024")
 
 
-def test_number_of_slices():
-    with pytest.raises(ValueError, match="num_slices must be at least 1, got 0"):
-        aot.topology_mesh("v5e:2x4", num_slices=0)
+BUILD = """
+from tpu_embedding import aot
+from tpu_embedding.hardware import TPU_GENERATIONS, hardware_by_name
+
+for name in TPU_GENERATIONS:
+    shapes = hardware_by_name(name).slice_shapes
+    large = [grid for size in (64, 500, 1000) for grid in shapes.nearest(size)]
+    for grid in {*shapes.fixed, *large}:
+        aot.topology_mesh(f"{name}:{'x'.join(map(str, grid))}")
+    aot.topology_mesh(f"{name}:{'x'.join(map(str, shapes.fixed[1]))}", num_slices=256)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.tpu_compiler
+def test_libtpu_builds_the_grids_that_slices_have():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    # Values of another host, for which libtpu would end the process.
+    environment |= {"TPU_CHIPS_PER_HOST_BOUNDS": "a", "TPU_HOST_BOUNDS": "b"}
+    subprocess.run(
+        [sys.executable, "-c", BUILD], check=True, timeout=300, env=environment
+    )
+
+
+@pytest.mark.parametrize("num_slices", [-1, 0, 257, 10**11])
+def test_number_of_slices(num_slices):
+    message = f"num_slices must be from 1 to 256, got {num_slices}"
+    with pytest.raises(ValueError, match=message):
+        aot.topology_mesh("v5e:2x4", num_slices=num_slices)
 
 
 def test_without_libtpu(monkeypatch):

@@ -5,6 +5,7 @@ No function of this module touches a device.
 """
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from jax.sharding import Mesh
 
 from tpu_embedding.hardware import (
     EXAMPLE_TOPOLOGIES,
+    MAX_SLICES,
     TPU_GENERATIONS,
     HardwareInfo,
     hardware_by_name,
@@ -26,11 +28,15 @@ from tpu_embedding.rows.packed_rows import PackedRows
 
 Tree = TypeVar("Tree")
 
-# libtpu aborts the process for a side of 0, so names are validated first.
-_TOPOLOGY: Final = re.compile(r"(\w+):[1-9]\d*(x[1-9]\d*){1,2}(_twisted|_untwisted)?")
+_TOPOLOGY: Final = re.compile(r"(\w+):(-?\d{1,40}(?:x-?\d{1,40})*)", re.ASCII)
 
-# Describes one host; without a description libtpu prints warnings.
-_HOST: Final = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_HOST_BOUNDS": "1,1,1"}
+# Describes one host; without a description libtpu prints warnings. It ends the process
+# if the variables of a real host hold something else than bounds.
+_HOST: Final = {
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_HOST_BOUNDS": "1,1,1",
+    "TPU_CHIPS_PER_HOST_BOUNDS": None,
+}
 
 
 def topology_mesh(
@@ -42,24 +48,29 @@ def topology_mesh(
 ) -> Mesh:
     """Returns a mesh of the devices of one TPU slice or of several equal slices.
 
+    The grid must be one that slices of the generation have. libtpu builds others, too,
+    but for some it aborts the process.
+
     Args:
       topology: generation and chip grid of a slice, as in
         `hardware.EXAMPLE_TOPOLOGIES`.
       axis_names: names of the mesh axes.
       axis_sizes: sizes of the mesh axes; None puts all devices on one axis.
-      num_slices: number of slices, connected by the data-centre network. The mesh
-        holds the devices slice by slice.
+      num_slices: number of slices, from 1 to 256, connected by the data-centre
+        network. The mesh holds the devices slice by slice.
 
     Returns:
       A mesh to lower and compile for; it cannot hold arrays.
 
     Raises:
       ImportError: if libtpu is not installed.
-      ValueError: if the topology is unknown.
+      ValueError: if the topology is unknown, or `num_slices` is out of range.
     """
     hardware = _hardware_of(topology)
-    if num_slices < 1:
-        raise ValueError(f"num_slices must be at least 1, got {num_slices}.")
+    if not 1 <= num_slices <= MAX_SLICES:
+        raise ValueError(
+            f"num_slices must be from 1 to {MAX_SLICES}, got {num_slices}."
+        )
     # Without these, libtpu queries a metadata server and takes a lock file.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -89,10 +100,30 @@ def topology_mesh(
 
 
 def _hardware_of(topology: str) -> HardwareInfo:
+    """Returns the hardware of a topology, after checking its name and grid."""
     match = _TOPOLOGY.fullmatch(topology)
-    if match is None or match.group(1) not in TPU_GENERATIONS:
+    if match is None or match[1] not in TPU_GENERATIONS:
         raise _unknown(topology, f"known generations: {', '.join(TPU_GENERATIONS)}")
-    return hardware_by_name(match.group(1))
+    hardware = hardware_by_name(match[1])
+    grid = tuple(map(int, match[2].split("x")))
+    shapes = hardware.slice_shapes
+    if shapes is None or not shapes.has(grid):
+        raise ValueError(_no_slice(topology, hardware, grid))
+    return hardware
+
+
+def _no_slice(topology: str, hardware: HardwareInfo, grid: tuple[int, ...]) -> str:
+    shapes = hardware.slice_shapes
+    assert shapes is not None
+    num_chips = math.prod(max(side, 1) for side in grid)
+    nearest = " and ".join(
+        f"{hardware.name}:{'x'.join(map(str, near))}"
+        for near in shapes.nearest(num_chips)
+    )
+    return (
+        f"topology {topology!r} does not exist; slices of {hardware.name} have "
+        f"{shapes.describe()}. Nearest in size: {nearest}."
+    )
 
 
 def _unknown(topology: str, reason: str) -> ValueError:
@@ -103,15 +134,22 @@ def _unknown(topology: str, reason: str) -> ValueError:
 
 
 @contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables within a context, except those already set."""
-    added = [name for name in variables if name not in os.environ]
-    os.environ.update({name: variables[name] for name in added})
+def _environment(variables: dict[str, str | None]) -> Iterator[None]:
+    """Sets environment variables within a context; None removes one."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set_variables(variables)
     try:
         yield
     finally:
-        for name in added:
-            del os.environ[name]
+        _set_variables(before)
+
+
+def _set_variables(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
