@@ -38,6 +38,27 @@ def test_loader_may_reuse_its_buffers():
     assert losses(True) == losses(False)
 
 
+def test_variables_on_one_device_are_put_on_the_mesh():
+    """As an eager lookup of some features leaves them, or a variable added later."""
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=9, dim=dim, name=name)
+        )
+        for name, dim in (("a", 2), ("b", 3))
+    }
+    plan = te.make_plan(features, mesh_of(2), optimizer=te.optimizers.sgd(0.1))
+    layer = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
+    optimizer = te.Optimizer(layer, optax.sgd(0.1))
+    layer({"a": np.arange(4)})
+    for count in jax.tree.leaves(layer.stats.get_value()):
+        assert count.sharding == plan.replicated
+    layer.seen = nnx.Variable(jnp.zeros(()))
+    pipeline = te.PipelinedTrainStep(lambda model, ids: jnp.sum(model(ids)["b"]))
+    batch = dict.fromkeys("ab", np.arange(4))
+    assert pipeline(layer, optimizer, batch) is None
+    assert np.isfinite(pipeline.drain(layer, optimizer))
+
+
 def feature_config(name):
     table = te.TableConfig(
         vocabulary_size=VOCABULARY_SIZE, dim=DIM, combiner="mean", name=name

@@ -7,10 +7,12 @@
 import contextlib
 from typing import Any, Final, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.errors import TraceContextError
 from flax.nnx.bridge.wrappers import current_linen_module
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from tpu_embedding import functional
@@ -20,6 +22,7 @@ from tpu_embedding.lookup.prepare import prepare_features
 from tpu_embedding.nn.recording import (
     attach_taps,
     guard_activations,
+    replicate_on_mesh,
     without_derivative,
     zero_activations,
 )
@@ -307,6 +310,9 @@ def _stats_of_layer(stats: LookupStats, plan: EmbeddingPlan) -> LookupStats:
     which reads it is not compiled again.
     """
     zeros = _no_stats(plan)
+    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(stats)):
+        # The counts of an eager lookup lie on all devices.
+        zeros = replicate_on_mesh(zeros, plan)
     return LookupStats(
         rounds=zeros.rounds | stats.rounds,
         out_of_range={

@@ -21,7 +21,7 @@ from jax.core import Tracer
 
 from tpu_embedding.nn.pipeline_program import Batch, Mode, Program
 from tpu_embedding.nn.recording import Gradients
-from tpu_embedding.nn.training import Optimizer, embedding_layers
+from tpu_embedding.nn.training import Optimizer, embedding_layers, put_on_mesh
 
 
 class PipelinedTrainStep:
@@ -141,8 +141,8 @@ class PipelinedTrainStep:
             pending.check(model, optimizer)
         # The batch is read again in the next call, and loaders reuse their buffers.
         next_batch = jax.tree.map(_own_copy, next_batch)
+        begin, advance = self._compile_lazily(model, optimizer)
         graph, state = nnx.split((model, optimizer))
-        begin, advance = self._compile_lazily(model, state)
         result = None
         if pending is None:
             in_flight = begin(graph, state, next_batch)
@@ -156,8 +156,14 @@ class PipelinedTrainStep:
             self._pending = _Pending(model, optimizer, next_batch, in_flight)
         return result
 
-    def _compile_lazily(self, model: nnx.Module, state: nnx.State) -> tuple[Any, Any]:
-        """Returns the jitted functions that begin the pipeline and advance it."""
+    def _compile_lazily(
+        self, model: nnx.Module, optimizer: Optimizer
+    ) -> tuple[Any, Any]:
+        """Returns the jitted functions that begin the pipeline and advance it.
+
+        The first call puts variables that lie on one device on the mesh.
+        """
+        state = nnx.state((model, optimizer))
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
             raise ValueError(
                 "PipelinedTrainStep compiles the step itself, and got a model inside "
@@ -171,7 +177,10 @@ class PipelinedTrainStep:
                     "nothing to look up ahead."
                 )
             plan = next(iter(layers.values())).plan
+            put_on_mesh(model, plan)
+            put_on_mesh(optimizer, plan)
             options = self._compiler_options
+            state = nnx.state((model, optimizer))
             self._jitted = self._program.jit(
                 state, plan.compiler_options if options is None else dict(options)
             )

@@ -206,7 +206,7 @@ class Optimizer(nnx.Module):
         if not layers:
             raise ValueError(f"{NO_LAYER} nnx.Optimizer.")
         plan = next(iter(layers.values())).plan
-        _put_on_mesh(model, plan)
+        put_on_mesh(model, plan)
         self.dense = nnx.Optimizer(model, tx, wrt=wrt)
         self.plans = tuple((path, layer.plan) for path, layer in layers.items())
         self.slots = SlotVariables(
@@ -215,7 +215,7 @@ class Optimizer(nnx.Module):
                 for path, layer in layers.items()
             }
         )
-        _put_on_mesh(self, plan)
+        put_on_mesh(self, plan)
 
     def update(self, model: nnx.Module, gradients: Gradients) -> None:
         """Applies gradients to the model in place; donate both under `jit`.
@@ -428,6 +428,6 @@ def _is_variable(value: Any) -> bool:
     return isinstance(value, nnx.Variable)
 
 
-def _put_on_mesh(module: nnx.Module, plan: EmbeddingPlan) -> None:
+def put_on_mesh(module: nnx.Module, plan: EmbeddingPlan) -> None:
     """Replicates arrays that lie on one device over the mesh; tables stay."""
     nnx.update(module, replicate_on_mesh(nnx.state(module), plan))
