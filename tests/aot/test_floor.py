@@ -7,6 +7,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.lookup.placements import mesh_of_shape
 from tpu_embedding import aot
 
 DIM = 8
@@ -48,6 +49,27 @@ def test_rows_are_no_more_than_the_table_has():
     assert floor.forward_hbm_bytes == 4 * n + ROW * 10 + ROW * samples
     assert floor.backward_hbm_bytes == ROW * samples + 2 * 10 * ROW
     assert floor.ici_bytes == 3 / 4 * 40 * (4 + 2 * ROW)
+
+
+@pytest.mark.parametrize(
+    ("placement", "shards", "copies"),
+    [(te.Sharded(axes=("model",)), 2, 4), (te.Replicated(), 1, 8)],
+)
+def test_copies_of_rows_by_hand(placement, shards, copies):
+    features = {"f": te.FeatureConfig(table=table(40))}
+    plan = te.make_plan(
+        features, mesh_of_shape("4x2"), optimizer="sgd", placement=placement
+    )
+    floor = aot.embedding_floor(plan, {"f": ids(64)})
+    n = 8  # ids per device
+    owned = min(shards * n, 40) / shards
+    updated = 40 / shards  # all copies update what any device looked up
+    assert floor.forward_hbm_bytes == 4 * n + ROW * owned + ROW * n
+    assert floor.backward_hbm_bytes == ROW * n + 2 * updated * ROW
+    exchanged = (shards - 1) / shards * n * (4 + 2 * ROW)
+    added_up = (copies - 1) / copies * (owned + updated) * ROW
+    assert floor.ici_bytes == exchanged + added_up
+    assert floor.dcn_bytes == 0
 
 
 def test_features_that_share_a_table_share_its_rows():

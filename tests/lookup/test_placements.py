@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
+from tests.conftest import needs_kernels
 from tests.lookup.placements import (
     MESHES,
     assert_replicas_equal,
@@ -108,6 +109,43 @@ def test_table_values_round_trip(placement):
     assert sharding.is_equivalent_to(plan.rows_sharding(plan.stacks[0]), 2)
     for name, found in te.unstack_tables(tables, plan).items():
         np.testing.assert_array_equal(found, values[name])
+
+
+@full
+@pytest.mark.parametrize("placement", ["data", "replicated"])
+def test_the_norm_counts_each_row_once(placement):
+    plan = make_plan(
+        mesh_of_shape("4x2"), capacity=2, placement=placements_on("4x2")[placement]
+    )
+    batch = batch_of("multi_hot")
+    _, gradients, touched = check_against_reference(plan, batch)
+    _, expected_gradients, _ = on_one_device()
+    norm, expected_norm = te.global_norm(gradients), te.global_norm(expected_gradients)
+    # Squares are summed in another order.
+    np.testing.assert_allclose(norm, expected_norm, rtol=1e-5)
+    first = gradients.first_round("stack_0")
+    used = np.asarray(first.row_ids) != te.PADDING_ROW_ID
+    assert 0 < used.sum() <= sum(rows.sum() for rows in touched.values())
+
+
+@functools.cache
+def on_one_device():
+    plan = make_plan(mesh_of_shape("1"))
+    return check_against_reference(plan, batch_of("multi_hot"))
+
+
+@needs_kernels
+@full
+@pytest.mark.parametrize("placement", ["model", "replicated"])
+def test_kernels_change_no_result(placement):
+    plan = make_plan(
+        mesh_of_shape("2x4"),
+        dim=8,
+        hardware="v5p",
+        kernels="interpreter",
+        placement=placements_on("2x4")[placement],
+    )
+    check_against_reference(plan, batch_of("multi_hot"))
 
 
 OPTIMIZERS = {

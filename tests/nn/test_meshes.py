@@ -151,6 +151,60 @@ def test_explicit_axes_give_equal_numbers(batch_axes, context, on_one_device):
     check_equal(found, on_one_device)
 
 
+@full
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_a_pipelined_step_gives_equal_numbers(kind, on_one_device):
+    mesh = mesh_of_shape("4x2")
+    if kind == "explicit":
+        mesh = jax.make_mesh((4, 2), ("data", "model"))
+    with jax.set_mesh(mesh):
+        plan = make_plan(mesh, batch_axes=("data",))
+        model, optimizer, _ = make_step(plan)
+        pipeline = te.PipelinedTrainStep(loss_fn, mode="exact")
+        for seed in range(3):
+            pipeline(model, optimizer, *batch_of(plan, seed))
+        loss = pipeline.drain(model, optimizer)
+    losses, tables, _ = on_one_device
+    np.testing.assert_allclose(loss, losses[-1], rtol=1e-5)
+    for name, table in model.embedding.embedding_tables().items():
+        np.testing.assert_allclose(table, tables[name], rtol=1e-4, atol=1e-5)
+
+
+@full
+def test_linen_works_on_explicit_axes():
+    def train_linen(plan):
+        layer = te.linen.TPUEmbedding(plan)
+        features, labels = batch_of(plan)
+        state = te.linen.TrainState.create(
+            apply_fn=layer.apply,
+            variables=layer.init(jax.random.key(0), features),
+            tx=optax.sgd(0.1),
+        )
+
+        @jax.jit
+        def step(state, features, labels):
+            def loss_fn(variables):
+                activations = layer.apply(variables, features)
+                joined = sum(jax.tree.leaves(activations))
+                return jnp.mean((joined - labels[:, None]) ** 2)
+
+            loss, gradients = te.linen.value_and_grad(loss_fn)(state.variables)
+            return state.apply_gradients(grads=gradients), loss
+
+        losses = []
+        for _ in range(2):
+            state, loss = step(state, features, labels)
+            losses.append(float(loss))
+        return losses
+
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    with jax.set_mesh(mesh):
+        found = train_linen(make_plan(mesh, batch_axes=("data",)))
+    np.testing.assert_allclose(
+        found, train_linen(make_plan(mesh_of_shape("1"))), rtol=1e-5
+    )
+
+
 def test_activations_have_the_types_of_explicit_axes():
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     with jax.set_mesh(mesh):

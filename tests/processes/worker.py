@@ -2,7 +2,8 @@
 
     python -m tests.processes.worker COORDINATOR NUM_PROCESSES PROCESS DEVICES FILE
 
-Run by `test_processes.py`. With one process, it needs no coordinator.
+Run by `test_processes.py`. With one process, it needs no coordinator. The mesh has two
+axes, of which the first one crosses the processes.
 """
 
 import sys
@@ -14,6 +15,14 @@ from flax import nnx
 
 import tpu_embedding as te
 
+PLACEMENTS = {
+    "sharded": te.Sharded(),
+    "grouped": te.Sharded(axes=("model",)),
+    "replicated": te.Replicated(),
+}
+SIZES = {"sharded": 101, "grouped": 31, "replicated": 13}
+BATCH = 16
+
 
 def main(coordinator, num_processes, process, num_devices, path):
     jax.config.update("jax_platforms", "cpu")
@@ -21,18 +30,40 @@ def main(coordinator, num_processes, process, num_devices, path):
     if int(num_processes) > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(coordinator, int(num_processes), int(process))
-    table = te.TableConfig(vocabulary_size=101, dim=8, combiner="mean", name="items")
-    feature = te.FeatureConfig(table=table)
-    model = te.TPUEmbedding(
-        {"one": feature, "many": feature}, te.optimizers.adagrad(0.1), rngs=nnx.Rngs(0)
+    mesh = jax.sharding.Mesh(
+        np.asarray(jax.devices()).reshape(2, -1), ("data", "model")
     )
+    results = train(mesh, None, "all axes")
+    results |= train(mesh, ("data",), "data axis")
+    np.savez(path, devices=jax.device_count(), **results)
+
+
+def train(mesh, batch_axes, label):
+    """Returns losses, tables, and the copies of rows that this process holds."""
+    tables = {
+        name: te.TableConfig(
+            vocabulary_size=SIZES[name],
+            dim=8,
+            combiner="mean",
+            name=name,
+            placement=placement,
+        )
+        for name, placement in PLACEMENTS.items()
+    }
+    features = {name: te.FeatureConfig(table=t) for name, t in tables.items()}
+    features["many"] = te.FeatureConfig(table=tables["sharded"])
+    plan = te.make_plan(
+        features, mesh, optimizer=te.optimizers.adagrad(0.1), batch_axes=batch_axes
+    )
+    model = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
     optimizer = te.Optimizer(model, optax.sgd(0.1))
 
     @nnx.jit(donate_argnums=(0, 1))
     def step(model, optimizer, features):
         def loss_fn(model):
             rows = model(features)
-            return ((rows["one"] * rows["many"] - 1) ** 2).mean()
+            joined = rows["sharded"] * rows["many"]
+            return ((joined + rows["grouped"] - rows["replicated"] - 1) ** 2).mean()
 
         loss, gradients = te.value_and_grad(loss_fn)(model)
         optimizer.update(model, gradients)
@@ -41,17 +72,34 @@ def main(coordinator, num_processes, process, num_devices, path):
     generator = np.random.default_rng(0)
     losses = []
     for _ in range(3):
-        lengths = generator.integers(0, 4, 16)
-        many = te.RaggedIds(
-            values=generator.integers(0, 101, lengths.sum()),
-            row_splits=np.concatenate([[0], np.cumsum(lengths)]),
-        )
-        features = {"one": generator.integers(0, 101, 16), "many": many}
-        prepared = te.shard_batch(model.prepare(features), model.plan)
+        prepared = te.shard_batch(model.prepare(batch_of(generator)), plan)
         losses.append(float(step(model, optimizer, prepared)))
-    tables = model.embedding_tables()
-    if int(process) == 0:
-        np.savez(path, losses=losses, items=tables["items"], devices=jax.device_count())
+    results = {"losses": losses} | model.embedding_tables()
+    for stack in plan.stacks:
+        (table,) = stack.tables
+        if stack.num_replicas > 1:
+            lines = model.tables.get_value()[stack.name].lines
+            for index, shards in shards_by_index(lines).items():
+                results[f"copies of {table.name} {index}"] = shards
+    return {f"{label}: {name}": value for name, value in results.items()}
+
+
+def batch_of(generator):
+    lengths = generator.integers(0, 4, BATCH)
+    many = te.RaggedIds(
+        values=generator.integers(0, SIZES["sharded"], lengths.sum()),
+        row_splits=np.concatenate([[0], np.cumsum(lengths)]),
+    )
+    ids = {name: generator.integers(0, size, BATCH) for name, size in SIZES.items()}
+    return ids | {"many": many}
+
+
+def shards_by_index(array):
+    """Returns the parts of an array on this process's devices, by their index."""
+    found = {}
+    for shard in array.addressable_shards:
+        found.setdefault(str(shard.index), []).append(np.asarray(shard.data))
+    return found
 
 
 if __name__ == "__main__":
