@@ -3,7 +3,7 @@
     pip install 'tpu-embedding[tpu]'
     python benchmarks/compiled_traffic.py [--topology v5p:2x2x1 ...] [--dim 16 128 ...]
         [--valence 1 20] [--optimizer adagrad rowwise_adagrad]
-        [--kernels xla sparse_core] [--json FILE]
+        [--dtype float32 bfloat16] [--kernels xla sparse_core] [--json FILE]
     python benchmarks/record.py FILE
 
 The program is the embedding part of a train step: 8 tables, 4,096 samples per device.
@@ -33,11 +33,11 @@ from tpu_embedding.aot.floor import embedding_floor
 
 NUM_TABLES, SAMPLES_PER_DEVICE, ROWS_PER_DEVICE = 8, 4096, 488_281
 LINES_PER_REPEAT = 5  # Gathered: 2. Added: itself, its sum before and after.
-CASE_FIELDS = ("topology", "dim", "valence", "optimizer", "kernels")
+CASE_FIELDS = ("topology", "dim", "valence", "optimizer", "dtype", "kernels")
 
 
 def measure(
-    topology: str, dim: int, valence: int, optimizer: str, kernels: str
+    topology: str, dim: int, valence: int, optimizer: str, dtype: str, kernels: str
 ) -> dict[str, Any]:
     """Compiles one step; returns its figures per device."""
     mesh = aot.topology_mesh(topology)
@@ -46,6 +46,7 @@ def measure(
         num_tables=NUM_TABLES,
         vocabulary_size=ROWS_PER_DEVICE * mesh.size // NUM_TABLES,
         dim=dim,
+        dtype=dtype,
         optimizer=getattr(te.optimizers, optimizer)(0.1),
         kernels=kernels,
     )
@@ -74,6 +75,9 @@ def measure(
         "certain_repeats": repeats,
         "ici_bytes": moved.ici_bytes,
         "ici_ratio": moved.ici_bytes / floor.ici_bytes if floor.ici_bytes else None,
+        "table_and_slot_bytes": (
+            plan.table_bytes_per_device + plan.slot_bytes_per_device
+        ),
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "hbm_bytes_by_class": by_class,
         "compile_seconds": seconds,
@@ -87,26 +91,28 @@ def main() -> None:
     parser.add_argument("--dim", nargs="+", type=int, default=[16, 128])
     parser.add_argument("--valence", nargs="+", type=int, default=[1])
     parser.add_argument("--optimizer", nargs="+", default=["adagrad"])
+    parser.add_argument("--dtype", nargs="+", default=["float32"])
     parser.add_argument("--kernels", nargs="+", default=["xla", "sparse_core"])
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
-    head = "topology        devices  dim  hot optimizer        kernels     exchange"
-    print(f"{head}  HBM MB  ratio  ICI ratio  temp MB  compile s")
+    head = "topology        dim  hot optimizer        dtype    kernels     devices"
+    print(f"{head} exchange  HBM MB  ratio  ICI ratio  temp MB  compile s")
     results = []
     for case in itertools.product(
         arguments.topology,
         arguments.dim,
         arguments.valence,
         arguments.optimizer,
+        arguments.dtype,
         arguments.kernels,
     ):
-        topology, dim, valence, optimizer, kernels = case
         result = measure(*case)
+        topology, dim, valence, *others = case
         print(
-            f"{topology:15} {result['devices']:7} {dim:4} {valence:4} {optimizer:16} "
-            f"{kernels:11} {result['exchange']:8} {result['hbm_bytes'] / 1e6:7.0f} "
-            f"{result['hbm_ratio']:6.2f} {result['ici_ratio'] or 0:10.2f} "
-            f"{result['temporary_bytes'] / 1e6:8.0f} "
+            f"{topology:15} {dim:3} {valence:4} {'{:16} {:8} {:11}'.format(*others)} "
+            f"{result['devices']:7} {result['exchange']:8} "
+            f"{result['hbm_bytes'] / 1e6:7.0f} {result['hbm_ratio']:6.2f} "
+            f"{result['ici_ratio'] or 0:10.2f} {result['temporary_bytes'] / 1e6:8.0f} "
             f"{result['compile_seconds']:10.1f}",
             flush=True,
         )

@@ -22,11 +22,16 @@ def make_plan(
     dim: int,
     optimizer: Any,
     kernels: Any = "xla",
+    dtype: str = "float32",
 ) -> te.EmbeddingPlan:
     """Plans equal tables with one feature each; `kernels` is `te.make_plan`'s."""
     tables = [
         te.TableConfig(
-            vocabulary_size=vocabulary_size, dim=dim, combiner="sum", name=f"t{i:02d}"
+            vocabulary_size=vocabulary_size,
+            dim=dim,
+            combiner="sum",
+            name=f"t{i:02d}",
+            dtype=dtype,
         )
         for i in range(num_tables)
     ]

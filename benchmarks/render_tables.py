@@ -61,7 +61,7 @@ def _summary(results: Results) -> str:
     rows += [_step_time_cells(results), *_training_cells(results)]
     traffic = {
         row["kernels"]: row["hbm_ratio"]
-        for row in results["compiled_traffic"]["results"]
+        for row in _float32_traffic(results)
         if _case(row) == ("v5p:2x2x1", "adagrad", 128, 1)
     }
     rows.append(
@@ -189,10 +189,34 @@ def _traffic_by_dim(results: Results) -> str:
     return _table(rows)
 
 
+def _traffic_by_dtype(results: Results) -> str:
+    """Float32 tables and others in one step, where both are known."""
+    found = {
+        (_case(row), row["dtype"]): row
+        for row in results["compiled_traffic"]["results"]
+        if row["kernels"] == "xla"
+    }
+    rows: list[Cells] = [
+        ("slice", "dim", "dtype", "HBM, MB", "of minimum", "links, MB", "memory, MB")
+    ]
+    for case in dict.fromkeys(case for case, dtype in found if dtype != "float32"):
+        topology, _, dim, _ = case
+        for (other, dtype), row in found.items():
+            if other == case:
+                figures = (
+                    _megabytes(row["hbm_bytes"]),
+                    _ratio(row["hbm_ratio"]),
+                    _megabytes(row["ici_bytes"]),
+                    _megabytes(row["table_and_slot_bytes"]),
+                )
+                rows.append((topology, str(dim), f"`{dtype}`", *figures))
+    return _table(rows)
+
+
 def _growth(results: Results) -> str:
     found = {
         (row["topology"], row["dim"], row["kernels"]): row
-        for row in results["compiled_traffic"]["results"]
+        for row in _float32_traffic(results)
         if row["topology"] in GROWTH_TOPOLOGIES
     }
     few, many = GROWTH_TOPOLOGIES
@@ -247,6 +271,7 @@ TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "compile_fit": _compile_fit,
     "traffic": _traffic,
     "traffic_by_dim": _traffic_by_dim,
+    "traffic_by_dtype": _traffic_by_dtype,
     "growth": _growth,
     "estimate": _estimate,
     "table_size": _table_size,
@@ -256,10 +281,15 @@ TABLES: Final[dict[str, Callable[[Results], str]]] = {
 def _traffic_cases(results: Results) -> dict[Any, dict[str, dict[str, Any]]]:
     """Returns the results of each case by backend."""
     cases: dict[Any, dict[str, dict[str, Any]]] = {}
-    for row in results["compiled_traffic"]["results"]:
+    for row in _float32_traffic(results):
         if row["topology"] not in GROWTH_TOPOLOGIES:
             cases.setdefault(_case(row), {})[row["kernels"]] = row
     return cases
+
+
+def _float32_traffic(results: Results) -> list[dict[str, Any]]:
+    found = results["compiled_traffic"]["results"]
+    return [row for row in found if row["dtype"] == "float32"]
 
 
 def _case(row: dict[str, Any]) -> tuple[str, str, int, int]:

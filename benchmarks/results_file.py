@@ -11,7 +11,14 @@ from typing import Any, Final
 RESULTS_FILE: Final = pathlib.Path(__file__).with_name("results.json")
 
 KEYS: Final[dict[str, tuple[str, ...]]] = {
-    "compiled_traffic": ("topology", "dim", "valence", "optimizer", "kernels"),
+    "compiled_traffic": (
+        "topology",
+        "dim",
+        "valence",
+        "optimizer",
+        "dtype",
+        "kernels",
+    ),
     "compiler_estimate": ("topology", "library", "kernels"),
     "table_size": ("devices", "rows"),
     "training_runs": ("config",),

@@ -16,7 +16,8 @@ class Sharded:
     """Splits the rows of a table over mesh axes, and copies them along the others.
 
     A device then sends ids and rows along these axes only. Devices along the other axes
-    add their gradients up, so that their copies stay equal bit by bit.
+    add their gradients up, so that their copies stay equal bit by bit. On GPUs, they do
+    if XLA runs with `--xla_gpu_deterministic_ops=true`.
 
     Attributes:
       axes: names of the mesh axes; None means all axes, so that each row lives on one
@@ -96,6 +97,10 @@ class AutoPlacement:
 
     `N` counts `FeatureConfig.expected_valence` ids per sample, else
     `max_sequence_length`, else 1.
+
+    The choice depends on the batch size and the number of devices, and with it the
+    stacks. A layer on another mesh may place tables differently; a table of its own
+    placement keeps it.
 
     Attributes:
       batch_size: samples of a global batch.

@@ -29,7 +29,8 @@ full = pytest.mark.full
 
 def make_plan(mesh, dim, dtype, optimizer, **options):
     layout = RowLayout(num_rows=1, row_shape=(dim,), line_lanes=128, narrow_dtype=dtype)
-    rows = LINES_PER_DEVICE * layout.rows_per_line * mesh.size
+    rows_per_line = 128 * layout.rows_per_lane if layout.is_flat else None
+    rows = LINES_PER_DEVICE * (rows_per_line or layout.rows_per_line) * mesh.size
     big, small = (
         te.TableConfig(
             vocabulary_size=size, dim=dim, combiner="sum", name=name, dtype=dtype
@@ -66,8 +67,7 @@ def test_tpu_step_is_in_place(dtype, dim, generation):
     assert report.sparse_core_gathers > 0
     if dtype == "bfloat16":
         # Rows cross the network in two bytes per element.
-        sent = rf"= bf16\[\d+,\d+,{dim}\]\S* all-to-all\("
-        assert re.search(sent, compiled.as_text())
+        assert re.search(r"= bf16\[[\d,]+\]\S* all-to-all\(", compiled.as_text())
     if optimizer is None:
         assert report.all_to_alls == 2 + 2
         return

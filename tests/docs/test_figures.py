@@ -14,7 +14,12 @@ import render_tables  # noqa: E402  # pyright: ignore[reportMissingImports]
 import results_file  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 TRAFFIC_CASE = dict(
-    topology="v5p:2x2x1", dim=128, valence=1, optimizer="adagrad", kernels="xla"
+    topology="v5p:2x2x1",
+    dim=128,
+    valence=1,
+    optimizer="adagrad",
+    dtype="float32",
+    kernels="xla",
 )
 
 

@@ -1,9 +1,10 @@
 """Groups tables into stacks, which are stored and looked up as one array.
 
 Tables of equal dim, dtype, quantization, optimizer and placement share one dedup, one
-exchange and one gather. The grouping depends on nothing else, so every batch size and
-number of devices has the same stacks. Within a stack, tables lie in the order of their
-names. The rows of one table follow those of the previous one without a gap.
+exchange and one gather. The grouping depends on nothing else. Only `AutoPlacement`
+places tables by the batch size and the number of devices; otherwise neither changes the
+stacks. Within a stack, tables lie in the order of their names. The rows of one table
+follow those of the previous one without a gap.
 """
 
 import dataclasses

@@ -56,7 +56,7 @@ class _Float16Bits(NamedTuple):
 _BFLOAT16: Final = _Float16Bits(dropped=16, infinity=0x7F80, exponent_shift=0)
 _FLOAT16: Final = _Float16Bits(dropped=13, infinity=0x7C00, exponent_shift=112)
 _SUBNORMAL_STEP: Final = 2.0**-24
-"""Distance of float16 numbers below 2**-14."""
+"""Difference of neighbouring float16 numbers below 2**-14."""
 
 
 def lanes_per_row(dtype: NarrowDtype, dim: int) -> int:
@@ -148,7 +148,7 @@ def random_bits(keys: UInt32[Array, " rows"], dim: int) -> UInt32[Array, "rows d
 
 
 def mix_bits(numbers: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Returns a random-looking number for each number; different ones for different.
+    """Returns a pseudo-random number for each number; unequal ones for unequal numbers.
 
     Each bit of the input changes each bit of the result with probability near 1/2. A
     hash of counters, in place of a random stream, makes the result independent of the
@@ -160,14 +160,14 @@ def mix_bits(numbers: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
 
 def _to_bfloat16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
-    """Rounds float32 bit patterns to bfloat16's, in uint32."""
+    """Rounds float32 bit patterns to bfloat16 bit patterns, in uint32."""
     magnitude = patterns & _MAGNITUDE
     rounded = _round(magnitude, _BFLOAT16, bits)
     return _finish(patterns, magnitude, rounded, _BFLOAT16, xp)
 
 
 def _to_float16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
-    """Rounds float32 bit patterns to float16's, in uint32."""
+    """Rounds float32 bit patterns to float16 bit patterns, in uint32."""
     magnitude = patterns & _MAGNITUDE
     smallest_normal = (_FLOAT16.exponent_shift + 1) << 23
     is_normal = magnitude >= smallest_normal
@@ -189,7 +189,7 @@ def _to_float16(patterns: Any, bits: Any, xp: ModuleType) -> Any:
 
 
 def _round(magnitude: Any, target: _Float16Bits, bits: Any) -> Any:
-    """Drops the low bits of float32 magnitudes, after adding to them what rounds."""
+    """Rounds float32 magnitudes to the target's bits, to nearest or by random bits."""
     dropped = target.dropped
     if bits is None:
         carry = ((magnitude >> dropped) & 1) + ((1 << (dropped - 1)) - 1)
@@ -201,7 +201,7 @@ def _round(magnitude: Any, target: _Float16Bits, bits: Any) -> Any:
 def _finish(
     patterns: Any, magnitude: Any, rounded: Any, target: _Float16Bits, xp: ModuleType
 ) -> Any:
-    """Adds the sign, and what is not finite; finite numbers stay finite."""
+    """Adds the sign, infinities and NaNs. Finite numbers stay finite."""
     largest, infinity = target.infinity - 1, target.infinity
     rounded = xp.where(rounded > largest, largest, rounded)
     rounded = xp.where(magnitude == _FLOAT32_INFINITY, infinity, rounded)
@@ -211,7 +211,7 @@ def _finish(
 
 
 def _from_float16(patterns: Any, xp: ModuleType) -> Any:
-    """Returns float32 numbers from float16's bit patterns, by integer operations.
+    """Returns the float32 numbers of float16 bit patterns, by integer operations.
 
     A TPU flushes subnormal float32 numbers to zero. None occurs here.
     """
@@ -226,7 +226,7 @@ def _from_float16(patterns: Any, xp: ModuleType) -> Any:
 
 
 def _encode_int8(rows: Any) -> Any:
-    """Encodes each row by its own scale and bias, which spread it over all codes."""
+    """Encodes each row with its own scale and bias, which spread it over all codes."""
     xp = _module_of(rows)
     bias = rows.min(axis=1)
     scale = (rows.max(axis=1) - bias) / np.float32(_MAX_CODE)
