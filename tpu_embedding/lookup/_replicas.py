@@ -4,8 +4,8 @@ Each copy of a shard is asked for rows by its own group of devices. After this s
 copies hold the same gradient, bit by bit: they sum the same values in the same order,
 or take part in one all-reduce. So the copies stay equal after the update.
 
-A GPU adds repeated rows in no fixed order, unless XLA is told to be deterministic. There,
-only an all-reduce gives all copies the same bits.
+A GPU adds repeated rows in no fixed order, unless XLA is told to be deterministic.
+There, only an all-reduce gives all copies the same bits.
 """
 
 import dataclasses
