@@ -2,9 +2,11 @@
 
 Tests run in two tiers. `scripts/test.sh` runs the quick tier, `scripts/test.sh --all`
 the full tier. Plain `pytest` runs the full tier; `pytest -m "not full"` the quick one.
-Three ways move cases to the full tier:
+These ways move cases to the full tier:
 
 * A whole test: `@pytest.mark.full`.
+* Cases by their ids: `@pytest.mark.full_cases("id", ...)` names those of the full tier,
+  `@pytest.mark.quick_cases("id", ...)` those that stay in the quick one.
 * One value of a parameter: `pytest.param(value, marks=pytest.mark.full)`. Every
   combination with this value then runs in the full tier only.
 * A matrix of several parameters: `@pytest.mark.each_once`. The quick tier runs the
@@ -54,15 +56,26 @@ needs_kernels = pytest.mark.skipif(
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by `-m`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what `each_once` leaves to the full tier."""
+    """Marks the cases that markers of their tests leave to the full tier."""
     functions = collections.defaultdict(list)
     for item in items:
+        _mark_named_cases(item)
         if item.get_closest_marker("each_once") and not item.get_closest_marker("full"):
             functions[item.nodeid.partition("[")[0]].append(item)
     for cases in functions.values():
         off_diagonal = [case for case in cases if not _on_diagonal(case, cases)]
         for case in off_diagonal:
             case.add_marker("full")
+
+
+def _mark_named_cases(item: pytest.Item) -> None:
+    """Applies `full_cases` and `quick_cases`."""
+    for marker in item.iter_markers():
+        if marker.name not in ("full_cases", "quick_cases"):
+            continue
+        is_named = item.callspec.id in marker.args
+        if is_named == (marker.name == "full_cases"):
+            item.add_marker("full")
 
 
 def _on_diagonal(case: pytest.Item, cases: list[pytest.Item]) -> bool:

@@ -144,6 +144,7 @@ def test_two_runs_in_one_directory(tmp_path, capsys):
         assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
 
 
+@pytest.mark.full
 def test_own_config(tmp_path, monkeypatch, capsys):
     """The config of the guide trains, resumes and takes settings of its classes."""
     write_config(tmp_path)
@@ -161,6 +162,7 @@ def test_own_config(tmp_path, monkeypatch, capsys):
     assert run["model"] == {"type": "ClickModelConfig", "dim": 4}
 
 
+@pytest.mark.full
 def test_movielens(tmp_path, capsys, movielens_dir):
     more = ["--data-dir", str(movielens_dir)]
     assert cli.main(train_arguments("movielens", tmp_path, *more)) == 0
@@ -169,6 +171,7 @@ def test_movielens(tmp_path, capsys, movielens_dir):
     assert "result: rmse" in output
 
 
+@pytest.mark.full
 def test_dlrm_on_a_file(tmp_path, capsys):
     path = tmp_path / "train.txt"
     write_criteo_sample(path, 300)
@@ -217,6 +220,7 @@ def test_divergence_is_a_failure(tmp_path, capsys):
     )
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 def test_compile(tmp_path, capsys):
     path = tmp_path / "report.json"
@@ -253,6 +257,7 @@ def test_compile(tmp_path, capsys):
     ]
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.tpu_compiler
 def test_compile_with_each_backend(capsys):

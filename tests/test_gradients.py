@@ -68,6 +68,7 @@ plans = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.full
 @plans
 def test_norm_of_tables_and_dense_arrays(options):
     plan = make_plan(**options)
@@ -106,6 +107,7 @@ def joined_and_added(plan, num_parts=3):
     ]
 
 
+@pytest.mark.full
 @plans
 def test_sum_of_micro_batches_equals_one_batch(options):
     whole, added = joined_and_added(make_plan(**options))
@@ -121,6 +123,7 @@ RULES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "rule", ["not summed", *(pytest.param(r, marks=full) for r in list(RULES)[:2])]
 )
@@ -171,6 +174,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.quick_cases("sum", "ravel", "square")
 @pytest.mark.parametrize("operation", REFUSED)
 def test_generic_arithmetic_is_refused(operation):
     plan = make_plan(num_devices=1, capacity=1)
@@ -180,6 +184,7 @@ def test_generic_arithmetic_is_refused(operation):
         REFUSED[operation](gradients)
 
 
+@pytest.mark.full
 def test_map_over_floats_alone_is_right():
     """The habit of loss scaling, in the first round, in later ones, and in a sum."""
     table = te.TableConfig(vocabulary_size=V, dim=DIM, combiner="mean", name="items")
@@ -201,6 +206,7 @@ def test_map_over_floats_alone_is_right():
     np.testing.assert_allclose(te.global_norm(te.add(halved, halved)), norm, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_zeros_like_a_gradient_touches_nothing():
     plan = make_plan(num_devices=2, capacity=1, optimizer=te.optimizers.adam(0.1))
     tables = te.init_tables(plan, jax.random.key(0))

@@ -231,6 +231,7 @@ def random_examples(number, seed=None):
     )(check)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [8, pytest.param(40, marks=pytest.mark.full)])
 def test_random_configurations_equal_the_dense_reference(number):
     random_examples(number)()

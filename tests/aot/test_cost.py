@@ -114,6 +114,7 @@ def test_scatter_add_reads_and_writes(topology, options):
     assert {o.unit for o in of_class(cost, "scatter")} == {unit}
 
 
+@pytest.mark.quick_cases("v5p:2x2x1-256", "v6e:2x2-32")
 @needs_kernels
 @pytest.mark.tpu_compiler
 @pytest.mark.each_once
@@ -273,6 +274,7 @@ def test_a_group_is_a_part_of_the_mesh():
     assert total(cost.operations).ici_bytes == 2 * 1 / 2 * LOCAL_BYTES
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 def test_sort():
     num_keys = 2**24

@@ -58,6 +58,7 @@ def compile_step(plan, dim, mode, loss_fn=squared_loss):
     return jitted.lower(state, in_flight, batch, batch).compile()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "num_devices", "capacity", "loss_fn"),
     [
@@ -103,6 +104,7 @@ def overlaps(module, mode):
             ]
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("mode", "generation"),

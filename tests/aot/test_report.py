@@ -131,6 +131,7 @@ def check_sums(traffic):
             assert sum(getattr(row.cost, field) for row in rows) == expected
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("name", "topology", "settings"),
@@ -168,6 +169,7 @@ def test_run_configs(name, topology, settings):
     assert "tables or slot variables copied within HBM: none" in text
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     "kernels",
@@ -197,6 +199,7 @@ def test_large_tables_on_sparse_core(kernels):
     assert report.hardware.compiler_options[0][1] == "true"
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 def test_layer_code_is_attributed_to_the_embedding_part():
     config = load_config("synthetic")
@@ -216,6 +219,7 @@ def test_layer_code_is_attributed_to_the_embedding_part():
     assert {operation.part for operation in of_layer} == {"embedding"}
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     "topology", [pytest.param("v5e:2x2", marks=pytest.mark.full), "v5p:2x2x1"]
@@ -237,6 +241,7 @@ def test_a_step_that_does_not_fit(topology):
     assert json.dumps(report.to_json())
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 def test_several_slices():
     report = report_on("synthetic", "v5e:2x2", num_slices=2)

@@ -53,6 +53,7 @@ def steps():
     yield "bfloat16", 1, "v5p", full  # a flat array
 
 
+@pytest.mark.quick_cases("int8-64-v6e")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("dtype", "dim", "generation"),

@@ -144,6 +144,7 @@ def steps_of_backends():
             yield dim, generation, "sparse_core", (needs_kernels, pytest.mark.full)
 
 
+@pytest.mark.quick_cases("16-v5p-sparse_core")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("dim", "generation", "kernels"),
@@ -174,6 +175,7 @@ BOTH_BACKENDS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("dim", "generation"),
@@ -222,6 +224,7 @@ def ways_to_update():
     yield "clippy_adagrad", "v5p", 1, "sparse_core", kernels + full
 
 
+@pytest.mark.quick_cases("rowwise_adagrad-v5p-1-sparse_core")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("name", "generation", "rows_per_line", "kernels"),
@@ -264,6 +267,7 @@ ON_CPU = {
 }
 
 
+@pytest.mark.quick_cases("adagrad-one", "rowwise_adagrad-eight_in_rounds")
 @pytest.mark.each_once
 @pytest.mark.parametrize(
     ("num_devices", "capacity", "loss_fn"),

@@ -52,6 +52,12 @@ def namespace():
     return {**globals(), **locals()}
 
 
+@pytest.mark.full_cases(
+    "TableConfig(vocabulary_size=100, dim=8)",
+    "batch_size",
+    "optimizer.apply_gradients",
+    "clipnorm, global_clipnorm of Keras",
+)
 @pytest.mark.parametrize("code", ROWS)
 def test_line_runs(code, namespace, capsys):
     assert code != "print(plan)" or str(namespace["plan"])

@@ -1,8 +1,11 @@
 """The ranking example on the real data set, which is not part of this repository."""
 
+import pytest
+
 from tests.docs.test_doc_examples import DOCS, SYBIL
 
 
+@pytest.mark.full
 def test_ranking_reaches_the_error_that_the_page_promises(movielens_dir, capsys):
     document = SYBIL.parse(DOCS / "examples" / "ranking.md")
     document.namespace["folder"] = movielens_dir

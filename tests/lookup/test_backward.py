@@ -133,6 +133,7 @@ PLANS = {
 }
 
 
+@pytest.mark.quick_cases("1, capacity 2")
 @pytest.mark.parametrize(
     "name",
     [

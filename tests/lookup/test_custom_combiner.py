@@ -93,6 +93,7 @@ def plan_of(num_devices, config=None, **options):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("form", "num_devices", "capacity"),
     [

@@ -69,6 +69,7 @@ def test_in_several_rounds(case):
     assert stats.rounds["stack_0"] > 1
 
 
+@pytest.mark.quick_cases("dense")
 @pytest.mark.parametrize("form", ["dense", pytest.param("many", marks=full), "ragged"])
 def test_samples_that_fill_up_the_batch_touch_nothing(form):
     """Rows decay when touched; 5 samples on 4 devices leave 3 places to fill."""

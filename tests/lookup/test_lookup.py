@@ -199,6 +199,12 @@ def cases_on_devices():
             )
 
 
+@pytest.mark.quick_cases(
+    "8devices-all_of_one_shard",
+    "3devices-every_row_once",
+    "1devices-multi_hot",
+    "8devices-ragged",
+)
 @pytest.mark.parametrize(("case", "num_devices"), cases_on_devices())
 def test_equals_dense_reference(case, num_devices):
     check_against_reference(make_plan(mesh_of(num_devices)), batch_of(case))
@@ -213,6 +219,7 @@ def test_every_combiner_on_every_table(combiners, case):
     check_against_reference(make_plan(mesh_of(8), combiners=combiners), batch_of(case))
 
 
+@pytest.mark.quick_cases("1-3-multi_hot")
 @pytest.mark.each_once
 @pytest.mark.parametrize(
     "case",
@@ -229,6 +236,7 @@ def test_capacity_changes_no_result(case, capacity, num_devices):
         assert stats.rounds["stack_0"] == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "num_devices", "case", "options"),
     [
@@ -271,6 +279,7 @@ def test_ragged_exchange_changes_no_result(case):
     check_against_reference(make_plan(mesh_of(8), exchange="ragged"), batch_of(case))
 
 
+@pytest.mark.quick_cases("1-None")
 @pytest.mark.parametrize(
     ("num_devices", "capacity"),
     [
@@ -323,6 +332,7 @@ def test_rounds_when_capacity_is_missed_or_met_exactly(surplus):
     assert stats.rounds["stack_0"] == (2 if surplus < 0 else 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "dim",
     [16, *(pytest.param(dim, marks=full) for dim in (1, 3, 64, 100, 128, 200))],
@@ -376,6 +386,7 @@ def read_rows_that_are_there(lines, row_ids, dim, *arguments, **options):
 ALL_NAMES = ("one", "many", "weighted", "padded")
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.parametrize(
     ("dim", "num_devices", "exchange", "capacity", "names"),
@@ -485,6 +496,7 @@ def test_repeats_in_a_table_of_many_rows(num_devices, capacity, exchange, rounds
     assert stats.rounds["stack_0"] == rounds
 
 
+@pytest.mark.quick_cases("1devices-error")
 @pytest.mark.each_once
 @pytest.mark.parametrize("policy", ["error", "drop", "clip"])
 def test_ids_out_of_range_under_jit(policy, mesh):

@@ -54,6 +54,7 @@ def test_equals_numpy(case, bound):
     check(CASES[case] * (2 if bound == 8 else 1), 8, bound)
 
 
+@pytest.mark.full_cases("8-nothing")
 @needs_kernels
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dim", [8, 32])
@@ -61,6 +62,7 @@ def test_rows_that_share_lines(case, dim):
     check(CASES[case] * 5, 8, 1000, dim, line_lanes=128, backend="interpreter")
 
 
+@pytest.mark.quick_cases("5000", "1", "0")
 @pytest.mark.parametrize("num_repeats", [0, 1, 1023, 1024, 1025, 5000])
 def test_turns_of_the_loop(num_repeats):
     firsts = np.arange(7000)

@@ -49,6 +49,7 @@ def placed_cases():
                 yield pytest.param(*values, marks=() if values in quick else full)
 
 
+@pytest.mark.quick_cases("2x2x2-data+expert-multi_hot-2")
 @pytest.mark.parametrize(("mesh", "placement", "case", "capacity"), placed_cases())
 def test_equals_dense_reference(mesh, placement, case, capacity):
     placed = placements_on(mesh)[placement]
@@ -56,6 +57,7 @@ def test_equals_dense_reference(mesh, placement, case, capacity):
     check_against_reference(plan, batch_of(case))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("exchange", "hardware"),
     [
@@ -211,6 +213,7 @@ def optimizer_cases():
             yield pytest.param(name, mesh, placement, capacity, marks=marks)
 
 
+@pytest.mark.quick_cases("rowwise_adagrad-4x2-model-2")
 @pytest.mark.parametrize(
     ("optimizer", "mesh", "placement", "capacity"), optimizer_cases()
 )

@@ -110,6 +110,9 @@ def check_round(result, source, keys, sent, size):
     np.testing.assert_array_equal(result.num_ids[source], [len(x) for x in sent])
 
 
+@pytest.mark.full_cases(
+    "3-padded-nothing", "3-lines-nothing", "8-padded-nothing", "8-lines-nothing"
+)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", SIZES)
 def test_every_round(name, case):

@@ -15,6 +15,14 @@ def _hold(values):
     return values
 
 
+@pytest.mark.full_cases(
+    "running_sum-cumsum-127",
+    "running_sum-cumsum-129",
+    "running_sum-cumsum-16385",
+    "running_sum-cumsum-1049601",
+    "forward_fill-_hold-127",
+    "forward_fill-_hold-1049601",
+)
 @pytest.mark.parametrize(
     "size", [0, 1, 2, 127, 128, 129, 2**14, 2**14 + 1, 2**20 + 2**10 + 1]
 )

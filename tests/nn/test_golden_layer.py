@@ -132,7 +132,11 @@ def step(layer, optimizer, features, cotangents):
     return activations, gradients.tables[""]
 
 
-@pytest.fixture(scope="module", params=[1, 8], ids=lambda n: f"{n}devices")
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(8, marks=pytest.mark.full)],
+    ids=lambda n: f"{n}devices",
+)
 def results(request):
     """Activations, gradients, stats, and tables after SGD with rate 1, of all files."""
     config = {name: feature_of(name) for name in NAMES}
@@ -261,6 +265,7 @@ def layer_batch(run, step_number):
     }
 
 
+@pytest.mark.quick_cases("sgd-8")
 @pytest.mark.each_once
 @pytest.mark.parametrize("num_devices", [1, 8])
 @pytest.mark.parametrize("name", ["adagrad", "adam", "ftrl", "sgd"])

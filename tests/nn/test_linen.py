@@ -167,6 +167,7 @@ def run_functional(plan, num_steps, initial, initial_tables):
     return losses, te.unstack_tables(values[0], plan)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_devices", "num_steps"),
     [(3, 20), *(pytest.param(n, 200, marks=pytest.mark.full) for n in (1, 8))],
@@ -284,6 +285,7 @@ def test_gradients_of_several_calls_and_layers_are_added():
         )
 
 
+@pytest.mark.full
 def test_statistics_move_on_and_lookup_stats_are_sown():
     class Model(nn.Module):
         plan: te.EmbeddingPlan
@@ -374,6 +376,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.full_cases("jit")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transformed_layers_look_up_and_refuse_to_lose_gradients(name):
     model, ids = TRANSFORMS[name], np.arange(12).reshape(3, 4)
@@ -588,6 +591,12 @@ MISUSE = {
 }
 
 
+@pytest.mark.full_cases(
+    "gradients of another plan",
+    "gradients of another model",
+    "gradients of jax.grad",
+    "a plan per call",
+)
 @pytest.mark.parametrize("case", MISUSE)
 def test_misuse_gives_one_clear_error(case):
     call, error, match = MISUSE[case]

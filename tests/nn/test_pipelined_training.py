@@ -145,6 +145,7 @@ def run_pipeline(pipeline, model, optimizer, batches):
     return [*results, pipeline.drain(model, optimizer)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_devices", "capacity", "num_steps"),
     [
@@ -265,6 +266,7 @@ def test_stale_is_exact_where_neighbouring_batches_share_no_row():
     assert_equal(*results)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mode", ["exact", pytest.param("stale", marks=pytest.mark.full)]
 )

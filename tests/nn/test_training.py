@@ -67,6 +67,7 @@ def prepared(model, batch):
     return te.shard_batch({**batch, "features": features}, model.embedding.plan)
 
 
+@pytest.mark.quick_cases("1devices")
 def test_training_equals_the_dense_model(mesh):
     """Losses, dense parameters and tables against autodiff of the dense model."""
     model = Model(mesh, te.optimizers.sgd(0.3), nnx.Rngs(0))
@@ -149,6 +150,7 @@ def test_random_streams_and_statistics_move_on():
     assert model.embedding.stats.get_value().rounds["stack_0"] == 1
 
 
+@pytest.mark.full
 def test_two_layers_one_of_them_not_called():
     class Two(nnx.Module):
         def __init__(self):
@@ -192,6 +194,7 @@ def test_set_embedding_tables():
     np.testing.assert_array_equal(activations["item"], values[[0, 49, 7]])
 
 
+@pytest.mark.quick_cases("dict")
 @pytest.mark.parametrize(
     "nest",
     [
@@ -285,6 +288,7 @@ MISUSE = {
 }
 
 
+@pytest.mark.full_cases("plain gradients", "plain gradients of a bare layer")
 @pytest.mark.parametrize("case", MISUSE)
 def test_misuse_gives_one_clear_error(case):
     call, error, match = MISUSE[case]
@@ -314,6 +318,7 @@ def test_weights_of_ids_can_be_learned():
     )
 
 
+@pytest.mark.full
 def test_layer_under_remat_and_inner_jit():
     """Transformations between the loss and the layer keep its gradients."""
     batch = make_batch()
@@ -392,6 +397,7 @@ CLOSURES = {
 }
 
 
+@pytest.mark.quick_cases("scan")
 @pytest.mark.parametrize("closure", CLOSURES)
 def test_closures_over_a_model_look_up_and_refuse_to_lose_gradients(closure):
     model = Towers(mesh_of(2), te.optimizers.sgd(0.1))

@@ -98,6 +98,14 @@ def read_run(name):
     return run, json.loads(str(run["meta"]))
 
 
+@pytest.mark.quick_cases(
+    "adagrad-one",
+    "adam_lazy-one",
+    "adam_nonlazy_bias_corrected-one",
+    "ftrl_l1_l2-one",
+    "sgd_momentum_nonlazy-one",
+    "adadelta-one",
+)
 @pytest.mark.parametrize(("name", "num_devices", "hardware"), cases())
 def test_equals_the_recorded_run(name, num_devices, hardware):
     run, meta = read_run(name)

@@ -122,6 +122,15 @@ def run(optimizer, batches):
         yield np.asarray(rows), state
 
 
+@pytest.mark.full_cases(
+    "adafactor",
+    "clippy_adagrad",
+    "frequency_aware_adagrad",
+    "ftrl",
+    "lamb",
+    "adafactor with options",
+    "optax.radam",
+)
 @pytest.mark.parametrize("name", RULES)
 def test_a_rate_of_zero_leaves_rows_alone(name):
     """Every warm-up begins there; later steps move the rows to finite values."""
@@ -155,6 +164,7 @@ def test_ftrl_that_multiplies_follows_its_slots_at_zero():
     assert (rows != first).all()
 
 
+@pytest.mark.quick_cases("ftrl-xla")
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [

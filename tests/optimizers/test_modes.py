@@ -79,6 +79,7 @@ def test_labels_may_name_tables_with_their_own_optimizer():
     assert len(plan.stacks) == 2
 
 
+@pytest.mark.quick_cases("1e+30")
 @pytest.mark.parametrize("bad", [1e30, np.nan])
 def test_what_is_not_finite_stays_in_its_table(bad):
     plan = plan_of("ab", te.optimizers.adafactor(0.1))
@@ -92,6 +93,7 @@ def test_what_is_not_finite_stays_in_its_table(bad):
     assert np.isfinite(te.unstack_tables(tables, plan)["b"]).all()
 
 
+@pytest.mark.full
 def test_a_rule_under_jit_takes_totals_too():
     rule = te.optimizers.adafactor(0.1)
     jitted = optax.GradientTransformation(rule.init, jax.jit(rule.update))
@@ -109,6 +111,7 @@ def test_a_rule_under_jit_takes_totals_too():
     np.testing.assert_allclose(*results, rtol=1e-6)
 
 
+@pytest.mark.quick_cases("1")
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_sequence_follows_the_samples_not_the_places_of_ids(num_devices):
     """Dense ids lie place by place within; the rule must see them sample by sample."""
@@ -128,6 +131,7 @@ def test_sequence_follows_the_samples_not_the_places_of_ids(num_devices):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.quick_cases("1-cpu-None")
 @pytest.mark.parametrize("slot_dtype", [None, jnp.bfloat16])
 @pytest.mark.parametrize(("num_devices", "hardware"), [(1, "cpu"), (3, "v6e")])
 def test_every_element_of_rows_of_a_single_value(num_devices, hardware, slot_dtype):
@@ -224,6 +228,7 @@ ACCEPTED = {
 }
 
 
+@pytest.mark.quick_cases("every_row_with_counter")
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_accepted_and_applied(name):
     plan = one_table_plan(ACCEPTED[name], 20, 2, mesh_of(3), capacity=1)

@@ -241,11 +241,31 @@ def check_equals_dense(given, rule):
     )
 
 
+@pytest.mark.full_cases(
+    "adabelief",
+    "adagrad",
+    "adamax",
+    "adamaxw",
+    "adan",
+    "novograd",
+    "optimistic_adam_v2",
+    "optimistic_gradient_descent",
+    "radam",
+    "rprop",
+    "adopt",
+    "cocob",
+    "madgrad",
+    "apply_if_finite",
+    "clip_by_global_norm",
+    "inject_hyperparams",
+    "zero_nans",
+)
 @pytest.mark.parametrize("name", [x for x in RULES if x not in REFUSED])
 def test_equals_dense(name):
     check_equals_dense(RULES[name], RULES[name])
 
 
+@pytest.mark.full_cases("lbfgs", "muon", "apply_every", "scale_by_lbfgs")
 @pytest.mark.parametrize("name", [x for x in RULES if x in REFUSED])
 def test_is_refused_with_a_reason(name):
     with pytest.raises(te.optimizers.NotRowLocalError, match=REFUSED[name]) as error:
@@ -267,6 +287,16 @@ REFUSED_ON_EVERY_ROW = {
 SENT_TO_EVERY_ROW = [x for x in RULES if REFUSED.get(x) in (NORM_OF_ALL, IN_TIME)]
 
 
+@pytest.mark.full_cases(
+    "lamb",
+    "dowg",
+    "schedule_free_adamw",
+    "adaptive_grad_clip",
+    "apply_every",
+    "MultiSteps",
+    "scale_by_lbfgs",
+    "sam",
+)
 @pytest.mark.parametrize("name", SENT_TO_EVERY_ROW)
 def test_on_every_row_equals_dense_or_is_refused(name):
     every_row = te.optimizers.every_row(RULES[name])

@@ -128,6 +128,7 @@ BY_TABLE = {
 }
 
 
+@pytest.mark.quick_cases("multi_transform")
 @pytest.mark.parametrize("name", BY_TABLE)
 def test_optimizer_of_a_dict_of_tables_equals_optax(name):
     optimizer = BY_TABLE[name]

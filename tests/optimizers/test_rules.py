@@ -158,6 +158,9 @@ def rules_and_configurations():
             yield pytest.param(name, configuration, marks=marks)
 
 
+@pytest.mark.quick_cases(
+    "adagrad-three_in_rounds", "adam-two_with_kernels", "clippy_adagrad-eight_packed"
+)
 @pytest.mark.parametrize(("name", "configuration"), rules_and_configurations())
 def test_steps_equal_the_rule_on_touched_rows(name, configuration):
     """Two steps that touch every row, and two that touch some; compiled once."""
@@ -244,6 +247,7 @@ EVERY_ROW = {
 }
 
 
+@pytest.mark.quick_cases("optax.lion-three")
 @pytest.mark.each_once
 @pytest.mark.parametrize(
     ("configuration", "options"),
@@ -275,6 +279,7 @@ def test_step_gated_rules_need_every_row(name):
         one_table_plan(STEP_GATED[name], VOCABULARY_SIZE, DIM, mesh_of(1))
 
 
+@pytest.mark.quick_cases("v5p-interpreter")
 @pytest.mark.parametrize(
     ("hardware", "kernels"),
     [
@@ -328,6 +333,7 @@ def test_which_rules_run_on_lines(name, expected):
     assert runs_on_lines(plan.stacks[0].optimizer, 32, 128) is expected
 
 
+@pytest.mark.quick_cases("by_dim")
 @needs_kernels
 @pytest.mark.parametrize(
     "name",
@@ -364,6 +370,7 @@ def test_every_row_excludes_sequence():
         one_table_plan(optimizer, VOCABULARY_SIZE, DIM, mesh_of(1))
 
 
+@pytest.mark.full_cases("sgd", "adafactor")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_converges(name):
     """Rows follow a target under the loss |row - target|**2 / 2.

@@ -50,6 +50,7 @@ def test_every_recipe_names_the_common_options(recipe):
     )
 
 
+@pytest.mark.full_cases("sgd", "ftrl", "clippy_adagrad", "lamb")
 @pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
 def test_options_are_those_of_with_options(recipe):
     rows = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
@@ -70,6 +71,7 @@ def test_options_are_those_of_with_options(recipe):
     assert float(jnp.max(rows + expected)) <= 0.2 + 1e-6
 
 
+@pytest.mark.quick_cases("1-cpu")
 @pytest.mark.each_once
 @pytest.mark.parametrize("hardware", ["cpu", pytest.param("v5p", marks=needs_kernels)])
 @pytest.mark.parametrize("num_devices", [1, 3])

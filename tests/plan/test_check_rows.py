@@ -45,6 +45,7 @@ OTHER_PLANS = {
 }
 
 
+@pytest.mark.quick_cases("other sizes of the same sum")
 @pytest.mark.parametrize("case", OTHER_PLANS)
 def test_arrays_of_another_plan_are_refused(case):
     options, texts = OTHER_PLANS[case]

@@ -307,6 +307,9 @@ def count_and_add(sums, gradient, row, slot, count, rate):
     return [row - rate * gradient, slot + gradient, count + 1.0]
 
 
+@pytest.mark.full_cases(
+    "7-dim16-kernels", "7-dim256-kernels", "130-dim16-kernels", "130-dim128-kernels"
+)
 @needs_kernels
 @kernel_layouts
 @pytest.mark.parametrize("num_ids", [0, 7, 128, 130])

@@ -56,6 +56,7 @@ def test_a_loop_without_a_turn_is_not_traced():
     assert found.loop(fail, 7) == 7
 
 
+@pytest.mark.full_cases("30-7-bfloat16", "10-20-bfloat16")
 @pytest.mark.parametrize("layout", layouts_of(37), ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("start", "size"), [(0, 10), (30, 7), (10, 20)])
 def test_blocks_are_read_and_written(layout, start, size):

@@ -189,6 +189,7 @@ def test_stored_zeros_are_zeros(dtype):
     np.testing.assert_array_equal(decode(stored, dtype, 5), np.zeros((3, 5)))
 
 
+@pytest.mark.full_cases("5-jax", "16-jax")
 @each_module
 @pytest.mark.parametrize("dim", [1, 2, 5, 16, 33])
 def test_int8_rows_are_within_half_a_step(dim, module):

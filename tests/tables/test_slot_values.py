@@ -116,6 +116,7 @@ NAMES = {
 }
 
 
+@pytest.mark.full_cases("sgd", "adagrad", "adam", "adafactor")
 @pytest.mark.parametrize("name", NAMES)
 def test_names_and_shapes(name):
     optimizer, expected = NAMES[name]

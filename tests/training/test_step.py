@@ -104,6 +104,7 @@ def train_curve(name, data_dir, num_devices, num_steps, capacity="none"):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "num_steps", "others"),
     [
@@ -182,6 +183,7 @@ def test_step_donates_and_keeps_shardings():
     assert compiled.memory_analysis().alias_size_in_bytes >= 0.99 * sum(sizes)
 
 
+@pytest.mark.full
 def test_samples_of_weight_zero_change_nothing():
     config = small_config("synthetic")
     data = open_data(config)

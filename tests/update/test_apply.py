@@ -63,6 +63,7 @@ def stepper(plan, stack, rounds, ranges=None):
     return step
 
 
+@pytest.mark.quick_cases("3-v5p-no_ids", "128-v5p-no_ids")
 @pytest.mark.parametrize("name", ROUNDS)
 @pytest.mark.parametrize(("dim", "hardware"), [(3, "cpu"), (3, "v5p"), (128, "v5p")])
 def test_touched_rows(name, dim, hardware):
@@ -145,6 +146,7 @@ def test_in_sequence():
 SIZES = [5, 1, 6]
 
 
+@pytest.mark.quick_cases("3-2", "1-1")
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("num_rounds", [1, 3])
 def test_totals_of_tables_over_rounds_and_shards(num_devices, num_rounds):

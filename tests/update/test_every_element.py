@@ -63,6 +63,11 @@ def new_apply():
     )
 
 
+@pytest.mark.full_cases(
+    "small_blocks-single_values",
+    "small_blocks-dim16-packed",
+    "one_odd_block-dim3-packed",
+)
 @each_layout
 def test_every_row_moves_as_with_the_dense_gradient(layout, blocks):
     apply = new_apply()

@@ -45,6 +45,7 @@ def start(plan, stack, rows):
     return tables, init(tables)
 
 
+@pytest.mark.quick_cases("unused_row")
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
     sizes, dim, hardware, num_devices, block, num_steps = CASES[name]

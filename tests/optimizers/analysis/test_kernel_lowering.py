@@ -75,6 +75,15 @@ ODD = {
 }
 
 
+@pytest.mark.full_cases(
+    "sgd",
+    "adagrad",
+    "proximal_adagrad",
+    "user_defined",
+    "schedule",
+    "rowwise_adagrad",
+    "lamb",
+)
 @pytest.mark.parametrize("name", [*IN_KERNELS, *ALONG_ROWS, *ODD])
 def test_equals_the_rule(name):
     optimizer = (OPTIMIZERS | ODD)[name]
@@ -322,6 +331,7 @@ def test_every_operation_compiles(topology):
     compile_kernels([one_operation(x) for x in OPERATIONS.values()], topology, 128)
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
@@ -338,6 +348,7 @@ def test_every_rule_compiles(topology, dim):
     compile_kernels([OPTIMIZERS[name] for name in names], topology, dim)
 
 
+@pytest.mark.quick_cases("loop of numbers")
 @needs_kernels
 @pytest.mark.parametrize("name", ["cond of numbers", "loop of numbers", "array"])
 def test_on_one_mesh_after_another(name):

@@ -37,6 +37,7 @@ def batches(has_nan):
         yield ids, gradient
 
 
+@pytest.mark.quick_cases("norm-one")
 @pytest.mark.each_once
 @pytest.mark.parametrize(
     ("num_devices", "options"), [(1, {}), (8, {"capacity": 1})], ids=["one", "eight"]

@@ -207,6 +207,7 @@ THROUGH_THE_LAYER = {
 }
 
 
+@pytest.mark.quick_cases("accumulation")
 @pytest.mark.parametrize(
     "case", THROUGH_THE_LAYER.values(), ids=THROUGH_THE_LAYER.keys()
 )

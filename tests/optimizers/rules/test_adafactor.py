@@ -54,6 +54,9 @@ def make_optimizer(meta, **options):
     return te.optimizers.adafactor(rate, **arguments, **options)
 
 
+@pytest.mark.quick_cases(
+    "adafactor_tfkeras_indexed_clipnorm-exact-1", "adafactor_hyper-lazy-8"
+)
 @pytest.mark.parametrize(("name", "mode", "num_devices", "hardware"), cases())
 def test_equals_the_recorded_run(name, mode, num_devices, hardware):
     with np.load(GOLDEN / f"{name}.npz") as run:
@@ -124,6 +127,7 @@ def run(names, optimizer, num_devices, **options):
     return te.unstack_tables(tables, plan), plan
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [
@@ -147,6 +151,7 @@ def test_tables_of_a_stack_do_not_mix_on_any_devices_and_in_any_rounds(name):
             )
 
 
+@pytest.mark.quick_cases("v5p")
 @pytest.mark.parametrize("hardware", ["cpu", "v5p"])
 def test_pass_over_blocks_equals_one_array(hardware):
     """A table of two blocks and a rest, with blocks of rows that share lines."""

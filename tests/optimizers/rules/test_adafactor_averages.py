@@ -78,6 +78,7 @@ CASES = {
 full = pytest.mark.full
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [
@@ -272,6 +273,7 @@ def assert_same(actual, expected):
         )
 
 
+@pytest.mark.full
 def test_one_adafactor_trains_and_finalizes_a_whole_model():
     """As if the tables were dense: one norm clips all, and all get averages."""
     rule = opt.adafactor(
@@ -294,6 +296,7 @@ def test_one_adafactor_trains_and_finalizes_a_whole_model():
     assert_same(values_of(model), opt.finalize_variable_values(params, state)[0])
 
 
+@pytest.mark.full
 def test_the_norm_is_that_of_the_model_for_one_table_too():
     """Other tables and weights have other optimizers, and count all the same."""
     model = Model(opt.adafactor(0.1, global_clipnorm=0.5, mode="exact"))
@@ -313,6 +316,7 @@ def test_the_norm_is_that_of_the_model_for_one_table_too():
     )
 
 
+@pytest.mark.full
 def test_tables_alone_are_clipped_by_their_common_norm():
     """Two stacks, through the functional calls; Keras clips over all variables."""
     tables = [

@@ -204,6 +204,16 @@ def modes_of(optimizer):
     return modes
 
 
+@pytest.mark.full_cases(
+    "lazy",
+    "exact",
+    "options",
+    "lazy_clipnorm",
+    "global_clipnorm",
+    "decays_all",
+    "ema",
+    "ema_overwrites",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_follows_the_equation(name):
     options = {**PLAIN, **CASES[name]}

@@ -55,6 +55,7 @@ def assert_close(actual, expected):
         )
 
 
+@pytest.mark.quick_cases("ema_overwrite-exact", "ema-lazy", "hyper-exact")
 @pytest.mark.each_once
 @pytest.mark.parametrize("mode", ["lazy", "exact"])
 @pytest.mark.parametrize("run", RUNS)

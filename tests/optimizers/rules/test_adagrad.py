@@ -16,6 +16,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.full_cases("l2")
 @pytest.mark.parametrize("case", CASES)
 def test_follows_the_formula(case):
     initial, epsilon, weight_decay, mode = CASES[case]

@@ -56,6 +56,7 @@ def test_read(dim, num_ids):
     np.testing.assert_array_equal(np.asarray(lines).reshape(-1, dim), rows[ids])
 
 
+@pytest.mark.full_cases("3-8-1152")
 @pytest.mark.parametrize(("dim", "num_ids"), [x for x in CASES if x[0] < 128])
 @pytest.mark.parametrize("num_blocks", [1, 3])
 def test_read_with_a_stride_between_rows_of_a_line(dim, num_ids, num_blocks):
@@ -155,6 +156,7 @@ def adagrad_like(gradient, row, slot, rate, bound):
     return [row - rate * gradient / jnp.sqrt(new_slot), new_slot]
 
 
+@pytest.mark.quick_cases("128-1152", "32-1152", "32-8", "32-24")
 @pytest.mark.parametrize(("dim", "num_ids"), CASES)
 def test_update(dim, num_ids):
     rows, slots = random(NUM_ROWS, dim), 1 + abs(random(NUM_ROWS, dim, seed=3))
@@ -235,6 +237,7 @@ def test_reasons_for_no_room(dim, num_arrays, num_row_scalars, reason):
     assert no_room_reason(dim, num_arrays, num_row_scalars) == reason
 
 
+@pytest.mark.quick_cases("1536-24-8")
 @pytest.mark.parametrize(
     ("dim", "num_ids", "num_lanes"),
     [(*case, 8 + 8 * (i % 2)) for i, case in enumerate(CASES)]
