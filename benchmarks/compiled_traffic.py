@@ -31,6 +31,8 @@ from tpu_embedding import aot
 from tpu_embedding.aot import cost, hlo
 from tpu_embedding.aot.floor import embedding_floor
 
+jax.config.update("jax_platforms", "cpu")  # TPUs are only compiled for.
+
 NUM_TABLES, SAMPLES_PER_DEVICE, ROWS_PER_DEVICE = 8, 4096, 488_281
 LINES_PER_REPEAT = 5  # Gathered: 2. Added: itself, its sum before and after.
 CASE_FIELDS = ("topology", "dim", "valence", "optimizer", "dtype", "kernels")

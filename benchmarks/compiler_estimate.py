@@ -52,6 +52,8 @@ from tpu_embedding.hardware import hardware_of_device
 from tpu_embedding.plan import capacity
 from tpu_embedding.plan import plan as plan_module
 
+jax.config.update("jax_platforms", "cpu")  # TPUs are only compiled for.
+
 TOPOLOGIES = ("v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1")
 NUM_TABLES, DIM, BATCH_SIZE = 26, 128, 16_384
 VOCABULARY_SIZES = (100_000, 400_000)

@@ -1,6 +1,7 @@
-"""Compiles the embedding part of a train step for a TPU slice, without that slice.
+"""The embedding part of a train step, and its compilation without a TPU slice.
 
-Shared by the benchmarks that read figures off a compiled program.
+Shared by the benchmarks that time it, and by those that read figures off the compiled
+program.
 """
 
 from typing import Any
@@ -10,8 +11,6 @@ import jax.numpy as jnp
 
 import tpu_embedding as te
 from tpu_embedding import aot
-
-jax.config.update("jax_platforms", "cpu")  # TPUs are only compiled for.
 
 
 def make_plan(
@@ -46,8 +45,46 @@ def abstract_ids(plan: te.EmbeddingPlan, batch_size: int, valence: int = 1) -> A
     return aot.abstract_batch(ids, plan)
 
 
+def train_step(
+    tables: Any, slots: Any, ids: Any, cotangents: Any, plan: te.EmbeddingPlan
+) -> Any:
+    """Looks up and updates: activations leave, cotangents enter.
+
+    As in a model, no cotangent is there before the activations are.
+
+    Returns:
+      New tables, new slots, and the activations.
+    """
+    result = te.lookup(tables, ids, plan)
+    cotangents, activations = jax.lax.optimization_barrier(
+        (cotangents, result.activations)
+    )
+    gradients = te.compute_gradients(result.routing, cotangents, plan)
+    return *te.apply_gradients(tables, slots, gradients, plan), activations
+
+
+def jit_step(plan: te.EmbeddingPlan) -> Any:
+    """Returns `train_step` under `jax.jit`, which donates tables and slots."""
+    return jax.jit(
+        train_step,
+        static_argnums=4,
+        donate_argnums=(0, 1),
+        compiler_options=plan.compiler_options,
+    )
+
+
 def compile_step(plan: te.EmbeddingPlan, ids: Any) -> Any:
-    """Compiles lookup and update in one step; activations leave, cotangents enter."""
+    """Compiles `train_step`; see `lower_step`."""
+    return lower_step(plan, ids).compile()
+
+
+def lower_step(plan: te.EmbeddingPlan, ids: Any) -> Any:
+    """Traces `train_step` on abstract tables and ids; touches no device.
+
+    Args:
+      plan: from `make_plan`.
+      ids: from `abstract_ids`.
+    """
     key = jax.eval_shape(lambda: jax.random.key(0))
     tables = jax.eval_shape(lambda key: te.init_tables(plan, key), key)
     tables = aot.abstract_arrays(tables, plan)
@@ -55,15 +92,4 @@ def compile_step(plan: te.EmbeddingPlan, ids: Any) -> Any:
     slots = aot.abstract_arrays(slots, plan)
     cotangents = aot.abstract_batch(te.activation_shapes(ids, plan), plan)
 
-    def step(tables, slots, ids, cotangents):
-        result = te.lookup(tables, ids, plan)
-        cotangents, activations = jax.lax.optimization_barrier(
-            (cotangents, result.activations)
-        )
-        gradients = te.compute_gradients(result.routing, cotangents, plan)
-        return *te.apply_gradients(tables, slots, gradients, plan), activations
-
-    jitted = jax.jit(
-        step, donate_argnums=(0, 1), compiler_options=plan.compiler_options
-    )
-    return jitted.lower(tables, slots, ids, cotangents).compile()
+    return jit_step(plan).lower(tables, slots, ids, cotangents, plan)

@@ -14,7 +14,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from results_file import Benchmark, load_results
+from markdown_tables import Cells, Results, find_row, table
+from measured_tables import MEASURED_TABLES, peers_summary
+from peers_picture import PICTURE, draw
+from results_file import load_results
 
 ROOT: Final = pathlib.Path(__file__).parents[1]
 GROWTH_TOPOLOGIES: Final = ("v5p:2x2x2", "v5p:16x16x16")
@@ -22,9 +25,6 @@ GROWTH_TOPOLOGIES: Final = ("v5p:2x2x2", "v5p:16x16x16")
 _BLOCK: Final = re.compile(
     r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL
 )
-
-Results = dict[str, Benchmark]
-Cells = tuple[str, ...]
 
 
 def render_all(results: Results, *, check: bool = False) -> list[pathlib.Path]:
@@ -34,17 +34,23 @@ def render_all(results: Results, *, check: bool = False) -> list[pathlib.Path]:
       results: from `load_results`.
       check: write nothing.
     """
+    texts = {path: _render_page(path, results) for path in _pages()}
+    if "peers" in results:
+        texts[ROOT / "benchmarks" / PICTURE] = draw(results)
     changed = []
-    for path in _pages():
-        before = path.read_text()
-        after = _BLOCK.sub(
-            lambda match: match[1] + TABLES[match[2]](results) + match[3], before
-        )
-        if after != before:
+    for path, text in texts.items():
+        if not path.exists() or path.read_text() != text:
             changed.append(path)
             if not check:
-                path.write_text(after)
+                path.write_text(text)
     return changed
+
+
+def _render_page(path: pathlib.Path, results: Results) -> str:
+    """Returns the text of a page with all its tables."""
+    return _BLOCK.sub(
+        lambda match: match[1] + TABLES[match[2]](results) + match[3], path.read_text()
+    )
 
 
 def _pages() -> Iterator[pathlib.Path]:
@@ -58,7 +64,8 @@ def _pages() -> Iterator[pathlib.Path]:
 def _summary(results: Results) -> str:
     """The table of the README."""
     rows: list[Cells] = [("what", "where", "result", "repeat with")]
-    rows += [_step_time_cells(results), *_training_cells(results)]
+    rows += [_step_time_cells(results), *peers_summary(results)]
+    rows += _training_cells(results)
     traffic = {
         row["kernels"]: row["hbm_ratio"]
         for row in _float32_traffic(results)
@@ -83,15 +90,14 @@ def _summary(results: Results) -> str:
             "`tpu-embedding compile dlrm_dcnv2 --topology v6e:4x4`",
         )
     )
-    return _table(rows)
+    return table(rows)
 
 
 def _step_time_cells(results: Results) -> Cells:
-    small, large = (
-        _row(results, "table_size", devices=8, rows=rows) for rows in (10**5, 10**7)
-    )
+    of_devices = [r for r in results["table_size"]["results"] if r["devices"] == 8]
+    small, *_, large = sorted(of_devices, key=lambda row: row["rows"])
     return (
-        "time of a step, table of 10^5 and of 10^7 rows",
+        f"time of a step, table of {small['rows']:,} and of {large['rows']:,} rows",
         f"8 emulated devices on {results['table_size']['machine']}",
         f"{small['median_ms']:.1f} and {large['median_ms']:.1f} ms "
         f"({large['ratio']:.2f}x)",
@@ -101,14 +107,14 @@ def _step_time_cells(results: Results) -> Cells:
 
 def _training_cells(results: Results) -> Iterator[Cells]:
     machine = f"8 emulated devices on {results['training_runs']['machine']}"
-    run = _row(results, "training_runs", config="synthetic")
+    run = find_row(results, "training_runs", config="synthetic")
     yield (
         "log loss on clicks of a known teacher, beside the teacher's",
         machine,
         f"{run['value']:.4f} and {run['teacher']:.4f}, {run['seconds']:.0f} s",
         "`bash scripts/train.sh synthetic --devices 8`",
     )
-    run = _row(results, "training_runs", config="movielens")
+    run = find_row(results, "training_runs", config="movielens")
     yield (
         "RMSE on MovieLens-100K, u1.test",
         machine,
@@ -131,7 +137,7 @@ def _training(results: Results) -> str:
         seconds = f"{run['seconds']:.0f} s"
         metric = run["metric"].replace("_", " ")
         rows.append((f"`{run['config']}`", metric, value, teacher, seconds))
-    return _table(rows)
+    return table(rows)
 
 
 def _compile_fit(results: Results) -> str:
@@ -152,7 +158,7 @@ def _compile_fit(results: Results) -> str:
                 "yes" if row["fits"] else "no",
             )
         )
-    return _table(rows)
+    return table(rows)
 
 
 def _traffic(results: Results) -> str:
@@ -175,7 +181,7 @@ def _traffic(results: Results) -> str:
                 "" if seconds is None else f"{seconds:.0f} s",
             )
         rows.append(cells)
-    return _table(rows)
+    return table(rows)
 
 
 def _traffic_by_dim(results: Results) -> str:
@@ -186,7 +192,7 @@ def _traffic_by_dim(results: Results) -> str:
         case = cases.get(("v5p:2x2x1", "adagrad", dim, 1), {})
         ratios = (case.get(b, {}).get("hbm_ratio") for b in ("xla", "sparse_core"))
         rows.append((str(dim), *map(_ratio, ratios)))
-    return _table(rows)
+    return table(rows)
 
 
 def _traffic_by_dtype(results: Results) -> str:
@@ -210,7 +216,7 @@ def _traffic_by_dtype(results: Results) -> str:
                     _megabytes(row["table_and_slot_bytes"]),
                 )
                 rows.append((topology, str(dim), f"`{dtype}`", *figures))
-    return _table(rows)
+    return table(rows)
 
 
 def _growth(results: Results) -> str:
@@ -229,7 +235,7 @@ def _growth(results: Results) -> str:
             sizes = [row["hbm_bytes"] for row in pair if row]
             cells = (*map(_megabytes, sizes), f"{sizes[1] / sizes[0]:.2f}x")
             rows.append((str(dim), f"`{kernels}`", *cells))
-    return _table(rows)
+    return table(rows)
 
 
 def _estimate(results: Results) -> str:
@@ -251,7 +257,7 @@ def _estimate(results: Results) -> str:
                 f"{theirs['compile_seconds']:.0f}, {ours['compile_seconds']:.0f}",
             )
         )
-    return _table(rows)
+    return table(rows)
 
 
 def _table_size(results: Results) -> str:
@@ -262,7 +268,7 @@ def _table_size(results: Results) -> str:
         ratio = f"{row['ratio']:.2f}x" if "ratio" in row else ""
         cells = (f"{row['rows']:,}", f"{row['median_ms']:.1f} ms", ratio)
         rows.append((str(row["devices"]), *cells))
-    return _table(rows)
+    return table(rows)
 
 
 TABLES: Final[dict[str, Callable[[Results], str]]] = {
@@ -275,6 +281,7 @@ TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "growth": _growth,
     "estimate": _estimate,
     "table_size": _table_size,
+    **MEASURED_TABLES,
 }
 
 
@@ -299,16 +306,9 @@ def _case(row: dict[str, Any]) -> tuple[str, str, int, int]:
 def _fit_of(results: Results, **fields: Any) -> dict[str, Any]:
     """Returns a compiled step's memory: with XLA if known, else with kernels."""
     try:
-        return _row(results, "compile_fit", kernels="xla", **fields)
+        return find_row(results, "compile_fit", kernels="xla", **fields)
     except KeyError:
-        return _row(results, "compile_fit", **fields)
-
-
-def _row(results: Results, benchmark: str, **fields: Any) -> dict[str, Any]:
-    for row in results[benchmark]["results"]:
-        if all(row.get(name) == value for name, value in fields.items()):
-            return row
-    raise KeyError(f"results.json has no result {fields} of {benchmark!r}.")
+        return find_row(results, "compile_fit", **fields)
 
 
 def _megabytes(num_bytes: float | None) -> str:
@@ -326,12 +326,6 @@ def _ratio(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.1f}x" if value < 10 else f"{value:.0f}x"
-
-
-def _table(rows: list[Cells]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    lines.insert(1, "|" + "---|" * len(rows[0]))
-    return "\n".join(lines) + "\n"
 
 
 def main() -> int:

@@ -23,6 +23,13 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
     "table_size": ("devices", "rows"),
     "training_runs": ("config",),
     "compile_fit": ("config", "topology", "slices", "kernels"),
+    "peers": ("setting", "peer"),
+    "initialization": ("tables", "rows", "dim", "by"),
+    "compile_time": ("tables", "features"),
+    "prepare_speed": ("form",),
+    "dlrm_speed": ("side",),
+    "device_count": ("setting", "devices"),
+    "peak_memory": ("setting",),
 }
 """Benchmark to the fields that name one of its results."""
 
@@ -39,7 +46,7 @@ def save_results(
 ) -> None:
     """Writes the figures, one result per line, so that changes are easy to read."""
     parts = []
-    for name in KEYS:
+    for name in (name for name in KEYS if name in results):
         head = {k: v for k, v in results[name].items() if k != "results"}
         lines = ",\n".join(f"  {json.dumps(row)}" for row in results[name]["results"])
         fields = json.dumps(head)[1:-1]
@@ -65,7 +72,7 @@ def merge(results: dict[str, Benchmark], document: dict[str, Any]) -> str:
     name = document.get("benchmark")
     if name not in KEYS:
         raise ValueError(f"'benchmark' must be one of {sorted(KEYS)}, got {name!r}.")
-    benchmark = results[name]
+    benchmark = results.setdefault(name, {"results": []})
     rows = {_key(name, row): row for row in benchmark["results"]}
     # Each new result says its version: earlier ones may stay beside it.
     stamp = {"jax": document["versions"]["jax"]}

@@ -3,7 +3,7 @@
     python benchmarks/table_size.py [--devices N] [--json FILE]
     python benchmarks/record.py FILE
 
-One table of dim 16 with 10^5, 10^6 or 10^7 rows, row-wise Adagrad, table and slots
+One table of dim 16 with 10^5 to 2 x 10^7 rows, row-wise Adagrad, table and slots
 donated. The sizes take turns within one run, so that other load on the machine slows
 all of them alike; compare the ratios. The difference that remains comes from the
 caches: rows of a small table stay in them.
@@ -11,21 +11,18 @@ caches: rows of a small table stay in them.
 
 import argparse
 import functools
-import json
-import os
 import pathlib
-import platform
 import statistics
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from measuring import write_document
 
 import tpu_embedding as te
 
-NUM_ROWS = (10**5, 10**6, 10**7)
+NUM_ROWS = (10**5, 10**6, 10**7, 2 * 10**7)
 DIM = 16
 BATCH_SIZE = 8192
 VALENCE = 4
@@ -97,19 +94,11 @@ def main() -> None:
             f"{n:>12,}  {medians[n]:>9.2f}  {1e3 * low:>7.2f}-{1e3 * high:<7.2f}"
             f"  {ratio:>5.2f}"
         )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(_report(seconds), indent=2) + "\n")
-
-
-def _report(seconds: dict[int, list[float]]) -> dict[str, Any]:
-    medians = {n: 1e3 * statistics.median(s) for n, s in seconds.items()}
-    return {
-        "benchmark": "table_size",
-        "device": jax.devices()[0].device_kind,
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "versions": {"jax": jax.__version__, "python": platform.python_version()},
-        "shapes": {"dim": DIM, "batch": BATCH_SIZE, "valence": VALENCE},
-        "results": [
+    write_document(
+        arguments.json,
+        "table_size",
+        shapes={"dim": DIM, "batch": BATCH_SIZE, "valence": VALENCE},
+        results=[
             {
                 "devices": jax.device_count(),
                 "rows": n,
@@ -119,7 +108,7 @@ def _report(seconds: dict[int, list[float]]) -> dict[str, Any]:
             }
             for n, s in seconds.items()
         ],
-    }
+    )
 
 
 if __name__ == "__main__":

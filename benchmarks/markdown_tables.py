@@ -1,0 +1,29 @@
+"""Shared by the modules that turn figures into tables in Markdown."""
+
+from typing import Any
+
+from results_file import Benchmark
+
+Results = dict[str, Benchmark]
+Cells = tuple[str, ...]
+
+NOT_MEASURED = "Not measured yet.\n"
+
+
+def table(rows: list[Cells]) -> str:
+    """Returns a table; the first row is its head."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|" + "---|" * len(rows[0]))
+    return "\n".join(lines) + "\n"
+
+
+def find_row(results: Results, benchmark: str, **fields: Any) -> dict[str, Any]:
+    """Returns the first result whose fields have the given values.
+
+    Raises:
+      KeyError: if there is none.
+    """
+    for row in results.get(benchmark, {"results": []})["results"]:
+        if all(row.get(name) == value for name, value in fields.items()):
+            return row
+    raise KeyError(f"results.json has no result {fields} of {benchmark!r}.")

@@ -1,0 +1,146 @@
+"""Tables of what was timed here; `render_tables.py` puts them into the pages."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from markdown_tables import NOT_MEASURED, Cells, Results, find_row, table
+from peers_picture import PICTURE
+from sides import OURS, SIDES
+
+
+def _peers(results: Results) -> str:
+    head = ("setting", "library", "optimizer", "train step, ms", "this / peer")
+    rows: list[Cells] = [(*head, "forward pass, ms", "this / peer")]
+    shapes = results["peers"]["shapes"]
+    last = None
+    for row in results["peers"]["results"]:
+        name = row["setting"]
+        cells = ("" if name == last else f"{name}: {_shape(shapes[name])}",)
+        cells += (SIDES[row["peer"]].title, row["optimizer"].replace("_", " "))
+        for method in ("train", "forward"):
+            low, high = row[f"{method}_quartiles_ms"]
+            ratio = row.get(f"{method}_ratio")
+            cells += (f"{_time(row[f'{method}_ms'])} ({_time(low)} to {_time(high)})",)
+            cells += ("" if ratio is None else f"{ratio:.2f}",)
+        rows.append(cells)
+        last = name
+    return table(rows)
+
+
+def _shape(shape: dict[str, Any]) -> str:
+    rows = f"{shape['rows']:,}"
+    text = f"{shape['tables']} x {rows} x {shape['dim']}, batch {shape['batch']:,}"
+    return f"{text}, {shape['valence']} ids" if shape["valence"] > 1 else text
+
+
+def _peers_picture(results: Results) -> str:
+    del results
+    return f"![Times of a step and of a lookup, beside other libraries]({PICTURE})\n"
+
+
+def _initialization(results: Results) -> str:
+    rows: list[Cells] = [("tables", "by", "time", "CPU time", "peak / size")]
+    for row in results["initialization"]["results"]:
+        by = {"init_tables": "`te.init_tables`", "uniform": "`jax.random.uniform`"}
+        size = f"{row['tables']} x {row['rows']:,} x {row['dim']}"
+        cells = (size, by[row["by"]], f"{row['seconds']:.2f} s")
+        peak = f"{row['peak_ratio']:.2f}x" if _is_large(row) else "-"
+        rows.append((*cells, f"{row['cpu_seconds']:.2f} s", peak))
+    return table(rows)
+
+
+def _is_large(row: dict[str, Any]) -> bool:
+    """Returns True if the tables weigh more than the compiler that makes them."""
+    return row["tables"] * row["rows"] * row["dim"] > 1e8
+
+
+def _compile_time(results: Results) -> str:
+    rows: list[Cells] = [("tables", "features", "tracing", "compilation", "ratio")]
+    for row in results["compile_time"]["results"]:
+        cells = (str(row["tables"]), str(row["features"]))
+        cells += (f"{row['trace_seconds']:.1f} s", f"{row['compile_seconds']:.1f} s")
+        rows.append((*cells, f"{row['ratio']:.2f}"))
+    return table(rows)
+
+
+def _prepare_speed(results: Results) -> str:
+    rows: list[Cells] = [("form of the ids", "a batch", "million ids/s")]
+    for row in results["prepare_speed"]["results"]:
+        rate = row["ids_per_second"] / 1e6
+        rows.append((row["form"], f"{_time(row['median_ms'])} ms", f"{rate:.1f}"))
+    return table(rows)
+
+
+def _dlrm_speed(results: Results) -> str:
+    rows: list[Cells] = [("library", "a step, ms", "samples/s")]
+    titles = {"ours": SIDES[OURS].title, "torch": "PyTorch"}
+    for row in results["dlrm_speed"]["results"]:
+        low, high = row["step_quartiles_ms"]
+        time = f"{_time(row['step_ms'])} ({_time(low)} to {_time(high)})"
+        rate = f"{row['samples_per_second']:,.0f}"
+        rows.append((titles[row["side"]], time, rate))
+    return table(rows)
+
+
+def _device_count(results: Results) -> str:
+    rows: list[Cells] = [
+        ("setting", "devices", "train step, ms", "ratio", "forward pass, ms", "ratio")
+    ]
+    for row in results["device_count"]["results"]:
+        cells = (row["setting"], str(row["devices"]))
+        for method in ("train", "forward"):
+            cells += (_time(row[f"{method}_ms"]), f"{row[f'{method}_ratio']:.2f}")
+        rows.append(cells)
+    return table(rows)
+
+
+def _peak_memory(results: Results) -> str:
+    rows: list[Cells] = [("setting", "tables and slots", "peak", "ratio")]
+    for row in results["peak_memory"]["results"]:
+        sizes = (f"{row[n] / 1e9:.2f} GB" for n in ("state_bytes", "peak_bytes"))
+        rows.append((row["setting"], *sizes, f"{row['ratio']:.2f}"))
+    return table(rows)
+
+
+def peers_summary(results: Results) -> list[Cells]:
+    """Returns the row of the README that compares with FBGEMM; none if unmeasured."""
+    ratios = []
+    for setting in ("S1", "S2", "S3"):
+        try:
+            row = find_row(results, "peers", setting=setting, peer="fbgemm")
+        except KeyError:
+            return []
+        ratios.append(f"{row['train_ratio']:.2f} ({row['forward_ratio']:.2f})")
+    return [
+        (
+            "time of a train step (of a lookup) over FBGEMM's, in three settings",
+            results["peers"]["machine"],
+            ", ".join(ratios),
+            "`python benchmarks/peers.py`",
+        )
+    ]
+
+
+def _time(milliseconds: float) -> str:
+    if milliseconds < 10:
+        return f"{milliseconds:.2f}"
+    return f"{milliseconds:.1f}" if milliseconds < 100 else f"{milliseconds:,.0f}"
+
+
+def _if_measured(
+    benchmark: str, render: Callable[[Results], str]
+) -> Callable[[Results], str]:
+    return lambda r: render(r) if benchmark in r else NOT_MEASURED
+
+
+MEASURED_TABLES: Final[dict[str, Callable[[Results], str]]] = {
+    "peers": _if_measured("peers", _peers),
+    "peers_picture": _if_measured("peers", _peers_picture),
+    "initialization": _if_measured("initialization", _initialization),
+    "compile_time": _if_measured("compile_time", _compile_time),
+    "prepare_speed": _if_measured("prepare_speed", _prepare_speed),
+    "dlrm_speed": _if_measured("dlrm_speed", _dlrm_speed),
+    "device_count": _if_measured("device_count", _device_count),
+    "peak_memory": _if_measured("peak_memory", _peak_memory),
+}
+"""Name of a block in a page to the function that renders it."""

@@ -1,0 +1,259 @@
+"""Times the embedding part of a train step, beside every peer that is installed.
+
+    python benchmarks/peers.py [--setting S1 S2 S3] [--peer fbgemm torch ...]
+        [--python NAME=/path/to/python ...] [--rounds N] --json FILE
+    python benchmarks/record.py FILE
+
+A side is this package or a peer: FBGEMM, PyTorch, TensorFlow, JAX with dense gradients,
+keras-rs. Each runs in a process of its own, and all take turns, so load on the machine
+meets all of them. As many peers run at a time as fit the memory; this package runs
+beside all. Compare ratios: those are taken within a group.
+
+Every step has a new batch of Zipf-distributed ids, the same for all sides. It is on the
+device, in the library's own form, before the clock starts. A step is a lookup, the
+gradient of given cotangents, and row-wise Adagrad, or Adagrad for peers without it. The
+forward pass is a lookup alone. Before that, the first step of every side is compared
+with NumPy.
+
+`--python fbgemm=/path/to/python` names the interpreter of a peer; the others need to be
+installed beside this package. Peers that are not are left out, and the output says so.
+"""
+
+import argparse
+import collections
+import pathlib
+import sys
+import tempfile
+from typing import Any, Final
+
+from interleaved import (
+    SideFailedError,
+    SideProcess,
+    Times,
+    Turns,
+    missing_modules,
+    time_in_turns,
+)
+from measuring import write_document
+from settings import SETTINGS, Setting
+from sides import OURS, SIDES
+from step_check import start_checked, write_batches
+
+METHODS: Final = ("train", "forward")
+PROCESS_BYTES: Final = 8e8
+"""Memory of a side beside its tables: libraries, batches, activations."""
+
+
+def main() -> None:
+    """Measures all settings; prints a table and writes JSON."""
+    arguments = _parse()
+    pythons = dict(pair.split("=", 1) for pair in arguments.python)
+    peers, left_out = _installed(arguments.peer, pythons)
+    for name, reason in left_out.items():
+        print(f"left out: {name}: {reason}")
+    turns = Turns(
+        rounds=arguments.rounds, steps=arguments.steps, seconds=arguments.seconds
+    )
+    memory = 1e9 * arguments.memory_gb if arguments.memory_gb else 0.9 * _free_bytes()
+    results: list[dict[str, Any]] = []
+    for name in arguments.setting:
+        comparison = Comparison(SETTINGS[name], pythons, turns)
+        results += comparison.run(peers, memory)
+        left_out |= comparison.left_out
+    print(_table(results))
+    versions = [row.pop("versions") for row in results]
+    write_document(
+        arguments.json,
+        "peers",
+        shapes={name: SETTINGS[name].shapes() for name in arguments.setting},
+        results=results,
+        versions=dict(collections.ChainMap(*versions)),
+        left_out=left_out,
+    )
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Times steps beside other libraries.")
+    parser.add_argument(
+        "--setting", nargs="+", choices=SETTINGS, default=["S1", "S2", "S3"]
+    )
+    known = [name for name in SIDES if name != OURS]
+    parser.add_argument("--peer", nargs="*", choices=known, default=known)
+    parser.add_argument(
+        "--python", nargs="+", default=[], metavar="NAME=PATH", help="interpreters"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each side")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a turn")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="end of a turn for slow sides"
+    )
+    parser.add_argument("--memory-gb", type=float, help="default: 90 %% of the free")
+    parser.add_argument("--json", type=pathlib.Path, help="file for the figures")
+    arguments = parser.parse_args()
+    for pair in arguments.python:
+        if pair.split("=", 1)[0] not in SIDES or "=" not in pair:
+            parser.error(f"--python needs NAME=PATH with a NAME of {known}: {pair!r}")
+    return arguments
+
+
+class Comparison:
+    """One setting, timed on this package and its peers.
+
+    Attributes:
+      left_out: setting and peer to the reason why there are no figures.
+    """
+
+    def __init__(self, setting: Setting, pythons: dict[str, str], turns: Turns):
+        self.left_out: dict[str, str] = {}
+        self._setting = setting
+        self._pythons = pythons
+        self._turns = turns
+        self._checked: dict[str, dict[str, Any]] = {}
+
+    def run(self, peers: list[str], memory: float) -> list[dict[str, Any]]:
+        """Times all peers; returns a result for each side.
+
+        Args:
+          peers: names of the installed ones.
+          memory: bytes that all processes together may use.
+        """
+        print(f"{self._setting.name}: {self._setting.shapes()}", flush=True)
+        results: list[dict[str, Any]] = []
+        own = {method: Times() for method in METHODS}
+        with tempfile.TemporaryDirectory() as directory:
+            self._batches = write_batches(
+                self._setting,
+                self._turns.num_batches(len(METHODS)),
+                pathlib.Path(directory),
+            )
+            ours = self._start(OURS)
+            try:
+                groups = self._groups(peers, memory - self._bytes_of(OURS))
+                for group in groups:
+                    times = self._time_group(ours, group)
+                    beside = times.pop(OURS)
+                    for method in METHODS:
+                        own[method].extend(beside[method])
+                    for peer, by_method in times.items():
+                        results.append(self._result(peer, by_method, beside))
+            finally:
+                ours.close()
+        return [self._result(OURS, own, None), *results]
+
+    def _groups(self, peers: list[str], memory: float) -> list[list[str]]:
+        """Returns the peers that run at a time, the smallest first."""
+        groups: list[list[str]] = [[]]
+        free = memory
+        for peer in sorted(peers, key=self._bytes_of):
+            needed = self._bytes_of(peer)
+            if needed > memory:
+                self._leave_out(
+                    peer, f"needs {needed / 1e9:.0f} GB, {memory / 1e9:.0f} are free"
+                )
+                continue
+            if needed > free:
+                groups.append([])
+                free = memory
+            groups[-1].append(peer)
+            free -= needed
+        return groups
+
+    def _time_group(
+        self, ours: SideProcess, peers: list[str]
+    ) -> dict[str, dict[str, Times]]:
+        """Starts the peers beside this package, and times them in turns."""
+        sides = {OURS: ours}
+        try:
+            for peer in peers:
+                try:
+                    sides[peer] = self._start(peer)
+                except SideFailedError as error:
+                    self._leave_out(peer, str(error))
+            return time_in_turns(sides, METHODS, self._turns)
+        finally:
+            for name, side in sides.items():
+                if name != OURS:
+                    side.close()
+
+    def _start(self, name: str) -> SideProcess:
+        print(f"  starting {name}", flush=True)
+        side, self._checked[name] = start_checked(
+            SIDES[name],
+            self._setting,
+            self._batches,
+            python=self._pythons.get(name, sys.executable),
+        )
+        return side
+
+    def _leave_out(self, peer: str, reason: str) -> None:
+        print(f"  left out: {peer}: {reason}", flush=True)
+        self.left_out[f"{self._setting.name}, {peer}"] = reason.splitlines()[0]
+
+    def _bytes_of(self, name: str) -> float:
+        copies = SIDES[name].table_copies
+        return PROCESS_BYTES + copies * self._setting.table_bytes
+
+    def _result(
+        self, name: str, times: dict[str, Times], beside: dict[str, Times] | None
+    ) -> dict[str, Any]:
+        """Returns the result of a side; `beside` has ours, timed in the same group."""
+        result: dict[str, Any] = {
+            "setting": self._setting.name,
+            "peer": name,
+            "optimizer": SIDES[name].optimizer,
+        }
+        for method, found in times.items():
+            result |= found.fields(method)
+            if beside is not None:
+                ours = beside[method].median_ms
+                result[f"{method}_ours_ms"] = ours
+                result[f"{method}_ratio"] = ours / found.median_ms
+        peak = max(found.peak_bytes for found in times.values())
+        return result | {"peak_bytes": peak} | self._checked[name]
+
+
+def _installed(
+    peers: list[str], pythons: dict[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """Returns the peers that can run, and the reasons why others cannot."""
+    found, left_out = [], {}
+    for name in peers:
+        info = SIDES[name]
+        missing = missing_modules(pythons.get(name, sys.executable), info.requires)
+        if missing:
+            left_out[name] = (
+                f"{' and '.join(missing)} not installed; pip install {info.packages}, "
+                f"and name that interpreter with --python {name}=PATH"
+            )
+        else:
+            found.append(name)
+    return found, left_out
+
+
+def _free_bytes() -> float:
+    """Returns the memory that processes can have without swapping."""
+    for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024.0 * int(line.split()[1])
+    raise SystemExit("/proc/meminfo has no MemAvailable; pass --memory-gb.")
+
+
+def _table(results: list[dict[str, Any]]) -> str:
+    head = f"{'setting':8} {'side':11} {'optimizer':16}"
+    columns = "   this/peer".join(
+        f" {m + ' ms':>10} {'quartiles':>15}" for m in METHODS
+    )
+    lines = [f"{head}{columns}   this/peer  difference"]
+    for row in results:
+        line = f"{row['setting']:8} {row['peer']:11} {row['optimizer']:16}"
+        for method in METHODS:
+            low, high = row[f"{method}_quartiles_ms"]
+            ratio = row.get(f"{method}_ratio")
+            line += f" {row[f'{method}_ms']:10.2f} {low:7.2f}-{high:<7.2f}"
+            line += f" {ratio:11.2f}" if ratio else " " * 12
+        lines.append(f"{line} {row['max_difference']:11.1e}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Draws the times of all libraries as an SVG; `render_tables.py` writes it."""
+
+import math
+from typing import Any, Final
+
+from markdown_tables import Results
+from sides import OURS, SIDES
+
+PICTURE: Final = "peers.svg"
+"""Name of the file, beside this one."""
+
+WIDTH, LEFT, RIGHT = 820, 250, 760
+LINE = 24  # Height of one library.
+STYLE: Final = """
+.t { font: 14px system-ui, sans-serif; fill: #666; }
+.head { font-weight: 600; }
+.ours { font-weight: 600; }
+.end { text-anchor: end; }
+.mid { text-anchor: middle; }
+.grid { stroke: rgba(128, 128, 128, 0.35); }
+.train { fill: #4285f4; }
+.forward { fill: #e08214; }
+"""
+
+
+def draw(results: Results) -> str:
+    """Returns the picture: a panel for each setting, a line for each library.
+
+    Blue is a train step, orange a lookup. The axis of time is logarithmic.
+    """
+    rows = results["peers"]["results"]
+    axis = _Axis([row[f"{m}_ms"] for row in rows for m in ("train", "forward")])
+    settings = list(dict.fromkeys(row["setting"] for row in rows))
+    parts, y = [], 30
+    for setting in settings:
+        top = y
+        parts.append(_text(10, y, setting, "head"))
+        for row in rows:
+            if row["setting"] == setting:
+                y += LINE
+                parts += _line(row, y, axis)
+        y += LINE
+        parts += axis.grid(top, y)
+        y += 2 * LINE
+    legend = [
+        f'<circle class="train" cx="{LEFT}" cy="{y - 5}" r="5"/>',
+        _text(LEFT + 12, y, "train step"),
+        f'<circle class="forward" cx="{LEFT + 120}" cy="{y - 5}" r="5"/>',
+        _text(LEFT + 132, y, "lookup; milliseconds, logarithmic"),
+    ]
+    title = "Times of a train step and of a lookup, by library"
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 15}" '
+        f'role="img" aria-label="{title}">'
+    )
+    return (
+        "\n".join([head, f"<style>{STYLE}</style>", *parts, *legend, "</svg>"]) + "\n"
+    )
+
+
+class _Axis:
+    """Maps milliseconds to pixels; begins and ends at powers of ten."""
+
+    def __init__(self, times: list[float]):
+        self._first = math.floor(math.log10(min(times)))
+        self._last = max(math.ceil(math.log10(max(times))), self._first + 1)
+
+    def x(self, milliseconds: float) -> float:
+        part = (math.log10(milliseconds) - self._first) / (self._last - self._first)
+        return round(LEFT + part * (RIGHT - LEFT), 1)
+
+    def grid(self, top: float, bottom: float) -> list[str]:
+        parts = []
+        for power in range(self._first, self._last + 1):
+            x = self.x(10.0**power)
+            parts.append(
+                f'<path class="grid" d="M{x} {top} L{x} {bottom - LINE / 2}"/>'
+            )
+            parts.append(_text(x, bottom + 5, f"{10.0**power:g}", "mid"))
+        return parts
+
+
+def _line(row: dict[str, Any], y: float, axis: _Axis) -> list[str]:
+    style = "ours" if row["peer"] == OURS else ""
+    parts = [_text(LEFT - 12, y, SIDES[row["peer"]].title, f"{style} end")]
+    for method in ("train", "forward"):
+        x = axis.x(row[f"{method}_ms"])
+        parts.append(f'<circle class="{method}" cx="{x}" cy="{y - 5}" r="5"/>')
+    # The longer time has its figure on the right, the shorter one on the left.
+    shorter, longer = sorted(row[f"{m}_ms"] for m in ("train", "forward"))
+    parts.append(_text(axis.x(longer) + 9, y, f"{longer:.3g}", style))
+    parts.append(_text(axis.x(shorter) - 9, y, f"{shorter:.3g}", f"{style} end"))
+    return parts
+
+
+def _text(x: float, y: float, words: str, style: str = "") -> str:
+    return f'<text class="t {style}" x="{x}" y="{y}">{words}</text>'

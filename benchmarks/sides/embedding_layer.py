@@ -1,0 +1,87 @@
+"""This package: its functional core, tables and slots donated."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from embedding_step import jit_step
+from settings import (
+    EPSILON,
+    INITIAL_ACCUMULATOR,
+    LEARNING_RATE,
+    Setting,
+    cotangents,
+    initial_values,
+)
+
+import tpu_embedding as te
+
+
+class Side:
+    """Tables of the setting on all devices of JAX."""
+
+    def __init__(self, setting: Setting):
+        self.versions = {"tpu_embedding": te.__version__, "jax": jax.__version__}
+        optimizer = te.optimizers.rowwise_adagrad(
+            LEARNING_RATE, INITIAL_ACCUMULATOR, epsilon=EPSILON
+        )
+        self._plan = te.make_plan(_features(setting), optimizer=optimizer)
+        tables = te.init_tables(self._plan, jax.random.key(0))
+        self._state = [tables, te.init_slots(tables, self._plan)]
+        by_table = np.moveaxis(cotangents(setting), 1, 0)
+        self._cotangents = te.shard_batch(
+            {f.name: by_table[i] for i, f in enumerate(self._plan.features)}, self._plan
+        )
+        self._train = jit_step(self._plan)
+        options = self._plan.compiler_options
+        self._forward = jax.jit(_forward, static_argnums=2, compiler_options=options)
+
+    def load(self, ids: np.ndarray) -> Any:
+        """Puts a batch on the devices."""
+        by_feature = ids[..., 0] if ids.shape[-1] == 1 else ids
+        names = (feature.name for feature in self._plan.features)
+        batch = dict(zip(names, by_feature, strict=True))
+        return jax.block_until_ready(te.shard_batch(batch, self._plan))
+
+    def train(self, batch: Any) -> None:
+        """Runs one train step."""
+        arguments = (batch, self._cotangents, self._plan)
+        *self._state, activations = self._train(*self._state, *arguments)
+        jax.block_until_ready((self._state, activations))
+
+    def forward(self, batch: Any) -> Any:
+        """Runs one lookup."""
+        activations = self._forward(self._state[0], batch, self._plan)
+        return jax.block_until_ready(activations)
+
+    def activations(self, batch: Any) -> np.ndarray:
+        """Returns the result of a lookup."""
+        return np.stack([np.asarray(a) for a in self.forward(batch).values()], axis=1)
+
+
+def _features(setting: Setting) -> dict[str, te.FeatureConfig]:
+    """Returns one feature per table; each table starts from the values of all sides."""
+
+    def initializer(key, shape, dtype, *, table):
+        del key
+        values = initial_values(table, jnp.arange(shape[0]), shape[1], jnp)
+        return values.astype(dtype)
+
+    return {
+        f"f{i:03d}": te.FeatureConfig(
+            table=te.TableConfig(
+                vocabulary_size=setting.rows,
+                dim=setting.dim,
+                combiner="sum",
+                initializer=functools.partial(initializer, table=i),
+                name=f"t{i:03d}",
+            )
+        )
+        for i in range(setting.tables)
+    }
+
+
+def _forward(tables: Any, ids: Any, plan: te.EmbeddingPlan) -> Any:
+    return te.lookup(tables, ids, plan).activations

@@ -1,0 +1,142 @@
+"""Benchmarks run from end to end on tiny shapes, and their figures fill the tables."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import interleaved  # noqa: E402  # pyright: ignore[reportMissingImports]
+import render_tables  # noqa: E402  # pyright: ignore[reportMissingImports]
+import results_file  # noqa: E402  # pyright: ignore[reportMissingImports]
+import settings  # noqa: E402  # pyright: ignore[reportMissingImports]
+import step_check  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+TINY = settings.SETTINGS["T0"]
+
+
+def run(script, *options, file):
+    """Runs a benchmark; returns its output and the results with its figures."""
+    command = [sys.executable, f"benchmarks/{script}", *options, "--json", str(file)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    results = results_file.load_results()
+    name = results_file.merge(results, json.loads(file.read_text()))
+    assert name == script.removesuffix(".py")
+    return result.stdout, results
+
+
+def test_peers_run_in_turns_and_agree(tmp_path):
+    output, results = run(
+        *("peers.py", "--setting", "T0", "--peer", "jax_dense", "fbgemm"),
+        *("--python", f"fbgemm={sys.executable}", "--rounds", "1", "--steps", "2"),
+        file=tmp_path / "peers.json",
+    )
+    assert "left out: fbgemm: " in output and "not installed" in output
+    assert "round 1 of 1, train, ms: ours " in output
+    rows = {row["peer"]: row for row in results["peers"]["results"]}
+    tiny = [row for row in rows.values() if row["setting"] == "T0"]
+    assert [row["peer"] for row in tiny] == ["ours", "jax_dense"]
+    for row in tiny:
+        assert row["max_difference"] < 1e-6
+        assert row["train_steps"] == row["forward_steps"] == 2
+    peer = rows["jax_dense"]
+    assert peer["train_ratio"] == peer["train_ours_ms"] / peer["train_ms"]
+    table = render_tables.TABLES["peers"](results)
+    assert "| T0: 3 x 1,000 x 8, batch 64, 3 ids | tpu_embedding | rowwise" in table
+    assert "JAX, dense gradients" in render_tables.draw(results)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("compile_time.py", ["--rounds", "1"]),
+        ("device_count.py", ["--setting", "T0", "--devices", "1", "2"]),
+        ("dlrm_speed.py", ["--rounds", "1", "--steps", "2"]),
+        ("initialization.py", ["--rounds", "1", "--max-gb", "0.01"]),
+        ("peak_memory.py", ["--setting", "T0"]),
+        ("prepare_speed.py", ["--seconds", "0"]),
+    ],
+)
+def test_figures_fill_the_table(script, options, tmp_path):
+    _, results = run(script, *options, file=tmp_path / "figures.json")
+    name = script.removesuffix(".py")
+    table = render_tables.TABLES[name](results)
+    assert len(table.splitlines()) == 2 + len(results[name]["results"])
+
+
+def test_a_table_without_figures_says_so():
+    results = results_file.load_results()
+    results.pop("peers", None)
+    assert render_tables.TABLES["peers"](results) == "Not measured yet.\n"
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad"])
+def test_the_judge_of_the_first_step(optimizer):
+    setting = settings.Setting(
+        name="one", tables=1, rows=4, dim=2, batch=2, valence=2, exponent=1.0
+    )
+    ids = np.array([[[1, 3], [3, 3]]])
+    before, after = step_check.first_step(setting, ids, optimizer)
+    rows = settings.initial_values(0, np.arange(4), 2)
+    np.testing.assert_array_equal(before[:, 0], [rows[1] + rows[3], rows[3] + rows[3]])
+
+    one, two = settings.cotangents(setting)[:, 0].astype(np.float64)
+    gradients = {1: one, 3: one + 2 * two}
+    for row, gradient in gradients.items():
+        squares = gradient**2
+        if optimizer == "rowwise_adagrad":
+            squares = squares.mean()
+        rows[row] -= 0.01 * gradient / np.sqrt(0.1 + squares)
+    expected = [rows[1] + rows[3], rows[3] + rows[3]]
+    np.testing.assert_allclose(after[:, 0], expected, rtol=0, atol=1e-7)  # float32
+
+
+def test_a_wrong_side_is_refused(tmp_path, monkeypatch):
+    wrong = np.zeros((2, TINY.batch, TINY.tables, TINY.dim), np.float32)
+    closed = []
+
+    def ask(command, file):
+        np.save(file, wrong)
+        return {"versions": {}}
+
+    side = types.SimpleNamespace(ask=ask, close=lambda: closed.append(True))
+    monkeypatch.setattr(step_check, "SideProcess", lambda *_, **__: side)
+    batches = step_check.write_batches(TINY, 1, tmp_path)
+    info = types.SimpleNamespace(module="", title="Zeros", optimizer="adagrad")
+    with pytest.raises(interleaved.SideFailedError, match="Zeros differs from NumPy"):
+        step_check.start_checked(info, TINY, batches)
+    assert closed
+
+
+def test_a_side_that_ends_is_named(tmp_path):
+    message = "(?s)no_such_side.*No module"
+    with pytest.raises(interleaved.SideFailedError, match=message):
+        interleaved.SideProcess("no_such_side", TINY, tmp_path / "no.npy")
+
+
+def test_a_slow_side_does_fewer_steps():
+    turns = interleaved.Turns(rounds=2, steps=3, seconds=1.0)
+    asked = []
+
+    def ask(command, *, method, first, count, limit):
+        asked.append((method, first))
+        assert (command, count, limit) == ("time_each", 3, 1.0)
+        return {"seconds": [0.5], "peak_bytes": 7}
+
+    sides = {"a": types.SimpleNamespace(ask=ask), "b": types.SimpleNamespace(ask=ask)}
+    times = interleaved.time_in_turns(sides, ("train", "forward"), turns)
+    train, forward = ("train", 1), ("forward", 5)
+    assert asked[:4] == [train, train, forward, forward]
+    assert asked[4:] == [("train", 9)] * 2 + [("forward", 13)] * 2
+    assert asked[-1][1] + turns.steps + 1 == turns.num_batches(2)
+    assert times["b"]["train"].seconds == [0.5, 0.5]
+    assert times["b"]["train"].median_ms == 500
+    assert times["b"]["train"].peak_bytes == 7
