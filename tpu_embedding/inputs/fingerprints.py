@@ -326,14 +326,14 @@ def _sip_compress(state: np.ndarray, words: Words) -> None:
 
 def _sip_round(state: np.ndarray) -> None:
     """One round of SipHash on `[4, num_strings]`, in place."""
-    v0, v1, v2, v3 = state
-    v0 += v1
-    v1[:] = _rotate(v1, 64 - 13) ^ v0
-    v0[:] = _rotate(v0, 32)
-    v2 += v3
-    v3[:] = _rotate(v3, 64 - 16) ^ v2
-    v0 += v3
-    v3[:] = _rotate(v3, 64 - 21) ^ v0
-    v2 += v1
-    v1[:] = _rotate(v1, 64 - 17) ^ v2
-    v2[:] = _rotate(v2, 32)
+    a, b, c, d = state
+    a += b
+    b[:] = _rotate(b, 64 - 13) ^ a
+    a[:] = _rotate(a, 32)
+    c += d
+    d[:] = _rotate(d, 64 - 16) ^ c
+    a += d
+    d[:] = _rotate(d, 64 - 21) ^ a
+    c += b
+    b[:] = _rotate(b, 64 - 17) ^ c
+    c[:] = _rotate(c, 32)
