@@ -22,6 +22,7 @@ ACCEPTED = {
     checks.non_negative: [0, 0.0, 1e-30, 7],
     checks.non_negative_bound: [0, INF],
     checks.non_positive: [0, 0.0, -1e-30, -7],
+    checks.step_size: [0, -0.0, 1e-30, 3],
     checks.fraction: [0, 1e-30, 0.5, 1],
     checks.fraction_below_one: [0, 0.5, 0.999],
     checks.open_fraction: [1e-30, 0.5, 0.999],
@@ -29,6 +30,11 @@ ACCEPTED = {
 REFUSED = {
     checks.real_scalar: [],
     checks.finite: [(INF, "finite"), (-INF, "finite"), (NAN, "finite")],
+    checks.step_size: [
+        (-1e-30, "at least 0 (negate the loss to ascend the gradient)"),
+        (INF, "finite"),
+        (NAN, "finite"),
+    ],
     checks.not_nan: [(NAN, "a number")],
     checks.positive: [
         *((x, "positive") for x in (0, -0.0, -1, NAN)),

@@ -200,6 +200,8 @@ WRONG = [
     (math.nan, ValueError, "must be finite, got nan"),
     (math.inf, ValueError, "must be finite, got inf"),
     (np.float32("nan"), ValueError, "must be finite, got nan"),
+    (-0.1, ValueError, r"must be at least 0 \(negate the loss .*\), got -0.1"),
+    (np.float32(-1), ValueError, "must be at least 0 .*, got -1"),
     (np.ones(2), ValueError, r"must be a scalar, got an array of shape \(2,\)"),
     (jnp.ones((1, 1)), ValueError, r"must be a scalar, got an array of shape \(1, 1\)"),
     (lambda: 0.1, TypeError, "function of the step, counted from 0"),
@@ -275,15 +277,15 @@ def test_a_schedule_returns_scalars(rate, match):
             one_table_plan(rule, ROWS, DIM, mesh_of(1))
 
 
-@pytest.mark.parametrize("rate", [1, 0, -0.1, np.float32(0.1), jnp.asarray(0.1)])
-def test_accepts_any_finite_scalar(rate):
+@pytest.mark.parametrize("rate", [1, 0, -0.0, np.float32(0.1), jnp.asarray(0.1)])
+def test_accepts_any_finite_scalar_from_0(rate):
     for name in ("sgd", "ftrl", "adafactor"):
         getattr(opt, name)(rate)
 
 
 def test_injected_rates_are_checked_too():
     rows = jnp.ones((2, 3))
-    for value in (math.nan, "0.1", None, np.ones(2)):
+    for value in (math.nan, "0.1", None, np.ones(2), -0.1):
         rule = optax.inject_hyperparams(opt.adagrad)(learning_rate=value)
         with pytest.raises((TypeError, ValueError), match="adagrad: learning_rate"):
             rule.init(rows)
@@ -296,6 +298,7 @@ def test_injected_rates_are_checked_too():
         (None, TypeError),
         (True, TypeError),
         (math.nan, ValueError),
+        (-0.1, ValueError),
         (np.ones(2), ValueError),
         (lambda: "0.1", TypeError),
     ],

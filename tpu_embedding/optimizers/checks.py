@@ -70,6 +70,15 @@ def finite(value: Any) -> Check:
     return _check_number(value, "finite", math.isfinite)
 
 
+def step_size(value: Any) -> Check:
+    """Checks that a value is finite and at least 0, so that a step descends."""
+    check = finite(value)
+    if check.problem:
+        return check
+    text = "at least 0 (negate the loss to ascend the gradient)"
+    return _check_number(value, text, lambda x: x >= 0)
+
+
 def not_nan(value: Any) -> Check:
     """Checks that a value is a number; it may be infinite."""
     return _check_number(value, "a number", lambda x: not math.isnan(x))

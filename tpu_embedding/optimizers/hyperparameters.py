@@ -7,7 +7,7 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from tpu_embedding.optimizers.checks import check_hyperparameters, finite
+from tpu_embedding.optimizers.checks import check_hyperparameters, finite, step_size
 
 
 def with_hyperparameters(state: Any, **values: Any) -> Any:
@@ -29,8 +29,8 @@ def with_hyperparameters(state: Any, **values: Any) -> Any:
     Raises:
       TypeError: if a value is no number.
       ValueError: if no optimizer in the state has a hyper-parameter of that name, or a
-        value is not finite, has another shape, or is no integer where the state holds
-        one.
+        value is not finite, has another shape, is a negative `learning_rate`, or is no
+        integer where the state holds one.
 
     Example:
       >>> from tpu_embedding import optimizers
@@ -85,7 +85,8 @@ def _is_injected(node: Any) -> bool:
 def _with_dtype_and_sharding(name: str, old: jax.Array, value: Any) -> jax.Array:
     """Returns the value with the dtype and sharding of the old one."""
     value = value() if callable(value) else value
-    check_hyperparameters(**{name: finite(value)})
+    check = step_size if name == "learning_rate" else finite
+    check_hyperparameters(**{name: check(value)})
     is_int = jnp.issubdtype(old.dtype, jnp.integer)
     if is_int and not isinstance(value, jax.core.Tracer) and value != int(value):
         raise ValueError(

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embedding.optimizers.checks import (
+    Check,
     check_hyperparameters,
     finite,
     real_scalar,
+    step_size,
 )
 
 
@@ -23,8 +25,28 @@ def learning_rate_at(
     return jnp.asarray(rate, jnp.float32)
 
 
-def checked_learning_rate(
-    owner: str, value: Any, name: str = "learning_rate"
+def checked_learning_rate(owner: str, value: Any) -> optax.ScalarOrSchedule:
+    """Checks a learning rate: a scalar of at least 0, or a schedule of the step.
+
+    The values of a schedule are not known before the step runs, so a schedule that
+    falls below 0 ascends the gradient.
+
+    Args:
+      owner: the optimizer that takes it, for errors.
+      value: as the user gave it.
+
+    Returns:
+      As `checked_schedule`.
+
+    Raises:
+      TypeError: if it is neither a number nor a function of one argument.
+      ValueError: if it is no scalar, not finite, or negative.
+    """
+    return checked_schedule(owner, value, "learning_rate", step_size)
+
+
+def checked_schedule(
+    owner: str, value: Any, name: str, check: Callable[[Any], Check] = finite
 ) -> optax.ScalarOrSchedule:
     """Checks a scalar, or a schedule of the step.
 
@@ -32,16 +54,17 @@ def checked_learning_rate(
       owner: the optimizer that takes it, for errors.
       value: as the user gave it.
       name: of the argument.
+      check: of a scalar.
 
     Returns:
       The scalar; or the schedule, which checks each rate that it returns.
 
     Raises:
       TypeError: if it is neither a number nor a function of one argument.
-      ValueError: if it is no scalar, or not finite.
+      ValueError: if it is no scalar, or out of range.
     """
     if not callable(value):
-        check_hyperparameters(owner, **{name: finite(value)})
+        check_hyperparameters(owner, **{name: check(value)})
         return value
     _check_takes_a_step(owner, value, name)
 

@@ -11,6 +11,7 @@ from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import check_hyperparameters, finite
 from tpu_embedding.optimizers.learning_rates import (
     checked_learning_rate,
+    checked_schedule,
     learning_rate_at,
 )
 
@@ -95,7 +96,7 @@ def user_defined(
     """
     rate = checked_learning_rate("user_defined", learning_rate)
     rates = [
-        checked_learning_rate("user_defined", x, f"hyperparameters[{i}]")
+        checked_schedule("user_defined", x, f"hyperparameters[{i}]")
         for i, x in enumerate(hyperparameters)
     ]
     if not callable(custom_computation):
