@@ -388,9 +388,30 @@ def test_two_calls_equal_one_call_over_both(num_devices):
     )
 
 
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+def test_flax_optimizer_does_not_take_the_dense_gradients_alone(tx):
+    """It would train the dense parameters, and leave the tables as they are."""
+    model = Towers(mesh_of(1), te.optimizers.sgd(0.1))
+    model.linear = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    before = np.array(model.linear.kernel.get_value())
+    _, gradients = te.value_and_grad(
+        lambda m: (
+            jnp.sum(m.linear(jnp.ones((1, 2))))
+            + jnp.sum(m.embedding(np.zeros((2, 3), int)))
+        )
+    )(model)
+    with pytest.raises(ValueError, match="embedding"):
+        optimizer.update(model, gradients.dense)
+    np.testing.assert_array_equal(model.linear.kernel.get_value(), before)
+
+
 CLOSURES = {
     "vmap": lambda model, ids: jax.vmap(lambda i: model.embedding(i))(ids),
     "jit": lambda model, ids: jax.jit(lambda i: model.embedding(i))(ids[0])[None],
+    "nnx.vmap": lambda model, ids: nnx.vmap(
+        lambda model, i: model.embedding(i), in_axes=(None, 0)
+    )(model, ids),
     "scan": lambda model, ids: jax.lax.scan(
         lambda carry, i: (carry, model.embedding(i)), 0, ids
     )[1],
@@ -406,5 +427,5 @@ def test_closures_over_a_model_look_up_and_refuse_to_lose_gradients(closure):
     found = call(model, ids)
     for activations, of_ids in zip(found, ids, strict=False):
         np.testing.assert_allclose(activations, model.embedding(of_ids), rtol=1e-6)
-    with pytest.raises(ValueError, match="gradient of its tables would be lost"):
+    with pytest.raises(ValueError, match="would lose the gradient of its tables"):
         te.value_and_grad(lambda m: jnp.sum(call(m, ids) ** 2))(model)

@@ -22,6 +22,7 @@ from tpu_embedding.lookup.prepare import prepare_features
 from tpu_embedding.nn.recording import (
     attach_taps,
     guard_activations,
+    is_mapped,
     replicate_on_mesh,
     without_derivative,
     zero_activations,
@@ -49,6 +50,12 @@ USE_VALUE_AND_GRAD: Final = (
     "  loss, gradients = te.value_and_grad(loss_fn)(model, ...)\n"
     "  optimizer = te.Optimizer(model, tx)  # in place of nnx.Optimizer\n"
     "To keep the tables fixed, make the layer without an optimizer."
+)
+CALL_OUTSIDE: Final = (
+    "The loss calls a TPUEmbedding inside a JAX transformation, such as jax.vmap or "
+    "nnx.vmap, which would lose the gradient of its tables. Call the layer outside of "
+    "it with the whole batch; FeatureConfig.output_shape keeps further axes. Or pass "
+    "the model as an argument of nnx.jit or nnx.remat."
 )
 NO_DERIVATIVE: Final = (
     "The tables of a TPUEmbedding have no dense derivative. Use "
@@ -259,24 +266,23 @@ class TPUEmbedding(nnx.Module):
         )
 
     def _keep_stats(self, stats: LookupStats) -> None:
-        """Stores the stats, unless a JAX transformation closes over the layer.
+        """Stores the stats, unless a JAX transformation closes over the layer or maps.
 
-        A closure cannot change a Flax variable. The lookup itself works there.
+        A closure cannot change a Flax variable, and `nnx.vmap` would give the counts an
+        axis. The lookup itself works there.
         """
+        if is_mapped(stats):
+            return
         with contextlib.suppress(TraceContextError):
             self.stats.set_value(stats)
 
     def _record(self, calls: tuple[Any, ...]) -> None:
+        if is_mapped(calls):
+            raise ValueError(CALL_OUTSIDE)
         try:
             self.recorded.set_value(calls)
         except TraceContextError as error:
-            raise ValueError(
-                "The loss calls a TPUEmbedding inside a JAX transformation, such as "
-                "jax.vmap, that closes over the model, so the gradient of its tables "
-                "would be lost. Call the layer outside of it with the whole batch; "
-                "FeatureConfig.output_shape keeps further axes. Or pass the model as "
-                "an argument of nnx.jit or nnx.remat."
-            ) from error
+            raise ValueError(CALL_OUTSIDE) from error
 
     def start_recording(self, recording: Recording, given: Any = ()) -> None:
         """Starts recording calls.

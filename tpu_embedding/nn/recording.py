@@ -106,6 +106,12 @@ def zero_activations(features: Any, plan: EmbeddingPlan) -> Any:
     return zeros_like(functional.activation_shapes(features, plan))
 
 
+def is_mapped(tree: Any) -> bool:
+    """Returns True if `jax.vmap` or `nnx.vmap` maps an array of a pytree."""
+    # JAX does not export the class of such tracers.
+    return any(type(leaf).__name__ == "BatchTracer" for leaf in jax.tree.leaves(tree))
+
+
 def attach_taps(taps: Any, activations: Any) -> Any:
     """Returns the activations, and sends their derivatives to the taps as well."""
     return jax.tree.map(_attach_tap, taps, activations)

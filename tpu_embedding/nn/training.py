@@ -14,7 +14,12 @@ from flax import nnx
 
 from tpu_embedding import functional
 from tpu_embedding.finalize import finalize_variable_values
-from tpu_embedding.nn.embedding import EmbeddingTables, Recording, TPUEmbedding
+from tpu_embedding.nn.embedding import (
+    EmbeddingTables,
+    GradientGuard,
+    Recording,
+    TPUEmbedding,
+)
 from tpu_embedding.nn.recording import (
     Gradients,
     differentiate,
@@ -135,8 +140,10 @@ class ModelLoss:
         }
         if not self.plans:
             raise ValueError(f"{NO_LAYER} nnx.value_and_grad.")
-        self._loss_fn, self._wrt, self._has_aux = loss_fn, wrt, has_aux
-        self._graph, dense, tables, rest = nnx.split(model, wrt, EmbeddingTables, ...)
+        self._loss_fn, self._wrt, self._has_aux = loss_fn, trained(wrt), has_aux
+        self._graph, dense, tables, rest = nnx.split(
+            model, self._wrt, EmbeddingTables, ...
+        )
         self.variables = Variables(dense=dense, tables=tables, rest=rest)
 
     def run(
@@ -207,7 +214,7 @@ class Optimizer(nnx.Module):
             raise ValueError(f"{NO_LAYER} nnx.Optimizer.")
         plan = next(iter(layers.values())).plan
         put_on_mesh(model, plan)
-        self.dense = nnx.Optimizer(model, tx, wrt=wrt)
+        self.dense = nnx.Optimizer(model, tx, wrt=trained(wrt))
         self.plans = tuple((path, layer.plan) for path, layer in layers.items())
         self.slots = SlotVariables(
             {
@@ -396,6 +403,15 @@ class Optimizer(nnx.Module):
             (path, name): name if names.count(name) == 1 else f"{path}/{name}"
             for path, name in tables
         }
+
+
+def trained(wrt: nnx.filterlib.Filter) -> nnx.filterlib.Filter:
+    """Returns the filter without guards, which have no derivative.
+
+    Gradients of `value_and_grad` then lack a parameter that an `nnx.Optimizer` has, so
+    it fails on them. It would train the dense parameters, and leave the tables.
+    """
+    return nnx.All(wrt, nnx.Not(GradientGuard))
 
 
 def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
