@@ -103,7 +103,7 @@ def _compile_fit(document: dict[str, Any]) -> dict[str, Any]:
                 "table_and_slot_bytes": memory["tables"] + memory["slots"],
                 "temporary_bytes": memory["temporaries"],
                 "compile_seconds": report["compile_seconds"],
-                "fits": memory["fits"],
+                "fits": report["fits"],
             }
         )
     versions = dict(document["reports"][0]["versions"])

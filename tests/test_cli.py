@@ -226,29 +226,36 @@ def test_compile(tmp_path, capsys):
     path = tmp_path / "report.json"
     arguments = ["compile", "synthetic", "--topology", "v5e:2x2", "--topology"]
     arguments += ["v6e:2x2", "--batch", "128", "--set", "model.dim=32"]
+    arguments += ["--programs", "train_step,checkpoint"]
     page = tmp_path / "report.html"
     assert cli.main([*arguments, "--json", str(path), "--html", str(page)]) == 0
     captured = capsys.readouterr()
     assert captured.err.splitlines() == [
-        "compiling synthetic for v5e:2x2 (devices: 4) ...",
-        "compiling synthetic for v6e:2x2 (devices: 4) ...",
+        "compiling synthetic for v5e:2x2 (devices: 4): train step ...",
+        "compiling synthetic for v6e:2x2 (devices: 4): train step ...",
     ]
     for part in (
         r"synthetic on v5e:2x2: 4 devices; traced in [\d.]+ s, compiled in [\d.]+ s",
         r"\n4 devices, v6e; per device: tables",
+        r"\nevery program of the run fits \(3 of them\)\n",
+        r"\nsave +yes .*\nrestore +yes ",
+        r"\nsave: no device program: each process copies its shards",
         r"\nfits: needs [\d.]+ MiB of 32.00 GiB HBM, [\d.]+ GiB free\n",
         r"\nmodelled traffic per device and step, at peak HBM 819 GB/s",
         r"\nembedding part / minimum +[\d.]+x",
         r"\noperations on SparseCore:\n",
         r"\ntables or slot variables copied within HBM: none\n",
-        r"\ntopology  devices  fits .*\nv5e:2x2 +4   yes .*\nv6e:2x2 +4   yes ",
+        r"\ntopology  devices  fits  largest program .*\n"
+        r"v5e:2x2 +4   yes .*\nv6e:2x2 +4   yes ",
     ):
         assert re.search(part, captured.out), part
     written = json.loads(path.read_text())
     assert written["config"]["batch_size"] == 128
     assert written["config"]["model"]["dim"] == 32
     assert [r["topology"] for r in written["reports"]] == ["v5e:2x2", "v6e:2x2"]
-    assert all(r["memory"]["fits"] for r in written["reports"])
+    assert all(r["memory"]["fits"] and r["fits"] for r in written["reports"])
+    names = [[o["name"] for o in r["others"]] for r in written["reports"]]
+    assert names == [["save", "restore"]] * 2
     titles = [e.text for e in ElementTree.parse(page).iter("h2")]
     assert titles == [
         "Memory per device",
@@ -263,11 +270,13 @@ def test_compile(tmp_path, capsys):
 def test_compile_with_each_backend(capsys):
     arguments = ["compile", "synthetic", "--topology", "v6e:1x1", "--batch", "128"]
     arguments += ["--set", "model.dim=32", "--kernels", "xla"]
+    arguments += ["--programs", "train_step"]
     assert cli.main([*arguments, "--kernels", "sparse_core"]) == 0
     captured = capsys.readouterr()
     assert captured.err.splitlines() == [
-        "compiling synthetic for v6e:1x1 (devices: 1) ...",
-        "compiling synthetic with sparse_core kernels for v6e:1x1 (devices: 1) ...",
+        "compiling synthetic for v6e:1x1 (devices: 1): train step ...",
+        "compiling synthetic with sparse_core kernels for v6e:1x1 (devices: 1): train "
+        "step ...",
     ]
     for part in (
         r"\nsynthetic with sparse_core kernels on v6e:1x1: 1 device;",
@@ -283,12 +292,67 @@ def test_compile_with_each_backend(capsys):
 def test_compile_says_by_its_status_that_a_step_does_not_fit(tmp_path, capsys):
     path = tmp_path / "report.json"
     arguments = ["compile", "dlrm", "--topology", "v5e:2x2", "--json", str(path)]
+    arguments += ["--programs", "train_step"]
     arguments += ["--set", "data.vocabulary_size=20000000", "--set", "model.dim=128"]
     assert cli.main(arguments) == cli.FAILED
     assert "DOES NOT FIT: needs " in capsys.readouterr().out
     (report,) = json.loads(path.read_text())["reports"]
     assert not report["memory"]["fits"]
     assert report["traffic"] is None
+
+
+LARGE_INITIALIZER = """
+import dataclasses
+import jax
+import jax.numpy as jnp
+from tpu_embedding.training import load_config
+
+def twentyfold(key, shape, dtype):
+    rows = jax.random.uniform(key, shape[1:], dtype)
+    copies = jnp.broadcast_to(rows, (20, *shape))
+    return jax.lax.optimization_barrier(copies).mean(0)
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    inner: object
+
+    def feature_config(self, data):
+        features = self.inner.feature_config(data)
+        user = features["user"]
+        table = dataclasses.replace(
+            user.table, vocabulary_size=8_000_000, initializer=twentyfold
+        )
+        return features | {"user": dataclasses.replace(user, table=table)}
+
+    def build(self, data, plan, *, rngs):
+        return self.inner.build(data, plan, rngs=rngs)
+
+synthetic = load_config("synthetic")
+config = dataclasses.replace(synthetic, model=Model(synthetic.model))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.tpu_compiler
+def test_compile_names_the_program_that_does_not_fit(tmp_path, monkeypatch, capsys):
+    """Initial values take twenty tables at once; the train step fits."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "large.py").write_text(LARGE_INITIALIZER)
+    arguments = ["compile", "large.py", "--topology", "v5e:1x1", "--html", "page.html"]
+    arguments += ["--set", "model.inner.dim=32", "--programs", "init"]
+    arguments += ["--json", "report.json"]
+    assert cli.main(arguments) == cli.FAILED
+    captured = capsys.readouterr()
+    verdict = re.escape("THE RUN DOES NOT FIT: initial tables needs ")
+    assert re.search(f"\n{verdict}[\\d.]+ GiB of 15.75 GiB HBM, ", captured.out)
+    assert re.search(r"\nfits: needs [\d.]+ GiB of 16.00 GiB HBM", captured.out)
+    (report,) = json.loads((tmp_path / "report.json").read_text())["reports"]
+    assert report["memory"]["fits"] and not report["fits"]
+    fits = {o["name"]: o["memory"]["fits"] for o in report["others"]}
+    assert [name for name, does in fits.items() if not does] == ["initial tables"]
+    assert (
+        "THE RUN DOES NOT FIT: initial tables" in (tmp_path / "page.html").read_text()
+    )
 
 
 NO_OUTLINE = """
@@ -313,6 +377,7 @@ config = dataclasses.replace(load_config("synthetic"), data=Mine())
         (["synthetic", "--set", "capacity=0"], "capacity must be an int of at least 1"),
         (["synthetic", "--compiler-option", "=1"], "takes NAME=VALUE, got '=1'"),
         (["synthetic", "--compiler-option", "a=1"], "No such compile option: 'a'"),
+        (["synthetic", "--slices", "257"], "num_slices must be from 1 to 256, got 257"),
         (["synthetic", "--topology", "v9:2x2"], "'v9:2x2' is not known.*v5e, v5p"),
         (["synthetic", "--topology", "v5e:0x1"], "'v5e:0x1' does not exist"),
         (

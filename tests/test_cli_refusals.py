@@ -59,6 +59,10 @@ COMMAND_LINES = [
     (["train", "synthetic", "--set"], "--set: expected one argument"),
     (["train", "synthetic", "--stop-at", "0"], "--stop-at: must be at least 1, got 0"),
     (["train", "synthetic", "--stop-at", "x"], "--stop-at: must be an int, got 'x'"),
+    (
+        ["compile", "synthetic", "--topology", "v5e:2x2", "--programs", "init,x"],
+        "--programs: must be all, or some of train_step,init,.*, got 'x'",
+    ),
     # Devices
     (["train", "synthetic", "--devices", "0"], "--devices: must be at least 1, got 0"),
     (["train", "synthetic", "--devices", "-1"], "--devices: must be at least 1, .* -1"),

@@ -5,7 +5,7 @@
 
 Errors end in one line on stderr, never in a traceback. Exit status 2 means that the
 command, the config or the data are wrong. Exit status 1 means that a run failed after
-it had started, or that a step does not fit.
+it had started, or that a program of a run does not fit.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import jax
@@ -26,9 +26,15 @@ from jax.sharding import Mesh
 
 import tpu_embedding
 from tpu_embedding import aot
+from tpu_embedding.aot.report import TRAIN_STEP
 from tpu_embedding.checkpoint.run_checkpoints import CheckpointError
 from tpu_embedding.data.batch import DataError
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
+from tpu_embedding.training.ahead_of_time import (
+    PROGRAM_NAMES,
+    ProgramName,
+    other_programs,
+)
 from tpu_embedding.training.config_files import list_configs, load_config
 from tpu_embedding.training.errors import ConfigError, describe_error, own_code
 from tpu_embedding.training.loop import train
@@ -67,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: command line without the program's name; None takes it from `sys.argv`.
 
     Returns:
-      0 on success; 1 if training failed, or if a step does not fit a topology; 2 if
-      settings or data are wrong; 130 if interrupted.
+      0 on success; 1 if training failed, or if a program of a run does not fit a
+      topology; 2 if settings or data are wrong; 130 if interrupted.
     """
     parsed = _parser().parse_args(arguments)
     try:
@@ -180,13 +186,14 @@ def _add_compile(commands) -> None:
     parser = commands.add_parser(
         "compile",
         allow_abbrev=False,
-        help="compile the train step of a run config for TPUs, without having any",
-        description="Compiles the train step of a run config for TPUs, which this "
-        "machine need not have. Prints if the step fits into memory, its memory "
-        "traffic, and the operations that run on SparseCore. Nothing is allocated, and "
-        "no data are read. Times are modelled, not measured.",
-        epilog="Exit status: 0 if the step fits every topology, 1 if it does not fit "
-        "one of them, 2 if the command is wrong.",
+        help="compile the programs of a run config for TPUs, without having any",
+        description="Compiles the programs of a run for TPUs, which this machine need "
+        "not have: train step, initial values, evaluation step, serving lookup. Prints "
+        "if each fits into memory, the memory traffic of the train step, and its "
+        "operations on SparseCore. Nothing is allocated, and no data are read. Times "
+        "are modelled, not measured.",
+        epilog="Exit status: 0 if every program fits every topology, 1 if one does not "
+        "fit, 2 if the command is wrong.",
     )
     parser.set_defaults(run=_compile, interrupted="interrupted")
     _add_config_arguments(parser)
@@ -210,6 +217,14 @@ def _add_compile(commands) -> None:
         choices=["xla", "sparse_core"],
         help="backend that reads and updates rows; repeat it to compare both "
         "(default: that of the config, xla)",
+    )
+    parser.add_argument(
+        "--programs",
+        type=_program_names,
+        default=PROGRAM_NAMES,
+        metavar="NAMES",
+        help="programs to compile beside the train step: all (the default), or some "
+        f"of {','.join(PROGRAM_NAMES)}; train_step for that alone",
     )
     parser.add_argument(
         "--batch",
@@ -303,13 +318,7 @@ def _compile(parsed: argparse.Namespace) -> int:
         zip(parsed.topology, meshes, strict=True), parsed.kernels or [config.kernels]
     ):
         with_kernels = dataclasses.replace(config, kernels=kernels)
-        print(
-            f"compiling {_step_name(with_kernels)} for {topology} (devices: "
-            f"{mesh.size}) ...",
-            file=sys.stderr,
-            flush=True,
-        )
-        report = _compile_for(with_kernels, topology, mesh, options)
+        report = _compile_for(with_kernels, topology, mesh, options, parsed.programs)
         reports.append(report)
         print(aot.format_report(report), end="\n\n")
     if len(reports) > 1:
@@ -322,12 +331,26 @@ def _compile(parsed: argparse.Namespace) -> int:
         _write(parsed.json, json.dumps(document, indent=2) + "\n")
     if parsed.html is not None:
         _write(parsed.html, aot.render_html(reports))
-    return 0 if all(report.memory.fits for report in reports) else FAILED
+    return 0 if all(report.fits for report in reports) else FAILED
 
 
 def _compile_for(
-    config: RunConfig, topology: str, mesh: Mesh, options: dict[str, str]
+    config: RunConfig,
+    topology: str,
+    mesh: Mesh,
+    options: dict[str, str],
+    programs: Sequence[ProgramName],
 ) -> aot.CompileReport:
+    def announce(program: str) -> None:
+        title = f"{_step_name(config)} for {topology} (devices: {mesh.size})"
+        print(f"compiling {title}: {program} ...", file=sys.stderr, flush=True)
+
+    def announced(programs: Iterable[aot.Program]) -> Iterator[aot.Program]:
+        for program in programs:
+            if program.function is not None:
+                announce(program.name)
+            yield program
+
     if not callable(getattr(config.data, "outline", None)):
         raise UsageError(
             f"The config's data source, a {type(config.data).__name__}, must have a "
@@ -340,6 +363,8 @@ def _compile_for(
         with own_code("The config"):
             plan = make_run_plan(config, data, mesh, compiler_options=options)
             step, state, batch = abstract_step(config, data, plan)
+            others = other_programs(config, data, plan, programs)
+            announce(TRAIN_STEP)
             return aot.compile_report(
                 step,
                 state,
@@ -348,6 +373,7 @@ def _compile_for(
                 features=batch.features,
                 name=_step_name(config),
                 topology=topology,
+                others=announced(others),
             )
     except jax.errors.JaxRuntimeError as error:
         raise UsageError(f"XLA: {str(error).splitlines()[0]}") from error
@@ -424,6 +450,20 @@ def _positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def _program_names(text: str) -> tuple[ProgramName, ...]:
+    """Returns the programs of a list with commas, without the train step."""
+    names = text.split(",")
+    if names == ["all"]:
+        return PROGRAM_NAMES
+    known = ("train_step", *PROGRAM_NAMES)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"must be all, or some of {','.join(known)}, got {unknown[0]!r}"
+        )
+    return tuple(name for name in PROGRAM_NAMES if name in names)
 
 
 def _num_devices(text: str) -> int:

@@ -10,10 +10,11 @@ import pytest
 from tests.conftest import mesh_of
 from tpu_embedding import aot, cli
 from tpu_embedding.aot.bandwidth import Cost
+from tpu_embedding.aot.memory import Memory
+from tpu_embedding.aot.programs import ProgramMemory
 from tpu_embedding.aot.report import (
     CompileReport,
     LoopCost,
-    Memory,
     NamedOperation,
     OperationCost,
     ProgramTraffic,
@@ -108,7 +109,9 @@ REPORT = CompileReport(
             )
         ),
         loops=(
-            LoopCost(op_name="jit(step)/while", source="a.py:1", per_turn=cost(3.625)),
+            LoopCost(
+                op_name="jit(step)/while", source="a.py:1", per_iteration=cost(3.625)
+            ),
         ),
         sparse_core=(GATHER,),
         table_copies=(),
@@ -133,7 +136,21 @@ REFUSED = dataclasses.replace(
     timeline=None,
     refusal="RESOURCE_EXHAUSTED: 2.2G exceeds <HBM>",
 )
+INIT = ProgramMemory(
+    name="initial <slot> variables",
+    memory=REPORT.memory,
+    trace_seconds=0.5,
+    compile_seconds=1.25,
+    refusal="",
+    note="one & only",
+)
 CASES = {
+    "several programs": [
+        dataclasses.replace(
+            REPORT,
+            others=(INIT, dataclasses.replace(INIT, memory=REFUSED.memory)),
+        )
+    ],
     "one": [REPORT],
     "with one that does not fit": [REPORT, REFUSED],
     "one that does not fit": [REFUSED],
@@ -202,7 +219,7 @@ def test_each_figure_stands_there_once():
         *(memory.outputs, memory.temporaries, memory.code),
         *(row.cost.hbm_bytes for row in (*traffic.classes, *traffic.parts)),
         *(REPORT.floor.hbm_bytes, REPORT.floor.ici_bytes),
-        *(traffic.loops[0].per_turn.hbm_bytes, GATHER.hbm_bytes),
+        *(traffic.loops[0].per_iteration.hbm_bytes, GATHER.hbm_bytes),
     ]
     for size in sizes:
         assert words.count(f" {format_bytes(size)}") == 1, format_bytes(size)
@@ -255,6 +272,19 @@ def test_a_step_that_does_not_fit():
     row = f"not itemised by the compiler 0 B {format_bytes(rest)}"
     assert row in words_of(page)
     assert "DOES NOT FIT" not in words_of(parsed([REPORT]))
+
+
+def test_the_programs_of_a_run():
+    page = parsed(CASES["several programs"])
+    words = words_of(page)
+    assert words.count("THE RUN DOES NOT FIT: initial <slot> variables needs") == 1
+    assert words.count("initial <slot> variables: one & only") == 2
+    labels = [text.text for text in page.iter("text")]
+    assert labels.count("train step") == 1
+    assert labels.count(INIT.name) == 2
+    assert "DOES NOT FIT" in labels
+    (cell,) = (e for e in page.iter("span") if e.text == "NO")
+    assert cell.get("class") == "bad"
 
 
 def test_names_are_escaped():

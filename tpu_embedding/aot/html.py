@@ -12,9 +12,11 @@ from typing import Final
 
 from tpu_embedding.aot.bandwidth import Cost
 from tpu_embedding.aot.cost import Part
+from tpu_embedding.aot.memory import Memory
 from tpu_embedding.aot.report import PARTS, CompileReport, ProgramTraffic
 from tpu_embedding.aot.text import (
     LOOPS_NOTE,
+    PROGRAMS_NOTE,
     bandwidths_of,
     comparison_rows,
     cost_cells,
@@ -23,12 +25,18 @@ from tpu_embedding.aot.text import (
     memory_rows,
     operation_blocks,
     options_of,
+    program_remarks,
+    program_rows,
     title_of,
     traffic_rows,
+    verdict_of,
     versions_of,
 )
 from tpu_embedding.aot.timeline import LANES, Interval, Timeline
 from tpu_embedding.plan.memory import format_bytes
+
+Bar = tuple[str, Memory]
+"""The label of a bar in a plot of memory, and its parts."""
 
 # From Okabe and Ito, "Color Universal Design" (2008): safe for colour-blind readers.
 _MEMORY_COLOURS: Final = {
@@ -55,7 +63,7 @@ _PART_COLOURS: Final[dict[Part, str]] = {
 
 # Sizes and positions in plots, in pixels.
 _WIDTH: Final = 960
-_LEFT: Final = 130
+_LEFT: Final = 180
 _RIGHT: Final = 930
 _ROW: Final = 44
 _BAR: Final = 26
@@ -116,9 +124,7 @@ def render_html(reports: Sequence[CompileReport]) -> str:
         ),
         _comparison(reports),
         _element("h2", "Memory per device"),
-        _memory_plot(reports),
-        _element("p", _swatch(_RESERVED_COLOUR), _RESERVED),
-        _memory_table(reports),
+        *_memory_blocks([(report.topology, report.memory) for report in reports]),
         *(_section(report) for report in reports),
     ]
     head = (
@@ -144,6 +150,8 @@ def _section(report: CompileReport) -> str:
     ]
     if report.refusal:
         parts.append(_element("p", _text(report.refusal), class_="bad"))
+    if report.others:
+        parts += _programs(report)
     if report.traffic is not None:
         parts += [_traffic_table(report, report.traffic)]
         if report.timeline is not None:
@@ -156,32 +164,59 @@ def _section(report: CompileReport) -> str:
     return "\n".join(parts)
 
 
+def _programs(report: CompileReport) -> list[str]:
+    """Returns the memory of the run's programs: verdict, table, bars, remarks."""
+    head, *rows = program_rows(report)
+    style = "plain" if report.fits else "bad"
+    bars = [(program.name, program.memory) for program in report.programs]
+    return [
+        _element("h3", "Programs of the run"),
+        *(
+            _element("p", _text(line), class_=style)
+            for line in verdict_of(report).splitlines()
+        ),
+        _element("p", _text(PROGRAMS_NOTE) + "."),
+        _table([_text(cell) for cell in head], [list(map(_text, row)) for row in rows]),
+        *_memory_blocks(bars),
+        *(_element("p", _text(remark)) for remark in program_remarks(report)),
+    ]
+
+
 def _comparison(reports: Sequence[CompileReport]) -> str:
     head, *rows = comparison_rows(reports)
     fits = head.index("fits")
     cells = [[_text(cell) for cell in row] for row in rows]
     for row, report in zip(cells, reports, strict=True):
-        if not report.memory.fits:
+        if not report.fits:
             row[fits] = _element("span", row[fits], class_="bad")
     return _table([_text(cell) for cell in head], cells)
 
 
-def _memory_plot(reports: Sequence[CompileReport]) -> str:
-    """Returns a plot with a stacked bar of memory for each report."""
-    capacities = [report.memory.capacity for report in reports]
-    known = [capacity for capacity in capacities if capacity is not None]
-    largest = max(report.memory.required for report in reports)
-    wholes = known if len(known) == len(reports) else [largest] * len(reports)
-    shares = [r.memory.required / w for r, w in zip(reports, wholes, strict=True)]
+def _memory_blocks(bars: Sequence[Bar]) -> list[str]:
+    """Returns plot, legend and table of memory figures."""
+    return [
+        _memory_plot(bars),
+        _element("p", _swatch(_RESERVED_COLOUR), _RESERVED),
+        _memory_table(bars),
+    ]
+
+
+def _memory_plot(bars: Sequence[Bar]) -> str:
+    """Returns a plot with a stacked bar for each name and memory."""
+    memories = [memory for _, memory in bars]
+    known = [m.capacity for m in memories if m.capacity is not None]
+    largest = max(memory.required for memory in memories)
+    wholes = known if len(known) == len(bars) else [largest] * len(bars)
+    shares = [m.required / whole for m, whole in zip(memories, wholes, strict=True)]
     # Leaves room for text to the right of the bars.
     scale = (_RIGHT - _LEFT) / (1.17 * max(1.0, *shares))
-    axis_y = 22 + _ROW * len(reports)
+    axis_y = 22 + _ROW * len(bars)
     name = "% of the device's HBM"
     if wholes != known:
         name = f"% of {format_bytes(largest)}; the device's memory is not known"
     shapes = list(_axis(100 * (_RIGHT - _LEFT) / scale, axis_y, name))
-    for i, (report, whole) in enumerate(zip(reports, wholes, strict=True)):
-        shapes += _memory_bar(report, 22 + _ROW * i, scale / whole)
+    for i, ((label, memory), whole) in enumerate(zip(bars, wholes, strict=True)):
+        shapes += _memory_bar(label, memory, 22 + _ROW * i, scale / whole)
     if wholes == known:
         shapes += [
             _line(_LEFT + scale, 4, _LEFT + scale, axis_y, stroke_width=2),
@@ -190,16 +225,15 @@ def _memory_plot(reports: Sequence[CompileReport]) -> str:
     return _svg(axis_y + 36, shapes)
 
 
-def _memory_bar(report: CompileReport, y: float, scale: float) -> Iterator[str]:
-    """Yields the shapes of one report's bar; `scale` is in pixels per byte."""
-    memory = report.memory
-    yield _label(_LEFT - 8, y + 17, report.topology, text_anchor="end")
+def _memory_bar(label: str, memory: Memory, y: float, scale: float) -> Iterator[str]:
+    """Yields the shapes of one bar; `scale` is in pixels per byte."""
+    yield _label(_LEFT - 8, y + 17, label, text_anchor="end")
     if memory.available is not None and memory.capacity is not None:
         reserved = scale * max(0, memory.capacity - memory.available)
         x = _LEFT + scale * memory.available
         yield _rect(x, y - 8, reserved, _RESERVED_COLOUR, _RESERVED, height=_BAR + 16)
     x = float(_LEFT)
-    for part, size in _segments(report):
+    for part, size in _segments(memory):
         colour = _MEMORY_COLOURS.get(part, _NOT_ITEMISED_COLOUR)
         yield _rect(x, y, scale * size, colour, part)
         x += scale * size
@@ -209,16 +243,16 @@ def _memory_bar(report: CompileReport, y: float, scale: float) -> Iterator[str]:
         yield _element("g", words, class_="bad")
 
 
-def _segments(report: CompileReport) -> list[tuple[str, int]]:
+def _segments(memory: Memory) -> list[tuple[str, int]]:
     """Returns name and bytes of each segment of a memory bar, from the left."""
-    rows = memory_rows(report.memory)
-    rest = report.memory.required - sum(size for _, size in rows)
+    rows = memory_rows(memory)
+    rest = memory.required - sum(size for _, size in rows)
     return [*rows, (_NOT_ITEMISED, max(0, rest))]
 
 
-def _memory_table(reports: Sequence[CompileReport]) -> str:
+def _memory_table(bars: Sequence[Bar]) -> str:
     """Returns the table of the memory figures, which is also the bars' legend."""
-    found = [dict(_segments(report)) for report in reports]
+    found = [dict(_segments(memory)) for _, memory in bars]
     rows = [
         [
             _swatch(_MEMORY_COLOURS.get(part, _NOT_ITEMISED_COLOUR)) + _text(part),
@@ -227,7 +261,7 @@ def _memory_table(reports: Sequence[CompileReport]) -> str:
         for part in (*_MEMORY_COLOURS, _NOT_ITEMISED)
         if any(f.get(part) for f in found)
     ]
-    return _table(["", *(_text(report.topology) for report in reports)], rows)
+    return _table(["", *(_text(label) for label, _ in bars)], rows)
 
 
 def _traffic_table(report: CompileReport, traffic: ProgramTraffic) -> str:

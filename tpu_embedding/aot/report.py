@@ -1,18 +1,15 @@
-"""The compile report: memory, traffic and timeline of a train step, without a TPU.
+"""The compile report: does a run fit, and what does its train step move, without a TPU.
 
 `compile_report` combines the compiler's memory figures, the traffic model of `cost.py`,
-the timeline of `timeline.py` and the minimum traffic of `floor.py`. `text.py` and
-`html.py` render the report.
+the timeline of `timeline.py` and the minimum traffic of `floor.py`. `programs.py` gives
+the memory of the run's other programs. `text.py` and `html.py` render the report.
 """
 
 import dataclasses
 import importlib.metadata
 import json
-import math
 import os
 import pathlib
-import re
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Literal
 
@@ -30,62 +27,31 @@ from tpu_embedding.aot.cost import (
 )
 from tpu_embedding.aot.floor import embedding_floor
 from tpu_embedding.aot.hlo import parse_module
+from tpu_embedding.aot.memory import (
+    KnownBytes,
+    Memory,
+    compile_program,
+    dense_bytes,
+    device_bytes,
+    memory_of,
+)
 from tpu_embedding.aot.program import row_layouts
+from tpu_embedding.aot.programs import Program, ProgramMemory, program_memory
 from tpu_embedding.aot.timeline import Timeline, make_timeline
 from tpu_embedding.aot.traffic import Traffic
 from tpu_embedding.functional import lookup
 from tpu_embedding.hardware import HardwareInfo, num_slices_of
 from tpu_embedding.plan.memory import format_table
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.initial_values import init_tables
 
 PARTS: Final[tuple[Part, ...]] = ("embedding", "dense", "unattributed")
 
+TRAIN_STEP: Final = "train step"
+
 Runs = Literal["every step", "data-dependent loop"]
 
 _SOURCE_ROOT: Final = pathlib.Path(tpu_embedding.__file__).parent.parent
-_OUT_OF_MEMORY: Final = re.compile(
-    r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"
-)
-_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Memory of a step on one device, in bytes.
-
-    If the step does not fit, the compiler reports only the total. `padding`, `outputs`,
-    `temporaries` and `code` are None then.
-
-    Attributes:
-      tables: tables of the layer.
-      slots: slot variables of the tables.
-      dense: all other parameters and their optimizer state.
-      inputs: the batch.
-      padding: tile padding of `dense` and `inputs`.
-      outputs: results that do not reuse the memory of an argument.
-      temporaries: temporary memory of the running step.
-      code: code of the program.
-      required: total memory. If the step does not fit, the compiler's figure.
-      available: memory available to a step. The compiler reserves some capacity for the
-        system and reports the rest if a step does not fit. Otherwise the capacity.
-      capacity: the device's memory; None if unknown.
-      fits: True if the compiler accepted the step.
-    """
-
-    tables: int
-    slots: int
-    dense: int
-    inputs: int
-    padding: int | None
-    outputs: int | None
-    temporaries: int | None
-    code: int | None
-    required: int
-    available: int | None
-    capacity: int | None
-    fits: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,12 +99,12 @@ class LoopCost:
     Attributes:
       op_name: JAX's name of the operation it comes from, or "".
       source: Python source line, or "".
-      per_turn: traffic of one iteration.
+      per_iteration: traffic of one iteration.
     """
 
     op_name: str
     source: str
-    per_turn: Cost
+    per_iteration: Cost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,7 +142,8 @@ class ProgramTraffic:
 class CompileReport:
     """Memory, traffic and timeline of a train step, compiled for a TPU topology.
 
-    All sizes and times are per device.
+    It also has the memory of the other programs of a run. All sizes and times are per
+    device.
 
     Attributes:
       name: name of the step.
@@ -193,6 +160,7 @@ class CompileReport:
       trace_seconds: time to trace and lower the step, in Python.
       compile_seconds: time of the compiler.
       refusal: the compiler's error if the step does not fit, or "".
+      others: memory of the run's other programs, in the order of a run.
     """
 
     name: str
@@ -209,10 +177,33 @@ class CompileReport:
     trace_seconds: float
     compile_seconds: float
     refusal: str
+    others: tuple[ProgramMemory, ...] = ()
+
+    @property
+    def programs(self) -> tuple[ProgramMemory, ...]:
+        """The memory of all programs, the train step first."""
+        step = ProgramMemory(
+            name=TRAIN_STEP,
+            memory=self.memory,
+            trace_seconds=self.trace_seconds,
+            compile_seconds=self.compile_seconds,
+            refusal=self.refusal,
+            note="",
+        )
+        return (step, *self.others)
+
+    @property
+    def fits(self) -> bool:
+        """True if all programs fit."""
+        return all(program.memory.fits for program in self.programs)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as a dict of JSON values."""
+        """Returns the report as a dict of JSON values.
+
+        `fits` is that of all programs; `memory.fits` that of the train step.
+        """
         values = dataclasses.asdict(self)
+        values["fits"] = self.fits
         values["versions"] = dict(self.versions)
         values["hardware"]["compiler_options"] = dict(self.hardware.compiler_options)
         return json.loads(json.dumps(values))
@@ -248,8 +239,9 @@ def compile_report(
     plan: EmbeddingPlan,
     *,
     features: Any = None,
-    name: str = "train step",
+    name: str = TRAIN_STEP,
     topology: str = "",
+    others: Iterable[Program] = (),
 ) -> CompileReport:
     """Compiles a train step ahead of time and reports its memory and traffic.
 
@@ -263,9 +255,11 @@ def compile_report(
       features: part of the batch that the layer looks up; None means all of it.
       name: name of the step, for the report.
       topology: name of the topology, for the report.
+      others: further programs of the run, of which the report has the memory. They are
+        compiled one after the other, each before the next is taken.
 
     Returns:
-      The report, also if the step does not fit.
+      The report, also if a program does not fit.
 
     Raises:
       jax.errors.JaxRuntimeError: if the compiler rejects the program for any reason
@@ -291,20 +285,18 @@ def compile_report(
     minimum = Traffic(
         hbm_bytes=floor.hbm_bytes, ici_bytes=floor.ici_bytes, dcn_bytes=floor.dcn_bytes
     )
-    begin = time.perf_counter()
-    lowered = step.lower(state, batch)
-    lowered_at = time.perf_counter()
-    compiled, refusal = None, ""
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        refusal = str(error).splitlines()[0]
-        if "RESOURCE_EXHAUSTED" not in refusal or "HBM" not in refusal.upper():
-            raise
-    end = time.perf_counter()
+    compilation = compile_program(step, state, batch)
+    known = KnownBytes(
+        tables=plan.table_bytes_per_device,
+        slots=plan.slot_bytes_per_device,
+        dense=dense_bytes(state),
+        inputs=device_bytes(batch),
+    )
     traffic, timeline = None, None
-    if compiled is not None:
-        module = parse_module(compiled.as_text())
+    if compilation.compiled is not None:
+        text = compilation.compiled.as_text()
+        assert text is not None
+        module = parse_module(text)
         program = program_cost(module)
         traffic = _traffic(program, plan)
         timeline = make_timeline(module, program, plan.hardware)
@@ -316,71 +308,14 @@ def compile_report(
         hardware=plan.hardware,
         versions=_versions(),
         plan=describe_plan_for(plan, batch if features is None else features),
-        memory=_memory(compiled, refusal, state, batch, plan),
+        memory=memory_of(compilation, known, plan.hardware),
         floor=cost_of(minimum, plan.hardware),
         traffic=traffic,
         timeline=timeline,
-        trace_seconds=lowered_at - begin,
-        compile_seconds=end - lowered_at,
-        refusal=refusal,
-    )
-
-
-def _memory(
-    compiled: Any, refusal: str, state: Any, batch: Any, plan: EmbeddingPlan
-) -> Memory:
-    is_packed = lambda leaf: isinstance(leaf, PackedRows)  # noqa: E731
-    leaves = jax.tree.leaves(state, is_leaf=is_packed)
-    dense = sum(_device_bytes(leaf) for leaf in leaves if not is_packed(leaf))
-    inputs = sum(_device_bytes(leaf) for leaf in jax.tree.leaves(batch))
-    tables, slots = plan.table_bytes_per_device, plan.slot_bytes_per_device
-    known = tables + slots + dense + inputs
-    hardware = plan.hardware
-    capacity = hardware.hbm_capacity_bytes
-    if capacity is not None:
-        capacity //= hardware.devices_per_chip
-    padding, outputs, temporaries, code = None, None, None, None
-    required, available = _parse_out_of_memory(refusal) or (known, capacity)
-    if compiled is not None:
-        sizes = compiled.memory_analysis()
-        padding = max(0, sizes.argument_size_in_bytes - known)
-        outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-        temporaries = sizes.temp_size_in_bytes
-        code = sizes.generated_code_size_in_bytes
-        required = known + padding + outputs + temporaries + code
-    return Memory(
-        tables=tables,
-        slots=slots,
-        dense=dense,
-        inputs=inputs,
-        padding=padding,
-        outputs=outputs,
-        temporaries=temporaries,
-        code=code,
-        required=required,
-        available=available,
-        capacity=capacity,
-        fits=compiled is not None,
-    )
-
-
-def _device_bytes(leaf: Any) -> int:
-    """Returns the bytes of an array on one device, without padding."""
-    shape = leaf.shape
-    if leaf.sharding is not None:
-        shape = leaf.sharding.shard_shape(shape)
-    return math.prod(shape) * leaf.dtype.itemsize
-
-
-def _parse_out_of_memory(refusal: str) -> tuple[int, int] | None:
-    """Parses required and available bytes from an out-of-memory error, or None."""
-    match = _OUT_OF_MEMORY.search(refusal)
-    if match is None:
-        return None
-    required, required_unit, available, available_unit = match.groups()
-    return (
-        round(float(required) * _UNITS[required_unit]),
-        round(float(available) * _UNITS[available_unit]),
+        trace_seconds=compilation.trace_seconds,
+        compile_seconds=compilation.compile_seconds,
+        refusal=compilation.refusal,
+        others=tuple(program_memory(other, plan.hardware) for other in others),
     )
 
 
@@ -410,7 +345,7 @@ def _traffic(program: ProgramCost, plan: EmbeddingPlan) -> ProgramTraffic:
             LoopCost(
                 op_name=loop.op_name,
                 source=_relative_source(loop.source),
-                per_turn=cost_of(total(loop.operations), plan.hardware),
+                per_iteration=cost_of(total(loop.operations), plan.hardware),
             )
             for loop in program.loops
         ),

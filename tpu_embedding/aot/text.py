@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from tpu_embedding.aot.bandwidth import Cost
+from tpu_embedding.aot.memory import Memory
 from tpu_embedding.aot.report import (
     CompileReport,
-    Memory,
     NamedOperation,
     ProgramTraffic,
 )
@@ -21,6 +21,9 @@ LOOPS_NOTE: Final = (
     "one iteration of each data-dependent loop, such as one later round under skew, or "
     "the gradients of repeated ids in one eighth of the places"
 )
+PROGRAMS_NOTE: Final = (
+    "memory per device; arguments include arrays that a program does not use"
+)
 _COST_HEAD: Final = ("HBM", "HBM time", "links", "link time")
 
 
@@ -30,7 +33,10 @@ def format_report(report: CompileReport) -> str:
     Args:
       report: report from `compile_report`.
     """
-    sections = [_format_head(report), report.plan, _format_memory(report)]
+    sections = [_format_head(report), report.plan]
+    if report.others:
+        sections += [_format_programs(report)]
+    sections += [_format_memory(report)]
     if report.traffic is not None:
         sections += [_format_traffic(report, report.traffic)]
         sections += [_format_operations(report.traffic)]
@@ -83,6 +89,7 @@ def comparison_rows(reports: Sequence[CompileReport]) -> list[tuple[str, ...]]:
             "topology",
             "devices",
             "fits",
+            "largest program",
             "memory",
             "of HBM",
             *_COST_HEAD,
@@ -91,7 +98,9 @@ def comparison_rows(reports: Sequence[CompileReport]) -> list[tuple[str, ...]]:
         )
     ]
     for report in reports:
-        memory, traffic = report.memory, report.traffic
+        traffic = report.traffic
+        largest = max(report.programs, key=lambda program: program.memory.required)
+        memory = largest.memory
         slices = f"{report.num_slices} x " if report.num_slices > 1 else ""
         ratio, cost = "-", ("-",) * len(_COST_HEAD)
         if traffic is not None:
@@ -101,15 +110,92 @@ def comparison_rows(reports: Sequence[CompileReport]) -> list[tuple[str, ...]]:
             (
                 slices + report.topology,
                 str(report.num_devices),
-                "yes" if memory.fits else "NO",
+                "yes" if report.fits else "NO",
+                largest.name,
                 format_bytes(memory.required),
                 _share(memory.required, memory.capacity),
                 *cost,
                 ratio,
-                f"{report.compile_seconds:.1f} s",
+                f"{sum(p.compile_seconds for p in report.programs):.1f} s",
             )
         )
     return rows
+
+
+def _needs(memory: Memory) -> str:
+    """Returns required and available memory, and their difference."""
+    assert memory.available is not None
+    difference = format_bytes(abs(memory.available - memory.required))
+    return (
+        f"{format_bytes(memory.required)} of {format_bytes(memory.available)} HBM, "
+        f"{difference} {'free' if memory.fits else 'too much'}"
+    )
+
+
+def verdict_of(report: CompileReport) -> str:
+    """Returns the fit of the whole run, with the programs that do not fit."""
+    refused = [program for program in report.programs if not program.memory.fits]
+    if not refused:
+        return f"every program of the run fits ({len(report.programs)} of them)"
+    return "\n".join(
+        f"THE RUN DOES NOT FIT: {program.name} needs {_needs(program.memory)}"
+        for program in refused
+    )
+
+
+def program_rows(report: CompileReport) -> list[tuple[str, ...]]:
+    """Returns the cells of the table of a run's programs, under a head."""
+    rows: list[tuple[str, ...]] = [
+        (
+            "program",
+            "fits",
+            "needs",
+            "of HBM",
+            "arguments",
+            "outputs",
+            "temporaries",
+            "code",
+            "compiled",
+        )
+    ]
+    for program in report.programs:
+        memory = program.memory
+        arguments = memory.tables + memory.slots + memory.dense + memory.inputs
+        parts = (memory.outputs, memory.temporaries, memory.code)
+        has_run = program.compile_seconds > 0
+        rows.append(
+            (
+                program.name,
+                "yes" if memory.fits else "NO",
+                format_bytes(memory.required),
+                _share(memory.required, memory.capacity),
+                format_bytes(arguments + (memory.padding or 0)),
+                *("-" if size is None else format_bytes(size) for size in parts),
+                f"{program.compile_seconds:.1f} s" if has_run else "-",
+            )
+        )
+    return rows
+
+
+def program_remarks(report: CompileReport) -> list[str]:
+    """Returns the notes on programs beside the train step, and their refusals."""
+    return [
+        f"{program.name}: {remark}"
+        for program in report.others
+        for remark in (program.note, program.refusal)
+        if remark
+    ]
+
+
+def _format_programs(report: CompileReport) -> str:
+    return "\n".join(
+        (
+            verdict_of(report),
+            PROGRAMS_NOTE,
+            format_table(program_rows(report)),
+            *program_remarks(report),
+        )
+    )
 
 
 def memory_rows(memory: Memory) -> list[tuple[str, int]]:
@@ -129,21 +215,12 @@ def memory_rows(memory: Memory) -> list[tuple[str, int]]:
 
 def _format_memory(report: CompileReport) -> str:
     memory = report.memory
-    verdict = "fits"
+    verdict = "fits" if memory.fits else "DOES NOT FIT"
     if memory.available is not None:
-        needs = (
-            f"needs {format_bytes(memory.required)} of "
-            f"{format_bytes(memory.available)} HBM"
-        )
-        difference = format_bytes(abs(memory.available - memory.required))
-        verdict = (
-            f"fits: {needs}, {difference} free"
-            if memory.fits
-            else f"DOES NOT FIT: {needs}, {difference} too much"
-        )
+        verdict += f": needs {_needs(memory)}"
     if report.refusal:
         verdict += f"\n{report.refusal}"
-    rows = [("memory per device", "", "of HBM")] + [
+    rows = [("memory of the train step per device", "", "of HBM")] + [
         (name, format_bytes(size), _share(size, memory.capacity))
         for name, size in memory_rows(memory)
     ]
@@ -196,7 +273,7 @@ def loop_rows(traffic: ProgramTraffic) -> list[tuple[str, ...]]:
     """Returns the cells of the table of data-dependent loops, under a head."""
     rows: list[tuple[str, ...]] = [("loop", *_COST_HEAD)]
     rows += [
-        (_origin(loop.source, loop.op_name), *cost_cells(loop.per_turn))
+        (_origin(loop.source, loop.op_name), *cost_cells(loop.per_iteration))
         for loop in traffic.loops
     ]
     return rows
