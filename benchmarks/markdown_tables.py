@@ -27,3 +27,10 @@ def find_row(results: Results, benchmark: str, **fields: Any) -> dict[str, Any]:
         if all(row.get(name) == value for name, value in fields.items()):
             return row
     raise KeyError(f"results.json has no result {fields} of {benchmark!r}.")
+
+
+def show_time(milliseconds: float) -> str:
+    """Returns a time as text, with three digits or the thousands apart."""
+    if milliseconds < 10:
+        return f"{milliseconds:.2f}"
+    return f"{milliseconds:.1f}" if milliseconds < 100 else f"{milliseconds:,.0f}"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Final
 
-from markdown_tables import NOT_MEASURED, Cells, Results, find_row, table
+from markdown_tables import NOT_MEASURED, Cells, Results, find_row, show_time, table
 from peers_picture import PICTURE
 from sides import OURS, SIDES
 
@@ -11,20 +11,26 @@ from sides import OURS, SIDES
 def _peers(results: Results) -> str:
     head = ("setting", "library", "optimizer", "train step, ms", "this / peer")
     rows: list[Cells] = [(*head, "forward pass, ms", "this / peer")]
-    shapes = results["peers"]["shapes"]
     last = None
     for row in results["peers"]["results"]:
         name = row["setting"]
-        cells = ("" if name == last else f"{name}: {_shape(shapes[name])}",)
+        cells = ("" if name == last else f"{name}: {_shape(row['shape'])}",)
+        last = name
         cells += (SIDES[row["peer"]].title, row["optimizer"].replace("_", " "))
+        if "left_out" in row:
+            rows.append((*cells, f"left out: {row['left_out']}", "", "", ""))
+            continue
         for method in ("train", "forward"):
-            low, high = row[f"{method}_quartiles_ms"]
             ratio = row.get(f"{method}_ratio")
-            cells += (f"{_time(row[f'{method}_ms'])} ({_time(low)} to {_time(high)})",)
+            cells += (_with_quartiles(row, method),)
             cells += ("" if ratio is None else f"{ratio:.2f}",)
         rows.append(cells)
-        last = name
     return table(rows)
+
+
+def _with_quartiles(row: dict[str, Any], name: str) -> str:
+    low, high = map(show_time, row[f"{name}_quartiles_ms"])
+    return f"{show_time(row[f'{name}_ms'])} ({low} to {high})"
 
 
 def _shape(shape: dict[str, Any]) -> str:
@@ -67,7 +73,7 @@ def _prepare_speed(results: Results) -> str:
     rows: list[Cells] = [("form of the ids", "a batch", "million ids/s")]
     for row in results["prepare_speed"]["results"]:
         rate = row["ids_per_second"] / 1e6
-        rows.append((row["form"], f"{_time(row['median_ms'])} ms", f"{rate:.1f}"))
+        rows.append((row["form"], f"{show_time(row['median_ms'])} ms", f"{rate:.1f}"))
     return table(rows)
 
 
@@ -75,10 +81,8 @@ def _dlrm_speed(results: Results) -> str:
     rows: list[Cells] = [("library", "a step, ms", "samples/s")]
     titles = {"ours": SIDES[OURS].title, "torch": "PyTorch"}
     for row in results["dlrm_speed"]["results"]:
-        low, high = row["step_quartiles_ms"]
-        time = f"{_time(row['step_ms'])} ({_time(low)} to {_time(high)})"
         rate = f"{row['samples_per_second']:,.0f}"
-        rows.append((titles[row["side"]], time, rate))
+        rows.append((titles[row["side"]], _with_quartiles(row, "step"), rate))
     return table(rows)
 
 
@@ -89,7 +93,7 @@ def _device_count(results: Results) -> str:
     for row in results["device_count"]["results"]:
         cells = (row["setting"], str(row["devices"]))
         for method in ("train", "forward"):
-            cells += (_time(row[f"{method}_ms"]), f"{row[f'{method}_ratio']:.2f}")
+            cells += (show_time(row[f"{method}_ms"]), f"{row[f'{method}_ratio']:.2f}")
         rows.append(cells)
     return table(rows)
 
@@ -108,9 +112,9 @@ def peers_summary(results: Results) -> list[Cells]:
     for setting in ("S1", "S2", "S3"):
         try:
             row = find_row(results, "peers", setting=setting, peer="fbgemm")
+            ratios.append(f"{row['train_ratio']:.2f} ({row['forward_ratio']:.2f})")
         except KeyError:
             return []
-        ratios.append(f"{row['train_ratio']:.2f} ({row['forward_ratio']:.2f})")
     return [
         (
             "time of a train step (of a lookup) over FBGEMM's, in three settings",
@@ -119,12 +123,6 @@ def peers_summary(results: Results) -> list[Cells]:
             "`python benchmarks/peers.py`",
         )
     ]
-
-
-def _time(milliseconds: float) -> str:
-    if milliseconds < 10:
-        return f"{milliseconds:.2f}"
-    return f"{milliseconds:.1f}" if milliseconds < 100 else f"{milliseconds:,.0f}"
 
 
 def _if_measured(

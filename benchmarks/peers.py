@@ -59,16 +59,14 @@ def main() -> None:
     for name in arguments.setting:
         comparison = Comparison(SETTINGS[name], pythons, turns)
         results += comparison.run(peers, memory)
-        left_out |= comparison.left_out
     print(_table(results))
-    versions = [row.pop("versions") for row in results]
+    versions = [row.pop("versions", {}) for row in results]
     write_document(
         arguments.json,
         "peers",
-        shapes={name: SETTINGS[name].shapes() for name in arguments.setting},
+        shapes={"rounds": turns.rounds, "steps": turns.steps},
         results=results,
         versions=dict(collections.ChainMap(*versions)),
-        left_out=left_out,
     )
 
 
@@ -99,19 +97,21 @@ def _parse() -> argparse.Namespace:
 class Comparison:
     """One setting, timed on this package and its peers.
 
-    Attributes:
-      left_out: setting and peer to the reason why there are no figures.
+    Args:
+      setting: shapes.
+      pythons: peer to its interpreter; others run in this one.
+      turns: length of the run.
     """
 
     def __init__(self, setting: Setting, pythons: dict[str, str], turns: Turns):
-        self.left_out: dict[str, str] = {}
+        self._left_out: dict[str, str] = {}
         self._setting = setting
         self._pythons = pythons
         self._turns = turns
         self._checked: dict[str, dict[str, Any]] = {}
 
     def run(self, peers: list[str], memory: float) -> list[dict[str, Any]]:
-        """Times all peers; returns a result for each side.
+        """Times all peers; returns a result for each side, or why there is none.
 
         Args:
           peers: names of the installed ones.
@@ -138,7 +138,11 @@ class Comparison:
                         results.append(self._result(peer, by_method, beside))
             finally:
                 ours.close()
-        return [self._result(OURS, own, None), *results]
+        left_out = [
+            self._row(peer) | {"left_out": reason}
+            for peer, reason in self._left_out.items()
+        ]
+        return [self._result(OURS, own, None), *results, *left_out]
 
     def _groups(self, peers: list[str], memory: float) -> list[list[str]]:
         """Returns the peers that run at a time, the smallest first."""
@@ -170,6 +174,10 @@ class Comparison:
                 except SideFailedError as error:
                     self._leave_out(peer, str(error))
             return time_in_turns(sides, METHODS, self._turns)
+        except SideFailedError as error:
+            for peer in sides.keys() - {OURS}:
+                self._leave_out(peer, str(error))
+            return {OURS: {method: Times() for method in METHODS}}
         finally:
             for name, side in sides.items():
                 if name != OURS:
@@ -187,21 +195,26 @@ class Comparison:
 
     def _leave_out(self, peer: str, reason: str) -> None:
         print(f"  left out: {peer}: {reason}", flush=True)
-        self.left_out[f"{self._setting.name}, {peer}"] = reason.splitlines()[0]
+        self._left_out[peer] = reason.splitlines()[0]
 
     def _bytes_of(self, name: str) -> float:
         copies = SIDES[name].table_copies
         return PROCESS_BYTES + copies * self._setting.table_bytes
 
+    def _row(self, name: str) -> dict[str, Any]:
+        """Returns the fields that every result has."""
+        return {
+            "setting": self._setting.name,
+            "peer": name,
+            "optimizer": SIDES[name].optimizer,
+            "shape": self._setting.shapes(),
+        }
+
     def _result(
         self, name: str, times: dict[str, Times], beside: dict[str, Times] | None
     ) -> dict[str, Any]:
         """Returns the result of a side; `beside` has ours, timed in the same group."""
-        result: dict[str, Any] = {
-            "setting": self._setting.name,
-            "peer": name,
-            "optimizer": SIDES[name].optimizer,
-        }
+        result = self._row(name)
         for method, found in times.items():
             result |= found.fields(method)
             if beside is not None:
@@ -246,6 +259,9 @@ def _table(results: list[dict[str, Any]]) -> str:
     lines = [f"{head}{columns}   this/peer  difference"]
     for row in results:
         line = f"{row['setting']:8} {row['peer']:11} {row['optimizer']:16}"
+        if "left_out" in row:
+            lines.append(f"{line} left out: {row['left_out']}")
+            continue
         for method in METHODS:
             low, high = row[f"{method}_quartiles_ms"]
             ratio = row.get(f"{method}_ratio")

@@ -3,7 +3,7 @@
 import math
 from typing import Any, Final
 
-from markdown_tables import Results
+from markdown_tables import Results, show_time
 from sides import OURS, SIDES
 
 PICTURE: Final = "peers.svg"
@@ -28,7 +28,7 @@ def draw(results: Results) -> str:
 
     Blue is a train step, orange a lookup. The axis of time is logarithmic.
     """
-    rows = results["peers"]["results"]
+    rows = [row for row in results["peers"]["results"] if "left_out" not in row]
     axis = _Axis([row[f"{m}_ms"] for row in rows for m in ("train", "forward")])
     settings = list(dict.fromkeys(row["setting"] for row in rows))
     parts, y = [], 30
@@ -76,7 +76,7 @@ class _Axis:
             parts.append(
                 f'<path class="grid" d="M{x} {top} L{x} {bottom - LINE / 2}"/>'
             )
-            parts.append(_text(x, bottom + 5, f"{10.0**power:g}", "mid"))
+            parts.append(_text(x, bottom + 5, f"{10.0**power:,g}", "mid"))
         return parts
 
 
@@ -88,8 +88,8 @@ def _line(row: dict[str, Any], y: float, axis: _Axis) -> list[str]:
         parts.append(f'<circle class="{method}" cx="{x}" cy="{y - 5}" r="5"/>')
     # The longer time has its figure on the right, the shorter one on the left.
     shorter, longer = sorted(row[f"{m}_ms"] for m in ("train", "forward"))
-    parts.append(_text(axis.x(longer) + 9, y, f"{longer:.3g}", style))
-    parts.append(_text(axis.x(shorter) - 9, y, f"{shorter:.3g}", f"{style} end"))
+    parts.append(_text(axis.x(longer) + 9, y, show_time(longer), style))
+    parts.append(_text(axis.x(shorter) - 9, y, show_time(shorter), f"{style} end"))
     return parts
 
 

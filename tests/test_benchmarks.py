@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import interleaved  # noqa: E402  # pyright: ignore[reportMissingImports]
+import peers  # noqa: E402  # pyright: ignore[reportMissingImports]
 import render_tables  # noqa: E402  # pyright: ignore[reportMissingImports]
 import results_file  # noqa: E402  # pyright: ignore[reportMissingImports]
 import settings  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -140,3 +141,29 @@ def test_a_slow_side_does_fewer_steps():
     assert times["b"]["train"].seconds == [0.5, 0.5]
     assert times["b"]["train"].median_ms == 500
     assert times["b"]["train"].peak_bytes == 7
+
+
+def test_a_peer_beyond_the_memory_is_left_out():
+    turns = interleaved.Turns(rounds=1, steps=1, seconds=1.0)
+    comparison = peers.Comparison(TINY, {}, turns)
+    groups = comparison._groups(["fbgemm", "torch", "jax_dense"], 1.9e9)
+    assert groups == [["fbgemm", "torch"], ["jax_dense"]]
+    assert comparison._groups(["torch"], 0.5e9) == [[]]
+    row = comparison._row("torch") | {"left_out": comparison._left_out["torch"]}
+    assert row["left_out"] == "needs 1 GB, 0 are free"
+    table = render_tables.TABLES["peers"]({"peers": {"results": [row]}})
+    assert "| adagrad | left out: needs 1 GB, 0 are free |" in table
+    assert "left out: needs 1 GB" in peers._table([row])
+
+
+def test_peers_beside_one_that_ends_are_left_out(monkeypatch):
+    def ask(command, **arguments):
+        raise interleaved.SideFailedError("torch ended with status -9\nlast words")
+
+    side = types.SimpleNamespace(ask=ask, close=lambda: None)
+    monkeypatch.setattr(peers.Comparison, "_start", lambda *_: side)
+    turns = interleaved.Turns(rounds=1, steps=1, seconds=1.0)
+    comparison = peers.Comparison(TINY, {}, turns)
+    times = comparison._time_group(side, ["torch"])
+    assert times["ours"]["train"].seconds == []
+    assert comparison._left_out == {"torch": "torch ended with status -9"}
