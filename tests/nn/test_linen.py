@@ -9,7 +9,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
-from flax import nnx
+from flax import nnx, serialization
 from flax.training import train_state
 
 import tpu_embedding as te
@@ -17,6 +17,8 @@ from tests.conftest import mesh_of
 
 BATCH, DIM = 12, 4
 VOCABULARY_SIZE = 50
+# Its state has counts of steps beside the slot variables.
+SCHEDULED = te.optimizers.adagrad(optax.linear_schedule(0.2, 0.1, 9))
 
 
 def make_config():
@@ -330,6 +332,64 @@ def test_orbax_restores_under_the_same_plan_only(tmp_path):
         other = make_state(LinenModel(trained_plan(3)), batch)
         with pytest.raises(ValueError, match="stack_0"):
             checkpointer.restore(tmp_path / "state", other)
+
+
+def test_flax_bytes_restore_under_the_same_plan_only():
+    batch, tx = make_batch(), optax.adam(0.01)
+    model = LinenModel(plan_of(2, SCHEDULED))
+    state = make_state(model, batch, tx)
+    _, gradients = te.linen.value_and_grad(linen_loss(model, batch))(state.variables)
+    trained = state.apply_gradients(grads=gradients)
+    saved = serialization.to_bytes(trained)
+    restored = serialization.from_bytes(state, saved)
+    jax.tree.map(np.testing.assert_array_equal, restored, trained)
+    for found, lines in zip(
+        jax.tree.leaves(restored.variables["embedding_tables"]),
+        jax.tree.leaves(trained.variables["embedding_tables"]),
+        strict=True,
+    ):
+        assert found.sharding == lines.sharding
+    other = make_state(LinenModel(plan_of(3, SCHEDULED)), batch, tx)
+    with pytest.raises(ValueError, match="saved under the plan .*embedding_tables"):
+        serialization.from_bytes(other, saved)
+
+
+def test_averages_are_swapped_in_as_with_nnx():
+    """The variables that `finalize_variable_values` sets, dense ones and tables."""
+    rule = te.optimizers.adafactor(0.1, use_ema=True, ema_momentum=0.5)
+    plan, batch = plan_of(2, rule), make_batch()
+    linen = LinenModel(plan)
+    state = make_state(linen, batch, rule)
+    model = NnxModel(plan)
+    tables = te.linen.embedding_tables(state.variables)["embedding"]
+    model.embedding.set_embedding_tables(tables)
+    for name in ("bottom", "top"):
+        kernel = np.array(state.variables["params"][name]["kernel"])
+        getattr(model, name).kernel.set_value(jnp.array(kernel))
+    optimizer = te.Optimizer(model, rule)
+    for seed in range(2):
+        batch = make_batch(seed)
+        compute = te.linen.value_and_grad(linen_loss(linen, batch))
+        state = state.apply_gradients(grads=compute(state.variables)[1])
+        compute = te.value_and_grad(lambda m, batch: loss_of(m(batch), batch))
+        optimizer.update(model, compute(model, batch)[1])
+    last = te.linen.embedding_tables(state.variables)["embedding"]
+    state = state.finalize_variable_values()
+    optimizer.finalize_variable_values(model)
+    found = te.linen.embedding_tables(state.variables)["embedding"]
+    expected = model.embedding.embedding_tables()
+    for name, values in found.items():
+        # The two programs may fuse the rule's sums in another way.
+        np.testing.assert_allclose(values, expected[name], rtol=1e-5, atol=1e-7)
+        assert (values != last[name]).any()
+    for name in ("bottom", "top"):
+        np.testing.assert_allclose(
+            state.variables["params"][name]["kernel"],
+            getattr(model, name).kernel.get_value(),
+            **dict(rtol=1e-5, atol=1e-7),
+        )
+    with pytest.raises(ValueError, match="needs an optimizer that keeps moving aver"):
+        make_state(LinenModel(trained_plan()), batch).finalize_variable_values()
 
 
 def call_in(transform):

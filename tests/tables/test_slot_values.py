@@ -44,6 +44,8 @@ def random_like(values):
     generator = np.random.default_rng(0)
 
     def change(array):
+        if array.dtype == bool:
+            return ~array
         if array.shape == ():
             return np.asarray(7, array.dtype)
         numbers = 100 * generator.uniform(size=array.shape)
@@ -158,6 +160,10 @@ ALL = {
     "collected": (
         opt.every_row(opt.rowwise_adagrad(0.1), gradient_steps=2),
         {"step": ()},
+    ),
+    "bools": (
+        optax.apply_if_finite(optax.trace(0.9), max_consecutive_errors=3),
+        {"notfinite_count": (), "last_finite": (), "total_notfinite": ()},
     ),
     "inject": (
         optax.inject_hyperparams(opt.adagrad)(learning_rate=0.1),

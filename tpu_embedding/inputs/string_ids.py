@@ -44,10 +44,17 @@ def hash_ids(
     Two hashes of one feature, with different salts, into two tables, tell strings apart
     that share a bucket of one.
 
+    `keras.layers.Hashing(num_bins, mask_value=mask)` keeps bin 0 for the mask, and adds
+    1 to the others. `hash_ids(strings, num_bins - 1, padding=mask)` gives its bins less
+    1: use it with the rows of a Keras table from row 1 on. Masked strings look up
+    nothing here, where Keras reads row 0.
+
     Args:
       strings: array of strings, nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
         an object with the fields of a ragged or sparse tensor. Text is hashed as UTF-8,
-        integers as their decimal digits.
+        integers as their decimal digits. NumPy arrays of a fixed width (dtype `S` or
+        `U`) have lost the NUL characters at the end of their strings; dtype `object`
+        keeps them.
       num_buckets: 1 to 2**31 - 2; the `vocabulary_size` of the table.
       salt: number from 0 to 2**64 - 1, or a pair; one number stands for a pair of it.
       padding: string that marks unused places. They become `PADDING_ROW_ID`.
@@ -65,6 +72,8 @@ def hash_ids(
       [1, 0, 1]
       >>> hash_ids(["A", "B", "C"], 3, salt=(133, 137)).tolist()
       [1, 2, 1]
+      >>> hash_ids(["A", "", "C"], 3 - 1, padding="").tolist()  # of Hashing: 1, 0, 2
+      [0, 2147483647, 1]
     """
     if not _is_int(num_buckets) or not 1 <= num_buckets <= MAX_IDS:
         raise ValueError(

@@ -279,12 +279,15 @@ def _checked(value: Any, old: np.ndarray, table_name: str, name: str) -> np.ndar
     """Returns a new value with the dtype of the old one.
 
     Raises:
-      TypeError: if it is no array of real numbers.
+      TypeError: if it is no array of real numbers, or no bools for a slot of bools.
       ValueError: if its shape differs, or it loses a fraction.
     """
     array = np.asarray(value)
     owner = f"values of slot {name!r} of table {table_name!r}"
-    if not (
+    if old.dtype == bool:
+        if array.dtype != bool:
+            raise TypeError(f"{owner} must be bools, got dtype {array.dtype}.")
+    elif not (
         jax.numpy.issubdtype(array.dtype, np.floating)
         or jax.numpy.issubdtype(array.dtype, np.integer)
     ):

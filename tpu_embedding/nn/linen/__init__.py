@@ -1,5 +1,6 @@
 """Embedding tables in Flax Linen models: layer, gradients and train state."""
 
+from tpu_embedding.nn.linen import serialization as _serialization
 from tpu_embedding.nn.linen.layer import TPUEmbedding as TPUEmbedding
 from tpu_embedding.nn.linen.training import TrainState as TrainState
 from tpu_embedding.nn.linen.training import value_and_grad as value_and_grad
@@ -8,3 +9,5 @@ from tpu_embedding.nn.linen.variables import embedding_tables as embedding_table
 from tpu_embedding.nn.linen.variables import (
     with_embedding_tables as with_embedding_tables,
 )
+
+del _serialization  # Importing it registers the types.
