@@ -11,9 +11,9 @@ import time
 import traceback
 
 from tests import conftest  # before jax is imported: eight CPU devices
-from tests.test_random_configurations import random_examples
+from tests.test_random_configurations import BATCHES, random_examples
 
-EXAMPLES_PER_SEED = 50
+EXAMPLES_PER_SEED = 20
 
 
 def main():
@@ -33,7 +33,8 @@ def main():
             traceback.print_exc()
         conftest.jax.clear_caches()  # of traces, which keep their plans
         print(
-            f"{first + number} examples in {time.monotonic() - start:.0f} s, "
+            f"{first + number} examples of {BATCHES} batches each "
+            f"in {time.monotonic() - start:.0f} s, "
             f"last seed {seed}, seeds with failures {failed}",
             flush=True,
         )

@@ -32,8 +32,20 @@ BAD_IDS = (-1, -7, -(2**31), 12, 13, 2**31 - 2)
 FOREIGN_IDS = (2**31, 2**40, -(2**40))
 ABSENT = object()
 DENSE_FORMS = ("one", "matrix", "masked")
+MAX_VALENCE = 5
 STEP_FORMS = ("one", "matrix", "matrix")
 HOST_FORMS = ("ragged", "ragged", "sparse", "lists", "masked")
+
+
+def pool_by_distance(valence, rows):
+    """Weights each row by its distance to the mean: it depends on all of them."""
+    is_used = (jnp.arange(len(rows)) < valence)[:, None]
+    mean = jnp.sum(jnp.where(is_used, rows, 0), axis=0) / valence
+    squares = jnp.sum((rows - mean[None]) ** 2, axis=1, keepdims=True)
+    return jnp.sum(jnp.where(is_used, rows / (1 + squares), 0), axis=0)
+
+
+CUSTOM_COMBINER = te.CustomCombiner(function=pool_by_distance, max_valence=MAX_VALENCE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,6 +229,7 @@ def tables_on(draw, placements):
     sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=2))
     dims = draw(st.lists(st.sampled_from([1, 2, 3, 8]), min_size=1, max_size=2))
     optimizers = draw(st.lists(st.sampled_from(list(OPTIMIZERS)), min_size=1))
+    combiners = ["sum", "sum", "mean", "mean", "sqrtn", "sqrtn", CUSTOM_COMBINER]
     num_tables = draw(st.integers(1, 3))
     tables = []
     for i in range(num_tables):
@@ -229,7 +242,7 @@ def tables_on(draw, placements):
         table = te.TableConfig(
             vocabulary_size=draw(st.sampled_from(sizes)),
             dim=draw(st.sampled_from(dims)),
-            combiner=draw(st.sampled_from(["sum", "mean", "sqrtn"])),
+            combiner=draw(st.sampled_from(combiners)),
             name=draw(st.sampled_from([None, f"named_{i}"])),
             initializer=jax.nn.initializers.zeros,
             optimizer=optimizer,
@@ -253,8 +266,10 @@ def features_of(draw, tables, batch_size, is_prepared):
     shape = draw(shapes(batch_size, form))
     num_samples = shape.pop("num_samples")
     policy = draw(st.sampled_from(["error", "drop", "clip"]))
+    tables = table if isinstance(table, tuple) else (table,)
+    is_custom = any(other.combiner is CUSTOM_COMBINER for other in tables)
     default_id = None
-    if not shape.pop("is_sequence"):
+    if not shape.pop("is_sequence") and not is_custom:
         default_id = draw(st.none() | st.integers(0, num_rows - 1))
     config = te.FeatureConfig(
         table=table,
@@ -264,13 +279,13 @@ def features_of(draw, tables, batch_size, is_prepared):
         expected_valence=draw(st.sampled_from([None, 0.5, 3])),
         **shape,
     )
-    may_be_weighted = form != "masked" and not config.max_sequence_length
+    may_be_weighted = not (is_custom or form == "masked" or config.max_sequence_length)
     has_bad_ids = policy != "error" or not is_prepared
     return RandomFeature(
         config=config,
         form=form,
         num_samples=num_samples,
-        max_valence=1 if form == "one" else draw(st.integers(0, 5)),
+        max_valence=1 if form == "one" else draw(st.integers(0, MAX_VALENCE)),
         is_weighted=may_be_weighted and draw(st.sampled_from([True, True, False])),
         has_bad_ids=has_bad_ids,
         has_foreign_ids=has_bad_ids and is_prepared and draw(st.booleans()),

@@ -3,7 +3,6 @@
 NumPy in float64, written sample by sample so that it can be checked by reading.
 """
 
-import jax
 import numpy as np
 
 import tpu_embedding as te
@@ -87,10 +86,6 @@ def dense_lookup(tables, features, plan):
         table = np.asarray(tables[table_name(feature, plan)], np.float64)
         result = np.zeros((len(bags), table.shape[1]))
         for i, bag in enumerate(bags):
-            if isinstance(combiner, te.CustomCombiner):
-                rows = [row for row, _ in gains_of(bag, "sum", feature)]
-                result[i] = pool_by_function(table, rows, combiner, result[i])[0]
-                continue
             for row, gain in gains_of(bag, combiner, feature):
                 result[i] += gain * table[row]
         activations[key_of(feature)] = result
@@ -107,28 +102,10 @@ def dense_gradients(tables, features, cotangents, plan):
         cotangent = np.asarray(cotangents[key_of(feature)], np.float64)
         cotangent = cotangent.reshape(len(bags), -1)
         for i, bag in enumerate(bags):
-            if isinstance(combiner, te.CustomCombiner):
-                rows = [row for row, _ in gains_of(bag, "sum", feature)]
-                _, by_row = pool_by_function(tables[name], rows, combiner, cotangent[i])
-                np.add.at(gradients[name], rows, by_row)
-                touched[name][rows] = True
-                continue
             for row, gain in gains_of(bag, combiner, feature):
                 gradients[name][row] += gain * cotangent[i]
                 touched[name][row] = True
     return gradients, touched
-
-
-def pool_by_function(table, rows, combiner, cotangent):
-    """Returns the pooled row of one sample, and the derivative by each of its rows."""
-    if not rows:
-        return np.zeros(table.shape[1]), np.zeros((0, table.shape[1]))
-    padded = np.zeros((combiner.max_valence, table.shape[1]), np.float32)
-    padded[: len(rows)] = table[rows]
-    function = lambda x: combiner.function(np.int32(len(rows)), x)  # noqa: E731
-    pooled, derivative = jax.vjp(function, padded)
-    (by_row,) = derivative(np.asarray(cotangent, np.float32))
-    return np.asarray(pooled), np.asarray(by_row)[: len(rows)]
 
 
 def key_of(feature):
