@@ -79,8 +79,10 @@ class TableConfig:
       dim: number of columns, at least 1.
       initializer: function `(key, shape, dtype) -> array`, as in
         `jax.nn.initializers`. Its shape argument is `(vocabulary_size, dim)`, on any
-        number of devices, so fan-based initializers see the whole table. None means
-        truncated normal with stddev `1 / sqrt(dim)`.
+        number of devices, so fan-based initializers see the whole table. Those of
+        `tpu_embedding.initializers` need no memory for the whole table; any other is
+        called once for all rows. None means truncated normal with stddev
+        `1 / sqrt(dim)`.
       optimizer: optimizer of this table: an optax transformation, an optimizer of
         `tpu_embedding.optimizers`, or the name of one that has defaults, such as
         `"adagrad"`. None means the optimizer given to the layer.

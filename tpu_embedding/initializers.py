@@ -1,26 +1,209 @@
-"""Initial values of tables: functions `(key, shape, dtype)`, as in JAX."""
+"""Initial values of tables.
+
+An initializer is a function `(key, shape, dtype)`, as in JAX. Those of this module are
+also *row initializers*: each owner of a row computes the row alone, in blocks of rows,
+without memory for the whole table. Any other function is called once for the whole
+table; `rowwise` makes a row initializer of it.
+"""
 
 import dataclasses
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
 
-from tpu_embedding.field_checks import convert_ints, is_int
+from tpu_embedding.field_checks import convert_ints, is_finite, is_int
+from tpu_embedding.row_bits import key_words, row_bits
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
+RowFunction = Callable[..., jax.Array]
+"""Computes rows, `(key, row_ids, dim, *parameters) -> float32 [rows, dim]`."""
 
-def truncated_normal_initializer(dim: int) -> Initializer:
+
+@dataclasses.dataclass(frozen=True)
+class RowInitializer:
+    """An initializer whose rows can be computed one by one.
+
+    Tables of a stack whose functions are equal share one compiled program. Their
+    parameters are data of that program.
+
+    Attributes:
+      function: `(key, row_ids, dim, *parameters)`, returns float32 `[rows, dim]`.
+        `key` is the table's own Threefry key. `row_ids` is int32 `[rows]`, any rows of
+        the table in any order. Row `i` of the result must depend on the key, on
+        `row_ids[i]` and on the parameters only. `row_bits` gives random bits.
+      parameters: ints of 32 bits and floats, passed as int32 and float32 scalars.
+
+    Example:
+      >>> def ramp_rows(key, row_ids, dim, slope):
+      ...     return jnp.tile(slope * row_ids[:, None].astype(jnp.float32), (1, dim))
+      >>> ramp = RowInitializer(ramp_rows, (0.5,))
+      >>> ramp(jax.random.key(0), (3, 2), jnp.float32).tolist()
+      [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
+    """
+
+    function: RowFunction
+    parameters: tuple[int | float, ...] = ()
+
+    def __post_init__(self):
+        convert_ints(self, "parameters")
+        parameters = self.parameters
+        if not callable(self.function):
+            raise TypeError(
+                "RowInitializer.function must be a function (key, row_ids, dim, "
+                f"*parameters), got {self.function!r}."
+            )
+        if not isinstance(parameters, tuple) or not is_finite(*parameters):
+            raise ValueError(
+                "RowInitializer.parameters must be a tuple of finite numbers, got "
+                f"{parameters!r}."
+            )
+        if any(is_int(p) and not -(2**31) <= p < 2**31 for p in parameters):
+            raise ValueError(
+                "RowInitializer.parameters must be ints of 32 bits or floats, got "
+                f"{parameters!r}; write large numbers as floats."
+            )
+
+    def __repr__(self) -> str:
+        name = getattr(self.function, "__name__", repr(self.function))
+        return f"RowInitializer({name}, {self.parameters!r})"
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """Returns the values of a table of this shape, `(vocabulary_size, dim)`."""
+        row_ids = jnp.arange(shape[0], dtype=jnp.int32)
+        rows = self.function(threefry_key(key), row_ids, shape[1], *self.scalars)
+        return rows.astype(dtype)
+
+    @property
+    def scalars(self) -> tuple[np.generic, ...]:
+        """The parameters as scalars of 32 bits."""
+        return tuple(
+            np.int32(p) if is_int(p) else np.float32(p) for p in self.parameters
+        )
+
+
+def threefry_key(key: jax.Array) -> jax.Array:
+    """Returns a Threefry key that stands for a key of any kind."""
+    return jax.random.wrap_key_data(key_words(key), impl="threefry2x32")
+
+
+def constant(value: float) -> RowInitializer:
+    """Returns an initializer with one value everywhere.
+
+    Example:
+      >>> constant(2)(jax.random.key(0), (1, 3), jnp.float32).tolist()
+      [[2.0, 2.0, 2.0]]
+    """
+    _check_numbers("constant", value=value)
+    return RowInitializer(_constant_rows, (float(value),))
+
+
+def uniform(low: float = -0.05, high: float = 0.05) -> RowInitializer:
+    """Returns an initializer with uniform values from `low` to `high`.
+
+    Args:
+      low: smallest value; Keras' `RandomUniform` has the same default.
+      high: largest value, at least `low`.
+
+    Example:
+      >>> values = uniform(-1.0, 1.0)(jax.random.key(0), (100, 8), jnp.float32)
+      >>> bool(jnp.all(jnp.abs(values) <= 1))
+      True
+    """
+    _check_numbers("uniform", low=low, high=high)
+    if low > high:
+        raise ValueError(f"uniform: low must be at most high, got {low!r}, {high!r}.")
+    return RowInitializer(_uniform_rows, (float(low), float(high)))
+
+
+def normal(stddev: float = 0.05, mean: float = 0.0) -> RowInitializer:
+    """Returns an initializer with normally distributed values.
+
+    Args:
+      stddev: standard deviation, at least 0; Keras' `RandomNormal` has the same
+        default. That of `jax.nn.initializers.normal` is 0.01.
+      mean: the mean.
+
+    Example:
+      >>> normal(0.1)(jax.random.key(0), (100, 8), jnp.float32).shape
+      (100, 8)
+    """
+    _check_deviation("normal", stddev, mean)
+    return RowInitializer(_normal_rows, (float(stddev), float(mean)))
+
+
+def truncated_normal(stddev: float = 0.05, mean: float = 0.0) -> RowInitializer:
+    """Returns an initializer with normal values within two standard deviations.
+
+    Args:
+      stddev: standard deviation before truncation, at least 0, as in TensorFlow and
+        JAX. The values have 0.88 of it.
+      mean: the mean.
+
+    Example:
+      >>> values = truncated_normal(0.5)(jax.random.key(0), (100, 8), jnp.float32)
+      >>> bool(jnp.all(jnp.abs(values) <= 1))
+      True
+    """
+    _check_deviation("truncated_normal", stddev, mean)
+    return RowInitializer(_truncated_normal_rows, (float(stddev), float(mean)))
+
+
+def rowwise(initializer: Initializer) -> RowInitializer:
+    """Returns a row initializer that calls another initializer for each row.
+
+    Use it for an initializer that is not of this module and draws each row by itself,
+    to need no memory for a whole table. Each row has a key of its own, so the values
+    differ from those of one call for the table.
+
+    Args:
+      initializer: `(key, shape, dtype)`. It is asked for the shape `(1, dim)`, so its
+        values must not depend on the number of rows. Those of
+        `jax.nn.initializers.variance_scaling` do, unless its mode is `"fan_out"`.
+
+    Example:
+      >>> spread = rowwise(jax.nn.initializers.uniform(0.1))
+      >>> spread(jax.random.key(0), (5, 4), jnp.float32).shape
+      (5, 4)
+    """
+    if not callable(initializer) or not takes_key(initializer):
+        raise TypeError(
+            "rowwise: initializer must be a function (key, shape, dtype), got "
+            f"{initializer!r}."
+        )
+    return RowInitializer(_EachRow(initializer))
+
+
+@dataclasses.dataclass(frozen=True)
+class _EachRow:
+    """A row function that calls an initializer for each row."""
+
+    initializer: Initializer
+
+    def __call__(
+        self, key: jax.Array, row_ids: Int[Array, " rows"], dim: int
+    ) -> jax.Array:
+        def row(row_id):
+            key_of_row = jax.random.fold_in(key, row_id)
+            values = self.initializer(key_of_row, (1, dim), jnp.float32)
+            return jnp.asarray(values)
+
+        return jax.vmap(row)(row_ids).reshape(-1, dim)
+
+
+def truncated_normal_initializer(dim: int) -> RowInitializer:
     """Returns TensorFlow's default: truncated normal with stddev `1 / sqrt(dim)`.
 
     JAX and TensorFlow both take `stddev` before truncation at two standard deviations,
     so the two agree without a correction.
     """
-    return jax.nn.initializers.truncated_normal(stddev=1.0 / math.sqrt(dim))
+    return truncated_normal(1.0 / math.sqrt(dim))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +233,46 @@ class RowIdInitializer:
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """Returns the values of a table of this shape; the key has no effect."""
-        del key
-        if self.offset + shape[0] > 2**31:
+        return self.for_rows(shape[0])(key, shape, dtype)
+
+    def for_rows(self, num_rows: int) -> RowInitializer:
+        """Returns the row initializer of a table of `num_rows` rows.
+
+        Raises:
+          ValueError: if the last row's value is beyond 32 bits.
+        """
+        if self.offset + num_rows > 2**31:
             raise ValueError(
                 "RowIdInitializer.offset must leave 32 bits for the last row, got "
-                f"{self.offset} for {shape[0]} rows."
+                f"{self.offset} for {num_rows} rows."
             )
-        row_ids = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + self.offset
-        return row_ids.astype(dtype)
+        return RowInitializer(_row_id_rows, (self.offset,))
+
+
+_CONSTANTS: Final = {jax.nn.initializers.zeros: 0.0, jax.nn.initializers.ones: 1.0}
+"""Initializers of JAX that can be recognised: the others are anonymous closures."""
+
+
+def row_initializer(
+    initializer: Initializer | None, num_rows: int, dim: int
+) -> RowInitializer | None:
+    """Returns the row initializer of a table; None if it needs the whole shape.
+
+    Args:
+      initializer: of the table; None: the default one.
+      num_rows: of the table.
+      dim: of the table.
+    """
+    if initializer is None:
+        return truncated_normal_initializer(dim)
+    if isinstance(initializer, RowInitializer):
+        return initializer
+    if isinstance(initializer, RowIdInitializer):
+        return initializer.for_rows(num_rows)
+    for known, value in _CONSTANTS.items():
+        if initializer is known:
+            return constant(value)
+    return None
 
 
 def takes_key(initializer: Callable[..., Any]) -> bool:
@@ -71,3 +286,77 @@ def takes_key(initializer: Callable[..., Any]) -> bool:
     except TypeError:
         return False
     return next(iter(signature.parameters)) != "shape"
+
+
+def _constant_rows(
+    key: jax.Array, row_ids: Int[Array, " rows"], dim: int, value: jax.Array
+) -> Float[Array, "rows dim"]:
+    del key
+    return jnp.full((row_ids.shape[0], dim), value, jnp.float32)
+
+
+def _uniform_rows(
+    key: jax.Array,
+    row_ids: Int[Array, " rows"],
+    dim: int,
+    low: jax.Array,
+    high: jax.Array,
+) -> Float[Array, "rows dim"]:
+    middle, half_width = 0.5 * low + 0.5 * high, 0.5 * high - 0.5 * low
+    values = middle + half_width * _symmetric(row_bits(key, row_ids, dim))
+    return jnp.clip(values, low, high)
+
+
+def _normal_rows(
+    key: jax.Array,
+    row_ids: Int[Array, " rows"],
+    dim: int,
+    stddev: jax.Array,
+    mean: jax.Array,
+) -> Float[Array, "rows dim"]:
+    values = jax.lax.erf_inv(_symmetric(row_bits(key, row_ids, dim)))
+    return mean + stddev * (math.sqrt(2) * values)
+
+
+def _truncated_normal_rows(
+    key: jax.Array,
+    row_ids: Int[Array, " rows"],
+    dim: int,
+    stddev: jax.Array,
+    mean: jax.Array,
+) -> Float[Array, "rows dim"]:
+    # A normal value lies within two deviations with this probability.
+    probability = math.erf(2 / math.sqrt(2))
+    values = jax.lax.erf_inv(probability * _symmetric(row_bits(key, row_ids, dim)))
+    return mean + stddev * jnp.clip(math.sqrt(2) * values, -2.0, 2.0)
+
+
+def _row_id_rows(
+    key: jax.Array, row_ids: Int[Array, " rows"], dim: int, offset: jax.Array
+) -> Float[Array, "rows dim"]:
+    del key
+    shape = (row_ids.shape[0], dim)
+    rows = jax.lax.broadcast_in_dim(row_ids + offset, shape, (0,))
+    return rows.astype(jnp.float32)
+
+
+def _symmetric(bits: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns numbers between -1 and 1, without -1, 0 and 1: odd multiples of 2**-24.
+
+    Every operation is exact, so that the numbers are equal on every platform.
+    """
+    # Via int32: a TPU has no conversion from unsigned integers to floats.
+    odd = 2 * (bits >> 8).astype(jnp.int32) - (2**24 - 1)
+    return odd.astype(jnp.float32) * 2.0**-24
+
+
+def _check_deviation(name: str, stddev: float, mean: float) -> None:
+    _check_numbers(name, stddev=stddev, mean=mean)
+    if stddev < 0:
+        raise ValueError(f"{name}: stddev must be at least 0, got {stddev!r}.")
+
+
+def _check_numbers(name: str, **values: Any) -> None:
+    for field, value in values.items():
+        if not is_finite(value):
+            raise ValueError(f"{name}: {field} must be a finite number, got {value!r}.")

@@ -90,8 +90,7 @@ def test_initial_values_are_those_of_one_device(axes):
         sharding = tables[stack.name].lines.sharding
         assert sharding.is_equivalent_to(plan.rows_sharding(stack), 2)
         for name, values in te.unstack_tables(tables, plan).items():
-            # XLA fuses the initializer's arithmetic differently in each program.
-            np.testing.assert_allclose(values, expected[name], rtol=1e-5, atol=1e-7)
+            np.testing.assert_array_equal(values, expected[name])
 
 
 @pytest.mark.parametrize(

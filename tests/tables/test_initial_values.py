@@ -10,6 +10,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tpu_embedding.tables.initial_values import _key_of_words, _words_of_name
 
 KEY = jax.random.key(11)
 
@@ -41,11 +42,17 @@ TABLES = (
     table("integers", 41, initializer=random_integers),
     table("wide", 13, 200),
     table("fan", 11, 4, jax.nn.initializers.variance_scaling(1, "fan_in", "normal")),
+    table("normal", 45, 4, te.initializers.normal(0.3, 0.1)),
+    table("uniform", 33, 4, te.initializers.uniform(-0.1, 0.3)),
+    table("other_uniform", 21, 4, te.initializers.uniform(0.3, 0.9)),
+    table("constant", 21, 4, te.initializers.constant(0.3)),
+    table("row_ids", 29, 4, te.RowIdInitializer(7)),
+    table("each_row", 29, 4, te.initializers.rowwise(random_integers)),
 )
 
 
-# With LLVM's optimizations, which other tests leave out: without them, the programs of
-# different numbers of devices round near zero with a relative difference of 2e-6.
+# With LLVM's optimizations, which other tests leave out: without them, programs of
+# different numbers of devices round the initializers of JAX otherwise.
 init_tables = jax.jit(
     te.init_tables,
     static_argnums=0,
@@ -68,22 +75,20 @@ def values_of(num_devices=1, hardware=None, tables=TABLES, key_data=11):
     for stack in plan.stacks:
         lines = stacked[stack.name].lines
         assert lines.sharding.is_equivalent_to(plan.batch_sharding, 2)
-        assert lines.dtype == jnp.float32
+        assert lines.dtype == stack.layout.stored_dtype
         assert stacked[stack.name].layout == stack.layout
     return te.unstack_tables(stacked, plan)
 
 
-# Another program may round otherwise: XLA fuses and vectorises the normal distribution
+# Another program may round an initializer of JAX otherwise: XLA fuses and vectorises it
 # as it pleases. Seen: 2 units in the last place, 2.3e-7.
-ROUNDING = dict(rtol=1e-6, atol=0)
+ROUNDING = {"fan": dict(rtol=1e-6, atol=0)}
 
 
 def assert_same_values(actual, expected):
     assert actual.keys() <= expected.keys()
     for name in actual:
-        tolerance = ROUNDING
-        if name in ("numbers", "integers"):
-            tolerance = dict(rtol=0, atol=0)
+        tolerance = ROUNDING.get(name, dict(rtol=0, atol=0))
         np.testing.assert_allclose(
             actual[name], expected[name], **tolerance, err_msg=name
         )
@@ -121,6 +126,78 @@ def test_equal_in_any_stack(num_devices):
 def test_equal_to_the_initializer_with_the_tables_shape():
     values = values_of(3)["numbers"]
     np.testing.assert_array_equal(values, row_number(None, (37, 4), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [
+        (3, "bfloat16"),
+        pytest.param(1, "float32", marks=pytest.mark.full),
+        pytest.param(64, "float32", marks=pytest.mark.full),
+        pytest.param(64, "int8", marks=pytest.mark.full),
+    ],
+)
+def test_tables_of_several_slabs_are_equal_on_any_devices(dim, dtype):
+    # Sizes around the slabs' ends; the first table starts within a line of the second.
+    sizes = {"a": 5, "b": 16_384, "c": 20_001}
+    tables = tuple(
+        te.TableConfig(vocabulary_size=size, dim=dim, name=name, dtype=dtype)
+        for name, size in sizes.items()
+    )
+    expected = values_of(tables=tables)
+    for num_devices, hardware in ((1, "v5p"), (3, None), (8, "v6e")):
+        assert_same_values(values_of(num_devices, hardware, tables), expected)
+    if dtype == "float32":
+        assert np.unique(expected["c"][:, 0]).size > 0.9 * sizes["c"]
+
+
+def test_values_are_those_of_the_initializer():
+    initializer = te.initializers.uniform(-0.1, 0.3)
+    key = _key_of_words(KEY, np.asarray(_words_of_name("uniform"), np.uint32))
+    values = initializer(key, (33, 4), jnp.float32)
+    # Within float32's rounding of 0.3: the test compiles this call without fused
+    # multiply-adds.
+    np.testing.assert_allclose(values_of(3)["uniform"], values, rtol=0, atol=3e-8)
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_a_key_of_another_generator(impl):
+    plans = [
+        te.make_plan(te.FeatureConfig(table=table("t", 50)), mesh_of(n)) for n in (1, 8)
+    ]
+    values = [
+        te.unstack_tables(te.init_tables(plan, jax.random.key(5, impl=impl)), plan)["t"]
+        for plan in plans
+    ]
+    np.testing.assert_array_equal(*values)
+    assert np.unique(values[0]).size == 200
+
+
+def test_a_large_table_beside_small_ones_that_need_the_whole_shape():
+    tables = (table("a", 9), table("b", 30, initializer=row_number), table("c", 9))
+    assert_same_values(values_of(8, "v5p", tables), values_of(tables=tables))
+
+
+def test_no_temporary_grows_with_the_tables():
+    temporaries = []
+    for num_rows in (100_000, 400_000):
+        plan = te.make_plan(
+            te.FeatureConfig(table=table("a", num_rows, 64)), mesh_of(2)
+        )
+        compiled = te.init_tables.lower(plan, KEY).compile()
+        temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+        assert temporaries[-1] < max(0.02 * num_rows * 256 / 2, 2**20)
+    assert temporaries[1] < 4.1 * temporaries[0]
+
+
+def test_one_program_whatever_the_number_of_tables():
+    sizes = []
+    for num_tables in (2, 40):
+        tables = [table(f"t{i}", 10 + i) for i in range(num_tables)]
+        plan = te.make_plan([te.FeatureConfig(table=t) for t in tables], mesh_of(1))
+        lowered = te.init_tables.lower(plan, KEY)
+        sizes.append(lowered.as_text().count(" = "))
+    assert sizes[0] == sizes[1]
 
 
 def test_shapes():

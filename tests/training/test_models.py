@@ -20,7 +20,7 @@ from tpu_embedding.training.models import (
     RatingModelConfig,
     TwoTowerConfig,
 )
-from tpu_embedding.training.models.dcn import CrossLayer, uniform_initializer
+from tpu_embedding.training.models.dcn import CrossLayer
 from tpu_embedding.training.models.dlrm import interactions
 from tpu_embedding.training.models.model import MLP
 from tpu_embedding.training.models.two_tower import _normalize, in_batch_softmax
@@ -161,13 +161,6 @@ def test_dcn_has_the_sizes_of_its_config():
     wanted = [(13, 5), (5, 4), (2, width, 3), (2, 3, width)]
     wanted += [(width, 6), (6, 7), (7, 1)]
     assert sorted(kernels) == sorted(wanted)
-
-
-def test_uniform_initializer():
-    values = uniform_initializer(0.25)(jax.random.key(0), (1000, 4), jnp.float32)
-    assert values.shape == (1000, 4) and values.dtype == jnp.float32
-    assert -0.25 <= float(values.min()) < -0.24
-    assert 0.24 < float(values.max()) < 0.25
 
 
 def unit(vectors):

@@ -17,6 +17,7 @@ def describe(plan: "EmbeddingPlan") -> str:
         [
             memory.format_table(_memory_rows(plan), num_left_aligned=2),
             _summary(plan),
+            *_whole_initial_values(plan),
             "",
             memory.format_table(_placement_rows(plan), num_left_aligned=5),
             "",
@@ -41,6 +42,23 @@ def backend_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
         for (backend, reason), directions in directions_of.items():
             rows.append((stack.name, ", ".join(directions), backend, reason))
     return rows
+
+
+def _whole_initial_values(plan: "EmbeddingPlan") -> list[str]:
+    """Returns a line for each table whose initial values are computed all at once."""
+    lines = []
+    for stack in plan.stacks:
+        for table in stack.tables:
+            if table.row_initializer is None:
+                num_bytes = memory.whole_table_init_bytes(
+                    table.config.vocabulary_size, stack.num_shards, stack.layout
+                )
+                lines.append(
+                    f"initial values of table {table.name!r} take at least "
+                    f"{memory.format_bytes(num_bytes)} more per device: its "
+                    "initializer needs the whole shape; see te.initializers"
+                )
+    return lines
 
 
 def _placement_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpu_embedding.config import QuantizationConfig, TableConfig
 from tpu_embedding.hardware import HardwareInfo
+from tpu_embedding.initializers import RowInitializer, row_initializer
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.plan import memory
 from tpu_embedding.plan.backends import StackBackends
@@ -51,6 +52,12 @@ class TablePlan:
     config: TableConfig
     row_offset: int
     placement_reason: str = dataclasses.field(compare=False)
+
+    @property
+    def row_initializer(self) -> RowInitializer | None:
+        """Computes its initial values row by row; None: all rows at once."""
+        config = self.config
+        return row_initializer(config.initializer, config.vocabulary_size, config.dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 import jax
-from jaxtyping import Array, Shaped
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Shaped
 
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
@@ -14,6 +15,7 @@ from tpu_embedding.rows.packed_rows import (
     pack_stored,
     round_up,
     unpack_rows,
+    unpack_stored,
 )
 
 Carry = TypeVar("Carry")
@@ -86,6 +88,28 @@ def write_block(
         axis=0,
     )
     return PackedRows(lines=lines, layout=packed.layout)
+
+
+def merge_block(
+    packed: PackedRows,
+    start: Any,
+    stored: Shaped[Array, "rows lanes"],
+    is_new: Bool[Array, " rows"],
+) -> PackedRows:
+    """Replaces some rows from `start` on; a line must begin there.
+
+    Args:
+      packed: all rows of the shard.
+      start: first row of the block.
+      stored: rows of whole lines, as they are stored.
+      is_new: False for rows that keep their values.
+    """
+    layout = _block_layout(packed, stored.shape[0])
+    first_line = start // layout.rows_per_line
+    lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, layout.num_lines)
+    old = unpack_stored(PackedRows(lines=lines, layout=layout))
+    rows = jnp.where(is_new[:, None], stored, old)
+    return write_block(packed, start, rows)
 
 
 def _block_layout(packed: PackedRows, num_rows: int) -> RowLayout:

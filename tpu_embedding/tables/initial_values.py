@@ -1,30 +1,41 @@
 """Creates the initial values of tables, equal on any number of devices.
 
 A table's values depend on the seed, the table's name and the row. They never depend on
-the stack, the shards or the packing. The initializer is called once for the whole
-table, with the table's own key and logical shape, and XLA computes one contiguous block
-per shard. One all-to-all then sends each row to its owner.
+the stack, the shards or the packing. So tables larger than a device's memory, and
+restarts on other devices, get the same values.
 
-The initializer sees float32, whatever the tables are stored in. Values of narrow tables
-are rounded to the nearest numbers of their type.
+Each owner of rows computes their values slab by slab, and writes each slab in place.
+Memory beyond the tables is a few slabs. The tables of a stack share one loop: their
+keys, sizes and parameters are its data. That needs a `RowInitializer`.
 
-The last bits of a value may still differ between programs, because XLA fuses the
-initializer's arithmetic differently in each.
+Any other initializer is called once for the whole table, with the logical shape, and
+XLA computes one contiguous block per shard. One all-to-all then sends each row to its
+owner.
+
+Initializers see float32, whatever the tables are stored in. Values of narrow tables are
+rounded to the nearest numbers of their type.
 """
 
 import functools
 import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, UInt32
 
-from tpu_embedding.initializers import truncated_normal_initializer
+from tpu_embedding.initializers import RowFunction, threefry_key
+from tpu_embedding.plan.memory import rows_per_slab
 from tpu_embedding.plan.on_mesh import constrain, in_auto_axes, on_shards
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
+from tpu_embedding.row_bits import key_words
+from tpu_embedding.rows.blocks import merge_block
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
-    pack_stored,
+    gather_in_bounds,
     round_up,
     store_rows,
 )
@@ -56,67 +67,193 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, PackedRows]:
     return in_auto_axes(init, plan, specs)(key)
 
 
+class _Tables(NamedTuple):
+    """Tables of a stack whose rows one function computes. Arrays have one entry each.
+
+    Attributes:
+      offsets: first row in the stack.
+      sizes: number of rows.
+      keys: words of the table's Threefry key.
+      parameters: of the function.
+    """
+
+    offsets: Int[Any, " tables"]
+    sizes: Int[Any, " tables"]
+    keys: UInt32[Any, "tables 2"]
+    parameters: tuple[Any, ...]
+
+
 def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> PackedRows:
-    # Each table is written as a block of ceil(vocabulary_size / num_shards) rows, of
-    # which a shard may own one fewer. A spare row keeps the last block in bounds.
-    rows = jnp.zeros(
-        (stack.num_shards * (stack.rows_per_shard + 1), stack.layout.row_lanes),
-        stack.layout.stored_dtype,
-    )
-    rows = constrain(rows, plan, stack.rows_spec)
+    by_function: dict[RowFunction, list[TablePlan]] = {}
+    others = []
     for table in stack.tables:
-        values = store_rows(_logical_values(table, stack, plan, key), stack.layout)
+        initializer = table.row_initializer
+        if initializer is None:
+            others.append(table)
+        else:
+            by_function.setdefault(initializer.function, []).append(table)
+    groups = [_stack_facts(tables, key) for tables in by_function.values()]
+
+    def fill(groups: list[_Tables]) -> PackedRows:
+        layout = stack.layout
+        rows = PackedRows(
+            lines=jnp.zeros(layout.lines_shape, layout.stored_dtype), layout=layout
+        )
+        for function, tables in zip(by_function, groups, strict=True):
+            rows = _fill_tables(rows, function, tables, stack, by_function[function])
+        return rows
+
+    rows = on_shards(fill, plan, in_specs=PartitionSpec(), out_specs=stack.rows_spec)(
+        groups
+    )
+    for table in others:
+        # One whole table in memory at a time.
+        rows, key = jax.lax.optimization_barrier((rows, key))
         rows = on_shards(
-            lambda rows, values, table=table: _deal_rows(rows, values, table, stack),
+            functools.partial(_deal_rows, table=table, stack=stack),
             plan,
             in_specs=stack.rows_spec,
             out_specs=stack.rows_spec,
-        )(rows, values)
-    return on_shards(
-        lambda rows: pack_stored(rows[:-1], stack.layout),
-        plan,
-        in_specs=stack.rows_spec,
-        out_specs=stack.rows_spec,
-    )(rows)
+        )(rows, _logical_values(table, stack, plan, key))
+    return rows
+
+
+def _stack_facts(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
+    """Returns the facts of tables whose initializers have one function."""
+    words = np.asarray([_words_of_name(table.name) for table in tables], np.uint32)
+    keys = jax.vmap(lambda words: key_words(_key_of_words(key, words)))(words)
+    initializers = [table.row_initializer for table in tables]
+    scalars = [initializer.scalars for initializer in initializers if initializer]
+    parameters = tuple(np.stack(values) for values in zip(*scalars, strict=True))
+    facts = _Tables(
+        offsets=np.asarray([table.row_offset for table in tables], np.int32),
+        sizes=np.asarray([t.config.vocabulary_size for t in tables], np.int32),
+        keys=keys,
+        parameters=parameters,
+    )
+    # As constants, XLA would fold the parameters of a single table into the arithmetic,
+    # and round otherwise than with several tables.
+    return jax.lax.optimization_barrier(jax.tree.map(jnp.asarray, facts))
+
+
+def _fill_tables(
+    rows: PackedRows,
+    function: RowFunction,
+    facts: _Tables,
+    stack: StackPlan,
+    tables: Sequence[TablePlan],
+) -> PackedRows:
+    """Writes the rows of this shard of some tables. Per shard."""
+
+    def fill_table(i: Any, rows: PackedRows) -> PackedRows:
+        table = jax.tree.map(lambda values: values[i], facts)
+        key = threefry_key(table.keys)
+        parameters = table.parameters
+
+        def values_of(row_ids: Int[Array, " rows"]) -> Float[Array, "rows dim"]:
+            values = function(key, row_ids, stack.dim, *parameters)
+            _check_values(values, (row_ids.shape[0], stack.dim), tables)
+            return values
+
+        return _fill_table(rows, values_of, table.offsets, table.sizes, stack)
+
+    return jax.lax.fori_loop(0, len(tables), fill_table, rows)
+
+
+def _fill_table(
+    rows: PackedRows,
+    values_of: Callable[[Int[Array, " rows"]], Float[Array, "rows dim"]],
+    offset: Any,
+    size: Any,
+    stack: StackPlan,
+) -> PackedRows:
+    """Writes the rows of this shard of one table, slab by slab. Per shard.
+
+    Args:
+      rows: of this shard.
+      values_of: returns the values of some rows of the table.
+      offset: first row of the table in the stack.
+      size: rows of the table.
+      stack: the stack of the table.
+
+    Returns:
+      The rows, with those of the table replaced.
+    """
+    layout = stack.layout
+    slab = rows_per_slab(layout)
+    shard = jax.lax.axis_index(stack.shard_axes)
+    first, end = (
+        (row + stack.num_shards - 1 - shard) // stack.num_shards
+        for row in (offset, offset + size)
+    )
+    rows_per_line = layout.rows_per_line
+    first_line, end_line = first // rows_per_line, -(-end // rows_per_line)
+    last_start = layout.num_lines * rows_per_line - slab
+
+    def fill_slab(i: Any, rows: PackedRows) -> PackedRows:
+        # The last slab of the shard overlaps the one before, with equal values.
+        start = jnp.minimum(first_line * rows_per_line + i * slab, last_start)
+        local_ids = start + jnp.arange(slab, dtype=jnp.int32)
+        row_ids = local_ids * stack.num_shards + shard - offset
+        is_own = (row_ids >= 0) & (row_ids < size)
+        stored = store_rows(values_of(jnp.clip(row_ids, 0, size - 1)), layout)
+        # XLA:CPU computes on one core, without vectors, what it fuses with the write.
+        stored = jax.lax.optimization_barrier(stored)
+        return merge_block(rows, start, stored, is_own)
+
+    num_slabs = -(-(end_line - first_line) // (slab // rows_per_line))
+    return jax.lax.fori_loop(0, num_slabs, fill_slab, rows)
 
 
 def _logical_values(
     table: TablePlan, stack: StackPlan, plan: EmbeddingPlan, key: jax.Array
 ) -> Float[Array, "rows dim"]:
     """Returns the table's values, split into one contiguous block per shard. Global."""
-    config = table.config
-    initializer = config.initializer or truncated_normal_initializer(config.dim)
-    shape = (config.vocabulary_size, config.dim)
-    key = _key_of_table(key, table.name)
+    initializer = table.config.initializer
+    assert initializer is not None
+    shape = (table.config.vocabulary_size, stack.dim)
+    key = _key_of_words(key, np.asarray(_words_of_name(table.name), np.uint32))
     values = initializer(key, shape, jnp.float32)
-    shape_of = getattr(values, "shape", None)
-    dtype_of = getattr(values, "dtype", None)
-    if shape_of != shape or dtype_of != jnp.float32:
-        raise ValueError(
-            "TableConfig.initializer must return an array of the shape and dtype it is "
-            f"given, {shape} and float32, got {shape_of} and {dtype_of} for table "
-            f"{table.name!r}."
-        )
+    _check_values(values, shape, [table])
     block = round_up(-(-shape[0] // stack.num_shards), stack.num_shards)
     values = jnp.pad(values, ((0, block * stack.num_shards - shape[0]), (0, 0)))
     return constrain(values, plan, stack.rows_spec)
 
 
-def _key_of_table(key: jax.Array, name: str) -> jax.Array:
-    """Returns the table's random key, derived from a hash of its name."""
+def _check_values(
+    values: Any, shape: tuple[int, int], tables: Sequence[TablePlan]
+) -> None:
+    """Refuses what an initializer returned, if it is no float32 array of the shape."""
+    shape_of = getattr(values, "shape", None)
+    dtype_of = getattr(values, "dtype", None)
+    if shape_of != shape or dtype_of != jnp.float32:
+        names = ", ".join(repr(table.name) for table in tables)
+        raise ValueError(
+            "TableConfig.initializer must return an array of the shape and dtype it is "
+            f"given, {shape} and float32, got {shape_of} and {dtype_of} for table "
+            f"{names}."
+        )
+
+
+def _words_of_name(name: str) -> list[int]:
+    """Returns words of a hash of a table's name."""
     digest = hashlib.sha256(name.encode()).digest()
-    for start in (0, 4, 8):
-        word = int.from_bytes(digest[start : start + 4], "little")
-        key = jax.random.fold_in(key, word)
+    return [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8)]
+
+
+def _key_of_words(key: jax.Array, words: UInt32[Any, " 3"]) -> jax.Array:
+    """Returns the random key of the table with these words."""
+    for i in range(3):
+        key = jax.random.fold_in(key, words[i])
     return key
 
 
 def _deal_rows(
-    rows: Shaped[Array, "local_rows lanes"],
-    values: Shaped[Array, "block lanes"],
+    rows: PackedRows,
+    values: Float[Array, "block dim"],
     table: TablePlan,
     stack: StackPlan,
-) -> Shaped[Array, "local_rows lanes"]:
+) -> PackedRows:
     """Sends the rows of a contiguous block to their owners. Per shard.
 
     Shard `s` owns the table's rows `r` with `(row_offset + r) % num_shards == s`, and
@@ -124,8 +261,8 @@ def _deal_rows(
     shards. Row `i * num_shards + j` of every block therefore has the same owner.
 
     Args:
-      rows: this shard's rows of the stack, as they are stored.
-      values: this shard's block of the table's rows, as they are stored.
+      rows: this shard's rows of the stack.
+      values: this shard's block of the table's rows.
       table: the table that is written.
       stack: the stack of the table.
 
@@ -135,16 +272,18 @@ def _deal_rows(
     num_shards = stack.num_shards
     owners = jnp.arange(num_shards, dtype=jnp.int32)
     first_of_owner = (owners - table.row_offset) % num_shards
-    by_owner = values.reshape(-1, num_shards, rows.shape[1])[:, first_of_owner]
+    by_owner = values.reshape(-1, num_shards, stack.dim)[:, first_of_owner]
     received = by_owner.transpose(1, 0, 2)
     if num_shards > 1:
         received = jax.lax.all_to_all(
             received, stack.shard_axes, split_axis=0, concat_axis=0, tiled=True
         )
-    max_rows = -(-table.config.vocabulary_size // num_shards)
-    block = received.reshape(-1, rows.shape[1])[:max_rows]
-    shard = jax.lax.axis_index(stack.shard_axes)
-    first_row = (table.row_offset + first_of_owner[shard]) // num_shards
-    return jax.lax.dynamic_update_slice(
-        rows, block, (first_row, jnp.zeros_like(first_row))
-    )
+    received = received.reshape(-1, stack.dim)
+    first_row = first_of_owner[jax.lax.axis_index(stack.shard_axes)]
+
+    def values_of(row_ids: Int[Array, " rows"]) -> Float[Array, "rows dim"]:
+        places = jnp.maximum(row_ids - first_row, 0) // num_shards
+        return gather_in_bounds(received, places)
+
+    size = table.config.vocabulary_size
+    return _fill_table(rows, values_of, table.row_offset, size, stack)

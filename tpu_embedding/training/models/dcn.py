@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tpu_embedding.config import FeatureConfig, Initializer, TableConfig
+from tpu_embedding import initializers
+from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.models.model import (
@@ -50,12 +51,14 @@ class DLRMDCNv2Config:
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
         """Returns one feature per column of the data set, each with its own table."""
+        # TorchRec's default.
+        limits = {name: 1 / math.sqrt(n) for name, n in data.vocabulary_sizes.items()}
         return {
             name: FeatureConfig(
                 table=TableConfig(
                     vocabulary_size=size,
                     dim=self.dim,
-                    initializer=uniform_initializer(1 / math.sqrt(size)),
+                    initializer=initializers.uniform(-limits[name], limits[name]),
                     combiner="sum",
                     name=name,
                 )
@@ -145,15 +148,3 @@ def cross_all(
         return layer(first, crossed)
 
     return cross(first, layers, first)
-
-
-def uniform_initializer(limit: float) -> Initializer:
-    """Returns an initializer with uniform values in `[-limit, limit)`.
-
-    TorchRec's default equals this one with `limit = 1 / sqrt(vocabulary_size)`.
-    """
-
-    def initialize(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return jax.random.uniform(key, shape, dtype, -limit, limit)
-
-    return initialize

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.data.criteo_format import NUM_DENSE
 from tpu_embedding.nn.embedding import TPUEmbedding
@@ -57,7 +58,7 @@ class DLRMConfig:
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
         """Returns one feature per column of the data set, each with its own table."""
-        initializer = jax.nn.initializers.normal(self.initial_deviation)
+        initializer = initializers.normal(self.initial_deviation)
         return {
             name: FeatureConfig(
                 table=TableConfig(

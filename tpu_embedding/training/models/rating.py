@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tpu_embedding import initializers
 from tpu_embedding.combiners import Combiner
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.nn.embedding import TPUEmbedding
@@ -53,7 +54,7 @@ class RatingModelConfig:
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
         """Returns one feature per column of the data set, each with its own table."""
-        initializer = jax.nn.initializers.normal(self.initial_deviation)
+        initializer = initializers.normal(self.initial_deviation)
         valences = {"history": data.config.max_history}
         return {
             name: FeatureConfig(

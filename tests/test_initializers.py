@@ -1,0 +1,128 @@
+"""Initializers: distributions, parameters and refusals."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tpu_embedding as te
+from tpu_embedding.initializers import row_initializer
+
+KEY = jax.random.key(3)
+SHAPE = (5000, 64)
+
+# Mean and deviation. A normal cut at two deviations keeps 0.8796 of its deviation.
+MOMENTS = {
+    "uniform": (te.initializers.uniform(-0.1, 0.5), 0.2, 0.6 / math.sqrt(12)),
+    "normal": (te.initializers.normal(0.5, 0.1), 0.1, 0.5),
+    "truncated": (te.initializers.truncated_normal(0.5, 0.1), 0.1, 0.5 * 0.8796),
+    "rowwise": (te.initializers.rowwise(jax.nn.initializers.normal(0.5)), 0, 0.5),
+}
+
+
+@pytest.mark.parametrize("case", MOMENTS)
+def test_mean_and_deviation(case):
+    initializer, mean, stddev = MOMENTS[case]
+    values = np.asarray(jax.jit(lambda: initializer(KEY, SHAPE, jnp.float32))())
+    # 320,000 samples know their mean to 0.2 % of the deviation; five times that.
+    assert values.mean() == pytest.approx(mean, abs=0.01 * stddev)
+    assert values.std() == pytest.approx(stddev, rel=0.01)
+    # Rows and columns are independent: so are their means.
+    assert values.mean(axis=1).std() == pytest.approx(stddev / 8, rel=0.1)
+    columns = values.mean(axis=0).std()
+    assert columns == pytest.approx(stddev / math.sqrt(5000), rel=0.5)
+
+
+@pytest.mark.parametrize("case", ["normal", "truncated"])
+def test_quantiles_of_the_normal_distribution(case):
+    values = np.sort(np.ravel(MOMENTS[case][0](KEY, SHAPE, jnp.float32)))
+    below = np.asarray(jax.scipy.stats.norm.cdf(values, 0.1, 0.5))
+    if case == "truncated":
+        below = (below - 0.022750132) / 0.954499736
+    uniform = (np.arange(values.size) + 0.5) / values.size
+    # Kolmogorov and Smirnov: 320,000 samples exceed 0.0035 in one of 1,000 draws.
+    assert np.abs(below - uniform).max() < 0.0035
+
+
+def test_uniform_and_truncated_normal_stay_within_their_bounds():
+    uniform = te.initializers.uniform(0.1, 0.3)(KEY, SHAPE, jnp.float32)
+    assert np.float32(0.1) <= uniform.min() < 0.1001
+    assert 0.2999 < uniform.max() <= np.float32(0.3)
+    truncated = te.initializers.truncated_normal(0.5)(KEY, SHAPE, jnp.float32)
+    assert 0.99 < np.abs(truncated).max() <= 1
+
+
+def test_constant_and_functions_of_jax_that_are_constants():
+    assert (te.initializers.constant(0.5)(KEY, (3, 2), jnp.float32) == 0.5).all()
+    zeros, ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
+    assert row_initializer(zeros, 5, 4) == te.initializers.constant(0)
+    assert row_initializer(ones, 5, 4) == te.initializers.constant(1)
+    assert row_initializer(jax.nn.initializers.normal(), 5, 4) is None
+
+
+def test_equal_by_value_and_hashable():
+    make = te.initializers.normal
+    assert make(0.5) == make(0.5) and hash(make(0.5)) == hash(make(0.5))
+    assert make(0.5) != make(0.25)
+    assert repr(make(0.5)) == "RowInitializer(_normal_rows, (0.5, 0.0))"
+
+
+def test_rowwise_gives_each_row_its_own_key():
+    integers = te.initializers.rowwise(
+        lambda key, shape, dtype: jax.random.bits(key, shape).astype(dtype)
+    )
+    values = np.asarray(integers(KEY, (50, 4), jnp.float32))
+    assert np.unique(values).size == 200
+
+
+def test_a_row_initializer_of_the_wrong_shape_names_its_tables():
+    def rows_of_one(key, row_ids, dim):
+        return jnp.zeros((row_ids.shape[0], 1), jnp.float32)
+
+    bad = te.initializers.RowInitializer(rows_of_one)
+    table = te.TableConfig(vocabulary_size=6, dim=4, name="bad", initializer=bad)
+    plan = te.make_plan(te.FeatureConfig(table=table))
+    with pytest.raises(ValueError, match=r"TableConfig\.initializer .* table 'bad'"):
+        te.init_tables(plan, KEY)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "part"),
+    [
+        (lambda: te.initializers.normal(-1.0), ValueError, "normal: stddev"),
+        (lambda: te.initializers.truncated_normal(math.nan), ValueError, "stddev"),
+        (lambda: te.initializers.uniform(1.0, 0.0), ValueError, "uniform: low"),
+        (lambda: te.initializers.constant("0"), ValueError, "constant: value"),
+        (lambda: te.initializers.rowwise(0.5), TypeError, "rowwise"),
+        (lambda: te.initializers.rowwise(lambda shape, dtype: 0), TypeError, "(key"),
+        (lambda: te.initializers.RowInitializer(5), TypeError, "function"),
+        (
+            lambda: te.initializers.RowInitializer(print, (math.inf,)),
+            ValueError,
+            "parameters",
+        ),
+        (
+            lambda: te.initializers.RowInitializer(print, (2**31,)),
+            ValueError,
+            "32 bits",
+        ),
+    ],
+)
+def test_refusals(make, error, part):
+    with pytest.raises(error) as raised:
+        make()
+    assert part in str(raised.value)
+
+
+def test_the_plan_says_what_a_whole_shape_costs():
+    def plan_of(initializer):
+        table = te.TableConfig(
+            vocabulary_size=2**20, dim=64, name="t", initializer=initializer
+        )
+        return str(te.make_plan(te.FeatureConfig(table=table)))
+
+    assert "initial values" not in plan_of(None)
+    text = plan_of(jax.nn.initializers.orthogonal())
+    assert "initial values of table 't' take at least" in text
