@@ -34,7 +34,7 @@ BATCHES = [
 
 
 def placed_cases():
-    """Yields mesh, placement, batch and capacity: two batches in turn for each place."""
+    """Yields mesh, placement, batch and capacity: two batches for each place."""
     batches = itertools.cycle(BATCHES)
     for mesh in MESHES:
         for placement in placements_on(mesh):
