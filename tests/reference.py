@@ -76,10 +76,7 @@ def gains_of(bag, combiner, feature):
 
 
 def dense_lookup(tables, features, plan):
-    """Returns the activations of every lookup, `[samples, dim]`, float64.
-
-    The key is the feature's name; `(name, i)` for the i-th of a tuple of tables.
-    """
+    """Returns the activations of every feature, `[samples, dim]`, float64."""
     activations = {}
     for feature, ids in zip(plan.features, plan.flatten(features), strict=True):
         bags, combiner = samples_of(ids, feature)
@@ -88,7 +85,7 @@ def dense_lookup(tables, features, plan):
         for i, bag in enumerate(bags):
             for row, gain in gains_of(bag, combiner, feature):
                 result[i] += gain * table[row]
-        activations[key_of(feature)] = result
+        activations[feature.name] = result
     return activations
 
 
@@ -99,20 +96,13 @@ def dense_gradients(tables, features, cotangents, plan):
     for feature, ids in zip(plan.features, plan.flatten(features), strict=True):
         name = table_name(feature, plan)
         bags, combiner = samples_of(ids, feature)
-        cotangent = np.asarray(cotangents[key_of(feature)], np.float64)
+        cotangent = np.asarray(cotangents[feature.name], np.float64)
         cotangent = cotangent.reshape(len(bags), -1)
         for i, bag in enumerate(bags):
             for row, gain in gains_of(bag, combiner, feature):
                 gradients[name][row] += gain * cotangent[i]
                 touched[name][row] = True
     return gradients, touched
-
-
-def key_of(feature):
-    """Returns the key of a lookup in the results of this module."""
-    if isinstance(feature.config.table, tuple):
-        return feature.name, feature.table_index
-    return feature.name
 
 
 def table_name(feature, plan):
