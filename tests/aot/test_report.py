@@ -42,11 +42,11 @@ def report_on(name, topology, *settings, num_slices=1, **options):
     )
 
 
-def report_on_cpu(num_rows=1000):
+def report_on_cpu(num_rows=1000, num_devices=4):
     table = te.TableConfig(vocabulary_size=num_rows, dim=16, name="table")
     plan = te.make_plan(
         {"f": te.FeatureConfig(table=table)},
-        mesh_of(4),
+        mesh_of(num_devices),
         optimizer=te.optimizers.adagrad(0.1),
     )
 
@@ -91,6 +91,17 @@ def test_an_own_step_on_the_cpu():
     assert "fits\n" in text
     assert "laptop: 4 devices" in text
     assert "bandwidths unknown" in text
+
+
+def test_the_layer_is_told_apart_on_one_device():
+    traffic = report_on_cpu(num_devices=1).traffic
+    assert traffic is not None
+    shares = {
+        row.name: row.cost.hbm_bytes / traffic.total.hbm_bytes for row in traffic.parts
+    }
+    # Only tanh of the activations is outside.
+    assert shares["embedding"] > 0.9
+    assert shares["dense"] < 0.1
 
 
 def test_reports_are_values():

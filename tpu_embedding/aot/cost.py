@@ -30,6 +30,7 @@ from tpu_embedding.aot.traffic import (
     traffic_of,
 )
 from tpu_embedding.aot.trip_counts import trip_count
+from tpu_embedding.plan.on_mesh import EMBEDDING_SCOPE
 
 OperationClass = Literal[
     "gather",
@@ -77,8 +78,8 @@ class Operation:
     Attributes:
       name: name of the instruction.
       operation_class: kind of work.
-      part: `"embedding"` inside the layer's `shard_map`, `"dense"` for the rest of the
-        step, `"unattributed"` if XLA gives no origin.
+      part: `"embedding"` inside the layer's `shard_map` or its scope, `"dense"` for the
+        rest of the step, `"unattributed"` if XLA gives no origin.
       unit: the core that runs it.
       dims: shape of the first result.
       operand_dims: shapes of all operands.
@@ -329,7 +330,8 @@ def _has_origin(instruction: Instruction) -> bool:
 def _part_of(op_name: str) -> Part:
     if not op_name:
         return "unattributed"
-    return "embedding" if "shard_map" in op_name else "dense"
+    is_in_layer = any(scope in op_name for scope in ("shard_map", EMBEDDING_SCOPE))
+    return "embedding" if is_in_layer else "dense"
 
 
 def _opcodes_inside(computation: Computation, module: Module) -> frozenset[str]:

@@ -8,13 +8,18 @@ leave with types of the user's mesh. On a mesh of `Auto` axes, nothing changes.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tpu_embedding.plan.plan import EmbeddingPlan
+
+EMBEDDING_SCOPE: Final = "embedding_layer"
+"""Scope of the layer's operations in a compiled program.
+
+On a mesh of one device their names lack the scope of `shard_map`."""
 
 
 def on_shards(
@@ -29,7 +34,7 @@ def on_shards(
       out_specs: partitions of the results. Devices must agree where one lacks an axis.
     """
     mapped = jax.shard_map(
-        function,
+        jax.named_scope(EMBEDDING_SCOPE)(function),
         mesh=plan.auto_mesh,
         in_specs=in_specs,
         out_specs=out_specs,
