@@ -18,6 +18,7 @@ GAINS = np.array([1, -1, 2, 0, -3, 0.5], np.float32)
 SCALES = np.array([0.5, 1, 0, 2, -1], np.float32)
 
 XLA = BatchBackends(None, BackendChoice("xla", ""), BackendChoice("xla", ""))
+FUSED = XLA._replace(pool=BackendChoice("xla", "", "fused"))
 
 
 def pooling_of(form, num_samples=8):

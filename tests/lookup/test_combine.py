@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import needs_kernels
 from tests.lookup.pooled import (
+    FUSED,
     KERNEL_CASES,
     KERNELS,
     NATURAL,
@@ -41,10 +42,23 @@ def check(poolings, layout, backends=XLA):
     np.testing.assert_array_equal(np.concatenate(pooled), expected)
 
 
+@pytest.mark.parametrize("backends", [XLA, FUSED], ids=["whole", "fused"])
 @pytest.mark.parametrize("case", NATURAL)
-def test_features(case):
+def test_features(case, backends):
     poolings = [pooling_of(form) for form in NATURAL[case]]
-    check(poolings, RowLayout(num_rows=9, row_shape=(3,)))
+    check(poolings, RowLayout(num_rows=9, row_shape=(3,)), backends)
+
+
+def test_both_forms_add_in_the_same_order():
+    layout = RowLayout(num_rows=9, row_shape=(5,))
+    rows = np.random.default_rng(4).normal(size=(9, 5)).astype(np.float32)
+    for forms in (["many", "one"], ["many+scales", "ragged"]):
+        poolings = [pooling_of(form) for form in forms]
+        places = places_of(poolings, layout.num_rows)
+        whole = jitted_combine(rows.copy(), places, poolings, layout, XLA)
+        fused = jitted_combine(rows.copy(), places, poolings, layout, FUSED)
+        for x, y in zip(whole, fused, strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.each_once

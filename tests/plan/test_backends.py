@@ -137,7 +137,37 @@ def test_xla_is_not_asked_about_batches():
     stack = stack_of(32, kernels="xla")
     choice = choose_for_batch(stack.layout, stack.backends, [plain(32)])
     assert choice.samples_per_feature is None
-    assert choice.pool == choice.spread == stack.backends.read
+    assert choice.pool == choice.spread == stack.backends.write
+
+
+FORMS = {
+    # The devices, hardware, capacity, and the forms of reading and pooling.
+    "one device": (1, None, None, "direct", "fused"),
+    "eight devices": (8, None, None, "whole", "fused"),
+    "asked for rounds": (1, None, 4, "whole", "fused"),
+    "one chip": (1, "v5p", None, "direct", "whole"),
+    "eight chips": (8, "v6e", None, "whole", "whole"),
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_forms_of_xla(case):
+    num_devices, hardware, capacity, read, pool = FORMS[case]
+    plan = te.make_plan(
+        te.FeatureConfig(table=te.TableConfig(vocabulary_size=99, dim=8)),
+        mesh_of(num_devices),
+        capacity=capacity,
+        hardware=None if hardware is None else te.hardware_by_name(hardware),
+    )
+    backends = plan.stacks[0].backends
+    assert (backends.read.form, backends.pool.form) == (read, pool)
+    assert {choice.form for choice in backends[2:]} == {"whole"}
+    if read == "direct":
+        assert "xla, direct" in str(plan)
+
+
+def test_kernels_read_an_exchange_buffer():
+    assert {choice.form for choice in stack_of(8).backends} == {"whole"}
 
 
 def test_choices_are_printed_with_their_reasons():

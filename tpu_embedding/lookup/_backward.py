@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.lookup._custom_combiner import row_cotangents
-from tpu_embedding.lookup._dedup import dedup
 from tpu_embedding.lookup._exchange import Requests, send_gradients, send_requests
 from tpu_embedding.lookup._flatten import PoolingSpec
 from tpu_embedding.lookup._forward import StackRouting
 from tpu_embedding.lookup._merge import merge
 from tpu_embedding.lookup._replicas import add_dense_gradients, gather_from_replicas
-from tpu_embedding.lookup._rounds import PendingRounds, first_round, for_each_round
+from tpu_embedding.lookup._rounds import PendingRounds, for_each_round
 from tpu_embedding.lookup._route import IdsByRow, Round
+from tpu_embedding.lookup._send import SentIds, send_ids
 from tpu_embedding.lookup._spread import spread
 from tpu_embedding.plan.backends import BatchBackends, choose_for_batch
 from tpu_embedding.plan.capacity import RoundSize
@@ -105,10 +105,7 @@ def stack_gradient(
         max_unique_ids=routing.max_unique_ids,
         backends=routing.backends,
     )
-    first = _spread_and_send(
-        samples, routing.ids_by_row, routing.requests, routing.size, stack, plan
-    )
-    return StackGradient(first_round=first, pending=routing.pending, samples=samples)
+    return _gradient_of(samples, routing.sent, stack, plan)
 
 
 def join_gradients(
@@ -134,11 +131,7 @@ def join_gradients(
             stack.layout, stack.backends, [pooling.batch_facts for pooling in poolings]
         ),
     )
-    size = stack.round_size(max_unique_ids)
-    first, pending = first_round(dedup(samples.keys, stack), size, stack, plan)
-    requests = send_requests(first, size, stack)
-    received = _spread_and_send(samples, first.ids_by_row, requests, size, stack, plan)
-    return StackGradient(first_round=received, pending=pending, samples=samples)
+    return _gradient_of(samples, None, stack, plan)
 
 
 def gradient_rounds(
@@ -159,6 +152,28 @@ def gradient_rounds(
         first_rows=RowRange(jnp.int32(0), pending.end_row[0]),
         fold_later=fold_later,
     )
+
+
+def _gradient_of(
+    samples: SampleGradients,
+    sent: SentIds | None,
+    stack: TrainedStackPlan,
+    plan: EmbeddingPlan,
+) -> StackGradient:
+    """Sends the gradients of samples to the owners of their rows. Per shard.
+
+    Args:
+      samples: the gradients.
+      sent: their ids; None: they are sent now.
+      stack: its plan.
+      plan: for the mesh.
+    """
+    if sent is None:
+        sent, _ = send_ids(samples.keys, samples.max_unique_ids, stack, plan)
+    first = _spread_and_send(
+        samples, sent.ids_by_row, sent.requests, sent.size, stack, plan
+    )
+    return StackGradient(first_round=first, pending=sent.pending, samples=samples)
 
 
 def _fold_pending(

@@ -7,7 +7,7 @@ ids, scaled per sample by the combiner. `_spread.py` multiplies by its transpose
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import jax
@@ -22,6 +22,9 @@ from tpu_embedding.rows.packed_rows import PackedRows, clear_last_row
 
 _MAX_UNROLLED_VALENCE: Final = 128
 """Valence up to which each id of a sample is an addition of its own in the program."""
+
+ReadRows = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
+"""Reads the rows at some places; zeros for an id without a row."""
 
 
 def combine(
@@ -45,14 +48,38 @@ def combine(
     # A row of zeros in the last place makes a mask on the gathered rows unnecessary.
     rows = clear_last_row(rows)
     if backends.pool.backend == "xla":
-        # One gather for all features: a TPU starts and compiles it faster than many.
-        gathered = _split(gather_rows(rows, places), [p.num_ids for p in poolings])
+        read_rows = functools.partial(gather_rows, rows)
+        return combine_by_xla(read_rows, places, poolings, backends)
+    return scale_samples(_pool_by_kernel(rows, places, poolings, backends), poolings)
+
+
+def combine_by_xla(
+    read_rows: ReadRows,
+    places: Int[Array, " all_ids"],
+    poolings: Sequence[PoolingSpec],
+    backends: BatchBackends,
+) -> list[Float[Array, "_ dim"]]:
+    """Sums gain-weighted rows into their samples, as `combine` does.
+
+    Args:
+      read_rows: reads the rows of some places.
+      places: the argument of `read_rows` for each id.
+      poolings: the features of the stack.
+      backends: the choice for this batch.
+    """
+    sizes = [pooling.num_ids for pooling in poolings]
+    if backends.pool.form == "fused":
+        pooled = [
+            _gather_and_pool(pooling, read_rows, of_feature)
+            for pooling, of_feature in zip(poolings, _split(places, sizes), strict=True)
+        ]
+    else:
+        gathered = _split(read_rows(places), sizes)
         pooled = [
             _pool(pooling, x, _column(pooling.gains))
             for pooling, x in zip(poolings, gathered, strict=True)
         ]
-        return scale_samples(pooled, poolings)
-    return scale_samples(_pool_by_kernel(rows, places, poolings, backends), poolings)
+    return scale_samples(pooled, poolings)
 
 
 def scale_samples(
@@ -98,6 +125,20 @@ def _pool_by_kernel(
     ]
 
 
+def _gather_and_pool(
+    pooling: PoolingSpec, read_rows: ReadRows, places: Int[Array, " ids"]
+) -> Float[Array, "samples dim"]:
+    """Adds rows up as they come, so that no row is written before it is summed."""
+    is_ragged, valence = pooling.sample_ids is not None, pooling.valence
+    if is_ragged or not 1 < valence <= _MAX_UNROLLED_VALENCE:
+        return _pool(pooling, read_rows(places), _column(pooling.gains))
+    terms = [read_rows(of_samples) for of_samples in jnp.split(places, valence)]
+    if pooling.gains is not None:
+        gains = jnp.split(pooling.gains, valence)
+        terms = [rows * g[:, None] for rows, g in zip(terms, gains, strict=True)]
+    return functools.reduce(jnp.add, terms)
+
+
 def _pool(
     pooling: PoolingSpec,
     rows: Float[Array, "ids _"],
@@ -122,5 +163,5 @@ def _column(gains: Float[Array, " ids"] | None) -> Float[Array, "ids 1"] | None:
     return None if gains is None else gains[:, None]
 
 
-def _split(rows: Float[Array, "_ _"], sizes: list[int]) -> list[Float[Array, "_ _"]]:
-    return jnp.split(rows, list(itertools.accumulate(sizes))[:-1])
+def _split(values: Array, sizes: list[int]) -> list[Array]:
+    return jnp.split(values, list(itertools.accumulate(sizes))[:-1])

@@ -17,7 +17,7 @@ from tpu_embedding.lookup._route import Round, bucket_starts, count_lines
 from tpu_embedding.plan.capacity import LANES, RoundSize
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.access import gather_packed
-from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.rows.packed_rows import PackedRows, unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID
 
 
@@ -122,11 +122,20 @@ def fetch_rows(
         rows = _exchange_ragged(
             rows, buckets.as_owner, buckets.as_source, buckets.sent_rows, stack, plan
         )
-    rows = _cast(rows, jnp.float32)
-    if stack.quantization is None:
-        return rows
-    lines = quantize(rows.lines, stack.quantization)
-    return PackedRows(lines=lines, layout=rows.layout)
+    return _quantized(_cast(rows, jnp.float32), stack)
+
+
+def read_local_rows(
+    table: PackedRows, row_ids: Int[Array, " ids"], stack: StackPlan
+) -> Float[Array, "ids dim"]:
+    """Gathers rows that this device owns itself, without an exchange. Per shard.
+
+    Returns:
+      The rows, float32; zeros for ids beyond the last row.
+    """
+    rows = _quantized(_cast(gather_packed(table, row_ids), jnp.float32), stack)
+    is_row = row_ids < table.layout.num_rows
+    return jnp.where(is_row[:, None], unpack_rows(rows), 0.0)
 
 
 def send_gradients(
@@ -177,6 +186,13 @@ def quantize(
     step = (config.upper - config.lower) / (config.num_buckets - 1)
     clipped = jnp.clip(rows, config.lower, config.upper)
     return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
+
+
+def _quantized(rows: PackedRows, stack: StackPlan) -> PackedRows:
+    if stack.quantization is None:
+        return rows
+    lines = quantize(rows.lines, stack.quantization)
+    return PackedRows(lines=lines, layout=rows.layout)
 
 
 def _cast(rows: PackedRows, dtype: Any) -> PackedRows:

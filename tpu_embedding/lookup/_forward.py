@@ -4,6 +4,9 @@ It reads as the diagram of the package's design: flatten, dedup, route, exchange
 gather, exchange, combine. `route_stack` runs the stages up to the first exchange, which
 need no table; `read_stack` runs the others. The first round is straight-line code.
 Where a batch of this shape can need more, a loop runs them (`_rounds.py`).
+
+A device that owns all rows of a stack skips dedup, route and both exchanges: it pools
+rows straight from its table. Only a gradient then needs these stages, and runs them.
 """
 
 import dataclasses
@@ -13,23 +16,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.lookup._combine import combine
+from tpu_embedding.lookup._combine import combine, combine_by_xla
 from tpu_embedding.lookup._custom_combiner import (
     PooledSequence,
     apply_custom_combiners,
 )
-from tpu_embedding.lookup._dedup import dedup
-from tpu_embedding.lookup._exchange import Requests, fetch_rows, send_requests
+from tpu_embedding.lookup._exchange import (
+    Requests,
+    fetch_rows,
+    read_local_rows,
+    send_requests,
+)
 from tpu_embedding.lookup._flatten import (
     FeatureInput,
     PoolingSpec,
     flatten,
     max_unique_ids,
 )
-from tpu_embedding.lookup._rounds import PendingRounds, first_round, for_each_round
-from tpu_embedding.lookup._route import IdsByRow
+from tpu_embedding.lookup._rounds import for_each_round
+from tpu_embedding.lookup._send import SentIds, send_ids
 from tpu_embedding.plan.backends import BatchBackends, choose_for_batch
-from tpu_embedding.plan.capacity import RoundSize
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 
@@ -41,24 +47,18 @@ class StackRouting:
 
     Attributes:
       keys: int32 `[ids]`, of all features; see `_flatten.py`.
-      ids_by_row: the ids of each row of the first round's buffer.
-      requests: rows that the shards requested from this one in the first round.
+      sent: the ids at the owners of their rows; None if this device read its own rows.
       poolings: per feature of the stack.
       sequences: per feature of the stack; None without a custom combiner.
-      pending: None if no batch of this shape can need a second round.
       max_unique_ids: upper bound on the unique ids of a shard.
-      size: of the first round.
       backends: that pool and spread this batch.
     """
 
     keys: Int[Array, " ids"]
-    ids_by_row: IdsByRow
-    requests: Requests
+    sent: SentIds | None
     poolings: list[PoolingSpec]
     sequences: list[PooledSequence | None]
-    pending: PendingRounds | None
     max_unique_ids: int = dataclasses.field(metadata={"static": True})
-    size: RoundSize = dataclasses.field(metadata={"static": True})
     backends: BatchBackends = dataclasses.field(metadata={"static": True})
 
 
@@ -69,7 +69,8 @@ class RoutedStack:
 
     Attributes:
       routing: for the backward pass.
-      places: int32 `[ids]`, place of each id's row in the first round's buffer.
+      places: int32 `[ids]`, place of each id's row in the first round's buffer, or in
+        the table if this device reads its own rows.
       out_of_range: int32 `[1]` per feature of the stack.
     """
 
@@ -131,24 +132,21 @@ def route_stack(
     backends = choose_for_batch(
         stack.layout, stack.backends, [pooling.batch_facts for pooling in poolings]
     )
-    unique = dedup(keys, stack)
     max_unique = max_unique_ids(inputs, features, stack)
-    size = stack.round_size(max_unique)
-    first, pending = first_round(unique, size, stack, plan)
+    sent, places = None, keys
+    if stack.backends.read.form != "direct":
+        sent, places = send_ids(keys, max_unique, stack, plan)
     routing = StackRouting(
         keys=keys,
-        ids_by_row=first.ids_by_row,
-        requests=send_requests(first, size, stack),
+        sent=sent,
         poolings=poolings,
         sequences=[None] * len(poolings),  # known when the rows are
-        pending=pending,
         max_unique_ids=max_unique,
-        size=size,
         backends=backends,
     )
     return RoutedStack(
         routing=routing,
-        places=first.places,
+        places=places,
         out_of_range=[count[None] for count in out_of_range],
     )
 
@@ -165,35 +163,72 @@ def read_stack(
       plan: for the mesh.
     """
     routing = routed.routing
+    rounds = jnp.int32(1)
+    if routing.sent is None:
+        activations = combine_by_xla(
+            lambda row_ids: read_local_rows(table, row_ids, stack),
+            routed.places,
+            routing.poolings,
+            routing.backends,
+        )
+    else:
+        activations, further_rounds = _read_rounds(
+            table, routing, routing.sent, routed.places, stack, plan
+        )
+        rounds += further_rounds
+    activations, routing = _order(activations, routing)
+    activations, sequences = apply_custom_combiners(activations, routing.poolings)
+    return StackLookup(
+        activations=[x.astype(plan.activation_dtype) for x in activations],
+        routing=dataclasses.replace(routing, sequences=sequences),
+        rounds=rounds[None],
+        out_of_range=routed.out_of_range,
+    )
+
+
+def _read_rounds(
+    table: PackedRows,
+    routing: StackRouting,
+    sent: SentIds,
+    places: Int[Array, " ids"],
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> tuple[list[Float[Array, "_ dim"]], Int[Array, ""]]:
+    """Fetches the rows of all rounds from their owners, and combines them. Per shard.
+
+    Returns:
+      The activations before custom combiners, and the number of rounds after the first.
+    """
 
     def read(requests: Requests, places: Int[Array, " ids"]) -> list[Array]:
         rows = fetch_rows(table, requests, stack, plan)
         return combine(rows, places, routing.poolings, routing.backends)
 
-    activations = read(routing.requests, routed.places)
-    rounds = jnp.int32(1)
-    if routing.pending is not None:
+    activations = read(sent.requests, places)
+    if sent.pending is None:
+        return activations, jnp.int32(0)
 
-        def add_round(sums, current):
-            requests = send_requests(current, routing.size, stack)
-            return jax.tree.map(jnp.add, sums, read(requests, current.places))
+    def add_round(sums, current):
+        requests = send_requests(current, sent.size, stack)
+        return jax.tree.map(jnp.add, sums, read(requests, current.places))
 
-        activations, further_rounds = for_each_round(
-            routing.pending, add_round, activations, stack, plan
-        )
-        rounds += further_rounds
-    # The update's inputs wait for the last read of the table. Without this order, XLA
-    # may write rows before it reads them, into a copy of the whole table: a loss whose
-    # derivative needs no activations allows that.
+    return for_each_round(sent.pending, add_round, activations, stack, plan)
+
+
+def _order(
+    activations: list[Float[Array, "_ dim"]], routing: StackRouting
+) -> tuple[list[Float[Array, "_ dim"]], StackRouting]:
+    """Makes the inputs of the update wait for the last read of the table.
+
+    Without this order, XLA may write rows before it reads them, into a copy of the
+    whole table: a loss whose derivative needs no activations allows that.
+    """
+    sent = routing.sent
+    if sent is None:
+        activations, keys = jax.lax.optimization_barrier((activations, routing.keys))
+        return activations, dataclasses.replace(routing, keys=keys)
     activations, ids_by_row, requests = jax.lax.optimization_barrier(
-        (activations, routing.ids_by_row, routing.requests)
+        (activations, sent.ids_by_row, sent.requests)
     )
-    activations, sequences = apply_custom_combiners(activations, routing.poolings)
-    return StackLookup(
-        activations=[x.astype(plan.activation_dtype) for x in activations],
-        routing=dataclasses.replace(
-            routing, ids_by_row=ids_by_row, requests=requests, sequences=sequences
-        ),
-        rounds=rounds[None],
-        out_of_range=routed.out_of_range,
-    )
+    sent = dataclasses.replace(sent, ids_by_row=ids_by_row, requests=requests)
+    return activations, dataclasses.replace(routing, sent=sent)

@@ -11,7 +11,7 @@ are chosen by name.
 """
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import jax
 
@@ -33,21 +33,36 @@ _DEFAULT: Final = "the default; make_plan(kernels=...) chooses kernels"
 _REQUESTED: Final = "requested"
 
 
+Form = Literal["whole", "direct", "fused"]
+"""The form in which XLA's operations do their work:
+
+* `"whole"`: one operation for all ids, which writes its result to memory.
+* `"direct"`: rows are read from the table itself, not from an exchange buffer.
+* `"fused"`: one gather per id of a sample, which XLA fuses with the sum.
+"""
+
+
 class BackendChoice(NamedTuple):
-    """A backend, and why it was chosen."""
+    """A backend, why it was chosen, and the form of its work."""
 
     backend: Backend
     reason: str
+    form: Form = "whole"
 
     def __str__(self) -> str:
-        return f"{self.backend}: {self.reason}"
+        return f"{self.name}: {self.reason}"
+
+    @property
+    def name(self) -> str:
+        """The backend, and the form of its work unless it is the usual one."""
+        return self.backend if self.form == "whole" else f"{self.backend}, {self.form}"
 
 
 class StackBackends(NamedTuple):
     """The choices for one stack.
 
     Attributes:
-      read: gathers rows of the table for the exchange.
+      read: gathers rows of the table, for the exchange or for the samples directly.
       pool: sums gathered rows into samples. A kernel does where the batch allows it.
       spread: distributes cotangents to rows. A kernel does where the batch allows it.
       update: runs the optimizer's rule on touched rows, and writes them.
@@ -59,6 +74,25 @@ class StackBackends(NamedTuple):
     spread: BackendChoice
     update: BackendChoice
     write: BackendChoice
+
+
+class StackDevices(NamedTuple):
+    """The devices of a stack, as far as they decide on backends.
+
+    Attributes:
+      hardware: that rows are laid out for.
+      num_shards: devices that its rows are split over.
+      capacity: the user's limit of ids per round, or None.
+    """
+
+    hardware: HardwareInfo
+    num_shards: int
+    capacity: int | None
+
+    @property
+    def is_local(self) -> bool:
+        """True if every device has all rows, and no limit asks for rounds."""
+        return self.num_shards == 1 and self.capacity is None
 
 
 class FeatureBatch(NamedTuple):
@@ -142,6 +176,7 @@ def choose_backends(
     layout: RowLayout,
     optimizer: RowOptimizer | None,
     slots: Sequence[jax.ShapeDtypeStruct],
+    devices: StackDevices,
 ) -> StackBackends:
     """Chooses the backends of one stack.
 
@@ -150,14 +185,13 @@ def choose_backends(
       layout: packing of the table's rows; its backend is ignored.
       optimizer: rule of the tables; None: they are not trained.
       slots: row shape and dtype of each slot variable.
+      devices: of the stack.
     """
     if requested == "xla":
-        choice = BackendChoice("xla", _DEFAULT)
-        return StackBackends(*[choice] * 5)
+        return _by_xla(_DEFAULT, devices)
     reason = _unreachable_reason(layout)
     if reason is not None:
-        choice = BackendChoice("xla", reason)
-        return StackBackends(*[choice] * 5)
+        return _by_xla(reason, devices)
     read = BackendChoice(requested, _REQUESTED)
     reason = _no_update_reason(layout.dim, optimizer, slots)
     return StackBackends(
@@ -190,6 +224,19 @@ def choose_for_batch(
     reason = _no_spread_reason(features) or reason
     spread = BackendChoice(requested if reason is None else "xla", reason or _REQUESTED)
     return BatchBackends(samples, pool, spread)
+
+
+def _by_xla(reason: str, devices: StackDevices) -> StackBackends:
+    """Returns XLA in all directions, in the forms that suit the devices."""
+    choice = BackendChoice("xla", reason)
+    read = pool = choice
+    if devices.is_local:
+        read = read._replace(form="direct")
+    if not devices.hardware.is_tpu:
+        # XLA:TPU starts and compiles one large gather faster than many small ones, and
+        # writes the result of each. XLA:CPU and XLA:GPU fuse gathers with their sum.
+        pool = pool._replace(form="fused")
+    return StackBackends(read, pool, choice, choice, choice)
 
 
 def _unreachable_reason(layout: RowLayout) -> str | None:

@@ -18,7 +18,11 @@ from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import PlacementPolicy
 from tpu_embedding.plan import stacking
-from tpu_embedding.plan.backends import choose_backends, requested_backend
+from tpu_embedding.plan.backends import (
+    StackDevices,
+    choose_backends,
+    requested_backend,
+)
 from tpu_embedding.plan.capacity import EXCHANGE_KINDS, ExchangeKind
 from tpu_embedding.plan.embedding_feature import resolve_embedding_feature
 from tpu_embedding.plan.features import flatten_config, place_features
@@ -232,7 +236,13 @@ def _plan_stack(
         ),
         narrow_dtype=_narrow_dtype(first.config),
     )
-    backends = choose_backends(backend, layout, first.optimizer, slots)
+    backends = choose_backends(
+        backend,
+        layout,
+        first.optimizer,
+        slots,
+        StackDevices(hardware, num_shards, capacity),
+    )
     if backends.read.backend != "xla":
         layout = dataclasses.replace(
             layout, backend=backends.read.backend, num_spare_rows=1

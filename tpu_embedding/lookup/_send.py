@@ -1,0 +1,60 @@
+"""Stages 2 to 4 for ids: dedup, route, and the exchange that brings ids to owners.
+
+The forward pass runs them where rows cross the network. Where each device reads its own
+copy of the rows, only a gradient needs them, and the backward pass runs them.
+"""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Int
+
+from tpu_embedding.lookup._dedup import dedup
+from tpu_embedding.lookup._exchange import Requests, send_requests
+from tpu_embedding.lookup._rounds import PendingRounds, first_round
+from tpu_embedding.lookup._route import IdsByRow
+from tpu_embedding.plan.capacity import RoundSize
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SentIds:
+    """The ids of a batch at the owners of their rows. Per shard.
+
+    Attributes:
+      ids_by_row: the ids of each row of the first round's buffer.
+      requests: rows that the shards requested from this one in the first round.
+      pending: None if no batch of this shape can need a second round.
+      size: of the first round.
+    """
+
+    ids_by_row: IdsByRow
+    requests: Requests
+    pending: PendingRounds | None
+    size: RoundSize = dataclasses.field(metadata={"static": True})
+
+
+def send_ids(
+    keys: Int[Array, " ids"], max_unique_ids: int, stack: StackPlan, plan: EmbeddingPlan
+) -> tuple[SentIds, Int[Array, " ids"]]:
+    """Sends the unique ids of a stack to the owners of their rows. Per shard.
+
+    Args:
+      keys: of all features; see `_flatten.py`.
+      max_unique_ids: upper bound on the unique ids of a shard.
+      stack: its plan.
+      plan: for the mesh.
+
+    Returns:
+      The ids, and the place of each id's row in the first round's buffer.
+    """
+    size = stack.round_size(max_unique_ids)
+    first, pending = first_round(dedup(keys, stack), size, stack, plan)
+    sent = SentIds(
+        ids_by_row=first.ids_by_row,
+        requests=send_requests(first, size, stack),
+        pending=pending,
+        size=size,
+    )
+    return sent, first.places
