@@ -1,6 +1,5 @@
 """This package: its functional core, tables and slots donated."""
 
-import functools
 from typing import Any
 
 import jax
@@ -63,24 +62,25 @@ class Side:
 
 def _features(setting: Setting) -> dict[str, te.FeatureConfig]:
     """Returns one feature per table; each table starts from the values of all sides."""
-
-    def initializer(key, shape, dtype, *, table):
-        del key
-        values = initial_values(table, jnp.arange(shape[0]), shape[1], jnp)
-        return values.astype(dtype)
-
     return {
         f"f{i:03d}": te.FeatureConfig(
             table=te.TableConfig(
                 vocabulary_size=setting.rows,
                 dim=setting.dim,
                 combiner="sum",
-                initializer=functools.partial(initializer, table=i),
+                initializer=te.initializers.RowInitializer(_initial_rows, (i,)),
                 name=f"t{i:03d}",
             )
         )
         for i in range(setting.tables)
     }
+
+
+def _initial_rows(
+    key: jax.Array, row_ids: jax.Array, dim: int, table: jax.Array
+) -> jax.Array:
+    del key
+    return initial_values(table, row_ids, dim, jnp)
 
 
 def _forward(tables: Any, ids: Any, plan: te.EmbeddingPlan) -> Any:
