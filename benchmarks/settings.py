@@ -60,11 +60,15 @@ SETTINGS: Final = {
 """S1 to S3 are measured. T0 is tiny, to try the command."""
 
 
-def initial_values(table: int, row_ids: Any, dim: int, numpy: Any = np) -> Any:
-    """Returns rows of a table before the first step, the same bits in every library.
+BLOCK: Final = 2**14
+"""Rows that `initial_table` computes at a time: little memory beside a table."""
+
+
+def initial_values(table: Any, row_ids: Any, dim: int, numpy: Any = np) -> Any:
+    """Returns rows before the first step, the same bits in every library.
 
     Args:
-      table: number of the table.
+      table: number of the table, an integer.
       row_ids: ids of the rows, `[rows]`.
       dim: elements of a row.
       numpy: `numpy` or `jax.numpy`, which computes the values.
@@ -82,7 +86,11 @@ def initial_values(table: int, row_ids: Any, dim: int, numpy: Any = np) -> Any:
 
 def initial_table(setting: Setting, table: int) -> np.ndarray:
     """Returns a whole table before the first step, `[rows, dim]`."""
-    return initial_values(table, np.arange(setting.rows), setting.dim)
+    rows = np.empty((setting.rows, setting.dim), np.float32)
+    for start in range(0, setting.rows, BLOCK):
+        row_ids = np.arange(start, min(start + BLOCK, setting.rows))
+        rows[row_ids] = initial_values(table, row_ids, setting.dim)
+    return rows
 
 
 def cotangents(setting: Setting) -> np.ndarray:

@@ -46,7 +46,7 @@ SIDES: Final = {
         requires=("tpu_embedding",),
         packages=".",
         optimizer="rowwise_adagrad",
-        table_copies=1.3,
+        table_copies=1.1,
     ),
     "fbgemm": SideInfo(
         title="FBGEMM",
@@ -54,7 +54,7 @@ SIDES: Final = {
         requires=("torch", "fbgemm_gpu"),
         packages="torch, then pip install --no-deps fbgemm-gpu-cpu numpy",
         optimizer="rowwise_adagrad",
-        table_copies=1.3,
+        table_copies=1.2,
     ),
     "torch": SideInfo(
         title="PyTorch EmbeddingBag, sparse",
