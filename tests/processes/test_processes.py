@@ -15,7 +15,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 def start(*arguments):
     command = [sys.executable, "-m", "tests.processes.worker", *map(str, arguments)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    environment.pop("XLA_FLAGS", None)
     return subprocess.Popen(
         command,
         cwd=ROOT,
