@@ -145,64 +145,66 @@ def _fill_tables(
 ) -> PackedRows:
     """Writes the rows of this shard of some tables. Per shard."""
 
-    def fill_table(i: Any, rows: PackedRows) -> PackedRows:
-        table = jax.tree.map(lambda values: values[i], facts)
-        key = threefry_key(table.keys)
-        parameters = table.parameters
+    def values_of(i: Any, row_ids: Int[Array, " rows"]) -> Float[Array, "rows dim"]:
+        key = threefry_key(facts.keys[i])
+        parameters = [values[i] for values in facts.parameters]
+        values = function(key, row_ids, stack.dim, *parameters)
+        _check_values(values, (row_ids.shape[0], stack.dim), tables)
+        return values
 
-        def values_of(row_ids: Int[Array, " rows"]) -> Float[Array, "rows dim"]:
-            values = function(key, row_ids, stack.dim, *parameters)
-            _check_values(values, (row_ids.shape[0], stack.dim), tables)
-            return values
-
-        return _fill_table(rows, values_of, table.offsets, table.sizes, stack)
-
-    return jax.lax.fori_loop(0, len(tables), fill_table, rows)
+    return _fill_slabs(rows, values_of, facts.offsets, facts.sizes, stack)
 
 
-def _fill_table(
+def _fill_slabs(
     rows: PackedRows,
-    values_of: Callable[[Int[Array, " rows"]], Float[Array, "rows dim"]],
-    offset: Any,
-    size: Any,
+    values_of: Callable[[Any, Int[Array, " rows"]], Float[Array, "rows dim"]],
+    offsets: Int[Array, " tables"],
+    sizes: Int[Array, " tables"],
     stack: StackPlan,
 ) -> PackedRows:
-    """Writes the rows of this shard of one table, slab by slab. Per shard.
+    """Writes the rows of this shard of some tables, slab by slab. Per shard.
+
+    All slabs of all tables are turns of one loop: XLA:TPU copies the rows between two
+    nested loops.
 
     Args:
       rows: of this shard.
-      values_of: returns the values of some rows of the table.
-      offset: first row of the table in the stack.
-      size: rows of the table.
-      stack: the stack of the table.
+      values_of: returns the values of some rows of table `i`.
+      offsets: first row of each table in the stack.
+      sizes: rows of each table.
+      stack: the stack of the tables.
 
     Returns:
-      The rows, with those of the table replaced.
+      The rows, with those of the tables replaced.
     """
     layout = stack.layout
-    slab = rows_per_slab(layout)
+    slab, rows_per_line = rows_per_slab(layout), layout.rows_per_line
     shard = jax.lax.axis_index(stack.shard_axes)
-    first, end = (
-        (row + stack.num_shards - 1 - shard) // stack.num_shards
-        for row in (offset, offset + size)
+    first_rows, end_rows = (
+        (bounds + (stack.num_shards - 1 - shard)) // stack.num_shards
+        for bounds in (offsets, offsets + sizes)
     )
-    rows_per_line = layout.rows_per_line
-    first_line, end_line = first // rows_per_line, -(-end // rows_per_line)
+    first_lines, end_lines = first_rows // rows_per_line, -(-end_rows // rows_per_line)
+    num_slabs = -(-(end_lines - first_lines) // (slab // rows_per_line))
+    end_slabs = jnp.cumsum(num_slabs)
     last_start = layout.num_lines * rows_per_line - slab
 
-    def fill_slab(i: Any, rows: PackedRows) -> PackedRows:
+    def fill_slab(slab_id: Any, rows: PackedRows) -> PackedRows:
+        i = jnp.sum(end_slabs <= slab_id)
+        offset, size = offsets[i], sizes[i]
+        slab_of_table = slab_id - (end_slabs[i] - num_slabs[i])
         # The last slab of the shard overlaps the one before, with equal values.
-        start = jnp.minimum(first_line * rows_per_line + i * slab, last_start)
+        start = first_lines[i] * rows_per_line + slab_of_table * slab
+        start = jnp.minimum(start, last_start)
         local_ids = start + jnp.arange(slab, dtype=jnp.int32)
         row_ids = local_ids * stack.num_shards + shard - offset
         is_own = (row_ids >= 0) & (row_ids < size)
-        stored = store_rows(values_of(jnp.clip(row_ids, 0, size - 1)), layout)
+        values = values_of(i, jnp.clip(row_ids, 0, size - 1))
         # XLA:CPU computes on one core, without vectors, what it fuses with the write.
-        stored = jax.lax.optimization_barrier(stored)
+        stored = jax.lax.optimization_barrier(store_rows(values, layout))
         return merge_block(rows, start, stored, is_own)
 
-    num_slabs = -(-(end_line - first_line) // (slab // rows_per_line))
-    return jax.lax.fori_loop(0, num_slabs, fill_slab, rows)
+    return jax.lax.fori_loop(0, end_slabs[-1], fill_slab, rows)
 
 
 def _logical_values(
@@ -281,9 +283,11 @@ def _deal_rows(
     received = received.reshape(-1, stack.dim)
     first_row = first_of_owner[jax.lax.axis_index(stack.shard_axes)]
 
-    def values_of(row_ids: Int[Array, " rows"]) -> Float[Array, "rows dim"]:
+    def values_of(i: Any, row_ids: Int[Array, " rows"]) -> Float[Array, "rows dim"]:
+        del i
         places = jnp.maximum(row_ids - first_row, 0) // num_shards
         return gather_in_bounds(received, places)
 
-    size = table.config.vocabulary_size
-    return _fill_table(rows, values_of, table.row_offset, size, stack)
+    offset = jnp.asarray([table.row_offset], jnp.int32)
+    size = jnp.asarray([table.config.vocabulary_size], jnp.int32)
+    return _fill_slabs(rows, values_of, offset, size, stack)
