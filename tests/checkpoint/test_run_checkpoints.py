@@ -169,6 +169,24 @@ def test_description_of_a_plan(change, is_same):
     assert (describe_plan(plan_of(**change)) == describe_plan(plan_of())) == is_same
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (te.optimizers.adagrad(0.1), te.optimizers.proximal_adagrad(0.1)),
+        (optax.adam(0.1), optax.adamw(0.1)),
+        (optax.adam(0.1), te.optimizers.every_row(optax.adam(0.1))),
+        (optax.sgd(0.1), te.optimizers.in_sequence(optax.sgd(0.1))),
+    ],
+)
+def test_descriptions_of_rules_with_equal_slots_differ(one, other):
+    one, other = (
+        describe_plan(plan_of(optimizer=rule))["stacks"]["stack_0"]
+        for rule in (one, other)
+    )
+    assert one["slots"] == other["slots"]
+    assert one["optimizer"] != other["optimizer"]
+
+
 def test_description_of_a_state():
     plan = plan_of()
     tables = te.init_tables(plan, jax.random.key(0))

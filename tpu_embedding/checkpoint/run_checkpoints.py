@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 
 T = TypeVar("T")
@@ -178,7 +179,7 @@ def describe_plan(plan: EmbeddingPlan) -> Description:
                 "rows_per_line": stack.layout.rows_per_line,
                 "lanes": stack.layout.lanes,
                 "num_lines": stack.layout.num_lines,
-                "gradient_steps": stack.optimizer and stack.optimizer.gradient_steps,
+                "optimizer": stack.optimizer and _describe_rule(stack),
                 "slots": [
                     {"row_shape": list(slot.shape), "dtype": str(slot.dtype)}
                     for slot in stack.slots
@@ -194,6 +195,28 @@ def describe_plan(plan: EmbeddingPlan) -> Description:
             for stack in plan.stacks
         },
     }
+
+
+def _describe_rule(stack: StackPlan) -> Description:
+    """Returns how a rule is applied, and the types of its state; no numbers."""
+    assert stack.optimizer is not None
+    rows = jax.ShapeDtypeStruct((1, stack.dim), jnp.float32)
+    return {
+        "state": list(_type_names(jax.eval_shape(stack.optimizer.init, rows))),
+        "rows": stack.optimizer.rows,
+        "duplicates": stack.optimizer.duplicates,
+        "gradient_steps": stack.optimizer.gradient_steps,
+    }
+
+
+def _type_names(state: Any) -> Iterator[str]:
+    """Yields the type of each part of a state, such as ScaleByAdamState."""
+    if hasattr(state, "_fields"):
+        yield type(state).__name__
+    parts = state.values() if isinstance(state, dict) else state
+    if isinstance(state, dict | list | tuple):
+        for part in parts:
+            yield from _type_names(part)
 
 
 def describe_state(state: Any) -> Description:
