@@ -10,6 +10,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tables import table_values
 
 SIZES = {"a": 37, "b": 1, "c": 5}
 
@@ -84,6 +85,25 @@ def test_round_trip_of_any_dim(dim):
     values = random_values(plan)
     stacked = te.with_table_values(zeros(plan), values, plan)
     assert_equal(te.unstack_tables(stacked, plan), values)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("num_devices", "hardware"), [(1, "v5p"), (3, "cpu")])
+def test_blocks_of_few_rows(num_devices, hardware, dtype, monkeypatch):
+    plan = make_plan(num_devices, hardware, dtype=dtype)
+    old, new = random_values(plan), random_values(plan, seed=1)
+    some = {name: new[name] for name in "ac"}
+
+    def read_and_write():
+        stacked = te.with_table_values(zeros(plan), old, plan)
+        stacked = te.with_table_values(stacked, some, plan)
+        return stacked, te.unstack_tables(stacked, plan)
+
+    expected, expected_values = read_and_write()
+    monkeypatch.setattr(table_values, "_BLOCK_BYTES", 64)
+    found, found_values = read_and_write()
+    assert_equal(found_values, expected_values)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_rows_are_dealt_in_turn():

@@ -1,12 +1,15 @@
 """Converts between stacks and tables: stacks on devices, one NumPy array per table.
 
 The layout of a stack changes with the devices, the stacking and the packing. The arrays
-per table do not: they hold the logical rows as the user declared them. Everything here
-runs on the host and handles whole tables.
+per table do not: they hold the logical rows as the user declared them.
+
+Everything here runs on the host. Beside the tables that the user gets or gives, the
+host holds the rows of one shard at a time, and reading needs a block of them only.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +17,21 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from tpu_embedding.plan.check_rows import check_stack
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.rows.narrow_rows import NarrowDtype
 from tpu_embedding.rows.packed_rows import (
+    LANE_BYTES,
     PackedRows,
+    RowLayout,
     lines_of_rows,
     load_rows,
+    round_up,
     rows_of_lines,
     store_rows,
 )
+
+_BLOCK_BYTES: Final = 2**26
+"""Approximate size of a block of rows that is copied to the host."""
 
 
 def unstack_tables(
@@ -48,13 +57,7 @@ def unstack_tables(
             continue
         packed = stacked[stack.name]
         check_stack(packed, stack)
-        layout = packed.layout
-        stored = _unpack(packed, stack)
-        for table in stack.tables:
-            num_rows = table.config.vocabulary_size
-            rows = stored[table.row_offset : table.row_offset + num_rows]
-            rows = load_rows(rows, layout)
-            values[table.name] = rows.reshape(num_rows, *layout.row_shape)
+        values |= _unstack(packed, stack)
     return values
 
 
@@ -95,21 +98,18 @@ def with_table_values(
                 "stack too, or leave the table out of values."
             )
         packed = stacked[stack.name]
-        stored = _unpack(packed, stack)
-        for table in tables:
-            num_rows = table.config.vocabulary_size
-            shape = (num_rows, *packed.layout.row_shape)
-            array = _checked(values[table.name], shape, packed, table.name)
-            stored[table.row_offset : table.row_offset + num_rows] = array
-        result[stack.name] = _pack(stored, packed, stack, plan)
+        checked = {
+            table.name: _checked(values[table.name], packed, table) for table in tables
+        }
+        result[stack.name] = _with_values(packed, checked, stack, plan)
     return result
 
 
-def _checked(
-    values: Any, shape: tuple[int, ...], packed: PackedRows, table_name: str
-) -> np.ndarray:
-    """Returns the values of a table as stored rows, `[rows, row_lanes]`."""
-    owner = f"values of table {table_name!r}"
+def _checked(values: Any, packed: PackedRows, table: TablePlan) -> np.ndarray:
+    """Returns the values of a table as rows that can be stored, `[rows, dim]`."""
+    layout = packed.layout
+    shape = (table.config.vocabulary_size, *layout.row_shape)
+    owner = f"values of table {table.name!r}"
     try:
         array = np.asarray(values)
     except ValueError as error:
@@ -120,17 +120,19 @@ def _checked(
     kinds = (jnp.floating, jnp.integer, jnp.bool_)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
         raise ValueError(f"{owner} must be real numbers, got dtype {array.dtype}.")
-    layout = packed.layout
     array = array.reshape(shape[0], layout.dim)
     if layout.narrow_dtype is None:
         return array
-    array = array.astype(np.float32)
-    _check_range(array, layout.narrow_dtype, owner)
-    return store_rows(array, layout)
+    array = array.astype(np.float32, copy=False)
+    num_rows = _rows_per_block(layout)
+    for start in range(0, shape[0], num_rows):
+        rows = array[start : start + num_rows]
+        _check_range(rows, start, layout.narrow_dtype, owner)
+    return array
 
 
-def _check_range(rows: np.ndarray, dtype: NarrowDtype, owner: str) -> None:
-    """Refuses rows that a narrow type cannot hold."""
+def _check_range(rows: np.ndarray, start: int, dtype: NarrowDtype, owner: str) -> None:
+    """Refuses rows that a narrow type cannot hold; the first one is row `start`."""
     if dtype == "int8":
         # Each row is spread between its smallest and largest element.
         with np.errstate(invalid="ignore", over="ignore"):
@@ -140,7 +142,8 @@ def _check_range(rows: np.ndarray, dtype: NarrowDtype, owner: str) -> None:
             row = int(np.argmax(is_bad))
             raise ValueError(
                 f"{owner} must be finite for dtype int8, and so must the range of each "
-                f"row; got {rows[row].min()} to {rows[row].max()} in row {row}."
+                f"row; got {rows[row].min()} to {rows[row].max()} in row "
+                f"{start + row}."
             )
         return
     largest = float(jnp.finfo(dtype).max)
@@ -149,33 +152,147 @@ def _check_range(rows: np.ndarray, dtype: NarrowDtype, owner: str) -> None:
         row, column = map(int, np.argwhere(is_bad)[0])
         raise ValueError(
             f"{owner} must lie within {largest:g} of zero for dtype {dtype}, got "
-            f"{rows[row, column]} in row {row}, column {column}."
+            f"{rows[row, column]} in row {start + row}, column {column}."
         )
 
 
-def _unpack(packed: PackedRows, stack: StackPlan) -> np.ndarray:
-    """Returns the stack's stored rows, `[rows of all shards, row_lanes]`, in order."""
+def _unstack(packed: PackedRows, stack: StackPlan) -> dict[str, np.ndarray]:
+    """Returns the rows of each table of a stack, by table name."""
     layout = packed.layout
-    lines = packed.lines
+    dtype = packed.lines.dtype if layout.narrow_dtype is None else np.float32
+    values = {
+        table.name: np.empty((table.config.vocabulary_size, layout.dim), dtype)
+        for table in stack.tables
+    }
+    lines_of = _lines_of_shards(packed, range(stack.num_shards))
+    for shard in range(stack.num_shards):
+        for start, lines in _blocks(lines_of(shard), layout):
+            stored = rows_of_lines(lines, layout)
+            for part in _parts_of_block(start, len(stored), shard, stack):
+                rows = load_rows(stored[part.of_block], layout)
+                values[part.table_name][part.of_table] = rows
+    return {
+        table.name: values[table.name].reshape(-1, *layout.row_shape)
+        for table in stack.tables
+    }
+
+
+class _Part(NamedTuple):
+    """The rows of a table that lie in a block of a shard's rows.
+
+    Attributes:
+      table_name: of the table.
+      of_block: their range in the block.
+      of_table: the same rows of the table: every `num_shards`-th one.
+    """
+
+    table_name: str
+    of_block: slice
+    of_table: slice
+
+
+def _parts_of_block(
+    start: int, num_rows: int, shard: int, stack: StackPlan
+) -> Iterator[_Part]:
+    """Yields the tables in a block of rows, which begins at row `start` of a shard."""
+    stride = stack.num_shards
+    for table in stack.tables:
+        offset, size = table.row_offset, table.config.vocabulary_size
+        first = max(start, -(-(offset - shard) // stride))
+        end = min(start + num_rows, -(-(offset + size - shard) // stride))
+        if first < end:
+            first_row = first * stride + shard - offset
+            last_row = (end - 1) * stride + shard - offset
+            yield _Part(
+                table.name,
+                slice(first - start, end - start),
+                slice(first_row, last_row + 1, stride),
+            )
+
+
+def _lines_of_shards(
+    packed: PackedRows, shards: Collection[int]
+) -> Callable[[int], Any]:
+    """Returns a function that returns the lines of each of some shards."""
+    lines, size = packed.lines, packed.layout.num_lines
+    local = {
+        (shard.index[0].start or 0) // size: shard.data
+        for shard in lines.addressable_shards
+        if shard.data.shape[0] == size
+    }
+    if all(shard in local for shard in shards):
+        return lambda shard: local[shard]
     if not lines.is_fully_addressable:
         lines = multihost_utils.process_allgather(lines, tiled=True)
-    rows = rows_of_lines(np.asarray(lines).reshape(-1, layout.lanes), layout)
-    rows = rows.reshape(stack.num_shards, -1, layout.row_lanes)[:, : layout.num_rows]
-    return np.array(rows.transpose(1, 0, 2).reshape(-1, layout.row_lanes))
+    whole = np.asarray(lines)
+    return lambda shard: whole[shard * size : (shard + 1) * size]
 
 
-def _pack(
-    stored: np.ndarray, packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
+def _blocks(lines: Any, layout: RowLayout) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields the first row and the lines, `[lines, lanes]`, of each block of a shard.
+
+    A block of a device's array is copied to the host alone: JAX would keep the copy of
+    the whole array.
+    """
+    num_lines = _rows_per_block(layout) // layout.rows_per_line
+    for start in range(0, layout.num_lines, num_lines):
+        block = lines
+        if num_lines < layout.num_lines:
+            end = min(start + num_lines, layout.num_lines)
+            block = (
+                lines[start:end]
+                if isinstance(lines, np.ndarray)
+                else jax.lax.dynamic_slice_in_dim(lines, start, end - start)
+            )
+        block = np.asarray(block).reshape(-1, layout.lanes)
+        yield start * layout.rows_per_line, block
+
+
+def _rows_per_block(layout: RowLayout) -> int:
+    row_bytes = LANE_BYTES * layout.lanes // layout.rows_per_line
+    num_rows = max(1, _BLOCK_BYTES // max(1, row_bytes))
+    return round_up(num_rows, layout.rows_per_line)
+
+
+def _with_values(
+    packed: PackedRows,
+    values: Mapping[str, np.ndarray],
+    stack: StackPlan,
+    plan: EmbeddingPlan,
 ) -> PackedRows:
-    """Returns stored rows in stack order as packed rows with the layout of `packed`."""
-    layout = packed.layout
-    shape = (layout.num_rows, stack.num_shards, layout.row_lanes)
-    by_shard = stored.reshape(shape).transpose(1, 0, 2)
-    num_places = layout.num_lines * layout.rows_per_line
-    missing = num_places - layout.num_rows
-    padded = np.pad(by_shard, ((0, 0), (0, missing), (0, 0)))
-    lines = lines_of_rows(padded.reshape(-1, layout.row_lanes), layout)
-    lines = lines.reshape(packed.lines.shape)
-    sharding = plan.rows_sharding(stack)
-    placed = jax.make_array_from_callback(lines.shape, sharding, lines.__getitem__)
-    return dataclasses.replace(packed, lines=placed)
+    """Returns packed rows with the values of some tables replaced, shard by shard."""
+    shape, sharding = packed.lines.shape, plan.rows_sharding(stack)
+    indices = sharding.addressable_devices_indices_map(shape)
+    devices_of: dict[int, list[Any]] = {}
+    for device, index in indices.items():
+        assert index is not None
+        start = index[0].start or 0
+        devices_of.setdefault(start // packed.layout.num_lines, []).append(device)
+    lines_of = _lines_of_shards(packed, devices_of)
+    arrays = []
+    for shard, devices in devices_of.items():
+        lines = _new_lines(lines_of(shard), packed.layout, values, shard, stack)
+        arrays += [jax.device_put(lines, device) for device in devices]
+        jax.block_until_ready(arrays)
+    lines = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+    return dataclasses.replace(packed, lines=lines)
+
+
+def _new_lines(
+    lines: Any,
+    layout: RowLayout,
+    values: Mapping[str, np.ndarray],
+    shard: int,
+    stack: StackPlan,
+) -> np.ndarray:
+    """Returns the lines of a shard with the values of some tables replaced."""
+    new = np.empty(lines.shape, lines.dtype).reshape(-1, layout.lanes)
+    for start, block in _blocks(lines, layout):
+        stored = np.array(rows_of_lines(block, layout))
+        for part in _parts_of_block(start, len(stored), shard, stack):
+            if part.table_name in values:
+                rows = values[part.table_name][part.of_table]
+                stored[part.of_block] = store_rows(rows, layout)
+        first_line = start // layout.rows_per_line
+        new[first_line : first_line + len(block)] = lines_of_rows(stored, layout)
+    return new.reshape(lines.shape)
