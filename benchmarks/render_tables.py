@@ -142,10 +142,11 @@ def _training(results: Results) -> str:
 
 def _compile_fit(results: Results) -> str:
     head = ("config", "slice", "devices", "kernels", "tables and slots")
-    rows: list[Cells] = [(*head, "temporaries", "compile", "fits")]
+    columns = ("temporaries of a step", "temporaries of initial tables")
+    rows: list[Cells] = [(*head, *columns, "largest program", "fits")]
     for row in results["compile_fit"]["results"]:
         slices = f"{row['slices']} x " if row["slices"] > 1 else ""
-        temporaries = row["temporary_bytes"]
+        temporaries = (row["temporary_bytes"], row["init_temporary_bytes"])
         rows.append(
             (
                 f"`{row['config']}`",
@@ -153,8 +154,8 @@ def _compile_fit(results: Results) -> str:
                 f"{row['devices']:,}",
                 f"`{row['kernels']}`",
                 f"{_gigabytes(row['table_and_slot_bytes'])} GB",
-                "-" if temporaries is None else f"{_gigabytes(temporaries)} GB",
-                f"{row['compile_seconds']:.0f} s",
+                *("-" if b is None else f"{_gigabytes(b)} GB" for b in temporaries),
+                f"{row['largest_program']}, {_gigabytes(row['largest_bytes'])} GB",
                 "yes" if row["fits"] else "no",
             )
         )

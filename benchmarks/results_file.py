@@ -65,7 +65,8 @@ def merge(results: dict[str, Benchmark], document: dict[str, Any]) -> str:
       Name of the benchmark.
 
     Raises:
-      ValueError: if the document names no known benchmark.
+      ValueError: if the document names no known benchmark, or a compile report lacks
+        programs.
     """
     if "reports" in document:
         document = _compile_fit(document)
@@ -91,6 +92,16 @@ def _compile_fit(document: dict[str, Any]) -> dict[str, Any]:
     rows = []
     for report in document["reports"]:
         memory = report["memory"]
+        others = {other["name"]: other for other in report["others"]}
+        if "initial tables" not in others:
+            raise ValueError(
+                f"The report of {report['name']!r} for {report['topology']!r} must "
+                "have all programs of a run; compile it without --programs."
+            )
+        init = others["initial tables"]
+        sizes = {name: other["memory"]["required"] for name, other in others.items()}
+        sizes["train step"] = memory["required"]
+        largest = max(sizes, key=lambda name: sizes[name])
         # A step with kernels is called "CONFIG with BACKEND kernels".
         config, _, kernels = report["name"].removesuffix(" kernels").partition(" with ")
         rows.append(
@@ -102,7 +113,9 @@ def _compile_fit(document: dict[str, Any]) -> dict[str, Any]:
                 "devices": report["num_devices"],
                 "table_and_slot_bytes": memory["tables"] + memory["slots"],
                 "temporary_bytes": memory["temporaries"],
-                "compile_seconds": report["compile_seconds"],
+                "init_temporary_bytes": init["memory"]["temporaries"],
+                "largest_program": largest,
+                "largest_bytes": sizes[largest],
                 "fits": report["fits"],
             }
         )

@@ -9,6 +9,7 @@ import pytest
 
 from tpu_embedding import aot
 from tpu_embedding.training import apply_overrides, load_config, make_run_plan
+from tpu_embedding.training.ahead_of_time import other_programs
 from tpu_embedding.training.step import abstract_step
 
 TOPOLOGY = "v5p:2x2x2"
@@ -27,21 +28,42 @@ SMALL = 2**16
 @pytest.mark.tpu_compiler
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
-def test_full_tables_are_updated_in_place(name):
+def test_full_tables(name):
+    """They are updated in place, and every other program of a run fits, too."""
     num_rows, row_bytes = CASES[name]
     config = apply_overrides(load_config(name), ["batch_size=256"])
     data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
     plan = make_run_plan(config, data, aot.topology_mesh(TOPOLOGY))
     step, state, batch = abstract_step(config, data, plan)
     report = aot.compile_report(
-        step, state, batch, plan, features=batch.features, topology=TOPOLOGY
+        *(step, state, batch, plan),
+        features=batch.features,
+        topology=TOPOLOGY,
+        others=other_programs(config, data, plan),
     )
+    check_step(report, num_rows * row_bytes / plan.num_shards)
+    check_others(report)
+
+
+def check_step(report, least):
     memory, traffic = report.memory, report.traffic
     assert memory.fits and traffic is not None
     assert memory.temporaries is not None and memory.capacity is not None
     assert memory.temporaries < 0.15 * memory.capacity
-    least = num_rows * row_bytes / plan.num_shards
     assert least <= memory.tables + memory.slots < 1.02 * least
     moved = (*traffic.table_copies, *traffic.table_moves)
     assert not [copy for copy in moved if math.prod(copy.dims) > SMALL]
     assert any(operation.dims[0] > 10**6 for operation in traffic.sparse_core)
+
+
+def check_others(report):
+    """Each program fits; initial tables take 2 % of the tables, at most 256 MB."""
+    assert report.fits, aot.format_report(report)
+    memories = {other.name: other.memory for other in report.others}
+    assert len(memories) == 7
+    tables = report.memory.tables
+    assert memories["initial tables"].temporaries <= min(256e6, 0.02 * tables)
+    assert memories["initial slot variables"].temporaries <= 0.02 * tables
+    for name in ("evaluation step", "serving lookup"):
+        assert memories[name].tables == tables
+        assert memories[name].temporaries < 0.15 * report.memory.capacity

@@ -1,11 +1,14 @@
 """Tables of figures are what `benchmarks/results.json` gives."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
 import sys
 
 import pytest
+
+from tests.aot.test_html import REPORT
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -64,3 +67,28 @@ def test_a_figure_of_a_new_case_is_added():
 def test_figures_of_no_benchmark_are_refused():
     with pytest.raises(ValueError, match="must be one of"):
         results_file.merge(results_file.load_results(), {"results": []})
+
+
+def test_a_compile_report_is_a_row():
+    init = dataclasses.replace(
+        REPORT.programs[0],
+        name="initial tables",
+        memory=dataclasses.replace(
+            REPORT.memory, temporaries=5_250_000, required=7 * 10**9, fits=False
+        ),
+    )
+    results = results_file.load_results()
+    report = dataclasses.replace(REPORT, others=(init,))
+    document = {"reports": [report.to_json()]}
+    assert results_file.merge(results, document) == "compile_fit"
+    row = results["compile_fit"]["results"][-1]
+    assert row["config"] == REPORT.name
+    assert not row["fits"]
+    table = render_tables.TABLES["compile_fit"](results)
+    assert "0.00525 GB | initial tables, 7 GB | no |" in table
+
+
+def test_a_compile_report_without_all_programs_is_refused():
+    document = {"reports": [REPORT.to_json()]}
+    with pytest.raises(ValueError, match="'my step'.*compile it without --programs"):
+        results_file.merge(results_file.load_results(), document)
