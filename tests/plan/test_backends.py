@@ -141,29 +141,56 @@ def test_xla_is_not_asked_about_batches():
 
 
 FORMS = {
-    # The devices, hardware, capacity, and the forms of reading and pooling.
-    "one device": (1, None, None, "direct", "fused"),
-    "eight devices": (8, None, None, "whole", "fused"),
-    "asked for rounds": (1, None, 4, "whole", "fused"),
-    "one chip": (1, "v5p", None, "direct", "whole"),
-    "eight chips": (8, "v6e", None, "whole", "whole"),
+    # The devices, hardware, options, and the forms of reading, pooling and spreading.
+    "one device": (1, None, {}, "direct", "fused", "blocks"),
+    "eight devices": (8, None, {}, "whole", "fused", "whole"),
+    "copies": (8, None, {"placement": te.Replicated()}, "direct", "fused", "whole"),
+    "asked for rounds": (1, None, {"capacity": 4}, "whole", "fused", "whole"),
+    "one GPU": (1, "gpu", {}, "direct", "fused", "whole"),
+    "one chip": (1, "v5p", {}, "direct", "whole", "whole"),
+    "eight chips": (8, "v6e", {}, "whole", "whole", "whole"),
 }
 
 
 @pytest.mark.parametrize("case", FORMS)
 def test_forms_of_xla(case):
-    num_devices, hardware, capacity, read, pool = FORMS[case]
+    num_devices, hardware, options, read, pool, spread = FORMS[case]
     plan = te.make_plan(
         te.FeatureConfig(table=te.TableConfig(vocabulary_size=99, dim=8)),
         mesh_of(num_devices),
-        capacity=capacity,
+        optimizer=optax.sgd(1.0),
         hardware=None if hardware is None else te.hardware_by_name(hardware),
+        **options,
     )
     backends = plan.stacks[0].backends
     assert (backends.read.form, backends.pool.form) == (read, pool)
-    assert {choice.form for choice in backends[2:]} == {"whole"}
+    assert backends.spread.form == backends.update.form == spread
+    assert backends.write.form == "whole"
     if read == "direct":
         assert "xla, direct" in str(plan)
+
+
+def test_rules_that_do_not_run_in_blocks():
+    for name in ("every_row", "sequence", "totals"):
+        table = te.TableConfig(vocabulary_size=9, dim=8, name="t")
+        plan = te.make_plan(
+            te.FeatureConfig(table=table), mesh_of(1), optimizer=NO_UPDATE[name][0]
+        )
+        assert plan.stacks[0].backends.spread.form == "whole"
+
+
+@pytest.mark.parametrize(
+    ("dim", "num_ids", "ids_per_block"),
+    [(128, 10**6, 2048), (3, 10**6, 87424), (1024, 10, 128), (10**7, 200, 128)],
+)
+def test_blocks_fit_a_cache(dim, num_ids, ids_per_block):
+    table = te.TableConfig(vocabulary_size=9, dim=dim, name="t")
+    plan = te.make_plan(
+        te.FeatureConfig(table=table), mesh_of(1), optimizer=optax.sgd(1.0)
+    )
+    (stack,) = plan.stacks
+    choice = choose_for_batch(stack.layout, stack.backends, [plain(num_ids)])
+    assert choice.ids_per_block == ids_per_block
 
 
 def test_kernels_read_an_exchange_buffer():

@@ -17,6 +17,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tpu_embedding.lookup._blocks import (
+    IdBlocks,
+    ReadCotangents,
+    first_block,
+    fold_blocks,
+)
 from tpu_embedding.lookup._custom_combiner import row_cotangents
 from tpu_embedding.lookup._exchange import Requests, send_gradients, send_requests
 from tpu_embedding.lookup._flatten import PoolingSpec
@@ -26,7 +32,7 @@ from tpu_embedding.lookup._replicas import add_dense_gradients, gather_from_repl
 from tpu_embedding.lookup._rounds import PendingRounds, for_each_round
 from tpu_embedding.lookup._route import IdsByRow, Round
 from tpu_embedding.lookup._send import SentIds, send_ids
-from tpu_embedding.lookup._spread import spread
+from tpu_embedding.lookup._spread import cotangent_reader, spread
 from tpu_embedding.plan.backends import BatchBackends, choose_for_batch
 from tpu_embedding.plan.capacity import RoundSize
 from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
@@ -75,7 +81,7 @@ class StackGradient:
     """
 
     first_round: PackedRowGradients
-    pending: PendingRounds | None
+    pending: PendingRounds | IdBlocks | None
     samples: SampleGradients
 
 
@@ -145,7 +151,11 @@ def gradient_rounds(
     def fold_later(
         body: Callable[[Carry, PackedRowGradients, RowRange], Carry], carry: Carry
     ) -> Carry:
-        return _fold_pending(pending, gradient.samples, body, carry, stack, plan)
+        if isinstance(pending, PendingRounds):
+            return _fold_pending(pending, gradient.samples, body, carry, stack, plan)
+        reader = _cotangent_reader(gradient.samples, stack)
+        first, layout = gradient.first_round, stack.layout
+        return fold_blocks(pending, first, reader, layout, body, carry)
 
     return GradientRounds(
         first=gradient.first_round,
@@ -168,6 +178,11 @@ def _gradient_of(
       stack: its plan.
       plan: for the mesh.
     """
+    ids_per_block = samples.backends.ids_per_block
+    if ids_per_block is not None:
+        reader = _cotangent_reader(samples, stack)
+        first, blocks = first_block(samples.keys, ids_per_block, reader, stack.layout)
+        return StackGradient(first_round=first, pending=blocks, samples=samples)
     if sent is None:
         sent, _ = send_ids(samples.keys, samples.max_unique_ids, stack, plan)
     first = _spread_and_send(
@@ -202,6 +217,14 @@ def _fold_pending(
     state = (carry, pending.end_row[0])
     (carry, _), _ = for_each_round(pending, run_round, state, stack, plan)
     return carry
+
+
+def _cotangent_reader(
+    samples: SampleGradients, stack: TrainedStackPlan
+) -> ReadCotangents:
+    return cotangent_reader(
+        samples.cotangents, samples.poolings, stack.layout, samples.backends
+    )
 
 
 def _spread_and_send(

@@ -4,7 +4,7 @@ The transpose of `combine`: each id adds its sample's cotangent, times gain and 
 to the gradient of its row in the exchange buffer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -65,6 +65,45 @@ def _spread_by_xla(
 ) -> PackedRows:
     """Gathers the cotangent of each row's first id, and adds those of its repeats."""
     buffer_size = layout.num_rows
+    cotangents_of = _reader(cotangents, poolings, layout, backends)
+    places = ids_by_row.places
+    is_first = jnp.diff(places, prepend=-1) != 0
+    first_ids = jnp.zeros((buffer_size,), jnp.int32)
+    first_ids = first_ids.at[jnp.where(is_first, places, buffer_size)].set(
+        ids_by_row.order, mode="drop", wrap_negative_indices=False
+    )
+    return add_repeats(
+        cotangents_of(first_ids),
+        ~is_first & (places < buffer_size),
+        places=places,
+        value_ids=ids_by_row.order,
+        read_values=lambda _, ids: unpack_rows(cotangents_of(ids)),
+    )
+
+
+def cotangent_reader(
+    cotangents: Sequence[Float[Array, "_ dim"]],
+    poolings: Sequence[PoolingSpec],
+    layout: RowLayout,
+    backends: BatchBackends,
+) -> Callable[[Int[Array, " n"]], PackedRows]:
+    """Returns a function that gathers the cotangents of ids, times gain and scale.
+
+    Args:
+      cotangents: per feature of the stack.
+      poolings: the features of the stack.
+      layout: of the exchange buffer, or of the table.
+      backends: the choice for this batch.
+    """
+    return _reader(scale_samples(cotangents, poolings), poolings, layout, backends)
+
+
+def _reader(
+    cotangents: Sequence[Float[Array, "_ dim"]],
+    poolings: Sequence[PoolingSpec],
+    layout: RowLayout,
+    backends: BatchBackends,
+) -> Callable[[Int[Array, " n"]], PackedRows]:
     num_samples = sum(pooling.num_samples for pooling in poolings)
     lines = sample_lines(backends, layout)
     if lines is None:
@@ -79,19 +118,7 @@ def _spread_by_xla(
         rows = gather_packed(samples, place)
         return rows if gains is None else scale_rows(rows, gather_in_bounds(gains, ids))
 
-    places = ids_by_row.places
-    is_first = jnp.diff(places, prepend=-1) != 0
-    first_ids = jnp.zeros((buffer_size,), jnp.int32)
-    first_ids = first_ids.at[jnp.where(is_first, places, buffer_size)].set(
-        ids_by_row.order, mode="drop", wrap_negative_indices=False
-    )
-    return add_repeats(
-        cotangents_of(first_ids),
-        ~is_first & (places < buffer_size),
-        places=places,
-        value_ids=ids_by_row.order,
-        read_values=lambda _, ids: unpack_rows(cotangents_of(ids)),
-    )
+    return cotangents_of
 
 
 def _spread_by_kernel(

@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple, get_args
 
 import jax
 
-from tpu_embedding.hardware import HardwareInfo
+from tpu_embedding.hardware import MEBIBYTE, HardwareInfo
 from tpu_embedding.optimizers.analysis.kernel_lowering import Refusal, lower_to_kernel
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.rows.kernels.row_kernels import (
@@ -24,7 +24,7 @@ from tpu_embedding.rows.kernels.row_kernels import (
     no_room_reason,
     unreachable_reason,
 )
-from tpu_embedding.rows.packed_rows import Backend, RowLayout
+from tpu_embedding.rows.packed_rows import LANE_BYTES, Backend, RowLayout, round_up
 
 BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
 """Values of `make_plan(kernels=...)`."""
@@ -33,13 +33,20 @@ _DEFAULT: Final = "the default; make_plan(kernels=...) chooses kernels"
 _REQUESTED: Final = "requested"
 
 
-Form = Literal["whole", "direct", "fused"]
+Form = Literal["whole", "direct", "fused", "blocks"]
 """The form in which XLA's operations do their work:
 
 * `"whole"`: one operation for all ids, which writes its result to memory.
 * `"direct"`: rows are read from the table itself, not from an exchange buffer.
 * `"fused"`: one gather per id of a sample, which XLA fuses with the sum.
+* `"blocks"`: a loop over blocks of ids, whose rows stay in a CPU's cache.
 """
+
+_BLOCK_BYTES: Final = MEBIBYTE
+"""Bytes of the rows of a block, so that a block and its gradients fit into a cache."""
+
+_BLOCK_ALIGNMENT: Final = 128
+"""The ids of a block are a multiple of this."""
 
 
 class BackendChoice(NamedTuple):
@@ -82,11 +89,13 @@ class StackDevices(NamedTuple):
     Attributes:
       hardware: that rows are laid out for.
       num_shards: devices that its rows are split over.
+      num_replicas: devices that hold a copy of each row.
       capacity: the user's limit of ids per round, or None.
     """
 
     hardware: HardwareInfo
     num_shards: int
+    num_replicas: int
     capacity: int | None
 
     @property
@@ -127,11 +136,13 @@ class BatchBackends(NamedTuple):
         are pooled and cotangents are spread; None: one sample per line.
       pool: as in `StackBackends`.
       spread: as in `StackBackends`.
+      ids_per_block: ids whose cotangents are summed and applied at a time; None: all.
     """
 
     samples_per_feature: int | None
     pool: BackendChoice
     spread: BackendChoice
+    ids_per_block: int | None = None
 
 
 def requested_backend(
@@ -188,10 +199,10 @@ def choose_backends(
       devices: of the stack.
     """
     if requested == "xla":
-        return _by_xla(_DEFAULT, devices)
+        return _by_xla(_DEFAULT, optimizer, devices)
     reason = _unreachable_reason(layout)
     if reason is not None:
-        return _by_xla(reason, devices)
+        return _by_xla(reason, optimizer, devices)
     read = BackendChoice(requested, _REQUESTED)
     reason = _no_update_reason(layout.dim, optimizer, slots)
     return StackBackends(
@@ -214,7 +225,10 @@ def choose_for_batch(
       features: of the batch that look up in the stack.
     """
     if backends.pool.backend == "xla":
-        return BatchBackends(None, backends.pool, backends.spread)
+        block = None
+        if backends.spread.form == "blocks":
+            block = _ids_per_block(layout, sum(batch.num_ids for batch in features))
+        return BatchBackends(None, backends.pool, backends.spread, block)
     requested = backends.pool.backend
     reason = _no_lines_reason(layout, features)
     samples = None
@@ -226,17 +240,42 @@ def choose_for_batch(
     return BatchBackends(samples, pool, spread)
 
 
-def _by_xla(reason: str, devices: StackDevices) -> StackBackends:
+def _by_xla(
+    reason: str, optimizer: RowOptimizer | None, devices: StackDevices
+) -> StackBackends:
     """Returns XLA in all directions, in the forms that suit the devices."""
     choice = BackendChoice("xla", reason)
-    read = pool = choice
+    read = pool = spread = choice
     if devices.is_local:
         read = read._replace(form="direct")
     if not devices.hardware.is_tpu:
         # XLA:TPU starts and compiles one large gather faster than many small ones, and
         # writes the result of each. XLA:CPU and XLA:GPU fuse gathers with their sum.
         pool = pool._replace(form="fused")
-    return StackBackends(read, pool, choice, choice, choice)
+    if _runs_in_blocks(optimizer, devices):
+        spread = spread._replace(form="blocks")
+    return StackBackends(read, pool, spread, spread, choice)
+
+
+def _runs_in_blocks(optimizer: RowOptimizer | None, devices: StackDevices) -> bool:
+    """Returns True if gradients are summed and applied block by block.
+
+    A block is a round, so a rule must not pay for each round as for a whole step.
+    """
+    is_one_cpu = devices.hardware.name == "cpu" and devices.num_replicas == 1
+    return (
+        is_one_cpu
+        and devices.is_local
+        and optimizer is not None
+        and optimizer.rows == "touched"
+        and optimizer.duplicates == "sum"
+        and not (optimizer.keeps_gradient or optimizer.takes_totals)
+    )
+
+
+def _ids_per_block(layout: RowLayout, num_ids: int) -> int:
+    in_cache = _BLOCK_BYTES // (LANE_BYTES * layout.dim)
+    return round_up(max(1, min(in_cache, num_ids)), _BLOCK_ALIGNMENT)
 
 
 def _unreachable_reason(layout: RowLayout) -> str | None:

@@ -241,7 +241,7 @@ def _plan_stack(
         layout,
         first.optimizer,
         slots,
-        StackDevices(hardware, num_shards, capacity),
+        StackDevices(hardware, num_shards, mesh.size // num_shards, capacity),
     )
     if backends.read.backend != "xla":
         layout = dataclasses.replace(

@@ -187,7 +187,11 @@ def _lifted(
         return _touched_rows(row_ids, all_reduce, occurrence_squares, stack, plan)
 
     takes_totals = stack.optimizer.takes_totals
-    return lift_to_rows(stack.optimizer, rows_of if takes_totals else None)
+    return lift_to_rows(
+        stack.optimizer,
+        rows_of if takes_totals else None,
+        stack.backends.update.form,
+    )
 
 
 def _touched_rows(

@@ -20,6 +20,7 @@ from tpu_embedding.optimizers.analysis.row_local import runs_on_lines
 from tpu_embedding.optimizers.analysis.slots import moved_by_adding, slot_row_shapes
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
+from tpu_embedding.plan.backends import Form
 from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_rows
 from tpu_embedding.rows.packed_rows import PackedRows, pack_rows, unpack_rows
 
@@ -30,6 +31,7 @@ RowsOf = Callable[[Int[Array, " rows"]], TableRows]
 def lift_to_rows(
     optimizer: optax.GradientTransformation | RowOptimizer,
     rows_of: RowsOf | None = None,
+    form: Form = "whole",
 ) -> optax.GradientTransformation:
     """Turns a transformation of dense rows into one of `RowUpdates`.
 
@@ -42,6 +44,7 @@ def lift_to_rows(
         `optax.inject_hyperparams`.
       rows_of: answers rules that ask for totals over the rows of a table; None: such
         a rule sees the given rows as one whole table.
+      form: of the update. In `"blocks"`, slots are read before one is written.
 
     Returns:
       A transformation whose `init` takes the `PackedRows` of a table and whose
@@ -80,6 +83,9 @@ def lift_to_rows(
         leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
         dense = _dense_view(optimizer, table, leaves, row_ids.shape[0])
         old = [dense(gather_rows(x, row_ids)) if is_slot(x) else x for x in leaves]
+        if form == "blocks":
+            # In a loop, XLA:CPU would copy a whole slot variable to read it later.
+            old, leaves = jax.lax.optimization_barrier((old, leaves))
         with table_rows_context(rows_of and rows_of(row_ids)):
             values: Any
             values, new_state = optimizer.update(

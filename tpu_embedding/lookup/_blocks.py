@@ -1,0 +1,178 @@
+"""Sums the gradients of rows in blocks of ids that stay in a CPU's cache.
+
+It replaces route, spread, exchange and merge where one CPU device owns all rows. Sorted
+by row, the ids of a batch are cut into blocks of equal size. A block gathers the
+cotangents of its ids and adds them up by row, without a buffer for all ids. XLA:CPU
+gathers on all cores. It adds on one core, which is fast only within the cache.
+
+A block is a round of the gradient: an update finishes its rows before the next block
+begins. A row whose ids continue in the next block is finished there.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from tpu_embedding.lookup._dedup import rank_unique
+from tpu_embedding.rows.packed_rows import (
+    PackedRows,
+    RowLayout,
+    pack_rows,
+    unpack_rows,
+)
+from tpu_embedding.rows.row_gradients import PackedRowGradients
+from tpu_embedding.types import PADDING_ROW_ID, RowRange
+
+Carry = TypeVar("Carry")
+
+ReadCotangents = Callable[[Int[Array, " n"]], PackedRows]
+"""Returns the cotangent of each id, times its gain."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IdBlocks:
+    """The ids of a batch, sorted by row, in blocks of equal size. Per shard.
+
+    Attributes:
+      row_ids: int32 `[blocks, block_size]`, rising; padding last.
+      order: int32 `[blocks, block_size]`, position of each id before sorting.
+      ranks: int32 `[blocks, block_size]`, number of distinct rows before each id's.
+      end_row: int32 `[1]`, the first row that the first block does not finish.
+    """
+
+    row_ids: Int[Array, "blocks block_size"]
+    order: Int[Array, "blocks block_size"]
+    ranks: Int[Array, "blocks block_size"]
+    end_row: Int[Array, "_"]
+
+
+def first_block(
+    keys: Int[Array, " ids"],
+    ids_per_block: int,
+    read_cotangents: ReadCotangents,
+    layout: RowLayout,
+) -> tuple[PackedRowGradients, IdBlocks | None]:
+    """Sorts ids, and sums the gradients of the first block. Per shard.
+
+    Args:
+      keys: row of each id; `PADDING_ROW_ID` for an id without a row.
+      ids_per_block: ids of a block.
+      read_cotangents: reads the cotangents of ids.
+      layout: of the table.
+
+    Returns:
+      The gradients, and the blocks for `fold_blocks`; None if there is only one.
+    """
+    (num_ids,) = keys.shape
+    keys, order, ranks = rank_unique(keys)
+    missing = -num_ids % ids_per_block
+
+    def cut(values: Int[Array, " ids"], fill: int) -> Int[Array, "blocks block_size"]:
+        padded = jnp.pad(values, (0, missing), constant_values=fill)
+        return padded.reshape(-1, ids_per_block)
+
+    blocks = IdBlocks(
+        row_ids=cut(keys, PADDING_ROW_ID),
+        order=cut(order, 0),
+        ranks=cut(ranks, PADDING_ROW_ID),
+        end_row=jnp.zeros(1, jnp.int32),
+    )
+    nothing = jnp.zeros((layout.dim,), jnp.float32)
+    first, _, end_row = _sum_block(
+        jnp.int32(0), blocks, nothing, read_cotangents, layout
+    )
+    if num_ids <= ids_per_block:
+        return first, None
+    return first, dataclasses.replace(blocks, end_row=end_row[None])
+
+
+def fold_blocks(
+    blocks: IdBlocks,
+    first: PackedRowGradients,
+    read_cotangents: ReadCotangents,
+    layout: RowLayout,
+    body: Callable[[Carry, PackedRowGradients, RowRange], Carry],
+    carry: Carry,
+) -> Carry:
+    """Calls `carry = body(carry, gradients, rows)` for the later blocks. Per shard.
+
+    Args:
+      blocks: from `first_block`.
+      first: the gradients of the first block.
+      read_cotangents: as for `first_block`.
+      layout: of the table.
+      body: what is done with the gradients of a block, and the range of their rows.
+      carry: its first value.
+    """
+    num_used = jnp.sum(blocks.row_ids != PADDING_ROW_ID, dtype=jnp.int32)
+    ids_per_block = blocks.row_ids.shape[1]
+    # The place of a row that continues holds its sum so far, under a padding id.
+    last = blocks.ranks[0, -1] - blocks.ranks[0, 0]
+    continues = blocks.row_ids[0, -1] == blocks.row_ids[1, 0]
+    open_sum = jnp.where(continues, unpack_rows(first.values)[last], 0.0)
+
+    def run(state):
+        index, open_sum, first_row, carry = state
+        gradients, open_sum, end_row = _sum_block(
+            index, blocks, open_sum, read_cotangents, layout
+        )
+        carry = body(carry, gradients, RowRange(first_row, end_row))
+        return index + 1, open_sum, end_row, carry
+
+    _, _, _, carry = jax.lax.while_loop(
+        lambda state: state[0] * ids_per_block < num_used,
+        run,
+        (jnp.int32(1), open_sum, blocks.end_row[0], carry),
+    )
+    return carry
+
+
+def _sum_block(
+    index: Int[Array, ""],
+    blocks: IdBlocks,
+    open_sum: Float[Array, " dim"],
+    read_cotangents: ReadCotangents,
+    layout: RowLayout,
+) -> tuple[PackedRowGradients, Float[Array, " dim"], Int[Array, ""]]:
+    """Sums the gradients of one block.
+
+    Args:
+      index: of the block.
+      blocks: all of them.
+      open_sum: what earlier blocks add to the first row of this one.
+      read_cotangents: as for `first_block`.
+      layout: of the table.
+
+    Returns:
+      The gradients of finished rows, the sum of a row that continues in the next block,
+      and the first row that is not finished.
+    """
+    num_blocks, ids_per_block = blocks.row_ids.shape
+    ids, ranks = blocks.row_ids[index], blocks.ranks[index]
+    places = ranks - ranks[0]
+    sums = jnp.zeros((ids_per_block, layout.dim), jnp.float32).at[0].set(open_sum)
+    sums = sums.at[places].add(
+        unpack_rows(read_cotangents(blocks.order[index])),
+        mode="drop",
+        indices_are_sorted=True,
+        wrap_negative_indices=False,
+    )
+    row_ids = jnp.full((ids_per_block,), PADDING_ROW_ID, jnp.int32)
+    row_ids = row_ids.at[places].set(ids, mode="drop", wrap_negative_indices=False)
+    next_id = blocks.row_ids[jnp.minimum(index + 1, num_blocks - 1), 0]
+    next_id = jnp.where(index + 1 < num_blocks, next_id, PADDING_ROW_ID)
+    continues = (next_id == ids[-1]) & (next_id != PADDING_ROW_ID)
+    last = places[-1]
+    is_open = continues & (jnp.arange(ids_per_block, dtype=jnp.int32) == last)
+    gradients = PackedRowGradients(
+        row_ids=jnp.where(is_open, PADDING_ROW_ID, row_ids),
+        values=pack_rows(sums, layout.buffer_layout(ids_per_block)),
+    )
+    # If padding ends the block, its place is beyond all rows; the sum is not used.
+    open_sum = jnp.where(continues, sums[jnp.minimum(last, ids_per_block - 1)], 0.0)
+    return gradients, open_sum, jnp.minimum(next_id, layout.num_rows)
