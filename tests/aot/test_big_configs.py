@@ -65,5 +65,6 @@ def check_others(report):
     assert memories["initial tables"].temporaries <= min(256e6, 0.02 * tables)
     assert memories["initial slot variables"].temporaries <= 0.02 * tables
     for name in ("evaluation step", "serving lookup"):
-        assert memories[name].tables == tables
+        # The plan counts whole tiles, the report lines.
+        assert tables - 2**16 < memories[name].tables <= tables
         assert memories[name].temporaries < 0.15 * report.memory.capacity
