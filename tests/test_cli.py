@@ -280,7 +280,8 @@ def test_compile_with_each_backend(capsys):
     ]
     for part in (
         r"\nsynthetic with sparse_core kernels on v6e:1x1: 1 device;",
-        r"\nstack_0 +read, pool, spread, update, write +xla +the default",
+        r"\nstack_0 +read +xla, direct +the default",
+        r"\nstack_0 +pool, spread, update, write +xla +the default",
         r"\nstack_0 +read, update, write +sparse_core +requested",
         r"\nstack +direction +backend +for this batch\nstack_0 +pool +sparse_core +",
     ):
