@@ -223,8 +223,9 @@ def describe_plan_for(plan: EmbeddingPlan, features: Any) -> str:
     def look_up(tables: Any, features: Any) -> Any:
         result = lookup(tables, features, plan)
         for name, routing in result.routing.stacks.items():
-            rows.append((name, "pool", *routing.backends.pool))
-            rows.append((name, "spread", *routing.backends.spread))
+            for direction in ("pool", "spread"):
+                choice = getattr(routing.backends, direction)
+                rows.append((name, direction, choice.name, choice.reason))
         return result.activations
 
     tables = jax.eval_shape(lambda: init_tables(plan, jax.random.key(0)))
