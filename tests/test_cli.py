@@ -132,7 +132,7 @@ def test_own_config_from_a_script(tmp_path):
         timeout=300,
     )
     assert finished.returncode == 0, finished.stderr
-    assert "8 shards on cpu" in finished.stdout
+    assert "8 devices, cpu" in finished.stdout
     assert "log_loss" in finished.stdout.splitlines()[-1]
 
 

@@ -139,9 +139,8 @@ def steps_of_backends():
     for dim in (16, 128, 256):
         marks = (needs_kernels,) if dim == 16 else (needs_kernels, pytest.mark.full)
         yield dim, "v5p", "sparse_core", marks
-    for dim in (16, 128):
-        for generation in ("v6e", "tpu7x"):
-            yield dim, generation, "sparse_core", (needs_kernels, pytest.mark.full)
+    for dim, generation in ((128, "v6e"), (16, "tpu7x")):
+        yield dim, generation, "sparse_core", (needs_kernels, pytest.mark.full)
 
 
 @pytest.mark.quick_cases("16-v5p-sparse_core")

@@ -21,8 +21,14 @@ MAX_ROUNDS = 8
 def plan_for(num_shards, duplicates="sum", **options):
     plan = plan_of(num_shards, ROWS_PER_SHARD, DIM, **options)
     (stack,) = plan.stacks
-    optimizer = dataclasses.replace(stack.optimizer, duplicates=duplicates)
-    stack = dataclasses.replace(stack, optimizer=optimizer)
+    if duplicates != "sum":
+        # A plan that is made for such a rule sums no blocks.
+        spread = stack.backends.spread._replace(form="whole")
+        stack = dataclasses.replace(
+            stack,
+            optimizer=dataclasses.replace(stack.optimizer, duplicates=duplicates),
+            backends=stack.backends._replace(spread=spread, update=spread),
+        )
     return dataclasses.replace(plan, stacks=(stack,))
 
 

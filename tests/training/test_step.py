@@ -108,12 +108,11 @@ def train_curve(name, data_dir, num_devices, num_steps, capacity="none"):
 @pytest.mark.parametrize(
     ("name", "num_steps", "others"),
     [
-        ("synthetic", 50, (3, 8)),
-        pytest.param("synthetic", 50, (2,), marks=pytest.mark.full),
-        pytest.param("movielens", 50, (3,), marks=pytest.mark.full),
-        pytest.param("dlrm", 5, (3,), marks=pytest.mark.full),
-        pytest.param("dlrm_dcnv2", 10, (3,), marks=pytest.mark.full),
-        pytest.param("two_tower", 10, (3,), marks=pytest.mark.full),
+        ("synthetic", 50, (2, 3, 8)),
+        ("movielens", 30, (3,)),
+        ("dlrm", 5, (3,)),
+        ("dlrm_dcnv2", 10, (3,)),
+        ("two_tower", 10, (3,)),
     ],
 )
 def test_loss_curve_is_the_same_on_any_number_of_devices(

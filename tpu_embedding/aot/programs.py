@@ -29,7 +29,7 @@ class Program:
     Attributes:
       name: name of the program, for the report.
       resident: arrays that lie on the devices during the program, used or not, as
-        pytrees of `jax.ShapeDtypeStruct`s with shardings: tables, slot variables, and
+        pytrees of `jax.ShapeDtypeStruct` with shardings: tables, slot variables, and
         dense parameters with their optimizer state. Parts may be missing.
       inputs: further arguments, such as a batch.
       function: `(resident, *inputs) -> outputs`; None if nothing runs on the devices.
