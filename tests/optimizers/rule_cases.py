@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 import tpu_embedding as te
+from tests.conftest import mesh_of
 from tpu_embedding.plan.plan import StackPlan
 from tpu_embedding.update.lift import is_slot
 
@@ -104,6 +105,25 @@ def one_table_plan(optimizer, vocabulary_size, dim, mesh, **options):
     )
     feature = te.FeatureConfig(table=table, name="ids")
     return te.make_plan(feature, mesh, optimizer=optimizer, **options)
+
+
+def plan_of_tables(sizes, dim, optimizer, num_devices, hardware, **options):
+    """A plan of tables, name to size, each with a feature of its name, by sum."""
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(
+                vocabulary_size=size, dim=dim, combiner="sum", name=name
+            )
+        )
+        for name, size in sizes.items()
+    }
+    return te.make_plan(
+        features,
+        mesh_of(num_devices),
+        optimizer=optimizer,
+        hardware=te.hardware_by_name(hardware),
+        **options,
+    )
 
 
 @functools.partial(jax.jit, static_argnames="plan")

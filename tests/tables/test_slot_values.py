@@ -7,27 +7,15 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.optimizers.rule_cases import initial_state_of_tables, update
+from tests.optimizers.rule_cases import initial_state_of_tables, plan_of_tables, update
 
 SIZES, DIM = {"a": 37, "b": 1, "c": 5}, 3
 opt = te.optimizers
 
 
 def plan_of(optimizer, num_devices=8, hardware="v5p", names=tuple(SIZES)):
-    features = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(
-                vocabulary_size=SIZES[name], dim=DIM, combiner="sum", name=name
-            )
-        )
-        for name in names
-    }
-    return te.make_plan(
-        features,
-        mesh_of(num_devices),
-        optimizer=optimizer,
-        hardware=te.hardware_by_name(hardware),
-    )
+    sizes = {name: SIZES[name] for name in names}
+    return plan_of_tables(sizes, DIM, optimizer, num_devices, hardware)
 
 
 def start_of(plan):

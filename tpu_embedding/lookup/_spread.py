@@ -50,22 +50,19 @@ def spread(
     Returns:
       The gradient of each row of the exchange buffer. Unused places hold anything.
     """
-    cotangents = scale_samples(cotangents, poolings)
     if backends.spread.backend == "xla":
-        return _spread_by_xla(cotangents, ids_by_row, poolings, layout, backends)
+        cotangents_of = cotangent_reader(cotangents, poolings, layout, backends)
+        return _spread_by_xla(cotangents_of, ids_by_row, layout.num_rows)
+    cotangents = scale_samples(cotangents, poolings)
     return _spread_by_kernel(cotangents, ids_by_row, poolings, layout, backends)
 
 
 def _spread_by_xla(
-    cotangents: Sequence[Float[Array, "_ dim"]],
+    cotangents_of: Callable[[Int[Array, " n"]], PackedRows],
     ids_by_row: IdsByRow,
-    poolings: Sequence[PoolingSpec],
-    layout: RowLayout,
-    backends: BatchBackends,
+    buffer_size: int,
 ) -> PackedRows:
     """Gathers the cotangent of each row's first id, and adds those of its repeats."""
-    buffer_size = layout.num_rows
-    cotangents_of = _reader(cotangents, poolings, layout, backends)
     places = ids_by_row.places
     is_first = jnp.diff(places, prepend=-1) != 0
     first_ids = jnp.zeros((buffer_size,), jnp.int32)
@@ -95,15 +92,7 @@ def cotangent_reader(
       layout: of the exchange buffer, or of the table.
       backends: the choice for this batch.
     """
-    return _reader(scale_samples(cotangents, poolings), poolings, layout, backends)
-
-
-def _reader(
-    cotangents: Sequence[Float[Array, "_ dim"]],
-    poolings: Sequence[PoolingSpec],
-    layout: RowLayout,
-    backends: BatchBackends,
-) -> Callable[[Int[Array, " n"]], PackedRows]:
+    cotangents = scale_samples(cotangents, poolings)
     num_samples = sum(pooling.num_samples for pooling in poolings)
     lines = sample_lines(backends, layout)
     if lines is None:

@@ -1,6 +1,7 @@
 """Makes the plan from configuration, mesh and hardware, and refuses contradictions."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any, Final
 
@@ -202,40 +203,12 @@ def _plan_stack(
     backend: Backend,
     hardware: HardwareInfo,
 ) -> StackPlan:
-    placed, row_offset = [], 0
-    for table in tables:
-        placed.append(
-            TablePlan(
-                name=table.name,
-                config=table.config,
-                row_offset=row_offset,
-                placement_reason=placements[table.name].reason,
-            )
-        )
-        row_offset += table.config.vocabulary_size
-    shard_axes = placements[tables[0].name].shard_axes
-    num_shards = math.prod(mesh.shape[axis] for axis in shard_axes)
-    rows_per_shard = -(-row_offset // num_shards)
-    if rows_per_shard * num_shards >= PADDING_ROW_ID:
-        raise ValueError(
-            f"TableConfig.vocabulary_size of table {tables[0].name!r} is "
-            f"{row_offset}, too near 2**31 for {num_shards} shards; cut it in two."
-        )
     first = tables[0]
+    placed = _tables_of_stack(tables, placements)
+    shard_axes = placements[first.name].shard_axes
+    num_shards = math.prod(mesh.shape[axis] for axis in shard_axes)
     slots = _slots_of_tables(tables)
-    layout = RowLayout(
-        num_rows=rows_per_shard,
-        row_shape=(first.config.dim,),
-        line_lanes=hardware.line_lanes,
-        contents=StackContents(
-            tuple(
-                TableRange(t.name, t.row_offset, t.config.vocabulary_size)
-                for t in placed
-            ),
-            num_shards,
-        ),
-        narrow_dtype=_narrow_dtype(first.config),
-    )
+    layout = _layout_of_stack(placed, num_shards, hardware)
     backends = choose_backends(
         backend,
         layout,
@@ -249,7 +222,7 @@ def _plan_stack(
         )
     facts: dict[str, Any] = dict(
         name=name,
-        tables=tuple(placed),
+        tables=placed,
         shard_axes=shard_axes,
         replica_axes=tuple(a for a in mesh.axis_names if a not in shard_axes),
         num_shards=num_shards,
@@ -263,6 +236,48 @@ def _plan_stack(
     if first.optimizer is None:
         return StackPlan(**facts, optimizer=None, slots=())
     return TrainedStackPlan(**facts, optimizer=first.optimizer, slots=slots)
+
+
+def _tables_of_stack(
+    tables: list[stacking.NamedTable], placements: dict[str, TablePlacement]
+) -> tuple[TablePlan, ...]:
+    """Places tables one after the other."""
+    sizes = [table.config.vocabulary_size for table in tables]
+    return tuple(
+        TablePlan(
+            name=table.name,
+            config=table.config,
+            row_offset=row_offset,
+            placement_reason=placements[table.name].reason,
+        )
+        for table, row_offset in zip(
+            tables, itertools.accumulate(sizes[:-1], initial=0), strict=True
+        )
+    )
+
+
+def _layout_of_stack(
+    tables: tuple[TablePlan, ...], num_shards: int, hardware: HardwareInfo
+) -> RowLayout:
+    """Returns the layout of a shard of tables that lie one after the other."""
+    first, last = tables[0], tables[-1]
+    num_rows = last.row_offset + last.config.vocabulary_size
+    rows_per_shard = -(-num_rows // num_shards)
+    if rows_per_shard * num_shards >= PADDING_ROW_ID:
+        raise ValueError(
+            f"TableConfig.vocabulary_size of table {first.name!r} is "
+            f"{num_rows}, too near 2**31 for {num_shards} shards; cut it in two."
+        )
+    ranges = tuple(
+        TableRange(t.name, t.row_offset, t.config.vocabulary_size) for t in tables
+    )
+    return RowLayout(
+        num_rows=rows_per_shard,
+        row_shape=(first.config.dim,),
+        line_lanes=hardware.line_lanes,
+        contents=StackContents(ranges, num_shards),
+        narrow_dtype=_narrow_dtype(first.config),
+    )
 
 
 def _narrow_dtype(config: TableConfig) -> NarrowDtype | None:

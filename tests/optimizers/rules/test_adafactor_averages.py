@@ -15,6 +15,7 @@ from tests.optimizers.rule_cases import (
     initial_state,
     initial_state_of_tables,
     one_table_plan,
+    plan_of_tables,
     update,
 )
 
@@ -23,21 +24,8 @@ DIM, SIZES = 4, {"a": 30, "b": 7, "c": 1}
 
 
 def plan_of(names, optimizer, num_devices, hardware="cpu", **options):
-    features = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(
-                vocabulary_size=SIZES[name], dim=DIM, combiner="sum", name=name
-            )
-        )
-        for name in names
-    }
-    return te.make_plan(
-        features,
-        mesh_of(num_devices),
-        optimizer=optimizer,
-        hardware=te.hardware_by_name(hardware),
-        **options,
-    )
+    sizes = {name: SIZES[name] for name in names}
+    return plan_of_tables(sizes, DIM, optimizer, num_devices, hardware, **options)
 
 
 def start_of(name):
