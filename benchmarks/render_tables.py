@@ -265,7 +265,8 @@ def _table_size(results: Results) -> str:
     rows: list[Cells] = [
         ("devices", "rows of the table", "median of a step", "of the smallest")
     ]
-    for row in results["table_size"]["results"]:
+    found = results["table_size"]["results"]
+    for row in sorted(found, key=lambda row: (row["devices"], row["rows"])):
         ratio = f"{row['ratio']:.2f}x" if "ratio" in row else ""
         cells = (f"{row['rows']:,}", f"{row['median_ms']:.1f} ms", ratio)
         rows.append((str(row["devices"]), *cells))
