@@ -6,16 +6,24 @@
 #   scripts/test.sh --all [-- PYTEST_OPTIONS]
 #       The full tier, for continuous integration: also the tests marked `full`, the
 #       wheel, and Python 3.11 if that interpreter is there.
+#   scripts/test.sh --exhaustive [-- PYTEST_OPTIONS]
+#       The exhaustive tier, for before a release: also the tests marked `exhaustive`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
 
 help_on_request "$@"
 tier=quick tests="not full"
-if [ "${1-}" = --all ]; then
-    tier=full tests=""
+case "${1-}" in
+--all)
+    tier=full tests="not exhaustive"
     shift
-fi
+    ;;
+--exhaustive)
+    tier=exhaustive tests=""
+    shift
+    ;;
+esac
 if [ "$#" -gt 0 ]; then
     [ "$1" = -- ] || refuse_option "$1"
     shift
@@ -52,7 +60,7 @@ section "imports between folders"
 lint-imports --no-cache
 section "types"
 pyright --pythonpath "$(command -v python)"
-if [ "$tier" = full ]; then
+if [ "$tier" != quick ]; then
     section "wheel, from another directory"
     bash scripts/check_wheel.sh
     section "Python 3.11"

@@ -1,8 +1,9 @@
 """Sets up all tests: eight CPU devices, strict shapes, warnings as errors.
 
-Tests run in two tiers. `scripts/test.sh` runs the quick tier, `scripts/test.sh --all`
-the full tier. Plain `pytest` runs the full tier; `pytest -m "not full"` the quick one.
-These ways move cases to the full tier:
+Tests run in three tiers: `scripts/test.sh` runs the quick tier, `scripts/test.sh --all`
+the full tier, and `scripts/test.sh --exhaustive` the exhaustive one. Plain `pytest` runs
+every test; `pytest -m "not full"` the quick tier, `pytest -m "not exhaustive"` the full
+one. These ways move cases to the full tier:
 
 * A whole test: `@pytest.mark.full`.
 * Cases by their ids: `@pytest.mark.full_cases("id", ...)` names those of the full tier,
@@ -12,6 +13,9 @@ These ways move cases to the full tier:
 * A matrix of several parameters: `@pytest.mark.each_once`. The quick tier runs the
   diagonal of the matrix: each value of each parameter at least once. Parameters of
   fixtures, such as `mesh`, count too.
+
+`@pytest.mark.exhaustive` moves a test to the exhaustive tier. `@pytest.mark.sampled`
+leaves every fifth of the cases of the full tier there, and moves the others.
 """
 
 import collections
@@ -66,6 +70,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         off_diagonal = [case for case in cases if not _on_diagonal(case, cases)]
         for case in off_diagonal:
             case.add_marker("full")
+    _mark_exhaustive_cases(items)
+
+
+CASES_PER_SAMPLE = 5
+
+
+def _mark_exhaustive_cases(items: list[pytest.Item]) -> None:
+    """Moves cases of `sampled` tests, and marks what no other tier runs."""
+    functions = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker("full")
+        elif item.get_closest_marker("sampled") and item.get_closest_marker("full"):
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for cases in functions.values():
+        for place, case in enumerate(cases):
+            if place % CASES_PER_SAMPLE:
+                case.add_marker("exhaustive")
 
 
 def _mark_named_cases(item: pytest.Item) -> None:

@@ -65,6 +65,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "dtype"),

@@ -254,6 +254,7 @@ def losses_on_one_device():
     return losses, tables
 
 
+@pytest.mark.sampled
 @pytest.mark.quick_cases("linen-replicated")
 @pytest.mark.parametrize(
     ("way", "place"),

@@ -25,6 +25,7 @@ CASES = {
 SMALL = 2**16
 
 
+@pytest.mark.sampled
 @pytest.mark.tpu_compiler
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)

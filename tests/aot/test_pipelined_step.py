@@ -104,6 +104,7 @@ def overlaps(module, mode):
             ]
 
 
+@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ def large_table(dtype, placement, mesh):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.tpu_compiler
 @pytest.mark.full
 @pytest.mark.parametrize("generation", TOPOLOGIES)

@@ -42,6 +42,7 @@ CASES = {
 QUICK = [("ragged_weighted", 3)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "num_devices"),
     [

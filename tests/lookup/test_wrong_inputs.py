@@ -417,7 +417,7 @@ def expected_bags(ids):
 
 
 @pytest.mark.parametrize(
-    "num_examples", [300, pytest.param(5000, marks=pytest.mark.full)]
+    "num_examples", [300, pytest.param(5000, marks=pytest.mark.exhaustive)]
 )
 def test_any_batch_is_read_rightly_or_refused_by_name(num_examples):
     @hypothesis.settings(

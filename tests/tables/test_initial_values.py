@@ -94,6 +94,7 @@ def assert_same_values(actual, expected):
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("num_devices", "hardware"),
     [

@@ -17,7 +17,7 @@ def log_loss(directory, dtype):
     return train(config, directory, mesh=mesh_of(1)).metrics["log_loss"]
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_bfloat16_ends_near_float32_and_needs_random_rounding(tmp_path, monkeypatch):
     float32 = log_loss(tmp_path / "float32", "float32")
     stochastic = log_loss(tmp_path / "stochastic", "bfloat16")

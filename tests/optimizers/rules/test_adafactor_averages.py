@@ -66,6 +66,7 @@ CASES = {
 full = pytest.mark.full
 
 
+@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.parametrize(
     "case",
