@@ -1,9 +1,10 @@
 """Sets up all tests: eight CPU devices, strict shapes, warnings as errors.
 
-Tests run in three tiers: `scripts/test.sh` runs the quick tier, `scripts/test.sh --all`
-the full tier, and `scripts/test.sh --exhaustive` the exhaustive one. Plain `pytest` runs
-every test; `pytest -m "not full"` the quick tier, `pytest -m "not exhaustive"` the full
-one. These ways move cases to the full tier:
+Tests run in three tiers. `scripts/test.sh` runs the quick tier, `--all` the full tier,
+`--exhaustive` the exhaustive one. Plain `pytest` runs every test,
+`pytest -m "not full"` the quick tier, and `pytest -m "not exhaustive"` the full one.
+
+These ways move cases to the full tier:
 
 * A whole test: `@pytest.mark.full`.
 * Cases by their ids: `@pytest.mark.full_cases("id", ...)` names those of the full tier,

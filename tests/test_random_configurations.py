@@ -3,8 +3,8 @@
 Other tests vary one thing at a time. Here hypothesis draws a nest of features, their
 tables, a mesh and a batch together, so features meet that no other test combines.
 
-The quick tier runs a few examples, the exhaustive tier more. Any number runs outside pytest:
-`python -m tests.many_random_configurations --examples 2000 --seed 1`.
+The quick tier runs a few examples, the exhaustive tier more. Any number runs outside
+pytest: `python -m tests.many_random_configurations --examples 2000 --seed 1`.
 """
 
 import functools
