@@ -51,6 +51,6 @@ def test_command_exists(words):
 def check_cli(words):
     if "--help" in words or "--version" in words:
         return
-    parsed = cli._parser().parse_args(words)
+    parsed = cli.make_parser().parse_args(words)
     is_file = parsed.config.endswith(".py")
     assert is_file or parsed.config in list_configs(), parsed.config

@@ -1,0 +1,77 @@
+"""Arguments that several commands share, and the conversion of their values."""
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+
+import jax
+
+from tpu_embedding.cli.exit_status import UsageError
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of a command that reads a run config."""
+    parser.add_argument(
+        "config", metavar="CONFIG", help="name of a config, or path of a Python file"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a field of the config, such as num_steps=100 or model.dim=8",
+    )
+    parser.add_argument(
+        "--compiler-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="XLA option of the train step, added to those of the package; TPUs only",
+    )
+    parser.add_argument(
+        "--traceback",
+        action="store_true",
+        help="print the traceback of an error, too, to debug a config of your own",
+    )
+
+
+def compiler_options(assignments: Sequence[str]) -> dict[str, str]:
+    """Returns name to value of each assignment `NAME=VALUE`."""
+    options = {}
+    for assignment in assignments:
+        name, separator, value = assignment.partition("=")
+        if not (name and separator):
+            raise UsageError(f"--compiler-option takes NAME=VALUE, got {assignment!r}.")
+        options[name] = value
+    refuse_repeated("--compiler-option", assignments)
+    return options
+
+
+def refuse_repeated(option: str, assignments: Sequence[str]) -> None:
+    """Raises an error if two assignments `NAME=VALUE` have the same name."""
+    values: dict[str, str] = {}
+    for assignment in assignments:
+        name, _, value = assignment.partition("=")
+        if name in values:
+            raise UsageError(
+                f"{option} {name} is given twice, as {values[name]!r} and {value!r}; "
+                "leave one of the two out."
+            )
+        values[name] = value
+
+
+def use_cpu_only() -> None:
+    """Restricts JAX to CPU devices, unless it has been initialised already."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def positive_int(text: str) -> int:
+    """Converts an argument to an int of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an int, got {text!r}") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value

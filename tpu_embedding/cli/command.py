@@ -1,0 +1,94 @@
+"""Parses the command line, runs a command, and turns errors into exit statuses.
+
+    tpu-embedding train CONFIG
+    tpu-embedding compile CONFIG --topology GENERATION:CHIPS
+
+Errors end in one line on stderr, never in a traceback. Exit status 2 means that the
+command, the config or the data are wrong. Exit status 1 means that a run failed after
+it had started, or that a program of a run does not fit.
+"""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Final
+
+import jax
+
+import tpu_embedding
+from tpu_embedding.checkpoint.run_checkpoints import CheckpointError
+from tpu_embedding.cli.compile import add_compile
+from tpu_embedding.cli.exit_status import (
+    FAILED,
+    INTERRUPTED,
+    WRONG_USAGE,
+    UsageError,
+)
+from tpu_embedding.cli.train import add_train
+from tpu_embedding.data.batch import DataError
+from tpu_embedding.training.errors import ConfigError, describe_error
+from tpu_embedding.training.pipeline import TrainingDivergedError
+from tpu_embedding.training.reporting import MissingPlotLibraryError
+from tpu_embedding.training.run_lock import RunDirectoryError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status.
+
+    Args:
+      arguments: command line without the program's name; None takes it from `sys.argv`.
+
+    Returns:
+      0 on success; 1 if training failed, or if a program of a run does not fit a
+      topology; 2 if settings or data are wrong; 130 if interrupted.
+    """
+    parsed = make_parser().parse_args(arguments)
+    try:
+        return parsed.run(parsed)
+    except _WRONG_USAGE_ERRORS as error:
+        return _fail(str(error), WRONG_USAGE, parsed)
+    except (TrainingDivergedError, MissingPlotLibraryError) as error:
+        return _fail(str(error), FAILED, parsed)
+    except (OSError, MemoryError) as error:
+        return _fail(describe_error(error), FAILED, parsed)
+    except jax.errors.JaxRuntimeError as error:
+        return _fail(f"XLA: {str(error).partition(chr(10))[0]}", FAILED, parsed)
+    except KeyboardInterrupt:
+        print(parsed.interrupted, file=sys.stderr)
+        return INTERRUPTED
+
+
+_WRONG_USAGE_ERRORS: Final = (
+    UsageError,
+    ConfigError,
+    DataError,
+    CheckpointError,
+    RunDirectoryError,
+)
+
+
+def _fail(message: str, status: int, parsed: argparse.Namespace) -> int:
+    """Prints the error that is being handled, and returns the exit status."""
+    if parsed.traceback:
+        traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr)
+    return status
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the program and all its commands."""
+    parser = argparse.ArgumentParser(
+        prog="tpu-embedding",
+        description="Embedding tables for JAX on TPUs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"%(prog)s {tpu_embedding.__version__}",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_train(commands)
+    add_compile(commands)
+    return parser

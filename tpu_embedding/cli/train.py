@@ -1,0 +1,133 @@
+"""The command `tpu-embedding train`."""
+
+import argparse
+import contextlib
+import pathlib
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tpu_embedding.cli.arguments import (
+    add_config_arguments,
+    compiler_options,
+    positive_int,
+    refuse_repeated,
+    use_cpu_only,
+)
+from tpu_embedding.cli.exit_status import UsageError
+from tpu_embedding.training.config_files import list_configs, load_config
+from tpu_embedding.training.loop import train
+from tpu_embedding.training.overrides import apply_overrides
+from tpu_embedding.training.reporting import PLOT_FILE, RECORDS_FILE
+from tpu_embedding.training.run_directory import CHECKPOINTS_DIR, ExistingRun
+
+MAX_EMULATED_DEVICES: Final = 256
+"""Maximum number of emulated CPU devices.
+
+Each device waits for the others in a thread of its own, and XLA:CPU has at most this
+many. With one device more, the process waits, and XLA then aborts it (jax 0.12).
+"""
+
+
+def add_train(commands: Any) -> None:
+    """Adds the command to the subparsers of the program."""
+    parser = commands.add_parser(
+        "train",
+        allow_abbrev=False,
+        help="train the model of a run config",
+        description="Trains the model of a run config: prints progress, evaluates, and "
+        f"writes {RECORDS_FILE}, {PLOT_FILE} and {CHECKPOINTS_DIR}/ to the output "
+        "directory.",
+        epilog=f"Configs of the package: {', '.join(list_configs())}. Exit status: 0 "
+        "if the run is done, 1 if it failed after it had started, 2 if the command, "
+        "the config or the data are wrong, 130 if it was interrupted.",
+    )
+    parser.set_defaults(
+        run=_train, interrupted="interrupted; --resume continues the run"
+    )
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--data-dir",
+        type=pathlib.Path,
+        metavar="PATH",
+        help="file or directory of the data",
+    )
+    parser.add_argument(
+        "--output-dir",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="directory for the results; runs/NAME by default",
+    )
+    parser.add_argument(
+        "--devices",
+        type=_num_devices,
+        metavar="N",
+        help=f"train on N emulated CPU devices, at most {MAX_EMULATED_DEVICES}; on all "
+        "devices by default",
+    )
+    parser.add_argument(
+        "--stop-at",
+        type=positive_int,
+        metavar="STEP",
+        help="save a checkpoint and stop after this step, as if interrupted",
+    )
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the latest checkpoint in the output directory, or from the "
+        "beginning if its run saved none",
+    )
+    existing.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="move the files of an earlier run in the output directory to DIR.old-1, "
+        "or the next free number, once the new run has passed all checks",
+    )
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    refuse_repeated("--set", parsed.set)
+    config = apply_overrides(load_config(parsed.config), parsed.set)
+    output_dir = parsed.output_dir or pathlib.Path("runs") / config.name
+    mesh = None if parsed.devices is None else _emulated_mesh(parsed.devices)
+    existing_run: ExistingRun = "refuse"
+    if parsed.resume or parsed.overwrite:
+        existing_run = "resume" if parsed.resume else "move_aside"
+    train(
+        config,
+        output_dir,
+        data_dir=parsed.data_dir,
+        mesh=mesh,
+        existing_run=existing_run,
+        stop_at=parsed.stop_at,
+        compiler_options=compiler_options(parsed.compiler_option),
+    )
+    return 0
+
+
+def _emulated_mesh(num_devices: int) -> Mesh:
+    """Returns a mesh of CPU devices; creates them if JAX is not initialised yet."""
+    use_cpu_only()
+    # If JAX has been initialised already, its devices are used.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    devices = jax.devices("cpu")
+    if len(devices) < num_devices:
+        raise UsageError(
+            f"--devices {num_devices}: JAX has started with {len(devices)} CPU devices "
+            "in this process already."
+        )
+    return Mesh(np.asarray(devices[:num_devices]), ("shard",))
+
+
+def _num_devices(text: str) -> int:
+    value = positive_int(text)
+    if value > MAX_EMULATED_DEVICES:
+        raise argparse.ArgumentTypeError(
+            f"must be at most {MAX_EMULATED_DEVICES}, the devices that XLA can emulate "
+            f"on a CPU, got {value}"
+        )
+    return value
