@@ -1,0 +1,117 @@
+"""Converts lines to rows as files hold them, and back, bit for bit. Runs on the host.
+
+A file holds the rows of a table in the table's own type, whatever the packing:
+
+    float32 tables, slot variables    the elements of a row
+    bfloat16, float16                 the elements of a row
+    int8                              FBGEMM's row of `dim + 8` bytes: `dim` codes, then
+                                      scale and bias, both float32, lowest byte first
+
+No number is rounded on the way, so a row that is written and read keeps its bits.
+"""
+
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
+
+_INT8_ENDS: Final = 8
+"""Bytes of an int8 row that hold its scale and bias."""
+
+
+def file_row(packed: PackedRows) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of one row in a file.
+
+    Args:
+      packed: rows of a table or slot variable, or their shapes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> layout = RowLayout(num_rows=4, row_shape=(6,), narrow_dtype="int8")
+      >>> file_row(PackedRows(lines=jnp.zeros((4, 4), jnp.int32), layout=layout))
+      ShapeDtypeStruct(shape=(14,), dtype=uint8)
+    """
+    layout = packed.layout
+    match layout.narrow_dtype:
+        case None:
+            return jax.ShapeDtypeStruct(layout.row_shape, packed.lines.dtype)
+        case "int8":
+            return jax.ShapeDtypeStruct((layout.dim + _INT8_ENDS,), np.uint8)
+        case "float16":
+            return jax.ShapeDtypeStruct(layout.row_shape, np.float16)
+        case "bfloat16":
+            return jax.ShapeDtypeStruct(layout.row_shape, jnp.bfloat16)
+
+
+def to_file_rows(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
+    """Returns the rows of whole lines as files hold them.
+
+    Args:
+      lines: `[lines]` or `[lines, lanes]`, as the layout stores them.
+      layout: of these rows; it may have another number of rows.
+
+    Returns:
+      `[lines * rows_per_line, *shape]` of `file_row`; a view of the lines if possible.
+    """
+    lines = lines.reshape(-1, layout.lanes)[:, : layout.rows_abreast * layout.row_lanes]
+    match layout.narrow_dtype:
+        case None:
+            return lines.reshape(-1, *layout.row_shape)
+        case "int8":
+            return _int8_bytes(lines.reshape(-1, layout.row_lanes), layout.dim)
+    # The lower half of a lane belongs to one row, the upper half to another.
+    halves = np.ascontiguousarray(lines).view("<u2").reshape(*lines.shape, 2)
+    rows = halves.transpose(0, 2, 1).reshape(-1, *layout.row_shape)
+    return rows.view(_float_type(layout))
+
+
+def of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
+    """Puts rows of a file into whole lines; the inverse of `to_file_rows`.
+
+    Args:
+      rows: `[lines * rows_per_line, *shape]` of `file_row`.
+      layout: as in `to_file_rows`.
+
+    Returns:
+      `[lines]` or `[lines, lanes]`. Unused lanes are zero.
+    """
+    used_lanes = layout.rows_abreast * layout.row_lanes
+    match layout.narrow_dtype:
+        case None:
+            lines = rows.reshape(-1, used_lanes)
+        case "int8":
+            lines = _int8_words(rows, layout).reshape(-1, used_lanes)
+        case _:
+            halves = np.ascontiguousarray(rows).view("<u2")
+            halves = halves.reshape(-1, 2, used_lanes).transpose(0, 2, 1)
+            lines = np.ascontiguousarray(halves).view("<i4")[:, :, 0]
+    if used_lanes < layout.lanes:
+        lines = np.pad(lines, ((0, 0), (0, layout.lanes - used_lanes)))
+    return lines.reshape(-1) if layout.is_flat else lines
+
+
+def _float_type(layout: RowLayout) -> Any:
+    return np.float16 if layout.narrow_dtype == "float16" else jnp.bfloat16
+
+
+def _int8_bytes(words: np.ndarray, dim: int) -> np.ndarray:
+    """Returns the bytes of int8 rows; a word holds every `words`-th element."""
+    ends = np.ascontiguousarray(words[:, -2:]).view(np.uint8)
+    codes = np.ascontiguousarray(words[:, :-2]).view(np.uint8)
+    codes = codes.reshape(len(words), -1, 4).transpose(0, 2, 1)
+    codes = codes.reshape(len(words), -1)[:, :dim]
+    return np.concatenate([codes, ends], axis=1)
+
+
+def _int8_words(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
+    """Returns the words of int8 rows; the inverse of `_int8_bytes`."""
+    num_words = layout.row_lanes - 2
+    codes = np.zeros((len(rows), 4 * num_words), np.uint8)
+    codes[:, : layout.dim] = rows[:, : layout.dim]
+    codes = codes.reshape(len(rows), 4, num_words).transpose(0, 2, 1)
+    ends = rows[:, layout.dim :]
+    stored = np.concatenate([codes.reshape(len(rows), -1), ends], axis=1)
+    return np.ascontiguousarray(stored).view("<i4")

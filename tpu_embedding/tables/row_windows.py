@@ -1,0 +1,117 @@
+"""Cuts the tables of a stack into blocks of rows, and groups these into windows.
+
+A block is a range of consecutive rows of one table; files hold one block per chunk. A
+window is what one device reads or writes in a turn of `row_blocks.py`: one block, or
+neighbouring blocks of several small tables.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from tpu_embedding.plan.plan import StackPlan, TablePlan
+from tpu_embedding.rows.file_rows import file_row
+from tpu_embedding.rows.packed_rows import PackedRows
+
+_MIN_BLOCK_BYTES: Final = 10 * 2**20
+"""A reader of a file needs no smaller part: a request takes as long as 10 MB."""
+
+RowRanges = Collection[str] | Mapping[str, tuple[int, int]]
+"""Names of tables, or by name the first row and the end of a range of rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A range of rows of the stack that one device serves in a turn.
+
+    Attributes:
+      start: first row in the stack.
+      pieces: table, first row and number of rows of the blocks in the range.
+    """
+
+    start: int
+    pieces: tuple[tuple[str, int, int], ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all pieces."""
+        return sum(num_rows for _, _, num_rows in self.pieces)
+
+
+NO_WINDOW: Final = Window(0, ())
+
+
+def rows_per_block(row_bytes: int) -> int:
+    """Returns the rows of a block: a power of two that takes 10 to 20 MB.
+
+    Args:
+      row_bytes: bytes of a row in a file.
+
+    Example:
+      >>> rows_per_block(row_bytes=128)
+      131072
+    """
+    num_rows = -(-_MIN_BLOCK_BYTES // max(1, row_bytes))
+    return 1 << (num_rows - 1).bit_length()
+
+
+def rows_per_window(packed: PackedRows) -> int:
+    """Returns the rows of a block of a stacked table or slot variable."""
+    row = file_row(packed)
+    return rows_per_block(math.prod(row.shape) * row.dtype.itemsize)
+
+
+def windows_of(
+    packed: PackedRows, stack: StackPlan, tables: RowRanges | None
+) -> list[Window]:
+    """Returns the ranges that cover the rows; blocks of small tables share one."""
+    _check_ranges(tables, stack)
+    size = rows_per_window(packed)
+    windows: list[Window] = []
+    for table in stack.tables:
+        begin, end = _range_of(table, tables)
+        while begin < end:
+            num_rows = min(end, (begin // size + 1) * size) - begin
+            piece = (table.name, begin, num_rows)
+            position = table.row_offset + begin
+            last = windows[-1] if windows else NO_WINDOW
+            if (
+                last.pieces
+                and last.start + last.num_rows == position
+                and last.num_rows + num_rows <= size
+            ):
+                windows[-1] = Window(last.start, (*last.pieces, piece))
+            else:
+                windows.append(Window(position, (piece,)))
+            begin += num_rows
+    return windows
+
+
+def _check_ranges(tables: RowRanges | None, stack: StackPlan) -> None:
+    """Refuses tables of other stacks, and rows that a table lacks."""
+    sizes = {table.name: table.config.vocabulary_size for table in stack.tables}
+    unknown = sorted(set(tables or ()) - set(sizes))
+    if unknown:
+        raise ValueError(
+            f"tables must name tables of stack {stack.name!r}, {sorted(sizes)}, got "
+            f"{unknown}; pass the stack of these tables."
+        )
+    if isinstance(tables, Mapping):
+        for name, (begin, end) in tables.items():
+            if not 0 <= begin <= end <= sizes[name]:
+                raise ValueError(
+                    f"tables must give ranges of rows between 0 and {sizes[name]} for "
+                    f"table {name!r}, got {begin} to {end}."
+                )
+
+
+def _range_of(table: TablePlan, tables: RowRanges | None) -> tuple[int, int]:
+    """Returns first row and end of the rows of a table that are wanted."""
+    if tables is None:
+        return 0, table.config.vocabulary_size
+    if table.name not in tables:
+        return 0, 0
+    if isinstance(tables, Mapping):
+        return tables[table.name]
+    return 0, table.config.vocabulary_size
