@@ -5,7 +5,8 @@
 
 Errors end in one line on stderr, never in a traceback. Exit status 2 means that the
 command, the config or the data are wrong. Exit status 1 means that a run failed after
-it had started, or that a program of a run does not fit.
+it had started, or that a program of a run does not fit. Exit status 75 means that
+SIGTERM or SIGHUP stopped a run, which saved its state.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from tpu_embedding.training.errors import ConfigError, describe_error
 from tpu_embedding.training.pipeline import TrainingDivergedError
 from tpu_embedding.training.reporting import MissingPlotLibraryError
 from tpu_embedding.training.run_lock import RunDirectoryError
+from tpu_embedding.training.stop_signals import STOPPED, RunStopped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
       0 on success; 1 if training failed, or if a program of a run does not fit a
-      topology; 2 if settings or data are wrong; 130 if interrupted.
+      topology; 2 if settings or data are wrong; 75 if SIGTERM or SIGHUP stopped a run,
+      and 130 if Ctrl-C interrupted the command.
     """
     parsed = make_parser().parse_args(arguments)
     try:
@@ -54,8 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(describe_error(error), FAILED, parsed)
     except jax.errors.JaxRuntimeError as error:
         return _fail(f"XLA: {str(error).partition(chr(10))[0]}", FAILED, parsed)
-    except KeyboardInterrupt:
-        print(parsed.interrupted, file=sys.stderr)
+    except RunStopped as stopped:
+        print(stopped, file=sys.stderr)
+        return STOPPED
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)
         return INTERRUPTED
 
 

@@ -50,7 +50,7 @@ def add_compile(commands: Any) -> None:
         epilog="Exit status: 0 if every program fits every topology, 1 if one does not "
         "fit, 2 if the command is wrong.",
     )
-    parser.set_defaults(run=_compile, interrupted="interrupted")
+    parser.set_defaults(run=_compile)
     add_config_arguments(parser)
     parser.add_argument(
         "--topology",

@@ -42,11 +42,11 @@ def add_train(commands: Any) -> None:
         "directory.",
         epilog=f"Configs of the package: {', '.join(list_configs())}. Exit status: 0 "
         "if the run is done, 1 if it failed after it had started, 2 if the command, "
-        "the config or the data are wrong, 130 if it was interrupted.",
+        "the config or the data are wrong, 75 if SIGTERM or SIGHUP stopped it, 130 if "
+        "Ctrl-C did. A run that is stopped saves its state first; a second signal ends "
+        "it at once.",
     )
-    parser.set_defaults(
-        run=_train, interrupted="interrupted; --resume continues the run"
-    )
+    parser.set_defaults(run=_train)
     add_config_arguments(parser)
     parser.add_argument(
         "--data-dir",

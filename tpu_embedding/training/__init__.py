@@ -43,3 +43,6 @@ from tpu_embedding.training.step import jit_train_step as jit_train_step
 from tpu_embedding.training.step import make_evaluation_step as make_evaluation_step
 from tpu_embedding.training.step import make_run_plan as make_run_plan
 from tpu_embedding.training.step import make_train_step as make_train_step
+from tpu_embedding.training.stop_signals import RunStopped as RunStopped
+from tpu_embedding.training.stop_signals import StopRequest as StopRequest
+from tpu_embedding.training.stop_signals import stop_on_signals as stop_on_signals

@@ -15,6 +15,7 @@ import jax
 
 import tpu_embedding
 from tpu_embedding.data.batch import DataError
+from tpu_embedding.training.stop_signals import RunStopped
 
 _LIBRARIES: Final = tuple(
     str(pathlib.Path(path).resolve())
@@ -53,6 +54,8 @@ def own_code(name: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, DataError, jax.errors.JaxRuntimeError, MemoryError):
+        raise
+    except RunStopped:  # no exit of the config's own
         raise
     except (Exception, SystemExit) as error:
         place = _place_in_own_code(error)

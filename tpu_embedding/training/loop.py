@@ -23,7 +23,7 @@ from tpu_embedding.checkpoint.run_checkpoints import (
     describe_plan,
     describe_state,
 )
-from tpu_embedding.data.batch import DataError, Dataset
+from tpu_embedding.data.batch import Batch, DataError, Dataset
 from tpu_embedding.data.teacher import TeacherDataset
 from tpu_embedding.training.errors import ConfigError
 from tpu_embedding.training.metrics import LOSSES
@@ -39,6 +39,11 @@ from tpu_embedding.training.run_config import RunConfig, Target
 from tpu_embedding.training.run_directory import ExistingRun, RunDirectory
 from tpu_embedding.training.run_program import RunProgram, prepare_run
 from tpu_embedding.training.step import init_train_state, names_not_finite
+from tpu_embedding.training.stop_signals import (
+    StopRequest,
+    in_several_processes,
+    stop_on_signals,
+)
 
 MAY_CHANGE_ON_RESUME: Final = (
     "name",
@@ -120,6 +125,8 @@ def train(
       TrainingDivergedError: if the loss, a metric, or the model at a checkpoint is not
         finite.
       MissingPlotLibraryError: if matplotlib, which draws the plot, is not installed.
+      RunStopped: after SIGTERM or SIGHUP, with the state saved; see `stop_on_signals`.
+      KeyboardInterrupt: after SIGINT, likewise.
     """
     begin = time.perf_counter()
     if existing_run not in get_args(ExistingRun):
@@ -134,10 +141,12 @@ def train(
     load_figure_class()  # Fails before the training, not after it.
     directory = RunDirectory(output_dir)
     directory.check(existing_run)
-    program = prepare_run(
-        config, data_dir, mesh=mesh, compiler_options=compiler_options
-    )
     with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(_stop_on_signals())
+        with stop.interrupting("the run has not started"):
+            program = prepare_run(
+                config, data_dir, mesh=mesh, compiler_options=compiler_options
+            )
         moved_to = stack.enter_context(directory.claim(existing_run))
         checkpoints = RunCheckpoints(
             directory.checkpoints, kept=config.checkpoints_kept
@@ -154,19 +163,34 @@ def train(
         _report_start(report, program, first_step)
         if state is None:
             _, state = init_train_state(config, program.data.data, program.plan)
-        run = _Run(program, report, state)
-
         last_step = max(first_step, min(config.num_steps, stop_at or config.num_steps))
+        run = _Run(program, report, stop, state)
         for step in run.train(first_step, last_step):
             _refuse_diverged(step, run.state)
             checkpoints.save(step, run.state, description)
-        if last_step < config.num_steps:
+            report.saved(step)
+        if last_step < config.num_steps and not stop.requested:
             report.line(f"stopped after step {last_step}; --resume continues the run")
             return None
-        metrics = run.evaluate(last_step)
+        metrics = None if stop.requested else run.evaluate(last_step)
+        if metrics is None:
+            stop.exit(f"{_describe_saved(checkpoints)}; --resume continues the run")
         result = _result(config, program.data.data, metrics, last_step, begin)
         _report_end(report, config, result, last_step - first_step)
         return result
+
+
+def _stop_on_signals() -> contextlib.AbstractContextManager[StopRequest]:
+    """Handles signals; in a job of several processes, they end the process as usual."""
+    if in_several_processes():
+        return contextlib.nullcontext(StopRequest())
+    return stop_on_signals()
+
+
+def _describe_saved(checkpoints: RunCheckpoints) -> str:
+    if checkpoints.latest_step is None:
+        return "stopped before the first step"
+    return f"stopped; step {checkpoints.latest_step} is saved"
 
 
 class _Run:
@@ -176,39 +200,57 @@ class _Run:
       state: state of model and optimizer after the latest step.
     """
 
-    def __init__(self, program: RunProgram, report: RunReport, state: nnx.State):
+    def __init__(
+        self,
+        program: RunProgram,
+        report: RunReport,
+        stop: StopRequest,
+        state: nnx.State,
+    ):
         self.state = state
         self._program = program
         self._report = report
+        self._stop = stop
 
-    def train(self, first_step: int, last_step: int):
-        """Runs steps; yields the number of steps done whenever a checkpoint is due."""
-        config, program = self._program.config, self._program
+    def train(self, first_step: int, last_step: int) -> Iterator[int]:
+        """Runs steps; yields the number of steps done whenever a checkpoint is due.
+
+        A signal ends the steps. The step in progress is completed and saved.
+        """
+        config, program, stop = self._program.config, self._program, self._stop
         meter = StepMeter(
             config.batch_size,
             config.log_every,
             lambda record: self._report.progress(record, config.num_steps),
         )
         steps = range(first_step, last_step)
+        saved = done = first_step
         with contextlib.closing(
-            train_batches(program.data, program.plan, steps, program.train_sizes)
+            train_batches(program.data, program.plan, steps, program.train_sizes, stop)
         ) as batches:
             for step, batch in batches:
                 self.state, metrics = program.train_step(self.state, batch)
                 done = step + 1
                 meter.add(done, metrics)
-                if done == last_step:
+                is_last = done == last_step or stop.requested
+                if is_last:
                     meter.finish(done)
-                    yield done
-                elif _is_due(done, config.checkpoint_every):
+                if is_last or _is_due(done, config.checkpoint_every):
                     meter.flush()
+                    saved = done
                     yield done
                 if done < config.num_steps and _is_due(done, config.evaluate_every):
                     meter.flush()
                     self.evaluate(done)
+        if saved < done:  # A signal came after the last step.
+            meter.finish(done)
+            yield done
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Returns the metrics on the held-out data, and reports them."""
+    def evaluate(self, step: int) -> dict[str, float] | None:
+        """Returns the metrics on the held-out data, and reports them.
+
+        Returns None if a signal ends the evaluation.
+        """
         begin = time.perf_counter()
         program = self._program
         totals = sum_over_batches(
@@ -219,8 +261,10 @@ class _Run:
                     program.evaluation_sizes,
                 ),
             )
-            for i, batch in enumerate(program.data.evaluation_batches())
+            for i, batch in enumerate(self._until_stopped())
         )
+        if self._stop.requested:
+            return None
         if not totals["weight"] > 0:
             raise DataError(
                 f"{type(program.data.data).__name__}.evaluation_batches() must yield a "
@@ -235,6 +279,13 @@ class _Run:
                 )
         self._report.evaluation(step, metrics, time.perf_counter() - begin)
         return metrics
+
+    def _until_stopped(self) -> Iterator[Batch]:
+        """Yields the evaluation batches until a signal arrives."""
+        for batch in self._program.data.evaluation_batches():
+            if self._stop.requested:
+                return
+            yield batch
 
 
 def _refuse_diverged(step: int, state: nnx.State) -> None:

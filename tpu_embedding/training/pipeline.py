@@ -5,9 +5,11 @@ Both queues are bounded, so the host is at most a few steps ahead of the devices
 
 import collections
 import concurrent.futures
+import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any, Final
 
 import jax
@@ -19,12 +21,17 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.checked_data import check_num_samples
 from tpu_embedding.training.reporting import Record
 from tpu_embedding.training.step import StepMetrics, prepare_batch
+from tpu_embedding.training.stop_signals import StopRequest
 
 STEPS_IN_FLIGHT: Final = 2
 """Maximum number of steps that are dispatched before the host reads their metrics.
 
 One step in flight hides the host's work behind the devices'. Many steps would keep many
 batches in device memory."""
+
+
+_POLL_SECONDS: Final = 0.1
+"""Time after which a loop that waits for a batch looks for signals again."""
 
 
 class TrainingDivergedError(RuntimeError):
@@ -36,6 +43,7 @@ def train_batches(
     plan: EmbeddingPlan,
     steps: Iterable[int],
     sizes: BufferSizes | None = None,
+    stop: StopRequest | None = None,
 ) -> Generator[tuple[int, Batch], None, None]:
     """Yields each step's number and its batch on the devices.
 
@@ -46,6 +54,7 @@ def train_batches(
       plan: plan of the embedding layer.
       steps: numbers of the steps, from 0.
       sizes: buffer sizes of ragged features, which only the thread uses.
+      stop: request that ends the batches, even while the next one is prepared.
 
     Raises:
       DataError: if the data are damaged, or ids lie outside their tables.
@@ -55,16 +64,31 @@ def train_batches(
         batch = data.train_batch(step)
         return put_batch(batch, plan, f"Training batch {step}", sizes)
 
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        pending: collections.deque[tuple[int, concurrent.futures.Future[Batch]]]
-        pending = collections.deque()
-        for step in steps:
-            pending.append((step, thread.submit(make, step)))
-            if len(pending) > 1:
-                ready, batch = pending.popleft()
-                yield ready, batch.result()
-        for ready, batch in pending:
-            yield ready, batch.result()
+    def submit(steps: Iterable[int]) -> Iterator[tuple[int, Future[Batch]]]:
+        return ((step, thread.submit(make, step)) for step in steps)
+
+    stop = stop or StopRequest()
+    thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+    try:
+        numbers = iter(steps)
+        pending = collections.deque(submit(itertools.islice(numbers, 1)))
+        while pending:
+            step, batch = pending.popleft()
+            pending.extend(submit(itertools.islice(numbers, 1)))
+            if not _is_done(batch, stop):
+                return
+            yield step, batch.result()
+    finally:
+        # A run that stops saves its state first; the batch in progress may take long.
+        thread.shutdown(wait=not stop.requested, cancel_futures=True)
+
+
+def _is_done(batch: Future[Batch], stop: StopRequest) -> bool:
+    """Waits for a batch; returns False if a signal asks to stop before."""
+    while not stop.requested:
+        if concurrent.futures.wait([batch], timeout=_POLL_SECONDS).done:
+            return True
+    return False
 
 
 def put_batch(

@@ -3,8 +3,9 @@
 Lines contain no control characters, so they read the same in a terminal and in a file.
 
 Records are JSON, one per line. The first is `{"run": ...}`, the next are `{"step": ...,
-"loss": ...}` or `{"step": ..., "evaluation": ...}`, and the last is `{"result": ...}`.
-A resumed run appends another `{"run": ...}` and continues.
+"loss": ...}`, `{"step": ..., "evaluation": ...}` or `{"step": ..., "saved": true}`, and
+the last is `{"result": ...}`. A resumed run appends another `{"run": ...}` and
+continues.
 """
 
 import json
@@ -98,6 +99,11 @@ class RunReport:
         self.record({"step": step, "evaluation": metrics, "seconds": seconds})
         shown = "  ".join(f"{name} {value:.5f}" for name, value in metrics.items())
         self.line(f"evaluation after step {step}: {shown}  ({seconds:.1f} s)")
+
+    def saved(self, step: int) -> None:
+        """Writes the record of a complete checkpoint, and prints it as a line."""
+        self.record({"step": step, "saved": True})
+        self.line(f"saved step {step}")
 
     def plot(self, title: str, metric: str, reference: float | None) -> None:
         """Plots the training loss and the main metric of all recorded steps.
