@@ -98,6 +98,21 @@ def _device_count(results: Results) -> str:
     return table(rows)
 
 
+def _step_profile(results: Results) -> str:
+    rows: list[Cells] = [
+        ("setting", "part of the step", "operation", "core-ms", "of all")
+    ]
+    found = results["step_profile"]["results"]
+    last = None
+    for row in found:
+        name = row["setting"]
+        total = sum(r["ms"] for r in found if r["setting"] == name)
+        cells = ("" if name == last else name, row["part"], row["operation"])
+        last = name
+        rows.append((*cells, show_time(row["ms"]), f"{100 * row['ms'] / total:.0f} %"))
+    return table(rows)
+
+
 def _peak_memory(results: Results) -> str:
     rows: list[Cells] = [("setting", "tables and slots", "peak", "ratio")]
     for row in results["peak_memory"]["results"]:
@@ -140,5 +155,6 @@ MEASURED_TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "dlrm_speed": _if_measured("dlrm_speed", _dlrm_speed),
     "device_count": _if_measured("device_count", _device_count),
     "peak_memory": _if_measured("peak_memory", _peak_memory),
+    "step_profile": _if_measured("step_profile", _step_profile),
 }
 """Name of a block in a page to the function that renders it."""

@@ -50,6 +50,11 @@ class Side:
         *self._state, activations = self._train(*self._state, *arguments)
         jax.block_until_ready((self._state, activations))
 
+    def compile_train(self, batch: Any) -> Any:
+        """Returns the compiled train step."""
+        arguments = (batch, self._cotangents, self._plan)
+        return self._train.lower(*self._state, *arguments).compile()
+
     def forward(self, batch: Any) -> Any:
         """Runs one lookup."""
         activations = self._forward(self._state[0], batch, self._plan)

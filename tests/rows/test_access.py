@@ -110,6 +110,28 @@ def test_gather_by_kernel(layout):
     check_gather(layout)
 
 
+def test_gather_keeps_every_bit():
+    # NaNs with a payload, denormals, infinities and both zeros.
+    bits = np.array([0x7FC00001, 0xFF800123, 1, 0x80000001, 0x7F800000, 0x80000000])
+    bits = np.tile(bits.astype(np.uint32), (5, 1))
+    table = PackedRows(
+        lines=jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float32),
+        layout=RowLayout(num_rows=5, row_shape=(6,)),
+    )
+    rows = jax.jit(gather_rows)(table, jnp.array([4, 0, 4]))
+    np.testing.assert_array_equal(np.asarray(rows).view(np.uint32), bits[:3])
+
+
+@pytest.mark.parametrize(("platform", "adds"), [("cpu", True), ("tpu", False)])
+def test_only_cpus_read_rows_with_arithmetic(platform, adds):
+    table = PackedRows(
+        lines=jnp.zeros((5, 128)), layout=RowLayout(num_rows=5, row_shape=(128,))
+    )
+    step = jax.jit(gather_rows).trace(table, jnp.array([4, 0]))
+    text = step.lower(lowering_platforms=(platform,)).as_text()
+    assert ("stablehlo.bitcast_convert" in text) == adds
+
+
 @pytest.mark.parametrize("line_lanes", [None, 128])
 def test_rows_read_by_xla_lie_one_in_a_line(line_lanes):
     layout = RowLayout(num_rows=NUM_ROWS, row_shape=(16,), line_lanes=line_lanes)

@@ -307,6 +307,8 @@ def _gather_stored(
     """Reads rows as they are stored, by XLA; all ids must be in bounds."""
     layout = packed.layout
     lines = gather_in_bounds(packed.lines, row_ids // layout.rows_per_line)
+    if not layout.is_flat and lines.dtype == jnp.float32:
+        lines = jax.lax.platform_dependent(lines, cpu=_in_vectors, default=lambda x: x)
     if layout.is_flat:
         rows = lines[:, None]
     else:
@@ -315,6 +317,17 @@ def _gather_stored(
     if layout.rows_per_lane == 1:
         return rows
     return (rows >> _shifts(row_ids, layout)[:, None]) & 0xFFFF
+
+
+def _in_vectors(lines: Float[Array, "ids lanes"]) -> Float[Array, "ids lanes"]:
+    """Adds 0 to the bits of gathered rows, which changes none of them.
+
+    XLA:CPU copies a gathered row element by element. With arithmetic it reads and
+    writes vectors, in a third of the time. The barrier hides the 0 from XLA.
+    """
+    zero = jax.lax.optimization_barrier(jnp.int32(0))
+    words = jax.lax.bitcast_convert_type(lines, jnp.int32) + zero
+    return jax.lax.bitcast_convert_type(words, jnp.float32)
 
 
 def _places(row_ids: Int[Array, " ids"], layout: RowLayout) -> Int[Array, " ids"]:
