@@ -20,6 +20,9 @@ It is positive because JAX wraps -1 to the last row even under `mode="drop"`.
 
 IdArray = Array | np.ndarray
 
+AxisSize = Any
+"""Size of an axis: an int, or a symbolic dimension while a program is exported."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,7 +193,7 @@ class ShardedRaggedIds:
     values: IdArray
     row_splits: IdArray
     weights: IdArray | None = None
-    batch_size: int = dataclasses.field(metadata={"static": True})
+    batch_size: AxisSize = dataclasses.field(metadata={"static": True})
     min_valence: int = dataclasses.field(default=0, metadata={"static": True})
     max_valence: int | None = dataclasses.field(default=None, metadata={"static": True})
 

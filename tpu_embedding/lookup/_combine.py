@@ -70,7 +70,7 @@ def combine_by_xla(
     sizes = [pooling.num_ids for pooling in poolings]
     if backends.pool.form == "fused":
         pooled = [
-            _gather_and_pool(pooling, read_rows, of_feature)
+            gather_and_pool(pooling, read_rows, of_feature)
             for pooling, of_feature in zip(poolings, _split(places, sizes), strict=True)
         ]
     else:
@@ -90,6 +90,26 @@ def scale_samples(
         x if pooling.scales is None else x * pooling.scales[:, None]
         for x, pooling in zip(samples, poolings, strict=True)
     ]
+
+
+def gather_and_pool(
+    pooling: PoolingSpec, read_rows: ReadRows, places: Int[Array, " ids"]
+) -> Float[Array, "samples dim"]:
+    """Adds rows up as they come, so that no row is written before it is summed.
+
+    Args:
+      pooling: the feature.
+      read_rows: reads the rows of some places.
+      places: the argument of `read_rows` for each id of the feature.
+    """
+    is_ragged, valence = pooling.sample_ids is not None, pooling.valence
+    if is_ragged or not 1 < valence <= _MAX_UNROLLED_VALENCE:
+        return _pool(pooling, read_rows(places), _column(pooling.gains))
+    terms = [read_rows(of_samples) for of_samples in jnp.split(places, valence)]
+    if pooling.gains is not None:
+        gains = jnp.split(pooling.gains, valence)
+        terms = [rows * g[:, None] for rows, g in zip(terms, gains, strict=True)]
+    return functools.reduce(jnp.add, terms)
 
 
 def _pool_by_kernel(
@@ -123,20 +143,6 @@ def _pool_by_kernel(
         )
         for pooling, x in zip(remaining, sums, strict=True)
     ]
-
-
-def _gather_and_pool(
-    pooling: PoolingSpec, read_rows: ReadRows, places: Int[Array, " ids"]
-) -> Float[Array, "samples dim"]:
-    """Adds rows up as they come, so that no row is written before it is summed."""
-    is_ragged, valence = pooling.sample_ids is not None, pooling.valence
-    if is_ragged or not 1 < valence <= _MAX_UNROLLED_VALENCE:
-        return _pool(pooling, read_rows(places), _column(pooling.gains))
-    terms = [read_rows(of_samples) for of_samples in jnp.split(places, valence)]
-    if pooling.gains is not None:
-        gains = jnp.split(pooling.gains, valence)
-        terms = [rows * g[:, None] for rows, g in zip(terms, gains, strict=True)]
-    return functools.reduce(jnp.add, terms)
 
 
 def _pool(

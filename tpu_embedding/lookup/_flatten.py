@@ -17,7 +17,7 @@ from tpu_embedding.combiners import Combiner, CustomCombiner
 from tpu_embedding.plan.backends import FeatureBatch
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import StackPlan
-from tpu_embedding.types import PADDING_ROW_ID
+from tpu_embedding.types import PADDING_ROW_ID, AxisSize
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +43,7 @@ class FeatureInput:
     ids: Int[Array, " ids"]
     weights: Float[Array, " ids"] | None
     sample_ids: Int[Array, " ids"] | None
-    num_samples: int = dataclasses.field(metadata={"static": True})
+    num_samples: AxisSize = dataclasses.field(metadata={"static": True})
     valence: int = dataclasses.field(metadata={"static": True})
     is_sample: Bool[Array, "_"] | None = None
     custom_combiner: CustomCombiner | None = dataclasses.field(
@@ -71,7 +71,7 @@ class PoolingSpec:
     gains: Float[Array, " ids"] | None
     scales: Float[Array, " samples"] | None
     sample_ids: Int[Array, " ids"] | None
-    num_samples: int = dataclasses.field(metadata={"static": True})
+    num_samples: AxisSize = dataclasses.field(metadata={"static": True})
     valence: int = dataclasses.field(metadata={"static": True})
     valences: Int[Array, "_"] | None = None
     custom_combiner: CustomCombiner | None = dataclasses.field(
@@ -79,7 +79,7 @@ class PoolingSpec:
     )
 
     @property
-    def num_ids(self) -> int:
+    def num_ids(self) -> AxisSize:
         """Places for ids, padding included."""
         if self.sample_ids is None:
             return self.num_samples * self.valence
@@ -117,33 +117,47 @@ def flatten(
     for feature_input, feature in zip(inputs, features, strict=True):
         if stack.keeps_duplicates:
             feature_input = _in_order_of_samples(feature_input)
-        row_ids, num_out_of_range = _resolve_row_ids(feature_input, feature)
-        if feature.config.default_id is not None:
-            feature_input, row_ids = _fill_empty_samples(
-                feature_input, row_ids, feature.config.default_id
-            )
-        valences = None
-        if feature_input.custom_combiner is not None:
-            row_ids, valences = _move_ids_to_front(
-                row_ids, feature_input.custom_combiner.max_valence
-            )
+        row_ids, pooling, num_out_of_range = resolve(feature_input, feature)
         keys.append(_keys_of(row_ids, feature.row_offset, stack))
-        gains, scales = _gains_and_scales(
-            feature_input, row_ids, feature.table.combiner
-        )
-        poolings.append(
-            PoolingSpec(
-                gains=gains,
-                scales=scales,
-                sample_ids=feature_input.sample_ids,
-                num_samples=feature_input.num_samples,
-                valence=feature_input.valence,
-                valences=valences,
-                custom_combiner=feature_input.custom_combiner,
-            )
-        )
+        poolings.append(pooling)
         out_of_range.append(num_out_of_range)
     return jnp.concatenate(keys), poolings, out_of_range
+
+
+def resolve(
+    feature_input: FeatureInput, feature: FeaturePlan
+) -> tuple[Int[Array, " ids"], PoolingSpec, Int[Array, ""]]:
+    """Applies the policies and the combiner of one feature. Per shard.
+
+    Args:
+      feature_input: its ids.
+      feature: its plan.
+
+    Returns:
+      The row of the table that each place reads; `PADDING_ROW_ID` where it reads none.
+      The weights of the rows. The number of ids outside the table.
+    """
+    row_ids, num_out_of_range = _resolve_row_ids(feature_input, feature)
+    if feature.config.default_id is not None:
+        feature_input, row_ids = _fill_empty_samples(
+            feature_input, row_ids, feature.config.default_id
+        )
+    valences = None
+    if feature_input.custom_combiner is not None:
+        row_ids, valences = _move_ids_to_front(
+            row_ids, feature_input.custom_combiner.max_valence
+        )
+    gains, scales = _gains_and_scales(feature_input, row_ids, feature.table.combiner)
+    pooling = PoolingSpec(
+        gains=gains,
+        scales=scales,
+        sample_ids=feature_input.sample_ids,
+        num_samples=feature_input.num_samples,
+        valence=feature_input.valence,
+        valences=valences,
+        custom_combiner=feature_input.custom_combiner,
+    )
+    return row_ids, pooling, num_out_of_range
 
 
 def max_unique_ids(

@@ -22,6 +22,7 @@ from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
+    AxisSize,
     DenseIds,
     FeatureIds,
     IdArray,
@@ -51,10 +52,10 @@ class FeatureShape:
       default_id: row of samples without ids, or None.
     """
 
-    batch_size: int
-    samples_per_shard: int
+    batch_size: AxisSize
+    samples_per_shard: AxisSize
     sequence_length: int
-    output_shape: tuple[int, ...]
+    output_shape: tuple[AxisSize, ...]
     custom_combiner: CustomCombiner | None = None
     default_id: int | None = None
 
@@ -241,7 +242,7 @@ def max_custom_valence(config: FeatureConfig, batch_size: int) -> int | None:
     return None if is_sequence or not limits else min(limits)
 
 
-def _matrix_shape(ids: Any) -> tuple[int, int]:
+def _matrix_shape(ids: Any) -> tuple[AxisSize, int]:
     """Returns the number of samples and of ids per sample, which is the last axis.
 
     Ids of one axis have one id per sample.
@@ -308,7 +309,7 @@ def _way_to_integers(ids: Any) -> str:
 
 
 def to_shardable(
-    ids: FeatureIds, shape: FeatureShape, plan: EmbeddingPlan
+    ids: FeatureIds, shape: FeatureShape, plan: AnyPlan
 ) -> ShardableInput:
     """Fills up the batch to a multiple of the number of shards. Global."""
     ids = as_dense_ids(ids)
@@ -375,7 +376,7 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
             custom_combiner=shape.custom_combiner,
         )
     ids = ids.reshape(-1)
-    sample_ids = _sample_ids(shardable.row_splits[0], ids.shape[0])
+    sample_ids = sample_ids_of(shardable.row_splits[0], ids.shape[0])
     is_used = sample_ids < num_samples
     if not length:
         return FeatureInput(
@@ -401,7 +402,7 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
 
 
 def _sequence_length(
-    ids: Any, batch_size: int, is_ragged: bool, feature: FeaturePlan
+    ids: Any, batch_size: AxisSize, is_ragged: bool, feature: FeaturePlan
 ) -> int:
     """Returns the length of a sample's sequence; 0 if its ids are combined.
 
@@ -452,7 +453,7 @@ def _to_int32(ids: IdArray) -> Array:
     return jnp.asarray(xp.where(fits, ids.astype(np.int32), outside), np.int32)
 
 
-def _sample_ids(row_splits: Array, num_values: int) -> Array:
+def sample_ids_of(row_splits: Array, num_values: AxisSize) -> Array:
     """Returns the sample of each value.
 
     Places behind the last value get the number of samples.

@@ -19,6 +19,7 @@ from tpu_embedding import functional
 from tpu_embedding.lookup._inputs import attach_weights
 from tpu_embedding.lookup.buffer_sizes import BufferSizes
 from tpu_embedding.lookup.prepare import prepare_features
+from tpu_embedding.lookup.serving import serve
 from tpu_embedding.nn.recording import (
     attach_taps,
     guard_activations,
@@ -34,7 +35,7 @@ from tpu_embedding.tables.initial_values import init_tables
 from tpu_embedding.tables.table_values import unstack_tables, with_table_values
 from tpu_embedding.types import LookupStats
 
-Recording = Literal["off", "shapes", "calls", "routes", "answers"]
+Recording = Literal["off", "shapes", "calls", "routes", "answers", "serving"]
 """Ways in which a layer answers a call, and records it:
 
 * `"off"`: it looks up, and records nothing.
@@ -42,6 +43,7 @@ Recording = Literal["off", "shapes", "calls", "routes", "answers"]
 * `"calls"`: it looks up, attaches the given taps, and records the routing.
 * `"routes"`: with the given activations, and records the routed ids.
 * `"answers"`: with the results of the given lookups.
+* `"serving"`: with a lookup in the given whole tables, and records its inputs.
 """
 
 USE_VALUE_AND_GRAD: Final = (
@@ -230,6 +232,8 @@ class TPUEmbedding(nnx.Module):
             case "routes":
                 record = functional.route(features, plan)
                 activations = given[len(calls)]
+            case "serving":
+                activations, record = serve(given, features, plan)
             case _:
                 answer = given[len(calls)]
                 self._keep_stats(_stats_of_layer(answer.stats, self.plan))
