@@ -7,6 +7,7 @@ train it. `tpu_embedding.linen` has the same for Flax Linen, and
 
 import importlib.metadata
 
+from tpu_embedding import export as export
 from tpu_embedding import initializers as initializers
 from tpu_embedding import optimizers as optimizers
 from tpu_embedding.combiners import CustomCombiner as CustomCombiner

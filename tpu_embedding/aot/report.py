@@ -15,7 +15,6 @@ from typing import Any, Final, Literal
 
 import jax
 
-import tpu_embedding
 from tpu_embedding.aot.bandwidth import Cost, cost_of
 from tpu_embedding.aot.cost import (
     OPERATION_CLASSES,
@@ -51,7 +50,7 @@ TRAIN_STEP: Final = "train step"
 
 Runs = Literal["every step", "data-dependent loop"]
 
-_SOURCE_ROOT: Final = pathlib.Path(tpu_embedding.__file__).parent.parent
+_SOURCE_ROOT: Final = pathlib.Path(__file__).parents[2]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -308,9 +308,7 @@ def _way_to_integers(ids: Any) -> str:
     return "convert them with .astype(int) if they are whole numbers"
 
 
-def to_shardable(
-    ids: FeatureIds, shape: FeatureShape, plan: AnyPlan
-) -> ShardableInput:
+def to_shardable(ids: FeatureIds, shape: FeatureShape, plan: AnyPlan) -> ShardableInput:
     """Fills up the batch to a multiple of the number of shards. Global."""
     ids = as_dense_ids(ids)
     assert not isinstance(ids, RaggedIds | SparseIds)

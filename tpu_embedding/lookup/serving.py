@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
+from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.lookup._combine import gather_and_pool, scale_samples
 from tpu_embedding.lookup._custom_combiner import apply_custom_combiners
 from tpu_embedding.lookup._exchange import quantize
@@ -98,16 +99,27 @@ def read_rows(
 def _decode(rows: UInt8[Array, "ids bytes"]) -> Float[Array, "ids dim"]:
     """Returns the numbers `scale * code + bias` of int8 rows."""
     codes = rows[:, :-SCALE_AND_BIAS_BYTES].astype(jnp.float32)
-    ends = rows[:, -SCALE_AND_BIAS_BYTES:].reshape(-1, 2, 4)
-    scale_and_bias = jax.lax.bitcast_convert_type(ends, jnp.float32)
-    return codes * scale_and_bias[:, :1] + scale_and_bias[:, 1:]
+    scale, bias = rows[:, -SCALE_AND_BIAS_BYTES:-4], rows[:, -4:]
+    return codes * _float_of_bytes(scale) + _float_of_bytes(bias)
+
+
+def _float_of_bytes(ends: UInt8[Array, "ids 4"]) -> Float[Array, "ids 1"]:
+    """Returns the float32 of four bytes, the lowest first.
+
+    StableHLO cannot join bytes by a conversion of bits if an axis has no fixed size.
+    """
+    ends = ends.astype(jnp.uint32)
+    words = ends[:, :1]
+    for k in range(1, 4):
+        words = words | (ends[:, k : k + 1] << (8 * k))
+    return jax.lax.bitcast_convert_type(words, jnp.float32)
 
 
 def _serve_feature(
     table: Array, ids: Any, feature: FeaturePlan, plan: EmbeddingPlan, shard: InputPlan
 ) -> Array:
-    if isinstance(ids, ShardedRaggedIds) and feature.config.default_id is not None:
-        ids = _with_place_per_sample(ids)
+    if isinstance(ids, ShardedRaggedIds):
+        ids = _with_places(ids, feature)
     shape = feature_shape(ids, feature, shard)
     feature_input = to_feature_input(to_shardable(ids, shape, shard), shape)
     row_ids, pooling, _ = resolve(feature_input, feature)
@@ -126,8 +138,17 @@ def _serve_feature(
     return activations.astype(plan.activation_dtype).reshape(shape.output_shape)
 
 
-def _with_place_per_sample(ids: ShardedRaggedIds) -> ShardedRaggedIds:
-    """Adds a place with padding behind each sample, where a default id can go."""
+def _with_places(ids: ShardedRaggedIds, feature: FeaturePlan) -> ShardedRaggedIds:
+    """Gives ragged ids the places that `prepare_features` checks or makes on the host.
+
+    A default id needs a place in each sample; one with padding is added behind it. A
+    custom combiner takes the first `max_valence` ids.
+    """
+    combiner = feature.table.combiner
+    if isinstance(combiner, CustomCombiner):
+        ids = dataclasses.replace(ids, max_valence=combiner.max_valence)
+    if feature.config.default_id is None:
+        return ids
     row_splits, values = jnp.asarray(ids.row_splits), jnp.asarray(ids.values)
     num_values, batch_size = values.shape[1], ids.batch_size
     places = jnp.arange(num_values) + sample_ids_of(row_splits[0], num_values)

@@ -1,0 +1,393 @@
+import json
+import pathlib
+import re
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+import tpu_embedding as te
+from tests.export.served_models import (
+    DENSE_KINDS,
+    FEATURES,
+    MOVIES,
+    Model,
+    batch_of,
+    live_outputs,
+    mesh_of,
+    trained_model,
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((1, 0), id="untrained"),
+        pytest.param((1, 2), id="1device", marks=pytest.mark.full),
+        pytest.param((8, 2), id="8devices", marks=pytest.mark.full),
+    ],
+)
+def trained(request):
+    num_devices, num_steps = request.param
+    return trained_model(num_devices, num_steps)
+
+
+@pytest.fixture(scope="module")
+def directory(trained, tmp_path_factory) -> pathlib.Path:
+    directory = tmp_path_factory.mktemp("export") / "served"
+    te.export.save(trained, directory, *batch_of(16))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def served(directory):
+    return te.export.load(directory)
+
+
+@pytest.mark.full_cases("untrained-1", "untrained-512")
+@pytest.mark.parametrize("batch_size", [1, 7, 512])
+def test_outputs_are_those_of_the_live_model(trained, served, batch_size):
+    features, inputs = batch_of(batch_size)
+    outputs = served(features, inputs)
+    expected = live_outputs(trained, features, inputs)
+    assert set(outputs) == set(expected)
+    for name, values in expected.items():
+        # Sums of up to 6 rows, and of 8 products, in another order.
+        np.testing.assert_allclose(outputs[name], values, rtol=0, atol=1e-6)
+
+
+@pytest.mark.full
+def test_program_runs_with_jax_and_safetensors_alone(trained, directory):
+    exported = jax.export.deserialize(
+        bytearray((directory / "program.stablehlo").read_bytes())
+    )
+    document = json.loads((directory / "export.json").read_text())
+    tables = {}
+    for entry in document["tables"].values():
+        tables |= safetensors.numpy.load_file(directory / entry["file"])
+    dense = safetensors.numpy.load_file(directory / "dense.safetensors")
+    features, inputs = batch_of(16)
+    arrays = {"features/user": features["user"], "inputs": inputs}
+    arrays["features/watched"] = features["watched"]
+    arrays["features/weighted/ids"] = features["weighted"].ids
+    arrays["features/weighted/weights"] = features["weighted"].weights
+    for name in ("ragged", "weighted_ragged", "defaulted", "sequence"):
+        arrays[f"features/{name}/values"] = features[name].values
+        arrays[f"features/{name}/row_splits"] = features[name].row_splits
+    arrays["features/weighted_ragged/weights"] = features["weighted_ragged"].weights
+    arrays = {
+        name: np.asarray(array, np.int32 if array.dtype.kind == "i" else np.float32)
+        for name, array in arrays.items()
+    }
+    outputs = exported.call(tables, dense, arrays)
+    expected = live_outputs(trained, features, inputs)
+    for name, values in expected.items():
+        np.testing.assert_allclose(outputs[name], values, rtol=0, atol=1e-6)
+
+
+def test_signature_says_what_the_program_takes(directory):
+    document = json.loads((directory / "export.json").read_text())
+    signature = document["signature"]
+    assert signature["arguments"] == ["features", "inputs"]
+    inputs = {each["name"]: each for each in signature["inputs"]}
+    kinds = {name: each["kind"] for name, each in inputs.items()}
+    assert kinds == {
+        "features/user": "dense_ids",
+        "features/watched": "dense_ids",
+        "features/weighted": "dense_ids",
+        "features/ragged": "ragged_ids",
+        "features/weighted_ragged": "ragged_ids",
+        "features/defaulted": "ragged_ids",
+        "features/sequence": "ragged_ids",
+        "inputs": "array",
+    }
+    watched = inputs["features/watched"]
+    assert watched["arrays"] == {
+        "features/watched": {"shape": ["batch", 3], "dtype": "int32"}
+    }
+    (lookup,) = watched["lookups"]
+    assert (lookup["table"], lookup["vocabulary_size"]) == ("movies", 1009)
+    assert signature["outputs"]["scores"] == {"shape": ["batch", 2], "dtype": "float32"}
+    program = document["program"]
+    assert program["platforms"] == ["cpu", "cuda", "tpu"]
+    window = program["compatibility"]
+    assert window["oldest_jax_released_since"] < program["written"]
+    assert program["written"] < window["newest_jax_released_until"]
+    assert document["versions"]["jax"] == jax.__version__
+
+
+def test_weights_are_beside_the_program(trained, directory):
+    tables = trained.embedding.embedding_tables()
+    document = json.loads((directory / "export.json").read_text())
+    assert set(document["tables"]) == set(tables)
+    for name, entry in document["tables"].items():
+        stored = safetensors.numpy.load_file(directory / entry["file"])
+        np.testing.assert_array_equal(stored[name], tables[name])
+        assert entry["error"]["largest"] == 0
+    dense = safetensors.numpy.load_file(directory / "dense.safetensors")
+    np.testing.assert_array_equal(dense["dense/kernel"], trained.dense.kernel[...])
+    # 2.5 kB of weights per table row would show; the program has none.
+    assert (directory / "program.stablehlo").stat().st_size < 80_000
+
+
+def program_text(directory) -> str:
+    serialized = (directory / "program.stablehlo").read_bytes()
+    return jax.export.deserialize(bytearray(serialized)).mlir_module()
+
+
+def test_program_holds_no_array_of_ids_by_vocabulary(directory):
+    text = program_text(directory)
+    shapes = set(re.findall(r"tensor<([^>]*)>", text))
+    of_tables = {s for s in shapes if re.search(r"\b(1009|307|53)x|x(1009|307|53)x", s)}
+    assert of_tables == {"1009x8xf32", "307x8xf32", "53x8xf32"}
+    # Nothing is made in the shape of a table: they are arguments of gathers only.
+    for line in text.splitlines():
+        results = line.rpartition("->")[2] if "->" in line else line.rpartition(":")[2]
+        if "func" not in line and "call @" not in line:
+            assert not re.search(r"(1009|307|53)x8xf32", results), line
+    assert "dot_general" in text  # of the dense layer
+    assert not re.search(r"all_to_all|all_reduce|collective|sharding|while", text)
+
+
+def test_program_of_dense_features_gathers_only(tmp_path):
+    model = Model(mesh_of(1), DENSE_KINDS)
+    te.export.save(model, tmp_path / "served", *batch_of(4, DENSE_KINDS))
+    text = program_text(tmp_path / "served")
+    assert "gather" in text
+    assert not re.search(r"scatter|sort|reduce_window|while|random|rng", text)
+
+
+@pytest.mark.full_cases("untrained-bfloat16")
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    # Half a unit in the last of 8 binary digits; half a step of 255, and rounding.
+    [("bfloat16", 2.0**-8), ("int8", 0.501 / 255)],
+    ids=["bfloat16", "int8"],
+)
+def test_narrow_tables_err_by_their_rounding_only(trained, tmp_path, dtype, bound):
+    table = trained.embedding.embedding_tables()["users"]
+    example = {"user": np.arange(4)}
+    te.export.save(trained.embedding, tmp_path / "served", example, dtype=dtype)
+    served = te.export.load(tmp_path / "served")
+    assert set(served.tables) == {"users"}
+    ids = np.arange(307)
+    difference = np.abs(served({"user": ids})["user"] - table)
+    width = table.max(axis=1) - table.min(axis=1)
+    limit = bound * (width[:, None] if dtype == "int8" else np.abs(table))
+    assert (difference <= limit + 1e-9).all()
+    error = served.document["tables"]["users"]["error"]
+    assert error["largest"] == pytest.approx(difference.max(), rel=1e-5)
+    assert 0 < error["relative"] < 0.01
+    rms = np.sqrt(np.mean(np.square(difference, dtype=np.float64)))
+    assert error["root_mean_square"] == pytest.approx(rms, rel=1e-3)
+
+
+MORE = te.TableConfig(vocabulary_size=1009, dim=8, name="more")
+
+
+class Similar(nnx.Module):
+    """Two layers, and methods that a batch of training does not call."""
+
+    def __init__(self):
+        self.left = te.TPUEmbedding(
+            {"a": te.FeatureConfig(table=MOVIES)}, mesh=mesh_of(1), rngs=nnx.Rngs(0)
+        )
+        self.right = te.TPUEmbedding(
+            te.FeatureConfig(table=(MOVIES, MORE)), mesh=mesh_of(1), rngs=nnx.Rngs(1)
+        )
+
+    def similar(self, liked, candidates):
+        serving = {"c": te.FeatureConfig(table=MOVIES, max_sequence_length=3)}
+        rows = self.left({"a": liked})["a"]
+        others = self.left({"c": candidates}, serving_config=serving)["c"]
+        movies, more = self.right(liked[:, 0])
+        return jnp.einsum("bd,bcd->bc", rows + movies + more, others)
+
+    def of_whole_batch(self, ids):
+        if ids.shape[0] > 2:
+            ids = ids[:2]
+        return self.left({"a": ids})["a"]
+
+
+@pytest.mark.full
+def test_any_method_of_several_layers(tmp_path):
+    model = Similar()
+    random = np.random.default_rng(0)
+    liked = random.integers(0, 307, (5, 2))
+    candidates = random.integers(0, 1009, (5, 3))
+    directory = tmp_path / "served"
+    te.export.save(model, directory, liked, candidates, method="similar")
+    served = te.export.load(directory)
+    assert set(served.tables) == {"left/movies", "right/movies", "right/more"}
+    assert (directory / "tables" / "left%2Fmovies.safetensors").exists()
+    scores = served(liked[:2], candidates[:2])
+    # Sums of 8 products in another order.
+    expected = model.similar(jnp.asarray(liked[:2]), jnp.asarray(candidates[:2]))
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-6)
+
+
+def test_code_that_computes_with_the_batch_size(tmp_path):
+    model = Similar()
+    ids = np.array([1, 2, 3])
+    with pytest.raises(te.export.ExportError, match="pass batch_size=N"):
+        te.export.save(model, tmp_path / "a", ids, method="of_whole_batch")
+    assert not list(tmp_path.iterdir())
+    te.export.save(model, tmp_path / "a", ids, method="of_whole_batch", batch_size=3)
+    served = te.export.load(tmp_path / "a")
+    assert served(ids).shape == (2, 8)
+    with pytest.raises(ValueError, match="3 for the export's batch_size and 2"):
+        served(ids[:2])
+
+
+def average_of_ends(valence, rows):
+    return (rows[0] + rows[valence - 1]) / 2
+
+
+TRICKY = te.TableConfig(
+    vocabulary_size=11,
+    dim=3,
+    combiner=te.CustomCombiner(function=average_of_ends, max_valence=4),
+    name="tricky",
+)
+ROUNDED = te.TableConfig(
+    vocabulary_size=11,
+    dim=3,
+    quantization_config=te.QuantizationConfig(num_buckets=16, lower=-0.3, upper=0.4),
+    name="rounded",
+)
+RARE = {
+    "custom": te.FeatureConfig(table=TRICKY),
+    "custom_ragged": te.FeatureConfig(table=TRICKY),
+    "quantized": te.FeatureConfig(table=ROUNDED, out_of_range_ids="drop"),
+    "shaped": te.FeatureConfig(table=ROUNDED, output_shape=(3, 2)),
+    "default": te.FeatureConfig(table=ROUNDED, default_id=7, out_of_range_ids="drop"),
+    "wide": te.FeatureConfig(table=ROUNDED),
+}
+
+
+@pytest.mark.full
+def test_rare_kinds_of_features(tmp_path):
+    layer = te.TPUEmbedding(RARE, mesh=mesh_of(3), rngs=nnx.Rngs(0))
+    batch = {
+        "custom": np.array([[1, 2], [3, te.PADDING_ROW_ID], [te.PADDING_ROW_ID] * 2]),
+        "custom_ragged": te.RaggedIds.from_lists([[1, 2, 3, 4], [], [5]]),
+        "quantized": np.array([[1, -1], [11, 2**40], [3, te.PADDING_ROW_ID]]),
+        "shaped": np.array([[1, 2], [3, 4], [5, 6]]),
+        "default": te.RaggedIds.from_lists([[], [99], [2]], [[], [0.5], [2.0]]),
+        "wide": np.tile(np.arange(11), (3, 13))[:, :130],
+    }
+    te.export.save(layer, tmp_path / "served", batch, batch_size=3)
+    outputs = te.export.load(tmp_path / "served")(batch)
+    for name, values in layer(layer.prepare(batch)).items():
+        # Sums of up to 130 rows in another order.
+        np.testing.assert_allclose(outputs[name], values, rtol=0, atol=1e-5)
+
+
+NO_BATCH = {"user": np.array([1, 2])}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((), {}, "missing a required argument"),
+        (({},), {}, "must hold at least one array"),
+        (({"user": [1, 2]},), {}, r"'user/0' of the example must be an array"),
+        (({"user": np.array(["a"])},), {}, "turn strings into ids first"),
+        ((NO_BATCH,), {"method": "answer"}, "method must name a method"),
+        ((NO_BATCH,), {"dtype": "float64"}, "must be one of"),
+        (({"movie": np.array([1])},), {}, "movie"),
+    ],
+)
+def test_wrong_exports_are_refused(tmp_path, arguments, options, message):
+    layer = te.TPUEmbedding(
+        {"user": FEATURES["user"]}, mesh=mesh_of(1), rngs=nnx.Rngs(0)
+    )
+    with pytest.raises(ValueError, match=message):
+        te.export.save(layer, tmp_path / "served", *arguments, **options)
+    assert not (tmp_path / "served").exists()
+
+
+def test_models_that_cannot_be_exported(tmp_path):
+    with pytest.raises(te.export.ExportError, match="must own a TPUEmbedding"):
+        te.export.save(
+            nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path / "a", np.ones((1, 2))
+        )
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    layer = te.TPUEmbedding(FEATURES["user"], mesh=mesh_of(1), rngs=nnx.Rngs(0))
+    with pytest.raises(te.export.ExportError, match="must be a new directory"):
+        te.export.save(layer, tmp_path / "full", np.array([1]))
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def with_feature(name, value):
+    features, inputs = batch_of(4)
+    return features | {name: value}, inputs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((batch_of(4)[0],), ValueError, "takes 2 arguments"),
+        (({"user": np.array([1])}, np.ones((1, 2))), ValueError, "are missing"),
+        (with_feature("more", np.array([1])), ValueError, "no input 'features/more'"),
+        (with_feature("user", np.array([1, 2, 3, 307])), ValueError, "user.*307"),
+        (with_feature("user", np.ones(4)), TypeError, "must be integers"),
+        (with_feature("user", np.array([1, 2])), ValueError, "same number of samples"),
+        (
+            with_feature("watched", np.ones((4, 2), int)),
+            ValueError,
+            r"shape \[batch, 3\], got \[4, 2\]",
+        ),
+        (
+            with_feature("weighted", np.ones((4, 3), int)),
+            ValueError,
+            "must have one weight per id",
+        ),
+        (
+            with_feature("watched", [[1], [], [2, 3], [4]]),
+            ValueError,
+            "got ragged ids",
+        ),
+        ((batch_of(4)[0], np.ones((5, 2))), ValueError, "same number of samples"),
+        ((batch_of(4)[0], np.array([["a"]])), TypeError, "must hold numbers"),
+    ],
+)
+def test_wrong_calls_are_refused(served, arguments, error, message):
+    with pytest.raises(error, match=message):
+        served(*arguments)
+
+
+def test_lists_may_stand_for_ragged_ids(served):
+    features, inputs = batch_of(4)
+    of_lists = [[1, 2], [3, 4], [5, 6], [7, 8]]
+    one = served(features | {"defaulted": of_lists}, inputs)
+    two = served(features | {"defaulted": te.RaggedIds.from_lists(of_lists)}, inputs)
+    np.testing.assert_array_equal(one["scores"], two["scores"])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "export.json").unlink(), "has no export.json"),
+        (lambda d: (d / "export.json").write_text("{"), "cannot be read"),
+        (lambda d: (d / "tables" / "users.safetensors").unlink(), "users.*is missing"),
+        (
+            lambda d: (d / "tables" / "users.safetensors").write_bytes(b"\1"),
+            "header cannot be read",
+        ),
+        (lambda d: (d / "program.stablehlo").write_bytes(b"\1" * 64), "cannot be read"),
+    ],
+)
+def test_damaged_exports_are_refused(tmp_path, damage, message):
+    layer = te.TPUEmbedding(
+        {"user": FEATURES["user"]}, mesh=mesh_of(1), rngs=nnx.Rngs(0)
+    )
+    te.export.save(layer, tmp_path / "served", NO_BATCH)
+    damage(tmp_path / "served")
+    with pytest.raises(te.export.ExportError, match=message):
+        te.export.load(tmp_path / "served")

@@ -1,0 +1,11 @@
+"""Export for serving: programs and tables that need neither the model nor its mesh.
+
+`save` writes a StableHLO program with the tables beside it, `load` runs it.
+`save_tables` writes the tables alone.
+"""
+
+from tpu_embedding.export.signature import ExportError as ExportError
+from tpu_embedding.export.stablehlo import ServedModel as ServedModel
+from tpu_embedding.export.stablehlo import load as load
+from tpu_embedding.export.stablehlo import save as save
+from tpu_embedding.export.stablehlo import save_tables as save_tables

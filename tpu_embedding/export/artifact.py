@@ -1,0 +1,177 @@
+"""The directory of an export: its files, and the document that describes them.
+
+export.json                 signature, tables, versions, compatibility
+program.stablehlo           the program, for `jax.export.deserialize`
+dense.safetensors           dense parameters
+tables/NAME.safetensors     one per table
+"""
+
+import datetime
+import json
+import pathlib
+import shutil
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+import jax.export
+import jaxlib.version
+
+import tpu_embedding
+from tpu_embedding.export.row_formats import (
+    RoundingError,
+    RowFormat,
+    encode,
+    stored_spec,
+)
+from tpu_embedding.export.signature import ExportError
+from tpu_embedding.export.table_source import TableSource, read_tables
+from tpu_embedding.export.tensor_files import TensorFile
+
+DOCUMENT_FILE: Final = "export.json"
+PROGRAM_FILE: Final = "program.stablehlo"
+DENSE_FILE: Final = "dense.safetensors"
+TABLES_DIR: Final = "tables"
+
+FORMAT_VERSION: Final = 1
+
+_BACKWARD_DAYS: Final = 180
+_FORWARD_DAYS: Final = 21
+"""The window of jax.export: releases up to 6 months younger than the program read it,
+and releases up to 3 weeks older. https://docs.jax.dev/en/latest/export/export.html"""
+
+
+def write_artifact(
+    directory: str | pathlib.Path, write: Callable[[pathlib.Path], None]
+) -> None:
+    """Makes a directory that appears only when all of its files are there.
+
+    Args:
+      directory: must not exist, or be empty.
+      write: fills a directory beside it, which then gets its name.
+
+    Raises:
+      ExportError: if there are files in the directory.
+    """
+    path = pathlib.Path(directory)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ExportError(
+            f"{path} must be a new directory, but it holds files; remove it, or export "
+            "to another one."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        write(partial)
+        if path.exists():
+            path.rmdir()
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_table_files(
+    directory: pathlib.Path, sources: Mapping[str, TableSource], row_format: RowFormat
+) -> dict[str, dict[str, Any]]:
+    """Writes one file per table, block by block.
+
+    Returns:
+      The entry of each table in the document: file, shape, dtype, rounding error.
+    """
+    (directory / TABLES_DIR).mkdir()
+    files, errors, entries = {}, {}, {}
+    for name, source in sources.items():
+        config = source.table.config
+        spec = stored_spec(config.vocabulary_size, config.dim, row_format)
+        # Names may hold slashes, and whatever else a file's name cannot.
+        path = f"{TABLES_DIR}/{urllib.parse.quote(name, safe='')}.safetensors"
+        metadata = {"row_format": row_format, "dim": str(config.dim)}
+        files[name] = TensorFile(directory / path, {name: spec}, metadata)
+        errors[name] = RoundingError()
+        entries[name] = {
+            "file": path,
+            "vocabulary_size": config.vocabulary_size,
+            "dim": config.dim,
+            "row_format": row_format,
+            "dtype": str(spec.dtype),
+            "shape": list(spec.shape),
+        }
+    for name, start, rows in read_tables(sources):
+        stored = encode(rows, row_format, f"table {name!r}")
+        files[name].write(name, start, stored)
+        errors[name].add(rows, stored)
+    for name, error in errors.items():
+        entries[name]["error"] = {
+            "largest": error.largest,
+            "root_mean_square": error.root_mean_square,
+            "relative": error.relative,
+        }
+    return entries
+
+
+def write_document(directory: pathlib.Path, document: Mapping[str, Any]) -> None:
+    """Writes the document of an export, with the versions that made it."""
+    head = {
+        "format": "tpu_embedding.export",
+        "format_version": FORMAT_VERSION,
+        "versions": {
+            "tpu_embedding": tpu_embedding.__version__,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.version.__version__,
+        },
+    }
+    text = json.dumps(head | dict(document), indent=2)
+    (directory / DOCUMENT_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_document(directory: str | pathlib.Path) -> dict[str, Any]:
+    """Returns the document of an export.
+
+    Raises:
+      ExportError: if the directory holds none that this release reads.
+    """
+    path = pathlib.Path(directory) / DOCUMENT_FILE
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        version = document["format_version"]
+    except FileNotFoundError:
+        raise ExportError(
+            f"{directory} must be a directory that te.export.save or `tpu-embedding "
+            f"export` wrote, but it has no {DOCUMENT_FILE}."
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ExportError(
+            f"{path} cannot be read: {error}; export the model again."
+        ) from None
+    if version != FORMAT_VERSION:
+        raise ExportError(
+            f"{path} must have format_version {FORMAT_VERSION}, got {version}; read it "
+            "with the release of tpu_embedding that wrote it, or export it again."
+        )
+    return document
+
+
+def describe_program(exported: jax.export.Exported) -> dict[str, Any]:
+    """Returns the entry of the program: platforms, and who can read it until when."""
+    today = datetime.datetime.now(datetime.UTC).date()
+    return {
+        "file": PROGRAM_FILE,
+        "platforms": list(exported.platforms),
+        "calling_convention_version": exported.calling_convention_version,
+        "written": str(today),
+        "compatibility": {
+            "read_by_jax": jax.__version__,
+            "newest_jax_released_until": str(
+                today + datetime.timedelta(days=_BACKWARD_DAYS)
+            ),
+            "oldest_jax_released_since": str(
+                today - datetime.timedelta(days=_FORWARD_DAYS)
+            ),
+            "rule": "jax.export: a program is read by releases of jax up to 6 months "
+            "younger than it, and up to 3 weeks older. Export again from the "
+            "checkpoint before that.",
+        },
+    }

@@ -1,0 +1,183 @@
+"""Reads an example of a model's arguments: the names, kinds and sizes of its inputs.
+
+Only shapes and dtypes of the example matter. Inputs are named by their path.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embedding.export.signature import BATCH, ArraySpec, ExportError, Input
+from tpu_embedding.types import DenseIds, ShardedRaggedIds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    """The inputs of a model, and the nest of arguments that they make.
+
+    Attributes:
+      arguments: names of the arguments.
+      inputs: in the order of the leaves of the nest, without lookups.
+      tree: of the nest: the only argument, or a dict of all.
+      batch_size: of the example.
+    """
+
+    arguments: tuple[str, ...]
+    inputs: tuple[Input, ...]
+    tree: Any
+    batch_size: int
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], arguments: Sequence[Any]) -> Self:
+        """Reads the arguments of a call.
+
+        Args:
+          function: method of the model.
+          arguments: positional arguments, whose arrays may be `jax.ShapeDtypeStruct`.
+
+        Raises:
+          ExportError: if the arguments do not fit the method, or a leaf is no input.
+        """
+        try:
+            bound = inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            raise ExportError(
+                f"The example must be the arguments of the model's method: {error}."
+            ) from None
+        names = tuple(bound.arguments)
+        if len(names) != len(arguments):
+            names = tuple(f"argument_{i}" for i in range(len(arguments)))
+        nest = nest_of(names, arguments)
+        leaves, tree = jax.tree_util.tree_flatten_with_path(nest, is_leaf=_is_container)
+        by_name = {
+            jax.tree_util.keystr(path, simple=True, separator="/") or names[0]: leaf
+            for path, leaf in leaves
+        }
+        if not by_name:
+            raise ExportError(
+                "The example must hold at least one array, got none; pass a batch as "
+                "the model takes it."
+            )
+        for name, leaf in by_name.items():
+            _check_numbers(name, leaf)
+        batch_size = _batch_size(list(by_name.values()))
+        inputs = tuple(_input(k, leaf, batch_size) for k, leaf in by_name.items())
+        return cls(arguments=names, inputs=inputs, tree=tree, batch_size=batch_size)
+
+    def rebuild(
+        self, arrays: Mapping[str, jax.Array]
+    ) -> tuple[tuple[Any, ...], dict[int, str]]:
+        """Returns the arguments, and the input of each array of ids by its `id`.
+
+        Args:
+          arrays: those of `Input.arrays`, of all inputs.
+        """
+        leaves, owners = [], {}
+        for each in self.inputs:
+            leaf = _rebuild(each, arrays)
+            owners[id(ids_of(leaf))] = each.name
+            leaves.append(leaf)
+        nest = self.tree.unflatten(leaves)
+        if len(self.arguments) == 1:
+            return (nest,), owners
+        return tuple(nest[name] for name in self.arguments), owners
+
+
+def nest_of(names: Sequence[str], arguments: Sequence[Any]) -> Any:
+    """Returns the nest whose paths name the inputs."""
+    if len(arguments) == 1:
+        return arguments[0]
+    return dict(zip(names, arguments, strict=True))
+
+
+def ids_of(leaf: Any) -> Any:
+    """Returns the array of ids of a feature, without weights or row splits."""
+    if isinstance(leaf, ShardedRaggedIds):
+        return leaf.values
+    return leaf.ids if isinstance(leaf, DenseIds) else leaf
+
+
+def _is_container(leaf: Any) -> bool:
+    return isinstance(leaf, DenseIds) or _is_ragged(leaf)
+
+
+def _is_ragged(leaf: Any) -> bool:
+    if isinstance(leaf, Mapping):
+        return False
+    is_sparse = all(hasattr(leaf, x) for x in ("indices", "values", "dense_shape"))
+    return is_sparse or (hasattr(leaf, "values") and hasattr(leaf, "row_splits"))
+
+
+def _check_numbers(name: str, leaf: Any) -> None:
+    if _is_ragged(leaf):
+        return
+    array = ids_of(leaf)
+    if not (hasattr(array, "dtype") and hasattr(array, "shape")):
+        raise ExportError(
+            f"Input {name!r} of the example must be an array, RaggedIds or DenseIds, "
+            f"got {type(array).__name__}; write np.asarray(...) for numbers, "
+            "te.RaggedIds.from_lists(...) for lists of ids."
+        )
+    if array.dtype == object or array.dtype.kind in "SUT":
+        raise ExportError(
+            f"Input {name!r} of the example must hold numbers, got dtype "
+            f"{array.dtype}; turn strings into ids first."
+        )
+
+
+def _batch_size(leaves: Sequence[Any]) -> int:
+    """Returns the samples of the first feature; of the first array if there is none."""
+    for leaf in leaves:
+        if isinstance(leaf, ShardedRaggedIds):
+            return leaf.batch_size
+        if _is_ragged(leaf):
+            if hasattr(leaf, "row_splits"):
+                return int(np.shape(leaf.row_splits)[0]) - 1
+            return int(np.asarray(leaf.dense_shape)[0])
+    arrays = [array for array in map(ids_of, leaves) if array.ndim]
+    ids = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.integer)]
+    if not arrays:
+        raise ExportError(
+            "The example must hold an array with an axis of samples, got scalars only."
+        )
+    return int((ids or arrays)[0].shape[0])
+
+
+def _input(name: str, leaf: Any, batch_size: int) -> Input:
+    is_weighted = getattr(leaf, "weights", None) is not None
+    if _is_ragged(leaf):
+        return Input(name=name, kind="ragged_ids", is_weighted=is_weighted, spec=None)
+    kind = "dense_ids" if isinstance(leaf, DenseIds) else "array"
+    array = ids_of(leaf)
+    shape = tuple(array.shape)
+    if shape and shape[0] == batch_size:
+        shape = (BATCH, *shape[1:])
+    # JAX would keep 64-bit numbers in 32 bits; `load` refuses those that do not fit.
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4:
+        dtype = np.dtype(np.int32)
+    spec = ArraySpec(shape=shape, dtype=str(dtype))
+    return Input(name=name, kind=kind, is_weighted=is_weighted, spec=spec)
+
+
+def _rebuild(each: Input, arrays: Mapping[str, jax.Array]) -> Any:
+    """Returns the leaf of the model's arguments for one input."""
+    of_input = {k.removeprefix(f"{each.name}/"): arrays[k] for k in each.arrays}
+    weights = of_input.get("weights")
+    if each.spec is None:
+        row_splits = of_input["row_splits"]
+        return ShardedRaggedIds(
+            values=of_input["values"][None],
+            row_splits=row_splits[None],
+            weights=None if weights is None else weights[None],
+            batch_size=row_splits.shape[0] - 1,
+        )
+    if each.kind == "array":
+        return of_input[each.name]
+    ids = of_input["ids"] if each.is_weighted else of_input[each.name]
+    return DenseIds(ids=ids, weights=weights)

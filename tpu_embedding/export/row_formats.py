@@ -1,0 +1,131 @@
+"""Storage formats of exported tables, and the error that each makes.
+
+An int8 row has FBGEMM's layout: `dim` unsigned bytes, followed by a scale and a bias in
+float32, lower bytes first. A byte `q` means `scale * q + bias`.
+"""
+
+import dataclasses
+import math
+from typing import Final, Literal, get_args
+
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embedding.export.signature import ExportError
+from tpu_embedding.export.tensor_files import TensorSpec
+from tpu_embedding.lookup.serving import SCALE_AND_BIAS_BYTES
+
+RowFormat = Literal["float32", "bfloat16", "int8"]
+"""Type of the numbers of an exported table."""
+
+ROW_FORMATS: Final[tuple[RowFormat, ...]] = get_args(RowFormat)
+
+_MAX_CODE: Final = np.float32(255)
+
+
+def check_row_format(row_format: str) -> None:
+    """Raises a ValueError for an unknown format."""
+    if row_format not in ROW_FORMATS:
+        raise ExportError(
+            f"dtype of the exported tables must be one of {list(ROW_FORMATS)}, got "
+            f"{row_format!r}."
+        )
+
+
+def stored_spec(vocabulary_size: int, dim: int, row_format: RowFormat) -> TensorSpec:
+    """Returns the shape and dtype of a table's array.
+
+    Example:
+      >>> stored_spec(100, 16, "int8").shape
+      (100, 24)
+    """
+    if row_format == "int8":
+        shape = (vocabulary_size, dim + SCALE_AND_BIAS_BYTES)
+        return TensorSpec(shape, np.dtype(np.uint8))
+    return TensorSpec((vocabulary_size, dim), np.dtype(jnp.dtype(row_format)))
+
+
+def encode(rows: np.ndarray, row_format: RowFormat, owner: str) -> np.ndarray:
+    """Returns rows as they are stored.
+
+    Args:
+      rows: `[rows, dim]` of a float type, or int8 rows, as a checkpoint holds them.
+      row_format: of the result. Rows that are stored so already keep their bits.
+      owner: of the rows, for errors.
+
+    Raises:
+      ExportError: if a number is not finite, and so has no int8 code.
+    """
+    if row_format != "int8":
+        return decode(rows).astype(jnp.dtype(row_format), copy=False)
+    if rows.dtype == np.uint8:
+        return rows
+    rows = decode(rows)
+    bias = rows.min(axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scale = (rows.max(axis=1) - bias) / _MAX_CODE
+    if not np.isfinite(scale).all():
+        row = int(np.argmin(np.isfinite(scale)))
+        raise ExportError(
+            f"Rows of {owner} must be finite for dtype int8, and so must their range; "
+            f"got {rows[row].min()} to {rows[row].max()}. Export as float32."
+        )
+    divisor = np.where(scale == 0, np.float32(1), scale)
+    codes = np.rint((rows - bias[:, None]) / divisor[:, None])
+    codes = np.clip(codes, 0, _MAX_CODE).astype(np.uint8)
+    ends = np.stack([scale, bias], axis=1).astype("<f4").view(np.uint8)
+    return np.concatenate([codes, ends], axis=1)
+
+
+def decode(stored: np.ndarray) -> np.ndarray:
+    """Returns stored rows as float32; the inverse of `encode` up to rounding.
+
+    Example:
+      >>> rows = np.array([[-1.0, 0.0, 4.0]], np.float32)
+      >>> decode(encode(rows, "int8", "example")).round(2).tolist()
+      [[-1.0, 0.0, 4.0]]
+    """
+    if stored.dtype != np.uint8:
+        return stored.astype(np.float32, copy=False)
+    codes = stored[:, :-SCALE_AND_BIAS_BYTES].astype(np.float32)
+    ends = np.ascontiguousarray(stored[:, -SCALE_AND_BIAS_BYTES:]).view("<f4")
+    return codes * ends[:, :1] + ends[:, 1:]
+
+
+@dataclasses.dataclass
+class RoundingError:
+    """Difference between the rows of a table and the rows that readers get.
+
+    Attributes:
+      largest: largest absolute difference of two numbers.
+      square_sum: sum of the squared differences.
+      squared_norm: sum of the squared numbers of the table.
+      num_values: numbers of the table.
+    """
+
+    largest: float = 0.0
+    square_sum: float = 0.0
+    squared_norm: float = 0.0
+    num_values: int = 0
+
+    def add(self, rows: np.ndarray, stored: np.ndarray) -> None:
+        """Adds a block of rows."""
+        if not rows.size:
+            return
+        rows, stored = decode(rows), decode(stored)
+        with np.errstate(invalid="ignore"):  # inf - inf
+            difference = np.where(rows == stored, np.float32(0), stored - rows)
+        self.largest = max(self.largest, float(np.abs(difference).max()))
+        self.square_sum += float(np.square(difference, dtype=np.float64).sum())
+        self.squared_norm += float(np.square(rows, dtype=np.float64).sum())
+        self.num_values += rows.size
+
+    @property
+    def root_mean_square(self) -> float:
+        """Root of the mean squared difference."""
+        return math.sqrt(self.square_sum / max(1, self.num_values))
+
+    @property
+    def relative(self) -> float:
+        """Norm of the difference over the norm of the table; 0 for a table of zeros."""
+        return math.sqrt(self.square_sum / (self.squared_norm or 1.0))

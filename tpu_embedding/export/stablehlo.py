@@ -1,0 +1,230 @@
+"""Exports a model as a StableHLO program with its weights beside it, and runs it."""
+
+import dataclasses
+import importlib.util
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Self
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tpu_embedding.export.artifact import (
+    DENSE_FILE,
+    PROGRAM_FILE,
+    describe_program,
+    read_document,
+    write_artifact,
+    write_document,
+    write_table_files,
+)
+from tpu_embedding.export.feeding import Feeder
+from tpu_embedding.export.program import make_program
+from tpu_embedding.export.row_formats import RowFormat, check_row_format
+from tpu_embedding.export.signature import OUTPUT, ExportError, Signature
+from tpu_embedding.export.table_source import tables_of_model
+from tpu_embedding.export.tensor_files import read_tensors, write_tensors
+
+
+def save(
+    model: nnx.Module,
+    directory: str | pathlib.Path,
+    *example: Any,
+    method: str = "__call__",
+    dtype: RowFormat = "float32",
+    batch_size: int | None = None,
+) -> None:
+    """Exports a model for serving: a StableHLO program, and its weights beside it.
+
+    The program runs on one device of a CPU, NVIDIA GPU or TPU, with any batch size and
+    any number of ragged ids. It reads one array per table, with rows in their natural
+    order, by plain gathers. `load` runs it without the code of the model.
+
+    Args:
+      model: owns `TPUEmbedding` layers, or is one, trained on any number of devices.
+        Its `eval` mode is exported.
+      directory: new directory for the files; it appears when all are written.
+      *example: arguments of the method: a batch, as it is or prepared. Only shapes and
+        dtypes matter. Axes as long as the batch are free, all others are fixed.
+      method: name of the method to export.
+      dtype: of the tables in the files: "float32", "bfloat16", or "int8" per row, in
+        FBGEMM's layout. `export.json` holds the error that it makes.
+      batch_size: None: any. A number: only this one, for models whose code computes
+        with the batch size or whose features have an `output_shape`.
+
+    Raises:
+      ExportError: a ValueError, if the directory holds files, the example does not fit,
+        or the model cannot run on one device or with any batch size.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> import numpy as np
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(
+      ...     {"watched": te.FeatureConfig(table=table)}, rngs=nnx.Rngs(0)
+      ... )
+      >>> directory = pathlib.Path(tempfile.mkdtemp(), "served")
+      >>> te.export.save(layer, directory, {"watched": np.array([1, 2])})
+      >>> served = te.export.load(directory)
+      >>> served({"watched": np.array([3, 4, 5])})["watched"].shape
+      (3, 4)
+    """
+    check_row_format(dtype)
+    _check_flatbuffers()
+    program = make_program(
+        model, example, method=method, row_format=dtype, batch_size=batch_size
+    )
+
+    def write(path: pathlib.Path) -> None:
+        (path / PROGRAM_FILE).write_bytes(program.exported.serialize())
+        write_tensors(path / DENSE_FILE, program.dense)
+        tables = write_table_files(path, program.tables, dtype)
+        write_document(
+            path,
+            {
+                "program": describe_program(program.exported),
+                "signature": program.signature.to_json(),
+                "dense": {"file": DENSE_FILE},
+                "tables": tables,
+            },
+        )
+
+    write_artifact(directory, write)
+
+
+def save_tables(
+    model: nnx.Module, directory: str | pathlib.Path, *, dtype: RowFormat = "float32"
+) -> None:
+    """Writes each table of a model to a safetensors file of its own.
+
+    Rows come in natural order, and pass through the host in blocks, never as a whole
+    table. A file holds one tensor, named like the table. `export.json` lists them.
+
+    Args:
+      model: owns `TPUEmbedding` layers, or is one.
+      directory: new directory for the files.
+      dtype: as for `save`.
+
+    Raises:
+      ExportError: a ValueError, if the directory holds files.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(te.FeatureConfig(table=table), rngs=nnx.Rngs(0))
+      >>> directory = pathlib.Path(tempfile.mkdtemp(), "tables")
+      >>> te.export.save_tables(layer, directory, dtype="int8")
+      >>> [path.name for path in (directory / "tables").iterdir()]
+      ['movie.safetensors']
+    """
+    check_row_format(dtype)
+    sources = tables_of_model(model)
+
+    def write(path: pathlib.Path) -> None:
+        write_document(path, {"tables": write_table_files(path, sources, dtype)})
+
+    write_artifact(directory, write)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """A program that `load` read, with its weights on the default device.
+
+    Attributes:
+      signature: names, kinds, shapes and dtypes of inputs and outputs.
+      tables: the tables, as they are stored.
+      dense: the dense parameters.
+      document: the whole of `export.json`.
+    """
+
+    signature: Signature
+    tables: Mapping[str, jax.Array]
+    dense: Mapping[str, jax.Array]
+    document: Mapping[str, Any]
+    _call: Any
+    _feeder: Feeder
+
+    @classmethod
+    def read(cls, directory: str | pathlib.Path) -> Self:
+        """Reads a directory of `save`; `load` is the public name."""
+        path, document = pathlib.Path(directory), read_document(directory)
+        _check_flatbuffers()
+        if "program" not in document:
+            raise ExportError(
+                f"{path} holds tables without a program; read them with safetensors, "
+                "or export the model with te.export.save."
+            )
+        try:
+            serialized = bytearray((path / PROGRAM_FILE).read_bytes())
+            exported = jax.export.deserialize(serialized)
+        except Exception as error:  # Damaged bytes raise anything.
+            raise ExportError(
+                f"{path / PROGRAM_FILE} cannot be read by jax {jax.__version__}: "
+                f"{error}. It was written by jax {document['versions']['jax']} on "
+                f"{document['program']['written']}; export the model again."
+            ) from error
+        tables = {}
+        for name, entry in document["tables"].items():
+            tables[name] = jnp.asarray(_read(path / entry["file"])[name])
+        dense = {k: jnp.asarray(x) for k, x in _read(path / DENSE_FILE).items()}
+        signature = Signature.from_json(document["signature"])
+        return cls(
+            signature=signature,
+            tables=tables,
+            dense=dense,
+            document=document,
+            _call=jax.jit(exported.call),
+            _feeder=Feeder(signature),
+        )
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs the model on a batch.
+
+        Ids are checked as `prepare_features` checks them. Each new batch size, and each
+        new size of the buffers of ragged ids, costs one compilation.
+
+        Args:
+          *arguments: as in the example of `save`; ragged features as `RaggedIds`,
+            `SparseIds`, nested lists or objects like `tf.RaggedTensor`.
+
+        Returns:
+          The outputs by name, or the array if the model returns just one.
+
+        Raises:
+          TypeError, ValueError: if an input is missing or wrong.
+        """
+        arrays = self._feeder.arrays_of(arguments)
+        outputs = self._call(self.tables, self.dense, arrays)
+        return outputs[OUTPUT] if list(outputs) == [OUTPUT] else outputs
+
+
+def load(directory: str | pathlib.Path) -> ServedModel:
+    """Reads a directory of `save`, without the code of the model; see there.
+
+    Raises:
+      ExportError: a ValueError, if the directory holds no program, or a damaged one.
+    """
+    return ServedModel.read(directory)
+
+
+def _check_flatbuffers() -> None:
+    """Refuses to start without the package by which JAX writes and reads programs."""
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise ExportError(
+            "te.export needs the package flatbuffers, which jax.export writes programs "
+            "with; install it by pip install 'tpu-embedding[serving]'."
+        )
+
+
+def _read(path: pathlib.Path) -> dict[str, np.ndarray]:
+    try:
+        return read_tensors(path)
+    except FileNotFoundError:
+        raise ExportError(
+            f"{path} is missing; export the model again, or copy the whole directory."
+        ) from None

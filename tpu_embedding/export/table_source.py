@@ -1,0 +1,75 @@
+"""The tables of a model for export, and their rows block by block."""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from tpu_embedding.export.signature import ExportError
+from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.nn.training import embedding_layers
+from tpu_embedding.plan.plan import TablePlan
+from tpu_embedding.tables.row_blocks import read_blocks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableSource:
+    """A table of a layer.
+
+    Attributes:
+      layer: owns the table.
+      table: its place in the layer's plan.
+    """
+
+    layer: TPUEmbedding
+    table: TablePlan
+
+
+class TableBlock(NamedTuple):
+    """The rows `start` and on of a table, as `rows.file_rows.file_row` says."""
+
+    name: str
+    start: int
+    rows: np.ndarray
+
+
+def table_prefix(path: str, layers: Collection[str]) -> str:
+    """Returns the prefix of the names of a layer's tables: its path, if not alone."""
+    return f"{path}/" if len(layers) > 1 else ""
+
+
+def tables_of_model(model: nnx.Module) -> dict[str, TableSource]:
+    """Returns the tables of all embedding layers of a model, by name.
+
+    Raises:
+      ExportError: if the model has no embedding layer.
+    """
+    layers = embedding_layers(model)
+    if not layers:
+        raise ExportError(
+            f"The model must own a TPUEmbedding to be exported, got a "
+            f"{type(model).__name__} without one; use jax.export for it."
+        )
+    return {
+        table_prefix(path, layers) + table.name: TableSource(layer=layer, table=table)
+        for path, layer in layers.items()
+        for stack in layer.plan.stacks
+        for table in stack.tables
+    }
+
+
+def read_tables(sources: Mapping[str, TableSource]) -> Iterator[TableBlock]:
+    """Yields the rows of some tables in blocks; see `read_blocks` for its bounds."""
+    names = {(id(x.layer), x.table.name): name for name, x in sources.items()}
+    for layer in {id(x.layer): x.layer for x in sources.values()}.values():
+        packed = layer.tables.get_value()
+        for stack in layer.plan.stacks:
+            wanted = [t.name for t in stack.tables if (id(layer), t.name) in names]
+            if not wanted:
+                continue
+            rows_of_stack = packed[stack.name]
+            for blocks in read_blocks(rows_of_stack, stack, layer.plan, wanted):
+                for table, start, rows in blocks:
+                    yield TableBlock(names[id(layer), table], start, rows)

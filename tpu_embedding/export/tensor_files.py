@@ -1,0 +1,154 @@
+"""Reads and writes files in the format of safetensors, a block of rows at a time.
+
+A file holds a header, in JSON, and the bytes of its tensors. The package `safetensors`
+reads and writes whole tensors, but a table may be larger than the memory of the host.
+See https://github.com/huggingface/safetensors for the format.
+"""
+
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embedding.export.signature import ExportError
+
+_DTYPES: Final[dict[str, np.dtype]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+_ALIGNMENT: Final = 8
+_LENGTH_BYTES: Final = 8
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of one tensor of a file."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """A file whose tensors are written in blocks of rows, in any order.
+
+    Example:
+      >>> import tempfile
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "table.safetensors")
+      >>> spec = TensorSpec((3, 2), np.dtype(np.float32))
+      >>> file = TensorFile(path, {"movie": spec})
+      >>> file.write("movie", 1, np.ones((2, 2), np.float32))
+      >>> file.write("movie", 0, np.zeros((1, 2), np.float32))
+      >>> read_tensors(path)["movie"].tolist()
+      [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
+    """
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        specs: Mapping[str, TensorSpec],
+        metadata: Mapping[str, str] | None = None,
+    ):
+        """Creates the file with its header.
+
+        Args:
+          path: of the file, which must not exist.
+          specs: name to shape and dtype of each tensor.
+          metadata: further strings for its readers.
+        """
+        header: dict[str, object] = {}
+        if metadata:
+            header["__metadata__"] = dict(metadata)
+        offsets, end = {}, 0
+        # Readers expect aligned tensors, so the widest elements come first.
+        for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
+            spec = specs[name]
+            offsets[name] = end
+            header[name] = {
+                "dtype": _NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [end, end + spec.num_bytes],
+            }
+            end += spec.num_bytes
+        encoded = json.dumps(header).encode()
+        encoded += b" " * (-len(encoded) % _ALIGNMENT)
+        start = _LENGTH_BYTES + len(encoded)
+        self._specs = dict(specs)
+        self._offsets = {name: start + offset for name, offset in offsets.items()}
+        self._path = path
+        with path.open("xb") as file:
+            file.write(len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded)
+            file.truncate(start + end)
+
+    def write(self, name: str, start: int, rows: np.ndarray) -> None:
+        """Writes the rows `start` and on of a tensor, in the dtype of its spec."""
+        spec = self._specs[name]
+        assert rows.dtype == spec.dtype and rows.shape[1:] == spec.shape[1:]
+        row_bytes = math.prod(spec.shape[1:]) * spec.dtype.itemsize
+        # Not kept open: a model may have more tables than a process may open files.
+        with self._path.open("r+b") as file:
+            file.seek(self._offsets[name] + start * row_bytes)
+            file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+
+
+def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes whole tensors to a new file."""
+    specs = {name: TensorSpec(x.shape, x.dtype) for name, x in tensors.items()}
+    file = TensorFile(path, specs)
+    for name, array in tensors.items():
+        file.write(name, 0, array)
+
+
+def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of a file, mapped into memory; pages are read on use.
+
+    Raises:
+      ExportError: if the file is damaged.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        encoded = file.read(length) if length <= size else b""
+    try:
+        header = json.loads(encoded)
+        header.pop("__metadata__", None)
+        ends = [entry["data_offsets"][1] for entry in header.values()]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ExportError(
+            f"{path} must be a safetensors file, but its header cannot be read; "
+            "export it again."
+        ) from None
+    start = _LENGTH_BYTES + length
+    if size != start + max(ends, default=0):
+        raise ExportError(
+            f"{path} must have {start + max(ends, default=0)} bytes, as its header "
+            f"says, got {size}; it is cut off or damaged. Export it again."
+        )
+    return {name: _mapped(path, start, entry) for name, entry in header.items()}
+
+
+def _mapped(path: pathlib.Path, start: int, entry: dict) -> np.ndarray:
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+    offsets = entry["data_offsets"]
+    if offsets[0] == offsets[1]:
+        return np.zeros(shape, dtype)
+    return np.memmap(path, dtype, "r", offset=start + offsets[0], shape=shape)
