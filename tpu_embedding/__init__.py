@@ -7,9 +7,12 @@ train it. `tpu_embedding.linen` has the same for Flax Linen, and
 
 import importlib.metadata
 
+from tpu_embedding import checkpoint as checkpoint
 from tpu_embedding import export as export
 from tpu_embedding import initializers as initializers
 from tpu_embedding import optimizers as optimizers
+from tpu_embedding.checkpoint.saving import restore as restore
+from tpu_embedding.checkpoint.saving import save as save
 from tpu_embedding.combiners import CustomCombiner as CustomCombiner
 from tpu_embedding.config import FeatureConfig as FeatureConfig
 from tpu_embedding.config import QuantizationConfig as QuantizationConfig

@@ -87,23 +87,22 @@ def test_interrupted_run_goes_on_with_the_same_numbers(whole_run, tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    ("overrides", "num_devices", "message"),
+    ("override", "message"),
     [
-        (["seed=1"], 3, "run.seed: 0 in the checkpoint, 1 now"),
-        (["batch_size=51"], 3, "run.batch_size"),
-        (["model.dim=5"], 3, "(?s)plan.stacks.stack_0.dim.*run.model.dim"),
-        (["table_learning_rate=1"], 3, "run.table_learning_rate"),
-        ([], 2, "plan.num_shards: 3 in the checkpoint, 2 now"),
+        ("seed=1", "run.seed: 0 in the checkpoint, 1 now"),
+        ("batch_size=51", "run.batch_size"),
+        ("model.dim=5", "run.model.dim: 4 in the checkpoint, 5 now"),
+        ("table_learning_rate=1", "run.table_learning_rate"),
     ],
 )
-def test_another_run_is_not_resumed(whole_run, overrides, num_devices, message):
+def test_another_run_is_not_resumed(whole_run, override, message):
     _, directory = whole_run
     before = (directory / RECORDS_FILE).read_bytes()
     with pytest.raises(CheckpointError, match=message):
         train(
-            tiny_config(*overrides),
+            tiny_config(override),
             directory,
-            mesh=mesh_of(num_devices),
+            mesh=mesh_of(3),
             existing_run="resume",
         )
     assert (directory / RECORDS_FILE).read_bytes() == before
@@ -116,15 +115,15 @@ def test_another_run_is_not_resumed(whole_run, overrides, num_devices, message):
             "make_dense_optimizer",
             optax.sgd(0.1, momentum=0.9),
             [
-                "state.optimizer.dense.opt_state.0.mu: only in the checkpoint",
-                "state.optimizer.dense.opt_state.0.trace: not in the checkpoint",
+                "dense_optimizer.scale_by_adam: only in the checkpoint",
+                "dense_optimizer.trace: not in the checkpoint",
             ],
         ),
         (
             # It has slot variables of the same number, shape and dtype.
             "make_table_optimizer",
             optimizers.momentum(0.1, 0.9),
-            ["stack_0.0.accumulators: only in", "stack_0.0.trace: not in"],
+            ["slot 'accumulators' only in", "slot 'trace' not in"],
         ),
     ],
 )
@@ -133,10 +132,21 @@ def test_a_run_is_not_resumed_by_other_optimizers(
 ):
     _, directory = whole_run
     config = dataclasses.replace(tiny_config(), **{field: lambda run: optimizer})
-    with pytest.raises(CheckpointError, match="Resume with the same .*optimi") as error:
+    with pytest.raises(CheckpointError, match="(Resume|Restore) with the") as error:
         train(config, directory, mesh=mesh_of(3), existing_run="resume")
     for difference in differences:
         assert difference in str(error.value)
+
+
+@pytest.mark.full
+def test_resume_on_other_devices(whole_run, tmp_path):
+    result, directory = whole_run
+    config = tiny_config()
+    train(config, tmp_path, mesh=mesh_of(8), stop_at=4)
+    resumed = train(config, tmp_path, mesh=mesh_of(2), existing_run="resume")
+    # Devices add samples in another order.
+    assert losses(tmp_path) == pytest.approx(losses(directory), abs=1e-6)
+    assert resumed.metrics == pytest.approx(result.metrics, abs=1e-6)
 
 
 def test_resume_of_nothing_leaves_nothing(tmp_path):

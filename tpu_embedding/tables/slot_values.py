@@ -71,8 +71,9 @@ def slot_values(
         if stack.name not in slots:
             continue
         values |= {table.name: {} for table in stack.tables}
-        for slot in _named_slots(slots[stack.name], stack):
-            if slot.kind == "rows" or parts == "all":
+        kinds = {"rows"} if parts == "rows" else {"rows", "tables", "shared"}
+        for slot in named_slots(slots[stack.name], stack):
+            if slot.kind in kinds:
                 for table_name, array in slot.read(stack, plan).items():
                     values[table_name][slot.name] = array
     return values
@@ -133,17 +134,18 @@ def with_slot_values(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Slot:
+class NamedSlot:
     """A named leaf of an optimizer's state.
 
     Attributes:
       name: see `slot_values`.
-      kind: one entry per row; one per table of the stack; or shared by its tables.
+      kind: one entry per row; one per table of the stack; or shared by its tables, as
+        counts and the hyper-parameters of `optax.inject_hyperparams` are.
       leaf: packed rows, or an array.
     """
 
     name: str
-    kind: Literal["rows", "tables", "shared"]
+    kind: Literal["rows", "tables", "shared", "hyperparameter"]
     leaf: Any
 
     def read(
@@ -195,8 +197,8 @@ def _with_values(
     plan: EmbeddingPlan,
 ) -> Any:
     """Returns the state of one stack with the values of some tables replaced."""
-    named = list(_named_slots(state, stack))
-    known = [slot.name for slot in named]
+    named = list(named_slots(state, stack))
+    known = [slot.name for slot in named if slot.kind != "hyperparameter"]
     for table_name, of_table in values.items():
         for name in of_table:
             if name not in known:
@@ -204,7 +206,7 @@ def _with_values(
                     f"values of table {table_name!r} must name parts of the state of "
                     f"its optimizer, {sorted(known)}, got {name!r}."
                 )
-    new = iter(
+    leaves = [
         slot.replaced(
             {
                 table_name: of_table[slot.name]
@@ -215,34 +217,28 @@ def _with_values(
             plan,
         )
         for slot in named
-    )
-    leaves, tree = jax.tree.flatten(state, is_leaf=_is_rows)
-    names = _names(state, stack)
-    return tree.unflatten(
-        [
-            leaf if name is None else next(new)
-            for name, leaf in zip(names, leaves, strict=True)
-        ]
-    )
+    ]
+    return jax.tree.structure(state, is_leaf=_is_rows).unflatten(leaves)
 
 
-def _named_slots(state: Any, stack: TrainedStackPlan) -> Iterator[_Slot]:
-    """Yields the named leaves of the state of one stack."""
+def named_slots(state: Any, stack: TrainedStackPlan) -> Iterator[NamedSlot]:
+    """Yields the named leaves of the state of one stack, in their order."""
     leaves = jax.tree.leaves(state, is_leaf=_is_rows)
     num_tables = len(stack.tables)
-    for name, leaf in zip(_names(state, stack), leaves, strict=True):
-        if name is None:
-            continue
+    paths = _paths(state, stack)
+    for name, path, leaf in zip(_names(paths), paths, leaves, strict=True):
         kind = "shared"
-        if _is_rows(leaf):
+        if _HYPERPARAMETERS.intersection(path):
+            kind = "hyperparameter"
+        elif _is_rows(leaf):
             kind = "rows"
         elif stack.optimizer.takes_totals and leaf.shape[:1] == (num_tables,):
             kind = "tables"
-        yield _Slot(name=name, kind=kind, leaf=leaf)
+        yield NamedSlot(name=name, kind=kind, leaf=leaf)
 
 
-def _names(state: Any, stack: TrainedStackPlan) -> list[str | None]:
-    """Returns the name of each leaf of a state; None for hyper-parameters."""
+def _paths(state: Any, stack: TrainedStackPlan) -> list[list[str]]:
+    """Returns the fields, keys and positions around each leaf of a state."""
     tables = {table.name for table in stack.tables}
     paths = []
     for path, _ in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_rows):
@@ -253,21 +249,32 @@ def _names(state: Any, stack: TrainedStackPlan) -> list[str | None]:
         if len(parts) > 1 and is_table:
             parts = parts[:-1]
         paths.append(parts)
-    is_named = [not _HYPERPARAMETERS.intersection(parts) for parts in paths]
-    lengths = [2 if parts[-1] in _PARTS_OF_A_SUM else 1 for parts in paths]
+    return paths
+
+
+def _names(paths: list[list[str]]) -> list[str]:
+    """Returns the shortest end of each path that no other one shares."""
+    lengths = [_shortest(parts) for parts in paths]
     while True:
         names = [
-            "/".join(parts[-length:]) if used else None
-            for parts, length, used in zip(paths, lengths, is_named, strict=True)
+            "/".join(parts[-length:])
+            for parts, length in zip(paths, lengths, strict=True)
         ]
         longer = [
-            length
-            + (name is not None and names.count(name) > 1 and length < len(parts))
+            length + (names.count(name) > 1 and length < len(parts))
             for name, parts, length in zip(names, paths, lengths, strict=True)
         ]
         if longer == lengths:
             return names
         lengths = longer
+
+
+def _shortest(parts: list[str]) -> int:
+    """Returns how many parts a name needs to say anything."""
+    for i, part in enumerate(parts):
+        if part in _HYPERPARAMETERS:
+            return len(parts) - i
+    return 2 if parts[-1] in _PARTS_OF_A_SUM else 1
 
 
 def _part(key: Any) -> str:

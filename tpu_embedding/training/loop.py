@@ -18,13 +18,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tpu_embedding.checkpoint.run_checkpoints import (
-    RunCheckpoints,
-    describe_plan,
-    describe_state,
-)
+from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints
 from tpu_embedding.data.batch import Batch, DataError, Dataset
 from tpu_embedding.data.teacher import TeacherDataset
+from tpu_embedding.optimizers.rule_description import describe_rule
 from tpu_embedding.training.errors import ConfigError
 from tpu_embedding.training.metrics import LOSSES
 from tpu_embedding.training.pipeline import (
@@ -34,6 +31,7 @@ from tpu_embedding.training.pipeline import (
     sum_over_batches,
     train_batches,
 )
+from tpu_embedding.training.plan_record import describe_plan
 from tpu_embedding.training.reporting import RunReport, load_figure_class
 from tpu_embedding.training.run_config import RunConfig, Target
 from tpu_embedding.training.run_directory import ExistingRun, RunDirectory
@@ -50,6 +48,7 @@ MAY_CHANGE_ON_RESUME: Final = (
     "num_steps",
     "target",
     "capacity",
+    "kernels",
     "log_every",
     "evaluate_every",
     "checkpoint_every",
@@ -149,7 +148,7 @@ def train(
             )
         moved_to = stack.enter_context(directory.claim(existing_run))
         checkpoints = RunCheckpoints(
-            directory.checkpoints, kept=config.checkpoints_kept
+            directory.checkpoints, kept=config.checkpoints_kept, plan=program.plan
         )
         stack.callback(checkpoints.close)
         description = _describe(program)
@@ -168,6 +167,7 @@ def train(
         for step in run.train(first_step, last_step):
             _refuse_diverged(step, run.state)
             checkpoints.save(step, run.state, description)
+            checkpoints.wait()
             report.saved(step)
         if last_step < config.num_steps and not stop.requested:
             report.line(f"stopped after step {last_step}; --resume continues the run")
@@ -313,12 +313,11 @@ def _describe(program: RunProgram) -> dict[str, Any]:
         "type": type(data).__name__,
         "num_train_samples": getattr(data, "num_train_samples", None),
     }
-    model, optimizer = program.state[0], program.state[1]
+    dense_optimizer = program.config.make_dense_optimizer(program.config)
     return {
         "run": run,
         "dataset": dataset,
-        "plan": describe_plan(program.plan),
-        "state": describe_state({"model": model, "optimizer": optimizer}),
+        "dense_optimizer": describe_rule(dense_optimizer),
     }
 
 

@@ -1,0 +1,215 @@
+"""Reads and writes the arrays of a checkpoint with tensorstore.
+
+An array is zarr v3, without compression. Each chunk ends with its crc32c, so a reader
+notices a flipped bit. A missing chunk is an error, never zeros. A chunk of a table is
+10 to 20 MB of neighbouring rows.
+"""
+
+import os
+import threading
+from typing import Any, Final
+
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+from etils import epath
+
+from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.format import (
+    TABLES,
+    ArrayRecord,
+    array_name,
+    check_files,
+    damaged,
+    describe,
+    state_directory,
+)
+
+_DRIVERS: Final = {"gs://": "gcs", "s3://": "s3"}
+
+
+class ArrayFile:
+    """An array of a checkpoint, open to read or to write ranges of rows."""
+
+    def __init__(self, directory: epath.Path, name: str, record: ArrayRecord):
+        """Opens an array whose description is known.
+
+        Args:
+          directory: of all arrays.
+          name: from `array_name`.
+          record: shape and type of the array.
+        """
+        self._path, self._record = directory / name, record
+        # Without a request to the file system.
+        self._store = ts.open({**self._spec(), "assume_metadata": True}).result()
+
+    def create(self) -> ts.Future:
+        """Starts to write the description of the array; one process calls it."""
+        return ts.open(self._spec(), create=True)
+
+    def _spec(self) -> dict[str, Any]:
+        record = self._record
+        return {
+            "driver": "zarr3",
+            "kvstore": _kvstore(self._path),
+            "metadata": {
+                "shape": record.shape,
+                "data_type": record.dtype,
+                "chunk_grid": {
+                    "name": "regular",
+                    "configuration": {"chunk_shape": record.chunk_shape},
+                },
+                "codecs": [
+                    {"name": "bytes", "configuration": {"endian": "little"}},
+                    {"name": "crc32c"},
+                ],
+            },
+            "fill_missing_data_reads": False,
+            "store_data_equal_to_fill_value": True,
+        }
+
+    def write(self, values: np.ndarray, start: int | None = None) -> ts.Future:
+        """Starts to write; the values must stay as they are until the end.
+
+        Args:
+          values: rows, or the whole array.
+          start: first row; None: the whole array.
+        """
+        store = self._store
+        if start is not None:
+            store = store[start : start + len(values)]
+        write = store.write(values, can_reference_source_data_indefinitely=True)
+        return write.commit
+
+    def read(self, start: int | None = None, num_rows: int = 0) -> np.ndarray:
+        """Reads rows, or the whole array.
+
+        Args:
+          start: first row; None: the whole array.
+          num_rows: number of rows.
+
+        Raises:
+          CheckpointError: if a chunk is missing or damaged.
+        """
+        store = self._store
+        if start is not None:
+            store = store[start : start + num_rows]
+        try:
+            return store.read().result()
+        except (ValueError, OSError, RuntimeError) as error:
+            problem = str(error).partition(" [")[0].partition("\n")[0]
+            rows = "" if start is None else f" (rows {start} to {start + num_rows})"
+            raise damaged(self._path, f"{problem}{rows}") from error
+
+
+class HostBudget:
+    """Bounds the bytes that wait in host memory to be written."""
+
+    def __init__(self, limit: int):
+        """Makes an unused budget.
+
+        Args:
+          limit: maximum number of bytes. Larger single arrays still pass, one by one.
+        """
+        self._limit, self._used = limit, 0
+        self._condition = threading.Condition()
+
+    def take(self, size: int) -> None:
+        """Waits until the bytes fit, and counts them."""
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._used == 0 or self._used + size <= self._limit
+            )
+            self._used += size
+
+    def give_back(self, size: int) -> None:
+        """Ends the use of the bytes."""
+        with self._condition:
+            self._used -= size
+            self._condition.notify_all()
+
+
+def read_table(
+    directory: str | os.PathLike[str],
+    table: str,
+    rows: slice | Any = None,
+    *,
+    slot: str | None = None,
+) -> np.ndarray:
+    """Reads rows of a table, or of one of its slot variables, without its plan.
+
+    Args:
+      directory: from `te.save`, or of one step of a `CheckpointManager`.
+      table: name of the table.
+      rows: a slice with step 1, or row ids `[n]`; None: all rows.
+      slot: name of a slot variable; None: the values of the table.
+
+    Returns:
+      `[n, *row_shape]`; tables in their own type. Rows of int8 tables are decoded to
+      float32. Values that all rows share have no axis of rows.
+
+    Raises:
+      CheckpointError: if the table is not in the checkpoint, or a file is damaged.
+      IndexError: if a row is not in the table.
+    """
+    root, record = state_directory(directory), describe(directory)
+    if table not in record.tables:
+        raise CheckpointError(
+            f"The checkpoint {root} has no table {table!r}, only "
+            f"{sorted(record.tables)}."
+        )
+    of_table = record.tables[table]
+    if slot is not None and slot not in of_table.slots:
+        raise CheckpointError(
+            f"Table {table!r} of the checkpoint {root} has no slot variable {slot!r}, "
+            f"only {sorted(of_table.slots)}."
+        )
+    array = of_table.values if slot is None else of_table.slots[slot]
+    name = array_name(table, slot)
+    check_files(root, lambda file: file.startswith(f"{TABLES}/{name}/"))
+    file = ArrayFile(root / TABLES, name, array)
+    values = _read_rows(file, array, rows)
+    if slot is None and of_table.dtype == "int8":
+        return decode_int8(values)
+    return values
+
+
+def _read_rows(file: ArrayFile, array: ArrayRecord, rows: Any) -> np.ndarray:
+    if rows is None or array.chunk_rows is None:
+        return file.read()
+    size = array.shape[0]
+    if isinstance(rows, slice):
+        start, stop, step = rows.indices(size)
+        if step != 1:
+            raise ValueError(f"rows must have step 1, got {rows}.")
+        return file.read(start, max(0, stop - start))
+    row_ids = np.asarray(rows)
+    outside = row_ids[(row_ids < 0) | (row_ids >= size)]
+    if outside.size:
+        raise IndexError(f"rows must lie between 0 and {size - 1}, got {outside[0]}.")
+    chunks = row_ids // array.chunk_rows
+    values = np.empty((len(row_ids), *array.shape[1:]), jnp.dtype(array.dtype))
+    for chunk in np.unique(chunks):
+        start = int(chunk) * array.chunk_rows
+        block = file.read(start, min(array.chunk_rows, size - start))
+        values[chunks == chunk] = block[row_ids[chunks == chunk] - start]
+    return values
+
+
+def decode_int8(rows: np.ndarray) -> np.ndarray:
+    """Returns int8 rows as float32: codes times scale, plus bias.
+
+    Args:
+      rows: uint8 `[rows, dim + 8]`.
+    """
+    ends = np.ascontiguousarray(rows[:, -8:]).view("<f4")
+    return rows[:, :-8].astype(np.float32) * ends[:, :1] + ends[:, 1:]
+
+
+def _kvstore(path: epath.Path) -> dict[str, str]:
+    text = os.fspath(path)
+    for scheme, driver in _DRIVERS.items():
+        if text.startswith(scheme):
+            bucket, _, rest = text.removeprefix(scheme).partition("/")
+            return {"driver": driver, "bucket": bucket, "path": f"{rest}/"}
+    return {"driver": "file", "path": f"{text}/"}

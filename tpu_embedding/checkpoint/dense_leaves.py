@@ -1,0 +1,105 @@
+"""Saves and restores all leaves of a state that are no tables, by orbax.
+
+Random keys are saved as their numbers. Files then hold no type of JAX.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+from tpu_embedding.checkpoint.format import damaged
+
+
+async def start_writing_leaves(
+    handler: ocp.StandardCheckpointHandler,
+    directory: epath.Path,
+    leaves: Mapping[str, Any],
+) -> list[Any]:
+    """Copies leaves to the host, and starts to write them.
+
+    Args:
+      handler: of orbax.
+      directory: of the leaves.
+      leaves: path to leaf, at least one.
+
+    Returns:
+      The ends of the writes.
+    """
+    data = {
+        name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        for name, leaf in leaves.items()
+    }
+    args = ocp.args.StandardSave(_nested(data))
+    return await handler.async_save(directory, args=args) or []
+
+
+def restored_leaves(directory: epath.Path, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns leaves from a directory, with the types and shardings of the given ones.
+
+    Args:
+      directory: of the leaves.
+      leaves: path to array, shape or number; the directory may hold others.
+
+    Raises:
+      CheckpointError: if they cannot be read.
+    """
+    wanted = _nested({name: _target(leaf) for name, leaf in leaves.items()})
+    args = ocp.args.PyTreeRestore(
+        wanted,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+        partial_restore=True,
+    )
+    handler = ocp.PyTreeCheckpointHandler()
+    try:
+        read = handler.restore(directory, args=args)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(directory, f"{type(error).__name__}: {error}") from error
+    finally:
+        handler.close()
+    return {name: _leaf(_at(read, name), leaf) for name, leaf in leaves.items()}
+
+
+def _target(leaf: Any) -> Any:
+    """Returns shape, type and sharding of what the files hold for a leaf."""
+    if not _is_key(leaf):
+        return ocp.utils.to_shape_dtype_struct(leaf)
+    data = jax.eval_shape(jax.random.key_data, leaf)
+    sharding = leaf.sharding
+    if isinstance(leaf, jax.Array):
+        sharding = jax.random.key_data(leaf).sharding
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+
+
+def _leaf(value: Any, wanted: Any) -> Any:
+    if _is_key(wanted):
+        return jax.random.wrap_key_data(value, impl=jax.random.key_impl(wanted))
+    if isinstance(wanted, bool | int | float):
+        return type(wanted)(value)
+    return value
+
+
+def _is_key(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns leaves as a nested dict, by the parts of their paths."""
+    nested: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *parents, last = name.split(".")
+        node = nested
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    return nested
+
+
+def _at(nested: Mapping[str, Any], name: str) -> Any:
+    for part in name.split("."):
+        nested = nested[part]
+    return nested

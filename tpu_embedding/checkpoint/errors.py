@@ -1,0 +1,36 @@
+"""The error of this package."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+
+class CheckpointError(ValueError):
+    """Raised if a checkpoint is missing, damaged, or does not fit the state.
+
+    It names the checkpoint, the file or table, and the way out.
+    """
+
+
+class DamagedCheckpointError(CheckpointError):
+    """Raised if a file of a checkpoint is missing, or not as it was written."""
+
+
+@contextlib.contextmanager
+def errors_of_writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raises `CheckpointError` if a checkpoint cannot be written.
+
+    Args:
+      path: of the checkpoint.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        # tensorstore and orbax raise all of them for a full disk.
+        text = str(error).partition(" [")[0].partition("\n")[0]
+        raise CheckpointError(
+            f"The checkpoint {path} cannot be written: {type(error).__name__}: {text} "
+            "Make room on the disk, or give a directory that can be written."
+        ) from error

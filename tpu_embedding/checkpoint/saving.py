@@ -1,0 +1,149 @@
+"""`te.save` and `te.restore`: the state of a training in one directory."""
+
+import contextlib
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from tpu_embedding.checkpoint.differences import (
+    DenseChoice,
+    RulesChoice,
+    SlotsChoice,
+)
+from tpu_embedding.checkpoint.errors import CheckpointError, errors_of_writing
+from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
+from tpu_embedding.checkpoint.state_handler import (
+    HOST_BYTES,
+    SaveState,
+    StateHandler,
+)
+from tpu_embedding.plan.plan import EmbeddingPlan
+
+
+def save(
+    directory: str | os.PathLike[str],
+    state: Any,
+    *,
+    plan: EmbeddingPlan | None = None,
+    description: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    host_bytes: int = HOST_BYTES,
+) -> None:
+    """Saves the state of a training in a new directory.
+
+    The directory appears when all is written. A table lies in it as one array, rows in
+    natural order, so `te.restore` reads it under any plan.
+
+    Args:
+      directory: path of the checkpoint. It must not exist, unless `overwrite` is True.
+      state: nnx modules, as `(model, optimizer)`; an `nnx.State`; a Linen `TrainState`;
+        or any pytree, which may also hold positions in the data and random keys.
+      plan: of the tables, if neither modules nor Linen variables hold it.
+      description: JSON values to keep with the state.
+      overwrite: True to replace an earlier checkpoint.
+      host_bytes: maximum bytes of table rows that wait in host memory to be written.
+
+    Raises:
+      CheckpointError: if the files cannot be written.
+      ValueError: if the plan of some tables is not known.
+
+    Example:
+      >>> import tempfile, jax, optax
+      >>> from flax import nnx
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(
+      ...     te.FeatureConfig(table=table), "adagrad", rngs=nnx.Rngs(0)
+      ... )
+      >>> optimizer = te.Optimizer(layer, optax.adam(1e-3))
+      >>> directory = tempfile.mkdtemp() + "/checkpoint"
+      >>> te.save(directory, (layer, optimizer))
+      >>> layer, optimizer = te.restore(directory, (layer, optimizer))
+    """
+    args = SaveState(
+        state, plan=plan, description=description or {}, host_bytes=host_bytes
+    )
+    path = epath.Path(directory).absolute()
+    if path.exists() and not overwrite:
+        raise CheckpointError(
+            f"The directory {path} exists; give another one, or overwrite=True."
+        )
+    with errors_of_writing(path):
+        with contextlib.closing(ocp.AsyncCheckpointer(StateHandler())) as checkpointer:
+            checkpointer.save(path, args=args, force=overwrite)
+
+
+def restore(
+    directory: str | os.PathLike[str],
+    state: Any,
+    *,
+    plan: EmbeddingPlan | None = None,
+    tables: Collection[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    slots: SlotsChoice = "restore",
+    rules: RulesChoice = "check",
+    dense: DenseChoice = "restore",
+) -> Any:
+    """Restores a state that was saved under any plan.
+
+    Number of devices, mesh, stacking, packing, placement and backends may all differ.
+    Rows are written in place, so the arrays of `state` are donated. Rows and tables
+    that the checkpoint lacks keep the values of `state`: the initial ones if the model
+    is new. All differences are found before anything changes.
+
+    Args:
+      directory: from `save`, or of one step of a `CheckpointManager`.
+      state: of the same structure as the saved one. Modules are restored in place.
+        Other leaves are arrays or `jax.ShapeDtypeStruct`s. Parts may be missing: the
+        model of a saved `(model, optimizer)` is restored as `(model,)`.
+      plan: of its tables, if neither modules nor Linen variables hold it.
+      tables: names of the tables to restore, the others stay; None: all. In a state of
+        several layers, the path of the layer precedes the name: `"user/movie"`.
+      rename: name of a table to its name in the checkpoint.
+      slots: `"restore"`: slot variables come from the checkpoint. `"initialize"`: those
+        of the restored tables start anew.
+      rules: `"check"`: each table must have the optimizer of the checkpoint; only the
+        learning rate and its schedule may change. `"ignore"`: slot variables are taken
+        over if names, types and shapes are equal.
+      dense: `"restore"`: all other leaves come from the checkpoint. `"keep"`: they
+        stay.
+
+    Returns:
+      The restored state; for modules, these modules.
+
+    Raises:
+      CheckpointError: if there is no checkpoint, a file is damaged, or checkpoint and
+        state differ; the message lists every difference, and the ways out. After a
+        flipped bit in the rows of a table, the arrays of `state` are lost.
+      ValueError: if an argument is wrong, or the plan of some tables is not known.
+
+    Example:
+      >>> import tempfile, jax
+      >>> import tpu_embedding as te
+      >>> def plan_of(vocabulary_size):
+      ...     table = te.TableConfig(
+      ...         vocabulary_size=vocabulary_size, dim=4, name="movie"
+      ...     )
+      ...     return te.make_plan(te.FeatureConfig(table=table))
+      >>> plan, grown = plan_of(10), plan_of(12)
+      >>> tables = te.init_tables(plan, jax.random.key(0))
+      >>> directory = tempfile.mkdtemp() + "/checkpoint"
+      >>> te.save(directory, {"tables": tables}, plan=plan)
+      >>> new = {"tables": te.init_tables(grown, jax.random.key(0))}
+      >>> new = te.restore(directory, new, plan=grown)
+      >>> te.unstack_tables(new["tables"], grown)["movie"].shape
+      (12, 4)
+    """
+    args = RestoreState(
+        state,
+        plan=plan,
+        tables=tables,
+        rename=rename,
+        slots=slots,
+        rules=rules,
+        dense=dense,
+    )
+    return restore_state(directory, args)

@@ -1,0 +1,131 @@
+"""Saves and restores a training state through orbax.
+
+`StateHandler` is an orbax handler, so a state goes into any orbax `CheckpointManager`::
+
+    manager.save(step, args=te.checkpoint.SaveState((model, optimizer)))
+    manager.restore(step, args=te.checkpoint.RestoreState((model, optimizer)))
+
+Orbax writes a checkpoint under a temporary name and renames it at the end, so a kill at
+any time leaves the earlier ones as they are. Saving copies blocks of rows to the host
+and writes them in the background. `SaveState.host_bytes` bounds the copies. The call
+returns once the rest fits, and the next step may then donate its arrays.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.checkpoint_args import register_with_handler
+
+from tpu_embedding.checkpoint.arrays import HostBudget
+from tpu_embedding.checkpoint.dense_leaves import start_writing_leaves
+from tpu_embedding.checkpoint.differences import describe_leaf
+from tpu_embedding.checkpoint.format import (
+    DENSE,
+    TABLES,
+    write_manifest,
+    write_state_file,
+    write_tables_file,
+)
+from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
+from tpu_embedding.checkpoint.state_parts import StateParts
+from tpu_embedding.checkpoint.table_arrays import start_writing, table_records
+from tpu_embedding.plan.plan import EmbeddingPlan
+
+HOST_BYTES: Final = 2**29
+"""Default of the rows that wait in host memory to be written."""
+
+
+class StateHandler(ocp.AsyncCheckpointHandler):
+    """Saves and restores states; orbax makes one for `SaveState` and `RestoreState`."""
+
+    def __init__(self):
+        self._dense = ocp.StandardCheckpointHandler()
+        self._has_dense = False
+
+    async def async_save(
+        self, directory: epath.Path, args: "SaveState"
+    ) -> list[ocp.future.Future]:
+        """Copies the state to the host, and starts to write it.
+
+        Args:
+          directory: of the state.
+          args: the state and options.
+
+        Returns:
+          The ends of the writes.
+        """
+        parts, dense = args.parts, args.parts.dense
+        # Orbax makes the directory in the background.
+        ocp.future.CommitFutureAwaitingContractedSignals(_nothing()).result()
+        is_first = jax.process_index() == 0
+        if is_first:
+            (directory / TABLES).mkdir(exist_ok=True)
+            (directory / DENSE).mkdir(exist_ok=True)
+        futures: list[Any] = []
+        self._has_dense = bool(dense)
+        if dense:
+            futures += await start_writing_leaves(self._dense, directory / DENSE, dense)
+        budget = HostBudget(args.host_bytes)
+        futures += start_writing(parts.layers, directory / TABLES, budget)
+        if is_first:
+            records = {}
+            for layer in parts.layers:
+                records |= table_records(layer)
+            write_tables_file(directory / TABLES, records)
+            names = {name: describe_leaf(leaf) for name, leaf in dense.items()}
+            write_state_file(directory, names, dict(args.description))
+        return futures
+
+    def save(self, directory: epath.Path, args: "SaveState") -> None:
+        """Saves a state, and returns when all is written."""
+        for future in asyncio.run(self.async_save(directory, args=args)):
+            future.result()
+
+    def finalize(self, directory: epath.Path) -> None:
+        """Writes the manifest, after all processes have written."""
+        if self._has_dense:
+            self._dense.finalize(directory / DENSE)
+        write_manifest(directory)
+
+    def restore(self, directory: epath.Path, args: RestoreState) -> Any:
+        """Restores a state; see `te.restore`."""
+        return restore_state(directory, args)
+
+    def close(self) -> None:
+        """Ends the handler of the dense leaves."""
+        self._dense.close()
+
+
+@register_with_handler(StateHandler, for_save=True)
+@dataclasses.dataclass
+class SaveState(ocp.args.CheckpointArgs):
+    """The state to save: an argument for `CheckpointManager.save`.
+
+    Attributes:
+      state: nnx modules, as `(model, optimizer)`; an `nnx.State`; a Linen `TrainState`;
+        or any pytree.
+      plan: of the tables, if neither modules nor Linen variables hold it.
+      description: JSON values to keep with the state.
+      host_bytes: maximum bytes of table rows that wait in host memory to be written.
+    """
+
+    state: Any
+    plan: EmbeddingPlan | None = None
+    description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    host_bytes: int = HOST_BYTES
+
+    def __post_init__(self):
+        # Errors of the user are raised here, and those of the disk later.
+        self.parts = StateParts(self.state, self.plan)
+
+
+register_with_handler(StateHandler, for_restore=True)(RestoreState)
+
+
+async def _nothing() -> None:
+    pass

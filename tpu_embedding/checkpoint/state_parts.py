@@ -1,0 +1,313 @@
+"""Splits the state of a training into embedding layers and other leaves.
+
+A state is what the user trains: Flax NNX modules, an `nnx.State`, a Linen `TrainState`,
+or any pytree with the stacks of the functional API. Tables and slot variables lie in it
+in stacks. The plan says which rows belong to which table.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tpu_embedding.functional import init_slots
+from tpu_embedding.nn.embedding import (
+    GradientGuard,
+    LookupStatsVariable,
+    RecordedCalls,
+)
+from tpu_embedding.nn.linen.variables import LayerTables
+from tpu_embedding.nn.training import Optimizer, embedding_layers
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tables.initial_values import init_tables
+
+_OF_THE_PLAN = (LookupStatsVariable, RecordedCalls, GradientGuard)
+"""Variables of a layer that hold nothing to save; its plan decides their shapes."""
+
+_CONTAINERS = {"tables", "embedding_tables", "variables", "stacks", "slots", "value"}
+"""Keys around tables and slots that are no part of the path of their layer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerState:
+    """Tables and slot variables of one embedding layer.
+
+    Attributes:
+      path: of the layer in its model; the prefix of its tables' names if the state has
+        several layers, else empty.
+      plan: of the layer.
+      tables: stack name to packed rows.
+      slots: stack name to optimizer state; None if the state holds no optimizer.
+    """
+
+    path: str
+    plan: EmbeddingPlan
+    tables: Mapping[str, PackedRows]
+    slots: Mapping[str, Any] | None
+
+    def name_of(self, table: str) -> str:
+        """Returns the name of a table in a checkpoint."""
+        return f"{self.path}/{table}" if self.path else table
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stacks:
+    """Tables or slot variables by stack, as they lie in the state.
+
+    Attributes:
+      index: place among the leaves of the state.
+      keys: around them.
+      value: stack name to packed rows or optimizer state.
+    """
+
+    index: int
+    keys: tuple[str, ...]
+    value: Mapping[str, Any]
+
+
+class StateParts:
+    """A state, split into embedding layers and other leaves.
+
+    Attributes:
+      layers: the embedding layers.
+    """
+
+    def __init__(self, state: Any, plan: EmbeddingPlan | None = None):
+        """Splits a state.
+
+        Args:
+          state: nnx modules, or a pytree of them; an `nnx.State`; or any pytree. Leaves
+            are arrays or `jax.ShapeDtypeStruct`s.
+          plan: of its tables. Modules and Linen variables know theirs.
+
+        Raises:
+          ValueError: if the plan of some tables is not known, or is another one; or if
+            two leaves or layers have the same path.
+        """
+        self._state = state
+        plans = _plans_of(state, plan)
+        roots = _module_paths(state)
+        tree = jax.tree.map(_state_of_module, state, is_leaf=_is_module)
+        with_paths, self._structure = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=lambda x: _is_special(x, plans.values())
+        )
+        self._leaves = [leaf for _, leaf in with_paths]
+        self._dense_indices: dict[str, int] = {}
+        tables, slots = [], []
+        for i, (path, leaf) in enumerate(with_paths):
+            keys = tuple(_key(part) for part in path)
+            root = next((r for r in roots if keys[: len(r)] == r), ())
+            found = _Stacks(i, keys[len(root) :], leaf)
+            if _are_tables(leaf, plans.values()) and "slots" not in keys:
+                tables.append(found)
+            elif _are_slots(leaf, plans.values()):
+                slots.append(found)
+            elif not isinstance(leaf, _OF_THE_PLAN):
+                self._add_dense(i, keys, leaf)
+        pairs = _pairs(tables, slots)
+        self._indices = [(t.index, s.index if s else None) for _, t, s in pairs]
+        self.layers = [
+            LayerState(
+                path=path if len(pairs) > 1 else "",
+                plan=_plan_of(path, of_tables.value, plans),
+                tables=of_tables.value,
+                slots=of_slots and of_slots.value,
+            )
+            for path, of_tables, of_slots in pairs
+        ]
+        self._check_names()
+
+    @property
+    def dense(self) -> dict[str, Any]:
+        """Returns path to leaf, for all leaves that are no tables or slot variables."""
+        return {name: self._leaves[i] for name, i in self._dense_indices.items()}
+
+    def _add_dense(self, index: int, keys: tuple[str, ...], leaf: Any) -> None:
+        if isinstance(leaf, PackedRows):
+            raise ValueError(
+                f"The state holds packed rows at {'.'.join(keys)!r} that belong to no "
+                "known plan. Pass plan=, the one that its tables were made for, and "
+                "all stacks of tables and slots, as init_tables and init_slots return "
+                "them."
+            )
+        name = ".".join(keys[:-1] if keys[-1:] == ("value",) else keys)
+        if name in self._dense_indices:
+            raise ValueError(
+                f"The state has two leaves with the same path {name!r} once its keys "
+                "are joined with dots; rename the key that contains a dot."
+            )
+        self._dense_indices[name] = index
+
+    def _check_names(self) -> None:
+        names = [
+            layer.name_of(table.name)
+            for layer in self.layers
+            for stack in layer.plan.stacks
+            for table in stack.tables
+        ]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"The state has several tables with the names {twice}; save each model "
+                "with its optimizer by itself."
+            )
+
+    def rebuilt(self, layers: Sequence[LayerState], dense: Mapping[str, Any]) -> Any:
+        """Returns the state with new leaves; modules are changed in place.
+
+        Args:
+          layers: as `layers`, with new tables and slots.
+          dense: path to new leaf; others stay.
+        """
+        leaves = list(self._leaves)
+        for (of_tables, of_slots), layer in zip(self._indices, layers, strict=True):
+            leaves[of_tables] = layer.tables
+            if of_slots is not None:
+                leaves[of_slots] = layer.slots
+        for name, leaf in dense.items():
+            leaves[self._dense_indices[name]] = leaf
+        leaves = [
+            jax.tree.map(_zeros, leaf) if isinstance(leaf, _OF_THE_PLAN) else leaf
+            for leaf in leaves
+        ]
+        tree = jax.tree.unflatten(self._structure, leaves)
+        modules, structure = jax.tree.flatten(self._state, is_leaf=_is_module)
+        parts = structure.flatten_up_to(tree)
+        for module, part in zip(modules, parts, strict=True):
+            if _is_module(module):
+                nnx.update(module, part)
+        return structure.unflatten(
+            [m if _is_module(m) else p for m, p in zip(modules, parts, strict=True)]
+        )
+
+
+def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan]:
+    """Returns the known plans by the path of their layer; "" is the given plan's."""
+    plans = {} if plan is None else {"": plan}
+    leaves = jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda x: _is_module(x) or isinstance(x, LayerTables)
+    )
+    for path, leaf in leaves:
+        if isinstance(leaf, Optimizer):
+            continue
+        if _is_module(leaf):
+            layers = embedding_layers(leaf)
+            plans |= {name: layer.plan for name, layer in layers.items()}
+        elif isinstance(leaf, LayerTables):
+            plans[_layer_path(tuple(map(_key, path)))] = leaf.plan
+    return plans
+
+
+def _plan_of(
+    path: str, tables: Mapping[str, Any], plans: Mapping[str, EmbeddingPlan]
+) -> EmbeddingPlan:
+    """Returns the plan of the layer at a path; another one of these tables if none."""
+    fitting = {p: plan for p, plan in plans.items() if _are_tables(tables, [plan])}
+    return fitting.get(path) or next(iter(fitting.values()))
+
+
+def _pairs(
+    tables: Sequence[_Stacks], slots: Sequence[_Stacks]
+) -> list[tuple[str, _Stacks, _Stacks | None]]:
+    """Returns the path, the tables and the slots of each layer."""
+    if len(tables) == len(slots) == 1:
+        return [(_layer_path(tables[0].keys), tables[0], slots[0])]
+    pairs = []
+    for of_tables in tables:
+        path = _layer_path(of_tables.keys)
+        found = [
+            of_slots
+            for of_slots in slots
+            if f"/{path}".endswith(f"/{_layer_path(of_slots.keys)}")
+        ]
+        if len(found) > 1:
+            raise ValueError(
+                f"The slot variables of the layer {path!r} cannot be told apart, "
+                "because the state has several optimizers with a layer of this path. "
+                "Save each model with its optimizer by itself."
+            )
+        pairs.append((path, of_tables, found[0] if found else None))
+    return pairs
+
+
+def _layer_path(keys: tuple[str, ...]) -> str:
+    """Returns the path of a layer, without positions in tuples around its model."""
+    if "slots" in keys[:-1] and keys[-1] not in _CONTAINERS:
+        return keys[-1]  # Slots by the path of their layer.
+    if "slots" in keys and keys[-1] == "":
+        return ""
+    parts = [key for key in keys if key not in _CONTAINERS]
+    while parts and parts[0].isdigit():
+        parts = parts[1:]
+    return "/".join(parts)
+
+
+def _is_special(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
+    plans = list(plans)
+    return (
+        isinstance(value, (PackedRows, *_OF_THE_PLAN))
+        or _are_tables(value, plans)
+        or _are_slots(value, plans)
+    )
+
+
+def _are_tables(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
+    """Returns True for the tables of a plan by stack."""
+    if not isinstance(value, dict) or not value:
+        return False
+    return any(
+        set(value) == {stack.name for stack in plan.stacks}
+        and all(
+            isinstance(value[stack.name], PackedRows)
+            and value[stack.name].layout == stack.layout
+            for stack in plan.stacks
+        )
+        for plan in plans
+    )
+
+
+def _are_slots(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
+    """Returns True for the slot variables of a plan by stack."""
+    if not isinstance(value, dict) or not value:
+        return False
+    return any(
+        set(value) == {stack.name for stack in plan.trained_stacks}
+        and jax.tree.structure(value) == _slots_structure(plan)
+        for plan in plans
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _slots_structure(plan: EmbeddingPlan) -> Any:
+    tables = jax.eval_shape(lambda: init_tables(plan, jax.random.key(0)))
+    return jax.tree.structure(jax.eval_shape(lambda t: init_slots(t, plan), tables))
+
+
+def _module_paths(state: Any) -> list[tuple[str, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_module)
+    return [tuple(map(_key, path)) for path, leaf in leaves if _is_module(leaf)]
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, nnx.Module)
+
+
+def _state_of_module(value: Any) -> Any:
+    return nnx.state(value) if _is_module(value) else value
+
+
+def _key(part: Any) -> str:
+    """Returns a field name, key or index of a path."""
+    return str(getattr(part, "name", getattr(part, "key", getattr(part, "idx", part))))
+
+
+def _zeros(leaf: Any) -> Any:
+    """Returns zeros for a shape, and an array as it is."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+    return leaf
