@@ -1,4 +1,4 @@
-"""Saves and restores training state."""
+"""Saves and restores training state, and imports tables of other libraries."""
 
 from tpu_embedding.checkpoint.arrays import read_table as read_table
 from tpu_embedding.checkpoint.errors import CheckpointError as CheckpointError
@@ -6,6 +6,11 @@ from tpu_embedding.checkpoint.errors import (
     DamagedCheckpointError as DamagedCheckpointError,
 )
 from tpu_embedding.checkpoint.format import describe as describe
+from tpu_embedding.checkpoint.imports import ImportReport as ImportReport
+from tpu_embedding.checkpoint.imports import TableSource as TableSource
+from tpu_embedding.checkpoint.imports import import_into_stacks as import_into_stacks
+from tpu_embedding.checkpoint.imports import import_tables as import_tables
+from tpu_embedding.checkpoint.imports import open_tables as open_tables
 from tpu_embedding.checkpoint.restoring import RestoreState as RestoreState
 from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints as RunCheckpoints
 from tpu_embedding.checkpoint.state_handler import SaveState as SaveState

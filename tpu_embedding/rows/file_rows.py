@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
+from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, store_rows
 
 _INT8_ENDS: Final = 8
 """Bytes of an int8 row that hold its scale and bias."""
@@ -91,6 +91,27 @@ def of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
     if used_lanes < layout.lanes:
         lines = np.pad(lines, ((0, 0), (0, layout.lanes - used_lanes)))
     return lines.reshape(-1) if layout.is_flat else lines
+
+
+def file_rows_of_values(values: np.ndarray, layout: RowLayout) -> np.ndarray:
+    """Returns numbers as rows of a file, rounded to the nearest of a narrow type.
+
+    Args:
+      values: `[rows, *row_shape]`, floating numbers.
+      layout: of the narrow table.
+
+    Returns:
+      `[rows, *shape]` of `file_row`.
+
+    Example:
+      >>> layout = RowLayout(num_rows=4, row_shape=(6,), narrow_dtype="int8")
+      >>> file_rows_of_values(np.zeros((2, 6), np.float32), layout).shape
+      (2, 14)
+    """
+    if layout.narrow_dtype == "int8":
+        words = store_rows(np.asarray(values, np.float32), layout)
+        return _int8_bytes(np.asarray(words), layout.dim)
+    return np.asarray(values, _float_type(layout))
 
 
 def _float_type(layout: RowLayout) -> Any:

@@ -133,6 +133,31 @@ def with_slot_values(
     return result
 
 
+def slot_rows(state: Any, stack: TrainedStackPlan) -> dict[str, PackedRows]:
+    """Returns the slot variables of one stack by name, see `slot_values`.
+
+    Args:
+      state: optimizer state of the stack, arrays or their shapes.
+      stack: the stack.
+    """
+    slots = named_slots(state, stack)
+    return {slot.name: slot.leaf for slot in slots if slot.kind == "rows"}
+
+
+def with_slot_rows(
+    state: Any, rows: Mapping[str, PackedRows], stack: TrainedStackPlan
+) -> Any:
+    """Returns the state of one stack with some slot variables replaced.
+
+    Args:
+      state: optimizer state of the stack.
+      rows: new slot variables by name, as `slot_rows` returns them.
+      stack: the stack.
+    """
+    leaves = [rows.get(slot.name, slot.leaf) for slot in named_slots(state, stack)]
+    return jax.tree.structure(state, is_leaf=_is_rows).unflatten(leaves)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedSlot:
     """A named leaf of an optimizer's state.

@@ -18,7 +18,6 @@ from jax.experimental import multihost_utils
 
 from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
-from tpu_embedding.rows.narrow_rows import NarrowDtype
 from tpu_embedding.rows.packed_rows import (
     LANE_BYTES,
     PackedRows,
@@ -127,12 +126,22 @@ def _checked(values: Any, packed: PackedRows, table: TablePlan) -> np.ndarray:
     num_rows = _rows_per_block(layout)
     for start in range(0, shape[0], num_rows):
         rows = array[start : start + num_rows]
-        _check_range(rows, start, layout.narrow_dtype, owner)
+        check_range(rows, start, layout.narrow_dtype, owner)
     return array
 
 
-def _check_range(rows: np.ndarray, start: int, dtype: NarrowDtype, owner: str) -> None:
-    """Refuses rows that a narrow type cannot hold; the first one is row `start`."""
+def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
+    """Refuses rows that a narrower type cannot hold.
+
+    Args:
+      rows: `[rows, ...]`, floating numbers.
+      start: number of the first row, for messages.
+      dtype: name of the type.
+      owner: of the rows, for messages.
+
+    Raises:
+      ValueError: if a number is beyond the range of the type.
+    """
     if dtype == "int8":
         # Each row is spread between its smallest and largest element.
         with np.errstate(invalid="ignore", over="ignore"):
@@ -149,10 +158,11 @@ def _check_range(rows: np.ndarray, start: int, dtype: NarrowDtype, owner: str) -
     largest = float(jnp.finfo(dtype).max)
     is_bad = np.isfinite(rows) & (np.abs(rows) > largest)
     if is_bad.any():
-        row, column = map(int, np.argwhere(is_bad)[0])
+        row, *column = map(int, np.argwhere(is_bad)[0])
+        place = f", column {column[0]}" if column else ""
         raise ValueError(
             f"{owner} must lie within {largest:g} of zero for dtype {dtype}, got "
-            f"{rows[row, column]} in row {start + row}, column {column}."
+            f"{rows[row, *column]} in row {start + row}{place}."
         )
 
 

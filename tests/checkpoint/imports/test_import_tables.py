@@ -1,0 +1,283 @@
+"""Imports into models: values and slots arrive bit for bit, under any plan."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tpu_embedding as te
+from tests.checkpoint.imports.fixtures.values import values
+from tests.conftest import mesh_of
+from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.imports import (
+    import_into_stacks,
+    import_tables,
+    open_tables,
+)
+from tpu_embedding.checkpoint.imports.source import (
+    RowArray,
+    SourceTable,
+    TableSource,
+)
+from tpu_embedding.tables import row_windows
+
+FILES = pathlib.Path(__file__).parent / "fixtures"
+SHAPES = {"a": (20, 4), "deep/b.c": (7, 8)}
+
+
+def features(shapes, **options):
+    return {
+        name: te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=rows, dim=dim, name=name, **options)
+        )
+        for name, (rows, dim) in shapes.items()
+    }
+
+
+def make_layer(shapes=SHAPES, rule=None, num_devices=3, **options):
+    return te.TPUEmbedding(
+        features(shapes, **options),
+        rule,
+        mesh=mesh_of(num_devices),
+        rngs=nnx.Rngs(0),
+    )
+
+
+RULES = {
+    "adagrad": (te.optimizers.adagrad(0.1), ["accumulators"]),
+    "adagrad_momentum": (
+        te.optimizers.adagrad_momentum(0.1),
+        ["accumulators", "momenta"],
+    ),
+    "ftrl": (te.optimizers.ftrl(0.1), ["accumulators", "linears"]),
+    "adam": (te.optimizers.adam(0.1), ["momenta", "velocities"]),
+    "sgd": (te.optimizers.sgd(0.1), []),
+}
+
+
+@pytest.mark.quick_cases("adagrad_momentum")
+@pytest.mark.parametrize("rule", RULES)
+def test_tables_and_slots_of_tensorflow(rule):
+    row_optimizer, slots = RULES[rule]
+    layer = make_layer(rule=row_optimizer)
+    optimizer = te.Optimizer(layer, optax.sgd(0.1))
+    report = import_tables(FILES / "tensorflow" / f"serving_{rule}", layer, optimizer)
+    tables, slot_values = layer.embedding_tables(), optimizer.slot_values()
+    for name, shape in SHAPES.items():
+        np.testing.assert_array_equal(tables[name], values(name, shape))
+        assert sorted(slot_values[name]) == slots
+        for slot in slots:
+            expected = values(f"{name}/{slot}", shape)
+            np.testing.assert_array_equal(slot_values[name][slot], expected)
+    assert report.tables == {name: name for name in SHAPES}
+    assert report.slots == {name: {s: s for s in slots} for name in SHAPES}
+    assert (report.dropped, report.kept, report.unused) == ({}, (), ())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("rule", "names"),
+    [
+        ("adam", {"momenta": "m", "velocities": "v"}),
+        ("adagrad", {"accumulators": "accumulator"}),
+        ("ftrl", {"accumulators": "accumulator", "linears": "linear"}),
+    ],
+)
+def test_slots_of_keras_optimizers(rule, names):
+    layer = make_layer({"a": (20, 4), "b": (7, 4)}, RULES[rule][0])
+    optimizer = te.Optimizer(layer, optax.sgd(0.1))
+    report = import_tables(FILES / "tensorflow" / f"tfrs_{rule}", layer, optimizer)
+    assert report.slots == {"a": names, "b": names}
+    with np.load(FILES / "tensorflow" / f"tfrs_{rule}" / "expected.npz") as expected:
+        for name, table in layer.embedding_tables().items():
+            np.testing.assert_array_equal(table, expected[name])
+            for own, other in names.items():
+                np.testing.assert_array_equal(
+                    optimizer.slot_values()[name][own], expected[f"{name}/{other}"]
+                )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rule", ["rowwise_adagrad", "adagrad"])
+def test_slots_of_torchrec(rule):
+    shapes = {"t1": (20, 4), "t2": (7, 8)}
+    layer = make_layer(shapes, getattr(te.optimizers, rule)(0.1))
+    optimizer = te.Optimizer(layer, optax.sgd(0.1))
+    source = open_tables(FILES / "torchrec" / f"{rule}.safetensors")
+    report = import_tables(source, layer, optimizer)
+    assert report.slots == dict.fromkeys(shapes, {"accumulators": "momentum1"})
+    for name in shapes:
+        table = source.tables[name]
+        np.testing.assert_array_equal(layer.embedding_tables()[name], table.values)
+        np.testing.assert_array_equal(
+            optimizer.slot_values()[name]["accumulators"], table.slots["momentum1"]
+        )
+
+
+def test_slots_of_another_rule_are_dropped():
+    layer = make_layer(rule=te.optimizers.adam(0.1))
+    optimizer = te.Optimizer(layer, optax.sgd(0.1))
+    before = optimizer.slot_values()
+    path = FILES / "tensorflow" / "serving_adagrad"
+    report = import_tables(path, layer, optimizer)
+    assert report.slots == {"a": {}, "deep/b.c": {}}
+    assert sorted(report.dropped) == ["a/accumulators", "deep/b.c/accumulators"]
+    assert "momenta [4], velocities [4] per row" in report.dropped["a/accumulators"]
+    for name, shape in SHAPES.items():
+        np.testing.assert_array_equal(
+            layer.embedding_tables()[name], values(name, shape)
+        )
+        for slot, array in optimizer.slot_values()[name].items():
+            np.testing.assert_array_equal(array, before[name][slot])
+    # A caller who knows better says so.
+    report = import_tables(path, layer, optimizer, slots={"velocities": "accumulators"})
+    np.testing.assert_array_equal(
+        optimizer.slot_values()["a"]["velocities"], values("a/accumulators", (20, 4))
+    )
+    assert not report.dropped
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({}, "no optimizer was given"), ({"slots": "none"}, "slots='none'")],
+)
+def test_slots_without_optimizer(options, reason):
+    layer = make_layer({"a": (20, 4)}, te.optimizers.adagrad(0.1))
+    path = FILES / "tensorflow" / "serving_adagrad"
+    report = import_tables(path, layer, **options)
+    assert report.dropped == {"a/accumulators": reason}
+    assert report.unused == ("deep/b.c",)
+
+
+def test_rowwise_slots_are_no_elementwise_ones():
+    layer = make_layer({"a": (20, 4)}, te.optimizers.rowwise_adagrad(0.1))
+    optimizer = te.Optimizer(layer, optax.sgd(0.1))
+    path = FILES / "tensorflow" / "serving_adagrad"
+    report = import_tables(path, layer, optimizer)
+    assert "accumulators [] per row" in report.dropped["a/accumulators"]
+    with pytest.raises(ValueError, match=r"has shape \(20, 4\), the optimizer takes"):
+        import_tables(path, layer, optimizer, slots={"accumulators": "accumulators"})
+
+
+@pytest.mark.quick_cases("int8")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+def test_narrow_tables_are_rounded_like_set_values(dtype):
+    table = np.random.default_rng(0).normal(size=(20, 5)).astype(np.float32)
+    layer = make_layer({"a": (20, 5)}, num_devices=2, dtype=dtype)
+    import_tables({"a": table}, layer)
+    imported = layer.embedding_tables()["a"]
+    layer.set_embedding_tables({"a": table})
+    np.testing.assert_array_equal(imported, layer.embedding_tables()["a"])
+
+
+def test_numbers_beyond_the_range_leave_the_model():
+    layer = make_layer({"a": (20, 5)}, num_devices=2, dtype=jnp.float16)
+    before = layer.embedding_tables()["a"]
+    table = np.zeros((20, 5), np.float32)
+    table[17, 3] = 1e5
+    with pytest.raises(ValueError, match="table 'a' must lie within .* row 17"):
+        import_tables({"a": table}, layer)
+    np.testing.assert_array_equal(layer.embedding_tables()["a"], before)
+    layer = make_layer({"a": (20, 5)}, num_devices=2)
+    with pytest.raises(ValueError, match="dtype float32, got 1e.39 in row 17"):
+        import_tables({"a": table.astype(np.float64) * 1e34}, layer)
+
+
+def test_a_damaged_source_leaves_the_model():
+    layer = make_layer({"a": (20, 5), "b": (20, 5)}, num_devices=2)
+    before = layer.embedding_tables()
+
+    def fail():
+        raise CheckpointError("file is damaged")
+
+    def read(start, num_rows):
+        return np.zeros((num_rows, 5), np.float32)
+
+    whole = RowArray((20, 5), np.dtype(np.float32), read)
+    damaged = RowArray((20, 5), np.dtype(np.float32), read, fail)
+    source = TableSource(
+        origin="test",
+        tables={"a": SourceTable(values=whole), "b": SourceTable(values=damaged)},
+    )
+    with pytest.raises(CheckpointError, match="damaged"):
+        import_tables(source, layer)
+    for name, table in layer.embedding_tables().items():
+        np.testing.assert_array_equal(table, before[name])
+
+
+def test_a_table_is_read_block_by_block(monkeypatch):
+    monkeypatch.setattr(row_windows, "_MIN_BLOCK_BYTES", 256)
+    table = values("a", (100, 4))
+    ranges = []
+
+    def read(start, num_rows):
+        ranges.append((start, num_rows))
+        return table[start : start + num_rows]
+
+    array = RowArray(table.shape, table.dtype, read)
+    source = TableSource(origin="test", tables={"a": SourceTable(values=array)})
+    layer = make_layer({"a": (100, 4)}, num_devices=2)
+    import_tables(source, layer)
+    assert sorted(ranges) == [(i, min(16, 100 - i)) for i in range(0, 100, 16)]
+    np.testing.assert_array_equal(layer.embedding_tables()["a"], table)
+
+
+def test_names_ranges_and_layers():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.user = make_layer({"a": (20, 4), "b": (5, 4)}, num_devices=2)
+            self.item = make_layer({"a": (30, 4)}, num_devices=2)
+
+    model = Model()
+    before = model.item.embedding_tables()["a"]
+    source = {"x": values("x", (25, 4)), "b": values("b", (5, 4))}
+    report = import_tables(
+        source,
+        model,
+        rename={"user/a": "x", "item/a": "x"},
+        tables=["user/a", "item/a"],
+        rows="shared",
+    )
+    np.testing.assert_array_equal(model.user.embedding_tables()["a"], source["x"][:20])
+    after = model.item.embedding_tables()["a"]
+    np.testing.assert_array_equal(after[:25], source["x"])
+    np.testing.assert_array_equal(after[25:], before[25:])
+    assert report.tables == {"user/a": "x", "item/a": "x"}
+    assert (report.kept, report.unused) == (("user/b",), ("b",))
+    assert "item/a of x: values" in str(report)
+
+
+def test_stacks_without_a_layer():
+    plan = te.make_plan(
+        features({"a": (20, 4)}), mesh_of(2), optimizer=te.optimizers.adagrad(0.1)
+    )
+    stacks = te.init_tables(plan, jax.random.key(0))
+    states = te.init_slots(stacks, plan)
+    path = FILES / "tensorflow" / "serving_adagrad"
+    stacks, states, report = import_into_stacks(path, stacks, states, plan)
+    np.testing.assert_array_equal(
+        te.unstack_tables(stacks, plan)["a"], values("a", (20, 4))
+    )
+    np.testing.assert_array_equal(
+        te.slot_values(states, plan)["a"]["accumulators"],
+        values("a/accumulators", (20, 4)),
+    )
+    assert report.slots == {"a": {"accumulators": "accumulators"}}
+
+
+def test_refuses_models_without_tables_and_foreign_optimizers():
+    with pytest.raises(ValueError, match="needs a model with TPUEmbedding layers"):
+        import_tables({"a": np.zeros((2, 2))}, nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.layer = make_layer({"a": (20, 4)}, te.optimizers.sgd(0.1))
+
+    model = Model()
+    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    with pytest.raises(ValueError, match="the optimizer that was made for the model"):
+        import_tables({"a": np.zeros((20, 4))}, model.layer, optimizer)

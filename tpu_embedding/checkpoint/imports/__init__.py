@@ -1,0 +1,11 @@
+"""Imports tables that other libraries and programs have written."""
+
+from tpu_embedding.checkpoint.imports.import_tables import (
+    import_into_stacks as import_into_stacks,
+)
+from tpu_embedding.checkpoint.imports.import_tables import (
+    import_tables as import_tables,
+)
+from tpu_embedding.checkpoint.imports.open_tables import open_tables as open_tables
+from tpu_embedding.checkpoint.imports.report import ImportReport as ImportReport
+from tpu_embedding.checkpoint.imports.source import TableSource as TableSource

@@ -1,0 +1,337 @@
+"""Imports the tables of a source into a model, block by block.
+
+Everything is checked before the model changes: names, shapes, types, checksums and the
+range of narrow types.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tpu_embedding.checkpoint.imports.match import (
+    ImportedRows,
+    ImportedSlots,
+    MatchedTable,
+    Target,
+    match_tables,
+)
+from tpu_embedding.checkpoint.imports.open_tables import open_tables
+from tpu_embedding.checkpoint.imports.report import ImportReport
+from tpu_embedding.checkpoint.imports.slot_names import rule_of
+from tpu_embedding.checkpoint.imports.source import RowArray, TableSource
+from tpu_embedding.nn.training import Optimizer, embedding_layers
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
+from tpu_embedding.rows.file_rows import file_row, file_rows_of_values
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tables.row_blocks import rows_per_block, write_blocks
+from tpu_embedding.tables.slot_values import slot_rows, with_slot_rows
+from tpu_embedding.tables.table_values import check_range
+
+
+def import_tables(
+    source: Any,
+    model: nnx.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    tables: Collection[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    slots: ImportedSlots = "same_rule",
+    rows: ImportedRows = "equal",
+) -> ImportReport:
+    """Replaces tables and slot variables of a model by those of a foreign source.
+
+    Dense parameters and step counts stay as they are. The present tables are written
+    in place; block by block, a table never is in host memory as a whole.
+
+    Args:
+      source: a `TableSource`, or what `open_tables` opens.
+      model: an `nnx.Module` that owns `TPUEmbedding` layers; it changes in place.
+      optimizer: of the model, to import slot variables; it changes in place.
+      tables: names of the model's tables to import; None: all that the source has. In
+        a model of several layers, names are `"path of the layer/table"`.
+      rename: name of a table of the model to its name in the source, where they differ.
+      slots: `"same_rule"` imports the slot variables of tables whose optimizer is of
+        the rule that the source's slot variables belong to. `"none"` imports none. A
+        mapping of slot names here to those of the source imports these.
+      rows: `"equal"` refuses tables of another number of rows. `"shared"` imports the
+        rows that both have, from the first one on; further rows keep their values.
+
+    Returns:
+      What was imported, dropped and kept.
+
+    Raises:
+      CheckpointError: if names, shapes or types do not fit, with every mismatch; or if
+        the source is damaged. The model has not changed then.
+
+    Example:
+      >>> import numpy as np
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(
+      ...     te.FeatureConfig(table=table), "adagrad", rngs=nnx.Rngs(0)
+      ... )
+      >>> pretrained = {"films": np.ones((10, 4), np.float32)}
+      >>> print(import_tables(pretrained, layer, rename={"movie": "films"}))
+      Imported 1 tables from arrays:
+        movie of films: values
+    """
+    source = source if isinstance(source, TableSource) else open_tables(source)
+    layers = embedding_layers(model)
+    if not layers:
+        raise ValueError(
+            "import_tables needs a model with TPUEmbedding layers; for stacks without "
+            "layers call import_into_stacks."
+        )
+    plans = {path: layer.plan for path, layer in layers.items()}
+    states: Mapping[str, Any] = {} if optimizer is None else optimizer.slots.get_value()
+    if optimizer is not None and set(states) != set(plans):
+        raise ValueError(
+            "import_tables needs the optimizer that was made for the model, got layers "
+            f"{sorted(plans)} of the model and {sorted(states)} of the optimizer."
+        )
+    owned = _owned_tables(plans, states)
+    matched, report = match_tables(
+        source,
+        [table.target for table in owned],
+        tables=tables,
+        rename=rename or {},
+        slots=slots,
+        rows=rows,
+    )
+    _check_bytes(matched)
+    writes = {
+        path: _StackWrites(
+            plan,
+            {t.name: matched[t.target.name] for t in owned if t.belongs(path, matched)},
+        )
+        for path, plan in plans.items()
+    }
+    for path, layer in layers.items():
+        writes[path].check(layer.tables.get_value(), states.get(path, {}))
+    for path, layer in layers.items():
+        layer.tables.set_value(writes[path].write_tables(layer.tables.get_value()))
+    if optimizer is not None:
+        optimizer.slots.set_value(
+            {path: writes[path].write_slots(state) for path, state in states.items()}
+        )
+    return report
+
+
+def import_into_stacks(
+    source: Any,
+    stacks: dict[str, PackedRows],
+    states: dict[str, Any],
+    plan: EmbeddingPlan,
+    *,
+    tables: Collection[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    slots: ImportedSlots = "same_rule",
+    rows: ImportedRows = "equal",
+) -> tuple[dict[str, PackedRows], dict[str, Any], ImportReport]:
+    """Replaces tables and slot variables of stacks by those of a foreign source.
+
+    Args:
+      source: see `import_tables`.
+      stacks: stack name to packed rows, from `init_tables`; donated.
+      states: stack name to optimizer state, from `init_slots`, or an empty dict;
+        donated.
+      plan: plan of the stacks.
+      tables: see `import_tables`.
+      rename: see `import_tables`.
+      slots: see `import_tables`.
+      rows: see `import_tables`.
+
+    Returns:
+      The new stacks and states, and the report.
+
+    Raises:
+      ValueError: as `import_tables`; the stacks have not changed then.
+
+    Example:
+      >>> import jax
+      >>> import numpy as np
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table))
+      >>> stacks = te.init_tables(plan, jax.random.key(0))
+      >>> pretrained = {"movie": np.ones((10, 4), np.float32)}
+      >>> stacks, _, report = import_into_stacks(pretrained, stacks, {}, plan)
+      >>> float(te.unstack_tables(stacks, plan)["movie"].mean())
+      1.0
+    """
+    source = source if isinstance(source, TableSource) else open_tables(source)
+    owned = _owned_tables({"": plan}, {"": states} if states else {})
+    matched, report = match_tables(
+        source,
+        [table.target for table in owned],
+        tables=tables,
+        rename=rename or {},
+        slots=slots,
+        rows=rows,
+    )
+    _check_bytes(matched)
+    writes = _StackWrites(plan, matched)
+    writes.check(stacks, states)
+    return writes.write_tables(stacks), writes.write_slots(states), report
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OwnedTable:
+    """A table of a layer.
+
+    Attributes:
+      path: of the layer.
+      name: of the table in the layer.
+      target: the table as the user names it.
+    """
+
+    path: str
+    name: str
+    target: Target
+
+    def belongs(self, path: str, matched: Mapping[str, MatchedTable]) -> bool:
+        """Returns True for a table of the layer that is imported."""
+        return self.path == path and self.target.name in matched
+
+
+def _owned_tables(
+    plans: Mapping[str, EmbeddingPlan], states: Mapping[str, Any]
+) -> list[_OwnedTable]:
+    """Returns the tables of all layers.
+
+    Args:
+      plans: path of each layer to its plan.
+      states: path of each layer to its optimizer states by stack.
+    """
+    tables = [
+        (path, stack, table)
+        for path, plan in plans.items()
+        for stack in plan.stacks
+        for table in stack.tables
+    ]
+    owned = []
+    for path, stack, table in tables:
+        state = states.get(path, {}).get(stack.name)
+        slots, reason = None, "the table has no optimizer"
+        if isinstance(stack, TrainedStackPlan):
+            reason = "no optimizer was given"
+            if state is not None:
+                slots = {
+                    name: file_row(packed)
+                    for name, packed in slot_rows(state, stack).items()
+                }
+        target = Target(
+            name=f"{path}/{table.name}" if len(plans) > 1 else table.name,
+            vocabulary_size=table.config.vocabulary_size,
+            dim=table.config.dim,
+            slots=slots,
+            rule=rule_of(state),
+            no_slots_because=reason,
+        )
+        owned.append(_OwnedTable(path=path, name=table.name, target=target))
+    return owned
+
+
+def _check_bytes(matched: Mapping[str, MatchedTable]) -> None:
+    """Compares everything that will be read with its checksums."""
+    for table in matched.values():
+        for array in (table.values, *table.slots.values()):
+            array.check()
+
+
+_RowsToWrite = Mapping[str, tuple[RowArray, int]]
+"""Table name to the rows of a source and their number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _StackWrites:
+    """Writes imported tables to the stacks of one plan.
+
+    Attributes:
+      plan: of the stacks.
+      tables: tables of the plan to import.
+    """
+
+    plan: EmbeddingPlan
+    tables: Mapping[str, MatchedTable]
+
+    def check(self, stacks: Mapping[str, PackedRows], states: Any) -> None:
+        """Refuses numbers beyond the range of the type that will hold them."""
+        for stack in self.plan.stacks:
+            if stack.name in stacks:
+                _check_ranges(stacks[stack.name], self._values(stack), "values")
+        for stack in self.plan.trained_stacks:
+            if stack.name in states:
+                for name, packed in slot_rows(states[stack.name], stack).items():
+                    rows = self._slot(stack, name)
+                    _check_ranges(packed, rows, f"values of slot {name!r}")
+
+    def write_tables(self, stacks: Mapping[str, PackedRows]) -> dict[str, PackedRows]:
+        """Returns the stacks with the imported tables."""
+        result = dict(stacks)
+        for stack in self.plan.stacks:
+            rows = self._values(stack)
+            if rows:
+                result[stack.name] = _write(stacks[stack.name], rows, stack, self.plan)
+        return result
+
+    def write_slots(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the optimizer states with the imported slot variables."""
+        result = dict(states)
+        for stack in self.plan.trained_stacks:
+            if stack.name not in states:
+                continue
+            new = {
+                name: _write(packed, rows, stack, self.plan)
+                for name, packed in slot_rows(states[stack.name], stack).items()
+                if (rows := self._slot(stack, name))
+            }
+            result[stack.name] = with_slot_rows(states[stack.name], new, stack)
+        return result
+
+    def _values(self, stack: StackPlan) -> _RowsToWrite:
+        return {
+            table.name: (match.values, match.num_rows)
+            for table in stack.tables
+            if (match := self.tables.get(table.name))
+        }
+
+    def _slot(self, stack: StackPlan, name: str) -> _RowsToWrite:
+        return {
+            table.name: (match.slots[name], match.num_rows)
+            for table in stack.tables
+            if (match := self.tables.get(table.name)) and name in match.slots
+        }
+
+
+def _check_ranges(packed: PackedRows, rows: _RowsToWrite, name: str) -> None:
+    """Refuses numbers that the rows' type cannot hold, reading the rows in blocks."""
+    narrow = packed.layout.narrow_dtype
+    dtype = narrow or packed.lines.dtype.name
+    for table, (array, num_rows) in rows.items():
+        if narrow != "int8" and jnp.finfo(array.dtype).max <= jnp.finfo(dtype).max:
+            continue
+        size = rows_per_block(array.dtype.itemsize * int(np.prod(array.shape[1:])))
+        for start in range(0, num_rows, size):
+            block = array.read(start, min(size, num_rows - start))
+            check_range(block, start, dtype, f"{name} of table {table!r}")
+
+
+def _write(
+    packed: PackedRows, rows: _RowsToWrite, stack: StackPlan, plan: EmbeddingPlan
+) -> PackedRows:
+    """Returns packed rows with the rows of some tables replaced, in place."""
+    layout, dtype = packed.layout, packed.lines.dtype
+
+    def read(table: str, start: int, num_rows: int) -> np.ndarray:
+        block = rows[table][0].read(start, num_rows)
+        if layout.narrow_dtype is None:
+            return np.asarray(block, dtype)
+        return file_rows_of_values(block, layout)
+
+    ranges = {table: (0, num_rows) for table, (_, num_rows) in rows.items()}
+    return write_blocks(packed, stack, plan, read, ranges)

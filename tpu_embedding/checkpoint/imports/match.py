@@ -1,0 +1,253 @@
+"""Matches the tables of a source with those of a model, and lists every mismatch."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+import jax
+
+from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.imports.report import ImportReport
+from tpu_embedding.checkpoint.imports.slot_names import same_slots
+from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
+
+ImportedSlots = Literal["same_rule", "none"] | Mapping[str, str]
+"""Slots to import: those of an equal rule; none; or own name to source's name."""
+
+ImportedRows = Literal["equal", "shared"]
+"""Numbers of rows: they must be equal, or the rows that both tables have are taken."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """A table of the model that may be imported.
+
+    Attributes:
+      name: of the table; in a model of several layers, `"path of the layer/table"`.
+      vocabulary_size: rows.
+      dim: columns.
+      slots: row shape of each slot variable by name; None without its optimizer.
+      rule: see `slot_names.rule_of`.
+      no_slots_because: reason why `slots` is None.
+    """
+
+    name: str
+    vocabulary_size: int
+    dim: int
+    slots: Mapping[str, jax.ShapeDtypeStruct] | None
+    rule: str | None = None
+    no_slots_because: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatchedTable:
+    """A table to import.
+
+    Attributes:
+      values: of the source.
+      slots: of the source, by the name of this package.
+      num_rows: rows to import, from the first one on.
+    """
+
+    values: RowArray
+    slots: Mapping[str, RowArray]
+    num_rows: int
+
+
+def match_tables(
+    source: TableSource,
+    targets: Sequence[Target],
+    *,
+    tables: Collection[str] | None,
+    rename: Mapping[str, str],
+    slots: ImportedSlots,
+    rows: ImportedRows,
+) -> tuple[dict[str, MatchedTable], ImportReport]:
+    """Returns the tables to import by the model's name, and what will be reported.
+
+    Raises:
+      CheckpointError: with all mismatches, and a way out for each.
+    """
+    names = _names(source, targets, tables, rename)
+    by_name = {target.name: target for target in targets}
+    matched, imported_slots, problems = {}, {}, []
+    dropped: dict[str, str] = {}
+    for own, other in names.items():
+        target, table = by_name[own], source.tables[other]
+        num_rows, found = _shared_rows(target, other, table.values, rows)
+        problems += found
+        chosen, reasons, found = _choose_slots(source, target, other, slots)
+        problems += found
+        dropped |= {f"{other}/{slot}": why for slot, why in reasons.items()}
+        imported_slots[own] = chosen
+        matched[own] = MatchedTable(
+            values=table.values,
+            slots={name: table.slots[theirs] for name, theirs in chosen.items()},
+            num_rows=num_rows,
+        )
+    if problems:
+        raise CheckpointError(
+            f"These parts of {source.origin} do not fit the model:\n  "
+            + "\n  ".join(problems)
+        )
+    report = ImportReport(
+        origin=source.origin,
+        tables=names,
+        slots=imported_slots,
+        dropped=dropped,
+        kept=tuple(sorted(set(by_name) - set(names))),
+        unused=tuple(sorted(set(source.tables) - set(names.values()))),
+    )
+    return matched, report
+
+
+def _names(
+    source: TableSource,
+    targets: Sequence[Target],
+    tables: Collection[str] | None,
+    rename: Mapping[str, str],
+) -> dict[str, str]:
+    """Returns the source's name of each table to import, by the model's name."""
+    own = [target.name for target in targets]
+    wanted = own if tables is None else list(tables)
+    names = {name: rename.get(name, name) for name in own if name in wanted}
+    problems = [
+        f"{argument} names {name!r}; the model has the tables {sorted(own)}."
+        for argument, given in (("tables", wanted), ("rename", rename))
+        for name in given
+        if name not in own
+    ]
+    if tables is None:
+        names = {
+            name: other
+            for name, other in names.items()
+            if name in rename or other in source.tables
+        }
+    problems += [
+        f"table {name!r}: the source has no table {other!r}. Give its name there by "
+        f"rename={{{name!r}: ...}}, or leave the table out of tables."
+        for name, other in names.items()
+        if other not in source.tables
+    ]
+    if not problems and not names:
+        problems = [
+            f"no table of the model, {sorted(own)}, has a name of the source; give "
+            "their names there by rename={own name: name in the source}."
+        ]
+    if problems:
+        raise CheckpointError(
+            f"The names of tables do not fit {source.origin}, which has the tables "
+            f"{sorted(source.tables)}:\n  " + "\n  ".join(problems)
+        )
+    return names
+
+
+def _shared_rows(
+    target: Target, other: str, values: RowArray, rows: ImportedRows
+) -> tuple[int, list[str]]:
+    """Returns the number of rows to import, and what speaks against it."""
+    owner = f"table {target.name!r}: {other!r} of the source"
+    if len(values.shape) != 2:
+        return 0, [f"{owner} has shape {values.shape}, which is no table [rows, dim]."]
+    problems = []
+    if not values.is_floating:
+        problems.append(
+            f"{owner} has dtype {values.dtype}; convert it to floating numbers first."
+        )
+    num_rows, dim = values.shape
+    if dim != target.dim:
+        problems.append(
+            f"{owner} has dim {dim}, the model {target.dim}; set TableConfig.dim to "
+            f"{dim}, or leave the table out of tables."
+        )
+    size = target.vocabulary_size
+    if num_rows != size and rows == "equal":
+        outcome = (
+            f"import the first {num_rows} rows and keep the others"
+            if num_rows < size
+            else f"leave out the last {num_rows - size} rows of the source"
+        )
+        problems.append(
+            f"{owner} has {num_rows} rows, the model {size}; set "
+            f"TableConfig.vocabulary_size to {num_rows}, or pass rows='shared' to "
+            f"{outcome}."
+        )
+    return min(num_rows, size), problems
+
+
+def _choose_slots(
+    source: TableSource,
+    target: Target,
+    other: str,
+    slots: ImportedSlots,
+) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Returns the slots to import, the reason for each other one, and problems."""
+    table = source.tables[other]
+    if slots == "none":
+        return {}, dict.fromkeys(table.slots, "slots='none'"), []
+    if target.slots is None:
+        return {}, dict.fromkeys(table.slots, target.no_slots_because), []
+    if isinstance(slots, Mapping):
+        chosen = dict(slots)
+        problems = _named_slot_problems(target, other, table, chosen)
+    else:
+        chosen, problems = same_slots(source, table, target.rule, [*target.slots]), []
+        if any(
+            _shape_problem(target, own, table.slots[theirs], table.values)
+            for own, theirs in chosen.items()
+        ):
+            chosen = {}
+    reason = (
+        f"the optimizer of table {target.name!r} has {_described(target)}; if a slot "
+        "means the same, pass slots={own name: name in the source}"
+    )
+    rest = [slot for slot in table.slots if slot not in chosen.values()]
+    return {} if problems else chosen, dict.fromkeys(rest, reason), problems
+
+
+def _named_slot_problems(
+    target: Target,
+    other: str,
+    table: SourceTable,
+    chosen: Mapping[str, str],
+) -> list[str]:
+    """Returns what speaks against slots that the caller named."""
+    problems = []
+    for own, theirs in chosen.items():
+        owner = f"table {target.name!r}, slots={{{own!r}: {theirs!r}}}"
+        if own not in (target.slots or {}):
+            problems.append(f"{owner}: the optimizer has {_described(target)}.")
+        elif theirs not in table.slots:
+            problems.append(
+                f"{owner}: {other!r} of the source has the slots {sorted(table.slots)}."
+            )
+        else:
+            array = table.slots[theirs]
+            problem = _shape_problem(target, own, array, table.values)
+            problems += [f"{owner}: {problem}"] if problem else []
+    return problems
+
+
+def _shape_problem(
+    target: Target, own: str, array: RowArray, values: RowArray
+) -> str | None:
+    assert target.slots is not None
+    wanted = (values.shape[0], *target.slots[own].shape)
+    if array.shape != wanted:
+        return f"the source has shape {array.shape}, the optimizer takes {wanted}."
+    if not array.is_floating or not jax.numpy.issubdtype(
+        target.slots[own].dtype, jax.numpy.floating
+    ):
+        return (
+            f"the source has dtype {array.dtype}, the optimizer "
+            f"{target.slots[own].dtype}; only floating numbers are imported."
+        )
+    return None
+
+
+def _described(target: Target) -> str:
+    slots = target.slots or {}
+    if not slots:
+        return "no slot variables"
+    shapes = [f"{name} {list(slot.shape)}" for name, slot in slots.items()]
+    return f"{', '.join(shapes)} per row"

@@ -1,0 +1,109 @@
+"""Opens a source of tables, and finds its format."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Final, Literal, get_args
+
+from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.imports import tensorflow, torchrec
+from tpu_embedding.checkpoint.imports.arrays import (
+    arrays_of_dict,
+    arrays_of_npy_directory,
+    arrays_of_npz,
+    tables_by_name,
+)
+from tpu_embedding.checkpoint.imports.safetensors import arrays_of_safetensors
+from tpu_embedding.checkpoint.imports.source import (
+    RowArray,
+    TableSource,
+)
+
+SourceFormat = Literal["auto", "arrays", "torchrec", "tensorflow"]
+"""Formats of `open_tables`. `"auto"` finds out."""
+
+_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def open_tables(
+    source: str | pathlib.Path | Mapping[str, Any], format: SourceFormat = "auto"
+) -> TableSource:
+    """Opens the tables of a foreign file or checkpoint; reads names and shapes only.
+
+    Args:
+      source: a dict of arrays by table name, a file or a directory:
+
+        * `.npz`, `.safetensors`, or a directory of `.npy` or `.safetensors` files:
+          arrays by table name, `"table/slot"` for slot variables, or a state dict of
+          TorchRec;
+        * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or that of a
+          SavedModel.
+      format: `"arrays"` takes all names as those of tables; `"torchrec"` as those of a
+        state dict; `"tensorflow"` expects a checkpoint; `"auto"` finds out.
+
+    Returns:
+      The tables; `print` shows them, `import_tables` writes them to a model.
+
+    Raises:
+      CheckpointError: if nothing is there, or it is damaged.
+
+    Example:
+      >>> import numpy as np
+      >>> print(open_tables({"movie": np.zeros((10, 4), np.float32)}))
+      arrays
+        movie: float32[10, 4]
+    """
+    if format not in get_args(SourceFormat):
+        raise ValueError(
+            f"format must be one of {list(get_args(SourceFormat))}, got {format!r}."
+        )
+    if isinstance(source, Mapping):
+        arrays, origin = arrays_of_dict(source), "arrays"
+    else:
+        path = pathlib.Path(source)
+        prefix = tensorflow.find_prefix(path)
+        if format == "tensorflow" and prefix is None:
+            raise CheckpointError(
+                f"{path} is no TensorFlow checkpoint: neither {path}.index nor "
+                f"{path / 'checkpoint'} nor {path / 'variables' / 'variables.index'} "
+                "is a file."
+            )
+        if format in ("auto", "tensorflow") and prefix is not None:
+            return tensorflow.tables_of_checkpoint(prefix)
+        arrays, origin = _arrays_of_path(path), str(path)
+    if format == "torchrec" or (format == "auto" and torchrec.is_state_dict(arrays)):
+        return torchrec.tables_of_state_dict(arrays, f"TorchRec state dict {origin}")
+    return tables_by_name(arrays, origin)
+
+
+def _arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
+    if not path.exists():
+        raise CheckpointError(f"There is no file or directory {path}.")
+    if path.is_dir():
+        arrays = arrays_of_npy_directory(path)
+        for file in sorted(path.rglob("*.safetensors")):
+            new = arrays_of_safetensors(file)
+            both = sorted(new.keys() & arrays.keys())
+            if both:
+                raise CheckpointError(
+                    f"{path} has several arrays of the names {both}; open one of its "
+                    "files instead."
+                )
+            arrays |= new
+        if arrays:
+            return arrays
+    elif path.suffix == ".npz":
+        return arrays_of_npz(path)
+    elif path.suffix == ".safetensors":
+        return arrays_of_safetensors(path)
+    elif path.suffix in _TORCH_SUFFIXES:
+        raise CheckpointError(
+            f"{path} looks like a file of torch.save, which is read by PyTorch only. "
+            "Convert it there:\n"
+            f"  state = torch.load({path.name!r}, map_location='cpu')\n"
+            "  safetensors.torch.save_file({k: v.contiguous() for k, v in "
+            "state.items()}, 'state.safetensors')"
+        )
+    raise CheckpointError(
+        f"The format of {path} is unknown. It must be an .npz or .safetensors file, a "
+        "directory of .npy or .safetensors files, or a checkpoint of TensorFlow."
+    )

@@ -1,0 +1,121 @@
+"""The tables that a foreign file or checkpoint offers, whatever its format.
+
+Each module of this package that knows a format returns a `TableSource`. Rows are read
+when they are written to a model, block by block. So a table of any size passes through
+the host without being there as a whole.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+ReadRows = Callable[[int, int], np.ndarray]
+"""Returns rows of an array: `(start, num_rows) -> [num_rows, *row_shape]`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowArray:
+    """An array of a source, whose rows are read range by range.
+
+    `np.asarray` reads all of them.
+
+    Attributes:
+      shape: `[rows, *row_shape]`.
+      dtype: of its elements.
+      read: reads a range of rows.
+      check: compares all bytes with their checksums, if the format has any. It runs
+        before the model changes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: ReadRows = dataclasses.field(repr=False)
+    check: Callable[[], None] = dataclasses.field(default=lambda: None, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}[{', '.join(map(str, self.shape))}]"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self.check()
+        return np.array(self.read(0, self.shape[0]), dtype)
+
+    @property
+    def is_floating(self) -> bool:
+        """True for floating numbers, narrow ones included."""
+        return jnp.issubdtype(self.dtype, jnp.floating)
+
+    def squeezed(self) -> "RowArray":
+        """Returns `[rows]` in place of `[rows, 1]`."""
+        return dataclasses.replace(
+            self,
+            shape=self.shape[:1],
+            read=lambda start, num_rows: self.read(start, num_rows)[:, 0],
+        )
+
+
+def array_of(values: Any) -> RowArray:
+    """Returns an array in memory, or mapped to memory, as a `RowArray`.
+
+    Args:
+      values: NumPy or JAX array, or anything that NumPy makes an array of.
+
+    Example:
+      >>> print(array_of(np.zeros((10, 4), np.float32)))
+      float32[10, 4]
+    """
+    array = values if isinstance(values, np.ndarray) else np.asarray(values)
+    return RowArray(array.shape, array.dtype, lambda start, n: array[start : start + n])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceTable:
+    """A table of a source.
+
+    Attributes:
+      values: `[rows, dim]`.
+      slots: slot variables by the names that the source gives them.
+    """
+
+    values: RowArray
+    slots: Mapping[str, RowArray] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuleSlots:
+    """The slot variables of one optimizer rule in a source.
+
+    Attributes:
+      rule: name of the rule; see `slot_names.RULES`.
+      names: slot name of this package to that of the source.
+    """
+
+    rule: str
+    names: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableSource:
+    """The tables of a foreign file or checkpoint, which are read when needed.
+
+    `print` shows their names, shapes and slot variables.
+
+    Attributes:
+      origin: format and path, for messages.
+      tables: by the names that the source gives them.
+      rules: slot names of the rules that the source's library has. None: the source
+        uses the slot names of this package.
+    """
+
+    origin: str
+    tables: Mapping[str, SourceTable]
+    rules: tuple[RuleSlots, ...] | None = None
+
+    def __str__(self) -> str:
+        lines = [self.origin]
+        for name, table in sorted(self.tables.items()):
+            slots = [f"{slot} {array}" for slot, array in sorted(table.slots.items())]
+            lines.append(f"  {name}: {', '.join([str(table.values), *slots])}")
+        return "\n".join(lines)

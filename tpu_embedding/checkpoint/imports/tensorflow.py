@@ -1,0 +1,252 @@
+"""Reads TensorFlow checkpoints of TPUEmbedding and of the layer of TFRS.
+
+Keys of a checkpoint are paths of Python objects: `model/emb/_tpu_embedding/movie`. A
+table is the variable of its name. Slot variables of TensorFlow are siblings, such as
+`movie/accumulators`; those of Keras optimizers, which TFRS uses, hang below the
+variable. On chips with SparseCores, a variable is a whole stack, and a message beside
+it tells how the tables lie in it.
+"""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.imports.protobuf import Field, fields, packed_integers
+from tpu_embedding.checkpoint.imports.source import (
+    RowArray,
+    RuleSlots,
+    SourceTable,
+    TableSource,
+)
+from tpu_embedding.checkpoint.imports.sparse_core import StackedTable, read_stacked
+from tpu_embedding.checkpoint.imports.tensor_bundle import TensorBundle
+
+_VALUE: Final = "/.ATTRIBUTES/VARIABLE_VALUE"
+_SLOT: Final = "/.OPTIMIZER_SLOT/"
+_LAYOUTS: Final = "_sparse_core_table_layouts"
+_TFRS_LAYER: Final = "_tpu_embedding"
+_KERAS_TABLE: Final = "embeddings"
+
+_RULES: Final = (
+    RuleSlots(rule="adagrad", names={"accumulators": "accumulators"}),
+    RuleSlots(
+        rule="adagrad_momentum",
+        names={"accumulators": "accumulators", "momenta": "momenta"},
+    ),
+    RuleSlots(
+        rule="ftrl", names={"accumulators": "accumulators", "linears": "linears"}
+    ),
+    RuleSlots(rule="adam", names={"momenta": "momenta", "velocities": "velocities"}),
+    # Names of the Keras optimizers.
+    RuleSlots(rule="adagrad", names={"accumulators": "accumulator"}),
+    RuleSlots(rule="ftrl", names={"accumulators": "accumulator", "linears": "linear"}),
+    RuleSlots(rule="adam", names={"momenta": "m", "velocities": "v"}),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Variable:
+    """A variable of a checkpoint.
+
+    Attributes:
+      path: names of the objects that lead to it.
+      array: its value.
+      slots: slot variables of a Keras optimizer, by name.
+    """
+
+    path: tuple[str, ...]
+    array: RowArray
+    slots: dict[str, RowArray]
+
+
+def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
+    """Returns the prefix of the checkpoint that a path means, or None.
+
+    Args:
+      path: prefix, index file, directory of checkpoints, whose latest one is meant, or
+        directory of a SavedModel.
+    """
+    if path.suffix == ".index":
+        path = path.with_suffix("")
+    if path.with_name(path.name + ".index").is_file():
+        return path
+    if (path / "variables" / "variables.index").is_file():
+        return path / "variables" / "variables"
+    state = path / "checkpoint"
+    if state.is_file():
+        latest = re.search(r'^model_checkpoint_path: "(.*)"', state.read_text(), re.M)
+        if latest:
+            return path / latest.group(1)
+    return None
+
+
+def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
+    """Opens a checkpoint.
+
+    Tables have the names of their variables; where two have one name, the names of the
+    objects before it are put in front, with `/` between.
+
+    Args:
+      prefix: path of its index, without `.index`.
+
+    Raises:
+      CheckpointError: if it is damaged, or has no tables.
+    """
+    bundle = TensorBundle(prefix)
+    origin = f"TensorFlow checkpoint {prefix}"
+    arrays = bundle.arrays()
+    variables = _variables(arrays)
+    stacked = [
+        key.removesuffix(_VALUE)
+        for key in bundle.keys()
+        if key.removesuffix(_VALUE).split("/")[-1] == _LAYOUTS
+    ]
+    tables: dict[tuple[str, ...], SourceTable] = {}
+    for key in stacked:
+        parent = _path_of(key)[:-1]
+        message = bundle.string(key + _VALUE) or b""
+        for layout in _layouts(message, origin):
+            tables[*parent, layout.name] = _stacked_table(
+                layout, parent, variables, origin
+            )
+    if not stacked:
+        tables = _plain_tables(variables)
+    if not tables:
+        raise CheckpointError(f"{origin} has no tables: no variables of two axes.")
+    return TableSource(origin=origin, tables=_named(tables), rules=_RULES)
+
+
+def _variables(arrays: Mapping[str, RowArray]) -> dict[tuple[str, ...], _Variable]:
+    """Returns the variables by path, with the slot variables of Keras optimizers."""
+    variables = {
+        path: _Variable(path, array, {})
+        for key, array in arrays.items()
+        if _SLOT not in key
+        for path in [_path_of(key.removesuffix(_VALUE))]
+    }
+    for key, array in arrays.items():
+        if _SLOT in key:
+            owner, slot = key.removesuffix(_VALUE).split(_SLOT)
+            variable = variables.get(_path_of(owner))
+            if variable is not None:
+                variable.slots[_path_of(slot)[-1]] = array
+    return variables
+
+
+def _path_of(key: str) -> tuple[str, ...]:
+    """Returns the names of a path. In a name, `.S` is a slash, and `..` a dot."""
+    replaced = {"..": ".", ".S": "/"}
+    return tuple(
+        re.sub(r"\.[.S]", lambda match: replaced[match.group()], name)
+        for name in key.split("/")
+    )
+
+
+def _siblings(
+    path: tuple[str, ...], variables: Mapping[tuple[str, ...], _Variable]
+) -> dict[str, RowArray]:
+    """Returns the slot variables that lie beside a variable, as `name/slot`."""
+    *parent, name = path
+    return {
+        other.path[-1].removeprefix(f"{name}/"): other.array
+        for other in variables.values()
+        if other.path[:-1] == tuple(parent) and other.path[-1].startswith(f"{name}/")
+    }
+
+
+def _plain_tables(
+    variables: Mapping[tuple[str, ...], _Variable],
+) -> dict[tuple[str, ...], SourceTable]:
+    """Returns the tables that are variables of their own."""
+    is_tfrs = any(_TFRS_LAYER in path for path in variables)
+    tables = {}
+    for path, variable in variables.items():
+        *parent, name = path
+        is_slot = any(
+            (*parent, name[:i]) in variables for i, c in enumerate(name) if c == "/"
+        )
+        is_other = is_tfrs and _TFRS_LAYER not in path and name != _KERAS_TABLE
+        if len(variable.array.shape) == 2 and not is_slot and not is_other:
+            slots = variable.slots or _siblings(path, variables)
+            tables[path] = SourceTable(values=variable.array, slots=slots)
+    return tables
+
+
+def _stacked_table(
+    layout: StackedTable,
+    parent: tuple[str, ...],
+    variables: Mapping[tuple[str, ...], _Variable],
+    origin: str,
+) -> SourceTable:
+    path = (*parent, layout.stack_name)
+    if path not in variables:
+        raise CheckpointError(
+            f"{origin} lacks the stack {layout.stack_name!r} of table {layout.name!r}."
+        )
+    stack = variables[path]
+    slots = stack.slots or _siblings(path, variables)
+    return SourceTable(
+        values=read_stacked(stack.array, layout, origin),
+        slots={
+            name: read_stacked(slot, layout, origin) for name, slot in slots.items()
+        },
+    )
+
+
+def _named(
+    tables: Mapping[tuple[str, ...], SourceTable],
+) -> dict[str, SourceTable]:
+    """Returns the tables by the shortest end of their paths that no other has."""
+    named = {}
+    for path, table in tables.items():
+        length = 1
+        while sum(other[-length:] == path[-length:] for other in tables) > 1:
+            length += 1
+        named["/".join(path[-length:])] = table
+    return named
+
+
+def _layouts(message: bytes, origin: str) -> list[StackedTable]:
+    """Returns the tables of a message `SparseCoreTableLayouts`."""
+    try:
+        return [
+            _layout(value)
+            for number, value in fields(message)
+            if number == 1 and isinstance(value, bytes)
+        ]
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"The layouts of {origin} are damaged: {error!r}."
+        ) from None
+
+
+def _layout(message: bytes) -> StackedTable:
+    values: dict[int, Field] = {}
+    shape: list[int] = []
+    for number, value in fields(message):
+        if number == 6:
+            shape += packed_integers(value)
+        else:
+            values[number] = value
+
+    def text(number: int) -> str:
+        value = values[number]
+        return value.decode() if isinstance(value, bytes) else str(value)
+
+    def integer(number: int) -> int:
+        value = values.get(number, 0)
+        return value if isinstance(value, int) else 0
+
+    vocabulary_size, dim = shape
+    return StackedTable(
+        name=text(1),
+        stack_name=text(2),
+        vocabulary_size=vocabulary_size,
+        dim=dim,
+        num_shards=integer(3),
+        row_offset=integer(8),
+        rotation=integer(9),
+    )

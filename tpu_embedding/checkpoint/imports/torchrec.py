@@ -1,0 +1,81 @@
+"""Reads the names of TorchRec's state dicts.
+
+A table is `...embedding_bags.NAME.weight`, or `...embeddings.NAME.weight` for
+sequences. A fused optimizer names its slot variables `...NAME.momentum1` and
+`...NAME.momentum2`, or `...NAME.weight.momentum_1`, whatever the rule.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from tpu_embedding.checkpoint.imports.source import (
+    RowArray,
+    RuleSlots,
+    SourceTable,
+    TableSource,
+)
+
+_WEIGHT: Final = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.(.+)\.weight")
+
+_SLOT: Final = re.compile(r"(.*?)\.(?:weight\.)?momentum_?([12])")
+
+_RULES: Final = (
+    RuleSlots(rule="adagrad", names={"accumulators": "momentum1"}),
+    RuleSlots(rule="adam", names={"momenta": "momentum1", "velocities": "momentum2"}),
+    RuleSlots(
+        rule="moments", names={"momenta": "momentum1", "velocities": "momentum2"}
+    ),
+)
+
+
+def is_state_dict(arrays: Mapping[str, RowArray]) -> bool:
+    """Returns True if the names are those of TorchRec's collections of tables."""
+    return any(_WEIGHT.fullmatch(name) for name in arrays)
+
+
+def tables_of_state_dict(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
+    """Returns the tables of a state dict.
+
+    Tables of one name in two collections get the whole name of their tensor.
+
+    Args:
+      arrays: by the names of the state dict.
+      origin: format and path, for messages.
+    """
+    matches = {
+        key: match.group(1) for key in arrays if (match := _WEIGHT.fullmatch(key))
+    }
+    names = list(matches.values())
+    return TableSource(
+        origin=origin,
+        tables={
+            key if names.count(name) > 1 else name: SourceTable(
+                values=arrays[key], slots=_slots(arrays, key, name)
+            )
+            for key, name in matches.items()
+        },
+        rules=_RULES,
+    )
+
+
+def _slots(arrays: Mapping[str, RowArray], key: str, name: str) -> dict[str, RowArray]:
+    """Returns the slot variables of a table, `[rows]` in place of `[rows, 1]`."""
+    collection = key.removesuffix(".weight")
+    found: dict[str, list[str]] = {}
+    for other in arrays:
+        match = _SLOT.fullmatch(other)
+        if match and (match[1] == name or match[1].endswith(f".{name}")):
+            found.setdefault(f"momentum{match[2]}", []).append(other)
+    slots = {}
+    for slot, keys in found.items():
+        # Two collections may have a table of this name.
+        own = [other for other in keys if collection in other] or keys
+        if len(own) == 1:
+            array = arrays[own[0]]
+            is_column = len(array.shape) == 2 and array.shape[1] == 1
+            has_one_column = arrays[key].shape[1:] == (1,)
+            slots[slot] = (
+                array.squeezed() if is_column and not has_one_column else array
+            )
+    return slots
