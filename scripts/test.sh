@@ -5,7 +5,8 @@
 #       test that is not marked `full`. The tests build the docs, too.
 #   scripts/test.sh --all [-- PYTEST_OPTIONS]
 #       The full tier, for continuous integration: also the tests marked `full`, the
-#       wheel, and Python 3.11 if that interpreter is there.
+#       wheel, the export to TensorFlow in an environment of its own, and Python 3.11
+#       if that interpreter is there.
 #   scripts/test.sh --exhaustive [-- PYTEST_OPTIONS]
 #       The exhaustive tier, for before a release: also the tests marked `exhaustive`.
 set -euo pipefail
@@ -50,6 +51,13 @@ check_python311() {
         -k "not eight and not 8devices"
 }
 
+# TensorFlow is large, and no other test needs it.
+check_tensorflow() {
+    local VENV=.venv-tf
+    setup_environment dev,serving,tf
+    TF_CPP_MIN_LOG_LEVEL=2 python -m pytest -n0 tests/export/test_saved_model.py
+}
+
 section "environment"
 setup_environment dev,docs,tpu
 export JAX_PLATFORMS=cpu
@@ -63,6 +71,8 @@ pyright --pythonpath "$(command -v python)"
 if [ "$tier" != quick ]; then
     section "wheel, from another directory"
     bash scripts/check_wheel.sh
+    section "TensorFlow"
+    (check_tensorflow)
     section "Python 3.11"
     (check_python311)
 fi

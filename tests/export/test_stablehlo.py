@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import pathlib
 import re
@@ -322,6 +323,20 @@ def test_models_that_cannot_be_exported(tmp_path):
     with pytest.raises(te.export.ExportError, match="must be a new directory"):
         te.export.save(layer, tmp_path / "full", np.array([1]))
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+@pytest.mark.parametrize(
+    ("save", "package", "extra"),
+    [
+        (te.export.save, "flatbuffers", "serving"),
+        (te.export.save_saved_model, "tensorflow", "tf"),
+    ],
+)
+def test_missing_packages_are_named(tmp_path, monkeypatch, save, package, extra):
+    layer = te.TPUEmbedding(FEATURES["user"], mesh=mesh_of(1), rngs=nnx.Rngs(0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(te.export.ExportError, match=rf"{package}.*\[{extra}\]"):
+        save(layer, tmp_path / "served", np.array([1]))
 
 
 def with_feature(name, value):

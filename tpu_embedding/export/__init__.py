@@ -1,9 +1,10 @@
 """Export for serving: programs and tables that need neither the model nor its mesh.
 
 `save` writes a StableHLO program with the tables beside it, `load` runs it.
-`save_tables` writes the tables alone.
+`save_saved_model` writes a TensorFlow SavedModel, `save_tables` the tables alone.
 """
 
+from tpu_embedding.export.saved_model import save_saved_model as save_saved_model
 from tpu_embedding.export.signature import ExportError as ExportError
 from tpu_embedding.export.stablehlo import ServedModel as ServedModel
 from tpu_embedding.export.stablehlo import load as load

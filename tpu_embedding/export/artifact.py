@@ -11,7 +11,7 @@ import json
 import pathlib
 import shutil
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import jax
@@ -23,10 +23,9 @@ from tpu_embedding.export.row_formats import (
     RoundingError,
     RowFormat,
     encode,
-    stored_spec,
 )
 from tpu_embedding.export.signature import ExportError
-from tpu_embedding.export.table_source import TableSource, read_tables
+from tpu_embedding.export.table_source import TableBlock, TableSource, read_tables
 from tpu_embedding.export.tensor_files import TensorFile
 
 DOCUMENT_FILE: Final = "export.json"
@@ -82,34 +81,55 @@ def write_table_files(
       The entry of each table in the document: file, shape, dtype, rounding error.
     """
     (directory / TABLES_DIR).mkdir()
-    files, errors, entries = {}, {}, {}
+    files = {}
     for name, source in sources.items():
-        config = source.table.config
-        spec = stored_spec(config.vocabulary_size, config.dim, row_format)
-        # Names may hold slashes, and whatever else a file's name cannot.
-        path = f"{TABLES_DIR}/{urllib.parse.quote(name, safe='')}.safetensors"
-        metadata = {"row_format": row_format, "dim": str(config.dim)}
-        files[name] = TensorFile(directory / path, {name: spec}, metadata)
-        errors[name] = RoundingError()
-        entries[name] = {
-            "file": path,
-            "vocabulary_size": config.vocabulary_size,
-            "dim": config.dim,
-            "row_format": row_format,
-            "dtype": str(spec.dtype),
-            "shape": list(spec.shape),
-        }
+        metadata = {"row_format": row_format, "dim": str(source.table.config.dim)}
+        specs = {name: source.stored_spec(row_format)}
+        files[name] = TensorFile(directory / _file_of_table(name), specs, metadata)
+    errors = {name: RoundingError() for name in sources}
+    for name, start, rows in encoded_blocks(sources, row_format, errors):
+        files[name].write(name, start, rows)
+    return {
+        name: {"file": _file_of_table(name)}
+        | describe_table(source, row_format, errors[name])
+        for name, source in sources.items()
+    }
+
+
+def encoded_blocks(
+    sources: Mapping[str, TableSource],
+    row_format: RowFormat,
+    errors: Mapping[str, RoundingError],
+) -> Iterator[TableBlock]:
+    """Yields the rows of some tables as they are stored, and adds up their errors."""
     for name, start, rows in read_tables(sources):
         stored = encode(rows, row_format, f"table {name!r}")
-        files[name].write(name, start, stored)
         errors[name].add(rows, stored)
-    for name, error in errors.items():
-        entries[name]["error"] = {
+        yield TableBlock(name, start, stored)
+
+
+def describe_table(
+    source: TableSource, row_format: RowFormat, error: RoundingError
+) -> dict[str, Any]:
+    """Returns the entry of a table in the document."""
+    spec = source.stored_spec(row_format)
+    return {
+        "vocabulary_size": source.table.config.vocabulary_size,
+        "dim": source.table.config.dim,
+        "row_format": row_format,
+        "dtype": str(spec.dtype),
+        "shape": list(spec.shape),
+        "error": {
             "largest": error.largest,
             "root_mean_square": error.root_mean_square,
             "relative": error.relative,
-        }
-    return entries
+        },
+    }
+
+
+def _file_of_table(name: str) -> str:
+    # Names may hold slashes, and other characters that a file's name cannot.
+    return f"{TABLES_DIR}/{urllib.parse.quote(name, safe='')}.safetensors"
 
 
 def write_document(directory: pathlib.Path, document: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from flax import nnx
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.export.example import Example, ids_of
-from tpu_embedding.export.row_formats import RowFormat, stored_spec
+from tpu_embedding.export.row_formats import RowFormat
 from tpu_embedding.export.signature import (
     BATCH,
     OUTPUT,
@@ -220,12 +220,8 @@ def _with_lookups(each: Input, lookups: tuple[Lookup, ...]) -> Input:
 def _table_specs(
     sources: Mapping[str, TableSource], row_format: RowFormat
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    specs = {}
-    for name, source in sources.items():
-        config = source.table.config
-        spec = stored_spec(config.vocabulary_size, config.dim, row_format)
-        specs[name] = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
-    return specs
+    specs = {name: source.stored_spec(row_format) for name, source in sources.items()}
+    return {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in specs.items()}
 
 
 def _array_structs(

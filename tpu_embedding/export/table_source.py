@@ -7,7 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from flax import nnx
 
+from tpu_embedding.export.row_formats import RowFormat, stored_spec
 from tpu_embedding.export.signature import ExportError
+from tpu_embedding.export.tensor_files import TensorSpec
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.plan import TablePlan
@@ -25,6 +27,11 @@ class TableSource:
 
     layer: TPUEmbedding
     table: TablePlan
+
+    def stored_spec(self, row_format: RowFormat) -> TensorSpec:
+        """Returns the shape and dtype of the exported table."""
+        config = self.table.config
+        return stored_spec(config.vocabulary_size, config.dim, row_format)
 
 
 class TableBlock(NamedTuple):
