@@ -1,5 +1,6 @@
 """Tests the checkpoints of a run: saving, restoring, deletion and errors."""
 
+import datetime
 from typing import NamedTuple
 
 import jax
@@ -134,3 +135,69 @@ def test_every_difference_is_named(checkpoints):
     assert "old: only in the checkpoint" in message
     assert "new: not in the checkpoint" in message
     assert "sizes" not in message
+
+
+def damage(checkpoints, step):
+    """Flips a bit of a file of a checkpoint."""
+    path = checkpoints.directory / str(step) / "state" / "state.json"
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Three checkpoints, of which the last two are damaged."""
+    checkpoints = RunCheckpoints(tmp_path / "checkpoints", kept=3)
+    for step in (1, 2, 3):
+        checkpoints.save(step, make_state(step), DESCRIPTION)
+    checkpoints.wait()
+    for step in (2, 3):
+        damage(checkpoints, step)
+    yield checkpoints
+    checkpoints.close()
+
+
+def test_an_older_checkpoint_is_used_on_request_only(three):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoints/3/state/state.json.*damage"
+    ):
+        three.restore(make_state(0), DESCRIPTION)
+    step, restored = three.restore(make_state(0), DESCRIPTION, fallback="older")
+    assert step == three.latest_step == 1
+    np.testing.assert_array_equal(
+        restored["tables"]["stack_0"], make_state(1)["tables"]["stack_0"]
+    )
+    # The run comes to the damaged steps again. They are kept under another name.
+    three.save(2, make_state(2), DESCRIPTION)
+    three.wait()
+    names = sorted(p.name for p in three.directory.iterdir())
+    assert names == ["1", "2", "damaged-2", "damaged-3"]
+    reopened = RunCheckpoints(three.directory, kept=3)
+    assert reopened.restore(make_state(0), DESCRIPTION)[0] == 2
+    reopened.close()
+
+
+def test_no_checkpoint_is_whole(three):
+    damage(three, 1)
+    with pytest.raises(CheckpointError, match="(?s)is whole.*/3/.*/2/.*/1/"):
+        three.restore(make_state(0), DESCRIPTION, fallback="older")
+    assert three.steps == [1, 2, 3]
+
+
+def test_another_run_is_not_restored_as_a_fallback(three):
+    with pytest.raises(CheckpointError, match="run.seed: 0 in the checkpoint, 1 now"):
+        three.restore(
+            make_state(0), DESCRIPTION | {"run": {"seed": 1}}, fallback="older"
+        )
+
+
+def test_one_checkpoint_per_interval_is_kept(tmp_path):
+    checkpoints = RunCheckpoints(
+        tmp_path / "all", kept=1, keep_every=datetime.timedelta(microseconds=1)
+    )
+    for step in (1, 2, 3):
+        checkpoints.save(step, make_state(step), DESCRIPTION)
+    checkpoints.wait()
+    assert checkpoints.steps == [1, 2, 3]
+    checkpoints.close()

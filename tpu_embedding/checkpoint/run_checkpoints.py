@@ -24,7 +24,11 @@ from tpu_embedding.checkpoint.errors import (
 )
 from tpu_embedding.checkpoint.format import describe
 from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
-from tpu_embedding.checkpoint.state_handler import HOST_BYTES, SaveState
+from tpu_embedding.checkpoint.state_handler import (
+    ASYNC_OPTIONS,
+    HOST_BYTES,
+    SaveState,
+)
 from tpu_embedding.plan.plan import EmbeddingPlan
 
 T = TypeVar("T")
@@ -83,6 +87,7 @@ class RunCheckpoints:
             keep_time_interval=keep_every,
             create=True,
             cleanup_tmp_directories=True,
+            async_options=ASYNC_OPTIONS,
         )
         with errors_of_writing(self.directory):
             self._manager = ocp.CheckpointManager(self.directory, options=options)

@@ -16,6 +16,7 @@ from tpu_embedding.checkpoint.differences import (
 from tpu_embedding.checkpoint.errors import CheckpointError, errors_of_writing
 from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
 from tpu_embedding.checkpoint.state_handler import (
+    ASYNC_OPTIONS,
     HOST_BYTES,
     SaveState,
     StateHandler,
@@ -72,7 +73,10 @@ def save(
             f"The directory {path} exists; give another one, or overwrite=True."
         )
     with errors_of_writing(path):
-        with contextlib.closing(ocp.AsyncCheckpointer(StateHandler())) as checkpointer:
+        checkpointer = ocp.AsyncCheckpointer(
+            StateHandler(), async_options=ASYNC_OPTIONS
+        )
+        with contextlib.closing(checkpointer):
             checkpointer.save(path, args=args, force=overwrite)
 
 

@@ -39,6 +39,10 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 HOST_BYTES: Final = 2**29
 """Default of the rows that wait in host memory to be written."""
 
+ASYNC_OPTIONS: Final = ocp.AsyncOptions(create_directories_asynchronously=False)
+"""Directories are made at once: orbax waits five minutes for one that cannot be made in
+the background."""
+
 
 class StateHandler(ocp.AsyncCheckpointHandler):
     """Saves and restores states; orbax makes one for `SaveState` and `RestoreState`."""

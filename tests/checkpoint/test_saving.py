@@ -1,0 +1,542 @@
+"""Saving and restoring states of all kinds, in whole and in part, and damage to files."""
+
+import json
+import pathlib
+import resource
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding.checkpoint import CheckpointError, DamagedCheckpointError
+from tpu_embedding.tables import row_windows
+
+SIZES = {"movie": 40, "user": 7}
+RULE = te.optimizers.adagrad(0.1)
+
+
+def plan_of(sizes=SIZES, *, devices=2, dim=4, rules=RULE, dtypes=(), **options):
+    if not isinstance(rules, dict):
+        rules = dict.fromkeys(sizes, rules)
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(
+                vocabulary_size=size,
+                dim=dim,
+                name=name,
+                optimizer=rules[name],
+                dtype=dict(dtypes).get(name, "float32"),
+            )
+        )
+        for name, size in sizes.items()
+    }
+    return te.make_plan(features, mesh_of(devices), **options)
+
+
+def state_of(plan, seed=0):
+    tables = te.init_tables(plan, jax.random.key(seed))
+    return {"tables": tables, "slots": te.init_slots(tables, plan), "step": 3 + seed}
+
+
+def with_random_slots(state, plan):
+    random = np.random.default_rng(0)
+    values = te.slot_values(state["slots"], plan)
+    new = jax.tree.map(lambda x: random.uniform(1, 2, x.shape), values)
+    return state | {"slots": te.with_slot_values(state["slots"], new, plan)}
+
+
+def numbers_of(state, plan):
+    slots = te.slot_values(state["slots"], plan, "all")
+    return te.unstack_tables(state["tables"], plan), slots
+
+
+def check_equal(got, wanted):
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_of()
+
+
+@pytest.fixture(scope="module")
+def saved(plan, tmp_path_factory):
+    """A directory with a state, and its numbers. Tables have several chunks."""
+    directory = tmp_path_factory.mktemp("saved") / "checkpoint"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_windows, "_MIN_BLOCK_BYTES", 128)
+        state = with_random_slots(state_of(plan), plan)
+        te.save(directory, state, plan=plan)
+    return directory, numbers_of(state, plan)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(row_windows, "_MIN_BLOCK_BYTES", 128)
+
+
+@pytest.mark.quick_cases("3")
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_state_moves_to_other_devices(saved, devices, small_blocks):
+    directory, numbers = saved
+    other = plan_of(dict(reversed(SIZES.items())), devices=devices)
+    restored = te.restore(directory, state_of(other, 1), plan=other)
+    check_equal(numbers_of(restored, other), numbers)
+    assert restored["step"] == 3
+
+
+def test_shapes_are_enough(saved, plan):
+    directory, numbers = saved
+    shapes = jax.eval_shape(lambda: state_of(plan) | {"step": 0})
+    restored = te.restore(directory, shapes | {"step": 0}, plan=plan)
+    check_equal(numbers_of(restored, plan), numbers)
+
+
+@pytest.mark.quick_cases("int8")
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_narrow_tables_keep_their_bits(dtype, tmp_path):
+    rule = None if dtype == "int8" else RULE
+    plan = plan_of(rules={"movie": rule, "user": RULE}, dtypes={"movie": dtype})
+    state = state_of(plan)
+    lines = jax.tree.map(np.asarray, state["tables"])
+    te.save(tmp_path / "a", state, plan=plan)
+    restored = te.restore(tmp_path / "a", state_of(plan, 1), plan=plan)
+    check_equal(jax.tree.leaves(restored["tables"]), jax.tree.leaves(lines))
+    values = te.checkpoint.read_table(tmp_path / "a", "movie", [5, 30])
+    wanted = te.unstack_tables(restored["tables"], plan)["movie"][[5, 30]]
+    np.testing.assert_array_equal(np.float32(values), wanted)
+
+
+def test_other_programs_read_the_arrays(saved):
+    directory, (tables, slots) = saved
+    read = ocp.PyTreeCheckpointer().restore(directory / "tables")
+    for name in SIZES:
+        np.testing.assert_array_equal(read[name]["values"], tables[name])
+        check_equal(read[name]["slots"], slots[name])
+
+
+def test_a_checkpoint_is_read_without_its_plan(saved):
+    directory, (tables, slots) = saved
+    record = te.checkpoint.describe(directory)
+    assert record.tables["movie"].vocabulary_size == 40
+    assert record.tables["movie"].values.chunk_rows == 8
+    assert record.dense == {"step": "int"}
+    read = te.checkpoint.read_table
+    np.testing.assert_array_equal(read(directory, "movie"), tables["movie"])
+    rows = [17, 0, 39, 17]
+    np.testing.assert_array_equal(read(directory, "movie", rows), tables["movie"][rows])
+    part = read(directory, "movie", slice(5, 20), slot="accumulators")
+    np.testing.assert_array_equal(part, slots["movie"]["accumulators"][5:20])
+    with pytest.raises(IndexError, match="between 0 and 39, got 40"):
+        read(directory, "movie", [40])
+    with pytest.raises(CheckpointError, match="no table 'film', only"):
+        read(directory, "film")
+    with pytest.raises(CheckpointError, match="no slot variable 'mu', only"):
+        read(directory, "movie", slot="mu")
+
+
+class Towers(nnx.Module):
+    """Two layers whose tables have one name, a dense layer and a random stream."""
+
+    def __init__(self, devices, rngs, rule=RULE):
+        mesh = mesh_of(devices)
+        self.first, self.second = (
+            te.TPUEmbedding(
+                te.FeatureConfig(
+                    table=te.TableConfig(vocabulary_size=size, dim=4, name="item")
+                ),
+                rule,
+                mesh=mesh,
+                rngs=rngs,
+            )
+            for size in (20, 30)
+        )
+        self.linear = nnx.Linear(4, 1, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+def towers_of(devices, seed):
+    model = Towers(devices, nnx.Rngs(seed))
+    return model, te.Optimizer(model, optax.adam(1e-2))
+
+
+def leaves_of(model, optimizer):
+    dense = nnx.state((model, optimizer), (nnx.Param, nnx.OptState, nnx.RngState))
+    raw = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in jax.tree.leaves(dense)
+    ]
+    tables = [model.first.embedding_tables(), model.second.embedding_tables()]
+    return jax.tree.map(np.asarray, (raw, tables, optimizer.slot_values("all")))
+
+
+def test_modules_are_restored_in_place(tmp_path):
+    model, optimizer = towers_of(8, 0)
+    wanted = leaves_of(model, optimizer)
+    te.save(tmp_path / "a", (model, optimizer), description={"epoch": 2})
+    record = te.checkpoint.describe(tmp_path / "a")
+    assert sorted(record.tables) == ["first/item", "second/item"]
+    assert record.description == {"epoch": 2}
+    new = towers_of(3, 1)
+    assert te.restore(tmp_path / "a", new) == new
+    check_equal(leaves_of(*new), wanted)
+    # For serving: the model without its optimizer.
+    served = Towers(1, nnx.Rngs(2))
+    te.restore(tmp_path / "a", (served,))
+    check_equal(served.second.embedding_tables(), wanted[1][1])
+    np.testing.assert_array_equal(served.linear.kernel, model.linear.kernel)
+
+
+@pytest.mark.full
+def test_own_checkpoint_manager(tmp_path):
+    pair, new = towers_of(8, 0), towers_of(3, 1)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(4, args=te.checkpoint.SaveState(pair))
+        manager.wait_until_finished()
+        manager.restore(4, args=te.checkpoint.RestoreState(new))
+        both = ocp.args.Composite(
+            state=te.checkpoint.SaveState(pair),
+            epoch=ocp.args.JsonSave({"epoch": 1}),
+        )
+    check_equal(leaves_of(*new), leaves_of(*pair))
+    with ocp.CheckpointManager(tmp_path / "items") as manager:
+        manager.save(4, args=both)
+    te.restore(tmp_path / "items" / "4", towers_of(1, 2))
+    assert te.checkpoint.read_table(tmp_path / "4", "first/item").shape == (20, 4)
+
+
+@pytest.mark.full
+def test_linen_train_state(tmp_path):
+    class Model(nn.Module):
+        plan: te.EmbeddingPlan
+
+        @nn.compact
+        def __call__(self, ids):
+            rows = te.linen.TPUEmbedding(self.plan, name="embedding")(ids)
+            return nn.Dense(1)(rows["movie"])
+
+    def make(devices, seed):
+        plan = plan_of(devices=devices)
+        model, ids = Model(plan), {name: jnp.arange(6) for name in SIZES}
+        variables = model.init(jax.random.key(seed), ids)
+        return te.linen.TrainState.create(
+            apply_fn=model.apply, variables=variables, tx=optax.adam(0.1)
+        )
+
+    old, new = make(8, 0), make(3, 1)
+    te.save(tmp_path / "a", old)
+    new = te.restore(tmp_path / "a", new)
+    tables = te.linen.embedding_tables
+    check_equal(tables(new.variables), tables(old.variables))
+    check_equal(new.variables["params"], old.variables["params"])
+    check_equal(new.opt_state, old.opt_state)
+
+
+def test_a_part_under_another_name(saved, plan):
+    directory, numbers = saved
+    sizes = {"film": 40, "user": 7, "new": 9}
+    other = plan_of(sizes)
+    state = state_of(other, 1)
+    before = numbers_of(state, other)
+    restored = te.restore(
+        *(directory, state),
+        plan=other,
+        tables=["film"],
+        rename={"film": "movie"},
+        dense="keep",
+    )
+    for now, old, was in zip(numbers_of(restored, other), numbers, before, strict=True):
+        check_equal(now["film"], old["movie"])
+        check_equal(now["user"], was["user"])
+        check_equal(now["new"], was["new"])
+    assert restored["step"] == 4
+
+
+def test_a_grown_table_has_initial_values_in_new_rows(saved):
+    directory, (tables, slots) = saved
+    other = plan_of({"movie": 55, "user": 7}, devices=3)
+    fresh = numbers_of(state_of(other), other)
+    restored = te.restore(directory, state_of(other), plan=other)
+    new_tables, new_slots = numbers_of(restored, other)
+    for new, old, first in (
+        (new_tables["movie"], tables["movie"], fresh[0]["movie"]),
+        *(
+            (new_slots["movie"][name], slots["movie"][name], fresh[1]["movie"][name])
+            for name in slots["movie"]
+        ),
+    ):
+        np.testing.assert_array_equal(new[:40], old)
+        np.testing.assert_array_equal(new[40:], first[40:])
+    check_equal(new_tables["user"], tables["user"])
+
+
+@pytest.mark.quick_cases("None")
+@pytest.mark.parametrize("tables", [None, ["movie"]])
+def test_slots_start_anew_on_request(saved, tables):
+    directory, numbers = saved
+    other = plan_of(rules=te.optimizers.momentum(0.1))
+    state = with_random_slots(state_of(other, 1), other)
+    before = numbers_of(state, other)
+    with pytest.raises(CheckpointError, match="slots='initialize'"):
+        te.restore(directory, state, plan=other, tables=tables)
+    restored = te.restore(
+        directory, state, plan=other, slots="initialize", tables=tables
+    )
+    new_tables, new_slots = numbers_of(restored, other)
+    check_equal(new_tables["movie"], numbers[0]["movie"])
+    assert not new_slots["movie"]["trace"].any()
+    if tables:
+        check_equal(new_slots["user"], before[1]["user"])
+    else:
+        assert not new_slots["user"]["trace"].any()
+
+
+@pytest.mark.full
+def test_hyperparameters_in_the_state_come_back(tmp_path):
+    rule = optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=0.1)
+    plan, other = plan_of(rules=rule), plan_of(rules=rule, devices=3)
+    state = state_of(plan)
+    slots = te.optimizers.with_hyperparameters(state["slots"], learning_rate=0.025)
+    te.save(tmp_path / "a", state | {"slots": slots}, plan=plan)
+    restored = te.restore(tmp_path / "a", state_of(other), plan=other)
+    value = restored["slots"]["stack_0"].hyperparams["learning_rate"]
+    assert float(value) == np.float32(0.025)
+
+
+LEARNING_RATES = {
+    "another rate": (te.optimizers.adagrad(0.1), te.optimizers.adagrad(0.2)),
+    "another schedule": (
+        te.optimizers.adagrad(optax.cosine_decay_schedule(0.1, 100)),
+        te.optimizers.adagrad(optax.linear_schedule(0.1, 0.0, 50)),
+    ),
+    "optax": (optax.adam(0.1), optax.adam(0.2)),
+}
+
+
+@pytest.mark.quick_cases("another rate")
+@pytest.mark.parametrize("rules", LEARNING_RATES.values(), ids=LEARNING_RATES)
+def test_learning_rates_may_change(rules, tmp_path):
+    old, new = (plan_of(rules=rule) for rule in rules)
+    te.save(tmp_path / "a", state_of(old), plan=old)
+    te.restore(tmp_path / "a", state_of(new), plan=new)
+
+
+OTHER_PLANS = {
+    "dim": (dict(dim=8), "table 'movie': dim 4 in the checkpoint, 8 now"),
+    "dtype": (
+        dict(dtypes={"movie": "float16"}),
+        "table 'movie': dtype float32 in the checkpoint, float16 now",
+    ),
+    "shrunk": (
+        dict(sizes={"movie": 39, "user": 7}),
+        "'movie': vocabulary_size 40 in the checkpoint, 39 now",
+    ),
+    "missing": (
+        dict(sizes={"movie": 40, "film": 7}),
+        "table 'film': not in the checkpoint\n  table 'user': only in the checkpoint",
+    ),
+    "epsilon": (
+        dict(rules=te.optimizers.adagrad(0.1, epsilon=1e-3)),
+        "'movie': scale_by_adagrad.epsilon: 0.0 in the checkpoint, 0.001 now",
+    ),
+    "rule": (
+        dict(rules=te.optimizers.momentum(0.1)),
+        "table 'user': slot 'accumulators' only in the checkpoint",
+    ),
+    "rule of equal slots": (
+        dict(rules=te.optimizers.proximal_adagrad(0.1)),
+        "scale_by_adagrad: only in the checkpoint",
+    ),
+    "every row": (
+        dict(rules=te.optimizers.every_row(optax.adagrad(0.1))),
+        "rows: 'touched' in the checkpoint, 'every' now",
+    ),
+    "not trained": (
+        dict(rules={"movie": RULE, "user": None}),
+        "table 'user': an optimizer in the checkpoint, no optimizer now",
+    ),
+}
+
+
+@pytest.mark.quick_cases("shrunk", "rule of equal slots")
+@pytest.mark.parametrize(("change", "message"), OTHER_PLANS.values(), ids=OTHER_PLANS)
+def test_differences_are_listed_and_nothing_changes(saved, change, message):
+    directory, _ = saved
+    other = plan_of(**change)
+    state = state_of(other, 1)
+    before = numbers_of(state, other)
+    with pytest.raises(CheckpointError) as error:
+        te.restore(directory, state, plan=other)
+    assert message in str(error.value)
+    check_equal(numbers_of(state, other), before)
+
+
+def test_all_differences_come_at_once(saved):
+    directory, _ = saved
+    other = plan_of({"movie": 39, "film": 7}, rules=te.optimizers.sgd(0.1))
+    state = state_of(other) | {"step": jnp.ones(2), "more": 1}
+    with pytest.raises(CheckpointError) as error:
+        te.restore(directory, state, plan=other)
+    for part in ("'film'", "'user'", "39 now", "'accumulators'", "step: int", "more:"):
+        assert part in str(error.value)
+    for way_out in ("tables=", "read_table", "slots='initialize'", "dense='keep'"):
+        assert way_out in str(error.value)
+
+
+@pytest.mark.full
+def test_rules_are_not_compared_on_request(saved, plan):
+    directory, numbers = saved
+    other = plan_of(rules=te.optimizers.adagrad(0.1, epsilon=1e-3))
+    restored = te.restore(directory, state_of(other), plan=other, rules="ignore")
+    check_equal(numbers_of(restored, other), numbers)
+
+
+@pytest.mark.full
+def test_tables_of_one_stack_share_their_counts(tmp_path):
+    schedule = optax.cosine_decay_schedule(0.1, 100)
+    rules = {name: te.optimizers.adagrad(schedule) for name in SIZES}
+    apart = plan_of(rules=rules)
+    assert len(apart.stacks) == 2
+    state = state_of(apart)
+    slots = te.with_slot_values(state["slots"], {"movie": {"count": 5}}, apart)
+    te.save(tmp_path / "a", state | {"slots": slots}, plan=apart)
+    together = plan_of(rules=rules["movie"])
+    with pytest.raises(CheckpointError, match="share 'count' now.*5 for 'movie', 0"):
+        te.restore(tmp_path / "a", state_of(together), plan=together)
+
+
+WRONG_ARGUMENTS = {
+    "tables": (dict(tables=["film"]), ValueError, "tables must name tables of the sta"),
+    "string": (dict(tables="movie"), TypeError, "tables must hold names"),
+    "rename": (dict(rename={"film": "movie"}), ValueError, "rename must name tables"),
+    "slots": (dict(slots="skip"), ValueError, "slots must be one of"),
+    "plan": (dict(plan=None), ValueError, "belong to no known plan. Pass plan="),
+    "another plan": (dict(plan=plan_of), ValueError, "belong to no known plan"),
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"), WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS
+)
+def test_wrong_arguments(saved, plan, arguments, error, message):
+    if callable(arguments.get("plan")):
+        arguments = {"plan": plan_of(devices=3)}
+    with pytest.raises(error, match=message):
+        te.restore(saved[0], state_of(plan), **{"plan": plan, **arguments})
+
+
+def test_a_checkpoint_is_not_overwritten_by_chance(plan, tmp_path):
+    te.save(tmp_path / "a", state_of(plan), plan=plan)
+    with pytest.raises(CheckpointError, match="exists; give another one, or overwrite"):
+        te.save(tmp_path / "a", state_of(plan), plan=plan)
+    te.save(tmp_path / "a", state_of(plan, 1), plan=plan, overwrite=True)
+    assert te.restore(tmp_path / "a", state_of(plan), plan=plan)["step"] == 4
+
+
+def test_no_checkpoint(plan, saved, tmp_path):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        te.restore(tmp_path / "none", state_of(plan), plan=plan)
+    shutil.copytree(saved[0], tmp_path / "12")
+    with pytest.raises(CheckpointError, match="Give one of its steps, such as .*/12"):
+        te.restore(tmp_path, state_of(plan), plan=plan)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def flip_in(place):
+    def flip(path):
+        data = bytearray(path.read_bytes())
+        data[int(place * (len(data) - 1))] ^= 1
+        path.write_bytes(data)
+
+    return flip
+
+
+DAMAGES = {
+    "flip": flip_in(0.4),
+    "truncate": truncate,
+    "delete": pathlib.Path.unlink,
+    "empty": empty,
+    "flip at the start": flip_in(0.0),
+    "flip near the end": flip_in(0.9),
+    "flip at the end": flip_in(1.0),
+}
+NOT_READ = {"_CHECKPOINT_METADATA", "commit_success.txt", "_METADATA"}
+"""Files of orbax around the state, and that for other readers of the arrays."""
+
+
+@pytest.mark.quick_cases("flip")
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_every_damaged_file_is_found(saved, plan, damage, tmp_path):
+    directory, numbers = saved
+    shapes = jax.eval_shape(lambda: state_of(plan)) | {"step": 0}
+    names = [p.relative_to(directory) for p in directory.rglob("*") if p.is_file()]
+    assert len(names) > 25
+    for name in names:
+        shutil.copytree(directory, tmp_path / "a", dirs_exist_ok=True)
+        if (tmp_path / "a" / name).stat().st_size == 0:
+            continue
+        damage(tmp_path / "a" / name)
+        if name.parent == pathlib.Path() and name.name in NOT_READ:
+            restored = te.restore(tmp_path / "a", shapes, plan=plan)
+            check_equal(numbers_of(restored, plan), numbers)
+        elif str(name) == "tables/_METADATA":
+            te.restore(tmp_path / "a", shapes, plan=plan)
+        else:
+            with pytest.raises(DamagedCheckpointError) as error:
+                te.restore(tmp_path / "a", shapes, plan=plan)
+            assert name.parts[0] in str(error.value)
+            if "." in name.parts[1:2] and name.parts[0] == "tables":
+                assert f"of table {name.parts[1].split('.')[0]!r}" in str(error.value)
+
+
+def test_swapped_chunks_are_found(saved, plan, tmp_path):
+    shutil.copytree(saved[0], tmp_path / "a")
+    first, second = (
+        tmp_path / "a" / "tables" / "movie.values" / "c" / str(i) / "0" for i in (0, 1)
+    )
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match="of table 'movie' is damaged"):
+        te.restore(tmp_path / "a", state_of(plan), plan=plan)
+
+
+@pytest.mark.full
+def test_a_later_format_is_refused(saved, plan, tmp_path):
+    shutil.copytree(saved[0], tmp_path / "a")
+    manifest = tmp_path / "a" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
+    with pytest.raises(CheckpointError, match="install a later tpu_embedding"):
+        te.restore(tmp_path / "a", state_of(plan), plan=plan)
+
+
+def test_a_full_disk(plan, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written.*Make room"):
+            te.save(tmp_path / "a", state_of(plan), plan=plan)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_directory_that_cannot_be_made(plan, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        te.save(tmp_path / "file" / "a", state_of(plan), plan=plan)
