@@ -1,4 +1,4 @@
-"""Saving and restoring states of all kinds, in whole and in part, and damage to files."""
+"""Saving and restoring states, in whole and in part; damage to files."""
 
 import json
 import pathlib
