@@ -10,6 +10,7 @@ from tpu_embedding.checkpoint.imports import ImportReport as ImportReport
 from tpu_embedding.checkpoint.imports import TableSource as TableSource
 from tpu_embedding.checkpoint.imports import import_into_stacks as import_into_stacks
 from tpu_embedding.checkpoint.imports import import_tables as import_tables
+from tpu_embedding.checkpoint.imports import open_stacked_tables as open_stacked_tables
 from tpu_embedding.checkpoint.imports import open_tables as open_tables
 from tpu_embedding.checkpoint.restoring import RestoreState as RestoreState
 from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints as RunCheckpoints

@@ -9,3 +9,6 @@ from tpu_embedding.checkpoint.imports.import_tables import (
 from tpu_embedding.checkpoint.imports.open_tables import open_tables as open_tables
 from tpu_embedding.checkpoint.imports.report import ImportReport as ImportReport
 from tpu_embedding.checkpoint.imports.source import TableSource as TableSource
+from tpu_embedding.checkpoint.imports.stacked_orbax import (
+    open_stacked_tables as open_stacked_tables,
+)

@@ -5,20 +5,27 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
 from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.imports import tensorflow, torchrec
+from tpu_embedding.checkpoint.format import TABLES, TABLES_FILE
+from tpu_embedding.checkpoint.imports import (
+    keras,
+    stacked_orbax,
+    tensorflow,
+    torchrec,
+)
 from tpu_embedding.checkpoint.imports.arrays import (
     arrays_of_dict,
     arrays_of_npy_directory,
     arrays_of_npz,
     tables_by_name,
 )
+from tpu_embedding.checkpoint.imports.orbax import arrays_of_item, find_items
 from tpu_embedding.checkpoint.imports.safetensors import arrays_of_safetensors
 from tpu_embedding.checkpoint.imports.source import (
     RowArray,
     TableSource,
 )
 
-SourceFormat = Literal["auto", "arrays", "torchrec", "tensorflow"]
+SourceFormat = Literal["auto", "arrays", "torchrec", "tensorflow", "orbax"]
 """Formats of `open_tables`. `"auto"` finds out."""
 
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
@@ -36,9 +43,13 @@ def open_tables(
           arrays by table name, `"table/slot"` for slot variables, or a state dict of
           TorchRec;
         * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or that of a
-          SavedModel.
+          SavedModel;
+        * an orbax checkpoint: directory of a CheckpointManager, whose latest step is
+          read, of a step, or of an item. Those of jax-tpu-embedding are unstacked if
+          they have an `embedding_spec`; see `open_stacked_tables` for others.
       format: `"arrays"` takes all names as those of tables; `"torchrec"` as those of a
-        state dict; `"tensorflow"` expects a checkpoint; `"auto"` finds out.
+        state dict; `"tensorflow"` and `"orbax"` expect such a checkpoint; `"auto"`
+        finds out.
 
     Returns:
       The tables; `print` shows them, `import_tables` writes them to a model.
@@ -69,10 +80,42 @@ def open_tables(
             )
         if format in ("auto", "tensorflow") and prefix is not None:
             return tensorflow.tables_of_checkpoint(prefix)
+        items = find_items(path) if path.is_dir() else {}
+        if format == "orbax" and not items:
+            raise CheckpointError(
+                f"{path} is no orbax checkpoint: neither it nor a directory of its "
+                "latest step has a file _METADATA."
+            )
+        if format in ("auto", "orbax") and items:
+            return _tables_of_orbax(path, items)
         arrays, origin = _arrays_of_path(path), str(path)
     if format == "torchrec" or (format == "auto" and torchrec.is_state_dict(arrays)):
         return torchrec.tables_of_state_dict(arrays, f"TorchRec state dict {origin}")
     return tables_by_name(arrays, origin)
+
+
+def _tables_of_orbax(
+    path: pathlib.Path, items: Mapping[str, pathlib.Path]
+) -> TableSource:
+    if (path / TABLES / TABLES_FILE).is_file():
+        raise CheckpointError(
+            f"{path} was written by te.save. Call te.restore, whose options tables and "
+            "rename restore a part of it."
+        )
+    if file := stacked_orbax.spec_file(path):
+        return stacked_orbax.tables_of_specs(path, file)
+    arrays = {
+        leaf if len(items) == 1 else (name, *leaf): array
+        for name, item in items.items()
+        for leaf, array in arrays_of_item(item).items()
+    }
+    if stacked_orbax.has_keras_stacks(arrays):
+        raise CheckpointError(
+            f"{path} has stacks of keras-rs, and does not say how tables lie in them. "
+            "Open it with te.checkpoint.open_stacked_tables, which takes the tables "
+            "and the number of SparseCores."
+        )
+    return keras.tables_of_state(arrays, f"orbax checkpoint {path}")
 
 
 def _arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
@@ -105,5 +148,6 @@ def _arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
         )
     raise CheckpointError(
         f"The format of {path} is unknown. It must be an .npz or .safetensors file, a "
-        "directory of .npy or .safetensors files, or a checkpoint of TensorFlow."
+        "directory of .npy or .safetensors files, or a checkpoint of TensorFlow or "
+        "orbax."
     )

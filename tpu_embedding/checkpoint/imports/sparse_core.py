@@ -12,11 +12,17 @@ rows takes one read per shard.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.source import RowArray
+from tpu_embedding.config import TableConfig
+
+_ROW_ALIGNMENT: Final = 8
+"""Rows that a table takes in each shard are a multiple of this number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +48,58 @@ class StackedTable:
     rotation: int
 
 
+def stack_in_order(
+    stack_name: str,
+    tables: Sequence[TableConfig],
+    *,
+    num_sparse_cores: int,
+    sparse_cores_per_device: int,
+) -> list[StackedTable]:
+    """Returns the places of tables that are stacked in this order.
+
+    Each table has whole groups of 8 rows in each shard. Its first row is as many shards
+    behind that of the table before it as a device has SparseCores.
+
+    Args:
+      stack_name: of the stack.
+      tables: in the order of their rows.
+      num_sparse_cores: of all devices.
+      sparse_cores_per_device: of one device.
+
+    Example:
+      >>> from tpu_embedding.config import TableConfig
+      >>> a = TableConfig(vocabulary_size=100, dim=8, name="a")
+      >>> b = TableConfig(vocabulary_size=37, dim=8, name="b")
+      >>> _, place = stack_in_order(
+      ...     "a_b", [a, b], num_sparse_cores=8, sparse_cores_per_device=4
+      ... )
+      >>> place.row_offset, place.rotation
+      (16, 4)
+    """
+    places, row_offset = [], 0
+    for i, table in enumerate(tables):
+        assert table.name is not None
+        places.append(
+            StackedTable(
+                name=table.name,
+                stack_name=stack_name,
+                vocabulary_size=table.vocabulary_size,
+                dim=table.dim,
+                num_shards=num_sparse_cores,
+                row_offset=row_offset,
+                rotation=i * sparse_cores_per_device % num_sparse_cores,
+            )
+        )
+        row_offset += rows_in_shard(table.vocabulary_size, num_sparse_cores)
+    return places
+
+
+def rows_in_shard(vocabulary_size: int, num_shards: int) -> int:
+    """Returns the rows that a table takes in each shard, padding included."""
+    group = _ROW_ALIGNMENT * num_shards
+    return -(-vocabulary_size // group) * _ROW_ALIGNMENT
+
+
 def read_stacked(stack: RowArray, table: StackedTable, origin: str) -> RowArray:
     """Returns the rows of a table, in their own order and without padding.
 
@@ -54,9 +112,16 @@ def read_stacked(stack: RowArray, table: StackedTable, origin: str) -> RowArray:
       CheckpointError: if the stack cannot hold the table there.
     """
     num_rows, *row_shape = stack.shape
-    rows_per_shard, rest = divmod(num_rows, table.num_shards)
-    last_row = table.row_offset + (table.vocabulary_size - 1) // table.num_shards
-    if rest or last_row >= rows_per_shard or (row_shape and row_shape[0] < table.dim):
+    rows_per_shard, rest = divmod(num_rows, max(1, table.num_shards))
+    last_row = table.row_offset + (table.vocabulary_size - 1) // max(
+        1, table.num_shards
+    )
+    if (
+        table.num_shards < 1
+        or rest
+        or last_row >= rows_per_shard
+        or (row_shape and row_shape[0] < table.dim)
+    ):
         raise CheckpointError(
             f"{origin}: stack {table.stack_name!r} of shape {list(stack.shape)} cannot "
             f"hold table {table.name!r} of {table.vocabulary_size} rows and dim "
