@@ -52,5 +52,5 @@ def check_cli(words):
     if "--help" in words or "--version" in words:
         return
     parsed = cli.make_parser().parse_args(words)
-    is_file = parsed.config.endswith(".py")
-    assert is_file or parsed.config in list_configs(), parsed.config
+    is_path = parsed.config.endswith(".py") or parsed.config.startswith("runs/")
+    assert is_path or parsed.config in list_configs(), parsed.config

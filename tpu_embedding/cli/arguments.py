@@ -3,17 +3,29 @@
 import argparse
 import contextlib
 from collections.abc import Sequence
+from typing import Final
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from tpu_embedding.cli.exit_status import UsageError
 
+MAX_EMULATED_DEVICES: Final = 256
+"""Maximum number of emulated CPU devices.
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+Each device waits for the others in a thread of its own, and XLA:CPU has at most this
+many. With one device more, the process waits, and XLA then aborts it (jax 0.12).
+"""
+
+
+def add_config_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    config_help: str = "name of a config, or path of a Python file",
+) -> None:
     """Adds the arguments of a command that reads a run config."""
-    parser.add_argument(
-        "config", metavar="CONFIG", help="name of a config, or path of a Python file"
-    )
+    parser.add_argument("config", metavar="CONFIG", help=config_help)
     parser.add_argument(
         "--set",
         action="append",
@@ -22,16 +34,20 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         help="change a field of the config, such as num_steps=100 or model.dim=8",
     )
     parser.add_argument(
+        "--traceback",
+        action="store_true",
+        help="print the traceback of an error, too, to debug a config of your own",
+    )
+
+
+def add_compiler_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument of a command that compiles the train step."""
+    parser.add_argument(
         "--compiler-option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
         help="XLA option of the train step, added to those of the package; TPUs only",
-    )
-    parser.add_argument(
-        "--traceback",
-        action="store_true",
-        help="print the traceback of an error, too, to debug a config of your own",
     )
 
 
@@ -74,4 +90,30 @@ def positive_int(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be an int, got {text!r}") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def emulated_mesh(count: int) -> Mesh:
+    """Returns a mesh of CPU devices; creates them if JAX is not initialised yet."""
+    use_cpu_only()
+    # If JAX has been initialised already, its devices are used.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise UsageError(
+            f"--devices {count}: JAX has started with {len(devices)} CPU devices "
+            "in this process already."
+        )
+    return Mesh(np.asarray(devices[:count]), ("shard",))
+
+
+def num_devices(text: str) -> int:
+    """Converts an argument to a number of devices that XLA can emulate."""
+    value = positive_int(text)
+    if value > MAX_EMULATED_DEVICES:
+        raise argparse.ArgumentTypeError(
+            f"must be at most {MAX_EMULATED_DEVICES}, the devices that XLA can emulate "
+            f"on a CPU, got {value}"
+        )
     return value

@@ -2,6 +2,7 @@
 
     tpu-embedding train CONFIG
     tpu-embedding compile CONFIG --topology GENERATION:CHIPS
+    tpu-embedding export CONFIG OUTPUT
 
 Errors end in one line on stderr, never in a traceback. Exit status 2 means that the
 command, the config or the data are wrong. Exit status 1 means that a run failed after
@@ -26,8 +27,10 @@ from tpu_embedding.cli.exit_status import (
     WRONG_USAGE,
     UsageError,
 )
+from tpu_embedding.cli.export import add_export
 from tpu_embedding.cli.train import add_train
 from tpu_embedding.data.batch import DataError
+from tpu_embedding.export.signature import ExportError
 from tpu_embedding.training.errors import ConfigError, describe_error
 from tpu_embedding.training.pipeline import TrainingDivergedError
 from tpu_embedding.training.reporting import MissingPlotLibraryError
@@ -70,6 +73,7 @@ _WRONG_USAGE_ERRORS: Final = (
     ConfigError,
     DataError,
     CheckpointError,
+    ExportError,
     RunDirectoryError,
 )
 
@@ -97,4 +101,5 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_train(commands)
     add_compile(commands)
+    add_export(commands)
     return parser

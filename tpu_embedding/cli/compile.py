@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from tpu_embedding import aot
 from tpu_embedding.aot.report import TRAIN_STEP
 from tpu_embedding.cli.arguments import (
+    add_compiler_option,
     add_config_arguments,
     compiler_options,
     positive_int,
@@ -52,6 +53,7 @@ def add_compile(commands: Any) -> None:
     )
     parser.set_defaults(run=_compile)
     add_config_arguments(parser)
+    add_compiler_option(parser)
     parser.add_argument(
         "--topology",
         action="append",

@@ -1,34 +1,24 @@
 """The command `tpu-embedding train`."""
 
 import argparse
-import contextlib
 import pathlib
-from typing import Any, Final
-
-import jax
-import numpy as np
-from jax.sharding import Mesh
+from typing import Any
 
 from tpu_embedding.cli.arguments import (
+    MAX_EMULATED_DEVICES,
+    add_compiler_option,
     add_config_arguments,
     compiler_options,
+    emulated_mesh,
+    num_devices,
     positive_int,
     refuse_repeated,
-    use_cpu_only,
 )
-from tpu_embedding.cli.exit_status import UsageError
 from tpu_embedding.training.config_files import list_configs, load_config
 from tpu_embedding.training.loop import train
 from tpu_embedding.training.overrides import apply_overrides
 from tpu_embedding.training.reporting import PLOT_FILE, RECORDS_FILE
 from tpu_embedding.training.run_directory import CHECKPOINTS_DIR, ExistingRun
-
-MAX_EMULATED_DEVICES: Final = 256
-"""Maximum number of emulated CPU devices.
-
-Each device waits for the others in a thread of its own, and XLA:CPU has at most this
-many. With one device more, the process waits, and XLA then aborts it (jax 0.12).
-"""
 
 
 def add_train(commands: Any) -> None:
@@ -48,6 +38,7 @@ def add_train(commands: Any) -> None:
     )
     parser.set_defaults(run=_train)
     add_config_arguments(parser)
+    add_compiler_option(parser)
     parser.add_argument(
         "--data-dir",
         type=pathlib.Path,
@@ -62,7 +53,7 @@ def add_train(commands: Any) -> None:
     )
     parser.add_argument(
         "--devices",
-        type=_num_devices,
+        type=num_devices,
         metavar="N",
         help=f"train on N emulated CPU devices, at most {MAX_EMULATED_DEVICES}; on all "
         "devices by default",
@@ -92,7 +83,7 @@ def _train(parsed: argparse.Namespace) -> int:
     refuse_repeated("--set", parsed.set)
     config = apply_overrides(load_config(parsed.config), parsed.set)
     output_dir = parsed.output_dir or pathlib.Path("runs") / config.name
-    mesh = None if parsed.devices is None else _emulated_mesh(parsed.devices)
+    mesh = None if parsed.devices is None else emulated_mesh(parsed.devices)
     existing_run: ExistingRun = "refuse"
     if parsed.resume or parsed.overwrite:
         existing_run = "resume" if parsed.resume else "move_aside"
@@ -106,28 +97,3 @@ def _train(parsed: argparse.Namespace) -> int:
         compiler_options=compiler_options(parsed.compiler_option),
     )
     return 0
-
-
-def _emulated_mesh(num_devices: int) -> Mesh:
-    """Returns a mesh of CPU devices; creates them if JAX is not initialised yet."""
-    use_cpu_only()
-    # If JAX has been initialised already, its devices are used.
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", num_devices)
-    devices = jax.devices("cpu")
-    if len(devices) < num_devices:
-        raise UsageError(
-            f"--devices {num_devices}: JAX has started with {len(devices)} CPU devices "
-            "in this process already."
-        )
-    return Mesh(np.asarray(devices[:num_devices]), ("shard",))
-
-
-def _num_devices(text: str) -> int:
-    value = positive_int(text)
-    if value > MAX_EMULATED_DEVICES:
-        raise argparse.ArgumentTypeError(
-            f"must be at most {MAX_EMULATED_DEVICES}, the devices that XLA can emulate "
-            f"on a CPU, got {value}"
-        )
-    return value

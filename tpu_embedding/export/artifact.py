@@ -54,11 +54,7 @@ def write_artifact(
       ExportError: if there are files in the directory.
     """
     path = pathlib.Path(directory)
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ExportError(
-            f"{path} must be a new directory, but it holds files; remove it, or export "
-            "to another one."
-        )
+    check_new_directory(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -70,6 +66,15 @@ def write_artifact(
         partial.rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_new_directory(path: pathlib.Path) -> None:
+    """Raises an ExportError if there are files in a directory."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ExportError(
+            f"{path} must be a new directory, but it holds files; remove it, or export "
+            "to another one."
+        )
 
 
 def write_table_files(

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,9 +21,11 @@ from jax.extend.mlir.dialects import stablehlo
 from tpu_embedding.export.artifact import (
     describe_table,
     encoded_blocks,
+    read_document,
     write_artifact,
     write_document,
 )
+from tpu_embedding.export.feeding import Feeder
 from tpu_embedding.export.program import Program, make_program
 from tpu_embedding.export.row_formats import (
     RoundingError,
@@ -88,6 +90,30 @@ def save_saved_model(
     write_artifact(directory, write)
 
 
+def open_saved_model(directory: str | pathlib.Path) -> Callable[..., Any]:
+    """Returns a SavedModel of this module as a function that is called like the model.
+
+    It takes NumPy arrays, and checks them, as `tpu_embedding.export.load` does.
+    """
+    tf = _tensorflow()
+    document = read_document(directory)
+    signature = Signature.from_json(document["signature"])
+    feeder = Feeder(signature)
+    flat = tf.saved_model.load(str(directory)).signatures["serving_default"]
+    specs = _flat_specs(signature)
+
+    def call(*arguments: Any) -> Any:
+        arrays = feeder.arrays_of(arguments)
+        tensors = {
+            name: tf.constant(array, specs[name].dtype)
+            for name, array in ((_flat_name(k), x) for k, x in arrays.items())
+        }
+        outputs = {name: tensor.numpy() for name, tensor in flat(**tensors).items()}
+        return outputs[OUTPUT] if list(outputs) == [OUTPUT] else outputs
+
+    return call
+
+
 def _tensorflow() -> Any:
     """Returns the module, which is imported at the first use only.
 
@@ -118,7 +144,7 @@ def _module(program: Program, errors: Mapping[str, RoundingError]) -> Any:
                 for name, array in program.dense.items()
             }
 
-        @tf.function(input_signature=_argument_specs(signature))
+        @tf.function(input_signature=_argument_specs(signature), autograph=False)
         def __call__(self, *arguments):
             arrays = {}
             for each in signature.inputs:
@@ -126,7 +152,7 @@ def _module(program: Program, errors: Mapping[str, RoundingError]) -> Any:
                 arrays |= _arrays_of_leaf(each, leaf)
             return self._run(arrays)
 
-        @tf.function(input_signature=[_flat_specs(signature)])
+        @tf.function(input_signature=[_flat_specs(signature)], autograph=False)
         def flat(self, tensors):
             arrays = {}
             for each in signature.inputs:

@@ -151,7 +151,7 @@ def train(
             directory.checkpoints, kept=config.checkpoints_kept, plan=program.plan
         )
         stack.callback(checkpoints.close)
-        description = _describe(program)
+        description = describe_run(program)
         first_step, state = 0, None
         if existing_run == "resume" and checkpoints.latest_step is not None:
             first_step, state = checkpoints.restore(program.state, description)
@@ -303,7 +303,7 @@ def _is_due(num_steps_done: int, every: int) -> bool:
     return every > 0 and num_steps_done % every == 0
 
 
-def _describe(program: RunProgram) -> dict[str, Any]:
+def describe_run(program: RunProgram) -> dict[str, Any]:
     """Returns the description that a checkpoint and a resumed run must share."""
     run = program.config.describe()
     for name in MAY_CHANGE_ON_RESUME:

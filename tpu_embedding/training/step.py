@@ -160,6 +160,18 @@ def abstract_train_state(
     return graphdef, aot.abstract_arrays(state, plan)
 
 
+def abstract_model_state(
+    config: RunConfig, data: Dataset, plan: EmbeddingPlan
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Returns the part of `abstract_train_state` without the optimizer.
+
+    Its tree is that of `(model,)`, so its names are those in a checkpoint of the run.
+    """
+    abstract = nnx.eval_shape(lambda: (_build_model(config, data, plan),))
+    graphdef, state = nnx.split(abstract)
+    return graphdef, aot.abstract_arrays(state, plan)
+
+
 def make_train_step(graphdef: nnx.GraphDef, loss_name: LossName) -> TrainStep:
     """Returns the train step, `(state, batch) -> (state, StepMetrics)`, uncompiled.
 
@@ -297,12 +309,18 @@ def _check_compiler_options(plan: EmbeddingPlan) -> None:
         ) from error
 
 
-def _build(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> tuple[Any, Any]:
-    """Returns the model and its optimizer, for tables and dense parameters."""
+def _build_model(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> Any:
+    """Returns the model with its initial parameters, after checking it."""
     owner = f"{type(config.model).__name__}.build"
     with own_code(owner):
         model = config.model.build(data, plan, rngs=nnx.Rngs(config.seed))
     _check_model(model, owner, plan)
+    return model
+
+
+def _build(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> tuple[Any, Any]:
+    """Returns the model and its optimizer, for tables and dense parameters."""
+    model = _build_model(config, data, plan)
     with own_code("RunConfig.make_dense_optimizer"):
         tx = config.make_dense_optimizer(config)
     if not isinstance(tx, optax.GradientTransformation):
