@@ -77,6 +77,19 @@ def _prepare_speed(results: Results) -> str:
     return table(rows)
 
 
+def _checkpoint_speed(results: Results) -> str:
+    rows: list[Cells] = [("work", "by", "devices", "size", "time", "ratio", "memory")]
+    by = {"tpu_embedding": "`te.save`, `te.restore`", "orbax": "plain orbax"}
+    for row in sorted(
+        results["checkpoint_speed"]["results"],
+        key=lambda row: (row["work"] != "save", row["devices"]),
+    ):
+        cells = (row["work"], by[row["side"]], str(row["devices"]), f"{row['gb']:g} GB")
+        memory = f"{row['extra_bytes'] / 1e6:,.0f} MB"
+        rows.append((*cells, f"{row['seconds']:.1f} s", f"{row['ratio']:.2f}", memory))
+    return table(rows)
+
+
 def _dlrm_speed(results: Results) -> str:
     rows: list[Cells] = [("library", "a step, ms", "samples/s")]
     titles = {"ours": SIDES[OURS].title, "torch": "PyTorch"}
@@ -152,6 +165,7 @@ MEASURED_TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "initialization": _if_measured("initialization", _initialization),
     "compile_time": _if_measured("compile_time", _compile_time),
     "prepare_speed": _if_measured("prepare_speed", _prepare_speed),
+    "checkpoint_speed": _if_measured("checkpoint_speed", _checkpoint_speed),
     "dlrm_speed": _if_measured("dlrm_speed", _dlrm_speed),
     "device_count": _if_measured("device_count", _device_count),
     "peak_memory": _if_measured("peak_memory", _peak_memory),

@@ -27,6 +27,7 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
     "initialization": ("tables", "rows", "dim", "by"),
     "compile_time": ("tables", "features"),
     "prepare_speed": ("form",),
+    "checkpoint_speed": ("work", "side", "devices"),
     "dlrm_speed": ("side",),
     "device_count": ("setting", "devices"),
     "peak_memory": ("setting",),

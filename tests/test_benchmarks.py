@@ -58,6 +58,7 @@ def test_peers_run_in_turns_and_agree(tmp_path):
 @pytest.mark.parametrize(
     ("script", "options"),
     [
+        ("checkpoint_speed.py", ["--rounds", "1", "--gb", "0.05"]),
         ("compile_time.py", ["--rounds", "1"]),
         ("device_count.py", ["--setting", "T0", "--devices", "1", "2"]),
         ("dlrm_speed.py", ["--rounds", "1", "--steps", "2"]),

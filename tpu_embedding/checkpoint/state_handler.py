@@ -36,7 +36,7 @@ from tpu_embedding.checkpoint.state_parts import StateParts
 from tpu_embedding.checkpoint.table_arrays import start_writing, table_records
 from tpu_embedding.plan.plan import EmbeddingPlan
 
-HOST_BYTES: Final = 2**29
+HOST_BYTES: Final = 2**28
 """Default of the rows that wait in host memory to be written."""
 
 ASYNC_OPTIONS: Final = ocp.AsyncOptions(create_directories_asynchronously=False)
