@@ -12,8 +12,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def start(*arguments):
-    command = [sys.executable, "-m", "tests.processes.worker", *map(str, arguments)]
+def start(*arguments, module="tests.processes.worker"):
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         command,

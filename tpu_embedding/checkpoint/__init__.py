@@ -5,6 +5,9 @@ from tpu_embedding.checkpoint.errors import CheckpointError as CheckpointError
 from tpu_embedding.checkpoint.errors import (
     DamagedCheckpointError as DamagedCheckpointError,
 )
+from tpu_embedding.checkpoint.format import ArrayRecord as ArrayRecord
+from tpu_embedding.checkpoint.format import CheckpointRecord as CheckpointRecord
+from tpu_embedding.checkpoint.format import TableRecord as TableRecord
 from tpu_embedding.checkpoint.format import describe as describe
 from tpu_embedding.checkpoint.imports import ImportReport as ImportReport
 from tpu_embedding.checkpoint.imports import TableSource as TableSource

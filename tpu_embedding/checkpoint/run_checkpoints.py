@@ -173,7 +173,7 @@ class RunCheckpoints:
         """Restores the state of the latest checkpoint.
 
         Args:
-          state: as for `te.restore`; may consist of `jax.ShapeDtypeStruct`s.
+          state: as for `te.restore`; may consist of shapes (`jax.ShapeDtypeStruct`).
           description: description of the run that resumes.
           fallback: what to do if files are damaged. A state of arrays cannot be used
             again after a damaged checkpoint, so `"older"` needs shapes. Damaged

@@ -101,8 +101,8 @@ def restore(
     Args:
       directory: from `save`, or of one step of a `CheckpointManager`.
       state: of the same structure as the saved one. Modules are restored in place.
-        Other leaves are arrays or `jax.ShapeDtypeStruct`s. Parts may be missing: the
-        model of a saved `(model, optimizer)` is restored as `(model,)`.
+        Other leaves are arrays, or shapes (`jax.ShapeDtypeStruct`). Parts may be
+        missing: the model of a saved `(model, optimizer)` is restored as `(model,)`.
       plan: of its tables, if neither modules nor Linen variables hold it.
       tables: names of the tables to restore, the others stay; None: all. In a state of
         several layers, the path of the layer precedes the name: `"user/movie"`.

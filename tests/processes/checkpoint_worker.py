@@ -1,0 +1,80 @@
+"""One process of a job that saves a model, or restores it and writes its values.
+
+    python -m tests.processes.checkpoint_worker
+        COORDINATOR NUM_PROCESSES PROCESS DEVICES save|restore DIRECTORY FILE
+
+Run by `test_checkpoints.py`. With one process, it needs no coordinator.
+"""
+
+import sys
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import tpu_embedding as te
+from tpu_embedding.checkpoint import RunCheckpoints
+from tpu_embedding.tables import row_windows
+
+SIZES = {"sharded": 101, "replicated": 13}
+
+
+def main(coordinator, num_processes, process, num_devices, work, directory, path):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", int(num_devices))
+    if int(num_processes) > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(coordinator, int(num_processes), int(process))
+    row_windows._MIN_BLOCK_BYTES = 512  # several chunks per process
+    model, optimizer = make(seed=0 if work == "save" else 1)
+    checkpoints = RunCheckpoints(directory, kept=2)
+    if work == "save":
+        train(model, optimizer)
+        # Twice: the second save waits for the first one.
+        for step in (1, 2):
+            checkpoints.save(step, (model, optimizer), {"seed": 0})
+        checkpoints.wait()
+    else:
+        step, _ = checkpoints.restore((model, optimizer), {"seed": 0})
+        assert step == 2
+    checkpoints.close()
+    values = model.embedding_tables()
+    for name, slots in optimizer.slot_values("all").items():
+        values |= {f"{name}/{slot}": value for slot, value in slots.items()}
+    np.savez(path, **values)
+
+
+def make(seed):
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(
+                vocabulary_size=size,
+                dim=8,
+                name=name,
+                placement=te.Replicated() if name == "replicated" else None,
+            )
+        )
+        for name, size in SIZES.items()
+    }
+    model = te.TPUEmbedding(features, te.optimizers.adam(0.1), rngs=nnx.Rngs(seed))
+    return model, te.Optimizer(model, optax.sgd(0.1))
+
+
+def train(model, optimizer):
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, features):
+        def loss_fn(model):
+            rows = model(features)
+            return ((rows["sharded"] + rows["replicated"] - 1) ** 2).mean()
+
+        _, gradients = te.value_and_grad(loss_fn)(model)
+        optimizer.update(model, gradients)
+
+    ids = np.random.default_rng(0).integers(0, 13, (12,))
+    batch = model.prepare({name: ids for name in SIZES})
+    step(model, optimizer, te.shard_batch(batch, model.plan))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,36 @@
+"""Two real processes save and restore one checkpoint, each its own part."""
+
+import numpy as np
+import pytest
+
+from tests.processes.test_processes import free_port, start
+
+
+def run_job(num_processes, num_devices, work, directory, path):
+    """Runs a job to its end; returns the values that its first process wrote."""
+    address = f"127.0.0.1:{free_port()}" if num_processes > 1 else "none"
+    jobs = [
+        start(
+            *(address, num_processes, process, num_devices, work, directory),
+            path / f"{work}-{num_processes}-{process}.npz",
+            module="tests.processes.checkpoint_worker",
+        )
+        for process in range(num_processes)
+    ]
+    for job in jobs:
+        output, _ = job.communicate(timeout=300)
+        assert job.returncode == 0, output
+    with np.load(path / f"{work}-{num_processes}-0.npz") as values:
+        return dict(values)
+
+
+@pytest.mark.full
+def test_processes_save_and_restore_together(tmp_path):
+    directory = tmp_path / "checkpoints"
+    saved = run_job(2, 2, "save", directory, tmp_path)
+    assert (directory / "2" / "state" / "manifest.json").exists()
+    for num_processes, num_devices in ((1, 3), (2, 1)):
+        restored = run_job(num_processes, num_devices, "restore", directory, tmp_path)
+        assert set(restored) == set(saved)
+        for name, value in saved.items():
+            np.testing.assert_array_equal(restored[name], value)
