@@ -11,27 +11,13 @@ import pathlib
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
+from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.imports.safetensors import DTYPES, map_tensors
 from tpu_embedding.export.signature import ExportError
 
-_DTYPES: Final[dict[str, np.dtype]] = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U64": np.dtype(np.uint64),
-    "U32": np.dtype(np.uint32),
-    "U16": np.dtype(np.uint16),
-    "U8": np.dtype(np.uint8),
-    "BOOL": np.dtype(np.bool_),
-}
-_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT: Final = 8
 _LENGTH_BYTES: Final = 8
 
@@ -124,31 +110,7 @@ def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     Raises:
       ExportError: if the file is damaged.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        encoded = file.read(length) if length <= size else b""
     try:
-        header = json.loads(encoded)
-        header.pop("__metadata__", None)
-        ends = [entry["data_offsets"][1] for entry in header.values()]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ExportError(
-            f"{path} must be a safetensors file, but its header cannot be read; "
-            "export it again."
-        ) from None
-    start = _LENGTH_BYTES + length
-    if size != start + max(ends, default=0):
-        raise ExportError(
-            f"{path} must have {start + max(ends, default=0)} bytes, as its header "
-            f"says, got {size}; it is cut off or damaged. Export it again."
-        )
-    return {name: _mapped(path, start, entry) for name, entry in header.items()}
-
-
-def _mapped(path: pathlib.Path, start: int, entry: dict) -> np.ndarray:
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-    offsets = entry["data_offsets"]
-    if offsets[0] == offsets[1]:
-        return np.zeros(shape, dtype)
-    return np.memmap(path, dtype, "r", offset=start + offsets[0], shape=shape)
+        return map_tensors(path)
+    except CheckpointError as error:
+        raise ExportError(f"{error} Export it again.") from None

@@ -5,7 +5,7 @@ import pytest
 
 from tests.checkpoint.imports.fixtures.values import values
 from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.imports.open_tables import open_tables
+from tpu_embedding.checkpoint.imports.opening import open_tables
 
 ARRAYS = {
     "movie": values("movie", (20, 4)),

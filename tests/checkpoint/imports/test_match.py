@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tpu_embedding.checkpoint.imports.match import Target, match_tables
-from tpu_embedding.checkpoint.imports.open_tables import open_tables
+from tpu_embedding.checkpoint.imports.opening import open_tables
 
 ROW = jax.ShapeDtypeStruct((4,), np.float32)
 TARGETS = [

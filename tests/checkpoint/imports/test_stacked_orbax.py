@@ -9,7 +9,7 @@ import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports import import_tables, orbax
-from tpu_embedding.checkpoint.imports.open_tables import open_tables
+from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.stacked_orbax import (
     _parse_text,
     _split,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoint.imports.fixtures.values import values
 from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.imports.open_tables import open_tables
+from tpu_embedding.checkpoint.imports.opening import open_tables
 
 FILES = pathlib.Path(__file__).parent / "fixtures" / "tensorflow"
 
@@ -64,6 +64,17 @@ def test_stacks_of_sparse_core(name):
 )
 def test_paths_of_a_checkpoint(path):
     assert sorted(open_tables(FILES / path).tables) == ["a", "deep/b.c"]
+
+
+def test_a_directory_that_was_moved(tmp_path):
+    shutil.copytree(FILES / "serving_sgd", tmp_path / "moved")
+    (tmp_path / "moved" / "checkpoint").write_text(
+        'model_checkpoint_path: "/gone/ckpt-1"\n'
+    )
+    assert sorted(open_tables(tmp_path / "moved").tables) == ["a", "deep/b.c"]
+    (tmp_path / "moved" / "ckpt-1.index").unlink()
+    with pytest.raises(CheckpointError, match="ckpt-1.index"):
+        open_tables(tmp_path / "moved")
 
 
 def test_a_saved_model():

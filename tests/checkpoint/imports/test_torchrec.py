@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.imports.fixtures.values import values
-from tpu_embedding.checkpoint.imports.open_tables import open_tables
+from tpu_embedding.checkpoint.imports.opening import open_tables
 
 FILES = pathlib.Path(__file__).parent / "fixtures" / "torchrec"
 

@@ -150,11 +150,13 @@ def _shared_rows(
     if len(values.shape) != 2:
         return 0, [f"{owner} has shape {values.shape}, which is no table [rows, dim]."]
     problems = []
-    if not values.is_floating:
+    num_rows, dim = values.shape
+    if values.holds_int8_rows(target.dim):
+        dim = target.dim
+    elif not values.is_floating:
         problems.append(
             f"{owner} has dtype {values.dtype}; convert it to floating numbers first."
         )
-    num_rows, dim = values.shape
     if dim != target.dim:
         problems.append(
             f"{owner} has dim {dim}, the model {target.dim}; set TableConfig.dim to "

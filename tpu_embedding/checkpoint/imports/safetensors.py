@@ -1,7 +1,8 @@
 """Reads safetensors files, without the library of that name.
 
 A file begins with the length of its header, 8 bytes, lowest first. The header is JSON:
-dtype, shape and byte range of each tensor. The bytes of all tensors follow.
+dtype, shape and byte range of each tensor. The bytes of all tensors follow. Exported
+tables are read by the same function.
 """
 
 import json
@@ -15,7 +16,7 @@ import numpy as np
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.source import RowArray, array_of
 
-_DTYPES: Final[dict[str, Any]] = {
+_TYPES: Final[dict[str, Any]] = {
     "F64": np.float64,
     "F32": np.float32,
     "F16": np.float16,
@@ -34,68 +35,80 @@ _DTYPES: Final[dict[str, Any]] = {
 }
 
 
+DTYPES: Final = {name: np.dtype(dtype) for name, dtype in _TYPES.items()}
+"""Name of a type in the header of a file to the type."""
+
+
 def arrays_of_safetensors(path: pathlib.Path) -> dict[str, RowArray]:
     """Returns the tensors of a file, mapped to memory.
+
+    Raises:
+      CheckpointError: see `map_tensors`.
+    """
+    return {name: array_of(array) for name, array in map_tensors(path).items()}
+
+
+def map_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of a file, mapped to memory; pages are read on use.
+
+    Args:
+      path: of the file.
 
     Raises:
       CheckpointError: if the file is truncated, or its header contradicts it.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        start = 8 + header_bytes
-        if size < 8 or start > size:
-            raise CheckpointError(
-                f"{path} is truncated, or no safetensors file: its header would end at "
-                f"byte {start}, but the file has {size} bytes."
-            )
-        try:
-            header = json.loads(file.read(header_bytes))
-            header.pop("__metadata__", None)
-            entries = {
-                name: (
-                    entry["dtype"],
-                    tuple(map(int, entry["shape"])),
-                    tuple(map(int, entry["data_offsets"])),
-                )
-                for name, entry in header.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"The header of {path} is damaged, or the file is no safetensors file: "
-                f"{error!r}."
-            ) from None
-    return {
-        name: _tensor(path, name, *entry, data_start=start, size=size)
-        for name, entry in entries.items()
-    }
+        length = int.from_bytes(file.read(8), "little")
+        encoded = file.read(length) if length <= size else b""
+    try:
+        header = json.loads(encoded)
+        header.pop("__metadata__", None)
+        entries = {name: _entry(entry) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(
+            f"{path} must be a safetensors file, but its header cannot be read."
+        ) from None
+    start = 8 + length
+    end = start + max((entry[2] for entry in entries.values()), default=0)
+    if size != end:
+        raise CheckpointError(
+            f"{path} must have {end} bytes, as its header says, got {size}; it is cut "
+            "off or damaged."
+        )
+    return {name: _map(path, start, name, *entry) for name, entry in entries.items()}
 
 
-def _tensor(
+def _entry(entry: Any) -> tuple[str, int, int, tuple[int, ...]]:
+    """Returns name of the type, first byte, end and shape of a tensor."""
+    begin, end = map(int, entry["data_offsets"])
+    shape = tuple(map(int, entry["shape"]))
+    if begin < 0 or min(shape, default=0) < 0:
+        raise ValueError("negative numbers")
+    return entry["dtype"], begin, end, shape
+
+
+def _map(
     path: pathlib.Path,
+    start: int,
     name: str,
     dtype_name: str,
+    begin: int,
+    end: int,
     shape: tuple[int, ...],
-    offsets: tuple[int, ...],
-    *,
-    data_start: int,
-    size: int,
-) -> RowArray:
-    if dtype_name not in _DTYPES:
+) -> np.ndarray:
+    if dtype_name not in DTYPES:
         raise CheckpointError(
             f"Tensor {name!r} of {path} has dtype {dtype_name}, which cannot be read; "
-            f"convert it to one of {sorted(_DTYPES)}."
+            f"convert it to one of {sorted(DTYPES)}."
         )
-    dtype = np.dtype(_DTYPES[dtype_name])
-    begin, end = offsets
+    dtype = DTYPES[dtype_name]
     num_bytes = math.prod(shape) * dtype.itemsize
-    if begin < 0 or end - begin != num_bytes or data_start + end > size:
+    if end - begin != num_bytes:
         raise CheckpointError(
-            f"{path} is truncated or damaged: tensor {name!r} of shape {list(shape)} "
-            f"and dtype {dtype_name} takes {num_bytes} bytes, its range is {begin} to "
-            f"{end} of {size - data_start}."
+            f"{path} is damaged: tensor {name!r} of shape {list(shape)} and dtype "
+            f"{dtype_name} takes {num_bytes} bytes, its header says {end - begin}."
         )
     if num_bytes == 0:
-        return array_of(np.zeros(shape, dtype))
-    start = data_start + begin
-    return array_of(np.memmap(path, dtype, "r", offset=start, shape=shape))
+        return np.zeros(shape, dtype)
+    return np.memmap(path, dtype, "r", offset=start + begin, shape=shape)

@@ -7,10 +7,13 @@ the host without being there as a whole.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import jax.numpy as jnp
 import numpy as np
+
+INT8_ROW_ENDS: Final = 8
+"""Bytes of scale and bias in a row of bytes, as FBGEMM and `te.export` write it."""
 
 ReadRows = Callable[[int, int], np.ndarray]
 """Returns rows of an array: `(start, num_rows) -> [num_rows, *row_shape]`."""
@@ -41,6 +44,10 @@ class RowArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         self.check()
         return np.array(self.read(0, self.shape[0]), dtype)
+
+    def holds_int8_rows(self, dim: int) -> bool:
+        """True for rows of bytes: `dim` codes, then scale and bias in float32."""
+        return self.dtype == np.uint8 and self.shape[1:] == (dim + INT8_ROW_ENDS,)
 
     @property
     def is_floating(self) -> bool:

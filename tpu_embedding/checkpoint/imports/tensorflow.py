@@ -79,7 +79,8 @@ def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
     if state.is_file():
         latest = re.search(r'^model_checkpoint_path: "(.*)"', state.read_text(), re.M)
         if latest:
-            return path / latest.group(1)
+            # An absolute path is that of the machine that wrote the checkpoint.
+            return path / pathlib.PurePath(latest.group(1)).name
     return None
 
 

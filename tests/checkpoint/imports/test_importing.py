@@ -12,6 +12,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
 from tests.conftest import mesh_of
+from tpu_embedding.checkpoint.arrays import decode_int8
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports import (
     import_into_stacks,
@@ -172,6 +173,27 @@ def test_narrow_tables_are_rounded_like_set_values(dtype):
     imported = layer.embedding_tables()["a"]
     layer.set_embedding_tables({"a": table})
     np.testing.assert_array_equal(imported, layer.embedding_tables()["a"])
+
+
+@pytest.mark.quick_cases("int8-int8")
+@pytest.mark.parametrize("own", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("exported", ["float32", "bfloat16", "int8"])
+def test_exported_tables_come_back(tmp_path, exported, own):
+    table = np.random.default_rng(0).normal(size=(20, 5)).astype(np.float32)
+    layer = make_layer({"a": (20, 5)}, num_devices=2, dtype=own)
+    layer.set_embedding_tables({"a": table})
+    te.export.save_tables(layer, tmp_path / "tables", dtype=exported)
+    expected = layer.embedding_tables()["a"]
+    if exported == "bfloat16":
+        expected = expected.astype(jnp.bfloat16)
+    elif exported == "int8" and own != "int8":
+        (stored,) = open_tables(tmp_path / "tables").tables.values()
+        expected = decode_int8(np.asarray(stored.values))
+    layer.set_embedding_tables({"a": expected})
+    wanted = layer.embedding_tables()["a"]
+    layer.set_embedding_tables({"a": np.zeros((20, 5))})
+    import_tables(tmp_path / "tables", layer)
+    np.testing.assert_array_equal(layer.embedding_tables()["a"], wanted)
 
 
 def test_numbers_beyond_the_range_leave_the_model():

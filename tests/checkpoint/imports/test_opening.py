@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.imports.open_tables import open_tables
+from tpu_embedding.checkpoint.imports import opening
+from tpu_embedding.checkpoint.imports.opening import open_tables
 
 
 @pytest.mark.parametrize(
@@ -14,13 +15,15 @@ from tpu_embedding.checkpoint.imports.open_tables import open_tables
         ("empty_directory", "auto", "The format of .* is unknown"),
         ("text.txt", "auto", "The format of .* is unknown"),
         ("model.pt", "auto", "torch.load.'model.pt', map_location='cpu'"),
+        ("model.weights.h5", "auto", "np.savez.'tables.npz', movie=model.get_layer"),
+        ("missing", "orbax", "is no orbax checkpoint"),
         ("missing", "tensorflow", "is no TensorFlow checkpoint"),
         ("text.txt", "tf", "format must be one of"),
     ],
 )
 def test_refusals(tmp_path, name, format, message):
     (tmp_path / "empty_directory").mkdir()
-    for file in ("text.txt", "model.pt"):
+    for file in ("text.txt", "model.pt", "model.weights.h5"):
         (tmp_path / file).write_text("text")
     with pytest.raises(ValueError, match=message):
         open_tables(tmp_path / name, format)
@@ -35,3 +38,20 @@ def test_refuses_files_with_arrays_of_one_name(tmp_path):
     np.save(tmp_path / "b.npy", np.zeros(3))
     with pytest.raises(CheckpointError, match=r"several arrays of the names \['a'\]"):
         open_tables(tmp_path)
+
+
+def test_refuses_remote_paths():
+    with pytest.raises(CheckpointError, match="local files, got gs://bucket/tables"):
+        open_tables("gs://bucket/tables")
+
+
+def test_errors_of_the_system_name_the_source(tmp_path, monkeypatch):
+    path = tmp_path / "tables.npz"
+    path.write_bytes(b"")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(opening, "arrays_of_npz", refuse)
+    with pytest.raises(CheckpointError, match="tables.npz cannot be read: .* denied"):
+        open_tables(path)

@@ -28,7 +28,27 @@ from tpu_embedding.checkpoint.imports.source import (
 SourceFormat = Literal["auto", "arrays", "torchrec", "tensorflow", "orbax"]
 """Formats of `open_tables`. `"auto"` finds out."""
 
-_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
+_TORCH: Final = (
+    "looks like a file of torch.save, which is read by PyTorch only. Convert it "
+    "there:\n"
+    "  state = torch.load({name!r}, map_location='cpu')\n"
+    "  safetensors.torch.save_file({{k: v.contiguous() for k, v in state.items()}}, "
+    "'state.safetensors')"
+)
+_HDF5: Final = (
+    "looks like weights of Keras in HDF5, whose variables have numbers in place of "
+    "names. Save the tables by name where Keras is installed:\n"
+    "  np.savez('tables.npz', movie=model.get_layer('movie').get_weights()[0])"
+)
+_OTHER_SUFFIXES: Final = {
+    ".pt": _TORCH,
+    ".pth": _TORCH,
+    ".bin": _TORCH,
+    ".h5": _HDF5,
+    ".hdf5": _HDF5,
+    ".keras": _HDF5,
+}
+"""Files that need another program, with the way out."""
 
 
 def open_tables(
@@ -68,27 +88,41 @@ def open_tables(
             f"format must be one of {list(get_args(SourceFormat))}, got {format!r}."
         )
     if isinstance(source, Mapping):
-        arrays, origin = arrays_of_dict(source), "arrays"
-    else:
-        path = pathlib.Path(source)
-        prefix = tensorflow.find_prefix(path)
-        if format == "tensorflow" and prefix is None:
-            raise CheckpointError(
-                f"{path} is no TensorFlow checkpoint: neither {path}.index nor "
-                f"{path / 'checkpoint'} nor {path / 'variables' / 'variables.index'} "
-                "is a file."
-            )
-        if format in ("auto", "tensorflow") and prefix is not None:
-            return tensorflow.tables_of_checkpoint(prefix)
-        items = find_items(path) if path.is_dir() else {}
-        if format == "orbax" and not items:
-            raise CheckpointError(
-                f"{path} is no orbax checkpoint: neither it nor a directory of its "
-                "latest step has a file _METADATA."
-            )
-        if format in ("auto", "orbax") and items:
-            return _tables_of_orbax(path, items)
-        arrays, origin = _arrays_of_path(path), str(path)
+        return _named_tables(arrays_of_dict(source), "arrays", format)
+    if "://" in str(source):
+        raise CheckpointError(
+            f"Tables are read from local files, got {source}; copy it to this machine."
+        )
+    try:
+        return _open(pathlib.Path(source), format)
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error}.") from error
+
+
+def _open(path: pathlib.Path, format: SourceFormat) -> TableSource:
+    prefix = tensorflow.find_prefix(path)
+    if format == "tensorflow" and prefix is None:
+        raise CheckpointError(
+            f"{path} is no TensorFlow checkpoint: neither {path}.index nor "
+            f"{path / 'checkpoint'} nor {path / 'variables' / 'variables.index'} is a "
+            "file."
+        )
+    if format in ("auto", "tensorflow") and prefix is not None:
+        return tensorflow.tables_of_checkpoint(prefix)
+    items = find_items(path) if path.is_dir() else {}
+    if format == "orbax" and not items:
+        raise CheckpointError(
+            f"{path} is no orbax checkpoint: neither it nor a directory of its latest "
+            "step has a file _METADATA."
+        )
+    if format in ("auto", "orbax") and items:
+        return _tables_of_orbax(path, items)
+    return _named_tables(_arrays_of_path(path), str(path), format)
+
+
+def _named_tables(
+    arrays: Mapping[str, RowArray], origin: str, format: SourceFormat
+) -> TableSource:
     if format == "torchrec" or (format == "auto" and torchrec.is_state_dict(arrays)):
         return torchrec.tables_of_state_dict(arrays, f"TorchRec state dict {origin}")
     return tables_by_name(arrays, origin)
@@ -138,14 +172,9 @@ def _arrays_of_path(path: pathlib.Path) -> dict[str, RowArray]:
         return arrays_of_npz(path)
     elif path.suffix == ".safetensors":
         return arrays_of_safetensors(path)
-    elif path.suffix in _TORCH_SUFFIXES:
-        raise CheckpointError(
-            f"{path} looks like a file of torch.save, which is read by PyTorch only. "
-            "Convert it there:\n"
-            f"  state = torch.load({path.name!r}, map_location='cpu')\n"
-            "  safetensors.torch.save_file({k: v.contiguous() for k, v in "
-            "state.items()}, 'state.safetensors')"
-        )
+    elif path.suffix in _OTHER_SUFFIXES:
+        way_out = _OTHER_SUFFIXES[path.suffix].format(name=path.name)
+        raise CheckpointError(f"{path} {way_out}")
     raise CheckpointError(
         f"The format of {path} is unknown. It must be an .npz or .safetensors file, a "
         "directory of .npy or .safetensors files, or a checkpoint of TensorFlow or "

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tpu_embedding.checkpoint.arrays import decode_int8
 from tpu_embedding.checkpoint.imports.match import (
     ImportedRows,
     ImportedSlots,
@@ -19,7 +20,7 @@ from tpu_embedding.checkpoint.imports.match import (
     Target,
     match_tables,
 )
-from tpu_embedding.checkpoint.imports.open_tables import open_tables
+from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.report import ImportReport
 from tpu_embedding.checkpoint.imports.slot_names import rule_of
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource
@@ -313,11 +314,17 @@ def _check_ranges(packed: PackedRows, rows: _RowsToWrite, name: str) -> None:
     narrow = packed.layout.narrow_dtype
     dtype = narrow or packed.lines.dtype.name
     for table, (array, num_rows) in rows.items():
-        if narrow != "int8" and jnp.finfo(array.dtype).max <= jnp.finfo(dtype).max:
+        is_bytes = array.dtype == np.uint8
+        source_dtype = np.float32 if is_bytes else array.dtype
+        if narrow == "int8":
+            fits = is_bytes
+        else:
+            fits = jnp.finfo(source_dtype).max <= jnp.finfo(dtype).max
+        if fits:
             continue
         size = rows_per_block(array.dtype.itemsize * int(np.prod(array.shape[1:])))
         for start in range(0, num_rows, size):
-            block = array.read(start, min(size, num_rows - start))
+            block = _numbers(array.read(start, min(size, num_rows - start)))
             check_range(block, start, dtype, f"{name} of table {table!r}")
 
 
@@ -329,9 +336,16 @@ def _write(
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
         block = rows[table][0].read(start, num_rows)
+        if block.dtype == np.uint8 and layout.narrow_dtype == "int8":
+            return block
         if layout.narrow_dtype is None:
-            return np.asarray(block, dtype)
-        return file_rows_of_values(block, layout)
+            return np.asarray(_numbers(block), dtype)
+        return file_rows_of_values(_numbers(block), layout)
 
     ranges = {table: (0, num_rows) for table, (_, num_rows) in rows.items()}
     return write_blocks(packed, stack, plan, read, ranges)
+
+
+def _numbers(rows: np.ndarray) -> np.ndarray:
+    """Returns rows as floating numbers; rows of bytes have codes, scale and bias."""
+    return decode_int8(rows) if rows.dtype == np.uint8 else rows
