@@ -1,7 +1,9 @@
 """Checkpoints of jax-tpu-embedding and keras-rs, beside those that they wrote."""
 
+import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -119,14 +121,27 @@ def test_large_arrays_are_copied_to_a_file(unpacked, monkeypatch):
 
 
 def test_any_orbax_checkpoint(tmp_path):
-    import orbax.checkpoint as ocp
-
     arrays = {"movie": values("movie", (20, 4)), "deep": {"user": np.ones((3, 2))}}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "item", arrays)
     source = open_tables(tmp_path / "item")
     assert sorted(source.tables) == ["deep/user", "movie"]
     np.testing.assert_array_equal(source.tables["movie"].values, arrays["movie"])
+
+
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+def test_many_chunks(tmp_path, monkeypatch, use_ocdbt):
+    monkeypatch.setattr(orbax, "_MAX_BYTES_IN_MEMORY", 100)
+    tree = {"movie": values("movie", (21, 4)), "bias": np.arange(9.0)}
+    args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=64), tree)
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(
+            tmp_path / "item", args=ocp.args.PyTreeSave(tree, save_args=args)
+        )
+    source = open_tables(tmp_path / "item")
+    for name, array in tree.items():
+        np.testing.assert_array_equal(np.asarray(source.tables[name].values), array)
 
 
 def test_checkpoints_of_this_package_are_restored(tmp_path):

@@ -120,7 +120,9 @@ def _copy(store: ts.TensorStore) -> np.ndarray:
     num_rows = max(1, chunk_shape[0] or 1)
     for start in range(0, shape[0], num_rows):
         end = min(start + num_rows, shape[0])
-        array[start:end] = store[start:end].read().result()
+        # Without a copy between the decoded chunk and the file.
+        target = ts.array(array[start:end]).translate_to[start]
+        target.write(store[start:end]).result()
     return array
 
 
