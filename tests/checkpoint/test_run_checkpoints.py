@@ -175,6 +175,10 @@ def test_an_older_checkpoint_is_used_on_request_only(three):
     assert names == ["1", "2", "damaged-2", "damaged-3"]
     reopened = RunCheckpoints(three.directory, kept=3)
     assert reopened.restore(make_state(0), DESCRIPTION)[0] == 2
+    damage(three, 2)
+    assert reopened.restore(make_state(0), DESCRIPTION, fallback="older")[0] == 1
+    names = sorted(p.name for p in three.directory.iterdir())
+    assert names == ["1", "damaged-2", "damaged-2.2", "damaged-3"]
     reopened.close()
 
 

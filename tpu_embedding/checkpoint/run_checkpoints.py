@@ -9,6 +9,7 @@ loop is the only caller of this module.
 """
 
 import datetime
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
@@ -134,6 +135,11 @@ class RunCheckpoints:
         with errors_of_writing(self.directory):
             self._manager.wait_until_finished()
 
+    @property
+    def is_saving(self) -> bool:
+        """True while a checkpoint is written in the background."""
+        return self._manager.is_saving_in_progress()
+
     def check(self, description: Description) -> int:
         """Returns the number of steps done at the latest checkpoint, after checking it.
 
@@ -198,7 +204,7 @@ class RunCheckpoints:
                 problems.append((path, error))
                 continue
             for damaged, _ in problems:
-                damaged.rename(self.directory / f"damaged-{damaged.name}")
+                damaged.rename(_free_path(self.directory / f"damaged-{damaged.name}"))
             if problems:
                 self._manager.reload()
             return step, restored
@@ -215,6 +221,14 @@ class RunCheckpoints:
         """
         with errors_of_writing(self.directory):
             self._manager.close()
+
+
+def _free_path(path: epath.Path) -> epath.Path:
+    """Returns a path that does not exist: the given one, or it with a number."""
+    if not path.exists():
+        return path
+    names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(2))
+    return next(name for name in names if not name.exists())
 
 
 def saved_steps(directory: str | os.PathLike[str]) -> list[int]:

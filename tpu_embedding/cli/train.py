@@ -2,8 +2,9 @@
 
 import argparse
 import pathlib
-from typing import Any
+from typing import Any, get_args
 
+from tpu_embedding.checkpoint.run_checkpoints import Fallback
 from tpu_embedding.cli.arguments import (
     MAX_EMULATED_DEVICES,
     add_compiler_option,
@@ -14,6 +15,7 @@ from tpu_embedding.cli.arguments import (
     positive_int,
     refuse_repeated,
 )
+from tpu_embedding.cli.exit_status import UsageError
 from tpu_embedding.training.config_files import list_configs, load_config
 from tpu_embedding.training.loop import train
 from tpu_embedding.training.overrides import apply_overrides
@@ -71,6 +73,12 @@ def add_train(commands: Any) -> None:
         help="continue from the latest checkpoint in the output directory, or from the "
         "beginning if its run saved none",
     )
+    parser.add_argument(
+        "--fallback",
+        choices=get_args(Fallback),
+        help="with --resume, if the latest checkpoint is damaged: older continues from "
+        "the latest one that is whole, refuse is the default",
+    )
     existing.add_argument(
         "--overwrite",
         action="store_true",
@@ -84,6 +92,8 @@ def _train(parsed: argparse.Namespace) -> int:
     config = apply_overrides(load_config(parsed.config), parsed.set)
     output_dir = parsed.output_dir or pathlib.Path("runs") / config.name
     mesh = None if parsed.devices is None else emulated_mesh(parsed.devices)
+    if parsed.fallback is not None and not parsed.resume:
+        raise UsageError("--fallback needs --resume: it is about its checkpoints.")
     existing_run: ExistingRun = "refuse"
     if parsed.resume or parsed.overwrite:
         existing_run = "resume" if parsed.resume else "move_aside"
@@ -93,6 +103,7 @@ def _train(parsed: argparse.Namespace) -> int:
         data_dir=parsed.data_dir,
         mesh=mesh,
         existing_run=existing_run,
+        fallback=parsed.fallback or "refuse",
         stop_at=parsed.stop_at,
         compiler_options=compiler_options(parsed.compiler_option),
     )

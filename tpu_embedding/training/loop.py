@@ -6,6 +6,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 import math
 import pathlib
 import time
@@ -18,7 +19,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints
+from tpu_embedding.checkpoint.errors import DamagedCheckpointError
+from tpu_embedding.checkpoint.run_checkpoints import Fallback, RunCheckpoints
 from tpu_embedding.data.batch import Batch, DataError, Dataset
 from tpu_embedding.data.teacher import TeacherDataset
 from tpu_embedding.optimizers.rule_description import describe_rule
@@ -36,7 +38,8 @@ from tpu_embedding.training.reporting import RunReport, load_figure_class
 from tpu_embedding.training.run_config import RunConfig, Target
 from tpu_embedding.training.run_directory import ExistingRun, RunDirectory
 from tpu_embedding.training.run_program import RunProgram, prepare_run
-from tpu_embedding.training.step import init_train_state, names_not_finite
+from tpu_embedding.training.run_saver import RunSaver
+from tpu_embedding.training.step import init_train_state
 from tpu_embedding.training.stop_signals import (
     StopRequest,
     in_several_processes,
@@ -53,6 +56,7 @@ MAY_CHANGE_ON_RESUME: Final = (
     "evaluate_every",
     "checkpoint_every",
     "checkpoints_kept",
+    "keep_time_interval",
 )
 """Fields of the config that a resumed run may change.
 
@@ -89,6 +93,7 @@ def train(
     data_dir: pathlib.Path | None = None,
     mesh: Mesh | None = None,
     existing_run: ExistingRun = "refuse",
+    fallback: Fallback = "refuse",
     stop_at: int | None = None,
     compiler_options: Mapping[str, str] | None = None,
 ) -> RunResult | None:
@@ -106,6 +111,9 @@ def train(
         error. `"resume"`: continue from its latest checkpoint, or from the beginning if
         it saved none. `"move_aside"`: move its files to a new directory,
         `<output_dir>.old-1` or the next number, and start anew.
+      fallback: treatment of a damaged checkpoint when a run resumes. `"refuse"`: raise
+        an error. `"older"`: continue from the latest checkpoint that is whole. Damaged
+        ones are renamed to `damaged-STEP`.
       stop_at: number of steps after which the run saves a checkpoint and stops, as if
         interrupted; None runs to the end.
       compiler_options: XLA options of the train step, only for TPUs. They are added to
@@ -133,6 +141,11 @@ def train(
             f"existing_run must be one of {get_args(ExistingRun)}, got "
             f"{existing_run!r}; it decides what becomes of an earlier run."
         )
+    if fallback not in get_args(Fallback):
+        raise ConfigError(
+            f"fallback must be one of {get_args(Fallback)}, got {fallback!r}; it "
+            "decides what becomes of a damaged checkpoint."
+        )
     if stop_at is not None and stop_at < 1:
         raise ConfigError(
             f"stop_at must be at least 1, or None for the whole run, got {stop_at!r}."
@@ -147,28 +160,29 @@ def train(
                 config, data_dir, mesh=mesh, compiler_options=compiler_options
             )
         moved_to = stack.enter_context(directory.claim(existing_run))
-        checkpoints = RunCheckpoints(
-            directory.checkpoints, kept=config.checkpoints_kept, plan=program.plan
-        )
+        checkpoints = _open_checkpoints(directory, program)
         stack.callback(checkpoints.close)
         description = describe_run(program)
+        found = checkpoints.latest_step if existing_run == "resume" else None
         first_step, state = 0, None
-        if existing_run == "resume" and checkpoints.latest_step is not None:
-            first_step, state = checkpoints.restore(program.state, description)
+        if found is not None:
+            first_step, state = _restore(checkpoints, program, description, fallback)
         report = RunReport(directory.path)
         stack.callback(report.close)
         if moved_to is not None:
             report.line(f"moved the earlier run to {moved_to}")
+        if found is not None and first_step < found:
+            report.line(
+                f"checkpoint {found} is damaged, and now named damaged-{found}; the "
+                f"latest one that is whole is {first_step}"
+            )
         _report_start(report, program, first_step)
         if state is None:
             _, state = init_train_state(config, program.data.data, program.plan)
         last_step = max(first_step, min(config.num_steps, stop_at or config.num_steps))
-        run = _Run(program, report, stop, state)
-        for step in run.train(first_step, last_step):
-            _refuse_diverged(step, run.state)
-            checkpoints.save(step, run.state, description)
-            checkpoints.wait()
-            report.saved(step)
+        saver = RunSaver(checkpoints, description, report)
+        run = _Run(program, report, saver, stop, state)
+        run.train(first_step, last_step)
         if last_step < config.num_steps and not stop.requested:
             report.line(f"stopped after step {last_step}; --resume continues the run")
             return None
@@ -185,6 +199,32 @@ def _stop_on_signals() -> contextlib.AbstractContextManager[StopRequest]:
     if in_several_processes():
         return contextlib.nullcontext(StopRequest())
     return stop_on_signals()
+
+
+def _open_checkpoints(directory: RunDirectory, program: RunProgram) -> RunCheckpoints:
+    seconds = program.config.keep_time_interval
+    return RunCheckpoints(
+        directory.checkpoints,
+        kept=program.config.checkpoints_kept,
+        keep_every=None if seconds is None else datetime.timedelta(seconds=seconds),
+        plan=program.plan,
+    )
+
+
+def _restore(
+    checkpoints: RunCheckpoints,
+    program: RunProgram,
+    description: dict[str, Any],
+    fallback: Fallback,
+) -> tuple[int, nnx.State]:
+    """Restores the latest checkpoint, and adds the way out if it is damaged."""
+    try:
+        return checkpoints.restore(program.state, description, fallback=fallback)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(
+            f"{error} --resume --fallback older continues from the latest checkpoint "
+            "that is whole, and deletes none."
+        ) from error
 
 
 def _describe_saved(checkpoints: RunCheckpoints) -> str:
@@ -204,20 +244,23 @@ class _Run:
         self,
         program: RunProgram,
         report: RunReport,
+        saver: RunSaver,
         stop: StopRequest,
         state: nnx.State,
     ):
         self.state = state
         self._program = program
         self._report = report
+        self._saver = saver
         self._stop = stop
 
-    def train(self, first_step: int, last_step: int) -> Iterator[int]:
-        """Runs steps; yields the number of steps done whenever a checkpoint is due.
+    def train(self, first_step: int, last_step: int) -> None:
+        """Runs steps, evaluates and saves when due; saves the state after the last.
 
         A signal ends the steps. The step in progress is completed and saved.
         """
         config, program, stop = self._program.config, self._program, self._stop
+        saver = self._saver
         meter = StepMeter(
             config.batch_size,
             config.log_every,
@@ -232,19 +275,21 @@ class _Run:
                 self.state, metrics = program.train_step(self.state, batch)
                 done = step + 1
                 meter.add(done, metrics)
+                saver.poll()
                 is_last = done == last_step or stop.requested
                 if is_last:
                     meter.finish(done)
                 if is_last or _is_due(done, config.checkpoint_every):
                     meter.flush()
+                    saver.save(done, self.state)
                     saved = done
-                    yield done
                 if done < config.num_steps and _is_due(done, config.evaluate_every):
                     meter.flush()
                     self.evaluate(done)
-        if saved < done:  # A signal came after the last step.
-            meter.finish(done)
-            yield done
+            if saved < done:  # A signal came after the last step.
+                meter.finish(done)
+                saver.save(done, self.state)
+        saver.wait()
 
     def evaluate(self, step: int) -> dict[str, float] | None:
         """Returns the metrics on the held-out data, and reports them.
@@ -286,17 +331,6 @@ class _Run:
             if self._stop.requested:
                 return
             yield batch
-
-
-def _refuse_diverged(step: int, state: nnx.State) -> None:
-    """Raises if an update made the model not finite, which its next loss would show."""
-    names = names_not_finite(state)
-    if names:
-        raise TrainingDivergedError(
-            f"The update of step {step} left values that are not finite in "
-            f"{', '.join(names)}; lower the learning rates. This step is not saved; "
-            "--resume continues from the checkpoint before it, if there is one."
-        )
 
 
 def _is_due(num_steps_done: int, every: int) -> bool:

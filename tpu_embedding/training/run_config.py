@@ -95,6 +95,8 @@ class RunConfig:
       evaluate_every: steps between evaluations; 0 evaluates only at the end.
       checkpoint_every: steps between checkpoints; 0 saves only at the end.
       checkpoints_kept: number of latest checkpoints to keep; older ones are deleted.
+      keep_time_interval: seconds after which one more checkpoint is kept for good,
+        beside the latest ones; None keeps no other. The name is Orbax's.
     """
 
     name: str
@@ -116,6 +118,7 @@ class RunConfig:
     evaluate_every: int = 0
     checkpoint_every: int = 0
     checkpoints_kept: int = 3
+    keep_time_interval: float | None = None
 
     def __post_init__(self):
         problems = [
@@ -187,6 +190,12 @@ class RunConfig:
             elif value > (MAX_SEED if name == "seed" else _MAX_COUNT):
                 limit = "2**32 - 1" if name == "seed" else "2**31 - 1"
                 yield f"RunConfig.{name} must be at most {limit}, got {value!r}"
+        seconds = self.keep_time_interval
+        if seconds is not None and not (_is_finite(seconds) and seconds > 0):
+            yield (
+                "RunConfig.keep_time_interval must be a positive number of seconds or "
+                f"None, got {seconds!r}"
+            )
         for name in ("table_learning_rate", "dense_learning_rate"):
             value = getattr(self, name)
             if not (_is_finite(value) and value >= 0):
