@@ -13,7 +13,7 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables import row_blocks, row_windows
+from tpu_embedding.tables import line_exchange, row_windows
 from tpu_embedding.tables.row_blocks import read_blocks, rows_per_block, write_blocks
 
 SIZES = {"a": 301, "b": 1, "c": 5, "d": 40}
@@ -71,8 +71,8 @@ def tables_of(blocks, packed, sizes=SIZES):
     return tables
 
 
-def read_all(packed, stack, plan):
-    turns = list(read_blocks(packed, stack, plan))
+def read_all(packed, stack, plan, receivers="one"):
+    turns = list(read_blocks(packed, stack, plan, receivers=receivers))
     return tables_of([block for turn in turns for block in turn], packed)
 
 
@@ -113,6 +113,8 @@ def assert_round_trip(plan, row=None):
         for name, rows in tables.items():
             found = values_of(rows, packed.layout)
             np.testing.assert_array_equal(found, expected[name].astype(np.float32))
+    for name, rows in read_all(packed, stack, plan, "all").items():
+        np.testing.assert_array_equal(bits_of(rows), bits_of(tables[name]))
     other, _ = packed_of(plan, row, seed=1)
     sharding = other.lines.sharding
 
@@ -225,9 +227,9 @@ def test_one_program_serves_all_tables(small_blocks):
     plan = plan_of(mesh_of(3))
     packed, stack = packed_of(plan)
     list(read_blocks(packed, stack, plan, ["b"]))
-    num_programs = row_blocks._read._cache_size()
+    num_programs = line_exchange.read_lines._cache_size()
     list(read_blocks(packed, stack, plan))
-    assert row_blocks._read._cache_size() == num_programs
+    assert line_exchange.read_lines._cache_size() == num_programs
 
 
 REFUSED = {

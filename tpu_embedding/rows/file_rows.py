@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_embedding.rows.narrow_rows import decode_rows
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, store_rows
 
 _INT8_ENDS: Final = 8
@@ -112,6 +113,24 @@ def file_rows_of_values(values: np.ndarray, layout: RowLayout) -> np.ndarray:
         words = store_rows(np.asarray(values, np.float32), layout)
         return _int8_bytes(np.asarray(words), layout.dim)
     return np.asarray(values, _float_type(layout))
+
+
+def values_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
+    """Returns rows of a file as numbers: narrow ones as float32, others as they are.
+
+    Args:
+      rows: `[rows, *shape]` of `file_row`.
+      layout: as in `to_file_rows`.
+
+    Returns:
+      `[rows, *row_shape]`.
+    """
+    match layout.narrow_dtype:
+        case None:
+            return rows
+        case "int8":
+            return decode_rows(_int8_words(rows, layout), "int8", layout.dim)
+    return rows.astype(np.float32)
 
 
 def _float_type(layout: RowLayout) -> Any:

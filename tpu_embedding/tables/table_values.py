@@ -3,21 +3,22 @@
 The layout of a stack changes with the devices, the stacking and the packing. The arrays
 per table do not: they hold the logical rows as the user declared them.
 
-Everything here runs on the host. Beside the tables that the user gets or gives, the
-host holds the rows of one shard at a time, and reading needs a block of them only.
+Each process copies the rows of its own devices. To read rows of other processes, all of
+them receive block after block. Beside the tables that the user gets or gives, the host
+holds the rows of one shard at a time, and reading needs a block of them only.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
+from tpu_embedding.rows.file_rows import values_of_file_rows
 from tpu_embedding.rows.packed_rows import (
     LANE_BYTES,
     PackedRows,
@@ -28,6 +29,7 @@ from tpu_embedding.rows.packed_rows import (
     rows_of_lines,
     store_rows,
 )
+from tpu_embedding.tables.row_blocks import read_blocks
 
 _BLOCK_BYTES: Final = 2**26
 """Approximate size of a block of rows that is copied to the host."""
@@ -56,7 +58,7 @@ def unstack_tables(
             continue
         packed = stacked[stack.name]
         check_stack(packed, stack)
-        values |= _unstack(packed, stack)
+        values |= _unstack(packed, stack, plan)
     return values
 
 
@@ -166,7 +168,9 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
         )
 
 
-def _unstack(packed: PackedRows, stack: StackPlan) -> dict[str, np.ndarray]:
+def _unstack(
+    packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
+) -> dict[str, np.ndarray]:
     """Returns the rows of each table of a stack, by table name."""
     layout = packed.layout
     dtype = packed.lines.dtype if layout.narrow_dtype is None else np.float32
@@ -174,17 +178,37 @@ def _unstack(packed: PackedRows, stack: StackPlan) -> dict[str, np.ndarray]:
         table.name: np.empty((table.config.vocabulary_size, layout.dim), dtype)
         for table in stack.tables
     }
-    lines_of = _lines_of_shards(packed, range(stack.num_shards))
-    for shard in range(stack.num_shards):
-        for start, lines in _blocks(lines_of(shard), layout):
-            stored = rows_of_lines(lines, layout)
-            for part in _parts_of_block(start, len(stored), shard, stack):
-                rows = load_rows(stored[part.of_block], layout)
-                values[part.table_name][part.of_table] = rows
+    if _has_all_shards(packed, stack):
+        _copy_shards(packed, stack, values)
+    else:
+        for turn in read_blocks(packed, stack, plan, receivers="all"):
+            for table, start, rows in turn:
+                new = values_of_file_rows(rows, layout).reshape(len(rows), layout.dim)
+                values[table][start : start + len(rows)] = new
     return {
         table.name: values[table.name].reshape(-1, *layout.row_shape)
         for table in stack.tables
     }
+
+
+def _has_all_shards(packed: PackedRows, stack: StackPlan) -> bool:
+    """Returns True if the devices of this process hold every row."""
+    lines = packed.lines
+    starts = {shard.index[0].start or 0 for shard in lines.addressable_shards}
+    return lines.is_fully_addressable or len(starts) == stack.num_shards
+
+
+def _copy_shards(
+    packed: PackedRows, stack: StackPlan, values: dict[str, np.ndarray]
+) -> None:
+    """Copies the rows of each shard to their places: faster than by blocks of rows."""
+    lines_of = _lines_of_shards(packed)
+    for shard in range(stack.num_shards):
+        for start, lines in _blocks(lines_of(shard), packed.layout):
+            stored = rows_of_lines(lines, packed.layout)
+            for part in _parts_of_block(start, len(stored), shard, stack):
+                rows = load_rows(stored[part.of_block], packed.layout)
+                values[part.table_name][part.of_table] = rows
 
 
 class _Part(NamedTuple):
@@ -220,20 +244,17 @@ def _parts_of_block(
             )
 
 
-def _lines_of_shards(
-    packed: PackedRows, shards: Collection[int]
-) -> Callable[[int], Any]:
-    """Returns a function that returns the lines of each of some shards."""
+def _lines_of_shards(packed: PackedRows) -> Callable[[int], Any]:
+    """Returns a function that returns the lines of a shard of this process."""
     lines, size = packed.lines, packed.layout.num_lines
     local = {
         (shard.index[0].start or 0) // size: shard.data
         for shard in lines.addressable_shards
         if shard.data.shape[0] == size
     }
-    if all(shard in local for shard in shards):
+    if local:
         return lambda shard: local[shard]
-    if not lines.is_fully_addressable:
-        lines = multihost_utils.process_allgather(lines, tiled=True)
+    # The rows are no result of this plan's programs: one device may hold all of them.
     whole = np.asarray(lines)
     return lambda shard: whole[shard * size : (shard + 1) * size]
 
@@ -278,7 +299,7 @@ def _with_values(
         assert index is not None
         start = index[0].start or 0
         devices_of.setdefault(start // packed.layout.num_lines, []).append(device)
-    lines_of = _lines_of_shards(packed, devices_of)
+    lines_of = _lines_of_shards(packed)
     arrays = []
     for shard, devices in devices_of.items():
         lines = _new_lines(lines_of(shard), packed.layout, values, shard, stack)

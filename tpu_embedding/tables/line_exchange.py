@@ -1,0 +1,245 @@
+"""Moves lines between the owners of rows and the devices that serve ranges of rows.
+
+The device side of `row_blocks.py`: two programs, which get the ranges as arguments.
+Both move whole lines, and leave the order of the rows to the host.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Final, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Int, Shaped
+
+from tpu_embedding.plan.on_mesh import on_shards
+from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, round_up
+from tpu_embedding.tables.row_windows import Window, rows_per_window
+
+_TILE_ELEMENTS: Final = 1024
+"""Elements of a tile of a TPU. Parts of whole tiles are sent without a copy."""
+
+Receivers = Literal["one", "all"]
+"""Processes that get a block: the one whose device it is read by, or all of them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LineExchange:
+    """Facts of the exchange of lines between owners and the devices that serve ranges.
+
+    Attributes:
+      mesh: devices of the plan.
+      shard_axes: see `StackPlan`.
+      replica_axes: see `StackPlan`.
+      num_shards: see `StackPlan`.
+      num_replicas: see `StackPlan`.
+      layout: packing of the rows, without the tables that they belong to.
+      window_rows: maximum rows of a range.
+      receivers: of the ranges that are read.
+      plan: for the mesh.
+      stack: any stack with these facts.
+    """
+
+    mesh: Mesh
+    shard_axes: tuple[str, ...]
+    replica_axes: tuple[str, ...]
+    num_shards: int
+    num_replicas: int
+    layout: RowLayout
+    window_rows: int
+    receivers: Receivers
+    plan: EmbeddingPlan = dataclasses.field(compare=False, repr=False)
+    stack: StackPlan = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def num_windows(self) -> int:
+        """Ranges that are read in a turn: one per device, or the same one by all."""
+        return self.num_shards * self.num_replicas if self.receivers == "one" else 1
+
+    @property
+    def received_spec(self) -> PartitionSpec:
+        """Partition of the lines that devices receive of these ranges."""
+        if self.receivers == "all":
+            return PartitionSpec()
+        return PartitionSpec((*self.replica_axes, *self.shard_axes))
+
+    @property
+    def parts_shape(self) -> tuple[int, ...]:
+        """Shape of the lines that all shards get to write, one part per owner each."""
+        num_lines = self.num_shards**2 * self.part_lines
+        return (num_lines, *self.layout.lines_shape[1:])
+
+    @property
+    def part_lines(self) -> int:
+        """Lines that one owner sends of one range, in whole tiles."""
+        layout = self.layout
+        rows = -(-self.window_rows // self.num_shards) + layout.rows_per_line - 1
+        num_lines = -(-rows // layout.rows_per_line)
+        tile_lines = max(8, _TILE_ELEMENTS // layout.lanes)
+        return min(round_up(num_lines, tile_lines), layout.num_lines)
+
+    def first_row(self, shard: Any, start: Any) -> Any:
+        """Returns the first local row of a shard at or behind a row of the stack."""
+        return (start + (self.num_shards - 1 - shard)) // self.num_shards
+
+    def first_line(self, shard: Any, start: Any) -> Any:
+        """Returns the first line that a shard sends of the range from `start` on."""
+        line = self.first_row(shard, start) // self.layout.rows_per_line
+        last = self.layout.num_lines - self.part_lines
+        return min(line, last) if isinstance(line, int) else jnp.minimum(line, last)
+
+    def rows_of_part(self, shard: int, window: Window) -> tuple[slice, slice]:
+        """Returns the rows of a shard: their range in its part, and in the window."""
+        begin = self.first_row(shard, window.start)
+        end = self.first_row(shard, window.start + window.num_rows)
+        base = self.first_line(shard, window.start) * self.layout.rows_per_line
+        first = begin * self.num_shards + shard - window.start
+        return slice(begin - base, end - base), slice(first, None, self.num_shards)
+
+
+def line_exchange(
+    packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan, receivers: Receivers
+) -> LineExchange:
+    """Returns the facts of the exchange for a stacked table or slot variable."""
+    return LineExchange(
+        mesh=plan.mesh,
+        shard_axes=stack.shard_axes,
+        replica_axes=stack.replica_axes,
+        num_shards=stack.num_shards,
+        num_replicas=stack.num_replicas,
+        layout=dataclasses.replace(packed.layout, contents=None),
+        window_rows=min(rows_per_window(packed), stack.num_rows),
+        receivers=receivers,
+        plan=plan,
+        stack=stack,
+    )
+
+
+@functools.partial(jax.jit, static_argnames="exchange")
+def read_lines(
+    lines: Shaped[Array, "lines *lane"],
+    starts: Int[Any, " devices"],
+    *,
+    exchange: LineExchange,
+) -> Shaped[Array, "parts *lane"]:
+    """Sends the lines of one window to each device. Global.
+
+    Args:
+      lines: of all shards.
+      starts: first row of the window of each device.
+      exchange: static facts.
+
+    Returns:
+      For each window, one part of `part_lines` lines from each owner.
+    """
+    size = exchange.part_lines
+
+    def part_of(lines: Array, start: Any) -> Array:
+        line = exchange.first_line(_index(exchange.shard_axes), start)
+        return jax.lax.dynamic_slice_in_dim(lines, line, size)
+
+    def read_one(lines: Array, starts: Array) -> Array:
+        # All copies of the rows serve windows of their own.
+        group = _index(exchange.replica_axes) * exchange.num_shards
+
+        def add_part(i: Any, parts: Array) -> Array:
+            part = part_of(lines, starts[group + i])
+            return jax.lax.dynamic_update_slice_in_dim(parts, part, i * size, axis=0)
+
+        shape = (exchange.num_shards * size, *lines.shape[1:])
+        parts = jnp.zeros(shape, lines.dtype)
+        parts = jax.lax.fori_loop(0, exchange.num_shards, add_part, parts)
+        return _exchanged(parts, exchange)
+
+    def read_all(lines: Array, starts: Array) -> Array:
+        part = part_of(lines, starts[0])
+        if exchange.num_shards == 1:
+            return part
+        return jax.lax.all_gather(part, exchange.shard_axes, tiled=True)
+
+    return on_shards(
+        read_one if exchange.receivers == "one" else read_all,
+        exchange.plan,
+        in_specs=(exchange.stack.rows_spec, PartitionSpec()),
+        out_specs=exchange.received_spec,
+    )(lines, starts)
+
+
+@functools.partial(jax.jit, static_argnames="exchange", donate_argnums=0)
+def write_lines(
+    lines: Shaped[Array, "lines *lane"],
+    parts: Shaped[Array, "parts *lane"],
+    starts: Int[Any, " shards"],
+    sizes: Int[Any, " shards"],
+    *,
+    exchange: LineExchange,
+) -> Shaped[Array, "lines *lane"]:
+    """Writes the rows of one window per shard in place. Global.
+
+    Args:
+      lines: of all shards.
+      parts: for each shard, the new lines of its window by owner.
+      starts: first row of the window of each shard.
+      sizes: number of rows of each window.
+      exchange: static facts.
+    """
+    size = exchange.part_lines
+
+    def write(lines: Array, parts: Array, starts: Array, sizes: Array) -> Array:
+        shard = _index(exchange.shard_axes)
+        parts = _exchanged(parts, exchange)
+
+        def write_part(i: Any, lines: Array) -> Array:
+            line = exchange.first_line(shard, starts[i])
+            first_row = line * exchange.layout.rows_per_line
+            begin, end = (
+                exchange.first_row(shard, row) - first_row
+                for row in (starts[i], starts[i] + sizes[i])
+            )
+            old = jax.lax.dynamic_slice_in_dim(lines, line, size)
+            new = jax.lax.dynamic_slice_in_dim(parts, i * size, size)
+            new = _merged(old, new, begin, end, exchange.layout)
+            return jax.lax.dynamic_update_slice_in_dim(lines, new, line, axis=0)
+
+        return jax.lax.fori_loop(0, exchange.num_shards, write_part, lines)
+
+    spec = exchange.stack.rows_spec
+    return on_shards(
+        write,
+        exchange.plan,
+        in_specs=(spec, spec, PartitionSpec(), PartitionSpec()),
+        out_specs=spec,
+    )(lines, parts, starts, sizes)
+
+
+def _index(axes: tuple[str, ...]) -> Any:
+    return jax.lax.axis_index(axes) if axes else 0
+
+
+def _exchanged(parts: Array, exchange: LineExchange) -> Array:
+    """Sends part `i` to shard `i`, and returns the parts from all shards. Per shard."""
+    if exchange.num_shards == 1:
+        return parts
+    return jax.lax.all_to_all(
+        parts, exchange.shard_axes, split_axis=0, concat_axis=0, tiled=True
+    )
+
+
+def _merged(old: Array, new: Array, begin: Any, end: Any, layout: RowLayout) -> Array:
+    """Takes rows `begin` to `end` from the new lines, all others from the old ones."""
+    line = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0)
+    lane = 0 if layout.is_flat else jax.lax.broadcasted_iota(jnp.int32, old.shape, 1)
+    place = lane // layout.row_lanes
+    is_used = place < layout.rows_abreast
+
+    def is_new(part_of_lane: int) -> Any:
+        row = line * layout.rows_per_line + part_of_lane * layout.rows_abreast + place
+        return is_used & (row >= begin) & (row < end)
+
+    if layout.rows_per_lane == 1:
+        return jnp.where(is_new(0), new, old)
+    lower = jnp.where(is_new(0), new, old) & 0xFFFF
+    upper = jnp.where(is_new(1), new, old) & ~0xFFFF
+    return lower | upper
