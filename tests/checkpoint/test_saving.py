@@ -100,7 +100,7 @@ def test_shapes_are_enough(saved, plan):
     check_equal(numbers_of(restored, plan), numbers)
 
 
-@pytest.mark.quick_cases("int8")
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_narrow_tables_keep_their_bits(dtype, tmp_path):
     rule = None if dtype == "int8" else RULE
@@ -178,6 +178,7 @@ def leaves_of(model, optimizer):
     return jax.tree.map(np.asarray, (raw, tables, optimizer.slot_values("all")))
 
 
+@pytest.mark.full
 def test_modules_are_restored_in_place(tmp_path):
     model, optimizer = towers_of(8, 0)
     wanted = leaves_of(model, optimizer)
@@ -278,6 +279,20 @@ def test_a_grown_table_has_initial_values_in_new_rows(saved):
     check_equal(new_tables["user"], tables["user"])
 
 
+@pytest.mark.full
+def test_any_table_names(tmp_path):
+    names = ["a/b", "a.b", "a", "a.slots.b", "values", "ü %41", "x" * 100]
+    plan = plan_of(dict.fromkeys(names, 5))
+    state = with_random_slots(state_of(plan), plan)
+    te.save(tmp_path / "a", state, plan=plan)
+    numbers = numbers_of(state, plan)
+    restored = te.restore(tmp_path / "a", state_of(plan, 1), plan=plan)
+    check_equal(numbers_of(restored, plan), numbers)
+    assert sorted(te.checkpoint.describe(tmp_path / "a").tables) == sorted(names)
+    read = ocp.PyTreeCheckpointer().restore(tmp_path / "a" / "tables")
+    np.testing.assert_array_equal(read["a%2Eb"]["values"], numbers[0]["a.b"])
+
+
 @pytest.mark.quick_cases("None")
 @pytest.mark.parametrize("tables", [None, ["movie"]])
 def test_slots_start_anew_on_request(saved, tables):
@@ -321,7 +336,7 @@ LEARNING_RATES = {
 }
 
 
-@pytest.mark.quick_cases("another rate")
+@pytest.mark.full
 @pytest.mark.parametrize("rules", LEARNING_RATES.values(), ids=LEARNING_RATES)
 def test_learning_rates_may_change(rules, tmp_path):
     old, new = (plan_of(rules=rule) for rule in rules)
@@ -366,7 +381,7 @@ OTHER_PLANS = {
 }
 
 
-@pytest.mark.quick_cases("shrunk", "rule of equal slots")
+@pytest.mark.quick_cases("rule of equal slots")
 @pytest.mark.parametrize(("change", "message"), OTHER_PLANS.values(), ids=OTHER_PLANS)
 def test_differences_are_listed_and_nothing_changes(saved, change, message):
     directory, _ = saved
@@ -439,6 +454,12 @@ def test_a_checkpoint_is_not_overwritten_by_chance(plan, tmp_path):
         te.save(tmp_path / "a", state_of(plan), plan=plan)
     te.save(tmp_path / "a", state_of(plan, 1), plan=plan, overwrite=True)
     assert te.restore(tmp_path / "a", state_of(plan), plan=plan)["step"] == 4
+
+
+def test_a_description_must_be_json(plan, tmp_path):
+    with pytest.raises(TypeError, match="description must hold JSON values, got"):
+        te.save(tmp_path / "a", state_of(plan), plan=plan, description={"a": 1j})
+    assert not (tmp_path / "a").exists()
 
 
 def test_no_checkpoint(plan, saved, tmp_path):

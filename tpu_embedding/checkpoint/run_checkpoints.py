@@ -10,6 +10,7 @@ loop is the only caller of this module.
 
 import datetime
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
@@ -165,7 +166,9 @@ class RunCheckpoints:
 
     def _check(self, step: int, description: Description) -> None:
         saved = describe(self.directory / str(step)).description
-        problems = value_differences(saved, description)
+        # As JSON has them: lists for tuples, strings for keys.
+        wanted = json.loads(json.dumps(description))
+        problems = value_differences(saved, wanted)
         if problems:
             raise CheckpointError(
                 f"The checkpoint {self.directory / str(step)} belongs to another run. "

@@ -13,6 +13,7 @@ returns once the rest fits, and the next step may then donate its arrays.
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -126,6 +127,12 @@ class SaveState(ocp.args.CheckpointArgs):
     def __post_init__(self):
         # Errors of the user are raised here, and those of the disk later.
         self.parts = StateParts(self.state, self.plan)
+        try:
+            self.description = json.loads(json.dumps(dict(self.description)))
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"description must hold JSON values, got {self.description!r}: {error}."
+            ) from error
 
 
 register_with_handler(StateHandler, for_restore=True)(RestoreState)
