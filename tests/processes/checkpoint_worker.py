@@ -1,9 +1,10 @@
-"""One process of a job that saves a model, or restores it and writes its values.
+"""One process of a job that saves, restores or imports a model.
 
     python -m tests.processes.checkpoint_worker
-        COORDINATOR NUM_PROCESSES PROCESS DEVICES save|restore DIRECTORY FILE
+        COORDINATOR NUM_PROCESSES PROCESS DEVICES save|restore|import SOURCE FILE
 
-Run by `test_checkpoints.py`. With one process, it needs no coordinator.
+The values of the model go to the file. Run by `test_checkpoints.py`. With one process,
+it needs no coordinator.
 """
 
 import sys
@@ -35,6 +36,8 @@ def main(coordinator, num_processes, process, num_devices, work, directory, path
         for step in (1, 2):
             checkpoints.save(step, (model, optimizer), {"seed": 0})
         checkpoints.wait()
+    elif work == "import":
+        te.checkpoint.import_tables(directory, model, optimizer)
     else:
         step, _ = checkpoints.restore((model, optimizer), {"seed": 0})
         assert step == 2

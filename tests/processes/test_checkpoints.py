@@ -34,3 +34,17 @@ def test_processes_save_and_restore_together(tmp_path):
         assert set(restored) == set(saved)
         for name, value in saved.items():
             np.testing.assert_array_equal(restored[name], value)
+
+
+@pytest.mark.full
+def test_processes_import_together(tmp_path):
+    generator = np.random.default_rng(0)
+    arrays = {
+        f"{table}{suffix}": generator.normal(size=(rows, 8)).astype(np.float32)
+        for table, rows in {"sharded": 101, "replicated": 13}.items()
+        for suffix in ("", "/momenta", "/velocities")
+    }
+    np.savez(tmp_path / "tables.npz", **arrays)
+    imported = run_job(2, 2, "import", tmp_path / "tables.npz", tmp_path)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(imported[name], array)

@@ -90,22 +90,45 @@ def test_refuses_python_objects(tmp_path):
     np.save(tmp_path / "b.npy", np.array([{}], object))
     with pytest.raises(CheckpointError, match="Python objects"):
         open_tables(tmp_path / "a.npz")
-    with pytest.raises(CheckpointError, match="b.npy cannot be read"):
+    with pytest.raises(CheckpointError, match="b.npy is damaged, or no file of NumPy"):
         open_tables(tmp_path)
 
 
 def test_refuses_truncated_files(tmp_path):
     path = write_npz(tmp_path)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="no .npz file that can be read"):
+    with pytest.raises(
+        CheckpointError, match="tables.npz is damaged, or no file of NumPy"
+    ):
         open_tables(path)
     path.unlink()
     np.save(tmp_path / "a.npy", ARRAYS["movie"])
     (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="a.npy cannot be read"):
+    with pytest.raises(CheckpointError, match="a.npy is damaged, or no file of NumPy"):
         open_tables(tmp_path)
 
 
 def test_refuses_dicts_without_values():
     with pytest.raises(CheckpointError, match="dict with the key 'values'"):
         open_tables({"movie": {"table": np.zeros((2, 2))}})
+
+
+@pytest.mark.parametrize("make", [write_npz, write_compressed, write_npy])
+def test_damage_anywhere_is_an_error_of_this_package(tmp_path, make):
+    path = make(tmp_path)
+    file = path if path.is_file() else path / "movie.npy"
+    whole = file.read_bytes()
+    random = np.random.default_rng(0)
+    num_found = 0
+    for _ in range(150):
+        data = bytearray(whole)
+        end = len(data) if path.is_file() else 100
+        for position in random.integers(0, end, 3):
+            data[position] = random.integers(256)
+        file.write_bytes(data)
+        try:
+            for table in open_tables(path).tables.values():
+                np.asarray(table.values)
+        except CheckpointError:
+            num_found += 1
+    assert num_found > 100

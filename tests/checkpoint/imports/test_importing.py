@@ -164,6 +164,34 @@ def test_rowwise_slots_are_no_elementwise_ones():
         import_tables(path, layer, optimizer, slots={"accumulators": "accumulators"})
 
 
+@pytest.mark.full
+def test_narrow_and_integer_slots():
+    rule = te.optimizers.with_slot_storage(te.optimizers.adam(0.1), jnp.bfloat16)
+    counting = te.optimizers.frequency_aware_adagrad(0.1)
+    features_of = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=20, dim=4, name=name, optimizer=own)
+        )
+        for name, own in {"a": rule, "b": counting}.items()
+    }
+    layer = te.TPUEmbedding(features_of, mesh=mesh_of(2), rngs=nnx.Rngs(0))
+    optimizer = te.Optimizer(layer, optax.sgd(0.1))
+    arrays = {
+        name: values(name, (20, 4)) for name in ("a", "a/momenta", "a/velocities")
+    }
+    arrays |= {name: values(name, (20, 4)) for name in ("b", "b/accumulators")}
+    arrays["b/counters"] = np.arange(20, dtype=np.uint8)
+    report = import_tables(arrays, layer, optimizer)
+    assert not report.dropped
+    for table, slots in optimizer.slot_values().items():
+        for slot, array in slots.items():
+            np.testing.assert_array_equal(array, arrays[f"{table}/{slot}"])
+    # Integers are not made of other numbers.
+    arrays["b/counters"] = np.arange(20.0)
+    report = import_tables(arrays, layer, optimizer)
+    assert sorted(report.dropped) == ["b/accumulators", "b/counters"]
+
+
 @pytest.mark.quick_cases("int8")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
 def test_narrow_tables_are_rounded_like_set_values(dtype):

@@ -82,7 +82,7 @@ WHOLE = {"a": zeros(10, 4), "a/accumulators": zeros(10, 4), "b": zeros(20, 4)}
         (
             WHOLE | {"a/accumulators": zeros(10, 4, dtype=np.int64)},
             {"tables": ["a"], "slots": {"accumulators": "accumulators"}},
-            ["the source has dtype int64, the optimizer float32; only floating"],
+            ["the source has dtype int64, the optimizer float32; convert it"],
         ),
     ],
 )

@@ -4,10 +4,11 @@ Files are mapped to memory, so only the rows that are read take memory. Members 
 compressed `.npz` file are the exception: each is decompressed as a whole.
 """
 
+import contextlib
 import functools
 import pathlib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -93,16 +94,29 @@ def arrays_of_npz(path: pathlib.Path) -> dict[str, RowArray]:
     Raises:
       CheckpointError: if the file is damaged, or holds Python objects.
     """
+    with _damage_found(path), zipfile.ZipFile(path) as file:
+        members = [info for info in file.infolist() if info.filename[-4:] == ".npy"]
+        return {
+            info.filename.removesuffix(".npy"): _member(path, file, info)
+            for info in members
+        }
+
+
+@contextlib.contextmanager
+def _damage_found(path: pathlib.Path) -> Iterator[None]:
+    """Raises `CheckpointError` for a file that cannot be read.
+
+    Headers of NumPy's files are Python text, and zip files have many options. Damage
+    makes their readers fail with errors of many types.
+    """
     try:
-        with zipfile.ZipFile(path) as file:
-            members = [info for info in file.infolist() if info.filename[-4:] == ".npy"]
-            return {
-                info.filename.removesuffix(".npy"): _member(path, file, info)
-                for info in members
-            }
-    except (zipfile.BadZipFile, ValueError, EOFError) as error:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        text = str(error).partition("\n")[0]
         raise CheckpointError(
-            f"{path} is no .npz file that can be read: {error}"
+            f"{path} is damaged, or no file of NumPy: {type(error).__name__}: {text}"
         ) from None
 
 
@@ -134,12 +148,13 @@ def _member(
         return np.memmap(path, dtype, "r", offset=offset, shape=shape, order=order)
 
     def check() -> None:
-        try:
-            with zipfile.ZipFile(path) as file, file.open(info) as member:
-                while member.read(_CHECK_BYTES):
-                    pass
-        except zipfile.BadZipFile as error:
-            raise CheckpointError(f"{path} is damaged: {error}") from None
+        with (
+            _damage_found(path),
+            zipfile.ZipFile(path) as file,
+            file.open(info) as member,
+        ):
+            while member.read(_CHECK_BYTES):
+                pass
 
     return RowArray(shape, dtype, lambda start, n: load()[start : start + n], check)
 
@@ -161,8 +176,6 @@ def arrays_of_npy_directory(path: pathlib.Path) -> dict[str, RowArray]:
     arrays = {}
     for file in sorted(path.rglob("*.npy")):
         name = file.relative_to(path).with_suffix("").as_posix()
-        try:
+        with _damage_found(file):
             arrays[name] = array_of(np.load(file, mmap_mode="r", allow_pickle=False))
-        except (ValueError, EOFError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
     return arrays

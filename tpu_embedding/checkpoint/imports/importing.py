@@ -311,21 +311,27 @@ class _StackWrites:
 
 def _check_ranges(packed: PackedRows, rows: _RowsToWrite, name: str) -> None:
     """Refuses numbers that the rows' type cannot hold, reading the rows in blocks."""
-    narrow = packed.layout.narrow_dtype
-    dtype = narrow or packed.lines.dtype.name
+    dtype = packed.layout.narrow_dtype or packed.lines.dtype.name
     for table, (array, num_rows) in rows.items():
-        is_bytes = array.dtype == np.uint8
-        source_dtype = np.float32 if is_bytes else array.dtype
-        if narrow == "int8":
-            fits = is_bytes
-        else:
-            fits = jnp.finfo(source_dtype).max <= jnp.finfo(dtype).max
-        if fits:
+        if not _may_overflow(array, dtype):
             continue
         size = rows_per_block(array.dtype.itemsize * int(np.prod(array.shape[1:])))
         for start in range(0, num_rows, size):
-            block = _numbers(array.read(start, min(size, num_rows - start)))
+            block = array.read(start, min(size, num_rows - start))
+            if array.holds_int8_rows(packed.layout.dim):
+                block = decode_int8(block)
             check_range(block, start, dtype, f"{name} of table {table!r}")
+
+
+def _may_overflow(array: RowArray, dtype: str) -> bool:
+    """Returns True if an array may hold numbers that another type lacks."""
+    if array.dtype == np.uint8:  # Codes, with scale and bias in float32.
+        return dtype in ("bfloat16", "float16")
+    if dtype == "int8":
+        return True
+    if not array.is_floating:
+        return False
+    return bool(jnp.finfo(array.dtype).max > jnp.finfo(dtype).max)
 
 
 def _write(
@@ -335,17 +341,15 @@ def _write(
     layout, dtype = packed.layout, packed.lines.dtype
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
-        block = rows[table][0].read(start, num_rows)
-        if block.dtype == np.uint8 and layout.narrow_dtype == "int8":
-            return block
+        array = rows[table][0]
+        block = array.read(start, num_rows)
+        if array.holds_int8_rows(layout.dim):
+            if layout.narrow_dtype == "int8":
+                return block
+            block = decode_int8(block)
         if layout.narrow_dtype is None:
-            return np.asarray(_numbers(block), dtype)
-        return file_rows_of_values(_numbers(block), layout)
+            return np.asarray(block, dtype)
+        return file_rows_of_values(block, layout)
 
     ranges = {table: (0, num_rows) for table, (_, num_rows) in rows.items()}
     return write_blocks(packed, stack, plan, read, ranges)
-
-
-def _numbers(rows: np.ndarray) -> np.ndarray:
-    """Returns rows as floating numbers; rows of bytes have codes, scale and bias."""
-    return decode_int8(rows) if rows.dtype == np.uint8 else rows

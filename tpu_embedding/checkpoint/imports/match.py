@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import jax
+import numpy as np
 
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.report import ImportReport
@@ -237,12 +238,15 @@ def _shape_problem(
     wanted = (values.shape[0], *target.slots[own].shape)
     if array.shape != wanted:
         return f"the source has shape {array.shape}, the optimizer takes {wanted}."
-    if not array.is_floating or not jax.numpy.issubdtype(
-        target.slots[own].dtype, jax.numpy.floating
-    ):
+    dtype = target.slots[own].dtype
+    if jax.numpy.issubdtype(dtype, jax.numpy.floating):
+        fits = array.is_floating
+    else:
+        fits = np.can_cast(array.dtype, dtype)
+    if not fits:
         return (
-            f"the source has dtype {array.dtype}, the optimizer "
-            f"{target.slots[own].dtype}; only floating numbers are imported."
+            f"the source has dtype {array.dtype}, the optimizer {dtype}; convert it "
+            "first."
         )
     return None
 
