@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp  # noqa: F401, named by a line of the table
 import pytest
 from flax import nnx
 
@@ -30,8 +29,11 @@ ROWS = list(rows())
 
 
 @pytest.fixture(scope="module")
-def namespace():
+def namespace(tmp_path_factory):
     """Returns what the lines of the table name."""
+    directory = tmp_path_factory.mktemp("migration") / "saved"
+    path = directory.with_name("tables.npz")
+    np.savez(path, movies=np.ones((100, 8)))
     movies = te.TableConfig(vocabulary_size=100, dim=8, combiner="mean", name="movies")
     biases = te.TableConfig(vocabulary_size=100, dim=1, name="biases")
     features = {

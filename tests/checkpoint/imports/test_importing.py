@@ -142,6 +142,7 @@ def test_slots_of_another_rule_are_dropped():
     assert not report.dropped
 
 
+@pytest.mark.full_cases("options0-no optimizer was given")
 @pytest.mark.parametrize(
     ("options", "reason"),
     [({}, "no optimizer was given"), ({"slots": "none"}, "slots='none'")],
@@ -325,7 +326,8 @@ def test_refuses_models_without_tables_and_foreign_optimizers():
 
     class Model(nnx.Module):
         def __init__(self):
-            self.layer = make_layer({"a": (20, 4)}, te.optimizers.sgd(0.1))
+            rule = te.optimizers.sgd(0.1)
+            self.layer = make_layer({"a": (20, 4)}, rule, num_devices=1)
 
     model = Model()
     optimizer = te.Optimizer(model, optax.sgd(0.1))

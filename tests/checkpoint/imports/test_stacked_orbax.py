@@ -9,6 +9,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
+from tests.conftest import mesh_of
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports import import_tables, orbax
 from tpu_embedding.checkpoint.imports.opening import open_tables
@@ -144,8 +145,11 @@ def test_many_chunks(tmp_path, monkeypatch, use_ocdbt):
         np.testing.assert_array_equal(np.asarray(source.tables[name].values), array)
 
 
+@pytest.mark.full
 def test_checkpoints_of_this_package_are_restored(tmp_path):
-    layer = te.TPUEmbedding(te.FeatureConfig(table=CONFIGS[2]), rngs=nnx.Rngs(0))
+    layer = te.TPUEmbedding(
+        te.FeatureConfig(table=CONFIGS[2]), mesh=mesh_of(1), rngs=nnx.Rngs(0)
+    )
     te.save(tmp_path / "saved", layer)
     with pytest.raises(CheckpointError, match="written by te.save. Call te.restore"):
         open_tables(tmp_path / "saved")
@@ -156,7 +160,9 @@ def test_damaged_checkpoints_leave_the_model(unpacked):
     for file in (path / "7" / "model").rglob("d/*"):
         data = file.read_bytes()
         file.write_bytes(data[: len(data) // 2])
-    layer = te.TPUEmbedding(te.FeatureConfig(table=CONFIGS[2]), rngs=nnx.Rngs(0))
+    layer = te.TPUEmbedding(
+        te.FeatureConfig(table=CONFIGS[2]), mesh=mesh_of(1), rngs=nnx.Rngs(0)
+    )
     before = layer.embedding_tables()["c"]
     with pytest.raises(CheckpointError, match="cannot be read"):
         import_tables(path, layer)
