@@ -127,7 +127,7 @@ def main() -> None:
     """Measures both sides in turns; prints a table and writes JSON."""
     parser = argparse.ArgumentParser(description="Times saving and restoring.")
     parser.add_argument("--gb", type=float, default=4.0, help="tables and slots")
-    parser.add_argument("--devices", type=int, default=8, help="emulated devices")
+    parser.add_argument("--devices", type=int, default=4, help="emulated devices")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=pathlib.Path, help="on the disk to measure")
     parser.add_argument("--json", type=pathlib.Path, help="file for the figures")

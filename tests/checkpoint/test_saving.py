@@ -93,10 +93,39 @@ def test_a_state_moves_to_other_devices(saved, devices, small_blocks):
     assert restored["step"] == 3
 
 
-def test_shapes_are_enough(saved, plan):
-    directory, numbers = saved
-    shapes = jax.eval_shape(lambda: state_of(plan) | {"step": 0})
-    restored = te.restore(directory, shapes | {"step": 0}, plan=plan)
+@pytest.mark.full
+def test_shapes_are_enough(tmp_path):
+    plan, other = plan_of(devices=8), plan_of(devices=3)
+
+    def make(plan):
+        key = jax.random.key(5)
+        return state_of(plan) | {"key": key, "rate": jnp.ones(3)}
+
+    state = make(plan) | {"host": np.arange(3), "epoch": 0.5, "flag": True}
+    te.save(tmp_path / "a", state, plan=plan)
+    shapes = jax.eval_shape(lambda: make(other))
+    shapes |= {"host": np.zeros(3, int), "epoch": 0.0, "flag": False, "step": 0}
+    restored = te.restore(tmp_path / "a", shapes, plan=other)
+    check_equal(numbers_of(restored, other), numbers_of(state, plan))
+    for name in ("host", "epoch", "flag", "step"):
+        assert type(restored[name]) is type(state[name])
+        np.testing.assert_array_equal(restored[name], state[name])
+    assert restored["key"] == state["key"]
+    assert restored["rate"].sharding == other.replicated
+
+
+def test_saved_arrays_may_be_donated(plan, tmp_path):
+    state = with_random_slots(state_of(plan), plan)
+    numbers = numbers_of(state, plan)
+    checkpoints = te.checkpoint.RunCheckpoints(
+        tmp_path, kept=1, plan=plan, host_bytes=1
+    )
+    checkpoints.save(1, state, {})
+    add_one = jax.jit(lambda x: jax.tree.map(lambda a: a + 1, x), donate_argnums=0)
+    add_one({"tables": state["tables"], "slots": state["slots"]})
+    checkpoints.wait()
+    _, restored = checkpoints.restore(state_of(plan, 1), {})
+    checkpoints.close()
     check_equal(numbers_of(restored, plan), numbers)
 
 

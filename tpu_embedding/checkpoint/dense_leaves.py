@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -37,17 +38,20 @@ async def start_writing_leaves(
     return await handler.async_save(directory, args=args) or []
 
 
-def restored_leaves(directory: epath.Path, leaves: Mapping[str, Any]) -> dict[str, Any]:
+def restored_leaves(
+    directory: epath.Path, leaves: Mapping[str, Any], sharding: jax.sharding.Sharding
+) -> dict[str, Any]:
     """Returns leaves from a directory, with the types and shardings of the given ones.
 
     Args:
       directory: of the leaves.
       leaves: path to array, shape or number; the directory may hold others.
+      sharding: of leaves whose shape has none.
 
     Raises:
       CheckpointError: if they cannot be read.
     """
-    wanted = _nested({name: _target(leaf) for name, leaf in leaves.items()})
+    wanted = _nested({name: _target(leaf, sharding) for name, leaf in leaves.items()})
     args = ocp.args.PyTreeRestore(
         wanted,
         restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
@@ -63,23 +67,31 @@ def restored_leaves(directory: epath.Path, leaves: Mapping[str, Any]) -> dict[st
     return {name: _leaf(_at(read, name), leaf) for name, leaf in leaves.items()}
 
 
-def _target(leaf: Any) -> Any:
+def _target(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
     """Returns shape, type and sharding of what the files hold for a leaf."""
-    if not _is_key(leaf):
-        return ocp.utils.to_shape_dtype_struct(leaf)
-    data = jax.eval_shape(jax.random.key_data, leaf)
-    sharding = leaf.sharding
-    if isinstance(leaf, jax.Array):
-        sharding = jax.random.key_data(leaf).sharding
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+    if isinstance(leaf, np.ndarray | np.generic | bool | int | float):
+        return leaf
+    sharding = leaf.sharding or sharding
+    if _is_key(leaf):
+        if isinstance(leaf, jax.Array):
+            sharding = jax.random.key_data(leaf).sharding
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _leaf(value: Any, wanted: Any) -> Any:
     if _is_key(wanted):
-        return jax.random.wrap_key_data(value, impl=jax.random.key_impl(wanted))
+        return jax.random.wrap_key_data(value, impl=_key_impl(wanted))
     if isinstance(wanted, bool | int | float):
         return type(wanted)(value)
     return value
+
+
+def _key_impl(leaf: Any) -> Any:
+    """Returns the generator of a random key, or of its shape."""
+    impls = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), leaf)
+    return impls[0]
 
 
 def _is_key(leaf: Any) -> bool:

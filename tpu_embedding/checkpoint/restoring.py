@@ -102,9 +102,16 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
     _check_all_files(root, record, parts.layers, args)
     dense = {}
     if args.dense == "restore" and parts.dense:
-        dense = restored_leaves(root / DENSE, parts.dense)
+        dense = restored_leaves(root / DENSE, parts.dense, _sharding(parts.layers))
     layers = [_restored(layer, root, record, args) for layer in parts.layers]
     return parts.rebuilt(layers, dense)
+
+
+def _sharding(layers: Sequence[LayerState]) -> jax.sharding.Sharding:
+    """Returns the sharding of leaves that name none: copies on the layers' mesh."""
+    if layers:
+        return layers[0].plan.replicated
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _check_choice(name: str, value: Any, choice: Any) -> None:
