@@ -4,7 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from tpu_embedding.checkpoint.imports.match import Target, match_tables
+from tpu_embedding.checkpoint.imports.match import (
+    ImportOptions,
+    Target,
+    match_tables,
+)
 from tpu_embedding.checkpoint.imports.opening import open_tables
 
 ROW = jax.ShapeDtypeStruct((4,), np.float32)
@@ -15,13 +19,7 @@ TARGETS = [
 
 
 def match(arrays, **options):
-    options = {
-        "tables": None,
-        "rename": {},
-        "slots": "same_rule",
-        "rows": "equal",
-    } | options
-    return match_tables(open_tables(arrays), TARGETS, **options)
+    return match_tables(open_tables(arrays), TARGETS, ImportOptions(**options))
 
 
 def zeros(*shape, dtype=np.float32):
@@ -106,3 +104,21 @@ def test_a_whole_match():
 def test_shared_rows(size):
     matched, _ = match({"a": zeros(size, 4)}, rows="shared")
     assert matched["a"].num_rows == min(size, 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"tables": "a"}, TypeError, "tables must be a list of names, got 'a'"),
+        ({"rename": ["a"]}, TypeError, "rename must be a dict of names"),
+        ({"slots": "all"}, ValueError, "slots must be one of .* or a dict of slot"),
+        (
+            {"rows": "cut"},
+            ValueError,
+            r"rows must be one of \['equal', 'shared'\], got",
+        ),
+    ],
+)
+def test_refuses_other_options(options, error, message):
+    with pytest.raises(error, match=message):
+        ImportOptions(**options)

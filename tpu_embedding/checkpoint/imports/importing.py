@@ -5,7 +5,7 @@ range of narrow types.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from tpu_embedding.checkpoint.arrays import decode_int8
 from tpu_embedding.checkpoint.imports.match import (
     ImportedRows,
     ImportedSlots,
+    ImportOptions,
     MatchedTable,
     Target,
     match_tables,
@@ -80,45 +81,30 @@ def import_tables(
       Imported 1 tables from arrays:
         movie of films: values
     """
-    source = source if isinstance(source, TableSource) else open_tables(source)
     layers = embedding_layers(model)
     if not layers:
         raise ValueError(
             "import_tables needs a model with TPUEmbedding layers; for stacks without "
             "layers call import_into_stacks."
         )
-    plans = {path: layer.plan for path, layer in layers.items()}
     states: Mapping[str, Any] = {} if optimizer is None else optimizer.slots.get_value()
-    if optimizer is not None and set(states) != set(plans):
+    if optimizer is not None and set(states) != set(layers):
         raise ValueError(
             "import_tables needs the optimizer that was made for the model, got layers "
-            f"{sorted(plans)} of the model and {sorted(states)} of the optimizer."
+            f"{sorted(layers)} of the model and {sorted(states)} of the optimizer."
         )
-    owned = _owned_tables(plans, states)
-    matched, report = match_tables(
-        source,
-        [table.target for table in owned],
-        tables=tables,
-        rename=rename or {},
-        slots=slots,
-        rows=rows,
-    )
-    _check_bytes(matched)
-    writes = {
-        path: _StackWrites(
-            plan,
-            {t.name: matched[t.target.name] for t in owned if t.belongs(path, matched)},
-        )
-        for path, plan in plans.items()
+    targets = {
+        path: _Stacks(layer.plan, layer.tables.get_value(), states.get(path, {}))
+        for path, layer in layers.items()
     }
+    options = ImportOptions(tables=tables, rename=rename, slots=slots, rows=rows)
+    matched, report = _match(source, targets, options)
+    new_states = {}
     for path, layer in layers.items():
-        writes[path].check(layer.tables.get_value(), states.get(path, {}))
-    for path, layer in layers.items():
-        layer.tables.set_value(writes[path].write_tables(layer.tables.get_value()))
+        new_tables, new_states[path] = targets[path].write(matched[path])
+        layer.tables.set_value(new_tables)
     if optimizer is not None:
-        optimizer.slots.set_value(
-            {path: writes[path].write_slots(state) for path, state in states.items()}
-        )
+        optimizer.slots.set_value(new_states)
     return report
 
 
@@ -164,149 +150,136 @@ def import_into_stacks(
       >>> float(te.unstack_tables(stacks, plan)["movie"].mean())
       1.0
     """
-    source = source if isinstance(source, TableSource) else open_tables(source)
-    owned = _owned_tables({"": plan}, {"": states} if states else {})
-    matched, report = match_tables(
-        source,
-        [table.target for table in owned],
-        tables=tables,
-        rename=rename or {},
-        slots=slots,
-        rows=rows,
-    )
-    _check_bytes(matched)
-    writes = _StackWrites(plan, matched)
-    writes.check(stacks, states)
-    return writes.write_tables(stacks), writes.write_slots(states), report
+    target = _Stacks(plan, stacks, states)
+    options = ImportOptions(tables=tables, rename=rename, slots=slots, rows=rows)
+    matched, report = _match(source, {"": target}, options)
+    return *target.write(matched[""]), report
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _OwnedTable:
-    """A table of a layer.
-
-    Attributes:
-      path: of the layer.
-      name: of the table in the layer.
-      target: the table as the user names it.
-    """
-
-    path: str
-    name: str
-    target: Target
-
-    def belongs(self, path: str, matched: Mapping[str, MatchedTable]) -> bool:
-        """Returns True for a table of the layer that is imported."""
-        return self.path == path and self.target.name in matched
-
-
-def _owned_tables(
-    plans: Mapping[str, EmbeddingPlan], states: Mapping[str, Any]
-) -> list[_OwnedTable]:
-    """Returns the tables of all layers.
-
-    Args:
-      plans: path of each layer to its plan.
-      states: path of each layer to its optimizer states by stack.
-    """
-    tables = [
-        (path, stack, table)
-        for path, plan in plans.items()
-        for stack in plan.stacks
-        for table in stack.tables
-    ]
-    owned = []
-    for path, stack, table in tables:
-        state = states.get(path, {}).get(stack.name)
-        slots, reason = None, "the table has no optimizer"
-        if isinstance(stack, TrainedStackPlan):
-            reason = "no optimizer was given"
-            if state is not None:
-                slots = {
-                    name: file_row(packed)
-                    for name, packed in slot_rows(state, stack).items()
-                }
-        target = Target(
-            name=f"{path}/{table.name}" if len(plans) > 1 else table.name,
-            vocabulary_size=table.config.vocabulary_size,
-            dim=table.config.dim,
-            slots=slots,
-            rule=rule_of(state),
-            no_slots_because=reason,
-        )
-        owned.append(_OwnedTable(path=path, name=table.name, target=target))
-    return owned
-
-
-def _check_bytes(matched: Mapping[str, MatchedTable]) -> None:
-    """Compares everything that will be read with its checksums."""
-    for table in matched.values():
-        for array in (table.values, *table.slots.values()):
-            array.check()
-
+_Matched = Mapping[str, MatchedTable]
+"""Name of a table of one plan to its match."""
 
 _RowsToWrite = Mapping[str, tuple[RowArray, int]]
 """Table name to the rows of a source and their number."""
 
 
+def _match(
+    source: Any, targets: Mapping[str, "_Stacks"], options: ImportOptions
+) -> tuple[dict[str, _Matched], ImportReport]:
+    """Returns the tables to import, by the layer's path and their names in the layer.
+
+    Raises:
+      CheckpointError: if anything is wrong with them.
+    """
+    source = source if isinstance(source, TableSource) else open_tables(source)
+    prefixes = {path: f"{path}/" if len(targets) > 1 else "" for path in targets}
+    found, report = match_tables(
+        source,
+        [
+            target
+            for path, stacks in targets.items()
+            for target in stacks.tables(prefixes[path])
+        ],
+        options,
+    )
+    for table in found.values():
+        for array in (table.values, *table.slots.values()):
+            array.check()
+    matched: dict[str, _Matched] = {
+        path: {
+            table.name: found[prefixes[path] + table.name]
+            for stack in stacks.plan.stacks
+            for table in stack.tables
+            if prefixes[path] + table.name in found
+        }
+        for path, stacks in targets.items()
+    }
+    for path, stacks in targets.items():
+        stacks.check(matched[path])
+    return matched, report
+
+
 @dataclasses.dataclass(frozen=True)
-class _StackWrites:
-    """Writes imported tables to the stacks of one plan.
+class _Stacks:
+    """Stacks of one plan, and their optimizer states, into which tables are imported.
 
     Attributes:
       plan: of the stacks.
-      tables: tables of the plan to import.
+      stacks: stack name to packed rows.
+      states: stack name to optimizer state; empty without an optimizer.
     """
 
     plan: EmbeddingPlan
-    tables: Mapping[str, MatchedTable]
+    stacks: Mapping[str, PackedRows]
+    states: Mapping[str, Any]
 
-    def check(self, stacks: Mapping[str, PackedRows], states: Any) -> None:
-        """Refuses numbers beyond the range of the type that will hold them."""
+    def tables(self, prefix: str) -> Iterator[Target]:
+        """Yields the tables, with a prefix before their names."""
         for stack in self.plan.stacks:
-            if stack.name in stacks:
-                _check_ranges(stacks[stack.name], self._values(stack), "values")
+            state = self.states.get(stack.name)
+            slots, reason = None, "the table has no optimizer"
+            if isinstance(stack, TrainedStackPlan):
+                reason = "no optimizer was given"
+                if state is not None:
+                    slots = {
+                        name: file_row(packed)
+                        for name, packed in slot_rows(state, stack).items()
+                    }
+            for table in stack.tables:
+                yield Target(
+                    name=prefix + table.name,
+                    vocabulary_size=table.config.vocabulary_size,
+                    dim=table.config.dim,
+                    slots=slots,
+                    rule=rule_of(state),
+                    no_slots_because=reason,
+                )
+
+    def check(self, matched: _Matched) -> None:
+        """Refuses numbers beyond the range of the type that will hold them."""
+        for stack, slot, packed in self._arrays():
+            name = "values" if slot is None else f"values of slot {slot!r}"
+            _check_ranges(packed, _rows_of(stack, slot, matched), name)
+
+    def write(self, matched: _Matched) -> tuple[dict[str, PackedRows], dict[str, Any]]:
+        """Returns the stacks and states with the imported tables; donates the old."""
+        stacks, slots = dict(self.stacks), {name: {} for name in self.states}
+        for stack, slot, packed in self._arrays():
+            rows = _rows_of(stack, slot, matched)
+            if rows:
+                new = _write(packed, rows, stack, self.plan)
+                if slot is None:
+                    stacks[stack.name] = new
+                else:
+                    slots[stack.name][slot] = new
+        states = dict(self.states)
         for stack in self.plan.trained_stacks:
             if stack.name in states:
-                for name, packed in slot_rows(states[stack.name], stack).items():
-                    rows = self._slot(stack, name)
-                    _check_ranges(packed, rows, f"values of slot {name!r}")
+                states[stack.name] = with_slot_rows(
+                    states[stack.name], slots[stack.name], stack
+                )
+        return stacks, states
 
-    def write_tables(self, stacks: Mapping[str, PackedRows]) -> dict[str, PackedRows]:
-        """Returns the stacks with the imported tables."""
-        result = dict(stacks)
+    def _arrays(self) -> Iterator[tuple[StackPlan, str | None, PackedRows]]:
+        """Yields the tables of each stack, and its slot variables by name."""
         for stack in self.plan.stacks:
-            rows = self._values(stack)
-            if rows:
-                result[stack.name] = _write(stacks[stack.name], rows, stack, self.plan)
-        return result
+            if stack.name in self.stacks:
+                yield stack, None, self.stacks[stack.name]
+            if isinstance(stack, TrainedStackPlan) and stack.name in self.states:
+                for slot, packed in slot_rows(self.states[stack.name], stack).items():
+                    yield stack, slot, packed
 
-    def write_slots(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the optimizer states with the imported slot variables."""
-        result = dict(states)
-        for stack in self.plan.trained_stacks:
-            if stack.name not in states:
-                continue
-            new = {
-                name: _write(packed, rows, stack, self.plan)
-                for name, packed in slot_rows(states[stack.name], stack).items()
-                if (rows := self._slot(stack, name))
-            }
-            result[stack.name] = with_slot_rows(states[stack.name], new, stack)
-        return result
 
-    def _values(self, stack: StackPlan) -> _RowsToWrite:
-        return {
-            table.name: (match.values, match.num_rows)
-            for table in stack.tables
-            if (match := self.tables.get(table.name))
-        }
-
-    def _slot(self, stack: StackPlan, name: str) -> _RowsToWrite:
-        return {
-            table.name: (match.slots[name], match.num_rows)
-            for table in stack.tables
-            if (match := self.tables.get(table.name)) and name in match.slots
-        }
+def _rows_of(stack: StackPlan, slot: str | None, matched: _Matched) -> _RowsToWrite:
+    """Returns the rows to import into a stack, or into one of its slot variables."""
+    rows = {}
+    for table in stack.tables:
+        match = matched.get(table.name)
+        if match and slot is None:
+            rows[table.name] = match.values, match.num_rows
+        elif match and slot is not None and slot in match.slots:
+            rows[table.name] = match.slots[slot], match.num_rows
+    return rows
 
 
 def _check_ranges(packed: PackedRows, rows: _RowsToWrite, name: str) -> None:

@@ -20,6 +20,40 @@ ImportedRows = Literal["equal", "shared"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Options of an import; see `import_tables`.
+
+    Attributes:
+      tables: names of the model's tables to import; None: all that the source has.
+      rename: name of a table of the model to its name in the source.
+      slots: slots to import.
+      rows: numbers of rows that fit.
+    """
+
+    tables: Collection[str] | None = None
+    rename: Mapping[str, str] | None = None
+    slots: ImportedSlots = "same_rule"
+    rows: ImportedRows = "equal"
+
+    def __post_init__(self):
+        if isinstance(self.tables, str):
+            raise TypeError(f"tables must be a list of names, got {self.tables!r}.")
+        if not isinstance(self.rename, Mapping | None):
+            raise TypeError(f"rename must be a dict of names, got {self.rename!r}.")
+        for field, value, choices in (
+            ("slots", self.slots, ("same_rule", "none")),
+            ("rows", self.rows, ("equal", "shared")),
+        ):
+            if value not in choices and not (
+                field == "slots" and isinstance(value, Mapping)
+            ):
+                more = " or a dict of slot names" if field == "slots" else ""
+                raise ValueError(
+                    f"{field} must be one of {list(choices)}{more}, got {value!r}."
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
     """A table of the model that may be imported.
 
@@ -56,28 +90,27 @@ class MatchedTable:
 
 
 def match_tables(
-    source: TableSource,
-    targets: Sequence[Target],
-    *,
-    tables: Collection[str] | None,
-    rename: Mapping[str, str],
-    slots: ImportedSlots,
-    rows: ImportedRows,
+    source: TableSource, targets: Sequence[Target], options: ImportOptions
 ) -> tuple[dict[str, MatchedTable], ImportReport]:
     """Returns the tables to import by the model's name, and what will be reported.
+
+    Args:
+      source: the tables that there are.
+      targets: tables of the model.
+      options: what to import.
 
     Raises:
       CheckpointError: with all mismatches, and a way out for each.
     """
-    names = _names(source, targets, tables, rename)
+    names = _names(source, targets, options.tables, options.rename or {})
     by_name = {target.name: target for target in targets}
     matched, imported_slots, problems = {}, {}, []
     dropped: dict[str, str] = {}
     for own, other in names.items():
         target, table = by_name[own], source.tables[other]
-        num_rows, found = _shared_rows(target, other, table.values, rows)
+        num_rows, found = _shared_rows(target, other, table.values, options.rows)
         problems += found
-        chosen, reasons, found = _choose_slots(source, target, other, slots)
+        chosen, reasons, found = _choose_slots(source, target, other, options.slots)
         problems += found
         dropped |= {f"{other}/{slot}": why for slot, why in reasons.items()}
         imported_slots[own] = chosen
