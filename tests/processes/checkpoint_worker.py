@@ -60,7 +60,9 @@ def make(seed):
         )
         for name, size in SIZES.items()
     }
-    model = te.TPUEmbedding(features, te.optimizers.adam(0.1), rngs=nnx.Rngs(seed))
+    model = te.TPUEmbedding(
+        features, te.optimizers.adam(0.1, bias_correction=True), rngs=nnx.Rngs(seed)
+    )
     return model, te.Optimizer(model, optax.sgd(0.1))
 
 

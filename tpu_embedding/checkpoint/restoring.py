@@ -24,6 +24,7 @@ from tpu_embedding.checkpoint.differences import (
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.format import (
     DENSE,
+    ORBAX_FILE,
     TABLES,
     CheckpointRecord,
     array_name,
@@ -225,7 +226,7 @@ def _check_all_files(
     args: RestoreState,
 ) -> None:
     """Checks the files that will be read, before any array of the state changes."""
-    wanted = []
+    wanted = [f"{TABLES}/{ORBAX_FILE}"]
     for layer in layers:
         with_slots = args.with_slots(layer)
         for name in _saved_names(layer, args).values():
