@@ -5,6 +5,7 @@ Only shapes and dtypes of the example matter. Inputs are named by their path.
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -33,12 +34,19 @@ class Example:
     batch_size: int
 
     @classmethod
-    def of(cls, function: Callable[..., Any], arguments: Sequence[Any]) -> Self:
+    def of(
+        cls,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        batch_size: int | None = None,
+    ) -> Self:
         """Reads the arguments of a call.
 
         Args:
           function: method of the model.
           arguments: positional arguments, whose arrays may be `jax.ShapeDtypeStruct`.
+          batch_size: of the export, or None. If no input has as many samples, those of
+            the first feature are the batch of the example.
 
         Raises:
           ExportError: if the arguments do not fit the method, or a leaf is no input.
@@ -65,7 +73,9 @@ class Example:
             )
         for name, leaf in by_name.items():
             _check_numbers(name, leaf)
-        batch_size = _batch_size(list(by_name.values()))
+        samples = _samples(list(by_name.values()))
+        if batch_size not in samples:
+            batch_size = samples[0]
         inputs = tuple(_input(k, leaf, batch_size) for k, leaf in by_name.items())
         return cls(arguments=names, inputs=inputs, tree=tree, batch_size=batch_size)
 
@@ -130,28 +140,39 @@ def _check_numbers(name: str, leaf: Any) -> None:
         )
 
 
-def _batch_size(leaves: Sequence[Any]) -> int:
-    """Returns the samples of the first feature; of the first array if there is none."""
-    for leaf in leaves:
-        if isinstance(leaf, ShardedRaggedIds):
-            return leaf.batch_size
-        if _is_ragged(leaf):
-            if hasattr(leaf, "row_splits"):
-                return int(np.shape(leaf.row_splits)[0]) - 1
-            return int(np.asarray(leaf.dense_shape)[0])
-    arrays = [array for array in map(ids_of, leaves) if array.ndim]
-    ids = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.integer)]
-    if not arrays:
+def _samples(leaves: Sequence[Any]) -> list[int]:
+    """Returns the samples of each input: ragged features, other ids, other arrays."""
+    ragged = [_num_samples(leaf) for leaf in leaves if _is_ragged(leaf)]
+    arrays = [ids_of(leaf) for leaf in leaves if not _is_ragged(leaf)]
+    arrays = [array for array in arrays if array.ndim]
+    arrays.sort(key=lambda array: not jnp.issubdtype(array.dtype, jnp.integer))
+    samples = [*ragged, *(int(array.shape[0]) for array in arrays)]
+    if not samples:
         raise ExportError(
             "The example must hold an array with an axis of samples, got scalars only."
         )
-    return int((ids or arrays)[0].shape[0])
+    return samples
+
+
+def _num_samples(ragged: Any) -> int:
+    if isinstance(ragged, ShardedRaggedIds):
+        return ragged.batch_size
+    if hasattr(ragged, "row_splits"):
+        return int(np.shape(ragged.row_splits)[0]) - 1
+    return math.prod(np.asarray(ragged.dense_shape).tolist()[:-1])
 
 
 def _input(name: str, leaf: Any, batch_size: int) -> Input:
     is_weighted = getattr(leaf, "weights", None) is not None
     if _is_ragged(leaf):
-        return Input(name=name, kind="ragged_ids", is_weighted=is_weighted, spec=None)
+        num_samples = _num_samples(leaf)
+        return Input(
+            name=name,
+            kind="ragged_ids",
+            is_weighted=is_weighted,
+            num_samples=BATCH if num_samples == batch_size else num_samples,
+            spec=None,
+        )
     kind = "dense_ids" if isinstance(leaf, DenseIds) else "array"
     array = ids_of(leaf)
     shape = tuple(array.shape)
@@ -162,7 +183,13 @@ def _input(name: str, leaf: Any, batch_size: int) -> Input:
     if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4:
         dtype = np.dtype(np.int32)
     spec = ArraySpec(shape=shape, dtype=str(dtype))
-    return Input(name=name, kind=kind, is_weighted=is_weighted, spec=spec)
+    return Input(
+        name=name,
+        kind=kind,
+        is_weighted=is_weighted,
+        num_samples=shape[0] if shape else 0,
+        spec=spec,
+    )
 
 
 def _rebuild(each: Input, arrays: Mapping[str, jax.Array]) -> Any:

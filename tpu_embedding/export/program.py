@@ -97,7 +97,7 @@ def make_program(
         raise ExportError(
             f"method must name a method of {type(model).__name__}, got {method!r}."
         )
-    example = Example.of(function, arguments)
+    example = Example.of(function, arguments, batch_size)
     served = _ServedMethod(model, method, example)
     sources = tables_of_model(model)
     specs = (

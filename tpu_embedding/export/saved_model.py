@@ -254,8 +254,9 @@ def _leaf_spec(each: Input, batch_size: int | None) -> Any:
     """Returns the spec of an input as the model's caller gives it."""
     tf = _tensorflow()
     if each.spec is None:
-        ids: Any = tf.RaggedTensorSpec([batch_size, None], tf.int64)
-        weights: Any = tf.RaggedTensorSpec([batch_size, None], tf.float32)
+        num_samples = batch_size if each.num_samples == BATCH else each.num_samples
+        ids: Any = tf.RaggedTensorSpec([num_samples, None], tf.int64)
+        weights: Any = tf.RaggedTensorSpec([num_samples, None], tf.float32)
     else:
         shape = [batch_size if size == BATCH else size for size in each.spec.shape]
         dtype = each.spec.dtype if each.kind == "array" else tf.int64

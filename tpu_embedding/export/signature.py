@@ -71,6 +71,7 @@ class Input:
       name: its path in the arguments, such as "features/movie".
       kind: ids that the program was traced to look up, ragged ids, or another array.
       is_weighted: True if each id has a weight.
+      num_samples: "batch", or the only number of samples; 0 without an axis of them.
       spec: of the array, or of the ids; None if ragged.
       lookups: of the ids; empty if the model computes with them first.
     """
@@ -78,6 +79,7 @@ class Input:
     name: str
     kind: InputKind
     is_weighted: bool
+    num_samples: int | str
     spec: ArraySpec | None
     lookups: tuple[Lookup, ...] = ()
 
@@ -95,10 +97,12 @@ class Input:
                 return {name: self.spec}
             weights = dataclasses.replace(self.spec, dtype="float32")
             return {f"{name}/ids": self.spec, f"{name}/weights": weights}
-        places = (self.places,)
+        places, splits = (self.places,), ROW_SPLITS
+        if isinstance(self.num_samples, int):
+            splits = self.num_samples + 1
         arrays = {
             f"{name}/values": ArraySpec(shape=places, dtype="int32"),
-            f"{name}/row_splits": ArraySpec(shape=(ROW_SPLITS,), dtype="int32"),
+            f"{name}/row_splits": ArraySpec(shape=(splits,), dtype="int32"),
         }
         if self.is_weighted:
             arrays[f"{name}/weights"] = ArraySpec(shape=places, dtype="float32")
@@ -150,6 +154,7 @@ def _input(entry: dict[str, Any]) -> Input:
         name=entry["name"],
         kind=entry["kind"],
         is_weighted=entry["is_weighted"],
+        num_samples=entry["num_samples"],
         spec=None if entry["spec"] is None else _spec(entry["spec"]),
         lookups=tuple(map(_lookup, entry["lookups"])),
     )
