@@ -60,6 +60,7 @@ from tpu_embedding.tables.slot_values import slot_values as slot_values
 from tpu_embedding.tables.slot_values import with_slot_values as with_slot_values
 from tpu_embedding.tables.table_values import unstack_tables as unstack_tables
 from tpu_embedding.tables.table_values import with_table_values as with_table_values
+from tpu_embedding.tables.touched_rows import touched_rows as touched_rows
 from tpu_embedding.types import PADDING_ROW_ID as PADDING_ROW_ID
 from tpu_embedding.types import DenseIds as DenseIds
 from tpu_embedding.types import LookupStats as LookupStats

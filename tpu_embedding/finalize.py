@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from tpu_embedding.optimizers.rules.touched_rows import without_base
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.on_mesh import on_shards
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -73,4 +74,5 @@ def finalize_variable_values(
         out_specs={name: (of_tables[name], of_slots[name]) for name in of_tables},
     )(old_tables, old_slots)
     new_tables = {name: result[0] for name, result in results.items()}
-    return tables | new_tables, slots | {name: x[1] for name, x in results.items()}
+    new_slots = {name: without_base(result[1]) for name, result in results.items()}
+    return tables | new_tables, slots | new_slots

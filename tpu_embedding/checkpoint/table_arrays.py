@@ -20,6 +20,7 @@ from tpu_embedding.checkpoint.format import ArrayRecord, TableRecord, array_name
 from tpu_embedding.checkpoint.state_parts import LayerState
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.rule_description import describe_rule
+from tpu_embedding.optimizers.rules.touched_rows import without_base
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -217,6 +218,9 @@ def restored_layer(
             leaves.append(leaf)
         structure = jax.tree.structure(slots[stack.name], is_leaf=_is_rows)
         slots[stack.name] = structure.unflatten(leaves)
+        if with_slots and 0 < len(own) < len(stack.tables):
+            # The record of touched rows is that of the restored tables only.
+            slots[stack.name] = without_base(slots[stack.name])
     return dataclasses.replace(
         layer, tables=tables, slots=None if layer.slots is None else slots
     )

@@ -90,12 +90,12 @@ def write_table_files(
     for name, source in sources.items():
         metadata = {"row_format": row_format, "dim": str(source.table.config.dim)}
         specs = {name: source.stored_spec(row_format)}
-        files[name] = TensorFile(directory / _file_of_table(name), specs, metadata)
+        files[name] = TensorFile(directory / file_of_table(name), specs, metadata)
     errors = {name: RoundingError() for name in sources}
     for name, start, rows in encoded_blocks(sources, row_format, errors):
         files[name].write(name, start, rows)
     return {
-        name: {"file": _file_of_table(name)}
+        name: {"file": file_of_table(name)}
         | describe_table(source, row_format, errors[name])
         for name, source in sources.items()
     }
@@ -132,7 +132,8 @@ def describe_table(
     }
 
 
-def _file_of_table(name: str) -> str:
+def file_of_table(name: str) -> str:
+    """Returns the path of a table's file in the directory of an export."""
     # Names may hold slashes, and other characters that a file's name cannot.
     return f"{TABLES_DIR}/{urllib.parse.quote(name, safe='')}.safetensors"
 
@@ -148,8 +149,14 @@ def write_document(directory: pathlib.Path, document: Mapping[str, Any]) -> None
             "jaxlib": jaxlib.version.__version__,
         },
     }
-    text = json.dumps(head | dict(document), indent=2)
-    (directory / DOCUMENT_FILE).write_text(text + "\n", encoding="utf-8")
+    replace_document(directory, head | dict(document))
+
+
+def replace_document(directory: pathlib.Path, document: Mapping[str, Any]) -> None:
+    """Writes a whole document; an older one stays until the new one is complete."""
+    partial = directory / f".{DOCUMENT_FILE}.partial"
+    partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    partial.replace(directory / DOCUMENT_FILE)
 
 
 def read_document(directory: str | pathlib.Path) -> dict[str, Any]:

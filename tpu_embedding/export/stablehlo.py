@@ -23,12 +23,14 @@ from tpu_embedding.export.artifact import (
     write_document,
     write_table_files,
 )
+from tpu_embedding.export.delta_chain import DeltaChain
 from tpu_embedding.export.feeding import Feeder
 from tpu_embedding.export.program import make_program
 from tpu_embedding.export.row_formats import RowFormat, check_row_format
 from tpu_embedding.export.signature import OUTPUT, ExportError, Signature
 from tpu_embedding.export.table_source import tables_of_model
 from tpu_embedding.export.tensor_files import read_tensors, write_tensors
+from tpu_embedding.nn.training import Optimizer
 
 
 def save(
@@ -99,7 +101,11 @@ def save(
 
 
 def save_tables(
-    model: nnx.Module, directory: str | pathlib.Path, *, dtype: RowFormat = "float32"
+    model: nnx.Module,
+    directory: str | pathlib.Path,
+    *,
+    dtype: RowFormat = "float32",
+    optimizer: Optimizer | None = None,
 ) -> None:
     """Writes each table of a model to a safetensors file of its own.
 
@@ -110,9 +116,12 @@ def save_tables(
       model: owns `TPUEmbedding` layers, or is one.
       directory: new directory for the files.
       dtype: as for `save`.
+      optimizer: of the model, to start a chain of deltas, see `save_delta`. It changes:
+        the next delta follows this export.
 
     Raises:
-      ExportError: a ValueError, if the directory holds files.
+      ExportError: a ValueError, if the directory holds files, or the optimizer does not
+        track the touched rows of all tables.
 
     Example:
       >>> import pathlib, tempfile
@@ -126,11 +135,18 @@ def save_tables(
     """
     check_row_format(dtype)
     sources = tables_of_model(model)
+    chain = None if optimizer is None else DeltaChain(model, optimizer)
+    document: dict[str, Any] = {}
 
     def write(path: pathlib.Path) -> None:
-        write_document(path, {"tables": write_table_files(path, sources, dtype)})
+        document["tables"] = write_table_files(path, sources, dtype)
+        if chain is not None:
+            document["deltas"] = chain.first_record(path, document["tables"])
+        write_document(path, document)
 
     write_artifact(directory, write)
+    if chain is not None:
+        chain.follow(document["deltas"]["identity"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

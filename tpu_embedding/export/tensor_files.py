@@ -114,3 +114,14 @@ def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
         return map_tensors(path)
     except CheckpointError as error:
         raise ExportError(f"{error} Export it again.") from None
+
+
+def writable_tensor(path: pathlib.Path, name: str) -> np.memmap:
+    """Returns a tensor of a file, mapped into memory; what is set is written.
+
+    Raises:
+      ExportError: if the file is damaged.
+    """
+    tensor = read_tensors(path)[name]
+    assert isinstance(tensor, np.memmap)
+    return np.memmap(path, tensor.dtype, "r+", tensor.offset, tensor.shape)

@@ -45,6 +45,11 @@ class ModelNorm:
     """The rule asks for the norm of all gradients of the model."""
 
 
+@dataclasses.dataclass(frozen=True)
+class TrackTouchedRows:
+    """The rule records which rows it touched."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class MustBeLast:
     """The rule must be the last of a chain: the table must change by these updates."""
@@ -52,7 +57,9 @@ class MustBeLast:
     updates: Any
 
 
-Mode = EveryRow | InSequence | OccurrenceNorm | ModelNorm | MustBeLast
+Mode = (
+    EveryRow | InSequence | OccurrenceNorm | ModelNorm | TrackTouchedRows | MustBeLast
+)
 
 _NOTES: contextvars.ContextVar[list[Mode] | None] = contextvars.ContextVar(
     "modes", default=None

@@ -26,6 +26,7 @@ from tpu_embedding.checkpoint.imports.report import ImportReport
 from tpu_embedding.checkpoint.imports.slot_names import rule_of
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource
 from tpu_embedding.nn.training import Optimizer, embedding_layers
+from tpu_embedding.optimizers.rules.touched_rows import without_base
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import file_row, file_rows_of_values
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -255,9 +256,10 @@ class _Stacks:
         states = dict(self.states)
         for stack in self.plan.trained_stacks:
             if stack.name in states:
-                states[stack.name] = with_slot_rows(
-                    states[stack.name], slots[stack.name], stack
-                )
+                state = with_slot_rows(states[stack.name], slots[stack.name], stack)
+                # No update touched the imported rows, so a delta would miss them.
+                has_rows = bool(_rows_of(stack, None, matched))
+                states[stack.name] = without_base(state) if has_rows else state
         return stacks, states
 
     def _arrays(self) -> Iterator[tuple[StackPlan, str | None, PackedRows]]:

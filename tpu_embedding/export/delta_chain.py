@@ -1,0 +1,143 @@
+"""The chain of an export and its deltas, as the state of an optimizer records it."""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from tpu_embedding.export.signature import ExportError
+from tpu_embedding.export.table_source import table_prefix
+from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.nn.training import Optimizer, embedding_layers
+from tpu_embedding.optimizers.rules.touched_rows import is_tracking
+from tpu_embedding.tables.touched_rows import TrackedStack, tracked_stacks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrackedPart:
+    """A stack whose touched rows are tracked, and the layer that owns it."""
+
+    prefix: str
+    path: str
+    layer: TPUEmbedding
+    tracked: TrackedStack
+
+
+class DeltaChain:
+    """The records of touched rows in an optimizer, which follow one export."""
+
+    def __init__(self, model: nnx.Module, optimizer: Optimizer):
+        """Finds the records.
+
+        Raises:
+          ExportError: if the optimizer is another model's, a trained table has none, or
+            other processes hold rows.
+        """
+        if jax.process_count() > 1:
+            raise ExportError(
+                f"Deltas are written by one process, got {jax.process_count()}; save a "
+                "checkpoint by te.save, and restore it in a single process."
+            )
+        layers = embedding_layers(model)
+        self._optimizer = optimizer
+        slots = optimizer.slots.get_value()
+        if set(layers) != set(slots):
+            raise ExportError(
+                "Deltas need the optimizer that was made for the model, got layers "
+                f"{sorted(layers)} of the model and {sorted(slots)} of the optimizer."
+            )
+        self.parts = [
+            TrackedPart(
+                prefix=table_prefix(path, layers), path=path, layer=layer, tracked=each
+            )
+            for path, layer in layers.items()
+            for each in tracked_stacks(slots[path], layer.plan)
+        ]
+        known = {(part.path, part.tracked.stack.name) for part in self.parts}
+        missing = [
+            table_prefix(path, layers) + table.name
+            for path, layer in layers.items()
+            for stack in layer.plan.trained_stacks
+            for table in stack.tables
+            if (path, stack.name) not in known
+        ]
+        if missing or not self.parts:
+            raise ExportError(
+                "Deltas need the touched rows of all trained tables, but the "
+                f"optimizers of tables {sorted(missing)} do not record them; wrap "
+                "these by te.optimizers.track_touched_rows."
+            )
+
+    def baseidentity_of(self) -> str:
+        """Returns the identity of the export or delta that the tables follow.
+
+        Raises:
+          ExportError: if they follow none, or not all the same.
+        """
+        ids = {int(part.tracked.state.base_id) for part in self.parts}
+        (base, *others) = ids
+        if others or base == 0:
+            raise ExportError(
+                "There is no export that a delta could follow: none was made with this "
+                "optimizer, or rows changed since by finalize_variable_values, by an "
+                "import, or by a restore of some tables. Start a chain by "
+                "te.export.save_tables(model, directory, optimizer=optimizer)."
+            )
+        return f"{base:08x}"
+
+    def steps(self, field: str) -> dict[str, int]:
+        """Returns a number of updates of each table."""
+        return {
+            part.prefix + table.name: int(getattr(part.tracked.state, field))
+            for part in self.parts
+            for table in part.tracked.stack.tables
+        }
+
+    def first_record(
+        self, directory: pathlib.Path, tables: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns the entry of the chain in the document of its first export.
+
+        Args:
+          directory: of the export.
+          tables: the document's entry of each table.
+        """
+        files = {name: file_digest(directory / x["file"]) for name, x in tables.items()}
+        record = {"steps": self.steps("update_count"), "files": files}
+        return {"identity": identity_of(record)} | record
+
+    def follow(self, identity: str) -> None:
+        """Makes the next delta follow an export or delta of the present step."""
+
+        def replace(node: Any) -> Any:
+            if not is_tracking(node):
+                return node
+            new = {"base_step": int(node.update_count), "base_id": int(identity, 16)}
+            return node._replace(
+                **{
+                    name: jax.device_put(np.int32(x), getattr(node, name).sharding)
+                    for name, x in new.items()
+                }
+            )
+
+        slots = self._optimizer.slots
+        slots.set_value(jax.tree.map(replace, slots.get_value(), is_leaf=is_tracking))
+
+
+def identity_of(body: Mapping[str, Any]) -> str:
+    """Returns 8 hexadecimal digits of a positive int32, which a state can hold."""
+    text = json.dumps(body, sort_keys=True)
+    number = int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
+    return f"{number & 0x7FFFFFFF or 1:08x}"
+
+
+def file_digest(path: pathlib.Path) -> str:
+    """Returns the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,382 @@
+"""Deltas: the rows of tables that changed since an export, and how to apply them.
+
+delta.json                  base, identity, steps, tables, digests
+tables/NAME.safetensors     tensors `row_ids` and `values` of a table with touched rows
+
+An export and the deltas behind it form a chain. Each delta names its predecessor by an
+identity, a digest of its content. The optimizer's state holds the identity of the
+latest export or delta, so checkpoints hold it, too.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from tpu_embedding.export.artifact import (
+    TABLES_DIR,
+    file_of_table,
+    read_document,
+    replace_document,
+    write_artifact,
+)
+from tpu_embedding.export.delta_chain import (
+    DeltaChain,
+    TrackedPart,
+    file_digest,
+    identity_of,
+)
+from tpu_embedding.export.row_formats import encode
+from tpu_embedding.export.signature import ExportError
+from tpu_embedding.export.tensor_files import (
+    TensorFile,
+    TensorSpec,
+    read_tensors,
+    writable_tensor,
+)
+from tpu_embedding.nn.training import Optimizer
+from tpu_embedding.rows.file_rows import file_row
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tables.row_blocks import read_blocks
+
+DELTA_FILE: Final = "delta.json"
+
+_FORMAT: Final = "tpu_embedding.delta"
+_FORMAT_VERSION: Final = 1
+_ROWS_PER_WRITE: Final = 2**16
+
+
+class TableDelta(NamedTuple):
+    """The changed rows of a table.
+
+    Attributes:
+      row_ids: int32 `[rows]`, ascending.
+      values: `[rows, dim]` in the type of the trained table. An int8 table has
+        FBGEMM's rows, uint8 `[rows, dim + 8]`.
+    """
+
+    row_ids: np.ndarray
+    values: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delta:
+    """A delta that `read_delta` read and checked.
+
+    Attributes:
+      identity: of the delta.
+      base: identity of the export or delta that it follows.
+      base_steps: table to number of its updates in the base.
+      steps: table to number of its updates in the delta.
+      tables: changed rows by table, mapped into memory. Tables without changed rows are
+        missing.
+      document: the whole of `delta.json`.
+    """
+
+    identity: str
+    base: str
+    base_steps: Mapping[str, int]
+    steps: Mapping[str, int]
+    tables: Mapping[str, TableDelta]
+    document: Mapping[str, Any]
+
+
+def save_delta(
+    model: nnx.Module, optimizer: Optimizer, directory: str | pathlib.Path
+) -> None:
+    """Writes the rows that changed since the latest export or delta.
+
+    The chain starts with `te.export.save_tables(model, directory,
+    optimizer=optimizer)`. `apply_delta` applies its deltas in order. All tables that
+    are trained must have optimizers wrapped by `te.optimizers.track_touched_rows`.
+
+    The host holds the ids of the touched rows, and a few blocks of rows. The optimizer
+    remembers the delta, and a checkpoint of it does, too. Save one after each delta.
+
+    Rows set by `set_embedding_tables`, `with_table_values` or an import without the
+    optimizer are not in the delta. Start a new chain after them.
+
+    Args:
+      model: owns the tables.
+      optimizer: of the model. It changes: the next delta follows this one.
+      directory: new directory for the files; it appears when all are written.
+
+    Raises:
+      ExportError: a ValueError, if the directory holds files, a table's rows are not
+        tracked, or there is no export to follow.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> import optax
+      >>> import tpu_embedding as te
+      >>> rule = te.optimizers.track_touched_rows(te.optimizers.adagrad(0.1))
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(te.FeatureConfig(table=table), rule, rngs=nnx.Rngs(0))
+      >>> optimizer = te.Optimizer(layer, optax.adam(1e-3))
+      >>> directory = pathlib.Path(tempfile.mkdtemp())
+      >>> te.export.save_tables(layer, directory / "full", optimizer=optimizer)
+      >>> te.export.save_delta(layer, optimizer, directory / "delta")
+      >>> dict(te.export.read_delta(directory / "delta").tables)
+      {}
+    """
+    chain = DeltaChain(model, optimizer)
+    base = chain.baseidentity_of()
+    body: dict[str, Any] = {}
+
+    def write(path: pathlib.Path) -> None:
+        (path / TABLES_DIR).mkdir()
+        entries: dict[str, Any] = {}
+        for part in chain.parts:
+            entries |= _write_stack(part, path)
+        body.update(
+            format=_FORMAT,
+            format_version=_FORMAT_VERSION,
+            base=base,
+            base_steps=chain.steps("base_step"),
+            steps=chain.steps("update_count"),
+            tables=entries,
+        )
+        body["identity"] = identity_of(body)
+        text = json.dumps(body, indent=2)
+        (path / DELTA_FILE).write_text(text + "\n", encoding="utf-8")
+
+    write_artifact(directory, write)
+    chain.follow(body["identity"])
+
+
+def read_delta(directory: str | pathlib.Path) -> Delta:
+    """Reads a delta, and checks the digests of its files.
+
+    Args:
+      directory: of `save_delta`.
+
+    Raises:
+      ExportError: a ValueError, if the directory holds no delta, or a damaged one.
+    """
+    path = pathlib.Path(directory)
+    again = "copy the whole directory again from where it was written."
+    try:
+        document = json.loads((path / DELTA_FILE).read_text(encoding="utf-8"))
+        body = {k: v for k, v in document.items() if k != "identity"}
+        version, identity = body["format_version"], document["identity"]
+    except FileNotFoundError:
+        raise ExportError(
+            f"{path} must be a directory that te.export.save_delta wrote, but it has "
+            f"no {DELTA_FILE}."
+        ) from None
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ExportError(
+            f"{path / DELTA_FILE} cannot be read: {error}; {again}"
+        ) from None
+    if version != _FORMAT_VERSION:
+        raise ExportError(
+            f"{path / DELTA_FILE} must have format_version {_FORMAT_VERSION}, got "
+            f"{version}; read it with the release of tpu_embedding that wrote it."
+        )
+    if identity != identity_of(body):
+        raise ExportError(f"{path / DELTA_FILE} is damaged; {again}")
+    tables = {}
+    for name, entry in body["tables"].items():
+        if not entry["num_rows"]:
+            continue
+        file = path / entry["file"]
+        if not file.is_file() or file_digest(file) != entry["sha256"]:
+            raise ExportError(
+                f"{file}, of table {name!r}, is missing or damaged; {again}"
+            )
+        tensors = read_tensors(file)
+        tables[name] = TableDelta(tensors["row_ids"], tensors["values"])
+    return Delta(
+        identity=identity,
+        base=body["base"],
+        base_steps=body["base_steps"],
+        steps=body["steps"],
+        tables=tables,
+        document=document,
+    )
+
+
+def apply_delta(export: str | pathlib.Path, delta: str | pathlib.Path) -> None:
+    """Applies a delta to the table files of an export, in place.
+
+    After the chain up to a delta, the files equal those of a full export at its step,
+    bit for bit. Apply to a copy that no server has open. If the call is interrupted,
+    call it again with the same delta.
+
+    The first delta of an export also checks the digests of the export's files.
+
+    Args:
+      export: directory of `te.export.save_tables(..., optimizer=...)`, of any `dtype`.
+      delta: directory of `save_delta`.
+
+    Raises:
+      ExportError: a ValueError, if the delta does not follow what the export holds, or
+        files are missing or damaged. The export has not changed then.
+    """
+    path = pathlib.Path(export)
+    document = read_document(path)
+    record = document.get("deltas")
+    if record is None:
+        raise ExportError(
+            f"{path} starts no chain of deltas; export by te.export.save_tables(model, "
+            "directory, optimizer=optimizer)."
+        )
+    change = read_delta(delta)
+    _check_order(record, change, path, pathlib.Path(delta))
+    _check_tables(document, change, path)
+    if record.get("files") is not None and "applying" not in record:
+        _check_base(record["files"], document, path)
+    replace_document(
+        path, document | {"deltas": record | {"applying": change.identity}}
+    )
+    for name, rows in change.tables.items():
+        _write_rows(path, name, document["tables"][name], rows)
+    tables = {
+        name: _without_error(entry) if name in change.tables else entry
+        for name, entry in document["tables"].items()
+    }
+    new = {"identity": change.identity, "steps": {**record["steps"], **change.steps}}
+    replace_document(path, document | {"tables": tables, "deltas": new})
+
+
+def _write_stack(part: TrackedPart, directory: pathlib.Path) -> dict[str, Any]:
+    """Writes the touched rows of a stack, and returns the entries of its tables."""
+    stack, plan = part.tracked.stack, part.layer.plan
+    packed = part.layer.tables.get_value()[stack.name]
+    base_step = int(part.tracked.state.base_step)
+    touched = part.tracked.touched_since(base_step, plan)
+    row = file_row(packed)
+    files, entries = {}, {}
+    for table in stack.tables:
+        name, ids = part.prefix + table.name, touched[table.name]
+        entries[name] = {
+            "vocabulary_size": table.config.vocabulary_size,
+            "dim": table.config.dim,
+            "num_rows": len(ids),
+        }
+        if len(ids):
+            entries[name]["file"] = file_of_table(name)
+            specs = {
+                "row_ids": TensorSpec(ids.shape, ids.dtype),
+                "values": TensorSpec((len(ids), *row.shape), np.dtype(row.dtype)),
+            }
+            file = TensorFile(directory / file_of_table(name), specs)
+            file.write("row_ids", 0, ids)
+            files[table.name] = file
+    for table, begin, rows in _touched_values(packed, part, touched):
+        files[table].write("values", begin, rows)
+    for entry in entries.values():
+        if "file" in entry:
+            entry["sha256"] = file_digest(directory / entry["file"])
+    return entries
+
+
+def _touched_values(
+    packed: PackedRows, part: TrackedPart, touched: Mapping[str, np.ndarray]
+) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Yields table, place among its touched rows, and values of these rows."""
+    # Rows before the first touched one, and behind the last, are not read.
+    ranges = {
+        name: (int(ids[0]), int(ids[-1]) + 1)
+        for name, ids in touched.items()
+        if len(ids)
+    }
+    for blocks in read_blocks(packed, part.tracked.stack, part.layer.plan, ranges):
+        for table, start, rows in blocks:
+            ids = touched[table]
+            begin, end = np.searchsorted(ids, [start, start + len(rows)])
+            if begin < end:
+                yield table, int(begin), rows[ids[begin:end] - start]
+
+
+def _write_rows(
+    directory: pathlib.Path, name: str, entry: Mapping[str, Any], rows: TableDelta
+) -> None:
+    """Overwrites rows of the file of a table."""
+    stored = writable_tensor(directory / entry["file"], name)
+    for row_ids, values in _encoded_rows(name, entry, rows):
+        stored[row_ids] = values
+    stored.flush()
+
+
+def _encoded_rows(
+    name: str, entry: Mapping[str, Any], rows: TableDelta
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields row ids, and rows as the export stores them, block by block."""
+    for begin in range(0, len(rows.row_ids), _ROWS_PER_WRITE):
+        part = slice(begin, begin + _ROWS_PER_WRITE)
+        values = encode(rows.values[part], entry["row_format"], f"table {name!r}")
+        yield rows.row_ids[part], values
+
+
+def _check_order(
+    record: Mapping[str, Any], delta: Delta, export: pathlib.Path, path: pathlib.Path
+) -> None:
+    """Refuses a delta that does not follow what an export holds."""
+    applying = record.get("applying")
+    if applying is not None:
+        if applying == delta.identity:
+            return
+        raise ExportError(
+            f"Applying the delta {applying} to {export} was interrupted; apply that "
+            f"one again first, got {path} with {delta.identity}."
+        )
+    if delta.identity == record["identity"]:
+        raise ExportError(
+            f"The delta {path} is applied to {export} already; go on with the next one."
+        )
+    if delta.base == record["identity"] and delta.base_steps == record["steps"]:
+        return
+    here, there = _steps(record["steps"]), _steps(delta.base_steps)
+    raise ExportError(
+        f"The delta {path} must follow {record['identity']} of step {here}, which "
+        f"{export} holds, but it follows {delta.base} of step {there}. Apply the "
+        "deltas in the order in which they were written, each once; after a gap, or "
+        "to another model's export, take a new full export."
+    )
+
+
+def _check_tables(
+    document: Mapping[str, Any], delta: Delta, path: pathlib.Path
+) -> None:
+    """Refuses a delta of tables or rows that the export cannot hold."""
+    for name, entry in delta.document["tables"].items():
+        there = document["tables"].get(name, {})
+        for field in ("vocabulary_size", "dim"):
+            if there.get(field) != entry[field]:
+                raise ExportError(
+                    f"Table {name!r} of the delta has {field} {entry[field]}, got "
+                    f"{there.get(field)} in {path}; take a new full export."
+                )
+    for name, rows in delta.tables.items():
+        if document["tables"][name]["row_format"] == "int8":
+            # Raises before a file changes if a row has no int8 code.
+            for _ in _encoded_rows(name, document["tables"][name], rows):
+                pass
+
+
+def _check_base(
+    digests: Mapping[str, str], document: Mapping[str, Any], path: pathlib.Path
+) -> None:
+    """Refuses an export whose files changed since it was written."""
+    for name, digest in digests.items():
+        file = path / document["tables"][name]["file"]
+        if not file.is_file() or file_digest(file) != digest:
+            raise ExportError(
+                f"{file} is missing, damaged, or of a delta that was not finished; "
+                "take a new full export, or copy this one again."
+            )
+
+
+def _without_error(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a table's entry without the rounding error of rows that are gone."""
+    return {k: v for k, v in entry.items() if k != "error"}
+
+
+def _steps(steps: Mapping[str, int]) -> str:
+    """Returns the numbers of updates of tables, usually all the same, as text."""
+    return " or ".join(str(step) for step in sorted(set(steps.values())))
