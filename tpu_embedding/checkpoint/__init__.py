@@ -16,6 +16,9 @@ from tpu_embedding.checkpoint.imports import import_tables as import_tables
 from tpu_embedding.checkpoint.imports import open_stacked_tables as open_stacked_tables
 from tpu_embedding.checkpoint.imports import open_tables as open_tables
 from tpu_embedding.checkpoint.restoring import RestoreState as RestoreState
+from tpu_embedding.checkpoint.row_statistics import NormHistogram as NormHistogram
+from tpu_embedding.checkpoint.row_statistics import TableStatistics as TableStatistics
+from tpu_embedding.checkpoint.row_statistics import table_statistics as table_statistics
 from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints as RunCheckpoints
 from tpu_embedding.checkpoint.state_handler import SaveState as SaveState
 from tpu_embedding.checkpoint.state_handler import StateHandler as StateHandler

@@ -7,6 +7,7 @@ notices a flipped bit. A missing chunk is an error, never zeros. A chunk of a ta
 
 import os
 import threading
+from collections.abc import Iterator
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.format import (
     TABLES,
     ArrayRecord,
+    TableRecord,
     array_name,
     check_files,
     damaged,
@@ -152,6 +154,43 @@ def read_table(
       CheckpointError: if the table is not in the checkpoint, or a file is damaged.
       IndexError: if a row is not in the table.
     """
+    file, of_table, array = _open_array(directory, table, slot)
+    values = _read_rows(file, array, rows)
+    if slot is None and of_table.dtype == "int8":
+        return decode_int8(values)
+    return values
+
+
+def iterate_rows(
+    directory: str | os.PathLike[str], table: str, *, slot: str | None = None
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields the rows of a table, or of a slot variable with rows, chunk by chunk.
+
+    Only one chunk is in memory. Its rows are a power of two, or all rows.
+
+    Args:
+      directory: from `te.save`, or of one step of a `CheckpointManager`.
+      table: name of the table.
+      slot: name of a slot variable; None: the values of the table.
+
+    Yields:
+      First row of the chunk, and the rows as `read_table` returns them.
+
+    Raises:
+      CheckpointError: as in `read_table`.
+    """
+    file, of_table, array = _open_array(directory, table, slot)
+    num_rows, chunk_rows = array.shape[0], array.chunk_rows or 1
+    for start in range(0, num_rows, chunk_rows):
+        values = file.read(start, min(chunk_rows, num_rows - start))
+        is_int8 = slot is None and of_table.dtype == "int8"
+        yield start, decode_int8(values) if is_int8 else values
+
+
+def _open_array(
+    directory: str | os.PathLike[str], table: str, slot: str | None
+) -> tuple[ArrayFile, TableRecord, ArrayRecord]:
+    """Opens an array of a checkpoint, after checking its files."""
     root, record = state_directory(directory), describe(directory)
     if table not in record.tables:
         raise CheckpointError(
@@ -167,11 +206,7 @@ def read_table(
     array = of_table.values if slot is None else of_table.slots[slot]
     name = array_name(table, slot)
     check_files(root, lambda file: file.startswith(f"{TABLES}/{name}/"))
-    file = ArrayFile(root / TABLES, name, array)
-    values = _read_rows(file, array, rows)
-    if slot is None and of_table.dtype == "int8":
-        return decode_int8(values)
-    return values
+    return ArrayFile(root / TABLES, name, array), of_table, array
 
 
 def _read_rows(file: ArrayFile, array: ArrayRecord, rows: Any) -> np.ndarray:

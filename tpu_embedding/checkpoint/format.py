@@ -59,11 +59,14 @@ class ArrayRecord:
       shape: of the array; `[rows, *row_shape]` if it has rows.
       dtype: name of the type of its elements.
       chunk_rows: rows of a chunk; None: one chunk holds the array.
+      initial: value of all elements of a row that no step has touched; None: not known,
+        or it differs from row to row.
     """
 
     shape: tuple[int, ...]
     dtype: str
     chunk_rows: int | None = None
+    initial: float | None = None
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:

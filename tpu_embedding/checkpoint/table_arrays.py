@@ -18,6 +18,7 @@ from etils import epath
 from tpu_embedding.checkpoint.arrays import ArrayFile, HostBudget
 from tpu_embedding.checkpoint.format import ArrayRecord, TableRecord, array_name
 from tpu_embedding.checkpoint.state_parts import LayerState
+from tpu_embedding.optimizers.analysis.slots import uniform_initial_values
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.rule_description import describe_rule
 from tpu_embedding.optimizers.rules.touched_rows import without_base
@@ -34,6 +35,7 @@ def table_records(layer: LayerState) -> dict[str, TableRecord]:
     records = {}
     for stack in layer.plan.stacks:
         slots = slots_of(layer, stack)
+        initial = _initial_values(stack, slots)
         for table in stack.tables:
             size = table.config.vocabulary_size
             records[layer.name_of(table.name)] = TableRecord(
@@ -41,7 +43,10 @@ def table_records(layer: LayerState) -> dict[str, TableRecord]:
                 dim=stack.dim,
                 dtype=stack.layout.dtype_name,
                 values=_rows_record(layer.tables[stack.name], size),
-                slots={slot.name: _slot_record(slot, size) for slot in slots},
+                slots={
+                    slot.name: _slot_record(slot, size, initial.get(slot.name))
+                    for slot in slots
+                },
                 rule=_describe(stack.optimizer) if layer.slots is not None else None,
             )
     return records
@@ -74,9 +79,22 @@ def _rows_record(packed: PackedRows, num_rows: int) -> ArrayRecord:
     )
 
 
-def _slot_record(slot: NamedSlot, num_rows: int) -> ArrayRecord:
+def _initial_values(
+    stack: StackPlan, slots: Sequence[NamedSlot]
+) -> dict[str, float | None]:
+    """Returns the initial value of each slot variable, where all rows share one."""
+    names = [slot.name for slot in slots if slot.kind == "rows"]
+    if stack.optimizer is None or not names:
+        return {}
+    values = uniform_initial_values(stack.optimizer, stack.dim)
+    # Some slot variables are no part of the rule's own state.
+    return dict(zip(names, values, strict=True)) if len(names) == len(values) else {}
+
+
+def _slot_record(slot: NamedSlot, num_rows: int, initial: float | None) -> ArrayRecord:
     if isinstance(slot.leaf, PackedRows):
-        return _rows_record(slot.leaf, num_rows)
+        record = _rows_record(slot.leaf, num_rows)
+        return dataclasses.replace(record, initial=initial)
     shape = slot.leaf.shape[1:] if slot.kind == "tables" else slot.leaf.shape
     return ArrayRecord(shape=shape, dtype=np.dtype(slot.leaf.dtype).name)
 

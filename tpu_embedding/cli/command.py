@@ -3,6 +3,7 @@
     tpu-embedding train CONFIG
     tpu-embedding compile CONFIG --topology GENERATION:CHIPS
     tpu-embedding export CONFIG OUTPUT
+    tpu-embedding inspect CHECKPOINT
 
 Errors end in one line on stderr, never in a traceback. Exit status 2 means that the
 command, the config or the data are wrong. Exit status 1 means that a run failed after
@@ -28,6 +29,7 @@ from tpu_embedding.cli.exit_status import (
     UsageError,
 )
 from tpu_embedding.cli.export import add_export
+from tpu_embedding.cli.inspect import add_inspect
 from tpu_embedding.cli.train import add_train
 from tpu_embedding.data.batch import DataError
 from tpu_embedding.export.signature import ExportError
@@ -102,4 +104,5 @@ def make_parser() -> argparse.ArgumentParser:
     add_train(commands)
     add_compile(commands)
     add_export(commands)
+    add_inspect(commands)
     return parser

@@ -23,8 +23,13 @@ class MissingPlotLibraryError(ImportError):
     """Raised if a run needs a plot, but matplotlib is not installed."""
 
 
-def load_figure_class() -> Any:
-    """Returns matplotlib's class `Figure`; only the plot needs matplotlib.
+def load_figure_class(
+    purpose: str = f"{PLOT_FILE}, the plot of a training run,",
+) -> Any:
+    """Returns matplotlib's class `Figure`; only plots need matplotlib.
+
+    Args:
+      purpose: says what needs it, for the error.
 
     Raises:
       MissingPlotLibraryError: if matplotlib is not installed.
@@ -33,9 +38,8 @@ def load_figure_class() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingPlotLibraryError(
-            f"{PLOT_FILE}, the plot of a training run, needs matplotlib, which is not "
-            "installed. Install tpu-embedding with its extra `train`: "
-            "pip install 'tpu-embedding[train]'"
+            f"{purpose} needs matplotlib, which is not installed. Install "
+            "tpu-embedding with its extra `train`: pip install 'tpu-embedding[train]'"
         ) from error
     return Figure
 
