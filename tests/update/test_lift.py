@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from tests.conftest import needs_kernels
+from tests.optimizers.rule_cases import OPTIMIZERS
 from tests.update.update_cases import (
     LAYOUTS,
     NASTY,
@@ -23,7 +24,7 @@ from tests.update.update_cases import (
 )
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows
 from tpu_embedding.rows.access import add_to_rows
-from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, unpack_rows
+from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, pack_rows, unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
 from tpu_embedding.update.lift import (
     is_slot,
@@ -32,6 +33,16 @@ from tpu_embedding.update.lift import (
     slots_of,
     with_slots,
 )
+
+FILLED = {
+    "spare_rows": RowLayout(
+        num_rows=45, row_shape=(3,), line_lanes=128, num_spare_rows=1
+    ),
+    "unused_lanes": RowLayout(num_rows=6, row_shape=(200,), line_lanes=128),
+    "narrow": RowLayout(
+        num_rows=9, row_shape=(5,), line_lanes=128, narrow_dtype="bfloat16"
+    ),
+}
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
@@ -114,6 +125,23 @@ def test_init_lays_slots_out_like_the_table():
     assert state.momenta.layout == state.lasts.layout == layout
     assert state.hits.layout == dataclasses.replace(layout, row_shape=())
     assert state.hits.lines.dtype == jnp.int32
+
+
+@pytest.mark.quick_cases("spare_rows-adam", "unused_lanes-adagrad", "narrow-chain")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("layout", FILLED.values(), ids=FILLED)
+def test_slots_of_one_value_are_filled_like_packed_rows(name, layout):
+    rule = OPTIMIZERS[name]
+    rows = np.zeros((layout.num_rows, layout.dim), np.float32)
+    state = lift_to_rows(rule).init(packed(rows, layout))
+    expected = jax.tree.leaves(rule.init(jnp.asarray(rows)))
+    leaves = jax.tree.leaves(state, is_leaf=is_slot)
+    for leaf, value in zip(leaves, expected, strict=True):
+        if is_slot(leaf):
+            assert leaf.lines.dtype == value.dtype
+            value = pack_rows(value, leaf.layout).lines
+            leaf = leaf.lines
+        np.testing.assert_array_equal(bits(leaf), bits(value))
 
 
 def test_a_slot_that_forgets_survives_outliers():

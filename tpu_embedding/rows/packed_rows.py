@@ -311,6 +311,29 @@ def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:
     return pack_stored(store_rows(rows, layout), layout)
 
 
+def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
+    """Returns rows with one value in all elements, per shard. Unused lanes are zero.
+
+    XLA writes them as they are stored. It would compute rows first, and then pack them.
+
+    Args:
+      value: a number.
+      layout: of rows that are not narrow.
+      dtype: of the elements.
+    """
+    shape = layout.lines_shape
+    value = jnp.full(shape, value, dtype)
+    num_rows = layout.num_lines * layout.rows_per_line
+    if layout.rows_fill_lines and num_rows == layout.num_rows:
+        return PackedRows(lines=value, layout=layout)
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * layout.rows_per_line
+    if not layout.is_flat:
+        place = jax.lax.broadcasted_iota(jnp.int32, shape, 1) // layout.dim
+        row = jnp.where(place < layout.rows_abreast, row + place, layout.num_rows)
+    lines = jnp.where(row < layout.num_rows, value, jnp.zeros((), dtype))
+    return PackedRows(lines=lines, layout=layout)
+
+
 def unpack_rows(packed: PackedRows) -> Array:
     """Returns `[num_rows, *row_shape]`, per shard; the inverse of `pack_rows`."""
     layout = packed.layout

@@ -17,7 +17,7 @@ from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
 from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.rows.access import add_to_rows
 from tpu_embedding.rows.blocks import blocks_of, read_block, write_block
-from tpu_embedding.rows.packed_rows import PackedRows, pack_rows
+from tpu_embedding.rows.packed_rows import PackedRows, full_rows
 from tpu_embedding.rows.row_gradients import GradientRounds, PackedRowGradients
 from tpu_embedding.update.lift import is_slot, lift_to_rows
 from tpu_embedding.update.shard_rows import shard_rows
@@ -64,7 +64,7 @@ def _slot_of_zeros(
     table: PackedRows, row_shape: tuple[int, ...], dtype: Any
 ) -> PackedRows:
     layout = table.layout.slot_layout(jax.ShapeDtypeStruct(row_shape, dtype))
-    return pack_rows(jnp.zeros((layout.num_rows, *row_shape), dtype), layout)
+    return full_rows(0, layout, dtype)
 
 
 def apply_to_every_row(

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
+from tpu_embedding.optimizers.analysis.initial_slots import constant_parts
 from tpu_embedding.optimizers.analysis.row_local import runs_on_lines
 from tpu_embedding.optimizers.analysis.slots import moved_by_adding, slot_row_shapes
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
 from tpu_embedding.plan.backends import Form
 from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_rows
-from tpu_embedding.rows.packed_rows import PackedRows, pack_rows, unpack_rows
+from tpu_embedding.rows.packed_rows import PackedRows, full_rows, pack_rows, unpack_rows
 
 RowsOf = Callable[[Int[Array, " rows"]], TableRows]
 """Returns the facts that a rule may ask about the rows with some ids."""
@@ -70,11 +71,15 @@ def lift_to_rows(
         with table_rows_context(rows_of and rows_of(all_rows)):
             state = optimizer.init(unpack_rows(table))
         row_shapes = slot_row_shapes(optimizer, table.layout.dim)
+        values = constant_parts(optimizer, table.layout.dim)
+        remaining = iter(values or [None] * len(jax.tree.leaves(state)))
+
+        def new_part(row: Any, leaf: Any) -> Any:
+            value = None if leaf is None else next(remaining)
+            return leaf if row is None else _new_slot(leaf, value, row, table)
+
         return jax.tree.map(
-            lambda row, leaf: leaf if row is None else _pack_slot(leaf, row, table),
-            row_shapes,
-            state,
-            is_leaf=lambda row: row is None,
+            new_part, row_shapes, state, is_leaf=lambda row: row is None
         )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -163,7 +168,13 @@ def move_rows(
     return replace_rows(slot, row_ids, old, new)
 
 
-def _pack_slot(
-    leaf: jax.Array, row: jax.ShapeDtypeStruct, table: PackedRows
+def _new_slot(
+    leaf: Any, value: Any, row: jax.ShapeDtypeStruct, table: PackedRows
 ) -> PackedRows:
-    return pack_rows(leaf, table.layout.slot_layout(row))
+    """Packs the rows of a slot variable, or fills it if all elements are one value."""
+    layout = table.layout.slot_layout(row)
+    return (
+        pack_rows(leaf, layout)
+        if value is None
+        else full_rows(value, layout, row.dtype)
+    )

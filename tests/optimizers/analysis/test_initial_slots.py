@@ -1,0 +1,88 @@
+"""Slot variables that start with one value are found, and no others."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tpu_embedding.optimizers.analysis.initial_slots import constant_parts
+
+DIM = 8
+
+
+class State(NamedTuple):
+    slot: jax.Array
+
+
+def rule(make_slot):
+    return optax.GradientTransformation(
+        lambda rows: State(make_slot(rows)),
+        lambda updates, state, rows=None: (updates, state),
+    )
+
+
+CONSTANT = {
+    "zeros": (jnp.zeros_like, 0),
+    "full": (lambda rows: jnp.full_like(rows, 0.1), np.float32(0.1)),
+    "one value per row": (lambda rows: jnp.full(rows.shape[:1], 3, jnp.int32), 3),
+    "rounded": (
+        lambda rows: jnp.full_like(rows, 0.1).astype(jnp.bfloat16),
+        np.asarray(0.1, jnp.bfloat16),
+    ),
+    "jitted": (jax.jit(lambda rows: jnp.ones_like(rows)), 1),
+    "constant array": (
+        lambda rows: jnp.broadcast_to(jnp.asarray(np.float32(2)), rows.shape),
+        2,
+    ),
+}
+
+VARYING = {
+    "the rows": lambda rows: rows,
+    "a product with the rows": lambda rows: 0 * rows,
+    "row numbers": lambda rows: jnp.arange(rows.shape[0], dtype=jnp.float32),
+    "columns": lambda rows: jnp.broadcast_to(jnp.arange(DIM), rows.shape),
+    "number of rows": lambda rows: jnp.full_like(rows, 1 / rows.shape[0]),
+    "number of rows in a call": lambda rows: jax.jit(jnp.full_like)(
+        rows, np.float32(rows.shape[0])
+    ),
+    "random": lambda rows: jax.random.normal(jax.random.key(0), rows.shape),
+    "constant rows": lambda rows: jnp.broadcast_to(
+        jnp.asarray(np.arange(DIM, dtype=np.float32)), rows.shape
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONSTANT)
+def test_one_value_is_found(case):
+    make_slot, expected = CONSTANT[case]
+    (found,) = constant_parts(rule(make_slot), DIM)
+    rows = jnp.ones((3, DIM))
+    np.testing.assert_array_equal(
+        jnp.full_like(make_slot(rows), found), make_slot(rows)
+    )
+    assert float(found) == pytest.approx(float(expected), rel=1e-7)
+
+
+@pytest.mark.parametrize("case", VARYING)
+def test_other_values_are_left_alone(case):
+    assert constant_parts(rule(VARYING[case]), DIM) in (None, (None,))
+
+
+def test_parts_are_those_of_the_state():
+    count, momenta, velocities = constant_parts(te.optimizers.adam(0.1), DIM)
+    assert (count, momenta, velocities) == (0, 0, 0)
+    rate, *parts = constant_parts(
+        optax.chain(optax.adam(optax.constant_schedule(1))), 8
+    )
+    assert rate == 0 and len(parts) == 3
+
+
+def test_a_rule_that_cannot_be_traced_is_left_alone():
+    def refuse(rows):
+        raise RuntimeError("no")
+
+    assert constant_parts(rule(refuse), DIM) is None
