@@ -588,3 +588,27 @@ def test_a_directory_that_cannot_be_made(plan, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be written"):
         te.save(tmp_path / "file" / "a", state_of(plan), plan=plan)
+
+
+class TwoParts(nnx.Module):
+    """Tables on some devices, and dense parameters on none in particular."""
+
+    def __init__(self, devices):
+        self.embedding = te.TPUEmbedding(
+            None, plan=plan_of(devices=devices), rngs=nnx.Rngs(0)
+        )
+        self.linear = nnx.Linear(4, 2, rngs=nnx.Rngs(1))
+        self.rngs = nnx.Rngs(2)
+
+    def __call__(self, ids):
+        return self.linear(self.embedding({"movie": ids})["movie"])
+
+
+def test_restored_parameters_join_tables_of_several_devices(tmp_path):
+    ids = jnp.arange(8)
+    saved, restored = TwoParts(2), TwoParts(4)
+    te.save(tmp_path / "checkpoint", (saved,))
+    te.restore(tmp_path / "checkpoint", (restored,))
+    outputs = nnx.jit(TwoParts.__call__)(restored, ids)
+    # Rows are equal; eight products are summed in an order of the compiler's.
+    np.testing.assert_allclose(outputs, saved(ids), rtol=0, atol=1e-6)

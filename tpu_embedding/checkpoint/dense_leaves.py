@@ -80,6 +80,9 @@ def _target(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
 
 
 def _leaf(value: Any, wanted: Any) -> Any:
+    if isinstance(wanted, jax.Array) and not wanted.committed:
+        # Such an array may meet arrays of any devices in a program, and so must this.
+        value = jnp.asarray(jax.device_get(value))
     if _is_key(wanted):
         return jax.random.wrap_key_data(value, impl=_key_impl(wanted))
     if isinstance(wanted, bool | int | float):
