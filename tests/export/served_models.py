@@ -1,13 +1,12 @@
 """A model with one feature of each kind, and batches for it."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 
 import tpu_embedding as te
+from tests.conftest import mesh_of
 
 MOVIES = te.TableConfig(vocabulary_size=1009, dim=8, combiner="mean", name="movies")
 USERS = te.TableConfig(vocabulary_size=307, dim=8, name="users")
@@ -23,10 +22,6 @@ FEATURES = {
     "sequence": te.FeatureConfig(table=MOVIES, max_sequence_length=4),
 }
 DENSE_KINDS = ("user", "watched", "weighted")
-
-
-def mesh_of(num_devices):
-    return Mesh(np.array(jax.devices()[:num_devices]), ("data",))
 
 
 class Model(nnx.Module):

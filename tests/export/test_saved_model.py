@@ -7,11 +7,11 @@ import pytest
 from flax import nnx
 
 import tpu_embedding as te
+from tests.conftest import mesh_of
 from tests.export.served_models import (
     FEATURES,
     batch_of,
     live_outputs,
-    mesh_of,
     trained_model,
 )
 

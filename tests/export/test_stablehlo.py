@@ -12,6 +12,7 @@ import safetensors.numpy
 from flax import nnx
 
 import tpu_embedding as te
+from tests.conftest import mesh_of
 from tests.export.served_models import (
     DENSE_KINDS,
     FEATURES,
@@ -19,7 +20,6 @@ from tests.export.served_models import (
     Model,
     batch_of,
     live_outputs,
-    mesh_of,
     trained_model,
 )
 

@@ -9,7 +9,7 @@ import safetensors.numpy
 from flax import nnx
 
 import tpu_embedding as te
-from tests.export.served_models import mesh_of
+from tests.conftest import mesh_of
 from tpu_embedding.export.row_formats import decode, encode, stored_spec
 from tpu_embedding.export.tensor_files import (
     TensorFile,

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 import tpu_embedding as te
-from tests.export.served_models import mesh_of
+from tests.conftest import mesh_of
 from tpu_embedding import aot
 from tpu_embedding.export.program import make_program
 from tpu_embedding.export.stablehlo import jit_program
