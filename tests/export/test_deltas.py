@@ -12,6 +12,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tpu_embedding.tables import row_windows
 
 ExportError = te.export.ExportError
 FULL = pytest.mark.full
@@ -113,7 +114,9 @@ def check_chain(tmp_path, exported="float32", **options):
     assert sizes[0] == 0 and 0 < min(sizes[1:3]) < sum(SIZES.values())
 
 
-def test_chain_of_ten_equals_the_later_export(tmp_path):
+def test_chain_of_ten_equals_the_later_export(tmp_path, monkeypatch):
+    # Several blocks of rows, and other blocks of the record.
+    monkeypatch.setattr(row_windows, "_MIN_BLOCK_BYTES", 200)
     check_chain(tmp_path)
 
 
@@ -263,6 +266,28 @@ def test_delta_holds_the_rows_looked_up(tmp_path):
 
 
 @FULL
+@pytest.mark.parametrize("mode", ["exact", "stale"])
+def test_chain_of_pipelined_steps(tmp_path, mode):
+    trainer = Trainer(tmp_path, num_devices=3)
+    model, optimizer = trainer.model, trainer.optimizer
+    pipeline = te.PipelinedTrainStep(
+        lambda model, ids: sum(jnp.sum(x**2) for x in model(ids).values()), mode=mode
+    )
+    pipeline(model, optimizer, ids_of(0))
+    pipeline(model, optimizer, ids_of(1))
+    base = trainer.base()
+    pipeline(model, optimizer, ids_of(2))
+    first = trainer.delta("first")
+    pipeline.drain(model, optimizer)
+    second = trainer.delta("second")
+    for delta, step in ((first, 1), (second, 2)):
+        for name, rows in te.export.read_delta(delta).tables.items():
+            np.testing.assert_array_equal(rows.row_ids, np.unique(ids_of(step)[name]))
+        te.export.apply_delta(base, delta)
+    assert table_bytes(base) == table_bytes(trainer.full("later"))
+
+
+@FULL
 def test_a_chain_goes_on_after_a_restore_on_other_devices(tmp_path):
     trainer = Trainer(tmp_path)
     base, (first,) = trainer.chain(1)
@@ -276,12 +301,13 @@ def test_a_chain_goes_on_after_a_restore_on_other_devices(tmp_path):
     assert table_bytes(base) == table_bytes(resumed.full("later"))
 
 
-def test_a_restore_of_some_tables_ends_the_chain(tmp_path):
+@pytest.mark.parametrize("options", [{"tables": ["b"]}, {"slots": "initialize"}])
+def test_a_restore_in_part_ends_the_chain(tmp_path, options):
     trainer = Trainer(tmp_path)
     trainer.chain(0)
     te.save(tmp_path / "checkpoint", (trainer.model, trainer.optimizer))
     state = trainer.model, trainer.optimizer
-    te.restore(tmp_path / "checkpoint", state, tables=["b"])
+    te.restore(tmp_path / "checkpoint", state, **options)
     with pytest.raises(ExportError, match="restore of some tables.*save_tables"):
         trainer.delta("delta")
 

@@ -143,6 +143,30 @@ def test_touched_rows_of_random_batches(steps, data):
 PLAN = plan_of(mesh_of(3), track(RULES["sgd"]))
 
 
+@FULL
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_touched_rows_of_micro_batches(num_devices):
+    plan = plan_of(mesh_of(num_devices), track(RULES["sgd"]))
+    tables = te.init_tables(plan, jax.random.key(0))
+    slots = te.init_slots(tables, plan)
+    batches, gradients = [ids_of(0), ids_of(1)], []
+    for ids in batches:
+        result = te.lookup(tables, ids, plan)
+        gradients.append(te.compute_gradients(result.routing, result.activations, plan))
+    _, slots = te.apply_gradients(tables, slots, te.add(*gradients), plan)
+    found = te.touched_rows(slots, plan)
+    assert {k: x.tolist() for k, x in found.items()} == looked_up(batches)
+    assert all(not len(rows) for rows in te.touched_rows(slots, plan, 1).values())
+
+
+@FULL
+def test_touched_rows_of_updates_in_blocks():
+    plan = plan_of(mesh_of(1), track(te.optimizers.adagrad(0.1)), dim=256)
+    batches = [ids_of(step, valence=60) for step in range(2)]
+    assert 3 * BATCH * 60 * 4 * 256 > 2 * 2**20, "several blocks of 1 MiB"
+    check(plan, batches, since=1)
+
+
 def test_rows_with_zero_gradient_are_touched():
     batches = [ids_of(0)]
     _, slots = train(PLAN, batches, scale=0.0)

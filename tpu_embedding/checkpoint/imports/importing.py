@@ -26,7 +26,7 @@ from tpu_embedding.checkpoint.imports.report import ImportReport
 from tpu_embedding.checkpoint.imports.slot_names import rule_of
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource
 from tpu_embedding.nn.training import Optimizer, embedding_layers
-from tpu_embedding.optimizers.rules.touched_rows import without_base
+from tpu_embedding.optimizers.rules.touched_rows import RECORD_SLOT, without_base
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import file_row, file_rows_of_values
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -225,6 +225,7 @@ class _Stacks:
                     slots = {
                         name: file_row(packed)
                         for name, packed in slot_rows(state, stack).items()
+                        if name != RECORD_SLOT
                     }
             for table in stack.tables:
                 yield Target(

@@ -1,6 +1,6 @@
 """Records for each row the last update that touched it, for deltas of tables."""
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,9 @@ import optax
 
 from tpu_embedding.optimizers.checks import check_rule
 from tpu_embedding.optimizers.modes import TrackTouchedRows, request_mode
+
+RECORD_SLOT: Final = "last_touched"
+"""Name of the slot variable, which belongs to no rule."""
 
 
 class TouchedRowsState(NamedTuple):
