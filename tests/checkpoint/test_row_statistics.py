@@ -38,6 +38,7 @@ def rows_of_a_chunk(request, monkeypatch):
     return min(request.param, NUM_ROWS)
 
 
+@pytest.mark.quick_cases("8rows")
 def test_statistics_of_chunks(rows_of_a_chunk, tmp_path):
     generator = np.random.default_rng(0)
     values = generator.normal(size=(NUM_ROWS, DIM)).astype(np.float32)
@@ -102,7 +103,7 @@ def test_narrow_tables(tmp_path, dtype):
     assert found.num_untouched == NUM_ROWS
 
 
-@pytest.mark.full_cases("adam", "every row")
+@pytest.mark.quick_cases("adafactor")
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -117,6 +118,7 @@ def test_initial_values_of_optimizers(tmp_path, optimizer):
     assert table_statistics(tmp_path / "c", "movie").num_untouched == NUM_ROWS
 
 
+@pytest.mark.full
 def test_training_touches_rows(tmp_path):
     """Rows that were looked up are touched, and no others."""
     table = te.TableConfig(vocabulary_size=NUM_ROWS, dim=DIM, name="movie")

@@ -16,9 +16,13 @@ class DamagedCheckpointError(CheckpointError):
     """Raised if a file of a checkpoint is missing, or not as it was written."""
 
 
+class UnwritableCheckpointError(CheckpointError):
+    """Raised if a checkpoint cannot be written, for example on a full disk."""
+
+
 @contextlib.contextmanager
 def errors_of_writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raises `CheckpointError` if a checkpoint cannot be written.
+    """Raises `UnwritableCheckpointError` if a checkpoint cannot be written.
 
     Args:
       path: of the checkpoint.
@@ -30,7 +34,7 @@ def errors_of_writing(path: str | os.PathLike[str]) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError) as error:
         # tensorstore and orbax raise all of them for a full disk.
         text = str(error).partition(" [")[0].partition("\n")[0]
-        raise CheckpointError(
+        raise UnwritableCheckpointError(
             f"The checkpoint {path} cannot be written: {type(error).__name__}: {text} "
             "Make room on the disk, or give a directory that can be written."
         ) from error

@@ -20,7 +20,10 @@ from typing import Final
 import jax
 
 import tpu_embedding
-from tpu_embedding.checkpoint.run_checkpoints import CheckpointError
+from tpu_embedding.checkpoint.errors import (
+    CheckpointError,
+    UnwritableCheckpointError,
+)
 from tpu_embedding.cli.compile import add_compile
 from tpu_embedding.cli.exit_status import (
     FAILED,
@@ -54,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = make_parser().parse_args(arguments)
     try:
         return parsed.run(parsed)
+    except UnwritableCheckpointError as error:
+        return _fail(str(error), FAILED, parsed)
     except _WRONG_USAGE_ERRORS as error:
         return _fail(str(error), WRONG_USAGE, parsed)
     except (TrainingDivergedError, MissingPlotLibraryError) as error:
