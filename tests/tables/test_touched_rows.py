@@ -126,6 +126,17 @@ def test_touched_rows_under_every_plan(name, num_devices):
     check(plan, [ids_of(step) for step in range(4)], since=1)
 
 
+@FULL
+@pytest.mark.parametrize("is_outside", [False, True])
+def test_touched_rows_of_an_optimizer_of_several_tables(is_outside):
+    rules: Any = {"x": RULES["sgd"], "y": RULES["rowwise"]}
+    labels: Any = {"a": "x", "b": "y", "c": "x"}
+    inside: Any = {name: track(rule) for name, rule in rules.items()}
+    rule = optax.multi_transform(rules if is_outside else inside, labels)
+    plan = plan_of(mesh_of(3), track(rule) if is_outside else rule)
+    check(plan, [ids_of(step) for step in range(3)], since=1)
+
+
 @EXHAUSTIVE
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_touched_rows_of_narrow_tables(dtype):

@@ -49,11 +49,7 @@ class TrackedStack:
 
     @property
     def _last_touched(self) -> PackedRows:
-        # An optimizer of several tables keeps a dict, with its only table here.
-        (packed,) = jax.tree.leaves(
-            self.state.last_touched, is_leaf=lambda x: isinstance(x, PackedRows)
-        )
-        return packed
+        return _rows_of(self.state)[0]
 
 
 def tracked_stacks(
@@ -62,8 +58,18 @@ def tracked_stacks(
     """Yields the stacks whose optimizer is wrapped by `track_touched_rows`."""
     for stack in plan.trained_stacks:
         nodes = jax.tree.leaves(slots.get(stack.name), is_leaf=is_tracking)
-        for state in [node for node in nodes if is_tracking(node)][:1]:
+        # `optax.multi_transform` keeps states of other tables, too, without rows.
+        tracking = [node for node in nodes if is_tracking(node) and _rows_of(node)]
+        for state in tracking[:1]:
             yield TrackedStack(stack=stack, state=state)
+
+
+def _rows_of(state: TouchedRowsState) -> list[PackedRows]:
+    """Returns the record; an optimizer of several tables keeps it in a dict."""
+    leaves = jax.tree.leaves(
+        state.last_touched, is_leaf=lambda x: isinstance(x, PackedRows)
+    )
+    return [x for x in leaves if isinstance(x, PackedRows)]
 
 
 def touched_rows(
