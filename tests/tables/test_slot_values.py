@@ -323,3 +323,18 @@ def test_tables_may_have_the_names_of_state_fields():
         for slot, value in values.items():
             expected = value if name == "x" else np.zeros((4, 2))
             np.testing.assert_array_equal(found[name][slot], expected)
+
+
+def test_a_state_may_be_one_array():
+    def update(updates, state, params=None):
+        del params
+        return updates, state + updates**2
+
+    rule = optax.GradientTransformation(jax.numpy.zeros_like, update)
+    plan = plan_of(rule)
+    _, slots = start_of(plan)
+    values = te.slot_values(slots, plan)
+    assert shapes(values) == {n: {"state": (size, DIM)} for n, size in SIZES.items()}
+    new = random_like(values)
+    slots = te.with_slot_values(slots, new, plan)
+    assert_equal(te.slot_values(slots, plan), new)

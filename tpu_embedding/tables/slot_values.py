@@ -267,12 +267,13 @@ def _paths(state: Any, stack: TrainedStackPlan) -> list[list[str]]:
     tables = {table.name for table in stack.tables}
     paths = []
     for path, _ in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_rows):
-        parts = [_part(key) for key in path]
+        # A state may be one array, without a field.
+        parts = [_part(key) for key in path] or ["state"]
         # An optimizer of a dict of tables keeps a dict of slots, per table. A field of
         # a state may have the name of a table, too.
-        is_table = isinstance(path[-1], jax.tree_util.DictKey) and parts[-1] in tables
-        if len(parts) > 1 and is_table:
-            parts = parts[:-1]
+        if len(parts) > 1 and parts[-1] in tables:
+            is_key = isinstance(path[-1], jax.tree_util.DictKey)
+            parts = parts[:-1] if is_key else parts
         paths.append(parts)
     return paths
 
