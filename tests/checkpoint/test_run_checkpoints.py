@@ -72,9 +72,10 @@ def test_leaves_come_back_in_their_places(checkpoints):
         np.testing.assert_array_equal(got, wanted)
 
 
-def test_two_leaves_of_one_path_are_refused(checkpoints):
+@pytest.mark.parametrize("other", [{"a": {"b": jnp.ones(1)}}, {"a": jnp.ones(1)}])
+def test_two_leaves_of_one_path_are_refused(checkpoints, other):
     with pytest.raises(ValueError, match="same path .*contains a dot"):
-        checkpoints.save(1, {"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)}, DESCRIPTION)
+        checkpoints.save(1, other | {"a.b": jnp.ones(1)}, DESCRIPTION)
 
 
 def test_latest_ones_are_kept(checkpoints):

@@ -7,6 +7,7 @@ in stacks. The plan says which rows belong to which table.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -80,6 +81,8 @@ class StateParts:
     def __init__(self, state: Any, plan: EmbeddingPlan | None = None):
         """Splits a state.
 
+        The path of a Flax variable is that of its value.
+
         Args:
           state: nnx modules, or a pytree of them; an `nnx.State`; or any pytree. Leaves
             are arrays or `jax.ShapeDtypeStruct`s.
@@ -87,7 +90,8 @@ class StateParts:
 
         Raises:
           ValueError: if the plan of some tables is not known, or is another one; or if
-            two leaves or layers have the same path.
+            two leaves or layers have the same path; or if the tables of some slot
+            variables cannot be told.
         """
         self._state = state
         plans = _plans_of(state, plan)
@@ -108,7 +112,8 @@ class StateParts:
             elif _are_slots(leaf, plans.values()):
                 slots.append(found)
             elif not isinstance(leaf, _OF_THE_PLAN):
-                self._add_dense(i, keys, leaf)
+                is_boxed = path[-1:] == (jax.tree_util.GetAttrKey("value"),)
+                self._add_dense(i, keys[:-1] if is_boxed else keys, leaf)
         pairs = _pairs(tables, slots)
         self._indices = [(t.index, s.index if s else None) for _, t, s in pairs]
         self.layers = [
@@ -135,15 +140,17 @@ class StateParts:
                 "all stacks of tables and slots, as init_tables and init_slots return "
                 "them."
             )
-        name = ".".join(keys[:-1] if keys[-1:] == ("value",) else keys)
+        name = ".".join(keys)
         if name in self._dense_indices:
-            raise ValueError(
-                f"The state has two leaves with the same path {name!r} once its keys "
-                "are joined with dots; rename the key that contains a dot."
-            )
+            raise _same_path(name)
         self._dense_indices[name] = index
 
     def _check_names(self) -> None:
+        for name in self._dense_indices:
+            parents = list(itertools.accumulate(name.split("."), "{}.{}".format))[:-1]
+            for parent in parents:
+                if parent in self._dense_indices:
+                    raise _same_path(parent)
         names = [
             layer.name_of(table.name)
             for layer in self.layers
@@ -184,6 +191,13 @@ class StateParts:
         return structure.unflatten(
             [m if _is_module(m) else p for m, p in zip(modules, parts, strict=True)]
         )
+
+
+def _same_path(name: str) -> ValueError:
+    return ValueError(
+        f"The state has two leaves with the same path {name!r} once its keys are "
+        "joined with dots; rename the key that contains a dot."
+    )
 
 
 def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan]:
@@ -232,7 +246,24 @@ def _pairs(
                 "Save each model with its optimizer by itself."
             )
         pairs.append((path, of_tables, found[0] if found else None))
+    _check_all_used(tables, slots, [found.index for _, _, found in pairs if found])
     return pairs
+
+
+def _check_all_used(
+    tables: Sequence[_Stacks], slots: Sequence[_Stacks], used: Sequence[int]
+) -> None:
+    """Refuses slot variables that belong to no layer, or to several."""
+    for of_slots in slots:
+        if used.count(of_slots.index) != 1:
+            raise ValueError(
+                f"The slot variables at {'.'.join(of_slots.keys)!r} must belong to the "
+                f"tables of one layer, and the state has tables at "
+                f"{['.'.join(of_tables.keys) for of_tables in tables]}; put tables and "
+                "slots of a layer side by side, as "
+                "{'user': {'tables': ..., 'slots': ...}}, or save other copies of the "
+                "tables by themselves."
+            )
 
 
 def _layer_path(keys: tuple[str, ...]) -> str:
