@@ -4,6 +4,7 @@ import json
 import pathlib
 import resource
 import shutil
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,11 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.checkpoint import CheckpointError, DamagedCheckpointError
+from tpu_embedding.checkpoint import (
+    CheckpointError,
+    DamagedCheckpointError,
+    state_handler,
+)
 from tpu_embedding.tables import row_windows
 
 SIZES = {"movie": 40, "user": 7}
@@ -483,6 +488,28 @@ def test_a_checkpoint_is_not_overwritten_by_chance(plan, tmp_path):
         te.save(tmp_path / "a", state_of(plan), plan=plan)
     te.save(tmp_path / "a", state_of(plan, 1), plan=plan, overwrite=True)
     assert te.restore(tmp_path / "a", state_of(plan), plan=plan)["step"] == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_checkpoint_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
+    te.save(tmp_path / "a", {"step": 3})
+    full_disk = OSError("No space left on device")
+    monkeypatch.setattr(
+        state_handler, "write_manifest", unittest.mock.Mock(side_effect=full_disk)
+    )
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        te.save(tmp_path / "a", {"step": 4}, overwrite=True)
+    assert te.restore(tmp_path / "a", {"step": 0})["step"] == 3
+    monkeypatch.undo()
+    te.save(tmp_path / "a", {"step": 5}, overwrite=True)
+    assert te.restore(tmp_path / "a", {"step": 0})["step"] == 5
+
+
+def test_only_checkpoints_are_overwritten(tmp_path):
+    (tmp_path / "notes").touch()
+    with pytest.raises(CheckpointError, match="replaces checkpoints of te.save only"):
+        te.save(tmp_path, {"step": 3}, overwrite=True)
+    assert (tmp_path / "notes").exists()
 
 
 def test_a_description_must_be_json(plan, tmp_path):

@@ -5,6 +5,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -14,6 +15,7 @@ from tpu_embedding.checkpoint.differences import (
     SlotsChoice,
 )
 from tpu_embedding.checkpoint.errors import CheckpointError, errors_of_writing
+from tpu_embedding.checkpoint.format import MANIFEST_FILE, STATE_FILE
 from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
 from tpu_embedding.checkpoint.state_handler import (
     ASYNC_OPTIONS,
@@ -44,7 +46,8 @@ def save(
         or any pytree, which may also hold positions in the data and random keys.
       plan: of the tables, if neither modules nor Linen variables hold it.
       description: JSON values to keep with the state.
-      overwrite: True to replace an earlier checkpoint.
+      overwrite: True to replace an earlier checkpoint, once the new one is complete.
+        A kill at any time leaves one of both, possibly as `<directory>.save-new`.
       host_bytes: maximum bytes of table rows that wait in host memory to be written.
 
     Raises:
@@ -68,16 +71,52 @@ def save(
         state, plan=plan, description=description or {}, host_bytes=host_bytes
     )
     path = epath.Path(directory).absolute()
-    if path.exists() and not overwrite:
-        raise CheckpointError(
-            f"The directory {path} exists; give another one, or overwrite=True."
-        )
+    is_replaced = path.exists()
+    if is_replaced:
+        _check_replaceable(path, overwrite)
+    new = _beside(path, "new") if is_replaced else path
     with errors_of_writing(path):
         checkpointer = ocp.AsyncCheckpointer(
             StateHandler(), async_options=ASYNC_OPTIONS
         )
         with contextlib.closing(checkpointer):
-            checkpointer.save(path, args=args, force=overwrite)
+            # A kill may have left an unused one under the temporary name.
+            checkpointer.save(new, args=args, force=is_replaced)
+        if is_replaced:
+            _replace(path, new)
+
+
+def _check_replaceable(path: epath.Path, overwrite: bool) -> None:
+    """Refuses to replace a directory without request, or one with other files."""
+    if not overwrite:
+        raise CheckpointError(
+            f"The directory {path} exists; give another one, or overwrite=True."
+        )
+    if not path.is_dir() or (any(path.iterdir()) and not _is_checkpoint(path)):
+        raise CheckpointError(
+            f"overwrite=True replaces checkpoints of te.save only, and {path} holds "
+            "something else; give another directory."
+        )
+
+
+def _beside(path: epath.Path, suffix: str) -> epath.Path:
+    return path.with_name(f"{path.name}.save-{suffix}")
+
+
+def _is_checkpoint(path: epath.Path) -> bool:
+    return any((path / name).exists() for name in (MANIFEST_FILE, STATE_FILE))
+
+
+def _replace(path: epath.Path, new: epath.Path) -> None:
+    """Puts a complete checkpoint in the place of an earlier one."""
+    if jax.process_index() == 0:
+        old = _beside(path, "old")
+        if old.exists():
+            old.rmtree()
+        path.rename(old)
+        new.rename(path)
+        old.rmtree()
+    ocp.multihost.sync_global_processes(f"te.save:{path}")
 
 
 def restore(
