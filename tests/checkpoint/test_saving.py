@@ -1,5 +1,6 @@
 """Saving and restoring states, in whole and in part; damage to files."""
 
+import functools
 import json
 import pathlib
 import resource
@@ -460,6 +461,42 @@ def test_tables_of_one_stack_share_their_counts(tmp_path):
     together = plan_of(rules=rules["movie"])
     with pytest.raises(CheckpointError, match="share 'count' now.*5 for 'movie', 0"):
         te.restore(tmp_path / "a", state_of(together), plan=together)
+
+
+def trained_state(plan, count):
+    state = state_of(plan)
+    values = {name: {"count": count} for name in SIZES}
+    slots = te.with_slot_values(state["slots"], values, plan)
+    return with_random_slots(state | {"slots": slots}, plan)
+
+
+def test_the_count_of_tables_that_stay_is_kept(tmp_path):
+    plan = plan_of(rules=te.optimizers.adam(0.1))
+    te.save(tmp_path / "a", trained_state(plan, 7), plan=plan)
+    restore = functools.partial(te.restore, tmp_path / "a", plan=plan, tables=["movie"])
+    with pytest.raises(CheckpointError, match="'user'.*stay, with 'count' 3.* 7 for"):
+        restore(trained_state(plan, 3))
+    state = trained_state(plan, 3)
+    wanted = numbers_of(state, plan)[1]["user"]
+    _, slots = numbers_of(restore(state, slots="initialize"), plan)
+    check_equal(slots["user"], wanted)
+    assert not slots["movie"]["momenta"].any()
+    _, slots = numbers_of(restore(state_of(plan)), plan)
+    assert slots["movie"]["count"] == 7
+
+
+def test_renamed_tables_follow_no_export(tmp_path):
+    sizes = {"movie": 10, "user": 10}
+    rule = te.optimizers.track_touched_rows(te.optimizers.adagrad(0.1))
+    plan = plan_of(sizes, rules=rule)
+    state = state_of(plan)
+    ids = {name: {"base_id": 5} for name in sizes}
+    state["slots"] = te.with_slot_values(state["slots"], ids, plan)
+    te.save(tmp_path / "a", state, plan=plan)
+    for rename, wanted in (None, 5), ({"movie": "user", "user": "movie"}, 0):
+        state = te.restore(tmp_path / "a", state_of(plan), plan=plan, rename=rename)
+        _, slots = numbers_of(state, plan)
+        assert slots["movie"]["base_id"] == wanted
 
 
 WRONG_ARGUMENTS = {

@@ -7,6 +7,8 @@ import jax
 import numpy as np
 
 from tpu_embedding.checkpoint.format import TableRecord
+from tpu_embedding.optimizers.rules.touched_rows import is_base_of_deltas
+from tpu_embedding.tables.slot_values import NamedSlot
 
 SlotsChoice = Literal["restore", "initialize"]
 """`"restore"`: slot variables come from the checkpoint. `"initialize"`: they start
@@ -158,6 +160,32 @@ def compare_shared_values(
             f"tables {sorted(stack_tables)}",
             f"they share {slot!r} now, and the checkpoint has "
             + ", ".join(f"{value} for {name!r}" for name, value in values.items()),
+            "shared",
+        )
+
+
+def compare_with_staying(
+    found: Differences,
+    tables: Sequence[str],
+    slot: NamedSlot,
+    saved: tuple[str, Any],
+) -> None:
+    """Adds a difference if a count belongs to trained tables that are not restored.
+
+    Args:
+      found: differences so far.
+      tables: tables of the stack that stay.
+      slot: the count in the state. Tables that are not trained yet have none to lose.
+      saved: table of the checkpoint, and its count.
+    """
+    if isinstance(slot.leaf, jax.ShapeDtypeStruct) or is_base_of_deltas(slot.name):
+        return
+    count = np.asarray(slot.leaf)
+    if count.any() and not np.array_equal(count, saved[1]):
+        found.add(
+            f"tables {sorted(tables)}",
+            f"they stay, with {slot.name!r} {count}, and share it with the restored "
+            f"tables; the checkpoint has {saved[1]} for {saved[0]!r}",
             "shared",
         )
 

@@ -19,6 +19,7 @@ from tpu_embedding.checkpoint.differences import (
     compare_dense,
     compare_shared_values,
     compare_table,
+    compare_with_staying,
     is_abstract,
 )
 from tpu_embedding.checkpoint.errors import CheckpointError
@@ -39,6 +40,7 @@ from tpu_embedding.checkpoint.table_arrays import (
     table_records,
 )
 from tpu_embedding.functional import init_slots
+from tpu_embedding.optimizers.rules.touched_rows import without_base
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tables.slot_values import slot_values, with_slot_values
 
@@ -195,7 +197,7 @@ def _compare_counts(
         names = _saved_names(layer, args)
         names = {t.name: names[t.name] for t in stack.tables if t.name in names}
         for slot in slots_of(layer, stack):
-            if len(names) < 2 or slot.kind not in ("shared", "hyperparameter"):
+            if not names or slot.kind not in ("shared", "hyperparameter"):
                 continue
             values = {}
             for name in names.values():
@@ -203,6 +205,9 @@ def _compare_counts(
                 file = ArrayFile(root / TABLES, array_name(name, slot.name), array)
                 values[name] = file.read()
             compare_shared_values(found, list(names), values, slot.name)
+            if len(names) < len(stack.tables) and slot.kind == "shared":
+                stay = [t.name for t in stack.tables if t.name not in names]
+                compare_with_staying(found, stay, slot, next(iter(values.items())))
 
 
 def _saved_names(layer: LayerState, args: RestoreState) -> dict[str, str]:
@@ -252,6 +257,30 @@ def _restored(
     trained = {t.name for s in new.plan.trained_stacks for t in s.tables}
     if trained <= set(names):
         return dataclasses.replace(new, slots=fresh)
-    values = slot_values(fresh, new.plan, "all")
-    own = {table: values[table] for table in names if table in values}
-    return dataclasses.replace(new, slots=with_slot_values(new.slots, own, new.plan))
+    return dataclasses.replace(new, slots=_initialized(new, fresh, set(names)))
+
+
+def _initialized(
+    layer: LayerState, fresh: Mapping[str, Any], tables: Collection[str]
+) -> dict[str, Any]:
+    """Returns slots in which those of some tables have their initial values.
+
+    Counts of a stack of which some tables stay are those of the tables that stay.
+    """
+    slots = dict(layer.slots or {})
+    for stack in layer.plan.trained_stacks:
+        own = {t.name for t in stack.tables} & set(tables)
+        if not own:
+            continue
+        if len(own) == len(stack.tables):
+            slots[stack.name] = fresh[stack.name]
+            continue
+        counts = {s.name for s in slots_of(layer, stack) if s.kind == "shared"}
+        values = slot_values({stack.name: fresh[stack.name]}, layer.plan, "all")
+        new = {
+            table: {k: v for k, v in values[table].items() if k not in counts}
+            for table in own
+        }
+        slots |= with_slot_values({stack.name: slots[stack.name]}, new, layer.plan)
+        slots[stack.name] = without_base(slots[stack.name])
+    return slots

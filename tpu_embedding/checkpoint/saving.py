@@ -144,10 +144,12 @@ def restore(
         missing: the model of a saved `(model, optimizer)` is restored as `(model,)`.
       plan: of its tables, if neither modules nor Linen variables hold it.
       tables: names of the tables to restore, the others stay; None: all. In a state of
-        several layers, the path of the layer precedes the name: `"user/movie"`.
+        several layers, the path of the layer precedes the name: `"user/movie"`. Tables
+        of a stack share a count of steps: it must be equal, or 0 in those that stay.
       rename: name of a table to its name in the checkpoint.
       slots: `"restore"`: slot variables come from the checkpoint. `"initialize"`: those
-        of the restored tables start anew.
+        of the restored tables start anew. Their counts do, too, unless tables that
+        stay share them.
       rules: `"check"`: each table must have the optimizer of the checkpoint; only the
         learning rate and its schedule may change. `"ignore"`: slot variables are taken
         over if names, types and shapes are equal.

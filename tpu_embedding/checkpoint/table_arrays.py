@@ -236,8 +236,9 @@ def restored_layer(
             leaves.append(leaf)
         structure = jax.tree.structure(slots[stack.name], is_leaf=_is_rows)
         slots[stack.name] = structure.unflatten(leaves)
-        if with_slots and 0 < len(own) < len(stack.tables):
-            # The record of touched rows is that of the restored tables only.
+        is_as_saved = own == {t.name: layer.name_of(t.name) for t in stack.tables}
+        if with_slots and own and not is_as_saved:
+            # An export has these rows under other names, or knows no record of some.
             slots[stack.name] = without_base(slots[stack.name])
     return dataclasses.replace(
         layer, tables=tables, slots=None if layer.slots is None else slots

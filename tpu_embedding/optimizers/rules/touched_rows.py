@@ -118,6 +118,16 @@ def without_base(state: Any) -> Any:
     return jax.tree.map(replace, state, is_leaf=is_tracking)
 
 
+def is_base_of_deltas(slot: str) -> bool:
+    """Returns True for the name of a value that says which export deltas follow.
+
+    Example:
+      >>> is_base_of_deltas("0/base_step"), is_base_of_deltas("update_count")
+      (True, False)
+    """
+    return slot.rpartition("/")[2] in ("base_step", "base_id")
+
+
 def is_tracking(node: Any) -> bool:
     """Returns True for a state of `track_touched_rows`."""
     return isinstance(node, TouchedRowsState)
