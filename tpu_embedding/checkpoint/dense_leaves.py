@@ -15,6 +15,15 @@ from etils import epath
 from tpu_embedding.checkpoint.format import damaged
 
 
+def with_elements(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the leaves that are no empty arrays, which orbax refuses to write.
+
+    Args:
+      leaves: path to array, shape or number.
+    """
+    return {name: leaf for name, leaf in leaves.items() if 0 not in np.shape(leaf)}
+
+
 async def start_writing_leaves(
     handler: ocp.StandardCheckpointHandler,
     directory: epath.Path,
@@ -25,15 +34,12 @@ async def start_writing_leaves(
     Args:
       handler: of orbax.
       directory: of the leaves.
-      leaves: path to leaf, at least one.
+      leaves: path to leaf, at least one, all `with_elements`.
 
     Returns:
       The ends of the writes.
     """
-    data = {
-        name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
-        for name, leaf in leaves.items()
-    }
+    data = {name: _stored(leaf) for name, leaf in leaves.items()}
     args = ocp.args.StandardSave(_nested(data))
     return await handler.async_save(directory, args=args) or []
 
@@ -51,7 +57,15 @@ def restored_leaves(
     Raises:
       CheckpointError: if they cannot be read.
     """
-    wanted = _nested({name: _target(leaf, sharding) for name, leaf in leaves.items()})
+    stored = with_elements(leaves)
+    empty = {
+        name: _empty(leaf, sharding)
+        for name, leaf in leaves.items()
+        if name not in stored
+    }
+    if not stored:
+        return empty
+    wanted = _nested({name: _target(leaf, sharding) for name, leaf in stored.items()})
     args = ocp.args.PyTreeRestore(
         wanted,
         restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
@@ -64,13 +78,27 @@ def restored_leaves(
         raise damaged(directory, f"{type(error).__name__}: {error}") from error
     finally:
         handler.close()
-    return {name: _leaf(_at(read, name), leaf) for name, leaf in leaves.items()}
+    return empty | {name: _leaf(_at(read, name), x) for name, x in stored.items()}
+
+
+def _empty(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Returns an array without elements, which the files do not hold."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding or sharding)
+
+
+def _stored(leaf: Any) -> Any:
+    """Returns the array or number of Python that the files hold for a leaf."""
+    if isinstance(leaf, np.generic):
+        return np.asarray(leaf)
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def _target(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
     """Returns shape, type and sharding of what the files hold for a leaf."""
-    if isinstance(leaf, np.ndarray | np.generic | bool | int | float):
-        return leaf
+    if isinstance(leaf, np.generic | np.ndarray | bool | int | float):
+        return _stored(leaf)
     sharding = leaf.sharding or sharding
     if _is_key(leaf):
         if isinstance(leaf, jax.Array):
@@ -85,6 +113,8 @@ def _leaf(value: Any, wanted: Any) -> Any:
         value = jnp.asarray(jax.device_get(value))
     if _is_key(wanted):
         return jax.random.wrap_key_data(value, impl=_key_impl(wanted))
+    if isinstance(wanted, np.generic):
+        return wanted.dtype.type(value)
     if isinstance(wanted, bool | int | float):
         return type(wanted)(value)
     return value

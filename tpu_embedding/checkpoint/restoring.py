@@ -104,7 +104,7 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
     _compare(root, record, parts, args)
     _check_all_files(root, record, parts.layers, args)
     dense = {}
-    if args.dense == "restore" and parts.dense:
+    if args.dense == "restore":
         dense = restored_leaves(root / DENSE, parts.dense, _sharding(parts.layers))
     layers = [_restored(layer, root, record, args) for layer in parts.layers]
     return parts.rebuilt(layers, dense)

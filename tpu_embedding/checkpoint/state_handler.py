@@ -23,7 +23,10 @@ from etils import epath
 from orbax.checkpoint.checkpoint_args import register_with_handler
 
 from tpu_embedding.checkpoint.arrays import HostBudget
-from tpu_embedding.checkpoint.dense_leaves import start_writing_leaves
+from tpu_embedding.checkpoint.dense_leaves import (
+    start_writing_leaves,
+    with_elements,
+)
 from tpu_embedding.checkpoint.differences import describe_leaf
 from tpu_embedding.checkpoint.format import (
     DENSE,
@@ -72,9 +75,11 @@ class StateHandler(ocp.AsyncCheckpointHandler):
             (directory / TABLES).mkdir(exist_ok=True)
             (directory / DENSE).mkdir(exist_ok=True)
         futures: list[Any] = []
-        self._has_dense = bool(dense)
-        if dense:
-            futures += await start_writing_leaves(self._dense, directory / DENSE, dense)
+        leaves = with_elements(dense)
+        self._has_dense = bool(leaves)
+        if leaves:
+            path = directory / DENSE
+            futures += await start_writing_leaves(self._dense, path, leaves)
         budget = HostBudget(args.host_bytes)
         futures += start_writing(parts.layers, directory / TABLES, budget)
         if is_first:

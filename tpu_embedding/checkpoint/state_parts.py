@@ -89,6 +89,7 @@ class StateParts:
           plan: of its tables. Modules and Linen variables know theirs.
 
         Raises:
+          TypeError: if a leaf is neither an array nor a number.
           ValueError: if the plan of some tables is not known, or is another one; or if
             two leaves or layers have the same path; or if the tables of some slot
             variables cannot be told.
@@ -141,6 +142,14 @@ class StateParts:
                 "them."
             )
         name = ".".join(keys)
+        if not (
+            isinstance(leaf, bool | int | float)
+            or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+        ):
+            raise TypeError(
+                f"Leaves of a state must be arrays or real numbers, got {leaf!r} at "
+                f"{name!r}; texts and other JSON values go into description=."
+            )
         if name in self._dense_indices:
             raise _same_path(name)
         self._dense_indices[name] = index
