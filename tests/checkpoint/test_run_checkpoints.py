@@ -78,6 +78,16 @@ def test_two_leaves_of_one_path_are_refused(checkpoints, other):
         checkpoints.save(1, other | {"a.b": jnp.ones(1)}, DESCRIPTION)
 
 
+def test_a_saved_step_is_never_replaced(checkpoints):
+    checkpoints.save(1, {"weight": jnp.ones(1)}, DESCRIPTION)
+    with pytest.raises(
+        CheckpointError, match="has a checkpoint of step 1, and a saved"
+    ):
+        checkpoints.save(1, {"weight": jnp.zeros(1)}, DESCRIPTION)
+    _, restored = checkpoints.restore({"weight": jnp.zeros(1)}, DESCRIPTION)
+    assert restored["weight"] == 1
+
+
 def test_latest_ones_are_kept(checkpoints):
     for step in (1, 2, 3):
         checkpoints.save(step, make_state(step), DESCRIPTION)

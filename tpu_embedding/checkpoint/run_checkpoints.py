@@ -115,7 +115,8 @@ class RunCheckpoints:
           description: JSON values that must be equal in a run that resumes.
 
         Raises:
-          CheckpointError: if this checkpoint, or the one before, cannot be written.
+          CheckpointError: if this checkpoint, or the one before, cannot be written, or
+            the step is saved already.
         """
         args = SaveState(
             state,
@@ -125,7 +126,13 @@ class RunCheckpoints:
         )
         with errors_of_writing(self.directory / str(step)):
             composite = ocp.args.Composite(**{_ITEM: args})
-            self._manager.save(step, args=composite, force=True)
+            try:
+                self._manager.save(step, args=composite, force=True)
+            except ocp.checkpoint_manager.StepAlreadyExistsError as error:
+                raise CheckpointError(
+                    f"The directory {self.directory} has a checkpoint of step {step}, "
+                    "and a saved step is never replaced; save another step."
+                ) from error
 
     def wait(self) -> None:
         """Waits until the latest checkpoint is complete.

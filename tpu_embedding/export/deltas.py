@@ -97,8 +97,8 @@ def save_delta(
     The host holds the ids of the touched rows, and a few blocks of rows. The optimizer
     remembers the delta, and a checkpoint of it does, too. Save one after each delta.
 
-    Rows set by `set_embedding_tables`, `with_table_values` or an import without the
-    optimizer are not in the delta. Start a new chain after them.
+    Rows set by `set_embedding_tables`, `with_table_values`, or an import or restore
+    without the optimizer are not in the delta. Start a new chain after them.
 
     Args:
       model: owns the tables.
