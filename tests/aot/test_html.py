@@ -300,7 +300,7 @@ def test_names_are_escaped():
 def compile_command(monkeypatch):
     """The command, with a compiler that says what a test has put down."""
     monkeypatch.setattr(aot, "topology_mesh", lambda *_, **__: mesh_of(1))
-    monkeypatch.setattr(cli, "_compile_for", lambda *_: REPORT)
+    monkeypatch.setattr(cli.compile, "_compile_for", lambda *_: REPORT)
     return ["compile", "synthetic", "--topology", "big:2x2", "--html"]
 
 

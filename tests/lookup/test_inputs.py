@@ -383,7 +383,7 @@ def test_ragged_sequences_longer_than_asked():
     ],
 )
 def test_samples_of_values(row_splits, num_values, expected):
-    result = _inputs._sample_ids(jnp.array(row_splits, jnp.int32), num_values)
+    result = _inputs.sample_ids_of(jnp.array(row_splits, jnp.int32), num_values)
     assert result.tolist() == expected
 
 

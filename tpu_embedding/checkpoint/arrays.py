@@ -1,8 +1,8 @@
 """Reads and writes the arrays of a checkpoint with tensorstore.
 
-An array is zarr v3, without compression. Each chunk ends with its crc32c, so a reader
-notices a flipped bit. A missing chunk is an error, never zeros. A chunk of a table is
-10 to 20 MB of neighbouring rows.
+An array has the format zarr 3, without compression. Each chunk ends with its crc32c, so
+a reader notices a flipped bit. A missing chunk is an error, never zeros. A chunk of a
+table is 10 to 20 MB of neighbouring rows.
 """
 
 import os

@@ -101,7 +101,7 @@ def open_stacked_tables(
       tables: configs of the tables; their names, rows and dims must be those that the
         checkpoint was trained with.
       num_sparse_cores: SparseCores of all devices that trained the checkpoint.
-      sparse_cores_per_device: SparseCores of one device: 2 on v6e and tpu7x, 4 on v5p.
+      sparse_cores_per_device: SparseCores of one device; 2 or 4, by generation.
       stacks: stack name to its tables in their order. None: stacks whose names are
         those of their tables, joined with `_`. Longer names than 50 characters were
         cut, so they must be given here.
