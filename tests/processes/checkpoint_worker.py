@@ -10,6 +10,7 @@ it needs no coordinator.
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -30,21 +31,26 @@ def main(coordinator, num_processes, process, num_devices, work, directory, path
     row_windows._MIN_BLOCK_BYTES = 512  # several chunks per process
     model, optimizer = make(seed=0 if work == "save" else 1)
     checkpoints = RunCheckpoints(directory, kept=2)
+    # Each process has a copy of these.
+    own = {"key": jax.random.key(len(work)), "weights": jnp.full(3, len(work))}
+    state = {"model": model, "optimizer": optimizer, "own": own}
     if work == "save":
         train(model, optimizer)
         # Twice: the second save waits for the first one.
         for step in (1, 2):
-            checkpoints.save(step, (model, optimizer), {"seed": 0})
+            checkpoints.save(step, state, {"seed": 0})
         checkpoints.wait()
     elif work == "import":
         te.checkpoint.import_tables(directory, model, optimizer)
     else:
-        step, _ = checkpoints.restore((model, optimizer), {"seed": 0})
+        step, state = checkpoints.restore(state, {"seed": 0})
         assert step == 2
+        own = state["own"]
     checkpoints.close()
     values = model.embedding_tables()
     for name, slots in optimizer.slot_values("all").items():
         values |= {f"{name}/{slot}": value for slot, value in slots.items()}
+    values |= {"key": jax.random.key_data(own["key"]), "weights": own["weights"]}
     np.savez(path, **values)
 
 

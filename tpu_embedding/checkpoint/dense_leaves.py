@@ -92,12 +92,28 @@ def _stored(leaf: Any) -> Any:
     """Returns the array or number of Python that the files hold for a leaf."""
     if isinstance(leaf, np.generic):
         return np.asarray(leaf)
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return np.asarray(data) if _is_of_process(leaf) else data
+
+
+def _is_of_process(leaf: Any) -> bool:
+    """Returns True for an array of which each of several processes has a copy.
+
+    Such are random keys and parameters that were not put on the devices of all. Orbax
+    writes them as arrays of the host only.
+    """
+    return (
+        isinstance(leaf, jax.Array)
+        and jax.process_count() > 1
+        and leaf.is_fully_addressable
+    )
 
 
 def _target(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
     """Returns shape, type and sharding of what the files hold for a leaf."""
     if isinstance(leaf, np.generic | np.ndarray | bool | int | float):
+        return _stored(leaf)
+    if _is_of_process(leaf):
         return _stored(leaf)
     sharding = leaf.sharding or sharding
     if _is_key(leaf):
@@ -111,6 +127,8 @@ def _leaf(value: Any, wanted: Any) -> Any:
     if isinstance(wanted, jax.Array) and not wanted.committed:
         # Such an array may meet arrays of any devices in a program, and so must this.
         value = jnp.asarray(jax.device_get(value))
+    elif _is_of_process(wanted) and not _is_key(wanted):
+        value = jax.device_put(value, wanted.sharding)
     if _is_key(wanted):
         return jax.random.wrap_key_data(value, impl=_key_impl(wanted))
     if isinstance(wanted, np.generic):
