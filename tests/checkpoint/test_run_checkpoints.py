@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.checkpoint import CheckpointError, RunCheckpoints
+from tpu_embedding.tables import row_windows
 
 DESCRIPTION = {"run": {"seed": 0}, "plan": {"num_shards": 8, "sizes": [1, 2]}}
 
@@ -215,4 +217,22 @@ def test_one_checkpoint_per_interval_is_kept(tmp_path):
         checkpoints.save(step, make_state(step), DESCRIPTION)
     checkpoints.wait()
     assert checkpoints.steps == [1, 2, 3]
+    checkpoints.close()
+
+
+def test_lost_arrays_are_named_in_place_of_a_traceback(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_windows, "_MIN_BLOCK_BYTES", 100)
+    table = te.TableConfig(vocabulary_size=50, dim=4, name="movie")
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1))
+    checkpoints = RunCheckpoints(tmp_path, kept=2, plan=plan)
+    state = {"tables": te.init_tables(plan, jax.random.key(0))}
+    shapes = jax.eval_shape(lambda: state)
+    for step in (1, 2):
+        checkpoints.save(step, state, DESCRIPTION)
+    checkpoints.wait()
+    (path,) = (tmp_path / "2").rglob("movie.values/c/4/0")
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    with pytest.raises(CheckpointError, match="arrays of the given state are lost"):
+        checkpoints.restore(state, DESCRIPTION, fallback="older")
+    assert checkpoints.restore(shapes, DESCRIPTION, fallback="older")[0] == 1
     checkpoints.close()

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -211,6 +212,12 @@ class RunCheckpoints:
             except DamagedCheckpointError as error:
                 if fallback == "refuse":
                     raise
+                if _has_lost_arrays(state):
+                    raise DamagedCheckpointError(
+                        f"{error} The arrays of the given state are lost, as the "
+                        "damage was found while rows were written; fallback='older' "
+                        "needs a new state, of shapes (jax.ShapeDtypeStruct)."
+                    ) from error
                 problems.append((path, error))
                 continue
             for damaged, _ in problems:
@@ -231,6 +238,11 @@ class RunCheckpoints:
         """
         with errors_of_writing(self.directory):
             self._manager.close()
+
+
+def _has_lost_arrays(state: Any) -> bool:
+    leaves = jax.tree.leaves(state)
+    return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
 
 
 def _free_path(path: epath.Path) -> epath.Path:
