@@ -1,6 +1,7 @@
 """Tests `tpu-embedding export`: a run of a few steps, exported in each format."""
 
 import json
+import math
 import shutil
 
 import jax
@@ -59,6 +60,24 @@ def test_a_difference_is_a_failure(arguments, tmp_path, monkeypatch, capsys, dty
     assert "differ by more than 1e-09" in capsys.readouterr().out
     command[2] = str(tmp_path / "c")
     assert cli.main([*command, "--tolerance", "0.1"]) == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_nan_in_the_first_batch_is_a_failure(arguments, tmp_path, monkeypatch, dtype):
+    def load_another(directory):
+        served, offsets = te.export.load(directory), iter([math.nan, 0.0])
+
+        def call(*batch):
+            offset = next(offsets)
+            return {k: x + offset for k, x in served(*batch).items()}
+
+        return call
+
+    monkeypatch.setattr(export_run, "load", load_another)
+    config, *settings = arguments
+    command = ["export", config, str(tmp_path / "a"), *settings, "--check", "2"]
+    assert cli.main([*command, "--dtype", dtype]) == 1
 
 
 @pytest.mark.full

@@ -2,8 +2,11 @@
 
 import argparse
 import json
+import math
 import pathlib
 from typing import Any, Final
+
+import numpy as np
 
 from tpu_embedding.cli.arguments import (
     add_config_arguments,
@@ -115,10 +118,11 @@ def _export(parsed: argparse.Namespace) -> int:
     tolerance = parsed.tolerance
     if tolerance is None and parsed.dtype == "float32":
         tolerance = TOLERANCE
-    worst = max(result.differences.values(), default=0.0)
-    if tolerance is None or worst <= tolerance:
+    worst = np.max([0.0, *result.differences.values()])  # NaN if one is.
+    if math.isfinite(worst) and (tolerance is None or worst <= tolerance):
         return 0
-    print(f"the outputs differ by more than {tolerance:g}")
+    limit = "" if tolerance is None else f" by more than {tolerance:g}"
+    print(f"the outputs differ{limit}")
     return FAILED
 
 

@@ -5,6 +5,7 @@ streamed from there to the files. Optimizer states are not restored.
 """
 
 import dataclasses
+import json
 import pathlib
 from collections.abc import Callable
 from typing import Any, Final, Literal, get_args
@@ -123,7 +124,9 @@ def _newest_checkpoint(run_dir: pathlib.Path) -> pathlib.Path:
 
 
 def _check_description(path: pathlib.Path, program: RunProgram) -> None:
-    problems = value_differences(describe(path).description, describe_run(program))
+    # As JSON has it: lists for tuples, strings for keys.
+    wanted = json.loads(json.dumps(describe_run(program)))
+    problems = value_differences(describe(path).description, wanted)
     if problems:
         raise CheckpointError(
             f"The checkpoint {path} belongs to a run with other settings. Export with "
@@ -152,8 +155,8 @@ def _compare(
         for field in dataclasses.fields(live):
             value = np.asarray(getattr(live, field.name), np.float64)
             difference = np.abs(np.asarray(exported[field.name], np.float64) - value)
-            largest = float(difference.max() / max(1.0, np.abs(value).max()))
-            if not largest <= differences.get(field.name, 0.0):
-                differences[field.name] = largest
-            differences.setdefault(field.name, 0.0)
+            largest = difference.max() / max(1.0, np.abs(value).max())
+            # A NaN in any batch stays.
+            so_far = differences.get(field.name, 0.0)
+            differences[field.name] = float(np.maximum(so_far, largest))
     return differences
