@@ -54,11 +54,12 @@ def profile(setting: Setting) -> list[dict[str, Any]]:
                 side.train(batch)
         times = _times_by_instruction(folder)
     names = dict(_INSTRUCTION.findall(side.compile_train(batches[0]).as_text()))
-    by_operation = collections.Counter()
+    by_operation: dict[tuple[str, str], float] = collections.defaultdict(float)
     for instruction, milliseconds in times.items():
         by_operation[_operation(names.get(instruction, ""))] += milliseconds
-    shown = by_operation.most_common(NUM_SHOWN)
-    rest = by_operation.total() - sum(time for _, time in shown)
+    longest = sorted(by_operation.items(), key=lambda item: -item[1])
+    shown = longest[:NUM_SHOWN]
+    rest = sum(time for _, time in longest[NUM_SHOWN:])
     return [
         {"setting": setting.name, "part": part, "operation": operation, "ms": time}
         for (part, operation), time in [*shown, (("", "others"), rest)]
@@ -68,7 +69,7 @@ def profile(setting: Setting) -> list[dict[str, Any]]:
 def _times_by_instruction(folder: pathlib.Path) -> dict[str, float]:
     """Returns the core-milliseconds per step of each HLO instruction."""
     (file,) = folder.glob("trace/**/*.xplane.pb")
-    times = collections.Counter()
+    times: dict[str, float] = collections.defaultdict(float)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Of the reader's types.
         for plane in jax.profiler.ProfileData.from_file(str(file)).planes:

@@ -239,7 +239,7 @@ def test_compile(tmp_path, capsys):
         r"\n4 devices, v6e; per device: tables",
         r"\nevery program of the run fits \(3 of them\)\n",
         r"\nsave +yes .*\nrestore +yes ",
-        r"\nsave: no device program: each process copies its shards",
+        r"\nsave: one block of rows per device and stack",
         r"\nfits: needs [\d.]+ MiB of 32.00 GiB HBM, [\d.]+ GiB free\n",
         r"\nmodelled traffic per device and step, at peak HBM 819 GB/s",
         r"\nembedding part / minimum +[\d.]+x",

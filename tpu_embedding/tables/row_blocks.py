@@ -177,6 +177,18 @@ def write_blocks(
     return dataclasses.replace(packed, lines=lines)
 
 
+def read_turn(packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan) -> jax.Array:
+    """Returns the lines of one turn of `read_blocks`, to compile ahead of time.
+
+    Args:
+      packed: as in `read_blocks`.
+      stack: the stack of the rows.
+      plan: plan of the embedding layer.
+    """
+    exchange = line_exchange(packed, stack, plan, "one")
+    return read_lines(packed.lines, _starts(exchange), exchange=exchange)
+
+
 def lower_programs(
     packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
 ) -> dict[str, jax.stages.Lowered]:

@@ -18,7 +18,9 @@ from tpu_embedding.functional import init_slots, lookup
 from tpu_embedding.nn.embedding import EmbeddingTables
 from tpu_embedding.nn.training import SlotVariables
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.initial_values import init_tables
+from tpu_embedding.tables.row_blocks import read_turn
 from tpu_embedding.training.run_config import RunConfig
 from tpu_embedding.training.step import (
     abstract_batch,
@@ -30,8 +32,8 @@ from tpu_embedding.training.step import (
 ProgramName = Literal["init", "evaluation", "serving", "checkpoint"]
 PROGRAM_NAMES: Final[tuple[ProgramName, ...]] = get_args(ProgramName)
 
-SAVE_NOTE: Final = "no device program: each process copies its shards to the host"
-RESTORE_NOTE: Final = "no device program: each shard goes from the file to its device"
+SAVE_NOTE: Final = "one block of rows per device and stack; a run reads one at a time"
+RESTORE_NOTE: Final = "not compiled: the exchange of save, reversed, writes in place"
 DENSE_NOTE: Final = "compiled as one program; a run makes one array after the other"
 
 
@@ -59,7 +61,7 @@ def other_programs(
         "init": lambda: _init_programs(config, data, plan, resident),
         "evaluation": lambda: _evaluation(config, graphdef, resident, batch),
         "serving": lambda: _serving(plan, batch),
-        "checkpoint": lambda: _checkpoint(resident),
+        "checkpoint": lambda: _checkpoint(plan, resident),
     }
     for name, make in makers.items():
         if name in names:
@@ -136,6 +138,24 @@ def _serving(plan: EmbeddingPlan, batch: Batch) -> Iterator[aot.Program]:
     )
 
 
-def _checkpoint(resident: dict[ResidentPart, nnx.State]) -> Iterator[aot.Program]:
-    yield aot.Program(name="save", resident=resident, note=SAVE_NOTE)
+def _checkpoint(
+    plan: EmbeddingPlan, resident: dict[ResidentPart, nnx.State]
+) -> Iterator[aot.Program]:
+    stacks = {stack.layout.contents: stack for stack in plan.stacks}
+
+    def read_blocks(resident):
+        tables = jax.tree.leaves(resident["tables"], is_leaf=_is_rows)
+        return [
+            read_turn(packed, stacks[packed.layout.contents], plan)
+            for packed in tables
+            if _is_rows(packed)
+        ]
+
+    yield aot.Program(
+        name="save", resident=resident, function=read_blocks, note=SAVE_NOTE
+    )
     yield aot.Program(name="restore", resident=resident, note=RESTORE_NOTE)
+
+
+def _is_rows(leaf: object) -> bool:
+    return isinstance(leaf, PackedRows)
