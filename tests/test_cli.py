@@ -231,8 +231,9 @@ def test_compile(tmp_path, capsys):
     assert cli.main([*arguments, "--json", str(path), "--html", str(page)]) == 0
     captured = capsys.readouterr()
     assert captured.err.splitlines() == [
-        "compiling synthetic for v5e:2x2 (devices: 4): train step ...",
-        "compiling synthetic for v6e:2x2 (devices: 4): train step ...",
+        f"compiling synthetic for {topology} (devices: 4): {program} ..."
+        for topology in ("v5e:2x2", "v6e:2x2")
+        for program in ("train step", "save")
     ]
     for part in (
         r"synthetic on v5e:2x2: 4 devices; traced in [\d.]+ s, compiled in [\d.]+ s",
