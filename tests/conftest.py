@@ -15,8 +15,9 @@ These ways move cases to the full tier:
   diagonal of the matrix: each value of each parameter at least once. Parameters of
   fixtures, such as `mesh`, count too.
 
-`@pytest.mark.exhaustive` moves a test to the exhaustive tier. `@pytest.mark.sampled`
-leaves every fifth of the cases of the full tier there, and moves the others.
+Of the cases that the full tier adds to a test, it runs two, which lie evenly among
+them; the exhaustive tier runs all. `@pytest.mark.every_case` keeps all cases in the
+full tier. `@pytest.mark.exhaustive` moves a whole test to the exhaustive tier.
 """
 
 import collections
@@ -74,20 +75,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _mark_exhaustive_cases(items)
 
 
-CASES_PER_SAMPLE = 5
+FULL_CASES = 2
+"""Maximum number of cases that the full tier adds to a test."""
 
 
 def _mark_exhaustive_cases(items: list[pytest.Item]) -> None:
-    """Moves cases of `sampled` tests, and marks what no other tier runs."""
+    """Leaves a few cases of each test in the full tier, and moves the others."""
     functions = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker("full")
-        elif item.get_closest_marker("sampled") and item.get_closest_marker("full"):
-            functions[item.nodeid.partition("[")[0]].append(item)
+        elif item.get_closest_marker("full"):
+            if not item.get_closest_marker("every_case"):
+                functions[item.nodeid.partition("[")[0]].append(item)
     for cases in functions.values():
+        kept = {
+            (2 * place + 1) * len(cases) // (2 * FULL_CASES)
+            for place in range(FULL_CASES)
+        }
         for place, case in enumerate(cases):
-            if place % CASES_PER_SAMPLE:
+            if place not in kept:
                 case.add_marker("exhaustive")
 
 

@@ -68,7 +68,6 @@ plans = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @plans
 def test_norm_of_tables_and_dense_arrays(options):
@@ -108,7 +107,6 @@ def joined_and_added(plan, num_parts=3):
     ]
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @plans
 def test_sum_of_micro_batches_equals_one_batch(options):

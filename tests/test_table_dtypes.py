@@ -65,7 +65,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "dtype"),

@@ -254,7 +254,6 @@ def losses_on_one_device():
     return losses, tables
 
 
-@pytest.mark.sampled
 @pytest.mark.quick_cases("linen-replicated")
 @pytest.mark.parametrize(
     ("way", "place"),

@@ -25,9 +25,8 @@ CASES = {
 SMALL = 2**16
 
 
-@pytest.mark.sampled
 @pytest.mark.tpu_compiler
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_full_tables(name):
     """They are updated in place, and every other program of a run fits, too."""

@@ -104,7 +104,6 @@ def overlaps(module, mode):
             ]
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(

@@ -95,9 +95,8 @@ def large_table(dtype, placement, mesh):
     )
 
 
-@pytest.mark.sampled
 @pytest.mark.tpu_compiler
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("generation", TOPOLOGIES)
 def test_large_tables_of_all_dtypes_and_placements(generation):
     """Other tests have float32 and bfloat16 over the whole mesh."""

@@ -142,7 +142,6 @@ def check_sums(traffic):
             assert sum(getattr(row.cost, field) for row in rows) == expected
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(

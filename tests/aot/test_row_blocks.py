@@ -52,7 +52,6 @@ def test_a_narrow_table_is_streamed():
     assert_bounded("v6e:2x2", 32)
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:4x4x4", "v6e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("dim", [8, 32, 128, 512])

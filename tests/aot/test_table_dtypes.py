@@ -51,7 +51,6 @@ STEPS = [
 """Dtype, dim and generation. A dim of 1 is a flat array."""
 
 
-@pytest.mark.sampled
 @pytest.mark.quick_cases("int8-64-v6e")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(("dtype", "dim", "generation"), STEPS)

@@ -143,7 +143,6 @@ def steps_of_backends():
         yield dim, generation, "sparse_core", (needs_kernels, pytest.mark.full)
 
 
-@pytest.mark.sampled
 @pytest.mark.quick_cases("16-v5p-sparse_core")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
@@ -175,7 +174,6 @@ BOTH_BACKENDS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
@@ -225,7 +223,6 @@ def ways_to_update():
     yield "clippy_adagrad", "v5p", 1, "sparse_core", kernels + full
 
 
-@pytest.mark.sampled
 @pytest.mark.quick_cases("rowwise_adagrad-v5p-1-sparse_core")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
@@ -245,7 +242,6 @@ def test_every_way_to_update_is_in_place_on_tpu(
         assert report.argument_bytes < 0.51 * full_bytes
 
 
-@pytest.mark.sampled
 @pytest.mark.tpu_compiler
 @pytest.mark.full
 @BOTH_BACKENDS
@@ -287,7 +283,6 @@ ON_CPU = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.quick_cases("adagrad-one", "rowwise_adagrad-eight_in_rounds")
 @pytest.mark.each_once
 @pytest.mark.parametrize(

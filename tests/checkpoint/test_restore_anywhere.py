@@ -105,7 +105,6 @@ def check_that_training_moves(optimizer, tmp_path, old_plan, new_plan):
     )
 
 
-@pytest.mark.sampled
 @pytest.mark.quick_cases("adagrad")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_moves_to_other_devices(name, tmp_path):

@@ -24,6 +24,7 @@ def documents():
                 yield pytest.param(document, id=str(page))
 
 
+@pytest.mark.every_case
 @pytest.mark.quick_cases("quickstart.md", "guides/meshes.md", "examples/pretrained.md")
 @pytest.mark.parametrize("document", documents())
 def test_examples_run(document):

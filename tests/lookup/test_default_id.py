@@ -42,7 +42,6 @@ CASES = {
 QUICK = [("ragged_weighted", 3)]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "num_devices"),
     [

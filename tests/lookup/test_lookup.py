@@ -199,7 +199,6 @@ def cases_on_devices():
             )
 
 
-@pytest.mark.sampled
 @pytest.mark.quick_cases(
     "8devices-all_of_one_shard",
     "3devices-every_row_once",
@@ -220,7 +219,6 @@ def test_every_combiner_on_every_table(combiners, case):
     check_against_reference(make_plan(mesh_of(8), combiners=combiners), batch_of(case))
 
 
-@pytest.mark.sampled
 @pytest.mark.quick_cases("1-3-multi_hot")
 @pytest.mark.each_once
 @pytest.mark.parametrize(
@@ -238,7 +236,6 @@ def test_capacity_changes_no_result(case, capacity, num_devices):
         assert stats.rounds["stack_0"] == 1
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "num_devices", "case", "options"),
@@ -335,7 +332,6 @@ def test_rounds_when_capacity_is_missed_or_met_exactly(surplus):
     assert stats.rounds["stack_0"] == (2 if surplus < 0 else 1)
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.parametrize(
     "dim",
@@ -346,7 +342,6 @@ def test_packed_rows_change_no_result(dim):
     check_against_reference(plan, batch_of("multi_hot"))
 
 
-@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize(
     ("case", "dim", "num_devices", "capacity", "exchange"),
@@ -391,7 +386,6 @@ def read_rows_that_are_there(lines, row_ids, dim, *arguments, **options):
 ALL_NAMES = ("one", "many", "weighted", "padded")
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @needs_kernels
 @pytest.mark.parametrize(

@@ -42,7 +42,6 @@ def placed_cases():
                 yield mesh, placement, case, capacity
 
 
-@pytest.mark.sampled
 @pytest.mark.quick_cases("4x2-model-ragged_weighted-None", "3-replicated-multi_hot-2")
 @pytest.mark.parametrize(("mesh", "placement", "case", "capacity"), placed_cases())
 def test_equals_dense_reference(mesh, placement, case, capacity):
@@ -206,7 +205,6 @@ def optimizer_cases():
             yield pytest.param(name, mesh, placement, capacity, marks=marks)
 
 
-@pytest.mark.sampled
 @pytest.mark.quick_cases("rowwise_adagrad-4x2-model-2")
 @pytest.mark.parametrize(
     ("optimizer", "mesh", "placement", "capacity"), optimizer_cases()

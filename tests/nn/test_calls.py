@@ -53,7 +53,6 @@ def trained_by(loss_fn, layer):
     return before, {name: before[name] - after[name] for name in before}
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.parametrize(
     "num_devices", [3, *(pytest.param(n, marks=full) for n in (1, 2, 8))]

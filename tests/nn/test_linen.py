@@ -169,7 +169,6 @@ def run_functional(plan, num_steps, initial, initial_tables):
     return losses, te.unstack_tables(values[0], plan)
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("num_devices", "num_steps"),

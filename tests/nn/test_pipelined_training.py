@@ -145,7 +145,6 @@ def run_pipeline(pipeline, model, optimizer, batches):
     return [*results, pipeline.drain(model, optimizer)]
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("num_devices", "capacity", "num_steps"),

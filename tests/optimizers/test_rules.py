@@ -158,7 +158,6 @@ def rules_and_configurations():
             yield pytest.param(name, configuration, marks=marks)
 
 
-@pytest.mark.sampled
 @pytest.mark.quick_cases(
     "adagrad-three_in_rounds", "adam-two_with_kernels", "clippy_adagrad-eight_packed"
 )
@@ -248,7 +247,6 @@ EVERY_ROW = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.quick_cases("optax.lion-three")
 @pytest.mark.each_once
 @pytest.mark.parametrize(
@@ -335,7 +333,6 @@ def test_which_rules_run_on_lines(name, expected):
     assert runs_on_lines(plan.stacks[0].optimizer, 32, 128) is expected
 
 
-@pytest.mark.sampled
 @pytest.mark.quick_cases("by_dim")
 @needs_kernels
 @pytest.mark.parametrize(

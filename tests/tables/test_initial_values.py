@@ -94,7 +94,6 @@ def assert_same_values(actual, expected):
         )
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("num_devices", "hardware"),
     [

@@ -133,7 +133,6 @@ def assert_round_trip(plan, row=None):
             )
 
 
-@pytest.mark.sampled
 @pytest.mark.each_once
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("hardware", ["v5p", "cpu"])
@@ -143,7 +142,6 @@ def test_round_trip(num_devices, hardware, row, small_blocks):
     assert_round_trip(plan, ROWS[row])
 
 
-@pytest.mark.sampled
 @pytest.mark.each_once
 @pytest.mark.parametrize("dim", [1, 7, 48, 100, 128, 1024])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float32", "float16"])

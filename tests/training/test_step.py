@@ -104,7 +104,6 @@ def train_curve(name, data_dir, num_devices, num_steps, capacity="none"):
     )
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "num_steps", "others"),

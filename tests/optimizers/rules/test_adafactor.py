@@ -127,7 +127,6 @@ def run(names, optimizer, num_devices, **options):
     return te.unstack_tables(tables, plan), plan
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name",

@@ -66,7 +66,6 @@ CASES = {
 full = pytest.mark.full
 
 
-@pytest.mark.sampled
 @pytest.mark.full
 @pytest.mark.parametrize(
     "case",

@@ -237,7 +237,6 @@ def test_reasons_for_no_room(dim, num_arrays, num_row_scalars, reason):
     assert no_room_reason(dim, num_arrays, num_row_scalars) == reason
 
 
-@pytest.mark.sampled
 @pytest.mark.quick_cases("1536-24-8")
 @pytest.mark.parametrize(
     ("dim", "num_ids", "num_lanes"),
