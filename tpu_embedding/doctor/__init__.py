@@ -1,0 +1,1 @@
+"""Checks a machine: versions, devices, ports, and the kernels on the live chip."""
