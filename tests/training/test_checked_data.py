@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from tpu_embedding.data.batch_part import slice_batch
 from tpu_embedding.training import Batch, DataError, RunConfig, load_config
 from tpu_embedding.training.checked_data import CheckedDataset
 
@@ -105,3 +106,45 @@ def test_held_out_batches_are_checked_one_by_one():
         DataError, match=r"Batch 2 of Clicks.evaluation_batches\(\): la"
     ):
         next(batches)
+
+
+class ClicksByPart(Clicks):
+    """Also returns parts of its batches, of which `changes` may damage one."""
+
+    def train_part(self, step, samples):
+        whole = batch(origin=lambda i: f"line {samples.start + i + 1}")
+        part = slice_batch(dataclasses.replace(whole, origin=None), samples)
+        changes = self.changes.get(step, {})
+        return dataclasses.replace(part, origin=whole.origin, **changes)
+
+
+def checked_by_part(**arguments) -> CheckedDataset:
+    config = dataclasses.replace(CONFIG, batch_size=SIZE, target=None)
+    return CheckedDataset(ClicksByPart(**arguments), config)
+
+
+@pytest.mark.parametrize("make", [checked, checked_by_part])
+def test_part_of_a_batch_equals_its_slice(make):
+    data = make()
+    part = data.train_part(0, range(1, 3))
+    assert part.features["user"].tolist() == [1, 2]
+    assert part.labels.tolist() == [1.0, 1.0]
+    assert part.labels.dtype == np.float32
+    assert data.train_part(0, range(SIZE)).labels.shape == (SIZE,)
+
+
+def test_part_of_weight_zero_is_accepted():
+    data = checked_by_part(changes={1: {"weights": [0, 0]}})
+    assert data.train_part(1, range(2)).weights.tolist() == [0.0, 0.0]
+
+
+def test_error_of_a_part_names_the_place_in_the_whole_batch():
+    data = checked_by_part(changes={1: {"labels": [0, 7]}})
+    with pytest.raises(DataError, match=r"got 7 for sample 2 \(line 3\)"):
+        data.train_part(1, range(1, 3))
+
+
+def test_part_of_another_size_is_refused():
+    data = checked_by_part(changes={1: {"labels": [0, 1, 0]}})
+    with pytest.raises(DataError, match=r"labels must be .* of shape \[2\]"):
+        data.train_part(1, range(1, 3))

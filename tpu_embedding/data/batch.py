@@ -60,6 +60,15 @@ class Dataset(Protocol):
     `ModelConfig.feature_config` and `ModelConfig.build` get the data set. It may have
     further attributes for them, such as the sizes of its vocabularies.
 
+    In a job of several processes, each process feeds its own devices. It calls an
+    optional further method, if the data set has it:
+
+        def train_part(self, step: int, samples: range) -> Batch
+
+    The method returns the samples `[samples.start, samples.stop)` of the batch of
+    `step`, without reading the others. Its `origin` takes positions within the part.
+    Without the method, each process reads the whole batch and keeps its part.
+
     Attributes:
       batch_size: samples per batch, over all devices, as `open` got it.
     """

@@ -34,6 +34,7 @@ from tpu_embedding.plan.features import (
     place_features,
 )
 from tpu_embedding.plan.input_plan import InputPlan, input_plan_of
+from tpu_embedding.plan.process_samples import samples_by_process
 from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout
 
 
@@ -242,6 +243,31 @@ class EmbeddingPlan(FeatureNest):
     def batch_sharding(self) -> NamedSharding:
         """Sharding of batches, activations and cotangents, along their first axis."""
         return NamedSharding(self.mesh, PartitionSpec(self.batch_axes))
+
+    def process_samples(
+        self, batch_size: int, process_index: int | None = None
+    ) -> range:
+        """Returns the samples of a global batch that one process has to load.
+
+        They are the samples that lie on its devices. Every process loads all samples if
+        the devices of the mesh do not divide the batch, or if the samples of some
+        process are not consecutive.
+
+        Args:
+          batch_size: samples of the global batch.
+          process_index: number of the process; None: this one.
+
+        Example:
+          >>> import tpu_embedding as te
+          >>> table = te.TableConfig(vocabulary_size=1000, dim=16, name="movie")
+          >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+          >>> plan.process_samples(64)  # one process has them all
+          range(0, 64)
+        """
+        if process_index is None:
+            process_index = jax.process_index()
+        parts = samples_by_process(self.batch_sharding, self.num_shards, batch_size)
+        return parts.get(process_index, range(batch_size))
 
     @property
     def replicated(self) -> NamedSharding:

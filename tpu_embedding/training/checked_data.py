@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tpu_embedding.data.batch import Batch, DataError, Dataset
+from tpu_embedding.data.batch_part import slice_batch
 from tpu_embedding.lookup._inputs import feature_shape
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.errors import ConfigError, own_code
@@ -88,6 +89,27 @@ class CheckedDataset:
             batch = self.data.train_batch(step)
         return self._checked(batch, owner)
 
+    def train_part(self, step: int, samples: range) -> Batch:
+        """Returns some samples of the batch of training step `step`.
+
+        The data set reads only them if it has a method `train_part`; see `Dataset`.
+        Otherwise they are cut out of the whole batch.
+
+        Args:
+          step: number of the step, counted from 0.
+          samples: positions within the batch, with a step of 1. All of them return
+            `train_batch(step)`.
+        """
+        if len(samples) == self.batch_size:
+            return self.train_batch(step)
+        read_part = getattr(self.data, "train_part", None)
+        if not callable(read_part):
+            return slice_batch(self.train_batch(step), samples)
+        owner = f"{self._name}.train_part({step}, {samples})"
+        with own_code(owner):
+            batch = read_part(step, samples)
+        return self._checked(batch, owner, samples)
+
     def evaluation_batches(self) -> Iterator[Batch]:
         """Yields the held-out data once, with float32 arrays."""
         owner = f"{self._name}.evaluation_batches()"
@@ -105,22 +127,36 @@ class CheckedDataset:
                 return
             yield self._checked(batch, f"Batch {number} of {owner}")
 
-    def _checked(self, batch: Any, owner: str) -> Batch:
-        """Returns the batch, whose labels, weights and dense inputs are float32."""
+    def _checked(self, batch: Any, owner: str, samples: range | None = None) -> Batch:
+        """Returns the batch, whose labels, weights and dense inputs are float32.
+
+        Args:
+          batch: return value of the data set.
+          owner: name of the batch, for errors.
+          samples: of the global batch that it has; None: all.
+        """
         if not isinstance(batch, Batch):
             raise DataError(
                 f"{owner} must be a tpu_embedding.training.Batch, got a "
                 f"{type(batch).__name__}."
             )
-        size = self.batch_size
+        is_whole = samples is None
+        samples = range(self.batch_size) if samples is None else samples
+        size = len(samples)
         labels = _as_floats(batch.labels, "labels", (size,), owner)
         weights = _as_floats(batch.weights, "weights", (size,), owner)
-        dense = self._checked_dense(batch.dense, owner)
+        dense = self._checked_dense(batch.dense, size, owner)
         batch = dataclasses.replace(batch, labels=labels, weights=weights, dense=dense)
-        self._check_values(batch, owner)
+        self._check_values(batch, owner, samples.start)
+        # The samples of another process may have the positive weights.
+        if is_whole and not batch.weights.any():
+            raise DataError(
+                f"{owner}: weights must be positive for at least one sample, got 0 for "
+                "all."
+            )
         return batch
 
-    def _checked_dense(self, dense: Any, owner: str) -> np.ndarray | None:
+    def _checked_dense(self, dense: Any, size: int, owner: str) -> np.ndarray | None:
         """Returns the dense inputs; all batches have as many columns as the first."""
         if dense is None and self._num_dense in (None, "any"):
             return None
@@ -130,9 +166,9 @@ class CheckedDataset:
                 f"shape {list(np.shape(dense))}."
             )
         num_columns = None if self._num_dense == "any" else self._num_dense
-        return _as_floats(dense, "dense", (self.batch_size, num_columns), owner)
+        return _as_floats(dense, "dense", (size, num_columns), owner)
 
-    def _check_values(self, batch: Batch, owner: str) -> None:
+    def _check_values(self, batch: Batch, owner: str, first_sample: int) -> None:
         limits = LOSSES[self._loss].label_range
         for name, values, low, high in (
             ("labels", batch.labels, *(limits or (-np.inf, np.inf))),
@@ -150,15 +186,12 @@ class CheckedDataset:
                 rule = f"must lie in [{low:g}, {high:g}] for the loss {self._loss!r}"
             elif np.isfinite(low):
                 rule = f"must be finite and at least {low:g}"
-            place = _place(batch, sample) + "".join(f", column {i}" for i in column)
+            place = _place(batch, sample, first_sample) + "".join(
+                f", column {i}" for i in column
+            )
             raise DataError(
                 f"{owner}: {name} {rule}, got {values[sample, *column]:g} for {place}, "
                 f"and {is_wrong.sum()} such values in all."
-            )
-        if not batch.weights.any():
-            raise DataError(
-                f"{owner}: weights must be positive for at least one sample, got 0 for "
-                "all."
             )
 
 
@@ -185,10 +218,10 @@ def check_num_samples(batch: Batch, plan: EmbeddingPlan, owner: str) -> None:
             )
 
 
-def _place(batch: Batch, sample: int) -> str:
-    """Returns the number of a sample, and its origin if the batch knows it."""
+def _place(batch: Batch, sample: int, first_sample: int) -> str:
+    """Returns a sample's number in the global batch, and its origin if it is known."""
     origin = "" if batch.origin is None else f" ({batch.origin(sample)})"
-    return f"sample {sample}{origin}"
+    return f"sample {first_sample + sample}{origin}"
 
 
 def _as_floats(
