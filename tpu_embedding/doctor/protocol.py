@@ -13,7 +13,11 @@ decides; `kernel_verdicts.capability_name` makes it.
 
 A case of the part `speed` has the same name for every backend, and its figures are:
 
-* `seconds_per_call`: time of one call of the program, the minimum of several.
+* `seconds_per_call`: time of one call of the program, the median of several.
+* `spread`: largest minus smallest time, as a fraction of the median.
+* `xla_seconds_per_call`: time of XLA's program for the same case. The same process
+  times both programs in turns.
+* `speed_ratio`: XLA's time over the backend's, the median over the turns.
 * `bytes`: minimum traffic of the call, from its ids and rows.
 * `model_bytes`: traffic of the compile report's model of the program; None: unmeasured.
 """
@@ -28,6 +32,9 @@ Part = Literal["correctness", "speed"]
 Tier = Literal["quick", "full"]
 
 SECONDS_PER_CALL: Final = "seconds_per_call"
+SPREAD: Final = "spread"
+XLA_SECONDS_PER_CALL: Final = "xla_seconds_per_call"
+SPEED_RATIO: Final = "speed_ratio"
 BYTES: Final = "bytes"
 MODEL_BYTES: Final = "model_bytes"
 
