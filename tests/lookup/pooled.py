@@ -6,8 +6,8 @@ import numpy as np
 from tests.lookup.stages import full
 from tpu_embedding.lookup._flatten import PoolingSpec
 from tpu_embedding.lookup._route import IdsByRow
+from tpu_embedding.plan.backend_request import BackendChoice
 from tpu_embedding.plan.backends import (
-    BackendChoice,
     BatchBackends,
     StackBackends,
     choose_for_batch,

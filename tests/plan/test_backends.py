@@ -57,7 +57,7 @@ def test_requested_kernels_are_chosen(dim):
     assert {choice.backend for choice in stack.backends} == {"interpreter"}
     assert stack.backends.read.reason == "requested"
     assert stack.backends.update.reason == "requested"
-    assert "; else xla" in stack.backends.pool.reason
+    assert "; else xla" in stack.backends.pool.explanation
     assert (stack.layout.backend, stack.layout.num_spare_rows) == ("interpreter", 1)
 
 

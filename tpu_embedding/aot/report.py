@@ -224,7 +224,7 @@ def describe_plan_for(plan: EmbeddingPlan, features: Any) -> str:
         for name, routing in result.routing.stacks.items():
             for direction in ("pool", "spread"):
                 choice = getattr(routing.backends, direction)
-                rows.append((name, direction, choice.name, choice.reason))
+                rows.append((name, direction, choice.name, choice.explanation))
         return result.activations
 
     tables = jax.eval_shape(lambda: init_tables(plan, jax.random.key(0)))

@@ -25,6 +25,7 @@ from tpu_embedding.cli.arguments import (
 )
 from tpu_embedding.cli.exit_status import FAILED, UsageError
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
+from tpu_embedding.plan.backend_request import AUTO
 from tpu_embedding.training.ahead_of_time import (
     PROGRAM_NAMES,
     ProgramName,
@@ -71,9 +72,10 @@ def add_compile(commands: Any) -> None:
     parser.add_argument(
         "--kernels",
         action="append",
-        choices=["xla", "sparse_core"],
-        help="backend that reads and updates rows; repeat it to compare both "
-        "(default: that of the config, xla)",
+        choices=["auto", "xla", "sparse_core"],
+        help="backend that reads and updates rows; repeat it to compare some. auto "
+        "follows the verdicts of tpu-embedding doctor on such a chip, or else takes "
+        "xla (default: that of the config, auto)",
     )
     parser.add_argument(
         "--programs",
@@ -192,8 +194,8 @@ def _compile_for(
 
 
 def _step_name(config: RunConfig) -> str:
-    """Returns the config's name, and its kernels if XLA does not run alone."""
-    if config.kernels == "xla":
+    """Returns the config's name, and its kernels if they were asked for by name."""
+    if config.kernels in ("xla", AUTO):
         return config.name
     return f"{config.name} with {config.kernels} kernels"
 

@@ -6,63 +6,44 @@ decides once per stack, when the plan is made. Two directions also depend on the
 with the lookup to the backward pass. Every choice carries its reason. `print(plan)`
 shows those of the stack, and the compile report those of its batch, too.
 
-Kernels have not run on a TPU yet, so XLA is the default on every device, and kernels
-are chosen by name.
+XLA is the default on every device. Kernels are chosen by name, or by `"auto"`: then a
+direction runs in a kernel only where a verdict of `tpu-embedding doctor` on this kind
+of device says that the kernel is equal to XLA and faster (`kernel_verdicts.py`).
 """
 
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 import jax
 
 from tpu_embedding.hardware import MEBIBYTE, HardwareInfo
-from tpu_embedding.optimizers.analysis.kernel_lowering import Refusal, lower_to_kernel
+from tpu_embedding.kernel_verdicts import RuleKind
+from tpu_embedding.optimizers.analysis.kernel_lowering import (
+    LoweredRule,
+    Refusal,
+    lower_to_kernel,
+)
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
+from tpu_embedding.plan.backend_request import BackendChoice, BackendRequest
 from tpu_embedding.rows.kernels.row_kernels import (
     ID_ALIGNMENT,
     MAX_ARRAYS,
     no_room_reason,
     unreachable_reason,
 )
-from tpu_embedding.rows.packed_rows import LANE_BYTES, Backend, RowLayout, round_up
-
-BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
-"""Values of `make_plan(kernels=...)`."""
-
-_DEFAULT: Final = "the default; make_plan(kernels=...) chooses kernels"
-_REQUESTED: Final = "requested"
-
-
-Form = Literal["whole", "direct", "fused", "blocks"]
-"""The form in which XLA's operations do their work:
-
-* `"whole"`: one operation for all ids, which writes its result to memory.
-* `"direct"`: rows are read from the table itself, not from an exchange buffer.
-* `"fused"`: one gather per id of a sample, which XLA fuses with the sum.
-* `"blocks"`: a loop over blocks of ids, whose rows stay in a CPU's cache.
-"""
+from tpu_embedding.rows.packed_rows import (
+    LANE_BYTES,
+    Backend,
+    RowAccess,
+    RowLayout,
+    round_up,
+)
 
 _BLOCK_BYTES: Final = MEBIBYTE
 """Bytes of the rows of a block, so that a block and its gradients fit into a cache."""
 
 _BLOCK_ALIGNMENT: Final = 128
 """The ids of a block are a multiple of this."""
-
-
-class BackendChoice(NamedTuple):
-    """A backend, why it was chosen, and the form of its work."""
-
-    backend: Backend
-    reason: str
-    form: Form = "whole"
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
-
-    @property
-    def name(self) -> str:
-        """The backend, and the form of its work unless it is the usual one."""
-        return self.backend if self.form == "whole" else f"{self.backend}, {self.form}"
 
 
 class StackBackends(NamedTuple):
@@ -145,45 +126,8 @@ class BatchBackends(NamedTuple):
     ids_per_block: int | None = None
 
 
-def requested_backend(
-    kernels: Backend | None, device: jax.Device, hardware: HardwareInfo
-) -> Backend:
-    """Returns the backend that the user asked for.
-
-    Args:
-      kernels: the user's choice; None means `"xla"`.
-      device: one of the plan's devices.
-      hardware: the hardware that rows are laid out for.
-
-    Raises:
-      ValueError: if the choice is unknown, or cannot run on this device or jax.
-    """
-    backend = "xla" if kernels is None else kernels
-    if backend not in BACKENDS:
-        raise ValueError(f"kernels must be one of {BACKENDS} or None, got {kernels!r}.")
-    if backend == "xla":
-        return backend
-    if jax.__version_info__ < (0, 12):
-        raise ValueError(
-            f"kernels must be 'xla' or None with jax {jax.__version__}, got "
-            f"{kernels!r}: kernels need jax 0.12 or later."
-        )
-    if backend == "interpreter" and hardware.line_lanes is None:
-        raise ValueError(
-            "kernels must be 'xla' or None where rows do not share lines, got "
-            f"'interpreter' for {hardware.name!r}: give hardware= of a TPU as well."
-        )
-    has_sparse_cores = device.platform == "tpu" and hardware.num_sparse_cores > 0
-    if backend == "sparse_core" and not has_sparse_cores:
-        raise ValueError(
-            "kernels must be 'interpreter', 'xla' or None without SparseCores, got "
-            f"'sparse_core' on {device.device_kind!r}."
-        )
-    return backend
-
-
 def choose_backends(
-    requested: Backend,
+    request: BackendRequest,
     layout: RowLayout,
     optimizer: RowOptimizer | None,
     slots: Sequence[jax.ShapeDtypeStruct],
@@ -192,26 +136,51 @@ def choose_backends(
     """Chooses the backends of one stack.
 
     Args:
-      requested: from `requested_backend`.
+      request: from `requested_backend`.
       layout: packing of the table's rows; its backend is ignored.
       optimizer: rule of the tables; None: they are not trained.
       slots: row shape and dtype of each slot variable.
       devices: of the stack.
     """
-    if requested == "xla":
-        return _by_xla(_DEFAULT, optimizer, devices)
-    reason = _unreachable_reason(layout)
+    reason = request.reason if request.backend == "xla" else None
+    reason = reason or _unreachable_reason(layout)
     if reason is not None:
-        return _by_xla(reason, optimizer, devices)
-    read = BackendChoice(requested, _REQUESTED)
+        return _by_xla(_all_for(reason), optimizer, devices)
     reason = _no_update_reason(layout.dim, optimizer, slots)
-    return StackBackends(
-        read=read,
-        pool=BackendChoice(requested, _batch_condition(layout, pools=True)),
-        spread=BackendChoice(requested, _batch_condition(layout, pools=False)),
-        update=read if reason is None else BackendChoice("xla", reason),
-        write=read,
+    backends = StackBackends(
+        read=request.choose("read", layout.dim),
+        pool=_if_batch_allows(request.choose("pool", layout.dim), layout, pools=True),
+        spread=_if_batch_allows(
+            request.choose("spread", layout.dim), layout, pools=False
+        ),
+        update=request.choose(
+            "update", layout.dim, _rule_kind(layout.dim, optimizer, slots)
+        )
+        if reason is None
+        else BackendChoice("xla", reason),
+        write=request.choose("write", layout.dim),
     )
+    if kernel_backend(backends) == "xla":
+        return _by_xla(backends, optimizer, devices)
+    return backends
+
+
+def kernel_backend(backends: StackBackends) -> Backend:
+    """Returns the backend that runs kernels in some direction; "xla": none does."""
+    for choice in backends:
+        if choice.backend != "xla":
+            return choice.backend
+    return "xla"
+
+
+def accesses_by_xla(backends: StackBackends) -> tuple[RowAccess, ...]:
+    """Returns the accesses to rows that XLA makes in a stack with kernels."""
+    accesses: list[RowAccess] = []
+    if backends.read.backend == "xla":
+        accesses.append("read")
+    if backends.write.backend == "xla":
+        accesses.append("add")
+    return tuple(accesses)
 
 
 def choose_for_batch(
@@ -224,28 +193,40 @@ def choose_for_batch(
       backends: of the stack.
       features: of the batch that look up in the stack.
     """
-    if backends.pool.backend == "xla":
+    if backends.pool.backend == backends.spread.backend == "xla":
         block = None
         if backends.spread.form == "blocks":
             block = _ids_per_block(layout, sum(batch.num_ids for batch in features))
         return BatchBackends(None, backends.pool, backends.spread, block)
-    requested = backends.pool.backend
     reason = _no_lines_reason(layout, features)
     samples = None
     if layout.rows_per_line > 1 and reason is None:
         samples = features[0].num_samples
-    pool = BackendChoice(requested if reason is None else "xla", reason or _REQUESTED)
-    reason = _no_spread_reason(features) or reason
-    spread = BackendChoice(requested if reason is None else "xla", reason or _REQUESTED)
+    pool = _for_batch(backends.pool, reason)
+    spread = _for_batch(backends.spread, _no_spread_reason(features) or reason)
     return BatchBackends(samples, pool, spread)
 
 
+def _for_batch(choice: BackendChoice, reason: str | None) -> BackendChoice:
+    """Returns the choice for a batch, which may have a reason against a kernel."""
+    if choice.backend == "xla":
+        return choice
+    if reason is not None:
+        return BackendChoice("xla", reason)
+    return choice._replace(condition=None)
+
+
+def _all_for(reason: str) -> StackBackends:
+    """Returns XLA in all directions, for one reason."""
+    choice = BackendChoice("xla", reason)
+    return StackBackends(choice, choice, choice, choice, choice)
+
+
 def _by_xla(
-    reason: str, optimizer: RowOptimizer | None, devices: StackDevices
+    backends: StackBackends, optimizer: RowOptimizer | None, devices: StackDevices
 ) -> StackBackends:
     """Returns XLA in all directions, in the forms that suit the devices."""
-    choice = BackendChoice("xla", reason)
-    read = pool = spread = choice
+    read, pool, spread, update, write = backends
     if devices.is_local:
         read = read._replace(form="direct")
     if not devices.hardware.is_tpu:
@@ -254,7 +235,8 @@ def _by_xla(
         pool = pool._replace(form="fused")
     if _runs_in_blocks(optimizer, devices):
         spread = spread._replace(form="blocks")
-    return StackBackends(read, pool, spread, spread, choice)
+        update = update._replace(form="blocks")
+    return StackBackends(read, pool, spread, update, write)
 
 
 def _runs_in_blocks(optimizer: RowOptimizer | None, devices: StackDevices) -> bool:
@@ -309,6 +291,30 @@ def _no_update_reason(
     return None
 
 
+def _rule_kind(
+    dim: int,
+    optimizer: RowOptimizer | None,
+    slots: Sequence[jax.ShapeDtypeStruct],
+) -> RuleKind:
+    """Returns the kind of a rule that a kernel can run."""
+    assert optimizer is not None
+    lowered = lower_to_kernel(optimizer, dim)
+    assert isinstance(lowered, LoweredRule)
+    keeps_row_scalars = any(slot.shape in ((), (1,)) for slot in slots)
+    if keeps_row_scalars or lowered.kernel_body.num_sums > 0:
+        return "row sums"
+    return "elements"
+
+
+def _if_batch_allows(
+    choice: BackendChoice, layout: RowLayout, *, pools: bool
+) -> BackendChoice:
+    """Adds the condition on the batch to the choice of a kernel."""
+    if choice.backend == "xla":
+        return choice
+    return choice._replace(condition=_batch_condition(layout, pools=pools))
+
+
 def _batch_condition(layout: RowLayout, *, pools: bool) -> str:
     """Says for which batches a kernel pools or spreads."""
     multiple = layout.rows_per_line * ID_ALIGNMENT
@@ -318,7 +324,7 @@ def _batch_condition(layout: RowLayout, *, pools: bool) -> str:
         conditions.append("none is ragged" if pools else "none is ragged or weighted")
     elif not pools:
         conditions.append("no feature is ragged or weighted")
-    return f"if {', '.join(conditions)}; else xla"
+    return ", ".join(conditions)
 
 
 def _no_lines_reason(layout: RowLayout, features: Sequence[FeatureBatch]) -> str | None:

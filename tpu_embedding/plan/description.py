@@ -37,7 +37,7 @@ def backend_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
         for direction, choice in zip(
             stack.backends._fields, stack.backends, strict=True
         ):
-            key = (choice.name, choice.reason)
+            key = (choice.name, choice.explanation)
             directions_of.setdefault(key, []).append(direction)
         for (backend, reason), directions in directions_of.items():
             rows.append((stack.name, ", ".join(directions), backend, reason))

@@ -17,7 +17,7 @@ _UNSUPPORTED: Final = "UNSUPPORTED"
 def resolve_embedding_feature(
     feature: Any,
     placement: PlacementPolicy | None,
-    kernels: str | None,
+    kernels: Any,
     hardware: HardwareInfo,
 ) -> PlacementPolicy | None:
     """Returns the placement that a version of embedding hardware asks for.
@@ -26,7 +26,7 @@ def resolve_embedding_feature(
       feature: one of `EMBEDDING_FEATURES`, TensorFlow's enum member of that name, or
         None.
       placement: the user's, or None.
-      kernels: the user's backend, or None.
+      kernels: the user's choice of a backend, or None.
       hardware: of the plan.
 
     Returns:

@@ -19,10 +19,16 @@ from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import PlacementPolicy
 from tpu_embedding.plan import stacking
+from tpu_embedding.plan.backend_request import (
+    BackendRequest,
+    KernelChoice,
+    requested_backend,
+)
 from tpu_embedding.plan.backends import (
     StackDevices,
+    accesses_by_xla,
     choose_backends,
-    requested_backend,
+    kernel_backend,
 )
 from tpu_embedding.plan.capacity import EXCHANGE_KINDS, ExchangeKind
 from tpu_embedding.plan.embedding_feature import resolve_embedding_feature
@@ -41,7 +47,6 @@ from tpu_embedding.plan.plan import (
 )
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
 from tpu_embedding.rows.packed_rows import (
-    Backend,
     RowLayout,
     StackContents,
     TableRange,
@@ -59,7 +64,7 @@ def make_plan(
     optimizer: TableOptimizer | None = None,
     capacity: int | None = None,
     exchange: ExchangeKind | None = None,
-    kernels: Backend | None = None,
+    kernels: KernelChoice | None = None,
     placement: PlacementPolicy | None = None,
     batch_axes: tuple[str, ...] | None = None,
     embedding_feature: Any = None,
@@ -88,8 +93,11 @@ def make_plan(
         a multiple of 128 elements, and update it in one pass. They have not run on a
         TPU yet.
         `"interpreter"`: the same kernels on any device, with the `hardware` of a TPU;
-        slow, for tests. Kernels need jax 0.12. Where a kernel cannot run, XLA does:
-        `print(plan)` shows the choice of each stack and its reason.
+        slow, for tests. `"auto"`: kernels in each direction and kind of row for which
+        the verdict of `tpu-embedding doctor` on this kind of device says that they are
+        equal to XLA and faster. In a job of several processes, pass the
+        `KernelVerdicts` of one of them to all. Kernels need jax 0.12. Where a kernel cannot run, XLA does: `print(plan)` shows the choice of
+        each stack and its reason.
       placement: where the rows of tables live that set no `TableConfig.placement`. It
         changes memory and traffic, never results. `te.Sharded()` (also None): over all
         devices. `te.Sharded(axes=...)`: over some mesh axes, copied along the others.
@@ -124,7 +132,7 @@ def make_plan(
         embedding_feature, placement, kernels, hardware
     )
     exchange = _exchange_on(mesh, exchange)
-    backend = requested_backend(kernels, mesh.devices.flat[0], hardware)
+    request = requested_backend(kernels, mesh.devices.flat[0], hardware)
     features = flatten_config(feature_config)
     tables = stacking.name_tables(features.tables, optimizer)
     lookups = [config for config in features.configs for _ in config.tables]
@@ -134,7 +142,7 @@ def make_plan(
     )
     stacks = tuple(
         _plan_stack(
-            f"stack_{i}", group, placements, mesh, capacity, exchange, backend, hardware
+            f"stack_{i}", group, placements, mesh, capacity, exchange, request, hardware
         )
         for i, group in enumerate(groups)
     )
@@ -200,7 +208,7 @@ def _plan_stack(
     mesh: Mesh,
     capacity: int | None,
     exchange: ExchangeKind | None,
-    backend: Backend,
+    request: BackendRequest,
     hardware: HardwareInfo,
 ) -> StackPlan:
     first = tables[0]
@@ -210,15 +218,19 @@ def _plan_stack(
     slots = _slots_of_tables(tables)
     layout = _layout_of_stack(placed, num_shards, hardware)
     backends = choose_backends(
-        backend,
+        request,
         layout,
         first.optimizer,
         slots,
         StackDevices(hardware, num_shards, mesh.size // num_shards, capacity),
     )
-    if backends.read.backend != "xla":
+    backend = kernel_backend(backends)
+    if backend != "xla":
         layout = dataclasses.replace(
-            layout, backend=backends.read.backend, num_spare_rows=1
+            layout,
+            backend=backend,
+            by_xla=accesses_by_xla(backends),
+            num_spare_rows=1,
         )
     facts: dict[str, Any] = dict(
         name=name,

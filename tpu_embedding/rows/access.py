@@ -58,9 +58,10 @@ def gather_packed(packed: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows
     (num_ids,) = row_ids.shape
     result = layout.buffer_layout(num_ids)
     row_ids = jnp.minimum(row_ids, layout.num_rows - 1)
-    if layout.backend != "xla" and num_ids > 0:
+    backend = layout.backend_of("read")
+    if backend != "xla" and num_ids > 0:
         row_ids = jnp.pad(row_ids, (0, -num_ids % _KERNEL_ID_ALIGNMENT))
-        (lines,) = read_rows(_full_tiles(packed), row_ids, layout.dim, layout.backend)
+        (lines,) = read_rows(_full_tiles(packed), row_ids, layout.dim, backend)
         return PackedRows(lines=lines[: result.num_lines], layout=result)
     return pack_rows(load_rows(_gather_stored(packed, row_ids), layout), result)
 
@@ -112,7 +113,7 @@ def add_to_rows(
     layout = packed.layout
     assert layout.narrow_dtype is None, "words are no numbers to add to"
     values = values.astype(packed.lines.dtype)
-    is_by_kernel = layout.backend != "xla" and layout.num_spare_rows > 0
+    is_by_kernel = layout.backend_of("add") != "xla" and layout.num_spare_rows > 0
     if is_by_kernel and row_ids.shape[0] > 0:
         return _add_by_kernel(packed, row_ids, values)
     return _add_to_stored(packed, row_ids, values)

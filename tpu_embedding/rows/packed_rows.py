@@ -36,6 +36,9 @@ Backend = Literal["xla", "sparse_core", "interpreter"]
 """Runs an access to rows: XLA's own operations, or Pallas kernels on a SparseCore or in
 Pallas' interpreter."""
 
+RowAccess = Literal["read", "add"]
+"""An access to the rows of an array: reading some, or adding to some."""
+
 
 LANE_BYTES: Final = 4
 """Bytes of a lane of a table: a float32, or a word of a narrow row."""
@@ -84,6 +87,7 @@ class RowLayout:
       row_shape: shape of one row: `(dim,)`, or `()` for one value per row.
       line_lanes: the width of a line is a multiple of it; None: a line is one row.
       backend: reads and changes these rows. The plan chooses it (`plan/backends.py`).
+      by_xla: accesses that XLA makes, although the backend runs kernels on these rows.
       num_spare_rows: rows behind the last one. A kernel writes the values of padding
         ids there; their content is never read as a row. Kernels only read rows of a
         layout without a spare row, such as those of an exchange buffer.
@@ -96,9 +100,14 @@ class RowLayout:
     row_shape: tuple[int, ...]
     line_lanes: int | None = None
     backend: Backend = "xla"
+    by_xla: tuple[RowAccess, ...] = ()
     num_spare_rows: int = 0
     contents: StackContents | None = None
     narrow_dtype: NarrowDtype | None = None
+
+    def backend_of(self, access: RowAccess) -> Backend:
+        """Returns the backend that makes an access."""
+        return "xla" if access in self.by_xla else self.backend
 
     @property
     def dim(self) -> int:
@@ -237,7 +246,10 @@ class RowLayout:
         found = []
         if self.contents != other.contents:
             found += _content_differences(self.contents, other.contents)
-        facts = ("num_rows", "row_shape", "rows_per_line", "lines_shape", "backend")
+        facts = (
+            *("num_rows", "row_shape", "rows_per_line", "lines_shape"),
+            *("backend", "by_xla"),
+        )
         for name in facts:
             here, there = getattr(self, name), getattr(other, name)
             if here != there:

@@ -17,7 +17,7 @@ import optax
 
 from tpu_embedding.data.teacher import is_int
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
-from tpu_embedding.plan.backends import BACKENDS
+from tpu_embedding.plan.backend_request import AUTO, BACKENDS
 from tpu_embedding.training.metrics import LOSSES, LossName
 from tpu_embedding.training.models.model import ModelConfig
 from tpu_embedding.training.sources import DataSource
@@ -87,7 +87,8 @@ class RunConfig:
       target: metric that the config promises to reach, or None.
       capacity: ids per destination and round of the exchange; None lets the plan
         choose. It changes the speed, never the results.
-      kernels: backend that reads and updates rows, as in `make_plan`.
+      kernels: backend that reads and updates rows, as in `make_plan`. `"auto"`: kernels
+        where the verdict of `tpu-embedding doctor` allows them, else XLA.
       table_dtype: storage type of all tables, `"float32"`, `"bfloat16"` or `"float16"`;
         None leaves that of the model's tables.
       seed: seed of the data and the initial values, from 0 to 2**32 - 1.
@@ -111,7 +112,7 @@ class RunConfig:
     make_dense_optimizer: Callable[["RunConfig"], optax.GradientTransformation]
     target: Target | None = None
     capacity: int | None = None
-    kernels: str = "xla"
+    kernels: str = AUTO
     table_dtype: str | None = None
     seed: int = 0
     log_every: int = 100
@@ -204,9 +205,9 @@ class RunConfig:
                 )
 
     def _problems_of_choices(self) -> Iterator[str]:
-        if self.kernels not in BACKENDS:
+        if self.kernels not in (*BACKENDS, AUTO):
             yield (
-                f"RunConfig.kernels must be one of {list(BACKENDS)}, got "
+                f"RunConfig.kernels must be one of {[*BACKENDS, AUTO]}, got "
                 f"{self.kernels!r}"
             )
         if self.table_dtype not in (*_TRAINED_DTYPES, None):

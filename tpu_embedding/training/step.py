@@ -8,7 +8,7 @@ pair (model, optimizer); the graph definition that rebuilds the pair from it is 
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,10 @@ from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_gra
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.rows.packed_rows import Backend, PackedRows
+from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.training.checked_data import CheckedDataset
 from tpu_embedding.training.errors import ConfigError, own_code
+from tpu_embedding.training.kernel_choice import resolve_kernels
 from tpu_embedding.training.metrics import LOSSES, LossName, Sums, mean_loss
 from tpu_embedding.training.models.model import Outputs
 from tpu_embedding.training.run_config import RunConfig
@@ -80,8 +81,8 @@ def make_run_plan(
       ValueError: if the configuration contradicts itself, if compiler options are given
         without a TPU, or if XLA does not know them.
     """
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     if hardware is None:
-        device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
         hardware = hardware_of_device(device)
     hardware = hardware.with_compiler_options(compiler_options or {})
     with own_code(f"{type(config.model).__name__}.feature_config"):
@@ -100,7 +101,7 @@ def make_run_plan(
         mesh,
         optimizer=optimizer,
         capacity=config.capacity,
-        kernels=cast(Backend, config.kernels),
+        kernels=resolve_kernels(config.kernels, device, hardware),
         hardware=hardware,
     )
     if compiler_options:

@@ -21,7 +21,7 @@ from tpu_embedding.optimizers.analysis.row_local import runs_on_lines
 from tpu_embedding.optimizers.analysis.slots import moved_by_adding, slot_row_shapes
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
-from tpu_embedding.plan.backends import Form
+from tpu_embedding.plan.backend_request import Form
 from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_rows
 from tpu_embedding.rows.packed_rows import PackedRows, full_rows, pack_rows, unpack_rows
 

@@ -1,0 +1,190 @@
+"""Resolves the backend that a user asks for, by name or by the verdicts of the doctor.
+
+`make_plan(kernels=...)` makes one request, and `backends.py` asks it for each stack and
+direction whose rows kernels reach.
+"""
+
+from typing import Final, Literal, NamedTuple, get_args
+
+import jax
+
+from tpu_embedding.hardware import HardwareInfo
+from tpu_embedding.kernel_verdicts import (
+    Direction,
+    KernelName,
+    KernelVerdicts,
+    RuleKind,
+    capability_name,
+    load_verdicts,
+)
+from tpu_embedding.rows.packed_rows import Backend
+
+BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
+"""Backends that `make_plan(kernels=...)` takes by name."""
+
+AUTO: Final = "auto"
+"""Value of `make_plan(kernels=...)` that follows the stored verdicts."""
+
+KernelChoice = Backend | Literal["auto"] | KernelVerdicts
+"""Values of `make_plan(kernels=...)`: a backend, `"auto"`, or verdicts to follow."""
+
+_DEFAULT: Final = "the default; make_plan(kernels=...) chooses kernels"
+_REQUESTED: Final = "requested"
+
+Form = Literal["whole", "direct", "fused", "blocks"]
+"""The form in which XLA's operations do their work:
+
+* `"whole"`: one operation for all ids, which writes its result to memory.
+* `"direct"`: rows are read from the table itself, not from an exchange buffer.
+* `"fused"`: one gather per id of a sample, which XLA fuses with the sum.
+* `"blocks"`: a loop over blocks of ids, whose rows stay in a CPU's cache.
+"""
+
+
+class BackendChoice(NamedTuple):
+    """A backend, why it was chosen, and the form of its work.
+
+    Attributes:
+      backend: the backend.
+      reason: of the choice.
+      form: of XLA's work.
+      condition: on a batch, without which XLA runs instead; None: there is none.
+    """
+
+    backend: Backend
+    reason: str
+    form: Form = "whole"
+    condition: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.explanation}"
+
+    @property
+    def explanation(self) -> str:
+        """The reason, and the condition if there is one."""
+        if self.condition is None:
+            return self.reason
+        return f"{self.reason} if {self.condition}; else xla"
+
+    @property
+    def name(self) -> str:
+        """The backend, and the form of its work unless it is the usual one."""
+        return self.backend if self.form == "whole" else f"{self.backend}, {self.form}"
+
+
+class BackendRequest(NamedTuple):
+    """The backend that a user asked for, by name or by verdicts.
+
+    Attributes:
+      backend: to use where it can run.
+      reason: of the choice.
+      verdicts: restrict the backend to the directions that they allow; None: nothing
+        does.
+    """
+
+    backend: Backend
+    reason: str
+    verdicts: KernelVerdicts | None = None
+
+    def choose(
+        self, direction: Direction, dim: int, rule: RuleKind = "elements"
+    ) -> BackendChoice:
+        """Returns the choice for one direction of rows that kernels reach."""
+        if self.verdicts is None:
+            return BackendChoice(self.backend, self.reason)
+        capability = capability_name(direction, dim, rule)
+        is_allowed = self.verdicts.allows(capability)
+        backend = self.backend if is_allowed else "xla"
+        return BackendChoice(backend, self.verdicts.reason(capability))
+
+
+def requested_backend(
+    kernels: KernelChoice | None, device: jax.Device, hardware: HardwareInfo
+) -> BackendRequest:
+    """Returns the backend that the user asked for.
+
+    Args:
+      kernels: the user's choice; None means `"xla"`.
+      device: one of the plan's devices.
+      hardware: the hardware that rows are laid out for.
+
+    Raises:
+      ValueError: if the choice is unknown, or cannot run on this device or jax.
+    """
+    if isinstance(kernels, KernelVerdicts) or kernels == AUTO:
+        return _by_verdicts(kernels, device, hardware)
+    if kernels is None or kernels == "xla":
+        return BackendRequest("xla", _DEFAULT)
+    if kernels not in BACKENDS:
+        raise ValueError(
+            f"kernels must be one of {(*BACKENDS, AUTO)}, verdicts or None, got "
+            f"{kernels!r}."
+        )
+    _check_kernels(kernels, device, hardware)
+    return BackendRequest(kernels, _REQUESTED)
+
+
+def verdicts_for(device: jax.Device, hardware: HardwareInfo) -> KernelVerdicts | None:
+    """Returns the stored verdicts that `kernels="auto"` follows on a device.
+
+    In a job of several processes, all must follow those of one process: pass them to
+    `make_plan(kernels=...)`.
+
+    Args:
+      device: one of the plan's devices.
+      hardware: the hardware that rows are laid out for.
+
+    Returns:
+      The verdicts; None where no kernel can run.
+    """
+    if _no_kernels_reason(device, hardware) is not None:
+        return None
+    backend: KernelName = "sparse_core" if device.platform == "tpu" else "interpreter"
+    return load_verdicts(device.device_kind, backend)
+
+
+def _by_verdicts(
+    kernels: Literal["auto"] | KernelVerdicts,
+    device: jax.Device,
+    hardware: HardwareInfo,
+) -> BackendRequest:
+    reason = _no_kernels_reason(device, hardware)
+    if reason is not None:
+        return BackendRequest("xla", f"auto: {reason}")
+    found = verdicts_for(device, hardware) if kernels == AUTO else kernels
+    assert isinstance(found, KernelVerdicts)
+    _check_kernels(found.backend, device, hardware)
+    return BackendRequest(found.backend, "auto", found)
+
+
+def _no_kernels_reason(device: jax.Device, hardware: HardwareInfo) -> str | None:
+    """Says why no kernel runs on a device; None: kernels can."""
+    if hardware.line_lanes is None:
+        return f"{hardware.name} runs XLA"
+    if device.platform == "tpu" and hardware.num_sparse_cores == 0:
+        return f"{hardware.name} has no SparseCores that kernels can use"
+    if jax.__version_info__ < (0, 12):
+        return f"kernels need jax 0.12 or later, not {jax.__version__}"
+    return None
+
+
+def _check_kernels(
+    kernels: Backend, device: jax.Device, hardware: HardwareInfo
+) -> None:
+    """Raises ValueError if kernels cannot run on a device."""
+    if jax.__version_info__ < (0, 12):
+        raise ValueError(
+            f"kernels must be 'xla' or None with jax {jax.__version__}, got "
+            f"{kernels!r}: kernels need jax 0.12 or later."
+        )
+    if kernels == "interpreter" and hardware.line_lanes is None:
+        raise ValueError(
+            "kernels must be 'xla' or None where rows do not share lines, got "
+            f"'interpreter' for {hardware.name!r}: give hardware= of a TPU as well."
+        )
+    has_sparse_cores = device.platform == "tpu" and hardware.num_sparse_cores > 0
+    if kernels == "sparse_core" and not has_sparse_cores:
+        raise ValueError(
+            "kernels must be 'interpreter', 'xla' or None without SparseCores, got "
+            f"'sparse_core' on {device.device_kind!r}."
+        )

@@ -1,0 +1,47 @@
+"""Chooses the kernels of a run: the same in all processes.
+
+Each host has verdicts of its own (`kernel_verdicts.py`). Processes that follow
+different ones would compile different programs, and wait for each other for ever. So
+all follow those of process 0.
+"""
+
+import json
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from tpu_embedding.hardware import HardwareInfo
+from tpu_embedding.kernel_verdicts import KernelVerdicts, verdicts_from_json
+from tpu_embedding.plan.backend_request import AUTO, KernelChoice, verdicts_for
+
+
+def resolve_kernels(
+    kernels: str, device: jax.Device, hardware: HardwareInfo
+) -> KernelChoice:
+    """Returns the choice of kernels for `make_plan`, equal in all processes.
+
+    With `"auto"` and several processes, all of them must call this function.
+
+    Args:
+      kernels: `RunConfig.kernels`.
+      device: one of the plan's devices.
+      hardware: the hardware that rows are laid out for.
+    """
+    if kernels != AUTO or jax.process_count() == 1:
+        return cast(KernelChoice, kernels)
+    verdicts = verdicts_for(device, hardware)
+    return AUTO if verdicts is None else of_first_process(verdicts)
+
+
+def of_first_process(verdicts: KernelVerdicts) -> KernelVerdicts:
+    """Returns the verdicts of process 0; every process must call it."""
+    sent = np.frombuffer(json.dumps(verdicts.to_json()).encode(), np.uint8)
+    length = int(_from_first(np.int32(sent.size)))
+    received = _from_first(np.resize(sent, length))
+    return verdicts_from_json(json.loads(bytes(received).decode()))
+
+
+def _from_first(array: Any) -> Any:
+    return np.asarray(multihost_utils.broadcast_one_to_all(array))
