@@ -96,8 +96,8 @@ def make_plan(
         slow, for tests. `"auto"`: kernels in each direction and kind of row for which
         the verdict of `tpu-embedding doctor` on this kind of device says that they are
         equal to XLA and faster. In a job of several processes, pass the
-        `KernelVerdicts` of one of them to all. Kernels need jax 0.12. Where a kernel cannot run, XLA does: `print(plan)` shows the choice of
-        each stack and its reason.
+        `KernelVerdicts` of one of them to all. Kernels need jax 0.12. Where a kernel
+        cannot run, XLA does: `print(plan)` shows each choice and its reason.
       placement: where the rows of tables live that set no `TableConfig.placement`. It
         changes memory and traffic, never results. `te.Sharded()` (also None): over all
         devices. `te.Sharded(axes=...)`: over some mesh axes, copied along the others.
