@@ -230,7 +230,7 @@ def test_files_that_cannot_be_read(tmp_path):
     for name, message in [
         ("absent", r"absent is not a file.*Kaggle.*1TB.*SyntheticCriteo"),
         ("empty", "empty is empty"),
-        ("short", "short has 2 lines, too few to hold out 2"),
+        ("short", "short has 2 samples, too few to hold out 2"),
     ]:
         with pytest.raises(DataError, match=message):
             read(tmp_path / name)

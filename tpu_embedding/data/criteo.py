@@ -12,42 +12,26 @@ from typing import Final
 
 import numpy as np
 
-from tpu_embedding.data.batch import Batch, DataError
+from tpu_embedding.data.batch import Batch
+from tpu_embedding.data.block_dataset import BlockDataset, held_out_problems
 from tpu_embedding.data.criteo_format import (
     CATEGORY_NAMES,
     NUM_DENSE,
     category_keys,
     dense_of_integers,
-    parse_lines,
-    row_ids_of_categories,
     splitmix64,
     vocabulary_problems,
     vocabulary_sizes_by_name,
 )
-from tpu_embedding.data.line_blocks import LineBlocks
+from tpu_embedding.data.criteo_lines import COMPRESSED_STREAMS, CriteoLines
 from tpu_embedding.data.teacher import (
     TEACHER_STREAM,
-    TRAIN_STREAM,
     Inputs,
     TeacherDataset,
     count_problems,
-    is_int,
     random_generator,
 )
 from tpu_embedding.data.zipf import ZipfIds
-
-SOURCE: Final = (
-    "Criteo's logs do not come with this package: get train.txt of the Criteo Display "
-    "Advertising Challenge (Kaggle), or a day_N of the Criteo 1TB Click Logs (Criteo "
-    "AI Lab), and unpack it; SyntheticCriteo needs no file."
-)
-
-BLOCK_SIZE: Final = 64
-"""Consecutive lines that stay together when the order is shuffled.
-
-A block of about 15 kB costs little more to read than to seek. A batch of 2048 samples
-mixes 32 places of the file.
-"""
 
 EFFECT_SCALE: Final = 0.3
 """Standard deviation of one category's or dense input's contribution to the logit."""
@@ -63,8 +47,8 @@ WRITE_ROWS: Final = 4096
 SAMPLE_VOCABULARY_SIZE: Final = 1_000
 
 
-class Criteo:
-    """One file of Criteo's click logs: the Kaggle challenge, or a day of the 1TB logs.
+class Criteo(BlockDataset):
+    """Criteo's click logs: the Kaggle challenge, or days of the 1TB logs.
 
     Features: int32 `[batch]` row ids `cat_00` to `cat_25`, hashed by
     `row_ids_of_categories`. Dense: float32 `[batch, 13]`, `log(1 + max(x, 0))`; an
@@ -72,7 +56,8 @@ class Criteo:
 
     Each epoch visits the blocks of `block_size` consecutive lines in a new random
     order. A batch may span two epochs, so every batch is full and every line is used
-    once per epoch. Lines are validated when they are read.
+    once per epoch. Lines are validated when they are read. The files may be larger than
+    memory.
 
     Attributes:
       batch_size: samples per batch.
@@ -83,142 +68,64 @@ class Criteo:
 
     def __init__(
         self,
-        path: str | pathlib.Path,
+        path: str | pathlib.Path | Sequence[str | pathlib.Path],
         *,
         batch_size: int,
         vocabulary_sizes: int | Sequence[int],
         num_evaluation_samples: int | None = None,
         evaluation_path: str | pathlib.Path | None = None,
         seed: int = 0,
-        block_size: int = BLOCK_SIZE,
+        block_size: int | None = None,
     ):
-        """Maps the files and indexes their lines, in one pass over each.
+        """Opens the files and indexes their lines, in one pass over each.
 
         Args:
-          path: path of the training file.
+          path: path of the training file, plain or packed by gzip, or paths of several.
           batch_size: samples per batch.
           vocabulary_sizes: rows of each of the 26 features, or one number for all. At
             least 2, because row 0 means an empty field.
           num_evaluation_samples: number of lines held out at the end of the evaluation
             file. Without an evaluation file they are the last lines of the training
-            file, which is in time order. None means the whole evaluation file.
+            files, which are in time order. None means the whole evaluation file.
           evaluation_path: path of a separate evaluation file, or None.
           seed: seed of the training order, at least 0.
-          block_size: lines that stay together when the order is shuffled.
+          block_size: lines that stay together when the order is shuffled. None: 64, or
+            32,768 for gzip files, of which a batch then mixes 16.
 
         Raises:
           ValueError: if arguments are out of range; the message names all of them.
-          DataError: if a file is missing, empty or compressed, or has too few lines.
-            `train_batch` and `evaluation_batches` raise it for a damaged line and name
-            file, line and field.
+          DataError: if a file is missing or empty, has too few lines, or is a damaged
+            gzip file. `train_batch` and `evaluation_batches` raise it for a damaged
+            line and name file, line and field.
         """
         problems = [
-            *count_problems("Criteo", batch_size=batch_size, block_size=block_size),
+            *count_problems("Criteo", batch_size=batch_size),
             *vocabulary_problems("Criteo", vocabulary_sizes),
+            *held_out_problems(
+                "Criteo", num_evaluation_samples, evaluation_path is not None
+            ),
         ]
-        if num_evaluation_samples is not None:
-            problems += count_problems(
-                "Criteo", num_evaluation_samples=num_evaluation_samples
-            )
-        elif evaluation_path is None:
-            problems.append(
-                "Criteo.num_evaluation_samples must be an int of at least 1 without "
-                "an evaluation_path, got None; give the number of lines to hold out at "
-                "the end of the training file"
-            )
-        if not is_int(seed) or seed < 0:
-            problems.append(f"Criteo.seed must be an int of at least 0, got {seed!r}")
+        if block_size is not None:
+            problems += count_problems("Criteo", block_size=block_size)
         if problems:
             raise ValueError("; ".join(problems) + ".")
-
-        self.batch_size = batch_size
         self.vocabulary_sizes = vocabulary_sizes_by_name(vocabulary_sizes)
-        self.seed = seed
-        self._train = LineBlocks(
-            pathlib.Path(path), block_size=block_size, source=SOURCE
-        )
-        self._evaluation = self._train
-        if evaluation_path is not None:
-            self._evaluation = LineBlocks(
-                pathlib.Path(evaluation_path), block_size=block_size, source=SOURCE
-            )
-        self._split(num_evaluation_samples)
-        self._last_order = (0, self._draw_order(0))
 
-    def _split(self, num_evaluation_samples: int | None) -> None:
-        available = self._evaluation.num_lines
-        if num_evaluation_samples is None:
-            num_evaluation_samples = available
-        self.num_evaluation_samples = num_evaluation_samples
-        self.num_train_samples = self._train.num_lines
-        if self._evaluation is self._train:
-            self.num_train_samples -= num_evaluation_samples
-        if num_evaluation_samples > available or self.num_train_samples < 1:
-            raise DataError(
-                f"{self._evaluation.path} has {available} lines, too few to hold out "
-                f"{num_evaluation_samples}; lower num_evaluation_samples."
+        def read(paths: Sequence[str | pathlib.Path]) -> CriteoLines:
+            return CriteoLines(
+                [pathlib.Path(each) for each in paths],
+                vocabulary_sizes=list(self.vocabulary_sizes.values()),
+                block_size=block_size,
             )
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of training steps that use every sample at least once."""
-        return -(-self.num_train_samples // self.batch_size)
-
-    def train_batch(self, step: int) -> Batch:
-        """Returns the batch of training step `step`, counted from 0."""
-        positions = step * self.batch_size + np.arange(self.batch_size)
-        epochs, offsets = np.divmod(positions, self.num_train_samples)
-        lines = np.empty(self.batch_size, np.int64)
-        for epoch in range(epochs[0], epochs[-1] + 1):
-            of_epoch = epochs == epoch
-            lines[of_epoch] = self._lines(epoch, offsets[of_epoch])
-        return self._batch(self._train, lines, np.ones(self.batch_size, np.float32))
-
-    def evaluation_batches(self) -> Iterator[Batch]:
-        """Yields the held-out lines in file order.
-
-        Copies of the last sample, with weight 0, pad the last batch.
-        """
-        num_lines = self._evaluation.num_lines
-        first = num_lines - self.num_evaluation_samples
-        for start in range(first, num_lines, self.batch_size):
-            places = start + np.arange(self.batch_size)
-            weights = (places < num_lines).astype(np.float32)
-            lines = np.minimum(places, num_lines - 1)
-            yield self._batch(self._evaluation, lines, weights)
-
-    def _lines(self, epoch: int, offsets: np.ndarray) -> np.ndarray:
-        """Returns the line numbers, from 0, at the given offsets of an epoch."""
-        last_epoch, (blocks, block_ends) = self._last_order
-        if epoch != last_epoch:
-            blocks, block_ends = self._draw_order(epoch)
-            self._last_order = (epoch, (blocks, block_ends))
-        places = np.searchsorted(block_ends, offsets, side="right")
-        block_starts = np.append(0, block_ends)[places]
-        return blocks[places] * self._train.block_size + offsets - block_starts
-
-    def _draw_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the block order of an epoch and the end offset of each block."""
-        block_size = self._train.block_size
-        num_blocks = -(-self.num_train_samples // block_size)
-        generator = random_generator(seed=self.seed, stream=TRAIN_STREAM, step=epoch)
-        blocks = generator.permutation(num_blocks)
-        lengths = np.minimum(self.num_train_samples - blocks * block_size, block_size)
-        return blocks, np.cumsum(lengths)
-
-    def _batch(self, file: LineBlocks, lines: np.ndarray, weights: np.ndarray) -> Batch:
-        breaks = np.flatnonzero(np.diff(lines) != 1) + 1
-        runs = np.split(lines, breaks)
-        data = np.concatenate([file.read(run[0], run[-1] + 1) for run in runs])
-        rows = parse_lines(data, lines + 1, file.path)
-        sizes = np.array(list(self.vocabulary_sizes.values()))
-        row_ids = np.ascontiguousarray(row_ids_of_categories(rows, sizes).T)
-        return Batch(
-            features=dict(zip(CATEGORY_NAMES, row_ids, strict=True)),
-            dense=dense_of_integers(rows.integers),
-            labels=rows.labels,
-            weights=weights,
-            origin=lambda sample: f"{file.path}, line {lines[sample] + 1}",
+        lines = read([path] if isinstance(path, str | pathlib.Path) else path)
+        super().__init__(
+            lines,
+            batch_size=batch_size,
+            num_evaluation_samples=num_evaluation_samples,
+            evaluation_reader=evaluation_path and read([evaluation_path]),
+            seed=seed,
+            num_streams=COMPRESSED_STREAMS if lines.is_compressed else 1,
         )
 
 
