@@ -1,5 +1,6 @@
 """Tests the reader of Criteo's logs against a plain parser, and the synthetic rows."""
 
+import gzip
 import itertools
 import math
 
@@ -11,6 +12,7 @@ import pytest
 from tpu_embedding.data.batch import DataError
 from tpu_embedding.data.criteo import Criteo, SyntheticCriteo, write_criteo_sample
 from tpu_embedding.data.criteo_format import CATEGORY_NAMES
+from tpu_embedding.data.criteo_lines import find_logs
 
 ZEROS = ["0"] * 13
 CATEGORY = ["68fd1e64"] * 26
@@ -240,6 +242,47 @@ def test_files_that_cannot_be_read(tmp_path):
             evaluation_path=tmp_path / "short",
             num_evaluation_samples=3,
         )
+
+
+def test_days_are_read_as_one_log(tmp_path):
+    counts = {"day_0": 5, "day_1.gz": 6, "day_2": 7, "day_10": 1}
+    lines = iter(numbered_lines(18))
+    for name, count in list(counts.items())[:3]:
+        text = "".join(next(lines) + "\n" for _ in range(count)).encode()
+        packed = gzip.compress(text) if name.endswith(".gz") else text
+        (tmp_path / name).write_bytes(packed)
+    (tmp_path / "readme.txt").write_text("no log")
+    data = read(find_logs(tmp_path))
+    assert (data.num_train_samples, data.steps_per_epoch) == (16, 4)
+    batches = [data.train_batch(step) for step in range(4)]
+    assert sorted(itertools.chain(*map(line_numbers, batches))) == list(range(16))
+    assert [line_numbers(b) for b in data.evaluation_batches()] == [[16, 17, 17, 17]]
+    for batch in batches:
+        for sample, number in enumerate(line_numbers(batch)):
+            day, line = (0, number) if number < 5 else (1, number - 5)
+            day, line = (day, line) if line < 6 or not day else (2, number - 11)
+            name = list(counts)[day]
+            assert batch.origin(sample) == f"{tmp_path / name}, line {line + 1}"
+
+    write(tmp_path / "day_1", numbered_lines(1))
+    with pytest.raises(DataError, match=r"each day once, got day_1 and day_1\.gz"):
+        find_logs(tmp_path)
+    (tmp_path / "day_1").unlink()
+    (tmp_path / "day_1.gz").unlink()
+    write(tmp_path / "day_10", numbered_lines(1))
+    with pytest.raises(DataError, match="days 0 to 10 without 1, 3, 4, 5, 6, 7, 8, 9"):
+        find_logs(tmp_path)
+    with pytest.raises(DataError, match=r"absent is not a file"):
+        read(find_logs(tmp_path / "absent"))
+
+
+def test_damaged_lines_of_a_packed_day_are_named(tmp_path):
+    text = "\n".join([*numbered_lines(4), replaced(3, "x"), *numbered_lines(4)])
+    (tmp_path / "day_0.gz").write_bytes(gzip.compress(text.encode()))
+    data = read(tmp_path / "day_0.gz")
+    with pytest.raises(DataError, match=r"day_0\.gz, line 5: field 3 .*got 'x'"):
+        for step in range(2):
+            data.train_batch(step)
 
 
 COMMON_BAD = {

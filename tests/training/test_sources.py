@@ -102,7 +102,7 @@ def test_refused_random_clicks(changes, message):
     [
         (MovieLensSource(max_history=7), False, "grouplens.org.*--data-dir"),
         (MovieLensSource(max_history=7), True, "u.occupation"),
-        (CRITEO, True, "train.txt is not a file"),
+        (CRITEO, True, "holds no train.txt and no day_0.*1TB"),
         (SyntheticClicksSource(num_evaluation_samples=30), True, "--data-dir out"),
         (RANDOM_CLICKS, True, "--data-dir out"),
         (INTERACTIONS, True, "--data-dir out"),

@@ -123,7 +123,7 @@ class Criteo(BlockDataset):
             lines,
             batch_size=batch_size,
             num_evaluation_samples=num_evaluation_samples,
-            evaluation_reader=evaluation_path and read([evaluation_path]),
+            evaluation_reader=read([evaluation_path]) if evaluation_path else None,
             seed=seed,
             num_streams=COMPRESSED_STREAMS if lines.is_compressed else 1,
         )

@@ -141,8 +141,9 @@ class _Place:
                 f"{self.text_start:,} bytes of text, before byte "
                 f"{self.file_start + len(data):,} of the file; fetch the file again."
             ) from error
-        left = len(self.decoder.unconsumed_tail) + len(self.decoder.unused_data)
-        self.file_start += len(data) - left
+        decoder = self.decoder
+        unread = decoder.unused_data if decoder.eof else decoder.unconsumed_tail
+        self.file_start += len(data) - len(unread)
         self.text_start += len(text)
         if not data and not text:
             if not self.decoder.eof:

@@ -7,7 +7,7 @@ returns the pages every few megabytes. They stay in the kernel's file cache.
 
 import mmap
 import pathlib
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -31,10 +31,14 @@ class MappedFile:
         self._unreleased = 0
 
     def view(
-        self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]
+        self,
+        offset: int,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        order: Literal["C", "F"] = "C",
     ) -> np.ndarray:
         """Returns an array over the bytes from `offset` on, without a copy."""
-        return np.ndarray(shape, dtype, self._map, offset)
+        return np.ndarray(shape, dtype, self._map, offset, order=order)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns a copy of the bytes from `start` to `stop - 1`."""

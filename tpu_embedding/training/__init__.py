@@ -8,9 +8,15 @@ from tpu_embedding.checkpoint.run_checkpoints import CheckpointError as Checkpoi
 from tpu_embedding.data.batch import Batch as Batch
 from tpu_embedding.data.batch import DataError as DataError
 from tpu_embedding.data.batch import Dataset as Dataset
+from tpu_embedding.data.block_dataset import BlockDataset as BlockDataset
+from tpu_embedding.data.block_dataset import SampleReader as SampleReader
 from tpu_embedding.training.config_files import list_configs as list_configs
 from tpu_embedding.training.config_files import load_config as load_config
 from tpu_embedding.training.errors import ConfigError as ConfigError
+from tpu_embedding.training.file_sources import CriteoSource as CriteoSource
+from tpu_embedding.training.file_sources import (
+    MultiHotClicksSource as MultiHotClicksSource,
+)
 from tpu_embedding.training.loop import RunResult as RunResult
 from tpu_embedding.training.loop import train as train
 from tpu_embedding.training.models.model import MLP as MLP
@@ -30,7 +36,6 @@ from tpu_embedding.training.random_source import (
 from tpu_embedding.training.run_config import RunConfig as RunConfig
 from tpu_embedding.training.run_config import Target as Target
 from tpu_embedding.training.run_lock import RunDirectoryError as RunDirectoryError
-from tpu_embedding.training.sources import CriteoSource as CriteoSource
 from tpu_embedding.training.sources import DataSource as DataSource
 from tpu_embedding.training.sources import MovieLensSource as MovieLensSource
 from tpu_embedding.training.sources import (

@@ -6,7 +6,7 @@ They need no file, and their memory does not grow with the vocabulary.
 import dataclasses
 import pathlib
 
-from tpu_embedding.data.batch import DataError
+from tpu_embedding.data.batch import DataError, Dataset
 from tpu_embedding.data.criteo_format import CATEGORY_NAMES
 from tpu_embedding.data.interactions import Interactions
 from tpu_embedding.data.random_clicks import RandomClicks
@@ -58,28 +58,28 @@ class RandomClicksSource:
 
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
-    ) -> RandomClicks:
+    ) -> Dataset:
         """Returns the data set.
 
         Raises:
           DataError: if a directory is given, because the source reads no file.
         """
         refuse_data_dir(data_dir)
+        return self.outline(batch_size=batch_size, seed=seed)
+
+    def outline(self, *, batch_size: int, seed: int) -> RandomClicks:
+        """Returns the data set itself, which reads no file."""
         return RandomClicks(
             batch_size=batch_size,
             seed=seed,
-            vocabulary_sizes=_by_feature(
+            vocabulary_sizes=by_feature(
                 self.vocabulary_sizes, self.max_vocabulary_size
             ),
-            valences=_by_feature(self.valences, self.max_valence),
+            valences=by_feature(self.valences, self.max_valence),
             num_dense=self.num_dense,
             num_evaluation_samples=self.num_evaluation_samples,
             zipf_exponent=self.zipf_exponent,
         )
-
-    def outline(self, *, batch_size: int, seed: int) -> RandomClicks:
-        """Returns the data set itself, which reads no file."""
-        return self.open(None, batch_size=batch_size, seed=seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ def refuse_data_dir(data_dir: pathlib.Path | None) -> None:
         )
 
 
-def _by_feature(values: tuple[int, ...], max_value: int | None) -> dict[str, int]:
+def by_feature(values: tuple[int, ...], max_value: int | None = None) -> dict[str, int]:
     """Returns feature name to value, each limited to `max_value`."""
     names = CATEGORY_NAMES[: len(values)]
     limited = (v if max_value is None else min(v, max_value) for v in values)

@@ -12,7 +12,6 @@ from typing import Final, Protocol
 import numpy as np
 
 from tpu_embedding.data.batch import Batch, DataError, Dataset
-from tpu_embedding.data.criteo import Criteo, SyntheticCriteo
 from tpu_embedding.data.movielens import (
     AGE_BUCKET_STARTS,
     GENDERS,
@@ -23,9 +22,6 @@ from tpu_embedding.data.movielens import (
 from tpu_embedding.data.synthetic import SyntheticClicks
 from tpu_embedding.training.random_source import refuse_data_dir
 from tpu_embedding.types import RaggedIds
-
-CRITEO_FILE: Final = "train.txt"
-"""Name of the training file in the archive of Criteo's Kaggle challenge."""
 
 # Sizes of MovieLens-100K, from its README and files.
 _NUM_USERS: Final = 943
@@ -189,49 +185,3 @@ class MovieLensOutline:
     def evaluation_batches(self) -> Iterator[Batch]:
         """Yields no batch."""
         return iter(())
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CriteoSource:
-    """Source of `Criteo` if a file is given, and of `SyntheticCriteo` otherwise.
-
-    Attributes:
-      vocabulary_size: table rows of each of the 26 features.
-      num_evaluation_samples: number of held-out samples; the last ones of a file.
-    """
-
-    vocabulary_size: int
-    num_evaluation_samples: int
-
-    def open(
-        self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
-    ) -> Criteo | SyntheticCriteo:
-        """Returns the data set: the rows of a log, or synthetic ones without a file.
-
-        Args:
-          data_dir: a log file, a directory that contains `train.txt`, or None.
-          batch_size: samples per batch, over all devices.
-          seed: seed of the order of a log's samples, or of synthetic samples.
-
-        Raises:
-          DataError: if the file is missing or damaged.
-        """
-        if data_dir is None:
-            return SyntheticCriteo(
-                batch_size=batch_size,
-                seed=seed,
-                vocabulary_sizes=self.vocabulary_size,
-                num_evaluation_samples=self.num_evaluation_samples,
-            )
-        path = data_dir / CRITEO_FILE if data_dir.is_dir() else data_dir
-        return Criteo(
-            path,
-            batch_size=batch_size,
-            seed=seed,
-            vocabulary_sizes=self.vocabulary_size,
-            num_evaluation_samples=self.num_evaluation_samples,
-        )
-
-    def outline(self, *, batch_size: int, seed: int) -> Criteo | SyntheticCriteo:
-        """Returns synthetic rows, which have the shapes of those of a log."""
-        return self.open(None, batch_size=batch_size, seed=seed)
