@@ -2,9 +2,9 @@
 
 Sizes and learning rates are those of the reference since v3.0; see the README of
 `recommendation_v2/torchrec_dlrm` in github.com/mlcommons/training. The benchmark's
-target, an AUC of 0.8030, applies to its own data, Criteo's 1TB log. With --data-dir, the
-config reads that log as the reference's scripts preprocess it: day_N_dense.npy,
-day_N_labels.npy and day_N_sparse_multi_hot.npz. Without, it draws clicks of that shape.
+target, an AUC of 0.8030, applies to its own data, Criteo's 1TB log. With --data-dir,
+the config reads that log as the reference's scripts preprocess it: day_N_dense.npy,
+day_N_labels.npy and day_N_sparse_multi_hot.npz. Otherwise it draws clicks like those.
 
 Tables and slot variables take 209 GB, so the full size needs a TPU slice. The first
 command compiles it for one on any machine, and allocates nothing. The second command
