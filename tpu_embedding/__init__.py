@@ -10,6 +10,7 @@ import importlib.metadata
 from tpu_embedding import checkpoint as checkpoint
 from tpu_embedding import export as export
 from tpu_embedding import initializers as initializers
+from tpu_embedding import metrics as metrics
 from tpu_embedding import optimizers as optimizers
 from tpu_embedding.checkpoint.saving import restore as restore
 from tpu_embedding.checkpoint.saving import save as save

@@ -1,0 +1,269 @@
+"""Tests the metrics of samples with one label against scikit-learn."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpu_embedding import metrics as m
+
+reference = pytest.importorskip("sklearn.metrics")
+
+# Tolerance of float32: sums of a few dozen values, and their quotient.
+RTOL = 1e-6
+NUM_SAMPLES = 40
+
+
+def sample(seed, rate=0.3, scale=2.0):
+    generator = np.random.default_rng(seed)
+    logits = scale * generator.normal(size=NUM_SAMPLES).astype(np.float32)
+    labels = (generator.random(NUM_SAMPLES) < rate).astype(np.float32)
+    weights = generator.integers(0, 5, NUM_SAMPLES).astype(np.float32)
+    return logits, labels, weights
+
+
+def tied(seed):
+    logits, labels, weights = sample(seed)
+    return np.round(logits), labels, weights
+
+
+def all_tied(seed):
+    logits, labels, weights = sample(seed)
+    return np.zeros_like(logits), labels, weights
+
+
+def certain(seed):
+    """Probabilities that are 0 or 1 in float32."""
+    logits, labels, weights = sample(seed)
+    return np.where(logits > 0, 30, -30).astype(np.float32), labels, weights
+
+
+CASES = {
+    "random": sample(0),
+    "another": sample(1),
+    "rare": sample(2, rate=0.05),
+    "common": sample(3, rate=0.95),
+    "wide": sample(4, scale=8.0),
+    "narrow": sample(5, scale=0.01),
+    "ties": tied(6),
+    "all tied": all_tied(7),
+    "certain": certain(8),
+    "fractional weights": (*sample(9)[:2], np.float32(sample(9)[2] / 3)),
+}
+
+
+def probabilities(logits):
+    """Returns the probability of both classes; 1 - p would be inexact."""
+    logits = logits.astype(np.float64)
+    return np.stack([1 / (1 + np.exp(logits)), 1 / (1 + np.exp(-logits))], axis=1)
+
+
+def in_two_batches(metric, *batch):
+    """Computes a metric of two unequal batches, under `jit`."""
+
+    @jax.jit
+    def update(metric, *batch):
+        return metric.update(*batch)
+
+    for part in (slice(0, 10), slice(10, None)):
+        metric = update(metric, *(x[part] for x in batch))
+    return metric
+
+
+@pytest.mark.quick_cases("random", "fractional weights")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_auc(case):
+    logits, labels, weights = case
+    auc = in_two_batches(m.AUC.empty(), *case)
+    wanted = reference.roc_auc_score(labels, logits, sample_weight=weights)
+    # Beyond the bound of the bins: float32 rounding.
+    assert abs(float(auc.compute()) - wanted) <= float(auc.max_error()) + RTOL
+
+
+@pytest.mark.quick_cases("ties")
+@pytest.mark.parametrize("name", ["ties", "all tied", "certain"])
+def test_auc_of_equal_scores_is_exact(name):
+    logits, labels, weights = CASES[name]
+    auc = m.AUC.from_batch(logits, labels, weights)
+    wanted = reference.roc_auc_score(labels, logits, sample_weight=weights)
+    assert float(auc.compute()) == pytest.approx(wanted, rel=RTOL)
+
+
+@given(
+    scores=st.lists(
+        st.floats(-40, 40, width=32), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES
+    ),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40)
+@pytest.mark.full
+@pytest.mark.parametrize("num_bins", [2, 64])
+def test_error_of_auc_is_bounded(num_bins, scores, seed):
+    _, labels, weights = sample(seed)
+    labels[:2], weights[:2] = (0, 1), 1
+    scores = np.array(scores, np.float32)
+    auc = jax.jit(m.AUC.from_batch, static_argnames="num_bins")(
+        scores, labels, weights, num_bins=num_bins
+    )
+    wanted = reference.roc_auc_score(labels, scores, sample_weight=weights)
+    assert abs(float(auc.compute()) - wanted) <= float(auc.max_error()) + RTOL
+
+
+def test_auc_of_soft_labels_counts_both_classes():
+    scores = np.array([0.0, 1.0, 2.0], np.float32)
+    labels = np.array([0.25, 0.5, 0.75], np.float32)
+    hard = np.repeat([1.0, 0.0], 3)
+    wanted = reference.roc_auc_score(
+        hard, np.tile(scores, 2), sample_weight=np.concatenate([labels, 1 - labels])
+    )
+    assert float(m.AUC.from_batch(scores, labels).compute()) == pytest.approx(wanted)
+
+
+def test_auc_of_infinite_scores():
+    auc = m.AUC.from_batch([-np.inf, np.inf, 3e38, -3e38], [0, 1, 1, 0])
+    assert float(auc.compute()) == 1
+
+
+@pytest.mark.quick_cases("rare", "certain")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_log_loss_and_normalized_entropy(case):
+    logits, labels, weights = case
+    loss = in_two_batches(m.LogLoss.empty(), *case).compute()
+    p = probabilities(logits)
+    wanted = reference.log_loss(labels, p, sample_weight=weights, labels=[0, 1])
+    # The reference clips probabilities at 2.2e-16; those of the cases are larger.
+    assert float(loss) == pytest.approx(wanted, rel=RTOL)
+    base = np.full(NUM_SAMPLES, np.average(labels, weights=weights))
+    base = reference.log_loss(labels, base, sample_weight=weights, labels=[0, 1])
+    entropy = in_two_batches(m.NormalizedEntropy.empty(), *case).compute()
+    assert float(entropy) == pytest.approx(wanted / base, rel=RTOL)
+
+
+def test_base_rate_has_normalized_entropy_one():
+    """Also at one positive sample in ten million."""
+    for rate in (0.5, 1e-3, 1e-7):
+        logit = np.log(rate) - np.log1p(-rate)
+        metric = m.NormalizedEntropy.from_batch(
+            np.full(2, logit, np.float32), [1, 0], np.float32([rate, 1 - rate])
+        )
+        # Tolerance: the rounded logit changes the loss of the positives by 1e-6.
+        assert float(metric.compute()) == pytest.approx(1, rel=3e-6)
+
+
+def test_infinite_logits_are_certain():
+    logits = np.array([np.inf, -np.inf], np.float32)
+    assert float(m.LogLoss.from_batch(logits, [1, 0]).compute()) == 0
+    assert float(m.LogLoss.from_batch(logits, [0, 0]).compute()) == np.inf
+    assert float(m.LogLoss.from_batch(logits, [1, 0.5]).compute()) == np.inf
+
+
+@pytest.mark.quick_cases("common")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_calibration(case):
+    logits, labels, weights = case
+    p = probabilities(logits)[:, 1].astype(np.float32)
+    got = in_two_batches(m.Calibration.empty(), p, labels, weights).compute()
+    wanted = np.average(p, weights=weights) / np.average(labels, weights=weights)
+    assert float(got) == pytest.approx(wanted, rel=RTOL)
+
+
+@pytest.mark.quick_cases("random")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_errors_and_accuracy(case):
+    predictions, labels, weights = case
+    mae = in_two_batches(m.MAE.empty(), *case).compute()
+    rmse = in_two_batches(m.RMSE.empty(), *case).compute()
+    wanted = reference.mean_absolute_error(labels, predictions, sample_weight=weights)
+    assert float(mae) == pytest.approx(wanted, rel=RTOL)
+    wanted = reference.root_mean_squared_error(
+        labels, predictions, sample_weight=weights
+    )
+    assert float(rmse) == pytest.approx(wanted, rel=RTOL)
+    classes = np.round(predictions).astype(np.int32)
+    accuracy = in_two_batches(
+        m.Accuracy.empty(), classes, labels.astype(np.int32), weights
+    ).compute()
+    wanted = reference.accuracy_score(labels, classes, sample_weight=weights)
+    assert float(accuracy) == pytest.approx(wanted, rel=RTOL)
+
+
+def test_accuracy_tells_large_classes_apart():
+    assert float(m.Accuracy.from_batch([2**24], [2**24 + 1]).compute()) == 0
+
+
+LABELLED = (m.AUC, m.LogLoss, m.NormalizedEntropy, m.Calibration, m.MAE, m.RMSE)
+
+
+@pytest.mark.quick_cases("NormalizedEntropy")
+@pytest.mark.parametrize("metric", LABELLED)
+def test_samples_of_weight_zero_count_for_nothing(metric):
+    scores, labels = np.float32([0.2, 0.5, 0.7]), np.float32([0, 1, 1])
+    wanted = metric.from_batch(scores, labels).compute()
+    garbage = np.append(scores, [np.nan, np.inf]).astype(np.float32)
+    labels = np.append(labels, [1, np.nan]).astype(np.float32)
+    mask = np.array([True, True, True, False, False])
+    got = metric.from_batch(garbage, labels, mask).compute()
+    assert float(got) == float(wanted)
+
+
+@pytest.mark.parametrize("metric", LABELLED)
+def test_a_score_that_is_nan_makes_the_value_nan(metric):
+    """It is defined, so a caller can tell it from a missing class."""
+    of_batch = metric.from_batch([0.2, np.nan, 0.7], [0.0, 1.0, 1.0])
+    assert np.isnan(of_batch.compute())
+    assert of_batch.is_defined()
+
+
+@pytest.mark.parametrize(
+    ("metric", "labels", "is_defined"),
+    [
+        (m.AUC, [1, 1], False),
+        (m.AUC, [0, 0], False),
+        (m.AUC, [0, 1], True),
+        (m.NormalizedEntropy, [1, 1], False),
+        (m.NormalizedEntropy, [0, 0], False),
+        (m.NormalizedEntropy, [0, 1], True),
+        (m.Calibration, [0, 0], False),
+        (m.Calibration, [1, 1], True),
+        (m.LogLoss, [1, 1], True),
+        (m.MAE, [0, 0], True),
+    ],
+)
+def test_one_class(metric, labels, is_defined):
+    got = metric.from_batch([0.25, 0.5], labels)
+    assert bool(got.is_defined()) == is_defined
+    assert bool(jnp.isnan(got.compute())) != is_defined
+
+
+@pytest.mark.quick_cases("Calibration", "MAE")
+@pytest.mark.parametrize("metric", [*LABELLED, m.Accuracy])
+def test_no_samples(metric):
+    for empty in (
+        metric.empty(),
+        metric.from_batch([], []),
+        metric.from_batch([0.5], [1.0], [0.0]),
+    ):
+        assert not empty.is_defined()
+        assert np.isnan(empty.compute())
+
+
+@pytest.mark.parametrize("metric", [*LABELLED, m.Accuracy])
+def test_shapes_that_jax_would_broadcast_are_refused(metric):
+    with pytest.raises(
+        ValueError, match=r"labels must have the shape of .* \[4\], got"
+    ):
+        metric.from_batch(np.zeros(4), np.zeros((4, 1)))
+    with pytest.raises(ValueError, match=r"weights must .* \[4\], got \[1\]"):
+        metric.from_batch(np.zeros(4), np.zeros(4), np.ones(1))
+
+
+@pytest.mark.parametrize("num_bins", [1, 0, -3])
+def test_too_few_bins(num_bins):
+    with pytest.raises(
+        ValueError, match=f"num_bins must be at least 2, got {num_bins}"
+    ):
+        m.AUC.empty(num_bins)
+    with pytest.raises(ValueError, match="num_bins"):
+        m.AUC.from_batch([0.0], [1.0], num_bins=num_bins)

@@ -1,0 +1,166 @@
+"""Tests that metrics merge: over batches, in any order, over devices, under `jit`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.conftest import mesh_of
+from tpu_embedding import metrics as m
+
+NUM_SAMPLES = 24
+GENERATOR = np.random.default_rng(0)
+LOGITS = GENERATOR.normal(size=NUM_SAMPLES).astype(np.float32)
+LABELS = (GENERATOR.random(NUM_SAMPLES) < 0.4).astype(np.float32)
+SCORES = GENERATOR.integers(0, 6, (NUM_SAMPLES, 8)).astype(np.float32)
+GAINS = GENERATOR.integers(0, 2, (NUM_SAMPLES, 8)).astype(np.float32)
+
+METRICS = {
+    # Positive, because the rounding of a sum near 0 is not small beside the sum.
+    "mean": lambda weights: m.Mean.from_batch(np.exp(LOGITS), weights),
+    "auc": lambda weights: m.AUC.from_batch(LOGITS, LABELS, weights, num_bins=16),
+    "log_loss": lambda weights: m.LogLoss.from_batch(LOGITS, LABELS, weights),
+    "entropy": lambda weights: m.NormalizedEntropy.from_batch(LOGITS, LABELS, weights),
+    "calibration": lambda weights: m.Calibration.from_batch(
+        jax.nn.sigmoid(LOGITS), LABELS, weights
+    ),
+    "accuracy": lambda weights: m.Accuracy.from_batch(LOGITS > 0, LABELS, weights),
+    "mae": lambda weights: m.MAE.from_batch(LOGITS, LABELS, weights),
+    "rmse": lambda weights: m.RMSE.from_batch(LOGITS, LABELS, weights),
+    "recall": lambda weights: m.RecallAtK.from_batch(SCORES, GAINS, weights, k=3),
+    "ndcg": lambda weights: m.NDCGAtK.from_batch(SCORES, GAINS, weights, k=3),
+}
+
+# Tolerance of float32: batches sum their own samples in another order.
+RTOL = 1e-6
+
+
+def of_weights(weights):
+    return {name: make(weights) for name, make in METRICS.items()}
+
+
+@jax.jit
+def merged_values(weights):
+    """Merges metrics of several batches in both orders.
+
+    Args:
+      weights: `[batches, samples]`, of all samples in each batch.
+    """
+    parts = [of_weights(row) for row in weights]
+    forwards = functools.reduce(m.merge, parts)
+    backwards = functools.reduce(m.merge, parts[::-1])
+    return m.compute(forwards), m.compute(backwards)
+
+
+@jax.jit
+def whole_values(weights):
+    return m.compute(of_weights(weights))
+
+
+@given(
+    batch_of=st.lists(st.integers(0, 2), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES),
+    weights=st.lists(
+        st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+        min_size=NUM_SAMPLES,
+        max_size=NUM_SAMPLES,
+    ),
+)
+@settings(max_examples=30)
+def test_any_split_merges_to_the_whole(batch_of, weights):
+    """Also if a batch is empty, or all weights are 0."""
+    weights = np.array(weights, np.float32)
+    split = np.stack([weights * (np.array(batch_of) == i) for i in range(3)])
+    forwards, backwards = jax.device_get(merged_values(split))
+    whole = jax.device_get(whole_values(weights))
+    for name, value in whole.items():
+        np.testing.assert_allclose(forwards[name], value, rtol=RTOL, err_msg=name)
+        np.testing.assert_allclose(backwards[name], value, rtol=RTOL, err_msg=name)
+    # Weights in halves add exactly.
+    for name in ("auc", "accuracy"):
+        np.testing.assert_array_equal(forwards[name], backwards[name])
+
+
+@pytest.mark.parametrize("num_devices", [pytest.param(3, marks=pytest.mark.full), 8])
+def test_psum_merges_the_metrics_of_devices(num_devices):
+    mesh = mesh_of(num_devices)
+    weights = np.ones(NUM_SAMPLES, np.float32)
+
+    def of_shard(logits, labels, scores, gains):
+        metrics = {
+            "auc": m.AUC.from_batch(logits, labels, num_bins=16),
+            "entropy": m.NormalizedEntropy.from_batch(logits, labels),
+            "ndcg": m.NDCGAtK.from_batch(scores, gains, k=3),
+        }
+        return jax.lax.psum(metrics, "shard")
+
+    spec = PartitionSpec("shard")
+    merged = jax.jit(
+        jax.shard_map(of_shard, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+    )(LOGITS, LABELS, SCORES, GAINS)
+    wanted = whole_values(weights)
+    for name, value in m.compute(merged).items():
+        assert float(value) == pytest.approx(float(wanted[name]), rel=RTOL)
+    counts = METRICS["auc"](weights).positives
+    np.testing.assert_array_equal(merged["auc"].positives.value(), counts.value())
+
+
+def test_batches_split_over_devices_need_no_psum():
+    """Under `jit`, arrays are global."""
+    sharding = NamedSharding(mesh_of(8), PartitionSpec("shard"))
+    logits, labels = jax.device_put((LOGITS, LABELS), sharding)
+    auc = jax.jit(lambda *batch: m.AUC.empty(16).update(*batch))
+    for split, whole in zip(
+        jax.tree.leaves(auc(logits, labels)),
+        jax.tree.leaves(auc(LOGITS, LABELS)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(split, whole)
+
+
+def test_scan_compiles_one_step():
+    """The carry keeps its structure, shapes and dtypes."""
+
+    def step(metrics, batch):
+        logits, labels = batch
+        metrics = {name: each.update(logits, labels) for name, each in metrics.items()}
+        return metrics, metrics["auc"].compute()
+
+    metrics = {"auc": m.AUC.empty(16), "log_loss": m.LogLoss.empty()}
+    batches = LOGITS.reshape(6, 4), LABELS.reshape(6, 4)
+    last, aucs = jax.jit(lambda x, y: jax.lax.scan(step, x, y))(metrics, batches)
+    wanted = whole_values(np.ones(NUM_SAMPLES, np.float32))
+    for auc in (aucs[-1], last["auc"].compute()):
+        assert float(auc) == pytest.approx(float(wanted["auc"]), rel=RTOL)
+    loss = float(last["log_loss"].compute())
+    assert loss == pytest.approx(float(wanted["log_loss"]), rel=RTOL)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_are_float32_pytrees(name):
+    metric = METRICS[name](np.ones(NUM_SAMPLES, np.float32))
+    assert {leaf.dtype for leaf in jax.tree.leaves(metric)} == {np.dtype(np.float32)}
+    value = metric.compute()
+    assert (value.shape, value.dtype) == ((), jnp.float32)
+    with pytest.raises(AttributeError):
+        metric.weights = None  # frozen
+
+
+@pytest.mark.full
+def test_update_keeps_the_settings():
+    auc = m.AUC.empty(num_bins=5).update([0.1], [1.0])
+    assert auc.num_bins == 5 and auc.positives.high.shape == (5,)
+    recall = m.RecallAtK.empty(k=2).update([[1.0, 2.0]], [[0, 1]], [1.0])
+    assert recall.k == 2
+
+
+def test_only_like_metrics_merge():
+    with pytest.raises(ValueError, match=r"AUC .*'num_bins': 4}, got .*'num_bins': 8}"):
+        m.AUC.empty(4).merge(m.AUC.empty(8))
+    with pytest.raises(TypeError, match="merge takes a MAE, got a RMSE"):
+        m.MAE.empty().merge(m.RMSE.empty())

@@ -1,0 +1,180 @@
+"""Tests the metrics of retrieval against scikit-learn and their definitions."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from tpu_embedding.metrics import NDCGAtK, RecallAtK
+
+reference = pytest.importorskip("sklearn.metrics")
+
+# Tolerance of float32: sums of a dozen gains, and their quotient.
+RTOL = 1e-6
+BATCH, CANDIDATES = 30, 12
+METRICS = (NDCGAtK, RecallAtK)
+
+
+def retrieval(seed, levels=None):
+    """Returns scores, graded labels and weights; few `levels` make ties."""
+    generator = np.random.default_rng(seed)
+    scores = generator.normal(size=(BATCH, CANDIDATES)).astype(np.float32)
+    if levels is not None:
+        scores = generator.integers(0, levels, scores.shape).astype(np.float32)
+    labels = generator.integers(0, 4, scores.shape) * (
+        generator.random(scores.shape) < 0.3
+    )
+    labels[:, 0] = np.where(labels.any(axis=1), labels[:, 0], 1)
+    weights = generator.integers(0, 3, BATCH).astype(np.float32)
+    return scores, labels.astype(np.float32), weights
+
+
+CASES = {
+    "no ties": retrieval(0),
+    "ties": retrieval(1, levels=3),
+    "all tied": retrieval(2, levels=1),
+}
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="k")
+def value_of(metric, *batch, k, **inputs):
+    return metric.from_batch(*batch, k=k, **inputs).compute()
+
+
+@pytest.mark.quick_cases("ties-5", "no ties-15")
+@pytest.mark.parametrize("k", [1, 5, CANDIDATES, CANDIDATES + 3])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_ndcg(case, k):
+    scores, labels, weights = case
+    wanted = reference.ndcg_score(labels, scores, k=k, sample_weight=weights)
+    assert float(value_of(NDCGAtK, *case, k=k)) == pytest.approx(wanted, rel=RTOL)
+
+
+def recall_over_orders(scores, labels, k, generator):
+    """Returns the mean recall of a sample over random orders of equal scores."""
+    found = []
+    for _ in range(2000):
+        order = np.lexsort((generator.random(len(scores)), -scores))
+        found.append((labels[order[:k]] > 0).mean() * min(k, len(scores)))
+    return np.mean(found) / (labels > 0).sum()
+
+
+@pytest.mark.parametrize("k", [1, 5, CANDIDATES + 3])
+def test_recall(k):
+    scores, labels, weights = CASES["no ties"]
+    best = np.argsort(-scores, axis=1)[:, :k]
+    relevant = np.take_along_axis(labels, best, axis=1) > 0
+    recalls = relevant.sum(axis=1) / (labels > 0).sum(axis=1)
+    got = value_of(RecallAtK, scores, labels, weights, k=k)
+    assert float(got) == pytest.approx(np.average(recalls, weights=weights), rel=RTOL)
+
+
+@pytest.mark.full
+def test_recall_of_ties_is_the_mean_over_orders():
+    scores, labels, _ = CASES["ties"]
+    generator = np.random.default_rng(0)
+    for row in range(3):
+        got = value_of(RecallAtK, scores[[row]], labels[[row]], k=4)
+        wanted = recall_over_orders(scores[row], labels[row], 4, generator)
+        # Five standard deviations of the mean of 2000 draws in [0, 1].
+        assert float(got) == pytest.approx(wanted, abs=5 * 0.5 / 2000**0.5)
+
+
+def test_equal_scores_are_no_hit():
+    """A model that tells no candidates apart finds k of n, not all."""
+    labels = np.eye(10, dtype=np.float32)
+    recall = RecallAtK.from_batch(np.zeros((10, 10)), labels, k=3)
+    assert float(recall.compute()) == pytest.approx(0.3, rel=RTOL)
+
+
+@pytest.mark.parametrize(
+    "k",
+    [
+        pytest.param(1, marks=pytest.mark.full),
+        4,
+        pytest.param(20, marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.quick_cases("RecallAtK-4")
+@pytest.mark.parametrize("metric", METRICS)
+def test_ranks_are_scores_with_one_relevant_candidate(metric, k):
+    scores, _, weights = CASES["no ties"]
+    own = np.arange(BATCH) % CANDIDATES
+    labels = np.eye(CANDIDATES, dtype=np.float32)[own]
+    score_of_own = np.take_along_axis(scores, own[:, None], axis=1)
+    ranks = (scores > score_of_own).sum(axis=1)
+    wanted = metric.from_batch(scores, labels, weights, k=k).compute()
+    got = metric.from_ranks(ranks, weights, k=k).compute()
+    assert float(got) == pytest.approx(float(wanted), rel=RTOL)
+    # scikit-learn's name for recall with one relevant candidate.
+    if metric is RecallAtK and k < CANDIDATES:
+        hits = reference.top_k_accuracy_score(own, scores, k=k, sample_weight=weights)
+        assert float(got) == pytest.approx(hits, rel=RTOL)
+
+
+@pytest.mark.quick_cases("RecallAtK")
+@pytest.mark.parametrize("metric", METRICS)
+def test_places_without_a_candidate(metric):
+    """They change nothing, whatever their scores and labels are."""
+    scores, labels, weights = CASES["ties"]
+    scores = np.where(scores == 0, -np.inf, scores).astype(np.float32)
+    wanted = value_of(metric, scores, labels, weights, k=5)
+    places = np.arange(CANDIDATES + 4) % (CANDIDATES + 4) < CANDIDATES
+    generator = np.random.default_rng(0)
+    for fill in (np.inf, -np.inf, np.nan, 0.0):
+        padded = np.pad(scores, ((0, 0), (0, 4)), constant_values=fill)
+        more = np.pad(labels, ((0, 0), (0, 4)), constant_values=3.0)
+        order = generator.permutation(CANDIDATES + 4)
+        is_candidate = np.broadcast_to(places[order], padded.shape)
+        got = value_of(
+            *(metric, padded[:, order], more[:, order], weights),
+            is_candidate=is_candidate,
+            k=5,
+        )
+        assert float(got) == pytest.approx(float(wanted), rel=RTOL)
+
+
+@pytest.mark.quick_cases("RecallAtK")
+@pytest.mark.parametrize("metric", METRICS)
+def test_samples_without_a_relevant_candidate_do_not_count(metric):
+    scores = np.array([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]], np.float32)
+    labels = np.array([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], np.float32)
+    both = metric.from_batch(scores, labels, k=2)
+    first = metric.from_batch(scores[:1], labels[:1], k=2)
+    assert float(both.compute()) == float(first.compute())
+    assert float(both.weights.value()) == 1
+    none = metric.from_batch(scores[1:], labels[1:], k=2)
+    assert not none.is_defined() and np.isnan(none.compute())
+    assert np.isnan(metric.empty(k=2).compute())
+
+
+@pytest.mark.quick_cases("RecallAtK")
+@pytest.mark.parametrize("metric", METRICS)
+def test_nan_scores_and_weight_zero(metric):
+    scores = np.array([[np.nan, 2.0], [1.0, 2.0]], np.float32)
+    labels = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
+    assert np.isnan(metric.from_batch(scores, labels, k=1).compute())
+    assert float(metric.from_batch(scores, labels, [0, 1], k=1).compute()) == 1
+    assert np.isnan(metric.from_ranks([np.nan, 0.0], k=1).compute())
+    assert float(metric.from_ranks([np.nan, 0.0], [0, 1], k=1).compute()) == 1
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_wrong_arguments(metric):
+    name = metric.__name__
+    square = np.zeros((2, 3))
+    with pytest.raises(ValueError, match=f"{name}.k must be at least 1, got 0"):
+        metric.from_batch(square, square, k=0)
+    with pytest.raises(ValueError, match="k must be"):
+        metric.from_ranks([0], k=-1)
+    with pytest.raises(ValueError, match="k must be"):
+        metric.empty(k=0)
+    with pytest.raises(ValueError, match=r"labels must .* \[2, 3\], got \[2\]"):
+        metric.from_batch(square, np.zeros(2), k=1)
+    with pytest.raises(ValueError, match=r"weights must .* \[2\], got \[2, 3\]"):
+        metric.from_batch(square, square, square, k=1)
+    with pytest.raises(ValueError, match=r"is_candidate must .* \[2, 3\], got \[3\]"):
+        metric.from_batch(square, square, is_candidate=np.ones(3), k=1)
+    with pytest.raises(ValueError, match=r"\[batch, candidates\], got \[3\]"):
+        metric.from_batch(np.zeros(3), np.zeros(3), k=1)

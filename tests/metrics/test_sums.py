@@ -1,0 +1,137 @@
+"""Tests sums of two float32 values against integers and fractions."""
+
+import fractions
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from tests.conftest import mesh_of
+from tpu_embedding.metrics import LogLoss, Mean, Sum
+
+NUM_VALUES = 12
+
+
+def exact(total):
+    return fractions.Fraction(float(total.high)) + fractions.Fraction(float(total.low))
+
+
+@jax.jit
+def fold(highs, lows):
+    """Adds values one by one."""
+    values = Sum(high=highs, low=lows)
+    return jax.lax.scan(lambda total, x: (total.add(x), None), Sum.zeros(), values)[0]
+
+
+def fold_of(numbers):
+    highs = np.array([np.float32(x) for x in numbers])
+    lows = [x - int(high) for x, high in zip(numbers, highs, strict=True)]
+    return fold(highs, np.array(lows, np.float32))
+
+
+@given(st.lists(st.integers(0, 2**42), min_size=NUM_VALUES, max_size=NUM_VALUES))
+@settings(max_examples=60, deadline=None)
+def test_whole_numbers_add_exactly_in_any_order(numbers):
+    total = fold_of(numbers)
+    assert exact(total) == sum(numbers)
+    backwards = fold_of(numbers[::-1])
+    assert (total.high, total.low) == (backwards.high, backwards.low)
+
+
+def test_whole_numbers_up_to_the_limit():
+    total = fold_of([2**46 - 2**23 + 1, 2**23 - 2])
+    assert exact(total) == 2**46 - 1
+
+
+@given(
+    st.lists(
+        st.floats(2.0**-60, 2.0**60, width=32),
+        min_size=NUM_VALUES,
+        max_size=NUM_VALUES,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_relative_error(values):
+    total = fold(np.array(values, np.float32), np.zeros(NUM_VALUES, np.float32))
+    wanted = sum(map(fractions.Fraction, values))
+    # 2^-44 for each of the additions, as the class promises.
+    assert abs(exact(total) - wanted) <= NUM_VALUES * wanted / 2**44
+
+
+def test_a_hundred_million_samples_and_five_more():
+    """Doubles a sample 27 times; a float32 total would lose the last five."""
+    total = Mean.from_batch([1.0])
+    for _ in range(27):
+        total = total.merge(total)
+    assert float(total.weights.value()) == 2**27 > 1e8
+    assert float(total.weights.high + jnp.float32(1)) == 2**27
+    for _ in range(5):
+        total = total.update([0.0])
+    assert exact(total.weights) == 2**27 + 5
+    assert exact(total.weighted_values) == 2**27
+
+
+def test_small_losses_reach_a_large_total():
+    """A float32 total would not change at all."""
+    one = LogLoss.from_batch([0.0], [1.0])
+    loss = exact(one.weighted_values)
+    many = one
+    for _ in range(27):
+        many = many.merge(many)
+    step = jax.jit(lambda metric: metric.update([0.0], [1.0]))
+    after = many
+    for _ in range(100):
+        after = step(after)
+    assert float(many.weighted_values.high + one.weighted_values.high) == float(
+        many.weighted_values.high
+    )
+    wanted = (2**27 + 100) * loss
+    assert abs(exact(after.weighted_values) - wanted) <= 127 * wanted / 2**44
+
+
+def test_running_totals():
+    values = np.random.default_rng(0).random(1000).astype(np.float32)
+    running = Sum.of(jnp.array(values)).running()
+    wanted = np.cumsum(values.astype(np.float64))
+    got = np.float64(running.high) + np.float64(running.low)
+    np.testing.assert_allclose(got, wanted, rtol=1000 * 2.0**-44)
+    total = Sum.of(jnp.array(values)).total()
+    assert float(total.value()) == np.float32(wanted[-1])
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ((np.inf, 1.0), np.inf),
+        ((1.0, -np.inf), -np.inf),
+        ((np.inf, -np.inf), np.nan),
+        ((np.nan, 1.0), np.nan),
+        ((3e38, 3e38), np.inf),
+        ((0.0, 0.0), 0.0),
+        ((-1.0, 1.0), 0.0),
+    ],
+)
+def test_values_that_are_not_finite(values, wanted):
+    first, second = (Sum.of(jnp.float32(x)) for x in values)
+    for total in (first.add(second), second.add(first)):
+        np.testing.assert_equal(float(total.value()), wanted)
+        np.testing.assert_equal(float(total.add(Sum.zeros()).value()), wanted)
+
+
+def test_psum_rounds_once():
+    """The highs of 8 devices add as float32; the lows keep what they held."""
+    total = fold_of([2**40, 5])
+
+    def all_devices(total):
+        return jax.lax.psum(total, "shard")
+
+    mesh = mesh_of(8)
+    assert mesh.axis_names == ("shard",)
+    summed = jax.shard_map(
+        all_devices, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
+    )(total)
+    assert exact(summed) == 8 * (2**40 + 5)

@@ -1,0 +1,292 @@
+"""Defines metrics that are made of means: of losses, errors and probabilities."""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
+
+from tpu_embedding.metrics.metric import Metric, check_batch, weighted
+from tpu_embedding.metrics.sums import Sum
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mean(Metric):
+    """The weighted mean of values. It is defined if the total weight is not 0.
+
+    Attributes:
+      weighted_values: total of weight times value.
+      weights: total of the weights.
+
+    Example:
+      >>> mean = Mean.from_batch([1.0, 2.0, 9.0], weights=[True, True, False])
+      >>> float(mean.update([3.0]).compute())
+      2.0
+    """
+
+    weighted_values: Sum
+    weights: Sum
+
+    @classmethod
+    def empty(cls) -> Self:
+        """Returns the metric of no samples."""
+        return cls(weighted_values=Sum.zeros(), weights=Sum.zeros())
+
+    @classmethod
+    def from_batch(cls, values: ArrayLike, weights: ArrayLike | None = None) -> Self:
+        """Returns the metric of one batch.
+
+        Args:
+          values: any shape.
+          weights: at least 0, or bool; shaped like `values`. None: every weight is 1.
+        """
+        values, weights = check_batch(cls.__name__, values=values, weights=weights)
+        return cls._of(values, weights)
+
+    @classmethod
+    def _of(cls, values: Array, weights: Array) -> Self:
+        return cls(
+            weighted_values=Sum.of(jnp.sum(weighted(values, weights))),
+            weights=Sum.of(jnp.sum(weights)),
+        )
+
+    def is_defined(self) -> Bool[Array, ""]:
+        """Returns True if the total weight is not 0."""
+        return self.weights.value() != 0
+
+    def _compute(self) -> Float[Array, ""]:
+        return self.weighted_values.value() / self.weights.value()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accuracy(Mean):
+    """The share of samples whose prediction equals the label.
+
+    Example:
+      >>> probabilities = jnp.array([0.9, 0.2, 0.6, 0.1])
+      >>> float(Accuracy.from_batch(probabilities > 0.5, [1, 0, 0, 0]).compute())
+      0.75
+    """
+
+    @classmethod
+    def from_batch(
+        cls,
+        predictions: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+    ) -> Self:
+        """Returns the metric of one batch.
+
+        Args:
+          predictions: predicted classes, ints or bools of any shape.
+          labels: true classes, shaped like `predictions`.
+          weights: as for `Mean`.
+        """
+        *_, weights = check_batch(
+            cls.__name__, predictions=predictions, labels=labels, weights=weights
+        )
+        # As ints, because float32 takes class 2^24 + 1 for class 2^24.
+        is_right = _as_ints(predictions) == _as_ints(labels)
+        return cls._of(is_right.astype(jnp.float32), weights)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MAE(Mean):
+    """The mean absolute error."""
+
+    @classmethod
+    def from_batch(
+        cls,
+        predictions: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+    ) -> Self:
+        """Returns the metric of one batch.
+
+        Args:
+          predictions: any shape.
+          labels: shaped like `predictions`.
+          weights: as for `Mean`.
+        """
+        predictions, labels, weights = check_batch(
+            cls.__name__, predictions=predictions, labels=labels, weights=weights
+        )
+        return cls._of(jnp.abs(predictions - labels), weights)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RMSE(Mean):
+    """The root of the mean squared error."""
+
+    @classmethod
+    def from_batch(
+        cls,
+        predictions: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+    ) -> Self:
+        """Returns the metric of one batch; see `MAE`."""
+        predictions, labels, weights = check_batch(
+            cls.__name__, predictions=predictions, labels=labels, weights=weights
+        )
+        return cls._of(jnp.square(predictions - labels), weights)
+
+    def _compute(self) -> Float[Array, ""]:
+        return jnp.sqrt(super()._compute())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogLoss(Mean):
+    """The mean log loss of a click model, in nats.
+
+    Example:
+      >>> LogLoss.from_batch([0.0, 0.0], [1.0, 0.0]).compute()  # log(2)
+      Array(0.6931472, dtype=float32)
+    """
+
+    @classmethod
+    def from_batch(
+        cls,
+        logits: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+    ) -> Self:
+        """Returns the metric of one batch.
+
+        Args:
+          logits: any shape; `jax.scipy.special.logit` makes them of probabilities.
+            Infinite ones are certain: the loss is 0 or infinite.
+          labels: in `[0, 1]`, shaped like `logits`.
+          weights: as for `Mean`.
+        """
+        logits, labels, weights = check_batch(
+            cls.__name__, logits=logits, labels=labels, weights=weights
+        )
+        return cls._of(log_loss(logits, labels), weights)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormalizedEntropy(Metric):
+    """The mean log loss over that of predicting the share of positives for each sample.
+
+    Below 1 the model knows more than the base rate. See He et al., "Practical Lessons
+    from Predicting Clicks on Ads at Facebook" (ADKDD 2014), equation 1. It is defined
+    if there are positive and negative samples.
+
+    Attributes:
+      losses: total of weight times log loss.
+      positives: total weight of the positive samples.
+      negatives: total weight of the negative samples.
+    """
+
+    losses: Sum
+    positives: Sum
+    negatives: Sum
+
+    @classmethod
+    def empty(cls) -> Self:
+        """Returns the metric of no samples."""
+        return cls(losses=Sum.zeros(), positives=Sum.zeros(), negatives=Sum.zeros())
+
+    @classmethod
+    def from_batch(
+        cls,
+        logits: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+    ) -> Self:
+        """Returns the metric of one batch; arguments are those of `LogLoss`."""
+        logits, labels, weights = check_batch(
+            cls.__name__, logits=logits, labels=labels, weights=weights
+        )
+        losses = log_loss(logits, labels)
+        return cls(
+            losses=Sum.of(jnp.sum(weighted(losses, weights))),
+            positives=Sum.of(jnp.sum(weighted(labels, weights))),
+            negatives=Sum.of(jnp.sum(weighted(1 - labels, weights))),
+        )
+
+    def is_defined(self) -> Bool[Array, ""]:
+        """Returns True if there are positive and negative samples."""
+        return (self.positives.value() != 0) & (self.negatives.value() != 0)
+
+    def _compute(self) -> Float[Array, ""]:
+        positives, negatives = self.positives.value(), self.negatives.value()
+        weight = self.positives.add(self.negatives).value()
+        # The share of the rarer class, because 1 minus a small share is inexact.
+        share = jnp.minimum(positives, negatives) / weight
+        entropy = -share * jnp.log(share) - (1 - share) * jnp.log1p(-share)
+        return self.losses.value() / weight / entropy
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration(Metric):
+    """The mean prediction over the mean label: 1 is calibrated, above 1 is too high.
+
+    It is defined if a label is not 0.
+
+    Attributes:
+      predictions: total of weight times prediction.
+      labels: total of weight times label.
+
+    Example:
+      >>> float(Calibration.from_batch([0.5, 0.25], [1.0, 0.0]).compute())
+      0.75
+    """
+
+    predictions: Sum
+    labels: Sum
+
+    @classmethod
+    def empty(cls) -> Self:
+        """Returns the metric of no samples."""
+        return cls(predictions=Sum.zeros(), labels=Sum.zeros())
+
+    @classmethod
+    def from_batch(
+        cls,
+        predictions: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+    ) -> Self:
+        """Returns the metric of one batch.
+
+        Args:
+          predictions: probabilities, any shape.
+          labels: in `[0, 1]`, shaped like `predictions`.
+          weights: as for `Mean`.
+        """
+        predictions, labels, weights = check_batch(
+            cls.__name__, predictions=predictions, labels=labels, weights=weights
+        )
+        return cls(
+            predictions=Sum.of(jnp.sum(weighted(predictions, weights))),
+            labels=Sum.of(jnp.sum(weighted(labels, weights))),
+        )
+
+    def is_defined(self) -> Bool[Array, ""]:
+        """Returns True if a label is not 0."""
+        return self.labels.value() != 0
+
+    def _compute(self) -> Float[Array, ""]:
+        return self.predictions.value() / self.labels.value()
+
+
+def _as_ints(classes: ArrayLike) -> Int[Array, "*shape"]:
+    return jnp.asarray(classes).astype(jnp.int32)
+
+
+def log_loss(
+    logits: Float[Array, "*shape"], labels: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """Returns the log loss of each sample, also of infinite logits."""
+    of_positive = weighted(jax.nn.softplus(-logits), labels)
+    return of_positive + weighted(jax.nn.softplus(logits), 1 - labels)

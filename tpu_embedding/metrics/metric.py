@@ -1,0 +1,145 @@
+"""Defines what all metrics share: values that grow by batches, and merge.
+
+A metric is a pytree of sums. So it passes through `jit` and `scan`, and `jax.lax.psum`
+merges the metrics of all devices.
+"""
+
+import dataclasses
+from typing import Any, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float
+
+from tpu_embedding.metrics.sums import Sum
+
+Nest = TypeVar("Nest")
+
+
+class Metric:
+    """Base of all metrics: frozen dataclasses of sums and static settings.
+
+    `from_batch` makes a metric of a batch, `merge` adds two, `compute` returns the
+    value. Order and grouping of the samples do not matter, beyond rounding.
+    """
+
+    @classmethod
+    def from_batch(cls, *batch: Any, **settings: Any) -> Self:
+        """Returns the metric of one batch; each class says what a batch is."""
+        raise NotImplementedError(f"{cls.__name__} has no from_batch")
+
+    def update(self, *batch: Any, **inputs: Any) -> Self:
+        """Returns the metric of its own samples and those of a batch.
+
+        Args:
+          *batch: arguments of `from_batch`.
+          **inputs: further ones, except the settings, which stay as they are.
+        """
+        return self.merge(self.from_batch(*batch, **inputs, **self._settings()))
+
+    def merge(self, other: Self) -> Self:
+        """Returns the metric of the samples of both.
+
+        Raises:
+          TypeError: if the other one is of another class.
+          ValueError: if it has other settings.
+        """
+        if type(other) is not type(self):
+            raise TypeError(
+                f"merge takes a {type(self).__name__}, got a {type(other).__name__}."
+            )
+        if other._settings() != self._settings():
+            raise ValueError(
+                f"merge takes a {type(self).__name__} with the settings "
+                f"{self._settings()}, got {other._settings()}."
+            )
+        return jax.tree.map(Sum.add, self, other, is_leaf=_is_sum)
+
+    def is_defined(self) -> Bool[Array, ""]:
+        """Returns True if the samples determine a value; see each class."""
+        raise NotImplementedError(f"{type(self).__name__} has no is_defined")
+
+    def compute(self) -> Float[Array, ""]:
+        """Returns the value, a float32 scalar; NaN if it is not defined."""
+        return _value_of(self)
+
+    def _compute(self) -> Float[Array, ""]:
+        """Returns the value, or anything if it is not defined."""
+        raise NotImplementedError(f"{type(self).__name__} has no _compute")
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)  # pyright: ignore
+            if field.metadata.get("static")
+        }
+
+
+@jax.jit
+def _value_of(metric: Metric) -> Float[Array, ""]:
+    return jnp.where(metric.is_defined(), metric._compute(), jnp.nan)
+
+
+def merge(metrics: Nest, others: Nest) -> Nest:
+    """Merges two nests of metrics, such as dicts, entry by entry.
+
+    Args:
+      metrics: nest of metrics.
+      others: nest of the same structure.
+    """
+    return jax.tree.map(
+        lambda metric, other: metric.merge(other), metrics, others, is_leaf=is_metric
+    )
+
+
+def compute(metrics: Any) -> Any:
+    """Returns the values of a nest of metrics, as the same nest of float32 scalars.
+
+    Example:
+      >>> from tpu_embedding.metrics import MAE
+      >>> compute({"mae": MAE.from_batch([1.0, 2.0], [1.0, 4.0])})
+      {'mae': Array(1., dtype=float32)}
+    """
+    return jax.tree.map(lambda metric: metric.compute(), metrics, is_leaf=is_metric)
+
+
+def is_metric(value: Any) -> bool:
+    """Returns True for metrics, the leaves of the nests above."""
+    return isinstance(value, Metric)
+
+
+def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*shape"]]:
+    """Returns the arrays of a batch as float32; ones for `None`.
+
+    Args:
+      owner: class of the metric, for the error.
+      **arrays: by name. The first one has the shape that all must have: JAX would
+        silently broadcast `[batch]` with `[batch, 1]`.
+
+    Raises:
+      ValueError: if a shape differs.
+    """
+    converted = {
+        name: jnp.asarray(array).astype(jnp.float32)
+        for name, array in arrays.items()
+        if array is not None
+    }
+    (first, values), *others = converted.items()
+    for name, array in others:
+        if array.shape != values.shape:
+            raise ValueError(
+                f"{owner}: {name} must have the shape of {first}, "
+                f"{list(values.shape)}, got {list(array.shape)}."
+            )
+    return [converted.get(name, jnp.ones(values.shape, jnp.float32)) for name in arrays]
+
+
+def weighted(
+    values: Float[Array, "*shape"], weights: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """Returns `weights * values`; 0 where the weight is 0, even if the value is NaN."""
+    return jnp.where(weights == 0, 0.0, weights * values)
+
+
+def _is_sum(value: Any) -> bool:
+    return isinstance(value, Sum)

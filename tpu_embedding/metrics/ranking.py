@@ -1,0 +1,242 @@
+"""Defines metrics of retrieval: samples that rank candidates.
+
+Candidates of equal score could stand in any order. Both metrics take the mean over all
+orders, as scikit-learn's `ndcg_score` does. A model that gives all candidates one score
+therefore gets the value of a random order, not that of a perfect one.
+"""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
+
+from tpu_embedding.metrics.metric import Metric, check_batch, weighted
+from tpu_embedding.metrics.sums import Sum
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TopK(Metric):
+    """A weighted mean, over samples, of a value of the best `k` candidates.
+
+    A sample without a relevant candidate has no value, and counts for nothing. The
+    metric is defined if the total weight of the others is not 0.
+
+    Attributes:
+      weighted_values: total of weight times value.
+      weights: total of the weights.
+      k: number of candidates that count.
+    """
+
+    weighted_values: Sum
+    weights: Sum
+    k: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def empty(cls, *, k: int) -> Self:
+        """Returns the metric of no samples."""
+        cls._check(k)
+        return cls(weighted_values=Sum.zeros(), weights=Sum.zeros(), k=k)
+
+    @classmethod
+    def from_batch(
+        cls,
+        scores: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+        *,
+        is_candidate: ArrayLike | None = None,
+        k: int,
+    ) -> Self:
+        """Returns the metric of one batch.
+
+        Args:
+          scores: `[batch, candidates]`; a higher score ranks before a lower one.
+          labels: `[batch, candidates]`, relevance of each candidate; 0 is irrelevant.
+          weights: at least 0, or bool, `[batch]`. None: every weight is 1.
+          is_candidate: bool `[batch, candidates]`; False for places without a
+            candidate. None: there are none.
+          k: at least 1; above the number of candidates, all count.
+
+        Raises:
+          ValueError: if shapes differ, or `k` is below 1.
+        """
+        cls._check(k)
+        scores, labels, is_candidate = check_batch(
+            cls.__name__, scores=scores, labels=labels, is_candidate=is_candidate
+        )
+        if scores.ndim != 2:
+            raise ValueError(
+                f"{cls.__name__}: scores must have the shape [batch, candidates], got "
+                f"{list(scores.shape)}."
+            )
+        _, weights = check_batch(cls.__name__, batch=scores[:, 0], weights=weights)
+        is_candidate = is_candidate != 0
+        labels = jnp.where(is_candidate, labels, 0.0)
+        values = cls._values(scores, labels, is_candidate, k)
+        is_nan = jnp.any(jnp.isnan(scores) & is_candidate, axis=1)
+        values = jnp.where(is_nan, jnp.nan, values)
+        is_used = jnp.any(labels != 0, axis=1)
+        return cls._of(values, jnp.where(is_used, weights, 0.0), k)
+
+    @classmethod
+    def from_ranks(
+        cls, ranks: ArrayLike, weights: ArrayLike | None = None, *, k: int
+    ) -> Self:
+        """Returns the metric of samples that have one relevant candidate each.
+
+        Args:
+          ranks: number of candidates before the relevant one, any shape.
+          weights: at least 0, or bool, shaped like `ranks`. None: every weight is 1.
+          k: at least 1.
+
+        Raises:
+          ValueError: if shapes differ, or `k` is below 1.
+        """
+        cls._check(k)
+        ranks, weights = check_batch(cls.__name__, ranks=ranks, weights=weights)
+        values = jnp.where(ranks < k, cls._gains(ranks), 0.0)
+        values = jnp.where(jnp.isnan(ranks), jnp.nan, values)
+        return cls._of(values, weights, k)
+
+    def is_defined(self) -> Bool[Array, ""]:
+        """Returns True if a sample of positive weight has a relevant candidate."""
+        return self.weights.value() != 0
+
+    def _compute(self) -> Float[Array, ""]:
+        return self.weighted_values.value() / self.weights.value()
+
+    @classmethod
+    def _gains(cls, ranks: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """Returns the gain of a relevant candidate by its rank, from 0."""
+        raise NotImplementedError
+
+    @classmethod
+    def _values(
+        cls,
+        scores: Float[Array, "batch candidates"],
+        labels: Float[Array, "batch candidates"],
+        is_candidate: Bool[Array, "batch candidates"],
+        k: int,
+    ) -> Float[Array, " batch"]:
+        """Returns the value of each sample; anything if no candidate is relevant."""
+        raise NotImplementedError
+
+    @classmethod
+    def _total_gains(
+        cls,
+        scores: Float[Array, "batch candidates"],
+        labels: Float[Array, "batch candidates"],
+        is_candidate: Bool[Array, "batch candidates"],
+        k: int,
+    ) -> Float[Array, " batch"]:
+        """Returns the total of label times gain of each sample's best `k`."""
+        keys = (1 - is_candidate.astype(jnp.int32), -scores)
+        *keys, labels = jax.lax.sort((*keys, labels), num_keys=2)
+        starts, ends = _ties(keys)
+        ranks = jnp.arange(scores.shape[1], dtype=jnp.float32)
+        gains = jnp.where(ranks < k, cls._gains(ranks), 0.0)
+        before = jnp.concatenate([jnp.zeros(1), jnp.cumsum(gains)])
+        mean_gains = (before[ends] - before[starts]) / (ends - starts)
+        return jnp.sum(labels * mean_gains, axis=1)
+
+    @classmethod
+    def _of(cls, values: Array, weights: Array, k: int) -> Self:
+        return cls(
+            weighted_values=Sum.of(jnp.sum(weighted(values, weights))),
+            weights=Sum.of(jnp.sum(weights)),
+            k=k,
+        )
+
+    @classmethod
+    def _check(cls, k: int) -> None:
+        if k < 1:
+            raise ValueError(f"{cls.__name__}.k must be at least 1, got {k}.")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecallAtK(_TopK):
+    """The share of relevant candidates among the best `k`, averaged over samples.
+
+    With one relevant candidate per sample it is the hit rate. It is defined if a sample
+    of positive weight has a relevant candidate; samples without one do not count.
+
+    Attributes:
+      weighted_values: total of weight times recall.
+      weights: total of the weights.
+      k: number of candidates that count.
+
+    Example:
+      >>> recall = RecallAtK.from_batch([[3.0, 2.0, 1.0]], [[1, 0, 1]], k=2)
+      >>> float(recall.compute())
+      0.5
+    """
+
+    @classmethod
+    def _gains(cls, ranks):
+        return jnp.ones_like(ranks)
+
+    @classmethod
+    def _values(cls, scores, labels, is_candidate, k):
+        is_relevant = (labels != 0).astype(jnp.float32)
+        found = cls._total_gains(scores, is_relevant, is_candidate, k)
+        return found / jnp.sum(is_relevant, axis=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NDCGAtK(_TopK):
+    """The normalised discounted cumulative gain of the best `k`, averaged over samples.
+
+    A candidate of rank `r`, from 0, gains `label / log2(r + 2)`. The sum is divided by
+    that of the best order. See Järvelin and Kekäläinen, "Cumulated Gain-Based
+    Evaluation of IR Techniques" (2002). Pass `2**relevance - 1` as labels for
+    exponential gains. It is defined if a sample of positive weight has a relevant
+    candidate; samples without one do not count.
+
+    Attributes:
+      weighted_values: total of weight times NDCG.
+      weights: total of the weights.
+      k: number of candidates that count.
+
+    Example:
+      >>> ndcg = NDCGAtK.from_batch([[3.0, 2.0, 1.0]], [[0, 0, 1]], k=3)
+      >>> float(ndcg.compute())
+      0.5
+    """
+
+    @classmethod
+    def _gains(cls, ranks):
+        return 1 / jnp.log2(ranks + 2)
+
+    @classmethod
+    def _values(cls, scores, labels, is_candidate, k):
+        gains = cls._total_gains(scores, labels, is_candidate, k)
+        return gains / cls._total_gains(labels, labels, is_candidate, k)
+
+
+def _ties(
+    keys: list[Array],
+) -> tuple[
+    Int[Array, "batch candidates"],
+    Int[Array, "batch candidates"],
+]:
+    """Returns the first and the last plus one place of the candidates that are equal.
+
+    Args:
+      keys: `[batch, candidates]` each, sorted along the rows.
+    """
+    batch, length = keys[0].shape
+    places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    is_new = jnp.zeros((batch, length - 1), bool)
+    for key in keys:
+        is_new |= key[:, 1:] != key[:, :-1]
+    edge = jnp.ones((batch, 1), bool)
+    is_first = jnp.concatenate([edge, is_new], axis=1)
+    is_last = jnp.concatenate([is_new, edge], axis=1)
+    starts = jax.lax.cummax(jnp.where(is_first, places, 0), axis=1)
+    ends = jax.lax.cummin(jnp.where(is_last, places + 1, length), axis=1, reverse=True)
+    return starts, ends
