@@ -36,6 +36,7 @@ from tpu_embedding.cli.inspect import add_inspect
 from tpu_embedding.cli.train import add_train
 from tpu_embedding.data.batch import DataError
 from tpu_embedding.export.signature import ExportError
+from tpu_embedding.supervision.pulses import tell
 from tpu_embedding.training.errors import ConfigError, describe_error
 from tpu_embedding.training.pipeline import TrainingDivergedError
 from tpu_embedding.training.reporting import MissingPlotLibraryError
@@ -55,15 +56,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
       and 130 if Ctrl-C interrupted the command.
     """
     parsed = make_parser().parse_args(arguments)
+    parsed.is_program = arguments is None
+    parsed.given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         return parsed.run(parsed)
     except UnwritableCheckpointError as error:
+        tell("failed")
         return _fail(str(error), FAILED, parsed)
     except _WRONG_USAGE_ERRORS as error:
+        tell("final")
         return _fail(str(error), WRONG_USAGE, parsed)
     except (TrainingDivergedError, MissingPlotLibraryError) as error:
+        tell("final")
         return _fail(str(error), FAILED, parsed)
     except (OSError, MemoryError) as error:
+        tell("failed")
         return _fail(describe_error(error), FAILED, parsed)
     except jax.errors.JaxRuntimeError as error:
         return _fail(f"XLA: {str(error).partition(chr(10))[0]}", FAILED, parsed)

@@ -16,6 +16,8 @@ from tpu_embedding.cli.arguments import (
     refuse_repeated,
 )
 from tpu_embedding.cli.exit_status import UsageError
+from tpu_embedding.cli.supervise import add_supervision_arguments, supervise
+from tpu_embedding.supervision.pulses import start_pulses
 from tpu_embedding.training.config_files import list_configs, load_config
 from tpu_embedding.training.loop import train
 from tpu_embedding.training.overrides import apply_overrides
@@ -66,6 +68,7 @@ def add_train(commands: Any) -> None:
         metavar="STEP",
         help="save a checkpoint and stop after this step, as if interrupted",
     )
+    add_supervision_arguments(parser)
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument(
         "--resume",
@@ -88,12 +91,16 @@ def add_train(commands: Any) -> None:
 
 
 def _train(parsed: argparse.Namespace) -> int:
+    start_pulses()
     refuse_repeated("--set", parsed.set)
     config = apply_overrides(load_config(parsed.config), parsed.set)
     output_dir = parsed.output_dir or pathlib.Path("runs") / config.name
-    mesh = None if parsed.devices is None else emulated_mesh(parsed.devices)
     if parsed.fallback is not None and not parsed.resume:
         raise UsageError("--fallback needs --resume: it is about its checkpoints.")
+    status = supervise(parsed)
+    if status is not None:
+        return status
+    mesh = None if parsed.devices is None else emulated_mesh(parsed.devices)
     existing_run: ExistingRun = "refuse"
     if parsed.resume or parsed.overwrite:
         existing_run = "resume" if parsed.resume else "move_aside"

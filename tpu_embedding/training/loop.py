@@ -24,6 +24,7 @@ from tpu_embedding.checkpoint.run_checkpoints import Fallback, RunCheckpoints
 from tpu_embedding.data.batch import Batch, DataError, Dataset
 from tpu_embedding.data.teacher import TeacherDataset
 from tpu_embedding.optimizers.rule_description import describe_rule
+from tpu_embedding.supervision.pulses import tell
 from tpu_embedding.training.errors import ConfigError
 from tpu_embedding.training.metrics import LOSSES
 from tpu_embedding.training.pipeline import (
@@ -169,6 +170,9 @@ def train(
             first_step, state = _restore(checkpoints, program, description, fallback)
         report = RunReport(directory.path)
         stack.callback(report.close)
+        tell("started")
+        if found is not None:
+            tell("saved", first_step)
         if moved_to is not None:
             report.line(f"moved the earlier run to {moved_to}")
         if found is not None and first_step < found:

@@ -18,6 +18,7 @@ from tpu_embedding.data.batch import Batch, DataError, Dataset
 from tpu_embedding.lookup.buffer_sizes import BufferSizes
 from tpu_embedding.lookup.prepare import shard_batch
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.supervision.pulses import tell
 from tpu_embedding.training.checked_data import check_num_samples
 from tpu_embedding.training.reporting import Record
 from tpu_embedding.training.step import StepMetrics, prepare_batch
@@ -176,6 +177,7 @@ class StepMeter:
         """Waits for the oldest step in flight; reports if it completes a record."""
         num_steps_done, metrics = self._in_flight.popleft()
         metrics = jax.device_get(metrics)
+        tell("step", num_steps_done)
         if not math.isfinite(metrics.loss):
             raise TrainingDivergedError(
                 f"The loss of step {num_steps_done} is {metrics.loss}; lower the "

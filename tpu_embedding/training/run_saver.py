@@ -5,6 +5,7 @@ from typing import Any
 from flax import nnx
 
 from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints
+from tpu_embedding.supervision.pulses import tell
 from tpu_embedding.training.pipeline import TrainingDivergedError
 from tpu_embedding.training.reporting import RunReport
 from tpu_embedding.training.step import names_not_finite
@@ -63,3 +64,4 @@ class RunSaver:
         step, self._unreported = self._unreported, None
         self._checkpoints.wait()
         self._report.saved(step)
+        tell("saved", step)
