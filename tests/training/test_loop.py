@@ -65,6 +65,8 @@ def test_records_of_a_run(whole_run):
     assert list(evaluations) == [6, 8]
     assert records[-1] == {"result": dataclasses.asdict(result)}
     assert result.metrics == evaluations[8]
+    assert list(result.metrics)[0] == "log_loss"
+    assert {"auc", "normalized_entropy", "calibration"} < set(result.metrics)
     assert result.step == 8
     assert result.teacher < result.metrics["log_loss"]
     assert result.target_met is False
@@ -210,10 +212,14 @@ def test_a_wrong_setting_leaves_the_earlier_run(whole_run, changes):
 
 
 def test_metrics_that_are_not_finite(tmp_path, monkeypatch):
-    summarize = metrics.LOSSES["log_loss"].summarize
+    usual = metrics.LOSSES["log_loss"]
     bad = dataclasses.replace(
-        metrics.LOSSES["log_loss"],
-        summarize=lambda totals: summarize(totals) | {"log_loss": float("nan")},
+        usual,
+        evaluate=lambda outputs, labels, weights: usual.evaluate(
+            dataclasses.replace(outputs, scores=jnp.nan * outputs.scores),
+            labels,
+            weights,
+        ),
     )
     monkeypatch.setitem(metrics.LOSSES, "log_loss", bad)
     with pytest.raises(

@@ -1,12 +1,17 @@
 """Tests the metrics against their definitions on whole data sets."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_embedding.training.metrics import LOSSES, area_under_curve, mean_loss
+from tpu_embedding.training.metrics import (
+    LOSSES,
+    mean_loss,
+    merge_batches,
+    values_of,
+)
 from tpu_embedding.training.models.model import Outputs, click_outputs
-from tpu_embedding.training.pipeline import sum_over_batches
 
 GENERATOR = np.random.default_rng(0)
 SCORES = GENERATOR.normal(size=(3, 50)).astype(np.float32)
@@ -20,26 +25,63 @@ def rating_outputs(scores):
     )
 
 
-def summarize(loss, outputs_of):
-    return LOSSES[loss].summarize(
-        sum_over_batches(
-            LOSSES[loss].sums(outputs_of(jnp.array(s)), jnp.array(y), jnp.array(w))
-            for s, y, w in zip(SCORES, CLICKS, WEIGHTS, strict=True)
-        )
-    )
+def summarize(loss, outputs_of, scores=SCORES, clicks=CLICKS, weights=WEIGHTS):
+    evaluate = jax.jit(lambda s, y, w: LOSSES[loss].evaluate(outputs_of(s), y, w))
+    return values_of(merge_batches(map(evaluate, scores, clicks, weights)))
 
 
-def test_log_loss_and_auc_over_batches():
+def test_click_metrics_over_batches():
     used = WEIGHTS > 0
     scores, labels = SCORES[used].astype(np.float64), CLICKS[used]
     p = 1 / (1 + np.exp(-scores))
     log_loss = -np.mean(labels * np.log(p) + (1 - labels) * np.log(1 - p))
     above = scores[labels == 1][:, None] > scores[labels == 0][None, :]
     metrics = summarize("log_loss", click_outputs)
+    assert list(metrics) == ["log_loss", "auc", "normalized_entropy", "calibration"]
     # Tolerance: float32 rounding of sums over 50 samples.
     assert metrics["log_loss"] == pytest.approx(log_loss, rel=1e-6)
     # Tolerance: pairs of samples in one of the 4096 bins count half.
     assert metrics["auc"] == pytest.approx(above.mean(), abs=1e-3)
+    rate = labels.mean()
+    entropy = -rate * np.log(rate) - (1 - rate) * np.log(1 - rate)
+    wanted = log_loss / entropy
+    assert metrics["normalized_entropy"] == pytest.approx(wanted, rel=1e-6)
+    assert metrics["calibration"] == pytest.approx(p.mean() / rate, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("clicks", "names"),
+    [
+        (np.zeros_like(CLICKS), ["log_loss"]),
+        (np.ones_like(CLICKS), ["log_loss", "calibration"]),
+    ],
+)
+def test_metrics_that_one_class_does_not_determine_are_left_out(clicks, names):
+    assert list(summarize("log_loss", click_outputs, clicks=clicks)) == names
+
+
+def test_no_samples_have_no_metrics():
+    no_weights = np.zeros_like(WEIGHTS)
+    assert summarize("log_loss", click_outputs, weights=no_weights) == {}
+    assert summarize("log_loss", click_outputs, SCORES[:0]) == {}
+
+
+def test_nan_predictions_are_not_left_out():
+    """A diverged model must not look like data of one class."""
+    scores = np.where(SCORES > 1, np.nan, SCORES).astype(np.float32)
+    metrics = summarize("log_loss", click_outputs, scores)
+    assert len(metrics) == 4 and np.isnan(list(metrics.values())).all()
+
+
+def test_probabilities_at_the_ends_have_a_bin():
+    metrics = summarize(
+        "log_loss",
+        click_outputs,
+        np.array([[-200.0, 200.0, 0.0]], np.float32),
+        np.array([[0.0, 1.0, 1.0]], np.float32),
+        np.ones((1, 3), np.float32),
+    )
+    assert metrics["auc"] == 1
 
 
 def test_rmse_and_mae_use_predictions():
@@ -62,12 +104,15 @@ def test_softmax_loss_and_recall_over_batches():
     used = WEIGHTS > 0
     sizes = np.abs(SCORES[used])
     metrics = summarize("in_batch_softmax", retrieval_outputs)
-    assert list(metrics) == ["softmax_loss", "recall_at_10"]
+    assert list(metrics) == ["softmax_loss", "recall_at_10", "ndcg_at_10"]
     # Tolerance: float32 rounding of sums over 50 samples.
     assert metrics["softmax_loss"] == pytest.approx(sizes.mean(), rel=1e-6)
-    recall = (np.floor(10 * sizes) < 10).mean()
+    ranks = np.floor(10 * sizes)
+    recall = (ranks < 10).mean()
     assert 0 < recall < 1
     assert metrics["recall_at_10"] == pytest.approx(recall, rel=1e-6)
+    ndcg = np.where(ranks < 10, 1 / np.log2(ranks + 2), 0).mean()
+    assert metrics["ndcg_at_10"] == pytest.approx(ndcg, rel=1e-6)
     loss = LOSSES["in_batch_softmax"].per_sample(
         retrieval_outputs(jnp.array(SCORES[0])), jnp.array(CLICKS[0])
     )
@@ -80,25 +125,3 @@ def test_loss_uses_scores_and_penalty():
     wanted = np.mean((SCORES[0] - CLICKS[0])[used] ** 2 + 0.1 * SCORES[0][used])
     got = mean_loss(LOSSES["squared_error"], rating_outputs(s), y, w)
     assert float(got) == pytest.approx(wanted, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("positives", "negatives", "wanted"),
-    [
-        ([0, 2], [3, 0], 1.0),
-        ([2, 0], [0, 3], 0.0),
-        ([2, 0], [3, 0], 0.5),
-        ([1, 1], [0, 0], None),
-        ([0, 0], [1, 1], None),
-    ],
-)
-def test_area_under_curve(positives, negatives, wanted):
-    assert area_under_curve(np.array(positives), np.array(negatives)) == wanted
-
-
-def test_scores_at_the_ends_have_a_bin():
-    outputs = click_outputs(jnp.array([-100.0, 100.0]))
-    sums = LOSSES["log_loss"].sums(outputs, jnp.array([0.0, 1.0]), jnp.ones(2))
-    assert float(jnp.sum(sums["positives"])) == 1
-    assert float(sums["positives"][-1]) == 1
-    assert float(sums["negatives"][0]) == 1

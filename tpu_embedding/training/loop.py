@@ -26,12 +26,11 @@ from tpu_embedding.data.teacher import TeacherDataset
 from tpu_embedding.optimizers.rule_description import describe_rule
 from tpu_embedding.supervision.pulses import tell
 from tpu_embedding.training.errors import ConfigError
-from tpu_embedding.training.metrics import LOSSES
+from tpu_embedding.training.metrics import LOSSES, merge_batches, values_of
 from tpu_embedding.training.pipeline import (
     StepMeter,
     TrainingDivergedError,
     put_batch,
-    sum_over_batches,
     train_batches,
 )
 from tpu_embedding.training.plan_record import describe_plan
@@ -302,7 +301,7 @@ class _Run:
         """
         begin = time.perf_counter()
         program = self._program
-        totals = sum_over_batches(
+        merged = merge_batches(
             program.evaluation_step(
                 self.state,
                 put_batch(
@@ -314,12 +313,12 @@ class _Run:
         )
         if self._stop.requested:
             return None
-        if not totals["weight"] > 0:
+        metrics = values_of(merged)
+        if not metrics:
             raise DataError(
                 f"{type(program.data.data).__name__}.evaluation_batches() must yield a "
                 "sample of positive weight, got none."
             )
-        metrics = LOSSES[program.config.loss].summarize(totals)
         for name, value in metrics.items():
             if not math.isfinite(value):
                 raise TrainingDivergedError(

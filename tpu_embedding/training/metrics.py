@@ -1,33 +1,29 @@
-"""Defines losses, and evaluation metrics that are computed from sums over batches.
+"""Defines the losses of runs, and the metrics that belong to each.
 
-The devices compute the sums of each batch. The loop totals them on the host in float64,
-and computes the metrics from the totals.
+The devices merge the metrics of batch after batch. The host reads the values at the end
+of an evaluation.
 """
 
+import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+from tpu_embedding import metrics as m
 from tpu_embedding.training.models.model import Outputs
 
 LossName = Literal["log_loss", "squared_error", "in_batch_softmax"]
 
-NUM_SCORE_BINS: Final = 4096
-"""Number of bins of predicted probabilities, for the area under the ROC curve.
+TOP_K: Final = 10
+"""The `k` of recall@k and NDCG@k: the sample's own item should be among the top k."""
 
-A pair of samples in one bin counts half. The error is therefore below half the share of
-such pairs."""
-
-RECALL_TOP_K: Final = 10
-"""The `k` of recall@k: a hit ranks the sample's own item among the top k candidates."""
-
-Sums = dict[str, Array]
+Metrics = collections.OrderedDict[str, m.Metric]
+"""Metrics by name, the main one first; JAX keeps the order of an `OrderedDict`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,15 +35,13 @@ class Loss:
         The first one is the main metric, which a teacher can have, too.
       label_range: minimum and maximum of a label; None if every finite number is one.
       per_sample: `(outputs, labels) -> losses [batch]`, without the penalty.
-      sums: `(outputs, labels, weights) -> Sums` of one batch.
-      summarize: `totals -> metrics`, from float64 totals by name to metrics by name.
+      evaluate: `(outputs, labels, weights) -> Metrics` of one batch.
     """
 
     metrics: tuple[str, ...]
     label_range: tuple[float, float] | None = None
     per_sample: Callable[[Outputs, Array], Array]
-    sums: Callable[[Outputs, Array, Array], Sums]
-    summarize: Callable[[dict[str, np.ndarray]], dict[str, float]]
+    evaluate: Callable[[Outputs, Array, Array], Metrics]
 
     @property
     def metric(self) -> str:
@@ -66,70 +60,67 @@ def mean_loss(
     return jnp.sum(weights * per_sample) / jnp.sum(weights)
 
 
+def merge_batches(batches: Iterable[Metrics]) -> Metrics:
+    """Returns the metrics of all batches; no metrics if there are no batches.
+
+    Waits for a batch only after the next one is dispatched.
+
+    Args:
+      batches: metrics of each batch, on the devices.
+    """
+    merged: Metrics = collections.OrderedDict()
+    for of_batch in batches:
+        jax.block_until_ready(merged)
+        merged = _merge(merged, of_batch) if merged else of_batch
+    return merged
+
+
+def values_of(metrics: Metrics) -> dict[str, float]:
+    """Returns the values of the metrics that are defined, in their order.
+
+    All are missing if no sample has a positive weight. AUC and others are also missing
+    if the samples do not determine them.
+    """
+    values, is_defined = jax.device_get(_compute(metrics))
+    return {name: float(value) for name, value in values.items() if is_defined[name]}
+
+
+_merge = jax.jit(m.merge)
+
+
+@jax.jit
+def _compute(metrics: Metrics) -> tuple[dict[str, Array], dict[str, Array]]:
+    is_defined = {name: metric.is_defined() for name, metric in metrics.items()}
+    return m.compute(metrics), is_defined
+
+
 def _log_loss(outputs: Outputs, labels: Array) -> Array:
     return optax.sigmoid_binary_cross_entropy(outputs.scores, labels)
 
 
-def _click_sums(outputs: Outputs, labels: Array, weights: Array) -> Sums:
-    bins = jnp.int32(outputs.predictions * NUM_SCORE_BINS)
-    bins = jnp.clip(bins, 0, NUM_SCORE_BINS - 1)
-    empty = jnp.zeros(NUM_SCORE_BINS)
-    return {
-        "weight": jnp.sum(weights),
-        "log_loss": jnp.sum(weights * _log_loss(outputs, labels)),
-        "positives": empty.at[bins].add(weights * labels),
-        "negatives": empty.at[bins].add(weights * (1 - labels)),
-    }
-
-
-def _summarize_clicks(totals: dict[str, np.ndarray]) -> dict[str, float]:
-    metrics = {"log_loss": float(totals["log_loss"] / totals["weight"])}
-    auc = area_under_curve(totals["positives"], totals["negatives"])
-    return metrics if auc is None else metrics | {"auc": auc}
-
-
-def area_under_curve(positives: np.ndarray, negatives: np.ndarray) -> float | None:
-    """Returns the area under the ROC curve, from histograms of the scores.
-
-    The area is the probability that a positive sample scores above a negative one. Two
-    samples in one bin count half.
-
-    Args:
-      positives: total weight of the positive samples in each bin, by rising score.
-      negatives: total weight of the negative samples in each bin.
-
-    Returns:
-      The area, in [0, 1]; None if there are no positive or no negative samples.
-
-    Example:
-      >>> area_under_curve(np.array([0, 1, 1]), np.array([1, 1, 0]))
-      0.875
-    """
-    pairs = positives.sum() * negatives.sum()
-    if pairs == 0:
-        return None
-    below = np.cumsum(negatives) - negatives
-    return float(np.sum(positives * (below + 0.5 * negatives)) / pairs)
+def _evaluate_clicks(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
+    probabilities = outputs.predictions
+    # The bins of the area are those of logits, as precise at 0.001 as at 0.5.
+    ranking = jax.scipy.special.logit(jnp.clip(probabilities, 0, 1))
+    return collections.OrderedDict(
+        log_loss=m.LogLoss.from_batch(outputs.scores, labels, weights),
+        auc=m.AUC.from_batch(ranking, labels, weights),
+        normalized_entropy=m.NormalizedEntropy.from_batch(
+            outputs.scores, labels, weights
+        ),
+        calibration=m.Calibration.from_batch(probabilities, labels, weights),
+    )
 
 
 def _squared_error(outputs: Outputs, labels: Array) -> Array:
     return jnp.square(outputs.scores - labels)
 
 
-def _rating_sums(outputs: Outputs, labels: Array, weights: Array) -> Sums:
-    errors = outputs.predictions - labels
-    return {
-        "weight": jnp.sum(weights),
-        "squared_error": jnp.sum(weights * jnp.square(errors)),
-        "absolute_error": jnp.sum(weights * jnp.abs(errors)),
-    }
-
-
-def _summarize_ratings(totals: dict[str, np.ndarray]) -> dict[str, float]:
-    return {
-        "rmse": float(np.sqrt(totals["squared_error"] / totals["weight"])),
-        "mae": float(totals["absolute_error"] / totals["weight"]),
-    }
+def _evaluate_ratings(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
+    return collections.OrderedDict(
+        rmse=m.RMSE.from_batch(outputs.predictions, labels, weights),
+        mae=m.MAE.from_batch(outputs.predictions, labels, weights),
+    )
 
 
 def _softmax_loss(outputs: Outputs, labels: Array) -> Array:
@@ -138,19 +129,14 @@ def _softmax_loss(outputs: Outputs, labels: Array) -> Array:
     return -outputs.scores
 
 
-def _retrieval_sums(outputs: Outputs, labels: Array, weights: Array) -> Sums:
-    return {
-        "weight": jnp.sum(weights),
-        "softmax_loss": jnp.sum(weights * _softmax_loss(outputs, labels)),
-        "hits": jnp.sum(weights * (outputs.predictions < RECALL_TOP_K)),
-    }
-
-
-def _summarize_retrieval(totals: dict[str, np.ndarray]) -> dict[str, float]:
-    return {
-        "softmax_loss": float(totals["softmax_loss"] / totals["weight"]),
-        f"recall_at_{RECALL_TOP_K}": float(totals["hits"] / totals["weight"]),
-    }
+def _evaluate_retrieval(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
+    ranks = outputs.predictions
+    metrics: Metrics = collections.OrderedDict(
+        softmax_loss=m.Mean.from_batch(_softmax_loss(outputs, labels), weights)
+    )
+    metrics[f"recall_at_{TOP_K}"] = m.RecallAtK.from_ranks(ranks, weights, k=TOP_K)
+    metrics[f"ndcg_at_{TOP_K}"] = m.NDCGAtK.from_ranks(ranks, weights, k=TOP_K)
+    return metrics
 
 
 LOSSES: Final[dict[LossName, Loss]] = {
@@ -158,20 +144,17 @@ LOSSES: Final[dict[LossName, Loss]] = {
         metrics=("log_loss",),
         label_range=(0.0, 1.0),
         per_sample=_log_loss,
-        sums=_click_sums,
-        summarize=_summarize_clicks,
+        evaluate=_evaluate_clicks,
     ),
     "squared_error": Loss(
         metrics=("rmse", "mae"),
         per_sample=_squared_error,
-        sums=_rating_sums,
-        summarize=_summarize_ratings,
+        evaluate=_evaluate_ratings,
     ),
     "in_batch_softmax": Loss(
         metrics=("softmax_loss",),
         per_sample=_softmax_loss,
-        sums=_retrieval_sums,
-        summarize=_summarize_retrieval,
+        evaluate=_evaluate_retrieval,
     ),
 }
 """Losses by their name in `RunConfig.loss`."""

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Final
 
 import jax
 
@@ -207,26 +207,3 @@ class StepMeter:
             "rounds": max(int(m.rounds) for m in metrics),
             "out_of_range": sum(int(m.out_of_range) for m in metrics),
         }
-
-
-def sum_over_batches(sums: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the totals over all batches, by name, in float64.
-
-    The host reads a batch's sums only after the next batch is dispatched.
-
-    Args:
-      sums: device arrays by name, one dict per batch.
-    """
-    totals: dict[str, Any] = {}
-    pending: dict[str, Any] = {}
-    for batch_sums in sums:
-        totals, pending = _add(totals, pending), batch_sums
-    return _add(totals, pending)
-
-
-def _add(totals: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
-    read = jax.device_get(sums)
-    return totals | {
-        name: totals.get(name, 0.0) + value.astype("float64")
-        for name, value in read.items()
-    }

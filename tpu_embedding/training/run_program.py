@@ -43,7 +43,7 @@ class RunProgram:
       evaluation_sizes: those of evaluation batches.
       state: shapes, dtypes and shardings of the state.
       train_step: `(state, batch) -> (state, StepMetrics)`; donates the state.
-      evaluation_step: `(state, batch) -> Sums`.
+      evaluation_step: `(state, batch) -> Metrics`.
     """
 
     config: RunConfig

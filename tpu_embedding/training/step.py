@@ -33,7 +33,7 @@ from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.training.checked_data import CheckedDataset
 from tpu_embedding.training.errors import ConfigError, own_code
 from tpu_embedding.training.kernel_choice import resolve_kernels
-from tpu_embedding.training.metrics import LOSSES, LossName, Sums, mean_loss
+from tpu_embedding.training.metrics import LOSSES, LossName, Metrics, mean_loss
 from tpu_embedding.training.models.model import Outputs
 from tpu_embedding.training.run_config import RunConfig
 
@@ -55,7 +55,7 @@ class StepMetrics:
 
 
 TrainStep = Callable[[nnx.State, Batch], tuple[nnx.State, StepMetrics]]
-EvaluationStep = Callable[[nnx.State, Batch], Sums]
+EvaluationStep = Callable[[nnx.State, Batch], Metrics]
 
 
 def make_run_plan(
@@ -236,14 +236,14 @@ def abstract_step(
 
 
 def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> EvaluationStep:
-    """Returns the evaluation step, `(state, batch) -> Sums`, uncompiled."""
+    """Returns the evaluation step, `(state, batch) -> Metrics`, uncompiled."""
     loss = LOSSES[loss_name]
 
-    def evaluation_step(state: nnx.State, batch: Batch) -> Sums:
+    def evaluation_step(state: nnx.State, batch: Batch) -> Metrics:
         model, _ = nnx.merge(graphdef, state)
         outputs = _outputs_of(model, batch)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
-        return loss.sums(outputs, labels, weights)
+        return loss.evaluate(outputs, labels, weights)
 
     return evaluation_step
 
