@@ -8,6 +8,7 @@ train it. `tpu_embedding.linen` has the same for Flax Linen, and
 import importlib.metadata
 
 from tpu_embedding import checkpoint as checkpoint
+from tpu_embedding import distributed as distributed
 from tpu_embedding import export as export
 from tpu_embedding import initializers as initializers
 from tpu_embedding import metrics as metrics

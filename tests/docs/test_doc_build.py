@@ -10,10 +10,10 @@ import pytest
 from sphinx.util.inventory import InventoryFile
 
 import tpu_embedding
-from tpu_embedding import aot, functional, linen, optimizers, training
+from tpu_embedding import aot, distributed, functional, linen, optimizers, training
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
-PUBLIC = (tpu_embedding, optimizers, training, aot)
+PUBLIC = (tpu_embedding, optimizers, training, aot, distributed)
 
 
 def build_command(directory):

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
-from tpu_embedding.plan.process_samples import samples_by_process
+import tpu_embedding as te
+from tpu_embedding.plan.process_samples import process_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,51 +35,36 @@ class Sharding:
 
 
 CASES = {
-    "one_process": (Sharding((0, 0), (0, 1)), 8, {0: range(8)}),
+    "one_process": (Sharding((0, 0), (0, 1)), {0: range(2)}),
     "two_processes": (
         Sharding((0, 0, 1, 1), (0, 1, 2, 3)),
-        8,
-        {0: range(4), 1: range(4, 8)},
+        {0: range(2), 1: range(2, 4)},
     ),
     "batch_over_first_axis_only": (
         Sharding((0, 0, 1, 1), (0, 0, 1, 1)),
-        8,
-        {0: range(4), 1: range(4, 8)},
+        {0: range(2), 1: range(2, 4)},
     ),
     "second_axis_crosses_processes": (
         Sharding((0, 1, 0, 1), (0, 0, 1, 1)),
-        8,
-        {0: range(8), 1: range(8)},
+        {0: range(4), 1: range(4)},
     ),
-    "not_consecutive": (
-        Sharding((0, 1, 0, 1), (0, 1, 2, 3)),
-        8,
-        {0: range(8), 1: range(8)},
-    ),
+    "not_consecutive": (Sharding((0, 1, 0, 1), (0, 1, 2, 3)), None),
     "processes_in_another_order": (
         Sharding((1, 1, 0, 0), (0, 1, 2, 3)),
-        4,
         {1: range(2), 0: range(2, 4)},
     ),
-    "uneven_processes": (
-        Sharding((0, 1, 1, 1), (0, 1, 2, 3)),
-        8,
-        {0: range(8), 1: range(8)},
-    ),
-    "batch_does_not_divide": (
-        Sharding((0, 0, 1, 1), (0, 1, 2, 3)),
-        6,
-        {0: range(6), 1: range(6)},
-    ),
+    "uneven_processes": (Sharding((0, 1, 1, 1), (0, 1, 2, 3)), None),
 }
 
 
-@pytest.mark.parametrize(
-    ("sharding", "batch_size", "expected"), CASES.values(), ids=CASES.keys()
-)
-def test_samples_by_process(sharding, batch_size, expected):
-    found = samples_by_process(sharding, len(sharding.processes), batch_size)
-    assert found == expected
-    if len(set(found.values())) > 1:  # Together, they are the batch.
-        joined = np.concatenate([list(samples) for samples in found.values()])
-        assert sorted(joined.tolist()) == list(range(batch_size))
+@pytest.mark.parametrize(("sharding", "expected"), CASES.values(), ids=CASES.keys())
+def test_shards_of_each_process(sharding, expected):
+    assert process_shards(sharding, len(sharding.processes)) == expected
+
+
+def test_one_process_loads_every_batch_whole(mesh):
+    table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+    plan = te.make_plan({"watched": te.FeatureConfig(table=table)}, mesh)
+    assert plan.num_process_parts == 1
+    for batch_size in (mesh.size, 3 * mesh.size, 7):
+        assert plan.process_samples(batch_size) == range(batch_size)

@@ -14,15 +14,22 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def start(*arguments, module="tests.processes.worker"):
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment,
+        env=environment_of(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def environment_of(num_devices=None):
+    """Returns the environment of a process with so many emulated devices."""
+    # The package of this checkout, even if another one is installed.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    devices = {} if num_devices is None else {"JAX_NUM_CPU_DEVICES": str(num_devices)}
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **devices}
 
 
 def free_port():

@@ -93,12 +93,22 @@ def positive_int(text: str) -> int:
     return value
 
 
-def emulated_mesh(count: int) -> Mesh:
-    """Returns a mesh of CPU devices; creates them if JAX is not initialised yet."""
+def emulated_mesh(count: int, num_processes: int = 1) -> Mesh:
+    """Returns a mesh of CPU devices; creates them if JAX is not initialised yet.
+
+    Args:
+      count: devices of all processes together.
+      num_processes: processes of the job, each of which has an equal number.
+    """
+    if count % num_processes:
+        raise UsageError(
+            f"--devices must be a multiple of the {num_processes} processes of the "
+            f"job, got {count}."
+        )
     use_cpu_only()
     # If JAX has been initialised already, its devices are used.
     with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", count // num_processes)
     devices = jax.devices("cpu")
     if len(devices) < count:
         raise UsageError(

@@ -33,8 +33,16 @@ from tpu_embedding.cli.exit_status import (
 )
 from tpu_embedding.cli.export import add_export
 from tpu_embedding.cli.inspect import add_inspect
+from tpu_embedding.cli.processes import end_job_by
 from tpu_embedding.cli.train import add_train
 from tpu_embedding.data.batch import DataError
+from tpu_embedding.distributed import (
+    AbsentProcessError,
+    DisagreementError,
+    StartError,
+    current_job,
+)
+from tpu_embedding.distributed.notices import end_job
 from tpu_embedding.export.signature import ExportError
 from tpu_embedding.supervision.pulses import tell
 from tpu_embedding.training.errors import ConfigError, describe_error
@@ -69,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TrainingDivergedError, MissingPlotLibraryError) as error:
         tell("final")
         return _fail(str(error), FAILED, parsed)
+    except AbsentProcessError as error:
+        tell("failed")
+        return _fail(str(error), FAILED, parsed)
     except (OSError, MemoryError) as error:
         tell("failed")
         return _fail(describe_error(error), FAILED, parsed)
@@ -80,6 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         print(str(interrupt) or "interrupted", file=sys.stderr)
         return INTERRUPTED
+    except Exception as error:
+        if current_job().num_processes == 1:
+            raise
+        end_job_by(error)
 
 
 _WRONG_USAGE_ERRORS: Final = (
@@ -89,13 +104,21 @@ _WRONG_USAGE_ERRORS: Final = (
     CheckpointError,
     ExportError,
     RunDirectoryError,
+    DisagreementError,
+    StartError,
 )
 
 
 def _fail(message: str, status: int, parsed: argparse.Namespace) -> int:
-    """Prints the error that is being handled, and returns the exit status."""
+    """Prints the error that is being handled, and returns the exit status.
+
+    In a job of several processes, it ends all of them with that status.
+    """
     if parsed.traceback:
         traceback.print_exc()
+    job = current_job()
+    if job.num_processes > 1:
+        end_job(job, message, status)
     print(f"error: {message}", file=sys.stderr)
     return status
 

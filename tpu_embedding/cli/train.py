@@ -16,6 +16,7 @@ from tpu_embedding.cli.arguments import (
     refuse_repeated,
 )
 from tpu_embedding.cli.exit_status import UsageError
+from tpu_embedding.cli.processes import add_process_arguments, start_processes
 from tpu_embedding.cli.supervise import add_supervision_arguments, supervise
 from tpu_embedding.supervision.pulses import start_pulses
 from tpu_embedding.training.config_files import list_configs, load_config
@@ -59,8 +60,8 @@ def add_train(commands: Any) -> None:
         "--devices",
         type=num_devices,
         metavar="N",
-        help=f"train on N emulated CPU devices, at most {MAX_EMULATED_DEVICES}; on all "
-        "devices by default",
+        help=f"train on N emulated CPU devices, over all processes, at most "
+        f"{MAX_EMULATED_DEVICES} in each; on all devices by default",
     )
     parser.add_argument(
         "--stop-at",
@@ -69,6 +70,7 @@ def add_train(commands: Any) -> None:
         help="save a checkpoint and stop after this step, as if interrupted",
     )
     add_supervision_arguments(parser)
+    add_process_arguments(parser)
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument(
         "--resume",
@@ -100,7 +102,10 @@ def _train(parsed: argparse.Namespace) -> int:
     status = supervise(parsed)
     if status is not None:
         return status
-    mesh = None if parsed.devices is None else emulated_mesh(parsed.devices)
+    num_processes = start_processes(parsed).num_processes
+    mesh = None
+    if parsed.devices is not None:
+        mesh = emulated_mesh(parsed.devices, num_processes)
     existing_run: ExistingRun = "refuse"
     if parsed.resume or parsed.overwrite:
         existing_run = "resume" if parsed.resume else "move_aside"

@@ -21,6 +21,7 @@ class RaggedShards(NamedTuple):
       samples_per_shard: the same for all shards; the last ones are filled up.
       min_valence: as in `ShardedRaggedIds`.
       max_valence: as in `ShardedRaggedIds`.
+      num_parts: parts of the global batch, of which this is one.
     """
 
     values: np.ndarray
@@ -30,6 +31,7 @@ class RaggedShards(NamedTuple):
     samples_per_shard: int
     min_valence: int = 0
     max_valence: int | None = None
+    num_parts: int = 1
 
     @classmethod
     def of(
@@ -37,6 +39,7 @@ class RaggedShards(NamedTuple):
         ids: RaggedIds,
         num_shards: int,
         *,
+        num_parts: int = 1,
         min_valence: int = 0,
         max_valence: int | None = None,
     ) -> "RaggedShards":
@@ -53,6 +56,7 @@ class RaggedShards(NamedTuple):
             samples_per_shard=samples_per_shard,
             min_valence=min_valence,
             max_valence=max_valence,
+            num_parts=num_parts,
         )
 
     def demand(self, feature: FeaturePlan) -> RaggedDemand:
@@ -92,7 +96,7 @@ class RaggedShards(NamedTuple):
             values=values,
             row_splits=row_splits,
             weights=weights,
-            batch_size=self.row_splits.shape[0] - 1,
+            batch_size=(self.row_splits.shape[0] - 1) * self.num_parts,
             min_valence=self.min_valence,
             max_valence=self.max_valence,
         )

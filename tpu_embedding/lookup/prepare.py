@@ -6,7 +6,7 @@ id, read 64-bit ids, and split ragged features by shard.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from tpu_embedding.lookup._inputs import (
 )
 from tpu_embedding.lookup._ragged_shards import RaggedShards
 from tpu_embedding.lookup._sparse_ids import from_sparse
+from tpu_embedding.lookup.agreed_sizes import agree_on_demands
 from tpu_embedding.lookup.buffer_sizes import BufferSizes, size_of_batch
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
@@ -31,12 +32,17 @@ from tpu_embedding.types import (
     SparseIds,
 )
 
+Samples = Literal["global", "process"]
+"""Samples that a process passes: the global batch, or those of its own devices."""
+
 
 def prepare_features(
     features: Any,
     plan: AnyPlan,
     weights: Any = None,
     sizes: BufferSizes | None = None,
+    *,
+    samples: Samples = "global",
 ) -> Any:
     """Checks the ids of a batch on the host and gives them static shapes.
 
@@ -55,10 +61,13 @@ def prepare_features(
       weights: None, or the same nest with weights, or None, per feature: in the form of
         the ids, or an array; for ragged and sparse features `[num_values]`.
       sizes: remembers the sizes of earlier batches; None: each batch has its own.
+      samples: `"global"`: the features are those of the global batch. `"process"`: of
+        the samples `plan.process_samples(batch_size)`. All processes then call this
+        function for each batch, as they agree on the sizes of ragged features.
 
     Returns:
       The nest with NumPy arrays: int32 ids and float32 weights. Pass it to the layer,
-      or to `tpu_embedding.shard_batch` first.
+      or to `tpu_embedding.shard_batch` first, with the same `samples`.
 
     Raises:
       TypeError: if ids are no integers, or their container has no clear meaning.
@@ -73,6 +82,7 @@ def prepare_features(
       2
     """
     plan = plan.for_batch(features)
+    num_parts = num_parts_of(samples, plan)
     leaves = plan.flatten_inputs(features)
     weight_leaves: list[Any] = [None] * len(leaves)
     if weights is not None:
@@ -82,33 +92,49 @@ def prepare_features(
         for ids, feature in zip(leaves, plan.inputs, strict=True)
     ]
     _refuse_unequal_batches(read, plan)
+    _refuse_uneven_parts(read, num_parts, plan)
     checked = [
-        _check_feature(host_ids, weight, feature, plan)
+        _check_feature(host_ids, weight, feature, plan, num_parts)
         for host_ids, weight, feature in zip(
             read, weight_leaves, plan.inputs, strict=True
         )
     ]
-    prepared = _pad_ragged(checked, plan, sizes)
+    prepared = _pad_ragged(checked, plan, sizes, num_parts)
     for i, (ids, leaf) in enumerate(zip(prepared, leaves, strict=True)):
         if isinstance(ids, DenseIds) and ids.weights is None:
             if not isinstance(leaf, DenseIds | SparseIds):
                 prepared[i] = ids.ids
     nest = jax.tree.unflatten(plan.feature_tree, prepared)
-    for ids, feature in zip(plan.flatten(nest), plan.features, strict=True):
+    shapes = plan.flatten(global_shapes(nest, num_parts))
+    for ids, feature in zip(shapes, plan.features, strict=True):
         feature_shape(ids, feature, plan)
     return nest
 
 
-def shard_batch(batch: Any, plan: EmbeddingPlan) -> Any:
+def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global") -> Any:
     """Puts a nest of arrays on the plan's devices, split along their first axis.
 
-    An array whose first axis is no multiple of the number of devices is copied to each
-    device. In a job of several processes, each process passes the same global batch and
-    puts the shards of its own devices.
+    Args:
+      batch: nest of arrays on the host.
+      plan: of the layer.
+      samples: `"global"`: each process passes the same global batch, and puts the
+        shards of its own devices. An array whose first axis is no multiple of the
+        number of devices is copied to each device. `"process"`: each process passes
+        the samples `plan.process_samples(batch_size)` only, in arrays of equal shapes.
+
+    Returns:
+      The nest with global arrays.
+
+    Raises:
+      ValueError: if an integer does not fit in 32 bits, or the samples of a process
+        cannot be split over its devices.
     """
+    num_parts = num_parts_of(samples, plan)
 
     def place(array):
         array = _check_fits_int32(np.asarray(array))
+        if num_parts > 1 and array.ndim:
+            return _place_part(array, plan, num_parts)
         divides = array.ndim and array.shape[0] % plan.num_batch_shards == 0
         sharding = plan.batch_sharding if divides else plan.replicated
         if sharding.is_fully_addressable:
@@ -116,6 +142,53 @@ def shard_batch(batch: Any, plan: EmbeddingPlan) -> Any:
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
     return jax.tree.map(place, batch)
+
+
+def _place_part(array: np.ndarray, plan: EmbeddingPlan, num_parts: int) -> jax.Array:
+    """Puts the part of one process on its devices."""
+    num_shards = plan.num_batch_shards // num_parts
+    if array.shape[0] % num_shards:
+        raise ValueError(
+            f"shard_batch(samples='process') needs a multiple of {num_shards} samples, "
+            f"the shards of this process, got an array of shape {array.shape}; pad the "
+            "batch with samples of weight 0."
+        )
+    shape = (array.shape[0] * num_parts, *array.shape[1:])
+    return jax.make_array_from_process_local_data(plan.batch_sharding, array, shape)
+
+
+def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
+    """Returns the number of different parts that processes pass; 1 for global ones.
+
+    Raises:
+      ValueError: if `samples` is unknown, or processes cannot pass parts on this mesh.
+    """
+    if samples not in get_args(Samples):
+        raise ValueError(
+            f"samples must be one of {get_args(Samples)}, got {samples!r}; it says "
+            "which samples each process passes."
+        )
+    if samples == "global":
+        return 1
+    if plan.num_process_parts is None:
+        raise ValueError(
+            "samples='process' needs a mesh in which the devices of each process are "
+            "consecutive and equal in number; sort them by process_index, or pass the "
+            "global batch with samples='global'."
+        )
+    return plan.num_process_parts
+
+
+def global_shapes(nest: Any, num_parts: int) -> Any:
+    """Returns the shapes and dtypes of the global batch that prepared parts form."""
+    if num_parts == 1:
+        return nest
+    return jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(
+            (array.shape[0] * num_parts, *array.shape[1:]), array.dtype
+        ),
+        nest,
+    )
 
 
 def _check_fits_int32(array: np.ndarray) -> np.ndarray:
@@ -173,8 +246,31 @@ def _refuse_unequal_batches(read: list[HostIds], plan: AnyPlan) -> None:
         )
 
 
+def _refuse_uneven_parts(read: list[HostIds], num_parts: int, plan: AnyPlan) -> None:
+    """Refuses parts of processes that their devices cannot share equally."""
+    if num_parts == 1:
+        return
+    num_shards = plan.num_shards // num_parts
+    for host_ids, feature in zip(read, plan.inputs, strict=True):
+        if feature.config.output_shape is not None:
+            raise ValueError(
+                f"Feature {feature.name!r} has an output_shape, so processes cannot "
+                "pass parts of it; pass the global batch with samples='global'."
+            )
+        if host_ids.batch_size % num_shards:
+            raise ValueError(
+                f"Feature {feature.name!r} must have a multiple of {num_shards} "
+                "samples with samples='process', as many as the process has devices, "
+                f"got {host_ids.batch_size}; pad the batch with samples of weight 0."
+            )
+
+
 def _check_feature(
-    host_ids: HostIds, weights: Any, feature: FeaturePlan, plan: AnyPlan
+    host_ids: HostIds,
+    weights: Any,
+    feature: FeaturePlan,
+    plan: AnyPlan,
+    num_parts: int,
 ) -> DenseIds | RaggedShards:
     """Returns int32 ids and float32 weights, checked; ragged ids dealt to shards."""
     ids, values = host_ids.ids, host_ids.values
@@ -194,7 +290,11 @@ def _check_feature(
         if feature.config.default_id is not None:
             ids, min_valence = _fill_empty_samples(ids), 1
         return RaggedShards.of(
-            ids, plan.num_shards, min_valence=min_valence, max_valence=max_valence
+            ids,
+            plan.num_shards // num_parts,
+            num_parts=num_parts,
+            min_valence=min_valence,
+            max_valence=max_valence,
         )
     return ids
 
@@ -290,6 +390,7 @@ def _pad_ragged(
     checked: list[DenseIds | RaggedShards],
     plan: AnyPlan,
     sizes: BufferSizes | None,
+    num_parts: int,
 ) -> list[FeatureIds]:
     """Pads all ragged features, whose sizes are chosen together."""
     demands = {
@@ -297,6 +398,9 @@ def _pad_ragged(
         for i, (ids, feature) in enumerate(zip(checked, plan.inputs, strict=True))
         if isinstance(ids, RaggedShards)
     }
+    if num_parts > 1 and demands:
+        agreed = agree_on_demands(list(demands.values()), sizes)
+        demands = dict(zip(demands, agreed, strict=True))
     if sizes is None:
         chosen = [size_of_batch(demand) for demand in demands.values()]
     else:

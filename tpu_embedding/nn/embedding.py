@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from tpu_embedding import functional
 from tpu_embedding.lookup._inputs import attach_weights
 from tpu_embedding.lookup.buffer_sizes import BufferSizes
-from tpu_embedding.lookup.prepare import prepare_features
+from tpu_embedding.lookup.prepare import Samples, prepare_features
 from tpu_embedding.lookup.serving import serve
 from tpu_embedding.nn.recording import (
     attach_taps,
@@ -242,7 +242,12 @@ class TPUEmbedding(nnx.Module):
         return activations
 
     def prepare(
-        self, features: Any, weights: Any = None, serving_config: Any = None
+        self,
+        features: Any,
+        weights: Any = None,
+        serving_config: Any = None,
+        *,
+        samples: Samples = "global",
     ) -> Any:
         """Checks a batch on the host; see `tpu_embedding.prepare_features`.
 
@@ -250,9 +255,12 @@ class TPUEmbedding(nnx.Module):
           features: nest like `feature_config`, whose dicts may lack keys.
           weights: None, or the same nest with weights, or None, per feature.
           serving_config: as in a call of the layer.
+          samples: of the features, all or this process's, as in `prepare_features`.
         """
         plan = self._plan_for(serving_config)
-        return prepare_features(features, plan, weights, self.buffer_sizes)
+        return prepare_features(
+            features, plan, weights, self.buffer_sizes, samples=samples
+        )
 
     def _plan_for(self, serving_config: Any) -> EmbeddingPlan:
         if serving_config is None:

@@ -28,18 +28,25 @@ class InputPlan(FeatureNest):
         tables lack initializers and optimizers.
       feature_tree: the nest.
       num_shards: devices of the layer.
+      num_process_parts: as in `EmbeddingPlan`.
     """
 
     num_shards: int
+    num_process_parts: int | None = 1
 
     def __reduce__(self):
         # JAX pickles trees of its own containers only, so the nest itself is pickled.
         numbers = jax.tree.unflatten(self.feature_tree, range(len(self.inputs)))
-        return _restore, (self.features, numbers, self.num_shards)
+        counts = self.num_shards, self.num_process_parts
+        return _restore, (self.features, numbers, *counts)
 
 
 def input_plan_of(
-    features: tuple[FeaturePlan, ...], tree: Any, num_shards: int
+    features: tuple[FeaturePlan, ...],
+    tree: Any,
+    *,
+    num_shards: int,
+    num_process_parts: int | None,
 ) -> InputPlan:
     """Returns the part of a plan that loaders need, without the user's functions."""
     return InputPlan(
@@ -49,14 +56,22 @@ def input_plan_of(
         ),
         feature_tree=tree,
         num_shards=num_shards,
+        num_process_parts=num_process_parts,
     )
 
 
 def _restore(
-    features: tuple[FeaturePlan, ...], numbers: Any, num_shards: int
+    features: tuple[FeaturePlan, ...],
+    numbers: Any,
+    num_shards: int,
+    num_process_parts: int | None,
 ) -> InputPlan:
-    tree = jax.tree.structure(numbers)
-    return InputPlan(features=features, feature_tree=tree, num_shards=num_shards)
+    return InputPlan(
+        features=features,
+        feature_tree=jax.tree.structure(numbers),
+        num_shards=num_shards,
+        num_process_parts=num_process_parts,
+    )
 
 
 def _without_functions(config: FeatureConfig) -> FeatureConfig:

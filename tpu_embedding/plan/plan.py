@@ -34,7 +34,7 @@ from tpu_embedding.plan.features import (
     place_features,
 )
 from tpu_embedding.plan.input_plan import InputPlan, input_plan_of
-from tpu_embedding.plan.process_samples import samples_by_process
+from tpu_embedding.plan.process_samples import process_shards
 from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout
 
 
@@ -266,8 +266,22 @@ class EmbeddingPlan(FeatureNest):
         """
         if process_index is None:
             process_index = jax.process_index()
-        parts = samples_by_process(self.batch_sharding, self.num_shards, batch_size)
-        return parts.get(process_index, range(batch_size))
+        shards = process_shards(self.batch_sharding, self.num_shards)
+        if shards is None or batch_size % self.num_shards:
+            return range(batch_size)
+        size = batch_size // self.num_shards
+        held = shards[process_index]
+        return range(held.start * size, held.stop * size)
+
+    @property
+    def num_process_parts(self) -> int | None:
+        """Parts of a batch that different processes load, from `process_samples`.
+
+        None if the devices of some process are not consecutive in the mesh. Each
+        process then loads the global batch.
+        """
+        shards = process_shards(self.batch_sharding, self.num_shards)
+        return None if shards is None else len(set(shards.values()))
 
     @property
     def replicated(self) -> NamedSharding:
@@ -367,7 +381,12 @@ class EmbeddingPlan(FeatureNest):
           >>> te.prepare_features({"watched": [3, 5]}, received)["watched"].tolist()
           [3, 5]
         """
-        return input_plan_of(self.features, self.feature_tree, self.num_shards)
+        return input_plan_of(
+            self.features,
+            self.feature_tree,
+            num_shards=self.num_shards,
+            num_process_parts=self.num_process_parts,
+        )
 
     def __reduce__(self):
         raise TypeError(

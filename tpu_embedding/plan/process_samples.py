@@ -4,39 +4,33 @@ In a job of several processes, each process loads only these samples.
 """
 
 import collections
+import functools
 
 from jax.sharding import NamedSharding
 
 
-def samples_by_process(
-    sharding: NamedSharding, num_shards: int, batch_size: int
-) -> dict[int, range]:
-    """Returns the samples of each process, by its number.
+@functools.lru_cache(maxsize=64)
+def process_shards(sharding: NamedSharding, num_shards: int) -> dict[int, range] | None:
+    """Returns the shards of samples that each process holds, by its number.
 
     Args:
       sharding: of batches along their first axis.
-      num_shards: devices of the mesh. Ragged features are split into so many parts.
-      batch_size: samples of the global batch.
+      num_shards: devices of the mesh, each of which looks up an equal share.
 
     Returns:
-      Ranges of equal length, the same on every process. All processes load all samples
-      if the devices do not divide the batch, or if the samples of some process are not
-      consecutive.
+      Ranges of equal length, the same on every process. None if those of some process
+      are not consecutive, or differ in number.
     """
     held: dict[int, set[tuple[int, int]]] = collections.defaultdict(set)
-    indices = sharding.devices_indices_map((num_shards,))
-    for device, (index,) in indices.items():
+    for device, (index,) in sharding.devices_indices_map((num_shards,)).items():
         held[device.process_index].add(index.indices(num_shards)[:2])
-    shards = {process: _join(sorted(parts)) for process, parts in held.items()}
-    sizes = {None if part is None else len(part) for part in shards.values()}
-    if batch_size % num_shards or len(sizes) > 1 or None in sizes:
-        return dict.fromkeys(held, range(batch_size))
-    size = batch_size // num_shards
-    return {
-        process: range(part.start * size, part.stop * size)
-        for process, part in shards.items()
-        if part is not None
-    }
+    shards = {}
+    for process, parts in held.items():
+        joined = _join(sorted(parts))
+        if joined is None:
+            return None
+        shards[process] = joined
+    return shards if len({len(part) for part in shards.values()}) == 1 else None
 
 
 def _join(parts: list[tuple[int, int]]) -> range | None:

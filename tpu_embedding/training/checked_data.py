@@ -207,7 +207,7 @@ def check_num_samples(batch: Batch, plan: EmbeddingPlan, owner: str) -> None:
       DataError: if a feature has another number of samples. Features with an
         `output_shape` may.
     """
-    size = len(batch.labels)
+    size = batch.labels.shape[0]
     leaves = plan.flatten_inputs(batch.features)
     for feature, ids in zip(plan.inputs, leaves, strict=True):
         num_samples = feature_shape(ids, feature, plan).output_shape[0]

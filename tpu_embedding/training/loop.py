@@ -21,8 +21,9 @@ from jax.sharding import Mesh
 
 from tpu_embedding.checkpoint.errors import DamagedCheckpointError
 from tpu_embedding.checkpoint.run_checkpoints import Fallback, RunCheckpoints
-from tpu_embedding.data.batch import Batch, DataError, Dataset
+from tpu_embedding.data.batch import DataError, Dataset
 from tpu_embedding.data.teacher import TeacherDataset
+from tpu_embedding.distributed.job import Job, current_job
 from tpu_embedding.optimizers.rule_description import describe_rule
 from tpu_embedding.supervision.pulses import tell
 from tpu_embedding.training.errors import ConfigError
@@ -34,17 +35,23 @@ from tpu_embedding.training.pipeline import (
     train_batches,
 )
 from tpu_embedding.training.plan_record import describe_plan
-from tpu_embedding.training.reporting import RunReport, load_figure_class
+from tpu_embedding.training.reporting import (
+    RunReport,
+    SilentReport,
+    load_figure_class,
+)
 from tpu_embedding.training.run_config import RunConfig, Target
 from tpu_embedding.training.run_directory import ExistingRun, RunDirectory
+from tpu_embedding.training.run_processes import (
+    agree_on_run,
+    claim_together,
+    ending_job_when_stopped,
+    evaluation_batches,
+)
 from tpu_embedding.training.run_program import RunProgram, prepare_run
 from tpu_embedding.training.run_saver import RunSaver
 from tpu_embedding.training.step import init_train_state
-from tpu_embedding.training.stop_signals import (
-    StopRequest,
-    in_several_processes,
-    stop_on_signals,
-)
+from tpu_embedding.training.stop_signals import StopRequest, stop_on_signals
 
 MAY_CHANGE_ON_RESUME: Final = (
     "name",
@@ -99,6 +106,10 @@ def train(
 ) -> RunResult | None:
     """Trains and evaluates a model; writes records, a plot and checkpoints.
 
+    In a job of several processes, all call it. Each feeds its devices and writes its
+    part of the checkpoints; the first one prints, and writes records and plot. An error
+    in one of them ends the others only within `distributed.ending_together`.
+
     All that can be checked before the first step is checked before any file is touched:
     the config, the data, the plan, the model and its outputs, and both optimizers.
 
@@ -132,6 +143,7 @@ def train(
       TrainingDivergedError: if the loss, a metric, or the model at a checkpoint is not
         finite.
       MissingPlotLibraryError: if matplotlib, which draws the plot, is not installed.
+      DisagreementError: on all processes, if their settings, versions or data differ.
       RunStopped: after SIGTERM or SIGHUP, with the state saved; see `stop_on_signals`.
       KeyboardInterrupt: after SIGINT, likewise.
     """
@@ -150,24 +162,37 @@ def train(
         raise ConfigError(
             f"stop_at must be at least 1, or None for the whole run, got {stop_at!r}."
         )
+    job = current_job()
+    if job.num_processes > 1 and fallback != "refuse":
+        raise ConfigError(
+            f"fallback must be 'refuse' in a job of several processes, got {fallback!r}"
+            "; to continue from an older checkpoint, rename the damaged one."
+        )
     load_figure_class()  # Fails before the training, not after it.
     directory = RunDirectory(output_dir)
-    directory.check(existing_run)
+    if job.is_first:
+        directory.check(existing_run)
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(_stop_on_signals())
-        with stop.interrupting("the run has not started"):
+        stop = stack.enter_context(stop_on_signals())
+        with (
+            ending_job_when_stopped(job),
+            stop.interrupting("the run has not started"),
+        ):
             program = prepare_run(
                 config, data_dir, mesh=mesh, compiler_options=compiler_options
             )
-        moved_to = stack.enter_context(directory.claim(existing_run))
+        agree_on_run(job, program, {"existing_run": existing_run, "stop_at": stop_at})
+        moved_to = stack.enter_context(claim_together(job, directory, existing_run))
         checkpoints = _open_checkpoints(directory, program)
-        stack.callback(checkpoints.close)
+        stack.push(_close_unless_failed(checkpoints, job))
         description = describe_run(program)
-        found = checkpoints.latest_step if existing_run == "resume" else None
+        found = None
+        if existing_run == "resume":
+            found = job.broadcast("latest checkpoint", checkpoints.latest_step)
         first_step, state = 0, None
         if found is not None:
             first_step, state = _restore(checkpoints, program, description, fallback)
-        report = RunReport(directory.path)
+        report = (RunReport if job.is_first else SilentReport)(directory.path)
         stack.callback(report.close)
         tell("started")
         if found is not None:
@@ -185,11 +210,11 @@ def train(
         last_step = max(first_step, min(config.num_steps, stop_at or config.num_steps))
         saver = RunSaver(checkpoints, description, report)
         run = _Run(program, report, saver, stop, state)
-        run.train(first_step, last_step)
-        if last_step < config.num_steps and not stop.requested:
+        done = run.train(first_step, last_step)
+        if done == last_step < config.num_steps and not stop.requested_by_any():
             report.line(f"stopped after step {last_step}; --resume continues the run")
             return None
-        metrics = None if stop.requested else run.evaluate(last_step)
+        metrics = run.evaluate(done) if done == config.num_steps else None
         if metrics is None:
             stop.exit(f"{_describe_saved(checkpoints)}; --resume continues the run")
         result = _result(config, program.data.data, metrics, last_step, begin)
@@ -197,11 +222,18 @@ def train(
         return result
 
 
-def _stop_on_signals() -> contextlib.AbstractContextManager[StopRequest]:
-    """Handles signals; in a job of several processes, they end the process as usual."""
-    if in_several_processes():
-        return contextlib.nullcontext(StopRequest())
-    return stop_on_signals()
+def _close_unless_failed(checkpoints: RunCheckpoints, job: Job) -> Any:
+    """Returns an exit of a context that closes the checkpoints.
+
+    After an error in one of several processes, closing would wait for the others.
+    """
+
+    def exit_context(kind: type[BaseException] | None, *_: Any) -> None:
+        is_failed = kind is not None and issubclass(kind, Exception)
+        if job.num_processes == 1 or not is_failed:
+            checkpoints.close()
+
+    return exit_context
 
 
 def _open_checkpoints(directory: RunDirectory, program: RunProgram) -> RunCheckpoints:
@@ -257,10 +289,13 @@ class _Run:
         self._saver = saver
         self._stop = stop
 
-    def train(self, first_step: int, last_step: int) -> None:
+    def train(self, first_step: int, last_step: int) -> int:
         """Runs steps, evaluates and saves when due; saves the state after the last.
 
         A signal ends the steps. The step in progress is completed and saved.
+
+        Returns:
+          Number of steps done.
         """
         config, program, stop = self._program.config, self._program, self._stop
         saver = self._saver
@@ -279,7 +314,7 @@ class _Run:
                 done = step + 1
                 meter.add(done, metrics)
                 saver.poll()
-                is_last = done == last_step or stop.requested
+                is_last = done == last_step
                 if is_last:
                     meter.finish(done)
                 if is_last or _is_due(done, config.checkpoint_every):
@@ -289,10 +324,11 @@ class _Run:
                 if done < config.num_steps and _is_due(done, config.evaluate_every):
                     meter.flush()
                     self.evaluate(done)
-            if saved < done:  # A signal came after the last step.
+            if saved < done:  # A signal ended the steps.
                 meter.finish(done)
                 saver.save(done, self.state)
         saver.wait()
+        return done
 
     def evaluate(self, step: int) -> dict[str, float] | None:
         """Returns the metrics on the held-out data, and reports them.
@@ -309,9 +345,11 @@ class _Run:
                     program.evaluation_sizes,
                 ),
             )
-            for i, batch in enumerate(self._until_stopped())
+            for i, batch in enumerate(
+                evaluation_batches(current_job(), program, self._stop)
+            )
         )
-        if self._stop.requested:
+        if self._stop.requested_by_any():
             return None
         metrics = values_of(merged)
         if not metrics:
@@ -327,13 +365,6 @@ class _Run:
                 )
         self._report.evaluation(step, metrics, time.perf_counter() - begin)
         return metrics
-
-    def _until_stopped(self) -> Iterator[Batch]:
-        """Yields the evaluation batches until a signal arrives."""
-        for batch in self._program.data.evaluation_batches():
-            if self._stop.requested:
-                return
-            yield batch
 
 
 def _is_due(num_steps_done: int, every: int) -> bool:

@@ -14,12 +14,17 @@ from typing import Final
 
 import jax
 
-from tpu_embedding.data.batch import Batch, DataError, Dataset
+from tpu_embedding.data.batch import Batch, DataError
 from tpu_embedding.lookup.buffer_sizes import BufferSizes
-from tpu_embedding.lookup.prepare import shard_batch
+from tpu_embedding.lookup.prepare import (
+    Samples,
+    global_shapes,
+    num_parts_of,
+    shard_batch,
+)
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.supervision.pulses import tell
-from tpu_embedding.training.checked_data import check_num_samples
+from tpu_embedding.training.checked_data import CheckedDataset, check_num_samples
 from tpu_embedding.training.reporting import Record
 from tpu_embedding.training.step import StepMetrics, prepare_batch
 from tpu_embedding.training.stop_signals import StopRequest
@@ -40,7 +45,7 @@ class TrainingDivergedError(RuntimeError):
 
 
 def train_batches(
-    data: Dataset,
+    data: CheckedDataset,
     plan: EmbeddingPlan,
     steps: Iterable[int],
     sizes: BufferSizes | None = None,
@@ -48,7 +53,8 @@ def train_batches(
 ) -> Generator[tuple[int, Batch], None, None]:
     """Yields each step's number and its batch on the devices.
 
-    A thread prepares the next batch while the caller uses the current one.
+    A thread prepares the next batch while the caller uses the current one. In a job of
+    several processes, it reads the samples of this process's devices only.
 
     Args:
       data: data set.
@@ -60,10 +66,15 @@ def train_batches(
     Raises:
       DataError: if the data are damaged, or ids lie outside their tables.
     """
+    part = _part_of_process(data.batch_size, plan)
 
     def make(step: int) -> Batch:
-        batch = data.train_batch(step)
-        return put_batch(batch, plan, f"Training batch {step}", sizes)
+        owner = f"Training batch {step}"
+        if part is None:
+            return put_batch(data.train_batch(step), plan, owner, sizes)
+        batch = data.train_part(step, part)
+        owner = f"{owner}, samples {part.start} to {part.stop - 1}"
+        return put_batch(batch, plan, owner, sizes, samples="process")
 
     def submit(steps: Iterable[int]) -> Iterator[tuple[int, Future[Batch]]]:
         return ((step, thread.submit(make, step)) for step in steps)
@@ -76,7 +87,7 @@ def train_batches(
         while pending:
             step, batch = pending.popleft()
             pending.extend(submit(itertools.islice(numbers, 1)))
-            if not _is_done(batch, stop):
+            if not _is_ready(batch, step, stop):
                 return
             yield step, batch.result()
     finally:
@@ -84,16 +95,28 @@ def train_batches(
         thread.shutdown(wait=not stop.requested, cancel_futures=True)
 
 
-def _is_done(batch: Future[Batch], stop: StopRequest) -> bool:
-    """Waits for a batch; returns False if a signal asks to stop before."""
-    while not stop.requested:
-        if concurrent.futures.wait([batch], timeout=_POLL_SECONDS).done:
-            return True
-    return False
+def _part_of_process(batch_size: int, plan: EmbeddingPlan) -> range | None:
+    """Returns the samples that this process loads; None if all processes load all."""
+    part = plan.process_samples(batch_size)
+    has_shapes = any(f.config.output_shape is not None for f in plan.inputs)
+    return None if has_shapes or len(part) == batch_size else part
+
+
+def _is_ready(batch: Future[Batch], step: int, stop: StopRequest) -> bool:
+    """Waits for a batch; returns False if the run stops before its step."""
+    while not concurrent.futures.wait([batch], timeout=_POLL_SECONDS).done:
+        if stop.is_decided(step):
+            return False
+    return not stop.reached(step)
 
 
 def put_batch(
-    batch: Batch, plan: EmbeddingPlan, owner: str, sizes: BufferSizes | None = None
+    batch: Batch,
+    plan: EmbeddingPlan,
+    owner: str,
+    sizes: BufferSizes | None = None,
+    *,
+    samples: Samples = "global",
 ) -> Batch:
     """Checks a batch on the host and transfers it to the devices.
 
@@ -102,26 +125,34 @@ def put_batch(
       plan: plan of the embedding layer.
       owner: name of the batch, for errors.
       sizes: buffer sizes of ragged features; None: each batch has its own.
+      samples: samples of the batch, as in `prepare_features`.
 
     Raises:
       DataError: if the features do not match the plan, or ids lie outside their
         tables. The message starts with the owner.
     """
-    return shard_batch(prepare_checked(batch, plan, owner, sizes), plan)
+    prepared = prepare_checked(batch, plan, owner, sizes, samples=samples)
+    return shard_batch(prepared, plan, samples=samples)
 
 
 def prepare_checked(
-    batch: Batch, plan: EmbeddingPlan, owner: str, sizes: BufferSizes | None = None
+    batch: Batch,
+    plan: EmbeddingPlan,
+    owner: str,
+    sizes: BufferSizes | None = None,
+    *,
+    samples: Samples = "global",
 ) -> Batch:
     """Checks a batch on the host and gives it static shapes.
 
     Arguments and errors are those of `put_batch`.
     """
     try:
-        prepared = prepare_batch(batch, plan, sizes)
+        prepared = prepare_batch(batch, plan, sizes, samples=samples)
     except (TypeError, ValueError) as error:
         raise DataError(f"{owner}: {error}") from error
-    check_num_samples(prepared, plan, owner)
+    shapes = global_shapes(prepared, num_parts_of(samples, plan))
+    check_num_samples(shapes, plan, owner)
     return prepared
 
 

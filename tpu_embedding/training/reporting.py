@@ -142,6 +142,25 @@ class RunReport:
         self._file.close()
 
 
+class SilentReport(RunReport):
+    """The report of a process that is not the first of its job: it writes nothing."""
+
+    def __init__(self, directory: pathlib.Path):
+        self.directory = directory
+
+    def line(self, text: str) -> None:
+        """Prints nothing."""
+
+    def record(self, record: Record) -> None:
+        """Writes nothing."""
+
+    def plot(self, title: str, metric: str, reference: float | None) -> None:
+        """Plots nothing."""
+
+    def close(self) -> None:
+        """Has no file to close."""
+
+
 def read_records(path: pathlib.Path) -> Iterator[Record]:
     """Yields the records of a run, except incomplete lines of a killed one.
 

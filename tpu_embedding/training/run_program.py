@@ -90,7 +90,9 @@ def prepare_run(
             break
         graphdef, state = abstract_train_state(config, data.data, plan)
         train_step = jit_train_step(make_train_step(graphdef, config.loss), state, plan)
-        evaluation_step = jax.jit(make_evaluation_step(graphdef, config.loss))
+        evaluation_step = jax.jit(
+            make_evaluation_step(graphdef, config.loss), out_shardings=plan.replicated
+        )
         for step in (train_step, evaluation_step):
             step.eval_shape(state, aot.abstract_batch(batch, plan))
     return RunProgram(

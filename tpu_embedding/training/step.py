@@ -23,7 +23,7 @@ from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.data.batch import Batch, Dataset
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device
 from tpu_embedding.lookup.buffer_sizes import BufferSizes
-from tpu_embedding.lookup.prepare import prepare_features
+from tpu_embedding.lookup.prepare import Samples, prepare_features
 from tpu_embedding.nn.embedding import EmbeddingTables
 from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
 from tpu_embedding.optimizers.names import optimizer_problem
@@ -284,11 +284,15 @@ def _are_finite(tree: Any) -> Any:
 
 
 def prepare_batch(
-    batch: Batch, plan: EmbeddingPlan, sizes: BufferSizes | None = None
+    batch: Batch,
+    plan: EmbeddingPlan,
+    sizes: BufferSizes | None = None,
+    *,
+    samples: Samples = "global",
 ) -> Batch:
     """Checks a batch on the host and gives it static shapes; see `prepare_features`."""
     plan.flatten_inputs(batch.features)  # Refuses a batch without all features.
-    features = prepare_features(batch.features, plan, sizes=sizes)
+    features = prepare_features(batch.features, plan, sizes=sizes, samples=samples)
     return dataclasses.replace(batch, features=features)
 
 

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Final, NoReturn
 
-import jax
+from tpu_embedding.distributed.job import current_job
+from tpu_embedding.distributed.stopping import StopAgreement
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
@@ -59,11 +60,52 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._interruption: str | None = None
+        self._agreement: StopAgreement | None = None
+        self._wake: Callable[[], None] | None = None
 
     @property
     def requested(self) -> bool:
-        """True once a signal has arrived."""
+        """True once a signal has arrived at this process."""
         return self.signal is not None
+
+    def reached(self, step: int) -> bool:
+        """Returns True if the program has to stop before a step.
+
+        In a job of several processes, a signal to one of them stops all before the same
+        step. Each calls this method before each step, which costs no synchronisation.
+
+        Args:
+          step: number of the step. If the method returns False, the step must run.
+        """
+        if self._agreement is None:
+            return self.requested
+        if self._agreement.reached(step):
+            self._adopt(self._agreement)
+            return True
+        return False
+
+    def is_decided(self, step: int) -> bool:
+        """Returns True if `reached(step)` will, while the step is being prepared."""
+        if self._agreement is None:
+            return self.requested
+        return self._agreement.is_decided(step)
+
+    def requested_by_any(self) -> bool:
+        """Returns True on all processes if a signal has arrived at one of them.
+
+        The processes wait for each other, so it is for places other than steps.
+        """
+        if self._agreement is None:
+            return self.requested
+        if self._agreement.requested_by_any():
+            self._adopt(self._agreement)
+            return True
+        return False
+
+    def _adopt(self, agreement: StopAgreement) -> None:
+        """Takes over the signal of another process."""
+        if self.signal is None and agreement.request is not None:
+            self.signal = signal.Signals[agreement.request]
 
     def exit(self, message: str) -> NoReturn:
         """Leaves the program, after it has saved what it needs.
@@ -118,6 +160,8 @@ class StopRequest:
                 if first_time is None:
                     first_time = now
                     self.signal = self.signal or signal.Signals(number)
+                    if self._wake is not None:
+                        self._wake()
                     self._announce()
                 elif now - first_time > REPEAT_SECONDS:
                     os._exit(128 + number)  # the status that shells report
@@ -137,56 +181,56 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Lets a loop save its state when SIGTERM, SIGHUP or SIGINT asks it to stop.
 
-    The first signal only sets `requested` of the value, which the loop asks after each
-    step. The second one ends the process at once. A signal that the process ignores,
-    such as SIGHUP under `nohup`, stays ignored. The former handlers are put back at the
-    end of the block, and in forked processes.
+    The first signal only makes `reached` of the value return True, which the loop asks
+    before each step. The second one ends the process at once. A signal that the process
+    ignores, such as SIGHUP under `nohup`, stays ignored. The former handlers are put
+    back at the end of the block, and in forked processes.
+
+    In a job of several processes, `reached` returns True on all of them before the same
+    step, whichever got the signal.
 
     Outside of the main thread, Python cannot handle signals, so nothing is requested.
 
     Yields:
       The request, without a signal.
 
-    Raises:
-      NotImplementedError: in a job of several processes. They see a signal at
-        different steps, and would wait for each other; the message has the way out.
-
     Example:
       >>> with stop_on_signals() as stop:
       ...     for step in range(1000):
       ...         if step == 3:  # as `kill` of a shell does
       ...             signal.raise_signal(signal.SIGTERM)
-      ...         if stop.requested:
+      ...         if stop.reached(step):
       ...             break
       >>> step, stop.signal.name
       (3, 'SIGTERM')
     """
     stop = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
+    with contextlib.ExitStack() as stack:
+        job = current_job()
+        if job.num_processes > 1:
+            stop._agreement = StopAgreement(
+                job, lambda: None if stop.signal is None else stop.signal.name
+            )
+            stop._wake = stack.enter_context(stop._agreement.running())
+        if threading.current_thread() is threading.main_thread():
+            stack.enter_context(_watching(stop))
         yield stop
-        return
-    if in_several_processes():
-        raise NotImplementedError(
-            "stop_on_signals works in jobs of one process, and this one has "
-            f"{jax.process_count()}. Save when jax.experimental.multihost_utils."
-            "reached_preemption_sync_point(step) is True, which all processes agree on."
-        )
+
+
+@contextlib.contextmanager
+def _watching(stop: StopRequest) -> Iterator[None]:
+    """Notes the signals of this process in a request, within the block."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     watcher = threading.Thread(target=stop._watch, args=(reader,), daemon=True)
     watcher.start()
     try:
         with _handlers(stop._handle, writer):
-            yield stop
+            yield
     finally:
         os.close(writer)
         watcher.join()
         os.close(reader)
-
-
-def in_several_processes() -> bool:
-    """Returns True in a job of several processes; does not start JAX."""
-    return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 @contextlib.contextmanager

@@ -1,0 +1,42 @@
+"""The example of several processes, run by two of them and by one."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs.test_doc_examples import DOCS, SYBIL
+from tests.processes.test_processes import environment_of, free_port
+
+
+@pytest.mark.full
+def test_two_processes_compute_the_loss_of_one(tmp_path):
+    page = SYBIL.parse(DOCS / "guides" / "several_processes.md")
+    (program,) = (block.parsed for block in page.examples())
+    assert program.endswith("main()\n")
+    file = tmp_path / "my_training.py"
+    places = (
+        "import sys",
+        "main(*(int(a) if a.isdigit() else a for a in sys.argv[1:]))",
+    )
+    file.write_text(program.removesuffix("main()\n") + "\n".join(places) + "\n")
+    address = f"127.0.0.1:{free_port()}"
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, file, *map(str, place)],
+            env=environment_of(num_devices),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for place, num_devices in (((address, 2, 0), 2), ((address, 2, 1), 2), ((), 4))
+    ]
+    outputs = []
+    for job in jobs:
+        output, _ = job.communicate(timeout=200)
+        assert job.returncode == 0, output
+        outputs.append(re.findall(r"loss (\S+) on 4 devices", output))
+    (two,), silent, (one,) = outputs
+    assert not silent
+    assert float(two) == pytest.approx(float(one), abs=1e-6)  # gloo's order of sums

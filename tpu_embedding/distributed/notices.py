@@ -1,0 +1,144 @@
+"""Notices of failures, so that an error in one process ends all within seconds.
+
+A process that fails writes a notice. A thread in each of the others looks for notices,
+because the main thread may wait for devices, where Python handles nothing. It prints
+the notice and ends its process. Process 0 holds the store, so it leaves last.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Final, NoReturn
+
+from tpu_embedding.distributed.job import Job
+from tpu_embedding.distributed.poller import POLL_SECONDS, Poller
+
+_LEAVE_SECONDS: Final = 10.0
+"""Longest wait of process 0 for the others to read a notice."""
+
+_NOTICES: Final = "notices"
+_FAILURE: Final = "failure"
+_LEFT: Final = "left"
+
+_watched: set[Job] = set()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FailureNotice:
+    """A notice of the process that fails first.
+
+    Attributes:
+      process: number of the process.
+      message: text of the error.
+      status: exit status, which all processes take.
+    """
+
+    process: int
+    message: str
+    status: int
+
+
+def watch_job(job: Job) -> None:
+    """Starts the thread that looks for notices, once per job."""
+    if job.num_processes > 1 and job not in _watched:
+        _watched.add(job)
+        poller = Poller("notices", lambda: _end_if_noticed(job))
+        # JAX closes the store at exit, and functions run there in reverse order.
+        atexit.register(poller.close)
+
+
+@contextlib.contextmanager
+def ending_together(job: Job) -> Iterator[None]:
+    """Ends all processes of a job if the block raises an error in one of them.
+
+    The process prints its error, the others print its number, host and message. None of
+    them returns from the block. With one process, the error passes.
+
+    Args:
+      job: from `start`.
+
+    Example:
+      >>> from tpu_embedding import distributed
+      >>> with distributed.ending_together(distributed.start()):
+      ...     pass  # prepare, train, save
+    """
+    if job.num_processes == 1:
+        yield
+        return
+    watch_job(job)
+    try:
+        yield
+    except BaseException as error:
+        status = 1
+        if isinstance(error, SystemExit):
+            if error.code in (None, 0):
+                raise
+            status = error.code if isinstance(error.code, int) else 1
+        elif isinstance(error, KeyboardInterrupt):
+            status = 130
+        else:
+            traceback.print_exc()
+        end_job(job, f"{type(error).__name__}: {error}", status)
+
+
+def end_job(job: Job, message: str, status: int) -> NoReturn:
+    """Prints an error, and ends this process and all others.
+
+    An error that follows from the failure of another process is not printed, but the
+    notice of that process.
+
+    Args:
+      job: of several processes.
+      message: text of the error.
+      status: exit status of all processes.
+    """
+    with contextlib.suppress(Exception):  # Process 0 may be gone.
+        _end_if_noticed(job)
+    own = FailureNotice(process=job.process_index, message=message, status=status)
+    name = f"process {job.process_index} (host {platform.node()})"
+    print(f"error: {name}: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(Exception):
+        job.store.set(f"{_NOTICES}/{_FAILURE}", json.dumps(dataclasses.asdict(own)))
+    _leave(job, status, own.process)
+
+
+def _leave(job: Job, status: int, author: int) -> NoReturn:
+    """Ends the process, without waiting for threads or devices.
+
+    The author of the notice leaves after those who read it: its end would break their
+    connections, and they would report that. Process 0 holds the store, so it is last.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(Exception):
+        earlier = set(range(job.num_processes)) - {job.process_index}
+        if not job.is_first:
+            earlier = earlier - {0} if job.process_index == author else set()
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while not earlier <= set(map(int, job.store.items(_LEFT))):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_SECONDS / 5)
+        job.store.set(f"{_LEFT}/{job.process_index}", "")
+        if job.is_first:
+            time.sleep(POLL_SECONDS)  # The others are about to end.
+    os._exit(status)
+
+
+def _end_if_noticed(job: Job) -> None:
+    text = job.store.items(_NOTICES).get(_FAILURE)
+    if text is None:
+        return
+    notice = FailureNotice(**json.loads(text))
+    if notice.process == job.process_index:
+        return  # It is leaving already.
+    name = job.name_of(notice.process)
+    print(f"error: {name}: {notice.message}", file=sys.stderr, flush=True)
+    _leave(job, notice.status, notice.process)

@@ -1,0 +1,46 @@
+"""A thread that looks at the store of a job regularly."""
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+POLL_SECONDS: Final = 0.5
+"""Time between two looks."""
+
+
+class Poller:
+    """Calls a function regularly in a thread, until it is closed."""
+
+    def __init__(self, name: str, look: Callable[[], None]):
+        """Starts the thread.
+
+        Args:
+          name: of the thread.
+          look: function that the thread calls. It ends the calls by an error: the store
+            is gone, because the job is over. If process 0 has died, JAX's runtime ends
+            this process, too.
+        """
+        self._look = look
+        self._is_closed = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Lets the thread look at once."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Ends the thread, after a look in progress."""
+        self._is_closed = True
+        self._wake.set()
+        self._thread.join(timeout=10 * POLL_SECONDS)
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            try:
+                self._look()
+            except Exception:
+                return
+            self._wake.wait(POLL_SECONDS)
+            self._wake.clear()

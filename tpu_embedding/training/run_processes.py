@@ -1,0 +1,174 @@
+"""Agreements between the processes of a run, and the tasks of the first of them.
+
+Every function here also works with one process, where it costs nothing.
+"""
+
+import contextlib
+import importlib.metadata
+import itertools
+import platform
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from tpu_embedding.data.batch import Batch, DataError
+from tpu_embedding.distributed.job import Job
+from tpu_embedding.distributed.notices import end_job
+from tpu_embedding.training.plan_record import describe_plan
+from tpu_embedding.training.run_directory import (
+    LOCK_FILE,
+    ExistingRun,
+    RunDirectory,
+)
+from tpu_embedding.training.run_lock import RunDirectoryError
+from tpu_embedding.training.run_program import RunProgram
+from tpu_embedding.training.stop_signals import STOPPED, RunStopped, StopRequest
+
+_PACKAGES: Final = ("tpu-embedding", "jax", "jaxlib", "libtpu", "flax", "numpy")
+
+_INTERRUPTED: Final = 130
+"""Exit status after SIGINT, as shells report it."""
+
+_VISIBLE_SECONDS: Final = 20.0
+"""Longest wait until another host's new file shows up; NFS caches directories."""
+
+
+def agree_on_run(job: Job, program: RunProgram, options: Mapping[str, Any]) -> None:
+    """Checks that all processes are about to run the same steps on the same data.
+
+    Args:
+      job: of this process.
+      program: of the run.
+      options: further JSON values that must be equal.
+
+    Raises:
+      DisagreementError: on all processes, if something differs.
+    """
+    if job.num_processes == 1:
+        return
+    data = program.data.data
+    counts = ("num_train_samples", "num_evaluation_samples")
+    facts = {
+        "versions": {"python": platform.python_version()} | _versions(),
+        "config": program.config.describe(),
+        "options": dict(options),
+        "plan": describe_plan(program.plan),
+        "data": {name: getattr(data, name, None) for name in counts}
+        | {"checksum of batch 0": _checksum(program.batch)},
+    }
+    job.agree("start of the run", dict(_flatten(facts)))
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _checksum(batch: Batch) -> int:
+    checksum = 0
+    for leaf in jax.tree.leaves(batch):
+        checksum = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), checksum)
+    return checksum
+
+
+def _flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the facts of nested dicts, whose names a dot separates."""
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+@contextlib.contextmanager
+def ending_job_when_stopped(job: Job) -> Iterator[None]:
+    """Ends all processes if a signal makes one of them leave the block."""
+    try:
+        yield
+    except (RunStopped, KeyboardInterrupt) as stopped:
+        if job.num_processes > 1:
+            is_stop = isinstance(stopped, RunStopped)
+            end_job(job, str(stopped), STOPPED if is_stop else _INTERRUPTED)
+        raise
+
+
+@contextlib.contextmanager
+def claim_together(
+    job: Job, directory: RunDirectory, existing_run: ExistingRun
+) -> Iterator[str | None]:
+    """Claims the directory of a run by process 0, for all processes.
+
+    Args:
+      job: of this process.
+      directory: directory of the run, on a file system that all hosts share.
+      existing_run: treatment of an earlier run; see `train`.
+
+    Yields:
+      The directory that the earlier run was moved to, or None.
+
+    Raises:
+      RunDirectoryError: if the run may not start there, or some host does not see it.
+    """
+    with contextlib.ExitStack() as stack:
+        moved_to = None
+        if job.is_first:
+            moved_to = stack.enter_context(directory.claim(existing_run))
+        moved_to = job.broadcast(
+            "claim of the directory", None if moved_to is None else str(moved_to)
+        )
+        _check_shared(job, directory)
+        yield moved_to
+
+
+def _check_shared(job: Job, directory: RunDirectory) -> None:
+    """Refuses a directory that is not the same one on all hosts."""
+    lock = directory.path / LOCK_FILE
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while not (is_seen := lock.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blind = job.exchange(
+        "sight of the directory",
+        is_seen,
+        lambda seen: [process for process, sees in enumerate(seen) if not sees],
+    )
+    if blind:
+        raise RunDirectoryError(
+            f"--output-dir {directory.path} must lie on a file system that all hosts "
+            f"share, but {', '.join(map(job.name_of, blind))} cannot see {lock}, which "
+            "process 0 wrote; give a directory of NFS or of a mounted bucket."
+        )
+
+
+def evaluation_batches(
+    job: Job, program: RunProgram, stop: StopRequest
+) -> Iterator[Batch]:
+    """Yields the held-out batches until a signal arrives, the same on all processes.
+
+    Raises:
+      DataError: on all processes, if some have more batches than others.
+    """
+    batches = program.data.evaluation_batches()
+    for number in itertools.count():
+        if stop.requested_by_any():
+            return
+        batch = next(batches, None)
+        has_batch = job.exchange(
+            "evaluation batches", batch is not None, lambda values: values
+        )
+        if any(has_batch) != all(has_batch):
+            short = has_batch.index(False)
+            raise DataError(
+                "All processes must have the same number of evaluation batches, got "
+                f"{number} on {job.name_of(short)} and more on "
+                f"{job.name_of(has_batch.index(True))}; give all hosts the same data."
+            )
+        if batch is None:
+            return
+        yield batch
