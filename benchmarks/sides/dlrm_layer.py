@@ -55,8 +55,10 @@ class _Batches:
 
     def __init__(self, batches: tuple[dict[str, np.ndarray], ...]):
         self._batches = batches
+        self.batch_size = len(batches[0]["labels"])
 
-    def train_batch(self, step: int) -> training.Batch:
+    def train_part(self, step: int, samples: range) -> training.Batch:
+        assert len(samples) == self.batch_size
         return _to_batch(self._batches[step])
 
 

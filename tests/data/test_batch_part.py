@@ -1,10 +1,12 @@
 """Parts of a batch hold the same samples as the whole, in every form of ids."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from tpu_embedding.data.batch import Batch, DataError
-from tpu_embedding.data.batch_part import slice_batch
+from tpu_embedding.data.batch_part import join_batches, slice_batch
 from tpu_embedding.inputs.forms import read_ids
 from tpu_embedding.types import DenseIds, RaggedIds, SparseIds
 
@@ -99,3 +101,45 @@ def test_part_holds_the_samples_of_the_whole(ids, samples):
 def test_feature_of_another_number_of_samples_is_refused():
     with pytest.raises(DataError, match="feature 'feature' must have 5 samples"):
         slice_batch(batch_of(np.arange(SIZE + 1)), range(2))
+
+
+SPLITS = {
+    "whole": [0, 5],
+    "two": [0, 3, 5],
+    "empty_samples_alone": [0, 1, 2, 3, 4, 5],
+}
+
+
+@pytest.mark.parametrize("edges", SPLITS.values(), ids=SPLITS.keys())
+@pytest.mark.parametrize("form", FORMS)
+def test_joined_parts_are_the_batch(form, edges):
+    batch = batch_of(FORMS[form])
+    parts = [slice_batch(batch, range(*edge)) for edge in itertools.pairwise(edges)]
+    joined = join_batches(parts)
+    for name in ("dense", "labels", "weights"):
+        np.testing.assert_array_equal(
+            getattr(joined, name), getattr(batch, name), strict=True
+        )
+    expected = samples_of(batch.features["feature"], SIZE)
+    assert samples_of(joined.features["feature"], SIZE) == expected
+    assert joined.origin is None
+
+
+def test_dense_parts_of_other_valence_are_padded():
+    parts = [
+        Batch(
+            features={
+                "feature": DenseIds(
+                    ids=np.ones((2, valence), np.int8),
+                    weights=np.ones((2, valence), np.float32),
+                )
+            },
+            labels=np.zeros(2),
+            weights=np.ones(2),
+        )
+        for valence in (1, 3)
+    ]
+    joined = join_batches(parts).features["feature"]
+    padding = 2**31 - 1
+    assert joined.ids.tolist() == [[1, padding, padding]] * 2 + [[1, 1, 1]] * 2
+    assert joined.weights.tolist() == [[1, 0, 0]] * 2 + [[1, 1, 1]] * 2

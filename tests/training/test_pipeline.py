@@ -1,5 +1,8 @@
 """Tests that batches are prepared early and metrics are read late."""
 
+import threading
+import time
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.data.batch import Batch, DataError
+from tpu_embedding.training.input_wait import InputWait
 from tpu_embedding.training.pipeline import (
     StepMeter,
     TrainingDivergedError,
@@ -23,7 +27,8 @@ class Counter:
     def __init__(self, damaged_step=None):
         self.damaged_step = damaged_step
 
-    def train_batch(self, step):
+    def train_part(self, step, samples):
+        assert samples == range(2)
         if step == self.damaged_step:
             raise DataError(f"file, line {step}: damaged")
         return Batch(
@@ -79,6 +84,40 @@ def test_meter_sums_up():
     assert [r["out_of_range"] for r in records] == [2, 2, 1]
     rate = records[1]["steps_per_second"]
     assert records[1]["samples_per_second"] == pytest.approx(10 * rate)
+
+
+def test_records_have_the_share_of_time_without_input(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    records = []
+    meter = StepMeter(10, 3, records.append)
+    # Each step takes 10 seconds, and its metrics are read two steps later.
+    for step, waited in enumerate([9.0, 2.0, 5.0, 0.0, 0.0, 10.0, 0.0, 0.0], start=1):
+        meter.input_wait.poll()
+        now += waited
+        meter.input_wait.stop()
+        now += 10.0 - waited
+        meter.add(step, metrics_of(1.0))
+    # The first step is not timed, so its wait is left out, too.
+    assert [r["input_wait"] for r in records] == [(2 + 5) / 20, 10 / 30]
+
+
+def test_the_clock_runs_while_the_loop_waits_for_a_batch():
+    release = threading.Event()
+
+    class Slow(Counter):
+        def train_part(self, step, samples):
+            if step:
+                assert release.wait(timeout=60)
+            return super().train_part(step, samples)
+
+    wait = InputWait()
+    batches = train_batches(Slow(), make_plan(), range(2), input_wait=wait)
+    next(batches)
+    wait.take()
+    threading.Timer(0.2, release.set).start()
+    next(batches)
+    assert 0.1 < wait.take() < 60  # The timer may start before the loop asks.
 
 
 def test_first_step_after_a_pause_is_not_timed():

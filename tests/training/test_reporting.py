@@ -18,6 +18,7 @@ PROGRESS = {
     "loss": 0.5,
     "steps_per_second": 12.34,
     "samples_per_second": 12340.0,
+    "input_wait": 0.257,
     "rounds": 2,
     "out_of_range": 0,
 }
@@ -33,7 +34,8 @@ def report(tmp_path):
 def test_progress_line_and_record(report, capsys):
     report.progress(PROGRESS, 1000)
     assert capsys.readouterr().out == (
-        "step   50/1000  loss 0.50000  12.3 steps/s  12,340 samples/s  rounds 2\n"
+        "step   50/1000  loss 0.50000  12.3 steps/s  12,340 samples/s  input wait 26%"
+        "  rounds 2\n"
     )
     assert list(read_records(report.directory / RECORDS_FILE)) == [PROGRESS]
 

@@ -82,6 +82,15 @@ class CheckedDataset:
         dense = self.first_batch.dense
         self._num_dense = None if dense is None else dense.shape[1]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the first batch, which loader processes do not need."""
+        return {k: v for k, v in self.__dict__.items() if k != "first_batch"}
+
+    @property
+    def reads_parts(self) -> bool:
+        """True if the data set reads a part of a batch without the rest of it."""
+        return callable(getattr(self.data, "train_part", None))
+
     def train_batch(self, step: int) -> Batch:
         """Returns the batch of training step `step`, with float32 arrays."""
         owner = f"{self._name}.train_batch({step})"
@@ -102,12 +111,12 @@ class CheckedDataset:
         """
         if len(samples) == self.batch_size:
             return self.train_batch(step)
-        read_part = getattr(self.data, "train_part", None)
-        if not callable(read_part):
+        if not self.reads_parts:
             return slice_batch(self.train_batch(step), samples)
+        data: Any = self.data
         owner = f"{self._name}.train_part({step}, {samples})"
         with own_code(owner):
-            batch = read_part(step, samples)
+            batch = data.train_part(step, samples)
         return self._checked(batch, owner, samples)
 
     def evaluation_batches(self) -> Iterator[Batch]:

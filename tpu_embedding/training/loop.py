@@ -27,6 +27,7 @@ from tpu_embedding.distributed.job import Job, current_job
 from tpu_embedding.optimizers.rule_description import describe_rule
 from tpu_embedding.supervision.pulses import tell
 from tpu_embedding.training.errors import ConfigError
+from tpu_embedding.training.loaders import load_grain
 from tpu_embedding.training.metrics import LOSSES, merge_batches, values_of
 from tpu_embedding.training.pipeline import (
     StepMeter,
@@ -59,6 +60,7 @@ MAY_CHANGE_ON_RESUME: Final = (
     "target",
     "capacity",
     "kernels",
+    "loader_processes",
     "log_every",
     "evaluate_every",
     "checkpoint_every",
@@ -169,6 +171,8 @@ def train(
             "; to continue from an older checkpoint, rename the damaged one."
         )
     load_figure_class()  # Fails before the training, not after it.
+    if config.loader_processes:
+        load_grain()
     directory = RunDirectory(output_dir)
     if job.is_first:
         directory.check(existing_run)
@@ -307,7 +311,15 @@ class _Run:
         steps = range(first_step, last_step)
         saved = done = first_step
         with contextlib.closing(
-            train_batches(program.data, program.plan, steps, program.train_sizes, stop)
+            train_batches(
+                program.data,
+                program.plan,
+                steps,
+                program.train_sizes,
+                stop,
+                num_processes=config.loader_processes,
+                input_wait=meter.input_wait,
+            )
         ) as batches:
             for step, batch in batches:
                 self.state, metrics = program.train_step(self.state, batch)

@@ -25,6 +25,8 @@ from tpu_embedding.lookup.prepare import (
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.supervision.pulses import tell
 from tpu_embedding.training.checked_data import CheckedDataset, check_num_samples
+from tpu_embedding.training.input_wait import InputWait
+from tpu_embedding.training.loaders import open_reader
 from tpu_embedding.training.reporting import Record
 from tpu_embedding.training.step import StepMetrics, prepare_batch
 from tpu_embedding.training.stop_signals import StopRequest
@@ -39,6 +41,9 @@ batches in device memory."""
 _POLL_SECONDS: Final = 0.1
 """Time after which a loop that waits for a batch looks for signals again."""
 
+_DEVICE_POLL_SECONDS: Final = 0.001
+"""Time after which it looks again for the end of the step in flight."""
+
 
 class TrainingDivergedError(RuntimeError):
     """Raised if the loss, a metric or the model is NaN or infinite."""
@@ -47,14 +52,18 @@ class TrainingDivergedError(RuntimeError):
 def train_batches(
     data: CheckedDataset,
     plan: EmbeddingPlan,
-    steps: Iterable[int],
+    steps: range,
     sizes: BufferSizes | None = None,
     stop: StopRequest | None = None,
+    *,
+    num_processes: int = 0,
+    input_wait: InputWait | None = None,
 ) -> Generator[tuple[int, Batch], None, None]:
     """Yields each step's number and its batch on the devices.
 
-    A thread prepares the next batch while the caller uses the current one. In a job of
-    several processes, it reads the samples of this process's devices only.
+    A thread prepares the next batch and puts it on the devices while the caller uses
+    the current one. The thread reads it, too, or loader processes do, further ahead. In
+    a job of several processes, each reads the samples of its own devices only.
 
     Args:
       data: data set.
@@ -62,17 +71,22 @@ def train_batches(
       steps: numbers of the steps, from 0.
       sizes: buffer sizes of ragged features, which only the thread uses.
       stop: request that ends the batches, even while the next one is prepared.
+      num_processes: loader processes; 0 reads in the thread.
+      input_wait: clock that runs while the caller waits and the devices are idle.
 
     Raises:
+      ConfigError: if the data set cannot be sent to loader processes.
       DataError: if the data are damaged, or ids lie outside their tables.
+      ChildProcessError: if a loader process ended.
     """
     part = _part_of_process(data.batch_size, plan)
+    reader = open_reader(data, part or range(data.batch_size), steps, num_processes)
 
     def make(step: int) -> Batch:
         owner = f"Training batch {step}"
+        batch = reader.read(step)
         if part is None:
-            return put_batch(data.train_batch(step), plan, owner, sizes)
-        batch = data.train_part(step, part)
+            return put_batch(batch, plan, owner, sizes)
         owner = f"{owner}, samples {part.start} to {part.stop - 1}"
         return put_batch(batch, plan, owner, sizes, samples="process")
 
@@ -80,19 +94,24 @@ def train_batches(
         return ((step, thread.submit(make, step)) for step in steps)
 
     stop = stop or StopRequest()
+    input_wait = input_wait or InputWait()
     thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+    pending: collections.deque[tuple[int, Future[Batch]]] = collections.deque()
     try:
         numbers = iter(steps)
-        pending = collections.deque(submit(itertools.islice(numbers, 1)))
+        pending.extend(submit(itertools.islice(numbers, 1)))
         while pending:
             step, batch = pending.popleft()
             pending.extend(submit(itertools.islice(numbers, 1)))
-            if not _is_ready(batch, step, stop):
+            if not _is_ready(batch, step, stop, input_wait):
                 return
             yield step, batch.result()
     finally:
+        for _, batch in pending:
+            batch.cancel()
+        thread.submit(reader.close)
         # A run that stops saves its state first; the batch in progress may take long.
-        thread.shutdown(wait=not stop.requested, cancel_futures=True)
+        thread.shutdown(wait=not stop.requested)
 
 
 def _part_of_process(batch_size: int, plan: EmbeddingPlan) -> range | None:
@@ -102,12 +121,26 @@ def _part_of_process(batch_size: int, plan: EmbeddingPlan) -> range | None:
     return None if has_shapes or len(part) == batch_size else part
 
 
-def _is_ready(batch: Future[Batch], step: int, stop: StopRequest) -> bool:
+def _is_ready(
+    batch: Future[Batch], step: int, stop: StopRequest, input_wait: InputWait
+) -> bool:
     """Waits for a batch; returns False if the run stops before its step."""
-    while not concurrent.futures.wait([batch], timeout=_POLL_SECONDS).done:
+    while not _is_done(batch, input_wait):
         if stop.is_decided(step):
             return False
+    input_wait.stop()
     return not stop.reached(step)
+
+
+def _is_done(batch: Future[Batch], input_wait: InputWait) -> bool:
+    """Waits for a batch, `_POLL_SECONDS` at most; returns True if it is there."""
+    end = time.monotonic() + _POLL_SECONDS
+    while (seconds := end - time.monotonic()) > 0:
+        if not input_wait.poll():
+            seconds = min(seconds, _DEVICE_POLL_SECONDS)
+        if concurrent.futures.wait([batch], timeout=seconds).done:
+            return True
+    return False
 
 
 def put_batch(
@@ -159,13 +192,15 @@ def prepare_checked(
 class StepMeter:
     """Reads the metrics of completed steps, and reports one record per few steps.
 
-    A record has the mean loss, the speed, the maximum rounds and the total of ids out
-    of range.
+    A record has the mean loss, the speed, the maximum rounds, the total of ids out of
+    range, and `input_wait`: the share of the time in which the devices waited for
+    input, in [0, 1]. It is None if no step was timed.
 
     Attributes:
       batch_size: samples per step.
       log_every: number of steps per record.
       report: function that receives each record.
+      input_wait: clock of the time in which the devices wait for input.
     """
 
     def __init__(
@@ -174,12 +209,14 @@ class StepMeter:
         self.batch_size = batch_size
         self.log_every = log_every
         self.report = report
-        self._in_flight: collections.deque[tuple[int, StepMetrics]]
+        self.input_wait = InputWait()
+        self._in_flight: collections.deque[tuple[int, StepMetrics, float]]
         self._in_flight = collections.deque()
         self._since_record: list[StepMetrics] = []
         self._timed_steps = 0
         self._last_time: float | None = None
         self._seconds = 0.0
+        self._waited_seconds = 0.0
 
     def add(self, num_steps_done: int, metrics: StepMetrics) -> None:
         """Adds the metrics of a step that was just dispatched.
@@ -188,7 +225,8 @@ class StepMeter:
           TrainingDivergedError: if an earlier step, whose metrics are read now, has a
             loss that is not finite.
         """
-        self._in_flight.append((num_steps_done, metrics))
+        self._in_flight.append((num_steps_done, metrics, self.input_wait.take()))
+        self.input_wait.note_step(metrics.loss)
         if len(self._in_flight) > STEPS_IN_FLIGHT:
             self._read_oldest()
 
@@ -206,7 +244,7 @@ class StepMeter:
 
     def _read_oldest(self) -> None:
         """Waits for the oldest step in flight; reports if it completes a record."""
-        num_steps_done, metrics = self._in_flight.popleft()
+        num_steps_done, metrics, waited_seconds = self._in_flight.popleft()
         metrics = jax.device_get(metrics)
         tell("step", num_steps_done)
         if not math.isfinite(metrics.loss):
@@ -219,6 +257,7 @@ class StepMeter:
         # include compilation or other work of the host.
         if self._last_time is not None:
             self._seconds += now - self._last_time
+            self._waited_seconds += waited_seconds
             self._timed_steps += 1
         self._last_time = now
         self._since_record.append(metrics)
@@ -229,12 +268,15 @@ class StepMeter:
         """Returns the record of the steps since the last one, and starts a new one."""
         metrics, self._since_record = self._since_record, []
         rate = self._timed_steps / self._seconds if self._timed_steps else None
-        self._timed_steps, self._seconds = 0, 0.0
+        # Completions are noticed with some delay, so the share might exceed 1.
+        waited = min(1.0, self._waited_seconds / self._seconds) if rate else None
+        self._timed_steps, self._seconds, self._waited_seconds = 0, 0.0, 0.0
         return {
             "step": num_steps_done,
             "loss": sum(float(m.loss) for m in metrics) / len(metrics),
             "steps_per_second": rate,
             "samples_per_second": rate and rate * self.batch_size,
+            "input_wait": waited,
             "rounds": max(int(m.rounds) for m in metrics),
             "out_of_range": sum(int(m.out_of_range) for m in metrics),
         }

@@ -87,6 +87,7 @@ class RunReport:
         if record["steps_per_second"] is not None:
             parts.append(f"{record['steps_per_second']:.1f} steps/s")
             parts.append(f"{record['samples_per_second']:,.0f} samples/s")
+            parts.append(f"input wait {record['input_wait']:.0%}")
         parts.append(f"rounds {record['rounds']}")
         if record["out_of_range"]:
             parts.append(f"ids out of range {record['out_of_range']:,}")
