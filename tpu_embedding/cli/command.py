@@ -4,6 +4,7 @@
     tpu-embedding compile CONFIG --topology GENERATION:CHIPS
     tpu-embedding export CONFIG OUTPUT
     tpu-embedding inspect CHECKPOINT
+    tpu-embedding launch VERB FILE
 
 Errors end in one line on stderr, never in a traceback. Exit status 2 means that the
 command, the config or the data are wrong. Exit status 1 means that a run failed after
@@ -33,6 +34,7 @@ from tpu_embedding.cli.exit_status import (
 )
 from tpu_embedding.cli.export import add_export
 from tpu_embedding.cli.inspect import add_inspect
+from tpu_embedding.cli.launch import add_launch
 from tpu_embedding.cli.processes import end_job_by
 from tpu_embedding.cli.train import add_train
 from tpu_embedding.data.batch import DataError
@@ -44,6 +46,7 @@ from tpu_embedding.distributed import (
 )
 from tpu_embedding.distributed.notices import end_job
 from tpu_embedding.export.signature import ExportError
+from tpu_embedding.launch import LaunchError
 from tpu_embedding.supervision.pulses import tell
 from tpu_embedding.training.errors import ConfigError, describe_error
 from tpu_embedding.training.pipeline import TrainingDivergedError
@@ -74,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _WRONG_USAGE_ERRORS as error:
         tell("final")
         return _fail(str(error), WRONG_USAGE, parsed)
-    except (TrainingDivergedError, MissingPlotLibraryError) as error:
+    except (TrainingDivergedError, MissingPlotLibraryError, LaunchError) as error:
         tell("final")
         return _fail(str(error), FAILED, parsed)
     except AbsentProcessError as error:
@@ -140,4 +143,5 @@ def make_parser() -> argparse.ArgumentParser:
     add_compile(commands)
     add_export(commands)
     add_inspect(commands)
+    add_launch(commands)
     return parser

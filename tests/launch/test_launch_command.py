@@ -1,0 +1,128 @@
+"""The command `tpu-embedding launch`: options, output, exit status."""
+
+import subprocess
+
+import pytest
+import yaml
+
+from tests.launch.recorded_launches import FIELDS, LAUNCHES
+from tpu_embedding.cli import FAILED, WRONG_USAGE, main, make_parser
+from tpu_embedding.launch.programs import program_arguments
+
+FILE = FIELDS | dict(backend="gke", zone="us-east5-a", topology="v5p:2x4x4")
+VERBS = ("create", "setup", "run", "logs", "status", "stop", "fetch", "delete")
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    document = FILE | {"settings": list(FILE["settings"])}
+    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(document))
+    return "launch.yaml"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_dry_run_is_a_script(verb, file, cloud, tmp_path, capsys):
+    assert main(["launch", verb, file, "--dry-run"]) == 0
+    script = capsys.readouterr().out
+    assert "gcloud " in script or "kubectl " in script
+    result = subprocess.run(["bash", "-n"], input=script, text=True, timeout=60)
+    assert result.returncode == 0
+    assert cloud.take_calls() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["launch.yaml"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_runs_its_steps(verb, file, cloud, capsys):
+    assert main(["launch", verb, file]) == 0
+    assert capsys.readouterr().out
+    assert cloud.take_calls()
+
+
+def test_create_says_what_deletes_the_machines(file, cloud, capsys):
+    assert main(["launch", "create", file, "--set", "lifetime=until_deleted"]) == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("# Nothing but tpu-embedding launch delete deletes")
+    assert cloud.take_calls()[0][:3] == ["tpu-embedding", "compile", "dlrm"]
+
+
+def test_the_compile_check_can_be_skipped(file, cloud):
+    assert main(["launch", "create", file, "--skip-compile-check"]) == 0
+    assert all(call[0] != "tpu-embedding" for call in cloud.take_calls())
+
+
+def test_results_go_to_a_folder(file, cloud, tmp_path):
+    assert main(["launch", "fetch", file]) == 0
+    assert main(["launch", "fetch", file, "--to", "results"]) == 0
+    targets = [call[4] for call in cloud.take_calls()]
+    assert targets == ["runs/dlrm", "results"]
+    assert (tmp_path / "runs" / "dlrm").is_dir()
+    assert (tmp_path / "results").is_dir()
+
+
+def test_a_run_resumes(file, cloud):
+    assert main(["launch", "run", file, "--resume"]) == 0
+    assert "--resume" in cloud.take_calls()[-1][-1]
+
+
+def test_the_cluster_is_deleted_on_request(file, cloud):
+    assert main(["launch", "create", file]) == 0
+    assert main(["launch", "delete", file, "--with-cluster"]) == 0
+    assert "container clusters dlrm" not in cloud.resources
+
+
+WRONG = {
+    "no file": (["create", "missing.yaml"], FAILED, "missing.yaml"),
+    "field": (
+        ["create", "launch.yaml", "--set", "zone=x"],
+        WRONG_USAGE,
+        "zone must be a zone, such as us-east5-a, got 'x'",
+    ),
+    "key": (["run", "launch.yaml", "--set", "zones=x"], WRONG_USAGE, "its keys are"),
+    "twice": (
+        ["run", "launch.yaml", "--set", "zone=a", "--set", "zone=b"],
+        WRONG_USAGE,
+        "--set zone is given twice",
+    ),
+    "resume": (
+        ["run", "launch.yaml", "--resume", "--program", "doctor"],
+        WRONG_USAGE,
+        "--resume needs --program train",
+    ),
+    "cluster": (
+        ["delete", "launch.yaml", "--with-cluster", "--set", "backend=compute_engine"],
+        WRONG_USAGE,
+        "compute_engine has no cluster",
+    ),
+    "hosts": (
+        ["run", "launch.yaml", "--set", "backend=queued_resource"],
+        WRONG_USAGE,
+        "lifetime must be until_deleted",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "status", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_use_is_one_line(arguments, status, message, file, cloud, capsys):
+    del file
+    assert main(["launch", *arguments]) == status
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert cloud.take_calls() == []
+
+
+def test_a_failure_is_one_line(file, cloud, capsys):
+    cloud.fail("clusters create", "ERROR: Quota exceeded")
+    assert main(["launch", "create", file]) == FAILED
+    *_, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: cannot create the cluster: the quota of")
+
+
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+def test_hosts_get_arguments_that_the_command_takes(launch):
+    options = ("--resume", "--restarts", "3")
+    parsed = make_parser().parse_args(program_arguments(launch, "train", *options))
+    assert str(parsed.output_dir) == "/mnt/bucket/dlrm/results"
+    assert parsed.resume
