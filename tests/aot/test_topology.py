@@ -143,9 +143,16 @@ def test_without_libtpu(monkeypatch):
 
 
 @pytest.mark.tpu_compiler
-def test_the_environment_is_left_as_it_was(monkeypatch):
-    monkeypatch.delenv("TPU_WORKER_HOSTNAMES", raising=False)
-    monkeypatch.setenv("TPU_HOST_BOUNDS", "1,1,1")
+@pytest.mark.parametrize("value", [None, "1,1,1"])
+def test_the_environment_is_left_as_it_was(monkeypatch, value):
+    # The first two would hide the chips of a real host from the next process.
+    names = ["TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"]
+    names += ["TPU_WORKER_HOSTNAMES", "TPU_HOST_BOUNDS"]
+    for name in names:
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    before = dict(os.environ)
     aot.topology_mesh("v5e:2x2")
-    assert "TPU_WORKER_HOSTNAMES" not in os.environ
-    assert os.environ["TPU_HOST_BOUNDS"] == "1,1,1"
+    assert dict(os.environ) == before

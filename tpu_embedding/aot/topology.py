@@ -30,9 +30,14 @@ Tree = TypeVar("Tree")
 
 _TOPOLOGY: Final = re.compile(r"(\w+):(-?\d{1,40}(?:x-?\d{1,40})*)", re.ASCII)
 
-# Describes one host; without a description libtpu prints warnings. It ends the process
-# if the variables of a real host hold something else than bounds.
+# Variables while libtpu loads and describes a topology. Without the first two, libtpu
+# queries a metadata server and takes a lock file. They would hide the chips of a real
+# host from a later process, so they are put back. The others describe one host; without
+# a description libtpu prints warnings. It ends the process if the variables of a real
+# host hold something else than bounds.
 _HOST: Final = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_HOST_BOUNDS": "1,1,1",
     "TPU_CHIPS_PER_HOST_BOUNDS": None,
@@ -71,9 +76,6 @@ def topology_mesh(
         raise ValueError(
             f"num_slices must be from 1 to {MAX_SLICES}, got {num_slices}."
         )
-    # Without these, libtpu queries a metadata server and takes a lock file.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError:
