@@ -20,7 +20,12 @@ from tpu_embedding.kernel_verdicts import (
 
 READ = capability_name("read", 8)
 FASTER = Verdict(
-    capability=READ, is_equal=True, problem=None, speed_ratio=1.3, date="2026-01-31"
+    capability=READ,
+    is_equal=True,
+    problem=None,
+    speed_ratio=1.3,
+    num_cases=2,
+    date="2026-01-31",
 )
 
 
@@ -64,6 +69,18 @@ def test_later_verdicts_replace_earlier_ones_on_the_same_capability(key):
     save_verdicts(key, [FASTER, other])
     save_verdicts(key, [slower])
     assert set(load().verdicts) == {slower, other}
+
+
+def test_a_problem_stays_until_as_many_cases_have_run_without_one(key):
+    wrong = dataclasses.replace(FASTER, is_equal=False, problem="x", num_cases=3)
+    save_verdicts(key, [wrong])
+    save_verdicts(key, [FASTER])
+    assert load().verdicts == (wrong,)
+    fewer = dataclasses.replace(wrong, num_cases=1)
+    save_verdicts(key, [fewer])
+    assert load().verdicts == (fewer,)
+    save_verdicts(key, [FASTER])
+    assert load().verdicts == (FASTER,)
 
 
 REFUSED = {

@@ -335,17 +335,62 @@ def hardware_of_device(device: jax.Device) -> HardwareInfo:
     Raises:
       ValueError: if the device is of an unknown TPU kind.
     """
-    if device.platform == "cpu":
+    return hardware_of_kind(device.platform, device.device_kind)
+
+
+def hardware_of_kind(platform: str, device_kind: str) -> HardwareInfo:
+    """Returns the hardware of a device, given JAX's names of it.
+
+    Args:
+      platform: `jax.Device.platform`.
+      device_kind: `jax.Device.device_kind`.
+
+    Raises:
+      ValueError: if the device is of an unknown TPU kind.
+    """
+    if platform == "cpu":
         return _CPU
-    if device.platform in ("gpu", "cuda", "rocm"):
+    if platform in ("gpu", "cuda", "rocm"):
         return _GPU
-    if device.device_kind not in _BY_DEVICE_KIND:
+    if device_kind not in _BY_DEVICE_KIND:
         raise ValueError(
             f"device kind must be one of {sorted(_BY_DEVICE_KIND)}, got "
-            f"{device.device_kind!r} on platform {device.platform!r}; pass `hardware=` "
+            f"{device_kind!r} on platform {platform!r}; pass `hardware=` "
             "to use the settings of a known kind."
         )
-    return _BY_DEVICE_KIND[device.device_kind]
+    return _BY_DEVICE_KIND[device_kind]
+
+
+# Google Cloud's names of accelerators, and TensorCores per chip, which they count: the
+# "Accelerator types" section of each generation's page.
+_ACCELERATORS: Final[Mapping[str, tuple[HardwareInfo, int]]] = {
+    "v4": (_TPU_V4, 2),
+    "v5litepod": (_TPU_V5E, 1),
+    "v5p": (_TPU_V5P, 2),
+    "v6e": (_TPU_V6E, 1),
+    "tpu7x": (_TPU_7X, 2),
+}
+
+
+def hardware_of_accelerator(name: str) -> tuple[HardwareInfo, int] | None:
+    """Returns the hardware and the chips of a Cloud TPU accelerator type.
+
+    Args:
+      name: as in the variable `TPU_ACCELERATOR_TYPE`.
+
+    Returns:
+      The hardware and the number of chips of the slice; None if the name is unknown.
+
+    Example:
+      >>> hardware, num_chips = hardware_of_accelerator("v5p-16")
+      >>> hardware.name, num_chips
+      ('v5p', 8)
+    """
+    prefix, _, count = name.partition("-")
+    if prefix not in _ACCELERATORS or not count.isdecimal():
+        return None
+    hardware, cores_per_chip = _ACCELERATORS[prefix]
+    return hardware, max(1, int(count) // cores_per_chip)
 
 
 MAX_SLICES: Final = 256

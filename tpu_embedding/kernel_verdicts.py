@@ -20,7 +20,7 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 Direction = Literal["read", "pool", "spread", "update", "write"]
 """A use of rows, as `plan/backends.py` chooses a backend for each."""
@@ -74,6 +74,36 @@ def capability_name(direction: Direction, dim: int, rule: RuleKind = "elements")
     return f"{name}, dim {dim if dim <= 128 else _WIDEST_KIND}"
 
 
+_CAPABILITY: Final = re.compile(
+    rf"({'|'.join(get_args(Direction))})( with row sums)?, .*"
+)
+_ROWS: Final = re.compile(r".*, dim (\d+)")
+
+
+def direction_of(capability: str) -> str | None:
+    """Returns the direction of a capability; None if a plan asks for no such one.
+
+    Example:
+      >>> direction_of("update with row sums, dim 8")
+      'update'
+      >>> direction_of("step, dim 8")
+    """
+    match = _CAPABILITY.fullmatch(capability)
+    return None if match is None else match[1]
+
+
+def rows_of(capability: str) -> int | None:
+    """Returns the dim that a capability ends with; None if it names none.
+
+    Example:
+      >>> rows_of("step, dim 8")
+      8
+      >>> rows_of("padded exchange")
+    """
+    match = _ROWS.fullmatch(capability)
+    return None if match is None else int(match[1])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
     """The verdict on one capability of a backend.
@@ -83,6 +113,7 @@ class Verdict:
       is_equal: True if all results agreed with the dense reference.
       problem: the first problem, such as wrong rows or a hang; None if there is none.
       speed_ratio: XLA's time over the kernel's; None: not timed.
+      num_cases: cases that ran.
       date: day of the check, as in "2026-01-31".
     """
 
@@ -90,6 +121,7 @@ class Verdict:
     is_equal: bool
     problem: str | None
     speed_ratio: float | None
+    num_cases: int
     date: str
 
     @property
@@ -236,7 +268,8 @@ def save_verdicts(key: VerdictKey, verdicts: Iterable[Verdict]) -> pathlib.Path:
     """Stores verdicts, and returns the file. Earlier ones of the same key stay.
 
     The file is replaced atomically. A verdict replaces an earlier one on its
-    capability.
+    capability. But an earlier problem stays until as many cases have run without one:
+    a quick check must not overrule a full one.
 
     Raises:
       OSError: if the directory cannot be written.
@@ -247,7 +280,11 @@ def save_verdicts(key: VerdictKey, verdicts: Iterable[Verdict]) -> pathlib.Path:
     merged = {}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         merged = {v.capability: v for v in _read_file(path)[1]}
-    merged |= {v.capability: v for v in verdicts}
+    for verdict in verdicts:
+        earlier = merged.get(verdict.capability, verdict)
+        overrules = earlier.is_equal or verdict.num_cases >= earlier.num_cases
+        if overrules or not verdict.is_equal:
+            merged[verdict.capability] = verdict
     document = {
         "key": dataclasses.asdict(key),
         "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

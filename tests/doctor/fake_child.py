@@ -1,6 +1,8 @@
 """A child of the doctor without devices: each argument is a case and what it does.
 
-python fake_child.py read:ok update:hang write:crash ...
+python fake_child.py read:ok update:hang "speed/write, dim 8:ratio=0.5" ...
+
+A case that names a part runs in that part only, and not for XLA.
 """
 
 import argparse
@@ -29,7 +31,8 @@ protocol = load_protocol()
 
 
 def run(case: str, deed: str) -> None:
-    protocol.emit(protocol.CaseStarted(case=case, capability=f"{case}, dim 8"))
+    capability = case if ", dim" in case or "exchange" in case else f"{case}, dim 8"
+    protocol.emit(protocol.CaseStarted(case=case, capability=capability))
     if deed == "hang":
         threading.Event().wait()
     if deed == "hang_with_child":
@@ -54,21 +57,36 @@ def run(case: str, deed: str) -> None:
     protocol.emit(
         protocol.CaseEnded(
             case=case,
-            capability=f"{case}, dim 8",
+            capability=capability,
             ok=not is_wrong,
             problem="row 7 is zero" if is_wrong else None,
             seconds=0.25,
-            figures={"speed_ratio": 2.0},
+            figures=figures_of(deed),
         )
     )
+
+
+def figures_of(deed: str) -> dict[str, float | None]:
+    if not deed.startswith("ratio="):
+        return {}
+    ratio = float(deed.removeprefix("ratio="))
+    figures = {"seconds_per_call": 2e-3, "xla_seconds_per_call": 2e-3 * ratio}
+    return {**figures, "speed_ratio": ratio, "bytes": 1e6, "model_bytes": 4e6}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--skip-until-after")
+    for option in ("--backend", "--part", "--tier", "--seeds"):
+        parser.add_argument(option)
     parsed = parser.parse_args()
-    cases = [case.split(":") for case in parsed.cases]
+    part = None if parsed.backend == "xla" else parsed.part
+    cases = []
+    for text in parsed.cases:
+        of_part, _, case = text.rpartition("/")
+        if of_part in ("", part):
+            cases.append(case.split(":"))
     names = [name for name, _ in cases]
     if parsed.skip_until_after is not None:
         cases = cases[names.index(parsed.skip_until_after) + 1 :]

@@ -34,6 +34,7 @@ def verdict(capability, is_equal=True, speed_ratio: float | None = 1.5, problem=
         is_equal=is_equal,
         problem=problem,
         speed_ratio=speed_ratio,
+        num_cases=1,
         date=TODAY,
     )
 

@@ -17,6 +17,7 @@ VERDICTS = KernelVerdicts(
             is_equal=False,
             problem="row 7 is zero, not 1.5",
             speed_ratio=None,
+            num_cases=1,
             date="2026-01-31",
         ),
     ),

@@ -1,5 +1,6 @@
 """Parses the command line, runs a command, and turns errors into exit statuses.
 
+    tpu-embedding doctor
     tpu-embedding train CONFIG
     tpu-embedding compile CONFIG --topology GENERATION:CHIPS
     tpu-embedding export CONFIG OUTPUT
@@ -26,6 +27,7 @@ from tpu_embedding.checkpoint.errors import (
     UnwritableCheckpointError,
 )
 from tpu_embedding.cli.compile import add_compile
+from tpu_embedding.cli.doctor import add_doctor
 from tpu_embedding.cli.exit_status import (
     FAILED,
     INTERRUPTED,
@@ -139,6 +141,7 @@ def make_parser() -> argparse.ArgumentParser:
         version=f"%(prog)s {tpu_embedding.__version__}",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_doctor(commands)
     add_train(commands)
     add_compile(commands)
     add_export(commands)

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, Final
+from typing import IO, Any, Final, Literal
 
 from tpu_embedding.doctor.protocol import (
     AllDone,
@@ -58,10 +58,13 @@ class IsolatedRun:
     Attributes:
       results: of all cases that ended, hung or crashed, in order.
       problem: reason why other cases did not run; None if all ran.
+      ended_by: `"deadline"` if the total time ran out, `"loss"` if no child could go
+        on; None if all cases ran.
     """
 
     results: tuple[CaseEnded, ...]
     problem: str | None = None
+    ended_by: Literal["deadline", "loss"] | None = None
 
 
 def run_isolated(
@@ -89,7 +92,9 @@ def run_isolated(
         if lost is None:
             return IsolatedRun(results=tuple(results))
         if lost.case is None:
-            return IsolatedRun(results=tuple(results), problem=lost.problem)
+            return IsolatedRun(
+                results=tuple(results), problem=lost.problem, ended_by=lost.ended_by
+            )
         ended = CaseEnded(
             case=lost.case.case,
             capability=lost.case.capability,
@@ -107,8 +112,10 @@ def run_isolated(
         return IsolatedRun(
             results=tuple(results),
             problem=f"stopped after {_MAX_LOST_CHILDREN} cases that hung or crashed",
+            ended_by="loss",
         )
-    return IsolatedRun(results=tuple(results), problem=_out_of_time(deadlines))
+    problem = _out_of_time(deadlines)
+    return IsolatedRun(results=tuple(results), problem=problem, ended_by="deadline")
 
 
 def output_of(
@@ -146,11 +153,13 @@ class _Lost:
       problem: one sentence.
       case: the case that it ran; None: it ran none.
       seconds: time of the case.
+      ended_by: as in `IsolatedRun`.
     """
 
     problem: str
     case: CaseStarted | None
     seconds: float = 0.0
+    ended_by: Literal["deadline", "loss"] = "loss"
 
 
 def _follow(
@@ -194,7 +203,8 @@ def _loss(
     if child.has_ended_by(now + 1.0):
         return _Lost(problem=child.describe_end(), case=running, seconds=seconds)
     if now >= end:
-        return _Lost(problem=_out_of_time(deadlines), case=None)
+        problem = _out_of_time(deadlines)
+        return _Lost(problem=problem, case=None, ended_by="deadline")
     if running is None:
         problem = f"hangs: no case started in {deadlines.start:g} s"
         return _Lost(problem=problem, case=None)

@@ -1,0 +1,224 @@
+"""Runs the cases of rows in child processes, and turns their results into verdicts."""
+
+import collections
+import dataclasses
+import datetime
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import jax
+
+from tpu_embedding.doctor.devices import FoundDevices
+from tpu_embedding.doctor.findings import Finding
+from tpu_embedding.doctor.isolated import Deadlines, IsolatedRun, run_isolated
+from tpu_embedding.doctor.protocol import SPEED_RATIO, CaseEnded, Event, Part, Tier
+from tpu_embedding.kernel_verdicts import (
+    KernelName,
+    Verdict,
+    direction_of,
+    rows_of,
+)
+from tpu_embedding.rows.packed_rows import Backend
+
+CHILD: Final = (sys.executable, "-m", "tpu_embedding.doctor.child")
+"""The command of the child, without its options."""
+
+SEEDS: Final = "0,1"
+
+_SPEED_SHARE: Final = 0.3
+"""Share of the time that is left for timings. A kernel without one is not used."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartRun:
+    """The run of one part for one backend.
+
+    Attributes:
+      backend: that the cases ran on.
+      part: correctness or speed.
+      run: the results.
+    """
+
+    backend: Backend
+    part: Part
+    run: IsolatedRun
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckSettings:
+    """The effort of the checks of kernels.
+
+    Attributes:
+      tier: quick or full.
+      seconds: deadline of all cases together.
+      case_seconds: deadline of one case, with its compilation.
+      child: command of the child, without its options.
+    """
+
+    tier: Tier
+    seconds: float
+    case_seconds: float = 60.0
+    child: Sequence[str] = CHILD
+
+
+def kernels_on(found: FoundDevices) -> KernelName | None:
+    """Returns the backend that runs kernels on devices; None: none does."""
+    if jax.__version_info__ < (0, 12):
+        return None
+    if found.platform == "cpu":
+        return "interpreter"
+    hardware = found.hardware
+    if found.platform == "tpu" and hardware and hardware.num_sparse_cores > 0:
+        return "sparse_core"
+    return None
+
+
+def check_rows(
+    found: FoundDevices,
+    settings: CheckSettings,
+    environment: Mapping[str, str],
+    on_event: Callable[[Event], None] = lambda event: None,
+    on_part: Callable[[Backend, Part], None] = lambda backend, part: None,
+) -> list[PartRun]:
+    """Runs all cases of rows: XLA's results, the kernels' results, and times.
+
+    Args:
+      found: the devices.
+      settings: tier and deadlines.
+      environment: of the child.
+      on_event: called for each event of a child.
+      on_part: called before each part.
+    """
+    end = time.monotonic() + settings.seconds
+    kernels = kernels_on(found)
+    parts: list[tuple[Backend, Part]] = [("xla", "correctness")]
+    if kernels is not None:
+        parts.append((kernels, "correctness"))
+    parts.append((kernels or "xla", "speed"))
+    runs = []
+    for backend, part in parts:
+        on_part(backend, part)
+        left = max(1.0, end - time.monotonic())
+        reserved = 0.0 if part == "speed" else _SPEED_SHARE * left
+        command = [*settings.child, "--backend", backend, "--part", part]
+        command += ["--tier", settings.tier, "--seeds", SEEDS]
+        deadlines = Deadlines(case=settings.case_seconds, total=left - reserved)
+        run = run_isolated(
+            command, deadlines, environment=environment, on_event=on_event
+        )
+        runs.append(PartRun(backend=backend, part=part, run=run))
+    return runs
+
+
+def make_verdicts(runs: Sequence[PartRun], date: datetime.date) -> list[Verdict]:
+    """Returns a verdict on each capability of the kernels that a case checked.
+
+    A failure of a whole step, or of an exchange, counts for all capabilities that take
+    part in it, unless one of them failed on its own and so explains the failure.
+
+    Args:
+      runs: from `check_rows`.
+      date: of the check.
+    """
+    cases = [
+        (part.part, case)
+        for part in runs
+        if part.backend != "xla"
+        for case in part.run.results
+    ]
+    checked = {case.capability: None for part, case in cases if part == "correctness"}
+    capabilities = [name for name in checked if direction_of(name) is not None]
+    problems = _first_problems([case for _, case in cases])
+    counts = collections.Counter(case.capability for _, case in cases)
+    ratios: dict[str, float] = {}
+    for part, case in cases:
+        ratio = case.figures.get(SPEED_RATIO) if part == "speed" and case.ok else None
+        if ratio is not None:
+            ratios[case.capability] = min(ratio, ratios.get(case.capability, ratio))
+    verdicts = []
+    for name in capabilities:
+        problem = problems.get(name) or _problem_of_step(name, capabilities, problems)
+        verdict = Verdict(
+            capability=name,
+            is_equal=problem is None,
+            problem=problem,
+            speed_ratio=ratios.get(name),
+            num_cases=counts[name],
+            date=date.isoformat(),
+        )
+        verdicts.append(verdict)
+    return verdicts
+
+
+def _first_problems(cases: Sequence[CaseEnded]) -> dict[str, str]:
+    """Returns the first problem of each capability that failed."""
+    problems: dict[str, str] = {}
+    for case in cases:
+        if not case.ok:
+            text = f"{case.case}: {case.problem or 'failed'}"
+            problems.setdefault(case.capability, text)
+    return problems
+
+
+def _problem_of_step(
+    name: str, capabilities: Sequence[str], problems: Mapping[str, str]
+) -> str | None:
+    """Returns the problem of a step or exchange that a capability takes part in."""
+    for failed, problem in problems.items():
+        if direction_of(failed) is not None or rows_of(failed) not in (
+            None,
+            rows_of(name),
+        ):
+            continue
+        shared = [c for c in capabilities if rows_of(failed) in (None, rows_of(c))]
+        if not any(capability in problems for capability in shared):
+            return problem
+    return None
+
+
+def findings_on_rows(runs: Sequence[PartRun]) -> list[Finding]:
+    """Returns a finding for each part, and one for each case that failed."""
+    findings = []
+    for part in runs:
+        check = f"{part.backend} {part.part}"
+        results = part.run.results
+        failed = [case for case in results if not case.ok]
+        done = "equal to the dense reference" if part.part == "correctness" else "timed"
+        text = f"{len(results) - len(failed)} of {len(results)} cases {done}"
+        status = "failed" if failed else "ok" if results else "unmeasured"
+        findings.append(Finding(check=check, status=status, text=text))
+        findings += [_failed_case(check, case, part.backend) for case in failed]
+        if part.run.problem is not None:
+            findings.append(_unfinished(check, part.run))
+    return findings
+
+
+def _failed_case(check: str, case: CaseEnded, backend: Backend) -> Finding:
+    way_out = "Attach the report (--json FILE) to a bug report."
+    if backend != "xla":
+        way_out = f'Do not ask for these kernels by name; "auto" avoids them. {way_out}'
+    return Finding(
+        check=check,
+        status="failed",
+        text=f"{case.case}: {case.problem or 'failed'}",
+        way_out=way_out,
+    )
+
+
+def _unfinished(check: str, run: IsolatedRun) -> Finding:
+    if run.ended_by == "deadline":
+        return Finding(
+            check=check,
+            status="unmeasured",
+            text=f"{run.problem}",
+            way_out="XLA runs rows without a verdict; --quick checks fewer kinds.",
+        )
+    return Finding(
+        check=check,
+        status="failed",
+        text=f"The child process {run.problem}.",
+        way_out="Run the doctor again with --quick. If the chip stays silent, restart "
+        "the machine.",
+    )
