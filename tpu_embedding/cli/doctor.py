@@ -11,6 +11,7 @@ from tpu_embedding.cli.exit_status import FAILED, UsageError
 from tpu_embedding.doctor.devices import Expectation, parse_expectation
 from tpu_embedding.doctor.examine import Examination, examine
 from tpu_embedding.doctor.ports import DEFAULT_PORT
+from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
 
 
 def add_doctor(commands: Any) -> None:
@@ -38,7 +39,8 @@ def add_doctor(commands: Any) -> None:
         type=_expectation,
         metavar="DEVICES",
         help="devices that should be there: a number, or a generation and its chips "
-        "such as v5e:8 (default: TPU_ACCELERATOR_TYPE, if it is set)",
+        f"such as {EXAMPLE_TOPOLOGIES[0]} (default: TPU_ACCELERATOR_TYPE, if it is "
+        "set)",
     )
     parser.add_argument(
         "--hosts",

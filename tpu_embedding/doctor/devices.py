@@ -14,6 +14,7 @@ from typing import Any, Final
 from tpu_embedding.doctor.findings import Finding
 from tpu_embedding.doctor.isolated import output_of
 from tpu_embedding.hardware import (
+    EXAMPLE_TOPOLOGIES,
     GIBIBYTE,
     HardwareInfo,
     hardware_by_name,
@@ -73,14 +74,14 @@ class FoundDevices:
 
 
 def parse_expectation(text: str) -> Expectation:
-    """Returns the devices of `--expect`: `8`, `v5e:8` or `v5p:2x2x4`.
+    """Returns the devices of `--expect`: a number, or a generation and its chips.
 
     Raises:
       ValueError: if the text is neither a number of devices, nor a generation and its
         chips.
 
     Example:
-      >>> parse_expectation("tpu7x:2x2x1").num_devices  # two devices per chip
+      >>> parse_expectation(EXAMPLE_TOPOLOGIES[0]).num_devices
       8
     """
     source = f"--expect {text}"
@@ -88,7 +89,7 @@ def parse_expectation(text: str) -> Expectation:
     if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", size, re.ASCII) is None:
         raise ValueError(
             "--expect must be a number of devices, or a generation and its chips such "
-            f"as v5e:8 or v5p:2x2x4, got {text!r}."
+            f"as {' or '.join(EXAMPLE_TOPOLOGIES)}, got {text!r}."
         )
     count = math.prod(map(int, size.split("x")))
     if not name:
