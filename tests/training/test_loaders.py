@@ -21,6 +21,8 @@ from tpu_embedding.training.errors import ConfigError
 from tpu_embedding.training.loaders import open_reader, split_samples
 from tpu_embedding.types import RaggedIds
 
+grain = pytest.importorskip("grain")
+
 SIZE = 7
 
 

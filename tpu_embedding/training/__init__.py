@@ -10,6 +10,7 @@ from tpu_embedding.data.batch import DataError as DataError
 from tpu_embedding.data.batch import Dataset as Dataset
 from tpu_embedding.data.block_dataset import BlockDataset as BlockDataset
 from tpu_embedding.data.block_dataset import SampleReader as SampleReader
+from tpu_embedding.data.parquet_columns import ParquetFeature as ParquetFeature
 from tpu_embedding.training.config_files import list_configs as list_configs
 from tpu_embedding.training.config_files import load_config as load_config
 from tpu_embedding.training.errors import ConfigError as ConfigError
@@ -17,6 +18,7 @@ from tpu_embedding.training.file_sources import CriteoSource as CriteoSource
 from tpu_embedding.training.file_sources import (
     MultiHotClicksSource as MultiHotClicksSource,
 )
+from tpu_embedding.training.file_sources import ParquetSource as ParquetSource
 from tpu_embedding.training.loop import RunResult as RunResult
 from tpu_embedding.training.loop import train as train
 from tpu_embedding.training.models.model import MLP as MLP

@@ -5,12 +5,22 @@ Without files, the sources of click logs draw synthetic samples of the same shap
 
 import dataclasses
 import pathlib
+from collections.abc import Iterator
 
-from tpu_embedding.data.batch import Dataset
+import numpy as np
+
+from tpu_embedding.data.batch import Batch, DataError, Dataset
 from tpu_embedding.data.criteo import Criteo, SyntheticCriteo
 from tpu_embedding.data.criteo_lines import find_logs
 from tpu_embedding.data.multi_hot_clicks import MultiHotClicks
+from tpu_embedding.data.parquet_columns import ParquetFeature
+from tpu_embedding.data.parquet_rows import (
+    NUM_STREAMS,
+    ParquetClicks,
+    ParquetColumns,
+)
 from tpu_embedding.training.random_source import RandomClicksSource, by_feature
+from tpu_embedding.types import FeatureIds, RaggedIds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,3 +104,140 @@ class MultiHotClicksSource(RandomClicksSource):
             max_valence=self.max_valence,
             num_evaluation_samples=self.num_evaluation_samples,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParquetSource:
+    """Source of `ParquetClicks`, which reads Parquet files by pyarrow.
+
+    Attributes:
+      features: columns of ids.
+      label: name of the column of labels.
+      num_evaluation_samples: number of held-out rows: the last ones of the evaluation
+        files, or of the training files without `evaluation_files`. None: all rows of
+        the evaluation files.
+      dense: names of the columns of dense inputs.
+      weight: name of the column of sample weights; None: all weigh 1.
+      files: pattern of the training files within the data directory, in the order of
+        their names.
+      evaluation_files: pattern of the files of held-out rows, or None.
+      num_streams: row groups that a batch mixes. One more than these are in memory, in
+        each loader process a share of them.
+    """
+
+    features: tuple[ParquetFeature, ...]
+    label: str
+    num_evaluation_samples: int | None = None
+    dense: tuple[str, ...] = ()
+    weight: str | None = None
+    files: str = "*.parquet"
+    evaluation_files: str | None = None
+    num_streams: int = NUM_STREAMS
+
+    def __post_init__(self):
+        names = [feature.name for feature in self.features]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(
+                "ParquetSource.features must have one feature or more, of different "
+                f"names, got {names}."
+            )
+
+    def open(
+        self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
+    ) -> ParquetClicks:
+        """Returns the data set.
+
+        Args:
+          data_dir: directory of the files, or one file.
+          batch_size: samples per batch, over all devices.
+          seed: seed of the order of the row groups.
+
+        Raises:
+          DataError: if there is no file, or one is damaged or lacks a column.
+          MissingParquetLibraryError: if pyarrow is not installed.
+        """
+        if data_dir is None:
+            raise DataError(
+                "This config reads Parquet files: pass their directory with --data-dir."
+            )
+        evaluation_paths = []
+        if self.evaluation_files is not None:
+            evaluation_paths = _matching(data_dir, self.evaluation_files)
+        paths = _matching(data_dir, self.files)
+        return ParquetClicks(
+            [path for path in paths if path not in evaluation_paths],
+            self._columns,
+            batch_size=batch_size,
+            num_evaluation_samples=self.num_evaluation_samples,
+            evaluation_paths=evaluation_paths,
+            seed=seed,
+            num_streams=self.num_streams,
+        )
+
+    def outline(self, *, batch_size: int, seed: int) -> "ParquetOutline":
+        """Returns a data set of the declared columns, without rows."""
+        del seed
+        return ParquetOutline(self._columns, batch_size)
+
+    @property
+    def _columns(self) -> ParquetColumns:
+        return ParquetColumns(
+            features=self.features,
+            label=self.label,
+            dense=self.dense,
+            weight=self.weight,
+        )
+
+
+class ParquetOutline:
+    """Stands in for `ParquetClicks` when its files are absent: columns, but no rows.
+
+    Attributes:
+      batch_size: samples per batch.
+      vocabulary_sizes: number of rows by feature name.
+      num_dense: dense inputs per sample.
+    """
+
+    def __init__(self, columns: ParquetColumns, batch_size: int):
+        self.batch_size = batch_size
+        self.vocabulary_sizes = {
+            feature.name: feature.vocabulary_size for feature in columns.features
+        }
+        self.num_dense = len(columns.dense)
+        self._columns = columns
+
+    def train_batch(self, step: int) -> Batch:
+        """Returns a batch whose ids are 0; lists have their expected length."""
+        del step
+        size = self.batch_size
+        dense = np.zeros((size, self.num_dense), np.float32)
+        return Batch(
+            features={f.name: self._ids(f) for f in self._columns.features},
+            dense=dense if self.num_dense else None,
+            labels=np.ones(size, np.float32),
+            weights=np.ones(size, np.float32),
+        )
+
+    def _ids(self, feature: ParquetFeature) -> FeatureIds:
+        if feature.expected_valence is None:
+            return np.zeros(self.batch_size, np.int32)
+        # Lists of two lengths, whose mean is the expected one.
+        ends = np.arange(self.batch_size + 1) * feature.expected_valence
+        row_splits = np.ceil(ends).astype(np.int64)
+        return RaggedIds(
+            values=np.zeros(row_splits[-1], np.int32), row_splits=row_splits
+        )
+
+    def evaluation_batches(self) -> Iterator[Batch]:
+        """Yields no batch."""
+        return iter(())
+
+
+def _matching(directory: pathlib.Path, pattern: str) -> list[pathlib.Path]:
+    """Returns the files of a pattern by name; a file matches any pattern."""
+    if directory.is_file():
+        return [directory]
+    paths = sorted(path for path in directory.glob(pattern) if path.is_file())
+    if not paths:
+        raise DataError(f"{directory} must hold files {pattern!r}, got none.")
+    return paths
