@@ -94,7 +94,7 @@ class LookupResult:
         sequence or output shape, in the plan's `activation_dtype`. A tuple of them for
         a feature with a tuple of tables. Global.
       routing: for `compute_gradients`.
-      stats: rounds used and ids out of range.
+      stats: rounds used, ids out of range, and rows requested from each shard.
     """
 
     activations: Any
@@ -512,9 +512,16 @@ def _collect_stats(results: dict[str, StackLookup], plan: EmbeddingPlan) -> Look
         counts = results[stack.name].out_of_range
         for i, count in zip(plan.features_of(stack), counts, strict=True):
             out_of_range[plan.features[i].name] = jnp.sum(count)
+    sent = {name: result.routing.sent for name, result in results.items()}
     return LookupStats(
         rounds={name: result.rounds[0] for name, result in results.items()},
         out_of_range=out_of_range,
+        num_ids={name: jnp.sum(ids.num_ids) for name, ids in sent.items() if ids},
+        requested_rows={
+            name: jnp.sum(ids.requested_rows, axis=0)
+            for name, ids in sent.items()
+            if ids
+        },
     )
 
 

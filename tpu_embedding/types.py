@@ -236,10 +236,17 @@ class LookupStats:
         that some ids spilled to later rounds because of skew.
       out_of_range: ids outside their table, int32 scalars by feature name. The ids were
         dropped or clipped, as `FeatureConfig.out_of_range_ids` says.
+      num_ids: ids of the batch without padding and dropped ones, int32 scalars by stack
+        name. Stacks whose ids stay on their device are missing, here and below.
+      requested_rows: rows that all devices requested from each shard, int32
+        `[num_shards]` by stack name. A device requests the row of equal ids once,
+        unless the optimizer needs each occurrence.
     """
 
     rounds: dict[str, Int[Array, ""]]
     out_of_range: dict[str, Int[Array, ""]]
+    num_ids: dict[str, Int[Array, ""]]
+    requested_rows: dict[str, Int[Array, " shards"]]
 
 
 def _check_scipy(matrix: Any) -> Any:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -22,6 +23,7 @@ from tpu_embedding.training import (
     train,
 )
 from tpu_embedding.training.reporting import PLOT_FILE, RECORDS_FILE, read_records
+from tpu_embedding.types import PADDING_ROW_ID
 
 
 def tiny_config(*overrides):
@@ -71,6 +73,24 @@ def test_records_of_a_run(whole_run):
     assert result.teacher < result.metrics["log_loss"]
     assert result.target_met is False
     assert (directory / PLOT_FILE).exists()
+
+
+def test_records_have_the_counts_of_their_lookups(whole_run):
+    """Of the first step, whose batch is dealt to three devices."""
+    config = tiny_config()
+    data = config.data.open(None, batch_size=config.batch_size, seed=config.seed)
+    parts = [slice(0, 17), slice(17, 34), slice(34, 50)]
+    columns = [np.asarray(ids) for ids in data.train_batch(0).features.values()]
+    num_ids, num_rows = 0, 0
+    for part in parts:
+        for column in columns:
+            ids = column[part][column[part] != PADDING_ROW_ID]
+            num_ids += len(ids)
+            num_rows += len(np.unique(ids))
+    records = read_records(whole_run[1] / RECORDS_FILE)
+    first = next(record for record in records if "loss" in record)
+    assert first["unique_ratio"] == pytest.approx(num_rows / num_ids, rel=1e-6)
+    assert 1 <= first["hottest_shard_over_mean"] < 3
 
 
 def test_interrupted_run_goes_on_with_the_same_numbers(whole_run, tmp_path, capsys):

@@ -43,11 +43,12 @@ def make_plan():
     return te.make_plan({"id": te.FeatureConfig(table=table)}, mesh_of(2))
 
 
-def metrics_of(loss, rounds=1, out_of_range=0):
+def metrics_of(loss, rounds=1, out_of_range=0, **ratios):
     return StepMetrics(
         loss=jnp.float32(loss),
         rounds=jnp.int32(rounds),
         out_of_range=jnp.int32(out_of_range),
+        **{name: jnp.float32(ratio) for name, ratio in ratios.items()},
     )
 
 
@@ -118,6 +119,18 @@ def test_the_clock_runs_while_the_loop_waits_for_a_batch():
     threading.Timer(0.2, release.set).start()
     next(batches)
     assert 0.1 < wait.take() < 60  # The timer may start before the loop asks.
+
+
+def test_meter_averages_ratios():
+    records = []
+    meter = StepMeter(10, 2, records.append)
+    for step, ratio in enumerate([0.25, 0.75], start=1):
+        ratios = dict(unique_ratio=ratio, hottest_shard_over_mean=1 + 2 * ratio)
+        meter.add(step, metrics_of(1.0, **ratios))
+    meter.add(3, metrics_of(1.0))
+    meter.finish(3)
+    assert [r["unique_ratio"] for r in records] == [0.5, None]
+    assert [r["hottest_shard_over_mean"] for r in records] == [2.0, None]
 
 
 def test_first_step_after_a_pause_is_not_timed():

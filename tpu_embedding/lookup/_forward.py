@@ -134,7 +134,7 @@ def route_stack(
     )
     max_unique = max_unique_ids(inputs, features, stack)
     sent, places = None, keys
-    if stack.backends.read.form != "direct":
+    if stack.sends_ids:
         sent, places = send_ids(keys, max_unique, stack, plan)
     routing = StackRouting(
         keys=keys,

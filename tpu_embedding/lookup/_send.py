@@ -7,6 +7,7 @@ copy of the rows, only a gradient needs them, and the backward pass runs them.
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from tpu_embedding.lookup._dedup import dedup
@@ -26,12 +27,17 @@ class SentIds:
       ids_by_row: the ids of each row of the first round's buffer.
       requests: rows that the shards requested from this one in the first round.
       pending: None if no batch of this shape can need a second round.
+      num_ids: int32 `[1]`, ids of the shard without padding.
+      requested_rows: int32 `[1, num_shards]`, rows that the shard requests from each
+        owner, in all rounds together.
       size: of the first round.
     """
 
     ids_by_row: IdsByRow
     requests: Requests
     pending: PendingRounds | None
+    num_ids: Int[Array, "_"]
+    requested_rows: Int[Array, "_ shards"]
     size: RoundSize = dataclasses.field(metadata={"static": True})
 
 
@@ -50,11 +56,14 @@ def send_ids(
       The ids, and the place of each id's row in the first round's buffer.
     """
     size = stack.round_size(max_unique_ids)
-    first, pending = first_round(dedup(keys, stack), size, stack, plan)
+    unique = dedup(keys, stack)
+    first, pending = first_round(unique, size, stack, plan)
     sent = SentIds(
         ids_by_row=first.ids_by_row,
         requests=send_requests(first, size, stack),
         pending=pending,
+        num_ids=unique.first_places[-1:],
+        requested_rows=jnp.diff(unique.first_ranks)[None],
         size=size,
     )
     return sent, first.places

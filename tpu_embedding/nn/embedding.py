@@ -318,6 +318,12 @@ def _no_stats(plan: EmbeddingPlan) -> LookupStats:
     return LookupStats(
         rounds={stack.name: jnp.int32(0) for stack in plan.stacks},
         out_of_range={feature.name: jnp.int32(0) for feature in plan.features},
+        num_ids={stack.name: jnp.int32(0) for stack in plan.stacks if stack.sends_ids},
+        requested_rows={
+            stack.name: jnp.zeros(stack.num_shards, jnp.int32)
+            for stack in plan.stacks
+            if stack.sends_ids
+        },
     )
 
 
@@ -337,4 +343,6 @@ def _stats_of_layer(stats: LookupStats, plan: EmbeddingPlan) -> LookupStats:
             name: stats.out_of_range.get(name, zero)
             for name, zero in zeros.out_of_range.items()
         },
+        num_ids=zeros.num_ids | stats.num_ids,
+        requested_rows=zeros.requested_rows | stats.requested_rows,
     )

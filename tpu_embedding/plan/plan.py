@@ -128,6 +128,14 @@ class StackPlan:
         )
 
     @property
+    def sends_ids(self) -> bool:
+        """True if a lookup sends ids to the owners of their rows, each row once.
+
+        False if each device reads its own rows straight from its table.
+        """
+        return self.backends.read.form != "direct"
+
+    @property
     def keeps_duplicates(self) -> bool:
         """True if each occurrence of an id travels separately."""
         return self.optimizer is not None and self.optimizer.duplicates != "sum"

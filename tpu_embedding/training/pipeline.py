@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Final
+from typing import Any, Final
 
 import jax
 
@@ -194,7 +194,9 @@ class StepMeter:
 
     A record has the mean loss, the speed, the maximum rounds, the total of ids out of
     range, and `input_wait`: the share of the time in which the devices waited for
-    input, in [0, 1]. It is None if no step was timed.
+    input, in [0, 1]. It is None if no step was timed. The unique ratio and the hottest
+    shard over the mean are means, or None where no ids leave their device; see
+    `StepMetrics`.
 
     Attributes:
       batch_size: samples per step.
@@ -279,4 +281,14 @@ class StepMeter:
             "input_wait": waited,
             "rounds": max(int(m.rounds) for m in metrics),
             "out_of_range": sum(int(m.out_of_range) for m in metrics),
+            "unique_ratio": _mean(m.unique_ratio for m in metrics),
+            "hottest_shard_over_mean": _mean(
+                m.hottest_shard_over_mean for m in metrics
+            ),
         }
+
+
+def _mean(values: Iterable[Any]) -> float | None:
+    """Returns the mean of the values; None if steps have none."""
+    known = [float(value) for value in values if value is not None]
+    return sum(known) / len(known) if known else None

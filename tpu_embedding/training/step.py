@@ -7,7 +7,7 @@ pair (model, optimizer); the graph definition that rebuilds the pair from it is 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -47,11 +47,17 @@ class StepMetrics:
       loss: loss of the batch before the update, penalty included.
       rounds: maximum number of rounds that any stack needed.
       out_of_range: number of ids outside their tables, over all features.
+      unique_ratio: rows that devices requested from shards, over the ids of the batch;
+        0 without ids, None if no ids leave their device.
+      hottest_shard_over_mean: rows requested from the hottest shard over the mean one,
+        at least 1; 0 without ids, None if no ids leave their device.
     """
 
     loss: Float[Array, ""]
     rounds: Int[Array, ""]
     out_of_range: Int[Array, ""]
+    unique_ratio: Float[Array, ""] | None = None
+    hottest_shard_over_mean: Float[Array, ""] | None = None
 
 
 TrainStep = Callable[[nnx.State, Batch], tuple[nnx.State, StepMetrics]]
@@ -391,13 +397,29 @@ def _check_outputs(outputs: Any, owner: str, num_samples: int) -> None:
 
 
 def _step_metrics(loss: jax.Array, model: nnx.Module) -> StepMetrics:
-    rounds, out_of_range = [], []
+    rounds, out_of_range, num_ids, requested = [], [], [], []
     for layer in embedding_layers(model).values():
         stats = layer.stats.get_value()
         rounds += stats.rounds.values()
         out_of_range += stats.out_of_range.values()
-    return StepMetrics(
+        num_ids += stats.num_ids.values()
+        requested += stats.requested_rows.values()
+    metrics = StepMetrics(
         loss=loss,
         rounds=jnp.max(jnp.stack(rounds)),
         out_of_range=jnp.sum(jnp.stack(out_of_range)),
     )
+    if not requested:
+        return metrics
+    rows = _total(map(jnp.sum, requested))
+    # The exchange of a stack waits for its own hottest shard.
+    hottest, mean = _total(map(jnp.max, requested)), _total(map(jnp.mean, requested))
+    return dataclasses.replace(
+        metrics,
+        unique_ratio=rows / jnp.maximum(_total(num_ids), 1),
+        hottest_shard_over_mean=jnp.where(rows > 0, hottest / mean, 0.0),
+    )
+
+
+def _total(counts: Iterable[jax.Array]) -> Float[Array, ""]:
+    return jnp.sum(jnp.stack([count.astype(jnp.float32) for count in counts]))

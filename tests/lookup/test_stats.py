@@ -1,0 +1,130 @@
+"""Tests the counts of a lookup against those of its ids."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding.types import PADDING_ROW_ID
+
+ROWS, DIM, SAMPLES, VALENCE = 50, 4, 24, 5
+PADDING = PADDING_ROW_ID
+GENERATOR = np.random.default_rng(0)
+
+
+def plan_on(num_devices, optimizer=None, **options):
+    table = te.TableConfig(vocabulary_size=ROWS, dim=DIM, combiner="sum", name="t")
+    feature = te.FeatureConfig(table=table, out_of_range_ids="drop", name="f")
+    mesh = mesh_of(num_devices)
+    return te.make_plan({"f": feature}, mesh, optimizer=optimizer, **options)
+
+
+BATCHES = {
+    "random": GENERATOR.integers(0, ROWS, (SAMPLES, VALENCE)),
+    "all the same": np.full((SAMPLES, VALENCE), 7),
+    "no ids": np.full((SAMPLES, VALENCE), PADDING),
+    "one shard": 8 * GENERATOR.integers(0, 6, (SAMPLES, VALENCE)),
+    "padding and others outside": np.where(
+        GENERATOR.random((SAMPLES, VALENCE)) < 0.5,
+        GENERATOR.integers(0, ROWS, (SAMPLES, VALENCE)),
+        GENERATOR.choice([PADDING, ROWS, -1], (SAMPLES, VALENCE)),
+    ),
+}
+
+
+def expected_counts(ids, stack, num_devices, *, once=True):
+    """Returns the number of ids, and the rows requested from each shard."""
+    requested = np.zeros(stack.num_shards, int)
+    rotation = stack.tables[0].row_offset
+    for of_device in np.split(ids, num_devices):
+        rows = of_device[(of_device >= 0) & (of_device < ROWS)]
+        rows = np.unique(rows) if once else rows
+        np.add.at(requested, (rows + rotation) % stack.num_shards, 1)
+    return ((ids >= 0) & (ids < ROWS)).sum(), requested
+
+
+def counts_of(ids, plan):
+    tables = te.init_tables(plan, jax.random.key(0))
+    ids = jnp.array(ids, jnp.int32)
+    stats = jax.jit(lambda tables, ids: te.lookup(tables, {"f": ids}, plan).stats)
+    return stats(tables, ids)
+
+
+@pytest.mark.quick_cases("random-8", "padding and others outside-3")
+@pytest.mark.parametrize("num_devices", [2, 3, 8])
+@pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
+def test_counts(ids, num_devices):
+    plan = plan_on(num_devices)
+    (stack,) = plan.stacks
+    stats = counts_of(ids, plan)
+    num_ids, requested = expected_counts(ids, stack, num_devices)
+    assert stats.num_ids == {stack.name: num_ids}
+    np.testing.assert_array_equal(stats.requested_rows[stack.name], requested)
+
+
+def test_rounds_and_dropped_ids_are_in_the_counts():
+    """All rounds of a small capacity together request what one round would."""
+    ids = BATCHES["random"]
+    plan = plan_on(8, capacity=1)
+    stats = counts_of(ids, plan)
+    assert stats.rounds["stack_0"] > 1
+    num_ids, requested = expected_counts(ids, plan.stacks[0], 8)
+    assert stats.num_ids["stack_0"] == num_ids
+    np.testing.assert_array_equal(stats.requested_rows["stack_0"], requested)
+
+
+@pytest.mark.full
+def test_occurrences_that_travel_separately_are_counted_each():
+    ids = BATCHES["random"]
+    rule = te.optimizers.in_sequence(te.optimizers.sgd(0.1))
+    plan = plan_on(8, optimizer=rule)
+    num_ids, requested = expected_counts(ids, plan.stacks[0], 8, once=False)
+    stats = counts_of(ids, plan)
+    np.testing.assert_array_equal(stats.requested_rows["stack_0"], requested)
+    assert requested.sum() == num_ids == stats.num_ids["stack_0"]
+
+
+@pytest.mark.full
+def test_devices_that_share_a_shard_add_up():
+    """Each of 2 copies of 4 shards is asked by its own devices."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("copy", "shard"))
+    table = te.TableConfig(
+        vocabulary_size=ROWS, dim=DIM, name="t", placement=te.Sharded(axes=("shard",))
+    )
+    feature = te.FeatureConfig(table=table, name="f")
+    plan = te.make_plan({"f": feature}, mesh)
+    (stack,) = plan.stacks
+    assert (stack.num_shards, stack.num_replicas) == (4, 2)
+    ids = BATCHES["random"]
+    num_ids, requested = expected_counts(ids, stack, 8)
+    stats = counts_of(ids, plan)
+    assert stats.num_ids[stack.name] == num_ids
+    np.testing.assert_array_equal(stats.requested_rows[stack.name], requested)
+
+
+def test_no_ids_leave_one_device():
+    stats = counts_of(BATCHES["random"], plan_on(1))
+    assert stats.num_ids == {} and stats.requested_rows == {}
+    assert stats.rounds == {"stack_0": 1}
+
+
+def test_a_program_that_drops_the_counts_does_not_reduce_them():
+    """XLA removes them; what is left of all-reduces is that of the rounds."""
+    plan = plan_on(8, capacity=1)
+    tables = te.init_tables(plan, jax.random.key(0))
+    ids = jnp.array(BATCHES["random"], jnp.int32)
+
+    def compiled(select):
+        look_up = jax.jit(
+            lambda tables, ids: select(te.lookup(tables, {"f": ids}, plan))
+        )
+        text = look_up.lower(tables, ids).compile().as_text()
+        assert text is not None
+        return text.count(" all-reduce(")
+
+    without = compiled(lambda result: result.activations)
+    with_counts = compiled(lambda result: (result.activations, result.stats))
+    assert without == 2 < with_counts
