@@ -113,16 +113,16 @@ class Verdict:
       is_equal: True if all results agreed with the dense reference.
       problem: the first problem, such as wrong rows or a hang; None if there is none.
       speed_ratio: XLA's time over the kernel's; None: not timed.
-      num_cases: cases that ran.
       date: day of the check, as in "2026-01-31".
+      num_cases: cases that ran.
     """
 
     capability: str
     is_equal: bool
     problem: str | None
     speed_ratio: float | None
-    num_cases: int
     date: str
+    num_cases: int = 1
 
     @property
     def is_faster(self) -> bool:

@@ -35,9 +35,12 @@ from tpu_embedding.doctor.ports import DEFAULT_PORT, check_hosts, check_loopback
 from tpu_embedding.doctor.protocol import Tier
 from tpu_embedding.kernel_verdicts import Verdict, current_key, save_verdicts
 
-SECONDS: Final[Mapping[Tier, float]] = {"quick": 45.0, "full": 100.0}
-"""Deadline of the cases of rows. Together with the other checks, the full part takes at
-most two minutes."""
+_SECONDS: Final[Mapping[Tier, float]] = {"quick": 40.0, "full": 100.0}
+"""Deadline of the cases of rows on a chip: less than a minute, and than two minutes,
+together with the other checks."""
+
+_CPU_SECONDS: Final = 45.0
+"""Deadline on a CPU, where the cases are small."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,10 @@ def _run_rows(
     settings = examination.rows
     if settings is None:
         tier = examination.tier
-        settings = CheckSettings(tier=tier, seconds=SECONDS[tier])
+        seconds = _SECONDS[tier]
+        if found.platform == "cpu":
+            seconds = min(seconds, _CPU_SECONDS)
+        settings = CheckSettings(tier=tier, seconds=seconds)
 
     def announce(backend: str, part: str) -> None:
         print_line(f"{'':10}  {part} of {backend}, in a process of its own ...")

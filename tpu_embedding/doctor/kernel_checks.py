@@ -27,8 +27,10 @@ CHILD: Final = (sys.executable, "-m", "tpu_embedding.doctor.child")
 
 SEEDS: Final = "0,1"
 
-_SPEED_SHARE: Final = 0.3
-"""Share of the time that is left for timings. A kernel without one is not used."""
+_XLA_SHARE: Final = 0.4
+_KERNEL_SHARE: Final = 0.6
+"""Shares of the time that is left, which XLA's results and the kernels' may take. The
+rest is for timings: without one, no kernel is used."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,18 +95,17 @@ def check_rows(
     """
     end = time.monotonic() + settings.seconds
     kernels = kernels_on(found)
-    parts: list[tuple[Backend, Part]] = [("xla", "correctness")]
+    parts: list[tuple[Backend, Part, float]] = [("xla", "correctness", _XLA_SHARE)]
     if kernels is not None:
-        parts.append((kernels, "correctness"))
-    parts.append((kernels or "xla", "speed"))
+        parts.append((kernels, "correctness", _KERNEL_SHARE))
+    parts.append((kernels or "xla", "speed", 1.0))
     runs = []
-    for backend, part in parts:
+    for backend, part, share in parts:
         on_part(backend, part)
         left = max(1.0, end - time.monotonic())
-        reserved = 0.0 if part == "speed" else _SPEED_SHARE * left
         command = [*settings.child, "--backend", backend, "--part", part]
         command += ["--tier", settings.tier, "--seeds", SEEDS]
-        deadlines = Deadlines(case=settings.case_seconds, total=left - reserved)
+        deadlines = Deadlines(case=settings.case_seconds, total=share * left)
         run = run_isolated(
             command, deadlines, environment=environment, on_event=on_event
         )
