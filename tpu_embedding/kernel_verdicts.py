@@ -38,6 +38,9 @@ one program differ by a few percent."""
 DIRECTORY_VARIABLE: Final = "TPU_EMBEDDING_VERDICTS"
 """Environment variable that names the directory of the verdicts."""
 
+RUN_DOCTOR: Final = "run tpu-embedding doctor"
+"""The way to a verdict, at the end of every reason that lacks one."""
+
 _WIDEST_KIND: Final = 512
 _LIBRARIES: Final = ("jax", "jaxlib", "libtpu")
 _PACKAGE: Final = "tpu-embedding"
@@ -221,7 +224,7 @@ class KernelVerdicts:
 
     backend: KernelName
     verdicts: tuple[Verdict, ...] = ()
-    absence: str = "no verdict for this device; run tpu-embedding doctor"
+    absence: str = f"no verdict for this device; {RUN_DOCTOR}"
 
     def find(self, capability: str) -> Verdict | None:
         """Returns the verdict on a capability; None if there is none."""
@@ -318,18 +321,18 @@ def load_verdicts(device_kind: str, backend: KernelName) -> KernelVerdicts:
             return KernelVerdicts(
                 backend=backend,
                 verdicts=verdicts,
-                absence="no verdict on these rows; run tpu-embedding doctor",
+                absence=f"no verdict on these rows; {RUN_DOCTOR}",
             )
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError):
-        reason = f"the verdicts in {path} are damaged; run tpu-embedding doctor"
+        reason = f"the verdicts in {path} are damaged; {RUN_DOCTOR}"
         return KernelVerdicts(backend=backend, absence=reason)
     stale = _newest_stale(directory, key)
     if stale is None:
         return KernelVerdicts(backend=backend)
     changes = ", ".join(stale.differences(key))
-    reason = f"verdict is stale: {changes}; run tpu-embedding doctor"
+    reason = f"verdict is stale: {changes}; {RUN_DOCTOR}"
     return KernelVerdicts(backend=backend, absence=reason)
 
 

@@ -4,13 +4,18 @@ import jax
 import pytest
 
 import tpu_embedding as te
-from tests.conftest import needs_kernels
+from tests.conftest import mesh_of, needs_kernels
 from tpu_embedding.kernel_verdicts import KernelVerdicts, Verdict
 from tpu_embedding.training import kernel_choice
-from tpu_embedding.training.kernel_choice import of_first_process, resolve_kernels
+from tpu_embedding.training.kernel_choice import (
+    kernel_hint,
+    of_first_process,
+    resolve_kernels,
+)
 
 VERDICTS = KernelVerdicts(
     backend="interpreter",
+    absence="the test has no more",
     verdicts=(
         Verdict(
             capability="read, dim 8",
@@ -28,6 +33,34 @@ VERDICTS = KernelVerdicts(
 def test_one_process_keeps_the_setting(kernels):
     hardware = te.hardware_by_name("v5p")
     assert resolve_kernels(kernels, jax.devices()[0], hardware) == kernels
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("kernels", "hardware", "text"),
+    [
+        (
+            "auto",
+            "v5p",
+            "of some kernels: no verdict for this device. Stop the run, run",
+        ),
+        (VERDICTS, "v5p", None),
+        ("xla", "v5p", None),
+        ("auto", "cpu", None),
+    ],
+)
+def test_the_hint_at_missing_verdicts(kernels, hardware, text):
+    plan = te.make_plan(
+        te.FeatureConfig(table=te.TableConfig(vocabulary_size=9, dim=8, name="t")),
+        mesh_of(1),
+        kernels=kernels,
+        hardware=te.hardware_by_name(hardware),
+    )
+    hint = kernel_hint(plan)
+    if text is None:
+        assert hint is None
+    else:
+        assert hint is not None and text in hint
 
 
 def test_verdicts_survive_the_broadcast():

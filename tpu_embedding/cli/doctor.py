@@ -1,6 +1,7 @@
 """The command `tpu-embedding doctor`."""
 
 import argparse
+import collections
 import json
 import pathlib
 import sys
@@ -11,6 +12,7 @@ from tpu_embedding.cli.exit_status import FAILED, UsageError
 from tpu_embedding.doctor.devices import Expectation, parse_expectation
 from tpu_embedding.doctor.examine import Examination, examine
 from tpu_embedding.doctor.ports import DEFAULT_PORT
+from tpu_embedding.doctor.report import Report
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
 
 
@@ -104,9 +106,22 @@ def _doctor(parsed: argparse.Namespace) -> int:
         path.write_text(text + "\n", encoding="utf-8")
     elif parsed.json == "-":
         print(text)
-    result = "some checks failed" if report.has_failed else "all is well"
-    print(f"\n{result}, {report.seconds:.0f} s", file=stream)
+    print(f"\n{_summary(report)}, {report.seconds:.0f} s", file=stream)
     return FAILED if report.has_failed else 0
+
+
+def _summary(report: Report) -> str:
+    counts = collections.Counter(finding.status for finding in report.findings)
+    parts = [
+        f"{counts[status]} {text}"
+        for status, text in (
+            ("failed", "failed"),
+            ("warning", "may be intended"),
+            ("unmeasured", "could not be checked"),
+        )
+        if counts[status]
+    ]
+    return f"{sum(counts.values())} findings: {', '.join(parts) or 'all is well'}"
 
 
 def _expectation(text: str) -> Expectation:

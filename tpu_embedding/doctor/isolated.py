@@ -213,7 +213,7 @@ def _loss(
 
 
 def _out_of_time(deadlines: Deadlines) -> str:
-    return f"stopped after {deadlines.total:g} s; the remaining cases did not run"
+    return f"stopped after {deadlines.total:.3g} s; the remaining cases did not run"
 
 
 class _Child:

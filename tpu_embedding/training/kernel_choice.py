@@ -13,8 +13,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.kernel_verdicts import KernelVerdicts, verdicts_from_json
+from tpu_embedding.kernel_verdicts import (
+    RUN_DOCTOR,
+    KernelVerdicts,
+    verdicts_from_json,
+)
 from tpu_embedding.plan.backend_request import AUTO, KernelChoice, verdicts_for
+from tpu_embedding.plan.plan import EmbeddingPlan
 
 
 def resolve_kernels(
@@ -33,6 +38,19 @@ def resolve_kernels(
         return cast(KernelChoice, kernels)
     verdicts = verdicts_for(device, hardware)
     return AUTO if verdicts is None else of_first_process(verdicts)
+
+
+def kernel_hint(plan: EmbeddingPlan) -> str | None:
+    """Returns the way to verdicts that a plan lacks; None if it lacks none."""
+    reasons = [choice.reason for stack in plan.stacks for choice in stack.backends]
+    missing = [reason for reason in reasons if reason.endswith(RUN_DOCTOR)]
+    if not missing:
+        return None
+    reason = missing[0].removeprefix("auto: ").removesuffix(f"; {RUN_DOCTOR}")
+    return (
+        f"XLA runs in place of some kernels: {reason}. Stop the run, {RUN_DOCTOR} on "
+        "this host, and --resume follows its verdicts."
+    )
 
 
 def of_first_process(verdicts: KernelVerdicts) -> KernelVerdicts:

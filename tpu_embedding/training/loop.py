@@ -27,6 +27,7 @@ from tpu_embedding.distributed.job import Job, current_job
 from tpu_embedding.optimizers.rule_description import describe_rule
 from tpu_embedding.supervision.pulses import tell
 from tpu_embedding.training.errors import ConfigError
+from tpu_embedding.training.kernel_choice import kernel_hint
 from tpu_embedding.training.loaders import load_grain
 from tpu_embedding.training.metrics import LOSSES, merge_batches, values_of
 from tpu_embedding.training.pipeline import (
@@ -420,6 +421,9 @@ def _report_start(report: RunReport, program: RunProgram, first_step: int) -> No
         f"{config.seed}, {start}; files in {report.directory}"
     )
     report.line(str(plan))
+    hint = kernel_hint(plan)
+    if hint is not None:
+        report.line(hint)
     report.line(
         f"per device: {-(-config.batch_size // plan.num_shards)} samples a step, "
         + ", ".join(_id_counts(program))
