@@ -64,7 +64,7 @@ class Settings:
     startup: float = 300.0
     restarts: int = 0
     pause: float = 1.0
-    collect: float = 1.0
+    collect: float = 3.0
     suspect: float = 3.0
     grace: float = 5.0
 
