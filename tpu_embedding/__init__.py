@@ -37,6 +37,7 @@ from tpu_embedding.gradients import all_finite as all_finite
 from tpu_embedding.gradients import clip_by_global_norm as clip_by_global_norm
 from tpu_embedding.gradients import global_norm as global_norm
 from tpu_embedding.gradients import scale as scale
+from tpu_embedding.gradients import update_if as update_if
 from tpu_embedding.hardware import hardware_by_name as hardware_by_name
 from tpu_embedding.initializers import RowIdInitializer as RowIdInitializer
 from tpu_embedding.inputs.string_ids import Vocabulary as Vocabulary

@@ -85,6 +85,32 @@ def all_finite(gradients: Any) -> Bool[Array, ""]:
     return _total(gradients, _num_not_finite) == 0
 
 
+def update_if(condition: Any, update: Callable[[T], T], state: T) -> T:
+    """Returns `update(state)` if a condition holds, else the state with the same bits.
+
+    It skips a whole update of tables, slot variables and dense parameters without a
+    copy of the tables, which `jax.lax.cond` makes. Under `jax.jit` with a donated
+    state, the update stays in place.
+
+    Args:
+      condition: bool scalar, the same on all devices, such as `all_finite(gradients)`.
+      update: function of the state; the new state has the same shapes and dtypes.
+      state: pytree of arrays, such as tables and slot variables.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> update_if(jnp.array(False), lambda x: x + 1, jnp.array([1.0])).tolist()
+      [1.0]
+    """
+
+    def run_once(carry: tuple[Array, T]) -> tuple[Array, T]:
+        return jnp.zeros((), bool), update(carry[1])
+
+    # A loop of at most one turn: XLA copies the tables for a conditional.
+    condition = jnp.asarray(condition, bool)
+    return jax.lax.while_loop(lambda carry: carry[0], run_once, (condition, state))[1]
+
+
 def scale(gradients: T, factor: Any) -> T:
     """Multiplies all gradients of a model by a factor.
 

@@ -85,7 +85,7 @@ def make_plan(mesh, dim, optimizer, rows_per_line, **options):
     return te.make_plan(config, mesh, optimizer=optimizer, **options)
 
 
-def compile_step(plan, dim, loss_fn=squared_loss, batch_size=BATCH):
+def compile_step(plan, dim, loss_fn=squared_loss, batch_size=BATCH, skips=False):
     def make():
         model = Model(plan, dim, nnx.Rngs(0))
         return model, te.Optimizer(model, optax.sgd(0.1))
@@ -100,8 +100,15 @@ def compile_step(plan, dim, loss_fn=squared_loss, batch_size=BATCH):
     def step(state, features, labels):
         model, optimizer = nnx.merge(graph, state)
         loss, gradients = te.value_and_grad(loss_fn)(model, features, labels)
-        optimizer.update(model, gradients)
-        return nnx.state((model, optimizer)), loss
+
+        def update(state):
+            model, optimizer = nnx.merge(graph, state)
+            optimizer.update(model, gradients)
+            return nnx.state((model, optimizer))
+
+        if skips:
+            return te.update_if(te.all_finite(gradients), update, state), loss
+        return update(state), loss
 
     jitted = jax.jit(step, donate_argnums=0, compiler_options=plan.compiler_options)
     return jitted.lower(
@@ -294,6 +301,24 @@ ON_CPU = {
 def test_cpu_step_is_in_place(name, num_devices, capacity, loss_fn):
     plan = make_plan(mesh_of(num_devices), 16, ON_CPU[name], 1, capacity=capacity)
     check(plan, compile_step(plan, 16, loss_fn))
+
+
+@pytest.mark.full_cases("adafactor", "every_row")
+@pytest.mark.parametrize("name", ["adagrad", "every_row", "adafactor"])
+def test_a_step_that_may_be_skipped_is_in_place(name):
+    plan = make_plan(mesh_of(3), 16, REPRESENTATIVE[name], 1)
+    check(plan, compile_step(plan, 16, skips=True))
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.full
+@BOTH_BACKENDS
+def test_a_step_that_may_be_skipped_is_in_place_on_tpu(kernels):
+    mesh = aot.topology_mesh(TOPOLOGIES["v5p"])
+    plan = make_plan(mesh, 128, ADAGRAD, 1, kernels=kernels)
+    report = check(plan, compile_step(plan, 128, skips=True))
+    assert report.sparse_core_scatters > 0
+    assert (report.kernels > 0) == (kernels == "sparse_core")
 
 
 def test_a_copy_is_seen():

@@ -1,5 +1,6 @@
 """Tests that batches are prepared early and metrics are read late."""
 
+import itertools
 import threading
 import time
 
@@ -12,6 +13,7 @@ from tests.conftest import mesh_of
 from tpu_embedding.data.batch import Batch, DataError
 from tpu_embedding.training.input_wait import InputWait
 from tpu_embedding.training.pipeline import (
+    MAX_SKIPPED_IN_A_ROW,
     StepMeter,
     TrainingDivergedError,
     train_batches,
@@ -43,9 +45,10 @@ def make_plan():
     return te.make_plan({"id": te.FeatureConfig(table=table)}, mesh_of(2))
 
 
-def metrics_of(loss, rounds=1, out_of_range=0, **ratios):
+def metrics_of(loss, rounds=1, out_of_range=0, is_finite=None, **ratios):
     return StepMetrics(
         loss=jnp.float32(loss),
+        is_finite=jnp.isfinite(loss) if is_finite is None else jnp.array(is_finite),
         rounds=jnp.int32(rounds),
         out_of_range=jnp.int32(out_of_range),
         **{name: jnp.float32(ratio) for name, ratio in ratios.items()},
@@ -149,3 +152,41 @@ def test_divergence_is_an_error(loss):
     meter.add(2, metrics_of(loss))
     with pytest.raises(TrainingDivergedError, match="step 2 is (nan|inf)"):
         meter.flush()
+
+
+def test_gradients_that_are_not_finite_are_an_error():
+    meter = StepMeter(10, 100, lambda record: None)
+    meter.add(1, metrics_of(1.0, is_finite=False))
+    with pytest.raises(TrainingDivergedError, match="gradients of step 1 are not fin"):
+        meter.flush()
+
+
+def skipping_meter(records):
+    return StepMeter(10, 4, records.append, non_finite="skip_step")
+
+
+def test_skipped_steps_are_counted():
+    records = []
+    meter = skipping_meter(records)
+    for step, loss in enumerate([1.0, np.nan, 3.0, np.inf, np.nan], start=1):
+        meter.add(step, metrics_of(loss))
+    meter.finish(5)
+    assert [r["skipped"] for r in records] == [2, 1]
+    assert [r["loss"] for r in records] == [2.0, None]
+
+
+def test_too_many_skipped_steps_in_a_row_are_an_error():
+    meter = skipping_meter([])
+    steps = itertools.count(1)
+
+    def add(loss, num_steps):
+        for _ in range(num_steps):
+            meter.add(next(steps), metrics_of(loss))
+        meter.flush()
+
+    add(np.nan, MAX_SKIPPED_IN_A_ROW - 1)
+    add(1.0, 1)
+    add(np.nan, MAX_SKIPPED_IN_A_ROW - 1)
+    message = f"step {2 * MAX_SKIPPED_IN_A_ROW} is nan, and so were those of the 9"
+    with pytest.raises(TrainingDivergedError, match=message):
+        add(np.nan, 1)

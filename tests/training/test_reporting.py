@@ -19,6 +19,7 @@ PROGRESS = {
     "steps_per_second": 12.34,
     "samples_per_second": 12340.0,
     "input_wait": 0.257,
+    "skipped": 0,
     "rounds": 2,
     "out_of_range": 0,
 }
@@ -43,6 +44,13 @@ def test_progress_line_and_record(report, capsys):
 def test_ids_out_of_range_are_shown(report, capsys):
     report.progress(PROGRESS | {"out_of_range": 1234}, 1000)
     assert "ids out of range 1,234" in capsys.readouterr().out
+
+
+def test_skipped_steps_are_shown(report, capsys):
+    report.progress(PROGRESS | {"skipped": 3}, 1000)
+    assert "loss 0.50000" in (line := capsys.readouterr().out) and "skipped 3" in line
+    report.progress(PROGRESS | {"skipped": 50, "loss": None}, 1000)
+    assert "  no loss  " in capsys.readouterr().out
 
 
 def test_unknown_rate_is_left_out(report, capsys):

@@ -62,6 +62,7 @@ MAY_CHANGE_ON_RESUME: Final = (
     "capacity",
     "kernels",
     "loader_processes",
+    "non_finite",
     "log_every",
     "evaluate_every",
     "checkpoint_every",
@@ -308,6 +309,7 @@ class _Run:
             config.batch_size,
             config.log_every,
             lambda record: self._report.progress(record, config.num_steps),
+            non_finite=config.non_finite,
         )
         steps = range(first_step, last_step)
         saved = done = first_step

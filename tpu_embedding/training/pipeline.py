@@ -28,6 +28,7 @@ from tpu_embedding.training.checked_data import CheckedDataset, check_num_sample
 from tpu_embedding.training.input_wait import InputWait
 from tpu_embedding.training.loaders import open_reader
 from tpu_embedding.training.reporting import Record
+from tpu_embedding.training.run_config import NonFinite
 from tpu_embedding.training.step import StepMetrics, prepare_batch
 from tpu_embedding.training.stop_signals import StopRequest
 
@@ -37,6 +38,8 @@ STEPS_IN_FLIGHT: Final = 2
 One step in flight hides the host's work behind the devices'. Many steps would keep many
 batches in device memory."""
 
+MAX_SKIPPED_IN_A_ROW: Final = 10
+"""Number of steps in a row that are not finite, at which a run ends in any case."""
 
 _POLL_SECONDS: Final = 0.1
 """Time after which a loop that waits for a batch looks for signals again."""
@@ -192,26 +195,34 @@ def prepare_checked(
 class StepMeter:
     """Reads the metrics of completed steps, and reports one record per few steps.
 
-    A record has the mean loss, the speed, the maximum rounds, the total of ids out of
-    range, and `input_wait`: the share of the time in which the devices waited for
-    input, in [0, 1]. It is None if no step was timed. The unique ratio and the hottest
-    shard over the mean are means, or None where no ids leave their device; see
-    `StepMetrics`.
+    A record has the mean loss of the steps that were not skipped, the number of those
+    that were, the speed, the maximum rounds, the total of ids out of range, and
+    `input_wait`: the share of the time in which the devices waited for input, in
+    [0, 1]. It is None if no step was timed. The unique ratio and the hottest shard over
+    the mean are means, or None where no ids leave their device; see `StepMetrics`.
 
     Attributes:
       batch_size: samples per step.
       log_every: number of steps per record.
       report: function that receives each record.
       input_wait: clock of the time in which the devices wait for input.
+      non_finite: treatment of a step that is not finite; see `RunConfig`.
     """
 
     def __init__(
-        self, batch_size: int, log_every: int, report: Callable[[Record], None]
+        self,
+        batch_size: int,
+        log_every: int,
+        report: Callable[[Record], None],
+        *,
+        non_finite: NonFinite = "raise",
     ):
         self.batch_size = batch_size
         self.log_every = log_every
         self.report = report
+        self.non_finite: NonFinite = non_finite
         self.input_wait = InputWait()
+        self._num_skipped_in_a_row = 0
         self._in_flight: collections.deque[tuple[int, StepMetrics, float]]
         self._in_flight = collections.deque()
         self._since_record: list[StepMetrics] = []
@@ -249,11 +260,7 @@ class StepMeter:
         num_steps_done, metrics, waited_seconds = self._in_flight.popleft()
         metrics = jax.device_get(metrics)
         tell("step", num_steps_done)
-        if not math.isfinite(metrics.loss):
-            raise TrainingDivergedError(
-                f"The loss of step {num_steps_done} is {metrics.loss}; lower the "
-                "learning rates, or check the input data for damaged values."
-            )
+        self._check_finite(num_steps_done, metrics)
         now = time.perf_counter()
         # The first step, and the first one after a pause, are not timed: they may
         # include compilation or other work of the host.
@@ -266,6 +273,27 @@ class StepMeter:
         if num_steps_done % self.log_every == 0:
             self.report(self._summarize(num_steps_done))
 
+    def _check_finite(self, num_steps_done: int, metrics: StepMetrics) -> None:
+        """Raises an error at a step that is not finite, or counts it as skipped."""
+        if metrics.is_finite:
+            self._num_skipped_in_a_row = 0
+            return
+        what = f"The loss of step {num_steps_done} is {metrics.loss}"
+        if math.isfinite(metrics.loss):
+            what = f"The gradients of step {num_steps_done} are not finite"
+        if self.non_finite == "raise":
+            raise TrainingDivergedError(
+                f"{what}; lower the learning rates, or check the input data for "
+                "damaged values. --set non_finite=skip_step skips such steps."
+            )
+        self._num_skipped_in_a_row += 1
+        if self._num_skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise TrainingDivergedError(
+                f"{what}, and so were those of the {MAX_SKIPPED_IN_A_ROW - 1} steps "
+                "before it, which were skipped; lower the learning rates, or check the "
+                "input data for damaged values."
+            )
+
     def _summarize(self, num_steps_done: int) -> Record:
         """Returns the record of the steps since the last one, and starts a new one."""
         metrics, self._since_record = self._since_record, []
@@ -273,9 +301,11 @@ class StepMeter:
         # Completions are noticed with some delay, so the share might exceed 1.
         waited = min(1.0, self._waited_seconds / self._seconds) if rate else None
         self._timed_steps, self._seconds, self._waited_seconds = 0, 0.0, 0.0
+        finite = [float(m.loss) for m in metrics if m.is_finite]
         return {
             "step": num_steps_done,
-            "loss": sum(float(m.loss) for m in metrics) / len(metrics),
+            "loss": sum(finite) / len(finite) if finite else None,
+            "skipped": len(metrics) - len(finite),
             "steps_per_second": rate,
             "samples_per_second": rate and rate * self.batch_size,
             "input_wait": waited,

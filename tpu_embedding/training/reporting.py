@@ -82,13 +82,15 @@ class RunReport:
         self.record(record)
         parts = [
             f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
-            f"loss {record['loss']:.5f}",
+            "no loss" if record["loss"] is None else f"loss {record['loss']:.5f}",
         ]
         if record["steps_per_second"] is not None:
             parts.append(f"{record['steps_per_second']:.1f} steps/s")
             parts.append(f"{record['samples_per_second']:,.0f} samples/s")
             parts.append(f"input wait {record['input_wait']:.0%}")
         parts.append(f"rounds {record['rounds']}")
+        if record["skipped"]:
+            parts.append(f"skipped {record['skipped']}")
         if record["out_of_range"]:
             parts.append(f"ids out of range {record['out_of_range']:,}")
         self.line("  ".join(parts))
@@ -122,7 +124,7 @@ class RunReport:
           MissingPlotLibraryError: if matplotlib is not installed.
         """
         records = list(read_records(self.directory / RECORDS_FILE))
-        losses = {r["step"]: r["loss"] for r in records if "loss" in r}
+        losses = {r["step"]: r["loss"] for r in records if r.get("loss") is not None}
         values = {
             r["step"]: r["evaluation"][metric] for r in records if "evaluation" in r
         }

@@ -25,6 +25,9 @@ from tpu_embedding.training.sources import DataSource
 MAX_SEED: Final = 2**32 - 1
 """Maximum seed; JAX would take a larger one for another with the same lower bits."""
 
+NonFinite = Literal["raise", "skip_step"]
+"""Treatment of a step whose loss or gradients are not finite; see `RunConfig`."""
+
 _TRAINED_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 _MAX_COUNT: Final = 2**31 - 1
@@ -91,6 +94,10 @@ class RunConfig:
         where the verdict of `tpu-embedding doctor` allows them, else XLA.
       table_dtype: storage type of all tables, `"float32"`, `"bfloat16"` or `"float16"`;
         None leaves that of the model's tables.
+      non_finite: treatment of a step whose loss or gradients are NaN or infinite.
+        `"raise"` ends the run. `"skip_step"` leaves tables, parameters and optimizer
+        states as they are, bit by bit, counts the step, and goes on; several such steps
+        in a row end the run.
       seed: seed of the data and the initial values, from 0 to 2**32 - 1.
       loader_processes: processes that read batches ahead of the training process, by
         grain; 0 reads in a thread of it. It changes the speed, never the results.
@@ -116,6 +123,7 @@ class RunConfig:
     capacity: int | None = None
     kernels: str = AUTO
     table_dtype: str | None = None
+    non_finite: NonFinite = "raise"
     seed: int = 0
     loader_processes: int = 0
     log_every: int = 100
@@ -213,6 +221,11 @@ class RunConfig:
             yield (
                 f"RunConfig.kernels must be one of {[*BACKENDS, AUTO]}, got "
                 f"{self.kernels!r}"
+            )
+        if self.non_finite not in get_args(NonFinite):
+            yield (
+                f"RunConfig.non_finite must be one of {list(get_args(NonFinite))}, got "
+                f"{self.non_finite!r}"
             )
         if self.table_dtype not in (*_TRAINED_DTYPES, None):
             yield (

@@ -16,11 +16,12 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tpu_embedding import aot
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.data.batch import Batch, Dataset
+from tpu_embedding.gradients import all_finite, update_if
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device
 from tpu_embedding.lookup.buffer_sizes import BufferSizes
 from tpu_embedding.lookup.prepare import Samples, prepare_features
@@ -35,7 +36,7 @@ from tpu_embedding.training.errors import ConfigError, own_code
 from tpu_embedding.training.kernel_choice import resolve_kernels
 from tpu_embedding.training.metrics import LOSSES, LossName, Metrics, mean_loss
 from tpu_embedding.training.models.model import Outputs
-from tpu_embedding.training.run_config import RunConfig
+from tpu_embedding.training.run_config import NonFinite, RunConfig
 
 
 @jax.tree_util.register_dataclass
@@ -45,6 +46,7 @@ class StepMetrics:
 
     Attributes:
       loss: loss of the batch before the update, penalty included.
+      is_finite: True if the loss and all gradients are finite.
       rounds: maximum number of rounds that any stack needed.
       out_of_range: number of ids outside their tables, over all features.
       unique_ratio: rows that devices requested from shards, over the ids of the batch;
@@ -54,6 +56,7 @@ class StepMetrics:
     """
 
     loss: Float[Array, ""]
+    is_finite: Bool[Array, ""]
     rounds: Int[Array, ""]
     out_of_range: Int[Array, ""]
     unique_ratio: Float[Array, ""] | None = None
@@ -179,12 +182,16 @@ def abstract_model_state(
     return graphdef, aot.abstract_arrays(state, plan)
 
 
-def make_train_step(graphdef: nnx.GraphDef, loss_name: LossName) -> TrainStep:
+def make_train_step(
+    graphdef: nnx.GraphDef, loss_name: LossName, *, non_finite: NonFinite = "raise"
+) -> TrainStep:
     """Returns the train step, `(state, batch) -> (state, StepMetrics)`, uncompiled.
 
     Args:
       graphdef: graph definition from `init_train_state` or `abstract_train_state`.
       loss_name: name of the loss, from `RunConfig.loss`.
+      non_finite: `"skip_step"`: a step whose loss or gradients are not finite returns
+        the state as it was, bit by bit. `"raise"`: the caller is to raise an error.
     """
     loss = LOSSES[loss_name]
 
@@ -194,11 +201,23 @@ def make_train_step(graphdef: nnx.GraphDef, loss_name: LossName) -> TrainStep:
         return mean_loss(loss, outputs, labels, weights)
 
     def train_step(state: nnx.State, batch: Batch) -> tuple[nnx.State, StepMetrics]:
-        model, optimizer = nnx.merge(graphdef, state)
+        # A copy: the state keeps its batch statistics, should the step be skipped.
+        model, optimizer = nnx.merge(graphdef, state, copy=True)
         value, gradients = value_and_grad(loss_fn)(model, batch)
-        optimizer.update(model, gradients)
-        metrics = _step_metrics(value, model)
-        return nnx.state((model, optimizer)), metrics
+        is_finite = jnp.isfinite(value) & all_finite(gradients)
+        metrics = _step_metrics(value, is_finite, model)
+        if non_finite == "raise":
+            optimizer.update(model, gradients)
+            return nnx.state((model, optimizer)), metrics
+        rest = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, EmbeddingTables)))
+
+        def update(state: nnx.State) -> nnx.State:
+            model, optimizer = nnx.merge(graphdef, state)
+            nnx.update(model, rest)  # such as batch statistics
+            optimizer.update(model, gradients)
+            return nnx.state((model, optimizer))
+
+        return update_if(is_finite, update, state), metrics
 
     return train_step
 
@@ -237,7 +256,8 @@ def abstract_step(
     """
     batch = CheckedDataset(data, config).first_batch
     graphdef, state = abstract_train_state(config, data, plan)
-    step = jit_train_step(make_train_step(graphdef, config.loss), state, plan)
+    train_step = make_train_step(graphdef, config.loss, non_finite=config.non_finite)
+    step = jit_train_step(train_step, state, plan)
     return step, state, abstract_batch(batch, plan)
 
 
@@ -396,7 +416,9 @@ def _check_outputs(outputs: Any, owner: str, num_samples: int) -> None:
             )
 
 
-def _step_metrics(loss: jax.Array, model: nnx.Module) -> StepMetrics:
+def _step_metrics(
+    loss: jax.Array, is_finite: jax.Array, model: nnx.Module
+) -> StepMetrics:
     rounds, out_of_range, num_ids, requested = [], [], [], []
     for layer in embedding_layers(model).values():
         stats = layer.stats.get_value()
@@ -406,6 +428,7 @@ def _step_metrics(loss: jax.Array, model: nnx.Module) -> StepMetrics:
         requested += stats.requested_rows.values()
     metrics = StepMetrics(
         loss=loss,
+        is_finite=is_finite,
         rounds=jnp.max(jnp.stack(rounds)),
         out_of_range=jnp.sum(jnp.stack(out_of_range)),
     )
