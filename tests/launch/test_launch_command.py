@@ -1,13 +1,16 @@
 """The command `tpu-embedding launch`: options, output, exit status."""
 
+import shlex
 import subprocess
 
 import pytest
 import yaml
 
-from tests.launch.recorded_launches import FIELDS, LAUNCHES
+from tests.launch.commands import commands_of
+from tests.launch.recorded_launches import FIELDS, LAUNCHES, all_steps
 from tpu_embedding.cli import FAILED, WRONG_USAGE, main, make_parser
-from tpu_embedding.launch.programs import program_arguments
+from tpu_embedding.kernel_verdicts import DIRECTORY_VARIABLE
+from tpu_embedding.launch.programs import read_script
 
 FILE = FIELDS | dict(backend="gke", zone="us-east5-a", topology="v5p:2x4x4")
 VERBS = ("create", "setup", "run", "logs", "status", "stop", "fetch", "delete")
@@ -120,9 +123,33 @@ def test_a_failure_is_one_line(file, cloud, capsys):
     assert error.startswith("error: cannot create the cluster: the quota of")
 
 
+def words_of_hosts(launch):
+    """Yields the arguments that a host of the launch gives to `tpu-embedding`."""
+    for verb, steps in all_steps(launch):
+        if not verb.startswith("run"):
+            continue
+        *_, command = (c for step in steps for c in commands_of(step))
+        if command.stdin:
+            job = yaml.safe_load(command.stdin)["spec"]["replicatedJobs"][0]
+            pod = job["template"]["spec"]["template"]["spec"]
+            yield pod["containers"][0]["args"][2:]
+        else:
+            words = shlex.split(command.argv[-1].removeprefix("--command="))
+            yield words[words.index("--") + 2 :]
+
+
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 def test_hosts_get_arguments_that_the_command_takes(launch):
-    options = ("--resume", "--restarts", "3")
-    parsed = make_parser().parse_args(program_arguments(launch, "train", *options))
-    assert str(parsed.output_dir) == "/mnt/bucket/dlrm/results"
-    assert parsed.resume
+    parser = make_parser()
+    doctor, first, second = map(parser.parse_args, words_of_hosts(launch))
+    assert (doctor.expect is None) == (launch.slices > 1)
+    for train, resumes in ((first, False), (second, True)):
+        assert str(train.output_dir) == "/mnt/bucket/dlrm/results"
+        assert train.resume == resumes
+        in_group = launch.backend == "compute_engine" and launch.num_hosts > 1
+        assert train.num_processes == (launch.num_hosts if in_group else None)
+        assert train.restarts == (None if launch.backend == "gke" else 3)
+
+
+def test_hosts_keep_verdicts_where_the_command_reads_them():
+    assert f'export {DIRECTORY_VARIABLE}="$1"' in read_script("run_host.sh")

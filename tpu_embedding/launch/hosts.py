@@ -7,7 +7,12 @@ import dataclasses
 import shlex
 
 from tpu_embedding.launch.common_steps import upload_files, upload_scripts
-from tpu_embedding.launch.programs import Program, program_arguments, requirement
+from tpu_embedding.launch.programs import (
+    Program,
+    program_arguments,
+    requirement,
+    verdict_dir,
+)
 from tpu_embedding.launch.settings import Launch
 from tpu_embedding.launch.steps import Command, OnHosts, Step
 
@@ -82,7 +87,7 @@ def run(
     if program == "train" and launch.restarts:
         options = (*options, "--restarts", str(launch.restarts))
     arguments = program_arguments(launch, program, *options)
-    script = _script(launch, "run_host.sh", *arguments)
+    script = _script(launch, "run_host.sh", verdict_dir(launch), *arguments)
     return (shells.on_all(f"start {program} on all hosts", script),)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import yaml
 
+from tpu_embedding.kernel_verdicts import DIRECTORY_VARIABLE
 from tpu_embedding.launch.programs import (
     MOUNT,
     Program,
@@ -18,6 +19,7 @@ from tpu_embedding.launch.programs import (
     program_arguments,
     read_script,
     requirement,
+    verdict_dir,
 )
 from tpu_embedding.launch.settings import COORDINATOR_PORT, Launch
 
@@ -155,6 +157,7 @@ def _pod(launch: Launch, program: Program, options: tuple[str, ...]) -> dict[str
                             }
                         },
                     },
+                    {"name": DIRECTORY_VARIABLE, "value": verdict_dir(launch)},
                     {"name": "PYTHONUNBUFFERED", "value": "1"},
                 ],
                 "ports": [

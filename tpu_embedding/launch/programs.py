@@ -27,7 +27,9 @@ def program_arguments(
       *options: further options of the training command, such as `"--resume"`.
     """
     if program == "doctor":
-        return ("doctor",)
+        # With several slices, the devices of all of them are found.
+        expected = ("--expect", launch.topology) if launch.slices == 1 else ()
+        return ("doctor", *expected)
     arguments = ["train", _on_host(launch, launch.config)]
     arguments += ["--output-dir", output_dir(launch)]
     if launch.data_dir:
@@ -40,6 +42,14 @@ def program_arguments(
 def output_dir(launch: Launch) -> str:
     """Returns the folder of the results, as hosts see it."""
     return f"{MOUNT}/{launch.name}/results"
+
+
+def verdict_dir(launch: Launch) -> str:
+    """Returns the folder of the doctor's verdicts, as hosts see it.
+
+    All hosts must make one plan, so they share the verdicts that decide on kernels.
+    """
+    return f"{MOUNT}/{launch.name}/verdicts"
 
 
 def requirement(launch: Launch) -> str:

@@ -70,9 +70,11 @@ END_OF_INPUT
 gcloud storage cp - gs://my-bucket/dlrm/launch/run_host.sh --project=my-project <<'END_OF_INPUT'
 #!/bin/bash
 # Runs tpu-embedding on a TPU host, beyond the end of the SSH session.
-# Usage: run_host.sh ARGUMENTS...
+# Usage: run_host.sh VERDICTS_DIR ARGUMENTS...
 # The output goes to ~/tpu_embedding_PROGRAM.log, the process id to the same .pid.
 set -euo pipefail
+export TPU_EMBEDDING_VERDICTS="$1"
+shift
 files="$HOME/tpu_embedding_$1"
 if [[ -e "$files.pid" ]] && kill -0 "$(cat "$files.pid")" 2>/dev/null; then
     echo "$(hostname): runs already, as process $(cat "$files.pid")"
@@ -114,7 +116,7 @@ wait
 # start doctor on all hosts
 mapfile -t hosts < <(gcloud compute instance-groups managed list-instances dlrm --project=my-project --zone=us-east5-a '--format=value(name)' | sort)
 for index in "${!hosts[@]}"; do
-  gcloud compute ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-a --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- doctor' &
+  gcloud compute ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-a --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- /mnt/bucket/dlrm/verdicts doctor --expect v5p:2x4x4' &
 done
 wait
 
@@ -122,7 +124,7 @@ wait
 # start train on all hosts
 mapfile -t hosts < <(gcloud compute instance-groups managed list-instances dlrm --project=my-project --zone=us-east5-a '--format=value(name)' | sort)
 for index in "${!hosts[@]}"; do
-  gcloud compute ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-a --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- train dlrm --output-dir /mnt/bucket/dlrm/results --data-dir /mnt/bucket/criteo --set batch_size=65536 --coordinator '"'"''"${hosts[0]}"':8476'"'"' --num-processes '"'"''"${#hosts[@]}"''"'"' --process-id '"'"''"$index"''"'"' --restarts 3' &
+  gcloud compute ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-a --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- /mnt/bucket/dlrm/verdicts train dlrm --output-dir /mnt/bucket/dlrm/results --data-dir /mnt/bucket/criteo --set batch_size=65536 --coordinator '"'"''"${hosts[0]}"':8476'"'"' --num-processes '"'"''"${#hosts[@]}"''"'"' --process-id '"'"''"$index"''"'"' --restarts 3' &
 done
 wait
 
@@ -150,7 +152,7 @@ wait
 # start train on all hosts
 mapfile -t hosts < <(gcloud compute instance-groups managed list-instances dlrm --project=my-project --zone=us-east5-a '--format=value(name)' | sort)
 for index in "${!hosts[@]}"; do
-  gcloud compute ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-a --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- train dlrm --output-dir /mnt/bucket/dlrm/results --data-dir /mnt/bucket/criteo --set batch_size=65536 --resume --coordinator '"'"''"${hosts[0]}"':8476'"'"' --num-processes '"'"''"${#hosts[@]}"''"'"' --process-id '"'"''"$index"''"'"' --restarts 3' &
+  gcloud compute ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-a --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- /mnt/bucket/dlrm/verdicts train dlrm --output-dir /mnt/bucket/dlrm/results --data-dir /mnt/bucket/criteo --set batch_size=65536 --resume --coordinator '"'"''"${hosts[0]}"':8476'"'"' --num-processes '"'"''"${#hosts[@]}"''"'"' --process-id '"'"''"$index"''"'"' --restarts 3' &
 done
 wait
 

@@ -122,11 +122,15 @@ spec:
               - /mnt/bucket/dlrm/launch/tpu_embedding-0.1.0-py3-none-any.whl[tpu,train]
               - /mnt/bucket/dlrm/results
               - doctor
+              - --expect
+              - tpu7x:2x4x4
               env:
               - name: RESTART_ATTEMPT
                 valueFrom:
                   fieldRef:
                     fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
+              - name: TPU_EMBEDDING_VERDICTS
+                value: /mnt/bucket/dlrm/verdicts
               - name: PYTHONUNBUFFERED
                 value: '1'
               ports:
@@ -239,6 +243,8 @@ spec:
                 valueFrom:
                   fieldRef:
                     fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
+              - name: TPU_EMBEDDING_VERDICTS
+                value: /mnt/bucket/dlrm/verdicts
               - name: PYTHONUNBUFFERED
                 value: '1'
               ports:
@@ -368,6 +374,8 @@ spec:
                 valueFrom:
                   fieldRef:
                     fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
+              - name: TPU_EMBEDDING_VERDICTS
+                value: /mnt/bucket/dlrm/verdicts
               - name: PYTHONUNBUFFERED
                 value: '1'
               ports:

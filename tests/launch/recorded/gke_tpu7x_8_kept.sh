@@ -118,11 +118,15 @@ spec:
               - tpu-embedding[tpu,train]==0.1.0
               - /mnt/bucket/dlrm/results
               - doctor
+              - --expect
+              - tpu7x:2x2x1
               env:
               - name: RESTART_ATTEMPT
                 valueFrom:
                   fieldRef:
                     fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
+              - name: TPU_EMBEDDING_VERDICTS
+                value: /mnt/bucket/dlrm/verdicts
               - name: PYTHONUNBUFFERED
                 value: '1'
               ports:
@@ -235,6 +239,8 @@ spec:
                 valueFrom:
                   fieldRef:
                     fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
+              - name: TPU_EMBEDDING_VERDICTS
+                value: /mnt/bucket/dlrm/verdicts
               - name: PYTHONUNBUFFERED
                 value: '1'
               ports:
@@ -364,6 +370,8 @@ spec:
                 valueFrom:
                   fieldRef:
                     fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
+              - name: TPU_EMBEDDING_VERDICTS
+                value: /mnt/bucket/dlrm/verdicts
               - name: PYTHONUNBUFFERED
                 value: '1'
               ports:

@@ -119,11 +119,15 @@ spec:
               - /mnt/bucket/dlrm/launch/tpu_embedding-0.1.0-py3-none-any.whl[tpu,train]
               - /mnt/bucket/dlrm/results
               - doctor
+              - --expect
+              - v5p:2x4x4
               env:
               - name: RESTART_ATTEMPT
                 valueFrom:
                   fieldRef:
                     fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
+              - name: TPU_EMBEDDING_VERDICTS
+                value: /mnt/bucket/dlrm/verdicts
               - name: PYTHONUNBUFFERED
                 value: '1'
               ports:
@@ -237,6 +241,8 @@ spec:
                 valueFrom:
                   fieldRef:
                     fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
+              - name: TPU_EMBEDDING_VERDICTS
+                value: /mnt/bucket/dlrm/verdicts
               - name: PYTHONUNBUFFERED
                 value: '1'
               ports:
@@ -367,6 +373,8 @@ spec:
                 valueFrom:
                   fieldRef:
                     fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
+              - name: TPU_EMBEDDING_VERDICTS
+                value: /mnt/bucket/dlrm/verdicts
               - name: PYTHONUNBUFFERED
                 value: '1'
               ports:

@@ -128,6 +128,8 @@ spec:
                 valueFrom:
                   fieldRef:
                     fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
+              - name: TPU_EMBEDDING_VERDICTS
+                value: /mnt/bucket/dlrm/verdicts
               - name: PYTHONUNBUFFERED
                 value: '1'
               ports:
@@ -241,6 +243,8 @@ spec:
                 valueFrom:
                   fieldRef:
                     fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
+              - name: TPU_EMBEDDING_VERDICTS
+                value: /mnt/bucket/dlrm/verdicts
               - name: PYTHONUNBUFFERED
                 value: '1'
               ports:
@@ -371,6 +375,8 @@ spec:
                 valueFrom:
                   fieldRef:
                     fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
+              - name: TPU_EMBEDDING_VERDICTS
+                value: /mnt/bucket/dlrm/verdicts
               - name: PYTHONUNBUFFERED
                 value: '1'
               ports:

@@ -63,9 +63,11 @@ END_OF_INPUT
 gcloud storage cp - gs://my-bucket/dlrm/launch/run_host.sh --project=my-project <<'END_OF_INPUT'
 #!/bin/bash
 # Runs tpu-embedding on a TPU host, beyond the end of the SSH session.
-# Usage: run_host.sh ARGUMENTS...
+# Usage: run_host.sh VERDICTS_DIR ARGUMENTS...
 # The output goes to ~/tpu_embedding_PROGRAM.log, the process id to the same .pid.
 set -euo pipefail
+export TPU_EMBEDDING_VERDICTS="$1"
+shift
 files="$HOME/tpu_embedding_$1"
 if [[ -e "$files.pid" ]] && kill -0 "$(cat "$files.pid")" 2>/dev/null; then
     echo "$(hostname): runs already, as process $(cat "$files.pid")"
@@ -110,7 +112,7 @@ gcloud compute tpus queued-resources describe dlrm --project=my-project --zone=u
 # start doctor on all hosts
 hosts=(dlrm-0 dlrm-1)
 for index in "${!hosts[@]}"; do
-  gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- doctor' &
+  gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- /mnt/bucket/dlrm/verdicts doctor' &
 done
 wait
 
@@ -121,7 +123,7 @@ gcloud compute tpus queued-resources describe dlrm --project=my-project --zone=u
 # start train on all hosts
 hosts=(dlrm-0 dlrm-1)
 for index in "${!hosts[@]}"; do
-  gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- train dlrm --output-dir /mnt/bucket/dlrm/results --data-dir /mnt/bucket/criteo --set batch_size=65536 --restarts 3' &
+  gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- /mnt/bucket/dlrm/verdicts train dlrm --output-dir /mnt/bucket/dlrm/results --data-dir /mnt/bucket/criteo --set batch_size=65536 --restarts 3' &
 done
 wait
 
@@ -152,7 +154,7 @@ gcloud compute tpus queued-resources describe dlrm --project=my-project --zone=u
 # start train on all hosts
 hosts=(dlrm-0 dlrm-1)
 for index in "${!hosts[@]}"; do
-  gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- train dlrm --output-dir /mnt/bucket/dlrm/results --data-dir /mnt/bucket/criteo --set batch_size=65536 --resume --restarts 3' &
+  gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- /mnt/bucket/dlrm/verdicts train dlrm --output-dir /mnt/bucket/dlrm/results --data-dir /mnt/bucket/criteo --set batch_size=65536 --resume --restarts 3' &
 done
 wait
 

@@ -1,8 +1,10 @@
 #!/bin/bash
 # Runs tpu-embedding on a TPU host, beyond the end of the SSH session.
-# Usage: run_host.sh ARGUMENTS...
+# Usage: run_host.sh VERDICTS_DIR ARGUMENTS...
 # The output goes to ~/tpu_embedding_PROGRAM.log, the process id to the same .pid.
 set -euo pipefail
+export TPU_EMBEDDING_VERDICTS="$1"
+shift
 files="$HOME/tpu_embedding_$1"
 if [[ -e "$files.pid" ]] && kill -0 "$(cat "$files.pid")" 2>/dev/null; then
     echo "$(hostname): runs already, as process $(cat "$files.pid")"
