@@ -5,6 +5,7 @@ device takes part, so any thread may do it, and a step costs no synchronisation.
 """
 
 import collections
+import contextlib
 import functools
 import itertools
 import json
@@ -44,12 +45,15 @@ class Job:
     Attributes:
       process_index: number of this process.
       num_processes: processes of the job; 1 outside of a job.
+      store: that the processes share.
+      last_acts: functions to call before a failure of the job ends this process.
     """
 
     def __init__(self, process_index: int, num_processes: int, store: Store):
         self.process_index = process_index
         self.num_processes = num_processes
         self.store = store
+        self.last_acts: list[Callable[[], object]] = []
         self._numbers: dict[str, Iterator[int]] = collections.defaultdict(
             itertools.count
         )
@@ -65,6 +69,15 @@ class Job:
         """Returns the number and the host of a process, for messages."""
         host = self.store.items(_HOSTS).get(str(process))
         return f"process {process}" + (f" (host {host})" if host else "")
+
+    @contextlib.contextmanager
+    def before_failure(self, act: Callable[[], object]) -> Iterator[None]:
+        """Calls a function if a failure of the job ends this process in the block."""
+        self.last_acts.append(act)
+        try:
+            yield
+        finally:
+            self.last_acts.remove(act)
 
     def exchange(
         self,

@@ -117,6 +117,9 @@ def _leave(job: Job, status: int, author: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    for act in job.last_acts:
+        with contextlib.suppress(Exception):
+            act()
     with contextlib.suppress(Exception):
         earlier = set(range(job.num_processes)) - {job.process_index}
         if not job.is_first:

@@ -180,15 +180,18 @@ def num_parts_of(samples: Samples, plan: AnyPlan) -> int:
 
 
 def global_shapes(nest: Any, num_parts: int) -> Any:
-    """Returns the shapes and dtypes of the global batch that prepared parts form."""
+    """Returns arrays like the global batch that prepared parts form, without values.
+
+    They are views of one element, and take no memory.
+    """
     if num_parts == 1:
         return nest
-    return jax.tree.map(
-        lambda array: jax.ShapeDtypeStruct(
-            (array.shape[0] * num_parts, *array.shape[1:]), array.dtype
-        ),
-        nest,
-    )
+
+    def view(array: np.ndarray) -> np.ndarray:
+        shape = (array.shape[0] * num_parts, *array.shape[1:])
+        return np.broadcast_to(np.zeros((), array.dtype), shape)
+
+    return jax.tree.map(view, nest)
 
 
 def _check_fits_int32(array: np.ndarray) -> np.ndarray:

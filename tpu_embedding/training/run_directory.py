@@ -103,6 +103,10 @@ class RunDirectory:
             self._check_contents(existing_run)
             yield self._move_aside() if existing_run == "move_aside" else None
 
+    def unlock(self) -> None:
+        """Deletes the lock file that this process holds, before it ends at once."""
+        (self.path / LOCK_FILE).unlink(missing_ok=True)
+
     def _check_access(self) -> None:
         """Refuses a path at which no directory can be made or written."""
         for path in (self.path.absolute(), *self.path.absolute().parents):

@@ -120,6 +120,7 @@ def claim_together(
         moved_to = None
         if job.is_first:
             moved_to = stack.enter_context(directory.claim(existing_run))
+            stack.enter_context(job.before_failure(directory.unlock))
         moved_to = job.broadcast(
             "claim of the directory", None if moved_to is None else str(moved_to)
         )

@@ -1,0 +1,122 @@
+"""A failure in one process ends all, with its message and its status."""
+
+import platform
+import threading
+
+import pytest
+
+from tests.distributed.jobs import make_jobs, on_each
+from tpu_embedding.distributed import notices, poller
+
+
+class Left(BaseException):
+    """Stands for the end of a process, which only ends a thread here."""
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """The exits of processes, in order: the thread's name and the status."""
+    found = []
+
+    def leave(status):
+        found.append((threading.current_thread().name, status))
+        raise Left
+
+    monkeypatch.setattr(notices.os, "_exit", leave)
+    for module in (notices, poller):
+        monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    return found
+
+
+def wait_for_the_end(job):
+    """Plays the watcher of a process, until a notice ends it."""
+    threading.current_thread().name = str(job.process_index)
+    while True:
+        notices._end_if_noticed(job)
+
+
+@pytest.mark.parametrize("author", [0, 1, 2])
+def test_all_end_and_process_0_last(author, ends, capsys):
+    jobs = make_jobs(3)
+    acts = []
+
+    def run(job):
+        try:
+            with job.before_failure(lambda: acts.append(job.process_index)):
+                if job.process_index == author:
+                    threading.current_thread().name = str(author)
+                    notices.end_job(job, "clicks.tsv, line 7: bad", 2)
+                wait_for_the_end(job)
+        except Left:
+            return True
+
+    assert on_each(jobs, run) == [True] * 3
+    order = [int(name) for name, _ in ends]
+    assert sorted(order) == [0, 1, 2]
+    assert order[-1] == 0
+    if author:
+        assert order[-2] == author  # Its end would break the others' connections.
+    assert {status for _, status in ends} == {2}
+    assert sorted(acts) == [0, 1, 2]
+    line = f"error: process {author} (host {platform.node()}): clicks.tsv, line 7: bad"
+    assert capsys.readouterr().err == f"{line}\n" * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (ValueError("wrong"), 1, "ValueError: wrong"),
+        (SystemExit(7), 7, "SystemExit: 7"),
+        (KeyboardInterrupt(), 130, "KeyboardInterrupt: "),
+    ],
+)
+def test_an_error_of_the_block_ends_all(error, status, text, ends, monkeypatch, capsys):
+    monkeypatch.setattr(notices, "watch_job", lambda job: None)
+
+    def run(job):
+        try:
+            with notices.ending_together(job):
+                if not job.is_first:
+                    raise error
+                wait_for_the_end(job)
+        except Left:
+            return True
+
+    assert on_each(make_jobs(2), run) == [True, True]
+    assert {found for _, found in ends} == {status}
+    assert f"error: process 1 (host {platform.node()}): {text}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_an_exit_with_success_is_no_failure(ends):
+    with pytest.raises(SystemExit), notices.ending_together(make_jobs(2)[0]):
+        raise SystemExit(0)
+    assert not ends
+
+
+def test_an_error_that_follows_from_a_failure_is_not_reported(ends, capsys):
+    """As XLA's, whose connection to the failed process breaks."""
+    jobs = make_jobs(3)
+    failed = threading.Event()
+
+    def run(job):
+        threading.current_thread().name = str(job.process_index)
+        try:
+            if job.process_index == 1:
+                store_set = job.store.set
+
+                def set_and_tell(key, value):
+                    store_set(key, value)
+                    failed.set()
+
+                job.store.set = set_and_tell
+                notices.end_job(job, "the cause", 2)
+            assert failed.wait(timeout=30)
+            notices.end_job(job, "connection closed by peer", 1)
+        except Left:
+            return True
+
+    assert on_each(jobs, run) == [True] * 3
+    assert {status for _, status in ends} == {2}
+    assert "connection closed" not in capsys.readouterr().err

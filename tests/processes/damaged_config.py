@@ -1,0 +1,43 @@
+"""The config `synthetic`, with data that process 1 finds wrong."""
+
+import dataclasses
+
+from tpu_embedding.data.synthetic import SyntheticClicks
+from tpu_embedding.distributed import current_job
+from tpu_embedding.training import DataError, load_config
+
+
+class DamagedClicks(SyntheticClicks):
+    """Clicks with a damaged line, or without the last evaluation batch."""
+
+    damage: str
+
+    def train_batch(self, step):
+        if self.damage == "line" and step == 3 and current_job().process_index == 1:
+            raise DataError("clicks.tsv, line 7: expected 40 fields, got 39.")
+        return super().train_batch(step)
+
+    def evaluation_batches(self):
+        batches = list(super().evaluation_batches())
+        if self.damage == "evaluation" and current_job().process_index == 1:
+            batches.pop()
+        return iter(batches)
+
+
+@dataclasses.dataclass(frozen=True)
+class DamagedSource:
+    damage: str = "line"
+    num_evaluation_samples: int = 40
+
+    def open(self, data_dir, *, batch_size, seed):
+        del data_dir
+        data = DamagedClicks(
+            batch_size=batch_size,
+            seed=seed,
+            num_evaluation_samples=self.num_evaluation_samples,
+        )
+        data.damage = self.damage
+        return data
+
+
+config = dataclasses.replace(load_config("synthetic"), data=DamagedSource())
