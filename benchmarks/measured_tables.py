@@ -90,6 +90,32 @@ def _checkpoint_speed(results: Results) -> str:
     return table(rows)
 
 
+def _input_speed(results: Results) -> str:
+    rows: list[Cells] = [
+        (
+            "format",
+            "files",
+            "memory after a fifth",
+            "memory at the end",
+            "samples/s",
+            "beside",
+            "samples/s",
+            "ratio",
+        )
+    ]
+    for row in results["input_speed"]["results"]:
+        memory = [
+            f"{row[name] / 1e6:,.0f} MB" for name in ("early_peak_bytes", "peak_bytes")
+        ]
+        rates = [
+            f"{row[name]:,.0f}"
+            for name in ("samples_per_second", "peer_samples_per_second")
+        ]
+        cells = (row["format"], f"{row['file_bytes'] / 1e9:.1f} GB", *memory, rates[0])
+        rows.append((*cells, row["peer"], rates[1], f"{row['ratio']:.2f}"))
+    return table(rows)
+
+
 def _dlrm_speed(results: Results) -> str:
     rows: list[Cells] = [("library", "a step, ms", "samples/s")]
     titles = {"ours": SIDES[OURS].title, "torch": "PyTorch"}
@@ -166,6 +192,7 @@ MEASURED_TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "compile_time": _if_measured("compile_time", _compile_time),
     "prepare_speed": _if_measured("prepare_speed", _prepare_speed),
     "checkpoint_speed": _if_measured("checkpoint_speed", _checkpoint_speed),
+    "input_speed": _if_measured("input_speed", _input_speed),
     "dlrm_speed": _if_measured("dlrm_speed", _dlrm_speed),
     "device_count": _if_measured("device_count", _device_count),
     "peak_memory": _if_measured("peak_memory", _peak_memory),

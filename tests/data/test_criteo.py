@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from tpu_embedding.data import criteo_format
 from tpu_embedding.data.batch import DataError
 from tpu_embedding.data.criteo import Criteo, SyntheticCriteo, write_criteo_sample
 from tpu_embedding.data.criteo_format import CATEGORY_NAMES
@@ -111,6 +112,23 @@ def test_hash_is_stable(tmp_path):
         712433,
         613582,
     ]
+
+
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_every_byte_in_every_place_of_a_category(length):
+    texts = [
+        b"7" * place + bytes([byte]) + b"a" * (length - 1 - place)
+        for byte in range(256)
+        for place in range(length)
+    ]
+    starts = length * np.arange(len(texts))[:, None]
+    lengths = np.full_like(starts, length)
+    data = np.frombuffer(b"".join(texts), np.uint8)
+    values, bad = criteo_format._parse_hex(data, starts, lengths)
+    digits = b"0123456789abcdefABCDEF"
+    for text, value, is_bad in zip(texts, values[:, 0], bad[:, 0], strict=True):
+        assert is_bad == any(byte not in digits for byte in text)
+        assert is_bad or value == int(text, 16)
 
 
 DAMAGED = {

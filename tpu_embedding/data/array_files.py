@@ -11,12 +11,13 @@ import math
 import pathlib
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, Final, Literal
 
 import numpy as np
 
 from tpu_embedding.data.batch import DataError
+from tpu_embedding.data.block_order import take_runs
 from tpu_embedding.data.mapped_file import MappedFile
 
 _HEADER_READERS: Final = {
@@ -49,10 +50,10 @@ class MappedArray:
     shape: tuple[int, ...]
     order: Literal["C", "F"]
 
-    def take(self, rows: np.ndarray) -> np.ndarray:
-        """Returns a copy of the given rows, in the given order."""
+    def take(self, runs: Sequence[slice]) -> np.ndarray:
+        """Returns a copy of runs of rows, in native byte order."""
         view = self.file.view(self.offset, self.dtype, self.shape, self.order)
-        taken = view[rows]
+        taken = take_runs(view, runs)
         self.file.note_read(taken.nbytes)
         return taken
 

@@ -125,3 +125,24 @@ def by_part(
     for begin, end in zip(edges[:-1], edges[1:], strict=True):
         part = int(parts[begin])
         yield part, slice(begin, end), samples[begin:end] - starts[part]
+
+
+def runs_of(samples: np.ndarray) -> list[slice]:
+    """Returns the runs of consecutive numbers, as slices of the numbers themselves.
+
+    Example:
+      >>> runs_of(np.array([4, 5, 6, 0, 9, 10]))
+      [slice(4, 7, None), slice(0, 1, None), slice(9, 11, None)]
+    """
+    breaks = np.flatnonzero(np.diff(samples) != 1)
+    firsts = samples[np.append(0, breaks + 1)]
+    lasts = samples[np.append(breaks, len(samples) - 1)]
+    return [
+        slice(first, last + 1)
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
+    ]
+
+
+def take_runs(array: np.ndarray, runs: Sequence[slice]) -> np.ndarray:
+    """Returns a copy of runs of rows, in native byte order."""
+    return np.concatenate([array[run] for run in runs])

@@ -29,10 +29,11 @@ MAX_INTEGER_DIGITS: Final = 18  # any 18 digits fit in int64
 MAX_SHOWN_CHARACTERS: Final = 40
 
 _TAB, _RETURN, _MINUS, _ZERO = (np.uint8(ord(c)) for c in "\t\r-0")
-_NO_DIGIT: Final = np.uint8(255)
-_HEX_DIGITS: Final = np.full(256, _NO_DIGIT)
-for _digit in "0123456789abcdefABCDEF":
-    _HEX_DIGITS[ord(_digit)] = int(_digit, 16)
+_ONES: Final = 0x0101010101010101  # each byte of a uint64 is 1
+_ZEROS_BEFORE: Final = np.array(
+    [ord("0") * _ONES >> 8 * n for n in range(8)] + [0], np.uint64
+)
+"""The digits "0" that fill a field of 0 to 8 digits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,15 +209,39 @@ def _parse_integers(
 def _parse_hex(
     data: np.ndarray, starts: np.ndarray, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns uint32 values and a mask of the fields that are not hexadecimal."""
-    bad = lengths > MAX_CATEGORY_DIGITS
-    values = np.zeros(starts.shape, np.uint32)
-    for place in range(min(int(lengths.max()), MAX_CATEGORY_DIGITS)):
-        used = place < lengths
-        digits = _HEX_DIGITS[data[np.where(used, starts + place, 0)]]
-        bad |= used & (digits == _NO_DIGIT)
-        values = np.where(used, (values << np.uint32(4)) | digits, values)
-    return values, bad
+    """Returns uint32 values and a mask of the fields that are not hexadecimal.
+
+    The digits of a field are 8 bytes of one uint64, and all 8 are read at once.
+    """
+    padded = np.append(data, np.zeros(8, np.uint8))
+    words = np.ndarray((len(data) + 1,), "<u8", padded, strides=(1,))[starts]
+    num_digits = np.minimum(lengths, MAX_CATEGORY_DIGITS)
+    # The first digit is in the lowest byte. Zeros before it fill a short field.
+    shift = (8 * (MAX_CATEGORY_DIGITS - num_digits) & 63).astype(np.uint64)
+    words = np.where(num_digits == 0, np.uint64(0), words << shift)
+    words |= _ZEROS_BEFORE[num_digits]
+
+    is_letter = (words >> 6) & _each_byte(1)
+    digits = (words & _each_byte(0x0F)) + 9 * is_letter
+    above_nine = ((digits + _each_byte(6)) >> 4) & _each_byte(1)
+    # A letter differs from its upper case by the bit 0x20, which digits have, too.
+    spelled = digits + _each_byte("0") + above_nine * (ord("a") - ord("9") - 1)
+    is_text = (words | (words >> 1)) & _each_byte(0x20)
+    bad = (
+        (lengths > MAX_CATEGORY_DIGITS)
+        | ((digits & _each_byte(0xF0)) != 0)
+        | (spelled != (words | _each_byte(0x20)))
+        | (is_text != _each_byte(0x20))
+    )
+    values = digits.byteswap()
+    for bits, mask in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF)):
+        values = (values | (values >> bits)) & np.uint64(mask)
+    return (values | (values >> 16)).astype(np.uint32), bad
+
+
+def _each_byte(value: int | str) -> np.uint64:
+    """Returns 8 bytes of one value."""
+    return np.uint64((ord(value) if isinstance(value, str) else value) * _ONES)
 
 
 def _rule(field: int) -> str:

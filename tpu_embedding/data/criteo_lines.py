@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from tpu_embedding.data.batch import Batch, DataError
-from tpu_embedding.data.block_order import block_bounds, by_part
+from tpu_embedding.data.block_order import block_bounds, by_part, runs_of
 from tpu_embedding.data.criteo_format import (
     CATEGORY_NAMES,
     dense_of_integers,
@@ -94,9 +94,8 @@ class CriteoLines:
         rows = []
         for number, _, lines in by_part(samples, self._starts):
             file = self.files[number]
-            runs = np.split(lines, np.flatnonzero(np.diff(lines) != 1) + 1)
             data = np.concatenate(
-                [file.read(int(run[0]), int(run[-1]) + 1) for run in runs]
+                [file.read(run.start, run.stop) for run in runs_of(lines)]
             )
             rows.append(parse_lines(data, lines + 1, file.path))
         row_ids = np.concatenate(

@@ -16,7 +16,7 @@ import numpy as np
 from tpu_embedding.data.array_files import MappedArray, open_npy, open_npz
 from tpu_embedding.data.batch import Batch, DataError
 from tpu_embedding.data.block_dataset import BlockDataset
-from tpu_embedding.data.block_order import block_bounds, by_part
+from tpu_embedding.data.block_order import block_bounds, by_part, runs_of
 from tpu_embedding.data.criteo_format import NUM_DENSE
 from tpu_embedding.data.criteo_lines import find_days
 from tpu_embedding.data.teacher import count_problems
@@ -183,7 +183,7 @@ class _Rows:
 
     def read(self, samples: np.ndarray) -> Batch:
         parts = [
-            (self._days[number], rows)
+            (self._days[number], runs_of(rows))
             for number, _, rows in by_part(samples, self._starts)
         ]
         return Batch(
@@ -191,28 +191,31 @@ class _Rows:
                 name: self._read_ids(parts, number, name)
                 for number, name in enumerate(self._vocabulary_sizes)
             },
-            dense=np.concatenate([day.dense.take(rows) for day, rows in parts]),
-            labels=np.concatenate([day.labels.take(rows)[:, 0] for day, rows in parts]),
+            dense=np.concatenate([day.dense.take(runs) for day, runs in parts]),
+            labels=np.concatenate([day.labels.take(runs)[:, 0] for day, runs in parts]),
             weights=np.ones(len(samples), np.float32),
             origin=lambda sample: self._place(int(samples[sample])),
         )
 
     def _read_ids(
-        self, parts: Sequence[tuple[_Day, np.ndarray]], number: int, name: str
+        self, parts: Sequence[tuple[_Day, list[slice]]], number: int, name: str
     ) -> np.ndarray:
-        ids = np.concatenate([day.ids[number].take(rows) for day, rows in parts])
-        ids = ids[:, : self._valences[name]]
-        if ids.min() < 0:
-            sample, column = np.argwhere(ids < 0)[0]
-            rows = np.concatenate([rows for _, rows in parts])
-            days = np.repeat([day.path for day, _ in parts], [len(r) for _, r in parts])
-            raise DataError(
-                f"{days[sample]}_sparse_multi_hot.npz, array '{number}', row "
-                f"{rows[sample]}, column {column}: an id must not be negative, got "
-                f"{ids[sample, column]} for the feature {name!r}."
-            )
-        ids = (ids % self._vocabulary_sizes[name]).astype(np.int32)
-        return ids if ids.shape[1] > 1 else ids[:, 0]
+        size, valence = self._vocabulary_sizes[name], self._valences[name]
+        taken = [day.ids[number].take(runs)[:, :valence] for day, runs in parts]
+        for ids, (day, runs) in zip(taken, parts, strict=True):
+            if ids.min() < 0:
+                sample, column = np.argwhere(ids < 0)[0]
+                rows = np.concatenate([np.arange(r.start, r.stop) for r in runs])
+                raise DataError(
+                    f"{day.ids[number].name}, row {rows[sample]}, column {column}: an "
+                    f"id must not be negative, got {ids[sample, column]} for the "
+                    f"feature {name!r}."
+                )
+        ids = np.concatenate(taken)
+        if ids.max() >= size:
+            ids = ids % size
+        ids = ids.astype(np.int32, copy=False)
+        return ids if valence > 1 else ids[:, 0]
 
     def _place(self, sample: int) -> str:
         number = int(np.searchsorted(self._starts, sample, side="right")) - 1

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -73,13 +74,12 @@ class ListColumn:
     values: np.ndarray
     row_splits: np.ndarray
 
-    def take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the values and the lengths of the given rows."""
-        starts = self.row_splits[rows]
-        lengths = self.row_splits[rows + 1] - starts
-        ends = np.cumsum(lengths)
-        shift = np.repeat(starts - (ends - lengths), lengths)
-        return self.values[np.arange(len(shift)) + shift], lengths
+    def take(self, runs: Sequence[slice]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the values and the lengths of runs of rows."""
+        splits = self.row_splits
+        values = [self.values[splits[r.start] : splits[r.stop]] for r in runs]
+        lengths = [np.diff(splits[r.start : r.stop + 1]) for r in runs]
+        return np.concatenate(values), np.concatenate(lengths)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,9 +205,9 @@ def _check_range(
 ) -> np.ndarray:
     """Returns the ids as int32 if each is a row of the table; refuses others."""
     size = feature.vocabulary_size
+    if not len(ids) or (ids.min() >= 0 and ids.max() < size):
+        return ids.astype(np.int32, copy=False)
     is_outside = (ids < 0) | (ids >= size)
-    if not is_outside.any():
-        return ids.astype(np.int32)
     if feature.out_of_range == "keep":
         return ids
     index = int(np.argmax(is_outside))

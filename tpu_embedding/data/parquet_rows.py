@@ -15,7 +15,7 @@ import numpy as np
 
 from tpu_embedding.data.batch import Batch, DataError
 from tpu_embedding.data.block_dataset import BlockDataset
-from tpu_embedding.data.block_order import by_part
+from tpu_embedding.data.block_order import by_part, runs_of, take_runs
 from tpu_embedding.data.parquet_columns import (
     ListColumn,
     ParquetFeature,
@@ -180,23 +180,19 @@ class ParquetRows:
             file, row and column.
         """
         parts = [
-            (self._group(number), rows)
+            (self._group(number), runs_of(rows))
             for number, _, rows in by_part(samples, self.block_bounds[:-1])
         ]
         columns = self._columns
-        dense = [
-            np.stack([group.numbers[name][rows] for name in columns.dense], axis=1)
-            for group, rows in parts
-            if columns.dense
-        ]
+        dense = [_join_numbers(parts, name) for name in columns.dense]
         return Batch(
             features={
                 feature.name: _join_ids(
-                    [(group.ids[feature.name], rows) for group, rows in parts]
+                    [(group.ids[feature.name], runs) for group, runs in parts]
                 )
                 for feature in columns.features
             },
-            dense=np.concatenate(dense).astype(np.float32) if dense else None,
+            dense=np.stack(dense, axis=1) if dense else None,
             labels=_join_numbers(parts, columns.label),
             weights=(
                 _join_numbers(parts, columns.weight)
@@ -310,21 +306,21 @@ def _damage_of(owner: str) -> Iterator[None]:
 
 
 def _join_ids(
-    parts: Sequence[tuple[np.ndarray | ListColumn, np.ndarray]],
+    parts: Sequence[tuple[Any, list[slice]]],
 ) -> FeatureIds:
-    """Returns the ids of rows of several row groups."""
-    taken = [ids.take(rows) for ids, rows in parts]
+    """Returns the ids of rows of several row groups, whose columns are of one form."""
     if isinstance(parts[0][0], ListColumn):
+        taken = [lists.take(runs) for lists, runs in parts]
         lengths = np.concatenate([lengths for _, lengths in taken])
         return RaggedIds(
             values=np.concatenate([values for values, _ in taken]),
             row_splits=np.concatenate([[0], np.cumsum(lengths)]),
         )
-    return np.concatenate(taken)
+    return np.concatenate([take_runs(ids, runs) for ids, runs in parts])
 
 
 def _join_numbers(
-    parts: Sequence[tuple[_RowGroup, np.ndarray]], name: str
+    parts: Sequence[tuple[_RowGroup, list[slice]]], name: str
 ) -> np.ndarray:
-    joined = np.concatenate([group.numbers[name][rows] for group, rows in parts])
-    return joined.astype(np.float32)
+    numbers = [take_runs(group.numbers[name], runs) for group, runs in parts]
+    return np.concatenate(numbers).astype(np.float32)
