@@ -60,6 +60,14 @@ COMMAND_LINES = [
     (["train", "synthetic", "--stop-at", "0"], "--stop-at: must be at least 1, got 0"),
     (["train", "synthetic", "--stop-at", "x"], "--stop-at: must be an int, got 'x'"),
     (
+        ["train", "synthetic", "--profile", "5:5"],
+        "--profile: A profile needs START:STOP with 0 <= START < STOP, got 5:5",
+    ),
+    (
+        ["train", "synthetic", "--profile", "2"],
+        "--profile: A profile needs START:STOP, two numbers of steps such as 100:105",
+    ),
+    (
         ["compile", "synthetic", "--topology", "v5e:2x2", "--programs", "init,x"],
         "--programs: must be all, or some of train_step,init,.*, got 'x'",
     ),

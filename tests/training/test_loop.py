@@ -8,11 +8,13 @@ import optax
 import pytest
 
 from tests.conftest import mesh_of
+from tests.training.run_files import read_curves, recorded_steps
 from tpu_embedding import optimizers
 from tpu_embedding.checkpoint import CheckpointError
 from tpu_embedding.checkpoint.run_checkpoints import saved_steps
 from tpu_embedding.training import (
     ConfigError,
+    ProfileWindow,
     RunDirectoryError,
     SyntheticClicksSource,
     Target,
@@ -22,8 +24,23 @@ from tpu_embedding.training import (
     metrics,
     train,
 )
+from tpu_embedding.training.profiling import PROFILE_DIR
 from tpu_embedding.training.reporting import PLOT_FILE, RECORDS_FILE, read_records
+from tpu_embedding.training.tensorboard import TENSORBOARD_DIR
 from tpu_embedding.types import PADDING_ROW_ID
+
+# Stages of a lookup and an update, as they are named in profiles.
+STAGES = (
+    "flatten",
+    "dedup",
+    "route",
+    "exchange",
+    "gather",
+    "combine",
+    "spread",
+    "merge",
+    "update",
+)
 
 
 def tiny_config(*overrides):
@@ -54,7 +71,14 @@ def losses(directory):
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole")
-    return train(tiny_config(), directory, mesh=mesh_of(3)), directory
+    result = train(
+        tiny_config(),
+        directory,
+        mesh=mesh_of(3),
+        tensorboard=True,
+        profile=ProfileWindow(2, 4),
+    )
+    return result, directory
 
 
 def test_records_of_a_run(whole_run):
@@ -73,6 +97,35 @@ def test_records_of_a_run(whole_run):
     assert result.teacher < result.metrics["log_loss"]
     assert result.target_met is False
     assert (directory / PLOT_FILE).exists()
+
+
+def test_tensorboard_has_the_records(whole_run):
+    result, directory = whole_run
+    curves = read_curves(directory / TENSORBOARD_DIR)
+    assert curves["train/loss"] == pytest.approx(losses(directory), rel=1e-6)
+    # The first step after the start and after each checkpoint is not timed.
+    assert list(curves["train/samples_per_second"]) == [2, 4, 6, 8]
+    for name, value in result.metrics.items():
+        assert list(curves[f"evaluation/{name}"]) == [6, 8]
+        # Events hold float32.
+        assert curves[f"evaluation/{name}"][8] == pytest.approx(value, rel=1e-6)
+
+
+def test_profile_has_the_steps_and_the_stages(whole_run):
+    folder = whole_run[1] / PROFILE_DIR
+    assert recorded_steps(folder) == [2, 3]
+    (path,) = folder.rglob("*.xplane.pb")
+    text = path.read_bytes()
+    for stage in STAGES:
+        assert f"embedding_layer/{stage}/".encode() in text, stage
+
+
+def test_a_profile_beyond_the_run_leaves_nothing(tmp_path):
+    for options in (dict(profile=ProfileWindow(3, 9)), dict(stop_at=4)):
+        with pytest.raises(ConfigError, match="must end with the run"):
+            options = dict(profile=ProfileWindow(3, 5)) | options
+            train(tiny_config(), tmp_path / "run", mesh=mesh_of(1), **options)
+    assert not (tmp_path / "run").exists()
 
 
 def test_records_have_the_counts_of_their_lookups(whole_run):

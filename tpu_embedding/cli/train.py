@@ -22,8 +22,10 @@ from tpu_embedding.supervision.pulses import start_pulses
 from tpu_embedding.training.config_files import list_configs, load_config
 from tpu_embedding.training.loop import train
 from tpu_embedding.training.overrides import apply_overrides
+from tpu_embedding.training.profiling import PROFILE_DIR, ProfileWindow
 from tpu_embedding.training.reporting import PLOT_FILE, RECORDS_FILE
 from tpu_embedding.training.run_directory import CHECKPOINTS_DIR, ExistingRun
+from tpu_embedding.training.tensorboard import TENSORBOARD_DIR
 
 
 def add_train(commands: Any) -> None:
@@ -71,6 +73,19 @@ def add_train(commands: Any) -> None:
     )
     add_supervision_arguments(parser)
     add_process_arguments(parser)
+    parser.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="write losses, metrics and rates as TensorBoard scalars, too, to "
+        f"{TENSORBOARD_DIR}/ in the output directory",
+    )
+    parser.add_argument(
+        "--profile",
+        type=_profile_window,
+        metavar="START:STOP",
+        help="record a profile for xprof of the steps after START steps, up to step "
+        f"STOP, in {PROFILE_DIR}/ in the output directory",
+    )
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument(
         "--resume",
@@ -118,5 +133,15 @@ def _train(parsed: argparse.Namespace) -> int:
         fallback=parsed.fallback or "refuse",
         stop_at=parsed.stop_at,
         compiler_options=compiler_options(parsed.compiler_option),
+        tensorboard=parsed.tensorboard,
+        profile=parsed.profile,
     )
     return 0
+
+
+def _profile_window(text: str) -> ProfileWindow:
+    """Returns the window of `--profile`; argparse prints the error."""
+    try:
+        return ProfileWindow.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -27,6 +27,7 @@ ReadRows = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
 """Reads the rows at some places; zeros for an id without a row."""
 
 
+@jax.named_scope("combine")
 def combine(
     rows: PackedRows,
     places: Int[Array, " all_ids"],
@@ -53,6 +54,7 @@ def combine(
     return scale_samples(_pool_by_kernel(rows, places, poolings, backends), poolings)
 
 
+@jax.named_scope("combine")
 def combine_by_xla(
     read_rows: ReadRows,
     places: Int[Array, " all_ids"],

@@ -82,6 +82,7 @@ class Dedup:
     first_ranks: Int[Array, " shards_and_one"]
 
 
+@jax.named_scope("dedup")
 def dedup(keys: Int[Array, " ids"], stack: StackPlan) -> Dedup:
     """Sorts keys. One sort both finds duplicates and groups keys by destination."""
     if stack.keeps_duplicates:

@@ -111,7 +111,8 @@ def fetch_rows(
       The rows that this shard requested, float32, in the places of its requests.
       Places without a request are undefined.
     """
-    rows = gather_packed(table, requests.row_ids)
+    with jax.named_scope("gather"):
+        rows = gather_packed(table, requests.row_ids)
     # Rows of bfloat16 cross the network as such. The conversion is exact.
     is_short = table.layout.narrow_dtype == "bfloat16" and stack.num_shards > 1
     rows = _cast(rows, jnp.bfloat16 if is_short else jnp.float32)
@@ -156,6 +157,7 @@ def send_gradients(
     )
 
 
+@jax.named_scope("exchange")
 def exchange(buffer: Array, stack: StackPlan) -> Array:
     """Sends bucket `d` of the buffer to shard `d`; receives a bucket from each shard.
 
@@ -204,6 +206,7 @@ def _exchange_padded(rows: PackedRows, stack: StackPlan) -> PackedRows:
     return PackedRows(lines=exchange(rows.lines, stack), layout=rows.layout)
 
 
+@jax.named_scope("exchange")
 def _exchange_ragged(
     rows: PackedRows,
     sent: Buckets,

@@ -97,6 +97,7 @@ class PoolingSpec:
         )
 
 
+@jax.named_scope("flatten")
 def flatten(
     inputs: Sequence[FeatureInput],
     features: Sequence[FeaturePlan],

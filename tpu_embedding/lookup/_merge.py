@@ -1,5 +1,6 @@
 """Stage 7, merge: the owner sums the gradients that several shards send for a row."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -17,6 +18,7 @@ from tpu_embedding.rows.row_gradients import PackedRowGradients
 from tpu_embedding.types import PADDING_ROW_ID
 
 
+@jax.named_scope("merge")
 def merge(
     row_ids: Int[Array, " buffer"],
     gradients: PackedRows,

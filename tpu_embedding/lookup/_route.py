@@ -75,6 +75,7 @@ class Round:
     is_last: Bool[Array, ""]
 
 
+@jax.named_scope("route")
 def route(
     dedup: Dedup,
     first_ranks: Int[Array, " shards"],
@@ -114,6 +115,7 @@ def route(
     )
 
 
+@jax.named_scope("route")
 def route_all(dedup: Dedup, size: RoundSize, stack: StackPlan) -> Round:
     """Fills the exchange buffer of a batch that fits in one round. Per shard.
 

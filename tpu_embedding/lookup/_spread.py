@@ -6,6 +6,7 @@ to the gradient of its row in the exchange buffer.
 
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -31,6 +32,7 @@ from tpu_embedding.rows.packed_rows import (
 )
 
 
+@jax.named_scope("spread")
 def spread(
     cotangents: Sequence[Float[Array, "_ dim"]],
     ids_by_row: IdsByRow,

@@ -29,6 +29,7 @@ from tpu_embedding.training.overrides import apply_overrides as apply_overrides
 from tpu_embedding.training.pipeline import (
     TrainingDivergedError as TrainingDivergedError,
 )
+from tpu_embedding.training.profiling import ProfileWindow as ProfileWindow
 from tpu_embedding.training.random_source import (
     InteractionsSource as InteractionsSource,
 )

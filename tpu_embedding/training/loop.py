@@ -37,6 +37,7 @@ from tpu_embedding.training.pipeline import (
     train_batches,
 )
 from tpu_embedding.training.plan_record import describe_plan
+from tpu_embedding.training.profiling import ProfileWindow, StepProfiler
 from tpu_embedding.training.reporting import (
     RunReport,
     SilentReport,
@@ -54,6 +55,7 @@ from tpu_embedding.training.run_program import RunProgram, prepare_run
 from tpu_embedding.training.run_saver import RunSaver
 from tpu_embedding.training.step import init_train_state
 from tpu_embedding.training.stop_signals import StopRequest, stop_on_signals
+from tpu_embedding.training.tensorboard import load_tensorboard
 
 MAY_CHANGE_ON_RESUME: Final = (
     "name",
@@ -107,6 +109,8 @@ def train(
     fallback: Fallback = "refuse",
     stop_at: int | None = None,
     compiler_options: Mapping[str, str] | None = None,
+    tensorboard: bool = False,
+    profile: ProfileWindow | None = None,
 ) -> RunResult | None:
     """Trains and evaluates a model; writes records, a plot and checkpoints.
 
@@ -133,6 +137,8 @@ def train(
         interrupted; None runs to the end.
       compiler_options: XLA options of the train step, only for TPUs. They are added to
         the hardware's defaults, and override them.
+      tensorboard: True also writes the records as TensorBoard scalars.
+      profile: steps whose profile is recorded for xprof, by each process; None: none.
 
     Returns:
       The result, or None if the run stopped before its last step.
@@ -173,6 +179,10 @@ def train(
             "; to continue from an older checkpoint, rename the damaged one."
         )
     load_figure_class()  # Fails before the training, not after it.
+    if tensorboard:
+        load_tensorboard()
+    if profile is not None:
+        profile.check_within(min(config.num_steps, stop_at or config.num_steps))
     if config.loader_processes:
         load_grain()
     directory = RunDirectory(output_dir)
@@ -210,12 +220,17 @@ def train(
                 f"checkpoint {found} is damaged, and now named damaged-{found}; the "
                 f"latest one that is whole is {first_step}"
             )
+        if tensorboard:
+            report.start_tensorboard(first_step)
         _report_start(report, program, first_step)
+        profiler = stack.enter_context(
+            StepProfiler(profile, directory.path, report.line, first_step)
+        )
         if state is None:
             _, state = init_train_state(config, program.data.data, program.plan)
         last_step = max(first_step, min(config.num_steps, stop_at or config.num_steps))
         saver = RunSaver(checkpoints, description, report)
-        run = _Run(program, report, saver, stop, state)
+        run = _Run(program, report, saver, stop, state, profiler)
         done = run.train(first_step, last_step)
         if done == last_step < config.num_steps and not stop.requested_by_any():
             report.line(f"stopped after step {last_step}; --resume continues the run")
@@ -288,8 +303,10 @@ class _Run:
         saver: RunSaver,
         stop: StopRequest,
         state: nnx.State,
+        profiler: StepProfiler,
     ):
         self.state = state
+        self._profiler = profiler
         self._program = program
         self._report = report
         self._saver = saver
@@ -325,7 +342,9 @@ class _Run:
             )
         ) as batches:
             for step, batch in batches:
-                self.state, metrics = program.train_step(self.state, batch)
+                self.state, metrics = self._profiler.run(
+                    step, program.train_step, self.state, batch
+                )
                 done = step + 1
                 meter.add(done, metrics)
                 saver.poll()

@@ -1,4 +1,4 @@
-"""Reports a run: lines on the screen, records in a file, and a plot of two curves.
+"""Reports a run: lines on the screen, records in files, and a plot of two curves.
 
 Lines contain no control characters, so they read the same in a terminal and in a file.
 
@@ -12,6 +12,8 @@ import json
 import pathlib
 from collections.abc import Iterator
 from typing import Any, Final
+
+from tpu_embedding.training.tensorboard import TENSORBOARD_DIR, ScalarWriter
 
 RECORDS_FILE: Final = "metrics.jsonl"
 PLOT_FILE: Final = "curves.png"
@@ -59,9 +61,18 @@ class RunReport:
         # A killed run may have left an incomplete last line. The next record must start
         # on a line of its own.
         is_incomplete = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        self._scalars: ScalarWriter | None = None
         self._file = path.open("a", encoding="utf-8")
         if is_incomplete:
             self._file.write("\n")
+
+    def start_tensorboard(self, first_step: int) -> None:
+        """Writes later records as TensorBoard scalars, too.
+
+        Args:
+          first_step: steps done before.
+        """
+        self._scalars = ScalarWriter(self.directory / TENSORBOARD_DIR, first_step)
 
     def line(self, text: str) -> None:
         """Prints a line at once."""
@@ -80,6 +91,7 @@ class RunReport:
           num_steps: total steps of the run.
         """
         self.record(record)
+        self._write_scalars(record["step"], "train", record)
         parts = [
             f"step {record['step']:>{len(str(num_steps))}}/{num_steps}",
             "no loss" if record["loss"] is None else f"loss {record['loss']:.5f}",
@@ -104,6 +116,7 @@ class RunReport:
           seconds: wall time of the evaluation.
         """
         self.record({"step": step, "evaluation": metrics, "seconds": seconds})
+        self._write_scalars(step, "evaluation", metrics)
         shown = "  ".join(f"{name} {value:.5f}" for name, value in metrics.items())
         self.line(f"evaluation after step {step}: {shown}  ({seconds:.1f} s)")
 
@@ -141,8 +154,15 @@ class RunReport:
         figure.savefig(self.directory / PLOT_FILE, dpi=100)
 
     def close(self) -> None:
-        """Closes the records file."""
+        """Closes the files of the records."""
         self._file.close()
+        if self._scalars is not None:
+            self._scalars.close()
+
+    def _write_scalars(self, step: int, group: str, record: Record) -> None:
+        if self._scalars is not None:
+            values = {name: x for name, x in record.items() if name != "step"}
+            self._scalars.write(step, group, values)
 
 
 class SilentReport(RunReport):
@@ -150,6 +170,10 @@ class SilentReport(RunReport):
 
     def __init__(self, directory: pathlib.Path):
         self.directory = directory
+        self._scalars = None
+
+    def start_tensorboard(self, first_step: int) -> None:
+        """Writes nothing."""
 
     def line(self, text: str) -> None:
         """Prints nothing."""

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from tpu_embedding.checkpoint.run_checkpoints import saved_steps
+from tpu_embedding.training.profiling import PROFILE_DIR
 from tpu_embedding.training.reporting import PLOT_FILE, RECORDS_FILE
 from tpu_embedding.training.run_lock import RunDirectoryError, check_unlocked, run_lock
+from tpu_embedding.training.tensorboard import TENSORBOARD_DIR
 
 CHECKPOINTS_DIR: Final = "checkpoints"
 LOCK_FILE: Final = "run.lock"
@@ -122,13 +124,13 @@ class RunDirectory:
                 return
 
     def _entries(self) -> list[pathlib.Path]:
-        """Returns the files of a run, and its directory if that is not empty."""
+        """Returns the files of a run, and its directories that are not empty."""
         paths = [self.path / name for name in (RECORDS_FILE, PLOT_FILE)]
         found = [path for path in paths if path.exists()]
-        if self.checkpoints.is_dir():
-            found += [self.checkpoints] if any(self.checkpoints.iterdir()) else []
-        elif self.checkpoints.exists():
-            found.append(self.checkpoints)
+        folders = (CHECKPOINTS_DIR, TENSORBOARD_DIR, PROFILE_DIR)
+        for path in (self.path / name for name in folders):
+            if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+                found.append(path)
         return found
 
     def _move_aside(self) -> pathlib.Path | None:

@@ -45,6 +45,7 @@ def init_state(table: PackedRows, stack: TrainedStackPlan, plan: EmbeddingPlan) 
     return RoundedState(step=jnp.zeros((), jnp.int32), inner=state)
 
 
+@jax.named_scope("update")
 def apply_gradient(
     table: PackedRows,
     state: Any,
