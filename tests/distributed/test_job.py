@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.jobs import make_jobs, on_each
 from tpu_embedding.distributed import AbsentProcessError, DisagreementError, current_job
+from tpu_embedding.distributed import job as job_module
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 5])
@@ -49,6 +50,14 @@ def test_an_absent_process_is_named():
     expected = f"process 1 (host {host}), process 2 (host {host}) did not arrive at"
     assert str(first).startswith(expected)
     assert "'batches' within 0.05 s" in str(first)
+
+
+def test_an_abandoned_exchange_ends(monkeypatch):
+    monkeypatch.setattr(job_module, "_WAIT_SECONDS", 0.01)
+    for job in make_jobs(2):
+        job.abandon("sizes")
+        with pytest.raises(AbsentProcessError, match="'sizes' is abandoned"):
+            job.exchange("sizes", 1, max)
 
 
 def test_equal_facts_are_agreed_on():

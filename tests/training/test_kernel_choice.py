@@ -5,6 +5,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
+from tests.distributed.jobs import make_jobs
 from tpu_embedding.kernel_verdicts import KernelVerdicts, Verdict
 from tpu_embedding.training import kernel_choice
 from tpu_embedding.training.kernel_choice import (
@@ -69,7 +70,7 @@ def test_verdicts_survive_the_broadcast():
 
 @needs_kernels
 def test_several_processes_follow_the_first(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(kernel_choice, "current_job", lambda: make_jobs(2)[0])
     received = []
     monkeypatch.setattr(
         kernel_choice, "of_first_process", lambda own: received.append(own) or VERDICTS

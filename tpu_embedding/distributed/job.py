@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import platform
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -27,6 +28,9 @@ EXCHANGE_SECONDS: Final = 600.0
 
 Processes that fail or die are found much earlier. The limit only ends the wait for one
 that has fewer batches than others, or reads its files for that long."""
+
+_WAIT_SECONDS: Final = 1.0
+"""Time after which a wait looks if it is abandoned; Python handles signals then."""
 
 _HOSTS: Final = "hosts"
 
@@ -54,6 +58,7 @@ class Job:
         self.num_processes = num_processes
         self.store = store
         self.last_acts: list[Callable[[], object]] = []
+        self._abandoned: set[str] = set()
         self._numbers: dict[str, Iterator[int]] = collections.defaultdict(
             itertools.count
         )
@@ -100,7 +105,8 @@ class Job:
           timeout_seconds: longest wait for the other processes.
 
         Raises:
-          AbsentProcessError: if some processes do not arrive in time.
+          AbsentProcessError: if some processes do not arrive in time, or the exchange
+            was abandoned.
 
         Example:
           >>> current_job().exchange("steps", 7, combine=min)
@@ -119,7 +125,7 @@ class Job:
                 self.store.delete(f"exchange/{name}/{call - 1}/result")
         try:
             # Process 0 waits for the slowest process, so it may need the whole time.
-            result = self.store.get(f"{folder}/result", timeout_seconds + 30.0)
+            result = self._wait(name, f"{folder}/result", timeout_seconds + 30.0)
         except TimeoutError:
             raise AbsentProcessError(
                 f"{self.name_of(0)} has not arrived at {name!r} within "
@@ -127,6 +133,28 @@ class Job:
             ) from None
         self.store.delete(own)
         return json.loads(result)
+
+    def abandon(self, name: str) -> None:
+        """Ends the wait of another thread in exchanges of a name; they raise errors.
+
+        A thread that loads batches ahead would wait for batches that never come.
+        """
+        self._abandoned.add(name)
+
+    def _wait(self, name: str, key: str, timeout_seconds: float) -> str:
+        """Waits for a key, as `Store.get` does, unless the exchange is abandoned."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            seconds = deadline - time.monotonic()
+            try:
+                return self.store.get(key, min(max(seconds, 0.0), _WAIT_SECONDS))
+            except TimeoutError:
+                if name in self._abandoned:
+                    raise AbsentProcessError(
+                        f"The exchange {name!r} is abandoned, because the run ends."
+                    ) from None
+                if seconds <= 0:
+                    raise
 
     def next_number(self, kind: str) -> int:
         """Returns 0, 1, 2, ... for each kind.
@@ -140,7 +168,8 @@ class Job:
         values = []
         for process in range(self.num_processes):
             try:
-                values.append(self.store.get(f"{folder}/{process}", timeout_seconds))
+                key = f"{folder}/{process}"
+                values.append(self._wait(name, key, timeout_seconds))
             except TimeoutError:
                 present = self.store.items(folder)
                 absent = [

@@ -5,16 +5,12 @@ client is in this module, and tests put a dictionary in its place.
 """
 
 import threading
-import time
 from typing import Any, Final, Protocol
 
 import jax
 from jax._src import distributed  # JAX has no public name for the client
 
 _PREFIX: Final = "tpu_embedding/"
-
-_WAIT_SECONDS: Final = 2.0
-"""Longest time of one blocking call, in which Python handles no signals."""
 
 
 class Store(Protocol):
@@ -50,17 +46,13 @@ class CoordinatorStore:
 
     def get(self, key: str, timeout_seconds: float) -> str:
         """Waits until a key is set, and returns its text."""
-        deadline = time.monotonic() + timeout_seconds
-        while True:
-            seconds = min(_WAIT_SECONDS, deadline - time.monotonic())
-            if seconds <= 0:
-                raise TimeoutError(key)
-            try:
-                milliseconds = max(1, round(1000 * seconds))
-                return _client().blocking_key_value_get(_PREFIX + key, milliseconds)
-            except jax.errors.JaxRuntimeError as error:
-                if not str(error).startswith("DEADLINE_EXCEEDED"):
-                    raise
+        milliseconds = max(1, round(1000 * timeout_seconds))
+        try:
+            return _client().blocking_key_value_get(_PREFIX + key, milliseconds)
+        except jax.errors.JaxRuntimeError as error:
+            if str(error).startswith("DEADLINE_EXCEEDED"):
+                raise TimeoutError(key) from None
+            raise
 
     def items(self, folder: str) -> dict[str, str]:
         """Returns the texts whose keys begin with `folder/`, by the rest of the key."""

@@ -40,13 +40,22 @@ def agree_on_demands(
             "loader process; send it ids, and prepare them where they arrive."
         )
     merged = job.exchange(
-        f"sizes of ragged features {_number_of(sizes)}",
+        _name_of(sizes),
         [dataclasses.asdict(demand) for demand in demands],
         _merge,
     )
     if isinstance(merged, str):
         raise ValueError(merged)
     return [RaggedDemand(**demand) for demand in merged]
+
+
+def abandon_agreement(sizes: BufferSizes) -> None:
+    """Ends the wait of a thread that loads a batch ahead, because the run ends."""
+    current_job().abandon(_name_of(sizes))
+
+
+def _name_of(sizes: BufferSizes | None) -> str:
+    return f"sizes of ragged features {_number_of(sizes)}"
 
 
 def _number_of(sizes: BufferSizes | None) -> int:

@@ -5,13 +5,11 @@ different ones would compile different programs, and wait for each other for eve
 all follow those of process 0.
 """
 
-import json
-from typing import Any, cast
+from typing import cast
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from tpu_embedding.distributed.job import current_job
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.kernel_verdicts import (
     RUN_DOCTOR,
@@ -34,7 +32,7 @@ def resolve_kernels(
       device: one of the plan's devices.
       hardware: the hardware that rows are laid out for.
     """
-    if kernels != AUTO or jax.process_count() == 1:
+    if kernels != AUTO or current_job().num_processes == 1:
         return cast(KernelChoice, kernels)
     verdicts = verdicts_for(device, hardware)
     return AUTO if verdicts is None else of_first_process(verdicts)
@@ -55,11 +53,5 @@ def kernel_hint(plan: EmbeddingPlan) -> str | None:
 
 def of_first_process(verdicts: KernelVerdicts) -> KernelVerdicts:
     """Returns the verdicts of process 0; every process must call it."""
-    sent = np.frombuffer(json.dumps(verdicts.to_json()).encode(), np.uint8)
-    length = int(_from_first(np.int32(sent.size)))
-    received = _from_first(np.resize(sent, length))
-    return verdicts_from_json(json.loads(bytes(received).decode()))
-
-
-def _from_first(array: Any) -> Any:
-    return np.asarray(multihost_utils.broadcast_one_to_all(array))
+    sent = current_job().broadcast("verdicts of kernels", verdicts.to_json())
+    return verdicts_from_json(sent)

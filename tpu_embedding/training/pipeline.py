@@ -15,6 +15,7 @@ from typing import Any, Final
 import jax
 
 from tpu_embedding.data.batch import Batch, DataError
+from tpu_embedding.lookup.agreed_sizes import abandon_agreement
 from tpu_embedding.lookup.buffer_sizes import BufferSizes
 from tpu_embedding.lookup.prepare import (
     Samples,
@@ -112,6 +113,8 @@ def train_batches(
     finally:
         for _, batch in pending:
             batch.cancel()
+        if pending and sizes is not None:
+            abandon_agreement(sizes)
         thread.submit(reader.close)
         # A run that stops saves its state first; the batch in progress may take long.
         thread.shutdown(wait=not stop.requested)
