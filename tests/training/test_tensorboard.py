@@ -20,6 +20,7 @@ PROGRESS = {
     "samples_per_second": 12500.0,
     "input_wait": 0.25,
     "rounds": 2,
+    "skipped": 1,
     "out_of_range": 0,
     "unique_ratio": 0.375,
     "hottest_shard_over_mean": 1.25,
