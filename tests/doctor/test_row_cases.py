@@ -55,6 +55,9 @@ def test_each_kind_of_case_is_there(cases):
     assert {d for case in cases for d in case.directions} == set(DIRECTIONS)
     assert {case.dim for case in cases} == set(DIMS)
     assert {case.ids for case in cases} == set(get_args(IdForm))
+    assert all(
+        case.capability.endswith(f"dim {case.dim}") or case.exchange for case in cases
+    )
     assert {case.exchange for case in cases} == {None, "padded", "ragged"}
     assert {case.owner for case in cases} == {"any", "one"}
     assert {case.rule for case in cases} >= {None, "sgd", "adam", "rowwise_adagrad"}
@@ -75,8 +78,11 @@ def test_one_device_exchanges_nothing():
 
 
 @needs_kernels
-@pytest.mark.full_cases("all")
-@pytest.mark.parametrize("cases", [ALL, EACH_ONCE], ids=["all", "each once"])
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(ALL, marks=pytest.mark.exhaustive), EACH_ONCE],
+    ids=["all", "each once"],
+)
 def test_only_the_directions_of_a_case_run_in_kernels(cases):
     for case in cases:
         devices = jax.devices()[: 2 if case.exchange else 1]

@@ -58,6 +58,7 @@ FAULTS = {
 
 
 @needs_kernels
+@pytest.mark.every_case
 @pytest.mark.quick_cases("wrong_row:read", "bf16:pool")
 @pytest.mark.parametrize("text", FAULTS)
 def test_faults_are_found(text):

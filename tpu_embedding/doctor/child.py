@@ -103,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         backend=parsed.backend, part=parsed.part, tier=parsed.tier, seeds=parsed.seeds
     )
     _keep_noise_from_events()
-    jax.config.update("jax_num_cpu_devices", _EMULATED_DEVICES)
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+        jax.config.update("jax_num_cpu_devices", _EMULATED_DEVICES)
     devices = jax.local_devices()
     cases = options.cases(devices)
     names = [case.name for case in cases]

@@ -205,11 +205,15 @@ def _change_untouched(launch: _Launch, arrays: list[Array]) -> list[Array]:
 
 
 def _hang(launch: _Launch, arrays: list[Array]) -> list[Array]:
-    """Runs a loop on the device that never ends."""
+    """Runs a loop on the device that never ends: no even number is -1."""
     del launch
     first, *others = arrays
-    first = jax.lax.while_loop(lambda x: x[0, 0] == x[0, 0], lambda x: x, first)
-    return [first, *others]
+    start = first[0, 0].astype(jnp.int32) * 2
+    # The results depend on the loop, or XLA removes it.
+    count = jax.lax.while_loop(
+        lambda count: count != -1, lambda count: count + 2, start
+    )
+    return [first + 0 * count.astype(first.dtype), *others]
 
 
 def _delay(launch: _Launch, arrays: list[Array]) -> list[Array]:

@@ -7,7 +7,6 @@ run a whole step with kernels wherever the plan has them.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Final, Literal, get_args
 
 from tpu_embedding.doctor.dense_reference import RuleName
@@ -28,7 +27,7 @@ Coverage = Literal["all", "each once"]
 """`"each once"`: each direction, kind of row, rule, form of ids and exchange is in one
 case at least. `"all"`: each direction is checked with each kind of row."""
 
-DIMS: Final = (8, 16, 32, 64, 128, 512)
+DIMS: Final = (32, 64, 128, 16, 8, 512)
 """Each kind of row that kernels reach; 512 stands for all rows of several lines."""
 
 _OTHER_DIMS: Final = (1, 100)
@@ -131,20 +130,17 @@ def row_cases(
 ) -> list[RowCase]:
     """Returns the cases whose results are compared with the dense reference.
 
+    All cases of one kind of row come together, the most usual rows first. So a run that
+    is cut short has checked some kinds of row completely.
+
     Args:
       backend: of the kernels, or XLA.
       tier: the quick tier has one kind of row.
-      coverage: of the full tier.
+      coverage: of the full tier. XLA needs no verdicts, so it runs each case once.
       num_devices: exchanges need several.
     """
     if tier == "quick":
-        return [*_cases_of_directions(backend, (_QUICK_DIM,)), _whole_step(_QUICK_DIM)]
-    directions = _cases_of_directions(backend, DIMS)
-    steps = [_whole_step(dim) for dim in DIMS]
-    forms = [
-        RowCase(name=f"{ids} ids, dim {dim}", capability=_step(dim), dim=dim, ids=ids)
-        for ids, dim in _FORMS
-    ]
+        return _cases_of_rows(backend, _QUICK_DIM)
     exchanges = [
         RowCase(
             name=f"{kind}, dim {dim}",
@@ -156,14 +152,19 @@ def row_cases(
         for kind, dim in _EXCHANGES
         if num_devices > 1 or kind == _ROUNDS
     ]
-    if coverage == "each once":
-        # The matrix of directions and rows has one row more than a diagonal.
-        directions = directions[:: len(DIMS) + 1]
-        forms, exchanges = forms[::2], exchanges[::2]
-        steps = steps if backend == "xla" else steps[:: len(steps) - 1]
+    forms = [
+        RowCase(name=f"{ids} ids, dim {dim}", capability=_step(dim), dim=dim, ids=ids)
+        for ids, dim in _FORMS
+    ]
+    if backend != "xla" and coverage == "all":
+        of_rows = [case for dim in DIMS for case in _cases_of_rows(backend, dim)]
+        return [*of_rows, *_cases_of_rules(backend), *forms, *exchanges]
+    further = [*_cases_of_rules(backend), *forms[::2], *exchanges[::2]]
     if backend == "xla":
-        steps += [_whole_step(dim) for dim in _OTHER_DIMS]
-    return [*directions, *steps, *_cases_of_rules(backend), *forms, *exchanges]
+        return [*map(_whole_step, (*DIMS, *_OTHER_DIMS)), *further]
+    diagonal = zip(_DIRECTION_CASES, DIMS, strict=True)
+    of_directions = [case.of_rows(dim) for case, dim in diagonal]
+    return [*of_directions, _whole_step(DIMS[0]), _whole_step(DIMS[-1]), *further]
 
 
 def timed_cases(backend: Backend, tier: Tier, coverage: Coverage) -> list[RowCase]:
@@ -175,14 +176,13 @@ def timed_cases(backend: Backend, tier: Tier, coverage: Coverage) -> list[RowCas
       coverage: of the full tier; one kind of row is each direction once.
     """
     dims = DIMS if tier == "full" and coverage == "all" else (_QUICK_DIM,)
-    return [*_cases_of_directions(backend, dims), *map(_whole_step, dims)]
+    return [case for dim in dims for case in _cases_of_rows(backend, dim)]
 
 
-def _cases_of_directions(backend: Backend, dims: Sequence[int]) -> list[RowCase]:
-    """Returns a case for each direction and kind of row; XLA has no directions."""
-    if backend == "xla":
-        return []
-    return [case.of_rows(dim) for case in _DIRECTION_CASES for dim in dims]
+def _cases_of_rows(backend: Backend, dim: int) -> list[RowCase]:
+    """Returns a case for each direction, and the whole step; XLA has no directions."""
+    of_directions = [case.of_rows(dim) for case in _DIRECTION_CASES]
+    return [*(of_directions if backend != "xla" else ()), _whole_step(dim)]
 
 
 def _whole_step(dim: int) -> RowCase:
