@@ -6,6 +6,7 @@ own, it keeps its memory in the folder's `memory.json`.
 
 import json
 import pathlib
+import re
 import sys
 
 
@@ -65,7 +66,11 @@ KINDS = {
     "compute tpus queued-resources": queued_resource,
 }
 CONTROLLER = "customresourcedefinition jobsets.jobset.x-k8s.io"
-OFFERS = ("compute machine-types", "compute tpus accelerator-types")
+OFFERS = (
+    "compute machine-types",
+    "compute tpus accelerator-types",
+    "iam service-accounts describe",
+)
 
 
 class Refusal(Exception):
@@ -108,11 +113,12 @@ class Cloud:
         )
         answer = {"gcloud": self._gcloud, "kubectl": self._kubectl}.get(program)
         try:
-            return 0, answer(words, flags) if answer else "", ""
+            return 0, answer(words, flags, stdin) if answer else "", ""
         except Refusal as refusal:
             return 1, "", str(refusal)
 
-    def _gcloud(self, words, flags):
+    def _gcloud(self, words, flags, stdin):
+        del stdin
         words = words[1:] if words[0] == "alpha" else words
         line = " ".join(words)
         if line.startswith(OFFERS):
@@ -125,14 +131,14 @@ class Cloud:
             if name in self.resources:
                 raise Refusal(f"ERROR: The resource '{words[-1]}' already exists")
             self.resources[name] = KINDS[kind](flags)
-        elif verb in ("describe", "delete", "list-instances"):
+        elif verb in ("describe", "delete", "list-instances", "get-credentials"):
             if name not in self.resources:
                 raise Refusal(f"ERROR: (gcloud) NOT_FOUND: {words[-1]} was not found")
             if verb == "delete":
                 del self.resources[name]
             elif verb == "describe":
                 return json.dumps(self.resources[name])
-            else:
+            elif verb == "list-instances":
                 size = self.resources[name]["targetSize"]
                 names = (
                     f"{words[-1]}-{index * 7 % 100:02d}xy" for index in range(size)
@@ -140,9 +146,29 @@ class Cloud:
                 return "\n".join(names)
         return ""
 
-    def _kubectl(self, words, flags):
+    def _kubectl(self, words, flags, stdin):
+        cluster = flags["context"].rpartition("_")[2]
+        if f"container clusters {cluster}" not in self.resources:
+            raise Refusal("Unable to connect to the server: no such host")
         if words[0] == "apply" and flags["filename"].startswith("https:"):
             self.resources[CONTROLLER] = {}
+        elif words[0] == "apply" and "\nkind: JobSet\n" in stdin:
+            # Enough of the manifest for what is compared; the fake has no YAML.
+            name, checksum = re.search(
+                r"\n  name: (\S+)\n.*\n    tpu-embedding-checksum: '?(\w+)", stdin, re.S
+            ).groups()
+            annotations = {"tpu-embedding-checksum": checksum}
+            self.resources[f"jobset {name}"] = {
+                "metadata": {"annotations": annotations}
+            }
+        elif words[1:2] == ["jobset"]:
+            name = " ".join(words[1:])
+            if words[0] == "delete":
+                self.resources.pop(name, None)
+            elif name not in self.resources:
+                raise Refusal(f'Error from server (NotFound): "{words[2]}" not found')
+            else:
+                return json.dumps(self.resources[name])
         elif words[:2] == ["get", "customresourcedefinition"]:
             if CONTROLLER not in self.resources:
                 raise Refusal('Error from server (NotFound): "jobsets" not found')

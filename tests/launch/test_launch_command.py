@@ -37,6 +37,9 @@ def test_a_dry_run_is_a_script(verb, file, cloud, tmp_path, capsys):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_runs_its_steps(verb, file, cloud, capsys):
+    assert main(["launch", "create", file]) == 0
+    capsys.readouterr()
+    cloud.take_calls()
     assert main(["launch", verb, file]) == 0
     assert capsys.readouterr().out
     assert cloud.take_calls()
@@ -64,6 +67,7 @@ def test_results_go_to_a_folder(file, cloud, tmp_path):
 
 
 def test_a_run_resumes(file, cloud):
+    cloud.resources["container clusters dlrm"] = {}
     assert main(["launch", "run", file, "--resume"]) == 0
     assert "--resume" in cloud.take_calls()[-1][-1]
 

@@ -171,6 +171,34 @@ def test_a_probe_that_fails_is_no_missing_resource(cloud):
     assert not cloud.resources
 
 
+def test_a_job_that_runs_is_left_alone(cloud):
+    run, stop = BACKENDS["gke"].run, BACKENDS["gke"].stop
+    launch = SMALL["gke"]
+    cloud.resources["container clusters dlrm"] = {}
+    run_steps(run(launch, "train", ()), quiet)
+    cloud.take_calls()
+    lines = []
+    run_steps(run(launch, "train", ()), lines.append)
+    assert lines[-1] == "start train on all hosts: job dlrm exists"
+    assert not any("apply" in call for call in cloud.take_calls())
+    # Another run under this name is not started silently, nor is one that has ended.
+    with pytest.raises(LaunchError, match="job dlrm: .*checksum is .*launch stop"):
+        run_steps(run(launch, "train", ("--resume",)), quiet)
+    cloud.resources["jobset dlrm"]["status"] = {"terminalState": "Completed"}
+    with pytest.raises(LaunchError, match="terminalState is Completed, not missing"):
+        run_steps(run(launch, "train", ()), quiet)
+    run_steps(stop(launch, "train"), quiet)
+    run_steps(run(launch, "train", ("--resume",)), lines.append)
+    assert lines[-1] == "start train on all hosts"
+
+
+def test_a_missing_service_account_is_named(cloud):
+    cloud.fail("service-accounts describe", "ERROR: NOT_FOUND: Unknown")
+    with pytest.raises(LaunchError, match="no service account trainer@my-project"):
+        create(SMALL["gke"])
+    assert not cloud.resources
+
+
 @pytest.mark.parametrize("state", ["WAITING_FOR_RESOURCES", "SUSPENDED", "FAILED"])
 def test_setup_waits_for_queued_machines(state, cloud):
     launch = SMALL["queued_resource"]
@@ -223,14 +251,17 @@ def test_each_host_that_fails_is_named(cloud):
 
 
 def test_programs_are_executed_with_their_input_and_shown(programs, capfd):
+    clusters = {"container clusters dlrm": {}}
+    (programs / "memory.json").write_text(json.dumps(dict(resources=clusters)))
     steps = BACKENDS["gke"].run(SMALL["gke"], "train", ("--resume",))
     run_steps(steps, quiet)
     memory = json.loads((programs / "memory.json").read_text())
-    _, apply = memory["calls"]
+    _, _, apply = memory["calls"]
     assert apply[:3] == ["kubectl", "apply", "--filename=-"]
     assert "kind: JobSet" in apply[-1]
     assert "- --resume" in apply[-1]
-    memory["failures"] = [("kubectl", "progress\nerror: no matches for kind", 3)]
+    memory["resources"] = clusters
+    memory["failures"] = [("kubectl apply", "progress\nerror: no matches for kind", 3)]
     (programs / "memory.json").write_text(json.dumps(memory))
     capfd.readouterr()
     with pytest.raises(LaunchError, match="no matches for kind.*exit status 3"):

@@ -47,6 +47,24 @@ def check_zone(launch: Launch) -> Step:
     )
 
 
+def check_account(launch: Launch) -> Step:
+    """Returns the step that asks if the service account exists."""
+    account = launch.service_account
+    command = gcloud(
+        "iam",
+        "service-accounts",
+        "describe",
+        account,
+        project=launch.project,
+        format="json",
+    )
+    return Require(
+        "check that the service account exists",
+        Probe(f"service account {account}", command),
+        "run gcloud iam service-accounts create, and grant it the guide's roles",
+    )
+
+
 def create_bucket(launch: Launch) -> tuple[Step, ...]:
     """Returns the steps that create the bucket, and admit the machines to it.
 

@@ -8,7 +8,12 @@ docs.cloud.google.com/compute/docs/instance-groups/about-bulk-mode.
 from typing import Final
 
 from tpu_embedding.launch import hosts
-from tpu_embedding.launch.common_steps import check_fit, check_zone, create_bucket
+from tpu_embedding.launch.common_steps import (
+    check_account,
+    check_fit,
+    check_zone,
+    create_bucket,
+)
 from tpu_embedding.launch.hosts import Shells
 from tpu_embedding.launch.programs import Program
 from tpu_embedding.launch.settings import COORDINATOR_PORT, Launch
@@ -40,6 +45,7 @@ def create(launch: Launch) -> tuple[Step, ...]:
     return (
         check_fit(launch),
         check_zone(launch),
+        check_account(launch),
         *create_bucket(launch),
         *policy,
         _create_template(launch),

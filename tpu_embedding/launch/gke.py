@@ -7,12 +7,14 @@ for workload policies the pages that `slices.json` names.
 from typing import Final
 
 from tpu_embedding.launch.common_steps import (
+    check_account,
     check_fit,
     check_zone,
     create_bucket,
     upload_files,
 )
 from tpu_embedding.launch.job_set import (
+    CHECKSUM,
     JOB_SET_LABEL,
     KUBERNETES_ACCOUNT,
     job_set,
@@ -50,6 +52,7 @@ def create(launch: Launch) -> tuple[Step, ...]:
     return (
         check_fit(launch),
         check_zone(launch),
+        check_account(launch),
         *create_bucket(launch),
         _create_cluster(launch),
         _get_credentials(launch),
@@ -67,9 +70,23 @@ def set_up(launch: Launch) -> tuple[Step, ...]:
 
 def run(launch: Launch, program: Program, options: tuple[str, ...]) -> tuple[Step, ...]:
     """Returns the steps that start a program on all hosts."""
-    manifest = to_yaml(job_set(launch, program, options))
-    command = kubectl("apply", "--filename=-", context=_context(launch), stdin=manifest)
-    return (_get_credentials(launch), Do(f"start {program} on all hosts", command))
+    manifest = job_set(launch, program, options)
+    context, name = _context(launch), job_set_name(launch, program)
+    start = kubectl("apply", "--filename=-", context=context, stdin=to_yaml(manifest))
+    checksum = manifest["metadata"]["annotations"][CHECKSUM]
+    probe = Probe(
+        f"job {name}",
+        kubectl("get", "jobset", name, context=context, output="json"),
+        (
+            Expected("status.terminalState", "missing"),
+            Expected(f"metadata.annotations.{CHECKSUM}", checksum),
+        ),
+        "run tpu-embedding launch stop, then run it again",
+    )
+    return (
+        _get_credentials(launch),
+        Do(f"start {program} on all hosts", start, "missing", probe),
+    )
 
 
 def follow(launch: Launch, program: Program) -> tuple[Step, ...]:
@@ -80,6 +97,7 @@ def follow(launch: Launch, program: Program) -> tuple[Step, ...]:
         "jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
     )
     return (
+        _get_credentials(launch),
         Do(
             "follow the log of the first host",
             kubectl(
@@ -98,6 +116,7 @@ def status(launch: Launch) -> tuple[Step, ...]:
     """Returns the steps that show node pools, jobs and pods."""
     context = _context(launch)
     return (
+        _get_credentials(launch),
         Do(
             "show the node pools",
             gcloud(
@@ -118,6 +137,7 @@ def stop(launch: Launch, program: Program) -> tuple[Step, ...]:
     """Returns the steps that stop a program; the nodes stay for a while."""
     name = job_set_name(launch, program)
     return (
+        _get_credentials(launch),
         Do(
             f"stop {program} on all hosts",
             kubectl(

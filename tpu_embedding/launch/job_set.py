@@ -7,6 +7,7 @@ cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice and
 github.com/kubernetes-sigs/jobset.
 """
 
+import zlib
 from typing import Any, Final
 
 import yaml
@@ -27,6 +28,9 @@ KUBERNETES_ACCOUNT: Final = "tpu-embedding"
 """Kubernetes service account of the pods, which acts as the launch's account."""
 
 REPLICATED_JOB: Final = "slice"
+CHECKSUM: Final = "tpu-embedding-checksum"
+"""Annotation that tells if a job has the settings of a launch."""
+
 JOB_SET_LABEL: Final = "jobset.sigs.k8s.io/jobset-name"
 
 _JOB_SET: Final = "jobset.sigs.k8s.io"
@@ -56,38 +60,46 @@ def job_set(
       options: further options of the program.
     """
     name = job_set_name(launch, program)
-    metadata: dict[str, Any] = {"name": name, "labels": {"app": "tpu-embedding"}}
+    spec = _spec(launch, program, options)
+    annotations = {CHECKSUM: f"{zlib.crc32(to_yaml(spec).encode()):08x}"}
     if not starts_empty(launch):
         # One slice per node pool: no two slices share one, and none is split.
-        metadata["annotations"] = {
-            f"alpha.{_JOB_SET}/exclusive-topology": "cloud.google.com/gke-nodepool"
-        }
+        topology = f"alpha.{_JOB_SET}/exclusive-topology"
+        annotations[topology] = "cloud.google.com/gke-nodepool"
+    labels = {"app": "tpu-embedding"}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": metadata,
-        "spec": {
-            # A headless service; pods are NAME-slice-JOB-POD.NAME.
-            "network": {"enableDNSHostnames": True, "subdomain": name},
-            "ttlSecondsAfterFinished": _DAY_SECONDS,
-            "failurePolicy": {
-                "maxRestarts": launch.restarts if program == "train" else 0,
-                "rules": [
-                    {
-                        "name": "lifetimeIsOver",
-                        "action": "FailJobSet",
-                        "onJobFailureReasons": ["DeadlineExceeded"],
-                    }
-                ],
-            },
-            "replicatedJobs": [
+        "metadata": {"name": name, "labels": labels, "annotations": annotations},
+        "spec": spec,
+    }
+
+
+def _spec(launch: Launch, program: Program, options: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        # A headless service; pods are NAME-slice-JOB-POD.NAME.
+        "network": {
+            "enableDNSHostnames": True,
+            "subdomain": job_set_name(launch, program),
+        },
+        "ttlSecondsAfterFinished": _DAY_SECONDS,
+        "failurePolicy": {
+            "maxRestarts": launch.restarts if program == "train" else 0,
+            "rules": [
                 {
-                    "name": REPLICATED_JOB,
-                    "replicas": launch.slices,
-                    "template": {"spec": _job(launch, program, options)},
+                    "name": "lifetimeIsOver",
+                    "action": "FailJobSet",
+                    "onJobFailureReasons": ["DeadlineExceeded"],
                 }
             ],
         },
+        "replicatedJobs": [
+            {
+                "name": REPLICATED_JOB,
+                "replicas": launch.slices,
+                "template": {"spec": _job(launch, program, options)},
+            }
+        ],
     }
 
 

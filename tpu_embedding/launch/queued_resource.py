@@ -6,7 +6,12 @@ This is the older way. Source: docs.cloud.google.com/tpu/docs/queued-resources.
 from typing import Final
 
 from tpu_embedding.launch import hosts
-from tpu_embedding.launch.common_steps import check_fit, check_zone, create_bucket
+from tpu_embedding.launch.common_steps import (
+    check_account,
+    check_fit,
+    check_zone,
+    create_bucket,
+)
 from tpu_embedding.launch.hosts import Shells
 from tpu_embedding.launch.programs import Program
 from tpu_embedding.launch.settings import Launch
@@ -32,6 +37,7 @@ def create(launch: Launch) -> tuple[Step, ...]:
     return (
         check_fit(launch),
         check_zone(launch),
+        check_account(launch),
         *create_bucket(launch),
         _create_resource(launch),
     )

@@ -83,7 +83,7 @@ def _do(step: Do, show: Callable[[str], None]) -> None:
             return
         if found is not None and step.runs_if == "missing":
             show(f"{step.purpose}: {step.probe.resource} exists")
-            _refuse_other(step.probe, found, "delete it, or choose another name")
+            _refuse_other(step.probe, found, step.probe.way_out)
             return
     show(step.purpose)
     _run(step.command, step.purpose)

@@ -46,8 +46,8 @@ class Expected:
 
     Attributes:
       path: path of the value in the JSON of the resource, such as `"config.spot"`.
-      value: the value as text. Of a URL, only the last part counts; `false` is also
-        right where the path is missing.
+      value: the value as text; `"missing"` is that of a path that does not exist. Of a
+        URL, only the last part counts. `"false"` is also right for a missing path.
     """
 
     path: str
@@ -84,11 +84,13 @@ class Probe:
       resource: the resource in words, for messages.
       command: the command.
       expected: values that the resource must have.
+      way_out: what the user can do if it has others.
     """
 
     resource: str
     command: Command
     expected: tuple[Expected, ...] = ()
+    way_out: str = "delete it, or choose another name"
 
 
 RunsIf = Literal["always", "missing", "exists"]

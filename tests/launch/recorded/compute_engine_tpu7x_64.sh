@@ -5,6 +5,8 @@
 tpu-embedding compile dlrm --topology tpu7x:2x4x4 --slices 1 --set batch_size=65536
 # check that the zone offers tpu7x-standard-4t
 gcloud compute machine-types describe tpu7x-standard-4t --project=my-project --zone=us-central1-c --format=json
+# check that the service account exists
+gcloud iam service-accounts describe trainer@my-project.iam.gserviceaccount.com --project=my-project --format=json
 # create the bucket
 if ! gcloud storage buckets describe gs://my-bucket --project=my-project --raw --format=json >/dev/null; then
 gcloud storage buckets create gs://my-bucket --project=my-project --location=us-central1 --uniform-bucket-level-access --enable-hierarchical-namespace

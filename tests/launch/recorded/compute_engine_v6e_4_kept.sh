@@ -5,6 +5,8 @@
 tpu-embedding compile configs/my_config.py --topology v6e:2x2 --slices 1 --set batch_size=65536
 # check that the zone offers ct6e-standard-4t
 gcloud compute machine-types describe ct6e-standard-4t --project=my-project --zone=us-east5-a --format=json
+# check that the service account exists
+gcloud iam service-accounts describe trainer@my-project.iam.gserviceaccount.com --project=my-project --format=json
 # create the bucket
 if ! gcloud storage buckets describe gs://my-bucket --project=my-project --raw --format=json >/dev/null; then
 gcloud storage buckets create gs://my-bucket --project=my-project --location=us-east5 --uniform-bucket-level-access --enable-hierarchical-namespace

@@ -5,6 +5,8 @@
 tpu-embedding compile dlrm --topology tpu7x:2x4x4 --slices 1 --set batch_size=65536
 # check that the zone offers tpu7x-standard-4t
 gcloud compute machine-types describe tpu7x-standard-4t --project=my-project --zone=us-central1-c --format=json
+# check that the service account exists
+gcloud iam service-accounts describe trainer@my-project.iam.gserviceaccount.com --project=my-project --format=json
 # create the bucket
 if ! gcloud storage buckets describe gs://my-bucket --project=my-project --raw --format=json >/dev/null; then
 gcloud storage buckets create gs://my-bucket --project=my-project --location=us-central1 --uniform-bucket-level-access --enable-hierarchical-namespace
@@ -49,6 +51,7 @@ gcloud storage cp dist/tpu_embedding-0.1.0-py3-none-any.whl gs://my-bucket/dlrm/
 # let kubectl reach the cluster
 gcloud container clusters get-credentials dlrm --project=my-project --location=us-central1-c
 # start doctor on all hosts
+if ! kubectl get jobset dlrm-doctor --context=gke_my-project_us-central1-c_dlrm --output=json >/dev/null; then
 kubectl apply --filename=- --context=gke_my-project_us-central1-c_dlrm <<'END_OF_INPUT'
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -56,6 +59,8 @@ metadata:
   name: dlrm-doctor
   labels:
     app: tpu-embedding
+  annotations:
+    tpu-embedding-checksum: ca29d2b1
 spec:
   network:
     enableDNSHostnames: true
@@ -153,11 +158,13 @@ spec:
                   bucketName: my-bucket
                   mountOptions: implicit-dirs
 END_OF_INPUT
+fi
 
 ##### tpu-embedding launch run
 # let kubectl reach the cluster
 gcloud container clusters get-credentials dlrm --project=my-project --location=us-central1-c
 # start train on all hosts
+if ! kubectl get jobset dlrm --context=gke_my-project_us-central1-c_dlrm --output=json >/dev/null; then
 kubectl apply --filename=- --context=gke_my-project_us-central1-c_dlrm <<'END_OF_INPUT'
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -165,6 +172,8 @@ metadata:
   name: dlrm
   labels:
     app: tpu-embedding
+  annotations:
+    tpu-embedding-checksum: 272bb108
 spec:
   network:
     enableDNSHostnames: true
@@ -267,12 +276,17 @@ spec:
                   bucketName: my-bucket
                   mountOptions: implicit-dirs
 END_OF_INPUT
+fi
 
 ##### tpu-embedding launch logs
+# let kubectl reach the cluster
+gcloud container clusters get-credentials dlrm --project=my-project --location=us-central1-c
 # follow the log of the first host
 kubectl logs --context=gke_my-project_us-central1-c_dlrm --selector=jobset.sigs.k8s.io/jobset-name=dlrm,jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0 --container=tpu-embedding --tail=-1 --follow
 
 ##### tpu-embedding launch status
+# let kubectl reach the cluster
+gcloud container clusters get-credentials dlrm --project=my-project --location=us-central1-c
 # show the node pools
 gcloud container node-pools list --project=my-project --location=us-central1-c --cluster=dlrm
 # show the jobs
@@ -281,6 +295,8 @@ kubectl get jobsets --context=gke_my-project_us-central1-c_dlrm --output=wide
 kubectl get pods --context=gke_my-project_us-central1-c_dlrm --output=wide
 
 ##### tpu-embedding launch stop
+# let kubectl reach the cluster
+gcloud container clusters get-credentials dlrm --project=my-project --location=us-central1-c
 # stop train on all hosts
 kubectl delete jobset dlrm --context=gke_my-project_us-central1-c_dlrm --ignore-not-found
 
@@ -288,6 +304,7 @@ kubectl delete jobset dlrm --context=gke_my-project_us-central1-c_dlrm --ignore-
 # let kubectl reach the cluster
 gcloud container clusters get-credentials dlrm --project=my-project --location=us-central1-c
 # start train on all hosts
+if ! kubectl get jobset dlrm --context=gke_my-project_us-central1-c_dlrm --output=json >/dev/null; then
 kubectl apply --filename=- --context=gke_my-project_us-central1-c_dlrm <<'END_OF_INPUT'
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -295,6 +312,8 @@ metadata:
   name: dlrm
   labels:
     app: tpu-embedding
+  annotations:
+    tpu-embedding-checksum: a1cbca27
 spec:
   network:
     enableDNSHostnames: true
@@ -398,6 +417,7 @@ spec:
                   bucketName: my-bucket
                   mountOptions: implicit-dirs
 END_OF_INPUT
+fi
 
 ##### tpu-embedding launch fetch
 # copy the results

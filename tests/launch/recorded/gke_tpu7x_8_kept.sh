@@ -5,6 +5,8 @@
 tpu-embedding compile configs/my_config.py --topology tpu7x:2x2x1 --slices 1 --set batch_size=65536
 # check that the zone offers tpu7x-standard-4t
 gcloud compute machine-types describe tpu7x-standard-4t --project=my-project --zone=us-east5-a --format=json
+# check that the service account exists
+gcloud iam service-accounts describe trainer@my-project.iam.gserviceaccount.com --project=my-project --format=json
 # create the bucket
 if ! gcloud storage buckets describe gs://my-bucket --project=my-project --raw --format=json >/dev/null; then
 gcloud storage buckets create gs://my-bucket --project=my-project --location=us-east5 --uniform-bucket-level-access --enable-hierarchical-namespace
@@ -45,6 +47,7 @@ gcloud storage cp configs/my_config.py gs://my-bucket/dlrm/launch/ --project=my-
 # let kubectl reach the cluster
 gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-a
 # start doctor on all hosts
+if ! kubectl get jobset dlrm-doctor --context=gke_my-project_us-east5-a_dlrm --output=json >/dev/null; then
 kubectl apply --filename=- --context=gke_my-project_us-east5-a_dlrm <<'END_OF_INPUT'
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -53,6 +56,7 @@ metadata:
   labels:
     app: tpu-embedding
   annotations:
+    tpu-embedding-checksum: 2c509cb6
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
@@ -149,11 +153,13 @@ spec:
                   bucketName: my-bucket
                   mountOptions: implicit-dirs
 END_OF_INPUT
+fi
 
 ##### tpu-embedding launch run
 # let kubectl reach the cluster
 gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-a
 # start train on all hosts
+if ! kubectl get jobset dlrm --context=gke_my-project_us-east5-a_dlrm --output=json >/dev/null; then
 kubectl apply --filename=- --context=gke_my-project_us-east5-a_dlrm <<'END_OF_INPUT'
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -162,6 +168,7 @@ metadata:
   labels:
     app: tpu-embedding
   annotations:
+    tpu-embedding-checksum: ed4413c9
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
@@ -263,12 +270,17 @@ spec:
                   bucketName: my-bucket
                   mountOptions: implicit-dirs
 END_OF_INPUT
+fi
 
 ##### tpu-embedding launch logs
+# let kubectl reach the cluster
+gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-a
 # follow the log of the first host
 kubectl logs --context=gke_my-project_us-east5-a_dlrm --selector=jobset.sigs.k8s.io/jobset-name=dlrm,jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0 --container=tpu-embedding --tail=-1 --follow
 
 ##### tpu-embedding launch status
+# let kubectl reach the cluster
+gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-a
 # show the node pools
 gcloud container node-pools list --project=my-project --location=us-east5-a --cluster=dlrm
 # show the jobs
@@ -277,6 +289,8 @@ kubectl get jobsets --context=gke_my-project_us-east5-a_dlrm --output=wide
 kubectl get pods --context=gke_my-project_us-east5-a_dlrm --output=wide
 
 ##### tpu-embedding launch stop
+# let kubectl reach the cluster
+gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-a
 # stop train on all hosts
 kubectl delete jobset dlrm --context=gke_my-project_us-east5-a_dlrm --ignore-not-found
 
@@ -284,6 +298,7 @@ kubectl delete jobset dlrm --context=gke_my-project_us-east5-a_dlrm --ignore-not
 # let kubectl reach the cluster
 gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-a
 # start train on all hosts
+if ! kubectl get jobset dlrm --context=gke_my-project_us-east5-a_dlrm --output=json >/dev/null; then
 kubectl apply --filename=- --context=gke_my-project_us-east5-a_dlrm <<'END_OF_INPUT'
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -292,6 +307,7 @@ metadata:
   labels:
     app: tpu-embedding
   annotations:
+    tpu-embedding-checksum: fbe4b62c
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
@@ -394,6 +410,7 @@ spec:
                   bucketName: my-bucket
                   mountOptions: implicit-dirs
 END_OF_INPUT
+fi
 
 ##### tpu-embedding launch fetch
 # copy the results

@@ -5,6 +5,8 @@
 tpu-embedding compile dlrm --topology v5p:2x4x4 --slices 1 --set batch_size=65536
 # check that the zone offers ct5p-hightpu-4t
 gcloud compute machine-types describe ct5p-hightpu-4t --project=my-project --zone=us-east5-a --format=json
+# check that the service account exists
+gcloud iam service-accounts describe trainer@my-project.iam.gserviceaccount.com --project=my-project --format=json
 # create the bucket
 if ! gcloud storage buckets describe gs://my-bucket --project=my-project --raw --format=json >/dev/null; then
 gcloud storage buckets create gs://my-bucket --project=my-project --location=us-east5 --uniform-bucket-level-access --enable-hierarchical-namespace
@@ -45,6 +47,7 @@ gcloud storage cp dist/tpu_embedding-0.1.0-py3-none-any.whl gs://my-bucket/dlrm/
 # let kubectl reach the cluster
 gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-a
 # start doctor on all hosts
+if ! kubectl get jobset dlrm-doctor --context=gke_my-project_us-east5-a_dlrm --output=json >/dev/null; then
 kubectl apply --filename=- --context=gke_my-project_us-east5-a_dlrm <<'END_OF_INPUT'
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -53,6 +56,7 @@ metadata:
   labels:
     app: tpu-embedding
   annotations:
+    tpu-embedding-checksum: 9373316c
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
@@ -150,11 +154,13 @@ spec:
                   bucketName: my-bucket
                   mountOptions: implicit-dirs
 END_OF_INPUT
+fi
 
 ##### tpu-embedding launch run
 # let kubectl reach the cluster
 gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-a
 # start train on all hosts
+if ! kubectl get jobset dlrm --context=gke_my-project_us-east5-a_dlrm --output=json >/dev/null; then
 kubectl apply --filename=- --context=gke_my-project_us-east5-a_dlrm <<'END_OF_INPUT'
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -163,6 +169,7 @@ metadata:
   labels:
     app: tpu-embedding
   annotations:
+    tpu-embedding-checksum: 4c460d77
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
@@ -265,12 +272,17 @@ spec:
                   bucketName: my-bucket
                   mountOptions: implicit-dirs
 END_OF_INPUT
+fi
 
 ##### tpu-embedding launch logs
+# let kubectl reach the cluster
+gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-a
 # follow the log of the first host
 kubectl logs --context=gke_my-project_us-east5-a_dlrm --selector=jobset.sigs.k8s.io/jobset-name=dlrm,jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0 --container=tpu-embedding --tail=-1 --follow
 
 ##### tpu-embedding launch status
+# let kubectl reach the cluster
+gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-a
 # show the node pools
 gcloud container node-pools list --project=my-project --location=us-east5-a --cluster=dlrm
 # show the jobs
@@ -279,6 +291,8 @@ kubectl get jobsets --context=gke_my-project_us-east5-a_dlrm --output=wide
 kubectl get pods --context=gke_my-project_us-east5-a_dlrm --output=wide
 
 ##### tpu-embedding launch stop
+# let kubectl reach the cluster
+gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-a
 # stop train on all hosts
 kubectl delete jobset dlrm --context=gke_my-project_us-east5-a_dlrm --ignore-not-found
 
@@ -286,6 +300,7 @@ kubectl delete jobset dlrm --context=gke_my-project_us-east5-a_dlrm --ignore-not
 # let kubectl reach the cluster
 gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-a
 # start train on all hosts
+if ! kubectl get jobset dlrm --context=gke_my-project_us-east5-a_dlrm --output=json >/dev/null; then
 kubectl apply --filename=- --context=gke_my-project_us-east5-a_dlrm <<'END_OF_INPUT'
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -294,6 +309,7 @@ metadata:
   labels:
     app: tpu-embedding
   annotations:
+    tpu-embedding-checksum: 8c7f2319
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
@@ -397,6 +413,7 @@ spec:
                   bucketName: my-bucket
                   mountOptions: implicit-dirs
 END_OF_INPUT
+fi
 
 ##### tpu-embedding launch fetch
 # copy the results

@@ -5,6 +5,8 @@
 tpu-embedding compile dlrm --topology v6e:16x16 --slices 2 --set batch_size=65536
 # check that the zone offers ct6e-standard-4t
 gcloud compute machine-types describe ct6e-standard-4t --project=my-project --zone=us-east5-b --format=json
+# check that the service account exists
+gcloud iam service-accounts describe trainer@my-project.iam.gserviceaccount.com --project=my-project --format=json
 # create the bucket
 if ! gcloud storage buckets describe gs://my-bucket --project=my-project --raw --format=json >/dev/null; then
 gcloud storage buckets create gs://my-bucket --project=my-project --location=us-east5 --uniform-bucket-level-access --enable-hierarchical-namespace
@@ -49,6 +51,7 @@ gcloud storage cp dist/tpu_embedding-0.1.0-py3-none-any.whl gs://my-bucket/dlrm/
 # let kubectl reach the cluster
 gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-b
 # start doctor on all hosts
+if ! kubectl get jobset dlrm-doctor --context=gke_my-project_us-east5-b_dlrm --output=json >/dev/null; then
 kubectl apply --filename=- --context=gke_my-project_us-east5-b_dlrm <<'END_OF_INPUT'
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -57,6 +60,7 @@ metadata:
   labels:
     app: tpu-embedding
   annotations:
+    tpu-embedding-checksum: '52647507'
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
@@ -152,11 +156,13 @@ spec:
                   bucketName: my-bucket
                   mountOptions: implicit-dirs
 END_OF_INPUT
+fi
 
 ##### tpu-embedding launch run
 # let kubectl reach the cluster
 gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-b
 # start train on all hosts
+if ! kubectl get jobset dlrm --context=gke_my-project_us-east5-b_dlrm --output=json >/dev/null; then
 kubectl apply --filename=- --context=gke_my-project_us-east5-b_dlrm <<'END_OF_INPUT'
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -165,6 +171,7 @@ metadata:
   labels:
     app: tpu-embedding
   annotations:
+    tpu-embedding-checksum: 7247d56d
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
@@ -267,12 +274,17 @@ spec:
                   bucketName: my-bucket
                   mountOptions: implicit-dirs
 END_OF_INPUT
+fi
 
 ##### tpu-embedding launch logs
+# let kubectl reach the cluster
+gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-b
 # follow the log of the first host
 kubectl logs --context=gke_my-project_us-east5-b_dlrm --selector=jobset.sigs.k8s.io/jobset-name=dlrm,jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0 --container=tpu-embedding --tail=-1 --follow
 
 ##### tpu-embedding launch status
+# let kubectl reach the cluster
+gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-b
 # show the node pools
 gcloud container node-pools list --project=my-project --location=us-east5-b --cluster=dlrm
 # show the jobs
@@ -281,6 +293,8 @@ kubectl get jobsets --context=gke_my-project_us-east5-b_dlrm --output=wide
 kubectl get pods --context=gke_my-project_us-east5-b_dlrm --output=wide
 
 ##### tpu-embedding launch stop
+# let kubectl reach the cluster
+gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-b
 # stop train on all hosts
 kubectl delete jobset dlrm --context=gke_my-project_us-east5-b_dlrm --ignore-not-found
 
@@ -288,6 +302,7 @@ kubectl delete jobset dlrm --context=gke_my-project_us-east5-b_dlrm --ignore-not
 # let kubectl reach the cluster
 gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-b
 # start train on all hosts
+if ! kubectl get jobset dlrm --context=gke_my-project_us-east5-b_dlrm --output=json >/dev/null; then
 kubectl apply --filename=- --context=gke_my-project_us-east5-b_dlrm <<'END_OF_INPUT'
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -296,6 +311,7 @@ metadata:
   labels:
     app: tpu-embedding
   annotations:
+    tpu-embedding-checksum: 892d0804
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
@@ -399,6 +415,7 @@ spec:
                   bucketName: my-bucket
                   mountOptions: implicit-dirs
 END_OF_INPUT
+fi
 
 ##### tpu-embedding launch fetch
 # copy the results

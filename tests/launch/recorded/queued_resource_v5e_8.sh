@@ -5,6 +5,8 @@
 tpu-embedding compile dlrm --topology v5e:2x4 --slices 1 --set batch_size=65536
 # check that the zone offers v5litepod-8
 gcloud compute tpus accelerator-types describe v5litepod-8 --project=my-project --zone=us-west4-a --format=json
+# check that the service account exists
+gcloud iam service-accounts describe trainer@my-project.iam.gserviceaccount.com --project=my-project --format=json
 # create the bucket
 if ! gcloud storage buckets describe gs://my-bucket --project=my-project --raw --format=json >/dev/null; then
 gcloud storage buckets create gs://my-bucket --project=my-project --location=us-west4 --uniform-bucket-level-access --enable-hierarchical-namespace
