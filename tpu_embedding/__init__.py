@@ -55,6 +55,7 @@ from tpu_embedding.placement import AutoPlacement as AutoPlacement
 from tpu_embedding.placement import Replicated as Replicated
 from tpu_embedding.placement import ReplicateSmall as ReplicateSmall
 from tpu_embedding.placement import Sharded as Sharded
+from tpu_embedding.plan.device_mesh import device_mesh as device_mesh
 from tpu_embedding.plan.input_plan import InputPlan as InputPlan
 from tpu_embedding.plan.make_plan import make_plan as make_plan
 from tpu_embedding.plan.plan import EmbeddingPlan as EmbeddingPlan

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Final
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from tpu_embedding.cli.exit_status import UsageError
+from tpu_embedding.plan.device_mesh import device_mesh
 
 MAX_EMULATED_DEVICES: Final = 256
 """Maximum number of emulated CPU devices.
@@ -93,12 +93,15 @@ def positive_int(text: str) -> int:
     return value
 
 
-def emulated_mesh(count: int, num_processes: int = 1) -> Mesh:
+def emulated_mesh(
+    count: int, num_processes: int = 1, num_slices: int | None = None
+) -> Mesh:
     """Returns a mesh of CPU devices; creates them if JAX is not initialised yet.
 
     Args:
       count: devices of all processes together.
       num_processes: processes of the job, each of which has an equal number.
+      num_slices: equal slices to emulate; None: one.
     """
     if count % num_processes:
         raise UsageError(
@@ -115,7 +118,10 @@ def emulated_mesh(count: int, num_processes: int = 1) -> Mesh:
             f"--devices {count}: JAX has started with {len(devices)} CPU devices "
             "in this process already."
         )
-    return Mesh(np.asarray(devices[:count]), ("shard",))
+    try:
+        return device_mesh(devices[:count], num_slices=num_slices)
+    except ValueError as error:
+        raise UsageError(f"--slices: {error}") from error
 
 
 def num_devices(text: str) -> int:

@@ -26,6 +26,7 @@ from tpu_embedding.cli.arguments import (
 from tpu_embedding.cli.exit_status import FAILED, UsageError
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
 from tpu_embedding.plan.backend_request import AUTO
+from tpu_embedding.plan.device_mesh import SHARD_AXIS, SLICE_AXIS
 from tpu_embedding.training.ahead_of_time import (
     PROGRAM_NAMES,
     ProgramName,
@@ -121,10 +122,7 @@ def _compile(parsed: argparse.Namespace) -> int:
             raise UsageError(f"{option} {path} is a directory, not a file.")
     use_cpu_only()
     try:
-        meshes = [
-            aot.topology_mesh(topology, num_slices=parsed.slices)
-            for topology in parsed.topology
-        ]
+        meshes = [_mesh_of(topology, parsed.slices) for topology in parsed.topology]
     except (ImportError, ValueError) as error:
         raise UsageError(str(error)) from error
     reports = []
@@ -146,6 +144,15 @@ def _compile(parsed: argparse.Namespace) -> int:
     if parsed.html is not None:
         _write(parsed.html, aot.render_html(reports))
     return 0 if all(report.fits for report in reports) else FAILED
+
+
+def _mesh_of(topology: str, num_slices: int) -> Mesh:
+    """Returns the mesh that the command `train` makes of such devices."""
+    if num_slices == 1:
+        return aot.topology_mesh(topology)
+    return aot.topology_mesh(
+        topology, (SLICE_AXIS, SHARD_AXIS), (num_slices, -1), num_slices=num_slices
+    )
 
 
 def _compile_for(

@@ -66,6 +66,13 @@ def add_train(commands: Any) -> None:
         f"{MAX_EMULATED_DEVICES} in each; on all devices by default",
     )
     parser.add_argument(
+        "--slices",
+        type=positive_int,
+        metavar="N",
+        help="with --devices: emulate N equal slices, for "
+        "--set tables_split_over=slice",
+    )
+    parser.add_argument(
         "--stop-at",
         type=positive_int,
         metavar="STEP",
@@ -120,7 +127,11 @@ def _train(parsed: argparse.Namespace) -> int:
     num_processes = start_processes(parsed).num_processes
     mesh = None
     if parsed.devices is not None:
-        mesh = emulated_mesh(parsed.devices, num_processes)
+        mesh = emulated_mesh(parsed.devices, num_processes, parsed.slices)
+    elif parsed.slices is not None:
+        raise UsageError(
+            "--slices needs --devices: it emulates slices; TPUs know their own."
+        )
     existing_run: ExistingRun = "refuse"
     if parsed.resume or parsed.overwrite:
         existing_run = "resume" if parsed.resume else "move_aside"

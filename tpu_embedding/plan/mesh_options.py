@@ -3,10 +3,10 @@
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from tpu_embedding.hardware import HardwareInfo, hardware_of_device
+from tpu_embedding.plan.device_mesh import device_mesh
 
 
 def resolve_mesh(mesh: Any) -> Mesh:
@@ -80,7 +80,7 @@ def resolve_hardware(hardware: Any, mesh: Mesh) -> HardwareInfo:
 
 def _mesh_of_context() -> Mesh:
     if jax.sharding.get_abstract_mesh() == AbstractMesh((), ()):
-        return Mesh(np.asarray(jax.devices()), ("shard",))
+        return device_mesh()
     try:
         return resolve_mesh(jax.sharding.get_mesh())
     except ValueError as error:

@@ -63,6 +63,7 @@ MAY_CHANGE_ON_RESUME: Final = (
     "target",
     "capacity",
     "kernels",
+    "tables_split_over",
     "loader_processes",
     "non_finite",
     "log_every",

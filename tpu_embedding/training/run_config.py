@@ -28,6 +28,9 @@ MAX_SEED: Final = 2**32 - 1
 NonFinite = Literal["raise", "skip_step"]
 """Treatment of a step whose loss or gradients are not finite; see `RunConfig`."""
 
+SplitOver = Literal["all", "slice"]
+"""Devices that share the rows of a table; see `RunConfig.tables_split_over`."""
+
 _TRAINED_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 _MAX_COUNT: Final = 2**31 - 1
@@ -94,6 +97,9 @@ class RunConfig:
         where the verdict of `tpu-embedding doctor` allows them, else XLA.
       table_dtype: storage type of all tables, `"float32"`, `"bfloat16"` or `"float16"`;
         None leaves that of the model's tables.
+      tables_split_over: devices that the rows of a table are split over: `"all"`, or
+        `"slice"`, those of a slice, with a copy of the table in each. A table's own
+        placement wins.
       non_finite: treatment of a step whose loss or gradients are NaN or infinite.
         `"raise"` ends the run. `"skip_step"` leaves tables, parameters and optimizer
         states as they are, bit by bit, counts the step, and goes on; several such steps
@@ -123,6 +129,7 @@ class RunConfig:
     capacity: int | None = None
     kernels: str = AUTO
     table_dtype: str | None = None
+    tables_split_over: SplitOver = "all"
     non_finite: NonFinite = "raise"
     seed: int = 0
     loader_processes: int = 0
@@ -221,6 +228,11 @@ class RunConfig:
             yield (
                 f"RunConfig.kernels must be one of {[*BACKENDS, AUTO]}, got "
                 f"{self.kernels!r}"
+            )
+        if self.tables_split_over not in get_args(SplitOver):
+            yield (
+                "RunConfig.tables_split_over must be one of "
+                f"{list(get_args(SplitOver))}, got {self.tables_split_over!r}"
             )
         if self.non_finite not in get_args(NonFinite):
             yield (

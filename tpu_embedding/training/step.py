@@ -28,7 +28,10 @@ from tpu_embedding.lookup.prepare import Samples, prepare_features
 from tpu_embedding.nn.embedding import EmbeddingTables
 from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
 from tpu_embedding.optimizers.names import optimizer_problem
+from tpu_embedding.placement import Sharded
+from tpu_embedding.plan.device_mesh import SLICE_AXIS
 from tpu_embedding.plan.make_plan import make_plan
+from tpu_embedding.plan.mesh_options import resolve_mesh
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.training.checked_data import CheckedDataset
@@ -90,7 +93,8 @@ def make_run_plan(
       ValueError: if the configuration contradicts itself, if compiler options are given
         without a TPU, or if XLA does not know them.
     """
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    mesh = resolve_mesh(mesh)
+    device = mesh.devices.flat[0]
     if hardware is None:
         hardware = hardware_of_device(device)
     hardware = hardware.with_compiler_options(compiler_options or {})
@@ -109,6 +113,7 @@ def make_run_plan(
         features,
         mesh,
         optimizer=optimizer,
+        placement=_placement_of(config, mesh),
         capacity=config.capacity,
         kernels=resolve_kernels(config.kernels, device, hardware),
         hardware=hardware,
@@ -116,6 +121,14 @@ def make_run_plan(
     if compiler_options:
         _check_compiler_options(plan)
     return plan
+
+
+def _placement_of(config: RunConfig, mesh: Mesh) -> Sharded | None:
+    """Returns the placement of tables without one of their own; None: the default."""
+    if config.tables_split_over == "all" or SLICE_AXIS not in mesh.axis_names:
+        return None
+    axes = tuple(axis for axis in mesh.axis_names if axis != SLICE_AXIS)
+    return Sharded(axes=axes)
 
 
 def _with_table_dtype(
