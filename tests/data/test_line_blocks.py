@@ -54,3 +54,12 @@ def test_missing_empty_and_compressed_files(tmp_path):
     ]:
         with pytest.raises(DataError, match=message):
             LineBlocks(tmp_path / name, block_size=4, source="Get it there.")
+
+
+def test_a_file_that_becomes_shorter(tmp_path):
+    path = tmp_path / "lines"
+    path.write_bytes(b"abc\n" * 1000)
+    blocks = LineBlocks(path, block_size=10, source="")
+    path.write_bytes(b"abc\n" * 10)
+    with pytest.raises(DataError, match="lines became shorter while it was read"):
+        blocks.read(500, 510)

@@ -1,7 +1,8 @@
 """Random access to the lines of a text file that does not fit in memory.
 
-`criteo.py` reads its batches through it. The file is memory-mapped, or decoded piece by
-piece if gzip packed it. One pass builds an index of the offset of each block of lines.
+`criteo.py` reads its batches through it. Pieces of the file are read where they are, or
+decoded if gzip packed them. One pass builds an index of the offset of each block of
+lines.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""Memory-mapped files whose resident memory stays bounded.
+"""Files of which parts are read, while the memory of the process stays bounded.
 
 A mapped page counts as memory of the process until the kernel takes it back. A process
 that reads a whole terabyte would seem to hold all free memory. `MappedFile` therefore
@@ -6,13 +6,21 @@ returns the pages every few megabytes. They stay in the kernel's file cache.
 """
 
 import mmap
+import os
 import pathlib
+import weakref
 from typing import Any, Final, Literal
 
 import numpy as np
 
-RELEASE_BYTES: Final = 2**26
-"""Bytes read between two releases of the mapped pages."""
+from tpu_embedding.data.batch import DataError
+
+RELEASE_BYTES: Final = 2**24
+"""Bytes read between two releases of the mapped pages.
+
+The kernel maps 64 kB around each page that is read, so several times this memory may be
+in use.
+"""
 
 
 class MappedFile:
@@ -25,8 +33,9 @@ class MappedFile:
 
     def __init__(self, path: pathlib.Path):
         self.path = path
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         self.num_bytes = len(self._map)
         self._unreleased = 0
 
@@ -41,13 +50,20 @@ class MappedFile:
         return np.ndarray(shape, dtype, self._map, offset, order=order)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Returns a copy of the bytes from `start` to `stop - 1`."""
-        data = self.view(start, np.dtype(np.uint8), (stop - start,)).copy()
-        self.note_read(data.nbytes)
-        return data
+        """Returns a copy of the bytes from `start` to `stop - 1`.
+
+        It reads the file instead of mapped pages, which suits small pieces better.
+
+        Raises:
+          DataError: if the file has become shorter.
+        """
+        data = os.pread(self._descriptor, stop - start, start)
+        if len(data) < stop - start:
+            raise DataError(f"{self.path} became shorter while it was read.")
+        return np.frombuffer(data, np.uint8)
 
     def note_read(self, num_bytes: int) -> None:
-        """Counts bytes that were read, and releases the pages from time to time."""
+        """Counts bytes of views that were read; releases the pages now and then."""
         self._unreleased += num_bytes
         if self._unreleased >= RELEASE_BYTES and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
