@@ -85,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AbsentProcessError as error:
         tell("failed")
         return _fail(str(error), FAILED, parsed)
+    except StartError as error:  # Another host may be late.
+        tell("failed")
+        return _fail(str(error), WRONG_USAGE, parsed)
     except (OSError, MemoryError) as error:
         tell("failed")
         return _fail(describe_error(error), FAILED, parsed)
@@ -110,7 +113,6 @@ _WRONG_USAGE_ERRORS: Final = (
     ExportError,
     RunDirectoryError,
     DisagreementError,
-    StartError,
 )
 
 

@@ -18,7 +18,7 @@ from tpu_embedding.cli.arguments import (
 from tpu_embedding.cli.exit_status import UsageError
 from tpu_embedding.cli.processes import add_process_arguments, start_processes
 from tpu_embedding.cli.supervise import add_supervision_arguments, supervise
-from tpu_embedding.supervision.pulses import start_pulses
+from tpu_embedding.supervision.pulses import start_pulses, tell
 from tpu_embedding.training.config_files import list_configs, load_config
 from tpu_embedding.training.loop import train
 from tpu_embedding.training.overrides import apply_overrides
@@ -124,10 +124,11 @@ def _train(parsed: argparse.Namespace) -> int:
     status = supervise(parsed)
     if status is not None:
         return status
-    num_processes = start_processes(parsed).num_processes
+    job = start_processes(parsed)
+    tell("process", job.process_index, job.num_processes)
     mesh = None
     if parsed.devices is not None:
-        mesh = emulated_mesh(parsed.devices, num_processes, parsed.slices)
+        mesh = emulated_mesh(parsed.devices, job.num_processes, parsed.slices)
     elif parsed.slices is not None:
         raise UsageError(
             "--slices needs --devices: it emulates slices; TPUs know their own."

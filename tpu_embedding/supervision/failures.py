@@ -65,10 +65,16 @@ class Ending:
             return True
         return code < 0 and -code not in (signal.SIGABRT, signal.SIGTERM)
 
-    @property
-    def can_be_mended(self) -> bool:
-        """True if a restart may succeed."""
-        return not self.is_final and self.return_code != WRONG_USAGE
+    def can_be_mended(self, has_started: bool) -> bool:
+        """Returns True if a restart may succeed.
+
+        Args:
+          has_started: True if the run has begun before. The command and its data were
+            right then, so a start that fails now may find a missing host later.
+        """
+        if self.return_code == WRONG_USAGE and not (has_started and self.has_own_error):
+            return False
+        return not self.is_final
 
     @property
     def status(self) -> int:

@@ -142,7 +142,7 @@ class Parent:
             self._saved = max(saved, default=self._saved)
             if cause is None:
                 return attempt.status
-            reason = _reason_to_give_up(cause, attempt, restarts, settings)
+            reason = self._reason_to_give_up(cause, attempt, restarts)
             if reason is not None:
                 report(reason)
                 return cause.status
@@ -156,6 +156,21 @@ class Parent:
             if number is not None:
                 report(f"{number.name}: stopped before the restart")
                 return INTERRUPTED if number == signal.SIGINT else STOPPED
+
+    def _reason_to_give_up(
+        self, cause: Ending, attempt: "Attempt", restarts: int
+    ) -> str | None:
+        """Returns why there is no restart, as text; None if there is one."""
+        allowed = self._settings.restarts
+        if attempt.stop_requests:
+            return "not restarted: a signal had asked the run to stop"
+        if not cause.can_be_mended(self._has_started):
+            return "not restarted: the same run would fail again"
+        if not allowed:
+            return "not restarted: --restarts N would, from the newest checkpoint"
+        if restarts >= allowed:
+            return f"not restarted: all {allowed} restarts of --restarts are used up"
+        return None
 
     def _worker_command(self) -> list[str]:
         """Returns the command of a worker, which resumes a run that has begun."""
@@ -188,23 +203,6 @@ class Parent:
                 for number in self._signals.take():
                     return number
         return None
-
-
-def _reason_to_give_up(
-    cause: Ending, attempt: "Attempt", restarts: int, settings: Settings
-) -> str | None:
-    """Returns why there is no restart, as text; None if there is one."""
-    if attempt.stop_requests:
-        return "not restarted: a signal had asked the run to stop"
-    if not settings.restarts:
-        return (
-            "not restarted: --restarts N allows N restarts from the newest checkpoint"
-        )
-    if not cause.can_be_mended:
-        return "not restarted: the same run would fail again"
-    if restarts >= settings.restarts:
-        return f"not restarted: all {restarts} restarts of --restarts are used up"
-    return None
 
 
 class Attempt:
