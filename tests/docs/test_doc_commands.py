@@ -52,7 +52,7 @@ def check_cli(words):
     if "--help" in words or "--version" in words:
         return
     parsed = cli.make_parser().parse_args(words)
-    if words[0] in ("inspect", "launch"):
+    if words[0] in ("doctor", "inspect", "launch"):
         return
     is_path = parsed.config.endswith(".py") or parsed.config.startswith("runs/")
     assert is_path or parsed.config in list_configs(), parsed.config

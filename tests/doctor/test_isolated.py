@@ -2,6 +2,7 @@
 
 import pathlib
 import sys
+import threading
 import time
 
 import pytest
@@ -81,6 +82,13 @@ def test_the_total_time_is_bounded():
     ran = run("read:hang", deadlines=Deadlines(start=60, case=60, total=0.5))
     assert ran.problem == "stopped after 0.5 s; the remaining cases did not run"
     assert time.monotonic() - begin < 30
+
+
+def test_a_cancelled_run_ends():
+    cancelled = threading.Event()
+    # The first event of the child cancels the run from within; the case never ends.
+    ran = run("read:hang", on_event=lambda _: cancelled.set(), cancelled=cancelled)
+    assert ran.results == () and ran.ended_by == "deadline"
 
 
 @pytest.mark.full

@@ -39,7 +39,7 @@ _SECONDS: Final[Mapping[Tier, float]] = {"quick": 40.0, "full": 100.0}
 """Deadline of the cases of rows on a chip: less than a minute, and than two minutes,
 together with the other checks."""
 
-_CPU_SECONDS: Final = 45.0
+_CPU_SECONDS: Final = 48.0
 """Deadline on a CPU, where the cases are small."""
 
 

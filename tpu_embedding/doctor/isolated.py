@@ -29,6 +29,9 @@ from tpu_embedding.doctor.protocol import (
 _KILL_SECONDS: Final = 10.0
 """Maximum wait for a killed process. One that waits for a device may never end."""
 
+_CANCEL_SECONDS: Final = 0.5
+"""Maximum wait until a cancelled run notices it."""
+
 _MAX_LOST_CHILDREN: Final = 8
 """Children that may hang or crash before the remaining cases are given up."""
 
@@ -73,6 +76,7 @@ def run_isolated(
     *,
     environment: Mapping[str, str] | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
+    cancelled: threading.Event | None = None,
 ) -> IsolatedRun:
     """Runs the cases of a child, and starts it again after one that hangs or crashes.
 
@@ -82,12 +86,14 @@ def run_isolated(
       deadlines: bounds on its time.
       environment: variables of the child; None: those of this process.
       on_event: called for each event, and for each case that was lost.
+      cancelled: another thread sets it to end the run early.
     """
+    cancelled = threading.Event() if cancelled is None else cancelled
     results: list[CaseEnded] = []
     end = time.monotonic() + deadlines.total
     options: list[str] = []
     for _ in range(_MAX_LOST_CHILDREN):
-        with _started([*command, *options], environment) as child:
+        with _started([*command, *options], environment, cancelled) as child:
             lost = _follow(child, deadlines, end, results, on_event)
         if lost is None:
             return IsolatedRun(results=tuple(results))
@@ -105,7 +111,7 @@ def run_isolated(
         )
         results.append(ended)
         on_event(ended)
-        if time.monotonic() >= end:
+        if time.monotonic() >= end or cancelled.is_set():
             break
         options = ["--skip-until-after", lost.case.case]
     else:
@@ -135,7 +141,7 @@ def output_of(
     """
     end = time.monotonic() + seconds
     lines: list[str] = []
-    with _started(command, environment) as child:
+    with _started(command, environment, threading.Event()) as child:
         while (line := child.next_line(end)) is not None:
             lines.append(line)
         if not child.has_ended_by(end):
@@ -202,7 +208,7 @@ def _loss(
     seconds = now - since
     if child.has_ended_by(now + 1.0):
         return _Lost(problem=child.describe_end(), case=running, seconds=seconds)
-    if now >= end:
+    if now >= end or child.cancelled.is_set():
         problem = _out_of_time(deadlines)
         return _Lost(problem=problem, case=None, ended_by="deadline")
     if running is None:
@@ -219,7 +225,13 @@ def _out_of_time(deadlines: Deadlines) -> str:
 class _Child:
     """A process in a group of its own, whose output a thread reads."""
 
-    def __init__(self, process: "subprocess.Popen[str]", errors: IO[str]):
+    def __init__(
+        self,
+        process: "subprocess.Popen[str]",
+        errors: IO[str],
+        cancelled: threading.Event,
+    ):
+        self.cancelled = cancelled
         self._process = process
         self._errors = errors
         self._lines: queue.Queue[str | None] = queue.Queue(_MAX_WAITING_LINES)
@@ -233,14 +245,14 @@ class _Child:
         self._lines.put(None)
 
     def next_line(self, end: float) -> str | None:
-        """Returns the next line of output; None if it ends or time runs out."""
-        remaining = end - time.monotonic()
-        if remaining <= 0:
-            return None
-        try:
-            return self._lines.get(timeout=remaining)
-        except queue.Empty:
-            return None
+        """Returns the next line; None at the end, at the deadline, or if cancelled."""
+        while not self.cancelled.is_set():
+            remaining = end - time.monotonic()
+            if remaining <= 0:
+                return None
+            with contextlib.suppress(queue.Empty):
+                return self._lines.get(timeout=min(remaining, _CANCEL_SECONDS))
+        return None
 
     def has_ended_by(self, end: float) -> bool:
         """Waits for the end of the process, up to a point in time."""
@@ -275,7 +287,9 @@ class _Child:
 
 @contextlib.contextmanager
 def _started(
-    command: Sequence[str], environment: Mapping[str, str] | None
+    command: Sequence[str],
+    environment: Mapping[str, str] | None,
+    cancelled: threading.Event,
 ) -> Iterator[_Child]:
     """Starts a child, and kills its process group in the end."""
     variables: Any = None if environment is None else dict(environment)
@@ -290,7 +304,7 @@ def _started(
             env=variables,
             start_new_session=True,
         )
-        child = _Child(process, errors)
+        child = _Child(process, errors, cancelled)
         try:
             yield child
         finally:

@@ -1,9 +1,11 @@
 """Runs the cases of rows in child processes, and turns their results into verdicts."""
 
 import collections
+import concurrent.futures
 import dataclasses
 import datetime
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -27,10 +29,9 @@ CHILD: Final = (sys.executable, "-m", "tpu_embedding.doctor.child")
 
 SEEDS: Final = "0,1"
 
-_XLA_SHARE: Final = 0.4
-_KERNEL_SHARE: Final = 0.6
-"""Shares of the time that is left, which XLA's results and the kernels' may take. The
-rest is for timings: without one, no kernel is used."""
+_SHARES: Final = (0.4, 0.6, 1.0)
+"""Shares of the time that is left, which XLA's results, the kernels' results and the
+timings may take on a chip. Without a timing, no kernel is used."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,8 @@ def check_rows(
 ) -> list[PartRun]:
     """Runs all cases of rows: XLA's results, the kernels' results, and times.
 
+    On a CPU the parts run at the same time.
+
     Args:
       found: the devices.
       settings: tier and deadlines.
@@ -93,24 +96,41 @@ def check_rows(
       on_event: called for each event of a child.
       on_part: called before each part.
     """
-    end = time.monotonic() + settings.seconds
     kernels = kernels_on(found)
-    parts: list[tuple[Backend, Part, float]] = [("xla", "correctness", _XLA_SHARE)]
+    parts: list[tuple[Backend, Part]] = [("xla", "correctness")]
     if kernels is not None:
-        parts.append((kernels, "correctness", _KERNEL_SHARE))
-    parts.append((kernels or "xla", "speed", 1.0))
-    runs = []
-    for backend, part, share in parts:
+        parts.append((kernels, "correctness"))
+    parts.append((kernels or "xla", "speed"))
+    end = time.monotonic() + settings.seconds
+    cancelled = threading.Event()
+
+    def run(backend: Backend, part: Part, share: float) -> PartRun:
         on_part(backend, part)
-        left = max(1.0, end - time.monotonic())
         command = [*settings.child, "--backend", backend, "--part", part]
         command += ["--tier", settings.tier, "--seeds", SEEDS]
-        deadlines = Deadlines(case=settings.case_seconds, total=share * left)
-        run = run_isolated(
-            command, deadlines, environment=environment, on_event=on_event
+        left = max(1.0, end - time.monotonic())
+        results = run_isolated(
+            command,
+            Deadlines(case=settings.case_seconds, total=share * left),
+            environment=environment,
+            on_event=on_event,
+            cancelled=cancelled,
         )
-        runs.append(PartRun(backend=backend, part=part, run=run))
-    return runs
+        return PartRun(backend=backend, part=part, run=results)
+
+    if found.platform != "cpu":
+        # A chip belongs to one process at a time, and times need it alone.
+        shares = _SHARES[-len(parts) :]
+        return [
+            run(backend, part, share)
+            for (backend, part), share in zip(parts, shares, strict=True)
+        ]
+    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+        try:
+            return list(pool.map(lambda part: run(part[0], part[1], 1.0), parts))
+        except BaseException:
+            cancelled.set()
+            raise
 
 
 def make_verdicts(runs: Sequence[PartRun], date: datetime.date) -> list[Verdict]:
