@@ -5,6 +5,8 @@ gathered, dims that pack exactly take no more than the logical bytes, and rows m
 SparseCore where there is one. Nothing is allocated: tables are shapes only.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -159,9 +161,12 @@ def steps_of_backends():
 def test_tpu_step_is_in_place(dim, generation, kernels):
     mesh = aot.topology_mesh(TOPOLOGIES[generation])
     plan = make_plan(mesh, dim, ADAGRAD, max(1, 128 // dim), kernels=kernels)
-    report = check(plan, compile_step(plan, dim))
+    compiled = compile_step(plan, dim)
+    report, text = check(plan, compiled), compiled.as_text()
     # Ids and rows, gradients back; and the same in the loops of further rounds.
     assert report.all_to_alls == 3 + 2 + 2
+    # The ends of the ranges of a round, also in both loops; all counts of the lookup.
+    assert len(re.findall(r"= \(?s32.* all-reduce\(", text)) == 3 + 1
     if generation in WITH_SPARSE_CORE:
         assert report.sparse_core_scatters > 0
     if kernels == "sparse_core":

@@ -10,10 +10,18 @@ import pytest
 from sphinx.util.inventory import InventoryFile
 
 import tpu_embedding
-from tpu_embedding import aot, distributed, functional, linen, optimizers, training
+from tpu_embedding import (
+    aot,
+    distributed,
+    functional,
+    linen,
+    metrics,
+    optimizers,
+    training,
+)
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
-PUBLIC = (tpu_embedding, optimizers, training, aot, distributed)
+PUBLIC = (tpu_embedding, optimizers, training, aot, distributed, metrics)
 
 
 def build_command(directory):

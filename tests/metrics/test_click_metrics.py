@@ -72,7 +72,7 @@ def in_two_batches(metric, *batch):
     return metric
 
 
-@pytest.mark.quick_cases("random", "fractional weights")
+@pytest.mark.quick_cases("fractional weights")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_auc(case):
     logits, labels, weights = case
@@ -82,7 +82,7 @@ def test_auc(case):
     assert abs(float(auc.compute()) - wanted) <= float(auc.max_error()) + RTOL
 
 
-@pytest.mark.quick_cases("ties")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["ties", "all tied", "certain"])
 def test_auc_of_equal_scores_is_exact(name):
     logits, labels, weights = CASES[name]
@@ -111,6 +111,7 @@ def test_error_of_auc_is_bounded(num_bins, scores, seed):
     assert abs(float(auc.compute()) - wanted) <= float(auc.max_error()) + RTOL
 
 
+@pytest.mark.full
 def test_auc_of_soft_labels_counts_both_classes():
     scores = np.array([0.0, 1.0, 2.0], np.float32)
     labels = np.array([0.25, 0.5, 0.75], np.float32)
@@ -121,12 +122,13 @@ def test_auc_of_soft_labels_counts_both_classes():
     assert float(m.AUC.from_batch(scores, labels).compute()) == pytest.approx(wanted)
 
 
+@pytest.mark.full
 def test_auc_of_infinite_scores():
     auc = m.AUC.from_batch([-np.inf, np.inf, 3e38, -3e38], [0, 1, 1, 0])
     assert float(auc.compute()) == 1
 
 
-@pytest.mark.quick_cases("rare", "certain")
+@pytest.mark.quick_cases("certain")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_log_loss_and_normalized_entropy(case):
     logits, labels, weights = case
@@ -141,6 +143,7 @@ def test_log_loss_and_normalized_entropy(case):
     assert float(entropy) == pytest.approx(wanted / base, rel=RTOL)
 
 
+@pytest.mark.full
 def test_base_rate_has_normalized_entropy_one():
     """Also at one positive sample in ten million."""
     for rate in (0.5, 1e-3, 1e-7):
@@ -208,6 +211,7 @@ def test_samples_of_weight_zero_count_for_nothing(metric):
     assert float(got) == float(wanted)
 
 
+@pytest.mark.quick_cases("LogLoss")
 @pytest.mark.parametrize("metric", LABELLED)
 def test_a_score_that_is_nan_makes_the_value_nan(metric):
     """It is defined, so a caller can tell it from a missing class."""
@@ -237,7 +241,7 @@ def test_one_class(metric, labels, is_defined):
     assert bool(jnp.isnan(got.compute())) != is_defined
 
 
-@pytest.mark.quick_cases("Calibration", "MAE")
+@pytest.mark.quick_cases("MAE")
 @pytest.mark.parametrize("metric", [*LABELLED, m.Accuracy])
 def test_no_samples(metric):
     for empty in (
@@ -249,6 +253,7 @@ def test_no_samples(metric):
         assert np.isnan(empty.compute())
 
 
+@pytest.mark.quick_cases("AUC")
 @pytest.mark.parametrize("metric", [*LABELLED, m.Accuracy])
 def test_shapes_that_jax_would_broadcast_are_refused(metric):
     with pytest.raises(

@@ -85,7 +85,8 @@ def test_any_split_merges_to_the_whole(batch_of, weights):
         np.testing.assert_array_equal(forwards[name], backwards[name])
 
 
-@pytest.mark.parametrize("num_devices", [pytest.param(3, marks=pytest.mark.full), 8])
+@pytest.mark.full
+@pytest.mark.parametrize("num_devices", [3, 8])
 def test_psum_merges_the_metrics_of_devices(num_devices):
     mesh = mesh_of(num_devices)
     weights = np.ones(NUM_SAMPLES, np.float32)
@@ -122,6 +123,7 @@ def test_batches_split_over_devices_need_no_psum():
         np.testing.assert_array_equal(split, whole)
 
 
+@pytest.mark.full
 def test_scan_compiles_one_step():
     """The carry keeps its structure, shapes and dtypes."""
 

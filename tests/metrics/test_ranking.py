@@ -42,7 +42,7 @@ def value_of(metric, *batch, k, **inputs):
     return metric.from_batch(*batch, k=k, **inputs).compute()
 
 
-@pytest.mark.quick_cases("ties-5", "no ties-15")
+@pytest.mark.quick_cases("ties-5")
 @pytest.mark.parametrize("k", [1, 5, CANDIDATES, CANDIDATES + 3])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_ndcg(case, k):
@@ -60,6 +60,7 @@ def recall_over_orders(scores, labels, k, generator):
     return np.mean(found) / (labels > 0).sum()
 
 
+@pytest.mark.quick_cases("5")
 @pytest.mark.parametrize("k", [1, 5, CANDIDATES + 3])
 def test_recall(k):
     scores, labels, weights = CASES["no ties"]
@@ -96,7 +97,7 @@ def test_equal_scores_are_no_hit():
         pytest.param(20, marks=pytest.mark.full),
     ],
 )
-@pytest.mark.quick_cases("RecallAtK-4")
+@pytest.mark.full
 @pytest.mark.parametrize("metric", METRICS)
 def test_ranks_are_scores_with_one_relevant_candidate(metric, k):
     scores, _, weights = CASES["no ties"]
@@ -113,7 +114,7 @@ def test_ranks_are_scores_with_one_relevant_candidate(metric, k):
         assert float(got) == pytest.approx(hits, rel=RTOL)
 
 
-@pytest.mark.quick_cases("RecallAtK")
+@pytest.mark.full
 @pytest.mark.parametrize("metric", METRICS)
 def test_places_without_a_candidate(metric):
     """They change nothing, whatever their scores and labels are."""
@@ -135,7 +136,7 @@ def test_places_without_a_candidate(metric):
         assert float(got) == pytest.approx(float(wanted), rel=RTOL)
 
 
-@pytest.mark.quick_cases("RecallAtK")
+@pytest.mark.full
 @pytest.mark.parametrize("metric", METRICS)
 def test_samples_without_a_relevant_candidate_do_not_count(metric):
     scores = np.array([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]], np.float32)
@@ -149,7 +150,7 @@ def test_samples_without_a_relevant_candidate_do_not_count(metric):
     assert np.isnan(metric.empty(k=2).compute())
 
 
-@pytest.mark.quick_cases("RecallAtK")
+@pytest.mark.full
 @pytest.mark.parametrize("metric", METRICS)
 def test_nan_scores_and_weight_zero(metric):
     scores = np.array([[np.nan, 2.0], [1.0, 2.0]], np.float32)
@@ -160,6 +161,7 @@ def test_nan_scores_and_weight_zero(metric):
     assert float(metric.from_ranks([np.nan, 0.0], [0, 1], k=1).compute()) == 1
 
 
+@pytest.mark.quick_cases("NDCGAtK")
 @pytest.mark.parametrize("metric", METRICS)
 def test_wrong_arguments(metric):
     name = metric.__name__

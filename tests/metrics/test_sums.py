@@ -75,6 +75,7 @@ def test_a_hundred_million_samples_and_five_more():
     assert exact(total.weighted_values) == 2**27
 
 
+@pytest.mark.full
 def test_small_losses_reach_a_large_total():
     """A float32 total would not change at all."""
     one = LogLoss.from_batch([0.0], [1.0])
@@ -122,6 +123,7 @@ def test_values_that_are_not_finite(values, wanted):
         np.testing.assert_equal(float(total.add(Sum.zeros()).value()), wanted)
 
 
+@pytest.mark.full
 def test_psum_rounds_once():
     """The highs of 8 devices add as float32; the lows keep what they held."""
     total = fold_of([2**40, 5])

@@ -1,10 +1,5 @@
 """Metrics as streaming, mergeable values under `jit`: AUC, log loss, recall and others.
 
-    auc = te.metrics.AUC.empty()
-    for batch in batches:
-        auc = update(auc, batch)  # jitted: auc.update(logits, batch.labels)
-    float(auc.compute())
-
 A metric is a frozen pytree. `from_batch` makes one, `merge` adds two, and `update` does
 both. `compute` returns a float32 scalar: NaN if the samples do not determine the value.
 Samples of weight 0 count for nothing, even if their values are NaN.

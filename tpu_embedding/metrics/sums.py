@@ -26,8 +26,8 @@ class Sum:
       low: float32, the remainder.
     """
 
-    high: Float[Array, "*shape"]
-    low: Float[Array, "*shape"]
+    high: Array
+    low: Array
 
     @classmethod
     def of(cls, values: Float[Array, "*shape"]) -> "Sum":
