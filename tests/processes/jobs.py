@@ -55,6 +55,8 @@ class JobServer:
                 command += ["--coordinator", f"127.0.0.1:{port}"]
                 command += ["--num-processes", str(num_processes)]
                 command += ["--process-id", str(process)]
+                # Signals and statuses are those of the process itself.
+                command += ["--supervise", "never"]
             command += (of_process or {}).get(process, [])
             commands.append(command)
             outputs.append(self._directory / f"job-{self._num_jobs}-{process}.log")

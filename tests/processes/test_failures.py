@@ -153,11 +153,11 @@ def test_a_run_goes_on_after_a_kill_and_a_stop(tmp_path, cache):
     check_numbers(directory, undisturbed)
 
 
-@pytest.mark.full
-def test_sigterm_to_one_process_saves_on_all(tmp_path, cache):
-    job = Job(tmp_path, cache)
+@pytest.mark.exhaustive
+def test_sigterm_to_one_process_of_four_saves_on_all(tmp_path, cache):
+    job = Job(tmp_path, cache, **FOUR)
     job.await_line("step +3/")
-    os.kill(job.worker_pids()[1], signal.SIGTERM)
+    os.kill(job.worker_pids()[3], signal.SIGTERM)
     status, output = job.finish()
     assert status == 75, output
     (step,) = saved_steps(tmp_path / "checkpoints")
