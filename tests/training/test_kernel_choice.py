@@ -1,12 +1,20 @@
 """The kernels of a run: the same in all processes."""
 
+import dataclasses
+
 import jax
 import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
 from tests.distributed.jobs import make_jobs
-from tpu_embedding.kernel_verdicts import KernelVerdicts, Verdict
+from tpu_embedding.aot.topology import topology_mesh
+from tpu_embedding.kernel_verdicts import (
+    KernelVerdicts,
+    Verdict,
+    current_key,
+    save_verdicts,
+)
 from tpu_embedding.training import kernel_choice
 from tpu_embedding.training.kernel_choice import (
     kernel_hint,
@@ -81,3 +89,26 @@ def test_several_processes_follow_the_first(monkeypatch):
     assert resolve_kernels("xla", device, hardware) == "xla"
     assert resolve_kernels("auto", device, te.hardware_by_name("cpu")) == "auto"
     assert len(received) == 1
+
+
+@needs_kernels
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2"])
+def test_a_compiled_plan_follows_the_verdicts_on_such_a_chip(
+    monkeypatch, tmp_path, topology
+):
+    monkeypatch.setenv("TPU_EMBEDDING_VERDICTS", str(tmp_path))
+    mesh = topology_mesh(topology)
+    table = te.TableConfig(vocabulary_size=99, dim=8, name="t")
+
+    def choice():
+        plan = te.make_plan(te.FeatureConfig(table=table), mesh, kernels="auto")
+        return plan.stacks[0].backends.read
+
+    has_kernels = topology.startswith("v5p")
+    reason = "no verdict for this device" if has_kernels else "no SparseCores"
+    assert choice().backend == "xla" and reason in choice().reason
+    verdict = dataclasses.replace(VERDICTS.verdicts[0], is_equal=True, speed_ratio=2.0)
+    kind = mesh.devices.flat[0].device_kind
+    save_verdicts(current_key(kind, "sparse_core"), [verdict])
+    assert choice().backend == ("sparse_core" if has_kernels else "xla")

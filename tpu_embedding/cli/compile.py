@@ -26,7 +26,9 @@ from tpu_embedding.cli.arguments import (
 from tpu_embedding.cli.exit_status import FAILED, UsageError
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
 from tpu_embedding.plan.backend_request import AUTO
+from tpu_embedding.plan.backends import kernel_backend
 from tpu_embedding.plan.device_mesh import SHARD_AXIS, SLICE_AXIS
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.ahead_of_time import (
     PROGRAM_NAMES,
     ProgramName,
@@ -163,7 +165,7 @@ def _compile_for(
     programs: Sequence[ProgramName],
 ) -> aot.CompileReport:
     def announce(program: str) -> None:
-        title = f"{_step_name(config)} for {topology} (devices: {mesh.size})"
+        title = f"{name} for {topology} (devices: {mesh.size})"
         print(f"compiling {title}: {program} ...", file=sys.stderr, flush=True)
 
     def announced(programs: Iterable[aot.Program]) -> Iterator[aot.Program]:
@@ -183,6 +185,7 @@ def _compile_for(
     try:
         with own_code("The config"):
             plan = make_run_plan(config, data, mesh, compiler_options=options)
+            name = _step_name(config, plan)
             step, state, batch = abstract_step(config, data, plan)
             others = other_programs(config, data, plan, programs)
             announce(TRAIN_STEP)
@@ -192,7 +195,7 @@ def _compile_for(
                 batch,
                 plan,
                 features=batch.features,
-                name=_step_name(config),
+                name=name,
                 topology=topology,
                 others=announced(others),
             )
@@ -200,9 +203,10 @@ def _compile_for(
         raise UsageError(f"XLA: {str(error).splitlines()[0]}") from error
 
 
-def _step_name(config: RunConfig) -> str:
-    """Returns the config's name, and its kernels if they were asked for by name."""
-    if config.kernels in ("xla", AUTO):
+def _step_name(config: RunConfig, plan: EmbeddingPlan) -> str:
+    """Returns the config's name, and its kernels unless XLA was to run alone."""
+    by_xla = all(kernel_backend(stack.backends) == "xla" for stack in plan.stacks)
+    if config.kernels == "xla" or (config.kernels == AUTO and by_xla):
         return config.name
     return f"{config.name} with {config.kernels} kernels"
 
