@@ -73,17 +73,20 @@ def without_reader(batch):
 
 
 @pytest.mark.parametrize(
-    ("make", "samples"),
+    ("make", "samples", "num_processes"),
     [
-        pytest.param(Parts, range(SIZE), id="parts"),
+        pytest.param(Parts, range(SIZE), 1, id="one"),
+        pytest.param(Parts, range(SIZE), 2, id="parts", marks=pytest.mark.full),
         pytest.param(
-            Whole, range(3, 6), id="whole_for_one_of_several", marks=pytest.mark.full
+            *(Whole, range(3, 6), 2),
+            id="whole_for_one_of_several",
+            marks=pytest.mark.full,
         ),
     ],
 )
-def test_processes_read_the_batches_of_the_thread(make, samples):
+def test_processes_read_the_batches_of_the_thread(make, samples, num_processes):
     steps = range(3, 8)
-    reader = open_reader(checked(make(damaged_step=7)), samples, steps, 2)
+    reader = open_reader(checked(make(damaged_step=7)), samples, steps, num_processes)
     try:
         batches = [reader.read(step) for step in range(3, 7)]
         with pytest.raises(DataError) as error:
@@ -100,7 +103,7 @@ def test_processes_read_the_batches_of_the_thread(make, samples):
         )
         assert all(type(a) is np.ndarray for a in jax.tree.leaves(found))
     processes = {int(pid) for batch in batches for pid in batch.dense[:, 0]}
-    assert len(processes) == 2 and os.getpid() not in processes
+    assert len(processes) == num_processes and os.getpid() not in processes
     assert not any(batch.dense[:, 1].any() for batch in batches)  # No device started.
 
 
