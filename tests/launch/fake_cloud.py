@@ -4,6 +4,7 @@ Tests call it as an object. As a program, under one of these names in a folder o
 own, it keeps its memory in the folder's `memory.json`.
 """
 
+import fcntl
 import json
 import pathlib
 import re
@@ -178,10 +179,14 @@ class Cloud:
 
 def main():
     path = pathlib.Path(sys.argv[0])
-    memory = path.with_name("memory.json")
-    cloud = Cloud(**json.loads(memory.read_text()))
-    status, stdout, stderr = cloud.call([path.name, *sys.argv[1:]], sys.stdin.read())
-    memory.write_text(json.dumps(vars(cloud)))
+    stdin = sys.stdin.read()
+    with path.with_name("memory.json").open("r+") as memory:
+        fcntl.flock(memory, fcntl.LOCK_EX)  # hosts are reached at the same time
+        cloud = Cloud(**json.load(memory))
+        status, stdout, stderr = cloud.call([path.name, *sys.argv[1:]], stdin)
+        memory.seek(0)
+        memory.truncate()
+        json.dump(vars(cloud), memory)
     print(stdout)
     print(stderr, file=sys.stderr)
     sys.exit(status)

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import subprocess
 
 import pytest
 
@@ -297,3 +298,24 @@ def test_what_is_no_json_is_refused(cloud):
 def test_a_dry_run_calls_nothing(launch, cloud):
     print_steps(BACKENDS[launch.backend].create(launch), quiet)
     assert cloud.take_calls() == []
+
+
+def test_bash_runs_a_dry_run_as_it_would_be_executed(programs, cloud):
+    launch = SMALL["compute_engine"]
+    backend = BACKENDS["compute_engine"]
+    steps = (
+        *backend.create(launch),
+        *backend.set_up(launch)[-2:],
+        *backend.run(launch, "train", ()),
+        *backend.follow(launch, "train"),
+        *backend.delete(launch),
+    )
+    script = ["set -euo pipefail"]
+    print_steps(steps, script.append)
+    subprocess.run(["bash", "-c", "\n".join(script)], check=True, timeout=120)
+    in_bash = json.loads((programs / "memory.json").read_text())["calls"]
+    run_steps(steps, quiet)
+    executed = cloud.take_calls()
+    # Hosts are reached at the same time, in any order.
+    assert sorted(in_bash) == sorted(executed)
+    assert len(executed) > 20

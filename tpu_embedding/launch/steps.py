@@ -14,6 +14,9 @@ NUM_HOSTS: Final = "{num_hosts}"
 HOST_INDEX: Final = "{host_index}"
 """Placeholders in the command of `OnHosts`."""
 
+_WAIT: Final = 'for job in $(jobs -p); do wait "$job"; done'
+"""Waits for all hosts; unlike a plain `wait`, it fails where `set -e` holds."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Command:
@@ -191,7 +194,7 @@ class OnHosts:
         if self.which == "first":
             return f"{listed}\nindex=0\n{line}"
         loop = 'for index in "${!hosts[@]}"; do'
-        return f"{listed}\n{loop}\n  {line} &\ndone\nwait"
+        return f"{listed}\n{loop}\n  {line} &\ndone\n{_WAIT}"
 
 
 Step = Do | Require | OnHosts

@@ -112,7 +112,7 @@ mapfile -t hosts < <(gcloud compute instance-groups managed list-instances dlrm 
 for index in "${!hosts[@]}"; do
   gcloud compute ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/setup_host.sh | bash -s -- my-bucket '"'"'/mnt/bucket/dlrm/launch/tpu_embedding-0.1.0-py3-none-any.whl[tpu,train]'"'"'' &
 done
-wait
+for job in $(jobs -p); do wait "$job"; done
 
 ##### tpu-embedding launch run --program doctor
 # start doctor on all hosts
@@ -120,7 +120,7 @@ mapfile -t hosts < <(gcloud compute instance-groups managed list-instances dlrm 
 for index in "${!hosts[@]}"; do
   gcloud compute ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- /mnt/bucket/dlrm/verdicts doctor --expect v6e:16x16' &
 done
-wait
+for job in $(jobs -p); do wait "$job"; done
 
 ##### tpu-embedding launch run
 # start train on all hosts
@@ -128,7 +128,7 @@ mapfile -t hosts < <(gcloud compute instance-groups managed list-instances dlrm 
 for index in "${!hosts[@]}"; do
   gcloud compute ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- /mnt/bucket/dlrm/verdicts train dlrm --output-dir /mnt/bucket/dlrm/results --data-dir /mnt/bucket/criteo --set batch_size=65536 --coordinator '"'"''"${hosts[0]}"':8476'"'"' --num-processes '"'"''"${#hosts[@]}"''"'"' --process-id '"'"''"$index"''"'"' --restarts 3' &
 done
-wait
+for job in $(jobs -p); do wait "$job"; done
 
 ##### tpu-embedding launch logs
 # follow the log of the first host
@@ -148,7 +148,7 @@ mapfile -t hosts < <(gcloud compute instance-groups managed list-instances dlrm 
 for index in "${!hosts[@]}"; do
   gcloud compute ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/stop_host.sh | bash -s -- train' &
 done
-wait
+for job in $(jobs -p); do wait "$job"; done
 
 ##### tpu-embedding launch run --resume
 # start train on all hosts
@@ -156,7 +156,7 @@ mapfile -t hosts < <(gcloud compute instance-groups managed list-instances dlrm 
 for index in "${!hosts[@]}"; do
   gcloud compute ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- /mnt/bucket/dlrm/verdicts train dlrm --output-dir /mnt/bucket/dlrm/results --data-dir /mnt/bucket/criteo --set batch_size=65536 --resume --coordinator '"'"''"${hosts[0]}"':8476'"'"' --num-processes '"'"''"${#hosts[@]}"''"'"' --process-id '"'"''"$index"''"'"' --restarts 3' &
 done
-wait
+for job in $(jobs -p); do wait "$job"; done
 
 ##### tpu-embedding launch fetch
 # copy the results

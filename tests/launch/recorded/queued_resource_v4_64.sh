@@ -105,7 +105,7 @@ hosts=(dlrm-0)
 for index in "${!hosts[@]}"; do
   gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-a --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/setup_host.sh | bash -s -- my-bucket '"'"'tpu-embedding[tpu,train]==0.1.0'"'"'' &
 done
-wait
+for job in $(jobs -p); do wait "$job"; done
 
 ##### tpu-embedding launch run --program doctor
 # check that the machines are there
@@ -116,7 +116,7 @@ hosts=(dlrm-0)
 for index in "${!hosts[@]}"; do
   gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-a --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- /mnt/bucket/dlrm/verdicts doctor --expect v4:2x4x4' &
 done
-wait
+for job in $(jobs -p); do wait "$job"; done
 
 ##### tpu-embedding launch run
 # check that the machines are there
@@ -127,7 +127,7 @@ hosts=(dlrm-0)
 for index in "${!hosts[@]}"; do
   gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-a --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- /mnt/bucket/dlrm/verdicts train /mnt/bucket/dlrm/launch/my_config.py --output-dir /mnt/bucket/dlrm/results --data-dir /mnt/bucket/criteo --set batch_size=65536 --restarts 3' &
 done
-wait
+for job in $(jobs -p); do wait "$job"; done
 
 ##### tpu-embedding launch logs
 # follow the log of the first host
@@ -147,7 +147,7 @@ hosts=(dlrm-0)
 for index in "${!hosts[@]}"; do
   gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-a --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/stop_host.sh | bash -s -- train' &
 done
-wait
+for job in $(jobs -p); do wait "$job"; done
 
 ##### tpu-embedding launch run --resume
 # check that the machines are there
@@ -158,7 +158,7 @@ hosts=(dlrm-0)
 for index in "${!hosts[@]}"; do
   gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-a --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- /mnt/bucket/dlrm/verdicts train /mnt/bucket/dlrm/launch/my_config.py --output-dir /mnt/bucket/dlrm/results --data-dir /mnt/bucket/criteo --set batch_size=65536 --resume --restarts 3' &
 done
-wait
+for job in $(jobs -p); do wait "$job"; done
 
 ##### tpu-embedding launch fetch
 # copy the results
