@@ -2,10 +2,12 @@
 
 import contextlib
 import socket
+import subprocess
+import sys
 
 import pytest
 
-from tests.processes.test_processes import free_port
+from tests.processes.test_processes import environment_of, free_port
 from tpu_embedding import distributed
 from tpu_embedding.distributed.place import StartError
 
@@ -43,3 +45,35 @@ def test_a_process_alone_starts_nothing():
     assert job.num_processes == 1
     with pytest.raises(ZeroDivisionError), distributed.ending_together(job):
         raise ZeroDivisionError
+
+
+WITHOUT_OTHERS = """
+import sys
+from tpu_embedding import cli
+from tpu_embedding.distributed import starting
+
+starting._GRACE_SECONDS = 0.9
+starting.start.__kwdefaults__["timeout_seconds"] = 0.1
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.full
+def test_processes_that_never_start(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    place = ["--coordinator", address, "--num-processes", "2", "--process-id", "0"]
+    command = ["train", "synthetic", "--output-dir", tmp_path / "run", *place]
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_OTHERS, *command],
+        env=environment_of(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    # The runtime writes its own lines, too; it must not abort the process.
+    assert result.returncode == 2, result.stderr
+    assert (
+        f"error: Not all of the 2 processes have connected to the coordinator {address} "
+        "within 1 s" in result.stderr
+    )
+    assert not (tmp_path / "run").exists()

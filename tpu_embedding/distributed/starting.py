@@ -15,6 +15,7 @@ import jax
 from tpu_embedding.distributed.job import Job, current_job
 from tpu_embedding.distributed.notices import watch_job
 from tpu_embedding.distributed.place import Place, StartError, find_place
+from tpu_embedding.distributed.store import forget_client
 
 START_SECONDS: Final = 300.0
 """Longest wait for all processes to start, as in JAX."""
@@ -147,13 +148,15 @@ def _initialize(place: Place, heartbeat_seconds: int, timeout_seconds: float) ->
     thread.start()
     thread.join(max(timeout_seconds, 0.0))
     if thread.is_alive():
+        forget_client()
         raise StartError(
             f"Not all of the {place.num_processes} processes have connected to the "
-            f"coordinator {place.coordinator} within {timeout_seconds:g} s. Check that "
+            f"coordinator {place.coordinator} within {timeout_seconds:.0f} s. Check that "
             "each host runs the same command with its own --process-id, 0 to "
             f"{place.num_processes - 1}, and see the logs of the others."
         )
     if errors:
+        forget_client()
         raise StartError(
             f"JAX cannot start process {place.process_id} of {place.num_processes}: "
             f"{errors[0]}"

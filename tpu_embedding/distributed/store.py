@@ -117,6 +117,11 @@ def place_in_jax() -> tuple[int, int]:
     return state.process_id, state.num_processes
 
 
+def forget_client() -> None:
+    """Lets JAX forget a client that did not connect: any use would end the process."""
+    distributed.global_state.client = None
+
+
 def _client() -> Any:
     client = distributed.global_state.client
     if client is None:
