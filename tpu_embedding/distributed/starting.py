@@ -151,8 +151,8 @@ def _initialize(place: Place, heartbeat_seconds: int, timeout_seconds: float) ->
         forget_client()
         raise StartError(
             f"Not all of the {place.num_processes} processes have connected to the "
-            f"coordinator {place.coordinator} within {timeout_seconds:.0f} s. Check that "
-            "each host runs the same command with its own --process-id, 0 to "
+            f"coordinator {place.coordinator} within {timeout_seconds:.0f} s. Check "
+            "that each host runs the same command with its own --process-id, 0 to "
             f"{place.num_processes - 1}, and see the logs of the others."
         )
     if errors:
