@@ -125,6 +125,10 @@ FAILURES = {
         'permission(s) for "projects/p". PERMISSION_DENIED',
         "you lack a permission",
     ),
+    "quota project": (
+        "ERROR: PERMISSION_DENIED: Caller lacks access to the quota project p",
+        "you lack a permission",
+    ),
     "api": (
         "ERROR: Kubernetes Engine API has not been used in project 1 before or it is "
         "disabled. SERVICE_DISABLED",

@@ -46,7 +46,7 @@ _PROBLEMS: Final = (
         "tpu.googleapis.com, then wait a minute",
     ),
     _problem(
-        r"\bquota\b",
+        r"\bquota\b(?! project)|QUOTA_EXCEEDED",
         "the quota of the project is too small",
         "ask for more on the console's page of quotas; spot has a quota of its own, "
         "and so have the Cloud TPU API and Compute Engine",
