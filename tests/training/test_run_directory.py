@@ -12,6 +12,7 @@ RECORDS = {"metrics.jsonl": '{"run": {}}\n'}
 FOREIGN = {"checkpoints/7/weights.bin": "mine"}
 FOREIGN_FILE = {"checkpoints": "a file of this name"}
 PLOT = {"curves.png": "mine"}
+OBSERVED = {"tensorboard/events": "mine", "profile/plugins/profile/1/x": "mine"}
 OTHERS = {"notes.txt": "mine", "data/clicks.csv": "1,2\n"}
 
 
@@ -38,6 +39,7 @@ def texts(directory):
         (FOREIGN, "checkpoints exists, but no metrics.jsonl .*--overwrite"),
         (FOREIGN_FILE, "checkpoints exists, but no metrics.jsonl"),
         (PLOT, "curves.png exists, but no metrics.jsonl"),
+        (OBSERVED, "tensorboard exists, but no metrics.jsonl"),
     ],
 )
 def test_a_run_deletes_nothing(tmp_path, files, message):
@@ -78,7 +80,7 @@ def test_a_run_without_checkpoint_may_be_resumed(tmp_path):
     RunDirectory(tmp_path / "run").check("resume")
 
 
-@pytest.mark.parametrize("files", [RECORDS, FOREIGN, FOREIGN_FILE, PLOT])
+@pytest.mark.parametrize("files", [RECORDS, FOREIGN, FOREIGN_FILE, PLOT, OBSERVED])
 def test_files_of_a_run_move_aside_and_others_stay(tmp_path, files):
     directory = tmp_path / "run"
     make(directory, files | OTHERS)
