@@ -9,15 +9,21 @@ chip. The exit status is 0 if all cases have run, also if some failed.
 
 import argparse
 import dataclasses
+import functools
 import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, get_args
 
 import jax
 
+from tpu_embedding.doctor.compile_ahead import (
+    COMPILATION,
+    compile_ahead,
+    programs_at_once,
+)
 from tpu_embedding.doctor.faults import parse_fault, planted
 from tpu_embedding.doctor.protocol import (
     AllDone,
@@ -30,8 +36,8 @@ from tpu_embedding.doctor.protocol import (
 from tpu_embedding.doctor.row_batches import size_of
 from tpu_embedding.doctor.row_cases import Coverage, RowCase, row_cases, timed_cases
 from tpu_embedding.doctor.row_checks import find_problem
-from tpu_embedding.doctor.row_programs import row_program
-from tpu_embedding.doctor.row_speed import Repetitions, time_case
+from tpu_embedding.doctor.row_programs import RowProgram, row_program
+from tpu_embedding.doctor.row_speed import Repetitions, time_program
 from tpu_embedding.rows.packed_rows import Backend
 
 _EMULATED_DEVICES: Final = 2
@@ -95,6 +101,19 @@ class ChildOptions:
             return timed_cases(self.backend, self.tier, coverage)
         return row_cases(self.backend, self.tier, coverage, len(devices))
 
+    def programs(
+        self, cases: Sequence[RowCase], devices: Sequence[Any]
+    ) -> list[Callable[[], RowProgram]]:
+        """Returns functions that make the programs of some cases."""
+        backends: list[Backend] = [self.backend]
+        if self.part == "speed" and self.backend != "xla":
+            backends.append("xla")
+        return [
+            functools.partial(make_program, case, backend, devices)
+            for case in cases
+            for backend in backends
+        ]
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
@@ -107,10 +126,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jax.config.update("jax_num_cpu_devices", _EMULATED_DEVICES)
     devices = jax.local_devices()
     cases = options.cases(devices)
-    names = [case.name for case in cases]
     if parsed.skip_until_after is not None:
-        cases = cases[names.index(parsed.skip_until_after) + 1 :]
+        names = [COMPILATION, *(case.name for case in cases)]
+        cases = cases[names.index(parsed.skip_until_after) :]
     with planted(parsed.fault):
+        num_threads = programs_at_once()
+        if num_threads and parsed.skip_until_after is None:
+            for event in compile_ahead(options.programs(cases, devices), num_threads):
+                emit(event)
         for case in cases:
             for event in run_case(case, options, devices):
                 emit(event)
@@ -151,15 +174,27 @@ def _results(
     case: RowCase, options: ChildOptions, devices: Sequence[Any]
 ) -> tuple[str | None, dict[str, float | None]]:
     """Returns the problem of a case, and its figures."""
+    program = make_program(case, options.backend, devices)
+    if options.part == "correctness":
+        return find_problem(program, options.seeds), {}
+    by_xla = make_program(case, "xla", devices)
+    repetitions = effort_on(devices[0]).repetitions
+    return None, time_program(program, by_xla, options.seeds[0], repetitions)
+
+
+def make_program(case: RowCase, backend: Backend, devices: Sequence[Any]) -> RowProgram:
+    """Makes the program of a case, in the size that suits the devices.
+
+    Args:
+      case: the case.
+      backend: runs the case's directions.
+      devices: of this process. A case without an exchange uses the first.
+    """
     if case.exchange is None:
         devices = devices[:1]
-    effort = effort_on(devices[0])
-    size = size_of(case, floats=effort.floats, num_devices=len(devices))
-    if options.part == "speed":
-        seed, repetitions = options.seeds[0], effort.repetitions
-        return None, time_case(case, size, options.backend, devices, seed, repetitions)
-    program = row_program(case, size, options.backend, devices)
-    return find_problem(program, options.seeds), {}
+    floats = effort_on(devices[0]).floats
+    size = size_of(case, floats=floats, num_devices=len(devices))
+    return row_program(case, size, backend, devices)
 
 
 def _keep_noise_from_events() -> None:

@@ -5,6 +5,7 @@ import concurrent.futures
 import dataclasses
 import datetime
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,13 @@ SEEDS: Final = "0,1"
 _SHARES: Final = (0.4, 0.6, 1.0)
 """Shares of the time that is left, which XLA's results, the kernels' results and the
 timings may take on a chip. Without a timing, no kernel is used."""
+
+
+_CACHE_ALL: Final = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+"""Makes JAX keep each program, however small."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +95,8 @@ def check_rows(
 ) -> list[PartRun]:
     """Runs all cases of rows: XLA's results, the kernels' results, and times.
 
-    On a CPU the parts run at the same time.
+    On a CPU the parts run at the same time. On a chip they share a cache of compiled
+    programs, and compile many programs at once (`compile_ahead.py`).
 
     Args:
       found: the devices.
@@ -104,7 +113,9 @@ def check_rows(
     end = time.monotonic() + settings.seconds
     cancelled = threading.Event()
 
-    def run(backend: Backend, part: Part, share: float) -> PartRun:
+    def run(
+        backend: Backend, part: Part, share: float, variables: Mapping[str, str]
+    ) -> PartRun:
         on_part(backend, part)
         command = [*settings.child, "--backend", backend, "--part", part]
         command += ["--tier", settings.tier, "--seeds", SEEDS]
@@ -112,7 +123,7 @@ def check_rows(
         results = run_isolated(
             command,
             Deadlines(case=settings.case_seconds, total=share * left),
-            environment=environment,
+            environment={**environment, **variables},
             on_event=on_event,
             cancelled=cancelled,
         )
@@ -121,13 +132,15 @@ def check_rows(
     if found.platform != "cpu":
         # A chip belongs to one process at a time, and times need it alone.
         shares = _SHARES[-len(parts) :]
-        return [
-            run(backend, part, share)
-            for (backend, part), share in zip(parts, shares, strict=True)
-        ]
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+            variables = {**_CACHE_ALL, "JAX_COMPILATION_CACHE_DIR": directory}
+            return [
+                run(backend, part, share, variables)
+                for (backend, part), share in zip(parts, shares, strict=True)
+            ]
     with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
         try:
-            return list(pool.map(lambda part: run(part[0], part[1], 1.0), parts))
+            return list(pool.map(lambda part: run(part[0], part[1], 1.0, {}), parts))
         except BaseException:
             cancelled.set()
             raise

@@ -8,8 +8,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import jax
 
@@ -24,11 +23,8 @@ from tpu_embedding.doctor.protocol import (
     SPREAD,
     XLA_SECONDS_PER_CALL,
 )
-from tpu_embedding.doctor.row_batches import CaseSize
-from tpu_embedding.doctor.row_cases import RowCase
 from tpu_embedding.doctor.row_inputs import make_inputs
-from tpu_embedding.doctor.row_programs import RowProgram, row_program
-from tpu_embedding.rows.packed_rows import Backend
+from tpu_embedding.doctor.row_programs import RowProgram
 
 _MAX_CALLS_PER_TURN: Final = 100
 
@@ -79,46 +75,36 @@ class _TimedProgram:
         return total(program_cost(parse_module(text)).operations).hbm_bytes
 
 
-def time_case(
-    case: RowCase,
-    size: CaseSize,
-    backend: Backend,
-    devices: Sequence[Any],
-    seed: int,
-    repetitions: Repetitions,
+def time_program(
+    program: RowProgram, by_xla: RowProgram, seed: int, repetitions: Repetitions
 ) -> dict[str, float | None]:
     """Returns the figures of `protocol.py` for a case.
 
     Args:
-      case: the case.
-      size: of its tables and batch.
-      backend: to time beside XLA, or XLA, then alone.
-      devices: to run on.
+      program: of the case.
+      by_xla: of the same case, where XLA runs all directions.
       seed: of the random numbers.
       repetitions: number of timings.
     """
-    programs = {
-        name: _TimedProgram(row_program(case, size, name, devices), seed)
-        for name in dict.fromkeys((backend, "xla"))
-    }
-    for program in programs.values():
-        program.seconds(1)  # The first call allocates memory.
-    slowest = max(program.seconds(1) for program in programs.values())
+    programs = [_TimedProgram(x, seed) for x in dict.fromkeys((program, by_xla))]
+    for timed in programs:
+        timed.seconds(1)  # The first call allocates memory.
+    slowest = max(timed.seconds(1) for timed in programs)
     num_calls = math.ceil(repetitions.seconds_per_turn / slowest)
     num_calls = max(1, min(num_calls, _MAX_CALLS_PER_TURN))
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    turns = []
     for turn in range(repetitions.turns):
-        order = list(programs) if turn % 2 else list(reversed(programs))
-        for name in order:
-            seconds[name].append(programs[name].seconds(num_calls))
-    of_backend, of_xla = seconds[backend], seconds["xla"]
-    ratios = [xla / own for own, xla in zip(of_backend, of_xla, strict=True)]
-    median = statistics.median(of_backend)
+        order = programs if turn % 2 else programs[::-1]
+        seconds = {timed: timed.seconds(num_calls) for timed in order}
+        turns.append([seconds[timed] for timed in programs])
+    of_program, of_xla = [t[0] for t in turns], [t[-1] for t in turns]
+    ratios = [xla / own for own, xla in zip(of_program, of_xla, strict=True)]
+    median = statistics.median(of_program)
     return {
         SECONDS_PER_CALL: median,
-        SPREAD: (max(of_backend) - min(of_backend)) / median,
+        SPREAD: (max(of_program) - min(of_program)) / median,
         XLA_SECONDS_PER_CALL: statistics.median(of_xla),
         SPEED_RATIO: statistics.median(ratios),
-        BYTES: programs[backend].floor_bytes(),
-        MODEL_BYTES: programs[backend].model_bytes(),
+        BYTES: programs[0].floor_bytes(),
+        MODEL_BYTES: programs[0].model_bytes(),
     }
