@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 
-import jsonschema
 import pytest
 
 from tests.conftest import needs_kernels
 from tpu_embedding.doctor.isolated import Deadlines, run_isolated
 from tpu_embedding.doctor.kernel_checks import CHILD, PartRun, make_verdicts
+
+jsonschema = pytest.importorskip("jsonschema")
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCHEMA = json.loads((pathlib.Path(__file__).parent / "report_schema.json").read_text())

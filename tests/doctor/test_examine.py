@@ -5,7 +5,6 @@ import pathlib
 import socket
 import sys
 
-import jsonschema
 import pytest
 
 from tests.conftest import needs_kernels
@@ -14,6 +13,8 @@ from tpu_embedding.doctor import examine
 from tpu_embedding.doctor.devices import FoundDevices
 from tpu_embedding.doctor.kernel_checks import CheckSettings
 from tpu_embedding.kernel_verdicts import load_verdicts
+
+jsonschema = pytest.importorskip("jsonschema")
 
 FAKE = pathlib.Path(__file__).parent / "fake_child.py"
 SCHEMA = json.loads((pathlib.Path(__file__).parent / "report_schema.json").read_text())

@@ -53,6 +53,7 @@ def test_two_processes_equal_one(tmp_path):
     two, other, one = (np.load(tmp_path / name) for name in names)
     assert two["devices"] == one["devices"] == 4
     assert set(two) == set(other) == set(one)
+    assert two["verdict of process"] == other["verdict of process"] == 0
     copies = [name for name in one if "copies of" in name]
     assert len(copies) == 2 * (2 + 1)  # grouped: two shards; replicated: one
     for name in copies:
