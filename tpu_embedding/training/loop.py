@@ -53,6 +53,7 @@ from tpu_embedding.training.run_processes import (
 )
 from tpu_embedding.training.run_program import RunProgram, prepare_run
 from tpu_embedding.training.run_saver import RunSaver
+from tpu_embedding.training.slow_steps import SlowStepWatch
 from tpu_embedding.training.step import init_train_state
 from tpu_embedding.training.stop_signals import StopRequest, stop_on_signals
 from tpu_embedding.training.tensorboard import load_tensorboard
@@ -323,25 +324,30 @@ class _Run:
         """
         config, program, stop = self._program.config, self._program, self._stop
         saver = self._saver
+        watch = SlowStepWatch()
         meter = StepMeter(
             config.batch_size,
             config.log_every,
             lambda record: self._report.progress(record, config.num_steps),
             non_finite=config.non_finite,
+            watch=watch,
         )
         steps = range(first_step, last_step)
         saved = done = first_step
-        with contextlib.closing(
-            train_batches(
-                program.data,
-                program.plan,
-                steps,
-                program.train_sizes,
-                stop,
-                num_processes=config.loader_processes,
-                input_wait=meter.input_wait,
-            )
-        ) as batches:
+        with (
+            contextlib.closing(watch),
+            contextlib.closing(
+                train_batches(
+                    program.data,
+                    program.plan,
+                    steps,
+                    program.train_sizes,
+                    stop,
+                    num_processes=config.loader_processes,
+                    input_wait=meter.input_wait,
+                )
+            ) as batches,
+        ):
             for step, batch in batches:
                 self.state, metrics = self._profiler.run(
                     step, program.train_step, self.state, batch

@@ -30,6 +30,7 @@ from tpu_embedding.training.input_wait import InputWait
 from tpu_embedding.training.loaders import open_reader
 from tpu_embedding.training.reporting import Record
 from tpu_embedding.training.run_config import NonFinite
+from tpu_embedding.training.slow_steps import SlowStepWatch
 from tpu_embedding.training.step import StepMetrics, prepare_batch
 from tpu_embedding.training.stop_signals import StopRequest
 
@@ -210,6 +211,7 @@ class StepMeter:
       report: function that receives each record.
       input_wait: clock of the time in which the devices wait for input.
       non_finite: treatment of a step that is not finite; see `RunConfig`.
+      watch: watch of slow steps, which learns of each step; or None.
     """
 
     def __init__(
@@ -219,11 +221,13 @@ class StepMeter:
         report: Callable[[Record], None],
         *,
         non_finite: NonFinite = "raise",
+        watch: SlowStepWatch | None = None,
     ):
         self.batch_size = batch_size
         self.log_every = log_every
         self.report = report
         self.non_finite: NonFinite = non_finite
+        self.watch = watch
         self.input_wait = InputWait()
         self._num_skipped_in_a_row = 0
         self._in_flight: collections.deque[tuple[int, StepMetrics, float]]
@@ -251,6 +255,8 @@ class StepMeter:
         while self._in_flight:
             self._read_oldest()
         self._last_time = None
+        if self.watch is not None:
+            self.watch.pause()
 
     def finish(self, num_steps_done: int) -> None:
         """Waits for all steps, and reports the remaining ones in a last record."""
@@ -263,6 +269,8 @@ class StepMeter:
         num_steps_done, metrics, waited_seconds = self._in_flight.popleft()
         metrics = jax.device_get(metrics)
         tell("step", num_steps_done)
+        if self.watch is not None:
+            self.watch.completed(num_steps_done)
         self._check_finite(num_steps_done, metrics)
         now = time.perf_counter()
         # The first step, and the first one after a pause, are not timed: they may
