@@ -51,6 +51,13 @@ def test_the_steps_of_the_window_are_recorded(steps, recorded, tmp_path):
     assert len(lines) == 1 and f"xprof --logdir {tmp_path / PROFILE_DIR}" in lines[0]
 
 
+def test_each_process_of_a_job_has_a_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    profiler = StepProfiler(None, tmp_path, print, 0)
+    assert profiler.directory == tmp_path / PROFILE_DIR / "process-1"
+
+
 def test_no_window_records_nothing(tmp_path):
     assert run_steps(None, tmp_path, range(3)) == []
     assert list(tmp_path.iterdir()) == []

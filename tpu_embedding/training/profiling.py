@@ -70,7 +70,7 @@ class StepProfiler:
     """Runs steps, and records those of a window. As a context, it ends a recording.
 
     Attributes:
-      directory: directory of the profile.
+      directory: directory of the profile of this process.
     """
 
     def __init__(
@@ -89,6 +89,9 @@ class StepProfiler:
           first_step: steps done before a resume.
         """
         self.directory = run_directory / PROFILE_DIR
+        if jax.process_count() > 1:
+            # Files have the name of the host, which its processes share.
+            self.directory /= f"process-{jax.process_index()}"
         self._window = window
         self._report = report
         self._is_tracing = False
