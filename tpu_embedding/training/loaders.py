@@ -108,6 +108,7 @@ class ProcessBatchReader(BatchReader):
         """Ends the processes."""
         for stream in self._streams:
             stream.close()
+        self._streams = []  # grain complains about an iterator that outlives it.
 
 
 def open_reader(
