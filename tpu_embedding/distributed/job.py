@@ -165,24 +165,32 @@ class Job:
 
     def _collect(self, name: str, folder: str, timeout_seconds: float) -> list[Any]:
         """Returns the values of all processes, in their order."""
-        values = []
+        present: dict[str, str] = {}
         for process in range(self.num_processes):
+            if str(process) in present:
+                continue
             try:
-                key = f"{folder}/{process}"
-                values.append(self._wait(name, key, timeout_seconds))
+                self._wait(name, f"{folder}/{process}", timeout_seconds)
             except TimeoutError:
-                present = self.store.items(folder)
-                absent = [
-                    self.name_of(each)
-                    for each in range(self.num_processes)
-                    if str(each) not in present
-                ]
-                raise AbsentProcessError(
-                    f"{', '.join(absent)} did not arrive at {name!r} within "
-                    f"{timeout_seconds:g} s. All processes must run the same command "
-                    "and have the same number of batches."
-                ) from None
-        return [json.loads(value) for value in values]
+                raise self._absence(name, folder, timeout_seconds) from None
+            # Most others have arrived meanwhile; one request reads them all.
+            present = self.store.items(folder)
+        return [json.loads(present[str(i)]) for i in range(self.num_processes)]
+
+    def _absence(
+        self, name: str, folder: str, timeout_seconds: float
+    ) -> AbsentProcessError:
+        present = self.store.items(folder)
+        absent = [
+            self.name_of(process)
+            for process in range(self.num_processes)
+            if str(process) not in present
+        ]
+        return AbsentProcessError(
+            f"{', '.join(absent)} did not arrive at {name!r} within "
+            f"{timeout_seconds:g} s. All processes must run the same command "
+            "and have the same number of batches."
+        )
 
     def agree(self, name: str, facts: Mapping[str, Any]) -> None:
         """Checks that all processes have the same facts.
