@@ -8,6 +8,9 @@ import threading
 
 import pytest
 
+from tests.distributed.jobs import make_jobs, on_each
+from tpu_embedding.distributed import poller
+from tpu_embedding.distributed.stopping import StopAgreement
 from tpu_embedding.training import stop_signals
 from tpu_embedding.training.errors import own_code
 from tpu_embedding.training.stop_signals import (
@@ -60,6 +63,25 @@ def test_a_block_with_nothing_to_save_is_left_at_once(capsys):
             with stop.interrupting("nothing to save"):
                 raise AssertionError("entered")
     assert capsys.readouterr().err == ""
+
+
+def test_a_process_takes_over_the_signal_while_it_waits_for_a_batch(monkeypatch):
+    monkeypatch.setattr(poller, "POLL_SECONDS", 0.001)
+
+    def wait_and_leave(job):
+        stop = StopRequest()
+        if job.is_first:
+            stop.signal = signal.SIGTERM
+        own = stop.signal and stop.signal.name
+        stop._agreement = StopAgreement(job, lambda: own)
+        with stop._agreement.running():
+            while not stop.is_decided(0):
+                pass
+        stop.exit("saved")
+
+    for stopped in on_each(make_jobs(2), wait_and_leave):
+        assert isinstance(stopped, RunStopped), stopped
+        assert str(stopped) == "SIGTERM: saved"
 
 
 def test_an_ignored_signal_stays_ignored():

@@ -88,7 +88,10 @@ class StopRequest:
         """Returns True if `reached(step)` will, while the step is being prepared."""
         if self._agreement is None:
             return self.requested
-        return self._agreement.is_decided(step)
+        if self._agreement.is_decided(step):
+            self._adopt(self._agreement)
+            return True
+        return False
 
     def requested_by_any(self) -> bool:
         """Returns True on all processes if a signal has arrived at one of them.
