@@ -131,6 +131,17 @@ def test_a_failure_names_process_and_reason(tmp_path, case):
         assert not alive(tmp_path, index)
 
 
+def test_a_failure_is_seen_where_sigchld_is_ignored(tmp_path):
+    """A process inherits that from the one that starts it."""
+    former = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        started = Run(tmp_path, [[["kill:SIGKILL"]]])
+    finally:
+        signal.signal(signal.SIGCHLD, former)
+    assert started.finish().status == 1
+    assert "was killed by SIGKILL" in started.err
+
+
 def alive(folder, index):
     try:
         os.kill(int((folder / f"pid-{index}").read_text()), 0)

@@ -101,9 +101,10 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        for number in (*STOP_SIGNALS, signal.SIGCHLD):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda number, frame: None)
+        handled = [n for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
+        # Where SIGCHLD is ignored, the kernel forgets how a process ended.
+        for number in (*handled, signal.SIGCHLD):
+            signal.signal(number, lambda number, frame: None)
         return self
 
     def __exit__(self, *_: object) -> None:
