@@ -173,7 +173,7 @@ def _time_cells(figures: Any, peak: float | None) -> tuple[str, ...]:
     return (
         _cell(seconds, 1e3, ".3f", " ms"),
         _cell(figures.get(XLA_SECONDS_PER_CALL), 1e3, ".3f", " ms"),
-        _cell(figures.get(SPEED_RATIO), 1, ".2f", "x"),
+        _cell(figures.get(SPEED_RATIO), 1, ".3g", "x"),
         _cell(rate, 1e-9, ".3g"),
         _cell(rate / peak if rate and peak else None, 100, ".1f", " %"),
         _cell(model / num_bytes if model and num_bytes else None, 1, ".1f", "x"),
@@ -195,7 +195,7 @@ def format_verdicts(verdicts: Sequence[Verdict]) -> str | None:
             (
                 verdict.capability,
                 "yes" if verdict.is_equal else "NO",
-                _UNMEASURED if ratio is None else f"{ratio:.2f}x of XLA",
+                _UNMEASURED if ratio is None else f"{ratio:.3g}x of XLA",
                 "kernel" if verdict.is_equal and verdict.is_faster else "XLA",
             )
         )
