@@ -78,7 +78,11 @@ def test_all_is_well(run):
     stored = load_verdicts("cpu", "interpreter")
     assert stored.allows("read, dim 8") and not stored.allows("write, dim 8")
     # Achieved bandwidth: 1 MB in 2 ms; the model moves 4 times the minimum.
-    (line,) = (x for x in output.splitlines() if "1.5x  " in x and "GB" not in x and "yes" not in x)
+    (line,) = (
+        x
+        for x in output.splitlines()
+        if "1.5x  " in x and "GB" not in x and "yes" not in x
+    )
     assert line.split()[-4:] == ["1.5x", "0.5", "unmeasured", "4.0x"]
 
 
