@@ -112,9 +112,13 @@ def test_a_killed_process_is_reported():
     reader = open_reader(checked(Parts()), range(SIZE), range(1000), 2)
     try:
         pid = int(reader.read(0).dense[-1, 0])
+        for number in (signal.SIGINT, signal.SIGTERM):  # for the parent to decide on
+            os.kill(pid, number)
+        pids = {int(reader.read(step).dense[-1, 0]) for step in range(1, 20)}
+        assert pids == {pid}
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(ChildProcessError, match=r"read step .* code -9.*memory"):
-            for step in range(1, 1000):
+            for step in range(20, 1000):
                 reader.read(step)
     finally:
         reader.close()

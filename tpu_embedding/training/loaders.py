@@ -181,8 +181,10 @@ class _StartProcess:
     def __call__(self, index: int, count: int) -> None:
         del index, count
         sys.path[:] = self._search_path
-        # Ctrl-C reaches all processes of a terminal; the parent decides what it means.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C reaches all processes of a terminal, and Slurm's SIGTERM all of a job.
+        # The parent decides what they mean: it still reads batches until it stops.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
