@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 import sys
 
 import numpy as np
@@ -139,6 +140,22 @@ def test_held_out_files(tmp_path):
     (batch,) = data.evaluation_batches()
     assert rows_of(batch)[:3] == [51, 52, 52]
     assert open_source(tmp_path / "train-0.parquet").num_train_samples == 4
+
+
+def test_evaluation_files_leave_a_training_file(tmp_path):
+    path = write(tmp_path / "a.parquet", range(9))
+    write(tmp_path / "b.parquet", range(9))
+    for data_dir, pattern in (
+        (path, "b.parquet"),  # One file matches any pattern.
+        (tmp_path, "*.parquet"),
+        (tmp_path, "[ab]*"),
+    ):
+        message = (
+            f"{data_dir} must hold a training file: evaluation_files={pattern!r} takes "
+            "every file of files='*.parquet'. Pass a directory"
+        )
+        with pytest.raises(DataError, match=re.escape(message)):
+            open_source(data_dir, evaluation_files=pattern)
 
 
 def test_plain_columns_and_lists_of_fixed_size(tmp_path):

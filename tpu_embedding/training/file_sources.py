@@ -163,9 +163,17 @@ class ParquetSource:
         evaluation_paths = []
         if self.evaluation_files is not None:
             evaluation_paths = _matching(data_dir, self.evaluation_files)
-        paths = _matching(data_dir, self.files)
+        matching = _matching(data_dir, self.files)
+        paths = [path for path in matching if path not in evaluation_paths]
+        if not paths:
+            raise DataError(
+                f"{data_dir} must hold a training file: evaluation_files="
+                f"{self.evaluation_files!r} takes every file of files={self.files!r}. "
+                "Pass a directory with files of both kinds, narrow evaluation_files, "
+                "or leave it out and set num_evaluation_samples."
+            )
         return ParquetClicks(
-            [path for path in paths if path not in evaluation_paths],
+            paths,
             self._columns,
             batch_size=batch_size,
             num_evaluation_samples=self.num_evaluation_samples,
