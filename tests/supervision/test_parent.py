@@ -20,7 +20,9 @@ DEADLINE_SECONDS = 30  # for a busy machine; each test takes below a second
 class Run:
     """A parent and its fake workers."""
 
-    def __init__(self, folder, attempts, *options, worker_options=()):
+    def __init__(
+        self, folder, attempts, *options, worker_options=(), stdout=subprocess.PIPE
+    ):
         self.folder = folder
         fake = [sys.executable, "-I", FAKE, folder, json.dumps(attempts)]
         command = [
@@ -31,7 +33,7 @@ class Run:
         ]
         self.process = subprocess.Popen(
             [str(part) for part in command],
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -81,6 +83,14 @@ def test_output_passes_with_the_process_before_it(tmp_path):
     assert ended.status == 0
     assert sorted(ended.out.splitlines()) == ["[process 1] three", "one"]
     assert sorted(ended.err.splitlines()) == ["[process 1] four", "two"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+def test_a_full_disk_does_not_end_the_workers(tmp_path):
+    with open("/dev/full", "w") as full:
+        ended = run(tmp_path, [[["print:one", "touch:done"]]], stdout=full)
+    assert ended.status == 0, ended.err
+    assert (tmp_path / "done").exists()
 
 
 def test_workers_are_one_job(tmp_path):

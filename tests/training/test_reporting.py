@@ -1,7 +1,9 @@
 """Tests the lines, records and plot of a run."""
 
+import errno
 import json
 import sys
+from unittest import mock
 
 import pytest
 
@@ -30,6 +32,17 @@ def report(tmp_path):
     report = RunReport(tmp_path / "run")
     yield report
     report.close()
+
+
+def test_a_lost_terminal_ends_no_report_but_a_full_disk_does(report, monkeypatch):
+    def refuse(text):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stdout", mock.Mock(write=refuse))
+    report.line("lost")
+    monkeypatch.setattr(report, "_file", mock.Mock(write=refuse))
+    with pytest.raises(OSError, match="Input/output error"):
+        report.progress(PROGRESS, 1000)
 
 
 def test_progress_line_and_record(report, capsys):

@@ -49,6 +49,7 @@ from tpu_embedding.distributed import (
 from tpu_embedding.distributed.notices import end_job
 from tpu_embedding.export.signature import ExportError
 from tpu_embedding.launch import LaunchError
+from tpu_embedding.supervision.output import drop_unwritten, print_line
 from tpu_embedding.supervision.pulses import tell
 from tpu_embedding.training.errors import ConfigError, describe_error
 from tpu_embedding.training.pipeline import TrainingDivergedError
@@ -94,15 +95,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except jax.errors.JaxRuntimeError as error:
         return _fail(f"XLA: {str(error).partition(chr(10))[0]}", FAILED, parsed)
     except RunStopped as stopped:
-        print(stopped, file=sys.stderr)
+        print_line(str(stopped), sys.stderr)
         return STOPPED
     except KeyboardInterrupt as interrupt:
-        print(str(interrupt) or "interrupted", file=sys.stderr)
+        print_line(str(interrupt) or "interrupted", sys.stderr)
         return INTERRUPTED
     except Exception as error:
         if current_job().num_processes == 1:
             raise
         end_job_by(error)
+    finally:
+        if parsed.is_program:
+            drop_unwritten()
 
 
 _WRONG_USAGE_ERRORS: Final = (
@@ -122,11 +126,11 @@ def _fail(message: str, status: int, parsed: argparse.Namespace) -> int:
     In a job of several processes, it ends all of them with that status.
     """
     if parsed.traceback:
-        traceback.print_exc()
+        print_line(traceback.format_exc().rstrip(), sys.stderr)
     job = current_job()
     if job.num_processes > 1:
         end_job(job, message, status)
-    print(f"error: {message}", file=sys.stderr)
+    print_line(f"error: {message}", sys.stderr)
     return status
 
 

@@ -1,6 +1,7 @@
 """The options of a job of several processes, and its end after an error in one."""
 
 import argparse
+import sys
 import traceback
 from typing import NoReturn
 
@@ -8,6 +9,7 @@ from tpu_embedding import distributed
 from tpu_embedding.cli.arguments import positive_int
 from tpu_embedding.cli.exit_status import FAILED
 from tpu_embedding.distributed.notices import end_job
+from tpu_embedding.supervision.output import print_line
 from tpu_embedding.training.errors import describe_error
 
 
@@ -58,5 +60,5 @@ def start_processes(parsed: argparse.Namespace) -> distributed.Job:
 
 def end_job_by(error: BaseException) -> NoReturn:
     """Ends all processes of the job after an error that no command expects."""
-    traceback.print_exception(error)
+    print_line("".join(traceback.format_exception(error)).rstrip(), sys.stderr)
     end_job(distributed.current_job(), describe_error(error), FAILED)

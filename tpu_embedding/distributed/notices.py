@@ -19,6 +19,7 @@ from typing import Final, NoReturn
 
 from tpu_embedding.distributed.job import Job
 from tpu_embedding.distributed.poller import POLL_SECONDS, Poller
+from tpu_embedding.supervision.output import drop_unwritten, print_line
 
 _LEAVE_SECONDS: Final = 10.0
 """Longest wait of process 0 for the others to read a notice."""
@@ -84,7 +85,7 @@ def ending_together(job: Job) -> Iterator[None]:
         elif isinstance(error, KeyboardInterrupt):
             status = 130
         else:
-            traceback.print_exc()
+            print_line(traceback.format_exc().rstrip(), sys.stderr)
         end_job(job, f"{type(error).__name__}: {error}", status)
 
 
@@ -103,7 +104,7 @@ def end_job(job: Job, message: str, status: int) -> NoReturn:
         _end_if_noticed(job)
     own = FailureNotice(process=job.process_index, message=message, status=status)
     name = f"process {job.process_index} (host {platform.node()})"
-    print(f"error: {name}: {message}", file=sys.stderr, flush=True)
+    print_line(f"error: {name}: {message}", sys.stderr)
     with contextlib.suppress(Exception):
         job.store.set(f"{_NOTICES}/{_FAILURE}", json.dumps(dataclasses.asdict(own)))
     _leave(job, status, own.process)
@@ -115,8 +116,7 @@ def _leave(job: Job, status: int, author: int) -> NoReturn:
     The author of the notice leaves after those who read it: its end would break their
     connections, and they would report that. Process 0 holds the store, so it is last.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    drop_unwritten()
     for act in job.last_acts:
         with contextlib.suppress(Exception):
             act()
@@ -143,5 +143,5 @@ def _end_if_noticed(job: Job) -> None:
     if notice.process == job.process_index:
         return  # It is leaving already.
     name = job.name_of(notice.process)
-    print(f"error: {name}: {notice.message}", file=sys.stderr, flush=True)
+    print_line(f"error: {name}: {notice.message}", sys.stderr)
     _leave(job, notice.status, notice.process)

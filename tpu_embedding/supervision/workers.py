@@ -5,6 +5,7 @@ import contextlib
 import os
 import pathlib
 import platform
+import select
 import signal
 import subprocess
 import time
@@ -15,6 +16,9 @@ from tpu_embedding.supervision.failures import KEPT_LINES, Ending, last_lines
 from tpu_embedding.supervision.pulses import PIPE_VARIABLE, STACKS_SIGNAL
 
 _CHUNK_BYTES: Final = 1 << 16
+
+FULL_SECONDS: Final = 1.0
+"""Longest wait for the reader of a pipe that is full and does not block."""
 
 
 class LineReader:
@@ -193,11 +197,18 @@ class Worker:
 
 
 def write_line(descriptor: int, line: bytes) -> None:
-    """Writes a line to a descriptor; drops it if nobody reads there any more."""
+    """Writes a line to a descriptor, or drops it if it cannot be written.
+
+    The reader may be gone, the disk full, or the terminal closed. The workers go on.
+    """
     data = line + b"\n"
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         while data:
-            data = data[os.write(descriptor, data) :]
+            try:
+                data = data[os.write(descriptor, data) :]
+            except BlockingIOError:
+                if not select.select([], [descriptor], [], FULL_SECONDS)[1]:
+                    return
 
 
 def _is_stopped(pid: int) -> bool:

@@ -13,6 +13,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any, Final
 
+from tpu_embedding.supervision.output import print_line
 from tpu_embedding.training.tensorboard import TENSORBOARD_DIR, ScalarWriter
 
 RECORDS_FILE: Final = "metrics.jsonl"
@@ -75,8 +76,8 @@ class RunReport:
         self._scalars = ScalarWriter(self.directory / TENSORBOARD_DIR, first_step)
 
     def line(self, text: str) -> None:
-        """Prints a line at once."""
-        print(text, flush=True)
+        """Prints a line at once; a lost terminal does not end the run."""
+        print_line(text)
 
     def record(self, record: Record) -> None:
         """Writes a record at once, so that a kill does not lose it."""

@@ -14,6 +14,8 @@ import time
 from types import FrameType
 from typing import Final, TextIO
 
+from tpu_embedding.supervision.output import print_line
+
 SLOWDOWN: Final = 10.0
 """Multiple of the usual time at which a step counts as slow."""
 
@@ -106,11 +108,10 @@ class SlowStepWatch:
         file = self._file or sys.__stderr__  # A notebook's stderr has no descriptor.
         if file is None:
             return
-        print(
+        print_line(
             f"step {step} has taken {seconds:.1f} s so far, and {usual:.3f} s is "
             "usual; the stacks of all threads:",
-            file=file,
-            flush=True,
+            file,
         )
         faulthandler.dump_traceback(file, all_threads=True)
 

@@ -17,6 +17,7 @@ from typing import Final, NoReturn
 
 from tpu_embedding.distributed.job import current_job
 from tpu_embedding.distributed.stopping import StopAgreement
+from tpu_embedding.supervision.output import print_line
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
@@ -172,11 +173,10 @@ class StopRequest:
     def _announce(self) -> None:
         if self._interruption is None:
             assert self.signal is not None
-            print(
+            print_line(
                 f"{self.signal.name}: stopping after this step; another signal stops "
                 "at once",
-                file=sys.stderr,
-                flush=True,
+                sys.stderr,
             )
 
 
