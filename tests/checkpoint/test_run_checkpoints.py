@@ -171,6 +171,14 @@ def three(tmp_path):
     checkpoints.close()
 
 
+def test_the_given_step_is_restored(three):
+    """Not the latest one, which the hosts of a job may list differently."""
+    step, state = three.restore(make_state(0), DESCRIPTION, step=1)
+    assert step == state["moments"][0] == 1
+    with pytest.raises(CheckpointError, match=r"got 7; those are \[1, 2, 3\]"):
+        three.restore(make_state(0), DESCRIPTION, step=7)
+
+
 def test_an_older_checkpoint_is_used_on_request_only(three):
     with pytest.raises(
         CheckpointError, match=r"checkpoints/3/state/state.json.*damage"

@@ -7,9 +7,9 @@ import pytest
 
 from tests.conftest import mesh_of
 from tests.training.test_loop import losses, tiny_config
-from tpu_embedding.checkpoint.run_checkpoints import saved_steps
+from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints, saved_steps
 from tpu_embedding.data.synthetic import SyntheticClicks
-from tpu_embedding.training import SyntheticClicksSource, train
+from tpu_embedding.training import SyntheticClicksSource, loop, train
 from tpu_embedding.training.reporting import RECORDS_FILE, RunReport, read_records
 from tpu_embedding.training.stop_signals import RunStopped
 
@@ -110,6 +110,23 @@ def test_a_signal_saves_the_state(
     resumed = run(tmp_path, existing_run="resume")
     assert resumed.metrics == result.metrics
     assert losses(tmp_path) == losses(directory)
+
+
+@pytest.mark.full
+def test_a_run_resumes_from_the_checkpoint_that_was_agreed_on(
+    undisturbed, tmp_path, monkeypatch
+):
+    """Another host may see an older one only; see `agree_on_checkpoint`."""
+    result, directory = undisturbed
+    run(tmp_path)
+    assert saved_steps(tmp_path / "checkpoints") == [5, NUM_STEPS]
+    monkeypatch.setattr(loop, "agree_on_checkpoint", lambda job, checkpoints: 5)
+    monkeypatch.setattr(RunCheckpoints, "save", lambda *_: None)  # 8 is there
+    assert run(tmp_path, existing_run="resume").metrics == result.metrics
+    starts = [
+        r["first_step"] for r in read_records(tmp_path / RECORDS_FILE) if "run" in r
+    ]
+    assert starts == [0, 5]
 
 
 def test_a_signal_before_the_run_leaves_nothing(tmp_path, monkeypatch):

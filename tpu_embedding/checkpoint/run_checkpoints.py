@@ -163,14 +163,22 @@ class RunCheckpoints:
         self._check(step, description)
         return step
 
-    def _from_latest(self) -> Iterator[int]:
+    def _from_latest(self, latest: int | None = None) -> Iterator[int]:
+        """Returns the saved steps from the latest one, or from a given one, down."""
         steps = self.steps
         if not steps:
             raise CheckpointError(
                 f"There is no complete checkpoint in {self.directory} to resume from; "
                 "start a new run, or give the directory of the run to resume."
             )
-        return reversed(steps)
+        if latest is None:
+            return reversed(steps)
+        if latest not in steps:
+            raise CheckpointError(
+                f"step must be that of a complete checkpoint in {self.directory}, got "
+                f"{latest}; those are {steps}."
+            )
+        return reversed(steps[: steps.index(latest) + 1])
 
     def _check(self, step: int, description: Description) -> None:
         saved = describe(self.directory / str(step)).description
@@ -185,13 +193,20 @@ class RunCheckpoints:
             )
 
     def restore(
-        self, state: T, description: Description, *, fallback: Fallback = "refuse"
+        self,
+        state: T,
+        description: Description,
+        *,
+        step: int | None = None,
+        fallback: Fallback = "refuse",
     ) -> tuple[int, T]:
-        """Restores the state of the latest checkpoint.
+        """Restores the state of a checkpoint.
 
         Args:
           state: as for `te.restore`; may consist of shapes (`jax.ShapeDtypeStruct`).
           description: description of the run that resumes.
+          step: steps done at the checkpoint; None takes the latest one. Processes that
+            restore together must agree on it, as they may list different ones.
           fallback: what to do if files are damaged. A state of arrays cannot be used
             again after a damaged checkpoint, so `"older"` needs shapes. Damaged
             checkpoints stay under the name `damaged-STEP`.
@@ -203,10 +218,10 @@ class RunCheckpoints:
           CheckpointError: as in `check`; or if files are damaged, or none is whole.
         """
         problems = []
-        for step in self._from_latest():
-            path = self.directory / str(step)
+        for saved in self._from_latest(step):
+            path = self.directory / str(saved)
             try:
-                self._check(step, description)
+                self._check(saved, description)
                 args = RestoreState(state, plan=self._plan)
                 restored = restore_state(path / _ITEM, args)
             except DamagedCheckpointError as error:
@@ -224,7 +239,7 @@ class RunCheckpoints:
                 damaged.rename(_free_path(self.directory / f"damaged-{damaged.name}"))
             if problems:
                 self._manager.reload()
-            return step, restored
+            return saved, restored
         raise CheckpointError(
             f"No checkpoint in {self.directory} is whole:\n  "
             + "\n  ".join(str(error) for _, error in problems)

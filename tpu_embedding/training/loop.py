@@ -46,6 +46,7 @@ from tpu_embedding.training.reporting import (
 from tpu_embedding.training.run_config import RunConfig, Target
 from tpu_embedding.training.run_directory import ExistingRun, RunDirectory
 from tpu_embedding.training.run_processes import (
+    agree_on_checkpoint,
     agree_on_run,
     claim_together,
     ending_job_when_stopped,
@@ -206,10 +207,12 @@ def train(
         description = describe_run(program)
         found = None
         if existing_run == "resume":
-            found = job.broadcast("latest checkpoint", checkpoints.latest_step)
+            found = agree_on_checkpoint(job, checkpoints)
         first_step, state = 0, None
         if found is not None:
-            first_step, state = _restore(checkpoints, program, description, fallback)
+            first_step, state = _restore(
+                checkpoints, found, program, description, fallback
+            )
         report = (RunReport if job.is_first else SilentReport)(directory.path)
         stack.callback(report.close)
         tell("started")
@@ -271,13 +274,16 @@ def _open_checkpoints(directory: RunDirectory, program: RunProgram) -> RunCheckp
 
 def _restore(
     checkpoints: RunCheckpoints,
+    step: int,
     program: RunProgram,
     description: dict[str, Any],
     fallback: Fallback,
 ) -> tuple[int, nnx.State]:
-    """Restores the latest checkpoint, and adds the way out if it is damaged."""
+    """Restores the checkpoint of a step, and adds the way out if it is damaged."""
     try:
-        return checkpoints.restore(program.state, description, fallback=fallback)
+        return checkpoints.restore(
+            program.state, description, step=step, fallback=fallback
+        )
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(
             f"{error} --resume --fallback older continues from the latest checkpoint "

@@ -9,12 +9,13 @@ import itertools
 import platform
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import jax
 import numpy as np
 
+from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints
 from tpu_embedding.data.batch import Batch, DataError
 from tpu_embedding.distributed.job import Job
 from tpu_embedding.distributed.notices import end_job
@@ -131,20 +132,60 @@ def claim_together(
 def _check_shared(job: Job, directory: RunDirectory) -> None:
     """Refuses a directory that is not the same one on all hosts."""
     lock = directory.path / LOCK_FILE
-    deadline = time.monotonic() + _VISIBLE_SECONDS
-    while not (is_seen := lock.exists()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    blind = job.exchange(
-        "sight of the directory",
-        is_seen,
-        lambda seen: [process for process, sees in enumerate(seen) if not sees],
-    )
+    blind = _blind_processes(job, "sight of the directory", lock.exists)
     if blind:
         raise RunDirectoryError(
             f"--output-dir {directory.path} must lie on a file system that all hosts "
-            f"share, but {', '.join(map(job.name_of, blind))} cannot see {lock}, which "
-            "process 0 wrote; give a directory of NFS or of a mounted bucket."
+            f"share, but {blind} cannot see {lock}, which process 0 wrote; give a "
+            "directory of NFS or of a mounted bucket."
         )
+
+
+def agree_on_checkpoint(job: Job, checkpoints: RunCheckpoints) -> int | None:
+    """Returns the step of the latest checkpoint, the same on all processes.
+
+    File systems of several hosts may list an older directory for a while.
+
+    Args:
+      job: of this process.
+      checkpoints: of the run, on a file system that all hosts share.
+
+    Raises:
+      RunDirectoryError: on all processes, if some do not see the checkpoint in time.
+    """
+    step = job.exchange(
+        "latest checkpoint",
+        checkpoints.latest_step,
+        lambda steps: max((s for s in steps if s is not None), default=None),
+    )
+    if step is None:
+        return None
+    blind = _blind_processes(
+        job, "sight of the checkpoint", lambda: step in checkpoints.steps
+    )
+    if blind:
+        raise RunDirectoryError(
+            f"All processes must resume from the checkpoint of step {step} in "
+            f"{checkpoints.directory}, but {blind} cannot see it; start again once all "
+            "hosts list it."
+        )
+    return step
+
+
+def _blind_processes(job: Job, name: str, sees: Callable[[], bool]) -> str:
+    """Waits until all processes see a file, for a while; names those that do not.
+
+    Args:
+      job: of this process.
+      name: name of the exchange.
+      sees: returns True if this process sees the file.
+    """
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while not (is_seen := sees()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    seen = job.exchange(name, is_seen, lambda values: values)
+    blind = (job.name_of(process) for process, sees in enumerate(seen) if not sees)
+    return ", ".join(blind)
 
 
 def evaluation_batches(
