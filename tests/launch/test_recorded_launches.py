@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 import subprocess
+import sysconfig
 
 import jsonschema
 import pytest
@@ -35,7 +36,8 @@ def test_shellcheck_accepts_the_records_and_scripts():
     scripts = pathlib.Path(programs.__file__).parent / "scripts"
     files = [*FOLDER.glob("*.sh"), *scripts.glob("*.sh")]
     assert len(files) == len(LAUNCHES) + 4
-    result = subprocess.run(["shellcheck", *files], capture_output=True, text=True)
+    program = pathlib.Path(sysconfig.get_path("scripts")) / "shellcheck"
+    result = subprocess.run([program, *files], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
 
