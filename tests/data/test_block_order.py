@@ -1,9 +1,17 @@
 """Tests that the order of blocks visits each sample once, whoever reads it."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
-from tpu_embedding.data.block_order import BlockOrder, block_bounds, by_part
+from tpu_embedding.data.block_order import (
+    MAX_BLOCKS,
+    BlockOrder,
+    block_bounds,
+    bounded_block_size,
+    by_part,
+)
 
 BOUNDS = {
     "one_block": [0, 7],
@@ -61,6 +69,27 @@ def test_readers_of_a_stream_each_open_every_block_once():
             reader.update((order.samples(range(first, first + 8)) // 100).tolist())
     assert sum(map(len, readers)) <= 64 + 8
     assert set.union(*readers) == set(range(64))
+
+
+def test_a_batch_copies_no_array_of_all_blocks():
+    order = BlockOrder(np.arange(100_001) * 64, seed=0)
+    tracemalloc.start()
+    try:
+        order.samples(range(100, 356))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Some arrays of 256 numbers of 8 bytes; the ends of all blocks are 800,000 bytes.
+    assert peak_bytes < 50_000
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "block_size"),
+    [(1, 64), (64 * 2**20, 64), (64 * 2**20 + 1, 128), (4_373_472_329, 8192)],
+)
+def test_blocks_of_many_samples_are_larger(num_samples, block_size):
+    assert bounded_block_size(num_samples, 64) == block_size
+    assert -(-num_samples // block_size) <= MAX_BLOCKS
 
 
 def test_parts_of_samples():

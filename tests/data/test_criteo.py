@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from tpu_embedding.data import criteo_format
+from tpu_embedding.data import block_order, criteo_format
 from tpu_embedding.data.batch import DataError
 from tpu_embedding.data.criteo import Criteo, SyntheticCriteo, write_criteo_sample
 from tpu_embedding.data.criteo_format import CATEGORY_NAMES
@@ -201,6 +201,17 @@ def test_every_line_once_per_epoch(tmp_path, batch_size, block_size):
         assert sorted(epoch) == list(range(23))
     if block_size < 10:  # So many blocks that two orders never agree by chance.
         assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_many_lines_have_few_blocks_that_batches_mix(tmp_path, monkeypatch):
+    monkeypatch.setattr(block_order, "MAX_BLOCKS", 8)
+    path = write(tmp_path / "train.txt", numbered_lines(1026))
+    data = read(path, batch_size=256, block_size=None)
+    assert np.diff(data._reader.block_bounds).tolist() == [256] * 4 + [2]
+    batches = [line_numbers(data.train_batch(step)) for step in range(4)]
+    assert sorted(itertools.chain(*batches)) == list(range(1024))
+    for lines in batches:  # 64 lines of each block, as if blocks had 64 lines
+        assert np.bincount(np.array(lines) // 256).tolist() == [64] * 4
 
 
 def test_train_batch_depends_on_seed_and_step_alone(tmp_path):

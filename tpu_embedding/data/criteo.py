@@ -23,7 +23,7 @@ from tpu_embedding.data.criteo_format import (
     vocabulary_problems,
     vocabulary_sizes_by_name,
 )
-from tpu_embedding.data.criteo_lines import COMPRESSED_STREAMS, CriteoLines
+from tpu_embedding.data.criteo_lines import CriteoLines
 from tpu_embedding.data.teacher import (
     TEACHER_STREAM,
     Inputs,
@@ -90,7 +90,8 @@ class Criteo(BlockDataset):
           evaluation_path: path of a separate evaluation file, or None.
           seed: seed of the training order, at least 0.
           block_size: lines that stay together when the order is shuffled. None: 64, or
-            32,768 for gzip files, of which a batch then mixes 16.
+            32,768 for gzip files, of which a batch then mixes 16. Files of more than a
+            million blocks get larger ones.
 
         Raises:
           ValueError: if arguments are out of range; the message names all of them.
@@ -125,7 +126,7 @@ class Criteo(BlockDataset):
             num_evaluation_samples=num_evaluation_samples,
             evaluation_reader=read([evaluation_path]) if evaluation_path else None,
             seed=seed,
-            num_streams=COMPRESSED_STREAMS if lines.is_compressed else 1,
+            num_streams=lines.num_streams(batch_size),
         )
 
 

@@ -11,7 +11,12 @@ from typing import Final
 import numpy as np
 
 from tpu_embedding.data.batch import Batch, DataError
-from tpu_embedding.data.block_order import block_bounds, by_part, runs_of
+from tpu_embedding.data.block_order import (
+    block_bounds,
+    bounded_block_size,
+    by_part,
+    runs_of,
+)
 from tpu_embedding.data.criteo_format import (
     CATEGORY_NAMES,
     dense_of_integers,
@@ -33,7 +38,7 @@ BLOCK_SIZE: Final = 64
 """Consecutive lines that stay together when the order is shuffled.
 
 A block of about 15 kB costs little more to read than to seek. A batch of 2048 samples
-mixes 32 places of the file.
+mixes 32 places of the file. Blocks of more than 67 million lines are larger.
 """
 
 COMPRESSED_BLOCK_SIZE: Final = 2**15
@@ -44,7 +49,12 @@ Text inside a gzip file is decoded 4 MB at a time, so a small block would cost a
 as a large one. A batch mixes several large blocks instead.
 """
 
-_INDEXED_LINES: Final = 64  # An entry of 8 bytes per 15 kB of text.
+_INDEXED_LINES: Final = 64
+"""Lines per entry of the index, of 8 bytes: 0.55 GB for the 4.4 billion of the 1TB log.
+
+Fewer entries would take less memory. But then a batch that mixes runs of 64 lines would
+read more lines than it uses.
+"""
 
 
 class CriteoLines:
@@ -69,7 +79,7 @@ class CriteoLines:
           paths: paths of the files, at least one.
           vocabulary_sizes: rows of each of the 26 features.
           block_size: lines of a block; None chooses `BLOCK_SIZE`, or
-            `COMPRESSED_BLOCK_SIZE` for gzip files.
+            `COMPRESSED_BLOCK_SIZE` for gzip files, and more for many lines.
 
         Raises:
           DataError: if a file is missing, empty or damaged.
@@ -78,12 +88,26 @@ class CriteoLines:
             LineBlocks(path, block_size=_INDEXED_LINES, source=SOURCE) for path in paths
         ]
         self.is_compressed = any(file.is_compressed for file in self.files)
-        if block_size is None:
-            block_size = COMPRESSED_BLOCK_SIZE if self.is_compressed else BLOCK_SIZE
         num_lines = [file.num_lines for file in self.files]
+        if block_size is None:
+            block_size = bounded_block_size(
+                sum(num_lines),
+                COMPRESSED_BLOCK_SIZE if self.is_compressed else BLOCK_SIZE,
+            )
+        self._block_size = block_size
         self.block_bounds = block_bounds(num_lines, block_size)
         self._starts = np.cumsum([0, *num_lines[:-1]])
         self._vocabulary_sizes = np.array(vocabulary_sizes)
+
+    def num_streams(self, batch_size: int) -> int:
+        """Returns the number of streams of a batch; see `BlockOrder`.
+
+        Streams take 64 lines of a larger block at a time, so that a batch mixes about
+        as many places as with blocks of 64.
+        """
+        if self.is_compressed:
+            return COMPRESSED_STREAMS
+        return max(1, min(self._block_size, batch_size) // BLOCK_SIZE)
 
     def read(self, samples: np.ndarray) -> Batch:
         """Returns the given samples; the labels, dense inputs and ids of their lines.
