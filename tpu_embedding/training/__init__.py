@@ -19,7 +19,6 @@ from tpu_embedding.training.file_sources import (
     MultiHotClicksSource as MultiHotClicksSource,
 )
 from tpu_embedding.training.file_sources import ParquetSource as ParquetSource
-from tpu_embedding.training.loop import RunResult as RunResult
 from tpu_embedding.training.loop import train as train
 from tpu_embedding.training.models.model import MLP as MLP
 from tpu_embedding.training.models.model import ModelConfig as ModelConfig
@@ -39,6 +38,7 @@ from tpu_embedding.training.random_source import (
 from tpu_embedding.training.run_config import RunConfig as RunConfig
 from tpu_embedding.training.run_config import Target as Target
 from tpu_embedding.training.run_lock import RunDirectoryError as RunDirectoryError
+from tpu_embedding.training.run_summary import RunResult as RunResult
 from tpu_embedding.training.sources import DataSource as DataSource
 from tpu_embedding.training.sources import MovieLensSource as MovieLensSource
 from tpu_embedding.training.sources import (

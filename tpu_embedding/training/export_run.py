@@ -26,11 +26,11 @@ from tpu_embedding.export.row_formats import RowFormat
 from tpu_embedding.export.saved_model import open_saved_model, save_saved_model
 from tpu_embedding.export.signature import ExportError
 from tpu_embedding.export.stablehlo import load, save, save_tables
-from tpu_embedding.training.loop import describe_run
 from tpu_embedding.training.pipeline import put_batch
 from tpu_embedding.training.run_config import RunConfig
 from tpu_embedding.training.run_directory import CHECKPOINTS_DIR
 from tpu_embedding.training.run_program import RunProgram, prepare_run
+from tpu_embedding.training.run_summary import describe_run
 from tpu_embedding.training.step import abstract_model_state
 
 ExportFormat = Literal["stablehlo", "savedmodel", "safetensors"]

@@ -5,45 +5,37 @@
 """
 
 import contextlib
-import dataclasses
 import datetime
 import math
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, Final, get_args
+from collections.abc import Mapping
+from typing import Any, get_args
 
-import flax
-import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_embedding.checkpoint.errors import DamagedCheckpointError
 from tpu_embedding.checkpoint.run_checkpoints import Fallback, RunCheckpoints
-from tpu_embedding.data.batch import DataError, Dataset
-from tpu_embedding.data.teacher import TeacherDataset
+from tpu_embedding.data.batch import DataError
 from tpu_embedding.distributed.job import Job, current_job
-from tpu_embedding.optimizers.rule_description import describe_rule
 from tpu_embedding.supervision.pulses import tell
 from tpu_embedding.training.errors import ConfigError
-from tpu_embedding.training.kernel_choice import kernel_hint
 from tpu_embedding.training.loaders import load_grain
-from tpu_embedding.training.metrics import LOSSES, merge_batches, values_of
+from tpu_embedding.training.metrics import merge_batches, values_of
 from tpu_embedding.training.pipeline import (
     StepMeter,
     TrainingDivergedError,
     put_batch,
     train_batches,
 )
-from tpu_embedding.training.plan_record import describe_plan
 from tpu_embedding.training.profiling import ProfileWindow, StepProfiler
 from tpu_embedding.training.reporting import (
     RunReport,
     SilentReport,
     load_figure_class,
 )
-from tpu_embedding.training.run_config import RunConfig, Target
+from tpu_embedding.training.run_config import RunConfig
 from tpu_embedding.training.run_directory import ExistingRun, RunDirectory
 from tpu_embedding.training.run_processes import (
     agree_on_checkpoint,
@@ -54,52 +46,17 @@ from tpu_embedding.training.run_processes import (
 )
 from tpu_embedding.training.run_program import RunProgram, prepare_run
 from tpu_embedding.training.run_saver import RunSaver
+from tpu_embedding.training.run_summary import (
+    RunResult,
+    describe_run,
+    make_result,
+    report_end,
+    report_start,
+)
 from tpu_embedding.training.slow_steps import SlowStepWatch
 from tpu_embedding.training.step import init_train_state
 from tpu_embedding.training.stop_signals import StopRequest, stop_on_signals
 from tpu_embedding.training.tensorboard import load_tensorboard
-
-MAY_CHANGE_ON_RESUME: Final = (
-    "name",
-    "num_steps",
-    "target",
-    "capacity",
-    "kernels",
-    "tables_split_over",
-    "loader_processes",
-    "non_finite",
-    "log_every",
-    "evaluate_every",
-    "checkpoint_every",
-    "checkpoints_kept",
-    "keep_time_interval",
-)
-"""Fields of the config that a resumed run may change.
-
-They do not affect the numbers that a step computes. The exception is `num_steps`: a run
-can continue beyond its end, with learning rate schedules of the new length."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """The result of a completed run.
-
-    Attributes:
-      step: number of steps done, including those before a resume.
-      metrics: metrics on the held-out data, the main one first.
-      teacher: teacher's value of the main metric, which no model can beat; None if
-        unknown.
-      target_met: True if the config's target is met; None if there is no target, or
-        if the teacher's value is unknown.
-      seconds: wall time of this process, from opening the data to the end of the
-        evaluation.
-    """
-
-    step: int
-    metrics: dict[str, float]
-    teacher: float | None
-    target_met: bool | None
-    seconds: float
 
 
 def train(
@@ -161,26 +118,8 @@ def train(
       KeyboardInterrupt: after SIGINT, likewise.
     """
     begin = time.perf_counter()
-    if existing_run not in get_args(ExistingRun):
-        raise ConfigError(
-            f"existing_run must be one of {get_args(ExistingRun)}, got "
-            f"{existing_run!r}; it decides what becomes of an earlier run."
-        )
-    if fallback not in get_args(Fallback):
-        raise ConfigError(
-            f"fallback must be one of {get_args(Fallback)}, got {fallback!r}; it "
-            "decides what becomes of a damaged checkpoint."
-        )
-    if stop_at is not None and stop_at < 1:
-        raise ConfigError(
-            f"stop_at must be at least 1, or None for the whole run, got {stop_at!r}."
-        )
     job = current_job()
-    if job.num_processes > 1 and fallback != "refuse":
-        raise ConfigError(
-            f"fallback must be 'refuse' in a job of several processes, got {fallback!r}"
-            "; to continue from an older checkpoint, rename the damaged one."
-        )
+    _check_choices(job, existing_run, fallback, stop_at)
     load_figure_class()  # Fails before the training, not after it.
     if tensorboard:
         load_tensorboard()
@@ -227,7 +166,7 @@ def train(
             )
         if tensorboard:
             report.start_tensorboard(first_step)
-        _report_start(report, program, first_step)
+        report_start(report, program, first_step)
         profiler = stack.enter_context(
             StepProfiler(profile, directory.path, report.line, first_step)
         )
@@ -243,9 +182,34 @@ def train(
         metrics = run.evaluate(done) if done == config.num_steps else None
         if metrics is None:
             stop.exit(f"{_describe_saved(checkpoints)}; --resume continues the run")
-        result = _result(config, program.data.data, metrics, last_step, begin)
-        _report_end(report, config, result, last_step - first_step)
+        result = make_result(config, program.data.data, metrics, last_step, begin)
+        report_end(report, config, result, last_step - first_step)
         return result
+
+
+def _check_choices(
+    job: Job, existing_run: str, fallback: str, stop_at: int | None
+) -> None:
+    """Refuses arguments of `train` that are unknown, or wrong for the job."""
+    if existing_run not in get_args(ExistingRun):
+        raise ConfigError(
+            f"existing_run must be one of {get_args(ExistingRun)}, got "
+            f"{existing_run!r}; it decides what becomes of an earlier run."
+        )
+    if fallback not in get_args(Fallback):
+        raise ConfigError(
+            f"fallback must be one of {get_args(Fallback)}, got {fallback!r}; it "
+            "decides what becomes of a damaged checkpoint."
+        )
+    if stop_at is not None and stop_at < 1:
+        raise ConfigError(
+            f"stop_at must be at least 1, or None for the whole run, got {stop_at!r}."
+        )
+    if job.num_processes > 1 and fallback != "refuse":
+        raise ConfigError(
+            f"fallback must be 'refuse' in a job of several processes, got {fallback!r}"
+            "; to continue from an older checkpoint, rename the damaged one."
+        )
 
 
 def _close_unless_failed(checkpoints: RunCheckpoints, job: Job) -> Any:
@@ -416,111 +380,3 @@ class _Run:
 
 def _is_due(num_steps_done: int, every: int) -> bool:
     return every > 0 and num_steps_done % every == 0
-
-
-def describe_run(program: RunProgram) -> dict[str, Any]:
-    """Returns the description that a checkpoint and a resumed run must share."""
-    run = program.config.describe()
-    for name in MAY_CHANGE_ON_RESUME:
-        del run[name]
-    data = program.data.data
-    dataset = {
-        "type": type(data).__name__,
-        "num_train_samples": getattr(data, "num_train_samples", None),
-    }
-    dense_optimizer = program.config.make_dense_optimizer(program.config)
-    return {
-        "run": run,
-        "dataset": dataset,
-        "dense_optimizer": describe_rule(dense_optimizer),
-    }
-
-
-def _report_start(report: RunReport, program: RunProgram, first_step: int) -> None:
-    config, plan = program.config, program.plan
-    device = plan.mesh.devices.flat[0]
-    versions = {m.__name__: m.__version__ for m in (jax, flax, np)}
-    report.record(
-        {
-            "run": config.describe(),
-            "first_step": first_step,
-            "devices": {"kind": device.device_kind, "count": plan.num_shards},
-            "versions": versions,
-            "plan": describe_plan(plan),
-        }
-    )
-    start = f"resumed after step {first_step}" if first_step else "from the beginning"
-    report.line(
-        f"{config.name}: {config.num_steps} steps of {config.batch_size} samples, seed "
-        f"{config.seed}, {start}; files in {report.directory}"
-    )
-    report.line(str(plan))
-    hint = kernel_hint(plan)
-    if hint is not None:
-        report.line(hint)
-    report.line(
-        f"per device: {-(-config.batch_size // plan.num_shards)} samples a step, "
-        + ", ".join(_id_counts(program))
-    )
-
-
-def _id_counts(program: RunProgram) -> Iterator[str]:
-    """Yields, as text, the static number of ids per device and step of each stack."""
-    plan = program.plan
-    leaves = plan.flatten(program.batch.features)
-    for stack in plan.stacks:
-        num_ids = sum(
-            jax.tree.leaves(leaves[i])[0].size for i in plan.features_of(stack)
-        )
-        num_ids = -(-num_ids // plan.num_shards)
-        yield f"{stack.name} up to {num_ids:,} ids"
-
-
-def _result(
-    config: RunConfig, data: Dataset, metrics: dict[str, float], step: int, begin: float
-) -> RunResult:
-    teacher = data.teacher_log_loss() if isinstance(data, TeacherDataset) else None
-    return RunResult(
-        step=step,
-        metrics=metrics,
-        teacher=teacher,
-        target_met=_is_met(config.target, metrics, teacher),
-        seconds=time.perf_counter() - begin,
-    )
-
-
-def _is_met(
-    target: Target | None, metrics: dict[str, float], teacher: float | None
-) -> bool | None:
-    """Returns True if the target is met, False if not, and None if that is unknown."""
-    if target is None:
-        return None
-    if target.relative_to is None:
-        return metrics[target.metric] <= target.at_most
-    if teacher is None:
-        return None
-    return metrics[target.metric] <= target.at_most * teacher
-
-
-def _report_end(
-    report: RunReport, config: RunConfig, result: RunResult, num_steps: int
-) -> None:
-    metric = LOSSES[config.loss].metric
-    value = result.metrics[metric]
-    report.record({"result": dataclasses.asdict(result)})
-    report.plot(config.name, metric, result.teacher)
-    if result.target_met is not None:
-        assert config.target is not None
-        unit = " times the teacher's" if config.target.relative_to else ""
-        report.line(
-            f"target: {metric} at most {config.target.at_most:g}{unit}: "
-            + ("met" if result.target_met else "not met")
-        )
-    against = ""
-    if result.teacher is not None:
-        ratio = value / result.teacher
-        against = f" (teacher {result.teacher:.4f}, ratio {ratio:.4f})"
-    report.line(
-        f"result: {metric} {value:.4f}{against}, {num_steps} steps in "
-        f"{result.seconds:.1f} s"
-    )
