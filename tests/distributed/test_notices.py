@@ -89,10 +89,46 @@ def test_an_error_of_the_block_ends_all(error, status, text, ends, monkeypatch, 
     )
 
 
-def test_an_exit_with_success_is_no_failure(ends):
-    with pytest.raises(SystemExit), notices.ending_together(make_jobs(2)[0]):
-        raise SystemExit(0)
+def test_an_exit_with_success_is_no_failure(ends, monkeypatch):
+    monkeypatch.setattr(notices, "watch_job", lambda job: None)
+
+    def leave(job):
+        with notices.ending_together(job):
+            raise SystemExit(0)
+
+    assert [type(end) for end in on_each(make_jobs(2), leave)] == [SystemExit] * 2
     assert not ends
+
+
+@pytest.mark.parametrize("block", [notices.leaving_together, notices.ending_together])
+@pytest.mark.parametrize("end", [None, SystemExit(0), KeyboardInterrupt()], ids=repr)
+def test_no_process_leaves_before_the_last_one(block, end, ends, monkeypatch):
+    """Who has left does not hear of a failure any more."""
+    if block is notices.ending_together and isinstance(end, KeyboardInterrupt):
+        pytest.skip("is a failure there")
+    monkeypatch.setattr(notices, "watch_job", lambda job: None)
+    events = []
+
+    def leave(job):
+        try:
+            with block(job):
+                if job.is_first:
+                    while len(job.store.items("exchange/end/0")) < 2:
+                        pass
+                    events.append("the last one arrives")
+                if end is not None:
+                    raise end
+        finally:
+            events.append("left")
+
+    on_each(make_jobs(3), leave)
+    assert events == ["the last one arrives", "left", "left", "left"]
+    assert not ends
+
+
+def test_an_error_does_not_wait_for_the_others():
+    with pytest.raises(ValueError), notices.leaving_together(make_jobs(2)[1]):
+        raise ValueError
 
 
 def test_an_error_that_follows_from_a_failure_is_not_reported(ends, capsys):

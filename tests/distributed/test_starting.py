@@ -63,6 +63,7 @@ def test_processes_that_never_start(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     place = ["--coordinator", address, "--num-processes", "2", "--process-id", "0"]
     command = ["train", "synthetic", "--output-dir", tmp_path / "run", *place]
+    command += ["--supervise", "never"]  # A parent would start an unchanged command.
     result = subprocess.run(
         [sys.executable, "-c", WITHOUT_OTHERS, *command],
         env=environment_of(),

@@ -1,10 +1,13 @@
 """The config `synthetic`, with data that process 1 finds wrong."""
 
 import dataclasses
+import errno
+import time
 
 from tpu_embedding.data.synthetic import SyntheticClicks
 from tpu_embedding.distributed import current_job
 from tpu_embedding.training import DataError, load_config
+from tpu_embedding.training.reporting import RunReport
 
 
 class DamagedClicks(SyntheticClicks):
@@ -24,6 +27,12 @@ class DamagedClicks(SyntheticClicks):
         return iter(batches)
 
 
+def refuse_plot(self, *_):
+    """Fails once the other processes have had the time to leave."""
+    time.sleep(2)
+    raise OSError(errno.ENOSPC, "No space left on device", "curves.png")
+
+
 @dataclasses.dataclass(frozen=True)
 class DamagedSource:
     damage: str = "line"
@@ -31,6 +40,8 @@ class DamagedSource:
 
     def open(self, data_dir, *, batch_size, seed):
         del data_dir
+        if self.damage == "plot":
+            RunReport.plot = refuse_plot
         data = DamagedClicks(
             batch_size=batch_size,
             seed=seed,

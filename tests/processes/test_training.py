@@ -107,9 +107,14 @@ def test_processes_equal_one(config, num_processes, server, tmp_path, request):
             "process 1 (host {host}) and more on process 0 (host {host})",
             marks=pytest.mark.exhaustive,
         ),
+        (
+            "plot",
+            1,
+            "process 0 (host {host}): OSError: [Errno 28] No space left on device",
+        ),
     ],
 )
-def test_wrong_data_of_one_process_end_all(damage, status, message, server, tmp_path):
+def test_an_error_of_one_process_ends_all(damage, status, message, server, tmp_path):
     arguments = arguments_of(DAMAGED, tmp_path / "run", 4, f"data.damage={damage}")
     job = server.run(2, *arguments, status=status)
     for output in job.outputs():

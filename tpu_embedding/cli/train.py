@@ -18,6 +18,7 @@ from tpu_embedding.cli.arguments import (
 from tpu_embedding.cli.exit_status import UsageError
 from tpu_embedding.cli.processes import add_process_arguments, start_processes
 from tpu_embedding.cli.supervise import add_supervision_arguments, supervise
+from tpu_embedding.distributed.notices import leaving_together
 from tpu_embedding.supervision.pulses import start_pulses, tell
 from tpu_embedding.training.config_files import list_configs, load_config
 from tpu_embedding.training.loop import train
@@ -136,18 +137,19 @@ def _train(parsed: argparse.Namespace) -> int:
     existing_run: ExistingRun = "refuse"
     if parsed.resume or parsed.overwrite:
         existing_run = "resume" if parsed.resume else "move_aside"
-    train(
-        config,
-        output_dir,
-        data_dir=parsed.data_dir,
-        mesh=mesh,
-        existing_run=existing_run,
-        fallback=parsed.fallback or "refuse",
-        stop_at=parsed.stop_at,
-        compiler_options=compiler_options(parsed.compiler_option),
-        tensorboard=parsed.tensorboard,
-        profile=parsed.profile,
-    )
+    with leaving_together(job):
+        train(
+            config,
+            output_dir,
+            data_dir=parsed.data_dir,
+            mesh=mesh,
+            existing_run=existing_run,
+            fallback=parsed.fallback or "refuse",
+            stop_at=parsed.stop_at,
+            compiler_options=compiler_options(parsed.compiler_option),
+            tensorboard=parsed.tensorboard,
+            profile=parsed.profile,
+        )
     return 0
 
 

@@ -24,6 +24,9 @@ from tpu_embedding.supervision.output import drop_unwritten, print_line
 _LEAVE_SECONDS: Final = 10.0
 """Longest wait of process 0 for the others to read a notice."""
 
+_END_SECONDS: Final = 3600.0
+"""Longest wait at the end of a job; process 0 may write large files there."""
+
 _NOTICES: Final = "notices"
 _FAILURE: Final = "failure"
 _LEFT: Final = "left"
@@ -76,10 +79,12 @@ def ending_together(job: Job) -> Iterator[None]:
     watch_job(job)
     try:
         yield
+        _wait_for_the_others(job)
     except BaseException as error:
         status = 1
         if isinstance(error, SystemExit):
             if error.code in (None, 0):
+                _wait_for_the_others(job)
                 raise
             status = error.code if isinstance(error.code, int) else 1
         elif isinstance(error, KeyboardInterrupt):
@@ -87,6 +92,30 @@ def ending_together(job: Job) -> Iterator[None]:
         else:
             print_line(traceback.format_exc().rstrip(), sys.stderr)
         end_job(job, f"{type(error).__name__}: {error}", status)
+
+
+@contextlib.contextmanager
+def leaving_together(job: Job) -> Iterator[None]:
+    """Waits at the end of the block until all processes of a job are there.
+
+    Up to then, a notice ends all of them. Nobody looks for notices during the shutdown
+    of JAX, which aborts the processes that wait there for one that fails.
+
+    An error ends the block at once. `SystemExit` and `KeyboardInterrupt` wait: a signal
+    stops all processes.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:
+        _wait_for_the_others(job)
+        raise
+    _wait_for_the_others(job)
+
+
+def _wait_for_the_others(job: Job) -> None:
+    job.exchange("end", None, lambda values: None, timeout_seconds=_END_SECONDS)
 
 
 def end_job(job: Job, message: str, status: int) -> NoReturn:
