@@ -62,6 +62,24 @@ def test_all_end_and_process_0_last(author, ends, capsys):
     assert capsys.readouterr().err == f"{line}\n" * 3
 
 
+@pytest.mark.parametrize("is_final", [False, True])
+def test_who_reads_of_a_final_error_tells_its_parent(is_final, ends, monkeypatch):
+    """The error is one host's, but no host may restart its process."""
+    told = []
+    monkeypatch.setattr(notices, "tell", told.append)
+
+    def run(job):
+        try:
+            if job.is_first:
+                notices.end_job(job, "The loss is nan", 1, is_final=is_final)
+            wait_for_the_end(job)
+        except Left:
+            return True
+
+    assert on_each(make_jobs(3), run) == [True] * 3
+    assert told == (["final_elsewhere"] * 2 if is_final else [])
+
+
 @pytest.mark.parametrize(
     ("error", "status", "text"),
     [
@@ -100,12 +118,18 @@ def test_an_exit_with_success_is_no_failure(ends, monkeypatch):
     assert not ends
 
 
-@pytest.mark.parametrize("block", [notices.leaving_together, notices.ending_together])
-@pytest.mark.parametrize("end", [None, SystemExit(0), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize(
+    ("block", "end"),
+    [
+        (notices.leaving_together, None),
+        (notices.leaving_together, SystemExit(75)),
+        (notices.leaving_together, KeyboardInterrupt()),
+        (notices.ending_together, None),
+        (notices.ending_together, SystemExit(0)),
+    ],
+)
 def test_no_process_leaves_before_the_last_one(block, end, ends, monkeypatch):
     """Who has left does not hear of a failure any more."""
-    if block is notices.ending_together and isinstance(end, KeyboardInterrupt):
-        pytest.skip("is a failure there")
     monkeypatch.setattr(notices, "watch_job", lambda job: None)
     events = []
 

@@ -285,8 +285,9 @@ def test_a_restart_can_succeed(tmp_path):
     [
         (["exit:2"], "the same run would fail again"),
         (["tell:final", "exit:1"], "the same run would fail again"),
+        (["tell:final_elsewhere", "exit:1"], "the same run would fail again"),
     ],
-    ids=["usage", "final"],
+    ids=["usage", "final", "final_elsewhere"],
 )
 def test_no_restart_mends(tmp_path, actions, reason):
     ended = run(tmp_path, [[actions]], "--restarts", 5)

@@ -17,7 +17,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal
 
 import jax
 
@@ -75,23 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return parsed.run(parsed)
     except UnwritableCheckpointError as error:
-        tell("failed")
-        return _fail(str(error), FAILED, parsed)
+        return _fail(str(error), FAILED, parsed, "failed")
     except _WRONG_USAGE_ERRORS as error:
-        tell("final")
-        return _fail(str(error), WRONG_USAGE, parsed)
+        return _fail(str(error), WRONG_USAGE, parsed, "final")
     except (TrainingDivergedError, MissingPlotLibraryError, LaunchError) as error:
-        tell("final")
-        return _fail(str(error), FAILED, parsed)
+        return _fail(str(error), FAILED, parsed, "final")
     except AbsentProcessError as error:
-        tell("failed")
-        return _fail(str(error), FAILED, parsed)
+        return _fail(str(error), FAILED, parsed, "failed")
     except StartError as error:  # Another host may be late.
-        tell("failed")
-        return _fail(str(error), WRONG_USAGE, parsed)
+        return _fail(str(error), WRONG_USAGE, parsed, "failed")
     except (OSError, MemoryError) as error:
-        tell("failed")
-        return _fail(describe_error(error), FAILED, parsed)
+        return _fail(describe_error(error), FAILED, parsed, "failed")
     except jax.errors.JaxRuntimeError as error:
         return _fail(f"XLA: {str(error).partition(chr(10))[0]}", FAILED, parsed)
     except RunStopped as stopped:
@@ -120,16 +114,29 @@ _WRONG_USAGE_ERRORS: Final = (
 )
 
 
-def _fail(message: str, status: int, parsed: argparse.Namespace) -> int:
+def _fail(
+    message: str,
+    status: int,
+    parsed: argparse.Namespace,
+    event: Literal["failed", "final"] | None = None,
+) -> int:
     """Prints the error that is being handled, and returns the exit status.
 
     In a job of several processes, it ends all of them with that status.
+
+    Args:
+      message: text of the error.
+      status: exit status.
+      parsed: arguments of the command.
+      event: event to tell the parent of; None if another process may be the cause.
     """
+    if event is not None:
+        tell(event)
     if parsed.traceback:
         print_line(traceback.format_exc().rstrip(), sys.stderr)
     job = current_job()
     if job.num_processes > 1:
-        end_job(job, message, status)
+        end_job(job, message, status, is_final=event == "final")
     print_line(f"error: {message}", sys.stderr)
     return status
 

@@ -20,6 +20,7 @@ from typing import Final, NoReturn
 from tpu_embedding.distributed.job import Job
 from tpu_embedding.distributed.poller import POLL_SECONDS, Poller
 from tpu_embedding.supervision.output import drop_unwritten, print_line
+from tpu_embedding.supervision.pulses import tell
 
 _LEAVE_SECONDS: Final = 10.0
 """Longest wait of process 0 for the others to read a notice."""
@@ -42,11 +43,13 @@ class FailureNotice:
       process: number of the process.
       message: text of the error.
       status: exit status, which all processes take.
+      is_final: True if the same run would fail again; no parent then restarts it.
     """
 
     process: int
     message: str
     status: int
+    is_final: bool = False
 
 
 def watch_job(job: Job) -> None:
@@ -118,7 +121,7 @@ def _wait_for_the_others(job: Job) -> None:
     job.exchange("end", None, lambda values: None, timeout_seconds=_END_SECONDS)
 
 
-def end_job(job: Job, message: str, status: int) -> NoReturn:
+def end_job(job: Job, message: str, status: int, *, is_final: bool = False) -> NoReturn:
     """Prints an error, and ends this process and all others.
 
     An error that follows from the failure of another process is not printed, but the
@@ -128,10 +131,13 @@ def end_job(job: Job, message: str, status: int) -> NoReturn:
       job: of several processes.
       message: text of the error.
       status: exit status of all processes.
+      is_final: True if the same run would fail again.
     """
     with contextlib.suppress(Exception):  # Process 0 may be gone.
         _end_if_noticed(job)
-    own = FailureNotice(process=job.process_index, message=message, status=status)
+    own = FailureNotice(
+        process=job.process_index, message=message, status=status, is_final=is_final
+    )
     name = f"process {job.process_index} (host {platform.node()})"
     print_line(f"error: {name}: {message}", sys.stderr)
     with contextlib.suppress(Exception):
@@ -171,6 +177,8 @@ def _end_if_noticed(job: Job) -> None:
     notice = FailureNotice(**json.loads(text))
     if notice.process == job.process_index:
         return  # It is leaving already.
+    if notice.is_final:
+        tell("final_elsewhere")
     name = job.name_of(notice.process)
     print_line(f"error: {name}: {notice.message}", sys.stderr)
     _leave(job, notice.status, notice.process)

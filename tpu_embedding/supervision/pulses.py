@@ -30,6 +30,7 @@ EVENTS: Final = {
     "saved": "step of the newest complete checkpoint",
     "failed": "an error of this process ends it, not the loss of another one",
     "final": "as `failed`, and the same run would fail again",
+    "final_elsewhere": "another process has told this one that it is `final`",
 }
 """Events and their meaning."""
 

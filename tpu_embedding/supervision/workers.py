@@ -194,6 +194,8 @@ class Worker:
                 self._has_own_error = True
             case "final", []:
                 self._has_own_error = self._is_final = True
+            case "final_elsewhere", []:
+                self._is_final = True
 
 
 def write_line(descriptor: int, line: bytes) -> None:
