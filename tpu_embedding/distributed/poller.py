@@ -1,5 +1,6 @@
 """A thread that looks at the store of a job regularly."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Final
@@ -16,8 +17,8 @@ class Poller:
 
         Args:
           name: of the thread.
-          look: function that the thread calls. It ends the calls by an error: the store
-            is gone, because the job is over. If process 0 has died, JAX's runtime ends
+          look: function that the thread calls. After an error, the thread calls it
+            again: the network may recover. If process 0 has died, JAX's runtime ends
             this process, too.
         """
         self._look = look
@@ -38,9 +39,7 @@ class Poller:
 
     def _run(self) -> None:
         while not self._is_closed:
-            try:
+            with contextlib.suppress(Exception):
                 self._look()
-            except Exception:
-                return
             self._wake.wait(POLL_SECONDS)
             self._wake.clear()
