@@ -66,7 +66,8 @@ def ending_together(job: Job) -> Iterator[None]:
     """Ends all processes of a job if the block raises an error in one of them.
 
     The process prints its error, the others print its number, host and message. None of
-    them returns from the block. With one process, the error passes.
+    them returns from the block. With one process, the error passes. Without an error,
+    the processes wait for each other at the end of the block.
 
     Args:
       job: from `start`.
