@@ -33,6 +33,11 @@ def wait_for(path):
         time.sleep(0.005)
 
 
+def wait_for_signals():
+    while True:  # A signal just before `signal.pause` would not end it.
+        time.sleep(0.01)
+
+
 def act(action, folder, index, pulses):
     name, _, value = action.partition(":")
     match name:
@@ -54,16 +59,16 @@ def act(action, folder, index, pulses):
         case "await":
             wait_for(folder / value)
         case "wait":
-            signal.pause()
+            wait_for_signals()
         case "save":  # stops at SIGTERM, as a run does
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, lambda n, _: sys.exit(130 if n == 2 else 75))
             (folder / f"ready-{index}").touch()
-            signal.pause()
+            wait_for_signals()
         case "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             (folder / f"ready-{index}").touch()
-            signal.pause()
+            wait_for_signals()
         case _:
             raise ValueError(action)
 

@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import datetime
+import os
 import sys
 import tempfile
 import threading
@@ -95,8 +96,8 @@ def check_rows(
 ) -> list[PartRun]:
     """Runs all cases of rows: XLA's results, the kernels' results, and times.
 
-    On a CPU the parts run at the same time. On a chip they share a cache of compiled
-    programs, and compile many programs at once (`compile_ahead.py`).
+    On a CPU the parts run at the same time, each on a core. On a chip they share a
+    cache of compiled programs, and compile many at once (`compile_ahead.py`).
 
     Args:
       found: the devices.
@@ -138,7 +139,7 @@ def check_rows(
                 run(backend, part, share, variables)
                 for (backend, part), share in zip(parts, shares, strict=True)
             ]
-    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             return list(pool.map(lambda part: run(part[0], part[1], 1.0, {}), parts))
         except BaseException:
