@@ -140,7 +140,7 @@ def open_data(name: str, directory: pathlib.Path) -> BlockDataset:
 
 
 def _read_by_pandas(path: pathlib.Path) -> Iterator[int]:
-    import pandas
+    import pandas  # pyright: ignore[reportMissingImports]
 
     while True:
         for chunk in pandas.read_csv(path, sep="\t", header=None, chunksize=BATCH_SIZE):
