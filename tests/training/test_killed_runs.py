@@ -202,7 +202,9 @@ def kill(run, generator):
 
 
 @pytest.mark.parametrize(
-    "num_kills", [3, pytest.param(50, marks=pytest.mark.full)], ids="{}kills".format
+    "num_kills",
+    [3, pytest.param(50, marks=pytest.mark.exhaustive)],
+    ids="{}kills".format,
 )
 def test_sigkill_at_random_times(server, undisturbed, tmp_path, num_kills):
     generator = random.Random(num_kills)
