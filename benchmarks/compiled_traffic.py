@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 from embedding_step import abstract_ids, compile_step, make_plan
+from list_options import AllValues
 
 import tpu_embedding as te
 from tpu_embedding import aot
@@ -89,12 +90,18 @@ def measure(
 def main() -> None:
     """Compiles all combinations; prints a line for each and writes JSON."""
     parser = argparse.ArgumentParser(description="Models the traffic of a step.")
-    parser.add_argument("--topology", nargs="+", default=["v5p:2x2x1"])
-    parser.add_argument("--dim", nargs="+", type=int, default=[16, 128])
-    parser.add_argument("--valence", nargs="+", type=int, default=[1])
-    parser.add_argument("--optimizer", nargs="+", default=["adagrad"])
-    parser.add_argument("--dtype", nargs="+", default=["float32"])
-    parser.add_argument("--kernels", nargs="+", default=["xla", "sparse_core"])
+    parser.add_argument(
+        "--topology", nargs="+", action=AllValues, default=["v5p:2x2x1"]
+    )
+    parser.add_argument(
+        "--dim", nargs="+", action=AllValues, type=int, default=[16, 128]
+    )
+    parser.add_argument("--valence", nargs="+", action=AllValues, type=int, default=[1])
+    parser.add_argument("--optimizer", nargs="+", action=AllValues, default=["adagrad"])
+    parser.add_argument("--dtype", nargs="+", action=AllValues, default=["float32"])
+    parser.add_argument(
+        "--kernels", nargs="+", action=AllValues, default=["xla", "sparse_core"]
+    )
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
     head = "topology        dim  hot optimizer        dtype    kernels     devices"

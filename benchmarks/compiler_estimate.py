@@ -44,6 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 from embedding_step import abstract_ids, compile_step, make_plan
 from jax.sharding import NamedSharding, PartitionSpec
+from list_options import AllValues
 
 import tpu_embedding as te
 from tpu_embedding import aot
@@ -243,8 +244,10 @@ def measure(compile_programs: Any, mesh: Any) -> dict[str, float]:
 def main() -> None:
     """Compares for each topology; prints a table and writes JSON."""
     parser = argparse.ArgumentParser(description="Compares estimates.")
-    parser.add_argument("--topology", nargs="+", default=TOPOLOGIES)
-    parser.add_argument("--kernels", nargs="+", default=["xla", "sparse_core"])
+    parser.add_argument("--topology", nargs="+", action=AllValues, default=TOPOLOGIES)
+    parser.add_argument(
+        "--kernels", nargs="+", action=AllValues, default=["xla", "sparse_core"]
+    )
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--rounds", action="store_true", help="charge further rounds")
     arguments = parser.parse_args()

@@ -15,6 +15,7 @@ import pathlib
 import tempfile
 
 from interleaved import Turns, time_in_turns
+from list_options import AllValues
 from measuring import write_document
 from settings import SETTINGS
 from sides import OURS, SIDES
@@ -27,7 +28,9 @@ def main() -> None:
     """Measures in turns; prints a table and writes JSON."""
     parser = argparse.ArgumentParser(description="Times steps by number of devices.")
     parser.add_argument("--setting", choices=SETTINGS, default="S1")
-    parser.add_argument("--devices", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument(
+        "--devices", nargs="+", action=AllValues, type=int, default=[1, 2, 4, 8]
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each side")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a turn")
     parser.add_argument("--json", type=pathlib.Path, help="file for the figures")

@@ -31,6 +31,7 @@ from input_files import (
     VOCABULARY_SIZE,
     write_files,
 )
+from list_options import AllValues
 from measuring import run_fresh, write_document
 
 from tpu_embedding.data.array_files import open_npy, open_npz
@@ -197,7 +198,9 @@ def main() -> None:
     """Measures all formats; prints a table and writes JSON."""
     parser = argparse.ArgumentParser(description="Times the readers of files.")
     parser.add_argument("--gb", type=float, default=5.0, help="size of the text")
-    parser.add_argument("--format", nargs="+", choices=FILES, default=list(FILES))
+    parser.add_argument(
+        "--format", nargs="+", action=AllValues, choices=FILES, default=list(FILES)
+    )
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--directory", type=pathlib.Path, help="on the disk to measure")
     parser.add_argument("--json", type=pathlib.Path, help="file for the figures")

@@ -29,6 +29,19 @@ def find_row(results: Results, benchmark: str, **fields: Any) -> dict[str, Any]:
     raise KeyError(f"results.json has no result {fields} of {benchmark!r}.")
 
 
+def show_machine(benchmark: Benchmark) -> str:
+    """Returns the machine of the latest results, with its CPU if that is recorded."""
+    model = benchmark.get("cpu", {}).get("model")
+    return f"{benchmark['machine']}, {model}" if model else benchmark["machine"]
+
+
+def show_processor(row: dict[str, Any]) -> str:
+    """Returns the model and the instruction sets of a result's CPU as text."""
+    if "cpu" not in row:
+        return "not recorded"
+    return f"{row['cpu']['model']}: {' '.join(row['cpu']['instruction_sets'])}"
+
+
 def show_time(milliseconds: float) -> str:
     """Returns a time as text, with three digits or the thousands apart."""
     if milliseconds < 10:

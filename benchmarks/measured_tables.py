@@ -1,9 +1,19 @@
 """Tables of what was timed here; `render_tables.py` puts them into the pages."""
 
+import collections
 from collections.abc import Callable
 from typing import Any, Final
 
-from markdown_tables import NOT_MEASURED, Cells, Results, find_row, show_time, table
+from markdown_tables import (
+    NOT_MEASURED,
+    Cells,
+    Results,
+    find_row,
+    show_machine,
+    show_processor,
+    show_time,
+    table,
+)
 from peers_picture import PICTURE
 from sides import OURS, SIDES
 
@@ -160,6 +170,17 @@ def _peak_memory(results: Results) -> str:
     return table(rows)
 
 
+def _processors(results: Results) -> str:
+    rows: list[Cells] = [("benchmark", "machine", "results", "CPU, instruction sets")]
+    for name, benchmark in results.items():
+        if benchmark["device"] == "compiled only":
+            continue
+        counts = collections.Counter(map(show_processor, benchmark["results"]))
+        for processor, count in counts.items():
+            rows.append((name, benchmark["machine"], str(count), processor))
+    return table(rows)
+
+
 def peers_summary(results: Results) -> list[Cells]:
     """Returns the row of the README that compares with FBGEMM; none if unmeasured."""
     ratios = []
@@ -172,7 +193,7 @@ def peers_summary(results: Results) -> list[Cells]:
     return [
         (
             "time of a train step (of a lookup) over FBGEMM's, in three settings",
-            results["peers"]["machine"],
+            show_machine(results["peers"]),
             ", ".join(ratios),
             "`python benchmarks/peers.py`",
         )
@@ -197,5 +218,6 @@ MEASURED_TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "device_count": _if_measured("device_count", _device_count),
     "peak_memory": _if_measured("peak_memory", _peak_memory),
     "step_profile": _if_measured("step_profile", _step_profile),
+    "processors": _processors,
 }
 """Name of a block in a page to the function that renders it."""

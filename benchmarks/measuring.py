@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import json
 import multiprocessing
-import os
 import pathlib
 import platform
 import resource
@@ -13,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from processor import describe_machine
 
 
 def run_fresh(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -79,7 +79,7 @@ def write_document(
     document = {
         "benchmark": benchmark,
         "device": jax.devices()[0].device_kind,
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        **describe_machine(),
         "versions": {"jax": jax.__version__, "python": platform.python_version()},
         "shapes": dict(shapes),
         **fields,

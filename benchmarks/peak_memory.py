@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from embedding_step import jit_step, make_plan
+from list_options import AllValues
 from measuring import measure, run_fresh, write_document
 from settings import SETTINGS, Setting
 
@@ -65,7 +66,9 @@ def run_case(setting: Setting) -> dict[str, Any]:
 def main() -> None:
     """Measures each setting; prints a table and writes JSON."""
     parser = argparse.ArgumentParser(description="Measures the peak of memory.")
-    parser.add_argument("--setting", nargs="+", choices=SETTINGS, default=["S2", "S3"])
+    parser.add_argument(
+        "--setting", nargs="+", action=AllValues, choices=SETTINGS, default=["S2", "S3"]
+    )
     parser.add_argument("--json", type=pathlib.Path, help="file for the figures")
     arguments = parser.parse_args()
     results = []

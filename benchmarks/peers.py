@@ -34,6 +34,7 @@ from interleaved import (
     missing_modules,
     time_in_turns,
 )
+from list_options import AllValues
 from measuring import write_document
 from settings import SETTINGS, Setting
 from sides import OURS, SIDES
@@ -73,12 +74,23 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Times steps beside other libraries.")
     parser.add_argument(
-        "--setting", nargs="+", choices=SETTINGS, default=["S1", "S2", "S3"]
+        "--setting",
+        nargs="+",
+        action=AllValues,
+        choices=SETTINGS,
+        default=["S1", "S2", "S3"],
     )
     known = [name for name in SIDES if name != OURS]
-    parser.add_argument("--peer", nargs="*", choices=known, default=known)
     parser.add_argument(
-        "--python", nargs="+", default=[], metavar="NAME=PATH", help="interpreters"
+        "--peer", nargs="*", action=AllValues, choices=known, default=known
+    )
+    parser.add_argument(
+        "--python",
+        nargs="+",
+        action=AllValues,
+        default=[],
+        metavar="NAME=PATH",
+        help="interpreters",
     )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each side")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a turn")

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from markdown_tables import Cells, Results, find_row, table
+from markdown_tables import Cells, Results, find_row, show_machine, table
 from measured_tables import MEASURED_TABLES, peers_summary
 from peers_picture import PICTURE, draw
 from results_file import load_results
@@ -98,7 +98,7 @@ def _step_time_cells(results: Results) -> Cells:
     small, *_, large = sorted(of_devices, key=lambda row: row["rows"])
     return (
         f"time of a step, table of {small['rows']:,} and of {large['rows']:,} rows",
-        f"8 emulated devices on {results['table_size']['machine']}",
+        f"8 emulated devices on {show_machine(results['table_size'])}",
         f"{small['median_ms']:.1f} and {large['median_ms']:.1f} ms "
         f"({large['ratio']:.2f}x)",
         "`python benchmarks/table_size.py --devices 8`",
@@ -106,7 +106,7 @@ def _step_time_cells(results: Results) -> Cells:
 
 
 def _training_cells(results: Results) -> Iterator[Cells]:
-    machine = f"8 emulated devices on {results['training_runs']['machine']}"
+    machine = f"8 emulated devices on {show_machine(results['training_runs'])}"
     run = find_row(results, "training_runs", config="synthetic")
     yield (
         "log loss on clicks of a known teacher, beside the teacher's",

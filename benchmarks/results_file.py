@@ -78,8 +78,9 @@ def merge(results: dict[str, Benchmark], document: dict[str, Any]) -> str:
         raise ValueError(f"'benchmark' must be one of {sorted(KEYS)}, got {name!r}.")
     benchmark = results.setdefault(name, {"results": []})
     rows = {_key(name, row): row for row in benchmark["results"]}
-    # Each new result says its version: earlier ones may stay beside it.
+    # Each new result says its version and CPU: earlier ones may stay beside it.
     stamp = {"jax": document["versions"]["jax"]}
+    stamp |= {k: document[k] for k in ("cpu",) if k in document}
     rows |= {_key(name, row): row | stamp for row in document["results"]}
     benchmark |= {k: v for k, v in document.items() if k != "benchmark"}
     benchmark["results"] = list(rows.values())

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import jax
 import numpy as np
+from list_options import AllValues
 from measuring import write_document
 from settings import SETTINGS, Setting
 from sides.embedding_layer import Side
@@ -91,7 +92,9 @@ def _operation(op_name: str) -> tuple[str, str]:
 def main() -> None:
     """Profiles, prints a table, and writes JSON on request."""
     parser = argparse.ArgumentParser(description="Profiles train steps on CPU.")
-    parser.add_argument("--setting", nargs="+", default=["S1", "S2", "S3"])
+    parser.add_argument(
+        "--setting", nargs="+", action=AllValues, default=["S1", "S2", "S3"]
+    )
     parser.add_argument("--json", type=pathlib.Path, help="file for the figures")
     arguments = parser.parse_args()
     results = []

@@ -11,10 +11,11 @@ differ in their seeds (`--set seed=1 --output-dir ...`) become one result, their
 import argparse
 import itertools
 import json
-import os
 import pathlib
 import statistics
 from typing import Any
+
+from processor import describe_machine
 
 RECORDS_FILE = "metrics.jsonl"
 
@@ -67,7 +68,7 @@ def main() -> None:
     document = {
         "benchmark": "training_runs",
         "device": runs[0]["devices"]["kind"],
-        "machine": f"{os.cpu_count()} CPU cores",
+        **describe_machine(),
         "versions": runs[0]["versions"],
         "results": results,
     }

@@ -18,12 +18,15 @@ These ways move cases to the full tier:
 Of the cases that the full tier adds to a test, it runs two, which lie evenly among
 them; the exhaustive tier runs all. `@pytest.mark.every_case` keeps all cases in the
 full tier. `@pytest.mark.exhaustive` moves a whole test to the exhaustive tier.
+
+`--shuffle SEED` runs the files, and the tests of each file, in another order.
 """
 
 import collections
 import itertools
 import os
 import pathlib
+import random
 
 # Before jax is imported: tests must not look for accelerators, and several test
 # processes may compile for TPU topologies at once.
@@ -54,6 +57,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("default")
 
+pytest_plugins = ["tests.child_processes"]
+
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
@@ -62,9 +67,16 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option that shows whether tests depend on their order."""
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="order of the tests")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by `-m`
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases that markers of their tests leave to the full tier."""
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Marks the cases that markers leave to the full tier, and shuffles all cases."""
     functions = collections.defaultdict(list)
     for item in items:
         _mark_named_cases(item)
@@ -75,6 +87,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for case in off_diagonal:
             case.add_marker("full")
     _mark_exhaustive_cases(items)
+    seed = config.getoption("shuffle")
+    if seed is not None:
+        _shuffle(items, seed)
+
+
+def _shuffle(items: list[pytest.Item], seed: int) -> None:
+    """Shuffles files, and tests within files, which may share slow fixtures."""
+    order = random.Random(seed)
+    places = collections.defaultdict(order.random)
+    items.sort(key=lambda item: (places[item.path], order.random()))
 
 
 FULL_CASES = 2

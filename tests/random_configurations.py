@@ -100,7 +100,12 @@ class RandomFeature:
                     i = PADDING
                 weight = float(of_ids.choice(WEIGHTS)) if self.is_weighted else 1.0
                 row.append((i, weight))
-            if self.form == "sparse" and self.config.output_shape is not None:
+            is_reshaped = self.config.output_shape is not None
+            if (
+                self.form in ("lists", "ragged")
+                or self.form == "sparse"
+                and is_reshaped
+            ):
                 # Ragged ids have no places without an id.
                 row = [pair for pair in row if pair[0] != PADDING]
             rows.append(row)

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -13,7 +14,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import interleaved  # noqa: E402  # pyright: ignore[reportMissingImports]
+import measuring  # noqa: E402  # pyright: ignore[reportMissingImports]
 import peers  # noqa: E402  # pyright: ignore[reportMissingImports]
+import processor  # noqa: E402  # pyright: ignore[reportMissingImports]
 import render_tables  # noqa: E402  # pyright: ignore[reportMissingImports]
 import results_file  # noqa: E402  # pyright: ignore[reportMissingImports]
 import settings  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -79,6 +82,65 @@ def test_a_table_without_figures_says_so():
     results = results_file.load_results()
     results.pop("peers", None)
     assert render_tables.TABLES["peers"](results) == "Not measured yet.\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", {"setting": ["S1", "S2", "S3"], "python": []}),
+        ("--python torch=a fbgemm=b", {"python": ["torch=a", "fbgemm=b"]}),
+        ("--python torch=a --python fbgemm=b", {"python": ["torch=a", "fbgemm=b"]}),
+        ("--setting S2 --setting S1", {"setting": ["S2", "S1"]}),
+        ("--peer torch --peer", {"peer": ["torch"]}),
+        ("--peer", {"peer": []}),
+    ],
+)
+def test_an_option_keeps_all_its_values(monkeypatch, words, expected):
+    monkeypatch.setattr(sys, "argv", ["peers.py", *words.split()])
+    assert vars(peers._parse()).items() >= expected.items()
+
+
+def test_all_options_of_several_values_keep_them():
+    for script in (ROOT / "benchmarks").glob("*.py"):
+        for call in re.findall(
+            r"add_argument\([^)]*?nargs=[^)]*\)", script.read_text()
+        ):
+            assert '"--' not in call or "AllValues" in call, (script.name, call)
+
+
+CPUS = {
+    "intel": (
+        "processor\t: 0\nmodel name\t: Xeon\nflags\t\t: fpu avx2 avx512f\n\nflags: no",
+        {"model": "Xeon", "instruction_sets": ["avx2", "avx512f"]},
+    ),
+    "arm": (
+        "Features\t: fp asimd sve",
+        {"model": "", "instruction_sets": ["asimd", "sve"]},
+    ),
+    "unknown": (None, {"model": "", "instruction_sets": []}),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), CPUS.values(), ids=CPUS)
+def test_figures_name_the_cpu(text, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(processor, "CPU_FILE", tmp_path / "cpuinfo")
+    if text is not None:
+        processor.CPU_FILE.write_text(text)
+    measuring.write_document(
+        tmp_path / "figures.json", "peers", shapes={}, results=[{"peer": "new"}]
+    )
+    document = json.loads((tmp_path / "figures.json").read_text())
+    document["machine"] = "2 CPU cores, x86_64"
+    assert document["cpu"] == expected
+    results = results_file.load_results()
+    results_file.merge(results, document)
+    *earlier, new = results["peers"]["results"]
+    assert new["cpu"] == expected
+    assert all(row.get("peer") != "new" for row in earlier)
+    table = render_tables.TABLES["processors"](results)
+    assert f"| 1 | {expected['model']}: " in table
+    summary = render_tables.TABLES["summary"](results)
+    assert ("2 CPU cores, x86_64, Xeon |" in summary) == (expected["model"] == "Xeon")
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad"])

@@ -27,7 +27,8 @@ def checkpoint(tmp_path_factory):
     tables = te.init_tables(plan, jax.random.key(0))
     genre = np.ones((20, 7), np.float32)
     genre[3, 0] = np.nan
-    tables = te.with_table_values(tables, {"genre": genre}, plan)
+    with pytest.warns(UserWarning, match="NaN or infinite were written"):
+        tables = te.with_table_values(tables, {"genre": genre}, plan)
     slots = te.init_slots(tables, plan)
     momenta = te.slot_values(slots, plan)["movie"]
     name = sorted(momenta)[0]
@@ -100,7 +101,10 @@ def test_plot(checkpoint, capsys, tmp_path, suffix):
         (["not_there"], "not_there holds no checkpoint"),
         (["{}", "--rows", "3"], "--rows needs --table"),
         (["{}", "--table", "film"], "--table film: .* has the tables genre, movie"),
-        (["{}", "--table", "genre", "--rows", "20"], "from 0 to 19, got 20"),
+        (
+            ["{}", "--table", "genre", "--rows", "20"],
+            "from 0 to 19, or from -20 .*, got 20",
+        ),
         (["{}", "--plot", "norms.txt"], "must end with one of .png, .svg, .pdf"),
         (["{}", "--plot", "no/norms.png"], "the directory no does not exist"),
         (["{}", "--plot", "a.png", "--table=movie", "--rows=3"], "leave --rows out"),
@@ -115,7 +119,35 @@ def test_refusals(checkpoint, capsys, arguments, message):
     assert re.search(message, captured.err), captured.err
 
 
-@pytest.mark.parametrize("rows", ["3,x", "-1", ""])
+RANGES = {
+    "0:10": range(10),
+    "5:": range(5, 20),
+    ":": range(20),
+    "-1": [19],
+    "-3:": [17, 18, 19],
+    "-20,2:4,19": [0, 2, 3, 19],
+    "18:99": [18, 19],
+}
+
+
+@pytest.mark.parametrize(("rows", "wanted"), RANGES.items())
+def test_ranges_and_negative_rows(checkpoint, capsys, rows, wanted):
+    arguments = ("--table=genre", f"--rows={rows}", "--json")
+    found = json.loads(run(capsys, checkpoint, *arguments))
+    assert [row["row"] for row in found] == list(wanted)
+
+
+@pytest.mark.parametrize(
+    ("rows", "got"), [("-21", "-21"), ("4:4", "empty"), ("20:", "empty")]
+)
+def test_rows_that_are_not_there(checkpoint, capsys, rows, got):
+    command = ["inspect", str(checkpoint), "--table=genre", f"--rows={rows}"]
+    assert cli.main(command) == cli.WRONG_USAGE
+    error = capsys.readouterr().err
+    assert "from 0 to 19, or from -20 to -1 from its end" in error and got in error
+
+
+@pytest.mark.parametrize("rows", ["3,x", "1:2:3", "a:", ""])
 def test_row_ids_that_are_none(checkpoint, capsys, rows):
     with pytest.raises(SystemExit):
         cli.main(["inspect", str(checkpoint), "--table", "movie", f"--rows={rows}"])

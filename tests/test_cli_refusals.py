@@ -88,6 +88,7 @@ COMMAND_LINES = [
     (["train", "movielens"], "needs MovieLens-100K.*--data-dir"),
     (["train", "movielens", "--data-dir", "absent"], "absent.* is missing"),
     (["train", "dlrm", "--data-dir", "absent"], "absent is not a file"),
+    (["train", "dlrm", "--data-dir", "junk.csv"], "junk.csv, line 1: expected 40 .*'a"),
     (["train", "synthetic", "--output-dir", "file"], "--output-dir file: .* no direct"),
     (["train", "synthetic", "--output-dir", "file/x"], "--output-dir .* no directory"),
     (["train", "synthetic", "--resume"], "no run in runs/synthetic to resume"),
@@ -189,6 +190,7 @@ def identifier(case):
 )
 def test_wrong_command_line(tmp_path, capsys, arguments, message):
     (tmp_path / "file").write_text("")
+    (tmp_path / "junk.csv").write_text("a,b\n1,2\n")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text('{"run": {}}\n')
     (tmp_path / "foreign" / "checkpoints" / "3").mkdir(parents=True)

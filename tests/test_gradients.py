@@ -1,5 +1,7 @@
 """Arithmetic on gradients of whole models, against dense gradients."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +61,7 @@ PLANS = {
     "3 devices": {},
     "8 devices": dict(num_devices=8),
 }
+IN_SEQUENCE = te.optimizers.adagrad(0.1, use_gradient_accumulation=False)
 plans = pytest.mark.parametrize(
     "options",
     [
@@ -91,6 +94,55 @@ def test_norm_of_tables_and_dense_arrays(options):
     assert not te.all_finite({**both, "kernel": kernel.at[1, 1].set(jnp.nan)})
     cotangents["item"][3, 1] = np.inf
     assert not te.all_finite(gradients_of(plan, tables, features, cotangents))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(dict(num_devices=1), id="1 device"),
+        pytest.param(dict(capacity=1), id="3 devices, rounds"),
+        pytest.param(dict(num_devices=8), id="8 devices", marks=full),
+    ],
+)
+def test_norm_sums_the_occurrences_that_a_rule_takes_one_by_one(options):
+    plan = make_plan(**options, optimizer=IN_SEQUENCE)
+    tables = te.init_tables(plan, jax.random.key(0))
+    features, cotangents = batch_of(0), cotangents_of(0)
+    gradients = gradients_of(plan, tables, features, cotangents)
+    dense = dense_gradients(features, cotangents)
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in dense.values()))
+    # Shards add their samples in another order.
+    np.testing.assert_allclose(te.global_norm(gradients), norm, rtol=1e-6)
+    both = te.add(gradients, te.scale(gradients, 0.5))
+    np.testing.assert_allclose(te.global_norm(both), 1.5 * norm, rtol=1e-6)
+    clipped = te.clip_by_global_norm(gradients, 1.5)
+    np.testing.assert_allclose(te.global_norm(clipped), 1.5, rtol=1e-6)
+    assert te.all_finite(gradients)
+    cotangents["item"][3, 1] = np.nan
+    assert not te.all_finite(gradients_of(plan, tables, features, cotangents))
+
+
+@pytest.mark.parametrize("bad", [-1.0, 0.0, math.nan, "1", None, np.ones(2)])
+def test_norms_that_would_flip_or_empty_the_update_are_refused(bad):
+    with pytest.raises((ValueError, TypeError), match="max_norm must be"):
+        te.clip_by_global_norm({"kernel": jnp.ones(2)}, bad)
+
+
+@pytest.mark.parametrize("gradient", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [-1.0, 0.0, math.nan])
+def test_traced_norms_that_would_flip_or_empty_the_update_make_it_nan(bad, gradient):
+    clip = jax.jit(te.clip_by_global_norm)
+    assert np.isnan(clip({"kernel": jnp.full(2, gradient)}, bad)["kernel"]).all()
+
+
+def test_the_norm_of_one_row_is_that_of_its_sum():
+    table = te.TableConfig(vocabulary_size=V, dim=1, name="items")
+    plan = te.make_plan(
+        {"item": te.FeatureConfig(table=table)}, mesh_of(1), optimizer=IN_SEQUENCE
+    )
+    tables = te.init_tables(plan, jax.random.key(0))
+    ones, ids = {"item": np.ones((4, 1), np.float32)}, {"item": np.full(4, 7)}
+    assert te.global_norm(gradients_of(plan, tables, ids, ones)) == 4.0
 
 
 def joined_and_added(plan, num_parts=3):

@@ -78,9 +78,11 @@ def test_a_problem_stays_until_as_many_cases_have_run_without_one(key):
     assert load().verdicts == (wrong,)
     fewer = dataclasses.replace(wrong, num_cases=1)
     save_verdicts(key, [fewer])
-    assert load().verdicts == (fewer,)
     save_verdicts(key, [FASTER])
-    assert load().verdicts == (FASTER,)
+    assert load().verdicts == (wrong,)
+    full = dataclasses.replace(FASTER, num_cases=3)
+    save_verdicts(key, [full])
+    assert load().verdicts == (full,)
 
 
 REFUSED = {
@@ -153,6 +155,65 @@ def test_damaged_files_count_as_absent_and_are_replaced(key, text):
     assert "are damaged" in load().reason(READ)
     save_verdicts(key, [FASTER])
     assert load().allows(READ)
+
+
+ENTRIES = {
+    "is_equal is text": {"is_equal": "false"},
+    "is_equal is a number": {"is_equal": 1},
+    "is_equal is missing": {"is_equal": ...},
+    "a problem beside true": {"problem": "row 7 is zero"},
+    "an empty problem": {"is_equal": False, "problem": ""},
+    "a problem that is no text": {"is_equal": False, "problem": 3},
+    "no cases": {"num_cases": 0},
+    "half a case": {"num_cases": 0.5},
+    "true cases": {"num_cases": True},
+    "ratio is text": {"speed_ratio": "1.3"},
+    "ratio is infinite": {"speed_ratio": float("inf")},
+    "ratio is NaN": {"speed_ratio": float("nan")},
+    "ratio is true": {"speed_ratio": True},
+    "ratio is negative": {"speed_ratio": -2.0},
+    "unknown capability": {"capability": "reading, dim 8"},
+    "capability is a number": {"capability": 8},
+    "no date": {"date": "yesterday"},
+    "date is a number": {"date": 2026},
+    "unknown field": {"is_certain": True},
+}
+
+
+@pytest.mark.parametrize("changes", ENTRIES.values(), ids=ENTRIES)
+def test_an_entry_that_does_not_parse_is_no_verdict(key, changes):
+    path = save_verdicts(key, [FASTER])
+    document = json.loads(path.read_text())
+    (entry,) = document["verdicts"]
+    changed = {k: v for k, v in {**entry, **changes}.items() if v is not ...}
+    document["verdicts"] = [changed]
+    path.write_text(json.dumps(document))
+    assert load().verdicts == ()
+    assert "are damaged" in load().reason(READ)
+    sent = {**KernelVerdicts(backend="interpreter").to_json(), "verdicts": [changed]}
+    with pytest.raises((TypeError, ValueError)):
+        verdicts_from_json(sent)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_entries_on_one_capability_are_no_verdict(key, order):
+    wrong = dataclasses.replace(FASTER, is_equal=False, problem="row 7 is zero")
+    path = save_verdicts(key, [FASTER])
+    document = json.loads(path.read_text())
+    entries = [dataclasses.asdict(verdict) for verdict in (FASTER, wrong)]
+    path.write_text(json.dumps({**document, "verdicts": entries[::order]}))
+    assert load().verdicts == () and "are damaged" in load().reason(READ)
+    with pytest.raises(ValueError, match="one verdict per capability"):
+        KernelVerdicts(backend="interpreter", verdicts=(FASTER, wrong))
+
+
+def test_a_field_that_comes_twice_is_no_verdict(key):
+    path = save_verdicts(key, [FASTER])
+    text = path.read_text().replace(
+        '"is_equal": true', '"is_equal": false, "is_equal": true'
+    )
+    path.write_text(text)
+    assert load().verdicts == () and "are damaged" in load().reason(READ)
 
 
 @pytest.mark.parametrize(

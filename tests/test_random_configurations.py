@@ -124,7 +124,7 @@ def tables_with_values(plan):
             rows = np.arange(table.config.vocabulary_size)[:, None]
             steps = 7 * rows + 3 * np.arange(table.config.dim) + len(values) * 11
             values[table.name] = ((steps % 31 - 15) / 8).astype(np.float32)
-    return te.with_table_values(tables, values, plan)
+    return te.with_table_values(tables, values, plan, {})[0]
 
 
 def cotangents_of(shapes):

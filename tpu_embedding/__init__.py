@@ -5,6 +5,10 @@ train it. `tpu_embedding.linen` has the same for Flax Linen, and
 `tpu_embedding.functional` without Flax.
 """
 
+# First of all: the imports below take seconds, in which signals arrive, too.
+from tpu_embedding.supervision import early_signals as _early_signals  # noqa: F401
+
+# isort: split
 import importlib.metadata
 
 from tpu_embedding import checkpoint as checkpoint
@@ -22,6 +26,7 @@ from tpu_embedding.config import TableConfig as TableConfig
 from tpu_embedding.finalize import (
     finalize_variable_values as finalize_variable_values,
 )
+from tpu_embedding.following_slots import with_table_values as with_table_values
 from tpu_embedding.functional import LookupResult as LookupResult
 from tpu_embedding.functional import Routed as Routed
 from tpu_embedding.functional import activation_shapes as activation_shapes
@@ -63,8 +68,10 @@ from tpu_embedding.tables.initial_values import init_tables as init_tables
 from tpu_embedding.tables.slot_values import slot_values as slot_values
 from tpu_embedding.tables.slot_values import with_slot_values as with_slot_values
 from tpu_embedding.tables.table_values import unstack_tables as unstack_tables
-from tpu_embedding.tables.table_values import with_table_values as with_table_values
 from tpu_embedding.tables.touched_rows import touched_rows as touched_rows
+from tpu_embedding.tables.touched_rows import (
+    with_touched_tables as with_touched_tables,
+)
 from tpu_embedding.types import PADDING_ROW_ID as PADDING_ROW_ID
 from tpu_embedding.types import DenseIds as DenseIds
 from tpu_embedding.types import LookupStats as LookupStats

@@ -7,11 +7,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from tpu_embedding.argument_checks import by_name
 from tpu_embedding.field_checks import convert_ints, is_int, raise_all
 
 Combiner = Literal["sum", "mean", "sqrtn"]
 
 
+@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CustomCombiner:
     """A function of your own that pools the rows of a sample.

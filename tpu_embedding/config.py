@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_embedding.argument_checks import NoArray, by_name, describe_value
 from tpu_embedding.combiners import Combiner, CustomCombiner
 from tpu_embedding.field_checks import convert_ints, is_finite, is_int, raise_all
 from tpu_embedding.initializers import Initializer, takes_key
@@ -31,6 +32,7 @@ MAX_VOCABULARY_SIZE: Final = PADDING_ROW_ID - 1
 """Largest number of rows: row ids are int32, and the largest int32 marks padding."""
 
 
+@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
     """Simulated quantization of looked-up elements, before they are combined.
@@ -66,6 +68,7 @@ class QuantizationConfig:
         raise_all(problems)
 
 
+@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableConfig:
     """One embedding table.
@@ -146,13 +149,15 @@ class TableConfig:
             yield (
                 "TableConfig.initializer must take (key, shape, dtype), got "
                 f"{self.initializer!r} with arguments "
-                f"{inspect.signature(self.initializer)} {owner}; jax.nn.initializers "
-                "has the same distributions, or wrap it: lambda key, shape, dtype: "
-                "jnp.asarray(initializer(shape), dtype)"
+                f"{inspect.signature(self.initializer)} {owner}; call it if it makes "
+                "an initializer, as jax.nn.initializers.normal() does, or wrap it: "
+                "lambda key, shape, dtype: jnp.asarray(initializer(shape), dtype)"
             )
-        problem = optimizer_problem("TableConfig.optimizer", self.optimizer)
+        problem = optimizer_problem(
+            "TableConfig.optimizer", self.optimizer, f" {owner}"
+        )
         if problem is not None:
-            yield f"{problem} {owner}"
+            yield problem
         yield from self._combiner_problems(owner)
         if self.name is not None and (not isinstance(self.name, str) or not self.name):
             yield (
@@ -172,7 +177,8 @@ class TableConfig:
         if not isinstance(self.placement, Placement | None):
             yield (
                 "TableConfig.placement must be a te.Sharded, te.Replicated or None, "
-                f"got {self.placement!r} {owner}; give policies to make_plan"
+                f"got {describe_value(self.placement)} {owner}; write te.Replicated(), "
+                "and give policies to make_plan"
             )
 
     def _combiner_problems(self, owner: str):
@@ -201,8 +207,9 @@ class TableConfig:
         return np.dtype(self.dtype).name
 
 
+@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FeatureConfig:
+class FeatureConfig(NoArray):
     """One input column of ids, looked up in one table or several.
 
     Attributes:
@@ -214,7 +221,8 @@ class FeatureConfig:
         row of the j-th id. Longer samples are truncated, shorter ones padded with
         zeros. Combiner and weights have no effect then.
       validate_weights_and_indices: True ignores ids without a positive weight under
-        `"mean"` and `"sqrtn"`. False counts them.
+        `"mean"` and `"sqrtn"`. False counts them. Under jit, a weight of NaN makes the
+        activation NaN; `prepare_features` refuses it.
       output_shape: shape of the activations without their last axis, `dim`. If its
         product is the batch size, samples are combined and reshaped. If its product is
         `batch * L`, samples are sequences of length L. None means `(batch,)`.

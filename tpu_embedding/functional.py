@@ -14,12 +14,13 @@ All functions take global arrays, sharded over the plan's mesh, and run inside
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tpu_embedding.argument_checks import Wanted, takes
 from tpu_embedding.gradients import TableGradients, global_norm, gradient_of_stack
 from tpu_embedding.lookup._backward import (
     gradient_rounds,
@@ -37,6 +38,7 @@ from tpu_embedding.lookup._inputs import (
     FeatureShape,
     ShardableInput,
     feature_shape,
+    refuse_unequal_batches,
     to_feature_input,
     to_shardable,
 )
@@ -44,10 +46,16 @@ from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.on_mesh import constrain, in_auto_axes, on_shards
-from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.rows.row_gradients import gradient_of_no_row
 from tpu_embedding.types import LookupStats
-from tpu_embedding.update.apply import apply_gradient, init_state
+from tpu_embedding.update.apply import (
+    apply_gradient,
+    init_state,
+    step_without_gradient,
+)
+from tpu_embedding.update.lift import values_of, with_values
 from tpu_embedding.update.specs import slot_specs, table_specs
 
 
@@ -84,6 +92,15 @@ class Routed:
     plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
 
 
+ROUTING: Final = Wanted(Routing, "the Routing of te.lookup, as result.routing")
+GRADIENTS: Final = Wanted(
+    TableGradients,
+    "the TableGradients of te.compute_gradients, or gradients.tables['embedding'] of "
+    "te.value_and_grad",
+)
+ROUTED: Final = Wanted(Routed, "the batch that te.route returned")
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LookupResult:
@@ -102,6 +119,7 @@ class LookupResult:
     stats: LookupStats
 
 
+@takes(plan=PLAN)
 def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     """Returns the shapes of the activations of a batch, without a lookup.
 
@@ -125,6 +143,7 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     return plan.unflatten(structs)
 
 
+@takes(plan=PLAN)
 def lookup(
     tables: dict[str, PackedRows], features: Any, plan: EmbeddingPlan
 ) -> LookupResult:
@@ -159,6 +178,7 @@ def lookup(
     return read_rows(tables, route(features, plan), plan)
 
 
+@takes(plan=PLAN)
 def route(features: Any, plan: EmbeddingPlan) -> Routed:
     """Sends the ids of a batch to the owners of their rows; the first half of `lookup`.
 
@@ -196,6 +216,7 @@ def route(features: Any, plan: EmbeddingPlan) -> Routed:
     return Routed(stacks=stacks, shapes=tuple(shapes), plan=plan)
 
 
+@takes(routed=ROUTED, plan=PLAN)
 def read_rows(
     tables: dict[str, PackedRows], routed: Routed, plan: EmbeddingPlan
 ) -> LookupResult:
@@ -236,6 +257,7 @@ def read_rows(
     return LookupResult(activations=activations, routing=routing, stats=stats)
 
 
+@takes(routing=ROUTING, plan=PLAN)
 @functools.partial(jax.jit, static_argnames="plan")
 def compute_gradients(
     routing: Routing, cotangents: Any, plan: EmbeddingPlan
@@ -288,6 +310,7 @@ def compute_gradients(
     return TableGradients(stacks, layer_plan)
 
 
+@takes(plan=PLAN)
 @functools.partial(jax.jit, static_argnames="plan")
 def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, Any]:
     """Returns the optimizer state of each stack that has an optimizer.
@@ -317,6 +340,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
     return in_shards(out_specs=slot_specs(structure, plan))(trained)
 
 
+@takes(gradients=GRADIENTS, plan=PLAN)
 @functools.partial(jax.jit, static_argnames="plan")
 def apply_gradients(
     tables: dict[str, PackedRows],
@@ -325,10 +349,15 @@ def apply_gradients(
     plan: EmbeddingPlan,
     gradient_norm: Any = None,
 ) -> tuple[dict[str, PackedRows], dict[str, Any]]:
-    """Updates the touched rows of tables and slot variables.
+    """Updates the touched rows of tables and slot variables: one step.
 
     The update is in place if the caller's `jit` donates them. Stacks without an
     optimizer stay as they are.
+
+    Every call is one step for all trained tables, as in TensorFlow and optax. Step
+    counts and schedules advance also for a table that the step did not look up. With
+    `every_row`, such a table moves with its momentum. So call it once per step: `add`
+    sums the gradients of several lookups.
 
     Args:
       tables: stack name to packed rows.
@@ -339,22 +368,46 @@ def apply_gradients(
         optimizers with `global_clipnorm`. None: that of these tables.
 
     Returns:
-      New tables and slots. Stacks without a gradient stay as they are.
+      New tables and slots. Rows that the step did not look up keep their bits, unless
+      the optimizer is one for every row.
 
     Raises:
       TypeError: if the gradients are not those of `compute_gradients`.
       ValueError: if tables, slots or gradients belong to another plan.
     """
-    touched = _touched_stacks(gradients, plan)
-    check_tables(tables, touched)
-    check_slots(slots, touched)
-    _check_states(tables, slots, touched, plan)
-    if not touched:
-        return tables, slots
-    old_tables = {stack.name: tables[stack.name] for stack in touched}
-    old_slots = {stack.name: slots[stack.name] for stack in touched}
+    _check_gradients(gradients, plan)
+    check_tables(tables, plan.trained_stacks)
+    check_slots(slots, plan.trained_stacks)
+    _check_states(tables, slots, plan)
     if gradient_norm is None and takes_model_norm(plan):
         gradient_norm = global_norm(gradients)
+    moved, resting = [], []
+    for stack in plan.trained_stacks:
+        moves = stack.name in gradients.stacks or stack.optimizer.rows == "every"
+        (moved if moves else resting).append(stack)
+    if resting:
+        slots = _step_without_gradients(slots, resting, plan)
+    if not moved:
+        return tables, slots
+    return _move_rows(tables, slots, gradients, gradient_norm, moved, plan)
+
+
+def _move_rows(
+    tables: dict[str, PackedRows],
+    slots: dict[str, Any],
+    gradients: TableGradients,
+    gradient_norm: Any,
+    stacks: list[TrainedStackPlan],
+    plan: EmbeddingPlan,
+) -> tuple[dict[str, PackedRows], dict[str, Any]]:
+    """Applies the gradients of some stacks; rules for every row need none."""
+    old_tables = {stack.name: tables[stack.name] for stack in stacks}
+    old_slots = {stack.name: slots[stack.name] for stack in stacks}
+
+    def rounds_of(gradients, stack):
+        if stack.name not in gradients.stacks:
+            return gradient_of_no_row(stack.layout)
+        return gradient_rounds(gradient_of_stack(gradients, stack), stack, plan)
 
     def apply_shard(tables, slots, gradients, norm):
         squares = None if norm is None else lambda: jnp.square(norm)
@@ -363,11 +416,11 @@ def apply_gradients(
                 stack.name: apply_gradient(
                     tables[stack.name],
                     slots[stack.name],
-                    gradient_rounds(gradient_of_stack(gradients, stack), stack, plan),
+                    rounds_of(gradients, stack),
                     stack,
                     plan,
                 )
-                for stack in touched
+                for stack in stacks
             }
 
     of_tables = table_specs(old_tables, plan)
@@ -382,15 +435,41 @@ def apply_gradients(
     return new_tables, slots | {name: result[1] for name, result in results.items()}
 
 
+def _step_without_gradients(
+    slots: dict[str, Any], stacks: list[TrainedStackPlan], plan: EmbeddingPlan
+) -> dict[str, Any]:
+    """Advances what belongs to no row, in stacks of which no row moves.
+
+    Tables and slot variables take no part, so XLA has nothing to copy.
+    """
+    shapes = {
+        stack.name: jax.eval_shape(lambda x: x, slots[stack.name]) for stack in stacks
+    }
+
+    def step_shard(values):
+        return {
+            stack.name: values_of(
+                step_without_gradient(
+                    with_values(shapes[stack.name], values[stack.name]), stack, plan
+                )
+            )
+            for stack in stacks
+        }
+
+    values = {stack.name: values_of(slots[stack.name]) for stack in stacks}
+    everywhere = PartitionSpec()
+    new = on_shards(step_shard, plan, in_specs=everywhere, out_specs=everywhere)(values)
+    return slots | {
+        name: with_values(slots[name], of_stack) for name, of_stack in new.items()
+    }
+
+
 def _check_states(
-    tables: dict[str, PackedRows],
-    slots: dict[str, Any],
-    stacks: tuple[TrainedStackPlan, ...],
-    plan: EmbeddingPlan,
+    tables: dict[str, PackedRows], slots: dict[str, Any], plan: EmbeddingPlan
 ) -> None:
     """Refuses optimizer states of other optimizers, or of other storage types."""
     expected = jax.eval_shape(functools.partial(init_slots, plan=plan), tables)
-    for stack in stacks:
+    for stack in plan.trained_stacks:
         wanted, found = (jax.tree.structure(s[stack.name]) for s in (expected, slots))
         if wanted != found:
             raise ValueError(
@@ -405,21 +484,13 @@ def takes_model_norm(plan: EmbeddingPlan) -> bool:
     return any(stack.optimizer.takes_model_norm for stack in plan.trained_stacks)
 
 
-def _touched_stacks(
-    gradients: TableGradients, plan: EmbeddingPlan
-) -> tuple[TrainedStackPlan, ...]:
-    """Returns the stacks that have a gradient, after checking whose it is."""
-    if not isinstance(gradients, TableGradients):
-        raise TypeError(
-            "gradients must be those of tpu_embedding.compute_gradients, got "
-            f"{type(gradients).__name__}."
-        )
+def _check_gradients(gradients: TableGradients, plan: EmbeddingPlan) -> None:
+    """Refuses gradients of another plan."""
     if gradients.plan.stacks != plan.stacks:
         raise ValueError(
             "gradients must be those of the plan's tables, got gradients that were "
             "computed with another plan; use one plan for the whole step."
         )
-    return tuple(s for s in plan.trained_stacks if s.name in gradients.stacks)
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "plan"))
@@ -468,10 +539,15 @@ def _read_rows(
 
 
 def _feature_shapes(leaves: list[Any], plan: EmbeddingPlan) -> list[FeatureShape]:
-    return [
+    shapes = [
         feature_shape(ids, feature, plan)
         for ids, feature in zip(leaves, plan.features, strict=True)
     ]
+    refuse_unequal_batches(
+        (feature, shape.batch_size)
+        for shape, feature in zip(shapes, plan.features, strict=True)
+    )
+    return shapes
 
 
 def _collect_activations(

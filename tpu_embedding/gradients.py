@@ -15,12 +15,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
+from tpu_embedding.argument_checks import check_scalar, describe_value
 from tpu_embedding.lookup._backward import (
     StackGradient,
     gradient_rounds,
     join_gradients,
     seal_gradient,
 )
+from tpu_embedding.lookup._merge import merge
+from tpu_embedding.optimizers.checks import check_hyperparameters, positive_bound
 from tpu_embedding.plan.on_mesh import on_shards
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
 from tpu_embedding.rows.row_gradients import PackedRowGradients
@@ -47,7 +50,10 @@ class TableGradients:
     plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
 
     def first_round(self, stack_name: str) -> RowUpdates:
-        """Returns a stack's gradient by row, without rows of later rounds. Global."""
+        """Returns a stack's gradient by row, without rows of later rounds. Global.
+
+        A rule that takes the occurrences of an id one by one has an entry for each.
+        """
         (stack,) = (s for s in self.plan.stacks if s.name == stack_name)
         return _first_round(self.stacks[stack_name], stack, self.plan)
 
@@ -61,7 +67,8 @@ def global_norm(gradients: Any) -> Float[Array, ""]:
 
     Returns:
       Square root of the sum of squares; float32. Each touched row of a table counts
-      once, with the sum of its gradients.
+      once, with the sum of its gradients, also where a rule takes the occurrences of an
+      id one by one (`in_sequence`).
 
     Example:
       >>> import jax.numpy as jnp
@@ -102,6 +109,11 @@ def update_if(condition: Any, update: Callable[[T], T], state: T) -> T:
       >>> update_if(jnp.array(False), lambda x: x + 1, jnp.array([1.0])).tolist()
       [1.0]
     """
+    if not callable(update):
+        raise TypeError(
+            f"te.update_if: update must be a function, got {describe_value(update)}. "
+            "Write te.update_if(condition, update, state)."
+        )
 
     def run_once(carry: tuple[Array, T]) -> tuple[Array, T]:
         return jnp.zeros((), bool), update(carry[1])
@@ -126,6 +138,7 @@ def scale(gradients: T, factor: Any) -> T:
       >>> scale({"kernel": jnp.array([3.0, 4.0])}, 0.5)["kernel"].tolist()
       [1.5, 2.0]
     """
+    check_scalar("te.scale: factor", factor, "te.scale(gradients, factor)")
 
     def scale_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, TableGradients):
@@ -149,15 +162,25 @@ def clip_by_global_norm(gradients: T, max_norm: float) -> T:
 
     Args:
       gradients: as for `global_norm`.
-      max_norm: positive number. Gradients of a smaller norm stay as they are.
+      max_norm: positive number. Gradients of a smaller norm stay as they are. Under
+        jit, where a traced number cannot be checked, 0, a negative one or NaN makes
+        all gradients NaN.
+
+    Raises:
+      TypeError: if `max_norm` is no number.
+      ValueError: if it is not positive.
 
     Example:
       >>> import jax.numpy as jnp
       >>> clip_by_global_norm({"kernel": jnp.array([3.0, 4.0])}, 1.0)["kernel"].tolist()
       [0.6000000238418579, 0.800000011920929]
     """
+    line = "te.clip_by_global_norm(gradients, max_norm)"
+    check_scalar("te.clip_by_global_norm: max_norm", max_norm, line)
+    check_hyperparameters("clip_by_global_norm", max_norm=positive_bound(max_norm))
+    limit = jnp.where(max_norm > 0, max_norm, jnp.nan)
     norm = global_norm(gradients)
-    factor = jnp.where(norm < max_norm, 1.0, max_norm / jnp.maximum(norm, max_norm))
+    factor = jnp.where(norm < limit, 1.0, limit / jnp.maximum(norm, limit))
     return scale(gradients, factor)
 
 
@@ -183,6 +206,13 @@ def add(*gradients: T) -> T:
     """
     if not gradients:
         raise ValueError("add needs at least one gradient, got none.")
+    if len(gradients) == 1 and _is_list_of_gradients(gradients[0]):
+        raise TypeError(
+            f"te.add takes each gradient as an argument, got one "
+            f"{type(gradients[0]).__name__} of them. Write te.add(*gradients)."
+        )
+    for number, other in enumerate(gradients[1:], start=2):
+        _check_one_structure(gradients[0], other, number)
 
     def add_leaves(first: Any, *others: Any) -> Any:
         if any(map(_is_table_gradients, (first, *others))):
@@ -202,6 +232,37 @@ def gradient_of_stack(
 
 def _is_table_gradients(value: Any) -> bool:
     return isinstance(value, TableGradients)
+
+
+def _is_list_of_gradients(value: Any) -> bool:
+    """Returns True for several gradients of one model in a list."""
+    if not isinstance(value, list | tuple) or len(value) < 2:
+        return False
+    leaves = jax.tree.leaves(value, is_leaf=_is_table_gradients)
+    structures = {jax.tree.structure(each) for each in value}
+    return len(structures) == 1 and any(map(_is_table_gradients, leaves))
+
+
+def _check_one_structure(first: Any, other: Any, number: int) -> None:
+    try:
+        jax.tree.structure(first, is_leaf=_is_table_gradients).flatten_up_to(other)
+    except ValueError:
+        wanted, got = (
+            {
+                jax.tree_util.keystr(path)
+                for path, _ in jax.tree_util.tree_leaves_with_path(
+                    tree, is_leaf=_is_table_gradients
+                )
+            }
+            for tree in (first, other)
+        )
+        raise ValueError(
+            "add needs gradients of one structure, got another one as number "
+            f"{number}, {describe_value(other)}: it lacks {sorted(wanted - got)[:3]} "
+            f"and has {sorted(got - wanted)[:3]}. Compute all of them by "
+            "te.value_and_grad of one model, or add the parts that they share: "
+            "te.add(first.dense, second.dense)."
+        ) from None
 
 
 def _check_one_plan(parts: list[Any]) -> None:
@@ -298,13 +359,24 @@ def _total_of_stack(
 
         def body(total: Array, part: PackedRowGradients, rows: Any) -> Array:
             del rows
-            return total + measure(part.as_row_updates().values)
+            return total + measure(_sum_by_row(part, stack).as_row_updates().values)
 
         total = rounds.fold(body, jnp.zeros(()))
         # Copies of a shard hold the same gradient; it counts once.
         return jax.lax.psum(total, stack.shard_axes)
 
     return _on_shards(measure_shard, gradients.stacks[name], plan, PartitionSpec())
+
+
+def _sum_by_row(
+    gradients: PackedRowGradients, stack: TrainedStackPlan
+) -> PackedRowGradients:
+    """Sums the occurrences of each row, for a rule that takes them one by one."""
+    if stack.optimizer.duplicates != "sequence":
+        return gradients
+    row_ids = gradients.row_ids
+    max_rows = min(row_ids.shape[0], stack.rows_per_shard)
+    return merge(row_ids, gradients.values, max_rows)
 
 
 def _on_shards(

@@ -15,12 +15,15 @@ import hashlib
 import importlib.metadata
 import importlib.resources
 import json
+import math
 import os
 import pathlib
 import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, get_args
+
+from tpu_embedding.paths import local_path
 
 Direction = Literal["read", "pool", "spread", "update", "write"]
 """A use of rows, as `plan/backends.py` chooses a backend for each."""
@@ -81,6 +84,7 @@ _CAPABILITY: Final = re.compile(
     rf"({'|'.join(get_args(Direction))})( with row sums)?, .*"
 )
 _ROWS: Final = re.compile(r".*, dim (\d+)")
+_DATE: Final = re.compile(r"\d{4}-\d\d-\d\d")
 
 
 def direction_of(capability: str) -> str | None:
@@ -113,11 +117,17 @@ class Verdict:
 
     Attributes:
       capability: name from `capability_name`.
-      is_equal: True if all results agreed with the dense reference.
-      problem: the first problem, such as wrong rows or a hang; None if there is none.
+      is_equal: True if all cases ran, and all results agreed with the dense reference.
+      problem: the first problem, such as wrong rows, a hang, or cases that did not run;
+        None if there is none.
       speed_ratio: XLA's time over the kernel's; None: not timed.
       date: day of the check, as in "2026-01-31".
-      num_cases: cases that ran.
+      num_cases: cases that could have refused the capability, at least 1; 1 for a
+        check that is not complete.
+
+    Raises:
+      ValueError: if a field has another type or range, or if a problem stands beside
+        `is_equal`.
     """
 
     capability: str
@@ -126,6 +136,27 @@ class Verdict:
     speed_ratio: float | None
     date: str
     num_cases: int = 1
+
+    def __post_init__(self):
+        is_valid = (
+            isinstance(self.capability, str)
+            and direction_of(self.capability) is not None
+            and isinstance(self.is_equal, bool)
+            and (self.problem is None or _is_text(self.problem))
+            and (self.speed_ratio is None or _is_ratio(self.speed_ratio))
+            and isinstance(self.date, str)
+            and _DATE.fullmatch(self.date)
+            and type(self.num_cases) is int
+            and self.num_cases >= 1
+            and not (self.is_equal and self.problem)
+        )
+        if not is_valid:
+            raise ValueError(
+                "A Verdict must have a capability of capability_name, is_equal as "
+                "bool, a problem only if is_equal is False, a finite speed_ratio "
+                f"above 0, a date as 2026-01-31, and num_cases from 1, got {self}. Run "
+                "tpu-embedding doctor for verdicts of this machine."
+            )
 
     @property
     def is_faster(self) -> bool:
@@ -139,6 +170,14 @@ class Verdict:
         if self.speed_ratio is None:
             return f"verdict of {self.date}: equal, but not timed"
         return f"verdict of {self.date}: {self.speed_ratio:.2f}x the speed of XLA"
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_ratio(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,14 +256,24 @@ class KernelVerdicts:
     those of one process to the others.
 
     Attributes:
-      backend: of the kernels.
-      verdicts: by capability, in any order.
+      backend: runs the kernels.
+      verdicts: at most one per capability, in any order.
       absence: the reason why there are none, or why a capability may lack one.
     """
 
     backend: KernelName
     verdicts: tuple[Verdict, ...] = ()
     absence: str = f"no verdict for this device; {RUN_DOCTOR}"
+
+    def __post_init__(self):
+        names = [verdict.capability for verdict in self.verdicts]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if self.backend not in get_args(KernelName) or twice:
+            raise ValueError(
+                f"KernelVerdicts needs a backend of {get_args(KernelName)} and one "
+                f"verdict per capability, got {self.backend!r} and several verdicts on "
+                f"{twice}. Run tpu-embedding doctor for verdicts of this machine."
+            )
 
     def find(self, capability: str) -> Verdict | None:
         """Returns the verdict on a capability; None if there is none."""
@@ -249,7 +298,7 @@ def verdicts_from_json(document: Mapping[str, Any]) -> KernelVerdicts:
     """Returns the verdicts of `KernelVerdicts.to_json`.
 
     Raises:
-      KeyError, TypeError: if the document is not such a value.
+      KeyError, TypeError, ValueError: if the document is not such a value.
     """
     return KernelVerdicts(
         backend=document["backend"],
@@ -262,7 +311,7 @@ def verdict_directory() -> pathlib.Path:
     """Returns the directory of the verdicts: the user's cache, or the variable's."""
     given = os.environ.get(DIRECTORY_VARIABLE)
     if given:
-        return pathlib.Path(given)
+        return local_path(given)
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(cache) / "tpu_embedding" / "verdicts"
 
@@ -271,7 +320,7 @@ def save_verdicts(key: VerdictKey, verdicts: Iterable[Verdict]) -> pathlib.Path:
     """Stores verdicts, and returns the file. Earlier ones of the same key stay.
 
     The file is replaced atomically. A verdict replaces an earlier one on its
-    capability. But an earlier problem stays until as many cases have run without one:
+    capability. But an earlier problem counts until as many cases have run without one:
     a quick check must not overrule a full one.
 
     Raises:
@@ -285,8 +334,10 @@ def save_verdicts(key: VerdictKey, verdicts: Iterable[Verdict]) -> pathlib.Path:
         merged = {v.capability: v for v in _read_file(path)[1]}
     for verdict in verdicts:
         earlier = merged.get(verdict.capability, verdict)
-        overrules = earlier.is_equal or verdict.num_cases >= earlier.num_cases
-        if overrules or not verdict.is_equal:
+        if not verdict.is_equal and not earlier.is_equal:
+            num_cases = max(verdict.num_cases, earlier.num_cases)
+            verdict = dataclasses.replace(verdict, num_cases=num_cases)
+        if earlier.is_equal or verdict.num_cases >= earlier.num_cases:
             merged[verdict.capability] = verdict
     document = {
         "key": dataclasses.asdict(key),
@@ -350,11 +401,25 @@ def _newest_stale(directory: pathlib.Path, key: VerdictKey) -> VerdictKey | None
 
 
 def _read_file(path: pathlib.Path) -> tuple[VerdictKey, tuple[Verdict, ...]]:
-    document = json.loads(path.read_text(encoding="utf-8"))
+    """Returns the contents of a file of verdicts.
+
+    Raises:
+      KeyError, TypeError, ValueError: if one entry is damaged: then none is believed.
+    """
+    text = path.read_text(encoding="utf-8")
+    document = json.loads(text, object_pairs_hook=_without_repeats)
     fields = dict(document["key"])
     fields["versions"] = tuple(tuple(pair) for pair in fields["versions"])
+    key = VerdictKey(**fields)
     verdicts = tuple(Verdict(**fields) for fields in document["verdicts"])
-    return VerdictKey(**fields), verdicts
+    return key, KernelVerdicts(backend=key.backend, verdicts=verdicts).verdicts
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the fields of a JSON object, which must have different names."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a field must not come twice")
+    return dict(pairs)
 
 
 def _file_stem(device_kind: str, backend: KernelName) -> str:

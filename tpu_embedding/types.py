@@ -12,6 +12,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from tpu_embedding.argument_checks import by_name
+
 PADDING_ROW_ID: Final = 2**31 - 1
 """Row id of unused places, in padded user input and in internal buffers.
 
@@ -25,6 +27,7 @@ AxisSize = Any
 
 
 @jax.tree_util.register_dataclass
+@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseIds:
     """Ids of a feature with a fixed number of places per sample, and their weights.
@@ -42,6 +45,7 @@ class DenseIds:
 
 
 @jax.tree_util.register_dataclass
+@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedIds:
     """Ids of a feature with any number of ids per sample, on the host.
@@ -71,12 +75,19 @@ class RaggedIds:
           weights: None, or `[batch]` lists of numbers, of the same lengths.
 
         Raises:
+          TypeError: if a sample is a string, which is no list of ids.
           ValueError: if the weights have other lengths than the ids.
 
         Example:
           >>> RaggedIds.from_lists([[1, 2, 3], [], [4]]).row_splits.tolist()
           [0, 3, 3, 4]
         """
+        text = next((x for x in (lists, *lists) if isinstance(x, str | bytes)), None)
+        if text is not None:
+            raise TypeError(
+                "RaggedIds.from_lists needs one list of ids per sample, got the string "
+                f"{text!r}; write [[string] for string in strings] for one per sample."
+            )
         lengths = [len(ids) for ids in lists]
         values = [value for ids in lists for value in ids]
         # NumPy takes empty lists for floats, and pads strings to the longest.
@@ -124,6 +135,7 @@ class RaggedIds:
 
 
 @jax.tree_util.register_dataclass
+@by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseIds:
     """Ids of a feature with their coordinates, as in `tf.sparse.SparseTensor`.

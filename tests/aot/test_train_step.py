@@ -326,6 +326,59 @@ def test_a_step_that_may_be_skipped_is_in_place_on_tpu(kernels):
     assert (report.kernels > 0) == (kernels == "sparse_core")
 
 
+def check_step_without_the_big_table(mesh, name):
+    """Compiles a step that looks up the small table only, in a stack of its own."""
+    big = te.TableConfig(
+        vocabulary_size=8 * LINES_PER_DEVICE * mesh.size, dim=16, name="big"
+    )
+    small = te.TableConfig(vocabulary_size=1000, dim=8, name="small")
+    config = {"one": te.FeatureConfig(table=big), "many": te.FeatureConfig(table=small)}
+    plan = te.make_plan(config, mesh, optimizer=WITHOUT_A_GRADIENT[name])
+    assert len(plan.stacks) == 2
+
+    def init():
+        tables = te.init_tables(plan, jax.random.key(0))
+        return tables, te.init_slots(tables, plan)
+
+    def step(state, features):
+        tables, slots = state
+        result = te.lookup(tables, features, plan)
+        ones = jax.tree.map(jnp.ones_like, result.activations)
+        gradients = te.compute_gradients(result.routing, ones, plan)
+        return te.apply_gradients(tables, slots, gradients, plan)
+
+    features = {"many": jax.ShapeDtypeStruct((BATCH, 4), jnp.int32)}
+    jitted = jax.jit(step, donate_argnums=0, compiler_options=plan.compiler_options)
+    compiled = jitted.lower(
+        aot.abstract_arrays(jax.eval_shape(init), plan),
+        aot.abstract_batch(features, plan),
+    ).compile()
+    check(plan, compiled)
+
+
+WITHOUT_A_GRADIENT = {
+    "adam": te.optimizers.adam(optax.cosine_decay_schedule(0.1, 9)),
+    "adafactor_exact": OTHERS["adafactor_exact"],
+    "sequence": te.optimizers.adagrad(0.1, use_gradient_accumulation=False),
+    "every_row": REPRESENTATIVE["every_row"],
+    "adafactor_of_four_steps": OTHERS["adafactor_of_four_steps"],
+}
+
+
+@pytest.mark.full_cases("sequence", "every_row", "adafactor_of_four_steps")
+@pytest.mark.parametrize("name", WITHOUT_A_GRADIENT)
+def test_a_step_without_a_table_copies_nothing_of_it(name):
+    check_step_without_the_big_table(mesh_of(3), name)
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.full_cases("adafactor_exact", "every_row")
+@pytest.mark.parametrize("name", ["adam", "adafactor_exact", "every_row"])
+def test_a_step_without_a_table_copies_nothing_of_it_on_tpu(name):
+    mesh = aot.topology_mesh(TOPOLOGIES["v5p"])
+    check_step_without_the_big_table(mesh, name)
+
+
 def test_a_copy_is_seen():
     """The check above can fail: a step that reads the table after writing it."""
     plan = make_plan(mesh_of(1), 16, None, 1)

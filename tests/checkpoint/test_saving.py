@@ -1,11 +1,14 @@
 """Saving and restoring states, in whole and in part; damage to files."""
 
+import asyncio
 import functools
+import gc
 import json
 import pathlib
 import resource
 import shutil
 import unittest.mock
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -391,7 +394,7 @@ OTHER_PLANS = {
     ),
     "missing": (
         dict(sizes={"movie": 40, "film": 7}),
-        "table 'film': not in the checkpoint\n  table 'user': only in the checkpoint",
+        "table 'film': not in the checkpoint\nGive tables=",
     ),
     "epsilon": (
         dict(rules=te.optimizers.adagrad(0.1, epsilon=1e-3)),
@@ -399,7 +402,7 @@ OTHER_PLANS = {
     ),
     "rule": (
         dict(rules=te.optimizers.momentum(0.1)),
-        "table 'user': slot 'accumulators' only in the checkpoint",
+        "; slot 'accumulators' only in the checkpoint",
     ),
     "rule of equal slots": (
         dict(rules=te.optimizers.proximal_adagrad(0.1)),
@@ -459,8 +462,63 @@ def test_tables_of_one_stack_share_their_counts(tmp_path):
     slots = te.with_slot_values(state["slots"], {"movie": {"count": 5}}, apart)
     te.save(tmp_path / "a", state | {"slots": slots}, plan=apart)
     together = plan_of(rules=rules["movie"])
-    with pytest.raises(CheckpointError, match="share 'count' now.*5 for 'movie', 0"):
+    restored = te.restore(tmp_path / "a", state_of(together), plan=together)
+    _, found = numbers_of(restored, together)
+    assert [found[name]["count"] for name in SIZES] == [5, 5]
+    # Under the plan of the checkpoint, they are as saved.
+    _, found = numbers_of(te.restore(tmp_path / "a", state, plan=apart), apart)
+    assert sorted(found[name]["count"] for name in SIZES) == [0, 5]
+
+
+def test_a_record_by_another_count_follows_no_export(tmp_path):
+    rules = {
+        name: te.optimizers.track_touched_rows(te.optimizers.adagrad(0.1))
+        for name in SIZES
+    }
+    apart = plan_of(rules=rules)
+    state = state_of(apart)
+    first, second = SIZES
+    values = {
+        first: {"update_count": 3, "base_step": 1, "base_id": 9},
+        second: {"update_count": 5, "base_step": 4, "base_id": 9},
+    }
+    slots = te.with_slot_values(state["slots"], values, apart)
+    te.save(tmp_path / "a", state | {"slots": slots}, plan=apart)
+    together = plan_of(rules=rules[first])
+    restored = te.restore(tmp_path / "a", state_of(together), plan=together)
+    found = numbers_of(restored, together)[1][first]
+    assert (found["update_count"], found["base_id"]) == (5, 0)
+
+
+def test_hyperparameters_that_were_set_apart_are_refused(tmp_path):
+    rules = {
+        name: optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=0.1)
+        for name in SIZES
+    }
+    apart = plan_of(rules=rules)
+    state = state_of(apart)
+    name = apart.stacks[0].name
+    own = te.optimizers.with_hyperparameters(
+        {name: state["slots"][name]}, learning_rate=0.3
+    )
+    te.save(tmp_path / "a", state | {"slots": state["slots"] | own}, plan=apart)
+    together = plan_of(rules=next(iter(rules.values())))
+    with pytest.raises(CheckpointError, match="share '.*learning_rate' now"):
         te.restore(tmp_path / "a", state_of(together), plan=together)
+
+
+def test_tables_that_start_anew_take_the_count_of_those_that_stay(tmp_path):
+    rules = {name: te.optimizers.adam(0.1) for name in SIZES}
+    for plan in (plan_of(rules=rules), plan_of(rules=rules["movie"])):
+        te.save(tmp_path / "a", trained_state(plan, 7), plan=plan, overwrite=True)
+        restored = te.restore(
+            *(tmp_path / "a", trained_state(plan, 3)),
+            plan=plan,
+            tables=["movie"],
+            slots="initialize",
+        )
+        _, found = numbers_of(restored, plan)
+        assert [found[name]["count"] for name in SIZES] == [3, 3]
 
 
 def trained_state(plan, count):
@@ -654,6 +712,38 @@ def test_a_directory_that_cannot_be_made(plan, tmp_path):
         te.save(tmp_path / "file" / "a", state_of(plan), plan=plan)
 
 
+def save_with_orbax(directory, plan):
+    with ocp.Checkpointer(state_handler.StateHandler()) as checkpointer:
+        args = te.checkpoint.SaveState(state_of(plan), plan=plan)
+        checkpointer.save(directory, args=args)
+
+
+def test_saving_within_an_event_loop(plan, tmp_path):
+    """As in a notebook. A coroutine that is never awaited warns, which is an error."""
+
+    async def save():
+        te.save(tmp_path / "a", state_of(plan), plan=plan)
+        save_with_orbax(tmp_path / "b", plan)
+
+    asyncio.run(save())
+    for name in ("a", "b"):
+        assert te.restore(tmp_path / name, state_of(plan, 1), plan=plan)["step"] == 3
+
+
+def test_no_coroutine_is_left_after_an_error(plan, tmp_path, monkeypatch):
+    def wait_in_vain(coroutine):
+        raise TimeoutError("no directory")
+
+    name = "CommitFutureAwaitingContractedSignals"
+    monkeypatch.setattr(ocp.future, name, wait_in_vain)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(CheckpointError, match="no directory"):
+            te.save(tmp_path / "a", state_of(plan), plan=plan)
+        gc.collect()
+    assert not [w for w in caught if "never awaited" in str(w.message)]
+
+
 class TwoParts(nnx.Module):
     """Tables on some devices, and dense parameters on none in particular."""
 
@@ -676,3 +766,20 @@ def test_restored_parameters_join_tables_of_several_devices(tmp_path):
     outputs = nnx.jit(TwoParts.__call__)(restored, ids)
     # Rows are equal; eight products are summed in an order of the compiler's.
     np.testing.assert_allclose(outputs, saved(ids), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 63, 64, 65, 1000])
+def test_the_last_chunk_is_not_padded(rows, small_blocks, tmp_path):
+    """A chunk has at most 8 rows of 16 bytes here; each ends with its checksum."""
+    plan = plan_of({"movie": rows})
+    state = with_random_slots(state_of(plan), plan)
+    te.save(tmp_path / "a", state, plan=plan)
+    chunks = [p for p in tmp_path.rglob("movie.values/c/*/*") if p.is_file()]
+    size = sum(path.stat().st_size - 4 for path in chunks)
+    assert rows * 16 <= size <= rows * 16 * (1 + 1 / 128)
+    restored = te.restore(tmp_path / "a", state_of(plan, 1), plan=plan)
+    check_equal(numbers_of(restored, plan), numbers_of(state, plan))
+    wanted = te.unstack_tables(restored["tables"], plan)["movie"]
+    np.testing.assert_array_equal(
+        te.checkpoint.read_table(tmp_path / "a", "movie"), wanted
+    )

@@ -169,8 +169,9 @@ DAMAGED = {
 def test_damaged_lines_are_named(tmp_path, line, message, place):
     lines = [make_line()] * 10
     lines[place] = line
-    data = read(write(tmp_path / "day_0", lines))
+    path = write(tmp_path / "day_0", lines)
     with pytest.raises(DataError, match=rf"day_0, line {place + 1}: .*{message}"):
+        data = read(path)
         for step in range(2):  # The 8 training lines.
             data.train_batch(step)
         list(data.evaluation_batches())
@@ -257,10 +258,12 @@ def test_held_out_lines(tmp_path, case):
 
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
     write(tmp_path / "short", numbered_lines(2))
     for name, message in [
         ("absent", r"absent is not a file.*Kaggle.*1TB.*SyntheticCriteo"),
         ("empty", "empty is empty"),
+        ("table.csv", "line 1: expected 40 fields between tabs, got 1: 'a,b'.*Kaggle"),
         ("short", "short has 2 samples, too few to hold out 2"),
     ]:
         with pytest.raises(DataError, match=message):

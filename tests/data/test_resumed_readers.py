@@ -1,6 +1,7 @@
 """Tests that each sample is seen once, whatever processes a run resumes on."""
 
 import gzip
+import pickle
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ def criteo(directory, pack):
     for day, part in enumerate((lines[:300], lines[300:])):
         text = "\n".join(part).encode()
         path = directory / f"day_{day}"
-        path.write_bytes(gzip.compress(text) if pack else text)
+        if not path.exists():
+            path.write_bytes(gzip.compress(text) if pack else text)
     return Criteo(
         [directory / "day_0", directory / "day_1"],
         batch_size=BATCH_SIZE,
@@ -34,12 +36,13 @@ def criteo(directory, pack):
 
 
 def arrays(directory):
-    dense = np.zeros((NUM_SAMPLES, 13), np.float32)
-    dense[:, 0] = np.log1p(np.arange(NUM_SAMPLES))
-    np.save(directory / "day_0_dense.npy", dense)
-    np.save(directory / "day_0_labels.npy", np.zeros((NUM_SAMPLES, 1), np.int32))
-    ids = {str(i): np.zeros((NUM_SAMPLES, 2), np.int32) for i in range(3)}
-    np.savez(directory / "day_0_sparse_multi_hot.npz", **ids)
+    if not any(directory.iterdir()):
+        dense = np.zeros((NUM_SAMPLES, 13), np.float32)
+        dense[:, 0] = np.log1p(np.arange(NUM_SAMPLES))
+        np.save(directory / "day_0_dense.npy", dense)
+        np.save(directory / "day_0_labels.npy", np.zeros((NUM_SAMPLES, 1), np.int32))
+        ids = {str(i): np.zeros((NUM_SAMPLES, 2), np.int32) for i in range(3)}
+        np.savez(directory / "day_0_sparse_multi_hot.npz", **ids)
     names = ("a", "b", "c")
     return MultiHotClicks(
         directory,
@@ -56,7 +59,9 @@ def parquet(directory):
     pq = pytest.importorskip("pyarrow.parquet")
     for part, numbers in enumerate((range(300), range(300, NUM_SAMPLES))):
         table = pa.table({"x": np.log1p(numbers), "id": [[1]] * len(numbers)})
-        pq.write_table(table, directory / f"{part}.parquet", row_group_size=64)
+        path = directory / f"{part}.parquet"
+        if not path.exists():
+            pq.write_table(table, path, row_group_size=64)
     source = ParquetSource(
         features=(ParquetFeature(name="id", vocabulary_size=5, expected_valence=1),),
         label="x",
@@ -73,6 +78,47 @@ FORMATS = {
     "arrays": arrays,
     "parquet": parquet,
 }
+
+
+def other_text(directory):
+    lines = numbered_lines(NUM_SAMPLES)[::-1]
+    (directory / "day_1").write_text("\n".join(lines[300:]))
+
+
+def other_gzip(directory):
+    text = gzip.decompress((directory / "day_1").read_bytes())
+    (directory / "day_1").write_bytes(gzip.compress(text.replace(b"12", b"21")))
+
+
+def other_array(directory):
+    labels = np.load(directory / "day_0_labels.npy")
+    np.save(directory / "day_0_labels.npy", 1 - labels)
+
+
+def other_parquet(directory):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    table = pa.table({"x": np.log1p(range(300)) + 1, "id": [[1]] * 300})
+    pq.write_table(table, directory / "0.parquet", row_group_size=64)
+
+
+OTHER_FILES = {
+    "text": other_text,
+    "gzip": other_gzip,
+    "arrays": other_array,
+    "parquet": other_parquet,
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_other_samples_of_the_same_number_have_another_digest(tmp_path, kind):
+    data = FORMATS[kind](tmp_path)
+    again = pickle.loads(pickle.dumps(data))
+    assert len(data.digest) == 8 and data.digest == again.digest
+    OTHER_FILES[kind](tmp_path)
+    other = FORMATS[kind](tmp_path)
+    assert other.num_train_samples == data.num_train_samples
+    assert other.digest != data.digest
 
 
 @pytest.mark.parametrize("make", FORMATS.values(), ids=FORMATS.keys())

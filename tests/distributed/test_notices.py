@@ -36,9 +36,21 @@ def wait_for_the_end(job):
 
 
 @pytest.mark.parametrize("author", [0, 1, 2])
-def test_all_end_and_process_0_last(author, ends, capsys):
+def test_all_end_and_process_0_last(author, ends, capsys, monkeypatch):
     jobs = make_jobs(3)
-    acts = []
+    acts, printed, read_at_end = [], [], []
+    leave, print_line = notices.os._exit, notices.print_line
+
+    def print_and_note(line, file):
+        print_line(line, file)
+        printed.append(line)
+
+    def note_and_leave(status):
+        read_at_end.append(len(printed))
+        leave(status)
+
+    monkeypatch.setattr(notices, "print_line", print_and_note)
+    monkeypatch.setattr(notices.os, "_exit", note_and_leave)
 
     def run(job):
         try:
@@ -54,8 +66,8 @@ def test_all_end_and_process_0_last(author, ends, capsys):
     order = [int(name) for name, _ in ends]
     assert sorted(order) == [0, 1, 2]
     assert order[-1] == 0
-    if author:
-        assert order[-2] == author  # Its end would break the others' connections.
+    # The end of one breaks the connections of the others.
+    assert read_at_end == [3, 3, 3]
     assert {status for _, status in ends} == {2}
     assert sorted(acts) == [0, 1, 2]
     line = f"error: process {author} (host {platform.node()}): clicks.tsv, line 7: bad"
@@ -180,3 +192,27 @@ def test_an_error_that_follows_from_a_failure_is_not_reported(ends, capsys):
     assert on_each(jobs, run) == [True] * 3
     assert {status for _, status in ends} == {2}
     assert "connection closed" not in capsys.readouterr().err
+
+
+def test_a_process_whose_threads_fail_together_prints_one_error(ends, capsys):
+    """Its own error and the notice of another one may arrive at once."""
+    (job,) = make_jobs(1)
+
+    def fail(message):
+        try:
+            notices.end_job(job, message, 1)
+        except Left:
+            return True
+
+    threads = [
+        threading.Thread(target=fail, args=(f"error {i}",), daemon=True)
+        for i in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    while not ends:
+        threads[0].join(timeout=0.01)
+    threads[0].join(timeout=0.1)
+    threads[1].join(timeout=0.1)
+    assert len(ends) == 1  # The other thread waits for the end of the process.
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -28,10 +28,10 @@ def rows():
 ROWS = list(rows())
 
 
-@pytest.fixture(scope="module")
-def namespace(tmp_path_factory):
-    """Returns what the lines of the table name."""
-    directory = tmp_path_factory.mktemp("migration") / "saved"
+@pytest.fixture
+def namespace(tmp_path):
+    """Returns what the lines of the table name; a line may donate or delete arrays."""
+    directory = tmp_path / "saved"
     path = directory.with_name("tables.npz")
     np.savez(path, movies=np.ones((100, 8)))
     movies = te.TableConfig(vocabulary_size=100, dim=8, combiner="mean", name="movies")

@@ -30,8 +30,12 @@ def load_protocol():
 protocol = load_protocol()
 
 
+def capability_of(case: str) -> str:
+    return case if ", dim" in case or "exchange" in case else f"{case}, dim 8"
+
+
 def run(case: str, deed: str) -> None:
-    capability = case if ", dim" in case or "exchange" in case else f"{case}, dim 8"
+    capability = capability_of(case)
     protocol.emit(protocol.CaseStarted(case=case, capability=capability))
     if deed == "hang":
         threading.Event().wait()
@@ -88,6 +92,11 @@ def main() -> None:
         if of_part in ("", part):
             cases.append(case.split(":"))
     names = [name for name, _ in cases]
+    real = [name for name in names if name != "start"]
+    if "start" not in names[:1]:
+        protocol.emit(
+            protocol.Planned(capabilities={n: capability_of(n) for n in real})
+        )
     if parsed.skip_until_after is not None:
         cases = cases[names.index(parsed.skip_until_after) + 1 :]
     for name, deed in cases:

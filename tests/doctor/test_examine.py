@@ -12,7 +12,12 @@ from tpu_embedding.cli import main
 from tpu_embedding.doctor import examine
 from tpu_embedding.doctor.devices import FoundDevices
 from tpu_embedding.doctor.kernel_checks import CheckSettings
-from tpu_embedding.kernel_verdicts import load_verdicts
+from tpu_embedding.kernel_verdicts import (
+    Verdict,
+    current_key,
+    load_verdicts,
+    save_verdicts,
+)
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -136,6 +141,34 @@ def test_a_hang_and_a_crash_are_reported_not_suffered(run, machine):
     assert "read, dim 8: hangs" in output
 
 
+EARLIER = Verdict(
+    capability="read, dim 8",
+    is_equal=True,
+    problem=None,
+    speed_ratio=1.5,
+    num_cases=2,
+    date="2026-01-31",
+)
+NO_ANSWER = {
+    "hangs": ("xla:ok", "correctness/read, dim 8:hang", "speed/read, dim 8:ratio=2"),
+    "does not start": ("correctness/start:no chip", "xla:ok"),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("fault", NO_ANSWER)
+def test_an_earlier_verdict_does_not_outlive_a_check_without_an_answer(
+    run, machine, fault
+):
+    machine()  # sets the directory of verdicts
+    save_verdicts(current_key("cpu", "interpreter"), [EARLIER])
+    assert load_verdicts("cpu", "interpreter").allows("read, dim 8")
+    machine(cases=NO_ANSWER[fault])
+    status, _, document = run()
+    assert status == 1 and document["result"] == "failed"
+    assert not load_verdicts("cpu", "interpreter").allows("read, dim 8")
+
+
 def test_an_unreachable_host(run, monkeypatch):
     monkeypatch.setattr("tpu_embedding.doctor.ports._CONNECT_SECONDS", 0.1)
     monkeypatch.setattr("tpu_embedding.doctor.ports.HOST_SECONDS", 0.3)
@@ -184,6 +217,7 @@ WRONG = {
     "--hosts a,a": "different names or addresses",
     "--hosts a,b --host-index 2": "--host-index must be a place in --hosts",
     "--port 0": "from 1 to 65535",
+    "--seconds 0": "from 1 to 86400",
     "--port 70000": "from 1 to 65535",
     "--json /nonexistent/report.json": "is not a directory",
     "--devices 0": "at least 1",

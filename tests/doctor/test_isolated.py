@@ -3,12 +3,11 @@
 import pathlib
 import sys
 import threading
-import time
 
 import pytest
 
 from tpu_embedding.doctor.isolated import Deadlines, output_of, run_isolated
-from tpu_embedding.doctor.protocol import CaseStarted
+from tpu_embedding.doctor.protocol import CaseStarted, Planned, to_line
 
 FAKE = pathlib.Path(__file__).parent / "fake_child.py"
 # A case ends at once, or never. A loaded machine starts Python in a few seconds.
@@ -30,6 +29,7 @@ def outcomes(ran):
 def test_all_cases_run_in_one_child():
     events = []
     ran = run("read:ok", "update:wrong", "write:ok", on_event=events.append)
+    assert ran.planned == {c: f"{c}, dim 8" for c in ("read", "update", "write")}
     assert ran.problem is None
     assert outcomes(ran) == {"read": None, "update": "row 7 is zero", "write": None}
     assert [result.ok for result in ran.results] == [True, False, True]
@@ -77,11 +77,35 @@ def test_a_child_that_starts_no_case():
     assert ran.problem == "hangs: no case started in 0.3 s"
 
 
-def test_the_total_time_is_bounded():
-    begin = time.monotonic()
-    ran = run("read:hang", deadlines=Deadlines(start=60, case=60, total=0.5))
+def child_that_prints(*events):
+    """Returns the command of a child that prints events, and then hangs."""
+    prints = "".join(f"print({to_line(event)!r}, flush=True)\n" for event in events)
+    return [sys.executable, "-c", f"{prints}import threading as t; t.Event().wait()"]
+
+
+READ = CaseStarted(case="read", capability="read, dim 8")
+
+
+def test_a_case_that_does_not_return_is_a_hang_whatever_time_is_left():
+    # The total ends while the case runs, before the deadline of the case.
+    plan = Planned(capabilities={"read": "read, dim 8"})
+    ran = run_isolated(
+        child_that_prints(plan, READ), Deadlines(start=60, case=6, total=5)
+    )
+    assert outcomes(ran) == {"read": "hangs: no result in 6 s; killed"}
+    assert ran.problem is None and ran.cases_not_run() == {}
+
+
+def test_no_case_starts_after_the_total_time():
+    plan = Planned(capabilities={"read": "read, dim 8", "pool": "pool, dim 8"})
+    ran = run_isolated(child_that_prints(plan), Deadlines(start=60, case=60, total=0.5))
     assert ran.problem == "stopped after 0.5 s; the remaining cases did not run"
-    assert time.monotonic() - begin < 30
+    assert ran.ended_by == "deadline" and ran.results == ()
+
+
+def test_cases_that_did_not_run_are_known():
+    ran = run("read:ok", "update:exit", "start:the chip is lost", "write:ok")
+    assert ran.cases_not_run() == {"write": "write, dim 8"}
 
 
 def test_a_cancelled_run_ends():

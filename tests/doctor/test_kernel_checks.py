@@ -18,7 +18,12 @@ from tpu_embedding.doctor.kernel_checks import (
     kernels_on,
     make_verdicts,
 )
-from tpu_embedding.kernel_verdicts import KernelVerdicts, current_key, save_verdicts
+from tpu_embedding.kernel_verdicts import (
+    KernelVerdicts,
+    current_key,
+    load_verdicts,
+    save_verdicts,
+)
 
 pytestmark = needs_kernels
 
@@ -105,6 +110,65 @@ def test_a_failed_exchange_counts_for_all_rows():
     assert found["read, dim 8"].problem == "ragged exchange: row 7 is zero"
 
 
+INCOMPLETE = {
+    # A case that hangs, at the end of the time for all: those behind it do not run.
+    "total time": ["correctness/read, dim 8:ok", "correctness/pool, dim 8:hang"],
+    "lost child": [
+        *("correctness/read, dim 8:ok", "correctness/pool, dim 8:exit"),
+        "correctness/start:the chip is lost",
+    ],
+}
+
+
+@pytest.mark.parametrize("cause", INCOMPLETE)
+def test_a_kernel_without_a_complete_check_is_not_allowed(cause):
+    runs = check(
+        *INCOMPLETE[cause],
+        *("correctness/write, dim 8:ok", "correctness/step, dim 8:ok"),
+        *("speed/read, dim 8:ratio=1.5", "speed/write, dim 8:ratio=1.5"),
+        "speed/step, dim 8:ratio=1.5",
+        seconds=60.0 if cause == "lost child" else 1.0,
+    )
+    found = {v.capability: v for v in make_verdicts(runs, DATE)}
+    assert backends_of(found.values()) == set()
+    assert not any(verdict.is_equal for verdict in found.values())
+
+
+def test_a_case_that_was_not_timed_leaves_the_check_incomplete():
+    cases = [f"correctness/{d}, dim 8:ok" for d in ("read", "step")]
+    found = verdicts_of(
+        *cases,
+        "speed/read, dim 8:ratio=1.5",
+        "speed/start:lost",
+        "speed/step, dim 8:ok",
+    )
+    assert found["read, dim 8"].problem == (
+        "the check is not complete, without step, dim 8 (1 did not run)"
+    )
+
+
+@pytest.mark.parametrize("whole", ["step, dim 8", "padded exchange"])
+def test_a_quick_check_cannot_overrule_a_whole_step_that_failed(
+    whole, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TPU_EMBEDDING_VERDICTS", str(tmp_path))
+    key = current_key("cpu", "interpreter")
+    quick = ["correctness/read, dim 8:ok", "speed/read, dim 8:ratio=1.5"]
+    save_verdicts(key, make_verdicts(check(*quick), DATE))
+    assert load_verdicts("cpu", "interpreter").allows("read, dim 8")
+    save_verdicts(key, make_verdicts(check(*quick, f"correctness/{whole}:wrong"), DATE))
+    save_verdicts(key, make_verdicts(check(*quick), DATE))
+    assert not load_verdicts("cpu", "interpreter").allows("read, dim 8")
+    save_verdicts(key, make_verdicts(check(*quick, f"correctness/{whole}:ok"), DATE))
+    assert load_verdicts("cpu", "interpreter").allows("read, dim 8")
+
+
+def test_a_complete_check_replaces_one_that_was_not():
+    runs = check(*INCOMPLETE["lost child"], "correctness/step, dim 8:ok")
+    assert {v.num_cases for v in make_verdicts(runs, DATE) if not v.problem} == set()
+    assert {v.num_cases for v in make_verdicts(runs, DATE)} == {1, 2}
+
+
 def test_the_slowest_case_of_a_capability_decides():
     found = verdicts_of("correctness/read, dim 8:ok", "speed/read, dim 8:ratio=1.2")
     assert found["read, dim 8"].speed_ratio == 1.2
@@ -129,7 +193,9 @@ def test_wrong_results_of_xla_fail_and_make_no_verdict():
 
 
 def test_cases_without_time_are_unmeasured():
-    runs = check("correctness/read, dim 8:hang", seconds=1.0)
+    runs = check(
+        "correctness/read, dim 8:hang", "correctness/write, dim 8:ok", seconds=1.0
+    )
     findings = findings_on_rows(runs)
     assert any(f.status == "unmeasured" and "did not run" in f.text for f in findings)
 

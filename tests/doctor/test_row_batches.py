@@ -32,7 +32,7 @@ def generator():
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_sizes_suit_kernels(ids, dim, num_devices):
     case = RowCase(name="", capability="", dim=dim, ids=ids)
-    size = size_of(case, floats=2**14, num_devices=num_devices)
+    size = size_of(case, floats=2**14, many_rows=0, num_devices=num_devices)
     multiple = num_devices * 8 * max(1, 128 // dim)
     assert size.num_samples > 0 and size.num_samples % multiple == 0
     num_ids = size.num_samples * (1 if ids == "one id" else 4)

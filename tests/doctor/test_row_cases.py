@@ -4,10 +4,12 @@ import itertools
 from typing import get_args
 
 import jax
+import numpy as np
 import pytest
 
 from tests.conftest import needs_kernels
-from tpu_embedding.doctor.row_batches import size_of
+from tpu_embedding.doctor.child import _ELSEWHERE, _ON_TPU
+from tpu_embedding.doctor.row_batches import OwnedRows, random_ids, size_of
 from tpu_embedding.doctor.row_cases import (
     DIMS,
     IdForm,
@@ -56,11 +58,34 @@ def test_each_kind_of_case_is_there(cases):
     assert {case.dim for case in cases} == set(DIMS)
     assert {case.ids for case in cases} == set(get_args(IdForm))
     assert all(
-        case.capability.endswith(f"dim {case.dim}") or case.exchange for case in cases
+        case.capability.endswith(f"dim {case.dim}")
+        or case.exchange
+        or case.rows == "many"
+        for case in cases
     )
     assert {case.exchange for case in cases} == {None, "padded", "ragged"}
     assert {case.owner for case in cases} == {"any", "one"}
     assert {case.rule for case in cases} >= {None, "sgd", "adam", "rowwise_adagrad"}
+
+
+@pytest.mark.parametrize(
+    ("effort", "coverage", "minimum"),
+    [(_ON_TPU, "all", 2**24), (_ELSEWHERE, "each once", 2**17)],
+)
+def test_one_case_has_many_rows(effort, coverage, minimum):
+    cases = row_cases("sparse_core", "full", coverage, 1)
+    (case,) = (case for case in cases if case.rows == "many")
+    size = size_of(
+        case, floats=effort.floats, many_rows=effort.many_rows, num_devices=1
+    )
+    rows = OwnedRows(
+        num_rows=size.vocabulary_size, offset=0, num_owners=1, owner=case.owner
+    )
+    generator = np.random.default_rng(0)
+    _, weighted = random_ids(generator, case.ids, size.num_samples, rows)
+    # Many ids name rows that a narrower number could not tell apart.
+    assert np.mean(weighted.ids > minimum) > 0.4
+    assert set(case.directions) == set(DIRECTIONS)
 
 
 def test_xla_checks_each_row_and_rule():
@@ -86,7 +111,7 @@ def test_one_device_exchanges_nothing():
 def test_only_the_directions_of_a_case_run_in_kernels(cases):
     for case in cases:
         devices = jax.devices()[: 2 if case.exchange else 1]
-        size = size_of(case, floats=2**13, num_devices=len(devices))
+        size = size_of(case, floats=2**13, many_rows=0, num_devices=len(devices))
         program = row_program(case, size, "interpreter", devices)
         (stack,) = program.plan.stacks
         by_kernel = {

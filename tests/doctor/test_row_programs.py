@@ -18,7 +18,11 @@ from tpu_embedding.doctor.row_programs import row_program
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
 @pytest.mark.parametrize(
     ("name", "num_kernels"),
-    [("update with row sums, dim 512", 1), ("padded exchange, dim 32", 4)],
+    [
+        ("update with row sums, dim 512", 1),
+        ("padded exchange, dim 32", 4),
+        ("many rows, dim 8", 4),
+    ],
 )
 def test_a_case_compiles_for_tpus(topology, name, num_kernels):
     pytest.importorskip("libtpu")
@@ -27,7 +31,12 @@ def test_a_case_compiles_for_tpus(topology, name, num_kernels):
     cases = row_cases("sparse_core", "full", effort.coverage, len(devices))
     (case,) = (case for case in cases if case.name == name)
     devices = devices if case.exchange else devices[:1]
-    size = size_of(case, floats=effort.floats, num_devices=len(devices))
+    size = size_of(
+        case,
+        floats=effort.floats,
+        many_rows=effort.many_rows,
+        num_devices=len(devices),
+    )
     program = row_program(case, size, "sparse_core", devices)
     compiled = program.step.lower(*abstract_arguments(program)).compile()
     report = inspect_program(compiled, program.plan)

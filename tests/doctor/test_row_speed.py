@@ -35,7 +35,7 @@ def test_figures(name):
     assert figures["speed_ratio"] > 0 and figures["spread"] >= 0
     assert figures["model_bytes"] is None  # This is no TPU.
     case = CASES[name]
-    size = size_of(case, floats=9 * 2**11, num_devices=1)
+    size = size_of(case, floats=9 * 2**11, many_rows=0, num_devices=1)
     program = row_program(case, size, "interpreter", jax.devices()[:1])
     floor = embedding_floor(program.plan, make_inputs(program, 0).arguments[2])
     is_lookup = case.rule is None

@@ -1,3 +1,4 @@
+import functools
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tests.export.served_models import (
     live_outputs,
     trained_model,
 )
+from tpu_embedding.export.saved_model import open_saved_model
 
 tf = pytest.importorskip("tensorflow", reason="the extra `tf` is not installed")
 
@@ -135,6 +137,118 @@ def test_ids_of_64_bits_stay_out_of_range(trained, loaded):
         np.testing.assert_allclose(outputs[name], expected[name], rtol=0, atol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def two_inputs():
+    names = ("user", "ragged", "weighted_ragged")
+    features = {name: FEATURES[name] for name in names}
+    return te.TPUEmbedding(features, mesh=mesh_of(1), rngs=nnx.Rngs(0))
+
+
+def ragged(lists, dtype):
+    return tf.ragged.constant(lists, dtype, row_splits_dtype=tf.int32)
+
+
+def test_row_splits_of_32_bits(two_inputs, tmp_path):
+    features, _ = batch_of(7, ("user", "ragged", "weighted_ragged"))
+    te.export.save_saved_model(two_inputs, tmp_path / "served", features)
+    loaded = tf.saved_model.load(str(tmp_path / "served"))
+    tensors = tensors_of(features)
+    narrow = tf.nest.map_structure(
+        lambda x: (
+            x.with_row_splits_dtype(tf.int32) if isinstance(x, tf.RaggedTensor) else x
+        ),
+        tensors,
+    )
+    wanted, found = loaded(tensors), loaded(narrow)
+    flat = {
+        "user": narrow["user"],
+        "ragged_values": narrow["ragged"].values,
+        "ragged_row_splits": narrow["ragged"].row_splits,
+        "weighted_ragged_values": narrow["weighted_ragged"]["ids"].values,
+        "weighted_ragged_row_splits": narrow["weighted_ragged"]["ids"].row_splits,
+        "weighted_ragged_weights": narrow["weighted_ragged"]["weights"].values,
+    }
+    by_signature = loaded.signatures["int32_row_splits"](**flat)
+    for name, rows in wanted.items():
+        np.testing.assert_array_equal(found[name], rows)
+        np.testing.assert_array_equal(by_signature[name], rows)
+
+
+USERS = ["bob", "eve é", "zoe", "", "ann"]
+TAGS = [["x", "-"], [], ["é", "y"], ["-"], ["q" * 100]]
+WEIGHTS = [[1.0, 2.0], [], [3.0, 4.0], [5.0], [6.0]]
+WAYS_TO_IDS = {
+    "vocabulary": te.Vocabulary(["ann", "bob", "eve é"], num_oov_buckets=4),
+    "vocabulary with mask": te.Vocabulary(
+        ["ann", "eve é", "x", "y"], num_oov_buckets=1, mask_token=""
+    ),
+    "hash": functools.partial(te.hash_ids, num_buckets=53),
+    "salted hash": functools.partial(
+        te.hash_ids, num_buckets=50, salt=(2**64 - 1, 7), padding="-"
+    ),
+}
+
+
+@pytest.mark.parametrize("ids", WAYS_TO_IDS.values(), ids=WAYS_TO_IDS)
+def test_strings_have_the_ids_of_the_live_model(two_inputs, tmp_path, ids):
+    features, _ = batch_of(5, ("user", "ragged", "weighted_ragged"))
+    strings = dict.fromkeys(features, ids)
+    te.export.save_saved_model(
+        two_inputs, tmp_path / "served", features, strings=strings
+    )
+    loaded = tf.saved_model.load(str(tmp_path / "served"))
+    weighted = {"ids": ragged(TAGS, tf.string), "weights": ragged(WEIGHTS, tf.float32)}
+    found = loaded(
+        {
+            "user": tf.constant(USERS),
+            "ragged": ragged(TAGS, tf.string),
+            "weighted_ragged": weighted,
+        }
+    )
+    to_ids = ids.ids if isinstance(ids, te.Vocabulary) else ids
+    live = {
+        "user": to_ids(USERS),
+        "ragged": to_ids(te.RaggedIds.from_lists(TAGS)),
+        "weighted_ragged": to_ids(te.RaggedIds.from_lists(TAGS, WEIGHTS)),
+    }
+    wanted = two_inputs(two_inputs.prepare(live))
+    for name, rows in wanted.items():
+        # Sums of up to 2 rows in another order.
+        np.testing.assert_allclose(found[name], rows, rtol=0, atol=1e-6)
+    with pytest.raises(te.export.ExportError, match="takes strings for"):
+        open_saved_model(tmp_path / "served")
+
+
+def test_unknown_strings_are_refused_without_buckets(two_inputs, tmp_path):
+    vocabulary = te.Vocabulary(["ann", "bob"], num_oov_buckets=0)
+    features = {"user": np.array([0, 1])}
+    te.export.save_saved_model(
+        two_inputs, tmp_path / "served", features, strings={"user": vocabulary}
+    )
+    loaded = tf.saved_model.load(str(tmp_path / "served"))
+    assert loaded({"user": tf.constant(["bob"])})["user"].shape == (1, 8)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="among the 2 tokens"):
+        loaded({"user": tf.constant(["bob", "eve"])})
+
+
+@pytest.mark.parametrize(
+    ("strings", "message"),
+    [
+        ({"item": WAYS_TO_IDS["hash"]}, r"inputs of ids, \['user'\], got 'item'"),
+        ({"user": functools.partial(te.hash_ids, num_buckets=308)}, "308 ids.*307"),
+        ({"user": functools.partial(te.hash_ids)}, "num_buckets=N"),
+        ({"user": te.hash_ids}, "functools.partial"),
+    ],
+)
+def test_wrong_strings_are_refused(two_inputs, tmp_path, strings, message):
+    features = {"user": np.array([0, 1])}
+    with pytest.raises(te.export.ExportError, match=message):
+        te.export.save_saved_model(
+            two_inputs, tmp_path / "served", features, strings=strings
+        )
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_narrow_tables_of_a_single_layer(tmp_path, dtype):
     layer = te.TPUEmbedding(FEATURES["user"], mesh=mesh_of(1), rngs=nnx.Rngs(0))
@@ -143,6 +257,19 @@ def test_narrow_tables_of_a_single_layer(tmp_path, dtype):
     te.export.save(layer, tmp_path / "jax", ids[:5], dtype=dtype)
     rows = tf.saved_model.load(str(tmp_path / "tf"))(tf.constant(ids, tf.int64))
     np.testing.assert_array_equal(rows, te.export.load(tmp_path / "jax")(ids))
+
+
+@pytest.mark.parametrize("file", ["saved_model.pb", "variables/variables.index"])
+def test_flipped_bits_are_found(tmp_path, file):
+    layer = te.TPUEmbedding(FEATURES["user"], mesh=mesh_of(1), rngs=nnx.Rngs(0))
+    te.export.save_saved_model(layer, tmp_path / "served", np.array([1]))
+    path = tmp_path / "served" / file
+    before = path.read_bytes()
+    path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    with pytest.raises(te.export.ExportError, match=f"{file}.*SHA-256"):
+        open_saved_model(tmp_path / "served")
+    path.write_bytes(before)
+    assert open_saved_model(tmp_path / "served")(np.array([3])).shape == (1, 8)
 
 
 def test_names_that_tensorflow_cannot_tell_apart(tmp_path):

@@ -1,3 +1,4 @@
+import hashlib
 import importlib.util
 import json
 import pathlib
@@ -393,16 +394,60 @@ def test_lists_may_stand_for_ragged_ids(served):
         (lambda d: (d / "tables" / "users.safetensors").unlink(), "users.*is missing"),
         (
             lambda d: (d / "tables" / "users.safetensors").write_bytes(b"\1"),
-            "header cannot be read",
+            "header cannot be read|users.* SHA-256",
         ),
         (lambda d: (d / "program.stablehlo").write_bytes(b"\1" * 64), "cannot be read"),
     ],
 )
-def test_damaged_exports_are_refused(tmp_path, damage, message):
+@pytest.mark.parametrize("verify", [True, False])
+def test_damaged_exports_are_refused(tmp_path, damage, message, verify):
     layer = te.TPUEmbedding(
         {"user": FEATURES["user"]}, mesh=mesh_of(1), rngs=nnx.Rngs(0)
     )
     te.export.save(layer, tmp_path / "served", NO_BATCH)
     damage(tmp_path / "served")
     with pytest.raises(te.export.ExportError, match=message):
+        te.export.load(tmp_path / "served", verify=verify)
+
+
+@pytest.fixture(scope="module")
+def bare_layer():
+    config = {"user": FEATURES["user"]}
+    return te.TPUEmbedding(config, mesh=mesh_of(1), rngs=nnx.Rngs(0))
+
+
+def flip_bit(path):
+    """Flips a high bit of the last number of a file, and returns the digests."""
+    before = path.read_bytes()
+    path.write_bytes(before[:-1] + bytes([before[-1] ^ 0x40]))
+    return [hashlib.sha256(x).hexdigest() for x in (before, path.read_bytes())]
+
+
+@pytest.mark.parametrize(
+    "file", ["program.stablehlo", "dense.safetensors", "tables/users.safetensors"]
+)
+def test_flipped_bits_are_found(bare_layer, tmp_path, file):
+    directory = tmp_path / "served"
+    te.export.save(bare_layer, directory, NO_BATCH)
+    wanted, found = flip_bit(directory / file)
+    with pytest.raises(te.export.ExportError) as error:
+        te.export.load(directory)
+    for word in (str(directory / file), wanted, found, "copy the whole directory"):
+        assert word in str(error.value)
+
+
+def test_flipped_bits_are_served_on_request(bare_layer, tmp_path):
+    te.export.save(bare_layer, tmp_path / "served", NO_BATCH)
+    flip_bit(tmp_path / "served" / "tables" / "users.safetensors")
+    served = te.export.load(tmp_path / "served", verify=False)
+    assert served.tables["users"].shape == (307, 8)
+
+
+def test_exports_of_releases_without_digests(bare_layer, tmp_path):
+    te.export.save(bare_layer, tmp_path / "served", NO_BATCH)
+    document = json.loads((tmp_path / "served" / "export.json").read_text())
+    del document["files"]
+    (tmp_path / "served" / "export.json").write_text(json.dumps(document))
+    with pytest.warns(UserWarning, match="kept no digests.*export the model again"):
         te.export.load(tmp_path / "served")
+    te.export.load(tmp_path / "served", verify=False)

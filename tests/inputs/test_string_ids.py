@@ -231,6 +231,30 @@ WRONG_CALLS = {
         "Strings",
         "got {} at 1",
     ),
+    "one string": (
+        lambda: te.Vocabulary("ab"),
+        TypeError,
+        "tokens must be a list",
+        "'ab'; write ['ab']",
+    ),
+    "strings in place of lists": (
+        lambda: te.RaggedIds.from_lists(["ab", "c"]),
+        TypeError,
+        "one list of ids per sample",
+        "'ab'; write [[string]",
+    ),
+    "a string in place of lists": (
+        lambda: te.RaggedIds.from_lists("ab"),
+        TypeError,
+        "one list of ids per sample",
+        "'ab'; write [[string]",
+    ),
+    "one string of bytes": (
+        lambda: te.Vocabulary(b"ab"),
+        TypeError,
+        "tokens must be a list",
+        "b'ab'",
+    ),
     "token": (lambda: te.Vocabulary(["a", 3]), TypeError, "token 1", "got 3"),
     "dict": (lambda: te.hash_ids({}, 2), TypeError, "hash_ids", "dict is a mapping"),
     "masked": (

@@ -62,7 +62,8 @@ def test_ids_without_a_row_read_nothing(name):
     values = te.unstack_tables(tables, plan)["t"]
     # Padding reads the last row, and must not pass on what it holds.
     values[-1] = np.nan
-    tables = te.with_table_values(tables, {"t": values}, plan)
+    with pytest.warns(UserWarning, match="NaN or infinite"):
+        tables = te.with_table_values(tables, {"t": values}, plan)
     ids = ids_of()["f"]
     ids = ids.at[7, 0].set(ROWS).at[7, 1].set(-1)
     ids = jnp.where(ids == ROWS - 1, 0, ids)

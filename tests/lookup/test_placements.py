@@ -169,7 +169,7 @@ def trained(optimizer, mesh, placement, capacity):
         capacity=capacity,
     )
     tables = te.init_tables(plan, jax.random.key(1))
-    tables = te.with_table_values(tables, {"table": BEFORE}, plan)
+    tables, _ = te.with_table_values(tables, {"table": BEFORE}, plan, {})
     slots = te.init_slots(tables, plan)
 
     @jax.jit

@@ -20,6 +20,7 @@ from tests.lookup.prepare_cases import (
     plan_of,
     prepare,
     ragged,
+    sparse,
 )
 
 # What is accepted.
@@ -70,6 +71,17 @@ def test_clipped_ids_lie_outside_of_the_tables_of_other_plans():
     assert not np.any(result.activations)
 
 
+@pytest.mark.parametrize("wide", [2**32 + 5, -(2**32) + 5])
+def test_prepare_sees_the_bits_that_jit_drops(wide):
+    """`jax.jit` itself makes its arguments int32, so no check inside can see it."""
+    ids = np.array([wide])
+    assert jax.jit(lambda x: x)(ids)[0] == 5
+    with pytest.raises(ValueError, match=f"got {wide}"):
+        prepare(ids)
+    plan = te.make_plan(te.FeatureConfig(table=TABLE), mesh_of(1))
+    assert te.lookup(init(plan), ids, plan).stats.out_of_range["feature"] == 1
+
+
 @pytest.mark.parametrize("container", ["dense", "ragged"])
 @pytest.mark.parametrize("policy", ["drop", "clip"])
 @pytest.mark.parametrize(("ids", "clipped"), BEYOND.values(), ids=BEYOND)
@@ -82,6 +94,8 @@ def test_ids_beyond_the_table_stay_beyond_or_are_clipped(
         in_one_sample = ragged(ids, [0, len(ids)])
         prepared = prepare(in_one_sample, out_of_range_ids=policy).values[0]
         prepared = prepared[: len(ids)]
+        # Ragged ids need no padding, so the number is an id beyond the table.
+        clipped = np.where(np.equal(clipped, PADDING), VOCABULARY_SIZE - 1, clipped)
     assert prepared.dtype == np.int32
     if policy == "clip":
         # The rest of clipping happens in the step, which counts.
@@ -89,7 +103,8 @@ def test_ids_beyond_the_table_stay_beyond_or_are_clipped(
         prepared = np.where(padding, PADDING, np.clip(prepared, 0, 9))
         np.testing.assert_array_equal(prepared, clipped)
         return
-    is_padding, is_inside = ids == PADDING, ids < VOCABULARY_SIZE
+    is_padding = (ids == PADDING) & (container == "dense")
+    is_inside = ids < VOCABULARY_SIZE
     if np.issubdtype(ids.dtype, np.signedinteger):
         is_inside &= ids >= 0
     np.testing.assert_array_equal(prepared == PADDING, is_padding)
@@ -97,6 +112,39 @@ def test_ids_beyond_the_table_stay_beyond_or_are_clipped(
         (prepared >= 0) & (prepared < VOCABULARY_SIZE), is_inside
     )
     np.testing.assert_array_equal(prepared[is_inside], ids[is_inside])
+
+
+LARGEST = {
+    "ragged": lambda dtype: ragged(np.array([PADDING, 1], dtype), [0, 2]),
+    "sparse": lambda dtype: sparse([[0, 0], [0, 1]], np.array([PADDING, 1], dtype)),
+    "lists": lambda dtype: [[PADDING, 1], [1]],
+}
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.uint64])
+@pytest.mark.parametrize("form", LARGEST)
+def test_ids_of_2_to_31_less_1_are_ids_where_no_padding_is_needed(form, dtype):
+    ids = LARGEST[form](dtype)
+    with pytest.raises(ValueError, match=f"got {PADDING}"):
+        prepare(ids)
+    for policy, row in (("clip", VOCABULARY_SIZE - 1), ("drop", None)):
+        feature = te.FeatureConfig(table=TABLE, out_of_range_ids=policy)
+        plan = te.make_plan(feature, mesh_of(1))
+        tables = init(plan)
+        result = te.lookup(tables, te.prepare_features(ids, plan), plan)
+        values = te.unstack_tables(tables, plan)[TABLE.name]
+        expected = values[1] + (0 if row is None else values[row])
+        assert result.stats.out_of_range["feature"] == 1
+        np.testing.assert_allclose(
+            np.asarray(result.activations)[0], expected, rtol=1e-6
+        )
+
+
+def test_ids_of_hashes_mark_padding_in_ragged_ids():
+    strings = te.RaggedIds.from_lists([["a", ""], ["b"]])
+    hashed = te.hash_ids(strings, VOCABULARY_SIZE, padding="")
+    prepared = prepare(hashed, out_of_range_ids="clip")
+    assert prepared.values[0, 1] == PADDING
 
 
 def test_plain_arrays_stay_plain():

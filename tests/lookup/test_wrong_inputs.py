@@ -1,5 +1,6 @@
 """Wrong batches: one error each, which names the feature and shows the value."""
 
+import dataclasses
 import re
 import types
 
@@ -299,6 +300,38 @@ def test_unequal_batches_name_both_features(movie):
         ValueError, match="got 3 for feature 'movie' and 2 for feature 'user'"
     ):
         te.prepare_features({"user": [1, 2], "movie": movie}, two_features())
+
+
+@pytest.mark.parametrize("wrap", [lambda function: function, jax.jit])
+def test_a_lookup_refuses_unequal_batches(wrap):
+    """Also without `prepare`."""
+    plan = two_features()
+    tables = te.init_tables(plan, jax.random.key(0))
+    features = {"user": jnp.zeros(2, jnp.int32), "movie": jnp.zeros(3, jnp.int32)}
+    with pytest.raises(
+        ValueError, match="got 3 for feature 'movie' and 2 for feature 'user'"
+    ):
+        wrap(lambda x: te.lookup(tables, x, plan).activations)(features)
+
+
+# Ids, of which the first sample has two, and weights of which the last one is NaN.
+NAN_WEIGHTS = {
+    "dense": dense(np.int32([[1, 2], [3, 4]]), np.float32([[1, 1], [1, np.nan]])),
+    "one id": dense(np.int32([1, 3]), np.float32([1, np.nan])),
+}
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("ids", NAN_WEIGHTS.values(), ids=NAN_WEIGHTS)
+def test_a_weight_of_nan_that_no_step_can_refuse_is_seen(ids, combiner):
+    table = dataclasses.replace(TABLE, combiner=combiner)
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1))
+    tables = te.init_tables(plan, jax.random.key(0))
+    activations = jax.jit(lambda x: te.lookup(tables, x, plan).activations)(ids)
+    assert np.isfinite(activations[0]).all()
+    assert np.isnan(activations[1]).all()
+    with pytest.raises(ValueError, match="must be finite"):
+        te.prepare_features(ids, plan)
 
 
 def test_an_output_shape_allows_another_batch():

@@ -1,5 +1,7 @@
 """Tests the metrics of samples with one label against scikit-learn."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,8 +168,8 @@ def test_infinite_logits_are_certain():
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_calibration(case):
     logits, labels, weights = case
-    p = probabilities(logits)[:, 1].astype(np.float32)
-    got = in_two_batches(m.Calibration.empty(), p, labels, weights).compute()
+    p = probabilities(logits)[:, 1]
+    got = in_two_batches(m.Calibration.empty(), logits, labels, weights).compute()
     wanted = np.average(p, weights=weights) / np.average(labels, weights=weights)
     assert float(got) == pytest.approx(wanted, rel=RTOL)
 
@@ -190,6 +192,78 @@ def test_errors_and_accuracy(case):
     ).compute()
     wanted = reference.accuracy_score(labels, classes, sample_weight=weights)
     assert float(accuracy) == pytest.approx(wanted, rel=RTOL)
+
+
+@pytest.mark.parametrize("wrap", [lambda function: function, jax.jit])
+def test_accuracy_refuses_probabilities(wrap):
+    with pytest.raises(TypeError, match="classes must be ints or bools.* logits > 0"):
+        wrap(m.Accuracy.from_batch)(np.float32([0.9, 0.2]), np.array([1, 0]))
+
+
+def test_no_class_is_a_soft_label():
+    accuracy = m.Accuracy.from_batch([0, 1, 1], np.float32([0.9, 0.9, 1.0]))
+    assert float(accuracy.compute()) == pytest.approx(1 / 3)
+
+
+CLICKS = (m.AUC, m.LogLoss, m.NormalizedEntropy, m.Calibration)
+
+
+@pytest.mark.parametrize("metric", CLICKS)
+def test_metrics_of_clicks_take_logits_and_then_labels(metric):
+    logits, labels, _ = CASES["random"]
+    of_names = metric.from_batch(logits=logits, labels=labels)
+    assert float(of_names.compute()) == float(
+        metric.from_batch(logits, labels).compute()
+    )
+    with pytest.raises(ValueError, match=r"labels must lie in \[0, 1\], got"):
+        metric.from_batch(labels, logits)
+
+
+SCORES = np.linspace(0, 1, 40, dtype=np.float32)
+
+
+@pytest.mark.parametrize("metric", CLICKS)
+def test_logits_that_look_like_probabilities_give_a_warning(metric):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        metric.from_batch(SCORES, np.round(SCORES))
+    places = [w.filename for w in found if "as probabilities do" in str(w.message)]
+    # AUC depends on the order only.
+    assert places == ([] if metric is m.AUC else [__file__])
+
+
+NOT_ON_HOST = {
+    "labels": (SCORES - 2, jnp.asarray(SCORES + 2), None),
+    "weights": (SCORES - 2, SCORES + 2, jnp.ones(40)),
+    "logits": (jnp.asarray(SCORES), np.round(SCORES), None),
+    "scalars in a list": ([*jnp.asarray(SCORES)], np.round(SCORES), None),
+}
+
+
+@pytest.mark.parametrize("batch", NOT_ON_HOST.values(), ids=NOT_ON_HOST)
+def test_values_on_devices_are_not_waited_for(batch):
+    # Warnings are errors here.
+    m.LogLoss.from_batch(*batch)
+    jax.jit(m.LogLoss.from_batch)(*batch)
+
+
+def test_lists_of_clicks_are_checked():
+    with pytest.raises(ValueError, match="and 1 such labels in all"):
+        m.AUC.from_batch([0.5, 3.0, 2.0], [1, 3, 3], [True, False, True])
+
+
+def test_auc_of_logits_far_from_zero_states_its_error():
+    generator = np.random.default_rng(0)
+    scores = generator.normal(size=2000).astype(np.float32)
+    labels = (generator.random(2000) < 1 / (1 + np.exp(-scores))).astype(np.float32)
+    logits = 0.01 * scores + 12
+    auc = m.AUC.from_batch(logits, labels)
+    exact = reference.roc_auc_score(labels, logits)
+    error = abs(float(auc.compute()) - exact)
+    assert 0.2 < error <= float(auc.max_error()) + RTOL
+    centred = m.AUC.from_batch(logits - logits.mean(), labels)
+    assert abs(float(centred.compute()) - exact) <= float(centred.max_error()) + RTOL
+    assert float(centred.max_error()) < 0.05
 
 
 def test_accuracy_tells_large_classes_apart():
@@ -247,7 +321,7 @@ def test_no_samples(metric):
     for empty in (
         metric.empty(),
         metric.from_batch([], []),
-        metric.from_batch([0.5], [1.0], [0.0]),
+        metric.from_batch([1], [1.0], [0.0]),
     ):
         assert not empty.is_defined()
         assert np.isnan(empty.compute())

@@ -26,9 +26,7 @@ METRICS = {
     "auc": lambda weights: m.AUC.from_batch(LOGITS, LABELS, weights, num_bins=16),
     "log_loss": lambda weights: m.LogLoss.from_batch(LOGITS, LABELS, weights),
     "entropy": lambda weights: m.NormalizedEntropy.from_batch(LOGITS, LABELS, weights),
-    "calibration": lambda weights: m.Calibration.from_batch(
-        jax.nn.sigmoid(LOGITS), LABELS, weights
-    ),
+    "calibration": lambda weights: m.Calibration.from_batch(LOGITS, LABELS, weights),
     "accuracy": lambda weights: m.Accuracy.from_batch(LOGITS > 0, LABELS, weights),
     "mae": lambda weights: m.MAE.from_batch(LOGITS, LABELS, weights),
     "rmse": lambda weights: m.RMSE.from_batch(LOGITS, LABELS, weights),

@@ -393,7 +393,86 @@ def call_inside_jit(pipeline, model, optimizer, batch):
     nnx.jit(lambda m, o: pipeline(m, o, *batch))(model, optimizer)
 
 
+@nnx.jit
+def jitted_loss(model, ids, targets):
+    return one_table_loss(model, ids, targets)
+
+
+@nnx.jit(donate_argnums=1)
+def loss_that_donates_its_batch(model, batch):
+    return one_table_loss(model, *batch), jax.tree.map(lambda x: x + 1, batch)
+
+
+def split_and_merged(model, ids, targets):
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def evaluate(state):
+        copy = nnx.merge(graph, state)
+        return one_table_loss(copy, ids, targets), nnx.state(copy)
+
+    loss, new_state = evaluate(state)
+    nnx.update(model, new_state)
+    return loss
+
+
+EVALUATIONS = {
+    "eager": one_table_loss,
+    "nnx.jit": jitted_loss,
+    "nnx.jit, donated batch": lambda model, *batch: loss_that_donates_its_batch(
+        model, jax.tree.map(jnp.array, batch)
+    ),
+    "split, merge and update": split_and_merged,
+}
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("evaluate", EVALUATIONS.values(), ids=EVALUATIONS.keys())
+def test_an_evaluation_between_calls_changes_nothing(evaluate, num_devices):
+    batches = [(np.arange(8) + i, np.ones(8, np.float32)) for i in range(3)]
+
+    def train(evaluate):
+        model = OneTable(num_devices)
+        values = model.embedding.embedding_tables()["items"]
+        values[-1] = np.nan  # equals itself, and no batch reads it
+        with pytest.warns(UserWarning, match="NaN or infinite"):
+            model.embedding.set_embedding_tables({"items": values})
+        optimizer = te.Optimizer(model, optax.sgd(0.1))
+        pipeline = te.PipelinedTrainStep(one_table_loss)
+        for batch in batches:
+            pipeline(model, optimizer, *batch)
+            for _ in range(2):
+                evaluate(model, *batch)
+        pipeline.drain(model, optimizer)
+        return model.embedding.embedding_tables()["items"]
+
+    np.testing.assert_array_equal(train(evaluate), train(lambda *_: None))
+
+
+def jitted_update(pipeline, model, optimizer, batch):
+    @nnx.jit
+    def update(model, optimizer):
+        _, gradients = te.value_and_grad(one_table_loss)(model, *batch)
+        optimizer.update(model, te.scale(gradients, 0.0))  # tables keep their bits
+
+    update(model, optimizer)
+    pipeline(model, optimizer, *batch)
+
+
+def donating_evaluation(pipeline, model, optimizer, batch):
+    nnx.jit(one_table_loss, donate_argnums=0)(model, *batch)
+    pipeline(model, optimizer, *batch)
+
+
+def restored(pipeline, model, optimizer, batch):
+    nnx.update(model, jax.tree.map(lambda x: x + 1, nnx.state(model)))
+    pipeline(model, optimizer, *batch)
+
+
 MISUSE = {
+    "update in jit": (jitted_update, "something else has changed"),
+    "donating evaluation": (donating_evaluation, "a jitted function donated"),
+    "another state": (restored, "a restored checkpoint"),
     "changed tables": (change_tables, "something else has changed"),
     "update between calls": (update_between, "Call drain before"),
     "another model": (call_with_another_model, "in flight for another model"),

@@ -142,7 +142,7 @@ def initial_state(plan, table):
 def initial_state_of_tables(plan, values):
     """Returns tables with the given values, and fresh slots."""
     tables = te.init_tables(_untrained(plan), jax.random.key(0))
-    tables = te.with_table_values(tables, values, plan)
+    tables, _ = te.with_table_values(tables, values, plan, {})
     return tables, _init_slots(tables, plan)
 
 

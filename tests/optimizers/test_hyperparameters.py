@@ -272,7 +272,11 @@ WRONG += [
     ]
 ]
 WRONG += [
-    (sgd, {"clipvalue": -1.0}, "sgd: clipvalue's minimum must not be above maximum"),
+    (
+        sgd,
+        {"clipvalue": -1.0},
+        "sgd: clipvalue must be at least 0, .* Write clipvalue=1.0",
+    ),
     (sgd, {"clipvalue": (NAN, 1.0)}, "sgd: clipvalue's minimum must be a number"),
     (sgd, {"clipvalue": (1.0, 2.0, 3.0)}, "sgd: clipvalue must be a number or a pair"),
     (

@@ -267,7 +267,6 @@ def test_nested_hyperparameters_are_found():
     [
         dict(clip_weight_min=1.0, clip_weight_max=-1.0),
         dict(clipvalue=(1.0, -1.0)),
-        dict(clipvalue=-1.0),
     ],
     ids=str,
 )

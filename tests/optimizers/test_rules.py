@@ -402,11 +402,9 @@ def test_count_advances_once_a_step_however_many_rounds(capacity):
 
 
 MIXES_ROWS = {
-    "global norm": optax.clip_by_global_norm(1.0),
     "trust ratio": optax.lamb(0.1),
     "noise": optax.add_noise(0.1, 0.9, 0),
     "centre all": optax.stateless(lambda u, p: u - u.mean()),
-    "count of finite": optax.apply_if_finite(optax.sgd(0.1), 5),
     "sort": optax.stateless(lambda u, p: jnp.sort(u, axis=0)),
     "running sum": optax.stateless(lambda u, p: jnp.cumsum(u, axis=0)),
     "flattened": optax.stateless(lambda u, p: u.reshape(-1, 4).reshape(u.shape)),
@@ -417,9 +415,6 @@ MIXES_ROWS = {
     "shifted by padding": optax.stateless(
         lambda u, p: jax.lax.pad(u, 0.0, [(1, -1, 0), (0, 0, 0)])
     ),
-    "custom reduction": optax.stateless(
-        lambda u, p: u + jax.lax.reduce(u, 0.0, jax.lax.add, (0,))[None, :]
-    ),
     "number of rows": optax.stateless(lambda u, p: u / u.shape[0]),
     "by position": optax.stateless(lambda u, p: u * jnp.arange(u.shape[0])[:, None]),
 }
@@ -427,8 +422,77 @@ MIXES_ROWS = {
 
 @pytest.mark.parametrize("case", MIXES_ROWS)
 def test_refuses_what_mixes_rows(case):
-    with pytest.raises(te.optimizers.NotRowLocalError, match="not row-local"):
+    with pytest.raises(te.optimizers.NotRowLocalError, match="not row-local") as error:
         te.optimizers.check_row_local(MIXES_ROWS[case], DIM)
+    with pytest.raises(te.optimizers.NotRowLocalError, match="'table'") as of_plan:
+        one_table_plan(MIXES_ROWS[case], VOCABULARY_SIZE, DIM, mesh_of(1))
+    assert str(of_plan.value).startswith(str(error.value))
+
+
+SUMS_OVER_ROWS = {
+    "global norm": optax.clip_by_global_norm(1.0),
+    "count of finite": optax.apply_if_finite(optax.sgd(0.1), 5),
+    "custom reduction": optax.stateless(
+        lambda u, p: u + jax.lax.reduce(u, 0.0, jax.lax.add, (0,))[None, :]
+    ),
+    "norm of the layer": optax.novograd(0.1),
+    "a norm in a chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+    "every row": te.optimizers.every_row(optax.lamb(0.1)),
+    "a name": "adam",
+}
+
+
+@pytest.mark.parametrize("case", SUMS_OVER_ROWS)
+def test_check_row_local_accepts_what_a_plan_does(case):
+    one_table_plan(SUMS_OVER_ROWS[case], VOCABULARY_SIZE, DIM, mesh_of(1))
+    te.optimizers.check_row_local(SUMS_OVER_ROWS[case], DIM)
+
+
+LOOPS_OVER_ROWS = {
+    "map": lambda body, u: jax.lax.map(body, u),
+    "map in batches": lambda body, u: jax.lax.map(body, u, batch_size=64),
+    "scan": lambda body, u: jax.lax.scan(lambda c, x: (c, body(x)), 0.0, u)[1],
+    "fori_loop": lambda body, u: jax.lax.fori_loop(
+        0, u.shape[0], lambda i, x: body(x), u
+    ),
+    "Python": lambda body, u: jnp.stack([body(u[i]) for i in range(u.shape[0])]),
+}
+
+
+def test_a_loop_in_the_state_is_refused_in_bounded_time():
+    """Also where an option asks for the state while the rule is traced."""
+    traced = []
+
+    def zero(row):
+        traced.append(row.shape)
+        if len(traced) > 4_000:
+            pytest.fail("unrolls too many rows")
+        return row * 0
+
+    rule = optax.GradientTransformation(
+        lambda rows: jax.lax.map(zero, rows), lambda u, s, p=None: (u, s)
+    )
+    for each in (rule, te.optimizers.with_slot_storage(rule, dtype=jnp.bfloat16)):
+        with pytest.raises(te.optimizers.NotRowLocalError, match=r"jax\.vmap"):
+            te.optimizers.check_row_local(each, DIM)
+
+
+@pytest.mark.parametrize("case", LOOPS_OVER_ROWS)
+def test_loops_over_rows_are_refused_in_bounded_time(case):
+    """The bound counts traced rows; tables of 65,536 rows exceed it."""
+    traced = []
+
+    def body(row):
+        traced.append(row.shape)
+        if len(traced) > 4_000:
+            pytest.fail("unrolls too many rows")  # No Exception, so no rule's error.
+        return row / (1 + jnp.sum(row * row))
+
+    rule = optax.stateless(lambda u, p: LOOPS_OVER_ROWS[case](body, u))
+    with pytest.raises(te.optimizers.NotRowLocalError, match=r"jax\.vmap"):
+        te.optimizers.check_row_local(rule, DIM)
+    with pytest.raises(te.optimizers.NotRowLocalError, match=r"jax\.vmap"):
+        one_table_plan(rule, VOCABULARY_SIZE, DIM, mesh_of(1))
 
 
 ROW_LOCAL = {

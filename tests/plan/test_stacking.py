@@ -235,6 +235,15 @@ def test_equal_optimizers_made_twice_are_two_rules():
     assert groups(plan) == [["a"], ["b"]]
 
 
+def test_a_plan_is_an_argument_of_functions_under_jit():
+    plan = plan_of(table("a"))
+    tables = jax.jit(te.init_tables)(plan, jax.random.key(0))
+    assert jax.tree.map(jnp.shape, tables) == jax.tree.map(
+        jnp.shape, te.init_tables(plan, jax.random.key(0))
+    )
+    assert jax.tree.leaves(plan) == []
+
+
 def test_dtype_of_a_stack():
     plan = plan_of(table("a"))
     tables = jax.eval_shape(te.init_tables, plan, jax.random.key(0))

@@ -1,9 +1,11 @@
-"""The config `synthetic`, with data that process 1 finds wrong."""
+"""The config `synthetic`, with data that process 1 finds wrong, or a full disk."""
 
 import dataclasses
 import errno
+import resource
 import time
 
+from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints
 from tpu_embedding.data.synthetic import SyntheticClicks
 from tpu_embedding.distributed import current_job
 from tpu_embedding.training import DataError, load_config
@@ -33,6 +35,29 @@ def refuse_plot(self, *_):
     raise OSError(errno.ENOSPC, "No space left on device", "curves.png")
 
 
+def fill_disk_after(saved):
+    """Lets process 1 write no table any more, once the first checkpoint is complete."""
+
+    def and_fill(self, step):
+        saved(self, step)
+        if current_job().process_index == 1:
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+
+    return and_fill
+
+
+def hang_in_second_save(save):
+    """Lets process 1 hang in the second save, as on a disk that does not answer."""
+
+    def and_hang(self, step, *arguments):
+        if self.latest_step and current_job().process_index == 1:
+            time.sleep(3600)
+        save(self, step, *arguments)
+
+    return and_hang
+
+
 @dataclasses.dataclass(frozen=True)
 class DamagedSource:
     damage: str = "line"
@@ -42,6 +67,10 @@ class DamagedSource:
         del data_dir
         if self.damage == "plot":
             RunReport.plot = refuse_plot
+        if self.damage == "disk":
+            RunReport.saved = fill_disk_after(RunReport.saved)
+        if self.damage == "hanging disk":
+            RunCheckpoints.save = hang_in_second_save(RunCheckpoints.save)
         data = DamagedClicks(
             batch_size=batch_size,
             seed=seed,

@@ -59,7 +59,9 @@ class JobServer:
                 command += ["--supervise", "never"]
             command += (of_process or {}).get(process, [])
             commands.append(command)
-            outputs.append(self._directory / f"job-{self._num_jobs}-{process}.log")
+            output = self._directory / f"job-{self._num_jobs}-{process}.log"
+            output.touch()  # A test may read it before its process has started.
+            outputs.append(output)
         request = [
             (command, str(output))
             for command, output in zip(commands, outputs, strict=True)

@@ -43,19 +43,20 @@ def main(coordinator, num_processes, process, num_devices, path):
 
 def verdict_of_process():
     """Returns the process whose verdict on kernels this process follows."""
-    own = Verdict(
-        capability="read, dim 8",
-        is_equal=True,
-        problem=None,
-        speed_ratio=float(jax.process_index()),
-        date="2026-01-31",
-    )
     # The values differ in length, too.
-    verdicts = KernelVerdicts(
-        backend="interpreter", verdicts=(own,) * (1 + jax.process_index())
+    own = tuple(
+        Verdict(
+            capability=f"read, dim {8 * (place + 1)}",
+            is_equal=True,
+            problem=None,
+            speed_ratio=1.0 + jax.process_index(),
+            date="2026-01-31",
+        )
+        for place in range(1 + jax.process_index())
     )
+    verdicts = KernelVerdicts(backend="interpreter", verdicts=own)
     (followed,) = of_first_process(verdicts).verdicts
-    return followed.speed_ratio
+    return followed.speed_ratio - 1.0
 
 
 def train(mesh, batch_axes, label):

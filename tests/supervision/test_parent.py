@@ -21,12 +21,27 @@ class Run:
     """A parent and its fake workers."""
 
     def __init__(
-        self, folder, attempts, *options, worker_options=(), stdout=subprocess.PIPE
+        self,
+        folder,
+        attempts,
+        *options,
+        worker_options=(),
+        stdout=subprocess.PIPE,
+        before=(),
     ):
         self.folder = folder
         fake = [sys.executable, "-I", FAKE, folder, json.dumps(attempts)]
         command = [
-            *(sys.executable, "-I", entry.__file__, "--pause", 0, "--grace", 0.2),
+            *(
+                sys.executable,
+                *before,
+                "-I",
+                entry.__file__,
+                "--pause",
+                0,
+                "--grace",
+                0.2,
+            ),
             *("--collect", 0.3),
             *options,
             *("--", *fake, *worker_options),
@@ -117,7 +132,7 @@ def test_one_worker_has_no_more_options(tmp_path):
 FAILURES = {
     "exit": (["error:no such file", "exit:3"], 3, r"ended with exit status 3"),
     "usage": (["exit:2"], 2, r"ended with exit status 2"),
-    "killed": (["kill:SIGKILL"], 1, r"was killed by SIGKILL .*memory ran out"),
+    "killed": (["kill:SIGKILL"], 1, r"was killed by SIGKILL .*another process sent"),
     "crash": (["kill:SIGSEGV"], 1, r"was killed by SIGSEGV .*native code crashed"),
     "abort": (["abort:"], 1, r"was killed by SIGABRT .*loses another one"),
 }
@@ -308,6 +323,19 @@ def test_a_signal_reaches_all_workers(tmp_path, number, status):
     started.process.send_signal(number)  # as of GNU timeout: one request
     assert started.finish().status == status, started.err
     assert started.err == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_parent_has_handlers_stops_the_worker(tmp_path, number):
+    """`supervise` holds signals back until the parent has taken its place."""
+    become_parent = (
+        "import os, signal, sys\n"
+        f"signal.pthread_sigmask(signal.SIG_BLOCK, [{int(number)}])\n"
+        f"os.kill(os.getpid(), {int(number)})\n"
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+    )
+    ended = run(tmp_path, [[["save:"]]], before=("-c", become_parent))
+    assert ended.status == 75, ended.err
 
 
 def test_a_signal_in_the_pause_ends_the_parent(tmp_path):

@@ -265,7 +265,10 @@ def test_values_of_other_real_types_are_cast(dtype, stored):
     ("dtype", "bad", "text"),
     [
         ("float16", 7e4, "within 65504 of zero for dtype float16, got 70000.0"),
+        ("float32", 1e39, "within 3.40282e+38 of zero for dtype float32, got 1e+39"),
         ("bfloat16", 3.4e38, "for dtype bfloat16"),
+        ("bfloat16", -1e39, "for dtype bfloat16, got -1e+39"),
+        ("int8", 1e39, "must be finite for dtype int8"),
         ("int8", np.nan, "must be finite for dtype int8"),
         ("int8", -np.inf, "must be finite for dtype int8"),
     ],
@@ -283,5 +286,22 @@ def test_infinities_of_16_bit_tables_stay():
     plan = make_plan(2, dtype="bfloat16")
     values = np.zeros((37, 3), np.float32)
     values[4] = [np.inf, -np.inf, np.nan]
-    stacked = te.with_table_values(zeros(plan), {"a": values}, plan)
+    with pytest.warns(UserWarning, match="table 'a' hold 3, the first in row 4"):
+        stacked = te.with_table_values(zeros(plan), {"a": values}, plan)
     np.testing.assert_array_equal(te.unstack_tables(stacked, plan)["a"], values)
+
+
+@pytest.mark.parametrize("block_bytes", [2**26, 64])
+def test_numbers_that_are_not_finite_are_counted(block_bytes, monkeypatch):
+    monkeypatch.setattr(table_values, "_BLOCK_BYTES", block_bytes)
+    plan = make_plan(2)
+    values = random_values(plan)
+    values["a"][5, 1] = np.nan
+    values["a"][30] = np.inf
+    values["c"][2] = np.nan
+    with pytest.warns(UserWarning) as found:
+        te.with_table_values(zeros(plan), values, plan)
+    (warning,) = found
+    assert "'a' hold 4, the first in row 5; values of table 'c' hold 3" in str(
+        warning.message
+    )

@@ -1,13 +1,15 @@
 """Tests the checks of batches that depend on earlier batches; see test_cli_refusals."""
 
 import dataclasses
+import pathlib
+import re
 
 import numpy as np
 import pytest
 
 from tpu_embedding.data.batch_part import slice_batch
 from tpu_embedding.training import Batch, DataError, RunConfig, load_config
-from tpu_embedding.training.checked_data import CheckedDataset
+from tpu_embedding.training.checked_data import CheckedDataset, open_data
 
 CONFIG = load_config("synthetic")
 SIZE = 3
@@ -45,6 +47,43 @@ def checked(loss="log_loss", **arguments) -> CheckedDataset:
         CONFIG, batch_size=SIZE, loss=loss, target=None
     )
     return CheckedDataset(Clicks(**arguments), config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorder:
+    """A source of a user, who may keep files elsewhere."""
+
+    given: list = dataclasses.field(default_factory=list)
+
+    def open(self, data_dir, *, batch_size, seed):
+        self.given.append(data_dir)
+        return Clicks()
+
+
+@pytest.mark.parametrize(
+    ("data_dir", "opened"),
+    [
+        ("~/clicks", pathlib.Path.home() / "clicks"),
+        (pathlib.Path("clicks"), pathlib.Path("clicks")),
+        ("gs://bucket/clicks", "gs://bucket/clicks"),
+        (["day_0", "day_1"], ["day_0", "day_1"]),
+        (None, None),
+    ],
+)
+def test_paths_of_this_machine_are_read_and_others_passed_on(data_dir, opened):
+    source = Recorder()
+    open_data(
+        dataclasses.replace(CONFIG, data=source, batch_size=SIZE, target=None), data_dir
+    )
+    assert source.given == [opened]
+
+
+@pytest.mark.parametrize("data_dir", ["gs://bucket/clicks", ["day_0", "day_1"]])
+@pytest.mark.parametrize("name", ["movielens", "dlrm", "dlrm_dcnv2"])
+def test_sources_of_the_package_read_files_of_this_machine(name, data_dir):
+    message = "data_dir must be a path of this machine for this config, got "
+    with pytest.raises(DataError, match=re.escape(f"{message}{data_dir!r}; mount")):
+        open_data(load_config(name), data_dir)
 
 
 def test_numbers_become_float32():

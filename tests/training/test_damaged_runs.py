@@ -181,7 +181,8 @@ def test_fallback_needs_resume(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("value", ["0", "-1"])
-def test_intervals_that_are_none(tmp_path, capsys, value):
-    settings = [f"keep_time_interval={value}"]
+@pytest.mark.parametrize("name", ["keep_time_interval", "max_save_seconds"])
+def test_intervals_that_are_none(tmp_path, capsys, name, value):
+    settings = [f"{name}={value}"]
     assert run(tmp_path / "run", settings=settings) == cli.WRONG_USAGE
-    check_error(capsys, "RunConfig.keep_time_interval must be a positive number")
+    check_error(capsys, f"RunConfig.{name} must be a positive number")

@@ -108,7 +108,9 @@ def test_a_compiled_plan_follows_the_verdicts_on_such_a_chip(
     has_kernels = topology.startswith("v5p")
     reason = "no verdict for this device" if has_kernels else "no SparseCores"
     assert choice().backend == "xla" and reason in choice().reason
-    verdict = dataclasses.replace(VERDICTS.verdicts[0], is_equal=True, speed_ratio=2.0)
+    verdict = dataclasses.replace(
+        VERDICTS.verdicts[0], is_equal=True, problem=None, speed_ratio=2.0
+    )
     kind = mesh.devices.flat[0].device_kind
     save_verdicts(current_key(kind, "sparse_core"), [verdict])
     assert choice().backend == ("sparse_core" if has_kernels else "xla")

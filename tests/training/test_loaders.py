@@ -19,6 +19,7 @@ from tpu_embedding.training import RunConfig, load_config
 from tpu_embedding.training.checked_data import CheckedDataset
 from tpu_embedding.training.errors import ConfigError
 from tpu_embedding.training.loaders import open_reader, split_samples
+from tpu_embedding.training.stop_signals import STOP_SIGNALS
 from tpu_embedding.types import RaggedIds
 
 grain = pytest.importorskip("grain")
@@ -112,7 +113,7 @@ def test_a_killed_process_is_reported():
     reader = open_reader(checked(Parts()), range(SIZE), range(1000), 2)
     try:
         pid = int(reader.read(0).dense[-1, 0])
-        for number in (signal.SIGINT, signal.SIGTERM):  # for the parent to decide on
+        for number in STOP_SIGNALS:  # for the parent to decide on
             os.kill(pid, number)
         pids = {int(reader.read(step).dense[-1, 0]) for step in range(1, 20)}
         assert pids == {pid}

@@ -106,7 +106,9 @@ def test_tensorboard_has_the_records(whole_run):
     # The first step after the start and after each checkpoint is not timed.
     assert list(curves["train/samples_per_second"]) == [2, 4, 6, 8]
     for name, value in result.metrics.items():
-        assert list(curves[f"evaluation/{name}"]) == [6, 8]
+        # The error of AUC is recorded where it is large.
+        steps = [8] if name == "auc_max_error" else [6, 8]
+        assert list(curves[f"evaluation/{name}"]) == steps
         # Events hold float32.
         assert curves[f"evaluation/{name}"][8] == pytest.approx(value, rel=1e-6)
 

@@ -49,6 +49,15 @@ def test_click_metrics_over_batches():
     assert metrics["calibration"] == pytest.approx(p.mean() / rate, rel=1e-6)
 
 
+def test_an_auc_of_coarse_bins_states_its_error():
+    def outputs_of(scores):
+        return click_outputs(0.01 * scores + 12)
+
+    metrics = summarize("log_loss", outputs_of)
+    assert list(metrics)[1:3] == ["auc", "auc_max_error"]
+    assert metrics["auc_max_error"] > 0.1
+
+
 @pytest.mark.parametrize(
     ("clicks", "names"),
     [

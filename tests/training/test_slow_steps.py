@@ -1,5 +1,6 @@
 """A slow step prints the stacks of all threads, once; other waits print nothing."""
 
+import functools
 import inspect
 import threading
 import time
@@ -7,12 +8,15 @@ import time
 import jax
 import pytest
 
+from tests.conftest import mesh_of
+from tests.training.test_loop import tiny_config
 from tests.training.test_pipeline import metrics_of
-from tpu_embedding.training import slow_steps
+from tpu_embedding.data.synthetic import SyntheticClicks
+from tpu_embedding.training import loop, slow_steps, train
 from tpu_embedding.training.pipeline import StepMeter
 from tpu_embedding.training.slow_steps import SlowStepWatch
 
-DEADLINE_SECONDS = 30
+DEADLINE_SECONDS = 60
 
 
 @pytest.fixture
@@ -68,6 +72,51 @@ def test_a_pause_is_no_slow_step(start):
     watch.pause()
     waits_long_enough()
     assert read() == ""
+
+
+def test_a_slow_step_after_a_pause_is_reported(start):
+    watch, read = start()
+    complete(watch, 8)
+    watch.pause()
+    watch.resume()
+    await_text(read, "step 9 has taken 0.")
+
+
+def test_steps_between_pauses_tell_the_usual_time(start):
+    watch, read = start()
+    for step in range(1, slow_steps._MIN_STEPS + 2):
+        watch.completed(step)
+        watch.pause()
+        watch.resume()
+    await_text(read, f"step {slow_steps._MIN_STEPS + 2} has taken")
+
+
+def test_the_first_step_of_a_run_is_no_slow_step(start):
+    watch, read = start()
+    watch.resume()
+    complete(watch, slow_steps._MIN_STEPS)
+    waits_long_enough()
+    assert read() == ""
+
+
+def test_a_reader_that_stalls_after_a_save_is_reported(tmp_path, monkeypatch):
+    """It prepares the batch of step 7 while step 6 is saved and evaluated."""
+    stacks = tmp_path / "stacks"
+    train_batch = SyntheticClicks.train_batch
+
+    def stall(self, step):
+        if step == 6:
+            await_text(stacks.read_text, "step 7 has taken")
+        return train_batch(self, step)
+
+    monkeypatch.setattr(SyntheticClicks, "train_batch", stall)
+    config = tiny_config("num_steps=7", "checkpoint_every=6", "evaluate_every=6")
+    with stacks.open("a+") as file:
+        watch = functools.partial(
+            SlowStepWatch, min_seconds=0.05, look_seconds=0.005, file=file
+        )
+        monkeypatch.setattr(loop, "SlowStepWatch", watch)
+        assert train(config, tmp_path / "run", mesh=mesh_of(1)).step == 7
 
 
 def test_few_steps_tell_no_usual_time(start):

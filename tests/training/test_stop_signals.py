@@ -125,7 +125,7 @@ def run(code, **options):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,  # The package is imported, maybe on a busy machine.
         **options,
     )
 

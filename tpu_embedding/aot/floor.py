@@ -85,7 +85,7 @@ def embedding_floor(plan: EmbeddingPlan, features: Any) -> Floor:
     Args:
       plan: plan of the layer.
       features: batch of features or its shapes, as the layer takes them; global. Stacks
-        that it does not use have no traffic.
+        that it does not use have no traffic, unless their rule moves every row.
 
     Example:
       >>> import jax.numpy as jnp
@@ -104,9 +104,7 @@ def embedding_floor(plan: EmbeddingPlan, features: Any) -> Floor:
     plan = plan.for_batch(features)
     leaves = plan.flatten(features)
     activations = plan.flatten_activations(jax.eval_shape(activations_of, features))
-    floors = [
-        _stack_floor(stack, plan, leaves, activations) for stack in plan.used_stacks
-    ]
+    floors = [_stack_floor(stack, plan, leaves, activations) for stack in plan.stacks]
     return Floor(
         forward_hbm_bytes=sum(floor.forward_hbm_bytes for floor in floors),
         backward_hbm_bytes=sum(floor.backward_hbm_bytes for floor in floors),

@@ -2,7 +2,7 @@
 
 An array has the format zarr 3, without compression. Each chunk ends with its crc32c, so
 a reader notices a flipped bit. A missing chunk is an error, never zeros. A chunk of a
-table is 10 to 20 MB of neighbouring rows.
+large table is 10 to 20 MB of neighbouring rows.
 """
 
 import os
@@ -17,6 +17,7 @@ from etils import epath
 
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.format import (
+    STORES,
     TABLES,
     ArrayRecord,
     TableRecord,
@@ -25,9 +26,11 @@ from tpu_embedding.checkpoint.format import (
     damaged,
     describe,
     state_directory,
+    unreadable,
 )
 
-_DRIVERS: Final = {"gs://": "gcs", "s3://": "s3"}
+_DIGEST_DIFFERS: Final = ("DATA_LOSS", "FAILED_PRECONDITION")
+"""Errors of tensorstore for a chunk of another digest, and of another size."""
 
 
 class ArrayFile:
@@ -100,6 +103,10 @@ class ArrayFile:
             return store.read().result()
         except (ValueError, OSError, RuntimeError) as error:
             problem = str(error).partition(" [")[0].partition("\n")[0]
+            if problem.startswith("NOT_FOUND"):
+                raise unreadable(self._path, FileNotFoundError(problem)) from error
+            if not problem.startswith(_DIGEST_DIFFERS):
+                raise unreadable(self._path, error) from error
             rows = "" if start is None else f" (rows {start} to {start + num_rows})"
             raise damaged(self._path, f"{problem}{rows}") from error
 
@@ -243,7 +250,7 @@ def decode_int8(rows: np.ndarray) -> np.ndarray:
 
 def _kvstore(path: epath.Path) -> dict[str, str]:
     text = os.fspath(path)
-    for scheme, driver in _DRIVERS.items():
+    for scheme, driver in STORES.items():
         if text.startswith(scheme):
             bucket, _, rest = text.removeprefix(scheme).partition("/")
             return {"driver": driver, "bucket": bucket, "path": f"{rest}/"}

@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from tpu_embedding.checkpoint.format import damaged
+from tpu_embedding.checkpoint.errors import CheckpointError
 
 
 def with_elements(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +75,12 @@ def restored_leaves(
     try:
         read = handler.restore(directory, args=args)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise damaged(directory, f"{type(error).__name__}: {error}") from error
+        text = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"The arrays in {directory} have the right checksums, and orbax cannot "
+            f"read them: {type(error).__name__}: {text} Restore with the version of "
+            "orbax that saved them, or only the tables by dense='keep'."
+        ) from error
     finally:
         handler.close()
     return empty | {name: _leaf(_at(read, name), x) for name, x in stored.items()}

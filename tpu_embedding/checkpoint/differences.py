@@ -1,12 +1,12 @@
 """Finds all differences between a checkpoint and the state to restore."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import jax
 import numpy as np
 
-from tpu_embedding.checkpoint.format import TableRecord
+from tpu_embedding.checkpoint.format import ArrayRecord, TableRecord
 from tpu_embedding.optimizers.rules.touched_rows import is_base_of_deltas
 from tpu_embedding.tables.slot_values import NamedSlot
 
@@ -16,32 +16,48 @@ anew, as at the first step."""
 
 RulesChoice = Literal["check", "ignore"]
 """`"check"`: the optimizer of each table must be that of the checkpoint, learning rates
-apart. `"ignore"`: slot variables are restored if their names and shapes are equal."""
+apart. `"ignore"`: slot variables are restored if their names and shapes are equal, and
+the others start anew."""
+
+DtypesChoice = Literal["check", "convert"]
+"""`"check"`: tables must have the types of the checkpoint. `"convert"`: rows become
+float32 or bfloat16, whichever the tables of the state are."""
+
+_CONVERTIBLE: Final = ("float32", "bfloat16")
+"""Types to which rows are converted: they hold the numbers of all types."""
 
 DenseChoice = Literal["restore", "keep"]
 """`"restore"`: other leaves of the state come from the checkpoint. `"keep"`: they
 stay."""
 
+_ROUNDING_SLOT: Final = "step"
+"""Count of updates of narrow tables, from which their rounding is drawn."""
+
 _WAYS_OUT: Final = {
     "missing": "Give tables= the tables to restore, or rename={new name: old name}.",
     "extra": "Give tables= the tables to restore, to leave the others out.",
     "shape": "Load such a table by te.checkpoint.read_table and te.with_table_values.",
+    "dtype": "Give dtypes='convert' to round the rows to the types of now.",
     "abstract": "Give a state of arrays, whose new rows have their initial values.",
-    "rule": "Restore with the optimizer of the checkpoint. Or start its slot variables "
-    "anew by slots='initialize', or take them over by rules='ignore'.",
+    "rule": "Restore with the optimizer of the checkpoint. Or give rules='ignore': it "
+    "takes over slot variables of equal names and shapes, and starts the others anew. "
+    "Or start all of them anew by slots='initialize'.",
     "shared": "Give these tables different optimizers, so that they are not stacked. "
     "Or start their slot variables anew by slots='initialize'.",
     "dense": "Give dense='keep' to restore tables only. The path of a leaf starts with "
     "its place: restore a model that was saved in (model, optimizer) as (model,).",
 }
 
+_NOT_IN_EARLIER_RELEASES: Final = ("dataset.digest",)
+"""Values of a description that checkpoints of earlier releases lack."""
+
 
 class Differences:
     """Differences between a checkpoint and a state, each with a way out."""
 
     def __init__(self):
-        self._lines: list[str] = []
-        self._ways_out: dict[str, None] = {}
+        self._problems: dict[str, list[str]] = {}
+        self._ways_out: dict[str, dict[str, None]] = {}
 
     def add(self, owner: str, problem: str, way_out: str) -> None:
         """Adds a difference.
@@ -51,15 +67,22 @@ class Differences:
           problem: the values of both.
           way_out: key of the way out.
         """
-        self._lines.append(f"{owner}: {problem}")
-        self._ways_out[_WAYS_OUT[way_out]] = None
+        self._problems.setdefault(owner, []).append(problem)
+        self._ways_out.setdefault(owner, {})[_WAYS_OUT[way_out]] = None
 
     def __bool__(self) -> bool:
-        return bool(self._lines)
+        return bool(self._problems)
 
     def __str__(self) -> str:
-        """Returns one line per difference, then the ways out."""
-        return "\n  ".join(["", *self._lines]) + "\n" + "\n".join(self._ways_out)
+        """Returns one line per owner, and the ways out below owners that share them."""
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for owner, problems in self._problems.items():
+            ways_out = tuple(self._ways_out[owner])
+            groups.setdefault(ways_out, []).append(f"{owner}: {'; '.join(problems)}")
+        return "".join(
+            "\n  ".join(["", *lines]) + "\n" + " ".join(ways_out)
+            for ways_out, lines in groups.items()
+        )
 
 
 def compare_table(
@@ -71,6 +94,7 @@ def compare_table(
     is_abstract: bool,
     with_slots: bool,
     rules: RulesChoice,
+    dtypes: DtypesChoice,
 ) -> None:
     """Adds the differences of one table.
 
@@ -82,12 +106,17 @@ def compare_table(
       is_abstract: True if the state has shapes in place of arrays.
       with_slots: True if its slot variables are to be restored.
       rules: whether to compare optimizers.
+      dtypes: whether to compare types of rows.
     """
     owner = f"table {name!r}"
-    for field in ("dim", "dtype"):
-        here, there = getattr(saved, field), getattr(wanted, field)
-        if here != there:
-            found.add(owner, f"{field} {here} in the checkpoint, {there} now", "shape")
+    if saved.dim != wanted.dim:
+        found.add(
+            owner, f"dim {saved.dim} in the checkpoint, {wanted.dim} now", "shape"
+        )
+    is_convertible = wanted.dtype in _CONVERTIBLE
+    if saved.dtype != wanted.dtype and (dtypes == "check" or not is_convertible):
+        text = f"dtype {saved.dtype} in the checkpoint, {wanted.dtype} now"
+        found.add(owner, text, "dtype" if is_convertible else "shape")
     if saved.vocabulary_size != wanted.vocabulary_size:
         sizes = (
             f"vocabulary_size {saved.vocabulary_size} in the checkpoint, "
@@ -97,8 +126,8 @@ def compare_table(
             found.add(owner, sizes, "shape")
         elif is_abstract:
             found.add(owner, sizes, "abstract")
-    if with_slots:
-        _compare_slots(found, owner, saved, wanted, rules)
+    if with_slots and rules == "check":
+        _compare_slots(found, owner, saved, wanted)
 
 
 def _compare_slots(
@@ -106,7 +135,6 @@ def _compare_slots(
     owner: str,
     saved: TableRecord,
     wanted: TableRecord,
-    rules: RulesChoice,
 ) -> None:
     if saved.rule is None or wanted.rule is None:
         if saved.rule is not wanted.rule:
@@ -116,11 +144,12 @@ def _compare_slots(
             ]
             found.add(owner, f"{texts[0]} in the checkpoint, {texts[1]} now", "rule")
         return
-    if rules == "check":
-        for line in value_differences(saved.rule, wanted.rule):
-            found.add(f"optimizer of {owner}", line, "rule")
+    for line in _rule_differences(saved.rule, wanted.rule):
+        found.add(owner, line, "rule")
     for name in sorted(saved.slots.keys() | wanted.slots.keys()):
         here, there = saved.slots.get(name), wanted.slots.get(name)
+        if name == _ROUNDING_SLOT and saved.dtype != wanted.dtype:
+            continue
         if here is None:
             found.add(owner, f"slot {name!r} not in the checkpoint", "rule")
         elif there is None:
@@ -130,7 +159,44 @@ def _compare_slots(
             found.add(owner, problem, "rule")
 
 
-def _is_same_row(here: Any, there: Any) -> bool:
+def _rule_differences(saved: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
+    """Yields the differences of two rules.
+
+    Where the functions of a chain differ, their names say it all.
+    """
+    chains = [rule.get("chain", {}).get("update_fns") for rule in (saved, wanted)]
+    is_told = all(chains) and chains[0] != chains[1]
+    for line in value_differences(saved, wanted):
+        is_name = line.endswith((": not in the checkpoint", ": only in the checkpoint"))
+        if not (is_told and (is_name or line.startswith("chain.init_fns"))):
+            yield line
+
+
+def saved_slots(saved: TableRecord, wanted: TableRecord) -> dict[str, str]:
+    """Returns the slot variables that a table takes over, with their saved names.
+
+    They have equal names and shapes. A count of steps has another name where a rule has
+    one more or one less: such a count takes over the first one of the checkpoint.
+
+    Args:
+      saved: the table of the checkpoint.
+      wanted: the table of the state.
+    """
+    counts = [name for name, array in saved.slots.items() if _is_count(name, array)]
+    names = {}
+    for name, array in wanted.slots.items():
+        if name in saved.slots and _is_same_row(saved.slots[name], array):
+            names[name] = name
+        elif counts and _is_count(name, array):
+            names[name] = counts[0]
+    return names
+
+
+def _is_count(name: str, array: ArrayRecord) -> bool:
+    return name.split("/")[-1] == "count" and str(array) == "int32[]"
+
+
+def _is_same_row(here: ArrayRecord, there: ArrayRecord) -> bool:
     """Returns True if two arrays differ at most in their number of rows."""
     start = 0 if here.chunk_rows is None or there.chunk_rows is None else 1
     return (
@@ -230,6 +296,8 @@ def value_differences(saved: Any, wanted: Any, path: str = "") -> list[str]:
     found = []
     for key in sorted(saved.keys() | wanted.keys()):
         key_path = f"{path}.{key}" if path else key
+        if key not in saved and key_path in _NOT_IN_EARLIER_RELEASES:
+            continue
         if key not in saved:
             found.append(f"{key_path}: not in the checkpoint")
         elif key not in wanted:

@@ -33,8 +33,8 @@ def errors_of_writing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except (OSError, RuntimeError, ValueError) as error:
         # tensorstore and orbax raise all of them for a full disk.
-        text = str(error).partition(" [")[0].partition("\n")[0]
+        text = str(error).partition(" [")[0].partition("\n")[0].rstrip(". ")
         raise UnwritableCheckpointError(
-            f"The checkpoint {path} cannot be written: {type(error).__name__}: {text} "
+            f"The checkpoint {path} cannot be written: {type(error).__name__}: {text}. "
             "Make room on the disk, or give a directory that can be written."
         ) from error

@@ -28,6 +28,7 @@ from typing import Any, Final
 from etils import epath
 
 from tpu_embedding.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from tpu_embedding.paths import local_path
 
 FORMAT_VERSION: Final = 1
 """Version of the files. A reader refuses later versions."""
@@ -39,11 +40,19 @@ STATE_FILE: Final = "state.json"
 MANIFEST_FILE: Final = "manifest.json"
 ORBAX_FILE: Final = "_METADATA"
 
+STORES: Final = {"gs://": "gcs", "s3://": "s3"}
+"""Beginning of a path in a bucket, and the driver of tensorstore for it."""
+
 _ITEMS: Final = (".", "state", "default")
 """Places of a state in a checkpoint: alone, or as an item of a CheckpointManager."""
 
+_STATE_PARTS: Final = (TABLES, DENSE, "_CHECKPOINT_METADATA")
+"""Directories of a state, and the file that orbax writes beside it."""
+
 _CHECKSUM_BYTES: Final = 4
 """A chunk ends with its crc32c."""
+
+_OTHER_COPY: Final = "Restore an earlier checkpoint, or copy the file again."
 
 _READERS: Final = 32
 """Threads that read files; a request to a remote store takes long."""
@@ -141,6 +150,28 @@ def _quote(name: str) -> str:
     return urllib.parse.quote(name, safe="").replace(".", "%2E")
 
 
+def checkpoint_path(path: str | os.PathLike[str]) -> epath.Path:
+    """Returns the absolute path of a checkpoint, without `~`, `..` and symbolic links.
+
+    Orbax refuses relative paths, and tensorstore refuses those with `..`.
+
+    Args:
+      path: as the user wrote it: a local path, or one in a bucket, as `gs://...`.
+
+    Raises:
+      CheckpointError: if the path is in another kind of store.
+    """
+    text = os.fspath(path)
+    if "://" not in text:
+        return epath.Path(os.path.realpath(local_path(text)))
+    if not text.startswith(tuple(STORES)):
+        raise CheckpointError(
+            f"The path of a checkpoint must be local or start with "
+            f"{' or '.join(STORES)}, got {text!r}."
+        )
+    return epath.Path(text)
+
+
 def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
     """Returns the directory in which a checkpoint holds its state.
 
@@ -150,7 +181,7 @@ def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
     Raises:
       CheckpointError: if there is no checkpoint.
     """
-    path = epath.Path(directory)
+    path = checkpoint_path(directory)
     for item in _ITEMS:
         if any((path / item / f).exists() for f in (MANIFEST_FILE, STATE_FILE)):
             return path if item == "." else path / item
@@ -158,7 +189,8 @@ def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
         [p.name for p in path.iterdir() if p.name.isdigit()] if path.is_dir() else []
     )
     hint = f" Give one of its steps, such as {path / steps[0]}." if steps else ""
-    raise DamagedCheckpointError(
+    is_part = any((path / name).exists() for name in _STATE_PARTS)
+    raise (DamagedCheckpointError if is_part else CheckpointError)(
         f"The directory {path} holds no checkpoint: {MANIFEST_FILE} is missing.{hint}"
     )
 
@@ -265,11 +297,18 @@ def read_manifest(root: epath.Path) -> dict[str, list[Any]]:
     """
     path = root / MANIFEST_FILE
     try:
-        record = json.loads(path.read_text())
+        text = path.read_text()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        record = json.loads(text)
         version, text = record["format"], record["files"]
         is_whole = record["digest"] == _crc(text.encode())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(path, f"{type(error).__name__}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(
+            f"The file {path} is no manifest of te.save: {type(error).__name__}: "
+            f"{error}. Give the directory of a checkpoint, or restore an earlier one."
+        ) from error
     if not is_whole:
         raise damaged(path, "its checksum differs")
     if version != FORMAT_VERSION:
@@ -295,46 +334,70 @@ def check_files(root: epath.Path, is_wanted: Callable[[str], bool]) -> None:
     """
     files = {k: v for k, v in read_manifest(root).items() if is_wanted(k)}
 
-    def problem_of(name: str) -> str | None:
+    def error_of(name: str) -> CheckpointError | None:
         size, checksum = files[name]
         try:
             found_size, found_checksum = _measure(root / name, name)
         except OSError as error:
-            return f"it cannot be read ({type(error).__name__})"
+            return unreadable(root / name, error)
         if found_size != size:
-            return f"it has {found_size} bytes instead of {size}"
+            return damaged(root / name, f"it has {found_size} bytes instead of {size}")
         if found_checksum != checksum:
-            return "its checksum differs"
+            return damaged(root / name, "its checksum differs")
         return None
 
     with ThreadPoolExecutor(_READERS) as threads:
-        problems = dict(zip(files, threads.map(problem_of, files), strict=True))
-    for name, problem in problems.items():
-        if problem is not None:
-            raise damaged(root / name, problem)
+        errors = list(threads.map(error_of, files))
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def damaged(path: epath.Path, problem: str) -> DamagedCheckpointError:
-    """Returns the error for a damaged file.
+    """Returns the error for a file whose size or digest disagrees.
 
     Args:
       path: of the file.
       problem: continues the sentence after the file's name.
     """
-    owner = ""
+    return DamagedCheckpointError(
+        f"The file {_with_owner(path)} is damaged: {problem}. {_OTHER_COPY}"
+    )
+
+
+def unreadable(path: epath.Path, error: Exception) -> CheckpointError:
+    """Returns the error for a file that is missing, or could not be read.
+
+    Args:
+      path: of the file.
+      error: raised by the system.
+    """
+    if isinstance(error, FileNotFoundError):
+        return DamagedCheckpointError(
+            f"The file {_with_owner(path)} is missing. {_OTHER_COPY}"
+        )
+    text = str(error).partition(" [source")[0].partition("\n")[0]
+    return CheckpointError(
+        f"The file {_with_owner(path)} cannot be read: {type(error).__name__}: {text}. "
+        "Check the permissions and the disk, and restore again."
+    )
+
+
+def _with_owner(path: epath.Path) -> str:
+    """Returns a path, and the table that its file belongs to."""
     for part in path.parts:
         table, dot, rest = part.partition(".")
         if dot and (rest == "values" or rest.startswith("slots.")):
-            owner = f" of table {urllib.parse.unquote(table)!r}"
-    return DamagedCheckpointError(
-        f"The file {path}{owner} is damaged: {problem}. Restore an earlier checkpoint, "
-        "or copy the file again."
-    )
+            return f"{path} of table {urllib.parse.unquote(table)!r}"
+    return str(path)
 
 
 def _read_json(root: epath.Path, name: str, files: Mapping[str, Any]) -> Json:
     if name not in files:
-        raise damaged(root / MANIFEST_FILE, f"it does not list {name}")
+        raise CheckpointError(
+            f"The file {root / MANIFEST_FILE} lists no {name}, so {root} is no "
+            "checkpoint of te.save; give another directory."
+        )
     check_files(root, name.__eq__)
     return json.loads((root / name).read_text())
 

@@ -9,11 +9,11 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from tpu_embedding.checkpoint.arrays import ArrayFile
 from tpu_embedding.checkpoint.dense_leaves import restored_leaves
 from tpu_embedding.checkpoint.differences import (
     DenseChoice,
     Differences,
+    DtypesChoice,
     RulesChoice,
     SlotsChoice,
     compare_dense,
@@ -21,6 +21,7 @@ from tpu_embedding.checkpoint.differences import (
     compare_table,
     compare_with_staying,
     is_abstract,
+    saved_slots,
 )
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.format import (
@@ -35,10 +36,14 @@ from tpu_embedding.checkpoint.format import (
 )
 from tpu_embedding.checkpoint.state_parts import LayerState, StateParts
 from tpu_embedding.checkpoint.table_arrays import (
-    restored_layer,
+    SavedTables,
+    restored_slots,
+    restored_tables,
+    saved_steps,
     slots_of,
     table_records,
 )
+from tpu_embedding.following_slots import with_following_slots
 from tpu_embedding.functional import init_slots
 from tpu_embedding.optimizers.rules.touched_rows import without_base
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -57,6 +62,7 @@ class RestoreState(ocp.args.CheckpointArgs):
       slots: where slot variables come from.
       rules: whether to compare optimizers.
       dense: where other leaves come from.
+      dtypes: whether to convert rows to other types.
     """
 
     state: Any
@@ -66,11 +72,13 @@ class RestoreState(ocp.args.CheckpointArgs):
     slots: SlotsChoice = "restore"
     rules: RulesChoice = "check"
     dense: DenseChoice = "restore"
+    dtypes: DtypesChoice = "check"
 
     def __post_init__(self):
         _check_choice("slots", self.slots, SlotsChoice)
         _check_choice("rules", self.rules, RulesChoice)
         _check_choice("dense", self.dense, DenseChoice)
+        _check_choice("dtypes", self.dtypes, DtypesChoice)
         for field in ("tables", "rename"):
             if isinstance(getattr(self, field), str):
                 raise TypeError(
@@ -101,13 +109,38 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
     root, record = state_directory(directory), describe(directory)
     parts = StateParts(args.state, args.plan)
     _check_names(args, parts.layers)
+    for layer in parts.layers:
+        _check_followers(layer, args)
     _compare(root, record, parts, args)
     _check_all_files(root, record, parts.layers, args)
     dense = {}
     if args.dense == "restore":
         dense = restored_leaves(root / DENSE, parts.dense, _sharding(parts.layers))
     layers = [_restored(layer, root, record, args) for layer in parts.layers]
-    return parts.rebuilt(layers, dense)
+    restored = parts.rebuilt(layers, dense)
+    for layer in layers:
+        _note_set_tables(layer, args)
+    return restored
+
+
+def _check_followers(layer: LayerState, args: RestoreState) -> None:
+    """Refuses tables alone, if an optimizer has made state from their values."""
+    if layer.slots is None:
+        for each in layer.set_tables:
+            each.check_without_optimizer(
+                _saved_names(layer, args), "te.restore(directory, (model, optimizer))"
+            )
+
+
+def _note_set_tables(layer: LayerState, args: RestoreState) -> None:
+    """Remembers that no update made the restored rows, unless their record came too."""
+    names = set(_saved_names(layer, args))
+    for each in layer.set_tables:
+        if layer.slots is None:
+            each.note(names)
+        elif args.slots == "restore":
+            for base in layer.bases():
+                each.forget(base, names)
 
 
 def _sharding(layers: Sequence[LayerState]) -> jax.sharding.Sharding:
@@ -180,6 +213,7 @@ def _compare_layer(
                 is_abstract=is_abstract(jax.tree.leaves(layer.tables)),
                 with_slots=with_slots,
                 rules=args.rules,
+                dtypes=args.dtypes,
             )
 
 
@@ -190,23 +224,27 @@ def _compare_counts(
     record: CheckpointRecord,
     args: RestoreState,
 ) -> None:
-    """Compares what tables of a stack share now, as their counts of steps."""
-    if args.slots != "restore":
+    """Compares what tables of a stack share now, such as hyper-parameters.
+
+    Their counts may differ, and what follows from these, such as the learning rate of a
+    schedule: `restored_slots` takes those of the table with the most steps.
+    """
+    if not args.with_slots(layer):
         return
+    saved = _saved_tables(layer, root, record, args)
     for stack in layer.plan.stacks:
-        names = _saved_names(layer, args)
-        names = {t.name: names[t.name] for t in stack.tables if t.name in names}
+        steps = saved_steps(layer, stack, saved)
         for slot in slots_of(layer, stack):
-            if not names or slot.kind not in ("shared", "hyperparameter"):
+            files = saved.open(stack, slot.name)
+            if not files or slot.kind not in ("shared", "hyperparameter"):
                 continue
-            values = {}
-            for name in names.values():
-                array = record.tables[name].slots[slot.name]
-                file = ArrayFile(root / TABLES, array_name(name, slot.name), array)
-                values[name] = file.read()
-            compare_shared_values(found, list(names), values, slot.name)
-            if len(names) < len(stack.tables) and slot.kind == "shared":
-                stay = [t.name for t in stack.tables if t.name not in names]
+            # The table with the most steps comes first.
+            order = sorted(files, key=lambda x: steps.get(x, ()), reverse=True)
+            values = {saved.names[table]: files[table].read() for table in order}
+            if len(set(steps.values())) <= 1:
+                compare_shared_values(found, list(files), values, slot.name)
+            if len(files) < len(stack.tables) and slot.kind == "shared":
+                stay = [t.name for t in stack.tables if t.name not in files]
                 compare_with_staying(found, stay, slot, next(iter(values.items())))
 
 
@@ -245,35 +283,64 @@ def _check_all_files(
 def _restored(
     layer: LayerState, root: epath.Path, record: CheckpointRecord, args: RestoreState
 ) -> LayerState:
-    names = _saved_names(layer, args)
-    new = restored_layer(
-        *(layer, root / TABLES, record.tables, names),
-        with_slots=args.slots == "restore",
-    )
-    if new.slots is None or args.slots == "restore":
+    saved = _saved_tables(layer, root, record, args)
+    new = restored_tables(layer, saved)
+    if new.slots is None:
         return new
-    # Initial slot variables may depend on the tables.
-    fresh = init_slots(dict(new.tables), new.plan)
-    trained = {t.name for s in new.plan.trained_stacks for t in s.tables}
-    if trained <= set(names):
-        return dataclasses.replace(new, slots=fresh)
-    return dataclasses.replace(new, slots=_initialized(new, fresh, set(names)))
+    if not args.with_slots(layer) or saved.lacks_slots(table_records(layer), layer):
+        new = dataclasses.replace(new, slots=_initialized(new, saved.names))
+    if args.slots != "restore":
+        return new
+    return _with_totals_of_new_rows(restored_slots(new, saved), saved)
 
 
-def _initialized(
-    layer: LayerState, fresh: Mapping[str, Any], tables: Collection[str]
-) -> dict[str, Any]:
+def _with_totals_of_new_rows(layer: LayerState, saved: SavedTables) -> LayerState:
+    """Adds the rows that the checkpoint lacks to totals over the values of a table."""
+    sizes = {
+        table.name: table.config.vocabulary_size
+        for stack in layer.plan.trained_stacks
+        for table in stack.tables
+        if table.name in saved.names
+    }
+    grown = {
+        name: size
+        for name, size in sizes.items()
+        if saved.records[saved.names[name]].vocabulary_size < size
+    }
+    tables = dict(layer.tables)
+    slots = with_following_slots(layer.slots or {}, tables, grown, layer.plan, tables)
+    return dataclasses.replace(layer, slots=slots)
+
+
+def _saved_tables(
+    layer: LayerState, root: epath.Path, record: CheckpointRecord, args: RestoreState
+) -> SavedTables:
+    """Returns the tables and slot variables that a layer takes over."""
+    names = _saved_names(layer, args)
+    slots = {}
+    if args.with_slots(layer):
+        wanted = table_records(layer)
+        slots = {
+            table: saved_slots(record.tables[name], wanted[layer.name_of(table)])
+            for table, name in names.items()
+        }
+    return SavedTables(root / TABLES, record.tables, names, slots)
+
+
+def _initialized(layer: LayerState, tables: Collection[str]) -> dict[str, Any]:
     """Returns slots in which those of some tables have their initial values.
 
-    Counts of a stack of which some tables stay are those of the tables that stay.
+    All tables share one step count. If some tables stay, it is theirs.
     """
+    # Initial slot variables may depend on the tables.
+    fresh = init_slots(dict(layer.tables), layer.plan)
+    trained = {t.name for s in layer.plan.trained_stacks for t in s.tables}
+    if trained <= set(tables) or is_abstract(jax.tree.leaves(layer.slots)):
+        return fresh
     slots = dict(layer.slots or {})
     for stack in layer.plan.trained_stacks:
         own = {t.name for t in stack.tables} & set(tables)
         if not own:
-            continue
-        if len(own) == len(stack.tables):
-            slots[stack.name] = fresh[stack.name]
             continue
         counts = {s.name for s in slots_of(layer, stack) if s.kind == "shared"}
         values = slot_values({stack.name: fresh[stack.name]}, layer.plan, "all")

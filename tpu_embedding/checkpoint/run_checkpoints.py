@@ -8,12 +8,14 @@ is complete. A kill at any time therefore leaves the earlier ones readable. The 
 loop is the only caller of this module.
 """
 
+import dataclasses
 import datetime
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -25,7 +27,8 @@ from tpu_embedding.checkpoint.errors import (
     DamagedCheckpointError,
     errors_of_writing,
 )
-from tpu_embedding.checkpoint.format import describe
+from tpu_embedding.checkpoint.failed_saves import print_no_tracebacks
+from tpu_embedding.checkpoint.format import checkpoint_path, describe
 from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
 from tpu_embedding.checkpoint.state_handler import (
     ASYNC_OPTIONS,
@@ -40,6 +43,9 @@ Description = dict[str, Any]
 Fallback = Literal["refuse", "older"]
 """If a checkpoint is damaged: `"refuse"` raises an error, `"older"` takes the next
 older one that is whole."""
+
+MAX_SAVE_SECONDS: Final = 600.0
+"""Default of the time within which a checkpoint is complete."""
 
 _ITEM = "state"
 
@@ -68,6 +74,7 @@ class RunCheckpoints:
         keep_every: datetime.timedelta | None = None,
         plan: EmbeddingPlan | None = None,
         host_bytes: int = HOST_BYTES,
+        max_save_seconds: float = MAX_SAVE_SECONDS,
     ):
         """Opens a directory of checkpoints, and creates it if it does not exist.
 
@@ -79,19 +86,24 @@ class RunCheckpoints:
           keep_every: time after which one more checkpoint is kept for good.
           plan: of the tables, if the state is not made of modules.
           host_bytes: maximum bytes of table rows that wait in host memory.
+          max_save_seconds: time within which the caller expects a checkpoint to be
+            complete. Orbax waits for the other processes a minute longer.
 
         Raises:
           CheckpointError: if the directory cannot be used.
         """
-        self.directory = epath.Path(directory).absolute()
+        self.directory = checkpoint_path(directory)
         self._plan, self._host_bytes = plan, host_bytes
         options = ocp.CheckpointManagerOptions(
             max_to_keep=kept,
             keep_time_interval=keep_every,
             create=True,
             cleanup_tmp_directories=True,
-            async_options=ASYNC_OPTIONS,
+            async_options=dataclasses.replace(
+                ASYNC_OPTIONS, timeout_secs=math.ceil(max_save_seconds) + 60
+            ),
         )
+        print_no_tracebacks(self.directory)
         with errors_of_writing(self.directory):
             self._manager = ocp.CheckpointManager(self.directory, options=options)
 
@@ -144,11 +156,6 @@ class RunCheckpoints:
         with errors_of_writing(self.directory):
             self._manager.wait_until_finished()
 
-    @property
-    def is_saving(self) -> bool:
-        """True while a checkpoint is written in the background."""
-        return self._manager.is_saving_in_progress()
-
     def check(self, description: Description) -> int:
         """Returns the number of steps done at the latest checkpoint, after checking it.
 
@@ -188,7 +195,7 @@ class RunCheckpoints:
         if problems:
             raise CheckpointError(
                 f"The checkpoint {self.directory / str(step)} belongs to another run. "
-                "Resume with the same settings, or start a new run in another "
+                "Resume with the same settings and data, or start a new run in another "
                 "directory:\n  " + "\n  ".join(problems)
             )
 
@@ -278,7 +285,7 @@ def saved_steps(directory: str | os.PathLike[str]) -> list[int]:
       >>> saved_steps("not_there")
       []
     """
-    path = epath.Path(directory)
+    path = checkpoint_path(directory)
     if not path.is_dir():
         return []
     return sorted(

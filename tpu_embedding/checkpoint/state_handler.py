@@ -15,6 +15,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import jax
@@ -28,6 +29,7 @@ from tpu_embedding.checkpoint.dense_leaves import (
     with_elements,
 )
 from tpu_embedding.checkpoint.differences import describe_leaf
+from tpu_embedding.checkpoint.failed_saves import meet_unless_failed
 from tpu_embedding.checkpoint.format import (
     DENSE,
     TABLES,
@@ -43,9 +45,11 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 HOST_BYTES: Final = 2**28
 """Default of the rows that wait in host memory to be written."""
 
-ASYNC_OPTIONS: Final = ocp.AsyncOptions(create_directories_asynchronously=False)
+ASYNC_OPTIONS: Final = ocp.AsyncOptions(
+    create_directories_asynchronously=False, barrier_sync_fn=meet_unless_failed
+)
 """Directories are made at once: orbax waits five minutes for one that cannot be made in
-the background."""
+the background. A save that fails in one process waits for no other."""
 
 
 class StateHandler(ocp.AsyncCheckpointHandler):
@@ -67,9 +71,14 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         Returns:
           The ends of the writes.
         """
-        parts, dense = args.parts, args.parts.dense
+        dense, layers = args.parts.dense, args.parts.layers
+        layers = [layer.with_record() for layer in layers]
         # Orbax makes the directory in the background.
-        ocp.future.CommitFutureAwaitingContractedSignals(_nothing()).result()
+        ready = _nothing()
+        try:
+            ocp.future.CommitFutureAwaitingContractedSignals(ready).result()
+        finally:
+            ready.close()  # Orbax does not run it if it waits in vain.
         is_first = jax.process_index() == 0
         if is_first:
             (directory / TABLES).mkdir(exist_ok=True)
@@ -81,10 +90,10 @@ class StateHandler(ocp.AsyncCheckpointHandler):
             path = directory / DENSE
             futures += await start_writing_leaves(self._dense, path, leaves)
         budget = HostBudget(args.host_bytes)
-        futures += start_writing(parts.layers, directory / TABLES, budget)
+        futures += start_writing(layers, directory / TABLES, budget)
         if is_first:
             records = {}
-            for layer in parts.layers:
+            for layer in layers:
                 records |= table_records(layer)
             write_tables_file(directory / TABLES, records)
             names = {name: describe_leaf(leaf) for name, leaf in dense.items()}
@@ -93,7 +102,11 @@ class StateHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: epath.Path, args: "SaveState") -> None:
         """Saves a state, and returns when all is written."""
-        for future in asyncio.run(self.async_save(directory, args=args)):
+        # In a thread, as the caller may run in an event loop, which notebooks do.
+        with ThreadPoolExecutor(1) as thread:
+            save = self.async_save(directory, args=args)
+            futures = thread.submit(asyncio.run, save).result()
+        for future in futures:
             future.result()
 
     def finalize(self, directory: epath.Path) -> None:
@@ -121,7 +134,8 @@ class SaveState(ocp.args.CheckpointArgs):
         or any pytree.
       plan: of the tables, if neither modules nor Linen variables hold it.
       description: JSON values to keep with the state.
-      host_bytes: maximum bytes of table rows that wait in host memory to be written.
+      host_bytes: maximum bytes of table rows that wait in host memory to be written;
+        see `te.save`.
     """
 
     state: Any

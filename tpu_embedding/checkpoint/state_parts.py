@@ -5,11 +5,12 @@ or any pytree with the stacks of the functional API. Tables and slot variables l
 in stacks. The plan says which rows belong to which table.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,12 @@ from tpu_embedding.nn.embedding import (
     RecordedCalls,
 )
 from tpu_embedding.nn.linen.variables import LayerTables
+from tpu_embedding.nn.set_tables import SetTables
 from tpu_embedding.nn.training import Optimizer, embedding_layers
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.initial_values import init_tables
+from tpu_embedding.tables.touched_rows import tracked_stacks, with_touched_tables
 
 _OF_THE_PLAN = (LookupStatsVariable, RecordedCalls, GradientGuard)
 """Variables of a layer that hold nothing to save; its plan decides their shapes."""
@@ -44,16 +47,36 @@ class LayerState:
       plan: of the layer.
       tables: stack name to packed rows.
       slots: stack name to optimizer state; None if the state holds no optimizer.
+      set_tables: tables that were set by hand, of all modules that have this path.
     """
 
     path: str
     plan: EmbeddingPlan
     tables: Mapping[str, PackedRows]
     slots: Mapping[str, Any] | None
+    set_tables: tuple[SetTables, ...] = ()
 
     def name_of(self, table: str) -> str:
         """Returns the name of a table in a checkpoint."""
         return f"{self.path}/{table}" if self.path else table
+
+    def with_record(self) -> Self:
+        """Returns the layer with tables that were set by hand counted as touched."""
+        names = {
+            name
+            for each in self.set_tables
+            for base in self.bases()
+            for name in each.set_since(base)
+        }
+        if self.slots is None or not names:
+            return self
+        slots = with_touched_tables(self.slots, names, self.plan)
+        return dataclasses.replace(self, slots=slots)
+
+    def bases(self) -> set[int]:
+        """Returns the identities of the exports that the records of slots follow."""
+        tracked = tracked_stacks(self.slots or {}, self.plan)
+        return {int(each.state.base_id) for each in tracked}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +118,7 @@ class StateParts:
             variables cannot be told.
         """
         self._state = state
-        plans = _plans_of(state, plan)
+        plans, set_tables = _plans_of(state, plan), _set_tables_of(state)
         roots = _module_paths(state)
         tree = jax.tree.map(_state_of_module, state, is_leaf=_is_module)
         with_paths, self._structure = jax.tree_util.tree_flatten_with_path(
@@ -123,6 +146,7 @@ class StateParts:
                 plan=_plan_of(path, of_tables.value, plans),
                 tables=of_tables.value,
                 slots=of_slots and of_slots.value,
+                set_tables=tuple(set_tables[path]),
             )
             for path, of_tables, of_slots in pairs
         ]
@@ -224,6 +248,15 @@ def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan
         elif isinstance(leaf, LayerTables):
             plans[_layer_path(tuple(map(_key, path)))] = leaf.plan
     return plans
+
+
+def _set_tables_of(state: Any) -> dict[str, list[SetTables]]:
+    """Returns the tables that were set by hand, by the path of their layer."""
+    found: dict[str, list[SetTables]] = collections.defaultdict(list)
+    for module in filter(_is_module, jax.tree.leaves(state, is_leaf=_is_module)):
+        for path, layer in embedding_layers(module).items():
+            found[path].append(layer.set_tables)
+    return found
 
 
 def _plan_of(

@@ -7,7 +7,7 @@ devices.
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +15,25 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from tpu_embedding.checkpoint.arrays import ArrayFile, HostBudget
+from tpu_embedding.checkpoint.arrays import ArrayFile, HostBudget, decode_int8
 from tpu_embedding.checkpoint.format import ArrayRecord, TableRecord, array_name
 from tpu_embedding.checkpoint.state_parts import LayerState
 from tpu_embedding.optimizers.analysis.slots import uniform_initial_values
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.rule_description import describe_rule
-from tpu_embedding.optimizers.rules.touched_rows import without_base
+from tpu_embedding.optimizers.rules.touched_rows import (
+    is_base_of_deltas,
+    without_base,
+)
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_blocks import read_blocks, write_blocks
 from tpu_embedding.tables.row_windows import rows_per_window
 from tpu_embedding.tables.slot_values import NamedSlot, named_slots
+
+_MAX_PADDING: Final = 1 / 128
+"""Bound on the padding of the last chunk, as a share of the array's rows."""
 
 
 def table_records(layer: LayerState) -> dict[str, TableRecord]:
@@ -75,8 +81,22 @@ def _rows_record(packed: PackedRows, num_rows: int) -> ArrayRecord:
     return ArrayRecord(
         shape=(num_rows, *row.shape),
         dtype=np.dtype(row.dtype).name,
-        chunk_rows=min(rows_per_window(packed), num_rows),
+        chunk_rows=_chunk_rows(rows_per_window(packed), num_rows),
     )
+
+
+def _chunk_rows(block_rows: int, num_rows: int) -> int:
+    """Returns the rows of a chunk: all, or a power of two that divides a block's.
+
+    All chunks of an array have one size in its files. The last one is filled up with
+    zeros, so chunks are smaller where it would be larger than its share.
+    """
+    if num_rows <= block_rows:
+        return num_rows
+    size = block_rows
+    while size > 1 and -num_rows % size > _MAX_PADDING * num_rows:
+        size //= 2
+    return size
 
 
 def _initial_values(
@@ -193,83 +213,143 @@ def _write_shared_values(
     return futures
 
 
-def restored_layer(
-    layer: LayerState,
-    directory: epath.Path,
-    records: Mapping[str, TableRecord],
-    names: Mapping[str, str],
-    *,
-    with_slots: bool,
-) -> LayerState:
-    """Returns a layer with the rows of the files. The old arrays are donated.
+@dataclasses.dataclass(frozen=True)
+class SavedTables:
+    """The tables in the files that a layer takes over.
+
+    Attributes:
+      directory: directory of the arrays.
+      records: descriptions of the tables, by their name in the files.
+      names: name of a table of the layer to its name in the files.
+      slots: name of a table of the layer to its slot variables that are taken over;
+        each has the name that it has in the files.
+    """
+
+    directory: epath.Path
+    records: Mapping[str, TableRecord]
+    names: Mapping[str, str]
+    slots: Mapping[str, Mapping[str, str]]
+
+    def open(self, stack: StackPlan, slot: str | None) -> dict[str, ArrayFile]:
+        """Returns the array of each table of a stack that the files hold.
+
+        Args:
+          stack: stack of the layer.
+          slot: name of a slot variable in the layer; None: values of the tables.
+        """
+        files = {}
+        for table in (table.name for table in stack.tables if table.name in self.names):
+            name = self.names[table]
+            record, saved = self.records[name], None
+            array = record.values
+            if slot is not None:
+                if slot not in self.slots[table]:
+                    continue
+                saved = self.slots[table][slot]
+                array = record.slots[saved]
+            files[table] = ArrayFile(self.directory, array_name(name, saved), array)
+        return files
+
+    def lacks_slots(self, wanted: Mapping[str, TableRecord], layer: LayerState) -> bool:
+        """Returns True if a table has slot variables that are not taken over.
+
+        Args:
+          wanted: descriptions of the tables of the layer, by their name in files.
+          layer: layer that takes over the tables.
+        """
+        return any(
+            set(wanted[layer.name_of(table)].slots) - set(self.slots[table])
+            for table in self.names
+        )
+
+    def num_rows(self, table: str) -> int:
+        """Returns the rows of a table of the layer that the files hold."""
+        return self.records[self.names[table]].vocabulary_size
+
+
+def saved_steps(
+    layer: LayerState, stack: StackPlan, saved: SavedTables
+) -> dict[str, tuple[int, ...]]:
+    """Returns the counts of each table of a stack that the files hold, largest first.
+
+    All tables share one step count. Checkpoints of earlier versions may hold several:
+    a stack that a step did not look up stayed behind.
+
+    Args:
+      layer: layer of the stack.
+      stack: stack of the layer.
+      saved: tables of the files.
+
+    Returns:
+      Name of a table of the layer to its counts. The table with the largest ones has
+      taken all steps.
+    """
+    counts: dict[str, list[int]] = {}
+    for slot in slots_of(layer, stack):
+        is_count = slot.kind == "shared" and np.issubdtype(slot.leaf.dtype, np.integer)
+        if is_count and not slot.leaf.shape and not is_base_of_deltas(slot.name):
+            for table, file in saved.open(stack, slot.name).items():
+                counts.setdefault(table, []).append(int(file.read()))
+    return {table: tuple(sorted(x, reverse=True)) for table, x in counts.items()}
+
+
+def restored_tables(layer: LayerState, saved: SavedTables) -> LayerState:
+    """Returns a layer with the rows of the files. The old tables are donated.
 
     Rows and tables that the files lack keep their values.
 
     Args:
       layer: arrays, or their shapes.
-      directory: of the arrays.
-      records: of the tables in the files.
-      names: table of the layer to its name in the files, for those to restore.
-      with_slots: True to restore slot variables, too.
+      saved: tables of the files.
 
     Raises:
       CheckpointError: if a chunk is damaged. Arrays of the layer are lost then.
     """
-    tables, slots = dict(layer.tables), dict(layer.slots or {})
+    tables = {}
     for stack in layer.plan.stacks:
-        own = {t.name: names[t.name] for t in stack.tables if t.name in names}
-        reader = _Reader(directory, records, own)
-        packed = _on_devices(tables[stack.name], stack, layer.plan)
-        tables[stack.name] = _with_rows(packed, None, reader, stack, layer.plan)
+        packed = _on_devices(layer.tables[stack.name], stack, layer.plan)
+        tables[stack.name] = _with_rows(packed, None, saved, stack, layer.plan)
+    return dataclasses.replace(layer, tables=tables)
+
+
+def restored_slots(layer: LayerState, saved: SavedTables) -> LayerState:
+    """Returns a layer with the slot variables of the files; the old ones are donated.
+
+    Rows, tables and slot variables that the files lack keep their values. If tables of
+    one stack have different counts in the files, the stack gets those of the table that
+    has taken the most steps.
+
+    Args:
+      layer: arrays, or their shapes.
+      saved: tables of the files.
+
+    Raises:
+      CheckpointError: if a chunk is damaged. Arrays of the layer are lost then.
+    """
+    slots = dict(layer.slots or {})
+    for stack in layer.plan.stacks:
         if stack.name not in slots:
             continue
         leaves = []
+        steps = saved_steps(layer, stack, saved)
+        latest = max(steps, key=lambda table: steps[table], default=None)
         for slot in slots_of(layer, stack):
             if slot.kind == "rows":
                 leaf = _on_devices(slot.leaf, stack, layer.plan)
-                if with_slots:
-                    leaf = _with_rows(leaf, slot.name, reader, stack, layer.plan)
+                leaf = _with_rows(leaf, slot.name, saved, stack, layer.plan)
             else:
-                leaf = slot.leaf
-                if with_slots and own:
-                    leaf = _with_shared_value(slot, reader, stack, layer.plan)
+                leaf = _with_shared_value(slot, saved, latest, stack, layer.plan)
             leaves.append(leaf)
         structure = jax.tree.structure(slots[stack.name], is_leaf=_is_rows)
         slots[stack.name] = structure.unflatten(leaves)
+        own = {t.name: saved.names.get(t.name) for t in stack.tables}
         is_as_saved = own == {t.name: layer.name_of(t.name) for t in stack.tables}
-        if with_slots and own and not is_as_saved:
-            # An export has these rows under other names, or knows no record of some.
+        has_one_count = len(set(steps.values())) <= 1
+        if any(own.values()) and not (is_as_saved and has_one_count):
+            # An export has these rows under other names, or knows no record of some. A
+            # record by another count says nothing of the steps since the export.
             slots[stack.name] = without_base(slots[stack.name])
-    return dataclasses.replace(
-        layer, tables=tables, slots=None if layer.slots is None else slots
-    )
-
-
-class _Reader:
-    """Reads arrays of some tables of a stack."""
-
-    def __init__(
-        self,
-        directory: epath.Path,
-        records: Mapping[str, TableRecord],
-        names: Mapping[str, str],
-    ):
-        self.names = names
-        self._directory, self._records = directory, records
-
-    def ranges(self) -> dict[str, tuple[int, int]]:
-        """Returns the rows of each table that the files hold."""
-        return {
-            table: (0, self._records[name].vocabulary_size)
-            for table, name in self.names.items()
-        }
-
-    def open(self, table: str, slot: str | None) -> ArrayFile:
-        """Returns the array of a table or of its slot variable."""
-        name = self.names[table]
-        record = self._records[name]
-        array = record.values if slot is None else record.slots[slot]
-        return ArrayFile(self._directory, array_name(name, slot), array)
+    return dataclasses.replace(layer, slots=slots)
 
 
 def _on_devices(
@@ -287,26 +367,45 @@ def _on_devices(
 def _with_rows(
     packed: PackedRows,
     slot: str | None,
-    reader: _Reader,
+    saved: SavedTables,
     stack: StackPlan,
     plan: EmbeddingPlan,
 ) -> PackedRows:
-    if not reader.names:
+    files = saved.open(stack, slot)
+    if not files:
         return packed
-    files = {table: reader.open(table, slot) for table in reader.names}
+
+    row_dtype = file_row(packed).dtype
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
-        return files[table].read(start, num_rows)
+        rows = files[table].read(start, num_rows)
+        record = saved.records[saved.names[table]]
+        if slot is not None or record.dtype == stack.layout.dtype_name:
+            return rows
+        return np.asarray(
+            decode_int8(rows) if record.dtype == "int8" else rows, row_dtype
+        )
 
-    return write_blocks(packed, stack, plan, read, reader.ranges())
+    ranges = {table: (0, saved.num_rows(table)) for table in files}
+    return write_blocks(packed, stack, plan, read, ranges)
 
 
 def _with_shared_value(
-    slot: NamedSlot, reader: _Reader, stack: StackPlan, plan: EmbeddingPlan
+    slot: NamedSlot,
+    saved: SavedTables,
+    latest: str | None,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
 ) -> jax.Array:
-    """Returns a leaf with the values of whole tables that the files hold."""
+    """Returns a leaf with the values of whole tables that the files hold.
+
+    Tables of one stack share some values: these are those of the table `latest`.
+    """
     leaf = slot.leaf
-    found = {table: reader.open(table, slot.name).read() for table in reader.names}
+    files = saved.open(stack, slot.name)
+    found = {table: file.read() for table, file in files.items()}
+    if not found:
+        return leaf
     if slot.kind == "tables":
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
         new = np.zeros(leaf.shape, leaf.dtype) if is_shape else np.array(leaf)
@@ -314,7 +413,7 @@ def _with_shared_value(
             if table.name in found:
                 new[i] = found[table.name]
     else:
-        new = next(iter(found.values()))
+        new = found[latest if latest in found else next(iter(found))]
     return jax.device_put(new, getattr(leaf, "sharding", None) or plan.replicated)
 
 

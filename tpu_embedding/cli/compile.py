@@ -25,6 +25,7 @@ from tpu_embedding.cli.arguments import (
 )
 from tpu_embedding.cli.exit_status import FAILED, UsageError
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
+from tpu_embedding.paths import local_path
 from tpu_embedding.plan.backend_request import AUTO
 from tpu_embedding.plan.backends import kernel_backend
 from tpu_embedding.plan.device_mesh import SHARD_AXIS, SLICE_AXIS
@@ -96,13 +97,13 @@ def add_compile(commands: Any) -> None:
     )
     parser.add_argument(
         "--json",
-        type=pathlib.Path,
+        type=local_path,
         metavar="FILE",
         help="also write the reports to a JSON file",
     )
     parser.add_argument(
         "--html",
-        type=pathlib.Path,
+        type=local_path,
         metavar="FILE",
         help="also write an HTML page with plots of memory, traffic and time",
     )

@@ -3,7 +3,6 @@
 import argparse
 import collections
 import json
-import pathlib
 import sys
 from typing import Any
 
@@ -14,6 +13,7 @@ from tpu_embedding.doctor.examine import Examination, examine
 from tpu_embedding.doctor.ports import DEFAULT_PORT
 from tpu_embedding.doctor.report import Report
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
+from tpu_embedding.paths import local_path
 
 
 def add_doctor(commands: Any) -> None:
@@ -35,6 +35,13 @@ def add_doctor(commands: Any) -> None:
         "--quick",
         action="store_true",
         help="check one kind of row, in less than a minute",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        metavar="S",
+        help="total time of the checks of rows; without all cases, no kernel is used "
+        "(default: 100, with --quick 40, and on a CPU at most 48)",
     )
     parser.add_argument(
         "--expect",
@@ -81,7 +88,7 @@ def add_doctor(commands: Any) -> None:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    path = None if parsed.json in (None, "-") else pathlib.Path(parsed.json)
+    path = None if parsed.json in (None, "-") else local_path(parsed.json)
     if path is not None and not path.parent.is_dir():
         raise UsageError(f"--json {path}: {path.parent} is not a directory.")
     index = parsed.host_index
@@ -97,6 +104,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
         host_index=index,
         port=parsed.port,
         num_devices=parsed.devices,
+        seconds=parsed.seconds,
     )
     # With --json -, the standard output holds the JSON alone.
     stream = sys.stderr if parsed.json == "-" else sys.stdout
@@ -138,6 +146,12 @@ def _hosts(text: str) -> tuple[str, ...]:
             f"must be different names or addresses, parted by commas, got {text!r}"
         )
     return hosts
+
+
+def _seconds(text: str) -> float:
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 86400):
+        raise argparse.ArgumentTypeError(f"must be from 1 to 86400, got {text!r}")
+    return float(text)
 
 
 def _port(text: str) -> int:

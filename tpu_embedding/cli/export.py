@@ -17,6 +17,7 @@ from tpu_embedding.cli.arguments import (
 )
 from tpu_embedding.cli.exit_status import FAILED, UsageError
 from tpu_embedding.export.row_formats import ROW_FORMATS
+from tpu_embedding.paths import local_path
 from tpu_embedding.training.config_files import load_config
 from tpu_embedding.training.export_run import EXPORT_FORMATS, RunExport, export_run
 from tpu_embedding.training.overrides import apply_overrides
@@ -46,17 +47,16 @@ def add_export(commands: Any) -> None:
         "a run of a named config",
     )
     parser.add_argument(
-        "output", type=pathlib.Path, metavar="OUTPUT", help="new directory to write"
+        "output", type=local_path, metavar="OUTPUT", help="new directory to write"
     )
     parser.add_argument(
         "--run-dir",
-        type=pathlib.Path,
+        type=local_path,
         metavar="DIR",
         help="output directory of the run; runs/NAME by default",
     )
     parser.add_argument(
         "--data-dir",
-        type=pathlib.Path,
         metavar="PATH",
         help="file or directory of the data",
     )
@@ -132,7 +132,7 @@ def _config_and_run(parsed: argparse.Namespace) -> tuple[str, pathlib.Path | Non
     Raises:
       UsageError: if the argument is a directory whose run has no records.
     """
-    path = pathlib.Path(parsed.config)
+    path = local_path(parsed.config)
     if not path.is_dir():
         return parsed.config, parsed.run_dir
     if parsed.run_dir is not None:

@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from tpu_embedding.checkpoint.row_statistics import (
 from tpu_embedding.checkpoint.run_checkpoints import saved_steps
 from tpu_embedding.cli.exit_status import UsageError
 from tpu_embedding.cli.norm_plot import check_plot_file, plot_norms
+from tpu_embedding.paths import local_path
 from tpu_embedding.plan.memory import format_bytes, format_table
 from tpu_embedding.training.run_directory import CHECKPOINTS_DIR
 
@@ -49,23 +50,24 @@ def add_inspect(commands: Any) -> None:
     parser.set_defaults(run=_inspect)
     parser.add_argument(
         "checkpoint",
-        type=pathlib.Path,
+        type=local_path,
         metavar="CHECKPOINT",
         help="directory of a checkpoint, or of a run, whose latest one is read",
     )
     parser.add_argument("--table", metavar="NAME", help="read this table only")
     parser.add_argument(
         "--rows",
-        type=_row_ids,
-        metavar="IDS",
-        help="with --table, print these rows and their slot variables, such as 3,17",
+        type=_row_parts,
+        metavar="ROWS",
+        help="with --table, print these rows and their slot variables, such as 3,17 or "
+        "0:10; -1 is the last row, and --rows=-10: prints the last ten",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of text"
     )
     parser.add_argument(
         "--plot",
-        type=pathlib.Path,
+        type=local_path,
         metavar="FILE",
         help="also draw a histogram of the norms of rows, as PNG, SVG or PDF",
     )
@@ -241,15 +243,13 @@ def _to_json(
 
 
 def _read_rows(
-    directory: pathlib.Path, name: str, table: TableRecord, row_ids: list[int]
+    directory: pathlib.Path,
+    name: str,
+    table: TableRecord,
+    parts: Sequence[int | slice],
 ) -> list[dict[str, Any]]:
     """Returns rows and their slot variables as JSON values, one dict per row."""
-    outside = [row for row in row_ids if row >= table.vocabulary_size]
-    if outside:
-        raise UsageError(
-            f"--rows must be rows of table {name!r}, from 0 to "
-            f"{table.vocabulary_size - 1}, got {outside[0]}."
-        )
+    row_ids = _row_ids(parts, name, table.vocabulary_size)
     values = read_table(directory, name, row_ids)
     slots = {
         slot: read_table(directory, name, row_ids, slot=slot)
@@ -306,13 +306,34 @@ def _format_rows(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _row_ids(text: str) -> list[int]:
+def _row_ids(parts: Sequence[int | slice], name: str, size: int) -> list[int]:
+    """Returns the rows of a table that ids and ranges mean, as Python counts them."""
+    row_ids: list[int] = []
+    for part in parts:
+        ids = list(range(size)[part]) if isinstance(part, slice) else [part]
+        outside = [row for row in ids if not -size <= row < size]
+        if outside or not ids:
+            got = outside[0] if outside else f"an empty range, {part}"
+            raise UsageError(
+                f"--rows must be rows of table {name!r}, from 0 to {size - 1}, or from "
+                f"-{size} to -1 from its end, got {got}."
+            )
+        row_ids += ids
+    return [row % size for row in row_ids]
+
+
+def _row_parts(text: str) -> list[int | slice]:
+    """Converts row ids and ranges with commas, such as `3,-1,0:10`."""
     try:
-        row_ids = [int(part) for part in text.split(",")]
+        return [_row_part(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"must be row ids with commas, such as 3,17, got {text!r}"
+            f"must be row ids or ranges with commas, such as 3,17 or 0:10, got {text!r}"
         ) from None
-    if min(row_ids) < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, got {min(row_ids)}")
-    return row_ids
+
+
+def _row_part(text: str) -> int | slice:
+    if ":" not in text:
+        return int(text)
+    start, stop = (int(end) if end.strip() else None for end in text.split(":"))
+    return slice(start, stop)

@@ -17,6 +17,7 @@ from tpu_embedding.launch import (
     run_steps,
     what_deletes,
 )
+from tpu_embedding.paths import local_path
 from tpu_embedding.training.overrides import apply_overrides
 
 _VERBS = {
@@ -51,7 +52,7 @@ def _add_verb(verbs: Any, verb: str, text: str) -> None:
     parser = verbs.add_parser(verb, allow_abbrev=False, help=text, description=text)
     parser.set_defaults(run=_launch, verb=verb)
     parser.add_argument(
-        "file", type=pathlib.Path, metavar="FILE", help="YAML file of the launch"
+        "file", type=local_path, metavar="FILE", help="YAML file of the launch"
     )
     parser.add_argument(
         "--set",
@@ -92,6 +93,7 @@ def _add_verb(verbs: Any, verb: str, text: str) -> None:
     if verb == "fetch":
         parser.add_argument(
             "--to",
+            type=local_path,
             metavar="DIR",
             help="local folder for the results; runs/NAME by default",
         )
@@ -149,4 +151,4 @@ def _steps(launch: Launch, parsed: argparse.Namespace) -> tuple[Step, ...]:
 
 
 def _results_dir(launch: Launch, parsed: argparse.Namespace) -> pathlib.Path:
-    return pathlib.Path(parsed.to) if parsed.to else pathlib.Path("runs") / launch.name
+    return parsed.to or pathlib.Path("runs") / launch.name

@@ -3,8 +3,10 @@
 import argparse
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, Final, Literal, get_args
 
@@ -13,9 +15,12 @@ from tpu_embedding.cli.exit_status import UsageError
 from tpu_embedding.distributed.place import find_place
 from tpu_embedding.distributed.starting import START_SECONDS
 from tpu_embedding.supervision import __main__ as parent_file
+from tpu_embedding.supervision.parent import STOP_SIGNALS
 from tpu_embedding.supervision.pulses import is_worker
 
 Supervise = Literal["auto", "always", "never"]
+
+_IGNORED_BY_LIBTPU: Final = (signal.SIGHUP, signal.SIGPROF)
 
 _OF_JOB: Final = ("coordinator", "num_processes", "process_id")
 
@@ -76,10 +81,26 @@ def supervise(parsed: argparse.Namespace) -> int | None:
         return None
     command = _parent_command(parsed, is_in_job)
     if not parsed.is_program:
+        _put_back_ignored_signals()
         return subprocess.run(command).returncode
     sys.stdout.flush()
     sys.stderr.flush()
+    # A new program has the default handlers. The parent unblocks once it has its own.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     os.execv(command[0], command)
+
+
+def _put_back_ignored_signals() -> None:
+    """Gives the signals that libtpu ignores their default, for the parent's process.
+
+    libtpu ignores them when it is loaded, which Python does not know, and the parent
+    and the workers would inherit that. A signal that this process has ignored since its
+    start stays ignored, such as SIGHUP under `nohup`.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in _IGNORED_BY_LIBTPU:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def _check(parsed: argparse.Namespace) -> None:

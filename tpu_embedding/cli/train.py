@@ -1,6 +1,7 @@
 """The command `tpu-embedding train`."""
 
 import argparse
+import functools
 import pathlib
 from typing import Any, get_args
 
@@ -18,7 +19,9 @@ from tpu_embedding.cli.arguments import (
 from tpu_embedding.cli.exit_status import UsageError
 from tpu_embedding.cli.processes import add_process_arguments, start_processes
 from tpu_embedding.cli.supervise import add_supervision_arguments, supervise
-from tpu_embedding.distributed.notices import leaving_together
+from tpu_embedding.distributed.notices import end_job, leaving_together
+from tpu_embedding.paths import local_path
+from tpu_embedding.supervision.early_signals import early_signals
 from tpu_embedding.supervision.pulses import start_pulses, tell
 from tpu_embedding.training.config_files import list_configs, load_config
 from tpu_embedding.training.loop import train
@@ -49,13 +52,12 @@ def add_train(commands: Any) -> None:
     add_compiler_option(parser)
     parser.add_argument(
         "--data-dir",
-        type=pathlib.Path,
         metavar="PATH",
         help="file or directory of the data",
     )
     parser.add_argument(
         "--output-dir",
-        type=pathlib.Path,
+        type=local_path,
         metavar="DIR",
         help="directory for the results; runs/NAME by default",
     )
@@ -126,6 +128,8 @@ def _train(parsed: argparse.Namespace) -> int:
     if status is not None:
         return status
     job = start_processes(parsed)
+    if job.num_processes > 1:
+        early_signals.end = functools.partial(end_job, job)
     tell("process", job.process_index, job.num_processes)
     mesh = None
     if parsed.devices is not None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from tpu_embedding.data.batch import Batch, DataError
 from tpu_embedding.data.block_order import BlockOrder
+from tpu_embedding.data.digests import join_digests
 from tpu_embedding.data.teacher import count_problems, is_int
 
 
@@ -21,6 +22,9 @@ class SampleReader(Protocol):
 
     Loader processes get a copy, so it must be possible to pickle it. A reader of mapped
     or open files opens them anew in the copy.
+
+    A reader may have a text `digest` of its samples, or of what it read of its files to
+    index them. A run that resumes compares it with that of the checkpoint.
 
     Attributes:
       block_bounds: int64 `[blocks + 1]`, the first sample of each block, and the number
@@ -51,6 +55,7 @@ class BlockDataset:
       batch_size: samples per batch.
       num_train_samples: number of training samples.
       num_evaluation_samples: number of held-out samples.
+      digest: of all samples; None if a reader has none.
 
     Example:
       >>> class Squares:
@@ -110,6 +115,10 @@ class BlockDataset:
         self.seed = seed
         self._reader = reader
         self._evaluation_reader = evaluation_reader or reader
+        readers = [reader] + ([evaluation_reader] if evaluation_reader else [])
+        digests = [getattr(each, "digest", None) for each in readers]
+        known = [each for each in digests if each is not None]
+        self.digest = join_digests(known) if known == digests else None
         self._split(num_evaluation_samples)
         bounds = reader.block_bounds
         bounds = bounds[bounds < self.num_train_samples]

@@ -32,6 +32,7 @@ from tpu_embedding.data.teacher import (
     random_generator,
 )
 from tpu_embedding.data.zipf import ZipfIds
+from tpu_embedding.paths import local_path
 
 EFFECT_SCALE: Final = 0.3
 """Standard deviation of one category's or dense input's contribution to the logit."""
@@ -114,7 +115,7 @@ class Criteo(BlockDataset):
 
         def read(paths: Sequence[str | pathlib.Path]) -> CriteoLines:
             return CriteoLines(
-                [pathlib.Path(each) for each in paths],
+                [local_path(each) for each in paths],
                 vocabulary_sizes=list(self.vocabulary_sizes.values()),
                 block_size=block_size,
             )
@@ -222,7 +223,7 @@ def write_criteo_sample(path: str | pathlib.Path, num_rows: int, seed: int = 0) 
     source = SyntheticCriteo(
         batch_size=WRITE_ROWS, vocabulary_sizes=SAMPLE_VOCABULARY_SIZE, seed=seed
     )
-    with open(path, "w", encoding="ascii", newline="\n") as file:
+    with local_path(path).open("w", encoding="ascii", newline="\n") as file:
         for start in range(0, num_rows, WRITE_ROWS):
             lines = _format_lines(source.train_batch(start // WRITE_ROWS))
             file.writelines(lines[: num_rows - start])

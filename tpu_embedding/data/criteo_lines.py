@@ -23,6 +23,7 @@ from tpu_embedding.data.criteo_format import (
     parse_lines,
     row_ids_of_categories,
 )
+from tpu_embedding.data.digests import join_digests
 from tpu_embedding.data.line_blocks import LineBlocks
 
 SOURCE: Final = (
@@ -64,6 +65,7 @@ class CriteoLines:
       files: the files, in order.
       is_compressed: True if gzip packed one of them.
       block_bounds: first line of each block, and the number of lines.
+      digest: of the text of all files.
     """
 
     def __init__(
@@ -87,6 +89,9 @@ class CriteoLines:
         self.files = [
             LineBlocks(path, block_size=_INDEXED_LINES, source=SOURCE) for path in paths
         ]
+        self.digest = join_digests(file.digest for file in self.files)
+        for file in self.files:
+            _check_first_line(file)
         self.is_compressed = any(file.is_compressed for file in self.files)
         num_lines = [file.num_lines for file in self.files]
         if block_size is None:
@@ -144,6 +149,14 @@ class CriteoLines:
         if len(self.files) == 1:
             return str(self.files[0].path)
         return f"{self.files[0].path} to {self.files[-1].path.name}"
+
+
+def _check_first_line(file: LineBlocks) -> None:
+    """Raises DataError if a file is no log, before its number of lines is an error."""
+    try:
+        parse_lines(file.read(0, 1), np.array([1]), file.path)
+    except DataError as error:
+        raise DataError(f"{error} {SOURCE}") from None
 
 
 def find_logs(path: pathlib.Path) -> list[pathlib.Path]:

@@ -6,6 +6,7 @@ lines.
 """
 
 import pathlib
+import zlib
 from typing import Final, Protocol
 
 import numpy as np
@@ -31,6 +32,7 @@ class LineBlocks:
       is_compressed: True if gzip packed the file.
       block_size: lines per block; the last block may have fewer.
       num_lines: number of lines in the file.
+      digest: CRC-32 of the text, unpacked, as 8 hexadecimal digits.
     """
 
     def __init__(self, path: pathlib.Path, *, block_size: int, source: str):
@@ -55,7 +57,7 @@ class LineBlocks:
         self._text = GzipFile(path) if self.is_compressed else MappedFile(path)
         if self._text.num_bytes == 0:
             raise DataError(f"{path} holds no line. {source}")
-        self.num_lines, self._offsets = _index(self._text, block_size)
+        self.num_lines, self._offsets, self.digest = _index(self._text, block_size)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the bytes of lines `start` to `stop - 1`, counted from 0.
@@ -88,17 +90,19 @@ def _is_gzip(path: pathlib.Path) -> bool:
         return file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
 
 
-def _index(text: _Text, block_size: int) -> tuple[int, np.ndarray]:
-    """Returns the number of lines and the byte offsets of the blocks and file end."""
-    num_lines, last_byte = 0, NEWLINE
-    offsets = [np.zeros(1, np.int64)]
+def _index(text: _Text, block_size: int) -> tuple[int, np.ndarray, str]:
+    """Returns number of lines, byte offsets of the blocks and file end, and digest."""
+    num_lines, last_byte, digest = 0, NEWLINE, 0
+    parts = [np.zeros(1, np.int64)]
     for start in range(0, text.num_bytes, SCAN_BYTES):
         data = text.read(start, min(start + SCAN_BYTES, text.num_bytes))
+        digest = zlib.crc32(data, digest)
         next_lines = np.flatnonzero(data == NEWLINE) + (start + 1)
         # A copy, because a slice would keep the whole array in memory.
-        offsets.append(next_lines[-(num_lines + 1) % block_size :: block_size].copy())
+        parts.append(next_lines[-(num_lines + 1) % block_size :: block_size].copy())
         num_lines += len(next_lines)
         last_byte = data[-1]
     num_lines += int(last_byte != NEWLINE)
-    starts = np.concatenate(offsets)
-    return num_lines, np.append(starts[starts < text.num_bytes], text.num_bytes)
+    starts = np.concatenate(parts)
+    offsets = np.append(starts[starts < text.num_bytes], text.num_bytes)
+    return num_lines, offsets, f"{digest:08x}"

@@ -7,12 +7,14 @@ unpacked folder and turns the ratings into batches for the training loop.
 
 import dataclasses
 import pathlib
+import zlib
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from tpu_embedding.data.batch import Batch, DataError
+from tpu_embedding.paths import local_path
 from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
 
 NUM_RATINGS: Final = 5
@@ -104,7 +106,7 @@ class MovieLens:
         Raises:
           DataError: if a file is missing or damaged; the message names file and line.
         """
-        directory = pathlib.Path(directory)
+        directory = local_path(directory)
         users = _read_users(directory, _read_occupations(directory))
         movies = _read_movies(directory, num_genres=_read_num_genres(directory))
         train = _read_ratings(directory, config.train, users, movies)
@@ -127,6 +129,7 @@ class MovieLens:
         self.num_train_samples = len(train.ratings)
         self.num_test_samples = len(test.ratings)
         self._users, self._movies, self._train, self._test = users, movies, train, test
+        self.digest = _digest(users, movies, train, test)
         self._histories = _group_by_user(train, len(users.rows), config.seed)
         self._last_permutation = (0, self._permute(0))
 
@@ -283,6 +286,16 @@ class _Histories:
             values=self.ids[repeat_per_id(first) + places],
             row_splits=row_splits.astype(np.int32),
         )
+
+
+def _digest(*parts: Any) -> str:
+    """Returns the digest of all numbers that were read."""
+    digest = 0
+    for part in parts:
+        for value in vars(part).values():
+            if isinstance(value, np.ndarray):
+                digest = zlib.crc32(np.ascontiguousarray(value).tobytes(), digest)
+    return f"{digest:08x}"
 
 
 def _group_by_user(train: _Ratings, num_users: int, seed: int) -> _Histories:

@@ -19,7 +19,9 @@ from tpu_embedding.data.block_dataset import BlockDataset
 from tpu_embedding.data.block_order import block_bounds, by_part, runs_of
 from tpu_embedding.data.criteo_format import NUM_DENSE
 from tpu_embedding.data.criteo_lines import find_days
+from tpu_embedding.data.digests import join_digests
 from tpu_embedding.data.teacher import count_problems
+from tpu_embedding.paths import local_path
 
 BLOCK_SIZE: Final = 4096
 """Consecutive rows that stay together when the order is shuffled.
@@ -102,7 +104,7 @@ class MultiHotClicks(BlockDataset):
         }
         days = [
             _Day(path, list(valences.values()))
-            for path in _find_days(pathlib.Path(directory))
+            for path in _find_days(local_path(directory))
         ]
         has_last_day = len(days) > 1
         super().__init__(
@@ -157,7 +159,12 @@ class _Day:
 
 
 class _Rows:
-    """A `SampleReader` of the rows of some days."""
+    """A `SampleReader` of the rows of some days.
+
+    Attributes:
+      block_bounds: first row of each block, and the number of rows.
+      digest: of samples of the files, which are not read as a whole.
+    """
 
     def __init__(
         self,
@@ -180,6 +187,11 @@ class _Rows:
             counts = [num_rows]
         self.block_bounds = block_bounds(counts, block_size)
         self._starts = np.cumsum([0, *counts[:-1]])
+        self.digest = join_digests(
+            array.file.sample_digest()
+            for day in days
+            for array in (day.dense, day.labels, day.ids[0])
+        )
 
     def read(self, samples: np.ndarray) -> Batch:
         parts = [

@@ -7,7 +7,9 @@ the blocks of the training order, and a few decoded ones are kept.
 import collections
 import contextlib
 import dataclasses
+import os
 import pathlib
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -16,6 +18,7 @@ import numpy as np
 from tpu_embedding.data.batch import Batch, DataError
 from tpu_embedding.data.block_dataset import BlockDataset
 from tpu_embedding.data.block_order import by_part, runs_of, take_runs
+from tpu_embedding.data.digests import join_digests
 from tpu_embedding.data.parquet_columns import (
     ListColumn,
     ParquetFeature,
@@ -24,6 +27,7 @@ from tpu_embedding.data.parquet_columns import (
     read_ids,
     read_numbers,
 )
+from tpu_embedding.paths import local_path
 from tpu_embedding.types import FeatureIds, RaggedIds
 
 NUM_STREAMS: Final = 8
@@ -116,7 +120,7 @@ class ParquetClicks(BlockDataset):
 
         def read(paths: Sequence[str | pathlib.Path]) -> ParquetRows:
             return ParquetRows(
-                [pathlib.Path(path) for path in paths],
+                [local_path(path) for path in paths],
                 columns,
                 num_kept=num_streams + 1,
             )
@@ -138,6 +142,7 @@ class ParquetRows:
 
     Attributes:
       block_bounds: first row of each row group, and the number of rows.
+      digest: of the footers, which hold sizes and statistics of the row groups.
     """
 
     def __init__(
@@ -171,6 +176,7 @@ class ParquetRows:
             raise DataError(f"{paths[0]} must hold a row, got none.")
         self.block_bounds = np.cumsum([0, *lengths])
         self._paths = [str(path) for path in paths]
+        self.digest = join_digests(_digest_of_footer(path) for path in paths)
 
     def read(self, samples: np.ndarray) -> Batch:
         """Returns the given rows.
@@ -266,6 +272,14 @@ def _read_footer(path: pathlib.Path, columns: ParquetColumns) -> Any:
     for name in columns.number_columns:
         check_type(str(path), schema, name, "numbers")
     return footer
+
+
+def _digest_of_footer(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        # A file ends with the length of its footer, 4 bytes, and 4 bytes of magic.
+        file.seek(-8, os.SEEK_END)
+        file.seek(-8 - int.from_bytes(file.read(4), "little"), os.SEEK_END)
+        return f"{zlib.crc32(file.read()):08x}"
 
 
 def _decode(place: RowGroupPlace, footer: Any, columns: ParquetColumns) -> _RowGroup:

@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import platform
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -51,6 +52,8 @@ class Job:
       num_processes: processes of the job; 1 outside of a job.
       store: that the processes share.
       last_acts: functions to call before a failure of the job ends this process.
+      ending: lock of the thread that ends this process after a failure. The others
+        wait, and report nothing.
     """
 
     def __init__(self, process_index: int, num_processes: int, store: Store):
@@ -58,6 +61,7 @@ class Job:
         self.num_processes = num_processes
         self.store = store
         self.last_acts: list[Callable[[], object]] = []
+        self.ending = threading.RLock()
         self._abandoned: set[str] = set()
         self._numbers: dict[str, Iterator[int]] = collections.defaultdict(
             itertools.count

@@ -2,7 +2,7 @@
 
 A process that fails writes a notice. A thread in each of the others looks for notices,
 because the main thread may wait for devices, where Python handles nothing. It prints
-the notice and ends its process. Process 0 holds the store, so it leaves last.
+the notice, and ends its process once all have read it.
 """
 
 import atexit
@@ -23,14 +23,15 @@ from tpu_embedding.supervision.output import drop_unwritten, print_line
 from tpu_embedding.supervision.pulses import tell
 
 _LEAVE_SECONDS: Final = 10.0
-"""Longest wait of process 0 for the others to read a notice."""
+"""Longest wait for the other processes to read a notice."""
 
 _END_SECONDS: Final = 3600.0
 """Longest wait at the end of a job; process 0 may write large files there."""
 
 _NOTICES: Final = "notices"
 _FAILURE: Final = "failure"
-_LEFT: Final = "left"
+_READY: Final = "ready to leave"
+_ALL_READY: Final = "all are ready to leave"
 
 _watched: set[Job] = set()
 
@@ -129,45 +130,49 @@ def end_job(job: Job, message: str, status: int, *, is_final: bool = False) -> N
     notice of that process.
 
     Args:
-      job: of several processes.
+      job: of this process.
       message: text of the error.
       status: exit status of all processes.
       is_final: True if the same run would fail again.
     """
     with contextlib.suppress(Exception):  # Process 0 may be gone.
         _end_if_noticed(job)
+    job.ending.acquire()
     own = FailureNotice(
         process=job.process_index, message=message, status=status, is_final=is_final
     )
-    name = f"process {job.process_index} (host {platform.node()})"
-    print_line(f"error: {name}: {message}", sys.stderr)
+    name = f"process {job.process_index} (host {platform.node()}): "
+    name = name if job.num_processes > 1 else ""
+    print_line(f"error: {name}{message}", sys.stderr)
     with contextlib.suppress(Exception):
         job.store.set(f"{_NOTICES}/{_FAILURE}", json.dumps(dataclasses.asdict(own)))
-    _leave(job, status, own.process)
+    _leave(job, status)
 
 
-def _leave(job: Job, status: int, author: int) -> NoReturn:
+def _leave(job: Job, status: int) -> NoReturn:
     """Ends the process, without waiting for threads or devices.
 
-    The author of the notice leaves after those who read it: its end would break their
-    connections, and they would report that. Process 0 holds the store, so it is last.
+    All processes leave together, once each has printed the error: the end of one breaks
+    the connections of the others, whose runtime then aborts them. Process 0 holds the
+    store, so it is last.
     """
     drop_unwritten()
     for act in job.last_acts:
         with contextlib.suppress(Exception):
             act()
     with contextlib.suppress(Exception):
-        earlier = set(range(job.num_processes)) - {job.process_index}
-        if not job.is_first:
-            earlier = earlier - {0} if job.process_index == author else set()
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        while not earlier <= set(map(int, job.store.items(_LEFT))):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(POLL_SECONDS / 5)
-        job.store.set(f"{_LEFT}/{job.process_index}", "")
+        job.store.set(f"{_READY}/{job.process_index}", "")
         if job.is_first:
+            deadline = time.monotonic() + _LEAVE_SECONDS
+            while len(job.store.items(_READY)) < job.num_processes:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(POLL_SECONDS / 5)
+            job.store.set(_ALL_READY, "")
             time.sleep(POLL_SECONDS)  # The others are about to end.
+        else:
+            # Process 0 may be late itself.
+            job.store.get(_ALL_READY, 2 * _LEAVE_SECONDS)
     os._exit(status)
 
 
@@ -178,8 +183,9 @@ def _end_if_noticed(job: Job) -> None:
     notice = FailureNotice(**json.loads(text))
     if notice.process == job.process_index:
         return  # It is leaving already.
+    job.ending.acquire()
     if notice.is_final:
         tell("final_elsewhere")
     name = job.name_of(notice.process)
     print_line(f"error: {name}: {notice.message}", sys.stderr)
-    _leave(job, notice.status, notice.process)
+    _leave(job, notice.status)

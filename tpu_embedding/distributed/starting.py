@@ -1,11 +1,10 @@
 """Starts JAX's distributed runtime, and refuses what would end it without a message.
 
-The runtime aborts the process if it cannot reach the coordinator, or if the port is in
-use. Both are therefore tried first, and the wait for the other processes is bounded.
+The runtime aborts the process if it cannot reach the coordinator, if the port is in
+use, or if two processes have one id. A roll call of all processes therefore comes
+first, and the wait for them is bounded.
 """
 
-import contextlib
-import socket
 import threading
 import time
 from typing import Final
@@ -15,18 +14,21 @@ import jax
 from tpu_embedding.distributed.job import Job, current_job
 from tpu_embedding.distributed.notices import watch_job
 from tpu_embedding.distributed.place import Place, StartError, find_place
+from tpu_embedding.distributed.roll_call import (
+    answer_roll_call,
+    connect,
+    hold_roll_call,
+)
 from tpu_embedding.distributed.store import forget_client
 
 START_SECONDS: Final = 300.0
-"""Longest wait for all processes to start, as in JAX."""
+"""Longest wait until all processes have come; as long as JAX waits for them."""
 
 HEARTBEAT_SECONDS: Final = 100
 """Time without a sign of life after which a process is taken for dead, as in JAX."""
 
-_GRACE_SECONDS: Final = 5.0
-"""Process 0 waits longer than the others, whose connections it would break."""
-
-_RETRY_SECONDS: Final = 0.2
+_INITIALIZE_SECONDS: Final = 100.0
+"""Longest wait for JAX to start in all processes, after the roll call."""
 
 
 def start(
@@ -51,14 +53,16 @@ def start(
       process_id: number of this process, from 0.
       heartbeat_seconds: time without a sign of life after which a process is taken for
         dead; the runtime then ends the others.
-      timeout_seconds: longest wait for all processes to start.
+      timeout_seconds: longest wait until all processes have come. JAX then has another
+        100 s to start in all of them. If some have not come, process 0 takes 20 s more
+        to tell late ones so.
 
     Returns:
       The job; one of a single process if there are no others.
 
     Raises:
       StartError: if arguments are wrong or missing, if the coordinator cannot be
-        reached, or if not all processes start in time.
+        reached, if two processes have one id, or if not all start in time.
 
     Example:
       >>> start(num_processes=1).num_processes
@@ -71,54 +75,16 @@ def start(
     )
     if place is None:
         return current_job()
-    begin = time.monotonic()
     if place.process_id == 0:
-        _check_port(place)
-        timeout_seconds += _GRACE_SECONDS
+        hold_roll_call(place, timeout_seconds)
     else:
-        _wait_for_coordinator(place, timeout_seconds)
-    _initialize(place, heartbeat_seconds, timeout_seconds - time.monotonic() + begin)
+        answer_roll_call(place, timeout_seconds)
+        deadline = time.monotonic() + _INITIALIZE_SECONDS
+        connect(place, _INITIALIZE_SECONDS, deadline).close()
+    _initialize(place, heartbeat_seconds, _INITIALIZE_SECONDS)
     job = current_job()
     watch_job(job)
     return job
-
-
-def _check_port(place: Place) -> None:
-    """Refuses a port that is in use: the runtime would crash."""
-    host, port = place.address
-    for family, wildcard in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
-        with contextlib.ExitStack() as stack:
-            try:
-                probe = stack.enter_context(socket.socket(family))
-            except OSError:  # The host lacks one of both.
-                continue
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((wildcard, port))
-            except OSError as error:
-                raise StartError(
-                    f"Process 0 must listen on port {port} of {host}, as --coordinator "
-                    f"says, but cannot: {error.strerror}. End the program that uses "
-                    "it, or give all processes another --coordinator HOST:PORT."
-                ) from error
-
-
-def _wait_for_coordinator(place: Place, timeout_seconds: float) -> None:
-    """Waits until the coordinator accepts connections."""
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        try:
-            socket.create_connection(place.address, timeout=_RETRY_SECONDS * 10).close()
-            return
-        except OSError as error:
-            if time.monotonic() + _RETRY_SECONDS >= deadline:
-                raise StartError(
-                    f"Process {place.process_id} cannot reach the coordinator "
-                    f"{place.coordinator} within {timeout_seconds:g} s: {error}. Check "
-                    "that process 0 runs on that host, that the address is right, and "
-                    "that the firewall admits its port between the hosts."
-                ) from error
-        time.sleep(_RETRY_SECONDS)
 
 
 def _initialize(place: Place, heartbeat_seconds: int, timeout_seconds: float) -> None:
@@ -150,10 +116,9 @@ def _initialize(place: Place, heartbeat_seconds: int, timeout_seconds: float) ->
     if thread.is_alive():
         forget_client()
         raise StartError(
-            f"Not all of the {place.num_processes} processes have connected to the "
-            f"coordinator {place.coordinator} within {timeout_seconds:.0f} s. Check "
-            "that each host runs the same command with its own --process-id, 0 to "
-            f"{place.num_processes - 1}, and see the logs of the others."
+            f"JAX has not started in all {place.num_processes} processes of the job at "
+            f"{place.coordinator} within {timeout_seconds:.0f} s, though all had come; "
+            "see the logs of the others."
         )
     if errors:
         forget_client()

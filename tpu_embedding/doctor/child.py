@@ -30,6 +30,7 @@ from tpu_embedding.doctor.protocol import (
     CaseEnded,
     CaseStarted,
     Part,
+    Planned,
     Tier,
     emit,
 )
@@ -50,11 +51,13 @@ class Effort:
 
     Attributes:
       floats: elements of the rows that a feature looks up.
+      many_rows: minimum rows of the larger table of a case with many rows.
       coverage: of the full tier.
       repetitions: of timings.
     """
 
     floats: int
+    many_rows: int
     coverage: Coverage
     repetitions: Repetitions
 
@@ -63,11 +66,14 @@ _ON_TPU: Final = Effort(
     # Several chunks of 64 KiB for each of 64 subcores. The factor 9 gives some of them
     # more chunks than others.
     floats=9 * 2**18,
+    # float32 cannot tell the row ids above this from their neighbours.
+    many_rows=2**24 + 2**20,
     coverage="all",
     repetitions=Repetitions(turns=9, seconds_per_turn=0.02),
 )
 _ELSEWHERE: Final = Effort(
     floats=9 * 2**11,
+    many_rows=2**17 + 2**13,
     coverage="each once",
     repetitions=Repetitions(turns=3, seconds_per_turn=0.0),
 )
@@ -126,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jax.config.update("jax_num_cpu_devices", _EMULATED_DEVICES)
     devices = jax.local_devices()
     cases = options.cases(devices)
+    emit(Planned(capabilities={case.name: case.capability for case in cases}))
     if parsed.skip_until_after is not None:
         names = [COMPILATION, *(case.name for case in cases)]
         cases = cases[names.index(parsed.skip_until_after) :]
@@ -192,8 +199,13 @@ def make_program(case: RowCase, backend: Backend, devices: Sequence[Any]) -> Row
     """
     if case.exchange is None:
         devices = devices[:1]
-    floats = effort_on(devices[0]).floats
-    size = size_of(case, floats=floats, num_devices=len(devices))
+    effort = effort_on(devices[0])
+    size = size_of(
+        case,
+        floats=effort.floats,
+        many_rows=effort.many_rows,
+        num_devices=len(devices),
+    )
     return row_program(case, size, backend, devices)
 
 

@@ -33,7 +33,13 @@ from tpu_embedding.doctor.kernel_checks import (
 )
 from tpu_embedding.doctor.ports import DEFAULT_PORT, check_hosts, check_loopback
 from tpu_embedding.doctor.protocol import Tier
-from tpu_embedding.kernel_verdicts import Verdict, current_key, save_verdicts
+from tpu_embedding.kernel_verdicts import (
+    KernelName,
+    Verdict,
+    current_key,
+    load_verdicts,
+    save_verdicts,
+)
 
 _SECONDS: Final[Mapping[Tier, float]] = {"quick": 40.0, "full": 100.0}
 """Deadline of the cases of rows on a chip: less than a minute, and than two minutes,
@@ -54,7 +60,7 @@ class Examination:
       host_index: place of this host among them; None finds out.
       port: of the coordinator.
       num_devices: emulated CPU devices; None: the devices of the machine.
-      rows: of the checks of kernels; None: the tier's.
+      seconds: total time of the cases of rows; None: the tier's.
     """
 
     tier: Tier = "full"
@@ -63,7 +69,7 @@ class Examination:
     host_index: int | None = None
     port: int = DEFAULT_PORT
     num_devices: int | None = None
-    rows: CheckSettings | None = None
+    seconds: float | None = None
 
 
 def examine(
@@ -130,13 +136,12 @@ def _run_rows(
     variables: Mapping[str, str],
     print_line: Callable[[str], None],
 ) -> list[PartRun]:
-    settings = examination.rows
-    if settings is None:
-        tier = examination.tier
+    tier, seconds = examination.tier, examination.seconds
+    if seconds is None:
         seconds = _SECONDS[tier]
         if found.platform == "cpu":
             seconds = min(seconds, _CPU_SECONDS)
-        settings = CheckSettings(tier=tier, seconds=seconds)
+    settings = CheckSettings(tier=tier, seconds=seconds)
 
     def announce(backend: str, part: str) -> None:
         print_line(f"{'':10}  {part} of {backend}, in a process of its own ...")
@@ -150,6 +155,8 @@ def _save(
     """Stores the verdicts on the kernels."""
     kernels = kernels_on(found)
     verdicts = make_verdicts(runs, datetime.datetime.now(datetime.UTC).date())
+    if kernels is not None and not verdicts:
+        verdicts = _withdrawn(found.kinds[0], kernels)
     if kernels is None or not verdicts:
         text = 'no kernels to judge on this device; "auto" runs XLA'
         status = "ok" if kernels is None else "unmeasured"
@@ -165,7 +172,21 @@ def _save(
         )
         return verdicts, [finding]
     text = f"{len(verdicts)} verdicts for {found.kinds[0]} are stored in {path}"
-    return verdicts, [Finding(check="verdicts", status="ok", text=text)]
+    # An earlier problem may have outlived this check: show what counts.
+    stored = load_verdicts(found.kinds[0], kernels)
+    known = [stored.find(v.capability) or v for v in verdicts]
+    return known, [Finding(check="verdicts", status="ok", text=text)]
+
+
+def _withdrawn(device_kind: str, kernels: KernelName) -> list[Verdict]:
+    """Returns the stored verdicts, none of which holds: their check does not start."""
+    return [
+        dataclasses.replace(
+            verdict, is_equal=False, problem="the last check did not start"
+        )
+        for verdict in load_verdicts(device_kind, kernels).verdicts
+        if verdict.is_equal
+    ]
 
 
 def _print_tables(

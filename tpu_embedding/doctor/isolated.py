@@ -2,8 +2,9 @@
 
 A kernel may hang, or halt the chip. So cases run in a child process, which alone holds
 the TPU. Each case has a deadline. If it passes, the whole process group is killed, the
-case is reported as a hang, and a new child runs the remaining cases. A child that dies
-is reported with its signal. Every wait here is bounded, so the parent never hangs.
+case is reported as a hang, and a new child runs the remaining cases. A case that starts
+just before the total time ends still has its whole deadline. A child that dies is
+reported with its signal. Every wait here is bounded, so the parent never hangs.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from tpu_embedding.doctor.protocol import (
     CaseEnded,
     CaseStarted,
     Event,
+    Planned,
     parse_line,
 )
 
@@ -46,7 +48,8 @@ class Deadlines:
     Attributes:
       start: until the first case starts; it covers the start of JAX and of the TPU.
       case: of one case, with its compilation.
-      total: of all cases. Cases that have not started by then do not run.
+      total: of all cases. Cases that have not started by then do not run. A case that
+        has started keeps its own deadline.
     """
 
     start: float = 120.0
@@ -60,14 +63,22 @@ class IsolatedRun:
 
     Attributes:
       results: of all cases that ended, hung or crashed, in order.
+      planned: case to capability, of all cases that should run; empty if no child
+        started.
       problem: reason why other cases did not run; None if all ran.
       ended_by: `"deadline"` if the total time ran out, `"loss"` if no child could go
         on; None if all cases ran.
     """
 
     results: tuple[CaseEnded, ...]
+    planned: Mapping[str, str] = dataclasses.field(default_factory=dict)
     problem: str | None = None
     ended_by: Literal["deadline", "loss"] | None = None
+
+    def cases_not_run(self) -> dict[str, str]:
+        """Returns the planned cases that have no result, with their capabilities."""
+        ended = {result.case for result in self.results}
+        return {case: c for case, c in self.planned.items() if case not in ended}
 
 
 def run_isolated(
@@ -89,17 +100,17 @@ def run_isolated(
       cancelled: another thread sets it to end the run early.
     """
     cancelled = threading.Event() if cancelled is None else cancelled
-    results: list[CaseEnded] = []
+    run = IsolatedRun(results=())
     end = time.monotonic() + deadlines.total
     options: list[str] = []
     for _ in range(_MAX_LOST_CHILDREN):
         with _started([*command, *options], environment, cancelled) as child:
-            lost = _follow(child, deadlines, end, results, on_event)
+            run, lost = _follow(child, deadlines, end, run, on_event)
         if lost is None:
-            return IsolatedRun(results=tuple(results))
+            return run
         if lost.case is None:
-            return IsolatedRun(
-                results=tuple(results), problem=lost.problem, ended_by=lost.ended_by
+            return dataclasses.replace(
+                run, problem=lost.problem, ended_by=lost.ended_by
             )
         ended = CaseEnded(
             case=lost.case.case,
@@ -109,19 +120,16 @@ def run_isolated(
             seconds=lost.seconds,
             figures={},
         )
-        results.append(ended)
+        run = dataclasses.replace(run, results=(*run.results, ended))
         on_event(ended)
+        if run.planned and not run.cases_not_run():
+            return run
         if time.monotonic() >= end or cancelled.is_set():
-            break
+            problem = _out_of_time(deadlines)
+            return dataclasses.replace(run, problem=problem, ended_by="deadline")
         options = ["--skip-until-after", lost.case.case]
-    else:
-        return IsolatedRun(
-            results=tuple(results),
-            problem=f"stopped after {_MAX_LOST_CHILDREN} cases that hung or crashed",
-            ended_by="loss",
-        )
-    problem = _out_of_time(deadlines)
-    return IsolatedRun(results=tuple(results), problem=problem, ended_by="deadline")
+    problem = f"stopped after {_MAX_LOST_CHILDREN} cases that hung or crashed"
+    return dataclasses.replace(run, problem=problem, ended_by="loss")
 
 
 def output_of(
@@ -172,29 +180,39 @@ def _follow(
     child: "_Child",
     deadlines: Deadlines,
     end: float,
-    results: list[CaseEnded],
+    run: IsolatedRun,
     on_event: Callable[[Event], None],
-) -> _Lost | None:
-    """Collects results until the child is done; returns the loss if it is not."""
+) -> tuple[IsolatedRun, _Lost | None]:
+    """Collects results until the child is done; also returns the loss if it is not."""
     running: CaseStarted | None = None
     since = time.monotonic()
     while True:
-        allowed = deadlines.start if running is None else deadlines.case
-        line = child.next_line(min(since + allowed, end))
+        if running is None:
+            limit = min(since + deadlines.start, end)
+        else:
+            limit = since + deadlines.case
+        line = child.next_line(limit)
         if line is None:
-            return _loss(child, running, since, deadlines, end)
+            return run, _loss(child, running, since, deadlines, end)
         event = parse_line(line)
         if isinstance(event, AllDone):
-            return None
+            return run, None
+        if isinstance(event, Planned):
+            run = dataclasses.replace(run, planned=event.capabilities)
+            continue
         if isinstance(event, CaseStarted):
+            if time.monotonic() >= end:
+                return run, _no_time_left(deadlines)
             running = event
         elif isinstance(event, CaseEnded):
             running = None
-            results.append(event)
+            run = dataclasses.replace(run, results=(*run.results, event))
         else:
             continue
         since = time.monotonic()
         on_event(event)
+        if run.planned and not run.cases_not_run():
+            return run, None
 
 
 def _loss(
@@ -206,16 +224,21 @@ def _loss(
 ) -> _Lost:
     now = time.monotonic()
     seconds = now - since
+    if child.cancelled.is_set():
+        return _no_time_left(deadlines)
     if child.has_ended_by(now + 1.0):
         return _Lost(problem=child.describe_end(), case=running, seconds=seconds)
-    if now >= end or child.cancelled.is_set():
-        problem = _out_of_time(deadlines)
-        return _Lost(problem=problem, case=None, ended_by="deadline")
-    if running is None:
-        problem = f"hangs: no case started in {deadlines.start:g} s"
-        return _Lost(problem=problem, case=None)
-    problem = f"hangs: no result in {deadlines.case:g} s; killed"
-    return _Lost(problem=problem, case=running, seconds=seconds)
+    if running is not None:
+        problem = f"hangs: no result in {deadlines.case:g} s; killed"
+        return _Lost(problem=problem, case=running, seconds=seconds)
+    if now >= end:
+        return _no_time_left(deadlines)
+    problem = f"hangs: no case started in {deadlines.start:g} s"
+    return _Lost(problem=problem, case=None)
+
+
+def _no_time_left(deadlines: Deadlines) -> _Lost:
+    return _Lost(problem=_out_of_time(deadlines), case=None, ended_by="deadline")
 
 
 def _out_of_time(deadlines: Deadlines) -> str:

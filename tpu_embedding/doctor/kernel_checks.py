@@ -1,6 +1,5 @@
 """Runs the cases of rows in child processes, and turns their results into verdicts."""
 
-import collections
 import concurrent.futures
 import dataclasses
 import datetime
@@ -148,25 +147,28 @@ def check_rows(
 
 
 def make_verdicts(runs: Sequence[PartRun], date: datetime.date) -> list[Verdict]:
-    """Returns a verdict on each capability of the kernels that a case checked.
+    """Returns a verdict on each capability of the kernels that a check should cover.
 
     A failure of a whole step, or of an exchange, counts for all capabilities that take
-    part in it, unless one of them failed on its own and so explains the failure.
+    part in it, unless one of them failed on its own and so explains the failure. A case
+    that did not run counts for all capabilities that it could have refused.
 
     Args:
       runs: from `check_rows`.
-      date: of the check.
+      date: day of the check.
     """
-    cases = [
-        (part.part, case)
-        for part in runs
-        if part.backend != "xla"
-        for case in part.run.results
+    kernel_runs = [part for part in runs if part.backend != "xla"]
+    cases = [(part.part, case) for part in kernel_runs for case in part.run.results]
+    planned = [
+        capability
+        for part in kernel_runs
+        if part.part == "correctness"
+        for capability in part.run.planned.values()
     ]
-    checked = {case.capability: None for part, case in cases if part == "correctness"}
-    capabilities = [name for name in checked if direction_of(name) is not None]
+    capabilities = [c for c in dict.fromkeys(planned) if direction_of(c) is not None]
     problems = _first_problems([case for _, case in cases])
-    counts = collections.Counter(case.capability for _, case in cases)
+    not_run = [c for part in kernel_runs for c in part.run.cases_not_run().items()]
+    all_planned = [c for part in kernel_runs for c in part.run.planned.values()]
     ratios: dict[str, float] = {}
     for part, case in cases:
         ratio = case.figures.get(SPEED_RATIO) if part == "speed" and case.ok else None
@@ -175,12 +177,17 @@ def make_verdicts(runs: Sequence[PartRun], date: datetime.date) -> list[Verdict]
     verdicts = []
     for name in capabilities:
         problem = problems.get(name) or _problem_of_step(name, capabilities, problems)
+        num_cases = sum(c == name or _takes_part(name, c) for c in all_planned)
+        missing = _incomplete(name, not_run)
+        if problem is None and missing is not None:
+            # Any complete check may replace this verdict, which knows of no fault.
+            problem, num_cases = missing, 1
         verdict = Verdict(
             capability=name,
             is_equal=problem is None,
             problem=problem,
             speed_ratio=ratios.get(name),
-            num_cases=counts[name],
+            num_cases=num_cases,
             date=date.isoformat(),
         )
         verdicts.append(verdict)
@@ -202,15 +209,25 @@ def _problem_of_step(
 ) -> str | None:
     """Returns the problem of a step or exchange that a capability takes part in."""
     for failed, problem in problems.items():
-        if direction_of(failed) is not None or rows_of(failed) not in (
-            None,
-            rows_of(name),
-        ):
+        if not _takes_part(name, failed):
             continue
         shared = [c for c in capabilities if rows_of(failed) in (None, rows_of(c))]
         if not any(capability in problems for capability in shared):
             return problem
     return None
+
+
+def _takes_part(name: str, whole: str) -> bool:
+    """Returns True if a capability takes part in the cases of a step or exchange."""
+    return direction_of(whole) is None and rows_of(whole) in (None, rows_of(name))
+
+
+def _incomplete(name: str, not_run: Sequence[tuple[str, str]]) -> str | None:
+    """Returns the problem of a capability with cases that did not run."""
+    cases = [case for case, c in not_run if c == name or _takes_part(name, c)]
+    if not cases:
+        return None
+    return f"the check is not complete, without {cases[0]} ({len(cases)} did not run)"
 
 
 def findings_on_rows(runs: Sequence[PartRun]) -> list[Finding]:
@@ -248,7 +265,8 @@ def _unfinished(check: str, run: IsolatedRun) -> Finding:
             check=check,
             status="unmeasured",
             text=f"{run.problem}",
-            way_out="XLA runs rows without a verdict; --quick checks fewer kinds.",
+            way_out="XLA runs rows whose check is not complete. Give the cases more "
+            "time with --seconds.",
         )
     return Finding(
         check=check,

@@ -1,8 +1,10 @@
 """The lines that the doctor's child process prints, one JSON object per line.
 
-The child runs *cases* on the devices: each one checks or times one thing. It prints an
+The child runs *cases* on the devices: each one checks or times one thing. It first
+prints all cases of its run, so the parent knows those that never ran. It prints an
 event before a case and after it, so the parent knows the case that hung or crashed:
 
+    {"event": "plan", "capabilities": {case: capability, ...}}
     {"event": "start", "case": ..., "capability": ...}
     {"event": "end", "case": ..., "capability": ..., "ok": ..., "problem": ...,
      "seconds": ..., "figures": {...}}
@@ -37,6 +39,17 @@ XLA_SECONDS_PER_CALL: Final = "xla_seconds_per_call"
 SPEED_RATIO: Final = "speed_ratio"
 BYTES: Final = "bytes"
 MODEL_BYTES: Final = "model_bytes"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planned:
+    """The cases of a run, before the first one starts.
+
+    Attributes:
+      capabilities: case to capability, also of cases that an earlier child ran.
+    """
+
+    capabilities: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +91,7 @@ class AllDone:
     """All cases have run."""
 
 
-Event = CaseStarted | CaseEnded | AllDone
+Event = Planned | CaseStarted | CaseEnded | AllDone
 
 
 def emit(event: Event) -> None:
@@ -114,6 +127,7 @@ def parse_line(line: str) -> Event | None:
 
 
 _TYPES: Final[dict[Any, type[Any]]] = {
+    "plan": Planned,
     "start": CaseStarted,
     "end": CaseEnded,
     "done": AllDone,

@@ -188,13 +188,13 @@ def format_verdicts(verdicts: Sequence[Verdict]) -> str | None:
     """Returns the table of verdicts; None if there are none."""
     if not verdicts:
         return None
-    rows: list[tuple[str, ...]] = [("verdict on", "equal", "speed", '"auto" runs')]
+    rows: list[tuple[str, ...]] = [("verdict on", "all equal", "speed", '"auto" runs')]
     for verdict in verdicts:
         ratio = verdict.speed_ratio
         rows.append(
             (
                 verdict.capability,
-                "yes" if verdict.is_equal else "NO",
+                "yes" if verdict.is_equal else "no",
                 _UNMEASURED if ratio is None else f"{ratio:.3g}x of XLA",
                 "kernel" if verdict.is_equal and verdict.is_faster else "XLA",
             )

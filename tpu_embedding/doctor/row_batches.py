@@ -46,22 +46,25 @@ class CaseSize:
         return {"sum": self.vocabulary_size, "mean": small}
 
 
-def size_of(case: RowCase, *, floats: int, num_devices: int) -> CaseSize:
+def size_of(
+    case: RowCase, *, floats: int, many_rows: int, num_devices: int
+) -> CaseSize:
     """Returns the sizes of a case.
 
     Args:
       case: the case.
       floats: approximate elements of the rows that a feature looks up.
-      num_devices: of the program; each gets as many samples as kernels ask for.
+      many_rows: minimum rows of the larger table of a case with many rows.
+      num_devices: devices of the program; each gets as many samples as kernels ask for.
     """
     ids_per_sample = 1 if case.ids == "one id" else VALENCE
     multiple = num_devices * _ALIGNED_SAMPLES * max(1, _LANES // case.dim)
     num_samples = floats // (case.dim * ids_per_sample)
     num_samples = max(1, round(num_samples / multiple)) * multiple
-    return CaseSize(
-        num_samples=num_samples,
-        vocabulary_size=4 * num_samples * ids_per_sample + 5,
-    )
+    num_rows = 4 * num_samples * ids_per_sample
+    if case.rows == "many":
+        num_rows = max(num_rows, many_rows)
+    return CaseSize(num_samples=num_samples, vocabulary_size=num_rows + 5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,9 @@ Owner = Literal["any", "one"]
 """`"one"`: one device owns all rows that the ids name, and the exchange has little
 room, so that further rounds must run."""
 
+Rows = Literal["some", "many"]
+"""`"many"`: rows beyond those whose numbers float32, or 16 bits, can count."""
+
 Coverage = Literal["all", "each once"]
 """`"each once"`: each direction, kind of row, rule, form of ids and exchange is in one
 case at least. `"all"`: each direction is checked with each kind of row."""
@@ -39,6 +42,7 @@ _FORMS: Final[tuple[tuple[IdForm, int], ...]] = (
     ("ragged", 128),
     ("ragged", 32),
 )
+_MANY_ROWS: Final = "many rows"
 _ROUNDS: Final = "further rounds"
 _EXCHANGES: Final = (
     ("padded exchange", 32),
@@ -65,6 +69,7 @@ class RowCase:
       ids: form of the ids.
       exchange: of rows between all devices; None: the program runs on one device.
       owner: of the rows that the ids name.
+      rows: of the larger table.
     """
 
     name: str
@@ -75,6 +80,7 @@ class RowCase:
     ids: IdForm = "pooled"
     exchange: ExchangeKind | None = None
     owner: Owner = "any"
+    rows: Rows = "some"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,13 +131,24 @@ _RULES_BY_XLA: Final[dict[RuleName, RuleKind]] = {
 }
 
 
+# The narrowest rows: a table of this many takes 0.5 GB on a chip. sgd keeps no slots.
+_MANY_CASE: Final = RowCase(
+    name=f"{_MANY_ROWS}, dim {min(DIMS)}",
+    capability=_MANY_ROWS,
+    dim=min(DIMS),
+    rule="sgd",
+    rows="many",
+)
+
+
 def row_cases(
     backend: Backend, tier: Tier, coverage: Coverage, num_devices: int
 ) -> list[RowCase]:
     """Returns the cases whose results are compared with the dense reference.
 
-    All cases of one kind of row come together, the most usual rows first. So a run that
-    is cut short has checked some kinds of row completely.
+    Cases that decide on all kinds of row come first, then those of one kind together,
+    the most usual rows first. So a run that is cut short has checked some kinds of row
+    completely.
 
     Args:
       backend: of the kernels, or XLA.
@@ -158,13 +175,14 @@ def row_cases(
     ]
     if backend != "xla" and coverage == "all":
         of_rows = [case for dim in DIMS for case in _cases_of_rows(backend, dim)]
-        return [*of_rows, *_cases_of_rules(backend), *forms, *exchanges]
-    further = [*_cases_of_rules(backend), *forms[::2], *exchanges[::2]]
+        return [_MANY_CASE, *exchanges, *_cases_of_rules(backend), *forms, *of_rows]
+    further = [*exchanges[::2], *_cases_of_rules(backend), *forms[::2]]
     if backend == "xla":
-        return [*map(_whole_step, (*DIMS, *_OTHER_DIMS)), *further]
+        return [*further, *map(_whole_step, (*DIMS, *_OTHER_DIMS))]
     diagonal = zip(_DIRECTION_CASES, DIMS, strict=True)
     of_directions = [case.of_rows(dim) for case, dim in diagonal]
-    return [*of_directions, _whole_step(DIMS[0]), _whole_step(DIMS[-1]), *further]
+    steps = [_whole_step(DIMS[0]), _whole_step(DIMS[-1])]
+    return [_MANY_CASE, *further, *of_directions, *steps]
 
 
 def timed_cases(backend: Backend, tier: Tier, coverage: Coverage) -> list[RowCase]:

@@ -5,9 +5,10 @@ program that is checked is also the one that is timed.
 """
 
 import dataclasses
+import datetime
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import jax
 import numpy as np
@@ -20,7 +21,9 @@ from tpu_embedding.doctor.row_cases import RowCase
 from tpu_embedding.functional import apply_gradients, compute_gradients, lookup
 from tpu_embedding.hardware import INTERPRETED_HARDWARE, hardware_of_device
 from tpu_embedding.kernel_verdicts import (
+    MIN_SPEED_RATIO,
     KernelVerdicts,
+    RuleKind,
     Verdict,
     capability_name,
 )
@@ -125,19 +128,23 @@ def row_program(
 
 def _verdicts(case: RowCase, backend: Any) -> KernelVerdicts:
     """Returns verdicts that allow the case's directions, and no others."""
+    capabilities = {
+        capability_name(direction, case.dim, rule)
+        for direction in case.directions
+        for rule in get_args(RuleKind)
+    }
     return KernelVerdicts(
         backend=backend,
         verdicts=tuple(
             Verdict(
-                capability=capability_name(direction, case.dim, rule),
+                capability=capability,
                 is_equal=True,
                 problem=None,
-                speed_ratio=math.inf,
+                speed_ratio=MIN_SPEED_RATIO,
                 num_cases=1,
-                date="this case",
+                date=datetime.date.today().isoformat(),
             )
-            for direction in case.directions
-            for rule in ("elements", "row sums")
+            for capability in sorted(capabilities)
         ),
         absence="not part of this case",
     )

@@ -1,6 +1,6 @@
 """The directory of an export: its files, and the document that describes them.
 
-export.json                 signature, tables, versions, compatibility
+export.json                 signature, tables, versions, compatibility, digests
 program.stablehlo           the program, for `jax.export.deserialize`
 dense.safetensors           dense parameters
 tables/NAME.safetensors     one per table
@@ -19,6 +19,8 @@ import jax.export
 import jaxlib.version
 
 import tpu_embedding
+from tpu_embedding.distributed.job import current_job
+from tpu_embedding.export.digests import DOCUMENT_FILE, digests_of_files
 from tpu_embedding.export.row_formats import (
     RoundingError,
     RowFormat,
@@ -27,8 +29,9 @@ from tpu_embedding.export.row_formats import (
 from tpu_embedding.export.signature import ExportError
 from tpu_embedding.export.table_source import TableBlock, TableSource, read_tables
 from tpu_embedding.export.tensor_files import TensorFile
+from tpu_embedding.export.writing import Writing
+from tpu_embedding.paths import local_path
 
-DOCUMENT_FILE: Final = "export.json"
 PROGRAM_FILE: Final = "program.stablehlo"
 DENSE_FILE: Final = "dense.safetensors"
 TABLES_DIR: Final = "tables"
@@ -42,9 +45,11 @@ and releases up to 3 weeks older. https://docs.jax.dev/en/latest/export/export.h
 
 
 def write_artifact(
-    directory: str | pathlib.Path, write: Callable[[pathlib.Path], None]
+    directory: str | pathlib.Path, write: Callable[[Writing], None]
 ) -> None:
     """Makes a directory that appears only when all of its files are there.
+
+    All processes of a job call it together.
 
     Args:
       directory: must not exist, or be empty.
@@ -53,19 +58,30 @@ def write_artifact(
     Raises:
       ExportError: if there are files in the directory.
     """
-    path = pathlib.Path(directory)
-    check_new_directory(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = local_path(directory)
     partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        write(partial)
+    writing = Writing(partial)
+
+    def make(partial: pathlib.Path) -> None:
+        check_new_directory(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+
+    def rename(partial: pathlib.Path) -> None:
         if path.exists():
             path.rmdir()
         partial.rename(path)
+
+    writing.do(make)
+    writing.agree()
+    try:
+        write(writing)
+        writing.do(rename)
+        writing.agree()
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if current_job().is_first:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_new_directory(path: pathlib.Path) -> None:
@@ -78,22 +94,26 @@ def check_new_directory(path: pathlib.Path) -> None:
 
 
 def write_table_files(
-    directory: pathlib.Path, sources: Mapping[str, TableSource], row_format: RowFormat
+    writing: Writing, sources: Mapping[str, TableSource], row_format: RowFormat
 ) -> dict[str, dict[str, Any]]:
     """Writes one file per table, block by block.
 
     Returns:
       The entry of each table in the document: file, shape, dtype, rounding error.
     """
-    (directory / TABLES_DIR).mkdir()
-    files = {}
-    for name, source in sources.items():
-        metadata = {"row_format": row_format, "dim": str(source.table.config.dim)}
-        specs = {name: source.stored_spec(row_format)}
-        files[name] = TensorFile(directory / file_of_table(name), specs, metadata)
+    files: dict[str, TensorFile] = {}
+
+    def make_files(directory: pathlib.Path) -> None:
+        (directory / TABLES_DIR).mkdir()
+        for name, source in sources.items():
+            metadata = {"row_format": row_format, "dim": str(source.table.config.dim)}
+            specs = {name: source.stored_spec(row_format)}
+            files[name] = TensorFile(directory / file_of_table(name), specs, metadata)
+
+    writing.do(make_files)
     errors = {name: RoundingError() for name in sources}
-    for name, start, rows in encoded_blocks(sources, row_format, errors):
-        files[name].write(name, start, rows)
+    for block in encoded_blocks(sources, row_format, errors):
+        writing.do(lambda _, block=block: files[block.name].write(*block))
     return {
         name: {"file": file_of_table(name)}
         | describe_table(source, row_format, errors[name])
@@ -139,7 +159,12 @@ def file_of_table(name: str) -> str:
 
 
 def write_document(directory: pathlib.Path, document: Mapping[str, Any]) -> None:
-    """Writes the document of an export, with the versions that made it."""
+    """Writes the document of an export, with the versions that made it.
+
+    Args:
+      directory: of the export, which holds all other files.
+      document: the rest of the document, maybe with the digests of these files.
+    """
     head = {
         "format": "tpu_embedding.export",
         "format_version": FORMAT_VERSION,
@@ -149,6 +174,8 @@ def write_document(directory: pathlib.Path, document: Mapping[str, Any]) -> None
             "jaxlib": jaxlib.version.__version__,
         },
     }
+    if "files" not in document:
+        head["files"] = digests_of_files(directory)
     replace_document(directory, head | dict(document))
 
 
@@ -165,7 +192,7 @@ def read_document(directory: str | pathlib.Path) -> dict[str, Any]:
     Raises:
       ExportError: if the directory holds none that this release reads.
     """
-    path = pathlib.Path(directory) / DOCUMENT_FILE
+    path = local_path(directory) / DOCUMENT_FILE
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         version = document["format_version"]

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from tpu_embedding.distributed.job import current_job
 from tpu_embedding.export.signature import ExportError
 from tpu_embedding.export.table_source import table_prefix
 from tpu_embedding.nn.embedding import TPUEmbedding
@@ -36,14 +36,8 @@ class DeltaChain:
         """Finds the records.
 
         Raises:
-          ExportError: if the optimizer is another model's, a trained table has none, or
-            other processes hold rows.
+          ExportError: if the optimizer is another model's, or a trained table has none.
         """
-        if jax.process_count() > 1:
-            raise ExportError(
-                f"Deltas are written by one process, got {jax.process_count()}; save a "
-                "checkpoint by te.save, and restore it in a single process."
-            )
         layers = embedding_layers(model)
         self._optimizer = optimizer
         slots = optimizer.slots.get_value()
@@ -85,8 +79,8 @@ class DeltaChain:
         if others or base == 0:
             raise ExportError(
                 "There is no export that a delta could follow: none was made with this "
-                "optimizer, or rows changed since by finalize_variable_values, by an "
-                "import, or by a restore of some tables. Start a chain by "
+                "optimizer, or rows changed since by finalize_variable_values, or by a "
+                "restore of some tables. Start a chain by "
                 "te.export.save_tables(model, directory, optimizer=optimizer)."
             )
         return f"{base:08x}"
@@ -99,21 +93,25 @@ class DeltaChain:
             for table in part.tracked.stack.tables
         }
 
-    def first_record(
-        self, directory: pathlib.Path, tables: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def first_record(self, digests: Mapping[str, str]) -> dict[str, Any]:
         """Returns the entry of the chain in the document of its first export.
 
         Args:
-          directory: of the export.
-          tables: the document's entry of each table.
+          digests: of the files of the export.
         """
-        files = {name: file_digest(directory / x["file"]) for name, x in tables.items()}
-        record = {"steps": self.steps("update_count"), "files": files}
-        return {"identity": identity_of(record)} | record
+        steps = self.steps("update_count")
+        identity = identity_of({"steps": steps, "files": dict(digests)})
+        return {"identity": identity, "steps": steps}
 
-    def follow(self, identity: str) -> None:
-        """Makes the next delta follow an export or delta of the present step."""
+    def follow(self, record: Mapping[str, Any] | None) -> None:
+        """Makes the next delta follow an export or delta of the present step.
+
+        Args:
+          record: with the identity; other processes than the first may lack it.
+        """
+        identity = current_job().broadcast(
+            "identity of an export", record and record["identity"]
+        )
 
         def replace(node: Any) -> Any:
             if not is_tracking(node):
@@ -128,6 +126,8 @@ class DeltaChain:
 
         slots = self._optimizer.slots
         slots.set_value(jax.tree.map(replace, slots.get_value(), is_leaf=is_tracking))
+        for part in self.parts:
+            part.layer.set_tables.forget(int(identity, 16))
 
 
 def identity_of(body: Mapping[str, Any]) -> str:
@@ -135,9 +135,3 @@ def identity_of(body: Mapping[str, Any]) -> str:
     text = json.dumps(body, sort_keys=True)
     number = int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
     return f"{number & 0x7FFFFFFF or 1:08x}"
-
-
-def file_digest(path: pathlib.Path) -> str:
-    """Returns the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

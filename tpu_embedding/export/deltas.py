@@ -11,12 +11,13 @@ latest export or delta, so checkpoints hold it, too.
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from flax import nnx
 
+from tpu_embedding.argument_checks import PATH, takes
 from tpu_embedding.export.artifact import (
     TABLES_DIR,
     file_of_table,
@@ -24,11 +25,11 @@ from tpu_embedding.export.artifact import (
     replace_document,
     write_artifact,
 )
-from tpu_embedding.export.delta_chain import (
-    DeltaChain,
-    TrackedPart,
+from tpu_embedding.export.delta_chain import DeltaChain, TrackedPart, identity_of
+from tpu_embedding.export.digests import (
+    check_file,
     file_digest,
-    identity_of,
+    recorded_digests,
 )
 from tpu_embedding.export.row_formats import encode
 from tpu_embedding.export.signature import ExportError
@@ -38,7 +39,9 @@ from tpu_embedding.export.tensor_files import (
     read_tensors,
     writable_tensor,
 )
-from tpu_embedding.nn.training import Optimizer
+from tpu_embedding.export.writing import Writing, receivers
+from tpu_embedding.nn.training import MODEL, Optimizer
+from tpu_embedding.paths import local_path
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_blocks import read_blocks
@@ -85,6 +88,7 @@ class Delta:
     document: Mapping[str, Any]
 
 
+@takes("te.export.", model=MODEL, directory=PATH)
 def save_delta(
     model: nnx.Module, optimizer: Optimizer, directory: str | pathlib.Path
 ) -> None:
@@ -94,11 +98,14 @@ def save_delta(
     optimizer=optimizer)`. `apply_delta` applies its deltas in order. All tables that
     are trained must have optimizers wrapped by `te.optimizers.track_touched_rows`.
 
+    All processes of a job call it together, and the first one writes.
+
     The host holds the ids of the touched rows, and a few blocks of rows. The optimizer
     remembers the delta, and a checkpoint of it does, too. Save one after each delta.
 
-    Rows set by `set_embedding_tables`, `with_table_values`, or an import or restore
-    without the optimizer are not in the delta. Start a new chain after them.
+    All rows of a table count as changed after `set_embedding_tables`, an import, or a
+    restore without the optimizer. After `with_table_values` without slots, call
+    `te.with_touched_tables`.
 
     Args:
       model: owns the tables.
@@ -127,11 +134,11 @@ def save_delta(
     base = chain.baseidentity_of()
     body: dict[str, Any] = {}
 
-    def write(path: pathlib.Path) -> None:
-        (path / TABLES_DIR).mkdir()
+    def write(writing: Writing) -> None:
+        writing.do(lambda path: (path / TABLES_DIR).mkdir())
         entries: dict[str, Any] = {}
         for part in chain.parts:
-            entries |= _write_stack(part, path)
+            entries |= _write_stack(part, writing)
         body.update(
             format=_FORMAT,
             format_version=_FORMAT_VERSION,
@@ -141,13 +148,14 @@ def save_delta(
             tables=entries,
         )
         body["identity"] = identity_of(body)
-        text = json.dumps(body, indent=2)
-        (path / DELTA_FILE).write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(body, indent=2) + "\n"
+        writing.do(lambda path: (path / DELTA_FILE).write_text(text, encoding="utf-8"))
 
     write_artifact(directory, write)
-    chain.follow(body["identity"])
+    chain.follow(body)
 
 
+@takes("te.export.", directory=PATH)
 def read_delta(directory: str | pathlib.Path) -> Delta:
     """Reads a delta, and checks the digests of its files.
 
@@ -157,7 +165,7 @@ def read_delta(directory: str | pathlib.Path) -> Delta:
     Raises:
       ExportError: a ValueError, if the directory holds no delta, or a damaged one.
     """
-    path = pathlib.Path(directory)
+    path = local_path(directory)
     again = "copy the whole directory again from where it was written."
     try:
         document = json.loads((path / DELTA_FILE).read_text(encoding="utf-8"))
@@ -200,14 +208,15 @@ def read_delta(directory: str | pathlib.Path) -> Delta:
     )
 
 
+@takes("te.export.", export=PATH, delta=PATH)
 def apply_delta(export: str | pathlib.Path, delta: str | pathlib.Path) -> None:
     """Applies a delta to the table files of an export, in place.
 
     After the chain up to a delta, the files equal those of a full export at its step,
-    bit for bit. Apply to a copy that no server has open. If the call is interrupted,
-    call it again with the same delta.
+    bit for bit. Apply to a copy that no server has open, in one process. If the call is
+    interrupted, call it again with the same delta.
 
-    The first delta of an export also checks the digests of the export's files.
+    The digests of the export's files are checked before, and brought up to date.
 
     Args:
       export: directory of `te.export.save_tables(..., optimizer=...)`, of any `dtype`.
@@ -217,7 +226,7 @@ def apply_delta(export: str | pathlib.Path, delta: str | pathlib.Path) -> None:
       ExportError: a ValueError, if the delta does not follow what the export holds, or
         files are missing or damaged. The export has not changed then.
     """
-    path = pathlib.Path(export)
+    path = local_path(export)
     document = read_document(path)
     record = document.get("deltas")
     if record is None:
@@ -226,52 +235,76 @@ def apply_delta(export: str | pathlib.Path, delta: str | pathlib.Path) -> None:
             "directory, optimizer=optimizer)."
         )
     change = read_delta(delta)
-    _check_order(record, change, path, pathlib.Path(delta))
+    _check_order(record, change, path, local_path(delta))
     _check_tables(document, change, path)
-    if record.get("files") is not None and "applying" not in record:
-        _check_base(record["files"], document, path)
+    changed = {document["tables"][name]["file"] for name in change.tables}
+    digests = recorded_digests(path, document)
+    # The tables of a delta that was interrupted have no digest.
+    if digests is None:
+        digests = _digests_of_tables(document, path)
+    else:
+        _check_base(digests, changed if "applying" in record else set(), path)
     replace_document(
         path, document | {"deltas": record | {"applying": change.identity}}
     )
     for name, rows in change.tables.items():
         _write_rows(path, name, document["tables"][name], rows)
+    digests |= {file: file_digest(path / file) for file in changed}
     tables = {
         name: _without_error(entry) if name in change.tables else entry
         for name, entry in document["tables"].items()
     }
     new = {"identity": change.identity, "steps": {**record["steps"], **change.steps}}
-    replace_document(path, document | {"tables": tables, "deltas": new})
+    replace_document(
+        path, document | {"tables": tables, "deltas": new, "files": digests}
+    )
 
 
-def _write_stack(part: TrackedPart, directory: pathlib.Path) -> dict[str, Any]:
+def _write_stack(part: TrackedPart, writing: Writing) -> dict[str, Any]:
     """Writes the touched rows of a stack, and returns the entries of its tables."""
     stack, plan = part.tracked.stack, part.layer.plan
     packed = part.layer.tables.get_value()[stack.name]
     base_step = int(part.tracked.state.base_step)
-    touched = part.tracked.touched_since(base_step, plan)
+    set_by_hand = part.layer.set_tables.set_since(int(part.tracked.state.base_id))
+    touched = part.tracked.touched_since(base_step, plan, receivers()) | {
+        table.name: np.arange(table.config.vocabulary_size, dtype=np.int32)
+        for table in stack.tables
+        if table.name in set_by_hand
+    }
     row = file_row(packed)
-    files, entries = {}, {}
-    for table in stack.tables:
-        name, ids = part.prefix + table.name, touched[table.name]
-        entries[name] = {
+    files: dict[str, TensorFile] = {}
+    entries: dict[str, Any] = {
+        part.prefix + table.name: {
             "vocabulary_size": table.config.vocabulary_size,
             "dim": table.config.dim,
-            "num_rows": len(ids),
+            "num_rows": len(touched[table.name]),
         }
-        if len(ids):
-            entries[name]["file"] = file_of_table(name)
-            specs = {
-                "row_ids": TensorSpec(ids.shape, ids.dtype),
-                "values": TensorSpec((len(ids), *row.shape), np.dtype(row.dtype)),
-            }
-            file = TensorFile(directory / file_of_table(name), specs)
-            file.write("row_ids", 0, ids)
-            files[table.name] = file
+        for table in stack.tables
+    }
+
+    def make_files(directory: pathlib.Path) -> None:
+        for table, ids in touched.items():
+            if len(ids):
+                specs = {
+                    "row_ids": TensorSpec(ids.shape, ids.dtype),
+                    "values": TensorSpec((len(ids), *row.shape), np.dtype(row.dtype)),
+                }
+                path = directory / file_of_table(part.prefix + table)
+                files[table] = TensorFile(path, specs)
+                files[table].write("row_ids", 0, ids)
+
+    def add_digests(directory: pathlib.Path) -> None:
+        for table in files:
+            name = part.prefix + table
+            digest = file_digest(directory / file_of_table(name))
+            entries[name] |= {"file": file_of_table(name), "sha256": digest}
+
+    writing.do(make_files)
     for table, begin, rows in _touched_values(packed, part, touched):
-        files[table].write("values", begin, rows)
-    for entry in entries.values():
-        if "file" in entry:
-            entry["sha256"] = file_digest(directory / entry["file"])
+        writing.do(
+            lambda _, x=(table, begin, rows): files[x[0]].write("values", *x[1:])
+        )
+    writing.do(add_digests)
     return entries
 
 
@@ -285,7 +318,9 @@ def _touched_values(
         for name, ids in touched.items()
         if len(ids)
     }
-    for blocks in read_blocks(packed, part.tracked.stack, part.layer.plan, ranges):
+    for blocks in read_blocks(
+        packed, part.tracked.stack, part.layer.plan, ranges, receivers()
+    ):
         for table, start, rows in blocks:
             ids = touched[table]
             begin, end = np.searchsorted(ids, [start, start + len(rows)])
@@ -360,16 +395,30 @@ def _check_tables(
 
 
 def _check_base(
-    digests: Mapping[str, str], document: Mapping[str, Any], path: pathlib.Path
+    digests: Mapping[str, str], unfinished: Collection[str], path: pathlib.Path
 ) -> None:
     """Refuses an export whose files changed since it was written."""
-    for name, digest in digests.items():
-        file = path / document["tables"][name]["file"]
-        if not file.is_file() or file_digest(file) != digest:
-            raise ExportError(
-                f"{file} is missing, damaged, or of a delta that was not finished; "
-                "take a new full export, or copy this one again."
+    for name in digests:
+        if name not in unfinished:
+            check_file(
+                path, name, digests, "take a new full export, or copy this one again."
             )
+
+
+def _digests_of_tables(
+    document: Mapping[str, Any], path: pathlib.Path
+) -> dict[str, str]:
+    """Returns the digests of an export that has none, not those of foreign files."""
+    digests = {}
+    for name, table in document["tables"].items():
+        file = path / table["file"]
+        if not file.is_file():
+            raise ExportError(
+                f"{file}, of table {name!r}, is missing; take a new full export, or "
+                "copy this one again."
+            )
+        digests[table["file"]] = file_digest(file)
+    return digests
 
 
 def _without_error(entry: Mapping[str, Any]) -> dict[str, Any]:

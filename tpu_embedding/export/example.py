@@ -136,7 +136,8 @@ def _check_numbers(name: str, leaf: Any) -> None:
     if array.dtype == object or array.dtype.kind in "SUT":
         raise ExportError(
             f"Input {name!r} of the example must hold numbers, got dtype "
-            f"{array.dtype}; turn strings into ids first."
+            f"{array.dtype}; turn strings into ids first. A SavedModel takes strings "
+            "by save_saved_model(..., strings={name: vocabulary})."
         )
 
 

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.extend.mlir.dialects import stablehlo
 
+from tpu_embedding.argument_checks import PATH, takes
 from tpu_embedding.export.artifact import (
     describe_table,
     encoded_blocks,
@@ -25,6 +26,7 @@ from tpu_embedding.export.artifact import (
     write_artifact,
     write_document,
 )
+from tpu_embedding.export.digests import check_file, recorded_digests
 from tpu_embedding.export.feeding import Feeder
 from tpu_embedding.export.program import Program, make_program
 from tpu_embedding.export.row_formats import (
@@ -32,10 +34,19 @@ from tpu_embedding.export.row_formats import (
     RowFormat,
     check_row_format,
 )
+from tpu_embedding.export.saved_strings import (
+    StringIds,
+    check_strings,
+    converter_of,
+)
 from tpu_embedding.export.signature import BATCH, OUTPUT, ExportError, Input, Signature
+from tpu_embedding.export.writing import check_one_process
+from tpu_embedding.nn.training import MODEL
+from tpu_embedding.paths import local_path
 from tpu_embedding.types import PADDING_ROW_ID
 
 
+@takes("te.export.", model=MODEL, directory=PATH)
 def save_saved_model(
     model: nnx.Module,
     directory: str | pathlib.Path,
@@ -43,14 +54,17 @@ def save_saved_model(
     method: str = "__call__",
     dtype: RowFormat = "float32",
     batch_size: int | None = None,
+    strings: Mapping[str, StringIds] | None = None,
 ) -> None:
     """Exports a model as a TensorFlow SavedModel; it needs the extra `tf`.
 
     `tf.saved_model.load(directory)` returns an object that is called like the model.
-    Ids are int64 tensors, or `tf.RaggedTensor` for ragged features. A feature with
-    weights is a dict of `ids` and `weights`. Lists and tuples are dicts by position,
-    `"0"`, `"1"` and so on. Its signature `serving_default` takes flat tensors, such as
-    `watched_values` and `watched_row_splits`. `tables` and `dense` hold the variables.
+    Ids are int64 tensors, or `tf.RaggedTensor` for ragged features. Row splits are all
+    int64, or all int32. A feature with weights is a dict of `ids` and `weights`. Lists
+    and tuples are dicts by position, `"0"`, `"1"` and so on. The signature
+    `serving_default` takes flat tensors, such as `watched_values` and
+    `watched_row_splits`. The signature `int32_row_splits` takes int32 row splits.
+    `tables` and `dense` hold the variables.
 
     The host holds all tables at once, as TensorFlow does.
 
@@ -61,21 +75,28 @@ def save_saved_model(
       method: as for `save`.
       dtype: as for `save`.
       batch_size: as for `save`.
+      strings: names of inputs that take tensors of strings in place of ids. The value
+        is the `te.Vocabulary`, or `functools.partial(te.hash_ids, num_buckets=N)`, that
+        turns their strings into ids. The example has ids.
 
     Raises:
-      ExportError: as for `save`, and if TensorFlow is missing or too old.
+      ExportError: as for `save`, and if TensorFlow is missing or too old, or `strings`
+        names no input of ids.
     """
     check_row_format(dtype)
+    check_one_process("A SavedModel")
     tf = _tensorflow()
     program = make_program(
         model, example, method=method, row_format=dtype, batch_size=batch_size
     )
+    strings = dict(strings or {})
+    check_strings(strings, program.signature)
 
-    def write(path: pathlib.Path) -> None:
+    def write_files(path: pathlib.Path) -> None:
         errors = {name: RoundingError() for name in program.tables}
-        served = _module(program, errors)
-        flat = served.flat.get_concrete_function()
-        tf.saved_model.save(served, str(path), signatures={"serving_default": flat})
+        served = _module(program, errors, strings)
+        signatures = _signatures(served, program.signature, strings)
+        tf.saved_model.save(served, str(path), signatures=signatures)
         tables = {
             name: describe_table(program.tables[name], dtype, errors[name])
             for name in program.tables
@@ -83,24 +104,40 @@ def save_saved_model(
         versions = {
             "tensorflow": tf.__version__,
             "platforms": list(program.exported.platforms),
+            "strings": sorted(strings),
         }
         document = {"saved_model": versions, "tables": tables}
         write_document(path, document | {"signature": program.signature.to_json()})
 
-    write_artifact(directory, write)
+    write_artifact(directory, lambda writing: writing.do(write_files))
 
 
-def open_saved_model(directory: str | pathlib.Path) -> Callable[..., Any]:
+@takes("te.export.", directory=PATH)
+def open_saved_model(
+    directory: str | pathlib.Path, *, verify: bool = True
+) -> Callable[..., Any]:
     """Returns a SavedModel of this module as a function that is called like the model.
 
     It takes NumPy arrays, and checks them, as `tpu_embedding.export.load` does.
+
+    Args:
+      directory: of `save_saved_model`.
+      verify: as for `load`.
     """
     tf = _tensorflow()
-    document = read_document(directory)
+    path, document = local_path(directory), read_document(directory)
+    digests = (recorded_digests(path, document) if verify else None) or {}
+    for name in digests:
+        check_file(path, name, digests)
+    if named := document["saved_model"].get("strings"):
+        raise ExportError(
+            f"{path} takes strings for the inputs {named}; call what "
+            "tf.saved_model.load returns."
+        )
     signature = Signature.from_json(document["signature"])
     feeder = Feeder(signature)
-    flat = tf.saved_model.load(str(directory)).signatures["serving_default"]
-    specs = _flat_specs(signature)
+    flat = tf.saved_model.load(str(path)).signatures["serving_default"]
+    specs = _flat_specs(signature, {}, tf.int64)
 
     def call(*arguments: Any) -> Any:
         arrays = feeder.arrays_of(arguments)
@@ -128,10 +165,15 @@ def _tensorflow() -> Any:
     return importlib.import_module("tensorflow")
 
 
-def _module(program: Program, errors: Mapping[str, RoundingError]) -> Any:
+def _module(
+    program: Program,
+    errors: Mapping[str, RoundingError],
+    strings: Mapping[str, StringIds],
+) -> Any:
     """Returns a `tf.Module` that runs the program."""
     tf = _tensorflow()
     signature, call = program.signature, _call_module(program)
+    to_ids = {name: converter_of(tf, ids) for name, ids in strings.items()}
 
     class Served(tf.Module):
         """A model of tpu_embedding, exported."""
@@ -143,28 +185,52 @@ def _module(program: Program, errors: Mapping[str, RoundingError]) -> Any:
                 name: tf.Variable(array, trainable=False, name=name)
                 for name, array in program.dense.items()
             }
+            self.vocabularies = {name: kept for name, (_, kept) in to_ids.items()}
 
-        @tf.function(input_signature=_argument_specs(signature), autograph=False)
+        @tf.function(autograph=False)
         def __call__(self, *arguments):
             arrays = {}
             for each in signature.inputs:
                 leaf = _leaf_of(signature, each, arguments)
-                arrays |= _arrays_of_leaf(each, leaf)
-            return self._run(arrays)
+                arrays |= self._converted(each, _arrays_of_leaf(each, leaf))
+            outputs = self._run(arrays)
+            return outputs[OUTPUT] if list(outputs) == [OUTPUT] else outputs
 
-        @tf.function(input_signature=[_flat_specs(signature)], autograph=False)
+        @tf.function(autograph=False)
         def flat(self, tensors):
             arrays = {}
             for each in signature.inputs:
-                arrays |= _arrays_of_flat(each, tensors)
-            outputs = self._run(arrays)
-            return outputs if isinstance(outputs, dict) else {OUTPUT: outputs}
+                named = {name: tensors[_flat_name(name)] for name in each.arrays}
+                arrays |= self._converted(each, named)
+            return self._run(arrays)
 
+        def _converted(self, each, arrays):
+            convert, _ = to_ids.get(each.name, (None, None))
+            return _converted(each, arrays, convert)
+
+        @tf.function(autograph=False)
         def _run(self, arrays):
-            outputs = call(dict(self.tables), dict(self.dense), arrays)
-            return outputs[OUTPUT] if list(outputs) == [OUTPUT] else outputs
+            return call(dict(self.tables), dict(self.dense), arrays)
 
     return Served()
+
+
+def _signatures(
+    served: Any, signature: Signature, strings: Collection[str]
+) -> dict[str, Any]:
+    """Traces a module for all types of arguments; returns its signatures by name."""
+    tf = _tensorflow()
+    is_ragged = any(each.spec is None for each in signature.inputs)
+    names = {"serving_default": tf.int64}
+    # What `tf.io.RaggedFeature` reads.
+    names |= {"int32_row_splits": tf.int32} if is_ragged else {}
+    signatures = {}
+    for name, splits in names.items():
+        specs = _flat_specs(signature, strings, splits)
+        signatures[name] = served.flat.get_concrete_function(specs)
+        arguments = _argument_specs(signature, strings, splits)
+        served.__call__.get_concrete_function(*arguments)
+    return signatures
 
 
 def _call_module(program: Program) -> Any:
@@ -223,7 +289,9 @@ def _table_variables(
     return variables
 
 
-def _argument_specs(signature: Signature) -> list[Any]:
+def _argument_specs(
+    signature: Signature, strings: Collection[str], splits: Any
+) -> list[Any]:
     """Returns the nest of tensor specs of each argument."""
     nest: dict[str, Any] = {}
     for each in signature.inputs:
@@ -231,7 +299,8 @@ def _argument_specs(signature: Signature) -> list[Any]:
         level = nest
         for part in parts[:-1]:
             level = level.setdefault(part, {})
-        level[parts[-1]] = _leaf_spec(each, signature.batch_size)
+        ids = _tensorflow().string if each.name in strings else _tensorflow().int64
+        level[parts[-1]] = _leaf_spec(each, signature.batch_size, ids, splits)
     return [nest.get(name, {}) for name in signature.arguments]
 
 
@@ -250,37 +319,42 @@ def _leaf_of(signature: Signature, each: Input, arguments: tuple[Any, ...]) -> A
     return leaf
 
 
-def _leaf_spec(each: Input, batch_size: int | None) -> Any:
+def _leaf_spec(each: Input, batch_size: int | None, id_dtype: Any, splits: Any) -> Any:
     """Returns the spec of an input as the model's caller gives it."""
     tf = _tensorflow()
     if each.spec is None:
         num_samples = batch_size if each.num_samples == BATCH else each.num_samples
-        ids: Any = tf.RaggedTensorSpec([num_samples, None], tf.int64)
-        weights: Any = tf.RaggedTensorSpec([num_samples, None], tf.float32)
+        shape = [num_samples, None]
+        ids: Any = tf.RaggedTensorSpec(shape, id_dtype, 1, splits)
+        weights: Any = tf.RaggedTensorSpec(shape, tf.float32, 1, splits)
     else:
         shape = [batch_size if size == BATCH else size for size in each.spec.shape]
-        dtype = each.spec.dtype if each.kind == "array" else tf.int64
+        dtype = each.spec.dtype if each.kind == "array" else id_dtype
         ids, weights = tf.TensorSpec(shape, dtype), tf.TensorSpec(shape, tf.float32)
     return {"ids": ids, "weights": weights} if each.is_weighted else ids
 
 
-def _flat_specs(signature: Signature) -> dict[str, Any]:
-    """Returns the specs of `serving_default`, whose names TensorFlow restricts."""
+def _flat_specs(
+    signature: Signature, strings: Collection[str], splits: Any
+) -> dict[str, Any]:
+    """Returns the specs of a signature, whose names TensorFlow restricts."""
     tf = _tensorflow()
     specs = {}
     for each in signature.inputs:
         for name, spec in each.arrays.items():
             shape = [size if isinstance(size, int) else None for size in spec.shape]
-            is_ids = each.kind != "array" and spec.dtype == "int32"
+            dtype = spec.dtype
+            if each.kind != "array" and spec.dtype == "int32":
+                dtype = tf.string if each.name in strings else tf.int64
+                if name.endswith("/row_splits") and each.spec is None:
+                    dtype = splits
             flat = _flat_name(name)
             if flat in specs:
                 raise ExportError(
                     f"Names of inputs must differ in letters and digits, got two of "
                     f"{flat!r}; rename a feature."
                 )
-            specs[flat] = tf.TensorSpec(
-                shape, tf.int64 if is_ids else spec.dtype, name=flat
-            )
+            specs[flat] = tf.TensorSpec(shape, dtype, name=flat)
     return specs
 
 
@@ -289,7 +363,7 @@ def _flat_name(name: str) -> str:
 
 
 def _arrays_of_leaf(each: Input, leaf: Any) -> dict[str, Any]:
-    """Returns the arrays of the program for one input of the model's caller."""
+    """Returns the tensors of one input, by the names that the program has for them."""
     weights = None
     if each.is_weighted:
         leaf, weights = leaf["ids"], leaf["weights"]
@@ -301,21 +375,20 @@ def _arrays_of_leaf(each: Input, leaf: Any) -> dict[str, Any]:
         parts = {"ids": leaf}
     if weights is not None:
         parts["weights"] = weights
-    named = {f"{each.name}/{k}" if k else each.name: x for k, x in parts.items()}
-    return _converted(each, named)
+    return {f"{each.name}/{k}" if k else each.name: x for k, x in parts.items()}
 
 
-def _arrays_of_flat(each: Input, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return _converted(each, {name: tensors[_flat_name(name)] for name in each.arrays})
-
-
-def _converted(each: Input, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _converted(
+    each: Input, arrays: Mapping[str, Any], to_ids: Callable[[Any], Any] | None
+) -> dict[str, Any]:
     """Converts ids to int32, and gives ragged ids the place that a program needs."""
     tf = _tensorflow()
     converted = {}
     for name, spec in each.arrays.items():
         array = arrays[name]
         if spec.dtype == "int32" and each.kind != "array":
+            if to_ids is not None and array.dtype == tf.string:
+                array = to_ids(array)
             array = _to_int32(array)
         if spec.shape == (each.places,):
             padding = PADDING_ROW_ID if spec.dtype == "int32" else 0

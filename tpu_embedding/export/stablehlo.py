@@ -14,6 +14,7 @@ from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
+from tpu_embedding.argument_checks import PATH, takes
 from tpu_embedding.export.artifact import (
     DENSE_FILE,
     PROGRAM_FILE,
@@ -24,15 +25,23 @@ from tpu_embedding.export.artifact import (
     write_table_files,
 )
 from tpu_embedding.export.delta_chain import DeltaChain
+from tpu_embedding.export.digests import (
+    check_file,
+    digests_of_files,
+    recorded_digests,
+)
 from tpu_embedding.export.feeding import Feeder
 from tpu_embedding.export.program import make_program
 from tpu_embedding.export.row_formats import RowFormat, check_row_format
 from tpu_embedding.export.signature import OUTPUT, ExportError, Signature
 from tpu_embedding.export.table_source import tables_of_model
 from tpu_embedding.export.tensor_files import read_tensors, write_tensors
-from tpu_embedding.nn.training import Optimizer
+from tpu_embedding.export.writing import Writing, check_one_process
+from tpu_embedding.nn.training import MODEL, Optimizer
+from tpu_embedding.paths import local_path
 
 
+@takes("te.export.", model=MODEL, directory=PATH)
 def save(
     model: nnx.Module,
     directory: str | pathlib.Path,
@@ -78,28 +87,31 @@ def save(
       (3, 4)
     """
     check_row_format(dtype)
+    check_one_process("A program")
     _check_flatbuffers()
     program = make_program(
         model, example, method=method, row_format=dtype, batch_size=batch_size
     )
 
-    def write(path: pathlib.Path) -> None:
-        (path / PROGRAM_FILE).write_bytes(program.exported.serialize())
-        write_tensors(path / DENSE_FILE, program.dense)
-        tables = write_table_files(path, program.tables, dtype)
-        write_document(
-            path,
-            {
-                "program": describe_program(program.exported),
-                "signature": program.signature.to_json(),
-                "dense": {"file": DENSE_FILE},
-                "tables": tables,
-            },
-        )
+    def write(writing: Writing) -> None:
+        document = {
+            "program": describe_program(program.exported),
+            "signature": program.signature.to_json(),
+            "dense": {"file": DENSE_FILE},
+            "tables": write_table_files(writing, program.tables, dtype),
+        }
+
+        def write_others(path: pathlib.Path) -> None:
+            (path / PROGRAM_FILE).write_bytes(program.exported.serialize())
+            write_tensors(path / DENSE_FILE, program.dense)
+            write_document(path, document)
+
+        writing.do(write_others)
 
     write_artifact(directory, write)
 
 
+@takes("te.export.", model=MODEL, directory=PATH)
 def save_tables(
     model: nnx.Module,
     directory: str | pathlib.Path,
@@ -110,7 +122,8 @@ def save_tables(
     """Writes each table of a model to a safetensors file of its own.
 
     Rows come in natural order, and pass through the host in blocks, never as a whole
-    table. A file holds one tensor, named like the table. `export.json` lists them.
+    table. A file holds one tensor, named like the table. `export.json` lists them. All
+    processes of a job call it together, and the first one writes.
 
     Args:
       model: owns `TPUEmbedding` layers, or is one.
@@ -138,15 +151,19 @@ def save_tables(
     chain = None if optimizer is None else DeltaChain(model, optimizer)
     document: dict[str, Any] = {}
 
-    def write(path: pathlib.Path) -> None:
-        document["tables"] = write_table_files(path, sources, dtype)
+    def write(writing: Writing) -> None:
+        document["tables"] = write_table_files(writing, sources, dtype)
+        writing.do(write_others)
+
+    def write_others(path: pathlib.Path) -> None:
+        document["files"] = digests_of_files(path)
         if chain is not None:
-            document["deltas"] = chain.first_record(path, document["tables"])
+            document["deltas"] = chain.first_record(document["files"])
         write_document(path, document)
 
     write_artifact(directory, write)
     if chain is not None:
-        chain.follow(document["deltas"]["identity"])
+        chain.follow(document.get("deltas"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,15 +185,18 @@ class ServedModel:
     _feeder: Feeder
 
     @classmethod
-    def read(cls, directory: str | pathlib.Path) -> Self:
+    def read(cls, directory: str | pathlib.Path, *, verify: bool) -> Self:
         """Reads a directory of `save`; `load` is the public name."""
-        path, document = pathlib.Path(directory), read_document(directory)
+        path, document = local_path(directory), read_document(directory)
         _check_flatbuffers()
         if "program" not in document:
             raise ExportError(
                 f"{path} holds tables without a program; read them with safetensors, "
                 "or export the model with te.export.save."
             )
+        digests = recorded_digests(path, document) if verify else None
+        if digests is not None:
+            check_file(path, PROGRAM_FILE, digests)
         try:
             serialized = bytearray((path / PROGRAM_FILE).read_bytes())
             exported = jax.export.deserialize(serialized)
@@ -189,9 +209,10 @@ class ServedModel:
         call = jit_program(exported, document["tables"], jax.devices()[0])
         tables = {}
         for name, entry in document["tables"].items():
-            table = _read(path / entry["file"])[name]
+            table = _read(path, entry["file"], digests)[name]
             tables[name] = jax.device_put(table, _by_rows(jax.devices()[0]))
-        dense = {k: jnp.asarray(x) for k, x in _read(path / DENSE_FILE).items()}
+        parameters = _read(path, DENSE_FILE, digests)
+        dense = {name: jnp.asarray(x) for name, x in parameters.items()}
         signature = Signature.from_json(document["signature"])
         return cls(
             signature=signature,
@@ -223,13 +244,20 @@ class ServedModel:
         return outputs[OUTPUT] if list(outputs) == [OUTPUT] else outputs
 
 
-def load(directory: str | pathlib.Path) -> ServedModel:
+@takes("te.export.", directory=PATH)
+def load(directory: str | pathlib.Path, *, verify: bool = True) -> ServedModel:
     """Reads a directory of `save`, without the code of the model; see there.
 
+    Args:
+      directory: of `save`.
+      verify: False to serve the files as they are. True compares each file with its
+        digest in `export.json`, about a second per GB; an export of a release that
+        kept no digests is read with a warning.
+
     Raises:
-      ExportError: a ValueError, if the directory holds no program, or a damaged one.
+      ExportError: a ValueError, if the directory holds no program, or a damaged file.
     """
-    return ServedModel.read(directory)
+    return ServedModel.read(directory, verify=verify)
 
 
 def jit_program(
@@ -262,10 +290,16 @@ def _check_flatbuffers() -> None:
         )
 
 
-def _read(path: pathlib.Path) -> dict[str, np.ndarray]:
+def _read(
+    directory: pathlib.Path, name: str, digests: Mapping[str, str] | None
+) -> dict[str, np.ndarray]:
+    """Returns the tensors of a file, whose pages are cached since its digest."""
+    if digests is not None:
+        check_file(directory, name, digests)
     try:
-        return read_tensors(path)
+        return read_tensors(directory / name)
     except FileNotFoundError:
         raise ExportError(
-            f"{path} is missing; export the model again, or copy the whole directory."
+            f"{directory / name} is missing; export the model again, or copy the whole "
+            "directory."
         ) from None

@@ -10,6 +10,7 @@ from flax import nnx
 from tpu_embedding.export.row_formats import RowFormat, stored_spec
 from tpu_embedding.export.signature import ExportError
 from tpu_embedding.export.tensor_files import TensorSpec
+from tpu_embedding.export.writing import receivers
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.plan import TablePlan
@@ -68,7 +69,10 @@ def tables_of_model(model: nnx.Module) -> dict[str, TableSource]:
 
 
 def read_tables(sources: Mapping[str, TableSource]) -> Iterator[TableBlock]:
-    """Yields the rows of some tables in blocks; see `read_blocks` for its bounds."""
+    """Yields the rows of some tables in blocks; see `read_blocks` for its bounds.
+
+    In a job, all processes call it together, and each gets all rows.
+    """
     names = {(id(x.layer), x.table.name): name for name, x in sources.items()}
     for layer in {id(x.layer): x.layer for x in sources.values()}.values():
         packed = layer.tables.get_value()
@@ -77,6 +81,8 @@ def read_tables(sources: Mapping[str, TableSource]) -> Iterator[TableBlock]:
             if not wanted:
                 continue
             rows_of_stack = packed[stack.name]
-            for blocks in read_blocks(rows_of_stack, stack, layer.plan, wanted):
+            for blocks in read_blocks(
+                rows_of_stack, stack, layer.plan, wanted, receivers()
+            ):
                 for table, start, rows in blocks:
                     yield TableBlock(names[id(layer), table], start, rows)

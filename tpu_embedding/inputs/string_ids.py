@@ -18,6 +18,7 @@ from tpu_embedding.inputs.fingerprints import (
     siphash64,
 )
 from tpu_embedding.inputs.forms import HostIds, are_strings, is_integer, read_ids
+from tpu_embedding.paths import local_path
 from tpu_embedding.types import PADDING_ROW_ID, DenseIds
 
 MAX_IDS: Final = PADDING_ROW_ID - 1
@@ -131,13 +132,19 @@ class Vocabulary:
           oov_token: stands for unknown strings in lists written by Keras.
 
         Raises:
-          TypeError: if a token is no str.
+          TypeError: if a token is no str, or the tokens are one string.
           ValueError: if there are no tokens, too many, or one is there twice.
         """
         if not _is_int(num_oov_buckets) or not 0 <= num_oov_buckets <= MAX_IDS:
             raise ValueError(
                 f"Vocabulary: num_oov_buckets must be an int from 0 to {MAX_IDS}, got "
                 f"{num_oov_buckets!r}; 0 refuses unknown strings."
+            )
+        if isinstance(tokens, str | bytes):
+            raise TypeError(
+                "Vocabulary: tokens must be a list of strings, got the string "
+                f"{tokens!r}; write [{tokens!r}] for one token, or "
+                "te.Vocabulary.from_file(path) for a file of tokens."
             )
         special = [] if mask_token is None else [mask_token]
         special += [oov_token] * num_oov_buckets
@@ -176,7 +183,7 @@ class Vocabulary:
         Raises:
           ValueError: if the file is no UTF-8, or a token is there twice.
         """
-        with open(path, "rb") as file:
+        with local_path(path).open("rb") as file:
             content = file.read()
         try:
             lines = content.decode().split("\n")

@@ -11,6 +11,7 @@ from tpu_embedding.launch.steps import (
     Step,
     gcloud,
 )
+from tpu_embedding.paths import local_path
 
 
 def check_fit(launch: Launch) -> Step:
@@ -117,7 +118,7 @@ def upload_files(launch: Launch) -> tuple[Step, ...]:
             gcloud(
                 "storage",
                 "cp",
-                path,
+                str(local_path(path)),
                 f"{launch.folder_url}/launch/",
                 project=launch.project,
             ),

@@ -221,7 +221,8 @@ def _resolve_row_ids(
         and feature.config.validate_weights_and_indices
         and feature.table.combiner != "sum"
     ):
-        is_inside &= feature_input.weights > 0
+        # A weight of NaN counts, so that it reaches the loss.
+        is_inside &= ~(feature_input.weights <= 0)
     return jnp.where(is_inside, ids, PADDING_ROW_ID), num_out_of_range
 
 

@@ -6,6 +6,7 @@ shards, samples without ids fill up the last shards. Their activations are cut o
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any, Final
 
 import jax
@@ -162,6 +163,29 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
         custom_combiner=custom_combiner,
         default_id=feature.config.default_id,
     )
+
+
+def refuse_unequal_batches(sizes: Iterable[tuple[FeaturePlan, AxisSize]]) -> None:
+    """Raises a ValueError for features of unequal batches without an output shape.
+
+    Args:
+      sizes: each feature and its number of samples. Sizes that only the run of an
+        exported program knows are not compared.
+    """
+    known = {
+        feature.name: size
+        for feature, size in sizes
+        if feature.config.output_shape is None and isinstance(size, int)
+    }
+    if len(set(known.values())) > 1:
+        first, *others = known
+        unequal = [name for name in others if known[name] != known[first]]
+        raise ValueError(
+            f"Features must have the same number of samples, got {known[first]} for "
+            f"feature {first!r} and {known[unequal[0]]} for feature {unequal[0]!r}; "
+            f"features that differ from {first!r}: {unequal}. Set "
+            "FeatureConfig.output_shape of a feature whose number is meant to differ."
+        )
 
 
 def refuse_empty_batch(ids: Any, feature: FeaturePlan) -> None:

@@ -1,28 +1,30 @@
 """Checks a batch on the host, and gives ragged features a static size.
 
-Dense integer ids that lie inside their tables may enter a jitted step directly. This
+Dense int32 ids that lie inside their tables may enter a jitted step directly. This
 module does what a jitted step cannot do: raise an error that names the feature and the
 id, read 64-bit ids, and split ragged features by shard.
 """
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import jax
 import numpy as np
 
+from tpu_embedding.argument_checks import Wanted, takes
 from tpu_embedding.inputs.forms import HostIds, is_real, read_ids
 from tpu_embedding.lookup._inputs import (
     check_dtypes,
     feature_shape,
     max_custom_valence,
+    refuse_unequal_batches,
 )
 from tpu_embedding.lookup._ragged_shards import RaggedShards
 from tpu_embedding.lookup._sparse_ids import from_sparse
 from tpu_embedding.lookup.agreed_sizes import agree_on_demands
 from tpu_embedding.lookup.buffer_sizes import BufferSizes, size_of_batch
-from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
+from tpu_embedding.plan.features import FeatureNest, FeaturePlan
+from tpu_embedding.plan.plan import PLAN, AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
@@ -36,6 +38,11 @@ Samples = Literal["global", "process"]
 """Samples that a process passes: the global batch, or those of its own devices."""
 
 
+PLAN_OF_INPUTS: Final = Wanted(FeatureNest, PLAN.text)
+"""The argument `plan` of `prepare_features`, which also takes a part of a plan."""
+
+
+@takes(plan=PLAN_OF_INPUTS)
 def prepare_features(
     features: Any,
     plan: AnyPlan,
@@ -91,7 +98,11 @@ def prepare_features(
         _read_feature(ids, feature)
         for ids, feature in zip(leaves, plan.inputs, strict=True)
     ]
-    _refuse_unequal_batches(read, plan)
+    refuse_unequal_batches(
+        (feature, host_ids.batch_size)
+        for host_ids, feature in zip(read, plan.inputs, strict=True)
+        if host_ids.batch_shape
+    )
     _refuse_uneven_parts(read, num_parts, plan)
     checked = [
         _check_feature(host_ids, weight, feature, plan, num_parts)
@@ -111,6 +122,7 @@ def prepare_features(
     return nest
 
 
+@takes(plan=PLAN)
 def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global") -> Any:
     """Puts a nest of arrays on the plan's devices, split along their first axis.
 
@@ -231,24 +243,6 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     return host_ids
 
 
-def _refuse_unequal_batches(read: list[HostIds], plan: AnyPlan) -> None:
-    """Refuses features of unequal batches, unless an output shape says so."""
-    sizes = {
-        feature.name: host_ids.batch_size
-        for host_ids, feature in zip(read, plan.inputs, strict=True)
-        if feature.config.output_shape is None and host_ids.batch_shape
-    }
-    if len(set(sizes.values())) > 1:
-        first, *others = sizes
-        unequal = [name for name in others if sizes[name] != sizes[first]]
-        raise ValueError(
-            f"Features must have the same number of samples, got {sizes[first]} for "
-            f"feature {first!r} and {sizes[unequal[0]]} for feature {unequal[0]!r}; "
-            f"features that differ from {first!r}: {unequal}. Set "
-            "FeatureConfig.output_shape of a feature whose number is meant to differ."
-        )
-
-
 def _refuse_uneven_parts(read: list[HostIds], num_parts: int, plan: AnyPlan) -> None:
     """Refuses parts of processes that their devices cannot share equally."""
     if num_parts == 1:
@@ -282,7 +276,9 @@ def _check_feature(
     array = _read_weights(weights, host_ids, feature)
     check_dtypes(values, array, feature)
     where = "position" if isinstance(ids, DenseIds) else "value"
-    ids = host_ids.with_values(_check_range(values, feature, where))
+    ids = host_ids.with_values(
+        _check_range(values, _holds_padding(host_ids), feature, where)
+    )
     if isinstance(ids, SparseIds):
         ids = from_sparse(ids, array, feature)
     else:
@@ -360,7 +356,19 @@ def _shorten(array: np.ndarray) -> str:
     return np.array2string(array, threshold=20, separator=", ")
 
 
-def _check_range(ids: np.ndarray, feature: FeaturePlan, where: str) -> np.ndarray:
+def _holds_padding(host_ids: HostIds) -> bool:
+    """Returns whether `PADDING_ROW_ID` marks places without an id, and is no id itself.
+
+    Dense ids need such marks. Ragged and sparse ids have them where `hash_ids` or a
+    `Vocabulary`, which return int32, was given padding.
+    """
+    is_dense = isinstance(host_ids.ids, DenseIds)
+    return is_dense or host_ids.values.dtype == np.int32
+
+
+def _check_range(
+    ids: np.ndarray, holds_padding: bool, feature: FeaturePlan, where: str
+) -> np.ndarray:
     """Returns a copy of the ids as int32.
 
     Ids that no int32 holds become -1, or the largest id for the policy `"clip"`. That
@@ -372,7 +380,8 @@ def _check_range(ids: np.ndarray, feature: FeaturePlan, where: str) -> np.ndarra
         ids = ids.astype(np.int64)
     if not ids.size or (ids.min() >= 0 and ids.max() < vocabulary_size):
         return ids.astype(np.int32)
-    is_outside = ((ids < 0) | (ids >= vocabulary_size)) & (ids != PADDING_ROW_ID)
+    is_padding = (ids == PADDING_ROW_ID) & holds_padding
+    is_outside = ((ids < 0) | (ids >= vocabulary_size)) & ~is_padding
     if policy == "error" and is_outside.any():
         place = tuple(int(i) for i in np.argwhere(is_outside)[0])
         raise ValueError(
@@ -382,7 +391,7 @@ def _check_range(ids: np.ndarray, feature: FeaturePlan, where: str) -> np.ndarra
             "FeatureConfig.out_of_range_ids to 'drop' or 'clip'."
         )
     # The conversion would wrap ids that an int32 cannot hold. Replace them first.
-    is_foreign = (ids < 0) | (ids > PADDING_ROW_ID)
+    is_foreign = is_outside & ((ids < 0) | (ids >= PADDING_ROW_ID))
     largest = PADDING_ROW_ID - 1
     replacement = np.where(ids < 0, -1, -1 if policy != "clip" else largest)
     kept = np.where(is_foreign, 0, ids).astype(np.int32)

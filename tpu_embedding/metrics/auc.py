@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from tpu_embedding.metrics.metric import Metric, check_batch, weighted
+from tpu_embedding.metrics.metric import Metric, check_clicks, weighted
 from tpu_embedding.metrics.sums import Sum
 
 NUM_BINS: Final = 4096
@@ -26,7 +26,9 @@ class AUC(Metric):
 
     A bin has equal width in `score / (1 + |score|)`. With logits as scores and 4096
     bins, predictions near 0.5 are distinguished at 0.0001, and those near 0.01 at
-    0.00015. It is defined if there are positive and negative samples.
+    0.00015. Logits that differ by little far from 0 share a bin, such as those from
+    11.9 to 12.1; `max_error()` tells. It is defined if there are positive and negative
+    samples.
 
     Attributes:
       positives: `[num_bins]`, weight of the positive samples, by rising score.
@@ -52,7 +54,7 @@ class AUC(Metric):
     @classmethod
     def from_batch(
         cls,
-        scores: ArrayLike,
+        logits: ArrayLike,
         labels: ArrayLike,
         weights: ArrayLike | None = None,
         *,
@@ -61,17 +63,16 @@ class AUC(Metric):
         """Returns the metric of one batch.
 
         Args:
-          scores: any shape; logits are best. A higher score means more likely positive.
-          labels: in `[0, 1]`, shaped like `scores`.
-          weights: at least 0, or bool; shaped like `scores`. None: every weight is 1.
+          logits: any shape. The area depends on their order only.
+          labels: in `[0, 1]`, shaped like `logits`.
+          weights: at least 0, or bool; shaped like `logits`. None: every weight is 1.
           num_bins: at least 2.
 
         Raises:
-          ValueError: if shapes differ, or `num_bins` is below 2.
+          ValueError: if shapes differ, a label on the host lies outside of `[0, 1]`, or
+            `num_bins` is below 2.
         """
-        scores, labels, weights = check_batch(
-            cls.__name__, scores=scores, labels=labels, weights=weights
-        )
+        scores, labels, weights = check_clicks(cls.__name__, logits, labels, weights)
         bins = _bins(scores, _checked(num_bins))
         # NaN scores have no place, and make the result NaN.
         labels = jnp.where(jnp.isnan(scores), jnp.nan, labels)

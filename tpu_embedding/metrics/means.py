@@ -5,9 +5,14 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float
 
-from tpu_embedding.metrics.metric import Metric, check_batch, weighted
+from tpu_embedding.metrics.metric import (
+    Metric,
+    check_batch,
+    check_probable_clicks,
+    weighted,
+)
 from tpu_embedding.metrics.sums import Sum
 
 
@@ -63,33 +68,45 @@ class Mean(Metric):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accuracy(Mean):
-    """The share of samples whose prediction equals the label.
+    """The share of samples whose predicted class is the label.
 
     Example:
-      >>> probabilities = jnp.array([0.9, 0.2, 0.6, 0.1])
-      >>> float(Accuracy.from_batch(probabilities > 0.5, [1, 0, 0, 0]).compute())
+      >>> logits = jnp.array([2.0, -1.0, 0.5, -3.0])
+      >>> float(Accuracy.from_batch(logits > 0, [1, 0, 0, 0]).compute())
       0.75
     """
 
     @classmethod
     def from_batch(
         cls,
-        predictions: ArrayLike,
+        classes: ArrayLike,
         labels: ArrayLike,
         weights: ArrayLike | None = None,
     ) -> Self:
         """Returns the metric of one batch.
 
         Args:
-          predictions: predicted classes, ints or bools of any shape.
-          labels: true classes, shaped like `predictions`.
+          classes: predicted classes, ints or bools of any shape.
+          labels: true classes, shaped like `classes`. A label with a fraction is none
+            of them.
           weights: as for `Mean`.
+
+        Raises:
+          TypeError: if the predicted classes are floats.
+          ValueError: if shapes differ.
         """
         *_, weights = check_batch(
-            cls.__name__, predictions=predictions, labels=labels, weights=weights
+            cls.__name__, classes=classes, labels=labels, weights=weights
         )
+        classes, labels = jnp.asarray(classes), jnp.asarray(labels)
+        if classes.size and jnp.issubdtype(classes.dtype, jnp.inexact):
+            raise TypeError(
+                f"{cls.__name__}: classes must be ints or bools, got dtype "
+                f"{classes.dtype}; write logits > 0, or probabilities > 0.5."
+            )
         # As ints, because float32 takes class 2^24 + 1 for class 2^24.
-        is_right = _as_ints(predictions) == _as_ints(labels)
+        whole = labels.astype(jnp.int32)
+        is_right = (classes.astype(jnp.int32) == whole) & (whole == labels)
         return cls._of(is_right.astype(jnp.float32), weights)
 
 
@@ -164,9 +181,12 @@ class LogLoss(Mean):
             Infinite ones are certain: the loss is 0 or infinite.
           labels: in `[0, 1]`, shaped like `logits`.
           weights: as for `Mean`.
+
+        Raises:
+          ValueError: if shapes differ, or a label on the host lies outside of `[0, 1]`.
         """
-        logits, labels, weights = check_batch(
-            cls.__name__, logits=logits, labels=labels, weights=weights
+        logits, labels, weights = check_probable_clicks(
+            cls.__name__, logits, labels, weights
         )
         return cls._of(log_loss(logits, labels), weights)
 
@@ -203,8 +223,8 @@ class NormalizedEntropy(Metric):
         weights: ArrayLike | None = None,
     ) -> Self:
         """Returns the metric of one batch; arguments are those of `LogLoss`."""
-        logits, labels, weights = check_batch(
-            cls.__name__, logits=logits, labels=labels, weights=weights
+        logits, labels, weights = check_probable_clicks(
+            cls.__name__, logits, labels, weights
         )
         losses = log_loss(logits, labels)
         return cls(
@@ -229,46 +249,42 @@ class NormalizedEntropy(Metric):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration(Metric):
-    """The mean prediction over the mean label: 1 is calibrated, above 1 is too high.
+    """The mean probability over the mean label: 1 is calibrated, above 1 is too high.
 
     It is defined if a label is not 0.
 
     Attributes:
-      predictions: total of weight times prediction.
+      probabilities: total of weight times the sigmoid of the logit.
       labels: total of weight times label.
 
     Example:
-      >>> float(Calibration.from_batch([0.5, 0.25], [1.0, 0.0]).compute())
+      >>> logits = jax.scipy.special.logit(jnp.array([0.5, 0.25]))
+      >>> float(Calibration.from_batch(logits, [1.0, 0.0]).compute())
       0.75
     """
 
-    predictions: Sum
+    probabilities: Sum
     labels: Sum
 
     @classmethod
     def empty(cls) -> Self:
         """Returns the metric of no samples."""
-        return cls(predictions=Sum.zeros(), labels=Sum.zeros())
+        return cls(probabilities=Sum.zeros(), labels=Sum.zeros())
 
     @classmethod
     def from_batch(
         cls,
-        predictions: ArrayLike,
+        logits: ArrayLike,
         labels: ArrayLike,
         weights: ArrayLike | None = None,
     ) -> Self:
-        """Returns the metric of one batch.
-
-        Args:
-          predictions: probabilities, any shape.
-          labels: in `[0, 1]`, shaped like `predictions`.
-          weights: as for `Mean`.
-        """
-        predictions, labels, weights = check_batch(
-            cls.__name__, predictions=predictions, labels=labels, weights=weights
+        """Returns the metric of one batch; arguments are those of `LogLoss`."""
+        logits, labels, weights = check_probable_clicks(
+            cls.__name__, logits, labels, weights
         )
+        probabilities = jax.nn.sigmoid(logits)
         return cls(
-            predictions=Sum.of(jnp.sum(weighted(predictions, weights))),
+            probabilities=Sum.of(jnp.sum(weighted(probabilities, weights))),
             labels=Sum.of(jnp.sum(weighted(labels, weights))),
         )
 
@@ -277,11 +293,7 @@ class Calibration(Metric):
         return self.labels.value() != 0
 
     def _compute(self) -> Float[Array, ""]:
-        return self.predictions.value() / self.labels.value()
-
-
-def _as_ints(classes: ArrayLike) -> Int[Array, "*shape"]:
-    return jnp.asarray(classes).astype(jnp.int32)
+        return self.probabilities.value() / self.labels.value()
 
 
 def log_loss(

@@ -5,15 +5,20 @@ merges the metrics of all devices.
 """
 
 import dataclasses
-from typing import Any, Self, TypeVar
+import warnings
+from typing import Any, Final, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from tpu_embedding.metrics.sums import Sum
 
 Nest = TypeVar("Nest")
+
+_MIN_SUSPECTS: Final = 32
+"""Smallest number of logits that are taken for probabilities if all are in [0, 1]."""
 
 
 class Metric:
@@ -132,6 +137,57 @@ def check_batch(owner: str, **arrays: ArrayLike | None) -> list[Float[Array, "*s
                 f"{list(values.shape)}, got {list(array.shape)}."
             )
     return [converted.get(name, jnp.ones(values.shape, jnp.float32)) for name in arrays]
+
+
+def check_clicks(
+    owner: str, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
+) -> list[Float[Array, "*shape"]]:
+    """Returns logits, labels and weights of a batch as float32, checked.
+
+    Values of arrays on devices are not checked, because the host would wait for them.
+
+    Raises:
+      ValueError: if a shape differs, or a label of a weight other than 0 lies outside
+        of `[0, 1]`, as logits that are passed as labels do.
+    """
+    batch = check_batch(owner, logits=logits, labels=labels, weights=weights)
+    used = _used(labels, weights)
+    is_wrong = (used < 0) | (used > 1)
+    if is_wrong.any():
+        raise ValueError(
+            f"{owner}: labels must lie in [0, 1], got {used[is_wrong][0]}, and "
+            f"{int(is_wrong.sum())} such labels in all; the order of arguments is "
+            "from_batch(logits, labels, weights)."
+        )
+    return batch
+
+
+def check_probable_clicks(
+    owner: str, logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None
+) -> list[Float[Array, "*shape"]]:
+    """Returns the same as `check_clicks`, of logits whose sigmoid is a probability.
+
+    Warns:
+      UserWarning: if many logits on the host all look like probabilities.
+    """
+    batch = check_clicks(owner, logits, labels, weights)
+    used = _used(logits, weights)
+    if used.size >= _MIN_SUSPECTS and 0 <= used.min() < used.max() <= 1:
+        warnings.warn(
+            f"{owner}: all {used.size} logits lie in [0, 1], as probabilities do. "
+            "Write jax.scipy.special.logit(probabilities) if they are.",
+            stacklevel=3,
+        )
+    return batch
+
+
+def _used(values: ArrayLike, weights: ArrayLike | None) -> np.ndarray:
+    """Returns the values of samples whose weight is not 0; none if not on the host."""
+    leaves = jax.tree.leaves((values, weights))
+    if any(isinstance(leaf, jax.Array) for leaf in leaves):
+        return np.zeros(0, np.float32)
+    on_host = np.asarray(values, np.float32)
+    return on_host if weights is None else on_host[np.asarray(weights) != 0]
 
 
 def weighted(

@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from tpu_embedding import functional
+from tpu_embedding.argument_checks import Wanted, check_type
 from tpu_embedding.lookup._inputs import attach_weights
 from tpu_embedding.lookup.buffer_sizes import BufferSizes
 from tpu_embedding.lookup.prepare import Samples, prepare_features
@@ -28,11 +29,16 @@ from tpu_embedding.nn.recording import (
     without_derivative,
     zero_activations,
 )
+from tpu_embedding.nn.set_tables import SetTables
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.plan.make_plan import make_plan
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.tables.initial_values import init_tables
-from tpu_embedding.tables.table_values import unstack_tables, with_table_values
+from tpu_embedding.tables.table_values import (
+    check_values,
+    unstack_tables,
+    with_table_values,
+)
 from tpu_embedding.types import LookupStats
 
 Recording = Literal["off", "shapes", "calls", "routes", "answers", "serving"]
@@ -54,15 +60,19 @@ USE_VALUE_AND_GRAD: Final = (
     "To keep the tables fixed, make the layer without an optimizer."
 )
 CALL_OUTSIDE: Final = (
-    "The loss calls a TPUEmbedding inside a JAX transformation, such as jax.vmap or "
-    "nnx.vmap, which would lose the gradient of its tables. Call the layer outside of "
-    "it with the whole batch; FeatureConfig.output_shape keeps further axes. Or pass "
-    "the model as an argument of nnx.jit or nnx.remat."
+    "The loss calls a TPUEmbedding inside a JAX transformation, such as jax.vmap, "
+    "nnx.cond or nnx.scan, which would lose the gradient of its tables. Call the layer "
+    "before it, with the whole batch: activations = model.embedding(features). "
+    "FeatureConfig.output_shape keeps further axes. Or pass the model as an argument "
+    "of nnx.jit or nnx.remat."
 )
 NO_DERIVATIVE: Final = (
     "The tables of a TPUEmbedding have no dense derivative. Use "
     "tpu_embedding.value_and_grad, and leave `wrt` to the dense parameters."
 )
+
+
+RNGS: Final = Wanted(nnx.Rngs, "an nnx.Rngs")
 
 
 class EmbeddingTables(nnx.Variable):
@@ -94,6 +104,7 @@ class TPUEmbedding(nnx.Module):
       tables: the stacked tables.
       stats: of the latest lookup: rounds used, ids out of range.
       buffer_sizes: sizes of ragged features, which `prepare` remembers.
+      set_tables: tables that were set by hand, for deltas.
 
     Example:
       >>> import numpy as np
@@ -154,6 +165,11 @@ class TPUEmbedding(nnx.Module):
                 "ahead. Train with te.PipelinedTrainStep(loss_fn, mode='stale'), which "
                 "computes what TensorFlow does, or with mode='exact'."
             )
+        line = "te.TPUEmbedding(feature_config, optimizer, rngs=nnx.Rngs(0))"
+        check_type("te.TPUEmbedding: rngs", RNGS, rngs, line)
+        if plan is not None:
+            line = "te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))"
+            check_type("te.TPUEmbedding: plan", PLAN, plan, line)
         if plan is None:
             plan = make_plan(
                 feature_config,
@@ -175,6 +191,7 @@ class TPUEmbedding(nnx.Module):
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
         self.stats = LookupStatsVariable(_no_stats(plan))
         self.buffer_sizes = BufferSizes()
+        self.set_tables = SetTables()
         self.gradient_guard = GradientGuard(jnp.zeros(()))
         self.recorded = RecordedCalls(())
         self.recording: Recording = "off"
@@ -272,10 +289,25 @@ class TPUEmbedding(nnx.Module):
         return unstack_tables(self.tables.get_value(), self.plan)
 
     def set_embedding_tables(self, values: dict[str, Any]) -> None:
-        """Replaces the values of some tables; see `with_table_values`."""
+        """Replaces the values of some tables; see `with_table_values`.
+
+        Args:
+          values: table name to real numbers `[vocabulary_size, dim]`.
+
+        Raises:
+          TypeError: if `values` is no dict.
+          ValueError: if a table is unknown or an array does not fit; or if an optimizer
+            has made state from the values of these tables, as `adafactor` does. Then
+            call `Optimizer.set_embedding_tables`.
+        """
+        check_values(values, self.plan)
+        self.set_tables.check_without_optimizer(
+            values, "optimizer.set_embedding_tables(model, values)"
+        )
         self.tables.set_value(
             with_table_values(self.tables.get_value(), values, self.plan)
         )
+        self.set_tables.note(values)
 
     def _keep_stats(self, stats: LookupStats) -> None:
         """Stores the stats, unless a JAX transformation closes over the layer or maps.

@@ -10,11 +10,11 @@ that does not lead to ids is left out. So the model needs no change.
   update old, as with TensorFlow's `pipeline_execution_with_tensor_core`.
 """
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
@@ -200,35 +200,60 @@ class _Pending:
     ):
         self.batch, self.in_flight = batch, in_flight
         self._owners = (model, optimizer)
-        # Weak, so that a replaced table is freed.
-        self._tables = [weakref.ref(lines) for lines in _table_lines(model)]
+        self._arrays = _arrays_to_check(model, optimizer)
 
     def check(self, model: nnx.Module, optimizer: Optimizer) -> None:
-        """Refuses another model, or tables that something else has changed."""
+        """Refuses another model, or tables that something else has changed.
+
+        An evaluation under `nnx.jit` returns the tables as other arrays of the same
+        values. These are compared, bit by bit, on the devices.
+        """
         if self._owners[0] is not model or self._owners[1] is not optimizer:
             raise ValueError(
                 "PipelinedTrainStep has a batch in flight for another model or "
                 "optimizer than it got; call drain with those first, or make one "
                 "PipelinedTrainStep per model."
             )
-        lines = _table_lines(model)
-        if len(lines) != len(self._tables) or any(
-            known() is not found
-            for known, found in zip(self._tables, lines, strict=True)
+        found = _arrays_to_check(model, optimizer)
+        if len(found) != len(self._arrays) or not all(
+            map(_has_same_bits, self._arrays, found)
         ):
             raise ValueError(
                 "The tables must be those that PipelinedTrainStep left, got tables "
                 "that something else has changed, such as Optimizer.update, "
-                "set_embedding_tables or a restored checkpoint, while a batch is in "
-                "flight. Call drain before such a change. To go on without that "
-                "batch, make a new PipelinedTrainStep."
+                "set_embedding_tables or a restored checkpoint, or that a jitted "
+                "function donated, while a batch is in flight. Call drain before such "
+                "a change. To go on without that batch, make a new PipelinedTrainStep."
             )
+        # The old tables are freed, if an evaluation has copied them.
+        self._arrays = found
 
 
 def _own_copy(leaf: Any) -> Any:
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _table_lines(model: nnx.Module) -> list[jax.Array]:
+def _arrays_to_check(model: nnx.Module, optimizer: Optimizer) -> list[jax.Array]:
+    """Returns the tables, and the count of updates, which may leave tables as is."""
     tables = [layer.tables.get_value() for layer in embedding_layers(model).values()]
-    return jax.tree.leaves(tables)
+    return [*jax.tree.leaves(tables), optimizer.dense.step.get_value()]
+
+
+def _has_same_bits(known: jax.Array, found: jax.Array) -> bool:
+    if known is found:
+        return True
+    if (
+        known.is_deleted()
+        or found.aval != known.aval
+        or not found.sharding.is_equivalent_to(known.sharding, known.ndim)
+    ):
+        return False
+    return bool(_are_equal(known, found))
+
+
+@jax.jit
+def _are_equal(known: jax.Array, found: jax.Array) -> jax.Array:
+    # A NaN equals itself here, and 0.0 differs from -0.0.
+    bits = jnp.dtype(f"uint{8 * known.dtype.itemsize}")
+    first, second = (jax.lax.bitcast_convert_type(x, bits) for x in (known, found))
+    return jnp.array_equal(first, second)

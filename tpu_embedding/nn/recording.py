@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from tpu_embedding import functional
+from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.gradients import TableGradients, add, global_norm
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.on_mesh import replicate, zeros_like
@@ -80,6 +81,32 @@ def differentiate(
         for path, plan in plans.items()
     }
     return loss, aux, Gradients(dense=by_dense, tables=tables)
+
+
+def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Returns the two parts of what a loss function returns; None without `has_aux`.
+
+    Raises:
+      TypeError: if it is another number of values, or the loss is no scalar.
+    """
+    owner = "value_and_grad: loss_fn must return"
+    if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
+        raise TypeError(
+            f"{owner} a pair (loss, aux) with has_aux=True, got "
+            f"{describe_value(result)}. Write return loss, aux."
+        )
+    loss, aux = result if has_aux else (result, None)
+    if isinstance(loss, tuple | list):
+        raise TypeError(
+            f"{owner} one scalar, got a {type(loss).__name__} of {len(loss)} values. "
+            "Write te.value_and_grad(loss_fn, has_aux=True) for a pair (loss, aux)."
+        )
+    if getattr(loss, "shape", None) != () and not isinstance(loss, float):
+        raise TypeError(
+            f"{owner} a scalar loss, got {describe_value(loss)}. Write return "
+            "jnp.mean(losses)."
+        )
+    return loss, aux
 
 
 def add_calls(

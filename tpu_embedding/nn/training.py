@@ -4,8 +4,9 @@ Use `value_and_grad` and `Optimizer` like their namesakes in Flax. optax updates
 parameters as usual; the row rules of each layer update its tables.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import jax
@@ -13,8 +14,12 @@ import optax
 from flax import nnx
 
 from tpu_embedding import functional
+from tpu_embedding.argument_checks import Wanted, check_mapping, check_type
 from tpu_embedding.finalize import finalize_variable_values
+from tpu_embedding.following_slots import tables_with_followers, with_table_values
+from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
 from tpu_embedding.nn.embedding import (
+    CALL_OUTSIDE,
     EmbeddingTables,
     GradientGuard,
     Recording,
@@ -23,10 +28,12 @@ from tpu_embedding.nn.embedding import (
 from tpu_embedding.nn.recording import (
     Gradients,
     differentiate,
+    loss_and_aux,
     norm_for_dense,
     norm_of_model,
     replicate_on_mesh,
 )
+from tpu_embedding.optimizers.checks import DENSE_EXAMPLE, check_rule
 from tpu_embedding.optimizers.finalize import (
     finalize_variable_values as finalize_dense,
 )
@@ -39,10 +46,20 @@ from tpu_embedding.tables.slot_values import (
     with_slot_values,
 )
 
+IN_A_LOSS: Final = (
+    "te.value_and_grad takes a loss that calls no te.value_and_grad, got one that "
+    "calls it for the same model. Add the losses, and differentiate once: "
+    "te.value_and_grad(lambda model: first(model) + second(model))(model)."
+)
 NO_LAYER: Final = (
     "The model has no TPUEmbedding layer. For tables, use te.TPUEmbedding in place of "
     "nnx.bridge.ToNNX(te.linen.TPUEmbedding(...)). For a model without tables, use"
 )
+
+
+MODEL: Final = Wanted(nnx.Module, "an nnx.Module that owns a te.TPUEmbedding")
+RECORDED: Final = "['recorded']"
+"""The record of a layer's calls, in the paths of JAX's errors."""
 
 
 class SlotVariables(nnx.Variable):
@@ -135,11 +152,15 @@ class ModelLoss:
         wrt: nnx.filterlib.Filter,
         has_aux: bool,
     ):
-        self.plans = {
-            path: layer.plan for path, layer in embedding_layers(model).items()
-        }
-        if not self.plans:
-            raise ValueError(f"{NO_LAYER} nnx.value_and_grad.")
+        layers = checked_layers(
+            "te.value_and_grad",
+            model,
+            "te.value_and_grad(loss_fn)(model, ...), or, for variables of a Linen "
+            "model, te.linen.value_and_grad(loss_fn)(variables, ...)",
+        )
+        if any(layer.recording != "off" for layer in layers.values()):
+            raise ValueError(IN_A_LOSS)
+        self.plans = {path: layer.plan for path, layer in layers.items()}
         self._loss_fn, self._wrt, self._has_aux = loss_fn, trained(wrt), has_aux
         self._graph, dense, tables, rest = nnx.split(
             model, self._wrt, EmbeddingTables, ...
@@ -174,8 +195,9 @@ class ModelLoss:
         layers = embedding_layers(copy)
         for path, layer in layers.items():
             layer.start_recording(recording, () if given is None else given[path])
-        result = self._loss_fn(copy, *args, **kwargs)
-        loss, aux = result if self._has_aux else (result, None)
+        with explain_branches():
+            result = self._loss_fn(copy, *args, **kwargs)
+        loss, aux = loss_and_aux(result, self._has_aux)
         calls = {path: layer.stop_recording() for path, layer in layers.items()}
         _, _, _, rest = nnx.split(copy, self._wrt, EmbeddingTables, ...)
         return loss, ((aux, rest), calls)
@@ -208,10 +230,17 @@ class Optimizer(nnx.Module):
           tx: optimizer of the dense parameters. Tables have the optimizers of their
             layers.
           wrt: filter of the dense parameters.
+
+        Raises:
+          ValueError: if the model has no `TPUEmbedding`; or if `tx` collects the
+            gradients of several steps, as `optax.MultiSteps` does, and tables do not.
+
+        Warns:
+          UserWarning: if `tx` looks at all dense gradients at once, as
+            `optax.clip_by_global_norm` does: it does not see those of the tables.
         """
-        layers = embedding_layers(model)
-        if not layers:
-            raise ValueError(f"{NO_LAYER} nnx.Optimizer.")
+        layers = checked_layers("te.Optimizer", model, "te.Optimizer(model, tx)")
+        check_rule("te.Optimizer", tx, "tx", DENSE_EXAMPLE)
         plan = next(iter(layers.values())).plan
         put_on_mesh(model, plan)
         self.dense = nnx.Optimizer(model, tx, wrt=trained(wrt))
@@ -222,10 +251,22 @@ class Optimizer(nnx.Module):
                 for path, layer in layers.items()
             }
         )
+        check_dense_optimizer(
+            tx,
+            self.dense.opt_state,
+            nnx.state(model, self.dense.wrt),
+            [(plan, self.slots.get_value()[path]) for path, plan in self.plans],
+            stacklevel=6,  # Three frames are Flax's.
+        )
+        for layer in layers.values():
+            layer.set_tables.followed |= tables_with_followers(layer.plan)
         put_on_mesh(self, plan)
 
     def update(self, model: nnx.Module, gradients: Gradients) -> None:
         """Applies gradients to the model in place; donate both under `jit`.
+
+        Each call is one step for all tables of all layers. Step counts and schedules
+        advance also for a table that the loss did not look up.
 
         Args:
           model: the one this optimizer was made for.
@@ -238,7 +279,9 @@ class Optimizer(nnx.Module):
         if not isinstance(gradients, Gradients):
             raise TypeError(
                 "Optimizer.update needs the gradients of tpu_embedding.value_and_grad, "
-                f"got {type(gradients).__name__}, which lacks those of the tables."
+                f"got {type(gradients).__name__}, which lacks those of the tables. "
+                "Write loss, gradients = te.value_and_grad(loss_fn)(model, ...), and "
+                "optimizer.update(model, gradients)."
             )
         slots = dict(self.slots.get_value())
         layers = embedding_layers(model)
@@ -363,6 +406,69 @@ class Optimizer(nnx.Module):
             for name, of_table in slot_values(slots[path], plan, parts).items()
         }
 
+    def set_embedding_tables(
+        self, model: nnx.Module, values: Mapping[str, Any]
+    ) -> None:
+        """Replaces the values of some tables, and the state that was made from them.
+
+        Moving averages and Adafactor's scale of a table follow the new values. All
+        other slot variables stay. Rows whose values do not change keep their averages.
+
+        Args:
+          model: the one this optimizer was made for; it changes in place.
+          values: table name to real numbers `[vocabulary_size, dim]`. If layers have
+            tables of one name, their keys are `"path of the layer/table name"`.
+
+        Raises:
+          TypeError: if `values` is no dict.
+          ValueError: if a table is unknown, an array does not fit, or the model is
+            another one.
+
+        Example:
+          >>> import numpy as np
+          >>> import tpu_embedding as te
+          >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+          >>> rule = te.optimizers.adafactor(0.1)
+          >>> layer = te.TPUEmbedding(
+          ...     te.FeatureConfig(table=table), rule, rngs=nnx.Rngs(0)
+          ... )
+          >>> optimizer = Optimizer(layer, optax.adam(1e-3))
+          >>> optimizer.set_embedding_tables(layer, {"movie": np.ones((10, 4))})
+        """
+        line = "optimizer.set_embedding_tables(model, {'movie': array})"
+        check_mapping("values", values, line)
+        layers, slots = embedding_layers(model), dict(self.slots.get_value())
+        if set(layers) != set(slots):
+            raise ValueError(
+                "set_embedding_tables needs the model that the optimizer was made for, "
+                f"got layers {sorted(layers)} of the model and {sorted(slots)} of the "
+                "optimizer."
+            )
+        keys = _keys(
+            (path, table.name)
+            for path, plan in self.plans
+            for stack in plan.stacks
+            for table in stack.tables
+        )
+        unknown = sorted(set(values) - set(keys.values()))
+        if unknown:
+            raise ValueError(
+                f"values must name tables of the model, {sorted(keys.values())}, got "
+                f"{unknown}."
+            )
+        tables = {}
+        for path, plan in self.plans:
+            own = {
+                name: values[key]
+                for (layer, name), key in keys.items()
+                if layer == path and key in values
+            }
+            old = layers[path].tables.get_value()
+            tables[path], slots[path] = with_table_values(old, own, plan, slots[path])
+        for path, layer in layers.items():
+            layer.tables.set_value(tables[path])
+        self.slots.set_value(slots)
+
     def set_slot_values(self, values: Mapping[str, Mapping[str, Any]]) -> None:
         """Replaces some slot variables; see `tpu_embedding.with_slot_values`.
 
@@ -373,6 +479,8 @@ class Optimizer(nnx.Module):
           TypeError: if a value is no array of real numbers.
           ValueError: if a table or slot is unknown, or a value has the wrong shape.
         """
+        line = "values={'movie': {'accumulators': array}}, by table and slot name"
+        check_mapping("values", values, line)
         keys = self._table_keys()
         unknown = sorted(set(values) - set(keys.values()))
         if unknown:
@@ -392,17 +500,22 @@ class Optimizer(nnx.Module):
 
     def _table_keys(self) -> dict[tuple[str, str], str]:
         """Returns the key of each trained table by layer and name."""
-        tables = [
+        return _keys(
             (path, table.name)
             for path, plan in self.plans
             for stack in plan.trained_stacks
             for table in stack.tables
-        ]
-        names = [name for _, name in tables]
-        return {
-            (path, name): name if names.count(name) == 1 else f"{path}/{name}"
-            for path, name in tables
-        }
+        )
+
+
+def _keys(tables: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Returns the shortest key of each table, by layer and name."""
+    tables = list(tables)
+    names = [name for _, name in tables]
+    return {
+        (path, name): name if names.count(name) == 1 else f"{path}/{name}"
+        for path, name in tables
+    }
 
 
 def trained(wrt: nnx.filterlib.Filter) -> nnx.filterlib.Filter:
@@ -412,6 +525,40 @@ def trained(wrt: nnx.filterlib.Filter) -> nnx.filterlib.Filter:
     it fails on them. It would train the dense parameters, and leave the tables.
     """
     return nnx.All(wrt, nnx.Not(GradientGuard))
+
+
+def checked_layers(owner: str, model: nnx.Module, line: str) -> dict[str, TPUEmbedding]:
+    """Returns the model's `TPUEmbedding` layers by their path, at least one.
+
+    Args:
+      owner: name of the function that takes the model, which Flax has, too.
+      model: the value that the user gives as model.
+      line: the line to write if it is no model.
+
+    Raises:
+      TypeError: if it is no Flax module.
+      ValueError: if it has no layer.
+    """
+    layers = embedding_layers(model)
+    if not layers:
+        check_type(f"{owner}: model", MODEL, model, line)
+        raise ValueError(f"{NO_LAYER} {owner.replace('te.', 'nnx.')}.")
+    return layers
+
+
+@contextlib.contextmanager
+def explain_branches() -> Iterator[None]:
+    """Explains the error of `nnx.cond` and `nnx.scan` around the call of a layer.
+
+    Flax compares the variables of a model before and after, among them the record of
+    the calls.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if RECORDED not in str(error):
+            raise
+        raise ValueError(CALL_OUTSIDE) from error
 
 
 def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:

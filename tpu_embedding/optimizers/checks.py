@@ -5,12 +5,19 @@ Under `optax.inject_hyperparams` it is traced. The value is then unknown and pas
 every check of its range; its shape and dtype are still checked.
 """
 
+import functools
+import inspect
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+import numbers
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, get_args
 
 import jax.numpy as jnp
+import optax
 from jax.core import Tracer
+
+from tpu_embedding.argument_checks import describe_value
 
 
 class Check(NamedTuple):
@@ -26,6 +33,11 @@ class Check(NamedTuple):
 
 
 PASSED = Check(None)
+
+TABLE_EXAMPLE: Final = "te.optimizers.adagrad(0.1)"
+DENSE_EXAMPLE: Final = "optax.adam(0.1)"
+
+_PACKAGE: Final = __name__.rpartition(".")[0]
 
 
 def check_hyperparameters(owner: str | None = None, /, **checks: Check) -> None:
@@ -57,7 +69,7 @@ def real_scalar(value: Any) -> Check:
             return PASSED
         is_complex = isinstance(value, complex)
         kind = "a real number" if is_complex else "a number"
-        return Check(f"{kind}, got {value!r}", TypeError)
+        return Check(f"{kind}, got {describe_value(value)}", TypeError)
     if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         return Check(f"a real number, got {value!r} of dtype {dtype}", TypeError)
     if getattr(value, "shape", ()) != ():
@@ -158,19 +170,64 @@ def or_none(check: Callable[[Any], Check], value: Any) -> Check:
     return PASSED if value is None else check(value)
 
 
-def check_rule(owner: str, rule: Any) -> None:
+def check_rule(
+    owner: str, rule: Any, argument: str = "rule", example: str = TABLE_EXAMPLE
+) -> None:
     """Raises TypeError if a value is no optax transformation.
 
     Args:
-      owner: the function that takes the transformation as its argument `rule`.
+      owner: the function that takes the transformation.
       rule: a pair of functions `init` and `update`.
+      argument: its name among the function's arguments.
+      example: a transformation to write instead.
     """
     functions = (getattr(rule, "init", None), getattr(rule, "update", None))
     if not all(map(callable, functions)):
         raise TypeError(
-            f"{owner}: rule must be an optax GradientTransformation, such as "
-            f"optax.sgd(0.1) or tpu_embedding.optimizers.adagrad(0.1), got {rule!r}."
+            f"{owner}: {argument} must be an optax GradientTransformation such as "
+            f"{example}, got {describe_value(rule)}; {way_to_rule(rule, example)}."
         )
+
+
+def way_to_rule(value: Any, example: str = TABLE_EXAMPLE) -> str:
+    """Says what to write in the place of a value that is no optax transformation.
+
+    Args:
+      value: function that makes a transformation, learning rate, Keras optimizer or its
+        configuration, or any other value.
+      example: a transformation to write in the place of another value.
+
+    Example:
+      >>> import optax
+      >>> way_to_rule(optax.adam)
+      'call the function: optax.adam(0.1)'
+    """
+    public_name = _public_name(value)
+    if public_name:
+        return f"call the function: {public_name}(0.1)"
+    optimizer = example.partition("(")[0]
+    if inspect.isroutine(value) or isinstance(value, functools.partial):
+        return (
+            "call the function that makes it; if this is a schedule, give it to an "
+            f"optimizer: {optimizer}(schedule)"
+        )
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return f"give the learning rate to an optimizer: {optimizer}({value})"
+    if hasattr(value, "get_config"):
+        return "write te.optimizers.from_keras_config(optimizer.get_config())"
+    if isinstance(value, Mapping) and not {"name", "class_name"}.isdisjoint(value):
+        return "write te.optimizers.from_keras_config(config)"
+    return f"write {example}"
+
+
+def _public_name(value: Any) -> str | None:
+    """Returns how users write a function of optax or of this package."""
+    name = str(getattr(value, "__name__", None))
+    packages = {"optax": optax, "te.optimizers": sys.modules[_PACKAGE]}
+    for prefix, package in packages.items():
+        if inspect.isroutine(value) and getattr(package, name, None) is value:
+            return f"{prefix}.{name}"
+    return None
 
 
 def _check_number(value: Any, text: str, is_in_range: Callable[[Any], bool]) -> Check:

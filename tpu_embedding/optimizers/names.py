@@ -5,6 +5,8 @@ from typing import Any
 
 import optax
 
+from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.optimizers.checks import TABLE_EXAMPLE, way_to_rule
 from tpu_embedding.optimizers.rules.adafactor import adafactor
 from tpu_embedding.optimizers.rules.adagrad import (
     adagrad,
@@ -85,14 +87,25 @@ def _default(name: str) -> optax.GradientTransformation:
     return _BY_NAME[name]()
 
 
-def optimizer_problem(owner: str, optimizer: Any) -> str | None:
-    """Says why a table or layer cannot take an optimizer; returns None if it can."""
+def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None:
+    """Says why a table or layer cannot take an optimizer; returns None if it can.
+
+    Args:
+      field: the argument that holds it.
+      optimizer: the value that the user gives.
+      owner: text that names the table, to follow the value, as `" for table 'movie'"`.
+    """
     if optimizer is None or isinstance(optimizer, optax.GradientTransformation):
         return None
     if isinstance(optimizer, str) and optimizer.lower() in _BY_NAME:
         return None
+    wanted = f"an optax GradientTransformation such as {TABLE_EXAMPLE}, None"
+    if isinstance(optimizer, str):
+        return (
+            f"{field} must be {wanted}, or one of the names {sorted(_BY_NAME)}, got "
+            f"{optimizer!r}{owner}"
+        )
     return (
-        f"{owner} must be an optax GradientTransformation, one of "
-        f"tpu_embedding.optimizers, None, or one of the names {sorted(_BY_NAME)}, got "
-        f"{optimizer!r}"
+        f"{field} must be {wanted}, or a name such as 'adagrad', got "
+        f"{describe_value(optimizer)}{owner}; {way_to_rule(optimizer)}"
     )

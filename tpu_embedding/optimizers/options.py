@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.optimizers.checks import (
     Check,
     check_hyperparameters,
@@ -32,6 +33,7 @@ from tpu_embedding.optimizers.modes import in_sequence
 from tpu_embedding.optimizers.slot_storage import (
     SlotInitializers,
     check_slot_storage,
+    slot_names,
     with_slot_storage,
 )
 
@@ -135,9 +137,9 @@ def with_options(
         "clipvalue": clipvalue,
         "slot_dtype": slot_dtype,
         "slot_initializers": slot_initializers,
-        "slot_variable_creation_fn": slot_variable_creation_fn,
     }
     _check_options("with_options", options)
+    _refuse_creation_function("with_options", slot_variable_creation_fn, rule)
     if slot_dtype is not None or slot_initializers is not None:
         rule = with_slot_storage(rule, slot_dtype, slot_initializers)
     if weight_decay_factor is not None and not _is_zero(weight_decay_factor):
@@ -186,13 +188,23 @@ def takes_common_options(make_optimizer: OptimizerFunction) -> OptimizerFunction
     @functools.wraps(make_optimizer)
     def make(*args: Any, **arguments: Any) -> optax.GradientTransformation:
         _check_positions(name, positional, args)
+        unknown = [key for key in arguments if key not in signature.parameters]
+        if unknown:
+            raise TypeError(
+                f"{name} has no argument {unknown[0]!r}; it takes "
+                f"{', '.join(signature.parameters)}."
+            )
         given = dict(zip(positional, args, strict=False))
         rate = {**arguments, **given}.get("learning_rate", own[0].default)
         _check_options(name, cast(CommonOptions, arguments))
         rate = checked_learning_rate(name, rate)
+        creation_function = arguments.pop("slot_variable_creation_fn", None)
         if args:
-            return make_optimizer(rate, *args[1:], **arguments)
-        return make_optimizer(**{**arguments, "learning_rate": rate})
+            rule = make_optimizer(rate, *args[1:], **arguments)
+        else:
+            rule = make_optimizer(**{**arguments, "learning_rate": rate})
+        _refuse_creation_function(name, creation_function, rule)
+        return rule
 
     cast(Any, make).__signature__ = signature
     return cast(OptimizerFunction, make)
@@ -232,15 +244,28 @@ def _check_options(owner: str, options: CommonOptions) -> None:
             f"use_gradient_accumulation=True, got False and clipvalue={clipvalue}. "
             "Leave one of them out."
         )
-    if options.get("slot_variable_creation_fn") is not None:
-        raise ValueError(
-            f"{owner}: slot_variable_creation_fn must be None, got "
-            f"{options.get('slot_variable_creation_fn')!r}: slot variables are always "
-            "sharded and packed like their table. Choose their initial values by "
-            "slot_initializers={'accumulators': 0.5} and their dtype by slot_dtype."
-        )
     check_slot_storage(
         owner, options.get("slot_dtype"), options.get("slot_initializers")
+    )
+
+
+def _refuse_creation_function(
+    owner: str, function: Any, rule: optax.GradientTransformation
+) -> None:
+    """Raises ValueError if TensorFlow's `slot_variable_creation_fn` is given."""
+    if function is None:
+        return
+    names = slot_names(rule)
+    way_out = "Leave it out: the rule has no slot variables."
+    if names:
+        way_out = (
+            f"Choose initial values by slot_initializers={{{names[0]!r}: 0.5}}, for "
+            f"the slots {names}, and the dtype by slot_dtype=jnp.bfloat16."
+        )
+    raise ValueError(
+        f"{owner}: slot_variable_creation_fn must be None, because slot variables are "
+        f"always sharded and packed like their table, got {describe_value(function)}. "
+        f"{way_out}"
     )
 
 
@@ -377,6 +402,11 @@ def _check_clipvalue(
                 f"{clipvalue!r}. Either bound of the pair may be None."
             )
         check_hyperparameters(owner, clipvalue=check)
+        if not isinstance(clipvalue, Tracer) and clipvalue < 0:
+            raise ValueError(
+                f"{owner}: clipvalue must be at least 0, because a number c bounds the "
+                f"gradient to (-c, c), got {clipvalue}. Write clipvalue={-clipvalue}."
+            )
         low, high = -1.0 * clipvalue, clipvalue
     _check_bounds(owner, "clipvalue's minimum", low, "maximum", high)
     return low, high

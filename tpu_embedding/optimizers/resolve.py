@@ -11,6 +11,7 @@ from jax.core import eval_context
 from tpu_embedding.optimizers.analysis.row_local import (
     NotRowLocalError,
     check_elementwise,
+    check_rows_apart,
 )
 from tpu_embedding.optimizers.analysis.row_totals import (
     ANY_DIM,
@@ -24,6 +25,7 @@ from tpu_embedding.optimizers.analysis.trace import (
     trace_rule,
 )
 from tpu_embedding.optimizers.analysis.walker import difference
+from tpu_embedding.optimizers.checks import check_rule
 from tpu_embedding.optimizers.modes import (
     EveryRow,
     InSequence,
@@ -69,6 +71,34 @@ def resolve_optimizer(
         raise type(error)(
             f"{error} (The optimizer of table {table_name!r}.)"
         ) from error
+
+
+def check_row_local(optimizer: TableOptimizer | RowOptimizer, dim: int) -> None:
+    """Refuses an optimizer that a layer cannot apply to rows; `make_plan` asks it.
+
+    The update of a row may depend on that row, its gradient and its slot variables, on
+    values that belong to no row, and on sums over the rows of the gradient.
+
+    Args:
+      optimizer: an optax transformation of rows `[rows, dim]`, or a name.
+      dim: columns of the table.
+
+    Raises:
+      NotRowLocalError: naming the operation that mixes rows, and what to use instead.
+      ValueError: if the state is not one entry per row, or modes contradict each other.
+
+    Example:
+      >>> check_row_local(optax.adam(0.1), dim=8)
+      >>> check_row_local(optax.clip_by_global_norm(1.0), dim=8)
+    """
+    if isinstance(optimizer, str):
+        optimizer = optimizer_by_name(optimizer)
+    check_rule("check_row_local", optimizer, "optimizer")
+    if not isinstance(optimizer, RowOptimizer):
+        with eval_context():
+            optimizer = _resolve(optimizer, table_name="table")
+    check_rows_apart(optimizer, dim)
+    slot_row_shapes(optimizer, dim)
 
 
 def _of_table(

@@ -143,14 +143,28 @@ def _stored_dtype(shape: jax.ShapeDtypeStruct, dtype: Any) -> Any:
     return dtype if dtype is not None and is_floating else shape.dtype
 
 
+def slot_names(rule: optax.GradientTransformation) -> list[str]:
+    """Returns the names of a rule's slot variables, as `with_slot_storage` takes them.
+
+    Example:
+      >>> slot_names(optax.adam(0.1))
+      ['mu', 'nu']
+    """
+    return _names(slot_shapes(rule, (1,)))
+
+
 def _check_names(values: dict[str, Any], shapes: Any) -> None:
-    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    names = _names(shapes)
     for name in values:
         if name not in names:
             raise ValueError(
-                f"slot_initializers must name slots of the rule, {sorted(names)}, got "
-                f"{name!r}."
+                f"slot_initializers must name slots of the rule, {names}, got {name!r}."
             )
+
+
+def _names(shapes: Any) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    return sorted(_name(path) for path, _ in leaves)
 
 
 def _name(path: Any) -> str:

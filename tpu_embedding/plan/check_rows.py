@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from tpu_embedding.plan.plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
@@ -61,11 +62,24 @@ def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
 
 
 def check_stack(rows: PackedRows, stack: StackPlan) -> None:
-    """Raises unless rows of a table or of a slot variable are those of a stack.
+    """Raises unless rows that the host reads or sets are those of a stack.
+
+    Args:
+      rows: of a table, or of a slot variable.
+      stack: of the plan.
 
     Raises:
+      TypeError: if `jax.jit` traces the rows, which then have no values.
       ValueError: if they lie elsewhere than the plan says.
     """
+    if isinstance(rows.lines, Tracer):
+        names = [table.name for table in stack.tables]
+        raise TypeError(
+            "The values of tables are read and set on the host, which a function under "
+            f"jax.jit or nnx.jit cannot do, got traced values of the tables {names}. "
+            "Call the method outside of jit, such as layer.embedding_tables() after "
+            "the step. Inside of it, layer(ids) looks rows up."
+        )
     _check_layout(f"stacked[{stack.name!r}]", _as_table(rows.layout, stack), stack)
 
 

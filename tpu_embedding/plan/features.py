@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
+from tpu_embedding.argument_checks import NoArray, describe_value
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.plan.stacking import name_features
 
@@ -44,7 +45,7 @@ class FeaturePlan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FeatureNest:
+class FeatureNest(NoArray):
     """The user's nest of features, and the lookups of each.
 
     Attributes:
@@ -193,7 +194,9 @@ def flatten_config(feature_config: Any) -> NamedFeatures:
       ValueError: if the nest is empty, holds another value, or two features have the
         same name.
     """
-    with_paths, tree = jax.tree_util.tree_flatten_with_path(feature_config)
+    with_paths, tree = jax.tree_util.tree_flatten_with_path(
+        feature_config, is_leaf=lambda x: isinstance(x, FeatureNest)
+    )
     if not with_paths:
         raise ValueError(
             "feature_config must hold at least one FeatureConfig, got "
@@ -204,12 +207,20 @@ def flatten_config(feature_config: Any) -> NamedFeatures:
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "feature"
         if not isinstance(leaf, FeatureConfig):
             raise ValueError(
-                f"feature_config must be a nest of FeatureConfig, got {leaf!r} at "
-                f"{name!r}."
+                "feature_config must be a nest of FeatureConfig, got "
+                f"{describe_value(leaf)} at {name!r}. {_way_to_feature(leaf)}"
             )
         named.append((name, leaf))
     configs = tuple(config for _, config in named)
     return NamedFeatures(configs=configs, names=name_features(named), tree=tree)
+
+
+def _way_to_feature(leaf: Any) -> str:
+    if isinstance(leaf, FeatureNest):
+        return "Give a plan by its name: plan=plan."
+    if isinstance(leaf, TableConfig):
+        return "Write te.FeatureConfig(table=table)."
+    return "Write {'movie': te.FeatureConfig(table=table)}."
 
 
 def place_features(

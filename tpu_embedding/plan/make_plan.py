@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from tpu_embedding.config import TableConfig
 from tpu_embedding.field_checks import is_int
 from tpu_embedding.hardware import HardwareInfo, num_slices_of
-from tpu_embedding.optimizers.analysis.row_local import check_row_local
 from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
 from tpu_embedding.optimizers.names import optimizer_problem
+from tpu_embedding.optimizers.resolve import check_row_local
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import PlacementPolicy
 from tpu_embedding.plan import stacking

@@ -7,12 +7,13 @@ table. `make_plan.py` makes it.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tpu_embedding.argument_checks import Wanted
 from tpu_embedding.config import QuantizationConfig, TableConfig
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.initializers import RowInitializer, row_initializer
@@ -183,9 +184,12 @@ class TrainedStackPlan(StackPlan):
     optimizer: RowOptimizer
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddingPlan(FeatureNest):
     """Everything about an embedding layer that is fixed before the step.
+
+    As a static pytree, it can be an argument of a function under `jax.jit`.
 
     Attributes:
       stacks: the stacked tables.
@@ -353,7 +357,7 @@ class EmbeddingPlan(FeatureNest):
 
         Args:
           feature_config: any nest of `FeatureConfig`, whose tables are tables of this
-            plan. Stacks that no feature uses are neither looked up nor updated.
+            plan. Stacks that no feature uses are not looked up.
 
         Raises:
           ValueError: if a table is none of this plan's, or the features contradict
@@ -414,3 +418,9 @@ class EmbeddingPlan(FeatureNest):
 
 AnyPlan = EmbeddingPlan | InputPlan
 """A plan, or the part of it that loaders need."""
+
+
+PLAN: Final = Wanted(
+    EmbeddingPlan, "an EmbeddingPlan, from te.make_plan or the plan of a layer"
+)
+"""The argument `plan` of public functions."""

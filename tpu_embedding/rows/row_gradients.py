@@ -10,9 +10,16 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from tpu_embedding.rows.packed_rows import PackedRows, keep_rows, unpack_rows
+from tpu_embedding.rows.packed_rows import (
+    PackedRows,
+    RowLayout,
+    full_rows,
+    keep_rows,
+    unpack_rows,
+)
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 
 Carry = TypeVar("Carry")
@@ -79,3 +86,14 @@ class GradientRounds:
         """Calls `carry = body(carry, gradients, rows)` for every round."""
         carry = body(carry, self.first, self.first_rows)
         return carry if self.fold_later is None else self.fold_later(body, carry)
+
+
+def gradient_of_no_row(layout: RowLayout) -> GradientRounds:
+    """Returns the gradient of a step that touched no row of a stack. Per shard.
+
+    Args:
+      layout: of the table.
+    """
+    values = full_rows(0, layout.buffer_layout(1), jnp.float32)
+    row_ids = jnp.full((1,), PADDING_ROW_ID, jnp.int32)
+    return GradientRounds(first=PackedRowGradients(row_ids=row_ids, values=values))

@@ -6,11 +6,12 @@ import signal
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-DONE: Final = 0
-WRONG_USAGE: Final = 2
-STOPPED: Final = 75
-INTERRUPTED: Final = 130
-"""Exit statuses of a worker, those of the command `train`."""
+from tpu_embedding.supervision.exit_status import (
+    DONE,
+    INTERRUPTED,
+    STOPPED,
+    WRONG_USAGE,
+)
 
 NO_FAILURES: Final = (DONE, STOPPED, INTERRUPTED)
 
@@ -20,7 +21,6 @@ KEPT_LINES: Final = 300
 """Lines that are kept of each worker, so that stacks do not displace the error."""
 
 _HINTS: Final[dict[int, str]] = {
-    signal.SIGKILL: "most likely memory ran out; `dmesg` names what the kernel killed",
     signal.SIGABRT: "the JAX runtime aborts a process when it loses another one, or "
     "at an error of its own",
     signal.SIGSEGV: "native code crashed",
@@ -46,6 +46,7 @@ class Ending:
       has_own_error: True if it told of an error of its own.
       is_final: True if the same run would fail again.
       lines: last lines that it wrote.
+      kill_hint: what is known about who sent a SIGKILL.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Ending:
     has_own_error: bool = False
     is_final: bool = False
     lines: Sequence[str] = ()
+    kill_hint: str | None = None
 
     @property
     def is_root(self) -> bool:
@@ -85,9 +87,8 @@ class Ending:
         """Returns the sentence that names the process and the reason.
 
         Example:
-          >>> Ending(name="process 1 of 2", return_code=-9, step=7).describe()
-          'process 1 of 2 was killed by SIGKILL after step 7: most likely memory ran \
-out; `dmesg` names what the kernel killed'
+          >>> Ending(name="process 1 of 2", return_code=-11, step=7).describe()
+          'process 1 of 2 was killed by SIGSEGV after step 7: native code crashed'
         """
         when = "before its first step"
         if self.step is not None:
@@ -101,7 +102,7 @@ out; `dmesg` names what the kernel killed'
             )
         if code >= 0:
             return f"{self.name} ended with exit status {code}, {when}"
-        hint = _HINTS.get(-code)
+        hint = self.kill_hint if code == -signal.SIGKILL else _HINTS.get(-code)
         name = signal_name(-code)
         return f"{self.name} was killed by {name} {when}" + (
             f": {hint}" if hint else ""

@@ -18,13 +18,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from tpu_embedding.supervision.failures import (
-    INTERRUPTED,
-    NO_FAILURES,
-    STOPPED,
-    Ending,
-    cause_of,
-)
+from tpu_embedding.supervision.exit_status import INTERRUPTED, STOPPED
+from tpu_embedding.supervision.failures import NO_FAILURES, Ending, cause_of
 from tpu_embedding.supervision.workers import Worker, write_line
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -105,6 +100,8 @@ class Signals:
         # Where SIGCHLD is ignored, the kernel forgets how a process ended.
         for number in (*handled, signal.SIGCHLD):
             signal.signal(number, lambda number, frame: None)
+        # `supervise` has blocked them, so that none arrived before.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from tpu_embedding.supervision.failures import KEPT_LINES, Ending, last_lines
+from tpu_embedding.supervision.memory_kills import hint_of_kill, memory_kills
 from tpu_embedding.supervision.pulses import PIPE_VARIABLE, STACKS_SIGNAL
 
 _CHUNK_BYTES: Final = 1 << 16
@@ -78,6 +79,7 @@ class Worker:
           count: number of the parent's workers.
         """
         pulses, write_end = os.pipe()
+        self._memory_kills = memory_kills()
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -161,6 +163,7 @@ class Worker:
             has_own_error=self._has_own_error,
             is_final=self._is_final,
             lines=last_lines(self._lines),
+            kill_hint=hint_of_kill(self._memory_kills, memory_kills()),
         )
 
     _was_stopped = False

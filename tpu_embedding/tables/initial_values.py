@@ -19,7 +19,7 @@ rounded to the nearest numbers of their type.
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
+from tpu_embedding.argument_checks import Wanted, describe_value, takes
 from tpu_embedding.initializers import RowFunction, threefry_key
 from tpu_embedding.plan.memory import rows_per_slab
 from tpu_embedding.plan.on_mesh import constrain, in_auto_axes, on_shards
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.row_bits import key_words
 from tpu_embedding.rows.blocks import merge_block
 from tpu_embedding.rows.packed_rows import (
@@ -40,7 +41,10 @@ from tpu_embedding.rows.packed_rows import (
     store_rows,
 )
 
+KEY: Final = Wanted(jax.Array | np.ndarray, "a random key such as jax.random.key(0)")
 
+
+@takes(plan=PLAN, key=KEY)
 @functools.partial(jax.jit, static_argnames="plan")
 def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, PackedRows]:
     """Returns the stacked tables with their initial values.
@@ -229,11 +233,12 @@ def _check_values(
     shape_of = getattr(values, "shape", None)
     dtype_of = getattr(values, "dtype", None)
     if shape_of != shape or dtype_of != jnp.float32:
+        got = f"{shape_of} and {dtype_of}" if shape_of else describe_value(values)
         names = ", ".join(repr(table.name) for table in tables)
         raise ValueError(
             "TableConfig.initializer must return an array of the shape and dtype it is "
-            f"given, {shape} and float32, got {shape_of} and {dtype_of} for table "
-            f"{names}."
+            f"given, {shape} and float32, got {got} for table {names}. A function that "
+            "makes initializers must be called: jax.nn.initializers.glorot_uniform()."
         )
 
 

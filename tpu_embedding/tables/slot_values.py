@@ -12,7 +12,8 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.argument_checks import check_mapping, takes
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.table_values import unstack_tables, with_table_values
 
@@ -26,6 +27,7 @@ _PARTS_OF_A_SUM = {"value", "rest"}
 """Fields of a compensated sum, which say little without the field that holds it."""
 
 
+@takes(plan=PLAN)
 def slot_values(
     slots: Mapping[str, Any], plan: EmbeddingPlan, parts: StateParts = "rows"
 ) -> dict[str, dict[str, np.ndarray]]:
@@ -79,6 +81,7 @@ def slot_values(
     return values
 
 
+@takes(plan=PLAN)
 def with_slot_values(
     slots: Mapping[str, Any],
     values: Mapping[str, Mapping[str, Any]],
@@ -115,6 +118,10 @@ def with_slot_values(
       >>> float(te.slot_values(slots, plan)["movie"]["accumulators"].mean())
       1.0
     """
+    line = "values={'movie': {'accumulators': array}}, by table and slot name"
+    check_mapping("values", values, line)
+    for of_table in values.values():
+        check_mapping("values of each table", of_table, line)
     stack_of = {
         table.name: stack for stack in plan.trained_stacks for table in stack.tables
     }

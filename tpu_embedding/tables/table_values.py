@@ -9,6 +9,7 @@ holds the rows of one shard at a time, and reading needs a block of them only.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -16,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_embedding.argument_checks import check_mapping, check_type, takes
 from tpu_embedding.plan.check_rows import check_stack
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TablePlan
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, StackPlan, TablePlan
 from tpu_embedding.rows.file_rows import values_of_file_rows
 from tpu_embedding.rows.packed_rows import (
     LANE_BYTES,
@@ -35,6 +37,38 @@ _BLOCK_BYTES: Final = 2**26
 """Approximate size of a block of rows that is copied to the host."""
 
 
+class NotFinite:
+    """Counts the numbers of new rows that are NaN or infinite, and warns of them."""
+
+    def __init__(self):
+        self._found: dict[str, tuple[int, int]] = {}
+
+    def look_at(self, rows: np.ndarray, start: int, owner: str) -> None:
+        """Counts numbers of rows `[rows, ...]`, whose first one is row `start`."""
+        if not jnp.issubdtype(rows.dtype, jnp.floating):
+            return
+        is_bad = ~np.isfinite(rows)
+        if is_bad.any():
+            row = start + int(np.argwhere(is_bad)[0, 0])
+            count, row = self._found.get(owner, (0, row))
+            self._found[owner] = count + int(is_bad.sum()), row
+
+    def warn(self) -> None:
+        """Warns once of all that was found."""
+        if self._found:
+            found = "; ".join(
+                f"{owner} hold {count}, the first in row {row}"
+                for owner, (count, row) in self._found.items()
+            )
+            warnings.warn(
+                f"Numbers that are NaN or infinite were written to tables: {found}. "
+                "Lookups of these rows return them. Replace them in the source, as by "
+                "np.nan_to_num.",
+                stacklevel=3,
+            )
+
+
+@takes(plan=PLAN)
 def unstack_tables(
     stacked: dict[str, PackedRows], plan: EmbeddingPlan
 ) -> dict[str, np.ndarray]:
@@ -73,6 +107,8 @@ def with_table_values(
         narrow tables are rounded to the nearest numbers of their type.
       plan: plan of the embedding layer.
 
+    Numbers that are NaN or infinite are written, with a warning that counts them.
+
     Raises:
       ValueError: if a table is unknown, its stack is missing, or the stacks were made
         for another plan; if an array has the wrong shape, is complex or not numeric,
@@ -86,6 +122,7 @@ def with_table_values(
             f"{unknown}."
         )
     result = dict(stacked)
+    not_finite = NotFinite()
     for stack in plan.stacks:
         if stack.name in stacked:
             check_stack(stacked[stack.name], stack)
@@ -100,13 +137,25 @@ def with_table_values(
             )
         packed = stacked[stack.name]
         checked = {
-            table.name: _checked(values[table.name], packed, table) for table in tables
+            table.name: _checked(values[table.name], packed, table, not_finite)
+            for table in tables
         }
         result[stack.name] = _with_values(packed, checked, stack, plan)
+    not_finite.warn()
     return result
 
 
-def _checked(values: Any, packed: PackedRows, table: TablePlan) -> np.ndarray:
+def check_values(values: Any, plan: EmbeddingPlan) -> None:
+    """Raises TypeError unless values are a mapping, and a plan is one."""
+    line = "te.with_table_values(stacked, values, plan)"
+    check_type("te.with_table_values: plan", PLAN, plan, line)
+    name = plan.stacks[0].tables[0].name
+    check_mapping("values", values, f"{{{name!r}: array}}, by table name")
+
+
+def _checked(
+    values: Any, packed: PackedRows, table: TablePlan, not_finite: NotFinite
+) -> np.ndarray:
     """Returns the values of a table as rows that can be stored, `[rows, dim]`."""
     layout = packed.layout
     shape = (table.config.vocabulary_size, *layout.row_shape)
@@ -122,21 +171,25 @@ def _checked(values: Any, packed: PackedRows, table: TablePlan) -> np.ndarray:
     if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
         raise ValueError(f"{owner} must be real numbers, got dtype {array.dtype}.")
     array = array.reshape(shape[0], layout.dim)
-    if layout.narrow_dtype is None:
-        return array
-    array = array.astype(np.float32, copy=False)
+    dtype = packed.lines.dtype
+    is_narrow = layout.narrow_dtype is not None
+    may_overflow = is_narrow or (
+        jnp.issubdtype(dtype, jnp.floating) and not np.can_cast(array.dtype, dtype)
+    )
     num_rows = _rows_per_block(layout)
     for start in range(0, shape[0], num_rows):
         rows = array[start : start + num_rows]
-        check_range(rows, start, layout.narrow_dtype, owner)
-    return array
+        if may_overflow:
+            check_range(rows, start, layout.narrow_dtype or dtype.name, owner)
+        not_finite.look_at(rows, start, owner)
+    return array.astype(np.float32, copy=False) if is_narrow else array
 
 
 def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
     """Refuses rows that a narrower type cannot hold.
 
     Args:
-      rows: `[rows, ...]`, floating numbers.
+      rows: `[rows, ...]`, real numbers.
       start: number of the first row, for messages.
       dtype: name of the type.
       owner: of the rows, for messages.
@@ -147,6 +200,7 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
     if dtype == "int8":
         # Each row is spread between its smallest and largest element.
         with np.errstate(invalid="ignore", over="ignore"):
+            rows = rows.astype(np.float32, copy=False)
             ranges = rows.max(axis=1) - rows.min(axis=1)
         is_bad = ~np.isfinite(ranges)
         if is_bad.any():
@@ -158,6 +212,8 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
             )
         return
     largest = float(jnp.finfo(dtype).max)
+    # In their own type, the limit of a wider one may be infinite.
+    rows = rows.astype(np.promote_types(rows.dtype, np.float32), copy=False)
     is_bad = np.isfinite(rows) & (np.abs(rows) > largest)
     if is_bad.any():
         row, *column = map(int, np.argwhere(is_bad)[0])

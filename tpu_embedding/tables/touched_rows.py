@@ -1,20 +1,25 @@
 """Lists the rows of tables that updates touched."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from tpu_embedding.argument_checks import takes
 from tpu_embedding.optimizers.rules.touched_rows import (
+    RECORD_SLOT,
     TouchedRowsState,
     first_step_to_read,
     is_tracking,
 )
-from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables.row_blocks import read_blocks
+from tpu_embedding.tables.line_exchange import Receivers
+from tpu_embedding.tables.row_blocks import read_blocks, write_blocks
+from tpu_embedding.tables.slot_values import slot_rows, with_slot_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,10 +39,13 @@ class TrackedStack:
         """Updates so far."""
         return int(self.state.update_count)
 
-    def touched_since(self, step: int, plan: EmbeddingPlan) -> dict[str, np.ndarray]:
+    def touched_since(
+        self, step: int, plan: EmbeddingPlan, receivers: Receivers = "one"
+    ) -> dict[str, np.ndarray]:
         """Returns the rows of each table that updates after a step touched."""
         found: dict[str, list[np.ndarray]] = {t.name: [] for t in self.stack.tables}
-        for blocks in read_blocks(self._last_touched, self.stack, plan):
+        record = self._last_touched
+        for blocks in read_blocks(record, self.stack, plan, receivers=receivers):
             for table, start, steps in blocks:
                 (places,) = np.nonzero(steps >= first_step_to_read(step))
                 found[table].append((start + places).astype(np.int32))
@@ -64,6 +72,64 @@ def tracked_stacks(
             yield TrackedStack(stack=stack, state=state)
 
 
+def with_touched_tables(
+    slots: Mapping[str, Any], tables: Collection[str], plan: EmbeddingPlan
+) -> dict[str, Any]:
+    """Returns slots in which all rows of some tables count as touched.
+
+    Call it after `with_table_values` without slots, where optimizers track the touched
+    rows. The rows count as touched by the next update, so a delta lists them, whether
+    or not updates follow. `TPUEmbedding.set_embedding_tables` and imports do it
+    themselves.
+
+    Args:
+      slots: stack name to optimizer state, from `init_slots`.
+      tables: names of tables; those without a record are passed over.
+      plan: plan of the embedding layer.
+
+    Example:
+      >>> import jax
+      >>> import tpu_embedding as te
+      >>> rule = te.optimizers.track_touched_rows(te.optimizers.adagrad(0.1))
+      >>> table = te.TableConfig(vocabulary_size=3, dim=4, name="movie")
+      >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer=rule)
+      >>> slots = te.init_slots(te.init_tables(plan, jax.random.key(0)), plan)
+      >>> slots = te.with_touched_tables(slots, ["movie"], plan)
+      >>> te.touched_rows(slots, plan)["movie"].tolist()
+      [0, 1, 2]
+    """
+    result = dict(slots)
+    for each in tracked_stacks(slots, plan):
+        stack, own = each.stack, [t.name for t in each.stack.tables if t.name in tables]
+        if own:
+            state, next_update = slots[stack.name], np.float32(each.update_count + 1)
+            records = {
+                name: _filled(record, own, next_update, stack, plan)
+                for name, record in slot_rows(state, stack).items()
+                if name.rpartition("/")[2] == RECORD_SLOT
+            }
+            result[stack.name] = with_slot_rows(state, records, stack)
+    return result
+
+
+def _filled(
+    record: PackedRows,
+    tables: list[str],
+    value: np.float32,
+    stack: TrainedStackPlan,
+    plan: EmbeddingPlan,
+) -> PackedRows:
+    """Returns a record with one value in all rows of some tables."""
+
+    def read(table: str, start: int, num_rows: int) -> np.ndarray:
+        del table, start
+        return np.full(num_rows, value)
+
+    # The caller keeps the old record.
+    record = dataclasses.replace(record, lines=jnp.copy(record.lines))
+    return write_blocks(record, stack, plan, read, tables)
+
+
 def _rows_of(state: TouchedRowsState) -> list[PackedRows]:
     """Returns the record; an optimizer of several tables keeps it in a dict."""
     leaves = jax.tree.leaves(
@@ -72,6 +138,7 @@ def _rows_of(state: TouchedRowsState) -> list[PackedRows]:
     return [x for x in leaves if isinstance(x, PackedRows)]
 
 
+@takes(plan=PLAN)
 def touched_rows(
     slots: Mapping[str, Any], plan: EmbeddingPlan, since_step: int = 0
 ) -> dict[str, np.ndarray]:

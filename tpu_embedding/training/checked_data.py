@@ -14,6 +14,7 @@ import numpy as np
 from tpu_embedding.data.batch import Batch, DataError, Dataset
 from tpu_embedding.data.batch_part import slice_batch
 from tpu_embedding.lookup._inputs import feature_shape
+from tpu_embedding.paths import is_local_path, local_path
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.training.errors import ConfigError, own_code
 from tpu_embedding.training.metrics import LOSSES, LossName
@@ -25,15 +26,20 @@ def open_data(config: RunConfig, data_dir: Any) -> "CheckedDataset":
 
     Args:
       config: config of the run.
-      data_dir: path of the files, or None.
+      data_dir: path of the files, or None. What is no path of this machine reaches the
+        source as it is, such as `"gs://bucket/clicks"` or a list.
 
     Raises:
       ConfigError: if the source raises an error, or returns no data set.
       DataError: if files are missing or damaged.
     """
+    if is_local_path(data_dir):
+        data_dir = local_path(data_dir)
     with own_code(f"{type(config.data).__name__}.open"):
         data = config.data.open(
-            data_dir, batch_size=config.batch_size, seed=config.seed
+            data_dir,
+            batch_size=config.batch_size,
+            seed=config.seed,
         )
     return CheckedDataset(data, config)
 

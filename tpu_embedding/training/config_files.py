@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Final
 
 import tpu_embedding
+from tpu_embedding.paths import local_path
 from tpu_embedding.training.errors import ConfigError, describe_error
 from tpu_embedding.training.run_config import RunConfig
 
@@ -96,7 +97,7 @@ def _find_config(name_or_path: str) -> pathlib.Path:
     known = list_configs()
     if name_or_path in known:
         return known[name_or_path]
-    path = pathlib.Path(name_or_path)
+    path = local_path(name_or_path)
     if path.is_file():
         return path
     raise ConfigError(

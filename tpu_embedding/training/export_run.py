@@ -26,6 +26,7 @@ from tpu_embedding.export.row_formats import RowFormat
 from tpu_embedding.export.saved_model import open_saved_model, save_saved_model
 from tpu_embedding.export.signature import ExportError
 from tpu_embedding.export.stablehlo import load, save, save_tables
+from tpu_embedding.paths import local_path
 from tpu_embedding.training.pipeline import put_batch
 from tpu_embedding.training.run_config import RunConfig
 from tpu_embedding.training.run_directory import CHECKPOINTS_DIR
@@ -90,6 +91,7 @@ def export_run(
             "An export of tables alone has no outputs to check; export.json holds "
             "the error of each table."
         )
+    run_dir, output = local_path(run_dir), local_path(output)
     check_new_directory(output)
     path = _newest_checkpoint(run_dir)
     program = prepare_run(config, data_dir, mesh=mesh)

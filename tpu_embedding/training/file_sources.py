@@ -19,7 +19,11 @@ from tpu_embedding.data.parquet_rows import (
     ParquetClicks,
     ParquetColumns,
 )
-from tpu_embedding.training.random_source import RandomClicksSource, by_feature
+from tpu_embedding.training.random_source import (
+    RandomClicksSource,
+    by_feature,
+    local_data_dir,
+)
 from tpu_embedding.types import FeatureIds, RaggedIds
 
 
@@ -52,7 +56,7 @@ class CriteoSource:
         if data_dir is None:
             return self.outline(batch_size=batch_size, seed=seed)
         return Criteo(
-            find_logs(data_dir),
+            find_logs(local_data_dir(data_dir)),
             batch_size=batch_size,
             seed=seed,
             vocabulary_sizes=self.vocabulary_size,
@@ -94,7 +98,7 @@ class MultiHotClicksSource(RandomClicksSource):
         if data_dir is None:
             return self.outline(batch_size=batch_size, seed=seed)
         return MultiHotClicks(
-            data_dir,
+            local_data_dir(data_dir),
             batch_size=batch_size,
             seed=seed,
             vocabulary_sizes=by_feature(
@@ -160,6 +164,7 @@ class ParquetSource:
             raise DataError(
                 "This config reads Parquet files: pass their directory with --data-dir."
             )
+        data_dir = local_data_dir(data_dir)
         evaluation_paths = []
         if self.evaluation_files is not None:
             evaluation_paths = _matching(data_dir, self.evaluation_files)

@@ -23,6 +23,7 @@ from tpu_embedding.data.batch import Batch, DataError
 from tpu_embedding.data.batch_part import join_batches
 from tpu_embedding.training.checked_data import CheckedDataset
 from tpu_embedding.training.errors import ConfigError, describe_error
+from tpu_embedding.training.stop_signals import STOP_SIGNALS
 
 READ_AHEAD: Final = 2
 """Batches that a loader process holds ready, beside the one that it reads."""
@@ -181,9 +182,10 @@ class _StartProcess:
     def __call__(self, index: int, count: int) -> None:
         del index, count
         sys.path[:] = self._search_path
-        # Ctrl-C reaches all processes of a terminal, and Slurm's SIGTERM all of a job.
-        # The parent decides what they mean: it still reads batches until it stops.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        # Ctrl-C and a lost terminal reach all processes of the terminal, and Slurm's
+        # SIGTERM all of a job. The parent decides what they mean: it still reads
+        # batches until it stops.
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=_end_with_parent, daemon=True).start()
 

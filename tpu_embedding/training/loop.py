@@ -173,7 +173,9 @@ def train(
         if state is None:
             _, state = init_train_state(config, program.data.data, program.plan)
         last_step = max(first_step, min(config.num_steps, stop_at or config.num_steps))
-        saver = RunSaver(checkpoints, description, report)
+        saver = RunSaver(
+            *(checkpoints, description, report), max_seconds=config.max_save_seconds
+        )
         run = _Run(program, report, saver, stop, state, profiler)
         done = run.train(first_step, last_step)
         if done == last_step < config.num_steps and not stop.requested_by_any():
@@ -233,6 +235,7 @@ def _open_checkpoints(directory: RunDirectory, program: RunProgram) -> RunCheckp
         kept=program.config.checkpoints_kept,
         keep_every=None if seconds is None else datetime.timedelta(seconds=seconds),
         plan=program.plan,
+        max_save_seconds=program.config.max_save_seconds,
     )
 
 
@@ -335,6 +338,7 @@ class _Run:
                 if done < config.num_steps and _is_due(done, config.evaluate_every):
                     meter.flush()
                     self.evaluate(done)
+                watch.resume()
             if saved < done:  # A signal ended the steps.
                 meter.finish(done)
                 saver.save(done, self.state)

@@ -22,6 +22,9 @@ LossName = Literal["log_loss", "squared_error", "in_batch_softmax"]
 TOP_K: Final = 10
 """The `k` of recall@k and NDCG@k: the sample's own item should be among the top k."""
 
+MAX_AUC_ERROR: Final = 1e-3
+"""Largest error of an AUC, from its bins, that is reported without it."""
+
 Metrics = collections.OrderedDict[str, m.Metric]
 """Metrics by name, the main one first; JAX keeps the order of an `OrderedDict`."""
 
@@ -79,10 +82,20 @@ def values_of(metrics: Metrics) -> dict[str, float]:
     """Returns the values of the metrics that are defined, in their order.
 
     All are missing if no sample has a positive weight. AUC and others are also missing
-    if the samples do not determine them.
+    if the samples do not determine them. `auc_max_error` follows an AUC whose bins are
+    too coarse for its scores, by more than `MAX_AUC_ERROR`.
     """
     values, is_defined = jax.device_get(_compute(metrics))
-    return {name: float(value) for name, value in values.items() if is_defined[name]}
+    result = {}
+    for name, metric in metrics.items():
+        if not is_defined[name]:
+            continue
+        result[name] = float(values[name])
+        if isinstance(metric, m.AUC):
+            error = float(metric.max_error())
+            if error > MAX_AUC_ERROR:
+                result[f"{name}_max_error"] = error
+    return result
 
 
 _merge = jax.jit(m.merge)
@@ -99,16 +112,14 @@ def _log_loss(outputs: Outputs, labels: Array) -> Array:
 
 
 def _evaluate_clicks(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
-    probabilities = outputs.predictions
-    # The bins of the area are those of logits, as precise at 0.001 as at 0.5.
-    ranking = jax.scipy.special.logit(jnp.clip(probabilities, 0, 1))
+    predicted = jax.scipy.special.logit(jnp.clip(outputs.predictions, 0, 1))
     return collections.OrderedDict(
         log_loss=m.LogLoss.from_batch(outputs.scores, labels, weights),
-        auc=m.AUC.from_batch(ranking, labels, weights),
+        auc=m.AUC.from_batch(predicted, labels, weights),
         normalized_entropy=m.NormalizedEntropy.from_batch(
             outputs.scores, labels, weights
         ),
-        calibration=m.Calibration.from_batch(probabilities, labels, weights),
+        calibration=m.Calibration.from_batch(predicted, labels, weights),
     )
 
 

@@ -5,11 +5,13 @@ They need no file, and their memory does not grow with the vocabulary.
 
 import dataclasses
 import pathlib
+from typing import Any
 
 from tpu_embedding.data.batch import DataError, Dataset
 from tpu_embedding.data.criteo_format import CATEGORY_NAMES
 from tpu_embedding.data.interactions import Interactions
 from tpu_embedding.data.random_clicks import RandomClicks
+from tpu_embedding.paths import is_local_path, local_path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,3 +142,17 @@ def by_feature(values: tuple[int, ...], max_value: int | None = None) -> dict[st
     names = CATEGORY_NAMES[: len(values)]
     limited = (v if max_value is None else min(v, max_value) for v in values)
     return dict(zip(names, limited, strict=True))
+
+
+def local_data_dir(data_dir: Any) -> pathlib.Path:
+    """Returns the path of a source that reads files of this machine.
+
+    Raises:
+      DataError: if it is something else.
+    """
+    if not is_local_path(data_dir):
+        raise DataError(
+            f"data_dir must be a path of this machine for this config, got "
+            f"{data_dir!r}; mount or copy the files, and give their directory."
+        )
+    return local_path(data_dir)

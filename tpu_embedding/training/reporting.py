@@ -8,6 +8,7 @@ the last is `{"result": ...}`. A resumed run appends another `{"run": ...}` and
 continues.
 """
 
+import contextlib
 import json
 import pathlib
 from collections.abc import Iterator
@@ -81,8 +82,9 @@ class RunReport:
 
     def record(self, record: Record) -> None:
         """Writes a record at once, so that a kill does not lose it."""
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        with self._naming_file():
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
 
     def progress(self, record: Record, num_steps: int) -> None:
         """Writes a record of progress, and prints it as a line.
@@ -156,9 +158,19 @@ class RunReport:
 
     def close(self) -> None:
         """Closes the files of the records."""
-        self._file.close()
+        with self._naming_file():
+            self._file.close()
         if self._scalars is not None:
             self._scalars.close()
+
+    @contextlib.contextmanager
+    def _naming_file(self) -> Iterator[None]:
+        """Adds the name of the records file to an error of writing, as a full disk."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = self._file.name
+            raise
 
     def _write_scalars(self, step: int, group: str, record: Record) -> None:
         if self._scalars is not None:

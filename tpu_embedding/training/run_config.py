@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 import optax
 
+from tpu_embedding.checkpoint.run_checkpoints import MAX_SAVE_SECONDS
 from tpu_embedding.data.teacher import is_int
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.plan.backend_request import AUTO, BACKENDS
@@ -34,6 +35,8 @@ SplitOver = Literal["all", "slice"]
 _TRAINED_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 _MAX_COUNT: Final = 2**31 - 1
+
+_LONGEST_SAVE_SECONDS: Final = 1e6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,8 @@ class RunConfig:
       checkpoints_kept: number of latest checkpoints to keep; older ones are deleted.
       keep_time_interval: seconds after which one more checkpoint is kept for good,
         beside the latest ones; None keeps no other. The name is Orbax's.
+      max_save_seconds: time within which a checkpoint must be complete; the run then
+        ends with an error, on all hosts.
     """
 
     name: str
@@ -138,6 +143,7 @@ class RunConfig:
     checkpoint_every: int = 0
     checkpoints_kept: int = 3
     keep_time_interval: float | None = None
+    max_save_seconds: float = MAX_SAVE_SECONDS
 
     def __post_init__(self):
         problems = [
@@ -210,6 +216,12 @@ class RunConfig:
             elif value > (MAX_SEED if name == "seed" else _MAX_COUNT):
                 limit = "2**32 - 1" if name == "seed" else "2**31 - 1"
                 yield f"RunConfig.{name} must be at most {limit}, got {value!r}"
+        seconds = self.max_save_seconds
+        if not (_is_finite(seconds) and 0 < seconds <= _LONGEST_SAVE_SECONDS):
+            yield (
+                "RunConfig.max_save_seconds must be a positive number of seconds, at "
+                f"most {_LONGEST_SAVE_SECONDS:,.0f}, got {seconds!r}"
+            )
         seconds = self.keep_time_interval
         if seconds is not None and not (_is_finite(seconds) and seconds > 0):
             yield (

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from tpu_embedding.checkpoint.run_checkpoints import saved_steps
+from tpu_embedding.paths import local_path
 from tpu_embedding.training.profiling import PROFILE_DIR
 from tpu_embedding.training.reporting import PLOT_FILE, RECORDS_FILE
 from tpu_embedding.training.run_lock import RunDirectoryError, check_unlocked, run_lock
@@ -44,7 +45,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | pathlib.Path):
-        self.path = pathlib.Path(path)
+        self.path = local_path(path)
         self.checkpoints = self.path / CHECKPOINTS_DIR
 
     def check(self, existing_run: ExistingRun) -> None:

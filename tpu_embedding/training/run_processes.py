@@ -52,13 +52,13 @@ def agree_on_run(job: Job, program: RunProgram, options: Mapping[str, Any]) -> N
     if job.num_processes == 1:
         return
     data = program.data.data
-    counts = ("num_train_samples", "num_evaluation_samples")
+    names = ("num_train_samples", "num_evaluation_samples", "digest")
     facts = {
         "versions": {"python": platform.python_version()} | _versions(),
         "config": program.config.describe(),
         "options": dict(options),
         "plan": describe_plan(program.plan),
-        "data": {name: getattr(data, name, None) for name in counts}
+        "data": {name: getattr(data, name, None) for name in names}
         | {"checksum of batch 0": _checksum(program.batch)},
     }
     job.agree("start of the run", dict(_flatten(facts)))

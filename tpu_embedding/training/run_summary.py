@@ -36,6 +36,7 @@ MAY_CHANGE_ON_RESUME: Final = (
     "checkpoint_every",
     "checkpoints_kept",
     "keep_time_interval",
+    "max_save_seconds",
 )
 """Fields of the config that a resumed run may change.
 
@@ -74,6 +75,7 @@ def describe_run(program: RunProgram) -> dict[str, Any]:
     dataset = {
         "type": type(data).__name__,
         "num_train_samples": getattr(data, "num_train_samples", None),
+        "digest": getattr(data, "digest", None),
     }
     dense_optimizer = program.config.make_dense_optimizer(program.config)
     return {

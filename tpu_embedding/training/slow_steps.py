@@ -33,13 +33,14 @@ _COMPILER: Final = "/jax/_src/compiler.py"
 class SlowStepWatch:
     """Watches the time between completed steps, in a thread.
 
-    Pauses, such as evaluations and saves, do not count, nor does the first step after
-    one. A step that compiles, for new sizes of its ids, is not slow.
+    Pauses, such as evaluations and saves, do not count. A step that compiles, for new
+    sizes of its ids, is not slow.
 
     Example:
       >>> watch = SlowStepWatch()
       >>> watch.completed(1)
       >>> watch.pause()
+      >>> watch.resume()
       >>> watch.close()
     """
 
@@ -81,8 +82,13 @@ class SlowStepWatch:
         self._since = now
 
     def pause(self) -> None:
-        """Notes that no step runs, until the next one is completed."""
+        """Notes that no step runs, until `resume`."""
         self._since = None
+
+    def resume(self) -> None:
+        """Ends a pause, if there is one: the next step has begun."""
+        if self._since is None and self._step:  # The first step of all compiles.
+            self._since = time.monotonic()
 
     def close(self) -> None:
         """Ends the thread."""

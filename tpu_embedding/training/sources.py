@@ -20,7 +20,7 @@ from tpu_embedding.data.movielens import (
     MovieLensConfig,
 )
 from tpu_embedding.data.synthetic import SyntheticClicks
-from tpu_embedding.training.random_source import refuse_data_dir
+from tpu_embedding.training.random_source import local_data_dir, refuse_data_dir
 from tpu_embedding.types import RaggedIds
 
 # Sizes of MovieLens-100K, from its README and files.
@@ -127,7 +127,7 @@ class MovieLensSource:
                 "https://grouplens.org/datasets/movielens/100k/, unpack it, and pass "
                 "its folder with --data-dir ml-100k."
             )
-        return MovieLens(data_dir, self._config(batch_size, seed))
+        return MovieLens(local_data_dir(data_dir), self._config(batch_size, seed))
 
     def outline(self, *, batch_size: int, seed: int) -> "MovieLensOutline":
         """Returns a data set of the published sizes, without ratings."""

@@ -17,6 +17,7 @@ from typing import Final, NoReturn
 
 from tpu_embedding.distributed.job import current_job
 from tpu_embedding.distributed.stopping import StopAgreement
+from tpu_embedding.supervision.early_signals import early_signals
 from tpu_embedding.supervision.output import print_line
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -244,7 +245,8 @@ def _handlers(handler: Handler, pipe: int) -> Iterator[None]:
       handler: called in the main thread.
       pipe: descriptor to which Python writes the number of each signal at once.
     """
-    former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    # A handler of the time before the run ends with it, and is no one's in a fork.
+    former = {n: early_signals.handler_before(n) for n in STOP_SIGNALS}
     handled = {
         number: previous
         for number, previous in former.items()

@@ -17,7 +17,12 @@ from tpu_embedding.types import PADDING_ROW_ID, RowRange
 from tpu_embedding.update.by_kernel import update_by_kernel
 from tpu_embedding.update.every_element import apply_to_every_element
 from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
-from tpu_embedding.update.lift import lift_to_rows, slots_of, with_slots
+from tpu_embedding.update.lift import (
+    lift_to_rows,
+    slots_of,
+    step_on_no_row,
+    with_slots,
+)
 from tpu_embedding.update.sequence import apply_in_sequence
 from tpu_embedding.update.shard_rows import shard_rows
 from tpu_embedding.update.table_writer import (
@@ -63,7 +68,7 @@ def apply_gradient(
     Args:
       table: rows of this shard.
       state: from `init_state`.
-      gradient: of the stack.
+      gradient: of the stack; `gradient_of_no_row` if the step touched none of its rows.
       stack: its plan.
       plan: for the mesh.
 
@@ -75,6 +80,38 @@ def apply_gradient(
     writer = RoundingWriter(stack=stack, step=state.step)
     table, inner = _apply(table, state.inner, gradient, stack, plan, writer)
     return table, RoundedState(step=state.step + 1, inner=inner)
+
+
+def step_without_gradient(
+    state: Any, stack: TrainedStackPlan, plan: EmbeddingPlan
+) -> Any:
+    """Returns the state of a stack after a step that touched none of its rows.
+
+    Values that belong to no row advance, as they do in any other step. So they count
+    the same steps for all tables, whichever of them share a stack. Per shard; devices
+    communicate nothing, and no row is read or written.
+
+    Args:
+      state: from `init_state`, of a rule for touched rows. Slot variables may be
+        shapes.
+      stack: gives the rule.
+      plan: gives the mesh.
+    """
+    if stack.layout.narrow_dtype is not None:
+        inner = _step_on_no_row(state.inner, stack, plan)
+        return RoundedState(step=state.step + 1, inner=inner)
+    return _step_on_no_row(state, stack, plan)
+
+
+def _step_on_no_row(state: Any, stack: TrainedStackPlan, plan: EmbeddingPlan) -> Any:
+    def rows_of(row_ids):
+        # A total over no row is the same on all shards.
+        return _touched_rows(row_ids, lambda totals, _: totals, None, stack, plan)
+
+    rule = stack.optimizer
+    return step_on_no_row(
+        rule, state, stack.dim, rows_of if rule.takes_totals else None
+    )
 
 
 def _apply(
@@ -164,7 +201,8 @@ def _apply_round(
         return apply_to_every_element(optimizer, table, state, updates, rows, writer)
     if optimizer.duplicates == "sequence":
         rule: Any = _lifted(stack, plan, all_reduce)
-        return apply_in_sequence(rule, table, state, updates, writer)
+        table, state = apply_in_sequence(rule, table, state, updates, writer)
+        return table, _step_on_no_row(state, stack, plan)
     occurrence_total = None
     occurrences = gradients.occurrences
     if occurrences is not None:

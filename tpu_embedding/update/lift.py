@@ -9,7 +9,7 @@ one line; its results are the same.) `by_kernel.py` does all of this in one kern
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,13 @@ from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
 from tpu_embedding.plan.backend_request import Form
 from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_rows
 from tpu_embedding.rows.packed_rows import PackedRows, full_rows, pack_rows, unpack_rows
+from tpu_embedding.types import PADDING_ROW_ID
 
 RowsOf = Callable[[Int[Array, " rows"]], TableRows]
 """Returns the facts that a rule may ask about the rows with some ids."""
+
+_PADDING_ROWS: Final = 8
+"""Rows of a step on no row. One row would broadcast as the value of a table does."""
 
 
 def lift_to_rows(
@@ -114,6 +118,45 @@ def lift_to_rows(
     return optax.GradientTransformation(init, update)
 
 
+def step_on_no_row(
+    optimizer: optax.GradientTransformation | RowOptimizer,
+    state: Any,
+    dim: int,
+    rows_of: RowsOf | None = None,
+) -> Any:
+    """Returns the state after a step that touched no row: counts and such advance.
+
+    The rule runs on a few rows of padding, whose results are dropped. So no row of a
+    table or slot variable is read or written.
+
+    Args:
+      optimizer: as for `lift_to_rows`.
+      state: from `lift_to_rows(optimizer).init`. Slot variables may be shapes.
+      dim: columns of the table.
+      rows_of: as for `lift_to_rows`.
+    """
+    row_ids = jnp.full(_PADDING_ROWS, PADDING_ROW_ID, jnp.int32)
+    zeros = jnp.zeros((_PADDING_ROWS, dim), jnp.float32)
+    leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)
+
+    def rows_of_padding(leaf: Any) -> Any:
+        if not is_slot(leaf):
+            return leaf
+        dtype = jnp.float32 if leaf.layout.narrow_dtype else leaf.lines.dtype
+        return jnp.zeros((_PADDING_ROWS, *leaf.layout.row_shape), dtype)
+
+    old = tree.unflatten(map(rows_of_padding, leaves))
+    with table_rows_context(rows_of and rows_of(row_ids)):
+        _, new_state = optimizer.update(zeros, old, zeros)
+    new = tree.flatten_up_to(new_state)
+    return tree.unflatten(
+        [
+            before if is_slot(before) else after
+            for before, after in zip(leaves, new, strict=True)
+        ]
+    )
+
+
 def is_slot(leaf: Any) -> bool:
     """Returns True if a part of a lifted optimizer's state is a slot variable."""
     return isinstance(leaf, PackedRows)
@@ -129,6 +172,20 @@ def with_slots(state: Any, slots: list[PackedRows]) -> Any:
     remaining = iter(slots)
     return jax.tree.map(
         lambda x: next(remaining) if is_slot(x) else x, state, is_leaf=is_slot
+    )
+
+
+def values_of(state: Any) -> list[Any]:
+    """Returns what belongs to no row in a lifted optimizer's state, such as counts."""
+    leaves = jax.tree.leaves(state, is_leaf=is_slot)
+    return [x for x in leaves if not is_slot(x)]
+
+
+def with_values(state: Any, values: list[Any]) -> Any:
+    """Returns the state with such values replaced; slot variables stay."""
+    remaining = iter(values)
+    return jax.tree.map(
+        lambda x: x if is_slot(x) else next(remaining), state, is_leaf=is_slot
     )
 
 

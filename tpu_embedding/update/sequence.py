@@ -24,7 +24,7 @@ def apply_in_sequence(
     Per shard; in place where donated.
 
     It takes as many passes as the most frequent row has occurrences. Values that belong
-    to no row, such as the step count, advance once.
+    to no row, such as the step count, stay: `step_on_no_row` advances them once.
     """
     occurrences = _occurrences(gradient.row_ids)
     is_used = gradient.row_ids != PADDING_ROW_ID
@@ -46,13 +46,7 @@ def apply_in_sequence(
         run,
         (jnp.int32(0), table, slots_of(state)),
     )
-    # One step on no row advances the counts.
-    no_rows = RowUpdates(
-        row_ids=jnp.full((1,), PADDING_ROW_ID, jnp.int32),
-        values=jnp.zeros((1, table.layout.dim), gradient.values.dtype),
-    )
-    _, new_state = rule.update(no_rows, with_slots(state, slots), table)
-    return table, with_slots(new_state, slots)
+    return table, with_slots(state, slots)
 
 
 def _occurrences(row_ids: Int[Array, " n"]) -> Int[Array, " n"]:

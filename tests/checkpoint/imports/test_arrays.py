@@ -90,7 +90,9 @@ def test_refuses_python_objects(tmp_path):
     np.save(tmp_path / "b.npy", np.array([{}], object))
     with pytest.raises(CheckpointError, match="Python objects"):
         open_tables(tmp_path / "a.npz")
-    with pytest.raises(CheckpointError, match="b.npy is damaged, or no file of NumPy"):
+    with pytest.raises(
+        CheckpointError, match="b.npy cannot be read as a file of NumPy"
+    ):
         open_tables(tmp_path)
 
 
@@ -98,13 +100,15 @@ def test_refuses_truncated_files(tmp_path):
     path = write_npz(tmp_path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(
-        CheckpointError, match="tables.npz is damaged, or no file of NumPy"
+        CheckpointError, match="tables.npz cannot be read as a file of NumPy"
     ):
         open_tables(path)
     path.unlink()
     np.save(tmp_path / "a.npy", ARRAYS["movie"])
     (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="a.npy is damaged, or no file of NumPy"):
+    with pytest.raises(
+        CheckpointError, match="a.npy cannot be read as a file of NumPy"
+    ):
         open_tables(tmp_path)
 
 

@@ -48,6 +48,21 @@ def make_layer(shapes=SHAPES, rule=None, num_devices=3, **options):
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_numbers_that_are_not_finite_are_counted(dtype):
+    layer = make_layer({"a": (20, 4), "b": (7, 4)}, dtype=dtype)
+    source = {
+        name: np.ones((rows, 4), np.float32) for name, rows in (("a", 20), ("b", 7))
+    }
+    source["a"][[3, 9], 1] = np.nan
+    source["b"][6] = np.inf
+    with pytest.warns(UserWarning) as found:
+        import_tables(source, layer)
+    (warning,) = found
+    assert "'a' hold 2, the first in row 3" in str(warning.message)
+    assert "'b' hold 4, the first in row 6" in str(warning.message)
+
+
 RULES = {
     "adagrad": (te.optimizers.adagrad(0.1), ["accumulators"]),
     "adagrad_momentum": (

@@ -67,7 +67,7 @@ def test_each_flipped_bit_of_an_index_is_found(tmp_path):
             # A few bytes are never used.
             assert TensorBundle(prefix)._entries == whole
         except CheckpointError as error:
-            assert "model.index is damaged" in str(error)
+            assert "model.index cannot be read" in str(error)
             num_found += 1
     assert num_found > len(data) // 3 - 20
 
@@ -112,7 +112,7 @@ def test_truncated_index(tmp_path, size):
     prefix = copy(tmp_path)
     index = prefix.with_suffix(".index")
     index.write_bytes(index.read_bytes()[:size])
-    with pytest.raises(CheckpointError, match="model.index is damaged"):
+    with pytest.raises(CheckpointError, match="model.index cannot be read"):
         TensorBundle(prefix)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tpu_embedding.optimizers import NotRowLocalError, check_row_local
 from tpu_embedding.optimizers.analysis.program import (
     ROWS,
     TRACED_SIZES,
@@ -17,10 +18,6 @@ from tpu_embedding.optimizers.analysis.program import (
     RowsDimension,
     depends_on_rows,
     is_by_row,
-)
-from tpu_embedding.optimizers.analysis.row_local import (
-    NotRowLocalError,
-    check_row_local,
 )
 from tpu_embedding.optimizers.analysis.trace import (
     TracedRule,

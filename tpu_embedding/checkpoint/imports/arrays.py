@@ -115,8 +115,11 @@ def _damage_found(path: pathlib.Path) -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error).partition("\n")[0]
+        found = "cannot be read as a file of NumPy"
+        if isinstance(error, zipfile.BadZipFile) and "CRC-32" in text:
+            found = "is damaged"
         raise CheckpointError(
-            f"{path} is damaged, or no file of NumPy: {type(error).__name__}: {text}"
+            f"{path} {found}: {type(error).__name__}: {text}; copy or write it again."
         ) from None
 
 

@@ -5,13 +5,14 @@ range of narrow types.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tpu_embedding.argument_checks import takes
 from tpu_embedding.checkpoint.arrays import decode_int8
 from tpu_embedding.checkpoint.imports.match import (
     ImportedRows,
@@ -25,16 +26,19 @@ from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.report import ImportReport
 from tpu_embedding.checkpoint.imports.slot_names import rule_of
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource
-from tpu_embedding.nn.training import Optimizer, embedding_layers
-from tpu_embedding.optimizers.rules.touched_rows import RECORD_SLOT, without_base
+from tpu_embedding.following_slots import with_following_slots
+from tpu_embedding.nn.training import MODEL, Optimizer, embedding_layers
+from tpu_embedding.optimizers.rules.touched_rows import RECORD_SLOT
 from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import file_row, file_rows_of_values
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_blocks import rows_per_block, write_blocks
 from tpu_embedding.tables.slot_values import slot_rows, with_slot_rows
-from tpu_embedding.tables.table_values import check_range
+from tpu_embedding.tables.table_values import NotFinite, check_range
+from tpu_embedding.tables.touched_rows import with_touched_tables
 
 
+@takes("te.checkpoint.", model=MODEL)
 def import_tables(
     source: Any,
     model: nnx.Module,
@@ -48,12 +52,14 @@ def import_tables(
     """Replaces tables and slot variables of a model by those of a foreign source.
 
     Dense parameters and step counts stay as they are. The present tables are written
-    in place; block by block, a table never is in host memory as a whole.
+    in place; block by block, a table never is in host memory as a whole. State that an
+    optimizer made from table values, such as moving averages, follows the new values.
 
     Args:
       source: a `TableSource`, or what `open_tables` opens.
       model: an `nnx.Module` that owns `TPUEmbedding` layers; it changes in place.
-      optimizer: of the model, to import slot variables; it changes in place.
+      optimizer: of the model, to import slot variables, and to let state follow the
+        new values; it changes in place.
       tables: names of the model's tables to import; None: all that the source has. In
         a model of several layers, names are `"path of the layer/table"`.
       rename: name of a table of the model to its name in the source, where they differ.
@@ -69,6 +75,8 @@ def import_tables(
     Raises:
       CheckpointError: if names, shapes or types do not fit, with every mismatch; or if
         the source is damaged. The model has not changed then.
+      ValueError: if the optimizer is missing, and one has made state from the values of
+        these tables.
 
     Example:
       >>> import numpy as np
@@ -100,10 +108,16 @@ def import_tables(
     }
     options = ImportOptions(tables=tables, rename=rename, slots=slots, rows=rows)
     matched, report = _match(source, targets, options)
+    if optimizer is None:
+        line = "import_tables(source, model, optimizer)"
+        for path, layer in layers.items():
+            layer.set_tables.check_without_optimizer(matched[path], line)
     new_states = {}
     for path, layer in layers.items():
         new_tables, new_states[path] = targets[path].write(matched[path])
         layer.tables.set_value(new_tables)
+        if optimizer is None:
+            layer.set_tables.note(matched[path])
     if optimizer is not None:
         optimizer.slots.set_value(new_states)
     return report
@@ -245,23 +259,35 @@ class _Stacks:
 
     def write(self, matched: _Matched) -> tuple[dict[str, PackedRows], dict[str, Any]]:
         """Returns the stacks and states with the imported tables; donates the old."""
-        stacks, slots = dict(self.stacks), {name: {} for name in self.states}
-        for stack, slot, packed in self._arrays():
+        not_finite = NotFinite()
+
+        def written(stack, slot, packed):
             rows = _rows_of(stack, slot, matched)
-            if rows:
-                new = _write(packed, rows, stack, self.plan)
-                if slot is None:
-                    stacks[stack.name] = new
-                else:
-                    slots[stack.name][slot] = new
-        states = dict(self.states)
+            name = "values" if slot is None else f"values of slot {slot!r}"
+
+            def look(table: str, start: int, block: np.ndarray) -> None:
+                not_finite.look_at(block, start, f"{name} of table {table!r}")
+
+            return _write(packed, rows, stack, self.plan, look) if rows else packed
+
+        stacks = dict(self.stacks)
+        for stack, slot, packed in self._arrays():
+            if slot is None:
+                stacks[stack.name] = written(stack, slot, packed)
+        num_rows = {name: table.num_rows for name, table in matched.items()}
+        states = with_following_slots(self.states, stacks, num_rows, self.plan)
+        # Slot variables of the source replace those that follow the tables.
+        slots: dict[str, dict[str, PackedRows]] = {name: {} for name in states}
+        for stack, slot, packed in dataclasses.replace(self, states=states)._arrays():
+            if slot is not None:
+                slots[stack.name][slot] = written(stack, slot, packed)
         for stack in self.plan.trained_stacks:
             if stack.name in states:
                 state = with_slot_rows(states[stack.name], slots[stack.name], stack)
-                # No update touched the imported rows, so a delta would miss them.
-                has_rows = bool(_rows_of(stack, None, matched))
-                states[stack.name] = without_base(state) if has_rows else state
-        return stacks, states
+                states[stack.name] = state
+        not_finite.warn()
+        # No update touched the imported rows, so a delta would miss them.
+        return stacks, with_touched_tables(states, matched, self.plan)
 
     def _arrays(self) -> Iterator[tuple[StackPlan, str | None, PackedRows]]:
         """Yields the tables of each stack, and its slot variables by name."""
@@ -311,9 +337,16 @@ def _may_overflow(array: RowArray, dtype: str) -> bool:
 
 
 def _write(
-    packed: PackedRows, rows: _RowsToWrite, stack: StackPlan, plan: EmbeddingPlan
+    packed: PackedRows,
+    rows: _RowsToWrite,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+    look: Callable[[str, int, np.ndarray], None],
 ) -> PackedRows:
-    """Returns packed rows with the rows of some tables replaced, in place."""
+    """Returns packed rows with the rows of some tables replaced, in place.
+
+    It shows each block that it reads to `look(table, start, rows)`.
+    """
     layout, dtype = packed.layout, packed.lines.dtype
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
@@ -323,6 +356,7 @@ def _write(
             if layout.narrow_dtype == "int8":
                 return block
             block = decode_int8(block)
+        look(table, start, block)
         if layout.narrow_dtype is None:
             return np.asarray(block, dtype)
         return file_rows_of_values(block, layout)

@@ -131,6 +131,11 @@ def match_tables(
         dropped=dropped,
         kept=tuple(sorted(set(by_name) - set(names))),
         unused=tuple(sorted(set(source.tables) - set(names.values()))),
+        assumed={
+            own: source.assumed[other]
+            for own, other in names.items()
+            if other in source.assumed
+        },
     )
     return matched, report
 

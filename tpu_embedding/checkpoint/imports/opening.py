@@ -24,6 +24,7 @@ from tpu_embedding.checkpoint.imports.source import (
     RowArray,
     TableSource,
 )
+from tpu_embedding.paths import local_path
 
 SourceFormat = Literal["auto", "arrays", "torchrec", "tensorflow", "orbax"]
 """Formats of `open_tables`. `"auto"` finds out."""
@@ -94,7 +95,7 @@ def open_tables(
             f"Tables are read from local files, got {source}; copy it to this machine."
         )
     try:
-        return _open(pathlib.Path(source), format)
+        return _open(local_path(source), format)
     except OSError as error:
         raise CheckpointError(f"{source} cannot be read: {error}.") from error
 

@@ -80,14 +80,12 @@ def _open(item: pathlib.Path, path: Path, driver: str) -> RowArray:
     """Opens one array; reads its shape and dtype only."""
     name = ".".join(path)
     directory = item.resolve().as_posix()
+    # As a URL, tensorstore would decode a percent sign.
+    files: dict[str, Any] = {"driver": "file", "path": f"{directory}/"}
     if (item / "manifest.ocdbt").is_file():
-        kvstore: Any = {
-            "driver": "ocdbt",
-            "base": f"file://{directory}/",
-            "path": f"{name}/",
-        }
+        kvstore = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
     else:
-        kvstore = f"file://{directory}/{name}/"
+        kvstore = files | {"path": f"{directory}/{name}/"}
     try:
         store = ts.open({"driver": driver, "kvstore": kvstore}, open=True).result()
     except (ValueError, OSError) as error:

@@ -17,6 +17,8 @@ class ImportReport:
       kept: tables of the model that keep all their values, because the source lacks
         them or they were not asked for.
       unused: tables of the source that were not imported.
+      assumed: imported table to what was assumed of it, because nothing in the source
+        tells.
     """
 
     origin: str
@@ -25,6 +27,7 @@ class ImportReport:
     dropped: Mapping[str, str]
     kept: tuple[str, ...]
     unused: tuple[str, ...]
+    assumed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"Imported {len(self.tables)} tables from {self.origin}:"]
@@ -33,6 +36,10 @@ class ImportReport:
             parts = [f"{own} of {other}" for own, other in slots.items()]
             lines.append(f"  {table} of {name}: {', '.join(['values', *parts])}")
         for heading, names in (
+            (
+                "Assumed, as nothing in the source tells:",
+                [f"{k}: {v}" for k, v in self.assumed.items()],
+            ),
             ("Dropped slot variables:", [f"{k}: {v}" for k, v in self.dropped.items()]),
             ("Tables of the model that keep their values:", self.kept),
             ("Tables of the source that were not used:", self.unused),

@@ -74,7 +74,7 @@ def map_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     if size != end:
         raise CheckpointError(
             f"{path} must have {end} bytes, as its header says, got {size}; it is cut "
-            "off or damaged."
+            "off, or something follows it. Copy it again."
         )
     return {name: _map(path, start, name, *entry) for name, entry in entries.items()}
 
@@ -106,8 +106,9 @@ def _map(
     num_bytes = math.prod(shape) * dtype.itemsize
     if end - begin != num_bytes:
         raise CheckpointError(
-            f"{path} is damaged: tensor {name!r} of shape {list(shape)} and dtype "
-            f"{dtype_name} takes {num_bytes} bytes, its header says {end - begin}."
+            f"{path} contradicts itself: tensor {name!r} of shape {list(shape)} and "
+            f"dtype {dtype_name} takes {num_bytes} bytes, its header says "
+            f"{end - begin}."
         )
     if num_bytes == 0:
         return np.zeros(shape, dtype)

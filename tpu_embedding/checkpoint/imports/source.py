@@ -114,15 +114,20 @@ class TableSource:
       tables: by the names that the source gives them.
       rules: slot names of the rules that the source's library has. None: the source
         uses the slot names of this package.
+      assumed: table to what was assumed of it, because nothing in the source tells.
     """
 
     origin: str
     tables: Mapping[str, SourceTable]
     rules: tuple[RuleSlots, ...] | None = None
+    assumed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [self.origin]
         for name, table in sorted(self.tables.items()):
             slots = [f"{slot} {array}" for slot, array in sorted(table.slots.items())]
             lines.append(f"  {name}: {', '.join([str(table.values), *slots])}")
+        if self.assumed:
+            lines.append("Assumed, as nothing in the source tells:")
+            lines += [f"  {name}: {text}" for name, text in self.assumed.items()]
         return "\n".join(lines)

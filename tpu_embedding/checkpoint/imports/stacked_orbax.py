@@ -14,6 +14,7 @@ such message. Their users have to say which tables a stack has, and on how many
 SparseCores it was.
 """
 
+import dataclasses
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,11 @@ from typing import Any, Final
 
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.orbax import Path, arrays_of_item, find_items
+from tpu_embedding.checkpoint.imports.rotation import (
+    chosen_cores,
+    divisors,
+    rows_to_compare,
+)
 from tpu_embedding.checkpoint.imports.source import (
     RowArray,
     RuleSlots,
@@ -34,6 +40,7 @@ from tpu_embedding.checkpoint.imports.sparse_core import (
     stack_in_order,
 )
 from tpu_embedding.config import TableConfig
+from tpu_embedding.paths import local_path
 
 _SPEC_FILE: Final = "proto.pbtxt"
 _KERAS_TABLE: Final = re.compile(r"var:(.+):table")
@@ -87,7 +94,7 @@ def open_stacked_tables(
     tables: Sequence[TableConfig],
     *,
     num_sparse_cores: int,
-    sparse_cores_per_device: int,
+    sparse_cores_per_device: int | None = None,
     stacks: Mapping[str, Sequence[str]] | None = None,
 ) -> TableSource:
     """Opens stacked tables whose checkpoint does not say how they were stacked.
@@ -101,7 +108,10 @@ def open_stacked_tables(
       tables: configs of the tables; their names, rows and dims must be those that the
         checkpoint was trained with.
       num_sparse_cores: SparseCores of all devices that trained the checkpoint.
-      sparse_cores_per_device: SparseCores of one device; 2 or 4, by generation.
+      sparse_cores_per_device: SparseCores of one device; 2 or 4, by generation. They
+        decide which row is where, in all tables of a stack but the first. None: found
+        from the padding rows of the stacks. A number that the padding contradicts is
+        refused; where the padding cannot tell, `TableSource.assumed` says so.
       stacks: stack name to its tables in their order. None: stacks whose names are
         those of their tables, joined with `_`. Longer names than 50 characters were
         cut, so they must be given here.
@@ -110,33 +120,65 @@ def open_stacked_tables(
       The tables; see `open_tables`.
 
     Raises:
-      CheckpointError: if the checkpoint is damaged, or its stacks do not fit.
+      CheckpointError: if the checkpoint is damaged, or its stacks do not fit; or if
+        `sparse_cores_per_device` is None, and nothing tells it.
     """
-    found = _stacks(pathlib.Path(path))
+    found = _stacks(local_path(path))
+    names = _names_in_order(found, tables, stacks or {}, path)
+    if not names:
+        raise CheckpointError(
+            f"{path} has no stacked tables: no array 'var:STACK:table', and none "
+            "'table' in a stack."
+        )
+    rotations = {
+        cores: [
+            place
+            for stack_name, configs in names.items()
+            for place in stack_in_order(
+                stack_name,
+                configs,
+                num_sparse_cores=num_sparse_cores,
+                sparse_cores_per_device=cores,
+            )
+        ]
+        for cores in divisors(num_sparse_cores)
+    }
+    for stack_name in names:
+        own = [place for place in rotations[1] if place.stack_name == stack_name]
+        _check_size(stack_name, own, found[stack_name], num_sparse_cores, path)
+    cores, is_told = chosen_cores(sparse_cores_per_device, rotations, found, path)
+    source = _tables(rotations[cores], found, f"stacked checkpoint {path}")
+    if is_told:
+        return source
+    assumed = {
+        place.name: f"its row 0 is in SparseCore {place.rotation}, as "
+        f"sparse_cores_per_device={cores} says; compare "
+        f"{rows_to_compare(source.tables[place.name].values)}"
+        for place in rotations[cores]
+        if any(place not in places for places in rotations.values())
+    }
+    return dataclasses.replace(source, assumed=assumed)
+
+
+def _names_in_order(
+    found: Mapping[str, SourceTable],
+    tables: Sequence[TableConfig],
+    stacks: Mapping[str, Sequence[str]],
+    path: Any,
+) -> dict[str, list[TableConfig]]:
+    """Returns the tables of each stack, in the order of their rows."""
     by_name = {table.name: table for table in tables if table.name}
-    places = []
+    configs = {}
     for stack_name in found:
-        names = (stacks or {}).get(stack_name) or _split(stack_name, list(by_name))
+        names = stacks.get(stack_name) or _split(stack_name, list(by_name))
         if not names or any(name not in by_name for name in names):
             raise CheckpointError(
                 f"The tables of stack {stack_name!r} of {path} are not known. Add them "
                 f"to tables, which have {sorted(by_name)}, and give their names in "
                 f"order by stacks={{{stack_name!r}: [...]}}."
             )
-        stacked = stack_in_order(
-            stack_name,
-            [by_name[name] for name in names],
-            num_sparse_cores=num_sparse_cores,
-            sparse_cores_per_device=sparse_cores_per_device,
-        )
-        _check_size(stack_name, stacked, found[stack_name], num_sparse_cores, path)
-        places += stacked
-    if not places:
-        raise CheckpointError(
-            f"{path} has no stacked tables: no array 'var:STACK:table', and none "
-            "'table' in a stack."
-        )
-    return _tables(places, found, f"stacked checkpoint {path}")
+        configs[stack_name] = [by_name[name] for name in names]
+    return configs
 
 
 def has_keras_stacks(arrays: Mapping[Path, RowArray]) -> bool:

@@ -89,7 +89,10 @@ class TensorBundle:
             num_shards = _num_shards(pairs.pop(b"", b""))
             self._entries = {key: _entry(value) for key, value in pairs.items()}
         except ValueError as error:
-            raise CheckpointError(f"{index} is damaged: {error}.") from None
+            raise CheckpointError(
+                f"{index} cannot be read as an index of TensorFlow: {error}. Copy the "
+                "file again, or take another checkpoint."
+            ) from None
         self._files = [
             prefix.with_name(f"{prefix.name}.data-{i:05d}-of-{num_shards:05d}")
             for i in range(num_shards)
@@ -124,8 +127,8 @@ class TensorBundle:
         data = self._bytes(key, entry).tobytes()
         try:
             size, position = varint(data, 0)
-        except ValueError:
-            raise self._damaged(key, entry) from None
+        except ValueError as error:
+            raise self._contradiction(f"{key!r} is no string, {error}") from None
         begin = position + 4
         checksum = crc32c(size.to_bytes(4, "little"))
         checksum = crc32c(data[position:begin], checksum)
@@ -138,8 +141,8 @@ class TensorBundle:
         if not entry.slices:
             array = self._bytes(name, entry).view(dtype)
             if array.size != math.prod(entry.shape):
-                raise CheckpointError(
-                    f"{self.prefix}.index is damaged: size of {name!r}."
+                raise self._contradiction(
+                    f"{name!r} has {array.size} numbers and shape {list(entry.shape)}"
                 )
             array = array.reshape(entry.shape)
             return RowArray(
@@ -167,16 +170,17 @@ class TensorBundle:
         )
         shape = tuple(part.stop - part.start for part in place)
         if found is None or found.shape != shape or found.slices:
-            raise CheckpointError(
-                f"{self.prefix}.index is damaged: {key.decode()!r} lacks the slice "
-                f"{list(extents)}."
+            raise self._contradiction(
+                f"{key.decode()!r} lacks the slice {list(extents)}"
             )
         return self._array(key, dataclasses.replace(found, dtype=whole.dtype)), place
 
     def _bytes(self, name: str, entry: _Entry) -> np.ndarray:
         """Returns the bytes of an entry, mapped to memory."""
         if entry.shard >= len(self._files):
-            raise CheckpointError(f"{self.prefix}.index is damaged: file of {name!r}.")
+            raise self._contradiction(
+                f"{name!r} is in file {entry.shard} of {len(self._files)}"
+            )
         file = self._files[entry.shard]
         end = entry.offset + entry.size
         if not file.exists():
@@ -193,6 +197,11 @@ class TensorBundle:
     def _check(self, name: str, entry: _Entry) -> None:
         if crc32c(self._bytes(name, entry)) != unmask(entry.checksum):
             raise self._damaged(name, entry)
+
+    def _contradiction(self, text: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.prefix}.index contradicts itself: {text}. Take another checkpoint."
+        )
 
     def _damaged(self, name: str, entry: _Entry) -> CheckpointError:
         return CheckpointError(

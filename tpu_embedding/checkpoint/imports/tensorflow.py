@@ -220,7 +220,7 @@ def _layouts(message: bytes, origin: str) -> list[StackedTable]:
         ]
     except (ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"The layouts of {origin} are damaged: {error!r}."
+            f"The layouts of {origin} cannot be read: {error!r}."
         ) from None
 
 

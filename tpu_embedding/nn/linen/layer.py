@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax.core import tracers
 
 from tpu_embedding import functional
+from tpu_embedding.argument_checks import check_type
 from tpu_embedding.lookup._inputs import attach_weights
 from tpu_embedding.nn.linen.variables import TABLES, LayerTables
 from tpu_embedding.nn.recording import (
@@ -22,7 +23,7 @@ from tpu_embedding.nn.recording import (
     without_derivative,
     zero_activations,
 )
-from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.tables.initial_values import init_tables
 
 USE_VALUE_AND_GRAD: Final = (
@@ -123,6 +124,14 @@ class TPUEmbedding(nn.Module):
     """
 
     plan: EmbeddingPlan
+
+    def __post_init__(self):
+        line = (
+            "te.linen.TPUEmbedding(te.make_plan(feature_config, optimizer=...)), once, "
+            "outside of the modules"
+        )
+        check_type("te.linen.TPUEmbedding: plan", PLAN, self.plan, line)
+        super().__post_init__()
 
     @nn.compact
     def __call__(

@@ -15,6 +15,8 @@ from flax import struct
 
 from tpu_embedding import functional
 from tpu_embedding.finalize import finalize_variable_values
+from tpu_embedding.gradients import TableGradients
+from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
 from tpu_embedding.nn.linen.layer import Recorder, RecordingTables
 from tpu_embedding.nn.linen.variables import (
     TABLES,
@@ -22,14 +24,17 @@ from tpu_embedding.nn.linen.variables import (
     check_names,
     layer_tables,
     map_tables,
+    with_embedding_tables,
 )
 from tpu_embedding.nn.recording import (
     Gradients,
     differentiate,
+    loss_and_aux,
     norm_for_dense,
     norm_of_model,
     replicate_on_mesh,
 )
+from tpu_embedding.optimizers.checks import DENSE_EXAMPLE, check_rule
 from tpu_embedding.optimizers.finalize import (
     finalize_variable_values as finalize_dense,
 )
@@ -85,7 +90,7 @@ def value_and_grad(
 
             recording = map_tables(record, {**variables, "params": params})
             result = loss_fn(recording, *args, **kwargs)
-            loss, aux = result if has_aux else (result, None)
+            loss, aux = loss_and_aux(result, has_aux)
             calls = {path: tuple(calls) for path, calls in recorder.calls.items()}
             return loss, (aux, calls)
 
@@ -152,8 +157,14 @@ class TrainState(struct.PyTreeNode):
           **fields: of a subclass.
 
         Raises:
-          ValueError: if the variables have no tables.
+          ValueError: if the variables have no tables; or if `tx` collects the gradients
+            of several steps, as `optax.MultiSteps` does, and tables do not.
+
+        Warns:
+          UserWarning: if `tx` looks at all dense gradients at once, as
+            `optax.clip_by_global_norm` does: it does not see those of the tables.
         """
+        check_rule("te.linen.TrainState", tx, "tx", DENSE_EXAMPLE)
         layers = layer_tables(variables)
         plan = next(iter(layers.values())).plan
         on_mesh = replicate_on_mesh({**variables}, plan)
@@ -161,7 +172,10 @@ class TrainState(struct.PyTreeNode):
             path: functional.init_slots(tables.stacks, tables.plan)
             for path, tables in layers.items()
         }
-        opt_state = tx.init(on_mesh.get("params", {}))
+        params = on_mesh.get("params", {})
+        opt_state = tx.init(params)
+        with_slots = [(tables.plan, slots[path]) for path, tables in layers.items()]
+        check_dense_optimizer(tx, opt_state, params, with_slots, stacklevel=3)
         state = cls(
             step=jnp.zeros((), jnp.int32),
             apply_fn=apply_fn,
@@ -176,10 +190,11 @@ class TrainState(struct.PyTreeNode):
     def apply_gradients(
         self, *, grads: Gradients, updates: Mapping[str, Any] | None = None
     ) -> "TrainState":
-        """Returns the state after one step.
+        """Returns the state after one step of all layers.
 
         Args:
-          grads: from `tpu_embedding.linen.value_and_grad`.
+          grads: from `tpu_embedding.linen.value_and_grad`. Step counts of a layer
+            without a gradient advance, too.
           updates: None, or new values of collections such as `batch_stats`, as
             `model.apply(..., mutable=["batch_stats"])` returns them.
 
@@ -192,7 +207,9 @@ class TrainState(struct.PyTreeNode):
             raise TypeError(
                 "TrainState.apply_gradients needs the gradients of "
                 f"te.linen.value_and_grad, got {type(grads).__name__}, which lacks "
-                "those of the tables."
+                "those of the tables. Write loss, grads = "
+                "te.linen.value_and_grad(loss_fn)(state.variables, ...), and "
+                "state.apply_gradients(grads=grads)."
             )
         layers = layer_tables(self.variables)
         check_names("Gradients", grads.tables, "layers", layers)
@@ -201,18 +218,19 @@ class TrainState(struct.PyTreeNode):
         norm = norm_of_model(grads, [tables.plan for tables in layers.values()])
         updated = {
             path: functional.apply_gradients(
-                tables.stacks, self.slots[path], grads.tables[path], tables.plan, norm
+                tables.stacks,
+                self.slots[path],
+                grads.tables.get(path, TableGradients({}, tables.plan)),
+                tables.plan,
+                norm,
             )
             for path, tables in layers.items()
-            if path in grads.tables
         }
         params = self.variables.get("params", {})
         with norm_for_dense(grads):
             changes, opt_state = self.tx.update(grads.dense, self.opt_state, params)
 
         def new_tables(path: str, old: LayerTables) -> LayerTables:
-            if path not in updated:
-                return old
             return dataclasses.replace(old, stacks=updated[path][0])
 
         variables = {**self.variables, **(updates or {})}
@@ -261,6 +279,24 @@ class TrainState(struct.PyTreeNode):
             opt_state=opt_state,
             slots=self.slots | {path: slots for path, (_, slots) in finals.items()},
         )
+
+    def with_embedding_tables(
+        self, values: Mapping[str, Mapping[str, Any]]
+    ) -> "TrainState":
+        """Returns the state with the values of some tables replaced.
+
+        State that an optimizer made from the old values follows: moving averages, and
+        Adafactor's scale of a table. All other slot variables stay.
+
+        Args:
+          values: layer path to table name to array `[vocabulary_size, dim]`.
+
+        Raises:
+          TypeError: if `values`, or those of a layer, are no dict.
+          ValueError: if a layer or table is unknown, or an array has the wrong shape.
+        """
+        variables, slots = with_embedding_tables(self.variables, values, self.slots)
+        return self.replace(variables=variables, slots=slots)
 
     def with_hyperparameters(self, **values: Any) -> "TrainState":
         """Returns the state with other hyper-parameters of the tables' optimizers.

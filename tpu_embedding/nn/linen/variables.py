@@ -2,17 +2,30 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import jax
 import numpy as np
 
+from tpu_embedding.argument_checks import check_mapping
+from tpu_embedding.following_slots import (
+    check_no_followers,
+    tables_with_followers,
+    with_table_values,
+)
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables.table_values import unstack_tables, with_table_values
+from tpu_embedding.tables.table_values import unstack_tables
 
 TABLES: Final = "embedding_tables"
 """The collection of all tables; each layer has one `LayerTables` in it."""
+
+
+_WAY_OUT: Final = (
+    "state = state.with_embedding_tables(values)\n"
+    "Before TrainState.create there is none: write\n"
+    "  variables, _ = te.linen.with_embedding_tables(variables, values, {})"
+)
 
 
 @jax.tree_util.register_dataclass
@@ -44,27 +57,69 @@ def embedding_tables(variables: Mapping[str, Any]) -> dict[str, dict[str, np.nda
     }
 
 
+@overload
 def with_embedding_tables(
-    variables: Mapping[str, Any], values: Mapping[str, dict[str, Any]]
-) -> dict[str, Any]:
+    variables: Mapping[str, Any],
+    values: Mapping[str, Mapping[str, Any]],
+    slots: None = None,
+) -> dict[str, Any]: ...
+
+
+@overload
+def with_embedding_tables(
+    variables: Mapping[str, Any],
+    values: Mapping[str, Mapping[str, Any]],
+    slots: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]: ...
+
+
+def with_embedding_tables(
+    variables: Mapping[str, Any],
+    values: Mapping[str, Mapping[str, Any]],
+    slots: Mapping[str, Any] | None = None,
+) -> Any:
     """Returns the variables with the values of some tables replaced.
+
+    With `slots`, the optimizer state that was made from the old values follows, as in
+    `tpu_embedding.with_table_values`.
 
     Args:
       variables: from `model.init`, or `state.variables`.
       values: layer path to table name to array `[vocabulary_size, dim]`.
+      slots: layer path to stack name to optimizer state, as `state.slots`; an empty
+        dict if there is no `TrainState` yet. It may be left out if no optimizer of
+        these tables makes state from their values, as `adafactor` does.
+
+    Returns:
+      New variables; with `slots`, `(variables, slots)`.
 
     Raises:
-      ValueError: if a layer or table is unknown, or an array has the wrong shape.
+      TypeError: if `values`, or those of a layer, are no dict.
+      ValueError: if a layer or table is unknown, or an array has the wrong shape; or if
+        `slots` is missing. Of a `TrainState`, call its `with_embedding_tables`.
     """
-    check_names("Values", values, "layers", layer_tables(variables))
+    line = "values={'embedding': {'movie': array}}, by layer path and table name"
+    check_mapping("values", values, line)
+    for of_layer in values.values():
+        check_mapping("values of each layer", of_layer, line)
+    layers = layer_tables(variables)
+    check_names("Values", values, "layers", layers)
+    new = {}
+    for path, of_layer in values.items():
+        stacks, plan = layers[path].stacks, layers[path].plan
+        if slots is None:
+            check_no_followers(tables_with_followers(plan) & set(of_layer), _WAY_OUT)
+        of_slots = (slots or {}).get(path, {})
+        new[path] = with_table_values(stacks, of_layer, plan, of_slots)
 
-    def replace(path: str, tables: LayerTables) -> LayerTables:
-        if path not in values:
-            return tables
-        stacks = with_table_values(tables.stacks, values[path], tables.plan)
-        return dataclasses.replace(tables, stacks=stacks)
+    def new_tables(path: str, old: LayerTables) -> LayerTables:
+        return dataclasses.replace(old, stacks=new[path][0]) if path in new else old
 
-    return map_tables(replace, variables)
+    replaced = map_tables(new_tables, variables)
+    if slots is None:
+        return replaced
+    of_values = {path: new_slots for path, (_, new_slots) in new.items() if new_slots}
+    return replaced, {**slots, **of_values}
 
 
 def layer_tables(variables: Mapping[str, Any]) -> dict[str, LayerTables]:

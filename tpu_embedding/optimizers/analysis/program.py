@@ -25,6 +25,14 @@ is even, the other odd and about twice as large. So a rule that divides the numb
 rows, or tests its divisibility, behaves differently for them.
 """
 
+PROBED_SIZES: Final = (258, 511)
+"""Two numbers of rows for which a rule is traced first, to find loops over rows.
+
+Tracing unrolls loops, so one over the rows of `TRACED_SIZES` would take minutes. Here
+it takes a second, and shows: the larger table has more operations. No power of two lies
+between the two, as the threshold of a rule would.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class RowsDimension:

@@ -45,18 +45,10 @@ _BOUND_TO_STEPS: Final = {
 
 
 @functools.lru_cache(maxsize=256)
-def check_row_local(optimizer: Rule, dim: int) -> None:
-    """Refuses an optimizer that mixes rows.
-
-    Args:
-      optimizer: an optax transformation of rows `[rows, dim]`.
-      dim: columns of the table.
-
-    Raises:
-      NotRowLocalError: naming the operation, and what to use instead.
-    """
+def check_rows_apart(optimizer: RowOptimizer, dim: int) -> None:
+    """Refuses a resolved optimizer that mixes rows; see `check_row_local`."""
     trace = _check(optimizer, (dim,))
-    if isinstance(optimizer, RowOptimizer) and optimizer.rows == "every":
+    if optimizer.rows == "every":
         return
     for name in trace.state_types:
         if name in _BOUND_TO_STEPS:

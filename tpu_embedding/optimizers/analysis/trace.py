@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 from jaxtyping import Array
 
 from tpu_embedding.optimizers.analysis.program import (
+    PROBED_SIZES,
     TRACED_SIZES,
     Program,
     SizeDependentError,
@@ -36,6 +37,18 @@ from tpu_embedding.optimizers.table_rows import (
 )
 
 Rule = optax.GradientTransformation | RowOptimizer
+
+
+LOOKAHEAD: Final = (
+    "optax.lookahead, whose parameters are pairs of fast and slow ones, "
+    "optax.LookaheadParams"
+)
+
+
+_NO_LOOPS: Final = (
+    "Loops over rows do this. Write the rule for all rows at once, as jax.vmap does in "
+    "the place of jax.lax.map and jax.lax.scan."
+)
 
 
 class NotRowLocalError(ValueError):
@@ -125,8 +138,8 @@ def _trace_rule(
 ) -> TracedRule | UntraceableRule:
     try:
         with use_abstract_mesh(AbstractMesh((), ())):
-            traces = [_Trace(transformation, (n, *row_shape)) for n in TRACED_SIZES]
-        return _merge(*traces, row_shape=row_shape)
+            _trace_sizes(transformation, row_shape, PROBED_SIZES)
+            return _trace_sizes(transformation, row_shape, TRACED_SIZES)
     except _TotalWithinError as error:
         raise NotRowLocalError(
             "The optimizer asks for totals over the rows of a table within lax.cond or "
@@ -136,6 +149,8 @@ def _trace_rule(
         ) from error
     except Exception as error:  # The rule may be any function, and raise anything.
         reason = f"{type(error).__name__}: {error}"
+        if "no attribute fast" in reason:
+            reason = f"it is {LOOKAHEAD}; give the table its fast_optimizer alone."
         # A traceback would keep the caller's variables alive in the cache.
         return UntraceableRule(reason=reason, error=error.with_traceback(None))
 
@@ -145,12 +160,20 @@ def states_of_sizes(optimizer: Rule, row_shape: tuple[int, ...]) -> list[Any]:
 
     Nothing is kept, and only `init` is traced. So it may be used while another trace
     is under way, of which the rule holds values.
+
+    Raises:
+      TypeError: if the rule loops over rows.
     """
 
     def init(rows: Any, *known: Any) -> Any:
         with table_rows_context(_rows_to_ask(known)):
             return optimizer.init(rows)
 
+    num_operations = {
+        len(jax.make_jaxpr(init)(*_inputs((n, *row_shape))).eqns) for n in PROBED_SIZES
+    }
+    if len(num_operations) > 1:
+        raise TypeError(f"its init does other operations for more rows. {_NO_LOOPS}")
     return [jax.eval_shape(init, *_inputs((n, *row_shape))) for n in TRACED_SIZES]
 
 
@@ -194,13 +217,19 @@ class _Trace:
         self.returns_rows = getattr(updates, "shape", None) == shape
 
 
-def _merge(first: _Trace, second: _Trace, row_shape: tuple[int, ...]) -> TracedRule:
+def _trace_sizes(
+    transformation: optax.GradientTransformation,
+    row_shape: tuple[int, ...],
+    sizes: tuple[int, int],
+) -> TracedRule:
+    """Traces a rule for two numbers of rows, and merges the two traces."""
+    first, second = (_Trace(transformation, (n, *row_shape)) for n in sizes)
     try:
         init = read_program(first.init, second.init)
         update = read_program(first.update, second.update)
     except SizeDependentError as error:
         raise TypeError(
-            f"it does other operations for another number of rows: {error}"
+            f"it does other operations for another number of rows: {error}. {_NO_LOOPS}"
         ) from error
     paths = jax.tree_util.tree_leaves_with_path(first.state)
     return TracedRule(

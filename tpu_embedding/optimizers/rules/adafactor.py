@@ -89,7 +89,8 @@ def adafactor(
 
     A step takes two small all-reduces per table: `dim + 2` scalars, then 2. `RMS(w)` is
     tracked through the rule's own updates. So Adafactor must be the last transformation
-    of a chain, and a table's values must be set before its slot variables are made.
+    of a chain. Values of a table that are set later are set with the optimizer, by
+    `tpu_embedding.Optimizer.set_embedding_tables`, so that the scale follows.
 
     It is also an optax transformation of dense arrays of any rank, in either mode with
     Keras' numbers. So one `adafactor(...)` trains the tables and the dense parameters

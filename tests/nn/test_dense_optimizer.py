@@ -1,0 +1,174 @@
+"""Dense optimizers that do not fit to tables: refused, or warned of."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen, nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding.optimizers.analysis.coupling import couples_arrays
+
+ADAM = optax.adam(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
+MULTI_STEPS = optax.MultiSteps(ADAM, 4)
+TABLE = te.TableConfig(vocabulary_size=6, dim=4, name="movie")
+RULE = te.optimizers.adagrad(0.1)
+WAITING = {
+    "gradient_steps": te.optimizers.every_row(RULE, gradient_steps=4),
+    "MultiSteps": te.optimizers.every_row(
+        optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation()
+    ),
+    "fixed": None,
+}
+
+
+class Model(nnx.Module):
+    def __init__(self, rule=RULE):
+        self.embedding = te.TPUEmbedding(
+            te.FeatureConfig(table=TABLE), rule, mesh=mesh_of(1), rngs=nnx.Rngs(0)
+        )
+        self.dense = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+
+
+class LinenModel(linen.Module):
+    plan: te.EmbeddingPlan
+
+    @linen.compact
+    def __call__(self, ids):
+        return linen.Dense(1)(te.linen.TPUEmbedding(self.plan)(ids))
+
+
+def make_nnx(tx, rule=RULE):
+    return te.Optimizer(Model(rule), tx)
+
+
+def make_linen(tx, rule=RULE):
+    plan = te.make_plan(te.FeatureConfig(table=TABLE), mesh_of(1), optimizer=rule)
+    model = LinenModel(plan)
+    variables = model.init(jax.random.key(0), jnp.array([1, 2]))
+    return te.linen.TrainState.create(apply_fn=model.apply, variables=variables, tx=tx)
+
+
+makers = pytest.mark.parametrize("make", [make_nnx, make_linen])
+
+COLLECTING = {
+    "MultiSteps": MULTI_STEPS,
+    "in a chain": optax.chain(
+        optax.clip(1.0), MULTI_STEPS.gradient_transformation(), optax.scale(0.5)
+    ),
+    "in a named chain": optax.named_chain(
+        ("collect", optax.apply_every(4)), ("adam", ADAM)
+    ),
+    "with hyper-parameters": optax.inject_hyperparams(
+        lambda rate: optax.MultiSteps(optax.adam(rate), 4).gradient_transformation()
+    )(1e-3),
+    "of some parameters": optax.partition(
+        {"all": MULTI_STEPS.gradient_transformation()},
+        lambda params: jax.tree.map(lambda _: "all", params),
+    ),
+    "adafactor": te.optimizers.adafactor(0.1, gradient_accumulation_steps=4),
+}
+
+
+@pytest.mark.parametrize("tx", COLLECTING.values(), ids=COLLECTING.keys())
+def test_optimizers_that_collect_gradients_are_refused(tx):
+    with pytest.raises(ValueError, match="table 'movie' does, got one that") as e:
+        make_nnx(tx)
+    assert "gradients = te.scale(te.add(*parts), 1 / len(parts))\n" in str(e.value)
+
+
+def test_linen_refuses_them_too():
+    with pytest.raises(ValueError, match="collects the gradients of several updates"):
+        make_linen(MULTI_STEPS)
+
+
+@makers
+@pytest.mark.parametrize("rule", WAITING.values(), ids=WAITING.keys())
+def test_tables_that_wait_as_well_or_never_move_are_fine(make, rule):
+    make(MULTI_STEPS, rule)
+
+
+@makers
+def test_one_warning_with_the_lines_to_write(make):
+    with pytest.warns(UserWarning, match="looks at all dense gradients") as found:
+        make(CLIPPED)
+    (warning,) = found
+    assert "te.clip_by_global_norm(gradients, 1.0)\n" in str(warning.message)
+    assert warning.filename == __file__
+    make(ADAM)
+    make(CLIPPED, None)
+
+
+def times_sum(updates, state, params=None):
+    del params
+    new = sum(map(jnp.sum, jax.tree.leaves(updates)))
+    return jax.tree.map(lambda g: g * state, updates), new
+
+
+def printing(updates, params):
+    del params
+    jax.debug.print("{}", jax.tree.leaves(updates)[0])
+    return jax.tree.map(jax.jit(lambda g: 2 * g), updates)
+
+
+PARAMS = {"kernel": jnp.ones((4, 1)), "bias": jnp.ones(1), "scale": jnp.ones(())}
+COUPLED = {
+    "clip": CLIPPED,
+    "apply_if_finite": optax.apply_if_finite(ADAM, 3),
+    "named chain": optax.named_chain(
+        ("clip", optax.clip_by_global_norm(1.0)), ("adam", ADAM)
+    ),
+    "with hyper-parameters": optax.chain(
+        optax.inject_hyperparams(optax.clip_by_global_norm)(1.0), ADAM
+    ),
+    "by labels, some": optax.partition(
+        {"clip": CLIPPED, "adam": ADAM},
+        {"kernel": "clip", "bias": "clip", "scale": "adam"},
+    ),
+    "in a later step": optax.GradientTransformation(lambda _: jnp.ones(()), times_sum),
+}
+SEPARATE = {
+    "adamw": optax.adamw(optax.cosine_decay_schedule(0.1, 9)),
+    "lamb": optax.lamb(0.1),
+    "adafactor": optax.adafactor(0.1),
+    "muon": optax.contrib.muon(0.1),
+    "clipped by array": optax.chain(optax.adaptive_grad_clip(0.1), ADAM),
+    "conditional": optax.conditionally_transform(ADAM, lambda step: step > 3),
+    "by labels, one each": optax.partition(
+        {"clip": CLIPPED, "adam": ADAM},
+        {"kernel": "clip", "bias": "adam", "scale": "adam"},
+    ),
+    # The model tells it the norm of all gradients.
+    "global_clipnorm": te.optimizers.adafactor(0.1, global_clipnorm=1.0),
+    "prints": optax.stateless(printing),
+    "needs a loss": optax.lbfgs(),
+}
+
+
+@pytest.mark.parametrize(
+    "tx, expected",
+    [
+        *[pytest.param(tx, True, id=name) for name, tx in COUPLED.items()],
+        *[pytest.param(tx, False, id=name) for name, tx in SEPARATE.items()],
+    ],
+)
+def test_updates_by_the_gradient_of_another_array_are_found(tx, expected):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert couples_arrays(tx, PARAMS) is expected
+
+
+def test_the_trace_is_as_small_for_a_large_model():
+    seen = []
+
+    def count(updates, params):
+        del params
+        seen.append(len(jax.tree.leaves(updates)))
+        return updates
+
+    couples_arrays(optax.stateless(count), [jnp.ones(2)] * 500)
+    assert seen == [2]

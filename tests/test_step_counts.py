@@ -1,0 +1,217 @@
+"""One step count for all trained tables, whichever share a stack, a layer or a step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding.gradients import TableGradients
+from tpu_embedding.optimizers.finalize import has_averages
+
+ROW = 3
+IDS = np.full(4, ROW, np.int32)
+
+
+def feature(name, dim, rule=None):
+    table = te.TableConfig(
+        vocabulary_size=10,
+        dim=dim,
+        combiner="sum",
+        name=name,
+        initializer=jax.nn.initializers.zeros,
+        optimizer=rule,
+    )
+    return te.FeatureConfig(table=table)
+
+
+def features_of(dim, rule):
+    """A table t1 of dim 8, and t2 of the given dim: in its stack if that is 8."""
+    return {"t1": feature("t1", 8, rule), "t2": feature("t2", dim, rule)}
+
+
+def loss_of(rows):
+    """The derivative by each element of row `ROW` is 1."""
+    return sum(jnp.sum(x) for x in jax.tree.leaves(rows)) / len(IDS)
+
+
+def train(rule, dim, tasks):
+    """Looks up one table per step. Returns the row of t2, and its average if any."""
+    plan = te.make_plan(features_of(dim, rule), mesh_of(2))
+    tables = te.init_tables(plan, jax.random.key(0))
+    slots = te.init_slots(tables, plan)
+
+    @jax.jit
+    def step(tables, slots, batch):
+        gradients = TableGradients({}, plan)
+        if batch:
+            result = te.lookup(tables, batch, plan)
+            cotangents = jax.grad(loss_of)(result.activations)
+            gradients = te.compute_gradients(result.routing, cotangents, plan)
+        return te.apply_gradients(tables, slots, gradients, plan)
+
+    for task in tasks:
+        tables, slots = step(tables, slots, {task: IDS} if task else {})
+    rows = [te.unstack_tables(tables, plan)["t2"][ROW]]
+    if has_averages(slots):
+        tables, _ = te.finalize_variable_values(tables, slots, plan)
+        rows.append(te.unstack_tables(tables, plan)["t2"][ROW])
+    return rows
+
+
+T2_LAST = ("t1", "t1", "t1", "t2")
+CASES = {
+    "schedule": (te.optimizers.sgd(lambda count: 1.0 * count), T2_LAST, -3.0),
+    "bias correction": (
+        te.optimizers.adam(0.1, bias_correction=True),
+        T2_LAST,
+        # 0.1 of the first moment, over the root of 0.001 of the second.
+        -0.1 * 0.1 / (1 - 0.9**4) * np.sqrt((1 - 0.999**4) / 0.001),
+    ),
+    "no table at all": (te.optimizers.sgd(lambda count: 1.0 * count), ("", "t2"), -1.0),
+    "in sequence": (
+        te.optimizers.in_sequence(te.optimizers.sgd(lambda count: 1.0 * count)),
+        T2_LAST,
+        -3.0,
+    ),
+    "every row": (
+        te.optimizers.every_row(optax.sgd(1.0, momentum=0.5)),
+        ("t2", "t1", "t1", ""),
+        -(1 + 0.5 + 0.25 + 0.125),
+    ),
+    "kept gradient": (
+        te.optimizers.every_row(optax.sgd(1.0), gradient_steps=2),
+        ("t2", "t1"),
+        -0.5,
+    ),
+}
+
+
+@pytest.mark.full_cases("in sequence-one stack", "every row-one stack")
+@pytest.mark.parametrize("dim", [8, 4], ids=["one stack", "two stacks"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_table_moves_alike_in_every_stack(case, dim):
+    rule, tasks, expected = CASES[case]
+    (found,) = train(rule, dim, tasks)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_averages_follow_a_row_that_the_latest_steps_did_not_look_up():
+    rule = te.optimizers.adafactor(
+        0.1,
+        use_ema=True,
+        ema_momentum=0.5,
+        ema_start="initial_values",
+        gradient_accumulation_steps=2,
+    )
+    shared, own = (train(rule, dim, ("t2", "t1", "t1")) for dim in (8, 4))
+    moved, average = (rows[0] for rows in shared)
+    assert moved < average < 0
+    for rows, alone in zip(shared, own, strict=True):
+        np.testing.assert_array_equal(rows[:4], alone)
+
+
+class NnxModel(nnx.Module):
+    """A table per layer, of which each task calls one."""
+
+    def __init__(self, rule):
+        self.t1 = te.TPUEmbedding(
+            feature("t1", 8), rule, mesh=mesh_of(2), rngs=nnx.Rngs(0)
+        )
+        self.t2 = te.TPUEmbedding(
+            feature("t2", 8), rule, mesh=mesh_of(2), rngs=nnx.Rngs(0)
+        )
+
+    def __call__(self, task):
+        return loss_of(getattr(self, task)(IDS))
+
+
+class LinenModel(nn.Module):
+    plans: dict[str, te.EmbeddingPlan]
+
+    def setup(self):
+        self.t1 = te.linen.TPUEmbedding(self.plans["t1"])
+        self.t2 = te.linen.TPUEmbedding(self.plans["t2"])
+
+    def __call__(self, tasks):
+        return sum(loss_of(getattr(self, task)(IDS)) for task in tasks)
+
+
+def nnx_parts(rule):
+    model = NnxModel(rule)
+    return model, te.Optimizer(model, optax.sgd(0.1))
+
+
+def train_nnx(rule):
+    model, optimizer = nnx_parts(rule)
+    for task in T2_LAST:
+        _, gradients = te.value_and_grad(lambda model, task=task: model(task))(model)
+        optimizer.update(model, gradients)
+    return model.t2.embedding_tables()["t2"]
+
+
+def train_pipelined(mode):
+    def run(rule):
+        model, optimizer = nnx_parts(rule)
+        step = te.PipelinedTrainStep(loss_of_task, mode=mode)
+        for task in T2_LAST:
+            if task == "t2":
+                step.drain(model, optimizer)
+                step = te.PipelinedTrainStep(loss_of_t2, mode=mode)
+            step(model, optimizer, np.zeros(1))
+        step.drain(model, optimizer)
+        return model.t2.embedding_tables()["t2"]
+
+    return run
+
+
+def loss_of_task(model, batch):
+    del batch
+    return model("t1")
+
+
+def loss_of_t2(model, batch):
+    del batch
+    return model("t2")
+
+
+def train_linen(rule):
+    plans = {
+        name: te.make_plan(feature(name, 8), mesh_of(2), optimizer=rule)
+        for name in ("t1", "t2")
+    }
+    model = LinenModel(plans)
+    state = te.linen.TrainState.create(
+        apply_fn=model.apply,
+        variables=model.init(jax.random.key(0), ("t1", "t2")),
+        tx=optax.sgd(0.1),
+    )
+    for task in T2_LAST:
+        _, gradients = te.linen.value_and_grad(model.apply)(state.variables, (task,))
+        # A layer that the caller leaves out takes the step, too.
+        own = {path: x for path, x in gradients.tables.items() if x.stacks}
+        assert own.keys() != gradients.tables.keys()
+        state = state.apply_gradients(
+            grads=type(gradients)(dense=gradients.dense, tables=own)
+        )
+    (rows,) = te.linen.embedding_tables(state.variables)["t2"].values()
+    return rows
+
+
+WAYS = {
+    "nnx": train_nnx,
+    "nnx, exact pipeline": train_pipelined("exact"),
+    "nnx, stale pipeline": train_pipelined("stale"),
+    "linen": train_linen,
+}
+
+
+@pytest.mark.full_cases("nnx, exact pipeline")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_that_the_loss_did_not_call_takes_the_step(way):
+    rows = WAYS[way](te.optimizers.sgd(lambda count: 1.0 * count))
+    np.testing.assert_array_equal(rows[ROW], np.full(8, -3.0, np.float32))

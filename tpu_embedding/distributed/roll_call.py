@@ -1,0 +1,347 @@
+"""The roll call before a job: who claims which process, on which host.
+
+JAX's coordinator aborts the running members of a job when a second process comes with
+the id of one. So process 0 first listens on the coordinator's port itself, and JAX
+starts once each id was claimed by one process. A process that meets JAX's coordinator
+in place of the roll call has come to a job that already runs.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import platform
+import socket
+import time
+import uuid
+from typing import Any, Final, TypeVar
+
+from tpu_embedding.distributed.place import Place, StartError
+
+T = TypeVar("T")
+
+RUNNING_SECONDS: Final = 30.0
+"""Time in which a job that runs on the port may end: a restart may come too early."""
+
+TELL_SECONDS: Final = 20.0
+"""Time in which process 0 tells late processes why the job does not start."""
+
+GRACE_SECONDS: Final = 5.0
+"""Others wait longer for the answer than process 0 for the claims, which it names."""
+
+_MAX_BYTES: Final = 4096
+_RETRY_SECONDS: Final = 0.2
+_HELLO_SECONDS: Final = 2.0
+"""Longest wait for the claim of a connection; others than processes may connect."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Claim:
+    """The claim of one process to its place.
+
+    Attributes:
+      process: number of the process.
+      num_processes: processes of the job, as its command says.
+      host: name of its host.
+      pid: number of the process at the operating system of its host.
+      nonce: text that no other process has.
+    """
+
+    process: int
+    num_processes: int
+    host: str = dataclasses.field(default_factory=platform.node)
+    pid: int = dataclasses.field(default_factory=os.getpid)
+    nonce: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def owner(self) -> str:
+        """Host and number of the process, for messages."""
+        return f"host {self.host} (pid {self.pid})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The answer of process 0.
+
+    Attributes:
+      problem: message of the error; None if the job starts.
+    """
+
+    problem: str | None
+
+
+def hold_roll_call(place: Place, timeout_seconds: float) -> None:
+    """Waits in process 0 until each process has claimed its place.
+
+    Raises:
+      StartError: if the port is in use, two processes claim one place, they disagree
+        on their number, or some do not come in time.
+    """
+    own = Claim(process=0, num_processes=place.num_processes)
+    deadline = time.monotonic() + timeout_seconds
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(_listen(place))
+        present = _Present(place, own, stack)
+        problem = None
+        while problem is None and not present.is_complete:
+            if time.monotonic() > deadline:
+                problem = present.absence(timeout_seconds)
+                break
+            present.look_for_another_process_0()
+            problem = present.admit(listener)
+            present.forget_ended()
+        if problem is not None:
+            present.tell(problem)
+            end = time.monotonic() + TELL_SECONDS
+            while not present.is_complete and time.monotonic() < end:
+                present.admit(listener)
+                present.tell(problem)
+            raise StartError(problem)
+        # Those who are told then connect to JAX's coordinator, not to this listener.
+        listener.close()
+        present.tell(None)
+
+
+def _listen(place: Place) -> socket.socket:
+    """Listens on the coordinator's port, on all addresses of this host."""
+    host, port = place.address
+    options: list[dict[str, Any]] = [{"family": socket.AF_INET}]
+    if socket.has_dualstack_ipv6():
+        options.insert(0, {"family": socket.AF_INET6, "dualstack_ipv6": True})
+    code = None
+    for each in options:
+        try:
+            return socket.create_server(("", port), backlog=1024, **each)
+        except OSError as error:
+            code = code or error.errno or errno.EADDRINUSE
+            if code == errno.EADDRINUSE:
+                break  # Other errors may be those of a host without IPv6.
+    raise StartError(
+        f"Process 0 must listen on port {port} of {host}, as --coordinator "
+        f"says, but cannot: {os.strerror(code or 0)}. End the program that uses "
+        "it, or give all processes another --coordinator HOST:PORT."
+    )
+
+
+class _Present:
+    """The processes that have come to the roll call."""
+
+    def __init__(self, place: Place, own: Claim, stack: contextlib.ExitStack):
+        self._place = place
+        self._own = own
+        self._stack = stack
+        self._claims: dict[int, Claim] = {0: own}
+        self._connections: dict[int, socket.socket] = {}
+        self._refused: list[socket.socket] = []
+        self._probe: socket.socket | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._claims) == self._place.num_processes
+
+    def admit(self, listener: socket.socket) -> str | None:
+        """Waits for a connection, for a while; returns the problem of its claim."""
+        listener.settimeout(_RETRY_SECONDS)
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            return None
+        self._stack.callback(connection.close)
+        claim = None
+        with contextlib.suppress(TimeoutError):
+            claim = _receive(connection, Claim, _HELLO_SECONDS)
+        if claim is None or claim.nonce == self._own.nonce:
+            return None
+        self.forget_ended()
+        problem = self._problem(claim, self._claims.get(claim.process))
+        if problem is not None:
+            self._refused.append(connection)
+        elif claim.process in range(self._place.num_processes):
+            self._claims[claim.process] = claim
+            self._connections[claim.process] = connection
+        return problem
+
+    def forget_ended(self) -> None:
+        """Drops the claims of processes that have ended since."""
+        for process in [i for i in self._connections if self._is_gone(i)]:
+            self._connections.pop(process).close()
+            del self._claims[process]
+
+    def _is_gone(self, process: int) -> bool:
+        """Returns True if a process that had come has ended."""
+        connection = self._connections[process]
+        connection.setblocking(False)
+        try:
+            return connection.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _problem(self, claim: Claim, earlier: Claim | None) -> str | None:
+        place, own = self._place, self._own
+        if claim.num_processes != own.num_processes:
+            return (
+                f"All processes of the job at {place.coordinator} must have the same "
+                f"--num-processes, got {own.num_processes} on {own.owner} and "
+                f"{claim.num_processes} on {claim.owner}. Another job needs another "
+                "port: give it a --coordinator HOST:PORT of its own."
+            )
+        if earlier is None:
+            return None
+        return (
+            f"Process {claim.process} of the job at {place.coordinator} was started "
+            f"twice: on {earlier.owner} and on {claim.owner}. Give each process its "
+            f"own --process-id, 0 to {own.num_processes - 1}, and each job a "
+            "--coordinator HOST:PORT of its own."
+        )
+
+    def absence(self, seconds: float) -> str:
+        """Returns the message that some processes have not come."""
+        place = self._place
+        absent = sorted(set(range(place.num_processes)) - set(self._claims))
+        named = ", ".join(map(str, absent[:10])) + (", ..." if absent[10:] else "")
+        return (
+            f"Not all of the {place.num_processes} processes have connected to the "
+            f"coordinator {place.coordinator} within {seconds:.0f} s; missing: "
+            f"{named}. Check that each host runs the same command with its own "
+            f"--process-id, 0 to {place.num_processes - 1}, and see the logs of the "
+            "others."
+        )
+
+    def look_for_another_process_0(self) -> None:
+        """Asks at the coordinator's address, which another host may have.
+
+        Usually, this process itself listens there, and knows its own claim.
+
+        Raises:
+          StartError: if another process 0 answers.
+        """
+        if self._probe is None:
+            with contextlib.suppress(OSError):
+                address = self._place.address
+                self._probe = socket.create_connection(address, _RETRY_SECONDS)
+                self._stack.callback(self._probe.close)
+                _send(self._probe, dataclasses.asdict(self._own))
+            return
+        self._probe.setblocking(False)
+        try:
+            is_answered = bool(self._probe.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return
+        if is_answered:
+            answer = None
+            with contextlib.suppress(TimeoutError):
+                answer = _receive(self._probe, Answer, _HELLO_SECONDS)
+            problem = None if answer is None else answer.problem
+            raise StartError(problem or _runs_already(self._place))
+
+    def tell(self, problem: str | None) -> None:
+        """Answers all that wait, once."""
+        for connection in (*self._connections.values(), *self._refused):
+            with contextlib.suppress(OSError):
+                connection.settimeout(_HELLO_SECONDS)
+                _send(connection, {"problem": problem})
+        self._connections.clear()
+        self._refused.clear()
+
+
+def answer_roll_call(place: Place, timeout_seconds: float) -> None:
+    """Claims the place of a process that is not process 0, and waits for the others.
+
+    Raises:
+      StartError: if process 0 cannot be reached, refuses the job, already runs one, or
+        still waits for others when the time is over.
+    """
+    own = Claim(process=place.process_id, num_processes=place.num_processes)
+    deadline = time.monotonic() + timeout_seconds
+    running_since: float | None = None
+    while True:
+        with connect(place, timeout_seconds, deadline) as connection:
+            with contextlib.suppress(OSError):
+                _send(connection, dataclasses.asdict(own))
+            seconds = max(deadline - time.monotonic(), 0.0) + GRACE_SECONDS
+            try:
+                answer = _receive(connection, Answer, seconds)
+            except TimeoutError:
+                raise StartError(_not_started(place, timeout_seconds)) from None
+        if answer is not None and answer.problem is None:
+            return
+        if answer is not None:
+            raise StartError(answer.problem)
+        now = time.monotonic()
+        running_since = running_since or now
+        if now > min(running_since + RUNNING_SECONDS, deadline):
+            raise StartError(_runs_already(place))
+        time.sleep(_RETRY_SECONDS)
+
+
+def connect(place: Place, timeout_seconds: float, deadline: float) -> socket.socket:
+    """Returns a connection to the coordinator, once it accepts one.
+
+    Args:
+      place: of this process.
+      timeout_seconds: whole time of the wait, for the message.
+      deadline: end of the wait, as `time.monotonic` tells it.
+
+    Raises:
+      StartError: if it does not accept one in time.
+    """
+    while True:
+        try:
+            return socket.create_connection(place.address, timeout=10 * _RETRY_SECONDS)
+        except OSError as error:
+            if time.monotonic() + _RETRY_SECONDS >= deadline:
+                raise StartError(
+                    f"Process {place.process_id} cannot reach the coordinator "
+                    f"{place.coordinator} within {timeout_seconds:g} s: {error}. Check "
+                    "that process 0 runs on that host, that the address is right, and "
+                    "that the firewall admits its port between the hosts."
+                ) from error
+        time.sleep(_RETRY_SECONDS)
+
+
+def _runs_already(place: Place) -> str:
+    return (
+        f"The coordinator {place.coordinator} already runs a job, which process "
+        f"{place.process_id} on host {platform.node()} (pid {os.getpid()}) cannot "
+        "join. Either this process was started twice, or another job uses the port: "
+        "give each job a --coordinator HOST:PORT of its own."
+    )
+
+
+def _not_started(place: Place, timeout_seconds: float) -> str:
+    return (
+        f"Process 0 has not started the job at {place.coordinator} within "
+        f"{timeout_seconds:g} s of the start of process {place.process_id}: not all "
+        f"{place.num_processes} processes have come; see its log."
+    )
+
+
+def _send(connection: socket.socket, value: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(value).encode() + b"\n")
+
+
+def _receive(connection: socket.socket, kind: type[T], seconds: float) -> T | None:
+    """Returns what the other end says.
+
+    Returns:
+      Its claim or answer; None if it closes the connection, or is another program.
+
+    Raises:
+      TimeoutError: if it says nothing in time.
+    """
+    connection.settimeout(seconds)
+    data = b""
+    try:
+        while not data.endswith(b"\n"):
+            part = connection.recv(_MAX_BYTES)
+            data += part
+            if not part or not data.startswith(b"{") or len(data) > _MAX_BYTES:
+                return None
+        return kind(**json.loads(data))
+    except TimeoutError:
+        raise
+    except (OSError, ValueError, TypeError):
+        return None

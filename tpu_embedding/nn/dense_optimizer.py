@@ -1,0 +1,92 @@
+"""Checks that a dense optimizer and the tables of a model step together."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import jax
+import optax
+
+from tpu_embedding.optimizers.analysis.coupling import couples_arrays
+from tpu_embedding.optimizers.analysis.trace import LOOKAHEAD
+from tpu_embedding.plan.plan import EmbeddingPlan
+
+_COLLECTING: Final = ("MultiStepsState", "ApplyEvery", "SAMState", "AccumulationState")
+"""States of optimizers that collect gradients, and move arrays in some steps only."""
+
+
+def check_dense_optimizer(
+    tx: optax.GradientTransformation,
+    opt_state: Any,
+    params: Any,
+    layers: Iterable[tuple[EmbeddingPlan, Mapping[str, Any]]],
+    *,
+    stacklevel: int,
+) -> None:
+    """Refuses a dense optimizer that steps less often than the tables do.
+
+    It warns of one that looks at all dense gradients at once, as a clip by the global
+    norm does, because it does not see those of the tables.
+
+    Args:
+      tx: optimizer of the dense parameters.
+      opt_state: its state.
+      params: the dense parameters.
+      layers: plan and slots of each layer of the model.
+      stacklevel: frames from here to the user's line, for the warning.
+
+    Raises:
+      ValueError: if dense parameters would wait for several steps, and tables not; or
+        if the optimizer is `optax.lookahead`.
+    """
+    if _find(opt_state, ("LookaheadState",)):
+        raise ValueError(
+            "The optimizer of the dense parameters must take plain arrays, got "
+            f"{LOOKAHEAD}. Give the optimizer inside of it alone: tx=fast_optimizer."
+        )
+    stacks = [
+        (stack, slots[stack.name])
+        for plan, slots in layers
+        for stack in plan.trained_stacks
+    ]
+    if not stacks:
+        return
+    each_step = [
+        stack
+        for stack, state in stacks
+        if stack.optimizer.gradient_steps == 1 and not _find(state, _COLLECTING)
+    ]
+    collecting = _find(opt_state, _COLLECTING)
+    if collecting and each_step:
+        raise ValueError(
+            "The optimizer of the dense parameters must step with each update, as "
+            f"table {each_step[0].tables[0].name!r} does, got one that collects the "
+            f"gradients of several updates ({collecting}), such as optax.MultiSteps. "
+            "Give the optimizer inside of it, add the gradients of the micro-batches, "
+            "and update once:\n"
+            "  parts = [te.value_and_grad(loss_fn)(model, *x)[1] for x in batches]\n"
+            "  gradients = te.scale(te.add(*parts), 1 / len(parts))\n"
+            "  optimizer.update(model, gradients)\n"
+            "Or let tables wait, too: te.optimizers.every_row(rule, gradient_steps=4)."
+        )
+    if couples_arrays(tx, params):
+        warnings.warn(
+            "The optimizer of the dense parameters looks at all dense gradients at "
+            "once, as optax.clip_by_global_norm and optax.apply_if_finite do, and does "
+            "not see the gradients of the tables. Take that part out of it, and write "
+            "for the whole model\n"
+            "  gradients = te.clip_by_global_norm(gradients, 1.0)\n"
+            "  optimizer.update(model, gradients)\n"
+            "In place of apply_if_finite there are te.all_finite and te.update_if.",
+            stacklevel=stacklevel,
+        )
+
+
+def _find(state: Any, type_names: tuple[str, ...]) -> str | None:
+    """Returns the name of the first node of a state whose type has one of the names."""
+
+    def is_wanted(node: Any) -> bool:
+        return type(node).__name__ in type_names
+
+    nodes = jax.tree.leaves(state, is_leaf=is_wanted)
+    return next((type(node).__name__ for node in nodes if is_wanted(node)), None)
