@@ -88,9 +88,11 @@ def _start(num_bytes: int, devices: int) -> te.EmbeddingPlan:
 
 def _random_state(plan: te.EmbeddingPlan) -> dict[str, Any]:
     """Returns tables and slots of random numbers, which do not compress."""
-    tables = te.init_tables(plan, jax.random.key(0))
-    others = te.init_tables(plan, jax.random.key(1))
-    slots = jax.eval_shape(lambda tables: te.init_slots(tables, plan), tables)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    others = te.functional.init_tables(plan, jax.random.key(1))
+    slots = jax.eval_shape(
+        lambda tables: te.functional.init_slots(tables, plan), tables
+    )
     # The accumulators have the shape of their table.
     structure = jax.tree.structure(slots)
     return {"tables": tables, "slots": structure.unflatten(jax.tree.leaves(others))}
@@ -98,8 +100,8 @@ def _random_state(plan: te.EmbeddingPlan) -> dict[str, Any]:
 
 def _shapes(plan: te.EmbeddingPlan) -> dict[str, Any]:
     def make() -> dict[str, Any]:
-        tables = te.init_tables(plan, jax.random.key(0))
-        return {"tables": tables, "slots": te.init_slots(tables, plan)}
+        tables = te.functional.init_tables(plan, jax.random.key(0))
+        return {"tables": tables, "slots": te.functional.init_slots(tables, plan)}
 
     (stack,) = plan.stacks
     sharding = plan.rows_sharding(stack)

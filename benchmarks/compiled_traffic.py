@@ -8,9 +8,9 @@
 
 The program is the embedding part of a train step: 8 tables, 4,096 samples per device.
 It is compiled for a TPU slice that need not be there, and nothing runs. The bytes come
-from the model in `tpu_embedding/aot/traffic.py`. The minimum comes from
-`tpu_embedding/aot/floor.py`. Both assume that no id repeats. A batch with more ids than
-the tables have rows must repeat some; the traffic of these repeats is added.
+from the model in `traffic.py` of `tpu_embedding/tools/compile_report/`, and the minimum
+from `floor.py` there. Both assume that no id repeats. A batch with more ids than the
+tables have rows must repeat some; the traffic of these repeats is added.
 
 `--topology v5p:2x2x2 v5p:16x16x16` shows how the traffic of one device grows with the
 number of devices.
@@ -28,9 +28,9 @@ from embedding_step import abstract_ids, compile_step, make_plan
 from list_options import AllValues
 
 import tpu_embedding as te
-from tpu_embedding import aot
-from tpu_embedding.aot import cost, hlo
-from tpu_embedding.aot.floor import embedding_floor
+from tpu_embedding.tools import compile_report
+from tpu_embedding.tools.compile_report import cost, hlo
+from tpu_embedding.tools.compile_report.floor import embedding_floor
 
 jax.config.update("jax_platforms", "cpu")  # TPUs are only compiled for.
 
@@ -43,7 +43,7 @@ def measure(
     topology: str, dim: int, valence: int, optimizer: str, dtype: str, kernels: str
 ) -> dict[str, Any]:
     """Compiles one step; returns its figures per device."""
-    mesh = aot.topology_mesh(topology)
+    mesh = compile_report.topology_mesh(topology)
     plan = make_plan(
         mesh,
         num_tables=NUM_TABLES,

@@ -47,11 +47,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from list_options import AllValues
 
 import tpu_embedding as te
-from tpu_embedding import aot
-from tpu_embedding.aot import hlo
 from tpu_embedding.hardware import hardware_of_device
 from tpu_embedding.plan import capacity
 from tpu_embedding.plan import plan as plan_module
+from tpu_embedding.tools import compile_report
+from tpu_embedding.tools.compile_report import hlo
 
 jax.config.update("jax_platforms", "cpu")  # TPUs are only compiled for.
 
@@ -260,7 +260,7 @@ def main() -> None:
     heads = ("ms", "no tiles", "ms, 100k", "MiB", "compile s")
     print(" " * 44 + "".join(f"{head:>10}" for head in heads))
     for topology in arguments.topology:
-        mesh = aot.topology_mesh(topology)
+        mesh = compile_report.topology_mesh(topology)
         for name, kernels, compile_programs in cases:
             label = f"{topology:12}{name:20}{kernels or '':12}"
             try:

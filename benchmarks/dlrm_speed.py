@@ -22,8 +22,8 @@ from interleaved import SideFailedError, SideProcess, Times, missing_modules
 from measuring import write_document
 from settings import DlrmSetting
 
-from tpu_embedding import training
-from tpu_embedding.data.criteo_format import CATEGORY_NAMES
+from tpu_embedding.tools import train
+from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES
 
 CONFIG: Final = "dlrm"
 MODULES: Final = {"ours": "dlrm_layer", "torch": "dlrm_torch"}
@@ -44,7 +44,7 @@ def main() -> None:
     if missing := missing_modules(python, ("torch", "numpy")):
         print(f"left out: torch: {' and '.join(missing)} not installed")
         del pythons["torch"]
-    config = training.load_config(CONFIG)
+    config = train.load_config(CONFIG)
     with tempfile.TemporaryDirectory() as directory:
         comparison = _Comparison(config, pathlib.Path(directory), arguments.steps)
         times = comparison.run(pythons, arguments.rounds)
@@ -70,7 +70,7 @@ class _Comparison:
     """The sides of one run; its files lie in a directory."""
 
     def __init__(
-        self, config: training.RunConfig, directory: pathlib.Path, num_steps: int
+        self, config: train.RunConfig, directory: pathlib.Path, num_steps: int
     ):
         self.versions: dict[str, str] = {}
         self._directory = directory

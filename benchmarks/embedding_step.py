@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import tpu_embedding as te
-from tpu_embedding import aot
+from tpu_embedding.tools import compile_report
 
 
 def make_plan(
@@ -42,7 +42,7 @@ def abstract_ids(plan: te.EmbeddingPlan, batch_size: int, valence: int = 1) -> A
     """Returns the shapes of a batch, `[batch]` or `[batch, valence]` per feature."""
     shape = (batch_size,) if valence == 1 else (batch_size, valence)
     ids = {f.name: jax.ShapeDtypeStruct(shape, jnp.int32) for f in plan.features}
-    return aot.abstract_batch(ids, plan)
+    return compile_report.abstract_batch(ids, plan)
 
 
 def train_step(
@@ -55,12 +55,12 @@ def train_step(
     Returns:
       New tables, new slots, and the activations.
     """
-    result = te.lookup(tables, ids, plan)
+    result = te.functional.lookup(tables, ids, plan)
     cotangents, activations = jax.lax.optimization_barrier(
         (cotangents, result.activations)
     )
-    gradients = te.compute_gradients(result.routing, cotangents, plan)
-    return *te.apply_gradients(tables, slots, gradients, plan), activations
+    gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+    return *te.functional.apply_gradients(tables, slots, gradients, plan), activations
 
 
 def jit_step(plan: te.EmbeddingPlan) -> Any:
@@ -86,10 +86,14 @@ def lower_step(plan: te.EmbeddingPlan, ids: Any) -> Any:
       ids: from `abstract_ids`.
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
-    tables = jax.eval_shape(lambda key: te.init_tables(plan, key), key)
-    tables = aot.abstract_arrays(tables, plan)
-    slots = jax.eval_shape(lambda tables: te.init_slots(tables, plan), tables)
-    slots = aot.abstract_arrays(slots, plan)
-    cotangents = aot.abstract_batch(te.activation_shapes(ids, plan), plan)
+    tables = jax.eval_shape(lambda key: te.functional.init_tables(plan, key), key)
+    tables = compile_report.abstract_arrays(tables, plan)
+    slots = jax.eval_shape(
+        lambda tables: te.functional.init_slots(tables, plan), tables
+    )
+    slots = compile_report.abstract_arrays(slots, plan)
+    cotangents = compile_report.abstract_batch(
+        te.functional.activation_shapes(ids, plan), plan
+    )
 
     return jit_step(plan).lower(tables, slots, ids, cotangents, plan)

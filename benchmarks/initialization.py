@@ -22,7 +22,7 @@ import tpu_embedding as te
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Equal tables, initialised by `te.init_tables` or by `jax.random.uniform`."""
+    """Equal tables, initialised by `init_tables` or by `jax.random.uniform`."""
 
     tables: int
     rows: int
@@ -62,7 +62,7 @@ def run_case(case: Case) -> dict[str, Any]:
             dim=case.dim,
             optimizer=te.optimizers.rowwise_adagrad(0.01),
         )
-        _, use = measure(lambda: te.init_tables(plan, key))
+        _, use = measure(lambda: te.functional.init_tables(plan, key))
     return dataclasses.asdict(use)
 
 

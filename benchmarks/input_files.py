@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from tpu_embedding.data.criteo import Criteo, write_criteo_sample
-from tpu_embedding.data.criteo_format import CATEGORY_NAMES
+from tpu_embedding.tools.data.criteo import Criteo, write_criteo_sample
+from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES
 
 VOCABULARY_SIZE: Final = 100_000
 TILE_ROWS: Final = 65_536

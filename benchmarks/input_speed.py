@@ -34,12 +34,12 @@ from input_files import (
 from list_options import AllValues
 from measuring import run_fresh, write_document
 
-from tpu_embedding.data.array_files import open_npy, open_npz
-from tpu_embedding.data.block_dataset import BlockDataset
-from tpu_embedding.data.criteo import Criteo
-from tpu_embedding.data.criteo_format import CATEGORY_NAMES, NUM_DENSE
-from tpu_embedding.data.multi_hot_clicks import MultiHotClicks
-from tpu_embedding.training import ParquetFeature, ParquetSource
+from tpu_embedding.tools.data.array_files import open_npy, open_npz
+from tpu_embedding.tools.data.block_dataset import BlockDataset
+from tpu_embedding.tools.data.criteo import Criteo
+from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES, NUM_DENSE
+from tpu_embedding.tools.data.multi_hot_clicks import MultiHotClicks
+from tpu_embedding.tools.train import ParquetFeature, ParquetSource
 
 BATCH_SIZE: Final = 8192
 WINDOW: Final = 8

@@ -57,7 +57,10 @@ def _peers_picture(results: Results) -> str:
 def _initialization(results: Results) -> str:
     rows: list[Cells] = [("tables", "by", "time", "CPU time", "peak / size")]
     for row in results["initialization"]["results"]:
-        by = {"init_tables": "`te.init_tables`", "uniform": "`jax.random.uniform`"}
+        by = {
+            "init_tables": "`te.functional.init_tables`",
+            "uniform": "`jax.random.uniform`",
+        }
         size = f"{row['tables']} x {row['rows']:,} x {row['dim']}"
         cells = (size, by[row["by"]], f"{row['seconds']:.2f} s")
         peak = f"{row['peak_ratio']:.2f}x" if _is_large(row) else "-"

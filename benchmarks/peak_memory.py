@@ -19,7 +19,7 @@ from measuring import measure, run_fresh, write_document
 from settings import SETTINGS, Setting
 
 import tpu_embedding as te
-from tpu_embedding.data.zipf import ZipfIds
+from tpu_embedding.tools.data.zipf import ZipfIds
 
 NUM_STEPS = 20
 
@@ -37,17 +37,17 @@ def run_case(setting: Setting) -> dict[str, Any]:
     generator = np.random.default_rng(0)
 
     def train():
-        tables = te.init_tables(plan, jax.random.key(0))
-        slots = te.init_slots(tables, plan)
+        tables = te.functional.init_tables(plan, jax.random.key(0))
+        slots = te.functional.init_slots(tables, plan)
         sizes = [leaf.nbytes for leaf in jax.tree.leaves((tables, slots))]
         step = jit_step(plan)
         cotangents = None
         for _ in range(NUM_STEPS):
             shape = (setting.batch, setting.valence)
             batch = {f.name: law.draw(generator, shape) for f in plan.features}
-            batch = te.shard_batch(batch, plan)
+            batch = te.inputs.shard_batch(batch, plan)
             if cotangents is None:
-                structs = te.activation_shapes(batch, plan)
+                structs = te.functional.activation_shapes(batch, plan)
                 cotangents = jax.tree.map(
                     lambda s: jax.numpy.ones(s.shape, s.dtype), structs
                 )

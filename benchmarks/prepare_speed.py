@@ -33,12 +33,12 @@ def make_forms(plan: te.EmbeddingPlan) -> dict[str, Callable[[], Any]]:
     # As many ids as in the dense forms.
     splits = [np.concatenate([[0], np.cumsum(of_table)]) for of_table in lengths]
     values = [generator.integers(0, NUM_ROWS, each[-1]) for each in splits]
-    sizes = te.BufferSizes()
+    sizes = te.inputs.BufferSizes()
 
     def prepare(leaves: Any) -> Any:
         names = (feature.name for feature in plan.features)
         batch = dict(zip(names, leaves, strict=True))
-        return te.prepare_features(batch, plan, sizes=sizes)
+        return te.inputs.prepare_features(batch, plan, sizes=sizes)
 
     narrow = list(ids.astype(np.int32))
     wide = list(ids.astype(np.int64))
@@ -55,7 +55,7 @@ def make_forms(plan: te.EmbeddingPlan) -> dict[str, Callable[[], Any]]:
         "ragged": lambda: prepare(ragged),
         "sparse": lambda: prepare(sparse),
         "lists": lambda: prepare(lists),
-        "strings": lambda: prepare([te.hash_ids(s, NUM_ROWS) for s in strings]),
+        "strings": lambda: prepare([te.inputs.hash_ids(s, NUM_ROWS) for s in strings]),
     }
 
 

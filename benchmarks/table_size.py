@@ -31,10 +31,10 @@ VALENCE = 4
 @functools.partial(jax.jit, static_argnames="plan", donate_argnums=(0, 1))
 def step(tables, slots, features, plan):
     """Looks up, takes the derivative of a small loss, and updates."""
-    result = te.lookup(tables, features, plan)
+    result = te.functional.lookup(tables, features, plan)
     cotangents = jax.tree.map(lambda a: jnp.tanh(a) / a.size, result.activations)
-    gradients = te.compute_gradients(result.routing, cotangents, plan)
-    return te.apply_gradients(tables, slots, gradients, plan)
+    gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+    return te.functional.apply_gradients(tables, slots, gradients, plan)
 
 
 def make_run(num_rows: int):
@@ -45,12 +45,14 @@ def make_run(num_rows: int):
     plan = te.make_plan(
         te.FeatureConfig(table=table), optimizer=te.optimizers.rowwise_adagrad(0.01)
     )
-    tables = te.init_tables(plan, jax.random.key(0))
-    state = [tables, te.init_slots(tables, plan)]
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    state = [tables, te.functional.init_slots(tables, plan)]
     generator = np.random.default_rng(0)
     # The same number of ids for every size: the program's work is compared.
     batches = [
-        te.shard_batch(generator.integers(0, num_rows, (BATCH_SIZE, VALENCE)), plan)
+        te.inputs.shard_batch(
+            generator.integers(0, num_rows, (BATCH_SIZE, VALENCE)), plan
+        )
         for _ in range(8)
     ]
 

@@ -15,8 +15,8 @@ is about the last seventh of train.txt, 6.5 million lines.
 import optax
 
 from tpu_embedding import optimizers
-from tpu_embedding.training import CriteoSource, RunConfig, Target
-from tpu_embedding.training.models import DLRMConfig
+from tpu_embedding.tools.train import CriteoSource, RunConfig, Target
+from tpu_embedding.tools.train.models import DLRMConfig
 
 config = RunConfig(
     name="dlrm",

@@ -27,8 +27,8 @@ Wall time: about 75 s
 import optax
 
 from tpu_embedding import optimizers
-from tpu_embedding.training import MultiHotClicksSource, RunConfig, Target
-from tpu_embedding.training.models import DLRMDCNv2Config
+from tpu_embedding.tools.train import MultiHotClicksSource, RunConfig, Target
+from tpu_embedding.tools.train.models import DLRMDCNv2Config
 
 # fmt: off
 VOCABULARY_SIZES = (

@@ -9,8 +9,8 @@ Wall time: about 40 s
 import optax
 
 from tpu_embedding import optimizers
-from tpu_embedding.training import MovieLensSource, RunConfig, Target
-from tpu_embedding.training.models import RatingModelConfig
+from tpu_embedding.tools.train import MovieLensSource, RunConfig, Target
+from tpu_embedding.tools.train.models import RatingModelConfig
 
 config = RunConfig(
     name="movielens",

@@ -10,8 +10,8 @@ Wall time: about 40 s
 import optax
 
 from tpu_embedding import optimizers
-from tpu_embedding.training import RunConfig, SyntheticClicksSource, Target
-from tpu_embedding.training.models import ClickModelConfig
+from tpu_embedding.tools.train import RunConfig, SyntheticClicksSource, Target
+from tpu_embedding.tools.train.models import ClickModelConfig
 
 config = RunConfig(
     name="synthetic",

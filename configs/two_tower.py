@@ -19,8 +19,8 @@ Wall time: about 45 s
 import optax
 
 from tpu_embedding import optimizers
-from tpu_embedding.training import InteractionsSource, RunConfig, Target
-from tpu_embedding.training.models import TwoTowerConfig
+from tpu_embedding.tools.train import InteractionsSource, RunConfig, Target
+from tpu_embedding.tools.train.models import TwoTowerConfig
 
 config = RunConfig(
     name="two_tower",

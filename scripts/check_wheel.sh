@@ -24,5 +24,5 @@ where = pathlib.Path(tpu_embedding.__file__).resolve()
 assert where.is_relative_to(pathlib.Path(sys.argv[1]).resolve()), where
 assert (where.parent / "py.typed").is_file()
 EOF
-python -m tpu_embedding.cli train synthetic --devices 8 --output-dir run \
+python -m tpu_embedding.tools.cli train synthetic --devices 8 --output-dir run \
     --set num_steps=20 --set batch_size=256 | tail -n 1

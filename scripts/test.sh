@@ -47,7 +47,7 @@ check_python311() {
     setup_environment dev
     run_pytest -m "not full and not tpu_compiler" \
         tests/nn/test_golden_layer.py tests/nn/test_training.py \
-        tests/optimizers/test_golden.py tests/test_cli.py \
+        tests/optimizers/test_golden.py tests/tools/cli/test_command.py \
         -k "not eight and not 8devices"
 }
 

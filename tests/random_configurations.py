@@ -12,7 +12,7 @@ import numpy as np
 import tpu_embedding as te
 from tests.lookup.placements import AXES, MESHES, placements_on
 
-PADDING = te.PADDING_ROW_ID
+PADDING = te.inputs.PADDING_ROW_ID
 INITIAL_ACCUMULATOR = 0.25
 OPTIMIZERS = {
     "none": None,

@@ -54,7 +54,7 @@ def gains_of(bag, combiner, feature):
     vocabulary_size = feature.table.vocabulary_size
     kept = []
     for row, weight in bag:
-        if row == te.PADDING_ROW_ID:
+        if row == te.inputs.PADDING_ROW_ID:
             continue
         if feature.config.out_of_range_ids == "clip":
             row = min(max(row, 0), vocabulary_size - 1)

@@ -63,13 +63,13 @@ def given():
     model = Model()
     plan = model.embedding.plan
     tables = model.embedding.tables.get_value()
-    result = te.lookup(tables, IDS, plan)
+    result = te.functional.lookup(tables, IDS, plan)
     linen = te.linen.TPUEmbedding(plan)
     return types.SimpleNamespace(
         model=model,
         plan=plan,
         tables=tables,
-        slots=te.init_slots(tables, plan),
+        slots=te.functional.init_slots(tables, plan),
         result=result,
         gradients=gradients_of(model),
         optimizer=te.Optimizer(model, optax.adam(1e-3)),
@@ -398,40 +398,40 @@ OPTIMIZERS = {
 
 TRAINING = {
     "gradients: other model": (
-        lambda x: te.add(x.gradients, gradients_of(Renamed())),
+        lambda x: te.gradients.add(x.gradients, gradients_of(Renamed())),
         'has [".dense',
         "of one structure",
-        "te.add(first.dense, second.dense)",
+        "te.gradients.add(first.dense, second.dense)",
     ),
     "gradients: list": (
-        lambda x: te.add([x.gradients, x.gradients]),
+        lambda x: te.gradients.add([x.gradients, x.gradients]),
         "got one list",
         "each gradient as an argument",
-        "te.add(*gradients)",
+        "te.gradients.add(*gradients)",
     ),
     "clip: swapped": (
-        lambda x: te.clip_by_global_norm(1.0, x.gradients),
+        lambda x: te.gradients.clip_by_global_norm(1.0, x.gradients),
         "got Gradients",
         "a number",
-        "te.clip_by_global_norm(gradients, max_norm)",
+        "te.gradients.clip_by_global_norm(gradients, max_norm)",
     ),
     "scale: swapped": (
-        lambda x: te.scale(0.5, x.gradients),
+        lambda x: te.gradients.scale(0.5, x.gradients),
         "got Gradients",
         "a number",
-        "te.scale(gradients, factor)",
+        "te.gradients.scale(gradients, factor)",
     ),
     "update_if: swapped": (
-        lambda x: te.update_if(lambda state: state, True, x.tables),
+        lambda x: te.gradients.update_if(lambda state: state, True, x.tables),
         "got True",
         "a function",
-        "te.update_if(condition, update, state)",
+        "te.gradients.update_if(condition, update, state)",
     ),
     "norm of optax in jit": (
         lambda x: jax.jit(optax.global_norm)(x.gradients),
         "key<row ids",
         "data type",
-        "te.global_norm",
+        "te.gradients.global_norm",
     ),
     "optimizer of Flax": (
         lambda x: nnx.Optimizer(x.model, optax.adam(0.1), wrt=nnx.Param).update(
@@ -488,73 +488,75 @@ TRAINING = {
 
 FUNCTIONS = {
     "init_tables: seed": (
-        lambda x: te.init_tables(x.plan, 0),
+        lambda x: te.functional.init_tables(x.plan, 0),
         "got 0",
         "a random key such as jax.random.key(0)",
-        "te.init_tables(plan, key)",
+        "te.functional.init_tables(plan, key)",
     ),
     "init_tables: swapped": (
-        lambda x: te.init_tables(jax.random.key(0), x.plan),
+        lambda x: te.functional.init_tables(jax.random.key(0), x.plan),
         "got an array of shape ()",
         "an EmbeddingPlan",
-        "te.init_tables(plan, key)",
+        "te.functional.init_tables(plan, key)",
     ),
     "init_slots: swapped": (
-        lambda x: te.init_slots(x.plan, x.tables),
+        lambda x: te.functional.init_slots(x.plan, x.tables),
         "got dict with the keys ['stack_0']",
         "an EmbeddingPlan",
-        "te.init_slots(tables, plan)",
+        "te.functional.init_slots(tables, plan)",
     ),
     "lookup: plan first": (
-        lambda x: te.lookup(x.plan, x.tables, IDS),
+        lambda x: te.functional.lookup(x.plan, x.tables, IDS),
         "got dict with the keys ['watched']",
         "an EmbeddingPlan",
-        "te.lookup(tables, features, plan)",
+        "te.functional.lookup(tables, features, plan)",
     ),
     "read_rows: not routed": (
-        lambda x: te.read_rows(x.tables, IDS, x.plan),
+        lambda x: te.functional.read_rows(x.tables, IDS, x.plan),
         "got dict with the keys ['watched']",
-        "that te.route returned",
-        "te.read_rows(tables, routed, plan)",
+        "that te.functional.route returned",
+        "te.functional.read_rows(tables, routed, plan)",
     ),
     "compute_gradients: result": (
-        lambda x: te.compute_gradients(x.result, x.result.activations, x.plan),
+        lambda x: te.functional.compute_gradients(
+            x.result, x.result.activations, x.plan
+        ),
         "got LookupResult",
-        "the Routing of te.lookup",
-        "te.compute_gradients(routing, cotangents, plan)",
+        "the Routing of te.functional.lookup",
+        "te.functional.compute_gradients(routing, cotangents, plan)",
     ),
     "apply_gradients: of the layer": (
-        lambda x: te.apply_gradients(x.tables, x.slots, x.gradients, x.plan),
+        lambda x: te.functional.apply_gradients(x.tables, x.slots, x.gradients, x.plan),
         "got Gradients",
         "gradients.tables['embedding']",
-        "te.apply_gradients(tables, slots, gradients, plan)",
+        "te.functional.apply_gradients(tables, slots, gradients, plan)",
     ),
     "apply_gradients: no plan": (
-        lambda x: te.apply_gradients(x.tables, x.slots, x.gradients),
+        lambda x: te.functional.apply_gradients(x.tables, x.slots, x.gradients),
         "missing",
         "'plan'",
-        "te.apply_gradients(tables, slots, gradients, plan)",
+        "te.functional.apply_gradients(tables, slots, gradients, plan)",
     ),
     "prepare_features: layer": (
-        lambda x: te.prepare_features(IDS, x.model.embedding),
+        lambda x: te.inputs.prepare_features(IDS, x.model.embedding),
         "got TPUEmbedding",
         "an EmbeddingPlan",
-        "te.prepare_features(features, plan)",
+        "te.inputs.prepare_features(features, plan)",
     ),
     "unstack_tables: swapped": (
-        lambda x: te.unstack_tables(x.plan, x.tables),
+        lambda x: te.functional.unstack_tables(x.plan, x.tables),
         "got dict with the keys ['stack_0']",
         "an EmbeddingPlan",
-        "te.unstack_tables(stacked, plan)",
+        "te.functional.unstack_tables(stacked, plan)",
     ),
     "with_table_values: swapped": (
-        lambda x: te.with_table_values(x.tables, x.plan, {"movie": VALUES}),
+        lambda x: te.functional.with_table_values(x.tables, x.plan, {"movie": VALUES}),
         "got dict with the keys ['movie']",
         "an EmbeddingPlan",
-        "te.with_table_values(stacked, values, plan)",
+        "te.functional.with_table_values(stacked, values, plan)",
     ),
     "with_slot_values: array": (
-        lambda x: te.with_slot_values(x.slots, {"movie": VALUES}, x.plan),
+        lambda x: te.functional.with_slot_values(x.slots, {"movie": VALUES}, x.plan),
         "got an array of shape (6, 2)",
         "a dict",
         "{'movie': {'accumulators': array}}",
@@ -609,15 +611,15 @@ def test_error_says_what_is_given_and_wanted_and_what_to_write(case, given):
 
 def test_keys_of_either_kind_make_tables(given):
     typed, raw = jax.random.key(0), jax.random.PRNGKey(0)
-    first, second = (te.init_tables(given.plan, key) for key in (typed, raw))
+    first, second = (te.functional.init_tables(given.plan, key) for key in (typed, raw))
     np.testing.assert_array_equal(
-        te.unstack_tables(first, given.plan)["movie"],
-        te.unstack_tables(second, given.plan)["movie"],
+        te.functional.unstack_tables(first, given.plan)["movie"],
+        te.functional.unstack_tables(second, given.plan)["movie"],
     )
 
 
 def test_a_check_leaves_the_functions_of_jit():
-    assert callable(te.init_tables.lower)  # pyright: ignore
+    assert callable(te.functional.init_tables.lower)  # pyright: ignore
 
 
 def test_configs_that_are_no_arrays_show_their_attributes(given):

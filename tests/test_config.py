@@ -40,7 +40,7 @@ def combiner(**options):
 
 
 def row_ids(**options):
-    return te.RowIdInitializer(**options)
+    return te.initializers.RowIdInitializer(**options)
 
 
 def largest(valence, rows):
@@ -89,7 +89,7 @@ WRONG = {
         ("initializer", "zeros"),
         ("initializer", shape_initializer),
         ("initializer", KerasInitializer()),
-        ("initializer", te.RowIdInitializer),
+        ("initializer", te.initializers.RowIdInitializer),
         ("initializer", jax.nn.initializers.normal),
         ("optimizer", "adamm"),
         ("combiner", "max"),
@@ -286,7 +286,7 @@ RIGHT = [
     (feature, dict(expected_valence=0.25)),
     (table, dict(vocabulary_size=np.int64(7), dim=np.uint8(3))),
     (table, dict(combiner=custom(largest))),
-    (table, dict(initializer=te.RowIdInitializer(2))),
+    (table, dict(initializer=te.initializers.RowIdInitializer(2))),
     (table, dict(initializer=lambda *args: jnp.zeros(args[1]))),
     (table, dict(initializer=functools.partial(jax.nn.initializers.zeros))),
     (feature, dict(table=(TABLE, dataclasses.replace(TABLE, dim=1, name="u")))),
@@ -321,7 +321,7 @@ def test_right_values_are_kept(make, options):
 
 
 def test_largest_vocabulary_leaves_room_for_padding():
-    assert MAX_VOCABULARY_SIZE == te.PADDING_ROW_ID - 1 == 2**31 - 2
+    assert MAX_VOCABULARY_SIZE == te.inputs.PADDING_ROW_ID - 1 == 2**31 - 2
 
 
 def defaults_of(cls):
@@ -452,7 +452,7 @@ CONTRADICTIONS = {
         ["FeatureConfig.table", "vocabulary_size", "[7, 9]", "'f'"],
     ),
     "row ids beyond 32 bits": (
-        lambda: te.RowIdInitializer(2**31 - 2)(None, (3, 1), jnp.float32),
+        lambda: te.initializers.RowIdInitializer(2**31 - 2)(None, (3, 1), jnp.float32),
         ["RowIdInitializer.offset", "2147483646", "3 rows"],
     ),
 }
@@ -468,12 +468,14 @@ def test_fields_that_contradict_each_other(case):
 
 
 def test_row_id_initializer():
-    values = te.RowIdInitializer(5)(jax.random.key(0), (4, 2), jnp.float32)
+    values = te.initializers.RowIdInitializer(5)(jax.random.key(0), (4, 2), jnp.float32)
     np.testing.assert_array_equal(values, [[5, 5], [6, 6], [7, 7], [8, 8]])
     assert values.dtype == jnp.float32
-    named = table(initializer=te.RowIdInitializer(-1))
+    named = table(initializer=te.initializers.RowIdInitializer(-1))
     plan = te.make_plan(te.FeatureConfig(table=named))
-    tables = te.unstack_tables(te.init_tables(plan, jax.random.key(0)), plan)
+    tables = te.functional.unstack_tables(
+        te.functional.init_tables(plan, jax.random.key(0)), plan
+    )
     np.testing.assert_array_equal(tables["t"], np.arange(-1, 6)[:, None] * np.ones(3))
 
 
@@ -487,9 +489,9 @@ def test_an_initializer_of_another_library_says_how_to_wrap_it():
         )
     )
     plan = te.make_plan(te.FeatureConfig(table=wrapped))
-    assert not te.unstack_tables(te.init_tables(plan, jax.random.key(0)), plan)[
-        "t"
-    ].any()
+    assert not te.functional.unstack_tables(
+        te.functional.init_tables(plan, jax.random.key(0)), plan
+    )["t"].any()
 
 
 def test_a_small_numpy_size_does_not_wrap():

@@ -42,8 +42,8 @@ def cotangents_of(seed, size=BATCH):
 
 
 def gradients_of(plan, tables, features, cotangents):
-    result = te.lookup(tables, features, plan)
-    return te.compute_gradients(result.routing, cotangents, plan)
+    result = te.functional.lookup(tables, features, plan)
+    return te.functional.compute_gradients(result.routing, cotangents, plan)
 
 
 def dense_gradients(features, cotangents):
@@ -75,25 +75,29 @@ plans = pytest.mark.parametrize(
 @plans
 def test_norm_of_tables_and_dense_arrays(options):
     plan = make_plan(**options)
-    tables = te.init_tables(plan, jax.random.key(0))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
     features, cotangents = batch_of(0), cotangents_of(0)
     gradients = gradients_of(plan, tables, features, cotangents)
     dense = dense_gradients(features, cotangents)
     kernel = jnp.arange(6.0).reshape(2, 3)
     squares = sum(np.sum(np.square(g)) for g in (*dense.values(), kernel))
     both = {"tables": gradients, "kernel": kernel}
-    np.testing.assert_allclose(te.global_norm(both), np.sqrt(squares), rtol=1e-6)
     np.testing.assert_allclose(
-        te.global_norm(te.scale(both, -0.5)), np.sqrt(squares) / 2, rtol=1e-6
+        te.gradients.global_norm(both), np.sqrt(squares), rtol=1e-6
     )
-    clipped = te.clip_by_global_norm(both, 1.5)
-    np.testing.assert_allclose(te.global_norm(clipped), 1.5, rtol=1e-6)
-    unclipped = te.clip_by_global_norm(both, 1e6)
+    np.testing.assert_allclose(
+        te.gradients.global_norm(te.gradients.scale(both, -0.5)),
+        np.sqrt(squares) / 2,
+        rtol=1e-6,
+    )
+    clipped = te.gradients.clip_by_global_norm(both, 1.5)
+    np.testing.assert_allclose(te.gradients.global_norm(clipped), 1.5, rtol=1e-6)
+    unclipped = te.gradients.clip_by_global_norm(both, 1e6)
     np.testing.assert_array_equal(unclipped["kernel"], kernel)
-    assert te.all_finite(both)
-    assert not te.all_finite({**both, "kernel": kernel.at[1, 1].set(jnp.nan)})
+    assert te.gradients.all_finite(both)
+    assert not te.gradients.all_finite({**both, "kernel": kernel.at[1, 1].set(jnp.nan)})
     cotangents["item"][3, 1] = np.inf
-    assert not te.all_finite(gradients_of(plan, tables, features, cotangents))
+    assert not te.gradients.all_finite(gradients_of(plan, tables, features, cotangents))
 
 
 @pytest.mark.parametrize(
@@ -106,32 +110,32 @@ def test_norm_of_tables_and_dense_arrays(options):
 )
 def test_norm_sums_the_occurrences_that_a_rule_takes_one_by_one(options):
     plan = make_plan(**options, optimizer=IN_SEQUENCE)
-    tables = te.init_tables(plan, jax.random.key(0))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
     features, cotangents = batch_of(0), cotangents_of(0)
     gradients = gradients_of(plan, tables, features, cotangents)
     dense = dense_gradients(features, cotangents)
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in dense.values()))
     # Shards add their samples in another order.
-    np.testing.assert_allclose(te.global_norm(gradients), norm, rtol=1e-6)
-    both = te.add(gradients, te.scale(gradients, 0.5))
-    np.testing.assert_allclose(te.global_norm(both), 1.5 * norm, rtol=1e-6)
-    clipped = te.clip_by_global_norm(gradients, 1.5)
-    np.testing.assert_allclose(te.global_norm(clipped), 1.5, rtol=1e-6)
-    assert te.all_finite(gradients)
+    np.testing.assert_allclose(te.gradients.global_norm(gradients), norm, rtol=1e-6)
+    both = te.gradients.add(gradients, te.gradients.scale(gradients, 0.5))
+    np.testing.assert_allclose(te.gradients.global_norm(both), 1.5 * norm, rtol=1e-6)
+    clipped = te.gradients.clip_by_global_norm(gradients, 1.5)
+    np.testing.assert_allclose(te.gradients.global_norm(clipped), 1.5, rtol=1e-6)
+    assert te.gradients.all_finite(gradients)
     cotangents["item"][3, 1] = np.nan
-    assert not te.all_finite(gradients_of(plan, tables, features, cotangents))
+    assert not te.gradients.all_finite(gradients_of(plan, tables, features, cotangents))
 
 
 @pytest.mark.parametrize("bad", [-1.0, 0.0, math.nan, "1", None, np.ones(2)])
 def test_norms_that_would_flip_or_empty_the_update_are_refused(bad):
     with pytest.raises((ValueError, TypeError), match="max_norm must be"):
-        te.clip_by_global_norm({"kernel": jnp.ones(2)}, bad)
+        te.gradients.clip_by_global_norm({"kernel": jnp.ones(2)}, bad)
 
 
 @pytest.mark.parametrize("gradient", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [-1.0, 0.0, math.nan])
 def test_traced_norms_that_would_flip_or_empty_the_update_make_it_nan(bad, gradient):
-    clip = jax.jit(te.clip_by_global_norm)
+    clip = jax.jit(te.gradients.clip_by_global_norm)
     assert np.isnan(clip({"kernel": jnp.full(2, gradient)}, bad)["kernel"]).all()
 
 
@@ -140,21 +144,23 @@ def test_the_norm_of_one_row_is_that_of_its_sum():
     plan = te.make_plan(
         {"item": te.FeatureConfig(table=table)}, mesh_of(1), optimizer=IN_SEQUENCE
     )
-    tables = te.init_tables(plan, jax.random.key(0))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
     ones, ids = {"item": np.ones((4, 1), np.float32)}, {"item": np.full(4, 7)}
-    assert te.global_norm(gradients_of(plan, tables, ids, ones)) == 4.0
+    assert te.gradients.global_norm(gradients_of(plan, tables, ids, ones)) == 4.0
 
 
 def joined_and_added(plan, num_parts=3):
     """Tables after one batch, and after the sum of the gradients of its parts."""
-    tables = te.init_tables(plan, jax.random.key(0))
-    slots = te.init_slots(tables, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
     parts = [(batch_of(i), cotangents_of(i)) for i in range(num_parts)]
     features, cotangents = jax.tree.map(lambda *x: np.concatenate(x), *parts)
     whole = gradients_of(plan, tables, features, cotangents)
-    added = te.add(*(gradients_of(plan, tables, *part) for part in parts))
+    added = te.gradients.add(*(gradients_of(plan, tables, *part) for part in parts))
     return [
-        te.unstack_tables(te.apply_gradients(tables, slots, g, plan)[0], plan)
+        te.functional.unstack_tables(
+            te.functional.apply_gradients(tables, slots, g, plan)[0], plan
+        )
         for g in (whole, added)
     ]
 
@@ -193,18 +199,22 @@ def test_micro_batches_in_jit_compile_once_and_touch_no_other_row():
     @jax.jit
     def step(tables, slots, batches):
         traces.append(1)
-        gradients = te.add(*(gradients_of(plan, tables, *batch) for batch in batches))
-        gradients = te.clip_by_global_norm(te.scale(gradients, 0.5), 0.1)
-        return te.apply_gradients(tables, slots, gradients, plan)
+        gradients = te.gradients.add(
+            *(gradients_of(plan, tables, *batch) for batch in batches)
+        )
+        gradients = te.gradients.clip_by_global_norm(
+            te.gradients.scale(gradients, 0.5), 0.1
+        )
+        return te.functional.apply_gradients(tables, slots, gradients, plan)
 
-    tables = te.init_tables(plan, jax.random.key(0))
-    slots = te.init_slots(tables, plan)
-    before = te.unstack_tables(tables, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
+    before = te.functional.unstack_tables(tables, plan)
     ids = np.array([[0, 1, 2, 2]] * BATCH)
     batch = ({"item": ids, "other": np.zeros(BATCH, int)}, cotangents_of(0))
     for _ in range(2):
         tables, slots = step(tables, slots, [batch, batch])
-    after = te.unstack_tables(tables, plan)
+    after = te.functional.unstack_tables(tables, plan)
     assert len(traces) == 1
     np.testing.assert_array_equal(after["items"][3:], before["items"][3:])
     np.testing.assert_array_equal(after["other"][1:], before["other"][1:])
@@ -230,7 +240,7 @@ REFUSED = {
 @pytest.mark.parametrize("operation", REFUSED)
 def test_generic_arithmetic_is_refused(operation):
     plan = make_plan(num_devices=1, capacity=1)
-    tables = te.init_tables(plan, jax.random.key(0))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
     gradients = gradients_of(plan, tables, batch_of(0), cotangents_of(0))
     with pytest.raises((TypeError, NotImplementedError)):
         REFUSED[operation](gradients)
@@ -248,46 +258,57 @@ def test_map_over_floats_alone_is_right():
     )
     batch, cotangents = batch_of(0)["item"], cotangents_of(0)["item"]
     features = te.DenseIds(ids=batch, weights=np.float32(batch % 3 + 1))
-    tables = te.init_tables(plan, jax.random.key(0))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
     gradients = gradients_of(plan, tables, features, cotangents)
     halved = jax.tree.map(
         lambda x: 0.5 * x if jnp.issubdtype(x.dtype, jnp.floating) else x, gradients
     )
-    norm = te.global_norm(gradients)
-    np.testing.assert_allclose(te.global_norm(halved), norm / 2, rtol=1e-6)
-    np.testing.assert_allclose(te.global_norm(te.add(halved, halved)), norm, rtol=1e-6)
+    norm = te.gradients.global_norm(gradients)
+    np.testing.assert_allclose(te.gradients.global_norm(halved), norm / 2, rtol=1e-6)
+    np.testing.assert_allclose(
+        te.gradients.global_norm(te.gradients.add(halved, halved)), norm, rtol=1e-6
+    )
 
 
 @pytest.mark.full
 def test_zeros_like_a_gradient_touches_nothing():
     plan = make_plan(num_devices=2, capacity=1, optimizer=te.optimizers.adam(0.1))
-    tables = te.init_tables(plan, jax.random.key(0))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
     gradients = gradients_of(plan, tables, batch_of(0), cotangents_of(0))
     zeros = jax.tree.map(jnp.zeros_like, gradients)
-    assert te.global_norm(zeros) == 0
-    new_tables, new_slots = te.apply_gradients(
-        tables, te.init_slots(tables, plan), zeros, plan
+    assert te.gradients.global_norm(zeros) == 0
+    new_tables, new_slots = te.functional.apply_gradients(
+        tables, te.functional.init_slots(tables, plan), zeros, plan
     )
-    for name, values in te.unstack_tables(new_tables, plan).items():
-        np.testing.assert_array_equal(values, te.unstack_tables(tables, plan)[name])
+    for name, values in te.functional.unstack_tables(new_tables, plan).items():
+        np.testing.assert_array_equal(
+            values, te.functional.unstack_tables(tables, plan)[name]
+        )
 
 
 def test_gradients_of_another_plan_are_refused():
     plan, other = make_plan(2), make_plan(4)
-    tables = te.init_tables(plan, jax.random.key(0))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
     gradients = gradients_of(plan, tables, batch_of(0), cotangents_of(0))
     others = gradients_of(
-        other, te.init_tables(other, jax.random.key(0)), batch_of(0), cotangents_of(0)
+        other,
+        te.functional.init_tables(other, jax.random.key(0)),
+        batch_of(0),
+        cotangents_of(0),
     )
     with pytest.raises(ValueError, match="one plan"):
-        te.add(gradients, others)
+        te.gradients.add(gradients, others)
     with pytest.raises(ValueError, match="computed with another plan"):
-        te.apply_gradients(tables, te.init_slots(tables, plan), others, plan)
+        te.functional.apply_gradients(
+            tables, te.functional.init_slots(tables, plan), others, plan
+        )
     with pytest.raises(TypeError, match="TableGradients|got dict"):
-        te.apply_gradients(tables, te.init_slots(tables, plan), {}, plan)
+        te.functional.apply_gradients(
+            tables, te.functional.init_slots(tables, plan), {}, plan
+        )
     with pytest.raises(ValueError, match="at least one"):
-        te.add()
+        te.gradients.add()
     with pytest.raises(ValueError, match="table gradients beside"):
-        te.add({"tables": gradients}, {"tables": jnp.ones(3)})
+        te.gradients.add({"tables": gradients}, {"tables": jnp.ones(3)})
     with pytest.raises(TypeError, match="got dtype int32"):
-        te.scale({"kernel": jnp.arange(3)}, 0.5)
+        te.gradients.scale({"kernel": jnp.arange(3)}, 0.5)

@@ -29,7 +29,7 @@ class Device:
 @pytest.mark.parametrize("name", [*TPUS, "cpu", "gpu"])
 def test_by_name(name):
     assert hardware_by_name(name).name == name
-    assert te.hardware_by_name(name) is hardware_by_name(name)
+    assert te.hardware.hardware_by_name(name) is hardware_by_name(name)
 
 
 @pytest.mark.parametrize("name", ["v3", "V5P", "v5", "TPU v5p", "", None, 5])

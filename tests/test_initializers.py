@@ -85,7 +85,7 @@ def test_a_row_initializer_of_the_wrong_shape_names_its_tables():
     table = te.TableConfig(vocabulary_size=6, dim=4, name="bad", initializer=bad)
     plan = te.make_plan(te.FeatureConfig(table=table))
     with pytest.raises(ValueError, match=r"TableConfig\.initializer .* table 'bad'"):
-        te.init_tables(plan, KEY)
+        te.functional.init_tables(plan, KEY)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding import cli, kernel_verdicts
+from tpu_embedding import kernel_verdicts
 from tpu_embedding.checkpoint import CheckpointError, RunCheckpoints, open_tables
 from tpu_embedding.checkpoint.run_checkpoints import saved_steps
-from tpu_embedding.data.criteo import Criteo, write_criteo_sample
 from tpu_embedding.paths import local_path
+from tpu_embedding.tools import cli
+from tpu_embedding.tools.data.criteo import Criteo, write_criteo_sample
 
 PLAN = te.make_plan(
     te.FeatureConfig(table=te.TableConfig(vocabulary_size=10, dim=4, name="movie")),
@@ -63,7 +64,10 @@ def written(path, here):
 
 
 def state(seed=0):
-    return {"tables": te.init_tables(PLAN, jax.random.key(seed)), "step": seed}
+    return {
+        "tables": te.functional.init_tables(PLAN, jax.random.key(seed)),
+        "step": seed,
+    }
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
@@ -73,7 +77,7 @@ def test_checkpoints(here, path):
     te.save(path, state(4), plan=PLAN, overwrite=True)
     assert te.restore(path, state(), plan=PLAN)["step"] == 4
     rows = te.checkpoint.read_table(path, "movie")
-    wanted = te.unstack_tables(state(4)["tables"], PLAN)["movie"]
+    wanted = te.functional.unstack_tables(state(4)["tables"], PLAN)["movie"]
     np.testing.assert_array_equal(rows, wanted)
     assert te.checkpoint.describe(path).dense == {"step": "int"}
     assert not (here / "~").exists()
@@ -140,7 +144,7 @@ def test_train_and_export(here, path, capsys):
     path = path.format(name=here.name)
     config = here / "home" / "own.py"
     config.write_text(
-        "from tpu_embedding.training.config_files import load_config\n"
+        "from tpu_embedding.tools.train.config.config_files import load_config\n"
         "config = load_config('synthetic')\n"
     )
     options = ["--devices", "1", "--output-dir", path, *SETTINGS]
@@ -187,7 +191,7 @@ def test_files_of_data(here, path):
     )
     assert data.train_batch(0).labels.shape == (4,)
     (local_path(path) / "tokens.txt").write_text("a\nb\n")
-    assert te.Vocabulary.from_file(path / "tokens.txt").tokens == ("a", "b")
+    assert te.inputs.Vocabulary.from_file(path / "tokens.txt").tokens == ("a", "b")
     assert not (here / "~").exists()
 
 

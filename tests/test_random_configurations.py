@@ -57,9 +57,9 @@ def check_step(example, rows, plan, tables, step):
     )
     batch = example.nested(batch)
     if example.is_prepared:
-        batch = te.prepare_features(batch, plan, example.nested(weights))
+        batch = te.inputs.prepare_features(batch, plan, example.nested(weights))
     lookups = plan.for_batch(batch)
-    cotangents = cotangents_of(te.activation_shapes(batch, plan))
+    cotangents = cotangents_of(te.functional.activation_shapes(batch, plan))
     activations, stats, after, slots = step(tables, batch, cotangents)
     assert_replicas_equal((after, slots))
 
@@ -69,7 +69,7 @@ def check_step(example, rows, plan, tables, step):
         for _ in feature.config.tables
         if feature.is_given
     ]
-    before = te.unstack_tables(tables, plan)
+    before = te.functional.unstack_tables(tables, plan)
     expected, gradients, counts = reference_step(
         before, of_lookups, lookups.flatten_activations(cotangents), lookups
     )
@@ -85,7 +85,9 @@ def check_step(example, rows, plan, tables, step):
             **tolerance_of(feature.table),
             err_msg=feature.name,
         )
-    check_updates(plan, before, te.unstack_tables(after, plan), slots, gradients)
+    check_updates(
+        plan, before, te.functional.unstack_tables(after, plan), slots, gradients
+    )
 
 
 def step_of(plan):
@@ -96,10 +98,10 @@ def step_of(plan):
 
     @jax.jit
     def step(tables, batch, cotangents):
-        slots = te.init_slots(tables, plan)
-        result = te.lookup(tables, batch, plan)
-        gradients = te.compute_gradients(result.routing, cotangents, plan)
-        tables, slots = te.apply_gradients(tables, slots, gradients, plan)
+        slots = te.functional.init_slots(tables, plan)
+        result = te.functional.lookup(tables, batch, plan)
+        gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+        tables, slots = te.functional.apply_gradients(tables, slots, gradients, plan)
         return result.activations, result.stats, tables, slots
 
     return step
@@ -107,7 +109,7 @@ def step_of(plan):
 
 def tables_with_values(plan):
     """Returns tables of multiples of 1/8, whose rows differ."""
-    shapes = jax.eval_shape(lambda: te.init_tables(plan, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: te.functional.init_tables(plan, jax.random.key(0)))
     shardings = {stack.name: plan.rows_sharding(stack) for stack in plan.stacks}
     tables = {
         name: jax.tree.map(
@@ -124,7 +126,7 @@ def tables_with_values(plan):
             rows = np.arange(table.config.vocabulary_size)[:, None]
             steps = 7 * rows + 3 * np.arange(table.config.dim) + len(values) * 11
             values[table.name] = ((steps % 31 - 15) / 8).astype(np.float32)
-    return te.with_table_values(tables, values, plan, {})[0]
+    return te.functional.with_table_values(tables, values, plan, {})[0]
 
 
 def cotangents_of(shapes):
@@ -221,7 +223,7 @@ def tolerance_of(table):
 
 def check_updates(plan, before, after, slots, gradients):
     """Compares tables and slot variables; rows not looked up keep their bits."""
-    found_slots = te.slot_values(slots, plan)
+    found_slots = te.functional.slot_values(slots, plan)
     for table in (table for stack in plan.stacks for table in stack.tables):
         name, old, gradient = table.name, before[table.name], gradients[table.name]
         is_touched = ~np.isnan(gradient).all(axis=1)

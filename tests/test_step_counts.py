@@ -42,24 +42,26 @@ def loss_of(rows):
 def train(rule, dim, tasks):
     """Looks up one table per step. Returns the row of t2, and its average if any."""
     plan = te.make_plan(features_of(dim, rule), mesh_of(2))
-    tables = te.init_tables(plan, jax.random.key(0))
-    slots = te.init_slots(tables, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
 
     @jax.jit
     def step(tables, slots, batch):
         gradients = TableGradients({}, plan)
         if batch:
-            result = te.lookup(tables, batch, plan)
+            result = te.functional.lookup(tables, batch, plan)
             cotangents = jax.grad(loss_of)(result.activations)
-            gradients = te.compute_gradients(result.routing, cotangents, plan)
-        return te.apply_gradients(tables, slots, gradients, plan)
+            gradients = te.functional.compute_gradients(
+                result.routing, cotangents, plan
+            )
+        return te.functional.apply_gradients(tables, slots, gradients, plan)
 
     for task in tasks:
         tables, slots = step(tables, slots, {task: IDS} if task else {})
-    rows = [te.unstack_tables(tables, plan)["t2"][ROW]]
+    rows = [te.functional.unstack_tables(tables, plan)["t2"][ROW]]
     if has_averages(slots):
-        tables, _ = te.finalize_variable_values(tables, slots, plan)
-        rows.append(te.unstack_tables(tables, plan)["t2"][ROW])
+        tables, _ = te.functional.finalize_variable_values(tables, slots, plan)
+        rows.append(te.functional.unstack_tables(tables, plan)["t2"][ROW])
     return rows
 
 

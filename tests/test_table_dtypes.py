@@ -32,9 +32,9 @@ def make_plan(mesh, dtype, optimizer, *, dim=DIM, **options):
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnums=(0, 1))
 def step(tables, slots, ids, cotangents, plan):
-    result = te.lookup(tables, ids, plan)
-    gradients = te.compute_gradients(result.routing, cotangents, plan)
-    return te.apply_gradients(tables, slots, gradients, plan)
+    result = te.functional.lookup(tables, ids, plan)
+    gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+    return te.functional.apply_gradients(tables, slots, gradients, plan)
 
 
 def trained(plan, num_steps=4):
@@ -44,8 +44,10 @@ def trained(plan, num_steps=4):
         name: generator.normal(size=(size, DIM)).astype(np.float32)
         for name, size in SIZES.items()
     }
-    tables = te.with_table_values(te.init_tables(plan, jax.random.key(0)), values, plan)
-    slots = te.init_slots(tables, plan)
+    tables = te.functional.with_table_values(
+        te.functional.init_tables(plan, jax.random.key(0)), values, plan
+    )
+    slots = te.functional.init_slots(tables, plan)
     for _ in range(num_steps):
         ids = {
             name: generator.integers(0, size, BATCH).astype(np.int32)
@@ -56,7 +58,7 @@ def trained(plan, num_steps=4):
             for name in SIZES
         }
         tables, slots = step(tables, slots, ids, cotangents, plan)
-    return te.unstack_tables(tables, plan), slots
+    return te.functional.unstack_tables(tables, plan), slots
 
 
 OPTIMIZERS = {
@@ -86,7 +88,7 @@ def test_equal_on_any_devices_packing_placement_and_rounds(name, dtype):
             mesh_of(num_devices),
             dtype,
             OPTIMIZERS[name],
-            hardware=te.hardware_by_name(hardware),
+            hardware=te.hardware.hardware_by_name(hardware),
             **options,
         )
         values, slots = trained(plan)
@@ -119,18 +121,22 @@ def test_initial_values(dtype):
         vocabulary_size=19, dim=6, name="t", dtype=dtype, initializer=initializer
     )
     plan = te.make_plan(
-        te.FeatureConfig(table=table), mesh_of(3), hardware=te.hardware_by_name("v5p")
+        te.FeatureConfig(table=table),
+        mesh_of(3),
+        hardware=te.hardware.hardware_by_name("v5p"),
     )
-    tables = te.init_tables(plan, jax.random.key(3))
+    tables = te.functional.init_tables(plan, jax.random.key(3))
     assert asked == [jnp.float32]
     (lines,) = jax.tree.leaves(tables)
     assert lines.dtype == (jnp.float32 if dtype == "float32" else jnp.int32)
-    values = te.unstack_tables(tables, plan)["t"]
+    values = te.functional.unstack_tables(tables, plan)["t"]
     assert values.dtype == np.float32
     exact_plan = te.make_plan(
         te.FeatureConfig(table=dataclasses.replace(table, dtype="float32")), mesh_of(3)
     )
-    exact = te.unstack_tables(te.init_tables(exact_plan, jax.random.key(3)), exact_plan)
+    exact = te.functional.unstack_tables(
+        te.functional.init_tables(exact_plan, jax.random.key(3)), exact_plan
+    )
     if dtype == "int8":
         # Half of a 255th of a row's range.
         error = np.abs(values - exact["t"]).max(axis=1)
@@ -145,7 +151,7 @@ def test_initial_values(dtype):
 def test_rows_that_belong_to_no_table_are_zero():
     table = te.TableConfig(vocabulary_size=7, dim=3, name="t", dtype="bfloat16")
     plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(8))
-    (lines,) = jax.tree.leaves(te.init_tables(plan, jax.random.key(0)))
+    (lines,) = jax.tree.leaves(te.functional.init_tables(plan, jax.random.key(0)))
     assert not np.asarray(lines)[-1].any()
     assert np.asarray(lines)[:-1].any(axis=1).all()
 
@@ -169,8 +175,10 @@ def test_a_model_trains_in_place_and_compiles_once():
     optimizer = te.Optimizer(model, optax.sgd(0.1))
     generator = np.random.default_rng(0)
     ids = {name: generator.integers(0, size, BATCH) for name, size in SIZES.items()}
-    ids = te.shard_batch(model.embedding.prepare(ids), plan)
-    labels = te.shard_batch(generator.normal(size=BATCH).astype(np.float32), plan)
+    ids = te.inputs.shard_batch(model.embedding.prepare(ids), plan)
+    labels = te.inputs.shard_batch(
+        generator.normal(size=BATCH).astype(np.float32), plan
+    )
     traces = []
 
     @nnx.jit(donate_argnums=(0, 1))
@@ -226,12 +234,16 @@ def test_int8_tables_beside_trained_ones():
         "rows": te.FeatureConfig(table=rows),
     }
     plan = te.make_plan(config, mesh_of(2))
-    tables = te.init_tables(plan, jax.random.key(0))
-    before = te.unstack_tables(tables, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    before = te.functional.unstack_tables(tables, plan)
     ids = {"codes": np.arange(4), "rows": np.arange(4)}
-    result = te.lookup(tables, ids, plan)
-    gradients = te.compute_gradients(result.routing, result.activations, plan)
-    tables, _ = te.apply_gradients(tables, te.init_slots(tables, plan), gradients, plan)
-    after = te.unstack_tables(tables, plan)
+    result = te.functional.lookup(tables, ids, plan)
+    gradients = te.functional.compute_gradients(
+        result.routing, result.activations, plan
+    )
+    tables, _ = te.functional.apply_gradients(
+        tables, te.functional.init_slots(tables, plan), gradients, plan
+    )
+    after = te.functional.unstack_tables(tables, plan)
     np.testing.assert_array_equal(after["codes"], before["codes"])
     np.testing.assert_allclose(after["rows"][:4], 0, atol=1e-7)

@@ -36,7 +36,7 @@ class Run:
             tables_with_values(plan, self._initial_values) for plan in self.plans
         ]
         self.slots = [
-            te.init_slots(tables, plan)
+            te.functional.init_slots(tables, plan)
             for tables, plan in zip(self.tables, self.plans, strict=True)
         ]
 
@@ -54,9 +54,9 @@ class Run:
             self._gradients(*each, ids, cotangents)
             for each in zip(tables, self.plans, strict=True)
         ]
-        norm = te.global_norm(gradients)
+        norm = te.gradients.global_norm(gradients)
         results = [
-            te.apply_gradients(*each, norm)
+            te.functional.apply_gradients(*each, norm)
             for each in zip(tables, slots, gradients, self.plans, strict=True)
         ]
         return [result[0] for result in results], [result[1] for result in results]
@@ -70,15 +70,15 @@ class Run:
         if not self.layout.has_all_features:
             configs = {f.name: f.config for f in plan.features if f.name in names}
             used = plan.with_features(configs)
-        result = te.lookup(tables, {name: ids[name] for name in names}, used)
+        result = te.functional.lookup(tables, {name: ids[name] for name in names}, used)
         derivatives = {name: cotangents[name] for name in names}
-        return te.compute_gradients(result.routing, derivatives, plan)
+        return te.functional.compute_gradients(result.routing, derivatives, plan)
 
     def finalize(self):
         """Sets the tables to their averages, in layers that keep some."""
         for i, plan in enumerate(self.plans):
             if has_averages(self.slots[i]):
-                self.tables[i], self.slots[i] = te.finalize_variable_values(
+                self.tables[i], self.slots[i] = te.functional.finalize_variable_values(
                     self.tables[i], self.slots[i], plan
                 )
 
@@ -88,15 +88,15 @@ class Run:
         for tables, slots, plan in zip(
             self.tables, self.slots, self.plans, strict=True
         ):
-            of_tables = te.unstack_tables(tables, plan)
-            for name, state in te.slot_values(slots, plan, "all").items():
+            of_tables = te.functional.unstack_tables(tables, plan)
+            for name, state in te.functional.slot_values(slots, plan, "all").items():
                 found[name] = {"values": of_tables[name]} | state
         return found
 
 
 def tables_with_values(plan, values):
     """Returns tables of given values, without a program that draws initial ones."""
-    shapes = jax.eval_shape(lambda: te.init_tables(plan, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: te.functional.init_tables(plan, jax.random.key(0)))
     shardings = {stack.name: plan.rows_sharding(stack) for stack in plan.stacks}
     zeros = {
         name: jax.tree.map(
@@ -108,7 +108,9 @@ def tables_with_values(plan, values):
         for name, packed in shapes.items()
     }
     own = {table.name for stack in plan.stacks for table in stack.tables}
-    return te.with_table_values(zeros, {name: values[name] for name in own}, plan)
+    return te.functional.with_table_values(
+        zeros, {name: values[name] for name in own}, plan
+    )
 
 
 def check_programs(programs):

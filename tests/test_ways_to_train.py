@@ -115,7 +115,7 @@ class LinenModel(nn.Module):
 
 
 def tables_of(plan):
-    return te.init_tables(plan, nnx.Rngs(0).params())
+    return te.functional.init_tables(plan, nnx.Rngs(0).params())
 
 
 def nnx_loss(model, ids, numbers, labels):
@@ -149,7 +149,7 @@ def train_linen(plan):
     model = LinenModel(plan)
     variables = te.linen.with_embedding_tables(
         model.init(jax.random.key(0), *BATCHES[0][:2]),
-        {"embedding": te.unstack_tables(tables_of(plan), plan)},
+        {"embedding": te.functional.unstack_tables(tables_of(plan), plan)},
     )
     state = te.linen.TrainState.create(
         apply_fn=model.apply, variables=variables, tx=optax.adam(1e-2)
@@ -174,7 +174,7 @@ def functional_parts(plan):
     tx = optax.adam(1e-2)
     params = jax.tree.map(jnp.asarray, initial_params())
     tables = tables_of(plan)
-    state = (tables, te.init_slots(tables, plan), params, tx.init(params))
+    state = (tables, te.functional.init_slots(tables, plan), params, tx.init(params))
 
     def update(state, result, numbers, labels):
         tables, slots, params, opt_state = state
@@ -185,8 +185,8 @@ def functional_parts(plan):
         loss, (by_params, cotangents) = jax.value_and_grad(dense_loss, (0, 1))(
             params, result.activations
         )
-        gradients = te.compute_gradients(result.routing, cotangents, plan)
-        tables, slots = te.apply_gradients(tables, slots, gradients, plan)
+        gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+        tables, slots = te.functional.apply_gradients(tables, slots, gradients, plan)
         updates, opt_state = tx.update(by_params, opt_state, params)
         params = optax.apply_updates(params, updates)
         return (tables, slots, params, opt_state), loss
@@ -199,14 +199,14 @@ def train_functional(plan):
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state, ids, numbers, labels):
-        result = te.lookup(state[0], ids, plan)
+        result = te.functional.lookup(state[0], ids, plan)
         return update(state, result, numbers, labels)
 
     losses = []
     for batch in batches():
         state, loss = step(state, *batch)
         losses.append(loss)
-    return losses, te.unstack_tables(state[0], plan)
+    return losses, te.functional.unstack_tables(state[0], plan)
 
 
 def train_functional_pipelined(plan):
@@ -215,18 +215,18 @@ def train_functional_pipelined(plan):
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state, routed, numbers, labels, next_ids):
-        next_routed = te.route(next_ids, plan)
-        result = te.read_rows(state[0], routed, plan)
+        next_routed = te.functional.route(next_ids, plan)
+        result = te.functional.read_rows(state[0], routed, plan)
         state, loss = update(state, result, numbers, labels)
         return state, next_routed, loss
 
     losses, stream = [], list(batches())
-    routed = jax.jit(lambda ids: te.route(ids, plan))(stream[0][0])
+    routed = jax.jit(lambda ids: te.functional.route(ids, plan))(stream[0][0])
     for i, (_, numbers, labels) in enumerate(stream):
         next_ids = stream[(i + 1) % len(stream)][0]
         state, routed, loss = step(state, routed, numbers, labels, next_ids)
         losses.append(loss)
-    return losses, te.unstack_tables(state[0], plan)
+    return losses, te.functional.unstack_tables(state[0], plan)
 
 
 WAYS = {

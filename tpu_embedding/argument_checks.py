@@ -60,7 +60,7 @@ def check_type(owner: str, wanted: Wanted, value: Any, line: str) -> None:
     """Raises TypeError unless a value has a type.
 
     Args:
-      owner: function and argument, as `"te.lookup: plan"`.
+      owner: function and argument, as `"te.functional.lookup: plan"`.
       wanted: the type.
       value: the value that the user gives.
       line: the line to write.
@@ -141,7 +141,7 @@ def check_mapping(owner: str, value: Any, line: str) -> None:
     """Raises TypeError unless a value is a mapping.
 
     Args:
-      owner: function and argument, as `"te.lookup: tables"`.
+      owner: function and argument, as `"te.functional.lookup: tables"`.
       value: the value that the user gives.
       line: the line to write.
     """
@@ -152,7 +152,7 @@ def check_scalar(owner: str, value: Any, line: str) -> None:
     """Raises TypeError unless a value is a number or an array of shape `()`.
 
     Args:
-      owner: function and argument, as `"te.scale: factor"`.
+      owner: function and argument, as `"te.gradients.scale: factor"`.
       value: the value that the user gives.
       line: the line to write.
     """

@@ -25,7 +25,8 @@ from tpu_embedding.lookup._backward import (
 from tpu_embedding.lookup._merge import merge
 from tpu_embedding.optimizers.checks import check_hyperparameters, positive_bound
 from tpu_embedding.plan.on_mesh import on_shards
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.row_gradients import PackedRowGradients
 from tpu_embedding.rows.sealed import Sealed
 from tpu_embedding.types import RowUpdates
@@ -111,8 +112,9 @@ def update_if(condition: Any, update: Callable[[T], T], state: T) -> T:
     """
     if not callable(update):
         raise TypeError(
-            f"te.update_if: update must be a function, got {describe_value(update)}. "
-            "Write te.update_if(condition, update, state)."
+            "te.gradients.update_if: update must be a function, got "
+            f"{describe_value(update)}. "
+            "Write te.gradients.update_if(condition, update, state)."
         )
 
     def run_once(carry: tuple[Array, T]) -> tuple[Array, T]:
@@ -138,7 +140,9 @@ def scale(gradients: T, factor: Any) -> T:
       >>> scale({"kernel": jnp.array([3.0, 4.0])}, 0.5)["kernel"].tolist()
       [1.5, 2.0]
     """
-    check_scalar("te.scale: factor", factor, "te.scale(gradients, factor)")
+    check_scalar(
+        "te.gradients.scale: factor", factor, "te.gradients.scale(gradients, factor)"
+    )
 
     def scale_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, TableGradients):
@@ -175,8 +179,8 @@ def clip_by_global_norm(gradients: T, max_norm: float) -> T:
       >>> clip_by_global_norm({"kernel": jnp.array([3.0, 4.0])}, 1.0)["kernel"].tolist()
       [0.6000000238418579, 0.800000011920929]
     """
-    line = "te.clip_by_global_norm(gradients, max_norm)"
-    check_scalar("te.clip_by_global_norm: max_norm", max_norm, line)
+    line = "te.gradients.clip_by_global_norm(gradients, max_norm)"
+    check_scalar("te.gradients.clip_by_global_norm: max_norm", max_norm, line)
     check_hyperparameters("clip_by_global_norm", max_norm=positive_bound(max_norm))
     limit = jnp.where(max_norm > 0, max_norm, jnp.nan)
     norm = global_norm(gradients)
@@ -208,8 +212,9 @@ def add(*gradients: T) -> T:
         raise ValueError("add needs at least one gradient, got none.")
     if len(gradients) == 1 and _is_list_of_gradients(gradients[0]):
         raise TypeError(
-            f"te.add takes each gradient as an argument, got one "
-            f"{type(gradients[0]).__name__} of them. Write te.add(*gradients)."
+            "te.gradients.add takes each gradient as an argument, got one "
+            f"{type(gradients[0]).__name__} of them. "
+            "Write te.gradients.add(*gradients)."
         )
     for number, other in enumerate(gradients[1:], start=2):
         _check_one_structure(gradients[0], other, number)
@@ -261,7 +266,7 @@ def _check_one_structure(first: Any, other: Any, number: int) -> None:
             f"{number}, {describe_value(other)}: it lacks {sorted(wanted - got)[:3]} "
             f"and has {sorted(got - wanted)[:3]}. Compute all of them by "
             "te.value_and_grad of one model, or add the parts that they share: "
-            "te.add(first.dense, second.dense)."
+            "te.gradients.add(first.dense, second.dense)."
         ) from None
 
 

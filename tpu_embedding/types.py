@@ -50,8 +50,8 @@ class DenseIds:
 class RaggedIds:
     """Ids of a feature with any number of ids per sample, on the host.
 
-    `tpu_embedding.prepare_features` converts it to `ShardedRaggedIds`, which has the
-    static shape that a compiled step needs.
+    `tpu_embedding.inputs.prepare_features` converts it to `ShardedRaggedIds`, which has
+    the static shape that a compiled step needs.
 
     Attributes:
       values: integers `[num_values]`, the ids of all samples, in sample order.
@@ -140,7 +140,8 @@ class RaggedIds:
 class SparseIds:
     """Ids of a feature with their coordinates, as in `tf.sparse.SparseTensor`.
 
-    It lives on the host; `tpu_embedding.prepare_features` converts it for the step.
+    It lives on the host; `tpu_embedding.inputs.prepare_features` converts it for the
+    step.
 
     Attributes:
       indices: integers `[num_values, rank]`, rank at least 2, in any order. The last

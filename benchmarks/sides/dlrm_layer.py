@@ -8,10 +8,10 @@ from flax import nnx
 from settings import DlrmSetting
 
 import tpu_embedding as te
-from tpu_embedding import training
-from tpu_embedding.data.criteo_format import CATEGORY_NAMES
-from tpu_embedding.training.pipeline import put_batch, train_batches
-from tpu_embedding.training.run_program import prepare_run
+from tpu_embedding.tools import train
+from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES
+from tpu_embedding.tools.train.loop.read_ahead import put_batch, train_batches
+from tpu_embedding.tools.train.loop.run_program import prepare_run
 
 
 class Side:
@@ -19,9 +19,9 @@ class Side:
 
     def __init__(self, setting: DlrmSetting):
         self.versions = {"tpu_embedding": te.__version__, "jax": jax.__version__}
-        config = training.load_config(setting.config)
+        config = train.load_config(setting.config)
         self._program = program = prepare_run(config, None)
-        graphdef, self._state = training.init_train_state(
+        graphdef, self._state = train.init_train_state(
             config, program.data.data, program.plan
         )
         self._graphdef = graphdef
@@ -57,13 +57,13 @@ class _Batches:
         self._batches = batches
         self.batch_size = len(batches[0]["labels"])
 
-    def train_part(self, step: int, samples: range) -> training.Batch:
+    def train_part(self, step: int, samples: range) -> train.Batch:
         assert len(samples) == self.batch_size
         return _to_batch(self._batches[step])
 
 
-def _to_batch(arrays: dict[str, np.ndarray]) -> training.Batch:
-    return training.Batch(
+def _to_batch(arrays: dict[str, np.ndarray]) -> train.Batch:
+    return train.Batch(
         features=dict(zip(CATEGORY_NAMES, arrays["ids"], strict=True)),
         dense=arrays["dense"],
         labels=arrays["labels"],
@@ -71,7 +71,7 @@ def _to_batch(arrays: dict[str, np.ndarray]) -> training.Batch:
     )
 
 
-def _predict(graphdef: Any, state: Any, batch: training.Batch) -> jax.Array:
+def _predict(graphdef: Any, state: Any, batch: train.Batch) -> jax.Array:
     model, _ = nnx.merge(graphdef, state)
     return model(batch.features, batch.dense).scores
 
@@ -79,7 +79,7 @@ def _predict(graphdef: Any, state: Any, batch: training.Batch) -> jax.Array:
 def _parameters(model: Any) -> dict[str, np.ndarray]:
     """Returns the tables, in the order of the features, and both MLPs."""
     layer = model.embedding
-    values = te.unstack_tables(layer.tables.get_value(), layer.plan)
+    values = te.functional.unstack_tables(layer.tables.get_value(), layer.plan)
     parameters = {f"table.{i:02d}": values[n] for i, n in enumerate(CATEGORY_NAMES)}
     for name in ("bottom", "top"):
         layers = getattr(model, name).layers.layers

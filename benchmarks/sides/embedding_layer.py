@@ -27,10 +27,10 @@ class Side:
             LEARNING_RATE, INITIAL_ACCUMULATOR, epsilon=EPSILON
         )
         self._plan = te.make_plan(_features(setting), optimizer=optimizer)
-        tables = te.init_tables(self._plan, jax.random.key(0))
-        self._state = [tables, te.init_slots(tables, self._plan)]
+        tables = te.functional.init_tables(self._plan, jax.random.key(0))
+        self._state = [tables, te.functional.init_slots(tables, self._plan)]
         by_table = np.moveaxis(cotangents(setting), 1, 0)
-        self._cotangents = te.shard_batch(
+        self._cotangents = te.inputs.shard_batch(
             {f.name: by_table[i] for i, f in enumerate(self._plan.features)}, self._plan
         )
         self._train = jit_step(self._plan)
@@ -42,7 +42,7 @@ class Side:
         by_feature = ids[..., 0] if ids.shape[-1] == 1 else ids
         names = (feature.name for feature in self._plan.features)
         batch = dict(zip(names, by_feature, strict=True))
-        return jax.block_until_ready(te.shard_batch(batch, self._plan))
+        return jax.block_until_ready(te.inputs.shard_batch(batch, self._plan))
 
     def train(self, batch: Any) -> None:
         """Runs one train step."""
@@ -89,4 +89,4 @@ def _initial_rows(
 
 
 def _forward(tables: Any, ids: Any, plan: te.EmbeddingPlan) -> Any:
-    return te.lookup(tables, ids, plan).activations
+    return te.functional.lookup(tables, ids, plan).activations

@@ -47,10 +47,10 @@ def plan_of(devices):
 def test_it_restores(recorded, devices):
     directory, expected = recorded
     plan = plan_of(devices)
-    tables = te.init_tables(plan, jax.random.key(1))
+    tables = te.functional.init_tables(plan, jax.random.key(1))
     state = {
         "tables": tables,
-        "slots": te.init_slots(tables, plan),
+        "slots": te.functional.init_slots(tables, plan),
         "step": 0,
         "rate": jnp.zeros(3),
         "key": jax.random.key(0),
@@ -60,9 +60,9 @@ def test_it_restores(recorded, devices):
     np.testing.assert_array_equal(state["rate"], np.arange(3))
     found = {
         f"{name}.values": np.asarray(values, np.float32)
-        for name, values in te.unstack_tables(state["tables"], plan).items()
+        for name, values in te.functional.unstack_tables(state["tables"], plan).items()
     }
-    for name, slots in te.slot_values(state["slots"], plan, "all").items():
+    for name, slots in te.functional.slot_values(state["slots"], plan, "all").items():
         found |= {f"{name}.{slot}": values for slot, values in slots.items()}
     assert found.keys() == expected.keys()
     for name, values in expected.items():

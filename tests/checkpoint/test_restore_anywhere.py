@@ -34,7 +34,7 @@ def plan_of(optimizer, num_devices, hardware, *, reverse=False, apart=(), kernel
         features,
         mesh_of(num_devices),
         optimizer=optimizer,
-        hardware=te.hardware_by_name(hardware),
+        hardware=te.hardware.hardware_by_name(hardware),
         kernels=kernels,
     )
 
@@ -52,23 +52,25 @@ def batch_of(step):
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnums=0)
 def train_step(state, ids, targets, plan):
-    result = te.lookup(state["tables"], ids, plan)
+    result = te.functional.lookup(state["tables"], ids, plan)
 
     def loss_of(activations):
         losses = jax.tree.map(lambda a, t: jnp.mean((a - t) ** 2), activations, targets)
         return sum(losses[name] for name in sorted(losses))
 
     loss, cotangents = jax.value_and_grad(loss_of)(result.activations)
-    gradients = te.compute_gradients(result.routing, cotangents, plan)
-    tables, slots = te.apply_gradients(state["tables"], state["slots"], gradients, plan)
+    gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+    tables, slots = te.functional.apply_gradients(
+        state["tables"], state["slots"], gradients, plan
+    )
     return {"tables": tables, "slots": slots, "step": state["step"] + 1}, loss
 
 
 def init_state(plan, seed=0):
-    tables = te.init_tables(plan, jax.random.key(seed))
+    tables = te.functional.init_tables(plan, jax.random.key(seed))
     return {
         "tables": tables,
-        "slots": te.init_slots(tables, plan),
+        "slots": te.functional.init_slots(tables, plan),
         "step": jax.device_put(jnp.int32(0), plan.replicated),
     }
 
@@ -77,15 +79,17 @@ def train(state, plan, num_steps):
     losses = []
     for _ in range(num_steps):
         ids, targets = batch_of(int(state["step"]))
-        state, loss = train_step(state, te.prepare_features(ids, plan), targets, plan)
+        state, loss = train_step(
+            state, te.inputs.prepare_features(ids, plan), targets, plan
+        )
         losses.append(float(loss))
     return state, losses
 
 
 def values_of(state, plan):
     """All numbers of a state, by table and slot."""
-    slots = te.slot_values(state["slots"], plan, "all")
-    return te.unstack_tables(state["tables"], plan), slots
+    slots = te.functional.slot_values(state["slots"], plan, "all")
+    return te.functional.unstack_tables(state["tables"], plan), slots
 
 
 def check_that_training_moves(optimizer, tmp_path, old_plan, new_plan):

@@ -21,14 +21,16 @@ def save(directory, optimizer, *, values=None, slots=None, dtype="float32"):
         vocabulary_size=NUM_ROWS, dim=DIM, name="movie", dtype=np.dtype(dtype)
     )
     plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(2), optimizer=optimizer)
-    tables = te.init_tables(plan, jax.random.key(0))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
     if values is not None:
-        tables = te.with_table_values(tables, {"movie": values}, plan)
+        tables = te.functional.with_table_values(tables, {"movie": values}, plan)
     state = {"tables": tables}
     if optimizer is not None:
-        state["slots"] = te.init_slots(tables, plan)
+        state["slots"] = te.functional.init_slots(tables, plan)
         if slots is not None:
-            state["slots"] = te.with_slot_values(state["slots"], {"movie": slots}, plan)
+            state["slots"] = te.functional.with_slot_values(
+                state["slots"], {"movie": slots}, plan
+            )
     te.save(directory, state, plan=plan)
 
 

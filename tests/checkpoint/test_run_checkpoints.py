@@ -233,7 +233,7 @@ def test_lost_arrays_are_named_in_place_of_a_traceback(tmp_path, monkeypatch):
     table = te.TableConfig(vocabulary_size=50, dim=4, name="movie")
     plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1))
     checkpoints = RunCheckpoints(tmp_path, kept=2, plan=plan)
-    state = {"tables": te.init_tables(plan, jax.random.key(0))}
+    state = {"tables": te.functional.init_tables(plan, jax.random.key(0))}
     shapes = jax.eval_shape(lambda: state)
     for step in (1, 2):
         checkpoints.save(step, state, DESCRIPTION)

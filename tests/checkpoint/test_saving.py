@@ -51,20 +51,24 @@ def plan_of(sizes=SIZES, *, devices=2, dim=4, rules=RULE, dtypes=(), **options):
 
 
 def state_of(plan, seed=0):
-    tables = te.init_tables(plan, jax.random.key(seed))
-    return {"tables": tables, "slots": te.init_slots(tables, plan), "step": 3 + seed}
+    tables = te.functional.init_tables(plan, jax.random.key(seed))
+    return {
+        "tables": tables,
+        "slots": te.functional.init_slots(tables, plan),
+        "step": 3 + seed,
+    }
 
 
 def with_random_slots(state, plan):
     random = np.random.default_rng(0)
-    values = te.slot_values(state["slots"], plan)
+    values = te.functional.slot_values(state["slots"], plan)
     new = jax.tree.map(lambda x: random.uniform(1, 2, x.shape), values)
-    return state | {"slots": te.with_slot_values(state["slots"], new, plan)}
+    return state | {"slots": te.functional.with_slot_values(state["slots"], new, plan)}
 
 
 def numbers_of(state, plan):
-    slots = te.slot_values(state["slots"], plan, "all")
-    return te.unstack_tables(state["tables"], plan), slots
+    slots = te.functional.slot_values(state["slots"], plan, "all")
+    return te.functional.unstack_tables(state["tables"], plan), slots
 
 
 def check_equal(got, wanted):
@@ -149,7 +153,7 @@ def test_narrow_tables_keep_their_bits(dtype, tmp_path):
     restored = te.restore(tmp_path / "a", state_of(plan, 1), plan=plan)
     check_equal(jax.tree.leaves(restored["tables"]), jax.tree.leaves(lines))
     values = te.checkpoint.read_table(tmp_path / "a", "movie", [5, 30])
-    wanted = te.unstack_tables(restored["tables"], plan)["movie"][[5, 30]]
+    wanted = te.functional.unstack_tables(restored["tables"], plan)["movie"][[5, 30]]
     np.testing.assert_array_equal(np.float32(values), wanted)
 
 
@@ -459,7 +463,9 @@ def test_tables_of_one_stack_share_their_counts(tmp_path):
     apart = plan_of(rules=rules)
     assert len(apart.stacks) == 2
     state = state_of(apart)
-    slots = te.with_slot_values(state["slots"], {"movie": {"count": 5}}, apart)
+    slots = te.functional.with_slot_values(
+        state["slots"], {"movie": {"count": 5}}, apart
+    )
     te.save(tmp_path / "a", state | {"slots": slots}, plan=apart)
     together = plan_of(rules=rules["movie"])
     restored = te.restore(tmp_path / "a", state_of(together), plan=together)
@@ -482,7 +488,7 @@ def test_a_record_by_another_count_follows_no_export(tmp_path):
         first: {"update_count": 3, "base_step": 1, "base_id": 9},
         second: {"update_count": 5, "base_step": 4, "base_id": 9},
     }
-    slots = te.with_slot_values(state["slots"], values, apart)
+    slots = te.functional.with_slot_values(state["slots"], values, apart)
     te.save(tmp_path / "a", state | {"slots": slots}, plan=apart)
     together = plan_of(rules=rules[first])
     restored = te.restore(tmp_path / "a", state_of(together), plan=together)
@@ -524,7 +530,7 @@ def test_tables_that_start_anew_take_the_count_of_those_that_stay(tmp_path):
 def trained_state(plan, count):
     state = state_of(plan)
     values = {name: {"count": count} for name in SIZES}
-    slots = te.with_slot_values(state["slots"], values, plan)
+    slots = te.functional.with_slot_values(state["slots"], values, plan)
     return with_random_slots(state | {"slots": slots}, plan)
 
 
@@ -549,7 +555,7 @@ def test_renamed_tables_follow_no_export(tmp_path):
     plan = plan_of(sizes, rules=rule)
     state = state_of(plan)
     ids = {name: {"base_id": 5} for name in sizes}
-    state["slots"] = te.with_slot_values(state["slots"], ids, plan)
+    state["slots"] = te.functional.with_slot_values(state["slots"], ids, plan)
     te.save(tmp_path / "a", state, plan=plan)
     for rename, wanted in (None, 5), ({"movie": "user", "user": "movie"}, 0):
         state = te.restore(tmp_path / "a", state_of(plan), plan=plan, rename=rename)
@@ -779,7 +785,7 @@ def test_the_last_chunk_is_not_padded(rows, small_blocks, tmp_path):
     assert rows * 16 <= size <= rows * 16 * (1 + 1 / 128)
     restored = te.restore(tmp_path / "a", state_of(plan, 1), plan=plan)
     check_equal(numbers_of(restored, plan), numbers_of(state, plan))
-    wanted = te.unstack_tables(restored["tables"], plan)["movie"]
+    wanted = te.functional.unstack_tables(restored["tables"], plan)["movie"]
     np.testing.assert_array_equal(
         te.checkpoint.read_table(tmp_path / "a", "movie"), wanted
     )

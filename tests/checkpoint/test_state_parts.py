@@ -14,8 +14,8 @@ PLAN = te.make_plan(
 
 
 def layer(seed):
-    tables = te.init_tables(PLAN, jax.random.key(seed))
-    return {"tables": tables, "slots": te.init_slots(tables, PLAN)}
+    tables = te.functional.init_tables(PLAN, jax.random.key(seed))
+    return {"tables": tables, "slots": te.functional.init_slots(tables, PLAN)}
 
 
 def with_slots_apart(seed):

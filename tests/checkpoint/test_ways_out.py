@@ -86,9 +86,11 @@ def trained(plan):
     state = with_random_slots(state_of(plan), plan)
     counts = {
         table: {name: 7 for name in names if name.endswith("count")}
-        for table, names in te.slot_values(state["slots"], plan, "all").items()
+        for table, names in te.functional.slot_values(
+            state["slots"], plan, "all"
+        ).items()
     }
-    slots = te.with_slot_values(state["slots"], counts, plan)
+    slots = te.functional.with_slot_values(state["slots"], counts, plan)
     return state | {"slots": slots}
 
 
@@ -117,10 +119,10 @@ def restoring(*, other_plan=None, **options):
 
 def load_rows(directory, plan):
     rows = te.checkpoint.read_table(directory, "movie", slice(0, 30))
-    tables = te.init_tables(plan, jax.random.key(0))
-    values = np.array(te.unstack_tables(tables, plan)["movie"])
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    values = np.array(te.functional.unstack_tables(tables, plan)["movie"])
     values[:30, : rows.shape[1]] = rows[:, : values.shape[1]]
-    return te.with_table_values(tables, {"movie": values}, plan)
+    return te.functional.with_table_values(tables, {"movie": values}, plan)
 
 
 CASES = {
@@ -140,12 +142,12 @@ CASES = {
     "dim": Case(
         ("shape",),
         lambda: plan_of(dim=8),
-        {"te.with_table_values": load_rows},
+        {"te.functional.with_table_values": load_rows},
     ),
     "shrunk": Case(
         ("shape",),
         lambda: plan_of({"movie": 39, "user": 7}),
-        {"te.with_table_values": load_rows},
+        {"te.functional.with_table_values": load_rows},
     ),
     "shared": Case(
         ("shared",),
@@ -247,7 +249,7 @@ def test_numbers_are_not_rounded_out_of_range(tmp_path):
     te.save(tmp_path / "a", state_of(plan), plan=plan)
     with pytest.raises(CheckpointError, match="dtype float32 .*, float16 now") as error:
         te.restore(tmp_path / "a", state_of(other), plan=other, dtypes="convert")
-    assert "te.with_table_values" in str(error.value)
+    assert "te.functional.with_table_values" in str(error.value)
 
 
 def test_new_rows_of_shapes(tmp_path):

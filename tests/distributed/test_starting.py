@@ -49,7 +49,7 @@ def test_a_process_alone_starts_nothing():
 
 WITHOUT_OTHERS = """
 import sys
-from tpu_embedding import cli
+from tpu_embedding.tools import cli
 from tpu_embedding.distributed import roll_call
 from tpu_embedding.distributed import starting
 

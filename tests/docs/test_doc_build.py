@@ -11,17 +11,16 @@ from sphinx.util.inventory import InventoryFile
 
 import tpu_embedding
 from tpu_embedding import (
-    aot,
     distributed,
     functional,
     linen,
     metrics,
     optimizers,
-    training,
 )
+from tpu_embedding.tools import compile_report, train
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
-PUBLIC = (tpu_embedding, optimizers, training, aot, distributed, metrics)
+PUBLIC = (tpu_embedding, optimizers, train, compile_report, distributed, metrics)
 
 
 def build_command(directory):

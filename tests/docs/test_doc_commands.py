@@ -7,8 +7,8 @@ import tomllib
 
 import pytest
 
-from tpu_embedding import cli
-from tpu_embedding.training import list_configs
+from tpu_embedding.tools import cli
+from tpu_embedding.tools.train import list_configs
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [

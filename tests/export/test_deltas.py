@@ -346,9 +346,11 @@ ONES = {"c": np.ones((64, 8), np.float32)}
 
 def set_by_stacks(trainer):
     model, optimizer = trainer.model, trainer.optimizer
-    stacks = te.with_table_values(model.tables.get_value(), ONES, model.plan)
+    stacks = te.functional.with_table_values(model.tables.get_value(), ONES, model.plan)
     model.tables.set_value(stacks)
-    slots = te.with_touched_tables(optimizer.slots.get_value()[""], ONES, model.plan)
+    slots = te.functional.with_touched_tables(
+        optimizer.slots.get_value()[""], ONES, model.plan
+    )
     optimizer.slots.set_value({"": slots})
 
 
@@ -372,7 +374,9 @@ def split_and_merge(trainer):
     nnx.merge(graph, state)[0].set_embedding_tables(ONES)
     trainer.model, trainer.optimizer = nnx.merge(graph, state)
     trainer.model.tables.set_value(
-        te.with_table_values(trainer.model.tables.get_value(), ONES, trainer.model.plan)
+        te.functional.with_table_values(
+            trainer.model.tables.get_value(), ONES, trainer.model.plan
+        )
     )
 
 

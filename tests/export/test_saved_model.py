@@ -178,13 +178,13 @@ USERS = ["bob", "eve é", "zoe", "", "ann"]
 TAGS = [["x", "-"], [], ["é", "y"], ["-"], ["q" * 100]]
 WEIGHTS = [[1.0, 2.0], [], [3.0, 4.0], [5.0], [6.0]]
 WAYS_TO_IDS = {
-    "vocabulary": te.Vocabulary(["ann", "bob", "eve é"], num_oov_buckets=4),
-    "vocabulary with mask": te.Vocabulary(
+    "vocabulary": te.inputs.Vocabulary(["ann", "bob", "eve é"], num_oov_buckets=4),
+    "vocabulary with mask": te.inputs.Vocabulary(
         ["ann", "eve é", "x", "y"], num_oov_buckets=1, mask_token=""
     ),
-    "hash": functools.partial(te.hash_ids, num_buckets=53),
+    "hash": functools.partial(te.inputs.hash_ids, num_buckets=53),
     "salted hash": functools.partial(
-        te.hash_ids, num_buckets=50, salt=(2**64 - 1, 7), padding="-"
+        te.inputs.hash_ids, num_buckets=50, salt=(2**64 - 1, 7), padding="-"
     ),
 }
 
@@ -205,7 +205,7 @@ def test_strings_have_the_ids_of_the_live_model(two_inputs, tmp_path, ids):
             "weighted_ragged": weighted,
         }
     )
-    to_ids = ids.ids if isinstance(ids, te.Vocabulary) else ids
+    to_ids = ids.ids if isinstance(ids, te.inputs.Vocabulary) else ids
     live = {
         "user": to_ids(USERS),
         "ragged": to_ids(te.RaggedIds.from_lists(TAGS)),
@@ -220,7 +220,7 @@ def test_strings_have_the_ids_of_the_live_model(two_inputs, tmp_path, ids):
 
 
 def test_unknown_strings_are_refused_without_buckets(two_inputs, tmp_path):
-    vocabulary = te.Vocabulary(["ann", "bob"], num_oov_buckets=0)
+    vocabulary = te.inputs.Vocabulary(["ann", "bob"], num_oov_buckets=0)
     features = {"user": np.array([0, 1])}
     te.export.save_saved_model(
         two_inputs, tmp_path / "served", features, strings={"user": vocabulary}
@@ -235,9 +235,12 @@ def test_unknown_strings_are_refused_without_buckets(two_inputs, tmp_path):
     ("strings", "message"),
     [
         ({"item": WAYS_TO_IDS["hash"]}, r"inputs of ids, \['user'\], got 'item'"),
-        ({"user": functools.partial(te.hash_ids, num_buckets=308)}, "308 ids.*307"),
-        ({"user": functools.partial(te.hash_ids)}, "num_buckets=N"),
-        ({"user": te.hash_ids}, "functools.partial"),
+        (
+            {"user": functools.partial(te.inputs.hash_ids, num_buckets=308)},
+            "308 ids.*307",
+        ),
+        ({"user": functools.partial(te.inputs.hash_ids)}, "num_buckets=N"),
+        ({"user": te.inputs.hash_ids}, "functools.partial"),
     ],
 )
 def test_wrong_strings_are_refused(two_inputs, tmp_path, strings, message):

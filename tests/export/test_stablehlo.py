@@ -275,9 +275,11 @@ RARE = {
 def test_rare_kinds_of_features(tmp_path):
     layer = te.TPUEmbedding(RARE, mesh=mesh_of(3), rngs=nnx.Rngs(0))
     batch = {
-        "custom": np.array([[1, 2], [3, te.PADDING_ROW_ID], [te.PADDING_ROW_ID] * 2]),
+        "custom": np.array(
+            [[1, 2], [3, te.inputs.PADDING_ROW_ID], [te.inputs.PADDING_ROW_ID] * 2]
+        ),
         "custom_ragged": te.RaggedIds.from_lists([[1, 2, 3, 4], [], [5]]),
-        "quantized": np.array([[1, -1], [11, 2**40], [3, te.PADDING_ROW_ID]]),
+        "quantized": np.array([[1, -1], [11, 2**40], [3, te.inputs.PADDING_ROW_ID]]),
         "shaped": np.array([[1, 2], [3, 4], [5, 6]]),
         "default": te.RaggedIds.from_lists([[], [99], [2]], [[], [0.5], [2.0]]),
         "wide": np.tile(np.arange(11), (3, 13))[:, :130],

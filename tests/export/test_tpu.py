@@ -12,9 +12,9 @@ from jax.sharding import SingleDeviceSharding
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding import aot
-from tpu_embedding.export.program import make_program
+from tpu_embedding.export.serving_program import make_program
 from tpu_embedding.export.stablehlo import jit_program
+from tpu_embedding.tools import compile_report
 
 NUM_ROWS = 500_000
 
@@ -33,7 +33,7 @@ def test_no_copy_of_a_table(topology, dtype):
     program = make_program(
         layer, (example,), method="__call__", row_format=dtype, batch_size=None
     )
-    device = aot.topology_mesh(topology).devices.flat[0]
+    device = compile_report.topology_mesh(topology).devices.flat[0]
     sharding = SingleDeviceSharding(device)
 
     def struct(shape, dtype):

@@ -16,7 +16,7 @@ from jax.experimental import sparse as jax_sparse
 import tpu_embedding as te
 from tpu_embedding.inputs.forms import MAX_SAMPLES, is_integer, is_real, read_ids
 
-PADDING = te.PADDING_ROW_ID
+PADDING = te.inputs.PADDING_ROW_ID
 
 
 def read(ids, what="Ids"):

@@ -10,7 +10,7 @@ import pytest
 
 import tpu_embedding as te
 
-PADDING = te.PADDING_ROW_ID
+PADDING = te.inputs.PADDING_ROW_ID
 
 
 @pytest.mark.parametrize(
@@ -26,22 +26,22 @@ PADDING = te.PADDING_ROW_ID
     ],
 )
 def test_hashes_are_those_of_keras_and_tensorflow(strings, num_buckets, salt, expected):
-    ids = te.hash_ids(strings, num_buckets, salt=salt)
+    ids = te.inputs.hash_ids(strings, num_buckets, salt=salt)
     assert ids.dtype == np.int32
     assert ids.tolist() == expected
 
 
 def test_integers_are_hashed_as_their_digits():
     numbers = [0, 7, -12, 2**63 - 1, -(2**63)]
-    expected = te.hash_ids([str(n) for n in numbers], 1000).tolist()
-    assert te.hash_ids(numbers, 1000).tolist() == expected
-    assert te.hash_ids(np.array([0, 7], np.int8), 1000).tolist() == expected[:2]
+    expected = te.inputs.hash_ids([str(n) for n in numbers], 1000).tolist()
+    assert te.inputs.hash_ids(numbers, 1000).tolist() == expected
+    assert te.inputs.hash_ids(np.array([0, 7], np.int8), 1000).tolist() == expected[:2]
     large = np.array([2**64 - 1], np.uint64)
-    assert te.hash_ids(large, 1000) == te.hash_ids([str(2**64 - 1)], 1000)
+    assert te.inputs.hash_ids(large, 1000) == te.inputs.hash_ids([str(2**64 - 1)], 1000)
 
 
 def test_buckets_are_filled_evenly():
-    ids = te.hash_ids([f"user_{i}" for i in range(20_000)], 100)
+    ids = te.inputs.hash_ids([f"user_{i}" for i in range(20_000)], 100)
     counts = np.bincount(ids, minlength=100)
     # Poisson with mean 200: six standard deviations are 85.
     assert counts.min() > 115 and counts.max() < 285
@@ -49,14 +49,14 @@ def test_buckets_are_filled_evenly():
 
 def test_salts_are_independent():
     strings = [f"user_{i}" for i in range(10_000)]
-    first, second = (te.hash_ids(strings, 100, salt=salt) for salt in (1, 2))
+    first, second = (te.inputs.hash_ids(strings, 100, salt=salt) for salt in (1, 2))
     # Equal by chance in one of 100 buckets: 100 +- 10.
     assert 40 < (first == second).sum() < 160
 
 
 LOOKUPS = {
-    "hash": lambda strings: te.hash_ids(strings, 1000),
-    "vocabulary": te.Vocabulary(["a", "b", "c"], num_oov_buckets=2).ids,
+    "hash": lambda strings: te.inputs.hash_ids(strings, 1000),
+    "vocabulary": te.inputs.Vocabulary(["a", "b", "c"], num_oov_buckets=2).ids,
 }
 
 
@@ -102,31 +102,31 @@ def test_containers_keep_their_structure(ids_of):
 @pytest.mark.parametrize("padding", ["", b""])
 def test_padding_of_hashes(padding):
     strings = np.array([["a", ""], ["", "b"]])
-    ids = te.hash_ids(strings, 1000, padding=padding)
+    ids = te.inputs.hash_ids(strings, 1000, padding=padding)
     assert (ids == PADDING).tolist() == [[False, True], [True, False]]
-    assert ids[0, 0] == te.hash_ids(["a"], 1000)[0]
-    assert te.hash_ids([0, 5], 10, padding=0)[0] == PADDING
+    assert ids[0, 0] == te.inputs.hash_ids(["a"], 1000)[0]
+    assert te.inputs.hash_ids([0, 5], 10, padding=0)[0] == PADDING
 
 
 def test_hashed_ids_go_through_prepare():
     table = te.TableConfig(vocabulary_size=50, dim=4, name="user")
     plan = te.make_plan(te.FeatureConfig(table=table))
-    ids = te.hash_ids([["ann", "bob"], [], ["eve"]], table.vocabulary_size)
-    prepared = te.prepare_features(ids, plan)
+    ids = te.inputs.hash_ids([["ann", "bob"], [], ["eve"]], table.vocabulary_size)
+    prepared = te.inputs.prepare_features(ids, plan)
     assert prepared.batch_size == 3
     strings = [["ann", "bob"], [], ["eve"]]
-    with pytest.raises(TypeError, match="te.hash_ids or te.Vocabulary"):
-        te.prepare_features(strings, plan)
+    with pytest.raises(TypeError, match="te.inputs.hash_ids or te.inputs.Vocabulary"):
+        te.inputs.prepare_features(strings, plan)
 
 
 def test_vocabulary_numbers_as_keras_string_lookup():
     # Expected ids from the documentation of keras.layers.StringLookup.
-    vocabulary = te.Vocabulary(["a", "b", "c", "d"])
+    vocabulary = te.inputs.Vocabulary(["a", "b", "c", "d"])
     assert vocabulary.ids([["a", "c", "d"], ["d", "z", "b"]]).tolist() == [
         [1, 3, 4],
         [4, 0, 2],
     ]
-    two = te.Vocabulary(["a", "b", "c", "d"], num_oov_buckets=2)
+    two = te.inputs.Vocabulary(["a", "b", "c", "d"], num_oov_buckets=2)
     assert two.ids([["a", "c", "d"], ["m", "z", "b"]]).tolist() == [
         [2, 4, 5],
         [0, 1, 3],
@@ -135,14 +135,14 @@ def test_vocabulary_numbers_as_keras_string_lookup():
 
 
 def test_mask_token_takes_id_0_and_looks_up_nothing():
-    vocabulary = te.Vocabulary(["a", "b"], mask_token="")
+    vocabulary = te.inputs.Vocabulary(["a", "b"], mask_token="")
     assert vocabulary.ids(["", "a", "b", "z"]).tolist() == [PADDING, 2, 3, 1]
     assert vocabulary.ids([b"", b"b"]).tolist() == [PADDING, 3]
     assert vocabulary.vocabulary_size == 4
 
 
 def test_unknown_strings_without_buckets():
-    vocabulary = te.Vocabulary(["a", "b"], num_oov_buckets=0)
+    vocabulary = te.inputs.Vocabulary(["a", "b"], num_oov_buckets=0)
     assert vocabulary.ids(["b", "a"]).tolist() == [1, 0]
     with pytest.raises(ValueError, match="'x' is not one of the 2 tokens, and 2 such"):
         vocabulary.ids(["a", "x", "y"])
@@ -151,7 +151,7 @@ def test_unknown_strings_without_buckets():
 def test_vocabulary_of_a_file(tmp_path):
     path = tmp_path / "genres.txt"
     path.write_bytes("comedy\r\nfilm noir\nAmélie\n".encode())
-    vocabulary = te.Vocabulary.from_file(path)
+    vocabulary = te.inputs.Vocabulary.from_file(path)
     assert vocabulary.tokens == ("comedy", "film noir", "Amélie")
     assert vocabulary.ids(["Amélie", "film noir", "x"]).tolist() == [3, 2, 0]
     assert len(vocabulary) == 3
@@ -163,7 +163,7 @@ def test_vocabulary_of_a_file(tmp_path):
 def test_files_that_keras_wrote_begin_with_special_tokens(tmp_path):
     path = tmp_path / "vocabulary.txt"
     path.write_text("\n[UNK]\n[UNK]\na\nb")
-    vocabulary = te.Vocabulary.from_file(path, num_oov_buckets=2, mask_token="")
+    vocabulary = te.inputs.Vocabulary.from_file(path, num_oov_buckets=2, mask_token="")
     assert vocabulary.tokens == ("a", "b")
     assert vocabulary.ids(["a"]).tolist() == [3]
 
@@ -186,53 +186,73 @@ def test_wrong_vocabulary_files(tmp_path, content, options, text):
     path = tmp_path / "genres.txt"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(text)) as error:
-        te.Vocabulary.from_file(path, **options)
+        te.inputs.Vocabulary.from_file(path, **options)
     assert "genres.txt" in str(error.value)
 
 
 WRONG_CALLS = {
-    "buckets": (lambda: te.hash_ids(["a"], 0), ValueError, "num_buckets", "got 0"),
+    "buckets": (
+        lambda: te.inputs.hash_ids(["a"], 0),
+        ValueError,
+        "num_buckets",
+        "got 0",
+    ),
     "many": (
-        lambda: te.hash_ids(["a"], 2**31),
+        lambda: te.inputs.hash_ids(["a"], 2**31),
         ValueError,
         "num_buckets",
         "2147483648",
     ),
-    "float": (lambda: te.hash_ids(["a"], 1.5), ValueError, "num_buckets", "got 1.5"),
-    "salt": (lambda: te.hash_ids(["a"], 2, salt=-1), ValueError, "salt", "got -1"),
+    "float": (
+        lambda: te.inputs.hash_ids(["a"], 1.5),
+        ValueError,
+        "num_buckets",
+        "got 1.5",
+    ),
+    "salt": (
+        lambda: te.inputs.hash_ids(["a"], 2, salt=-1),
+        ValueError,
+        "salt",
+        "got -1",
+    ),
     "salts": (
-        lambda: te.hash_ids(["a"], 2, salt=(1, 2, 3)),
+        lambda: te.inputs.hash_ids(["a"], 2, salt=(1, 2, 3)),
         ValueError,
         "salt",
         "got (1, 2, 3)",
     ),
-    "floats": (lambda: te.hash_ids([1.5], 2), TypeError, "hash_ids", "dtype float64"),
+    "floats": (
+        lambda: te.inputs.hash_ids([1.5], 2),
+        TypeError,
+        "hash_ids",
+        "dtype float64",
+    ),
     "none": (
-        lambda: te.hash_ids(["a", None], 2),
+        lambda: te.inputs.hash_ids(["a", None], 2),
         TypeError,
         "Strings",
         "got None at 1",
     ),
     "not a string": (
-        lambda: te.Vocabulary(["a"]).ids(["a", 3.5, "b"]),
+        lambda: te.inputs.Vocabulary(["a"]).ids(["a", 3.5, "b"]),
         TypeError,
         "Strings",
         "got 3.5",
     ),
     "integers": (
-        lambda: te.Vocabulary(["a"]).ids([1, 2]),
+        lambda: te.inputs.Vocabulary(["a"]).ids([1, 2]),
         TypeError,
         "Vocabulary.ids",
         "dtype int64",
     ),
     "not hashable": (
-        lambda: te.Vocabulary(["a"]).ids(["a", {}]),
+        lambda: te.inputs.Vocabulary(["a"]).ids(["a", {}]),
         TypeError,
         "Strings",
         "got {} at 1",
     ),
     "one string": (
-        lambda: te.Vocabulary("ab"),
+        lambda: te.inputs.Vocabulary("ab"),
         TypeError,
         "tokens must be a list",
         "'ab'; write ['ab']",
@@ -250,15 +270,20 @@ WRONG_CALLS = {
         "'ab'; write [[string]",
     ),
     "one string of bytes": (
-        lambda: te.Vocabulary(b"ab"),
+        lambda: te.inputs.Vocabulary(b"ab"),
         TypeError,
         "tokens must be a list",
         "b'ab'",
     ),
-    "token": (lambda: te.Vocabulary(["a", 3]), TypeError, "token 1", "got 3"),
-    "dict": (lambda: te.hash_ids({}, 2), TypeError, "hash_ids", "dict is a mapping"),
+    "token": (lambda: te.inputs.Vocabulary(["a", 3]), TypeError, "token 1", "got 3"),
+    "dict": (
+        lambda: te.inputs.hash_ids({}, 2),
+        TypeError,
+        "hash_ids",
+        "dict is a mapping",
+    ),
     "masked": (
-        lambda: te.hash_ids(np.ma.masked_array(["a"], [1]), 2),
+        lambda: te.inputs.hash_ids(np.ma.masked_array(["a"], [1]), 2),
         TypeError,
         "hash_ids",
         "masked",
@@ -277,5 +302,5 @@ def test_wrong_calls(call, kind, field, value):
 
 
 def test_ids_are_arrays_of_numpy():
-    leaves = jax.tree.leaves(te.hash_ids([["a"], ["b", "c"]], 10))
+    leaves = jax.tree.leaves(te.inputs.hash_ids([["a"], ["b", "c"]], 10))
     assert all(isinstance(leaf, np.ndarray) for leaf in leaves)

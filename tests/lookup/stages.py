@@ -12,7 +12,7 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.plan.capacity import RoundSize
 
-PADDING = te.PADDING_ROW_ID
+PADDING = te.inputs.PADDING_ROW_ID
 
 
 def full(*values):

@@ -37,9 +37,9 @@ def plan_of(num_devices, dtype, optimizer=None):
 )
 def test_activations_are_those_of_float32_rounded(num_devices):
     plans = [plan_of(num_devices, dtype) for dtype in (jnp.float32, jnp.bfloat16)]
-    tables = te.init_tables(plans[0], jax.random.key(0))
-    exact, rounded = (te.lookup(tables, BATCH, plan) for plan in plans)
-    shapes = te.activation_shapes(BATCH, plans[1])
+    tables = te.functional.init_tables(plans[0], jax.random.key(0))
+    exact, rounded = (te.functional.lookup(tables, BATCH, plan) for plan in plans)
+    shapes = te.functional.activation_shapes(BATCH, plans[1])
     for name, x in rounded.activations.items():
         assert x.dtype == jnp.bfloat16 == shapes[name].dtype
         assert x.shape == shapes[name].shape
@@ -50,17 +50,21 @@ def test_activations_are_those_of_float32_rounded(num_devices):
     # Cotangents of that type are exact in float32, and summed there.
     cotangents = jax.tree.map(lambda x: jnp.cos(x), rounded.activations)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), cotangents)
-    slots = te.init_slots(tables, plans[0])
+    slots = te.functional.init_slots(tables, plans[0])
     new = [
-        te.apply_gradients(
-            tables, slots, te.compute_gradients(result.routing, c, plan), plan
+        te.functional.apply_gradients(
+            tables,
+            slots,
+            te.functional.compute_gradients(result.routing, c, plan),
+            plan,
         )[0]
         for result, c, plan in zip(
             (exact, rounded), (wide, cotangents), plans, strict=True
         )
     ]
     first, second = (
-        te.unstack_tables(t, plan)["t"] for t, plan in zip(new, plans, strict=True)
+        te.functional.unstack_tables(t, plan)["t"]
+        for t, plan in zip(new, plans, strict=True)
     )
     np.testing.assert_array_equal(first, second)
 

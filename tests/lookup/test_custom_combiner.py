@@ -12,7 +12,7 @@ from tpu_embedding.lookup._flatten import _move_ids_to_front
 
 full = pytest.mark.full
 
-P = te.PADDING_ROW_ID
+P = te.inputs.PADDING_ROW_ID
 MAX_VALENCE = 3
 # The reference adds and multiplies in another order.
 TOLERANCE = dict(rtol=1e-5, atol=1e-6)
@@ -109,11 +109,11 @@ def plan_of(num_devices, config=None, **options):
 def test_equals_the_dense_table(form, num_devices, capacity):
     """Forward and gradient; in several rounds it pools after the last one."""
     plan = plan_of(num_devices, capacity=capacity)
-    tables = te.init_tables(plan, jax.random.key(0))
-    before = te.unstack_tables(tables, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    before = te.functional.unstack_tables(tables, plan)
     batch = {"f": FORMS[form](), "other": np.arange(len(SAMPLES))}
-    batch = te.prepare_features(batch, plan)
-    result = te.lookup(tables, batch, plan)
+    batch = te.inputs.prepare_features(batch, plan)
+    result = te.functional.lookup(tables, batch, plan)
     if capacity == 1:
         assert result.stats.rounds["stack_0"] > 1
     assert result.stats.out_of_range["f"] == 4
@@ -124,12 +124,12 @@ def test_equals_the_dense_table(form, num_devices, capacity):
     )
 
     cotangents = jax.random.normal(jax.random.key(1), expected.shape)
-    gradients = te.compute_gradients(
+    gradients = te.functional.compute_gradients(
         result.routing, {"f": cotangents, "other": cotangents}, plan
     )
-    slots = te.init_slots(tables, plan)
-    tables, _ = te.apply_gradients(tables, slots, gradients, plan)
-    after = te.unstack_tables(tables, plan)
+    slots = te.functional.init_slots(tables, plan)
+    tables, _ = te.functional.apply_gradients(tables, slots, gradients, plan)
+    after = te.functional.unstack_tables(tables, plan)
     (gradient,) = derivative(cotangents)
     np.testing.assert_allclose(
         before["custom"] - after["custom"], gradient, **TOLERANCE
@@ -151,33 +151,35 @@ def test_too_many_ids_are_refused_not_cut():
     plan = plan_of(2)
     batch = {"f": ragged_ids([[1], [1, 2, 3, 4, 5]]), "other": np.arange(2)}
     with pytest.raises(ValueError, match=r"'f'.*max_valence=3.*got 5 in sample 1"):
-        te.prepare_features(batch, plan)
+        te.inputs.prepare_features(batch, plan)
     with pytest.raises(ValueError, match=r"'f'.*max_valence=3.*shape \(2, 4\)"):
-        te.activation_shapes({"f": np.zeros((2, 4), int), "other": np.arange(2)}, plan)
+        te.functional.activation_shapes(
+            {"f": np.zeros((2, 4), int), "other": np.arange(2)}, plan
+        )
 
 
 def test_weights_are_refused():
     plan = plan_of(1)
     weighted = te.DenseIds(ids=dense_ids(), weights=np.ones((9, 3), np.float32))
     with pytest.raises(ValueError, match="'f' must have no weights.*CustomCombiner"):
-        te.activation_shapes({"f": weighted, "other": np.arange(9)}, plan)
+        te.functional.activation_shapes({"f": weighted, "other": np.arange(9)}, plan)
 
 
 def test_prepare_checks_every_table_of_a_feature():
     plan = plan_of(1, {"f": te.FeatureConfig(table=(OTHER, TABLE), name="f")})
     ids = te.DenseIds(ids=np.zeros((2, 3), int), weights=np.ones((2, 3), np.float32))
     with pytest.raises(ValueError, match="'f' must have no weights"):
-        te.prepare_features({"f": ids}, plan)
+        te.inputs.prepare_features({"f": ids}, plan)
     with pytest.raises(ValueError, match="'f'.*max_valence=3"):
-        te.prepare_features({"f": [[1, 2, 3, 4], [5]]}, plan)
+        te.inputs.prepare_features({"f": [[1, 2, 3, 4], [5]]}, plan)
 
 
 def test_fewer_columns_and_reshaped_batches():
     feature = te.FeatureConfig(table=TABLE, output_shape=(3, 2), name="f")
     plan = plan_of(2, {"f": feature})
-    tables = te.init_tables(plan, jax.random.key(0))
-    rows = te.unstack_tables(tables, plan)["custom"]
-    found = te.lookup(tables, {"f": np.arange(6)}, plan).activations["f"]
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    rows = te.functional.unstack_tables(tables, plan)["custom"]
+    found = te.functional.lookup(tables, {"f": np.arange(6)}, plan).activations["f"]
     # One row each, so the softmax is 1.
     np.testing.assert_allclose(found, rows[:6].reshape(3, 2, 4), rtol=1e-6)
 
@@ -185,9 +187,9 @@ def test_fewer_columns_and_reshaped_batches():
 def test_sequences_are_not_combined():
     feature = te.FeatureConfig(table=TABLE, max_sequence_length=2, name="f")
     plan = plan_of(2, {"f": feature})
-    tables = te.init_tables(plan, jax.random.key(0))
-    rows = te.unstack_tables(tables, plan)["custom"]
-    ids = te.prepare_features({"f": ragged_ids([[1, 2, 3, 4], [5]])}, plan)
-    found = te.lookup(tables, ids, plan).activations["f"]
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    rows = te.functional.unstack_tables(tables, plan)["custom"]
+    ids = te.inputs.prepare_features({"f": ragged_ids([[1, 2, 3, 4], [5]])}, plan)
+    found = te.functional.lookup(tables, ids, plan).activations["f"]
     np.testing.assert_array_equal(found[0], rows[1:3])
     np.testing.assert_array_equal(found[1], np.stack([rows[5], 0 * rows[5]]))

@@ -82,15 +82,15 @@ def test_samples_that_fill_up_the_batch_touch_nothing(form):
         "many": np.stack([np.arange(5) % 3] * 2, axis=1),
         "ragged": te.RaggedIds(values=np.arange(5) % 3, row_splits=np.arange(6)),
     }[form]
-    tables = te.init_tables(plan, jax.random.key(0))
-    before = te.unstack_tables(tables, plan)["t"]
-    result = te.lookup(tables, te.prepare_features(ids, plan), plan)
-    gradients = te.compute_gradients(
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    before = te.functional.unstack_tables(tables, plan)["t"]
+    result = te.functional.lookup(tables, te.inputs.prepare_features(ids, plan), plan)
+    gradients = te.functional.compute_gradients(
         result.routing, jnp.zeros_like(result.activations), plan
     )
-    slots = te.init_slots(tables, plan)
-    tables, _ = te.apply_gradients(tables, slots, gradients, plan)
-    after = te.unstack_tables(tables, plan)["t"]
+    slots = te.functional.init_slots(tables, plan)
+    tables, _ = te.functional.apply_gradients(tables, slots, gradients, plan)
+    after = te.functional.unstack_tables(tables, plan)["t"]
     is_touched = (after != before).any(axis=1)
     np.testing.assert_array_equal(np.flatnonzero(is_touched), [0, 1, 2])
 
@@ -147,7 +147,7 @@ def test_prepare_gives_every_empty_sample_a_place():
         row_splits=[0, 0, 2, 2, 2, 3],
         weights=np.float32([4, 5, 6]),
     )
-    prepared = te.prepare_features(dict.fromkeys("abcd", ids), plan)["a"]
+    prepared = te.inputs.prepare_features(dict.fromkeys("abcd", ids), plan)["a"]
     # Three samples of the first shard, two of the second and one that fills it up.
     assert prepared.values[0, :5].tolist() == [PADDING, 1, 2, PADDING, PADDING]
     assert prepared.row_splits.tolist() == [[0, 1, 3, 4], [0, 1, 2, 2]]
@@ -160,7 +160,7 @@ def test_without_a_default_nothing_changes():
     assert given.is_sample is None
     plan = make_plan(mesh_of(2))
     ids = te.RaggedIds(values=np.array([1]), row_splits=[0, 0, 1])
-    prepared = te.prepare_features(dict.fromkeys("abcd", ids), plan)["a"]
+    prepared = te.inputs.prepare_features(dict.fromkeys("abcd", ids), plan)["a"]
     # The empty sample, alone on the first shard, got no place.
     assert prepared.row_splits.tolist() == [[0, 0], [0, 1]]
     assert prepared.min_valence == 0
@@ -171,8 +171,12 @@ def test_sequences_by_output_shape_take_no_default():
     feature = te.FeatureConfig(table=table, default_id=4, output_shape=(2, 3), name="f")
     plan = te.make_plan(feature, mesh_of(1))
     with pytest.raises(ValueError, match=r"default_id of feature 'f'.*output_shape"):
-        te.activation_shapes(rng().integers(0, 9, (2, 3)), plan)
+        te.functional.activation_shapes(rng().integers(0, 9, (2, 3)), plan)
     # Combined and reshaped is fine.
     combined = te.FeatureConfig(table=table, default_id=4, output_shape=(2, 3))
     plan = te.make_plan(combined, mesh_of(1))
-    assert te.activation_shapes(np.zeros((6, 2), int), plan).shape == (2, 3, 2)
+    assert te.functional.activation_shapes(np.zeros((6, 2), int), plan).shape == (
+        2,
+        3,
+        2,
+    )

@@ -21,8 +21,8 @@ def plan_on(num_devices, **options):
 
 def ids_of(seed=0):
     ids = np.random.default_rng(seed).integers(0, ROWS, (SAMPLES, VALENCE))
-    ids[:, 3] = te.PADDING_ROW_ID
-    ids[5] = te.PADDING_ROW_ID
+    ids[:, 3] = te.inputs.PADDING_ROW_ID
+    ids[5] = te.inputs.PADDING_ROW_ID
     return {"f": jnp.asarray(ids, jnp.int32)}
 
 
@@ -35,10 +35,10 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_no_sort_and_no_buffer_of_rows(name):
     plan = PLANS[name]()
-    tables = te.init_tables(plan, jax.random.key(0))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
 
     def look_up(tables, features):
-        return te.lookup(tables, features, plan).activations
+        return te.functional.lookup(tables, features, plan).activations
 
     compiled = jax.jit(look_up).lower(tables, ids_of()).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
@@ -50,7 +50,7 @@ def test_no_sort_and_no_buffer_of_rows(name):
 
 def test_ids_travel_only_where_rows_do():
     for num_devices, is_sent in ((1, False), (8, True)):
-        routed = te.route(ids_of(), plan_on(num_devices))
+        routed = te.functional.route(ids_of(), plan_on(num_devices))
         (stack,) = routed.stacks.values()
         assert (stack.routing.sent is not None) == is_sent
 
@@ -58,16 +58,16 @@ def test_ids_travel_only_where_rows_do():
 @pytest.mark.parametrize("name", PLANS)
 def test_ids_without_a_row_read_nothing(name):
     plan = PLANS[name]()
-    tables = te.init_tables(plan, jax.random.key(0))
-    values = te.unstack_tables(tables, plan)["t"]
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    values = te.functional.unstack_tables(tables, plan)["t"]
     # Padding reads the last row, and must not pass on what it holds.
     values[-1] = np.nan
     with pytest.warns(UserWarning, match="NaN or infinite"):
-        tables = te.with_table_values(tables, {"t": values}, plan)
+        tables = te.functional.with_table_values(tables, {"t": values}, plan)
     ids = ids_of()["f"]
     ids = ids.at[7, 0].set(ROWS).at[7, 1].set(-1)
     ids = jnp.where(ids == ROWS - 1, 0, ids)
-    result = te.lookup(tables, {"f": ids}, plan)
+    result = te.functional.lookup(tables, {"f": ids}, plan)
     is_row = (ids >= 0) & (ids < ROWS)
     rows = np.where(is_row[..., None], values[np.where(is_row, ids, 0)], 0)
     # Sums of 10 float32 numbers in another order.

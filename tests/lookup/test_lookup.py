@@ -23,7 +23,7 @@ full = pytest.mark.full
 TOLERANCE = dict(rtol=2e-5, atol=2e-5)
 
 BATCH = 21  # divides by neither 2 nor 8
-PADDING = te.PADDING_ROW_ID
+PADDING = te.inputs.PADDING_ROW_ID
 
 
 def rng(seed=0):
@@ -126,7 +126,7 @@ def make_plan(
         exchange=exchange,
         kernels=kernels,
         placement=placement,
-        hardware=None if hardware is None else te.hardware_by_name(hardware),
+        hardware=None if hardware is None else te.hardware.hardware_by_name(hardware),
     )
 
 
@@ -138,23 +138,23 @@ def batch_of(case):
 
 @functools.partial(jax.jit, static_argnames="plan")
 def look_up_and_update(tables, slots, features, cotangents, plan):
-    result = te.lookup(tables, features, plan)
-    gradients = te.compute_gradients(result.routing, cotangents, plan)
-    tables, _ = te.apply_gradients(tables, slots, gradients, plan)
+    result = te.functional.lookup(tables, features, plan)
+    gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+    tables, _ = te.functional.apply_gradients(tables, slots, gradients, plan)
     return result.activations, result.stats, gradients, tables
 
 
 def check_against_reference(plan, batch):
     """Looks a batch up and applies SGD with rate 1; both must equal the reference."""
-    tables = te.init_tables(plan, jax.random.key(1))
-    before = te.unstack_tables(tables, plan)
-    prepared = te.prepare_features(batch, plan)
-    shapes = te.activation_shapes(prepared, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(1))
+    before = te.functional.unstack_tables(tables, plan)
+    prepared = te.inputs.prepare_features(batch, plan)
+    shapes = te.functional.activation_shapes(prepared, plan)
     cotangents = jax.tree.map(
         lambda s: rng(7).normal(size=s.shape).astype(np.float32), shapes
     )
     activations, stats, gradients, tables = look_up_and_update(
-        tables, te.init_slots(tables, plan), prepared, cotangents, plan
+        tables, te.functional.init_slots(tables, plan), prepared, cotangents, plan
     )
     for name, expected in dense_lookup(before, batch, plan).items():
         assert activations[name].dtype == jnp.float32
@@ -163,7 +163,7 @@ def check_against_reference(plan, batch):
             activations[name].reshape(expected.shape), expected, **TOLERANCE
         )
     expected, touched = dense_gradients(before, batch, cotangents, plan)
-    after = te.unstack_tables(tables, plan)
+    after = te.functional.unstack_tables(tables, plan)
     tolerance = dict(TOLERANCE)
     if plan.trained_stacks and plan.stacks[0].layout.narrow_dtype is not None:
         # Rounded up or down: by less than one step.
@@ -424,7 +424,7 @@ def test_batches_that_fill_tiles(
         exchange=exchange,
         capacity=capacity,
         kernels="interpreter",
-        hardware=te.hardware_by_name("v5p"),
+        hardware=te.hardware.hardware_by_name("v5p"),
     )
     batch_size = num_devices * 8 * max(1, 128 // dim)
     ids = rng(1).integers(0, 500, (batch_size, 5))
@@ -504,10 +504,10 @@ def test_ids_out_of_range_under_jit(policy, mesh):
     bad = np.array([[-1, 2], [37, 3], [70, -(2**31)], [4, 2**31 - 2]], np.int32)
     batch = {"a": bad, "b": np.array([5, -1, 0, 4], np.int32)}
     batch |= {"c": np.arange(4), "d": np.arange(4)}
-    tables = te.init_tables(plan, jax.random.key(1))
-    result = jax.jit(te.lookup, static_argnames="plan")(tables, batch, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(1))
+    result = jax.jit(te.functional.lookup, static_argnames="plan")(tables, batch, plan)
     assert result.stats.out_of_range == {"a": 5, "b": 2, "c": 0, "d": 0}
-    expected = dense_lookup(te.unstack_tables(tables, plan), batch, plan)
+    expected = dense_lookup(te.functional.unstack_tables(tables, plan), batch, plan)
     for name in expected:
         np.testing.assert_allclose(
             result.activations[name], expected[name], **TOLERANCE
@@ -551,41 +551,42 @@ def test_ids_of_three_axes_are_combined_along_the_last():
     combined = te.FeatureConfig(table=table, output_shape=(2, 3), name="combined")
     apart = te.FeatureConfig(table=table, output_shape=(2, 3, 4), name="apart")
     plan = te.make_plan([combined, apart], mesh_of(8))
-    tables = te.init_tables(plan, jax.random.key(0))
-    rows = te.unstack_tables(tables, plan)["t"]
-    first, second = te.lookup(tables, [ids, ids], plan).activations
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    rows = te.functional.unstack_tables(tables, plan)["t"]
+    first, second = te.functional.lookup(tables, [ids, ids], plan).activations
     np.testing.assert_allclose(first, rows[ids].mean(axis=2), **TOLERANCE)
     np.testing.assert_array_equal(second, rows[ids])
     wrong = te.FeatureConfig(table=table, output_shape=(4,), name="wrong")
     with pytest.raises(ValueError, match=r"'wrong'.*\(4,\).*\(2, 3, 4\)"):
-        te.lookup(tables, [ids], te.make_plan([wrong], mesh_of(8)))
+        te.functional.lookup(tables, [ids], te.make_plan([wrong], mesh_of(8)))
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64", "uint32"])
 def test_clip_finds_the_right_end_for_ids_of_any_size(dtype):
     plan = make_plan(mesh_of(1), out_of_range_ids="clip")
-    tables = te.init_tables(plan, jax.random.key(0))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
     large = np.array([2**31 + 5, 36], dtype)
     batch = {name: np.zeros(2, dtype) for name in "bcd"} | {"a": large}
-    for features in (batch, te.prepare_features(batch, plan)):
-        first, last = te.lookup(tables, features, plan).activations["a"]
+    for features in (batch, te.inputs.prepare_features(batch, plan)):
+        first, last = te.functional.lookup(tables, features, plan).activations["a"]
         np.testing.assert_array_equal(first, last)
 
 
 def test_shards_without_a_place_for_an_id():
     plan = make_plan(mesh_of(2))
-    nothing = te.ShardedRaggedIds(
+    nothing = te.inputs.ShardedRaggedIds(
         values=np.zeros((2, 0), np.int32),
         row_splits=np.zeros((2, 3), np.int32),
         batch_size=4,
     )
-    tables = te.init_tables(plan, jax.random.key(1))
+    tables = te.functional.init_tables(plan, jax.random.key(1))
     batch = dict.fromkeys("abcd", nothing)
     cotangents = jax.tree.map(
-        lambda s: np.ones(s.shape, np.float32), te.activation_shapes(batch, plan)
+        lambda s: np.ones(s.shape, np.float32),
+        te.functional.activation_shapes(batch, plan),
     )
     activations, _, gradients, _ = look_up_and_update(
-        tables, te.init_slots(tables, plan), batch, cotangents, plan
+        tables, te.functional.init_slots(tables, plan), batch, cotangents, plan
     )
     assert not any(jnp.any(x) for x in activations.values())
     assert (gradients.first_round("stack_0").row_ids == PADDING).all()
@@ -593,19 +594,21 @@ def test_shards_without_a_place_for_an_id():
 
 def test_cotangents_of_another_shape_are_refused():
     plan = make_plan(mesh_of(1))
-    tables = te.init_tables(plan, jax.random.key(0))
-    result = te.lookup(tables, {name: np.arange(8) % 5 for name in "abcd"}, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    result = te.functional.lookup(
+        tables, {name: np.arange(8) % 5 for name in "abcd"}, plan
+    )
     cotangents = dict(result.activations, b=jnp.ones(4))
     with pytest.raises(ValueError, match=r"'b'.*\(8, 4\), got \(4,\)"):
-        te.compute_gradients(result.routing, cotangents, plan)
+        te.functional.compute_gradients(result.routing, cotangents, plan)
 
 
 def test_a_batch_routed_for_another_plan_is_refused():
     plan, other = make_plan(mesh_of(2)), make_plan(mesh_of(1))
-    tables = te.init_tables(plan, jax.random.key(0))
-    routed = te.route({name: np.arange(8) % 5 for name in "abcd"}, other)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    routed = te.functional.route({name: np.arange(8) % 5 for name in "abcd"}, other)
     with pytest.raises(ValueError, match="got one of another plan"):
-        te.read_rows(tables, routed, plan)
+        te.functional.read_rows(tables, routed, plan)
 
 
 def test_two_stacks_and_unused_activations():
@@ -616,12 +619,15 @@ def test_two_stacks_and_unused_activations():
     ]
     config = [te.FeatureConfig(table=t, name=t.name) for t in tables]
     plan = te.make_plan(config, mesh, optimizer=OPTIMIZER)
-    tables = te.init_tables(plan, jax.random.key(0))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
     cotangents = [np.zeros((4, 2), np.float32), np.ones((4, 3), np.float32)]
-    slots = te.init_slots(tables, plan)
+    slots = te.functional.init_slots(tables, plan)
     ids = [np.arange(4), np.arange(4)]
     *_, new = look_up_and_update(tables, slots, ids, cotangents, plan)
-    before, after = te.unstack_tables(tables, plan), te.unstack_tables(new, plan)
+    before, after = (
+        te.functional.unstack_tables(tables, plan),
+        te.functional.unstack_tables(new, plan),
+    )
     np.testing.assert_array_equal(after["t2"], before["t2"])
     np.testing.assert_allclose(after["t3"][:4], before["t3"][:4] - 1, rtol=1e-6)
 
@@ -639,8 +645,8 @@ def test_second_step_compiles_nothing():
 def test_outputs_are_sharded_like_the_batch():
     plan = make_plan(mesh_of(8))
     batch = {name: jnp.arange(16) % 5 for name in "abcd"}
-    tables = te.init_tables(plan, jax.random.key(0))
-    result = jax.jit(te.lookup, static_argnames="plan")(tables, batch, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    result = jax.jit(te.functional.lookup, static_argnames="plan")(tables, batch, plan)
     for activation in result.activations.values():
         assert activation.sharding.is_equivalent_to(plan.batch_sharding, 2)
 
@@ -669,14 +675,14 @@ def test_any_ragged_batch(num_devices, capacity, exchange, num_values, seed):
 @settings(max_examples=10)
 def test_permuting_samples_permutes_activations(seed):
     plan = make_plan(mesh_of(8))
-    tables = te.init_tables(plan, jax.random.key(0))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
     order = rng(seed).permutation(BATCH)
     sizes = {"a": 37, "b": 5, "c": 11, "d": 37}
     batch = {name: padded(size, seed=seed) for name, size in sizes.items()}
     permuted = {name: ids[order] for name, ids in batch.items()}
-    run = jax.jit(te.lookup, static_argnames="plan")
-    activations = run(tables, te.prepare_features(batch, plan), plan).activations
-    result = run(tables, te.prepare_features(permuted, plan), plan).activations
+    run = jax.jit(te.functional.lookup, static_argnames="plan")
+    activations = run(tables, te.inputs.prepare_features(batch, plan), plan).activations
+    result = run(tables, te.inputs.prepare_features(permuted, plan), plan).activations
     for name in batch:
         np.testing.assert_allclose(
             result[name], activations[name][order], rtol=1e-6, atol=1e-6
@@ -687,8 +693,8 @@ def test_hundreds_of_ids_per_sample():
     table = te.TableConfig(vocabulary_size=50, dim=3, combiner="sum", name="table")
     feature = te.FeatureConfig(table=table, name="ids")
     plan = te.make_plan(feature, mesh_of(2))
-    tables = te.init_tables(plan, jax.random.key(0))
-    rows = te.unstack_tables(tables, plan)["table"]
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    rows = te.functional.unstack_tables(tables, plan)["table"]
     ids = np.random.default_rng(0).integers(0, 50, (4, 300)).astype(np.int32)
-    found = te.lookup(tables, ids, plan).activations
+    found = te.functional.lookup(tables, ids, plan).activations
     np.testing.assert_allclose(found, rows[ids].sum(axis=1), rtol=1e-5, atol=1e-5)

@@ -74,15 +74,15 @@ def test_exchange_and_packing_change_no_result(exchange, hardware):
 def test_initial_values_are_those_of_one_device(axes):
     key = jax.random.key(3)
     one = make_plan(mesh_of_shape("1"))
-    expected = te.unstack_tables(te.init_tables(one, key), one)
+    expected = te.functional.unstack_tables(te.functional.init_tables(one, key), one)
     for placement in (te.Sharded(axes=axes), te.Replicated()):
         plan = make_plan(mesh_of_shape("4x2"), placement=placement)
-        tables = te.init_tables(plan, key)
+        tables = te.functional.init_tables(plan, key)
         assert_replicas_equal(tables)
         (stack,) = plan.stacks
         sharding = tables[stack.name].lines.sharding
         assert sharding.is_equivalent_to(plan.rows_sharding(stack), 2)
-        for name, values in te.unstack_tables(tables, plan).items():
+        for name, values in te.functional.unstack_tables(tables, plan).items():
             np.testing.assert_array_equal(values, expected[name])
 
 
@@ -96,12 +96,12 @@ def test_table_values_round_trip(placement):
     }
     placed = placements_on("4x2")[placement]
     plan = make_plan(mesh_of_shape("4x2"), placement=placed)
-    tables = te.init_tables(plan, jax.random.key(3))
-    tables = te.with_table_values(tables, values, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(3))
+    tables = te.functional.with_table_values(tables, values, plan)
     assert_replicas_equal(tables)
     sharding = tables["stack_0"].lines.sharding
     assert sharding.is_equivalent_to(plan.rows_sharding(plan.stacks[0]), 2)
-    for name, found in te.unstack_tables(tables, plan).items():
+    for name, found in te.functional.unstack_tables(tables, plan).items():
         np.testing.assert_array_equal(found, values[name])
 
 
@@ -114,11 +114,14 @@ def test_the_norm_counts_each_row_once(placement):
     batch = batch_of("multi_hot")
     _, gradients, touched = check_against_reference(plan, batch)
     _, expected_gradients, _ = on_one_device()
-    norm, expected_norm = te.global_norm(gradients), te.global_norm(expected_gradients)
+    norm, expected_norm = (
+        te.gradients.global_norm(gradients),
+        te.gradients.global_norm(expected_gradients),
+    )
     # Squares are summed in another order.
     np.testing.assert_allclose(norm, expected_norm, rtol=1e-5)
     first = gradients.first_round("stack_0")
-    used = np.asarray(first.row_ids) != te.PADDING_ROW_ID
+    used = np.asarray(first.row_ids) != te.inputs.PADDING_ROW_ID
     assert 0 < used.sum() <= sum(rows.sum() for rows in touched.values())
 
 
@@ -168,25 +171,25 @@ def trained(optimizer, mesh, placement, capacity):
         placement=placements_on(mesh)[placement],
         capacity=capacity,
     )
-    tables = te.init_tables(plan, jax.random.key(1))
-    tables, _ = te.with_table_values(tables, {"table": BEFORE}, plan, {})
-    slots = te.init_slots(tables, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(1))
+    tables, _ = te.functional.with_table_values(tables, {"table": BEFORE}, plan, {})
+    slots = te.functional.init_slots(tables, plan)
 
     @jax.jit
     def step(tables, slots, ids):
-        result = te.lookup(tables, ids, plan)
+        result = te.functional.lookup(tables, ids, plan)
         cotangents = result.activations * SLOPES
-        gradients = te.compute_gradients(result.routing, cotangents, plan)
-        return te.apply_gradients(tables, slots, gradients, plan)
+        gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+        return te.functional.apply_gradients(tables, slots, gradients, plan)
 
     for shift in (0, 1, 0):
         tables, slots = step(tables, slots, IDS + shift)
     assert step._cache_size() == 1
     assert_replicas_equal((tables, slots))
-    after = te.unstack_tables(tables, plan)["table"]
+    after = te.functional.unstack_tables(tables, plan)["table"]
     leaves = jax.tree.leaves(slots, is_leaf=lambda x: hasattr(x, "layout"))
     values = [
-        te.unstack_tables({"stack_0": leaf}, plan)["table"]
+        te.functional.unstack_tables({"stack_0": leaf}, plan)["table"]
         if hasattr(leaf, "layout")
         else np.asarray(leaf)
         for leaf in leaves

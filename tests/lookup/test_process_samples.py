@@ -10,10 +10,10 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.distributed.jobs import make_jobs, on_each
-from tpu_embedding.data.batch import Batch
-from tpu_embedding.data.batch_part import slice_batch
 from tpu_embedding.distributed.job import Job
-from tpu_embedding.lookup import agreed_sizes
+from tpu_embedding.inputs import agreed_sizes
+from tpu_embedding.tools.data.batch import Batch
+from tpu_embedding.tools.data.batch_part import slice_batch
 
 BATCH = 16
 TABLE = te.TableConfig(vocabulary_size=50, dim=4, name="table")
@@ -72,10 +72,10 @@ def prepare_parts(job_of_thread, num_parts, batches, with_sizes, plan=PLAN):
 
     def run(job: Job):
         job_of_thread.job = job
-        sizes = te.BufferSizes() if with_sizes else None
+        sizes = te.inputs.BufferSizes() if with_sizes else None
         own = range(job.process_index * size, (job.process_index + 1) * size)
         return [
-            te.prepare_features(
+            te.inputs.prepare_features(
                 part_of(features, own),
                 loader_plan(num_parts, plan),
                 sizes=sizes,
@@ -93,9 +93,9 @@ def test_parts_join_to_the_prepared_batch(num_parts, with_sizes, job_of_thread):
     # The last process alone outgrows its buffer.
     batches = [features_of(seed, skew) for seed, skew in enumerate([1, 1, 9, 1, 30])]
     parts = prepare_parts(job_of_thread, num_parts, batches, with_sizes)
-    sizes = te.BufferSizes() if with_sizes else None
+    sizes = te.inputs.BufferSizes() if with_sizes else None
     for step, features in enumerate(batches):
-        whole = te.prepare_features(features, PLAN, sizes=sizes)
+        whole = te.inputs.prepare_features(features, PLAN, sizes=sizes)
         found = [part[step] for part in parts]
         assert len({jax.tree.structure(part) for part in found}) == 1
         joined = jax.tree.map(lambda *arrays: np.concatenate(arrays), *found)
@@ -109,7 +109,7 @@ def test_different_features_raise_on_all(job_of_thread):
         features = part_of(features_of(0), range(8))
         if job.process_index == 1:
             del features["bags"]
-        te.prepare_features(features, loader_plan(2), samples="process")
+        te.inputs.prepare_features(features, loader_plan(2), samples="process")
 
     for error in on_each(make_jobs(2), run):
         assert isinstance(error, ValueError)
@@ -122,7 +122,7 @@ def test_different_features_raise_on_all(job_of_thread):
 def test_a_loader_process_cannot_agree(job_of_thread):
     features = part_of(features_of(0), range(8))
     with pytest.raises(RuntimeError, match="this one is a loader process"):
-        te.prepare_features(features, loader_plan(2), samples="process")
+        te.inputs.prepare_features(features, loader_plan(2), samples="process")
 
 
 WRONG = {
@@ -140,22 +140,24 @@ WRONG = {
 )
 def test_wrong_parts(features, plan, message):
     with pytest.raises(ValueError, match=message):
-        te.prepare_features(features, plan, samples="process")
+        te.inputs.prepare_features(features, plan, samples="process")
 
 
 def test_a_feature_with_an_output_shape_is_refused():
     feature = te.FeatureConfig(table=TABLE, output_shape=(4, 2))
     plan = loader_plan(2, te.make_plan({"pairs": feature}, mesh_of(4)))
     with pytest.raises(ValueError, match="'pairs' has an output_shape"):
-        te.prepare_features({"pairs": np.zeros((4, 2), int)}, plan, samples="process")
+        te.inputs.prepare_features(
+            {"pairs": np.zeros((4, 2), int)}, plan, samples="process"
+        )
 
 
 def test_with_one_process_its_samples_are_all():
     features = features_of(3)
     found, wanted = (
-        te.prepare_features(features, PLAN, samples=samples)
+        te.inputs.prepare_features(features, PLAN, samples=samples)
         for samples in ("process", "global")
     )
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    placed = te.shard_batch(found, PLAN, samples="process")
+    placed = te.inputs.shard_batch(found, PLAN, samples="process")
     assert placed["one"].sharding == PLAN.batch_sharding

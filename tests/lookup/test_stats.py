@@ -47,9 +47,11 @@ def expected_counts(ids, stack, num_devices, *, once=True):
 
 
 def counts_of(ids, plan):
-    tables = te.init_tables(plan, jax.random.key(0))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
     ids = jnp.array(ids, jnp.int32)
-    stats = jax.jit(lambda tables, ids: te.lookup(tables, {"f": ids}, plan).stats)
+    stats = jax.jit(
+        lambda tables, ids: te.functional.lookup(tables, {"f": ids}, plan).stats
+    )
     return stats(tables, ids)
 
 
@@ -114,12 +116,12 @@ def test_no_ids_leave_one_device():
 def test_a_program_that_drops_the_counts_does_not_reduce_them():
     """XLA removes them; what is left of all-reduces is that of the rounds."""
     plan = plan_on(8, capacity=1)
-    tables = te.init_tables(plan, jax.random.key(0))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
     ids = jnp.array(BATCHES["random"], jnp.int32)
 
     def compiled(select):
         look_up = jax.jit(
-            lambda tables, ids: select(te.lookup(tables, {"f": ids}, plan))
+            lambda tables, ids: select(te.functional.lookup(tables, {"f": ids}, plan))
         )
         text = look_up.lower(tables, ids).compile().as_text()
         assert text is not None

@@ -61,7 +61,7 @@ def test_ids_of_one_feature_in_two_tables(num_devices):
     """Equals two features with the same ids, each in one table."""
     layer = layer_on(num_devices)
     features = layer.prepare(BATCH)
-    assert isinstance(features["item"], te.ShardedRaggedIds)  # converted once
+    assert isinstance(features["item"], te.inputs.ShardedRaggedIds)  # converted once
     linear, factors = layer(features)["item"]
     assert (linear.shape, factors.shape) == ((5, 1), (5, 4))
     twice = {
@@ -142,13 +142,17 @@ def test_only_features_of_the_call_are_trained():
 
 def test_slots_of_stacks_without_a_gradient_are_kept():
     plan = layer_on(2, te.optimizers.adagrad(0.1)).plan
-    tables = te.init_tables(plan, jax.random.key(0))
-    slots = te.init_slots(tables, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
     batch = {"user": {"bias": USER_IDS}}
-    result = te.lookup(tables, batch, plan)
+    result = te.functional.lookup(tables, batch, plan)
     assert set(result.routing.stacks) == {"stack_1"}
-    gradients = te.compute_gradients(result.routing, result.activations, plan)
-    new_tables, new_slots = te.apply_gradients(tables, slots, gradients, plan)
+    gradients = te.functional.compute_gradients(
+        result.routing, result.activations, plan
+    )
+    new_tables, new_slots = te.functional.apply_gradients(
+        tables, slots, gradients, plan
+    )
     assert set(new_slots) == set(slots) and set(new_tables) == set(tables)
     assert jax.tree.structure(new_slots) == jax.tree.structure(slots)
 

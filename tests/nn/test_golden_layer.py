@@ -148,7 +148,7 @@ def results(request):
     batch["quantization"] = np.arange(len(QUANTIZED["x"]))
     batch = layer.prepare(batch)
     cotangents = {"quantization": QUANTIZED_COTANGENT}
-    shapes = te.activation_shapes(batch, layer.plan)
+    shapes = te.functional.activation_shapes(batch, layer.plan)
     for name in NAMES:
         given = golden(name)["cotangent"]
         # Samples that TensorFlow's output lacks get a cotangent all the same.
@@ -205,7 +205,7 @@ def test_row_updates_hold_the_gradients(results):
     values = np.asarray(updates.values).reshape(num_devices, -1, stack.dim)
     rows = np.zeros((stack.rows_per_shard * num_devices, stack.dim))
     for shard in range(num_devices):
-        is_used = row_ids[shard] != te.PADDING_ROW_ID
+        is_used = row_ids[shard] != te.inputs.PADDING_ROW_ID
         used = row_ids[shard][is_used]
         assert len(np.unique(used)) == len(used)
         rows[used * num_devices + shard] = values[shard][is_used]

@@ -46,7 +46,7 @@ def trained_plan(num_devices=1):
 def make_batch(seed=0):
     generator = np.random.default_rng(seed)
     past = generator.integers(0, VOCABULARY_SIZE, (BATCH, 3))
-    past[generator.random(past.shape) < 0.5] = te.PADDING_ROW_ID
+    past[generator.random(past.shape) < 0.5] = te.inputs.PADDING_ROW_ID
     ids = {
         "item": generator.integers(0, VOCABULARY_SIZE, BATCH),
         "past": past,
@@ -140,9 +140,9 @@ def run_nnx(plan, num_steps, initial, initial_tables):
 
 
 def run_functional(plan, num_steps, initial, initial_tables):
-    tables = te.init_tables(plan, jax.random.key(0))
-    tables = te.with_table_values(tables, initial_tables, plan)
-    slots, tx = te.init_slots(tables, plan), optax.adam(0.01)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    tables = te.functional.with_table_values(tables, initial_tables, plan)
+    slots, tx = te.functional.init_slots(tables, plan), optax.adam(0.01)
     opt_state = tx.init(initial)
 
     def dense_part(params, activations, batch):
@@ -153,12 +153,12 @@ def run_functional(plan, num_steps, initial, initial_tables):
 
     @jax.jit
     def step(tables, slots, params, opt_state, batch):
-        found = te.lookup(tables, batch["ids"], plan)
+        found = te.functional.lookup(tables, batch["ids"], plan)
         compute = jax.value_and_grad(dense_part, argnums=(0, 1))
         loss, (by_params, cotangents) = compute(params, found.activations, batch)
         changes, opt_state = tx.update(by_params, opt_state)
-        gradients = te.compute_gradients(found.routing, cotangents, plan)
-        tables, slots = te.apply_gradients(tables, slots, gradients, plan)
+        gradients = te.functional.compute_gradients(found.routing, cotangents, plan)
+        tables, slots = te.functional.apply_gradients(tables, slots, gradients, plan)
         return tables, slots, optax.apply_updates(params, changes), opt_state, loss
 
     losses, values = [], (tables, slots, initial, opt_state)
@@ -166,7 +166,7 @@ def run_functional(plan, num_steps, initial, initial_tables):
         for seed in range(num_steps):
             *values, loss = step(*values, make_batch(seed))
             losses.append(loss)
-    return losses, te.unstack_tables(values[0], plan)
+    return losses, te.functional.unstack_tables(values[0], plan)
 
 
 @pytest.mark.full
@@ -277,7 +277,7 @@ def test_gradients_of_several_calls_and_layers_are_added():
     expected = {path: tables[path]["item"] for path in ("towers/embedding", "other")}
     by_path = jax.grad(dense_loss, argnums=(0, 1))(*map(jnp.array, expected.values()))
     np.testing.assert_allclose(
-        te.global_norm(gradients), optax.global_norm(by_path), rtol=1e-5
+        te.gradients.global_norm(gradients), optax.global_norm(by_path), rtol=1e-5
     )
     state = state.apply_gradients(grads=gradients)
     tables = te.linen.embedding_tables(state.variables)
@@ -502,7 +502,7 @@ def test_calls_with_some_features_and_with_others():
         return sum(jnp.sum(tables[name][ids[name]] ** 2) for name in used)
 
     np.testing.assert_allclose(
-        te.global_norm(gradients),
+        te.gradients.global_norm(gradients),
         optax.global_norm(jax.grad(dense_loss)(jax.tree.map(jnp.array, tables))),
         rtol=1e-5,
     )
@@ -555,7 +555,7 @@ def apply_gradients_of(plan, variables):
 
 
 def apply_gradients_with(model, variables, batch, **arguments):
-    grads = te.Gradients(dense={}, tables={})
+    grads = te.gradients.Gradients(dense={}, tables={})
     make_state(model, batch).apply_gradients(**{"grads": grads, **arguments})
 
 
@@ -611,7 +611,7 @@ MISUSE = {
     ),
     "gradients of another model": (
         lambda m, v, b: apply_gradients_with(
-            m, v, b, grads=te.Gradients(dense={}, tables={"tower": None})
+            m, v, b, grads=te.gradients.Gradients(dense={}, tables={"tower": None})
         ),
         ValueError,
         r"layers of the model, \['embedding'\], got unknown layers \['tower'\]",

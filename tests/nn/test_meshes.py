@@ -82,7 +82,9 @@ def batch_of(plan, seed=0):
         "one": generator.integers(0, 7, BATCH),
     }
     labels = generator.normal(size=BATCH).astype(np.float32)
-    return te.shard_batch((te.prepare_features(features, plan), labels), plan)
+    return te.inputs.shard_batch(
+        (te.inputs.prepare_features(features, plan), labels), plan
+    )
 
 
 def make_step(plan):
@@ -213,19 +215,19 @@ def test_activations_have_the_types_of_explicit_axes():
     with jax.set_mesh(mesh):
         plan = te.make_plan(feature_config(), batch_axes=("data",))
         assert plan.mesh == mesh  # that of the context
-        tables = te.init_tables(plan, jax.random.key(0))
+        tables = te.functional.init_tables(plan, jax.random.key(0))
         features, _ = batch_of(plan)
         seen = []
 
         @jax.jit
         def look_up(tables, features):
-            result = te.lookup(tables, features, plan)
+            result = te.functional.lookup(tables, features, plan)
             seen.extend(map(jax.typeof, jax.tree.leaves(result.activations)))
-            shapes = jax.tree.leaves(te.activation_shapes(features, plan))
+            shapes = jax.tree.leaves(te.functional.activation_shapes(features, plan))
             assert [x.sharding.spec for x in shapes] == [plan.batch_sharding.spec] * 2
             # 21 samples cannot be split over 4 devices.
             fewer = {"many": jnp.zeros((21, 3), int), "one": jnp.zeros((21,), int)}
-            fewer = te.lookup(tables, fewer, plan).activations
+            fewer = te.functional.lookup(tables, fewer, plan).activations
             seen.extend(map(jax.typeof, jax.tree.leaves(fewer)))
             return result.activations, fewer
 

@@ -116,7 +116,7 @@ def batches_of(model, count, batch_size=BATCH):
         ids = {"one": generator.integers(0, 5, batch_size), "bag": bags}
         labels = generator.normal(size=batch_size).astype(np.float32)
         plan = model.items.plan
-        yield te.shard_batch((model.items.prepare(ids), labels), plan)
+        yield te.inputs.shard_batch((model.items.prepare(ids), labels), plan)
 
 
 @nnx.jit(donate_argnums=(0, 1))
@@ -295,7 +295,7 @@ def test_gradients_are_transformed_before_the_update():
     optimizer = te.Optimizer(model, optax.sgd(0.1))
     before = model.embedding.embedding_tables()["items"]
     pipeline = te.PipelinedTrainStep(
-        one_table_loss, transform_gradients=lambda g: te.scale(g, 0.0)
+        one_table_loss, transform_gradients=lambda g: te.gradients.scale(g, 0.0)
     )
     run_pipeline(pipeline, model, optimizer, [(np.arange(4), np.ones(4, np.float32))])
     np.testing.assert_array_equal(model.embedding.embedding_tables()["items"], before)
@@ -453,7 +453,9 @@ def jitted_update(pipeline, model, optimizer, batch):
     @nnx.jit
     def update(model, optimizer):
         _, gradients = te.value_and_grad(one_table_loss)(model, *batch)
-        optimizer.update(model, te.scale(gradients, 0.0))  # tables keep their bits
+        optimizer.update(
+            model, te.gradients.scale(gradients, 0.0)
+        )  # tables keep their bits
 
     update(model, optimizer)
     pipeline(model, optimizer, *batch)

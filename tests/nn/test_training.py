@@ -48,7 +48,7 @@ def loss_fn(model, batch):
 def make_batch(seed=0):
     generator = np.random.default_rng(seed)
     past = generator.integers(0, VOCABULARY_SIZE, (BATCH, 3))
-    past[generator.random(past.shape) < 0.5] = te.PADDING_ROW_ID
+    past[generator.random(past.shape) < 0.5] = te.inputs.PADDING_ROW_ID
     features = {"item": generator.integers(0, VOCABULARY_SIZE, BATCH), "past": past}
     labels = generator.normal(size=BATCH).astype(np.float32)
     return {"features": features, "labels": labels}
@@ -56,7 +56,7 @@ def make_batch(seed=0):
 
 def dense_embedding(table, features):
     """What the layer computes, as a function of the dense table."""
-    is_used = features["past"] != te.PADDING_ROW_ID
+    is_used = features["past"] != te.inputs.PADDING_ROW_ID
     rows = table[jnp.where(is_used, features["past"], 0)]
     past = jnp.sum(rows * is_used[..., None], axis=1)
     return {"item": table[features["item"]], "past": past}
@@ -64,7 +64,7 @@ def dense_embedding(table, features):
 
 def prepared(model, batch):
     features = model.embedding.prepare(batch["features"])
-    return te.shard_batch({**batch, "features": features}, model.embedding.plan)
+    return te.inputs.shard_batch({**batch, "features": features}, model.embedding.plan)
 
 
 @pytest.mark.quick_cases("1devices")
@@ -378,7 +378,7 @@ def test_two_calls_equal_one_call_over_both(num_devices):
         def step(model, optimizer, loss_fn=loss_fn):
             loss, gradients = te.value_and_grad(loss_fn)(model)
             optimizer.update(model, gradients)
-            return loss, te.global_norm(gradients)
+            return loss, te.gradients.global_norm(gradients)
 
         metrics = [step(model, optimizer) for _ in range(3)]
         results.append((metrics, model.embedding.embedding_tables()["items"]))

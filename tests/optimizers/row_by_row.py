@@ -71,7 +71,7 @@ def check_against_loop(optimizer, step, slots, *, start=None, rtol=1e-4, atol=1e
         for r in np.unique(ids):
             gradient = gradients[ids == r].astype(np.float64).sum(axis=0)
             rows[r], row_slots[r] = step(rows[r], gradient, row_slots[r], t)
-        table = te.unstack_tables(tables, plan)["table"]
+        table = te.functional.unstack_tables(tables, plan)["table"]
         np.testing.assert_allclose(table, np.stack(rows), rtol=rtol, atol=atol)
         actual = logical_slots(state, plan)
         assert len(actual) == len(slots)

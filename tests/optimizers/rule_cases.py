@@ -11,7 +11,7 @@ import optax
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.plan.plan import StackPlan
+from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.update.lift import is_slot
 
 
@@ -121,7 +121,7 @@ def plan_of_tables(sizes, dim, optimizer, num_devices, hardware, **options):
         features,
         mesh_of(num_devices),
         optimizer=optimizer,
-        hardware=te.hardware_by_name(hardware),
+        hardware=te.hardware.hardware_by_name(hardware),
         **options,
     )
 
@@ -129,9 +129,9 @@ def plan_of_tables(sizes, dim, optimizer, num_devices, hardware, **options):
 @functools.partial(jax.jit, static_argnames="plan")
 def update(tables, slots, ids, cotangents, plan):
     """One step: look ids up, and let the loss have these derivatives."""
-    result = te.lookup(tables, ids, plan)
-    gradients = te.compute_gradients(result.routing, cotangents, plan)
-    return te.apply_gradients(tables, slots, gradients, plan)
+    result = te.functional.lookup(tables, ids, plan)
+    gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+    return te.functional.apply_gradients(tables, slots, gradients, plan)
 
 
 def initial_state(plan, table):
@@ -141,8 +141,8 @@ def initial_state(plan, table):
 
 def initial_state_of_tables(plan, values):
     """Returns tables with the given values, and fresh slots."""
-    tables = te.init_tables(_untrained(plan), jax.random.key(0))
-    tables, _ = te.with_table_values(tables, values, plan, {})
+    tables = te.functional.init_tables(_untrained(plan), jax.random.key(0))
+    tables, _ = te.functional.with_table_values(tables, values, plan, {})
     return tables, _init_slots(tables, plan)
 
 
@@ -159,7 +159,7 @@ def _untrained(plan):
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _init_slots(tables, plan):
-    return te.init_slots(tables, plan)
+    return te.functional.init_slots(tables, plan)
 
 
 def logical_slots(slots, plan):
@@ -175,7 +175,7 @@ def logical_state(slots, plan):
 
 
 def _logical(slot, plan):
-    return te.unstack_tables({"stack_0": slot}, plan)["table"]
+    return te.functional.unstack_tables({"stack_0": slot}, plan)["table"]
 
 
 @contextlib.contextmanager

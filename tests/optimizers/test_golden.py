@@ -117,14 +117,14 @@ def test_equals_the_recorded_run(name, num_devices, hardware):
         meta["V"],
         meta["D"],
         mesh_of(num_devices),
-        hardware=te.hardware_by_name(hardware),
+        hardware=te.hardware.hardware_by_name(hardware),
     )
     rtol = 1e-4 if "adam" in name else 2e-5
     tables, slots = initial_state(plan, run["table"][0])
     for step, (ids, gradients) in enumerate(zip(run["ids"], run["grads"], strict=True)):
         tables, slots = update(tables, slots, ids, gradients, plan)
         np.testing.assert_allclose(
-            te.unstack_tables(tables, plan)["table"],
+            te.functional.unstack_tables(tables, plan)["table"],
             run["table"][step + 1],
             rtol=rtol,
             atol=1e-5,

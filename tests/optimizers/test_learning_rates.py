@@ -168,9 +168,15 @@ def test_ftrl_that_multiplies_follows_its_slots_at_zero():
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [
-        (2, {"hardware": te.hardware_by_name("v5p")}),
+        (2, {"hardware": te.hardware.hardware_by_name("v5p")}),
         pytest.param(
-            *(2, {"hardware": te.hardware_by_name("v6e"), "kernels": "interpreter"}),
+            *(
+                2,
+                {
+                    "hardware": te.hardware.hardware_by_name("v6e"),
+                    "kernels": "interpreter",
+                },
+            ),
             marks=needs_kernels,
         ),
     ],
@@ -185,7 +191,7 @@ def test_layers_leave_rows_alone_at_zero(name, num_devices, options):
     (_, _), *expected = run(optimizer, gradients())
     for gradient, (rows, _) in zip(gradients(), expected, strict=True):
         tables, slots = update(tables, slots, ids, gradient, plan)
-        found = te.unstack_tables(tables, plan)["table"]
+        found = te.functional.unstack_tables(tables, plan)["table"]
         np.testing.assert_allclose(found, rows, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(expected[1][0], start())
 

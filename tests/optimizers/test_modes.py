@@ -34,12 +34,12 @@ def test_labels_by_path_are_those_of_each_table():
         {"frozen": optax.set_to_zero(), "trained": optax.sgd(0.5)}, labels_by_path
     )
     plan = plan_of("ab", optimizer)
-    tables = te.init_tables(plan, jax.random.key(0))
-    before = te.unstack_tables(tables, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    before = te.functional.unstack_tables(tables, plan)
     ones = {name: np.ones((2, 2), np.float32) for name in "ab"}
     ids = {name: np.int32([1, 3]) for name in "ab"}
-    tables, _ = update(tables, te.init_slots(tables, plan), ids, ones, plan)
-    after = te.unstack_tables(tables, plan)
+    tables, _ = update(tables, te.functional.init_slots(tables, plan), ids, ones, plan)
+    after = te.functional.unstack_tables(tables, plan)
     np.testing.assert_array_equal(after["a"], before["a"])
     np.testing.assert_allclose(after["b"][1], before["b"][1] - 0.5, rtol=1e-6)
 
@@ -83,14 +83,16 @@ def test_labels_may_name_tables_with_their_own_optimizer():
 @pytest.mark.parametrize("bad", [1e30, np.nan])
 def test_what_is_not_finite_stays_in_its_table(bad):
     plan = plan_of("ab", te.optimizers.adafactor(0.1))
-    tables = te.init_tables(plan, jax.random.key(0))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
     ids = {name: np.int32([1]) for name in "ab"}
     gradients = {
         "a": np.full((1, 2), bad, np.float32),
         "b": np.ones((1, 2), np.float32),
     }
-    tables, _ = update(tables, te.init_slots(tables, plan), ids, gradients, plan)
-    assert np.isfinite(te.unstack_tables(tables, plan)["b"]).all()
+    tables, _ = update(
+        tables, te.functional.init_slots(tables, plan), ids, gradients, plan
+    )
+    assert np.isfinite(te.functional.unstack_tables(tables, plan)["b"]).all()
 
 
 @pytest.mark.full
@@ -107,7 +109,7 @@ def test_a_rule_under_jit_takes_totals_too():
             ids = generator.integers(0, 20, 9).astype(np.int32)
             gradient = generator.normal(size=(9, 2)).astype(np.float32)
             tables, slots = update(tables, slots, ids, gradient, plan)
-        results.append(te.unstack_tables(tables, plan)["table"])
+        results.append(te.functional.unstack_tables(tables, plan)["table"])
     np.testing.assert_allclose(*results, rtol=1e-6)
 
 
@@ -127,7 +129,7 @@ def test_sequence_follows_the_samples_not_the_places_of_ids(num_devices):
         for row in places:
             accumulator[row] += gradient[sample] ** 2.0
             expected[row] -= 0.5 * gradient[sample] / np.sqrt(accumulator[row])
-    found = te.unstack_tables(tables, plan)["table"]
+    found = te.functional.unstack_tables(tables, plan)["table"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -137,7 +139,7 @@ def test_sequence_follows_the_samples_not_the_places_of_ids(num_devices):
 def test_every_element_of_rows_of_a_single_value(num_devices, hardware, slot_dtype):
     """They lie flat, where other rows have lines."""
     rule = te.optimizers.adam(0.1, lazy_adam=False, slot_dtype=slot_dtype)
-    hardware = te.hardware_by_name(hardware)
+    hardware = te.hardware.hardware_by_name(hardware)
     plan = one_table_plan(rule, 40, 1, mesh_of(num_devices), hardware=hardware)
     assert plan.stacks[0].optimizer.rows == "every"
     start = np.linspace(-1, 1, 40, dtype=np.float32)[:, None]
@@ -151,7 +153,7 @@ def test_every_element_of_rows_of_a_single_value(num_devices, hardware, slot_dty
         dense = jnp.zeros((40, 1)).at[ids].add(gradient)
         updates, state = rule.update(dense, state, expected)
         expected = optax.apply_updates(expected, updates)
-    found = te.unstack_tables(tables, plan)["table"]
+    found = te.functional.unstack_tables(tables, plan)["table"]
     # A moment in bfloat16 may round the other way where duplicates are summed.
     np.testing.assert_allclose(found, expected, rtol=1e-5 if not slot_dtype else 2e-2)
 
@@ -173,7 +175,7 @@ def test_kept_steps_beyond_their_number_run_at_once():
         tables, slots = update(tables, slots, ids, ones, long)
     tables, slots = update(tables, slots, ids, ones, short)
     assert int(slots["stack_0"].step) == 0
-    assert te.unstack_tables(tables, short)["table"][1, 0] == -2.0
+    assert te.functional.unstack_tables(tables, short)["table"][1, 0] == -2.0
 
 
 REFUSED = {
@@ -235,7 +237,7 @@ def test_accepted_and_applied(name):
     tables, slots = initial_state(plan, np.ones((20, 2)))
     ids = np.int32([0, 3, 3, 6, 9, 12])
     tables, slots = update(tables, slots, ids, np.ones((6, 2), np.float32), plan)
-    moved = te.unstack_tables(tables, plan)["table"]
+    moved = te.functional.unstack_tables(tables, plan)["table"]
     assert np.isfinite(moved).all()
     assert (moved[[0, 3, 6, 9, 12]] != 1).all()
 

@@ -218,7 +218,7 @@ def run_lifted(rule):
     lifted = lift_to_rows(rule)
     state = lifted.init(table)
     for gradient in gradients():
-        updates = te.RowUpdates(row_ids=jnp.arange(ROWS), values=gradient)
+        updates = te.functional.RowUpdates(row_ids=jnp.arange(ROWS), values=gradient)
         updates, state = lifted.update(updates, state, table)
         table = PackedRows(lines=table.lines + updates.values, layout=layout)
     return table.lines

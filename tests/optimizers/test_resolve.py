@@ -139,9 +139,11 @@ def test_optimizer_of_a_dict_of_tables_equals_optax(name):
         for table in LABELS
     }
     plan = te.make_plan(features, mesh_of(3), optimizer=optimizer)
-    tables = te.init_tables(plan, jax.random.key(0))
-    slots = te.init_slots(tables, plan)
-    dense = {k: jnp.asarray(v) for k, v in te.unstack_tables(tables, plan).items()}
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
+    dense = {
+        k: jnp.asarray(v) for k, v in te.functional.unstack_tables(tables, plan).items()
+    }
     state = optimizer.init(dense)
     generator = np.random.default_rng(0)
     ids = {table: np.arange(6, dtype=np.int32) for table in LABELS}
@@ -152,7 +154,7 @@ def test_optimizer_of_a_dict_of_tables_equals_optax(name):
         tables, slots = update(tables, slots, ids, gradient, plan)
         updates, state = optimizer.update(gradient, state, dense)
         dense = optax.apply_updates(dense, updates)
-    for table, values in te.unstack_tables(tables, plan).items():
+    for table, values in te.functional.unstack_tables(tables, plan).items():
         np.testing.assert_allclose(values, dense[table], rtol=1e-5, atol=1e-6)
 
 
@@ -172,10 +174,12 @@ def test_learning_rate_changes_without_compilation():
     tables, slots = update(tables, slots, ids, ones, plan)
     compiled = update._cache_size()
     slots = te.optimizers.with_hyperparameters(slots, learning_rate=lambda: 0.0)
-    before = te.unstack_tables(tables, plan)["table"]
+    before = te.functional.unstack_tables(tables, plan)["table"]
     tables, slots = update(tables, slots, ids, ones, plan)
     assert update._cache_size() == compiled
-    np.testing.assert_array_equal(te.unstack_tables(tables, plan)["table"], before)
+    np.testing.assert_array_equal(
+        te.functional.unstack_tables(tables, plan)["table"], before
+    )
 
 
 def test_unknown_hyperparameter_is_refused():

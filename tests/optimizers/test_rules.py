@@ -23,7 +23,7 @@ from tests.optimizers.rule_cases import (
 from tpu_embedding.optimizers.analysis.row_local import runs_on_lines
 from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
 from tpu_embedding.optimizers.table_rows import table_rows, table_rows_context
-from tpu_embedding.rows import blocks
+from tpu_embedding.rows import consecutive_rows
 
 VOCABULARY_SIZE, DIM = 40, 8
 
@@ -89,7 +89,7 @@ def plan_of(optimizer, configuration, **options):
         VOCABULARY_SIZE,
         DIM,
         mesh_of(num_devices),
-        hardware=te.hardware_by_name(hardware),
+        hardware=te.hardware.hardware_by_name(hardware),
         **(others | options),
     )
 
@@ -171,7 +171,7 @@ def test_steps_equal_the_rule_on_touched_rows(name, configuration):
         with compilations() as compiled:
             tables, slots = update(tables, slots, ids, cotangents, plan)
         assert len(compiled) <= (not history)
-        history.append([te.unstack_tables(tables, plan)["table"]])
+        history.append([te.functional.unstack_tables(tables, plan)["table"]])
         history[-1] += logical_state(slots, plan)
     for values, (table, state) in zip(history, expected(name), strict=True):
         for value, reference in zip(values, [table, *state], strict=True):
@@ -265,7 +265,7 @@ def test_every_row_equals_dense_for_any_touched_rows(name, configuration, option
         tables, slots = update(tables, slots, ids, cotangents, plan)
     # Duplicates are summed in another order, then divided by roots near zero.
     np.testing.assert_allclose(
-        te.unstack_tables(tables, plan)["table"],
+        te.functional.unstack_tables(tables, plan)["table"],
         run_dense(dense, steps),
         rtol=1e-4,
         atol=1e-5,
@@ -293,7 +293,7 @@ def test_slots_survive_outliers(hardware, kernels):
     optimizer = optax.optimistic_gradient_descent(0.1)
     plan = one_table_plan(
         *(optimizer, 4, 8, mesh_of(2)),
-        hardware=te.hardware_by_name(hardware),
+        hardware=te.hardware.hardware_by_name(hardware),
         kernels=kernels,
     )
     tables, slots = initial_state(plan, np.ones((4, 8)))
@@ -344,7 +344,7 @@ def test_which_rules_run_on_lines(name, expected):
 )
 def test_rules_that_look_at_rows_see_rows(name, monkeypatch):
     """As many as fill 128 lines, and more than one block of a pass over all."""
-    monkeypatch.setattr(blocks, "_ROWS_PER_BLOCK", 256)
+    monkeypatch.setattr(consecutive_rows, "_ROWS_PER_BLOCK", 256)
     generator = np.random.default_rng(0)
     ids = generator.integers(0, 900, 2048).astype(np.int32)
     gradient = generator.normal(size=(2048, 32)).astype(np.float32)
@@ -352,14 +352,14 @@ def test_rules_that_look_at_rows_see_rows(name, monkeypatch):
     for kernels in ("xla", "interpreter"):
         plan = one_table_plan(
             *(LOOK_AT_ROWS[name], 900, 32, mesh_of(2)),
-            hardware=te.hardware_by_name("v5p"),
+            hardware=te.hardware.hardware_by_name("v5p"),
             kernels=kernels,
         )
         tables, slots = initial_state(plan, generator.permuted(np.ones((900, 32))))
         for _ in range(2):
             tables, slots = update(tables, slots, ids, gradient, plan)
         state = logical_state(slots, plan)
-        results.append([te.unstack_tables(tables, plan)["table"], *state])
+        results.append([te.functional.unstack_tables(tables, plan)["table"], *state])
     for with_lines, with_kernels in zip(*results, strict=True):
         np.testing.assert_allclose(with_kernels, with_lines, rtol=1e-5, atol=1e-6)
 
@@ -542,4 +542,4 @@ def test_ftrl_without_an_accumulator_gives_no_nan(multiplies):
     tables, slots = initial_state(plan, start_values())
     for i, (ids, cotangents) in enumerate(SOME_ROWS_TWICE + EVERY_ROW_TWICE):
         tables, slots = update(tables, slots, ids, cotangents * (i != 0), plan)
-        assert np.isfinite(te.unstack_tables(tables, plan)["table"]).all()
+        assert np.isfinite(te.functional.unstack_tables(tables, plan)["table"]).all()

@@ -83,7 +83,7 @@ def test_bfloat16_slots(num_devices, hardware):
             20,
             8,
             mesh_of(num_devices),
-            hardware=te.hardware_by_name(hardware),
+            hardware=te.hardware.hardware_by_name(hardware),
             # They reach float32 only: XLA has to move the slots of such a table.
             kernels="xla" if hardware == "cpu" else "interpreter",
         )
@@ -99,7 +99,9 @@ def test_bfloat16_slots(num_devices, hardware):
             ids = generator.integers(0, 15, 12).astype(np.int32)
             gradient = generator.normal(size=(12, 8)).astype(np.float32)
             tables, slots = update(tables, slots, ids, gradient, plan)
-        results.append((te.unstack_tables(tables, plan)["table"], slots, plan))
+        results.append(
+            (te.functional.unstack_tables(tables, plan)["table"], slots, plan)
+        )
     for slot in logical_slots(results[1][1], rounded):
         assert slot.dtype == jnp.bfloat16
         assert not np.any(slot[15:])

@@ -48,7 +48,7 @@ def plan_of(kernels, dim=32, optimizer=None, hardware="v5p", num_devices=1):
         mesh_of(num_devices),
         optimizer=optimizer or te.optimizers.adagrad(0.1),
         kernels=kernels,
-        hardware=te.hardware_by_name(hardware),
+        hardware=te.hardware.hardware_by_name(hardware),
     )
 
 
@@ -168,20 +168,20 @@ def train(plan):
 
     @jax.jit
     def step(tables, slots, ids):
-        result = te.lookup(tables, ids, plan)
+        result = te.functional.lookup(tables, ids, plan)
         cotangents = jnp.cos(result.activations)
-        gradients = te.compute_gradients(result.routing, cotangents, plan)
-        tables, slots = te.apply_gradients(tables, slots, gradients, plan)
+        gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+        tables, slots = te.functional.apply_gradients(tables, slots, gradients, plan)
         return tables, slots, result.activations
 
-    tables = te.init_tables(plan, jax.random.key(0))
-    slots = te.init_slots(tables, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
     outputs = []
     for shift in (0, 7):
         tables, slots, activations = step(tables, slots, ids + shift)
         outputs.append(activations)
-    accumulators = te.slot_values(slots, plan)["t"].values()
-    return *outputs, te.unstack_tables(tables, plan)["t"], *accumulators
+    accumulators = te.functional.slot_values(slots, plan)["t"].values()
+    return *outputs, te.functional.unstack_tables(tables, plan)["t"], *accumulators
 
 
 @needs_kernels

@@ -21,7 +21,7 @@ def stack_of(
         mesh_of(1),
         optimizer=te.optimizers.adagrad(0.1) if optimizer is None else optimizer,
         kernels=kernels,
-        hardware=te.hardware_by_name("v5p"),
+        hardware=te.hardware.hardware_by_name("v5p"),
     )
     return plan.stacks[0]
 
@@ -85,7 +85,7 @@ def test_tables_without_an_optimizer():
         te.FeatureConfig(table=table),
         mesh_of(1),
         kernels="interpreter",
-        hardware=te.hardware_by_name("v5p"),
+        hardware=te.hardware.hardware_by_name("v5p"),
     )
     assert plan.stacks[0].backends.update.backend == "xla"
     assert "no optimizer" in plan.stacks[0].backends.update.reason
@@ -159,7 +159,7 @@ def test_forms_of_xla(case):
         te.FeatureConfig(table=te.TableConfig(vocabulary_size=99, dim=8)),
         mesh_of(num_devices),
         optimizer=optax.sgd(1.0),
-        hardware=None if hardware is None else te.hardware_by_name(hardware),
+        hardware=None if hardware is None else te.hardware.hardware_by_name(hardware),
         **options,
     )
     backends = plan.stacks[0].backends
@@ -213,7 +213,7 @@ def test_plans_are_hashable_and_equal():
             mesh,
             optimizer=optimizer,
             kernels=kernels,
-            hardware=te.hardware_by_name("v5p"),
+            hardware=te.hardware.hardware_by_name("v5p"),
         )
 
     assert hash(plan("interpreter")) == hash(plan("interpreter"))

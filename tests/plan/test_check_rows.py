@@ -26,8 +26,8 @@ def make_plan(
 
 
 def arrays_of(plan):
-    tables = te.init_tables(plan, jax.random.key(0))
-    return tables, te.init_slots(tables, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    return tables, te.functional.init_slots(tables, plan)
 
 
 IDS = {"feature_0": np.arange(4), "feature_1": np.arange(4)}
@@ -52,10 +52,10 @@ def test_arrays_of_another_plan_are_refused(case):
     plan, other = make_plan(), make_plan(**options)
     tables, slots = arrays_of(plan)
     calls = {
-        "tables": lambda: te.lookup(tables, IDS, other),
-        "init": lambda: te.init_slots(tables, other),
-        "values": lambda: te.unstack_tables(tables, other),
-        "set": lambda: te.with_table_values(tables, {}, other),
+        "tables": lambda: te.functional.lookup(tables, IDS, other),
+        "init": lambda: te.functional.init_slots(tables, other),
+        "values": lambda: te.functional.unstack_tables(tables, other),
+        "set": lambda: te.functional.with_table_values(tables, {}, other),
     }
     for call in calls.values():
         with pytest.raises(ValueError, match="made for another plan") as raised:
@@ -63,22 +63,24 @@ def test_arrays_of_another_plan_are_refused(case):
         for text in texts:
             assert text in str(raised.value)
     other_tables, _ = arrays_of(other)
-    result = te.lookup(other_tables, IDS, other)
-    gradients = te.compute_gradients(result.routing, result.activations, other)
+    result = te.functional.lookup(other_tables, IDS, other)
+    gradients = te.functional.compute_gradients(
+        result.routing, result.activations, other
+    )
     with pytest.raises(ValueError, match=r"slots\['stack_0'\] was made for another"):
-        te.apply_gradients(other_tables, slots, gradients, other)
+        te.functional.apply_gradients(other_tables, slots, gradients, other)
 
 
 def test_tables_of_another_dim_are_refused():
     tables, _ = arrays_of(make_plan())
     with pytest.raises(ValueError, match=r"row_shape per shard: \(4,\), not \(6,\)"):
-        te.lookup(tables, IDS, make_plan(dim=6))
+        te.functional.lookup(tables, IDS, make_plan(dim=6))
 
 
 def test_tables_of_another_dtype_are_refused():
     tables, _ = arrays_of(make_plan(dtype=jnp.bfloat16))
     with pytest.raises(ValueError, match="dtype: bfloat16, not float16"):
-        te.lookup(tables, IDS, make_plan(dtype=jnp.float16))
+        te.functional.lookup(tables, IDS, make_plan(dtype=jnp.float16))
     names = {
         make_plan(dtype=dtype).stacks[0].layout.leaf_name
         for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -89,20 +91,22 @@ def test_tables_of_another_dtype_are_refused():
 def test_missing_arrays():
     plan = make_plan()
     tables, slots = arrays_of(plan)
-    result = te.lookup(tables, IDS, plan)
-    gradients = te.compute_gradients(result.routing, result.activations, plan)
+    result = te.functional.lookup(tables, IDS, plan)
+    gradients = te.functional.compute_gradients(
+        result.routing, result.activations, plan
+    )
     sgd = te.make_plan(
         jax.tree.unflatten(plan.feature_tree, [f.config for f in plan.features]),
         mesh_of(2),
         optimizer=te.optimizers.sgd(0.1),
     )
     cases = {
-        "tables must hold stack 'stack_0'": lambda: te.lookup({}, IDS, plan),
-        "slots must hold stack 'stack_0'": lambda: te.apply_gradients(
+        "tables must hold stack 'stack_0'": lambda: te.functional.lookup({}, IDS, plan),
+        "slots must hold stack 'stack_0'": lambda: te.functional.apply_gradients(
             tables, {}, gradients, plan
         ),
-        "must hold 2 slot variables, got 0": lambda: te.apply_gradients(
-            tables, te.init_slots(tables, sgd), gradients, plan
+        "must hold 2 slot variables, got 0": lambda: te.functional.apply_gradients(
+            tables, te.functional.init_slots(tables, sgd), gradients, plan
         ),
     }
     for text, call in cases.items():
@@ -116,17 +120,21 @@ def test_missing_arrays():
         )
         for optimizer in (te.optimizers.momentum(0.1), te.optimizers.adagrad(0.1))
     )
-    result = te.lookup(tables, IDS, momentum)
-    gradients = te.compute_gradients(result.routing, result.activations, momentum)
+    result = te.functional.lookup(tables, IDS, momentum)
+    gradients = te.functional.compute_gradients(
+        result.routing, result.activations, momentum
+    )
     with pytest.raises(ValueError, match="the state of the plan's optimizer"):
-        te.apply_gradients(tables, te.init_slots(tables, adagrad), gradients, momentum)
+        te.functional.apply_gradients(
+            tables, te.functional.init_slots(tables, adagrad), gradients, momentum
+        )
     with pytest.raises(TypeError, match=r"PackedRows"):
-        te.lookup({"stack_0": tables["stack_0"].lines}, IDS, plan)
+        te.functional.lookup({"stack_0": tables["stack_0"].lines}, IDS, plan)
 
 
 def test_arrays_of_an_equal_plan_are_read():
     tables, slots = arrays_of(make_plan())
-    result = te.lookup(tables, IDS, make_plan())
+    result = te.functional.lookup(tables, IDS, make_plan())
     assert result.activations["feature_0"].shape == (4, 4)
 
 

@@ -33,7 +33,7 @@ def plan_of(hardware, feature, **options):
     return te.make_plan(
         FEATURE,
         mesh_of(2),
-        hardware=te.hardware_by_name(hardware),
+        hardware=te.hardware.hardware_by_name(hardware),
         embedding_feature=feature,
         **options,
     )

@@ -63,7 +63,10 @@ def test_the_part_prepares_as_the_plan_does():
     assert received == plan.for_loaders()
     assert received.num_shards == 3
     batch = make_batch()
-    assert_equal(te.prepare_features(batch, received), te.prepare_features(batch, plan))
+    assert_equal(
+        te.inputs.prepare_features(batch, received),
+        te.inputs.prepare_features(batch, plan),
+    )
 
 
 WRONG = {
@@ -80,16 +83,18 @@ WRONG = {
 def test_the_part_refuses_as_the_plan_does(batch, message):
     plan = make_plan()
     with pytest.raises(ValueError, match=message) as expected:
-        te.prepare_features(batch, plan)
+        te.inputs.prepare_features(batch, plan)
     with pytest.raises(ValueError) as found:
-        te.prepare_features(batch, pickle.loads(pickle.dumps(plan.for_loaders())))
+        te.inputs.prepare_features(
+            batch, pickle.loads(pickle.dumps(plan.for_loaders()))
+        )
     assert str(found.value) == str(expected.value)
 
 
 def prepare_elsewhere(plan, batch, results):
     from jax._src import xla_bridge
 
-    prepared = te.prepare_features(batch, plan)
+    prepared = te.inputs.prepare_features(batch, plan)
     results.put((jax.tree.leaves(prepared), xla_bridge.backends_are_initialized()))
 
 
@@ -105,7 +110,7 @@ def test_a_spawned_loader_prepares_and_starts_no_device():
     loader.join()
     assert loader.exitcode == 0
     assert not starts_devices
-    expected = jax.tree.leaves(te.prepare_features(batch, plan))
+    expected = jax.tree.leaves(te.inputs.prepare_features(batch, plan))
     for array, other in zip(leaves, expected, strict=True):
         np.testing.assert_array_equal(array, other)
 

@@ -9,7 +9,7 @@ from tests.conftest import mesh_of
 from tpu_embedding.plan.memory import format_bytes, format_table, rows_bytes
 from tpu_embedding.rows.packed_rows import RowLayout
 
-CPU, V5P = te.hardware_by_name("cpu"), te.hardware_by_name("v5p")
+CPU, V5P = te.hardware.hardware_by_name("cpu"), te.hardware.hardware_by_name("v5p")
 
 
 def plan_of(
@@ -107,8 +107,8 @@ def test_stacks_and_their_slots_add_up():
 def test_shapes_of_the_arrays_agree(dim, hardware):
     # Each shard has a multiple of 8 lines, so that nothing is added for tiles.
     plan = plan_of(42 * 8 * 16, dim, 2, hardware, te.optimizers.adam(0.1))
-    tables = jax.eval_shape(te.init_tables, plan, jax.random.key(0))
-    slots = jax.eval_shape(te.init_slots, tables, plan)
+    tables = jax.eval_shape(te.functional.init_tables, plan, jax.random.key(0))
+    slots = jax.eval_shape(te.functional.init_slots, tables, plan)
 
     def bytes_of(tree):
         return sum(4 * x.size for x in jax.tree.leaves(tree) if x.ndim == 2)
@@ -145,7 +145,7 @@ def test_narrow_tables_on_tpu(dtype, dim, line_bytes, num_lines):
 @pytest.mark.parametrize("hardware", [CPU, V5P], ids=["cpu", "v5p"])
 def test_shapes_of_narrow_arrays_agree(dtype, hardware):
     plan = plan_of(42 * 8 * 16, 16, 2, hardware, None, dtype)
-    tables = jax.eval_shape(te.init_tables, plan, jax.random.key(0))
+    tables = jax.eval_shape(te.functional.init_tables, plan, jax.random.key(0))
     (lines,) = jax.tree.leaves(tables)
     assert 4 * lines.size == 2 * plan.table_bytes_per_device
     if hardware is CPU:

@@ -42,7 +42,8 @@ WRONG = {
     "hardware as a name": (
         dict(hardware="v5p"),
         TypeError,
-        "hardware must be a HardwareInfo or None, got 'v5p'; te.hardware_by_name",
+        "hardware must be a HardwareInfo or None, got 'v5p'; "
+        "te.hardware.hardware_by_name",
     ),
     "batch axes as a string": (
         dict(batch_axes="shard"),
@@ -122,7 +123,7 @@ def test_samples_of_a_batch_shard_are_split_over_its_devices(
 def test_a_batch_is_split_over_the_batch_axes():
     plan = te.make_plan(FEATURE, mesh_of_shape("4x2"), batch_axes=("data",))
     batch = {"divides": np.zeros((12, 3)), "rest": np.zeros(10), "scalar": np.zeros(())}
-    placed = te.shard_batch(batch, plan)
+    placed = te.inputs.shard_batch(batch, plan)
     assert placed["divides"].sharding.is_equivalent_to(plan.batch_sharding, 2)
     assert placed["rest"].sharding.is_fully_replicated
     assert placed["scalar"].sharding.is_fully_replicated

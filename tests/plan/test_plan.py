@@ -11,8 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
-from tpu_embedding import aot
 from tpu_embedding.config import MAX_VOCABULARY_SIZE
+from tpu_embedding.tools import compile_report
 
 SGD = optax.sgd(0.1)
 TABLE = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
@@ -89,7 +89,7 @@ def test_wrong_kernels_are_refused(kernels):
 
 @needs_kernels
 def test_kernels_of_sparse_cores_need_sparse_cores():
-    for hardware in (None, te.hardware_by_name("v5p")):
+    for hardware in (None, te.hardware.hardware_by_name("v5p")):
         with pytest.raises(ValueError, match="without SparseCores, got 'sparse_core'"):
             make_plan(kernels="sparse_core", hardware=hardware)
 
@@ -100,7 +100,7 @@ def test_kernels_reach_rows_that_fill_lines():
         features_of_dims(4, 8, 24, 64, 100, 128, 384),
         mesh_of(3),
         optimizer=te.optimizers.rowwise_adagrad(0.1),
-        hardware=te.hardware_by_name("v6e"),
+        hardware=te.hardware.hardware_by_name("v6e"),
         kernels="interpreter",
     )
     backends = {stack.dim: stack.layout.backend for stack in plan.stacks}
@@ -133,7 +133,9 @@ def test_kernels_need_a_later_jax(kernels, monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", [None, "xla"])
-@pytest.mark.parametrize("hardware", [None, te.hardware_by_name("v5p")], ids=str)
+@pytest.mark.parametrize(
+    "hardware", [None, te.hardware.hardware_by_name("v5p")], ids=str
+)
 def test_xla_is_the_default(hardware, kernels):
     plan = te.make_plan(
         features_of_dims(8), mesh_of(2), hardware=hardware, kernels=kernels
@@ -145,7 +147,7 @@ def test_xla_is_the_default(hardware, kernels):
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "v5e:2x2"])
 def test_kernels_of_tpus(topology):
-    mesh = aot.topology_mesh(topology)
+    mesh = compile_report.topology_mesh(topology)
     plan = te.make_plan(features_of_dims(8), mesh)
     assert plan.stacks[0].layout.backend == "xla"
     if topology == "v5e:2x2" or jax.__version_info__ < (0, 12):
@@ -169,7 +171,7 @@ def test_wrong_exchange_is_refused(exchange):
 
 @pytest.mark.tpu_compiler
 def test_exchange_across_slices_is_padded():
-    mesh = aot.topology_mesh("v5p:2x2x1", num_slices=2)
+    mesh = compile_report.topology_mesh("v5p:2x2x1", num_slices=2)
     assert make_plan(mesh=mesh).stacks[0].exchange == "padded"
     with pytest.raises(ValueError, match="'ragged' on 2"):
         make_plan(mesh=mesh, exchange="ragged")
@@ -206,7 +208,7 @@ def test_vocabulary_near_the_largest_row_id(num_devices, vocabulary_size, fits):
         return
     (stack,) = te.make_plan(config, mesh).stacks
     # Keys count up to rows_per_shard * num_shards, and must stay below padding.
-    assert stack.rows_per_shard * num_devices < te.PADDING_ROW_ID
+    assert stack.rows_per_shard * num_devices < te.inputs.PADDING_ROW_ID
     assert stack.rows_per_shard * num_devices >= vocabulary_size
 
 
@@ -233,7 +235,7 @@ BIGGER = dataclasses.replace(TABLE, vocabulary_size=11)
 CHANGES = {
     "optimizer": lambda: dict(optimizer=SGD),
     "capacity": lambda: dict(capacity=3),
-    "hardware": lambda: dict(hardware=te.hardware_by_name("v5p")),
+    "hardware": lambda: dict(hardware=te.hardware.hardware_by_name("v5p")),
     "fewer_devices": lambda: dict(mesh=mesh_of(1)),
     "axis_name": lambda: dict(mesh=Mesh(np.asarray(jax.devices()[:2]), ("x",))),
     "other_devices": lambda: dict(
@@ -324,7 +326,7 @@ def test_printed_plan():
         [te.FeatureConfig(table=t) for t in tables],
         mesh_of(8),
         optimizer=te.optimizers.adagrad(0.1),
-        hardware=te.hardware_by_name("v5p"),
+        hardware=te.hardware.hardware_by_name("v5p"),
     )
     memory, placements, backends = str(plan).split("\n\n")
     *lines, summary = memory.splitlines()

@@ -96,7 +96,7 @@ def test_grouping_depends_on_no_devices_and_no_capacity(num_devices, capacity):
 
 def test_grouping_depends_on_no_hardware():
     tables = [table("a"), table("b", dim=200), table("c", 3)]
-    on_tpu = plan_of(*tables, hardware=te.hardware_by_name("v5p"))
+    on_tpu = plan_of(*tables, hardware=te.hardware.hardware_by_name("v5p"))
     assert groups(on_tpu) == groups(plan_of(*tables))
 
 
@@ -237,14 +237,14 @@ def test_equal_optimizers_made_twice_are_two_rules():
 
 def test_a_plan_is_an_argument_of_functions_under_jit():
     plan = plan_of(table("a"))
-    tables = jax.jit(te.init_tables)(plan, jax.random.key(0))
+    tables = jax.jit(te.functional.init_tables)(plan, jax.random.key(0))
     assert jax.tree.map(jnp.shape, tables) == jax.tree.map(
-        jnp.shape, te.init_tables(plan, jax.random.key(0))
+        jnp.shape, te.functional.init_tables(plan, jax.random.key(0))
     )
     assert jax.tree.leaves(plan) == []
 
 
 def test_dtype_of_a_stack():
     plan = plan_of(table("a"))
-    tables = jax.eval_shape(te.init_tables, plan, jax.random.key(0))
+    tables = jax.eval_shape(te.functional.init_tables, plan, jax.random.key(0))
     assert tables["stack_0"].lines.dtype == jnp.float32

@@ -84,7 +84,7 @@ def train(model, optimizer):
 
     ids = np.random.default_rng(0).integers(0, 13, (12,))
     batch = model.prepare({name: ids for name in SIZES})
-    step(model, optimizer, te.shard_batch(batch, model.plan))
+    step(model, optimizer, te.inputs.shard_batch(batch, model.plan))
 
 
 if __name__ == "__main__":

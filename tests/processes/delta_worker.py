@@ -100,7 +100,7 @@ def train(model, optimizer, seed):
     # Each id once: sums of float32 have one order then.
     ids = np.random.default_rng(seed).permutation(7)[:4].astype(np.int32)
     batch = model.prepare({name: ids for name in SIZES})
-    step(model, optimizer, te.shard_batch(batch, model.plan))
+    step(model, optimizer, te.inputs.shard_batch(batch, model.plan))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tpu_embedding.kernel_verdicts import KernelVerdicts, Verdict
-from tpu_embedding.training.kernel_choice import of_first_process
+from tpu_embedding.tools.train.loop.kernel_choice import of_first_process
 
 PLACEMENTS = {
     "sharded": te.Sharded(),
@@ -93,7 +93,7 @@ def train(mesh, batch_axes, label):
     generator = np.random.default_rng(0)
     losses = []
     for _ in range(3):
-        prepared = te.shard_batch(model.prepare(batch_of(generator)), plan)
+        prepared = te.inputs.shard_batch(model.prepare(batch_of(generator)), plan)
         losses.append(float(step(model, optimizer, prepared)))
     results = {"losses": losses} | model.embedding_tables()
     for stack in plan.stacks:

@@ -25,7 +25,7 @@ from tpu_embedding.rows.packed_rows import (
 )
 
 DIMS = [1, 3, 16, 24, 40, 64, 100, 128, 200]
-PADDING = te.PADDING_ROW_ID
+PADDING = te.inputs.PADDING_ROW_ID
 NUM_ROWS = 37  # fills no line of 2, 3, 5, 8 or 42 rows exactly
 
 LAYOUTS = {

@@ -46,7 +46,7 @@ TABLES = (
     table("uniform", 33, 4, te.initializers.uniform(-0.1, 0.3)),
     table("other_uniform", 21, 4, te.initializers.uniform(0.3, 0.9)),
     table("constant", 21, 4, te.initializers.constant(0.3)),
-    table("row_ids", 29, 4, te.RowIdInitializer(7)),
+    table("row_ids", 29, 4, te.initializers.RowIdInitializer(7)),
     table("each_row", 29, 4, te.initializers.rowwise(random_integers)),
 )
 
@@ -54,7 +54,7 @@ TABLES = (
 # With LLVM's optimizations, which other tests leave out: without them, programs of
 # different numbers of devices round the initializers of JAX otherwise.
 init_tables = jax.jit(
-    te.init_tables,
+    te.functional.init_tables,
     static_argnums=0,
     compiler_options={
         "xla_backend_optimization_level": 3,
@@ -69,7 +69,7 @@ def values_of(num_devices=1, hardware=None, tables=TABLES, key_data=11):
     plan = te.make_plan(
         [te.FeatureConfig(table=t) for t in tables],
         mesh_of(num_devices),
-        hardware=None if hardware is None else te.hardware_by_name(hardware),
+        hardware=None if hardware is None else te.hardware.hardware_by_name(hardware),
     )
     stacked = init_tables(plan, jax.random.key(key_data))
     for stack in plan.stacks:
@@ -77,7 +77,7 @@ def values_of(num_devices=1, hardware=None, tables=TABLES, key_data=11):
         assert lines.sharding.is_equivalent_to(plan.batch_sharding, 2)
         assert lines.dtype == stack.layout.stored_dtype
         assert stacked[stack.name].layout == stack.layout
-    return te.unstack_tables(stacked, plan)
+    return te.functional.unstack_tables(stacked, plan)
 
 
 # Another program may round an initializer of JAX otherwise: XLA fuses and vectorises it
@@ -166,7 +166,9 @@ def test_a_key_of_another_generator(impl):
         te.make_plan(te.FeatureConfig(table=table("t", 50)), mesh_of(n)) for n in (1, 8)
     ]
     values = [
-        te.unstack_tables(te.init_tables(plan, jax.random.key(5, impl=impl)), plan)["t"]
+        te.functional.unstack_tables(
+            te.functional.init_tables(plan, jax.random.key(5, impl=impl)), plan
+        )["t"]
         for plan in plans
     ]
     np.testing.assert_array_equal(*values)
@@ -184,7 +186,7 @@ def test_no_temporary_grows_with_the_tables():
         plan = te.make_plan(
             te.FeatureConfig(table=table("a", num_rows, 64)), mesh_of(2)
         )
-        compiled = te.init_tables.lower(plan, KEY).compile()
+        compiled = te.functional.init_tables.lower(plan, KEY).compile()
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
         assert temporaries[-1] < max(0.02 * num_rows * 256 / 2, 2**20)
     assert temporaries[1] < 4.1 * temporaries[0]
@@ -195,7 +197,7 @@ def test_one_program_whatever_the_number_of_tables():
     for num_tables in (2, 40):
         tables = [table(f"t{i}", 10 + i) for i in range(num_tables)]
         plan = te.make_plan([te.FeatureConfig(table=t) for t in tables], mesh_of(1))
-        lowered = te.init_tables.lower(plan, KEY)
+        lowered = te.functional.init_tables.lower(plan, KEY)
         sizes.append(lowered.as_text().count(" = "))
     assert sizes[0] == sizes[1]
 
@@ -284,14 +286,14 @@ def test_rows_that_belong_to_no_table_are_zero():
         [te.FeatureConfig(table=t) for t in (table("a", 10), table("b", 5))],
         mesh_of(8),
     )
-    lines = np.asarray(te.init_tables(plan, KEY)["stack_0"].lines)
+    lines = np.asarray(te.functional.init_tables(plan, KEY)["stack_0"].lines)
     assert not lines[-1].any()
     assert lines[:-1].any(axis=1).all()
 
 
 def test_second_call_compiles_nothing():
     plan = te.make_plan(te.FeatureConfig(table=table("a", 10)), mesh_of(8))
-    te.init_tables(plan, KEY)
-    size = te.init_tables.__wrapped__._cache_size()
-    te.init_tables(plan, jax.random.key(3))
-    assert te.init_tables.__wrapped__._cache_size() == size
+    te.functional.init_tables(plan, KEY)
+    size = te.functional.init_tables.__wrapped__._cache_size()
+    te.functional.init_tables(plan, jax.random.key(3))
+    assert te.functional.init_tables.__wrapped__._cache_size() == size

@@ -112,7 +112,7 @@ def test_names_and_shapes(name):
     optimizer, expected = NAMES[name]
     plan = plan_of(optimizer, 1)
     _, slots = start_of(plan)
-    found = shapes(te.slot_values(slots, plan))
+    found = shapes(te.functional.slot_values(slots, plan))
     assert list(found) == list(SIZES)
     for table, size in SIZES.items():
         if name == "by table":
@@ -165,20 +165,23 @@ def test_all_of_a_state_is_read_and_set(name):
     optimizer, others = ALL[name]
     plan = plan_of(optimizer, 8 if "exact" in name else 2)
     _, slots = start_of(plan)
-    rows, values = te.slot_values(slots, plan), te.slot_values(slots, plan, "all")
+    rows, values = (
+        te.functional.slot_values(slots, plan),
+        te.functional.slot_values(slots, plan, "all"),
+    )
     for table, of_table in values.items():
         found = {key: x.shape for key, x in of_table.items() if key not in rows[table]}
         assert found == others
     new = random_like(values)
-    changed = te.with_slot_values(slots, new, plan)
-    assert_equal(te.slot_values(changed, plan, "all"), new)
+    changed = te.functional.with_slot_values(slots, new, plan)
+    assert_equal(te.functional.slot_values(changed, plan, "all"), new)
     # Compiled steps still fit, and the old state is as it was.
     for before, after in zip(
         jax.tree.leaves(slots), jax.tree.leaves(changed), strict=True
     ):
         assert before.sharding == after.sharding
         assert (before.shape, before.dtype) == (after.shape, after.dtype)
-    assert_equal(te.slot_values(slots, plan, "all"), values)
+    assert_equal(te.functional.slot_values(slots, plan, "all"), values)
 
 
 @pytest.mark.parametrize(
@@ -188,13 +191,15 @@ def test_values_move_to_other_devices_and_stacks(hardware):
     """Slots of three tables on eight devices, set one by one on one and three."""
     source = plan_of(opt.adam(0.1), 8, "v6e")
     _, slots = start_of(source)
-    values = random_like(te.slot_values(slots, source))
+    values = random_like(te.functional.slot_values(slots, source))
     for num_devices, names in [(1, ("c", "a", "b")), (3, ("b",))]:
         plan = plan_of(opt.adam(0.1), num_devices, hardware, names)
         _, slots = start_of(plan)
         for name in names:
-            slots = te.with_slot_values(slots, {name: values[name]}, plan)
-        assert_equal(te.slot_values(slots, plan), {n: values[n] for n in names})
+            slots = te.functional.with_slot_values(slots, {name: values[name]}, plan)
+        assert_equal(
+            te.functional.slot_values(slots, plan), {n: values[n] for n in names}
+        )
 
 
 def test_a_step_continues_from_set_values():
@@ -202,16 +207,20 @@ def test_a_step_continues_from_set_values():
     plan = plan_of(opt.adagrad(0.5), 2, "cpu", ("c",))
     tables, slots = start_of(plan)
     accumulators = np.float32(np.arange(15).reshape(5, 3) + 1)
-    slots = te.with_slot_values(slots, {"c": {"accumulators": accumulators}}, plan)
+    slots = te.functional.with_slot_values(
+        slots, {"c": {"accumulators": accumulators}}, plan
+    )
     ids, gradient = {"c": np.int32([1, 4])}, {"c": np.full((2, 3), 2.0, np.float32)}
     tables, slots = update(tables, slots, ids, gradient, plan)
     expected = accumulators.copy()
     expected[[1, 4]] += 4
-    found = te.slot_values(slots, plan)["c"]["accumulators"]
+    found = te.functional.slot_values(slots, plan)["c"]["accumulators"]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     rows = np.ones((5, 3))
     rows[[1, 4]] -= 0.5 * 2 / np.sqrt(expected[[1, 4]])
-    np.testing.assert_allclose(te.unstack_tables(tables, plan)["c"], rows, rtol=1e-6)
+    np.testing.assert_allclose(
+        te.functional.unstack_tables(tables, plan)["c"], rows, rtol=1e-6
+    )
 
 
 def test_tables_without_an_optimizer_have_no_slots():
@@ -220,21 +229,23 @@ def test_tables_without_an_optimizer_have_no_slots():
     )
     frozen = te.TableConfig(vocabulary_size=4, dim=2, name="frozen")
     plan = te.make_plan([te.FeatureConfig(table=t) for t in (trained, frozen)])
-    slots = te.init_slots(te.init_tables(plan, jax.random.key(0)), plan)
-    assert set(te.slot_values(slots, plan)) == {"trained"}
+    slots = te.functional.init_slots(
+        te.functional.init_tables(plan, jax.random.key(0)), plan
+    )
+    assert set(te.functional.slot_values(slots, plan)) == {"trained"}
     with pytest.raises(ValueError, match=r"\['trained'\], got 'frozen'"):
-        te.with_slot_values(slots, {"frozen": {}}, plan)
-    assert te.slot_values({}, plan) == {}
+        te.functional.with_slot_values(slots, {"frozen": {}}, plan)
+    assert te.functional.slot_values({}, plan) == {}
 
 
 def test_low_precision_slots_keep_their_dtype():
     plan = plan_of(opt.adagrad(0.1, slot_dtype="bfloat16"), 1, "cpu", ("c",))
     _, slots = start_of(plan)
-    values = te.slot_values(slots, plan)
+    values = te.functional.slot_values(slots, plan)
     assert values["c"]["accumulators"].dtype.name == "bfloat16"
     new = {"c": {"accumulators": np.full((5, 3), 1.5, np.float64)}}
-    slots = te.with_slot_values(slots, new, plan)
-    found = te.slot_values(slots, plan)["c"]["accumulators"]
+    slots = te.functional.with_slot_values(slots, new, plan)
+    found = te.functional.slot_values(slots, plan)["c"]["accumulators"]
     np.testing.assert_array_equal(np.float32(found), new["c"]["accumulators"])
 
 
@@ -291,16 +302,16 @@ def test_refuses(case, plan_and_slots):
     plan, slots = plan_and_slots
     values, error_type, match = WRONG[case]
     with pytest.raises(error_type, match=match):
-        te.with_slot_values(slots, values, plan)
+        te.functional.with_slot_values(slots, values, plan)
 
 
 def test_refuses_other_parts_and_plans(plan_and_slots):
     plan, slots = plan_and_slots
     with pytest.raises(ValueError, match=r"parts must be one of .*, got 'some'"):
-        te.slot_values(slots, plan, "some")
+        te.functional.slot_values(slots, plan, "some")
     other = plan_of(F2A, 2, "cpu", ("b", "c"))
     with pytest.raises(ValueError, match="was made for another plan"):
-        te.slot_values(slots, other)
+        te.functional.slot_values(slots, other)
 
 
 def test_tables_may_have_the_names_of_state_fields():
@@ -315,9 +326,13 @@ def test_tables_may_have_the_names_of_state_fields():
         mesh_of(2),
         optimizer=optax.adam(0.1),
     )
-    slots = te.init_slots(te.init_tables(plan, jax.random.key(0)), plan)
+    slots = te.functional.init_slots(
+        te.functional.init_tables(plan, jax.random.key(0)), plan
+    )
     values = {"mu": np.full((4, 2), 1.0), "nu": np.full((4, 2), 2.0)}
-    found = te.slot_values(te.with_slot_values(slots, {"x": values}, plan), plan)
+    found = te.functional.slot_values(
+        te.functional.with_slot_values(slots, {"x": values}, plan), plan
+    )
     for name in names:
         assert set(found[name]) == {"mu", "nu"}
         for slot, value in values.items():
@@ -333,8 +348,8 @@ def test_a_state_may_be_one_array():
     rule = optax.GradientTransformation(jax.numpy.zeros_like, update)
     plan = plan_of(rule)
     _, slots = start_of(plan)
-    values = te.slot_values(slots, plan)
+    values = te.functional.slot_values(slots, plan)
     assert shapes(values) == {n: {"state": (size, DIM)} for n, size in SIZES.items()}
     new = random_like(values)
-    slots = te.with_slot_values(slots, new, plan)
-    assert_equal(te.slot_values(slots, plan), new)
+    slots = te.functional.with_slot_values(slots, new, plan)
+    assert_equal(te.functional.slot_values(slots, plan), new)

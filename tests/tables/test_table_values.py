@@ -25,7 +25,7 @@ def make_plan(num_devices=8, hardware="cpu", dim=3, dtype="float32"):
         for name, (size, dim) in sizes.items()
     ]
     return te.make_plan(
-        config, mesh_of(num_devices), hardware=te.hardware_by_name(hardware)
+        config, mesh_of(num_devices), hardware=te.hardware.hardware_by_name(hardware)
     )
 
 
@@ -71,8 +71,8 @@ def assert_equal(actual, expected):
 def test_round_trip(num_devices, hardware, row_shape):
     plan = make_plan(num_devices, hardware)
     values = random_values(plan, row_shape)
-    stacked = te.with_table_values(zeros(plan, row_shape), values, plan)
-    assert_equal(te.unstack_tables(stacked, plan), values)
+    stacked = te.functional.with_table_values(zeros(plan, row_shape), values, plan)
+    assert_equal(te.functional.unstack_tables(stacked, plan), values)
     for name, before in zeros(plan, row_shape).items():
         assert stacked[name].layout == before.layout
         assert stacked[name].lines.shape == before.lines.shape
@@ -83,8 +83,8 @@ def test_round_trip(num_devices, hardware, row_shape):
 def test_round_trip_of_any_dim(dim):
     plan = make_plan(3, "v5p", dim)
     values = random_values(plan)
-    stacked = te.with_table_values(zeros(plan), values, plan)
-    assert_equal(te.unstack_tables(stacked, plan), values)
+    stacked = te.functional.with_table_values(zeros(plan), values, plan)
+    assert_equal(te.functional.unstack_tables(stacked, plan), values)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
@@ -95,9 +95,9 @@ def test_blocks_of_few_rows(num_devices, hardware, dtype, monkeypatch):
     some = {name: new[name] for name in "ac"}
 
     def read_and_write():
-        stacked = te.with_table_values(zeros(plan), old, plan)
-        stacked = te.with_table_values(stacked, some, plan)
-        return stacked, te.unstack_tables(stacked, plan)
+        stacked = te.functional.with_table_values(zeros(plan), old, plan)
+        stacked = te.functional.with_table_values(stacked, some, plan)
+        return stacked, te.functional.unstack_tables(stacked, plan)
 
     expected, expected_values = read_and_write()
     monkeypatch.setattr(table_values, "_BLOCK_BYTES", 64)
@@ -109,7 +109,7 @@ def test_blocks_of_few_rows(num_devices, hardware, dtype, monkeypatch):
 def test_rows_are_dealt_in_turn():
     plan = make_plan(3)
     values = random_values(plan)
-    stacked = te.with_table_values(zeros(plan), values, plan)["stack_0"]
+    stacked = te.functional.with_table_values(zeros(plan), values, plan)["stack_0"]
     shards = np.asarray(stacked.lines).reshape(3, -1, 3)
     of_stack = np.concatenate([values[name] for name in "abc"])
     for row, expected in enumerate(of_stack):
@@ -120,50 +120,52 @@ def test_rows_are_dealt_in_turn():
 def test_tables_that_are_not_named_stay(hardware):
     plan = make_plan(8, hardware)
     old = random_values(plan)
-    stacked = te.with_table_values(zeros(plan), old, plan)
+    stacked = te.functional.with_table_values(zeros(plan), old, plan)
     new = random_values(plan, seed=1)["b"]
-    result = te.with_table_values(stacked, {"b": new}, plan)
-    assert_equal(te.unstack_tables(result, plan), old | {"b": new})
+    result = te.functional.with_table_values(stacked, {"b": new}, plan)
+    assert_equal(te.functional.unstack_tables(result, plan), old | {"b": new})
     assert result["stack_1"] is stacked["stack_1"]
     # Nor does the argument change.
-    assert_equal(te.unstack_tables(stacked, plan), old)
+    assert_equal(te.functional.unstack_tables(stacked, plan), old)
 
 
 def test_no_values_change_nothing():
     plan = make_plan()
     stacked = zeros(plan)
-    assert te.with_table_values(stacked, {}, plan) == stacked
+    assert te.functional.with_table_values(stacked, {}, plan) == stacked
 
 
 def test_values_are_copies():
     plan = make_plan(1)
     stacked = zeros(plan)
-    values = te.unstack_tables(stacked, plan)
+    values = te.functional.unstack_tables(stacked, plan)
     values["a"][:] = 7
-    assert not te.unstack_tables(stacked, plan)["a"].any()
+    assert not te.functional.unstack_tables(stacked, plan)["a"].any()
 
 
 def test_stacks_may_be_missing():
     plan = make_plan()
     stacked = zeros(plan)
     del stacked["stack_0"]
-    assert te.unstack_tables(stacked, plan).keys() == {"d"}
-    assert te.unstack_tables({}, plan) == {}
+    assert te.functional.unstack_tables(stacked, plan).keys() == {"d"}
+    assert te.functional.unstack_tables({}, plan) == {}
 
 
 def test_values_of_another_float_type_take_that_of_the_storage():
     plan = make_plan(1)
     values = {"d": np.arange(40, dtype=np.float64).reshape(10, 4)}
-    stacked = te.with_table_values(zeros(plan), values, plan)
+    stacked = te.functional.with_table_values(zeros(plan), values, plan)
     assert stacked["stack_1"].lines.dtype == jnp.float32
-    np.testing.assert_array_equal(te.unstack_tables(stacked, plan)["d"], values["d"])
+    np.testing.assert_array_equal(
+        te.functional.unstack_tables(stacked, plan)["d"], values["d"]
+    )
 
 
 def test_unknown_tables_are_refused_with_the_known_ones():
     plan = make_plan()
     values = {"a": np.zeros((37, 3)), "x": np.zeros(3), "w": np.zeros(3)}
     with pytest.raises(ValueError, match=re.escape("unknown tables ['w', 'x']")) as e:
-        te.with_table_values(zeros(plan), values, plan)
+        te.functional.with_table_values(zeros(plan), values, plan)
     assert "['a', 'b', 'c', 'd']" in str(e.value)
 
 
@@ -173,7 +175,7 @@ def test_unknown_tables_are_refused_with_the_known_ones():
 def test_values_of_another_shape_are_refused_by_table(shape):
     plan = make_plan()
     with pytest.raises(ValueError, match="values of table 'a'") as error:
-        te.with_table_values(zeros(plan), {"a": np.zeros(shape)}, plan)
+        te.functional.with_table_values(zeros(plan), {"a": np.zeros(shape)}, plan)
     assert "(37, 3)" in str(error.value)
     assert str(shape) in str(error.value)
 
@@ -181,7 +183,7 @@ def test_values_of_another_shape_are_refused_by_table(shape):
 def test_shape_is_that_of_the_slot_variable():
     plan = make_plan()
     with pytest.raises(ValueError, match=re.escape("must have shape (37,)")):
-        te.with_table_values(zeros(plan, ()), {"a": np.zeros((37, 3))}, plan)
+        te.functional.with_table_values(zeros(plan, ()), {"a": np.zeros((37, 3))}, plan)
 
 
 def test_values_of_a_missing_stack_are_refused_by_table():
@@ -189,7 +191,7 @@ def test_values_of_a_missing_stack_are_refused_by_table():
     stacked = zeros(plan)
     del stacked["stack_1"]
     with pytest.raises(ValueError, match="'d'"):
-        te.with_table_values(stacked, {"d": np.zeros((10, 4))}, plan)
+        te.functional.with_table_values(stacked, {"d": np.zeros((10, 4))}, plan)
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "v5p"])
@@ -197,41 +199,45 @@ def test_values_of_a_missing_stack_are_refused_by_table():
 def test_values_of_narrow_tables_are_rounded_to_nearest(dtype, hardware):
     plan = make_plan(3, hardware, 5, dtype)
     values = random_values(plan)
-    stacked = te.with_table_values(zeros(plan), values, plan)
+    stacked = te.functional.with_table_values(zeros(plan), values, plan)
     assert stacked["stack_0"].lines.dtype == jnp.int32
-    found = te.unstack_tables(stacked, plan)
+    found = te.functional.unstack_tables(stacked, plan)
     rounded = {
         name: np.asarray(jnp.asarray(rows, dtype).astype(jnp.float32))
         for name, rows in values.items()
     }
     assert_equal(found, rounded)
     # What was read is set again without a loss.
-    again = te.with_table_values(zeros(plan), found, plan)
-    assert_equal(te.unstack_tables(again, plan), rounded)
+    again = te.functional.with_table_values(zeros(plan), found, plan)
+    assert_equal(te.functional.unstack_tables(again, plan), rounded)
 
 
 @pytest.mark.parametrize("dim", [1, 3, 8])
 def test_values_of_int8_tables_are_within_half_a_step(dim):
     plan = make_plan(3, "v5p", dim, "int8")
     values = random_values(plan)
-    stacked = te.with_table_values(zeros(plan), values, plan)
-    found = te.unstack_tables(stacked, plan)
+    stacked = te.functional.with_table_values(zeros(plan), values, plan)
+    found = te.functional.unstack_tables(stacked, plan)
     for name, rows in values.items():
         step = np.ptp(rows, axis=1, keepdims=True) / 255
         # And the rounding of float32, where a row has one value.
         assert (np.abs(found[name] - rows) <= 0.501 * step + 1e-6).all()
     # The largest error of a second time is that of float32.
-    again = te.with_table_values(zeros(plan), found, plan)
-    for name, rows in te.unstack_tables(again, plan).items():
+    again = te.functional.with_table_values(zeros(plan), found, plan)
+    for name, rows in te.functional.unstack_tables(again, plan).items():
         np.testing.assert_allclose(rows, found[name], rtol=0, atol=2e-6)
 
 
 def test_slots_of_narrow_tables_are_float32():
     plan = make_plan(3, "v5p", 5, "bfloat16")
     values = random_values(plan)
-    stacked = te.with_table_values(zeros(plan, (5,)), {"a": values["a"]}, plan)
+    stacked = te.functional.with_table_values(
+        zeros(plan, (5,)), {"a": values["a"]}, plan
+    )
     assert stacked["stack_0"].lines.dtype == jnp.float32
-    np.testing.assert_array_equal(te.unstack_tables(stacked, plan)["a"], values["a"])
+    np.testing.assert_array_equal(
+        te.functional.unstack_tables(stacked, plan)["a"], values["a"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,7 +253,7 @@ def test_slots_of_narrow_tables_are_float32():
 def test_values_that_are_no_real_numbers_are_refused_by_table(values, text):
     plan = make_plan()
     with pytest.raises(ValueError, match="values of table 'a'") as error:
-        te.with_table_values(zeros(plan), {"a": values}, plan)
+        te.functional.with_table_values(zeros(plan), {"a": values}, plan)
     assert text in str(error.value)
 
 
@@ -256,8 +262,8 @@ def test_values_that_are_no_real_numbers_are_refused_by_table(values, text):
 def test_values_of_other_real_types_are_cast(dtype, stored):
     plan = make_plan(2, dtype=stored)
     values = np.arange(40).reshape(10, 4).astype(dtype)
-    stacked = te.with_table_values(zeros(plan), {"d": values}, plan)
-    found = te.unstack_tables(stacked, plan)["d"]
+    stacked = te.functional.with_table_values(zeros(plan), {"d": values}, plan)
+    found = te.functional.unstack_tables(stacked, plan)["d"]
     np.testing.assert_array_equal(found, values.astype(np.float32))
 
 
@@ -278,7 +284,7 @@ def test_values_beyond_a_type_are_refused_by_table(dtype, bad, text):
     values = np.zeros((37, 3))
     values[4, 1] = bad
     with pytest.raises(ValueError, match="values of table 'a'") as error:
-        te.with_table_values(zeros(plan), {"a": values}, plan)
+        te.functional.with_table_values(zeros(plan), {"a": values}, plan)
     assert text in str(error.value) and "row 4" in str(error.value)
 
 
@@ -287,8 +293,10 @@ def test_infinities_of_16_bit_tables_stay():
     values = np.zeros((37, 3), np.float32)
     values[4] = [np.inf, -np.inf, np.nan]
     with pytest.warns(UserWarning, match="table 'a' hold 3, the first in row 4"):
-        stacked = te.with_table_values(zeros(plan), {"a": values}, plan)
-    np.testing.assert_array_equal(te.unstack_tables(stacked, plan)["a"], values)
+        stacked = te.functional.with_table_values(zeros(plan), {"a": values}, plan)
+    np.testing.assert_array_equal(
+        te.functional.unstack_tables(stacked, plan)["a"], values
+    )
 
 
 @pytest.mark.parametrize("block_bytes", [2**26, 64])
@@ -300,7 +308,7 @@ def test_numbers_that_are_not_finite_are_counted(block_bytes, monkeypatch):
     values["a"][30] = np.inf
     values["c"][2] = np.nan
     with pytest.warns(UserWarning) as found:
-        te.with_table_values(zeros(plan), values, plan)
+        te.functional.with_table_values(zeros(plan), values, plan)
     (warning,) = found
     assert "'a' hold 4, the first in row 5; values of table 'c' hold 3" in str(
         warning.message

@@ -50,18 +50,18 @@ def ids_of(step, valence=2):
 @functools.cache
 def step_of(plan):
     def step(tables, slots, ids, scale):
-        result = te.lookup(tables, ids, plan)
+        result = te.functional.lookup(tables, ids, plan)
         cotangents = jax.tree.map(lambda x: scale * x, result.activations)
-        gradients = te.compute_gradients(result.routing, cotangents, plan)
-        return te.apply_gradients(tables, slots, gradients, plan)
+        gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+        return te.functional.apply_gradients(tables, slots, gradients, plan)
 
     return jax.jit(step, donate_argnums=(0, 1))
 
 
 def train(plan, batches, scale=1.0):
     """Returns tables and slots after a step per batch, by explicit arrays."""
-    tables = te.init_tables(plan, jax.random.key(0))
-    slots = te.init_slots(tables, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
     for ids in batches:
         tables, slots = step_of(plan)(tables, slots, ids, scale)
     return tables, slots
@@ -76,7 +76,7 @@ def looked_up(batches):
 
 def check(plan, batches, since=0):
     _, slots = train(plan, batches)
-    found = te.touched_rows(slots, plan, since)
+    found = te.functional.touched_rows(slots, plan, since)
     wanted = looked_up(batches[since:]) if batches[since:] else dict.fromkeys(SIZES, [])
     assert {name: rows.tolist() for name, rows in found.items()} == wanted
 
@@ -91,9 +91,12 @@ RULES = {
     "decayed": te.optimizers.adagrad(0.1, weight_decay_factor=0.01),
 }
 PLANS = {
-    "packed": {"hardware": te.hardware_by_name("v5p")},
+    "packed": {"hardware": te.hardware.hardware_by_name("v5p")},
     "capacity": {"capacity": 2},
-    "kernels": {"hardware": te.hardware_by_name("v5p"), "kernels": "interpreter"},
+    "kernels": {
+        "hardware": te.hardware.hardware_by_name("v5p"),
+        "kernels": "interpreter",
+    },
     "replicated": {"placement": te.Replicated()},
     "mixed": {"placement": te.ReplicateSmall(max_rows=10)},
 }
@@ -158,16 +161,22 @@ PLAN = plan_of(mesh_of(3), track(RULES["sgd"]))
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_touched_rows_of_micro_batches(num_devices):
     plan = plan_of(mesh_of(num_devices), track(RULES["sgd"]))
-    tables = te.init_tables(plan, jax.random.key(0))
-    slots = te.init_slots(tables, plan)
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
     batches, gradients = [ids_of(0), ids_of(1)], []
     for ids in batches:
-        result = te.lookup(tables, ids, plan)
-        gradients.append(te.compute_gradients(result.routing, result.activations, plan))
-    _, slots = te.apply_gradients(tables, slots, te.add(*gradients), plan)
-    found = te.touched_rows(slots, plan)
+        result = te.functional.lookup(tables, ids, plan)
+        gradients.append(
+            te.functional.compute_gradients(result.routing, result.activations, plan)
+        )
+    _, slots = te.functional.apply_gradients(
+        tables, slots, te.gradients.add(*gradients), plan
+    )
+    found = te.functional.touched_rows(slots, plan)
     assert {k: x.tolist() for k, x in found.items()} == looked_up(batches)
-    assert all(not len(rows) for rows in te.touched_rows(slots, plan, 1).values())
+    assert all(
+        not len(rows) for rows in te.functional.touched_rows(slots, plan, 1).values()
+    )
 
 
 @FULL
@@ -181,7 +190,7 @@ def test_touched_rows_of_updates_in_blocks():
 def test_rows_with_zero_gradient_are_touched():
     batches = [ids_of(0)]
     _, slots = train(PLAN, batches, scale=0.0)
-    found = te.touched_rows(slots, PLAN)
+    found = te.functional.touched_rows(slots, PLAN)
     assert {k: x.tolist() for k, x in found.items()} == looked_up(batches)
 
 
@@ -190,7 +199,7 @@ def test_updates_keep_their_bits(name):
     rule, batches = RULES[name], [ids_of(step) for step in range(3)]
     plans = [plan_of(mesh_of(3), x) for x in (rule, track(rule))]
     plain, tracked = (
-        te.unstack_tables(train(plan, batches)[0], plan) for plan in plans
+        te.functional.unstack_tables(train(plan, batches)[0], plan) for plan in plans
     )
     for table in SIZES:
         np.testing.assert_array_equal(plain[table], tracked[table])
@@ -224,10 +233,12 @@ def test_rules_for_every_row_are_refused():
 
 def test_refusals():
     plan = plan_of(mesh_of(1), te.optimizers.sgd(0.1))
-    slots = te.init_slots(te.init_tables(plan, jax.random.key(0)), plan)
+    slots = te.functional.init_slots(
+        te.functional.init_tables(plan, jax.random.key(0)), plan
+    )
     with pytest.raises(ValueError, match="track_touched_rows"):
-        te.touched_rows(slots, plan)
+        te.functional.touched_rows(slots, plan)
     with pytest.raises(ValueError, match="since_step.*-1"):
-        te.touched_rows(slots, plan, -1)
+        te.functional.touched_rows(slots, plan, -1)
     with pytest.raises(TypeError, match="track_touched_rows"):
         track(cast(Any, "adagrad"))

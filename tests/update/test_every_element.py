@@ -139,13 +139,13 @@ def test_bfloat16_slots_have_the_spare_row_of_their_table(monkeypatch):
     for kernels in ("xla", "interpreter"):
         plan = one_table_plan(
             *(optimizer, 64, 32, mesh_of(1)),
-            hardware=te.hardware_by_name("v5p"),
+            hardware=te.hardware.hardware_by_name("v5p"),
             kernels=kernels,
         )
         tables, slots = initial_state(plan, integers((64, 32)))
         for seed in (1, 2):
             ids = np.int32([0, 5, 63, 63])
             tables, slots = update(tables, slots, ids, integers((4, 32), seed), plan)
-        results.append(te.unstack_tables(tables, plan)["table"])
+        results.append(te.functional.unstack_tables(tables, plan)["table"])
     # Duplicates are summed in another order.
     np.testing.assert_allclose(*results, rtol=1e-6, atol=1e-6)

@@ -19,7 +19,7 @@ from tests.update.update_cases import (
     sharded,
     unshard,
 )
-from tpu_embedding.rows import blocks
+from tpu_embedding.rows import consecutive_rows
 from tpu_embedding.rows.packed_rows import unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
@@ -49,7 +49,7 @@ def start(plan, stack, rows):
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
     sizes, dim, hardware, num_devices, block, num_steps = CASES[name]
-    monkeypatch.setattr(blocks, "_ROWS_PER_BLOCK", block)
+    monkeypatch.setattr(consecutive_rows, "_ROWS_PER_BLOCK", block)
     plan, stack = plan_of(
         sizes,
         dim,
@@ -143,7 +143,7 @@ def wide_slots():
 
 def test_blocks_begin_at_lines_of_all_arrays(monkeypatch):
     """Lines hold 2 rows of the table and 3 of the slot, so blocks take 6 or 12."""
-    monkeypatch.setattr(blocks, "_ROWS_PER_BLOCK", 7)
+    monkeypatch.setattr(consecutive_rows, "_ROWS_PER_BLOCK", 7)
     plan, stack = plan_of(
         [31], 64, te.optimizers.every_row(wide_slots()), hardware="v5p"
     )
@@ -203,12 +203,12 @@ def test_what_is_not_finite_stays_in_its_table():
 
 def test_block_size_fits_caches():
     """4 MiB of rows of 128 float32 elements."""
-    assert blocks._ROWS_PER_BLOCK * 128 * 4 == 4 * 2**20
+    assert consecutive_rows._ROWS_PER_BLOCK * 128 * 4 == 4 * 2**20
 
 
 def test_rules_without_totals_need_no_second_pass(monkeypatch):
     """A rule runs once per block: to find totals it would run once more."""
-    monkeypatch.setattr(blocks, "_ROWS_PER_BLOCK", 4)
+    monkeypatch.setattr(consecutive_rows, "_ROWS_PER_BLOCK", 4)
     runs = []
 
     def update(updates, state, params):

@@ -20,7 +20,7 @@ from tests.update.update_cases import (
     sharded,
     unshard,
 )
-from tpu_embedding.rows import blocks
+from tpu_embedding.rows import consecutive_rows
 from tpu_embedding.rows.narrow_rows import encode_rows
 from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.update import table_writer
@@ -128,7 +128,7 @@ def start_of(num_rows, dim, dtype=jnp.bfloat16):
 )
 def test_every_way_to_update_rounds_alike(dtype, monkeypatch):
     """On all rows, with any devices and packing, and in blocks: the same bits."""
-    monkeypatch.setattr(blocks, "_ROWS_PER_BLOCK", 4)
+    monkeypatch.setattr(consecutive_rows, "_ROWS_PER_BLOCK", 4)
     rows = start_of(sum(SIZES), DIM, dtype)
     gradients = np.random.default_rng(1).normal(size=rows.shape).astype(np.float32)
     gradients *= 1e-3

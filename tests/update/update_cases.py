@@ -281,7 +281,7 @@ def plan_of(
         features,
         mesh_of(num_devices),
         optimizer=optimizer,
-        hardware=te.hardware_by_name(hardware),
+        hardware=te.hardware.hardware_by_name(hardware),
         kernels=kernels,
     )
     (stack,) = plan.trained_stacks

@@ -36,7 +36,8 @@ _ROUNDING_SLOT: Final = "step"
 _WAYS_OUT: Final = {
     "missing": "Give tables= the tables to restore, or rename={new name: old name}.",
     "extra": "Give tables= the tables to restore, to leave the others out.",
-    "shape": "Load such a table by te.checkpoint.read_table and te.with_table_values.",
+    "shape": "Load such a table by te.checkpoint.read_table and "
+    "te.functional.with_table_values.",
     "dtype": "Give dtypes='convert' to round the rows to the types of now.",
     "abstract": "Give a state of arrays, whose new rows have their initial values.",
     "rule": "Restore with the optimizer of the checkpoint. Or give rules='ignore': it "

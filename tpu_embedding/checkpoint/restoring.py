@@ -43,8 +43,8 @@ from tpu_embedding.checkpoint.table_arrays import (
     slots_of,
     table_records,
 )
-from tpu_embedding.following_slots import with_following_slots
-from tpu_embedding.functional import init_slots
+from tpu_embedding.functional.following_slots import with_following_slots
+from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.optimizers.rules.touched_rows import without_base
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tables.slot_values import slot_values, with_slot_values

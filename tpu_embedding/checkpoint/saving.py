@@ -191,12 +191,12 @@ def restore(
       ...     )
       ...     return te.make_plan(te.FeatureConfig(table=table))
       >>> plan, grown = plan_of(10), plan_of(12)
-      >>> tables = te.init_tables(plan, jax.random.key(0))
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
       >>> directory = tempfile.mkdtemp() + "/checkpoint"
       >>> te.save(directory, {"tables": tables}, plan=plan)
-      >>> new = {"tables": te.init_tables(grown, jax.random.key(0))}
+      >>> new = {"tables": te.functional.init_tables(grown, jax.random.key(0))}
       >>> new = te.restore(directory, new, plan=grown)
-      >>> te.unstack_tables(new["tables"], grown)["movie"].shape
+      >>> te.functional.unstack_tables(new["tables"], grown)["movie"].shape
       (12, 4)
     """
     args = RestoreState(

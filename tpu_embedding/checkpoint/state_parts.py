@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tpu_embedding.functional import init_slots
+from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.nn.embedding import (
     GradientGuard,
     LookupStatsVariable,

@@ -25,10 +25,11 @@ from tpu_embedding.optimizers.rules.touched_rows import (
     is_base_of_deltas,
     without_base,
 )
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables.row_blocks import read_blocks, write_blocks
+from tpu_embedding.tables.row_stream import read_blocks, write_blocks
 from tpu_embedding.tables.row_windows import rows_per_window
 from tpu_embedding.tables.slot_values import NamedSlot, named_slots
 

@@ -52,6 +52,7 @@ class Job:
       num_processes: processes of the job; 1 outside of a job.
       store: that the processes share.
       last_acts: functions to call before a failure of the job ends this process.
+      final_acts: functions to call before that, if the same job would fail again.
       ending: lock of the thread that ends this process after a failure. The others
         wait, and report nothing.
     """
@@ -61,6 +62,7 @@ class Job:
         self.num_processes = num_processes
         self.store = store
         self.last_acts: list[Callable[[], object]] = []
+        self.final_acts: list[Callable[[], object]] = []
         self.ending = threading.RLock()
         self._abandoned: set[str] = set()
         self._numbers: dict[str, Iterator[int]] = collections.defaultdict(

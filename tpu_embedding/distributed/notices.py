@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from typing import Final, NoReturn
 
 from tpu_embedding.distributed.job import Job
+from tpu_embedding.distributed.output import drop_unwritten, print_line
 from tpu_embedding.distributed.poller import POLL_SECONDS, Poller
-from tpu_embedding.supervision.output import drop_unwritten, print_line
-from tpu_embedding.supervision.pulses import tell
 
 _LEAVE_SECONDS: Final = 10.0
 """Longest wait for the other processes to read a notice."""
@@ -185,7 +184,8 @@ def _end_if_noticed(job: Job) -> None:
         return  # It is leaving already.
     job.ending.acquire()
     if notice.is_final:
-        tell("final_elsewhere")
+        for act in job.final_acts:
+            act()
     name = job.name_of(notice.process)
     print_line(f"error: {name}: {notice.message}", sys.stderr)
     _leave(job, notice.status)

@@ -92,15 +92,15 @@ def hold_roll_call(place: Place, timeout_seconds: float) -> None:
             problem = present.admit(listener)
             present.forget_ended()
         if problem is not None:
-            present.tell(problem)
+            present.answer(problem)
             end = time.monotonic() + TELL_SECONDS
             while not present.is_complete and time.monotonic() < end:
                 present.admit(listener)
-                present.tell(problem)
+                present.answer(problem)
             raise StartError(problem)
         # Those who are told then connect to JAX's coordinator, not to this listener.
         listener.close()
-        present.tell(None)
+        present.answer(None)
 
 
 def _listen(place: Place) -> socket.socket:
@@ -237,7 +237,7 @@ class _Present:
             problem = None if answer is None else answer.problem
             raise StartError(problem or _runs_already(self._place))
 
-    def tell(self, problem: str | None) -> None:
+    def answer(self, problem: str | None) -> None:
         """Answers all that wait, once."""
         for connection in (*self._connections.values(), *self._refused):
             with contextlib.suppress(OSError):

@@ -44,7 +44,7 @@ from tpu_embedding.nn.training import MODEL, Optimizer
 from tpu_embedding.paths import local_path
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables.row_blocks import read_blocks
+from tpu_embedding.tables.row_stream import read_blocks
 
 DELTA_FILE: Final = "delta.json"
 
@@ -105,7 +105,7 @@ def save_delta(
 
     All rows of a table count as changed after `set_embedding_tables`, an import, or a
     restore without the optimizer. After `with_table_values` without slots, call
-    `te.with_touched_tables`.
+    `te.functional.with_touched_tables`.
 
     Args:
       model: owns the tables.

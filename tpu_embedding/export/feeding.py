@@ -22,9 +22,9 @@ from tpu_embedding.export.signature import (
     Input,
     Signature,
 )
+from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.forms import is_integer
-from tpu_embedding.lookup.buffer_sizes import BufferSizes
-from tpu_embedding.lookup.prepare import prepare_features
+from tpu_embedding.inputs.prepare import prepare_features
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan
 from tpu_embedding.types import PADDING_ROW_ID, DenseIds, ShardedRaggedIds

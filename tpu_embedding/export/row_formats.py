@@ -13,7 +13,7 @@ import numpy as np
 
 from tpu_embedding.export.signature import ExportError
 from tpu_embedding.export.tensor_files import TensorSpec
-from tpu_embedding.lookup.serving import SCALE_AND_BIAS_BYTES
+from tpu_embedding.functional.serving_lookup import SCALE_AND_BIAS_BYTES
 
 RowFormat = Literal["float32", "bfloat16", "int8"]
 """Type of the numbers of an exported table."""

@@ -28,7 +28,6 @@ from tpu_embedding.export.artifact import (
 )
 from tpu_embedding.export.digests import check_file, recorded_digests
 from tpu_embedding.export.feeding import Feeder
-from tpu_embedding.export.program import Program, make_program
 from tpu_embedding.export.row_formats import (
     RoundingError,
     RowFormat,
@@ -39,6 +38,7 @@ from tpu_embedding.export.saved_strings import (
     check_strings,
     converter_of,
 )
+from tpu_embedding.export.serving_program import Program, make_program
 from tpu_embedding.export.signature import BATCH, OUTPUT, ExportError, Input, Signature
 from tpu_embedding.export.writing import check_one_process
 from tpu_embedding.nn.training import MODEL
@@ -76,8 +76,9 @@ def save_saved_model(
       dtype: as for `save`.
       batch_size: as for `save`.
       strings: names of inputs that take tensors of strings in place of ids. The value
-        is the `te.Vocabulary`, or `functools.partial(te.hash_ids, num_buckets=N)`, that
-        turns their strings into ids. The example has ids.
+        is the `te.inputs.Vocabulary`, or
+        `functools.partial(te.inputs.hash_ids, num_buckets=N)`, that turns their strings
+        into ids. The example has ids.
 
     Raises:
       ExportError: as for `save`, and if TensorFlow is missing or too old, or `strings`

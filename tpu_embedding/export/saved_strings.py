@@ -1,4 +1,4 @@
-"""Turns strings into ids in a SavedModel, as `te.hash_ids` and `te.Vocabulary` do."""
+"""Turns strings into ids in a SavedModel, as `hash_ids` and `Vocabulary` do."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -9,12 +9,14 @@ from tpu_embedding.inputs.string_ids import Vocabulary, hash_ids
 from tpu_embedding.types import PADDING_ROW_ID
 
 StringIds = Vocabulary | functools.partial
-"""A vocabulary, or `functools.partial(te.hash_ids, ...)` with its `num_buckets`."""
+"""A vocabulary, or a `functools.partial` of `te.inputs.hash_ids` with `num_buckets`."""
 
 _MAX_BYTES: Final = 2**30
 """Maximum bytes of the tokens of a SavedModel, whose graph must stay below 2 GB."""
 
-_WAYS: Final = "a te.Vocabulary, or functools.partial(te.hash_ids, num_buckets=N)"
+_WAYS: Final = (
+    "a te.inputs.Vocabulary, or functools.partial(te.inputs.hash_ids, num_buckets=N)"
+)
 
 
 def check_strings(strings: Mapping[str, StringIds], signature: Signature) -> None:

@@ -31,8 +31,8 @@ from tpu_embedding.export.digests import (
     recorded_digests,
 )
 from tpu_embedding.export.feeding import Feeder
-from tpu_embedding.export.program import make_program
 from tpu_embedding.export.row_formats import RowFormat, check_row_format
+from tpu_embedding.export.serving_program import make_program
 from tpu_embedding.export.signature import OUTPUT, ExportError, Signature
 from tpu_embedding.export.table_source import tables_of_model
 from tpu_embedding.export.tensor_files import read_tensors, write_tensors

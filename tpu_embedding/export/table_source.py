@@ -13,8 +13,8 @@ from tpu_embedding.export.tensor_files import TensorSpec
 from tpu_embedding.export.writing import receivers
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.training import embedding_layers
-from tpu_embedding.plan.plan import TablePlan
-from tpu_embedding.tables.row_blocks import read_blocks
+from tpu_embedding.plan.stack_plan import TablePlan
+from tpu_embedding.tables.row_stream import read_blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

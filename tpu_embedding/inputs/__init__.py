@@ -1,1 +1,16 @@
-"""Forms in which users hold ids on the host, and ids made from strings."""
+"""Ids on the host: forms in which users hold them, and batches that are fit for a step.
+
+`forms` reads the ids of one feature from any container, `string_ids` makes ids from
+strings. `prepare` checks a batch and gives ragged features a static size, which
+`buffer_sizes` chooses and `agreed_sizes` agrees on over the processes of a job.
+`shard_inputs` turns a feature into the input of each shard.
+"""
+
+from tpu_embedding.inputs.buffer_sizes import BufferSizes as BufferSizes
+from tpu_embedding.inputs.prepare import prepare_features as prepare_features
+from tpu_embedding.inputs.prepare import shard_batch as shard_batch
+from tpu_embedding.inputs.string_ids import Vocabulary as Vocabulary
+from tpu_embedding.inputs.string_ids import hash_ids as hash_ids
+from tpu_embedding.plan.input_plan import InputPlan as InputPlan
+from tpu_embedding.types import PADDING_ROW_ID as PADDING_ROW_ID
+from tpu_embedding.types import ShardedRaggedIds as ShardedRaggedIds

@@ -144,7 +144,7 @@ class Vocabulary:
             raise TypeError(
                 "Vocabulary: tokens must be a list of strings, got the string "
                 f"{tokens!r}; write [{tokens!r}] for one token, or "
-                "te.Vocabulary.from_file(path) for a file of tokens."
+                "te.inputs.Vocabulary.from_file(path) for a file of tokens."
             )
         special = [] if mask_token is None else [mask_token]
         special += [oov_token] * num_oov_buckets

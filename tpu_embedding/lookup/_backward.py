@@ -17,16 +17,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.lookup._blocks import (
+from tpu_embedding.lookup._custom_combiner import row_cotangents
+from tpu_embedding.lookup._exchange import Requests, send_gradients, send_requests
+from tpu_embedding.lookup._flatten import PoolingSpec
+from tpu_embedding.lookup._forward import StackRouting
+from tpu_embedding.lookup._gradient_blocks import (
     IdBlocks,
     ReadCotangents,
     first_block,
     fold_blocks,
 )
-from tpu_embedding.lookup._custom_combiner import row_cotangents
-from tpu_embedding.lookup._exchange import Requests, send_gradients, send_requests
-from tpu_embedding.lookup._flatten import PoolingSpec
-from tpu_embedding.lookup._forward import StackRouting
 from tpu_embedding.lookup._merge import merge
 from tpu_embedding.lookup._replicas import add_dense_gradients, gather_from_replicas
 from tpu_embedding.lookup._rounds import PendingRounds, for_each_round
@@ -35,8 +35,9 @@ from tpu_embedding.lookup._send import SentIds, send_ids
 from tpu_embedding.lookup._spread import cotangent_reader, spread
 from tpu_embedding.plan.backends import BatchBackends, choose_for_batch
 from tpu_embedding.plan.capacity import RoundSize
-from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.replicas import choose_reduction
+from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import (
     GradientRounds,

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int, Shaped
 from tpu_embedding.config import QuantizationConfig
 from tpu_embedding.lookup._route import Round, bucket_starts, count_lines
 from tpu_embedding.plan.capacity import LANES, RoundSize
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.access import gather_packed
 from tpu_embedding.rows.packed_rows import PackedRows, unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID

@@ -36,7 +36,8 @@ from tpu_embedding.lookup._flatten import (
 from tpu_embedding.lookup._rounds import for_each_round
 from tpu_embedding.lookup._send import SentIds, send_ids
 from tpu_embedding.plan.backends import BatchBackends, choose_for_batch
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from tpu_embedding.lookup._merge import merge
-from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.access import add_to_rows
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, round_up
 from tpu_embedding.rows.row_gradients import PackedRowGradients

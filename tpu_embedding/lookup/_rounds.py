@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Int
 from tpu_embedding.lookup._dedup import Dedup
 from tpu_embedding.lookup._route import Round, route, route_all
 from tpu_embedding.plan.capacity import RoundSize
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan
 
 Carry = TypeVar("Carry")
 

@@ -27,7 +27,8 @@ from tpu_embedding.lookup._dedup import (
     unsort,
 )
 from tpu_embedding.plan.capacity import RoundSize
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.types import PADDING_ROW_ID
 
 

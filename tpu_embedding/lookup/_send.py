@@ -15,7 +15,8 @@ from tpu_embedding.lookup._exchange import Requests, send_requests
 from tpu_embedding.lookup._rounds import PendingRounds, first_round
 from tpu_embedding.lookup._route import IdsByRow
 from tpu_embedding.plan.capacity import RoundSize
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan
 
 
 @jax.tree_util.register_dataclass

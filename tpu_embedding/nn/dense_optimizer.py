@@ -65,7 +65,8 @@ def check_dense_optimizer(
             "Give the optimizer inside of it, add the gradients of the micro-batches, "
             "and update once:\n"
             "  parts = [te.value_and_grad(loss_fn)(model, *x)[1] for x in batches]\n"
-            "  gradients = te.scale(te.add(*parts), 1 / len(parts))\n"
+            "  total = te.gradients.add(*parts)\n"
+            "  gradients = te.gradients.scale(total, 1 / len(parts))\n"
             "  optimizer.update(model, gradients)\n"
             "Or let tables wait, too: te.optimizers.every_row(rule, gradient_steps=4)."
         )
@@ -75,9 +76,10 @@ def check_dense_optimizer(
             "once, as optax.clip_by_global_norm and optax.apply_if_finite do, and does "
             "not see the gradients of the tables. Take that part out of it, and write "
             "for the whole model\n"
-            "  gradients = te.clip_by_global_norm(gradients, 1.0)\n"
+            "  gradients = te.gradients.clip_by_global_norm(gradients, 1.0)\n"
             "  optimizer.update(model, gradients)\n"
-            "In place of apply_if_finite there are te.all_finite and te.update_if.",
+            "In place of apply_if_finite there are te.gradients.all_finite and "
+            "te.gradients.update_if.",
             stacklevel=stacklevel,
         )
 

@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import Wanted, check_type
-from tpu_embedding.lookup._inputs import attach_weights
-from tpu_embedding.lookup.buffer_sizes import BufferSizes
-from tpu_embedding.lookup.prepare import Samples, prepare_features
-from tpu_embedding.lookup.serving import serve
+from tpu_embedding.functional.serving_lookup import serve
+from tpu_embedding.inputs.buffer_sizes import BufferSizes
+from tpu_embedding.inputs.prepare import Samples, prepare_features
+from tpu_embedding.inputs.shard_inputs import attach_weights
 from tpu_embedding.nn.recording import (
     attach_taps,
     guard_activations,
@@ -266,7 +266,7 @@ class TPUEmbedding(nnx.Module):
         *,
         samples: Samples = "global",
     ) -> Any:
-        """Checks a batch on the host; see `tpu_embedding.prepare_features`.
+        """Checks a batch on the host; see `tpu_embedding.inputs.prepare_features`.
 
         Args:
           features: nest like `feature_config`, whose dicts may lack keys.

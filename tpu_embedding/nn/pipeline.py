@@ -71,7 +71,7 @@ class PipelinedTrainStep:
           wrt: filter of the dense parameters.
           has_aux: True if `loss_fn` returns a second value.
           transform_gradients: applied before the update, such as
-            `lambda g: te.clip_by_global_norm(g, 1.0)`; None: nothing.
+            `lambda g: te.gradients.clip_by_global_norm(g, 1.0)`; None: nothing.
           compiler_options: of XLA; None: those of the first layer's plan.
 
         Raises:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
-from tpu_embedding import functional
 from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.functional import steps
 from tpu_embedding.gradients import TableGradients, add, global_norm
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.on_mesh import replicate, zeros_like
@@ -45,7 +45,7 @@ def norm_of_model(
     gradients: Gradients, plans: Iterable[EmbeddingPlan]
 ) -> jax.Array | None:
     """Returns the norm of all gradients of a model; None if no table asks for it."""
-    if any(map(functional.takes_model_norm, plans)):
+    if any(map(steps.takes_model_norm, plans)):
         return global_norm(gradients)
     return None
 
@@ -110,7 +110,7 @@ def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
 
 
 def add_calls(
-    routings: tuple[functional.Routing, ...],
+    routings: tuple[steps.Routing, ...],
     cotangents: tuple[Any, ...],
     plan: EmbeddingPlan,
 ) -> TableGradients:
@@ -122,7 +122,7 @@ def add_calls(
       plan: of the layer.
     """
     of_calls = [
-        functional.compute_gradients(routing, cotangent, plan)
+        steps.compute_gradients(routing, cotangent, plan)
         for routing, cotangent in zip(routings, cotangents, strict=True)
     ]
     return add(*of_calls) if of_calls else TableGradients({}, plan)
@@ -130,7 +130,7 @@ def add_calls(
 
 def zero_activations(features: Any, plan: EmbeddingPlan) -> Any:
     """Returns zeros of the shapes of a batch's activations."""
-    return zeros_like(functional.activation_shapes(features, plan))
+    return zeros_like(steps.activation_shapes(features, plan))
 
 
 def is_mapped(tree: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from tpu_embedding.following_slots import check_no_followers
+from tpu_embedding.functional.following_slots import check_no_followers
 
 
 class SetTables:

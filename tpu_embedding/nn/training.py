@@ -15,8 +15,11 @@ from flax import nnx
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import Wanted, check_mapping, check_type
-from tpu_embedding.finalize import finalize_variable_values
-from tpu_embedding.following_slots import tables_with_followers, with_table_values
+from tpu_embedding.functional.final_values import finalize_variable_values
+from tpu_embedding.functional.following_slots import (
+    tables_with_followers,
+    with_table_values,
+)
 from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
 from tpu_embedding.nn.embedding import (
     CALL_OUTSIDE,
@@ -382,7 +385,7 @@ class Optimizer(nnx.Module):
         """Returns the slot variables of each table, by table and name.
 
         Args:
-          parts: see `tpu_embedding.slot_values`.
+          parts: see `tpu_embedding.functional.slot_values`.
 
         Returns:
           Table name to slot name to NumPy array `[vocabulary_size, dim]` or
@@ -470,7 +473,7 @@ class Optimizer(nnx.Module):
         self.slots.set_value(slots)
 
     def set_slot_values(self, values: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces some slot variables; see `tpu_embedding.with_slot_values`.
+        """Replaces some slot variables, as `te.functional.with_slot_values` does.
 
         Args:
           values: as `slot_values` returns them; tables and slots may be missing.

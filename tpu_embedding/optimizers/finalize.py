@@ -16,8 +16,8 @@ def finalize_variable_values(params: Params, state: Any) -> tuple[Params, Any]:
     """Sets dense parameters to the moving averages that `adafactor` keeps of them.
 
     It is `finalize_variable_values` of Keras' optimizers, for arrays outside of a
-    layer. For tables there is `tpu_embedding.finalize_variable_values`, and for a whole
-    model `tpu_embedding.Optimizer.finalize_variable_values`.
+    layer. For tables there is `tpu_embedding.functional.finalize_variable_values`, and
+    for a whole model `tpu_embedding.Optimizer.finalize_variable_values`.
 
     Args:
       params: pytree of dense parameters, as the optimizer's `init` took it.

@@ -175,8 +175,8 @@ def _row_optimizer(transformation: optax.GradientTransformation) -> RowOptimizer
             "A table collects the gradients of several steps on its own, so it does "
             "not know the norm of all that the model collects. Take global_clipnorm "
             "away from gradient_accumulation_steps. Or add the gradients of several "
-            "batches by te.add, scale their sum, clip it by te.clip_by_global_norm, "
-            "and update once."
+            "batches by te.gradients.add, scale their sum, clip it by "
+            "te.gradients.clip_by_global_norm, and update once."
         )
     keeps_gradient = bool(every) and (
         trace.takes_totals or gradient_steps > 1 or not _is_elementwise(transformation)

@@ -8,7 +8,8 @@ from tpu_embedding.plan.replicas import describe_reduction
 from tpu_embedding.rows.packed_rows import LANE_BYTES
 
 if TYPE_CHECKING:
-    from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+    from tpu_embedding.plan.plan import EmbeddingPlan
+    from tpu_embedding.plan.stack_plan import StackPlan
 
 
 def describe(plan: "EmbeddingPlan") -> str:

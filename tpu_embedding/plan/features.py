@@ -16,7 +16,7 @@ from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.plan.stacking import name_features
 
 if TYPE_CHECKING:
-    from tpu_embedding.plan.plan import StackPlan
+    from tpu_embedding.plan.stack_plan import StackPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

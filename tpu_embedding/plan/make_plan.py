@@ -39,12 +39,8 @@ from tpu_embedding.plan.mesh_options import (
     resolve_mesh,
 )
 from tpu_embedding.plan.placing import TablePlacement, check_policy, place_tables
-from tpu_embedding.plan.plan import (
-    EmbeddingPlan,
-    StackPlan,
-    TablePlan,
-    TrainedStackPlan,
-)
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
 from tpu_embedding.rows.packed_rows import (
     RowLayout,

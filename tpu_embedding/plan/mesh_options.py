@@ -73,7 +73,7 @@ def resolve_hardware(hardware: Any, mesh: Mesh) -> HardwareInfo:
     if not isinstance(hardware, HardwareInfo):
         raise TypeError(
             f"hardware must be a HardwareInfo or None, got {hardware!r}; "
-            "te.hardware_by_name(name) makes one."
+            "te.hardware.hardware_by_name(name) makes one."
         )
     return hardware
 

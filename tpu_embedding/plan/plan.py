@@ -14,19 +14,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpu_embedding.argument_checks import Wanted
-from tpu_embedding.config import QuantizationConfig, TableConfig
 from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.initializers import RowInitializer, row_initializer
-from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.plan import memory
-from tpu_embedding.plan.backends import StackBackends
-from tpu_embedding.plan.capacity import (
-    KERNEL_LANE_ALIGNMENT_MIN_IDS,
-    LANE_ALIGNMENT_MIN_IDS,
-    ExchangeKind,
-    RoundSize,
-    round_size,
-)
 from tpu_embedding.plan.description import describe
 from tpu_embedding.plan.features import (
     FeatureNest,
@@ -36,152 +25,8 @@ from tpu_embedding.plan.features import (
 )
 from tpu_embedding.plan.input_plan import InputPlan, input_plan_of
 from tpu_embedding.plan.process_samples import process_shards
+from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TablePlan:
-    """A table's place in its stack: rows `row_offset` and on.
-
-    Attributes:
-      name: of the table.
-      config: the table as the user declared it.
-      row_offset: first row in the stack.
-      placement_reason: the setting that chose the placement of its stack.
-    """
-
-    name: str
-    config: TableConfig
-    row_offset: int
-    placement_reason: str = dataclasses.field(compare=False)
-
-    @property
-    def row_initializer(self) -> RowInitializer | None:
-        """Computes its initial values row by row; None: all rows at once."""
-        config = self.config
-        return row_initializer(config.initializer, config.vocabulary_size, config.dim)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StackPlan:
-    """Tables that share one array, and the shards that own its rows.
-
-    Row `q` of the stack (a table's row plus the table's `row_offset`) belongs to shard
-    `q % num_shards` ("mod" placement) and is row `q // num_shards` there. So hot
-    neighbouring rows spread out, and small tables start at different shards. Neither
-    rows nor shards have to divide the other.
-
-    Devices that differ along the `replica_axes` only hold the same shard. Their copies
-    are equal bit by bit, before and after every update.
-
-    Attributes:
-      name: key of its array in the tables' dict.
-      tables: in the order of their rows.
-      shard_axes: mesh axes that rows are split over; none if every device has all rows.
-      replica_axes: the other mesh axes, along which shards are copied.
-      num_shards: devices along the `shard_axes`.
-      num_replicas: devices along the `replica_axes`: copies of each row.
-      layout: packing of the rows of one shard.
-      quantization: applied to looked-up rows.
-      capacity: the user's maximum of ids per destination and round, or None.
-      exchange: how rows travel between shards; None: by the size of the buffers.
-      backends: which backend reads, pools, spreads, updates and writes rows, and why.
-      optimizer: None; `TrainedStackPlan` has one.
-      slots: row shape and dtype of each slot variable.
-    """
-
-    name: str
-    tables: tuple[TablePlan, ...]
-    shard_axes: tuple[str, ...]
-    replica_axes: tuple[str, ...]
-    num_shards: int
-    num_replicas: int
-    layout: RowLayout
-    quantization: QuantizationConfig | None
-    capacity: int | None
-    exchange: ExchangeKind | None
-    backends: StackBackends
-    optimizer: RowOptimizer | None
-    slots: tuple[jax.ShapeDtypeStruct, ...]
-
-    @property
-    def dim(self) -> int:
-        """Columns of its tables."""
-        return self.layout.dim
-
-    @property
-    def rows_per_shard(self) -> int:
-        """Logical rows that each shard holds, the last ones possibly unused."""
-        return self.layout.num_rows
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all its tables."""
-        last = self.tables[-1]
-        return last.row_offset + last.config.vocabulary_size
-
-    @property
-    def rows_spec(self) -> PartitionSpec:
-        """Partition of the rows of the table and of its slot variables."""
-        # XLA names the sharding of its results so; another name compiles anew.
-        return (
-            PartitionSpec(self.shard_axes) if self.num_shards > 1 else PartitionSpec()
-        )
-
-    @property
-    def sends_ids(self) -> bool:
-        """True if a lookup sends ids to the owners of their rows, each row once.
-
-        False if each device reads its own rows straight from its table.
-        """
-        return self.backends.read.form != "direct"
-
-    @property
-    def keeps_duplicates(self) -> bool:
-        """True if each occurrence of an id travels separately."""
-        return self.optimizer is not None and self.optimizer.duplicates != "sum"
-
-    def round_size(self, max_unique_ids: int) -> RoundSize:
-        """Returns the buffer sizes of a round, for at most this many ids per shard."""
-        rows_per_line = self.layout.buffer_layout(1).rows_per_line
-        lane_alignment_min_ids = (
-            LANE_ALIGNMENT_MIN_IDS
-            if self.layout.backend == "xla"
-            else KERNEL_LANE_ALIGNMENT_MIN_IDS
-        )
-        if self.keeps_duplicates:
-            # Rounds are cut between rows, so one row has to fit with all it has.
-            num_ids = max(1, max_unique_ids)
-            size = round_size(
-                num_ids,
-                self.num_shards,
-                num_ids,
-                capacity=num_ids,
-                rows_per_line=rows_per_line,
-                lane_alignment_min_ids=lane_alignment_min_ids,
-            )
-            unique_rows = min(size.received_rows, self.rows_per_shard)
-            return dataclasses.replace(size, unique_rows=unique_rows)
-        return round_size(
-            max_unique_ids,
-            self.num_shards,
-            self.rows_per_shard,
-            capacity=self.capacity,
-            kind="padded" if self.num_shards == 1 else self.exchange,
-            rows_per_line=rows_per_line,
-            lane_alignment_min_ids=lane_alignment_min_ids,
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainedStackPlan(StackPlan):
-    """A stack whose tables an optimizer trains.
-
-    Attributes:
-      optimizer: the rule that updates all its tables, and how it is applied.
-    """
-
-    optimizer: RowOptimizer
 
 
 @jax.tree_util.register_static
@@ -390,7 +235,8 @@ class EmbeddingPlan(FeatureNest):
           >>> table = te.TableConfig(vocabulary_size=1000, dim=16, name="movie")
           >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
           >>> received = pickle.loads(pickle.dumps(plan.for_loaders()))
-          >>> te.prepare_features({"watched": [3, 5]}, received)["watched"].tolist()
+          >>> batch = te.inputs.prepare_features({"watched": [3, 5]}, received)
+          >>> batch["watched"].tolist()
           [3, 5]
         """
         return input_plan_of(

@@ -15,7 +15,7 @@ An optimizer that sees each occurrence of an id needs the first.
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from tpu_embedding.plan.plan import StackPlan
+    from tpu_embedding.plan.stack_plan import StackPlan
 
 ReplicaReduction = Literal["none", "rows", "table"]
 

@@ -29,7 +29,7 @@ _ROW_IDS: Final = define_prng_impl(
     random_bits=_refuse,
     fold_in=_refuse,
     name="row_ids",
-    tag="row ids; see te.global_norm, te.add, te.scale",
+    tag="row ids; see te.gradients.global_norm, te.gradients.add, te.gradients.scale",
 )
 """The opaque dtype of sealed integers."""
 

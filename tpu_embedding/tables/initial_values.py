@@ -31,9 +31,10 @@ from tpu_embedding.argument_checks import Wanted, describe_value, takes
 from tpu_embedding.initializers import RowFunction, threefry_key
 from tpu_embedding.plan.memory import rows_per_slab
 from tpu_embedding.plan.on_mesh import constrain, in_auto_axes, on_shards
-from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, StackPlan, TablePlan
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
 from tpu_embedding.row_bits import key_words
-from tpu_embedding.rows.blocks import merge_block
+from tpu_embedding.rows.consecutive_rows import merge_block
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
     gather_in_bounds,
@@ -60,7 +61,7 @@ def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, PackedRows]:
       >>> import tpu_embedding as te
       >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
       >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
-      >>> sorted(te.init_tables(plan, jax.random.key(0)))
+      >>> sorted(te.functional.init_tables(plan, jax.random.key(0)))
       ['stack_0']
     """
 

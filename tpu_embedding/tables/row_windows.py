@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from tpu_embedding.plan.plan import StackPlan, TablePlan
+from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from tpu_embedding.argument_checks import check_mapping, takes
-from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.table_values import unstack_tables, with_table_values
 
@@ -60,8 +61,9 @@ def slot_values(
       >>> plan = te.make_plan(
       ...     te.FeatureConfig(table=table), optimizer=te.optimizers.adagrad(0.1)
       ... )
-      >>> slots = te.init_slots(te.init_tables(plan, jax.random.key(0)), plan)
-      >>> te.slot_values(slots, plan)["movie"]["accumulators"].shape
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> te.functional.slot_values(slots, plan)["movie"]["accumulators"].shape
       (10, 4)
     """
     if parts not in get_args(StateParts):
@@ -112,10 +114,11 @@ def with_slot_values(
       >>> plan = te.make_plan(
       ...     te.FeatureConfig(table=table), optimizer=te.optimizers.adagrad(0.1)
       ... )
-      >>> slots = te.init_slots(te.init_tables(plan, jax.random.key(0)), plan)
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
       >>> ones = {"movie": {"accumulators": np.ones((10, 4))}}
-      >>> slots = te.with_slot_values(slots, ones, plan)
-      >>> float(te.slot_values(slots, plan)["movie"]["accumulators"].mean())
+      >>> slots = te.functional.with_slot_values(slots, ones, plan)
+      >>> float(te.functional.slot_values(slots, plan)["movie"]["accumulators"].mean())
       1.0
     """
     line = "values={'movie': {'accumulators': array}}, by table and slot name"

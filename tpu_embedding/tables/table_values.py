@@ -19,7 +19,8 @@ import numpy as np
 
 from tpu_embedding.argument_checks import check_mapping, check_type, takes
 from tpu_embedding.plan.check_rows import check_stack
-from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, StackPlan, TablePlan
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
 from tpu_embedding.rows.file_rows import values_of_file_rows
 from tpu_embedding.rows.packed_rows import (
     LANE_BYTES,
@@ -31,7 +32,7 @@ from tpu_embedding.rows.packed_rows import (
     rows_of_lines,
     store_rows,
 )
-from tpu_embedding.tables.row_blocks import read_blocks
+from tpu_embedding.tables.row_stream import read_blocks
 
 _BLOCK_BYTES: Final = 2**26
 """Approximate size of a block of rows that is copied to the host."""
@@ -147,8 +148,8 @@ def with_table_values(
 
 def check_values(values: Any, plan: EmbeddingPlan) -> None:
     """Raises TypeError unless values are a mapping, and a plan is one."""
-    line = "te.with_table_values(stacked, values, plan)"
-    check_type("te.with_table_values: plan", PLAN, plan, line)
+    line = "te.functional.with_table_values(stacked, values, plan)"
+    check_type("te.functional.with_table_values: plan", PLAN, plan, line)
     name = plan.stacks[0].tables[0].name
     check_mapping("values", values, f"{{{name!r}: array}}, by table name")
 

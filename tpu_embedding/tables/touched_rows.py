@@ -15,10 +15,11 @@ from tpu_embedding.optimizers.rules.touched_rows import (
     first_step_to_read,
     is_tracking,
 )
-from tpu_embedding.plan.plan import PLAN, EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.line_exchange import Receivers
-from tpu_embedding.tables.row_blocks import read_blocks, write_blocks
+from tpu_embedding.tables.row_stream import read_blocks, write_blocks
 from tpu_embedding.tables.slot_values import slot_rows, with_slot_rows
 
 
@@ -93,9 +94,10 @@ def with_touched_tables(
       >>> rule = te.optimizers.track_touched_rows(te.optimizers.adagrad(0.1))
       >>> table = te.TableConfig(vocabulary_size=3, dim=4, name="movie")
       >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer=rule)
-      >>> slots = te.init_slots(te.init_tables(plan, jax.random.key(0)), plan)
-      >>> slots = te.with_touched_tables(slots, ["movie"], plan)
-      >>> te.touched_rows(slots, plan)["movie"].tolist()
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> slots = te.functional.with_touched_tables(slots, ["movie"], plan)
+      >>> te.functional.touched_rows(slots, plan)["movie"].tolist()
       [0, 1, 2]
     """
     result = dict(slots)
@@ -167,8 +169,9 @@ def touched_rows(
       >>> rule = te.optimizers.track_touched_rows(te.optimizers.adagrad(0.1))
       >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
       >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer=rule)
-      >>> slots = te.init_slots(te.init_tables(plan, jax.random.key(0)), plan)
-      >>> te.touched_rows(slots, plan)["movie"].tolist()
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> te.functional.touched_rows(slots, plan)["movie"].tolist()
       []
     """
     if since_step < 0:

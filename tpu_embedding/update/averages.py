@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
 from tpu_embedding.optimizers.rules._averages import catch_up
 from tpu_embedding.optimizers.rules._sums import CompensatedSum, compensated_sum
-from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
-from tpu_embedding.rows.blocks import blocks_of, read_block, write_block
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import TrainedStackPlan
+from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
 from tpu_embedding.update.every_row import KeptGradientState
 from tpu_embedding.update.lift import is_slot

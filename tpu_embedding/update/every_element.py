@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_stored_rows
-from tpu_embedding.rows.blocks import blocks_of, read_block, write_block
+from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import RowRange, RowUpdates
 from tpu_embedding.update.lift import is_slot

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
-from tpu_embedding.plan.plan import EmbeddingPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.access import add_to_rows
-from tpu_embedding.rows.blocks import blocks_of, read_block, write_block
+from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows, full_rows
 from tpu_embedding.rows.row_gradients import GradientRounds, PackedRowGradients
 from tpu_embedding.update.lift import is_slot, lift_to_rows

@@ -63,7 +63,8 @@ def lift_to_rows(
       >>> layout = RowLayout(num_rows=4, row_shape=(2,))
       >>> table = PackedRows(lines=jnp.ones((4, 2)), layout=layout)
       >>> rows = lift_to_rows(optax.sgd(0.5))
-      >>> updates = te.RowUpdates(row_ids=jnp.array([3]), values=jnp.ones((1, 2)))
+      >>> updates = te.functional.RowUpdates(
+      ...     row_ids=jnp.array([3]), values=jnp.ones((1, 2)))
       >>> updates, _ = rows.update(updates, rows.init(table), table)
       >>> updates.values.tolist()
       [[-0.5, -0.5]]

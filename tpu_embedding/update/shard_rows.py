@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
-from tpu_embedding.plan.plan import StackPlan
+from tpu_embedding.plan.stack_plan import StackPlan
 
 
 def shard_rows(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped, UInt32
 
-from tpu_embedding.plan.plan import StackPlan, TablePlan
+from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
 from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_stored_rows
 from tpu_embedding.rows.narrow_rows import encode_rows, mix_bits, random_bits
 from tpu_embedding.rows.packed_rows import PackedRows

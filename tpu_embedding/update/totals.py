@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from tpu_embedding.optimizers.table_rows import AllReduce, Reduction
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan
 
 _ACROSS_SHARDS: Final = {"sum": jax.lax.psum, "min": jax.lax.pmin}
 _ACROSS_PARTS: Final = {"sum": jnp.add, "min": jnp.minimum}

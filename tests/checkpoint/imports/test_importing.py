@@ -325,15 +325,15 @@ def test_stacks_without_a_layer():
     plan = te.make_plan(
         features({"a": (20, 4)}), mesh_of(2), optimizer=te.optimizers.adagrad(0.1)
     )
-    stacks = te.init_tables(plan, jax.random.key(0))
-    states = te.init_slots(stacks, plan)
+    stacks = te.functional.init_tables(plan, jax.random.key(0))
+    states = te.functional.init_slots(stacks, plan)
     path = FILES / "tensorflow" / "serving_adagrad"
     stacks, states, report = import_into_stacks(path, stacks, states, plan)
     np.testing.assert_array_equal(
-        te.unstack_tables(stacks, plan)["a"], values("a", (20, 4))
+        te.functional.unstack_tables(stacks, plan)["a"], values("a", (20, 4))
     )
     np.testing.assert_array_equal(
-        te.slot_values(states, plan)["a"]["accumulators"],
+        te.functional.slot_values(states, plan)["a"]["accumulators"],
         values("a/accumulators", (20, 4)),
     )
     assert report.slots == {"a": {"accumulators": "accumulators"}}

@@ -16,13 +16,13 @@ from tests.optimizers.rule_cases import (
     one_table_plan,
     update,
 )
-from tpu_embedding import aot
 from tpu_embedding.optimizers.analysis.kernel_lowering import (
     LoweredRule,
     Refusal,
     lower_to_kernel,
 )
 from tpu_embedding.rows.kernels.row_kernels import update_rows
+from tpu_embedding.tools import compile_report
 
 DIM = 8
 IN_KERNELS = """sgd adagrad adam momentum ftrl rmsprop proximal_adagrad adadelta lion
@@ -258,7 +258,7 @@ def test_says_why_a_rule_is_not_lowered(name):
 
 def compile_kernels(optimizers, topology, dim):
     """All in one program, a kernel for each; asserts that it works in place."""
-    mesh = aot.topology_mesh(topology)
+    mesh = compile_report.topology_mesh(topology)
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("shard"))
 
     def shaped(rows, *dims, dtype=jnp.float32):
@@ -359,13 +359,13 @@ def test_on_one_mesh_after_another(name):
     for num_devices, kernels in ((1, "interpreter"), (2, "interpreter"), (2, "xla")):
         plan = one_table_plan(
             *(ODD[name], 20, DIM, mesh_of(num_devices)),
-            hardware=te.hardware_by_name("v5p"),
+            hardware=te.hardware.hardware_by_name("v5p"),
             kernels=kernels,
         )
         tables, slots = initial_state(plan, np.ones((20, DIM), np.float32))
         for _ in range(3):
             tables, slots = update(tables, slots, ids, gradient, plan)
-        results.append(te.unstack_tables(tables, plan)["table"])
+        results.append(te.functional.unstack_tables(tables, plan)["table"])
     for result in results[1:]:
         np.testing.assert_allclose(result, results[0], rtol=1e-6)
 

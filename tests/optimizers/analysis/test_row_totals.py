@@ -54,7 +54,7 @@ def test_equals_dense(name, num_devices, options):
         updates, state = optimizer.update(dense, state, table)
         table = optax.apply_updates(table, updates)
     np.testing.assert_allclose(
-        te.unstack_tables(tables, plan)["table"], table, rtol=1e-5, atol=1e-6
+        te.functional.unstack_tables(tables, plan)["table"], table, rtol=1e-5, atol=1e-6
     )
 
 

@@ -145,5 +145,5 @@ def test_factored_states_are_refused_before_training(optimizer):
     config = te.FeatureConfig(table=table)
     with pytest.raises(ValueError, match="row"):
         plan = te.make_plan(config, mesh_of(1), optimizer=optimizer)
-        tables = jax.eval_shape(te.init_tables, plan, jax.random.key(0))
-        jax.eval_shape(te.init_slots, tables, plan)
+        tables = jax.eval_shape(te.functional.init_tables, plan, jax.random.key(0))
+        jax.eval_shape(te.functional.init_slots, tables, plan)

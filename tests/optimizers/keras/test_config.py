@@ -63,7 +63,7 @@ def layer_tables(rule):
         padded = np.full(4, -1, np.int32)
         padded[: len(ids)] = ids
         tables, slots = update(tables, slots, padded, cotangents, plan)
-        result.append(te.unstack_tables(tables, plan)["table"])
+        result.append(te.functional.unstack_tables(tables, plan)["table"])
     return np.stack(result)
 
 
@@ -439,7 +439,7 @@ REFUSED = {
         keras_3(
             "adafactor", **ADAFACTOR, global_clipnorm=1.0, gradient_accumulation_steps=2
         ),
-        "global_clipnorm=1.0: .*te.clip_by_global_norm",
+        "global_clipnorm=1.0: .*te.gradients.clip_by_global_norm",
     ),
     "adamax": (keras_3("adamax"), "optax.adamax"),
     "nadam": (legacy("Nadam"), "optax.nadam"),

@@ -67,13 +67,13 @@ def test_equals_the_recorded_run(name, mode, num_devices, hardware):
         meta["V"],
         meta["D"],
         mesh_of(num_devices),
-        hardware=te.hardware_by_name(hardware),
+        hardware=te.hardware.hardware_by_name(hardware),
     )
     tables, slots = initial_state(plan, run["table"][0])
     for step, (ids, gradients) in enumerate(zip(run["ids"], run["grads"], strict=True)):
         tables, slots = update(tables, slots, ids, gradients, plan)
         np.testing.assert_allclose(
-            te.unstack_tables(tables, plan)["table"],
+            te.functional.unstack_tables(tables, plan)["table"],
             run["table"][step + 1],
             rtol=2e-6,
             atol=1e-6,
@@ -124,7 +124,7 @@ def run(names, optimizer, num_devices, **options):
         ids = {name: ids for name, (ids, _) in zip(names, batch, strict=True)}
         cotangents = {name: g for name, (_, g) in zip(names, batch, strict=True)}
         tables, slots = update(tables, slots, ids, cotangents, plan)
-    return te.unstack_tables(tables, plan), plan
+    return te.functional.unstack_tables(tables, plan), plan
 
 
 @pytest.mark.full
@@ -140,7 +140,7 @@ def test_tables_of_a_stack_do_not_mix_on_any_devices_and_in_any_rounds(name):
     alone = {table: run((table,), OPTIMIZERS[name], 1)[0][table] for table in SIZES}
     for num_devices, options in [
         (3, {"capacity": 1}),
-        (8, {"capacity": 2, "hardware": te.hardware_by_name("v5p")}),
+        (8, {"capacity": 2, "hardware": te.hardware.hardware_by_name("v5p")}),
     ]:
         together, plan = run(tuple(SIZES), OPTIMIZERS[name], num_devices, **options)
         assert len(plan.stacks) == 1
@@ -158,7 +158,11 @@ def test_pass_over_blocks_equals_one_array(hardware):
     rows, dim = 2 * 8192 + 77, 3
     optimizer = te.optimizers.adafactor(0.1, mode="exact", weight_decay=0.1)
     plan = one_table_plan(
-        optimizer, rows, dim, mesh_of(1), hardware=te.hardware_by_name(hardware)
+        optimizer,
+        rows,
+        dim,
+        mesh_of(1),
+        hardware=te.hardware.hardware_by_name(hardware),
     )
     start = np.random.default_rng(0).normal(size=(rows, dim)).astype(np.float32)
     tables, slots = initial_state(plan, start)
@@ -173,7 +177,7 @@ def test_pass_over_blocks_equals_one_array(hardware):
         updates, state = optimizer.update(dense, state, table)
         table = table + np.asarray(updates)
     np.testing.assert_allclose(
-        te.unstack_tables(tables, plan)["table"], table, rtol=1e-5, atol=1e-6
+        te.functional.unstack_tables(tables, plan)["table"], table, rtol=1e-5, atol=1e-6
     )
 
 
@@ -182,7 +186,7 @@ def test_untouched_rows_of_lazy_adafactor_keep_their_bits():
     tables, slots = initial_state(plan, start_of("a"))
     ids = np.int32([3, 3, 17])
     tables, _ = update(tables, slots, ids, np.ones((3, DIM), np.float32), plan)
-    after = te.unstack_tables(tables, plan)["table"]
+    after = te.functional.unstack_tables(tables, plan)["table"]
     moved = np.flatnonzero((after != start_of("a")).any(axis=1))
     assert moved.tolist() == [3, 17]
 

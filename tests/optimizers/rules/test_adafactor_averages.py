@@ -47,10 +47,10 @@ def batches(names, num_steps):
 def rows_after_each_step(plan, names, num_steps):
     """Yields the tables and slots, and the logical rows, from the start on."""
     tables, slots = initial_state_of_tables(plan, {n: start_of(n) for n in names})
-    yield tables, slots, te.unstack_tables(tables, plan)
+    yield tables, slots, te.functional.unstack_tables(tables, plan)
     for ids, cotangents in batches(names, num_steps):
         tables, slots = update(tables, slots, ids, cotangents, plan)
-        yield tables, slots, te.unstack_tables(tables, plan)
+        yield tables, slots, te.functional.unstack_tables(tables, plan)
 
 
 EMA = {"use_ema": True, "ema_momentum": 0.7}
@@ -98,15 +98,15 @@ def test_final_values_average_every_row_in_every_step(case):
             expected[name] = momentum * old + (1 - momentum) * rows[name]
         if i not in (1, 3, 6):
             continue
-        final, new_slots = te.finalize_variable_values(tables, slots, plan)
-        found = te.unstack_tables(final, plan)
+        final, new_slots = te.functional.finalize_variable_values(tables, slots, plan)
+        found = te.functional.unstack_tables(final, plan)
         for name in names:
             np.testing.assert_allclose(
                 found[name], expected[name], rtol=1e-5, atol=1e-6
             )
         # The state fits the new rows: another call changes nothing.
-        again, _ = te.finalize_variable_values(final, new_slots, plan)
-        for name, values in te.unstack_tables(again, plan).items():
+        again, _ = te.functional.finalize_variable_values(final, new_slots, plan)
+        for name, values in te.functional.unstack_tables(again, plan).items():
             np.testing.assert_allclose(values, found[name], rtol=1e-6, atol=1e-7)
 
 
@@ -138,9 +138,9 @@ def test_final_values_are_those_of_the_recorded_run(name, mode, num_devices):
     tables, slots = initial_state(plan, run["table"][0])
     for step, (ids, gradients) in enumerate(zip(run["ids"], run["grads"], strict=True)):
         tables, slots = update(tables, slots, ids, gradients, plan)
-        final, _ = te.finalize_variable_values(tables, slots, plan)
+        final, _ = te.functional.finalize_variable_values(tables, slots, plan)
         np.testing.assert_allclose(
-            te.unstack_tables(final, plan)["table"],
+            te.functional.unstack_tables(final, plan)["table"],
             run["slot__ema"][step + 1],
             rtol=2e-6,
             atol=1e-6,
@@ -153,9 +153,9 @@ def test_training_goes_on_from_final_values():
     optimizer = opt.adafactor(0.3, use_ema=True, ema_momentum=0.2)
     plan = plan_of(("a", "b"), optimizer, 2)
     *_, (tables, slots, _) = rows_after_each_step(plan, ("a", "b"), 3)
-    tables, slots = te.finalize_variable_values(tables, slots, plan)
-    rows = te.unstack_tables(tables, plan)
-    squares = te.slot_values(slots, plan, "all")
+    tables, slots = te.functional.finalize_variable_values(tables, slots, plan)
+    rows = te.functional.unstack_tables(tables, plan)
+    squares = te.functional.slot_values(slots, plan, "all")
     for name in ("a", "b"):
         np.testing.assert_allclose(
             squares[name]["squares/value"], np.sum(rows[name] ** 2), rtol=1e-5
@@ -173,9 +173,9 @@ def test_narrow_tables_are_rounded_to_their_averages():
     ids, gradient = np.int32([1, 5]), np.ones((2, DIM), np.float32)
     for _ in range(3):
         tables, slots = update(tables, slots, ids, gradient, plan)
-    final, slots = te.finalize_variable_values(tables, slots, plan)
-    averages = te.slot_values(slots, plan)["t"]["averages"]
-    found = np.float32(te.unstack_tables(final, plan)["t"])
+    final, slots = te.functional.finalize_variable_values(tables, slots, plan)
+    averages = te.functional.slot_values(slots, plan)["t"]["averages"]
+    found = np.float32(te.functional.unstack_tables(final, plan)["t"])
     np.testing.assert_array_equal(found, np.float32(averages.astype(jnp.bfloat16)))
 
 
@@ -183,9 +183,9 @@ def test_refuses_slots_without_averages():
     plan = plan_of(("b",), "adagrad", 1)
     tables, slots = initial_state_of_tables(plan, {"b": start_of("b")})
     with pytest.raises(ValueError, match=r"adafactor\(use_ema=True\) keeps"):
-        te.finalize_variable_values(tables, slots, plan)
+        te.functional.finalize_variable_values(tables, slots, plan)
     with pytest.raises(ValueError, match="slots must hold stack"):
-        te.finalize_variable_values(tables, {}, plan)
+        te.functional.finalize_variable_values(tables, {}, plan)
 
 
 class Model(nnx.Module):
@@ -249,7 +249,7 @@ def values_of(model):
 def train_step(model, optimizer, ids):
     loss, gradients = te.value_and_grad(lambda model: jnp.mean(model(ids) ** 2))(model)
     optimizer.update(model, gradients)
-    return loss, te.global_norm(gradients)
+    return loss, te.gradients.global_norm(gradients)
 
 
 def assert_same(actual, expected):
@@ -323,13 +323,15 @@ def test_tables_alone_are_clipped_by_their_common_norm():
     tables, slots = initial_state_of_tables(plan, {n: start_of(n) for n in "ab"})
     ids = {"a": np.int32([3]), "b": np.int32([2])}
     cotangents = {n: np.full((1, DIM), x, np.float32) for n, x in (("a", 3), ("b", 4))}
-    result = te.lookup(tables, ids, plan)
-    gradients = te.compute_gradients(result.routing, cotangents, plan)
-    np.testing.assert_allclose(te.global_norm(gradients), 10.0, rtol=1e-6)
+    result = te.functional.lookup(tables, ids, plan)
+    gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+    np.testing.assert_allclose(te.gradients.global_norm(gradients), 10.0, rtol=1e-6)
     for norm, factor in [(None, 0.1), (20.0, 0.05), (0.5, 1.0)]:
-        _, new_slots = te.apply_gradients(tables, slots, gradients, plan, norm)
+        _, new_slots = te.functional.apply_gradients(
+            tables, slots, gradients, plan, norm
+        )
         for name, gradient in (("a", 3.0), ("b", 4.0)):
-            found = te.slot_values(new_slots, plan)[name]["row_accumulators"]
+            found = te.functional.slot_values(new_slots, plan)[name]["row_accumulators"]
             np.testing.assert_allclose(
                 found[ids[name][0]], (factor * gradient) ** 2 + 0.1, rtol=1e-5
             )
@@ -337,7 +339,9 @@ def test_tables_alone_are_clipped_by_their_common_norm():
 
 def test_tables_do_not_know_the_norm_of_collected_gradients():
     optimizer = opt.adafactor(0.1, global_clipnorm=1.0, gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match=r"clip it by te.clip_by_global_norm.*'table'"):
+    with pytest.raises(
+        ValueError, match=r"clip it by te.gradients.clip_by_global_norm.*'table'"
+    ):
         one_table_plan(optimizer, 9, DIM, mesh_of(1))
 
 

@@ -1,6 +1,6 @@
 """Compares kernels with NumPy, in Pallas' interpreter.
 
-tests/aot compiles them for TPUs.
+tests/tools/compile_report compiles them for TPUs.
 """
 
 import functools

@@ -26,13 +26,14 @@ from tpu_embedding.checkpoint.imports.opening import open_tables
 from tpu_embedding.checkpoint.imports.report import ImportReport
 from tpu_embedding.checkpoint.imports.slot_names import rule_of
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource
-from tpu_embedding.following_slots import with_following_slots
+from tpu_embedding.functional.following_slots import with_following_slots
 from tpu_embedding.nn.training import MODEL, Optimizer, embedding_layers
 from tpu_embedding.optimizers.rules.touched_rows import RECORD_SLOT
-from tpu_embedding.plan.plan import EmbeddingPlan, StackPlan, TrainedStackPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import file_row, file_rows_of_values
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables.row_blocks import rows_per_block, write_blocks
+from tpu_embedding.tables.row_stream import rows_per_block, write_blocks
 from tpu_embedding.tables.slot_values import slot_rows, with_slot_rows
 from tpu_embedding.tables.table_values import NotFinite, check_range
 from tpu_embedding.tables.touched_rows import with_touched_tables
@@ -159,10 +160,10 @@ def import_into_stacks(
       >>> import tpu_embedding as te
       >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
       >>> plan = te.make_plan(te.FeatureConfig(table=table))
-      >>> stacks = te.init_tables(plan, jax.random.key(0))
+      >>> stacks = te.functional.init_tables(plan, jax.random.key(0))
       >>> pretrained = {"movie": np.ones((10, 4), np.float32)}
       >>> stacks, _, report = import_into_stacks(pretrained, stacks, {}, plan)
-      >>> float(te.unstack_tables(stacks, plan)["movie"].mean())
+      >>> float(te.functional.unstack_tables(stacks, plan)["movie"].mean())
       1.0
     """
     target = _Stacks(plan, stacks, states)

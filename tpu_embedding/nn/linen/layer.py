@@ -15,7 +15,7 @@ from flax.core import tracers
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import check_type
-from tpu_embedding.lookup._inputs import attach_weights
+from tpu_embedding.inputs.shard_inputs import attach_weights
 from tpu_embedding.nn.linen.variables import TABLES, LayerTables
 from tpu_embedding.nn.recording import (
     attach_taps,
@@ -142,7 +142,7 @@ class TPUEmbedding(nn.Module):
         Args:
           features: nest like the plan's `feature_config`, whose dicts may lack keys.
             See `tpu_embedding.lookup`. Ragged features come from
-            `tpu_embedding.prepare_features`.
+            `tpu_embedding.inputs.prepare_features`.
           weights: None, or the same nest with an array, or None, per dense feature.
           serving_config: nest of `FeatureConfig` that replaces `feature_config` in this
             call; its tables must be those of the plan.

@@ -14,7 +14,7 @@ import optax
 from flax import struct
 
 from tpu_embedding import functional
-from tpu_embedding.finalize import finalize_variable_values
+from tpu_embedding.functional.final_values import finalize_variable_values
 from tpu_embedding.gradients import TableGradients
 from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
 from tpu_embedding.nn.linen.layer import Recorder, RecordingTables

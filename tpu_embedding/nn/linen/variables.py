@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from tpu_embedding.argument_checks import check_mapping
-from tpu_embedding.following_slots import (
+from tpu_embedding.functional.following_slots import (
     check_no_followers,
     tables_with_followers,
     with_table_values,
@@ -81,7 +81,7 @@ def with_embedding_tables(
     """Returns the variables with the values of some tables replaced.
 
     With `slots`, the optimizer state that was made from the old values follows, as in
-    `tpu_embedding.with_table_values`.
+    `tpu_embedding.functional.with_table_values`.
 
     Args:
       variables: from `model.init`, or `state.variables`.

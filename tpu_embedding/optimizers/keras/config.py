@@ -258,7 +258,8 @@ def _adafactor_problems(keras: KerasConfig) -> Iterator[str]:
         yield (
             f"global_clipnorm={keras.fields['global_clipnorm']!r}: a table does not "
             "know the norm of all gradients that the model collects; set it to None, "
-            "or collect gradients by te.add and clip them by te.clip_by_global_norm"
+            "or collect gradients by te.gradients.add and clip them by "
+            "te.gradients.clip_by_global_norm"
         )
     decays_all = keras.is_on("weight_decay") and keras.rows != "touched"
     moves_all = overwrites or decays_all

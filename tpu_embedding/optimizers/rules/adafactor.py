@@ -100,14 +100,15 @@ def adafactor(
     `use_ema` keeps a moving average of each row. Rows that a step does not look up stay
     as they are, so their averages follow in closed form, when they are next touched or
     read. `tpu_embedding.Optimizer.finalize_variable_values` sets a model to its
-    averages after training. `tpu_embedding.finalize_variable_values` does so for tables
-    alone, and `tpu_embedding.optimizers.finalize_variable_values` for dense arrays.
+    averages after training. `tpu_embedding.functional.finalize_variable_values` does so
+    for tables alone, and `tpu_embedding.optimizers.finalize_variable_values` for dense
+    arrays.
 
     `global_clipnorm` takes the norm of all gradients of a model, tables and dense
     parameters together, as the loss gives them. `tpu_embedding.Optimizer`, and
-    `TrainState` of Linen, compute it. `tpu_embedding.apply_gradients` takes it as an
-    argument, or computes the norm of its tables. Without any of them it is the norm of
-    the arrays that the transformation is given.
+    `TrainState` of Linen, compute it. `tpu_embedding.functional.apply_gradients` takes
+    it as an argument, or computes the norm of its tables. Without any of them it is the
+    norm of the arrays that the transformation is given.
 
     Options that move all rows need a pass over the table in each step, and keep the
     dense gradient as `every_row` does. They are `gradient_accumulation_steps`,

@@ -37,9 +37,10 @@ def track_touched_rows(
 ) -> optax.GradientTransformation:
     """Records for each row the last update that touched it.
 
-    `te.touched_rows` lists the rows touched since a step, and `te.export.save_delta`
-    writes their values. A row is touched when it is looked up, even if its gradient is
-    zero. The updates are those of the wrapped rule, bit for bit.
+    `te.functional.touched_rows` lists the rows touched since a step, and
+    `te.export.save_delta` writes their values. A row is touched when it is looked up,
+    even if its gradient is zero. The updates are those of the wrapped rule, bit for
+    bit.
 
     The record is a slot variable `last_touched`, 4 bytes per row. It is sharded and
     saved like the others. A step reads and writes it for touched rows only.

@@ -1,0 +1,151 @@
+"""The whole step with tables of every placement and dtype, compiled for TPUs.
+
+The contract is that of float32 tables over the whole mesh (`test_train_step.py`). Along
+the axes of its copies, a table sends gradients only: by one all-reduce of its own size
+if it is small, by all-gathers of rows if it is large.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tpu_embedding as te
+from tests.compiled.test_train_step import ADAGRAD, BATCH, LINES_PER_DEVICE, check
+from tpu_embedding.rows.packed_rows import RowLayout
+from tpu_embedding.tools import compile_report
+from tpu_embedding.tools.compile_report.hlo import parse_module
+
+TOPOLOGIES = {
+    "v5p": ("v5p:2x2x1", (2, 2)),
+    "v6e": ("v6e:2x4", (4, 2)),
+    "tpu7x": ("tpu7x:2x2x1", (4, 2)),
+}
+PLACEMENTS = {
+    "sharded": te.Sharded(),
+    "grouped": te.Sharded(axes=("model",)),
+    "replicated": te.Replicated(),
+}
+DIM = 64
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+
+
+def mesh_for(generation):
+    topology, sizes = TOPOLOGIES[generation]
+    return compile_report.topology_mesh(topology, ("data", "model"), sizes)
+
+
+def plan_of(tables, mesh, **options):
+    features = {table.name: te.FeatureConfig(table=table) for table in tables}
+    return te.make_plan(features, mesh, optimizer=ADAGRAD, **options)
+
+
+def compile_step(plan, batch_size=BATCH):
+    ids = {
+        feature.name: jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+        for feature in plan.features
+    }
+    tables = jax.eval_shape(lambda: te.functional.init_tables(plan, jax.random.key(0)))
+    slots = jax.eval_shape(
+        lambda tables: te.functional.init_slots(tables, plan), tables
+    )
+
+    def step(tables, slots, ids):
+        result = te.functional.lookup(tables, ids, plan)
+        # Of half their squared sum: the update follows the lookup.
+        cotangents = result.activations
+        gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+        return te.functional.apply_gradients(tables, slots, gradients, plan)
+
+    jitted = jax.jit(
+        step, donate_argnums=(0, 1), compiler_options=plan.compiler_options
+    )
+    return jitted.lower(
+        compile_report.abstract_arrays(tables, plan),
+        compile_report.abstract_arrays(slots, plan),
+        compile_report.abstract_batch(ids, plan),
+    ).compile()
+
+
+def collectives_of(compiled):
+    """Returns the kind and the elements of each collective's results."""
+    return [
+        (instruction.base_opcode, size)
+        for instruction in parse_module(compiled.as_text()).unfused_instructions()
+        if instruction.base_opcode in COLLECTIVES
+        for size in instruction.sizes
+    ]
+
+
+def large_table(dtype, placement, mesh):
+    """Returns a table with the same number of lines on each device, in any type."""
+    layout = RowLayout(num_rows=1, row_shape=(DIM,), line_lanes=128, narrow_dtype=dtype)
+    shards = {"sharded": mesh.size, "grouped": mesh.shape["model"], "replicated": 1}
+    return te.TableConfig(
+        vocabulary_size=LINES_PER_DEVICE * layout.rows_per_line * shards[placement],
+        dim=DIM,
+        combiner="sum",
+        name=f"{placement}_{dtype or 'float32'}",
+        dtype=dtype or "float32",
+        placement=PLACEMENTS[placement],
+    )
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+def test_large_tables_of_all_dtypes_and_placements(generation):
+    """Other tests have float32 and bfloat16 over the whole mesh."""
+    mesh = mesh_for(generation)
+    tables = [
+        large_table(dtype, placement, mesh)
+        for dtype in (None, "bfloat16", "float16")
+        for placement in PLACEMENTS
+        if placement != "sharded" or dtype == "float16"
+    ]
+    plan = plan_of(tables, mesh, capacity=BATCH)  # one round
+    compiled = compile_step(plan)
+    report = check(plan, compiled)
+    assert report.sparse_core_gathers >= len(tables)
+    assert report.sparse_core_scatters >= 2 * len(tables)
+    row_bytes = {"float32": 4 * DIM, "bfloat16": 2 * DIM, "float16": 2 * DIM}
+    logical_bytes = sum(
+        stack.rows_per_shard * (row_bytes[stack.tables[0].config.dtype_name] + 4 * DIM)
+        for stack in plan.stacks
+    )
+    assert report.argument_bytes < 1.02 * logical_bytes
+    # Rows and gradients of the whole batch, in lines of 128 lanes: no table.
+    largest = max(size for _, size in collectives_of(compiled))
+    assert largest <= 128 * BATCH
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    "placement", ["replicated", pytest.param("grouped", marks=pytest.mark.full)]
+)
+def test_copies_of_small_tables_are_added_up_by_an_all_reduce(placement):
+    mesh = mesh_for("v5p")
+    table = te.TableConfig(
+        vocabulary_size=8 * BATCH // mesh.size,
+        dim=DIM,
+        combiner="sum",
+        name="small",
+        placement=PLACEMENTS[placement],
+    )
+    plan = plan_of([table], mesh)
+    (stack,) = plan.stacks
+    rows = stack.rows_per_shard
+    found = collectives_of(compile_step(plan, batch_size=8 * BATCH))
+    # The gradient, and how often each row was looked up.
+    assert ("all-reduce", rows * DIM) in found
+    assert ("all-reduce", rows) in found
+    # Nothing else crosses the links but the exchange of rows between shards.
+    exchanges = set() if placement == "replicated" else {"all-to-all"}
+    assert {kind for kind, _ in found} == {"all-reduce"} | exchanges
+    assert sum(kind == "all-reduce" for kind, _ in found) == 2

@@ -1,0 +1,77 @@
+"""Block programs compiled for TPUs: bounded temporaries, writes in place, no copies."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tpu_embedding as te
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tables.row_stream import MAX_DEVICE_BYTES, lower_programs
+from tpu_embedding.tools.compile_report.table_accesses import inspect_program
+from tpu_embedding.tools.compile_report.topology import topology_mesh
+
+pytestmark = pytest.mark.tpu_compiler
+
+ONE_VALUE = jax.ShapeDtypeStruct((), jnp.float32)
+SHARD_BYTES = 2 * 10**9
+
+
+def assert_bounded(topology, dim, dtype="float32", row=None, placement=None):
+    """Compiles the programs of a table of 2 GB per device, or of a slot variable."""
+    mesh = topology_mesh(topology)
+    num_copies = mesh.size if placement is None else 1
+    num_rows = min(2 * 10**9, num_copies * SHARD_BYTES // (4 * dim))
+    table = te.TableConfig(
+        vocabulary_size=num_rows, dim=dim, dtype=dtype, name="t", placement=placement
+    )
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh)
+    (stack,) = plan.stacks
+    layout, stored = stack.layout, stack.layout.stored_dtype
+    if row is not None:
+        layout, stored = layout.slot_layout(row), row.dtype
+    shape = (stack.num_shards * layout.num_lines, *layout.lines_shape[1:])
+    sharding = plan.rows_sharding(stack)
+    lines = jax.ShapeDtypeStruct(shape, stored, sharding=sharding)
+    packed = PackedRows(lines=lines, layout=layout)
+    for name, lowered in lower_programs(packed, stack, plan).items():
+        compiled = lowered.compile()
+        sizes = compiled.memory_analysis()
+        is_write = name == "write_blocks"
+        received = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+        shard_bytes = layout.num_lines * layout.lanes * lines.dtype.itemsize
+        sent = sizes.argument_size_in_bytes - shard_bytes
+        # The write gets its lines as an argument, the read returns them.
+        assert sizes.temp_size_in_bytes + received + sent <= MAX_DEVICE_BYTES
+        assert (sizes.alias_size_in_bytes >= shard_bytes) == is_write
+        report = inspect_program(compiled, plan)
+        assert not report.table_sized_copies
+        assert not report.table_sized_all_gathers
+
+
+def test_a_narrow_table_is_streamed():
+    assert_bounded("v6e:2x2", 32)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:4x4x4", "v6e:2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("dim", [8, 32, 128, 512])
+def test_tables_of_2_gigabytes_per_device(topology, dim):
+    assert_bounded(topology, dim)
+
+
+CASES = {
+    "one value per row, v5p": ("v5p:2x2x4", 32, "float32", ONE_VALUE),
+    "one value per row, v6e": ("v6e:4x4", 32, "float32", ONE_VALUE),
+    "one column": ("tpu7x:2x2x1", 1),
+    "bfloat16": ("v5e:2x4", 64, "bfloat16"),
+    "int8": ("v5p:2x2x1", 64, "int8"),
+    "200 columns": ("v6e:2x2", 200),
+    "replicated": ("tpu7x:2x2x1", 32, "float32", None, te.Replicated()),
+    "512 chips": ("v5p:8x8x8", 8),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+def test_other_rows_and_placements(case):
+    assert_bounded(*CASES[case])

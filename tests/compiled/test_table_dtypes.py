@@ -1,0 +1,103 @@
+"""The whole step with narrow tables, compiled for TPUs: in place, on SparseCore.
+
+The contract is that of float32 tables (`test_train_step.py`). int8 rows are only read.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tpu_embedding as te
+from tests.compiled.test_train_step import (
+    ADAGRAD,
+    LINES_PER_DEVICE,
+    REPRESENTATIVE,
+    TOPOLOGIES,
+    check,
+    compile_step,
+    linear_loss,
+    squared_loss,
+)
+from tests.conftest import mesh_of
+from tpu_embedding.rows.packed_rows import RowLayout
+from tpu_embedding.tools import compile_report
+
+full = pytest.mark.full
+
+
+def make_plan(mesh, dim, dtype, optimizer, **options):
+    layout = RowLayout(num_rows=1, row_shape=(dim,), line_lanes=128, narrow_dtype=dtype)
+    rows_per_line = 128 * layout.rows_per_lane if layout.is_flat else None
+    rows = LINES_PER_DEVICE * (rows_per_line or layout.rows_per_line) * mesh.size
+    big, small = (
+        te.TableConfig(
+            vocabulary_size=size, dim=dim, combiner="sum", name=name, dtype=dtype
+        )
+        for name, size in (("big", rows), ("small", 1000))
+    )
+    config = {"one": te.FeatureConfig(table=big), "many": te.FeatureConfig(table=small)}
+    return te.make_plan(config, mesh, optimizer=optimizer, **options)
+
+
+STEPS = [
+    *[("bfloat16", dim, "v5p") for dim in (1, 16, 128, 200)],
+    *[("bfloat16", dim, "v6e") for dim in (8, 64)],
+    ("bfloat16", 32, "tpu7x"),
+    *[("int8", 32, "v5p"), ("int8", 64, "v6e"), ("int8", 128, "tpu7x")],
+    ("float16", 64, "v5p"),
+]
+"""Dtype, dim and generation. A dim of 1 is a flat array."""
+
+
+@pytest.mark.quick_cases("int8-64-v6e")
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(("dtype", "dim", "generation"), STEPS)
+def test_tpu_step_is_in_place(dtype, dim, generation):
+    mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
+    optimizer = None if dtype == "int8" else ADAGRAD
+    plan = make_plan(mesh, dim, dtype, optimizer)
+    compiled = compile_step(plan, dim)
+    report = check(plan, compiled)
+    assert report.sparse_core_gathers > 0
+    if dtype == "bfloat16":
+        # Rows cross the network in two bytes per element.
+        assert re.search(r"= bf16\[[\d,]+\]\S* all-to-all\(", compiled.as_text())
+    if optimizer is None:
+        assert report.all_to_alls == 2 + 2
+        return
+    assert report.all_to_alls == 3 + 2 + 2
+    # As many as of a float32 table and its slot.
+    assert report.sparse_core_scatters >= 4
+    if 128 % dim == 0:
+        rows = plan.stacks[0].num_rows / plan.num_shards
+        assert report.argument_bytes < 1.02 * (2 + 4) * dim * rows
+
+
+@pytest.mark.tpu_compiler
+@full
+@pytest.mark.parametrize("name", ["adam", "every_row", "adafactor"])
+def test_every_way_to_update_narrow_rows_is_in_place_on_tpu(name):
+    devices = compile_report.topology_mesh(TOPOLOGIES["v5p"])
+    mesh = jax.sharding.Mesh(devices.devices.reshape(-1)[:1], devices.axis_names)
+    plan = make_plan(mesh, 128, "bfloat16", REPRESENTATIVE[name])
+    check(plan, compile_step(plan, 128, batch_size=256))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "capacity", "loss_fn"),
+    [
+        pytest.param("adagrad", 1, None, linear_loss, marks=full),
+        ("adagrad", 8, 4, squared_loss),
+        pytest.param("every_row", 8, 4, squared_loss, marks=full),
+        pytest.param("adafactor", 8, 4, squared_loss, marks=full),
+        pytest.param("sequence", 1, None, linear_loss, marks=full),
+    ],
+)
+def test_cpu_step_is_in_place(name, num_devices, capacity, loss_fn):
+    sequence = te.optimizers.adagrad(0.1, use_gradient_accumulation=False)
+    optimizer = (REPRESENTATIVE | {"sequence": sequence})[name]
+    plan = make_plan(mesh_of(num_devices), 16, "bfloat16", optimizer, capacity=capacity)
+    check(plan, compile_step(plan, 16, loss_fn))
+    assert plan.stacks[0].layout.stored_dtype == jnp.int32

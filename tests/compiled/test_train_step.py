@@ -1,0 +1,396 @@
+"""The whole train step, compiled for every TPU generation and for the CPU.
+
+The contract: table and slots are updated in place, nothing of their size is copied or
+gathered, dims that pack exactly take no more than the logical bytes, and rows move on
+SparseCore where there is one. Nothing is allocated: tables are shapes only.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of, needs_kernels
+from tpu_embedding.tools import compile_report
+
+TOPOLOGIES = {
+    "v5e": "v5e:2x4",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x4",
+    "tpu7x": "tpu7x:2x2x1",
+}
+WITH_SPARSE_CORE = ("v5p", "v6e", "tpu7x")
+DIMS = (1, 16, 100, 128, 200, 256)
+
+# More than the 128 MiB of VMEM of a v5e or v6e; a smaller table XLA may move there.
+LINES_PER_DEVICE = 300_000
+BATCH = 2048
+
+
+ADAGRAD = te.optimizers.adagrad(0.1)
+REPRESENTATIVE = {
+    "adagrad": ADAGRAD,
+    "rowwise_adagrad": te.optimizers.rowwise_adagrad(0.1),
+    "adam": te.optimizers.adam(0.1),
+    "every_row": te.optimizers.every_row(te.optimizers.adam(0.1)),
+    "adafactor": te.optimizers.adafactor(0.1),
+}
+# Of what runs in kernels, one with slots of each kind: tests/optimizers has the others.
+OTHERS = {
+    "rowwise_every_row": te.optimizers.every_row(te.optimizers.rowwise_adagrad(0.1)),
+    "adafactor_of_four_steps": te.optimizers.adafactor(
+        0.1, gradient_accumulation_steps=4
+    ),
+    "adafactor_averages": te.optimizers.adafactor(0.1, use_ema=True),
+    "clippy_adagrad": te.optimizers.clippy_adagrad(0.1),
+    "adafactor_exact": te.optimizers.adafactor(0.1, mode="exact"),
+    "bfloat16_slots": te.optimizers.adam(0.1, slot_dtype=jnp.bfloat16),
+    "frequency_aware_adagrad": te.optimizers.frequency_aware_adagrad(0.1),
+    "partial_rowwise_adam": te.optimizers.partial_rowwise_adam(0.1),
+    "lamb": te.optimizers.lamb(0.1),
+    "adagrad_momentum": te.optimizers.adagrad_momentum(0.1, momentum=0.9),
+}
+
+
+class Model(nnx.Module):
+    """Two tables in one stack, looked up one-hot and multi-hot, and a linear layer."""
+
+    def __init__(self, plan, dim, rngs):
+        self.embedding = te.TPUEmbedding(None, plan=plan, rngs=rngs)
+        self.linear = nnx.Linear(2 * dim, 1, rngs=rngs)
+
+    def __call__(self, features):
+        activations = self.embedding(features)
+        joined = jnp.concatenate([activations["one"], activations["many"]], axis=1)
+        return self.linear(joined)[:, 0]
+
+
+def squared_loss(model, features, labels):
+    return jnp.mean((model(features) - labels) ** 2)
+
+
+def linear_loss(model, features, labels):
+    """Its derivative needs no activation: nothing orders update after lookup."""
+    del labels
+    return jnp.sum(sum(jax.tree.leaves(model.embedding(features))))
+
+
+def make_plan(mesh, dim, optimizer, rows_per_line, **options):
+    rows = LINES_PER_DEVICE * rows_per_line * mesh.size
+    big = te.TableConfig(vocabulary_size=rows, dim=dim, combiner="sum", name="big")
+    small = te.TableConfig(vocabulary_size=1000, dim=dim, combiner="mean", name="small")
+    config = {"one": te.FeatureConfig(table=big), "many": te.FeatureConfig(table=small)}
+    return te.make_plan(config, mesh, optimizer=optimizer, **options)
+
+
+def compile_step(plan, dim, loss_fn=squared_loss, batch_size=BATCH, skips=False):
+    def make():
+        model = Model(plan, dim, nnx.Rngs(0))
+        return model, te.Optimizer(model, optax.sgd(0.1))
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+    features = {
+        "one": jax.ShapeDtypeStruct((batch_size,), jnp.int32),
+        "many": jax.ShapeDtypeStruct((batch_size, 4), jnp.int32),
+    }
+    labels = jax.ShapeDtypeStruct((batch_size,), jnp.float32)
+
+    def step(state, features, labels):
+        model, optimizer = nnx.merge(graph, state)
+        loss, gradients = te.value_and_grad(loss_fn)(model, features, labels)
+
+        def update(state):
+            model, optimizer = nnx.merge(graph, state)
+            optimizer.update(model, gradients)
+            return nnx.state((model, optimizer))
+
+        if skips:
+            return te.gradients.update_if(
+                te.gradients.all_finite(gradients), update, state
+            ), loss
+        return update(state), loss
+
+    jitted = jax.jit(step, donate_argnums=0, compiler_options=plan.compiler_options)
+    return jitted.lower(
+        compile_report.abstract_arrays(state, plan),
+        *compile_report.abstract_batch((features, labels), plan),
+    ).compile()
+
+
+def check(plan, compiled):
+    """Asserts what holds for every device and dim; returns the report."""
+    report = compile_report.inspect_program(compiled, plan)
+    state_bytes = plan.table_bytes_per_device + plan.slot_bytes_per_device
+    assert report.table_sized_copies == ()
+    if all(stack.optimizer.rows == "touched" for stack in plan.trained_stacks):
+        assert report.table_sized_passes == ()
+    assert report.table_sized_all_gathers == ()
+    assert report.sparse_core_relayouts == 0
+    # The dense parameters are donated too; they are a few kilobytes.
+    assert 0 <= report.alias_bytes - state_bytes < 64 * 1024
+    # Buffers grow with ids * dim, not with the table; a line has at least 128 lanes.
+    ids_per_device = BATCH * 5 // plan.num_shards
+    line_bytes = sum(4 * max(128, stack.layout.lanes) for stack in plan.stacks)
+    assert report.temporary_bytes < 40 * ids_per_device * line_bytes + 2**24
+    assert report.temporary_bytes < plan.table_bytes_per_device / 2
+    return report
+
+
+def steps_of_backends():
+    """Each dim on one generation; narrow and whole rows on the others."""
+    for dim in DIMS:
+        yield dim, "v5p", "xla", () if dim in (16, 128) else pytest.mark.full
+    for dim in (16, 128):
+        for generation in ("v5e", "v6e", "tpu7x"):
+            yield dim, generation, "xla", pytest.mark.full
+    for dim in (16, 128, 256):
+        marks = (needs_kernels,) if dim == 16 else (needs_kernels, pytest.mark.full)
+        yield dim, "v5p", "sparse_core", marks
+    for dim, generation in ((128, "v6e"), (16, "tpu7x")):
+        yield dim, generation, "sparse_core", (needs_kernels, pytest.mark.full)
+
+
+@pytest.mark.quick_cases("16-v5p-sparse_core")
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("dim", "generation", "kernels"),
+    [pytest.param(*case, marks=marks) for *case, marks in steps_of_backends()],
+)
+def test_tpu_step_is_in_place(dim, generation, kernels):
+    mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
+    plan = make_plan(mesh, dim, ADAGRAD, max(1, 128 // dim), kernels=kernels)
+    compiled = compile_step(plan, dim)
+    report, text = check(plan, compiled), compiled.as_text()
+    # Ids and rows, gradients back; and the same in the loops of further rounds.
+    assert report.all_to_alls == 3 + 2 + 2
+    # The ends of the ranges of a round, also in both loops; all counts of the lookup.
+    assert len(re.findall(r"= \(?s32.* all-reduce\(", text)) == 3 + 1
+    if generation in WITH_SPARSE_CORE:
+        assert report.sparse_core_scatters > 0
+    if kernels == "sparse_core":
+        # Rows, those of ids, those of cotangents; table and slots updated.
+        assert report.kernels >= 4
+    else:
+        assert report.kernels == 0
+        assert (report.sparse_core_gathers > 0) == (generation in WITH_SPARSE_CORE)
+    if 128 % dim == 0:
+        rows = plan.stacks[0].num_rows / plan.num_shards
+        logical_bytes = 2 * 4 * dim * rows
+        assert report.argument_bytes < 1.02 * logical_bytes
+
+
+BOTH_BACKENDS = pytest.mark.parametrize(
+    "kernels", ["xla", pytest.param("sparse_core", marks=needs_kernels)]
+)
+
+
+@pytest.mark.full
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("dim", "generation"),
+    [(128, "v6e"), pytest.param(16, "v5p", marks=pytest.mark.full)],
+)
+@pytest.mark.parametrize(
+    "kernels",
+    ["xla", pytest.param("sparse_core", marks=(needs_kernels, pytest.mark.full))],
+)
+def test_tpu_step_with_ragged_exchange_is_in_place(dim, generation, kernels):
+    mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
+    rows_per_line = max(1, 128 // dim)
+    options = dict(exchange="ragged", kernels=kernels)
+    plan = make_plan(mesh, dim, ADAGRAD, rows_per_line, **options)
+    compiled = compile_step(plan, dim, batch_size=1024)
+    check(plan, compiled)
+    assert "ragged-all-to-all" in compiled.as_text()
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.full
+@BOTH_BACKENDS
+def test_step_of_three_chips_is_in_place(kernels):
+    four = compile_report.topology_mesh(TOPOLOGIES["v5p"])
+    mesh = jax.sharding.Mesh(four.devices.reshape(-1)[:3], four.axis_names)
+    plan = make_plan(mesh, 128, REPRESENTATIVE["rowwise_adagrad"], 1, kernels=kernels)
+    check(plan, compile_step(plan, 128))
+
+
+def ways_to_update():
+    """Adafactor and the others differ in the loop of further rounds: on one device."""
+    kernels = (needs_kernels,)
+    full = (pytest.mark.full,)
+    for name in ("rowwise_adagrad", "every_row"):
+        for generation in ("v5p", "tpu7x"):
+            is_quick = generation == "v5p"
+            yield name, generation, 1, "sparse_core", kernels + full * (not is_quick)
+        yield name, "v5p", 1, "xla", full
+    # So many rows that a slot of one value per row is larger than VMEM, too.
+    yield "rowwise_adagrad", "tpu7x", 128, "sparse_core", kernels + full
+    yield "rowwise_adagrad", "tpu7x", 128, "xla", full
+    yield "adam", "v5p", 1, "sparse_core", kernels + full
+    yield "adafactor", "v5p", 1, "sparse_core", kernels + full
+    yield "adafactor", "v5p", 1, "xla", ()
+    yield "adafactor_of_four_steps", "tpu7x", 1, "sparse_core", kernels + full
+    yield "clippy_adagrad", "v5p", 1, "sparse_core", kernels + full
+
+
+@pytest.mark.quick_cases("rowwise_adagrad-v5p-1-sparse_core")
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("name", "generation", "rows_per_line", "kernels"),
+    [pytest.param(*case, marks=marks) for *case, marks in ways_to_update()],
+)
+def test_every_way_to_update_is_in_place_on_tpu(
+    name, generation, rows_per_line, kernels
+):
+    mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
+    optimizer = (REPRESENTATIVE | OTHERS)[name]
+    plan = make_plan(mesh, 128, optimizer, rows_per_line, kernels=kernels)
+    report = check(plan, compile_step(plan, 128))
+    if name == "rowwise_adagrad":
+        full = make_plan(mesh, 128, ADAGRAD, rows_per_line, kernels=kernels)
+        full_bytes = full.table_bytes_per_device + full.slot_bytes_per_device
+        assert report.argument_bytes < 0.51 * full_bytes
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.full
+@BOTH_BACKENDS
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_optimizer_is_in_place_on_tpu(name, kernels):
+    """On one device and few ids, compiled in seconds: no exchange, one round."""
+    devices = compile_report.topology_mesh(TOPOLOGIES["v5p"])
+    mesh = jax.sharding.Mesh(devices.devices.reshape(-1)[:1], devices.axis_names)
+    plan = make_plan(mesh, 128, OTHERS[name], 1, kernels=kernels)
+    check(plan, compile_step(plan, 128, batch_size=256))
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "kernels", ["xla", pytest.param("sparse_core", marks=needs_kernels)]
+)
+def test_tracking_touched_rows_is_in_place_on_tpu(kernels):
+    mesh = compile_report.topology_mesh(TOPOLOGIES["v6e"])
+    rules = te.optimizers.track_touched_rows(ADAGRAD), ADAGRAD
+    tracked, plain = (make_plan(mesh, 128, rule, 1, kernels=kernels) for rule in rules)
+    check(tracked, compile_step(tracked, 128))
+    # 4 bytes per row, beside 512 of the row and 512 of its accumulator.
+    more = tracked.slot_bytes_per_device - plain.slot_bytes_per_device
+    rows = tracked.stacks[0].num_rows / tracked.num_shards
+    assert more == pytest.approx(4 * rows, rel=0.01)
+    assert tracked.stacks[0].backends.update.backend == kernels
+
+
+# One of each way to update a table.
+ON_CPU = {
+    **REPRESENTATIVE,
+    "adafactor_exact": OTHERS["adafactor_exact"],
+    "adafactor_of_four_steps": OTHERS["adafactor_of_four_steps"],
+    "adafactor_averages": OTHERS["adafactor_averages"],
+    "clippy_adagrad": OTHERS["clippy_adagrad"],
+    "rowwise_every_row": OTHERS["rowwise_every_row"],
+    "sequence": te.optimizers.adagrad(0.1, use_gradient_accumulation=False),
+}
+
+
+@pytest.mark.quick_cases("adagrad-one", "rowwise_adagrad-eight_in_rounds")
+@pytest.mark.each_once
+@pytest.mark.parametrize(
+    ("num_devices", "capacity", "loss_fn"),
+    [(1, None, linear_loss), (8, 4, squared_loss)],
+    ids=["one", "eight_in_rounds"],
+)
+@pytest.mark.parametrize("name", ON_CPU)
+def test_cpu_step_is_in_place(name, num_devices, capacity, loss_fn):
+    plan = make_plan(mesh_of(num_devices), 16, ON_CPU[name], 1, capacity=capacity)
+    check(plan, compile_step(plan, 16, loss_fn))
+
+
+@pytest.mark.full_cases("adafactor", "every_row")
+@pytest.mark.parametrize("name", ["adagrad", "every_row", "adafactor"])
+def test_a_step_that_may_be_skipped_is_in_place(name):
+    plan = make_plan(mesh_of(3), 16, REPRESENTATIVE[name], 1)
+    check(plan, compile_step(plan, 16, skips=True))
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.full
+@BOTH_BACKENDS
+def test_a_step_that_may_be_skipped_is_in_place_on_tpu(kernels):
+    mesh = compile_report.topology_mesh(TOPOLOGIES["v5p"])
+    plan = make_plan(mesh, 128, ADAGRAD, 1, kernels=kernels)
+    report = check(plan, compile_step(plan, 128, skips=True))
+    assert report.sparse_core_scatters > 0
+    assert (report.kernels > 0) == (kernels == "sparse_core")
+
+
+def check_step_without_the_big_table(mesh, name):
+    """Compiles a step that looks up the small table only, in a stack of its own."""
+    big = te.TableConfig(
+        vocabulary_size=8 * LINES_PER_DEVICE * mesh.size, dim=16, name="big"
+    )
+    small = te.TableConfig(vocabulary_size=1000, dim=8, name="small")
+    config = {"one": te.FeatureConfig(table=big), "many": te.FeatureConfig(table=small)}
+    plan = te.make_plan(config, mesh, optimizer=WITHOUT_A_GRADIENT[name])
+    assert len(plan.stacks) == 2
+
+    def init():
+        tables = te.functional.init_tables(plan, jax.random.key(0))
+        return tables, te.functional.init_slots(tables, plan)
+
+    def step(state, features):
+        tables, slots = state
+        result = te.functional.lookup(tables, features, plan)
+        ones = jax.tree.map(jnp.ones_like, result.activations)
+        gradients = te.functional.compute_gradients(result.routing, ones, plan)
+        return te.functional.apply_gradients(tables, slots, gradients, plan)
+
+    features = {"many": jax.ShapeDtypeStruct((BATCH, 4), jnp.int32)}
+    jitted = jax.jit(step, donate_argnums=0, compiler_options=plan.compiler_options)
+    compiled = jitted.lower(
+        compile_report.abstract_arrays(jax.eval_shape(init), plan),
+        compile_report.abstract_batch(features, plan),
+    ).compile()
+    check(plan, compiled)
+
+
+WITHOUT_A_GRADIENT = {
+    "adam": te.optimizers.adam(optax.cosine_decay_schedule(0.1, 9)),
+    "adafactor_exact": OTHERS["adafactor_exact"],
+    "sequence": te.optimizers.adagrad(0.1, use_gradient_accumulation=False),
+    "every_row": REPRESENTATIVE["every_row"],
+    "adafactor_of_four_steps": OTHERS["adafactor_of_four_steps"],
+}
+
+
+@pytest.mark.full_cases("sequence", "every_row", "adafactor_of_four_steps")
+@pytest.mark.parametrize("name", WITHOUT_A_GRADIENT)
+def test_a_step_without_a_table_copies_nothing_of_it(name):
+    check_step_without_the_big_table(mesh_of(3), name)
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.full_cases("adafactor_exact", "every_row")
+@pytest.mark.parametrize("name", ["adam", "adafactor_exact", "every_row"])
+def test_a_step_without_a_table_copies_nothing_of_it_on_tpu(name):
+    mesh = compile_report.topology_mesh(TOPOLOGIES["v5p"])
+    check_step_without_the_big_table(mesh, name)
+
+
+def test_a_copy_is_seen():
+    """The check above can fail: a step that reads the table after writing it."""
+    plan = make_plan(mesh_of(1), 16, None, 1)
+    layout = plan.stacks[0].layout
+    table = jax.ShapeDtypeStruct((layout.num_lines, layout.lanes), jnp.float32)
+    ids = jax.ShapeDtypeStruct((64,), jnp.int32)
+
+    def step(table, ids):
+        return table.at[ids].add(1.0), table[ids].sum() + table.sum()
+
+    compiled = jax.jit(step, donate_argnums=0).lower(table, ids).compile()
+    report = compile_report.inspect_program(compiled, plan)
+    assert report.table_sized_copies + report.table_sized_passes

@@ -1,0 +1,398 @@
+"""What the host-side preparation accepts, and what the step makes of it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.inputs.prepare_cases import (
+    PADDING,
+    RAGGED,
+    SPARSE,
+    TABLE,
+    VOCABULARY_SIZE,
+    dense,
+    plan_of,
+    prepare,
+    ragged,
+    sparse,
+)
+
+# What is accepted.
+
+INTEGERS = [
+    np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["error", "drop", "clip"])
+@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda dtype: dtype.__name__)
+def test_any_integer_type(dtype, policy):
+    ids = np.array([0, 9, 3], dtype)
+    prepared = prepare(ids, out_of_range_ids=policy)
+    assert prepared.dtype == np.int32
+    np.testing.assert_array_equal(prepared, [0, 9, 3])
+    prepared = prepare(ragged(ids, [0, 3]), out_of_range_ids=policy)
+    assert prepared.values.dtype == np.int32
+    np.testing.assert_array_equal(prepared.values[0, :3], [0, 9, 3])
+
+
+def test_unsigned_ids_of_a_table_larger_than_they_count():
+    table = te.TableConfig(vocabulary_size=1000, dim=4)
+    for policy in ("drop", "clip"):
+        feature = te.FeatureConfig(table=table, out_of_range_ids=policy)
+        plan = te.make_plan(feature, mesh_of(1))
+        prepared = te.inputs.prepare_features(np.array([0, 255], np.uint8), plan)
+        np.testing.assert_array_equal(prepared, [0, 255])
+
+
+BEYOND = {
+    "int64": (
+        np.array([2**32 + 3, 2**31, 10, -1, -(2**40), PADDING, 5]),
+        [9, 9, 9, 0, 0, PADDING, 5],
+    ),
+    "uint64": (np.array([2**63 + 3, 10, PADDING, 5], np.uint64), [9, 9, PADDING, 5]),
+    "uint32": (np.array([2**32 - 1, 10, PADDING, 5], np.uint32), [9, 9, PADDING, 5]),
+    "int32": (np.array([10, -1, PADDING - 1, PADDING]), [9, 0, 9, PADDING]),
+}
+
+
+def test_clipped_ids_lie_outside_of_the_tables_of_other_plans():
+    table = te.TableConfig(vocabulary_size=1000, dim=4)
+    prepared = prepare(np.array([2**40, 2**31]), out_of_range_ids="clip")
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1))
+    result = te.functional.lookup(init(plan), prepared, plan)
+    assert result.stats.out_of_range["feature"] == 2
+    assert not np.any(result.activations)
+
+
+@pytest.mark.parametrize("wide", [2**32 + 5, -(2**32) + 5])
+def test_prepare_sees_the_bits_that_jit_drops(wide):
+    """`jax.jit` itself makes its arguments int32, so no check inside can see it."""
+    ids = np.array([wide])
+    assert jax.jit(lambda x: x)(ids)[0] == 5
+    with pytest.raises(ValueError, match=f"got {wide}"):
+        prepare(ids)
+    plan = te.make_plan(te.FeatureConfig(table=TABLE), mesh_of(1))
+    assert (
+        te.functional.lookup(init(plan), ids, plan).stats.out_of_range["feature"] == 1
+    )
+
+
+@pytest.mark.parametrize("container", ["dense", "ragged"])
+@pytest.mark.parametrize("policy", ["drop", "clip"])
+@pytest.mark.parametrize(("ids", "clipped"), BEYOND.values(), ids=BEYOND)
+def test_ids_beyond_the_table_stay_beyond_or_are_clipped(
+    ids, clipped, policy, container
+):
+    if container == "dense":
+        prepared = prepare(ids, out_of_range_ids=policy)
+    else:
+        in_one_sample = ragged(ids, [0, len(ids)])
+        prepared = prepare(in_one_sample, out_of_range_ids=policy).values[0]
+        prepared = prepared[: len(ids)]
+        # Ragged ids need no padding, so the number is an id beyond the table.
+        clipped = np.where(np.equal(clipped, PADDING), VOCABULARY_SIZE - 1, clipped)
+    assert prepared.dtype == np.int32
+    if policy == "clip":
+        # The rest of clipping happens in the step, which counts.
+        padding = prepared == PADDING
+        prepared = np.where(padding, PADDING, np.clip(prepared, 0, 9))
+        np.testing.assert_array_equal(prepared, clipped)
+        return
+    is_padding = (ids == PADDING) & (container == "dense")
+    is_inside = ids < VOCABULARY_SIZE
+    if np.issubdtype(ids.dtype, np.signedinteger):
+        is_inside &= ids >= 0
+    np.testing.assert_array_equal(prepared == PADDING, is_padding)
+    np.testing.assert_array_equal(
+        (prepared >= 0) & (prepared < VOCABULARY_SIZE), is_inside
+    )
+    np.testing.assert_array_equal(prepared[is_inside], ids[is_inside])
+
+
+LARGEST = {
+    "ragged": lambda dtype: ragged(np.array([PADDING, 1], dtype), [0, 2]),
+    "sparse": lambda dtype: sparse([[0, 0], [0, 1]], np.array([PADDING, 1], dtype)),
+    "lists": lambda dtype: [[PADDING, 1], [1]],
+}
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.uint64])
+@pytest.mark.parametrize("form", LARGEST)
+def test_ids_of_2_to_31_less_1_are_ids_where_no_padding_is_needed(form, dtype):
+    ids = LARGEST[form](dtype)
+    with pytest.raises(ValueError, match=f"got {PADDING}"):
+        prepare(ids)
+    for policy, row in (("clip", VOCABULARY_SIZE - 1), ("drop", None)):
+        feature = te.FeatureConfig(table=TABLE, out_of_range_ids=policy)
+        plan = te.make_plan(feature, mesh_of(1))
+        tables = init(plan)
+        result = te.functional.lookup(
+            tables, te.inputs.prepare_features(ids, plan), plan
+        )
+        values = te.functional.unstack_tables(tables, plan)[TABLE.name]
+        expected = values[1] + (0 if row is None else values[row])
+        assert result.stats.out_of_range["feature"] == 1
+        np.testing.assert_allclose(
+            np.asarray(result.activations)[0], expected, rtol=1e-6
+        )
+
+
+def test_ids_of_hashes_mark_padding_in_ragged_ids():
+    strings = te.RaggedIds.from_lists([["a", ""], ["b"]])
+    hashed = te.inputs.hash_ids(strings, VOCABULARY_SIZE, padding="")
+    prepared = prepare(hashed, out_of_range_ids="clip")
+    assert prepared.values[0, 1] == PADDING
+
+
+def test_plain_arrays_stay_plain():
+    for ids in (np.array([1, 2]), np.array([[1], [PADDING]]), jnp.arange(3)):
+        prepared = prepare(ids)
+        assert type(prepared) is np.ndarray
+        np.testing.assert_array_equal(prepared, ids)
+
+
+def test_lists():
+    np.testing.assert_array_equal(
+        prepare([[1, 2], [3, PADDING]]), [[1, 2], [3, PADDING]]
+    )
+    prepared = prepare(te.RaggedIds(values=[1, 2], row_splits=[0, 2], weights=[1, 2]))
+    np.testing.assert_array_equal(prepared.values[0, :2], [1, 2])
+    assert prepared.weights.dtype == np.float32
+
+
+@pytest.mark.parametrize("given", ["in_the_ids", "as_nest", "as_nest_of_plain_ids"])
+def test_dense_weights(given):
+    ids, weights = np.array([[1, 2], [3, PADDING]]), np.array([[1, 0], [-2, 5]])
+    match given:
+        case "in_the_ids":
+            prepared = prepare(dense(ids, weights))
+        case "as_nest":
+            prepared = prepare(dense(ids), weights)
+        case _:
+            prepared = prepare(ids, weights)
+    assert isinstance(prepared, te.DenseIds)
+    assert prepared.weights.dtype == np.float32
+    np.testing.assert_array_equal(prepared.weights, weights)
+    np.testing.assert_array_equal(prepared.ids, ids)
+
+
+def test_weights_of_the_nest_win():
+    prepared = prepare(dense([1], np.array([2.0])), np.array([3.0]))
+    assert prepared.weights.tolist() == [3]
+
+
+def test_weights_of_some_features():
+    config = [te.FeatureConfig(table=TABLE, name=name) for name in ("a", "b")]
+    plan = te.make_plan(config, mesh_of(1))
+    ids = np.array([1, 2])
+    a, b = te.inputs.prepare_features([ids, ids], plan, [None, np.ones(2)])
+    assert type(a) is np.ndarray
+    assert b.weights.tolist() == [1, 1]
+
+
+def test_arguments_are_not_changed():
+    ids = ragged([1, 2**40], [0, 1, 2], np.ones(2))
+    before = jax.tree.map(np.copy, ids)
+    prepare(ids, out_of_range_ids="clip")
+    jax.tree.map(np.testing.assert_array_equal, ids, before)
+
+
+# The prepared batch and the step.
+
+
+def init(plan):
+    return te.functional.init_tables(plan, jax.random.key(0))
+
+
+@pytest.mark.parametrize("ids", [RAGGED, SPARSE], ids=["RaggedIds", "SparseIds"])
+def test_lookup_refuses_what_is_not_prepared(ids):
+    plan = plan_of()
+    tables = jax.eval_shape(lambda: init(plan))
+    with pytest.raises(TypeError, match=f"'the_feature' is a {type(ids).__name__}"):
+        te.functional.lookup(tables, {"the_feature": ids}, plan)
+    with pytest.raises(TypeError, match="prepare_features"):
+        te.functional.activation_shapes({"the_feature": ids}, plan)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_lookup_refuses_what_is_prepared_for_other_shards(num_devices):
+    prepared = {"the_feature": prepare(RAGGED, num_devices=num_devices)}
+    with pytest.raises(ValueError, match=f"prepared for {num_devices} shards") as error:
+        te.functional.activation_shapes(prepared, plan_of())
+    assert "its layer has 2" in str(error.value)
+    assert "'the_feature'" in str(error.value)
+
+
+REFUSED_BY_SHAPE = {
+    "masked": (
+        np.ma.masked_array([1, 2], [0, 1]),
+        {},
+        TypeError,
+        "pass the batch through prepare first",
+    ),
+    "strings": (
+        np.array(["a"]),
+        {},
+        TypeError,
+        "te.inputs.hash_ids or te.inputs.Vocabulary",
+    ),
+    "time spans": (np.array([1], "m8[s]"), {}, TypeError, "dtype timedelta64[s]"),
+    "complex weights": (dense([1], np.array([1j])), {}, TypeError, "dtype complex128"),
+    "sparse weights": (dense([1], SPARSE), {}, TypeError, "got SparseIds; pass other"),
+    "list of weights": (dense([1], [1.0]), {}, TypeError, "got list; pass other forms"),
+    "float": (np.ones(3), {}, TypeError, "must be integers"),
+    "scalar": (np.array(1), {}, ValueError, "batch axis"),
+    "three_axes": (np.ones((2, 2, 2), int), {}, ValueError, "output_shape"),
+    "weights": (dense([1], np.ones(2)), {}, ValueError, "shape of its ids"),
+    "one_axis_sequence": (
+        np.arange(3),
+        dict(max_sequence_length=2),
+        ValueError,
+        "max_sequence_length=2",
+    ),
+    "weighted_sequence": (
+        dense([[1]], np.ones((1, 1))),
+        dict(max_sequence_length=2),
+        ValueError,
+        "weights and max_sequence_length=2",
+    ),
+    "output_shape": (
+        np.arange(3),
+        dict(output_shape=(4,)),
+        ValueError,
+        "(4,) for ids of shape (3,)",
+    ),
+    "small_output": (
+        np.arange(3),
+        dict(output_shape=(2,)),
+        ValueError,
+        "(2,) for ids of shape (3,)",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "kind", "shown"), REFUSED_BY_SHAPE.values(), ids=REFUSED_BY_SHAPE
+)
+def test_shapes_that_a_step_refuses(ids, options, kind, shown):
+    with pytest.raises(kind, match=re.escape(shown)) as error:
+        te.functional.activation_shapes({"the_feature": ids}, plan_of(**options))
+    assert "'the_feature'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "shape"),
+    [
+        (np.arange(5), {}, (5, 4)),
+        (np.zeros((5, 3), int), {}, (5, 4)),
+        (np.zeros((5, 3), int), dict(max_sequence_length=2), (5, 2, 4)),
+        (np.arange(6), dict(output_shape=(2, 3)), (2, 3, 4)),
+        (np.zeros((3, 2), int), dict(output_shape=(6,)), (6, 4)),
+        (RAGGED, {}, (3, 4)),
+        (RAGGED, dict(max_sequence_length=5), (3, 5, 4)),
+        (RAGGED, dict(output_shape=(3, 2)), (3, 2, 4)),
+        (SPARSE, {}, (3, 4)),
+        (SPARSE, dict(max_sequence_length=5), (3, 5, 4)),
+    ],
+    ids=str,
+)
+def test_shapes_of_activations(ids, options, shape):
+    prepared = {"the_feature": prepare(ids, **options)}
+    struct = te.functional.activation_shapes(prepared, plan_of(**options))[
+        "the_feature"
+    ]
+    assert (struct.shape, struct.dtype) == (shape, jnp.float32)
+
+
+def test_batch_without_samples_is_refused_or_looked_up():
+    plan = plan_of()
+    try:
+        prepared = prepare(np.zeros(0, int))
+    except ValueError as error:
+        assert "'the_feature'" in str(error)
+        return
+    structs = jax.eval_shape(lambda: init(plan))
+    result = jax.eval_shape(
+        lambda t: te.functional.lookup(t, {"the_feature": prepared}, plan).activations,
+        structs,
+    )
+    assert result["the_feature"].shape == (0, 4)
+
+
+def test_samples_without_places_are_zero():
+    plan = plan_of()
+    ids = {"the_feature": prepare(np.zeros((4, 0), int))}
+    activations = te.functional.lookup(init(plan), ids, plan).activations["the_feature"]
+    np.testing.assert_array_equal(activations, np.zeros((4, 4)))
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_wide_ids_outside_jit_read_no_other_row(num_devices):
+    plan = plan_of(num_devices)
+    tables = init(plan)
+    ids = np.array([2**32 + 3, 2**31, -(2**32) + 3, 2**62, -1, 3, PADDING, 9])
+    result = te.functional.lookup(tables, {"the_feature": ids}, plan)
+    assert result.stats.out_of_range["the_feature"] == 5
+    expected = np.zeros((8, 4), np.float32)
+    table = te.functional.unstack_tables(tables, plan)["table"]
+    expected[5], expected[7] = table[3], table[9]
+    np.testing.assert_array_equal(result.activations["the_feature"], expected)
+    unsigned = np.where(ids < 0, 2**64 - 1, ids.astype(np.uint64)).astype(np.uint64)
+    result = te.functional.lookup(tables, {"the_feature": unsigned}, plan)
+    assert result.stats.out_of_range["the_feature"] == 5
+    np.testing.assert_array_equal(result.activations["the_feature"], expected)
+
+
+def test_shard_batch():
+    plan = plan_of(8)
+    divides, ragged_ids = np.arange(16) % 10, prepare(RAGGED, num_devices=8)
+    batch = {
+        "divides": divides,
+        "does_not": np.arange(9),
+        "matrix": np.zeros((8, 3)),
+        "by_second_axis": np.zeros((3, 8)),
+        "scalar": np.float32(3),
+        "none": None,
+        "weighted": dense(divides, np.ones(16, np.float32)),
+        "ragged": ragged_ids,
+    }
+    placed = te.inputs.shard_batch(batch, plan)
+    assert jax.tree.structure(placed) == jax.tree.structure(batch)
+    jax.tree.map(np.testing.assert_array_equal, placed, batch)
+    split, whole = PartitionSpec(("shard",)), PartitionSpec()
+    expected = {
+        "divides": split,
+        "does_not": whole,
+        "matrix": split,
+        "by_second_axis": whole,
+        "scalar": whole,
+    }
+    for name, spec in expected.items():
+        assert isinstance(placed[name], jax.Array)
+        assert placed[name].sharding.spec == spec
+        assert placed[name].sharding.mesh == plan.mesh
+    for name in ("weighted", "ragged"):
+        for leaf in jax.tree.leaves(placed[name]):
+            assert leaf.sharding.spec == split
+    assert placed["ragged"].batch_size == ragged_ids.batch_size
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_placed_batches_give_the_same(num_devices):
+    plan = plan_of(num_devices)
+    tables = init(plan)
+    look_up = jax.jit(te.functional.lookup, static_argnames="plan")
+    batch = {"the_feature": prepare(RAGGED, num_devices=num_devices)}
+    table = te.functional.unstack_tables(tables, plan)["table"]
+    # One or two terms: the sum is the same in any order.
+    expected = [table[1], np.zeros(4), table[2] + table[3]]
+    for features in (batch, te.inputs.shard_batch(batch, plan)):
+        activations = look_up(tables, features, plan).activations["the_feature"]
+        np.testing.assert_array_equal(activations, expected)

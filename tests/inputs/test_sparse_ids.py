@@ -1,0 +1,149 @@
+"""Sparse ids become ragged ones, or the matrix of a sequence."""
+
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+
+from tests.inputs.prepare_cases import (
+    PADDING,
+    prepare,
+    ragged,
+    sparse,
+)
+
+SPARSE_SHAPES = {
+    "row_beyond": (sparse([[3, 0]], [1]), "got [3, 0] at value 0"),
+    "column_beyond": (sparse([[0, 0], [0, 4]], [1, 2]), "got [0, 4] at value 1"),
+    "negative": (sparse([[0, 0], [-1, 0]], [1, 2]), "got [-1, 0] at value 1"),
+    "fewer_values": (sparse([[0, 0], [0, 1]], [1]), "(1, 2), got (2, 2)"),
+    "rank_1": (sparse([[0]], [1], dense_shape=(3,)), "rank >= 2"),
+}
+
+
+@pytest.mark.parametrize(("ids", "shown"), SPARSE_SHAPES.values(), ids=SPARSE_SHAPES)
+def test_sparse_coordinates_that_do_not_fit(ids, shown):
+    with pytest.raises(ValueError, match=re.escape(shown)) as error:
+        prepare(ids)
+    assert "indices of feature 'the_feature'" in str(error.value)
+
+
+def test_two_ids_at_one_place_of_a_sequence_are_refused():
+    # One of them would be lost.
+    with pytest.raises(ValueError, match="'the_feature'"):
+        prepare(sparse([[0, 0], [0, 0]], [1, 2]), max_sequence_length=2)
+
+
+def test_two_ids_at_one_place_are_both_combined():
+    prepared = prepare(sparse([[0, 0], [0, 0]], [1, 2]), num_devices=1)
+    assert sorted(prepared.values[0, :2]) == [1, 2]
+    assert prepared.row_splits.tolist() == [[0, 2, 2, 2]]
+
+
+def test_unsorted_sparse_ids_are_sorted():
+    order = np.random.default_rng(0).permutation(7)
+    indices = np.array([[0, 0], [0, 2], [1, 3], [3, 0], [3, 1], [3, 2], [4, 0]])
+    values, weights = np.arange(7), np.arange(7) / 2
+    expected = prepare(ragged(values, [0, 2, 3, 3, 6, 7], weights))
+    prepared = prepare(
+        sparse(indices[order], values[order], (5, 4), weights[order].astype(np.float32))
+    )
+    jax.tree.map(np.testing.assert_array_equal, prepared, expected)
+    assert prepared.batch_size == 5
+
+
+def test_sparse_ids_of_higher_rank_are_flattened_to_samples():
+    ids = sparse([[1, 0, 0], [0, 1, 4], [1, 2, 1]], [7, 8, 9], (2, 3, 5))
+    prepared = prepare(ids, num_devices=1, output_shape=(2, 3))
+    assert prepared.batch_size == 6
+    assert prepared.row_splits.tolist() == [[0, 0, 1, 1, 2, 2, 3]]
+    assert prepared.values[0, :3].tolist() == [8, 7, 9]
+
+
+def test_sparse_sequences_keep_their_places():
+    ids = sparse([[2, 3], [0, 1], [2, 0]], [7, 8, 9])
+    prepared = prepare(ids, max_sequence_length=2)
+    # As wide as the sequence, whatever the batch; column 3 is beyond it.
+    expected = np.full((3, 2), PADDING)
+    expected[0, 1], expected[2, 0] = 8, 9
+    np.testing.assert_array_equal(prepared.ids, expected)
+    assert prepared.weights is None
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, np.uint32, np.uint64])
+def test_coordinates_of_any_integer_type(dtype):
+    indices = np.array([[0, 3], [2, 0], [2, 1]])
+    expected = prepare(sparse(indices, [1, 2, 3]))
+    prepared = prepare(sparse(indices.astype(dtype), [1, 2, 3]))
+    jax.tree.map(np.testing.assert_array_equal, prepared, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.uint64, np.int64])
+def test_coordinates_that_no_int64_or_int32_holds(dtype):
+    # As an int64, the first would be -1; as an int32, the second would be 0.
+    for wide in (2**64 - 1, 2**32):
+        if wide <= np.iinfo(dtype).max:
+            with pytest.raises(ValueError, match=f"got .{wide}, 0. at value 1"):
+                prepare(sparse(np.array([[0, 0], [wide, 0]], dtype), [1, 2]))
+
+
+def test_positions_beyond_int32_order_the_ids():
+    shape = (2, 2**62)
+    ids = sparse([[0, 2**61], [0, 5], [1, 0]], [1, 2, 3], shape)
+    assert prepare(ids, num_devices=1).values[0, :3].tolist() == [2, 1, 3]
+    prepared = prepare(ids, max_sequence_length=6)
+    assert prepared.ids.tolist() == [[PADDING] * 5 + [2], [3] + [PADDING] * 5]
+
+
+@st.composite
+def coordinates(draw):
+    """Draws a dense shape and places in it, in any order, some of them equal."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=2, max_size=4))
+    places = draw(st.lists(st.tuples(*(st.integers(0, n - 1) for n in shape))))
+    if draw(st.booleans()):
+        places.sort()
+    return shape, places
+
+
+@hypothesis.given(coordinates())
+def test_any_order_gives_the_ids_by_sample_and_position(drawn):
+    shape, places = drawn
+    values = np.arange(len(places)) % 10
+    weights = np.arange(len(places)) + 0.5
+    batch_shape = tuple(shape[:-1])
+    prepared = prepare(
+        sparse(places, values, shape, weights),
+        num_devices=2,
+        output_shape=batch_shape,
+    )
+    # Python's sort is stable, so ids at equal places keep their order.
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    expected = [[] for _ in range(int(np.prod(batch_shape)))]
+    for i in order:
+        sample = np.ravel_multi_index(places[i][:-1], batch_shape)
+        expected[sample].append((values[i], weights[i]))
+    found = [
+        list(zip(ids[a:b], weights[a:b], strict=True))
+        for ids, weights, splits in zip(
+            prepared.values, prepared.weights, prepared.row_splits, strict=True
+        )
+        for a, b in zip(splits[:-1], splits[1:], strict=True)
+    ]
+    assert found[: len(expected)] == expected
+    assert not any(found[len(expected) :])
+
+
+@hypothesis.given(coordinates(), st.integers(1, 5))
+def test_sequences_in_any_order(drawn, length):
+    shape, places = drawn
+    shape, places = shape[-2:], sorted({place[-2:] for place in places}, key=hash)
+    values = np.arange(len(places)) % 10
+    prepared = prepare(sparse(places, values, shape), max_sequence_length=length)
+    expected = np.full((shape[0], length), PADDING)
+    for (sample, position), value in zip(places, values, strict=True):
+        if position < length:
+            expected[sample, position] = value
+    np.testing.assert_array_equal(prepared.ids, expected)

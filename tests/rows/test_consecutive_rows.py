@@ -1,0 +1,71 @@
+"""Blocks cover all rows once, and begin at lines of every layout."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_embedding.rows import consecutive_rows
+from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
+from tpu_embedding.rows.packed_rows import (
+    RowLayout,
+    pack_rows,
+    store_rows,
+    unpack_rows,
+)
+
+
+def layouts_of(num_rows, dim=24):
+    """Lines hold 5 rows of float32, and 10 of bfloat16."""
+    float32 = RowLayout(num_rows=num_rows, row_shape=(dim,), line_lanes=128)
+    bfloat16 = RowLayout(
+        num_rows=num_rows, row_shape=(dim,), line_lanes=128, narrow_dtype="bfloat16"
+    )
+    return float32, bfloat16
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "first", "others"),
+    [
+        (3, (0, 3), []),
+        (10, (0, 10), []),
+        (30, (0, 10), [10, 20]),
+        (27, (20, 7), [0, 10]),
+    ],
+)
+def test_every_row_is_in_one_block(num_rows, first, others, monkeypatch):
+    monkeypatch.setattr(consecutive_rows, "_ROWS_PER_BLOCK", 8)
+    found = blocks_of(layouts_of(num_rows))
+    assert found.size == 10
+    assert found.first == first
+    counts = jnp.zeros(num_rows, jnp.int32).at[first[0] : sum(first)].add(1)
+
+    def count(start, counts):
+        return counts.at[start + jnp.arange(found.size)].add(1)
+
+    np.testing.assert_array_equal(found.loop(count, counts), np.ones(num_rows))
+    starts = [i * found.size for i in range(*found.others)]
+    assert starts == others
+
+
+def test_a_loop_without_a_turn_is_not_traced():
+    found = blocks_of(layouts_of(3))
+
+    def fail(start, carry):
+        raise AssertionError
+
+    assert found.loop(fail, 7) == 7
+
+
+@pytest.mark.full_cases("30-7-bfloat16", "10-20-bfloat16")
+@pytest.mark.parametrize("layout", layouts_of(37), ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("start", "size"), [(0, 10), (30, 7), (10, 20)])
+def test_blocks_are_read_and_written(layout, start, size):
+    rows = np.arange(37 * 24, dtype=np.float32).reshape(37, 24) % 128
+    packed = pack_rows(jnp.asarray(rows), layout)
+    block = read_block(packed, jnp.int32(start), size)
+    assert block.dtype == jnp.float32
+    np.testing.assert_array_equal(block, rows[start : start + size])
+    new = store_rows(-block, layout)
+    after = write_block(packed, jnp.int32(start), new)
+    rows[start : start + size] *= -1
+    np.testing.assert_array_equal(unpack_rows(after), rows)

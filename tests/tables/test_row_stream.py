@@ -1,0 +1,269 @@
+"""Blocks of rows in natural order, read from stacks and written to them."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding.rows.file_rows import file_row
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tables import line_exchange, row_windows
+from tpu_embedding.tables.row_stream import read_blocks, rows_per_block, write_blocks
+
+SIZES = {"a": 301, "b": 1, "c": 5, "d": 40}
+
+
+def plan_of(mesh, dim=3, dtype="float32", hardware="cpu", placement=None):
+    features = [
+        te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=size, dim=dim, name=name, dtype=dtype)
+        )
+        for name, size in SIZES.items()
+    ]
+    return te.make_plan(
+        features,
+        mesh,
+        hardware=te.hardware.hardware_by_name(hardware),
+        placement=placement,
+    )
+
+
+def random_lines(packed, stack, plan, seed=0):
+    """Rows of random bits, the same on all copies; unused lanes are random, too."""
+    generator = np.random.default_rng(seed)
+    shape, dtype = packed.lines.shape, packed.lines.dtype
+    bits = generator.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+    is_bool = np.issubdtype(dtype, np.bool_)
+    lines = (bits & 1).astype(bool)[..., 0] if is_bool else bits.view(dtype)
+    lines = jax.device_put(lines.reshape(shape), plan.rows_sharding(stack))
+    return dataclasses.replace(packed, lines=lines)
+
+
+def packed_of(plan, row=None, seed=0):
+    (stack,) = plan.stacks
+    layout = stack.layout
+    dtype = layout.stored_dtype
+    if row is not None:
+        layout, dtype = layout.slot_layout(row), row.dtype
+    shape = (stack.num_shards * layout.num_lines, *layout.lines_shape[1:])
+    packed = PackedRows(lines=jax.ShapeDtypeStruct(shape, dtype), layout=layout)
+    return random_lines(packed, stack, plan, seed), stack
+
+
+def bits_of(array):
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+def tables_of(blocks, packed, sizes=SIZES):
+    """Puts blocks together; checks that every row comes exactly once."""
+    row = file_row(packed)
+    tables = {n: np.zeros((s, *row.shape), row.dtype) for n, s in sizes.items()}
+    counts = {n: np.zeros(s, int) for n, s in sizes.items()}
+    for name, start, rows in blocks:
+        assert rows.dtype == row.dtype
+        tables[name][start : start + len(rows)] = rows
+        counts[name][start : start + len(rows)] += 1
+    for count in counts.values():
+        np.testing.assert_array_equal(count, 1)
+    return tables
+
+
+def read_all(packed, stack, plan, receivers="one"):
+    turns = list(read_blocks(packed, stack, plan, receivers=receivers))
+    return tables_of([block for turn in turns for block in turn], packed)
+
+
+def values_of(rows, layout):
+    """The float32 numbers of rows of a file."""
+    if layout.narrow_dtype != "int8":
+        return rows.astype(np.float32)
+    ends = np.ascontiguousarray(rows[:, layout.dim :]).view(np.float32)
+    return rows[:, : layout.dim].astype(np.float32) * ends[:, :1] + ends[:, 1:]
+
+
+ROWS = {
+    "table": None,
+    "one value": jax.ShapeDtypeStruct((), jnp.float32),
+    "bool": jax.ShapeDtypeStruct((), jnp.bool_),
+    "bfloat16 slot": jax.ShapeDtypeStruct((3,), jnp.bfloat16),
+    "wide slot": jax.ShapeDtypeStruct((9,), jnp.float32),
+}
+PLACEMENTS = {
+    "all axes": None,
+    "one axis": te.Sharded(axes=("model",)),
+    "replicated": te.Replicated(),
+}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(row_windows, "_MIN_BLOCK_BYTES", 200)
+
+
+def assert_round_trip(plan, row=None):
+    """Reads equal the values by table; a write of them gives equal bits."""
+    packed, stack = packed_of(plan, row)
+    tables = read_all(packed, stack, plan)
+    # Random bits hold NaNs, and scales whose products with codes are infinite.
+    with np.errstate(all="ignore"):
+        expected = te.functional.unstack_tables({stack.name: packed}, plan)
+        for name, rows in tables.items():
+            found = values_of(rows, packed.layout)
+            np.testing.assert_array_equal(found, expected[name].astype(np.float32))
+    for name, rows in read_all(packed, stack, plan, "all").items():
+        np.testing.assert_array_equal(bits_of(rows), bits_of(tables[name]))
+    other, _ = packed_of(plan, row, seed=1)
+    sharding = other.lines.sharding
+
+    def read(name, start, num_rows):
+        return tables[name][start : start + num_rows]
+
+    new = write_blocks(other, stack, plan, read)
+    assert new.lines.sharding.is_equivalent_to(sharding, new.lines.ndim)
+    for name, rows in read_all(new, stack, plan).items():
+        np.testing.assert_array_equal(bits_of(rows), bits_of(tables[name]))
+    for shard in new.lines.addressable_shards:
+        same = [s for s in new.lines.addressable_shards if s.index == shard.index]
+        for copy in same:
+            np.testing.assert_array_equal(
+                bits_of(np.asarray(copy.data)), bits_of(np.asarray(shard.data))
+            )
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("hardware", ["v5p", "cpu"])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+def test_round_trip(num_devices, hardware, row, small_blocks):
+    plan = plan_of(mesh_of(num_devices), hardware=hardware)
+    assert_round_trip(plan, ROWS[row])
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("dim", [1, 7, 48, 100, 128, 1024])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float32", "float16"])
+@pytest.mark.parametrize("hardware", ["v5p", "cpu"])
+def test_any_dim_and_dtype(dim, dtype, hardware, monkeypatch):
+    monkeypatch.setattr(row_windows, "_MIN_BLOCK_BYTES", 32 * dim)
+    assert_round_trip(plan_of(mesh_of(3), dim, dtype, hardware))
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, AxisType.Auto])
+def test_any_placement(placement, kind, small_blocks):
+    devices = np.asarray(jax.devices()[:6]).reshape(2, 3)
+    mesh = Mesh(devices, ("data", "model"), axis_types=(kind, kind))
+    assert_round_trip(plan_of(mesh, hardware="v5p", placement=PLACEMENTS[placement]))
+
+
+def test_a_write_changes_the_rows_that_are_named_and_no_others(small_blocks):
+    plan = plan_of(mesh_of(3), dim=5, dtype="bfloat16", hardware="v5p")
+    packed, stack = packed_of(plan)
+    before = read_all(packed, stack, plan)
+    ranges = {"a": (17, 290), "c": (0, 5), "d": (3, 3)}
+    asked = []
+
+    def read(name, start, num_rows):
+        asked.append((name, start, num_rows))
+        return np.full((num_rows, 5), len(asked), jnp.bfloat16)
+
+    new = write_blocks(packed, stack, plan, read, ranges)
+    assert packed.lines.is_deleted()
+    after = read_all(new, stack, plan)
+    for name, start, num_rows in asked:
+        begin, end = ranges[name]
+        assert begin <= start and start + num_rows <= end
+        block = rows_per_block(10)
+        assert start // block == (start + num_rows - 1) // block
+    for name, rows in after.items():
+        begin, end = ranges.get(name, (0, 0))
+        is_new = (np.arange(len(rows)) >= begin) & (np.arange(len(rows)) < end)
+        assert (rows[is_new] > 0).all()
+        np.testing.assert_array_equal(
+            bits_of(rows[~is_new]), bits_of(before[name][~is_new])
+        )
+    assert sum(num_rows for _, _, num_rows in asked) == 273 + 5
+
+
+def test_some_tables_are_read():
+    plan = plan_of(mesh_of(3))
+    packed, stack = packed_of(plan)
+    everything = read_all(packed, stack, plan)
+    blocks = sum(read_blocks(packed, stack, plan, {"a": (7, 20), "c": (0, 5)}), [])
+    assert [(b.table, b.start, len(b.rows)) for b in blocks] == [
+        ("a", 7, 13),
+        ("c", 0, 5),
+    ]
+    for name, start, rows in blocks:
+        expected = everything[name][start : start + len(rows)]
+        np.testing.assert_array_equal(bits_of(rows), bits_of(expected))
+    assert not list(read_blocks(packed, stack, plan, []))
+
+
+@pytest.mark.parametrize("row_bytes", [1, 4, 12, 40, 128, 4096, 2**20])
+def test_a_block_takes_10_to_20_megabytes(row_bytes):
+    num_rows = rows_per_block(row_bytes)
+    assert num_rows & (num_rows - 1) == 0
+    assert 10 * 2**20 <= num_rows * row_bytes < 20 * 2**20
+
+
+def test_blocks_start_at_multiples_whatever_the_devices(small_blocks):
+    for num_devices in (1, 8):
+        plan = plan_of(mesh_of(num_devices))
+        packed, stack = packed_of(plan)
+        blocks = sum(read_blocks(packed, stack, plan), [])
+        size = rows_per_block(12)
+        starts = sorted((b.table, b.start) for b in blocks)
+        assert starts == sorted(
+            (name, start) for name, n in SIZES.items() for start in range(0, n, size)
+        )
+
+
+def test_one_program_serves_all_tables(small_blocks):
+    plan = plan_of(mesh_of(3))
+    packed, stack = packed_of(plan)
+    list(read_blocks(packed, stack, plan, ["b"]))
+    num_programs = line_exchange.read_lines._cache_size()
+    list(read_blocks(packed, stack, plan))
+    assert line_exchange.read_lines._cache_size() == num_programs
+
+
+REFUSED = {
+    "unknown table": ({"x": (0, 1)}, "must name tables of stack 'stack_0'"),
+    "beyond the end": ({"b": (0, 2)}, "between 0 and 1 for table 'b', got 0 to 2"),
+    "negative": ({"a": (-1, 2)}, "between 0 and 301 for table 'a', got -1 to 2"),
+    "reversed": ({"a": (3, 2)}, "got 3 to 2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_ranges_that_are_none_are_refused(case):
+    ranges, text = REFUSED[case]
+    plan = plan_of(mesh_of(1))
+    packed, stack = packed_of(plan)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        list(read_blocks(packed, stack, plan, ranges))
+
+
+@pytest.mark.parametrize(
+    "rows", [np.zeros((4, 3), np.float64), np.zeros((3, 3), np.float32), 7], ids=str
+)
+def test_rows_of_another_shape_or_dtype_are_refused(rows):
+    plan = plan_of(mesh_of(1))
+    packed, stack = packed_of(plan)
+    with pytest.raises(ValueError, match="rows 0 to 4 of table 'a'"):
+        write_blocks(packed, stack, plan, lambda *_: rows, {"a": (0, 4)})
+
+
+def test_rows_of_another_plan_are_refused():
+    plan, other = plan_of(mesh_of(1)), plan_of(mesh_of(2))
+    packed, stack = packed_of(plan)
+    with pytest.raises(ValueError, match="made for another plan"):
+        list(read_blocks(packed, other.stacks[0], other))

@@ -1,0 +1,159 @@
+"""Meshes of absent TPUs: by name, of one slice and of several."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import mesh_of
+from tpu_embedding.hardware import (
+    TPU_GENERATIONS,
+    hardware_by_name,
+    hardware_of_device,
+    num_slices_of,
+)
+from tpu_embedding.tools import compile_report
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("topology", "num_chips"),
+    [
+        ("v4:2x2x1", 4),
+        ("v5e:2x4", 8),
+        ("v5p:2x2x1", 4),
+        ("v6e:2x2", 4),
+        ("tpu7x:2x2x1", 4),
+        ("v5p:4x4x4", 64),
+    ],
+)
+def test_devices(topology, num_chips):
+    mesh = compile_report.topology_mesh(topology)
+    hardware = hardware_of_device(mesh.devices.flat[0])
+    assert hardware.name == topology.split(":")[0]
+    assert mesh.size == num_chips * hardware.devices_per_chip
+    assert mesh.axis_names == ("shard",)
+    assert num_slices_of(mesh) == 1
+
+
+@pytest.mark.tpu_compiler
+def test_axes():
+    mesh = compile_report.topology_mesh("v5e:2x4", ("a", "b"), (2, 4))
+    assert dict(mesh.shape) == {"a": 2, "b": 4}
+
+
+@pytest.mark.tpu_compiler
+def test_slices_follow_each_other():
+    mesh = compile_report.topology_mesh("v5e:2x2", num_slices=3)
+    assert num_slices_of(mesh) == 3
+    slices = [device.slice_index for device in mesh.devices.flat]
+    assert slices == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_devices_of_one_process_are_one_slice():
+    assert num_slices_of(mesh_of(3)) == 1
+
+
+@pytest.mark.parametrize(
+    "topology",
+    ["", "v5e", "v5e:", "v3:2x2", "V5E:2x4", "v5e:2x", "v5e:2x4 ", "v5litepod-8"]
+    + ["cpu:2x2", "v5e:2x4\n", "v5p:4x4x8_twisted", "v5e:²x2", "v5e:2.0x4"],
+)
+def test_names_are_refused_before_libtpu_sees_them(topology):
+    with pytest.raises(ValueError, match="is not known; give a generation") as error:
+        compile_report.topology_mesh(topology)
+    for generation in TPU_GENERATIONS:
+        assert generation in str(error.value)
+
+
+FLAT, DEEP = ("v5e", "v6e"), ("v4", "v5p", "tpu7x")
+MANY = 10**30
+
+
+@pytest.mark.parametrize(
+    ("generations", "grid"),
+    [
+        *((FLAT, grid) for grid in ("0x4", "-1x4", "2x-4", "0x0")),
+        *((FLAT, grid) for grid in ("2", "2x2x1", "1x2x2x2", "16x32", "1000x1")),
+        *((FLAT, grid) for grid in ("3x3", "4x2", "1x4", "12x12", "99999x2")),
+        *((DEEP, grid) for grid in ("0x2x2", "2x2x-2", "-4x-4x4", "0x0x0")),
+        *((DEEP, grid) for grid in ("4", "2x2", "4x4x4x4", "16x16x64", "4x4x260")),
+        *((DEEP, grid) for grid in ("1000x1x1", "2x2x3", "4x4x6", "2x4x8", "5x5x5")),
+        (FLAT + DEEP, f"{MANY}x{MANY}x{MANY}"),
+    ],
+)
+def test_grids_that_no_slice_has(generations, grid):
+    for generation in generations:
+        with pytest.raises(ValueError, match="does not exist; slices of") as error:
+            compile_report.topology_mesh(f"{generation}:{grid}")
+        message = str(error.value)
+        assert f"{generation}:{grid}" in message
+        nearest = message.partition("Nearest in size: ")[2].removesuffix(".")
+        shapes = hardware_by_name(generation).slice_shapes
+        assert shapes is not None
+        for name in nearest.split(" and "):
+            assert shapes.has(tuple(map(int, name.partition(":")[2].split("x"))))
+
+
+def test_the_nearest_grids():
+    with pytest.raises(ValueError, match="size: v5p:4x12x20 and v5p:8x8x16"):
+        compile_report.topology_mesh("v5p:1000x1x1")
+    with pytest.raises(ValueError, match=r"size: v5e:2x4 and v5e:4x4\.$"):
+        compile_report.topology_mesh("v5e:3x3")
+    with pytest.raises(ValueError, match=r"size: v6e:16x16\.$"):
+        compile_report.topology_mesh("v6e:1024x1024")
+
+
+BUILD = """
+from tpu_embedding.tools import compile_report
+from tpu_embedding.hardware import TPU_GENERATIONS, hardware_by_name
+
+for name in TPU_GENERATIONS:
+    shapes = hardware_by_name(name).slice_shapes
+    large = [grid for size in (64, 500, 1000) for grid in shapes.nearest(size)]
+    for grid in {*shapes.fixed, *large}:
+        compile_report.topology_mesh(f"{name}:{'x'.join(map(str, grid))}")
+    fixed = "x".join(map(str, shapes.fixed[1]))
+    compile_report.topology_mesh(f"{name}:{fixed}", num_slices=256)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.tpu_compiler
+def test_libtpu_builds_the_grids_that_slices_have():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    # Values of another host, for which libtpu would end the process.
+    environment |= {"TPU_CHIPS_PER_HOST_BOUNDS": "a", "TPU_HOST_BOUNDS": "b"}
+    subprocess.run(
+        [sys.executable, "-c", BUILD], check=True, timeout=300, env=environment
+    )
+
+
+@pytest.mark.parametrize("num_slices", [-1, 0, 257, 10**11])
+def test_number_of_slices(num_slices):
+    message = f"num_slices must be from 1 to 256, got {num_slices}"
+    with pytest.raises(ValueError, match=message):
+        compile_report.topology_mesh("v5e:2x4", num_slices=num_slices)
+
+
+def test_without_libtpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    with pytest.raises(ImportError, match=r"needs libtpu.*tpu-embedding\[tpu\]"):
+        compile_report.topology_mesh("v5e:2x4")
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("value", [None, "1,1,1"])
+def test_the_environment_is_left_as_it_was(monkeypatch, value):
+    # The first two would hide the chips of a real host from the next process.
+    names = ["TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"]
+    names += ["TPU_WORKER_HOSTNAMES", "TPU_HOST_BOUNDS"]
+    for name in names:
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    compile_report.topology_mesh("v5e:2x2")
+    assert dict(os.environ) == before

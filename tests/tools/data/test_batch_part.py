@@ -1,0 +1,145 @@
+"""Parts of a batch hold the same samples as the whole, in every form of ids."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tpu_embedding.inputs.forms import read_ids
+from tpu_embedding.tools.data.batch import Batch, DataError
+from tpu_embedding.tools.data.batch_part import join_batches, slice_batch
+from tpu_embedding.types import DenseIds, RaggedIds, SparseIds
+
+SIZE = 5
+LISTS = [[1, 2], [], [3], [], [4, 5, 6]]
+WEIGHTS = [[0.5, 2.0], [], [3.0], [], [4.0, 5.0, 6.0]]
+FORMS = {
+    "one_id": np.arange(SIZE),
+    "matrix": np.arange(2 * SIZE).reshape(SIZE, 2),
+    "lists": LISTS,
+    "weighted_matrix": DenseIds(
+        ids=np.arange(2 * SIZE).reshape(SIZE, 2),
+        weights=np.linspace(0, 1, 2 * SIZE).reshape(SIZE, 2),
+    ),
+    "ragged": RaggedIds.from_lists(LISTS),
+    "weighted_ragged": RaggedIds.from_lists(LISTS, WEIGHTS),
+    "weights_like_ragged": RaggedIds(
+        values=np.arange(6),
+        row_splits=np.array([0, 2, 2, 3, 3, 6]),
+        weights=RaggedIds.from_lists(WEIGHTS),
+    ),
+    "nested_ragged": RaggedIds(
+        values=RaggedIds.from_lists([[i] * (i % 3) for i in range(2 * SIZE)]),
+        row_splits=np.arange(SIZE + 1) * 2,
+    ),
+    "sparse": SparseIds(
+        indices=np.array([[4, 0], [0, 1], [2, 0], [1, 3]]),  # in no order
+        values=np.array([7, 8, 9, 10]),
+        dense_shape=np.array([SIZE, 4]),
+        weights=np.array([1.0, 2.0, 3.0, 4.0], np.float32),
+    ),
+    "no_ids": RaggedIds.from_lists([[]] * SIZE),
+}
+PARTS = {
+    "all": range(SIZE),
+    "first": range(0, 2),
+    "middle": range(1, 4),
+    "last": range(4, 5),
+    "empty_samples_only": range(3, 4),
+}
+
+
+def batch_of(ids):
+    return Batch(
+        features={"feature": ids},
+        dense=np.arange(3 * SIZE).reshape(SIZE, 3),
+        labels=np.arange(SIZE),
+        weights=np.arange(SIZE) + 10,
+        origin="file, line {}".format,
+    )
+
+
+def samples_of(ids, size):
+    """Returns the ids and weights of each sample, as lists of tuples."""
+    read = read_ids(ids, "it")
+    if isinstance(read.ids, SparseIds):
+        rows = np.asarray(read.ids.indices)[:, 0]
+        places = np.asarray(read.ids.indices)[:, 1:]
+    elif isinstance(read.ids, RaggedIds):
+        splits = np.asarray(read.ids.row_splits)
+        bags = np.repeat(np.arange(len(splits) - 1), np.diff(splits))
+        rows = bags // (read.batch_size // size)
+        places = np.arange(len(bags))[:, None] * 0
+    else:
+        rows = np.repeat(np.arange(size), read.values.size // size)
+        places = np.zeros((rows.size, 1), int)
+    weights = read.ids.weights
+    if weights is None:
+        weights = np.ones(rows.size)
+    weights = read_ids(weights, "it", "Weights").values.ravel()
+    values = read.values.ravel()
+    found = [[] for _ in range(size)]
+    for row, place, value, weight in zip(rows, places, values, weights, strict=True):
+        found[row].append((*place.tolist(), value, weight))
+    return found
+
+
+@pytest.mark.parametrize("samples", PARTS.values(), ids=PARTS.keys())
+@pytest.mark.parametrize("ids", FORMS.values(), ids=FORMS.keys())
+def test_part_holds_the_samples_of_the_whole(ids, samples):
+    part = slice_batch(batch_of(ids), samples)
+    whole = samples_of(ids, SIZE)
+    assert any(whole) or ids is FORMS["no_ids"]
+    found = samples_of(part.features["feature"], len(samples))
+    assert found == whole[samples.start : samples.stop]
+    assert part.labels.tolist() == list(samples)
+    assert part.weights.tolist() == [i + 10 for i in samples]
+    assert part.dense[:, 0].tolist() == [3 * i for i in samples]
+    assert part.origin(0) == f"file, line {samples.start}"
+
+
+def test_feature_of_another_number_of_samples_is_refused():
+    with pytest.raises(DataError, match="feature 'feature' must have 5 samples"):
+        slice_batch(batch_of(np.arange(SIZE + 1)), range(2))
+
+
+SPLITS = {
+    "whole": [0, 5],
+    "two": [0, 3, 5],
+    "empty_samples_alone": [0, 1, 2, 3, 4, 5],
+}
+
+
+@pytest.mark.parametrize("edges", SPLITS.values(), ids=SPLITS.keys())
+@pytest.mark.parametrize("form", FORMS)
+def test_joined_parts_are_the_batch(form, edges):
+    batch = batch_of(FORMS[form])
+    parts = [slice_batch(batch, range(*edge)) for edge in itertools.pairwise(edges)]
+    joined = join_batches(parts)
+    for name in ("dense", "labels", "weights"):
+        np.testing.assert_array_equal(
+            getattr(joined, name), getattr(batch, name), strict=True
+        )
+    expected = samples_of(batch.features["feature"], SIZE)
+    assert samples_of(joined.features["feature"], SIZE) == expected
+    assert joined.origin is None
+
+
+def test_dense_parts_of_other_valence_are_padded():
+    parts = [
+        Batch(
+            features={
+                "feature": DenseIds(
+                    ids=np.ones((2, valence), np.int8),
+                    weights=np.ones((2, valence), np.float32),
+                )
+            },
+            labels=np.zeros(2),
+            weights=np.ones(2),
+        )
+        for valence in (1, 3)
+    ]
+    joined = join_batches(parts).features["feature"]
+    padding = 2**31 - 1
+    assert joined.ids.tolist() == [[1, padding, padding]] * 2 + [[1, 1, 1]] * 2
+    assert joined.weights.tolist() == [[1, 0, 0]] * 2 + [[1, 1, 1]] * 2

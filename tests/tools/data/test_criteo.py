@@ -1,0 +1,441 @@
+"""Tests the reader of Criteo's logs against a plain parser, and the synthetic rows."""
+
+import gzip
+import itertools
+import math
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from tpu_embedding.tools.data import block_order, criteo_format
+from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.data.criteo import Criteo, SyntheticCriteo, write_criteo_sample
+from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES
+from tpu_embedding.tools.data.criteo_lines import find_logs
+
+ZEROS = ["0"] * 13
+CATEGORY = ["68fd1e64"] * 26
+
+
+def make_line(label="0", integers=ZEROS, categories=CATEGORY):
+    return "\t".join([label, *integers, *categories])
+
+
+def replaced(field, text):
+    """Returns a valid line with one field replaced; `field` counts from 1."""
+    fields = make_line().split("\t")
+    fields[field - 1] = text
+    return "\t".join(fields)
+
+
+def numbered_lines(count):
+    """Returns lines whose first integer is their number."""
+    return [make_line(integers=[str(n), *ZEROS[1:]]) for n in range(count)]
+
+
+def line_numbers(batch):
+    return np.rint(np.expm1(batch.dense[:, 0])).astype(int).tolist()
+
+
+def write(path, lines, end="\n", last="\n"):
+    path.write_bytes((end.join(lines) + last).encode("latin-1"))
+    return path
+
+
+def read(path, **changes):
+    arguments = {"batch_size": 4, "vocabulary_sizes": 1000, "block_size": 3}
+    arguments |= {"num_evaluation_samples": 2}
+    return Criteo(path, **(arguments | changes))
+
+
+def python_row_id(feature, text, vocabulary_size):
+    """Returns the row id of `row_ids_of_categories`, by Python's integers."""
+    if not text:
+        return 0
+    mask = 2**64 - 1
+    key = ((feature + 1) * 2**32 + int(text, 16) + 0x9E3779B97F4A7C15) & mask
+    key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & mask
+    return 1 + (key ^ (key >> 31)) % (vocabulary_size - 1)
+
+
+NASTY = [
+    make_line("1", ["5", "-1", "", "0", "-3", "999999999999999999", *ZEROS[6:]]),
+    make_line("0", [""] * 13, [""] * 26),
+    make_line("1", ["007", "-0", "-999999999999999999", *[""] * 10], ["ffffffff"] * 26),
+    make_line("0", ZEROS, ["", "0", "00000000", "ABCDEF01", "abcdef01", *CATEGORY[5:]]),
+    make_line("1", ZEROS, [*CATEGORY[:25], ""]),
+    make_line(
+        "0", ["1", *ZEROS[1:]], [f"{n * 0x9E3779B1 % 2**32:x}" for n in range(26)]
+    ),
+]
+
+
+@pytest.mark.parametrize("last", ["newline", "nothing"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["lf", "crlf"])
+@pytest.mark.parametrize("block_size", [1, 2, 64])
+def test_values_match_a_plain_parser(tmp_path, end, last, block_size):
+    path = write(tmp_path / "train.txt", NASTY, end, end if last == "newline" else "")
+    sizes = [2 + 10 * n for n in range(26)]
+    data = read(
+        path,
+        evaluation_path=path,
+        num_evaluation_samples=None,
+        batch_size=len(NASTY),
+        vocabulary_sizes=sizes,
+        block_size=block_size,
+    )
+    (batch,) = data.evaluation_batches()
+    assert list(batch.features) == list(CATEGORY_NAMES) == list(data.vocabulary_sizes)
+    assert batch.dense.shape == (6, 13) and batch.dense.dtype == np.float32
+    assert batch.labels.dtype == batch.weights.dtype == np.float32
+    assert {ids.dtype for ids in batch.features.values()} == {np.dtype(np.int32)}
+    for row, line in enumerate(NASTY):
+        label, *rest = line.split("\t")
+        assert batch.labels[row] == float(label)
+        dense = [math.log1p(max(int(text or "0"), 0)) for text in rest[:13]]
+        np.testing.assert_array_equal(batch.dense[row], np.float32(dense))
+        assert [ids[row] for ids in batch.features.values()] == [
+            python_row_id(feature, text, sizes[feature])
+            for feature, text in enumerate(rest[13:])
+        ]
+
+
+def test_hash_is_stable(tmp_path):
+    # Literal values, because a change of the hash would invalidate saved checkpoints.
+    path = write(tmp_path / "train.txt", [make_line()] * 3)
+    batch = next(read(path, vocabulary_sizes=1_000_000).evaluation_batches())
+    assert [int(batch.features[name][0]) for name in CATEGORY_NAMES[:3]] == [
+        225294,
+        712433,
+        613582,
+    ]
+
+
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_every_byte_in_every_place_of_a_category(length):
+    texts = [
+        b"7" * place + bytes([byte]) + b"a" * (length - 1 - place)
+        for byte in range(256)
+        for place in range(length)
+    ]
+    starts = length * np.arange(len(texts))[:, None]
+    lengths = np.full_like(starts, length)
+    data = np.frombuffer(b"".join(texts), np.uint8)
+    values, bad = criteo_format._parse_hex(data, starts, lengths)
+    digits = b"0123456789abcdefABCDEF"
+    for text, value, is_bad in zip(texts, values[:, 0], bad[:, 0], strict=True):
+        assert is_bad == any(byte not in digits for byte in text)
+        assert is_bad or value == int(text, 16)
+
+
+DAMAGED = {
+    "label": (replaced(1, "2"), r"field 1 \(the label\) must be 0 or 1, got '2'"),
+    "label_empty": (replaced(1, ""), r"field 1 .* got ''"),
+    "label_long": (replaced(1, "01"), r"field 1 .* got '01'"),
+    "label_sign": (replaced(1, "-"), r"field 1 .* got '-'"),
+    "integer": (replaced(2, "1.5"), r"field 2 \(integer 1 of 13\).* got '1\.5'"),
+    "integer_last": (replaced(14, "x"), r"field 14 \(integer 13 of 13\).* got 'x'"),
+    "integer_minus": (replaced(4, "-"), r"field 4 .* got '-'"),
+    "integer_minus_minus": (replaced(4, "--1"), r"field 4 .* got '--1'"),
+    "integer_plus": (replaced(4, "+1"), r"field 4 .* got '\+1'"),
+    "integer_space": (replaced(4, " 1"), r"field 4 .* got ' 1'"),
+    "integer_colon": (replaced(4, "1:"), r"field 4 .* got '1:'"),  # "9" + 1
+    "integer_slash": (replaced(4, "/"), r"field 4 .* got '/'"),  # "0" - 1
+    "integer_long": (replaced(5, "1" * 19), r"field 5 .*18 digits"),
+    "integer_very_long": (replaced(5, "1" * 99), r"field 5 .* got '1{40}'\.\.\."),
+    "hex": (replaced(15, "0000000g"), r"field 15 \(cat_00\).* got '0000000g'"),
+    "hex_last": (replaced(40, "68fd 1e6"), r"field 40 \(cat_25\).* got '68fd 1e6'"),
+    "hex_long": (replaced(20, "123456789"), r"field 20 .*8 hex .* got '123456789'"),
+    "hex_sign": (replaced(20, "-1"), r"field 20 .* got '-1'"),
+    "hex_prefix": (replaced(20, "0x12"), r"field 20 .* got '0x12'"),
+    "return_inside": (replaced(20, "12\r"), r"field 20 .* got '12\\r'"),
+    "null_byte": (replaced(20, "\0"), r"field 20 .* got '\\x00'"),
+    "utf8_category": (replaced(16, "\xff\xfe"), r"field 16 .* got '\\xff\\xfe'"),
+    "utf8_integer": (replaced(3, "\xc3"), r"field 3 .* got '\\xc3'"),
+    "utf8_label": (replaced(1, "\xb1"), r"field 1 .* got '\\xb1'"),
+    "too_few": ("1\t2\t3", r"expected 40 fields between tabs, got 3: '1\\t2\\t3'"),
+    "too_many": (make_line() + "\t", "expected 40 fields between tabs, got 41"),
+    "no_label": (make_line()[2:], r"got 39: .*Kaggle's test\.txt has no labels"),
+    "blank": ("", "expected 40 fields between tabs, got 1: ''"),
+    "first_of_two": (replaced(3, "a").replace("68fd1e64", "?"), r"field 3 .* got 'a'"),
+}
+
+
+@pytest.mark.parametrize("place", [0, 4, 7, 9])
+@pytest.mark.parametrize(("line", "message"), DAMAGED.values(), ids=DAMAGED.keys())
+def test_damaged_lines_are_named(tmp_path, line, message, place):
+    lines = [make_line()] * 10
+    lines[place] = line
+    path = write(tmp_path / "day_0", lines)
+    with pytest.raises(DataError, match=rf"day_0, line {place + 1}: .*{message}"):
+        data = read(path)
+        for step in range(2):  # The 8 training lines.
+            data.train_batch(step)
+        list(data.evaluation_batches())
+
+
+def test_damaged_evaluation_file_is_named(tmp_path):
+    train = write(tmp_path / "day_0", numbered_lines(3))
+    evaluation = write(tmp_path / "day_1", [*numbered_lines(4), replaced(1, "?")])
+    data = read(train, evaluation_path=evaluation, num_evaluation_samples=None)
+    data.train_batch(0)
+    with pytest.raises(DataError, match=r"day_1, line 5: field 1"):
+        list(data.evaluation_batches())
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 10, 23, 50])
+@pytest.mark.parametrize("block_size", [1, 3, 10, 64])
+def test_every_line_once_per_epoch(tmp_path, batch_size, block_size):
+    path = write(tmp_path / "train.txt", numbered_lines(25))
+    data = read(path, batch_size=batch_size, block_size=block_size)
+    assert (data.num_train_samples, data.num_evaluation_samples) == (23, 2)
+    assert data.steps_per_epoch == math.ceil(23 / batch_size)
+    steps = math.ceil(3 * 23 / batch_size)
+    lines = list(
+        itertools.chain(*(line_numbers(data.train_batch(n)) for n in range(steps)))
+    )
+    epochs = [lines[start : start + 23] for start in (0, 23, 46)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(23))
+    if block_size < 10:  # So many blocks that two orders never agree by chance.
+        assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_many_lines_have_few_blocks_that_batches_mix(tmp_path, monkeypatch):
+    monkeypatch.setattr(block_order, "MAX_BLOCKS", 8)
+    path = write(tmp_path / "train.txt", numbered_lines(1026))
+    data = read(path, batch_size=256, block_size=None)
+    assert np.diff(data._reader.block_bounds).tolist() == [256] * 4 + [2]
+    batches = [line_numbers(data.train_batch(step)) for step in range(4)]
+    assert sorted(itertools.chain(*batches)) == list(range(1024))
+    for lines in batches:  # 64 lines of each block, as if blocks had 64 lines
+        assert np.bincount(np.array(lines) // 256).tolist() == [64] * 4
+
+
+def test_train_batch_depends_on_seed_and_step_alone(tmp_path):
+    path = write(tmp_path / "train.txt", numbered_lines(40))
+    data, other, reseeded = read(path), read(path), read(path, seed=1)
+    expected = [data.train_batch(step) for step in range(30)]
+    for step in (29, 3, 12, 3):
+        jax.tree.map(
+            np.testing.assert_array_equal, other.train_batch(step), expected[step]
+        )
+    assert line_numbers(reseeded.train_batch(0)) != line_numbers(expected[0])
+
+
+HELD_OUT = {
+    "end_of_training_file": (5, None, list(range(15, 20))),
+    "whole_file": (None, 7, list(range(7))),
+    "end_of_file": (3, 7, [4, 5, 6]),
+    "full_batch": (4, None, list(range(16, 20))),
+}
+
+
+@pytest.mark.parametrize("case", HELD_OUT.values(), ids=HELD_OUT.keys())
+def test_held_out_lines(tmp_path, case):
+    num_evaluation_samples, evaluation_lines, expected = case
+    path, evaluation_path = write(tmp_path / "day_0", numbered_lines(20)), None
+    if evaluation_lines:
+        evaluation_path = write(tmp_path / "day_1", numbered_lines(evaluation_lines))
+    data = read(
+        path,
+        evaluation_path=evaluation_path,
+        num_evaluation_samples=num_evaluation_samples,
+    )
+    assert data.num_evaluation_samples == len(expected)
+    assert data.num_train_samples == (20 if evaluation_path else 20 - len(expected))
+    for _ in range(2):  # Evaluation batches can be read twice.
+        batches = list(data.evaluation_batches())
+        assert all(batch.labels.shape == (4,) for batch in batches)
+        seen = [line for batch in batches for line in line_numbers(batch)]
+        weights = np.concatenate([batch.weights for batch in batches])
+        assert seen[: len(expected)] == expected
+        assert weights.tolist() == [1.0] * len(expected) + [0.0] * (-len(expected) % 4)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
+    write(tmp_path / "short", numbered_lines(2))
+    for name, message in [
+        ("absent", r"absent is not a file.*Kaggle.*1TB.*SyntheticCriteo"),
+        ("empty", "empty is empty"),
+        ("table.csv", "line 1: expected 40 fields between tabs, got 1: 'a,b'.*Kaggle"),
+        ("short", "short has 2 samples, too few to hold out 2"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            read(tmp_path / name)
+    with pytest.raises(DataError, match="too few to hold out 3"):
+        read(
+            tmp_path / "short",
+            evaluation_path=tmp_path / "short",
+            num_evaluation_samples=3,
+        )
+
+
+def test_days_are_read_as_one_log(tmp_path):
+    counts = {"day_0": 5, "day_1.gz": 6, "day_2": 7, "day_10": 1}
+    lines = iter(numbered_lines(18))
+    for name, count in list(counts.items())[:3]:
+        text = "".join(next(lines) + "\n" for _ in range(count)).encode()
+        packed = gzip.compress(text) if name.endswith(".gz") else text
+        (tmp_path / name).write_bytes(packed)
+    (tmp_path / "readme.txt").write_text("no log")
+    data = read(find_logs(tmp_path))
+    assert (data.num_train_samples, data.steps_per_epoch) == (16, 4)
+    batches = [data.train_batch(step) for step in range(4)]
+    assert sorted(itertools.chain(*map(line_numbers, batches))) == list(range(16))
+    assert [line_numbers(b) for b in data.evaluation_batches()] == [[16, 17, 17, 17]]
+    for batch in batches:
+        for sample, number in enumerate(line_numbers(batch)):
+            day, line = (0, number) if number < 5 else (1, number - 5)
+            day, line = (day, line) if line < 6 or not day else (2, number - 11)
+            name = list(counts)[day]
+            assert batch.origin(sample) == f"{tmp_path / name}, line {line + 1}"
+
+    write(tmp_path / "day_1", numbered_lines(1))
+    with pytest.raises(DataError, match=r"each day once, got day_1 and day_1\.gz"):
+        find_logs(tmp_path)
+    (tmp_path / "day_1").unlink()
+    (tmp_path / "day_1.gz").unlink()
+    write(tmp_path / "day_10", numbered_lines(1))
+    with pytest.raises(DataError, match="days 0 to 10 without 1, 3, 4, 5, 6, 7, 8, 9"):
+        find_logs(tmp_path)
+    with pytest.raises(DataError, match=r"absent is not a file"):
+        read(find_logs(tmp_path / "absent"))
+
+
+def test_damaged_lines_of_a_packed_day_are_named(tmp_path):
+    text = "\n".join([*numbered_lines(4), replaced(3, "x"), *numbered_lines(4)])
+    (tmp_path / "day_0.gz").write_bytes(gzip.compress(text.encode()))
+    data = read(tmp_path / "day_0.gz")
+    with pytest.raises(DataError, match=r"day_0\.gz, line 5: field 3 .*got 'x'"):
+        for step in range(2):
+            data.train_batch(step)
+
+
+COMMON_BAD = {
+    "batch_size": ({"batch_size": 0}, r"\.batch_size .* got 0"),
+    "seed": ({"seed": -1}, "seed .* got -1"),
+    "size_1": ({"vocabulary_sizes": 1}, "from 2 .* got 1; row 0 stands for an empty"),
+    "size_of_one": ({"vocabulary_sizes": [9] * 25 + [0]}, "from 2 .* got 0"),
+    "sizes_25": ({"vocabulary_sizes": [9] * 25}, "one int or 26 of them, got 25"),
+    "size_float": ({"vocabulary_sizes": 9.0}, r"must be ints .* got 9\.0"),
+    "evaluation": ({"num_evaluation_samples": 0}, "num_evaluation_samples .* got 0"),
+    "all_at_once": ({"batch_size": 0, "vocabulary_sizes": 1}, "batch.*vocabulary"),
+}
+READER_BAD = {
+    "block_size": ({"block_size": 0}, "block_size .* got 0"),
+    "no_split": ({"num_evaluation_samples": None}, "num_evaluation_samples must be"),
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (COMMON_BAD | READER_BAD).values(),
+    ids=(COMMON_BAD | READER_BAD).keys(),
+)
+def test_bad_reader_arguments_are_named(tmp_path, arguments, message):
+    path = write(tmp_path / "train.txt", numbered_lines(9))
+    with pytest.raises(ValueError, match="Criteo.*" + message):
+        read(path, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), COMMON_BAD.values(), ids=COMMON_BAD.keys()
+)
+def test_bad_synthetic_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match="SyntheticCriteo.*" + message):
+        SyntheticCriteo(**({"batch_size": 4, "vocabulary_sizes": 9} | arguments))
+
+
+def test_synthetic_rows_have_the_shape_of_the_log():
+    sizes = [2 + 7 * n for n in range(26)]
+    data = SyntheticCriteo(batch_size=512, vocabulary_sizes=sizes)
+    batch = data.train_batch(3)
+    assert list(batch.features) == list(CATEGORY_NAMES)
+    assert data.vocabulary_sizes == dict(zip(CATEGORY_NAMES, sizes, strict=True))
+    for ids, size in zip(batch.features.values(), sizes, strict=True):
+        assert ids.shape == (512,) and ids.dtype == np.int32
+        assert ids.min() >= 0 and size // 2 <= ids.max() < size
+    assert batch.dense.shape == (512, 13) and batch.dense.dtype == np.float32
+    assert batch.dense.min() == 0 and np.isfinite(batch.dense).all()
+    assert batch.labels.shape == (512,) and set(batch.labels) == {0.0, 1.0}
+
+
+def test_synthetic_batches_depend_on_seed_and_step_alone():
+    first, again, reseeded = (
+        SyntheticCriteo(batch_size=64, vocabulary_sizes=50, seed=seed)
+        for seed in (0, 0, 1)
+    )
+    again.train_batch(1)
+    expected = first.train_batch(2)
+    chex.assert_trees_all_equal(again.train_batch(2), expected)
+    assert (reseeded.train_batch(2).dense != expected.dense).any()
+    assert (first.train_batch(1).dense != expected.dense).any()
+
+
+def test_synthetic_teacher_depends_on_the_seed():
+    effects = []
+    for seed in (0, 1):
+        data = SyntheticCriteo(batch_size=1, vocabulary_sizes=1000, seed=seed)
+        # Both teachers label the same samples.
+        inputs = data._draw_inputs(np.random.Generator(np.random.Philox(5)), 5000)
+        effects.append(inputs.logits - inputs.dense @ data._dense_weights)
+    assert abs(np.corrcoef(effects)[0, 1]) < 0.6
+    # The logit is a sum of 26 independent effects with a standard deviation of 0.3.
+    # Hot ids make the estimate vary by a few percent.
+    assert effects[0].std() == pytest.approx(0.3 * math.sqrt(26), rel=0.15)
+
+
+def test_synthetic_labels_can_be_learned():
+    data = SyntheticCriteo(
+        batch_size=40_000, vocabulary_sizes=200, num_evaluation_samples=10_000
+    )
+    assert data.teacher_log_loss() < 0.8 * data.base_rate_log_loss()
+    train, (evaluation,) = data.train_batch(0), data.evaluation_batches()
+    score = np.zeros(40_000)
+    for name in CATEGORY_NAMES:
+        shown = np.bincount(train.features[name], minlength=200)
+        clicked = np.bincount(train.features[name], train.labels, minlength=200)
+        score += ((clicked + 2) / (shown + 8))[evaluation.features[name]]
+    used_mask = evaluation.weights == 1
+    # Without a common teacher, the correlation would be 0 within 0.01.
+    assert np.corrcoef(score[used_mask], evaluation.labels[used_mask])[0, 1] > 0.3
+
+
+def test_written_sample_is_read_back(tmp_path):
+    path = tmp_path / "sample.txt"
+    write_criteo_sample(path, num_rows=5000, seed=2)
+    assert path.read_bytes().count(b"\n") == 5000
+    data = Criteo(
+        path,
+        batch_size=4096,
+        evaluation_path=path,
+        vocabulary_sizes=2**30,
+        block_size=7,
+    )
+    batch = next(data.evaluation_batches())
+    source = SyntheticCriteo(batch_size=4096, vocabulary_sizes=1000, seed=2)
+    expected = source.train_batch(0)
+    np.testing.assert_array_equal(batch.labels, expected.labels)
+    np.testing.assert_array_equal(batch.dense, expected.dense)
+    for name in CATEGORY_NAMES:
+        ids, rows = expected.features[name], batch.features[name]
+        assert ((ids == 0) == (rows == 0)).all() and (ids == 0).any()
+        # Equal ids map to equal rows, and different ids to different rows.
+        pairs = np.unique(np.stack([ids, rows]), axis=1)
+        assert pairs.shape[1] == len(np.unique(ids)) == len(np.unique(rows))
+    forms = {line.split("\t")[1] for line in path.read_text().splitlines()}
+    assert {"", "-1", "0"} < forms
+
+
+def test_written_sample_has_exactly_the_rows_asked_for(tmp_path):
+    for num_rows in (1, 4096, 4097):
+        write_criteo_sample(tmp_path / "sample.txt", num_rows=num_rows)
+        assert (tmp_path / "sample.txt").read_bytes().count(b"\n") == num_rows
+    with pytest.raises(ValueError, match="num_rows .* got 0"):
+        write_criteo_sample(tmp_path / "sample.txt", num_rows=0)

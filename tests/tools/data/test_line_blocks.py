@@ -1,0 +1,65 @@
+"""Tests random access to lines against splitting the whole file at its newlines."""
+
+import gzip
+import pickle
+
+import numpy as np
+import pytest
+
+from tpu_embedding.tools.data import line_blocks
+from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.data.line_blocks import LineBlocks
+
+CASES = {
+    "one_line": b"a\n",
+    "no_newline": b"a",
+    "last_without_newline": b"a\nbb\nccc",
+    "empty_lines": b"\n\nx\n\n\n",
+    "crlf": b"a\r\nb\r\n",
+    "uneven": b"".join(b"x" * (7 * n % 11) + b"\n" for n in range(40)),
+}
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "gzip"])
+@pytest.mark.parametrize("scan_bytes", [1, 3, 2**24])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 100])
+@pytest.mark.parametrize("text", CASES.values(), ids=CASES.keys())
+def test_every_run_of_lines(
+    tmp_path, monkeypatch, text, block_size, scan_bytes, is_packed
+):
+    monkeypatch.setattr(line_blocks, "SCAN_BYTES", scan_bytes)
+    path = tmp_path / "lines"
+    path.write_bytes(gzip.compress(text) if is_packed else text)
+    lines = text.removesuffix(b"\n").split(b"\n")
+    blocks = LineBlocks(path, block_size=block_size, source="")
+    assert blocks.num_lines == len(lines) and blocks.is_compressed == is_packed
+    blocks = pickle.loads(pickle.dumps(blocks))
+    for start in range(len(lines)):
+        for stop in range(start + 1, len(lines) + 1):
+            data = blocks.read(start, stop)
+            assert data.dtype == np.uint8
+            assert data.tobytes() == b"\n".join(lines[start:stop]) + b"\n"
+
+
+def test_missing_empty_and_compressed_files(tmp_path):
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "day_0.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    (tmp_path / "day_1.gz").write_bytes(gzip.compress(b""))
+    for name, message in [
+        ("absent", r"absent is not a file\. Get it there"),
+        (".", r"is not a file\. Get it there"),
+        ("empty", r"empty is empty.*Get it there"),
+        ("day_0.gz", "day_0.gz is truncated"),
+        ("day_1.gz", "day_1.gz holds no line. Get it there"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            LineBlocks(tmp_path / name, block_size=4, source="Get it there.")
+
+
+def test_a_file_that_becomes_shorter(tmp_path):
+    path = tmp_path / "lines"
+    path.write_bytes(b"abc\n" * 1000)
+    blocks = LineBlocks(path, block_size=10, source="")
+    path.write_bytes(b"abc\n" * 10)
+    with pytest.raises(DataError, match="lines became shorter while it was read"):
+        blocks.read(500, 510)

@@ -1,0 +1,136 @@
+"""Versions and variables: each variable that hides a TPU is found on a TPU host."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tpu_embedding.kernel_verdicts import installed_version
+from tpu_embedding.tools.doctor.environment import (
+    check_variables,
+    check_versions,
+    user_environment,
+)
+
+CHIPS = ["/dev/accel0"]
+CLOBBERED = {
+    "TPU_SKIP_MDS_QUERY": ("1", "failed", "metadata server"),
+    "JAX_PLATFORMS": ("cpu", "failed", "hides the TPU"),
+    "JAX_PLATFORM_NAME": ("cpu", "failed", "hides the TPU"),
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": ("1", "warning", "two processes"),
+    "TPU_VISIBLE_DEVICES": ("0", "warning", "hides all other chips"),
+    "TPU_VISIBLE_CHIPS": ("0,1", "warning", "hides all other chips"),
+    "TPU_PROCESS_BOUNDS": ("1,1,1", "warning", "grid of processes"),
+    "TPU_CHIPS_PER_PROCESS_BOUNDS": ("2,2,1", "warning", "chips that a process takes"),
+    "TPU_LIBRARY_PATH": ("/a/libtpu.so", "warning", "another libtpu"),
+    "LIBTPU_INIT_ARGS": ("--a=1", "warning", "options of libtpu"),
+    "XLA_FLAGS": ("--b=1", "warning", "options of the compiler"),
+}
+
+
+@pytest.mark.parametrize("name", CLOBBERED)
+def test_clobbered_variables(name):
+    value, status, text = CLOBBERED[name]
+    (finding,) = check_variables({name: value}, device_files=CHIPS)
+    assert finding.status == status
+    assert text in finding.text and f"{name}={value}" in finding.text
+    assert finding.way_out and "nset" in finding.way_out
+    (finding,) = check_variables({name: value}, device_files=[])
+    assert finding.status == "ok" and "no TPU chips" in finding.text
+
+
+HARMLESS = [
+    {},
+    {"TPU_SKIP_MDS_QUERY": "0"},
+    {"TPU_SKIP_MDS_QUERY": ""},
+    {"ALLOW_MULTIPLE_LIBTPU_LOAD": "false"},
+    {"JAX_PLATFORMS": "tpu,cpu"},
+]
+
+
+@pytest.mark.parametrize("variables", HARMLESS)
+def test_harmless_variables(variables):
+    (finding,) = check_variables(variables, device_files=CHIPS)
+    assert finding.status == "ok"
+
+
+MEGASCALE = {
+    "MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1:8080",
+    "MEGASCALE_NUM_SLICES": "2",
+    "MEGASCALE_SLICE_ID": "1",
+}
+
+
+@pytest.mark.parametrize("chips", [CHIPS, []])
+@pytest.mark.parametrize(
+    ("changes", "status", "text"),
+    [
+        ({}, "warning", "waits for other slices"),
+        ({"MEGASCALE_SLICE_ID": ""}, "failed", "MEGASCALE_SLICE_ID is missing"),
+        # A name that no resolver knows (RFC 6761).
+        (
+            {"MEGASCALE_COORDINATOR_ADDRESS": "gone.invalid:8080"},
+            *("failed", "the host 'gone.invalid' is not known"),
+        ),
+    ],
+)
+def test_variables_of_several_slices(chips, changes, status, text):
+    (finding,) = check_variables(MEGASCALE | changes, device_files=chips)
+    assert finding.status == status and text in finding.text
+
+
+REQUIREMENTS = {
+    # Requirements of jax on libtpu, given the installed version, and the status.
+    "the installed one": ("=={installed}", "ok"),
+    "any patch": ("=={major}.*", "ok"),
+    "another": ("==99.1.*", "failed"),
+    "a range": ("<=99.0,>=0.0.1", "ok"),
+    "a newer one": (">=99.0", "failed"),
+}
+
+
+@pytest.mark.parametrize("name", ["jaxlib", "libtpu"])
+@pytest.mark.parametrize("case", REQUIREMENTS)
+def test_mismatched_versions(name, case):
+    specifier, status = REQUIREMENTS[case]
+    installed = installed_version(name)
+    if installed is None:
+        pytest.skip(f"{name} is not installed")
+    major = installed.partition(".")[0]
+    specifier = specifier.format(installed=installed, major=major)
+    findings = check_versions([f'{name}{specifier}; extra == "tpu"'])
+    found = {finding.check: finding for finding in findings}[name]
+    assert found.status == status
+    assert (specifier in found.text) == (status == "failed")
+
+
+def test_the_installed_versions_match():
+    assert all(finding.status != "failed" for finding in check_versions())
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="needs /proc")
+def test_variables_that_jax_sets_are_not_the_users():
+    code = (
+        "import jax, os;"
+        "from tpu_embedding.tools.doctor.environment import user_environment;"
+        "os.environ['TPU_SKIP_MDS_QUERY'] = 'by JAX'; os.environ['OTHER'] = 'ours';"
+        "found = user_environment();"
+        "print(found.get('TPU_SKIP_MDS_QUERY'), found['OTHER'])"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TPU_SKIP_MDS_QUERY"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    for given, expected in ((None, "None ours"), ("0", "0 ours")):
+        variables = environment | (
+            {} if given is None else {"TPU_SKIP_MDS_QUERY": given}
+        )
+        output = subprocess.check_output(
+            [sys.executable, "-c", code], env=variables, text=True, timeout=120
+        )
+        assert output.strip() == expected
+
+
+def test_the_users_environment_holds_the_rest(monkeypatch):
+    monkeypatch.setenv("A_VARIABLE", "a value")
+    assert user_environment()["A_VARIABLE"] == "a value"

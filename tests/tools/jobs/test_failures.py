@@ -1,0 +1,232 @@
+"""Processes of a real job die, stop or are asked to stop; the command reports it.
+
+In the full tier, jobs have two processes with one emulated device each; in the
+exhaustive tier, four processes with two devices each.
+"""
+
+import os
+import pathlib
+import queue
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.conftest import mesh_of
+from tpu_embedding.checkpoint.run_checkpoints import saved_steps
+from tpu_embedding.tools.train import apply_overrides, load_config, train
+from tpu_embedding.tools.train.loop.reporting import RECORDS_FILE, read_records
+
+ROOT = pathlib.Path(__file__).parents[3]
+NUM_STEPS = 40
+SETTINGS = [
+    "batch_size=32",
+    "model.dim=4",
+    "model.hidden_sizes=4",
+    "data.num_evaluation_samples=64",
+    f"num_steps={NUM_STEPS}",
+    "log_every=1",
+    "checkpoint_every=10",
+]
+HEARTBEAT_SECONDS = 10
+ENDS_WITHIN_SECONDS = 60
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="finds the workers in /proc"
+)
+
+
+class Job:
+    """A run of the command, whose output is read as it comes."""
+
+    def __init__(self, directory, cache, *options, num_processes=2, num_devices=2):
+        command = [
+            sys.executable,
+            "-m",
+            "tpu_embedding.tools.cli",
+            "train",
+            "synthetic",
+        ]
+        command += ["--devices", str(num_devices)]
+        command += ["--local-processes", str(num_processes)]
+        command += ["--heartbeat", str(HEARTBEAT_SECONDS)]
+        command += ["--output-dir", str(directory), *options]
+        for setting in SETTINGS:
+            command += ["--set", setting]
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ
+            | {
+                "JAX_PLATFORMS": "cpu",
+                "JAX_COMPILATION_CACHE_DIR": str(cache),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines = []
+        self._queue = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            self._queue.put(line.rstrip("\n"))
+        self._queue.put(None)
+
+    def await_line(self, pattern, timeout=300):
+        end = time.monotonic() + timeout
+        while True:
+            line = self._queue.get(timeout=max(0.1, end - time.monotonic()))
+            assert line is not None, "\n".join(self.lines)
+            self.lines.append(line)
+            if re.search(pattern, line):
+                return line
+
+    def worker_pids(self):
+        """Returns the workers' process ids, in the order of their numbers."""
+        pid = self.process.pid
+        children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        return sorted(map(int, children.split()))
+
+    def finish(self, timeout=300):
+        """Waits for the end; returns the exit status and the output."""
+        status = self.process.wait(timeout)
+        while (line := self._queue.get(timeout=30)) is not None:
+            self.lines.append(line)
+        self.process.stdout.close()
+        return status, "\n".join(self.lines)
+
+
+def losses(directory):
+    records = read_records(directory / RECORDS_FILE)
+    return {r["step"]: r["loss"] for r in records if "loss" in r}
+
+
+def result(directory):
+    (record,) = (r for r in read_records(directory / RECORDS_FILE) if "result" in r)
+    return record["result"]["metrics"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A directory of compiled programs, for all jobs."""
+    return tmp_path_factory.mktemp("xla")
+
+
+FOUR = {"num_processes": 4, "num_devices": 8}
+
+
+def check_numbers(directory, undisturbed):
+    found, expected = losses(directory), losses(undisturbed)
+    assert list(found) == list(expected) == list(range(1, NUM_STEPS + 1))
+    # The same programs on the same data; gloo may sum in another order.
+    np.testing.assert_allclose(
+        list(found.values()), list(expected.values()), rtol=1e-6, atol=0
+    )
+    for name, value in result(undisturbed).items():
+        assert result(directory)[name] == pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.full
+def test_a_run_goes_on_after_a_kill_and_a_stop(tmp_path, cache):
+    undisturbed = tmp_path / "undisturbed"
+    config = apply_overrides(load_config("synthetic"), SETTINGS)
+    train(config, undisturbed, mesh=mesh_of(2))
+    directory = tmp_path / "run"
+    job = Job(directory, cache, "--restarts", "2")
+    job.await_line("saved step 10")
+    os.kill(job.worker_pids()[1], signal.SIGKILL)
+    job.await_line("supervisor: process 1 of 2 .* was killed by SIGKILL")
+    job.await_line("supervisor: restart 1 of 2 .* newest checkpoint, that of step")
+    job.await_line("resumed after step")
+    job.await_line("^step ")
+    os.kill(job.worker_pids()[1], signal.SIGSTOP)
+    begin = time.monotonic()
+    job.await_line("supervisor: process 1 of 2 .* not answered for .* by SIGSTOP")
+    # Also the time in which the others may end, and a busy machine.
+    assert time.monotonic() - begin < HEARTBEAT_SECONDS + 20
+    status, output = job.finish()
+    assert status == 0, output
+    check_numbers(directory, undisturbed)
+
+
+@pytest.mark.exhaustive
+def test_sigterm_to_one_process_of_four_saves_on_all(tmp_path, cache):
+    job = Job(tmp_path, cache, **FOUR)
+    job.await_line("step +3/")
+    os.kill(job.worker_pids()[3], signal.SIGTERM)
+    status, output = job.finish()
+    assert status == 75, output
+    (step,) = saved_steps(tmp_path / "checkpoints")
+    assert 3 <= step < NUM_STEPS
+    assert f"step {step} is saved" in output
+    assert "supervisor" not in output
+
+
+@pytest.mark.exhaustive
+def test_a_stopped_process_of_four_is_found_within_the_heartbeat(tmp_path, cache):
+    job = Job(tmp_path, cache, **FOUR)
+    job.await_line("step +3/")
+    os.kill(job.worker_pids()[2], signal.SIGSTOP)
+    begin = time.monotonic()
+    status, output = job.finish()
+    print(f"found and ended after {time.monotonic() - begin:.1f} s")
+    assert status == 1, output
+    assert re.search("supervisor: process 2 of 4 .*not answered for .*SIGSTOP", output)
+    assert time.monotonic() - begin < HEARTBEAT_SECONDS + 20
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(10))
+def test_a_process_killed_at_any_moment_is_named(seed, tmp_path, cache):
+    """The moments begin before the run does, and reach into its evaluation."""
+    chance = random.Random(seed)
+    victim, moment = chance.randrange(4), chance.uniform(0, 25)
+    job = Job(tmp_path, cache, **FOUR)
+    end = time.monotonic() + 60
+    while len(job.worker_pids()) < 4:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    pid = job.worker_pids()[victim]
+    time.sleep(moment)  # It is the moment that the seed has drawn.
+    os.kill(pid, signal.SIGKILL)
+    begin = time.monotonic()
+    status, output = job.finish()
+    seconds = time.monotonic() - begin
+    print(f"process {victim} after {moment:.1f} s: {seconds:.1f} s, status {status}")
+    assert status == 1, output
+    assert re.search(
+        rf"supervisor: process {victim} of 4 .* was killed by SIGKILL", output
+    ), output
+    assert seconds < ENDS_WITHIN_SECONDS
+
+
+@pytest.mark.exhaustive
+def test_a_run_of_four_kills_ends_with_the_undisturbed_numbers(tmp_path, cache):
+    chance = random.Random(0)
+    undisturbed = tmp_path / "undisturbed"
+    status, output = Job(undisturbed, cache, **FOUR).finish()
+    assert status == 0, output
+    directory = tmp_path / "killed"
+    job = Job(directory, cache, "--restarts", "4", **FOUR)
+    for kill in range(4):
+        job.await_line("(step|saved step) +[0-9]+")
+        time.sleep(chance.uniform(0, 5))
+        if job.process.poll() is not None or len(job.worker_pids()) < 4:
+            break
+        os.kill(job.worker_pids()[chance.randrange(4)], signal.SIGKILL)
+        job.await_line(f"supervisor: restart {kill + 1} of 4")
+    status, output = job.finish(timeout=600)
+    print(f"{output.count('supervisor: restart ')} restarts")
+    assert status == 0, output
+    assert output.count("supervisor: restart ") >= 3
+    check_numbers(directory, undisturbed)

@@ -1,0 +1,119 @@
+"""Tests the config files: those of the package, and invalid ones."""
+
+import dataclasses
+import sys
+
+import pytest
+
+from tpu_embedding.tools.train import (
+    ConfigError,
+    RunConfig,
+    apply_overrides,
+    list_configs,
+    load_config,
+)
+
+NAMES = ("dlrm", "dlrm_dcnv2", "movielens", "synthetic", "two_tower")
+
+
+def test_known_configs():
+    assert tuple(sorted(list_configs())) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_configs_promise_a_number(name):
+    config = load_config(name)
+    assert config.name == name
+    assert config.target is not None
+    docstring = list_configs()[name].read_text().split('"""')[1]
+    for word in ("Command:", "Hardware:", "Expected:", "Wall time:"):
+        assert word in docstring
+    assert "TODO" not in docstring
+
+
+def test_config_by_path(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import dataclasses\n"
+        "from tpu_embedding.tools.train import load_config\n"
+        "config = dataclasses.replace(load_config('synthetic'), name='mine')\n"
+    )
+    assert load_config(str(path)).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n", "must define `config`, .* got nothing"),
+        ("config = 3\n", "got a int of that name"),
+        ("a = 1\nb = a / 0\n", r"fails in line 2 with ZeroDivisionError"),
+        ("a = 1\nb = (\n", r"fails in line 2 with SyntaxError"),
+        ("import not_there\n", "fails in line 1 with ModuleNotFoundError"),
+    ],
+)
+def test_broken_files(tmp_path, text, message):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(str(path))
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(ConfigError, match="'nothing'.*" + ", ".join(NAMES)):
+        load_config("nothing")
+
+
+def test_all_problems_of_a_config_in_one_error():
+    fields = {
+        field.name: getattr(load_config("dlrm"), field.name)
+        for field in dataclasses.fields(RunConfig)
+    }
+    fields |= {"batch_size": 0, "seed": -1, "loss": "hinge"}
+    with pytest.raises(ValueError, match="batch_size.*seed.*loss.*'dlrm'"):
+        RunConfig(**fields)
+
+
+OWN_TYPES = """
+from __future__ import annotations
+import dataclasses, pathlib, pickle
+import beside_it
+from tpu_embedding.tools.train import load_config
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    path: pathlib.Path = pathlib.Path(beside_it.PATH)
+    rate: float | None = None
+    sizes: dict[str, int] = dataclasses.field(default_factory=lambda: {"user": 3})
+
+    def open(self, data_dir, *, batch_size, seed): ...
+
+assert pickle.loads(pickle.dumps(Source())) == Source()
+config = dataclasses.replace(load_config("synthetic"), data=Source())
+"""
+
+
+def test_types_of_an_own_file(tmp_path):
+    """Annotations, pickles and neighbours of a config work as those of a script."""
+    (tmp_path / "beside_it.py").write_text("PATH = 'clicks.csv'\n")
+    (tmp_path / "mine.py").write_text(OWN_TYPES)
+    before = list(sys.path)
+    config = load_config(str(tmp_path / "mine.py"))
+    assert sys.path == before
+    config = apply_overrides(config, ["data.path=other.csv", "data.rate=2"])
+    assert config.describe()["data"] == {
+        "type": "Source",
+        "path": "other.csv",
+        "rate": 2.0,
+        "sizes": {"user": 3},
+    }
+
+
+def test_an_edited_file_is_read_anew(tmp_path):
+    path = tmp_path / "mine.py"
+    for seed in (1, 2):
+        path.write_text(
+            "import dataclasses\n"
+            "from tpu_embedding.tools.train import load_config\n"
+            f"config = dataclasses.replace(load_config('synthetic'), seed={seed})\n"
+        )
+        assert load_config(str(path)).seed == seed

@@ -1,0 +1,113 @@
+"""Tests the data sources: the data sets that they open, and their errors."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.data.criteo import Criteo, SyntheticCriteo, write_criteo_sample
+from tpu_embedding.tools.train import (
+    CriteoSource,
+    InteractionsSource,
+    MovieLensSource,
+    RandomClicksSource,
+    SyntheticClicksSource,
+)
+
+CRITEO = CriteoSource(vocabulary_size=50, num_evaluation_samples=20)
+
+RANDOM_CLICKS = RandomClicksSource(
+    vocabulary_sizes=(7, 300, 1),
+    valences=(1, 20, 3),
+    num_dense=2,
+    num_evaluation_samples=30,
+)
+INTERACTIONS = InteractionsSource(
+    num_users=500, num_items=400, history_length=5, num_evaluation_samples=30
+)
+
+
+def open_source(source, data_dir):
+    return source.open(data_dir, batch_size=10, seed=3)
+
+
+def test_criteo_is_a_file_or_made_up(tmp_path):
+    path = tmp_path / "train.txt"
+    write_criteo_sample(path, 100)
+    for data_dir in (path, tmp_path):
+        data = open_source(CRITEO, data_dir)
+        assert isinstance(data, Criteo)
+        assert (data.num_train_samples, data.seed) == (80, 3)
+    data = open_source(CRITEO, None)
+    assert isinstance(data, SyntheticCriteo)
+    assert (data.num_evaluation_samples, data.batch_size) == (20, 10)
+
+
+def test_synthetic_clicks():
+    source = SyntheticClicksSource(num_evaluation_samples=30, valence=2)
+    data = open_source(source, None)
+    assert (data.num_evaluation_samples, data.valence, data.seed) == (30, 2, 3)
+
+
+def test_movielens(movielens_dir):
+    data = open_source(MovieLensSource(max_history=7), movielens_dir)
+    assert (data.config.max_history, data.config.seed) == (7, 3)
+
+
+def test_random_clicks_are_cut_on_request():
+    data = open_source(RANDOM_CLICKS, None)
+    assert data.vocabulary_sizes == {"cat_00": 7, "cat_01": 300, "cat_02": 1}
+    assert data.valences == {"cat_00": 1, "cat_01": 20, "cat_02": 3}
+    assert (data.num_dense, data.seed, data.num_evaluation_samples) == (2, 3, 30)
+    small = dataclasses.replace(RANDOM_CLICKS, max_vocabulary_size=10, max_valence=2)
+    data = open_source(small, None)
+    assert data.vocabulary_sizes == {"cat_00": 7, "cat_01": 10, "cat_02": 1}
+    assert data.valences == {"cat_00": 1, "cat_01": 2, "cat_02": 2}
+
+
+def test_interactions():
+    data = open_source(INTERACTIONS, None)
+    assert data.vocabulary_sizes["user"] == 500
+    assert data.vocabulary_sizes["item"] == 400
+    assert (data.history_length, data.seed, data.batch_size) == (5, 3, 10)
+
+
+@pytest.mark.parametrize("source", [RANDOM_CLICKS, INTERACTIONS])
+def test_outlines_have_the_shapes_of_the_data(source):
+    outline = source.outline(batch_size=10, seed=3).train_batch(0)
+    batch = open_source(source, None).train_batch(4)
+    assert jax.tree.map(np.shape, outline) == jax.tree.map(np.shape, batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"valences": (1, 2)}, "of one length, at most 26, got 3 and 2"),
+        ({"max_valence": 0, "max_vocabulary_size": 0}, "max_vocabulary.*max_valence"),
+        (
+            {"vocabulary_sizes": (1,) * 27, "valences": (1,) * 27},
+            "at most 26, got 27 and 27",
+        ),
+    ],
+)
+def test_refused_random_clicks(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(RANDOM_CLICKS, **changes)
+
+
+@pytest.mark.parametrize(
+    ("source", "has_path", "message"),
+    [
+        (MovieLensSource(max_history=7), False, "grouplens.org.*--data-dir"),
+        (MovieLensSource(max_history=7), True, "u.occupation"),
+        (CRITEO, True, "holds no train.txt and no day_0.*1TB"),
+        (SyntheticClicksSource(num_evaluation_samples=30), True, "--data-dir out"),
+        (RANDOM_CLICKS, True, "--data-dir out"),
+        (INTERACTIONS, True, "--data-dir out"),
+    ],
+)
+def test_refusals(source, has_path, message, tmp_path):
+    with pytest.raises(DataError, match=message):
+        open_source(source, tmp_path if has_path else None)

@@ -1,0 +1,118 @@
+"""The kernels of a run: the same in all processes."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of, needs_kernels
+from tests.distributed.jobs import make_jobs
+from tpu_embedding.kernel_verdicts import (
+    KernelVerdicts,
+    Verdict,
+    current_key,
+    save_verdicts,
+)
+from tpu_embedding.tools.compile_report.topology import topology_mesh
+from tpu_embedding.tools.train.loop import kernel_choice
+from tpu_embedding.tools.train.loop.kernel_choice import (
+    kernel_hint,
+    of_first_process,
+    resolve_kernels,
+)
+
+VERDICTS = KernelVerdicts(
+    backend="interpreter",
+    absence="the test has no more",
+    verdicts=(
+        Verdict(
+            capability="read, dim 8",
+            is_equal=False,
+            problem="row 7 is zero, not 1.5",
+            speed_ratio=None,
+            num_cases=1,
+            date="2026-01-31",
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("kernels", ["xla", "interpreter", "auto"])
+def test_one_process_keeps_the_setting(kernels):
+    hardware = te.hardware.hardware_by_name("v5p")
+    assert resolve_kernels(kernels, jax.devices()[0], hardware) == kernels
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("kernels", "hardware", "text"),
+    [
+        (
+            "auto",
+            "v5p",
+            "of some kernels: no verdict for this device. Stop the run, run",
+        ),
+        (VERDICTS, "v5p", None),
+        ("xla", "v5p", None),
+        ("auto", "cpu", None),
+    ],
+)
+def test_the_hint_at_missing_verdicts(kernels, hardware, text):
+    plan = te.make_plan(
+        te.FeatureConfig(table=te.TableConfig(vocabulary_size=9, dim=8, name="t")),
+        mesh_of(1),
+        kernels=kernels,
+        hardware=te.hardware.hardware_by_name(hardware),
+    )
+    hint = kernel_hint(plan)
+    if text is None:
+        assert hint is None
+    else:
+        assert hint is not None and text in hint
+
+
+def test_verdicts_survive_the_broadcast():
+    assert of_first_process(VERDICTS) == VERDICTS
+
+
+@needs_kernels
+def test_several_processes_follow_the_first(monkeypatch):
+    monkeypatch.setattr(kernel_choice, "current_job", lambda: make_jobs(2)[0])
+    received = []
+    monkeypatch.setattr(
+        kernel_choice, "of_first_process", lambda own: received.append(own) or VERDICTS
+    )
+    device, hardware = jax.devices()[0], te.hardware.hardware_by_name("v5p")
+    assert resolve_kernels("auto", device, hardware) == VERDICTS
+    assert received == [KernelVerdicts(backend="interpreter")]
+    assert resolve_kernels("xla", device, hardware) == "xla"
+    assert (
+        resolve_kernels("auto", device, te.hardware.hardware_by_name("cpu")) == "auto"
+    )
+    assert len(received) == 1
+
+
+@needs_kernels
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2"])
+def test_a_compiled_plan_follows_the_verdicts_on_such_a_chip(
+    monkeypatch, tmp_path, topology
+):
+    monkeypatch.setenv("TPU_EMBEDDING_VERDICTS", str(tmp_path))
+    mesh = topology_mesh(topology)
+    table = te.TableConfig(vocabulary_size=99, dim=8, name="t")
+
+    def choice():
+        plan = te.make_plan(te.FeatureConfig(table=table), mesh, kernels="auto")
+        return plan.stacks[0].backends.read
+
+    has_kernels = topology.startswith("v5p")
+    reason = "no verdict for this device" if has_kernels else "no SparseCores"
+    assert choice().backend == "xla" and reason in choice().reason
+    verdict = dataclasses.replace(
+        VERDICTS.verdicts[0], is_equal=True, problem=None, speed_ratio=2.0
+    )
+    kind = mesh.devices.flat[0].device_kind
+    save_verdicts(current_key(kind, "sparse_core"), [verdict])
+    assert choice().backend == ("sparse_core" if has_kernels else "xla")

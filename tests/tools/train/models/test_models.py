@@ -1,0 +1,289 @@
+"""Tests the models against their formulas in NumPy."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.conftest import mesh_of
+from tpu_embedding.plan.make_plan import make_plan
+from tpu_embedding.tools.data.criteo import SyntheticCriteo
+from tpu_embedding.tools.data.interactions import Interactions
+from tpu_embedding.tools.data.random_clicks import RandomClicks
+from tpu_embedding.tools.train.models import (
+    ClickModelConfig,
+    DLRMConfig,
+    DLRMDCNv2Config,
+    RatingModelConfig,
+    TwoTowerConfig,
+)
+from tpu_embedding.tools.train.models.dcn import CrossLayer
+from tpu_embedding.tools.train.models.dlrm import interactions
+from tpu_embedding.tools.train.models.model import MLP
+from tpu_embedding.tools.train.models.two_tower import _normalize, in_batch_softmax
+from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
+
+RATING = RatingModelConfig(dim=4, initial_deviation=0.5, l2=0.1)
+DCN = DLRMDCNv2Config(
+    dim=4, bottom_sizes=(5,), top_sizes=(6, 7), num_cross_layers=2, cross_rank=3
+)
+TOWERS = TwoTowerConfig(
+    dim=4, context_dim=2, hidden_sizes=(5,), output_dim=3, temperature=0.2
+)
+
+
+class Ratings:
+    """Stands in for `MovieLens` with the attributes that the model reads."""
+
+    config = types.SimpleNamespace(max_history=2)
+    vocabulary_sizes = dict.fromkeys(
+        ("user", "movie", "age", "gender", "occupation", "genres", "history"), 10
+    )
+    mean_rating = 3.5
+
+
+def test_rating_model():
+    ids = {name: np.array([1, 2, 3]) for name in Ratings.vocabulary_sizes}
+    ids["genres"] = np.array([[1, 2], [3, 4], [5, 6]])
+    ids["history"] = RaggedIds(
+        values=np.array([7, 8, 9]), row_splits=np.array([0, 2, 2, 3])
+    )
+    plan = make_plan(RATING.feature_config(Ratings), mesh_of(1))
+    model = RATING.build(Ratings, plan, rngs=nnx.Rngs(0))
+    outputs = model(model.embedding.prepare(ids), None)
+    rows = model.embedding.embedding_tables()
+    one = {n: rows[n][[1, 2, 3]] for n in ("user", "movie", "age", "gender")}
+    one["occupation"] = rows["occupation"][[1, 2, 3]]
+    genres = (rows["genres"][[1, 3, 5]] + rows["genres"][[2, 4, 6]]) / 2
+    history = np.stack(
+        [
+            (rows["history"][7] + rows["history"][8]) / np.sqrt(2),
+            np.zeros(4),
+            rows["history"][9],
+        ]
+    )
+    about_user = one["age"] + one["gender"] + one["occupation"]
+    user = one["user"] + history + about_user
+    movie = one["movie"] + genres
+    scores = 3.5 + user[:, 0] + movie[:, 0] + (user[:, 1:] * movie[:, 1:]).sum(1)
+    penalty = 0.1 * sum(
+        np.square(part).sum(1)
+        for part in (one["user"], one["movie"], history, genres, about_user)
+    )
+    # Tolerance: float32 rounding of a sum of a few numbers near 1.
+    np.testing.assert_allclose(outputs.scores, scores, rtol=1e-5)
+    np.testing.assert_allclose(outputs.penalty, penalty, rtol=1e-5)
+    np.testing.assert_array_equal(
+        outputs.predictions, np.clip(outputs.scores, np.float32(1), np.float32(5))
+    )
+
+
+def test_interactions_are_all_pairs_once():
+    vectors = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
+    wanted = [
+        [vectors[b, i] @ vectors[b, j] for i in range(4) for j in range(i)]
+        for b in range(2)
+    ]
+    np.testing.assert_allclose(interactions(jnp.array(vectors)), wanted, rtol=1e-5)
+
+
+def test_dlrm_has_the_sizes_of_its_config():
+    config = DLRMConfig(
+        dim=4, bottom_sizes=(5,), top_sizes=(6, 7), initial_deviation=0.1
+    )
+    data = SyntheticCriteo(batch_size=3, vocabulary_sizes=9)
+    plan = make_plan(config.feature_config(data), mesh_of(1))
+    model = config.build(data, plan, rngs=nnx.Rngs(0))
+    shapes = {
+        tuple(p.shape) for p in jax.tree.leaves(nnx.state(model, nnx.Param)) if p.ndim
+    }
+    num_pairs = 27 * 26 // 2
+    kernels = {(13, 5), (5, 4), (4 + num_pairs, 6), (6, 7), (7, 1)}
+    assert kernels == {shape for shape in shapes if len(shape) == 2}
+
+
+def test_cross_layer_is_its_formula():
+    layer = CrossLayer(6, 2, rngs=nnx.Rngs(0))
+    generator = np.random.default_rng(0)
+    bias, first, x = (
+        generator.normal(size=shape).astype(np.float32) for shape in (6, (5, 6), (5, 6))
+    )
+    layer.up.bias.set_value(jnp.array(bias))
+    v, w = np.asarray(layer.down.kernel), np.asarray(layer.up.kernel)
+    assert layer.down.bias is None
+    wanted = first * (x @ v @ w + bias) + x
+    # Tolerance: float32 rounding of a sum of six numbers near 1.
+    np.testing.assert_allclose(layer(first, x), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_dcn_model():
+    data = RandomClicks(
+        batch_size=3,
+        vocabulary_sizes={"a": 9, "b": 5},
+        valences={"a": 2, "b": 1},
+        num_dense=2,
+        num_evaluation_samples=1,
+    )
+    plan = make_plan(DCN.feature_config(data), mesh_of(1))
+    model = DCN.build(data, plan, rngs=nnx.Rngs(0))
+    batch = data.train_batch(0)
+    outputs = model(model.embedding.prepare(batch.features), jnp.asarray(batch.dense))
+    rows = model.embedding.embedding_tables()
+    pooled_a = rows["a"][batch.features["a"]].sum(axis=1)
+    vectors = [model.bottom(batch.dense), pooled_a, rows["b"][batch.features["b"]]]
+    first = crossed = jnp.concatenate(vectors, axis=1)
+    assert first.shape == (3, 3 * 4)
+    for i in range(2):
+        layer = jax.tree.map(lambda stacked, i=i: stacked[i], model.cross)
+        crossed = layer(first, crossed)
+    scores = model.top(crossed)[:, 0]
+    # Tolerance: the layer sums the rows of a sample in another order.
+    np.testing.assert_allclose(outputs.scores, scores, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(outputs.predictions, jax.nn.sigmoid(scores), rtol=1e-5)
+
+
+def test_dcn_has_the_sizes_of_its_config():
+    data = SyntheticCriteo(batch_size=3, vocabulary_sizes=9)
+    data.num_dense = 13
+    plan = make_plan(DCN.feature_config(data), mesh_of(1))
+    model = DCN.build(data, plan, rngs=nnx.Rngs(0))
+    parts = (model.bottom, model.cross, model.top)
+    kernels = [
+        tuple(p.shape)
+        for part in parts
+        for p in jax.tree.leaves(nnx.state(part, nnx.Param))
+        if p.ndim == (3 if part is model.cross else 2)
+    ]
+    width = 27 * 4
+    wanted = [(13, 5), (5, 4), (2, width, 3), (2, 3, width)]
+    wanted += [(width, 6), (6, 7), (7, 1)]
+    assert sorted(kernels) == sorted(wanted)
+
+
+def unit(vectors):
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def test_two_tower_model():
+    data = Interactions(
+        batch_size=6,
+        num_users=9,
+        num_items=8,
+        history_length=2,
+        num_groups=2,
+        num_evaluation_samples=1,
+    )
+    plan = make_plan(TOWERS.feature_config(data), mesh_of(1))
+    model = TOWERS.build(data, plan, rngs=nnx.Rngs(0))
+    batch = data.train_batch(0)
+    outputs = model(model.embedding.prepare(batch.features), jnp.asarray(batch.dense))
+    ids, rows = batch.features, model.embedding.embedding_tables()
+    assert set(rows) == {"user", "item", "country", "device", "category"}
+    used_mask = (ids["history"] != PADDING_ROW_ID)[:, :, None]
+    assert 0 < used_mask.sum() < used_mask.size
+    history = rows["item"][np.where(used_mask[:, :, 0], ids["history"], 0)]
+    history = (history * used_mask).sum(1) / np.maximum(used_mask.sum(1), 1)
+    one = {name: rows[name][ids[name]] for name in rows}
+    users = unit(
+        model.user_tower(
+            jnp.concatenate([one["user"], history, one["country"], one["device"]], 1)
+        )
+    )
+    items = unit(
+        model.item_tower(jnp.concatenate([one["item"], one["category"]], axis=1))
+    )
+    scores = np.asarray(users) @ np.asarray(items).T / 0.2 - batch.dense[:, 0]
+    # Tolerance: float32 rounding of scores in [-5, 5].
+    np.testing.assert_allclose(outputs.scores, log_softmax(scores), atol=2e-5)
+    np.testing.assert_array_equal(outputs.penalty, np.zeros(6))
+
+
+def log_softmax(scores):
+    """Returns the log-softmax of each sample's own item, in NumPy and float64."""
+    exponentials = np.exp(scores.astype(np.float64))
+    return np.log(np.diag(exponentials) / exponentials.sum(axis=1))
+
+
+SOFTMAX_CASES = {
+    "random": (1.0, 7),
+    "one_candidate": (1.0, 1),
+    "large_scores": (300.0, 7),
+    "all_equal": (0.0, 7),
+}
+
+
+@pytest.mark.parametrize(
+    ("scale", "num_samples"), SOFTMAX_CASES.values(), ids=SOFTMAX_CASES.keys()
+)
+def test_in_batch_softmax(scale, num_samples):
+    generator = np.random.default_rng(0)
+    users, items = generator.normal(size=(2, num_samples, 3)).astype(np.float32)
+    log_q = np.log(generator.random(num_samples)).astype(np.float32) * bool(scale)
+    got, ranks = in_batch_softmax(scale * users, jnp.array(items), jnp.array(log_q))
+    scores = (scale * users.astype(np.float64)) @ items.T.astype(np.float64) - log_q
+    scores -= scores.max(axis=1, keepdims=True)
+    # Tolerance: float32 rounds scores of several hundred by 3e-5.
+    with np.errstate(divide="ignore"):
+        wanted = np.maximum(log_softmax(scores), np.float64(-1e4))
+    finite = wanted > -600
+    np.testing.assert_allclose(got[finite], wanted[finite], rtol=1e-5, atol=1e-4)
+    assert np.isfinite(np.asarray(got)).all()
+    own = np.diag(scores)[:, None]
+    np.testing.assert_array_equal(ranks, (scores > own).sum(axis=1))
+
+
+def test_a_zero_vector_has_finite_gradients():
+    def loss(vectors):
+        return jnp.sum(in_batch_softmax(_normalize(vectors), vectors, jnp.zeros(2))[0])
+
+    assert np.isfinite(np.asarray(jax.grad(loss)(jnp.zeros((2, 3))))).all()
+
+
+@pytest.mark.parametrize("last_activation", [True, False])
+def test_mlp(last_activation):
+    mlp = MLP(3, (4, 2), last_activation=last_activation, rngs=nnx.Rngs(0))
+    inputs = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
+    assert (np.asarray(mlp(inputs)) < 0).any() == (not last_activation)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ClickModelConfig(dim=0, hidden_sizes=(0,)), "dim.*hidden_sizes"),
+        (lambda: RatingModelConfig(dim=1, initial_deviation=-1, l2=-1), "l2 must not"),
+        (
+            lambda: DLRMConfig(
+                dim=1, bottom_sizes=(1,), top_sizes=(1,), initial_deviation=0
+            ),
+            "initial_deviation must be positive",
+        ),
+        (
+            lambda: DLRMDCNv2Config(
+                dim=1,
+                bottom_sizes=(1,),
+                top_sizes=(0,),
+                num_cross_layers=0,
+                cross_rank=0,
+            ),
+            "top_sizes.*num_cross_layers.*cross_rank",
+        ),
+        (
+            lambda: TwoTowerConfig(
+                dim=0, context_dim=0, hidden_sizes=(), output_dim=0, temperature=1.0
+            ),
+            "dim.*context_dim.*output_dim",
+        ),
+        (
+            lambda: TwoTowerConfig(
+                dim=1, context_dim=1, hidden_sizes=(), output_dim=1, temperature=0.0
+            ),
+            "temperature must be positive and finite, got 0.0",
+        ),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,136 @@
+"""Tests the metrics against their definitions on whole data sets."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_embedding.tools.train.metrics import (
+    LOSSES,
+    mean_loss,
+    merge_batches,
+    values_of,
+)
+from tpu_embedding.tools.train.models.model import Outputs, click_outputs
+
+GENERATOR = np.random.default_rng(0)
+SCORES = GENERATOR.normal(size=(3, 50)).astype(np.float32)
+CLICKS = (GENERATOR.random((3, 50)) < 0.3).astype(np.float32)
+WEIGHTS = (GENERATOR.random((3, 50)) < 0.8).astype(np.float32)
+
+
+def rating_outputs(scores):
+    return Outputs(
+        scores=scores, predictions=jnp.clip(scores, -1, 1), penalty=0.1 * scores
+    )
+
+
+def summarize(loss, outputs_of, scores=SCORES, clicks=CLICKS, weights=WEIGHTS):
+    evaluate = jax.jit(lambda s, y, w: LOSSES[loss].evaluate(outputs_of(s), y, w))
+    return values_of(merge_batches(map(evaluate, scores, clicks, weights)))
+
+
+def test_click_metrics_over_batches():
+    used = WEIGHTS > 0
+    scores, labels = SCORES[used].astype(np.float64), CLICKS[used]
+    p = 1 / (1 + np.exp(-scores))
+    log_loss = -np.mean(labels * np.log(p) + (1 - labels) * np.log(1 - p))
+    above = scores[labels == 1][:, None] > scores[labels == 0][None, :]
+    metrics = summarize("log_loss", click_outputs)
+    assert list(metrics) == ["log_loss", "auc", "normalized_entropy", "calibration"]
+    # Tolerance: float32 rounding of sums over 50 samples.
+    assert metrics["log_loss"] == pytest.approx(log_loss, rel=1e-6)
+    # Tolerance: pairs of samples in one of the 4096 bins count half.
+    assert metrics["auc"] == pytest.approx(above.mean(), abs=1e-3)
+    rate = labels.mean()
+    entropy = -rate * np.log(rate) - (1 - rate) * np.log(1 - rate)
+    wanted = log_loss / entropy
+    assert metrics["normalized_entropy"] == pytest.approx(wanted, rel=1e-6)
+    assert metrics["calibration"] == pytest.approx(p.mean() / rate, rel=1e-6)
+
+
+def test_an_auc_of_coarse_bins_states_its_error():
+    def outputs_of(scores):
+        return click_outputs(0.01 * scores + 12)
+
+    metrics = summarize("log_loss", outputs_of)
+    assert list(metrics)[1:3] == ["auc", "auc_max_error"]
+    assert metrics["auc_max_error"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("clicks", "names"),
+    [
+        (np.zeros_like(CLICKS), ["log_loss"]),
+        (np.ones_like(CLICKS), ["log_loss", "calibration"]),
+    ],
+)
+def test_metrics_that_one_class_does_not_determine_are_left_out(clicks, names):
+    assert list(summarize("log_loss", click_outputs, clicks=clicks)) == names
+
+
+def test_no_samples_have_no_metrics():
+    no_weights = np.zeros_like(WEIGHTS)
+    assert summarize("log_loss", click_outputs, weights=no_weights) == {}
+    assert summarize("log_loss", click_outputs, SCORES[:0]) == {}
+
+
+def test_nan_predictions_are_not_left_out():
+    """A diverged model must not look like data of one class."""
+    scores = np.where(SCORES > 1, np.nan, SCORES).astype(np.float32)
+    metrics = summarize("log_loss", click_outputs, scores)
+    assert len(metrics) == 4 and np.isnan(list(metrics.values())).all()
+
+
+def test_probabilities_at_the_ends_have_a_bin():
+    metrics = summarize(
+        "log_loss",
+        click_outputs,
+        np.array([[-200.0, 200.0, 0.0]], np.float32),
+        np.array([[0.0, 1.0, 1.0]], np.float32),
+        np.ones((1, 3), np.float32),
+    )
+    assert metrics["auc"] == 1
+
+
+def test_rmse_and_mae_use_predictions():
+    used = WEIGHTS > 0
+    errors = np.clip(SCORES, -1, 1)[used] - CLICKS[used]
+    metrics = summarize("squared_error", rating_outputs)
+    assert metrics["rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-6)
+    assert metrics["mae"] == pytest.approx(np.mean(np.abs(errors)), rel=1e-6)
+
+
+def retrieval_outputs(scores):
+    return Outputs(
+        scores=-jnp.abs(scores),
+        predictions=jnp.floor(10 * jnp.abs(scores)),
+        penalty=jnp.zeros_like(scores),
+    )
+
+
+def test_softmax_loss_and_recall_over_batches():
+    used = WEIGHTS > 0
+    sizes = np.abs(SCORES[used])
+    metrics = summarize("in_batch_softmax", retrieval_outputs)
+    assert list(metrics) == ["softmax_loss", "recall_at_10", "ndcg_at_10"]
+    # Tolerance: float32 rounding of sums over 50 samples.
+    assert metrics["softmax_loss"] == pytest.approx(sizes.mean(), rel=1e-6)
+    ranks = np.floor(10 * sizes)
+    recall = (ranks < 10).mean()
+    assert 0 < recall < 1
+    assert metrics["recall_at_10"] == pytest.approx(recall, rel=1e-6)
+    ndcg = np.where(ranks < 10, 1 / np.log2(ranks + 2), 0).mean()
+    assert metrics["ndcg_at_10"] == pytest.approx(ndcg, rel=1e-6)
+    loss = LOSSES["in_batch_softmax"].per_sample(
+        retrieval_outputs(jnp.array(SCORES[0])), jnp.array(CLICKS[0])
+    )
+    np.testing.assert_array_equal(loss, np.abs(SCORES[0]))
+
+
+def test_loss_uses_scores_and_penalty():
+    s, y, w = (jnp.array(a[0]) for a in (SCORES, CLICKS, WEIGHTS))
+    used = WEIGHTS[0] > 0
+    wanted = np.mean((SCORES[0] - CLICKS[0])[used] ** 2 + 0.1 * SCORES[0][used])
+    got = mean_loss(LOSSES["squared_error"], rating_outputs(s), y, w)
+    assert float(got) == pytest.approx(wanted, rel=1e-6)

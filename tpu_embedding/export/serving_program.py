@@ -1,0 +1,289 @@
+"""Makes the program of a model for serving: no mesh, no gradients, no values of tables.
+
+The program is a pure function of three dicts: tables, dense parameters and inputs. The
+values of the tables and the parameters are no part of it.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tpu_embedding.combiners import CustomCombiner
+from tpu_embedding.export.example import Example, ids_of
+from tpu_embedding.export.row_formats import RowFormat
+from tpu_embedding.export.signature import (
+    BATCH,
+    OUTPUT,
+    ROW_SPLITS,
+    ArraySpec,
+    ExportError,
+    Input,
+    Lookup,
+    Signature,
+)
+from tpu_embedding.export.table_source import (
+    TableSource,
+    table_prefix,
+    tables_of_model,
+)
+from tpu_embedding.functional.serving_lookup import ServedCall, table_of
+from tpu_embedding.nn.embedding import (
+    EmbeddingTables,
+    GradientGuard,
+    LookupStatsVariable,
+    RecordedCalls,
+)
+from tpu_embedding.nn.training import embedding_layers
+from tpu_embedding.plan.features import FeaturePlan
+
+PLATFORMS: Final = ("cpu", "cuda", "tpu")
+
+_OF_LAYERS: Final = (EmbeddingTables, GradientGuard, LookupStatsVariable, RecordedCalls)
+"""Variables of the embedding layers, which a program for serving does without."""
+
+_FIX_BATCH_SIZE: Final = (
+    "pass batch_size=N to export it for one batch size, which its code may compute with"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A model as a program for serving, and the values that it takes.
+
+    Attributes:
+      exported: the program, `(tables, dense, arrays) -> outputs`, dicts by name.
+      signature: of its inputs and outputs.
+      tables: the tables that it reads, by name.
+      dense: its dense parameters and batch statistics, by name.
+      row_format: of the tables.
+    """
+
+    exported: jax.export.Exported
+    signature: Signature
+    tables: dict[str, TableSource]
+    dense: dict[str, np.ndarray]
+    row_format: RowFormat
+
+
+def make_program(
+    model: nnx.Module,
+    arguments: Sequence[Any],
+    *,
+    method: str,
+    row_format: RowFormat,
+    batch_size: int | None,
+) -> Program:
+    """Traces a method of a model, and lowers it for all platforms.
+
+    Args:
+      model: owns `TPUEmbedding` layers, or is one. Its `eval` mode is exported.
+      arguments: example of the method's arguments.
+      method: its name.
+      row_format: of the tables that the program takes.
+      batch_size: None: any.
+
+    Raises:
+      ExportError: if the model cannot run without its mesh, or not with any batch size.
+    """
+    function = getattr(model, method, None)
+    if not callable(function):
+        raise ExportError(
+            f"method must name a method of {type(model).__name__}, got {method!r}."
+        )
+    example = Example.of(function, arguments, batch_size)
+    served = _ServedMethod(model, method, example)
+    sources = tables_of_model(model)
+    specs = (
+        _table_specs(sources, row_format),
+        {name: _struct(leaf) for name, leaf in served.dense.items()},
+        _array_structs(example.inputs, batch_size),
+    )
+    with _explained_errors():
+        outputs = jax.eval_shape(served, *specs)
+    tables = {name: sources[name] for name in sources if name in served.used_tables}
+    specs = (_table_specs(tables, row_format), *specs[1:])
+    with _explained_errors():
+        exported = jax.export.export(jax.jit(served), platforms=PLATFORMS)(*specs)
+    _check_portable(exported, model)
+    signature = Signature(
+        arguments=example.arguments,
+        inputs=tuple(
+            _with_lookups(each, served.lookups.get(each.name, ()))
+            for each in example.inputs
+        ),
+        outputs={name: _array_spec(x) for name, x in outputs.items()},
+        batch_size=batch_size,
+    )
+    return Program(
+        exported=exported,
+        signature=signature,
+        tables=tables,
+        dense={name: np.asarray(x) for name, x in served.dense.items()},
+        row_format=row_format,
+    )
+
+
+class _ServedMethod:
+    """A method of a model as a function `(tables, dense, arrays) -> outputs`.
+
+    Attributes:
+      dense: name to value of each dense parameter.
+      used_tables: names of the tables that the latest call looked up in.
+      lookups: of the latest call, by the name of their input.
+    """
+
+    def __init__(self, model: nnx.Module, method: str, example: Example):
+        self._method, self._example = method, example
+        self._graph, self._of_layers, random, dense = nnx.split(
+            model, _OF_LAYERS, nnx.RngState, ...
+        )
+        # The program of one device cannot hold keys that lie on a mesh.
+        self._random = jax.device_put(random, jax.devices()[0])
+        leaves, self._dense_tree = jax.tree_util.tree_flatten_with_path(dense)
+        self.dense = {_parameter_name(path): leaf for path, leaf in leaves}
+        self.used_tables: set[str] = set()
+        self.lookups: dict[str, tuple[Lookup, ...]] = {}
+
+    def __call__(
+        self,
+        tables: Mapping[str, jax.Array],
+        dense: Mapping[str, jax.Array],
+        arrays: Mapping[str, jax.Array],
+    ) -> dict[str, jax.Array]:
+        """Runs the method with whole tables."""
+        state = self._dense_tree.unflatten([dense[name] for name in self.dense])
+        # Flax lets a trace change only variables that were made in it.
+        others = jax.tree.map(lambda leaf: leaf, (self._of_layers, self._random))
+        model = nnx.merge(self._graph, *others, state)
+        model.eval()
+        layers = embedding_layers(model)
+        for path, layer in layers.items():
+            prefix = table_prefix(path, layers)
+            own = {
+                table.name: tables[prefix + table.name]
+                for stack in layer.plan.stacks
+                for table in stack.tables
+                if prefix + table.name in tables
+            }
+            layer.start_recording("serving", own)
+        arguments, owners = self._example.rebuild(arrays)
+        outputs = getattr(model, self._method)(*arguments)
+        self.used_tables, self.lookups = set(), {}
+        for path, layer in layers.items():
+            for call in layer.stop_recording():
+                self._keep(call, table_prefix(path, layers), owners)
+        return _named_outputs(outputs)
+
+    def _keep(self, call: ServedCall, prefix: str, owners: Mapping[int, str]) -> None:
+        """Remembers the tables of a call, and the inputs that its ids came from."""
+        plan = call.plan
+        owner = iter(owners.get(id(ids_of(ids))) for ids in call.ids)
+        name = None
+        for feature in plan.features:
+            if feature.table_index == 0:
+                name = next(owner)
+            table = prefix + table_of(feature, plan)
+            self.used_tables.add(table)
+            if name is not None:
+                lookup = _lookup(feature, table)
+                self.lookups[name] = (*self.lookups.get(name, ()), lookup)
+
+
+def _lookup(feature: FeaturePlan, table: str) -> Lookup:
+    combiner, config = feature.table.combiner, feature.config
+    is_custom = isinstance(combiner, CustomCombiner)
+    return Lookup(
+        feature=feature.name,
+        table=table,
+        vocabulary_size=feature.table.vocabulary_size,
+        combiner="custom" if is_custom else combiner,
+        max_sequence_length=config.max_sequence_length,
+        max_valence=combiner.max_valence if is_custom else None,
+        out_of_range_ids=config.out_of_range_ids,
+        default_id=config.default_id,
+        output_shape=config.output_shape,
+    )
+
+
+def _with_lookups(each: Input, lookups: tuple[Lookup, ...]) -> Input:
+    kind = "dense_ids" if lookups and each.kind == "array" else each.kind
+    return dataclasses.replace(each, kind=kind, lookups=lookups)
+
+
+def _table_specs(
+    sources: Mapping[str, TableSource], row_format: RowFormat
+) -> dict[str, jax.ShapeDtypeStruct]:
+    specs = {name: source.stored_spec(row_format) for name, source in sources.items()}
+    return {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in specs.items()}
+
+
+def _array_structs(
+    inputs: Sequence[Input], batch_size: int | None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of the program's arrays, with one symbol per free size."""
+    scope = jax.export.SymbolicScope()
+
+    def symbol(name: str) -> Any:
+        return jax.export.symbolic_shape(name, scope=scope)[0]
+
+    batch: Any = symbol(BATCH) if batch_size is None else batch_size
+    structs = {}
+    for number, each in enumerate(inputs):
+        sizes = {BATCH: batch, ROW_SPLITS: batch + 1}
+        if each.spec is None:
+            sizes[each.places] = symbol(f"places_{number}")
+        for name, spec in each.arrays.items():
+            shape = tuple(sizes[d] if isinstance(d, str) else d for d in spec.shape)
+            structs[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype))
+    return structs
+
+
+def _named_outputs(outputs: Any) -> dict[str, jax.Array]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(outputs)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/") or OUTPUT: leaf
+        for path, leaf in leaves
+    }
+
+
+def _parameter_name(path: Any) -> str:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return name.removesuffix("/value")
+
+
+def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _array_spec(struct: Any) -> ArraySpec:
+    shape = tuple(d if isinstance(d, int) else str(d) for d in struct.shape)
+    return ArraySpec(shape=shape, dtype=str(struct.dtype))
+
+
+@contextlib.contextmanager
+def _explained_errors() -> Iterator[None]:
+    """Says what to do about code that computes with the batch size."""
+    try:
+        yield
+    except jax.errors.InconclusiveDimensionOperation as error:
+        raise ExportError(
+            "The model compares or computes with its batch size, which the exported "
+            f"program leaves open; {_FIX_BATCH_SIZE}. JAX says: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _check_portable(exported: jax.export.Exported, model: nnx.Module) -> None:
+    if exported.nr_devices != 1:
+        raise ExportError(
+            f"{type(model).__name__} must run on one device to be exported, got a "
+            f"program for {exported.nr_devices}: its code names shardings of its mesh. "
+            "Leave them out when it is called for serving."
+        )

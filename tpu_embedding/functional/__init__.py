@@ -1,0 +1,32 @@
+"""The lookup and the update as functions of explicit arrays, without Flax.
+
+`steps` has the calls of a training step, `following_slots` and `final_values` those
+around training. The arrays are the stacked tables and slot variables of a plan.
+"""
+
+from tpu_embedding.functional.final_values import (
+    finalize_variable_values as finalize_variable_values,
+)
+from tpu_embedding.functional.following_slots import (
+    with_table_values as with_table_values,
+)
+from tpu_embedding.functional.steps import LookupResult as LookupResult
+from tpu_embedding.functional.steps import Routed as Routed
+from tpu_embedding.functional.steps import activation_shapes as activation_shapes
+from tpu_embedding.functional.steps import apply_gradients as apply_gradients
+from tpu_embedding.functional.steps import compute_gradients as compute_gradients
+from tpu_embedding.functional.steps import init_slots as init_slots
+from tpu_embedding.functional.steps import lookup as lookup
+from tpu_embedding.functional.steps import read_rows as read_rows
+from tpu_embedding.functional.steps import route as route
+from tpu_embedding.tables.initial_values import init_tables as init_tables
+from tpu_embedding.tables.slot_values import slot_values as slot_values
+from tpu_embedding.tables.slot_values import with_slot_values as with_slot_values
+from tpu_embedding.tables.table_values import unstack_tables as unstack_tables
+from tpu_embedding.tables.touched_rows import touched_rows as touched_rows
+from tpu_embedding.tables.touched_rows import (
+    with_touched_tables as with_touched_tables,
+)
+from tpu_embedding.types import LookupStats as LookupStats
+from tpu_embedding.types import RowUpdates as RowUpdates
+from tpu_embedding.update.lift import lift_to_rows as lift_to_rows

@@ -1,0 +1,80 @@
+"""Sets tables to the moving averages of their rows, at the end of training."""
+
+import functools
+from typing import Any
+
+import jax
+
+from tpu_embedding.argument_checks import takes
+from tpu_embedding.optimizers.rules.touched_rows import without_base
+from tpu_embedding.plan.check_rows import check_slots, check_tables
+from tpu_embedding.plan.on_mesh import on_shards
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.update.averages import averaged_nodes, swap_in_averages
+from tpu_embedding.update.specs import slot_specs, table_specs
+
+
+@takes(plan=PLAN)
+@functools.partial(jax.jit, static_argnames="plan")
+def finalize_variable_values(
+    tables: dict[str, PackedRows], slots: dict[str, Any], plan: EmbeddingPlan
+) -> tuple[dict[str, PackedRows], dict[str, Any]]:
+    """Sets the rows of tables to the moving averages that `adafactor` keeps of them.
+
+    It is `finalize_variable_values` of Keras' optimizers. A row that was not looked up
+    in the latest steps has an average that lags behind; it is caught up first. The pass
+    is in place if the caller's `jit` donates tables and slots.
+
+    Args:
+      tables: stack name to packed rows.
+      slots: stack name to optimizer state. Stacks whose optimizer keeps no averages
+        stay as they are.
+      plan: of the layer.
+
+    Returns:
+      New tables, and the slots with which training may continue.
+
+    Raises:
+      ValueError: if no optimizer keeps averages, or the arrays belong to another plan.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan(
+      ...     te.FeatureConfig(table=table),
+      ...     optimizer=te.optimizers.adafactor(0.1, use_ema=True),
+      ... )
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> tables, slots = te.functional.finalize_variable_values(tables, slots, plan)
+    """
+    check_tables(tables, plan.trained_stacks)
+    check_slots(slots, plan.trained_stacks)
+    stacks = [x for x in plan.trained_stacks if averaged_nodes(slots[x.name])]
+    if not stacks:
+        raise ValueError(
+            "finalize_variable_values needs slots with moving averages, which the "
+            "optimizer adafactor(use_ema=True) keeps; these slots have none."
+        )
+    old_tables = {stack.name: tables[stack.name] for stack in stacks}
+    old_slots = {stack.name: slots[stack.name] for stack in stacks}
+
+    def swap_shard(tables, slots):
+        return {
+            stack.name: swap_in_averages(
+                tables[stack.name], slots[stack.name], stack, plan
+            )
+            for stack in stacks
+        }
+
+    of_tables, of_slots = table_specs(old_tables, plan), slot_specs(old_slots, plan)
+    results = on_shards(
+        swap_shard,
+        plan,
+        in_specs=(of_tables, of_slots),
+        out_specs={name: (of_tables[name], of_slots[name]) for name in of_tables},
+    )(old_tables, old_slots)
+    new_tables = {name: result[0] for name, result in results.items()}
+    new_slots = {name: without_base(result[1]) for name, result in results.items()}
+    return tables | new_tables, slots | new_slots

@@ -1,0 +1,322 @@
+"""Sets table values together with the optimizer state that was made from them.
+
+Most slot variables start with a number. A few start from the values of their table:
+the moving averages of `adafactor(use_ema=True)`, and the sum of squares from which
+Adafactor takes the scale of a table. When values are set, they must follow.
+"""
+
+import functools
+from collections.abc import Collection, Mapping
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec
+
+from tpu_embedding.functional.steps import init_slots
+from tpu_embedding.optimizers.rules._sums import CompensatedSum
+from tpu_embedding.plan.on_mesh import on_shards
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import TrainedStackPlan
+from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
+from tpu_embedding.rows.packed_rows import PackedRows, store_rows
+from tpu_embedding.tables import table_values
+from tpu_embedding.tables.initial_values import init_tables
+from tpu_embedding.tables.touched_rows import with_touched_tables
+from tpu_embedding.update.lift import is_slot
+from tpu_embedding.update.shard_rows import rows_of_stack
+from tpu_embedding.update.specs import slot_specs, table_specs
+
+
+@overload
+def with_table_values(
+    stacked: dict[str, PackedRows],
+    values: Mapping[str, Any],
+    plan: EmbeddingPlan,
+    slots: None = None,
+) -> dict[str, PackedRows]: ...
+
+
+@overload
+def with_table_values(
+    stacked: dict[str, PackedRows],
+    values: Mapping[str, Any],
+    plan: EmbeddingPlan,
+    slots: Mapping[str, Any],
+) -> tuple[dict[str, PackedRows], dict[str, Any]]: ...
+
+
+def with_table_values(
+    stacked: dict[str, PackedRows],
+    values: Mapping[str, Any],
+    plan: EmbeddingPlan,
+    slots: Mapping[str, Any] | None = None,
+) -> Any:
+    """Returns the stacks with the values of the given tables replaced.
+
+    With `slots`, the optimizer state that was made from the old values follows, in rows
+    whose values change: moving averages of rows, and Adafactor's scale of a table. The
+    rows also count as touched; see `with_touched_tables`.
+
+    Args:
+      stacked: stack name to packed rows, as in `unstack_tables`.
+      values: table name to real numbers, `[vocabulary_size, *row_shape]`. Those of
+        narrow tables are rounded to the nearest numbers of their type.
+      plan: plan of the embedding layer.
+      slots: stack name to optimizer state, from `init_slots`; an empty dict if there is
+        none yet. It may be left out if no optimizer of these tables makes state from
+        their values.
+
+    Returns:
+      New stacks; with `slots`, `(stacks, slots)`.
+
+    Raises:
+      TypeError: if `values` is no dict, or `plan` is no plan.
+      ValueError: if a table is unknown, its stack is missing, or the stacks were made
+        for another plan; if an array has the wrong shape, is complex or not numeric,
+        or is beyond the range of its type; or if `slots` is missing.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=2, dim=2, name="movie")
+      >>> rule = te.optimizers.adafactor(0.1, use_ema=True)
+      >>> plan = te.make_plan(te.FeatureConfig(table=table), optimizer=rule)
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> ones = {"movie": np.ones((2, 2))}
+      >>> tables, slots = te.functional.with_table_values(tables, ones, plan, slots)
+      >>> te.functional.slot_values(slots, plan)["movie"]["averages"].tolist()
+      [[1.0, 1.0], [1.0, 1.0]]
+    """
+    table_values.check_values(values, plan)
+    if slots is None:
+        check_no_followers(
+            set(values) & tables_with_followers(plan),
+            "tables, slots = te.functional.with_table_values(\n"
+            "    tables, values, plan, slots)\n"
+            "Before init_slots there is none: give an empty dict.",
+        )
+    new = table_values.with_table_values(stacked, dict(values), plan)
+    if slots is None:
+        return new
+    if slots:
+        num_rows = {name: len(values[name]) for name in values}
+        slots = with_following_slots(slots, new, num_rows, plan, stacked)
+        slots = with_touched_tables(slots, values, plan)
+    return new, dict(slots)
+
+
+def check_no_followers(tables: Collection[str], way_out: str) -> None:
+    """Refuses to set tables without the state that was made from their values.
+
+    Args:
+      tables: names of those to be set that have such a state.
+      way_out: the line to write.
+
+    Raises:
+      ValueError: if there is one.
+    """
+    if tables:
+        raise ValueError(
+            f"The values of the tables {sorted(tables)} must be set together with the "
+            "state that their optimizer made from them, such as moving averages or "
+            f"Adafactor's scale of a table, got the values alone. Write\n  {way_out}"
+        )
+
+
+def tables_with_followers(plan: EmbeddingPlan) -> frozenset[str]:
+    """Returns the tables from whose values an optimizer makes state."""
+    return frozenset(
+        table.name
+        for stack in plan.trained_stacks
+        if any(_is_made_from_values(plan)[stack.name])
+        for table in stack.tables
+    )
+
+
+def with_following_slots(
+    slots: Mapping[str, Any],
+    tables: dict[str, PackedRows],
+    num_rows: Mapping[str, int],
+    plan: EmbeddingPlan,
+    old_tables: dict[str, PackedRows] | None = None,
+) -> dict[str, Any]:
+    """Returns slots whose state made from table values follows values that were set.
+
+    Args:
+      slots: stack name to optimizer state.
+      tables: stack name to packed rows, with the new values.
+      num_rows: table name to the number of rows that were set, from the first one on.
+      plan: plan of the embedding layer.
+      old_tables: the tables before; rows that did not change then keep their slot
+        variables. None: all rows that were set changed.
+    """
+    atoms, limits, old = {}, {}, {}
+    for stack in plan.trained_stacks:
+        flags = _is_made_from_values(plan)[stack.name]
+        sizes = [num_rows.get(table.name, 0) for table in stack.tables]
+        if any(flags) and any(sizes) and stack.name in slots:
+            all_atoms = jax.tree.leaves(slots[stack.name], is_leaf=_is_atom)
+            atoms[stack.name] = _chosen(all_atoms, flags)
+            limits[stack.name] = np.asarray(sizes, np.int32)
+            old[stack.name] = None if old_tables is None else old_tables[stack.name]
+    if not atoms:
+        return dict(slots)
+    trained = {s.name: tables[s.name] for s in plan.trained_stacks if s.name in tables}
+    new_atoms = _follow(atoms, trained, old, limits, plan)
+    result = dict(slots)
+    for name, of_stack in new_atoms.items():
+        leaves, structure = jax.tree.flatten(slots[name], is_leaf=_is_atom)
+        new, flags = iter(of_stack), _is_made_from_values(plan)[name]
+        result[name] = structure.unflatten(
+            [
+                next(new) if flag else leaf
+                for leaf, flag in zip(leaves, flags, strict=True)
+            ]
+        )
+    return result
+
+
+@functools.lru_cache(maxsize=64)
+def _is_made_from_values(plan: EmbeddingPlan) -> dict[str, tuple[bool, ...]]:
+    """Returns which parts of each stack's state depend on the table's values.
+
+    It traces how the state is made, and follows each part back to the rows.
+    """
+    tables = jax.eval_shape(lambda: init_tables(plan, jax.random.key(0)))
+    tables = {stack.name: tables[stack.name] for stack in plan.trained_stacks}
+    closed, states = jax.make_jaxpr(
+        lambda tables: init_slots(tables, plan), return_shape=True
+    )(tables)
+    sizes = {name: len(jax.tree.leaves(state)) for name, state in states.items()}
+    is_made: dict[str, list[bool]] = {name: [] for name in sizes}
+    # A state depends on its own table only, so all stacks are asked at once.
+    for i in range(max(sizes.values(), default=0)):
+        wanted = [i == j for size in sizes.values() for j in range(size)]
+        _, is_used = partial_eval.dce_jaxpr(closed.jaxpr, wanted)
+        used = jax.tree.unflatten(jax.tree.structure(tables), is_used)
+        for name in sizes:
+            is_made[name].append(any(jax.tree.leaves(used[name])))
+    return {
+        name: tuple(
+            any(jax.tree.leaves(atom))
+            for atom in jax.tree.leaves(
+                jax.tree.unflatten(
+                    jax.tree.structure(state), is_made[name][: sizes[name]]
+                ),
+                is_leaf=_is_atom,
+            )
+        )
+        for name, state in states.items()
+    }
+
+
+def _is_atom(node: Any) -> bool:
+    """Returns True for a part of a state that follows as a whole, or not at all."""
+    return is_slot(node) or isinstance(node, CompensatedSum)
+
+
+def _chosen(atoms: list[Any], flags: tuple[bool, ...]) -> list[Any]:
+    return [atom for atom, flag in zip(atoms, flags, strict=True) if flag]
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _follow(
+    atoms: dict[str, list[Any]],
+    tables: dict[str, PackedRows],
+    old_tables: dict[str, PackedRows | None],
+    limits: dict[str, jax.Array],
+    plan: EmbeddingPlan,
+) -> dict[str, list[Any]]:
+    """Returns the parts of states that follow, with those of the rows that were set."""
+    fresh = {
+        name: _chosen(
+            jax.tree.leaves(state, is_leaf=_is_atom), _is_made_from_values(plan)[name]
+        )
+        for name, state in init_slots(tables, plan).items()
+        if name in atoms
+    }
+    stacks = [stack for stack in plan.trained_stacks if stack.name in atoms]
+    new_tables = {stack.name: tables[stack.name] for stack in stacks}
+
+    def follow_shard(atoms, fresh, tables, old_tables, limits):
+        return {
+            stack.name: [
+                _merge(
+                    old,
+                    new,
+                    limits[stack.name],
+                    [x[stack.name] for x in (tables, old_tables) if x[stack.name]],
+                    stack,
+                )
+                for old, new in zip(atoms[stack.name], fresh[stack.name], strict=True)
+            ]
+            for stack in stacks
+        }
+
+    of_atoms, of_tables = slot_specs(atoms, plan), table_specs(new_tables, plan)
+    return on_shards(
+        follow_shard,
+        plan,
+        in_specs=(of_atoms, of_atoms, of_tables, of_tables, PartitionSpec()),
+        out_specs=of_atoms,
+    )(atoms, fresh, new_tables, old_tables, limits)
+
+
+def _merge(
+    old: Any,
+    fresh: Any,
+    limits: jax.Array,
+    tables: list[PackedRows],
+    stack: TrainedStackPlan,
+) -> Any:
+    """Returns a part of a state as it is for the rows that were set. Per shard."""
+    if is_slot(old):
+        return _merge_rows(old, fresh, limits, tables, stack)
+
+    def merge_total(old: jax.Array, fresh: jax.Array) -> jax.Array:
+        if not (stack.optimizer.takes_totals and old.shape[:1] == limits.shape):
+            return fresh
+        is_set = (limits > 0).reshape(-1, *[1] * (old.ndim - 1))
+        return jnp.where(is_set, fresh, old)
+
+    return jax.tree.map(merge_total, old, fresh)
+
+
+def _merge_rows(
+    old: PackedRows,
+    fresh: PackedRows,
+    limits: jax.Array,
+    tables: list[PackedRows],
+    stack: TrainedStackPlan,
+) -> PackedRows:
+    blocks = blocks_of([x.layout for x in (old, fresh, *tables)])
+
+    def merge_block(start: Any, size: int, merged: PackedRows) -> PackedRows:
+        is_new = _is_set(start, size, limits, stack)
+        if len(tables) == 2:
+            new, before = (read_block(x, start, size) for x in tables)
+            is_equal = (new == before) | (jnp.isnan(new) & jnp.isnan(before))
+            is_new &= ~jnp.all(is_equal, axis=1)
+        kept, rows = (read_block(x, start, size) for x in (merged, fresh))
+        is_new = is_new.reshape(-1, *[1] * (rows.ndim - 1))
+        rows = jnp.where(is_new, rows, kept)
+        return write_block(merged, start, store_rows(rows, old.layout))
+
+    merged = merge_block(*blocks.first, old)
+    return blocks.loop(lambda start, x: merge_block(start, blocks.size, x), merged)
+
+
+def _is_set(
+    start: Any, size: int, limits: jax.Array, stack: TrainedStackPlan
+) -> jax.Array:
+    """Returns True for the rows of a block that were set, `[size]`. Per shard."""
+    row_ids = start + jnp.arange(size, dtype=jnp.int32)
+    is_used, of_stack = rows_of_stack(row_ids, stack)
+    is_set = jnp.zeros(size, bool)
+    for i, table in enumerate(stack.tables):
+        row = of_stack - table.row_offset
+        is_set |= (row >= 0) & (row < limits[i])
+    return is_set & is_used

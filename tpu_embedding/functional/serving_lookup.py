@@ -1,0 +1,166 @@
+"""The lookup of an exported model: whole tables on one device, and plain gathers.
+
+A program for serving has no mesh, no stacks and no gradients. `serve` therefore reads
+one array per table, in logical row order. It shares the conversion of ids, the policies
+and the combiners with the lookup of training, so both follow the same rules. The sizes
+of a batch may be symbolic: `jax.export` then makes one program for all batch sizes.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped, UInt8
+
+from tpu_embedding.combiners import CustomCombiner
+from tpu_embedding.inputs.shard_inputs import (
+    feature_shape,
+    sample_ids_of,
+    to_feature_input,
+    to_shardable,
+)
+from tpu_embedding.lookup._combine import gather_and_pool, scale_samples
+from tpu_embedding.lookup._custom_combiner import apply_custom_combiners
+from tpu_embedding.lookup._exchange import quantize
+from tpu_embedding.lookup._flatten import resolve
+from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.plan.input_plan import InputPlan
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.types import PADDING_ROW_ID, ShardedRaggedIds
+
+SCALE_AND_BIAS_BYTES: Final = 8
+"""Bytes behind the codes of an int8 row: its scale and its bias, both float32."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedCall:
+    """Inputs of one lookup for serving, for the signature of the exported program.
+
+    Attributes:
+      ids: of each input of the plan.
+      plan: of the features that the batch held.
+    """
+
+    ids: list[Any]
+    plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
+
+
+def serve(
+    tables: Mapping[str, Array], features: Any, plan: EmbeddingPlan
+) -> tuple[Any, ServedCall]:
+    """Looks up a batch in whole tables.
+
+    Args:
+      tables: table name to its rows in logical order: `[vocabulary_size, dim]` of a
+        float type, or uint8 `[vocabulary_size, dim + 8]` in FBGEMM's layout.
+      features: as for `tpu_embedding.lookup`; ragged ids are of one shard.
+      plan: of the layer.
+
+    Returns:
+      Activations, the nest of the features, and a record of the call.
+
+    Raises:
+      TypeError, ValueError: if a feature's dtype or shape does not fit its config.
+    """
+    plan = plan.for_batch(features)
+    one_shard = InputPlan(
+        features=plan.features, feature_tree=plan.feature_tree, num_shards=1
+    )
+    activations = [
+        _serve_feature(tables[table_of(feature, plan)], ids, feature, plan, one_shard)
+        for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
+    ]
+    call = ServedCall(ids=plan.flatten_inputs(features), plan=plan)
+    return plan.unflatten(activations), call
+
+
+def table_of(feature: FeaturePlan, plan: EmbeddingPlan) -> str:
+    """Returns the name of the table that a lookup reads."""
+    tables = plan.stacks[feature.stack_index].tables
+    return next(t.name for t in tables if t.row_offset == feature.row_offset)
+
+
+def read_rows(
+    table: Shaped[Array, "rows _"], row_ids: Int[Array, " ids"]
+) -> Float[Array, "ids dim"]:
+    """Gathers rows as float32; zeros for `PADDING_ROW_ID`.
+
+    Args:
+      table: as in `serve`.
+      row_ids: in bounds, or padding.
+    """
+    rows = table.at[row_ids].get(mode="fill", fill_value=0)
+    return _decode(rows) if table.dtype == jnp.uint8 else rows.astype(jnp.float32)
+
+
+def _decode(rows: UInt8[Array, "ids bytes"]) -> Float[Array, "ids dim"]:
+    """Returns the numbers `scale * code + bias` of int8 rows."""
+    codes = rows[:, :-SCALE_AND_BIAS_BYTES].astype(jnp.float32)
+    scale, bias = rows[:, -SCALE_AND_BIAS_BYTES:-4], rows[:, -4:]
+    return codes * _float_of_bytes(scale) + _float_of_bytes(bias)
+
+
+def _float_of_bytes(ends: UInt8[Array, "ids 4"]) -> Float[Array, "ids 1"]:
+    """Returns the float32 of four bytes, the lowest first.
+
+    StableHLO cannot join bytes by a conversion of bits if an axis has no fixed size.
+    """
+    ends = ends.astype(jnp.uint32)
+    words = ends[:, :1]
+    for k in range(1, 4):
+        words = words | (ends[:, k : k + 1] << (8 * k))
+    return jax.lax.bitcast_convert_type(words, jnp.float32)
+
+
+def _serve_feature(
+    table: Array, ids: Any, feature: FeaturePlan, plan: EmbeddingPlan, shard: InputPlan
+) -> Array:
+    if isinstance(ids, ShardedRaggedIds):
+        ids = _with_places(ids, feature)
+    shape = feature_shape(ids, feature, shard)
+    feature_input = to_feature_input(to_shardable(ids, shape, shard), shape)
+    row_ids, pooling, _ = resolve(feature_input, feature)
+    quantization = plan.stacks[feature.stack_index].quantization
+
+    def read(row_ids: Array) -> Array:
+        rows = read_rows(table, row_ids)
+        if quantization is None:
+            return rows
+        # Zero is no quantized value, but a place without a row must add zero.
+        is_row = row_ids != PADDING_ROW_ID
+        return jnp.where(is_row[:, None], quantize(rows, quantization), 0.0)
+
+    pooled = scale_samples([gather_and_pool(pooling, read, row_ids)], [pooling])
+    (activations,), _ = apply_custom_combiners(pooled, [pooling])
+    return activations.astype(plan.activation_dtype).reshape(shape.output_shape)
+
+
+def _with_places(ids: ShardedRaggedIds, feature: FeaturePlan) -> ShardedRaggedIds:
+    """Gives ragged ids the places that `prepare_features` checks or makes on the host.
+
+    A default id needs a place in each sample; one with padding is added behind it. A
+    custom combiner takes the first `max_valence` ids.
+    """
+    combiner = feature.table.combiner
+    if isinstance(combiner, CustomCombiner):
+        ids = dataclasses.replace(ids, max_valence=combiner.max_valence)
+    if feature.config.default_id is None:
+        return ids
+    row_splits, values = jnp.asarray(ids.row_splits), jnp.asarray(ids.values)
+    num_values, batch_size = values.shape[1], ids.batch_size
+    places = jnp.arange(num_values) + sample_ids_of(row_splits[0], num_values)
+
+    def spread(array: Any, padding: Any) -> Array:
+        wider = jnp.full((num_values + batch_size,), padding, array.dtype)
+        return wider.at[places].set(array[0])[None]
+
+    return dataclasses.replace(
+        ids,
+        values=spread(values, PADDING_ROW_ID),
+        weights=None if ids.weights is None else spread(jnp.asarray(ids.weights), 0),
+        row_splits=row_splits + jnp.arange(batch_size + 1, dtype=jnp.int32)[None],
+        min_valence=1,
+    )

@@ -1,0 +1,626 @@
+"""The functional core: the layer on explicit arrays, for your own training loop.
+
+    tables = init_tables(plan, key)
+    slots = init_slots(tables, plan)
+    # in the jitted step, with tables and slots donated:
+    result = lookup(tables, features, plan)
+    loss, cotangents = jax.value_and_grad(dense_part)(result.activations)
+    gradients = compute_gradients(result.routing, cotangents, plan)
+    tables, slots = apply_gradients(tables, slots, gradients, plan)
+
+All functions take global arrays, sharded over the plan's mesh, and run inside
+`shard_map`. The Flax modules of `tpu_embedding.nn` consist of these four.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tpu_embedding.argument_checks import Wanted, takes
+from tpu_embedding.gradients import TableGradients, global_norm, gradient_of_stack
+from tpu_embedding.inputs.shard_inputs import (
+    FeatureShape,
+    ShardableInput,
+    feature_shape,
+    refuse_unequal_batches,
+    to_feature_input,
+    to_shardable,
+)
+from tpu_embedding.lookup._backward import (
+    gradient_rounds,
+    seal_gradient,
+    stack_gradient,
+)
+from tpu_embedding.lookup._forward import (
+    RoutedStack,
+    StackLookup,
+    StackRouting,
+    read_stack,
+    route_stack,
+)
+from tpu_embedding.optimizers.table_rows import model_gradient_context
+from tpu_embedding.plan.check_rows import check_slots, check_tables
+from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.plan.on_mesh import constrain, in_auto_axes, on_shards
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.stack_plan import TrainedStackPlan
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.rows.row_gradients import gradient_of_no_row
+from tpu_embedding.types import LookupStats
+from tpu_embedding.update.apply import (
+    apply_gradient,
+    init_state,
+    step_without_gradient,
+)
+from tpu_embedding.update.lift import values_of, with_values
+from tpu_embedding.update.specs import slot_specs, table_specs
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routing:
+    """The routing of a lookup, for the backward pass.
+
+    Attributes:
+      stacks: stack name to routing; stacks that no feature of the batch uses are
+        missing.
+      shapes: per lookup.
+      plan: of the batch's features.
+    """
+
+    stacks: dict[str, StackRouting]
+    shapes: tuple[FeatureShape, ...] = dataclasses.field(metadata={"static": True})
+    plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routed:
+    """A batch whose ids are at the owners of their rows; made by `route`.
+
+    Attributes:
+      stacks: stack name to routed ids.
+      shapes: per lookup.
+      plan: of the batch's features.
+    """
+
+    stacks: dict[str, RoutedStack]
+    shapes: tuple[FeatureShape, ...] = dataclasses.field(metadata={"static": True})
+    plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
+
+
+ROUTING: Final = Wanted(
+    Routing, "the Routing of te.functional.lookup, as result.routing"
+)
+GRADIENTS: Final = Wanted(
+    TableGradients,
+    "the TableGradients of te.functional.compute_gradients, or "
+    "gradients.tables['embedding'] of te.value_and_grad",
+)
+ROUTED: Final = Wanted(Routed, "the batch that te.functional.route returned")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LookupResult:
+    """Result of `lookup`.
+
+    Attributes:
+      activations: nest like the batch's features; `[batch, dim]`, or the feature's
+        sequence or output shape, in the plan's `activation_dtype`. A tuple of them for
+        a feature with a tuple of tables. Global.
+      routing: for `compute_gradients`.
+      stats: rounds used, ids out of range, and rows requested from each shard.
+    """
+
+    activations: Any
+    routing: Routing
+    stats: LookupStats
+
+
+@takes(plan=PLAN)
+def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
+    """Returns the shapes of the activations of a batch, without a lookup.
+
+    Args:
+      features: as for `lookup`; only shapes and dtypes are read.
+      plan: of the layer.
+
+    Returns:
+      Nest of `jax.ShapeDtypeStruct`, with shardings.
+    """
+    plan = plan.for_batch(features)
+    shapes = _feature_shapes(plan.flatten(features), plan)
+    structs = [
+        jax.ShapeDtypeStruct(
+            shape.output_shape,
+            plan.activation_dtype,
+            sharding=NamedSharding(plan.mesh, _activation_spec(shape, plan)),
+        )
+        for shape in shapes
+    ]
+    return plan.unflatten(structs)
+
+
+@takes(plan=PLAN)
+def lookup(
+    tables: dict[str, PackedRows], features: Any, plan: EmbeddingPlan
+) -> LookupResult:
+    """Looks up a batch in sharded tables.
+
+    Args:
+      tables: stack name to packed rows, from `init_tables`.
+      features: nest like the plan's `feature_config`, whose dicts may lack keys; leaves
+        are int arrays `[batch]` or `[batch, valence]`, `DenseIds`, or
+        `ShardedRaggedIds` from `prepare_features`. Global. Samples without ids pad a
+        batch to a multiple of the devices; their activations are cut off.
+      plan: of the layer.
+
+    Returns:
+      Activations, routing and stats. JAX sees no derivative of the activations by the
+      tables: `compute_gradients` computes it.
+
+    Raises:
+      TypeError, ValueError: if a feature's dtype or shape does not fit its config, or
+        the tables were made for another plan.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> ids = {"watched": jnp.array([1, 2])}
+      >>> te.functional.lookup(tables, ids, plan).activations["watched"].shape
+      (2, 4)
+    """
+    return read_rows(tables, route(features, plan), plan)
+
+
+@takes(plan=PLAN)
+def route(features: Any, plan: EmbeddingPlan) -> Routed:
+    """Sends the ids of a batch to the owners of their rows; the first half of `lookup`.
+
+    It reads no table. So the ids of the next batch can travel while a step computes;
+    `tpu_embedding.PipelinedTrainStep` does that for Flax models.
+
+    Args:
+      features: as for `lookup`.
+      plan: of the layer.
+
+    Returns:
+      The routed batch, for `read_rows`.
+
+    Raises:
+      TypeError, ValueError: if a feature's dtype or shape does not fit its config.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> routed = te.functional.route({"watched": jnp.array([1, 2])}, plan)
+      >>> te.functional.read_rows(tables, routed, plan).activations["watched"].shape
+      (2, 4)
+    """
+    plan = plan.for_batch(features)
+    leaves = plan.flatten(features)
+    shapes = _feature_shapes(leaves, plan)
+    shardables = [
+        _to_shardable(ids, shape, plan)
+        for ids, shape in zip(leaves, shapes, strict=True)
+    ]
+    stacks = _route(shardables, tuple(shapes), plan)
+    return Routed(stacks=stacks, shapes=tuple(shapes), plan=plan)
+
+
+@takes(routed=ROUTED, plan=PLAN)
+def read_rows(
+    tables: dict[str, PackedRows], routed: Routed, plan: EmbeddingPlan
+) -> LookupResult:
+    """Reads the rows of a routed batch and combines them; the second half of `lookup`.
+
+    Args:
+      tables: stack name to packed rows, from `init_tables`.
+      routed: from `route`.
+      plan: of the layer, the one that routed the batch.
+
+    Returns:
+      The result of `lookup`.
+
+    Raises:
+      ValueError: if the tables were made, or the batch was routed, for another plan.
+    """
+    if routed.plan.stacks != plan.stacks:
+        raise ValueError(
+            "read_rows needs a batch that was routed with its plan, got one of another "
+            "plan; call route with this plan."
+        )
+    plan = routed.plan
+    check_tables(tables, plan.used_stacks)
+    used = {stack.name: tables[stack.name] for stack in plan.used_stacks}
+
+    def read(tables, stacks):
+        results = _read_rows(jax.lax.stop_gradient(tables), stacks, plan)
+        routings = {name: result.routing for name, result in results.items()}
+        activations = _collect_activations(results, routed.shapes, plan)
+        return activations, routings, _collect_stats(results, plan)
+
+    specs = [_activation_spec(shape, plan) for shape in routed.shapes]
+    out_specs = (plan.unflatten(specs), plan.sample_spec, PartitionSpec())
+    activations, routings, stats = in_auto_axes(read, plan, out_specs)(
+        used, routed.stacks
+    )
+    routing = Routing(stacks=routings, shapes=routed.shapes, plan=plan)
+    return LookupResult(activations=activations, routing=routing, stats=stats)
+
+
+@takes(routing=ROUTING, plan=PLAN)
+@functools.partial(jax.jit, static_argnames="plan")
+def compute_gradients(
+    routing: Routing, cotangents: Any, plan: EmbeddingPlan
+) -> TableGradients:
+    """Returns the tables' sparse gradients, at the owners of the touched rows.
+
+    Args:
+      routing: of the lookup.
+      cotangents: derivatives of the loss by the activations; the same nest.
+      plan: of the layer, or one with other features on the same tables.
+
+    Returns:
+      The gradients, for `apply_gradients`. A row is touched if it was looked up, even
+      if its gradient is zero. `tpu_embedding.gradients.add` sums those of several
+      lookups.
+    """
+    if routing.plan.stacks != plan.stacks:
+        raise ValueError(
+            "routing must be that of a lookup in the plan's tables, got one of other "
+            "tables; use one plan for the whole step."
+        )
+    layer_plan, plan = plan, routing.plan
+    cotangents = plan.flatten_activations(cotangents, "cotangents")
+
+    def compute_shard(routings, by_feature):
+        return {
+            stack.name: seal_gradient(
+                stack_gradient(
+                    routings[stack.name],
+                    [by_feature[i] for i in plan.features_of(stack)],
+                    stack,
+                    plan,
+                )
+            )
+            for stack in plan.trained_stacks
+            if stack.name in routings
+        }
+
+    def compute(routings, cotangents):
+        by_feature = [
+            _to_shards(cotangent, shape, feature, plan)
+            for cotangent, shape, feature in zip(
+                cotangents, routing.shapes, plan.features, strict=True
+            )
+        ]
+        return on_shards(
+            compute_shard, plan, in_specs=plan.sample_spec, out_specs=plan.sample_spec
+        )(routings, by_feature)
+
+    stacks = in_auto_axes(compute, plan, plan.sample_spec)(routing.stacks, cotangents)
+    return TableGradients(stacks, layer_plan)
+
+
+@takes(plan=PLAN)
+@functools.partial(jax.jit, static_argnames="plan")
+def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, Any]:
+    """Returns the optimizer state of each stack that has an optimizer.
+
+    Args:
+      tables: stack name to packed rows; initial values may depend on them.
+      plan: of the layer.
+
+    Returns:
+      Stack name to the optimizer's state. Slot variables are `PackedRows`, sharded
+      like their table; other values are replicated.
+    """
+    check_tables(tables, plan.trained_stacks)
+    trained = {stack.name: tables[stack.name] for stack in plan.trained_stacks}
+
+    def init_shard(tables):
+        return {
+            stack.name: init_state(tables[stack.name], stack, plan)
+            for stack in plan.trained_stacks
+        }
+
+    in_shards = functools.partial(
+        on_shards, init_shard, plan, in_specs=(table_specs(trained, plan),)
+    )
+    # The structure of the states says which leaves are sharded.
+    structure = jax.eval_shape(in_shards(out_specs=PartitionSpec()), trained)
+    return in_shards(out_specs=slot_specs(structure, plan))(trained)
+
+
+@takes(gradients=GRADIENTS, plan=PLAN)
+@functools.partial(jax.jit, static_argnames="plan")
+def apply_gradients(
+    tables: dict[str, PackedRows],
+    slots: dict[str, Any],
+    gradients: TableGradients,
+    plan: EmbeddingPlan,
+    gradient_norm: Any = None,
+) -> tuple[dict[str, PackedRows], dict[str, Any]]:
+    """Updates the touched rows of tables and slot variables: one step.
+
+    The update is in place if the caller's `jit` donates them. Stacks without an
+    optimizer stay as they are.
+
+    Every call is one step for all trained tables, as in TensorFlow and optax. Step
+    counts and schedules advance also for a table that the step did not look up. With
+    `every_row`, such a table moves with its momentum. So call it once per step: `add`
+    sums the gradients of several lookups.
+
+    Args:
+      tables: stack name to packed rows.
+      slots: stack name to optimizer state, from `init_slots`.
+      gradients: from `compute_gradients`, or a sum of several.
+      plan: of the layer.
+      gradient_norm: norm of the gradients of the whole model, a float32 scalar, for
+        optimizers with `global_clipnorm`. None: that of these tables.
+
+    Returns:
+      New tables and slots. Rows that the step did not look up keep their bits, unless
+      the optimizer is one for every row.
+
+    Raises:
+      TypeError: if the gradients are not those of `compute_gradients`.
+      ValueError: if tables, slots or gradients belong to another plan.
+    """
+    _check_gradients(gradients, plan)
+    check_tables(tables, plan.trained_stacks)
+    check_slots(slots, plan.trained_stacks)
+    _check_states(tables, slots, plan)
+    if gradient_norm is None and takes_model_norm(plan):
+        gradient_norm = global_norm(gradients)
+    moved, resting = [], []
+    for stack in plan.trained_stacks:
+        moves = stack.name in gradients.stacks or stack.optimizer.rows == "every"
+        (moved if moves else resting).append(stack)
+    if resting:
+        slots = _step_without_gradients(slots, resting, plan)
+    if not moved:
+        return tables, slots
+    return _move_rows(tables, slots, gradients, gradient_norm, moved, plan)
+
+
+def _move_rows(
+    tables: dict[str, PackedRows],
+    slots: dict[str, Any],
+    gradients: TableGradients,
+    gradient_norm: Any,
+    stacks: list[TrainedStackPlan],
+    plan: EmbeddingPlan,
+) -> tuple[dict[str, PackedRows], dict[str, Any]]:
+    """Applies the gradients of some stacks; rules for every row need none."""
+    old_tables = {stack.name: tables[stack.name] for stack in stacks}
+    old_slots = {stack.name: slots[stack.name] for stack in stacks}
+
+    def rounds_of(gradients, stack):
+        if stack.name not in gradients.stacks:
+            return gradient_of_no_row(stack.layout)
+        return gradient_rounds(gradient_of_stack(gradients, stack), stack, plan)
+
+    def apply_shard(tables, slots, gradients, norm):
+        squares = None if norm is None else lambda: jnp.square(norm)
+        with model_gradient_context(squares):
+            return {
+                stack.name: apply_gradient(
+                    tables[stack.name],
+                    slots[stack.name],
+                    rounds_of(gradients, stack),
+                    stack,
+                    plan,
+                )
+                for stack in stacks
+            }
+
+    of_tables = table_specs(old_tables, plan)
+    of_slots = slot_specs(old_slots, plan)
+    results = on_shards(
+        apply_shard,
+        plan,
+        in_specs=(of_tables, of_slots, plan.sample_spec, PartitionSpec()),
+        out_specs={name: (of_tables[name], of_slots[name]) for name in of_tables},
+    )(old_tables, old_slots, gradients, gradient_norm)
+    new_tables = tables | {name: result[0] for name, result in results.items()}
+    return new_tables, slots | {name: result[1] for name, result in results.items()}
+
+
+def _step_without_gradients(
+    slots: dict[str, Any], stacks: list[TrainedStackPlan], plan: EmbeddingPlan
+) -> dict[str, Any]:
+    """Advances what belongs to no row, in stacks of which no row moves.
+
+    Tables and slot variables take no part, so XLA has nothing to copy.
+    """
+    shapes = {
+        stack.name: jax.eval_shape(lambda x: x, slots[stack.name]) for stack in stacks
+    }
+
+    def step_shard(values):
+        return {
+            stack.name: values_of(
+                step_without_gradient(
+                    with_values(shapes[stack.name], values[stack.name]), stack, plan
+                )
+            )
+            for stack in stacks
+        }
+
+    values = {stack.name: values_of(slots[stack.name]) for stack in stacks}
+    everywhere = PartitionSpec()
+    new = on_shards(step_shard, plan, in_specs=everywhere, out_specs=everywhere)(values)
+    return slots | {
+        name: with_values(slots[name], of_stack) for name, of_stack in new.items()
+    }
+
+
+def _check_states(
+    tables: dict[str, PackedRows], slots: dict[str, Any], plan: EmbeddingPlan
+) -> None:
+    """Refuses optimizer states of other optimizers, or of other storage types."""
+    expected = jax.eval_shape(functools.partial(init_slots, plan=plan), tables)
+    for stack in plan.trained_stacks:
+        wanted, found = (jax.tree.structure(s[stack.name]) for s in (expected, slots))
+        if wanted != found:
+            raise ValueError(
+                f"slots[{stack.name!r}] must be the state of the plan's optimizer,\n"
+                f"  {wanted}, got\n  {found}.\nUse the slots that init_slots made "
+                "for this plan."
+            )
+
+
+def takes_model_norm(plan: EmbeddingPlan) -> bool:
+    """Returns True if an optimizer of the plan's tables asks for the model's norm."""
+    return any(stack.optimizer.takes_model_norm for stack in plan.trained_stacks)
+
+
+def _check_gradients(gradients: TableGradients, plan: EmbeddingPlan) -> None:
+    """Refuses gradients of another plan."""
+    if gradients.plan.stacks != plan.stacks:
+        raise ValueError(
+            "gradients must be those of the plan's tables, got gradients that were "
+            "computed with another plan; use one plan for the whole step."
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("shapes", "plan"))
+def _route(
+    shardables: list[ShardableInput],
+    shapes: tuple[FeatureShape, ...],
+    plan: EmbeddingPlan,
+) -> dict[str, RoutedStack]:
+    """Routes all stacks, compiled even if the caller does not use `jit`."""
+
+    def route_shard(shardables):
+        inputs = [
+            to_feature_input(shardable, shape)
+            for shardable, shape in zip(shardables, shapes, strict=True)
+        ]
+        return {
+            stack.name: route_stack(
+                [inputs[i] for i in plan.features_of(stack)], stack, plan
+            )
+            for stack in plan.used_stacks
+        }
+
+    return on_shards(
+        route_shard, plan, in_specs=plan.sample_spec, out_specs=plan.sample_spec
+    )(shardables)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _read_rows(
+    tables: dict[str, PackedRows], routed: dict[str, RoutedStack], plan: EmbeddingPlan
+) -> dict[str, StackLookup]:
+    """Reads the rows of all stacks, compiled even if the caller does not use `jit`."""
+
+    def read_shard(tables, routed):
+        return {
+            stack.name: read_stack(tables[stack.name], routed[stack.name], stack, plan)
+            for stack in plan.used_stacks
+        }
+
+    return on_shards(
+        read_shard,
+        plan,
+        in_specs=(table_specs(tables, plan), plan.sample_spec),
+        out_specs=plan.sample_spec,
+    )(tables, routed)
+
+
+def _feature_shapes(leaves: list[Any], plan: EmbeddingPlan) -> list[FeatureShape]:
+    shapes = [
+        feature_shape(ids, feature, plan)
+        for ids, feature in zip(leaves, plan.features, strict=True)
+    ]
+    refuse_unequal_batches(
+        (feature, shape.batch_size)
+        for shape, feature in zip(shapes, plan.features, strict=True)
+    )
+    return shapes
+
+
+def _collect_activations(
+    results: dict[str, StackLookup],
+    shapes: tuple[FeatureShape, ...],
+    plan: EmbeddingPlan,
+) -> Any:
+    activations: list[Any] = [None] * len(plan.features)
+    for stack in plan.used_stacks:
+        for i, of_feature in zip(
+            plan.features_of(stack), results[stack.name].activations, strict=True
+        ):
+            per_sample = max(1, shapes[i].sequence_length)
+            if len(plan.batch_axes) < len(plan.sample_axes):
+                of_feature = constrain(of_feature, plan, plan.batch_sharding.spec)
+            used = of_feature[: shapes[i].batch_size * per_sample]
+            activations[i] = used.reshape(shapes[i].output_shape)
+    return plan.unflatten(activations)
+
+
+def _activation_spec(shape: FeatureShape, plan: EmbeddingPlan) -> PartitionSpec:
+    """Returns the partition of activations; whole if the batch axes do not divide."""
+    divides = shape.output_shape[0] % plan.num_batch_shards == 0
+    return plan.batch_sharding.spec if divides else PartitionSpec()
+
+
+def _to_shardable(ids: Any, shape: FeatureShape, plan: EmbeddingPlan) -> ShardableInput:
+    """Fills up a batch; NumPy arrays are converted before JAX sees them."""
+    fill_up = functools.partial(to_shardable, shape=shape, plan=plan)
+    if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(ids)):
+        fill_up = in_auto_axes(fill_up, plan, plan.sample_spec)
+    return fill_up(ids)
+
+
+def _collect_stats(results: dict[str, StackLookup], plan: EmbeddingPlan) -> LookupStats:
+    out_of_range = {}
+    for stack in plan.used_stacks:
+        counts = results[stack.name].out_of_range
+        for i, count in zip(plan.features_of(stack), counts, strict=True):
+            out_of_range[plan.features[i].name] = jnp.sum(count)
+    sent = {name: result.routing.sent for name, result in results.items()}
+    return LookupStats(
+        rounds={name: result.rounds[0] for name, result in results.items()},
+        out_of_range=out_of_range,
+        num_ids={name: jnp.sum(ids.num_ids) for name, ids in sent.items() if ids},
+        requested_rows={
+            name: jnp.sum(ids.requested_rows, axis=0)
+            for name, ids in sent.items()
+            if ids
+        },
+    )
+
+
+def _to_shards(
+    cotangent: jax.Array,
+    shape: FeatureShape,
+    feature: FeaturePlan,
+    plan: EmbeddingPlan,
+) -> jax.Array:
+    """Reshapes a cotangent to its feature's samples over all shards, and pads it."""
+    if getattr(cotangent, "shape", None) != shape.output_shape:
+        raise ValueError(
+            f"The cotangent of feature {feature.name!r} must have the shape of its "
+            f"activations, {shape.output_shape}, got "
+            f"{getattr(cotangent, 'shape', cotangent)}; zeros are for an activation "
+            "that the loss does not use."
+        )
+    per_sample = max(1, shape.sequence_length)
+    dim = shape.output_shape[-1]
+    cotangent = cotangent.astype(jnp.float32).reshape(-1, dim)
+    num_samples = plan.num_shards * shape.samples_per_shard * per_sample
+    return jnp.pad(cotangent, ((0, num_samples - cotangent.shape[0]), (0, 0)))

@@ -1,0 +1,92 @@
+"""Lets the processes of a job agree on the sizes of ragged features.
+
+Each process knows the ids of its own samples only. If two chose different sizes, they
+would compile different programs and wait for each other for ever. So they exchange
+their demands for each batch, and choose from the same ones. The exchange takes some
+milliseconds of the thread that loads batches, and no device.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from tpu_embedding.distributed.job import current_job
+from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand
+
+_numbers: weakref.WeakKeyDictionary[BufferSizes, int] = weakref.WeakKeyDictionary()
+_next_number = 1
+
+
+def agree_on_demands(
+    demands: Sequence[RaggedDemand], sizes: BufferSizes | None
+) -> list[RaggedDemand]:
+    """Returns the demands of all processes together, for the same batch.
+
+    Args:
+      demands: of all ragged features of this process's part.
+      sizes: whose history the demands enter. Processes use the objects of a program in
+        the same order.
+
+    Raises:
+      RuntimeError: in a process that has no part in the job, such as a loader's.
+      ValueError: if the processes have different features or numbers of samples.
+    """
+    job = current_job()
+    if job.num_processes == 1:
+        raise RuntimeError(
+            "Ragged features with samples='process' are prepared in the process that "
+            "trains, because all processes agree on their sizes, and this one is a "
+            "loader process; send it ids, and prepare them where they arrive."
+        )
+    merged = job.exchange(
+        _name_of(sizes),
+        [dataclasses.asdict(demand) for demand in demands],
+        _merge,
+    )
+    if isinstance(merged, str):
+        raise ValueError(merged)
+    return [RaggedDemand(**demand) for demand in merged]
+
+
+def abandon_agreement(sizes: BufferSizes) -> None:
+    """Ends the wait of a thread that loads a batch ahead, because the run ends."""
+    current_job().abandon(_name_of(sizes))
+
+
+def _name_of(sizes: BufferSizes | None) -> str:
+    return f"sizes of ragged features {_number_of(sizes)}"
+
+
+def _number_of(sizes: BufferSizes | None) -> int:
+    global _next_number
+    if sizes is None:
+        return 0
+    if sizes not in _numbers:
+        _numbers[sizes] = _next_number
+        _next_number += 1
+    return _numbers[sizes]
+
+
+def _merge(demands: list[list[dict[str, Any]]]) -> list[dict[str, Any]] | str:
+    """Joins the demands of all processes, or says what keeps them apart."""
+    fixed = [
+        [(each["feature_name"], each["samples_per_shard"]) for each in of_process]
+        for of_process in demands
+    ]
+    for process, of_process in enumerate(fixed):
+        if of_process != fixed[0]:
+            return (
+                "All processes must have the same ragged features and numbers of "
+                f"samples per device, got {dict(fixed[0])} on process 0 and "
+                f"{dict(of_process)} on process {process}."
+            )
+    return [
+        same[0]
+        | {"num_ids": max(each["num_ids"] for each in same)}
+        | {
+            name: sum(each[name] for each in same)
+            for name in ("num_samples", "valence_sum", "valence_square_sum")
+        }
+        for same in zip(*demands, strict=True)
+    ]

@@ -1,0 +1,229 @@
+"""Chooses the static sizes of ragged features.
+
+A compiled step needs a fixed number of places per ragged feature and shard. Each new
+combination of sizes is one more compilation. `BufferSizes` therefore remembers sizes
+from batch to batch, and changes those of all features at once.
+"""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Final
+
+_SMALLEST_BUFFER: Final = 8
+
+_DEVIATIONS: Final = 6.0
+"""Headroom above the mean number of ids of a shard, in standard deviations."""
+
+_DEVIATIONS_PER_GROWTH: Final = 3.0
+"""Additional headroom after each growth, which shows that the last was too small."""
+
+_GROWTH_FACTOR: Final = 1.25
+"""Room of an outgrown buffer per id that it had to hold, for drifting data."""
+
+_QUIET_GROWTHS: Final = 3
+"""Growths without a warning: a new stream of batches needs one or two."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedDemand:
+    """Facts of one ragged feature in one batch.
+
+    Attributes:
+      feature_name: name of the feature.
+      expected_valence: as in `FeatureConfig`.
+      samples_per_shard: samples of each shard, the last ones filled up.
+      num_ids: ids of the fullest shard, which the buffer has to hold.
+      num_samples: samples of the batch.
+      valence_sum: sum of the numbers of ids per sample.
+      valence_square_sum: sum of their squares.
+    """
+
+    feature_name: str
+    expected_valence: float | int | None
+    samples_per_shard: int
+    num_ids: int
+    num_samples: int
+    valence_sum: float
+    valence_square_sum: float
+
+
+class BufferSizes:
+    """Buffer sizes of ragged features, remembered from batch to batch.
+
+    Pass one object to all calls of `prepare_features`; `TPUEmbedding.prepare` has one
+    of its own. A batch that fits the present sizes uses them. When a feature outgrows
+    its buffer, the buffers of all ragged features are sized anew, together. Each gets
+    room for at least six standard deviations above the mean of all batches so far. A
+    stationary stream thus settles after one or two compilations. No id is ever lost.
+    Buffers never shrink.
+
+    `FeatureConfig.expected_valence` sets the first size of a feature. Without it, the
+    first batch does. Each batch size, and each subset of the ragged features, has sizes
+    of its own.
+
+    The object lives on the host. It can be pickled; a loader process continues with its
+    own copy. Prepare some batches before you start such processes, so that all begin
+    with the same sizes.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> plan = te.make_plan({"watched": te.FeatureConfig(table=table)})
+      >>> sizes = te.inputs.BufferSizes()
+      >>> for lists in ([[1, 2, 3], [4]], [[5], [6, 7]], [[8, 9], []]):
+      ...     batch = {"watched": te.RaggedIds.from_lists(lists)}
+      ...     prepared = te.inputs.prepare_features(batch, plan, sizes=sizes)
+      >>> sizes.num_combinations
+      1
+    """
+
+    def __init__(self):
+        self._valences: dict[str, _Valence] = {}
+        self._buffers: dict[tuple[tuple[str, int], ...], _Buffers] = {}
+        self._combinations: set[tuple[tuple[str, int, int], ...]] = set()
+
+    @property
+    def num_combinations(self) -> int:
+        """Distinct combinations of sizes so far; a step compiles once for each."""
+        return len(self._combinations)
+
+    @property
+    def num_growths(self) -> int:
+        """Times that a feature outgrew its buffer, and all were sized anew."""
+        return sum(buffers.num_growths for buffers in self._buffers.values())
+
+    def choose(self, demands: Sequence[RaggedDemand]) -> list[int]:
+        """Returns the ids per shard of each feature's buffer. All hold their batch.
+
+        Args:
+          demands: of all ragged features of one batch.
+
+        Warns:
+          UserWarning: at each growth after the third, naming the feature that grew.
+        """
+        for demand in demands:
+            valence = self._valences.setdefault(demand.feature_name, _Valence())
+            valence.add(demand)
+        key = tuple((each.feature_name, each.samples_per_shard) for each in demands)
+        buffers = self._buffers.setdefault(key, _Buffers())
+        sizes = buffers.sizes
+        if sizes is None:
+            sizes = [self._first_size(demand) for demand in demands]
+        elif any(d.num_ids > size for d, size in zip(demands, sizes, strict=True)):
+            buffers.num_growths += 1
+            deviations = _DEVIATIONS + _DEVIATIONS_PER_GROWTH * buffers.num_growths
+            grown = [
+                max(size, self._size(demand, demand.num_ids > size, deviations))
+                for demand, size in zip(demands, sizes, strict=True)
+            ]
+            if buffers.num_growths > _QUIET_GROWTHS:
+                _warn_of_growth(demands, sizes, grown, buffers.num_growths)
+            sizes = grown
+        buffers.sizes = sizes
+        if demands:
+            self._combinations.add(
+                tuple((*of, n) for of, n in zip(key, sizes, strict=True))
+            )
+        return list(sizes)
+
+    def _first_size(self, demand: RaggedDemand) -> int:
+        if demand.expected_valence is not None:
+            size = _expected_size(demand)
+            if demand.num_ids <= size:
+                return size
+        return self._size(demand, False, _DEVIATIONS)
+
+    def _size(self, demand: RaggedDemand, is_outgrown: bool, deviations: float) -> int:
+        valence = self._valences[demand.feature_name]
+        needed = demand.num_ids * (_GROWTH_FACTOR if is_outgrown else 1)
+        usual = valence.bound(demand.samples_per_shard, deviations)
+        return _round_up(math.ceil(max(needed, usual)))
+
+    def __repr__(self) -> str:
+        latest = [
+            f"{name}[{samples}]={size}"
+            for key, buffers in self._buffers.items()
+            for (name, samples), size in zip(key, buffers.sizes or (), strict=True)
+        ]
+        return f"BufferSizes({', '.join(latest)})"
+
+
+def size_of_batch(demand: RaggedDemand) -> int:
+    """Returns a size for one batch, without a memory of others.
+
+    The expected size, doubled until it holds the batch.
+    """
+    size = _SMALLEST_BUFFER
+    if demand.expected_valence is not None:
+        size = _expected_size(demand)
+    while size < demand.num_ids:
+        size *= 2
+    return size
+
+
+@dataclasses.dataclass
+class _Buffers:
+    """The present sizes of one set of features and batch sizes."""
+
+    sizes: list[int] | None = None
+    num_growths: int = 0
+
+
+@dataclasses.dataclass
+class _Valence:
+    """Moments of a feature's number of ids per sample, over all batches."""
+
+    num_samples: int = 0
+    sum: float = 0.0
+    square_sum: float = 0.0
+
+    def add(self, demand: RaggedDemand) -> None:
+        self.num_samples += demand.num_samples
+        self.sum += demand.valence_sum
+        self.square_sum += demand.valence_square_sum
+
+    def bound(self, num_samples: int, deviations: float) -> float:
+        """Returns an upper bound on the ids of some independent samples."""
+        mean = self.sum / self.num_samples
+        variance = max(0.0, self.square_sum / self.num_samples - mean**2)
+        return num_samples * mean + deviations * math.sqrt(num_samples * variance)
+
+
+def _expected_size(demand: RaggedDemand) -> int:
+    assert demand.expected_valence is not None
+    return max(1, round(demand.expected_valence * demand.samples_per_shard))
+
+
+def _round_up(size: int) -> int:
+    """Rounds up to a multiple of 8, and of an eighth of the power of two below.
+
+    Coarse steps let streams that differ a little share their sizes.
+    """
+    step = max(_SMALLEST_BUFFER, 1 << max(0, size.bit_length() - 4))
+    return max(1, -(-size // step)) * step
+
+
+def _warn_of_growth(
+    demands: Sequence[RaggedDemand],
+    sizes: Sequence[int],
+    grown: Sequence[int],
+    num_growths: int,
+) -> None:
+    changes, ways_out = [], []
+    for demand, size, new_size in zip(demands, sizes, grown, strict=True):
+        if demand.num_ids > size:
+            name = repr(demand.feature_name)
+            changes.append(
+                f"{name} had {demand.num_ids} ids on one device and room for {size}, "
+                f"it now gets {new_size}"
+            )
+            ways_out.append(f"{new_size / demand.samples_per_shard:.3g} for {name}")
+    warnings.warn(
+        f"Ragged features outgrew their buffers, growth {num_growths}: "
+        f"{'; '.join(changes)}. The step compiles once more. Set "
+        "FeatureConfig.expected_valence, the ids per sample with headroom, to "
+        f"{', '.join(ways_out)}.",
+        stacklevel=4,
+    )

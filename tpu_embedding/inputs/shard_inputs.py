@@ -1,0 +1,487 @@
+"""Converts the ids that the user passes into the input of each shard.
+
+Each shard gets consecutive samples. If the batch size is no multiple of the number of
+shards, samples without ids fill up the last shards. Their activations are cut off.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from tpu_embedding.combiners import CustomCombiner
+from tpu_embedding.config import FeatureConfig
+from tpu_embedding.inputs.forms import is_integer, is_real
+from tpu_embedding.lookup._flatten import FeatureInput
+from tpu_embedding.lookup._running import running_sum
+from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan
+from tpu_embedding.types import (
+    PADDING_ROW_ID,
+    AxisSize,
+    DenseIds,
+    FeatureIds,
+    IdArray,
+    RaggedIds,
+    ShardedRaggedIds,
+    SparseIds,
+)
+
+PREPARE_AGAIN: Final = (
+    "pass the raw ids through prepare of the layer that looks them up, or through "
+    "prepare_features with its plan"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeatureShape:
+    """The sizes of one feature in one batch.
+
+    Attributes:
+      batch_size: samples of the batch.
+      samples_per_shard: samples of each shard, after filling up.
+      sequence_length: ids of a sample that are looked up one by one; 0: the ids of a
+        sample are combined.
+      output_shape: shape of the activations, `dim` included.
+      custom_combiner: combines the ids of a sample; None: the table's combiner does, or
+        the ids are a sequence.
+      default_id: row of samples without ids, or None.
+    """
+
+    batch_size: AxisSize
+    samples_per_shard: AxisSize
+    sequence_length: int
+    output_shape: tuple[AxisSize, ...]
+    custom_combiner: CustomCombiner | None = None
+    default_id: int | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardableInput:
+    """A feature whose arrays can be split by shard along their first axis.
+
+    Attributes:
+      ids: int32, dense `[num_shards * samples_per_shard, valence]` or ragged
+        `[num_shards, values_per_shard]`. Global, or per shard inside `shard_map`.
+      weights: float32 like `ids`, or None.
+      row_splits: int32 `[num_shards, samples_per_shard + 1]`; None if dense.
+      is_sample: bool `[num_shards * samples_per_shard]`, as in `FeatureInput`.
+    """
+
+    ids: Array
+    weights: Array | None
+    row_splits: Array | None
+    is_sample: Array | None = None
+
+
+def as_dense_ids(
+    ids: FeatureIds,
+) -> DenseIds | RaggedIds | SparseIds | ShardedRaggedIds:
+    """Wraps a plain array of ids in `DenseIds`; returns other ids as they are."""
+    if isinstance(ids, DenseIds | RaggedIds | SparseIds | ShardedRaggedIds):
+        return ids
+    return DenseIds(ids=ids)
+
+
+def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
+    """Joins a nest of dense ids with the same nest of weights.
+
+    Raises:
+      TypeError: if a feature with weights is ragged.
+    """
+    joined = []
+    plan = plan.for_batch(features)
+    leaves = plan.flatten_inputs(features)
+    for ids, weight, feature in zip(
+        leaves, plan.flatten_inputs(weights, "weights"), plan.inputs, strict=True
+    ):
+        if weight is None:
+            joined.append(ids)
+            continue
+        if isinstance(ids, RaggedIds | SparseIds | ShardedRaggedIds):
+            raise TypeError(
+                f"Weights of the ragged feature {feature.name!r} must be given to "
+                "prepare, together with its ids."
+            )
+        values = ids.ids if isinstance(ids, DenseIds) else ids
+        joined.append(DenseIds(ids=values, weights=weight))
+    return jax.tree.unflatten(plan.feature_tree, joined)
+
+
+def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> FeatureShape:
+    """Returns the sizes of a feature. It reads shapes and dtypes only.
+
+    Raises:
+      TypeError: if the ids are no integers, or ragged ids were not prepared.
+      ValueError: if the shape of the ids does not fit the feature's configuration.
+    """
+    ids = as_dense_ids(ids)
+    if isinstance(ids, RaggedIds | SparseIds):
+        raise TypeError(
+            f"Feature {feature.name!r} is a {type(ids).__name__}, whose size changes "
+            "from batch to batch; pass the batch through "
+            "tpu_embedding.inputs.prepare_features on the host first."
+        )
+    values = ids.values if isinstance(ids, ShardedRaggedIds) else ids.ids
+    check_dtypes(values, ids.weights, feature)
+    if isinstance(ids, ShardedRaggedIds):
+        if values.shape[0] != plan.num_shards:
+            raise ValueError(
+                f"Feature {feature.name!r} was prepared for {values.shape[0]} shards, "
+                f"but its layer has {plan.num_shards}; prepare it with that layer's "
+                "plan."
+            )
+        batch_size = ids.batch_size
+    else:
+        refuse_empty_batch(values, feature)
+        batch_size, _ = _matrix_shape(values)
+    refuse_weighted_sequence(ids.weights, feature)
+    is_ragged = isinstance(ids, ShardedRaggedIds)
+    length = _sequence_length(values, batch_size, is_ragged, feature)
+    custom_combiner = None
+    if length:
+        _refuse_default_id(feature)
+    else:
+        _refuse_missing_places(ids, feature)
+        if isinstance(feature.table.combiner, CustomCombiner):
+            custom_combiner = feature.table.combiner
+            _check_custom_combiner(ids, custom_combiner, feature)
+    leading = feature.config.output_shape
+    if leading is None:
+        leading = (batch_size, length) if length else (batch_size,)
+    return FeatureShape(
+        batch_size=batch_size,
+        samples_per_shard=-(-batch_size // plan.num_shards),
+        sequence_length=length,
+        output_shape=(*leading, feature.table.dim),
+        custom_combiner=custom_combiner,
+        default_id=feature.config.default_id,
+    )
+
+
+def refuse_unequal_batches(sizes: Iterable[tuple[FeaturePlan, AxisSize]]) -> None:
+    """Raises a ValueError for features of unequal batches without an output shape.
+
+    Args:
+      sizes: each feature and its number of samples. Sizes that only the run of an
+        exported program knows are not compared.
+    """
+    known = {
+        feature.name: size
+        for feature, size in sizes
+        if feature.config.output_shape is None and isinstance(size, int)
+    }
+    if len(set(known.values())) > 1:
+        first, *others = known
+        unequal = [name for name in others if known[name] != known[first]]
+        raise ValueError(
+            f"Features must have the same number of samples, got {known[first]} for "
+            f"feature {first!r} and {known[unequal[0]]} for feature {unequal[0]!r}; "
+            f"features that differ from {first!r}: {unequal}. Set "
+            "FeatureConfig.output_shape of a feature whose number is meant to differ."
+        )
+
+
+def refuse_empty_batch(ids: Any, feature: FeaturePlan) -> None:
+    """Raises a ValueError for dense ids without a sample."""
+    if _matrix_shape(ids)[0] == 0:
+        raise ValueError(
+            f"Feature {feature.name!r} must have at least one sample, got ids of shape "
+            f"{ids.shape}."
+        )
+
+
+def refuse_weighted_sequence(weights: Any, feature: FeaturePlan) -> None:
+    """Raises a ValueError for weights of a sequence, which would have no effect."""
+    if weights is not None and feature.config.max_sequence_length:
+        raise ValueError(
+            f"Feature {feature.name!r} has weights and max_sequence_length="
+            f"{feature.config.max_sequence_length}: a sequence is not combined, so "
+            "weights have no effect. Leave one of them out."
+        )
+
+
+def _refuse_default_id(feature: FeaturePlan) -> None:
+    if feature.config.default_id is not None:
+        raise ValueError(
+            f"FeatureConfig.default_id of feature {feature.name!r} is for samples that "
+            f"are combined, got {feature.config.default_id} with output_shape="
+            f"{feature.config.output_shape}, which makes sequences."
+        )
+
+
+def _refuse_missing_places(
+    ids: DenseIds | ShardedRaggedIds, feature: FeaturePlan
+) -> None:
+    """Refuses ragged ids whose empty samples have no place for the default id."""
+    default_id = feature.config.default_id
+    if default_id is None or not isinstance(ids, ShardedRaggedIds) or ids.min_valence:
+        return
+    raise ValueError(
+        f"Feature {feature.name!r} has default_id={default_id}, but its ragged ids "
+        "were prepared without one, so that samples without ids have no place for it; "
+        f"{PREPARE_AGAIN}."
+    )
+
+
+def _check_custom_combiner(
+    ids: DenseIds | ShardedRaggedIds, combiner: CustomCombiner, feature: FeaturePlan
+) -> None:
+    """Refuses weights, and more places than the combiner takes."""
+    if ids.weights is not None:
+        raise ValueError(
+            f"Feature {feature.name!r} must have no weights, got some: the "
+            "CustomCombiner of its table takes rows only. Use a feature with "
+            "max_sequence_length, and pool it in your model."
+        )
+    if isinstance(ids, DenseIds):
+        valence = _matrix_shape(ids.ids)[1]
+        if valence > combiner.max_valence:
+            raise ValueError(
+                f"Feature {feature.name!r} must have at most max_valence="
+                f"{combiner.max_valence} ids per sample, got ids of shape "
+                f"{ids.ids.shape}; raise CustomCombiner.max_valence."
+            )
+    elif ids.max_valence is None or ids.max_valence > combiner.max_valence:
+        raise ValueError(
+            f"Feature {feature.name!r} must have at most max_valence="
+            f"{combiner.max_valence} ids per sample, but its ragged ids were prepared "
+            f"for max_valence={ids.max_valence}; {PREPARE_AGAIN}."
+        )
+
+
+def max_custom_valence(config: FeatureConfig, batch_size: int) -> int | None:
+    """Returns the maximum number of ids of a sample; None without a custom combiner."""
+    is_sequence = config.max_sequence_length or (
+        config.output_shape is not None and math.prod(config.output_shape) != batch_size
+    )
+    combiners = [table.combiner for table in config.tables]
+    limits = [c.max_valence for c in combiners if isinstance(c, CustomCombiner)]
+    return None if is_sequence or not limits else min(limits)
+
+
+def _matrix_shape(ids: Any) -> tuple[AxisSize, int]:
+    """Returns the number of samples and of ids per sample, which is the last axis.
+
+    Ids of one axis have one id per sample.
+    """
+    if ids.ndim == 1:
+        return ids.shape[0], 1
+    return math.prod(ids.shape[:-1]), ids.shape[-1]
+
+
+def check_dtypes(ids, weights, feature: FeaturePlan) -> None:
+    """Refuses ids that are no integers, and weights of another shape.
+
+    Raises:
+      TypeError: if the ids are no array of integers.
+      ValueError: if the ids are a scalar, or weights have another shape than the ids.
+    """
+    if not hasattr(ids, "dtype"):
+        raise TypeError(
+            f"Ids of feature {feature.name!r} must be an array, got {ids!r}."
+        )
+    if isinstance(ids, np.ma.MaskedArray) or isinstance(weights, np.ma.MaskedArray):
+        raise TypeError(
+            f"Feature {feature.name!r} is a masked array, whose mask a step cannot "
+            "read; pass the batch through prepare first."
+        )
+    if not is_integer(ids.dtype):
+        raise TypeError(
+            f"Ids of feature {feature.name!r} must be integers, got dtype {ids.dtype}; "
+            f"{_way_to_integers(ids)}."
+        )
+    if ids.ndim == 0:
+        raise ValueError(
+            f"Ids of feature {feature.name!r} must have a batch axis, got a scalar."
+        )
+    if weights is None:
+        return
+    if not hasattr(weights, "dtype"):
+        raise TypeError(
+            f"Weights of feature {feature.name!r} must be an array, got "
+            f"{type(weights).__name__}; pass other forms to prepare."
+        )
+    if not is_real(weights.dtype):
+        raise TypeError(
+            f"Weights of feature {feature.name!r} must be real numbers, got dtype "
+            f"{weights.dtype}."
+        )
+    if weights.shape != ids.shape:
+        raise ValueError(
+            f"Weights of feature {feature.name!r} must have the shape of its ids, "
+            f"{ids.shape}, got {weights.shape}."
+        )
+
+
+def _way_to_integers(ids: Any) -> str:
+    """Returns the way from ids of another dtype to integers, for errors."""
+    kind = getattr(ids.dtype, "kind", "")
+    if kind in ("S", "U", "T"):
+        return "turn strings into ids with te.inputs.hash_ids or te.inputs.Vocabulary"
+    if kind == "O":
+        values = ids.ravel().tolist()
+        example = next((x for x in values if not isinstance(x, int)), values[:1])
+        return (
+            f"they hold {example!r}; strings need te.inputs.hash_ids or "
+            "te.inputs.Vocabulary"
+        )
+    return "convert them with .astype(int) if they are whole numbers"
+
+
+def to_shardable(ids: FeatureIds, shape: FeatureShape, plan: AnyPlan) -> ShardableInput:
+    """Fills up the batch to a multiple of the number of shards. Global."""
+    ids = as_dense_ids(ids)
+    assert not isinstance(ids, RaggedIds | SparseIds)
+    weights = None
+    if ids.weights is not None:
+        weights = jnp.asarray(ids.weights, jnp.float32)
+    if isinstance(ids, ShardedRaggedIds):
+        values = _to_int32(ids.values)
+        if values.shape[1] == 0:
+            # No place for an id in any shard; the stages want at least one.
+            values = jnp.full((values.shape[0], 1), PADDING_ROW_ID, jnp.int32)
+            weights = None
+        return ShardableInput(
+            ids=values, weights=weights, row_splits=jnp.asarray(ids.row_splits)
+        )
+    matrix = _to_int32(ids.ids).reshape(_matrix_shape(ids.ids))
+    if matrix.shape[1] == 0:
+        # No place for an id in any sample; the stages want at least one.
+        matrix = jnp.full((shape.batch_size, 1), PADDING_ROW_ID, jnp.int32)
+        weights = None
+    missing = plan.num_shards * shape.samples_per_shard - shape.batch_size
+    room = ((0, missing), (0, 0))
+    if weights is not None:
+        weights = jnp.pad(weights.reshape(matrix.shape), room)
+    is_sample = None
+    if missing and shape.default_id is not None:
+        is_sample = jnp.arange(shape.batch_size + missing) < shape.batch_size
+    return ShardableInput(
+        ids=jnp.pad(matrix, room, constant_values=PADDING_ROW_ID),
+        weights=weights,
+        row_splits=None,
+        is_sample=is_sample,
+    )
+
+
+def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureInput:
+    """Converts a feature into the input of the stages. Per shard."""
+    num_samples = shape.samples_per_shard
+    length = shape.sequence_length
+    if shape.custom_combiner is not None:
+        length = shape.custom_combiner.max_valence
+    ids, weights = shardable.ids, shardable.weights
+    if shardable.row_splits is None:
+        if not length:
+            return FeatureInput(
+                ids=ids.T.reshape(-1),
+                weights=None if weights is None else weights.T.reshape(-1),
+                sample_ids=None,
+                num_samples=num_samples,
+                valence=ids.shape[1],
+                is_sample=shardable.is_sample,
+            )
+        missing = max(0, length - ids.shape[1])
+        ids = jnp.pad(
+            ids[:, :length], ((0, 0), (0, missing)), constant_values=PADDING_ROW_ID
+        )
+        return FeatureInput(
+            ids=ids.reshape(-1),
+            weights=None,
+            sample_ids=None,
+            num_samples=num_samples * length,
+            valence=1,
+            custom_combiner=shape.custom_combiner,
+        )
+    ids = ids.reshape(-1)
+    sample_ids = sample_ids_of(shardable.row_splits[0], ids.shape[0])
+    is_used = sample_ids < num_samples
+    if not length:
+        return FeatureInput(
+            ids=jnp.where(is_used, ids, PADDING_ROW_ID),
+            weights=None if weights is None else weights.reshape(-1),
+            sample_ids=sample_ids,
+            num_samples=num_samples,
+            valence=1,
+        )
+    starts = shardable.row_splits[0].at[sample_ids].get(mode="clip")
+    positions = jnp.arange(ids.shape[0], dtype=jnp.int32) - starts
+    is_used &= positions < length
+    places = jnp.where(is_used, sample_ids * length + positions, num_samples * length)
+    sequences = jnp.full((num_samples * length,), PADDING_ROW_ID, jnp.int32)
+    return FeatureInput(
+        ids=sequences.at[places].set(ids, mode="drop"),
+        weights=None,
+        sample_ids=None,
+        num_samples=num_samples * length,
+        valence=1,
+        custom_combiner=shape.custom_combiner,
+    )
+
+
+def _sequence_length(
+    ids: Any, batch_size: AxisSize, is_ragged: bool, feature: FeaturePlan
+) -> int:
+    """Returns the length of a sample's sequence; 0 if its ids are combined.
+
+    Raises:
+      ValueError: if the shape of the ids does not fit the feature's configuration.
+    """
+    config = feature.config
+    if config.output_shape is None:
+        if config.max_sequence_length and ids.ndim == 1:
+            raise ValueError(
+                f"Feature {feature.name!r} has max_sequence_length="
+                f"{config.max_sequence_length}, so its ids must be ragged or of shape "
+                f"[batch, valence], got shape {ids.shape}."
+            )
+        if ids.ndim > 2:
+            raise ValueError(
+                f"Ids of feature {feature.name!r} must be ragged or have shape [batch] "
+                f"or [batch, valence], got {ids.shape}; set FeatureConfig.output_shape "
+                "to the shape itself to look up each id without combining."
+            )
+        return config.max_sequence_length
+    num_outputs = math.prod(config.output_shape)
+    if num_outputs == batch_size:
+        return 0
+    is_deep = ids.ndim > 2 and not is_ragged
+    if num_outputs % batch_size or (is_deep and num_outputs != math.prod(ids.shape)):
+        raise ValueError(
+            f"FeatureConfig.output_shape of feature {feature.name!r} must hold the "
+            f"{batch_size} samples of its ids, or a multiple of them, got "
+            f"{config.output_shape} for ids of shape {ids.shape}."
+        )
+    return num_outputs // batch_size
+
+
+def _to_int32(ids: IdArray) -> Array:
+    """Converts ids of any integer type to int32.
+
+    Ids that an int32 cannot hold stay out of range. They also stay too small or too
+    large, so that clipping finds the right end. NumPy converts its own 64-bit ids,
+    because JAX would keep their lower half only.
+    """
+    if np.dtype(ids.dtype).itemsize < 4 or ids.dtype == np.int32:
+        return jnp.asarray(ids, np.int32)
+    xp = np if isinstance(ids, np.ndarray) else jnp
+    is_large = ids > PADDING_ROW_ID
+    fits = (ids >= 0) & ~is_large
+    outside = xp.where(is_large, PADDING_ROW_ID - 1, -1)
+    return jnp.asarray(xp.where(fits, ids.astype(np.int32), outside), np.int32)
+
+
+def sample_ids_of(row_splits: Array, num_values: AxisSize) -> Array:
+    """Returns the sample of each value.
+
+    Places behind the last value get the number of samples.
+    """
+    ends = jnp.zeros((num_values,), jnp.int32).at[row_splits[1:]].add(1, mode="drop")
+    return running_sum(ends)

@@ -1,0 +1,126 @@
+"""Turns ids with coordinates into ragged ids, or into the matrix of a sequence.
+
+Coordinates usually come in row-major order. A comparison of neighbours detects it. Only
+other orders are sorted.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from tpu_embedding.inputs.forms import MAX_SAMPLES
+from tpu_embedding.inputs.shard_inputs import refuse_weighted_sequence
+from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.types import PADDING_ROW_ID, DenseIds, RaggedIds, SparseIds
+
+
+class Coordinates(NamedTuple):
+    """Places of ids.
+
+    Attributes:
+      samples: int32 `[num_values]`, sample of each id, in `[0, batch_size)`.
+      positions: int32 or int64 `[num_values]`, position within the sample.
+      batch_size: number of samples.
+    """
+
+    samples: np.ndarray
+    positions: np.ndarray
+    batch_size: int
+
+
+def from_sparse(
+    ids: SparseIds, weights: np.ndarray | None, feature: FeaturePlan
+) -> RaggedIds | DenseIds:
+    """Turns sparse ids into ragged ones, or into dense ones for sequences.
+
+    In a sequence, the last coordinate is a position, so places between ids stay empty.
+    Otherwise it only orders the ids of a sample.
+
+    Args:
+      ids: NumPy arrays that `read_ids` has checked; `values` are int32 and in range.
+      weights: float32 `[num_values]`, or None.
+      feature: its owner.
+
+    Raises:
+      ValueError: if a coordinate lies outside `dense_shape`, or two ids have one place
+        of a sequence.
+    """
+    coordinates = _coordinates(ids, feature)
+    values = np.asarray(ids.values)
+    length = feature.config.max_sequence_length
+    if length:
+        refuse_weighted_sequence(weights, feature)
+        return DenseIds(ids=_sequences(coordinates, values, length, feature))
+    samples, positions, batch_size = coordinates
+    if not _is_row_major(samples, positions):
+        order = np.lexsort((positions, samples))
+        values = values[order]
+        weights = None if weights is None else weights[order]
+    row_splits = np.zeros(batch_size + 1, np.int64)
+    np.cumsum(np.bincount(samples, minlength=batch_size), out=row_splits[1:])
+    return RaggedIds(values=values, row_splits=row_splits, weights=weights)
+
+
+def _coordinates(ids: SparseIds, feature: FeaturePlan) -> Coordinates:
+    indices = np.asarray(ids.indices).astype(np.int64, copy=False)
+    shape = [int(size) for size in ids.dense_shape]
+    # As unsigned numbers, negative coordinates are large too.
+    largest = indices.view(np.uint64)
+    for axis, size in enumerate(shape):
+        if len(indices) and largest[:, axis].max() >= size:
+            _raise_outside(ids, shape, feature)
+    # Narrow copies of the columns are faster to compare than the columns.
+    samples = indices[:, 0].astype(np.int32)
+    for axis in range(1, len(shape) - 1):
+        samples = samples * np.int32(shape[axis]) + indices[:, axis].astype(np.int32)
+    is_narrow = shape[-1] <= np.iinfo(np.int32).max
+    positions = indices[:, -1].astype(np.int32 if is_narrow else np.int64)
+    return Coordinates(samples, positions, math.prod(shape[:-1]))
+
+
+def _raise_outside(ids: SparseIds, shape: list[int], feature: FeaturePlan) -> None:
+    indices = np.asarray(ids.indices)
+    is_outside = ((indices < 0) | (indices >= np.asarray(shape))).any(axis=1)
+    i = int(is_outside.argmax())
+    raise ValueError(
+        f"indices of feature {feature.name!r} must lie within dense_shape {shape}, got "
+        f"{indices[i].tolist()} at value {i}."
+    )
+
+
+def _is_row_major(samples: np.ndarray, positions: np.ndarray) -> bool:
+    before, after = samples[:-1], samples[1:]
+    in_order = (after > before) | (positions[1:] >= positions[:-1])
+    return bool(in_order.all()) and bool((after >= before).all())
+
+
+def _sequences(
+    coordinates: Coordinates, values: np.ndarray, length: int, feature: FeaturePlan
+) -> np.ndarray:
+    """Returns the ids as int32 `[batch, length]`; those of later positions are cut."""
+    samples, positions, batch_size = coordinates
+    if batch_size * length > MAX_SAMPLES:
+        raise ValueError(
+            f"dense_shape of feature {feature.name!r}, a sequence of length {length}, "
+            f"must have at most {MAX_SAMPLES // length} samples, got {batch_size}."
+        )
+    is_kept = positions < length
+    places = samples[is_kept] * np.int64(length) + positions[is_kept]
+    _refuse_equal_places(places, length, feature)
+    matrix = np.full(batch_size * length, PADDING_ROW_ID, np.int32)
+    matrix[places] = values[is_kept]
+    return matrix.reshape(batch_size, length)
+
+
+def _refuse_equal_places(places: np.ndarray, length: int, feature: FeaturePlan) -> None:
+    if not (places[1:] > places[:-1]).all():
+        places = np.sort(places)
+    is_equal = places[1:] == places[:-1]
+    if is_equal.any():
+        place = int(places[is_equal.argmax()])
+        raise ValueError(
+            f"indices of feature {feature.name!r}, a sequence, must be unique, got "
+            f"sample {place // length} and position {place % length} "
+            f"{(places == place).sum()} times."
+        )

@@ -1,0 +1,6 @@
+"""What a program needs and a library does not: the command `tpu-embedding`.
+
+The layer imports nothing of this package. Each folder may be read, replaced or deleted
+alone: `cli` has the commands, `train` the training loop, `data` the readers of files,
+`jobs` the processes of a run, `compile_report`, `doctor` and `launch` a command each.
+"""

@@ -1,0 +1,154 @@
+"""Facts about a compiled program's treatment of tables, read from its optimised HLO.
+
+A train step promises three things. Tables and slot variables are updated in place. No
+array of their size is copied. Rows are gathered and scattered on SparseCore if the chip
+has one. The HLO shows all three, so tests check them without a TPU.
+"""
+
+import dataclasses
+import math
+from typing import Final
+
+import jax
+
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.packed_rows import RowLayout
+from tpu_embedding.tools.compile_report.hlo import Instruction, parse_module
+
+# Instructions that forward an array or update it in place.
+_WITHOUT_COPY: Final = frozenset(
+    {
+        "parameter",
+        "get-tuple-element",
+        "tuple",
+        "while",
+        "conditional",
+        "call",
+        "bitcast",
+        "opt-barrier",
+        "scatter",
+        "async-start",
+        "async-update",
+        "async-done",
+        "call-start",
+        "call-update",
+        "call-done",
+    }
+)
+_COPIES: Final = frozenset({"copy", "copy-start", "copy-done", "transpose"})
+_ALL_GATHERS: Final = frozenset({"all-gather", "all-gather-start"})
+_PALLAS: Final = "tpu_custom_call"
+_MIN_TABLE_SIZE: Final = 2**14
+"""Minimum elements per device (64 KiB) of the table-sized arrays in a report.
+
+Smaller arrays may have the size of a small table by chance. XLA also rightly moves
+small tables to on-chip memory.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramReport:
+    """Facts about a compiled train step; sizes in bytes per device.
+
+    Attributes:
+      argument_bytes: size of all inputs.
+      alias_bytes: size of the inputs that are updated in place.
+      temporary_bytes: size of temporaries, without inputs and outputs.
+      table_sized_copies: copy instructions with the size of a stacked table or slot
+        variable, or larger than all of them. Copies below 64 KiB per device are not
+        reported.
+      table_sized_passes: other instructions that write an array of such a size, except
+        scatters in place. Only an optimizer that updates every row needs them.
+      table_sized_all_gathers: all-gathers of such a size.
+      sparse_core_gathers: number of gathers on SparseCore.
+      sparse_core_scatters: number of scatters on SparseCore.
+      kernels: number of Pallas kernels.
+      sparse_core_relayouts: number of copies on SparseCore that change an array's
+        layout. Any is a defect.
+      all_to_alls: number of all-to-alls, including those of later rounds.
+    """
+
+    argument_bytes: int
+    alias_bytes: int
+    temporary_bytes: int
+    table_sized_copies: tuple[str, ...]
+    table_sized_passes: tuple[str, ...]
+    table_sized_all_gathers: tuple[str, ...]
+    sparse_core_gathers: int
+    sparse_core_scatters: int
+    kernels: int
+    sparse_core_relayouts: int
+    all_to_alls: int
+
+
+def inspect_program(
+    compiled: jax.stages.Compiled, plan: EmbeddingPlan
+) -> ProgramReport:
+    """Returns facts about a compiled program.
+
+    Args:
+      compiled: result of `jax.jit(...).lower(...).compile(...)`, for any platform.
+      plan: plan of the layer in the program; it gives the sizes of tables and slots.
+    """
+    text = compiled.as_text()
+    assert text is not None
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    sizes = {math.prod(layout.lines_shape) for layout in row_layouts(plan)}
+    instructions = list(parse_module(text).unfused_instructions())
+    large = [i for i in instructions if _is_table_sized(i, sizes)]
+    return ProgramReport(
+        argument_bytes=memory.argument_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        table_sized_copies=tuple(i.text for i in large if i.opcode in _COPIES),
+        table_sized_passes=tuple(
+            i.text for i in large if i.opcode not in _COPIES and not _is_in_place(i)
+        ),
+        table_sized_all_gathers=tuple(
+            i.text for i in large if i.opcode in _ALL_GATHERS
+        ),
+        sparse_core_gathers=text.count("OFFLOAD_GATHER"),
+        sparse_core_scatters=text.count("OFFLOAD_SCATTER"),
+        kernels=sum(
+            i.text_attribute("custom_call_target") == _PALLAS for i in instructions
+        ),
+        sparse_core_relayouts=text.count("OFFLOAD_DATA_FORMATTING"),
+        all_to_alls=sum(
+            i.base_opcode in ("all-to-all", "ragged-all-to-all") for i in instructions
+        ),
+    )
+
+
+def row_layouts(plan: EmbeddingPlan) -> list[RowLayout]:
+    """Returns the layouts of all stacked tables and slot variables of a plan."""
+    return [
+        layout
+        for stack in plan.stacks
+        for layout in (
+            stack.layout,
+            *(plan.slot_layout(stack, slot) for slot in stack.slots),
+        )
+    ]
+
+
+def _is_table_sized(instruction: Instruction, sizes: set[int]) -> bool:
+    """Returns True if a result has the size of a table or slot, or exceeds all."""
+    return any(
+        size >= _MIN_TABLE_SIZE and (size in sizes or size > max(sizes))
+        for size in instruction.sizes
+    )
+
+
+def _is_in_place(instruction: Instruction) -> bool:
+    """Returns True if an instruction updates in place or only forwards an operand.
+
+    A fusion updates in place if XLA names it after a scatter. A Pallas kernel does if
+    it declares that its output aliases an operand.
+    """
+    if instruction.opcode == "fusion":
+        return "scatter" in instruction.name
+    if instruction.opcode == "custom-call":
+        is_kernel = instruction.text_attribute("custom_call_target") == _PALLAS
+        return not is_kernel or "output_to_operand_aliasing" in instruction.attributes
+    return instruction.opcode in _WITHOUT_COPY

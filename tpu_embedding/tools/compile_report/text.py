@@ -1,0 +1,394 @@
+"""Text form of compile reports, which `tpu-embedding compile` prints.
+
+`html.py` shows the same rows and lines, with plots.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from tpu_embedding.hardware import HardwareInfo
+from tpu_embedding.plan.memory import format_bytes, format_table
+from tpu_embedding.tools.compile_report.bandwidth import Cost
+from tpu_embedding.tools.compile_report.memory import Memory
+from tpu_embedding.tools.compile_report.report import (
+    CompileReport,
+    NamedOperation,
+    ProgramTraffic,
+)
+from tpu_embedding.tools.compile_report.timeline import Timeline
+
+LOOPS_NOTE: Final = (
+    "one iteration of each data-dependent loop, such as one later round under skew, or "
+    "the gradients of repeated ids in one eighth of the places"
+)
+PROGRAMS_NOTE: Final = (
+    "memory per device; arguments include arrays that a program does not use"
+)
+_COST_HEAD: Final = ("HBM", "HBM time", "links", "link time")
+
+
+def format_report(report: CompileReport) -> str:
+    """Returns a report as text of several lines.
+
+    Args:
+      report: report from `compile_report`.
+    """
+    sections = [_format_head(report), report.plan]
+    if report.others:
+        sections += [_format_programs(report)]
+    sections += [_format_memory(report)]
+    if report.traffic is not None:
+        sections += [_format_traffic(report, report.traffic)]
+        sections += [_format_operations(report.traffic)]
+    if report.timeline is not None:
+        sections += [format_timeline(report.timeline)]
+    return "\n\n".join(sections)
+
+
+def _format_head(report: CompileReport) -> str:
+    return (
+        f"{title_of(report)}; traced in {report.trace_seconds:.1f} s, compiled in "
+        f"{report.compile_seconds:.1f} s by {versions_of(report)}\n"
+        f"compiler options: {options_of(report)}"
+    )
+
+
+def title_of(report: CompileReport) -> str:
+    """Returns the step's name, topology and number of devices."""
+    slices = f"{report.num_slices} slices of " if report.num_slices > 1 else ""
+    count = report.num_devices
+    devices = "device" if count == 1 else "devices"
+    return f"{report.name} on {slices}{report.topology}: {count} {devices}"
+
+
+def versions_of(report: CompileReport) -> str:
+    """Returns the package versions that compiled the step."""
+    return ", ".join(f"{name} {version}" for name, version in report.versions)
+
+
+def options_of(report: CompileReport) -> str:
+    """Returns the compiler options of the step."""
+    options = report.hardware.compiler_options
+    return " ".join(f"{name}={value}" for name, value in options) or "none"
+
+
+def format_comparison(reports: Sequence[CompileReport]) -> str:
+    """Returns a text table with a row for each report.
+
+    Args:
+      reports: reports of one step for several topologies.
+    """
+    rows = comparison_rows(reports)
+    return "per device and step; times are modelled\n" + format_table(rows)
+
+
+def comparison_rows(reports: Sequence[CompileReport]) -> list[tuple[str, ...]]:
+    """Returns the cells of the comparison: a head and a row for each report."""
+    rows: list[tuple[str, ...]] = [
+        (
+            "topology",
+            "devices",
+            "fits",
+            "largest program",
+            "memory",
+            "of HBM",
+            *_COST_HEAD,
+            "embedding HBM / minimum",
+            "compiled",
+        )
+    ]
+    for report in reports:
+        traffic = report.traffic
+        largest = max(report.programs, key=lambda program: program.memory.required)
+        memory = largest.memory
+        slices = f"{report.num_slices} x " if report.num_slices > 1 else ""
+        ratio, cost = "-", ("-",) * len(_COST_HEAD)
+        if traffic is not None:
+            ratio = _ratio(traffic.embedding.hbm_bytes, report.floor.hbm_bytes)
+            cost = cost_cells(traffic.total)
+        rows.append(
+            (
+                slices + report.topology,
+                str(report.num_devices),
+                "yes" if report.fits else "NO",
+                largest.name,
+                format_bytes(memory.required),
+                _share(memory.required, memory.capacity),
+                *cost,
+                ratio,
+                f"{sum(p.compile_seconds for p in report.programs):.1f} s",
+            )
+        )
+    return rows
+
+
+def _needs(memory: Memory) -> str:
+    """Returns required and available memory, and their difference."""
+    assert memory.available is not None
+    difference = format_bytes(abs(memory.available - memory.required))
+    return (
+        f"{format_bytes(memory.required)} of {format_bytes(memory.available)} HBM, "
+        f"{difference} {'free' if memory.fits else 'too much'}"
+    )
+
+
+def verdict_of(report: CompileReport) -> str:
+    """Returns the fit of the whole run, with the programs that do not fit."""
+    refused = [program for program in report.programs if not program.memory.fits]
+    if not refused:
+        return f"every program of the run fits ({len(report.programs)} of them)"
+    return "\n".join(
+        f"THE RUN DOES NOT FIT: {program.name} needs {_needs(program.memory)}"
+        for program in refused
+    )
+
+
+def program_rows(report: CompileReport) -> list[tuple[str, ...]]:
+    """Returns the cells of the table of a run's programs, under a head."""
+    rows: list[tuple[str, ...]] = [
+        (
+            "program",
+            "fits",
+            "needs",
+            "of HBM",
+            "arguments",
+            "outputs",
+            "temporaries",
+            "code",
+            "compiled",
+        )
+    ]
+    for program in report.programs:
+        memory = program.memory
+        arguments = memory.tables + memory.slots + memory.dense + memory.inputs
+        parts = (memory.outputs, memory.temporaries, memory.code)
+        has_run = program.compile_seconds > 0
+        rows.append(
+            (
+                program.name,
+                "yes" if memory.fits else "NO",
+                format_bytes(memory.required),
+                _share(memory.required, memory.capacity),
+                format_bytes(arguments + (memory.padding or 0)),
+                *("-" if size is None else format_bytes(size) for size in parts),
+                f"{program.compile_seconds:.1f} s" if has_run else "-",
+            )
+        )
+    return rows
+
+
+def program_remarks(report: CompileReport) -> list[str]:
+    """Returns the notes on programs beside the train step, and their refusals."""
+    return [
+        f"{program.name}: {remark}"
+        for program in report.others
+        for remark in (program.note, program.refusal)
+        if remark
+    ]
+
+
+def _format_programs(report: CompileReport) -> str:
+    return "\n".join(
+        (
+            verdict_of(report),
+            PROGRAMS_NOTE,
+            format_table(program_rows(report)),
+            *program_remarks(report),
+        )
+    )
+
+
+def memory_rows(memory: Memory) -> list[tuple[str, int]]:
+    """Returns the known parts of a device's memory, by name, with their bytes."""
+    rows = (
+        ("tables", memory.tables),
+        ("slot variables", memory.slots),
+        ("dense parameters and optimizer state", memory.dense),
+        ("inputs", memory.inputs),
+        ("tile padding of dense and inputs", memory.padding),
+        ("outputs", memory.outputs),
+        ("temporaries", memory.temporaries),
+        ("program code", memory.code),
+    )
+    return [(name, size) for name, size in rows if size is not None]
+
+
+def _format_memory(report: CompileReport) -> str:
+    memory = report.memory
+    verdict = "fits" if memory.fits else "DOES NOT FIT"
+    if memory.available is not None:
+        verdict += f": needs {_needs(memory)}"
+    if report.refusal:
+        verdict += f"\n{report.refusal}"
+    rows = [("memory of the train step per device", "", "of HBM")] + [
+        (name, format_bytes(size), _share(size, memory.capacity))
+        for name, size in memory_rows(memory)
+    ]
+    return f"{verdict}\n{format_table(rows)}"
+
+
+def traffic_rows(
+    report: CompileReport, traffic: ProgramTraffic
+) -> list[tuple[str, str, Cost]]:
+    """Returns name, number of operations and traffic of each row of the table."""
+    return [
+        *((row.name, str(row.num_operations), row.cost) for row in traffic.classes),
+        ("total", "", traffic.total),
+        *(
+            (f"  of which {row.name}", str(row.num_operations), row.cost)
+            for row in traffic.parts
+        ),
+        ("minimum of the embedding part", "", report.floor),
+    ]
+
+
+def _format_traffic(report: CompileReport, traffic: ProgramTraffic) -> str:
+    rows: list[tuple[str, ...]] = [("class of operation", "operations", *_COST_HEAD)]
+    rows += [
+        (name, count, *cost_cells(cost))
+        for name, count, cost in traffic_rows(report, traffic)
+    ]
+    minimum, found = report.floor, traffic.embedding
+    ratios = (
+        _ratio(found.hbm_bytes, minimum.hbm_bytes),
+        _ratio(
+            found.ici_bytes + found.dcn_bytes, minimum.ici_bytes + minimum.dcn_bytes
+        ),
+    )
+    rows.append(("embedding part / minimum", "", ratios[0], "", ratios[1], ""))
+    lines = [
+        f"modelled traffic per device and step, {bandwidths_of(report.hardware)}",
+        format_table(rows),
+    ]
+    if traffic.loops:
+        lines += [
+            "",
+            f"not in the total: {LOOPS_NOTE}",
+            format_table(loop_rows(traffic)),
+        ]
+    return "\n".join(lines)
+
+
+def loop_rows(traffic: ProgramTraffic) -> list[tuple[str, ...]]:
+    """Returns the cells of the table of data-dependent loops, under a head."""
+    rows: list[tuple[str, ...]] = [("loop", *_COST_HEAD)]
+    rows += [
+        (_origin(loop.source, loop.op_name), *cost_cells(loop.per_iteration))
+        for loop in traffic.loops
+    ]
+    return rows
+
+
+def bandwidths_of(hardware: HardwareInfo) -> str:
+    """Returns the peak bandwidths of one device as text."""
+    known = [
+        f"{name} {1e-9 * value / hardware.devices_per_chip:,.0f} GB/s"
+        for name, value in (
+            ("HBM", hardware.hbm_bytes_per_second),
+            ("links within the slice", hardware.ici_bytes_per_second),
+            ("links to other slices", hardware.dcn_bytes_per_second),
+        )
+        if value is not None
+    ]
+    return f"at peak {', '.join(known)}" if known else "bandwidths unknown"
+
+
+def _format_operations(traffic: ProgramTraffic) -> str:
+    return "\n\n".join(
+        f"{title}:\n{format_table(rows, num_left_aligned=4)}" if rows else title
+        for title, rows in operation_blocks(traffic)
+    )
+
+
+def operation_blocks(
+    traffic: ProgramTraffic,
+) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """Returns the lists of operations on SparseCore and of copied or moved tables.
+
+    Each list is a title and the cells of a table under a head. Without operations there
+    are no cells.
+    """
+    blocks = []
+    if traffic.sparse_core:
+        title = "operations on SparseCore"
+        blocks.append((title, _operation_rows(traffic.sparse_core)))
+    else:
+        blocks.append(("operations on SparseCore: none", []))
+    if traffic.table_copies:
+        title = "TABLES OR SLOT VARIABLES COPIED WITHIN HBM"
+        blocks.append((title, _operation_rows(traffic.table_copies)))
+    else:
+        blocks.append(("tables or slot variables copied within HBM: none", []))
+    if traffic.table_moves:
+        title = "small tables or slot variables moved between HBM and VMEM"
+        blocks.append((title, _operation_rows(traffic.table_moves)))
+    return blocks
+
+
+def format_timeline(timeline: Timeline) -> str:
+    """Returns the length of a step and SparseCore's busy time in one line."""
+    title, show = "modelled timeline", format_seconds
+    if timeline.axis == "order of the schedule":
+        title = "timeline in schedule order, because bandwidths are unknown"
+        show = lambda places: f"{places:.0f} places"  # noqa: E731
+    return (
+        f"{title}: the step takes {show(timeline.length)}; SparseCore is busy for "
+        f"{show(timeline.sparse_core)}, of which {show(timeline.overlap)} in parallel "
+        "with the TensorCore"
+    )
+
+
+def _operation_rows(operations: Sequence[NamedOperation]) -> list[tuple[str, ...]]:
+    """Returns the cells of a table of operations; equal operations share a row."""
+    counts: dict[tuple[str, ...], int] = {}
+    for operation in operations:
+        dims = ",".join(map(str, operation.dims))
+        row = (
+            operation.operation_class,
+            f"[{dims}]",
+            _origin(operation.source, operation.op_name),
+            operation.runs,
+            format_bytes(operation.hbm_bytes),
+        )
+        counts[row] = counts.get(row, 0) + 1
+    rows: list[tuple[str, ...]] = [
+        ("operation", "result", "source", "runs in", "HBM per run", "count")
+    ]
+    rows += [(*row, str(count)) for row, count in counts.items()]
+    return rows
+
+
+def _origin(source: str, op_name: str) -> str:
+    """Returns source line and JAX name of an operation, without the step's name."""
+    _, _, name = op_name.partition("/")
+    return " ".join(part for part in (source, name) if part) or "unknown"
+
+
+def cost_cells(cost: Cost) -> tuple[str, str, str, str]:
+    """Returns bytes and time over HBM, then over the links of both networks."""
+    links = format_bytes(cost.ici_bytes + cost.dcn_bytes)
+    seconds = cost.ici_seconds
+    if cost.dcn_bytes:
+        both = (cost.ici_seconds, cost.dcn_seconds)
+        seconds = None if None in both else max(s for s in both if s is not None)
+    return (
+        format_bytes(cost.hbm_bytes),
+        format_seconds(cost.hbm_seconds),
+        links,
+        format_seconds(seconds),
+    )
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Returns a time as text, in ms or us."""
+    if seconds is None:
+        return "unknown"
+    return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.1f} us"
+
+
+def _ratio(value: float, minimum: float) -> str:
+    return f"{value / minimum:.1f}x" if minimum else "-"
+
+
+def _share(size: int, capacity: int | None) -> str:
+    return "" if capacity is None else f"{100 * size / capacity:.1f} %"

@@ -1,0 +1,201 @@
+"""Meshes of TPU topologies to compile programs for, without TPUs.
+
+`libtpu`, which the `tpu` extra installs, compiles ahead of time for any named topology.
+No function of this module touches a device.
+"""
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from tpu_embedding.hardware import (
+    EXAMPLE_TOPOLOGIES,
+    MAX_SLICES,
+    TPU_GENERATIONS,
+    HardwareInfo,
+    hardware_by_name,
+)
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.rows.packed_rows import PackedRows
+
+Tree = TypeVar("Tree")
+
+_TOPOLOGY: Final = re.compile(r"(\w+):(-?\d{1,40}(?:x-?\d{1,40})*)", re.ASCII)
+
+# Variables while libtpu loads and describes a topology. Without the first two, libtpu
+# queries a metadata server and takes a lock file. They would hide the chips of a real
+# host from a later process, so they are put back. The others describe one host; without
+# a description libtpu prints warnings. It ends the process if the variables of a real
+# host hold something else than bounds.
+_HOST: Final = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_HOST_BOUNDS": "1,1,1",
+    "TPU_CHIPS_PER_HOST_BOUNDS": None,
+}
+
+
+def topology_mesh(
+    topology: str,
+    axis_names: Sequence[str] = ("shard",),
+    axis_sizes: Sequence[int] | None = None,
+    *,
+    num_slices: int = 1,
+) -> Mesh:
+    """Returns a mesh of the devices of one TPU slice or of several equal slices.
+
+    The grid must be one that slices of the generation have. libtpu builds others, too,
+    but for some it aborts the process.
+
+    Args:
+      topology: generation and chip grid of a slice, as in
+        `hardware.EXAMPLE_TOPOLOGIES`.
+      axis_names: names of the mesh axes.
+      axis_sizes: sizes of the mesh axes; None puts all devices on one axis.
+      num_slices: number of slices, from 1 to 256, connected by the data-centre
+        network. The mesh holds the devices slice by slice.
+
+    Returns:
+      A mesh to lower and compile for; it cannot hold arrays.
+
+    Raises:
+      ImportError: if libtpu is not installed.
+      ValueError: if the topology is unknown, or `num_slices` is out of range.
+    """
+    hardware = _hardware_of(topology)
+    if not 1 <= num_slices <= MAX_SLICES:
+        raise ValueError(
+            f"num_slices must be from 1 to {MAX_SLICES}, got {num_slices}."
+        )
+    try:
+        import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ImportError(
+            "Compiling for a TPU topology needs libtpu; install it with "
+            "pip install 'tpu-embedding[tpu]'."
+        ) from None
+    options: dict[str, Any] = {}
+    if hardware.chip_config_name is not None:
+        options["chip_config_name"] = hardware.chip_config_name
+    if num_slices > 1:
+        options["num_slices"] = num_slices
+    try:
+        with _environment(_HOST):
+            description = topologies.get_topology_desc(
+                topology_name=topology, platform="tpu", **options
+            )
+    except Exception as error:
+        raise _unknown(topology, str(error)) from error
+    devices = np.asarray(description.devices)
+    if axis_sizes is not None:
+        devices = devices.reshape(axis_sizes)
+    return Mesh(devices, tuple(axis_names))
+
+
+def _hardware_of(topology: str) -> HardwareInfo:
+    """Returns the hardware of a topology, after checking its name and grid."""
+    match = _TOPOLOGY.fullmatch(topology)
+    if match is None or match[1] not in TPU_GENERATIONS:
+        raise _unknown(topology, f"known generations: {', '.join(TPU_GENERATIONS)}")
+    hardware = hardware_by_name(match[1])
+    grid = tuple(map(int, match[2].split("x")))
+    shapes = hardware.slice_shapes
+    if shapes is None or not shapes.has(grid):
+        raise ValueError(_no_slice(topology, hardware, grid))
+    return hardware
+
+
+def _no_slice(topology: str, hardware: HardwareInfo, grid: tuple[int, ...]) -> str:
+    shapes = hardware.slice_shapes
+    assert shapes is not None
+    num_chips = math.prod(max(side, 1) for side in grid)
+    nearest = " and ".join(
+        f"{hardware.name}:{'x'.join(map(str, near))}"
+        for near in shapes.nearest(num_chips)
+    )
+    return (
+        f"topology {topology!r} does not exist; slices of {hardware.name} have "
+        f"{shapes.describe()}. Nearest in size: {nearest}."
+    )
+
+
+def _unknown(topology: str, reason: str) -> ValueError:
+    return ValueError(
+        f"topology {topology!r} is not known; give a generation and its chips, as in "
+        f"{list(EXAMPLE_TOPOLOGIES)}. ({reason})"
+    )
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str | None]) -> Iterator[None]:
+    """Sets environment variables within a context; None removes one."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set_variables(variables)
+    try:
+        yield
+    finally:
+        _set_variables(before)
+
+
+def _set_variables(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
+    """Returns the shapes of a train state with the shardings of a real state.
+
+    Args:
+      tree: pytree of arrays or `jax.ShapeDtypeStruct`, as from `nnx.eval_shape`.
+      plan: plan of the layer.
+
+    Returns:
+      The same tree of `jax.ShapeDtypeStruct`. Packed rows are sharded as their stack;
+      all other arrays are replicated.
+    """
+
+    def place(leaf: Any) -> Any:
+        if isinstance(leaf, PackedRows):
+            sharding = plan.rows_sharding(_stack_of(leaf, plan))
+            return jax.tree.map(lambda x: _struct(x, sharding), leaf)
+        return _struct(leaf, plan.replicated)
+
+    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, PackedRows))
+
+
+def _stack_of(rows: PackedRows, plan: EmbeddingPlan) -> StackPlan:
+    contents = rows.layout.contents
+    assert contents is not None
+    (stack,) = (
+        stack
+        for stack in plan.stacks
+        if stack.tables[0].name == contents.tables[0].name
+    )
+    return stack
+
+
+def abstract_batch(batch: Tree, plan: EmbeddingPlan) -> Tree:
+    """Returns the shapes of a batch with the shardings that `shard_batch` gives."""
+
+    def place(leaf: Any) -> Any:
+        divides = bool(leaf.ndim) and leaf.shape[0] % plan.num_batch_shards == 0
+        return _struct(leaf, plan.batch_sharding if divides else plan.replicated)
+
+    return jax.tree.map(place, batch)
+
+
+def _struct(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

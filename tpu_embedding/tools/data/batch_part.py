@@ -1,0 +1,230 @@
+"""Cuts a part out of a batch, and joins parts.
+
+A data set that cannot read a part of a batch returns the whole one. The training loop
+then keeps the samples of its process, and `slice_batch` cuts them out. Loader processes
+read a part each, and `join_batches` puts them together.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tpu_embedding.inputs.forms import HostIds, read_ids
+from tpu_embedding.tools.data.batch import Batch, DataError
+from tpu_embedding.types import (
+    PADDING_ROW_ID,
+    DenseIds,
+    FeatureIds,
+    RaggedIds,
+    SparseIds,
+)
+
+
+def slice_batch(batch: Batch, samples: range) -> Batch:
+    """Returns some consecutive samples of a batch.
+
+    Args:
+      batch: batch on the host, not prepared.
+      samples: positions within the batch, with a step of 1.
+
+    Returns:
+      A batch of `len(samples)` samples. Its `origin` takes positions within the part.
+
+    Raises:
+      DataError: if a feature has another number of samples than the labels.
+
+    Example:
+      >>> batch = Batch(
+      ...     features={"tags": RaggedIds.from_lists([[1, 2], [], [3]])},
+      ...     labels=np.zeros(3),
+      ...     weights=np.ones(3),
+      ...     origin="clicks.csv, line {}".format,
+      ... )
+      >>> part = slice_batch(batch, range(1, 3))
+      >>> part.features["tags"].row_splits.tolist(), part.origin(0)
+      ([0, 0, 1], 'clicks.csv, line 1')
+    """
+    first, end = samples.start, samples.stop
+    origin = batch.origin
+    return dataclasses.replace(
+        batch,
+        features={
+            name: _slice_feature(ids, samples, name, len(batch.labels))
+            for name, ids in batch.features.items()
+        },
+        dense=None if batch.dense is None else batch.dense[first:end],
+        labels=batch.labels[first:end],
+        weights=batch.weights[first:end],
+        origin=None if origin is None else lambda sample: origin(first + sample),
+    )
+
+
+def _slice_feature(
+    ids: FeatureIds, samples: range, name: str, batch_size: int
+) -> FeatureIds:
+    owner = f"feature {name!r}"
+    try:
+        read = read_ids(ids, owner)
+    except (TypeError, ValueError) as error:
+        raise DataError(str(error)) from error
+    if read.batch_shape[:1] != (batch_size,):
+        raise DataError(
+            f"The {owner} must have {batch_size} samples along its first axis, as many "
+            f"as the labels, got a batch of shape {read.batch_shape}."
+        )
+    part = _slice_ids(read, samples, owner)
+    if isinstance(part, DenseIds) and part.weights is None:
+        return part.ids
+    return part
+
+
+def _slice_ids(
+    read: HostIds, samples: range, owner: str
+) -> DenseIds | RaggedIds | SparseIds:
+    ids = read.ids
+    if isinstance(ids, DenseIds):
+        kept = slice(samples.start, samples.stop)
+        weights = None if ids.weights is None else np.asarray(ids.weights)[kept]
+        return DenseIds(ids=np.asarray(ids.ids)[kept], weights=weights)
+    if isinstance(ids, RaggedIds):
+        # One sample has several rows if the batch has further axes.
+        rows = read.batch_size // read.batch_shape[0]
+        splits = np.asarray(ids.row_splits)
+        splits = splits[samples.start * rows : samples.stop * rows + 1]
+        kept = slice(int(splits[0]), int(splits[-1]))
+        return RaggedIds(
+            values=np.asarray(ids.values)[kept],
+            row_splits=splits - splits[0],
+            weights=_slice_weights(ids.weights, kept, samples, owner),
+        )
+    indices = np.asarray(ids.indices)
+    kept = (indices[:, 0] >= samples.start) & (indices[:, 0] < samples.stop)
+    shape = np.array(ids.dense_shape)
+    shape[0] = len(samples)
+    first = np.zeros(indices.shape[1], indices.dtype)
+    first[0] = samples.start
+    return SparseIds(
+        indices=indices[kept] - first,
+        values=np.asarray(ids.values)[kept],
+        dense_shape=shape,
+        weights=_slice_weights(ids.weights, kept, samples, owner),
+    )
+
+
+def _slice_weights(
+    weights: Any, kept: slice | np.ndarray, samples: range, owner: str
+) -> Any:
+    """Returns the weights of the kept values, held as an array or like the ids."""
+    if weights is None:
+        return None
+    read = read_ids(weights, owner, "Weights")
+    if isinstance(read.ids, DenseIds):
+        return read.values[kept]
+    return _slice_ids(read, samples, owner)
+
+
+def join_batches(parts: Sequence[Batch]) -> Batch:
+    """Returns the samples of several batches in one; the inverse of `slice_batch`.
+
+    Args:
+      parts: batches on the host, not prepared, of one sample or more, whose features
+        have the same forms. Dense features may differ in valence.
+
+    Returns:
+      A batch without `origin`. Its arrays are copies.
+
+    Example:
+      >>> parts = [
+      ...     Batch(
+      ...         features={"tags": RaggedIds.from_lists(lists)},
+      ...         labels=np.zeros(len(lists)),
+      ...         weights=np.ones(len(lists)),
+      ...     )
+      ...     for lists in ([[1, 2], []], [[3]])
+      ... ]
+      >>> join_batches(parts).features["tags"].row_splits.tolist()
+      [0, 2, 2, 3]
+    """
+    first = parts[0]
+    dense = [part.dense for part in parts if part.dense is not None]
+    return Batch(
+        features={
+            name: _join_features([part.features[name] for part in parts], name)
+            for name in first.features
+        },
+        dense=_concatenate(dense) if dense else None,
+        labels=_concatenate([part.labels for part in parts]),
+        weights=_concatenate([part.weights for part in parts]),
+    )
+
+
+def _join_features(parts: Sequence[FeatureIds], name: str) -> FeatureIds:
+    joined = _join_ids([read_ids(ids, f"feature {name!r}").ids for ids in parts])
+    if isinstance(joined, DenseIds) and joined.weights is None:
+        return joined.ids
+    return joined
+
+
+def _join_ids(parts: Sequence[Any]) -> DenseIds | RaggedIds | SparseIds:
+    if isinstance(parts[0], DenseIds):
+        return DenseIds(
+            ids=_concatenate(
+                [_as_wide(part.ids, parts, PADDING_ROW_ID) for part in parts]
+            ),
+            weights=_join_weights(
+                [
+                    None if part.weights is None else _as_wide(part.weights, parts, 0)
+                    for part in parts
+                ]
+            ),
+        )
+    values = _concatenate([part.values for part in parts])
+    weights = _join_weights([part.weights for part in parts])
+    if isinstance(parts[0], RaggedIds):
+        lengths = _concatenate([np.diff(np.asarray(part.row_splits)) for part in parts])
+        row_splits = np.concatenate([[0], np.cumsum(lengths)])
+        return RaggedIds(values=values, row_splits=row_splits, weights=weights)
+    shapes = np.stack([np.asarray(part.dense_shape) for part in parts])
+    starts = np.cumsum([0, *shapes[:-1, 0]])
+    indices = []
+    for part, start in zip(parts, starts, strict=True):
+        shifted = np.array(part.indices)
+        shifted[:, 0] += start
+        indices.append(shifted)
+    shape = shapes.max(axis=0)
+    shape[0] = shapes[:, 0].sum()
+    return SparseIds(
+        indices=np.concatenate(indices),
+        values=values,
+        dense_shape=shape,
+        weights=weights,
+    )
+
+
+def _as_wide(array: Any, parts: Sequence[DenseIds], fill: int) -> np.ndarray:
+    """Returns a dense array, padded to the largest valence of the parts."""
+    array = np.asarray(array)
+    valence = max(np.shape(part.ids)[-1] for part in parts)
+    if array.ndim < 2 or array.shape[-1] == valence:
+        return array
+    if array.dtype.kind in "iu":
+        array = array.astype(np.int64)  # which holds the id of padding
+    padding = [(0, 0)] * (array.ndim - 1) + [(0, valence - array.shape[-1])]
+    return np.pad(array, padding, constant_values=fill)
+
+
+def _join_weights(parts: Sequence[Any]) -> Any:
+    """Returns joined weights, held as arrays or like the ids; None without any."""
+    if parts[0] is None:
+        return None
+    read = [read_ids(part, "a feature", "Weights") for part in parts]
+    if all(isinstance(each.ids, DenseIds) for each in read):
+        return _concatenate([each.values for each in read])
+    return _join_ids([each.ids for each in read])
+
+
+def _concatenate(arrays: Sequence[Any]) -> np.ndarray:
+    """Returns a plain array, a copy even of one array in shared memory."""
+    return np.concatenate([np.asarray(array).view(np.ndarray) for array in arrays])

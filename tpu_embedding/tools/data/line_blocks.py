@@ -1,0 +1,108 @@
+"""Random access to the lines of a text file that does not fit in memory.
+
+`criteo.py` reads its batches through it. Pieces of the file are read where they are, or
+decoded if gzip packed them. One pass builds an index of the offset of each block of
+lines.
+"""
+
+import pathlib
+import zlib
+from typing import Final, Protocol
+
+import numpy as np
+
+from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.data.gzip_file import GZIP_MAGIC, GzipFile
+from tpu_embedding.tools.data.mapped_file import MappedFile
+
+SCAN_BYTES: Final = 2**24
+"""Bytes scanned for line ends at a time; the scan takes a few times this memory."""
+
+NEWLINE: Final = ord("\n")
+
+
+class LineBlocks:
+    """A text file split into blocks of `block_size` consecutive lines.
+
+    A line ends at a newline or at the end of the file. The index takes 8 bytes per
+    block. The object can be pickled.
+
+    Attributes:
+      path: path of the file.
+      is_compressed: True if gzip packed the file.
+      block_size: lines per block; the last block may have fewer.
+      num_lines: number of lines in the file.
+      digest: CRC-32 of the text, unpacked, as 8 hexadecimal digits.
+    """
+
+    def __init__(self, path: pathlib.Path, *, block_size: int, source: str):
+        """Opens the file and builds the index.
+
+        Args:
+          path: path of the file.
+          block_size: lines per block, at least 1.
+          source: a sentence for error messages that says where to get the file.
+
+        Raises:
+          DataError: if the file is missing or empty, or a gzip file is damaged.
+        """
+        if not path.is_file():
+            raise DataError(f"{path} is not a file. {source}")
+        if path.stat().st_size == 0:
+            raise DataError(f"{path} is empty, expected at least one line. {source}")
+        self.path = path
+        self.is_compressed = _is_gzip(path)
+        self.block_size = block_size
+        self._text: _Text
+        self._text = GzipFile(path) if self.is_compressed else MappedFile(path)
+        if self._text.num_bytes == 0:
+            raise DataError(f"{path} holds no line. {source}")
+        self.num_lines, self._offsets, self.digest = _index(self._text, block_size)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Returns the bytes of lines `start` to `stop - 1`, counted from 0.
+
+        The last byte is always a newline, even if the file does not end with one.
+        """
+        first_block, last_block = (
+            start // self.block_size,
+            (stop - 1) // self.block_size,
+        )
+        data = self._text.read(
+            int(self._offsets[first_block]), int(self._offsets[last_block + 1])
+        )
+        if data[-1] != NEWLINE:
+            data = np.append(data, np.uint8(NEWLINE))
+        skipped = start - first_block * self.block_size
+        ends = np.flatnonzero(data == NEWLINE) + 1
+        begin = ends[skipped - 1] if skipped else 0
+        return data[begin : ends[skipped + stop - start - 1]]
+
+
+class _Text(Protocol):
+    num_bytes: int
+
+    def read(self, start: int, stop: int) -> np.ndarray: ...
+
+
+def _is_gzip(path: pathlib.Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+
+
+def _index(text: _Text, block_size: int) -> tuple[int, np.ndarray, str]:
+    """Returns number of lines, byte offsets of the blocks and file end, and digest."""
+    num_lines, last_byte, digest = 0, NEWLINE, 0
+    parts = [np.zeros(1, np.int64)]
+    for start in range(0, text.num_bytes, SCAN_BYTES):
+        data = text.read(start, min(start + SCAN_BYTES, text.num_bytes))
+        digest = zlib.crc32(data, digest)
+        next_lines = np.flatnonzero(data == NEWLINE) + (start + 1)
+        # A copy, because a slice would keep the whole array in memory.
+        parts.append(next_lines[-(num_lines + 1) % block_size :: block_size].copy())
+        num_lines += len(next_lines)
+        last_byte = data[-1]
+    num_lines += int(last_byte != NEWLINE)
+    starts = np.concatenate(parts)
+    offsets = np.append(starts[starts < text.num_bytes], text.num_bytes)
+    return num_lines, offsets, f"{digest:08x}"

@@ -1,0 +1,203 @@
+"""Base of the synthetic click logs, whose labels come from a known teacher model.
+
+The teacher gives every sample a click probability and draws the label from it. No
+model has a lower expected log loss than the teacher. The gap to `teacher_log_loss()`
+therefore measures how well a model has learned, which a real log cannot offer.
+`synthetic.py`, `criteo.py` and `random_clicks.py` define the samples.
+"""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from tpu_embedding.tools.data.batch import Batch
+from tpu_embedding.types import FeatureIds
+
+# Independent random streams of one seed.
+TEACHER_STREAM: Final = 0
+TRAIN_STREAM: Final = 1
+EVALUATION_STREAM: Final = 2
+
+CALIBRATION_SAMPLES: Final = 16_384
+"""Samples that fit the bias; the click rate's standard error is below 0.004."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Model inputs of a group of samples, and the teacher's logits for them.
+
+    Attributes:
+      features: int32 ids by feature name.
+      dense: float32 `[samples, num_dense]`, or None.
+      logits: float64 `[samples]`, the teacher's logits without the common bias.
+    """
+
+    features: dict[str, FeatureIds]
+    dense: np.ndarray | None
+    logits: np.ndarray
+
+
+def random_generator(*, seed: int, stream: int, step: int = 0) -> np.random.Generator:
+    """Returns a random generator, a pure function of its arguments."""
+    return np.random.Generator(
+        np.random.Philox(np.random.SeedSequence([seed, stream, step]))
+    )
+
+
+class TeacherDataset(abc.ABC):
+    """A `Dataset` whose labels come from a teacher; subclasses draw the inputs.
+
+    Attributes:
+      batch_size: samples per batch.
+      seed: seed of the teacher and of all samples.
+      num_evaluation_samples: number of held-out samples. They have their own random
+        stream and are the same for every batch size.
+      click_rate: expected mean of the labels; the teacher's bias is fitted to it.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        seed: int,
+        num_evaluation_samples: int,
+        click_rate: float,
+    ):
+        self.batch_size = batch_size
+        self.seed = seed
+        self.num_evaluation_samples = num_evaluation_samples
+        self.click_rate = click_rate
+        problems = list(self._problems())
+        if problems:
+            raise ValueError("; ".join(problems) + ".")
+
+    def _problems(self) -> Iterator[str]:
+        owner = type(self).__name__
+        yield from count_problems(
+            owner,
+            batch_size=self.batch_size,
+            num_evaluation_samples=self.num_evaluation_samples,
+        )
+        if not is_int(self.seed) or self.seed < 0:
+            yield f"{owner}.seed must be an int of at least 0, got {self.seed!r}"
+        if not 0.0 < self.click_rate < 1.0:
+            yield (
+                f"{owner}.click_rate must be between 0 and 1, got {self.click_rate!r}"
+            )
+
+    @abc.abstractmethod
+    def _draw_inputs(self, generator: np.random.Generator, num_samples: int) -> Inputs:
+        """Draws `num_samples` samples: ids, dense inputs and the teacher's logits."""
+
+    def train_batch(self, step: int) -> Batch:
+        """Returns the batch of training step `step`, counted from 0."""
+        generator = random_generator(seed=self.seed, stream=TRAIN_STREAM, step=step)
+        batch, _ = self._draw(generator, self.batch_size)
+        return batch
+
+    def evaluation_batches(self) -> Iterator[Batch]:
+        """Yields the held-out samples once.
+
+        Copies of the last sample, with weight 0, pad the last batch.
+        """
+        samples, _ = self._held_out
+        for start in range(0, self.num_evaluation_samples, self.batch_size):
+            places = np.arange(start, start + self.batch_size)
+            rows = np.minimum(places, self.num_evaluation_samples - 1)
+            yield Batch(
+                features={
+                    name: np.asarray(ids)[rows]
+                    for name, ids in samples.features.items()
+                },
+                dense=None if samples.dense is None else samples.dense[rows],
+                labels=samples.labels[rows],
+                weights=(places < self.num_evaluation_samples).astype(np.float32),
+            )
+
+    def teacher_log_loss(self) -> float:
+        """Returns the log loss of the true probabilities on the evaluation labels.
+
+        Its expectation is `mean_entropy()`. The difference is sampling noise of the
+        labels, which a model's log loss on the same labels shares.
+        """
+        samples, probabilities = self._held_out
+        return float(np.mean(cross_entropy(samples.labels, probabilities)))
+
+    def mean_entropy(self) -> float:
+        """Returns the teacher's expected log loss on the evaluation samples, in nats.
+
+        It is the mean entropy of the labels given the inputs. No model has a lower
+        expected log loss on these samples.
+        """
+        _, probabilities = self._held_out
+        return float(np.mean(cross_entropy(probabilities, probabilities)))
+
+    def base_rate_log_loss(self) -> float:
+        """Returns the log loss of the best constant on the evaluation labels.
+
+        A model that learns only the click rate has this log loss.
+        """
+        samples, _ = self._held_out
+        rate = np.asarray(np.mean(samples.labels, dtype=np.float64))
+        return float(cross_entropy(rate, rate))
+
+    @functools.cached_property
+    def _bias(self) -> float:
+        """Common logit with which the mean probability equals the click rate."""
+        generator = random_generator(seed=self.seed, stream=TEACHER_STREAM, step=1)
+        logits = self._draw_inputs(generator, CALIBRATION_SAMPLES).logits
+        low, high = -50.0, 50.0
+        while high - low > 1e-6:
+            middle = (low + high) / 2
+            if np.mean(sigmoid(logits + middle)) < self.click_rate:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    @functools.cached_property
+    def _held_out(self) -> tuple[Batch, np.ndarray]:
+        generator = random_generator(seed=self.seed, stream=EVALUATION_STREAM)
+        return self._draw(generator, self.num_evaluation_samples)
+
+    def _draw(
+        self, generator: np.random.Generator, num_samples: int
+    ) -> tuple[Batch, np.ndarray]:
+        """Returns samples with drawn labels and their true click probabilities."""
+        inputs = self._draw_inputs(generator, num_samples)
+        probabilities = sigmoid(inputs.logits + self._bias)
+        labels = generator.random(num_samples) < probabilities
+        batch = Batch(
+            features=inputs.features,
+            dense=inputs.dense,
+            labels=labels.astype(np.float32),
+            weights=np.ones(num_samples, np.float32),
+        )
+        return batch, probabilities
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """Returns `1 / (1 + exp(-logits))`, without overflow."""
+    return 0.5 * (1.0 + np.tanh(0.5 * logits))
+
+
+def cross_entropy(labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
+    """Returns `-labels log p - (1 - labels) log(1 - p)`, in nats, in float64."""
+    p = np.clip(np.asarray(probabilities, np.float64), 1e-12, 1.0 - 1e-12)
+    return -(labels * np.log(p) + (1.0 - labels) * np.log1p(-p))
+
+
+def count_problems(owner: str, **counts: int) -> Iterator[str]:
+    """Yields an error message for each count that is not an int of at least 1."""
+    for name, count in counts.items():
+        if not is_int(count) or count < 1:
+            yield f"{owner}.{name} must be an int of at least 1, got {count!r}"
+
+
+def is_int(value: object) -> bool:
+    """Returns True for an int, but False for a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)

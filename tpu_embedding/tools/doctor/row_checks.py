@@ -1,0 +1,199 @@
+"""Compares the results of a case on the devices with the dense reference."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from tpu_embedding.tables.slot_values import slot_values
+from tpu_embedding.tables.table_values import unstack_tables
+from tpu_embedding.tools.doctor.dense_reference import (
+    RULES,
+    STEPS_BEFORE,
+    gradient_by_row,
+    pooled_rows,
+)
+from tpu_embedding.tools.doctor.row_inputs import CaseInputs, counts_of, make_inputs
+from tpu_embedding.tools.doctor.row_programs import RowProgram
+
+_STEP_TOLERANCE: Final = 2.0**-13
+"""Error of a new value, as a share of its change. Roots, quotients and powers of a TPU
+are some units of float32 wrong, 2**-23 each; bfloat16 is wrong by 2**-9."""
+
+_VALUE_TOLERANCE: Final = 2.0**-22
+"""Error of a new value, as a share of the old and the new value, which are rounded."""
+
+_QUOTIENT_TOLERANCE: Final = 2.0**-20
+"""Error of a weighted mean of numbers below 1, whose divisor float32 rounds."""
+
+_SAME_BITS: Final = None
+"""In place of a tolerance: all bits must agree, those of 0.0 and -0.0 too."""
+
+_NUM_SHOWN: Final = 4
+"""Elements of a row that a problem shows."""
+
+
+def find_problem(program: RowProgram, seeds: Sequence[int]) -> str | None:
+    """Runs the program of a case on random inputs, and compares its results.
+
+    Args:
+      program: of the case; it is compiled once.
+      seeds: of the random numbers, one run each.
+
+    Returns:
+      The first problem; None if all results agree with the dense reference.
+    """
+    step = program.step
+    for seed in seeds:
+        inputs = make_inputs(program, seed)
+        results = step(*inputs.arguments)
+        problem = next(_problems(program, inputs, *results), None)
+        if problem is not None:
+            return f"seed {seed}: {problem}"
+    return None
+
+
+def _problems(
+    program: RowProgram,
+    inputs: CaseInputs,
+    activations: Any,
+    rounds: Any,
+    tables: Any,
+    slots: Any,
+) -> Iterator[str]:
+    """Yields the differences between the results and the reference."""
+    case, plan = program.case, program.plan
+    for name, table in inputs.tables.items():
+        expected = pooled_rows(table, inputs.weighted[name])
+        is_exact = name == "sum" or case.ids in ("one id", "pooled")
+        yield from _differences(
+            f"activations of table {name!r}, sample",
+            np.asarray(activations[name]),
+            expected,
+            np.float64(0 if is_exact else _QUOTIENT_TOLERANCE),
+        )
+    if case.owner == "one" and min(map(int, rounds.values())) < 2:
+        yield "all ids fitted in one round, so no further round was checked"
+    if case.rule is None:
+        return
+    counts = counts_of(slots, plan)
+    if any(count != STEPS_BEFORE + 1 for count in counts.values()):
+        yield f"counts of steps must be {STEPS_BEFORE + 1}, got {counts}"
+    new_tables, new_slots = unstack_tables(tables, plan), slot_values(slots, plan)
+    for name in inputs.tables:
+        found = {f"table {name!r}": new_tables[name]} | {
+            f"slot variable {slot!r} of table {name!r}": values
+            for slot, values in new_slots[name].items()
+        }
+        old = [inputs.tables[name], *inputs.slots[name].values()]
+        yield from _problems_of_update(program, inputs, name, found, old)
+
+
+def _problems_of_update(
+    program: RowProgram,
+    inputs: CaseInputs,
+    name: str,
+    found: dict[str, np.ndarray],
+    old: list[np.ndarray],
+) -> Iterator[str]:
+    """Yields the differences of a table and its slot variables after the update.
+
+    Args:
+      program: of the case.
+      inputs: of the program.
+      name: of the table.
+      found: the table and its slot variables, with a text that names each.
+      old: the same arrays before the update.
+    """
+    assert program.case.rule is not None
+    rule = RULES[program.case.rule]
+    row_ids, gradient = gradient_by_row(inputs.cotangents[name], inputs.weighted[name])
+    old_rows, *old_slots = (array[row_ids].astype(np.float64) for array in old)
+    named = dict(zip(inputs.slots[name], old_slots, strict=True))
+    new_rows, new_slots = rule.step(old_rows, gradient, named)
+    expected = [new_rows, *(new_slots[slot] for slot in named)]
+    is_touched = np.zeros(len(inputs.tables[name]), bool)
+    is_touched[row_ids] = True
+    for (owner, values), before, new in zip(found.items(), old, expected, strict=True):
+        others = ~is_touched
+        yield from _differences(
+            f"{owner}: no id names row",
+            values[others],
+            before[others],
+            _SAME_BITS,
+            np.flatnonzero(others),
+        )
+        was = before[row_ids].astype(np.float64)
+        tolerance = _STEP_TOLERANCE * np.abs(new - was)
+        tolerance += _VALUE_TOLERANCE * (np.abs(new) + np.abs(was))
+        if rule.is_exact and program.case.ids in ("one id", "pooled"):
+            tolerance = np.float64(0)
+        yield from _differences(
+            f"{owner}: updated row", values[row_ids], new, tolerance, row_ids, was
+        )
+
+
+def _differences(
+    place: str,
+    found: np.ndarray,
+    expected: np.ndarray,
+    tolerance: Any,
+    row_ids: np.ndarray | None = None,
+    old: np.ndarray | None = None,
+) -> Iterator[str]:
+    """Yields a text on the rows that differ, if there are any.
+
+    Args:
+      place: name of the array and of its rows.
+      found: `[rows, ...]`.
+      expected: of the same shape.
+      tolerance: largest difference of an element, or `_SAME_BITS`. NaN always differs.
+      row_ids: of the rows; None: they are numbered.
+      old: values before an update.
+    """
+    if found.shape != expected.shape:
+        yield f"{place}: the shape must be {expected.shape}, got {found.shape}"
+        return
+    if tolerance is _SAME_BITS:
+        is_wrong = found.view(np.int32) != expected.view(np.int32)
+    else:
+        with np.errstate(invalid="ignore", over="ignore"):
+            is_wrong = ~(np.abs(found - expected) <= tolerance)
+    is_wrong = is_wrong.reshape(len(found), -1)
+    wrong = np.flatnonzero(is_wrong.any(axis=1))
+    if not wrong.size:
+        return
+    first = wrong[0]
+    start = int(np.argmax(is_wrong[first]))
+    shown = slice(start, start + _NUM_SHOWN)
+    got, wanted = (np.ravel(x[first]) for x in (found, expected))
+    row = first if row_ids is None else row_ids[first]
+    yield (
+        f"{place} {row}, from element {start}: expected {_text(wanted[shown])}, got "
+        f"{_text(got[shown])}{_likeness(found, expected, old, first)}; "
+        f"{len(wrong)} of {len(found)} rows differ"
+    )
+
+
+def _likeness(
+    found: np.ndarray, expected: np.ndarray, old: np.ndarray | None, row: int
+) -> str:
+    """Says what a wrong row looks like; empty if nothing is known."""
+    got = found[row]
+    if not np.all(np.isfinite(got)):
+        return ""
+    if not np.any(got):
+        return " (zeros)"
+    if old is not None and np.array_equal(got, old[row]):
+        return " (the value before the update)"
+    if got.ndim and np.array_equal(got, expected[row - 1]):
+        return " (the row before)"
+    if row + 1 < len(expected) and np.array_equal(got, expected[row + 1]):
+        return " (the row behind)"
+    if not np.any(np.float32(got).view(np.int32) & 0xFFFF):
+        return " (rounded to bfloat16)"
+    return ""
+
+
+def _text(values: np.ndarray) -> str:
+    return " ".join(f"{value:.9g}" for value in values)

@@ -1,0 +1,116 @@
+"""Ends `tpu-embedding train` with its own status if a signal arrives before the run.
+
+Imports of jax and the start of a job take seconds. A launcher would take a process that
+SIGTERM ends in that time for failed. So the package imports this module first of all,
+and it imports only what takes no time.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Final
+
+from tpu_embedding.tools.jobs.exit_status import INTERRUPTED, STOPPED
+
+EARLY_STATUS: Final = {
+    signal.SIGTERM: STOPPED,
+    signal.SIGHUP: STOPPED,
+    signal.SIGINT: INTERRUPTED,
+}
+"""Exit status of a run that has not started, by signal."""
+
+_PROGRAMS: Final = ("tpu-embedding", "tpu_embedding.tools.cli")
+
+
+class EarlySignals:
+    """The handler of signals before the run, which ends the process.
+
+    Attributes:
+      end: called with a message and the exit status.
+      former: handlers that this one has replaced.
+    """
+
+    def __init__(self) -> None:
+        self.end: Callable[[str, int], object] = end_process
+        self.former: dict[int, Any] = {}
+
+    def start(self) -> None:
+        """Handles the signals from now on; ignored ones stay ignored.
+
+        Only the main thread can, so a call in another one changes nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in EARLY_STATUS:
+            former = signal.getsignal(number)
+            if former not in (signal.SIG_IGN, None):
+                self.former[number] = former
+                signal.signal(number, self._handle)
+
+    def handler_before(self, number: int) -> Any:
+        """Returns the handler of a signal, or the one that this object has replaced."""
+        handler = signal.getsignal(number)
+        return self.former[number] if handler == self._handle else handler
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        for each in EARLY_STATUS:  # A second signal would print a second error.
+            signal.signal(each, signal.SIG_IGN)
+        arrived = signal.Signals(number)
+        message = f"{arrived.name}: the run has not started"
+        self.end(message, EARLY_STATUS[arrived])
+
+
+def end_process(message: str, status: int) -> None:
+    """Prints a message and ends the process, also in the middle of an import."""
+    try:
+        os.write(2, f"{message}\n".encode())
+    except OSError:  # The terminal or the reader of a pipe is gone.
+        pass
+    os._exit(status)
+
+
+def is_train_command(arguments: Sequence[str]) -> bool:
+    """Returns True for the command line of a process that trains.
+
+    Args:
+      arguments: as in `sys.orig_argv`. Those of processes that a run starts differ, and
+        those of a wrapper, which has the command among its arguments.
+
+    Example:
+      >>> is_train_command(["python", "-m", "tpu_embedding.tools.cli", "train"])
+      True
+      >>> is_train_command(["python", "/bin/tpu-embedding", "doctor"])
+      False
+    """
+    program, command = _program_and_command(arguments)
+    return os.path.basename(program) in _PROGRAMS and command == "train"
+
+
+def _program_and_command(arguments: Sequence[str]) -> tuple[str, str]:
+    """Returns the file or module that Python runs, and its first argument."""
+    words = iter(arguments[1:])
+    for word in words:
+        if word == "-" or not word.startswith("-"):
+            return word, next(words, "")
+        if word.startswith("--"):
+            if word == "--check-hash-based-pycs":
+                next(words, "")
+            continue
+        # Flags may be joined, also with the one that has a value: `-Im`, `-Xdev`.
+        flag = next((letter for letter in word if letter in "cmWX"), "")
+        value = (word.partition(flag)[2] or next(words, "")) if flag else ""
+        if flag == "m":
+            return value, next(words, "")
+        if flag == "c":
+            break
+    return "", ""
+
+
+early_signals: Final = EarlySignals()
+
+if is_train_command(sys.orig_argv):
+    early_signals.start()

@@ -1,0 +1,150 @@
+"""Says why a worker ended, and which of several endings caused the others."""
+
+import collections
+import dataclasses
+import signal
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from tpu_embedding.tools.jobs.exit_status import (
+    DONE,
+    INTERRUPTED,
+    STOPPED,
+    WRONG_USAGE,
+)
+
+NO_FAILURES: Final = (DONE, STOPPED, INTERRUPTED)
+
+SHOWN_LINES: Final = 15
+
+KEPT_LINES: Final = 300
+"""Lines that are kept of each worker, so that stacks do not displace the error."""
+
+_HINTS: Final[dict[int, str]] = {
+    signal.SIGABRT: "the JAX runtime aborts a process when it loses another one, or "
+    "at an error of its own",
+    signal.SIGSEGV: "native code crashed",
+    signal.SIGBUS: "native code crashed, or a disk of mapped files is full",
+    signal.SIGILL: "native code crashed",
+    signal.SIGFPE: "native code crashed",
+}
+
+_CRASH: Final = "Fatal Python error:"
+"""Begins the stacks that Python prints at a crash."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ending:
+    """The end of a worker that did not complete its run.
+
+    Attributes:
+      name: name of the process, such as `"process 2 of 4 (pid 71)"`.
+      return_code: exit status, or minus the signal's number; None if the process hangs.
+      silent_seconds: time since it last answered, of a process that hangs.
+      is_stopped: True if the operating system says that it is stopped.
+      step: number of steps it had completed; None before the first.
+      has_own_error: True if it told of an error of its own.
+      is_final: True if the same run would fail again.
+      lines: last lines that it wrote.
+      kill_hint: what is known about who sent a SIGKILL.
+    """
+
+    name: str
+    return_code: int | None
+    silent_seconds: float = 0.0
+    is_stopped: bool = False
+    step: int | None = None
+    has_own_error: bool = False
+    is_final: bool = False
+    lines: Sequence[str] = ()
+    kill_hint: str | None = None
+
+    @property
+    def is_root(self) -> bool:
+        """True if no loss of another process can have caused this ending."""
+        code = self.return_code
+        if code is None or self.has_own_error:
+            return True
+        return code < 0 and -code not in (signal.SIGABRT, signal.SIGTERM)
+
+    def can_be_mended(self, has_started: bool) -> bool:
+        """Returns True if a restart may succeed.
+
+        Args:
+          has_started: True if the run has begun before. The command and its data were
+            right then, so a start that fails now may find a missing host later.
+        """
+        if self.return_code == WRONG_USAGE and not (has_started and self.has_own_error):
+            return False
+        return not self.is_final
+
+    @property
+    def status(self) -> int:
+        """Exit status of the whole command."""
+        return self.return_code if self.return_code and self.return_code > 0 else 1
+
+    def describe(self) -> str:
+        """Returns the sentence that names the process and the reason.
+
+        Example:
+          >>> Ending(name="process 1 of 2", return_code=-11, step=7).describe()
+          'process 1 of 2 was killed by SIGSEGV after step 7: native code crashed'
+        """
+        when = "before its first step"
+        if self.step is not None:
+            when = f"after step {self.step}"
+        code = self.return_code
+        if code is None:
+            stopped = ": it is stopped, as by SIGSTOP" if self.is_stopped else ""
+            return (
+                f"{self.name} has not answered for {self.silent_seconds:.0f} s, "
+                f"{when}{stopped}"
+            )
+        if code >= 0:
+            return f"{self.name} ended with exit status {code}, {when}"
+        hint = self.kill_hint if code == -signal.SIGKILL else _HINTS.get(-code)
+        name = signal_name(-code)
+        return f"{self.name} was killed by {name} {when}" + (
+            f": {hint}" if hint else ""
+        )
+
+
+def cause_of(endings: Iterable[Ending]) -> Ending:
+    """Returns the ending that caused the others.
+
+    Args:
+      endings: in the order in which they were noticed; at least one.
+
+    Example:
+      >>> aborted = Ending(name="process 0", return_code=-6)
+      >>> killed = Ending(name="process 1", return_code=-9)
+      >>> cause_of([aborted, killed]).name
+      'process 1'
+    """
+    return min(endings, key=lambda ending: not ending.is_root)
+
+
+def last_lines(lines: Iterable[str]) -> list[str]:
+    """Returns the lines that say why a process ended.
+
+    Those are the last ones, or the last ones before the stacks of a crash.
+
+    Example:
+      >>> last_lines(["step 1", "no memory", "Fatal Python error: Aborted", "  File"])
+      ['step 1', 'no memory', 'Fatal Python error: Aborted']
+    """
+    kept: collections.deque[str] = collections.deque(maxlen=SHOWN_LINES)
+    for line in lines:
+        if line.strip():
+            kept.append(line)
+        if line.startswith(_CRASH):
+            break
+    return list(kept)
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, or its number if it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,370 @@
+"""The parent process: starts the workers of a run, watches them, restarts them.
+
+    python __main__.py [OPTIONS] -- COMMAND...
+
+`cli/supervise.py` makes this command line. COMMAND is that of a worker. If several
+workers are asked for, each gets the options that make them one job.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from tpu_embedding.tools.jobs.exit_status import INTERRUPTED, STOPPED
+from tpu_embedding.tools.jobs.failures import NO_FAILURES, Ending, cause_of
+from tpu_embedding.tools.jobs.workers import Worker, write_line
+
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+REPEAT_SECONDS: Final = 0.2
+"""Signals that follow each other within this time are one request.
+
+GNU `timeout` signals a process and then its group."""
+
+TICK_SECONDS: Final = 0.25
+
+LONGEST_PAUSE_SECONDS: Final = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a parent.
+
+    Attributes:
+      command: command line of a worker.
+      workers: number of processes to start on this machine.
+      several_hosts: True if processes of other machines take part in the run.
+      heartbeat: seconds without a pulse after which a process counts as hanging.
+      startup: the same before its first pulse.
+      restarts: maximum number of restarts.
+      pause: seconds before the first restart; each further one waits twice as long.
+      collect: seconds after a failure in which the other processes may end and say why.
+      suspect: seconds of silence that make a process the cause of a failure. The
+        runtime of the others may notice its loss before the parent.
+      grace: seconds between SIGTERM and SIGKILL.
+    """
+
+    command: tuple[str, ...]
+    workers: int = 1
+    several_hosts: bool = False
+    heartbeat: float = 100.0
+    startup: float = 300.0
+    restarts: int = 0
+    pause: float = 1.0
+    collect: float = 3.0
+    suspect: float = 3.0
+    grace: float = 5.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the parent and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="supervision", allow_abbrev=False)
+    parser.add_argument("command", nargs="+")
+    for field in dataclasses.fields(Settings):
+        option = "--" + field.name.replace("_", "-")
+        if field.type is bool:
+            parser.add_argument(option, action="store_true")
+        elif field.type in (int, float):
+            parser.add_argument(option, type=field.type, default=field.default)
+    values: dict[str, Any] = vars(parser.parse_args(arguments))
+    values["command"] = tuple(values["command"])
+    settings = Settings(**values)
+    with Signals() as signals:
+        return Parent(settings, signals).run()
+
+
+class Signals:
+    """The signals that have arrived and were not handled yet.
+
+    Attributes:
+      pipe: becomes readable when a signal arrives.
+    """
+
+    def __init__(self) -> None:
+        self.pipe, self._write_end = os.pipe()
+        for end in (self.pipe, self._write_end):
+            os.set_blocking(end, False)
+        self._last: float | None = None
+
+    def __enter__(self) -> "Signals":
+        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        handled = [n for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
+        # Where SIGCHLD is ignored, the kernel forgets how a process ended.
+        for number in (*handled, signal.SIGCHLD):
+            signal.signal(number, lambda number, frame: None)
+        # `supervise` has blocked them, so that none arrived before.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(-1)
+
+    def take(self) -> Iterator[signal.Signals]:
+        """Yields the requests to stop that have arrived since the last call."""
+        numbers = b""
+        with contextlib.suppress(BlockingIOError):
+            numbers = os.read(self.pipe, 4096)
+        for number in numbers:
+            if number not in STOP_SIGNALS:
+                continue
+            last, self._last = self._last, time.monotonic()
+            if last is None or self._last - last > REPEAT_SECONDS:
+                yield signal.Signals(number)
+
+
+class Parent:
+    """Runs the workers until they are done, stopped, or have failed too often."""
+
+    def __init__(self, settings: Settings, signals: Signals):
+        self._settings = settings
+        self._signals = signals
+        self._has_started = False
+        self._saved: int | None = None
+
+    def run(self) -> int:
+        """Runs all attempts; returns the exit status of the last one."""
+        settings, restarts = self._settings, 0
+        while True:
+            attempt = Attempt(settings, self._signals, self._worker_command())
+            cause = attempt.run()
+            self._has_started |= any(w.has_started for w in attempt.workers)
+            saved = [w.saved for w in attempt.workers if w.saved is not None]
+            self._saved = max(saved, default=self._saved)
+            if cause is None:
+                return attempt.status
+            reason = self._reason_to_give_up(cause, attempt, restarts)
+            if reason is not None:
+                report(reason)
+                return cause.status
+            restarts += 1
+            seconds = self._pause_seconds(restarts)
+            report(
+                f"restart {restarts} of {settings.restarts} in {seconds:.0f} s, "
+                + self._restart_point()
+            )
+            number = self._wait(seconds)
+            if number is not None:
+                report(f"{number.name}: stopped before the restart")
+                return INTERRUPTED if number == signal.SIGINT else STOPPED
+
+    def _reason_to_give_up(
+        self, cause: Ending, attempt: "Attempt", restarts: int
+    ) -> str | None:
+        """Returns why there is no restart, as text; None if there is one."""
+        allowed = self._settings.restarts
+        if attempt.stop_requests:
+            return "not restarted: a signal had asked the run to stop"
+        if not cause.can_be_mended(self._has_started):
+            return "not restarted: the same run would fail again"
+        if not allowed:
+            return "not restarted: --restarts N would, from the newest checkpoint"
+        if restarts >= allowed:
+            return f"not restarted: all {allowed} restarts of --restarts are used up"
+        return None
+
+    def _worker_command(self) -> list[str]:
+        """Returns the command of a worker, which resumes a run that has begun."""
+        command = list(self._settings.command)
+        if not self._has_started:
+            return command
+        command = [argument for argument in command if argument != "--overwrite"]
+        return command if "--resume" in command else [*command, "--resume"]
+
+    def _restart_point(self) -> str:
+        if not self._has_started:
+            return "from the beginning"
+        if self._saved is None:
+            return "from the newest checkpoint, if there is one"
+        return f"from the newest checkpoint, that of step {self._saved}"
+
+    def _pause_seconds(self, restarts: int) -> float:
+        settings = self._settings
+        seconds = min(settings.pause * 2 ** (restarts - 1), LONGEST_PAUSE_SECONDS)
+        # The other hosts need a heartbeat to notice, and must not meet a new process.
+        return seconds + (settings.heartbeat if settings.several_hosts else 0)
+
+    def _wait(self, seconds: float) -> signal.Signals | None:
+        """Waits; returns the signal that asks to stop before, if one does."""
+        end = time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._signals.pipe, selectors.EVENT_READ)
+            while (left := end - time.monotonic()) > 0:
+                selector.select(left)
+                for number in self._signals.take():
+                    return number
+        return None
+
+
+class Attempt:
+    """One start of all workers.
+
+    Attributes:
+      workers: the processes.
+      stop_requests: signals that were passed on to them.
+    """
+
+    def __init__(self, settings: Settings, signals: Signals, command: list[str]):
+        self.stop_requests: list[signal.Signals] = []
+        self._settings = settings
+        self._signals = signals
+        self.workers = [
+            Worker([*command, *options], index, settings.workers)
+            for index, options in enumerate(_job_options(settings))
+        ]
+        self._failed: list[Worker] = []
+        self._cause: Ending | None = None
+        self._failed_at: float | None = None
+        self._ended_at: float | None = None
+        self._looked_at = time.monotonic()
+
+    @property
+    def status(self) -> int:
+        """Exit status of an attempt without a failure."""
+        return max(_stopped_status(w.return_code) for w in self.workers)
+
+    def run(self) -> Ending | None:
+        """Runs until all workers have ended.
+
+        Returns:
+          The ending that caused the others, or None if none failed.
+        """
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._signals.pipe, selectors.EVENT_READ)
+                for worker in self.workers:
+                    for reader in worker.readers:
+                        selector.register(reader.pipe, selectors.EVENT_READ, reader)
+                while any(worker.is_alive for worker in self.workers):
+                    self._turn(selector)
+        finally:
+            for worker in self.workers:
+                if worker.is_alive:
+                    worker.kill()
+        return self._cause
+
+    def _report_cause(self) -> None:
+        cause = self._cause = cause_of(worker.ending() for worker in self._failed)
+        report(cause.describe())
+        if cause.lines:
+            report("its last lines:")
+            for line in cause.lines:
+                write_line(2, f"  | {line}".encode())
+
+    def _turn(self, selector: selectors.BaseSelector) -> None:
+        for key, _ in selector.select(TICK_SECONDS):
+            if key.data is not None and not key.data.read():
+                selector.unregister(key.fd)  # closed by the worker
+        for number in self._signals.take():
+            self._pass_on(number)
+        for worker in self.workers:
+            if worker.poll():
+                for reader in worker.readers:
+                    if reader.pipe in selector.get_map():
+                        selector.unregister(reader.pipe)
+                    reader.finish()
+                if self._is_failure(worker):
+                    self._note_failure(worker)
+        now = time.monotonic()
+        self._skip_own_pause(now)
+        self._look_for_silence(now)
+        if self._failed_at is not None:
+            self._end_the_rest(now, self._failed_at)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        self.stop_requests.append(number)
+        for worker in self.workers:
+            if worker.is_alive:
+                worker.signal(number)
+
+    def _is_failure(self, worker: Worker) -> bool:
+        if self._ended_at is not None or worker in self._failed:
+            return False  # It was ended because another one failed.
+        code = worker.return_code
+        assert code is not None
+        if code in NO_FAILURES:
+            return False
+        # A signal ends a worker that does not handle it yet, and a second one any.
+        return not any(code in (-n, 128 + n) for n in self.stop_requests)
+
+    def _note_failure(self, worker: Worker) -> None:
+        self._failed.append(worker)
+        if self._failed_at is None:
+            self._failed_at = time.monotonic()
+
+    def _skip_own_pause(self, now: float) -> None:
+        """Forgives the workers a time in which this process did not run itself."""
+        pause = now - self._looked_at
+        self._looked_at = now
+        if pause > 4 * TICK_SECONDS:
+            for worker in self.workers:
+                worker.last_pulse = min(now, worker.last_pulse + pause)
+
+    def _look_for_silence(self, now: float) -> None:
+        settings = self._settings
+        for worker in self.workers:
+            if not worker.is_alive or worker.silent_seconds is not None:
+                continue
+            seconds = now - worker.last_pulse
+            limit = settings.heartbeat if worker.has_answered else settings.startup
+            if self._failed_at is not None and worker.has_answered:
+                limit = min(limit, settings.suspect)
+            if self._ended_at is None and seconds > limit:
+                worker.mark_silent(seconds)
+                worker.ask_for_stacks()
+                self._note_failure(worker)
+
+    def _end_the_rest(self, now: float, failed_at: float) -> None:
+        """Ends the processes that are left: first gently, then at once."""
+        left = [worker for worker in self.workers if worker.is_alive]
+        if self._ended_at is None:
+            if left and now - failed_at < self._settings.collect:
+                return
+            self._ended_at = now
+            self._report_cause()
+            if left:
+                names = ", ".join(w.name.partition(" (")[0] for w in left)
+                report(f"ending the other processes: {names}")
+            for worker in left:
+                worker.signal(signal.SIGTERM)
+                if worker.silent_seconds is not None:
+                    worker.kill()
+        elif now - self._ended_at > self._settings.grace:
+            for worker in left:
+                worker.kill()
+
+
+def _stopped_status(code: int | None) -> int:
+    """Returns the exit status for a worker's; a signal that stopped it counts as 75."""
+    assert code is not None
+    if code >= 0:
+        return code
+    return INTERRUPTED if -code == signal.SIGINT else STOPPED
+
+
+def _job_options(settings: Settings) -> list[list[str]]:
+    """Returns the options of each worker that make them one job."""
+    if settings.workers == 1:
+        return [[]]
+    job = ["--coordinator", f"127.0.0.1:{_free_port()}"]
+    job += ["--num-processes", str(settings.workers)]
+    return [[*job, "--process-id", str(index)] for index in range(settings.workers)]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def report(text: str) -> None:
+    """Prints a line of the parent's own on stderr."""
+    sys.stderr.flush()
+    write_line(2, f"supervisor: {text}".encode())

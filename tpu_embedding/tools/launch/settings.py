@@ -1,0 +1,324 @@
+"""The settings of a launch: one frozen value, read from a YAML file.
+
+Everything that a launch does follows from this value; see `steps.py`.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import re
+from typing import Any, Final, Literal, get_args
+
+import yaml
+
+from tpu_embedding.field_checks import is_int, raise_all
+from tpu_embedding.hardware import MAX_SLICES
+from tpu_embedding.tools.launch.slices import (
+    BACKEND_NAMES,
+    BackendName,
+    SliceFacts,
+    slice_facts,
+)
+
+Capacity = Literal["on_demand", "spot", "reservation", "flex_start"]
+CAPACITIES: Final[tuple[Capacity, ...]] = get_args(Capacity)
+
+UNTIL_DELETED: Final = "until_deleted"
+"""Lifetime of machines that nothing but `tpu-embedding launch delete` deletes."""
+
+COORDINATOR_PORT: Final = 8476
+"""Port of jax's coordinator on the first host.
+
+The rule `default-allow-internal` of a project's default network admits it, as it admits
+all ports between machines of the network; see cloud.google.com/firewall/docs/firewalls.
+"""
+
+_FLEX_START_SECONDS: Final = (600, 7 * 24 * 3600)
+"""Shortest and longest run that flex-start accepts.
+
+See docs.cloud.google.com/compute/docs/instance-groups/about-resize-requests-mig.
+"""
+
+_UNITS: Final = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_DURATION: Final = re.compile(r"(?:\d{1,6}[dhms])+", re.ASCII)
+
+_TYPE_NAMES: Final = {int: "an int", str: "a string", tuple: "a list of strings"}
+
+_PATTERNS: Final = {
+    "name": (
+        r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?",
+        "1 to 30 lower-case letters, digits and hyphens, beginning with a letter",
+    ),
+    "project": (r"[a-z][-a-z0-9:.]{4,60}[a-z0-9]", "the id of a Google Cloud project"),
+    "zone": (r"[a-z]+-[a-z]+\d+-[a-z]\w*", "a zone, such as us-east5-a"),
+    "bucket": (
+        r"[a-z0-9][-_.a-z0-9]{1,61}[a-z0-9]",
+        "the name of a bucket, without gs://",
+    ),
+    "service_account": (
+        r"[-a-z0-9]+@[-a-z0-9.:]+\.gserviceaccount\.com",
+        "the address of a service account, ending in gserviceaccount.com",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One training run on TPUs of Google Cloud, and the machines for it.
+
+    Attributes:
+      name: name of the run; the names of all its resources begin with it.
+      backend: `"gke"`, `"compute_engine"` or `"queued_resource"`.
+      project: id of the Google Cloud project.
+      zone: zone of the TPUs.
+      topology: generation and grid of chips of a slice, as for `tpu-embedding compile`.
+      slices: number of such slices.
+      capacity: `"on_demand"`, `"spot"`, `"reservation"` or `"flex_start"`.
+      reservation: name of the reservation, with capacity `"reservation"`. The Cloud TPU
+        API takes none: it uses what the project has reserved.
+      lifetime: duration after which the machines are deleted, such as `"6h"`, or
+        `"until_deleted"`. Machines cost money until they are deleted.
+      config: name of a config of the package, or path of a Python file.
+      settings: changes of the config, as `KEY=VALUE`.
+      data_dir: path of the data in the bucket; "" for configs that generate them.
+      bucket: bucket for package, data and results.
+      package: path of a wheel of this package, or a requirement that pip installs.
+      service_account: account that the machines act as. It may read and write the
+        bucket. No key file is needed.
+      restarts: restarts after a failure or a preemption, each from the newest
+        checkpoint.
+      network: network of the machines.
+      subnetwork: subnetwork; "" for the network's own choice.
+      cluster: name of the GKE cluster; "" takes the name of the launch.
+      image: container image with Python, on GKE.
+      request_valid_for: time to wait for a queued resource.
+    """
+
+    name: str
+    backend: BackendName
+    project: str
+    zone: str
+    topology: str
+    slices: int = 1
+    capacity: Capacity = "on_demand"
+    reservation: str = ""
+    lifetime: str
+    config: str
+    settings: tuple[str, ...] = ()
+    data_dir: str = ""
+    bucket: str
+    package: str
+    service_account: str
+    restarts: int = 3
+    network: str = "default"
+    subnetwork: str = ""
+    cluster: str = ""
+    image: str = "python:3.12"
+    request_valid_for: str = "24h"
+
+    def __post_init__(self):
+        _check_types(self)
+        raise_all([*_field_problems(self), *_slice_problems(self)])
+        raise_all(_capacity_problems(self))
+
+    @functools.cached_property
+    def facts(self) -> SliceFacts:
+        """Machines and names of a slice."""
+        return slice_facts(self.topology, self.backend)
+
+    @property
+    def region(self) -> str:
+        """Region of the zone."""
+        return self.zone.rpartition("-")[0]
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of machines of all slices."""
+        return self.slices * self.facts.num_hosts
+
+    @property
+    def lifetime_seconds(self) -> int | None:
+        """Lifetime of the machines in seconds; None if nothing ends it."""
+        return None if self.lifetime == UNTIL_DELETED else _seconds(self.lifetime)
+
+    @property
+    def slice_names(self) -> tuple[str, ...]:
+        """Names of the slices, as node pools or nodes."""
+        return tuple(f"{self.name}-{index}" for index in range(self.slices))
+
+    @property
+    def cluster_name(self) -> str:
+        """Name of the GKE cluster."""
+        return self.cluster or self.name
+
+    @property
+    def folder_url(self) -> str:
+        """Folder of the run in the bucket."""
+        return f"gs://{self.bucket}/{self.name}"
+
+    @property
+    def own_files(self) -> tuple[str, ...]:
+        """Local files that the machines need: a wheel, a config of the user's own."""
+        files = (self.package, self.config)
+        return tuple(path for path in files if path.endswith((".whl", ".py")))
+
+
+def load_launch(path: pathlib.Path) -> Launch:
+    """Returns the launch that a YAML file describes.
+
+    Args:
+      path: file with one mapping from the fields of `Launch` to their values.
+
+    Raises:
+      OSError: if the file cannot be read.
+      ValueError: if the file is not YAML, has unknown or missing fields, or a field
+        breaks a rule.
+      TypeError: if a field has a wrong type.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is not YAML: {reason}") from error
+    if not isinstance(document, dict):
+        raise ValueError(
+            f"{path} must be a mapping from field to value, got a "
+            f"{type(document).__name__}."
+        )
+    fields = {field.name: field for field in dataclasses.fields(Launch)}
+    unknown = [str(key) for key in document if key not in fields]
+    missing = [
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING and name not in document
+    ]
+    problems = [f"{path} has the unknown field {name!r}" for name in unknown]
+    if missing:
+        problems.append(f"{path} must have the fields {', '.join(missing)}")
+    if unknown:
+        problems.append(f"the fields are {', '.join(fields)}")
+    raise_all(problems)
+    if isinstance(document.get("settings"), list):
+        document["settings"] = tuple(document["settings"])
+    return Launch(**document)
+
+
+def _check_types(launch: Launch) -> None:
+    wrong = []
+    for field in dataclasses.fields(launch):
+        value = getattr(launch, field.name)
+        expected: Any = type(field.default)
+        if field.default is dataclasses.MISSING:
+            expected = str
+        if expected is int:
+            right = is_int(value)
+        elif expected is tuple:
+            right = isinstance(value, tuple) and all(isinstance(v, str) for v in value)
+        else:
+            right = isinstance(value, expected)
+        if not right:
+            kind = _TYPE_NAMES[expected]
+            wrong.append(f"{field.name} must be {kind}, got {value!r}")
+    if wrong:
+        raise TypeError(f"The launch's {'; '.join(wrong)}.")
+
+
+def _field_problems(launch: Launch) -> list[str]:
+    problems = []
+    for field, (pattern, rule) in _PATTERNS.items():
+        value = getattr(launch, field)
+        if not re.fullmatch(pattern, value, re.ASCII):
+            problems.append(f"{field} must be {rule}, got {value!r}")
+    for field, choices in (("backend", BACKEND_NAMES), ("capacity", CAPACITIES)):
+        if getattr(launch, field) not in choices:
+            problems.append(
+                f"{field} must be one of {', '.join(choices)}, got "
+                f"{getattr(launch, field)!r}"
+            )
+    for field in ("config", "package", "network", "image"):
+        if not getattr(launch, field):
+            problems.append(f"{field} must not be empty")
+    for field in ("lifetime", "request_valid_for"):
+        value = getattr(launch, field)
+        if field == "lifetime" and value == UNTIL_DELETED:
+            continue
+        if not _DURATION.fullmatch(value) or not _seconds(value):
+            also = f" or {UNTIL_DELETED}" if field == "lifetime" else ""
+            problems.append(
+                f"{field} must be a duration such as 6h{also}, got {value!r}"
+            )
+    if launch.restarts < 0:
+        problems.append(f"restarts must be at least 0, got {launch.restarts}")
+    if not 1 <= launch.slices <= MAX_SLICES:
+        problems.append(f"slices must be from 1 to {MAX_SLICES}, got {launch.slices}")
+    for setting in launch.settings:
+        if not setting.partition("=")[1]:
+            problems.append(f"settings takes KEY=VALUE, got {setting!r}")
+    if launch.data_dir.startswith(("/", "gs:")) or ".." in launch.data_dir.split("/"):
+        problems.append(
+            f"data_dir must be a path within the bucket, such as criteo, got "
+            f"{launch.data_dir!r}"
+        )
+    return problems
+
+
+def _slice_problems(launch: Launch) -> list[str]:
+    """Returns what is wrong with generation, topology, slices and backend together."""
+    if launch.backend not in BACKEND_NAMES:
+        return []
+    try:
+        facts = slice_facts(launch.topology, launch.backend)
+    except ValueError as error:
+        return [str(error)]
+    if launch.slices == 1:
+        return []
+    if launch.backend == "compute_engine":
+        return [
+            f"slices must be 1 with backend compute_engine, got {launch.slices}; use "
+            "backend gke for several slices"
+        ]
+    if launch.backend == "gke" and facts.num_hosts == 1:
+        return [
+            f"slices must be 1 for the topology {launch.topology!r}, got "
+            f"{launch.slices}: GKE joins only slices of several hosts"
+        ]
+    return []
+
+
+def _capacity_problems(launch: Launch) -> list[str]:
+    """Returns what is wrong with capacity, lifetime and backend together."""
+    problems = []
+    named = launch.capacity == "reservation" and launch.backend != "queued_resource"
+    if named != bool(launch.reservation):
+        problems.append(
+            "reservation must be given with capacity reservation on gke and "
+            f"compute_engine, and only then, got {launch.reservation!r} with capacity "
+            f"{launch.capacity} and backend {launch.backend}"
+        )
+    seconds = launch.lifetime_seconds
+    if launch.capacity == "flex_start":
+        shortest, longest = _FLEX_START_SECONDS
+        if seconds is None or not shortest <= seconds <= longest:
+            problems.append(
+                "lifetime must be from 10m to 7d with capacity flex_start, got "
+                f"{launch.lifetime!r}"
+            )
+        if launch.backend == "gke" and launch.slices > 1:
+            problems.append(
+                f"slices must be 1 with capacity flex_start on GKE, got "
+                f"{launch.slices}: a JobSet cannot spread over node pools that are "
+                "empty; use capacity on_demand, spot or reservation"
+            )
+    elif launch.backend == "queued_resource" and seconds is not None:
+        problems.append(
+            f"lifetime must be {UNTIL_DELETED} with backend queued_resource and "
+            f"capacity {launch.capacity}, got {launch.lifetime!r}: the Cloud TPU API "
+            "deletes only machines of capacity flex_start by itself"
+        )
+    return problems
+
+
+def _seconds(duration: str) -> int:
+    """Returns the seconds of a duration such as `"1d12h"`."""
+    parts = re.findall(r"(\d+)([dhms])", duration)
+    return sum(int(number) * _UNITS[unit] for number, unit in parts)

@@ -1,0 +1,1 @@
+"""Run configs: the value that a file in `configs/` defines, and its data section."""

@@ -1,0 +1,321 @@
+"""Defines `RunConfig`, the type of the value that a file in `configs/` defines.
+
+A run config is plain data in sections, plus two functions that make the optimizers.
+They are functions because a learning rate schedule depends on `num_steps`, which the
+command line can override.
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+import optax
+
+from tpu_embedding.checkpoint.run_checkpoints import MAX_SAVE_SECONDS
+from tpu_embedding.optimizers.row_optimizer import TableOptimizer
+from tpu_embedding.plan.backend_request import AUTO, BACKENDS
+from tpu_embedding.tools.data.teacher import is_int
+from tpu_embedding.tools.train.config.sources import DataSource
+from tpu_embedding.tools.train.metrics import LOSSES, LossName
+from tpu_embedding.tools.train.models.model import ModelConfig
+
+MAX_SEED: Final = 2**32 - 1
+"""Maximum seed; JAX would take a larger one for another with the same lower bits."""
+
+NonFinite = Literal["raise", "skip_step"]
+"""Treatment of a step whose loss or gradients are not finite; see `RunConfig`."""
+
+SplitOver = Literal["all", "slice"]
+"""Devices that share the rows of a table; see `RunConfig.tables_split_over`."""
+
+_TRAINED_DTYPES: Final = ("float32", "bfloat16", "float16")
+
+_MAX_COUNT: Final = 2**31 - 1
+
+_LONGEST_SAVE_SECONDS: Final = 1e6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """The metric that a config promises to reach on the held-out data.
+
+    Attributes:
+      metric: `"log_loss"`, `"rmse"`, `"mae"` or `"softmax_loss"`, as the run's loss
+        has it; lower is better.
+      at_most: maximum value of the metric. With `relative_to`, it is a multiple of the
+        teacher's value.
+      relative_to: `"teacher"` for synthetic data, or None. The teacher is the model
+        that generated the labels; no trained model can beat it.
+    """
+
+    metric: str
+    at_most: float
+    relative_to: Literal["teacher"] | None = None
+
+    def __post_init__(self):
+        problems = []
+        if not isinstance(self.metric, str):
+            problems.append(f"Target.metric must be a string, got {self.metric!r}")
+        if not _is_finite(self.at_most):
+            problems.append(
+                f"Target.at_most must be a finite number, got {self.at_most!r}"
+            )
+        if self.relative_to not in ("teacher", None):
+            problems.append(
+                f"Target.relative_to must be 'teacher' or None, got "
+                f"{self.relative_to!r}"
+            )
+        if problems:
+            raise ValueError("; ".join(problems) + ".")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Settings of a training run, apart from its devices and the paths of its files.
+
+    Attributes:
+      name: name of the run; its default output directory is `runs/<name>`, so it holds
+        no path separator.
+      data: data source of the batches, a frozen dataclass; see `DataSource`.
+      model: sizes and other hyperparameters of the model, a frozen dataclass; see
+        `ModelConfig`.
+      loss: `"log_loss"` for clicks, `"squared_error"` for ratings, or
+        `"in_batch_softmax"` for choices among the items of the batch.
+      batch_size: samples per step, over all devices. It need not be divisible by the
+        number of devices.
+      num_steps: number of training steps.
+      table_learning_rate: learning rate that `make_table_optimizer` uses.
+      dense_learning_rate: learning rate that `make_dense_optimizer` uses.
+      make_table_optimizer: returns the optimizer of the tables, given this config.
+      make_dense_optimizer: returns the optax optimizer of all other parameters, given
+        this config.
+      target: metric that the config promises to reach, or None.
+      capacity: ids per destination and round of the exchange; None lets the plan
+        choose. It changes the speed, never the results.
+      kernels: backend that reads and updates rows, as in `make_plan`. `"auto"`: kernels
+        where the verdict of `tpu-embedding doctor` allows them, else XLA.
+      table_dtype: storage type of all tables, `"float32"`, `"bfloat16"` or `"float16"`;
+        None leaves that of the model's tables.
+      tables_split_over: devices that the rows of a table are split over: `"all"`, or
+        `"slice"`, those of a slice, with a copy of the table in each. A table's own
+        placement wins.
+      non_finite: treatment of a step whose loss or gradients are NaN or infinite.
+        `"raise"` ends the run. `"skip_step"` leaves tables, parameters and optimizer
+        states as they are, bit by bit, counts the step, and goes on; several such steps
+        in a row end the run.
+      seed: seed of the data and the initial values, from 0 to 2**32 - 1.
+      loader_processes: processes that read batches ahead of the training process, by
+        grain; 0 reads in a thread of it. It changes the speed, never the results.
+      log_every: steps per line of progress.
+      evaluate_every: steps between evaluations; 0 evaluates only at the end.
+      checkpoint_every: steps between checkpoints; 0 saves only at the end.
+      checkpoints_kept: number of latest checkpoints to keep; older ones are deleted.
+      keep_time_interval: seconds after which one more checkpoint is kept for good,
+        beside the latest ones; None keeps no other. The name is Orbax's.
+      max_save_seconds: time within which a checkpoint must be complete; the run then
+        ends with an error, on all hosts.
+    """
+
+    name: str
+    data: DataSource
+    model: ModelConfig
+    loss: LossName
+    batch_size: int
+    num_steps: int
+    table_learning_rate: float
+    dense_learning_rate: float
+    make_table_optimizer: Callable[["RunConfig"], TableOptimizer]
+    make_dense_optimizer: Callable[["RunConfig"], optax.GradientTransformation]
+    target: Target | None = None
+    capacity: int | None = None
+    kernels: str = AUTO
+    table_dtype: str | None = None
+    tables_split_over: SplitOver = "all"
+    non_finite: NonFinite = "raise"
+    seed: int = 0
+    loader_processes: int = 0
+    log_every: int = 100
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+    checkpoints_kept: int = 3
+    keep_time_interval: float | None = None
+    max_save_seconds: float = MAX_SAVE_SECONDS
+
+    def __post_init__(self):
+        problems = [
+            *self._problems_of_name(),
+            *self._problems_of_sections(),
+            *self._problems_of_numbers(),
+            *self._problems_of_choices(),
+        ]
+        if not problems:
+            problems += _description_problems("RunConfig", self.describe())
+        if problems:
+            raise ValueError("; ".join(problems) + f" (config {self.name!r}).")
+
+    def _problems_of_name(self) -> Iterator[str]:
+        name = self.name
+        if (
+            not isinstance(name, str)
+            or name.strip() in ("", ".", "..")
+            or not name.isprintable()
+            or any(separator in name for separator in ("/", "\\", os.sep))
+        ):
+            yield (
+                "RunConfig.name must be a string without path separators, got "
+                f"{name!r}; --output-dir takes a path"
+            )
+
+    def _problems_of_sections(self) -> Iterator[str]:
+        for name, protocol, methods in (
+            ("data", "DataSource", ("open",)),
+            ("model", "ModelConfig", ("feature_config", "build")),
+        ):
+            value = getattr(self, name)
+            missing = [m for m in methods if not callable(getattr(value, m, None))]
+            is_value = dataclasses.is_dataclass(value) and not isinstance(value, type)
+            if missing or not is_value:
+                yield (
+                    f"RunConfig.{name} must be an instance of a frozen dataclass with "
+                    f"the methods of tpu_embedding.tools.train.{protocol}, "
+                    f"{' and '.join(methods)}, got {value!r}"
+                    + (f" without {' and '.join(missing)}" if missing else "")
+                )
+        for name in ("make_table_optimizer", "make_dense_optimizer"):
+            value = getattr(self, name)
+            if not callable(value) or isinstance(value, type):
+                yield (
+                    f"RunConfig.{name} must be a function of the config, such as "
+                    f"lambda run: ..., got {value!r}"
+                )
+
+    def _problems_of_numbers(self) -> Iterator[str]:
+        for name, minimum in (
+            ("batch_size", 1),
+            ("num_steps", 1),
+            ("capacity", 1),
+            ("seed", 0),
+            ("loader_processes", 0),
+            ("log_every", 1),
+            ("evaluate_every", 0),
+            ("checkpoint_every", 0),
+            ("checkpoints_kept", 1),
+        ):
+            value = getattr(self, name)
+            if name == "capacity" and value is None:
+                continue
+            if not is_int(value) or value < minimum:
+                yield (
+                    f"RunConfig.{name} must be an int of at least {minimum}, got "
+                    f"{value!r}"
+                )
+            elif value > (MAX_SEED if name == "seed" else _MAX_COUNT):
+                limit = "2**32 - 1" if name == "seed" else "2**31 - 1"
+                yield f"RunConfig.{name} must be at most {limit}, got {value!r}"
+        seconds = self.max_save_seconds
+        if not (_is_finite(seconds) and 0 < seconds <= _LONGEST_SAVE_SECONDS):
+            yield (
+                "RunConfig.max_save_seconds must be a positive number of seconds, at "
+                f"most {_LONGEST_SAVE_SECONDS:,.0f}, got {seconds!r}"
+            )
+        seconds = self.keep_time_interval
+        if seconds is not None and not (_is_finite(seconds) and seconds > 0):
+            yield (
+                "RunConfig.keep_time_interval must be a positive number of seconds or "
+                f"None, got {seconds!r}"
+            )
+        for name in ("table_learning_rate", "dense_learning_rate"):
+            value = getattr(self, name)
+            if not (_is_finite(value) and value >= 0):
+                yield (
+                    f"RunConfig.{name} must be finite and not negative, got {value!r}"
+                )
+
+    def _problems_of_choices(self) -> Iterator[str]:
+        if self.kernels not in (*BACKENDS, AUTO):
+            yield (
+                f"RunConfig.kernels must be one of {[*BACKENDS, AUTO]}, got "
+                f"{self.kernels!r}"
+            )
+        if self.tables_split_over not in get_args(SplitOver):
+            yield (
+                "RunConfig.tables_split_over must be one of "
+                f"{list(get_args(SplitOver))}, got {self.tables_split_over!r}"
+            )
+        if self.non_finite not in get_args(NonFinite):
+            yield (
+                f"RunConfig.non_finite must be one of {list(get_args(NonFinite))}, got "
+                f"{self.non_finite!r}"
+            )
+        if self.table_dtype not in (*_TRAINED_DTYPES, None):
+            yield (
+                f"RunConfig.table_dtype must be one of {list(_TRAINED_DTYPES)} or "
+                f"None, got {self.table_dtype!r}"
+            )
+        if self.loss not in get_args(LossName):
+            yield (
+                f"RunConfig.loss must be one of {list(get_args(LossName))}, got "
+                f"{self.loss!r}"
+            )
+        elif not isinstance(self.target, Target | None):
+            yield f"RunConfig.target must be a Target or None, got {self.target!r}"
+        elif self.target is not None:
+            metrics = LOSSES[self.loss].metrics
+            if self.target.relative_to == "teacher":
+                metrics = metrics[:1]  # The teacher has no other.
+            if self.target.metric not in metrics:
+                yield (
+                    f"RunConfig.target.metric must be one of {list(metrics)} for the "
+                    f"loss {self.loss!r}, got {self.target.metric!r}"
+                )
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the fields as JSON values, without the two functions."""
+        description = _describe(self)
+        del description["type"]
+        return description
+
+
+def _describe(value: Any) -> Any:
+    """Returns a JSON value; a dataclass becomes a dict with its type's name."""
+    if dataclasses.is_dataclass(value):
+        fields = {
+            field.name: _describe(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if not callable(getattr(value, field.name))
+        }
+        return {"type": type(value).__name__, **fields}
+    if isinstance(value, Mapping):
+        return {str(key): _describe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_describe(item) for item in value]
+    if isinstance(value, pathlib.PurePath):
+        return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
+
+
+def _description_problems(owner: str, value: Any) -> Iterator[str]:
+    """Yields a message for each value of a description that JSON does not have."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from _description_problems(f"{owner}.{key}", item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{owner} must be finite, got {value!r}"
+    elif not isinstance(value, str | int | float | None):
+        yield (
+            f"{owner} must be a number, string, path, None, or a tuple, dict or "
+            f"dataclass of them, got a {type(value).__name__}; records and checkpoints "
+            "describe the run by it"
+        )
+
+
+def _is_finite(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)

@@ -1,0 +1,190 @@
+"""Data sources: the data section of a run config, which opens a data set.
+
+A source holds the settings that a config declares. `open` takes the path of the files
+from the command line, and returns the data set.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Final, Protocol
+
+import numpy as np
+
+from tpu_embedding.tools.data.batch import Batch, DataError, Dataset
+from tpu_embedding.tools.data.movielens import (
+    AGE_BUCKET_STARTS,
+    GENDERS,
+    NUM_RATINGS,
+    MovieLens,
+    MovieLensConfig,
+)
+from tpu_embedding.tools.data.synthetic import SyntheticClicks
+from tpu_embedding.tools.train.config.random_source import (
+    local_data_dir,
+    refuse_data_dir,
+)
+from tpu_embedding.types import RaggedIds
+
+# Sizes of MovieLens-100K, from its README and files.
+_NUM_USERS: Final = 943
+_NUM_MOVIES: Final = 1682
+_NUM_OCCUPATIONS: Final = 21
+_NUM_GENRES: Final = 19
+_MAX_GENRES: Final = 6
+_MEAN_RATING: Final = 3.53
+
+
+class DataSource(Protocol):
+    """Settings of a data set, which opens it: the type of `RunConfig.data`.
+
+    A frozen dataclass with a method `open`. Its fields are numbers, strings, paths, or
+    tuples of them. Records and checkpoints describe the run by them, and `--set` can
+    change them.
+    """
+
+    def open(
+        self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
+    ) -> Dataset:
+        """Returns the data set.
+
+        Args:
+          data_dir: path of the files, or None.
+          batch_size: samples per batch, over all devices.
+          seed: seed of the order of samples, or of synthetic samples.
+
+        Returns:
+          The data set, whose batches have `batch_size` samples.
+
+        Raises:
+          DataError: if files are missing or damaged.
+        """
+        ...
+
+    def outline(self, *, batch_size: int, seed: int) -> Dataset:
+        """Returns a data set of the same sizes without reading any file.
+
+        Its batches have the shapes of the real ones, but arbitrary values. They serve
+        to compile a step. Only `tpu-embedding compile` calls this method.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyntheticClicksSource:
+    """Source of `SyntheticClicks`; reads no file.
+
+    Attributes:
+      num_evaluation_samples: number of held-out samples.
+      valence: maximum number of tags per sample.
+      zipf_exponent: skew of the ids.
+    """
+
+    num_evaluation_samples: int
+    valence: int = 8
+    zipf_exponent: float = 1.0
+
+    def open(
+        self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
+    ) -> SyntheticClicks:
+        """Returns the data set.
+
+        Raises:
+          DataError: if a directory is given, because the source reads no file.
+        """
+        refuse_data_dir(data_dir)
+        return SyntheticClicks(
+            batch_size=batch_size, seed=seed, **dataclasses.asdict(self)
+        )
+
+    def outline(self, *, batch_size: int, seed: int) -> SyntheticClicks:
+        """Returns the data set itself, which reads no file."""
+        return self.open(None, batch_size=batch_size, seed=seed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MovieLensSource:
+    """Source of `MovieLens`, read from the unpacked `ml-100k`.
+
+    Attributes:
+      max_history: maximum ids in one sample's history.
+      train: name of the file with the training ratings.
+      test: name of the file with the held-out ratings.
+    """
+
+    max_history: int
+    train: str = "u1.base"
+    test: str = "u1.test"
+
+    def open(
+        self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
+    ) -> MovieLens:
+        """Reads the files and returns the data set.
+
+        Raises:
+          DataError: if no directory is given, or a file is missing or damaged.
+        """
+        if data_dir is None:
+            raise DataError(
+                "This config needs MovieLens-100K: download ml-100k.zip from "
+                "https://grouplens.org/datasets/movielens/100k/, unpack it, and pass "
+                "its folder with --data-dir ml-100k."
+            )
+        return MovieLens(local_data_dir(data_dir), self._config(batch_size, seed))
+
+    def outline(self, *, batch_size: int, seed: int) -> "MovieLensOutline":
+        """Returns a data set of the published sizes, without ratings."""
+        return MovieLensOutline(self._config(batch_size, seed))
+
+    def _config(self, batch_size: int, seed: int) -> MovieLensConfig:
+        return MovieLensConfig(
+            batch_size=batch_size, seed=seed, **dataclasses.asdict(self)
+        )
+
+
+class MovieLensOutline:
+    """Stands in for MovieLens-100K when its files are absent: sizes, but no ratings.
+
+    Attributes:
+      config: config of the data set.
+      batch_size: samples per batch.
+      vocabulary_sizes: feature name to table rows, equal to those of `MovieLens`.
+      mean_rating: approximate mean rating of the training files.
+    """
+
+    def __init__(self, config: MovieLensConfig):
+        self.config = config
+        self.batch_size = config.batch_size
+        self.mean_rating = _MEAN_RATING
+        self.vocabulary_sizes = {
+            "user": _NUM_USERS,
+            "movie": _NUM_MOVIES,
+            "age": len(AGE_BUCKET_STARTS) + 1,
+            "gender": len(GENDERS),
+            "occupation": _NUM_OCCUPATIONS,
+            "genres": _NUM_GENRES,
+            "history": NUM_RATINGS * _NUM_MOVIES,
+        }
+
+    def train_batch(self, step: int) -> Batch:
+        """Returns a batch whose ids are all 0; histories have their maximum length."""
+        del step
+        length = self.config.max_history or _NUM_MOVIES
+        ones = np.ones(self.batch_size, np.float32)
+        zeros = np.zeros(self.batch_size, np.int32)
+        return Batch(
+            features={name: zeros for name in self.vocabulary_sizes}
+            | {
+                "genres": np.zeros((self.batch_size, _MAX_GENRES), np.int32),
+                "history": RaggedIds(
+                    values=np.zeros(self.batch_size * length, np.int32),
+                    row_splits=np.arange(self.batch_size + 1, dtype=np.int32) * length,
+                ),
+            },
+            labels=ones,
+            weights=ones,
+        )
+
+    def evaluation_batches(self) -> Iterator[Batch]:
+        """Yields no batch."""
+        return iter(())

@@ -1,0 +1,161 @@
+"""The programs of a run beside the train step, to compile ahead of time.
+
+`tpu-embedding compile` reports their memory. Their arguments are shapes, so nothing is
+allocated. `step.py` has the train step.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Literal, get_args
+
+import jax
+from flax import nnx
+
+from tpu_embedding.functional.steps import init_slots, lookup
+from tpu_embedding.nn.embedding import EmbeddingTables
+from tpu_embedding.nn.training import SlotVariables
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.tables.initial_values import init_tables
+from tpu_embedding.tables.row_stream import read_turn
+from tpu_embedding.tools import compile_report
+from tpu_embedding.tools.compile_report.programs import ResidentPart
+from tpu_embedding.tools.data.batch import Batch, Dataset
+from tpu_embedding.tools.train.config.run_config import RunConfig
+from tpu_embedding.tools.train.loop.step import (
+    abstract_batch,
+    abstract_train_state,
+    init_train_state,
+    make_evaluation_step,
+)
+
+ProgramName = Literal["init", "evaluation", "serving", "checkpoint"]
+PROGRAM_NAMES: Final[tuple[ProgramName, ...]] = get_args(ProgramName)
+
+SAVE_NOTE: Final = "one block of rows per device and stack; a run reads one at a time"
+RESTORE_NOTE: Final = "not compiled: the exchange of save, reversed, writes in place"
+DENSE_NOTE: Final = "compiled as one program; a run makes one array after the other"
+
+
+def other_programs(
+    config: RunConfig,
+    data: Dataset,
+    plan: EmbeddingPlan,
+    names: Sequence[ProgramName] = PROGRAM_NAMES,
+) -> Iterator[compile_report.Program]:
+    """Yields programs of a run, for `compile_report.compile_report`.
+
+    Args:
+      config: config of the run.
+      data: opened data set, or its outline. Its first batch determines the shapes.
+      plan: plan from `make_run_plan`.
+      names: the programs. `"init"`: initial values of tables, dense parameters and slot
+        variables. `"evaluation"`: an evaluation step. `"serving"`: a lookup without
+        gradients, on devices with only the tables. `"checkpoint"`: saving and
+        restoring.
+    """
+    graphdef, state = abstract_train_state(config, data, plan)
+    resident = _parts_of(state)
+    batch = abstract_batch(data.train_batch(0), plan)
+    makers: dict[ProgramName, Callable[[], Iterator[compile_report.Program]]] = {
+        "init": lambda: _init_programs(config, data, plan, resident),
+        "evaluation": lambda: _evaluation(config, graphdef, resident, batch),
+        "serving": lambda: _serving(plan, batch),
+        "checkpoint": lambda: _checkpoint(plan, resident),
+    }
+    for name, make in makers.items():
+        if name in names:
+            yield from make()
+
+
+def _parts_of(state: nnx.State) -> dict[ResidentPart, nnx.State]:
+    """Returns tables, slot variables and all else of a train state."""
+    tables, slots, dense = nnx.split_state(state, EmbeddingTables, SlotVariables, ...)
+    return {"tables": tables, "slots": slots, "dense": dense}
+
+
+def _init_programs(
+    config: RunConfig,
+    data: Dataset,
+    plan: EmbeddingPlan,
+    resident: dict[ResidentPart, nnx.State],
+) -> Iterator[compile_report.Program]:
+    """Yields the programs before the first step, with what earlier ones have made."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=plan.replicated)
+    yield compile_report.Program(
+        name="initial tables",
+        resident={},
+        inputs=(key,),
+        function=lambda _, key: init_tables(plan, key),
+    )
+
+    def init_dense(_):
+        dense = _parts_of(init_train_state(config, data, plan)[1])["dense"]
+        return jax.lax.with_sharding_constraint(dense, plan.replicated)
+
+    yield compile_report.Program(
+        name="initial dense parameters",
+        resident={"tables": resident["tables"]},
+        function=init_dense,
+        note=DENSE_NOTE,
+    )
+    tables = jax.eval_shape(functools.partial(init_tables, plan), key)
+    yield compile_report.Program(
+        name="initial slot variables",
+        resident={
+            "tables": compile_report.abstract_arrays(tables, plan),
+            "dense": resident["dense"],
+        },
+        function=lambda resident: init_slots(resident["tables"], plan),
+    )
+
+
+def _evaluation(
+    config: RunConfig,
+    graphdef: nnx.GraphDef,
+    resident: dict[ResidentPart, nnx.State],
+    batch: Batch,
+) -> Iterator[compile_report.Program]:
+    step = make_evaluation_step(graphdef, config.loss)
+    yield compile_report.Program(
+        name="evaluation step",
+        resident=resident,
+        inputs=(batch,),
+        function=lambda parts, batch: step(nnx.merge_state(*parts.values()), batch),
+    )
+
+
+def _serving(plan: EmbeddingPlan, batch: Batch) -> Iterator[compile_report.Program]:
+    tables = jax.eval_shape(lambda: init_tables(plan, jax.random.key(0)))
+    yield compile_report.Program(
+        name="serving lookup",
+        resident={"tables": compile_report.abstract_arrays(tables, plan)},
+        inputs=(batch.features,),
+        function=lambda resident, features: (
+            lookup(resident["tables"], features, plan).activations
+        ),
+    )
+
+
+def _checkpoint(
+    plan: EmbeddingPlan, resident: dict[ResidentPart, nnx.State]
+) -> Iterator[compile_report.Program]:
+    stacks = {stack.layout.contents: stack for stack in plan.stacks}
+
+    def read_blocks(resident):
+        tables = jax.tree.leaves(resident["tables"], is_leaf=_is_rows)
+        return [
+            read_turn(packed, stacks[packed.layout.contents], plan)
+            for packed in tables
+            if _is_rows(packed)
+        ]
+
+    yield compile_report.Program(
+        name="save", resident=resident, function=read_blocks, note=SAVE_NOTE
+    )
+    yield compile_report.Program(name="restore", resident=resident, note=RESTORE_NOTE)
+
+
+def _is_rows(leaf: object) -> bool:
+    return isinstance(leaf, PackedRows)

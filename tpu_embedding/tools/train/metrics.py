@@ -1,0 +1,171 @@
+"""Defines the losses of runs, and the metrics that belong to each.
+
+The devices merge the metrics of batch after batch. The host reads the values at the end
+of an evaluation.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Final, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from tpu_embedding import metrics as m
+from tpu_embedding.tools.train.models.model import Outputs
+
+LossName = Literal["log_loss", "squared_error", "in_batch_softmax"]
+
+TOP_K: Final = 10
+"""The `k` of recall@k and NDCG@k: the sample's own item should be among the top k."""
+
+MAX_AUC_ERROR: Final = 1e-3
+"""Largest error of an AUC, from its bins, that is reported without it."""
+
+Metrics = collections.OrderedDict[str, m.Metric]
+"""Metrics by name, the main one first; JAX keeps the order of an `OrderedDict`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A loss and the metrics that belong to it.
+
+    Attributes:
+      metrics: names of the metrics for which a run may have a target; lower is better.
+        The first one is the main metric, which a teacher can have, too.
+      label_range: minimum and maximum of a label; None if every finite number is one.
+      per_sample: `(outputs, labels) -> losses [batch]`, without the penalty.
+      evaluate: `(outputs, labels, weights) -> Metrics` of one batch.
+    """
+
+    metrics: tuple[str, ...]
+    label_range: tuple[float, float] | None = None
+    per_sample: Callable[[Outputs, Array], Array]
+    evaluate: Callable[[Outputs, Array, Array], Metrics]
+
+    @property
+    def metric(self) -> str:
+        """Name of the main metric."""
+        return self.metrics[0]
+
+
+def mean_loss(
+    loss: Loss,
+    outputs: Outputs,
+    labels: Float[Array, " batch"],
+    weights: Float[Array, " batch"],
+) -> jax.Array:
+    """Returns the weighted mean of loss plus penalty over the batch. Global."""
+    per_sample = loss.per_sample(outputs, labels) + outputs.penalty
+    return jnp.sum(weights * per_sample) / jnp.sum(weights)
+
+
+def merge_batches(batches: Iterable[Metrics]) -> Metrics:
+    """Returns the metrics of all batches; no metrics if there are no batches.
+
+    Waits for a batch only after the next one is dispatched.
+
+    Args:
+      batches: metrics of each batch, on the devices.
+    """
+    merged: Metrics = collections.OrderedDict()
+    for of_batch in batches:
+        jax.block_until_ready(merged)
+        merged = _merge(merged, of_batch) if merged else of_batch
+    return merged
+
+
+def values_of(metrics: Metrics) -> dict[str, float]:
+    """Returns the values of the metrics that are defined, in their order.
+
+    All are missing if no sample has a positive weight. AUC and others are also missing
+    if the samples do not determine them. `auc_max_error` follows an AUC whose bins are
+    too coarse for its scores, by more than `MAX_AUC_ERROR`.
+    """
+    values, is_defined = jax.device_get(_compute(metrics))
+    result = {}
+    for name, metric in metrics.items():
+        if not is_defined[name]:
+            continue
+        result[name] = float(values[name])
+        if isinstance(metric, m.AUC):
+            error = float(metric.max_error())
+            if error > MAX_AUC_ERROR:
+                result[f"{name}_max_error"] = error
+    return result
+
+
+_merge = jax.jit(m.merge)
+
+
+@jax.jit
+def _compute(metrics: Metrics) -> tuple[dict[str, Array], dict[str, Array]]:
+    is_defined = {name: metric.is_defined() for name, metric in metrics.items()}
+    return m.compute(metrics), is_defined
+
+
+def _log_loss(outputs: Outputs, labels: Array) -> Array:
+    return optax.sigmoid_binary_cross_entropy(outputs.scores, labels)
+
+
+def _evaluate_clicks(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
+    predicted = jax.scipy.special.logit(jnp.clip(outputs.predictions, 0, 1))
+    return collections.OrderedDict(
+        log_loss=m.LogLoss.from_batch(outputs.scores, labels, weights),
+        auc=m.AUC.from_batch(predicted, labels, weights),
+        normalized_entropy=m.NormalizedEntropy.from_batch(
+            outputs.scores, labels, weights
+        ),
+        calibration=m.Calibration.from_batch(predicted, labels, weights),
+    )
+
+
+def _squared_error(outputs: Outputs, labels: Array) -> Array:
+    return jnp.square(outputs.scores - labels)
+
+
+def _evaluate_ratings(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
+    return collections.OrderedDict(
+        rmse=m.RMSE.from_batch(outputs.predictions, labels, weights),
+        mae=m.MAE.from_batch(outputs.predictions, labels, weights),
+    )
+
+
+def _softmax_loss(outputs: Outputs, labels: Array) -> Array:
+    """Returns the negative of the log-softmax that `TwoTower` returns as scores."""
+    del labels
+    return -outputs.scores
+
+
+def _evaluate_retrieval(outputs: Outputs, labels: Array, weights: Array) -> Metrics:
+    ranks = outputs.predictions
+    metrics: Metrics = collections.OrderedDict(
+        softmax_loss=m.Mean.from_batch(_softmax_loss(outputs, labels), weights)
+    )
+    metrics[f"recall_at_{TOP_K}"] = m.RecallAtK.from_ranks(ranks, weights, k=TOP_K)
+    metrics[f"ndcg_at_{TOP_K}"] = m.NDCGAtK.from_ranks(ranks, weights, k=TOP_K)
+    return metrics
+
+
+LOSSES: Final[dict[LossName, Loss]] = {
+    "log_loss": Loss(
+        metrics=("log_loss",),
+        label_range=(0.0, 1.0),
+        per_sample=_log_loss,
+        evaluate=_evaluate_clicks,
+    ),
+    "squared_error": Loss(
+        metrics=("rmse", "mae"),
+        per_sample=_squared_error,
+        evaluate=_evaluate_ratings,
+    ),
+    "in_batch_softmax": Loss(
+        metrics=("softmax_loss",),
+        per_sample=_softmax_loss,
+        evaluate=_evaluate_retrieval,
+    ),
+}
+"""Losses by their name in `RunConfig.loss`."""

@@ -1,0 +1,190 @@
+"""A two-tower model: the scalar product of a user and an item vector scores the pair.
+
+See Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
+Recommendations" (RecSys 2019). The other items of a batch serve as a sample's
+negatives. Scores are corrected for the frequency at which an item is sampled.
+"""
+
+import dataclasses
+import math
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.nn.embedding import TPUEmbedding
+from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.tools.train.models.model import MLP, Outputs, check_sizes
+
+USER_FEATURES: Final = ("user", "history", "country", "device")
+ITEM_FEATURES: Final = ("item", "category")
+CONTEXT_FEATURES: Final = ("country", "device", "category")
+
+SQUARED_NORM_EPSILON: Final = 1e-12
+"""Added to squared norms, so that a zero vector has finite values and gradients."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoTowerConfig:
+    """Hyperparameters of `TwoTower`.
+
+    Attributes:
+      dim: dimension of the tables of users and items.
+      context_dim: dimension of the small tables: country and device of a user,
+        category of an item.
+      hidden_sizes: widths of the hidden layers of each tower.
+      output_dim: dimension of the user and item vectors.
+      temperature: divisor of the cosines; positive. Scores lie in
+        `[-1 / temperature, 1 / temperature]`.
+    """
+
+    dim: int
+    context_dim: int
+    hidden_sizes: tuple[int, ...]
+    output_dim: int
+    temperature: float
+
+    def __post_init__(self):
+        check_sizes(
+            "TwoTowerConfig",
+            dim=self.dim,
+            context_dim=self.context_dim,
+            hidden_sizes=self.hidden_sizes,
+            output_dim=self.output_dim,
+        )
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ValueError(
+                "TwoTowerConfig.temperature must be positive and finite, got "
+                f"{self.temperature!r}."
+            )
+
+    def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
+        """Returns one feature per column; "item" and "history" share a table."""
+        tables = {
+            name: TableConfig(
+                vocabulary_size=size,
+                dim=self.dim_of(name),
+                combiner="mean",
+                name=name,
+            )
+            for name, size in data.vocabulary_sizes.items()
+        }
+        tables["history"] = tables["item"]
+        return {
+            name: FeatureConfig(table=tables[name])
+            for name in (*USER_FEATURES, *ITEM_FEATURES)
+        }
+
+    def dim_of(self, feature: str) -> int:
+        """Returns the dimension of a feature's table."""
+        return self.context_dim if feature in CONTEXT_FEATURES else self.dim
+
+    def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "TwoTower":
+        """Returns the model with initial parameters."""
+        del data
+        return TwoTower(self, plan, rngs=rngs)
+
+
+class TwoTower(nnx.Module):
+    """Scores pairs: `score(user, item) = <user vector, item vector> / temperature`.
+
+    Both vectors are outputs of an MLP, scaled to norm 1. The user's MLP reads the rows
+    of the user and its context, and the mean row of its history. The item's MLP reads
+    the rows of the item and its category.
+    """
+
+    def __init__(self, config: TwoTowerConfig, plan: EmbeddingPlan, *, rngs: nnx.Rngs):
+        self.embedding = TPUEmbedding(None, plan=plan, rngs=rngs)
+        self.temperature = config.temperature
+        sizes = (*config.hidden_sizes, config.output_dim)
+        self.user_tower, self.item_tower = (
+            MLP(
+                sum(map(config.dim_of, names)),
+                sizes,
+                last_activation=False,
+                # A smooth activation, because a ReLU turns rounding of inputs near 0
+                # into different gradients.
+                activation=nnx.silu,
+                rngs=rngs,
+            )
+            for names in (USER_FEATURES, ITEM_FEATURES)
+        )
+
+    def __call__(self, features: dict[str, Any], dense: jax.Array | None) -> Outputs:
+        """Returns the log-softmax and rank of each sample's own item.
+
+        Args:
+          features: inputs of `USER_FEATURES` and `ITEM_FEATURES`.
+          dense: `[batch, 1]`, the natural logarithm of the probability that a sample
+            contains the item.
+
+        Returns:
+          Outputs with the log-softmax as `scores` and the rank as `predictions`; see
+          `in_batch_softmax`.
+        """
+        assert dense is not None
+        activations = self.embedding(features)
+        users, items = (
+            _normalize(tower(jnp.concatenate([activations[k] for k in names], axis=1)))
+            for tower, names in (
+                (self.user_tower, USER_FEATURES),
+                (self.item_tower, ITEM_FEATURES),
+            )
+        )
+        log_softmax, ranks = in_batch_softmax(
+            users / self.temperature, items, dense[:, 0]
+        )
+        return Outputs(
+            scores=log_softmax, predictions=ranks, penalty=jnp.zeros_like(ranks)
+        )
+
+
+def in_batch_softmax(
+    users: Float[Array, "batch dim"],
+    items: Float[Array, "batch dim"],
+    log_probabilities: Float[Array, " batch"],
+) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
+    """Returns the log-softmax and rank of each user's own item in its batch. Global.
+
+    `q_j` is the probability that a sample contains item `j`. The scores are those of
+    Yi et al., equation 5:
+
+        s_ij = <users_i, items_j> - log q_j
+        log_softmax_i = s_ii - log(sum over j of exp(s_ij))
+
+    A popular item often appears as a negative. The correction `log q_j` keeps that from
+    lowering its score. At the minimum of the loss, `<users_i, items_j>` is the
+    logarithm of the probability that user `i` chooses item `j`, up to a constant per
+    user.
+
+    Args:
+      users: one user vector per sample.
+      items: one item vector per sample. Items of samples with weight 0 are candidates,
+        too.
+      log_probabilities: natural logarithm of `q` for the item of each sample.
+
+    Returns:
+      `log_softmax`, at most 0, and the rank of each sample's own item: the number of
+      candidates with a higher `s`, from 0 to `batch - 1`.
+
+    Example:
+      >>> users = jnp.array([[1.0, 0.0], [0.0, 0.0]])
+      >>> items = jnp.array([[0.0, 1.0], [1.0, 0.0]])
+      >>> log_softmax, ranks = in_batch_softmax(users, items, jnp.zeros(2))
+      >>> [round(x, 4) for x in jnp.exp(log_softmax).tolist()], ranks.tolist()
+      ([0.2689, 0.5], [1.0, 0.0])
+    """
+    scores = users @ items.T - log_probabilities[None, :]
+    own = jnp.diagonal(scores)
+    log_softmax = own - jax.nn.logsumexp(scores, axis=1)
+    ranks = jnp.sum(scores > own[:, None], axis=1)
+    return log_softmax, ranks.astype(jnp.float32)
+
+
+def _normalize(vectors: Float[Array, "batch dim"]) -> Float[Array, "batch dim"]:
+    """Returns the vectors scaled to norm 1; zero vectors stay zero."""
+    squared_norms = jnp.sum(jnp.square(vectors), axis=1, keepdims=True)
+    return vectors * jax.lax.rsqrt(squared_norms + SQUARED_NORM_EPSILON)
