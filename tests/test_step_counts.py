@@ -11,7 +11,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.gradients import TableGradients
-from tpu_embedding.optimizers.finalize import has_averages
+from tpu_embedding.optimizers.final_dense_values import has_averages
 
 ROW = 3
 IDS = np.full(4, ROW, np.int32)

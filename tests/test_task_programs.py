@@ -12,7 +12,7 @@ import pytest
 import tpu_embedding as te
 from tests.task_programs import RULES, draw_programs
 from tpu_embedding.gradients import TableGradients
-from tpu_embedding.optimizers.finalize import has_averages
+from tpu_embedding.optimizers.final_dense_values import has_averages
 from tpu_embedding.optimizers.names import optimizer_by_name
 
 # Sums of gradients are exact, but XLA fuses the arithmetic of a rule differently for

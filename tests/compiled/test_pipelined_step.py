@@ -20,7 +20,7 @@ from tests.compiled.test_train_step import (
     squared_loss,
 )
 from tests.conftest import mesh_of
-from tpu_embedding.nn.pipeline_program import Program
+from tpu_embedding.nn.pipeline_program import PipelineProgram
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.compile_report.hlo import parse_module
 
@@ -32,7 +32,7 @@ def compile_step(plan, dim, mode, loss_fn=squared_loss):
         model = Model(plan, dim, nnx.Rngs(0))
         return model, te.Optimizer(model, optax.sgd(0.1))
 
-    program = Program(loss_fn=loss_fn, mode=mode, wrt=nnx.Param, has_aux=False)
+    program = PipelineProgram(loss_fn=loss_fn, mode=mode, wrt=nnx.Param, has_aux=False)
     graph, state = nnx.split(nnx.eval_shape(make))
     state = compile_report.abstract_arrays(state, plan)
     features = {

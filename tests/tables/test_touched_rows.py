@@ -18,7 +18,7 @@ from tpu_embedding.optimizers.analysis.kernel_lowering import (
     lower_to_kernel,
 )
 from tpu_embedding.optimizers.analysis.slots import moved_by_adding
-from tpu_embedding.optimizers.rules.touched_rows import first_step_to_read
+from tpu_embedding.optimizers.rules.track_touched_rows import first_step_to_read
 
 track = te.optimizers.track_touched_rows
 SIZES = {"a": 37, "b": 5, "c": 64}

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from tpu_embedding.checkpoint.format import ArrayRecord, TableRecord
-from tpu_embedding.optimizers.rules.touched_rows import is_base_of_deltas
+from tpu_embedding.optimizers.rules.track_touched_rows import is_base_of_deltas
 from tpu_embedding.tables.slot_values import NamedSlot
 
 SlotsChoice = Literal["restore", "initialize"]

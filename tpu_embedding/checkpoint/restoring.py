@@ -45,7 +45,7 @@ from tpu_embedding.checkpoint.table_arrays import (
 )
 from tpu_embedding.functional.following_slots import with_following_slots
 from tpu_embedding.functional.steps import init_slots
-from tpu_embedding.optimizers.rules.touched_rows import without_base
+from tpu_embedding.optimizers.rules.track_touched_rows import without_base
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tables.slot_values import slot_values, with_slot_values
 

@@ -21,7 +21,7 @@ from tpu_embedding.checkpoint.state_parts import LayerState
 from tpu_embedding.optimizers.analysis.slots import uniform_initial_values
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.rule_description import describe_rule
-from tpu_embedding.optimizers.rules.touched_rows import (
+from tpu_embedding.optimizers.rules.track_touched_rows import (
     is_base_of_deltas,
     without_base,
 )

@@ -15,7 +15,7 @@ from tpu_embedding.export.signature import ExportError
 from tpu_embedding.export.table_source import table_prefix
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.training import Optimizer, embedding_layers
-from tpu_embedding.optimizers.rules.touched_rows import is_tracking
+from tpu_embedding.optimizers.rules.track_touched_rows import is_tracking
 from tpu_embedding.tables.touched_rows import TrackedStack, tracked_stacks
 
 

@@ -1,10 +1,11 @@
 """The lookup and the update as functions of explicit arrays, without Flax.
 
-`steps` has the calls of a training step, `following_slots` and `final_values` those
-around training. The arrays are the stacked tables and slot variables of a plan.
+`steps` has the calls of a training step. `following_slots` and `final_table_values`
+have those around training. The arrays are the stacked tables and slot variables of a
+plan.
 """
 
-from tpu_embedding.functional.final_values import (
+from tpu_embedding.functional.final_table_values import (
     finalize_variable_values as finalize_variable_values,
 )
 from tpu_embedding.functional.following_slots import (

@@ -23,7 +23,7 @@ from tpu_embedding.rows.packed_rows import PackedRows, clear_last_row
 _MAX_UNROLLED_VALENCE: Final = 128
 """Valence up to which each id of a sample is an addition of its own in the program."""
 
-ReadRows = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
+ReadPlaces = Callable[[Int[Array, " n"]], Float[Array, "n dim"]]
 """Reads the rows at some places; zeros for an id without a row."""
 
 
@@ -56,7 +56,7 @@ def combine(
 
 @jax.named_scope("combine")
 def combine_by_xla(
-    read_rows: ReadRows,
+    read_rows: ReadPlaces,
     places: Int[Array, " all_ids"],
     poolings: Sequence[PoolingSpec],
     backends: BatchBackends,
@@ -95,7 +95,7 @@ def scale_samples(
 
 
 def gather_and_pool(
-    pooling: PoolingSpec, read_rows: ReadRows, places: Int[Array, " ids"]
+    pooling: PoolingSpec, read_rows: ReadPlaces, places: Int[Array, " ids"]
 ) -> Float[Array, "samples dim"]:
     """Adds rows up as they come, so that no row is written before it is summed.
 

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from tpu_embedding.nn.pipeline_program import Batch, Mode, Program
+from tpu_embedding.nn.pipeline_program import Batch, PipelineMode, PipelineProgram
 from tpu_embedding.nn.recording import Gradients
 from tpu_embedding.nn.training import Optimizer, embedding_layers, put_on_mesh
 
@@ -54,7 +54,7 @@ class PipelinedTrainStep:
         self,
         loss_fn: Callable[..., Any],
         *,
-        mode: Mode = "exact",
+        mode: PipelineMode = "exact",
         wrt: nnx.filterlib.Filter = nnx.Param,
         has_aux: bool = False,
         transform_gradients: Callable[[Gradients], Gradients] | None = None,
@@ -77,12 +77,12 @@ class PipelinedTrainStep:
         Raises:
           ValueError: if the mode is unknown.
         """
-        if mode not in get_args(Mode):
+        if mode not in get_args(PipelineMode):
             raise ValueError(
-                f"PipelinedTrainStep's mode must be one of {get_args(Mode)}, got "
-                f"{mode!r}."
+                f"PipelinedTrainStep's mode must be one of {get_args(PipelineMode)}, "
+                f"got {mode!r}."
             )
-        self._program = Program(
+        self._program = PipelineProgram(
             loss_fn=loss_fn,
             mode=mode,
             wrt=wrt,

@@ -20,9 +20,9 @@ from tpu_embedding.gradients import TableGradients
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.recording import Gradients, add_calls
 from tpu_embedding.nn.training import ModelLoss, Variables, embedding_layers
-from tpu_embedding.plan.on_mesh import settle, zeros_like
+from tpu_embedding.plan.on_mesh import constrain_first_axis, zeros_like
 
-Mode = Literal["exact", "stale"]
+PipelineMode = Literal["exact", "stale"]
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a loss, without the model."""
 Calls = dict[str, tuple[Any, ...]]
@@ -32,7 +32,7 @@ Path = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Program:
+class PipelineProgram:
     """The functions that begin a pipeline and advance it by a batch.
 
     Attributes:
@@ -44,7 +44,7 @@ class Program:
     """
 
     loss_fn: Callable[..., Any]
-    mode: Mode
+    mode: PipelineMode
     wrt: nnx.filterlib.Filter
     has_aux: bool
     transform_gradients: Callable[[Gradients], Gradients] | None = None
@@ -134,7 +134,9 @@ class Program:
 
         routed = _keep_routing(record, batch, loss.variables, activations)
         plan = next(iter(loss.plans.values()))
-        return jax.tree.map(lambda leaf: settle(leaf, plan, plan.sample_axes), routed)
+        return jax.tree.map(
+            lambda leaf: constrain_first_axis(leaf, plan, plan.sample_axes), routed
+        )
 
     def _differentiate(
         self, model: nnx.Module, lookups: Calls, batch: Batch
@@ -180,11 +182,13 @@ def _read(model: nnx.Module, routed: Calls) -> Calls:
     def read(layer: TPUEmbedding, call: functional.Routed) -> functional.LookupResult:
         plan = layer.plan
         result = functional.read_rows(layer.tables.get_value(), call, plan)
-        settled = jax.tree.map(lambda x: settle(x, plan, plan.sample_axes), result)
-        activations = jax.tree.map(
-            lambda x: settle(x, plan, plan.batch_axes), result.activations
+        constrained = jax.tree.map(
+            lambda x: constrain_first_axis(x, plan, plan.sample_axes), result
         )
-        return dataclasses.replace(settled, activations=activations)
+        activations = jax.tree.map(
+            lambda x: constrain_first_axis(x, plan, plan.batch_axes), result.activations
+        )
+        return dataclasses.replace(constrained, activations=activations)
 
     return {
         path: tuple(read(layer, call) for call in routed[path])

@@ -15,7 +15,7 @@ from flax import nnx
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import Wanted, check_mapping, check_type
-from tpu_embedding.functional.final_values import finalize_variable_values
+from tpu_embedding.functional.final_table_values import finalize_variable_values
 from tpu_embedding.functional.following_slots import (
     tables_with_followers,
     with_table_values,
@@ -37,10 +37,10 @@ from tpu_embedding.nn.recording import (
     replicate_on_mesh,
 )
 from tpu_embedding.optimizers.checks import DENSE_EXAMPLE, check_rule
-from tpu_embedding.optimizers.finalize import (
+from tpu_embedding.optimizers.final_dense_values import (
     finalize_variable_values as finalize_dense,
 )
-from tpu_embedding.optimizers.finalize import has_averages
+from tpu_embedding.optimizers.final_dense_values import has_averages
 from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tables.slot_values import (

@@ -24,7 +24,7 @@ An *optimizer* is the value that the user passes. A *rule* is its arithmetic on 
 from tpu_embedding.optimizers.analysis.row_local import (
     NotRowLocalError as NotRowLocalError,
 )
-from tpu_embedding.optimizers.finalize import (
+from tpu_embedding.optimizers.final_dense_values import (
     finalize_variable_values as finalize_variable_values,
 )
 from tpu_embedding.optimizers.hyperparameters import (
@@ -85,7 +85,7 @@ from tpu_embedding.optimizers.rules.rowwise import (
 )
 from tpu_embedding.optimizers.rules.rowwise import rowwise_rmsprop as rowwise_rmsprop
 from tpu_embedding.optimizers.rules.sgd import sgd as sgd
-from tpu_embedding.optimizers.rules.touched_rows import (
+from tpu_embedding.optimizers.rules.track_touched_rows import (
     track_touched_rows as track_touched_rows,
 )
 from tpu_embedding.optimizers.rules.user_defined import user_defined as user_defined

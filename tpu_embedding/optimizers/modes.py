@@ -57,16 +57,16 @@ class MustBeLast:
     updates: Any
 
 
-Mode = (
+RuleMode = (
     EveryRow | InSequence | OccurrenceNorm | ModelNorm | TrackTouchedRows | MustBeLast
 )
 
-_NOTES: contextvars.ContextVar[list[Mode] | None] = contextvars.ContextVar(
+_NOTES: contextvars.ContextVar[list[RuleMode] | None] = contextvars.ContextVar(
     "modes", default=None
 )
 
 
-def request_mode(mode: Mode) -> None:
+def request_mode(mode: RuleMode) -> None:
     """Requests a mode from the layer, if it is tracing the rule that calls this."""
     notes = _NOTES.get()
     if notes is not None:
@@ -74,9 +74,9 @@ def request_mode(mode: Mode) -> None:
 
 
 @contextlib.contextmanager
-def requested_modes() -> Iterator[list[Mode]]:
+def requested_modes() -> Iterator[list[RuleMode]]:
     """Collects the modes that rules request within this context."""
-    notes: list[Mode] = []
+    notes: list[RuleMode] = []
     token = _NOTES.set(notes)
     try:
         yield notes
@@ -147,7 +147,7 @@ def in_sequence(rule: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 def _with_mode(
-    rule: optax.GradientTransformation, mode: Mode
+    rule: optax.GradientTransformation, mode: RuleMode
 ) -> optax.GradientTransformation:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         # Under `optax.masked`, a rule for other tables is handed no array.

@@ -107,16 +107,19 @@ def constrain(array: jax.Array, plan: EmbeddingPlan, spec: PartitionSpec) -> jax
     return jax.lax.with_sharding_constraint(array, NamedSharding(plan.auto_mesh, spec))
 
 
-def settle(array: jax.Array, plan: EmbeddingPlan, axes: tuple[str, ...]) -> jax.Array:
-    """Fixes the sharding of an array, so that several programs agree on it.
+def constrain_first_axis(
+    array: jax.Array, plan: EmbeddingPlan, axes: tuple[str, ...]
+) -> jax.Array:
+    """Constrains the sharding of an array, so that several programs agree on it.
 
-    Types fix it already on a mesh with `Explicit` axes.
+    A mesh with `Explicit` axes needs no constraint: there the array's type has the
+    sharding.
 
     Args:
-      array: global, in a context of the user's mesh.
-      plan: for the mesh.
-      axes: of the mesh, which split the first axis of the array. An array that they do
-        not divide is whole.
+      array: global array, in a context of the user's mesh.
+      plan: gives the mesh.
+      axes: mesh axes that split the first axis of the array. The array is replicated if
+        its size is no multiple of theirs.
     """
     if plan.mesh is not plan.auto_mesh:
         return array

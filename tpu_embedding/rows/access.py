@@ -317,7 +317,7 @@ def _gather_stored(
         rows = lines[:, None]
     else:
         places = _places(row_ids, layout)
-        rows = _select_lanes(lines, places, layout.rows_abreast, layout.row_lanes)
+        rows = _select_lanes(lines, places, layout.places_per_line, layout.row_lanes)
     if layout.rows_per_lane == 1:
         return rows
     return (rows >> _shifts(row_ids, layout)[:, None]) & 0xFFFF
@@ -336,21 +336,21 @@ def _in_vectors(lines: Float[Array, "ids lanes"]) -> Float[Array, "ids lanes"]:
 
 
 def _places(row_ids: Int[Array, " ids"], layout: RowLayout) -> Int[Array, " ids"]:
-    """Returns the place of each row among those abreast in its line."""
-    return row_ids % layout.rows_per_line % layout.rows_abreast
+    """Returns the place of each row in its line."""
+    return row_ids % layout.rows_per_line % layout.places_per_line
 
 
 def _shifts(row_ids: Int[Array, " ids"], layout: RowLayout) -> Int[Array, " ids"]:
     """Returns the position of the lowest bit of each row in its lanes."""
     if layout.rows_per_lane == 1:
         return jnp.zeros_like(row_ids)
-    return row_ids % layout.rows_per_line // layout.rows_abreast * 16
+    return row_ids % layout.rows_per_line // layout.places_per_line * 16
 
 
 def _select_lanes(
     lines: Shaped[Array, "ids lanes"],
     places: Int[Array, " ids"],
-    rows_abreast: int,
+    places_per_line: int,
     dim: int,
 ) -> Array:
     """Selects from each line the row at its place, by halving the line.
@@ -358,13 +358,13 @@ def _select_lanes(
     A selection, not a masked sum: the bits of the row stay the same, whatever its
     neighbours hold.
     """
-    if rows_abreast == 1:
+    if places_per_line == 1:
         return lines[:, :dim]
     half = 1
-    while 2 * half < rows_abreast:
+    while 2 * half < places_per_line:
         half *= 2
     low = lines[:, : half * dim]
-    high = lines[:, half * dim : rows_abreast * dim]
+    high = lines[:, half * dim : places_per_line * dim]
     high = jnp.pad(high, ((0, 0), (0, low.shape[1] - high.shape[1])))
     is_high = places >= half
     chosen = jnp.where(is_high[:, None], high, low)
@@ -378,10 +378,10 @@ def _place_in_lines(
     neutral = jnp.zeros((), values.dtype)
     if jnp.issubdtype(values.dtype, jnp.floating):
         neutral = -neutral
-    unused_lanes = layout.lanes - layout.rows_abreast * layout.row_lanes
-    copies = jnp.tile(values, (1, layout.rows_abreast))
+    unused_lanes = layout.lanes - layout.places_per_line * layout.row_lanes
+    copies = jnp.tile(values, (1, layout.places_per_line))
     lines = jnp.pad(copies, ((0, 0), (0, unused_lanes)))
-    if layout.rows_abreast == 1:
+    if layout.places_per_line == 1:
         return lines
     place_of_lane = jnp.arange(layout.lanes, dtype=jnp.int32) // layout.row_lanes
     return jnp.where(place_of_lane[None, :] == places[:, None], lines, neutral)

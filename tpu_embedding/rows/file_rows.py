@@ -57,7 +57,9 @@ def to_file_rows(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
     Returns:
       `[lines * rows_per_line, *shape]` of `file_row`; a view of the lines if possible.
     """
-    lines = lines.reshape(-1, layout.lanes)[:, : layout.rows_abreast * layout.row_lanes]
+    lines = lines.reshape(-1, layout.lanes)[
+        :, : layout.places_per_line * layout.row_lanes
+    ]
     match layout.narrow_dtype:
         case None:
             return lines.reshape(-1, *layout.row_shape)
@@ -79,7 +81,7 @@ def of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
     Returns:
       `[lines]` or `[lines, lanes]`. Unused lanes are zero.
     """
-    used_lanes = layout.rows_abreast * layout.row_lanes
+    used_lanes = layout.places_per_line * layout.row_lanes
     match layout.narrow_dtype:
         case None:
             lines = rows.reshape(-1, used_lanes)

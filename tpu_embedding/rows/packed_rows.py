@@ -147,16 +147,16 @@ class RowLayout:
         return self.row_lanes == 1
 
     @property
-    def rows_abreast(self) -> int:
-        """Logical rows that lie side by side in a line."""
+    def places_per_line(self) -> int:
+        """Places for rows in a line, side by side; rows in the same lanes share one."""
         if self.line_lanes is None or self.is_flat:
             return 1
         return max(1, self.line_lanes // self.row_lanes)
 
     @property
     def rows_per_line(self) -> int:
-        """Logical rows that share a line: side by side, or in the same lanes."""
-        return self.rows_abreast * self.rows_per_lane
+        """Logical rows that share a line: `rows_per_lane` in each of its places."""
+        return self.places_per_line * self.rows_per_lane
 
     @property
     def lanes(self) -> int:
@@ -168,7 +168,7 @@ class RowLayout:
     @property
     def rows_fill_lines(self) -> bool:
         """True if the rows of a line leave no lane unused."""
-        return self.rows_abreast * self.row_lanes == self.lanes
+        return self.places_per_line * self.row_lanes == self.lanes
 
     @property
     def num_lines(self) -> int:
@@ -341,7 +341,7 @@ def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * layout.rows_per_line
     if not layout.is_flat:
         place = jax.lax.broadcasted_iota(jnp.int32, shape, 1) // layout.dim
-        row = jnp.where(place < layout.rows_abreast, row + place, layout.num_rows)
+        row = jnp.where(place < layout.places_per_line, row + place, layout.num_rows)
     lines = jnp.where(row < layout.num_rows, value, jnp.zeros((), dtype))
     return PackedRows(lines=lines, layout=layout)
 
@@ -404,7 +404,7 @@ def lines_of_rows(stored: Any, layout: RowLayout) -> Any:
     Returns:
       `[lines, lanes]`.
     """
-    used_lanes = layout.rows_abreast * layout.row_lanes
+    used_lanes = layout.places_per_line * layout.row_lanes
     if layout.narrow_dtype is None:
         lines = stored.reshape(-1, used_lanes)
     else:
@@ -417,7 +417,7 @@ def lines_of_rows(stored: Any, layout: RowLayout) -> Any:
 
 def rows_of_lines(lines: Any, layout: RowLayout) -> Any:
     """Returns the stored rows of whole lines; the inverse of `lines_of_rows`."""
-    lines = lines[:, : layout.rows_abreast * layout.row_lanes]
+    lines = lines[:, : layout.places_per_line * layout.row_lanes]
     if layout.narrow_dtype is not None:
         lines = split_rows(lines, layout.narrow_dtype)
     return lines.reshape(-1, layout.row_lanes)

@@ -233,10 +233,12 @@ def _merged(old: Array, new: Array, begin: Any, end: Any, layout: RowLayout) -> 
     line = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0)
     lane = 0 if layout.is_flat else jax.lax.broadcasted_iota(jnp.int32, old.shape, 1)
     place = lane // layout.row_lanes
-    is_used = place < layout.rows_abreast
+    is_used = place < layout.places_per_line
 
     def is_new(part_of_lane: int) -> Any:
-        row = line * layout.rows_per_line + part_of_lane * layout.rows_abreast + place
+        row = (
+            line * layout.rows_per_line + part_of_lane * layout.places_per_line + place
+        )
         return is_used & (row >= begin) & (row < end)
 
     if layout.rows_per_lane == 1:

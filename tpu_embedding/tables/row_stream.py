@@ -48,12 +48,12 @@ MAX_DEVICE_BYTES: Final = 256 * 2**20
 HOST_BLOCKS: Final = 6
 """Blocks that a process holds at a time for each of its devices."""
 
-ReadRows = Callable[[str, int, int], np.ndarray]
+ReadTableRows = Callable[[str, int, int], np.ndarray]
 """Returns rows of a table: `(table, start, num_rows) -> [num_rows, *shape]`."""
 
 
-class TableRows(NamedTuple):
-    """A range of rows of a table or of one of its slot variables.
+class RowBlock(NamedTuple):
+    """A block of consecutive rows of a table or of one of its slot variables.
 
     Attributes:
       table: name of the table.
@@ -72,7 +72,7 @@ def read_blocks(
     plan: EmbeddingPlan,
     tables: RowRanges | None = None,
     receivers: Receivers = "one",
-) -> Iterator[list[TableRows]]:
+) -> Iterator[list[RowBlock]]:
     """Yields the rows of a stacked table or slot variable, block by block.
 
     A table's blocks start at multiples of `rows_per_block`. All processes must run the
@@ -120,7 +120,7 @@ def write_blocks(
     packed: PackedRows,
     stack: StackPlan,
     plan: EmbeddingPlan,
-    read: ReadRows,
+    read: ReadTableRows,
     tables: RowRanges | None = None,
 ) -> PackedRows:
     """Replaces rows of a stacked table or slot variable, block by block, in place.
@@ -240,7 +240,7 @@ def _blocks_of_turn(
     received: jax.Array,
     exchange: LineExchange,
     packed: PackedRows,
-) -> Iterator[TableRows]:
+) -> Iterator[RowBlock]:
     """Yields the blocks that this process's devices received."""
     size = received.shape[0] // exchange.num_windows
     # Every device has the same lines if all processes receive them.
@@ -255,7 +255,7 @@ def _blocks_of_turn(
         rows = _rows_of_window(np.asarray(lines), window, exchange)
         begin = 0
         for table, start, num_rows in window.pieces:
-            yield TableRows(table, start, rows[begin : begin + num_rows])
+            yield RowBlock(table, start, rows[begin : begin + num_rows])
             begin += num_rows
 
 
@@ -276,7 +276,7 @@ def _rows_of_window(
 
 
 def _parts_of_window(
-    window: Window, exchange: LineExchange, packed: PackedRows, read: ReadRows
+    window: Window, exchange: LineExchange, packed: PackedRows, read: ReadTableRows
 ) -> np.ndarray:
     """Returns the lines that each owner gets of the rows of a window."""
     row, layout = file_row(packed), exchange.layout

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.argument_checks import takes
-from tpu_embedding.optimizers.rules.touched_rows import (
+from tpu_embedding.optimizers.rules.track_touched_rows import (
     RECORD_SLOT,
     TouchedRowsState,
     first_step_to_read,

@@ -11,7 +11,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.optimizers import NotRowLocalError, check_row_local
-from tpu_embedding.optimizers.analysis.program import (
+from tpu_embedding.optimizers.analysis.rule_program import (
     ROWS,
     TRACED_SIZES,
     Constant,

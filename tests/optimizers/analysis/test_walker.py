@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_embedding.optimizers.analysis.program import Program, read_program
+from tpu_embedding.optimizers.analysis.rule_program import RuleProgram, read_program
 from tpu_embedding.optimizers.analysis.walker import all_operations, difference, walk
 
 ROWS = jnp.ones((4, 3))
 NUMBERS = np.arange(12.0).reshape(4, 3)
 
 
-def program_of(function) -> Program:
+def program_of(function) -> RuleProgram:
     return read_program(jax.make_jaxpr(function)(ROWS, ROWS))
 
 

@@ -28,7 +28,7 @@ from tpu_embedding.checkpoint.imports.slot_names import rule_of
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource
 from tpu_embedding.functional.following_slots import with_following_slots
 from tpu_embedding.nn.training import MODEL, Optimizer, embedding_layers
-from tpu_embedding.optimizers.rules.touched_rows import RECORD_SLOT
+from tpu_embedding.optimizers.rules.track_touched_rows import RECORD_SLOT
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import file_row, file_rows_of_values

@@ -14,7 +14,7 @@ import optax
 from flax import struct
 
 from tpu_embedding import functional
-from tpu_embedding.functional.final_values import finalize_variable_values
+from tpu_embedding.functional.final_table_values import finalize_variable_values
 from tpu_embedding.gradients import TableGradients
 from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
 from tpu_embedding.nn.linen.layer import Recorder, RecordingTables
@@ -35,10 +35,10 @@ from tpu_embedding.nn.recording import (
     replicate_on_mesh,
 )
 from tpu_embedding.optimizers.checks import DENSE_EXAMPLE, check_rule
-from tpu_embedding.optimizers.finalize import (
+from tpu_embedding.optimizers.final_dense_values import (
     finalize_variable_values as finalize_dense,
 )
-from tpu_embedding.optimizers.finalize import has_averages
+from tpu_embedding.optimizers.final_dense_values import has_averages
 from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
 
 

@@ -14,7 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.optimizers.analysis.operations import facts_of
-from tpu_embedding.optimizers.analysis.program import Constant, Operation, Program
+from tpu_embedding.optimizers.analysis.rule_program import (
+    Constant,
+    RuleOperation,
+    RuleProgram,
+)
 from tpu_embedding.optimizers.analysis.trace import (
     Rule,
     UntraceableRule,
@@ -54,7 +58,7 @@ class _Varies:
 _VARIES: Final = _Varies()
 
 
-def _step(operation: Operation, values: list[Any]) -> Sequence[Any]:
+def _step(operation: RuleOperation, values: list[Any]) -> Sequence[Any]:
     """Returns the value of all elements of the results, if there is one."""
     value = _as_constant(values[0]) if len(values) == 1 else None
     if value is not None and facts_of(operation).moves_elements:
@@ -74,7 +78,7 @@ def _as_constant(value: Any) -> np.ndarray | None:
     return np.asarray(value) if is_number else None
 
 
-def _counts_rows(program: Program) -> bool:
+def _counts_rows(program: RuleProgram) -> bool:
     """Returns whether a number in the program comes from the number of rows."""
     operands = [x for op in all_operations(program) for x in op.inputs]
     return any(

@@ -20,10 +20,10 @@ import optax
 from jaxtyping import Array, Float
 
 from tpu_embedding.optimizers.analysis.operations import facts_of, runs_in_kernels
-from tpu_embedding.optimizers.analysis.program import (
+from tpu_embedding.optimizers.analysis.rule_program import (
     ROWS,
     Constant,
-    Operation,
+    RuleOperation,
     Shape,
     depends_on_rows,
 )
@@ -159,7 +159,7 @@ class _Lowering:
         """Computes the scalars and the part of the state that belongs to no row."""
         scalars: list[Array] = []
 
-        def step(operation: Operation, inputs: list[Any]) -> Sequence[Any]:
+        def step(operation: RuleOperation, inputs: list[Any]) -> Sequence[Any]:
             self._check_operands(operation)
             if not any(map(self.kind_of, operation.outputs)):
                 return operation.bind(inputs)
@@ -192,7 +192,7 @@ class _Lowering:
         scalars = iter(remaining[num_arrays + num_values :])
         summands: list[Array] = []
 
-        def step(operation: Operation, inputs: list[Any]) -> Sequence[Any]:
+        def step(operation: RuleOperation, inputs: list[Any]) -> Sequence[Any]:
             if not any(map(self.kind_of, operation.outputs)):
                 return [None] * len(operation.outputs)
             operands = [
@@ -226,7 +226,7 @@ class _Lowering:
         """Counts the sums over rows."""
         found = []
 
-        def step(operation: Operation, inputs: list[Any]) -> list[Any]:
+        def step(operation: RuleOperation, inputs: list[Any]) -> list[Any]:
             del inputs
             if self._is_sum(operation):
                 found.append(operation)
@@ -235,14 +235,14 @@ class _Lowering:
         walk(self.trace.update, [None] * len(self.trace.update.inputs), step)
         return len(found)
 
-    def _is_sum(self, operation: Operation) -> bool:
+    def _is_sum(self, operation: RuleOperation) -> bool:
         return (
             operation.name == "reduce_sum"
             and self.kind_of(operation.inputs[0]) == "rows"
             and operation.params["axes"] == (1,)
         )
 
-    def _check_operands(self, operation: Operation) -> None:
+    def _check_operands(self, operation: RuleOperation) -> None:
         """Raises `_CannotLowerError` if no kernel can run an operation."""
         operands = (*operation.inputs, *operation.outputs)
         if not any(depends_on_rows(operand.shape) for operand in operands):
@@ -264,7 +264,7 @@ class _Lowering:
                 raise _CannotLowerError(f"operation {name} has a constant for each row")
 
 
-def _check_operation(operation: Operation) -> None:
+def _check_operation(operation: RuleOperation) -> None:
     name = repr(operation.name)
     if not runs_in_kernels(operation):
         raise _CannotLowerError(f"operation {name} does not run on SparseCores")
@@ -283,7 +283,7 @@ def _check_operation(operation: Operation) -> None:
 _COMPARISONS = frozenset("eq ge gt le lt ne".split())
 
 
-def _compute(operation: Operation, vectors: list[Array]) -> Array:
+def _compute(operation: RuleOperation, vectors: list[Array]) -> Array:
     if facts_of(operation).kernel_keeps_vector:
         return vectors[0]
     if operation.name == "square":
@@ -298,7 +298,7 @@ def _power(vector: Array, exponent: int) -> Array:
     return product if exponent > 0 else 1 / product
 
 
-def _to_scalar(operation: Operation, value: Any) -> Float[Array, ""]:
+def _to_scalar(operation: RuleOperation, value: Any) -> Float[Array, ""]:
     dtype = jnp.result_type(value)
     if np.shape(value) != () or dtype not in (jnp.float32, jnp.bool_):
         raise _CannotLowerError(

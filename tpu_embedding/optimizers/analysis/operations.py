@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Final, Literal
 
-from tpu_embedding.optimizers.analysis.program import (
+from tpu_embedding.optimizers.analysis.rule_program import (
     ROWS,
-    Operation,
+    RuleOperation,
     depends_on_rows,
     is_by_row,
 )
@@ -46,8 +46,8 @@ class OperationFacts:
         that leaves the total as it is.
     """
 
-    keeps_rows: Callable[[Operation], bool]
-    makes_rows: Callable[[Operation], bool] = lambda operation: False
+    keeps_rows: Callable[[RuleOperation], bool]
+    makes_rows: Callable[[RuleOperation], bool] = lambda operation: False
     is_elementwise: bool = False
     moves_elements: bool = False
     call: Call | None = None
@@ -57,12 +57,12 @@ class OperationFacts:
     neutral: Any = None
 
 
-def facts_of(operation: Operation) -> OperationFacts:
+def facts_of(operation: RuleOperation) -> OperationFacts:
     """Returns the facts about an operation; of an unknown one, that it mixes rows."""
     return OPERATIONS.get(operation.name, _UNKNOWN)
 
 
-def runs_in_kernels(operation: Operation) -> bool:
+def runs_in_kernels(operation: RuleOperation) -> bool:
     """Returns whether SparseCore kernels can run an operation, with some type."""
     facts = facts_of(operation)
     if operation.name == "integer_pow":
@@ -71,45 +71,45 @@ def runs_in_kernels(operation: Operation) -> bool:
     return bool(facts.kernel_types) and is_single
 
 
-def _always(operation: Operation) -> bool:
+def _always(operation: RuleOperation) -> bool:
     del operation
     return True
 
 
-def _never(operation: Operation) -> bool:
+def _never(operation: RuleOperation) -> bool:
     del operation
     return False
 
 
-def _without_row_count(operation: Operation) -> bool:
+def _without_row_count(operation: RuleOperation) -> bool:
     return not depends_on_rows(tuple(operation.params.values()))
 
 
-def _not_along_rows(parameter: str) -> Callable[[Operation], bool]:
+def _not_along_rows(parameter: str) -> Callable[[RuleOperation], bool]:
     """Asks that an axis, or each of several, is not that of rows."""
 
-    def keeps_rows(operation: Operation) -> bool:
+    def keeps_rows(operation: RuleOperation) -> bool:
         axes = operation.params[parameter]
         return 0 not in axes if isinstance(axes, tuple) else axes != 0
 
     return keeps_rows
 
 
-def _starts_with_rows(parameter: str) -> Callable[[Operation], bool]:
+def _starts_with_rows(parameter: str) -> Callable[[RuleOperation], bool]:
     """Asks that the first axis stays the first."""
     return lambda operation: operation.params[parameter][:1] == (0,)
 
 
-def _slice_keeps_rows(operation: Operation) -> bool:
+def _slice_keeps_rows(operation: RuleOperation) -> bool:
     strides = operation.params["strides"] or (1,)
     return operation.params["limit_indices"][0] == ROWS and strides[0] == 1
 
 
-def _pad_keeps_rows(operation: Operation) -> bool:
+def _pad_keeps_rows(operation: RuleOperation) -> bool:
     return operation.params["padding_config"][0] == (0, 0, 0)
 
 
-def _dot_keeps_rows(operation: Operation) -> bool:
+def _dot_keeps_rows(operation: RuleOperation) -> bool:
     contracted, batched = operation.params["dimension_numbers"]
     left, right = (operand.shape for operand in operation.inputs)
     if depends_on_rows(left) and depends_on_rows(right):

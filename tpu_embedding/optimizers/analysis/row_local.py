@@ -14,11 +14,11 @@ from typing import Any, Final
 import numpy as np
 
 from tpu_embedding.optimizers.analysis.operations import facts_of
-from tpu_embedding.optimizers.analysis.program import (
+from tpu_embedding.optimizers.analysis.rule_program import (
     Constant,
     Operand,
-    Operation,
-    Program,
+    RuleOperation,
+    RuleProgram,
     Shape,
     depends_on_rows,
     is_by_row,
@@ -102,7 +102,7 @@ def whole_rows_reason(optimizer: Rule, dim: int, lanes: int) -> str | None:
       >>> whole_rows_reason(optax.centralize(), 32, 128)
       "operation 'reduce_sum' is not elementwise"
     """
-    updates: list[Program] = []
+    updates: list[RuleProgram] = []
     for width in (dim, lanes):
         trace = trace_rule(optimizer, (width,))
         if isinstance(trace, UntraceableRule):
@@ -122,7 +122,7 @@ def whole_rows_reason(optimizer: Rule, dim: int, lanes: int) -> str | None:
     return found and f"it depends on the dim: for {dim} and {lanes} columns, {found}"
 
 
-def _first_not_elementwise(program: Program) -> Operation | None:
+def _first_not_elementwise(program: RuleProgram) -> RuleOperation | None:
     """Returns the first operation that does other things than treat each element."""
     for operation in all_operations(program):
         facts = facts_of(operation)
@@ -164,13 +164,13 @@ def _check(optimizer: Rule, row_shape: tuple[int, ...]) -> TracedRule:
     return trace
 
 
-def _mixing_operations(program: Program) -> Iterator[str]:
+def _mixing_operations(program: RuleProgram) -> Iterator[str]:
     for operation in all_operations(program):
         if not _keeps_rows(operation):
             yield operation.name
 
 
-def _keeps_rows(operation: Operation) -> bool:
+def _keeps_rows(operation: RuleOperation) -> bool:
     facts = facts_of(operation)
     if any(map(_is_of_shard, operation.inputs)):
         return False

@@ -18,8 +18,8 @@ import optax
 from jaxtyping import Array
 
 from tpu_embedding.optimizers.analysis.operations import facts_of
-from tpu_embedding.optimizers.analysis.program import (
-    Operation,
+from tpu_embedding.optimizers.analysis.rule_program import (
+    RuleOperation,
     is_by_row,
     read_program,
 )
@@ -87,10 +87,10 @@ def with_row_totals(
 class _Run:
     """Runs a program, with totals in the place of some operations."""
 
-    totals: frozenset[Operation]
+    totals: frozenset[RuleOperation]
     rows: TableRows
 
-    def step(self, operation: Operation, inputs: list[Any]) -> Sequence[Any]:
+    def step(self, operation: RuleOperation, inputs: list[Any]) -> Sequence[Any]:
         if operation in self.totals:
             return [self._total(operation, inputs[0])]
         if operation.name == "cond" and any(
@@ -100,7 +100,7 @@ class _Run:
             return self._choose(operation, inputs)
         return operation.bind(inputs)
 
-    def _choose(self, operation: Operation, inputs: list[Any]) -> list[Any]:
+    def _choose(self, operation: RuleOperation, inputs: list[Any]) -> list[Any]:
         """Runs all branches: totals are taken by all shards, or by none."""
         results = [
             walk(branch, inputs[operands], self.step)
@@ -109,7 +109,7 @@ class _Run:
         index = jnp.asarray(inputs[0], jnp.int32)
         return [jax.lax.select_n(index, *cases) for cases in zip(*results, strict=True)]
 
-    def _total(self, operation: Operation, values: Array) -> Array:
+    def _total(self, operation: RuleOperation, values: Array) -> Array:
         others = tuple(axis for axis in operation.params["axes"] if axis)
         if operation.name == "reduce_sum":
             return self.rows.total(jnp.sum(values, axis=others))[0]
@@ -149,10 +149,10 @@ class _Reductions:
     """Follows the value that absent rows have, where all of them have one."""
 
     def __init__(self, is_lazy: bool):
-        self.operations: set[Operation] = set()
+        self.operations: set[RuleOperation] = set()
         self._is_lazy = is_lazy
 
-    def step(self, operation: Operation, values: list[Any]) -> Sequence[Any]:
+    def step(self, operation: RuleOperation, values: list[Any]) -> Sequence[Any]:
         unknown = [None] * len(operation.outputs)
         if operation.name == "cond":
             for branch, operands in called_programs(operation):
@@ -174,7 +174,7 @@ class _Reductions:
         return unknown
 
 
-def _reduces_rows(operation: Operation) -> bool:
+def _reduces_rows(operation: RuleOperation) -> bool:
     return (
         facts_of(operation).neutral is not None
         and 0 in operation.params["axes"]
@@ -182,7 +182,9 @@ def _reduces_rows(operation: Operation) -> bool:
     )
 
 
-def _value_of_absent_rows(operation: Operation, values: list[Any]) -> list[Any] | None:
+def _value_of_absent_rows(
+    operation: RuleOperation, values: list[Any]
+) -> list[Any] | None:
     """Returns the value that results have in all absent rows; None if not known."""
     facts = facts_of(operation)
     if operation.name == "mul" and any(map(_is_zero, values)):

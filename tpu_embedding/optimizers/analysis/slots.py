@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tpu_embedding.optimizers.analysis.program import (
+from tpu_embedding.optimizers.analysis.rule_program import (
     ROWS,
     Constant,
     Operand,
-    Operation,
     RowsDimension,
+    RuleOperation,
 )
 from tpu_embedding.optimizers.analysis.trace import (
     UntraceableRule,
@@ -123,7 +123,7 @@ def moved_by_adding(
         raise ValueError(
             f"The optimizer cannot be traced: {trace.reason}"
         ) from trace.error
-    made_by: dict[Operand, Operation] = {
+    made_by: dict[Operand, RuleOperation] = {
         out: op for op in trace.update.operations for out in op.outputs
     }
     return tuple(
@@ -133,7 +133,7 @@ def moved_by_adding(
 
 
 def _is_sum_with(
-    old: Operand, operation: Operation | None, made_by: dict[Operand, Operation]
+    old: Operand, operation: RuleOperation | None, made_by: dict[Operand, RuleOperation]
 ) -> bool:
     if operation is None or operation.name not in ("add", "add_any"):
         return False
@@ -142,7 +142,7 @@ def _is_sum_with(
     )
 
 
-def _is_most_of(old: Operand, operation: Operation | None) -> bool:
+def _is_most_of(old: Operand, operation: RuleOperation | None) -> bool:
     if operation is None or operation.name != "mul":
         return False
     factors = [

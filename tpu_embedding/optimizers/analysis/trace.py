@@ -19,15 +19,15 @@ import optax
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from jaxtyping import Array
 
-from tpu_embedding.optimizers.analysis.program import (
+from tpu_embedding.optimizers.analysis.rule_program import (
     PROBED_SIZES,
     TRACED_SIZES,
-    Program,
+    RuleProgram,
     SizeDependentError,
     Variable,
     read_program,
 )
-from tpu_embedding.optimizers.modes import Mode, MustBeLast, requested_modes
+from tpu_embedding.optimizers.modes import MustBeLast, RuleMode, requested_modes
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.table_rows import (
     Reduction,
@@ -74,11 +74,11 @@ class TracedRule:
     """
 
     row_shape: tuple[int, ...]
-    init: Program
-    update: Program
+    init: RuleProgram
+    update: RuleProgram
     state_names: tuple[str, ...]
     state_types: tuple[str, ...]
-    modes: tuple[Mode, ...]
+    modes: tuple[RuleMode, ...]
     takes_totals: bool
     returns_rows: bool
     is_last: bool
@@ -188,7 +188,7 @@ class _Trace:
         self, transformation: optax.GradientTransformation, shape: tuple[int, ...]
     ):
         rows, *known = _inputs(shape)
-        self.modes: list[Mode] = []
+        self.modes: list[RuleMode] = []
         self.totals: list[str] = []
         self.is_last = True
 

@@ -8,24 +8,24 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tpu_embedding.optimizers.analysis.operations import facts_of
-from tpu_embedding.optimizers.analysis.program import (
+from tpu_embedding.optimizers.analysis.rule_program import (
     Constant,
     Operand,
-    Operation,
-    Program,
+    RuleOperation,
+    RuleProgram,
     Shape,
     Variable,
     same_constant,
     same_parameter,
 )
 
-Step = Callable[[Operation, list[Any]], Sequence[Any]]
+Step = Callable[[RuleOperation, list[Any]], Sequence[Any]]
 """Given an operation and the values of its operands: the values of its results."""
 
 SameShape = Callable[[Shape, Shape], bool]
 
 
-def called_programs(operation: Operation) -> tuple[tuple[Program, slice], ...]:
+def called_programs(operation: RuleOperation) -> tuple[tuple[RuleProgram, slice], ...]:
     """Returns the programs that an operation calls, and the operands of each.
 
     Other programs among the parameters, such as the body of a scan, are not of it:
@@ -34,7 +34,7 @@ def called_programs(operation: Operation) -> tuple[tuple[Program, slice], ...]:
     params = operation.params
     match facts_of(operation).call:
         case "inline":
-            programs = [x for x in params.values() if isinstance(x, Program)]
+            programs = [x for x in params.values() if isinstance(x, RuleProgram)]
             size = len(operation.inputs)
             return tuple((x, slice(None)) for x in programs if len(x.inputs) == size)
         case "cond":
@@ -48,7 +48,7 @@ def called_programs(operation: Operation) -> tuple[tuple[Program, slice], ...]:
             return ()
 
 
-def inlined_program(operation: Operation) -> Program | None:
+def inlined_program(operation: RuleOperation) -> RuleProgram | None:
     """Returns the program that an operation stands for, if it is a plain call."""
     if facts_of(operation).call != "inline":
         return None
@@ -56,7 +56,7 @@ def inlined_program(operation: Operation) -> Program | None:
     return programs[0][0] if len(programs) == 1 else None
 
 
-def all_operations(program: Program) -> Iterator[Operation]:
+def all_operations(program: RuleProgram) -> Iterator[RuleOperation]:
     """Yields each operation of a program, followed by those that it calls."""
     for operation in program.operations:
         yield operation
@@ -64,7 +64,7 @@ def all_operations(program: Program) -> Iterator[Operation]:
             yield from all_operations(called)
 
 
-def walk(program: Program, inputs: Sequence[Any], step: Step) -> list[Any]:
+def walk(program: RuleProgram, inputs: Sequence[Any], step: Step) -> list[Any]:
     """Follows values through a program, and through the programs that it inlines.
 
     Args:
@@ -78,7 +78,7 @@ def walk(program: Program, inputs: Sequence[Any], step: Step) -> list[Any]:
     Example:
       >>> import jax
       >>> import jax.numpy as jnp
-      >>> from tpu_embedding.optimizers.analysis.program import read_program
+      >>> from tpu_embedding.optimizers.analysis.rule_program import read_program
       >>> program = read_program(jax.make_jaxpr(lambda x: -jnp.sin(x))(0.0))
       >>> walk(program, ["x"], lambda operation, values: [(operation.name, *values)])
       [('neg', ('sin', 'x'))]
@@ -99,7 +99,7 @@ def walk(program: Program, inputs: Sequence[Any], step: Step) -> list[Any]:
 
 
 def difference(
-    first: Program, second: Program, same_shape: SameShape = tuple.__eq__
+    first: RuleProgram, second: RuleProgram, same_shape: SameShape = tuple.__eq__
 ) -> str | None:
     """Compares two programs, operation by operation.
 
@@ -121,7 +121,7 @@ class _Comparison:
         self._same_shape = same_shape
         self._partners: dict[Variable, Variable] = {}
 
-    def of_programs(self, first: Program, second: Program) -> str | None:
+    def of_programs(self, first: RuleProgram, second: RuleProgram) -> str | None:
         if len(first.operations) != len(second.operations):
             counts = f"{len(first.operations)} and {len(second.operations)}"
             return f"the programs have {counts} operations"
@@ -163,11 +163,11 @@ class _Comparison:
             and same_constant(first.value, second.value)
         )
 
-    def _same_params(self, first: Operation, second: Operation) -> bool:
+    def _same_params(self, first: RuleOperation, second: RuleOperation) -> bool:
         names = first.params.keys() | second.params.keys()
         if facts_of(first).call == "inline":
             # The others are for derivatives, which nobody takes of a rule.
-            names = {x for x in names if isinstance(first.params.get(x), Program)}
+            names = {x for x in names if isinstance(first.params.get(x), RuleProgram)}
         return all(
             name in first.params
             and name in second.params
@@ -176,7 +176,7 @@ class _Comparison:
         )
 
     def _same_param(self, first: Any, second: Any) -> bool:
-        if isinstance(first, Program) and isinstance(second, Program):
+        if isinstance(first, RuleProgram) and isinstance(second, RuleProgram):
             return self.of_programs(first, second) is None
         if isinstance(first, dict) and isinstance(second, dict):
             return first.keys() == second.keys() and all(

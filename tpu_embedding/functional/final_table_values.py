@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from tpu_embedding.argument_checks import takes
-from tpu_embedding.optimizers.rules.touched_rows import without_base
+from tpu_embedding.optimizers.rules.track_touched_rows import without_base
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.on_mesh import on_shards
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan

@@ -1,10 +1,11 @@
 """Programs of optimizer rules, in which the number of rows is a symbol.
 
 A rule is traced for tables of two sizes. `read_program` reads both jaxprs side by side
-into one `Program`: a dimension that differs between them grows with the table, and a
-constant that differs was computed from the number of rows. So no size has a meaning of
-its own, and what is analysed is the program that runs: with `jax.export`'s symbolic
-dimensions, indexing of columns traces to other operations, and NumPy functions of the
+into one `RuleProgram`. A dimension that differs between them grows with the table. A
+constant that differs was computed from the number of rows.
+
+The analysis thus sees the operations that run. `jax.export`'s symbolic dimensions would
+change them: indexing of columns traces to other operations, and NumPy functions of the
 number of rows do not trace at all.
 """
 
@@ -88,15 +89,15 @@ Operand = Variable | Constant
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Operation:
+class RuleOperation:
     """One operation of a program.
 
     Attributes:
-      name: the name of its JAX primitive.
-      inputs: its operands.
-      outputs: its results.
-      params: its parameters, in which called jaxprs are `Program`s and integers that
-        depend on the number of rows are `RowsDimension`s.
+      name: name of the JAX primitive.
+      inputs: operands.
+      outputs: results.
+      params: parameters. Called jaxprs are `RuleProgram`s, and integers that depend on
+        the number of rows are `RowsDimension`s.
       equation: the equation of the jaxpr for the smaller table.
     """
 
@@ -114,18 +115,19 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class RuleProgram:
     """The operations of a traced function, in the order in which they run."""
 
     inputs: tuple[Variable, ...]
-    operations: tuple[Operation, ...]
+    operations: tuple[RuleOperation, ...]
     outputs: tuple[Operand, ...]
 
 
 class IncomparableValue:
-    """A parameter that differs between two traces of one rule.
+    """Stands for a parameter that differs between two traces of one rule.
 
-    Such are functions that the rule makes anew each time. It equals nothing.
+    A function that the rule makes anew in each trace is such a parameter. The value
+    equals no other.
     """
 
 
@@ -133,7 +135,7 @@ class SizeDependentError(Exception):
     """A rule does other operations for another number of rows."""
 
 
-def read_program(first: Any, second: Any | None = None) -> Program:
+def read_program(first: Any, second: Any | None = None) -> RuleProgram:
     """Reads the closed jaxprs of one function, for both `TRACED_SIZES`.
 
     Args:
@@ -154,7 +156,9 @@ def read_program(first: Any, second: Any | None = None) -> Program:
     return _read(jaxprs, tuple(_pairs(programs, "consts")))
 
 
-def _read(jaxprs: tuple[Any, Any], constants: tuple[tuple[Any, Any], ...]) -> Program:
+def _read(
+    jaxprs: tuple[Any, Any], constants: tuple[tuple[Any, Any], ...]
+) -> RuleProgram:
     """Reads open jaxprs, and the values of their constants."""
     known: dict[Any, Operand] = {}
     for variables, values in zip(_pairs(jaxprs, "constvars"), constants, strict=True):
@@ -179,7 +183,7 @@ def _read(jaxprs: tuple[Any, Any], constants: tuple[tuple[Any, Any], ...]) -> Pr
         if name != other:
             raise SizeDependentError(f"{name!r} becomes {other!r}")
         operations.append(
-            Operation(
+            RuleOperation(
                 name=name,
                 inputs=tuple(map(operand, _pairs(equations, "invars"))),
                 params=_merge(*(equation.params for equation in equations)),
@@ -188,7 +192,7 @@ def _read(jaxprs: tuple[Any, Any], constants: tuple[tuple[Any, Any], ...]) -> Pr
             )
         )
     outputs = tuple(map(operand, _pairs(jaxprs, "outvars")))
-    return Program(inputs, tuple(operations), outputs)
+    return RuleProgram(inputs, tuple(operations), outputs)
 
 
 def is_by_row(shape: Shape) -> bool:
