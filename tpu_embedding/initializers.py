@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from tpu_embedding.field_checks import convert_ints, is_finite, is_int
-from tpu_embedding.row_bits import key_words, row_bits
+from tpu_embedding.row_random_bits import key_words, row_bits
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 

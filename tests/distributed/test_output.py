@@ -28,6 +28,8 @@ def unread():
 def test_lines_that_nobody_reads_are_dropped(unread):
     print_line("lost", unread)
     write_line(unread.fileno(), b"lost")
+    with pytest.raises(BrokenPipeError):
+        unread.flush()  # Neither line could be written, and neither call said so.
 
 
 def test_the_exit_status_stays_that_of_the_run():
@@ -72,7 +74,9 @@ def test_a_line_waits_for_its_reader(full_pipe, monkeypatch):
 
 
 def test_a_line_does_not_wait_for_ever(full_pipe, monkeypatch):
-    _, writer = full_pipe
+    reader, writer = full_pipe
     monkeypatch.setattr(workers, "FULL_SECONDS", 0)
     write_line(writer, b"lost")
     os.close(writer)
+    with open(reader, "rb", closefd=False) as file:
+        assert b"lost" not in file.read()

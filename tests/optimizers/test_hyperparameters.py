@@ -411,7 +411,9 @@ def test_wrong_types(make, options, match):
 )
 def test_edges_of_the_ranges(make, options):
     """An infinite bound is no bound."""
-    make(0.1, **options)
+    rule, rows = make(0.1, **options), jnp.ones((3, 2))
+    updates, _ = rule.update(0.5 * rows, rule.init(rows), rows)
+    assert jnp.all(jnp.isfinite(updates) & (updates != 0))
 
 
 def test_estimator_needs_rows_of_one_number():

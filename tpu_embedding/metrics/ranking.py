@@ -161,13 +161,8 @@ class _TopK(Metric):
 class RecallAtK(_TopK):
     """The share of relevant candidates among the best `k`, averaged over samples.
 
-    With one relevant candidate per sample it is the hit rate. It is defined if a sample
-    of positive weight has a relevant candidate; samples without one do not count.
-
-    Attributes:
-      weighted_values: total of weight times recall.
-      weights: total of the weights.
-      k: number of candidates that count.
+    With one relevant candidate per sample it is the hit rate. Samples without a
+    relevant candidate do not count.
 
     Example:
       >>> recall = RecallAtK.from_batch([[3.0, 2.0, 1.0]], [[1, 0, 1]], k=2)
@@ -194,13 +189,7 @@ class NDCGAtK(_TopK):
     A candidate of rank `r`, from 0, gains `label / log2(r + 2)`. The sum is divided by
     that of the best order. See Järvelin and Kekäläinen, "Cumulated Gain-Based
     Evaluation of IR Techniques" (2002). Pass `2**relevance - 1` as labels for
-    exponential gains. It is defined if a sample of positive weight has a relevant
-    candidate; samples without one do not count.
-
-    Attributes:
-      weighted_values: total of weight times NDCG.
-      weights: total of the weights.
-      k: number of candidates that count.
+    exponential gains. Samples without a relevant candidate do not count.
 
     Example:
       >>> ndcg = NDCGAtK.from_batch([[3.0, 2.0, 1.0]], [[0, 0, 1]], k=3)

@@ -33,7 +33,7 @@ from tpu_embedding.plan.memory import rows_per_slab
 from tpu_embedding.plan.on_mesh import constrain, in_auto_axes, on_shards
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
-from tpu_embedding.row_bits import key_words
+from tpu_embedding.row_random_bits import key_words
 from tpu_embedding.rows.consecutive_rows import merge_block
 from tpu_embedding.rows.packed_rows import (
     PackedRows,

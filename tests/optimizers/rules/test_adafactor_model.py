@@ -84,12 +84,17 @@ def test_state_is_small(name):
 
 def test_averages_do_not_share_memory_with_the_parameters():
     """A step that donates both would pass one buffer twice."""
-    params = start()
     optimizer = make_optimizer("ema")
-    state = optimizer.init(params)
     gradients, *_ = next(steps("ema"))
+    arguments = (gradients, optimizer.init(start()), start())
+    expected = jax.jit(optimizer.update)(*arguments)
+    params = start()
+    state = optimizer.init(params)
     step = jax.jit(optimizer.update, donate_argnums=(1, 2))
-    step(gradients, state, params)
+    jax.tree.map(
+        np.testing.assert_array_equal, step(gradients, state, params), expected
+    )
+    assert all(x.is_deleted() for x in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize(
