@@ -10,6 +10,9 @@ from jax.sharding import Mesh
 
 from tpu_embedding.plan.device_mesh import device_mesh
 from tpu_embedding.tools.cli.exit_status import UsageError
+from tpu_embedding.tools.train.config.config_files import load_config
+from tpu_embedding.tools.train.config.overrides import apply_overrides
+from tpu_embedding.tools.train.config.run_config import RunConfig
 
 MAX_EMULATED_DEVICES: Final = 256
 """Maximum number of emulated CPU devices.
@@ -37,6 +40,36 @@ def add_config_arguments(
         "--traceback",
         action="store_true",
         help="print the traceback of an error, too, to debug a config of your own",
+    )
+
+
+def read_config(name: str, settings: Sequence[str]) -> RunConfig:
+    """Returns a run config with the settings of `--set` applied.
+
+    Args:
+      name: name of a config, or path of a Python file.
+      settings: assignments `KEY=VALUE`.
+
+    Raises:
+      UsageError: if two settings have the same key.
+      ConfigError: if the config or a setting is wrong.
+    """
+    refuse_repeated("--set", settings)
+    return apply_overrides(load_config(name), settings)
+
+
+def add_data_and_devices(parser: argparse.ArgumentParser, *, devices_help: str) -> None:
+    """Adds the arguments of a command that runs a config: its data and its devices."""
+    parser.add_argument(
+        "--data-dir",
+        metavar="PATH",
+        help="file or directory of the data",
+    )
+    parser.add_argument(
+        "--devices",
+        type=num_devices,
+        metavar="N",
+        help=f"{devices_help}; on all devices by default",
     )
 
 

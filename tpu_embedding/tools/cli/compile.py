@@ -25,13 +25,11 @@ from tpu_embedding.tools.cli.arguments import (
     add_config_arguments,
     compiler_options,
     positive_int,
-    refuse_repeated,
+    read_config,
     use_cpu_only,
 )
 from tpu_embedding.tools.cli.exit_status import FAILED, UsageError
 from tpu_embedding.tools.compile_report.report import TRAIN_STEP
-from tpu_embedding.tools.train.config.config_files import load_config
-from tpu_embedding.tools.train.config.overrides import apply_overrides
 from tpu_embedding.tools.train.config.run_config import RunConfig
 from tpu_embedding.tools.train.errors import own_code
 from tpu_embedding.tools.train.loop.ahead_of_time import (
@@ -113,8 +111,7 @@ def _compile(parsed: argparse.Namespace) -> int:
     settings = list(parsed.set)
     if parsed.batch is not None:
         settings.append(f"batch_size={parsed.batch}")
-    refuse_repeated("--set", settings)
-    config = apply_overrides(load_config(parsed.config), settings)
+    config = read_config(parsed.config, settings)
     options = compiler_options(parsed.compiler_option)
     for option, path in (("--json", parsed.json), ("--html", parsed.html)):
         if path is not None and not path.parent.is_dir():

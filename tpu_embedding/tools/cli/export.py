@@ -12,14 +12,12 @@ from tpu_embedding.export.row_formats import ROW_FORMATS
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.cli.arguments import (
     add_config_arguments,
+    add_data_and_devices,
     emulated_mesh,
-    num_devices,
     positive_int,
-    refuse_repeated,
+    read_config,
 )
 from tpu_embedding.tools.cli.exit_status import FAILED, UsageError
-from tpu_embedding.tools.train.config.config_files import load_config
-from tpu_embedding.tools.train.config.overrides import apply_overrides
 from tpu_embedding.tools.train.loop.export_run import (
     EXPORT_FORMATS,
     RunExport,
@@ -59,11 +57,7 @@ def add_export(commands: Any) -> None:
         metavar="DIR",
         help="output directory of the run; runs/NAME by default",
     )
-    parser.add_argument(
-        "--data-dir",
-        metavar="PATH",
-        help="file or directory of the data",
-    )
+    add_data_and_devices(parser, devices_help="restore on N emulated CPU devices")
     parser.add_argument(
         "--format",
         choices=EXPORT_FORMATS,
@@ -83,12 +77,6 @@ def add_export(commands: Any) -> None:
         help="samples of a batch; any number by default",
     )
     parser.add_argument(
-        "--devices",
-        type=num_devices,
-        metavar="N",
-        help="restore on N emulated CPU devices; on all devices by default",
-    )
-    parser.add_argument(
         "--check",
         type=positive_int,
         metavar="N",
@@ -104,9 +92,8 @@ def add_export(commands: Any) -> None:
 
 
 def _export(parsed: argparse.Namespace) -> int:
-    refuse_repeated("--set", parsed.set)
     name, run_dir = _config_and_run(parsed)
-    config = apply_overrides(load_config(name), parsed.set)
+    config = read_config(name, parsed.set)
     result = export_run(
         config,
         run_dir or pathlib.Path("runs") / config.name,

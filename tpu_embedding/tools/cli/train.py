@@ -12,19 +12,18 @@ from tpu_embedding.tools.cli.arguments import (
     MAX_EMULATED_DEVICES,
     add_compiler_option,
     add_config_arguments,
+    add_data_and_devices,
     compiler_options,
     emulated_mesh,
-    num_devices,
     positive_int,
-    refuse_repeated,
+    read_config,
 )
 from tpu_embedding.tools.cli.exit_status import UsageError
 from tpu_embedding.tools.cli.processes import add_process_arguments, start_processes
 from tpu_embedding.tools.cli.supervise import add_supervision_arguments, supervise
 from tpu_embedding.tools.jobs.early_signals import early_signals
 from tpu_embedding.tools.jobs.pulses import send_event, start_pulses
-from tpu_embedding.tools.train.config.config_files import list_configs, load_config
-from tpu_embedding.tools.train.config.overrides import apply_overrides
+from tpu_embedding.tools.train.config.config_files import list_configs
 from tpu_embedding.tools.train.loop.profiling import PROFILE_DIR, ProfileWindow
 from tpu_embedding.tools.train.loop.reporting import PLOT_FILE, RECORDS_FILE
 from tpu_embedding.tools.train.loop.run_directory import CHECKPOINTS_DIR, ExistingRun
@@ -50,23 +49,16 @@ def add_train(commands: Any) -> None:
     parser.set_defaults(run=_train)
     add_config_arguments(parser)
     add_compiler_option(parser)
-    parser.add_argument(
-        "--data-dir",
-        metavar="PATH",
-        help="file or directory of the data",
+    add_data_and_devices(
+        parser,
+        devices_help="train on N emulated CPU devices, over all processes, at most "
+        f"{MAX_EMULATED_DEVICES} in each",
     )
     parser.add_argument(
         "--output-dir",
         type=local_path,
         metavar="DIR",
         help="directory for the results; runs/NAME by default",
-    )
-    parser.add_argument(
-        "--devices",
-        type=num_devices,
-        metavar="N",
-        help=f"train on N emulated CPU devices, over all processes, at most "
-        f"{MAX_EMULATED_DEVICES} in each; on all devices by default",
     )
     parser.add_argument(
         "--slices",
@@ -119,8 +111,7 @@ def add_train(commands: Any) -> None:
 
 def _train(parsed: argparse.Namespace) -> int:
     start_pulses()
-    refuse_repeated("--set", parsed.set)
-    config = apply_overrides(load_config(parsed.config), parsed.set)
+    config = read_config(parsed.config, parsed.set)
     output_dir = parsed.output_dir or pathlib.Path("runs") / config.name
     if parsed.fallback is not None and not parsed.resume:
         raise UsageError("--fallback needs --resume: it is about its checkpoints.")
