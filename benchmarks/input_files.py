@@ -4,7 +4,6 @@ All formats hold the same samples: a few thousand lines in Criteo's format, over
 over. So the files cost little time to write, whatever their size.
 """
 
-import gzip
 import pathlib
 import zipfile
 from typing import Final
@@ -23,7 +22,6 @@ TAIL: Final = CATEGORY_NAMES[-4:]
 
 FILES: Final = {
     "text": "day_0",
-    "gzip": "day_0.gz",
     "arrays": "day_0_sparse_multi_hot.npz",
     "parquet": "day_0.parquet",
 }
@@ -40,14 +38,9 @@ def write_files(directory: pathlib.Path, num_bytes: int) -> int:
     write_criteo_sample(tile_path, TILE_ROWS)
     text = tile_path.read_bytes()
     num_tiles = -(-num_bytes // len(text))
-    packed = gzip.compress(text, 6)
-    with (
-        (directory / FILES["text"]).open("wb") as plain,
-        (directory / FILES["gzip"]).open("wb") as compressed,
-    ):
+    with (directory / FILES["text"]).open("wb") as file:
         for _ in range(num_tiles):
-            plain.write(text)
-            compressed.write(packed)  # Members of a gzip file follow each other.
+            file.write(text)
     features, dense, labels = _parse(tile_path)
     tile_path.unlink()
     _write_arrays(directory, num_tiles, features, dense, labels)

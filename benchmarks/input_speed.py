@@ -3,13 +3,13 @@
     python benchmarks/input_speed.py [--gb N] [--directory DIR] [--json FILE]
     python benchmarks/record.py FILE
 
-One log of synthetic clicks is written as text, gzip, NumPy arrays and Parquet. For each
+One log of synthetic clicks is written as text, NumPy arrays and Parquet. For each
 format, a process of its own reads one epoch, shuffled by blocks. Its memory is the peak
 above that before the files were opened: once after a fifth of the epoch, and once at
 its end. Flat memory shows as two equal figures.
 
 Then another process reads windows of batches in turns, by this package and by another
-reader of the format: pandas for text and gzip, NumPy's own mapped arrays, and pyarrow
+reader of the format: pandas for text, NumPy's own mapped arrays, and pyarrow
 for Parquet. Those readers go through the files in order. They parse all columns, and
 convert nothing to row ids or to batches.
 """
@@ -48,7 +48,6 @@ WINDOW: Final = 8
 HELD_OUT: Final = 1000
 PEERS: Final = {
     "text": "pandas",
-    "gzip": "pandas",
     "arrays": "numpy",
     "parquet": "pyarrow",
 }
@@ -174,7 +173,6 @@ def _read_by_pyarrow(directory: pathlib.Path) -> Iterator[int]:
 
 _PEER_READERS: Final[dict[str, Callable[[pathlib.Path], Iterator[int]]]] = {
     "text": lambda directory: _read_by_pandas(directory / FILES["text"]),
-    "gzip": lambda directory: _read_by_pandas(directory / FILES["gzip"]),
     "arrays": _read_by_numpy,
     "parquet": _read_by_pyarrow,
 }

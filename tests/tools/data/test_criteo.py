@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import math
+import subprocess
 
 import chex
 import jax
@@ -277,12 +278,10 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 def test_days_are_read_as_one_log(tmp_path):
-    counts = {"day_0": 5, "day_1.gz": 6, "day_2": 7, "day_10": 1}
+    counts = {"day_0": 5, "day_1": 6, "day_2": 7, "day_10": 1}
     lines = iter(numbered_lines(18))
     for name, count in list(counts.items())[:3]:
-        text = "".join(next(lines) + "\n" for _ in range(count)).encode()
-        packed = gzip.compress(text) if name.endswith(".gz") else text
-        (tmp_path / name).write_bytes(packed)
+        write(tmp_path / name, [next(lines) for _ in range(count)])
     (tmp_path / "readme.txt").write_text("no log")
     data = read(find_logs(tmp_path))
     assert (data.num_train_samples, data.steps_per_epoch) == (16, 4)
@@ -296,7 +295,7 @@ def test_days_are_read_as_one_log(tmp_path):
             name = list(counts)[day]
             assert batch.origin(sample) == f"{tmp_path / name}, line {line + 1}"
 
-    write(tmp_path / "day_1", numbered_lines(1))
+    write(tmp_path / "day_1.gz", numbered_lines(1))
     with pytest.raises(DataError, match=r"each day once, got day_1 and day_1\.gz"):
         find_logs(tmp_path)
     (tmp_path / "day_1").unlink()
@@ -308,13 +307,25 @@ def test_days_are_read_as_one_log(tmp_path):
         read(find_logs(tmp_path / "absent"))
 
 
-def test_damaged_lines_of_a_packed_day_are_named(tmp_path):
-    text = "\n".join([*numbered_lines(4), replaced(3, "x"), *numbered_lines(4)])
-    (tmp_path / "day_0.gz").write_bytes(gzip.compress(text.encode()))
-    data = read(tmp_path / "day_0.gz")
-    with pytest.raises(DataError, match=r"day_0\.gz, line 5: field 3 .*got 'x'"):
-        for step in range(2):
-            data.train_batch(step)
+def test_packed_files_are_refused_with_the_command_that_unpacks_them(tmp_path):
+    directory = tmp_path / "a log"
+    directory.mkdir()
+    packed = gzip.compress("\n".join(numbered_lines(9)).encode())
+    for name in ("day_0", "day_1.gz", "day_2.gz"):
+        (directory / name).write_bytes(packed)
+    with pytest.raises(
+        DataError, match="day_0 must be plain text, got.* gzip"
+    ) as error:
+        read(find_logs(directory))
+    command = str(error.value).split("unpacks to: ")[1]
+    subprocess.run(command, shell=True, check=True)
+    data = read(find_logs(directory))
+    assert [file.path.name for file in data._reader.files] == [
+        "day_0",
+        "day_1",
+        "day_2",
+    ]
+    assert data.num_train_samples == 25
 
 
 COMMON_BAD = {

@@ -1,6 +1,5 @@
 """Tests random access to lines against splitting the whole file at its newlines."""
 
-import gzip
 import pickle
 
 import numpy as np
@@ -20,19 +19,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "gzip"])
 @pytest.mark.parametrize("scan_bytes", [1, 3, 2**24])
 @pytest.mark.parametrize("block_size", [1, 2, 3, 100])
 @pytest.mark.parametrize("text", CASES.values(), ids=CASES.keys())
-def test_every_run_of_lines(
-    tmp_path, monkeypatch, text, block_size, scan_bytes, is_packed
-):
+def test_every_run_of_lines(tmp_path, monkeypatch, text, block_size, scan_bytes):
     monkeypatch.setattr(line_blocks, "SCAN_BYTES", scan_bytes)
     path = tmp_path / "lines"
-    path.write_bytes(gzip.compress(text) if is_packed else text)
+    path.write_bytes(text)
     lines = text.removesuffix(b"\n").split(b"\n")
     blocks = LineBlocks(path, block_size=block_size, source="")
-    assert blocks.num_lines == len(lines) and blocks.is_compressed == is_packed
+    assert blocks.num_lines == len(lines)
     blocks = pickle.loads(pickle.dumps(blocks))
     for start in range(len(lines)):
         for stop in range(start + 1, len(lines) + 1):
@@ -41,16 +37,12 @@ def test_every_run_of_lines(
             assert data.tobytes() == b"\n".join(lines[start:stop]) + b"\n"
 
 
-def test_missing_empty_and_compressed_files(tmp_path):
+def test_missing_and_empty_files(tmp_path):
     (tmp_path / "empty").write_bytes(b"")
-    (tmp_path / "day_0.gz").write_bytes(b"\x1f\x8b\x08\x00")
-    (tmp_path / "day_1.gz").write_bytes(gzip.compress(b""))
     for name, message in [
         ("absent", r"absent is not a file\. Get it there"),
         (".", r"is not a file\. Get it there"),
         ("empty", r"empty is empty.*Get it there"),
-        ("day_0.gz", "day_0.gz is truncated"),
-        ("day_1.gz", "day_1.gz holds no line. Get it there"),
     ]:
         with pytest.raises(DataError, match=message):
             LineBlocks(tmp_path / name, block_size=4, source="Get it there.")

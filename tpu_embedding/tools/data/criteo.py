@@ -81,7 +81,7 @@ class Criteo(BlockDataset):
         """Opens the files and indexes their lines, in one pass over each.
 
         Args:
-          path: path of the training file, plain or packed by gzip, or paths of several.
+          path: path of the training file, or paths of several.
           batch_size: samples per batch.
           vocabulary_sizes: rows of each of the 26 features, or one number for all. At
             least 2, because row 0 means an empty field.
@@ -90,14 +90,13 @@ class Criteo(BlockDataset):
             files, which are in time order. None means the whole evaluation file.
           evaluation_path: path of a separate evaluation file, or None.
           seed: seed of the training order, at least 0.
-          block_size: lines that stay together when the order is shuffled. None: 64, or
-            32,768 for gzip files, of which a batch then mixes 16. Files of more than a
-            million blocks get larger ones.
+          block_size: lines that stay together when the order is shuffled. None: 64, and
+            more for files of over a million such blocks.
 
         Raises:
           ValueError: if arguments are out of range; the message names all of them.
-          DataError: if a file is missing or empty, has too few lines, or is a damaged
-            gzip file. `train_batch` and `evaluation_batches` raise it for a damaged
+          DataError: if a file is missing or empty, has too few lines, or is packed by
+            gzip. `train_batch` and `evaluation_batches` raise it for a damaged
             line and name file, line and field.
         """
         problems = [

@@ -1,10 +1,11 @@
-"""Reads the lines of Criteo's click logs: one file, or one per day, plain or gzip.
+"""Reads the lines of Criteo's click logs: one file, or one per day.
 
 `criteo.py` turns the samples into batches.
 """
 
 import pathlib
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Final
 
@@ -42,13 +43,7 @@ A block of about 15 kB costs little more to read than to seek. A batch of 2048 s
 mixes 32 places of the file. Blocks of more than 67 million lines are larger.
 """
 
-COMPRESSED_BLOCK_SIZE: Final = 2**15
-COMPRESSED_STREAMS: Final = 16
-"""Block size for gzip files, and the blocks that a batch mixes.
-
-Text inside a gzip file is decoded 4 MB at a time, so a small block would cost as much
-as a large one. A batch mixes several large blocks instead.
-"""
+GZIP_MAGIC: Final = b"\x1f\x8b"  # RFC 1952, section 2.3.1
 
 _INDEXED_LINES: Final = 64
 """Lines per entry of the index, of 8 bytes: 0.55 GB for the 4.4 billion of the 1TB log.
@@ -63,7 +58,6 @@ class CriteoLines:
 
     Attributes:
       files: the files, in order.
-      is_compressed: True if gzip packed one of them.
       block_bounds: first line of each block, and the number of lines.
       digest: of the text of all files.
     """
@@ -80,25 +74,22 @@ class CriteoLines:
         Args:
           paths: paths of the files, at least one.
           vocabulary_sizes: rows of each of the 26 features.
-          block_size: lines of a block; None chooses `BLOCK_SIZE`, or
-            `COMPRESSED_BLOCK_SIZE` for gzip files, and more for many lines.
+          block_size: lines of a block; None chooses `BLOCK_SIZE`, and more for many
+            lines.
 
         Raises:
-          DataError: if a file is missing, empty or damaged.
+          DataError: if a file is missing, empty, packed by gzip or damaged.
         """
+        _refuse_packed(paths)
         self.files = [
             LineBlocks(path, block_size=_INDEXED_LINES, source=SOURCE) for path in paths
         ]
         self.digest = join_digests(file.digest for file in self.files)
         for file in self.files:
             _check_first_line(file)
-        self.is_compressed = any(file.is_compressed for file in self.files)
         num_lines = [file.num_lines for file in self.files]
         if block_size is None:
-            block_size = bounded_block_size(
-                sum(num_lines),
-                COMPRESSED_BLOCK_SIZE if self.is_compressed else BLOCK_SIZE,
-            )
+            block_size = bounded_block_size(sum(num_lines), BLOCK_SIZE)
         self._block_size = block_size
         self.block_bounds = block_bounds(num_lines, block_size)
         self._starts = np.cumsum([0, *num_lines[:-1]])
@@ -110,8 +101,6 @@ class CriteoLines:
         Streams take 64 lines of a larger block at a time, so that a batch mixes about
         as many places as with blocks of 64.
         """
-        if self.is_compressed:
-            return COMPRESSED_STREAMS
         return max(1, min(self._block_size, batch_size) // BLOCK_SIZE)
 
     def read(self, samples: np.ndarray) -> Batch:
@@ -151,6 +140,29 @@ class CriteoLines:
         return f"{self.files[0].path} to {self.files[-1].path.name}"
 
 
+def _refuse_packed(paths: Sequence[pathlib.Path]) -> None:
+    """Raises DataError if gzip packed a file, with the command that unpacks all."""
+    packed = [path for path in paths if path.is_file() and _is_gzip(path)]
+    if not packed:
+        return
+    command, names = "", []
+    for path in packed:
+        name = shlex.quote(str(path))
+        if path.suffix != ".gz":  # gunzip takes no other name
+            command += f"mv {name} {name}.gz && "
+            name += ".gz"
+        names.append(name)
+    raise DataError(
+        f"{packed[0]} must be plain text, got a file packed by gzip; unpack it, and "
+        f"read what it unpacks to: {command}gunzip {' '.join(names)}"
+    )
+
+
+def _is_gzip(path: pathlib.Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+
+
 def _check_first_line(file: LineBlocks) -> None:
     """Raises DataError if a file is no log, before its number of lines is an error."""
     try:
@@ -164,7 +176,8 @@ def find_logs(path: pathlib.Path) -> list[pathlib.Path]:
 
     Args:
       path: a log file; or a directory that holds `train.txt`, or `day_0`, `day_1` and
-        so on. Each may have the suffix `.gz`.
+        so on. A name with the suffix `.gz` counts, too, and opening it says how to
+        unpack it.
 
     Raises:
       DataError: if the directory holds no log, lacks a day in between, or has a day

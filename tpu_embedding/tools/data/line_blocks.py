@@ -1,18 +1,16 @@
 """Random access to the lines of a text file that does not fit in memory.
 
-`criteo.py` reads its batches through it. Pieces of the file are read where they are, or
-decoded if gzip packed them. One pass builds an index of the offset of each block of
-lines.
+`criteo.py` reads its batches through it. One pass builds an index of the offset of each
+block of lines.
 """
 
 import pathlib
 import zlib
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.gzip_file import GZIP_MAGIC, GzipFile
 from tpu_embedding.tools.data.mapped_file import MappedFile
 
 SCAN_BYTES: Final = 2**24
@@ -29,10 +27,9 @@ class LineBlocks:
 
     Attributes:
       path: path of the file.
-      is_compressed: True if gzip packed the file.
       block_size: lines per block; the last block may have fewer.
       num_lines: number of lines in the file.
-      digest: CRC-32 of the text, unpacked, as 8 hexadecimal digits.
+      digest: CRC-32 of the text, as 8 hexadecimal digits.
     """
 
     def __init__(self, path: pathlib.Path, *, block_size: int, source: str):
@@ -44,19 +41,15 @@ class LineBlocks:
           source: a sentence for error messages that says where to get the file.
 
         Raises:
-          DataError: if the file is missing or empty, or a gzip file is damaged.
+          DataError: if the file is missing or empty.
         """
         if not path.is_file():
             raise DataError(f"{path} is not a file. {source}")
         if path.stat().st_size == 0:
             raise DataError(f"{path} is empty, expected at least one line. {source}")
         self.path = path
-        self.is_compressed = _is_gzip(path)
         self.block_size = block_size
-        self._text: _Text
-        self._text = GzipFile(path) if self.is_compressed else MappedFile(path)
-        if self._text.num_bytes == 0:
-            raise DataError(f"{path} holds no line. {source}")
+        self._text = MappedFile(path)
         self.num_lines, self._offsets, self.digest = _index(self._text, block_size)
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -79,18 +72,7 @@ class LineBlocks:
         return data[begin : ends[skipped + stop - start - 1]]
 
 
-class _Text(Protocol):
-    num_bytes: int
-
-    def read(self, start: int, stop: int) -> np.ndarray: ...
-
-
-def _is_gzip(path: pathlib.Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
-
-
-def _index(text: _Text, block_size: int) -> tuple[int, np.ndarray, str]:
+def _index(text: MappedFile, block_size: int) -> tuple[int, np.ndarray, str]:
     """Returns number of lines, byte offsets of the blocks and file end, and digest."""
     num_lines, last_byte, digest = 0, NEWLINE, 0
     parts = [np.zeros(1, np.int64)]

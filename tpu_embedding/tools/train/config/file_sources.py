@@ -46,7 +46,7 @@ class CriteoSource:
 
         Args:
           data_dir: a log file; a directory that contains `train.txt`, or `day_0`,
-            `day_1` and so on, with or without the suffix `.gz`; or None.
+            `day_1` and so on; or None.
           batch_size: samples per batch, over all devices.
           seed: seed of the order of a log's samples, or of synthetic samples.
 
