@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import sys
 import time
 import traceback
@@ -92,7 +93,7 @@ def ending_together(job: Job) -> Iterator[None]:
                 raise
             status = error.code if isinstance(error.code, int) else 1
         elif isinstance(error, KeyboardInterrupt):
-            status = 130
+            status = 128 + signal.SIGINT  # as shells report it
         else:
             print_line(traceback.format_exc().rstrip(), sys.stderr)
         end_job(job, f"{type(error).__name__}: {error}", status)

@@ -13,8 +13,8 @@ import pytest
 from tests.processes.test_processes import ROOT, environment_of
 from tpu_embedding.tools.cli import supervise
 from tpu_embedding.tools.jobs import early_signals
-from tpu_embedding.tools.jobs import parent as parent_module
 from tpu_embedding.tools.jobs.early_signals import EarlySignals
+from tpu_embedding.tools.jobs.exit_status import STOP_SIGNALS
 
 DEADLINE_SECONDS = 100  # for a busy machine
 
@@ -92,7 +92,7 @@ def test_a_signal_to_the_script(tmp_path):
 
 def test_a_signal_that_is_ignored_stays_ignored():
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    handled = {n: signal.getsignal(n) for n in early_signals.EARLY_STATUS}
+    handled = {n: signal.getsignal(n) for n in STOP_SIGNALS}
     early = EarlySignals()
     try:
         early.start()
@@ -107,7 +107,7 @@ def test_a_signal_that_is_ignored_stays_ignored():
 
 
 def test_a_second_signal_prints_no_second_error():
-    handled = {n: signal.getsignal(n) for n in early_signals.EARLY_STATUS}
+    handled = {n: signal.getsignal(n) for n in STOP_SIGNALS}
     early, ended = EarlySignals(), []
 
     def end(message, status):
@@ -178,8 +178,8 @@ def test_no_signal_is_lost_when_the_parent_takes_over(monkeypatch):
     try:
         supervise.supervise(argparse.Namespace(**OF_A_PARENT))
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, parent_module.STOP_SIGNALS)
-    assert set(parent_module.STOP_SIGNALS) <= held[0]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    assert set(STOP_SIGNALS) <= held[0]
 
 
 OF_A_PARENT = {

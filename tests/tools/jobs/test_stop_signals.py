@@ -12,13 +12,13 @@ from tests.distributed.jobs import make_jobs, on_each
 from tpu_embedding.distributed import poller
 from tpu_embedding.distributed.stopping import StopAgreement
 from tpu_embedding.tools.jobs import stop_signals
+from tpu_embedding.tools.jobs.exit_status import STOP_SIGNALS
 from tpu_embedding.tools.jobs.stop_signals import (
-    STOP_SIGNALS,
     RunStopped,
     StopRequest,
     stop_on_signals,
 )
-from tpu_embedding.tools.train.errors import own_code
+from tpu_embedding.tools.train.errors import as_config_error
 
 BY_NAME = pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda s: s.name)
 
@@ -56,7 +56,7 @@ def test_a_block_with_nothing_to_save_is_left_at_once(capsys):
     """Even if it is code of a config, whose calls of `exit` are errors."""
     with stop_on_signals() as stop:
         with pytest.raises(RunStopped, match="SIGTERM: nothing to save"):
-            with stop.interrupting("nothing to save"), own_code("The config"):
+            with stop.interrupting("nothing to save"), as_config_error("The config"):
                 signal.raise_signal(signal.SIGTERM)
                 raise AssertionError("still in the block")
         with pytest.raises(RunStopped):  # A signal that came before counts, too.

@@ -6,6 +6,6 @@ from tpu_embedding.tools.jobs import early_signals as _early_signals  # noqa: F4
 # isort: split
 from tpu_embedding.tools.cli.command import main as main
 from tpu_embedding.tools.cli.command import make_parser as make_parser
-from tpu_embedding.tools.cli.exit_status import FAILED as FAILED
-from tpu_embedding.tools.cli.exit_status import INTERRUPTED as INTERRUPTED
-from tpu_embedding.tools.cli.exit_status import WRONG_USAGE as WRONG_USAGE
+from tpu_embedding.tools.jobs.exit_status import FAILED as FAILED
+from tpu_embedding.tools.jobs.exit_status import INTERRUPTED as INTERRUPTED
+from tpu_embedding.tools.jobs.exit_status import WRONG_USAGE as WRONG_USAGE

@@ -9,7 +9,6 @@ import jax
 from jax.sharding import Mesh
 
 from tpu_embedding.plan.device_mesh import device_mesh
-from tpu_embedding.tools.cli.exit_status import UsageError
 from tpu_embedding.tools.train.config.config_files import load_config
 from tpu_embedding.tools.train.config.overrides import apply_overrides
 from tpu_embedding.tools.train.config.run_config import RunConfig
@@ -20,6 +19,10 @@ MAX_EMULATED_DEVICES: Final = 256
 Each device waits for the others in a thread of its own, and XLA:CPU has at most this
 many. With one device more, the process waits, and XLA then aborts it (jax 0.12).
 """
+
+
+class UsageError(ValueError):
+    """Raised if the command line contradicts itself or names something missing."""
 
 
 def add_config_arguments(

@@ -35,23 +35,24 @@ from tpu_embedding.distributed import (
 from tpu_embedding.distributed.notices import end_job
 from tpu_embedding.distributed.output import drop_unwritten, print_line
 from tpu_embedding.export.signature import ExportError
+from tpu_embedding.tools.cli.arguments import UsageError
 from tpu_embedding.tools.cli.compile import add_compile
 from tpu_embedding.tools.cli.doctor import add_doctor
-from tpu_embedding.tools.cli.exit_status import (
-    FAILED,
-    INTERRUPTED,
-    WRONG_USAGE,
-    UsageError,
-)
 from tpu_embedding.tools.cli.export import add_export
 from tpu_embedding.tools.cli.inspect import add_inspect
 from tpu_embedding.tools.cli.launch import add_launch
 from tpu_embedding.tools.cli.processes import end_job_by
 from tpu_embedding.tools.cli.train import add_train
 from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.jobs.exit_status import (
+    FAILED,
+    INTERRUPTED,
+    STOPPED,
+    WRONG_USAGE,
+)
 from tpu_embedding.tools.jobs.pulses import send_event
 from tpu_embedding.tools.jobs.run_lock import RunDirectoryError
-from tpu_embedding.tools.jobs.stop_signals import STOPPED, RunStopped
+from tpu_embedding.tools.jobs.stop_signals import RunStopped
 from tpu_embedding.tools.launch import LaunchError
 from tpu_embedding.tools.train.errors import ConfigError, describe_error
 from tpu_embedding.tools.train.loop.read_ahead import TrainingDivergedError

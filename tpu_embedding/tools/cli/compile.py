@@ -21,6 +21,7 @@ from tpu_embedding.plan.device_mesh import SHARD_AXIS, SLICE_AXIS
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.cli.arguments import (
+    UsageError,
     add_compiler_option,
     add_config_arguments,
     compiler_options,
@@ -28,10 +29,10 @@ from tpu_embedding.tools.cli.arguments import (
     read_config,
     use_cpu_only,
 )
-from tpu_embedding.tools.cli.exit_status import FAILED, UsageError
 from tpu_embedding.tools.compile_report.report import TRAIN_STEP
+from tpu_embedding.tools.jobs.exit_status import FAILED
 from tpu_embedding.tools.train.config.run_config import RunConfig
-from tpu_embedding.tools.train.errors import own_code
+from tpu_embedding.tools.train.errors import as_config_error
 from tpu_embedding.tools.train.loop.ahead_of_time import (
     PROGRAM_NAMES,
     ProgramName,
@@ -180,10 +181,10 @@ def _compile_for(
             "method outline, which returns a data set with the shapes of the real "
             "batches but reads no file; see tpu_embedding.tools.train.DataSource."
         )
-    with own_code(f"{type(config.data).__name__}.outline"):
+    with as_config_error(f"{type(config.data).__name__}.outline"):
         data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
     try:
-        with own_code("The config"):
+        with as_config_error("The config"):
             plan = make_run_plan(config, data, mesh, compiler_options=options)
             name = _step_name(config, plan)
             step, state, batch = abstract_step(config, data, plan)

@@ -8,12 +8,12 @@ from typing import Any
 
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
 from tpu_embedding.paths import local_path
-from tpu_embedding.tools.cli.arguments import num_devices
-from tpu_embedding.tools.cli.exit_status import FAILED, UsageError
+from tpu_embedding.tools.cli.arguments import UsageError, num_devices
 from tpu_embedding.tools.doctor.devices import Expectation, parse_expectation
 from tpu_embedding.tools.doctor.examine import Examination, examine
 from tpu_embedding.tools.doctor.ports import DEFAULT_PORT
 from tpu_embedding.tools.doctor.report import Report
+from tpu_embedding.tools.jobs.exit_status import FAILED
 
 
 def add_doctor(commands: Any) -> None:

@@ -11,13 +11,14 @@ import numpy as np
 from tpu_embedding.export.row_formats import ROW_FORMATS
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.cli.arguments import (
+    UsageError,
     add_config_arguments,
     add_data_and_devices,
     emulated_mesh,
     positive_int,
     read_config,
 )
-from tpu_embedding.tools.cli.exit_status import FAILED, UsageError
+from tpu_embedding.tools.jobs.exit_status import FAILED
 from tpu_embedding.tools.train.loop.export_run import (
     EXPORT_FORMATS,
     RunExport,

@@ -26,7 +26,7 @@ from tpu_embedding.checkpoint.row_statistics import (
 from tpu_embedding.checkpoint.run_checkpoints import saved_steps
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.memory import format_bytes, format_table
-from tpu_embedding.tools.cli.exit_status import UsageError
+from tpu_embedding.tools.cli.arguments import UsageError
 from tpu_embedding.tools.cli.norm_plot import check_plot_file, plot_norms
 from tpu_embedding.tools.train.loop.run_directory import CHECKPOINTS_DIR
 

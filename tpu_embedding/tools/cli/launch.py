@@ -5,8 +5,7 @@ import pathlib
 from typing import Any
 
 from tpu_embedding.paths import local_path
-from tpu_embedding.tools.cli.arguments import refuse_repeated
-from tpu_embedding.tools.cli.exit_status import UsageError
+from tpu_embedding.tools.cli.arguments import UsageError, refuse_repeated
 from tpu_embedding.tools.launch import (
     BACKENDS,
     PROGRAMS,

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from tpu_embedding.checkpoint.row_statistics import NormHistogram, TableStatistics
-from tpu_embedding.tools.cli.exit_status import UsageError
+from tpu_embedding.tools.cli.arguments import UsageError
 from tpu_embedding.tools.train.loop.reporting import load_figure_class
 
 PLOT_TYPES: Final = (".png", ".svg", ".pdf")

@@ -9,7 +9,7 @@ from tpu_embedding import distributed
 from tpu_embedding.distributed.notices import end_job
 from tpu_embedding.distributed.output import print_line
 from tpu_embedding.tools.cli.arguments import positive_int
-from tpu_embedding.tools.cli.exit_status import FAILED
+from tpu_embedding.tools.jobs.exit_status import FAILED
 from tpu_embedding.tools.train.errors import describe_error
 
 

@@ -12,10 +12,9 @@ from typing import Any, Final, Literal, get_args
 
 from tpu_embedding.distributed.place import find_place
 from tpu_embedding.distributed.starting import START_SECONDS
-from tpu_embedding.tools.cli.arguments import positive_int
-from tpu_embedding.tools.cli.exit_status import UsageError
+from tpu_embedding.tools.cli.arguments import UsageError, positive_int
 from tpu_embedding.tools.jobs import __main__ as parent_file
-from tpu_embedding.tools.jobs.parent import STOP_SIGNALS
+from tpu_embedding.tools.jobs.exit_status import STOP_SIGNALS
 from tpu_embedding.tools.jobs.pulses import is_worker
 
 Supervise = Literal["auto", "always", "never"]

@@ -10,6 +10,7 @@ from tpu_embedding.distributed.notices import end_job, leaving_together
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.cli.arguments import (
     MAX_EMULATED_DEVICES,
+    UsageError,
     add_compiler_option,
     add_config_arguments,
     add_data_and_devices,
@@ -18,7 +19,6 @@ from tpu_embedding.tools.cli.arguments import (
     positive_int,
     read_config,
 )
-from tpu_embedding.tools.cli.exit_status import UsageError
 from tpu_embedding.tools.cli.processes import add_process_arguments, start_processes
 from tpu_embedding.tools.cli.supervise import add_supervision_arguments, supervise
 from tpu_embedding.tools.jobs.early_signals import early_signals

@@ -13,14 +13,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Final
 
-from tpu_embedding.tools.jobs.exit_status import INTERRUPTED, STOPPED
-
-EARLY_STATUS: Final = {
-    signal.SIGTERM: STOPPED,
-    signal.SIGHUP: STOPPED,
-    signal.SIGINT: INTERRUPTED,
-}
-"""Exit status of a run that has not started, by signal."""
+from tpu_embedding.tools.jobs.exit_status import STATUS_OF_SIGNAL, STOP_SIGNALS
 
 _PROGRAMS: Final = ("tpu-embedding", "tpu_embedding.tools.cli")
 
@@ -44,7 +37,7 @@ class EarlySignals:
         """
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in EARLY_STATUS:
+        for number in STOP_SIGNALS:
             former = signal.getsignal(number)
             if former not in (signal.SIG_IGN, None):
                 self.former[number] = former
@@ -57,11 +50,11 @@ class EarlySignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        for each in EARLY_STATUS:  # A second signal would print a second error.
+        for each in STOP_SIGNALS:  # A second signal would print a second error.
             signal.signal(each, signal.SIG_IGN)
         arrived = signal.Signals(number)
         message = f"{arrived.name}: the run has not started"
-        self.end(message, EARLY_STATUS[arrived])
+        self.end(message, STATUS_OF_SIGNAL[arrived])
 
 
 def end_process(message: str, status: int) -> None:

@@ -8,6 +8,7 @@ from typing import Final
 
 from tpu_embedding.tools.jobs.exit_status import (
     DONE,
+    FAILED,
     INTERRUPTED,
     STOPPED,
     WRONG_USAGE,
@@ -81,7 +82,7 @@ class Ending:
     @property
     def status(self) -> int:
         """Exit status of the whole command."""
-        return self.return_code if self.return_code and self.return_code > 0 else 1
+        return self.return_code if self.return_code and self.return_code > 0 else FAILED
 
     def describe(self) -> str:
         """Returns the sentence that names the process and the reason.

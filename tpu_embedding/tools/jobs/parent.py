@@ -18,16 +18,14 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from tpu_embedding.tools.jobs.exit_status import INTERRUPTED, STOPPED
+from tpu_embedding.tools.jobs.exit_status import (
+    REPEAT_SECONDS,
+    STATUS_OF_SIGNAL,
+    STOP_SIGNALS,
+    STOPPED,
+)
 from tpu_embedding.tools.jobs.failures import NO_FAILURES, Ending, cause_of
 from tpu_embedding.tools.jobs.workers import Worker, write_line
-
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-
-REPEAT_SECONDS: Final = 0.2
-"""Signals that follow each other within this time are one request.
-
-GNU `timeout` signals a process and then its group."""
 
 TICK_SECONDS: Final = 0.25
 
@@ -153,7 +151,7 @@ class Parent:
             number = self._wait(seconds)
             if number is not None:
                 report(f"{number.name}: stopped before the restart")
-                return INTERRUPTED if number == signal.SIGINT else STOPPED
+                return STATUS_OF_SIGNAL[number]
 
     def _reason_to_give_up(
         self, cause: Ending, attempt: "Attempt", restarts: int
@@ -344,9 +342,7 @@ class Attempt:
 def _stopped_status(code: int | None) -> int:
     """Returns the exit status for a worker's; a signal that stopped it counts as 75."""
     assert code is not None
-    if code >= 0:
-        return code
-    return INTERRUPTED if -code == signal.SIGINT else STOPPED
+    return code if code >= 0 else STATUS_OF_SIGNAL.get(-code, STOPPED)
 
 
 def _job_options(settings: Settings) -> list[list[str]]:

@@ -13,26 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from tpu_embedding.distributed.job import current_job
 from tpu_embedding.distributed.output import print_line
 from tpu_embedding.distributed.stopping import StopAgreement
 from tpu_embedding.tools.jobs.early_signals import early_signals
-
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-
-STOPPED: Final = 75
-"""Exit status of a run that SIGTERM or SIGHUP stopped: EX_TEMPFAIL of sysexits.h.
-
-Neither Python nor a shell uses it for a failure. A launcher that sees it can start the
-same command again, with `--resume`."""
-
-REPEAT_SECONDS: Final = 0.2
-"""Signals that follow the first one within this time belong to the same request.
-
-GNU `timeout` signals a process and then its group, so the process gets two."""
-
+from tpu_embedding.tools.jobs.exit_status import (
+    REPEAT_SECONDS,
+    STOP_SIGNALS,
+    STOPPED,
+)
 
 Handler = Callable[[int, FrameType | None], None]
 

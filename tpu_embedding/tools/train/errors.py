@@ -1,7 +1,7 @@
-"""The error of a wrong config, and the conversion of errors that its own code raises.
+"""The error of a wrong config, and the conversion of other errors into it.
 
-A run config may bring a data source, a model and optimizers of its own. Whatever they
-raise reaches the user as one `ConfigError` that names the code and its line.
+A run config may bring a data source, a model and optimizers of its own. An error that
+they raise reaches the user as one `ConfigError` that names the code and its line.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ class ConfigError(ValueError):
 
 
 @contextlib.contextmanager
-def own_code(name: str) -> Iterator[None]:
-    """Raises every error of the code of a config as a `ConfigError`.
+def as_config_error(name: str) -> Iterator[None]:
+    """Turns an error that the code of a config raises in the block into `ConfigError`.
 
     An error of this package that already says what is wrong keeps its text. Errors of
     the XLA runtime pass, because they are no fault of the config.
@@ -46,7 +46,7 @@ def own_code(name: str) -> Iterator[None]:
       DataError: if the block raises one.
 
     Example:
-      >>> with own_code("Own.open"):
+      >>> with as_config_error("Own.open"):
       ...     {}["x"]
       Traceback (most recent call last):
       tpu_embedding.tools.train.errors.ConfigError: Own.open fails with KeyError: 'x'
@@ -58,7 +58,7 @@ def own_code(name: str) -> Iterator[None]:
     except RunStopped:  # no exit of the config's own
         raise
     except (Exception, SystemExit) as error:
-        place = _place_in_own_code(error)
+        place = _place_in_config(error)
         if isinstance(error, ValueError) and not place:
             raise ConfigError(str(error)) from error
         raise ConfigError(
@@ -80,7 +80,7 @@ def describe_error(error: BaseException) -> str:
     return f"{name}: {lines[0]}" if lines else name
 
 
-def _place_in_own_code(error: BaseException) -> str:
+def _place_in_config(error: BaseException) -> str:
     """Returns " in line N of FILE" for the deepest frame outside libraries, or ""."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = pathlib.Path(frame.filename)

@@ -19,8 +19,9 @@ from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints
 from tpu_embedding.distributed.job import Job
 from tpu_embedding.distributed.notices import end_job
 from tpu_embedding.tools.data.batch import Batch, DataError
+from tpu_embedding.tools.jobs.exit_status import INTERRUPTED, STOPPED
 from tpu_embedding.tools.jobs.run_lock import RunDirectoryError
-from tpu_embedding.tools.jobs.stop_signals import STOPPED, RunStopped, StopRequest
+from tpu_embedding.tools.jobs.stop_signals import RunStopped, StopRequest
 from tpu_embedding.tools.train.loop.plan_record import describe_plan
 from tpu_embedding.tools.train.loop.run_directory import (
     LOCK_FILE,
@@ -30,9 +31,6 @@ from tpu_embedding.tools.train.loop.run_directory import (
 from tpu_embedding.tools.train.loop.run_program import RunProgram
 
 _PACKAGES: Final = ("tpu-embedding", "jax", "jaxlib", "libtpu", "flax", "numpy")
-
-_INTERRUPTED: Final = 130
-"""Exit status after SIGINT, as shells report it."""
 
 _VISIBLE_SECONDS: Final = 20.0
 """Longest wait until another host's new file shows up; NFS caches directories."""
@@ -96,7 +94,7 @@ def ending_job_when_stopped(job: Job) -> Iterator[None]:
     except (RunStopped, KeyboardInterrupt) as stopped:
         if job.num_processes > 1:
             is_stop = isinstance(stopped, RunStopped)
-            end_job(job, str(stopped), STOPPED if is_stop else _INTERRUPTED)
+            end_job(job, str(stopped), STOPPED if is_stop else INTERRUPTED)
         raise
 
 

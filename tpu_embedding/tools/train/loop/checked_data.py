@@ -17,7 +17,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.data.batch import Batch, DataError, Dataset
 from tpu_embedding.tools.data.batch_part import slice_batch
 from tpu_embedding.tools.train.config.run_config import RunConfig
-from tpu_embedding.tools.train.errors import ConfigError, own_code
+from tpu_embedding.tools.train.errors import ConfigError, as_config_error
 from tpu_embedding.tools.train.metrics import LOSSES, LossName
 
 
@@ -35,7 +35,7 @@ def open_data(config: RunConfig, data_dir: Any) -> "CheckedDataset":
     """
     if is_local_path(data_dir):
         data_dir = local_path(data_dir)
-    with own_code(f"{type(config.data).__name__}.open"):
+    with as_config_error(f"{type(config.data).__name__}.open"):
         data = config.data.open(
             data_dir,
             batch_size=config.batch_size,
@@ -101,7 +101,7 @@ class CheckedDataset:
     def train_batch(self, step: int) -> Batch:
         """Returns the batch of training step `step`, with float32 arrays."""
         owner = f"{self._name}.train_batch({step})"
-        with own_code(owner):
+        with as_config_error(owner):
             batch = self.data.train_batch(step)
         return self._checked(batch, owner)
 
@@ -122,17 +122,17 @@ class CheckedDataset:
             return slice_batch(self.train_batch(step), samples)
         data: Any = self.data
         owner = f"{self._name}.train_part({step}, {samples})"
-        with own_code(owner):
+        with as_config_error(owner):
             batch = data.train_part(step, samples)
         return self._checked(batch, owner, samples)
 
     def evaluation_batches(self) -> Iterator[Batch]:
         """Yields the held-out data once, with float32 arrays."""
         owner = f"{self._name}.evaluation_batches()"
-        with own_code(owner):
+        with as_config_error(owner):
             batches = iter(self.data.evaluation_batches())
         for number in range(2**31):
-            with own_code(owner):
+            with as_config_error(owner):
                 batch = next(batches, None)
             if batch is None:
                 if number == 0:

@@ -18,7 +18,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.data.batch import Batch
 from tpu_embedding.tools.train.config.run_config import RunConfig
-from tpu_embedding.tools.train.errors import own_code
+from tpu_embedding.tools.train.errors import as_config_error
 from tpu_embedding.tools.train.loop.checked_data import CheckedDataset, open_data
 from tpu_embedding.tools.train.loop.read_ahead import prepare_checked
 from tpu_embedding.tools.train.loop.step import (
@@ -82,7 +82,7 @@ def prepare_run(
     """
     data = open_data(config, data_dir)
     train_sizes, evaluation_sizes = BufferSizes(), BufferSizes()
-    with own_code("The config"):
+    with as_config_error("The config"):
         plan = make_run_plan(config, data.data, mesh, compiler_options=compiler_options)
         batch = prepare_checked(data.first_batch, plan, "Training batch 0", train_sizes)
         for held_out in data.evaluation_batches():

@@ -2,20 +2,18 @@
 
 import concurrent.futures
 import threading
-from typing import Any, Final
+from typing import Any
 
 from flax import nnx
 
 from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints
 from tpu_embedding.distributed.job import current_job
 from tpu_embedding.distributed.notices import end_job
+from tpu_embedding.tools.jobs.exit_status import FAILED
 from tpu_embedding.tools.jobs.pulses import send_event
 from tpu_embedding.tools.train.loop.read_ahead import TrainingDivergedError
 from tpu_embedding.tools.train.loop.reporting import RunReport
 from tpu_embedding.tools.train.loop.step import names_not_finite
-
-_FAILED: Final = 1
-"""Exit status of a run that failed after it had started."""
 
 
 class RunSaver:
@@ -105,5 +103,5 @@ class RunSaver:
             f"{self._max_seconds:g} s, so a disk or a process of the job hangs. The "
             "checkpoint before it is as it was; --resume continues from it. If saving "
             "takes that long, --set max_save_seconds=N allows more.",
-            _FAILED,
+            FAILED,
         )

@@ -35,7 +35,7 @@ from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.data.batch import Batch, Dataset
 from tpu_embedding.tools.train.config.run_config import NonFinite, RunConfig
-from tpu_embedding.tools.train.errors import ConfigError, own_code
+from tpu_embedding.tools.train.errors import ConfigError, as_config_error
 from tpu_embedding.tools.train.loop.checked_data import CheckedDataset
 from tpu_embedding.tools.train.loop.kernel_choice import resolve_kernels
 from tpu_embedding.tools.train.metrics import LOSSES, LossName, Metrics, mean_loss
@@ -98,11 +98,11 @@ def make_run_plan(
     if hardware is None:
         hardware = hardware_of_device(device)
     hardware = hardware.with_compiler_options(compiler_options or {})
-    with own_code(f"{type(config.model).__name__}.feature_config"):
+    with as_config_error(f"{type(config.model).__name__}.feature_config"):
         features = config.model.feature_config(data)
     if config.table_dtype is not None:
         features = _with_table_dtype(features, config.table_dtype)
-    with own_code("RunConfig.make_table_optimizer"):
+    with as_config_error("RunConfig.make_table_optimizer"):
         optimizer = config.make_table_optimizer(config)
     if optimizer is None or optimizer_problem("optimizer", optimizer):
         raise ConfigError(
@@ -290,7 +290,7 @@ def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> Evaluat
 def _outputs_of(model: Any, batch: Batch) -> Outputs:
     """Calls the model, and refuses outputs that the loss cannot take."""
     name = type(model).__name__
-    with own_code(f"{name}.__call__"):
+    with as_config_error(f"{name}.__call__"):
         outputs = model(batch.features, batch.dense)
     _check_outputs(outputs, name, batch.labels.shape[0])
     return outputs
@@ -356,7 +356,7 @@ def _check_compiler_options(plan: EmbeddingPlan) -> None:
 def _build_model(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> Any:
     """Returns the model with its initial parameters, after checking it."""
     owner = f"{type(config.model).__name__}.build"
-    with own_code(owner):
+    with as_config_error(owner):
         model = config.model.build(data, plan, rngs=nnx.Rngs(config.seed))
     _check_model(model, owner, plan)
     return model
@@ -365,14 +365,14 @@ def _build_model(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> Any:
 def _build(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> tuple[Any, Any]:
     """Returns the model and its optimizer, for tables and dense parameters."""
     model = _build_model(config, data, plan)
-    with own_code("RunConfig.make_dense_optimizer"):
+    with as_config_error("RunConfig.make_dense_optimizer"):
         tx = config.make_dense_optimizer(config)
     if not isinstance(tx, optax.GradientTransformation):
         raise ConfigError(
             "RunConfig.make_dense_optimizer must return an optax "
             f"GradientTransformation, got {tx!r}."
         )
-    with own_code("The optimizer of RunConfig.make_dense_optimizer"):
+    with as_config_error("The optimizer of RunConfig.make_dense_optimizer"):
         return model, Optimizer(model, tx)
 
 
