@@ -5,8 +5,8 @@
 #       test that is not marked `full`. The tests build the docs, too.
 #   scripts/test.sh --all [-- PYTEST_OPTIONS]
 #       The full tier, for continuous integration: also the tests marked `full`, the
-#       wheel, the export to TensorFlow in an environment of its own, and Python 3.11
-#       if that interpreter is there.
+#       wheel, export to and import from TensorFlow in an environment of its own, and
+#       Python 3.11 if that interpreter is there.
 #   scripts/test.sh --exhaustive [-- PYTEST_OPTIONS]
 #       The exhaustive tier, for before a release: also the tests marked `exhaustive`.
 set -euo pipefail
@@ -51,11 +51,12 @@ check_python311() {
         -k "not eight and not 8devices"
 }
 
-# TensorFlow is large, and no other test needs it.
+# TensorFlow is large, and the other tests run without it.
 check_tensorflow() {
     local VENV=.venv-tf
     setup_environment dev,serving,tf
-    TF_CPP_MIN_LOG_LEVEL=2 python -m pytest -n0 tests/export/test_saved_model.py
+    TF_CPP_MIN_LOG_LEVEL=2 python -m pytest -n0 \
+        tests/export/test_saved_model.py tests/checkpoint/imports/test_tensorflow.py
 }
 
 section "environment"

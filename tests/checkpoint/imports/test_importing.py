@@ -63,58 +63,12 @@ def test_numbers_that_are_not_finite_are_counted(dtype):
     assert "'b' hold 4, the first in row 6" in str(warning.message)
 
 
-RULES = {
-    "adagrad": (te.optimizers.adagrad(0.1), ["accumulators"]),
-    "adagrad_momentum": (
-        te.optimizers.adagrad_momentum(0.1),
-        ["accumulators", "momenta"],
-    ),
-    "ftrl": (te.optimizers.ftrl(0.1), ["accumulators", "linears"]),
-    "adam": (te.optimizers.adam(0.1), ["momenta", "velocities"]),
-    "sgd": (te.optimizers.sgd(0.1), []),
-}
-
-
-@pytest.mark.quick_cases("adagrad_momentum")
-@pytest.mark.parametrize("rule", RULES)
-def test_tables_and_slots_of_tensorflow(rule):
-    row_optimizer, slots = RULES[rule]
-    layer = make_layer(rule=row_optimizer)
-    optimizer = te.Optimizer(layer, optax.sgd(0.1))
-    report = import_tables(FILES / "tensorflow" / f"serving_{rule}", layer, optimizer)
-    tables, slot_values = layer.embedding_tables(), optimizer.slot_values()
-    for name, shape in SHAPES.items():
-        np.testing.assert_array_equal(tables[name], values(name, shape))
-        assert sorted(slot_values[name]) == slots
-        for slot in slots:
-            expected = values(f"{name}/{slot}", shape)
-            np.testing.assert_array_equal(slot_values[name][slot], expected)
-    assert report.tables == {name: name for name in SHAPES}
-    assert report.slots == {name: {s: s for s in slots} for name in SHAPES}
-    assert (report.dropped, report.kept, report.unused) == ({}, (), ())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("rule", "names"),
-    [
-        ("adam", {"momenta": "m", "velocities": "v"}),
-        ("adagrad", {"accumulators": "accumulator"}),
-        ("ftrl", {"accumulators": "accumulator", "linears": "linear"}),
-    ],
-)
-def test_slots_of_keras_optimizers(rule, names):
-    layer = make_layer({"a": (20, 4), "b": (7, 4)}, RULES[rule][0])
-    optimizer = te.Optimizer(layer, optax.sgd(0.1))
-    report = import_tables(FILES / "tensorflow" / f"tfrs_{rule}", layer, optimizer)
-    assert report.slots == {"a": names, "b": names}
-    with np.load(FILES / "tensorflow" / f"tfrs_{rule}" / "expected.npz") as expected:
-        for name, table in layer.embedding_tables().items():
-            np.testing.assert_array_equal(table, expected[name])
-            for own, other in names.items():
-                np.testing.assert_array_equal(
-                    optimizer.slot_values()[name][own], expected[f"{name}/{other}"]
-                )
+def arrays_of_adagrad():
+    """Returns tables of SHAPES with the slot variables of Adagrad."""
+    names = [each for name in SHAPES for each in (name, f"{name}/accumulators")]
+    return {
+        name: values(name, SHAPES[name.removesuffix("/accumulators")]) for name in names
+    }
 
 
 @pytest.mark.full
@@ -142,8 +96,8 @@ def test_slots_of_another_rule_are_dropped():
     layer = make_layer(rule=te.optimizers.adam(0.1))
     optimizer = te.Optimizer(layer, optax.sgd(0.1))
     before = optimizer.slot_values()
-    path = FILES / "tensorflow" / "serving_adagrad"
-    report = import_tables(path, layer, optimizer)
+    source = arrays_of_adagrad()
+    report = import_tables(source, layer, optimizer)
     assert report.slots == {"a": {}, "deep/b.c": {}}
     assert sorted(report.dropped) == ["a/accumulators", "deep/b.c/accumulators"]
     assert "momenta [4], velocities [4] per row" in report.dropped["a/accumulators"]
@@ -154,7 +108,9 @@ def test_slots_of_another_rule_are_dropped():
         for slot, array in optimizer.slot_values()[name].items():
             np.testing.assert_array_equal(array, before[name][slot])
     # A caller who knows better says so.
-    report = import_tables(path, layer, optimizer, slots={"velocities": "accumulators"})
+    report = import_tables(
+        source, layer, optimizer, slots={"velocities": "accumulators"}
+    )
     np.testing.assert_array_equal(
         optimizer.slot_values()["a"]["velocities"], values("a/accumulators", (20, 4))
     )
@@ -168,8 +124,7 @@ def test_slots_of_another_rule_are_dropped():
 )
 def test_slots_without_optimizer(options, reason):
     layer = make_layer({"a": (20, 4)}, te.optimizers.adagrad(0.1))
-    path = FILES / "tensorflow" / "serving_adagrad"
-    report = import_tables(path, layer, **options)
+    report = import_tables(arrays_of_adagrad(), layer, **options)
     assert report.dropped == {"a/accumulators": reason}
     assert report.unused == ("deep/b.c",)
 
@@ -177,11 +132,11 @@ def test_slots_without_optimizer(options, reason):
 def test_rowwise_slots_are_no_elementwise_ones():
     layer = make_layer({"a": (20, 4)}, te.optimizers.rowwise_adagrad(0.1))
     optimizer = te.Optimizer(layer, optax.sgd(0.1))
-    path = FILES / "tensorflow" / "serving_adagrad"
-    report = import_tables(path, layer, optimizer)
+    source = arrays_of_adagrad()
+    report = import_tables(source, layer, optimizer)
     assert "accumulators [] per row" in report.dropped["a/accumulators"]
     with pytest.raises(ValueError, match=r"has shape \(20, 4\), the optimizer takes"):
-        import_tables(path, layer, optimizer, slots={"accumulators": "accumulators"})
+        import_tables(source, layer, optimizer, slots={"accumulators": "accumulators"})
 
 
 @pytest.mark.full
@@ -327,8 +282,9 @@ def test_stacks_without_a_layer():
     )
     stacks = te.functional.init_tables(plan, jax.random.key(0))
     states = te.functional.init_slots(stacks, plan)
-    path = FILES / "tensorflow" / "serving_adagrad"
-    stacks, states, report = import_into_stacks(path, stacks, states, plan)
+    stacks, states, report = import_into_stacks(
+        arrays_of_adagrad(), stacks, states, plan
+    )
     np.testing.assert_array_equal(
         te.functional.unstack_tables(stacks, plan)["a"], values("a", (20, 4))
     )

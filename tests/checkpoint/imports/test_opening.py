@@ -1,5 +1,8 @@
 """Paths that are no source of tables."""
 
+import importlib.util
+import pathlib
+
 import numpy as np
 import pytest
 
@@ -43,6 +46,15 @@ def test_refuses_files_with_arrays_of_one_name(tmp_path):
 def test_refuses_remote_paths():
     with pytest.raises(CheckpointError, match="local files, got gs://bucket/tables"):
         open_tables("gs://bucket/tables")
+
+
+@pytest.mark.parametrize("format", ["auto", "tensorflow"])
+def test_a_tensorflow_checkpoint_without_tensorflow(monkeypatch, format):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    path = pathlib.Path(__file__).parent / "fixtures" / "tensorflow" / "serving_sgd"
+    message = r"ckpt-1 is a TensorFlow checkpoint.*\[tf\].*te.save there"
+    with pytest.raises(CheckpointError, match=message):
+        open_tables(path, format)
 
 
 def test_errors_of_the_system_name_the_source(tmp_path, monkeypatch):

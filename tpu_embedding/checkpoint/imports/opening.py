@@ -64,7 +64,7 @@ def open_tables(
           arrays by table name, `"table/slot"` for slot variables, or a state dict of
           TorchRec;
         * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or that of a
-          SavedModel;
+          SavedModel. TensorFlow reads it, from the extra `tf`;
         * an orbax checkpoint: directory of a CheckpointManager, whose latest step is
           read, of a step, or of an item. Those of jax-tpu-embedding are unstacked if
           they have an `embedding_spec`; see `open_stacked_tables` for others.

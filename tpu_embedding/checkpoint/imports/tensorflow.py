@@ -1,4 +1,4 @@
-"""Reads TensorFlow checkpoints of TPUEmbedding and of the layer of TFRS.
+"""Finds the tables in TensorFlow checkpoints of TPUEmbedding and of the layer of TFRS.
 
 Keys of a checkpoint are paths of Python objects: `model/emb/_tpu_embedding/movie`. A
 table is the variable of its name. Slot variables of TensorFlow are siblings, such as
@@ -8,13 +8,13 @@ it tells how the tables lie in it.
 """
 
 import dataclasses
+import importlib
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.imports.protobuf import Field, fields, packed_integers
 from tpu_embedding.checkpoint.imports.source import (
     RowArray,
     RuleSlots,
@@ -22,7 +22,7 @@ from tpu_embedding.checkpoint.imports.source import (
     TableSource,
 )
 from tpu_embedding.checkpoint.imports.sparse_core import StackedTable, read_stacked
-from tpu_embedding.checkpoint.imports.tensor_bundle import TensorBundle
+from tpu_embedding.checkpoint.imports.tensorflow_reader import TensorFlowReader
 
 _VALUE: Final = "/.ATTRIBUTES/VARIABLE_VALUE"
 _SLOT: Final = "/.OPTIMIZER_SLOT/"
@@ -94,22 +94,21 @@ def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
       prefix: path of its index, without `.index`.
 
     Raises:
-      CheckpointError: if it is damaged, or has no tables.
+      CheckpointError: if TensorFlow is missing, or the checkpoint is damaged or has no
+        tables.
     """
-    bundle = TensorBundle(prefix)
+    reader = TensorFlowReader(prefix)
     origin = f"TensorFlow checkpoint {prefix}"
-    arrays = bundle.arrays()
-    variables = _variables(arrays)
+    variables = _variables(reader.arrays())
     stacked = [
         key.removesuffix(_VALUE)
-        for key in bundle.keys()
+        for key in reader.keys()
         if key.removesuffix(_VALUE).split("/")[-1] == _LAYOUTS
     ]
     tables: dict[tuple[str, ...], SourceTable] = {}
     for key in stacked:
         parent = _path_of(key)[:-1]
-        message = bundle.string(key + _VALUE) or b""
-        for layout in _layouts(message, origin):
+        for layout in _layouts(reader.string(key + _VALUE)):
             tables[*parent, layout.name] = _stacked_table(
                 layout, parent, variables, origin
             )
@@ -210,44 +209,20 @@ def _named(
     return named
 
 
-def _layouts(message: bytes, origin: str) -> list[StackedTable]:
+def _layouts(message: bytes) -> list[StackedTable]:
     """Returns the tables of a message `SparseCoreTableLayouts`."""
-    try:
-        return [
-            _layout(value)
-            for number, value in fields(message)
-            if number == 1 and isinstance(value, bytes)
-        ]
-    except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"The layouts of {origin} cannot be read: {error!r}."
-        ) from None
-
-
-def _layout(message: bytes) -> StackedTable:
-    values: dict[int, Field] = {}
-    shape: list[int] = []
-    for number, value in fields(message):
-        if number == 6:
-            shape += packed_integers(value)
-        else:
-            values[number] = value
-
-    def text(number: int) -> str:
-        value = values[number]
-        return value.decode() if isinstance(value, bytes) else str(value)
-
-    def integer(number: int) -> int:
-        value = values.get(number, 0)
-        return value if isinstance(value, int) else 0
-
-    vocabulary_size, dim = shape
-    return StackedTable(
-        name=text(1),
-        stack_name=text(2),
-        vocabulary_size=vocabulary_size,
-        dim=dim,
-        num_shards=integer(3),
-        row_offset=integer(8),
-        rotation=integer(9),
+    messages: Any = importlib.import_module(
+        "tensorflow.core.tpu.kernels.sparse_core_layout_pb2"
     )
+    return [
+        StackedTable(
+            name=table.table_name,
+            stack_name=table.stacked_table_name,
+            vocabulary_size=table.unsharded_shape[0],
+            dim=table.unsharded_shape[1],
+            num_shards=table.num_sparse_cores,
+            row_offset=table.sparse_core_shard_row_offset,
+            rotation=table.sparse_core_shard_rotation,
+        )
+        for table in messages.SparseCoreTableLayouts.FromString(message).tables
+    ]
