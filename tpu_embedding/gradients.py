@@ -31,6 +31,17 @@ from tpu_embedding.rows.row_gradients import PackedRowGradients
 from tpu_embedding.rows.sealed import Sealed
 from tpu_embedding.types import RowUpdates
 
+__all__ = [
+    "Gradients",
+    "TableGradients",
+    "add",
+    "all_finite",
+    "clip_by_global_norm",
+    "global_norm",
+    "scale",
+    "update_if",
+]
+
 T = TypeVar("T")
 
 
@@ -57,6 +68,22 @@ class TableGradients:
         """
         (stack,) = (s for s in self.plan.stacks if s.name == stack_name)
         return _first_round(self.stacks[stack_name], stack, self.plan)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """The gradients of a whole model, as `tpu_embedding.value_and_grad` returns them.
+
+    Attributes:
+      dense: derivatives of the loss by the dense parameters, as Flax or JAX returns
+        them.
+      tables: path of a layer in the model, as a string, to the sparse gradients of its
+        tables. A layer that was not called has none for any stack.
+    """
+
+    dense: Any
+    tables: dict[str, TableGradients]
 
 
 def global_norm(gradients: Any) -> Float[Array, ""]:

@@ -14,6 +14,8 @@ from typing import Final, Literal, get_args
 import jax
 from jax.sharding import Mesh
 
+__all__ = ["HardwareInfo", "hardware_by_name"]
+
 MEBIBYTE: Final = 2**20
 GIBIBYTE: Final = 2**30
 

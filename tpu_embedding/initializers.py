@@ -20,6 +20,17 @@ from jaxtyping import Array, Float, Int, UInt32
 from tpu_embedding.field_checks import convert_ints, is_finite, is_int
 from tpu_embedding.row_random_bits import key_words, row_bits
 
+__all__ = [
+    "RowIdInitializer",
+    "RowInitializer",
+    "constant",
+    "normal",
+    "row_bits",
+    "rowwise",
+    "truncated_normal",
+    "uniform",
+]
+
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 RowFunction = Callable[..., jax.Array]

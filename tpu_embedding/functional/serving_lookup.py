@@ -56,7 +56,7 @@ def serve(
     Args:
       tables: table name to its rows in logical order: `[vocabulary_size, dim]` of a
         float type, or uint8 `[vocabulary_size, dim + 8]` in FBGEMM's layout.
-      features: as for `tpu_embedding.lookup`; ragged ids are of one shard.
+      features: as for `tpu_embedding.functional.lookup`; ragged ids are of one shard.
       plan: of the layer.
 
     Returns:

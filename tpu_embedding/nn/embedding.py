@@ -203,7 +203,7 @@ class TPUEmbedding(nnx.Module):
 
         Args:
           features: nest like `feature_config`, whose dicts may lack keys; see
-            `tpu_embedding.lookup`.
+            `tpu_embedding.functional.lookup`.
           weights: None, or the same nest with an array, or None, per dense feature.
             Weights of ragged features are given to `prepare`.
           serving_config: nest of `FeatureConfig` that replaces `feature_config` in this

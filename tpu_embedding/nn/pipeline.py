@@ -19,8 +19,8 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.pipeline_program import Batch, PipelineMode, PipelineProgram
-from tpu_embedding.nn.recording import Gradients
 from tpu_embedding.nn.training import Optimizer, embedding_layers, put_on_mesh
 
 

@@ -16,9 +16,9 @@ from flax import nnx
 from jax.interpreters import partial_eval
 
 from tpu_embedding import functional
-from tpu_embedding.gradients import TableGradients
+from tpu_embedding.gradients import Gradients, TableGradients
 from tpu_embedding.nn.embedding import TPUEmbedding
-from tpu_embedding.nn.recording import Gradients, add_calls
+from tpu_embedding.nn.recording import add_calls
 from tpu_embedding.nn.training import ModelLoss, Variables, embedding_layers
 from tpu_embedding.plan.on_mesh import constrain_first_axis, zeros_like
 

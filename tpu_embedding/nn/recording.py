@@ -7,7 +7,6 @@ of its taps give the gradients of the tables.
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -19,26 +18,11 @@ from jax.custom_derivatives import SymbolicZero
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.functional import steps
-from tpu_embedding.gradients import TableGradients, add, global_norm
+from tpu_embedding.gradients import Gradients, TableGradients, add, global_norm
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.on_mesh import replicate, zeros_like
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import PackedRows
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Gradients:
-    """The derivatives of a loss by dense parameters and tables.
-
-    Attributes:
-      dense: by the dense parameters, as Flax or JAX returns them.
-      tables: path of a layer in the model, as a string, to its tables' sparse
-        gradients. A layer that was not called has none for any stack.
-    """
-
-    dense: Any
-    tables: dict[str, TableGradients]
 
 
 def norm_of_model(

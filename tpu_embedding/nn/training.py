@@ -20,6 +20,7 @@ from tpu_embedding.functional.following_slots import (
     tables_with_followers,
     with_table_values,
 )
+from tpu_embedding.gradients import Gradients
 from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
 from tpu_embedding.nn.embedding import (
     CALL_OUTSIDE,
@@ -29,7 +30,6 @@ from tpu_embedding.nn.embedding import (
     TPUEmbedding,
 )
 from tpu_embedding.nn.recording import (
-    Gradients,
     differentiate,
     loss_and_aux,
     norm_for_dense,

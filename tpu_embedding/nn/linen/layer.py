@@ -141,7 +141,7 @@ class TPUEmbedding(nn.Module):
 
         Args:
           features: nest like the plan's `feature_config`, whose dicts may lack keys.
-            See `tpu_embedding.lookup`. Ragged features come from
+            See `tpu_embedding.functional.lookup`. Ragged features come from
             `tpu_embedding.inputs.prepare_features`.
           weights: None, or the same nest with an array, or None, per dense feature.
           serving_config: nest of `FeatureConfig` that replaces `feature_config` in this

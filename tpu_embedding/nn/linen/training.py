@@ -15,7 +15,7 @@ from flax import struct
 
 from tpu_embedding import functional
 from tpu_embedding.functional.final_table_values import finalize_variable_values
-from tpu_embedding.gradients import TableGradients
+from tpu_embedding.gradients import Gradients, TableGradients
 from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
 from tpu_embedding.nn.linen.layer import Recorder, RecordingTables
 from tpu_embedding.nn.linen.variables import (
@@ -27,7 +27,6 @@ from tpu_embedding.nn.linen.variables import (
     with_embedding_tables,
 )
 from tpu_embedding.nn.recording import (
-    Gradients,
     differentiate,
     loss_and_aux,
     norm_for_dense,

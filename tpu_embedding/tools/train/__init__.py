@@ -4,7 +4,6 @@ The command `tpu-embedding train` calls `train` of this package. `make_train_ste
 `abstract_train_state` let a caller compile a step without running it.
 """
 
-from tpu_embedding.checkpoint.run_checkpoints import CheckpointError as CheckpointError
 from tpu_embedding.tools.data.batch import Batch as Batch
 from tpu_embedding.tools.data.batch import DataError as DataError
 from tpu_embedding.tools.data.batch import Dataset as Dataset
