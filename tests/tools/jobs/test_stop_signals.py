@@ -10,7 +10,6 @@ import pytest
 
 from tests.distributed.jobs import make_jobs, on_each
 from tpu_embedding.distributed import poller
-from tpu_embedding.distributed.stopping import StopAgreement
 from tpu_embedding.tools.jobs import stop_signals
 from tpu_embedding.tools.jobs.exit_status import STOP_SIGNALS
 from tpu_embedding.tools.jobs.stop_signals import (
@@ -69,12 +68,10 @@ def test_a_process_takes_over_the_signal_while_it_waits_for_a_batch(monkeypatch)
     monkeypatch.setattr(poller, "POLL_SECONDS", 0.001)
 
     def wait_and_leave(job):
-        stop = StopRequest()
+        stop = StopRequest(job)
         if job.is_first:
             stop.signal = signal.SIGTERM
-        own = stop.signal and stop.signal.name
-        stop._agreement = StopAgreement(job, lambda: own)
-        with stop._agreement.running():
+        with stop._agreeing():
             while not stop.is_decided(0):
                 pass
         stop.exit("saved")

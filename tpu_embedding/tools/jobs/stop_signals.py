@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-from tpu_embedding.distributed.job import current_job
+from tpu_embedding.distributed.job import Job, current_job
 from tpu_embedding.distributed.output import print_line
-from tpu_embedding.distributed.stopping import StopAgreement
+from tpu_embedding.distributed.poller import Poller
+from tpu_embedding.distributed.store import MemoryStore
 from tpu_embedding.tools.jobs.early_signals import early_signals
 from tpu_embedding.tools.jobs.exit_status import (
     REPEAT_SECONDS,
@@ -46,15 +47,29 @@ class RunStopped(SystemExit):
 class StopRequest:
     """The first signal that asked the program to stop, once it has arrived.
 
+    A signal reaches the processes of a job at different times, and one process may be a
+    step ahead. If each stopped by itself, the others would wait for it for ever. So
+    they agree: each tells the number of steps that it has begun, and all stop before
+    the largest one. This costs nothing until a signal arrives.
+
     Attributes:
       signal: that signal; None before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job | None = None):
+        """Makes the request.
+
+        Args:
+          job: job whose processes agree; None if this process stops by itself.
+        """
         self.signal: signal.Signals | None = None
         self._interruption: str | None = None
-        self._agreement: StopAgreement | None = None
-        self._wake: Callable[[], None] | None = None
+        self._job = job or Job(0, 1, MemoryStore())
+        self._name = f"stop {self._job.next_number('stop')}"
+        self._poller: Poller | None = None
+        self._lock = threading.Lock()
+        self._num_begun = 0
+        self._agreed: tuple[int, signal.Signals] | None = None
 
     @property
     def requested(self) -> bool:
@@ -70,38 +85,60 @@ class StopRequest:
         Args:
           step: number of the step. If the method returns False, the step must run.
         """
-        if self._agreement is None:
-            return self.requested
-        if self._agreement.reached(step):
-            self._adopt(self._agreement)
-            return True
-        return False
+        with self._lock:  # Held while the processes agree.
+            if self.is_decided(step):
+                return True
+            self._num_begun = max(self._num_begun, step + 1)
+            return False
 
     def is_decided(self, step: int) -> bool:
         """Returns True if `reached(step)` will, while the step is being prepared."""
-        if self._agreement is None:
+        if self._job.num_processes == 1:
             return self.requested
-        if self._agreement.is_decided(step):
-            self._adopt(self._agreement)
-            return True
-        return False
+        if self._agreed is None or step < self._agreed[0]:
+            return False
+        self.signal = self.signal or self._agreed[1]
+        return True
 
     def requested_by_any(self) -> bool:
         """Returns True on all processes if a signal has arrived at one of them.
 
         The processes wait for each other, so it is for places other than steps.
         """
-        if self._agreement is None:
-            return self.requested
-        if self._agreement.requested_by_any():
-            self._adopt(self._agreement)
-            return True
-        return False
+        names = self._job.exchange(
+            f"{self._name} now",
+            self.signal and self.signal.name,
+            lambda names: [name for name in names if name],
+        )
+        if names:
+            self.signal = self.signal or signal.Signals[names[0]]
+        return bool(names)
 
-    def _adopt(self, agreement: StopAgreement) -> None:
-        """Takes over the signal of another process."""
-        if self.signal is None and agreement.request is not None:
-            self.signal = signal.Signals[agreement.request]
+    @contextlib.contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """Takes part in the agreement on a step within the block."""
+        if self._job.num_processes == 1:
+            yield
+            return
+        self._poller = Poller(self._name, self._agree)
+        try:
+            yield
+        finally:
+            self._poller.close()
+
+    def _agree(self) -> None:
+        """Passes a signal on; agrees on the step once a process has one."""
+        if self._agreed is not None:
+            return
+        job = self._job
+        if self.signal is not None:
+            job.store.set(f"{self._name}/{job.process_index}", self.signal.name)
+        requests = job.store.items(self._name)
+        if requests:
+            with self._lock:
+                step = job.exchange(self._name, self._num_begun, max)
+                name = requests[min(requests, key=int)]
+                self._agreed = step, signal.Signals[name]
 
     def exit(self, message: str) -> NoReturn:
         """Leaves the program, after it has saved what it needs.
@@ -123,10 +160,10 @@ class StopRequest:
 
     @contextlib.contextmanager
     def interrupting(self, message: str) -> Iterator[None]:
-        """Makes a signal leave the block at once, for a block with nothing to save.
+        """Lets a signal leave the block at once, for a block with nothing to save.
 
         Args:
-          message: as of `exit`, which a signal calls.
+          message: text for `exit`, which a signal calls.
         """
         self._interruption = message
         if self.requested:
@@ -156,8 +193,8 @@ class StopRequest:
                 if first_time is None:
                     first_time = now
                     self.signal = self.signal or signal.Signals(number)
-                    if self._wake is not None:
-                        self._wake()
+                    if self._poller is not None:
+                        self._poller.wake()
                     self._announce()
                 elif now - first_time > REPEAT_SECONDS:
                     os._exit(128 + number)  # the status that shells report
@@ -199,14 +236,9 @@ def stop_on_signals() -> Iterator[StopRequest]:
       >>> step, stop.signal.name
       (3, 'SIGTERM')
     """
-    stop = StopRequest()
+    stop = StopRequest(current_job())
     with contextlib.ExitStack() as stack:
-        job = current_job()
-        if job.num_processes > 1:
-            stop._agreement = StopAgreement(
-                job, lambda: None if stop.signal is None else stop.signal.name
-            )
-            stop._wake = stack.enter_context(stop._agreement.running())
+        stack.enter_context(stop._agreeing())
         if threading.current_thread() is threading.main_thread():
             stack.enter_context(_watching(stop))
         yield stop

@@ -1,13 +1,14 @@
 """All processes stop before the same step, whichever gets the signal, and when."""
 
 import random
+import signal
 import threading
 
 import pytest
 
 from tests.distributed.jobs import make_jobs, on_each
 from tpu_embedding.distributed import poller
-from tpu_embedding.distributed.stopping import StopAgreement
+from tpu_embedding.tools.jobs.stop_signals import StopRequest
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -19,22 +20,20 @@ def test_processes_stop_before_the_same_step(seed, monkeypatch):
     # A step needs all processes, as its collectives do: if one stopped earlier than
     # the others, they would wait here until the timeout.
     barrier = threading.Barrier(3)
-    requests: list[str | None] = [None] * 3
 
     def run(job):
         index = job.process_index
-        agreement = StopAgreement(job, lambda: requests[index])
-        with agreement.running() as wake:
+        stop = StopRequest(job)
+        with stop._agreeing():
             step = 0
-            while not agreement.reached(step):
+            while not stop.reached(step):
                 if index == victim and step == at_step:
-                    requests[index] = "SIGTERM"
-                    wake()
+                    stop.signal = signal.SIGTERM
                 step += 1
                 barrier.wait(timeout=30)
                 assert step < 100_000
-            assert agreement.is_decided(step)
-            assert agreement.request == "SIGTERM"
+            assert stop.is_decided(step)
+            assert stop.signal == signal.SIGTERM
             return step
 
     first, *others = on_each(jobs, run)
@@ -47,12 +46,14 @@ def test_a_process_that_has_not_begun_stops_before_its_first_step(monkeypatch):
     decided = threading.Barrier(2)
 
     def run(job):
-        agreement = StopAgreement(job, lambda: "SIGHUP" if job.is_first else None)
-        with agreement.running():
-            while not agreement.is_decided(0):
+        stop = StopRequest(job)
+        if job.is_first:
+            stop.signal = signal.SIGHUP
+        with stop._agreeing():
+            while not stop.is_decided(0):
                 pass
             decided.wait(timeout=30)
-            return agreement.reached(0)
+            return stop.reached(0)
 
     assert on_each(make_jobs(2), run) == [True, True]
 
@@ -61,15 +62,15 @@ def test_all_learn_of_a_request_where_they_wait_for_each_other():
     jobs = make_jobs(3)
 
     def ask(job):
-        own = {0: None, 1: "SIGTERM", 2: None}[job.process_index]
-        agreement = StopAgreement(job, lambda: own)
-        return agreement.requested_by_any(), agreement.request
+        stop = StopRequest(job)
+        if job.process_index == 1:
+            stop.signal = signal.SIGTERM
+        return stop.requested_by_any(), stop.signal
 
-    assert on_each(jobs, ask) == [(True, "SIGTERM")] * 3
+    assert on_each(jobs, ask) == [(True, signal.SIGTERM)] * 3
     quiet = make_jobs(2)
-    assert on_each(
-        quiet, lambda job: StopAgreement(job, lambda: None).requested_by_any()
-    ) == [False, False]
+    asked = on_each(quiet, lambda job: StopRequest(job).requested_by_any())
+    assert asked == [False, False]
 
 
 def test_a_later_agreement_ignores_earlier_requests(monkeypatch):
@@ -78,11 +79,12 @@ def test_a_later_agreement_ignores_earlier_requests(monkeypatch):
 
     def run(job):
         stopped = []
-        for request in ("SIGTERM", None):
-            agreement = StopAgreement(job, lambda request=request: request)
-            with agreement.running():
+        for request in (signal.SIGTERM, None):
+            stop = StopRequest(job)
+            stop.signal = request
+            with stop._agreeing():
                 step = 0
-                while step < 50 and not agreement.reached(step):
+                while step < 50 and not stop.reached(step):
                     job.exchange("step", step, max)
                     step += 1
                 stopped.append(step < 50)
