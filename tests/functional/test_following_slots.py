@@ -237,7 +237,7 @@ WAYS_OUT = {
     set_copy: "optimizer.set_embedding_tables(model, values)",
     import_without: "import_tables(source, model, optimizer)",
     restore_without: "te.restore(directory, (model, optimizer))",
-    set_arrays: "te.functional.with_table_values(tables, values, plan, slots)",
+    set_arrays: "te.functional.with_table_values(\n    tables, values, plan, slots)",
 }
 
 

@@ -15,7 +15,7 @@ from tpu_embedding.update.averages import averaged_nodes, swap_in_averages
 from tpu_embedding.update.specs import slot_specs, table_specs
 
 
-@takes(plan=PLAN)
+@takes("te.functional.", plan=PLAN)
 @functools.partial(jax.jit, static_argnames="plan")
 def finalize_variable_values(
     tables: dict[str, PackedRows], slots: dict[str, Any], plan: EmbeddingPlan

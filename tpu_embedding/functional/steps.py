@@ -122,7 +122,7 @@ class LookupResult:
     stats: LookupStats
 
 
-@takes(plan=PLAN)
+@takes("te.functional.", plan=PLAN)
 def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     """Returns the shapes of the activations of a batch, without a lookup.
 
@@ -146,7 +146,7 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     return plan.unflatten(structs)
 
 
-@takes(plan=PLAN)
+@takes("te.functional.", plan=PLAN)
 def lookup(
     tables: dict[str, PackedRows], features: Any, plan: EmbeddingPlan
 ) -> LookupResult:
@@ -181,7 +181,7 @@ def lookup(
     return read_rows(tables, route(features, plan), plan)
 
 
-@takes(plan=PLAN)
+@takes("te.functional.", plan=PLAN)
 def route(features: Any, plan: EmbeddingPlan) -> Routed:
     """Sends the ids of a batch to the owners of their rows; the first half of `lookup`.
 
@@ -219,7 +219,7 @@ def route(features: Any, plan: EmbeddingPlan) -> Routed:
     return Routed(stacks=stacks, shapes=tuple(shapes), plan=plan)
 
 
-@takes(routed=ROUTED, plan=PLAN)
+@takes("te.functional.", routed=ROUTED, plan=PLAN)
 def read_rows(
     tables: dict[str, PackedRows], routed: Routed, plan: EmbeddingPlan
 ) -> LookupResult:
@@ -260,7 +260,7 @@ def read_rows(
     return LookupResult(activations=activations, routing=routing, stats=stats)
 
 
-@takes(routing=ROUTING, plan=PLAN)
+@takes("te.functional.", routing=ROUTING, plan=PLAN)
 @functools.partial(jax.jit, static_argnames="plan")
 def compute_gradients(
     routing: Routing, cotangents: Any, plan: EmbeddingPlan
@@ -314,7 +314,7 @@ def compute_gradients(
     return TableGradients(stacks, layer_plan)
 
 
-@takes(plan=PLAN)
+@takes("te.functional.", plan=PLAN)
 @functools.partial(jax.jit, static_argnames="plan")
 def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, Any]:
     """Returns the optimizer state of each stack that has an optimizer.
@@ -344,7 +344,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
     return in_shards(out_specs=slot_specs(structure, plan))(trained)
 
 
-@takes(gradients=GRADIENTS, plan=PLAN)
+@takes("te.functional.", gradients=GRADIENTS, plan=PLAN)
 @functools.partial(jax.jit, static_argnames="plan")
 def apply_gradients(
     tables: dict[str, PackedRows],

@@ -42,7 +42,7 @@ PLAN_OF_INPUTS: Final = Wanted(FeatureNest, PLAN.text)
 """The argument `plan` of `prepare_features`, which also takes a part of a plan."""
 
 
-@takes(plan=PLAN_OF_INPUTS)
+@takes("te.inputs.", plan=PLAN_OF_INPUTS)
 def prepare_features(
     features: Any,
     plan: AnyPlan,
@@ -122,7 +122,7 @@ def prepare_features(
     return nest
 
 
-@takes(plan=PLAN)
+@takes("te.inputs.", plan=PLAN)
 def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global") -> Any:
     """Puts a nest of arrays on the plan's devices, split along their first axis.
 

@@ -45,7 +45,7 @@ from tpu_embedding.rows.packed_rows import (
 KEY: Final = Wanted(jax.Array | np.ndarray, "a random key such as jax.random.key(0)")
 
 
-@takes(plan=PLAN, key=KEY)
+@takes("te.functional.", plan=PLAN, key=KEY)
 @functools.partial(jax.jit, static_argnames="plan")
 def init_tables(plan: EmbeddingPlan, key: jax.Array) -> dict[str, PackedRows]:
     """Returns the stacked tables with their initial values.

@@ -28,7 +28,7 @@ _PARTS_OF_A_SUM = {"value", "rest"}
 """Fields of a compensated sum, which say little without the field that holds it."""
 
 
-@takes(plan=PLAN)
+@takes("te.functional.", plan=PLAN)
 def slot_values(
     slots: Mapping[str, Any], plan: EmbeddingPlan, parts: StateParts = "rows"
 ) -> dict[str, dict[str, np.ndarray]]:
@@ -83,7 +83,7 @@ def slot_values(
     return values
 
 
-@takes(plan=PLAN)
+@takes("te.functional.", plan=PLAN)
 def with_slot_values(
     slots: Mapping[str, Any],
     values: Mapping[str, Mapping[str, Any]],

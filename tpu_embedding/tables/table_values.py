@@ -69,7 +69,7 @@ class NotFinite:
             )
 
 
-@takes(plan=PLAN)
+@takes("te.functional.", plan=PLAN)
 def unstack_tables(
     stacked: dict[str, PackedRows], plan: EmbeddingPlan
 ) -> dict[str, np.ndarray]:

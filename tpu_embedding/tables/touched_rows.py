@@ -140,7 +140,7 @@ def _rows_of(state: TouchedRowsState) -> list[PackedRows]:
     return [x for x in leaves if isinstance(x, PackedRows)]
 
 
-@takes(plan=PLAN)
+@takes("te.functional.", plan=PLAN)
 def touched_rows(
     slots: Mapping[str, Any], plan: EmbeddingPlan, since_step: int = 0
 ) -> dict[str, np.ndarray]:
