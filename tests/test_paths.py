@@ -160,7 +160,7 @@ def test_train_and_export(here, path, capsys):
 def test_every_path_of_a_command_is_read_alike(here):
     """An option that a shell leaves as it is, as bash leaves `--to=~/results`."""
     parser = cli.make_parser()
-    compile_options = ["--topology", "v5e:4", "--json=~/a.json", "--html=~/a.html"]
+    compile_options = ["--topology", "v5e:4", "--json=~/a.json", "--plot=~/a.svg"]
     commands = (
         ["train", "synthetic", "--output-dir=~/a", "--data-dir=~/b"],
         ["export", "synthetic", "~/out", "--run-dir=~/a", "--data-dir=~/b"],

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.tools.compile_report.test_html import REPORT
+from tests.tools.compile_report.report_cases import REPORT
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

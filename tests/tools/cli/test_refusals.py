@@ -175,8 +175,12 @@ COMMAND_LINES = [
         r"--json \. is a directory, not a file",
     ),
     (
-        ["compile", "synthetic", "--topology", "v5e:2x2", "--html", "absent/page"],
-        "--html absent/page: the directory absent does not exist",
+        ["compile", "synthetic", "--topology", "v5e:2x2", "--plot", "absent/a.svg"],
+        "--plot absent/a.svg: the directory absent does not exist",
+    ),
+    (
+        ["compile", "synthetic", "--topology", "v5e:2x2", "--plot", "a.html"],
+        "--plot a.html: the file must end with one of .png, .svg, .pdf",
     ),
 ]
 

@@ -2,13 +2,12 @@
 
 import dataclasses
 import json
-from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.tools.compile_report.test_html import REPORT
+from tests.tools.compile_report.report_cases import REPORT
 from tpu_embedding.hardware import HardwareInfo, hardware_by_name
 from tpu_embedding.tools import compile_report
 
@@ -61,9 +60,6 @@ def test_required_memory_above_capacity_does_not_fit():
     assert "make: a remark" in text
     (row,) = compile_report.format_comparison([report]).splitlines()[2:]
     assert " NO " in row
-    page = ElementTree.fromstring(compile_report.render_html([report]))
-    words = " ".join(page.itertext())
-    assert "THE RUN DOES NOT FIT: make needs" in words
     values = json.loads(json.dumps(report.to_json()))
     assert not values["fits"]
     assert values["memory"]["fits"]

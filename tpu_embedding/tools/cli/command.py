@@ -44,6 +44,7 @@ from tpu_embedding.tools.cli.launch import add_launch
 from tpu_embedding.tools.cli.processes import end_job_by
 from tpu_embedding.tools.cli.train import add_train
 from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.figures import MissingPlotLibraryError
 from tpu_embedding.tools.jobs.exit_status import (
     FAILED,
     INTERRUPTED,
@@ -56,7 +57,6 @@ from tpu_embedding.tools.jobs.stop_signals import RunStopped
 from tpu_embedding.tools.launch import LaunchError
 from tpu_embedding.tools.train.errors import ConfigError, describe_error
 from tpu_embedding.tools.train.loop.read_ahead import TrainingDivergedError
-from tpu_embedding.tools.train.loop.reporting import MissingPlotLibraryError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,6 +24,9 @@ from tpu_embedding.tools.cli.arguments import (
     UsageError,
     add_compiler_option,
     add_config_arguments,
+    add_plot_option,
+    check_output_file,
+    check_plot_file,
     compiler_options,
     positive_int,
     read_config,
@@ -100,12 +103,7 @@ def add_compile(commands: Any) -> None:
         metavar="FILE",
         help="also write the reports to a JSON file",
     )
-    parser.add_argument(
-        "--html",
-        type=local_path,
-        metavar="FILE",
-        help="also write an HTML page with plots of memory, traffic and time",
-    )
+    add_plot_option(parser, "the memory of every program")
 
 
 def _compile(parsed: argparse.Namespace) -> int:
@@ -114,13 +112,8 @@ def _compile(parsed: argparse.Namespace) -> int:
         settings.append(f"batch_size={parsed.batch}")
     config = read_config(parsed.config, settings)
     options = compiler_options(parsed.compiler_option)
-    for option, path in (("--json", parsed.json), ("--html", parsed.html)):
-        if path is not None and not path.parent.is_dir():
-            raise UsageError(
-                f"{option} {path}: the directory {path.parent} does not exist."
-            )
-        if path is not None and path.is_dir():
-            raise UsageError(f"{option} {path} is a directory, not a file.")
+    check_output_file("--json", parsed.json)
+    check_plot_file(parsed.plot)
     use_cpu_only()
     try:
         meshes = [_mesh_of(topology, parsed.slices) for topology in parsed.topology]
@@ -142,8 +135,8 @@ def _compile(parsed: argparse.Namespace) -> int:
             "reports": [report.to_json() for report in reports],
         }
         _write(parsed.json, json.dumps(document, indent=2) + "\n")
-    if parsed.html is not None:
-        _write(parsed.html, compile_report.render_html(reports))
+    if parsed.plot is not None:
+        compile_report.plot_memory(reports, parsed.plot)
     return 0 if all(report.fits for report in reports) else FAILED
 
 

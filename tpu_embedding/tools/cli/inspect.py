@@ -26,8 +26,12 @@ from tpu_embedding.checkpoint.row_statistics import (
 from tpu_embedding.checkpoint.run_checkpoints import saved_steps
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.memory import format_bytes, format_table
-from tpu_embedding.tools.cli.arguments import UsageError
-from tpu_embedding.tools.cli.norm_plot import check_plot_file, plot_norms
+from tpu_embedding.tools.cli.arguments import (
+    UsageError,
+    add_plot_option,
+    check_plot_file,
+)
+from tpu_embedding.tools.cli.norm_plot import plot_norms
 from tpu_embedding.tools.train.loop.run_directory import CHECKPOINTS_DIR
 
 _NUMBERS_PER_LINE: Final = 6
@@ -65,12 +69,7 @@ def add_inspect(commands: Any) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of text"
     )
-    parser.add_argument(
-        "--plot",
-        type=local_path,
-        metavar="FILE",
-        help="also draw a histogram of the norms of rows, as PNG, SVG or PDF",
-    )
+    add_plot_option(parser, "a histogram of the norms of rows")
     parser.add_argument(
         "--traceback", action="store_true", help="print the traceback of an error, too"
     )

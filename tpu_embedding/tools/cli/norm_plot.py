@@ -9,35 +9,13 @@ import numpy as np
 
 from tpu_embedding.checkpoint.row_statistics import NormHistogram, TableStatistics
 from tpu_embedding.tools.cli.arguments import UsageError
-from tpu_embedding.tools.train.loop.reporting import load_figure_class
+from tpu_embedding.tools.figures import make_figure
 
-PLOT_TYPES: Final = (".png", ".svg", ".pdf")
 MAX_TABLES: Final = 24
 """Maximum number of histograms in a plot; those of the first tables."""
 
 _MAX_BINS: Final = 60
 _COLUMNS: Final = 3
-
-
-def check_plot_file(path: pathlib.Path | None) -> None:
-    """Refuses a plot that could not be written, before anything is read.
-
-    Args:
-      path: of the plot; None: no plot is wanted.
-
-    Raises:
-      UsageError: if the type is not known, or the directory does not exist.
-      MissingPlotLibraryError: if matplotlib is not installed.
-    """
-    if path is None:
-        return
-    if path.suffix.lower() not in PLOT_TYPES:
-        raise UsageError(
-            f"--plot {path}: the file must end with one of {', '.join(PLOT_TYPES)}."
-        )
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: the directory {path.parent} does not exist.")
-    load_figure_class("--plot")
 
 
 def plot_norms(
@@ -46,9 +24,12 @@ def plot_norms(
     """Writes a plot with a histogram of norms for each table.
 
     Args:
-      statistics: by table.
-      title: of the plot.
-      path: of the file; its ending says its type.
+      statistics: table name to statistics of its rows.
+      title: title of the plot.
+      path: file to write; its ending gives its type.
+
+    Raises:
+      UsageError: if no table has a row of finite values.
     """
     shown = {
         name: found.norms
@@ -59,8 +40,7 @@ def plot_norms(
         raise UsageError("--plot: no table has a row of finite values.")
     columns = min(_COLUMNS, len(shown))
     rows = math.ceil(len(shown) / columns)
-    size = (1 + 3.6 * columns, 1 + 2.4 * rows)
-    figure = load_figure_class("--plot")(figsize=size, layout="constrained")
+    figure = make_figure("--plot", width=1 + 3.6 * columns, height=1 + 2.4 * rows)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis, (name, norms) in zip(axes, shown.items(), strict=False):
         _draw(axis, name, norms)

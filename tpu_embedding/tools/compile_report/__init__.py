@@ -2,8 +2,8 @@
 
 from tpu_embedding.tools.compile_report.floor import Floor as Floor
 from tpu_embedding.tools.compile_report.floor import embedding_floor as embedding_floor
-from tpu_embedding.tools.compile_report.html import render_html as render_html
 from tpu_embedding.tools.compile_report.memory import Memory as Memory
+from tpu_embedding.tools.compile_report.memory_plot import plot_memory as plot_memory
 from tpu_embedding.tools.compile_report.programs import Program as Program
 from tpu_embedding.tools.compile_report.programs import ProgramMemory as ProgramMemory
 from tpu_embedding.tools.compile_report.programs import program_memory as program_memory

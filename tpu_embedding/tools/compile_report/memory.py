@@ -60,6 +60,23 @@ class Memory:
     capacity: int | None
     fits: bool
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """The name and bytes of each part that is known, then of the rest, if any."""
+        sizes = {
+            "tables": self.tables,
+            "slot variables": self.slots,
+            "dense parameters and optimizer state": self.dense,
+            "inputs": self.inputs,
+            "tile padding of dense and inputs": self.padding,
+            "outputs": self.outputs,
+            "temporaries": self.temporaries,
+            "program code": self.code,
+        }
+        known = {name: size for name, size in sizes.items() if size is not None}
+        rest = self.required - sum(known.values())
+        return known | ({"not itemised by the compiler": rest} if rest > 0 else {})
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compilation:

@@ -1,8 +1,8 @@
 """The compile report: does a run fit, and what does its train step move, without a TPU.
 
-`compile_report` combines the compiler's memory figures, the traffic model of `cost.py`,
-the timeline of `timeline.py` and the minimum traffic of `floor.py`. `programs.py` gives
-the memory of the run's other programs. `text.py` and `html.py` render the report.
+`compile_report` combines the compiler's memory figures, the traffic model of `cost.py`
+and the minimum traffic of `floor.py`. `programs.py` gives the memory of the run's other
+programs. `text.py` prints the report, and `memory_plot.py` draws its memory.
 """
 
 import dataclasses
@@ -45,7 +45,6 @@ from tpu_embedding.tools.compile_report.programs import (
     program_memory,
 )
 from tpu_embedding.tools.compile_report.table_accesses import row_layouts
-from tpu_embedding.tools.compile_report.timeline import Timeline, make_timeline
 from tpu_embedding.tools.compile_report.traffic import Traffic
 
 PARTS: Final[tuple[Part, ...]] = ("embedding", "dense", "unattributed")
@@ -143,7 +142,7 @@ class ProgramTraffic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileReport:
-    """Memory, traffic and timeline of a train step, compiled for a TPU topology.
+    """Memory and traffic of a train step, compiled for a TPU topology.
 
     It also has the memory of the other programs of a run. All sizes and times are per
     device.
@@ -159,7 +158,6 @@ class CompileReport:
       memory: memory of the step, and its fit.
       floor: minimum traffic of the embedding part; see `floor.py`.
       traffic: modelled traffic of the program; None if the step does not fit.
-      timeline: modelled timeline of the program; None if the step does not fit.
       trace_seconds: time to trace and lower the step, in Python.
       compile_seconds: time of the compiler.
       refusal: the compiler's error if the step does not fit, or "".
@@ -176,11 +174,17 @@ class CompileReport:
     memory: Memory
     floor: Cost
     traffic: ProgramTraffic | None
-    timeline: Timeline | None
     trace_seconds: float
     compile_seconds: float
     refusal: str
     others: tuple[ProgramMemory, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The step's name, the topology and the number of devices."""
+        slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
+        devices = "device" if self.num_devices == 1 else "devices"
+        return f"{self.name} on {slices}{self.topology}: {self.num_devices} {devices}"
 
     @property
     def programs(self) -> tuple[ProgramMemory, ...]:
@@ -297,14 +301,11 @@ def compile_report(
         dense=dense_bytes(state),
         inputs=device_bytes(batch),
     )
-    traffic, timeline = None, None
+    traffic = None
     if compilation.compiled is not None:
         text = compilation.compiled.as_text()
         assert text is not None
-        module = parse_module(text)
-        program = program_cost(module)
-        traffic = _traffic(program, plan)
-        timeline = make_timeline(module, program, plan.hardware)
+        traffic = _traffic(program_cost(parse_module(text)), plan)
     return CompileReport(
         name=name,
         topology=topology,
@@ -316,7 +317,6 @@ def compile_report(
         memory=memory_of(compilation, known, plan.hardware),
         floor=cost_of(minimum, plan.hardware),
         traffic=traffic,
-        timeline=timeline,
         trace_seconds=compilation.trace_seconds,
         compile_seconds=compilation.compile_seconds,
         refusal=compilation.refusal,

@@ -1,7 +1,4 @@
-"""Text form of compile reports, which `tpu-embedding compile` prints.
-
-`html.py` shows the same rows and lines, with plots.
-"""
+"""Text form of compile reports, which `tpu-embedding compile` prints."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -15,14 +12,10 @@ from tpu_embedding.tools.compile_report.report import (
     NamedOperation,
     ProgramTraffic,
 )
-from tpu_embedding.tools.compile_report.timeline import Timeline
 
-LOOPS_NOTE: Final = (
+_LOOPS_NOTE: Final = (
     "one iteration of each data-dependent loop, such as one later round under skew, or "
     "the gradients of repeated ids in one eighth of the places"
-)
-PROGRAMS_NOTE: Final = (
-    "memory per device; arguments include arrays that a program does not use"
 )
 _COST_HEAD: Final = ("HBM", "HBM time", "links", "link time")
 
@@ -40,36 +33,18 @@ def format_report(report: CompileReport) -> str:
     if report.traffic is not None:
         sections += [_format_traffic(report, report.traffic)]
         sections += [_format_operations(report.traffic)]
-    if report.timeline is not None:
-        sections += [format_timeline(report.timeline)]
     return "\n\n".join(sections)
 
 
 def _format_head(report: CompileReport) -> str:
-    return (
-        f"{title_of(report)}; traced in {report.trace_seconds:.1f} s, compiled in "
-        f"{report.compile_seconds:.1f} s by {versions_of(report)}\n"
-        f"compiler options: {options_of(report)}"
-    )
-
-
-def title_of(report: CompileReport) -> str:
-    """Returns the step's name, topology and number of devices."""
-    slices = f"{report.num_slices} slices of " if report.num_slices > 1 else ""
-    count = report.num_devices
-    devices = "device" if count == 1 else "devices"
-    return f"{report.name} on {slices}{report.topology}: {count} {devices}"
-
-
-def versions_of(report: CompileReport) -> str:
-    """Returns the package versions that compiled the step."""
-    return ", ".join(f"{name} {version}" for name, version in report.versions)
-
-
-def options_of(report: CompileReport) -> str:
-    """Returns the compiler options of the step."""
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions)
     options = report.hardware.compiler_options
-    return " ".join(f"{name}={value}" for name, value in options) or "none"
+    return (
+        f"{report.title}; traced in {report.trace_seconds:.1f} s, compiled in "
+        f"{report.compile_seconds:.1f} s by {versions}\n"
+        "compiler options: "
+        + (" ".join(f"{name}={value}" for name, value in options) or "none")
+    )
 
 
 def format_comparison(reports: Sequence[CompileReport]) -> str:
@@ -78,12 +53,6 @@ def format_comparison(reports: Sequence[CompileReport]) -> str:
     Args:
       reports: reports of one step for several topologies.
     """
-    rows = comparison_rows(reports)
-    return "per device and step; times are modelled\n" + format_table(rows)
-
-
-def comparison_rows(reports: Sequence[CompileReport]) -> list[tuple[str, ...]]:
-    """Returns the cells of the comparison: a head and a row for each report."""
     rows: list[tuple[str, ...]] = [
         (
             "topology",
@@ -105,7 +74,7 @@ def comparison_rows(reports: Sequence[CompileReport]) -> list[tuple[str, ...]]:
         ratio, cost = "-", ("-",) * len(_COST_HEAD)
         if traffic is not None:
             ratio = _ratio(traffic.embedding.hbm_bytes, report.floor.hbm_bytes)
-            cost = cost_cells(traffic.total)
+            cost = _cost_cells(traffic.total)
         rows.append(
             (
                 slices + report.topology,
@@ -119,7 +88,7 @@ def comparison_rows(reports: Sequence[CompileReport]) -> list[tuple[str, ...]]:
                 f"{sum(p.compile_seconds for p in report.programs):.1f} s",
             )
         )
-    return rows
+    return "per device and step; times are modelled\n" + format_table(rows)
 
 
 def _needs(memory: Memory) -> str:
@@ -132,7 +101,24 @@ def _needs(memory: Memory) -> str:
     )
 
 
-def verdict_of(report: CompileReport) -> str:
+def _format_programs(report: CompileReport) -> str:
+    remarks = [
+        f"{program.name}: {remark}"
+        for program in report.others
+        for remark in (program.note, program.refusal)
+        if remark
+    ]
+    return "\n".join(
+        (
+            _verdict(report),
+            "memory per device; arguments include arrays that a program does not use",
+            format_table(_program_rows(report)),
+            *remarks,
+        )
+    )
+
+
+def _verdict(report: CompileReport) -> str:
     """Returns the fit of the whole run, with the programs that do not fit."""
     refused = [program for program in report.programs if not program.memory.fits]
     if not refused:
@@ -143,7 +129,7 @@ def verdict_of(report: CompileReport) -> str:
     )
 
 
-def program_rows(report: CompileReport) -> list[tuple[str, ...]]:
+def _program_rows(report: CompileReport) -> list[tuple[str, ...]]:
     """Returns the cells of the table of a run's programs, under a head."""
     rows: list[tuple[str, ...]] = [
         (
@@ -177,42 +163,6 @@ def program_rows(report: CompileReport) -> list[tuple[str, ...]]:
     return rows
 
 
-def program_remarks(report: CompileReport) -> list[str]:
-    """Returns the notes on programs beside the train step, and their refusals."""
-    return [
-        f"{program.name}: {remark}"
-        for program in report.others
-        for remark in (program.note, program.refusal)
-        if remark
-    ]
-
-
-def _format_programs(report: CompileReport) -> str:
-    return "\n".join(
-        (
-            verdict_of(report),
-            PROGRAMS_NOTE,
-            format_table(program_rows(report)),
-            *program_remarks(report),
-        )
-    )
-
-
-def memory_rows(memory: Memory) -> list[tuple[str, int]]:
-    """Returns the known parts of a device's memory, by name, with their bytes."""
-    rows = (
-        ("tables", memory.tables),
-        ("slot variables", memory.slots),
-        ("dense parameters and optimizer state", memory.dense),
-        ("inputs", memory.inputs),
-        ("tile padding of dense and inputs", memory.padding),
-        ("outputs", memory.outputs),
-        ("temporaries", memory.temporaries),
-        ("program code", memory.code),
-    )
-    return [(name, size) for name, size in rows if size is not None]
-
-
 def _format_memory(report: CompileReport) -> str:
     memory = report.memory
     verdict = "fits" if memory.fits else "DOES NOT FIT"
@@ -222,16 +172,14 @@ def _format_memory(report: CompileReport) -> str:
         verdict += f"\n{report.refusal}"
     rows = [("memory of the train step per device", "", "of HBM")] + [
         (name, format_bytes(size), _share(size, memory.capacity))
-        for name, size in memory_rows(memory)
+        for name, size in memory.parts.items()
     ]
     return f"{verdict}\n{format_table(rows)}"
 
 
-def traffic_rows(
-    report: CompileReport, traffic: ProgramTraffic
-) -> list[tuple[str, str, Cost]]:
-    """Returns name, number of operations and traffic of each row of the table."""
-    return [
+def _format_traffic(report: CompileReport, traffic: ProgramTraffic) -> str:
+    rows: list[tuple[str, ...]] = [("class of operation", "operations", *_COST_HEAD)]
+    costs = [
         *((row.name, str(row.num_operations), row.cost) for row in traffic.classes),
         ("total", "", traffic.total),
         *(
@@ -240,14 +188,7 @@ def traffic_rows(
         ),
         ("minimum of the embedding part", "", report.floor),
     ]
-
-
-def _format_traffic(report: CompileReport, traffic: ProgramTraffic) -> str:
-    rows: list[tuple[str, ...]] = [("class of operation", "operations", *_COST_HEAD)]
-    rows += [
-        (name, count, *cost_cells(cost))
-        for name, count, cost in traffic_rows(report, traffic)
-    ]
+    rows += [(name, count, *_cost_cells(cost)) for name, count, cost in costs]
     minimum, found = report.floor, traffic.embedding
     ratios = (
         _ratio(found.hbm_bytes, minimum.hbm_bytes),
@@ -257,29 +198,29 @@ def _format_traffic(report: CompileReport, traffic: ProgramTraffic) -> str:
     )
     rows.append(("embedding part / minimum", "", ratios[0], "", ratios[1], ""))
     lines = [
-        f"modelled traffic per device and step, {bandwidths_of(report.hardware)}",
+        f"modelled traffic per device and step, {_format_bandwidths(report.hardware)}",
         format_table(rows),
     ]
     if traffic.loops:
         lines += [
             "",
-            f"not in the total: {LOOPS_NOTE}",
-            format_table(loop_rows(traffic)),
+            f"not in the total: {_LOOPS_NOTE}",
+            format_table(_loop_rows(traffic)),
         ]
     return "\n".join(lines)
 
 
-def loop_rows(traffic: ProgramTraffic) -> list[tuple[str, ...]]:
+def _loop_rows(traffic: ProgramTraffic) -> list[tuple[str, ...]]:
     """Returns the cells of the table of data-dependent loops, under a head."""
     rows: list[tuple[str, ...]] = [("loop", *_COST_HEAD)]
     rows += [
-        (_origin(loop.source, loop.op_name), *cost_cells(loop.per_iteration))
+        (_origin(loop.source, loop.op_name), *_cost_cells(loop.per_iteration))
         for loop in traffic.loops
     ]
     return rows
 
 
-def bandwidths_of(hardware: HardwareInfo) -> str:
+def _format_bandwidths(hardware: HardwareInfo) -> str:
     """Returns the peak bandwidths of one device as text."""
     known = [
         f"{name} {1e-9 * value / hardware.devices_per_chip:,.0f} GB/s"
@@ -294,48 +235,27 @@ def bandwidths_of(hardware: HardwareInfo) -> str:
 
 
 def _format_operations(traffic: ProgramTraffic) -> str:
-    return "\n\n".join(
-        f"{title}:\n{format_table(rows, num_left_aligned=4)}" if rows else title
-        for title, rows in operation_blocks(traffic)
-    )
-
-
-def operation_blocks(
-    traffic: ProgramTraffic,
-) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """Returns the lists of operations on SparseCore and of copied or moved tables.
-
-    Each list is a title and the cells of a table under a head. Without operations there
-    are no cells.
-    """
-    blocks = []
-    if traffic.sparse_core:
-        title = "operations on SparseCore"
-        blocks.append((title, _operation_rows(traffic.sparse_core)))
-    else:
-        blocks.append(("operations on SparseCore: none", []))
-    if traffic.table_copies:
-        title = "TABLES OR SLOT VARIABLES COPIED WITHIN HBM"
-        blocks.append((title, _operation_rows(traffic.table_copies)))
-    else:
-        blocks.append(("tables or slot variables copied within HBM: none", []))
+    """Returns the lists of operations on SparseCore and of copied or moved tables."""
+    blocks = [
+        _block("operations on SparseCore", traffic.sparse_core),
+        _block(
+            "TABLES OR SLOT VARIABLES COPIED WITHIN HBM"
+            if traffic.table_copies
+            else "tables or slot variables copied within HBM",
+            traffic.table_copies,
+        ),
+    ]
     if traffic.table_moves:
         title = "small tables or slot variables moved between HBM and VMEM"
-        blocks.append((title, _operation_rows(traffic.table_moves)))
-    return blocks
+        blocks.append(_block(title, traffic.table_moves))
+    return "\n\n".join(blocks)
 
 
-def format_timeline(timeline: Timeline) -> str:
-    """Returns the length of a step and SparseCore's busy time in one line."""
-    title, show = "modelled timeline", format_seconds
-    if timeline.axis == "order of the schedule":
-        title = "timeline in schedule order, because bandwidths are unknown"
-        show = lambda places: f"{places:.0f} places"  # noqa: E731
-    return (
-        f"{title}: the step takes {show(timeline.length)}; SparseCore is busy for "
-        f"{show(timeline.sparse_core)}, of which {show(timeline.overlap)} in parallel "
-        "with the TensorCore"
-    )
+def _block(title: str, operations: Sequence[NamedOperation]) -> str:
+    """Returns a title and a table of the operations below it, or "none"."""
+    if not operations:
+        return f"{title}: none"
+    return f"{title}:\n{format_table(_operation_rows(operations), num_left_aligned=4)}"
 
 
 def _operation_rows(operations: Sequence[NamedOperation]) -> list[tuple[str, ...]]:
@@ -364,7 +284,7 @@ def _origin(source: str, op_name: str) -> str:
     return " ".join(part for part in (source, name) if part) or "unknown"
 
 
-def cost_cells(cost: Cost) -> tuple[str, str, str, str]:
+def _cost_cells(cost: Cost) -> tuple[str, str, str, str]:
     """Returns bytes and time over HBM, then over the links of both networks."""
     links = format_bytes(cost.ici_bytes + cost.dcn_bytes)
     seconds = cost.ici_seconds
@@ -373,13 +293,13 @@ def cost_cells(cost: Cost) -> tuple[str, str, str, str]:
         seconds = None if None in both else max(s for s in both if s is not None)
     return (
         format_bytes(cost.hbm_bytes),
-        format_seconds(cost.hbm_seconds),
+        _format_seconds(cost.hbm_seconds),
         links,
-        format_seconds(seconds),
+        _format_seconds(seconds),
     )
 
 
-def format_seconds(seconds: float | None) -> str:
+def _format_seconds(seconds: float | None) -> str:
     """Returns a time as text, in ms or us."""
     if seconds is None:
         return "unknown"

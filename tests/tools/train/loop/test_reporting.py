@@ -7,10 +7,10 @@ from unittest import mock
 
 import pytest
 
+from tpu_embedding.tools.figures import MissingPlotLibraryError
 from tpu_embedding.tools.train.loop.reporting import (
     PLOT_FILE,
     RECORDS_FILE,
-    MissingPlotLibraryError,
     RunReport,
     read_records,
 )

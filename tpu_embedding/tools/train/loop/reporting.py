@@ -15,37 +15,13 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from tpu_embedding.distributed.output import print_line
+from tpu_embedding.tools.figures import make_figure
 from tpu_embedding.tools.train.loop.tensorboard import TENSORBOARD_DIR, ScalarWriter
 
 RECORDS_FILE: Final = "metrics.jsonl"
 PLOT_FILE: Final = "curves.png"
 
 Record = dict[str, Any]
-
-
-class MissingPlotLibraryError(ImportError):
-    """Raised if a run needs a plot, but matplotlib is not installed."""
-
-
-def load_figure_class(
-    purpose: str = f"{PLOT_FILE}, the plot of a training run,",
-) -> Any:
-    """Returns matplotlib's class `Figure`; only plots need matplotlib.
-
-    Args:
-      purpose: says what needs it, for the error.
-
-    Raises:
-      MissingPlotLibraryError: if matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPlotLibraryError(
-            f"{purpose} needs matplotlib, which is not installed. Install "
-            "tpu-embedding with its extra `train`: pip install 'tpu-embedding[train]'"
-        ) from error
-    return Figure
 
 
 class RunReport:
@@ -144,7 +120,7 @@ class RunReport:
         values = {
             r["step"]: r["evaluation"][metric] for r in records if "evaluation" in r
         }
-        figure = load_figure_class()(figsize=(10, 4), layout="constrained")
+        figure = make_figure(PLOT_FILE, width=10, height=4)
         left, right = figure.subplots(1, 2)
         figure.suptitle(title)
         left.plot(*_points(losses), linewidth=1)

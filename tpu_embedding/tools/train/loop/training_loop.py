@@ -19,6 +19,7 @@ from tpu_embedding.checkpoint.errors import DamagedCheckpointError
 from tpu_embedding.checkpoint.run_checkpoints import Fallback, RunCheckpoints
 from tpu_embedding.distributed.job import Job, current_job
 from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.figures import check_plot_library
 from tpu_embedding.tools.jobs.pulses import send_event
 from tpu_embedding.tools.jobs.slow_steps import SlowStepWatch
 from tpu_embedding.tools.jobs.stop_signals import StopRequest, stop_on_signals
@@ -40,9 +41,9 @@ from tpu_embedding.tools.train.loop.read_ahead import (
     train_batches,
 )
 from tpu_embedding.tools.train.loop.reporting import (
+    PLOT_FILE,
     RunReport,
     SilentReport,
-    load_figure_class,
 )
 from tpu_embedding.tools.train.loop.run_directory import ExistingRun, RunDirectory
 from tpu_embedding.tools.train.loop.run_program import RunProgram, prepare_run
@@ -120,7 +121,7 @@ def train(
     begin = time.perf_counter()
     job = current_job()
     _check_choices(job, existing_run, fallback, stop_at)
-    load_figure_class()  # Fails before the training, not after it.
+    check_plot_library(PLOT_FILE)  # Fails before the training, not after it.
     if tensorboard:
         load_tensorboard()
     if profile is not None:
