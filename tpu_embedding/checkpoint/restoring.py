@@ -34,7 +34,7 @@ from tpu_embedding.checkpoint.format import (
     describe,
     state_directory,
 )
-from tpu_embedding.checkpoint.state_parts import LayerState, StateParts
+from tpu_embedding.checkpoint.split_state import LayerState, SplitState
 from tpu_embedding.checkpoint.table_arrays import (
     SavedTables,
     restored_slots,
@@ -107,7 +107,7 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
       args: the state, and the args.
     """
     root, record = state_directory(directory), describe(directory)
-    parts = StateParts(args.state, args.plan)
+    parts = SplitState(args.state, args.plan)
     _check_names(args, parts.layers)
     for layer in parts.layers:
         _check_followers(layer, args)
@@ -176,7 +176,7 @@ def _table_names(layers: Sequence[LayerState]) -> list[str]:
 
 
 def _compare(
-    root: epath.Path, record: CheckpointRecord, parts: StateParts, args: RestoreState
+    root: epath.Path, record: CheckpointRecord, parts: SplitState, args: RestoreState
 ) -> None:
     """Raises CheckpointError with all differences, if there are any."""
     found = Differences()

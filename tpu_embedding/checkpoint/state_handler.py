@@ -38,7 +38,7 @@ from tpu_embedding.checkpoint.format import (
     write_tables_file,
 )
 from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
-from tpu_embedding.checkpoint.state_parts import StateParts
+from tpu_embedding.checkpoint.split_state import SplitState
 from tpu_embedding.checkpoint.table_arrays import start_writing, table_records
 from tpu_embedding.plan.plan import EmbeddingPlan
 
@@ -145,7 +145,7 @@ class SaveState(ocp.args.CheckpointArgs):
 
     def __post_init__(self):
         # Errors of the user are raised here, and those of the disk later.
-        self.parts = StateParts(self.state, self.plan)
+        self.parts = SplitState(self.state, self.plan)
         try:
             self.description = json.loads(json.dumps(dict(self.description)))
         except (TypeError, ValueError) as error:

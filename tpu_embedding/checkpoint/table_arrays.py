@@ -17,7 +17,7 @@ from etils import epath
 
 from tpu_embedding.checkpoint.arrays import ArrayFile, HostBudget, decode_int8
 from tpu_embedding.checkpoint.format import ArrayRecord, TableRecord, array_name
-from tpu_embedding.checkpoint.state_parts import LayerState
+from tpu_embedding.checkpoint.split_state import LayerState
 from tpu_embedding.optimizers.analysis.slots import uniform_initial_values
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.rule_description import describe_rule

@@ -7,7 +7,6 @@ tables/NAME.safetensors     one per table
 """
 
 import datetime
-import json
 import pathlib
 import shutil
 import urllib.parse
@@ -21,13 +20,14 @@ import jaxlib.version
 import tpu_embedding
 from tpu_embedding.distributed.job import current_job
 from tpu_embedding.export.digests import DOCUMENT_FILE, digests_of_files
+from tpu_embedding.export.documents import read_json, write_json
+from tpu_embedding.export.layer_tables import LayerTable, TableBlock, read_tables
 from tpu_embedding.export.row_formats import (
     RoundingError,
     RowFormat,
     encode,
 )
 from tpu_embedding.export.signature import ExportError
-from tpu_embedding.export.table_source import TableBlock, TableSource, read_tables
 from tpu_embedding.export.tensor_files import TensorFile
 from tpu_embedding.export.writing import Writing
 from tpu_embedding.paths import local_path
@@ -94,7 +94,7 @@ def check_new_directory(path: pathlib.Path) -> None:
 
 
 def write_table_files(
-    writing: Writing, sources: Mapping[str, TableSource], row_format: RowFormat
+    writing: Writing, tables: Mapping[str, LayerTable], row_format: RowFormat
 ) -> dict[str, dict[str, Any]]:
     """Writes one file per table, block by block.
 
@@ -105,42 +105,42 @@ def write_table_files(
 
     def make_files(directory: pathlib.Path) -> None:
         (directory / TABLES_DIR).mkdir()
-        for name, source in sources.items():
-            metadata = {"row_format": row_format, "dim": str(source.table.config.dim)}
-            specs = {name: source.stored_spec(row_format)}
+        for name, table in tables.items():
+            metadata = {"row_format": row_format, "dim": str(table.place.config.dim)}
+            specs = {name: table.stored_spec(row_format)}
             files[name] = TensorFile(directory / file_of_table(name), specs, metadata)
 
     writing.do(make_files)
-    errors = {name: RoundingError() for name in sources}
-    for block in encoded_blocks(sources, row_format, errors):
+    errors = {name: RoundingError() for name in tables}
+    for block in encoded_blocks(tables, row_format, errors):
         writing.do(lambda _, block=block: files[block.name].write(*block))
     return {
         name: {"file": file_of_table(name)}
-        | describe_table(source, row_format, errors[name])
-        for name, source in sources.items()
+        | describe_table(table, row_format, errors[name])
+        for name, table in tables.items()
     }
 
 
 def encoded_blocks(
-    sources: Mapping[str, TableSource],
+    tables: Mapping[str, LayerTable],
     row_format: RowFormat,
     errors: Mapping[str, RoundingError],
 ) -> Iterator[TableBlock]:
     """Yields the rows of some tables as they are stored, and adds up their errors."""
-    for name, start, rows in read_tables(sources):
+    for name, start, rows in read_tables(tables):
         stored = encode(rows, row_format, f"table {name!r}")
         errors[name].add(rows, stored)
         yield TableBlock(name, start, stored)
 
 
 def describe_table(
-    source: TableSource, row_format: RowFormat, error: RoundingError
+    table: LayerTable, row_format: RowFormat, error: RoundingError
 ) -> dict[str, Any]:
     """Returns the entry of a table in the document."""
-    spec = source.stored_spec(row_format)
+    spec = table.stored_spec(row_format)
     return {
-        "vocabulary_size": source.table.config.vocabulary_size,
-        "dim": source.table.config.dim,
+        "vocabulary_size": table.place.config.vocabulary_size,
+        "dim": table.place.config.dim,
         "row_format": row_format,
         "dtype": str(spec.dtype),
         "shape": list(spec.shape),
@@ -176,14 +176,7 @@ def write_document(directory: pathlib.Path, document: Mapping[str, Any]) -> None
     }
     if "files" not in document:
         head["files"] = digests_of_files(directory)
-    replace_document(directory, head | dict(document))
-
-
-def replace_document(directory: pathlib.Path, document: Mapping[str, Any]) -> None:
-    """Writes a whole document; an older one stays until the new one is complete."""
-    partial = directory / f".{DOCUMENT_FILE}.partial"
-    partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    partial.replace(directory / DOCUMENT_FILE)
+    write_json(directory / DOCUMENT_FILE, head | dict(document))
 
 
 def read_document(directory: str | pathlib.Path) -> dict[str, Any]:
@@ -192,25 +185,12 @@ def read_document(directory: str | pathlib.Path) -> dict[str, Any]:
     Raises:
       ExportError: if the directory holds none that this release reads.
     """
-    path = local_path(directory) / DOCUMENT_FILE
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        version = document["format_version"]
-    except FileNotFoundError:
-        raise ExportError(
-            f"{directory} must be a directory that te.export.save or `tpu-embedding "
-            f"export` wrote, but it has no {DOCUMENT_FILE}."
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ExportError(
-            f"{path} cannot be read: {error}; export the model again."
-        ) from None
-    if version != FORMAT_VERSION:
-        raise ExportError(
-            f"{path} must have format_version {FORMAT_VERSION}, got {version}; read it "
-            "with the release of tpu_embedding that wrote it, or export it again."
-        )
-    return document
+    return read_json(
+        local_path(directory) / DOCUMENT_FILE,
+        format_version=FORMAT_VERSION,
+        writer="te.export.save or `tpu-embedding export`",
+        way_out="export the model again.",
+    )
 
 
 def describe_program(exported: jax.export.Exported) -> dict[str, Any]:

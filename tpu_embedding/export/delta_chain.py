@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 
 from tpu_embedding.distributed.job import current_job
+from tpu_embedding.export.layer_tables import table_prefix
 from tpu_embedding.export.signature import ExportError
-from tpu_embedding.export.table_source import table_prefix
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.training import Optimizer, embedding_layers
 from tpu_embedding.optimizers.rules.track_touched_rows import is_tracking
@@ -68,7 +68,7 @@ class DeltaChain:
                 "these by te.optimizers.track_touched_rows."
             )
 
-    def baseidentity_of(self) -> str:
+    def base_identity(self) -> str:
         """Returns the identity of the export or delta that the tables follow.
 
         Raises:

@@ -9,7 +9,6 @@ latest export or delta, so checkpoints hold it, too.
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
@@ -22,15 +21,17 @@ from tpu_embedding.export.artifact import (
     TABLES_DIR,
     file_of_table,
     read_document,
-    replace_document,
     write_artifact,
 )
 from tpu_embedding.export.delta_chain import DeltaChain, TrackedPart, identity_of
 from tpu_embedding.export.digests import (
+    DOCUMENT_FILE,
     check_file,
+    digest_in,
     file_digest,
     recorded_digests,
 )
+from tpu_embedding.export.documents import read_json, write_json
 from tpu_embedding.export.row_formats import encode
 from tpu_embedding.export.signature import ExportError
 from tpu_embedding.export.tensor_files import (
@@ -51,6 +52,9 @@ DELTA_FILE: Final = "delta.json"
 _FORMAT: Final = "tpu_embedding.delta"
 _FORMAT_VERSION: Final = 1
 _ROWS_PER_WRITE: Final = 2**16
+
+_COPY_AGAIN: Final = "copy the whole directory again from where it was written."
+_EXPORT_AGAIN: Final = "take a new full export, or copy this one again."
 
 
 class TableDelta(NamedTuple):
@@ -131,7 +135,7 @@ def save_delta(
       {}
     """
     chain = DeltaChain(model, optimizer)
-    base = chain.baseidentity_of()
+    base = chain.base_identity()
     body: dict[str, Any] = {}
 
     def write(writing: Writing) -> None:
@@ -148,8 +152,7 @@ def save_delta(
             tables=entries,
         )
         body["identity"] = identity_of(body)
-        text = json.dumps(body, indent=2) + "\n"
-        writing.do(lambda path: (path / DELTA_FILE).write_text(text, encoding="utf-8"))
+        writing.do(lambda path: write_json(path / DELTA_FILE, body))
 
     write_artifact(directory, write)
     chain.follow(body)
@@ -166,37 +169,23 @@ def read_delta(directory: str | pathlib.Path) -> Delta:
       ExportError: a ValueError, if the directory holds no delta, or a damaged one.
     """
     path = local_path(directory)
-    again = "copy the whole directory again from where it was written."
-    try:
-        document = json.loads((path / DELTA_FILE).read_text(encoding="utf-8"))
-        body = {k: v for k, v in document.items() if k != "identity"}
-        version, identity = body["format_version"], document["identity"]
-    except FileNotFoundError:
-        raise ExportError(
-            f"{path} must be a directory that te.export.save_delta wrote, but it has "
-            f"no {DELTA_FILE}."
-        ) from None
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ExportError(
-            f"{path / DELTA_FILE} cannot be read: {error}; {again}"
-        ) from None
-    if version != _FORMAT_VERSION:
-        raise ExportError(
-            f"{path / DELTA_FILE} must have format_version {_FORMAT_VERSION}, got "
-            f"{version}; read it with the release of tpu_embedding that wrote it."
-        )
+    document = read_json(
+        path / DELTA_FILE,
+        format_version=_FORMAT_VERSION,
+        writer="te.export.save_delta",
+        way_out=_COPY_AGAIN,
+    )
+    body = {k: v for k, v in document.items() if k != "identity"}
+    identity = document.get("identity", "")
     if identity != identity_of(body):
-        raise ExportError(f"{path / DELTA_FILE} is damaged; {again}")
+        raise ExportError(f"{path / DELTA_FILE} is damaged; {_COPY_AGAIN}")
     tables = {}
     for name, entry in body["tables"].items():
         if not entry["num_rows"]:
             continue
-        file = path / entry["file"]
-        if not file.is_file() or file_digest(file) != entry["sha256"]:
-            raise ExportError(
-                f"{file}, of table {name!r}, is missing or damaged; {again}"
-            )
-        tensors = read_tensors(file)
+        file = entry["file"]
+        check_file(path, file, {file: entry["sha256"]}, _COPY_AGAIN)
+        tensors = read_tensors(path / file)
         tables[name] = TableDelta(tensors["row_ids"], tensors["values"])
     return Delta(
         identity=identity,
@@ -244,9 +233,8 @@ def apply_delta(export: str | pathlib.Path, delta: str | pathlib.Path) -> None:
         digests = _digests_of_tables(document, path)
     else:
         _check_base(digests, changed if "applying" in record else set(), path)
-    replace_document(
-        path, document | {"deltas": record | {"applying": change.identity}}
-    )
+    applying = record | {"applying": change.identity}
+    write_json(path / DOCUMENT_FILE, document | {"deltas": applying})
     for name, rows in change.tables.items():
         _write_rows(path, name, document["tables"][name], rows)
     digests |= {file: file_digest(path / file) for file in changed}
@@ -255,9 +243,8 @@ def apply_delta(export: str | pathlib.Path, delta: str | pathlib.Path) -> None:
         for name, entry in document["tables"].items()
     }
     new = {"identity": change.identity, "steps": {**record["steps"], **change.steps}}
-    replace_document(
-        path, document | {"tables": tables, "deltas": new, "files": digests}
-    )
+    new_entries = {"tables": tables, "deltas": new, "files": digests}
+    write_json(path / DOCUMENT_FILE, document | new_entries)
 
 
 def _write_stack(part: TrackedPart, writing: Writing) -> dict[str, Any]:
@@ -400,25 +387,15 @@ def _check_base(
     """Refuses an export whose files changed since it was written."""
     for name in digests:
         if name not in unfinished:
-            check_file(
-                path, name, digests, "take a new full export, or copy this one again."
-            )
+            check_file(path, name, digests, _EXPORT_AGAIN)
 
 
 def _digests_of_tables(
     document: Mapping[str, Any], path: pathlib.Path
 ) -> dict[str, str]:
     """Returns the digests of an export that has none, not those of foreign files."""
-    digests = {}
-    for name, table in document["tables"].items():
-        file = path / table["file"]
-        if not file.is_file():
-            raise ExportError(
-                f"{file}, of table {name!r}, is missing; take a new full export, or "
-                "copy this one again."
-            )
-        digests[table["file"]] = file_digest(file)
-    return digests
+    files = [table["file"] for table in document["tables"].values()]
+    return {file: digest_in(path, file, _EXPORT_AGAIN) for file in files}
 
 
 def _without_error(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,23 @@ def file_digest(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def digest_in(directory: pathlib.Path, name: str, way_out: str = _WAY_OUT) -> str:
+    """Returns the SHA-256 of a file of an export or delta.
+
+    Args:
+      directory: the export or delta.
+      name: path of the file in the directory.
+      way_out: end of the error.
+
+    Raises:
+      ExportError: if the file is missing.
+    """
+    path = directory / name
+    if not path.is_file():
+        raise ExportError(f"{path} is missing; {way_out}")
+    return file_digest(path)
+
+
 def digests_of_files(directory: pathlib.Path) -> dict[str, str]:
     """Returns the digest of each file of an export but its document, by its path.
 
@@ -73,23 +90,20 @@ def check_file(
     digests: Mapping[str, str],
     way_out: str = _WAY_OUT,
 ) -> None:
-    """Compares a file of an export with its digest.
+    """Compares a file of an export or delta with its digest.
 
     Args:
-      directory: of the export.
-      name: path of the file in it.
-      digests: from `recorded_digests`.
+      directory: the export or delta.
+      name: path of the file in the directory.
+      digests: path of each file to its SHA-256, as the document has it.
       way_out: end of the error.
 
     Raises:
       ExportError: if the file is missing or another one.
     """
-    path = directory / name
-    if not path.is_file():
-        raise ExportError(f"{path} is missing; {way_out}")
-    wanted, found = digests.get(name), file_digest(path)
+    wanted, found = digests.get(name), digest_in(directory, name, way_out)
     if found != wanted:
         raise ExportError(
-            f"{path} cannot be read as it was written: its SHA-256 must be {wanted}, "
-            f"as {DOCUMENT_FILE} says, got {found}; {way_out}"
+            f"{directory / name} cannot be read as it was written: its SHA-256 must be "
+            f"{wanted}, got {found}; {way_out}"
         )

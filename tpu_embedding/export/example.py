@@ -82,10 +82,16 @@ class Example:
     def rebuild(
         self, arrays: Mapping[str, jax.Array]
     ) -> tuple[tuple[Any, ...], dict[int, str]]:
-        """Returns the arguments, and the input of each array of ids by its `id`.
+        """Puts the arrays of a program back into the arguments of the model.
+
+        A lookup gets an array of ids without its name. So the second result finds the
+        input that an array belongs to by the identity of the array.
 
         Args:
-          arrays: those of `Input.arrays`, of all inputs.
+          arrays: all arrays that `Input.arrays` names, for all inputs.
+
+        Returns:
+          The arguments, and `id(array)` to the name of the input for arrays of ids.
         """
         leaves, owners = [], {}
         for each in self.inputs:

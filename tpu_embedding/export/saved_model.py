@@ -38,7 +38,7 @@ from tpu_embedding.export.saved_strings import (
     check_strings,
     converter_of,
 )
-from tpu_embedding.export.serving_program import Program, make_program
+from tpu_embedding.export.serving_program import ServingProgram, make_program
 from tpu_embedding.export.signature import BATCH, OUTPUT, ExportError, Input, Signature
 from tpu_embedding.export.writing import check_one_process
 from tpu_embedding.nn.training import MODEL
@@ -167,7 +167,7 @@ def _tensorflow() -> Any:
 
 
 def _module(
-    program: Program,
+    program: ServingProgram,
     errors: Mapping[str, RoundingError],
     strings: Mapping[str, StringIds],
 ) -> Any:
@@ -234,7 +234,7 @@ def _signatures(
     return signatures
 
 
-def _call_module(program: Program) -> Any:
+def _call_module(program: ServingProgram) -> Any:
     """Returns the program as a function of tensors, `(tables, dense, arrays)`."""
     tf = _tensorflow()
     # The operation that jax2tf emits, and TensorFlow's own version of StableHLO.
@@ -276,7 +276,7 @@ def _call_module(program: Program) -> Any:
 
 
 def _table_variables(
-    program: Program, errors: Mapping[str, RoundingError]
+    program: ServingProgram, errors: Mapping[str, RoundingError]
 ) -> dict[str, Any]:
     """Returns one variable per table, read one after the other."""
     tf = _tensorflow()

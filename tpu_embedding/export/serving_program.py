@@ -17,6 +17,11 @@ from flax import nnx
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.export.example import Example, ids_of
+from tpu_embedding.export.layer_tables import (
+    LayerTable,
+    table_prefix,
+    tables_of_model,
+)
 from tpu_embedding.export.row_formats import RowFormat
 from tpu_embedding.export.signature import (
     BATCH,
@@ -27,11 +32,6 @@ from tpu_embedding.export.signature import (
     Input,
     Lookup,
     Signature,
-)
-from tpu_embedding.export.table_source import (
-    TableSource,
-    table_prefix,
-    tables_of_model,
 )
 from tpu_embedding.functional.serving_lookup import ServedCall, table_of
 from tpu_embedding.nn.embedding import (
@@ -45,8 +45,13 @@ from tpu_embedding.plan.features import FeaturePlan
 
 PLATFORMS: Final = ("cpu", "cuda", "tpu")
 
-_OF_LAYERS: Final = (EmbeddingTables, GradientGuard, LookupStatsVariable, RecordedCalls)
-"""Variables of the embedding layers, which a program for serving does without."""
+_LAYER_VARIABLES: Final = (
+    EmbeddingTables,
+    GradientGuard,
+    LookupStatsVariable,
+    RecordedCalls,
+)
+"""Variables of embedding layers. A program for serving does without them."""
 
 _FIX_BATCH_SIZE: Final = (
     "pass batch_size=N to export it for one batch size, which its code may compute with"
@@ -54,7 +59,7 @@ _FIX_BATCH_SIZE: Final = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
+class ServingProgram:
     """A model as a program for serving, and the values that it takes.
 
     Attributes:
@@ -67,7 +72,7 @@ class Program:
 
     exported: jax.export.Exported
     signature: Signature
-    tables: dict[str, TableSource]
+    tables: dict[str, LayerTable]
     dense: dict[str, np.ndarray]
     row_format: RowFormat
 
@@ -79,7 +84,7 @@ def make_program(
     method: str,
     row_format: RowFormat,
     batch_size: int | None,
-) -> Program:
+) -> ServingProgram:
     """Traces a method of a model, and lowers it for all platforms.
 
     Args:
@@ -99,15 +104,15 @@ def make_program(
         )
     example = Example.of(function, arguments, batch_size)
     served = _ServedMethod(model, method, example)
-    sources = tables_of_model(model)
+    all_tables = tables_of_model(model)
     specs = (
-        _table_specs(sources, row_format),
+        _table_specs(all_tables, row_format),
         {name: _struct(leaf) for name, leaf in served.dense.items()},
         _array_structs(example.inputs, batch_size),
     )
     with _explained_errors():
         outputs = jax.eval_shape(served, *specs)
-    tables = {name: sources[name] for name in sources if name in served.used_tables}
+    tables = {k: table for k, table in all_tables.items() if k in served.used_tables}
     specs = (_table_specs(tables, row_format), *specs[1:])
     with _explained_errors():
         exported = jax.export.export(jax.jit(served), platforms=PLATFORMS)(*specs)
@@ -121,7 +126,7 @@ def make_program(
         outputs={name: _array_spec(x) for name, x in outputs.items()},
         batch_size=batch_size,
     )
-    return Program(
+    return ServingProgram(
         exported=exported,
         signature=signature,
         tables=tables,
@@ -142,7 +147,7 @@ class _ServedMethod:
     def __init__(self, model: nnx.Module, method: str, example: Example):
         self._method, self._example = method, example
         self._graph, self._of_layers, random, dense = nnx.split(
-            model, _OF_LAYERS, nnx.RngState, ...
+            model, _LAYER_VARIABLES, nnx.RngState, ...
         )
         # The program of one device cannot hold keys that lie on a mesh.
         self._random = jax.device_put(random, jax.devices()[0])
@@ -218,9 +223,9 @@ def _with_lookups(each: Input, lookups: tuple[Lookup, ...]) -> Input:
 
 
 def _table_specs(
-    sources: Mapping[str, TableSource], row_format: RowFormat
+    tables: Mapping[str, LayerTable], row_format: RowFormat
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    specs = {name: source.stored_spec(row_format) for name, source in sources.items()}
+    specs = {name: table.stored_spec(row_format) for name, table in tables.items()}
     return {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in specs.items()}
 
 

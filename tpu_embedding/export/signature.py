@@ -21,8 +21,6 @@ OUTPUT: Final = "output"
 
 InputKind = Literal["array", "dense_ids", "ragged_ids"]
 
-Shape = tuple[int | str, ...]
-
 
 class ExportError(ValueError):
     """Raised if a model cannot be exported, or an export cannot be read or called."""
@@ -32,7 +30,7 @@ class ExportError(ValueError):
 class ArraySpec:
     """Shape and dtype of an array; sizes that change are names such as "batch"."""
 
-    shape: Shape
+    shape: tuple[int | str, ...]
     dtype: str
 
 

@@ -31,10 +31,10 @@ from tpu_embedding.export.digests import (
     recorded_digests,
 )
 from tpu_embedding.export.feeding import Feeder
+from tpu_embedding.export.layer_tables import tables_of_model
 from tpu_embedding.export.row_formats import RowFormat, check_row_format
 from tpu_embedding.export.serving_program import make_program
 from tpu_embedding.export.signature import OUTPUT, ExportError, Signature
-from tpu_embedding.export.table_source import tables_of_model
 from tpu_embedding.export.tensor_files import read_tensors, write_tensors
 from tpu_embedding.export.writing import Writing, check_one_process
 from tpu_embedding.nn.training import MODEL, Optimizer
@@ -147,12 +147,12 @@ def save_tables(
       ['movie.safetensors']
     """
     check_row_format(dtype)
-    sources = tables_of_model(model)
+    tables = tables_of_model(model)
     chain = None if optimizer is None else DeltaChain(model, optimizer)
     document: dict[str, Any] = {}
 
     def write(writing: Writing) -> None:
-        document["tables"] = write_table_files(writing, sources, dtype)
+        document["tables"] = write_table_files(writing, tables, dtype)
         writing.do(write_others)
 
     def write_others(path: pathlib.Path) -> None:

@@ -6,15 +6,15 @@ import pytest
 
 from tpu_embedding.checkpoint.imports.match import (
     ImportOptions,
-    Target,
+    TargetTable,
     match_tables,
 )
 from tpu_embedding.checkpoint.imports.opening import open_tables
 
 ROW = jax.ShapeDtypeStruct((4,), np.float32)
 TARGETS = [
-    Target(name="a", vocabulary_size=10, dim=4, slots={"accumulators": ROW}),
-    Target(name="b", vocabulary_size=20, dim=4, slots={}),
+    TargetTable(name="a", vocabulary_size=10, dim=4, slots={"accumulators": ROW}),
+    TargetTable(name="b", vocabulary_size=20, dim=4, slots={}),
 ]
 
 

@@ -19,7 +19,7 @@ from tpu_embedding.checkpoint.imports.match import (
     ImportedSlots,
     ImportOptions,
     MatchedTable,
-    Target,
+    TargetTable,
     match_tables,
 )
 from tpu_embedding.checkpoint.imports.opening import open_tables
@@ -104,7 +104,7 @@ def import_tables(
             f"{sorted(layers)} of the model and {sorted(states)} of the optimizer."
         )
     targets = {
-        path: _Stacks(layer.plan, layer.tables.get_value(), states.get(path, {}))
+        path: _ModelStacks(layer.plan, layer.tables.get_value(), states.get(path, {}))
         for path, layer in layers.items()
     }
     options = ImportOptions(tables=tables, rename=rename, slots=slots, rows=rows)
@@ -166,7 +166,7 @@ def import_into_stacks(
       >>> float(te.functional.unstack_tables(stacks, plan)["movie"].mean())
       1.0
     """
-    target = _Stacks(plan, stacks, states)
+    target = _ModelStacks(plan, stacks, states)
     options = ImportOptions(tables=tables, rename=rename, slots=slots, rows=rows)
     matched, report = _match(source, {"": target}, options)
     return *target.write(matched[""]), report
@@ -180,7 +180,7 @@ _RowsToWrite = Mapping[str, tuple[RowArray, int]]
 
 
 def _match(
-    source: Any, targets: Mapping[str, "_Stacks"], options: ImportOptions
+    source: Any, targets: Mapping[str, "_ModelStacks"], options: ImportOptions
 ) -> tuple[dict[str, _Matched], ImportReport]:
     """Returns the tables to import, by the layer's path and their names in the layer.
 
@@ -216,7 +216,7 @@ def _match(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stacks:
+class _ModelStacks:
     """Stacks of one plan, and their optimizer states, into which tables are imported.
 
     Attributes:
@@ -229,7 +229,7 @@ class _Stacks:
     stacks: Mapping[str, PackedRows]
     states: Mapping[str, Any]
 
-    def tables(self, prefix: str) -> Iterator[Target]:
+    def tables(self, prefix: str) -> Iterator[TargetTable]:
         """Yields the tables, with a prefix before their names."""
         for stack in self.plan.stacks:
             state = self.states.get(stack.name)
@@ -243,7 +243,7 @@ class _Stacks:
                         if name != RECORD_SLOT
                     }
             for table in stack.tables:
-                yield Target(
+                yield TargetTable(
                     name=prefix + table.name,
                     vocabulary_size=table.config.vocabulary_size,
                     dim=table.config.dim,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from tpu_embedding.checkpoint.imports.arrays import tables_by_name
-from tpu_embedding.checkpoint.imports.orbax import Path
+from tpu_embedding.checkpoint.imports.orbax import LeafPath
 from tpu_embedding.checkpoint.imports.source import (
     RowArray,
     RuleSlots,
@@ -31,7 +31,7 @@ _RULES: Final = (
 )
 
 
-def tables_of_state(arrays: Mapping[Path, RowArray], origin: str) -> TableSource:
+def tables_of_state(arrays: Mapping[LeafPath, RowArray], origin: str) -> TableSource:
     """Returns the tables of a Keras model's state, or of any other pytree.
 
     Args:
@@ -58,7 +58,7 @@ def tables_of_state(arrays: Mapping[Path, RowArray], origin: str) -> TableSource
     )
 
 
-def _slots(table: Path, arrays: Mapping[Path, RowArray]) -> dict[str, RowArray]:
+def _slots(table: LeafPath, arrays: Mapping[LeafPath, RowArray]) -> dict[str, RowArray]:
     prefix = "_".join(table[1:]) + "_"
     return {
         path[-1].removeprefix(prefix): array

@@ -54,7 +54,7 @@ class ImportOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Target:
+class TargetTable:
     """A table of the model that may be imported.
 
     Attributes:
@@ -90,7 +90,7 @@ class MatchedTable:
 
 
 def match_tables(
-    source: TableSource, targets: Sequence[Target], options: ImportOptions
+    source: TableSource, targets: Sequence[TargetTable], options: ImportOptions
 ) -> tuple[dict[str, MatchedTable], ImportReport]:
     """Returns the tables to import by the model's name, and what will be reported.
 
@@ -142,7 +142,7 @@ def match_tables(
 
 def _names(
     source: TableSource,
-    targets: Sequence[Target],
+    targets: Sequence[TargetTable],
     tables: Collection[str] | None,
     rename: Mapping[str, str],
 ) -> dict[str, str]:
@@ -182,9 +182,9 @@ def _names(
 
 
 def _shared_rows(
-    target: Target, other: str, values: RowArray, rows: ImportedRows
+    target: TargetTable, other: str, values: RowArray, rows: ImportedRows
 ) -> tuple[int, list[str]]:
-    """Returns the number of rows to import, and what speaks against it."""
+    """Returns the number of rows to import, and the problems that refuse them."""
     owner = f"table {target.name!r}: {other!r} of the source"
     if len(values.shape) != 2:
         return 0, [f"{owner} has shape {values.shape}, which is no table [rows, dim]."]
@@ -218,11 +218,16 @@ def _shared_rows(
 
 def _choose_slots(
     source: TableSource,
-    target: Target,
+    target: TargetTable,
     other: str,
     slots: ImportedSlots,
 ) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Returns the slots to import, the reason for each other one, and problems."""
+    """Chooses the slot variables of one table to import.
+
+    Returns:
+      The chosen slots: name in the model to name in the source; the dropped slots: name
+      in the source to the reason; and the problems that refuse the import.
+    """
     table = source.tables[other]
     if slots == "none":
         return {}, dict.fromkeys(table.slots, "slots='none'"), []
@@ -247,12 +252,12 @@ def _choose_slots(
 
 
 def _named_slot_problems(
-    target: Target,
+    target: TargetTable,
     other: str,
     table: SourceTable,
     chosen: Mapping[str, str],
 ) -> list[str]:
-    """Returns what speaks against slots that the caller named."""
+    """Returns the problems of slot variables that the caller named."""
     problems = []
     for own, theirs in chosen.items():
         owner = f"table {target.name!r}, slots={{{own!r}: {theirs!r}}}"
@@ -270,7 +275,7 @@ def _named_slot_problems(
 
 
 def _shape_problem(
-    target: Target, own: str, array: RowArray, values: RowArray
+    target: TargetTable, own: str, array: RowArray, values: RowArray
 ) -> str | None:
     assert target.slots is not None
     wanted = (values.shape[0], *target.slots[own].shape)
@@ -289,7 +294,7 @@ def _shape_problem(
     return None
 
 
-def _described(target: Target) -> str:
+def _described(target: TargetTable) -> str:
     slots = target.slots or {}
     if not slots:
         return "no slot variables"

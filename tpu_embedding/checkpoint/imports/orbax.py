@@ -21,7 +21,7 @@ import tensorstore as ts
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.source import RowArray
 
-Path = tuple[str, ...]
+LeafPath = tuple[str, ...]
 """Keys of the dicts and fields around a leaf."""
 
 _METADATA: Final = "_METADATA"
@@ -49,7 +49,7 @@ def find_items(path: pathlib.Path) -> dict[str, pathlib.Path]:
     }
 
 
-def arrays_of_item(item: pathlib.Path) -> dict[Path, RowArray]:
+def arrays_of_item(item: pathlib.Path) -> dict[LeafPath, RowArray]:
     """Returns the arrays of an item that have rows, by path.
 
     Raises:
@@ -76,7 +76,7 @@ def arrays_of_item(item: pathlib.Path) -> dict[Path, RowArray]:
     return arrays
 
 
-def _open(item: pathlib.Path, path: Path, driver: str) -> RowArray:
+def _open(item: pathlib.Path, path: LeafPath, driver: str) -> RowArray:
     """Opens one array; reads its shape and dtype only."""
     name = ".".join(path)
     directory = item.resolve().as_posix()

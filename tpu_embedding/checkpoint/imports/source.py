@@ -15,9 +15,6 @@ import numpy as np
 INT8_ROW_ENDS: Final = 8
 """Bytes of scale and bias in a row of bytes, as FBGEMM and `te.export` write it."""
 
-ReadRows = Callable[[int, int], np.ndarray]
-"""Returns rows of an array: `(start, num_rows) -> [num_rows, *row_shape]`."""
-
 
 @dataclasses.dataclass(frozen=True)
 class RowArray:
@@ -28,14 +25,14 @@ class RowArray:
     Attributes:
       shape: `[rows, *row_shape]`.
       dtype: of its elements.
-      read: reads a range of rows.
+      read: returns a range of rows, `(start, num_rows) -> [num_rows, *row_shape]`.
       check: compares all bytes with their checksums, if the format has any. It runs
         before the model changes.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    read: ReadRows = dataclasses.field(repr=False)
+    read: Callable[[int, int], np.ndarray] = dataclasses.field(repr=False)
     check: Callable[[], None] = dataclasses.field(default=lambda: None, repr=False)
 
     def __str__(self) -> str:

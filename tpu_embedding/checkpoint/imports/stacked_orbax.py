@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.imports.orbax import Path, arrays_of_item, find_items
+from tpu_embedding.checkpoint.imports.orbax import LeafPath, arrays_of_item, find_items
 from tpu_embedding.checkpoint.imports.rotation import (
     chosen_cores,
     divisors,
@@ -181,7 +181,7 @@ def _names_in_order(
     return configs
 
 
-def has_keras_stacks(arrays: Mapping[Path, RowArray]) -> bool:
+def has_keras_stacks(arrays: Mapping[LeafPath, RowArray]) -> bool:
     """Returns True if arrays are stacked variables of keras-rs."""
     return any(_KERAS_TABLE.fullmatch(path[-1]) for path in arrays)
 

@@ -48,7 +48,7 @@ _RULES: Final = (
 
 
 @dataclasses.dataclass(frozen=True)
-class _Variable:
+class _CheckpointVariable:
     """A variable of a checkpoint.
 
     Attributes:
@@ -119,10 +119,12 @@ def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
     return TableSource(origin=origin, tables=_named(tables), rules=_RULES)
 
 
-def _variables(arrays: Mapping[str, RowArray]) -> dict[tuple[str, ...], _Variable]:
+def _variables(
+    arrays: Mapping[str, RowArray],
+) -> dict[tuple[str, ...], _CheckpointVariable]:
     """Returns the variables by path, with the slot variables of Keras optimizers."""
     variables = {
-        path: _Variable(path, array, {})
+        path: _CheckpointVariable(path, array, {})
         for key, array in arrays.items()
         if _SLOT not in key
         for path in [_path_of(key.removesuffix(_VALUE))]
@@ -146,7 +148,7 @@ def _path_of(key: str) -> tuple[str, ...]:
 
 
 def _siblings(
-    path: tuple[str, ...], variables: Mapping[tuple[str, ...], _Variable]
+    path: tuple[str, ...], variables: Mapping[tuple[str, ...], _CheckpointVariable]
 ) -> dict[str, RowArray]:
     """Returns the slot variables that lie beside a variable, as `name/slot`."""
     *parent, name = path
@@ -158,7 +160,7 @@ def _siblings(
 
 
 def _plain_tables(
-    variables: Mapping[tuple[str, ...], _Variable],
+    variables: Mapping[tuple[str, ...], _CheckpointVariable],
 ) -> dict[tuple[str, ...], SourceTable]:
     """Returns the tables that are variables of their own."""
     is_tfrs = any(_TFRS_LAYER in path for path in variables)
@@ -178,7 +180,7 @@ def _plain_tables(
 def _stacked_table(
     layout: StackedTable,
     parent: tuple[str, ...],
-    variables: Mapping[tuple[str, ...], _Variable],
+    variables: Mapping[tuple[str, ...], _CheckpointVariable],
     origin: str,
 ) -> SourceTable:
     path = (*parent, layout.stack_name)

@@ -30,8 +30,8 @@ from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.initial_values import init_tables
 from tpu_embedding.tables.touched_rows import tracked_stacks, with_touched_tables
 
-_OF_THE_PLAN = (LookupStatsVariable, RecordedCalls, GradientGuard)
-"""Variables of a layer that hold nothing to save; its plan decides their shapes."""
+_NOT_SAVED = (LookupStatsVariable, RecordedCalls, GradientGuard)
+"""Variables of a layer that no checkpoint holds, because the plan sets them up."""
 
 _CONTAINERS = {"tables", "embedding_tables", "variables", "stacks", "slots", "value"}
 """Keys around tables and slots that are no part of the path of their layer."""
@@ -80,7 +80,7 @@ class LayerState:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stacks:
+class _StackedLeaves:
     """Tables or slot variables by stack, as they lie in the state.
 
     Attributes:
@@ -94,7 +94,7 @@ class _Stacks:
     value: Mapping[str, Any]
 
 
-class StateParts:
+class SplitState:
     """A state, split into embedding layers and other leaves.
 
     Attributes:
@@ -130,12 +130,12 @@ class StateParts:
         for i, (path, leaf) in enumerate(with_paths):
             keys = tuple(_key(part) for part in path)
             root = next((r for r in roots if keys[: len(r)] == r), ())
-            found = _Stacks(i, keys[len(root) :], leaf)
+            found = _StackedLeaves(i, keys[len(root) :], leaf)
             if _are_tables(leaf, plans.values()) and "slots" not in keys:
                 tables.append(found)
             elif _are_slots(leaf, plans.values()):
                 slots.append(found)
-            elif not isinstance(leaf, _OF_THE_PLAN):
+            elif not isinstance(leaf, _NOT_SAVED):
                 is_boxed = path[-1:] == (jax.tree_util.GetAttrKey("value"),)
                 self._add_dense(i, keys[:-1] if is_boxed else keys, leaf)
         pairs = _pairs(tables, slots)
@@ -212,7 +212,7 @@ class StateParts:
         for name, leaf in dense.items():
             leaves[self._dense_indices[name]] = leaf
         leaves = [
-            jax.tree.map(_zeros, leaf) if isinstance(leaf, _OF_THE_PLAN) else leaf
+            jax.tree.map(_zeros, leaf) if isinstance(leaf, _NOT_SAVED) else leaf
             for leaf in leaves
         ]
         tree = jax.tree.unflatten(self._structure, leaves)
@@ -262,14 +262,14 @@ def _set_tables_of(state: Any) -> dict[str, list[SetTables]]:
 def _plan_of(
     path: str, tables: Mapping[str, Any], plans: Mapping[str, EmbeddingPlan]
 ) -> EmbeddingPlan:
-    """Returns the plan of the layer at a path; another one of these tables if none."""
+    """Returns the plan of a layer: that of its path, or any that fits its tables."""
     fitting = {p: plan for p, plan in plans.items() if _are_tables(tables, [plan])}
     return fitting.get(path) or next(iter(fitting.values()))
 
 
 def _pairs(
-    tables: Sequence[_Stacks], slots: Sequence[_Stacks]
-) -> list[tuple[str, _Stacks, _Stacks | None]]:
+    tables: Sequence[_StackedLeaves], slots: Sequence[_StackedLeaves]
+) -> list[tuple[str, _StackedLeaves, _StackedLeaves | None]]:
     """Returns the path, the tables and the slots of each layer."""
     if len(tables) == len(slots) == 1:
         return [(_layer_path(tables[0].keys), tables[0], slots[0])]
@@ -293,7 +293,9 @@ def _pairs(
 
 
 def _check_all_used(
-    tables: Sequence[_Stacks], slots: Sequence[_Stacks], used: Sequence[int]
+    tables: Sequence[_StackedLeaves],
+    slots: Sequence[_StackedLeaves],
+    used: Sequence[int],
 ) -> None:
     """Refuses slot variables that belong to no layer, or to several."""
     for of_slots in slots:
@@ -323,7 +325,7 @@ def _layer_path(keys: tuple[str, ...]) -> str:
 def _is_special(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
     plans = list(plans)
     return (
-        isinstance(value, (PackedRows, *_OF_THE_PLAN))
+        isinstance(value, (PackedRows, *_NOT_SAVED))
         or _are_tables(value, plans)
         or _are_slots(value, plans)
     )

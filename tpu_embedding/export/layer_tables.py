@@ -1,4 +1,4 @@
-"""The tables of a model for export, and their rows block by block."""
+"""The tables of a model, by their names in an export, and their rows by blocks."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
@@ -18,20 +18,20 @@ from tpu_embedding.tables.row_stream import read_blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TableSource:
+class LayerTable:
     """A table of a layer.
 
     Attributes:
       layer: owns the table.
-      table: its place in the layer's plan.
+      place: the table in the layer's plan.
     """
 
     layer: TPUEmbedding
-    table: TablePlan
+    place: TablePlan
 
     def stored_spec(self, row_format: RowFormat) -> TensorSpec:
         """Returns the shape and dtype of the exported table."""
-        config = self.table.config
+        config = self.place.config
         return stored_spec(config.vocabulary_size, config.dim, row_format)
 
 
@@ -48,7 +48,7 @@ def table_prefix(path: str, layers: Collection[str]) -> str:
     return f"{path}/" if len(layers) > 1 else ""
 
 
-def tables_of_model(model: nnx.Module) -> dict[str, TableSource]:
+def tables_of_model(model: nnx.Module) -> dict[str, LayerTable]:
     """Returns the tables of all embedding layers of a model, by name.
 
     Raises:
@@ -61,20 +61,20 @@ def tables_of_model(model: nnx.Module) -> dict[str, TableSource]:
             f"{type(model).__name__} without one; use jax.export for it."
         )
     return {
-        table_prefix(path, layers) + table.name: TableSource(layer=layer, table=table)
+        table_prefix(path, layers) + table.name: LayerTable(layer=layer, place=table)
         for path, layer in layers.items()
         for stack in layer.plan.stacks
         for table in stack.tables
     }
 
 
-def read_tables(sources: Mapping[str, TableSource]) -> Iterator[TableBlock]:
+def read_tables(tables: Mapping[str, LayerTable]) -> Iterator[TableBlock]:
     """Yields the rows of some tables in blocks; see `read_blocks` for its bounds.
 
     In a job, all processes call it together, and each gets all rows.
     """
-    names = {(id(x.layer), x.table.name): name for name, x in sources.items()}
-    for layer in {id(x.layer): x.layer for x in sources.values()}.values():
+    names = {(id(x.layer), x.place.name): name for name, x in tables.items()}
+    for layer in {id(x.layer): x.layer for x in tables.values()}.values():
         packed = layer.tables.get_value()
         for stack in layer.plan.stacks:
             wanted = [t.name for t in stack.tables if (id(layer), t.name) in names]
