@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tpu_embedding.tools.jobs.failures import Ending
+from tpu_embedding.tools.jobs.failures import WorkerState
 from tpu_embedding.tools.jobs.memory_kills import hint_of_kill, memory_kills
 
 VMSTAT = {"proc/vmstat": "pgfault 3\noom_kill 7\n"}
@@ -57,6 +57,6 @@ def test_memory_is_named_where_a_count_points_to_it(before, after, hint):
     found = hint_of_kill(before, after)
     assert re.search(hint, found)
     assert ("most likely" in found) == (before != {} and before != after)
-    ending = Ending(name="process 0", return_code=-signal.SIGKILL, kill_hint=found)
+    ending = WorkerState(name="process 0", return_code=-signal.SIGKILL, kill_hint=found)
     assert ending.describe().endswith(found)
-    assert found not in Ending(name="x", return_code=1, kill_hint=found).describe()
+    assert found not in WorkerState(name="x", return_code=1, kill_hint=found).describe()

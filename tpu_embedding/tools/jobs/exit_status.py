@@ -20,7 +20,7 @@ same command again, with `--resume`."""
 INTERRUPTED: Final = 128 + signal.SIGINT
 """Status after Ctrl-C, 130: the one that shells report."""
 
-STATUS_OF_SIGNAL: Final = {
+STATUS_OF_SIGNAL: Final[dict[int, int]] = {
     signal.SIGTERM: STOPPED,
     signal.SIGHUP: STOPPED,
     signal.SIGINT: INTERRUPTED,

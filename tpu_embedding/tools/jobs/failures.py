@@ -1,4 +1,4 @@
-"""Says why a worker ended, and which of several endings caused the others."""
+"""Says why a worker ended, and which of several workers ended first."""
 
 import collections
 import dataclasses
@@ -34,16 +34,18 @@ _CRASH: Final = "Fatal Python error:"
 """Begins the stacks that Python prints at a crash."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ending:
-    """The end of a worker that did not complete its run.
+@dataclasses.dataclass(kw_only=True)
+class WorkerState:
+    """The facts that a parent knows about a worker, from its start to its end.
 
     Attributes:
       name: name of the process, such as `"process 2 of 4 (pid 71)"`.
-      return_code: exit status, or minus the signal's number; None if the process hangs.
-      silent_seconds: time since it last answered, of a process that hangs.
+      return_code: exit status, or minus the signal's number; None before the end.
+      silent_seconds: time since the last pulse of a process that hangs, or None.
       is_stopped: True if the operating system says that it is stopped.
-      step: number of steps it had completed; None before the first.
+      has_started: True once its run has begun in its directory.
+      step: number of steps it has completed; None before the first.
+      saved: step of the newest complete checkpoint; None before the first.
       has_own_error: True if it told of an error of its own.
       is_final: True if the same run would fail again.
       lines: last lines that it wrote.
@@ -51,22 +53,46 @@ class Ending:
     """
 
     name: str
-    return_code: int | None
-    silent_seconds: float = 0.0
+    return_code: int | None = None
+    silent_seconds: float | None = None
     is_stopped: bool = False
+    has_started: bool = False
     step: int | None = None
+    saved: int | None = None
     has_own_error: bool = False
     is_final: bool = False
-    lines: Sequence[str] = ()
+    lines: collections.deque[str] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=KEPT_LINES)
+    )
     kill_hint: str | None = None
+
+    def note(self, event: str, values: Sequence[int]) -> None:
+        """Notes an event that the worker has told; see `pulses.EVENTS`."""
+        match event, values:
+            case "started", []:
+                self.has_started = True
+            case "step", [step]:
+                self.step = step
+            case "saved", [step]:
+                self.saved = step
+            case "failed", []:
+                self.has_own_error = True
+            case "final", []:
+                self.has_own_error = self.is_final = True
+            case "final_elsewhere", []:
+                self.is_final = True
 
     @property
     def is_root(self) -> bool:
-        """True if no loss of another process can have caused this ending."""
+        """True if no loss of another process can have caused this end."""
         code = self.return_code
-        if code is None or self.has_own_error:
+        if self.silent_seconds is not None or self.has_own_error:
             return True
-        return code < 0 and -code not in (signal.SIGABRT, signal.SIGTERM)
+        return (
+            code is not None
+            and code < 0
+            and -code not in (signal.SIGABRT, signal.SIGTERM)
+        )
 
     def can_be_mended(self, has_started: bool) -> bool:
         """Returns True if a restart may succeed.
@@ -82,25 +108,30 @@ class Ending:
     @property
     def status(self) -> int:
         """Exit status of the whole command."""
-        return self.return_code if self.return_code and self.return_code > 0 else FAILED
+        code = self.return_code
+        if self.silent_seconds is not None or code is None or code < 0:
+            return FAILED
+        return code
 
     def describe(self) -> str:
         """Returns the sentence that names the process and the reason.
 
         Example:
-          >>> Ending(name="process 1 of 2", return_code=-11, step=7).describe()
+          >>> state = WorkerState(name="process 1 of 2", return_code=-11, step=7)
+          >>> state.describe()
           'process 1 of 2 was killed by SIGSEGV after step 7: native code crashed'
         """
         when = "before its first step"
         if self.step is not None:
             when = f"after step {self.step}"
-        code = self.return_code
-        if code is None:
+        if self.silent_seconds is not None:
             stopped = ": it is stopped, as by SIGSTOP" if self.is_stopped else ""
             return (
                 f"{self.name} has not answered for {self.silent_seconds:.0f} s, "
                 f"{when}{stopped}"
             )
+        code = self.return_code
+        assert code is not None
         if code >= 0:
             return f"{self.name} ended with exit status {code}, {when}"
         hint = self.kill_hint if code == -signal.SIGKILL else _HINTS.get(-code)
@@ -110,19 +141,19 @@ class Ending:
         )
 
 
-def cause_of(endings: Iterable[Ending]) -> Ending:
-    """Returns the ending that caused the others.
+def cause_of(failed: Iterable[WorkerState]) -> WorkerState:
+    """Returns the worker whose end caused the others.
 
     Args:
-      endings: in the order in which they were noticed; at least one.
+      failed: states in the order in which the ends were noticed; at least one.
 
     Example:
-      >>> aborted = Ending(name="process 0", return_code=-6)
-      >>> killed = Ending(name="process 1", return_code=-9)
+      >>> aborted = WorkerState(name="process 0", return_code=-6)
+      >>> killed = WorkerState(name="process 1", return_code=-9)
       >>> cause_of([aborted, killed]).name
       'process 1'
     """
-    return min(endings, key=lambda ending: not ending.is_root)
+    return min(failed, key=lambda state: not state.is_root)
 
 
 def last_lines(lines: Iterable[str]) -> list[str]:

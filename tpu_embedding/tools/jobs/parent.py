@@ -7,15 +7,15 @@ workers are asked for, each gets the options that make them one job.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import os
-import selectors
+import math
+import queue
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from types import FrameType
 from typing import Any, Final
 
 from tpu_embedding.tools.jobs.exit_status import (
@@ -24,7 +24,12 @@ from tpu_embedding.tools.jobs.exit_status import (
     STOP_SIGNALS,
     STOPPED,
 )
-from tpu_embedding.tools.jobs.failures import NO_FAILURES, Ending, cause_of
+from tpu_embedding.tools.jobs.failures import (
+    NO_FAILURES,
+    WorkerState,
+    cause_of,
+    last_lines,
+)
 from tpu_embedding.tools.jobs.workers import Worker, write_line
 
 TICK_SECONDS: Final = 0.25
@@ -75,47 +80,44 @@ def main(arguments: Sequence[str]) -> int:
     values: dict[str, Any] = vars(parser.parse_args(arguments))
     values["command"] = tuple(values["command"])
     settings = Settings(**values)
-    with Signals() as signals:
-        return Parent(settings, signals).run()
+    return Parent(settings, Signals()).run()
 
 
 class Signals:
-    """The signals that have arrived and were not handled yet.
-
-    Attributes:
-      pipe: becomes readable when a signal arrives.
-    """
+    """The signals that have arrived and were not handled yet."""
 
     def __init__(self) -> None:
-        self.pipe, self._write_end = os.pipe()
-        for end in (self.pipe, self._write_end):
-            os.set_blocking(end, False)
-        self._last: float | None = None
-
-    def __enter__(self) -> "Signals":
-        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        handled = [n for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
+        """Handles signals from now on, but those that this process ignores."""
+        self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._last = -math.inf
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
         # Where SIGCHLD is ignored, the kernel forgets how a process ended.
-        for number in (*handled, signal.SIGCHLD):
-            signal.signal(number, lambda number, frame: None)
-        # `supervise` has blocked them, so that none arrived before.
+        signal.signal(signal.SIGCHLD, lambda number, frame: self._arrived.put(number))
+        # `run_parent` has blocked them, so that none arrived before.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(-1)
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        last, self._last = self._last, time.monotonic()
+        if self._last - last > REPEAT_SECONDS:
+            self._arrived.put(number)
 
-    def take(self) -> Iterator[signal.Signals]:
-        """Yields the requests to stop that have arrived since the last call."""
-        numbers = b""
-        with contextlib.suppress(BlockingIOError):
-            numbers = os.read(self.pipe, 4096)
-        for number in numbers:
-            if number not in STOP_SIGNALS:
-                continue
-            last, self._last = self._last, time.monotonic()
-            if last is None or self._last - last > REPEAT_SECONDS:
-                yield signal.Signals(number)
+    def wait(self, seconds: float) -> signal.Signals | None:
+        """Waits until a signal arrives or a worker ends.
+
+        Args:
+          seconds: longest wait.
+
+        Returns:
+          The signal, if it asks the run to stop.
+        """
+        try:
+            number = self._arrived.get(timeout=max(seconds, 0.0))
+        except queue.Empty:
+            return None
+        return signal.Signals(number) if number in STOP_SIGNALS else None
 
 
 class Parent:
@@ -133,8 +135,9 @@ class Parent:
         while True:
             attempt = Attempt(settings, self._signals, self._worker_command())
             cause = attempt.run()
-            self._has_started |= any(w.has_started for w in attempt.workers)
-            saved = [w.saved for w in attempt.workers if w.saved is not None]
+            states = [worker.state for worker in attempt.workers]
+            self._has_started |= any(state.has_started for state in states)
+            saved = [state.saved for state in states if state.saved is not None]
             self._saved = max(saved, default=self._saved)
             if cause is None:
                 return attempt.status
@@ -154,7 +157,7 @@ class Parent:
                 return STATUS_OF_SIGNAL[number]
 
     def _reason_to_give_up(
-        self, cause: Ending, attempt: "Attempt", restarts: int
+        self, cause: WorkerState, attempt: "Attempt", restarts: int
     ) -> str | None:
         """Returns why there is no restart, as text; None if there is one."""
         allowed = self._settings.restarts
@@ -190,14 +193,12 @@ class Parent:
         return seconds + (settings.heartbeat if settings.several_hosts else 0)
 
     def _wait(self, seconds: float) -> signal.Signals | None:
-        """Waits; returns the signal that asks to stop before, if one does."""
+        """Waits before a restart; returns a signal that asks to stop meanwhile."""
         end = time.monotonic() + seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._signals.pipe, selectors.EVENT_READ)
-            while (left := end - time.monotonic()) > 0:
-                selector.select(left)
-                for number in self._signals.take():
-                    return number
+        while (left := end - time.monotonic()) > 0:
+            number = self._signals.wait(left)
+            if number is not None:
+                return number
         return None
 
 
@@ -218,7 +219,7 @@ class Attempt:
             for index, options in enumerate(_job_options(settings))
         ]
         self._failed: list[Worker] = []
-        self._cause: Ending | None = None
+        self._cause: WorkerState | None = None
         self._failed_at: float | None = None
         self._ended_at: float | None = None
         self._looked_at = time.monotonic()
@@ -226,67 +227,43 @@ class Attempt:
     @property
     def status(self) -> int:
         """Exit status of an attempt without a failure."""
-        return max(_stopped_status(w.return_code) for w in self.workers)
+        return max(_stopped_status(w.state.return_code) for w in self.workers)
 
-    def run(self) -> Ending | None:
+    def run(self) -> WorkerState | None:
         """Runs until all workers have ended.
 
         Returns:
-          The ending that caused the others, or None if none failed.
+          The worker whose end caused the others, or None if none failed.
         """
         try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._signals.pipe, selectors.EVENT_READ)
-                for worker in self.workers:
-                    for reader in worker.readers:
-                        selector.register(reader.pipe, selectors.EVENT_READ, reader)
-                while any(worker.is_alive for worker in self.workers):
-                    self._turn(selector)
+            while any(worker.is_alive for worker in self.workers):
+                self._turn(self._signals.wait(TICK_SECONDS))
         finally:
             for worker in self.workers:
                 if worker.is_alive:
                     worker.kill()
         return self._cause
 
-    def _report_cause(self) -> None:
-        cause = self._cause = cause_of(worker.ending() for worker in self._failed)
-        report(cause.describe())
-        if cause.lines:
-            report("its last lines:")
-            for line in cause.lines:
-                write_line(2, f"  | {line}".encode())
-
-    def _turn(self, selector: selectors.BaseSelector) -> None:
-        for key, _ in selector.select(TICK_SECONDS):
-            if key.data is not None and not key.data.read():
-                selector.unregister(key.fd)  # closed by the worker
-        for number in self._signals.take():
-            self._pass_on(number)
-        for worker in self.workers:
-            if worker.poll():
-                for reader in worker.readers:
-                    if reader.pipe in selector.get_map():
-                        selector.unregister(reader.pipe)
-                    reader.finish()
-                if self._is_failure(worker):
-                    self._note_failure(worker)
+    def _turn(self, number: signal.Signals | None) -> None:
+        """Passes a signal on, looks at all workers, and ends them after a failure."""
+        alive = [worker for worker in self.workers if worker.is_alive]
+        if number is not None:
+            self.stop_requests.append(number)
+            for worker in alive:
+                worker.signal(number)
+        for worker in alive:
+            if worker.poll() and self._is_failure(worker):
+                self._note_failure(worker)
         now = time.monotonic()
         self._skip_own_pause(now)
         self._look_for_silence(now)
         if self._failed_at is not None:
             self._end_the_rest(now, self._failed_at)
 
-    def _pass_on(self, number: signal.Signals) -> None:
-        self.stop_requests.append(number)
-        for worker in self.workers:
-            if worker.is_alive:
-                worker.signal(number)
-
     def _is_failure(self, worker: Worker) -> bool:
         if self._ended_at is not None or worker in self._failed:
             return False  # It was ended because another one failed.
-        code = worker.return_code
-        assert code is not None
+        code = worker.state.return_code
         if code in NO_FAILURES:
             return False
         # A signal ends a worker that does not handle it yet, and a second one any.
@@ -308,7 +285,7 @@ class Attempt:
     def _look_for_silence(self, now: float) -> None:
         settings = self._settings
         for worker in self.workers:
-            if not worker.is_alive or worker.silent_seconds is not None:
+            if not worker.is_alive or worker in self._failed:
                 continue
             seconds = now - worker.last_pulse
             limit = settings.heartbeat if worker.has_answered else settings.startup
@@ -316,7 +293,6 @@ class Attempt:
                 limit = min(limit, settings.suspect)
             if self._ended_at is None and seconds > limit:
                 worker.mark_silent(seconds)
-                worker.ask_for_stacks()
                 self._note_failure(worker)
 
     def _end_the_rest(self, now: float, failed_at: float) -> None:
@@ -328,15 +304,24 @@ class Attempt:
             self._ended_at = now
             self._report_cause()
             if left:
-                names = ", ".join(w.name.partition(" (")[0] for w in left)
+                names = ", ".join(w.state.name.partition(" (")[0] for w in left)
                 report(f"ending the other processes: {names}")
             for worker in left:
                 worker.signal(signal.SIGTERM)
-                if worker.silent_seconds is not None:
+                if worker in self._failed:  # It hangs.
                     worker.kill()
         elif now - self._ended_at > self._settings.grace:
             for worker in left:
                 worker.kill()
+
+    def _report_cause(self) -> None:
+        cause = self._cause = cause_of(worker.state for worker in self._failed)
+        report(cause.describe())
+        lines = last_lines(cause.lines.copy())
+        if lines:
+            report("its last lines:")
+            for line in lines:
+                write_line(2, f"  | {line}".encode())
 
 
 def _stopped_status(code: int | None) -> int:
