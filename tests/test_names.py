@@ -1,4 +1,4 @@
-"""Every global name that a function reads exists.
+"""Global names that functions read exist, and folders name their files.
 
 Linters leave undefined names alone, because shape strings look like some.
 """
@@ -8,6 +8,7 @@ import dis
 import importlib
 import pathlib
 import pkgutil
+import re
 import types
 
 import pytest
@@ -40,3 +41,19 @@ def test_global_names_exist(name):
         if instruction.opname == "LOAD_GLOBAL"
     }
     assert not {x for x in read if not hasattr(module, x) and not hasattr(builtins, x)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tpu_embedding.checkpoint",
+        "tpu_embedding.checkpoint.imports",
+        "tpu_embedding.export",
+    ],
+)
+def test_the_docstring_of_a_folder_names_its_files(name):
+    package = importlib.import_module(name)
+    entries = [line for line in package.__doc__.splitlines() if line.startswith("    ")]
+    named = set(re.findall(r"\w+", " ".join(entries)))
+    files = {info.name for info in pkgutil.iter_modules(package.__path__)}
+    assert not files - named

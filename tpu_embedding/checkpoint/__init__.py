@@ -1,4 +1,22 @@
-"""Saves and restores training state, and imports tables of other libraries."""
+"""Saves and restores the state of a training, and imports tables of other libraries.
+
+Files are independent of devices and plans: a table is one array in natural row order.
+
+    saving           te.save and te.restore: one state in one directory
+    run_checkpoints  the checkpoints of a run by step, for the training command
+    state_handler    the Orbax handler behind both, which writes in the background
+    restoring        reads a checkpoint into a state, under any plan
+    split_state      finds the embedding layers in a state, and its other leaves
+    table_arrays     streams tables and slot variables to files and back, by blocks
+    dense_leaves     saves and restores the other leaves by Orbax
+    arrays           one array on the disk, chunk by chunk, by tensorstore
+    format           names and descriptions of the files, read without devices
+    differences      everything in which a checkpoint and a state differ
+    row_statistics   norms of rows, and rows never touched, from the files alone
+    errors           exceptions of this folder
+    failed_saves     ends a save that fails on all processes, with one error
+    imports/         tables that other libraries wrote
+"""
 
 from tpu_embedding.checkpoint.arrays import read_table as read_table
 from tpu_embedding.checkpoint.errors import CheckpointError as CheckpointError

@@ -1,8 +1,30 @@
 """Export for serving: programs and tables that need neither the model nor its mesh.
 
-`save` writes a StableHLO program with the tables beside it, `load` runs it.
-`save_saved_model` writes a TensorFlow SavedModel, `save_tables` the tables alone, and
-`save_delta` the rows that changed since.
+Public calls, and what they write:
+
+    stablehlo        save and load: a StableHLO program with its tables beside it;
+                     save_tables: the tables alone
+    saved_model      save_saved_model: a TensorFlow SavedModel
+    deltas           save_delta, read_delta, apply_delta: rows that changed since
+
+From a model to its program and tables:
+
+    example          an example batch gives the names and kinds of the inputs
+    serving_program  traces the model for one device, without values of tables
+    signature        inputs and outputs of the program, as JSON
+    feeding          turns the arguments of a call into the arrays of the program
+    saved_strings    turns strings into ids inside of a SavedModel
+    layer_tables     the tables of a model, and their rows by blocks
+    row_formats      float32, bfloat16 or int8 rows, and the rounding error of each
+
+From there to files:
+
+    artifact         the directory of an export, and its export.json
+    documents        reads and writes JSON documents
+    digests          checksums of the files
+    tensor_files     safetensors files, written by blocks of rows
+    writing          one process writes, in a job of several
+    delta_chain      the order of an export and its deltas
 """
 
 from tpu_embedding.export.deltas import Delta as Delta
