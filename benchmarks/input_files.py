@@ -10,8 +10,9 @@ from typing import Final
 
 import numpy as np
 
-from tpu_embedding.tools.data.criteo import Criteo, write_criteo_sample
+from tpu_embedding.tools.data.criteo import Criteo
 from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES
+from tpu_embedding.tools.data.synthetic_criteo import write_criteo_sample
 
 VOCABULARY_SIZE: Final = 100_000
 TILE_ROWS: Final = 65_536

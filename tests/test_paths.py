@@ -18,7 +18,8 @@ from tpu_embedding.checkpoint import CheckpointError, RunCheckpoints, open_table
 from tpu_embedding.checkpoint.run_checkpoints import saved_steps
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools import cli
-from tpu_embedding.tools.data.criteo import Criteo, write_criteo_sample
+from tpu_embedding.tools.data.criteo import Criteo
+from tpu_embedding.tools.data.synthetic_criteo import write_criteo_sample
 
 PLAN = te.make_plan(
     te.FeatureConfig(table=te.TableConfig(vocabulary_size=10, dim=4, name="movie")),

@@ -15,7 +15,7 @@ from tests.conftest import needs_kernels
 from tests.own_config import PAGE, write_config
 from tpu_embedding.tools import cli
 from tpu_embedding.tools.cli import supervise as cli_supervise
-from tpu_embedding.tools.data.criteo import write_criteo_sample
+from tpu_embedding.tools.data.synthetic_criteo import write_criteo_sample
 from tpu_embedding.tools.jobs.run_lock import run_lock
 from tpu_embedding.tools.train.loop.reporting import PLOT_FILE, RECORDS_FILE
 

@@ -1,18 +1,17 @@
-"""Tests the reader of Criteo's logs against a plain parser, and the synthetic rows."""
+"""Tests the reader of Criteo's logs against a plain parser."""
 
 import gzip
 import itertools
 import math
 import subprocess
 
-import chex
 import jax
 import numpy as np
 import pytest
 
 from tpu_embedding.tools.data import block_order, criteo_format
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.criteo import Criteo, SyntheticCriteo, write_criteo_sample
+from tpu_embedding.tools.data.criteo import Criteo
 from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES
 from tpu_embedding.tools.data.criteo_lines import find_logs
 
@@ -328,7 +327,7 @@ def test_packed_files_are_refused_with_the_command_that_unpacks_them(tmp_path):
     assert data.num_train_samples == 25
 
 
-COMMON_BAD = {
+BAD = {
     "batch_size": ({"batch_size": 0}, r"\.batch_size .* got 0"),
     "seed": ({"seed": -1}, "seed .* got -1"),
     "size_1": ({"vocabulary_sizes": 1}, "from 2 .* got 1; row 0 stands for an empty"),
@@ -337,8 +336,6 @@ COMMON_BAD = {
     "size_float": ({"vocabulary_sizes": 9.0}, r"must be ints .* got 9\.0"),
     "evaluation": ({"num_evaluation_samples": 0}, "num_evaluation_samples .* got 0"),
     "all_at_once": ({"batch_size": 0, "vocabulary_sizes": 1}, "batch.*vocabulary"),
-}
-READER_BAD = {
     "block_size": ({"block_size": 0}, "block_size .* got 0"),
     "no_split": ({"num_evaluation_samples": None}, "num_evaluation_samples must be"),
 }
@@ -346,107 +343,10 @@ READER_BAD = {
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    (COMMON_BAD | READER_BAD).values(),
-    ids=(COMMON_BAD | READER_BAD).keys(),
+    BAD.values(),
+    ids=BAD.keys(),
 )
 def test_bad_reader_arguments_are_named(tmp_path, arguments, message):
     path = write(tmp_path / "train.txt", numbered_lines(9))
     with pytest.raises(ValueError, match="Criteo.*" + message):
         read(path, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"), COMMON_BAD.values(), ids=COMMON_BAD.keys()
-)
-def test_bad_synthetic_arguments_are_named(arguments, message):
-    with pytest.raises(ValueError, match="SyntheticCriteo.*" + message):
-        SyntheticCriteo(**({"batch_size": 4, "vocabulary_sizes": 9} | arguments))
-
-
-def test_synthetic_rows_have_the_shape_of_the_log():
-    sizes = [2 + 7 * n for n in range(26)]
-    data = SyntheticCriteo(batch_size=512, vocabulary_sizes=sizes)
-    batch = data.train_batch(3)
-    assert list(batch.features) == list(CATEGORY_NAMES)
-    assert data.vocabulary_sizes == dict(zip(CATEGORY_NAMES, sizes, strict=True))
-    for ids, size in zip(batch.features.values(), sizes, strict=True):
-        assert ids.shape == (512,) and ids.dtype == np.int32
-        assert ids.min() >= 0 and size // 2 <= ids.max() < size
-    assert batch.dense.shape == (512, 13) and batch.dense.dtype == np.float32
-    assert batch.dense.min() == 0 and np.isfinite(batch.dense).all()
-    assert batch.labels.shape == (512,) and set(batch.labels) == {0.0, 1.0}
-
-
-def test_synthetic_batches_depend_on_seed_and_step_alone():
-    first, again, reseeded = (
-        SyntheticCriteo(batch_size=64, vocabulary_sizes=50, seed=seed)
-        for seed in (0, 0, 1)
-    )
-    again.train_batch(1)
-    expected = first.train_batch(2)
-    chex.assert_trees_all_equal(again.train_batch(2), expected)
-    assert (reseeded.train_batch(2).dense != expected.dense).any()
-    assert (first.train_batch(1).dense != expected.dense).any()
-
-
-def test_synthetic_teacher_depends_on_the_seed():
-    effects = []
-    for seed in (0, 1):
-        data = SyntheticCriteo(batch_size=1, vocabulary_sizes=1000, seed=seed)
-        # Both teachers label the same samples.
-        inputs = data._draw_inputs(np.random.Generator(np.random.Philox(5)), 5000)
-        effects.append(inputs.logits - inputs.dense @ data._dense_weights)
-    assert abs(np.corrcoef(effects)[0, 1]) < 0.6
-    # The logit is a sum of 26 independent effects with a standard deviation of 0.3.
-    # Hot ids make the estimate vary by a few percent.
-    assert effects[0].std() == pytest.approx(0.3 * math.sqrt(26), rel=0.15)
-
-
-def test_synthetic_labels_can_be_learned():
-    data = SyntheticCriteo(
-        batch_size=40_000, vocabulary_sizes=200, num_evaluation_samples=10_000
-    )
-    assert data.teacher_log_loss() < 0.8 * data.base_rate_log_loss()
-    train, (evaluation,) = data.train_batch(0), data.evaluation_batches()
-    score = np.zeros(40_000)
-    for name in CATEGORY_NAMES:
-        shown = np.bincount(train.features[name], minlength=200)
-        clicked = np.bincount(train.features[name], train.labels, minlength=200)
-        score += ((clicked + 2) / (shown + 8))[evaluation.features[name]]
-    used_mask = evaluation.weights == 1
-    # Without a common teacher, the correlation would be 0 within 0.01.
-    assert np.corrcoef(score[used_mask], evaluation.labels[used_mask])[0, 1] > 0.3
-
-
-def test_written_sample_is_read_back(tmp_path):
-    path = tmp_path / "sample.txt"
-    write_criteo_sample(path, num_rows=5000, seed=2)
-    assert path.read_bytes().count(b"\n") == 5000
-    data = Criteo(
-        path,
-        batch_size=4096,
-        evaluation_path=path,
-        vocabulary_sizes=2**30,
-        block_size=7,
-    )
-    batch = next(data.evaluation_batches())
-    source = SyntheticCriteo(batch_size=4096, vocabulary_sizes=1000, seed=2)
-    expected = source.train_batch(0)
-    np.testing.assert_array_equal(batch.labels, expected.labels)
-    np.testing.assert_array_equal(batch.dense, expected.dense)
-    for name in CATEGORY_NAMES:
-        ids, rows = expected.features[name], batch.features[name]
-        assert ((ids == 0) == (rows == 0)).all() and (ids == 0).any()
-        # Equal ids map to equal rows, and different ids to different rows.
-        pairs = np.unique(np.stack([ids, rows]), axis=1)
-        assert pairs.shape[1] == len(np.unique(ids)) == len(np.unique(rows))
-    forms = {line.split("\t")[1] for line in path.read_text().splitlines()}
-    assert {"", "-1", "0"} < forms
-
-
-def test_written_sample_has_exactly_the_rows_asked_for(tmp_path):
-    for num_rows in (1, 4096, 4097):
-        write_criteo_sample(tmp_path / "sample.txt", num_rows=num_rows)
-        assert (tmp_path / "sample.txt").read_bytes().count(b"\n") == num_rows
-    with pytest.raises(ValueError, match="num_rows .* got 0"):
-        write_criteo_sample(tmp_path / "sample.txt", num_rows=0)

@@ -76,7 +76,6 @@ def test_source_reads_files_or_draws_clicks(tmp_path):
     source = MultiHotClicksSource(
         vocabulary_sizes=tuple(SIZES.values()),
         valences=tuple(VALENCES.values()),
-        num_dense=13,
         num_evaluation_samples=3,
         max_vocabulary_size=20,
         max_valence=2,

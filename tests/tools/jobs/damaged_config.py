@@ -7,7 +7,7 @@ import time
 
 from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints
 from tpu_embedding.distributed import current_job
-from tpu_embedding.tools.data.synthetic import SyntheticClicks
+from tpu_embedding.tools.data.synthetic_clicks import SyntheticClicks
 from tpu_embedding.tools.train import DataError, load_config
 from tpu_embedding.tools.train.loop.reporting import RunReport
 

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import mesh_of
 from tests.tools.train.loop.test_read_ahead import metrics_of
 from tests.tools.train.loop.test_training_loop import tiny_config
-from tpu_embedding.tools.data.synthetic import SyntheticClicks
+from tpu_embedding.tools.data.synthetic_clicks import SyntheticClicks
 from tpu_embedding.tools.jobs import slow_steps
 from tpu_embedding.tools.jobs.slow_steps import SlowStepWatch
 from tpu_embedding.tools.train import train

@@ -7,7 +7,7 @@ Kaggle challenge and the 1TB logs share the format. `criteo.py` reads and writes
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -22,6 +22,7 @@ CATEGORY_NAMES: Final = tuple(f"cat_{number:02d}" for number in range(26))
 """Names of the categorical features, in the order of the fields."""
 
 NUM_CATEGORIES: Final = len(CATEGORY_NAMES)
+ALL_FEATURES: Final = np.arange(NUM_CATEGORIES)
 NUM_FIELDS: Final = 1 + NUM_DENSE + NUM_CATEGORIES
 
 MAX_CATEGORY_DIGITS: Final = 8
@@ -84,10 +85,16 @@ def row_ids_of_categories(rows: CriteoRows, vocabulary_sizes: np.ndarray) -> np.
     return np.where(rows.category_mask, row_ids, np.int32(0))
 
 
-def category_keys(categories: np.ndarray) -> np.ndarray:
-    """Returns uint64 `[rows, 26]`, a distinct key for each feature and category."""
-    features = np.arange(1, NUM_CATEGORIES + 1, dtype=np.uint64)
-    return (features << np.uint64(32)) + categories.astype(np.uint64)
+def category_keys(
+    categories: np.ndarray, features: int | np.ndarray = ALL_FEATURES
+) -> np.ndarray:
+    """Returns uint64 keys, distinct for each feature and category.
+
+    Args:
+      categories: numbers of 32 bits, `[rows, 26]` unless `features` says otherwise.
+      features: numbers of their features, counted from 0.
+    """
+    return (np.uint64(features + 1) << np.uint64(32)) + categories.astype(np.uint64)
 
 
 def splitmix64(keys: np.ndarray) -> np.ndarray:
@@ -116,7 +123,12 @@ def vocabulary_problems(owner: str, sizes: int | Sequence[int]) -> Iterator[str]
             f"{owner}.vocabulary_sizes must be one int or {NUM_CATEGORIES} of them, "
             f"got {len(sizes)}"
         )
-    for size in per_feature:
+    yield from size_problems(owner, per_feature)
+
+
+def size_problems(owner: str, sizes: Iterable[int]) -> Iterator[str]:
+    """Yields an error message for each size that is out of range."""
+    for size in dict.fromkeys(sizes):
         if not is_int(size) or not 2 <= size <= MAX_VOCABULARY_SIZE:
             yield (
                 f"{owner}.vocabulary_sizes must be ints from 2 to "

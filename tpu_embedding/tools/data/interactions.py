@@ -1,8 +1,7 @@
 """Synthetic retrieval log: users, their histories and the items they choose.
 
 A two-tower model learns to find a user's next item among hundreds of millions. Memory
-does not grow with the vocabularies. `training/random_source.py` opens the data set for
-run configs.
+does not grow with the vocabularies.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 The teacher gives every sample a click probability and draws the label from it. No
 model has a lower expected log loss than the teacher. The gap to `teacher_log_loss()`
 therefore measures how well a model has learned, which a real log cannot offer.
-`synthetic.py`, `criteo.py` and `random_clicks.py` define the samples.
+`synthetic_clicks.py` and `synthetic_criteo.py` define the samples.
 """
 
 import abc

@@ -16,25 +16,24 @@ from tpu_embedding.tools.jobs.stop_signals import StopRequest as StopRequest
 from tpu_embedding.tools.jobs.stop_signals import stop_on_signals as stop_on_signals
 from tpu_embedding.tools.train.config.config_files import list_configs as list_configs
 from tpu_embedding.tools.train.config.config_files import load_config as load_config
+from tpu_embedding.tools.train.config.data_source import DataSource as DataSource
 from tpu_embedding.tools.train.config.file_sources import CriteoSource as CriteoSource
 from tpu_embedding.tools.train.config.file_sources import (
     MultiHotClicksSource as MultiHotClicksSource,
 )
 from tpu_embedding.tools.train.config.file_sources import ParquetSource as ParquetSource
+from tpu_embedding.tools.train.config.movielens_source import (
+    MovieLensSource as MovieLensSource,
+)
 from tpu_embedding.tools.train.config.overrides import (
     apply_overrides as apply_overrides,
 )
-from tpu_embedding.tools.train.config.random_source import (
-    InteractionsSource as InteractionsSource,
-)
-from tpu_embedding.tools.train.config.random_source import (
-    RandomClicksSource as RandomClicksSource,
-)
 from tpu_embedding.tools.train.config.run_config import RunConfig as RunConfig
 from tpu_embedding.tools.train.config.run_config import Target as Target
-from tpu_embedding.tools.train.config.sources import DataSource as DataSource
-from tpu_embedding.tools.train.config.sources import MovieLensSource as MovieLensSource
-from tpu_embedding.tools.train.config.sources import (
+from tpu_embedding.tools.train.config.synthetic_sources import (
+    InteractionsSource as InteractionsSource,
+)
+from tpu_embedding.tools.train.config.synthetic_sources import (
     SyntheticClicksSource as SyntheticClicksSource,
 )
 from tpu_embedding.tools.train.errors import ConfigError as ConfigError

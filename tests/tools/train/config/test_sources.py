@@ -7,22 +7,23 @@ import numpy as np
 import pytest
 
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.criteo import Criteo, SyntheticCriteo, write_criteo_sample
+from tpu_embedding.tools.data.criteo import Criteo
+from tpu_embedding.tools.data.synthetic_criteo import (
+    SyntheticCriteo,
+    write_criteo_sample,
+)
 from tpu_embedding.tools.train import (
     CriteoSource,
     InteractionsSource,
     MovieLensSource,
-    RandomClicksSource,
+    MultiHotClicksSource,
     SyntheticClicksSource,
 )
 
 CRITEO = CriteoSource(vocabulary_size=50, num_evaluation_samples=20)
 
-RANDOM_CLICKS = RandomClicksSource(
-    vocabulary_sizes=(7, 300, 1),
-    valences=(1, 20, 3),
-    num_dense=2,
-    num_evaluation_samples=30,
+MULTI_HOT = MultiHotClicksSource(
+    vocabulary_sizes=(7, 300, 2), valences=(1, 20, 3), num_evaluation_samples=30
 )
 INTERACTIONS = InteractionsSource(
     num_users=500, num_items=400, history_length=5, num_evaluation_samples=30
@@ -56,14 +57,14 @@ def test_movielens(movielens_dir):
     assert (data.config.max_history, data.config.seed) == (7, 3)
 
 
-def test_random_clicks_are_cut_on_request():
-    data = open_source(RANDOM_CLICKS, None)
-    assert data.vocabulary_sizes == {"cat_00": 7, "cat_01": 300, "cat_02": 1}
+def test_multi_hot_clicks_are_cut_on_request():
+    data = open_source(MULTI_HOT, None)
+    assert data.vocabulary_sizes == {"cat_00": 7, "cat_01": 300, "cat_02": 2}
     assert data.valences == {"cat_00": 1, "cat_01": 20, "cat_02": 3}
-    assert (data.num_dense, data.seed, data.num_evaluation_samples) == (2, 3, 30)
-    small = dataclasses.replace(RANDOM_CLICKS, max_vocabulary_size=10, max_valence=2)
+    assert (data.num_dense, data.seed, data.num_evaluation_samples) == (13, 3, 30)
+    small = dataclasses.replace(MULTI_HOT, max_vocabulary_size=10, max_valence=2)
     data = open_source(small, None)
-    assert data.vocabulary_sizes == {"cat_00": 7, "cat_01": 10, "cat_02": 1}
+    assert data.vocabulary_sizes == {"cat_00": 7, "cat_01": 10, "cat_02": 2}
     assert data.valences == {"cat_00": 1, "cat_01": 2, "cat_02": 2}
 
 
@@ -74,7 +75,7 @@ def test_interactions():
     assert (data.history_length, data.seed, data.batch_size) == (5, 3, 10)
 
 
-@pytest.mark.parametrize("source", [RANDOM_CLICKS, INTERACTIONS])
+@pytest.mark.parametrize("source", [MULTI_HOT, INTERACTIONS])
 def test_outlines_have_the_shapes_of_the_data(source):
     outline = source.outline(batch_size=10, seed=3).train_batch(0)
     batch = open_source(source, None).train_batch(4)
@@ -92,9 +93,9 @@ def test_outlines_have_the_shapes_of_the_data(source):
         ),
     ],
 )
-def test_refused_random_clicks(changes, message):
+def test_refused_multi_hot_clicks(changes, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(RANDOM_CLICKS, **changes)
+        dataclasses.replace(MULTI_HOT, **changes)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_refused_random_clicks(changes, message):
         (MovieLensSource(max_history=7), True, "u.occupation"),
         (CRITEO, True, "holds no train.txt and no day_0.*1TB"),
         (SyntheticClicksSource(num_evaluation_samples=30), True, "--data-dir out"),
-        (RANDOM_CLICKS, True, "--data-dir out"),
+        (MULTI_HOT, True, "holds no day_0_dense.npy"),
         (INTERACTIONS, True, "--data-dir out"),
     ],
 )

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tpu_embedding.tools import train
-from tpu_embedding.tools.data.criteo import write_criteo_sample
+from tpu_embedding.tools.data.synthetic_criteo import write_criteo_sample
 from tpu_embedding.tools.train.loop.reporting import RECORDS_FILE
 
 pytest.importorskip("grain")

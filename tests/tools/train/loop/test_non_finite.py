@@ -12,7 +12,7 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tools.train.loop.test_step import open_data, small_config
 from tests.tools.train.loop.test_training_loop import losses, tiny_config
-from tpu_embedding.tools.data.synthetic import SyntheticClicks
+from tpu_embedding.tools.data.synthetic_clicks import SyntheticClicks
 from tpu_embedding.tools.train import (
     TrainingDivergedError,
     init_train_state,

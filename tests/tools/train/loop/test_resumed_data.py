@@ -8,7 +8,7 @@ from tests.conftest import mesh_of
 from tpu_embedding.checkpoint.differences import value_differences
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.tools import train
-from tpu_embedding.tools.data.criteo import write_criteo_sample
+from tpu_embedding.tools.data.synthetic_criteo import write_criteo_sample
 
 CONFIG = dataclasses.replace(
     train.apply_overrides(

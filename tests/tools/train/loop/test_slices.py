@@ -6,7 +6,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.tools.train.loop.test_training_loop import losses, tiny_config
-from tpu_embedding.tools.data.synthetic import SyntheticClicks
+from tpu_embedding.tools.data.synthetic_clicks import SyntheticClicks
 from tpu_embedding.tools.train import make_run_plan, train
 
 DATA = SyntheticClicks(batch_size=50, num_evaluation_samples=10)

@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import mesh_of
 from tests.tools.train.loop.test_training_loop import losses, tiny_config
 from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints, saved_steps
-from tpu_embedding.tools.data.synthetic import SyntheticClicks
+from tpu_embedding.tools.data.synthetic_clicks import SyntheticClicks
 from tpu_embedding.tools.jobs.stop_signals import RunStopped
 from tpu_embedding.tools.train import SyntheticClicksSource, train
 from tpu_embedding.tools.train.loop import training_loop

@@ -10,9 +10,8 @@ from flax import nnx
 
 from tests.conftest import mesh_of
 from tpu_embedding.plan.make_plan import make_plan
-from tpu_embedding.tools.data.criteo import SyntheticCriteo
 from tpu_embedding.tools.data.interactions import Interactions
-from tpu_embedding.tools.data.random_clicks import RandomClicks
+from tpu_embedding.tools.data.synthetic_criteo import SyntheticCriteo
 from tpu_embedding.tools.train.models import (
     ClickModelConfig,
     DLRMConfig,
@@ -120,20 +119,14 @@ def test_cross_layer_is_its_formula():
 
 
 def test_dcn_model():
-    data = RandomClicks(
-        batch_size=3,
-        vocabulary_sizes={"a": 9, "b": 5},
-        valences={"a": 2, "b": 1},
-        num_dense=2,
-        num_evaluation_samples=1,
-    )
+    data = SyntheticCriteo(batch_size=3, vocabulary_sizes=[9, 5], valences=[2, 1])
     plan = make_plan(DCN.feature_config(data), mesh_of(1))
     model = DCN.build(data, plan, rngs=nnx.Rngs(0))
     batch = data.train_batch(0)
     outputs = model(model.embedding.prepare(batch.features), jnp.asarray(batch.dense))
     rows = model.embedding.embedding_tables()
-    pooled_a = rows["a"][batch.features["a"]].sum(axis=1)
-    vectors = [model.bottom(batch.dense), pooled_a, rows["b"][batch.features["b"]]]
+    many, one = (rows[name][ids] for name, ids in batch.features.items())
+    vectors = [model.bottom(batch.dense), many.sum(axis=1), one]
     first = crossed = jnp.concatenate(vectors, axis=1)
     assert first.shape == (3, 3 * 4)
     for i in range(2):
@@ -147,7 +140,6 @@ def test_dcn_model():
 
 def test_dcn_has_the_sizes_of_its_config():
     data = SyntheticCriteo(batch_size=3, vocabulary_sizes=9)
-    data.num_dense = 13
     plan = make_plan(DCN.feature_config(data), mesh_of(1))
     model = DCN.build(data, plan, rngs=nnx.Rngs(0))
     parts = (model.bottom, model.cross, model.top)

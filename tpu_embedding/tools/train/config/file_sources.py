@@ -5,12 +5,13 @@ Without files, the sources of click logs draw synthetic samples of the same shap
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tpu_embedding.tools.data.batch import Batch, DataError, Dataset
-from tpu_embedding.tools.data.criteo import Criteo, SyntheticCriteo
+from tpu_embedding.tools.data.batch import Batch, DataError
+from tpu_embedding.tools.data.criteo import Criteo
+from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES, NUM_CATEGORIES
 from tpu_embedding.tools.data.criteo_lines import find_logs
 from tpu_embedding.tools.data.multi_hot_clicks import MultiHotClicks
 from tpu_embedding.tools.data.parquet_columns import ParquetFeature
@@ -19,11 +20,8 @@ from tpu_embedding.tools.data.parquet_rows import (
     ParquetClicks,
     ParquetColumns,
 )
-from tpu_embedding.tools.train.config.random_source import (
-    RandomClicksSource,
-    by_feature,
-    local_data_dir,
-)
+from tpu_embedding.tools.data.synthetic_criteo import SyntheticCriteo
+from tpu_embedding.tools.train.config.data_source import local_data_dir
 from tpu_embedding.types import FeatureIds, RaggedIds
 
 
@@ -74,17 +72,51 @@ class CriteoSource:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MultiHotClicksSource(RandomClicksSource):
-    """Source of `MultiHotClicks` if files are given, and of `RandomClicks` otherwise.
+class MultiHotClicksSource:
+    """Source of `MultiHotClicks` if files are given, of `SyntheticCriteo` otherwise.
 
-    The attributes are those of `RandomClicksSource`. `valences` are the columns of the
-    files' arrays. With `max_vocabulary_size`, ids are taken modulo the smaller size;
-    with `max_valence`, the first ids of each sample are read.
+    The features are named `cat_00`, `cat_01` and so on.
+
+    Attributes:
+      vocabulary_sizes: table rows of each feature; at most 26 features.
+      valences: ids per sample of each feature, which are the columns of its array.
+      num_evaluation_samples: number of held-out samples.
+      max_vocabulary_size: upper limit for all `vocabulary_sizes`, so that a small
+        machine can hold the tables. Ids of files are taken modulo the smaller size.
+        None is no limit.
+      max_valence: upper limit for all `valences`: the first ids of each sample are
+        read. None is no limit.
     """
+
+    vocabulary_sizes: tuple[int, ...]
+    valences: tuple[int, ...]
+    num_evaluation_samples: int
+    max_vocabulary_size: int | None = None
+    max_valence: int | None = None
+
+    def __post_init__(self):
+        problems = []
+        num_features = len(self.vocabulary_sizes)
+        if num_features != len(self.valences) or num_features > NUM_CATEGORIES:
+            problems.append(
+                "MultiHotClicksSource.vocabulary_sizes and valences must be of one "
+                f"length, at most {NUM_CATEGORIES}, got {num_features} and "
+                f"{len(self.valences)}"
+            )
+        problems += [
+            f"MultiHotClicksSource.{name} must be at least 1 or None, got {value!r}"
+            for name, value in (
+                ("max_vocabulary_size", self.max_vocabulary_size),
+                ("max_valence", self.max_valence),
+            )
+            if value is not None and value < 1
+        ]
+        if problems:
+            raise ValueError("; ".join(problems) + ".")
 
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
-    ) -> Dataset:
+    ) -> MultiHotClicks | SyntheticCriteo:
         """Returns the data set: the rows of the files, or synthetic ones without.
 
         Args:
@@ -101,13 +133,25 @@ class MultiHotClicksSource(RandomClicksSource):
             local_data_dir(data_dir),
             batch_size=batch_size,
             seed=seed,
-            vocabulary_sizes=by_feature(
-                self.vocabulary_sizes, self.max_vocabulary_size
-            ),
-            valences=by_feature(self.valences),
+            vocabulary_sizes=dict(zip(CATEGORY_NAMES, self._sizes, strict=False)),
+            valences=dict(zip(CATEGORY_NAMES, self.valences, strict=False)),
             max_valence=self.max_valence,
             num_evaluation_samples=self.num_evaluation_samples,
         )
+
+    def outline(self, *, batch_size: int, seed: int) -> SyntheticCriteo:
+        """Returns synthetic rows, which have the shapes of those of the files."""
+        return SyntheticCriteo(
+            batch_size=batch_size,
+            seed=seed,
+            vocabulary_sizes=self._sizes,
+            valences=_limited(self.valences, self.max_valence),
+            num_evaluation_samples=self.num_evaluation_samples,
+        )
+
+    @property
+    def _sizes(self) -> list[int]:
+        return _limited(self.vocabulary_sizes, self.max_vocabulary_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,3 +298,7 @@ def _matching(directory: pathlib.Path, pattern: str) -> list[pathlib.Path]:
     if not paths:
         raise DataError(f"{directory} must hold files {pattern!r}, got none.")
     return paths
+
+
+def _limited(values: Sequence[int], limit: int | None) -> list[int]:
+    return [value if limit is None else min(value, limit) for value in values]

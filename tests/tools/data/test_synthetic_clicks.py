@@ -7,7 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from tpu_embedding.tools.data.synthetic import DEFAULT_VOCABULARY_SIZES, SyntheticClicks
+from tpu_embedding.tools.data.synthetic_clicks import (
+    DEFAULT_VOCABULARY_SIZES,
+    SyntheticClicks,
+)
 from tpu_embedding.types import PADDING_ROW_ID
 
 ONE_HOT = ["user", "item", "category", "device"]

@@ -1,17 +1,13 @@
-"""Data sources: the data section of a run config, which opens a data set.
-
-A source holds the settings that a config declares. `open` takes the path of the files
-from the command line, and returns the data set.
-"""
+"""Source of MovieLens-100K, for run configs."""
 
 import dataclasses
 import pathlib
 from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
-from tpu_embedding.tools.data.batch import Batch, DataError, Dataset
+from tpu_embedding.tools.data.batch import Batch, DataError
 from tpu_embedding.tools.data.movielens import (
     AGE_BUCKET_STARTS,
     GENDERS,
@@ -19,11 +15,7 @@ from tpu_embedding.tools.data.movielens import (
     MovieLens,
     MovieLensConfig,
 )
-from tpu_embedding.tools.data.synthetic import SyntheticClicks
-from tpu_embedding.tools.train.config.random_source import (
-    local_data_dir,
-    refuse_data_dir,
-)
+from tpu_embedding.tools.train.config.data_source import local_data_dir
 from tpu_embedding.types import RaggedIds
 
 # Sizes of MovieLens-100K, from its README and files.
@@ -33,73 +25,6 @@ _NUM_OCCUPATIONS: Final = 21
 _NUM_GENRES: Final = 19
 _MAX_GENRES: Final = 6
 _MEAN_RATING: Final = 3.53
-
-
-class DataSource(Protocol):
-    """Settings of a data set, which opens it: the type of `RunConfig.data`.
-
-    A frozen dataclass with a method `open`. Its fields are numbers, strings, paths, or
-    tuples of them. Records and checkpoints describe the run by them, and `--set` can
-    change them.
-    """
-
-    def open(
-        self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
-    ) -> Dataset:
-        """Returns the data set.
-
-        Args:
-          data_dir: path of the files, or None.
-          batch_size: samples per batch, over all devices.
-          seed: seed of the order of samples, or of synthetic samples.
-
-        Returns:
-          The data set, whose batches have `batch_size` samples.
-
-        Raises:
-          DataError: if files are missing or damaged.
-        """
-        ...
-
-    def outline(self, *, batch_size: int, seed: int) -> Dataset:
-        """Returns a data set of the same sizes without reading any file.
-
-        Its batches have the shapes of the real ones, but arbitrary values. They serve
-        to compile a step. Only `tpu-embedding compile` calls this method.
-        """
-        ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SyntheticClicksSource:
-    """Source of `SyntheticClicks`; reads no file.
-
-    Attributes:
-      num_evaluation_samples: number of held-out samples.
-      valence: maximum number of tags per sample.
-      zipf_exponent: skew of the ids.
-    """
-
-    num_evaluation_samples: int
-    valence: int = 8
-    zipf_exponent: float = 1.0
-
-    def open(
-        self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
-    ) -> SyntheticClicks:
-        """Returns the data set.
-
-        Raises:
-          DataError: if a directory is given, because the source reads no file.
-        """
-        refuse_data_dir(data_dir)
-        return SyntheticClicks(
-            batch_size=batch_size, seed=seed, **dataclasses.asdict(self)
-        )
-
-    def outline(self, *, batch_size: int, seed: int) -> SyntheticClicks:
-        """Returns the data set itself, which reads no file."""
-        return self.open(None, batch_size=batch_size, seed=seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
