@@ -4,13 +4,13 @@ import dataclasses
 
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.tools.compile_report.bandwidth import Cost
-from tpu_embedding.tools.compile_report.memory import Memory
-from tpu_embedding.tools.compile_report.programs import ProgramMemory
-from tpu_embedding.tools.compile_report.report import (
+from tpu_embedding.tools.compile_report.device_memory import Memory
+from tpu_embedding.tools.compile_report.other_programs import ProgramMemory
+from tpu_embedding.tools.compile_report.step_report import (
     CompileReport,
     LoopCost,
     NamedOperation,
-    OperationCost,
+    OperationGroup,
     ProgramTraffic,
 )
 
@@ -63,11 +63,11 @@ REPORT = CompileReport(
     traffic=ProgramTraffic(
         total=cost(99.75, 9.5),
         classes=(
-            OperationCost(name="gather", num_operations=1001, cost=cost(55.25)),
-            OperationCost(name="all-to-all", num_operations=1002, cost=cost(1, 7.75)),
+            OperationGroup(name="gather", num_operations=1001, cost=cost(55.25)),
+            OperationGroup(name="all-to-all", num_operations=1002, cost=cost(1, 7.75)),
         ),
         parts=tuple(
-            OperationCost(name=name, num_operations=count, cost=cost(mebibytes))
+            OperationGroup(name=name, num_operations=count, cost=cost(mebibytes))
             for name, count, mebibytes in (
                 *(("embedding", 1003, 66.5), ("dense", 1004, 33.125)),
                 ("unattributed", 1005, 0.375),

@@ -32,7 +32,7 @@ from tpu_embedding.tools.cli.arguments import (
     read_config,
     use_cpu_only,
 )
-from tpu_embedding.tools.compile_report.report import TRAIN_STEP
+from tpu_embedding.tools.compile_report.step_report import TRAIN_STEP
 from tpu_embedding.tools.jobs.exit_status import FAILED
 from tpu_embedding.tools.train.config.run_config import RunConfig
 from tpu_embedding.tools.train.errors import as_config_error
@@ -161,8 +161,8 @@ def _compile_for(
         print(f"compiling {title}: {program} ...", file=sys.stderr, flush=True)
 
     def announced(
-        programs: Iterable[compile_report.Program],
-    ) -> Iterator[compile_report.Program]:
+        programs: Iterable[compile_report.UncompiledProgram],
+    ) -> Iterator[compile_report.UncompiledProgram]:
         for program in programs:
             if program.function is not None:
                 announce(program.name)

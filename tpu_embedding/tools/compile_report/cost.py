@@ -46,10 +46,10 @@ OperationClass = Literal[
     "elementwise",
 ]
 OPERATION_CLASSES: Final[tuple[OperationClass, ...]] = get_args(OperationClass)
-"""Operation classes in report order; "elementwise" includes all other operations."""
+"""Classes in the order of the report; "elementwise" includes all other operations."""
 
-Part = Literal["embedding", "dense", "unattributed"]
-Unit = Literal["TensorCore", "SparseCore"]
+StepPart = Literal["embedding", "dense", "unattributed"]
+Core = Literal["TensorCore", "SparseCore"]
 
 _SPARSE_CORE_THREAD: Final = "sparsecore"
 _COPIES: Final = frozenset({"copy", "transpose", "slice", "reshape"})
@@ -72,7 +72,7 @@ _RANKING: Final = ("scatter", "sort", "convolution", "dot", "gather")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Operation:
+class HloOperation:
     """An instruction of a program, and its traffic in one step.
 
     Attributes:
@@ -92,8 +92,8 @@ class Operation:
 
     name: str
     operation_class: OperationClass
-    part: Part
-    unit: Unit
+    part: StepPart
+    unit: Core
     dims: tuple[int, ...]
     operand_dims: tuple[tuple[int, ...], ...]
     result_bytes: int
@@ -118,7 +118,7 @@ class DataDependentLoop:
     name: str
     op_name: str
     source: str
-    operations: tuple[Operation, ...]
+    operations: tuple[HloOperation, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class ProgramCost:
       loops: loops whose number of iterations depends on data, in no total.
     """
 
-    operations: tuple[Operation, ...]
+    operations: tuple[HloOperation, ...]
     loops: tuple[DataDependentLoop, ...]
 
 
@@ -154,7 +154,7 @@ def program_cost(module: Module) -> ProgramCost:
     return ProgramCost(operations=operations, loops=tuple(walk.loops))
 
 
-def total(operations: Iterable[Operation]) -> Traffic:
+def total(operations: Iterable[HloOperation]) -> Traffic:
     """Returns the total traffic of some operations."""
     return sum((operation.traffic for operation in operations), Traffic())
 
@@ -171,7 +171,7 @@ class _Call:
     """
 
     num_runs: int = 1
-    unit: Unit = "TensorCore"
+    unit: Core = "TensorCore"
     op_name: str = ""
     source: str = ""
 
@@ -191,7 +191,9 @@ class _CallWalker:
             for name, computation in module.computations.items()
         }
 
-    def operations(self, computation: Computation, call: _Call) -> Iterator[Operation]:
+    def operations(
+        self, computation: Computation, call: _Call
+    ) -> Iterator[HloOperation]:
         """Yields the operations of a computation and of all that it calls."""
         for instruction in computation.instructions.values():
             match instruction.opcode:
@@ -206,7 +208,7 @@ class _CallWalker:
 
     def _loop(
         self, loop: Instruction, computation: Computation, call: _Call
-    ) -> Iterator[Operation]:
+    ) -> Iterator[HloOperation]:
         num_iterations = trip_count(loop, computation, self._module)
         names = (loop.called("body"), loop.called("condition"))
         parts = [self._module.computations[name or ""] for name in names]
@@ -232,14 +234,14 @@ class _CallWalker:
 
     def _conditional(
         self, conditional: Instruction, call: _Call
-    ) -> Iterator[Operation]:
+    ) -> Iterator[HloOperation]:
         branches = [
             list(self.operations(self._module.computations[name], call))
             for name in conditional.branches()
         ]
         yield from max(branches, key=lambda branch: total(branch).num_bytes, default=[])
 
-    def _call(self, instruction: Instruction, call: _Call) -> Iterator[Operation]:
+    def _call(self, instruction: Instruction, call: _Call) -> Iterator[HloOperation]:
         thread = instruction.text_attribute("async_execution_thread")
         name = instruction.called("to_apply") or instruction.called("calls")
         inside = _Call(
@@ -252,10 +254,10 @@ class _CallWalker:
 
     def _operation(
         self, instruction: Instruction, computation: Computation, call: _Call
-    ) -> Operation:
+    ) -> HloOperation:
         op_name = self._op_name(instruction, computation) or call.op_name
         result = next(iter(results_of(instruction, computation)), None)
-        return Operation(
+        return HloOperation(
             name=instruction.name,
             operation_class=self._class_of(instruction),
             part=_part_of(op_name),
@@ -327,7 +329,7 @@ def _has_origin(instruction: Instruction) -> bool:
     return instruction.opcode != "parameter" and "/" in instruction.op_name
 
 
-def _part_of(op_name: str) -> Part:
+def _part_of(op_name: str) -> StepPart:
     if not op_name:
         return "unattributed"
     is_in_layer = any(scope in op_name for scope in ("shard_map", EMBEDDING_SCOPE))

@@ -31,7 +31,7 @@ _SOURCE_TABLE_ENTRY: Final = re.compile(r"^(\d+) (.*)$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
+class HloShape:
     """Shape and memory layout of an array.
 
     Attributes:
@@ -112,7 +112,7 @@ class Instruction:
 
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]
+    shapes: tuple[HloShape, ...]
     operands: tuple[str, ...]
     attributes: str
     text: str
@@ -206,7 +206,7 @@ class Computation:
                 users.setdefault(operand, []).append((instruction, place))
         return users
 
-    def operand_shapes(self, instruction: Instruction) -> list[tuple[Shape, ...]]:
+    def operand_shapes(self, instruction: Instruction) -> list[tuple[HloShape, ...]]:
         """Returns the array shapes of each operand of an instruction."""
         return [self.instructions[name].shapes for name in instruction.operands]
 
@@ -287,7 +287,7 @@ def parse_module(text: str) -> Module:
     )
 
 
-def parse_shapes(text: str) -> tuple[Shape, ...]:
+def parse_shapes(text: str) -> tuple[HloShape, ...]:
     """Parses a result type and returns its array shapes; tuples are flattened.
 
     Example:
@@ -298,11 +298,11 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _shape(dtype: str, dims: str, layout: str) -> Shape:
+def _shape(dtype: str, dims: str, layout: str) -> HloShape:
     order, _, rest = layout.partition(":")
     tile = re.search(r"T\(([\d,]+)\)", rest)
     space = re.search(r"S\((\d+)\)", rest)
-    return Shape(
+    return HloShape(
         dtype=dtype,
         dims=tuple(int(n) for n in re.findall(r"\d+", dims)),
         minor_to_major=tuple(int(n) for n in order.split(",") if n),

@@ -41,25 +41,25 @@ _PALLAS: Final = "tpu_custom_call"
 _MIN_TABLE_SIZE: Final = 2**14
 """Minimum elements per device (64 KiB) of the table-sized arrays in a report.
 
-Smaller arrays may have the size of a small table by chance. XLA also rightly moves
-small tables to on-chip memory.
+Smaller arrays may have the size of a small table by chance, and XLA rightly moves small
+tables to on-chip memory.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProgramReport:
+class TableAccesses:
     """Facts about a compiled train step; sizes in bytes per device.
 
     Attributes:
       argument_bytes: size of all inputs.
       alias_bytes: size of the inputs that are updated in place.
       temporary_bytes: size of temporaries, without inputs and outputs.
-      table_sized_copies: copy instructions with the size of a stacked table or slot
+      table_sized_copies: copies of an array as large as a stacked table or slot
         variable, or larger than all of them. Copies below 64 KiB per device are not
         reported.
-      table_sized_passes: other instructions that write an array of such a size, except
+      table_sized_passes: other instructions that write an array of that size, except
         scatters in place. Only an optimizer that updates every row needs them.
-      table_sized_all_gathers: all-gathers of such a size.
+      table_sized_all_gathers: all-gathers whose result has that size.
       sparse_core_gathers: number of gathers on SparseCore.
       sparse_core_scatters: number of scatters on SparseCore.
       kernels: number of Pallas kernels.
@@ -83,7 +83,7 @@ class ProgramReport:
 
 def inspect_program(
     compiled: jax.stages.Compiled, plan: EmbeddingPlan
-) -> ProgramReport:
+) -> TableAccesses:
     """Returns facts about a compiled program.
 
     Args:
@@ -97,7 +97,7 @@ def inspect_program(
     sizes = {math.prod(layout.lines_shape) for layout in row_layouts(plan)}
     instructions = list(parse_module(text).unfused_instructions())
     large = [i for i in instructions if _is_table_sized(i, sizes)]
-    return ProgramReport(
+    return TableAccesses(
         argument_bytes=memory.argument_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
@@ -133,7 +133,15 @@ def row_layouts(plan: EmbeddingPlan) -> list[RowLayout]:
 
 
 def _is_table_sized(instruction: Instruction, sizes: set[int]) -> bool:
-    """Returns True if a result has the size of a table or slot, or exceeds all."""
+    """Returns True if an instruction makes an array as large as a table or slot.
+
+    An array larger than all tables and slots counts, too. Arrays of fewer elements than
+    `_MIN_TABLE_SIZE` do not count.
+
+    Args:
+      instruction: instruction whose results are looked at.
+      sizes: number of elements per device of each stacked table and slot variable.
+    """
     return any(
         size >= _MIN_TABLE_SIZE and (size in sizes or size > max(sizes))
         for size in instruction.sizes

@@ -6,8 +6,8 @@ from typing import Final
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.plan.memory import format_bytes, format_table
 from tpu_embedding.tools.compile_report.bandwidth import Cost
-from tpu_embedding.tools.compile_report.memory import Memory
-from tpu_embedding.tools.compile_report.report import (
+from tpu_embedding.tools.compile_report.device_memory import Memory
+from tpu_embedding.tools.compile_report.step_report import (
     CompileReport,
     NamedOperation,
     ProgramTraffic,

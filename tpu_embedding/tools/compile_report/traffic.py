@@ -35,9 +35,9 @@ from tpu_embedding.hardware import DMA_GRANULE_BYTES
 from tpu_embedding.tools.compile_report.hlo import (
     HBM,
     Computation,
+    HloShape,
     Instruction,
     Module,
-    Shape,
 )
 
 COLLECTIVES: Final = frozenset(
@@ -164,7 +164,9 @@ def callee(instruction: Instruction, module: Module) -> Computation:
     return module.computations[instruction.called("calls") or ""]
 
 
-def results_of(instruction: Instruction, computation: Computation) -> tuple[Shape, ...]:
+def results_of(
+    instruction: Instruction, computation: Computation
+) -> tuple[HloShape, ...]:
     """Returns the shapes of the arrays that an instruction writes.
 
     They exclude the operands and flags in the result of an asynchronous start.
@@ -181,7 +183,7 @@ def results_of(instruction: Instruction, computation: Computation) -> tuple[Shap
 
 
 def _bytes_read(
-    shape: Shape,
+    shape: HloShape,
     user: Instruction,
     place: int,
     computation: Computation,
@@ -220,7 +222,7 @@ def _bytes_read(
 
 
 def _bytes_read_in(
-    shape: Shape, source: Instruction, computation: Computation, module: Module
+    shape: HloShape, source: Instruction, computation: Computation, module: Module
 ) -> int:
     """Returns the bytes that a computation reads of one array.
 
@@ -247,7 +249,7 @@ def _bytes_read_in(
 
 
 def _bytes_written(
-    shape: Shape,
+    shape: HloShape,
     index: int,
     instruction: Instruction,
     computation: Computation,
@@ -275,7 +277,7 @@ def _bytes_written(
 
 
 def _bytes_written_by_fusion(
-    shape: Shape, root: Instruction, computation: Computation, module: Module
+    shape: HloShape, root: Instruction, computation: Computation, module: Module
 ) -> int:
     """Returns the bytes that a fusion writes of one result.
 
@@ -294,7 +296,7 @@ def _bytes_written_by_fusion(
 
 
 def _update_bytes(
-    shape: Shape, instruction: Instruction, computation: Computation
+    shape: HloShape, instruction: Instruction, computation: Computation
 ) -> int:
     if instruction.opcode == "scatter":
         return _scattered_bytes(shape, instruction, computation)
@@ -315,7 +317,7 @@ def _num_indices(instruction: Instruction, computation: Computation) -> int:
 
 
 def _scattered_bytes(
-    shape: Shape, instruction: Instruction, computation: Computation
+    shape: HloShape, instruction: Instruction, computation: Computation
 ) -> int:
     """Returns the bytes of all slices that a scatter writes."""
     updates = computation.instructions[instruction.operands[-1]].shapes[0]
@@ -331,7 +333,7 @@ def _scattered_bytes(
 
 
 def _slices_bytes(
-    shape: Shape,
+    shape: HloShape,
     sizes: tuple[int, ...],
     instruction: Instruction,
     computation: Computation,

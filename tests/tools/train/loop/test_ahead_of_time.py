@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from tests.conftest import mesh_of
-from tpu_embedding.tools.compile_report.memory import device_bytes
+from tpu_embedding.tools.compile_report.device_memory import device_bytes
 from tpu_embedding.tools.train import apply_overrides, load_config, make_run_plan
 from tpu_embedding.tools.train.loop.ahead_of_time import PROGRAM_NAMES, other_programs
 from tpu_embedding.tools.train.loop.run_program import prepare_run

@@ -19,7 +19,10 @@ from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.initial_values import init_tables
 from tpu_embedding.tables.row_stream import read_turn
 from tpu_embedding.tools import compile_report
-from tpu_embedding.tools.compile_report.programs import ResidentPart
+from tpu_embedding.tools.compile_report.other_programs import (
+    ResidentPart,
+    UncompiledProgram,
+)
 from tpu_embedding.tools.data.batch import Batch, Dataset
 from tpu_embedding.tools.train.config.run_config import RunConfig
 from tpu_embedding.tools.train.loop.step import (
@@ -42,7 +45,7 @@ def other_programs(
     data: Dataset,
     plan: EmbeddingPlan,
     names: Sequence[ProgramName] = PROGRAM_NAMES,
-) -> Iterator[compile_report.Program]:
+) -> Iterator[UncompiledProgram]:
     """Yields programs of a run, for `compile_report.compile_report`.
 
     Args:
@@ -57,7 +60,7 @@ def other_programs(
     graphdef, state = abstract_train_state(config, data, plan)
     resident = _parts_of(state)
     batch = abstract_batch(data.train_batch(0), plan)
-    makers: dict[ProgramName, Callable[[], Iterator[compile_report.Program]]] = {
+    makers: dict[ProgramName, Callable[[], Iterator[UncompiledProgram]]] = {
         "init": lambda: _init_programs(config, data, plan, resident),
         "evaluation": lambda: _evaluation(config, graphdef, resident, batch),
         "serving": lambda: _serving(plan, batch),
@@ -79,11 +82,11 @@ def _init_programs(
     data: Dataset,
     plan: EmbeddingPlan,
     resident: dict[ResidentPart, nnx.State],
-) -> Iterator[compile_report.Program]:
+) -> Iterator[UncompiledProgram]:
     """Yields the programs before the first step, with what earlier ones have made."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=plan.replicated)
-    yield compile_report.Program(
+    yield UncompiledProgram(
         name="initial tables",
         resident={},
         inputs=(key,),
@@ -94,14 +97,14 @@ def _init_programs(
         dense = _parts_of(init_train_state(config, data, plan)[1])["dense"]
         return jax.lax.with_sharding_constraint(dense, plan.replicated)
 
-    yield compile_report.Program(
+    yield UncompiledProgram(
         name="initial dense parameters",
         resident={"tables": resident["tables"]},
         function=init_dense,
         note=DENSE_NOTE,
     )
     tables = jax.eval_shape(functools.partial(init_tables, plan), key)
-    yield compile_report.Program(
+    yield UncompiledProgram(
         name="initial slot variables",
         resident={
             "tables": compile_report.abstract_arrays(tables, plan),
@@ -116,9 +119,9 @@ def _evaluation(
     graphdef: nnx.GraphDef,
     resident: dict[ResidentPart, nnx.State],
     batch: Batch,
-) -> Iterator[compile_report.Program]:
+) -> Iterator[UncompiledProgram]:
     step = make_evaluation_step(graphdef, config.loss)
-    yield compile_report.Program(
+    yield UncompiledProgram(
         name="evaluation step",
         resident=resident,
         inputs=(batch,),
@@ -126,9 +129,9 @@ def _evaluation(
     )
 
 
-def _serving(plan: EmbeddingPlan, batch: Batch) -> Iterator[compile_report.Program]:
+def _serving(plan: EmbeddingPlan, batch: Batch) -> Iterator[UncompiledProgram]:
     tables = jax.eval_shape(lambda: init_tables(plan, jax.random.key(0)))
-    yield compile_report.Program(
+    yield UncompiledProgram(
         name="serving lookup",
         resident={"tables": compile_report.abstract_arrays(tables, plan)},
         inputs=(batch.features,),
@@ -140,7 +143,7 @@ def _serving(plan: EmbeddingPlan, batch: Batch) -> Iterator[compile_report.Progr
 
 def _checkpoint(
     plan: EmbeddingPlan, resident: dict[ResidentPart, nnx.State]
-) -> Iterator[compile_report.Program]:
+) -> Iterator[UncompiledProgram]:
     stacks = {stack.layout.contents: stack for stack in plan.stacks}
 
     def read_blocks(resident):
@@ -151,10 +154,10 @@ def _checkpoint(
             if _is_rows(packed)
         ]
 
-    yield compile_report.Program(
+    yield UncompiledProgram(
         name="save", resident=resident, function=read_blocks, note=SAVE_NOTE
     )
-    yield compile_report.Program(name="restore", resident=resident, note=RESTORE_NOTE)
+    yield UncompiledProgram(name="restore", resident=resident, note=RESTORE_NOTE)
 
 
 def _is_rows(leaf: object) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 
 from tpu_embedding.hardware import HardwareInfo
-from tpu_embedding.tools.compile_report.memory import (
+from tpu_embedding.tools.compile_report.device_memory import (
     KnownBytes,
     Memory,
     compile_program,
@@ -23,7 +23,7 @@ ResidentPart = Literal["tables", "slots", "dense"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
+class UncompiledProgram:
     """A program of a run, to compile ahead of time.
 
     Attributes:
@@ -49,7 +49,7 @@ class ProgramMemory:
 
     Attributes:
       name: name of the program.
-      memory: its memory on one device.
+      memory: memory that the program needs on one device.
       trace_seconds: time to trace and lower the program, in Python.
       compile_seconds: time of the compiler.
       refusal: the compiler's error if the program does not fit, or "".
@@ -64,7 +64,7 @@ class ProgramMemory:
     note: str
 
 
-def program_memory(program: Program, hardware: HardwareInfo) -> ProgramMemory:
+def program_memory(program: UncompiledProgram, hardware: HardwareInfo) -> ProgramMemory:
     """Compiles a program and returns its memory.
 
     Args:
@@ -79,7 +79,7 @@ def program_memory(program: Program, hardware: HardwareInfo) -> ProgramMemory:
       >>> import jax.numpy as jnp
       >>> from tpu_embedding.hardware import hardware_by_name
       >>> batch = jax.ShapeDtypeStruct((8,), jnp.float32)
-      >>> program = Program(
+      >>> program = UncompiledProgram(
       ...     name="double", resident={}, inputs=(batch,), function=lambda _, x: 2 * x
       ... )
       >>> memory = program_memory(program, hardware_by_name("cpu")).memory

@@ -1,8 +1,8 @@
 """The compile report: does a run fit, and what does its train step move, without a TPU.
 
 `compile_report` combines the compiler's memory figures, the traffic model of `cost.py`
-and the minimum traffic of `floor.py`. `programs.py` gives the memory of the run's other
-programs. `text.py` prints the report, and `memory_plot.py` draws its memory.
+and the minimum traffic of `floor.py`. `other_programs.py` gives the memory of the run's
+other programs. `text.py` prints the report, and `memory_plot.py` draws its memory.
 """
 
 import dataclasses
@@ -23,15 +23,13 @@ from tpu_embedding.tables.initial_values import init_tables
 from tpu_embedding.tools.compile_report.bandwidth import Cost, cost_of
 from tpu_embedding.tools.compile_report.cost import (
     OPERATION_CLASSES,
-    Operation,
-    Part,
+    HloOperation,
     ProgramCost,
+    StepPart,
     program_cost,
     total,
 )
-from tpu_embedding.tools.compile_report.floor import embedding_floor
-from tpu_embedding.tools.compile_report.hlo import parse_module
-from tpu_embedding.tools.compile_report.memory import (
+from tpu_embedding.tools.compile_report.device_memory import (
     KnownBytes,
     Memory,
     compile_program,
@@ -39,15 +37,17 @@ from tpu_embedding.tools.compile_report.memory import (
     device_bytes,
     memory_of,
 )
-from tpu_embedding.tools.compile_report.programs import (
-    Program,
+from tpu_embedding.tools.compile_report.floor import embedding_floor
+from tpu_embedding.tools.compile_report.hlo import parse_module
+from tpu_embedding.tools.compile_report.other_programs import (
     ProgramMemory,
+    UncompiledProgram,
     program_memory,
 )
 from tpu_embedding.tools.compile_report.table_accesses import row_layouts
 from tpu_embedding.tools.compile_report.traffic import Traffic
 
-PARTS: Final[tuple[Part, ...]] = ("embedding", "dense", "unattributed")
+PARTS: Final[tuple[StepPart, ...]] = ("embedding", "dense", "unattributed")
 
 TRAIN_STEP: Final = "train step"
 
@@ -57,11 +57,11 @@ _SOURCE_ROOT: Final = pathlib.Path(__file__).parents[2]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OperationCost:
+class OperationGroup:
     """Traffic of one class of operations, or of one part of the step.
 
     Attributes:
-      name: name of the class or part; see `cost.Operation`.
+      name: name of the class or part; see `cost.HloOperation`.
       num_operations: number of such operations in the program.
       cost: their total traffic in one step.
     """
@@ -77,7 +77,7 @@ class NamedOperation:
 
     Attributes:
       name: name of the instruction.
-      operation_class: see `cost.Operation`.
+      operation_class: see `cost.HloOperation`.
       dims: shape of its result.
       hbm_bytes: HBM traffic of one run.
       runs: `"every step"` or `"data-dependent loop"`.
@@ -126,8 +126,8 @@ class ProgramTraffic:
     """
 
     total: Cost
-    classes: tuple[OperationCost, ...]
-    parts: tuple[OperationCost, ...]
+    classes: tuple[OperationGroup, ...]
+    parts: tuple[OperationGroup, ...]
     loops: tuple[LoopCost, ...]
     sparse_core: tuple[NamedOperation, ...]
     table_copies: tuple[NamedOperation, ...]
@@ -249,7 +249,7 @@ def compile_report(
     features: Any = None,
     name: str = TRAIN_STEP,
     topology: str = "",
-    others: Iterable[Program] = (),
+    others: Iterable[UncompiledProgram] = (),
 ) -> CompileReport:
     """Compiles a train step ahead of time and reports its memory and traffic.
 
@@ -327,9 +327,9 @@ def compile_report(
 def _traffic(program: ProgramCost, plan: EmbeddingPlan) -> ProgramTraffic:
     tables = _dims_of_tables(plan)
 
-    def summary(name: str, operations: Iterable[Operation]) -> OperationCost:
+    def summary(name: str, operations: Iterable[HloOperation]) -> OperationGroup:
         operations = list(operations)
-        return OperationCost(
+        return OperationGroup(
             name=name,
             num_operations=len(operations),
             cost=cost_of(total(operations), plan.hardware),
@@ -366,13 +366,13 @@ def _dims_of_tables(plan: EmbeddingPlan) -> set[tuple[int, ...]]:
     return shapes | {shape[::-1] for shape in shapes}
 
 
-def _copies_table(operation: Operation, tables: set[tuple[int, ...]]) -> bool:
+def _copies_table(operation: HloOperation, tables: set[tuple[int, ...]]) -> bool:
     """Returns True if an operation copies a whole table within HBM."""
     is_copy = operation.operation_class == "copy" and operation.part != "dense"
     return is_copy and operation.dims in tables and _stays_in_hbm(operation)
 
 
-def _moves_table(operation: Operation, tables: set[tuple[int, ...]]) -> bool:
+def _moves_table(operation: HloOperation, tables: set[tuple[int, ...]]) -> bool:
     """Returns True if an operation moves a table or a piece between HBM and VMEM."""
     is_copy = operation.operation_class == "copy" and operation.part != "dense"
     is_table = not tables.isdisjoint((operation.dims, *operation.operand_dims))
@@ -380,17 +380,17 @@ def _moves_table(operation: Operation, tables: set[tuple[int, ...]]) -> bool:
     return is_copy and is_table and is_move
 
 
-def _stays_in_hbm(copy: Operation) -> bool:
+def _stays_in_hbm(copy: HloOperation) -> bool:
     """Returns True for a copy within HBM, False for one from or to VMEM."""
     return copy.traffic.hbm_bytes >= 2 * copy.result_bytes * copy.num_runs
 
 
 def _select_operations(
-    program: ProgramCost, keep: Callable[[Operation], bool]
+    program: ProgramCost, keep: Callable[[HloOperation], bool]
 ) -> tuple[NamedOperation, ...]:
     """Returns the operations that `keep` selects; data-dependent loops come last."""
 
-    def named(operations: Iterable[Operation], runs: Runs) -> list[NamedOperation]:
+    def named(operations: Iterable[HloOperation], runs: Runs) -> list[NamedOperation]:
         return [
             NamedOperation(
                 name=operation.name,

@@ -21,7 +21,7 @@ def small_chip(capacity):
 
 
 def test_arrays_that_a_program_does_not_use_count():
-    program = compile_report.Program(
+    program = compile_report.UncompiledProgram(
         name="sum",
         resident={"tables": {"stack": ROWS}, "slots": ROWS, "dense": FLOATS},
         inputs=(FLOATS,),
@@ -37,7 +37,7 @@ def test_arrays_that_a_program_does_not_use_count():
 
 @pytest.mark.parametrize(("spare", "fits"), [(0, True), (-1, False)])
 def test_a_program_without_device_code_needs_what_lies_there(spare, fits):
-    program = compile_report.Program(
+    program = compile_report.UncompiledProgram(
         name="save", resident={"tables": ROWS, "dense": FLOATS}
     )
     found = compile_report.program_memory(program, small_chip(20000 + spare))
@@ -47,7 +47,7 @@ def test_a_program_without_device_code_needs_what_lies_there(spare, fits):
 
 
 def test_required_memory_above_capacity_does_not_fit():
-    program = compile_report.Program(
+    program = compile_report.UncompiledProgram(
         name="make", resident={}, function=lambda _: jnp.zeros((1000,)), note="a remark"
     )
     assert compile_report.program_memory(program, small_chip(2**20)).memory.fits
@@ -68,7 +68,7 @@ def test_required_memory_above_capacity_does_not_fit():
 
 def test_a_run_that_fits_says_how_many_programs_it_has():
     save = compile_report.program_memory(
-        compile_report.Program(name="save", resident={}), CPU
+        compile_report.UncompiledProgram(name="save", resident={}), CPU
     )
     text = compile_report.format_report(dataclasses.replace(REPORT, others=(save,)))
     assert "every program of the run fits (2 of them)" in text
