@@ -71,6 +71,20 @@ class Picture:
         self._parts.append(f'<path class="arrow" d="M{x0} {y0} L{x1 - 7} {y1}"/>')
         self._tip(x1, y1, "tip")
 
+    def drop(self, x: float, y0: float, y1: float) -> None:
+        """Draws a step within a device; downwards."""
+        self._parts.append(f'<path class="arrow" d="M{x} {y0} L{x} {y1 - 7}"/>')
+        corners = f"{x},{y1} {x - 5},{y1 - 9} {x + 5},{y1 - 9}"
+        self._parts.append(f'<polygon class="tip" points="{corners}"/>')
+
+    def row(
+        self, x: float, y: float, width: float, name: str, phrase: str, style: str
+    ) -> None:
+        """Draws a box 34 high with a name and, at its right half, a phrase."""
+        self.box(x, y, width, 34, style)
+        self.text(x + 12, y + 22, name, "head left")
+        self.text(x + 165, y + 22, phrase, "small left")
+
     def wire(self, x0: float, y0: float, x1: float, y1: float, words: str) -> None:
         """Draws an exchange between devices: down or up, then into a box."""
         down = 1 if y1 > y0 else -1
@@ -81,8 +95,18 @@ class Picture:
         self._tip(x1, y1, "wiretip")
         self.text(x0 + 8, (y0 + y1) / 2 + 4, words, "small left")
 
-    def _tip(self, x: float, y: float, style: str) -> None:
-        corners = f"{x},{y} {x - 9},{y - 5} {x - 9},{y + 5}"
+    def exchange(self, x0: float, y: float, x1: float) -> None:
+        """Draws an exchange between devices; horizontal."""
+        self._parts.append(f'<path class="wire" d="M{x0} {y} L{x1 - 8} {y}"/>')
+        self._tip(x1, y, "wiretip")
+
+    def back(self, x0: float, y: float, x1: float) -> None:
+        """Draws an arrow to the left."""
+        self._parts.append(f'<path class="arrow" d="M{x0} {y} L{x1 + 7} {y}"/>')
+        self._tip(x1, y, "tip", -1)
+
+    def _tip(self, x: float, y: float, style: str, sign: int = 1) -> None:
+        corners = f"{x},{y} {x - 9 * sign},{y - 5} {x - 9 * sign},{y + 5}"
         self._parts.append(f'<polygon class="{style}" points="{corners}"/>')
 
     def svg(self) -> str:
@@ -188,10 +212,121 @@ def draw_packing() -> str:
     return picture.svg()
 
 
+def draw_house() -> str:
+    """Draws the library's folders in the order of imports, and the tools beside it."""
+    picture = Picture(
+        1000, 640, "The library's folders in the order of imports, and the tools"
+    )
+    picture.box(5, 5, 590, 630, "lane")
+    picture.text(20, 30, "tpu_embedding: the library", "head left")
+    rows = {
+        "export/": "programs, files and deltas for serving",
+        "checkpoint/": "save, restore, tables of other libraries",
+        "nn/": "Flax NNX and Linen: parameters and lookup",
+        "functional/": "a step on explicit arrays, without Flax",
+        "gradients": "sum, norm and clipping of a model's gradients",
+        "inputs/": "ids on the host: checked, padded, split",
+        "stages": "",
+        "plan/": "every fact that is fixed before a step",
+        "config": "tables and features, as the user declares them",
+        "optimizers/": "rules, and what each asks of a row",
+        "rows/": "rows in memory: gather, add, update",
+    }
+    y = 46
+    for name, phrase in rows.items():
+        if name == "stages":
+            for left, stage, words in (
+                (20, "lookup/", "ids to rows, and back"),
+                (212, "update/", "a rule on touched rows"),
+                (404, "tables/", "values of whole tables"),
+            ):
+                picture.box(left, y, 176, 56, "orange")
+                picture.text(left + 88, y + 23, stage, "head")
+                picture.text(left + 88, y + 43, words, "small")
+            y += 64
+            continue
+        picture.row(20, y, 560, name, phrase, "blue")
+        y += 42
+    for names in (
+        "combiners, initializers, metrics/, placement",
+        "types, hardware, distributed/, checks of arguments",
+    ):
+        picture.box(20, y, 560, 34)
+        picture.text(32, y + 22, names, "left")
+        y += 42
+    picture.text(20, 626, "a folder imports only from those below it", "small left")
+
+    picture.box(665, 5, 330, 340, "lane")
+    picture.text(680, 30, "tpu_embedding.tools", "head left")
+    y = 46
+    for name, phrase in (
+        ("cli/", "the command"),
+        ("doctor/", "check a machine"),
+        ("launch/", "scripts for clouds"),
+        ("train/", "the training loop"),
+        ("compile_report/", "fit and traffic"),
+        ("data/", "readers of files"),
+        ("jobs/", "processes of a run"),
+    ):
+        picture.row(680, y, 300, name, phrase, "green")
+        y += 42
+    picture.back(665, 175, 595)
+    picture.text(630, 165, "imports", "small")
+    return picture.svg()
+
+
+def draw_gradient() -> str:
+    """Draws the way of a gradient from the loss into a table."""
+    picture = Picture(1000, 330, "The way of a gradient from the loss into a table")
+    lanes = (
+        (5, "compute_gradients: lookup/ sends the gradients of round 1"),
+        (
+            170,
+            "apply_gradients: update/ asks lookup/ for each later round",
+        ),
+    )
+    for top, title in lanes:
+        picture.box(5, top, 990, 150, "lane")
+        picture.text(20, top + 24, title, "head left")
+    for top, first, waiting in (
+        (46, "cotangents", ("of all activations,", "and their ids")),
+        (211, "waiting ids", ("and cotangents,", "on their device")),
+    ):
+        picture.stage(20, top, first, *waiting, style="blue")
+        picture.stage(
+            215, top, "spread", "one gradient", "per unique row", style="orange"
+        )
+        picture.stage(
+            410, top, "merge", "sum over devices:", "each row once", style="orange"
+        )
+        picture.arrow(170, top + 38, 215, top + 38)
+        picture.exchange(365, top + 38, 410)
+        picture.arrow(560, top + 38, 605, top + 38)
+    picture.stage(
+        605,
+        46,
+        "TableGradients",
+        "rows of round 1,",
+        "and the waiting ids",
+        style="blue",
+    )
+    picture.stage(
+        605, 211, "rule", "rows of one round,", "table and slots", style="green"
+    )
+    picture.drop(680, 122, 211)
+    picture.text(692, 145, "round 1", "small left")
+    picture.arrow(755, 249, 800, 249)
+    picture.stage(800, 211, "add", "to table and slots,", "in place", style="green")
+    picture.text(20, 309, "runs while ids wait; without skew, none do", "small left")
+    return picture.svg()
+
+
 PICTURES: Final[dict[str, Callable[[], str]]] = {
     "lookup.svg": draw_lookup,
     "rounds.svg": draw_rounds,
     "packing.svg": draw_packing,
+    "house.svg": draw_house,
+    "gradient.svg": draw_gradient,
 }
 
 
