@@ -26,7 +26,9 @@ from tpu_embedding.rows.packed_rows import RowLayout, pack_rows
 
 @functools.partial(jax.jit, static_argnames=("layout", "backends"))
 def jitted_combine(rows, places, poolings, layout, backends):
-    return combine(pack_rows(rows, layout), places, poolings, backends)
+    return combine(
+        pack_rows(rows, layout, backends.kernels), places, poolings, backends
+    )
 
 
 def check(poolings, layout, backends=XLA):
@@ -73,9 +75,7 @@ def test_dims(dim, line_lanes):
 @pytest.mark.parametrize("case", KERNEL_CASES)
 def test_kernels(case):
     dim, num_rows, num_samples, forms, pool, _ = KERNELS[case]
-    layout = RowLayout(
-        num_rows=num_rows, row_shape=(dim,), line_lanes=128, backend="interpreter"
-    )
+    layout = RowLayout(num_rows=num_rows, row_shape=(dim,), line_lanes=128)
     poolings = [pooling_of(form, num_samples) for form in forms]
     backends = kernel_backends(layout, poolings)
     assert (backends.pool.backend == "xla") == (pool == "xla")

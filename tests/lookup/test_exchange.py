@@ -30,6 +30,7 @@ from tpu_embedding.lookup._exchange import (
     send_requests,
 )
 from tpu_embedding.lookup._route import IdsByRow, Round
+from tpu_embedding.rows.kernels.kernel_access import KernelAccess
 from tpu_embedding.rows.packed_rows import RowLayout, pack_rows, unpack_rows
 
 ROWS_PER_SHARD = 9
@@ -77,7 +78,7 @@ SIZES = {
 
 
 @functools.cache
-def round_trip(num_shards, size, layout):
+def round_trip(num_shards, size, layout, kernels):
     """Compiles requests, rows to the sources, and gradients to the owners."""
     plan = plan_of(num_shards, ROWS_PER_SHARD, layout.dim)
     stack = dataclasses.replace(plan.stacks[0], layout=layout)
@@ -94,8 +95,9 @@ def round_trip(num_shards, size, layout):
             is_last=jnp.ones((), bool),
         )
         requests = send_requests(current, size, stack)
-        fetched = fetch_rows(pack_rows(rows, layout), requests, stack, plan)
-        sent = pack_rows(gradients, layout.buffer_layout(size.sent_rows))
+        table = pack_rows(rows, layout, kernels)
+        fetched = fetch_rows(table, requests, stack, plan)
+        sent = pack_rows(gradients, table.buffer_layout(size.sent_rows))
         received = send_gradients(sent, requests, stack, plan)
         assert received.layout.num_rows == size.received_rows
         return requests.row_ids, unpack_rows(fetched), unpack_rows(received)
@@ -103,13 +105,13 @@ def round_trip(num_shards, size, layout):
     return on_shards(run, plan)
 
 
-def check_round_trip(num_shards, size, layout, sent):
+def check_round_trip(num_shards, size, layout, sent, kernels=None):
     generator = np.random.default_rng(num_shards)
     table = generator.normal(size=(num_shards, ROWS_PER_SHARD, layout.dim))
     table = table.astype(np.float32)
     gradients = generator.normal(size=(num_shards, size.sent_rows, layout.dim))
     gradients = gradients.astype(np.float32)
-    row_ids, fetched, received = round_trip(num_shards, size, layout)(
+    row_ids, fetched, received = round_trip(num_shards, size, layout, kernels)(
         np.stack([buckets_of(of_source, size) for of_source in sent]),
         np.array([[len(x) for x in of_source] for of_source in sent], np.int32),
         table,
@@ -154,11 +156,10 @@ def test_rows_and_gradients(num_shards, size, dim, line_lanes, requests):
 @needs_kernels
 @pytest.mark.parametrize("requests", [REQUESTS, NOTHING], ids=["some", "nothing"])
 def test_rows_and_gradients_in_lines(requests):
-    layout = RowLayout(
-        num_rows=ROWS_PER_SHARD, row_shape=(32,), line_lanes=128, backend="interpreter"
-    )
+    layout = RowLayout(num_rows=ROWS_PER_SHARD, row_shape=(32,), line_lanes=128)
     size = round_size_of(**SIZES["lines"], num_shards=3)
-    check_round_trip(3, size, layout, requests[3])
+    kernels = KernelAccess(backend="interpreter")
+    check_round_trip(3, size, layout, requests[3], kernels)
 
 
 QUANTIZATION = te.QuantizationConfig(num_buckets=5, lower=-1.0, upper=1.0)

@@ -35,7 +35,7 @@ def fold(keys, cotangents, ids_per_block, layout):
 
     def read_cotangents(ids):
         rows = gather_in_bounds(cotangents, ids)
-        return pack_rows(rows, layout.buffer_layout(ids.shape[0]))
+        return pack_rows(rows, layout.resized(ids.shape[0]))
 
     def body(carry, gradients, row_range):
         sums, visits, ends, turn = carry

@@ -369,7 +369,7 @@ def test_kernels_change_no_result(case, dim, num_devices, capacity, exchange):
         hardware="v5p",
         kernels="interpreter",
     )
-    assert plan.stacks[0].layout.backend == "interpreter"
+    assert plan.stacks[0].kernels.backend == "interpreter"
     check_against_reference(plan, batch_of(case))
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import needs_kernels
 from tpu_embedding.lookup._merge import merge
+from tpu_embedding.rows.kernels.kernel_access import KernelAccess
 from tpu_embedding.rows.packed_rows import RowLayout, pack_rows
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -23,12 +24,16 @@ CASES = {
 }
 
 
-@functools.partial(jax.jit, static_argnames=("bound", "layout"))
-def jitted_merge(row_ids, gradients, bound, layout):
-    return merge(row_ids, pack_rows(gradients, layout), bound).as_row_updates()
+KERNELS = KernelAccess(backend="interpreter")
 
 
-def check(row_ids, num_rows, bound, dim=3, **layout):
+@functools.partial(jax.jit, static_argnames=("bound", "layout", "kernels"))
+def jitted_merge(row_ids, gradients, bound, layout, kernels):
+    gradients = pack_rows(gradients, layout, kernels)
+    return merge(row_ids, gradients, bound).as_row_updates()
+
+
+def check(row_ids, num_rows, bound, dim=3, kernels=None, **layout):
     """Merges integers, whose sums are exact in any order."""
     row_ids = np.asarray(row_ids, np.int32)
     gradients = np.random.default_rng(0).integers(-9, 9, (len(row_ids), dim))
@@ -36,7 +41,7 @@ def check(row_ids, num_rows, bound, dim=3, **layout):
     is_used = row_ids != PADDING_ROW_ID
     gradients[~is_used] = np.nan
     layout = RowLayout(num_rows=len(row_ids), row_shape=(dim,), **layout)
-    merged = jitted_merge(row_ids, gradients, bound, layout)
+    merged = jitted_merge(row_ids, gradients, bound, layout, kernels)
     result = np.zeros((num_rows, dim))
     is_row = np.asarray(merged.row_ids) != PADDING_ROW_ID
     assert (np.asarray(merged.values)[~is_row] == 0).all()
@@ -59,7 +64,7 @@ def test_equals_numpy(case, bound):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dim", [8, 32])
 def test_rows_that_share_lines(case, dim):
-    check(CASES[case] * 5, 8, 1000, dim, line_lanes=128, backend="interpreter")
+    check(CASES[case] * 5, 8, 1000, dim, KERNELS, line_lanes=128)
 
 
 @pytest.mark.quick_cases("5000", "1", "0")

@@ -15,9 +15,7 @@ every_size = pytest.mark.parametrize(("dim", "num_samples"), SIZES)
 
 
 def lines_for(dim, num_samples):
-    layout = RowLayout(
-        num_rows=512 // dim, row_shape=(dim,), line_lanes=128, backend="interpreter"
-    )
+    layout = RowLayout(num_rows=512 // dim, row_shape=(dim,), line_lanes=128)
     return SampleLines(num_samples=num_samples, layout=layout)
 
 
@@ -28,7 +26,7 @@ def test_samples_of_a_line_are_a_stride_apart(dim, num_samples):
     assert lines.lines_per_feature == num_samples // k
     features = [jnp.array(integers(num_samples, dim, seed=i)) for i in (1, 2)]
     packed = lines.pack(features)
-    assert packed.layout == lines.layout.buffer_layout(2 * num_samples)
+    assert packed.layout == lines.layout.resized(2 * num_samples)
     assert packed.lines.shape == (2 * num_samples // k, 128)
     for i, feature in enumerate(features):
         picture = np.zeros((num_samples // k, 128))
@@ -84,6 +82,7 @@ def test_rows_are_read_into_lines(dim, num_samples):
         jnp.array(places, jnp.int32),
         sizes,
         valences,
+        "interpreter",
     )
     gathered = rows[np.minimum(places, num_rows - 1)]
     one, many, apart = np.split(gathered, [num_samples, 4 * num_samples])

@@ -69,9 +69,7 @@ def test_dims(dim):
 @pytest.mark.parametrize("case", KERNEL_CASES)
 def test_kernels(case):
     dim, num_rows, num_samples, forms, _, spread_backend = KERNELS[case]
-    layout = RowLayout(
-        num_rows=num_rows, row_shape=(dim,), line_lanes=128, backend="interpreter"
-    )
+    layout = RowLayout(num_rows=num_rows, row_shape=(dim,), line_lanes=128)
     poolings = [pooling_of(form, num_samples) for form in forms]
     backends = kernel_backends(layout, poolings)
     assert (backends.spread.backend == "xla") == (spread_backend == "xla")

@@ -8,6 +8,8 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
 from tpu_embedding.plan.backends import FeatureBatch, choose_for_batch
+from tpu_embedding.rows.access import with_room_for_kernels
+from tpu_embedding.rows.kernels.kernel_access import KernelAccess
 
 pytestmark = needs_kernels
 
@@ -40,7 +42,7 @@ def test_rows_out_of_reach(dim, num_rows, reason):
     for choice in stack.backends:
         assert choice.backend == "xla"
         assert reason in choice.reason
-    assert (stack.layout.backend, stack.layout.num_spare_rows) == ("xla", 0)
+    assert (stack.kernels, stack.layout.spare_lines) == (None, 0)
 
 
 def test_kernels_leave_narrow_rows_to_xla():
@@ -48,7 +50,7 @@ def test_kernels_leave_narrow_rows_to_xla():
     for choice in stack.backends:
         assert choice.backend == "xla"
         assert choice.reason == "kernels take rows of float32, not of bfloat16"
-    assert (stack.layout.backend, stack.layout.num_spare_rows) == ("xla", 0)
+    assert (stack.kernels, stack.layout.spare_lines) == (None, 0)
 
 
 @pytest.mark.parametrize("dim", [8, 128, 384])
@@ -58,7 +60,8 @@ def test_requested_kernels_are_chosen(dim):
     assert stack.backends.read.reason == "requested"
     assert stack.backends.update.reason == "requested"
     assert "; else xla" in stack.backends.pool.explanation
-    assert (stack.layout.backend, stack.layout.num_spare_rows) == ("interpreter", 1)
+    assert stack.kernels == KernelAccess(backend="interpreter")
+    assert stack.layout == with_room_for_kernels(stack.layout)
 
 
 NO_UPDATE = {

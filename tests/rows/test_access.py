@@ -15,7 +15,9 @@ from tpu_embedding.rows.access import (
     replace_rows,
     replace_stored_rows,
     update_packed,
+    with_room_for_kernels,
 )
+from tpu_embedding.rows.kernels.kernel_access import KernelAccess
 from tpu_embedding.rows.kernels.kernel_bodies import KernelBody
 from tpu_embedding.rows.narrow_rows import encode_rows
 from tpu_embedding.rows.packed_rows import (
@@ -37,13 +39,10 @@ LAYOUTS = {
     for lanes, dims in {None: (1, 3, 200), 128: (1, 3, 16, 100, 128, 200)}.items()
     for dim in dims
 } | {"scalar": RowLayout(num_rows=NUM_ROWS, row_shape=(), line_lanes=128)}
+KERNELS = KernelAccess(backend="interpreter")
 KERNEL_LAYOUTS = {
-    f"dim{dim}-kernels": RowLayout(
-        num_rows=NUM_ROWS,
-        row_shape=(dim,),
-        line_lanes=128,
-        backend="interpreter",
-        num_spare_rows=1,
+    f"dim{dim}-kernels": with_room_for_kernels(
+        RowLayout(num_rows=NUM_ROWS, row_shape=(dim,), line_lanes=128)
     )
     for dim in (16, 128, 256)
 }
@@ -86,17 +85,18 @@ def integers(layout, num_rows=None, seed=0):
     return np.random.default_rng(seed).integers(-99, 99, shape).astype(np.float32)
 
 
-def check_gather(layout):
+def check_gather(layout, kernels=None):
     rows = integers(layout)
     ids = np.array([36, 0, 0, 7, 8, 36, 35, 37, 41, 1000, PADDING_ROW_ID], np.int32)
-    packed = pack_rows(jnp.array(rows), layout)
+    packed = pack_rows(jnp.array(rows), layout, kernels)
     expected = rows[np.minimum(ids, NUM_ROWS - 1)]
     gathered = jitted_gather(packed, jnp.array(ids))
-    assert gathered.layout == layout.buffer_layout(len(ids))
+    assert gathered.layout == packed.buffer_layout(len(ids))
+    assert gathered.kernels == kernels
     assert gathered.lines.shape == gathered.layout.lines_shape
     np.testing.assert_array_equal(unpack_rows(gathered), expected)
     none = gather_packed(packed, jnp.zeros(0, jnp.int32))
-    assert none.lines.shape == layout.buffer_layout(0).lines_shape
+    assert none.lines.shape == packed.buffer_layout(0).lines_shape
 
 
 @every_layout
@@ -107,7 +107,7 @@ def test_gather(layout):
 @needs_kernels
 @kernel_layouts
 def test_gather_by_kernel(layout):
-    check_gather(layout)
+    check_gather(layout, KERNELS)
 
 
 def test_gather_keeps_every_bit():
@@ -172,7 +172,7 @@ def test_add_to_rows_takes_no_order(layout):
 @needs_kernels
 @kernel_layouts
 def test_add_nothing_by_kernel(layout):
-    packed = pack_rows(jnp.array(integers(layout)), layout)
+    packed = pack_rows(jnp.array(integers(layout)), layout, KERNELS)
     ids = jnp.zeros(0, jnp.int32)
     added = add_to_rows(packed, ids, jnp.zeros((0, layout.dim)))
     np.testing.assert_array_equal(added.lines, packed.lines)
@@ -190,7 +190,7 @@ def test_gather_of_narrow_rows(layout):
     assert packed.lines.shape == layout.lines_shape
     np.testing.assert_array_equal(unpack_rows(packed), rows)
     gathered = jitted_gather(packed, jnp.array(ids))
-    assert gathered.layout == layout.buffer_layout(len(ids))
+    assert gathered.layout == packed.buffer_layout(len(ids))
     found = unpack_rows(gathered)
     assert found.dtype == jnp.float32
     np.testing.assert_array_equal(found, rows[np.minimum(ids, NUM_ROWS - 1)])
@@ -309,15 +309,13 @@ def test_replace_rows_of_other_types(dtype):
 @needs_kernels
 @pytest.mark.parametrize("dim", [128, 256])
 def test_sums_within_the_kernel_that_reads(dim):
-    layout = RowLayout(
-        num_rows=NUM_ROWS, row_shape=(dim,), line_lanes=128, backend="interpreter"
-    )
+    layout = RowLayout(num_rows=NUM_ROWS, row_shape=(dim,), line_lanes=128)
     rows = integers(layout)
     sizes, valences = [8, 16], [3, 1]
     ids = np.random.default_rng(2).integers(0, NUM_ROWS, 40).astype(np.int32)
     ids[::9] = PADDING_ROW_ID  # read as the last row
     packed = pack_rows(jnp.array(rows), layout)
-    summed, single = gather_sums(packed, jnp.array(ids), sizes, valences)
+    summed, single = gather_sums(packed, jnp.array(ids), sizes, valences, "interpreter")
     values = rows[np.minimum(ids, NUM_ROWS - 1)]
     np.testing.assert_array_equal(summed, values[:24].reshape(3, 8, dim).sum(axis=0))
     np.testing.assert_array_equal(single, values[24:])
@@ -347,12 +345,11 @@ def test_update_packed(layout, num_ids):
     ids[where] = used
     gradients = integers(layout, num_ids or 1, seed=4)[:num_ids]
     counts = np.arange(num_ids, dtype=np.float32)
-    buffer_layout = layout.buffer_layout(num_ids)
     arrays, row_scalars = update_packed(
         KernelBody(run=count_and_add),
-        [pack_rows(jnp.array(x), layout) for x in (table, slot)],
+        [pack_rows(jnp.array(x), layout, KERNELS) for x in (table, slot)],
         jnp.array(ids),
-        pack_rows(jnp.array(gradients), buffer_layout),
+        pack_rows(jnp.array(gradients), layout.resized(num_ids)),
         [jnp.float32(2.0)],
         [jnp.array(counts)],
     )

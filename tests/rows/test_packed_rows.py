@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.rows.access import add_to_rows, gather_rows
+from tpu_embedding.rows.access import add_to_rows, gather_rows, with_room_for_kernels
+from tpu_embedding.rows.kernels.kernel_access import KernelAccess
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,
@@ -41,20 +42,27 @@ LAYOUTS |= {
     )
     for lanes in (None, 128)
 }
+KERNELS = KernelAccess(backend="interpreter")
+KERNEL_LAYOUTS = {
+    f"dim{dim}-kernels": with_room_for_kernels(
+        RowLayout(num_rows=num_rows, row_shape=(dim,), line_lanes=128)
+    )
+    for dim, num_rows in {8: 37, 16: 40, 64: 300, 128: 37, 256: 40}.items()
+}
 if jax.__version_info__ >= (0, 12):
-    LAYOUTS |= {
-        f"dim{dim}-kernels": RowLayout(
-            num_rows=num_rows,
-            row_shape=(dim,),
-            line_lanes=128,
-            backend="interpreter",
-            num_spare_rows=1,
-        )
-        for dim, num_rows in {8: 37, 16: 40, 64: 300, 128: 37, 256: 40}.items()
-    }
+    LAYOUTS |= KERNEL_LAYOUTS
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
-pack = functools.partial(jax.jit, static_argnames="layout")(pack_rows)
+
+def kernels_of(layout):
+    return KERNELS if layout in KERNEL_LAYOUTS.values() else None
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def pack(rows, layout):
+    return pack_rows(rows, layout, kernels_of(layout))
+
+
 unpack = jax.jit(unpack_rows)
 gather = jax.jit(gather_rows)
 add = jax.jit(add_to_rows)
@@ -128,27 +136,25 @@ def test_layout_of_one_value_per_row():
 
 
 @pytest.mark.parametrize(
-    ("row_shape", "dtype", "backend"),
+    ("row_shape", "dtype", "kernels"),
     [
-        ((16,), jnp.float32, "interpreter"),
-        ((16,), jnp.bfloat16, "xla"),
-        ((), jnp.float32, "xla"),
-        ((8,), jnp.float32, "xla"),
+        ((16,), jnp.float32, KERNELS),
+        ((16,), jnp.bfloat16, None),
+        ((), jnp.float32, None),
+        ((8,), jnp.float32, None),
     ],
 )
-def test_kernels_reach_slots_that_are_like_the_table(row_shape, dtype, backend):
-    layout = RowLayout(
-        num_rows=300,
-        row_shape=(16,),
-        line_lanes=128,
-        backend="interpreter",
-        num_spare_rows=1,
+def test_kernels_reach_slots_that_are_like_the_table(row_shape, dtype, kernels):
+    layout = with_room_for_kernels(
+        RowLayout(num_rows=304, row_shape=(16,), line_lanes=128)
     )
-    slot = layout.slot_layout(jax.ShapeDtypeStruct(row_shape, dtype))
+    table = PackedRows(lines=None, layout=layout, kernels=KERNELS)
+    row = jax.ShapeDtypeStruct(row_shape, dtype)
+    assert table.slot_kernels(row) == kernels
+    slot = layout.slot_layout(row)
     assert slot.row_shape == row_shape
-    assert slot.backend == backend
     # A pass over all lines needs slots of as many lines as the table has.
-    assert slot.num_spare_rows == int(row_shape == (16,))
+    assert slot.spare_lines == int(row_shape == (16,))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +209,10 @@ def test_gather_reads_exact_bits_whatever_the_neighbours_hold(layout):
         lines[-1, end - unused * layout.dim : end] = np.nan
     ids = ids_of(layout)
     lines = lines.reshape(layout.lines_shape)
-    result = gather(PackedRows(lines=jnp.asarray(lines), layout=layout), ids)
+    packed = PackedRows(
+        lines=jnp.asarray(lines), layout=layout, kernels=kernels_of(layout)
+    )
+    result = gather(packed, ids)
     assert result.shape == (len(ids), *layout.row_shape)
     assert result.dtype == jnp.float32
     expected = rows[np.minimum(ids, layout.num_rows - 1)]
@@ -391,33 +400,26 @@ def test_values_of_rows_by_lane(dim):
     np.testing.assert_array_equal(result[:, : expected.shape[1]], expected)
 
 
-@pytest.mark.parametrize("backend", ["xla", "interpreter"])
+@pytest.mark.parametrize("kernels", [None, KERNELS], ids=["xla", "kernels"])
 @pytest.mark.parametrize("dim", [16, 200])
-def test_layout_of_buffers(dim, backend):
-    layout = RowLayout(
-        num_rows=37,
-        row_shape=(dim,),
-        line_lanes=128,
-        backend=backend,
-        num_spare_rows=int(backend != "xla"),
-    )
-    buffer = layout.buffer_layout(9)
-    assert (buffer.num_rows, buffer.num_spare_rows) == (9, 0)
-    assert (buffer.row_shape, buffer.backend) == ((dim,), backend)
-    assert buffer.line_lanes == (None if backend == "xla" else 128)
+def test_layout_of_buffers(dim, kernels):
+    layout = RowLayout(num_rows=37, row_shape=(dim,), line_lanes=128)
+    if kernels is not None:
+        layout = with_room_for_kernels(layout)
+    buffer = PackedRows(lines=None, layout=layout, kernels=kernels).buffer_layout(9)
+    assert (buffer.num_rows, buffer.spare_lines) == (9, 0)
+    assert buffer.row_shape == (dim,)
+    assert buffer.line_lanes == (None if kernels is None else 128)
+    assert buffer.resized(3) == dataclasses.replace(buffer, num_rows=3)
 
 
 @pytest.mark.parametrize(
-    ("dim", "num_rows", "num_spare_rows", "num_lines"),
-    [(16, 8, 0, 1), (16, 8, 1, 2), (16, 7, 1, 1), (128, 9, 1, 10), (256, 9, 0, 9)]
-    + [(256, 9, 1, 16), (256, 7, 1, 8), (256, 8, 1, 16)],
+    ("dim", "num_rows", "has_room", "num_lines"),
+    [(16, 8, False, 1), (16, 8, True, 2), (16, 7, True, 1), (128, 9, True, 10)]
+    + [(256, 9, False, 9), (256, 9, True, 16), (256, 7, True, 8), (256, 8, True, 16)],
 )
-def test_lines_with_spare_rows(dim, num_rows, num_spare_rows, num_lines):
-    layout = RowLayout(
-        num_rows=num_rows,
-        row_shape=(dim,),
-        line_lanes=128,
-        backend="interpreter",
-        num_spare_rows=num_spare_rows,
-    )
+def test_room_for_kernels(dim, num_rows, has_room, num_lines):
+    layout = RowLayout(num_rows=num_rows, row_shape=(dim,), line_lanes=128)
+    if has_room:
+        layout = with_room_for_kernels(layout)
     assert layout.num_lines == num_lines

@@ -90,7 +90,7 @@ def kernel_plan(num_rows, dim, optimizer):
         [num_rows], dim, optimizer, hardware="v5p", kernels="interpreter"
     )
     assert stack.backends.update.backend == "interpreter", stack.backends.update
-    assert stack.layout.num_spare_rows == 1
+    assert stack.kernels is not None
     return plan, stack
 
 
@@ -103,7 +103,7 @@ def test_each_kind_of_state(dim):
     num_rows = 20
     plan, stack = kernel_plan(num_rows, dim, mixed())
     rows = integers((num_rows, dim))
-    table = packed(rows, stack.layout)
+    table = packed(rows, stack.layout, stack.kernels)
     state: Any = init_state(table, stack, plan)
     momenta, lasts = 2 * rows, np.zeros_like(rows)
     levels, peaks = np.ones(num_rows, np.float32), np.zeros(num_rows, np.float32)
@@ -142,7 +142,7 @@ def without_row(table, state, row):
     def clear(slot):
         rows = np.array(unpack_rows(slot))
         rows[row] = 0
-        return packed(rows, slot.layout)
+        return packed(rows, slot.layout, slot.kernels)
 
     state = state._replace(momenta=clear(state.momenta), levels=clear(state.levels))
     return clear(table), state
@@ -155,11 +155,13 @@ def test_other_rows_keep_their_bits():
     touched, untouched = [3, 19], np.setdiff1d(np.arange(20), [3, 19])
     reference = Counted(rows)
     rows[untouched] = np.resize(NASTY, (18, 16))
-    table = packed(rows, stack.layout)
+    table = packed(rows, stack.layout, stack.kernels)
     state = CountedState(
         jnp.int32(0),
-        packed(np.where(np.isfinite(rows), 2 * rows, rows), stack.layout),
-        packed(np.resize(NASTY[::-1], (20, 16)), stack.layout),
+        packed(
+            np.where(np.isfinite(rows), 2 * rows, rows), stack.layout, stack.kernels
+        ),
+        packed(np.resize(NASTY[::-1], (20, 16)), stack.layout, stack.kernels),
         None,
     )
     before = [table, state.momenta, state.lasts]
@@ -182,7 +184,7 @@ def test_other_rows_keep_their_bits():
 def test_rounds_count_once():
     plan, stack = kernel_plan(20, 16, counted(has_hits=False))
     rows = integers((20, 16))
-    reference, table = Counted(rows), packed(rows, stack.layout)
+    reference, table = Counted(rows), packed(rows, stack.layout, stack.kernels)
     state = init_state(table, stack, plan)
     rounds = [[0, PADDING], [19, 7]]
     values = [integers((2, 16), seed) for seed in (1, 2)]

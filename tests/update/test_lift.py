@@ -24,6 +24,7 @@ from tests.update.update_cases import (
 )
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows
 from tpu_embedding.rows.access import add_to_rows
+from tpu_embedding.rows.kernels.kernel_access import KernelAccess
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, pack_rows, unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
 from tpu_embedding.update.lift import (
@@ -35,8 +36,8 @@ from tpu_embedding.update.lift import (
 )
 
 FILLED = {
-    "spare_rows": RowLayout(
-        num_rows=45, row_shape=(3,), line_lanes=128, num_spare_rows=1
+    "spare_lines": RowLayout(
+        num_rows=45, row_shape=(3,), line_lanes=128, spare_lines=1
     ),
     "unused_lanes": RowLayout(num_rows=6, row_shape=(200,), line_lanes=128),
     "narrow": RowLayout(
@@ -127,7 +128,7 @@ def test_init_lays_slots_out_like_the_table():
     assert state.hits.lines.dtype == jnp.int32
 
 
-@pytest.mark.quick_cases("spare_rows-adam", "unused_lanes-adagrad", "narrow-chain")
+@pytest.mark.quick_cases("spare_lines-adam", "unused_lanes-adagrad", "narrow-chain")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("layout", FILLED.values(), ids=FILLED)
 def test_slots_of_one_value_are_filled_like_packed_rows(name, layout):
@@ -223,21 +224,22 @@ def centralized(updates, state, params=None):
 
 NO_STATE = optax.EmptyState()
 ELEMENTWISE = counted(has_hits=False)
-KERNELS = RowLayout(num_rows=40, row_shape=(16,), line_lanes=128, backend="interpreter")
-WIDE = dataclasses.replace(KERNELS, row_shape=(128,))
+KERNELS = KernelAccess(backend="interpreter")
+SHARED = RowLayout(num_rows=40, row_shape=(16,), line_lanes=128, spare_lines=1)
+WIDE = dataclasses.replace(SHARED, row_shape=(128,))
 VIEWS: dict[str, Any] = {
-    "lines": (ELEMENTWISE, KERNELS, 16, (2, 128)),
-    "no_slots": (optax.sgd(0.5), KERNELS, 24, (3, 128)),
-    "rows_fill_no_line": (ELEMENTWISE, KERNELS, 12, (12, 16)),
+    "lines": (ELEMENTWISE, SHARED, 16, (2, 128)),
+    "no_slots": (optax.sgd(0.5), SHARED, 24, (3, 128)),
+    "rows_fill_no_line": (ELEMENTWISE, SHARED, 12, (12, 16)),
     "one_row_per_line": (ELEMENTWISE, WIDE, 16, (16, 128)),
-    "slot_of_single_values": (counted(), KERNELS, 16, (16, 16)),
+    "slot_of_single_values": (counted(), SHARED, 16, (16, 16)),
     "not_elementwise": (
         optax.GradientTransformation(lambda _: NO_STATE, centralized),
-        KERNELS,
+        SHARED,
         16,
         (16, 16),
     ),
-    "xla": (ELEMENTWISE, dataclasses.replace(KERNELS, backend="xla"), 16, (16, 16)),
+    "xla": (ELEMENTWISE, SHARED, 16, (16, 16)),
 }
 
 
@@ -256,7 +258,8 @@ def test_elementwise_rules_see_lines_that_kernels_wrote(name):
     lifted = lift_to_rows(optax.GradientTransformation(rule.init, update))
 
     def step(lines, row_ids, values):
-        table = PackedRows(lines=lines, layout=layout)
+        kernels = None if name == "xla" else KERNELS
+        table = PackedRows(lines=lines, layout=layout, kernels=kernels)
         updates = RowUpdates(row_ids=row_ids, values=values)
         return lifted.update(updates, lifted.init(table), table)[0].values
 

@@ -218,7 +218,7 @@ def gradients_of(row_ids, values, *, table_layout=None, occurrences=None):
     row_ids = np.asarray(row_ids, np.int32)
     values = np.where((row_ids == PADDING_ROW_ID)[:, None], np.nan, values)
     layout = table_layout or RowLayout(num_rows=1, row_shape=values.shape[1:])
-    layout = layout.buffer_layout(len(row_ids))
+    layout = layout.buffer_layout(len(row_ids), is_packed=table_layout is not None)
     if occurrences is not None:
         ids, squares = occurrences
         # As many ones as the squared norm.
@@ -356,6 +356,6 @@ def gradients_of_shards(row_ids, values, num_shards, num_places=6):
     return result
 
 
-def packed(rows, layout) -> PackedRows:
+def packed(rows, layout, kernels=None) -> PackedRows:
     """Packs NumPy rows."""
-    return pack_rows(jnp.asarray(rows), layout)
+    return pack_rows(jnp.asarray(rows), layout, kernels)

@@ -224,7 +224,10 @@ def _cotangent_reader(
     samples: SampleGradients, stack: TrainedStackPlan
 ) -> ReadCotangents:
     return cotangent_reader(
-        samples.cotangents, samples.poolings, stack.layout, samples.backends
+        samples.cotangents,
+        samples.poolings,
+        stack.buffer_layout(samples.max_unique_ids),
+        samples.backends,
     )
 
 
@@ -241,7 +244,7 @@ def _spread_and_send(
         samples.cotangents,
         ids_by_row,
         samples.poolings,
-        stack.layout.buffer_layout(size.sent_rows),
+        stack.buffer_layout(size.sent_rows),
         samples.backends,
     )
     return _send_to_owners(gradients, requests, size, stack, plan)

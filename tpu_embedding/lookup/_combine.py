@@ -127,14 +127,15 @@ def _pool_by_kernel(
         for pooling, valence in zip(poolings, valences, strict=True)
     ]
     sizes = [pooling.num_ids for pooling in remaining]
+    backend = backends.pool.kernel_backend
     lines = sample_lines(backends, rows.layout)
     if lines is None:
-        sums = gather_sums(rows, places, sizes, valences)
+        sums = gather_sums(rows, places, sizes, valences, backend)
         return [
             _pool(pooling, x, _column(pooling.gains))
             for pooling, x in zip(remaining, sums, strict=True)
         ]
-    sums = lines.gather(rows, places, sizes, valences)
+    sums = lines.gather(rows, places, sizes, valences, backend)
     return [
         lines.unpack(
             _pool(

@@ -195,16 +195,16 @@ def _quantized(rows: PackedRows, stack: StackPlan) -> PackedRows:
     if stack.quantization is None:
         return rows
     lines = quantize(rows.lines, stack.quantization)
-    return PackedRows(lines=lines, layout=rows.layout)
+    return dataclasses.replace(rows, lines=lines)
 
 
 def _cast(rows: PackedRows, dtype: Any) -> PackedRows:
-    return PackedRows(lines=rows.lines.astype(dtype), layout=rows.layout)
+    return dataclasses.replace(rows, lines=rows.lines.astype(dtype))
 
 
 def _exchange_padded(rows: PackedRows, stack: StackPlan) -> PackedRows:
     """Sends buckets of equal size, which fill lines. Per shard."""
-    return PackedRows(lines=exchange(rows.lines, stack), layout=rows.layout)
+    return dataclasses.replace(rows, lines=exchange(rows.lines, stack))
 
 
 @jax.named_scope("exchange")
@@ -226,13 +226,11 @@ def _exchange_ragged(
       stack: for the mesh axes.
       plan: for the platform.
     """
-    layout = rows.layout.buffer_layout(num_rows)
-    if not layout.is_flat:
-        lines = _move_ragged(rows.lines, sent, received, layout.num_lines, stack, plan)
-        return PackedRows(lines=lines, layout=layout)
-    column = rows.lines[:, None]
-    lines = _move_ragged(column, sent, received, layout.num_lines, stack, plan)
-    return PackedRows(lines=lines[:, 0], layout=layout)
+    layout = rows.layout.resized(num_rows)
+    lines = rows.lines[:, None] if layout.is_flat else rows.lines
+    lines = _move_ragged(lines, sent, received, layout.num_lines, stack, plan)
+    lines = lines[:, 0] if layout.is_flat else lines
+    return dataclasses.replace(rows, lines=lines, layout=layout)
 
 
 def _move_ragged(

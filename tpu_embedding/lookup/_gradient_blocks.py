@@ -171,7 +171,7 @@ def _sum_block(
     is_open = continues & (jnp.arange(ids_per_block, dtype=jnp.int32) == last)
     gradients = PackedRowGradients(
         row_ids=jnp.where(is_open, PADDING_ROW_ID, row_ids),
-        values=pack_rows(sums, layout.buffer_layout(ids_per_block)),
+        values=pack_rows(sums, layout.buffer_layout(ids_per_block, is_packed=False)),
     )
     # If padding ends the block, its place is beyond all rows; the sum is not used.
     open_sum = jnp.where(continues, sums[jnp.minimum(last, ids_per_block - 1)], 0.0)

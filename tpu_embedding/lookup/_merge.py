@@ -71,5 +71,5 @@ def _merge_few_rows(
         row_ids=unique_ids.at[ranks].set(
             sorted_ids, mode="drop", wrap_negative_indices=False
         ),
-        values=pack_rows(sums, gradients.layout.buffer_layout(num_rows)),
+        values=pack_rows(sums, gradients.layout.resized(num_rows), gradients.kernels),
     )

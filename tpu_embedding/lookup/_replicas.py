@@ -49,10 +49,9 @@ def gather_from_replicas(
     with jax.named_scope("replicas"):
         row_ids = gather(received.row_ids)
         lines = gather(received.values.lines)
-    layout = received.values.layout.buffer_layout(row_ids.shape[0])
-    return PackedRowGradients(
-        row_ids=row_ids, values=PackedRows(lines=lines, layout=layout)
-    )
+    layout = received.values.layout.resized(row_ids.shape[0])
+    values = dataclasses.replace(received.values, lines=lines, layout=layout)
+    return PackedRowGradients(row_ids=row_ids, values=values)
 
 
 def add_dense_gradients(
@@ -75,9 +74,7 @@ def add_dense_gradients(
     updates = received.as_row_updates()
     num_rows = round_up(stack.rows_per_shard, stack.layout.rows_per_line)
     # In lines, as the table: XLA:TPU would pad narrow rows to 128 lanes each.
-    layout = dataclasses.replace(
-        stack.layout.buffer_layout(num_rows), line_lanes=stack.layout.line_lanes
-    )
+    layout = stack.layout.buffer_layout(num_rows, is_packed=True)
     sums = add_to_rows(_zeros(layout, jnp.float32), updates.row_ids, updates.values)
     counts = add_to_rows(
         _zeros(RowLayout(num_rows=num_rows, row_shape=()), jnp.int32),
@@ -89,7 +86,7 @@ def add_dense_gradients(
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     return PackedRowGradients(
         row_ids=jnp.where(touches > 0, rows, PADDING_ROW_ID),
-        values=PackedRows(lines=lines, layout=sums.layout),
+        values=PackedRows(lines=lines, layout=layout, kernels=stack.kernels),
     )
 
 

@@ -16,6 +16,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.plan.backends import BatchBackends
+from tpu_embedding.rows.kernels.backend import KernelBackend
 from tpu_embedding.rows.kernels.row_kernels import read_rows
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, broadcast_to_lanes
 
@@ -25,8 +26,8 @@ class SampleLines:
     """The packing of the samples of features into lines.
 
     Attributes:
-      num_samples: of each feature.
-      layout: of the rows that are looked up; kernels read them.
+      num_samples: samples of each feature.
+      layout: packing of the exchange buffer.
     """
 
     num_samples: int
@@ -43,6 +44,7 @@ class SampleLines:
         places: Int[Array, " all_ids"],
         sizes: Sequence[int],
         valences: Sequence[int],
+        backend: KernelBackend,
     ) -> list[Float[Array, "_ lanes"]]:
         """Reads rows into lines of samples; sums them where a sample has several ids.
 
@@ -52,13 +54,13 @@ class SampleLines:
             come the first ids of all samples, then the second ids, and so on.
           sizes: sums of rows of each feature, a multiple of its samples.
           valences: rows of each sum.
+          backend: runs the kernel.
         """
-        assert self.layout.backend != "xla"
         return read_rows(
             rows.lines,
             jnp.minimum(places, rows.layout.num_rows - 1),
             self.layout.dim,
-            self.layout.backend,
+            backend,
             sizes=sizes,
             valences=valences,
             row_stride=self.lines_per_feature,
@@ -68,7 +70,7 @@ class SampleLines:
         """Puts the samples of features into lines, one feature after the other."""
         return PackedRows(
             lines=jnp.concatenate([self.lines_of(x) for x in features]),
-            layout=self.layout.buffer_layout(len(features) * self.num_samples),
+            layout=self.layout.resized(len(features) * self.num_samples),
         )
 
     def lines_of(self, feature: Float[Array, "samples dim"]) -> Float[Array, "_ lanes"]:
@@ -109,7 +111,7 @@ def sample_lines(backends: BatchBackends, layout: RowLayout) -> SampleLines | No
 
     Args:
       backends: the choice for this batch.
-      layout: of the rows that are looked up.
+      layout: packing of the exchange buffer.
     """
     if backends.samples_per_feature is None:
         return None

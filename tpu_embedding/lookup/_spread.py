@@ -4,6 +4,7 @@ The transpose of `combine`: each id adds its sample's cotangent, times gain and 
 to the gradient of its row in the exchange buffer.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -91,16 +92,17 @@ def cotangent_reader(
     Args:
       cotangents: per feature of the stack.
       poolings: the features of the stack.
-      layout: of the exchange buffer, or of the table.
+      layout: packing of the exchange buffer.
       backends: the choice for this batch.
     """
     cotangents = scale_samples(cotangents, poolings)
     num_samples = sum(pooling.num_samples for pooling in poolings)
     lines = sample_lines(backends, layout)
     if lines is None:
-        samples = concatenate_rows(cotangents, layout.buffer_layout(num_samples))
+        samples = concatenate_rows(cotangents, layout.resized(num_samples))
     else:
         samples = lines.pack(cotangents)
+    samples = dataclasses.replace(samples, kernels=backends.kernels)
     sample_ids, gains = _sample_of_each_id(poolings), _gain_of_each_id(poolings)
 
     def cotangents_of(ids: Int[Array, " n"]) -> PackedRows:
@@ -124,11 +126,10 @@ def _spread_by_kernel(
     The first id of a row writes to the row's place in the exchange buffer. Repeats
     write to a second buffer, from which they are added.
     """
-    assert layout.backend != "xla"
     lines = sample_lines(backends, layout)
     sources = list(cotangents) if lines is None else map(lines.lines_of, cotangents)
     buffer_size = layout.num_rows
-    repeats_layout = layout.buffer_layout(
+    repeats_layout = layout.resized(
         round_up(ids_by_row.order.shape[0], ID_ALIGNMENT * layout.rows_per_line)
     )
     is_used = ids_by_row.places < buffer_size
@@ -146,11 +147,13 @@ def _spread_by_kernel(
         ],
         [buffer_size, repeats_layout.num_rows],
         layout.dim,
-        layout.backend,
+        backends.spread.kernel_backend,
     )
-    repeat_rows = PackedRows(lines=repeat_lines, layout=repeats_layout)
+    repeat_rows = PackedRows(
+        lines=repeat_lines, layout=repeats_layout, kernels=backends.kernels
+    )
     return add_repeats(
-        PackedRows(lines=first_lines, layout=layout),
+        PackedRows(lines=first_lines, layout=layout, kernels=backends.kernels),
         is_repeat,
         places=ids_by_row.places,
         value_ids=repeats,

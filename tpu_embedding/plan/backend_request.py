@@ -17,7 +17,8 @@ from tpu_embedding.kernel_verdicts import (
     capability_name,
     load_verdicts,
 )
-from tpu_embedding.rows.packed_rows import Backend
+from tpu_embedding.rows.kernels.backend import KernelBackend
+from tpu_embedding.rows.kernels.kernel_access import Backend
 
 BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
 """Backends that `make_plan(kernels=...)` takes by name."""
@@ -65,6 +66,12 @@ class BackendChoice(NamedTuple):
         if self.condition is None:
             return self.reason
         return f"{self.reason} if {self.condition}; else xla"
+
+    @property
+    def kernel_backend(self) -> KernelBackend:
+        """The backend, where a kernel was chosen."""
+        assert self.backend != "xla"
+        return self.backend
 
     @property
     def name(self) -> str:

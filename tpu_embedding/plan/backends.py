@@ -25,19 +25,14 @@ from tpu_embedding.optimizers.analysis.kernel_lowering import (
 )
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.plan.backend_request import BackendChoice, BackendRequest
+from tpu_embedding.rows.kernels.kernel_access import KernelAccess, RowAccess
 from tpu_embedding.rows.kernels.row_kernels import (
     ID_ALIGNMENT,
     MAX_ARRAYS,
     no_room_reason,
     unreachable_reason,
 )
-from tpu_embedding.rows.packed_rows import (
-    LANE_BYTES,
-    Backend,
-    RowAccess,
-    RowLayout,
-    round_up,
-)
+from tpu_embedding.rows.packed_rows import LANE_BYTES, RowLayout, round_up
 
 _BLOCK_BYTES: Final = MEBIBYTE
 """Bytes of the rows of a block, so that a block and its gradients fit into a cache."""
@@ -117,12 +112,14 @@ class BatchBackends(NamedTuple):
         are pooled and cotangents are spread; None: one sample per line.
       pool: as in `StackBackends`.
       spread: as in `StackBackends`.
+      kernels: accesses that kernels make to rows in buffers; None: XLA makes all.
       ids_per_block: ids whose cotangents are summed and applied at a time; None: all.
     """
 
     samples_per_feature: int | None
     pool: BackendChoice
     spread: BackendChoice
+    kernels: KernelAccess | None = None
     ids_per_block: int | None = None
 
 
@@ -137,7 +134,7 @@ def choose_backends(
 
     Args:
       request: from `requested_backend`.
-      layout: packing of the table's rows; its backend is ignored.
+      layout: packing of the table's rows.
       optimizer: rule of the tables; None: they are not trained.
       slots: row shape and dtype of each slot variable.
       devices: of the stack.
@@ -160,27 +157,26 @@ def choose_backends(
         else BackendChoice("xla", reason),
         write=request.choose("write", layout.dim),
     )
-    if kernel_backend(backends) == "xla":
+    if kernel_access(backends) is None:
         return _by_xla(backends, optimizer, devices)
     return backends
 
 
-def kernel_backend(backends: StackBackends) -> Backend:
-    """Returns the backend that runs kernels in some direction; "xla": none does."""
+def kernel_access(backends: StackBackends) -> KernelAccess | None:
+    """Returns the accesses that kernels make to the rows of a stack.
+
+    Returns None if no kernel runs in any direction. A kernel that pools, spreads or
+    updates needs the packing of kernels, even where XLA makes all accesses.
+    """
     for choice in backends:
         if choice.backend != "xla":
-            return choice.backend
-    return "xla"
-
-
-def accesses_by_xla(backends: StackBackends) -> tuple[RowAccess, ...]:
-    """Returns the accesses to rows that XLA makes in a stack with kernels."""
-    accesses: list[RowAccess] = []
-    if backends.read.backend == "xla":
-        accesses.append("read")
-    if backends.write.backend == "xla":
-        accesses.append("add")
-    return tuple(accesses)
+            accesses: list[RowAccess] = []
+            if backends.read.backend != "xla":
+                accesses.append("read")
+            if backends.write.backend != "xla":
+                accesses.append("add")
+            return KernelAccess(backend=choice.backend, accesses=tuple(accesses))
+    return None
 
 
 def choose_for_batch(
@@ -193,18 +189,19 @@ def choose_for_batch(
       backends: of the stack.
       features: of the batch that look up in the stack.
     """
+    kernels = kernel_access(backends)
     if backends.pool.backend == backends.spread.backend == "xla":
         block = None
         if backends.spread.form == "blocks":
             block = _ids_per_block(layout, sum(batch.num_ids for batch in features))
-        return BatchBackends(None, backends.pool, backends.spread, block)
+        return BatchBackends(None, backends.pool, backends.spread, kernels, block)
     reason = _no_lines_reason(layout, features)
     samples = None
     if layout.rows_per_line > 1 and reason is None:
         samples = features[0].num_samples
     pool = _for_batch(backends.pool, reason)
     spread = _for_batch(backends.spread, _no_spread_reason(features) or reason)
-    return BatchBackends(samples, pool, spread)
+    return BatchBackends(samples, pool, spread, kernels)
 
 
 def _for_batch(choice: BackendChoice, reason: str | None) -> BackendChoice:

@@ -34,7 +34,10 @@ def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
                 f"tables[{stack.name!r}] must be PackedRows from init_tables, got "
                 f"{type(rows).__name__}. Set single tables by with_table_values."
             )
-        _check_layout(f"tables[{stack.name!r}]", rows.layout, stack)
+        differences = rows.layout.differences(stack.layout)
+        if rows.kernels != stack.kernels:
+            differences.append(f"kernels: {rows.kernels}, not {stack.kernels}")
+        _refuse(f"tables[{stack.name!r}]", differences)
 
 
 def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
@@ -58,7 +61,7 @@ def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
                 f"got {len(found)}; use the slots that init_slots made for this plan."
             )
         for layout in found:
-            _check_layout(f"slots[{stack.name!r}]", _as_table(layout, stack), stack)
+            _refuse(f"slots[{stack.name!r}]", _differences_of_rows(layout, stack))
 
 
 def check_stack(rows: PackedRows, stack: StackPlan) -> None:
@@ -80,17 +83,19 @@ def check_stack(rows: PackedRows, stack: StackPlan) -> None:
             "Call the method outside of jit, such as layer.embedding_tables() after "
             "the step. Inside of it, layer(ids) looks rows up."
         )
-    _check_layout(f"stacked[{stack.name!r}]", _as_table(rows.layout, stack), stack)
+    _refuse(f"stacked[{stack.name!r}]", _differences_of_rows(rows.layout, stack))
 
 
-def _as_table(layout: RowLayout, stack: StackPlan) -> RowLayout:
-    """Returns the table's layout for the tables and rows of a slot variable.
+def _differences_of_rows(layout: RowLayout, stack: StackPlan) -> list[str]:
+    """Returns one line per difference of the tables or of the number of their rows.
 
-    Rows of a slot variable may be shorter, and lie in lines of their own.
+    Rows of a slot variable may be shorter than the table's, and lie in lines of their
+    own.
     """
-    return dataclasses.replace(
+    found = dataclasses.replace(
         stack.layout, contents=layout.contents, num_rows=layout.num_rows
     )
+    return found.differences(stack.layout)
 
 
 def _entry(what: str, arrays: Any, stack: StackPlan, maker: str) -> Any:
@@ -108,8 +113,8 @@ def _entry(what: str, arrays: Any, stack: StackPlan, maker: str) -> Any:
     return arrays[stack.name]
 
 
-def _check_layout(owner: str, found: RowLayout, stack: StackPlan) -> None:
-    differences = found.differences(stack.layout)
+def _refuse(owner: str, differences: list[str]) -> None:
+    """Raises if the rows of an array differ from those of the plan."""
     if differences:
         listed = "\n  ".join(differences)
         raise ValueError(

@@ -1,6 +1,5 @@
 """Makes the plan from configuration, mesh and hardware, and refuses contradictions."""
 
-import dataclasses
 import itertools
 import math
 from typing import Any, Final
@@ -26,9 +25,8 @@ from tpu_embedding.plan.backend_request import (
 )
 from tpu_embedding.plan.backends import (
     StackDevices,
-    accesses_by_xla,
     choose_backends,
-    kernel_backend,
+    kernel_access,
 )
 from tpu_embedding.plan.capacity import EXCHANGE_KINDS, ExchangeKind
 from tpu_embedding.plan.embedding_feature import resolve_embedding_feature
@@ -41,6 +39,7 @@ from tpu_embedding.plan.mesh_options import (
 from tpu_embedding.plan.placing import TablePlacement, check_policy, place_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
+from tpu_embedding.rows.access import with_room_for_kernels
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
 from tpu_embedding.rows.packed_rows import (
     RowLayout,
@@ -220,14 +219,8 @@ def _plan_stack(
         slots,
         StackDevices(hardware, num_shards, mesh.size // num_shards, capacity),
     )
-    backend = kernel_backend(backends)
-    if backend != "xla":
-        layout = dataclasses.replace(
-            layout,
-            backend=backend,
-            by_xla=accesses_by_xla(backends),
-            num_spare_rows=1,
-        )
+    if kernel_access(backends) is not None:
+        layout = with_room_for_kernels(layout)
     facts: dict[str, Any] = dict(
         name=name,
         tables=placed,

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from tpu_embedding.config import QuantizationConfig, TableConfig
 from tpu_embedding.initializers import RowInitializer, row_initializer
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
-from tpu_embedding.plan.backends import StackBackends
+from tpu_embedding.plan.backends import StackBackends, kernel_access
 from tpu_embedding.plan.capacity import (
     KERNEL_LANE_ALIGNMENT_MIN_IDS,
     LANE_ALIGNMENT_MIN_IDS,
@@ -16,6 +16,7 @@ from tpu_embedding.plan.capacity import (
     RoundSize,
     round_size,
 )
+from tpu_embedding.rows.kernels.kernel_access import KernelAccess
 from tpu_embedding.rows.packed_rows import RowLayout
 
 
@@ -109,6 +110,18 @@ class StackPlan:
         )
 
     @property
+    def kernels(self) -> KernelAccess | None:
+        """Accesses that kernels make to the rows of its table; None: XLA makes all."""
+        return kernel_access(self.backends)
+
+    def buffer_layout(self, num_rows: int) -> RowLayout:
+        """Returns the layout of an exchange buffer of `num_rows` rows.
+
+        Rows share lines in the buffer where kernels read them.
+        """
+        return self.layout.buffer_layout(num_rows, is_packed=self.kernels is not None)
+
+    @property
     def sends_ids(self) -> bool:
         """True if a lookup sends ids to the owners of their rows, each row once.
 
@@ -123,10 +136,10 @@ class StackPlan:
 
     def round_size(self, max_unique_ids: int) -> RoundSize:
         """Returns the buffer sizes of a round, for at most this many ids per shard."""
-        rows_per_line = self.layout.buffer_layout(1).rows_per_line
+        rows_per_line = self.buffer_layout(1).rows_per_line
         lane_alignment_min_ids = (
             LANE_ALIGNMENT_MIN_IDS
-            if self.layout.backend == "xla"
+            if self.kernels is None
             else KERNEL_LANE_ALIGNMENT_MIN_IDS
         )
         if self.keeps_duplicates:

@@ -1,9 +1,14 @@
 """Reads and changes rows of packed arrays: gather, add, replace, update. Per shard.
 
-Each function works on the rows of one shard and communicates nothing. The layout names
-the backend that reads and changes the rows. XLA adds to rows without a spare row.
+Each function works on the rows of one shard and communicates nothing.
+`PackedRows.kernels` names the accesses that kernels make; XLA makes the others.
+
+A kernel moves wide lines in whole tiles, and writes the values of padding ids to a
+spare row. Tables and slot variables have room for both (`with_room_for_kernels`).
+Exchange buffers have none, and nothing adds to their rows by a kernel.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Final
 
@@ -11,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from tpu_embedding.rows.kernels.backend import KernelBackend
+from tpu_embedding.rows.kernels.kernel_access import RowAccess
 from tpu_embedding.rows.kernels.kernel_bodies import TILE_LINES, KernelBody
 from tpu_embedding.rows.kernels.row_kernels import add_rows, read_rows, update_rows
 from tpu_embedding.rows.packed_rows import (
@@ -20,6 +27,7 @@ from tpu_embedding.rows.packed_rows import (
     keep_rows,
     load_rows,
     pack_rows,
+    round_up,
     unpack_rows,
 )
 
@@ -32,6 +40,15 @@ _LANES_OF_SLOW_COPIES: Final = 64
 _MAX_LOST_ROUNDINGS: Final = 8
 """Rounding steps of a new value that `replace_rows` may lose; a moving average loses
 one."""
+
+
+def with_room_for_kernels(layout: RowLayout) -> RowLayout:
+    """Adds the lines that kernels need to change rows: a spare row, in whole tiles."""
+    num_lines = -(-(layout.num_rows + 1) // layout.rows_per_line)
+    if layout.lanes != 128:
+        num_lines = round_up(num_lines, TILE_LINES)
+    used_lines = layout.resized(layout.num_rows).num_lines
+    return dataclasses.replace(layout, spare_lines=num_lines - used_lines)
 
 
 def gather_rows(packed: PackedRows, row_ids: Int[Array, " ids"]) -> Array:
@@ -52,18 +69,20 @@ def gather_packed(packed: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows
     """Reads rows like `gather_rows`, and leaves them packed as the backend wrote them.
 
     Returns:
-      The rows in `packed.layout.buffer_layout(ids)`; narrow rows as float32.
+      The rows in `packed.buffer_layout(ids)`; narrow rows as float32.
     """
-    layout = packed.layout
+    layout, kernels = packed.layout, packed.kernels
     (num_ids,) = row_ids.shape
-    result = layout.buffer_layout(num_ids)
+    result = packed.buffer_layout(num_ids)
     row_ids = jnp.minimum(row_ids, layout.num_rows - 1)
-    backend = layout.backend_of("read")
-    if backend != "xla" and num_ids > 0:
+    backend = _kernel_backend(packed, "read")
+    if backend is not None and num_ids > 0:
         row_ids = jnp.pad(row_ids, (0, -num_ids % _KERNEL_ID_ALIGNMENT))
         (lines,) = read_rows(_full_tiles(packed), row_ids, layout.dim, backend)
-        return PackedRows(lines=lines[: result.num_lines], layout=result)
-    return pack_rows(load_rows(_gather_stored(packed, row_ids), layout), result)
+        lines = lines[: result.num_lines]
+        return PackedRows(lines=lines, layout=result, kernels=kernels)
+    rows = load_rows(_gather_stored(packed, row_ids), layout)
+    return pack_rows(rows, result, kernels)
 
 
 def gather_sums(
@@ -71,6 +90,7 @@ def gather_sums(
     row_ids: Int[Array, " ids"],
     sizes: Sequence[int],
     valences: Sequence[int],
+    backend: KernelBackend,
 ) -> list[Float[Array, "_ dim"]]:
     """Reads rows and sums them within a kernel, so each sum is written to HBM once.
 
@@ -80,17 +100,18 @@ def gather_sums(
         all sums, then the second ids, and so on.
       sizes: number of sums of each group, a multiple of 8.
       valences: number of rows that each sum of a group adds.
+      backend: runs the kernel.
 
     Returns:
       `[size, dim]` for each group.
     """
     layout = packed.layout
-    assert layout.backend != "xla" and layout.rows_per_line == 1
+    assert layout.rows_per_line == 1
     return read_rows(
         _full_tiles(packed),
         jnp.minimum(row_ids, layout.num_rows - 1),
         layout.dim,
-        layout.backend,
+        backend,
         sizes=sizes,
         valences=valences,
     )
@@ -110,12 +131,11 @@ def add_to_rows(
       row_ids: rows to change, each at most once; ids beyond the last row are dropped.
       values: `[ids, *row_shape]`, or the lines of these.
     """
-    layout = packed.layout
-    assert layout.narrow_dtype is None, "words are no numbers to add to"
+    assert packed.layout.narrow_dtype is None, "words are no numbers to add to"
     values = values.astype(packed.lines.dtype)
-    is_by_kernel = layout.backend_of("add") != "xla" and layout.num_spare_rows > 0
-    if is_by_kernel and row_ids.shape[0] > 0:
-        return _add_by_kernel(packed, row_ids, values)
+    backend = _kernel_backend(packed, "add")
+    if backend is not None and row_ids.shape[0] > 0:
+        return _add_by_kernel(packed, row_ids, values, backend)
     return _add_to_stored(packed, row_ids, values)
 
 
@@ -155,7 +175,7 @@ def _add_to_stored(
         unique_indices=layout.rows_per_line == 1,
         wrap_negative_indices=False,
     )
-    return PackedRows(lines=lines, layout=layout)
+    return dataclasses.replace(packed, lines=lines)
 
 
 def add_repeatedly(
@@ -177,7 +197,7 @@ def add_repeatedly(
         indices_are_sorted=True,
         wrap_negative_indices=False,
     )
-    return PackedRows(lines=lines, layout=layout)
+    return dataclasses.replace(packed, lines=lines)
 
 
 def replace_rows(
@@ -202,9 +222,8 @@ def replace_rows(
     remainder = new - (old + difference)
     lost_fraction = _MAX_LOST_ROUNDINGS * float(jnp.finfo(new.dtype).eps)
     is_lost = jnp.abs(remainder) > lost_fraction * jnp.abs(new)
-    layout = packed.layout
-    is_lost = pack_rows(is_lost, layout.buffer_layout(row_ids.shape[0]))
-    is_lost = keep_rows(is_lost, row_ids < layout.num_rows)
+    is_lost = pack_rows(is_lost, packed.buffer_layout(row_ids.shape[0]))
+    is_lost = keep_rows(is_lost, row_ids < packed.layout.num_rows)
     # A loop of at most one turn: XLA:TPU copies the rows for a conditional.
     _, packed = jax.lax.while_loop(
         lambda carry: carry[0],
@@ -237,11 +256,11 @@ def update_packed(
     Returns:
       The arrays with new rows, and the new `row_scalars`.
     """
-    layout = arrays[0].layout
+    layout, kernels = arrays[0].layout, arrays[0].kernels
     (num_ids,) = row_ids.shape
     if num_ids == 0:
         return list(arrays), list(row_scalars)
-    assert layout.backend != "xla"
+    assert kernels is not None
     row_ids, lines = _pad_for_kernel(layout, row_ids, gradients)
     missing = row_ids.shape[0] - num_ids
     changed, new_row_scalars = update_rows(
@@ -251,25 +270,36 @@ def update_packed(
         lines,
         layout.dim,
         scalars,
-        layout.backend,
+        kernels.backend,
         row_scalars=[jnp.pad(value, (0, missing)) for value in row_scalars],
     )
     return (
-        [PackedRows(lines=lines, layout=layout) for lines in changed],
+        [
+            dataclasses.replace(packed, lines=lines)
+            for packed, lines in zip(arrays, changed, strict=True)
+        ],
         [value[:num_ids] for value in new_row_scalars],
     )
 
 
+def _kernel_backend(packed: PackedRows, access: RowAccess) -> KernelBackend | None:
+    """Returns the backend of the kernel that makes an access; None: XLA makes it."""
+    kernels = packed.kernels
+    return kernels.backend if kernels and access in kernels.accesses else None
+
+
 def _add_by_kernel(
-    packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
+    packed: PackedRows,
+    row_ids: Int[Array, " ids"],
+    values: Array,
+    backend: KernelBackend,
 ) -> PackedRows:
     """Adds as `add_to_rows` does; ids beyond the last row add to the spare row."""
     layout = packed.layout
-    assert layout.backend != "xla"
-    additions = pack_rows(values, layout.buffer_layout(row_ids.shape[0]))
+    additions = pack_rows(values, packed.buffer_layout(row_ids.shape[0]))
     row_ids, lines = _pad_for_kernel(layout, row_ids, additions)
-    lines = add_rows(packed.lines, row_ids, lines, layout.dim, layout.backend)
-    return PackedRows(lines=lines, layout=layout)
+    lines = add_rows(packed.lines, row_ids, lines, layout.dim, backend)
+    return dataclasses.replace(packed, lines=lines)
 
 
 def _pad_for_kernel(
@@ -279,10 +309,12 @@ def _pad_for_kernel(
 
     Padding ids name the spare row.
     """
+    has_spare_row = layout.num_lines * layout.rows_per_line > layout.num_rows
+    assert has_spare_row, "a kernel would write padding to a row"
     missing = -row_ids.shape[0] % _KERNEL_ID_ALIGNMENT
     row_ids = jnp.minimum(row_ids, layout.num_rows)
     row_ids = jnp.pad(row_ids, (0, missing), constant_values=layout.num_rows)
-    num_lines = layout.buffer_layout(row_ids.shape[0]).num_lines
+    num_lines = layout.buffer_layout(row_ids.shape[0], is_packed=True).num_lines
     missing_lines = num_lines - values.lines.shape[0]
     return row_ids, jnp.pad(values.lines, ((0, missing_lines), (0, 0)))
 

@@ -64,7 +64,7 @@ def read_block(packed: PackedRows, start: Any, num_rows: int) -> Array:
     Returns:
       `[num_rows, *row_shape]`: narrow rows as float32, others in the array's dtype.
     """
-    layout = _block_layout(packed, num_rows)
+    layout = packed.layout.resized(num_rows)
     first_line = start // layout.rows_per_line
     lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, layout.num_lines)
     return unpack_rows(PackedRows(lines=lines, layout=layout))
@@ -80,14 +80,14 @@ def write_block(
       start: first row of the block.
       rows: the new rows, as they are stored.
     """
-    layout = _block_layout(packed, rows.shape[0])
+    layout = packed.layout.resized(rows.shape[0])
     lines = jax.lax.dynamic_update_slice_in_dim(
         packed.lines,
         pack_stored(rows.reshape(rows.shape[0], layout.row_lanes), layout).lines,
         start // layout.rows_per_line,
         axis=0,
     )
-    return PackedRows(lines=lines, layout=packed.layout)
+    return dataclasses.replace(packed, lines=lines)
 
 
 def merge_block(
@@ -104,13 +104,9 @@ def merge_block(
       stored: rows of whole lines, as they are stored.
       is_new: False for rows that keep their values.
     """
-    layout = _block_layout(packed, stored.shape[0])
+    layout = packed.layout.resized(stored.shape[0])
     first_line = start // layout.rows_per_line
     lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, layout.num_lines)
     old = unpack_stored(PackedRows(lines=lines, layout=layout))
     rows = jnp.where(is_new[:, None], stored, old)
     return write_block(packed, start, rows)
-
-
-def _block_layout(packed: PackedRows, num_rows: int) -> RowLayout:
-    return dataclasses.replace(packed.layout, num_rows=num_rows, num_spare_rows=0)

@@ -14,14 +14,14 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Final, Literal, NamedTuple, no_type_check
+from typing import Any, Final, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from tpu_embedding.rows.kernels.kernel_bodies import TILE_LINES
+from tpu_embedding.rows.kernels.kernel_access import KernelAccess
 from tpu_embedding.rows.narrow_rows import (
     NarrowDtype,
     decode_rows,
@@ -31,14 +31,6 @@ from tpu_embedding.rows.narrow_rows import (
     rows_per_lane,
     split_rows,
 )
-
-Backend = Literal["xla", "sparse_core", "interpreter"]
-"""Runs an access to rows: XLA's own operations, or Pallas kernels on a SparseCore or in
-Pallas' interpreter."""
-
-RowAccess = Literal["read", "add"]
-"""An access to the rows of an array: reading some, or adding to some."""
-
 
 LANE_BYTES: Final = 4
 """Bytes of a lane of a table: a float32, or a word of a narrow row."""
@@ -86,11 +78,7 @@ class RowLayout:
       num_rows: logical rows per shard.
       row_shape: shape of one row: `(dim,)`, or `()` for one value per row.
       line_lanes: the width of a line is a multiple of it; None: a line is one row.
-      backend: reads and changes these rows. The plan chooses it (`plan/backends.py`).
-      by_xla: accesses that XLA makes, although the backend runs kernels on these rows.
-      num_spare_rows: rows behind the last one. A kernel writes the values of padding
-        ids there; their content is never read as a row. Kernels only read rows of a
-        layout without a spare row, such as those of an exchange buffer.
+      spare_lines: lines behind the last row; their content is never read as a row.
       contents: tables that the rows belong to; None: rows of a buffer.
       narrow_dtype: storage type of rows of which several elements share a 32-bit lane;
         None: a lane holds one element, of the array's dtype.
@@ -99,15 +87,9 @@ class RowLayout:
     num_rows: int
     row_shape: tuple[int, ...]
     line_lanes: int | None = None
-    backend: Backend = "xla"
-    by_xla: tuple[RowAccess, ...] = ()
-    num_spare_rows: int = 0
+    spare_lines: int = 0
     contents: StackContents | None = None
     narrow_dtype: NarrowDtype | None = None
-
-    def backend_of(self, access: RowAccess) -> Backend:
-        """Returns the backend that makes an access."""
-        return "xla" if access in self.by_xla else self.backend
 
     @property
     def dim(self) -> int:
@@ -173,10 +155,7 @@ class RowLayout:
     @property
     def num_lines(self) -> int:
         """Lines per shard."""
-        num_lines = -(-(self.num_rows + self.num_spare_rows) // self.rows_per_line)
-        # A kernel moves wide lines in whole tiles.
-        is_tiled = self.num_spare_rows > 0 and self.lanes != 128
-        return round_up(num_lines, TILE_LINES) if is_tiled else num_lines
+        return -(-self.num_rows // self.rows_per_line) + self.spare_lines
 
     @property
     def lines_shape(self) -> tuple[int, ...]:
@@ -186,34 +165,37 @@ class RowLayout:
     def slot_layout(self, row: jax.ShapeDtypeStruct) -> "RowLayout":
         """Returns the layout of a slot variable of the same rows.
 
-        Kernels reach float32 slots whose rows are as long as the table's. XLA moves
-        all other slots.
-
         Args:
           row: shape and dtype of one row of the slot variable.
         """
         layout = dataclasses.replace(self, row_shape=row.shape, narrow_dtype=None)
         if row.shape != self.row_shape:
-            return dataclasses.replace(layout, backend="xla", num_spare_rows=0)
-        if row.dtype != jnp.float32:
-            # Spare rows stay: passes over all lines need as many as the table has.
-            return dataclasses.replace(layout, backend="xla")
+            return dataclasses.replace(layout, spare_lines=0)
+        # Spare lines stay: passes over all lines need as many as the table has.
         return layout
 
-    def buffer_layout(self, num_rows: int) -> "RowLayout":
-        """Returns the layout of a buffer of `num_rows` rows that were read from these.
+    def buffer_layout(self, num_rows: int, *, is_packed: bool) -> "RowLayout":
+        """Returns the layout of a buffer of rows that were read from these.
 
-        Rows share lines in the buffer where kernels read them. Otherwise a line is a
-        row, as XLA's gather writes them. Narrow rows are decoded in the buffer.
+        Narrow rows are decoded in the buffer.
+
+        Args:
+          num_rows: rows of the buffer.
+          is_packed: True if rows share lines, as kernels read and write them. False if
+            a line is a row, as XLA's gather writes them.
         """
         return dataclasses.replace(
             self,
             num_rows=num_rows,
-            line_lanes=None if self.backend == "xla" else self.line_lanes,
-            num_spare_rows=0,
+            line_lanes=self.line_lanes if is_packed else None,
+            spare_lines=0,
             contents=None,
             narrow_dtype=None,
         )
+
+    def resized(self, num_rows: int) -> "RowLayout":
+        """Returns the layout of another number of rows, without spare lines."""
+        return dataclasses.replace(self, num_rows=num_rows, spare_lines=0)
 
     @functools.cached_property
     def leaf_name(self) -> str:
@@ -246,11 +228,7 @@ class RowLayout:
         found = []
         if self.contents != other.contents:
             found += _content_differences(self.contents, other.contents)
-        facts = (
-            *("num_rows", "row_shape", "rows_per_line", "lines_shape"),
-            *("backend", "by_xla"),
-        )
-        for name in facts:
+        for name in ("num_rows", "row_shape", "rows_per_line", "lines_shape"):
             here, there = getattr(self, name), getattr(other, name)
             if here != there:
                 found.append(f"{name} per shard: {here}, not {there}")
@@ -293,57 +271,92 @@ class PackedRows:
       lines: `layout.lines_shape` per shard; the shards' lines one after the other in
         the global view.
       layout: packing of the rows of one shard.
+      kernels: accesses that kernels make to these rows; None: XLA makes all.
     """
 
     # Any: leaves of a pytree may be arrays, shapes or shardings.
     lines: Any
     layout: RowLayout = dataclasses.field(metadata={"static": True})
+    kernels: KernelAccess | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
 
     def tree_flatten_with_keys(self):
-        """Returns the lines under the layout's `leaf_name`, and the static layout."""
+        """Returns the lines under the layout's `leaf_name`, and the static facts."""
         key = jax.tree_util.GetAttrKey(self.layout.leaf_name)
-        return ((key, self.lines),), self.layout
+        return ((key, self.lines),), (self.layout, self.kernels)
 
     def tree_flatten(self):
-        """Returns the lines, and the static layout."""
-        return (self.lines,), self.layout
+        """Returns the lines, and the static facts."""
+        return (self.lines,), (self.layout, self.kernels)
 
     @classmethod
-    def tree_unflatten(cls, layout, leaves):
+    def tree_unflatten(cls, facts, leaves):
         """Returns the rows with these lines."""
-        return cls(lines=leaves[0], layout=layout)
+        layout, kernels = facts
+        return cls(lines=leaves[0], layout=layout, kernels=kernels)
+
+    def buffer_layout(self, num_rows: int) -> RowLayout:
+        """Returns the layout of a buffer of `num_rows` rows that were read from these.
+
+        Rows share lines in the buffer where kernels read them.
+        """
+        return self.layout.buffer_layout(num_rows, is_packed=self.kernels is not None)
+
+    def slot_kernels(self, row: jax.ShapeDtypeStruct) -> KernelAccess | None:
+        """Returns the kernels that reach a slot variable of these rows.
+
+        Kernels reach float32 slots whose rows are as long as the table's. XLA moves
+        all other slots.
+
+        Args:
+          row: shape and dtype of one row of the slot variable.
+        """
+        is_reached = row.shape == self.layout.row_shape and row.dtype == jnp.float32
+        return self.kernels if is_reached else None
 
 
-def pack_rows(rows: Array, layout: RowLayout) -> PackedRows:
+def pack_rows(
+    rows: Array, layout: RowLayout, kernels: KernelAccess | None = None
+) -> PackedRows:
     """Packs `[num_rows, *row_shape]`, per shard. Unused lanes are zero.
 
     Narrow rows are rounded to the nearest numbers of their type.
+
+    Args:
+      rows: the rows.
+      layout: packing of the rows.
+      kernels: accesses that kernels make to the rows.
     """
     rows = rows.reshape(layout.num_rows, layout.dim)
-    return pack_stored(store_rows(rows, layout), layout)
+    packed = pack_stored(store_rows(rows, layout), layout)
+    return dataclasses.replace(packed, kernels=kernels)
 
 
-def full_rows(value: Any, layout: RowLayout, dtype: Any) -> PackedRows:
+def full_rows(
+    value: Any, layout: RowLayout, dtype: Any, kernels: KernelAccess | None = None
+) -> PackedRows:
     """Returns rows with one value in all elements, per shard. Unused lanes are zero.
 
     XLA writes them as they are stored. It would compute rows first, and then pack them.
 
     Args:
       value: a number.
-      layout: of rows that are not narrow.
-      dtype: of the elements.
+      layout: packing of the rows, which are not narrow.
+      dtype: type of the elements.
+      kernels: accesses that kernels make to the rows.
     """
     shape = layout.lines_shape
     value = jnp.full(shape, value, dtype)
     num_rows = layout.num_lines * layout.rows_per_line
     if layout.rows_fill_lines and num_rows == layout.num_rows:
-        return PackedRows(lines=value, layout=layout)
+        return PackedRows(lines=value, layout=layout, kernels=kernels)
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * layout.rows_per_line
     if not layout.is_flat:
         place = jax.lax.broadcasted_iota(jnp.int32, shape, 1) // layout.dim
         row = jnp.where(place < layout.places_per_line, row + place, layout.num_rows)
     lines = jnp.where(row < layout.num_rows, value, jnp.zeros((), dtype))
-    return PackedRows(lines=lines, layout=layout)
+    return PackedRows(lines=lines, layout=layout, kernels=kernels)
 
 
 def unpack_rows(packed: PackedRows) -> Array:
@@ -423,34 +436,36 @@ def rows_of_lines(lines: Any, layout: RowLayout) -> Any:
     return lines.reshape(-1, layout.row_lanes)
 
 
-def concatenate_rows(parts: Sequence[Array], layout: RowLayout) -> PackedRows:
+def concatenate_rows(
+    parts: Sequence[Array], layout: RowLayout, kernels: KernelAccess | None = None
+) -> PackedRows:
     """Packs several `[rows, dim]` arrays, one behind the other. Per shard.
 
     Args:
       parts: the rows.
-      layout: of all rows together.
+      layout: packing of all rows together.
+      kernels: accesses that kernels make to the rows.
     """
     fill_lines = layout.rows_fill_lines and all(
         part.shape[0] % layout.rows_per_line == 0 for part in parts
     )
     if layout.rows_per_line == 1 or not fill_lines:
-        return pack_rows(jnp.concatenate(parts), layout)
+        return pack_rows(jnp.concatenate(parts), layout, kernels)
     lines = [part.reshape(-1, layout.lanes) for part in parts]
-    return PackedRows(lines=jnp.concatenate(lines), layout=layout)
+    return PackedRows(lines=jnp.concatenate(lines), layout=layout, kernels=kernels)
 
 
 def keep_rows(packed: PackedRows, is_kept: Bool[Array, " rows"]) -> PackedRows:
     """Sets all other rows to zero. Per shard."""
     zero = jnp.zeros((), packed.lines.dtype)
     is_kept = _values_by_lane(is_kept, packed.layout)
-    lines = jnp.where(is_kept, packed.lines, zero)
-    return PackedRows(lines=lines, layout=packed.layout)
+    return dataclasses.replace(packed, lines=jnp.where(is_kept, packed.lines, zero))
 
 
 def scale_rows(packed: PackedRows, gains: Float[Array, " rows"]) -> PackedRows:
     """Multiplies each row by its gain. Per shard."""
     lines = packed.lines * _values_by_lane(gains, packed.layout)
-    return PackedRows(lines=lines, layout=packed.layout)
+    return dataclasses.replace(packed, lines=lines)
 
 
 def clear_last_row(packed: PackedRows) -> PackedRows:
@@ -463,7 +478,7 @@ def clear_last_row(packed: PackedRows) -> PackedRows:
         zeros = jnp.zeros((1, layout.dim), packed.lines.dtype)
         place_in_lines = (line, place * layout.dim)
         lines = jax.lax.dynamic_update_slice(packed.lines, zeros, place_in_lines)
-    return PackedRows(lines=lines, layout=layout)
+    return dataclasses.replace(packed, lines=lines)
 
 
 def broadcast_to_lanes(columns: Sequence[Array], layout: RowLayout) -> Array:

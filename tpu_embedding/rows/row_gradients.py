@@ -92,8 +92,8 @@ def gradient_of_no_row(layout: RowLayout) -> GradientRounds:
     """Returns the gradient of a step that touched no row of a stack. Per shard.
 
     Args:
-      layout: of the table.
+      layout: packing of a buffer of one row.
     """
-    values = full_rows(0, layout.buffer_layout(1), jnp.float32)
+    values = full_rows(0, layout, jnp.float32)
     row_ids = jnp.full((1,), PADDING_ROW_ID, jnp.int32)
     return GradientRounds(first=PackedRowGradients(row_ids=row_ids, values=values))

@@ -102,7 +102,9 @@ def _init_stack(stack: StackPlan, plan: EmbeddingPlan, key: jax.Array) -> Packed
     def fill(groups: list[_Tables]) -> PackedRows:
         layout = stack.layout
         rows = PackedRows(
-            lines=jnp.zeros(layout.lines_shape, layout.stored_dtype), layout=layout
+            lines=jnp.zeros(layout.lines_shape, layout.stored_dtype),
+            layout=layout,
+            kernels=stack.kernels,
         )
         for function, tables in zip(by_function, groups, strict=True):
             rows = _fill_tables(rows, function, tables, stack, by_function[function])

@@ -4,6 +4,7 @@ A narrow table and its slot variables differ in the rows that share a line, so i
 runs over blocks of rows.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -139,8 +140,7 @@ def _pass_over_lines(
     num_blocks = -(-num_lines // block)
     lines = jax.lax.fori_loop(0, num_blocks, run, [x.lines for x in packed])
     return [
-        PackedRows(lines=new, layout=x.layout)
-        for new, x in zip(lines, packed, strict=True)
+        dataclasses.replace(x, lines=new) for new, x in zip(lines, packed, strict=True)
     ]
 
 

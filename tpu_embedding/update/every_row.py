@@ -64,8 +64,8 @@ def init_every_row(
 def _slot_of_zeros(
     table: PackedRows, row_shape: tuple[int, ...], dtype: Any
 ) -> PackedRows:
-    layout = table.layout.slot_layout(jax.ShapeDtypeStruct(row_shape, dtype))
-    return full_rows(0, layout, dtype)
+    row = jax.ShapeDtypeStruct(row_shape, dtype)
+    return full_rows(0, table.layout.slot_layout(row), dtype, table.slot_kernels(row))
 
 
 def apply_to_every_row(

@@ -201,7 +201,7 @@ def _dense_view(
     An elementwise rule sees rows that arrive in lines as lines: splitting these into
     rows would move more bytes than the kernels did. Any other rule sees rows.
     """
-    layout = table.layout.buffer_layout(num_rows)
+    layout = table.buffer_layout(num_rows)
     slots = [leaf for leaf in leaves if is_slot(leaf)]
     fills_lines = layout.rows_per_line > 1 and num_rows % layout.rows_per_line == 0
     if (
@@ -230,9 +230,7 @@ def _new_slot(
     leaf: Any, value: Any, row: jax.ShapeDtypeStruct, table: PackedRows
 ) -> PackedRows:
     """Packs the rows of a slot variable, or fills it if all elements are one value."""
-    layout = table.layout.slot_layout(row)
-    return (
-        pack_rows(leaf, layout)
-        if value is None
-        else full_rows(value, layout, row.dtype)
-    )
+    layout, kernels = table.layout.slot_layout(row), table.slot_kernels(row)
+    if value is None:
+        return pack_rows(leaf, layout, kernels)
+    return full_rows(value, layout, row.dtype, kernels)

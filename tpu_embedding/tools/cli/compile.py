@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.backend_request import AUTO
-from tpu_embedding.plan.backends import kernel_backend
 from tpu_embedding.plan.device_mesh import SHARD_AXIS, SLICE_AXIS
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools import compile_report
@@ -199,7 +198,7 @@ def _compile_for(
 
 def _step_name(config: RunConfig, plan: EmbeddingPlan) -> str:
     """Returns the config's name, and its kernels unless XLA was to run alone."""
-    by_xla = all(kernel_backend(stack.backends) == "xla" for stack in plan.stacks)
+    by_xla = all(stack.kernels is None for stack in plan.stacks)
     if config.kernels == "xla" or (config.kernels == AUTO and by_xla):
         return config.name
     return f"{config.name} with {config.kernels} kernels"

@@ -19,7 +19,7 @@ from typing import Any, Final, get_args
 
 import jax
 
-from tpu_embedding.rows.packed_rows import Backend
+from tpu_embedding.rows.kernels.kernel_access import Backend
 from tpu_embedding.tools.doctor.compile_ahead import (
     COMPILATION,
     compile_ahead,

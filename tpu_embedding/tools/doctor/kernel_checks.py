@@ -19,7 +19,7 @@ from tpu_embedding.kernel_verdicts import (
     direction_of,
     rows_of,
 )
-from tpu_embedding.rows.packed_rows import Backend
+from tpu_embedding.rows.kernels.kernel_access import Backend
 from tpu_embedding.tools.doctor.devices import FoundDevices
 from tpu_embedding.tools.doctor.findings import Finding
 from tpu_embedding.tools.doctor.isolated import Deadlines, IsolatedRun, run_isolated

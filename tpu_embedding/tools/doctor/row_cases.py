@@ -11,7 +11,7 @@ from typing import Final, Literal, get_args
 
 from tpu_embedding.kernel_verdicts import Direction, RuleKind, capability_name
 from tpu_embedding.plan.capacity import ExchangeKind
-from tpu_embedding.rows.packed_rows import Backend
+from tpu_embedding.rows.kernels.kernel_access import Backend
 from tpu_embedding.tools.doctor.dense_reference import RuleName
 from tpu_embedding.tools.doctor.protocol import Tier
 

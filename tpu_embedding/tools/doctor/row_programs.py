@@ -26,7 +26,7 @@ from tpu_embedding.kernel_verdicts import (
 )
 from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.rows.packed_rows import Backend
+from tpu_embedding.rows.kernels.kernel_access import Backend
 from tpu_embedding.tools.doctor.dense_reference import RULES
 from tpu_embedding.tools.doctor.row_batches import VALENCE, CaseSize
 from tpu_embedding.tools.doctor.row_cases import RowCase
