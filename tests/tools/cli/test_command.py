@@ -1,10 +1,8 @@
 """Tests the command line: whole runs of a few steps, and one error per bad input."""
 
-import ctypes
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 
@@ -14,7 +12,6 @@ import pytest
 from tests.conftest import needs_kernels
 from tests.own_config import PAGE, write_config
 from tpu_embedding.tools import cli
-from tpu_embedding.tools.cli import supervise as cli_supervise
 from tpu_embedding.tools.data.synthetic_criteo import write_criteo_sample
 from tpu_embedding.tools.jobs.run_lock import run_lock
 from tpu_embedding.tools.train.loop.reporting import PLOT_FILE, RECORDS_FILE
@@ -426,24 +423,3 @@ def test_as_a_process(tmp_path):
     check_run(finished.stdout, tmp_path / "run")
     assert "3 devices, cpu" in finished.stdout
     assert finished.stderr == ""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_parent_process_does_not_inherit_what_libtpu_ignores(monkeypatch, capfd):
-    """A run is stopped by SIGHUP even if a notebook with a TPU has started it."""
-    command = ["grep", "SigIgn", "/proc/self/status"]
-    monkeypatch.setattr(cli_supervise, "_parent_command", lambda *_: command)
-    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    try:
-        ctypes.CDLL(None).signal(signal.SIGHUP, 1)  # SIG_IGN, unknown to Python
-        assert cli.main(["train", "synthetic", "--supervise", "always"]) == 0
-        assert not is_ignored(capfd, signal.SIGHUP)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under `nohup`
-        assert cli.main(["train", "synthetic", "--supervise", "always"]) == 0
-        assert is_ignored(capfd, signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, former)
-
-
-def is_ignored(capfd, number):
-    return int(capfd.readouterr().out.split()[1], 16) >> (number - 1) & 1

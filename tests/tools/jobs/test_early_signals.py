@@ -1,8 +1,6 @@
 """A signal before the run has the documented status, however early it arrives."""
 
-import argparse
 import concurrent.futures
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +9,6 @@ import threading
 import pytest
 
 from tests.processes.test_processes import ROOT, environment_of
-from tpu_embedding.tools.cli import supervise
 from tpu_embedding.tools.jobs import early_signals
 from tpu_embedding.tools.jobs.early_signals import EarlySignals
 from tpu_embedding.tools.jobs.exit_status import STOP_SIGNALS
@@ -138,25 +135,32 @@ CLI = "tpu_embedding.tools.cli"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "trains"),
+    ("options", "arguments", "trains"),
     [
-        (["-m", CLI, "train", "x"], True),
-        (["-v", "-Wignore", "-X", "dev", "-Im", CLI, "train", "x"], True),
-        ([f"-m{CLI}", "train"], True),
-        (["-W", "error", "/bin/tpu-embedding", "train", "x"], True),
-        (["--check-hash-based-pycs", "never", "/bin/tpu-embedding", "train"], True),
-        (["-m", CLI, "doctor", "train"], False),
-        (["-m", CLI], False),
-        (["watchdog.py", "--", "tpu-embedding", "train", "x"], False),
-        (["-m", "watchdog", "tpu-embedding", "train", "x"], False),
-        (["-c", "import tpu_embedding", "tpu-embedding", "train"], False),
-        (["-", "tpu-embedding", "train"], False),
-        ([], False),
+        (["-m", CLI], ["train", "x"], True),
+        (["-v", "-Wignore", "-X", "dev", "-Im", CLI], ["train", "x"], True),
+        ([f"-Im{CLI}"], ["train"], True),
+        (["-W", "error", "/bin/tpu-embedding"], ["train", "x"], True),
+        (["-m", CLI], ["doctor", "train"], False),
+        (["-m", CLI], [], False),
+        (["watchdog.py"], ["--", "tpu-embedding", "train", "x"], False),
+        (["-m", "watchdog"], ["tpu-embedding", "train", "x"], False),
+        (["-c", "import tpu_embedding"], ["tpu-embedding", "train"], False),
+        (["-"], ["tpu-embedding", "train"], False),
+        ([], [], False),
     ],
 )
-def test_only_the_program_itself_trains(arguments, trains):
+def test_only_the_program_itself_trains(options, arguments, trains):
     """A wrapper handles signals in its own way."""
-    assert early_signals.is_train_command(["python", *arguments]) == trains
+    words = ["python", *options, *arguments]
+    assert early_signals.is_train_command(words, arguments) == trains
+
+
+def test_a_process_that_a_run_starts_does_not_train():
+    """As a loader process, which has its own command line and the `argv` of the run."""
+    words = ["python", "-c", "spawn_main(pipe_handle=7)", "--multiprocessing-fork"]
+    assert not early_signals.is_train_command(words, ["train", "dlrm"])
+    assert not early_signals.is_train_command(words, ["train"] * 5)
 
 
 def test_an_import_in_a_thread_handles_nothing():
@@ -164,27 +168,3 @@ def test_an_import_in_a_thread_handles_nothing():
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(early.start).result()
     assert early.former == {}
-
-
-def test_no_signal_is_lost_when_the_parent_takes_over(monkeypatch):
-    """Handlers do not survive the exec, but what is blocked waits."""
-    held = []
-
-    def execv(path, command):
-        held.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-
-    monkeypatch.setattr(os, "execv", execv)
-    monkeypatch.setattr(supervise, "_parent_command", lambda *_: ["parent"])
-    try:
-        supervise.supervise(argparse.Namespace(**OF_A_PARENT))
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    assert set(STOP_SIGNALS) <= held[0]
-
-
-OF_A_PARENT = {
-    "supervise": "always",
-    "is_program": True,
-    **dict.fromkeys(["restarts", "local_processes"]),
-    **dict.fromkeys(["coordinator", "num_processes", "process_id"]),
-}

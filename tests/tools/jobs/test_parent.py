@@ -30,24 +30,17 @@ class Run:
         before=(),
     ):
         self.folder = folder
-        fake = [sys.executable, "-I", FAKE, folder, json.dumps(attempts)]
-        command = [
-            *(
-                sys.executable,
-                *before,
-                "-I",
-                entry.__file__,
-                "--pause",
-                0,
-                "--grace",
-                0.2,
-            ),
-            *("--collect", 0.3),
-            *options,
-            *("--", *fake, *worker_options),
-        ]
+        settings = {
+            **{"pause": 0, "grace": 0.2, "collect": 0.3},
+            **dict(zip(options[::2], options[1::2], strict=True)),
+            "command": [
+                *(sys.executable, "-I", str(FAKE)),
+                *(str(folder), json.dumps(attempts), *worker_options),
+            ],
+        }
+        command = [sys.executable, *before, "-I", entry.__file__, json.dumps(settings)]
         self.process = subprocess.Popen(
-            [str(part) for part in command],
+            command,
             stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
@@ -79,7 +72,9 @@ def run(*arguments, **options):
 
 def test_the_parent_imports_neither_jax_nor_the_package():
     code = (
-        "import runpy, sys; sys.argv = ['parent', '--', sys.executable, '-c', '']\n"
+        "import json, runpy, sys\n"
+        "settings = json.dumps({'command': [sys.executable, '-c', '']})\n"
+        "sys.argv = ['parent', settings]\n"
         f"try: runpy.run_path({entry.__file__!r}, run_name='__main__')\n"
         "except SystemExit as end: assert not end.code, end.code\n"
         "own = [n for n in sys.modules if n.startswith('tpu_embedding')]\n"
@@ -94,7 +89,7 @@ def test_output_passes_with_the_process_before_it(tmp_path):
     ended = run(
         tmp_path,
         [[["print:one", "error:two"], ["print:three", "error:four"]]],
-        *("--workers", 2),
+        *("workers", 2),
     )
     assert ended.status == 0
     assert sorted(ended.out.splitlines()) == ["[process 1] three", "one"]
@@ -110,7 +105,7 @@ def test_a_full_disk_does_not_end_the_workers(tmp_path):
 
 
 def test_workers_are_one_job(tmp_path):
-    run(tmp_path, [[[]]], "--workers", 3, worker_options=["--data", "x"])
+    run(tmp_path, [[[]]], "workers", 3, worker_options=["--data", "x"])
     addresses = set()
     for index in range(3):
         *given, flag, address, counts, count, ids, own = ended_with(tmp_path, index)
@@ -143,7 +138,7 @@ FAILURES = {
 def test_a_failure_names_process_and_reason(tmp_path, case):
     actions, status, reason = case
     alone = ["tell:step,7", *actions]
-    ended = run(tmp_path, [[["save:"], alone, ["save:"]]], "--workers", 3)
+    ended = run(tmp_path, [[["save:"], alone, ["save:"]]], "workers", 3)
     assert ended.status == status, ended.err
     name = r"process 1 of 3 \(pid \d+ on host .+\)"
     assert re.search(rf"^supervisor: {name} {reason}", ended.err, re.M), ended.err
@@ -189,7 +184,7 @@ def test_the_last_lines_are_those_before_the_stacks(tmp_path):
 def test_a_worker_that_ignores_sigterm_is_killed(tmp_path):
     """It is up before the other one fails."""
     attempts = [[["stubborn:"], ["await:ready-0", "exit:1"]]]
-    ended = run(tmp_path, attempts, "--workers", 2)
+    ended = run(tmp_path, attempts, "workers", 2)
     assert ended.status == 1
     assert not alive(tmp_path, 0)
 
@@ -202,7 +197,7 @@ def test_the_cause_is_named_not_those_who_lost_it(tmp_path):
             ["touch:gone", "kill:SIGKILL"],
         ]
     ]
-    ended = run(tmp_path, attempts, "--workers", 2)
+    ended = run(tmp_path, attempts, "workers", 2)
     assert "supervisor: process 1 of 2" in ended.err
 
 
@@ -213,7 +208,7 @@ def test_an_own_error_is_the_cause(tmp_path):
             ["await:gone", "tell:failed", "error:bad line 7", "exit:2"],
         ]
     ]
-    ended = run(tmp_path, attempts, "--workers", 2)
+    ended = run(tmp_path, attempts, "workers", 2)
     assert ended.status == 2
     assert "\n  | bad line 7\n" in ended.err
 
@@ -221,7 +216,7 @@ def test_an_own_error_is_the_cause(tmp_path):
 def test_a_stopped_process_is_found(tmp_path):
     begin = time.monotonic()
     stops = ["tell:step,3", "await:ready-0", "kill:SIGSTOP", "wait:"]
-    options = ("--workers", 2, "--heartbeat", 1.5)
+    options = ("workers", 2, "heartbeat", 1.5)
     ended = run(tmp_path, [[["save:"], stops]], *options)
     assert ended.status == 1
     found = re.search(
@@ -248,7 +243,7 @@ def test_a_silent_process_is_the_cause_of_an_abort(tmp_path):
         ]
     ]
     # The first pulse comes at the start; any later silence is a suspicious one.
-    started = Run(tmp_path, attempts, "--workers", 2, "--suspect", 0.2)
+    started = Run(tmp_path, attempts, "workers", 2, "suspect", 0.2)
     end = time.monotonic() + DEADLINE_SECONDS
     while not is_stopped(started.pid_of(1)):
         assert time.monotonic() < end
@@ -269,7 +264,7 @@ def test_restarts_resume_and_end_when_they_are_used_up(tmp_path):
         [["tell:started", "tell:saved,40", "kill:SIGKILL"]],
         [["exit:1"]],
     ]
-    ended = run(tmp_path, attempts, "--restarts", 2, worker_options=["--overwrite"])
+    ended = run(tmp_path, attempts, "restarts", 2, worker_options=["--overwrite"])
     assert ended.status == 1
     assert Run.arguments(ended, 0, 0) == ["--overwrite"]
     assert Run.arguments(ended, 0, 1) == ["--overwrite"]
@@ -285,7 +280,7 @@ def test_restarts_resume_and_end_when_they_are_used_up(tmp_path):
 
 def test_a_restart_can_succeed(tmp_path):
     attempts = [[["tell:started", "exit:1"], ["save:"]], [["print:done"]]]
-    ended = run(tmp_path, attempts, "--restarts", 1, "--workers", 2)
+    ended = run(tmp_path, attempts, "restarts", 1, "workers", 2)
     assert ended.status == 0, ended.err
     assert sorted(ended.out.splitlines()) == ["[process 1] done", "done"]
     assert "--resume" in ended.arguments(1, 1)
@@ -306,7 +301,7 @@ def test_a_restart_can_succeed(tmp_path):
     ids=["usage", "final", "final_elsewhere"],
 )
 def test_no_restart_mends(tmp_path, actions, reason):
-    ended = run(tmp_path, [[actions]], "--restarts", 5)
+    ended = run(tmp_path, [[actions]], "restarts", 5)
     assert f"supervisor: not restarted: {reason}" in ended.err
     assert not (tmp_path / "arguments-0-1").exists()
 
@@ -317,7 +312,7 @@ def test_no_restart_mends(tmp_path, actions, reason):
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_signal_reaches_all_workers(tmp_path, number, status):
-    started = Run(tmp_path, [[["save:"]]], "--workers", 2, "--restarts", 3)
+    started = Run(tmp_path, [[["save:"]]], "workers", 2, "restarts", 3)
     started.await_file("ready-0")
     started.await_file("ready-1")
     started.process.send_signal(number)
@@ -340,7 +335,7 @@ def test_a_signal_before_the_parent_has_handlers_stops_the_worker(tmp_path, numb
 
 
 def test_a_signal_in_the_pause_ends_the_parent(tmp_path):
-    started = Run(tmp_path, [[["exit:1"]]], "--restarts", 1, "--pause", 1000)
+    started = Run(tmp_path, [[["exit:1"]]], "restarts", 1, "pause", 1000)
     for line in started.process.stderr:
         if "restart 1 of 1" in line:
             break
@@ -350,7 +345,7 @@ def test_a_signal_in_the_pause_ends_the_parent(tmp_path):
 
 
 def test_workers_without_a_parent_end(tmp_path):
-    started = Run(tmp_path, [[["save:"]]], "--workers", 2)
+    started = Run(tmp_path, [[["save:"]]], "workers", 2)
     for index in range(2):
         started.await_file(f"ready-{index}")
     started.process.kill()

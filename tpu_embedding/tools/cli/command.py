@@ -41,7 +41,6 @@ from tpu_embedding.tools.cli.doctor import add_doctor
 from tpu_embedding.tools.cli.export import add_export
 from tpu_embedding.tools.cli.inspect import add_inspect
 from tpu_embedding.tools.cli.launch import add_launch
-from tpu_embedding.tools.cli.processes import end_job_by
 from tpu_embedding.tools.cli.train import add_train
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.figures import MissingPlotLibraryError
@@ -98,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if current_job().num_processes == 1:
             raise
-        end_job_by(error)
+        parsed.traceback = True
+        return _fail(describe_error(error), FAILED, parsed)
     finally:
         if parsed.is_program:
             drop_unwritten()

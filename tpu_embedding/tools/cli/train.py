@@ -1,12 +1,11 @@
 """The command `tpu-embedding train`."""
 
 import argparse
-import functools
 import pathlib
 from typing import Any, get_args
 
 from tpu_embedding.checkpoint.run_checkpoints import Fallback
-from tpu_embedding.distributed.notices import end_job, leaving_together
+from tpu_embedding.distributed.notices import leaving_together
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.cli.arguments import (
     MAX_EMULATED_DEVICES,
@@ -19,10 +18,12 @@ from tpu_embedding.tools.cli.arguments import (
     positive_int,
     read_config,
 )
-from tpu_embedding.tools.cli.processes import add_process_arguments, start_processes
-from tpu_embedding.tools.cli.supervise import add_supervision_arguments, supervise
-from tpu_embedding.tools.jobs.early_signals import early_signals
-from tpu_embedding.tools.jobs.pulses import send_event, start_pulses
+from tpu_embedding.tools.cli.processes import (
+    add_process_arguments,
+    start_processes,
+    supervise,
+)
+from tpu_embedding.tools.jobs.pulses import start_pulses
 from tpu_embedding.tools.train.config.config_files import list_configs
 from tpu_embedding.tools.train.loop.profiling import PROFILE_DIR, ProfileWindow
 from tpu_embedding.tools.train.loop.reporting import PLOT_FILE, RECORDS_FILE
@@ -73,7 +74,6 @@ def add_train(commands: Any) -> None:
         metavar="STEP",
         help="save a checkpoint and stop after this step, as if interrupted",
     )
-    add_supervision_arguments(parser)
     add_process_arguments(parser)
     parser.add_argument(
         "--tensorboard",
@@ -119,10 +119,6 @@ def _train(parsed: argparse.Namespace) -> int:
     if status is not None:
         return status
     job = start_processes(parsed)
-    if job.num_processes > 1:
-        early_signals.end = functools.partial(end_job, job)
-    job.final_acts.append(functools.partial(send_event, "final_elsewhere"))
-    send_event("process", job.process_index, job.num_processes)
     mesh = None
     if parsed.devices is not None:
         mesh = emulated_mesh(parsed.devices, job.num_processes, parsed.slices)

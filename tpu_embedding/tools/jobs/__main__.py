@@ -1,4 +1,4 @@
-"""Runs the parent process, as a file: `python -I .../tools/jobs/__main__.py`.
+"""Runs the parent process, as a file: `python -I .../__main__.py SETTINGS`.
 
 The isolated interpreter finds no package, unless it is installed. So the file makes a
 package of the same name that has a path and no content.
@@ -15,7 +15,7 @@ def _main() -> int:
     sys.modules["tpu_embedding"] = package
     from tpu_embedding.tools.jobs.parent import main
 
-    return main(sys.argv[1:])
+    return main(sys.argv[1])
 
 
 if __name__ == "__main__":

@@ -66,44 +66,30 @@ def end_process(message: str, status: int) -> None:
     os._exit(status)
 
 
-def is_train_command(arguments: Sequence[str]) -> bool:
+def is_train_command(words: Sequence[str], arguments: Sequence[str]) -> bool:
     """Returns True for the command line of a process that trains.
 
+    It differs in processes that a run starts, which copy `sys.argv`, and in those of a
+    wrapper, which has the command among its arguments.
+
     Args:
-      arguments: as in `sys.orig_argv`. Those of processes that a run starts differ, and
-        those of a wrapper, which has the command among its arguments.
+      words: whole command line, as in `sys.orig_argv`.
+      arguments: arguments of the program, as in `sys.argv[1:]`.
 
     Example:
-      >>> is_train_command(["python", "-m", "tpu_embedding.tools.cli", "train"])
+      >>> command = ["python", "-m", "tpu_embedding.tools.cli", "train", "dlrm"]
+      >>> is_train_command(command, command[3:])
       True
-      >>> is_train_command(["python", "/bin/tpu-embedding", "doctor"])
-      False
     """
-    program, command = _program_and_command(arguments)
-    return os.path.basename(program) in _PROGRAMS and command == "train"
-
-
-def _program_and_command(arguments: Sequence[str]) -> tuple[str, str]:
-    """Returns the file or module that Python runs, and its first argument."""
-    words = iter(arguments[1:])
-    for word in words:
-        if word == "-" or not word.startswith("-"):
-            return word, next(words, "")
-        if word.startswith("--"):
-            if word == "--check-hash-based-pycs":
-                next(words, "")
-            continue
-        # Flags may be joined, also with the one that has a value: `-Im`, `-Xdev`.
-        flag = next((letter for letter in word if letter in "cmWX"), "")
-        value = (word.partition(flag)[2] or next(words, "")) if flag else ""
-        if flag == "m":
-            return value, next(words, "")
-        if flag == "c":
-            break
-    return "", ""
+    *start, program = words[: len(words) - len(arguments)] or [""]
+    return (
+        program.endswith(_PROGRAMS)
+        and [*start, program, *arguments] == list(words)
+        and arguments[:1] == ["train"]
+    )
 
 
 early_signals: Final = EarlySignals()
 
-if is_train_command(sys.orig_argv):
+if is_train_command(sys.orig_argv, sys.argv[1:]):
     early_signals.start()

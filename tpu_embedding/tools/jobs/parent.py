@@ -1,13 +1,13 @@
 """The parent process: starts the workers of a run, watches them, restarts them.
 
-    python __main__.py [OPTIONS] -- COMMAND...
+    python __main__.py SETTINGS
 
-`cli/supervise.py` makes this command line. COMMAND is that of a worker. If several
-workers are asked for, each gets the options that make them one job.
+`parent_command.py` makes this command line; SETTINGS are those of the class, in JSON.
+If several workers are asked for, each gets the options that make them one job.
 """
 
-import argparse
 import dataclasses
+import json
 import math
 import queue
 import signal
@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from tpu_embedding.tools.jobs.exit_status import (
     REPEAT_SECONDS,
@@ -55,7 +55,7 @@ class Settings:
       grace: seconds between SIGTERM and SIGKILL.
     """
 
-    command: tuple[str, ...]
+    command: Sequence[str]
     workers: int = 1
     several_hosts: bool = False
     heartbeat: float = 100.0
@@ -67,20 +67,9 @@ class Settings:
     grace: float = 5.0
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the parent and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="supervision", allow_abbrev=False)
-    parser.add_argument("command", nargs="+")
-    for field in dataclasses.fields(Settings):
-        option = "--" + field.name.replace("_", "-")
-        if field.type is bool:
-            parser.add_argument(option, action="store_true")
-        elif field.type in (int, float):
-            parser.add_argument(option, type=field.type, default=field.default)
-    values: dict[str, Any] = vars(parser.parse_args(arguments))
-    values["command"] = tuple(values["command"])
-    settings = Settings(**values)
-    return Parent(settings, Signals()).run()
+def main(settings: str) -> int:
+    """Runs the parent by settings in JSON, and returns its exit status."""
+    return Parent(Settings(**json.loads(settings)), Signals()).run()
 
 
 class Signals:
@@ -95,7 +84,7 @@ class Signals:
                 signal.signal(number, self._handle)
         # Where SIGCHLD is ignored, the kernel forgets how a process ended.
         signal.signal(signal.SIGCHLD, lambda number, frame: self._arrived.put(number))
-        # `run_parent` has blocked them, so that none arrived before.
+        # `run_under_parent` has blocked them, so that none arrived before.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
