@@ -233,7 +233,7 @@ def _refuse_missing_places(
 def _check_custom_combiner(
     ids: DenseIds | ShardedRaggedIds, combiner: CustomCombiner, feature: FeaturePlan
 ) -> None:
-    """Refuses weights, and more places than the combiner takes."""
+    """Refuses weights, and more ids per sample than `CustomCombiner.max_valence`."""
     if ids.weights is not None:
         raise ValueError(
             f"Feature {feature.name!r} must have no weights, got some: the "

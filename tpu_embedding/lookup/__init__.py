@@ -1,0 +1,31 @@
+"""The traced stages of a lookup, forward and backward. Nothing here runs on the host.
+
+All modules are private. `functional/steps.py` calls them inside `shard_map`, and
+`inputs/` has prepared their arguments. Each stage is one module:
+
+    ids ─ flatten ─ dedup ─ route ═ exchange of ids ═ gather ═ exchange of rows ═
+        combine ─ activations
+    cotangents ─ spread ═ exchange of gradients ═ merge ─ gradient of each row
+
+1. `_flatten`: ids of all features of a stack become keys, one per id.
+2. `_dedup`: equal keys become one request; requests are grouped by owner.
+3. `_route`: each request gets a round and a place in its buffer.
+4. `_exchange`: all-to-all of ids, of rows, and of gradients. Owners gather rows.
+5. `_combine`: rows are summed into samples. `_custom_combiner` runs the user's own.
+6. `_spread`: cotangents are summed into the rows of their samples.
+7. `_merge`: the owner sums the gradients that several devices send for one row.
+
+`_forward` runs stages 1 to 5, and `_backward` stages 4, 6 and 7. `_send` runs stages 2
+to 4 for ids. `_rounds` loops over the rounds after the first. `_replicas` follows
+`_merge` where several devices hold copies of a shard. `_gradient_blocks` replaces
+stages 3, 4, 6 and 7 where one CPU device owns all rows. The stages share `_repeats`
+(sums over repeated ids), `_sample_lines` (samples that share a line) and `_running`
+(running sums).
+
+A gradient enters this folder twice, because no id may be dropped. `stack_gradient`
+sends the gradients of round 1 to the owners of their rows. Gradients of later rounds
+stay on the device of their samples: a buffer for all of them would cost every step the
+memory that only a skewed batch needs. An update then calls back through
+`gradient_rounds`, which sends and applies one later round after another. Each row gets
+its whole gradient in one round, so a rule that squares gradients stays exact.
+"""

@@ -1,4 +1,16 @@
-"""Flax modules over the functional core: parameters and lookup."""
+"""Flax modules over the functional core: parameters and lookup.
+
+The names imported here are public.
+
+* `embedding`: the NNX layer `TPUEmbedding`.
+* `training`: `value_and_grad`, and `Optimizer` for tables and dense parameters.
+* `recording`: records the lookups of a loss, which give tables their gradients.
+* `pipeline`: a train step that begins the next lookup early. `pipeline_program`: the
+  compiled functions of that step.
+* `dense_optimizer`: checks that a dense optimizer and the tables step together.
+* `set_tables`: tables that were set by hand.
+* `linen/`: the same for Flax Linen.
+"""
 
 from tpu_embedding.nn.embedding import EmbeddingTables as EmbeddingTables
 from tpu_embedding.nn.embedding import LookupStatsVariable as LookupStatsVariable

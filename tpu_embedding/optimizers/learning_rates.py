@@ -32,15 +32,15 @@ def checked_learning_rate(owner: str, value: Any) -> optax.ScalarOrSchedule:
     falls below 0 ascends the gradient.
 
     Args:
-      owner: the optimizer that takes it, for errors.
-      value: as the user gave it.
+      owner: name of the optimizer, for errors.
+      value: the user's learning rate.
 
     Returns:
-      As `checked_schedule`.
+      The scalar; or a schedule that checks each rate before it returns it.
 
     Raises:
-      TypeError: if it is neither a number nor a function of one argument.
-      ValueError: if it is no scalar, not finite, or negative.
+      TypeError: if the value is neither a number nor a function of one argument.
+      ValueError: if the value is no scalar, not finite, or negative.
     """
     return checked_schedule(owner, value, "learning_rate", step_size)
 
@@ -51,17 +51,17 @@ def checked_schedule(
     """Checks a scalar, or a schedule of the step.
 
     Args:
-      owner: the optimizer that takes it, for errors.
-      value: as the user gave it.
-      name: of the argument.
-      check: of a scalar.
+      owner: name of the optimizer, for errors.
+      value: the user's scalar or schedule.
+      name: name of the argument, for errors.
+      check: returns the check of a scalar.
 
     Returns:
-      The scalar; or the schedule, which checks each rate that it returns.
+      The scalar; or a schedule that checks each rate before it returns it.
 
     Raises:
-      TypeError: if it is neither a number nor a function of one argument.
-      ValueError: if it is no scalar, or out of range.
+      TypeError: if the value is neither a number nor a function of one argument.
+      ValueError: if the value is no scalar, or out of range.
     """
     if not callable(value):
         check_hyperparameters(owner, **{name: check(value)})
@@ -70,7 +70,7 @@ def checked_schedule(
 
     def schedule(count: Any) -> Any:
         rate = value(count)
-        # Its value is not known within jit, so neither is it checked outside.
+        # Checks the type and shape only: under jit, a rate has no value yet.
         check_hyperparameters(owner, **{f"{name}(step)": real_scalar(rate)})
         return rate
 

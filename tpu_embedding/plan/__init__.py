@@ -1,1 +1,17 @@
-"""Everything that is fixed before a step, made once from config, mesh and hardware."""
+"""Everything that is fixed before a step, made once from config, mesh and hardware.
+
+`te` has the public names: `make_plan`, `device_mesh` and `EmbeddingPlan`.
+
+* `make_plan`: makes the plan, from all files below.
+* `plan`: the plan of a layer. `stack_plan`: plans of its stacks and tables.
+* `features`: plans of its features. `input_plan`: the part that loaders need.
+* `device_mesh`: orders devices in a mesh. `mesh_options`: checks mesh and axes.
+* `placing`: chooses the axes that rows are split over. `stacking`: groups tables.
+* `backend_request`: the backend that the user asks for. `backends`: the one that runs.
+* `capacity`: ids and rows per round. `replicas`: how copies of a shard add gradients.
+* `memory`: bytes of packed rows. `description`: `print(plan)`.
+* `embedding_feature`: TensorFlow's option of that name.
+* `on_mesh`: runs functions on the devices of a plan.
+* `process_samples`: samples of a batch on each process.
+* `check_rows`: refuses arrays of another plan.
+"""

@@ -53,7 +53,7 @@ def device_mesh(
 
 
 def _slice_of(device: Any) -> int:
-    # Other platforms count hosts there.
+    # CPU and GPU devices have the number of their host in `slice_index`.
     return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 

@@ -294,7 +294,7 @@ def _parts_of_window(
 def _checked(
     rows: Any, piece: tuple[str, int, int], row: jax.ShapeDtypeStruct
 ) -> np.ndarray:
-    """Refuses rows that are none of the table."""
+    """Returns the rows of a piece; refuses those of another shape or dtype."""
     table, start, num_rows = piece
     shape = (num_rows, *row.shape)
     found = getattr(rows, "shape", None), getattr(rows, "dtype", None)

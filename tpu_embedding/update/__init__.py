@@ -1,1 +1,15 @@
-"""Applies optimizer rules to rows of tables and slot variables, in place."""
+"""Applies optimizer rules to rows of tables and slot variables, in place.
+
+All of it is private but `lift_to_rows`, which is in `te.functional`.
+
+* `apply`: applies the gradient of a step, by one of the ways below.
+* `lift`: runs a rule on touched rows. `by_kernel`: the same in one kernel.
+* `sequence`: runs a rule once per occurrence of an id.
+* `every_element`: runs an elementwise rule on every row, in one pass over the lines.
+* `every_row`: runs a rule that sees whole rows, or all rows, on every row.
+* `averages`: sets rows to their moving averages, at the end of training.
+* `table_writer`: writes new rows in the table's type, rounded where it is narrow.
+* `totals`: totals over rows that arrive in rounds or blocks.
+* `shard_rows`: the tables that rows of a shard belong to.
+* `specs`: shardings of tables and optimizer states.
+"""

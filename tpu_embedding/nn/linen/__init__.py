@@ -1,4 +1,11 @@
-"""Embedding tables in Flax Linen models: layer, gradients and train state."""
+"""Embedding tables in Flax Linen models: layer, gradients and train state.
+
+The names imported here are public, as `te.linen`.
+
+* `layer`: the layer `TPUEmbedding`. `variables`: tables in a dict of variables.
+* `training`: `value_and_grad` and `TrainState`.
+* `serialization`: lets Flax write tables and slot variables to bytes.
+"""
 
 from tpu_embedding.nn.linen import serialization as _serialization
 from tpu_embedding.nn.linen.layer import TPUEmbedding as TPUEmbedding

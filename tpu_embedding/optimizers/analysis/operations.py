@@ -28,22 +28,26 @@ MAX_KERNEL_POWER: Final = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationFacts:
-    """The facts about one operation.
+    """The facts about one kind of operation.
 
     Attributes:
-      keeps_rows: returns whether each row of the results depends on the same row of
-        the operands only. It is asked if rows are the first axis of all arrays with
-        rows.
-      makes_rows: returns whether all rows are equal that it makes of no rows.
-      is_elementwise: whether each element depends on the same element only.
-      moves_elements: whether its results are elements of its first operand.
-      call: how it calls programs, if it does.
-      kernel_types: the types that SparseCore kernels run it with, "float32" or "bool".
-      kernel_keeps_vector: whether a kernel leaves a vector of elements as it is.
-      gives_totals: whether its results are totals over all rows of a table, which the
+      keeps_rows: function of an operation. It returns True if row `i` of each result
+        depends only on row `i` of the operands. Rows must be the first axis of every
+        array that has rows.
+      makes_rows: function of an operation whose operands have no rows. It returns True
+        if all rows of the result are equal, as those of a broadcast are.
+      is_elementwise: True if each element of the result depends only on the elements
+        at the same place in the operands.
+      moves_elements: True if the results hold elements of the first operand, unchanged.
+      call: kind of call, for an operation that runs other programs; else None.
+      kernel_types: names of the dtypes with which a SparseCore kernel can run the
+        operation, "float32" or "bool".
+      kernel_keeps_vector: True if a kernel can skip the operation, because a vector
+        stays the same.
+      gives_totals: True if the results are totals over all rows of a table, which the
         layer computes.
-      neutral: for a reduction that can be made a total over the table, the element
-        that leaves the total as it is.
+      neutral: element that leaves a reduction unchanged, such as 0 for a sum. None if
+        the reduction cannot become a total over the table.
     """
 
     keeps_rows: Callable[[RuleOperation], bool]
@@ -58,7 +62,7 @@ class OperationFacts:
 
 
 def facts_of(operation: RuleOperation) -> OperationFacts:
-    """Returns the facts about an operation; of an unknown one, that it mixes rows."""
+    """Returns the facts about an operation; an unknown one is taken to mix rows."""
     return OPERATIONS.get(operation.name, _UNKNOWN)
 
 
@@ -86,7 +90,7 @@ def _without_row_count(operation: RuleOperation) -> bool:
 
 
 def _not_along_rows(parameter: str) -> Callable[[RuleOperation], bool]:
-    """Asks that an axis, or each of several, is not that of rows."""
+    """Returns a `keeps_rows`: True if the axes of a parameter leave out the rows."""
 
     def keeps_rows(operation: RuleOperation) -> bool:
         axes = operation.params[parameter]
@@ -96,7 +100,7 @@ def _not_along_rows(parameter: str) -> Callable[[RuleOperation], bool]:
 
 
 def _starts_with_rows(parameter: str) -> Callable[[RuleOperation], bool]:
-    """Asks that the first axis stays the first."""
+    """Returns a `keeps_rows`: True if the parameter lists axis 0, the rows, first."""
     return lambda operation: operation.params[parameter][:1] == (0,)
 
 

@@ -50,19 +50,23 @@ def with_row_totals(
 ) -> optax.GradientTransformation:
     """Replaces the reductions over rows of a rule by totals over the table.
 
+    A rule sees only some rows of a table at a time, so its own sum over rows would miss
+    the others.
+
     Args:
       transformation: a rule of one array `[rows, dim]`.
-      is_lazy: whether it will see the touched rows only. Then a reduction must not
-        depend on other rows: one of the gradient, which is zero there, does not.
+      is_lazy: True if the rule will see touched rows only. A reduction of the gradient
+        is then still exact, because the gradient of all other rows is zero. A reduction
+        of the rows themselves is not.
 
     Raises:
-      NotRowLocalError: if a reduction does.
+      NotRowLocalError: if the rule is lazy and a reduction depends on other rows.
     """
     places = _reductions(transformation, is_lazy=is_lazy)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         arguments = (updates, state, params)
-        # Traced as when its reductions were found, and these are found by their place.
+        # Reductions are found by their place, so the trace must be as in `_reductions`.
         with jax.disable_jit():
             jaxpr, out = jax.make_jaxpr(transformation.update, return_shape=True)(
                 *arguments

@@ -60,17 +60,17 @@ class TracedRule:
     """The programs of an optimizer rule, and its requests while it was traced.
 
     Attributes:
-      row_shape: the shape of one row, `(dim,)`.
-      init: the program from rows, and what is known of them, to the leaves of the
-        state.
-      update: the program from the gradient, the leaves of the state, the rows and what
-        is known of them, to the updates and the leaves of the new state.
-      state_names: a name for each leaf of the state, as in `[0].mu`.
+      row_shape: shape of one row, `(dim,)`.
+      init: program of `init`. Inputs: the rows, and the row facts. Outputs: the leaves
+        of the state.
+      update: program of `update`. Inputs: the gradient, the leaves of the state, the
+        rows, and the row facts. Outputs: the updates, and the leaves of the new state.
+      state_names: one name per leaf of the state, such as `[0].mu`.
       state_types: names of the types of all nodes of the state.
-      modes: the modes that the rule requested.
-      takes_totals: whether its update asked for totals over the rows of a table.
-      returns_rows: whether its updates are an array of the shape of the rows.
-      is_last: whether its updates are those of the rule that must be the last.
+      modes: modes that the rule requested.
+      takes_totals: True if `update` asked for totals over the rows of a table.
+      returns_rows: True if the updates are an array of the shape of the rows.
+      is_last: True if no other rule changes the updates of a rule that must be last.
     """
 
     row_shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class TracedRule:
 
     @property
     def row_facts(self) -> tuple[Variable, ...]:
-        """The inputs of `update` that say which rows are used and touched, and such."""
+        """Inputs of `update` about the rows: table sizes, used rows, touched rows."""
         return self.update.inputs[2 + len(self.state_names) :]
 
 
