@@ -40,7 +40,7 @@ class ArrayFile:
         """Opens an array whose description is known.
 
         Args:
-          directory: of all arrays.
+          directory: holds all arrays of the checkpoint.
           name: from `array_name`.
           record: shape and type of the array.
         """
@@ -184,7 +184,7 @@ def iterate_rows(
       First row of the chunk, and the rows as `read_table` returns them.
 
     Raises:
-      CheckpointError: as in `read_table`.
+      CheckpointError: see `read_table`.
     """
     file, of_table, array = _open_array(directory, table, slot)
     num_rows, chunk_rows = array.shape[0], array.chunk_rows or 1

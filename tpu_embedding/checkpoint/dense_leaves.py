@@ -32,8 +32,8 @@ async def start_writing_leaves(
     """Copies leaves to the host, and starts to write them.
 
     Args:
-      handler: of orbax.
-      directory: of the leaves.
+      handler: writes a pytree by Orbax.
+      directory: gets the leaves.
       leaves: path to leaf, at least one, all `with_elements`.
 
     Returns:
@@ -50,9 +50,9 @@ def restored_leaves(
     """Returns leaves from a directory, with the types and shardings of the given ones.
 
     Args:
-      directory: of the leaves.
+      directory: holds the leaves.
       leaves: path to array, shape or number; the directory may hold others.
-      sharding: of leaves whose shape has none.
+      sharding: placement of leaves whose shape has none.
 
     Raises:
       CheckpointError: if they cannot be read.

@@ -101,7 +101,7 @@ def compare_table(
 
     Args:
       found: differences so far.
-      name: of the table in the state.
+      name: the table's name in the state.
       saved: the table of the checkpoint.
       wanted: the table of the state.
       is_abstract: True if the state has shapes in place of arrays.

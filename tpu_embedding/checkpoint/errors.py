@@ -25,7 +25,7 @@ def errors_of_writing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Raises `UnwritableCheckpointError` if a checkpoint cannot be written.
 
     Args:
-      path: of the checkpoint.
+      path: the checkpoint.
     """
     try:
         yield

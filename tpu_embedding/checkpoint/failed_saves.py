@@ -38,7 +38,7 @@ def print_no_tracebacks(directory: str | os.PathLike[str]) -> None:
     use orbax itself, are printed as before.
 
     Args:
-      directory: of the checkpoint, or of all of a run.
+      directory: the checkpoint, or all checkpoints of a run.
     """
     _directories.add(os.fspath(directory))
     logging.getLogger("absl").addFilter(_without_errors_of_saves)

@@ -65,7 +65,7 @@ class ArrayRecord:
     """An array of the file: a table, a slot variable, or values of a whole table.
 
     Attributes:
-      shape: of the array; `[rows, *row_shape]` if it has rows.
+      shape: whole shape of the array; `[rows, *row_shape]` if it has rows.
       dtype: name of the type of its elements.
       chunk_rows: rows of a chunk; None: one chunk holds the array.
       initial: value of all elements of a row that no step has touched; None: not known,
@@ -96,8 +96,8 @@ class TableRecord:
       vocabulary_size: rows.
       dim: columns.
       dtype: storage type of the table: float32, bfloat16, float16 or int8.
-      values: its array. Rows of int8 tables are `dim` codes, scale and bias, as bytes.
-      slots: its slot variables, counts and hyper-parameters, by name.
+      values: the table's array. Rows of int8 are `dim` codes, scale and bias, as bytes.
+      slots: slot variables, counts and hyper-parameters, by name.
       rule: description of the optimizer; None if the table was not trained.
     """
 
@@ -156,7 +156,7 @@ def checkpoint_path(path: str | os.PathLike[str]) -> epath.Path:
     Orbax refuses relative paths, and tensorstore refuses those with `..`.
 
     Args:
-      path: as the user wrote it: a local path, or one in a bucket, as `gs://...`.
+      path: a path as the user wrote it, local or in a bucket such as `gs://...`.
 
     Raises:
       CheckpointError: if the path is in another kind of store.
@@ -199,7 +199,7 @@ def write_tables_file(directory: epath.Path, tables: Mapping[str, TableRecord]) 
     """Writes the description of all tables, for this package and for orbax.
 
     Args:
-      directory: of the arrays.
+      directory: holds the arrays.
       tables: by name.
     """
     record = {
@@ -357,7 +357,7 @@ def damaged(path: epath.Path, problem: str) -> DamagedCheckpointError:
     """Returns the error for a file whose size or digest disagrees.
 
     Args:
-      path: of the file.
+      path: the file.
       problem: continues the sentence after the file's name.
     """
     return DamagedCheckpointError(
@@ -369,7 +369,7 @@ def unreadable(path: epath.Path, error: Exception) -> CheckpointError:
     """Returns the error for a file that is missing, or could not be read.
 
     Args:
-      path: of the file.
+      path: the file.
       error: raised by the system.
     """
     if isinstance(error, FileNotFoundError):

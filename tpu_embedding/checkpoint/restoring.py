@@ -55,8 +55,8 @@ class RestoreState(ocp.args.CheckpointArgs):
     """The state to restore: an argument for `CheckpointManager.restore`.
 
     Attributes:
-      state: as in `te.restore`, and so are all others.
-      plan: of its tables.
+      state: see `te.restore`, which explains all attributes.
+      plan: the tables' plan.
       tables: names of the tables to restore; None: all.
       rename: name of a table to its name in the checkpoint.
       slots: where slot variables come from.

@@ -84,7 +84,7 @@ class RunCheckpoints:
           directory: directory that contains only this run's checkpoints.
           kept: number of latest checkpoints to keep; older ones are deleted. None: all.
           keep_every: time after which one more checkpoint is kept for good.
-          plan: of the tables, if the state is not made of modules.
+          plan: the tables' plan, if the state is not made of modules.
           host_bytes: maximum bytes of table rows that wait in host memory.
           max_save_seconds: time within which the caller expects a checkpoint to be
             complete. Orbax waits for the other processes a minute longer.
@@ -124,7 +124,7 @@ class RunCheckpoints:
 
         Args:
           step: number of steps done.
-          state: as for `te.save`.
+          state: see `te.save`.
           description: JSON values that must be equal in a run that resumes.
 
         Raises:
@@ -210,7 +210,7 @@ class RunCheckpoints:
         """Restores the state of a checkpoint.
 
         Args:
-          state: as for `te.restore`; may consist of shapes (`jax.ShapeDtypeStruct`).
+          state: see `te.restore`; may consist of shapes (`jax.ShapeDtypeStruct`).
           description: description of the run that resumes.
           step: steps done at the checkpoint; None takes the latest one. Processes that
             restore together must agree on it, as they may list different ones.
@@ -222,7 +222,7 @@ class RunCheckpoints:
           The number of steps done, and the state.
 
         Raises:
-          CheckpointError: as in `check`; or if files are damaged, or none is whole.
+          CheckpointError: see `check`; or if files are damaged, or none is whole.
         """
         problems = []
         for saved in self._from_latest(step):

@@ -52,7 +52,7 @@ def save(
       directory: path of the checkpoint. It must not exist, unless `overwrite` is True.
       state: nnx modules, as `(model, optimizer)`; an `nnx.State`; a Linen `TrainState`;
         or any pytree, which may also hold positions in the data and random keys.
-      plan: of the tables, if neither modules nor Linen variables hold it.
+      plan: the tables' plan, if neither modules nor Linen variables hold it.
       description: JSON values to keep with the state.
       overwrite: True to replace an earlier checkpoint, once the new one is complete.
         A kill at any time leaves one of both, possibly as `<directory>.save-new`.
@@ -151,10 +151,10 @@ def restore(
 
     Args:
       directory: from `save`, or of one step of a `CheckpointManager`.
-      state: of the same structure as the saved one. Modules are restored in place.
+      state: has the structure of the saved one. Modules are restored in place.
         Other leaves are arrays, or shapes (`jax.ShapeDtypeStruct`). Parts may be
         missing: the model of a saved `(model, optimizer)` is restored as `(model,)`.
-      plan: of its tables, if neither modules nor Linen variables hold it.
+      plan: the tables' plan, if neither modules nor Linen variables hold it.
       tables: names of the tables to restore, the others stay; None: all. In a state of
         several layers, the path of the layer precedes the name: `"user/movie"`. Tables
         of a stack share a count of steps: it must be equal, or 0 in those that stay.

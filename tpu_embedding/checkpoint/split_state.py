@@ -42,9 +42,9 @@ class LayerState:
     """Tables and slot variables of one embedding layer.
 
     Attributes:
-      path: of the layer in its model; the prefix of its tables' names if the state has
-        several layers, else empty.
-      plan: of the layer.
+      path: place of the layer in its model, and the prefix of its tables' names. Empty
+        if the state has one layer only.
+      plan: the layer's plan.
       tables: stack name to packed rows.
       slots: stack name to optimizer state; None if the state holds no optimizer.
       set_tables: tables that were set by hand, of all modules that have this path.
@@ -109,7 +109,7 @@ class SplitState:
         Args:
           state: nnx modules, or a pytree of them; an `nnx.State`; or any pytree. Leaves
             are arrays or `jax.ShapeDtypeStruct`s.
-          plan: of its tables. Modules and Linen variables know theirs.
+          plan: the tables' plan. Modules and Linen variables know theirs.
 
         Raises:
           TypeError: if a leaf is neither an array nor a number.
@@ -201,7 +201,7 @@ class SplitState:
         """Returns the state with new leaves; modules are changed in place.
 
         Args:
-          layers: as `layers`, with new tables and slots.
+          layers: the attribute `layers` with new tables and slots.
           dense: path to new leaf; others stay.
         """
         leaves = list(self._leaves)

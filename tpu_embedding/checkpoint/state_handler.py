@@ -65,7 +65,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         """Copies the state to the host, and starts to write it.
 
         Args:
-          directory: of the state.
+          directory: gets the state.
           args: the state and options.
 
         Returns:
@@ -132,7 +132,7 @@ class SaveState(ocp.args.CheckpointArgs):
     Attributes:
       state: nnx modules, as `(model, optimizer)`; an `nnx.State`; a Linen `TrainState`;
         or any pytree.
-      plan: of the tables, if neither modules nor Linen variables hold it.
+      plan: the tables' plan, if neither modules nor Linen variables hold it.
       description: JSON values to keep with the state.
       host_bytes: maximum bytes of table rows that wait in host memory to be written;
         see `te.save`.

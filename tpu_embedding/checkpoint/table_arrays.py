@@ -134,9 +134,9 @@ def start_writing(
     Returns once the rest fits in the budget; the devices' arrays may then be donated.
 
     Args:
-      layers: of the state.
-      directory: for the arrays.
-      budget: for the rows that wait to be written.
+      layers: the embedding layers of the state.
+      directory: gets the arrays.
+      budget: bounds the rows that wait to be written.
 
     Returns:
       The ends of the writes.

@@ -162,7 +162,7 @@ def write_document(directory: pathlib.Path, document: Mapping[str, Any]) -> None
     """Writes the document of an export, with the versions that made it.
 
     Args:
-      directory: of the export, which holds all other files.
+      directory: the export, which holds all other files.
       document: the rest of the document, maybe with the digests of these files.
     """
     head = {

@@ -97,7 +97,7 @@ class DeltaChain:
         """Returns the entry of the chain in the document of its first export.
 
         Args:
-          digests: of the files of the export.
+          digests: path of each file of the export to its SHA-256.
         """
         steps = self.steps("update_count")
         identity = identity_of({"steps": steps, "files": dict(digests)})

@@ -75,7 +75,7 @@ class Delta:
     """A delta that `read_delta` read and checked.
 
     Attributes:
-      identity: of the delta.
+      identity: the delta's own identity.
       base: identity of the export or delta that it follows.
       base_steps: table to number of its updates in the base.
       steps: table to number of its updates in the delta.
@@ -113,7 +113,7 @@ def save_delta(
 
     Args:
       model: owns the tables.
-      optimizer: of the model. It changes: the next delta follows this one.
+      optimizer: the model's. It changes: the next delta follows this one.
       directory: new directory for the files; it appears when all are written.
 
     Raises:
@@ -163,7 +163,7 @@ def read_delta(directory: str | pathlib.Path) -> Delta:
     """Reads a delta, and checks the digests of its files.
 
     Args:
-      directory: of `save_delta`.
+      directory: written by `save_delta`.
 
     Raises:
       ExportError: a ValueError, if the directory holds no delta, or a damaged one.

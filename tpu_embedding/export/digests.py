@@ -47,7 +47,7 @@ def digests_of_files(directory: pathlib.Path) -> dict[str, str]:
     """Returns the digest of each file of an export but its document, by its path.
 
     Args:
-      directory: of the export; subdirectories are listed, too.
+      directory: the export; subdirectories are listed, too.
     """
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     names = {path: path.relative_to(directory).as_posix() for path in paths}
@@ -65,8 +65,8 @@ def recorded_digests(
     delta. Without digests, a warning says so.
 
     Args:
-      directory: of the export.
-      document: of `read_document`.
+      directory: the export.
+      document: the result of `read_document`.
 
     Returns:
       The digests, or None without any.

@@ -24,8 +24,8 @@ class Example:
     Attributes:
       arguments: names of the arguments.
       inputs: in the order of the leaves of the nest, without lookups.
-      tree: of the nest: the only argument, or a dict of all.
-      batch_size: of the example.
+      tree: structure of the nest: the only argument, or a dict of all.
+      batch_size: samples of the example.
     """
 
     arguments: tuple[str, ...]
@@ -45,8 +45,8 @@ class Example:
         Args:
           function: method of the model.
           arguments: positional arguments, whose arrays may be `jax.ShapeDtypeStruct`.
-          batch_size: of the export, or None. If no input has as many samples, those of
-            the first feature are the batch of the example.
+          batch_size: samples that the export is made for, or None. If no input has as
+            many, those of the first feature are the batch of the example.
 
         Raises:
           ExportError: if the arguments do not fit the method, or a leaf is no input.

@@ -42,7 +42,7 @@ class Feeder:
         """Returns the arrays of `Signature.arrays`.
 
         Args:
-          arguments: as in the example of the export.
+          arguments: a batch like the example of the export.
 
         Raises:
           TypeError, ValueError: if they are others than in the example.

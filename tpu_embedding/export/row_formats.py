@@ -50,8 +50,8 @@ def encode(rows: np.ndarray, row_format: RowFormat, owner: str) -> np.ndarray:
 
     Args:
       rows: `[rows, dim]` of a float type, or int8 rows, as a checkpoint holds them.
-      row_format: of the result. Rows that are stored so already keep their bits.
-      owner: of the rows, for errors.
+      row_format: format of the result. Rows stored so already keep their bits.
+      owner: names the table in errors.
 
     Raises:
       ExportError: if a number is not finite, and so has no int8 code.

@@ -69,19 +69,19 @@ def save_saved_model(
     The host holds all tables at once, as TensorFlow does.
 
     Args:
-      model: as for `save`.
-      directory: as for `save`.
-      *example: as for `save`.
-      method: as for `save`.
-      dtype: as for `save`.
-      batch_size: as for `save`.
+      model: see `save`.
+      directory: see `save`.
+      *example: see `save`.
+      method: see `save`.
+      dtype: see `save`.
+      batch_size: see `save`.
       strings: names of inputs that take tensors of strings in place of ids. The value
         is the `te.inputs.Vocabulary`, or
         `functools.partial(te.inputs.hash_ids, num_buckets=N)`, that turns their strings
         into ids. The example has ids.
 
     Raises:
-      ExportError: as for `save`, and if TensorFlow is missing or too old, or `strings`
+      ExportError: see `save`, and if TensorFlow is missing or too old, or `strings`
         names no input of ids.
     """
     check_row_format(dtype)
@@ -122,8 +122,8 @@ def open_saved_model(
     It takes NumPy arrays, and checks them, as `tpu_embedding.export.load` does.
 
     Args:
-      directory: of `save_saved_model`.
-      verify: as for `load`.
+      directory: written by `save_saved_model`.
+      verify: see `load`.
     """
     tf = _tensorflow()
     path, document = local_path(directory), read_document(directory)

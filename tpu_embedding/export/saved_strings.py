@@ -24,7 +24,7 @@ def check_strings(strings: Mapping[str, StringIds], signature: Signature) -> Non
 
     Args:
       strings: name of an input to what turns its strings into ids.
-      signature: of the program.
+      signature: inputs and outputs of the program.
 
     Raises:
       ExportError: if an entry is wrong.

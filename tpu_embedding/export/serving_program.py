@@ -64,10 +64,10 @@ class ServingProgram:
 
     Attributes:
       exported: the program, `(tables, dense, arrays) -> outputs`, dicts by name.
-      signature: of its inputs and outputs.
+      signature: names and shapes of inputs and outputs.
       tables: the tables that it reads, by name.
-      dense: its dense parameters and batch statistics, by name.
-      row_format: of the tables.
+      dense: dense parameters and batch statistics, by name.
+      row_format: storage format of the tables.
     """
 
     exported: jax.export.Exported
@@ -90,8 +90,8 @@ def make_program(
     Args:
       model: owns `TPUEmbedding` layers, or is one. Its `eval` mode is exported.
       arguments: example of the method's arguments.
-      method: its name.
-      row_format: of the tables that the program takes.
+      method: name of the method.
+      row_format: storage format of the tables that the program takes.
       batch_size: None: any.
 
     Raises:
@@ -141,7 +141,7 @@ class _ServedMethod:
     Attributes:
       dense: name to value of each dense parameter.
       used_tables: names of the tables that the latest call looked up in.
-      lookups: of the latest call, by the name of their input.
+      lookups: lookups of the latest call, by the name of their input.
     """
 
     def __init__(self, model: nnx.Module, method: str, example: Example):

@@ -43,11 +43,11 @@ class Lookup:
       table: name of the table.
       vocabulary_size: rows of the table.
       combiner: "sum", "mean", "sqrtn" or "custom".
-      max_sequence_length: as in `FeatureConfig`; 0: ids are combined.
+      max_sequence_length: see `FeatureConfig`; 0: ids are combined.
       max_valence: maximum number of ids of a sample for a custom combiner, or None.
-      out_of_range_ids: as in `FeatureConfig`.
-      default_id: as in `FeatureConfig`.
-      output_shape: as in `FeatureConfig`.
+      out_of_range_ids: see `FeatureConfig`.
+      default_id: see `FeatureConfig`.
+      output_shape: see `FeatureConfig`.
     """
 
     feature: str
@@ -70,8 +70,8 @@ class Input:
       kind: ids that the program was traced to look up, ragged ids, or another array.
       is_weighted: True if each id has a weight.
       num_samples: "batch", or the only number of samples; 0 without an axis of them.
-      spec: of the array, or of the ids; None if ragged.
-      lookups: of the ids; empty if the model computes with them first.
+      spec: shape and dtype of the array or of the ids; None if ragged.
+      lookups: tables that the ids go to; empty if the model computes with them first.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Signature:
 
     Attributes:
       arguments: names of the arguments of the model.
-      inputs: of the model, in the order of their names in the arguments.
+      inputs: inputs of the model, in the order of their names in the arguments.
       outputs: name to shape and dtype. A single array has the name "output".
       batch_size: None: any; else the only one.
     """

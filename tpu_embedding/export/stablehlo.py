@@ -128,8 +128,8 @@ def save_tables(
     Args:
       model: owns `TPUEmbedding` layers, or is one.
       directory: new directory for the files.
-      dtype: as for `save`.
-      optimizer: of the model, to start a chain of deltas, see `save_delta`. It changes:
+      dtype: see `save`.
+      optimizer: the model's, to start a chain of deltas, see `save_delta`. It changes:
         the next delta follows this export.
 
     Raises:
@@ -230,8 +230,8 @@ class ServedModel:
         new size of the buffers of ragged ids, costs one compilation.
 
         Args:
-          *arguments: as in the example of `save`; ragged features as `RaggedIds`,
-            `SparseIds`, nested lists or objects like `tf.RaggedTensor`.
+          *arguments: a batch like the example of `save`. Ragged features may be
+            `RaggedIds`, `SparseIds`, nested lists or objects like `tf.RaggedTensor`.
 
         Returns:
           The outputs by name, or the array if the model returns just one.
@@ -249,7 +249,7 @@ def load(directory: str | pathlib.Path, *, verify: bool = True) -> ServedModel:
     """Reads a directory of `save`, without the code of the model; see there.
 
     Args:
-      directory: of `save`.
+      directory: written by `save`.
       verify: False to serve the files as they are. True compares each file with its
         digest in `export.json`, about a second per GB; an export of a release that
         kept no digests is read with a warning.
@@ -270,8 +270,8 @@ def jit_program(
 
     Args:
       exported: program from `make_program`.
-      table_names: of its tables.
-      device: of the tables.
+      table_names: names of the program's tables.
+      device: holds the tables.
     """
     tables = dict.fromkeys(table_names, _by_rows(device))
     return jax.jit(exported.call, in_shardings=(tables, None, None))

@@ -57,7 +57,7 @@ class TensorFile:
         """Creates the file with its header.
 
         Args:
-          path: of the file, which must not exist.
+          path: the new file, which must not exist.
           specs: name to shape and dtype of each tensor.
           metadata: further strings for its readers.
         """

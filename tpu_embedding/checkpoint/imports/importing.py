@@ -59,7 +59,7 @@ def import_tables(
     Args:
       source: a `TableSource`, or what `open_tables` opens.
       model: an `nnx.Module` that owns `TPUEmbedding` layers; it changes in place.
-      optimizer: of the model, to import slot variables, and to let state follow the
+      optimizer: the model's, to import slot variables, and to let state follow the
         new values; it changes in place.
       tables: names of the model's tables to import; None: all that the source has. In
         a model of several layers, names are `"path of the layer/table"`.
@@ -152,7 +152,7 @@ def import_into_stacks(
       The new stacks and states, and the report.
 
     Raises:
-      ValueError: as `import_tables`; the stacks have not changed then.
+      ValueError: see `import_tables`; the stacks have not changed then.
 
     Example:
       >>> import jax
@@ -220,7 +220,7 @@ class _ModelStacks:
     """Stacks of one plan, and their optimizer states, into which tables are imported.
 
     Attributes:
-      plan: of the stacks.
+      plan: gives the place of each table in the stacks.
       stacks: stack name to packed rows.
       states: stack name to optimizer state; empty without an optimizer.
     """

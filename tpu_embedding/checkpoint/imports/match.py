@@ -79,8 +79,8 @@ class MatchedTable:
     """A table to import.
 
     Attributes:
-      values: of the source.
-      slots: of the source, by the name of this package.
+      values: rows of the source.
+      slots: slot variables of the source, by their names in this package.
       num_rows: rows to import, from the first one on.
     """
 

@@ -52,7 +52,7 @@ def map_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a file, mapped to memory; pages are read on use.
 
     Args:
-      path: of the file.
+      path: the file.
 
     Raises:
       CheckpointError: if the file is truncated, or its header contradicts it.

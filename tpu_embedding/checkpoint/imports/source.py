@@ -24,7 +24,7 @@ class RowArray:
 
     Attributes:
       shape: `[rows, *row_shape]`.
-      dtype: of its elements.
+      dtype: type of the elements.
       read: returns a range of rows, `(start, num_rows) -> [num_rows, *row_shape]`.
       check: compares all bytes with their checksums, if the format has any. It runs
         before the model changes.

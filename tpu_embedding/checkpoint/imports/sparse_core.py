@@ -30,8 +30,8 @@ class StackedTable:
     """A table's place in a stack.
 
     Attributes:
-      name: of the table.
-      stack_name: of the stack.
+      name: the table's name.
+      stack_name: the stack's name.
       vocabulary_size: rows without padding.
       dim: columns without padding.
       num_shards: SparseCores of all devices.
@@ -61,10 +61,10 @@ def stack_in_order(
     behind that of the table before it as a device has SparseCores.
 
     Args:
-      stack_name: of the stack.
+      stack_name: the stack's name.
       tables: in the order of their rows.
-      num_sparse_cores: of all devices.
-      sparse_cores_per_device: of one device.
+      num_sparse_cores: SparseCores on all devices together.
+      sparse_cores_per_device: SparseCores on one device.
 
     Example:
       >>> from tpu_embedding.config import TableConfig
@@ -105,8 +105,8 @@ def read_stacked(stack: RowArray, table: StackedTable, origin: str) -> RowArray:
 
     Args:
       stack: table or slot variable of the whole stack, `[rows, dim]` or `[rows]`.
-      table: its place.
-      origin: of the stack, for messages.
+      table: place of the table in the stack.
+      origin: names the source of the stack in errors.
 
     Raises:
       CheckpointError: if the stack cannot hold the table there.

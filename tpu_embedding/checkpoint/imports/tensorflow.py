@@ -53,7 +53,7 @@ class _CheckpointVariable:
 
     Attributes:
       path: names of the objects that lead to it.
-      array: its value.
+      array: value of the variable.
       slots: slot variables of a Keras optimizer, by name.
     """
 
