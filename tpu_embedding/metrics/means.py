@@ -1,7 +1,7 @@
 """Defines metrics that are made of means: of losses, errors and probabilities."""
 
 import dataclasses
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -51,10 +51,11 @@ class Mean(Metric):
         return cls._of(values, weights)
 
     @classmethod
-    def _of(cls, values: Array, weights: Array) -> Self:
+    def _of(cls, values: Array, weights: Array, **settings: Any) -> Self:
         return cls(
             weighted_values=Sum.of(jnp.sum(weighted(values, weights))),
             weights=Sum.of(jnp.sum(weights)),
+            **settings,
         )
 
     def is_defined(self) -> Bool[Array, ""]:
@@ -89,7 +90,7 @@ class Accuracy(Mean):
           classes: predicted classes, ints or bools of any shape.
           labels: true classes, shaped like `classes`. A label with a fraction is none
             of them.
-          weights: as for `Mean`.
+          weights: weight of each sample; see `Mean.from_batch`.
 
         Raises:
           TypeError: if the predicted classes are floats.
@@ -127,7 +128,7 @@ class MAE(Mean):
         Args:
           predictions: any shape.
           labels: shaped like `predictions`.
-          weights: as for `Mean`.
+          weights: weight of each sample; see `Mean.from_batch`.
         """
         predictions, labels, weights = check_batch(
             cls.__name__, predictions=predictions, labels=labels, weights=weights
@@ -180,7 +181,7 @@ class LogLoss(Mean):
           logits: any shape; `jax.scipy.special.logit` makes them of probabilities.
             Infinite ones are certain: the loss is 0 or infinite.
           labels: in `[0, 1]`, shaped like `logits`.
-          weights: as for `Mean`.
+          weights: weight of each sample; see `Mean.from_batch`.
 
         Raises:
           ValueError: if shapes differ, or a label on the host lies outside of `[0, 1]`.

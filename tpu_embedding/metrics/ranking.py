@@ -12,26 +12,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from tpu_embedding.metrics.metric import Metric, check_batch, weighted
+from tpu_embedding.metrics.means import Mean
+from tpu_embedding.metrics.metric import check_batch
 from tpu_embedding.metrics.sums import Sum
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _TopK(Metric):
+class _TopK(Mean):
     """A weighted mean, over samples, of a value of the best `k` candidates.
 
     A sample without a relevant candidate has no value, and counts for nothing. The
     metric is defined if the total weight of the others is not 0.
 
     Attributes:
-      weighted_values: total of weight times value.
-      weights: total of the weights.
       k: number of candidates that count.
     """
 
-    weighted_values: Sum
-    weights: Sum
     k: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -79,7 +76,7 @@ class _TopK(Metric):
         is_nan = jnp.any(jnp.isnan(scores) & is_candidate, axis=1)
         values = jnp.where(is_nan, jnp.nan, values)
         is_used = jnp.any(labels != 0, axis=1)
-        return cls._of(values, jnp.where(is_used, weights, 0.0), k)
+        return cls._of(values, jnp.where(is_used, weights, 0.0), k=k)
 
     @classmethod
     def from_ranks(
@@ -99,14 +96,7 @@ class _TopK(Metric):
         ranks, weights = check_batch(cls.__name__, ranks=ranks, weights=weights)
         values = jnp.where(ranks < k, cls._gains(ranks), 0.0)
         values = jnp.where(jnp.isnan(ranks), jnp.nan, values)
-        return cls._of(values, weights, k)
-
-    def is_defined(self) -> Bool[Array, ""]:
-        """Returns True if a sample of positive weight has a relevant candidate."""
-        return self.weights.value() != 0
-
-    def _compute(self) -> Float[Array, ""]:
-        return self.weighted_values.value() / self.weights.value()
+        return cls._of(values, weights, k=k)
 
     @classmethod
     def _gains(cls, ranks: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -141,14 +131,6 @@ class _TopK(Metric):
         before = jnp.concatenate([jnp.zeros(1), jnp.cumsum(gains)])
         mean_gains = (before[ends] - before[starts]) / (ends - starts)
         return jnp.sum(labels * mean_gains, axis=1)
-
-    @classmethod
-    def _of(cls, values: Array, weights: Array, k: int) -> Self:
-        return cls(
-            weighted_values=Sum.of(jnp.sum(weighted(values, weights))),
-            weights=Sum.of(jnp.sum(weights)),
-            k=k,
-        )
 
     @classmethod
     def _check(cls, k: int) -> None:
