@@ -228,7 +228,7 @@ def test_broken_file(tmp_path, capsys, text):
 # Changes of the documented config: piece, replacement, error.
 TABLE_RULE = "lambda run: te.optimizers.adagrad(run.table_learning_rate)"
 DENSE_RULE = "lambda run: optax.adam(run.dense_learning_rate)"
-OUTPUTS = "training.click_outputs(self.mlp(inputs)[:, 0])"
+OUTPUTS = "train.click_outputs(self.mlp(inputs)[:, 0])"
 OPEN = "return Clicks(data_dir, self.num_held_out, batch_size, seed)"
 TRAIN_BATCH = "return self.batch(random.integers(self.num_train, size=self.batch_size))"
 EVALUATION = "yield self.batch(start + np.arange(self.batch_size))"
@@ -257,7 +257,7 @@ WRONG_CONFIGS = [
     ('name="clicks"', "name=None", "RunConfig.name must be a string .* got None"),
     (
         'name="clicks",',
-        'name="clicks", target=training.Target(metric="auc", at_most=1.0),',
+        'name="clicks", target=train.Target(metric="auc", at_most=1.0),',
         "target.metric must be one of .*'log_loss'.* got 'auc'",
     ),
     ("dim: int = 16", "dim: object = np.sum", "ClickModelConfig.feature_config fails"),
@@ -374,12 +374,12 @@ WRONG_CONFIGS = [
     (OUTPUTS, "self.mlp(inputs)[:, 0]", "must return .*Outputs, got a "),
     (
         OUTPUTS,
-        "training.click_outputs(self.mlp(inputs))",
+        "train.click_outputs(self.mlp(inputs))",
         r"Outputs whose scores are floats of .*\[64\], got float32 \[64, 1\]",
     ),
     (
         OUTPUTS,
-        "training.Outputs(scores=inputs[:, 0], predictions=inputs[:, 0], penalty=0)",
+        "train.Outputs(scores=inputs[:, 0], predictions=inputs[:, 0], penalty=0)",
         "Outputs whose penalty are floats .* got int",
     ),
     ("2 * dim, (32", "dim, (32", "ClickModel.__call__ fails in line .* TypeError"),
