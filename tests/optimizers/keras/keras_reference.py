@@ -1,7 +1,7 @@
 """Keras' optimizers in NumPy's float64, and their configurations, for other tests.
 
-The rules are written from Keras' sources: each as on a dense gradient, and lazily where
-a kernel of its legacy optimizers is lazy.
+The rules are written from Keras' sources, each as on a dense gradient. They can run on
+touched rows only, too.
 """
 
 from typing import Any
@@ -58,10 +58,6 @@ def tf_keras(name, learning_rate: Any = 0.1, **own):
     return {"name": name, **TF_KERAS, "learning_rate": learning_rate, **own}
 
 
-def legacy(name, learning_rate: Any = 0.1, decay=0.0, **own):
-    return {"name": name, "learning_rate": learning_rate, "decay": decay, **own}
-
-
 # Keras' rules: (w, g, lr, t from 1, slots, fields) to the new w; slots begin empty.
 
 
@@ -79,11 +75,6 @@ def sgd(w, g, lr, t, slots, o):
 def adagrad(w, g, lr, t, slots, o):
     slots["a"] = slot(slots, "a", w, o["initial_accumulator_value"]) + g**2
     return w - lr * g / np.sqrt(slots["a"] + o["epsilon"])
-
-
-def legacy_adagrad(w, g, lr, t, slots, o):
-    slots["a"] = slot(slots, "a", w, o["initial_accumulator_value"]) + g**2
-    return w - lr * g / (np.sqrt(slots["a"]) + o["epsilon"])
 
 
 def adam(w, g, lr, t, slots, o):
@@ -107,10 +98,6 @@ def rmsprop(w, g, lr, t, slots, o):
     step = lr * g / np.sqrt(rmsprop_denominator(g, slots, o) + o["epsilon"])
     slots["mom"] = o["momentum"] * slot(slots, "mom", w) + step
     return w - slots["mom"]
-
-
-def legacy_rmsprop(w, g, lr, t, slots, o):
-    return w - lr * g / (np.sqrt(rmsprop_denominator(g, slots, o)) + o["epsilon"])
 
 
 def adadelta(w, g, lr, t, slots, o):
@@ -155,7 +142,7 @@ def rate_of(config, step):
     rate = config["learning_rate"]
     if isinstance(rate, dict):
         rate = 0.2 / (1 + 0.7 * step / 2)
-    return float(rate) / (1 + config.get("decay", 0.0) * step)
+    return float(rate)
 
 
 def keras_tables(rule, config, lazy=False):

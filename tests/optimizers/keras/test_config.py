@@ -23,9 +23,6 @@ from tests.optimizers.keras.keras_reference import (
     gradients,
     keras_3,
     keras_tables,
-    legacy,
-    legacy_adagrad,
-    legacy_rmsprop,
     lion,
     rmsprop,
     sgd,
@@ -85,8 +82,7 @@ CENTERED = {**RMSPROP, "centered": True}
 ADADELTA = {"rho": 0.9, "epsilon": 1e-3}
 LION = {"beta_1": 0.9, "beta_2": 0.99}
 
-# Configuration, Keras' rule, and whether a row without a gradient moves, or its slots:
-# in Keras in general, and for legacy optimizers where their kernels are not lazy.
+# Configuration, Keras' rule, and whether a row without a gradient moves, or its slots.
 CASES = {
     "sgd": (keras_3("sgd", **PLAIN), sgd, False),
     "sgd_tf_keras": (tf_keras("SGD", **PLAIN), sgd, False),
@@ -94,9 +90,6 @@ CASES = {
     "sgd_nesterov": (tf_keras("SGD", **NESTEROV), sgd, True),
     "sgd_momentum_schedule": (keras_3("sgd", SCHEDULE, **MOMENTUM), sgd, True),
     "sgd_nesterov_schedule": (tf_keras("SGD", SCHEDULE, **NESTEROV), sgd, True),
-    "sgd_legacy": (legacy("SGD", decay=0.3, **PLAIN), sgd, False),
-    "sgd_legacy_momentum": (legacy("SGD", decay=0.3, **MOMENTUM), sgd, False),
-    "sgd_legacy_both": (legacy("SGD", SCHEDULE, decay=0.3, **NESTEROV), sgd, False),
     "sgd_clip": (keras_3("sgd", **PLAIN, clipvalue=0.5), sgd, False),
     "sgd_clip_off": (keras_3("sgd", **PLAIN, clipvalue=0.0, clipnorm=0), sgd, False),
     "sgd_decay": (keras_3("sgd", SCHEDULE, **PLAIN, weight_decay=0.2), sgd, True),
@@ -119,15 +112,8 @@ CASES = {
         adagrad,
         True,
     ),
-    "adagrad_legacy": (legacy("Adagrad", **ADAGRAD), legacy_adagrad, False),
-    "adagrad_legacy_clip": (
-        legacy("Adagrad", **ADAGRAD, clipvalue=0.5),
-        legacy_adagrad,
-        False,
-    ),
     "adam": (keras_3("adam", **ADAM), adam, True),
     "adam_tf_keras": (tf_keras("Adam", SCHEDULE, **ADAM), adam, True),
-    "adam_legacy": (legacy("Adam", decay=0.5, **ADAM), adam, True),
     "adam_decay": (keras_3("adam_2", SCHEDULE, **ADAM, weight_decay=0.2), adam, True),
     "adamw": (keras_3("adam_w", **{**ADAM, "weight_decay": 0.1}), adam, True),
     "rmsprop": (keras_3("rm_sprop", **RMSPROP), rmsprop, True),
@@ -136,18 +122,9 @@ CASES = {
         rmsprop,
         True,
     ),
-    "rmsprop_legacy": (legacy("RMSprop", **RMSPROP), legacy_rmsprop, True),
-    "rmsprop_legacy_centered": (legacy("RMSprop", **CENTERED), legacy_rmsprop, True),
-    "rmsprop_legacy_momentum": (
-        legacy("RMSprop", decay=0.2, **{**CENTERED, "momentum": 0.8}),
-        rmsprop,
-        False,
-    ),
     "adadelta": (keras_3("adadelta", 1.0, **ADADELTA), adadelta, True),
-    "adadelta_legacy": (legacy("Adadelta", 1.0, **ADADELTA), adadelta, False),
     "ftrl": (keras_3("ftrl", **FTRL), ftrl, True),
     "ftrl_decay": (tf_keras("Ftrl", SCHEDULE, **FTRL, weight_decay=0.1), ftrl, True),
-    "ftrl_legacy": (legacy("Ftrl", **FTRL), ftrl, False),
     "lion": (keras_3("lion", **LION), lion, True),
 }
 
@@ -163,26 +140,22 @@ def test_equals_keras_on_dense_gradients(case):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_passes_over_every_row_only_where_keras_has_it_and_it_changes_something(case):
-    config, rule, moves_every_row = case
+def test_passes_over_every_row_only_where_it_changes_something(case):
+    config, _, moves_every_row = case
 
     def passes(rows):
         rule = from_keras_config(config, rows=rows)
         return resolve_optimizer(rule, "table", ("table",)).rows == "every"
 
-    assert passes("as_keras") == moves_every_row
+    assert passes("every") == moves_every_row
     assert not passes("touched")
-    keeps_no_moments = rule in (adagrad, legacy_adagrad) or config.get("momentum") == 0
-    needs_none = rule in (sgd, adagrad, legacy_adagrad) and keeps_no_moments
-    assert passes("every") == (not needs_none or bool(config.get("weight_decay")))
 
 
 THROUGH_THE_LAYER = {
-    "every_row": (CASES["adam_decay"], "as_keras", False),
-    "every_row_anew": (CASES["ftrl"], "as_keras", False),
-    "lazy_in_keras": (CASES["sgd_legacy_both"], "as_keras", True),
+    "every_row": (CASES["adam_decay"], "every", False),
+    "every_row_anew": (CASES["ftrl"], "every", False),
     "lazy_on_request": (CASES["adam_decay"], "touched", True),
-    "every_row_on_request": (CASES["sgd_legacy_both"], "every", False),
+    "every_row_of_momentum": (CASES["sgd_nesterov_schedule"], "every", False),
     "accumulation": (
         (
             keras_3(
@@ -196,7 +169,7 @@ THROUGH_THE_LAYER = {
             ),
             sgd,
         ),
-        "as_keras",
+        "every",
         False,
     ),
     "accumulation_bias": (
@@ -253,26 +226,6 @@ def test_class_name_goes_before_all_names():
     rule = from_keras_config(config, class_name="Adagrad")
     expected = from_keras_config({**config, "name": "adagrad"})
     np.testing.assert_array_equal(dense_tables(rule), dense_tables(expected))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {
-            "module": "keras.optimizers.legacy",
-            "class_name": "Adagrad",
-            "config": {"learning_rate": 0.1, **ADAGRAD},
-        },
-        {"name": "adagrad", "is_legacy_optimizer": True, "learning_rate": 0.1}
-        | ADAGRAD,
-    ],
-    ids=["module", "field"],
-)
-def test_finds_legacy_optimizers(config):
-    expected = keras_tables(legacy_adagrad, legacy("Adagrad", **ADAGRAD))
-    np.testing.assert_allclose(
-        dense_tables(from_keras_config(config)), expected, rtol=1e-5, atol=1e-6
-    )
 
 
 def test_missing_fields_have_the_defaults_of_keras():
@@ -332,7 +285,6 @@ COLLECTS = {"use_ema": True, "gradient_accumulation_steps": 4}
 @pytest.mark.parametrize(
     ("config", "rows", "options"),
     [
-        (keras_3("adafactor", **ADAFACTOR), "as_keras", OFF),
         (keras_3("adafactor", **ADAFACTOR), "every", OFF),
         (keras_3("adafactor", **ADAFACTOR), "touched", {**OFF, "mode": "lazy"}),
         (
@@ -390,11 +342,6 @@ REFUSED = {
         keras_3("sgd", **PLAIN, global_clipnorm=2),
         "global_clipnorm=2: .*clipvalue",
     ),
-    "legacy_clipnorm_of_0": (legacy("SGD", **PLAIN, clipnorm=0.0), "clipnorm=0.0: "),
-    "legacy_clipvalue_of_0": (
-        legacy("SGD", **PLAIN, clipvalue=0.0),
-        "clipvalue=0.0: must be positive",
-    ),
     "use_ema": (keras_3("sgd", **{**PLAIN, "use_ema": True}), "use_ema=True: .*checkp"),
     "loss_scale_factor": (
         keras_3("sgd", **PLAIN, loss_scale_factor=0.0),
@@ -442,7 +389,16 @@ REFUSED = {
         "global_clipnorm=1.0: .*te.gradients.clip_by_global_norm",
     ),
     "adamax": (keras_3("adamax"), "optax.adamax"),
-    "nadam": (legacy("Nadam"), "optax.nadam"),
+    "nadam": (tf_keras("Nadam"), "optax.nadam"),
+    "before_2.11_by_field": ({"name": "SGD", "decay": 0.0}, "Keras 2.11.*decay=0.0"),
+    "before_2.11_by_flag": (
+        {"name": "SGD", "is_legacy_optimizer": True},
+        "is_legacy_optimizer=True of an older one.*InverseTimeDecay",
+    ),
+    "before_2.11_by_module": (
+        {"module": "keras.optimizers.legacy", "class_name": "SGD", "config": PLAIN},
+        "module='keras.optimizers.legacy' of an older one",
+    ),
     "lamb": (keras_3("lamb"), "lamb of this package"),
     "muon": (keras_3("muon"), "adam_weight_decay / adam_lr_ratio"),
     "schedule_free": (keras_3("schedule_free_adam_w"), "AdamW"),

@@ -10,7 +10,6 @@ import pytest
 
 from tpu_embedding.optimizers.keras.schedules import (
     at_updates,
-    inverse_time_decay,
     keras_learning_rate,
 )
 
@@ -155,13 +154,6 @@ def test_numbers_and_functions_stay():
     assert keras_learning_rate(schedule) is schedule
     rate = keras_learning_rate(np.float32(0.25))
     assert rate == 0.25 and isinstance(rate, float)
-
-
-@pytest.mark.parametrize("rate", [0.5, lambda count: 0.5 + 0.0 * count])
-def test_decay_of_legacy_optimizers(rate):
-    schedule = inverse_time_decay(rate, 0.3)
-    for step in (0, 1, 7):
-        np.testing.assert_allclose(schedule(step), 0.5 / (1 + 0.3 * step), rtol=1e-6)
 
 
 def test_updates_see_the_last_of_their_steps():

@@ -8,23 +8,21 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, TypeGuard
 
-import jax.numpy as jnp
 import optax
 
-from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.keras.schedules import at_updates
 from tpu_embedding.optimizers.modes import every_row
 from tpu_embedding.optimizers.options import clip_gradients, decay_rows
 from tpu_embedding.optimizers.rules.adafactor import adafactor
-from tpu_embedding.optimizers.rules.adagrad import ScaleByAdagradState, adagrad
+from tpu_embedding.optimizers.rules.adagrad import adagrad
 from tpu_embedding.optimizers.rules.adam import adam
 from tpu_embedding.optimizers.rules.ftrl import ftrl
 from tpu_embedding.optimizers.rules.lion import lion
 from tpu_embedding.optimizers.rules.rmsprop import adadelta, rmsprop
 from tpu_embedding.optimizers.rules.sgd import sgd
 
-KerasRows = Literal["as_keras", "every", "touched"]
-KerasGeneration = Literal["legacy", "tf_keras", "keras_3"]
+KerasRows = Literal["every", "touched"]
+KerasGeneration = Literal["tf_keras", "keras_3"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,7 @@ class KerasConfig:
       name: class or optimizer name as the configuration has it, for errors.
       given_fields: fields of the configuration.
       fields: the given fields, and Keras' defaults of the missing ones.
-      generation: generation of Keras; `"legacy"` is `tf_keras.optimizers.legacy`.
+      generation: generation of Keras that wrote the configuration.
       rows: see `from_keras_config`.
     """
 
@@ -47,11 +45,6 @@ class KerasConfig:
     generation: KerasGeneration
     rows: KerasRows
 
-    @property
-    def is_legacy(self) -> bool:
-        """True for an optimizer of `tf_keras.optimizers.legacy`."""
-        return self.generation == "legacy"
-
     def number(self, field: str) -> float:
         """Returns a field as a float; None, which turns a field off, becomes 0."""
         return float(self.fields[field] or 0.0)
@@ -61,8 +54,8 @@ class KerasConfig:
         value = self.fields.get(field)
         if not is_number(value):
             return bool(value)
-        # Keras ignores a bound of 0 or below, except in legacy optimizers.
-        return self.is_legacy or field == "loss_scale_factor" or value > 0
+        # Keras ignores a bound of 0 or below.
+        return field == "loss_scale_factor" or value > 0
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -102,16 +95,9 @@ def make_optimizer(rate: Any, keras: KerasConfig) -> optax.GradientTransformatio
     if gradient_steps > 1:
         rate = at_updates(rate, gradient_steps)
     rule = _with_common_fields(keras_class.make(rate, keras), rate, keras)
-    if not _moves_every_row(keras):
+    if keras.rows == "touched" or not _zero_gradient_has_effect(keras):
         return rule
     return every_row(rule, gradient_steps=gradient_steps)
-
-
-def _moves_every_row(keras: KerasConfig) -> bool:
-    """Returns True if the optimizer must pass over every row in each step."""
-    if keras.rows == "touched" or not _zero_gradient_has_effect(keras):
-        return False
-    return keras.rows == "every" or not _is_lazy_in_keras(keras)
 
 
 def _zero_gradient_has_effect(keras: KerasConfig) -> bool:
@@ -121,14 +107,6 @@ def _zero_gradient_has_effect(keras: KerasConfig) -> bool:
     if keras.class_key == "sgd":
         return bool(keras.number("momentum"))
     return keras.class_key != "adagrad"
-
-
-def _is_lazy_in_keras(keras: KerasConfig) -> bool:
-    """Returns True if a lazy `ResourceSparseApply` kernel updates the rows in Keras."""
-    has_momentum = (
-        keras.class_key in ("sgd", "rmsprop") and keras.number("momentum") > 0
-    )
-    return keras.is_legacy and (has_momentum or keras.class_key in ("adadelta", "ftrl"))
 
 
 def _with_common_fields(
@@ -157,34 +135,9 @@ def _sgd(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
 
 def _adagrad(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
     start, epsilon = keras.number("initial_accumulator_value"), keras.number("epsilon")
-    if keras.is_legacy:
-        return optax.chain(
-            _scale_by_legacy_adagrad(start, epsilon),
-            optax.scale_by_learning_rate(rate),
-        )
     if start == 0:  # `adagrad` refuses it, as TensorFlow's TPU embedding does.
         return optax.adagrad(rate, start, epsilon)
     return adagrad(rate, start, epsilon=epsilon)
-
-
-def _scale_by_legacy_adagrad(
-    initial_accumulator_value: float, epsilon: float
-) -> optax.GradientTransformation:
-    """Scales by the Adagrad of the kernel `ResourceApplyAdagradV2`.
-
-    For a gradient `g`, the step is `g / (sqrt(a) + epsilon)` after `a += g**2`.
-    """
-
-    def init(params: Any) -> Any:
-        return ScaleByAdagradState(jnp.full_like(params, initial_accumulator_value))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        del params
-        accumulators = state.accumulators + jnp.square(updates)
-        steps = updates / (jnp.sqrt(accumulators) + epsilon)
-        return steps, ScaleByAdagradState(accumulators)
-
-    return for_each_array(init, update)
 
 
 def _adam(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
@@ -201,8 +154,6 @@ def _adam(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
 def _rmsprop(rate: Any, keras: KerasConfig) -> optax.GradientTransformation:
     rho, momentum = keras.number("rho"), keras.number("momentum")
     epsilon, centered = keras.number("epsilon"), keras.fields["centered"]
-    if keras.is_legacy and not momentum:  # No kernel; epsilon is outside the root.
-        return optax.rmsprop(rate, rho, epsilon, centered=centered, eps_in_sqrt=False)
     return rmsprop(rate, rho=rho, momentum=momentum, epsilon=epsilon, centered=centered)
 
 
@@ -250,7 +201,6 @@ COMMON_FIELDS: Final[Mapping[str, Any]] = {
     "ema_overwrite_frequency": None,
     "loss_scale_factor": None,
     "gradient_accumulation_steps": None,
-    "decay": 0.0,
 }
 
 _ADAM: Final = {

@@ -2,9 +2,9 @@
 
 Users who leave Keras have `optimizer.get_config()`, or the serialized form that
 `keras.saving` or `tf_keras.optimizers.serialize` makes. The formulas are those of
-`keras/src/optimizers` of Keras 3.15, and of `tf_keras/src/optimizers` 2.21 with its
-folder `legacy`. Legacy optimizers differ in `decay`, in where Adagrad and RMSprop add
-epsilon, and in the rows that they move.
+`keras/src/optimizers` of Keras 3.15, and of `tf_keras/src/optimizers` 2.21.
+Optimizers older than Keras 2.11, today in `tf_keras.optimizers.legacy`, are refused:
+they have other formulas.
 """
 
 import re
@@ -18,22 +18,18 @@ from tpu_embedding.optimizers.keras.classes import (
     COMMON_FIELDS,
     KERAS_CLASSES,
     KerasConfig,
-    KerasGeneration,
     KerasRows,
     is_number,
     make_optimizer,
 )
-from tpu_embedding.optimizers.keras.schedules import (
-    inverse_time_decay,
-    keras_learning_rate,
-)
+from tpu_embedding.optimizers.keras.schedules import keras_learning_rate
 
 
 def from_keras_config(
     config: Mapping[str, Any],
     *,
     class_name: str | None = None,
-    rows: KerasRows = "as_keras",
+    rows: KerasRows = "every",
 ) -> optax.GradientTransformation:
     """Translates the configuration of a Keras optimizer, or raises with every reason.
 
@@ -52,8 +48,8 @@ def from_keras_config(
     variables and rows move only in steps that look the row up. The gradient of a row is
     always the sum over the occurrences of its id, before clipping.
 
-    Fields with an equivalent are `decay`, `weight_decay`, `clipvalue`,
-    `loss_scale_factor` and `gradient_accumulation_steps`. Fields without one are
+    Fields with an equivalent are `weight_decay`, `clipvalue`, `loss_scale_factor` and
+    `gradient_accumulation_steps`. Fields without one are
     `clipnorm`, `global_clipnorm`, `use_ema` and `amsgrad`; Adafactor takes the first
     three. `name`, `jit_compile` and `is_legacy_optimizer` do not change numbers. With
     `loss_scale_factor`, multiply the loss by it, as Keras does. The layer collects the
@@ -65,31 +61,26 @@ def from_keras_config(
         number, a serialized Keras schedule, or a function of the step counted from 0.
       class_name: Keras' class, such as `"Adam"`. None takes it from the serialized
         form, or else from the field `name`, which Keras derives from the class by
-        default. A configuration is of a legacy optimizer if it has `decay`, or if
-        `is_legacy_optimizer` or its module says so.
-      rows: `"every"`, `"touched"`, or `"as_keras"`. The last moves the rows that Keras
-        moves: every row, but only touched rows in legacy Adadelta and Ftrl, and in
-        legacy SGD and RMSprop with momentum. Their kernels for the gradient of an
-        `Embedding` are lazy.
+        default.
+      rows: `"every"` moves every row, as Keras does. `"touched"` moves the rows that
+        the step looks up.
 
     Returns:
       The optimizer. Tables share a stack if they share one optimizer value, so call
       this once for all of them.
 
     Raises:
-      ValueError: if the class is unknown or has no equivalent; or if fields have no
-        equivalent. One error then lists each such field with its value, the reason, and
-        the way out.
+      ValueError: if the class is unknown or has no equivalent; if the optimizer is
+        older than Keras 2.11; or if fields have no equivalent. One error then lists
+        each such field with its value, the reason, and the way out.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> config = {"name": "SGD", "learning_rate": 0.5, "decay": 1.0, "momentum": 0.0}
+      >>> config = {"name": "SGD", "learning_rate": 0.5, "momentum": 0.0}
       >>> rule = from_keras_config(config)
       >>> rows = jnp.ones((1, 2))
-      >>> state = rule.init(rows)
-      >>> _, state = rule.update(rows, state, rows)
-      >>> rule.update(rows, state, rows)[0].tolist()
-      [[-0.25, -0.25]]
+      >>> rule.update(rows, rule.init(rows), rows)[0].tolist()
+      [[-0.5, -0.5]]
     """
     keras = _parse(config, class_name, rows)
     problems = list(_problems(keras))
@@ -103,8 +94,6 @@ def from_keras_config(
             f"Keras' {keras.name} has no equivalent with these values:"
             + "".join(f"\n  {problem}." for problem in problems)
         )
-    if keras.number("decay"):
-        rate = inverse_time_decay(rate, keras.number("decay"))
     return make_optimizer(rate, keras)
 
 
@@ -184,23 +173,35 @@ def _parse(
             f"{name!r}; say which by class_name, or write the optimizer as an optax "
             "transformation."
         )
+    _check_generation(config, given)
+    is_tf_keras = "is_legacy_optimizer" in given or "jit_compile" in given
     return KerasConfig(
         class_key=key,
         name=str(name),
         given_fields=given,
         fields={**COMMON_FIELDS, **KERAS_CLASSES[key].own_fields, **given},
-        generation=_generation(config, given),
+        generation="tf_keras" if is_tf_keras else "keras_3",
         rows=rows,
     )
 
 
-def _generation(config: Mapping[str, Any], given: Mapping[str, Any]) -> KerasGeneration:
-    """Returns the generation of Keras that wrote the configuration."""
-    says_so = given.get("is_legacy_optimizer") or "legacy" in str(config.get("module"))
-    if says_so or "decay" in given:
-        return "legacy"
-    is_second = "is_legacy_optimizer" in given or "jit_compile" in given
-    return "tf_keras" if is_second else "keras_3"
+def _check_generation(config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises ValueError for the configuration of an optimizer before Keras 2.11."""
+    signs = {
+        "decay": "decay" in given,
+        "is_legacy_optimizer": given.get("is_legacy_optimizer"),
+        "module": "legacy" in str(config.get("module")),
+    }
+    for field, says_so in signs.items():
+        if says_so:
+            value = given.get(field, config.get(field))
+            raise ValueError(
+                "config must be of an optimizer of Keras 2.11 or later, got "
+                f"{field}={value!r} of an older one, whose formulas differ. Make the "
+                "optimizer anew with tf_keras.optimizers or Keras 3, and pass its "
+                "get_config(). Write decay as the schedule "
+                "InverseTimeDecay(learning_rate, 1, decay)."
+            )
 
 
 def _serialized_name(config: Mapping[str, Any]) -> Any:

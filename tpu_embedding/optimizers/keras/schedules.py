@@ -65,16 +65,6 @@ def keras_learning_rate(value: Any) -> optax.ScalarOrSchedule:
         raise ValueError(f"learning_rate of class {class_name}: {error}") from error
 
 
-def inverse_time_decay(rate: optax.ScalarOrSchedule, decay: float) -> optax.Schedule:
-    """Divides a rate by `1 + decay * step`, as legacy Keras optimizers do."""
-
-    def schedule(count: Any) -> jax.Array:
-        start: Any = rate(count) if callable(rate) else rate
-        return start / (1 + decay * jnp.asarray(count, jnp.float32))
-
-    return schedule
-
-
 def at_updates(
     rate: optax.ScalarOrSchedule, gradient_steps: int
 ) -> optax.ScalarOrSchedule:
