@@ -2,6 +2,15 @@
 
 `start` is the first call of a program that runs on several hosts. The training command
 calls it by itself.
+
+* `starting`: starts JAX in all processes, after a roll call.
+* `place`: finds the place of this process, from arguments or the environment.
+* `roll_call`: waits until each process has come, and refuses a second one of a number.
+* `job`: exchanges values and agrees on facts between the processes.
+* `store`: the texts that the processes share, in JAX's coordination service.
+* `notices`: tells an error of one process to all, and ends them together.
+* `poller`: a thread that looks at something regularly.
+* `output`: prints lines that may have no reader any more.
 """
 
 from tpu_embedding.distributed.job import AbsentProcessError as AbsentProcessError

@@ -48,7 +48,7 @@ def start(
     From then on, an error that ends one process within `ending_together` ends all.
 
     Args:
-      coordinator: `HOST:PORT` of process 0, or `HOST` with port 8476.
+      coordinator: `HOST:PORT` of process 0, or `HOST` with port `COORDINATOR_PORT`.
       num_processes: processes of the job.
       process_id: number of this process, from 0.
       heartbeat_seconds: time without a sign of life after which a process is taken for
@@ -81,13 +81,13 @@ def start(
         answer_roll_call(place, timeout_seconds)
         deadline = time.monotonic() + _INITIALIZE_SECONDS
         connect(place, _INITIALIZE_SECONDS, deadline).close()
-    _initialize(place, heartbeat_seconds, _INITIALIZE_SECONDS)
+    _initialize(place, heartbeat_seconds)
     job = current_job()
     watch_job(job)
     return job
 
 
-def _initialize(place: Place, heartbeat_seconds: int, timeout_seconds: float) -> None:
+def _initialize(place: Place, heartbeat_seconds: int) -> None:
     """Starts the runtime, and waits for the other processes.
 
     A thread waits: if the runtime gave up by itself, it would abort the process.
@@ -102,7 +102,7 @@ def _initialize(place: Place, heartbeat_seconds: int, timeout_seconds: float) ->
                 place.process_id,
                 local_device_ids=place.local_device_ids,
                 cluster_detection_method="deactivate",
-                initialization_timeout=round(timeout_seconds) + 3600,
+                initialization_timeout=round(_INITIALIZE_SECONDS) + 3600,
                 heartbeat_timeout_seconds=heartbeat_seconds,
             )
         except BaseException as error:
@@ -112,13 +112,13 @@ def _initialize(place: Place, heartbeat_seconds: int, timeout_seconds: float) ->
     jax.config.update("jax_enable_preemption_service", False)
     thread = threading.Thread(target=initialize, name="start of the job", daemon=True)
     thread.start()
-    thread.join(max(timeout_seconds, 0.0))
+    thread.join(_INITIALIZE_SECONDS)
     if thread.is_alive():
         forget_client()
         raise StartError(
             f"JAX has not started in all {place.num_processes} processes of the job at "
-            f"{place.coordinator} within {timeout_seconds:.0f} s, though all had come; "
-            "see the logs of the others."
+            f"{place.coordinator} within {_INITIALIZE_SECONDS:.0f} s, though all had "
+            "come; see the logs of the others."
         )
     if errors:
         forget_client()

@@ -5,7 +5,7 @@ client is in this module, and tests put a dictionary in its place.
 """
 
 import threading
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import jax
 from jax._src import distributed  # JAX has no public name for the client
@@ -13,12 +13,12 @@ from jax._src import distributed  # JAX has no public name for the client
 _PREFIX: Final = "tpu_embedding/"
 
 
-class Store(Protocol):
-    """Texts by key, which all processes of a job see."""
+class CoordinatorStore:
+    """Texts by key in JAX's coordination service, which all processes see."""
 
     def set(self, key: str, value: str) -> None:
         """Stores a text, in place of an earlier one."""
-        ...
+        _client().key_value_set(_PREFIX + key, value, allow_overwrite=True)
 
     def get(self, key: str, timeout_seconds: float) -> str:
         """Waits until a key is set, and returns its text.
@@ -26,26 +26,6 @@ class Store(Protocol):
         Raises:
           TimeoutError: if it is not set within the time.
         """
-        ...
-
-    def items(self, folder: str) -> dict[str, str]:
-        """Returns the texts whose keys begin with `folder/`, by the rest of the key."""
-        ...
-
-    def delete(self, key: str) -> None:
-        """Deletes a key, if it is set."""
-        ...
-
-
-class CoordinatorStore:
-    """The store of JAX's coordination service."""
-
-    def set(self, key: str, value: str) -> None:
-        """Stores a text, in place of an earlier one."""
-        _client().key_value_set(_PREFIX + key, value, allow_overwrite=True)
-
-    def get(self, key: str, timeout_seconds: float) -> str:
-        """Waits until a key is set, and returns its text."""
         milliseconds = max(1, round(1000 * timeout_seconds))
         try:
             return _client().blocking_key_value_get(_PREFIX + key, milliseconds)
@@ -106,6 +86,9 @@ class MemoryStore:
         """Deletes a key, if it is set."""
         with self._changed:
             self._values.pop(key, None)
+
+
+Store = CoordinatorStore | MemoryStore
 
 
 def place_in_jax() -> tuple[int, int]:

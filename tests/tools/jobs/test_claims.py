@@ -1,4 +1,4 @@
-"""Processes that claim a place twice end with an error; a job that runs goes on."""
+"""Jobs that cannot start end with an error; a job that runs goes on."""
 
 import platform
 import signal
@@ -73,3 +73,34 @@ def test_a_process_that_comes_to_a_job_that_runs(server, tmp_path):
         assert line.startswith(message)
     job.send(signal.SIGTERM, job.pids[0])
     assert job.wait() == [75, 75], "\n".join(job.outputs())
+
+
+WITHOUT_OTHERS = """
+import sys
+from tpu_embedding.tools import cli
+from tpu_embedding.distributed import roll_call
+from tpu_embedding.distributed import starting
+
+starting.start.__kwdefaults__["timeout_seconds"] = 1
+roll_call.TELL_SECONDS = 0
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.full
+def test_processes_that_never_start(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    place = ["--coordinator", address, "--num-processes", "2", "--process-id", "0"]
+    command = ["train", "synthetic", "--output-dir", tmp_path / "run", *place]
+    command += ["--supervise", "never"]  # A parent would start an unchanged command.
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_OTHERS, *command],
+        env=environment_of(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 2, result.stderr
+    message = "error: Not all of the 2 processes have connected to the coordinator"
+    assert f"{message} {address} within 1 s" in result.stderr
+    assert not (tmp_path / "run").exists()

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Final, TextIO
 
 from tpu_embedding.distributed.output import print_line
+from tpu_embedding.distributed.poller import Poller
 
 SLOWDOWN: Final = 10.0
 """Multiple of the usual time at which a step counts as slow."""
@@ -51,26 +52,22 @@ class SlowStepWatch:
         look_seconds: float = _LOOK_SECONDS,
         file: TextIO | None = None,
     ):
-        """Starts the thread.
+        """Starts to watch.
 
         Args:
           min_seconds: minimum time of a slow step.
-          look_seconds: time between two looks of the thread.
+          look_seconds: time between two looks at the step in progress.
           file: file of the stacks, which has a descriptor; None: stderr.
         """
         self._min_seconds = min_seconds
-        self._look_seconds = look_seconds
         self._file = file
         self._seconds: collections.deque[float]
         self._seconds = collections.deque(maxlen=_STEPS_FOR_MEDIAN)
         self._since: float | None = None
         self._step = 0
         self._runner = threading.get_ident()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch, name="slow steps", daemon=True
-        )
-        self._thread.start()
+        self._reported = 0
+        self._poller = Poller("slow steps", self._look, look_seconds)
 
     def completed(self, num_steps_done: int) -> None:
         """Notes that a step is completed; the next one has begun."""
@@ -91,23 +88,20 @@ class SlowStepWatch:
             self._since = time.monotonic()
 
     def close(self) -> None:
-        """Ends the thread."""
-        self._closed.set()
-        self._thread.join()
+        """Ends the watch."""
+        self._poller.close()
 
-    def _watch(self) -> None:
-        reported = 0
-        while not self._closed.wait(self._look_seconds):
-            since, step = self._since, self._step
-            if since is None or step == reported or len(self._seconds) < _MIN_STEPS:
-                continue
-            usual = statistics.median(self._seconds.copy())
-            seconds = time.monotonic() - since
-            if seconds < max(self._min_seconds, SLOWDOWN * usual):
-                continue
-            if _is_compiling(sys._current_frames().get(self._runner)):
-                continue
-            reported = step
+    def _look(self) -> None:
+        """Reports the step in progress if it is slow and does not compile."""
+        since, step = self._since, self._step
+        if since is None or step == self._reported or len(self._seconds) < _MIN_STEPS:
+            return
+        usual = statistics.median(self._seconds.copy())
+        seconds = time.monotonic() - since
+        if seconds < max(self._min_seconds, SLOWDOWN * usual):
+            return
+        if not _is_compiling(sys._current_frames().get(self._runner)):
+            self._reported = step
             self._report(step, seconds, usual)
 
     def _report(self, step: int, seconds: float, usual: float) -> None:

@@ -92,7 +92,11 @@ class StopRequest:
             return False
 
     def is_decided(self, step: int) -> bool:
-        """Returns True if `reached(step)` will, while the step is being prepared."""
+        """Returns True once it is certain that `reached(step)` will return True.
+
+        The step does not begin by this call, so a loop can ask it while it waits for
+        the batch of the step.
+        """
         if self._job.num_processes == 1:
             return self.requested
         if self._agreed is None or step < self._agreed[0]:
