@@ -1,102 +1,67 @@
-"""Stored verdicts on kernels: read back exactly, and refused when anything changed."""
+"""Stored verdicts on kernels: read exactly, and refused when anything changed."""
 
-import dataclasses
 import json
 import pathlib
 
 import pytest
 
+from tests.verdict_files import record_of, verdict, write_records
 from tpu_embedding import kernel_verdicts
 from tpu_embedding.kernel_verdicts import (
+    Capability,
     KernelVerdicts,
-    Verdict,
-    capability_name,
-    current_key,
+    capability_of,
+    current_versions,
     load_verdicts,
-    save_verdicts,
-    verdict_directory,
+    verdict_file,
     verdicts_from_json,
 )
 
-READ = capability_name("read", 8)
-FASTER = Verdict(
-    capability=READ,
-    is_equal=True,
-    problem=None,
-    speed_ratio=1.3,
-    num_cases=2,
-    date="2026-01-31",
-)
+KIND = "TPU of a test"
+READ = capability_of("read", 8)
+FASTER = verdict("read", speed_ratio=1.3)
 
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path, monkeypatch):
     monkeypatch.setenv("TPU_EMBEDDING_VERDICTS", str(tmp_path / "verdicts"))
-    return tmp_path / "verdicts"
-
-
-@pytest.fixture
-def key():
-    return current_key("TPU of a test", "interpreter")
 
 
 def load() -> KernelVerdicts:
-    return load_verdicts("TPU of a test", "interpreter")
+    return load_verdicts(KIND, "interpreter")
 
 
-@pytest.mark.parametrize(
-    ("dim", "name"),
-    [(8, "pool, dim 8"), (128, "pool, dim 128"), (256, "pool, dim 512")],
-)
-def test_capabilities(dim, name):
-    assert capability_name("pool", dim) == name
-    assert capability_name("pool", dim, "row sums") == name
+def write(*verdicts, **versions):
+    return write_records(record_of(KIND, "interpreter", *verdicts, **versions))
 
 
-def test_verdicts_are_read_back(key):
-    path = save_verdicts(key, [FASTER])
+@pytest.mark.parametrize(("dim", "kind"), [(8, 8), (128, 128), (256, 512)])
+def test_capabilities(dim, kind):
+    assert capability_of("pool", dim) == Capability("pool", kind, "elements")
+    assert capability_of("pool", dim, "row sums").rule == "elements"
+    assert capability_of("update", dim, "row sums").rule == "row sums"
+
+
+def test_verdicts_are_read():
+    write(FASTER)
     found = load()
     assert found.verdicts == (FASTER,)
     assert found.allows(READ)
     assert found.reason(READ) == "auto: verdict of 2026-01-31: 1.30x the speed of XLA"
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
     assert verdicts_from_json(json.loads(json.dumps(found.to_json()))) == found
-
-
-def test_later_verdicts_replace_earlier_ones_on_the_same_capability(key):
-    other = dataclasses.replace(FASTER, capability=capability_name("write", 8))
-    slower = dataclasses.replace(FASTER, speed_ratio=0.8)
-    save_verdicts(key, [FASTER, other])
-    save_verdicts(key, [slower])
-    assert set(load().verdicts) == {slower, other}
-
-
-def test_a_problem_stays_until_as_many_cases_have_run_without_one(key):
-    wrong = dataclasses.replace(FASTER, is_equal=False, problem="x", num_cases=3)
-    save_verdicts(key, [wrong])
-    save_verdicts(key, [FASTER])
-    assert load().verdicts == (wrong,)
-    fewer = dataclasses.replace(wrong, num_cases=1)
-    save_verdicts(key, [fewer])
-    save_verdicts(key, [FASTER])
-    assert load().verdicts == (wrong,)
-    full = dataclasses.replace(FASTER, num_cases=3)
-    save_verdicts(key, [full])
-    assert load().verdicts == (full,)
 
 
 REFUSED = {
     "slower": ({"speed_ratio": 0.8}, "0.80x the speed of XLA"),
     "hardly faster": ({"speed_ratio": 1.04}, "1.04x the speed of XLA"),
     "not timed": ({"speed_ratio": None}, "equal, but not timed"),
-    "wrong": ({"is_equal": False, "problem": "row 7 is zero"}, "row 7 is zero"),
-    "unexplained": ({"is_equal": False}, "results differ"),
+    "wrong": ({"problem": "row 7 is zero"}, "row 7 is zero"),
 }
 
 
 @pytest.mark.parametrize(("changes", "reason"), REFUSED.values(), ids=REFUSED)
-def test_verdicts_that_allow_no_kernel(key, changes, reason):
-    save_verdicts(key, [dataclasses.replace(FASTER, **changes)])
+def test_verdicts_that_allow_no_kernel(changes, reason):
+    write(verdict("read", **changes))
     assert not load().allows(READ)
     assert reason in load().reason(READ)
 
@@ -108,28 +73,34 @@ def test_no_verdicts():
     )
 
 
-def test_a_capability_without_a_verdict(key):
-    save_verdicts(key, [FASTER])
-    other = capability_name("read", 16)
+@pytest.mark.parametrize(
+    "other",
+    [
+        capability_of("read", 16),
+        capability_of("write", 8),
+        capability_of("update", 8, "row sums"),
+    ],
+)
+def test_a_capability_without_a_verdict(other):
+    write(FASTER, verdict("update"))
     assert not load().allows(other)
     assert "no verdict on these rows" in load().reason(other)
 
 
-@pytest.mark.parametrize("name", ["jax", "jaxlib", "libtpu", "tpu-embedding"])
-def test_another_version_makes_verdicts_stale(key, name):
-    now = dict(key.versions)[name]
-    versions = dict(key.versions) | {name: "0.0.1"}
-    save_verdicts(dataclasses.replace(key, versions=tuple(versions.items())), [FASTER])
+@pytest.mark.parametrize("name", current_versions())
+def test_another_version_makes_verdicts_stale(name):
+    now = current_versions()[name]
+    write(FASTER, **{name: "0.0.1"})
     assert not load().allows(READ)
     assert f"verdict is stale: {name} 0.0.1 then, {now} now" in load().reason(READ)
 
 
-def test_changed_kernels_make_verdicts_stale(key, monkeypatch):
-    save_verdicts(key, [FASTER])
+def test_changed_kernels_make_verdicts_stale(monkeypatch):
+    write(FASTER)
     assert load().allows(READ)
     monkeypatch.setattr(kernel_verdicts, "_digest_of_kernels", lambda: "another")
     assert not load().allows(READ)
-    assert "verdict is stale: the kernels' source has changed" in load().reason(READ)
+    assert "verdict is stale: source of the kernels" in load().reason(READ)
 
 
 def test_the_digest_covers_all_sources_of_kernels():
@@ -138,42 +109,46 @@ def test_the_digest_covers_all_sources_of_kernels():
         assert (root / source).exists()
 
 
-def test_verdicts_of_another_device_do_not_count(key):
-    save_verdicts(dataclasses.replace(key, device_kind="TPU of another"), [FASTER])
+def test_verdicts_of_another_device_or_backend_do_not_count():
+    write_records(
+        record_of("TPU of another", "interpreter", FASTER),
+        record_of(KIND, "sparse_core", FASTER),
+    )
     assert load().verdicts == ()
     assert "no verdict for this device" in load().reason(READ)
 
 
-DAMAGED = ["", "{", "[]", '{"key": 3}', '{"key": {}, "verdicts": []}']
+DAMAGED = [
+    *("", "{", "[]", "3", "{}", '{"records": 3}', '{"records": [3]}'),
+    '{"records": [{"device_kind": "TPU of a test", "backend": "interpreter"}]}',
+]
 
 
 @pytest.mark.parametrize("text", DAMAGED)
-def test_damaged_files_count_as_absent_and_are_replaced(key, text):
-    path = save_verdicts(key, [FASTER])
-    path.write_text(text)
+def test_damaged_files_count_as_absent(text):
+    write(FASTER).write_text(text)
     assert not load().allows(READ)
     assert "are damaged" in load().reason(READ)
-    save_verdicts(key, [FASTER])
-    assert load().allows(READ)
 
 
 ENTRIES = {
-    "is_equal is text": {"is_equal": "false"},
-    "is_equal is a number": {"is_equal": 1},
-    "is_equal is missing": {"is_equal": ...},
-    "a problem beside true": {"problem": "row 7 is zero"},
-    "an empty problem": {"is_equal": False, "problem": ""},
-    "a problem that is no text": {"is_equal": False, "problem": 3},
-    "no cases": {"num_cases": 0},
-    "half a case": {"num_cases": 0.5},
-    "true cases": {"num_cases": True},
+    "problem is missing": {"problem": ...},
+    "an empty problem": {"problem": ""},
+    "a problem that is no text": {"problem": False},
+    "ratio is missing": {"speed_ratio": ...},
     "ratio is text": {"speed_ratio": "1.3"},
     "ratio is infinite": {"speed_ratio": float("inf")},
     "ratio is NaN": {"speed_ratio": float("nan")},
     "ratio is true": {"speed_ratio": True},
     "ratio is negative": {"speed_ratio": -2.0},
-    "unknown capability": {"capability": "reading, dim 8"},
-    "capability is a number": {"capability": 8},
+    "unknown direction": {"direction": "reading"},
+    "direction is a number": {"direction": 8},
+    "dim is text": {"dim": "8"},
+    "dim is true": {"dim": True},
+    "dim is zero": {"dim": 0},
+    "dim of no kind": {"dim": 1024},
+    "unknown rule": {"rule": "rows"},
+    "a rule that only updates have": {"rule": "row sums"},
     "no date": {"date": "yesterday"},
     "date is a number": {"date": 2026},
     "unknown field": {"is_certain": True},
@@ -181,12 +156,12 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("changes", ENTRIES.values(), ids=ENTRIES)
-def test_an_entry_that_does_not_parse_is_no_verdict(key, changes):
-    path = save_verdicts(key, [FASTER])
+def test_an_entry_that_does_not_parse_is_no_verdict(changes):
+    path = write(FASTER, verdict("write"))
     document = json.loads(path.read_text())
-    (entry,) = document["verdicts"]
-    changed = {k: v for k, v in {**entry, **changes}.items() if v is not ...}
-    document["verdicts"] = [changed]
+    entries = document["records"][0]["verdicts"]
+    changed = {k: v for k, v in {**entries[0], **changes}.items() if v is not ...}
+    entries[0] = changed
     path.write_text(json.dumps(document))
     assert load().verdicts == ()
     assert "are damaged" in load().reason(READ)
@@ -196,23 +171,25 @@ def test_an_entry_that_does_not_parse_is_no_verdict(key, changes):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_two_entries_on_one_capability_are_no_verdict(key, order):
-    wrong = dataclasses.replace(FASTER, is_equal=False, problem="row 7 is zero")
-    path = save_verdicts(key, [FASTER])
-    document = json.loads(path.read_text())
-    entries = [dataclasses.asdict(verdict) for verdict in (FASTER, wrong)]
-    path.write_text(json.dumps({**document, "verdicts": entries[::order]}))
+def test_two_entries_on_one_capability_are_no_verdict(order):
+    both = (FASTER, verdict("read", problem="row 7 is zero"))[::order]
+    write(*both)
     assert load().verdicts == () and "are damaged" in load().reason(READ)
     with pytest.raises(ValueError, match="one verdict per capability"):
-        KernelVerdicts(backend="interpreter", verdicts=(FASTER, wrong))
+        KernelVerdicts(backend="interpreter", verdicts=both)
 
 
-def test_a_field_that_comes_twice_is_no_verdict(key):
-    path = save_verdicts(key, [FASTER])
-    text = path.read_text().replace(
-        '"is_equal": true', '"is_equal": false, "is_equal": true'
+def test_two_records_of_one_device_are_no_verdict():
+    record = record_of(KIND, "interpreter", FASTER)
+    write_records(record, record)
+    assert load().verdicts == () and "are damaged" in load().reason(READ)
+
+
+def test_a_field_that_comes_twice_is_no_verdict():
+    path = write(FASTER)
+    path.write_text(
+        path.read_text().replace('"problem": null', '"problem": "x", "problem": null')
     )
-    path.write_text(text)
     assert load().verdicts == () and "are damaged" in load().reason(READ)
 
 
@@ -220,8 +197,8 @@ def test_a_field_that_comes_twice_is_no_verdict(key):
     ("variables", "directory"),
     [
         ({"TPU_EMBEDDING_VERDICTS": "/a"}, "/a"),
-        ({"XDG_CACHE_HOME": "/b"}, "/b/tpu_embedding/verdicts"),
-        ({"HOME": "/c"}, "/c/.cache/tpu_embedding/verdicts"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/tpu_embedding"),
+        ({"HOME": "/c"}, "/c/.cache/tpu_embedding"),
     ],
 )
 def test_directory(monkeypatch, variables, directory):
@@ -229,4 +206,4 @@ def test_directory(monkeypatch, variables, directory):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert verdict_directory() == pathlib.Path(directory)
+    assert verdict_file() == pathlib.Path(directory, "kernel_verdicts.json")

@@ -198,7 +198,7 @@ def test_files_of_data(here, path):
 
 def test_the_directory_of_verdicts(here, monkeypatch):
     monkeypatch.setenv(kernel_verdicts.DIRECTORY_VARIABLE, "~/verdicts")
-    assert kernel_verdicts.verdict_directory() == here / "home" / "verdicts"
+    assert kernel_verdicts.verdict_file().parent == here / "home" / "verdicts"
 
 
 def not_there(path):

@@ -1,8 +1,5 @@
 """`kernels="auto"`: a verdict decides for each direction and kind of row."""
 
-import dataclasses
-import datetime
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,33 +7,15 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
-from tpu_embedding.kernel_verdicts import (
-    DIRECTORY_VARIABLE,
-    KernelVerdicts,
-    Verdict,
-    capability_name,
-    current_key,
-    save_verdicts,
-)
+from tests.verdict_files import DATE, record_of, verdict, write_records
+from tpu_embedding.kernel_verdicts import DIRECTORY_VARIABLE, KernelVerdicts
 
 DIRECTIONS = ("read", "pool", "spread", "update", "write")
-TODAY = datetime.date(2026, 1, 31).isoformat()
 
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path, monkeypatch):
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-
-
-def verdict(capability, is_equal=True, speed_ratio: float | None = 1.5, problem=None):
-    return Verdict(
-        capability=capability,
-        is_equal=is_equal,
-        problem=problem,
-        speed_ratio=speed_ratio,
-        num_cases=1,
-        date=TODAY,
-    )
 
 
 def plan_of(kernels, dim=32, optimizer=None, hardware="v5p", num_devices=1):
@@ -59,8 +38,7 @@ def backends_of(kernels, **options):
 
 def allowing(directions, dim):
     verdicts = [
-        verdict(capability_name(d, dim), speed_ratio=1.5 if d in directions else 0.5)
-        for d in DIRECTIONS
+        verdict(d, dim, speed_ratio=1.5 if d in directions else 0.5) for d in DIRECTIONS
     ]
     return KernelVerdicts(backend="interpreter", verdicts=tuple(verdicts))
 
@@ -79,12 +57,12 @@ def test_kernels_run_where_their_verdict_allows_them(directions):
 
 REASONS = {
     # What the verdict on reading says, if a kernel reads, and the reason.
-    "faster": ({}, "interpreter", f"auto: verdict of {TODAY}: 1.50x the speed of XLA"),
+    "faster": ({}, "interpreter", f"auto: verdict of {DATE}: 1.50x the speed of XLA"),
     "slower": ({"speed_ratio": 0.7}, "xla", "0.70x the speed of XLA"),
     "hardly faster": ({"speed_ratio": 1.01}, "xla", "1.01x the speed of XLA"),
     "not timed": ({"speed_ratio": None}, "xla", "equal, but not timed"),
-    "wrong": ({"is_equal": False, "problem": "wrong row 7"}, "xla", "wrong row 7"),
-    "hangs": ({"is_equal": False, "problem": "hangs"}, "xla", "hangs"),
+    "wrong": ({"problem": "wrong row 7"}, "xla", "wrong row 7"),
+    "hangs": ({"problem": "hangs"}, "xla", "hangs"),
 }
 
 
@@ -92,8 +70,7 @@ REASONS = {
 @pytest.mark.parametrize("case", REASONS)
 def test_stored_verdicts_decide_and_are_printed(case):
     fields, backend, reason = REASONS[case]
-    name = capability_name("read", 32)
-    save_verdicts(current_key("cpu", "interpreter"), [verdict(name, **fields)])
+    write_records(record_of("cpu", "interpreter", verdict("read", 32, **fields)))
     plan = plan_of("auto")
     choice = plan.stacks[0].backends.read
     assert (choice.backend, reason in choice.reason) == (backend, True)
@@ -109,8 +86,8 @@ def test_each_kind_of_row_and_of_rule_has_its_verdict():
     allowed = KernelVerdicts(
         backend="interpreter",
         verdicts=(
-            verdict(capability_name("update", 32)),
-            verdict(capability_name("update", 512, "row sums")),
+            verdict("update", 32),
+            verdict("update", 512, "row sums"),
         ),
     )
     by_row = te.optimizers.rowwise_adagrad(0.1)
@@ -136,10 +113,8 @@ def test_no_verdict():
 
 @needs_kernels
 def test_stale_verdicts():
-    key = current_key("cpu", "interpreter")
-    versions = dict(key.versions) | {"jax": "0.1.0"}
-    key = dataclasses.replace(key, versions=tuple(versions.items()))
-    save_verdicts(key, [verdict(capability_name("read", 32))])
+    record = record_of("cpu", "interpreter", verdict("read", 32), jax="0.1.0")
+    write_records(record)
     read = plan_of("auto").stacks[0].backends.read
     assert read.backend == "xla"
     assert f"verdict is stale: jax 0.1.0 then, {jax.__version__} now" in read.reason

@@ -46,8 +46,8 @@ def verdict_of_process():
     # The values differ in length, too.
     own = tuple(
         Verdict(
-            capability=f"read, dim {8 * (place + 1)}",
-            is_equal=True,
+            direction="read",
+            dim=8 * (place + 1),
             problem=None,
             speed_ratio=1.0 + jax.process_index(),
             date="2026-01-31",

@@ -14,7 +14,7 @@ from tpu_embedding.kernel_verdicts import (
     KernelName,
     KernelVerdicts,
     RuleKind,
-    capability_name,
+    capability_of,
     load_verdicts,
 )
 from tpu_embedding.rows.kernels.backend import KernelBackend
@@ -47,9 +47,10 @@ class BackendChoice(NamedTuple):
 
     Attributes:
       backend: the backend.
-      reason: of the choice.
-      form: of XLA's work.
-      condition: on a batch, without which XLA runs instead; None: there is none.
+      reason: why it was chosen.
+      form: the form of XLA's work.
+      condition: the batches that the backend takes; XLA runs all others. None: it
+        takes every batch.
     """
 
     backend: Backend
@@ -83,10 +84,9 @@ class BackendRequest(NamedTuple):
     """The backend that a user asked for, by name or by verdicts.
 
     Attributes:
-      backend: to use where it can run.
-      reason: of the choice.
-      verdicts: restrict the backend to the directions that they allow; None: nothing
-        does.
+      backend: the backend to use where it can run.
+      reason: why it was chosen.
+      verdicts: limit the backend to the capabilities that they allow; None: no limit.
     """
 
     backend: Backend
@@ -99,7 +99,7 @@ class BackendRequest(NamedTuple):
         """Returns the choice for one direction of rows that kernels reach."""
         if self.verdicts is None:
             return BackendChoice(self.backend, self.reason)
-        capability = capability_name(direction, dim, rule)
+        capability = capability_of(direction, dim, rule)
         is_allowed = self.verdicts.allows(capability)
         backend = self.backend if is_allowed else "xla"
         return BackendChoice(backend, self.verdicts.reason(capability))

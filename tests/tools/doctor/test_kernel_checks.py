@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import os
 import pathlib
 import sys
 
@@ -9,45 +10,38 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
-from tpu_embedding.kernel_verdicts import (
-    KernelVerdicts,
-    current_key,
-    load_verdicts,
-    save_verdicts,
-)
+from tpu_embedding.kernel_verdicts import KernelVerdicts, capability_of
+from tpu_embedding.tools.doctor import kernel_checks
 from tpu_embedding.tools.doctor.devices import FoundDevices
 from tpu_embedding.tools.doctor.findings import has_failures
 from tpu_embedding.tools.doctor.kernel_checks import (
-    CheckSettings,
-    check_rows,
-    findings_on_rows,
+    findings_on_cases,
     kernels_on,
     make_verdicts,
+    run_cases,
 )
+from tpu_embedding.tools.doctor.row_cases import DIMS
 
 pytestmark = needs_kernels
 
 FAKE = pathlib.Path(__file__).parent / "fake_child.py"
 CPU = FoundDevices(platform="cpu", kinds=("cpu",) * 2, memory=(None,) * 2)
+TPU = FoundDevices(platform="tpu", kinds=("TPU v5p",), memory=(None,))
 DATE = datetime.date(2026, 1, 31)
-DIRECTIONS = ("read", "pool", "spread", "update", "write")
+DIRECTIONS = {"read", "pool", "spread", "update", "write"}
 
 
-def check(*cases, found=CPU, seconds=60.0):
-    settings = CheckSettings(
-        tier="quick",
-        seconds=seconds,
-        case_seconds=1.0,  # A case of the fake child ends at once, or never.
-        child=(sys.executable, str(FAKE), *cases),
-    )
-    return check_rows(found, settings, {})
+def check(*deeds, found=TPU, tier="full", seconds=60.0):
+    child = (sys.executable, str(FAKE), *deeds)
+    return run_cases(found, tier, os.environ, case_seconds=seconds, child=child)
 
 
-def verdicts_of(*cases, **options):
-    return {v.capability: v for v in make_verdicts(check(*cases, **options), DATE)}
+def verdicts_of(*deeds, **options):
+    return {v.capability: v for v in make_verdicts(check(*deeds, **options), DATE)}
 
 
-def backends_of(verdicts, dim=8):
+def backends_of(verdicts, dim=32):
+    """Returns the directions that run in kernels, given the verdicts of a check."""
     plan = te.make_plan(
         te.FeatureConfig(table=te.TableConfig(vocabulary_size=99, dim=dim, name="t")),
         mesh_of(1),
@@ -60,144 +54,94 @@ def backends_of(verdicts, dim=8):
 
 
 FAULTS = {
-    # The faulty case, and the problem that the verdict names.
-    "equal and faster": ("speed/read, dim 8:ratio=1.5", None),
-    "wrong": ("correctness/read, dim 8:wrong", "read, dim 8: row 7 is zero"),
-    "hangs": ("correctness/read, dim 8:hang", "read, dim 8: hangs"),
-    "crashes": ("correctness/read, dim 8:abort", "read, dim 8: crashed by SIGABRT"),
-    "slower": ("speed/read, dim 8:ratio=0.5", None),
-    "hangs when timed": ("speed/read, dim 8:hang", "read, dim 8: hangs"),
+    # The deed of the child, and the problem that the verdict names.
+    "wrong": "read, dim 32: row 7 is zero",
+    "hang": "read, dim 32: hangs: no result in 5 s; killed",
+    "abort": "read, dim 32: crashed by SIGABRT",
+    "exit": "read, dim 32: ended with exit status 3",
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_auto_follows_what_the_child_finds(fault):
-    faulty, problem = FAULTS[fault]
-    cases = [
-        f"{part}/{direction}, dim 8:{'ok' if part == 'correctness' else 'ratio=1.5'}"
-        for part in ("correctness", "speed")
-        for direction in DIRECTIONS
-    ]
-    name = faulty.partition(":")[0]
-    cases = [faulty if case.startswith(f"{name}:") else case for case in cases]
-    runs = check("xla:ok", *cases)
-    verdicts = make_verdicts(runs, DATE)
-    read = next(v for v in verdicts if v.capability == "read, dim 8")
-    assert (read.problem or "").startswith(problem or "")
-    assert read.is_equal == (problem is None)
-    assert has_failures(findings_on_rows(runs)) == (problem is not None)
-    expected = set(DIRECTIONS)
-    if fault != "equal and faster":
-        expected.remove("read")
-    assert backends_of(verdicts) == expected
+@pytest.mark.parametrize("deed", FAULTS)
+def test_auto_avoids_the_kernel_that_failed(deed):
+    # A loaded machine starts Python in a few seconds.
+    seconds = 5.0 if deed == "hang" else 60.0
+    run = check(f"read, dim 32:{deed}", tier="quick", seconds=seconds)
+    verdicts = make_verdicts(run, DATE)
+    assert len(run.results) == len(run.cases)  # Those behind it ran in a new child.
+    read = next(v for v in verdicts if v.direction == "read")
+    assert (read.problem or "").startswith(FAULTS[deed])
+    assert has_failures(findings_on_cases(run))
+    assert backends_of(verdicts) == DIRECTIONS - {"read"}
 
 
-def test_a_failed_step_counts_for_its_rows_unless_one_direction_explains_it():
-    correct = [f"correctness/{d}, dim {n}:ok" for d in DIRECTIONS for n in (8, 16)]
-    unexplained = verdicts_of(*correct, "correctness/step, dim 8:wrong")
-    for direction in DIRECTIONS:
-        assert not unexplained[f"{direction}, dim 8"].is_equal
-        assert unexplained[f"{direction}, dim 16"].is_equal
-    correct[0] = "correctness/read, dim 8:wrong"
-    explained = verdicts_of(*correct, "correctness/step, dim 8:wrong")
-    assert [name for name, v in explained.items() if not v.is_equal] == ["read, dim 8"]
+def test_auto_runs_kernels_that_are_equal_and_faster():
+    run = check()
+    assert not has_failures(findings_on_cases(run))
+    verdicts = make_verdicts(run, DATE)
+    assert {backends_of(verdicts, dim) == DIRECTIONS for dim in (*DIMS, 256)} == {True}
+    assert len(verdicts) == 6 * len(DIMS)
+    slower = make_verdicts(check("read, dim 32:ratio=0.5"), DATE)
+    assert backends_of(slower) == DIRECTIONS - {"read"}
+    assert backends_of(slower, 64) == DIRECTIONS
 
 
-def test_a_failed_exchange_counts_for_all_rows():
-    found = verdicts_of(
-        "correctness/read, dim 8:ok", "correctness/ragged exchange:wrong"
-    )
-    assert found["read, dim 8"].problem == "ragged exchange: row 7 is zero"
-
-
-INCOMPLETE = {
-    # A case that hangs, at the end of the time for all: those behind it do not run.
-    "total time": ["correctness/read, dim 8:ok", "correctness/pool, dim 8:hang"],
-    "lost child": [
-        *("correctness/read, dim 8:ok", "correctness/pool, dim 8:exit"),
-        "correctness/start:the chip is lost",
-    ],
+WHOLE = {
+    # A case of several kernels, and the rows whose kernels its failure refuses.
+    "step, dim 64": {64},
+    "ragged ids, dim 128": {128},
+    "further rounds, dim 32": set(DIMS),
+    "many rows, dim 8": set(DIMS),
 }
 
 
-@pytest.mark.parametrize("cause", INCOMPLETE)
-def test_a_kernel_without_a_complete_check_is_not_allowed(cause):
-    runs = check(
-        *INCOMPLETE[cause],
-        *("correctness/write, dim 8:ok", "correctness/step, dim 8:ok"),
-        *("speed/read, dim 8:ratio=1.5", "speed/write, dim 8:ratio=1.5"),
-        "speed/step, dim 8:ratio=1.5",
-        seconds=60.0 if cause == "lost child" else 1.0,
-    )
-    found = {v.capability: v for v in make_verdicts(runs, DATE)}
-    assert backends_of(found.values()) == set()
-    assert not any(verdict.is_equal for verdict in found.values())
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_case_of_several_kernels_refuses_all_of_them(case):
+    verdicts = verdicts_of(f"{case}:wrong")
+    assert {v.dim for v in verdicts.values() if v.problem} == WHOLE[case]
+    for capability, verdict in verdicts.items():
+        expected = f"{case}: row 7 is zero" if capability.dim in WHOLE[case] else None
+        assert verdict.problem == expected
 
 
-def test_a_case_that_was_not_timed_leaves_the_check_incomplete():
-    cases = [f"correctness/{d}, dim 8:ok" for d in ("read", "step")]
-    found = verdicts_of(
-        *cases,
-        "speed/read, dim 8:ratio=1.5",
-        "speed/start:lost",
-        "speed/step, dim 8:ok",
-    )
-    assert found["read, dim 8"].problem == (
-        "the check is not complete, without step, dim 8 (1 did not run)"
-    )
+def test_an_exchange_needs_several_devices():
+    assert "ragged exchange, dim 32" not in {case.name for case in check().cases}
+    several = dataclasses.replace(TPU, memory=(None,) * 2)
+    verdicts = verdicts_of("ragged exchange, dim 32:wrong", found=several)
+    assert all(verdict.problem for verdict in verdicts.values())
 
 
-@pytest.mark.parametrize("whole", ["step, dim 8", "padded exchange"])
-def test_a_quick_check_cannot_overrule_a_whole_step_that_failed(
-    whole, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("TPU_EMBEDDING_VERDICTS", str(tmp_path))
-    key = current_key("cpu", "interpreter")
-    quick = ["correctness/read, dim 8:ok", "speed/read, dim 8:ratio=1.5"]
-    save_verdicts(key, make_verdicts(check(*quick), DATE))
-    assert load_verdicts("cpu", "interpreter").allows("read, dim 8")
-    save_verdicts(key, make_verdicts(check(*quick, f"correctness/{whole}:wrong"), DATE))
-    save_verdicts(key, make_verdicts(check(*quick), DATE))
-    assert not load_verdicts("cpu", "interpreter").allows("read, dim 8")
-    save_verdicts(key, make_verdicts(check(*quick, f"correctness/{whole}:ok"), DATE))
-    assert load_verdicts("cpu", "interpreter").allows("read, dim 8")
+def test_another_rule_counts_for_updates_of_its_kind():
+    verdicts = verdicts_of("update by adam, dim 32:wrong")
+    refused = [name for name, verdict in verdicts.items() if verdict.problem]
+    assert refused == [capability_of("update", 32)]
 
 
-def test_a_complete_check_replaces_one_that_was_not():
-    runs = check(*INCOMPLETE["lost child"], "correctness/step, dim 8:ok")
-    assert {v.num_cases for v in make_verdicts(runs, DATE) if not v.problem} == set()
-    assert {v.num_cases for v in make_verdicts(runs, DATE)} == {1, 2}
+@pytest.mark.parametrize("tier", ["quick", "full"])
+def test_a_kernel_without_a_complete_check_is_not_allowed(tier, monkeypatch):
+    monkeypatch.setattr(kernel_checks, "_MAX_LOST_CHILDREN", 1)
+    run = check("pool, dim 32:exit", tier=tier)
+    verdicts = {v.capability: v for v in make_verdicts(run, DATE)}
+    assert not any(verdict.allows_kernel for verdict in verdicts.values())
+    write = verdicts[capability_of("write", 32)]
+    assert (write.problem or "").startswith("the check is not complete: ")
+    assert any("cases did not run" in f.text for f in findings_on_cases(run))
 
 
-def test_the_slowest_case_of_a_capability_decides():
-    found = verdicts_of("correctness/read, dim 8:ok", "speed/read, dim 8:ratio=1.2")
-    assert found["read, dim 8"].speed_ratio == 1.2
-    runs = check("correctness/read, dim 8:ok", "speed/read, dim 8:ratio=1.2")
-    (result,) = runs[-1].run.results
-    slower = dataclasses.replace(result, case="other", figures={"speed_ratio": 0.9})
-    run = dataclasses.replace(runs[-1].run, results=(result, slower))
-    (verdict,) = make_verdicts(
-        [*runs[:-1], dataclasses.replace(runs[-1], run=run)], DATE
-    )
-    assert verdict.speed_ratio == 0.9
+def test_a_child_that_does_not_start_refuses_all_kernels():
+    run = check("start:exit", tier="quick")
+    assert not any(v.allows_kernel for v in make_verdicts(run, DATE))
+    assert has_failures(findings_on_cases(run))
 
 
-def test_wrong_results_of_xla_fail_and_make_no_verdict():
-    runs = check("read, dim 8:wrong", found=dataclasses.replace(CPU, platform="gpu"))
-    assert [(part.backend, part.part) for part in runs] == [
-        ("xla", "correctness"),
-        ("xla", "speed"),
-    ]
-    assert has_failures(findings_on_rows(runs))
-    assert make_verdicts(runs, DATE) == []
-
-
-def test_cases_without_time_are_unmeasured():
-    runs = check(
-        "correctness/read, dim 8:hang", "correctness/write, dim 8:ok", seconds=1.0
-    )
-    findings = findings_on_rows(runs)
-    assert any(f.status == "unmeasured" and "did not run" in f.text for f in findings)
+def test_wrong_results_of_xla_fail_and_refuse_no_kernel():
+    run = check("step, dim 32:wrong by xla", tier="quick")
+    assert has_failures(findings_on_cases(run))
+    assert backends_of(make_verdicts(run, DATE)) == DIRECTIONS
+    gpu = dataclasses.replace(CPU, platform="gpu", kinds=("a GPU",))
+    run = check("step, dim 32:exit", found=gpu, tier="quick")
+    assert has_failures(findings_on_cases(run))
+    assert make_verdicts(run, DATE) == []
 
 
 @pytest.mark.parametrize(
@@ -213,17 +157,3 @@ def test_cases_without_time_are_unmeasured():
 def test_kernels_by_device(platform, kind, kernels):
     found = FoundDevices(platform=platform, kinds=(kind,), memory=(None,))
     assert kernels_on(found) == kernels
-
-
-def test_verdicts_travel_by_the_store(tmp_path, monkeypatch):
-    monkeypatch.setenv("TPU_EMBEDDING_VERDICTS", str(tmp_path))
-    runs = check("correctness/read, dim 8:ok", "speed/read, dim 8:ratio=1.5")
-    save_verdicts(current_key("cpu", "interpreter"), make_verdicts(runs, DATE))
-    plan = te.make_plan(
-        te.FeatureConfig(table=te.TableConfig(vocabulary_size=99, dim=8, name="t")),
-        mesh_of(1),
-        kernels="auto",
-        hardware=te.hardware.hardware_by_name("v5p"),
-    )
-    assert plan.stacks[0].backends.read.backend == "interpreter"
-    assert "verdict of 2026-01-31: 1.50x the speed of XLA" in str(plan)

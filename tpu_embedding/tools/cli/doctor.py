@@ -10,8 +10,7 @@ from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.cli.arguments import UsageError, num_devices
 from tpu_embedding.tools.doctor.devices import Expectation, parse_expectation
-from tpu_embedding.tools.doctor.examine import Examination, examine
-from tpu_embedding.tools.doctor.ports import DEFAULT_PORT
+from tpu_embedding.tools.doctor.examine import examine
 from tpu_embedding.tools.doctor.report import Report
 from tpu_embedding.tools.jobs.exit_status import FAILED
 
@@ -21,11 +20,11 @@ def add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         allow_abbrev=False,
-        help="check this machine: versions, devices, ports, kernels",
-        description="Checks versions, environment variables, devices, memory and "
-        "ports. Then compares lookups and updates of XLA and of the kernels with a "
-        "dense reference, on the devices, and times both. The verdicts decide which "
-        "kernels train uses.",
+        help="check this machine: versions, devices, memory, kernels",
+        description="Checks versions, environment variables, devices and memory. Then "
+        "compares lookups and updates of XLA and of the kernels with a dense "
+        "reference, on the devices, and times both. The verdicts decide which kernels "
+        "train uses.",
         epilog="Exit status: 0 if all is well, 1 if a check failed, 2 if the command "
         "is wrong. On a slice of several hosts, run it on all of them at the same "
         "time.",
@@ -34,14 +33,7 @@ def add_doctor(commands: Any) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="check one kind of row, in less than a minute",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=_seconds,
-        metavar="S",
-        help="total time of the checks of rows; without all cases, no kernel is used "
-        "(default: 100, with --quick 40, and on a CPU at most 48)",
+        help="check one kind of row; it can refuse kernels, but allows none",
     )
     parser.add_argument(
         "--expect",
@@ -50,26 +42,6 @@ def add_doctor(commands: Any) -> None:
         help="devices that should be there: a number, or a generation and its chips "
         f"such as {EXAMPLE_TOPOLOGIES[0]} (default: TPU_ACCELERATOR_TYPE, if it is "
         "set)",
-    )
-    parser.add_argument(
-        "--hosts",
-        type=_hosts,
-        default=(),
-        metavar="A,B,...",
-        help="hosts of the job, the coordinator first; all of them run the doctor",
-    )
-    parser.add_argument(
-        "--host-index",
-        type=int,
-        metavar="I",
-        help="place of this host in --hosts, from 0 (default: found by its addresses)",
-    )
-    parser.add_argument(
-        "--port",
-        type=_port,
-        default=DEFAULT_PORT,
-        metavar="P",
-        help=f"port of the coordinator (default: {DEFAULT_PORT})",
     )
     parser.add_argument(
         "--json",
@@ -91,24 +63,14 @@ def _doctor(parsed: argparse.Namespace) -> int:
     path = None if parsed.json in (None, "-") else local_path(parsed.json)
     if path is not None and not path.parent.is_dir():
         raise UsageError(f"--json {path}: {path.parent} is not a directory.")
-    index = parsed.host_index
-    if index is not None and not 0 <= index < len(parsed.hosts):
-        raise UsageError(
-            f"--host-index must be a place in --hosts, which has {len(parsed.hosts)} "
-            f"hosts, got {index}."
-        )
-    examination = Examination(
-        tier="quick" if parsed.quick else "full",
-        expected=parsed.expect,
-        hosts=parsed.hosts,
-        host_index=index,
-        port=parsed.port,
-        num_devices=parsed.devices,
-        seconds=parsed.seconds,
-    )
     # With --json -, the standard output holds the JSON alone.
     stream = sys.stderr if parsed.json == "-" else sys.stdout
-    report = examine(examination, lambda line: print(line, file=stream, flush=True))
+    report = examine(
+        lambda line: print(line, file=stream, flush=True),
+        tier="quick" if parsed.quick else "full",
+        expected=parsed.expect,
+        num_devices=parsed.devices,
+    )
     text = json.dumps(report.to_json(), indent=1)
     if path is not None:
         path.write_text(text + "\n", encoding="utf-8")
@@ -137,24 +99,3 @@ def _expectation(text: str) -> Expectation:
         return parse_expectation(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _hosts(text: str) -> tuple[str, ...]:
-    hosts = tuple(host.strip() for host in text.split(","))
-    if not all(hosts) or len(set(hosts)) < len(hosts):
-        raise argparse.ArgumentTypeError(
-            f"must be different names or addresses, parted by commas, got {text!r}"
-        )
-    return hosts
-
-
-def _seconds(text: str) -> float:
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 86400):
-        raise argparse.ArgumentTypeError(f"must be from 1 to 86400, got {text!r}")
-    return float(text)
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 65535):
-        raise argparse.ArgumentTypeError(f"must be from 1 to 65535, got {text!r}")
-    return int(text)

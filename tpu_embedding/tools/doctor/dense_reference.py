@@ -11,13 +11,13 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from tpu_embedding import optimizers
+from tpu_embedding.kernel_verdicts import RuleKind
 
 RuleName = Literal[
     "sgd",
     "adagrad",
     "adam",
     "rowwise_adagrad",
-    "partial_rowwise_lamb",
     "clippy_adagrad",
 ]
 
@@ -38,7 +38,7 @@ class WeightedIds:
     """The ids of a feature, with the sample and the gain of each.
 
     Attributes:
-      ids: `[ids]`, rows of the table.
+      ids: `[ids]`, row ids in the table.
       samples: `[ids]`, the sample of each id.
       gains: `[ids]`, the weight of each id, as the combiner normalises it.
       num_samples: samples of the batch; some may have no ids.
@@ -105,14 +105,16 @@ class ReferenceRule:
     """An optimizer of the package, and its formula.
 
     Attributes:
-      optimizer: of the tables.
+      optimizer: the optimizer of the tables.
       step: takes the looked-up rows of one table, their gradients and slot variables,
         all float64. Returns the new rows and the new slot variables.
+      kind: kind of the rule, on which the verdict on updates depends.
       is_exact: True if float32 computes the step without rounding, given short numbers.
     """
 
     optimizer: Any
     step: Callable[[np.ndarray, np.ndarray, Slots], tuple[np.ndarray, Slots]]
+    kind: RuleKind = "elements"
     is_exact: bool = False
 
 
@@ -142,18 +144,6 @@ def _adam(w: np.ndarray, g: np.ndarray, slots: Slots) -> tuple[np.ndarray, Slots
     return w - step, {"momenta": m, "velocities": v}
 
 
-def _partial_rowwise_lamb(
-    w: np.ndarray, g: np.ndarray, slots: Slots
-) -> tuple[np.ndarray, Slots]:
-    t = STEPS_BEFORE + 1
-    m = _BETA_1 * slots["momenta"] + (1 - _BETA_1) * g
-    v = _BETA_2 * slots["velocities"] + (1 - _BETA_2) * np.mean(g**2, axis=1)
-    divisor = np.sqrt(v / (1 - _BETA_2**t)) + 1e-8
-    u = m / (1 - _BETA_1**t) / divisor[:, None]
-    norms = [np.linalg.norm(x, axis=1, keepdims=True) for x in (w, u)]
-    return w - _RATE * norms[0] / norms[1] * u, {"momenta": m, "velocities": v}
-
-
 def _clippy(w: np.ndarray, g: np.ndarray, slots: Slots) -> tuple[np.ndarray, Slots]:
     a = slots["accumulators"]
     d = _RATE * g / np.sqrt(a + 1e-7)
@@ -175,15 +165,14 @@ RULES: Final[Mapping[RuleName, ReferenceRule]] = {
         optimizer=optimizers.adam(_decayed_rate, bias_correction=True), step=_adam
     ),
     "rowwise_adagrad": ReferenceRule(
-        optimizer=optimizers.rowwise_adagrad(_RATE), step=_rowwise_adagrad
-    ),
-    "partial_rowwise_lamb": ReferenceRule(
-        optimizer=optimizers.partial_rowwise_lamb(_RATE), step=_partial_rowwise_lamb
+        optimizer=optimizers.rowwise_adagrad(_RATE),
+        step=_rowwise_adagrad,
+        kind="row sums",
     ),
     "clippy_adagrad": ReferenceRule(
         optimizer=optimizers.clippy_adagrad(_RATE, absolute_threshold=_THRESHOLD),
         step=_clippy,
     ),
 }
-"""Rules by element, with sums over a row, with one value per row, with counts and a
+"""Rules by element, with a sum over a row and one value per row, with a count and a
 schedule, and with a total over the table."""

@@ -1,15 +1,13 @@
 """Checks the devices that JAX finds against those that should be there."""
 
 import dataclasses
-import json
 import math
 import os
 import pathlib
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from tpu_embedding.hardware import (
     EXAMPLE_TOPOLOGIES,
@@ -19,11 +17,11 @@ from tpu_embedding.hardware import (
     hardware_of_accelerator,
     hardware_of_kind,
 )
+from tpu_embedding.tools.doctor.child_process import ChildLost, ChildProcess
 from tpu_embedding.tools.doctor.findings import Finding
-from tpu_embedding.tools.doctor.isolated import output_of
 
-LOCK_FILE: Final = pathlib.Path("/tmp/libtpu_lockfile")
-"""File that libtpu locks while a process holds the TPU."""
+CHILD: Final = (sys.executable, "-m", "tpu_embedding.tools.doctor.child")
+"""Command of the child that holds the devices."""
 
 _START_SECONDS: Final = 90.0
 """Deadline for the start of JAX. A slice of several hosts waits for all of them."""
@@ -31,17 +29,14 @@ _START_SECONDS: Final = 90.0
 _MIN_MEMORY_SHARE: Final = 0.9
 """Minimum of a device's memory that programs can use; the runtime reserves the rest."""
 
-_MIN_SHARED_BYTES: Final = GIBIBYTE
-_MIN_DISK_BYTES: Final = 10 * GIBIBYTE
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Expectation:
     """The devices that should be there.
 
     Attributes:
-      num_devices: JAX devices of all hosts.
-      hardware: of each device; None: any.
+      num_devices: number of JAX devices on all hosts.
+      hardware: hardware of each device; None: any.
       source: the option or variable that says so.
     """
 
@@ -57,7 +52,7 @@ class FoundDevices:
     Attributes:
       platform: JAX's default backend.
       kinds: device kind of each device of all hosts.
-      memory: of each device of this host: `bytes_limit` and `bytes_in_use`, or None.
+      memory: `bytes_limit` and `bytes_in_use` of each device of this host, or None.
     """
 
     platform: str
@@ -119,23 +114,21 @@ def find_devices(
     """Asks JAX for its devices, in a child process.
 
     Args:
-      environment: of the child.
-      seconds: deadline.
+      environment: variables of the child.
+      seconds: time limit.
 
     Returns:
       The devices and no problem, or no devices and the problem.
     """
-    command = [sys.executable, "-m", "tpu_embedding.tools.doctor.device_child"]
-    text, problem = output_of(command, seconds, environment)
-    if text is None:
-        return None, problem
-    document = json.loads(text.splitlines()[-1])
-    devices = document["devices"]
-    local = [d for d in devices if d["process"] == devices[0]["process"]]
+    with ChildProcess(CHILD, environment) as child:
+        try:
+            answer = child.ask({"devices": True}, seconds)
+        except ChildLost as lost:
+            return None, str(lost)
     found = FoundDevices(
-        platform=document["platform"],
-        kinds=tuple(device["kind"] for device in devices),
-        memory=tuple(device["memory"] for device in local),
+        platform=answer["platform"],
+        kinds=tuple(answer["kinds"]),
+        memory=tuple(answer["memory"]),
     )
     return found, None
 
@@ -150,10 +143,10 @@ def check_devices(
     """Checks the devices that JAX found.
 
     Args:
-      found: from `find_devices`.
-      problem: likewise.
-      expected: None: any devices will do.
-      device_files: of the host's TPU chips.
+      found: devices that `find_devices` returned.
+      problem: problem that it returned.
+      expected: devices that should be there; None: any will do.
+      device_files: files of the host's TPU chips.
     """
     if found is None:
         return [_no_devices(problem or "no answer")]
@@ -236,113 +229,31 @@ def _check_memory(found: FoundDevices) -> Iterator[Finding]:
 
 
 def check_holders(
-    device_files: list[str],
-    *,
-    processes: pathlib.Path = pathlib.Path("/proc"),
-    lock_file: pathlib.Path = LOCK_FILE,
+    device_files: list[str], *, processes: pathlib.Path = pathlib.Path("/proc")
 ) -> list[Finding]:
     """Checks that no other process holds the TPU chips of this host.
 
     Args:
-      device_files: of the chips.
+      device_files: files of the chips.
       processes: the folder of processes.
-      lock_file: that libtpu locks.
     """
-    if not device_files:
-        return []
-    holders = _processes_that_open(device_files, processes)
-    if holders:
-        listed = ", ".join(f"{pid} ({name})" for pid, name in holders)
-        return [
-            Finding(
-                check="TPU in use",
-                status="failed",
-                text=f"The TPU is held by process {listed}. A TPU belongs to one "
-                "process at a time.",
-                way_out=f"End it: kill {holders[0][0]}.",
-            )
-        ]
-    if lock_file.exists():
-        return [
-            Finding(
-                check="TPU in use",
-                status="warning",
-                text=f"{lock_file} exists, but no process that this user can see holds "
-                "the TPU.",
-                way_out="If libtpu says that the TPU is in use, remove the file: "
-                f"sudo rm {lock_file}.",
-            )
-        ]
-    text = "no other process holds the TPU"
-    return [Finding(check="TPU in use", status="ok", text=text)]
-
-
-def _processes_that_open(
-    device_files: list[str], processes: pathlib.Path
-) -> list[tuple[int, str]]:
-    """Returns number and name of other processes that have a device file open."""
     holders = []
     for folder in sorted(processes.glob("[0-9]*")):
-        number = int(folder.name)
-        if number == os.getpid():
-            continue
         try:
             opened = {os.readlink(link) for link in (folder / "fd").iterdir()}
-            if opened.isdisjoint(device_files):
-                continue
-            holders.append((number, (folder / "comm").read_text().strip()))
+            if folder.name != str(os.getpid()) and not opened.isdisjoint(device_files):
+                holders.append((folder.name, (folder / "comm").read_text().strip()))
         except OSError:
             continue  # It ended, or belongs to another user.
-    return holders
-
-
-def check_host() -> list[Finding]:
-    """Checks memory, shared memory and disk of this host."""
-    total, available = _host_memory()
-    findings = []
-    if total is not None:
-        text = f"{available / GIBIBYTE:.1f} of {total / GIBIBYTE:.1f} GiB are free"
-        findings.append(Finding(check="host memory", status="ok", text=text))
-    shared = pathlib.Path("/dev/shm")
-    if shared.is_dir():
-        way_out = "Give the container more: docker run --shm-size=8g, or an emptyDir "
-        way_out += "with medium: Memory at /dev/shm."
-        findings.append(
-            _check_free("shared memory", shared, _MIN_SHARED_BYTES, way_out)
+    if not holders:
+        return []
+    listed = ", ".join(f"{pid} ({name})" for pid, name in holders)
+    return [
+        Finding(
+            check="TPU in use",
+            status="failed",
+            text=f"The TPU is held by process {listed}. A TPU belongs to one process "
+            "at a time.",
+            way_out=f"End it: kill {holders[0][0]}.",
         )
-    way_out = "Write checkpoints elsewhere: tpu-embedding train --output-dir DIR."
-    here = pathlib.Path.cwd()
-    findings.append(_check_free("disk", here, _MIN_DISK_BYTES, way_out))
-    return findings
-
-
-def _check_free(check: str, path: pathlib.Path, minimum: int, way_out: str) -> Finding:
-    usage = shutil.disk_usage(path)
-    place = "this directory" if check == "disk" else path
-    text = (
-        f"{usage.free / GIBIBYTE:.1f} of {usage.total / GIBIBYTE:.1f} GiB are free in "
-        f"{place}"
-    )
-    if usage.free >= minimum:
-        return Finding(check=check, status="ok", text=text)
-    return Finding(check=check, status="warning", text=text, way_out=way_out)
-
-
-def _host_memory() -> tuple[float | None, float]:
-    """Returns total and available bytes, within the limit of the container."""
-    values: dict[str, Any] = {}
-    try:
-        for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            values[name] = 1024 * int(value.split()[0])
-        total, available = values["MemTotal"], values["MemAvailable"]
-    except (OSError, KeyError, ValueError):
-        return None, 0.0
-    try:
-        limit = pathlib.Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = pathlib.Path("/sys/fs/cgroup/memory.current").read_text().strip()
-        total = min(total, int(limit))
-        available = min(available, int(limit) - int(used))
-    except (OSError, ValueError):
-        pass  # No container, or one without a limit.
-    return total, max(0, available)
+    ]

@@ -1,83 +1,41 @@
-"""Runs the cases of rows in child processes, and turns their results into verdicts."""
+"""Runs the cases in a child process, and turns their results into verdicts."""
 
-import concurrent.futures
 import dataclasses
 import datetime
-import os
-import sys
-import tempfile
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, Literal
 
 import jax
 
-from tpu_embedding.kernel_verdicts import (
-    KernelName,
-    Verdict,
-    direction_of,
-    rows_of,
-)
-from tpu_embedding.rows.kernels.kernel_access import Backend
-from tpu_embedding.tools.doctor.devices import FoundDevices
+from tpu_embedding.kernel_verdicts import Capability, KernelName, Verdict
+from tpu_embedding.tools.doctor.child_process import ChildLost, ChildProcess
+from tpu_embedding.tools.doctor.devices import CHILD, FoundDevices
 from tpu_embedding.tools.doctor.findings import Finding
-from tpu_embedding.tools.doctor.isolated import Deadlines, IsolatedRun, run_isolated
-from tpu_embedding.tools.doctor.protocol import (
-    SPEED_RATIO,
-    CaseEnded,
-    Event,
-    Part,
-    Tier,
-)
+from tpu_embedding.tools.doctor.row_cases import CaseResult, RowCase, row_cases
 
-CHILD: Final = (sys.executable, "-m", "tpu_embedding.tools.doctor.child")
-"""The command of the child, without its options."""
+Tier = Literal["quick", "full"]
 
-SEEDS: Final = "0,1"
+CASE_SECONDS: Final = 120.0
+"""Time limit of one case, with its compilations. The first case of a child includes the
+start of JAX and of the TPU."""
 
-_SHARES: Final = (0.4, 0.6, 1.0)
-"""Shares of the time that is left, which XLA's results, the kernels' results and the
-timings may take on a chip. Without a timing, no kernel is used."""
-
-
-_CACHE_ALL: Final = {
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
-"""Makes JAX keep each program, however small."""
+_MAX_LOST_CHILDREN: Final = 6
+"""Children that may hang or crash before the remaining cases are given up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PartRun:
-    """The run of one part for one backend.
+class CaseRun:
+    """The cases of a run of the doctor, and their results.
 
     Attributes:
-      backend: that the cases ran on.
-      part: correctness or speed.
-      run: the results.
+      kernels: the backend of the kernels; None: the devices run XLA alone.
+      cases: all cases that should run.
+      results: results of the cases that ran, hung or crashed, in order.
     """
 
-    backend: Backend
-    part: Part
-    run: IsolatedRun
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckSettings:
-    """The effort of the checks of kernels.
-
-    Attributes:
-      tier: quick or full.
-      seconds: deadline of all cases together.
-      case_seconds: deadline of one case, with its compilation.
-      child: command of the child, without its options.
-    """
-
-    tier: Tier
-    seconds: float
-    case_seconds: float = 60.0
-    child: Sequence[str] = CHILD
+    kernels: KernelName | None
+    cases: Sequence[RowCase]
+    results: Sequence[CaseResult]
 
 
 def kernels_on(found: FoundDevices) -> KernelName | None:
@@ -92,192 +50,125 @@ def kernels_on(found: FoundDevices) -> KernelName | None:
     return None
 
 
-def check_rows(
+def run_cases(
     found: FoundDevices,
-    settings: CheckSettings,
+    tier: Tier,
     environment: Mapping[str, str],
-    on_event: Callable[[Event], None] = lambda event: None,
-    on_part: Callable[[Backend, Part], None] = lambda backend, part: None,
-) -> list[PartRun]:
-    """Runs all cases of rows: XLA's results, the kernels' results, and times.
-
-    On a CPU the parts run at the same time, each on a core. On a chip they share a
-    cache of compiled programs, and compile many at once (`compile_ahead.py`).
+    *,
+    case_seconds: float = CASE_SECONDS,
+    child: Sequence[str] = CHILD,
+    on_case: Callable[[str], None] = lambda name: None,
+) -> CaseRun:
+    """Runs the cases, and goes on in a new child after one that hangs or crashes.
 
     Args:
       found: the devices.
-      settings: tier and deadlines.
-      environment: of the child.
-      on_event: called for each event of a child.
-      on_part: called before each part.
+      tier: quick or full.
+      environment: variables of the child.
+      case_seconds: time limit of one case.
+      child: command of the child.
+      on_case: takes the name of each case before it starts.
     """
     kernels = kernels_on(found)
-    parts: list[tuple[Backend, Part]] = [("xla", "correctness")]
-    if kernels is not None:
-        parts.append((kernels, "correctness"))
-    parts.append((kernels or "xla", "speed"))
-    end = time.monotonic() + settings.seconds
-    cancelled = threading.Event()
-
-    def run(
-        backend: Backend, part: Part, share: float, variables: Mapping[str, str]
-    ) -> PartRun:
-        on_part(backend, part)
-        command = [*settings.child, "--backend", backend, "--part", part]
-        command += ["--tier", settings.tier, "--seeds", SEEDS]
-        left = max(1.0, end - time.monotonic())
-        results = run_isolated(
-            command,
-            Deadlines(case=settings.case_seconds, total=share * left),
-            environment={**environment, **variables},
-            on_event=on_event,
-            cancelled=cancelled,
-        )
-        return PartRun(backend=backend, part=part, run=results)
-
-    if found.platform != "cpu":
-        # A chip belongs to one process at a time, and times need it alone.
-        shares = _SHARES[-len(parts) :]
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
-            variables = {**_CACHE_ALL, "JAX_COMPILATION_CACHE_DIR": directory}
-            return [
-                run(backend, part, share, variables)
-                for (backend, part), share in zip(parts, shares, strict=True)
-            ]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        try:
-            return list(pool.map(lambda part: run(part[0], part[1], 1.0, {}), parts))
-        except BaseException:
-            cancelled.set()
-            raise
+    coverage = "all" if kernels == "sparse_core" else "each once"
+    cases = row_cases("quick" if tier == "quick" else coverage, len(found.memory))
+    results: list[CaseResult] = []
+    for _ in range(_MAX_LOST_CHILDREN):
+        with ChildProcess(child, environment) as process:
+            for case in cases[len(results) :]:
+                on_case(case.name)
+                question = {"case": dataclasses.asdict(case), "kernels": kernels}
+                try:
+                    answer = process.ask(question, case_seconds)
+                except ChildLost as lost:
+                    results.append(_lost(case, kernels, str(lost)))
+                    break
+                results.append(CaseResult(**answer))
+        if len(results) == len(cases):
+            break
+    return CaseRun(kernels=kernels, cases=cases, results=results)
 
 
-def make_verdicts(runs: Sequence[PartRun], date: datetime.date) -> list[Verdict]:
-    """Returns a verdict on each capability of the kernels that a check should cover.
+def _lost(case: RowCase, kernels: KernelName | None, problem: str) -> CaseResult:
+    """Returns the result of a case whose child is lost."""
+    if kernels is None or not case.directions:
+        return CaseResult(case=case.name, xla_problem=problem)
+    return CaseResult(case=case.name, problem=problem)
 
-    A failure of a whole step, or of an exchange, counts for all capabilities that take
-    part in it, unless one of them failed on its own and so explains the failure. A case
-    that did not run counts for all capabilities that it could have refused.
+
+def make_verdicts(run: CaseRun, date: datetime.date) -> list[Verdict]:
+    """Returns a verdict on each capability that the cases cover.
+
+    A kernel is refused if one case that could refuse it failed, or did not run.
 
     Args:
-      runs: from `check_rows`.
+      run: the cases and their results.
       date: day of the check.
     """
-    kernel_runs = [part for part in runs if part.backend != "xla"]
-    cases = [(part.part, case) for part in kernel_runs for case in part.run.results]
-    planned = [
-        capability
-        for part in kernel_runs
-        if part.part == "correctness"
-        for capability in part.run.planned.values()
+    if run.kernels is None:
+        return []
+    capabilities = [case.capability for case in run.cases]
+    return [
+        _verdict(capability, run, date)
+        for capability in dict.fromkeys(capabilities)
+        if capability is not None
     ]
-    capabilities = [c for c in dict.fromkeys(planned) if direction_of(c) is not None]
-    problems = _first_problems([case for _, case in cases])
-    not_run = [c for part in kernel_runs for c in part.run.cases_not_run().items()]
-    all_planned = [c for part in kernel_runs for c in part.run.planned.values()]
-    ratios: dict[str, float] = {}
-    for part, case in cases:
-        ratio = case.figures.get(SPEED_RATIO) if part == "speed" and case.ok else None
-        if ratio is not None:
-            ratios[case.capability] = min(ratio, ratios.get(case.capability, ratio))
-    verdicts = []
-    for name in capabilities:
-        problem = problems.get(name) or _problem_of_step(name, capabilities, problems)
-        num_cases = sum(c == name or _takes_part(name, c) for c in all_planned)
-        missing = _incomplete(name, not_run)
-        if problem is None and missing is not None:
-            # Any complete check may replace this verdict, which knows of no fault.
-            problem, num_cases = missing, 1
-        verdict = Verdict(
-            capability=name,
-            is_equal=problem is None,
-            problem=problem,
-            speed_ratio=ratios.get(name),
-            num_cases=num_cases,
-            date=date.isoformat(),
-        )
-        verdicts.append(verdict)
-    return verdicts
 
 
-def _first_problems(cases: Sequence[CaseEnded]) -> dict[str, str]:
-    """Returns the first problem of each capability that failed."""
-    problems: dict[str, str] = {}
-    for case in cases:
-        if not case.ok:
-            text = f"{case.case}: {case.problem or 'failed'}"
-            problems.setdefault(case.capability, text)
-    return problems
-
-
-def _problem_of_step(
-    name: str, capabilities: Sequence[str], problems: Mapping[str, str]
-) -> str | None:
-    """Returns the problem of a step or exchange that a capability takes part in."""
-    for failed, problem in problems.items():
-        if not _takes_part(name, failed):
+def _verdict(capability: Capability, run: CaseRun, date: datetime.date) -> Verdict:
+    results = {result.case: result for result in run.results}
+    problem, ratios = None, []
+    for case in run.cases:
+        if problem is not None or not case.may_refuse(capability):
             continue
-        shared = [c for c in capabilities if rows_of(failed) in (None, rows_of(c))]
-        if not any(capability in problems for capability in shared):
-            return problem
-    return None
+        result = results.get(case.name)
+        if result is None:
+            problem = f"the check is not complete: {case.name} did not run"
+        elif result.problem is not None:
+            problem = f"{case.name}: {result.problem}"
+        elif case.capability is not None and result.speed_ratio is not None:
+            ratios.append(result.speed_ratio)
+    return Verdict(
+        **capability._asdict(),
+        problem=problem,
+        speed_ratio=min(ratios, default=None),
+        date=date.isoformat(),
+    )
 
 
-def _takes_part(name: str, whole: str) -> bool:
-    """Returns True if a capability takes part in the cases of a step or exchange."""
-    return direction_of(whole) is None and rows_of(whole) in (None, rows_of(name))
-
-
-def _incomplete(name: str, not_run: Sequence[tuple[str, str]]) -> str | None:
-    """Returns the problem of a capability with cases that did not run."""
-    cases = [case for case, c in not_run if c == name or _takes_part(name, c)]
-    if not cases:
-        return None
-    return f"the check is not complete, without {cases[0]} ({len(cases)} did not run)"
-
-
-def findings_on_rows(runs: Sequence[PartRun]) -> list[Finding]:
-    """Returns a finding for each part, and one for each case that failed."""
-    findings = []
-    for part in runs:
-        check = f"{part.backend} {part.part}"
-        results = part.run.results
-        failed = [case for case in results if not case.ok]
-        done = "equal to the dense reference" if part.part == "correctness" else "timed"
-        text = f"{len(results) - len(failed)} of {len(results)} cases {done}"
-        status = "failed" if failed else "ok" if results else "unmeasured"
-        findings.append(Finding(check=check, status=status, text=text))
-        findings += [_failed_case(check, case, part.backend) for case in failed]
-        if part.run.problem is not None:
-            findings.append(_unfinished(check, part.run))
+def findings_on_cases(run: CaseRun) -> list[Finding]:
+    """Returns one finding for the cases together, and one for each that failed."""
+    failed = [result for result in run.results if result.problem or result.xla_problem]
+    num_run, num_cases = len(run.results), len(run.cases)
+    text = f"{num_run - len(failed)} of {num_cases} cases equal to the dense reference"
+    status = "failed" if failed else "ok"
+    findings = [Finding(check="rows", status=status, text=text)]
+    for result in failed:
+        findings += _findings_on(result, run.kernels)
+    if num_run < num_cases:
+        text = f"stopped after {_MAX_LOST_CHILDREN} cases that hung or crashed; "
+        text += f"{num_cases - num_run} cases did not run"
+        way_out = "Run the doctor again with --quick. If the chip stays silent, "
+        way_out += "restart the machine."
+        findings.append(
+            Finding(check="rows", status="failed", text=text, way_out=way_out)
+        )
     return findings
 
 
-def _failed_case(check: str, case: CaseEnded, backend: Backend) -> Finding:
+def _findings_on(result: CaseResult, kernels: KernelName | None) -> list[Finding]:
     way_out = "Attach the report (--json FILE) to a bug report."
-    if backend != "xla":
-        way_out = f'Do not ask for these kernels by name; "auto" avoids them. {way_out}'
-    return Finding(
-        check=check,
-        status="failed",
-        text=f"{case.case}: {case.problem or 'failed'}",
-        way_out=way_out,
-    )
-
-
-def _unfinished(check: str, run: IsolatedRun) -> Finding:
-    if run.ended_by == "deadline":
-        return Finding(
-            check=check,
-            status="unmeasured",
-            text=f"{run.problem}",
-            way_out="XLA runs rows whose check is not complete. Give the cases more "
-            "time with --seconds.",
+    avoid = f'Do not ask for these kernels by name; "auto" avoids them. {way_out}'
+    return [
+        Finding(
+            check=f"rows by {backend}",
+            status="failed",
+            text=f"{result.case}: {problem}",
+            way_out=text,
         )
-    return Finding(
-        check=check,
-        status="failed",
-        text=f"The child process {run.problem}.",
-        way_out="Run the doctor again with --quick. If the chip stays silent, restart "
-        "the machine.",
-    )
+        for backend, problem, text in (
+            ("xla", result.xla_problem, way_out),
+            (kernels, result.problem, avoid),
+        )
+        if problem is not None
+    ]

@@ -1,35 +1,56 @@
-"""The compiled program of a case: the public path from ids to new tables.
+"""The program of a case: the public path from ids to new tables.
 
-Correctness, speed and the test that compiles ahead of time share it, so that the
-program that is checked is also the one that is timed.
+Results and times come from one compiled program, so the program that is checked is also
+the one that is timed.
 """
 
 import dataclasses
 import datetime
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from tpu_embedding.combiners import Combiner
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.functional.steps import apply_gradients, compute_gradients, lookup
 from tpu_embedding.hardware import INTERPRETED_HARDWARE, hardware_of_device
 from tpu_embedding.kernel_verdicts import (
     MIN_SPEED_RATIO,
+    Capability,
     KernelVerdicts,
-    RuleKind,
     Verdict,
-    capability_name,
+    capability_of,
 )
 from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.rows.kernels.kernel_access import Backend
 from tpu_embedding.tools.doctor.dense_reference import RULES
-from tpu_embedding.tools.doctor.row_batches import VALENCE, CaseSize
 from tpu_embedding.tools.doctor.row_cases import RowCase
+
+VALENCE: Final = 4
+"""Ids of a sample of more than one id; of a ragged one, the mean."""
+
+_FLOATS_ON_TPU: Final = 9 * 2**18
+"""Elements of the rows that a feature looks up: several chunks of 64 KiB for each of 64
+subcores. The factor 9 gives some of them more chunks than others."""
+
+_FLOATS_ELSEWHERE: Final = 9 * 2**11
+
+_MANY_ROWS_ON_TPU: Final = 2**24 + 2**20
+"""float32 cannot tell the row ids above 2**24 from their neighbours."""
+
+_MANY_ROWS_ELSEWHERE: Final = 2**17 + 2**13
+
+_LANES: Final = 128
+_ALIGNED_SAMPLES: Final = 8
+"""Kernels take samples in multiples of this times the rows of a line."""
+
+_ROUNDS: Final = 4
+"""Rounds of a case that needs several, if its ids were all different."""
 
 _FAST_COMPILATION: Final = {
     "xla_backend_optimization_level": 0,
@@ -37,8 +58,44 @@ _FAST_COMPILATION: Final = {
 }
 """XLA's options for a CPU. There a program compiles for longer than it runs."""
 
-_ROUNDS: Final = 4
-"""Rounds of a case with one owner, if its ids were all different."""
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaseSize:
+    """The sizes of a case.
+
+    Attributes:
+      num_samples: samples of the batch.
+      vocabulary_size: rows of the larger table.
+    """
+
+    num_samples: int
+    vocabulary_size: int
+
+    @property
+    def table_sizes(self) -> dict[Combiner, int]:
+        """Rows of each table; the name of a table is its combiner."""
+        small = self.vocabulary_size // 8 + 3
+        return {"sum": self.vocabulary_size, "mean": small}
+
+
+def size_of(case: RowCase, *, on_tpu: bool, num_devices: int) -> CaseSize:
+    """Returns the sizes of a case.
+
+    Args:
+      case: the case.
+      on_tpu: True on a TPU. Elsewhere the kernels are interpreted, which is slow.
+      num_devices: devices of the program; each gets as many samples as kernels ask for.
+    """
+    ids_per_sample = 1 if case.ids == "one id" else VALENCE
+    multiple = num_devices * _ALIGNED_SAMPLES * max(1, _LANES // case.dim)
+    floats = _FLOATS_ON_TPU if on_tpu else _FLOATS_ELSEWHERE
+    num_samples = floats // (case.dim * ids_per_sample)
+    num_samples = max(1, round(num_samples / multiple)) * multiple
+    num_rows = 4 * num_samples * ids_per_sample
+    if case.has_many_rows:
+        num_rows = max(num_rows, _MANY_ROWS_ON_TPU if on_tpu else _MANY_ROWS_ELSEWHERE)
+    # The second table, behind these rows, does not start at a line.
+    return CaseSize(num_samples=num_samples, vocabulary_size=num_rows + 5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,25 +104,29 @@ class RowProgram:
 
     Attributes:
       case: the case.
-      size: of its tables and batch.
-      plan: of its tables.
+      size: sizes of its tables and its batch.
+      plan: plan of its tables.
     """
 
     case: RowCase
     size: CaseSize
     plan: EmbeddingPlan
 
-    @property
+    @functools.cached_property
     def step(self) -> Callable[..., Any]:
-        """The program; takes tables, slots, features and cotangents.
+        """The jitted program; takes tables, slots, features and cotangents.
 
         It returns activations, rounds per stack, and the new tables and slots, which
         are None without a rule. With a rule it donates tables and slots.
         """
+        platform = self.plan.mesh.devices.flat[0].platform
+        options = _FAST_COMPILATION if platform == "cpu" else {}
         return jax.jit(
             self._run,
             donate_argnums=() if self.case.rule is None else (0, 1),
-            compiler_options=self._compiler_options,
+            compiler_options=(
+                dict(self.plan.compiler_options) if platform == "tpu" else options
+            ),
         )
 
     def _run(self, tables: Any, slots: Any, features: Any, cotangents: Any) -> Any:
@@ -76,26 +137,19 @@ class RowProgram:
         gradients = compute_gradients(result.routing, cotangents, self.plan)
         return *looked_up, *apply_gradients(tables, slots, gradients, self.plan)
 
-    @property
-    def _compiler_options(self) -> dict[str, Any]:
-        platform = self.plan.mesh.devices.flat[0].platform
-        if platform == "tpu":
-            return dict(self.plan.compiler_options)
-        return _FAST_COMPILATION if platform == "cpu" else {}
 
-
-def row_program(
-    case: RowCase, size: CaseSize, backend: Backend, devices: Sequence[Any]
-) -> RowProgram:
+def row_program(case: RowCase, backend: Any, devices: Sequence[Any]) -> RowProgram:
     """Makes the program of a case.
 
     Args:
       case: the case.
-      size: of its tables and batch.
       backend: runs the case's directions; XLA runs the others.
-      devices: to run on, of one kind.
+      devices: devices of one kind. A case without an exchange uses the first.
     """
-    mesh = Mesh(np.asarray(devices), ("shard",))
+    if case.exchange is None:
+        devices = devices[:1]
+    hardware = hardware_of_device(devices[0])
+    size = size_of(case, on_tpu=hardware.is_tpu, num_devices=len(devices))
     features = {
         name: FeatureConfig(
             table=TableConfig(
@@ -104,19 +158,17 @@ def row_program(
         )
         for name, num_rows in size.table_sizes.items()
     }
-    hardware = hardware_of_device(devices[0])
     kernels = None
     if backend != "xla":
-        kernels = _verdicts(case, backend)
+        kernels = _allowing(case, backend)
         if not hardware.is_tpu:
             hardware = INTERPRETED_HARDWARE
     capacity = None
-    if case.owner == "one":
-        num_ids = size.num_samples * VALENCE
-        capacity = math.ceil(num_ids / len(devices) / _ROUNDS)
+    if case.needs_rounds:
+        capacity = math.ceil(size.num_samples * VALENCE / len(devices) / _ROUNDS)
     plan = make_plan(
         features,
-        mesh,
+        Mesh(np.asarray(devices), ("shard",)),
         optimizer=None if case.rule is None else RULES[case.rule].optimizer,
         kernels=kernels,
         hardware=hardware,
@@ -126,25 +178,21 @@ def row_program(
     return RowProgram(case=case, size=size, plan=plan)
 
 
-def _verdicts(case: RowCase, backend: Any) -> KernelVerdicts:
+def _allowing(case: RowCase, backend: Any) -> KernelVerdicts:
     """Returns verdicts that allow the case's directions, and no others."""
-    capabilities = {
-        capability_name(direction, case.dim, rule)
-        for direction in case.directions
-        for rule in get_args(RuleKind)
-    }
+    kind = "elements" if case.rule is None else RULES[case.rule].kind
+    capabilities: list[Capability] = [
+        capability_of(direction, case.dim, kind) for direction in case.directions
+    ]
+    verdicts = tuple(
+        Verdict(
+            **capability._asdict(),
+            problem=None,
+            speed_ratio=MIN_SPEED_RATIO,
+            date=datetime.date.today().isoformat(),
+        )
+        for capability in capabilities
+    )
     return KernelVerdicts(
-        backend=backend,
-        verdicts=tuple(
-            Verdict(
-                capability=capability,
-                is_equal=True,
-                problem=None,
-                speed_ratio=MIN_SPEED_RATIO,
-                num_cases=1,
-                date=datetime.date.today().isoformat(),
-            )
-            for capability in sorted(capabilities)
-        ),
-        absence="not part of this case",
+        backend=backend, verdicts=verdicts, absence="not part of this case"
     )

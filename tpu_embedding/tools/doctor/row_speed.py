@@ -4,7 +4,6 @@ One process runs both programs in turns. So a slow phase of the machine slows bo
 the ratio of two neighbouring timings stays.
 """
 
-import dataclasses
 import math
 import statistics
 import time
@@ -12,99 +11,58 @@ from typing import Final
 
 import jax
 
-from tpu_embedding.tools.compile_report.cost import program_cost, total
-from tpu_embedding.tools.compile_report.floor import embedding_floor
-from tpu_embedding.tools.compile_report.hlo import parse_module
-from tpu_embedding.tools.doctor.protocol import (
-    BYTES,
-    MODEL_BYTES,
-    SECONDS_PER_CALL,
-    SPEED_RATIO,
-    SPREAD,
-    XLA_SECONDS_PER_CALL,
-)
 from tpu_embedding.tools.doctor.row_inputs import make_inputs
 from tpu_embedding.tools.doctor.row_programs import RowProgram
+
+_TURNS_ON_TPU: Final = 9
+_TURNS_ELSEWHERE: Final = 3
+_SECONDS_PER_TURN: Final = 0.02
+"""Minimum time of the calls of a turn on a TPU, much longer than one dispatch."""
 
 _MAX_CALLS_PER_TURN: Final = 100
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Repetitions:
-    """The number of timings.
-
-    Attributes:
-      turns: of the two programs.
-      seconds_per_turn: minimum time of the calls of a turn. It should be much longer
-        than one dispatch.
-    """
-
-    turns: int
-    seconds_per_turn: float
-
-
 class _TimedProgram:
-    """A compiled program and its arguments on the devices."""
+    """A program and its arguments on the devices."""
 
-    def __init__(self, program: RowProgram, seed: int):
-        self._program = program
-        self._arguments = make_inputs(program, seed).arguments
-        self._compiled = program.step.lower(*self._arguments).compile()
+    def __init__(self, program: RowProgram):
+        self._step = program.step
+        self._arguments = make_inputs(program, seed=0).arguments
+        self.seconds(1)  # The first call allocates memory.
 
     def seconds(self, num_calls: int) -> float:
         """Returns the time of one call, the mean of some calls."""
         start = time.perf_counter()
         for _ in range(num_calls):
-            activations, _, tables, slots = self._compiled(*self._arguments)
+            activations, _, tables, slots = self._step(*self._arguments)
             if tables is not None:  # Those before were donated.
                 self._arguments = (tables, slots, *self._arguments[2:])
         jax.block_until_ready((activations, self._arguments))
         return (time.perf_counter() - start) / num_calls
 
-    def floor_bytes(self) -> float:
-        """Returns the bytes that any program must move for the case."""
-        floor = embedding_floor(self._program.plan, self._arguments[2])
-        is_lookup = self._program.case.rule is None
-        return floor.forward_hbm_bytes if is_lookup else floor.hbm_bytes
 
-    def model_bytes(self) -> float | None:
-        """Returns the modelled traffic of a program for a TPU; None for others."""
-        text = self._compiled.as_text()
-        if jax.default_backend() != "tpu" or text is None:
-            return None
-        return total(program_cost(parse_module(text)).operations).hbm_bytes
-
-
-def time_program(
-    program: RowProgram, by_xla: RowProgram, seed: int, repetitions: Repetitions
-) -> dict[str, float | None]:
-    """Returns the figures of `protocol.py` for a case.
+def time_programs(program: RowProgram | None, by_xla: RowProgram) -> dict[str, float]:
+    """Returns the figures of a `CaseResult`.
 
     Args:
-      program: of the case.
-      by_xla: of the same case, where XLA runs all directions.
-      seed: of the random numbers.
-      repetitions: number of timings.
+      program: the program with kernels; None: XLA alone is timed.
+      by_xla: the program of the same case that XLA runs.
     """
-    programs = [_TimedProgram(x, seed) for x in dict.fromkeys((program, by_xla))]
-    for timed in programs:
-        timed.seconds(1)  # The first call allocates memory.
-    slowest = max(timed.seconds(1) for timed in programs)
-    num_calls = math.ceil(repetitions.seconds_per_turn / slowest)
-    num_calls = max(1, min(num_calls, _MAX_CALLS_PER_TURN))
+    on_tpu = by_xla.plan.mesh.devices.flat[0].platform == "tpu"
+    programs = [_TimedProgram(x) for x in (program, by_xla) if x is not None]
+    num_calls = 1
+    if on_tpu:
+        slowest = max(timed.seconds(1) for timed in programs)
+        num_calls = math.ceil(_SECONDS_PER_TURN / slowest)
+        num_calls = min(num_calls, _MAX_CALLS_PER_TURN)
     turns = []
-    for turn in range(repetitions.turns):
+    for turn in range(_TURNS_ON_TPU if on_tpu else _TURNS_ELSEWHERE):
         order = programs if turn % 2 else programs[::-1]
         seconds = {timed: timed.seconds(num_calls) for timed in order}
         turns.append([seconds[timed] for timed in programs])
-    of_program, of_xla = [t[0] for t in turns], [t[-1] for t in turns]
-    ratios = [xla / own for own, xla in zip(of_program, of_xla, strict=True)]
-    median = statistics.median(of_program)
-    return {
-        SECONDS_PER_CALL: median,
-        SPREAD: (max(of_program) - min(of_program)) / median,
-        XLA_SECONDS_PER_CALL: statistics.median(of_xla),
-        SPEED_RATIO: statistics.median(ratios),
-        BYTES: programs[0].floor_bytes(),
-        MODEL_BYTES: programs[0].model_bytes(),
-    }
+    by_xla_seconds = statistics.median(turn[-1] for turn in turns)
+    figures = {"xla_seconds_per_call": by_xla_seconds}
+    if program is not None:
+        figures["seconds_per_call"] = statistics.median(turn[0] for turn in turns)
+        figures["speed_ratio"] = statistics.median(xla / own for own, xla in turns)
+    return figures

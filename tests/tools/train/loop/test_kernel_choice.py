@@ -1,19 +1,13 @@
 """The kernels of a run: the same in all processes."""
 
-import dataclasses
-
 import jax
 import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
 from tests.distributed.jobs import make_jobs
-from tpu_embedding.kernel_verdicts import (
-    KernelVerdicts,
-    Verdict,
-    current_key,
-    save_verdicts,
-)
+from tests.verdict_files import record_of, verdict, write_records
+from tpu_embedding.kernel_verdicts import KernelVerdicts
 from tpu_embedding.tools.compile_report.topology import topology_mesh
 from tpu_embedding.tools.train.loop import kernel_choice
 from tpu_embedding.tools.train.loop.kernel_choice import (
@@ -25,16 +19,7 @@ from tpu_embedding.tools.train.loop.kernel_choice import (
 VERDICTS = KernelVerdicts(
     backend="interpreter",
     absence="the test has no more",
-    verdicts=(
-        Verdict(
-            capability="read, dim 8",
-            is_equal=False,
-            problem="row 7 is zero, not 1.5",
-            speed_ratio=None,
-            num_cases=1,
-            date="2026-01-31",
-        ),
-    ),
+    verdicts=(verdict("read", problem="row 7 is zero", speed_ratio=None),),
 )
 
 
@@ -110,9 +95,6 @@ def test_a_compiled_plan_follows_the_verdicts_on_such_a_chip(
     has_kernels = topology.startswith("v5p")
     reason = "no verdict for this device" if has_kernels else "no SparseCores"
     assert choice().backend == "xla" and reason in choice().reason
-    verdict = dataclasses.replace(
-        VERDICTS.verdicts[0], is_equal=True, problem=None, speed_ratio=2.0
-    )
     kind = mesh.devices.flat[0].device_kind
-    save_verdicts(current_key(kind, "sparse_core"), [verdict])
+    write_records(record_of(kind, "sparse_core", verdict("read")))
     assert choice().backend == ("sparse_core" if has_kernels else "xla")

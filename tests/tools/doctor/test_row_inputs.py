@@ -1,4 +1,4 @@
-"""Random rows and ids: exact sums, collisions on lines, and one owner."""
+"""Random rows and ids: exact sums, and collisions on lines."""
 
 from typing import get_args
 
@@ -10,17 +10,15 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.reference import dense_gradients, dense_lookup
 from tpu_embedding.tools.doctor.dense_reference import gradient_by_row, pooled_rows
-from tpu_embedding.tools.doctor.row_batches import (
-    OwnedRows,
+from tpu_embedding.tools.doctor.row_cases import DIMS, IdForm, RowCase
+from tpu_embedding.tools.doctor.row_inputs import (
     random_cotangents,
     random_ids,
     random_rows,
-    size_of,
 )
-from tpu_embedding.tools.doctor.row_cases import DIMS, IdForm, RowCase
+from tpu_embedding.tools.doctor.row_programs import size_of
 
 FORMS = get_args(IdForm)
-ROWS = OwnedRows(num_rows=1000, offset=7, num_owners=3, owner="any")
 
 
 def generator():
@@ -31,8 +29,8 @@ def generator():
 @pytest.mark.parametrize("dim", [1, 100, *DIMS])
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_sizes_suit_kernels(ids, dim, num_devices):
-    case = RowCase(name="", capability="", dim=dim, ids=ids)
-    size = size_of(case, floats=2**14, many_rows=0, num_devices=num_devices)
+    case = RowCase(name="", dim=dim, scope="rows", ids=ids)
+    size = size_of(case, on_tpu=False, num_devices=num_devices)
     multiple = num_devices * 8 * max(1, 128 // dim)
     assert size.num_samples > 0 and size.num_samples % multiple == 0
     num_ids = size.num_samples * (1 if ids == "one id" else 4)
@@ -43,7 +41,7 @@ def test_sizes_suit_kernels(ids, dim, num_devices):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_ids_collide(form):
-    _, weighted = random_ids(generator(), form, 256, ROWS)
+    _, weighted = random_ids(generator(), form, 256, 1000)
     ids, counts = np.unique(weighted.ids, return_counts=True)
     assert {0, 999} <= set(ids)
     assert counts.max() >= len(weighted.ids) // 16
@@ -56,18 +54,8 @@ def test_ids_collide(form):
 
 
 def test_ragged_samples_may_be_empty():
-    _, weighted = random_ids(generator(), "ragged", 256, ROWS)
+    _, weighted = random_ids(generator(), "ragged", 256, 1000)
     assert len(np.unique(weighted.samples)) < 256
-
-
-@pytest.mark.parametrize("num_rows", [20, 1000])
-@pytest.mark.parametrize("offset", [0, 7])
-def test_one_device_owns_all_rows(num_rows, offset):
-    rows = OwnedRows(num_rows=num_rows, offset=offset, num_owners=3, owner="one")
-    _, weighted = random_ids(generator(), "pooled", 256, rows)
-    assert weighted.ids.min() >= 0 and weighted.ids.max() < num_rows
-    assert set((weighted.ids + offset) % 3) == {0}
-    assert len(np.unique(weighted.ids)) > 5
 
 
 def test_numbers_are_long_for_bfloat16_and_short_for_float32():
@@ -91,11 +79,10 @@ def test_reference_equals_the_reference_of_the_tests(form):
     features = {name: te.FeatureConfig(table=t) for name, t in tables.items()}
     optimizer = te.optimizers.sgd(0.5)
     plan = te.make_plan(features, mesh_of(1), optimizer=optimizer)
-    rows = OwnedRows(num_rows=50, offset=0, num_owners=1, owner="any")
     values, batch, weighted, cotangents = {}, {}, {}, {}
     for seed, name in enumerate(tables):
         random = np.random.default_rng(seed)
-        batch[name], weighted[name] = random_ids(random, form, 16, rows)
+        batch[name], weighted[name] = random_ids(random, form, 16, 50)
         values[name] = random_rows(random, 50, 4)
         cotangents[name] = random_cotangents(random, (16, 4))
     weighted["mean"] = weighted["mean"].normalised()

@@ -6,9 +6,8 @@ the kernel of one direction get the fault, and no others.
 
 import contextlib
 import dataclasses
-import os
-from collections.abc import Callable, Iterator
-from typing import Any, Final, Literal, get_args
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,45 +17,15 @@ from jaxtyping import Array
 from tpu_embedding.kernel_verdicts import Direction
 from tpu_embedding.rows.kernels import row_kernels
 
-FaultName = Literal[
-    "wrong_row",
-    "zero_rows",
-    "off_by_one_subcore",
-    "lost_update",
-    "bf16",
-    "untouched_row_changed",
-    "hang",
-    "crash",
-    "slower",
-]
-
-_UPDATES: Final = ("update", "write")
-_OF_UPDATES: Final = ("lost_update", "untouched_row_changed")
-_DELAY_TURNS: Final = 4000
-_DELAY_SIZE: Final = 2**16
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fault:
-    """A fault in the kernel of one direction.
-
-    Attributes:
-      name: of the fault.
-      direction: whose kernel has it.
-    """
-
-    name: FaultName
-    direction: Direction
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Launch:
+class Launch:
     """A launch of a kernel.
 
     Attributes:
-      direction: that the kernel serves.
+      direction: the direction that the kernel serves.
       dim: elements of a row, or of a part of a wide row.
-      row_ids: of an update, `[ids]`; of others, anything.
+      row_ids: row ids of an update, `[ids]`; anything for other directions.
       old: the arrays before the update.
     """
 
@@ -66,76 +35,45 @@ class _Launch:
     old: tuple[Array, ...]
 
 
-def parse_fault(text: str) -> Fault:
-    """Returns the fault of a text such as "wrong_row:pool".
-
-    Raises:
-      ValueError: if the name or the direction is unknown, or they do not fit.
-
-    Example:
-      >>> parse_fault("wrong_row:pool")
-      Fault(name='wrong_row', direction='pool')
-    """
-    name, _, direction = text.partition(":")
-    if name not in get_args(FaultName) or direction not in get_args(Direction):
-        raise ValueError(
-            f"a fault must be NAME:DIRECTION with a name of {get_args(FaultName)} and "
-            f"a direction of {get_args(Direction)}, got {text!r}."
-        )
-    if name in _OF_UPDATES and direction not in _UPDATES:
-        raise ValueError(f"{name} must be a fault of update or write, got {text!r}.")
-    return Fault(name=name, direction=direction)  # pyright: ignore[reportArgumentType]
-
-
 @contextlib.contextmanager
-def planted(fault: Fault | None) -> Iterator[None]:
-    """Plants a fault into all kernels of its direction that are traced within.
+def planted(name: str, direction: Direction):
+    """Plants a fault into all kernels of a direction that are traced within.
 
     Args:
-      fault: to plant; None: nothing changes.
+      name: key of `CHANGES`, "bf16", or "off_by_one_subcore".
+      direction: the direction whose kernel has the fault.
     """
-    if fault is None:
-        yield
-        return
     launch = row_kernels.launch
     jax.clear_caches()
-    row_kernels.launch = _faulty(launch, fault)
-    try:
-        yield
-    finally:
-        row_kernels.launch = launch
-        jax.clear_caches()
-
-
-def _faulty(launch: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
-    """Returns a launch whose kernels of the fault's direction have the fault."""
 
     def run(body: Any, updated: Any, operands: Any, *args: Any, **options: Any) -> Any:
-        this = _Launch(
+        this = Launch(
             direction=_direction(options["name"], body.keywords),
             dim=body.keywords["dim"],
             row_ids=operands[0],
             old=updated,
         )
-        if this.direction != fault.direction:
+        if this.direction != direction:
             return launch(body, updated, operands, *args, **options)
-        if fault.name == "crash":
-            os.abort()
-        if fault.name == "off_by_one_subcore":
+        if name == "off_by_one_subcore":
             body = _shifted(body)
-        if fault.name == "bf16" and this.direction in _UPDATES:
+        if name == "bf16" and direction in ("update", "write"):
             row_ids, gradient, *scalars = operands
             operands = (row_ids, *_round(this, [gradient]), *scalars)
             return launch(body, updated, operands, *args, **options)
         results = launch(body, updated, operands, *args, **options)
-        change = _CHANGES.get(fault.name)
-        if change is None:
+        if name not in CHANGES:
             return results
         arrays = [x for x in results if x.ndim == 2]
-        changed = iter(change(this, arrays))
+        changed = iter(CHANGES[name](this, arrays))
         return tuple(next(changed) if x.ndim == 2 else x for x in results)
 
-    return run
+    row_kernels.launch = run
+    try:
+        yield
+    finally:
+        row_kernels.launch = launch
+        jax.clear_caches()
 
 
 def _direction(name: str, sizes: dict[str, Any]) -> Direction:
@@ -161,7 +99,7 @@ def _shifted(body: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _swap_rows(launch: _Launch, arrays: list[Array]) -> list[Array]:
+def _swap_rows(launch: Launch, arrays: list[Array]) -> list[Array]:
     def swap(array: Array) -> Array:
         rows = array.reshape(-1, launch.dim)
         return rows.at[:2].set(rows[:2][::-1]).reshape(array.shape)
@@ -169,12 +107,12 @@ def _swap_rows(launch: _Launch, arrays: list[Array]) -> list[Array]:
     return list(map(swap, arrays))
 
 
-def _clear(launch: _Launch, arrays: list[Array]) -> list[Array]:
+def _clear(launch: Launch, arrays: list[Array]) -> list[Array]:
     del launch
     return list(map(jnp.zeros_like, arrays))
 
 
-def _lose_update(launch: _Launch, arrays: list[Array]) -> list[Array]:
+def _lose_update(launch: Launch, arrays: list[Array]) -> list[Array]:
     """Gives a row its old value, where two updated rows share a line."""
     ids = launch.row_ids
     lines = ids // (128 // launch.dim)
@@ -187,12 +125,12 @@ def _lose_update(launch: _Launch, arrays: list[Array]) -> list[Array]:
     return list(map(undo, arrays, launch.old))
 
 
-def _round(launch: _Launch, arrays: list[Array]) -> list[Array]:
+def _round(launch: Launch, arrays: list[Array]) -> list[Array]:
     del launch
     return [jax.lax.reduce_precision(x, 8, 7) for x in arrays]
 
 
-def _change_untouched(launch: _Launch, arrays: list[Array]) -> list[Array]:
+def _change_untouched(launch: Launch, arrays: list[Array]) -> list[Array]:
     """Adds a little to the first row that is not updated."""
 
     def change(array: Array) -> Array:
@@ -204,33 +142,20 @@ def _change_untouched(launch: _Launch, arrays: list[Array]) -> list[Array]:
     return list(map(change, arrays))
 
 
-def _hang(launch: _Launch, arrays: list[Array]) -> list[Array]:
-    """Runs a loop on the device that never ends: no even number is -1."""
-    del launch
-    first, *others = arrays
-    start = first[0, 0].astype(jnp.int32) * 2
-    # The results depend on the loop, or XLA removes it.
-    count = jax.lax.while_loop(
-        lambda count: count != -1, lambda count: count + 2, start
-    )
-    return [first + 0 * count.astype(first.dtype), *others]
-
-
-def _delay(launch: _Launch, arrays: list[Array]) -> list[Array]:
+def _delay(launch: Launch, arrays: list[Array]) -> list[Array]:
     """Computes for some time first."""
     del launch
     first, *others = arrays
-    start = jnp.full((_DELAY_SIZE,), first[0, 0])
-    waste = jax.lax.fori_loop(0, _DELAY_TURNS, lambda _, x: x * 0.5, start)
+    start = jnp.full((2**16,), first[0, 0])
+    waste = jax.lax.fori_loop(0, 4000, lambda _, x: x * 0.5, start)
     return [first + 0 * waste[0], *others]
 
 
-_CHANGES: Final[dict[str, Callable[[_Launch, list[Array]], list[Array]]]] = {
+CHANGES: dict[str, Callable[[Launch, list[Array]], list[Array]]] = {
     "wrong_row": _swap_rows,
     "zero_rows": _clear,
     "lost_update": _lose_update,
     "bf16": _round,
     "untouched_row_changed": _change_untouched,
-    "hang": _hang,
     "slower": _delay,
 }

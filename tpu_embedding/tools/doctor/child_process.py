@@ -1,0 +1,124 @@
+"""A child process that answers questions, each within a time limit.
+
+A TPU belongs to one process at a time, and a kernel may hang or halt it. So the doctor
+leaves all work on the devices to a child, asks it one question at a time, and kills it
+if an answer does not come. Every wait here has an end, so the parent never hangs.
+
+Questions and answers are JSON values, one line each.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+_KILL_SECONDS: Final = 10.0
+"""Maximum wait for a killed process. One that waits for a device may never end."""
+
+_END_SECONDS: Final = 1.0
+"""Maximum wait for the end of a process that has closed its output."""
+
+
+class ChildLost(Exception):
+    """A child hung or died. The text says which, and the child is no longer of use."""
+
+
+class ChildProcess:
+    """A process in a group of its own. Leaving its `with` block kills the group."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
+        """Starts the process.
+
+        Args:
+          command: the program and its arguments.
+          environment: the variables of the process.
+        """
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            errors="replace",
+            env=dict(environment),
+            start_new_session=True,
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self) -> "ChildProcess":
+        """Returns the process."""
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Kills the process group, and waits a bounded time for its end."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._has_ended_in(_KILL_SECONDS)
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._errors.close()
+
+    def ask(self, question: Any, seconds: float) -> Any:
+        """Returns the child's answer to a question.
+
+        Args:
+          question: a JSON value.
+          seconds: time limit. The first answer includes the start of the child.
+
+        Raises:
+          ChildLost: if the child hangs or dies.
+        """
+        assert self._process.stdin is not None
+        # A child that has died is reported below, with its exit status.
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        end = time.monotonic() + seconds
+        while (line := self._next_line(end)) is not None:
+            # Libraries print lines, too.
+            with contextlib.suppress(ValueError):
+                return json.loads(line)
+        if self._has_ended_in(_END_SECONDS):
+            raise ChildLost(self._describe_end())
+        raise ChildLost(f"hangs: no result in {seconds:g} s; killed")
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
+            for line in output:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def _next_line(self, end: float) -> str | None:
+        """Returns the next line; None at the end of the output, or of the time."""
+        try:
+            return self._lines.get(timeout=max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            return None
+
+    def _has_ended_in(self, seconds: float) -> bool:
+        try:
+            self._process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _describe_end(self) -> str:
+        """Says how the process ended, with the last line of its errors."""
+        status = self._process.returncode
+        text = f"ended with exit status {status}"
+        if status < 0:
+            text = f"crashed by {signal.Signals(-status).name}"
+        self._errors.seek(0)
+        lines = [line.strip() for line in self._errors if line.strip()]
+        return f"{text}: {lines[-1][:300]}" if lines else text
