@@ -104,6 +104,24 @@ def test_a_full_disk_does_not_end_the_workers(tmp_path):
     assert (tmp_path / "done").exists()
 
 
+def test_a_terminal_that_takes_no_output_does_not_stop_the_watch(tmp_path):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(writer, bytes(1 << 16))
+    os.set_blocking(writer, True)
+    attempts = [
+        [["print:one", "touch:printed", "wait:"], ["await:printed", "kill:SIGKILL"]]
+    ]
+    started = Run(tmp_path, attempts, "workers", 2, stdout=writer)
+    os.close(writer)
+    line = started.process.stderr.readline()
+    assert line.startswith("supervisor: process 1 of 2")
+    os.close(reader)
+    assert started.finish().status == 1
+
+
 def test_workers_are_one_job(tmp_path):
     run(tmp_path, [[[]]], "workers", 3, worker_options=["--data", "x"])
     addresses = set()
