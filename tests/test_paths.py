@@ -167,7 +167,7 @@ def test_every_path_of_a_command_is_read_alike(here):
         ["export", "synthetic", "~/out", "--run-dir=~/a", "--data-dir=~/b"],
         ["compile", "synthetic", *compile_options],
         ["inspect", "~/a", "--plot=~/a.png"],
-        ["launch", "fetch", "~/launch.yaml", "--to=~/results"],
+        ["launch", "~/launch.toml"],
     )
     for command in commands:
         values = vars(parser.parse_args(command)).values()

@@ -21,12 +21,17 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
     "optional-dependencies"
 ]
 
+PRINTED = {"dlrm.sh", "doctor.sh"}
+"""Scripts that a command of the same page writes."""
+
 
 def shell_lines():
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
+                if ">" in words:
+                    words = words[: words.index(">")]
                 if words:
                     yield pytest.param(words, id=f"{page.name}: {' '.join(words)}")
 
@@ -35,7 +40,7 @@ def shell_lines():
 def test_command_exists(words):
     if words[0] == "tpu-embedding":
         check_cli(words[1:])
-    elif words[0] == "bash":
+    elif words[0] == "bash" and words[1] not in PRINTED:
         assert (ROOT / words[1]).is_file()
         if words[1] == "scripts/train.sh":
             check_cli(["train", *words[2:]])

@@ -6,35 +6,54 @@ import sys
 
 import pytest
 
-from tests.tools.launch.fake_cloud import Cloud
-from tpu_embedding.tools.launch import runner
+from tests.tools.launch import fake_cloud
+from tpu_embedding.tools.launch import make_script
 
 
-@pytest.fixture
-def cloud(monkeypatch):
-    """A fake cloud in this process, for speed: a call is no process of its own."""
-    cloud = Cloud()
+class Cloud:
+    """A folder with the fake programs, and their memory."""
 
-    def execute(command, *, capture):
-        del capture
-        return subprocess.CompletedProcess(
-            command.argv, *cloud.call(list(command.argv), command.stdin)
+    def __init__(self, folder):
+        folder.mkdir()
+        self.folder, self._memory = folder, folder / "memory.json"
+        self._memory.write_text(json.dumps(fake_cloud.MEMORY))
+        source = pathlib.Path(fake_cloud.__file__).read_text()
+        for name in fake_cloud.NAMES:
+            # Options of the interpreter that let it start fast.
+            (folder / name).write_text(f"#!{sys.executable} -ISE\n{source}")
+            (folder / name).chmod(0o755)
+
+    def change(self, **changes):
+        memory = json.loads(self._memory.read_text())
+        self._memory.write_text(json.dumps(memory | changes))
+
+    @property
+    def resources(self):
+        return set(json.loads(self._memory.read_text())["resources"])
+
+    def take_calls(self):
+        """Returns the calls since the last time."""
+        calls = json.loads(self._memory.read_text())["calls"]
+        self.change(calls=[])
+        return calls
+
+    def run(self, launch, *words, program="train"):
+        """Runs the script of a launch."""
+        return self.bash(make_script(launch, program), *words)
+
+    def bash(self, text, *words):
+        script = self.folder / "script.sh"
+        script.write_text(text)
+        return subprocess.run(
+            ["bash", script, *words],
+            env=os.environ | {"PATH": f"{self.folder}{os.pathsep}{os.environ['PATH']}"},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
 
-    monkeypatch.setattr(runner, "_execute", execute)
-    return cloud
-
 
 @pytest.fixture
-def programs(tmp_path, monkeypatch):
-    """A folder with the fake programs, which comes first on PATH."""
-    folder = tmp_path / "programs"
-    folder.mkdir()
-    (folder / "memory.json").write_text(json.dumps(vars(Cloud())))
-    source = pathlib.Path(__file__).with_name("fake_cloud.py").read_text()
-    for name in ("gcloud", "kubectl", "tpu-embedding"):
-        # Options of the interpreter that let it start fast.
-        (folder / name).write_text(f"#!{sys.executable} -ISE\n{source}")
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    return folder
+def cloud(tmp_path):
+    return Cloud(tmp_path / "cloud")

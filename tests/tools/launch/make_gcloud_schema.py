@@ -3,11 +3,8 @@
     python -m tests.tools.launch.make_gcloud_schema
 
 needs gcloud, but neither an account nor a network. gcloud's own linter parses every
-recorded command with the parser of the command, and gives the arguments that it takes.
-What the linter refuses is printed.
-
-Flags that are newer than the installed gcloud are in `NEWER`. Each was seen in the
-track of gcloud that is named, and is in the reference of the current one.
+command of the scripts with the parser of the command, and gives the arguments that it
+takes. What the linter refuses is printed.
 """
 
 import json
@@ -16,25 +13,10 @@ import shlex
 import subprocess
 import tempfile
 
-from tests.tools.launch.commands import all_commands
+from tests.tools.launch.test_scripts import commands
 
 SCHEMA = pathlib.Path(__file__).parent / "schemas" / "gcloud.json"
 GLOBAL_FLAGS = {"project", "format", "quiet"}
-
-NEWER = {
-    # In `gcloud alpha` of version 528, and in docs.cloud.google.com/sdk/gcloud/
-    # reference/compute/instance-groups/managed/create.
-    "compute instance-groups managed create": {
-        "name": "--target-size-policy-mode",
-        "choices": ["bulk", "individual"],
-    },
-    # In `gcloud beta` of version 528, and in docs.cloud.google.com/sdk/gcloud/
-    # reference/compute/instance-templates/create.
-    "compute instance-templates create": {
-        "name": "--provisioning-model",
-        "choices": ["FLEX_START", "RESERVATION_BOUND", "SPOT", "STANDARD"],
-    },
-}
 
 
 def lint(commands):
@@ -77,18 +59,15 @@ def trim(node):
 
 
 def main():
-    """Lints the recorded commands, and writes the schema of their arguments."""
+    """Lints the commands of the scripts, and writes the schema of their arguments."""
     schema, refused = {}, 0
-    for found in lint(all_commands("gcloud")):
+    for found in lint(commands("gcloud")):
         if not found["success"]:
             refused += 1
             print(f"{found['command_string']}\n    {found['error_message']}")
         name = found["command_string_no_args"].removeprefix("gcloud ")
         nodes = [trim(node) for node in found["args_structure"]["arguments"]]
         schema[name] = [node for node in nodes if node is not None]
-    for name, newer in NEWER.items():
-        kept = [node for node in schema[name] if node.get("name") != newer["name"]]
-        schema[name] = [*kept, newer]
     lines = (
         f"{json.dumps(name)}: {json.dumps(schema[name])}" for name in sorted(schema)
     )

@@ -1,17 +1,19 @@
 """The scripts that run on hosts and in pods, with fakes of the programs they call."""
 
 import os
-import pathlib
 import select
 import subprocess
 import sys
 
 import pytest
 
-from tpu_embedding.tools.launch import programs
+from tests.tools.launch.launches import make_launch
+from tests.tools.launch.test_scripts import container, host_script
+from tpu_embedding import kernel_verdicts
 
-SCRIPTS = pathlib.Path(programs.__file__).parent / "scripts"
 SECONDS = 60  # far more than any of these needs
+QUEUED = make_launch(backend="queued_resource", lifetime="until_deleted")
+GKE = make_launch()
 
 TRAINER = """#!{python} -ISE
 import os, signal, sys
@@ -19,7 +21,7 @@ def stop(*_):
     print("saved", flush=True)
     os._exit(75)
 signal.signal(signal.SIGTERM, stop)
-print(os.environ["TPU_EMBEDDING_VERDICTS"], *sys.argv[1:], flush=True)
+print(os.environ["TPU_EMBEDDING_VERDICTS"], sys.argv[1:], flush=True)
 print([name for name in os.environ if name.startswith("MEGASCALE")], flush=True)
 pipe = os.open({pipe!r}, os.O_WRONLY)
 os.write(pipe, b"runs")
@@ -33,9 +35,9 @@ def write_program(path, text):
     path.chmod(0o755)
 
 
-def run(name, *arguments, **environment):
+def run(text, *arguments, **environment):
     result = subprocess.run(
-        ["bash", SCRIPTS / name, *arguments],
+        ["bash", "-c", text, "script.sh", *arguments],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -43,6 +45,12 @@ def run(name, *arguments, **environment):
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def on_host(tmp_path, word, **environment):
+    """Runs a part of host.sh, with a folder in place of the bucket."""
+    text = host_script(QUEUED).replace("/mnt/bucket", str(tmp_path / "bucket"))
+    return run(text, word, **environment)
 
 
 @pytest.fixture
@@ -54,7 +62,8 @@ def home(tmp_path):
         TRAINER.format(python=sys.executable, pipe=str(tmp_path / "pipe")),
     )
     yield tmp_path
-    run("stop_host.sh", "train", HOME=str(tmp_path))
+    if (tmp_path / "tpu_embedding_train.pid").exists():
+        on_host(tmp_path, "stop", HOME=str(tmp_path))
 
 
 def read(pipe):
@@ -64,26 +73,27 @@ def read(pipe):
     return os.read(pipe, 100)
 
 
-def test_a_run_outlives_its_session_starts_once_and_is_stopped(home):
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_run_outlives_its_session_starts_once_and_is_stopped(has_run, home):
     environment = dict(HOME=str(home), MEGASCALE_SLICE_ID="1")
+    results = home / "bucket" / "dlrm" / "results"
+    if has_run:
+        results.mkdir(parents=True)
+        (results / "metrics.jsonl").touch()
     pipe = os.open(home / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    started = run("run_host.sh", "/verdicts", "train", "a b", **environment)
-    assert "started process" in started
+    assert "started process" in on_host(home, "start", **environment)
     assert read(pipe) == b"runs"
     process = int((home / "tpu_embedding_train.pid").read_text())
     assert os.getsid(process) == process  # so that no end of a session reaches it
-    again = run("run_host.sh", "/verdicts", "train", "a b", **environment)
+    again = on_host(home, "start", **environment)
     assert f"runs already, as process {process}" in again
-    assert "asked process" in run("stop_host.sh", "train", **environment)
+    on_host(home, "stop", **environment)
     assert read(pipe) == b""
     os.close(pipe)
-    log = (home / "tpu_embedding_train.log").read_text().splitlines()
-    assert log == ["/verdicts train a b", "[]", "saved"]
-
-
-def test_what_does_not_run_is_not_stopped(tmp_path):
-    stopped = run("stop_host.sh", "train", HOME=str(tmp_path))
-    assert "train does not run" in stopped
+    first, *log = (home / "tpu_embedding_train.log").read_text().splitlines()
+    assert log == ["[]", "saved"]
+    assert first.startswith(f"{home}/bucket/dlrm/verdicts ['train', 'dlrm', '--output")
+    assert ("'--resume'" in first) == has_run
 
 
 LOGGED = """#!/bin/bash
@@ -111,28 +121,29 @@ def logged(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("attempt", "has_run", "resumes"),
-    [("0", True, False), ("1", False, False), ("1", True, True)],
+    ("program", "has_run", "resumes"),
+    [("train", False, False), ("train", True, True), ("doctor", True, False)],
 )
-def test_a_restarted_pod_resumes_what_there_is(
-    attempt, has_run, resumes, tmp_path, logged
-):
+def test_a_pod_resumes_what_there_is(program, has_run, resumes, tmp_path, logged):
     logged("python", "tpu-embedding")
+    results = tmp_path / "dlrm" / "results"
+    results.mkdir(parents=True)
     if has_run:
-        (tmp_path / "metrics.jsonl").touch()
-    arguments = ("a.whl[tpu]", str(tmp_path), "train", "dlrm", "--set", "x=a b")
-    run("pod.sh", *arguments, RESTART_ATTEMPT=attempt)
-    install, train = logged()
+        (results / "metrics.jsonl").touch()
+    command = container(GKE)["command"]
+    assert command[:2] == ["bash", "-c"]
+    text = command[2].replace("/mnt/bucket", str(tmp_path))
+    run(text, "a.whl[tpu]", program, "dlrm", "--set", "x=a b")
+    install, start = logged()
     assert install.endswith("pip install --quiet --root-user-action=ignore a.whl[tpu]")
-    expected = "tpu-embedding train dlrm --set x=a b"
-    assert train == (f"{expected} --resume" if resumes else expected)
+    expected = f"tpu-embedding {program} dlrm --set x=a b"
+    assert start == (f"{expected} --resume" if resumes else expected)
 
 
-def test_the_doctor_is_never_resumed(tmp_path, logged):
-    logged("python", "tpu-embedding")
-    (tmp_path / "metrics.jsonl").touch()
-    run("pod.sh", "a.whl", str(tmp_path), "doctor", RESTART_ATTEMPT="1")
-    assert logged()[-1] == "tpu-embedding doctor"
+def test_hosts_keep_verdicts_where_the_command_reads_them():
+    name = kernel_verdicts.DIRECTORY_VARIABLE
+    assert f'export {name}="$verdicts"' in host_script(QUEUED)
+    assert name in [variable["name"] for variable in container(GKE)["env"]]
 
 
 PYTHON = """#!/bin/bash
@@ -154,9 +165,10 @@ def test_a_host_is_set_up_once(tmp_path, logged):
     write_program(tmp_path / "bin" / "uv", UV)
     logged("sudo", "gcsfuse", "mountpoint")
     write_program(tmp_path / "bin" / "mountpoint", "#!/bin/bash\nexit 1\n")
-    run("setup_host.sh", "my-bucket", "a.whl[tpu]", USER="me")
+    run(host_script(QUEUED), "install", USER="me")
     first = logged()
     home = f"{tmp_path}/home"
+    wheel = "/mnt/bucket/dlrm/launch/tpu_embedding-0.1.0-py3-none-any.whl[tpu,train]"
     assert first == [
         "sudo mkdir -p /mnt/bucket",
         "sudo chown me /mnt/bucket",
@@ -164,16 +176,16 @@ def test_a_host_is_set_up_once(tmp_path, logged):
         f"python3 -m venv {home}/tpu_embedding_uv",
         "pip install --quiet uv",
         f"uv venv --python 3.12 {home}/tpu_embedding",
-        f"uv pip install --quiet --python {home}/tpu_embedding/bin/python a.whl[tpu]",
+        f"uv pip install --quiet --python {home}/tpu_embedding/bin/python {wheel}",
         "tpu-embedding --version",
     ]
     logged("mountpoint")
-    run("setup_host.sh", "my-bucket", "b.whl", USER="me")
+    run(host_script(QUEUED), "install", USER="me")
     # What is mounted and made stays; the package is installed anew.
     assert logged() == [
         "sudo mkdir -p /mnt/bucket",
         "mountpoint --quiet /mnt/bucket",
-        first[6].replace("a.whl[tpu]", "b.whl"),
+        first[6],
         "tpu-embedding --version",
     ]
 
@@ -182,7 +194,8 @@ def test_a_host_without_cloud_storage_fuse_gets_it(tmp_path, logged):
     write_program(tmp_path / "bin" / "python3", PYTHON)
     write_program(tmp_path / "bin" / "uv", UV)
     logged("sudo", "mountpoint", "curl", "lsb_release")
-    run("setup_host.sh", "my-bucket", "a.whl")
+    run(host_script(QUEUED), "install")
     calls = logged()
-    assert "sudo apt-get install --yes --quiet gcsfuse python3-venv" in calls
+    install = "apt-get install --yes --quiet gcsfuse python3-venv"
+    assert f"sudo DEBIAN_FRONTEND=noninteractive {install}" in calls
     assert any(call.startswith("sudo tee /etc/apt/sources.list.d") for call in calls)

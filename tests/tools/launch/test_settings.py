@@ -1,10 +1,9 @@
-import dataclasses
+import re
 
 import pytest
-import yaml
 
-from tests.tools.launch.recorded_launches import FIELDS, make_launch
-from tpu_embedding.tools.launch import load_launch, what_deletes
+from tests.tools.launch.launches import FIELDS, as_toml, make_launch
+from tpu_embedding.tools.launch import load_launch, make_script, what_deletes
 
 FILE = FIELDS | dict(
     backend="gke", zone="us-east5-a", topology="v5p:2x4x4", settings=["a=1"]
@@ -12,20 +11,22 @@ FILE = FIELDS | dict(
 
 
 def write(path, document):
-    path.write_text(yaml.safe_dump(document))
+    path.write_text(as_toml(document))
     return path
 
 
 def test_a_file_is_a_launch(tmp_path):
-    launch = load_launch(write(tmp_path / "launch.yaml", FILE))
+    launch = load_launch(write(tmp_path / "launch.toml", FILE))
     assert launch == make_launch(settings=("a=1",))
     assert hash(launch) == hash(make_launch(settings=("a=1",)))
 
 
 WRONG_FILES = {
-    "no YAML": ("a: [", "is not YAML: while parsing"),
-    "a list": ("- a", "must be a mapping from field to value, got a list"),
-    "empty": ("", "must be a mapping from field to value, got a NoneType"),
+    "no TOML": ("a = [", "is not TOML: Invalid value .* A line is FIELD = VALUE"),
+    "YAML": ("name: dlrm", r"is not TOML: .*line 1.* FIELD = VALUE, with text in \"\""),
+    "twice": ('name = "a"\nname = "b"', "is not TOML: Cannot overwrite a value"),
+    "empty": ("", "must have the fields name, backend, project, zone"),
+    "a section": ("[launch]\nname = 1", "unknown field 'launch'.*the fields are name,"),
     "unknown": (FILE | {"zones": "x"}, "unknown field 'zones'.*the fields are name,"),
     "missing": ({"name": "a"}, "must have the fields backend, project, zone"),
     "number": (FILE | {"slices": "2"}, "slices must be an int, got '2'"),
@@ -37,7 +38,7 @@ WRONG_FILES = {
 
 @pytest.mark.parametrize(("document", "message"), WRONG_FILES.values(), ids=WRONG_FILES)
 def test_a_wrong_file_is_refused(document, message, tmp_path):
-    path = tmp_path / "launch.yaml"
+    path = tmp_path / "launch.toml"
     if isinstance(document, str):
         path.write_text(document)
     else:
@@ -54,14 +55,17 @@ WRONG_FIELDS = [
     (dict(zone="us-east5"), "zone must be a zone"),
     (dict(bucket="gs://my-bucket"), "bucket must be .* without gs://"),
     (dict(service_account="me@example.com"), "service_account must be the address"),
-    (dict(backend="aws"), "backend must be one of gke, compute_engine, queued"),
+    (dict(backend="aws"), "backend must be one of gke, queued_resource, got 'aws'"),
+    (dict(cluster="a cluster"), "cluster must be the name of a GKE cluster"),
+    (dict(package="-r evil"), "package must not be empty, nor begin with a hyphen"),
+    (dict(settings=("a=1\nrm",)), r"settings must be printable text of one line, got"),
+    (dict(subnetwork="a\nb"), r"subnetwork must be printable text of one line"),
     (dict(capacity="free"), "capacity must be one of on_demand"),
     (dict(config=""), "config must not be empty"),
     (dict(package=""), "package must not be empty"),
-    (dict(lifetime="6"), "lifetime must be a duration such as 6h or until_deleted"),
+    (dict(lifetime="6"), "lifetime must be a duration such as 6h, or until_deleted"),
     (dict(lifetime="0h"), "lifetime must be a duration"),
     (dict(lifetime=""), "lifetime must be a duration"),
-    (dict(request_valid_for="until_deleted"), "request_valid_for must be a duration"),
     (dict(restarts=-1), "restarts must be at least 0"),
     (dict(slices=0), "slices must be from 1 to 256"),
     (dict(slices=257), "slices must be from 1 to 256"),
@@ -70,13 +74,12 @@ WRONG_FIELDS = [
     (dict(data_dir="/criteo"), "data_dir must be"),
     (dict(data_dir="../criteo"), "data_dir must be"),
     (dict(topology="v5p:2x3x4"), "topology 'v5p:2x3x4' does not exist"),
-    (dict(backend="compute_engine", slices=2), "slices must be 1 with backend compute"),
     (dict(topology="v6e:2x2", slices=2), "GKE joins only slices of several hosts"),
     (dict(capacity="reservation"), "reservation must be given"),
     (dict(reservation="mine"), "reservation must be given .* got 'mine'"),
     (
         dict(backend="queued_resource", capacity="reservation", reservation="mine"),
-        "reservation must be given .* on gke and compute_engine",
+        "reservation must be given with capacity reservation on gke, and only then",
     ),
     (dict(capacity="flex_start", lifetime="8d"), "lifetime must be from 10m to 7d"),
     (dict(capacity="flex_start", lifetime="9m59s"), "lifetime must be from 10m to 7d"),
@@ -108,9 +111,17 @@ def test_durations(duration, seconds):
     assert make_launch(lifetime=duration).lifetime_seconds == seconds
 
 
-def test_what_deletes_the_machines_is_said():
-    kept = make_launch(lifetime="until_deleted")
-    assert what_deletes(kept).startswith("Nothing but tpu-embedding launch delete")
-    assert "ends after 6h" in what_deletes(make_launch())
-    machines = dataclasses.replace(make_launch(), backend="compute_engine")
-    assert "deletes each machine 6h after its start" in what_deletes(machines)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(lifetime="until_deleted"), "Nothing but `bash FILE delete`"),
+        (dict(), "after 6h.*autoscaler.*cluster itself stays, and costs a fee"),
+        (dict(cluster="shared"), "after 6h.*after its last job.$"),
+        (dict(capacity="flex_start"), "Google Cloud deletes each machine 6h after"),
+    ],
+)
+def test_what_deletes_the_machines_is_said(changes, message):
+    launch = make_launch(**changes)
+    assert re.search(message, what_deletes(launch))
+    comment = " ".join(make_script(launch).replace("\n# ", " ").split())
+    assert f"cost money until then: {what_deletes(launch)} set -euo" in comment

@@ -5,7 +5,7 @@
     tpu-embedding compile CONFIG --topology GENERATION:CHIPS
     tpu-embedding export CONFIG OUTPUT
     tpu-embedding inspect CHECKPOINT
-    tpu-embedding launch VERB FILE
+    tpu-embedding launch FILE
 
 Errors end in one line on stderr, never in a traceback. Exit status 2 means that the
 command, the config or the data are wrong. Exit status 1 means that a run failed after
@@ -53,7 +53,6 @@ from tpu_embedding.tools.jobs.exit_status import (
 from tpu_embedding.tools.jobs.pulses import send_event
 from tpu_embedding.tools.jobs.run_lock import RunDirectoryError
 from tpu_embedding.tools.jobs.stop_signals import RunStopped
-from tpu_embedding.tools.launch import LaunchError
 from tpu_embedding.tools.train.errors import ConfigError, describe_error
 from tpu_embedding.tools.train.loop.read_ahead import TrainingDivergedError
 
@@ -78,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), FAILED, parsed, "failed")
     except _WRONG_USAGE_ERRORS as error:
         return _fail(str(error), WRONG_USAGE, parsed, "final")
-    except (TrainingDivergedError, MissingPlotLibraryError, LaunchError) as error:
+    except (TrainingDivergedError, MissingPlotLibraryError) as error:
         return _fail(str(error), FAILED, parsed, "final")
     except AbsentProcessError as error:
         return _fail(str(error), FAILED, parsed, "failed")

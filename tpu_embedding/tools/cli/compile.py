@@ -115,7 +115,7 @@ def _compile(parsed: argparse.Namespace) -> int:
     check_plot_file(parsed.plot)
     use_cpu_only()
     try:
-        meshes = [_mesh_of(topology, parsed.slices) for topology in parsed.topology]
+        meshes = [slices_mesh(topology, parsed.slices) for topology in parsed.topology]
     except (ImportError, ValueError) as error:
         raise UsageError(str(error)) from error
     reports = []
@@ -123,7 +123,7 @@ def _compile(parsed: argparse.Namespace) -> int:
         zip(parsed.topology, meshes, strict=True), parsed.kernels or [config.kernels]
     ):
         with_kernels = dataclasses.replace(config, kernels=kernels)
-        report = _compile_for(with_kernels, topology, mesh, options, parsed.programs)
+        report = compile_for(with_kernels, topology, mesh, options, parsed.programs)
         reports.append(report)
         print(compile_report.format_report(report), end="\n\n")
     if len(reports) > 1:
@@ -139,7 +139,7 @@ def _compile(parsed: argparse.Namespace) -> int:
     return 0 if all(report.fits for report in reports) else FAILED
 
 
-def _mesh_of(topology: str, num_slices: int) -> Mesh:
+def slices_mesh(topology: str, num_slices: int) -> Mesh:
     """Returns the mesh that the command `train` makes of such devices."""
     if num_slices == 1:
         return compile_report.topology_mesh(topology)
@@ -148,13 +148,23 @@ def _mesh_of(topology: str, num_slices: int) -> Mesh:
     )
 
 
-def _compile_for(
+def compile_for(
     config: RunConfig,
     topology: str,
     mesh: Mesh,
     options: dict[str, str],
     programs: Sequence[ProgramName],
 ) -> compile_report.CompileReport:
+    """Compiles the train step and other programs of a run, and returns their report.
+
+    Args:
+      config: config of the run.
+      topology: generation and grid of the slices, for the report.
+      mesh: mesh of the slices' devices.
+      options: XLA's compiler options.
+      programs: programs to compile beside the train step.
+    """
+
     def announce(program: str) -> None:
         title = f"{name} for {topology} (devices: {mesh.size})"
         print(f"compiling {title}: {program} ...", file=sys.stderr, flush=True)

@@ -1,34 +1,22 @@
 """The command `tpu-embedding launch`."""
 
 import argparse
-import pathlib
+import sys
 from typing import Any
 
 from tpu_embedding.paths import local_path
-from tpu_embedding.tools.cli.arguments import UsageError, refuse_repeated
+from tpu_embedding.tools import compile_report
+from tpu_embedding.tools.cli.arguments import UsageError, read_config, use_cpu_only
+from tpu_embedding.tools.cli.compile import compile_for, slices_mesh
+from tpu_embedding.tools.jobs.exit_status import FAILED
 from tpu_embedding.tools.launch import (
-    BACKENDS,
     PROGRAMS,
     Launch,
-    Step,
-    fetch_results,
     load_launch,
-    print_steps,
-    run_steps,
+    make_script,
     what_deletes,
 )
-from tpu_embedding.tools.train.config.overrides import apply_overrides
-
-_VERBS = {
-    "create": "create the machines, after checks of config, zone and names",
-    "setup": "install the package on all hosts",
-    "run": "start a program on all hosts",
-    "logs": "follow the log of the first host",
-    "status": "show machines and jobs",
-    "stop": "stop a program on all hosts",
-    "fetch": "copy the results from the bucket",
-    "delete": "delete the machines",
-}
+from tpu_embedding.tools.train.loop.ahead_of_time import PROGRAM_NAMES
 
 
 def add_launch(commands: Any) -> None:
@@ -36,118 +24,62 @@ def add_launch(commands: Any) -> None:
     parser = commands.add_parser(
         "launch",
         allow_abbrev=False,
-        help="train on TPUs of Google Cloud: create, set up, run, fetch, delete",
-        description="Trains on TPUs of Google Cloud, by gcloud and kubectl. Each verb "
-        "may be repeated: what exists already, and is as it should be, is left alone.",
-        epilog="Exit status: 0 if all is done, 1 if a command failed or a resource "
-        "differs, 2 if the launch file is wrong.",
+        help="print a script that trains on TPUs of Google Cloud",
+        description="Prints a script for bash, which creates TPU machines of Google "
+        "Cloud and trains on all of them, by gcloud and kubectl. Nothing is run: read "
+        "the script, then run it. First, the config is compiled for the slices. If it "
+        "does not fit, no script is printed.",
+        epilog="Exit status: 0 if the script is printed, 1 if the config does not fit, "
+        "2 if the launch file is wrong.",
     )
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
-    for verb, text in _VERBS.items():
-        _add_verb(verbs, verb, text)
-
-
-def _add_verb(verbs: Any, verb: str, text: str) -> None:
-    parser = verbs.add_parser(verb, allow_abbrev=False, help=text, description=text)
-    parser.set_defaults(run=_launch, verb=verb)
+    parser.set_defaults(run=_launch)
     parser.add_argument(
-        "file", type=local_path, metavar="FILE", help="YAML file of the launch"
+        "file", type=local_path, metavar="FILE", help="TOML file of the launch"
     )
     parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a field of the launch, such as zone=us-east5-b",
+        "--program",
+        choices=PROGRAMS,
+        default="train",
+        help="train (the default), or doctor to check the hosts",
     )
     parser.add_argument(
-        "--dry-run",
+        "--skip-compile-check",
         action="store_true",
-        help="print every command, as a script for bash, and run none",
+        help="do not compile the config for the slices first",
     )
     parser.add_argument(
         "--traceback",
         action="store_true",
         help="print the traceback of an error, too",
     )
-    if verb in ("run", "logs", "stop"):
-        parser.add_argument(
-            "--program",
-            choices=PROGRAMS,
-            default="train",
-            help="train (the default), or doctor to check the hosts",
-        )
-    if verb == "run":
-        parser.add_argument(
-            "--resume",
-            action="store_true",
-            help="continue from the newest checkpoint of the run",
-        )
-    if verb == "create":
-        parser.add_argument(
-            "--skip-compile-check",
-            action="store_true",
-            help="do not compile the config for the slices first",
-        )
-    if verb == "fetch":
-        parser.add_argument(
-            "--to",
-            type=local_path,
-            metavar="DIR",
-            help="local folder for the results; runs/NAME by default",
-        )
-    if verb == "delete":
-        parser.add_argument(
-            "--with-cluster", action="store_true", help="delete the GKE cluster, too"
-        )
 
 
 def _launch(parsed: argparse.Namespace) -> int:
-    refuse_repeated("--set", parsed.set)
     try:
-        launch = apply_overrides(load_launch(parsed.file), parsed.set)
+        launch = load_launch(parsed.file)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
-    steps = _steps(launch, parsed)
-    if parsed.verb == "fetch" and not parsed.dry_run:
-        _results_dir(launch, parsed).mkdir(parents=True, exist_ok=True)
-    if parsed.verb == "create":
-        print(f"# {what_deletes(launch)}", flush=True)
-    if parsed.dry_run:
-        print_steps(steps)
-    else:
-        run_steps(steps, lambda line: print(line, flush=True))
+    if not parsed.skip_compile_check and not _fits(launch):
+        print(
+            f"error: {launch.config} does not fit {launch.topology}, so no script is "
+            "printed. Take a larger topology or more slices, or change settings.",
+            file=sys.stderr,
+        )
+        return FAILED
+    print(make_script(launch, parsed.program))
+    print(f"What ends the machines: {what_deletes(launch)}", file=sys.stderr)
     return 0
 
 
-def _steps(launch: Launch, parsed: argparse.Namespace) -> tuple[Step, ...]:
-    backend = BACKENDS[launch.backend]
-    match parsed.verb:
-        case "create":
-            steps = backend.create(launch)
-            return steps[1:] if parsed.skip_compile_check else steps
-        case "setup":
-            return backend.set_up(launch)
-        case "run":
-            if parsed.resume and parsed.program != "train":
-                raise UsageError("--resume needs --program train.")
-            options = ("--resume",) if parsed.resume else ()
-            return backend.run(launch, parsed.program, options)
-        case "logs":
-            return backend.follow(launch, parsed.program)
-        case "stop":
-            return backend.stop(launch, parsed.program)
-        case "fetch":
-            return fetch_results(launch, str(_results_dir(launch, parsed)))
-        case "delete" if parsed.with_cluster:
-            if backend.delete_cluster is None:
-                raise UsageError(f"--with-cluster: {launch.backend} has no cluster.")
-            return (*backend.delete(launch), *backend.delete_cluster(launch))
-        case "delete":
-            return backend.delete(launch)
-        case _:
-            return backend.status(launch)
-
-
-def _results_dir(launch: Launch, parsed: argparse.Namespace) -> pathlib.Path:
-    return parsed.to or pathlib.Path("runs") / launch.name
+def _fits(launch: Launch) -> bool:
+    """Compiles the config for the slices, and returns True if every program fits."""
+    config = read_config(launch.config, launch.settings)
+    use_cpu_only()
+    try:
+        mesh = slices_mesh(launch.topology, launch.slices)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"{error} --skip-compile-check leaves this out.") from error
+    report = compile_for(config, launch.topology, mesh, {}, PROGRAM_NAMES)
+    if not report.fits:
+        print(compile_report.format_report(report), file=sys.stderr)
+    return report.fits

@@ -1,15 +1,14 @@
-"""The settings of a launch: one frozen value, read from a YAML file.
+"""The settings of a launch: one frozen value, read from a TOML file.
 
-Everything that a launch does follows from this value; see `steps.py`.
+The printed script follows from this value alone; see `script.py`.
 """
 
 import dataclasses
 import functools
 import pathlib
 import re
+import tomllib
 from typing import Any, Final, Literal, get_args
-
-import yaml
 
 from tpu_embedding.field_checks import is_int, raise_all
 from tpu_embedding.hardware import MAX_SLICES
@@ -24,14 +23,7 @@ Capacity = Literal["on_demand", "spot", "reservation", "flex_start"]
 CAPACITIES: Final[tuple[Capacity, ...]] = get_args(Capacity)
 
 UNTIL_DELETED: Final = "until_deleted"
-"""Lifetime of machines that nothing but `tpu-embedding launch delete` deletes."""
-
-COORDINATOR_PORT: Final = 8476
-"""Port of jax's coordinator on the first host.
-
-The rule `default-allow-internal` of a project's default network admits it, as it admits
-all ports between machines of the network; see cloud.google.com/firewall/docs/firewalls.
-"""
+"""Lifetime of machines that only the printed script deletes, when told to."""
 
 _FLEX_START_SECONDS: Final = (600, 7 * 24 * 3600)
 """Shortest and longest run that flex-start accepts.
@@ -51,6 +43,10 @@ _PATTERNS: Final = {
     ),
     "project": (r"[a-z][-a-z0-9:.]{4,60}[a-z0-9]", "the id of a Google Cloud project"),
     "zone": (r"[a-z]+-[a-z]+\d+-[a-z]\w*", "a zone, such as us-east5-a"),
+    "cluster": (
+        r"([a-z]([-a-z0-9]{0,38}[a-z0-9])?)?",
+        "the name of a GKE cluster: lower-case letters, digits and hyphens",
+    ),
     "bucket": (
         r"[a-z0-9][-_.a-z0-9]{1,61}[a-z0-9]",
         "the name of a bucket, without gs://",
@@ -68,7 +64,7 @@ class Launch:
 
     Attributes:
       name: name of the run; the names of all its resources begin with it.
-      backend: `"gke"`, `"compute_engine"` or `"queued_resource"`.
+      backend: `"gke"`, or `"queued_resource"` for Cloud TPU VMs.
       project: id of the Google Cloud project.
       zone: zone of the TPUs.
       topology: generation and grid of chips of a slice, as for `tpu-embedding compile`.
@@ -89,9 +85,7 @@ class Launch:
         checkpoint.
       network: network of the machines.
       subnetwork: subnetwork; "" for the network's own choice.
-      cluster: name of the GKE cluster; "" takes the name of the launch.
-      image: container image with Python, on GKE.
-      request_valid_for: time to wait for a queued resource.
+      cluster: name of a GKE cluster that exists; "" creates one for this launch.
     """
 
     name: str
@@ -113,8 +107,6 @@ class Launch:
     network: str = "default"
     subnetwork: str = ""
     cluster: str = ""
-    image: str = "python:3.12"
-    request_valid_for: str = "24h"
 
     def __post_init__(self):
         _check_types(self)
@@ -132,11 +124,6 @@ class Launch:
         return self.zone.rpartition("-")[0]
 
     @property
-    def num_hosts(self) -> int:
-        """Number of machines of all slices."""
-        return self.slices * self.facts.num_hosts
-
-    @property
     def lifetime_seconds(self) -> int | None:
         """Lifetime of the machines in seconds; None if nothing ends it."""
         return None if self.lifetime == UNTIL_DELETED else _seconds(self.lifetime)
@@ -147,16 +134,6 @@ class Launch:
         return tuple(f"{self.name}-{index}" for index in range(self.slices))
 
     @property
-    def cluster_name(self) -> str:
-        """Name of the GKE cluster."""
-        return self.cluster or self.name
-
-    @property
-    def folder_url(self) -> str:
-        """Folder of the run in the bucket."""
-        return f"gs://{self.bucket}/{self.name}"
-
-    @property
     def own_files(self) -> tuple[str, ...]:
         """Local files that the machines need: a wheel, a config of the user's own."""
         files = (self.package, self.config)
@@ -164,27 +141,23 @@ class Launch:
 
 
 def load_launch(path: pathlib.Path) -> Launch:
-    """Returns the launch that a YAML file describes.
+    """Returns the launch that a TOML file describes.
 
     Args:
-      path: file with one mapping from the fields of `Launch` to their values.
+      path: file with a line `FIELD = VALUE` for each field of `Launch`.
 
     Raises:
       OSError: if the file cannot be read.
-      ValueError: if the file is not YAML, has unknown or missing fields, or a field
+      ValueError: if the file is not TOML, has unknown or missing fields, or a field
         breaks a rule.
       TypeError: if a field has a wrong type.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path} is not YAML: {reason}") from error
-    if not isinstance(document, dict):
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{path} must be a mapping from field to value, got a "
-            f"{type(document).__name__}."
-        )
+            f'{path} is not TOML: {error}. A line is FIELD = VALUE, with text in "".'
+        ) from error
     fields = {field.name: field for field in dataclasses.fields(Launch)}
     unknown = [str(key) for key in document if key not in fields]
     missing = [
@@ -235,18 +208,25 @@ def _field_problems(launch: Launch) -> list[str]:
                 f"{field} must be one of {', '.join(choices)}, got "
                 f"{getattr(launch, field)!r}"
             )
-    for field in ("config", "package", "network", "image"):
-        if not getattr(launch, field):
-            problems.append(f"{field} must not be empty")
-    for field in ("lifetime", "request_valid_for"):
+    for field in ("config", "package", "network"):
         value = getattr(launch, field)
-        if field == "lifetime" and value == UNTIL_DELETED:
-            continue
-        if not _DURATION.fullmatch(value) or not _seconds(value):
-            also = f" or {UNTIL_DELETED}" if field == "lifetime" else ""
+        if not value or value.startswith("-"):
             problems.append(
-                f"{field} must be a duration such as 6h{also}, got {value!r}"
+                f"{field} must not be empty, nor begin with a hyphen, got {value!r}"
             )
+    for field, value in dataclasses.asdict(launch).items():
+        texts = value if isinstance(value, tuple) else (str(value),)
+        if not all(text.isprintable() for text in texts):
+            problems.append(
+                f"{field} must be printable text of one line, got {value!r}"
+            )
+    if launch.lifetime != UNTIL_DELETED and not (
+        _DURATION.fullmatch(launch.lifetime) and _seconds(launch.lifetime)
+    ):
+        problems.append(
+            f"lifetime must be a duration such as 6h, or {UNTIL_DELETED}, got "
+            f"{launch.lifetime!r}"
+        )
     if launch.restarts < 0:
         problems.append(f"restarts must be at least 0, got {launch.restarts}")
     if not 1 <= launch.slices <= MAX_SLICES:
@@ -270,14 +250,7 @@ def _slice_problems(launch: Launch) -> list[str]:
         facts = slice_facts(launch.topology, launch.backend)
     except ValueError as error:
         return [str(error)]
-    if launch.slices == 1:
-        return []
-    if launch.backend == "compute_engine":
-        return [
-            f"slices must be 1 with backend compute_engine, got {launch.slices}; use "
-            "backend gke for several slices"
-        ]
-    if launch.backend == "gke" and facts.num_hosts == 1:
+    if launch.slices > 1 and launch.backend == "gke" and facts.num_hosts == 1:
         return [
             f"slices must be 1 for the topology {launch.topology!r}, got "
             f"{launch.slices}: GKE joins only slices of several hosts"
@@ -291,8 +264,8 @@ def _capacity_problems(launch: Launch) -> list[str]:
     named = launch.capacity == "reservation" and launch.backend != "queued_resource"
     if named != bool(launch.reservation):
         problems.append(
-            "reservation must be given with capacity reservation on gke and "
-            f"compute_engine, and only then, got {launch.reservation!r} with capacity "
+            "reservation must be given with capacity reservation on gke, "
+            f"and only then, got {launch.reservation!r} with capacity "
             f"{launch.capacity} and backend {launch.backend}"
         )
     seconds = launch.lifetime_seconds

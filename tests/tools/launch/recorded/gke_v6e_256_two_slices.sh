@@ -1,195 +1,141 @@
 #!/bin/bash
+# Trains dlrm: 2 x v6e:16x16, 128 hosts, on_demand, in us-east5-b.
+# Printed by `tpu-embedding launch`. Read it before you run it.
+#
+#   bash FILE          creates what is missing and starts the run; may be repeated
+#   bash FILE logs     follows the log of the first host, until Ctrl-C
+#   bash FILE delete   deletes the machines; the bucket stays
+#
+# What ends the machines, which cost money until then:
+# Each start of the job ends after 6h. The cluster's autoscaler deletes a machine about
+# 10 minutes after its last job.
+set -euo pipefail
+name=dlrm
+project=my-project
+zone=us-east5-b
+region=us-east5
+bucket=my-bucket
+folder=gs://my-bucket/dlrm
+service_account=trainer@my-project.iam.gserviceaccount.com
+slices=(dlrm-0 dlrm-1)
+product=ct6e-standard-4t
+cluster=shared
+context=gke_my-project_us-east5-b_shared
+job=dlrm
+flags=(
+    --num-nodes=64
+    --tpu-topology=16x16
+    --enable-autoscaling
+    --min-nodes=0
+    --max-nodes=64
+)
 
-##### tpu-embedding launch create
-# check that the config fits the slices
-tpu-embedding compile dlrm --topology v6e:16x16 --slices 2 --set batch_size=65536
-# check that the zone offers ct6e-standard-4t
-gcloud compute machine-types describe ct6e-standard-4t --project=my-project --zone=us-east5-b --format=json
-# check that the service account exists
-gcloud iam service-accounts describe trainer@my-project.iam.gserviceaccount.com --project=my-project --format=json
-# create the bucket
-if ! gcloud storage buckets describe gs://my-bucket --project=my-project --raw --format=json >/dev/null; then
-gcloud storage buckets create gs://my-bucket --project=my-project --location=us-east5 --uniform-bucket-level-access --enable-hierarchical-namespace
+connect() {
+    gcloud container clusters get-credentials "$cluster" \
+        --project="$project" --location="$zone"
+}
+case "${1:-start}" in
+start) ;;
+logs)
+    connect
+    exec kubectl logs --context="$context" --container=tpu-embedding --tail=-1 \
+        --follow --selector="jobset.sigs.k8s.io/jobset-name=$job,\
+jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
+    ;;
+delete)
+    # The run saves its state first. A failure stops no other deletion.
+    status=0
+    connect && kubectl delete jobset "$job" --context="$context" \
+        --cascade=foreground --ignore-not-found || status=1
+    for slice in "${slices[@]}"; do
+        gcloud container node-pools delete "$slice" --cluster="$cluster" \
+            --project="$project" --location="$zone" --quiet || status=1
+    done
+    exit "$status"
+    ;;
+*)
+    echo "usage: bash $0 [logs | delete]" >&2
+    exit 2
+    ;;
+esac
+trap '(($? == 0)) || echo "Machines may exist, and cost money: bash $0 delete" >&2' EXIT
+
+# Nothing is created where the zone lacks the machines, or the account does not exist.
+gcloud compute machine-types describe "$product" \
+    --project="$project" --zone="$zone" >/dev/null
+gcloud iam service-accounts describe "$service_account" --project="$project" >/dev/null
+
+# The bucket. In its hierarchical namespace a checkpoint is there whole or not at all.
+if ! gcloud storage buckets describe "gs://$bucket" \
+    --project="$project" >/dev/null 2>&1; then
+    gcloud storage buckets create "gs://$bucket" --project="$project" \
+        --location="$region" --uniform-bucket-level-access \
+        --enable-hierarchical-namespace
 fi
-# admit the machines to the bucket
-gcloud storage buckets add-iam-policy-binding gs://my-bucket --project=my-project --member=serviceAccount:trainer@my-project.iam.gserviceaccount.com --role=roles/storage.objectUser
-# create the cluster
-if ! gcloud container clusters describe dlrm --project=my-project --location=us-east5-b --format=json >/dev/null; then
-gcloud container clusters create dlrm --project=my-project --location=us-east5-b --network=default --release-channel=regular --machine-type=e2-standard-4 --num-nodes=1 --workload-pool=my-project.svc.id.goog --addons=GcsFuseCsiDriver
+gcloud storage buckets add-iam-policy-binding "gs://$bucket" --project="$project" \
+    --member="serviceAccount:$service_account" --role=roles/storage.objectUser >/dev/null
+gcloud storage cp dist/tpu_embedding-0.1.0-py3-none-any.whl "$folder/launch/" --project="$project"
+
+# The cluster and its JobSet controller. They cost money from here on.
+connect
+if ! kubectl get customresourcedefinition jobsets.jobset.x-k8s.io \
+    --context="$context" >/dev/null 2>&1; then
+    kubectl apply --context="$context" --server-side \
+        --filename=https://github.com/kubernetes-sigs/jobset/releases/download/v0.8.1/manifests.yaml
 fi
-# let kubectl reach the cluster
-gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-b
-# install the JobSet controller
-if ! kubectl get customresourcedefinition jobsets.jobset.x-k8s.io --context=gke_my-project_us-east5-b_dlrm --output=json >/dev/null; then
-kubectl apply --server-side --filename=https://github.com/kubernetes-sigs/jobset/releases/download/v0.8.1/manifests.yaml --context=gke_my-project_us-east5-b_dlrm
+# Pods act as the service account, without a key file.
+gcloud iam service-accounts add-iam-policy-binding "$service_account" \
+    --project="$project" --role=roles/iam.workloadIdentityUser \
+    --member="serviceAccount:$project.svc.id.goog[default/$name]" >/dev/null
+
+# The machines: a node pool for each slice.
+for slice in "${slices[@]}"; do
+    if ! gcloud container node-pools describe "$slice" --cluster="$cluster" \
+        --project="$project" --location="$zone" >/dev/null 2>&1; then
+        gcloud container node-pools create "$slice" --cluster="$cluster" \
+            --project="$project" --location="$zone" --machine-type="$product" \
+            --service-account="$service_account" --scopes=cloud-platform \
+            --workload-metadata=GKE_METADATA "${flags[@]}"
+    fi
+done
+
+# The job. One that runs is left alone; one that has ended starts again, and resumes.
+ended=$(kubectl get jobset "$job" --context="$context" --ignore-not-found \
+    --output=jsonpath='{.status.terminalState}')
+if [[ -n "$ended" ]]; then
+    kubectl delete jobset "$job" --context="$context"
 fi
-# create the account of the pods
-kubectl apply --filename=- --context=gke_my-project_us-east5-b_dlrm <<'END_OF_INPUT'
+kubectl apply --context="$context" --filename=- <<'END_OF_MANIFEST'
 apiVersion: v1
 kind: ServiceAccount
 metadata:
-  name: tpu-embedding
+  name: "dlrm"
   annotations:
-    iam.gke.io/gcp-service-account: trainer@my-project.iam.gserviceaccount.com
-END_OF_INPUT
-# let the pods act as the service account
-gcloud iam service-accounts add-iam-policy-binding trainer@my-project.iam.gserviceaccount.com --project=my-project '--member=serviceAccount:my-project.svc.id.goog[default/tpu-embedding]' --role=roles/iam.workloadIdentityUser
-# create the node pool of a slice
-if ! gcloud container node-pools describe dlrm-0 --project=my-project --location=us-east5-b --cluster=dlrm --format=json >/dev/null; then
-gcloud container node-pools create dlrm-0 --project=my-project --location=us-east5-b --cluster=dlrm --machine-type=ct6e-standard-4t --num-nodes=64 --service-account=trainer@my-project.iam.gserviceaccount.com --scopes=cloud-platform --workload-metadata=GKE_METADATA --tpu-topology=16x16 --enable-autoscaling --min-nodes=0 --max-nodes=64
-fi
-# create the node pool of a slice
-if ! gcloud container node-pools describe dlrm-1 --project=my-project --location=us-east5-b --cluster=dlrm --format=json >/dev/null; then
-gcloud container node-pools create dlrm-1 --project=my-project --location=us-east5-b --cluster=dlrm --machine-type=ct6e-standard-4t --num-nodes=64 --service-account=trainer@my-project.iam.gserviceaccount.com --scopes=cloud-platform --workload-metadata=GKE_METADATA --tpu-topology=16x16 --enable-autoscaling --min-nodes=0 --max-nodes=64
-fi
-
-##### tpu-embedding launch setup
-# copy a file to the bucket
-gcloud storage cp dist/tpu_embedding-0.1.0-py3-none-any.whl gs://my-bucket/dlrm/launch/ --project=my-project
-
-##### tpu-embedding launch run --program doctor
-# let kubectl reach the cluster
-gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-b
-# start doctor on all hosts
-if ! kubectl get jobset dlrm-doctor --context=gke_my-project_us-east5-b_dlrm --output=json >/dev/null; then
-kubectl apply --filename=- --context=gke_my-project_us-east5-b_dlrm <<'END_OF_INPUT'
+    iam.gke.io/gcp-service-account: "trainer@my-project.iam.gserviceaccount.com"
+---
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
-  name: dlrm-doctor
-  labels:
-    app: tpu-embedding
-  annotations:
-    tpu-embedding-checksum: '52647507'
-    alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
+  name: "dlrm"
+  annotations: {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
 spec:
   network:
     enableDNSHostnames: true
-    subdomain: dlrm-doctor
-  ttlSecondsAfterFinished: 86400
-  failurePolicy:
-    maxRestarts: 0
-    rules:
-    - name: lifetimeIsOver
-      action: FailJobSet
-      onJobFailureReasons:
-      - DeadlineExceeded
-  replicatedJobs:
-  - name: slice
-    replicas: 2
-    template:
-      spec:
-        parallelism: 64
-        completions: 64
-        completionMode: Indexed
-        backoffLimit: 0
-        activeDeadlineSeconds: 21600
-        template:
-          metadata:
-            annotations:
-              gke-gcsfuse/volumes: 'true'
-          spec:
-            serviceAccountName: tpu-embedding
-            restartPolicy: Never
-            terminationGracePeriodSeconds: 300
-            nodeSelector:
-              cloud.google.com/gke-tpu-accelerator: tpu-v6e-slice
-              cloud.google.com/gke-tpu-topology: 16x16
-            tolerations:
-            - key: google.com/tpu
-              operator: Exists
-              effect: NoSchedule
-            - key: cloud.google.com/gke-spot
-              operator: Exists
-              effect: NoSchedule
-            containers:
-            - name: tpu-embedding
-              image: python:3.12
-              command:
-              - bash
-              - -c
-              - |
-                #!/bin/bash
-                # Installs the package in a pod and runs tpu-embedding; a restarted pod resumes.
-                # Usage: pod.sh REQUIREMENT OUTPUT_DIR ARGUMENTS...
-                set -euo pipefail
-                requirement="$1"
-                output_dir="$2"
-                shift 2
-                python -m pip install --quiet --root-user-action=ignore "$requirement"
-                if [[ "$1" == train && "${RESTART_ATTEMPT:-0}" != 0 &&
-                    -e "$output_dir/metrics.jsonl" ]]; then
-                    set -- "$@" --resume
-                fi
-                exec tpu-embedding "$@"
-              - pod.sh
-              args:
-              - /mnt/bucket/dlrm/launch/tpu_embedding-0.1.0-py3-none-any.whl[tpu,train]
-              - /mnt/bucket/dlrm/results
-              - doctor
-              env:
-              - name: RESTART_ATTEMPT
-                valueFrom:
-                  fieldRef:
-                    fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
-              - name: TPU_EMBEDDING_VERDICTS
-                value: /mnt/bucket/dlrm/verdicts
-              - name: PYTHONUNBUFFERED
-                value: '1'
-              ports:
-              - containerPort: 8471
-              - containerPort: 8080
-              - containerPort: 8476
-              resources:
-                requests:
-                  google.com/tpu: '4'
-                limits:
-                  google.com/tpu: '4'
-              volumeMounts:
-              - name: bucket
-                mountPath: /mnt/bucket
-            volumes:
-            - name: bucket
-              csi:
-                driver: gcsfuse.csi.storage.gke.io
-                volumeAttributes:
-                  bucketName: my-bucket
-                  mountOptions: implicit-dirs
-END_OF_INPUT
-fi
-
-##### tpu-embedding launch run
-# let kubectl reach the cluster
-gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-b
-# start train on all hosts
-if ! kubectl get jobset dlrm --context=gke_my-project_us-east5-b_dlrm --output=json >/dev/null; then
-kubectl apply --filename=- --context=gke_my-project_us-east5-b_dlrm <<'END_OF_INPUT'
-apiVersion: jobset.x-k8s.io/v1alpha2
-kind: JobSet
-metadata:
-  name: dlrm
-  labels:
-    app: tpu-embedding
-  annotations:
-    tpu-embedding-checksum: 7247d56d
-    alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
-spec:
-  network:
-    enableDNSHostnames: true
-    subdomain: dlrm
+    subdomain: "dlrm"
   ttlSecondsAfterFinished: 86400
   failurePolicy:
     maxRestarts: 3
     rules:
     - name: lifetimeIsOver
       action: FailJobSet
-      onJobFailureReasons:
-      - DeadlineExceeded
+      onJobFailureReasons: [DeadlineExceeded]
   replicatedJobs:
   - name: slice
     replicas: 2
     template:
       spec:
+        # One pod for each host. A pod that fails ends its job, so that all slices
+        # restart together.
         parallelism: 64
         completions: 64
         completionMode: Indexed
@@ -197,22 +143,15 @@ spec:
         activeDeadlineSeconds: 21600
         template:
           metadata:
-            annotations:
-              gke-gcsfuse/volumes: 'true'
+            annotations: {"gke-gcsfuse/volumes": "true"}
           spec:
-            serviceAccountName: tpu-embedding
+            serviceAccountName: "dlrm"
             restartPolicy: Never
-            terminationGracePeriodSeconds: 300
-            nodeSelector:
-              cloud.google.com/gke-tpu-accelerator: tpu-v6e-slice
-              cloud.google.com/gke-tpu-topology: 16x16
+            terminationGracePeriodSeconds: 300  # to save a checkpoint after SIGTERM
+            nodeSelector: {"cloud.google.com/gke-tpu-accelerator": "tpu-v6e-slice", "cloud.google.com/gke-tpu-topology": "16x16"}
             tolerations:
-            - key: google.com/tpu
-              operator: Exists
-              effect: NoSchedule
-            - key: cloud.google.com/gke-spot
-              operator: Exists
-              effect: NoSchedule
+            - {key: google.com/tpu, operator: Exists, effect: NoSchedule}
+            - {key: cloud.google.com/gke-spot, operator: Exists, effect: NoSchedule}
             containers:
             - name: tpu-embedding
               image: python:3.12
@@ -220,219 +159,41 @@ spec:
               - bash
               - -c
               - |
-                #!/bin/bash
-                # Installs the package in a pod and runs tpu-embedding; a restarted pod resumes.
-                # Usage: pod.sh REQUIREMENT OUTPUT_DIR ARGUMENTS...
+                # Installs the package and runs tpu-embedding. A run with records resumes.
                 set -euo pipefail
-                requirement="$1"
-                output_dir="$2"
-                shift 2
-                python -m pip install --quiet --root-user-action=ignore "$requirement"
-                if [[ "$1" == train && "${RESTART_ATTEMPT:-0}" != 0 &&
-                    -e "$output_dir/metrics.jsonl" ]]; then
+                python -m pip install --quiet --root-user-action=ignore "$1"
+                shift
+                if [[ "$1" == train && -e /mnt/bucket/dlrm/results/metrics.jsonl ]]; then
                     set -- "$@" --resume
                 fi
                 exec tpu-embedding "$@"
               - pod.sh
               args:
-              - /mnt/bucket/dlrm/launch/tpu_embedding-0.1.0-py3-none-any.whl[tpu,train]
-              - /mnt/bucket/dlrm/results
-              - train
-              - dlrm
-              - --output-dir
-              - /mnt/bucket/dlrm/results
-              - --data-dir
-              - /mnt/bucket/criteo
-              - --set
-              - batch_size=65536
+              - "/mnt/bucket/dlrm/launch/tpu_embedding-0.1.0-py3-none-any.whl[tpu,train]"
+              - "train"
+              - "dlrm"
+              - "--output-dir"
+              - "/mnt/bucket/dlrm/results"
+              - "--data-dir"
+              - "/mnt/bucket/criteo"
+              - "--set"
+              - "batch_size=65536"
               env:
-              - name: RESTART_ATTEMPT
-                valueFrom:
-                  fieldRef:
-                    fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
-              - name: TPU_EMBEDDING_VERDICTS
-                value: /mnt/bucket/dlrm/verdicts
-              - name: PYTHONUNBUFFERED
-                value: '1'
-              ports:
+              - {name: TPU_EMBEDDING_VERDICTS, value: /mnt/bucket/dlrm/verdicts}
+              - {name: PYTHONUNBUFFERED, value: "1"}
+              ports:  # of the runtime in a slice, between slices, and of JAX
               - containerPort: 8471
               - containerPort: 8080
               - containerPort: 8476
               resources:
-                requests:
-                  google.com/tpu: '4'
-                limits:
-                  google.com/tpu: '4'
+                requests: {google.com/tpu: 4}
+                limits: {google.com/tpu: 4}
               volumeMounts:
-              - name: bucket
-                mountPath: /mnt/bucket
+              - {name: bucket, mountPath: /mnt/bucket}
             volumes:
             - name: bucket
               csi:
                 driver: gcsfuse.csi.storage.gke.io
-                volumeAttributes:
-                  bucketName: my-bucket
-                  mountOptions: implicit-dirs
-END_OF_INPUT
-fi
-
-##### tpu-embedding launch logs
-# let kubectl reach the cluster
-gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-b
-# follow the log of the first host
-kubectl logs --context=gke_my-project_us-east5-b_dlrm --selector=jobset.sigs.k8s.io/jobset-name=dlrm,jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0 --container=tpu-embedding --tail=-1 --follow
-
-##### tpu-embedding launch status
-# let kubectl reach the cluster
-gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-b
-# show the node pools
-gcloud container node-pools list --project=my-project --location=us-east5-b --cluster=dlrm
-# show the jobs
-kubectl get jobsets --context=gke_my-project_us-east5-b_dlrm --output=wide
-# show the pods
-kubectl get pods --context=gke_my-project_us-east5-b_dlrm --output=wide
-
-##### tpu-embedding launch stop
-# let kubectl reach the cluster
-gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-b
-# stop train on all hosts
-kubectl delete jobset dlrm --context=gke_my-project_us-east5-b_dlrm --ignore-not-found
-
-##### tpu-embedding launch run --resume
-# let kubectl reach the cluster
-gcloud container clusters get-credentials dlrm --project=my-project --location=us-east5-b
-# start train on all hosts
-if ! kubectl get jobset dlrm --context=gke_my-project_us-east5-b_dlrm --output=json >/dev/null; then
-kubectl apply --filename=- --context=gke_my-project_us-east5-b_dlrm <<'END_OF_INPUT'
-apiVersion: jobset.x-k8s.io/v1alpha2
-kind: JobSet
-metadata:
-  name: dlrm
-  labels:
-    app: tpu-embedding
-  annotations:
-    tpu-embedding-checksum: 892d0804
-    alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
-spec:
-  network:
-    enableDNSHostnames: true
-    subdomain: dlrm
-  ttlSecondsAfterFinished: 86400
-  failurePolicy:
-    maxRestarts: 3
-    rules:
-    - name: lifetimeIsOver
-      action: FailJobSet
-      onJobFailureReasons:
-      - DeadlineExceeded
-  replicatedJobs:
-  - name: slice
-    replicas: 2
-    template:
-      spec:
-        parallelism: 64
-        completions: 64
-        completionMode: Indexed
-        backoffLimit: 0
-        activeDeadlineSeconds: 21600
-        template:
-          metadata:
-            annotations:
-              gke-gcsfuse/volumes: 'true'
-          spec:
-            serviceAccountName: tpu-embedding
-            restartPolicy: Never
-            terminationGracePeriodSeconds: 300
-            nodeSelector:
-              cloud.google.com/gke-tpu-accelerator: tpu-v6e-slice
-              cloud.google.com/gke-tpu-topology: 16x16
-            tolerations:
-            - key: google.com/tpu
-              operator: Exists
-              effect: NoSchedule
-            - key: cloud.google.com/gke-spot
-              operator: Exists
-              effect: NoSchedule
-            containers:
-            - name: tpu-embedding
-              image: python:3.12
-              command:
-              - bash
-              - -c
-              - |
-                #!/bin/bash
-                # Installs the package in a pod and runs tpu-embedding; a restarted pod resumes.
-                # Usage: pod.sh REQUIREMENT OUTPUT_DIR ARGUMENTS...
-                set -euo pipefail
-                requirement="$1"
-                output_dir="$2"
-                shift 2
-                python -m pip install --quiet --root-user-action=ignore "$requirement"
-                if [[ "$1" == train && "${RESTART_ATTEMPT:-0}" != 0 &&
-                    -e "$output_dir/metrics.jsonl" ]]; then
-                    set -- "$@" --resume
-                fi
-                exec tpu-embedding "$@"
-              - pod.sh
-              args:
-              - /mnt/bucket/dlrm/launch/tpu_embedding-0.1.0-py3-none-any.whl[tpu,train]
-              - /mnt/bucket/dlrm/results
-              - train
-              - dlrm
-              - --output-dir
-              - /mnt/bucket/dlrm/results
-              - --data-dir
-              - /mnt/bucket/criteo
-              - --set
-              - batch_size=65536
-              - --resume
-              env:
-              - name: RESTART_ATTEMPT
-                valueFrom:
-                  fieldRef:
-                    fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
-              - name: TPU_EMBEDDING_VERDICTS
-                value: /mnt/bucket/dlrm/verdicts
-              - name: PYTHONUNBUFFERED
-                value: '1'
-              ports:
-              - containerPort: 8471
-              - containerPort: 8080
-              - containerPort: 8476
-              resources:
-                requests:
-                  google.com/tpu: '4'
-                limits:
-                  google.com/tpu: '4'
-              volumeMounts:
-              - name: bucket
-                mountPath: /mnt/bucket
-            volumes:
-            - name: bucket
-              csi:
-                driver: gcsfuse.csi.storage.gke.io
-                volumeAttributes:
-                  bucketName: my-bucket
-                  mountOptions: implicit-dirs
-END_OF_INPUT
-fi
-
-##### tpu-embedding launch fetch
-# copy the results
-gcloud storage rsync gs://my-bucket/dlrm/results runs/dlrm --project=my-project --recursive
-
-##### tpu-embedding launch delete
-# delete the node pool of a slice
-if gcloud container node-pools describe dlrm-0 --project=my-project --location=us-east5-b --cluster=dlrm --format=json >/dev/null; then
-gcloud container node-pools delete dlrm-0 --project=my-project --location=us-east5-b --cluster=dlrm --quiet
-fi
-# delete the node pool of a slice
-if gcloud container node-pools describe dlrm-1 --project=my-project --location=us-east5-b --cluster=dlrm --format=json >/dev/null; then
-gcloud container node-pools delete dlrm-1 --project=my-project --location=us-east5-b --cluster=dlrm --quiet
-fi
-
-##### tpu-embedding launch delete --with-cluster
-# delete the cluster
-if gcloud container clusters describe dlrm --project=my-project --location=us-east5-b --format=json >/dev/null; then
-gcloud container clusters delete dlrm --project=my-project --location=us-east5-b --quiet
-fi
+                volumeAttributes: {bucketName: "my-bucket", mountOptions: implicit-dirs}
+END_OF_MANIFEST
+echo "Started. bash $0 logs follows the log; bash $0 delete deletes the machines."

@@ -1,171 +1,182 @@
 #!/bin/bash
-
-##### tpu-embedding launch create
-# check that the config fits the slices
-tpu-embedding compile dlrm --topology v6e:16x16 --slices 2 --set batch_size=65536
-# check that the zone offers v6e-256
-gcloud compute tpus accelerator-types describe v6e-256 --project=my-project --zone=us-east5-b --format=json
-# check that the service account exists
-gcloud iam service-accounts describe trainer@my-project.iam.gserviceaccount.com --project=my-project --format=json
-# create the bucket
-if ! gcloud storage buckets describe gs://my-bucket --project=my-project --raw --format=json >/dev/null; then
-gcloud storage buckets create gs://my-bucket --project=my-project --location=us-east5 --uniform-bucket-level-access --enable-hierarchical-namespace
-fi
-# admit the machines to the bucket
-gcloud storage buckets add-iam-policy-binding gs://my-bucket --project=my-project --member=serviceAccount:trainer@my-project.iam.gserviceaccount.com --role=roles/storage.objectUser
-# ask for the machines
-if ! gcloud compute tpus queued-resources describe dlrm --project=my-project --zone=us-east5-b --format=json >/dev/null; then
-gcloud compute tpus queued-resources create dlrm --project=my-project --zone=us-east5-b --accelerator-type=v6e-256 --runtime-version=v2-alpha-tpuv6e --node-count=2 --node-prefix=dlrm --reserved --valid-until-duration=24h --service-account=trainer@my-project.iam.gserviceaccount.com --scopes=cloud-platform --network=default
-fi
-
-##### tpu-embedding launch setup
-# check that the machines are there
-# state.state must be ACTIVE
-gcloud compute tpus queued-resources describe dlrm --project=my-project --zone=us-east5-b --format=json
-# copy a file to the bucket
-gcloud storage cp dist/tpu_embedding-0.1.0-py3-none-any.whl gs://my-bucket/dlrm/launch/ --project=my-project
-# copy a script to the bucket
-gcloud storage cp - gs://my-bucket/dlrm/launch/setup_host.sh --project=my-project <<'END_OF_INPUT'
-#!/bin/bash
-# Mounts the bucket and installs the package on a TPU host; may be repeated.
-# Usage: setup_host.sh BUCKET REQUIREMENT
+# Trains dlrm: 2 x v6e:16x16, 128 hosts, reservation, in us-east5-b.
+# Printed by `tpu-embedding launch`. Read it before you run it.
+#
+#   bash FILE          creates what is missing and starts the run; may be repeated
+#   bash FILE logs     follows the log of the first host, until Ctrl-C
+#   bash FILE delete   deletes the machines; the bucket stays
+#
+# What ends the machines, which cost money until then:
+# Nothing but `bash FILE delete`: neither the end of the run nor an error.
 set -euo pipefail
-bucket="$1"
-requirement="$2"
-keys=/usr/share/keyrings/cloud.google.asc
-export DEBIAN_FRONTEND=noninteractive
+name=dlrm
+project=my-project
+zone=us-east5-b
+region=us-east5
+bucket=my-bucket
+folder=gs://my-bucket/dlrm
+service_account=trainer@my-project.iam.gserviceaccount.com
+slices=(dlrm-0 dlrm-1)
+product=v6e-256
+runtime_version=v2-alpha-tpuv6e
+flags=(--node-count=2 --node-prefix=dlrm --reserved --network=default)
+program=train
 
-# cloud.google.com/storage/docs/cloud-storage-fuse/install
-if ! command -v gcsfuse >/dev/null; then
-    curl --fail --silent --show-error \
-        https://packages.cloud.google.com/apt/doc/apt-key.gpg | sudo tee "$keys" >/dev/null
-    echo "deb [signed-by=$keys] https://packages.cloud.google.com/apt" \
-        "gcsfuse-$(lsb_release --codename --short) main" |
-        sudo tee /etc/apt/sources.list.d/gcsfuse.list >/dev/null
-    sudo apt-get update --quiet
-    sudo apt-get install --yes --quiet gcsfuse python3-venv
-fi
-sudo mkdir -p /mnt/bucket
-if ! mountpoint --quiet /mnt/bucket; then
-    sudo chown "$USER" /mnt/bucket
-    gcsfuse --implicit-dirs "$bucket" /mnt/bucket
-fi
+# Runs a part of host.sh on all hosts of all slices at the same time.
+on_all_hosts() {
+    local slice process processes=()
+    for slice in "${slices[@]}"; do
+        gcloud compute tpus tpu-vm ssh "$slice" --project="$project" --zone="$zone" \
+            --worker=all --quiet \
+            --command="gcloud storage cp $folder/launch/host.sh . && bash host.sh $1" &
+        processes+=("$!")
+    done
+    for process in "${processes[@]}"; do wait "$process"; done
+}
+case "${1:-start}" in
+start) ;;
+logs)
+    exec gcloud compute tpus tpu-vm ssh "${slices[0]}" \
+        --project="$project" --zone="$zone" --worker=0 --quiet \
+        --command="tail --lines=+1 --follow tpu_embedding_$program.log"
+    ;;
+delete)
+    # The run saves its state first. A host that is gone stops no deletion.
+    on_all_hosts stop || true
+    exec gcloud compute tpus queued-resources delete "$name" \
+        --project="$project" --zone="$zone" --force --quiet
+    ;;
+*)
+    echo "usage: bash $0 [logs | delete]" >&2
+    exit 2
+    ;;
+esac
+trap '(($? == 0)) || echo "Machines may exist, and cost money: bash $0 delete" >&2' EXIT
 
-# The system's Python may be too old for the package; uv brings its own.
-if [[ ! -x "$HOME/tpu_embedding/bin/python" ]]; then
-    python3 -m venv "$HOME/tpu_embedding_uv"
-    "$HOME/tpu_embedding_uv/bin/pip" install --quiet uv
-    "$HOME/tpu_embedding_uv/bin/uv" venv --python 3.12 "$HOME/tpu_embedding"
+# Nothing is created where the zone lacks the machines, or the account does not exist.
+gcloud compute tpus accelerator-types describe "$product" \
+    --project="$project" --zone="$zone" >/dev/null
+gcloud iam service-accounts describe "$service_account" --project="$project" >/dev/null
+
+# The bucket. In its hierarchical namespace a checkpoint is there whole or not at all.
+if ! gcloud storage buckets describe "gs://$bucket" \
+    --project="$project" >/dev/null 2>&1; then
+    gcloud storage buckets create "gs://$bucket" --project="$project" \
+        --location="$region" --uniform-bucket-level-access \
+        --enable-hierarchical-namespace
 fi
-"$HOME/tpu_embedding_uv/bin/uv" pip install --quiet \
-    --python "$HOME/tpu_embedding/bin/python" "$requirement"
-"$HOME/tpu_embedding/bin/tpu-embedding" --version
-END_OF_INPUT
-# copy a script to the bucket
-gcloud storage cp - gs://my-bucket/dlrm/launch/run_host.sh --project=my-project <<'END_OF_INPUT'
+gcloud storage buckets add-iam-policy-binding "gs://$bucket" --project="$project" \
+    --member="serviceAccount:$service_account" --role=roles/storage.objectUser >/dev/null
+gcloud storage cp dist/tpu_embedding-0.1.0-py3-none-any.whl "$folder/launch/" --project="$project"
+gcloud storage cp - "$folder/launch/host.sh" --project="$project" <<'END_OF_HOST_SCRIPT'
 #!/bin/bash
-# Runs tpu-embedding on a TPU host, beyond the end of the SSH session.
-# Usage: run_host.sh VERDICTS_DIR ARGUMENTS...
-# The output goes to ~/tpu_embedding_PROGRAM.log, the process id to the same .pid.
+# Runs on each host, with `install`, `start` or `stop`. Each may be repeated.
 set -euo pipefail
-export TPU_EMBEDDING_VERDICTS="$1"
-shift
-files="$HOME/tpu_embedding_$1"
-if [[ -e "$files.pid" ]] && kill -0 "$(cat "$files.pid")" 2>/dev/null; then
-    echo "$(hostname): runs already, as process $(cat "$files.pid")"
-    exit 0
+bucket=my-bucket
+requirement='/mnt/bucket/dlrm/launch/tpu_embedding-0.1.0-py3-none-any.whl[tpu,train]'
+program=train
+results=/mnt/bucket/dlrm/results
+verdicts=/mnt/bucket/dlrm/verdicts
+arguments=(
+    train
+    dlrm
+    --output-dir
+    /mnt/bucket/dlrm/results
+    --data-dir
+    /mnt/bucket/criteo
+    --set
+    batch_size=65536
+    --restarts
+    3
+)
+
+# Mounts the bucket by Cloud Storage FUSE, and installs the package.
+install() {
+    # cloud.google.com/storage/docs/cloud-storage-fuse/install
+    if ! command -v gcsfuse >/dev/null; then
+        local keys=/usr/share/keyrings/cloud.google.asc
+        local packages=https://packages.cloud.google.com/apt
+        curl --fail --silent --show-error "$packages/doc/apt-key.gpg" |
+            sudo tee "$keys" >/dev/null
+        echo "deb [signed-by=$keys] $packages" \
+            "gcsfuse-$(lsb_release --codename --short) main" |
+            sudo tee /etc/apt/sources.list.d/gcsfuse.list >/dev/null
+        sudo apt-get update --quiet
+        sudo DEBIAN_FRONTEND=noninteractive \
+            apt-get install --yes --quiet gcsfuse python3-venv
+    fi
+    sudo mkdir -p /mnt/bucket
+    if ! mountpoint --quiet /mnt/bucket; then
+        sudo chown "$USER" /mnt/bucket
+        gcsfuse --implicit-dirs "$bucket" /mnt/bucket
+    fi
+    # The system's Python may be too old for the package; uv brings its own.
+    if [[ ! -x "$HOME/tpu_embedding/bin/python" ]]; then
+        python3 -m venv "$HOME/tpu_embedding_uv"
+        "$HOME/tpu_embedding_uv/bin/pip" install --quiet uv
+        "$HOME/tpu_embedding_uv/bin/uv" venv --python 3.12 "$HOME/tpu_embedding"
+    fi
+    "$HOME/tpu_embedding_uv/bin/uv" pip install --quiet \
+        --python "$HOME/tpu_embedding/bin/python" "$requirement"
+    "$HOME/tpu_embedding/bin/tpu-embedding" --version
+}
+
+# Starts the program, beyond the end of the SSH session. A run with records resumes.
+start() {
+    local files="$HOME/tpu_embedding_$program"
+    if [[ -e "$files.pid" ]] && kill -0 "$(cat "$files.pid")" 2>/dev/null; then
+        echo "$(hostname): runs already, as process $(cat "$files.pid")"
+        return
+    fi
+    if [[ "$program" == train && -e "$results/metrics.jsonl" ]]; then
+        arguments+=(--resume)
+    fi
+    # Left over from another slice, these would let the runtime wait for hosts that are
+    # gone. It reads the present values from the metadata server.
+    unset MEGASCALE_COORDINATOR_ADDRESS MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID
+    export TPU_EMBEDDING_VERDICTS="$verdicts"
+    nohup setsid "$HOME/tpu_embedding/bin/tpu-embedding" "${arguments[@]}" \
+        >"$files.log" 2>&1 </dev/null &
+    echo "$!" >"$files.pid"
+    echo "$(hostname): started process $!"
+}
+
+# Ends the program, and waits while it saves its state.
+stop() {
+    local process
+    process=$(cat "$HOME/tpu_embedding_$program.pid")
+    if kill -TERM "$process" 2>/dev/null; then
+        timeout 300 tail --follow --pid="$process" /dev/null
+    fi
+}
+
+"$1"
+END_OF_HOST_SCRIPT
+
+# The machines. They cost money from here on.
+if ! gcloud compute tpus queued-resources describe "$name" \
+    --project="$project" --zone="$zone" >/dev/null 2>&1; then
+    gcloud compute tpus queued-resources create "$name" \
+        --project="$project" --zone="$zone" \
+        --accelerator-type="$product" --runtime-version="$runtime_version" \
+        --service-account="$service_account" --scopes=cloud-platform \
+        --valid-until-duration=24h "${flags[@]}"
 fi
-# Left over from another slice, these would let the runtime wait for hosts that are gone.
-# Where there are several slices, it reads the present values from the metadata server.
-unset MEGASCALE_COORDINATOR_ADDRESS MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID
-nohup setsid "$HOME/tpu_embedding/bin/tpu-embedding" "$@" \
-    >"$files.log" 2>&1 </dev/null &
-echo "$!" >"$files.pid"
-echo "$(hostname): started process $!"
-END_OF_INPUT
-# copy a script to the bucket
-gcloud storage cp - gs://my-bucket/dlrm/launch/stop_host.sh --project=my-project <<'END_OF_INPUT'
-#!/bin/bash
-# Stops tpu-embedding on a TPU host; a training run saves its state first.
-# Usage: stop_host.sh PROGRAM
-set -euo pipefail
-files="$HOME/tpu_embedding_$1"
-if [[ -e "$files.pid" ]] && kill -TERM "$(cat "$files.pid")" 2>/dev/null; then
-    echo "$(hostname): asked process $(cat "$files.pid") to stop"
-else
-    echo "$(hostname): $1 does not run"
-fi
-END_OF_INPUT
-# reach a host
-hosts=(dlrm-0 dlrm-1)
-index=0
-gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --worker=0 --quiet --command=true
-# install the package on all hosts
-hosts=(dlrm-0 dlrm-1)
-for index in "${!hosts[@]}"; do
-  gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/setup_host.sh | bash -s -- my-bucket '"'"'/mnt/bucket/dlrm/launch/tpu_embedding-0.1.0-py3-none-any.whl[tpu,train]'"'"'' &
+state=
+while [[ "$state" != ACTIVE ]]; do
+    state=$(gcloud compute tpus queued-resources describe "$name" \
+        --project="$project" --zone="$zone" --format='value(state.state)')
+    echo "$(date +%T): queued resource $name is $state"
+    case "$state" in
+    ACTIVE) ;;
+    FAILED | SUSPENDED) false ;; # There was no capacity, or it was taken away.
+    *) sleep 60 ;;
+    esac
 done
-for job in $(jobs -p); do wait "$job"; done
 
-##### tpu-embedding launch run --program doctor
-# check that the machines are there
-# state.state must be ACTIVE
-gcloud compute tpus queued-resources describe dlrm --project=my-project --zone=us-east5-b --format=json
-# start doctor on all hosts
-hosts=(dlrm-0 dlrm-1)
-for index in "${!hosts[@]}"; do
-  gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- /mnt/bucket/dlrm/verdicts doctor' &
-done
-for job in $(jobs -p); do wait "$job"; done
-
-##### tpu-embedding launch run
-# check that the machines are there
-# state.state must be ACTIVE
-gcloud compute tpus queued-resources describe dlrm --project=my-project --zone=us-east5-b --format=json
-# start train on all hosts
-hosts=(dlrm-0 dlrm-1)
-for index in "${!hosts[@]}"; do
-  gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- /mnt/bucket/dlrm/verdicts train dlrm --output-dir /mnt/bucket/dlrm/results --data-dir /mnt/bucket/criteo --set batch_size=65536 --restarts 3' &
-done
-for job in $(jobs -p); do wait "$job"; done
-
-##### tpu-embedding launch logs
-# follow the log of the first host
-hosts=(dlrm-0 dlrm-1)
-index=0
-gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --worker=0 --quiet '--command=tail --lines=+1 --follow tpu_embedding_train.log'
-
-##### tpu-embedding launch status
-# show the request
-gcloud compute tpus queued-resources describe dlrm --project=my-project --zone=us-east5-b '--format=yaml(state)'
-# show the slices
-gcloud compute tpus tpu-vm list --project=my-project --zone=us-east5-b
-
-##### tpu-embedding launch stop
-# stop train on all hosts
-hosts=(dlrm-0 dlrm-1)
-for index in "${!hosts[@]}"; do
-  gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/stop_host.sh | bash -s -- train' &
-done
-for job in $(jobs -p); do wait "$job"; done
-
-##### tpu-embedding launch run --resume
-# check that the machines are there
-# state.state must be ACTIVE
-gcloud compute tpus queued-resources describe dlrm --project=my-project --zone=us-east5-b --format=json
-# start train on all hosts
-hosts=(dlrm-0 dlrm-1)
-for index in "${!hosts[@]}"; do
-  gcloud compute tpus tpu-vm ssh ''"${hosts[$index]}"'' --project=my-project --zone=us-east5-b --worker=all --quiet '--command=gcloud storage cat gs://my-bucket/dlrm/launch/run_host.sh | bash -s -- /mnt/bucket/dlrm/verdicts train dlrm --output-dir /mnt/bucket/dlrm/results --data-dir /mnt/bucket/criteo --set batch_size=65536 --resume --restarts 3' &
-done
-for job in $(jobs -p); do wait "$job"; done
-
-##### tpu-embedding launch fetch
-# copy the results
-gcloud storage rsync gs://my-bucket/dlrm/results runs/dlrm --project=my-project --recursive
-
-##### tpu-embedding launch delete
-# delete the machines
-if gcloud compute tpus queued-resources describe dlrm --project=my-project --zone=us-east5-b --format=json >/dev/null; then
-gcloud compute tpus queued-resources delete dlrm --project=my-project --zone=us-east5-b --force --quiet
-fi
+# Makes gcloud create its SSH key once, before it is needed many times.
+gcloud compute tpus tpu-vm ssh "${slices[0]}" --project="$project" --zone="$zone" \
+    --worker=0 --quiet --command=true
+on_all_hosts install
+on_all_hosts start
+echo "Started. bash $0 logs follows the log; bash $0 delete deletes the machines."
