@@ -15,11 +15,9 @@ import platform
 import socket
 import time
 import uuid
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from tpu_embedding.distributed.place import Place, StartError
-
-T = TypeVar("T")
 
 RUNNING_SECONDS: Final = 30.0
 """Time in which a job that runs on the port may end: a restart may come too early."""
@@ -58,17 +56,6 @@ class Claim:
     def owner(self) -> str:
         """Host and number of the process, for messages."""
         return f"host {self.host} (pid {self.pid})"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
-    """The answer of process 0.
-
-    Attributes:
-      problem: message of the error; None if the job starts.
-    """
-
-    problem: str | None
 
 
 def hold_roll_call(place: Place, timeout_seconds: float) -> None:
@@ -148,10 +135,11 @@ class _Present:
         except TimeoutError:
             return None
         self._stack.callback(connection.close)
-        claim = None
-        with contextlib.suppress(TimeoutError):
-            claim = _receive(connection, Claim, _HELLO_SECONDS)
-        if claim is None or claim.nonce == self._own.nonce:
+        try:
+            claim = Claim(**_receive(connection, _HELLO_SECONDS))
+        except (TimeoutError, TypeError):  # another program
+            return None
+        if claim.nonce == self._own.nonce:
             return None
         self.forget_ended()
         problem = self._problem(claim, self._claims.get(claim.process))
@@ -164,20 +152,10 @@ class _Present:
 
     def forget_ended(self) -> None:
         """Drops the claims of processes that have ended since."""
-        for process in [i for i in self._connections if self._is_gone(i)]:
-            self._connections.pop(process).close()
-            del self._claims[process]
-
-    def _is_gone(self, process: int) -> bool:
-        """Returns True if a process that had come has ended."""
-        connection = self._connections[process]
-        connection.setblocking(False)
-        try:
-            return connection.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        for process, connection in list(self._connections.items()):
+            if _peek(connection) == b"":
+                self._connections.pop(process).close()
+                del self._claims[process]
 
     def _problem(self, claim: Claim, earlier: Claim | None) -> str | None:
         place, own = self._place, self._own
@@ -225,17 +203,11 @@ class _Present:
                 self._stack.callback(self._probe.close)
                 _send(self._probe, dataclasses.asdict(self._own))
             return
-        self._probe.setblocking(False)
-        try:
-            is_answered = bool(self._probe.recv(1, socket.MSG_PEEK))
-        except OSError:
-            return
-        if is_answered:
-            answer = None
+        if _peek(self._probe):
+            answer = {}
             with contextlib.suppress(TimeoutError):
-                answer = _receive(self._probe, Answer, _HELLO_SECONDS)
-            problem = None if answer is None else answer.problem
-            raise StartError(problem or _runs_already(self._place))
+                answer = _receive(self._probe, _HELLO_SECONDS)
+            raise StartError(answer.get("problem") or _runs_already(self._place))
 
     def answer(self, problem: str | None) -> None:
         """Answers all that wait, once."""
@@ -263,13 +235,13 @@ def answer_roll_call(place: Place, timeout_seconds: float) -> None:
                 _send(connection, dataclasses.asdict(own))
             seconds = max(deadline - time.monotonic(), 0.0) + GRACE_SECONDS
             try:
-                answer = _receive(connection, Answer, seconds)
+                answer = _receive(connection, seconds)
             except TimeoutError:
                 raise StartError(_not_started(place, timeout_seconds)) from None
-        if answer is not None and answer.problem is None:
+        if answer.get("problem"):
+            raise StartError(answer["problem"])
+        if "problem" in answer:
             return
-        if answer is not None:
-            raise StartError(answer.problem)
         now = time.monotonic()
         running_since = running_since or now
         if now > min(running_since + RUNNING_SECONDS, deadline):
@@ -323,11 +295,13 @@ def _send(connection: socket.socket, value: dict[str, Any]) -> None:
     connection.sendall(json.dumps(value).encode() + b"\n")
 
 
-def _receive(connection: socket.socket, kind: type[T], seconds: float) -> T | None:
+def _receive(connection: socket.socket, seconds: float) -> dict[str, Any]:
     """Returns what the other end says.
 
+    Process 0 answers by `problem`, the message of the error, or None if the job starts.
+
     Returns:
-      Its claim or answer; None if it closes the connection, or is another program.
+      Its claim or answer; {} if it closes the connection, or is another program.
 
     Raises:
       TimeoutError: if it says nothing in time.
@@ -339,9 +313,20 @@ def _receive(connection: socket.socket, kind: type[T], seconds: float) -> T | No
             part = connection.recv(_MAX_BYTES)
             data += part
             if not part or not data.startswith(b"{") or len(data) > _MAX_BYTES:
-                return None
-        return kind(**json.loads(data))
+                return {}
+        return json.loads(data)
     except TimeoutError:
         raise
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError):
+        return {}
+
+
+def _peek(connection: socket.socket) -> bytes | None:
+    """Returns a byte that has arrived, b"" after the end, None if it still waits."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
         return None
+    except OSError:
+        return b""
