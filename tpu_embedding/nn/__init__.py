@@ -8,6 +8,7 @@ The names imported here are public.
 * `pipeline`: a train step that begins the next lookup early. `pipeline_program`: the
   compiled functions of that step.
 * `dense_optimizer`: checks that a dense optimizer and the tables step together.
+* `final_model_values`: sets a model to its moving averages, after training.
 * `set_tables`: tables that were set by hand.
 * `linen/`: the same for Flax Linen.
 """

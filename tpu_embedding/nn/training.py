@@ -15,7 +15,6 @@ from flax import nnx
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import Wanted, check_mapping, check_type
-from tpu_embedding.functional.final_table_values import finalize_variable_values
 from tpu_embedding.functional.following_slots import (
     tables_with_followers,
     with_table_values,
@@ -29,6 +28,7 @@ from tpu_embedding.nn.embedding import (
     Recording,
     TPUEmbedding,
 )
+from tpu_embedding.nn.final_model_values import final_model_values
 from tpu_embedding.nn.recording import (
     differentiate,
     loss_and_aux,
@@ -37,10 +37,6 @@ from tpu_embedding.nn.recording import (
     replicate_on_mesh,
 )
 from tpu_embedding.optimizers.checks import DENSE_EXAMPLE, check_rule
-from tpu_embedding.optimizers.final_dense_values import (
-    finalize_variable_values as finalize_dense,
-)
-from tpu_embedding.optimizers.final_dense_values import has_averages
 from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tables.slot_values import (
@@ -334,30 +330,23 @@ class Optimizer(nnx.Module):
           >>> optimizer = Optimizer(layer, rule)
           >>> optimizer.finalize_variable_values(layer)
         """
-        slots = dict(self.slots.get_value())
-        opt_state = _arrays(self.dense.opt_state)
-        layers = {
-            path: layer
-            for path, layer in embedding_layers(model).items()
-            if has_averages(slots[path])
-        }
-        if not layers and not has_averages(opt_state):
-            raise ValueError(
-                "finalize_variable_values needs an optimizer that keeps moving averages"
-                ", adafactor(use_ema=True), for tables or dense parameters; got none."
-            )
-        for path, layer in layers.items():
-            new_tables, slots[path] = finalize_variable_values(
-                layer.tables.get_value(), slots[path], layer.plan
-            )
-            layer.tables.set_value(new_tables)
-        self.slots.set_value(slots)
-        if has_averages(opt_state):
-            params = nnx.state(model, self.dense.wrt)
-            new_params, new_state = finalize_dense(_arrays(params), opt_state)
-            _set_arrays(params, new_params)
-            nnx.update(model, params)
-            _set_arrays(self.dense.opt_state, new_state)
+        layers = embedding_layers(model)
+        params = nnx.state(model, self.dense.wrt)
+        final = final_model_values(
+            {
+                path: (layer.tables.get_value(), layer.plan)
+                for path, layer in layers.items()
+            },
+            self.slots.get_value(),
+            _arrays(params),
+            _arrays(self.dense.opt_state),
+        )
+        for path, tables in final.tables.items():
+            layers[path].tables.set_value(tables)
+        self.slots.set_value(final.slots)
+        _set_arrays(params, final.params)
+        nnx.update(model, params)
+        _set_arrays(self.dense.opt_state, final.opt_state)
 
     def set_hyperparameters(self, **values: Any) -> None:
         """Changes hyper-parameters of the tables' optimizers without a recompilation.

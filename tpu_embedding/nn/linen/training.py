@@ -14,9 +14,9 @@ import optax
 from flax import struct
 
 from tpu_embedding import functional
-from tpu_embedding.functional.final_table_values import finalize_variable_values
 from tpu_embedding.gradients import Gradients, TableGradients
 from tpu_embedding.nn.dense_optimizer import check_dense_optimizer
+from tpu_embedding.nn.final_model_values import final_model_values
 from tpu_embedding.nn.linen.layer import Recorder, RecordingTables
 from tpu_embedding.nn.linen.variables import (
     TABLES,
@@ -34,10 +34,6 @@ from tpu_embedding.nn.recording import (
     replicate_on_mesh,
 )
 from tpu_embedding.optimizers.checks import DENSE_EXAMPLE, check_rule
-from tpu_embedding.optimizers.final_dense_values import (
-    finalize_variable_values as finalize_dense,
-)
-from tpu_embedding.optimizers.final_dense_values import has_averages
 from tpu_embedding.optimizers.hyperparameters import with_hyperparameters
 
 
@@ -251,32 +247,26 @@ class TrainState(struct.PyTreeNode):
         Raises:
           ValueError: if no optimizer keeps averages.
         """
-        layers = layer_tables(self.variables)
-        finals = {
-            path: finalize_variable_values(tables.stacks, self.slots[path], tables.plan)
-            for path, tables in layers.items()
-            if has_averages(self.slots[path])
-        }
-        variables, opt_state = dict(self.variables), self.opt_state
-        if has_averages(opt_state):
-            variables["params"], opt_state = finalize_dense(
-                variables["params"], opt_state
-            )
-        elif not finals:
-            raise ValueError(
-                "finalize_variable_values needs an optimizer that keeps moving averages"
-                ", adafactor(use_ema=True), for tables or dense parameters; got none."
-            )
+        final = final_model_values(
+            {
+                path: (tables.stacks, tables.plan)
+                for path, tables in layer_tables(self.variables).items()
+            },
+            self.slots,
+            self.variables.get("params", {}),
+            self.opt_state,
+        )
 
         def new_tables(path: str, old: LayerTables) -> LayerTables:
-            if path not in finals:
-                return old
-            return dataclasses.replace(old, stacks=finals[path][0])
+            return dataclasses.replace(old, stacks=final.tables.get(path, old.stacks))
 
+        variables = dict(self.variables)
+        if "params" in variables:
+            variables["params"] = final.params
         return self.replace(
             variables=map_tables(new_tables, variables),
-            opt_state=opt_state,
-            slots=self.slots | {path: slots for path, (_, slots) in finals.items()},
+            opt_state=final.opt_state,
+            slots=final.slots,
         )
 
     def with_embedding_tables(

@@ -72,12 +72,9 @@ def partial_rowwise_adam(
       >>> state[0].momenta.shape, state[0].velocities.shape
       ((3, 2), (3,))
     """
-    _check_moments("partial_rowwise_adam", beta_1, beta_2, epsilon, weight_decay)
-    rule = optax.chain(
-        scale_by_corrected_moments(beta_1, beta_2, epsilon, velocity_of="row"),
-        _add_decayed_rows(weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    betas = beta_1, beta_2
+    steps = _moment_steps("partial_rowwise_adam", betas, epsilon, weight_decay, "row")
+    rule = optax.chain(*steps, optax.scale_by_learning_rate(learning_rate))
     return with_options(rule, learning_rate=learning_rate, **options)
 
 
@@ -129,13 +126,9 @@ def lamb(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-1.7678, -1.7678]
     """
-    _check_moments("lamb", beta_1, beta_2, epsilon, weight_decay)
-    rule = optax.chain(
-        scale_by_corrected_moments(beta_1, beta_2, epsilon),
-        _add_decayed_rows(weight_decay),
-        scale_by_row_trust_ratio(),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    steps = _moment_steps("lamb", (beta_1, beta_2), epsilon, weight_decay, "element")
+    rate = optax.scale_by_learning_rate(learning_rate)
+    rule = optax.chain(*steps, scale_by_row_trust_ratio(), rate)
     return with_options(rule, learning_rate=learning_rate, **options)
 
 
@@ -180,13 +173,10 @@ def partial_rowwise_lamb(
       >>> partial_rowwise_lamb().init(jnp.ones((3, 2)))[0].velocities.shape
       (3,)
     """
-    _check_moments("partial_rowwise_lamb", beta_1, beta_2, epsilon, weight_decay)
-    rule = optax.chain(
-        scale_by_corrected_moments(beta_1, beta_2, epsilon, velocity_of="row"),
-        _add_decayed_rows(weight_decay),
-        scale_by_row_trust_ratio(),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    betas = beta_1, beta_2
+    steps = _moment_steps("partial_rowwise_lamb", betas, epsilon, weight_decay, "row")
+    rate = optax.scale_by_learning_rate(learning_rate)
+    rule = optax.chain(*steps, scale_by_row_trust_ratio(), rate)
     return with_options(rule, learning_rate=learning_rate, **options)
 
 
@@ -347,10 +337,19 @@ def scale_by_rowwise_rms(
     return for_each_array(init, update)
 
 
-def _check_moments(
-    owner: str, beta_1: float, beta_2: float, epsilon: float, weight_decay: float
-) -> None:
-    """Raises ValueError if a hyper-parameter of Adam or LAMB is out of range."""
+def _moment_steps(
+    owner: str,
+    betas: tuple[float, float],
+    epsilon: float,
+    weight_decay: float,
+    velocity_of: VelocityOf,
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """Returns the steps that Adam and LAMB share: moments, then weight decay.
+
+    Raises:
+      ValueError: if a hyper-parameter of the owner is out of range.
+    """
+    beta_1, beta_2 = betas
     check_hyperparameters(
         owner,
         beta_1=fraction_below_one(beta_1),
@@ -358,11 +357,12 @@ def _check_moments(
         epsilon=positive(epsilon),
         weight_decay=non_negative(weight_decay),
     )
-
-
-def _add_decayed_rows(weight_decay: float) -> optax.GradientTransformation:
-    """Adds `weight_decay * w` to the step. A weight decay of 0 does not read `w`."""
+    moments = scale_by_corrected_moments(
+        beta_1, beta_2, epsilon, velocity_of=velocity_of
+    )
+    # A weight decay of 0 does not read rows. Both transformations have an empty state,
+    # so the state stays valid if a later step passes a traced weight decay.
     decays = not positive(weight_decay).problem
-    # Both transformations have an empty state. So the state stays valid if a later
-    # step passes a traced weight decay.
-    return optax.add_decayed_weights(weight_decay) if decays else optax.identity()
+    return moments, (
+        optax.add_decayed_weights(weight_decay) if decays else optax.identity()
+    )
