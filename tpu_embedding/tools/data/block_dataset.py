@@ -11,10 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
+from tpu_embedding.field_checks import is_int, raise_all
+from tpu_embedding.tools.data.argument_checks import count_problems
 from tpu_embedding.tools.data.batch import Batch, DataError
 from tpu_embedding.tools.data.block_order import BlockOrder
 from tpu_embedding.tools.data.digests import join_digests
-from tpu_embedding.tools.data.teacher import count_problems, is_int
 
 
 class SampleReader(Protocol):
@@ -109,8 +110,7 @@ class BlockDataset:
         )
         if not is_int(seed) or seed < 0:
             problems.append(f"{owner}.seed must be an int of at least 0, got {seed!r}")
-        if problems:
-            raise ValueError("; ".join(problems) + ".")
+        raise_all(problems)
         self.batch_size = batch_size
         self.seed = seed
         self._reader = reader

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from tpu_embedding.tools.data.teacher import TRAIN_STREAM, random_generator
+from tpu_embedding.tools.data.random_streams import TRAIN_STREAM, random_generator
 
 MAX_BLOCKS: Final = 2**20
 """Blocks of large files at most, so that their order never takes more than 51 MB."""

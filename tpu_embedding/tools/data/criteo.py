@@ -7,14 +7,15 @@ without them.
 import pathlib
 from collections.abc import Sequence
 
+from tpu_embedding.field_checks import raise_all
 from tpu_embedding.paths import local_path
+from tpu_embedding.tools.data.argument_checks import count_problems
 from tpu_embedding.tools.data.block_dataset import BlockDataset, held_out_problems
 from tpu_embedding.tools.data.criteo_format import (
     vocabulary_problems,
     vocabulary_sizes_by_name,
 )
 from tpu_embedding.tools.data.criteo_lines import CriteoLines
-from tpu_embedding.tools.data.teacher import count_problems
 
 
 class Criteo(BlockDataset):
@@ -77,8 +78,7 @@ class Criteo(BlockDataset):
         ]
         if block_size is not None:
             problems += count_problems("Criteo", block_size=block_size)
-        if problems:
-            raise ValueError("; ".join(problems) + ".")
+        raise_all(problems)
         self.vocabulary_sizes = vocabulary_sizes_by_name(vocabulary_sizes)
 
         def read(paths: Sequence[str | pathlib.Path]) -> CriteoLines:

@@ -12,9 +12,9 @@ from typing import Final
 
 import numpy as np
 
+from tpu_embedding.field_checks import is_int
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.data.line_blocks import NEWLINE
-from tpu_embedding.tools.data.teacher import is_int
 from tpu_embedding.tools.data.zipf import MAX_VOCABULARY_SIZE
 
 NUM_DENSE: Final = 13

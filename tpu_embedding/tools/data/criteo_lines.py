@@ -43,6 +43,14 @@ A block of about 15 kB costs little more to read than to seek. A batch of 2048 s
 mixes 32 places of the file. Blocks of more than 67 million lines are larger.
 """
 
+PARSED_LINES: Final = 1024
+"""Lines that are parsed at a time, so that their arrays stay in the processor's cache.
+
+Batches of 2,048, 8,192 and 32,768 samples came at 1.0, 1.0 and 1.5 times the rate of a
+whole batch at a time, by CPU time. pyarrow.csv in place of this parser reached 0.5, 0.8
+and 0.6 of the rate: it has no hexadecimal numbers, and builds 40 columns.
+"""
+
 GZIP_MAGIC: Final = b"\x1f\x8b"  # RFC 1952, section 2.3.1
 
 _INDEXED_LINES: Final = 64
@@ -112,10 +120,12 @@ class CriteoLines:
         rows = []
         for number, _, lines in by_part(samples, self._starts):
             file = self.files[number]
-            data = np.concatenate(
-                [file.read(run.start, run.stop) for run in runs_of(lines)]
-            )
-            rows.append(parse_lines(data, lines + 1, file.path))
+            for start in range(0, len(lines), PARSED_LINES):
+                group = lines[start : start + PARSED_LINES]
+                data = np.concatenate(
+                    [file.read(run.start, run.stop) for run in runs_of(group)]
+                )
+                rows.append(parse_lines(data, group + 1, file.path))
         row_ids = np.concatenate(
             [row_ids_of_categories(each, self._vocabulary_sizes) for each in rows]
         )

@@ -11,16 +11,16 @@ from typing import Final
 
 import numpy as np
 
+from tpu_embedding.field_checks import is_int, raise_all
+from tpu_embedding.tools.data.argument_checks import count_problems
 from tpu_embedding.tools.data.batch import Batch
 from tpu_embedding.tools.data.criteo_format import splitmix64
-from tpu_embedding.tools.data.teacher import (
+from tpu_embedding.tools.data.random_streams import (
     EVALUATION_STREAM,
     TRAIN_STREAM,
-    TeacherDataset,
-    count_problems,
-    is_int,
     random_generator,
 )
+from tpu_embedding.tools.data.teacher import TeacherDataset
 from tpu_embedding.tools.data.zipf import ZipfIds
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -147,9 +147,7 @@ class Interactions:
             "device": NUM_DEVICE_KINDS,
             "category": NUM_CATEGORIES,
         }
-        problems = list(self._problems(num_users, num_items))
-        if problems:
-            raise ValueError("; ".join(problems) + ".")
+        raise_all(list(self._problems(num_users, num_items)))
         # Rows beyond the last whole group are never drawn.
         self._users, self._items = (
             PopularIds(vocabulary_size=size // num_groups, exponent=zipf_exponent)

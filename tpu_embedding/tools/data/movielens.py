@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tpu_embedding.field_checks import raise_all
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.data.batch import Batch, DataError
 from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
@@ -66,8 +67,7 @@ class MovieLensConfig:
                 "MovieLensConfig.max_history must be at least 1 or None, got "
                 f"{self.max_history!r}; give None to keep every id"
             )
-        if problems:
-            raise ValueError("; ".join(problems) + ".")
+        raise_all(problems)
 
 
 class MovieLens:

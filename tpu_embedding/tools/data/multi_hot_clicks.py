@@ -13,7 +13,9 @@ from typing import Final
 
 import numpy as np
 
+from tpu_embedding.field_checks import raise_all
 from tpu_embedding.paths import local_path
+from tpu_embedding.tools.data.argument_checks import count_problems
 from tpu_embedding.tools.data.array_files import MappedArray, open_npy, open_npz
 from tpu_embedding.tools.data.batch import Batch, DataError
 from tpu_embedding.tools.data.block_dataset import BlockDataset
@@ -21,7 +23,6 @@ from tpu_embedding.tools.data.block_order import block_bounds, by_part, runs_of
 from tpu_embedding.tools.data.criteo_format import NUM_DENSE
 from tpu_embedding.tools.data.criteo_lines import find_days
 from tpu_embedding.tools.data.digests import join_digests
-from tpu_embedding.tools.data.teacher import count_problems
 
 BLOCK_SIZE: Final = 4096
 """Consecutive rows that stay together when the order is shuffled.
@@ -95,8 +96,7 @@ class MultiHotClicks(BlockDataset):
                 num_evaluation_samples=num_evaluation_samples,
             )
         )
-        if problems:
-            raise ValueError("; ".join(problems) + ".")
+        raise_all(problems)
         self.vocabulary_sizes = dict(vocabulary_sizes)
         self.valences = {
             name: min(valence, max_valence or valence)

@@ -11,14 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from tpu_embedding.tools.data.teacher import (
-    TEACHER_STREAM,
-    Inputs,
-    TeacherDataset,
-    count_problems,
-    random_generator,
-)
-from tpu_embedding.tools.data.zipf import ZipfIds
+from tpu_embedding.tools.data.argument_checks import count_problems
+from tpu_embedding.tools.data.random_streams import TEACHER_STREAM, random_generator
+from tpu_embedding.tools.data.teacher import Inputs, TeacherDataset
 from tpu_embedding.types import PADDING_ROW_ID
 
 DEFAULT_VOCABULARY_SIZES: Final[Mapping[str, int]] = MappingProxyType(
@@ -89,29 +84,20 @@ class SyntheticClicks(TeacherDataset):
         click_rate: float = 0.2,
         num_evaluation_samples: int = 102_400,
     ):
-        self.vocabulary_sizes = dict(vocabulary_sizes)
         self.valence = valence
-        self.zipf_exponent = zipf_exponent
         super().__init__(
             batch_size=batch_size,
             seed=seed,
             num_evaluation_samples=num_evaluation_samples,
+            vocabulary_sizes=vocabulary_sizes,
+            zipf_exponent=zipf_exponent,
             click_rate=click_rate,
         )
-        self._ids = {
-            name: ZipfIds(vocabulary_size=size, exponent=zipf_exponent)
-            for name, size in self.vocabulary_sizes.items()
-        }
         self._draw_teacher()
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
         yield from count_problems("SyntheticClicks", valence=self.valence)
-        if not (np.isfinite(self.zipf_exponent) and self.zipf_exponent >= 0):
-            yield (
-                "SyntheticClicks.zipf_exponent must be a finite number of at least "
-                f"0, got {self.zipf_exponent!r}"
-            )
         if self.vocabulary_sizes.keys() != EFFECT_SCALES.keys():
             yield (
                 "SyntheticClicks.vocabulary_sizes must name the features "

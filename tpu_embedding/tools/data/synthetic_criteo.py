@@ -11,7 +11,9 @@ from typing import Final
 
 import numpy as np
 
+from tpu_embedding.field_checks import raise_all
 from tpu_embedding.paths import local_path
+from tpu_embedding.tools.data.argument_checks import count_problems
 from tpu_embedding.tools.data.batch import Batch
 from tpu_embedding.tools.data.criteo_format import (
     CATEGORY_NAMES,
@@ -22,14 +24,8 @@ from tpu_embedding.tools.data.criteo_format import (
     size_problems,
     splitmix64,
 )
-from tpu_embedding.tools.data.teacher import (
-    TEACHER_STREAM,
-    Inputs,
-    TeacherDataset,
-    count_problems,
-    random_generator,
-)
-from tpu_embedding.tools.data.zipf import ZipfIds
+from tpu_embedding.tools.data.random_streams import TEACHER_STREAM, random_generator
+from tpu_embedding.tools.data.teacher import Inputs, TeacherDataset
 
 EFFECT_SCALE: Final = 0.3
 """Standard deviation of one feature's or dense input's contribution to the logit."""
@@ -102,20 +98,15 @@ class SyntheticCriteo(TeacherDataset):
         if not isinstance(valences, Sequence):
             valences = [valences] * len(vocabulary_sizes)
         self._num_features = (len(vocabulary_sizes), len(valences))
-        self.vocabulary_sizes = dict(
-            zip(CATEGORY_NAMES, vocabulary_sizes, strict=False)
-        )
         self.valences = dict(zip(CATEGORY_NAMES, valences, strict=False))
         super().__init__(
             batch_size=batch_size,
             seed=seed,
             num_evaluation_samples=num_evaluation_samples,
+            vocabulary_sizes=dict(zip(CATEGORY_NAMES, vocabulary_sizes, strict=False)),
+            zipf_exponent=zipf_exponent,
             click_rate=click_rate,
         )
-        self._ids = {
-            name: ZipfIds(vocabulary_size=size, exponent=zipf_exponent)
-            for name, size in self.vocabulary_sizes.items()
-        }
         generator = random_generator(seed=seed, stream=TEACHER_STREAM)
         self._salt = generator.integers(2**64, dtype=np.uint64)
         self._dense_weights = generator.normal(0.0, EFFECT_SCALE, NUM_DENSE)
@@ -166,9 +157,7 @@ def write_criteo_sample(path: str | pathlib.Path, num_rows: int, seed: int = 0) 
       num_rows: number of lines to write, at least 1.
       seed: seed of `SyntheticCriteo`.
     """
-    problems = list(count_problems("write_criteo_sample", num_rows=num_rows))
-    if problems:
-        raise ValueError("; ".join(problems) + ".")
+    raise_all(list(count_problems("write_criteo_sample", num_rows=num_rows)))
     source = SyntheticCriteo(
         batch_size=WRITE_ROWS, vocabulary_sizes=SAMPLE_VOCABULARY_SIZE, seed=seed
     )

@@ -9,18 +9,22 @@ therefore measures how well a model has learned, which a real log cannot offer.
 import abc
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import numpy as np
 
+from tpu_embedding.field_checks import is_int, raise_all
+from tpu_embedding.tools.data.argument_checks import count_problems
 from tpu_embedding.tools.data.batch import Batch
+from tpu_embedding.tools.data.random_streams import (
+    EVALUATION_STREAM,
+    TEACHER_STREAM,
+    TRAIN_STREAM,
+    random_generator,
+)
+from tpu_embedding.tools.data.zipf import ZipfIds
 from tpu_embedding.types import FeatureIds
-
-# Independent random streams of one seed.
-TEACHER_STREAM: Final = 0
-TRAIN_STREAM: Final = 1
-EVALUATION_STREAM: Final = 2
 
 CALIBRATION_SAMPLES: Final = 16_384
 """Samples that fit the bias; the click rate's standard error is below 0.004."""
@@ -41,13 +45,6 @@ class Inputs:
     logits: np.ndarray
 
 
-def random_generator(*, seed: int, stream: int, step: int = 0) -> np.random.Generator:
-    """Returns a random generator, a pure function of its arguments."""
-    return np.random.Generator(
-        np.random.Philox(np.random.SeedSequence([seed, stream, step]))
-    )
-
-
 class TeacherDataset(abc.ABC):
     """A `Dataset` whose labels come from a teacher; subclasses draw the inputs.
 
@@ -56,6 +53,8 @@ class TeacherDataset(abc.ABC):
       seed: seed of the teacher and of all samples.
       num_evaluation_samples: number of held-out samples. They have their own random
         stream and are the same for every batch size.
+      vocabulary_sizes: number of rows by feature name.
+      zipf_exponent: skew of the ids; 0 is uniform.
       click_rate: expected mean of the labels; the teacher's bias is fitted to it.
     """
 
@@ -65,15 +64,21 @@ class TeacherDataset(abc.ABC):
         batch_size: int,
         seed: int,
         num_evaluation_samples: int,
+        vocabulary_sizes: Mapping[str, int],
+        zipf_exponent: float,
         click_rate: float,
     ):
         self.batch_size = batch_size
         self.seed = seed
         self.num_evaluation_samples = num_evaluation_samples
+        self.vocabulary_sizes = dict(vocabulary_sizes)
+        self.zipf_exponent = zipf_exponent
         self.click_rate = click_rate
-        problems = list(self._problems())
-        if problems:
-            raise ValueError("; ".join(problems) + ".")
+        raise_all(list(self._problems()))
+        self._ids = {
+            name: ZipfIds(vocabulary_size=size, exponent=zipf_exponent)
+            for name, size in self.vocabulary_sizes.items()
+        }
 
     def _problems(self) -> Iterator[str]:
         owner = type(self).__name__
@@ -84,6 +89,11 @@ class TeacherDataset(abc.ABC):
         )
         if not is_int(self.seed) or self.seed < 0:
             yield f"{owner}.seed must be an int of at least 0, got {self.seed!r}"
+        if not (np.isfinite(self.zipf_exponent) and self.zipf_exponent >= 0):
+            yield (
+                f"{owner}.zipf_exponent must be a finite number of at least 0, got "
+                f"{self.zipf_exponent!r}"
+            )
         if not 0.0 < self.click_rate < 1.0:
             yield (
                 f"{owner}.click_rate must be between 0 and 1, got {self.click_rate!r}"
@@ -189,15 +199,3 @@ def cross_entropy(labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
     """Returns `-labels log p - (1 - labels) log(1 - p)`, in nats, in float64."""
     p = np.clip(np.asarray(probabilities, np.float64), 1e-12, 1.0 - 1e-12)
     return -(labels * np.log(p) + (1.0 - labels) * np.log1p(-p))
-
-
-def count_problems(owner: str, **counts: int) -> Iterator[str]:
-    """Yields an error message for each count that is not an int of at least 1."""
-    for name, count in counts.items():
-        if not is_int(count) or count < 1:
-            yield f"{owner}.{name} must be an int of at least 1, got {count!r}"
-
-
-def is_int(value: object) -> bool:
-    """Returns True for an int, but False for a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from tpu_embedding.field_checks import raise_all
 from tpu_embedding.types import PADDING_ROW_ID
 
 GOLDEN_RATIO: Final = (math.sqrt(5.0) - 1.0) / 2.0
@@ -61,8 +62,7 @@ class ZipfIds:
                 "ZipfIds.exponent must be a finite number of at least 0, got "
                 f"{self.exponent!r}; click logs are near 1"
             )
-        if problems:
-            raise ValueError("; ".join(problems) + ".")
+        raise_all(problems)
 
     def draw(
         self, generator: np.random.Generator, shape: int | tuple[int, ...]

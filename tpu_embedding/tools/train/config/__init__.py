@@ -1,1 +1,5 @@
-"""Run configs: the value that a file in `configs/` defines, and its data section."""
+"""Run configs: the value that a file in `configs/` defines, and its data section.
+
+A data section is a source. `data_source` has its interface; `file_sources`,
+`movielens_source` and `synthetic_sources` have those of the package.
+"""

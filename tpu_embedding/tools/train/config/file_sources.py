@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from tpu_embedding.field_checks import raise_all
 from tpu_embedding.tools.data.batch import Batch, DataError
 from tpu_embedding.tools.data.criteo import Criteo
 from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES, NUM_CATEGORIES
@@ -111,8 +112,7 @@ class MultiHotClicksSource:
             )
             if value is not None and value < 1
         ]
-        if problems:
-            raise ValueError("; ".join(problems) + ".")
+        raise_all(problems)
 
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int

@@ -16,9 +16,9 @@ import numpy as np
 import optax
 
 from tpu_embedding.checkpoint.run_checkpoints import MAX_SAVE_SECONDS
+from tpu_embedding.field_checks import raise_all
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.plan.backend_request import AUTO, BACKENDS
-from tpu_embedding.tools.data.teacher import is_int
 from tpu_embedding.tools.train.config.data_source import DataSource
 from tpu_embedding.tools.train.metrics import LOSSES, LossName
 from tpu_embedding.tools.train.models.model import ModelConfig
@@ -69,8 +69,7 @@ class Target:
                 f"Target.relative_to must be 'teacher' or None, got "
                 f"{self.relative_to!r}"
             )
-        if problems:
-            raise ValueError("; ".join(problems) + ".")
+        raise_all(problems)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,7 +207,7 @@ class RunConfig:
             value = getattr(self, name)
             if name == "capacity" and value is None:
                 continue
-            if not is_int(value) or value < minimum:
+            if type(value) is not int or value < minimum:
                 yield (
                     f"RunConfig.{name} must be an int of at least {minimum}, got "
                     f"{value!r}"
@@ -236,34 +235,19 @@ class RunConfig:
                 )
 
     def _problems_of_choices(self) -> Iterator[str]:
-        if self.kernels not in (*BACKENDS, AUTO):
-            yield (
-                f"RunConfig.kernels must be one of {[*BACKENDS, AUTO]}, got "
-                f"{self.kernels!r}"
-            )
-        if self.tables_split_over not in get_args(SplitOver):
-            yield (
-                "RunConfig.tables_split_over must be one of "
-                f"{list(get_args(SplitOver))}, got {self.tables_split_over!r}"
-            )
-        if self.non_finite not in get_args(NonFinite):
-            yield (
-                f"RunConfig.non_finite must be one of {list(get_args(NonFinite))}, got "
-                f"{self.non_finite!r}"
-            )
-        if self.table_dtype not in (*_TRAINED_DTYPES, None):
-            yield (
-                f"RunConfig.table_dtype must be one of {list(_TRAINED_DTYPES)} or "
-                f"None, got {self.table_dtype!r}"
-            )
-        if self.loss not in get_args(LossName):
-            yield (
-                f"RunConfig.loss must be one of {list(get_args(LossName))}, got "
-                f"{self.loss!r}"
-            )
-        elif not isinstance(self.target, Target | None):
+        for name, choices in {
+            "kernels": (*BACKENDS, AUTO),
+            "tables_split_over": get_args(SplitOver),
+            "non_finite": get_args(NonFinite),
+            "table_dtype": (*_TRAINED_DTYPES, None),
+            "loss": get_args(LossName),
+        }.items():
+            value = getattr(self, name)
+            if value not in choices:
+                yield f"RunConfig.{name} must be one of {list(choices)}, got {value!r}"
+        if not isinstance(self.target, Target | None):
             yield f"RunConfig.target must be a Target or None, got {self.target!r}"
-        elif self.target is not None:
+        elif self.target is not None and self.loss in get_args(LossName):
             metrics = LOSSES[self.loss].metrics
             if self.target.relative_to == "teacher":
                 metrics = metrics[:1]  # The teacher has no other.
