@@ -56,7 +56,7 @@ class BlockDataset:
       batch_size: samples per batch.
       num_train_samples: number of training samples.
       num_evaluation_samples: number of held-out samples.
-      digest: of all samples; None if a reader has none.
+      digest: digest of all samples; None if a reader has none.
 
     Example:
       >>> class Squares:

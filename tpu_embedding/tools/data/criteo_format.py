@@ -2,7 +2,7 @@
 
 A line has 40 fields separated by tabs: the label (0 or 1), 13 integers (mostly counts;
 may be empty or negative) and 26 categories (32 bits as 8 hex digits; may be empty). The
-Kaggle challenge and the 1TB logs share the format. `criteo.py` reads and writes it.
+Kaggle challenge and the 1TB logs share the format. `criteo_lines.py` reads it.
 """
 
 import dataclasses

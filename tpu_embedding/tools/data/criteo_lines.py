@@ -67,7 +67,7 @@ class CriteoLines:
     Attributes:
       files: the files, in order.
       block_bounds: first line of each block, and the number of lines.
-      digest: of the text of all files.
+      digest: digest of the text of all files.
     """
 
     def __init__(

@@ -188,7 +188,7 @@ class Interactions:
         """Returns the in-batch softmax loss of the true scores, in nats.
 
         It is the mean over the held-out samples of the `in_batch_softmax` loss of
-        `training/models/two_tower.py`, with the best scores from the class docstring.
+        `tools/train/models/two_tower.py`, with the best scores of the class docstring.
         No model has a lower expected loss. The loss depends on the batch size, which is
         the number of candidates.
         """

@@ -1,6 +1,6 @@
 """Random access to the lines of a text file that does not fit in memory.
 
-`criteo.py` reads its batches through it. One pass builds an index of the offset of each
+`criteo_lines.py` reads Criteo's logs by it. One pass indexes the offset of each
 block of lines.
 """
 

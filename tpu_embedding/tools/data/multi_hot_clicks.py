@@ -163,7 +163,7 @@ class _Rows:
 
     Attributes:
       block_bounds: first row of each block, and the number of rows.
-      digest: of samples of the files, which are not read as a whole.
+      digest: digest of pieces of the files, which are not read as a whole.
     """
 
     def __init__(

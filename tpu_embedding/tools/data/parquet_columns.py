@@ -89,7 +89,7 @@ class RowGroupPlace:
     Attributes:
       path: path of the file.
       number: number of the row group in the file.
-      first_row: its first row, counted from 0 in the file.
+      first_row: first row of the group, counted from 0 in the file.
     """
 
     path: str

@@ -142,7 +142,7 @@ class ParquetRows:
 
     Attributes:
       block_bounds: first row of each row group, and the number of rows.
-      digest: of the footers, which hold sizes and statistics of the row groups.
+      digest: digest of the footers, which hold sizes and statistics of row groups.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Says what a run is, how it starts and how it ends: description, lines and result.
 
-`loop.py` calls these functions around the steps.
+`training_loop.py` calls these functions around the steps.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 
 A step is a pure function of the state and a batch. The state is the `nnx.State` of the
 pair (model, optimizer); the graph definition that rebuilds the pair from it is fixed.
-`loop.py` runs the steps. Ahead-of-time compilation uses `abstract_train_state` and
-`abstract_batch`, which touch no device.
+`training_loop.py` runs the steps. Ahead-of-time compilation uses
+`abstract_train_state` and `abstract_batch`, which touch no device.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Runs the training loop on the host: steps, evaluations, checkpoints, result.
 
 `train` is the entry point. `run_program.py` checks a run and makes its program.
-`pipeline.py` feeds batches to the devices and reads metrics back.
+`read_ahead.py` feeds batches to the devices and reads metrics back.
 """
 
 import contextlib
