@@ -14,6 +14,7 @@ import string
 import textwrap
 from typing import Any, Final, Literal, get_args
 
+from tpu_embedding.distributed.place import COORDINATOR_PORT
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.launch.settings import UNTIL_DELETED, Launch
 
@@ -207,6 +208,7 @@ def _manifest(launch: Launch, program: Program) -> str:
         results=f"{folder}/results",
         verdicts=f"{folder}/verdicts",
         chips_per_host=facts.chips_per_host,
+        coordinator_port=COORDINATOR_PORT,
         bucket=json.dumps(launch.bucket),
     )
 
