@@ -85,7 +85,8 @@ def test_every_record_has_its_launch():
 
 
 def test_shellcheck_accepts_the_scripts(tmp_path):
-    for name, launch in LAUNCHES.items():
+    for name in RECORDED:
+        launch = LAUNCHES[name]
         (tmp_path / f"{name}.sh").write_text(make_script(launch))
         if launch.backend == "gke":
             text = container(launch)["command"][2]
@@ -94,7 +95,7 @@ def test_shellcheck_accepts_the_scripts(tmp_path):
             (tmp_path / f"{name}_host.sh").write_text(host_script(launch))
     program = pathlib.Path(sysconfig.get_path("scripts")) / "shellcheck"
     files = list(tmp_path.glob("*.sh"))
-    assert len(files) == 2 * len(LAUNCHES)
+    assert len(files) == 2 * len(RECORDED)
     result = subprocess.run([program, *files], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 

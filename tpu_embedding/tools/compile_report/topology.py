@@ -72,7 +72,7 @@ def topology_mesh(
       ImportError: if libtpu is not installed.
       ValueError: if the topology is unknown, or `num_slices` is out of range.
     """
-    hardware = _hardware_of(topology)
+    hardware = topology_hardware(topology)
     if not 1 <= num_slices <= MAX_SLICES:
         raise ValueError(
             f"num_slices must be from 1 to {MAX_SLICES}, got {num_slices}."
@@ -102,8 +102,12 @@ def topology_mesh(
     return Mesh(devices, tuple(axis_names))
 
 
-def _hardware_of(topology: str) -> HardwareInfo:
-    """Returns the hardware of a topology, after checking its name and grid."""
+def topology_hardware(topology: str) -> HardwareInfo:
+    """Returns the hardware of a topology, after checking its name and grid.
+
+    Raises:
+      ValueError: if the generation is unknown, or its slices have no such grid.
+    """
     match = _TOPOLOGY.fullmatch(topology)
     if match is None or match[1] not in TPU_GENERATIONS:
         raise _unknown(topology, f"known generations: {', '.join(TPU_GENERATIONS)}")

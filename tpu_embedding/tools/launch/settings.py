@@ -249,7 +249,7 @@ def _slice_problems(launch: Launch) -> list[str]:
     try:
         facts = slice_facts(launch.topology, launch.backend)
     except ValueError as error:
-        return [str(error)]
+        return [str(error).rstrip(".")]
     if launch.slices > 1 and launch.backend == "gke" and facts.num_hosts == 1:
         return [
             f"slices must be 1 for the topology {launch.topology!r}, got "

@@ -10,7 +10,8 @@ import math
 import pathlib
 from typing import Final, Literal, get_args
 
-from tpu_embedding.hardware import TPU_GENERATIONS, hardware_by_name
+from tpu_embedding.hardware import TPU_GENERATIONS
+from tpu_embedding.tools.compile_report.topology import topology_hardware
 
 BackendName = Literal["gke", "queued_resource"]
 BACKEND_NAMES: Final[tuple[BackendName, ...]] = get_args(BackendName)
@@ -61,7 +62,8 @@ def slice_facts(topology: str, backend: BackendName) -> SliceFacts:
       >>> slice_facts(EXAMPLE_TOPOLOGIES[1], "gke").num_hosts
       16
     """
-    generation, grid = _parse(topology)
+    generation = topology_hardware(topology).name
+    sides = [int(side) for side in topology.partition(":")[2].split("x")]
     table = json.loads(_TABLE.read_text(encoding="utf-8"))["generations"]
     if backend not in table[generation]:
         (other,) = table[generation]
@@ -71,7 +73,7 @@ def slice_facts(topology: str, backend: BackendName) -> SliceFacts:
             f"backend {other}, or a generation of {', '.join(offered)}"
         )
     row = table[generation][backend]
-    num_chips = math.prod(grid)
+    num_chips = math.prod(sides)
     sizes = row["single_host_chips"]
     chips_per_host = num_chips if num_chips in sizes else _CHIPS_PER_HOST
     if num_chips < chips_per_host:
@@ -81,7 +83,7 @@ def slice_facts(topology: str, backend: BackendName) -> SliceFacts:
         )
     cores = num_chips * row.get("cores_per_chip", 1)
     return SliceFacts(
-        grid="x".join(map(str, grid)),
+        grid="x".join(map(str, sides)),
         num_hosts=num_chips // chips_per_host,
         chips_per_host=chips_per_host,
         product=row["product"].format(chips=chips_per_host, cores=cores),
@@ -89,23 +91,3 @@ def slice_facts(topology: str, backend: BackendName) -> SliceFacts:
         topology_from_policy=row.get("topology_from_policy", False),
         runtime_version=row.get("runtime_version", ""),
     )
-
-
-def _parse(topology: str) -> tuple[str, tuple[int, ...]]:
-    """Returns the generation and the grid, after checking that they exist."""
-    generation, separator, text = topology.partition(":")
-    sides = text.split("x")
-    if generation not in TPU_GENERATIONS or not separator:
-        raise ValueError(
-            f"topology must be GENERATION:GRID with a generation of "
-            f"{', '.join(TPU_GENERATIONS)}, got {topology!r}"
-        )
-    shapes = hardware_by_name(generation).slice_shapes
-    assert shapes is not None
-    grid = tuple(int(side) for side in sides if side.isascii() and side.isdigit())
-    if len(grid) != len(sides) or not shapes.has(grid):
-        raise ValueError(
-            f"topology {topology!r} does not exist; slices of {generation} have "
-            f"{shapes.describe()}"
-        )
-    return generation, grid
