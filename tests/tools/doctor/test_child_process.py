@@ -75,3 +75,12 @@ def test_the_whole_group_is_killed(tmp_path):
             return
         signal.sigtimedwait([], 0.1)
     raise AssertionError("the grandchild lives")
+
+
+def test_a_child_that_ends_slowly_has_not_hung():
+    """An interpreter may take seconds to end after it has closed its output."""
+    code = "import os, threading; os.close(1); threading.Event().wait(3); os._exit(4)"
+    command = [sys.executable, "-c", code]
+    with ChildProcess(command, os.environ) as child:
+        with pytest.raises(ChildLost, match="ended with exit status 4"):
+            child.ask(None, 60)

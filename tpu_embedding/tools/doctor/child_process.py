@@ -23,7 +23,7 @@ _KILL_SECONDS: Final = 10.0
 """Maximum wait for a killed process. One that waits for a device may never end."""
 
 _END_SECONDS: Final = 1.0
-"""Maximum wait for the end of a process that has closed its output."""
+"""Minimum wait for the end of a process that does not answer, to tell its status."""
 
 
 class ChildLost(Exception):
@@ -88,7 +88,7 @@ class ChildProcess:
             # Libraries print lines, too.
             with contextlib.suppress(ValueError):
                 return json.loads(line)
-        if self._has_ended_in(_END_SECONDS):
+        if self._has_ended_in(max(_END_SECONDS, end - time.monotonic())):
             raise ChildLost(self._describe_end())
         raise ChildLost(f"hangs: no result in {seconds:g} s; killed")
 
@@ -118,7 +118,8 @@ class ChildProcess:
         status = self._process.returncode
         text = f"ended with exit status {status}"
         if status < 0:
-            text = f"crashed by {signal.Signals(-status).name}"
+            names = {number.value: number.name for number in signal.Signals}
+            text = f"crashed by {names.get(-status, f'signal {-status}')}"
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors if line.strip()]
         return f"{text}: {lines[-1][:300]}" if lines else text

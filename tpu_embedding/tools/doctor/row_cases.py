@@ -111,7 +111,7 @@ def row_cases(coverage: Coverage, num_devices: int) -> list[RowCase]:
     """
     if coverage == "quick":
         return _cases_of_rows(_QUICK_DIM)
-    cases = [_MANY_ROWS, *_exchanges(num_devices), *_FORMS, *_RULES]
+    cases = [*_FORMS, *_RULES, *_exchanges(num_devices), _MANY_ROWS]
     if coverage == "all":
         return cases + [case for dim in DIMS for case in _cases_of_rows(dim)]
     for place, dim in enumerate(DIMS):
