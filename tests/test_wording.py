@@ -40,6 +40,8 @@ OLD_NAMES = {
     "with_logical_values": "with_table_values",
     "place_batch": "shard_batch",
     "LookupStatistics": "LookupStatsVariable",
+    "settle": "constrain_first_axis",
+    "rows_abreast": "places_per_line",
 }
 OLD_PREFIXES = re.compile(r"_?(MOST|FEWEST)_")
 

@@ -30,7 +30,7 @@ def finalize_variable_values(
       tables: stack name to packed rows.
       slots: stack name to optimizer state. Stacks whose optimizer keeps no averages
         stay as they are.
-      plan: of the layer.
+      plan: plan of the layer.
 
     Returns:
       New tables, and the slots with which training may continue.

@@ -40,8 +40,8 @@ class ServedCall:
     """Inputs of one lookup for serving, for the signature of the exported program.
 
     Attributes:
-      ids: of each input of the plan.
-      plan: of the features that the batch held.
+      ids: ids of each input of the plan.
+      plan: plan of the features that the batch held.
     """
 
     ids: list[Any]
@@ -56,8 +56,8 @@ def serve(
     Args:
       tables: table name to its rows in logical order: `[vocabulary_size, dim]` of a
         float type, or uint8 `[vocabulary_size, dim + 8]` in FBGEMM's layout.
-      features: as for `tpu_embedding.functional.lookup`; ragged ids are of one shard.
-      plan: of the layer.
+      features: see `tpu_embedding.functional.lookup`; ragged ids are of one shard.
+      plan: plan of the layer.
 
     Returns:
       Activations, the nest of the features, and a record of the call.
@@ -89,7 +89,7 @@ def read_rows(
     """Gathers rows as float32; zeros for `PADDING_ROW_ID`.
 
     Args:
-      table: as in `serve`.
+      table: see `serve`.
       row_ids: in bounds, or padding.
     """
     rows = table.at[row_ids].get(mode="fill", fill_value=0)

@@ -69,7 +69,7 @@ class Routing:
       stacks: stack name to routing; stacks that no feature of the batch uses are
         missing.
       shapes: per lookup.
-      plan: of the batch's features.
+      plan: plan of the batch's features.
     """
 
     stacks: dict[str, StackRouting]
@@ -85,7 +85,7 @@ class Routed:
     Attributes:
       stacks: stack name to routed ids.
       shapes: per lookup.
-      plan: of the batch's features.
+      plan: plan of the batch's features.
     """
 
     stacks: dict[str, RoutedStack]
@@ -113,7 +113,7 @@ class LookupResult:
       activations: nest like the batch's features; `[batch, dim]`, or the feature's
         sequence or output shape, in the plan's `activation_dtype`. A tuple of them for
         a feature with a tuple of tables. Global.
-      routing: for `compute_gradients`.
+      routing: facts for `compute_gradients`.
       stats: rounds used, ids out of range, and rows requested from each shard.
     """
 
@@ -127,8 +127,8 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
     """Returns the shapes of the activations of a batch, without a lookup.
 
     Args:
-      features: as for `lookup`; only shapes and dtypes are read.
-      plan: of the layer.
+      features: see `lookup`; only shapes and dtypes are read.
+      plan: plan of the layer.
 
     Returns:
       Nest of `jax.ShapeDtypeStruct`, with shardings.
@@ -158,7 +158,7 @@ def lookup(
         are int arrays `[batch]` or `[batch, valence]`, `DenseIds`, or
         `ShardedRaggedIds` from `prepare_features`. Global. Samples without ids pad a
         batch to a multiple of the devices; their activations are cut off.
-      plan: of the layer.
+      plan: plan of the layer.
 
     Returns:
       Activations, routing and stats. JAX sees no derivative of the activations by the
@@ -189,8 +189,8 @@ def route(features: Any, plan: EmbeddingPlan) -> Routed:
     `tpu_embedding.PipelinedTrainStep` does that for Flax models.
 
     Args:
-      features: as for `lookup`.
-      plan: of the layer.
+      features: see `lookup`.
+      plan: plan of the layer.
 
     Returns:
       The routed batch, for `read_rows`.
@@ -228,7 +228,7 @@ def read_rows(
     Args:
       tables: stack name to packed rows, from `init_tables`.
       routed: from `route`.
-      plan: of the layer, the one that routed the batch.
+      plan: plan of the layer, the one that routed the batch.
 
     Returns:
       The result of `lookup`.
@@ -268,9 +268,9 @@ def compute_gradients(
     """Returns the tables' sparse gradients, at the owners of the touched rows.
 
     Args:
-      routing: of the lookup.
+      routing: facts that the lookup handed on.
       cotangents: derivatives of the loss by the activations; the same nest.
-      plan: of the layer, or one with other features on the same tables.
+      plan: plan of the layer, or one with other features on the same tables.
 
     Returns:
       The gradients, for `apply_gradients`. A row is touched if it was looked up, even
@@ -321,7 +321,7 @@ def init_slots(tables: dict[str, PackedRows], plan: EmbeddingPlan) -> dict[str, 
 
     Args:
       tables: stack name to packed rows; initial values may depend on them.
-      plan: of the layer.
+      plan: plan of the layer.
 
     Returns:
       Stack name to the optimizer's state. Slot variables are `PackedRows`, sharded
@@ -367,7 +367,7 @@ def apply_gradients(
       tables: stack name to packed rows.
       slots: stack name to optimizer state, from `init_slots`.
       gradients: from `compute_gradients`, or a sum of several.
-      plan: of the layer.
+      plan: plan of the layer.
       gradient_norm: norm of the gradients of the whole model, a float32 scalar, for
         optimizers with `global_clipnorm`. None: that of these tables.
 

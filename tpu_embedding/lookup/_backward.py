@@ -59,7 +59,7 @@ class SampleGradients:
       cotangents: per feature, `[samples, dim]`.
       poolings: per feature.
       max_unique_ids: upper bound on the unique ids of a shard.
-      backends: that spread the cotangents.
+      backends: backends of this batch, which spread the cotangents.
     """
 
     keys: Int[Array, " ids"]
@@ -100,10 +100,10 @@ def stack_gradient(
     """Returns the gradient of a stacked table. Per shard.
 
     Args:
-      routing: of the lookup.
+      routing: facts that the lookup handed on.
       cotangents: derivatives of the loss by the activations, per feature.
-      stack: its plan.
-      plan: for the mesh.
+      stack: plan of the stack.
+      plan: gives the mesh.
     """
     samples = SampleGradients(
         keys=routing.keys,
@@ -176,8 +176,8 @@ def _gradient_of(
     Args:
       samples: the gradients.
       sent: their ids; None: they are sent now.
-      stack: its plan.
-      plan: for the mesh.
+      stack: plan of the stack.
+      plan: gives the mesh.
     """
     ids_per_block = samples.backends.ids_per_block
     if ids_per_block is not None:

@@ -74,8 +74,8 @@ def send_requests(current: Round, size: RoundSize, stack: StackPlan) -> Requests
 
     Args:
       current: the requests of this shard.
-      size: of the round.
-      stack: for the mesh axes.
+      size: buffer sizes of the round.
+      stack: gives the mesh axes.
     """
     row_ids = exchange(current.row_ids, stack)
     if size.kind == "padded":
@@ -164,7 +164,7 @@ def exchange(buffer: Array, stack: StackPlan) -> Array:
 
     Args:
       buffer: `[num_shards * bucket_size, ...]`, per shard.
-      stack: for the mesh axes that its rows are split over.
+      stack: gives the mesh axes that rows are split over.
 
     Returns:
       The received buckets in the order of their senders, of the same shape. A second
@@ -220,11 +220,11 @@ def _exchange_ragged(
 
     Args:
       rows: the buffer.
-      sent: its buckets.
+      sent: buckets of the buffer.
       received: the buckets of the result.
       num_rows: length of the result, in rows.
-      stack: for the mesh axes.
-      plan: for the platform.
+      stack: gives the mesh axes.
+      plan: gives the platform.
     """
     layout = rows.layout.resized(num_rows)
     lines = rows.lines[:, None] if layout.is_flat else rows.lines

@@ -60,12 +60,12 @@ class PoolingSpec:
       gains: float32 `[ids]`, factor of each id's row; None: all are 1.
       scales: float32 `[samples]`, factor by which the combiner normalises each sample's
         sum; None: all are 1.
-      sample_ids: as in `FeatureInput`.
-      num_samples: as in `FeatureInput`.
-      valence: as in `FeatureInput`.
+      sample_ids: see `FeatureInput`.
+      num_samples: see `FeatureInput`.
+      valence: see `FeatureInput`.
       valences: int32 `[samples]`, the rows of each sample that a custom combiner pools,
         or None.
-      custom_combiner: as in `FeatureInput`.
+      custom_combiner: see `FeatureInput`.
     """
 
     gains: Float[Array, " ids"] | None
@@ -131,8 +131,8 @@ def resolve(
     """Applies the policies and the combiner of one feature. Per shard.
 
     Args:
-      feature_input: its ids.
-      feature: its plan.
+      feature_input: ids of the feature.
+      feature: plan of the feature.
 
     Returns:
       The row of the table that each place reads; `PADDING_ROW_ID` where it reads none.

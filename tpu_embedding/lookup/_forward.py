@@ -52,7 +52,7 @@ class StackRouting:
       poolings: per feature of the stack.
       sequences: per feature of the stack; None without a custom combiner.
       max_unique_ids: upper bound on the unique ids of a shard.
-      backends: that pool and spread this batch.
+      backends: choices for this batch.
     """
 
     keys: Int[Array, " ids"]
@@ -69,7 +69,7 @@ class RoutedStack:
     """The ids of a stack at the owners of their rows, not yet read. Per shard.
 
     Attributes:
-      routing: for the backward pass.
+      routing: facts for the backward pass.
       places: int32 `[ids]`, place of each id's row in the first round's buffer, or in
         the table if this device reads its own rows.
       out_of_range: int32 `[1]` per feature of the stack.
@@ -88,7 +88,7 @@ class StackLookup:
     Attributes:
       activations: `[samples, dim]` per feature of the stack, in the plan's
         `activation_dtype`.
-      routing: for the backward pass.
+      routing: facts for the backward pass.
       rounds: int32 `[1]`.
       out_of_range: int32 `[1]` per feature of the stack.
     """
@@ -110,8 +110,8 @@ def lookup_stack(
     Args:
       table: this shard's rows.
       inputs: per feature of the stack.
-      stack: its plan.
-      plan: for the mesh.
+      stack: plan of the stack.
+      plan: gives the mesh.
     """
     return read_stack(table, route_stack(inputs, stack, plan), stack, plan)
 
@@ -125,8 +125,8 @@ def route_stack(
 
     Args:
       inputs: per feature of the stack.
-      stack: its plan.
-      plan: for the mesh.
+      stack: plan of the stack.
+      plan: gives the mesh.
     """
     features = [plan.features[i] for i in plan.features_of(stack)]
     keys, poolings, out_of_range = flatten(inputs, features, stack)
@@ -159,9 +159,9 @@ def read_stack(
 
     Args:
       table: this shard's rows.
-      routed: of the same stack.
-      stack: its plan.
-      plan: for the mesh.
+      routed: routed ids of the stack.
+      stack: plan of the stack.
+      plan: gives the mesh.
     """
     routing = routed.routing
     rounds = jnp.int32(1)

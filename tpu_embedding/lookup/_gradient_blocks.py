@@ -63,7 +63,7 @@ def first_block(
       keys: row of each id; `PADDING_ROW_ID` for an id without a row.
       ids_per_block: ids of a block.
       read_cotangents: reads the cotangents of ids.
-      layout: of the table.
+      layout: packing of the table.
 
     Returns:
       The gradients, and the blocks for `fold_blocks`; None if there is only one.
@@ -104,10 +104,10 @@ def fold_blocks(
     Args:
       blocks: from `first_block`.
       first: the gradients of the first block.
-      read_cotangents: as for `first_block`.
-      layout: of the table.
+      read_cotangents: reads the cotangents of ids.
+      layout: packing of the table.
       body: what is done with the gradients of a block, and the range of their rows.
-      carry: its first value.
+      carry: first value of the carry.
     """
     num_used = jnp.sum(blocks.row_ids != PADDING_ROW_ID, dtype=jnp.int32)
     ids_per_block = blocks.row_ids.shape[1]
@@ -142,11 +142,11 @@ def _sum_block(
     """Sums the gradients of one block.
 
     Args:
-      index: of the block.
+      index: number of the block.
       blocks: all of them.
       open_sum: what earlier blocks add to the first row of this one.
-      read_cotangents: as for `first_block`.
-      layout: of the table.
+      read_cotangents: reads the cotangents of ids.
+      layout: packing of the table.
 
     Returns:
       The gradients of finished rows, the sum of a row that continues in the next block,

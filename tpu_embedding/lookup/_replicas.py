@@ -30,8 +30,8 @@ def gather_from_replicas(
 
     Args:
       received: by this copy; rows may repeat.
-      stack: its plan.
-      plan: for the mesh.
+      stack: plan of the stack.
+      plan: gives the mesh.
 
     Returns:
       The gradients of all copies, one after the other; rows repeat. If the optimizer
@@ -64,7 +64,7 @@ def add_dense_gradients(
 
     Args:
       received: by this copy; rows may repeat.
-      stack: its plan.
+      stack: plan of the stack.
 
     Returns:
       The sums, one place per row of the shard; the ids of untouched rows are padding.
@@ -101,8 +101,8 @@ def _in_sample_order(
 
     Args:
       buffers: `[num_replicas, num_shards * bucket, ...]`, in equal buckets.
-      stack: its plan.
-      plan: for the mesh.
+      stack: plan of the stack.
+      plan: gives the mesh.
     """
     axes = (*stack.replica_axes, *stack.shard_axes)
     sizes = [plan.mesh.shape[axis] for axis in axes]

@@ -30,7 +30,7 @@ class PendingRounds:
       next_ranks: int32 `[num_shards]`, the first pending rank per destination.
       end_row: int32 `[1]`, the first of this shard's own rows that is pending.
       is_pending: bool `[1]`, True if some shard has a pending id.
-      size: of each round.
+      size: buffer sizes of each round.
     """
 
     dedup: Dedup

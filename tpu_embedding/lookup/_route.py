@@ -89,9 +89,9 @@ def route(
     Args:
       dedup: the shard's unique ids.
       first_ranks: the first pending rank of each destination.
-      size: of the round.
+      size: buffer sizes of the round.
       stack: the stack's plan.
-      plan: for the mesh axes of the all-reduce.
+      plan: gives the mesh axes of the all-reduce.
     """
     end_ranks = dedup.first_ranks[1:]
     capacity = _capacities(end_ranks - first_ranks, size, stack)

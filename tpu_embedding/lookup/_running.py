@@ -47,7 +47,7 @@ def _scan(
     Args:
       values: the numbers.
       combine: an associative function.
-      neutral: its neutral element.
+      neutral: neutral element of the operation.
     """
     num_values = values.shape[0]
     if num_values <= _BLOCK:

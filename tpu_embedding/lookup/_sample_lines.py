@@ -50,8 +50,8 @@ class SampleLines:
 
         Args:
           rows: rows in the exchange buffer.
-          places: of the rows, those of one feature after the other. Within a feature
-            come the first ids of all samples, then the second ids, and so on.
+          places: places of the rows, one feature after the other. Within a feature come
+            the first ids of all samples, then the second ids, and so on.
           sizes: sums of rows of each feature, a multiple of its samples.
           valences: rows of each sum.
           backend: runs the kernel.

@@ -31,7 +31,7 @@ class SentIds:
       num_ids: int32 `[1]`, ids of the shard without padding.
       requested_rows: int32 `[1, num_shards]`, rows that the shard requests from each
         owner, in all rounds together.
-      size: of the first round.
+      size: buffer sizes of the first round.
     """
 
     ids_by_row: IdsByRow
@@ -48,10 +48,10 @@ def send_ids(
     """Sends the unique ids of a stack to the owners of their rows. Per shard.
 
     Args:
-      keys: of all features; see `_flatten.py`.
+      keys: keys of all features; see `_flatten.py`.
       max_unique_ids: upper bound on the unique ids of a shard.
-      stack: its plan.
-      plan: for the mesh.
+      stack: plan of the stack.
+      plan: gives the mesh.
 
     Returns:
       The ids, and the place of each id's row in the first round's buffer.

@@ -47,7 +47,7 @@ def spread(
       cotangents: per feature of the stack.
       ids_by_row: the ids of each row.
       poolings: the features of the stack.
-      layout: of the exchange buffer.
+      layout: packing of the exchange buffer.
       backends: the choice for this batch.
 
     Returns:

@@ -30,7 +30,7 @@ def check_dense_optimizer(
 
     Args:
       tx: optimizer of the dense parameters.
-      opt_state: its state.
+      opt_state: state of the dense optimizer.
       params: the dense parameters.
       layers: plan and slots of each layer of the model.
       stacklevel: frames from here to the user's line, for the warning.

@@ -102,7 +102,7 @@ class TPUEmbedding(nnx.Module):
     Attributes:
       plan: stacking, sharding, packing and backends; `print(layer.plan)` shows it.
       tables: the stacked tables.
-      stats: of the latest lookup: rounds used, ids out of range.
+      stats: rounds used, and ids out of range, of the latest lookup.
       buffer_sizes: sizes of ragged features, which `prepare` remembers.
       set_tables: tables that were set by hand, for deltas.
 
@@ -141,12 +141,11 @@ class TPUEmbedding(nnx.Module):
           mesh: devices to shard tables and batch over; None: all, on one axis.
           plan: made by `make_plan` from the same `feature_config`, instead of
             `optimizer` and `mesh`; it sets more options.
-          embedding_feature: as for `make_plan`, which takes it instead if it makes the
-            plan.
+          embedding_feature: see `make_plan`; with a `plan`, give it to `make_plan`.
           pipeline_execution_with_tensor_core: TensorFlow's name; only False. Pipelining
             is a property of the train step here: see
             `tpu_embedding.PipelinedTrainStep`.
-          rngs: its stream `params` provides the key of the tables.
+          rngs: stream `params` provides the key of the tables.
 
         Raises:
           ValueError: if the configuration contradicts itself, or the layer is made
@@ -271,8 +270,8 @@ class TPUEmbedding(nnx.Module):
         Args:
           features: nest like `feature_config`, whose dicts may lack keys.
           weights: None, or the same nest with weights, or None, per feature.
-          serving_config: as in a call of the layer.
-          samples: of the features, all or this process's, as in `prepare_features`.
+          serving_config: see a call of the layer.
+          samples: `"global"` or this process's samples; see `prepare_features`.
         """
         plan = self._plan_for(serving_config)
         return prepare_features(

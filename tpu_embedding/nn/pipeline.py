@@ -63,7 +63,7 @@ class PipelinedTrainStep:
         """Keeps the loss; nothing is compiled before the first call.
 
         Args:
-          loss_fn: as for `tpu_embedding.value_and_grad`. The features that it gives to
+          loss_fn: see `tpu_embedding.value_and_grad`. The features that it gives to
             the layers may depend on the batch, and on variables that training does not
             change. They may depend on no activation.
           mode: `"exact"` for the numbers of a plain loop, `"stale"` to read rows before
@@ -72,7 +72,7 @@ class PipelinedTrainStep:
           has_aux: True if `loss_fn` returns a second value.
           transform_gradients: applied before the update, such as
             `lambda g: te.gradients.clip_by_global_norm(g, 1.0)`; None: nothing.
-          compiler_options: of XLA; None: those of the first layer's plan.
+          compiler_options: options of XLA; None: those of the first layer's plan.
 
         Raises:
           ValueError: if the mode is unknown.
@@ -101,7 +101,7 @@ class PipelinedTrainStep:
         Args:
           model: owns at least one `TPUEmbedding`. Model and optimizer are updated in
             place, and are the same ones until the next `drain`.
-          optimizer: of the model.
+          optimizer: optimizer of the model.
           *args: the batch, as `loss_fn` takes it after the model.
           **kwargs: the same, by name.
 
@@ -122,14 +122,14 @@ class PipelinedTrainStep:
         mode `"exact"`.
 
         Args:
-          model: that of the calls.
-          optimizer: that of the calls.
+          model: the model of the calls.
+          optimizer: the optimizer of the calls.
 
         Returns:
           The loss of that batch, or `(loss, aux)`. None if no batch is pending.
 
         Raises:
-          ValueError: as for a call.
+          ValueError: if a call would raise it.
         """
         return None if self._pending is None else self._run(model, optimizer, None)
 

@@ -37,7 +37,7 @@ class PipelineProgram:
 
     Attributes:
       loss_fn: see `PipelinedTrainStep`, as for all attributes.
-      mode: of the pipeline.
+      mode: `"exact"` or `"stale"`.
       wrt: filter of the dense parameters.
       has_aux: True if the loss returns a second value.
       transform_gradients: applied before the update, or None.
@@ -55,9 +55,9 @@ class PipelineProgram:
         """Returns `begin` and `advance` under `jit`; `advance` donates the state.
 
         Args:
-          state: of (model, optimizer); arrays or shapes with shardings, which the new
-            state keeps.
-          compiler_options: of XLA.
+          state: state of (model, optimizer): arrays, or shapes with shardings. The new
+            state keeps the shardings.
+          compiler_options: options of XLA.
         """
         jit = functools.partial(
             jax.jit, static_argnums=0, compiler_options=compiler_options
@@ -85,9 +85,9 @@ class PipelineProgram:
         """Trains on a batch, and begins the lookup of the next one.
 
         Args:
-          graph: of (model, optimizer).
-          state: of (model, optimizer).
-          in_flight: of the batch.
+          graph: graph of (model, optimizer).
+          state: state of (model, optimizer).
+          in_flight: what is known about the batch.
           batch: to train on.
           next_batch: to look up; None: none.
 
@@ -234,8 +234,8 @@ def _keep_routing(
 
     Args:
       record: takes the other arguments by name, and returns `(routed, rest)`.
-      batch: of the loss.
-      variables: of the model.
+      batch: arguments of the loss.
+      variables: variables of the model.
       activations: placeholders, per call.
 
     Raises:

@@ -101,9 +101,9 @@ def add_calls(
     """Returns the gradients of a layer's tables, summed over its calls.
 
     Args:
-      routings: of each call.
+      routings: routing of each call.
       cotangents: derivatives by the activations of each call.
-      plan: of the layer.
+      plan: plan of the layer.
     """
     of_calls = [
         steps.compute_gradients(routing, cotangent, plan)

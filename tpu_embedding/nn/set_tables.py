@@ -50,7 +50,7 @@ class SetTables:
         """Forgets, for one base, what was set before: it has the present values.
 
         Args:
-          base: as for `set_since`.
+          base: see `set_since`.
           tables: names; None: all.
         """
         names = self._events if tables is None else tables

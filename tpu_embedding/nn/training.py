@@ -126,7 +126,7 @@ class Variables:
 
     Attributes:
       dense: those that a loss is differentiated by.
-      tables: of all `TPUEmbedding` layers.
+      tables: tables of all `TPUEmbedding` layers.
       rest: all others, such as batch statistics.
     """
 
@@ -139,7 +139,7 @@ class ModelLoss:
     """A loss of a model, as a function of the model's variables.
 
     Attributes:
-      variables: of the model.
+      variables: variables of the model.
       plans: path of each `TPUEmbedding` to its plan.
     """
 
@@ -177,7 +177,7 @@ class ModelLoss:
         """Computes the loss on a copy of the model.
 
         Args:
-          variables: of the copy.
+          variables: variables of the copy.
           recording: how its layers answer calls.
           given: path of each layer to what the recording gives to its calls; None:
             nothing.
@@ -465,7 +465,7 @@ class Optimizer(nnx.Module):
         """Replaces some slot variables, as `te.functional.with_slot_values` does.
 
         Args:
-          values: as `slot_values` returns them; tables and slots may be missing.
+          values: result of `slot_values`; tables and slots may be missing.
 
         Raises:
           TypeError: if a value is no array of real numbers.

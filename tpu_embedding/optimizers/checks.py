@@ -178,7 +178,7 @@ def check_rule(
     Args:
       owner: the function that takes the transformation.
       rule: a pair of functions `init` and `update`.
-      argument: its name among the function's arguments.
+      argument: name among the function's arguments.
       example: a transformation to write instead.
     """
     functions = (getattr(rule, "init", None), getattr(rule, "update", None))

@@ -63,7 +63,7 @@ class StackDevices(NamedTuple):
     """The devices of a stack, as far as they decide on backends.
 
     Attributes:
-      hardware: that rows are laid out for.
+      hardware: kind of device; it decides the packing of rows.
       num_shards: devices that its rows are split over.
       num_replicas: devices that hold a copy of each row.
       capacity: the user's limit of ids per round, or None.
@@ -110,8 +110,8 @@ class BatchBackends(NamedTuple):
     Attributes:
       samples_per_feature: samples of each feature, if samples share lines while rows
         are pooled and cotangents are spread; None: one sample per line.
-      pool: as in `StackBackends`.
-      spread: as in `StackBackends`.
+      pool: sums gathered rows into samples.
+      spread: distributes cotangents to rows.
       kernels: accesses that kernels make to rows in buffers; None: XLA makes all.
       ids_per_block: ids whose cotangents are summed and applied at a time; None: all.
     """
@@ -137,7 +137,7 @@ def choose_backends(
       layout: packing of the table's rows.
       optimizer: rule of the tables; None: they are not trained.
       slots: row shape and dtype of each slot variable.
-      devices: of the stack.
+      devices: devices that hold the stack.
     """
     reason = request.reason if request.backend == "xla" else None
     reason = reason or _unreachable_reason(layout)
@@ -186,8 +186,8 @@ def choose_for_batch(
 
     Args:
       layout: packing of the table's rows.
-      backends: of the stack.
-      features: of the batch that look up in the stack.
+      backends: choices for the stack.
+      features: features of the batch that look up in the stack.
     """
     kernels = kernel_access(backends)
     if backends.pool.backend == backends.spread.backend == "xla":

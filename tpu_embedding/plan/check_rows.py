@@ -21,7 +21,7 @@ def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
 
     Args:
       tables: stack name to packed rows; other stacks may be there too.
-      stacks: of the plan.
+      stacks: stacks of the plan.
 
     Raises:
       TypeError: if `tables` is no mapping of packed rows.
@@ -45,7 +45,7 @@ def check_slots(slots: Any, stacks: Sequence[TrainedStackPlan]) -> None:
 
     Args:
       slots: stack name to optimizer state; other stacks may be there too.
-      stacks: of the plan.
+      stacks: stacks of the plan.
 
     Raises:
       TypeError: if `slots` is no mapping.
@@ -68,8 +68,8 @@ def check_stack(rows: PackedRows, stack: StackPlan) -> None:
     """Raises unless rows that the host reads or sets are those of a stack.
 
     Args:
-      rows: of a table, or of a slot variable.
-      stack: of the plan.
+      rows: rows of a table, or of a slot variable.
+      stack: stack of the plan.
 
     Raises:
       TypeError: if `jax.jit` traces the rows, which then have no values.

@@ -27,7 +27,7 @@ def resolve_embedding_feature(
         None.
       placement: the user's, or None.
       kernels: the user's choice of a backend, or None.
-      hardware: of the plan.
+      hardware: hardware of the plan.
 
     Returns:
       The user's placement, or replication for `"UNSUPPORTED"`.

@@ -24,8 +24,8 @@ class FeaturePlan:
     """A lookup of a feature's ids, and its table's place.
 
     Attributes:
-      name: of the feature, in errors and statistics.
-      config: of the feature.
+      name: name of the feature, in errors and statistics.
+      config: the user's declaration of the feature.
       stack_index: stack of the table.
       row_offset: first row of the table in its stack.
       table_index: position of the table in `config.tables`. Lookups of one feature
@@ -307,7 +307,7 @@ def _subset_of(nest: Any, batch: Any) -> Any:
     """Returns the part of a nest whose keys a batch holds.
 
     Args:
-      nest: of dicts, lists, tuples and other nodes, with ints as leaves.
+      nest: dicts, lists, tuples and other nodes, with ints as leaves.
       batch: nest of the same structure, whose dicts may lack keys.
 
     Raises:

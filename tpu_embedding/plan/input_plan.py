@@ -28,7 +28,7 @@ class InputPlan(FeatureNest):
         tables lack initializers and optimizers.
       feature_tree: the nest.
       num_shards: devices of the layer.
-      num_process_parts: as in `EmbeddingPlan`.
+      num_process_parts: see `EmbeddingPlan`.
     """
 
     num_shards: int

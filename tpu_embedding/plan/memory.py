@@ -29,7 +29,7 @@ def rows_per_slab(layout: RowLayout) -> int:
     lines there, as XLA:TPU may lay out an array of narrow rows.
 
     Args:
-      layout: of the rows of one shard.
+      layout: packing of the rows of one shard.
 
     Returns:
       A number of rows that fill whole lines; at most all lines of the shard.
@@ -49,9 +49,9 @@ def whole_table_init_bytes(num_rows: int, num_shards: int, layout: RowLayout) ->
     owners. Rows take whole lines there.
 
     Args:
-      num_rows: of the table.
+      num_rows: rows of the table.
       num_shards: over which the rows are dealt.
-      layout: of the rows of one shard.
+      layout: packing of the rows of one shard.
     """
     row_bytes = LANE_BYTES * round_up(layout.dim, layout.line_lanes or 1)
     return 2 * -(-num_rows // num_shards) * row_bytes

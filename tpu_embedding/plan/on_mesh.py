@@ -29,7 +29,7 @@ def on_shards(
 
     Args:
       function: takes and returns the part of each device.
-      plan: for the mesh.
+      plan: gives the mesh.
       in_specs: partitions of the arguments; pytrees may be prefixes of theirs.
       out_specs: partitions of the results. Devices must agree where one lacks an axis.
     """
@@ -49,8 +49,8 @@ def in_auto_axes(
     """Returns a function that runs in a context of `Auto` axes.
 
     Args:
-      function: of global arrays.
-      plan: for the mesh.
+      function: takes and returns global arrays.
+      plan: gives the mesh.
       out_specs: partitions of the results on a mesh with `Explicit` axes; pytrees may
         be prefixes of the results. XLA chooses the partitions on other meshes.
     """

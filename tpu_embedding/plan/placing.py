@@ -73,7 +73,7 @@ def place_tables(
     Args:
       tables: the table of each lookup.
       features: the feature of each lookup.
-      policy: of tables without a placement of their own.
+      policy: places tables without a placement of their own.
       mesh: devices of the layer.
       row_bytes_of: memory of a row.
 

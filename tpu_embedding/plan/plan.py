@@ -43,8 +43,8 @@ class EmbeddingPlan(FeatureNest):
       mesh: devices of the tables, the batches and the dense model.
       batch_axes: mesh axes that batches and activations are split over. They are copied
         along the others, which a dense model may use for its own weights.
-      hardware: of the mesh's devices.
-      activation_dtype: of activations, float32 or bfloat16.
+      hardware: hardware of the mesh's devices.
+      activation_dtype: type of activations, float32 or bfloat16.
 
     Example:
       >>> import tpu_embedding as te

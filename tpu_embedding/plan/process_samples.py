@@ -14,7 +14,7 @@ def process_shards(sharding: NamedSharding, num_shards: int) -> dict[int, range]
     """Returns the shards of samples that each process holds, by its number.
 
     Args:
-      sharding: of batches along their first axis.
+      sharding: sharding of batches along their first axis.
       num_shards: devices of the mesh, each of which looks up an equal share.
 
     Returns:

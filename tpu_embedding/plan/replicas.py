@@ -24,7 +24,7 @@ def choose_reduction(stack: "StackPlan", received_rows: int) -> ReplicaReduction
     """Returns how the replicas of a stack add up the gradients of a round.
 
     Args:
-      stack: its plan.
+      stack: plan of the stack.
       received_rows: length of the buffer of rows that a device receives in a round.
     """
     if stack.num_replicas == 1:

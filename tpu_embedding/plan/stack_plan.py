@@ -25,7 +25,7 @@ class TablePlan:
     """A table's place in its stack: rows `row_offset` and on.
 
     Attributes:
-      name: of the table.
+      name: name of the table.
       config: the table as the user declared it.
       row_offset: first row in the stack.
       placement_reason: the setting that chose the placement of its stack.

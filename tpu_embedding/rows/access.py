@@ -211,7 +211,7 @@ def replace_rows(
 
     Args:
       packed: the rows of this shard.
-      row_ids: as in `add_to_rows`.
+      row_ids: see `add_to_rows`.
       old: the present values, `[ids, *row_shape]`, or the lines of these.
       new: the new values, of the same shape.
     """
@@ -248,7 +248,7 @@ def update_packed(
     Args:
       body: the part of the rule that runs on rows; see `update_rows`.
       arrays: the table and its slot variables. Kernels reach them all.
-      row_ids: as in `add_to_rows`.
+      row_ids: see `add_to_rows`.
       gradients: one for each id; ids beyond the last row may have any.
       scalars: float32 values that belong to no row, such as the learning rate.
       row_scalars: per array of one value per row: the values of the rows of the ids.

@@ -52,7 +52,7 @@ def to_file_rows(lines: np.ndarray, layout: RowLayout) -> np.ndarray:
 
     Args:
       lines: `[lines]` or `[lines, lanes]`, as the layout stores them.
-      layout: of these rows; it may have another number of rows.
+      layout: packing of these rows; it may have another number of rows.
 
     Returns:
       `[lines * rows_per_line, *shape]` of `file_row`; a view of the lines if possible.
@@ -76,7 +76,7 @@ def of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
 
     Args:
       rows: `[lines * rows_per_line, *shape]` of `file_row`.
-      layout: as in `to_file_rows`.
+      layout: see `to_file_rows`.
 
     Returns:
       `[lines]` or `[lines, lanes]`. Unused lanes are zero.
@@ -101,7 +101,7 @@ def file_rows_of_values(values: np.ndarray, layout: RowLayout) -> np.ndarray:
 
     Args:
       values: `[rows, *row_shape]`, floating numbers.
-      layout: of the narrow table.
+      layout: packing of the narrow table.
 
     Returns:
       `[rows, *shape]` of `file_row`.
@@ -122,7 +122,7 @@ def values_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
 
     Args:
       rows: `[rows, *shape]` of `file_row`.
-      layout: as in `to_file_rows`.
+      layout: see `to_file_rows`.
 
     Returns:
       `[rows, *row_shape]`.

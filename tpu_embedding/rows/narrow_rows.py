@@ -44,7 +44,7 @@ class _Float16Bits(NamedTuple):
 
     Attributes:
       dropped: mantissa bits that float32 has beyond it.
-      infinity: its infinity; larger numbers are NaN.
+      infinity: infinity of the type; larger numbers are NaN.
       exponent_shift: float32's exponent minus its own, for equal numbers.
     """
 

@@ -371,7 +371,7 @@ def store_rows(rows: Any, layout: RowLayout) -> Any:
 
     Args:
       rows: `[rows, dim]`, NumPy or JAX; float32 if narrow.
-      layout: of a table or slot variable, with any number of rows.
+      layout: packing of a table or slot variable, with any number of rows.
 
     Returns:
       `[rows, row_lanes]`.
@@ -386,7 +386,7 @@ def load_rows(stored: Any, layout: RowLayout) -> Any:
 
     Args:
       stored: `[rows, row_lanes]`, NumPy or JAX.
-      layout: as in `store_rows`.
+      layout: see `store_rows`.
     """
     if layout.narrow_dtype is None:
         return stored
@@ -412,7 +412,7 @@ def lines_of_rows(stored: Any, layout: RowLayout) -> Any:
 
     Args:
       stored: `[lines * rows_per_line, row_lanes]`, NumPy or JAX.
-      layout: of these rows; it may have another number of rows.
+      layout: packing of these rows; it may have another number of rows.
 
     Returns:
       `[lines, lanes]`.
@@ -487,7 +487,7 @@ def broadcast_to_lanes(columns: Sequence[Array], layout: RowLayout) -> Array:
     Args:
       columns: `[lines]` for each place of a line: the values of the rows that lie at
         this place.
-      layout: of these rows.
+      layout: packing of these rows.
 
     Returns:
       `[lines, lanes]`.

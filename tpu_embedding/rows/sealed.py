@@ -42,9 +42,9 @@ class Sealed:
     `jnp.zeros_like` of every leaf gives a tree without rows.
 
     Attributes:
-      leaves: of the tree, most of them in an opaque dtype.
-      structure: of the tree.
-      dtypes: of the sealed leaves; None for a leaf that is not sealed.
+      leaves: leaves of the tree, most of them in an opaque dtype.
+      structure: structure of the tree.
+      dtypes: dtype of each sealed leaf; None for a leaf that is not sealed.
     """
 
     leaves: list[Any]

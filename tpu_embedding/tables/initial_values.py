@@ -79,7 +79,7 @@ class _Tables(NamedTuple):
       offsets: first row in the stack.
       sizes: number of rows.
       keys: words of the table's Threefry key.
-      parameters: of the function.
+      parameters: parameters of the function.
     """
 
     offsets: Int[Any, " tables"]
@@ -175,7 +175,7 @@ def _fill_slabs(
     nested loops.
 
     Args:
-      rows: of this shard.
+      rows: rows of this shard.
       values_of: returns the values of some rows of table `i`.
       offsets: first row of each table in the stack.
       sizes: rows of each table.

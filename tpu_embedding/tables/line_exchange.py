@@ -38,8 +38,8 @@ class LineExchange:
       num_replicas: see `StackPlan`.
       layout: packing of the rows, without the tables that they belong to.
       window_rows: maximum rows of a range.
-      receivers: of the ranges that are read.
-      plan: for the mesh.
+      receivers: devices that get the ranges that are read.
+      plan: gives the mesh.
       stack: any stack with these facts.
     """
 
@@ -128,7 +128,7 @@ def read_lines(
     """Sends the lines of one window to each device. Global.
 
     Args:
-      lines: of all shards.
+      lines: lines of all shards.
       starts: first row of the window of each device.
       exchange: static facts.
 
@@ -180,8 +180,8 @@ def write_lines(
     """Writes the rows of one window per shard in place. Global.
 
     Args:
-      lines: of all shards.
-      parts: for each shard, the new lines of its window by owner.
+      lines: lines of all shards.
+      parts: new lines, by shard and owner, of the window of each shard.
       starts: first row of the window of each shard.
       sizes: number of rows of each window.
       exchange: static facts.

@@ -182,7 +182,7 @@ def read_turn(packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan) -> jax.
     """Returns the lines of one turn of `read_blocks`, to compile ahead of time.
 
     Args:
-      packed: as in `read_blocks`.
+      packed: see `read_blocks`.
       stack: the stack of the rows.
       plan: plan of the embedding layer.
     """

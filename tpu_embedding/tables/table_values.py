@@ -193,7 +193,7 @@ def check_range(rows: np.ndarray, start: int, dtype: str, owner: str) -> None:
       rows: `[rows, ...]`, real numbers.
       start: number of the first row, for messages.
       dtype: name of the type.
-      owner: of the rows, for messages.
+      owner: owner of the rows, for messages.
 
     Raises:
       ValueError: if a number is beyond the range of the type.
@@ -272,7 +272,7 @@ class _Part(NamedTuple):
     """The rows of a table that lie in a block of a shard's rows.
 
     Attributes:
-      table_name: of the table.
+      table_name: name of the table.
       of_block: their range in the block.
       of_table: the same rows of the table: every `num_shards`-th one.
     """

@@ -29,7 +29,7 @@ class TrackedStack:
 
     Attributes:
       stack: the stack.
-      state: of `track_touched_rows`.
+      state: state of `track_touched_rows`.
     """
 
     stack: TrainedStackPlan

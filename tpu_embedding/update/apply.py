@@ -69,9 +69,9 @@ def apply_gradient(
     Args:
       table: rows of this shard.
       state: from `init_state`.
-      gradient: of the stack; `gradient_of_no_row` if the step touched none of its rows.
-      stack: its plan.
-      plan: for the mesh.
+      gradient: gradient of the stack, or `gradient_of_no_row`.
+      stack: plan of the stack.
+      plan: gives the mesh.
 
     Returns:
       New table and state.

@@ -27,7 +27,7 @@ def swap_in_averages(
       table: rows of this shard.
       state: the optimizer's, with the averages of `adafactor`.
       stack: the stack's plan.
-      plan: for the mesh.
+      plan: gives the mesh.
 
     Returns:
       The new table, and the state with which training may continue.

@@ -69,9 +69,9 @@ def apply_to_every_element(
       optimizer: the rule.
       table: rows of this shard.
       state: from `lift_to_rows(optimizer).init`.
-      gradient: of rows within the range.
+      gradient: gradient of rows within the range.
       row_range: rows that this round covers, if the step has several rounds; None: all.
-      writer: of the table.
+      writer: writes the rows of the table.
     """
     row_ids = gradient.row_ids
     leaves, tree = jax.tree.flatten(state, is_leaf=is_slot)

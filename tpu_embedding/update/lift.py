@@ -49,7 +49,7 @@ def lift_to_rows(
         `optax.inject_hyperparams`.
       rows_of: answers rules that ask for totals over the rows of a table; None: such
         a rule sees the given rows as one whole table.
-      form: of the update. In `"blocks"`, slots are read before one is written.
+      form: form of the update. In `"blocks"`, slots are read before one is written.
 
     Returns:
       A transformation whose `init` takes the `PackedRows` of a table and whose
@@ -131,10 +131,10 @@ def step_on_no_row(
     table or slot variable is read or written.
 
     Args:
-      optimizer: as for `lift_to_rows`.
+      optimizer: see `lift_to_rows`.
       state: from `lift_to_rows(optimizer).init`. Slot variables may be shapes.
       dim: columns of the table.
-      rows_of: as for `lift_to_rows`.
+      rows_of: see `lift_to_rows`.
     """
     row_ids = jnp.full(_PADDING_ROWS, PADDING_ROW_ID, jnp.int32)
     zeros = jnp.zeros((_PADDING_ROWS, dim), jnp.float32)

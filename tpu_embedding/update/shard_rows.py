@@ -20,7 +20,7 @@ def shard_rows(
     Args:
       row_ids: rows of this shard; ids beyond the last row are padding.
       is_touched: True for rows that this step looked up.
-      all_reduce: of the totals of these rows.
+      all_reduce: reduces the totals of these rows over all parts.
       stack: the stack's plan.
     """
     is_used, of_stack = rows_of_stack(row_ids, stack)

@@ -76,7 +76,7 @@ class RoundingWriter(TableWriter):
 
     Attributes:
       stack: the stack's plan.
-      step: of the `RoundedState`.
+      step: step count of the `RoundedState`.
     """
 
     stack: StackPlan

@@ -68,10 +68,10 @@ class RecordingTables:
     """Tables that record the calls of their layer.
 
     Attributes:
-      tables: of the layer.
+      tables: tables of the layer.
       taps: per call, nest like the activations; None: record activations.
-      path: of the layer.
-      recorder: of this run of the loss.
+      path: path of the layer.
+      recorder: records the calls of this run of the loss.
     """
 
     tables: LayerTables

@@ -104,7 +104,7 @@ class TrainState(struct.PyTreeNode):
       apply_fn: usually `model.apply`.
       variables: all collections of the model, tables included.
       tx: optimizer of the dense parameters.
-      opt_state: of `tx`.
+      opt_state: state of `tx`.
       slots: layer path to stack name to optimizer state of the tables.
 
     Example:

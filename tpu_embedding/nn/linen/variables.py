@@ -35,7 +35,7 @@ class LayerTables:
 
     Attributes:
       stacks: stack name to packed rows.
-      plan: of the layer.
+      plan: plan of the layer.
     """
 
     stacks: dict[str, PackedRows]

@@ -40,7 +40,7 @@ class RowsDimension:
     """A dimension that depends on the number of rows.
 
     Attributes:
-      sizes: its size for each of `TRACED_SIZES`.
+      sizes: size of the dimension for each of `TRACED_SIZES`.
     """
 
     sizes: tuple[int, int]
@@ -71,8 +71,8 @@ class Constant:
     """A value that is fixed when the rule is traced.
 
     Attributes:
-      shape: its shape.
-      dtype: its type.
+      shape: shape of the value.
+      dtype: type of the value.
       value: the value, in the trace for the smaller table.
       is_literal: whether it is a number written into the operation.
       is_row_count: whether it was computed from the number of rows.

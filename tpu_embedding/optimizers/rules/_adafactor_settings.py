@@ -144,7 +144,7 @@ class AdafactorSettings:
         """Returns the moving averages after an update.
 
         Args:
-          averages: as of some earlier update.
+          averages: averages after some earlier update.
           rows: values since that update.
           new: values after this update.
           count: updates so far.

@@ -108,7 +108,7 @@ def without_base(state: Any) -> Any:
     """Returns a state that follows no export, because rows changed outside of updates.
 
     Args:
-      state: of an optimizer, or any pytree of states.
+      state: state of an optimizer, or any pytree of states.
     """
 
     def replace(node: Any) -> Any:

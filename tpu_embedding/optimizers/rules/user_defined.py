@@ -69,11 +69,11 @@ def user_defined(
       custom_computation: the function.
       learning_rate: scalar, or schedule of the step counted from 0.
       slot_names: names of the slot variables, distinct strings.
-      slot_initializers: for each slot, a scalar or a function of `(shape, dtype)` such
-        as `jnp.ones`. The function must give every row the same values; `shape` is that
+      slot_initializers: one scalar, or function of `(shape, dtype)` such as `jnp.ones`,
+        per slot. The function must give every row the same values; `shape` is that
         of one shard's slot.
       hyperparameters: scalars, or schedules of the step counted from 0.
-      slot_dims: for each slot, 2 for `[rows, dim]` or 1 for `[rows]`; None: all are 2.
+      slot_dims: 2 for `[rows, dim]` or 1 for `[rows]`, per slot; None: all are 2.
 
     Raises:
       TypeError: if an argument has another type.

@@ -69,9 +69,9 @@ def read_chunks(
     Args:
       worker: the worker that runs the body.
       *refs: lines, row ids, the results; then buffers: ids, rows, sums, a semaphore.
-      valences: as in `read_rows`.
+      valences: see `read_rows`.
       dim: elements of a row, or of a part of a wide row.
-      row_stride: as in `read_rows`.
+      row_stride: see `read_rows`.
     """
     lines, row_ids, *results, ids, rows, sums, semaphore = refs
     table = lines.reshape(lines.size // dim, dim)
@@ -122,7 +122,7 @@ def write_chunks(
       worker: the worker that runs the body.
       *refs: sources, target ids of each result, the results; then buffers: ids for each
         result, rows, a semaphore.
-      repetitions: as in `write_rows`.
+      repetitions: see `write_rows`.
       dim: elements of a row, or of a part of a wide row.
     """
     *arrays, id_buffers, rows, semaphore = refs
@@ -333,7 +333,7 @@ def _update_group(
       run: the rule; takes sums, the index of a vector and the row scalars' vectors.
       write: takes the index of a vector and the new vectors of all arrays.
       layout: places of the rows among the vectors.
-      row_scalars: as in `_update_buffers`.
+      row_scalars: see `_update_buffers`.
       num_sums: sums over a row that the rule takes.
       group: index of the group.
     """

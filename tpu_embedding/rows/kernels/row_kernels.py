@@ -215,10 +215,10 @@ def write_rows(
     Args:
       sources: float32 rows in lines; each source has a multiple of 8 lines.
       repetitions: ids per row of each source.
-      target_ids: for each new array the row to write for each id, int32, or
+      target_ids: int32 `[ids]` per new array: the row to write for each id, or
         `DROPPED_ROW`. No row is named twice.
       sizes: rows of each new array, a multiple of 8 that fills lines.
-      dim: as in `read_rows`.
+      dim: see `read_rows`.
       backend: backend that runs the kernel.
 
     Returns:
@@ -258,11 +258,11 @@ def add_rows(
     """Adds to rows, in place where the caller donated the lines. Per shard.
 
     Args:
-      lines: as in `read_rows`.
+      lines: see `read_rows`.
       row_ids: int32, in bounds. Their number is a multiple of 8 and fills lines. No row
         is named twice, except spare rows, which are undefined afterwards.
       additions: the rows to add, packed in the order of the ids.
-      dim: as in `read_rows`.
+      dim: see `read_rows`.
       backend: backend that runs the kernel.
 
     Returns:
@@ -295,9 +295,9 @@ def update_rows(
       body: the rule. If it takes sums or row scalars, a subcore must have room for
         whole rows (`no_room_reason`).
       arrays: the table and slot variables, each as `lines` in `read_rows`.
-      row_ids: as in `add_rows`.
+      row_ids: see `add_rows`.
       gradients: packed in the order of the ids.
-      dim: as in `read_rows`.
+      dim: see `read_rows`.
       scalars: float32 scalars that belong to no row, such as the learning rate.
       backend: backend that runs the kernel.
       row_scalars: float32, one value for each id, such as a row-wise accumulator.
@@ -337,14 +337,14 @@ def _launch_update(
     """Launches the kernel of `update_rows`.
 
     Args:
-      body: as in `update_rows`.
+      body: see `update_rows`.
       arrays: the table and slot variables, cut into parts.
       operands: ids of parts, gradients cut into parts, scalars repeated over the lanes
         of a vector, and the row scalars.
       dim: elements of a part.
       num_parts: parts of a row.
-      backend: as in `update_rows`.
-      name: as in `update_rows`.
+      backend: see `update_rows`.
+      name: see `update_rows`.
     """
     row_ids, _, _, *row_scalars = operands
     num_ids, num_rows = row_ids.size, row_ids.size // num_parts
