@@ -70,6 +70,16 @@ def test_the_compile_check_can_be_skipped(file, compiled):
     assert compiled == []
 
 
+def test_without_the_compiler_the_check_can_be_skipped(file, monkeypatch, capsys):
+    def slices_mesh(*_):
+        raise ImportError("It needs libtpu.")
+
+    monkeypatch.setattr(cli.launch, "slices_mesh", slices_mesh)
+    assert main(["launch", file]) == WRONG_USAGE
+    error = "error: It needs libtpu. --skip-compile-check leaves this out.\n"
+    assert capsys.readouterr() == ("", error)
+
+
 WRONG = {
     "no file": (None, FAILED, "dlrm.toml"),
     "field": (FILE | {"zone": "x"}, WRONG_USAGE, "zone must be a zone, such as us-"),

@@ -73,12 +73,11 @@ def what_deletes(launch: Launch) -> str:
 
 
 def _queued_resource(launch: Launch, program: Program) -> str:
-    facts, name = launch.facts, launch.name
     gcloud = "gcloud"
-    flags = [f"--node-id={name}-0"]
+    flags = [f"--node-id={launch.slice_names[0]}"]
     if launch.slices > 1:
-        # Nodes are NAME-0, NAME-1 and so on.
-        flags = [f"--node-count={launch.slices}", f"--node-prefix={name}"]
+        # Nodes are NAME-0, NAME-1 and so on, as `slice_names`.
+        flags = [f"--node-count={launch.slices}", f"--node-prefix={launch.name}"]
     match launch.capacity:
         case "spot":
             flags.append("--spot")
@@ -89,8 +88,8 @@ def _queued_resource(launch: Launch, program: Program) -> str:
             flags.append("--provisioning-model=flex-start")
             flags.append(f"--max-run-duration={launch.lifetime_seconds}s")
     variables = {
-        "product": facts.product,
-        "runtime_version": facts.runtime_version,
+        "product": launch.facts.product,
+        "runtime_version": launch.facts.runtime_version,
         "flags": [*flags, *_network_flags(launch)],
         "program": program,
     }
@@ -188,7 +187,7 @@ def _manifest(launch: Launch, program: Program) -> str:
         # The node pool has no nodes yet. JobSet would create the pods of a slice once
         # their first has one, and the autoscaler would see a slice of one pod.
         annotations = {}
-        selector["cloud.google.com/gke-nodepool"] = f"{launch.name}-0"
+        selector["cloud.google.com/gke-nodepool"] = launch.slice_names[0]
     deadline = f"activeDeadlineSeconds: {launch.lifetime_seconds}"
     # Kubernetes reads $(NAME) as a variable of the container, and $$ as $.
     arguments = [_requirement(launch), *_arguments(launch, program)]
@@ -275,7 +274,7 @@ def _head(launch: Launch, program: Program, variables: dict[str, Any]) -> str:
         "bucket": launch.bucket,
         "folder": f"gs://{launch.bucket}/{launch.name}",
         "service_account": launch.service_account,
-        "slices": [f"{launch.name}-{index}" for index in range(launch.slices)],
+        "slices": list(launch.slice_names),
     }
     hosts = launch.slices * launch.facts.num_hosts
     return _fill(
