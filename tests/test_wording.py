@@ -13,6 +13,7 @@ FILES = sorted(
 )
 
 OPENINGS = ("What", "Whether", "How", "Which")
+ENTRY_WITHOUT_NOUN = re.compile(r"^\s+\w+: (of|as|its|for|that)\b")
 
 # Names that the package had and readers could not guess, with those that it has now.
 OLD_NAMES = {
@@ -82,6 +83,18 @@ def test_no_docstring_opens_with_a_question_word():
         if text.split()[:1] and text.split()[0] in OPENINGS
     ]
     assert not wrong, "say what it is, or does, instead:\n" + "\n".join(wrong)
+
+
+def test_entries_of_docstrings_stand_alone():
+    wrong = [
+        f"{file}:{line}: {entry.strip()}"
+        for file in FILES
+        if file.startswith("tpu_embedding/")
+        for line, text in docstrings(file)
+        for entry in text.splitlines()
+        if ENTRY_WITHOUT_NOUN.match(entry)
+    ]
+    assert not wrong, "name the thing: 'plan: plan of the layer':\n" + "\n".join(wrong)
 
 
 def test_no_old_name_is_back():

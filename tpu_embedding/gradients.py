@@ -110,7 +110,7 @@ def all_finite(gradients: Any) -> Bool[Array, ""]:
     """Returns True if no gradient of a model is NaN or infinite.
 
     Args:
-      gradients: as for `global_norm`.
+      gradients: see `global_norm`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -156,7 +156,7 @@ def scale(gradients: T, factor: Any) -> T:
     """Multiplies all gradients of a model by a factor.
 
     Args:
-      gradients: as for `global_norm`.
+      gradients: see `global_norm`.
       factor: float, or float32 scalar array.
 
     Raises:
@@ -192,7 +192,7 @@ def clip_by_global_norm(gradients: T, max_norm: float) -> T:
     """Scales all gradients of a model down to a norm of at most `max_norm`.
 
     Args:
-      gradients: as for `global_norm`.
+      gradients: see `global_norm`.
       max_norm: positive number. Gradients of a smaller norm stay as they are. Under
         jit, where a traced number cannot be checked, 0, a negative one or NaN makes
         all gradients NaN.

@@ -381,7 +381,7 @@ def hardware_of_accelerator(name: str) -> tuple[HardwareInfo, int] | None:
     """Returns the hardware and the chips of a Cloud TPU accelerator type.
 
     Args:
-      name: as in the variable `TPU_ACCELERATOR_TYPE`.
+      name: value of the variable `TPU_ACCELERATOR_TYPE`.
 
     Returns:
       The hardware and the number of chips of the slice; None if the name is unknown.

@@ -270,9 +270,9 @@ def row_initializer(
     """Returns the row initializer of a table; None if it needs the whole shape.
 
     Args:
-      initializer: of the table; None: the default one.
-      num_rows: of the table.
-      dim: of the table.
+      initializer: initializer of the table; None: the default one.
+      num_rows: rows of the table.
+      dim: columns of the table.
     """
     if initializer is None:
         return truncated_normal_initializer(dim)

@@ -9,7 +9,7 @@ def local_path(path: str | os.PathLike[str]) -> pathlib.Path:
     """Returns a path of this machine, with the home directory in place of `~`.
 
     Args:
-      path: as the user wrote it; it may be relative.
+      path: path that the user wrote; it may be relative.
 
     Example:
       >>> local_path("runs/../tables/").as_posix()

@@ -50,7 +50,7 @@ class Job:
     Attributes:
       process_index: number of this process.
       num_processes: processes of the job; 1 outside of a job.
-      store: that the processes share.
+      store: store that the processes share.
       last_acts: functions to call before a failure of the job ends this process.
       final_acts: functions to call before that, if the same job would fail again.
       ending: lock of the thread that ends this process after a failure. The others

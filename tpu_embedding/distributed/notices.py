@@ -130,7 +130,7 @@ def end_job(job: Job, message: str, status: int, *, is_final: bool = False) -> N
     notice of that process.
 
     Args:
-      job: of this process.
+      job: job of this process.
       message: text of the error.
       status: exit status of all processes.
       is_final: True if the same run would fail again.

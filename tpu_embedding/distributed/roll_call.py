@@ -253,7 +253,7 @@ def connect(place: Place, timeout_seconds: float, deadline: float) -> socket.soc
     """Returns a connection to the coordinator, once it accepts one.
 
     Args:
-      place: of this process.
+      place: place of this process.
       timeout_seconds: whole time of the wait, for the message.
       deadline: end of the wait, as `time.monotonic` tells it.
 

@@ -66,7 +66,7 @@ class Input:
     """An input of the model.
 
     Attributes:
-      name: its path in the arguments, such as "features/movie".
+      name: path in the arguments, such as "features/movie".
       kind: ids that the program was traced to look up, ragged ids, or another array.
       is_weighted: True if each id has a weight.
       num_samples: "batch", or the only number of samples; 0 without an axis of them.

@@ -63,8 +63,8 @@ def save(
       *example: arguments of the method: a batch, as it is or prepared. Only shapes and
         dtypes matter. Axes as long as the batch are free, all others are fixed.
       method: name of the method to export.
-      dtype: of the tables in the files: "float32", "bfloat16", or "int8" per row, in
-        FBGEMM's layout. `export.json` holds the error that it makes.
+      dtype: type of the tables in the files: "float32", "bfloat16", or "int8" per row,
+        in FBGEMM's layout. `export.json` holds the error that it makes.
       batch_size: None: any. A number: only this one, for models whose code computes
         with the batch size or whose features have an `output_shape`.
 

@@ -24,7 +24,7 @@ def agree_on_demands(
     """Returns the demands of all processes together, for the same batch.
 
     Args:
-      demands: of all ragged features of this process's part.
+      demands: demands of all ragged features of this process's part.
       sizes: whose history the demands enter. Processes use the objects of a program in
         the same order.
 

@@ -32,7 +32,7 @@ class RaggedDemand:
 
     Attributes:
       feature_name: name of the feature.
-      expected_valence: as in `FeatureConfig`.
+      expected_valence: see `FeatureConfig`.
       samples_per_shard: samples of each shard, the last ones filled up.
       num_ids: ids of the fullest shard, which the buffer has to hold.
       num_samples: samples of the batch.
@@ -98,7 +98,7 @@ class BufferSizes:
         """Returns the ids per shard of each feature's buffer. All hold their batch.
 
         Args:
-          demands: of all ragged features of one batch.
+          demands: demands of all ragged features of one batch.
 
         Warns:
           UserWarning: at each growth after the third, naming the feature that grew.

@@ -73,8 +73,8 @@ def read_ids(ids: Any, owner: str, what: What = "Ids") -> HostIds:
         `values` and `row_splits` (`tf.RaggedTensor`), or one with `indices`, `values`
         and `dense_shape` (`tf.SparseTensor`). Masked places of a NumPy masked array
         become `PADDING_ROW_ID`.
-      owner: of the ids, for errors, such as `"feature 'movie'"`.
-      what: of the values, for errors.
+      owner: owner of the ids, for errors, such as `"feature 'movie'"`.
+      what: name of the values, for errors.
 
     Returns:
       The values as NumPy arrays, of any dtype. Row splits, and the shapes and dtypes of

@@ -64,7 +64,7 @@ def prepare_features(
         `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
         objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Global; any
         integer dtype.
-      plan: of the layer, or its part `EmbeddingPlan.for_loaders()`.
+      plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`.
       weights: None, or the same nest with weights, or None, per feature: in the form of
         the ids, or an array; for ragged and sparse features `[num_values]`.
       sizes: remembers the sizes of earlier batches; None: each batch has its own.
@@ -128,7 +128,7 @@ def shard_batch(batch: Any, plan: EmbeddingPlan, *, samples: Samples = "global")
 
     Args:
       batch: nest of arrays on the host.
-      plan: of the layer.
+      plan: plan of the layer.
       samples: `"global"`: each process passes the same global batch, and puts the
         shards of its own devices. An array whose first axis is no multiple of the
         number of devices is copied to each device. `"process"`: each process passes

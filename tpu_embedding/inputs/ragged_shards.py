@@ -19,8 +19,8 @@ class RaggedShards(NamedTuple):
       first_samples: int64 `[num_shards + 1]`; shard `s` has the samples
         `first_samples[s]` to `first_samples[s + 1]`.
       samples_per_shard: the same for all shards; the last ones are filled up.
-      min_valence: as in `ShardedRaggedIds`.
-      max_valence: as in `ShardedRaggedIds`.
+      min_valence: see `ShardedRaggedIds`.
+      max_valence: see `ShardedRaggedIds`.
       num_parts: parts of the global batch, of which this is one.
     """
 

@@ -40,7 +40,7 @@ def from_sparse(
     Args:
       ids: NumPy arrays that `read_ids` has checked; `values` are int32 and in range.
       weights: float32 `[num_values]`, or None.
-      feature: its owner.
+      feature: feature of the ids.
 
     Raises:
       ValueError: if a coordinate lies outside `dense_shape`, or two ids have one place

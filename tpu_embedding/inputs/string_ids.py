@@ -127,8 +127,8 @@ class Vocabulary:
           tokens: distinct strings. They may begin with the mask token, if there is one,
             and `num_oov_buckets` times `oov_token`, as lists written by Keras do.
           num_oov_buckets: ids for unknown strings; 0 refuses unknown strings.
-          mask_token: its places become `PADDING_ROW_ID`, so they look up nothing. Id 0
-            stays unused, as in Keras.
+          mask_token: string whose places become `PADDING_ROW_ID`, so they look up
+            nothing. Id 0 stays unused, as in Keras.
           oov_token: stands for unknown strings in lists written by Keras.
 
         Raises:
@@ -175,7 +175,7 @@ class Vocabulary:
         """Reads a UTF-8 text file with one token per line.
 
         Args:
-          path: of the file; blanks belong to their token, ends of lines do not.
+          path: path of the file; blanks belong to their token, ends of lines do not.
           num_oov_buckets: see `Vocabulary`.
           mask_token: see `Vocabulary`.
           oov_token: see `Vocabulary`.

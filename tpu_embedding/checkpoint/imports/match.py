@@ -58,7 +58,7 @@ class TargetTable:
     """A table of the model that may be imported.
 
     Attributes:
-      name: of the table; in a model of several layers, `"path of the layer/table"`.
+      name: name of the table; with several layers, `"path of the layer/table"`.
       vocabulary_size: rows.
       dim: columns.
       slots: row shape of each slot variable by name; None without its optimizer.

@@ -53,7 +53,7 @@ class StopRequest:
     the largest one. This costs nothing until a signal arrives.
 
     Attributes:
-      signal: that signal; None before.
+      signal: signal that arrived; None before.
     """
 
     def __init__(self, job: Job | None = None):

@@ -39,7 +39,7 @@ class Worker:
         """Starts the process.
 
         Args:
-          command: its command line.
+          command: command line of the process.
           index: number of the process, from 0.
           count: number of the parent's workers.
         """

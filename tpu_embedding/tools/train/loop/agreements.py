@@ -40,8 +40,8 @@ def agree_on_run(job: Job, program: RunProgram, options: Mapping[str, Any]) -> N
     """Checks that all processes are about to run the same steps on the same data.
 
     Args:
-      job: of this process.
-      program: of the run.
+      job: job of this process.
+      program: program of the run.
       options: further JSON values that must be equal.
 
     Raises:
@@ -105,7 +105,7 @@ def claim_together(
     """Claims the directory of a run by process 0, for all processes.
 
     Args:
-      job: of this process.
+      job: job of this process.
       directory: directory of the run, on a file system that all hosts share.
       existing_run: treatment of an earlier run; see `train`.
 
@@ -145,8 +145,8 @@ def agree_on_checkpoint(job: Job, checkpoints: RunCheckpoints) -> int | None:
     File systems of several hosts may list an older directory for a while.
 
     Args:
-      job: of this process.
-      checkpoints: of the run, on a file system that all hosts share.
+      job: job of this process.
+      checkpoints: checkpoints of the run, on a file system that all hosts share.
 
     Raises:
       RunDirectoryError: on all processes, if some do not see the checkpoint in time.
@@ -174,7 +174,7 @@ def _blind_processes(job: Job, name: str, sees: Callable[[], bool]) -> str:
     """Waits until all processes see a file, for a while; names those that do not.
 
     Args:
-      job: of this process.
+      job: job of this process.
       name: name of the exchange.
       sees: returns True if this process sees the file.
     """

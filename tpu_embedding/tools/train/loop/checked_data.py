@@ -149,7 +149,7 @@ class CheckedDataset:
         Args:
           batch: return value of the data set.
           owner: name of the batch, for errors.
-          samples: of the global batch that it has; None: all.
+          samples: part of the global batch that the data has; None: all.
         """
         if not isinstance(batch, Batch):
             raise DataError(

@@ -74,8 +74,8 @@ def export_run(
       config: config of the run.
       run_dir: output directory of the run.
       output: new directory for the export.
-      format: of the export.
-      dtype: of the tables; see `tpu_embedding.export.save`.
+      format: format of the export.
+      dtype: type of the tables; see `tpu_embedding.export.save`.
       batch_size: None: any.
       data_dir: path of the data, if the config's source reads files.
       mesh: mesh of the devices; None uses all devices. It may differ from the run's.

@@ -66,7 +66,7 @@ class RunReport:
         """Writes a record of progress, and prints it as a line.
 
         Args:
-          record: as `StepMeter` reports it.
+          record: record of `StepMeter`.
           num_steps: total steps of the run.
         """
         self.record(record)

@@ -103,7 +103,7 @@ class RunDirectory:
           The directory that the earlier run was moved to, or None.
 
         Raises:
-          RunDirectoryError: as in `check`; the directory may have changed since.
+          RunDirectoryError: if `check` would raise it; the directory may have changed.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with run_lock(self.path / LOCK_FILE):

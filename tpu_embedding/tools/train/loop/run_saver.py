@@ -30,9 +30,9 @@ class RunSaver:
         """Makes a saver.
 
         Args:
-          checkpoints: of the run.
-          description: of the run, for the checkpoints.
-          report: of the run.
+          checkpoints: checkpoints of the run.
+          description: description of the run, for the checkpoints.
+          report: report of the run.
           max_seconds: time within which a checkpoint must be complete. The process then
             ends, and so does its job: its threads may wait for a disk or for other
             processes, where no error reaches them.
@@ -49,7 +49,7 @@ class RunSaver:
 
         Args:
           step: number of steps done.
-          state: of the pair (model, optimizer).
+          state: state of the pair (model, optimizer).
 
         Raises:
           TrainingDivergedError: if the model is not finite.

@@ -89,8 +89,8 @@ def report_start(report: RunReport, program: RunProgram, first_step: int) -> Non
     """Writes the record of the start of a run, and prints its plan.
 
     Args:
-      report: of the run.
-      program: of the run.
+      report: report of the run.
+      program: program of the run.
       first_step: number of steps done before; 0 for a new run.
     """
     config, plan = program.config, program.plan
@@ -138,8 +138,8 @@ def make_result(
     """Returns the result of a completed run.
 
     Args:
-      config: of the run.
-      data: its data set, which may know a teacher.
+      config: config of the run.
+      data: data set of the run, which may know a teacher.
       metrics: on the held-out data, the main one first.
       step: number of steps done.
       begin: time of `time.perf_counter` at the start of the process's work.
@@ -173,9 +173,9 @@ def report_end(
     """Writes the record of the result, draws the plot, and prints the last lines.
 
     Args:
-      report: of the run.
-      config: of the run.
-      result: of the run.
+      report: report of the run.
+      config: config of the run.
+      result: result of the run.
       num_steps: steps done by this process.
     """
     metric = LOSSES[config.loss].metric

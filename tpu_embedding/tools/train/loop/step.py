@@ -300,7 +300,7 @@ def names_not_finite(state: nnx.State) -> list[str]:
     """Returns the parameters and tables that hold a NaN or an infinite value.
 
     Args:
-      state: of the pair (model, optimizer).
+      state: state of the pair (model, optimizer).
     """
     trained = nnx.filter_state(state[0], (nnx.Param, EmbeddingTables))
     leaves, _ = jax.tree_util.tree_flatten_with_path(_are_finite(trained))
