@@ -53,9 +53,9 @@ def test_a_process_that_has_not_begun_stops_before_its_first_step(monkeypatch):
             while not stop.is_decided(0):
                 pass
             decided.wait(timeout=30)
-            return stop.reached(0)
+            return stop.reached(0), stop.signal
 
-    assert on_each(make_jobs(2), run) == [True, True]
+    assert on_each(make_jobs(2), run) == [(True, signal.SIGHUP)] * 2
 
 
 def test_all_learn_of_a_request_where_they_wait_for_each_other():

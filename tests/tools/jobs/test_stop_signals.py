@@ -8,8 +8,6 @@ import threading
 
 import pytest
 
-from tests.distributed.jobs import make_jobs, on_each
-from tpu_embedding.distributed import poller
 from tpu_embedding.tools.jobs import stop_signals
 from tpu_embedding.tools.jobs.exit_status import STOP_SIGNALS
 from tpu_embedding.tools.jobs.stop_signals import (
@@ -62,23 +60,6 @@ def test_a_block_with_nothing_to_save_is_left_at_once(capsys):
             with stop.interrupting("nothing to save"):
                 raise AssertionError("entered")
     assert capsys.readouterr().err == ""
-
-
-def test_a_process_takes_over_the_signal_while_it_waits_for_a_batch(monkeypatch):
-    monkeypatch.setattr(poller, "POLL_SECONDS", 0.001)
-
-    def wait_and_leave(job):
-        stop = StopRequest(job)
-        if job.is_first:
-            stop.signal = signal.SIGTERM
-        with stop._agreeing():
-            while not stop.is_decided(0):
-                pass
-        stop.exit("saved")
-
-    for stopped in on_each(make_jobs(2), wait_and_leave):
-        assert isinstance(stopped, RunStopped), stopped
-        assert str(stopped) == "SIGTERM: saved"
 
 
 def test_an_ignored_signal_stays_ignored():

@@ -9,15 +9,16 @@ Questions and answers are JSON values, one line each.
 
 import contextlib
 import json
-import os
 import queue
-import signal
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+from tpu_embedding.tools.jobs.failures import signal_name
+from tpu_embedding.tools.jobs.workers import kill_group
 
 _KILL_SECONDS: Final = 10.0
 """Maximum wait for a killed process. One that waits for a device may never end."""
@@ -60,8 +61,7 @@ class ChildProcess:
 
     def __exit__(self, *_: Any) -> None:
         """Kills the process group, and waits a bounded time for its end."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         self._has_ended_in(_KILL_SECONDS)
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
@@ -118,8 +118,7 @@ class ChildProcess:
         status = self._process.returncode
         text = f"ended with exit status {status}"
         if status < 0:
-            names = {number.value: number.name for number in signal.Signals}
-            text = f"crashed by {names.get(-status, f'signal {-status}')}"
+            text = f"crashed by {signal_name(-status)}"
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors if line.strip()]
         return f"{text}: {lines[-1][:300]}" if lines else text

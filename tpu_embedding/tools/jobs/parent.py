@@ -33,8 +33,10 @@ from tpu_embedding.tools.jobs.failures import (
 from tpu_embedding.tools.jobs.workers import Worker, write_line
 
 TICK_SECONDS: Final = 0.25
+"""Longest time between two looks at the workers."""
 
 LONGEST_PAUSE_SECONDS: Final = 60.0
+"""Longest wait before a restart."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class Settings:
       workers: number of processes to start on this machine.
       several_hosts: True if processes of other machines take part in the run.
       heartbeat: seconds without a pulse after which a process counts as hanging.
-      startup: the same before its first pulse.
+      startup: seconds to its first pulse after which a process counts as hanging.
       restarts: maximum number of restarts.
       pause: seconds before the first restart; each further one waits twice as long.
       collect: seconds after a failure in which the other processes may end and say why.

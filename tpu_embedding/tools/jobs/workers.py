@@ -89,8 +89,7 @@ class Worker:
 
     def kill(self) -> None:
         """Kills the process and all that it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process alone."""
@@ -128,6 +127,12 @@ class Worker:
             self.state.name = self._name(*values)
         else:
             self.state.note(event, values)
+
+
+def kill_group(leader: int) -> None:
+    """Kills a process that leads a group, and all others of the group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _read(pipe: IO[bytes], on_line: Callable[[bytes], object]) -> threading.Thread:
