@@ -71,7 +71,7 @@ def ending_together(job: Job) -> Iterator[None]:
     the processes wait for each other at the end of the block.
 
     Args:
-      job: from `start`.
+      job: job that `start` returned.
 
     Example:
       >>> from tpu_embedding import distributed
@@ -111,9 +111,7 @@ def leaving_together(job: Job) -> Iterator[None]:
     """
     try:
         yield
-    except Exception:
-        raise
-    except BaseException:
+    except (SystemExit, KeyboardInterrupt):
         _wait_for_the_others(job)
         raise
     _wait_for_the_others(job)
