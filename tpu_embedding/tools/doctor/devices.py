@@ -167,9 +167,9 @@ def _no_devices(problem: str) -> Finding:
         check="devices",
         status="failed",
         text=f"JAX did not start: {problem}.",
-        way_out="Another process may hold the TPU; see below. On a slice of several "
-        "hosts, start the doctor on all of them at the same time: each waits for the "
-        "others.",
+        way_out="Another process may hold the TPU; a finding above names it, if this "
+        "user can see it. On a slice of several hosts, start the doctor on all of them "
+        "at the same time: each waits for the others.",
     )
 
 
