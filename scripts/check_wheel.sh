@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the wheel, unpacks it into a directory of its own, and uses it from there.
+# Builds the wheel, unpacks it into a directory of its own, and uses it from there: first
+# as it is, then the layer alone, without its tools and what only they need.
 # Called by test.sh, whose environment has what the wheel needs.
 #   scripts/check_wheel.sh
 set -euo pipefail
@@ -7,7 +8,7 @@ cd "$(dirname "$0")/.."
 source scripts/setup.sh
 help_on_request "$@"
 [ "$#" -eq 0 ] || refuse_option "$1"
-directory=$(mktemp -d)
+root=$PWD directory=$(mktemp -d)
 trap 'rm -rf "$directory"' EXIT
 python -m build --wheel --outdir "$directory" . >"$directory/build.log" || {
     cat "$directory/build.log"
@@ -26,3 +27,7 @@ assert (where.parent / "py.typed").is_file()
 EOF
 python -m tpu_embedding.tools.cli train synthetic --devices 8 --output-dir run \
     --set num_steps=20 --set batch_size=256 | tail -n 1
+rm -r site/tpu_embedding/tools
+pages=(quickstart examples/{linen_dlrm,loaders,micro_batches,pretrained,resume}
+    examples/{scanned_layers,serving,two_towers,weighted_ragged} guides/{checkpoints,deltas})
+python "$root/tests/docs/run_without_tools.py" "${pages[@]}" | grep 'blocks run$'
