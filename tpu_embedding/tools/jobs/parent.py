@@ -30,7 +30,7 @@ from tpu_embedding.tools.jobs.failures import (
     cause_of,
     last_lines,
 )
-from tpu_embedding.tools.jobs.workers import Worker, write_line
+from tpu_embedding.tools.jobs.workers import WorkerProcess, write_line
 
 TICK_SECONDS: Final = 0.25
 """Longest time between two looks at the workers."""
@@ -206,10 +206,10 @@ class Attempt:
         self._settings = settings
         self._signals = signals
         self.workers = [
-            Worker([*command, *options], index, settings.workers)
+            WorkerProcess([*command, *options], index, settings.workers)
             for index, options in enumerate(_job_options(settings))
         ]
-        self._failed: list[Worker] = []
+        self._failed: list[WorkerProcess] = []
         self._cause: WorkerState | None = None
         self._failed_at: float | None = None
         self._ended_at: float | None = None
@@ -251,7 +251,7 @@ class Attempt:
         if self._failed_at is not None:
             self._end_the_rest(now, self._failed_at)
 
-    def _is_failure(self, worker: Worker) -> bool:
+    def _is_failure(self, worker: WorkerProcess) -> bool:
         if self._ended_at is not None or worker in self._failed:
             return False  # It was ended because another one failed.
         code = worker.state.return_code
@@ -260,7 +260,7 @@ class Attempt:
         # A signal ends a worker that does not handle it yet, and a second one any.
         return not any(code in (-n, 128 + n) for n in self.stop_requests)
 
-    def _note_failure(self, worker: Worker) -> None:
+    def _note_failure(self, worker: WorkerProcess) -> None:
         self._failed.append(worker)
         if self._failed_at is None:
             self._failed_at = time.monotonic()

@@ -24,7 +24,7 @@ _LAST_WORDS_SECONDS: Final = 1.0
 """Longest wait for the output of a process that has ended."""
 
 
-class Worker:
+class WorkerProcess:
     """A process of the run, whose output and pulses are read by threads.
 
     Attributes:
