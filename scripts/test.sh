@@ -3,6 +3,8 @@
 #   scripts/test.sh [-- PYTEST_OPTIONS]
 #       The quick tier, for before each change: format, lint, layers, types, and each
 #       test that is not marked `full`. The tests build the docs, too.
+#   scripts/test.sh --layer [-- PYTEST_OPTIONS]
+#       The quick tier of the library, without the tests of tpu_embedding/tools.
 #   scripts/test.sh --all [-- PYTEST_OPTIONS]
 #       The full tier, for continuous integration: also the tests marked `full`, the
 #       wheel, export to and import from TensorFlow in an environment of its own, and
@@ -14,8 +16,13 @@ cd "$(dirname "$0")/.."
 source scripts/setup.sh
 
 help_on_request "$@"
-tier=quick tests="not full"
+tier=quick tests="not full" left_out=()
 case "${1-}" in
+--layer)
+    tier=layer
+    left_out=(--ignore=tests/tools --ignore=tpu_embedding/tools)
+    shift
+    ;;
 --all)
     tier=full tests="not exhaustive"
     shift
@@ -69,7 +76,7 @@ section "imports between folders"
 lint-imports --no-cache
 section "types"
 pyright --pythonpath "$(command -v python)"
-if [ "$tier" != quick ]; then
+if [ "$tests" != "not full" ]; then
     section "wheel, from another directory"
     bash scripts/check_wheel.sh
     section "TensorFlow"
@@ -78,5 +85,5 @@ if [ "$tier" != quick ]; then
     (check_python311)
 fi
 section "tests, $tier tier"
-run_pytest -m "$tests" "$@"
+run_pytest -m "$tests" "${left_out[@]}" "$@"
 section "passed: $tier tier"

@@ -10,6 +10,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases
 
 V, DIM, BATCH = 23, 3, 12
 full = pytest.mark.full
@@ -236,8 +237,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.quick_cases("sum", "ravel", "square")
-@pytest.mark.parametrize("operation", REFUSED)
+@pytest.mark.parametrize("operation", quick_cases(REFUSED, "sum", "ravel", "square"))
 def test_generic_arithmetic_is_refused(operation):
     plan = make_plan(num_devices=1, capacity=1)
     tables = te.functional.init_tables(plan, jax.random.key(0))

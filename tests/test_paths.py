@@ -137,8 +137,7 @@ def test_inspect(here, run, path, capsys):
     assert "step 2" in capsys.readouterr().out
 
 
-@pytest.mark.full
-@pytest.mark.every_case
+@pytest.mark.full(every_case=True)
 @pytest.mark.parametrize("path", RUN_PATHS.values(), ids=RUN_PATHS)
 def test_train_and_export(here, path, capsys):
     (here / "runs").mkdir()

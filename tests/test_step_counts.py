@@ -10,6 +10,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import full_cases, matrix, with_ids
 from tpu_embedding.gradients import TableGradients
 from tpu_embedding.optimizers.final_dense_values import has_averages
 
@@ -93,9 +94,14 @@ CASES = {
 }
 
 
-@pytest.mark.full_cases("in sequence-one stack", "every row-one stack")
-@pytest.mark.parametrize("dim", [8, 4], ids=["one stack", "two stacks"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dim"),
+    full_cases(
+        matrix(CASES, with_ids({"one stack": 8, "two stacks": 4})),
+        "in sequence-one stack",
+        "every row-one stack",
+    ),
+)
 def test_a_table_moves_alike_in_every_stack(case, dim):
     rule, tasks, expected = CASES[case]
     (found,) = train(rule, dim, tasks)
@@ -212,8 +218,7 @@ WAYS = {
 }
 
 
-@pytest.mark.full_cases("nnx, exact pipeline")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", full_cases(WAYS, "nnx, exact pipeline"))
 def test_a_layer_that_the_loss_did_not_call_takes_the_step(way):
     rows = WAYS[way](te.optimizers.sgd(lambda count: 1.0 * count))
     np.testing.assert_array_equal(rows[ROW], np.full(8, -3.0, np.float32))

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases
 
 DIM, BATCH, STEPS = 8, 24, 200
 SIZES = {"site": 40, "ad": 11, "device": 5}
@@ -254,16 +255,18 @@ def losses_on_one_device():
     return losses, tables
 
 
-@pytest.mark.quick_cases("linen-replicated")
 @pytest.mark.parametrize(
     ("way", "place"),
-    [
-        pytest.param(
-            way, place, marks=[] if (way, place) in QUICK else [pytest.mark.full]
-        )
-        for way in WAYS
-        for place in PLACES
-    ],
+    quick_cases(
+        [
+            pytest.param(
+                way, place, marks=[] if (way, place) in QUICK else [pytest.mark.full]
+            )
+            for way in WAYS
+            for place in PLACES
+        ],
+        "linen-replicated",
+    ),
 )
 def test_losses_are_those_of_one_device(way, place):
     expected, expected_tables = losses_on_one_device()

@@ -10,6 +10,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
 from tests.optimizers.rule_cases import OPTIMIZERS
+from tests.tiers import quick_cases
 
 SIZES = {"a": 101, "b": 37, "c": 5}
 DIM, BATCH, STEPS = 8, 24, 20
@@ -109,8 +110,7 @@ def check_that_training_moves(optimizer, tmp_path, old_plan, new_plan):
     )
 
 
-@pytest.mark.quick_cases("adagrad")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", quick_cases(OPTIMIZERS, "adagrad"))
 def test_training_moves_to_other_devices(name, tmp_path):
     optimizer = OPTIMIZERS[name]
     check_that_training_moves(

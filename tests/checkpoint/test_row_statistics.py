@@ -9,6 +9,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases, with_ids
 from tpu_embedding.checkpoint import describe, table_statistics
 from tpu_embedding.checkpoint.arrays import iterate_rows
 from tpu_embedding.tables import row_windows
@@ -34,13 +35,14 @@ def save(directory, optimizer, *, values=None, slots=None, dtype="float32"):
     te.save(directory, state, plan=plan)
 
 
-@pytest.fixture(params=[8, 64, 2**20], ids="{}rows".format)
+@pytest.fixture(
+    params=quick_cases(with_ids({f"{n}rows": n for n in (8, 64, 2**20)}), "8rows")
+)
 def rows_of_a_chunk(request, monkeypatch):
     monkeypatch.setattr(row_windows, "rows_per_block", lambda row_bytes: request.param)
     return min(request.param, NUM_ROWS)
 
 
-@pytest.mark.quick_cases("8rows")
 def test_statistics_of_chunks(rows_of_a_chunk, tmp_path):
     generator = np.random.default_rng(0)
     values = generator.normal(size=(NUM_ROWS, DIM)).astype(np.float32)
@@ -109,15 +111,17 @@ def test_narrow_tables(tmp_path, dtype):
     assert found.num_untouched == NUM_ROWS
 
 
-@pytest.mark.quick_cases("adafactor")
 @pytest.mark.parametrize(
     "optimizer",
-    [
-        pytest.param(te.optimizers.adafactor(0.1), id="adafactor"),
-        pytest.param(te.optimizers.ftrl(0.1), id="ftrl"),
-        pytest.param(optax.adam(0.1), id="adam"),
-        pytest.param(te.optimizers.every_row(optax.adam(0.1)), id="every row"),
-    ],
+    quick_cases(
+        [
+            pytest.param(te.optimizers.adafactor(0.1), id="adafactor"),
+            pytest.param(te.optimizers.ftrl(0.1), id="ftrl"),
+            pytest.param(optax.adam(0.1), id="adam"),
+            pytest.param(te.optimizers.every_row(optax.adam(0.1)), id="every row"),
+        ],
+        "adafactor",
+    ),
 )
 def test_initial_values_of_optimizers(tmp_path, optimizer):
     save(tmp_path / "c", optimizer)

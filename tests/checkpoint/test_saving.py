@@ -21,6 +21,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases, with_ids
 from tpu_embedding.checkpoint import (
     CheckpointError,
     DamagedCheckpointError,
@@ -96,8 +97,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(row_windows, "_MIN_BLOCK_BYTES", 128)
 
 
-@pytest.mark.quick_cases("3")
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", quick_cases([1, 3], "3"))
 def test_a_state_moves_to_other_devices(saved, devices, small_blocks):
     directory, numbers = saved
     other = plan_of(dict(reversed(SIZES.items())), devices=devices)
@@ -335,8 +335,9 @@ def test_any_table_names(tmp_path):
     np.testing.assert_array_equal(read["a%2Eb"]["values"], numbers[0]["a.b"])
 
 
-@pytest.mark.quick_cases("None")
-@pytest.mark.parametrize("tables", [None, ["movie"]])
+@pytest.mark.parametrize(
+    "tables", [None, pytest.param(["movie"], marks=pytest.mark.full)]
+)
 def test_slots_start_anew_on_request(saved, tables):
     directory, numbers = saved
     other = plan_of(rules=te.optimizers.momentum(0.1))
@@ -425,8 +426,9 @@ OTHER_PLANS = {
 }
 
 
-@pytest.mark.quick_cases("rule of equal slots")
-@pytest.mark.parametrize(("change", "message"), OTHER_PLANS.values(), ids=OTHER_PLANS)
+@pytest.mark.parametrize(
+    ("change", "message"), quick_cases(with_ids(OTHER_PLANS), "rule of equal slots")
+)
 def test_differences_are_listed_and_nothing_changes(saved, change, message):
     directory, _ = saved
     other = plan_of(**change)
@@ -659,8 +661,7 @@ NOT_READ = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 """Files of orbax around the state."""
 
 
-@pytest.mark.quick_cases("flip")
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("damage", quick_cases(with_ids(DAMAGES), "flip"))
 def test_every_damaged_file_is_found(saved, plan, damage, tmp_path):
     directory, numbers = saved
     shapes = jax.eval_shape(lambda: state_of(plan)) | {"step": 0}

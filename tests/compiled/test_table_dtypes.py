@@ -21,6 +21,7 @@ from tests.compiled.test_train_step import (
     squared_loss,
 )
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases
 from tpu_embedding.rows.packed_rows import RowLayout
 from tpu_embedding.tools import compile_report
 
@@ -51,9 +52,10 @@ STEPS = [
 """Dtype, dim and generation. A dim of 1 is a flat array."""
 
 
-@pytest.mark.quick_cases("int8-64-v6e")
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize(("dtype", "dim", "generation"), STEPS)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "generation"), quick_cases(STEPS, "int8-64-v6e")
+)
 def test_tpu_step_is_in_place(dtype, dim, generation):
     mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
     optimizer = None if dtype == "int8" else ADAGRAD

@@ -15,6 +15,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
+from tests.tiers import full_cases, matrix, quick_cases, with_ids
 from tpu_embedding.tools import compile_report
 
 TOPOLOGIES = {
@@ -154,11 +155,13 @@ def steps_of_backends():
         yield dim, generation, "sparse_core", (needs_kernels, pytest.mark.full)
 
 
-@pytest.mark.quick_cases("16-v5p-sparse_core")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("dim", "generation", "kernels"),
-    [pytest.param(*case, marks=marks) for *case, marks in steps_of_backends()],
+    quick_cases(
+        [pytest.param(*case, marks=marks) for *case, marks in steps_of_backends()],
+        "16-v5p-sparse_core",
+    ),
 )
 def test_tpu_step_is_in_place(dim, generation, kernels):
     mesh = compile_report.topology_mesh(TOPOLOGIES[generation])
@@ -237,11 +240,13 @@ def ways_to_update():
     yield "clippy_adagrad", "v5p", 1, "sparse_core", kernels + full
 
 
-@pytest.mark.quick_cases("rowwise_adagrad-v5p-1-sparse_core")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("name", "generation", "rows_per_line", "kernels"),
-    [pytest.param(*case, marks=marks) for *case, marks in ways_to_update()],
+    quick_cases(
+        [pytest.param(*case, marks=marks) for *case, marks in ways_to_update()],
+        "rowwise_adagrad-v5p-1-sparse_core",
+    ),
 )
 def test_every_way_to_update_is_in_place_on_tpu(
     name, generation, rows_per_line, kernels
@@ -297,21 +302,27 @@ ON_CPU = {
 }
 
 
-@pytest.mark.quick_cases("adagrad-one", "rowwise_adagrad-eight_in_rounds")
-@pytest.mark.each_once
 @pytest.mark.parametrize(
-    ("num_devices", "capacity", "loss_fn"),
-    [(1, None, linear_loss), (8, 4, squared_loss)],
-    ids=["one", "eight_in_rounds"],
+    ("name", "num_devices", "capacity", "loss_fn"),
+    quick_cases(
+        matrix(
+            ON_CPU,
+            with_ids(
+                {"one": (1, None, linear_loss), "eight_in_rounds": (8, 4, squared_loss)}
+            ),
+        ),
+        "adagrad-one",
+        "rowwise_adagrad-eight_in_rounds",
+    ),
 )
-@pytest.mark.parametrize("name", ON_CPU)
 def test_cpu_step_is_in_place(name, num_devices, capacity, loss_fn):
     plan = make_plan(mesh_of(num_devices), 16, ON_CPU[name], 1, capacity=capacity)
     check(plan, compile_step(plan, 16, loss_fn))
 
 
-@pytest.mark.full_cases("adafactor", "every_row")
-@pytest.mark.parametrize("name", ["adagrad", "every_row", "adafactor"])
+@pytest.mark.parametrize(
+    "name", full_cases(["adagrad", "every_row", "adafactor"], "adafactor", "every_row")
+)
 def test_a_step_that_may_be_skipped_is_in_place(name):
     plan = make_plan(mesh_of(3), 16, REPRESENTATIVE[name], 1)
     check(plan, compile_step(plan, 16, skips=True))
@@ -367,15 +378,21 @@ WITHOUT_A_GRADIENT = {
 }
 
 
-@pytest.mark.full_cases("sequence", "every_row", "adafactor_of_four_steps")
-@pytest.mark.parametrize("name", WITHOUT_A_GRADIENT)
+@pytest.mark.parametrize(
+    "name",
+    full_cases(WITHOUT_A_GRADIENT, "sequence", "every_row", "adafactor_of_four_steps"),
+)
 def test_a_step_without_a_table_copies_nothing_of_it(name):
     check_step_without_the_big_table(mesh_of(3), name)
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.full_cases("adafactor_exact", "every_row")
-@pytest.mark.parametrize("name", ["adam", "adafactor_exact", "every_row"])
+@pytest.mark.parametrize(
+    "name",
+    full_cases(
+        ["adam", "adafactor_exact", "every_row"], "adafactor_exact", "every_row"
+    ),
+)
 def test_a_step_without_a_table_copies_nothing_of_it_on_tpu(name):
     mesh = compile_report.topology_mesh(TOPOLOGIES["v5p"])
     check_step_without_the_big_table(mesh, name)

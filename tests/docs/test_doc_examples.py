@@ -7,6 +7,8 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
+from tests.tiers import quick_cases
+
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 NEEDS_DATA = {"examples/ranking.md"}  # run by test_movielens_example.py
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -35,9 +37,16 @@ def test_ids_of_examples_keep_their_bits(path):
     assert ".prepare(" in text or "prepare_features(" in text or "int32" in text
 
 
-@pytest.mark.every_case
-@pytest.mark.quick_cases("quickstart.md", "guides/meshes.md", "examples/pretrained.md")
-@pytest.mark.parametrize("document", documents())
+@pytest.mark.parametrize(
+    "document",
+    quick_cases(
+        documents(),
+        "quickstart.md",
+        "guides/meshes.md",
+        "examples/pretrained.md",
+        every_case=True,
+    ),
+)
 def test_examples_run(document):
     for example in document.examples():
         example.evaluate()

@@ -11,6 +11,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.docs.test_doc_examples import DOCS
+from tests.tiers import full_cases
 
 TABLE = re.compile(r"<!-- executed -->\n\|.*\n\|---.*\n((?:\|.*\n)+)")
 CODE = re.compile(r"(?<!\\)`([^`]+)`")
@@ -54,13 +55,16 @@ def namespace(tmp_path):
     return {**globals(), **locals()}
 
 
-@pytest.mark.full_cases(
-    "TableConfig(vocabulary_size=100, dim=8)",
-    "batch_size",
-    "optimizer.apply_gradients",
-    "clipnorm, global_clipnorm of Keras",
+@pytest.mark.parametrize(
+    "code",
+    full_cases(
+        ROWS,
+        "TableConfig(vocabulary_size=100, dim=8)",
+        "batch_size",
+        "optimizer.apply_gradients",
+        "clipnorm, global_clipnorm of Keras",
+    ),
 )
-@pytest.mark.parametrize("code", ROWS)
 def test_line_runs(code, namespace, capsys):
     assert code != "print(plan)" or str(namespace["plan"])
     exec(code, dict(namespace))

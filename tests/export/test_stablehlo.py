@@ -23,6 +23,7 @@ from tests.export.served_models import (
     live_outputs,
     trained_model,
 )
+from tests.tiers import quick_cases
 
 
 @pytest.fixture(
@@ -50,8 +51,7 @@ def served(directory):
     return te.export.load(directory)
 
 
-@pytest.mark.full_cases("untrained-1", "untrained-512")
-@pytest.mark.parametrize("batch_size", [1, 7, 512])
+@pytest.mark.parametrize("batch_size", quick_cases([1, 7, 512], "7"))
 def test_outputs_are_those_of_the_live_model(trained, served, batch_size):
     features, inputs = batch_of(batch_size)
     outputs = served(features, inputs)
@@ -163,12 +163,13 @@ def test_program_of_dense_features_gathers_only(tmp_path):
     assert not re.search(r"scatter|sort|reduce_window|while|random|rng", text)
 
 
-@pytest.mark.full_cases("untrained-bfloat16")
 @pytest.mark.parametrize(
     ("dtype", "bound"),
     # Half a unit in the last of 8 binary digits; half a step of 255, and rounding.
-    [("bfloat16", 2.0**-8), ("int8", 0.501 / 255)],
-    ids=["bfloat16", "int8"],
+    [
+        pytest.param("bfloat16", 2.0**-8, id="bfloat16", marks=pytest.mark.full),
+        pytest.param("int8", 0.501 / 255, id="int8"),
+    ],
 )
 def test_narrow_tables_err_by_their_rounding_only(trained, tmp_path, dtype, bound):
     table = trained.embedding.embedding_tables()["users"]

@@ -11,6 +11,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import matrix, quick_cases
 from tpu_embedding.inputs.buffer_sizes import (
     RaggedDemand,
     _round_up,
@@ -57,11 +58,11 @@ def choose(sizes, *demands):
     return chosen
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("batch_size", [1024, 4096])
-@pytest.mark.parametrize("num_shards", [1, 8])
 @pytest.mark.parametrize(
-    ("seed", "num_steps"), [(0, 30), pytest.param(1, 100, marks=pytest.mark.full)]
+    ("seed", "num_steps", "num_shards", "batch_size"),
+    quick_cases(
+        matrix([(0, 30), (1, 100)], [1, 8], [1024, 4096]), "0-30-1-1024", "0-30-8-4096"
+    ),
 )
 def test_stationary_streams_settle_within_20_batches(
     batch_size, num_shards, seed, num_steps

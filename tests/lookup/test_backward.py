@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.lookup.stages import PADDING, full, on_shards, plan_of
+from tests.tiers import quick_cases
 from tpu_embedding.lookup._backward import gradient_rounds, stack_gradient
 from tpu_embedding.lookup._flatten import FeatureInput
 from tpu_embedding.lookup._forward import lookup_stack
@@ -139,17 +140,19 @@ PLANS = {
 }
 
 
-@pytest.mark.quick_cases("1, capacity 2")
 @pytest.mark.parametrize(
     "name",
-    [
-        full("1"),
+    quick_cases(
+        [
+            full("1"),
+            "1, capacity 2",
+            "3",
+            full("3, capacity 1"),
+            "3, ragged",
+            full("8, capacity 4"),
+        ],
         "1, capacity 2",
-        "3",
-        full("3, capacity 1"),
-        "3, ragged",
-        full("8, capacity 4"),
-    ],
+    ),
 )
 def test_gradients_of_all_rounds(name):
     num_shards, options, num_rounds = PLANS[name]

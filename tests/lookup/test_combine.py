@@ -20,6 +20,7 @@ from tests.lookup.pooled import (
     places_of,
     pooling_of,
 )
+from tests.tiers import each_once, with_ids
 from tpu_embedding.lookup._combine import combine, scale_samples
 from tpu_embedding.rows.packed_rows import RowLayout, pack_rows
 
@@ -63,9 +64,10 @@ def test_both_forms_add_in_the_same_order():
             np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("line_lanes", [128, None], ids=["packed", "natural"])
-@pytest.mark.parametrize("dim", [1, 3, 16, 100, 128, 200])
+@pytest.mark.parametrize(
+    ("dim", "line_lanes"),
+    each_once([1, 3, 16, 100, 128, 200], with_ids({"packed": 128, "natural": None})),
+)
 def test_dims(dim, line_lanes):
     layout = RowLayout(num_rows=9, row_shape=(dim,), line_lanes=line_lanes)
     check([pooling_of("many+gains+scales"), pooling_of("ragged")], layout)

@@ -17,6 +17,7 @@ from tests.lookup.test_lookup import (
     ragged,
     rng,
 )
+from tests.tiers import quick_cases
 from tpu_embedding.lookup._flatten import FeatureInput, flatten
 from tpu_embedding.plan.features import FeaturePlan
 
@@ -69,8 +70,9 @@ def test_in_several_rounds(case):
     assert stats.rounds["stack_0"] > 1
 
 
-@pytest.mark.quick_cases("dense")
-@pytest.mark.parametrize("form", ["dense", pytest.param("many", marks=full), "ragged"])
+@pytest.mark.parametrize(
+    "form", quick_cases(["dense", pytest.param("many", marks=full), "ragged"], "dense")
+)
 def test_samples_that_fill_up_the_batch_touch_nothing(form):
     """Rows decay when touched; 5 samples on 4 devices leave 3 places to fill."""
     table = te.TableConfig(vocabulary_size=9, dim=2, combiner="sum", name="t")

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tpu_embedding as te
-from tests.conftest import mesh_of, needs_kernels
+from tests.conftest import MESHES, mesh_of, needs_kernels
 from tests.reference import dense_gradients, dense_lookup
+from tests.tiers import matrix, quick_cases
 from tpu_embedding.lookup import _sample_lines
 from tpu_embedding.rows import access
 from tpu_embedding.rows.kernels import row_kernels
@@ -199,13 +200,16 @@ def cases_on_devices():
             )
 
 
-@pytest.mark.quick_cases(
-    "8devices-all_of_one_shard",
-    "3devices-every_row_once",
-    "1devices-multi_hot",
-    "8devices-ragged",
+@pytest.mark.parametrize(
+    ("case", "num_devices"),
+    quick_cases(
+        cases_on_devices(),
+        "8devices-all_of_one_shard",
+        "3devices-every_row_once",
+        "1devices-multi_hot",
+        "8devices-ragged",
+    ),
 )
-@pytest.mark.parametrize(("case", "num_devices"), cases_on_devices())
 def test_equals_dense_reference(case, num_devices):
     check_against_reference(make_plan(mesh_of(num_devices)), batch_of(case))
 
@@ -219,14 +223,22 @@ def test_every_combiner_on_every_table(combiners, case):
     check_against_reference(make_plan(mesh_of(8), combiners=combiners), batch_of(case))
 
 
-@pytest.mark.quick_cases("1-3-multi_hot")
-@pytest.mark.each_once
 @pytest.mark.parametrize(
-    "case",
-    ["all_of_one_shard", "multi_hot", pytest.param("ragged", marks=full), "no_ids"],
+    ("num_devices", "capacity", "case"),
+    quick_cases(
+        matrix(
+            [8, 1],
+            [1, 3, pytest.param(1000, marks=full)],
+            [
+                "all_of_one_shard",
+                "multi_hot",
+                pytest.param("ragged", marks=full),
+                "no_ids",
+            ],
+        ),
+        "1-3-multi_hot",
+    ),
 )
-@pytest.mark.parametrize("capacity", [1, 3, pytest.param(1000, marks=full)])
-@pytest.mark.parametrize("num_devices", [8, 1])
 def test_capacity_changes_no_result(case, capacity, num_devices):
     plan = make_plan(mesh_of(num_devices), capacity=capacity)
     stats, _, _ = check_against_reference(plan, batch_of(case))
@@ -279,16 +291,18 @@ def test_ragged_exchange_changes_no_result(case):
     check_against_reference(make_plan(mesh_of(8), exchange="ragged"), batch_of(case))
 
 
-@pytest.mark.quick_cases("1-None")
 @pytest.mark.parametrize(
     ("num_devices", "capacity"),
-    [
-        (1, None),
-        pytest.param(2, 1, marks=full),
-        pytest.param(3, None, marks=full),
-        (3, 1),
-        pytest.param(3, 3, marks=full),
-    ],
+    quick_cases(
+        [
+            (1, None),
+            pytest.param(2, 1, marks=full),
+            pytest.param(3, None, marks=full),
+            (3, 1),
+            pytest.param(3, 3, marks=full),
+        ],
+        "1-None",
+    ),
 )
 def test_ragged_exchange_on_few_devices(num_devices, capacity):
     plan = make_plan(mesh_of(num_devices), capacity=capacity, exchange="ragged")
@@ -496,9 +510,11 @@ def test_repeats_in_a_table_of_many_rows(num_devices, capacity, exchange, rounds
     assert stats.rounds["stack_0"] == rounds
 
 
-@pytest.mark.quick_cases("1devices-error")
-@pytest.mark.each_once
-@pytest.mark.parametrize("policy", ["error", "drop", "clip"])
+@pytest.mark.parametrize(
+    ("mesh", "policy"),
+    quick_cases(matrix(MESHES, ["error", "drop", "clip"]), "1devices-error"),
+    indirect=["mesh"],
+)
 def test_ids_out_of_range_under_jit(policy, mesh):
     plan = make_plan(mesh, out_of_range_ids=policy)
     bad = np.array([[-1, 2], [37, 3], [70, -(2**31)], [4, 2**31 - 2]], np.int32)

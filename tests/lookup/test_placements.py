@@ -20,6 +20,7 @@ from tests.lookup.test_lookup import (
     check_against_reference,
     make_plan,
 )
+from tests.tiers import quick_cases
 
 full = pytest.mark.full
 
@@ -42,8 +43,12 @@ def placed_cases():
                 yield mesh, placement, case, capacity
 
 
-@pytest.mark.quick_cases("4x2-model-ragged_weighted-None", "3-replicated-multi_hot-2")
-@pytest.mark.parametrize(("mesh", "placement", "case", "capacity"), placed_cases())
+@pytest.mark.parametrize(
+    ("mesh", "placement", "case", "capacity"),
+    quick_cases(
+        placed_cases(), "4x2-model-ragged_weighted-None", "3-replicated-multi_hot-2"
+    ),
+)
 def test_equals_dense_reference(mesh, placement, case, capacity):
     placed = placements_on(mesh)[placement]
     plan = make_plan(mesh_of_shape(mesh), capacity=capacity, placement=placed)
@@ -208,9 +213,9 @@ def optimizer_cases():
             yield pytest.param(name, mesh, placement, capacity, marks=marks)
 
 
-@pytest.mark.quick_cases("rowwise_adagrad-4x2-model-2")
 @pytest.mark.parametrize(
-    ("optimizer", "mesh", "placement", "capacity"), optimizer_cases()
+    ("optimizer", "mesh", "placement", "capacity"),
+    quick_cases(optimizer_cases(), "rowwise_adagrad-4x2-model-2"),
 )
 def test_every_optimizer_gives_the_numbers_of_one_device(
     optimizer, mesh, placement, capacity

@@ -17,6 +17,7 @@ from tests.lookup.stages import (
     rounds_of,
     rows_by_owner,
 )
+from tests.tiers import full_cases, matrix
 from tpu_embedding.lookup._dedup import dedup
 from tpu_embedding.lookup._route import bucket_starts, count_lines, route, route_all
 
@@ -110,11 +111,16 @@ def check_round(result, source, keys, sent, size):
     np.testing.assert_array_equal(result.num_ids[source], [len(x) for x in sent])
 
 
-@pytest.mark.full_cases(
-    "3-padded-nothing", "3-lines-nothing", "8-padded-nothing", "8-lines-nothing"
+@pytest.mark.parametrize(
+    ("name", "case"),
+    full_cases(
+        matrix(SIZES, CASES),
+        "3-padded-nothing",
+        "3-lines-nothing",
+        "8-padded-nothing",
+        "8-lines-nothing",
+    ),
 )
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", SIZES)
 def test_every_round(name, case):
     num_shards, size = SIZES[name]
     keys = CASES[case](num_shards).astype(np.int32)

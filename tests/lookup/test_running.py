@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.tiers import full_cases, matrix
 from tpu_embedding.lookup._running import forward_fill, running_sum
 
 
@@ -15,20 +16,20 @@ def _hold(values):
     return values
 
 
-@pytest.mark.full_cases(
-    "running_sum-cumsum-127",
-    "running_sum-cumsum-129",
-    "running_sum-cumsum-16385",
-    "running_sum-cumsum-1049601",
-    "forward_fill-_hold-127",
-    "forward_fill-_hold-1049601",
-)
 @pytest.mark.parametrize(
-    "size", [0, 1, 2, 127, 128, 129, 2**14, 2**14 + 1, 2**20 + 2**10 + 1]
-)
-@pytest.mark.parametrize(
-    ("running", "expected"),
-    [(running_sum, np.cumsum), (forward_fill, _hold)],
+    ("running", "expected", "size"),
+    full_cases(
+        matrix(
+            [(running_sum, np.cumsum), (forward_fill, _hold)],
+            [0, 1, 2, 127, 128, 129, 2**14, 2**14 + 1, 2**20 + 2**10 + 1],
+        ),
+        "running_sum-cumsum-127",
+        "running_sum-cumsum-129",
+        "running_sum-cumsum-16385",
+        "running_sum-cumsum-1049601",
+        "forward_fill-_hold-127",
+        "forward_fill-_hold-1049601",
+    ),
 )
 def test_equals_numpy(size, running, expected):
     values = np.random.default_rng(size).integers(-9, 9, size).astype(np.int32)

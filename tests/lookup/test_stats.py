@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import matrix, quick_cases, with_ids
 from tpu_embedding.types import PADDING_ROW_ID
 
 ROWS, DIM, SAMPLES, VALENCE = 50, 4, 24, 5
@@ -55,9 +56,12 @@ def counts_of(ids, plan):
     return stats(tables, ids)
 
 
-@pytest.mark.quick_cases("random-8", "padding and others outside-3")
-@pytest.mark.parametrize("num_devices", [2, 3, 8])
-@pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(
+    ("ids", "num_devices"),
+    quick_cases(
+        matrix(with_ids(BATCHES), [2, 3, 8]), "random-8", "padding and others outside-3"
+    ),
+)
 def test_counts(ids, num_devices):
     plan = plan_on(num_devices)
     (stack,) = plan.stacks

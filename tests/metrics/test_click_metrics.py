@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tiers import quick_cases
 from tpu_embedding import metrics as m
 
 reference = pytest.importorskip("sklearn.metrics")
@@ -74,10 +75,9 @@ def in_two_batches(metric, *batch):
     return metric
 
 
-@pytest.mark.quick_cases("fractional weights")
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_auc(case):
-    logits, labels, weights = case
+@pytest.mark.parametrize("name", quick_cases(CASES, "fractional weights"))
+def test_auc(name):
+    logits, labels, weights = case = CASES[name]
     auc = in_two_batches(m.AUC.empty(), *case)
     wanted = reference.roc_auc_score(labels, logits, sample_weight=weights)
     # Beyond the bound of the bins: float32 rounding.
@@ -130,10 +130,9 @@ def test_auc_of_infinite_scores():
     assert float(auc.compute()) == 1
 
 
-@pytest.mark.quick_cases("certain")
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_log_loss_and_normalized_entropy(case):
-    logits, labels, weights = case
+@pytest.mark.parametrize("name", quick_cases(CASES, "certain"))
+def test_log_loss_and_normalized_entropy(name):
+    logits, labels, weights = case = CASES[name]
     loss = in_two_batches(m.LogLoss.empty(), *case).compute()
     p = probabilities(logits)
     wanted = reference.log_loss(labels, p, sample_weight=weights, labels=[0, 1])
@@ -164,20 +163,18 @@ def test_infinite_logits_are_certain():
     assert float(m.LogLoss.from_batch(logits, [1, 0.5]).compute()) == np.inf
 
 
-@pytest.mark.quick_cases("common")
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_calibration(case):
-    logits, labels, weights = case
+@pytest.mark.parametrize("name", quick_cases(CASES, "common"))
+def test_calibration(name):
+    logits, labels, weights = CASES[name]
     p = probabilities(logits)[:, 1]
     got = in_two_batches(m.Calibration.empty(), logits, labels, weights).compute()
     wanted = np.average(p, weights=weights) / np.average(labels, weights=weights)
     assert float(got) == pytest.approx(wanted, rel=RTOL)
 
 
-@pytest.mark.quick_cases("random")
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_errors_and_accuracy(case):
-    predictions, labels, weights = case
+@pytest.mark.parametrize("name", quick_cases(CASES, "random"))
+def test_errors_and_accuracy(name):
+    predictions, labels, weights = case = CASES[name]
     mae = in_two_batches(m.MAE.empty(), *case).compute()
     rmse = in_two_batches(m.RMSE.empty(), *case).compute()
     wanted = reference.mean_absolute_error(labels, predictions, sample_weight=weights)
@@ -273,8 +270,7 @@ def test_accuracy_tells_large_classes_apart():
 LABELLED = (m.AUC, m.LogLoss, m.NormalizedEntropy, m.Calibration, m.MAE, m.RMSE)
 
 
-@pytest.mark.quick_cases("NormalizedEntropy")
-@pytest.mark.parametrize("metric", LABELLED)
+@pytest.mark.parametrize("metric", quick_cases(LABELLED, "NormalizedEntropy"))
 def test_samples_of_weight_zero_count_for_nothing(metric):
     scores, labels = np.float32([0.2, 0.5, 0.7]), np.float32([0, 1, 1])
     wanted = metric.from_batch(scores, labels).compute()
@@ -285,8 +281,7 @@ def test_samples_of_weight_zero_count_for_nothing(metric):
     assert float(got) == float(wanted)
 
 
-@pytest.mark.quick_cases("LogLoss")
-@pytest.mark.parametrize("metric", LABELLED)
+@pytest.mark.parametrize("metric", quick_cases(LABELLED, "LogLoss"))
 def test_a_score_that_is_nan_makes_the_value_nan(metric):
     """It is defined, so a caller can tell it from a missing class."""
     of_batch = metric.from_batch([0.2, np.nan, 0.7], [0.0, 1.0, 1.0])
@@ -315,8 +310,7 @@ def test_one_class(metric, labels, is_defined):
     assert bool(jnp.isnan(got.compute())) != is_defined
 
 
-@pytest.mark.quick_cases("MAE")
-@pytest.mark.parametrize("metric", [*LABELLED, m.Accuracy])
+@pytest.mark.parametrize("metric", quick_cases([*LABELLED, m.Accuracy], "MAE"))
 def test_no_samples(metric):
     for empty in (
         metric.empty(),
@@ -327,8 +321,7 @@ def test_no_samples(metric):
         assert np.isnan(empty.compute())
 
 
-@pytest.mark.quick_cases("AUC")
-@pytest.mark.parametrize("metric", [*LABELLED, m.Accuracy])
+@pytest.mark.parametrize("metric", quick_cases([*LABELLED, m.Accuracy], "AUC"))
 def test_shapes_that_jax_would_broadcast_are_refused(metric):
     with pytest.raises(
         ValueError, match=r"labels must have the shape of .* \[4\], got"

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.tiers import matrix, quick_cases
 from tpu_embedding.metrics import NDCGAtK, RecallAtK
 
 reference = pytest.importorskip("sklearn.metrics")
@@ -42,11 +43,12 @@ def value_of(metric, *batch, k, **inputs):
     return metric.from_batch(*batch, k=k, **inputs).compute()
 
 
-@pytest.mark.quick_cases("ties-5")
-@pytest.mark.parametrize("k", [1, 5, CANDIDATES, CANDIDATES + 3])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_ndcg(case, k):
-    scores, labels, weights = case
+@pytest.mark.parametrize(
+    ("name", "k"),
+    quick_cases(matrix(CASES, [1, 5, CANDIDATES, CANDIDATES + 3]), "ties-5"),
+)
+def test_ndcg(name, k):
+    scores, labels, weights = case = CASES[name]
     wanted = reference.ndcg_score(labels, scores, k=k, sample_weight=weights)
     assert float(value_of(NDCGAtK, *case, k=k)) == pytest.approx(wanted, rel=RTOL)
 
@@ -60,8 +62,7 @@ def recall_over_orders(scores, labels, k, generator):
     return np.mean(found) / (labels > 0).sum()
 
 
-@pytest.mark.quick_cases("5")
-@pytest.mark.parametrize("k", [1, 5, CANDIDATES + 3])
+@pytest.mark.parametrize("k", quick_cases([1, 5, CANDIDATES + 3], "5"))
 def test_recall(k):
     scores, labels, weights = CASES["no ties"]
     best = np.argsort(-scores, axis=1)[:, :k]
@@ -161,8 +162,7 @@ def test_nan_scores_and_weight_zero(metric):
     assert float(metric.from_ranks([np.nan, 0.0], [0, 1], k=1).compute()) == 1
 
 
-@pytest.mark.quick_cases("NDCGAtK")
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", quick_cases(METRICS, "NDCGAtK"))
 def test_wrong_arguments(metric):
     name = metric.__name__
     square = np.zeros((2, 3))

@@ -24,6 +24,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import GOLDEN, mesh_of
+from tests.tiers import matrix, quick_cases
 
 # As the golden files' notes suggest: sums of float32 products in another order.
 TOLERANCE = dict(rtol=2e-5, atol=1e-5)
@@ -265,10 +266,10 @@ def layer_batch(run, step_number):
     }
 
 
-@pytest.mark.quick_cases("sgd-8")
-@pytest.mark.each_once
-@pytest.mark.parametrize("num_devices", [1, 8])
-@pytest.mark.parametrize("name", ["adagrad", "adam", "ftrl", "sgd"])
+@pytest.mark.parametrize(
+    ("name", "num_devices"),
+    quick_cases(matrix(["adagrad", "adam", "ftrl", "sgd"], [1, 8]), "sgd-8"),
+)
 def test_layer_trains_as_that_of_tensorflow_recommenders(name, num_devices):
     """Activations and tables of all steps, by the Keras optimizer of the run."""
     with np.load(GOLDEN / f"layer_{name}.npz") as arrays:

@@ -14,6 +14,7 @@ from flax.training import train_state
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import full_cases
 
 BATCH, DIM = 12, 4
 VOCABULARY_SIZE = 50
@@ -436,8 +437,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.full_cases("jit")
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", full_cases(TRANSFORMS, "jit"))
 def test_transformed_layers_look_up_and_refuse_to_lose_gradients(name):
     model, ids = TRANSFORMS[name], np.arange(12).reshape(3, 4)
     if name in ("jit", "remat"):
@@ -651,13 +651,16 @@ MISUSE = {
 }
 
 
-@pytest.mark.full_cases(
-    "gradients of another plan",
-    "gradients of another model",
-    "gradients of jax.grad",
-    "a plan per call",
+@pytest.mark.parametrize(
+    "case",
+    full_cases(
+        MISUSE,
+        "gradients of another plan",
+        "gradients of another model",
+        "gradients of jax.grad",
+        "a plan per call",
+    ),
 )
-@pytest.mark.parametrize("case", MISUSE)
 def test_misuse_gives_one_clear_error(case):
     call, error, match = MISUSE[case]
     model, batch = LinenModel(trained_plan()), make_batch()

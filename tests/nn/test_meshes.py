@@ -125,14 +125,11 @@ def check_equal(found, expected):
         np.testing.assert_allclose(weights, expected_weights, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.quick_cases(
-    "{'batch_axes': ('data',), 'placement': Sharded(axes=('model',))}"
-)
 @pytest.mark.parametrize(
     "options",
     [
-        dict(batch_axes=("data",)),
-        pytest.param(dict(batch_axes=("data",), placement=te.Sharded(axes=("model",)))),
+        pytest.param(dict(batch_axes=("data",)), marks=full),
+        dict(batch_axes=("data",), placement=te.Sharded(axes=("model",))),
         pytest.param(
             dict(batch_axes=("data",), placement=te.Sharded(axes=("data",))),
             marks=full,

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 import tpu_embedding as te
-from tests.conftest import mesh_of
+from tests.conftest import MESHES, mesh_of
+from tests.tiers import full_cases, quick_cases, with_ids
 
 BATCH = 24
 VOCABULARY_SIZE, DIM = 50, 4
@@ -67,7 +68,7 @@ def prepared(model, batch):
     return te.inputs.shard_batch({**batch, "features": features}, model.embedding.plan)
 
 
-@pytest.mark.quick_cases("1devices")
+@pytest.mark.parametrize("mesh", quick_cases(MESHES, "1devices"), indirect=True)
 def test_training_equals_the_dense_model(mesh):
     """Losses, dense parameters and tables against autodiff of the dense model."""
     model = Model(mesh, te.optimizers.sgd(0.3), nnx.Rngs(0))
@@ -194,15 +195,18 @@ def test_set_embedding_tables():
     np.testing.assert_array_equal(activations["item"], values[[0, 49, 7]])
 
 
-@pytest.mark.quick_cases("dict")
 @pytest.mark.parametrize(
     "nest",
-    [
-        lambda f: f,
-        lambda f: [f, {"x": (f, f)}],
-        lambda f: {"b": [f], "a": f},
-    ],
-    ids=["leaf", "mixed", "dict"],
+    quick_cases(
+        with_ids(
+            {
+                "leaf": lambda f: f,
+                "mixed": lambda f: [f, {"x": (f, f)}],
+                "dict": lambda f: {"b": [f], "a": f},
+            }
+        ),
+        "dict",
+    ),
 )
 def test_activations_come_back_in_the_nest(nest):
     table = te.TableConfig(vocabulary_size=9, dim=2, combiner="sum", name="t")
@@ -288,8 +292,9 @@ MISUSE = {
 }
 
 
-@pytest.mark.full_cases("plain gradients", "plain gradients of a bare layer")
-@pytest.mark.parametrize("case", MISUSE)
+@pytest.mark.parametrize(
+    "case", full_cases(MISUSE, "plain gradients", "plain gradients of a bare layer")
+)
 def test_misuse_gives_one_clear_error(case):
     call, error, match = MISUSE[case]
     model = Model(mesh_of(1), te.optimizers.sgd(0.1), nnx.Rngs(0))
@@ -418,8 +423,7 @@ CLOSURES = {
 }
 
 
-@pytest.mark.quick_cases("scan")
-@pytest.mark.parametrize("closure", CLOSURES)
+@pytest.mark.parametrize("closure", quick_cases(CLOSURES, "scan"))
 def test_closures_over_a_model_look_up_and_refuse_to_lose_gradients(closure):
     model = Towers(mesh_of(2), te.optimizers.sgd(0.1))
     ids = np.arange(24).reshape(3, 4, 2)

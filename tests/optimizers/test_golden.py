@@ -19,6 +19,7 @@ from tests.optimizers.rule_cases import (
     one_table_plan,
     update,
 )
+from tests.tiers import quick_cases
 
 
 def schedule_of(rates):
@@ -100,15 +101,18 @@ def read_run(name):
     return run, json.loads(str(run["meta"]))
 
 
-@pytest.mark.quick_cases(
-    "adagrad-one",
-    "adam_lazy-one",
-    "adam_nonlazy_bias_corrected-one",
-    "ftrl_l1_l2-one",
-    "sgd_momentum_nonlazy-one",
-    "adadelta-one",
+@pytest.mark.parametrize(
+    ("name", "num_devices", "hardware"),
+    quick_cases(
+        cases(),
+        "adagrad-one",
+        "adam_lazy-one",
+        "adam_nonlazy_bias_corrected-one",
+        "ftrl_l1_l2-one",
+        "sgd_momentum_nonlazy-one",
+        "adadelta-one",
+    ),
 )
-@pytest.mark.parametrize(("name", "num_devices", "hardware"), cases())
 def test_equals_the_recorded_run(name, num_devices, hardware):
     run, meta = read_run(name)
     optimizer = make_optimizer(meta, run["lr"])

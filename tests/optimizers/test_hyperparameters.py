@@ -10,6 +10,7 @@ import pytest
 import tpu_embedding as te
 from tests.optimizers.row_by_row import check_traced
 from tests.optimizers.rule_cases import rowwise_momentum, rowwise_momentum_rule
+from tests.tiers import quick_cases, with_ids
 from tpu_embedding.optimizers.modes import every_row, in_sequence
 from tpu_embedding.optimizers.rules.adafactor import adafactor
 from tpu_embedding.optimizers.rules.adagrad import (
@@ -445,18 +446,19 @@ TRACED = [
 ]
 
 
-@pytest.mark.quick_cases(
-    "bounded_adagrad",
-    "lamb weight_decay=0.0",
-    "partial_rowwise_adam weight_decay=0.3",
-    "bounded_adagrad max_var_update=0.01 max_accumulator=0.5",
-    "rowwise_adagrad weight_decay=0.2 weight_decay_mode=decoupled",
-    "lamb weight_decay=0.3",
-    "rowwise_rmsprop rho=0.5",
-    "partial_rowwise_lamb weight_decay=0.3",
-)
 @pytest.mark.parametrize(
-    ("make", "hyperparameters", "how"), TRACED, ids=itertools.starmap(case_id, TRACED)
+    ("make", "hyperparameters", "how"),
+    quick_cases(
+        with_ids({case_id(*case): case for case in TRACED}),
+        "bounded_adagrad",
+        "lamb weight_decay=0.0",
+        "partial_rowwise_adam weight_decay=0.3",
+        "bounded_adagrad max_var_update=0.01 max_accumulator=0.5",
+        "rowwise_adagrad weight_decay=0.2 weight_decay_mode=decoupled",
+        "lamb weight_decay=0.3",
+        "rowwise_rmsprop rho=0.5",
+        "partial_rowwise_lamb weight_decay=0.3",
+    ),
 )
 def test_takes_traced_hyperparameters(make, hyperparameters, how):
     if make is not frequency_estimator:

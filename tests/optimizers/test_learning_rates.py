@@ -12,6 +12,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
 from tests.optimizers.rule_cases import initial_state, one_table_plan, update
+from tests.tiers import full_cases, matrix, quick_cases, with_ids
 from tpu_embedding.optimizers.names import optimizer_by_name
 
 opt = te.optimizers
@@ -122,16 +123,19 @@ def run(optimizer, batches):
         yield np.asarray(rows), state
 
 
-@pytest.mark.full_cases(
-    "adafactor",
-    "clippy_adagrad",
-    "frequency_aware_adagrad",
-    "ftrl",
-    "lamb",
-    "adafactor with options",
-    "optax.radam",
+@pytest.mark.parametrize(
+    "name",
+    full_cases(
+        RULES,
+        "adafactor",
+        "clippy_adagrad",
+        "frequency_aware_adagrad",
+        "ftrl",
+        "lamb",
+        "adafactor with options",
+        "optax.radam",
+    ),
 )
-@pytest.mark.parametrize("name", RULES)
 def test_a_rate_of_zero_leaves_rows_alone(name):
     """Every warm-up begins there; later steps move the rows to finite values."""
     (first, _), *steps = run(RULES[name](warm_up), gradients())
@@ -164,25 +168,30 @@ def test_ftrl_that_multiplies_follows_its_slots_at_zero():
     assert (rows != first).all()
 
 
-@pytest.mark.quick_cases("ftrl-xla")
 @pytest.mark.parametrize(
-    ("num_devices", "options"),
-    [
-        (2, {"hardware": te.hardware.hardware_by_name("v5p")}),
-        pytest.param(
-            *(
-                2,
+    ("name", "num_devices", "options"),
+    quick_cases(
+        matrix(
+            ["ftrl", "online_yogi"],
+            with_ids(
                 {
-                    "hardware": te.hardware.hardware_by_name("v6e"),
-                    "kernels": "interpreter",
-                },
+                    "xla": (2, {"hardware": te.hardware.hardware_by_name("v5p")}),
+                    "kernels": pytest.param(
+                        *(
+                            2,
+                            {
+                                "hardware": te.hardware.hardware_by_name("v6e"),
+                                "kernels": "interpreter",
+                            },
+                        ),
+                        marks=needs_kernels,
+                    ),
+                }
             ),
-            marks=needs_kernels,
         ),
-    ],
-    ids=["xla", "kernels"],
+        "ftrl-xla",
+    ),
 )
-@pytest.mark.parametrize("name", ["ftrl", "online_yogi"])
 def test_layers_leave_rows_alone_at_zero(name, num_devices, options):
     optimizer = RULES[name](warm_up)
     plan = one_table_plan(optimizer, ROWS, DIM, mesh_of(num_devices), **options)

@@ -9,6 +9,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.optimizers.rule_cases import initial_state, one_table_plan, update
+from tests.tiers import matrix, quick_cases
 from tpu_embedding.optimizers.resolve import resolve_optimizer
 
 
@@ -79,8 +80,7 @@ def test_labels_may_name_tables_with_their_own_optimizer():
     assert len(plan.stacks) == 2
 
 
-@pytest.mark.quick_cases("1e+30")
-@pytest.mark.parametrize("bad", [1e30, np.nan])
+@pytest.mark.parametrize("bad", quick_cases([1e30, np.nan], "1e+30"))
 def test_what_is_not_finite_stays_in_its_table(bad):
     plan = plan_of("ab", te.optimizers.adafactor(0.1))
     tables = te.functional.init_tables(plan, jax.random.key(0))
@@ -113,8 +113,7 @@ def test_a_rule_under_jit_takes_totals_too():
     np.testing.assert_allclose(*results, rtol=1e-6)
 
 
-@pytest.mark.quick_cases("1")
-@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("num_devices", quick_cases([1, 3], "1"))
 def test_sequence_follows_the_samples_not_the_places_of_ids(num_devices):
     """Dense ids lie place by place within; the rule must see them sample by sample."""
     rule = te.optimizers.in_sequence(te.optimizers.adagrad(0.5))
@@ -133,9 +132,10 @@ def test_sequence_follows_the_samples_not_the_places_of_ids(num_devices):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.quick_cases("1-cpu-None")
-@pytest.mark.parametrize("slot_dtype", [None, jnp.bfloat16])
-@pytest.mark.parametrize(("num_devices", "hardware"), [(1, "cpu"), (3, "v6e")])
+@pytest.mark.parametrize(
+    ("num_devices", "hardware", "slot_dtype"),
+    quick_cases(matrix([(1, "cpu"), (3, "v6e")], [None, jnp.bfloat16]), "1-cpu-None"),
+)
 def test_every_element_of_rows_of_a_single_value(num_devices, hardware, slot_dtype):
     """They lie flat, where other rows have lines."""
     rule = te.optimizers.adam(0.1, lazy_adam=False, slot_dtype=slot_dtype)
@@ -230,8 +230,7 @@ ACCEPTED = {
 }
 
 
-@pytest.mark.quick_cases("every_row_with_counter")
-@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize("name", quick_cases(ACCEPTED, "every_row_with_counter"))
 def test_accepted_and_applied(name):
     plan = one_table_plan(ACCEPTED[name], 20, 2, mesh_of(3), capacity=1)
     tables, slots = initial_state(plan, np.ones((20, 2)))

@@ -16,6 +16,7 @@ from optax._src import alias
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.optimizers.rule_cases import one_table_plan
+from tests.tiers import full_cases
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 from tpu_embedding.update.lift import lift_to_rows
 
@@ -241,32 +242,43 @@ def check_equals_dense(given, rule):
     )
 
 
-@pytest.mark.full_cases(
-    "adabelief",
-    "adagrad",
-    "adamax",
-    "adamaxw",
-    "adan",
-    "novograd",
-    "optimistic_adam_v2",
-    "optimistic_gradient_descent",
-    "radam",
-    "rprop",
-    "adopt",
-    "cocob",
-    "madgrad",
-    "apply_if_finite",
-    "clip_by_global_norm",
-    "inject_hyperparams",
-    "zero_nans",
+@pytest.mark.parametrize(
+    "name",
+    full_cases(
+        [x for x in RULES if x not in REFUSED],
+        "adabelief",
+        "adagrad",
+        "adamax",
+        "adamaxw",
+        "adan",
+        "novograd",
+        "optimistic_adam_v2",
+        "optimistic_gradient_descent",
+        "radam",
+        "rprop",
+        "adopt",
+        "cocob",
+        "madgrad",
+        "apply_if_finite",
+        "clip_by_global_norm",
+        "inject_hyperparams",
+        "zero_nans",
+    ),
 )
-@pytest.mark.parametrize("name", [x for x in RULES if x not in REFUSED])
 def test_equals_dense(name):
     check_equals_dense(RULES[name], RULES[name])
 
 
-@pytest.mark.full_cases("lbfgs", "muon", "apply_every", "scale_by_lbfgs")
-@pytest.mark.parametrize("name", [x for x in RULES if x in REFUSED])
+@pytest.mark.parametrize(
+    "name",
+    full_cases(
+        [x for x in RULES if x in REFUSED],
+        "lbfgs",
+        "muon",
+        "apply_every",
+        "scale_by_lbfgs",
+    ),
+)
 def test_is_refused_with_a_reason(name):
     with pytest.raises(te.optimizers.NotRowLocalError, match=REFUSED[name]) as error:
         one_table_plan(RULES[name], ROWS, DIM, mesh_of(1))
@@ -287,17 +299,20 @@ REFUSED_ON_EVERY_ROW = {
 SENT_TO_EVERY_ROW = [x for x in RULES if REFUSED.get(x) in (NORM_OF_ALL, IN_TIME)]
 
 
-@pytest.mark.full_cases(
-    "lamb",
-    "dowg",
-    "schedule_free_adamw",
-    "adaptive_grad_clip",
-    "apply_every",
-    "MultiSteps",
-    "scale_by_lbfgs",
-    "sam",
+@pytest.mark.parametrize(
+    "name",
+    full_cases(
+        SENT_TO_EVERY_ROW,
+        "lamb",
+        "dowg",
+        "schedule_free_adamw",
+        "adaptive_grad_clip",
+        "apply_every",
+        "MultiSteps",
+        "scale_by_lbfgs",
+        "sam",
+    ),
 )
-@pytest.mark.parametrize("name", SENT_TO_EVERY_ROW)
 def test_on_every_row_equals_dense_or_is_refused(name):
     every_row = te.optimizers.every_row(RULES[name])
     if name not in REFUSED_ON_EVERY_ROW:

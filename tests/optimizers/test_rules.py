@@ -20,6 +20,7 @@ from tests.optimizers.rule_cases import (
     one_table_plan,
     update,
 )
+from tests.tiers import full_cases, matrix, quick_cases, with_ids
 from tpu_embedding.optimizers.analysis.row_local import runs_on_lines
 from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
 from tpu_embedding.optimizers.table_rows import table_rows, table_rows_context
@@ -158,10 +159,15 @@ def rules_and_configurations():
             yield pytest.param(name, configuration, marks=marks)
 
 
-@pytest.mark.quick_cases(
-    "adagrad-three_in_rounds", "adam-two_with_kernels", "clippy_adagrad-eight_packed"
+@pytest.mark.parametrize(
+    ("name", "configuration"),
+    quick_cases(
+        rules_and_configurations(),
+        "adagrad-three_in_rounds",
+        "adam-two_with_kernels",
+        "clippy_adagrad-eight_packed",
+    ),
 )
-@pytest.mark.parametrize(("name", "configuration"), rules_and_configurations())
 def test_steps_equal_the_rule_on_touched_rows(name, configuration):
     """Two steps that touch every row, and two that touch some; compiled once."""
     plan = plan_of(OPTIMIZERS[name], configuration)
@@ -247,14 +253,21 @@ EVERY_ROW = {
 }
 
 
-@pytest.mark.quick_cases("optax.lion-three")
-@pytest.mark.each_once
 @pytest.mark.parametrize(
-    ("configuration", "options"),
-    [("three_in_rounds", {}), ("eight_packed", {"capacity": 1})],
-    ids=["three", "eight"],
+    ("name", "configuration", "options"),
+    quick_cases(
+        matrix(
+            EVERY_ROW,
+            with_ids(
+                {
+                    "three": ("three_in_rounds", {}),
+                    "eight": ("eight_packed", {"capacity": 1}),
+                }
+            ),
+        ),
+        "optax.lion-three",
+    ),
 )
-@pytest.mark.parametrize("name", EVERY_ROW)
 def test_every_row_equals_dense_for_any_touched_rows(name, configuration, options):
     """Also where each round has its own range of rows, and lines hold several."""
     optimizer, dense = EVERY_ROW[name]
@@ -279,14 +292,16 @@ def test_step_gated_rules_need_every_row(name):
         one_table_plan(STEP_GATED[name], VOCABULARY_SIZE, DIM, mesh_of(1))
 
 
-@pytest.mark.quick_cases("v5p-interpreter")
 @pytest.mark.parametrize(
     ("hardware", "kernels"),
-    [
-        ("cpu", None),
-        pytest.param("v5p", None, marks=full),
-        pytest.param("v5p", "interpreter", marks=needs_kernels),
-    ],
+    quick_cases(
+        [
+            ("cpu", None),
+            pytest.param("v5p", None, marks=full),
+            pytest.param("v5p", "interpreter", marks=needs_kernels),
+        ],
+        "v5p-interpreter",
+    ),
 )
 def test_slots_survive_outliers(hardware, kernels):
     """A slot that is replaced drops from 1e6 to 1e-6 without a trace of the former."""
@@ -333,14 +348,16 @@ def test_which_rules_run_on_lines(name, expected):
     assert runs_on_lines(plan.stacks[0].optimizer, 32, 128) is expected
 
 
-@pytest.mark.quick_cases("by_dim")
 @needs_kernels
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ONE_OF_EACH_REASON else full)
-        for name in LOOK_AT_ROWS
-    ],
+    quick_cases(
+        [
+            pytest.param(name, marks=() if name in ONE_OF_EACH_REASON else full)
+            for name in LOOK_AT_ROWS
+        ],
+        "by_dim",
+    ),
 )
 def test_rules_that_look_at_rows_see_rows(name, monkeypatch):
     """As many as fill 128 lines, and more than one block of a pass over all."""
@@ -370,8 +387,7 @@ def test_every_row_excludes_sequence():
         one_table_plan(optimizer, VOCABULARY_SIZE, DIM, mesh_of(1))
 
 
-@pytest.mark.full_cases("sgd", "adafactor")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", full_cases(OPTIMIZERS, "sgd", "adafactor"))
 def test_converges(name):
     """Rows follow a target under the loss |row - target|**2 / 2.
 

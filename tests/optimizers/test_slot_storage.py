@@ -16,6 +16,7 @@ from tests.optimizers.rule_cases import (
     one_table_plan,
     update,
 )
+from tests.tiers import full_cases, matrix, quick_cases
 from tpu_embedding.optimizers.options import CommonOptions
 
 RECIPES = [
@@ -40,18 +41,18 @@ RECIPES = [
     te.optimizers.partial_rowwise_lamb,
     te.optimizers.rowwise_rmsprop,
 ]
-IDS = [recipe.__name__ for recipe in RECIPES]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_names_the_common_options(recipe):
     assert set(CommonOptions.__annotations__) <= set(
         inspect.signature(recipe).parameters
     )
 
 
-@pytest.mark.full_cases("sgd", "ftrl", "clippy_adagrad", "lamb")
-@pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
+@pytest.mark.parametrize(
+    "recipe", full_cases(RECIPES, "sgd", "ftrl", "clippy_adagrad", "lamb")
+)
 def test_options_are_those_of_with_options(recipe):
     rows = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
     options = dict(
@@ -71,10 +72,12 @@ def test_options_are_those_of_with_options(recipe):
     assert float(jnp.max(rows + expected)) <= 0.2 + 1e-6
 
 
-@pytest.mark.quick_cases("1-cpu")
-@pytest.mark.each_once
-@pytest.mark.parametrize("hardware", ["cpu", pytest.param("v5p", marks=needs_kernels)])
-@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize(
+    ("num_devices", "hardware"),
+    quick_cases(
+        matrix([1, 3], ["cpu", pytest.param("v5p", marks=needs_kernels)]), "1-cpu"
+    ),
+)
 def test_bfloat16_slots(num_devices, hardware):
     """Arithmetic in float32: one rounding of 2**-9 for each step."""
     plans = [

@@ -9,6 +9,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases
 
 
 def make_plan(
@@ -45,8 +46,9 @@ OTHER_PLANS = {
 }
 
 
-@pytest.mark.quick_cases("other sizes of the same sum")
-@pytest.mark.parametrize("case", OTHER_PLANS)
+@pytest.mark.parametrize(
+    "case", quick_cases(OTHER_PLANS, "other sizes of the same sum")
+)
 def test_arrays_of_another_plan_are_refused(case):
     options, texts = OTHER_PLANS[case]
     plan, other = make_plan(), make_plan(**options)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import needs_kernels
+from tests.tiers import full_cases, matrix, with_ids
 from tpu_embedding.rows.access import (
     add_repeatedly,
     add_to_rows,
@@ -327,12 +328,15 @@ def count_and_add(sums, gradient, row, slot, count, rate):
     return [row - rate * gradient, slot + gradient, count + 1.0]
 
 
-@pytest.mark.full_cases(
-    "7-dim16-kernels", "7-dim256-kernels", "130-dim16-kernels", "130-dim128-kernels"
-)
 @needs_kernels
-@kernel_layouts
-@pytest.mark.parametrize("num_ids", [0, 7, 128, 130])
+@pytest.mark.parametrize(
+    ("num_ids", "layout"),
+    full_cases(
+        matrix([0, 7, 128, 130], with_ids(KERNEL_LAYOUTS)),
+        *("7-dim16-kernels", "7-dim256-kernels"),
+        *("130-dim16-kernels", "130-dim128-kernels"),
+    ),
+)
 def test_update_packed(layout, num_ids):
     table, slot = integers(layout), integers(layout, seed=1)
     generator = np.random.default_rng(3)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.tiers import full_cases, matrix, with_ids
 from tpu_embedding.rows import consecutive_rows
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import (
@@ -20,7 +21,7 @@ def layouts_of(num_rows, dim=24):
     bfloat16 = RowLayout(
         num_rows=num_rows, row_shape=(dim,), line_lanes=128, narrow_dtype="bfloat16"
     )
-    return float32, bfloat16
+    return {"float32": float32, "bfloat16": bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -56,9 +57,17 @@ def test_a_loop_without_a_turn_is_not_traced():
     assert found.loop(fail, 7) == 7
 
 
-@pytest.mark.full_cases("30-7-bfloat16", "10-20-bfloat16")
-@pytest.mark.parametrize("layout", layouts_of(37), ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("start", "size"), [(0, 10), (30, 7), (10, 20)])
+@pytest.mark.parametrize(
+    ("start", "size", "layout"),
+    full_cases(
+        matrix(
+            [(0, 10), (30, 7), (10, 20)],
+            with_ids(layouts_of(37)),
+        ),
+        "30-7-bfloat16",
+        "10-20-bfloat16",
+    ),
+)
 def test_blocks_are_read_and_written(layout, start, size):
     rows = np.arange(37 * 24, dtype=np.float32).reshape(37, 24) % 128
     packed = pack_rows(jnp.asarray(rows), layout)

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.tiers import full_cases, matrix, with_ids
 from tpu_embedding.rows.narrow_rows import (
     NARROW_DTYPES,
     decode_rows,
@@ -189,9 +190,10 @@ def test_stored_zeros_are_zeros(dtype):
     np.testing.assert_array_equal(decode(stored, dtype, 5), np.zeros((3, 5)))
 
 
-@pytest.mark.full_cases("5-jax", "16-jax")
-@each_module
-@pytest.mark.parametrize("dim", [1, 2, 5, 16, 33])
+@pytest.mark.parametrize(
+    ("dim", "module"),
+    full_cases(matrix([1, 2, 5, 16, 33], with_ids(MODULES)), "5-jax", "16-jax"),
+)
 def test_int8_rows_are_within_half_a_step(dim, module):
     generator = np.random.default_rng(dim)
     rows = generator.normal(size=(500, dim)) * 10.0 ** generator.integers(

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import each_once
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables import line_exchange, row_windows
@@ -136,27 +137,30 @@ def assert_round_trip(plan, row=None):
             )
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("hardware", ["v5p", "cpu"])
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("num_devices", "hardware", "row"), each_once([1, 2, 3, 8], ["v5p", "cpu"], ROWS)
+)
 def test_round_trip(num_devices, hardware, row, small_blocks):
     plan = plan_of(mesh_of(num_devices), hardware=hardware)
     assert_round_trip(plan, ROWS[row])
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("dim", [1, 7, 48, 100, 128, 1024])
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float32", "float16"])
-@pytest.mark.parametrize("hardware", ["v5p", "cpu"])
+@pytest.mark.parametrize(
+    ("hardware", "dtype", "dim"),
+    each_once(
+        ["v5p", "cpu"],
+        ["bfloat16", "int8", "float32", "float16"],
+        [1, 7, 48, 100, 128, 1024],
+    ),
+)
 def test_any_dim_and_dtype(dim, dtype, hardware, monkeypatch):
     monkeypatch.setattr(row_windows, "_MIN_BLOCK_BYTES", 32 * dim)
     assert_round_trip(plan_of(mesh_of(3), dim, dtype, hardware))
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    ("kind", "placement"), each_once([AxisType.Auto, AxisType.Explicit], PLACEMENTS)
+)
 def test_any_placement(placement, kind, small_blocks):
     devices = np.asarray(jax.devices()[:6]).reshape(2, 3)
     mesh = Mesh(devices, ("data", "model"), axis_types=(kind, kind))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
+from tests.tiers import matrix, quick_cases
 from tests.update.update_cases import (
     Balanced,
     Counted,
@@ -63,9 +64,14 @@ def stepper(plan, stack, rounds, ranges=None):
     return step
 
 
-@pytest.mark.quick_cases("3-v5p-no_ids", "128-v5p-no_ids")
-@pytest.mark.parametrize("name", ROUNDS)
-@pytest.mark.parametrize(("dim", "hardware"), [(3, "cpu"), (3, "v5p"), (128, "v5p")])
+@pytest.mark.parametrize(
+    ("dim", "hardware", "name"),
+    quick_cases(
+        matrix([(3, "cpu"), (3, "v5p"), (128, "v5p")], ROUNDS),
+        "3-v5p-no_ids",
+        "128-v5p-no_ids",
+    ),
+)
 def test_touched_rows(name, dim, hardware):
     plan, stack = plan_of([NUM_ROWS], dim, counted(), hardware=hardware)
     rounds = ROUNDS[name]
@@ -146,9 +152,9 @@ def test_in_sequence():
 SIZES = [5, 1, 6]
 
 
-@pytest.mark.quick_cases("3-2", "1-1")
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("num_rounds", [1, 3])
+@pytest.mark.parametrize(
+    ("num_rounds", "num_devices"), quick_cases(matrix([1, 3], [1, 2]), "3-2", "1-1")
+)
 def test_totals_of_tables_over_rounds_and_shards(num_devices, num_rounds):
     """Table 1 has no gradient in the first step, and one row in the second."""
     plan, stack = plan_of(SIZES, 3, balanced(), num_devices=num_devices)

@@ -11,6 +11,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
 from tests.optimizers.rule_cases import initial_state, one_table_plan, update
+from tests.tiers import full_cases, matrix, with_ids
 from tests.update.update_cases import Counted, counted, integers, packed
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.rows.packed_rows import RowLayout, unpack_rows
@@ -32,7 +33,7 @@ LAYOUTS = {
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
-@pytest.fixture(params=[2, 5], ids=["small_blocks", "one_odd_block"])
+@pytest.fixture
 def blocks(request, monkeypatch):
     """Blocks that do not divide the lines of most layouts."""
     monkeypatch.setattr(every_element, "_LINES_PER_BLOCK", request.param)
@@ -63,12 +64,16 @@ def new_apply():
     )
 
 
-@pytest.mark.full_cases(
-    "small_blocks-single_values",
-    "small_blocks-dim16-packed",
-    "one_odd_block-dim3-packed",
+@pytest.mark.parametrize(
+    ("blocks", "layout"),
+    full_cases(
+        matrix(with_ids({"small_blocks": 2, "one_odd_block": 5}), with_ids(LAYOUTS)),
+        "small_blocks-single_values",
+        "small_blocks-dim16-packed",
+        "one_odd_block-dim3-packed",
+    ),
+    indirect=["blocks"],
 )
-@each_layout
 def test_every_row_moves_as_with_the_dense_gradient(layout, blocks):
     apply = new_apply()
     table, state, reference = start(layout)

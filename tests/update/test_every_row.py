@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import tpu_embedding as te
+from tests.tiers import quick_cases
 from tests.update.update_cases import (
     Balanced,
     balanced,
@@ -45,8 +46,7 @@ def start(plan, stack, rows):
     return tables, init(tables)
 
 
-@pytest.mark.quick_cases("unused_row")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_cases(CASES, "unused_row"))
 def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
     sizes, dim, hardware, num_devices, block, num_steps = CASES[name]
     monkeypatch.setattr(consecutive_rows, "_ROWS_PER_BLOCK", block)

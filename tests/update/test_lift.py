@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import needs_kernels
 from tests.optimizers.rule_cases import OPTIMIZERS
+from tests.tiers import matrix, quick_cases, with_ids
 from tests.update.update_cases import (
     LAYOUTS,
     NASTY,
@@ -128,9 +129,15 @@ def test_init_lays_slots_out_like_the_table():
     assert state.hits.lines.dtype == jnp.int32
 
 
-@pytest.mark.quick_cases("spare_lines-adam", "unused_lanes-adagrad", "narrow-chain")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("layout", FILLED.values(), ids=FILLED)
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    quick_cases(
+        matrix(with_ids(FILLED), OPTIMIZERS),
+        "spare_lines-adam",
+        "unused_lanes-adagrad",
+        "narrow-chain",
+    ),
+)
 def test_slots_of_one_value_are_filled_like_packed_rows(name, layout):
     rule = OPTIMIZERS[name]
     rows = np.zeros((layout.num_rows, layout.dim), np.float32)

@@ -12,6 +12,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
 from tests.conftest import mesh_of
+from tests.tiers import matrix, quick_cases
 from tpu_embedding.checkpoint.arrays import decode_int8
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports import (
@@ -117,10 +118,12 @@ def test_slots_of_another_rule_are_dropped():
     assert not report.dropped
 
 
-@pytest.mark.full_cases("options0-no optimizer was given")
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({}, "no optimizer was given"), ({"slots": "none"}, "slots='none'")],
+    [
+        pytest.param({}, "no optimizer was given", marks=pytest.mark.full),
+        ({"slots": "none"}, "slots='none'"),
+    ],
 )
 def test_slots_without_optimizer(options, reason):
     layer = make_layer({"a": (20, 4)}, te.optimizers.adagrad(0.1))
@@ -167,8 +170,7 @@ def test_narrow_and_integer_slots():
     assert sorted(report.dropped) == ["b/accumulators", "b/counters"]
 
 
-@pytest.mark.quick_cases("int8")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("dtype", quick_cases(["bfloat16", "float16", "int8"], "int8"))
 def test_narrow_tables_are_rounded_like_set_values(dtype):
     table = np.random.default_rng(0).normal(size=(20, 5)).astype(np.float32)
     layer = make_layer({"a": (20, 5)}, num_devices=2, dtype=dtype)
@@ -178,9 +180,13 @@ def test_narrow_tables_are_rounded_like_set_values(dtype):
     np.testing.assert_array_equal(imported, layer.embedding_tables()["a"])
 
 
-@pytest.mark.quick_cases("int8-int8")
-@pytest.mark.parametrize("own", ["float32", "float16", "int8"])
-@pytest.mark.parametrize("exported", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("exported", "own"),
+    quick_cases(
+        matrix(["float32", "bfloat16", "int8"], ["float32", "float16", "int8"]),
+        "int8-int8",
+    ),
+)
 def test_exported_tables_come_back(tmp_path, exported, own):
     table = np.random.default_rng(0).normal(size=(20, 5)).astype(np.float32)
     layer = make_layer({"a": (20, 5)}, num_devices=2, dtype=own)

@@ -16,6 +16,7 @@ from tests.optimizers.rule_cases import (
     one_table_plan,
     update,
 )
+from tests.tiers import full_cases, quick_cases
 from tpu_embedding.optimizers.analysis.kernel_lowering import (
     LoweredRule,
     Refusal,
@@ -75,16 +76,19 @@ ODD = {
 }
 
 
-@pytest.mark.full_cases(
-    "sgd",
-    "adagrad",
-    "proximal_adagrad",
-    "user_defined",
-    "schedule",
-    "rowwise_adagrad",
-    "lamb",
+@pytest.mark.parametrize(
+    "name",
+    full_cases(
+        [*IN_KERNELS, *ALONG_ROWS, *ODD],
+        "sgd",
+        "adagrad",
+        "proximal_adagrad",
+        "user_defined",
+        "schedule",
+        "rowwise_adagrad",
+        "lamb",
+    ),
 )
-@pytest.mark.parametrize("name", [*IN_KERNELS, *ALONG_ROWS, *ODD])
 def test_equals_the_rule(name):
     optimizer = (OPTIMIZERS | ODD)[name]
     rule = lower_to_kernel(optimizer, DIM)
@@ -348,9 +352,11 @@ def test_every_rule_compiles(topology, dim):
     compile_kernels([OPTIMIZERS[name] for name in names], topology, dim)
 
 
-@pytest.mark.quick_cases("loop of numbers")
 @needs_kernels
-@pytest.mark.parametrize("name", ["cond of numbers", "loop of numbers", "array"])
+@pytest.mark.parametrize(
+    "name",
+    quick_cases(["cond of numbers", "loop of numbers", "array"], "loop of numbers"),
+)
 def test_on_one_mesh_after_another(name):
     """The scalars of a rule are computed under any mesh."""
     ids = np.arange(16, dtype=np.int32)

@@ -8,6 +8,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.optimizers.rule_cases import initial_state, one_table_plan, update
+from tests.tiers import matrix, quick_cases, with_ids
 
 ROWS, DIM = 30, 4
 SUMMING = {
@@ -37,12 +38,13 @@ def batches(has_nan):
         yield ids, gradient
 
 
-@pytest.mark.quick_cases("norm-one")
-@pytest.mark.each_once
 @pytest.mark.parametrize(
-    ("num_devices", "options"), [(1, {}), (8, {"capacity": 1})], ids=["one", "eight"]
+    ("name", "num_devices", "options"),
+    quick_cases(
+        matrix(SUMMING, with_ids({"one": (1, {}), "eight": (8, {"capacity": 1})})),
+        "norm-one",
+    ),
 )
-@pytest.mark.parametrize("name", SUMMING)
 def test_equals_dense(name, num_devices, options):
     optimizer = SUMMING[name]
     plan = one_table_plan(optimizer, ROWS, DIM, mesh_of(num_devices), **options)

@@ -30,6 +30,7 @@ from tests.optimizers.keras.keras_reference import (
     tf_keras,
 )
 from tests.optimizers.rule_cases import initial_state, one_table_plan, update
+from tests.tiers import quick_cases
 from tpu_embedding.optimizers.keras import classes
 from tpu_embedding.optimizers.keras.config import from_keras_config
 from tpu_embedding.optimizers.resolve import resolve_optimizer
@@ -180,12 +181,9 @@ THROUGH_THE_LAYER = {
 }
 
 
-@pytest.mark.quick_cases("accumulation")
-@pytest.mark.parametrize(
-    "case", THROUGH_THE_LAYER.values(), ids=THROUGH_THE_LAYER.keys()
-)
-def test_equals_keras_through_a_layer(case):
-    (config, rule, *_), rows, is_lazy = case
+@pytest.mark.parametrize("name", quick_cases(THROUGH_THE_LAYER, "accumulation"))
+def test_equals_keras_through_a_layer(name):
+    (config, rule, *_), rows, is_lazy = THROUGH_THE_LAYER[name]
     np.testing.assert_allclose(
         layer_tables(from_keras_config(config, rows=rows)),
         keras_tables(rule, config, lazy=is_lazy),

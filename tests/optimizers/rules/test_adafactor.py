@@ -14,6 +14,7 @@ from tests.optimizers.rule_cases import (
     one_table_plan,
     update,
 )
+from tests.tiers import quick_cases
 
 RUNS = sorted(
     path.stem
@@ -54,10 +55,12 @@ def make_optimizer(meta, **options):
     return te.optimizers.adafactor(rate, **arguments, **options)
 
 
-@pytest.mark.quick_cases(
-    "adafactor_tfkeras_indexed_clipnorm-exact-1", "adafactor_hyper-lazy-8"
+@pytest.mark.parametrize(
+    ("name", "mode", "num_devices", "hardware"),
+    quick_cases(
+        cases(), "adafactor_tfkeras_indexed_clipnorm-exact-1", "adafactor_hyper-lazy-8"
+    ),
 )
-@pytest.mark.parametrize(("name", "mode", "num_devices", "hardware"), cases())
 def test_equals_the_recorded_run(name, mode, num_devices, hardware):
     with np.load(GOLDEN / f"{name}.npz") as run:
         run = dict(run)
@@ -151,8 +154,7 @@ def test_tables_of_a_stack_do_not_mix_on_any_devices_and_in_any_rounds(name):
             )
 
 
-@pytest.mark.quick_cases("v5p")
-@pytest.mark.parametrize("hardware", ["cpu", "v5p"])
+@pytest.mark.parametrize("hardware", quick_cases(["cpu", "v5p"], "v5p"))
 def test_pass_over_blocks_equals_one_array(hardware):
     """A table of two blocks and a rest, with blocks of rows that share lines."""
     rows, dim = 2 * 8192 + 77, 3

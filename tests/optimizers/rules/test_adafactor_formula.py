@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.tiers import full_cases
 from tpu_embedding.optimizers.modes import (
     EveryRow,
     ModelNorm,
@@ -204,17 +205,20 @@ def modes_of(optimizer):
     return modes
 
 
-@pytest.mark.full_cases(
-    "lazy",
-    "exact",
-    "options",
-    "lazy_clipnorm",
-    "global_clipnorm",
-    "decays_all",
-    "ema",
-    "ema_overwrites",
+@pytest.mark.parametrize(
+    "name",
+    full_cases(
+        CASES,
+        "lazy",
+        "exact",
+        "options",
+        "lazy_clipnorm",
+        "global_clipnorm",
+        "decays_all",
+        "ema",
+        "ema_overwrites",
+    ),
 )
-@pytest.mark.parametrize("name", CASES)
 def test_follows_the_equation(name):
     options = {**PLAIN, **CASES[name]}
     optimizer: Any = adafactor(**options)

@@ -12,6 +12,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import GOLDEN
+from tests.tiers import matrix, quick_cases
 
 opt = te.optimizers
 
@@ -55,10 +56,15 @@ def assert_close(actual, expected):
         )
 
 
-@pytest.mark.quick_cases("ema_overwrite-exact", "ema-lazy", "hyper-exact")
-@pytest.mark.each_once
-@pytest.mark.parametrize("mode", ["lazy", "exact"])
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("run", "mode"),
+    quick_cases(
+        matrix(RUNS, ["lazy", "exact"]),
+        "ema_overwrite-exact",
+        "ema-lazy",
+        "hyper-exact",
+    ),
+)
 def test_equals_keras_on_every_rank(run, mode):
     """All rows are at hand, so both modes are what Keras does."""
     optimizer = make_optimizer(run, mode=mode)

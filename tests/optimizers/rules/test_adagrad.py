@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.optimizers.row_by_row import check_against_loop
+from tests.tiers import full_cases
 from tpu_embedding.optimizers.rules.adagrad import rowwise_adagrad
 
 CASES: dict[str, Any] = {
@@ -16,8 +17,7 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.full_cases("l2")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", full_cases(CASES, "l2"))
 def test_follows_the_formula(case):
     initial, epsilon, weight_decay, mode = CASES[case]
 

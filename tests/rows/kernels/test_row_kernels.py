@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import needs_kernels
+from tests.tiers import full_cases, matrix, quick_cases
 from tpu_embedding.rows.kernels import backend, row_kernels
 from tpu_embedding.rows.kernels.kernel_bodies import DROPPED_ROW, KernelBody
 from tpu_embedding.rows.kernels.row_kernels import (
@@ -56,9 +57,10 @@ def test_read(dim, num_ids):
     np.testing.assert_array_equal(np.asarray(lines).reshape(-1, dim), rows[ids])
 
 
-@pytest.mark.full_cases("3-8-1152")
-@pytest.mark.parametrize(("dim", "num_ids"), [x for x in CASES if x[0] < 128])
-@pytest.mark.parametrize("num_blocks", [1, 3])
+@pytest.mark.parametrize(
+    ("num_blocks", "dim", "num_ids"),
+    full_cases(matrix([1, 3], [x for x in CASES if x[0] < 128]), "3-8-1152"),
+)
 def test_read_with_a_stride_between_rows_of_a_line(dim, num_ids, num_blocks):
     rows = random(NUM_ROWS, dim)
     shape = (num_blocks, 128 // dim, num_ids)
@@ -156,8 +158,9 @@ def adagrad_like(gradient, row, slot, rate, bound):
     return [row - rate * gradient / jnp.sqrt(new_slot), new_slot]
 
 
-@pytest.mark.quick_cases("128-1152", "32-1152", "32-8", "32-24")
-@pytest.mark.parametrize(("dim", "num_ids"), CASES)
+@pytest.mark.parametrize(
+    ("dim", "num_ids"), quick_cases(CASES, "128-1152", "32-1152", "32-8", "32-24")
+)
 def test_update(dim, num_ids):
     rows, slots = random(NUM_ROWS, dim), 1 + abs(random(NUM_ROWS, dim, seed=3))
     ids = np.random.default_rng(1).permutation(NUM_ROWS)[:num_ids].astype(np.int32)
@@ -237,15 +240,17 @@ def test_reasons_for_no_room(dim, num_arrays, num_row_scalars, reason):
     assert no_room_reason(dim, num_arrays, num_row_scalars) == reason
 
 
-@pytest.mark.quick_cases("1536-24-8")
 @pytest.mark.parametrize(
     ("dim", "num_ids", "num_lanes"),
-    [(*case, 8 + 8 * (i % 2)) for i, case in enumerate(CASES)]
-    + [
-        pytest.param(*case, 16 - 8 * (i % 2), marks=pytest.mark.full)
-        for i, case in enumerate(CASES)
-    ]
-    + [(1536, 24, 8)],
+    quick_cases(
+        [(*case, 8 + 8 * (i % 2)) for i, case in enumerate(CASES)]
+        + [
+            pytest.param(*case, 16 - 8 * (i % 2), marks=pytest.mark.full)
+            for i, case in enumerate(CASES)
+        ]
+        + [(1536, 24, 8)],
+        "1536-24-8",
+    ),
 )
 def test_update_with_sums_and_row_scalars(dim, num_ids, num_lanes, monkeypatch):
     """Vectors have 8 or 16 lanes, so they hold several rows, or parts of one."""

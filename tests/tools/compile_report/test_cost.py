@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.conftest import needs_kernels
+from tests.tiers import matrix, quick_cases
 from tpu_embedding.rows.kernels.row_kernels import add_rows, read_rows
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.compile_report.cost import program_cost, total
@@ -114,12 +115,16 @@ def test_scatter_add_reads_and_writes(topology, options):
     assert {o.unit for o in of_class(cost, "scatter")} == {unit}
 
 
-@pytest.mark.quick_cases("v5p:2x2x1-256", "v6e:2x2-32")
 @needs_kernels
 @pytest.mark.tpu_compiler
-@pytest.mark.each_once
-@pytest.mark.parametrize("dim", [8, 32, 128, 256])
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize(
+    ("topology", "dim"),
+    quick_cases(
+        matrix(["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"], [8, 32, 128, 256]),
+        "v5p:2x2x1-256",
+        "v6e:2x2-32",
+    ),
+)
 def test_kernels_move_rows_and_no_lines(topology, dim):
     def read_and_add(lines, ids, additions):
         (rows,) = read_rows(lines, ids, dim, "sparse_core")

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from tests.processes.test_processes import ROOT, environment_of
+from tests.tiers import quick_cases
 from tpu_embedding.tools.jobs import early_signals
 from tpu_embedding.tools.jobs.early_signals import EarlySignals
 from tpu_embedding.tools.jobs.exit_status import STOP_SIGNALS
@@ -62,15 +63,18 @@ MOMENTS = {
 }
 
 
-@pytest.mark.quick_cases("first of all-SIGTERM", "jax-SIGTERM")
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("moment", "number"),
-    [
-        pytest.param(words, number, id=f"{name}-{number.name}")
-        for name, words in MOMENTS.items()
-        for number in (STATUS if name == "first of all" else [signal.SIGTERM])
-    ],
+    quick_cases(
+        [
+            pytest.param(words, number, id=f"{name}-{number.name}")
+            for name, words in MOMENTS.items()
+            for number in (STATUS if name == "first of all" else [signal.SIGTERM])
+        ],
+        "first of all-SIGTERM",
+        "jax-SIGTERM",
+        every_case=True,
+    ),
 )
 def test_a_signal_while_the_command_imports(moment, number, tmp_path):
     status, lines = signal_after(start(tmp_path), moment, number)

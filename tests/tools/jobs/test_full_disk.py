@@ -52,8 +52,7 @@ def check_end(job, directory, message):
                 read_table(checkpoints / str(step), name, slot=slot)
 
 
-@pytest.mark.full
-@pytest.mark.every_case
+@pytest.mark.full(every_case=True)
 @pytest.mark.parametrize(
     ("num_processes", "damage", "message"),
     [

@@ -15,8 +15,7 @@ from tpu_embedding.checkpoint.run_checkpoints import saved_steps
 from tpu_embedding.tools.train.loop.run_directory import LOCK_FILE
 
 pytestmark = [
-    pytest.mark.full,
-    pytest.mark.every_case,
+    pytest.mark.full(every_case=True),
     pytest.mark.skipif(sys.platform != "linux", reason="uses its terminals"),
 ]
 

@@ -94,8 +94,7 @@ def test_processes_equal_one(config, num_processes, server, tmp_path, request):
         np.testing.assert_allclose(values, one[name], rtol=0, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.full
-@pytest.mark.every_case
+@pytest.mark.full(every_case=True)
 @pytest.mark.parametrize(
     ("damage", "status", "message"),
     [

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases
 from tests.tools.train.loop.test_training_loop import losses, tiny_config
 from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints, saved_steps
 from tpu_embedding.tools.data.synthetic_clicks import SyntheticClicks
@@ -83,19 +84,21 @@ def signal_in_the_last_evaluation(monkeypatch, number):
     signal_in_an_evaluation(monkeypatch, number, call=3)
 
 
-@pytest.mark.quick_cases("in_a_step-SIGTERM")
 @pytest.mark.parametrize(
     ("signal_at", "number", "saved"),
-    [
-        pytest.param(*case, id=f"{name}-{case[1].name}")
-        for name, *case in [
-            ("in_a_step", signal_in_a_step, signal.SIGTERM, 4),
-            ("in_a_step", signal_in_a_step, signal.SIGINT, 4),
-            ("unready", signal_in_the_preparation, signal.SIGHUP, 6),
-            ("evaluation", signal_in_an_evaluation, signal.SIGINT, 6),
-            ("at_the_end", signal_in_the_last_evaluation, signal.SIGTERM, 8),
-        ]
-    ],
+    quick_cases(
+        [
+            pytest.param(*case, id=f"{name}-{case[1].name}")
+            for name, *case in [
+                ("in_a_step", signal_in_a_step, signal.SIGTERM, 4),
+                ("in_a_step", signal_in_a_step, signal.SIGINT, 4),
+                ("unready", signal_in_the_preparation, signal.SIGHUP, 6),
+                ("evaluation", signal_in_an_evaluation, signal.SIGINT, 6),
+                ("at_the_end", signal_in_the_last_evaluation, signal.SIGTERM, 8),
+            ]
+        ],
+        "in_a_step-SIGTERM",
+    ),
 )
 def test_a_signal_saves_the_state(
     undisturbed, tmp_path, monkeypatch, signal_at, number, saved
