@@ -21,7 +21,10 @@ def layouts_of(num_rows, dim=24):
     bfloat16 = RowLayout(
         num_rows=num_rows, row_shape=(dim,), line_lanes=128, narrow_dtype="bfloat16"
     )
-    return {"float32": float32, "bfloat16": bfloat16}
+    return float32, bfloat16
+
+
+LAYOUTS = dict(zip(("float32", "bfloat16"), layouts_of(37), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -60,12 +63,8 @@ def test_a_loop_without_a_turn_is_not_traced():
 @pytest.mark.parametrize(
     ("start", "size", "layout"),
     full_cases(
-        matrix(
-            [(0, 10), (30, 7), (10, 20)],
-            with_ids(layouts_of(37)),
-        ),
-        "30-7-bfloat16",
-        "10-20-bfloat16",
+        matrix([(0, 10), (30, 7), (10, 20)], with_ids(LAYOUTS)),
+        *("30-7-bfloat16", "10-20-bfloat16"),
     ),
 )
 def test_blocks_are_read_and_written(layout, start, size):
