@@ -53,6 +53,55 @@ def test_modules_that_are_not_loaded(use):
     ]
 
 
+THREADS = """
+import threading
+import tpu_embedding as te
+errors, start = [], threading.Barrier(4)
+def use(name):
+    start.wait()
+    try:
+        getattr(te, name)
+    except BaseException as error:
+        errors.append(repr(error))
+threads = [
+    threading.Thread(target=use, args=[name])
+    for name in ("TPUEmbedding", "inputs", "save", "optimizers")
+]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert not errors, errors
+"""
+
+
+def test_threads_may_use_names_first_at_once():
+    subprocess.run([sys.executable, "-Werror", "-c", THREADS], check=True)
+
+
+FLAX_STATE = """
+import jax, pytest, tpu_embedding as te
+from flax import serialization
+def tables(num_rows):
+    table = te.TableConfig(vocabulary_size=num_rows, dim=4, name="movie")
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh=te.device_mesh())
+    return te.functional.init_tables(plan, jax.random.key(0))
+state = serialization.to_state_dict(tables(10))
+serialization.from_state_dict(tables(10), state)
+with pytest.raises(ValueError, match="saved under the plan of the model"):
+    serialization.from_state_dict(tables(11), state)
+"""
+
+
+def test_flax_refuses_tables_of_another_plan_before_linen_is_used():
+    subprocess.run([sys.executable, "-c", FLAX_STATE], check=True)
+
+
+def test_a_name_that_stands_in_a_module_is_found():
+    with pytest.raises(AttributeError, match="; it is tpu_embedding.gradients.add$"):
+        te.add  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'$"):
+        te.nonsense  # noqa: B018
+
+
 def imports_for_type_checkers():
     """Yields `(module, name, name in te)` of each import under `TYPE_CHECKING`."""
     tree = ast.parse(pathlib.Path(te.__file__).read_text())

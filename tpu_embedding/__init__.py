@@ -8,8 +8,10 @@ Names are imported when they are used first: `import tpu_embedding` takes no tim
 Orbax is loaded only by a program that saves.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+import threading as _threading
+from typing import TYPE_CHECKING
+from typing import Any as _Any
 
 if TYPE_CHECKING:  # For editors and type checkers; `_MODULE_OF` has the same names.
     from tpu_embedding import checkpoint as checkpoint
@@ -88,24 +90,46 @@ _MODULE_OF = {
 __all__ = [*_MODULES, *_MODULE_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> Any:
+_lock = _threading.RLock()
+"""Two threads that import parts of the package at once could wait for each other."""
+
+
+def __getattr__(name: str) -> _Any:
     """Imports a public name when it is used first."""
-    if name in _MODULES:
-        value = importlib.import_module(f"{__name__}.{_MODULES[name]}")
-    elif name in _MODULE_OF:
-        module = importlib.import_module(f"{__name__}.{_MODULE_OF[name]}")
-        value = getattr(module, name)
-    elif name == "__version__":
-        value = _version()
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    with _lock:
+        if name in globals():  # Another thread was faster.
+            return globals()[name]
+        if name in _MODULES:
+            value = _module(_MODULES[name])
+        elif name in _MODULE_OF:
+            value = getattr(_module(_MODULE_OF[name]), name)
+        elif name == "__version__":
+            value = _version()
+        else:
+            raise AttributeError(
+                f"module {__name__!r} has no attribute {name!r}{_way_out(name)}"
+            )
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
     """Returns the public names, also those that nobody has used yet."""
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted([*__all__, "__version__", *(n for n in globals() if n[0] == "_")])
+
+
+def _module(path: str) -> _Any:
+    return _importlib.import_module(f"{__name__}.{path}")
+
+
+def _way_out(name: str) -> str:
+    """Returns where a name stands that this module lacks; empty for an unknown one."""
+    if name.startswith("_"):
+        return ""
+    for module in ("functional", "gradients", "inputs", "initializers", "hardware"):
+        if hasattr(_module(module), name):
+            return f"; it is {__name__}.{module}.{name}"
+    return ""
 
 
 def _version() -> str:

@@ -1,10 +1,11 @@
 """The lookup and the update as functions of explicit arrays, without Flax.
 
 `steps` has the calls of a training step. `following_slots` and `final_table_values`
-have those around training. The arrays are the stacked tables and slot variables of a
-plan.
+have those around training, and `serving_lookup` that of an exported model. The arrays
+are the stacked tables and slot variables of a plan; `flax_states` lets Flax save them.
 """
 
+from tpu_embedding.functional import flax_states as _flax_states  # noqa: F401
 from tpu_embedding.functional.final_table_values import (
     finalize_variable_values as finalize_variable_values,
 )

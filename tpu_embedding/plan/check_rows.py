@@ -13,6 +13,7 @@ import jax
 from jax.core import Tracer
 
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
+from tpu_embedding.rows.kernels.kernel_access import describe_kernels
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout
 
 
@@ -36,7 +37,8 @@ def check_tables(tables: Any, stacks: Sequence[StackPlan]) -> None:
             )
         differences = rows.layout.differences(stack.layout)
         if rows.kernels != stack.kernels:
-            differences.append(f"kernels: {rows.kernels}, not {stack.kernels}")
+            found, wanted = map(describe_kernels, (rows.kernels, stack.kernels))
+            differences.append(f"accesses: {found}, not {wanted}")
         _refuse(f"tables[{stack.name!r}]", differences)
 
 

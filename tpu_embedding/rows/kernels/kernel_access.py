@@ -28,3 +28,15 @@ class KernelAccess:
 
     backend: KernelBackend
     accesses: tuple[RowAccess, ...] = ("read", "add")
+
+
+def describe_kernels(kernels: KernelAccess | None) -> str:
+    """Returns the accesses that kernels make, for errors.
+
+    Example:
+      >>> describe_kernels(KernelAccess(backend="sparse_core", accesses=("read",)))
+      'read by sparse_core kernels'
+    """
+    if kernels is None:
+        return "all by XLA"
+    return f"{' and '.join(kernels.accesses)} by {kernels.backend} kernels"

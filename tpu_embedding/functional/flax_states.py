@@ -1,0 +1,35 @@
+"""Lets `flax.serialization` save and restore tables and their slot variables.
+
+Flax knows containers of its own only, and cannot write others to bytes. A saved table
+has the layout's name as its key, so a state of another plan is refused.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import serialization
+
+from tpu_embedding.rows.packed_rows import PackedRows
+
+
+def _state_of_rows(rows: PackedRows) -> dict[str, Any]:
+    return {rows.layout.leaf_name: rows.lines}
+
+
+def _rows_of_state(rows: PackedRows, state: dict[str, Any]) -> PackedRows:
+    """Returns the saved rows, where the lines of the given ones lie."""
+    name = rows.layout.leaf_name
+    if set(state) != {name}:
+        raise ValueError(
+            "The state must have been saved under the plan of the model, whose tables "
+            f"or slot variables here are {name!r}, got {sorted(state)}. Move tables "
+            "between plans by te.linen.embedding_tables and with_embedding_tables."
+        )
+    lines = state[name]
+    if isinstance(rows.lines, jax.Array):
+        lines = jax.device_put(lines, rows.lines.sharding)
+    return dataclasses.replace(rows, lines=lines)
+
+
+serialization.register_serialization_state(PackedRows, _state_of_rows, _rows_of_state)
