@@ -12,7 +12,7 @@ import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
 from tests.checkpoint.imports.test_importing import SHAPES, make_layer
 from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.imports import import_tables, open_tables
+from tpu_embedding.checkpoint.imports import import_tables, open_tables, tensorflow
 from tpu_embedding.checkpoint.imports.tensorflow_reader import TensorFlowReader
 
 tf = pytest.importorskip("tensorflow", reason="the extra `tf` is not installed")
@@ -227,3 +227,8 @@ def test_truncated_index(tmp_path, size):
     index.write_bytes(index.read_bytes()[:size])
     with pytest.raises(CheckpointError, match="TensorFlow cannot read .*ckpt-1"):
         open_tables(path)
+
+
+def test_layouts_that_no_one_can_read():
+    with pytest.raises(CheckpointError, match="^model: the layouts of its stacks"):
+        tensorflow._layouts(b"\xff", "model")

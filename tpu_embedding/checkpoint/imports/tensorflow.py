@@ -108,7 +108,7 @@ def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
     tables: dict[tuple[str, ...], SourceTable] = {}
     for key in stacked:
         parent = _path_of(key)[:-1]
-        for layout in _layouts(reader.string(key + _VALUE)):
+        for layout in _layouts(reader.string(key + _VALUE), origin):
             tables[*parent, layout.name] = _stacked_table(
                 layout, parent, variables, origin
             )
@@ -211,20 +211,25 @@ def _named(
     return named
 
 
-def _layouts(message: bytes) -> list[StackedTable]:
+def _layouts(message: bytes, origin: str) -> list[StackedTable]:
     """Returns the tables of a message `SparseCoreTableLayouts`."""
     messages: Any = importlib.import_module(
         "tensorflow.core.tpu.kernels.sparse_core_layout_pb2"
     )
-    return [
-        StackedTable(
-            name=table.table_name,
-            stack_name=table.stacked_table_name,
-            vocabulary_size=table.unsharded_shape[0],
-            dim=table.unsharded_shape[1],
-            num_shards=table.num_sparse_cores,
-            row_offset=table.sparse_core_shard_row_offset,
-            rotation=table.sparse_core_shard_rotation,
-        )
-        for table in messages.SparseCoreTableLayouts.FromString(message).tables
-    ]
+    try:
+        return [
+            StackedTable(
+                name=table.table_name,
+                stack_name=table.stacked_table_name,
+                vocabulary_size=table.unsharded_shape[0],
+                dim=table.unsharded_shape[1],
+                num_shards=table.num_sparse_cores,
+                row_offset=table.sparse_core_shard_row_offset,
+                rotation=table.sparse_core_shard_rotation,
+            )
+            for table in messages.SparseCoreTableLayouts.FromString(message).tables
+        ]
+    except Exception as error:  # Protocol buffers have an error of their own.
+        raise CheckpointError(
+            f"{origin}: the layouts of its stacks cannot be read: {error}."
+        ) from error
