@@ -57,7 +57,7 @@ MOMENTS = {
     "numpy": "import 'numpy' ",
     "jax": "import 'jax.numpy' ",
     "orbax": "import 'orbax.checkpoint' ",
-    "the package": "import 'tpu_embedding' ",
+    "the layer": "import 'tpu_embedding.checkpoint.saving' ",
     "the command": "import 'tpu_embedding.tools.cli.train' ",
     "matplotlib": "import 'matplotlib.figure' ",
 }

@@ -1,7 +1,7 @@
 """Ends `tpu-embedding train` with its own status if a signal arrives before the run.
 
 Imports of jax and the start of a job take seconds. A launcher would take a process that
-SIGTERM ends in that time for failed. So the package imports this module first of all,
+SIGTERM ends in that time for failed. So `tools.cli` imports this module first of all,
 and it imports only what takes no time.
 """
 
