@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from tpu_embedding.tools.data import block_order, criteo_format
+from tpu_embedding.tools.data import block_order, criteo_format, criteo_lines
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.data.criteo import Criteo
 from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES
@@ -17,6 +17,12 @@ from tpu_embedding.tools.data.criteo_lines import find_logs
 
 ZEROS = ["0"] * 13
 CATEGORY = ["68fd1e64"] * 26
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    """Parses three lines at a time, so that a batch has several groups."""
+    monkeypatch.setattr(criteo_lines, "PARSED_LINES", 3)
 
 
 def make_line(label="0", integers=ZEROS, categories=CATEGORY):
@@ -73,6 +79,7 @@ NASTY = [
 ]
 
 
+@pytest.mark.usefixtures("small_groups")
 @pytest.mark.parametrize("last", ["newline", "nothing"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["lf", "crlf"])
 @pytest.mark.parametrize("block_size", [1, 2, 64])
@@ -164,6 +171,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.usefixtures("small_groups")
 @pytest.mark.parametrize("place", [0, 4, 7, 9])
 @pytest.mark.parametrize(("line", "message"), DAMAGED.values(), ids=DAMAGED.keys())
 def test_damaged_lines_are_named(tmp_path, line, message, place):
@@ -276,6 +284,7 @@ def test_files_that_cannot_be_read(tmp_path):
         )
 
 
+@pytest.mark.usefixtures("small_groups")
 def test_days_are_read_as_one_log(tmp_path):
     counts = {"day_0": 5, "day_1": 6, "day_2": 7, "day_10": 1}
     lines = iter(numbered_lines(18))
