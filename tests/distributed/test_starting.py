@@ -7,7 +7,10 @@ import pytest
 
 from tests.processes.test_processes import free_port
 from tpu_embedding import distributed
+from tpu_embedding.distributed import starting
+from tpu_embedding.distributed.job import Job
 from tpu_embedding.distributed.place import StartError
+from tpu_embedding.distributed.store import MemoryStore
 
 
 def test_an_unreachable_coordinator():
@@ -43,3 +46,13 @@ def test_a_process_alone_starts_nothing():
     assert job.num_processes == 1
     with pytest.raises(ZeroDivisionError), distributed.ending_together(job):
         raise ZeroDivisionError
+
+
+def test_a_failure_is_not_noticed_before_the_acts_for_it_are_known(monkeypatch):
+    for name in ("hold_roll_call", "_initialize"):
+        monkeypatch.setattr(starting, name, lambda *_: None)
+    monkeypatch.setattr(starting, "current_job", lambda: Job(0, 2, MemoryStore()))
+    acts = []
+    monkeypatch.setattr(starting, "watch_job", lambda job: acts.extend(job.final_acts))
+    distributed.start("127.0.0.1", 2, 0, final_acts=[print])
+    assert acts == [print]

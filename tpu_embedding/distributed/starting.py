@@ -7,6 +7,7 @@ first, and the wait for them is bounded.
 
 import threading
 import time
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import jax
@@ -38,6 +39,7 @@ def start(
     *,
     heartbeat_seconds: int = HEARTBEAT_SECONDS,
     timeout_seconds: float = START_SECONDS,
+    final_acts: Iterable[Callable[[], object]] = (),
 ) -> Job:
     """Starts JAX in a job of several processes, before any other use of JAX.
 
@@ -56,6 +58,8 @@ def start(
       timeout_seconds: longest wait until all processes have come. JAX then has another
         100 s to start in all of them. If some have not come, process 0 takes 20 s more
         to tell late ones so.
+      final_acts: functions to call if another process fails, and the same job would
+        fail again.
 
     Returns:
       The job; one of a single process if there are no others.
@@ -83,6 +87,7 @@ def start(
         connect(place, _INITIALIZE_SECONDS, deadline).close()
     _initialize(place, heartbeat_seconds)
     job = current_job()
+    job.final_acts.extend(final_acts)
     watch_job(job)
     return job
 

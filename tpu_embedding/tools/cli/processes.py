@@ -158,9 +158,9 @@ def start_processes(parsed: argparse.Namespace) -> distributed.Job:
         parsed.num_processes,
         parsed.process_id,
         heartbeat_seconds=parsed.heartbeat,
+        final_acts=[functools.partial(send_event, "final_elsewhere")],
     )
     if job.num_processes > 1:
         early_signals.end = functools.partial(end_job, job)
-    job.final_acts.append(functools.partial(send_event, "final_elsewhere"))
     send_event("process", job.process_index, job.num_processes)
     return job
