@@ -41,6 +41,9 @@ def act(action, folder, index, pulses):
     match name:
         case "print":
             print(value)
+        case "lines":
+            for line in range(int(value)):
+                print(f"{line:049d}")
         case "error":
             print(value, file=sys.stderr)
         case "tell":

@@ -27,6 +27,7 @@ class Run:
         *options,
         worker_options=(),
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         before=(),
     ):
         self.folder = folder
@@ -42,7 +43,7 @@ class Run:
         self.process = subprocess.Popen(
             command,
             stdout=stdout,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
         )
 
@@ -104,21 +105,37 @@ def test_a_full_disk_does_not_end_the_workers(tmp_path):
     assert (tmp_path / "done").exists()
 
 
-def test_a_terminal_that_takes_no_output_does_not_stop_the_watch(tmp_path):
+@pytest.mark.full(every_case=True)
+def test_a_slow_reader_gets_the_whole_output(tmp_path):
+    """One pipe of 64 KiB is full, so the worker ends before all has passed."""
+    started = Run(tmp_path, [[["lines:2200"]]])
+    time.sleep(3)
+    assert len(started.finish().out.splitlines()) == 2200
+    assert started.status == 0
+
+
+@pytest.mark.parametrize("then", ["reads", "signals"])
+def test_a_terminal_that_takes_no_output_does_not_stop_the_watch(tmp_path, then):
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with pytest.raises(BlockingIOError):
         while True:
             os.write(writer, bytes(1 << 16))
     os.set_blocking(writer, True)
-    attempts = [
-        [["print:one", "touch:printed", "wait:"], ["await:printed", "kill:SIGKILL"]]
-    ]
-    started = Run(tmp_path, attempts, "workers", 2, stdout=writer)
+    attempts = [[["print:one", "save:"], ["await:ready-0", "kill:SIGKILL"]]]
+    started = Run(tmp_path, attempts, "workers", 2, stdout=writer, stderr=writer)
     os.close(writer)
-    line = started.process.stderr.readline()
-    assert line.startswith("supervisor: process 1 of 2")
-    os.close(reader)
+    started.await_file("ready-0")
+    end = time.monotonic() + DEADLINE_SECONDS
+    while alive(tmp_path, 0):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    if then == "signals":
+        started.process.send_signal(signal.SIGTERM)
+        assert started.finish().status == 1
+    with open(reader, "rb") as file:
+        output = file.read()
+    assert (b"supervisor: process 1 of 2" in output) == (then == "reads")
     assert started.finish().status == 1
 
 

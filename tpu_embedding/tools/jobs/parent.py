@@ -12,7 +12,7 @@ import math
 import queue
 import signal
 import socket
-import sys
+import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
@@ -71,7 +71,21 @@ class Settings:
 
 def main(settings: str) -> int:
     """Runs the parent by settings in JSON, and returns its exit status."""
-    return Parent(Settings(**json.loads(settings)), Signals()).run()
+    signals = Signals()
+    threading.Thread(target=_write_reports, daemon=True).start()
+    status = Parent(Settings(**json.loads(settings)), signals).run()
+    _reports.put(None)
+    _await_threads(signals)
+    return status
+
+
+def _await_threads(signals: "Signals") -> None:
+    """Waits until all output is written, or until a signal arrives."""
+    for thread in threading.enumerate():
+        while thread is not threading.main_thread() and thread.is_alive():
+            if signals.wait(0.0) is not None:
+                return
+            thread.join(TICK_SECONDS)
 
 
 class Signals:
@@ -293,14 +307,14 @@ class Attempt:
             if left and now - failed_at < self._settings.collect:
                 return
             self._ended_at = now
-            self._report_cause()
-            if left:
-                names = ", ".join(w.state.name.partition(" (")[0] for w in left)
-                report(f"ending the other processes: {names}")
             for worker in left:
                 worker.signal(signal.SIGTERM)
                 if worker in self._failed:  # It hangs.
                     worker.kill()
+            self._report_cause()
+            if left:
+                names = ", ".join(w.state.name.partition(" (")[0] for w in left)
+                report(f"ending the other processes: {names}")
         elif now - self._ended_at > self._settings.grace:
             for worker in left:
                 worker.kill()
@@ -312,7 +326,7 @@ class Attempt:
         if lines:
             report("its last lines:")
             for line in lines:
-                write_line(2, f"  | {line}".encode())
+                _reports.put(f"  | {line}")
 
 
 def _stopped_status(code: int | None) -> int:
@@ -337,6 +351,14 @@ def _free_port() -> int:
 
 
 def report(text: str) -> None:
-    """Prints a line of the parent's own on stderr."""
-    sys.stderr.flush()
-    write_line(2, f"supervisor: {text}".encode())
+    """Prints a line of the parent's own on stderr, without waiting for it."""
+    _reports.put(f"supervisor: {text}")
+
+
+_reports: Final = queue.SimpleQueue[str | None]()
+"""Lines of the parent's own that are not written yet; None ends their thread."""
+
+
+def _write_reports() -> None:
+    for line in iter(_reports.get, None):
+        write_line(2, line.encode())

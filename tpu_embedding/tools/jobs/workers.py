@@ -20,8 +20,13 @@ from tpu_embedding.tools.jobs.pulses import PIPE_VARIABLE, STACKS_SIGNAL
 FULL_SECONDS: Final = 1.0
 """Longest wait for the reader of a pipe that is full and does not block."""
 
+_CHUNK_BYTES: Final = 1 << 16
+
 _LAST_WORDS_SECONDS: Final = 1.0
-"""Longest wait for the output of a process that has ended."""
+"""Longest wait for the last lines of a process that has ended.
+
+Its readers wait longer themselves, until all its output is written.
+"""
 
 
 class WorkerProcess:
@@ -44,6 +49,7 @@ class WorkerProcess:
           count: number of the parent's workers.
         """
         pulses, write_end = os.pipe()
+        ended, self._end = os.pipe()
         self._memory_kills = memory_kills()
         self.process = subprocess.Popen(
             command,
@@ -66,10 +72,11 @@ class WorkerProcess:
         self.last_pulse = time.monotonic()
         self.has_answered = False
         self._readers = [
-            _read(self.process.stdout, lambda line: self._copy(1, line)),
-            _read(self.process.stderr, lambda line: self._copy(2, line)),
-            _read(open(pulses, "rb"), self._on_event),
+            _read(self.process.stdout, ended, lambda line: self._copy(1, line)),
+            _read(self.process.stderr, ended, lambda line: self._copy(2, line)),
+            _read(open(pulses, "rb"), ended, self._on_event),
         ]
+        os.close(ended)
 
     @property
     def is_alive(self) -> bool:
@@ -81,8 +88,10 @@ class WorkerProcess:
         if not self.is_alive or self.process.poll() is None:
             return False
         self.kill()  # its own helpers, such as loader processes
+        os.close(self._end)
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
         for reader in self._readers:
-            reader.join(_LAST_WORDS_SECONDS)
+            reader.join(max(deadline - time.monotonic(), 0.0))
         self.state.kill_hint = hint_of_kill(self._memory_kills, memory_kills())
         self.state.return_code = self.process.returncode
         return True
@@ -121,12 +130,14 @@ class WorkerProcess:
     def _on_event(self, line: bytes) -> None:
         self.last_pulse = time.monotonic()
         self.has_answered = True
-        event, *words = line.decode().split()
-        values = [int(word) for word in words]
-        if event == "process":
-            self.state.name = self._name(*values)
-        else:
-            self.state.note(event, values)
+        with contextlib.suppress(ValueError):  # A broken line is no event.
+            event, *words = line.decode().split()
+            values = [int(word) for word in words]
+            if event == "process":
+                index, count = values
+                self.state.name = self._name(index, count)
+            else:
+                self.state.note(event, values)
 
 
 def kill_group(leader: int) -> None:
@@ -135,13 +146,31 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def _read(pipe: IO[bytes], on_line: Callable[[bytes], object]) -> threading.Thread:
-    """Starts a thread that reads a pipe to its end; returns the thread."""
+def _read(
+    pipe: IO[bytes], ended: int, on_line: Callable[[bytes], object]
+) -> threading.Thread:
+    """Starts a thread that reads the lines of a pipe; returns the thread.
+
+    Args:
+      pipe: pipe to read to its end. A process that outlives its worker may hold it
+        open, so once the worker has ended, the thread reads only what is there.
+      ended: another pipe, which is at its end once the worker has ended.
+      on_line: function to call with each line.
+    """
+    ended = os.dup(ended)
 
     def read() -> None:
-        with pipe:
-            for line in pipe:
-                on_line(line.removesuffix(b"\n"))
+        rest = b""
+        with pipe, open(ended, "rb"):
+            while pipe in select.select([pipe, ended], [], [])[0]:
+                data = os.read(pipe.fileno(), _CHUNK_BYTES)
+                if not data:
+                    break
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    on_line(line)
+            if rest:
+                on_line(rest)
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
