@@ -25,22 +25,39 @@ GIVEN = (
 CONTROLLER = "customresourcedefinition jobsets.jobset.x-k8s.io"
 
 
+def require(resources, name):
+    """Raises KeyError if there is no such resource."""
+    if name not in resources:
+        raise KeyError(name)
+
+
 def answer(memory, argv, stdin):
-    """Returns what a call prints, or raises KeyError if there is no such resource."""
+    """Returns what a call prints.
+
+    Raises:
+      KeyError: if there is no such resource.
+      ValueError: if the call is to fail.
+    """
     resources, words = memory["resources"], [w for w in argv if not w.startswith("--")]
     line = " ".join(argv)
     if any(failure in line for failure in memory["failures"]):
-        raise KeyError("planted")
+        raise ValueError("PERMISSION_DENIED")
     if argv[0] == "kubectl":
         if "https://github.com" in line:
             resources.append(CONTROLLER)
         elif words[1] == "get" and words[2] == "jobset":
             return memory["ended"]
         elif words[1] == "get":
-            resources[resources.index(CONTROLLER)]
+            require(resources, CONTROLLER)
         elif words[1:3] == ["delete", "jobset"]:
             memory["ended"] = ""
         return ""
+    if "get-credentials" in words:
+        require(resources, f"container clusters {words[-1]}")
+    if "ssh" in words:
+        require(
+            resources, f"compute tpus queued-resources {words[5].rpartition('-')[0]}"
+        )
     verb = next((w for w in words if w in ("create", "describe", "delete")), None)
     if argv[0] == "sleep" or verb is None or any(given in line for given in GIVEN):
         return ""
@@ -49,9 +66,9 @@ def answer(memory, argv, stdin):
     if verb == "create":
         assert name not in resources, f"{name} exists"
         resources.append(name)
-    elif name not in resources:
-        raise KeyError(name)
-    elif verb == "delete":
+        return ""
+    require(resources, name)
+    if verb == "delete":
         resources.remove(name)
     elif "--format=value(state.state)" in argv:
         states = memory["states"]
@@ -71,7 +88,8 @@ def main():
             print(answer(memory, argv, stdin))
             status = 0
         except (KeyError, ValueError) as error:
-            print(f"ERROR: {error} NOT_FOUND", file=sys.stderr)
+            gone = "NOT_FOUND: " if isinstance(error, KeyError) else ""
+            print(f"ERROR: {gone}{error}", file=sys.stderr)
             status = 1
         file.seek(0)
         file.truncate()

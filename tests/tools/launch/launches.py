@@ -20,7 +20,7 @@ FIELDS = dict(
     settings=("batch_size=65536",),
     data_dir="criteo",
     bucket="my-bucket",
-    package="dist/tpu_embedding-0.1.0-py3-none-any.whl",
+    package="/home/me/dist/tpu_embedding-0.1.0-py3-none-any.whl",
     service_account="trainer@my-project.iam.gserviceaccount.com",
 )
 
@@ -42,11 +42,16 @@ TPU7X = dict(topology="tpu7x:2x4x4", zone="us-central1-c")
 KEPT = dict(lifetime="until_deleted")
 QUEUED = dict(backend="queued_resource", **KEPT)
 RESERVED = dict(capacity="reservation", reservation="my-reservation")
-OWN = dict(config="configs/my_config.py", package="tpu-embedding[tpu,train]==0.1.0")
+OWN = dict(
+    config="/home/me/configs/my_config.py", package="tpu-embedding[tpu,train]==0.1.0"
+)
+
+PUBLIC = dict(config="dlrm", package="tpu-embedding[tpu,train]==0.1.0")
 
 # The number of a name counts TensorCores, as in the names of the products.
 LAUNCHES = {
     "gke_v5e_8": make_launch(**V5E, capacity="spot"),
+    "gke_v5e_8_without_files": make_launch(**V5E, **PUBLIC),
     "gke_v5p_64": make_launch(**V5P, **RESERVED, subnetwork="my-subnetwork"),
     "gke_v6e_256_two_slices": make_launch(**V6E, slices=2, cluster="shared"),
     "gke_tpu7x_64": make_launch(**TPU7X, capacity="flex_start"),

@@ -8,13 +8,16 @@ import tomllib
 
 import pytest
 
-from tests.tools.launch.launches import FIELDS, as_toml
+from tests.tools.launch.launches import FIELDS, LAUNCHES, as_toml
+from tests.tools.launch.test_scripts import host_script, problems
 from tpu_embedding.tools import cli
-from tpu_embedding.tools.launch import Launch, load_launch
+from tpu_embedding.tools.launch import Launch, load_launch, make_script
 
 ROOT = pathlib.Path(__file__).parents[3]
 GUIDE = (ROOT / "docs" / "guides" / "launching.md").read_text()
+TROUBLES = (ROOT / "docs" / "guides" / "launch_troubles.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", GUIDE, re.DOTALL)
+WHEEL = "dist/tpu_embedding-0.1.0-py3-none-any.whl"
 NAMED_FILE = re.compile(r"`([\w.]+\.toml)` describes[^`]*```toml\n(.*?)```", re.DOTALL)
 
 
@@ -27,7 +30,10 @@ def run_line(line, cloud):
         assert redirection == ">"
         with open(cloud.folder / script, "w") as file, contextlib.redirect_stdout(file):
             assert cli.main(arguments) == 0, line
-    elif words[:2] != ["pip", "wheel"]:
+    elif words[:2] == ["pip", "wheel"]:
+        (cloud.folder / "dist").mkdir()
+        (cloud.folder / WHEEL).touch()
+    else:
         assert words[0] in ("bash", "gcloud"), f"the fakes do not know {line}"
         result = cloud.bash(line)
         assert result.returncode == 0, result.stderr
@@ -35,7 +41,7 @@ def run_line(line, cloud):
 
 def test_the_guide_leads_from_nothing_to_results(cloud, monkeypatch):
     monkeypatch.chdir(cloud.folder)
-    monkeypatch.setattr(cli.launch, "_fits", lambda launch: launch.config == "dlrm")
+    monkeypatch.setattr(cli.launch, "_fits", lambda _, config: config.name == "dlrm")
     ((name, text),) = NAMED_FILE.findall(GUIDE)
     (cloud.folder / name).write_text(text)
     for kind, block in BLOCKS:
@@ -47,7 +53,7 @@ def test_the_guide_leads_from_nothing_to_results(cloud, monkeypatch):
         "gcloud services enable",
         "gcloud iam service-accounts create trainer",
         "gcloud storage buckets create gs://my-bucket",
-        "gcloud storage cp dist/tpu_embedding-0.1.0-py3-none-any.whl",
+        f"gcloud storage cp {cloud.folder / WHEEL}",
         "gcloud container clusters create dlrm",
         "gcloud container node-pools create dlrm-0",
         "kubectl logs",
@@ -68,6 +74,18 @@ def test_the_guide_leads_from_nothing_to_results(cloud, monkeypatch):
         "iam service-accounts trainer",
         "storage buckets gs://my-bucket",
     }
+
+
+def test_the_line_that_stops_a_run_is_accepted(cloud):
+    (line,) = re.findall(r"gcloud compute tpus tpu-vm ssh .*", TROUBLES)
+    *argv, command = shlex.split(line)
+    assert not problems([*argv, command])
+    launch = LAUNCHES["queued_resource_v5e_8"]
+    assert cloud.run(launch).returncode == 0
+    assert cloud.bash(line).returncode == 0
+    file, word = re.fullmatch("--command=bash (.*) (.*)", command).groups()
+    assert f"launch/{file}" in make_script(launch)
+    assert f"{word}() {{" in host_script(launch)
 
 
 @pytest.mark.parametrize("text", [text for kind, text in BLOCKS if kind == "toml"])

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.tools.launch.launches import make_launch
-from tests.tools.launch.test_scripts import container, host_script
+from tests.tools.launch.test_scripts import calls_of, container, host_script
 from tpu_embedding import kernel_verdicts
 
 SECONDS = 60  # far more than any of these needs
@@ -48,9 +48,16 @@ def run(text, *arguments, **environment):
 
 
 def on_host(tmp_path, word, **environment):
-    """Runs a part of host.sh, with a folder in place of the bucket."""
+    """Runs a part of host_train.sh, with a folder in place of the bucket."""
     text = host_script(QUEUED).replace("/mnt/bucket", str(tmp_path / "bucket"))
     return run(text, word, **environment)
+
+
+def stop_all(home):
+    """Runs on a host what `delete` runs there."""
+    words = [word for call in calls_of(QUEUED) for word in call[:-1]]
+    command = next(word for word in words if word.endswith("stop; done"))
+    return run(f'cd "$HOME"; {command.removeprefix("--command=")}', HOME=str(home))
 
 
 @pytest.fixture
@@ -71,6 +78,20 @@ def read(pipe):
     ready, _, _ = select.select([pipe], [], [], SECONDS)
     assert ready
     return os.read(pipe, 100)
+
+
+@pytest.mark.parametrize("programs", [["train"], ["train", "doctor"]])
+def test_delete_ends_the_training_whatever_ran_last(programs, home):
+    for program in programs:
+        (home / f"host_{program}.sh").write_text(host_script(QUEUED, program))
+    pipe = os.open(home / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    on_host(home, "start", HOME=str(home))
+    assert read(pipe) == b"runs"
+    stop_all(home)
+    assert read(pipe) == b""
+    os.close(pipe)
+    assert (home / "tpu_embedding_train.log").read_text().endswith("saved\n")
+    stop_all(home)  # nothing runs
 
 
 @pytest.mark.parametrize("has_run", [False, True])

@@ -8,17 +8,26 @@ from tests.tools.launch.launches import FIELDS, as_toml, make_launch
 from tpu_embedding.tools import cli
 from tpu_embedding.tools.cli import main
 from tpu_embedding.tools.jobs.exit_status import FAILED, WRONG_USAGE
-from tpu_embedding.tools.launch import make_script, what_deletes
+from tpu_embedding.tools.launch import PROGRAMS, make_script, what_deletes
 
 FILE = FIELDS | dict(
-    backend="gke", zone="us-east5-a", topology="v5p:2x4x4", settings=["batch_size=64"]
+    backend="gke",
+    zone="us-east5-a",
+    topology="v5p:2x4x4",
+    settings=["batch_size=64"],
+    package="a.whl",
 )
-LAUNCH = make_launch(settings=("batch_size=64",))
+LAUNCH = make_launch(settings=("batch_size=64",), package="a.whl")
+
+CONFIG = """from tpu_embedding.tools.train import load_config
+config = load_config("dlrm")
+"""
 
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.whl").touch()
     (tmp_path / "dlrm.toml").write_text(as_toml(FILE))
     return "dlrm.toml"
 
@@ -70,6 +79,32 @@ def test_the_compile_check_can_be_skipped(file, compiled):
     assert compiled == []
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_own_files_are_copied_from_any_folder(program, file, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(CONFIG)
+    (tmp_path / file).write_text(as_toml(FILE | dict(config="mine.py")))
+    words = ["launch", file, "--skip-compile-check", "--program", program]
+    assert main(words) == 0
+    script = capsys.readouterr().out
+    for name in ("a.whl", "mine.py"):
+        assert f"gcloud storage cp {tmp_path / name} " in script
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("field", ["package", "config"])
+def test_a_missing_file_is_found_without_the_compile_check(
+    field, program, file, tmp_path, capsys
+):
+    name = {"package": "b.whl", "config": "b.py"}[field]
+    (tmp_path / file).write_text(as_toml(FILE | {field: name}))
+    words = ["launch", file, "--skip-compile-check", "--program", program]
+    assert main(words) == WRONG_USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"must name files that exist, got {name}; build" in captured.err
+    assert str(tmp_path) in captured.err
+
+
 def test_without_the_compiler_the_check_can_be_skipped(file, monkeypatch, capsys):
     def slices_mesh(*_):
         raise ImportError("It needs libtpu.")
@@ -81,21 +116,22 @@ def test_without_the_compiler_the_check_can_be_skipped(file, monkeypatch, capsys
 
 
 WRONG = {
-    "no file": (None, FAILED, "dlrm.toml"),
-    "field": (FILE | {"zone": "x"}, WRONG_USAGE, "zone must be a zone, such as us-"),
-    "type": (FILE | {"slices": "2"}, WRONG_USAGE, "slices must be an int, got '2'"),
-    "config": (FILE | {"config": "dlmr"}, WRONG_USAGE, "dlmr"),
-    "setting": (FILE | {"settings": ["batch=1"]}, WRONG_USAGE, "batch"),
+    "no file": (None, "got dlrm.toml: No such file or directory; give"),
+    "field": (FILE | {"zone": "x"}, "zone must be a zone, such as us-"),
+    "type": (FILE | {"slices": "2"}, "slices must be an int, got '2'"),
+    "config": (FILE | {"config": "dlmr"}, "dlmr"),
+    "setting": (FILE | {"settings": ["batch=1"]}, "batch"),
 }
 
 
-@pytest.mark.parametrize(("document", "status", "message"), WRONG.values(), ids=WRONG)
-def test_a_wrong_file_is_one_line(document, status, message, file, tmp_path, capsys):
+@pytest.mark.parametrize("options", [[], ["--skip-compile-check"]])
+@pytest.mark.parametrize(("document", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_file_is_one_line(document, message, options, file, tmp_path, capsys):
     path = tmp_path / file
     path.unlink()
     if document is not None:
         path.write_text(as_toml(document))
-    assert main(["launch", file]) == status
+    assert main(["launch", file, *options]) == WRONG_USAGE
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
     assert message in captured.err

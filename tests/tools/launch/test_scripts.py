@@ -1,6 +1,7 @@
 """Printed scripts: bash runs them on fakes, and gcloud and Kubernetes accept them."""
 
 import functools
+import itertools
 import json
 import pathlib
 import re
@@ -17,7 +18,7 @@ from tests.tools.launch.conftest import Cloud
 from tests.tools.launch.fake_cloud import CONTROLLER
 from tests.tools.launch.launches import FOLDER, LAUNCHES, RECORDED, make_launch
 from tpu_embedding.tools.cli import make_parser
-from tpu_embedding.tools.launch import make_script
+from tpu_embedding.tools.launch import PROGRAMS, make_script
 
 SCHEMAS = pathlib.Path(__file__).parent / "schemas"
 GCLOUD = json.loads((SCHEMAS / "gcloud.json").read_text())
@@ -31,13 +32,16 @@ backends = pytest.mark.parametrize("name", ["gke_v5e_8", "queued_resource_v5e_8"
 
 @functools.cache
 def history_of(launch):
-    """Returns calls and resources after each use of a launch's script."""
+    """Returns calls and resources after each use of a launch's script.
+
+    It is run twice, its log is shown, and it is deleted twice.
+    """
     with tempfile.TemporaryDirectory() as folder:
         cloud = Cloud(pathlib.Path(folder) / "cloud")
         if launch.cluster:
             cloud.change(resources=[f"container clusters {launch.cluster}"])
         history = []
-        for words in ([], [], ["logs"], ["delete"]):
+        for words in ([], [], ["logs"], ["delete"], ["delete"]):
             result = cloud.run(launch, *words)
             assert result.returncode == 0, result.stderr
             history.append((cloud.take_calls(), cloud.resources))
@@ -48,23 +52,23 @@ def calls_of(launch):
     return [call for calls, _ in history_of(launch) for call in calls]
 
 
-def input_of(launch, *words):
-    """Returns the standard input of the first call that has all the words."""
-    calls = calls_of(launch)
-    return next(call[-1] for call in calls if set(words) <= set(call))
+def here_document(text, end):
+    """Returns what a script gives to a command between two lines with a word."""
+    return text.partition(f"<<'{end}'\n")[2].partition(f"\n{end}\n")[0] + "\n"
 
 
-def host_script(launch):
-    return input_of(launch, "-", f"gs://{launch.bucket}/{launch.name}/launch/host.sh")
+def host_script(launch, program="train"):
+    return here_document(make_script(launch, program), "END_OF_HOST_SCRIPT")
 
 
-def manifests(launch):
+def manifests(launch, program="train"):
     """Returns the account and the JobSet of a launch on GKE."""
-    return yaml.safe_load_all(input_of(launch, "kubectl", "--filename=-"))
+    text = make_script(launch, program)
+    return yaml.safe_load_all(here_document(text, "END_OF_MANIFEST"))
 
 
-def container(launch):
-    _, job_set = manifests(launch)
+def container(launch, program="train"):
+    _, job_set = manifests(launch, program)
     (job,) = job_set["spec"]["replicatedJobs"]
     return job["template"]["spec"]["template"]["spec"]["containers"][0]
 
@@ -85,24 +89,25 @@ def test_every_record_has_its_launch():
 
 
 def test_shellcheck_accepts_the_scripts(tmp_path):
-    for name in RECORDED:
-        launch = LAUNCHES[name]
-        (tmp_path / f"{name}.sh").write_text(make_script(launch))
+    for (name, launch), program in itertools.product(LAUNCHES.items(), PROGRAMS):
+        text = make_script(launch, program)
+        (tmp_path / f"{name}_{program}.sh").write_text(text)
         if launch.backend == "gke":
-            text = container(launch)["command"][2]
-            (tmp_path / f"{name}_pod.sh").write_text(f"#!/bin/bash\n{text}")
+            inner = f"#!/bin/bash\n{container(launch, program)['command'][2]}"
         else:
-            (tmp_path / f"{name}_host.sh").write_text(host_script(launch))
-    program = pathlib.Path(sysconfig.get_path("scripts")) / "shellcheck"
+            inner = host_script(launch, program)
+        (tmp_path / f"{name}_{program}_inner.sh").write_text(inner)
+    shellcheck = pathlib.Path(sysconfig.get_path("scripts")) / "shellcheck"
     files = list(tmp_path.glob("*.sh"))
-    assert len(files) == 2 * len(RECORDED)
-    result = subprocess.run([program, *files], capture_output=True, text=True)
+    assert len(files) == 2 * len(LAUNCHES) * len(PROGRAMS)
+    result = subprocess.run([shellcheck, *files], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
 
 @launches
 def test_a_script_creates_once_and_deletes_all_but_the_bucket(launch):
-    (first, created), (second, kept), _, (_, left) = history_of(launch)
+    (first, created), (second, kept), _, (_, left), (_, again) = history_of(launch)
+    assert again == left
     assert any("create" in call for call in first)
     assert not any("create" in call for call in second)
     assert created == kept
@@ -118,7 +123,7 @@ def test_a_script_creates_once_and_deletes_all_but_the_bucket(launch):
 
 @launches
 def test_logs_are_those_of_the_first_host(launch):
-    _, _, (calls, _), _ = history_of(launch)
+    _, _, (calls, _), *_ = history_of(launch)
     if launch.backend == "gke":
         assert calls[-1][:2] == ["kubectl", "logs"]
         assert "jobset-name=dlrm,jobset.sigs.k8s.io/job-index=0,batch" in calls[-1][-2]
@@ -160,6 +165,48 @@ def test_a_failure_says_how_to_delete_the_machines(name, failure, cloud):
     assert cloud.run(LAUNCHES[name]).returncode == 0
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("launch", ["gke_v5e_8", "gke_v6e_256_two_slices"])
+def test_delete_ends_both_programs_before_their_machines(launch, program, cloud):
+    launch = LAUNCHES[launch]
+    if launch.cluster:
+        cloud.change(resources=[f"container clusters {launch.cluster}"])
+    cloud.run(launch)
+    cloud.take_calls()
+    cloud.run(launch, "delete", program=program)
+    connect, jobs, *machines = cloud.take_calls()
+    assert "get-credentials" in connect
+    assert jobs[:5] == ["kubectl", "delete", "jobset", "dlrm", "dlrm-doctor"]
+    assert "--ignore-not-found" in jobs
+    assert all("delete" in call for call in machines)
+
+
+@backends
+def test_a_deletion_that_is_refused_is_a_failure(name, cloud):
+    assert cloud.run(LAUNCHES[name]).returncode == 0
+    cloud.change(failures=["clusters delete", "queued-resources delete"])
+    result = cloud.run(LAUNCHES[name], "delete")
+    assert result.returncode == 1
+    assert "PERMISSION_DENIED" in result.stderr
+
+
+@backends
+def test_deleting_without_gcloud_is_a_failure(name, cloud):
+    script = f"gcloud() {{ no_such_program; }}\n{make_script(LAUNCHES[name])}"
+    assert cloud.bash(script, "delete").returncode == 1
+
+
+def test_a_run_that_cannot_be_stopped_is_told(cloud):
+    launch = LAUNCHES["queued_resource_v6e_256_two_slices"]
+    assert cloud.run(launch).returncode == 0
+    cloud.change(failures=["ssh dlrm-0"])  # the first of two
+    result = cloud.run(launch, "delete")
+    assert result.returncode == 0
+    assert "A run may not have saved its last steps." in result.stderr
+    assert not any("queued-resources" in each for each in cloud.resources)
+    assert "may not" not in cloud.run(launch, "delete").stderr
+
+
 def test_a_deletion_that_fails_stops_no_other(cloud):
     launch = LAUNCHES["gke_tpu7x_64"]
     assert cloud.run(launch).returncode == 0
@@ -191,7 +238,9 @@ def test_a_job_that_has_ended_starts_again(cloud):
     assert verbs[-2:] == [["delete", "jobset"], ["apply", verbs[-1][1]]]
 
 
-HOSTILE = "$(touch pwned) `touch pwned`; touch pwned #' \" \\ ${HOME} %%name $(PATH)"
+HOSTILE = (
+    "é😀 $(touch pwned) `touch pwned`; touch pwned #' \" \\ ${HOME} %%name $(PATH)"
+)
 
 
 @pytest.mark.parametrize("backend", ["gke", "queued_resource"])
@@ -211,8 +260,14 @@ def test_no_value_reaches_a_shell_unquoted(backend, program, cloud):
         assert cloud.run(launch, *words, program=program).returncode == 0
     calls = cloud.take_calls()
     assert any(f"--network={HOSTILE}" in call for call in calls)
-    assert any(f"{HOSTILE}.whl" in call for call in calls)
+    wheel = str(pathlib.Path(f"{HOSTILE}.whl").absolute())
+    assert any(call[2:4] == ["cp", wheel] for call in calls)
+    end = "END_OF_MANIFEST" if backend == "gke" else "END_OF_HOST_SCRIPT"
+    document = here_document(make_script(launch, program), end)
+    assert any(call[-1] == document for call in calls)
     assert not any(path.name == "pwned" for path in cloud.folder.rglob("*"))
+    # kubectl refuses surrogates, which PyYAML reads.
+    assert "\\u" not in make_script(launch, program)
     if program == "doctor":
         return
     if backend == "gke":
@@ -360,14 +415,9 @@ def test_the_check_of_manifests_finds(path, value):
 
 def words_of_hosts(launch, program):
     """Returns the arguments that a host of the launch gives to `tpu-embedding`."""
-    text = make_script(launch, program)
     if launch.backend == "gke":
-        manifest = text[
-            text.index("apiVersion: v1") : text.index("\nEND_OF_MANIFEST\n")
-        ]
-        _, job_set = yaml.safe_load_all(manifest)
-        pod = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
-        return pod["spec"]["containers"][0]["args"][1:]
+        return container(launch, program)["args"][1:]
+    text = host_script(launch, program)
     return shlex.split(re.search(r"arguments=\((.*?)\)\n", text, re.DOTALL)[1])
 
 

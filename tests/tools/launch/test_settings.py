@@ -104,6 +104,19 @@ def test_all_problems_are_named_at_once():
 
 
 @pytest.mark.parametrize(
+    ("package", "own_files"),
+    [
+        ("dist/a.whl", ("dist/a.whl",)),
+        ("tpu-embedding", ()),
+        ("https://host/a.whl", ()),
+        ("tpu-embedding[tpu] @ https://host/a.whl", ()),
+    ],
+)
+def test_a_wheel_with_a_url_is_no_local_file(package, own_files):
+    assert make_launch(package=package).own_files == own_files
+
+
+@pytest.mark.parametrize(
     ("duration", "seconds"),
     [("1s", 1), ("90m", 5400), ("1d12h", 129600), ("until_deleted", None)],
 )

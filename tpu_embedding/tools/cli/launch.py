@@ -1,6 +1,7 @@
 """The command `tpu-embedding launch`."""
 
 import argparse
+import pathlib
 import sys
 from typing import Any
 
@@ -16,6 +17,7 @@ from tpu_embedding.tools.launch import (
     make_script,
     what_deletes,
 )
+from tpu_embedding.tools.train.config.run_config import RunConfig
 from tpu_embedding.tools.train.loop.ahead_of_time import PROGRAM_NAMES
 
 
@@ -57,9 +59,16 @@ def add_launch(commands: Any) -> None:
 def _launch(parsed: argparse.Namespace) -> int:
     try:
         launch = load_launch(parsed.file)
+    except OSError as error:
+        raise UsageError(
+            f"FILE must be a launch file, got {parsed.file}: {error.strerror}; give "
+            "the path of one, or write it as docs/guides/launching.md shows."
+        ) from error
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
-    if not parsed.skip_compile_check and not _fits(launch):
+    _check_own_files(launch)
+    config = read_config(launch.config, launch.settings)
+    if not parsed.skip_compile_check and not _fits(launch, config):
         print(
             f"error: {launch.config} does not fit {launch.topology}, so no script is "
             "printed. Take a larger topology or more slices, or change settings.",
@@ -71,9 +80,18 @@ def _launch(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _fits(launch: Launch) -> bool:
-    """Compiles the config for the slices, and returns True if every program fits."""
-    config = read_config(launch.config, launch.settings)
+def _check_own_files(launch: Launch) -> None:
+    missing = [each for each in launch.own_files if not local_path(each).is_file()]
+    if missing:
+        raise UsageError(
+            f"package and config must name files that exist, got {', '.join(missing)}; "
+            "build the wheel, or correct the path, which begins at the current "
+            f"directory, {pathlib.Path.cwd()}."
+        )
+
+
+def _fits(launch: Launch, config: RunConfig) -> bool:
+    """Compiles a config for the slices, and returns True if every program fits."""
     use_cpu_only()
     try:
         mesh = slices_mesh(launch.topology, launch.slices)

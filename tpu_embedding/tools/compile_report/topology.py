@@ -136,7 +136,7 @@ def _no_slice(topology: str, hardware: HardwareInfo, grid: tuple[int, ...]) -> s
 def _unknown(topology: str, reason: str) -> ValueError:
     return ValueError(
         f"topology {topology!r} is not known; give a generation and its chips, as in "
-        f"{list(EXAMPLE_TOPOLOGIES)}. ({reason})"
+        f"{list(EXAMPLE_TOPOLOGIES)}; {reason.rstrip('.')}."
     )
 
 

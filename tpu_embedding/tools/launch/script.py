@@ -30,15 +30,16 @@ _EXTRAS: Final = "[tpu,train]"
 """Extras of the package that a TPU host needs."""
 
 _DELETE_CLUSTER: Final = """\
-    gcloud container clusters delete "$cluster" \\
+    unless_gone gcloud container clusters delete "$cluster" \\
         --project="$project" --location="$zone" --quiet || status=1"""
 _DELETE_NODE_POOLS: Final = """\
     for slice in "${slices[@]}"; do
-        gcloud container node-pools delete "$slice" --cluster="$cluster" \\
-            --project="$project" --location="$zone" --quiet || status=1
+        unless_gone gcloud container node-pools delete "$slice" \\
+            --cluster="$cluster" --project="$project" --location="$zone" \\
+            --quiet || status=1
     done"""
 _DELETE_POLICY: Final = """\
-    gcloud compute resource-policies delete "$name-topology" \\
+    unless_gone gcloud compute resource-policies delete "$name-topology" \\
         --project="$project" --region="$region" --quiet || status=1"""
 
 
@@ -92,6 +93,7 @@ def _queued_resource(launch: Launch, program: Program) -> str:
         "runtime_version": launch.facts.runtime_version,
         "flags": [*flags, *_network_flags(launch)],
         "program": program,
+        "host_script": f"gs://{launch.bucket}/{launch.name}/launch/host_{program}.sh",
     }
     restarts = program == "train" and launch.restarts
     options = ("--restarts", str(launch.restarts)) if restarts else ()
@@ -124,6 +126,7 @@ def _gke(launch: Launch, program: Program) -> str:
         # The name that get-credentials gives to the cluster.
         "context": f"gke_{launch.project}_{launch.zone}_{cluster}",
         "job": _job_name(launch, program),
+        "jobs": [_job_name(launch, each) for each in PROGRAMS],
         "flags": _node_pool_flags(launch, by_policy),
     }
     if not launch.cluster:
@@ -191,25 +194,30 @@ def _manifest(launch: Launch, program: Program) -> str:
     deadline = f"activeDeadlineSeconds: {launch.lifetime_seconds}"
     # Kubernetes reads $(NAME) as a variable of the container, and $$ as $.
     arguments = [_requirement(launch), *_arguments(launch, program)]
-    quoted = [json.dumps(each.replace("$", "$$")) for each in arguments]
+    quoted = [_as_yaml(each.replace("$", "$$")) for each in arguments]
     return _fill(
         "job_set.yaml",
-        name=json.dumps(launch.name),
-        service_account=json.dumps(launch.service_account),
-        job=json.dumps(_job_name(launch, program)),
-        annotations=json.dumps(annotations),
+        name=_as_yaml(launch.name),
+        service_account=_as_yaml(launch.service_account),
+        job=_as_yaml(_job_name(launch, program)),
+        annotations=_as_yaml(annotations),
         restarts=launch.restarts if program == "train" else 0,
         num_slices=launch.slices,
         num_hosts=facts.num_hosts,
         deadline="" if launch.lifetime == UNTIL_DELETED else deadline,
-        node_selector=json.dumps(selector),
+        node_selector=_as_yaml(selector),
         arguments=textwrap.indent("\n".join(f"- {each}" for each in quoted), " " * 14),
         results=f"{folder}/results",
         verdicts=f"{folder}/verdicts",
         chips_per_host=facts.chips_per_host,
         coordinator_port=COORDINATOR_PORT,
-        bucket=json.dumps(launch.bucket),
+        bucket=_as_yaml(launch.bucket),
     )
+
+
+def _as_yaml(value: Any) -> str:
+    """Returns a value as JSON without surrogate pairs, which YAML lacks."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _arguments(launch: Launch, program: Program) -> list[str]:
@@ -258,8 +266,8 @@ def _on_host(launch: Launch, path: str) -> str:
 def _uploads(launch: Launch) -> str:
     """Returns the commands that copy a wheel and a config of the user's own."""
     return "\n".join(
-        f"gcloud storage cp {shlex.quote(str(local_path(path)))} "
-        '"$folder/launch/" --project="$project"'
+        f"gcloud storage cp {shlex.quote(str(local_path(path).absolute()))} "
+        '"gs://$bucket/$name/launch/" --project="$project"'
         for path in launch.own_files
     )
 
@@ -272,7 +280,6 @@ def _head(launch: Launch, program: Program, variables: dict[str, Any]) -> str:
         "zone": launch.zone,
         "region": launch.region,
         "bucket": launch.bucket,
-        "folder": f"gs://{launch.bucket}/{launch.name}",
         "service_account": launch.service_account,
         "slices": list(launch.slice_names),
     }

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, get_args
 
 from tpu_embedding.field_checks import is_int, raise_all
 from tpu_embedding.hardware import MAX_SLICES
+from tpu_embedding.paths import is_local_path
 from tpu_embedding.tools.launch.slices import (
     BACKEND_NAMES,
     BackendName,
@@ -137,7 +138,11 @@ class Launch:
     def own_files(self) -> tuple[str, ...]:
         """Local files that the machines need: a wheel, a config of the user's own."""
         files = (self.package, self.config)
-        return tuple(path for path in files if path.endswith((".whl", ".py")))
+        return tuple(
+            path
+            for path in files
+            if is_local_path(path) and path.endswith((".whl", ".py"))
+        )
 
 
 def load_launch(path: pathlib.Path) -> Launch:

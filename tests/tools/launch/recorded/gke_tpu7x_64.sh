@@ -15,13 +15,13 @@ project=my-project
 zone=us-central1-c
 region=us-central1
 bucket=my-bucket
-folder=gs://my-bucket/dlrm
 service_account=trainer@my-project.iam.gserviceaccount.com
 slices=(dlrm-0)
 product=tpu7x-standard-4t
 cluster=dlrm
 context=gke_my-project_us-central1-c_dlrm
 job=dlrm
+jobs=(dlrm dlrm-doctor)
 flags=(
     --num-nodes=0
     --placement-policy=dlrm-topology
@@ -35,9 +35,22 @@ flags=(
 )
 network_flags=(--network=default)
 
+# Runs a command, which may fail because its resource is gone already. "not found" alone
+# would also match a missing gcloud, or a missing plug-in of kubectl.
+unless_gone() {
+    local output
+    output=$("$@" 2>&1 | tee -a /dev/stderr) ||
+        grep --quiet --extended-regexp --regexp="NOT_FOUND|code=404" \
+            --regexp="[Rr]esource '.*' was not found|a resource type .jobset" <<<"$output"
+}
+
 connect() {
     gcloud container clusters get-credentials "$cluster" \
         --project="$project" --location="$zone"
+}
+stop() {
+    connect && kubectl delete jobset "${jobs[@]}" --context="$context" \
+        --cascade=foreground --ignore-not-found
 }
 case "${1:-start}" in
 start) ;;
@@ -48,13 +61,12 @@ logs)
 jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
     ;;
 delete)
-    # The run saves its state first. A failure stops no other deletion.
+    # All programs end first, and save their state. A failure stops no other deletion.
     status=0
-    connect && kubectl delete jobset "$job" --context="$context" \
-        --cascade=foreground --ignore-not-found || status=1
-    gcloud container clusters delete "$cluster" \
+    unless_gone stop || status=1
+    unless_gone gcloud container clusters delete "$cluster" \
         --project="$project" --location="$zone" --quiet || status=1
-    gcloud compute resource-policies delete "$name-topology" \
+    unless_gone gcloud compute resource-policies delete "$name-topology" \
         --project="$project" --region="$region" --quiet || status=1
     exit "$status"
     ;;
@@ -79,7 +91,7 @@ if ! gcloud storage buckets describe "gs://$bucket" \
 fi
 gcloud storage buckets add-iam-policy-binding "gs://$bucket" --project="$project" \
     --member="serviceAccount:$service_account" --role=roles/storage.objectUser >/dev/null
-gcloud storage cp dist/tpu_embedding-0.1.0-py3-none-any.whl "$folder/launch/" --project="$project"
+gcloud storage cp /home/me/dist/tpu_embedding-0.1.0-py3-none-any.whl "gs://$bucket/$name/launch/" --project="$project"
 
 # The cluster and its JobSet controller. They cost money from here on.
 if ! gcloud container clusters describe "$cluster" \

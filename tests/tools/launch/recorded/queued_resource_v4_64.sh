@@ -14,24 +14,33 @@ project=my-project
 zone=us-east5-a
 region=us-east5
 bucket=my-bucket
-folder=gs://my-bucket/dlrm
 service_account=trainer@my-project.iam.gserviceaccount.com
 slices=(dlrm-0)
 product=v4-64
 runtime_version=tpu-ubuntu2204-base
 flags=(--node-id=dlrm-0 --network=default)
 program=train
+host_script=gs://my-bucket/dlrm/launch/host_train.sh
 
-# Runs a part of host.sh on all hosts of all slices at the same time.
+# Runs a command, which may fail because its resource is gone already. "not found" alone
+# would also match a missing gcloud, or a missing plug-in of kubectl.
+unless_gone() {
+    local output
+    output=$("$@" 2>&1 | tee -a /dev/stderr) ||
+        grep --quiet --extended-regexp --regexp="NOT_FOUND|code=404" \
+            --regexp="[Rr]esource '.*' was not found|a resource type .jobset" <<<"$output"
+}
+
+# Runs a command on all hosts of all slices at the same time.
 on_all_hosts() {
-    local slice process processes=()
+    local slice process processes=() status=0
     for slice in "${slices[@]}"; do
         gcloud compute tpus tpu-vm ssh "$slice" --project="$project" --zone="$zone" \
-            --worker=all --quiet \
-            --command="gcloud storage cp $folder/launch/host.sh . && bash host.sh $1" &
+            --worker=all --quiet --command="$1" &
         processes+=("$!")
     done
-    for process in "${processes[@]}"; do wait "$process"; done
+    for process in "${processes[@]}"; do wait "$process" || status=1; done
+    return "$status"
 }
 case "${1:-start}" in
 start) ;;
@@ -41,10 +50,12 @@ logs)
         --command="tail --lines=+1 --follow tpu_embedding_$program.log"
     ;;
 delete)
-    # The run saves its state first. A host that is gone stops no deletion.
-    on_all_hosts stop || true
-    exec gcloud compute tpus queued-resources delete "$name" \
+    # All programs end first, and save their state. A failure stops no deletion.
+    unless_gone on_all_hosts "for each in host_*.sh; do bash \$each stop; done" ||
+        echo "A run may not have saved its last steps." >&2
+    unless_gone gcloud compute tpus queued-resources delete "$name" \
         --project="$project" --zone="$zone" --force --quiet
+    exit
     ;;
 *)
     echo "usage: bash $0 [logs | delete]" >&2
@@ -67,8 +78,8 @@ if ! gcloud storage buckets describe "gs://$bucket" \
 fi
 gcloud storage buckets add-iam-policy-binding "gs://$bucket" --project="$project" \
     --member="serviceAccount:$service_account" --role=roles/storage.objectUser >/dev/null
-gcloud storage cp configs/my_config.py "$folder/launch/" --project="$project"
-gcloud storage cp - "$folder/launch/host.sh" --project="$project" <<'END_OF_HOST_SCRIPT'
+gcloud storage cp /home/me/configs/my_config.py "gs://$bucket/$name/launch/" --project="$project"
+gcloud storage cp - "$host_script" --project="$project" <<'END_OF_HOST_SCRIPT'
 #!/bin/bash
 # Runs on each host, with `install`, `start` or `stop`. Each may be repeated.
 set -euo pipefail
@@ -143,8 +154,11 @@ start() {
 
 # Ends the program, and waits while it saves its state.
 stop() {
-    local process
-    process=$(cat "$HOME/tpu_embedding_$program.pid")
+    local process file="$HOME/tpu_embedding_$program.pid"
+    if [[ ! -e "$file" ]]; then
+        return
+    fi
+    process=$(cat "$file")
     if kill -TERM "$process" 2>/dev/null; then
         timeout 300 tail --follow --pid="$process" /dev/null
     fi
@@ -177,6 +191,6 @@ done
 # Makes gcloud create its SSH key once, before it is needed many times.
 gcloud compute tpus tpu-vm ssh "${slices[0]}" --project="$project" --zone="$zone" \
     --worker=0 --quiet --command=true
-on_all_hosts install
-on_all_hosts start
+on_all_hosts "gcloud storage cp $host_script . && bash host_$program.sh install"
+on_all_hosts "bash host_$program.sh start"
 echo "Started. bash $0 logs follows the log; bash $0 delete deletes the machines."

@@ -4,6 +4,10 @@ connect() {
     gcloud container clusters get-credentials "$cluster" \
         --project="$project" --location="$zone"
 }
+stop() {
+    connect && kubectl delete jobset "${jobs[@]}" --context="$context" \
+        --cascade=foreground --ignore-not-found
+}
 case "${1:-start}" in
 start) ;;
 logs)
@@ -13,10 +17,9 @@ logs)
 jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
     ;;
 delete)
-    # The run saves its state first. A failure stops no other deletion.
+    # All programs end first, and save their state. A failure stops no other deletion.
     status=0
-    connect && kubectl delete jobset "$job" --context="$context" \
-        --cascade=foreground --ignore-not-found || status=1
+    unless_gone stop || status=1
 %%delete
     exit "$status"
     ;;

@@ -10,3 +10,12 @@
 %%what_deletes
 set -euo pipefail
 %%variables
+
+# Runs a command, which may fail because its resource is gone already. "not found" alone
+# would also match a missing gcloud, or a missing plug-in of kubectl.
+unless_gone() {
+    local output
+    output=$("$@" 2>&1 | tee -a /dev/stderr) ||
+        grep --quiet --extended-regexp --regexp="NOT_FOUND|code=404" \
+            --regexp="[Rr]esource '.*' was not found|a resource type .jobset" <<<"$output"
+}

@@ -56,8 +56,11 @@ start() {
 
 # Ends the program, and waits while it saves its state.
 stop() {
-    local process
-    process=$(cat "$HOME/tpu_embedding_$program.pid")
+    local process file="$HOME/tpu_embedding_$program.pid"
+    if [[ ! -e "$file" ]]; then
+        return
+    fi
+    process=$(cat "$file")
     if kill -TERM "$process" 2>/dev/null; then
         timeout 300 tail --follow --pid="$process" /dev/null
     fi

@@ -1,15 +1,15 @@
 %%head
 
-# Runs a part of host.sh on all hosts of all slices at the same time.
+# Runs a command on all hosts of all slices at the same time.
 on_all_hosts() {
-    local slice process processes=()
+    local slice process processes=() status=0
     for slice in "${slices[@]}"; do
         gcloud compute tpus tpu-vm ssh "$slice" --project="$project" --zone="$zone" \
-            --worker=all --quiet \
-            --command="gcloud storage cp $folder/launch/host.sh . && bash host.sh $1" &
+            --worker=all --quiet --command="$1" &
         processes+=("$!")
     done
-    for process in "${processes[@]}"; do wait "$process"; done
+    for process in "${processes[@]}"; do wait "$process" || status=1; done
+    return "$status"
 }
 case "${1:-start}" in
 start) ;;
@@ -19,10 +19,12 @@ logs)
         --command="tail --lines=+1 --follow tpu_embedding_$program.log"
     ;;
 delete)
-    # The run saves its state first. A host that is gone stops no deletion.
-    on_all_hosts stop || true
-    exec gcloud compute tpus queued-resources delete "$name" \
+    # All programs end first, and save their state. A failure stops no deletion.
+    unless_gone on_all_hosts "for each in host_*.sh; do bash \$each stop; done" ||
+        echo "A run may not have saved its last steps." >&2
+    unless_gone gcloud compute tpus queued-resources delete "$name" \
         --project="$project" --zone="$zone" --force --quiet
+    exit
     ;;
 *)
     echo "usage: bash $0 [logs | delete]" >&2
@@ -38,7 +40,7 @@ gcloud iam service-accounts describe "$service_account" --project="$project" >/d
 
 %%bucket
 %%uploads
-gcloud storage cp - "$folder/launch/host.sh" --project="$project" <<'END_OF_HOST_SCRIPT'
+gcloud storage cp - "$host_script" --project="$project" <<'END_OF_HOST_SCRIPT'
 %%host_script
 END_OF_HOST_SCRIPT
 
@@ -66,6 +68,6 @@ done
 # Makes gcloud create its SSH key once, before it is needed many times.
 gcloud compute tpus tpu-vm ssh "${slices[0]}" --project="$project" --zone="$zone" \
     --worker=0 --quiet --command=true
-on_all_hosts install
-on_all_hosts start
+on_all_hosts "gcloud storage cp $host_script . && bash host_$program.sh install"
+on_all_hosts "bash host_$program.sh start"
 echo "Started. bash $0 logs follows the log; bash $0 delete deletes the machines."
