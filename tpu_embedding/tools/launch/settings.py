@@ -12,7 +12,6 @@ from typing import Any, Final, Literal, get_args
 
 from tpu_embedding.field_checks import is_int, raise_all
 from tpu_embedding.hardware import MAX_SLICES
-from tpu_embedding.paths import is_local_path
 from tpu_embedding.tools.launch.slices import (
     BACKEND_NAMES,
     BackendName,
@@ -141,7 +140,7 @@ class Launch:
         return tuple(
             path
             for path in files
-            if is_local_path(path) and path.endswith((".whl", ".py"))
+            if path.endswith((".whl", ".py")) and "://" not in path
         )
 
 

@@ -28,7 +28,8 @@ unless_gone() {
     local output
     output=$("$@" 2>&1 | tee -a /dev/stderr) ||
         grep --quiet --extended-regexp --regexp="NOT_FOUND|code=404" \
-            --regexp="[Rr]esource '.*' was not found|a resource type .jobset" <<<"$output"
+            --regexp="[Rr]esource '.*' was not found" \
+            --regexp="doesn't have a resource type" <<<"$output"
 }
 
 # Runs a command on all hosts of all slices at the same time.
