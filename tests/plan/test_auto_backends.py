@@ -8,7 +8,11 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
 from tests.verdict_files import DATE, record_of, verdict, write_records
-from tpu_embedding.kernel_verdicts import DIRECTORY_VARIABLE, KernelVerdicts
+from tpu_embedding.kernel_verdicts import (
+    DIRECTORY_VARIABLE,
+    KernelVerdicts,
+    capability_of,
+)
 
 DIRECTIONS = ("read", "pool", "spread", "update", "write")
 
@@ -38,7 +42,10 @@ def backends_of(kernels, **options):
 
 def allowing(directions, dim):
     verdicts = [
-        verdict(d, dim, speed_ratio=1.5 if d in directions else 0.5) for d in DIRECTIONS
+        verdict(
+            d, capability_of(d, dim).dim, speed_ratio=1.5 if d in directions else 0.5
+        )
+        for d in DIRECTIONS
     ]
     return KernelVerdicts(backend="interpreter", verdicts=tuple(verdicts))
 
