@@ -108,6 +108,7 @@ def test_a_table_moves_alike_in_every_stack(case, dim):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_averages_follow_a_row_that_the_latest_steps_did_not_look_up():
     rule = te.optimizers.adafactor(
         0.1,

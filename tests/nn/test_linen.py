@@ -355,6 +355,7 @@ def test_flax_bytes_restore_under_the_same_plan_only():
         serialization.from_bytes(other, saved)
 
 
+@pytest.mark.full
 def test_averages_are_swapped_in_as_with_nnx():
     """The variables that `finalize_variable_values` sets, dense ones and tables."""
     rule = te.optimizers.adafactor(0.1, use_ema=True, ema_momentum=0.5)

@@ -1,6 +1,6 @@
 """Writes the tables and slot variables of layers to files, and reads them back.
 
-Rows stream block by block (`tables/row_blocks.py`), so neither the devices nor the host
+Rows stream block by block (`tables/row_stream.py`), so neither the devices nor the host
 hold a second copy of a table. Every process writes and reads the blocks of its own
 devices.
 """

@@ -1,6 +1,6 @@
 """Moves lines between the owners of rows and the devices that serve ranges of rows.
 
-The device side of `row_blocks.py`: two programs, which get the ranges as arguments.
+The device side of `row_stream.py`: two programs, which get the ranges as arguments.
 Both move whole lines, and leave the order of the rows to the host.
 """
 

@@ -1,7 +1,7 @@
 """Cuts the tables of a stack into blocks of rows, and groups these into windows.
 
 A block is a range of consecutive rows of one table; files hold one block per chunk. A
-window is what one device reads or writes in a turn of `row_blocks.py`: one block, or
+window is what one device reads or writes in a turn of `row_stream.py`: one block, or
 neighbouring blocks of several small tables.
 """
 

@@ -20,7 +20,7 @@ FIELDS = dict(
     settings=("batch_size=65536",),
     data_dir="criteo",
     bucket="my-bucket",
-    package="/home/me/dist/tpu_embedding-0.1.0-py3-none-any.whl",
+    package="/path/to/dist/tpu_embedding-0.1.0-py3-none-any.whl",
     service_account="trainer@my-project.iam.gserviceaccount.com",
 )
 
@@ -43,7 +43,7 @@ KEPT = dict(lifetime="until_deleted")
 QUEUED = dict(backend="queued_resource", **KEPT)
 RESERVED = dict(capacity="reservation", reservation="my-reservation")
 OWN = dict(
-    config="/home/me/configs/my_config.py", package="tpu-embedding[tpu,train]==0.1.0"
+    config="/path/to/configs/my_config.py", package="tpu-embedding[tpu,train]==0.1.0"
 )
 
 PUBLIC = dict(config="dlrm", package="tpu-embedding[tpu,train]==0.1.0")

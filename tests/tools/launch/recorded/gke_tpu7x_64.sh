@@ -92,7 +92,7 @@ if ! gcloud storage buckets describe "gs://$bucket" \
 fi
 gcloud storage buckets add-iam-policy-binding "gs://$bucket" --project="$project" \
     --member="serviceAccount:$service_account" --role=roles/storage.objectUser >/dev/null
-gcloud storage cp /home/me/dist/tpu_embedding-0.1.0-py3-none-any.whl "gs://$bucket/$name/launch/" --project="$project"
+gcloud storage cp /path/to/dist/tpu_embedding-0.1.0-py3-none-any.whl "gs://$bucket/$name/launch/" --project="$project"
 
 # The cluster and its JobSet controller. They cost money from here on.
 if ! gcloud container clusters describe "$cluster" \

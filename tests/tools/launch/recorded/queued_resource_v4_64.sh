@@ -79,7 +79,7 @@ if ! gcloud storage buckets describe "gs://$bucket" \
 fi
 gcloud storage buckets add-iam-policy-binding "gs://$bucket" --project="$project" \
     --member="serviceAccount:$service_account" --role=roles/storage.objectUser >/dev/null
-gcloud storage cp /home/me/configs/my_config.py "gs://$bucket/$name/launch/" --project="$project"
+gcloud storage cp /path/to/configs/my_config.py "gs://$bucket/$name/launch/" --project="$project"
 gcloud storage cp - "$host_script" --project="$project" <<'END_OF_HOST_SCRIPT'
 #!/bin/bash
 # Runs on each host, with `install`, `start` or `stop`. Each may be repeated.
