@@ -24,7 +24,8 @@ def _rows_of_state(rows: PackedRows, state: dict[str, Any]) -> PackedRows:
         raise ValueError(
             "The state must have been saved under the plan of the model, whose tables "
             f"or slot variables here are {name!r}, got {sorted(state)}. Move tables "
-            "between plans by te.linen.embedding_tables and with_embedding_tables."
+            "between plans by te.functional.unstack_tables and with_table_values, or "
+            "by te.linen.embedding_tables and with_embedding_tables."
         )
     lines = state[name]
     if isinstance(rows.lines, jax.Array):
