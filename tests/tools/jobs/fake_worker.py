@@ -2,10 +2,9 @@
 
     python -I fake_worker.py FOLDER SCRIPT [OPTIONS]
 
-SCRIPT is JSON: a list of attempts, of processes, of actions; see `act`. The last
-attempt and process stand for all further ones. It runs without jax, so a test costs
-milliseconds. The options are those that the parent adds; they are written to
-FOLDER/arguments-INDEX-ATTEMPT.
+SCRIPT is JSON: a list of attempts, each a list of actions; see `act`. The last attempt
+stands for all further ones. It runs without jax, so a test costs milliseconds. The
+options are those of the worker; they are written to FOLDER/arguments-ATTEMPT.
 """
 
 import importlib.util
@@ -26,17 +25,12 @@ def load_pulses():
     return module
 
 
-def wait_for(path):
-    while not path.exists():
-        time.sleep(0.005)
-
-
 def wait_for_signals():
     while True:  # A signal just before `signal.pause` would not end it.
         time.sleep(0.01)
 
 
-def act(action, folder, index, pulses):
+def act(action, folder, pulses):
     name, _, value = action.partition(":")
     match name:
         case "print":
@@ -57,41 +51,29 @@ def act(action, folder, index, pulses):
             os.abort()
         case "touch":
             (folder / value).touch()
-        case "await":
-            wait_for(folder / value)
         case "wait":
             wait_for_signals()
         case "save":  # stops at SIGTERM, as a run does
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, lambda n, _: sys.exit(130 if n == 2 else 75))
-            (folder / f"ready-{index}").touch()
-            wait_for_signals()
-        case "stubborn":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            (folder / f"ready-{index}").touch()
+            (folder / "ready").touch()
             wait_for_signals()
         case _:
             raise ValueError(action)
-
-
-def option(arguments, name, default):
-    return int(arguments[arguments.index(name) + 1]) if name in arguments else default
 
 
 def main():
     folder, *arguments = sys.argv[1:]
     folder = pathlib.Path(folder)
     script, options = arguments[0], arguments[1:]
-    index = option(options, "--process-id", 0)
-    attempt = len(list(folder.glob(f"arguments-{index}-*")))
-    (folder / f"arguments-{index}-{attempt}").write_text(json.dumps(options))
-    (folder / f"pid-{index}").write_text(str(os.getpid()))
+    attempt = len(list(folder.glob("arguments-*")))
+    (folder / f"arguments-{attempt}").write_text(json.dumps(options))
+    (folder / "pid").write_text(str(os.getpid()))
     pulses = load_pulses()
     pulses.start_pulses()
     attempts = json.loads(script)
-    processes = attempts[min(attempt, len(attempts) - 1)]
-    for action in processes[min(index, len(processes) - 1)]:
-        act(action, folder, index, pulses)
+    for action in attempts[min(attempt, len(attempts) - 1)]:
+        act(action, folder, pulses)
 
 
 if __name__ == "__main__":

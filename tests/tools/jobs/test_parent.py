@@ -1,4 +1,4 @@
-"""The parent: names the process that failed and why, ends the others, restarts."""
+"""The parent: names the process that failed and why, and restarts it."""
 
 import json
 import os
@@ -18,7 +18,7 @@ DEADLINE_SECONDS = 30  # for a busy machine; each test takes below a second
 
 
 class Run:
-    """A parent and its fake workers."""
+    """A parent and its fake worker."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Run:
     ):
         self.folder = folder
         settings = {
-            **{"pause": 0, "grace": 0.2, "collect": 0.3},
+            **{"pause": 0, "last_words": 0.3},
             **dict(zip(options[::2], options[1::2], strict=True)),
             "command": [
                 *(sys.executable, "-I", str(FAKE)),
@@ -52,19 +52,14 @@ class Run:
         self.status = self.process.returncode
         return self
 
-    def await_file(self, name):
+    def await_ready(self):
         end = time.monotonic() + DEADLINE_SECONDS
-        path = self.folder / name
-        while not (path.exists() and (name.startswith("ready") or path.read_text())):
-            assert time.monotonic() < end, name
+        while not (self.folder / "ready").exists():
+            assert time.monotonic() < end
             assert self.process.poll() is None, self.process.stderr.read()
 
-    def pid_of(self, index):
-        self.await_file(f"pid-{index}")
-        return int((self.folder / f"pid-{index}").read_text())
-
-    def arguments(self, index, attempt):
-        return json.loads((self.folder / f"arguments-{index}-{attempt}").read_text())
+    def arguments(self, attempt):
+        return json.loads((self.folder / f"arguments-{attempt}").read_text())
 
 
 def run(*arguments, **options):
@@ -86,21 +81,17 @@ def test_the_parent_imports_neither_jax_nor_the_package():
     subprocess.run([sys.executable, "-I", "-c", code], check=True, timeout=60)
 
 
-def test_output_passes_with_the_process_before_it(tmp_path):
-    ended = run(
-        tmp_path,
-        [[["print:one", "error:two"], ["print:three", "error:four"]]],
-        *("workers", 2),
-    )
-    assert ended.status == 0
-    assert sorted(ended.out.splitlines()) == ["[process 1] three", "one"]
-    assert sorted(ended.err.splitlines()) == ["[process 1] four", "two"]
+def test_output_and_options_pass(tmp_path):
+    attempts = [["print:one", "error:two"]]
+    ended = run(tmp_path, attempts, worker_options=["--data", "x"])
+    assert (ended.status, ended.out, ended.err) == (0, "one\n", "two\n")
+    assert ended.arguments(0) == ["--data", "x"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
-def test_a_full_disk_does_not_end_the_workers(tmp_path):
+def test_a_full_disk_does_not_end_the_worker(tmp_path):
     with open("/dev/full", "w") as full:
-        ended = run(tmp_path, [[["print:one", "touch:done"]]], stdout=full)
+        ended = run(tmp_path, [["print:one", "touch:done"]], stdout=full)
     assert ended.status == 0, ended.err
     assert (tmp_path / "done").exists()
 
@@ -108,7 +99,7 @@ def test_a_full_disk_does_not_end_the_workers(tmp_path):
 @pytest.mark.full(every_case=True)
 def test_a_slow_reader_gets_the_whole_output(tmp_path):
     """One pipe of 64 KiB is full, so the worker ends before all has passed."""
-    started = Run(tmp_path, [[["lines:2200"]]])
+    started = Run(tmp_path, [["lines:2200"]])
     time.sleep(3)
     assert len(started.finish().out.splitlines()) == 2200
     assert started.status == 0
@@ -122,12 +113,12 @@ def test_a_terminal_that_takes_no_output_does_not_stop_the_watch(tmp_path, then)
         while True:
             os.write(writer, bytes(1 << 16))
     os.set_blocking(writer, True)
-    attempts = [[["print:one", "save:"], ["await:ready-0", "kill:SIGKILL"]]]
-    started = Run(tmp_path, attempts, "workers", 2, stdout=writer, stderr=writer)
+    attempts = [["print:one", "touch:ready", "kill:SIGKILL"]]
+    started = Run(tmp_path, attempts, stdout=writer, stderr=writer)
     os.close(writer)
-    started.await_file("ready-0")
+    started.await_ready()
     end = time.monotonic() + DEADLINE_SECONDS
-    while alive(tmp_path, 0):
+    while is_alive(tmp_path):
         assert time.monotonic() < end
         time.sleep(0.01)
     if then == "signals":
@@ -135,35 +126,14 @@ def test_a_terminal_that_takes_no_output_does_not_stop_the_watch(tmp_path, then)
         assert started.finish().status == 1
     with open(reader, "rb") as file:
         output = file.read()
-    assert (b"supervisor: process 1 of 2" in output) == (then == "reads")
+    assert (b"supervisor: the process" in output) == (then == "reads")
     assert started.finish().status == 1
-
-
-def test_workers_are_one_job(tmp_path):
-    run(tmp_path, [[[]]], "workers", 3, worker_options=["--data", "x"])
-    addresses = set()
-    for index in range(3):
-        *given, flag, address, counts, count, ids, own = ended_with(tmp_path, index)
-        assert given == ["--data", "x"]
-        assert (flag, counts, count) == ("--coordinator", "--num-processes", "3")
-        assert (ids, own) == ("--process-id", str(index))
-        addresses.add(address)
-    assert len(addresses) == 1 and addresses.pop().startswith("127.0.0.1:")
-
-
-def ended_with(folder, index):
-    return json.loads((folder / f"arguments-{index}-0").read_text())
-
-
-def test_one_worker_has_no_more_options(tmp_path):
-    run(tmp_path, [[[]]], worker_options=["--data", "x"])
-    assert ended_with(tmp_path, 0) == ["--data", "x"]
 
 
 FAILURES = {
     "exit": (["error:no such file", "exit:3"], 3, r"ended with exit status 3"),
     "usage": (["exit:2"], 2, r"ended with exit status 2"),
-    "killed": (["kill:SIGKILL"], 1, r"was killed by SIGKILL .*another process sent"),
+    "killed": (["kill:SIGKILL"], 1, r"was killed by SIGKILL .*lack of memory"),
     "crash": (["kill:SIGSEGV"], 1, r"was killed by SIGSEGV .*native code crashed"),
     "abort": (["abort:"], 1, r"was killed by SIGABRT .*loses another one"),
 }
@@ -172,35 +142,30 @@ FAILURES = {
 @pytest.mark.parametrize("case", FAILURES.values(), ids=FAILURES)
 def test_a_failure_names_process_and_reason(tmp_path, case):
     actions, status, reason = case
-    alone = ["tell:step,7", *actions]
-    ended = run(tmp_path, [[["save:"], alone, ["save:"]]], "workers", 3)
+    ended = run(tmp_path, [["tell:process,1,3", "tell:step,7", *actions]])
     assert ended.status == status, ended.err
     name = r"process 1 of 3 \(pid \d+ on host .+\)"
     assert re.search(rf"^supervisor: {name} {reason}", ended.err, re.M), ended.err
     assert "after step 7" in ended.err
-    assert "supervisor: ending the other processes: process 0 of 3, process 2 of 3" in (
-        ended.err
-    )
     if "error:no such file" in actions:
         assert "\n  | no such file\n" in ended.err
-    for index in range(3):
-        assert not alive(tmp_path, index)
+    assert not is_alive(tmp_path)
 
 
 def test_a_failure_is_seen_where_sigchld_is_ignored(tmp_path):
     """A process inherits that from the one that starts it."""
     former = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        started = Run(tmp_path, [[["kill:SIGKILL"]]])
+        started = Run(tmp_path, [["kill:SIGKILL"]])
     finally:
         signal.signal(signal.SIGCHLD, former)
     assert started.finish().status == 1
     assert "was killed by SIGKILL" in started.err
 
 
-def alive(folder, index):
+def is_alive(folder):
     try:
-        os.kill(int((folder / f"pid-{index}").read_text()), 0)
+        os.kill(int((folder / "pid").read_text()), 0)
     except ProcessLookupError:
         return False
     return True
@@ -208,7 +173,7 @@ def alive(folder, index):
 
 def test_the_last_lines_are_those_before_the_stacks(tmp_path):
     """A crash prints the stack of each thread, which hides the error."""
-    ended = run(tmp_path, [[["error:out of chips", "abort:"]]])
+    ended = run(tmp_path, [["error:out of chips", "abort:"]])
     report = ended.err.partition("its last lines:")[2]
     assert report.splitlines()[1:3] == [
         "  | out of chips",
@@ -216,94 +181,34 @@ def test_the_last_lines_are_those_before_the_stacks(tmp_path):
     ]
 
 
-def test_a_worker_that_ignores_sigterm_is_killed(tmp_path):
-    """It is up before the other one fails."""
-    attempts = [[["stubborn:"], ["await:ready-0", "exit:1"]]]
-    ended = run(tmp_path, attempts, "workers", 2)
-    assert ended.status == 1
-    assert not alive(tmp_path, 0)
-
-
-def test_the_cause_is_named_not_those_who_lost_it(tmp_path):
-    """The runtime may abort a survivor before the parent sees the dead one."""
-    attempts = [
-        [
-            ["await:gone", "abort:"],
-            ["touch:gone", "kill:SIGKILL"],
-        ]
-    ]
-    ended = run(tmp_path, attempts, "workers", 2)
-    assert "supervisor: process 1 of 2" in ended.err
-
-
-def test_an_own_error_is_the_cause(tmp_path):
-    attempts = [
-        [
-            ["error:connection closed", "touch:gone", "exit:1"],
-            ["await:gone", "tell:failed", "error:bad line 7", "exit:2"],
-        ]
-    ]
-    ended = run(tmp_path, attempts, "workers", 2)
-    assert ended.status == 2
-    assert "\n  | bad line 7\n" in ended.err
-
-
 def test_a_stopped_process_is_found(tmp_path):
     begin = time.monotonic()
-    stops = ["tell:step,3", "await:ready-0", "kill:SIGSTOP", "wait:"]
-    options = ("workers", 2, "heartbeat", 1.5)
-    ended = run(tmp_path, [[["save:"], stops]], *options)
+    stops = ["tell:step,3", "kill:SIGSTOP", "wait:"]
+    ended = run(tmp_path, [stops], "heartbeat", 1.5)
     assert ended.status == 1
     found = re.search(
-        r"supervisor: process 1 of 2 .* has not answered for \d+ s, after step 3(.*)",
+        r"supervisor: the process .* has not answered for \d+ s, after step 3(.*)",
         ended.err,
     )
     assert found, ended.err
     if sys.platform == "linux":
         assert found[1] == ": it is stopped, as by SIGSTOP"
     # Its stack: the signal that asks for it also wakes the process.
-    assert re.search(r"\[process 1\]   File .*fake_worker.py.* in act", ended.err), (
-        ended.err
-    )
+    assert re.search(r"^  File .*fake_worker.py.* in act", ended.err, re.M), ended.err
     assert time.monotonic() - begin < DEADLINE_SECONDS / 2
-    assert not alive(tmp_path, 1)
-
-
-def test_a_silent_process_is_the_cause_of_an_abort(tmp_path):
-    """The runtime of the survivors counts heartbeats, too, and may be first."""
-    attempts = [
-        [
-            ["await:aborted", "abort:"],
-            ["tell:step,1", "kill:SIGSTOP"],
-        ]
-    ]
-    # The first pulse comes at the start; any later silence is a suspicious one.
-    started = Run(tmp_path, attempts, "workers", 2, "suspect", 0.2)
-    end = time.monotonic() + DEADLINE_SECONDS
-    while not is_stopped(started.pid_of(1)):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    (tmp_path / "aborted").touch()
-    started.finish()
-    assert re.search(r"supervisor: process 1 of 2 .* has not answered", started.err)
-
-
-def is_stopped(pid):
-    text = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    return text.rpartition(")")[2].split()[0] == "T"
+    assert not is_alive(tmp_path)
 
 
 def test_restarts_resume_and_end_when_they_are_used_up(tmp_path):
     attempts = [
-        [["exit:1"]],  # before the run has begun: the same command again
-        [["tell:started", "tell:saved,40", "kill:SIGKILL"]],
-        [["exit:1"]],
+        ["exit:1"],  # before the run has begun: the same command again
+        ["tell:started", "tell:saved,40", "kill:SIGKILL"],
+        ["exit:1"],
     ]
     ended = run(tmp_path, attempts, "restarts", 2, worker_options=["--overwrite"])
     assert ended.status == 1
-    assert Run.arguments(ended, 0, 0) == ["--overwrite"]
-    assert Run.arguments(ended, 0, 1) == ["--overwrite"]
-    assert Run.arguments(ended, 0, 2) == ["--resume"]
+    arguments = [ended.arguments(attempt) for attempt in range(3)]
+    assert arguments == [["--overwrite"], ["--overwrite"], ["--resume"]]
     lines = [line for line in ended.err.splitlines() if "restart" in line]
     assert lines == [
         "supervisor: restart 1 of 2 in 0 s, from the beginning",
@@ -314,16 +219,18 @@ def test_restarts_resume_and_end_when_they_are_used_up(tmp_path):
 
 
 def test_a_restart_can_succeed(tmp_path):
-    attempts = [[["tell:started", "exit:1"], ["save:"]], [["print:done"]]]
-    ended = run(tmp_path, attempts, "restarts", 1, "workers", 2)
+    attempts = [["tell:started", "exit:1"], ["print:done"]]
+    ended = run(tmp_path, attempts, "restarts", 1)
     assert ended.status == 0, ended.err
-    assert sorted(ended.out.splitlines()) == ["[process 1] done", "done"]
-    assert "--resume" in ended.arguments(1, 1)
-    first, second = (
-        args[args.index("--coordinator") + 1]
-        for args in (ended.arguments(0, 0), ended.arguments(0, 1))
-    )
-    assert first != second  # nobody of the first attempt can meet the second
+    assert ended.out == "done\n"
+    assert ended.arguments(1) == ["--resume"]
+
+
+def test_a_restart_waits_until_other_hosts_have_noticed(tmp_path):
+    options = ("restarts", 1, "heartbeat", 1, "several_hosts", True)
+    ended = run(tmp_path, [["exit:1"], []], *options)
+    assert ended.status == 0, ended.err
+    assert "supervisor: restart 1 of 1 in 1 s, from the beginning" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -336,9 +243,9 @@ def test_a_restart_can_succeed(tmp_path):
     ids=["usage", "final", "final_elsewhere"],
 )
 def test_no_restart_mends(tmp_path, actions, reason):
-    ended = run(tmp_path, [[actions]], "restarts", 5)
+    ended = run(tmp_path, [actions], "restarts", 5)
     assert f"supervisor: not restarted: {reason}" in ended.err
-    assert not (tmp_path / "arguments-0-1").exists()
+    assert not (tmp_path / "arguments-1").exists()
 
 
 @pytest.mark.parametrize(
@@ -346,10 +253,9 @@ def test_no_restart_mends(tmp_path, actions, reason):
     [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_a_signal_reaches_all_workers(tmp_path, number, status):
-    started = Run(tmp_path, [[["save:"]]], "workers", 2, "restarts", 3)
-    started.await_file("ready-0")
-    started.await_file("ready-1")
+def test_a_signal_reaches_the_worker(tmp_path, number, status):
+    started = Run(tmp_path, [["save:"]], "restarts", 3)
+    started.await_ready()
     started.process.send_signal(number)
     started.process.send_signal(number)  # as of GNU timeout: one request
     assert started.finish().status == status, started.err
@@ -365,12 +271,12 @@ def test_a_signal_before_the_parent_has_handlers_stops_the_worker(tmp_path, numb
         f"os.kill(os.getpid(), {int(number)})\n"
         "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
     )
-    ended = run(tmp_path, [[["save:"]]], before=("-c", become_parent))
+    ended = run(tmp_path, [["save:"]], before=("-c", become_parent))
     assert ended.status == 75, ended.err
 
 
 def test_a_signal_in_the_pause_ends_the_parent(tmp_path):
-    started = Run(tmp_path, [[["exit:1"]]], "restarts", 1, "pause", 1000)
+    started = Run(tmp_path, [["exit:1"]], "restarts", 1, "pause", 1000)
     for line in started.process.stderr:
         if "restart 1 of 1" in line:
             break
@@ -379,13 +285,12 @@ def test_a_signal_in_the_pause_ends_the_parent(tmp_path):
     assert "SIGTERM: stopped before the restart" in started.err
 
 
-def test_workers_without_a_parent_end(tmp_path):
-    started = Run(tmp_path, [[["save:"]]], "workers", 2)
-    for index in range(2):
-        started.await_file(f"ready-{index}")
+def test_a_worker_without_a_parent_ends(tmp_path):
+    started = Run(tmp_path, [["save:"]])
+    started.await_ready()
     started.process.kill()
     started.process.communicate(timeout=DEADLINE_SECONDS)
     end = time.monotonic() + DEADLINE_SECONDS
-    while alive(tmp_path, 0) or alive(tmp_path, 1):
+    while is_alive(tmp_path):
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -56,7 +56,7 @@ def test_a_line_does_not_wait_for_ever(full_pipe, monkeypatch):
 
 def ended_worker(code):
     """Returns a worker that has run some code to its end."""
-    worker = WorkerProcess([sys.executable, "-I", "-c", code], 0, 1)
+    worker = WorkerProcess([sys.executable, "-I", "-c", code])
     worker.process.wait(timeout=60)
     assert worker.poll()
     return worker

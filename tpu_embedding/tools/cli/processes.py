@@ -2,7 +2,7 @@
 
 import argparse
 import functools
-from typing import Any, Final, Literal, get_args
+from typing import Literal, get_args
 
 from tpu_embedding import distributed
 from tpu_embedding.distributed.notices import end_job
@@ -13,9 +13,6 @@ from tpu_embedding.tools.jobs.parent_command import run_under_parent
 from tpu_embedding.tools.jobs.pulses import is_worker, send_event
 
 Supervise = Literal["auto", "always", "never"]
-
-_PLACE: Final = ("coordinator", "num_processes", "process_id")
-"""Arguments that name the place of a process in its job."""
 
 
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,11 +52,10 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_parent_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that are the parent's, not the workers'."""
+    """Adds the options that are the parent's, not the worker's."""
     group = parser.add_argument_group(
         "failures",
-        "A parent process starts the run, reports a process that fails or hangs, and "
-        "ends the others.",
+        "A parent process starts the run, and reports a process that fails or hangs.",
     )
     group.add_argument(
         "--restarts",
@@ -67,12 +63,6 @@ def _add_parent_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="start a failed run again from its newest checkpoint, up to N times; not "
         "at all by default",
-    )
-    group.add_argument(
-        "--local-processes",
-        type=positive_int,
-        metavar="N",
-        help="start N processes on this machine, which share the emulated --devices",
     )
     group.add_argument(
         "--supervise",
@@ -99,12 +89,17 @@ def supervise(parsed: argparse.Namespace) -> int | None:
     """
     if is_worker():
         return None
-    _check(parsed)
     if parsed.supervise == "never":
+        if parsed.restarts is not None:
+            raise UsageError("--restarts needs a parent; leave --supervise out.")
         return None
-    is_in_job = parsed.local_processes is None and _is_in_job(parsed)
-    wanted = parsed.restarts or parsed.local_processes or parsed.supervise == "always"
-    if not (wanted or is_in_job):
+    place = find_place(
+        parsed.coordinator,
+        parsed.num_processes,
+        parsed.process_id,
+        timeout_seconds=distributed.START_SECONDS,
+    )
+    if not (place or parsed.restarts or parsed.supervise == "always"):
         return None
     parent_options = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     _add_parent_arguments(parent_options)
@@ -112,43 +107,10 @@ def supervise(parsed: argparse.Namespace) -> int | None:
     return run_under_parent(
         of_worker,
         is_program=parsed.is_program,
-        workers=parsed.local_processes or 1,
-        several_hosts=is_in_job,
+        several_hosts=place is not None,
         heartbeat=parsed.heartbeat,
         restarts=parsed.restarts or 0,
     )
-
-
-def _check(parsed: argparse.Namespace) -> None:
-    if parsed.supervise == "never":
-        for name in ("restarts", "local_processes"):
-            if getattr(parsed, name) is not None:
-                raise UsageError(
-                    f"{_option(name)} needs a parent; leave --supervise out."
-                )
-    count = parsed.local_processes
-    if count is None:
-        return
-    for name in _PLACE:
-        if getattr(parsed, name) is not None:
-            raise UsageError(
-                f"--local-processes starts a job of its own; leave {_option(name)} out."
-            )
-    if parsed.devices is None or parsed.devices % count:
-        raise UsageError(
-            f"--local-processes {count} needs --devices, a multiple of {count}, got "
-            f"{parsed.devices}: the processes share emulated devices. On TPUs, one "
-            "process drives all chips of its host."
-        )
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _is_in_job(parsed: argparse.Namespace) -> bool:
-    place: list[Any] = [getattr(parsed, name) for name in _PLACE]
-    return find_place(*place, timeout_seconds=distributed.START_SECONDS) is not None
 
 
 def start_processes(parsed: argparse.Namespace) -> distributed.Job:

@@ -1,7 +1,7 @@
 """The processes of a run: a parent that restarts them, signals, locks, slow steps.
 
 `tpu-embedding train` replaces itself by a parent process, which starts the training as
-workers. The JAX runtime aborts the survivors of a process that dies, without a Python
+a worker. The JAX runtime aborts the survivors of a process that dies, without a Python
 exception. So the parent imports nothing but the standard library, neither jax nor the
 rest of this package.
 
@@ -9,10 +9,9 @@ The parent:
 
 * `parent_command`: puts a command under the parent.
 * `__main__`: the file that Python runs as the parent.
-* `parent`: starts the workers, watches them, ends them together, restarts them.
-* `workers`: a worker as the parent sees it: its process, output and pulses.
-* `failures`: says why a worker ended, and which one ended first.
-* `memory_kills`: tells if the kernel has killed a process for lack of memory.
+* `parent`: starts the worker, watches it, restarts it.
+* `workers`: the worker as the parent sees it: its process, output and pulses.
+* `failures`: says why a worker ended, and if a restart may help.
 
 The worker:
 

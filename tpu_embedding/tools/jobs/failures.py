@@ -1,4 +1,4 @@
-"""Says why a worker ended, and which of several workers ended first."""
+"""Says why a worker ended, and if a restart may help."""
 
 import collections
 import dataclasses
@@ -19,11 +19,13 @@ NO_FAILURES: Final = (DONE, STOPPED, INTERRUPTED)
 SHOWN_LINES: Final = 15
 
 KEPT_LINES: Final = 300
-"""Lines that are kept of each worker, so that stacks do not displace the error."""
+"""Lines that are kept of a worker, so that stacks do not displace the error."""
 
 _HINTS: Final[dict[int, str]] = {
     signal.SIGABRT: "the JAX runtime aborts a process when it loses another one, or "
     "at an error of its own",
+    signal.SIGKILL: "the kernel for lack of memory, which `dmesg` says, or another "
+    "process, such as a scheduler",
     signal.SIGSEGV: "native code crashed",
     signal.SIGBUS: "native code crashed, or a disk of mapped files is full",
     signal.SIGILL: "native code crashed",
@@ -49,7 +51,6 @@ class WorkerState:
       has_own_error: True if it told of an error of its own.
       is_final: True if the same run would fail again.
       lines: last lines that it wrote.
-      kill_hint: what is known about who sent a SIGKILL.
     """
 
     name: str
@@ -64,7 +65,6 @@ class WorkerState:
     lines: collections.deque[str] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=KEPT_LINES)
     )
-    kill_hint: str | None = None
 
     def note(self, event: str, values: Sequence[int]) -> None:
         """Notes an event that the worker has told; see `pulses.EVENTS`."""
@@ -81,18 +81,6 @@ class WorkerState:
                 self.has_own_error = self.is_final = True
             case "final_elsewhere", []:
                 self.is_final = True
-
-    @property
-    def is_root(self) -> bool:
-        """True if no loss of another process can have caused this end."""
-        code = self.return_code
-        if self.silent_seconds is not None or self.has_own_error:
-            return True
-        return (
-            code is not None
-            and code < 0
-            and -code not in (signal.SIGABRT, signal.SIGTERM)
-        )
 
     def can_be_mended(self, has_started: bool) -> bool:
         """Returns True if a restart may succeed.
@@ -134,26 +122,8 @@ class WorkerState:
         assert code is not None
         if code >= 0:
             return f"{self.name} ended with exit status {code}, {when}"
-        hint = self.kill_hint if code == -signal.SIGKILL else _HINTS.get(-code)
-        name = signal_name(-code)
-        return f"{self.name} was killed by {name} {when}" + (
-            f": {hint}" if hint else ""
-        )
-
-
-def cause_of(failed: Iterable[WorkerState]) -> WorkerState:
-    """Returns the worker whose end caused the others.
-
-    Args:
-      failed: states in the order in which the ends were noticed; at least one.
-
-    Example:
-      >>> aborted = WorkerState(name="process 0", return_code=-6)
-      >>> killed = WorkerState(name="process 1", return_code=-9)
-      >>> cause_of([aborted, killed]).name
-      'process 1'
-    """
-    return min(failed, key=lambda state: not state.is_root)
+        hint = f": {_HINTS[-code]}" if -code in _HINTS else ""
+        return f"{self.name} was killed by {signal_name(-code)} {when}{hint}"
 
 
 def last_lines(lines: Iterable[str]) -> list[str]:

@@ -1,9 +1,8 @@
-"""The parent process: starts the workers of a run, watches them, restarts them.
+"""The parent process: starts the worker of a run, watches it, restarts it.
 
     python __main__.py SETTINGS
 
 `parent_command.py` makes this command line; SETTINGS are those of the class, in JSON.
-If several workers are asked for, each gets the options that make them one job.
 """
 
 import dataclasses
@@ -11,7 +10,6 @@ import json
 import math
 import queue
 import signal
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -27,13 +25,12 @@ from tpu_embedding.tools.jobs.exit_status import (
 from tpu_embedding.tools.jobs.failures import (
     NO_FAILURES,
     WorkerState,
-    cause_of,
     last_lines,
 )
 from tpu_embedding.tools.jobs.workers import WorkerProcess, write_line
 
 TICK_SECONDS: Final = 0.25
-"""Longest time between two looks at the workers."""
+"""Longest time between two looks at the worker."""
 
 LONGEST_PAUSE_SECONDS: Final = 60.0
 """Longest wait before a restart."""
@@ -44,29 +41,22 @@ class Settings:
     """Settings of a parent.
 
     Attributes:
-      command: command line of a worker.
-      workers: number of processes to start on this machine.
+      command: command line of the worker.
       several_hosts: True if processes of other machines take part in the run.
-      heartbeat: seconds without a pulse after which a process counts as hanging.
-      startup: seconds to its first pulse after which a process counts as hanging.
+      heartbeat: seconds without a pulse after which the worker counts as hanging.
+      startup: seconds to its first pulse after which the worker counts as hanging.
       restarts: maximum number of restarts.
       pause: seconds before the first restart; each further one waits twice as long.
-      collect: seconds after a failure in which the other processes may end and say why.
-      suspect: seconds of silence that make a process the cause of a failure. The
-        runtime of the others may notice its loss before the parent.
-      grace: seconds between SIGTERM and SIGKILL.
+      last_words: seconds in which a worker that hangs may print its stacks.
     """
 
     command: Sequence[str]
-    workers: int = 1
     several_hosts: bool = False
     heartbeat: float = 100.0
     startup: float = 300.0
     restarts: int = 0
     pause: float = 1.0
-    collect: float = 3.0
-    suspect: float = 3.0
-    grace: float = 5.0
+    last_words: float = 3.0
 
 
 def main(settings: str) -> int:
@@ -110,7 +100,7 @@ class Signals:
             self._arrived.put(number)
 
     def wait(self, seconds: float) -> signal.Signals | None:
-        """Waits until a signal arrives or a worker ends.
+        """Waits until a signal arrives or the worker ends.
 
         Args:
           seconds: longest wait.
@@ -126,7 +116,7 @@ class Signals:
 
 
 class Parent:
-    """Runs the workers until they are done, stopped, or have failed too often."""
+    """Runs the worker until it is done, stopped, or has failed too often."""
 
     def __init__(self, settings: Settings, signals: Signals):
         self._settings = settings
@@ -139,17 +129,17 @@ class Parent:
         settings, restarts = self._settings, 0
         while True:
             attempt = Attempt(settings, self._signals, self._worker_command())
-            cause = attempt.run()
-            states = [worker.state for worker in attempt.workers]
-            self._has_started |= any(state.has_started for state in states)
-            saved = [state.saved for state in states if state.saved is not None]
-            self._saved = max(saved, default=self._saved)
-            if cause is None:
-                return attempt.status
-            reason = self._reason_to_give_up(cause, attempt, restarts)
+            failed = attempt.run()
+            state = attempt.worker.state
+            self._has_started |= state.has_started
+            if state.saved is not None:
+                self._saved = state.saved
+            if not failed:
+                return _stopped_status(state.return_code)
+            reason = self._reason_to_give_up(attempt, restarts)
             if reason is not None:
                 report(reason)
-                return cause.status
+                return state.status
             restarts += 1
             seconds = self._pause_seconds(restarts)
             report(
@@ -161,14 +151,12 @@ class Parent:
                 report(f"{number.name}: stopped before the restart")
                 return STATUS_OF_SIGNAL[number]
 
-    def _reason_to_give_up(
-        self, cause: WorkerState, attempt: "Attempt", restarts: int
-    ) -> str | None:
+    def _reason_to_give_up(self, attempt: "Attempt", restarts: int) -> str | None:
         """Returns why there is no restart, as text; None if there is one."""
         allowed = self._settings.restarts
         if attempt.stop_requests:
             return "not restarted: a signal had asked the run to stop"
-        if not cause.can_be_mended(self._has_started):
+        if not attempt.worker.state.can_be_mended(self._has_started):
             return "not restarted: the same run would fail again"
         if not allowed:
             return "not restarted: --restarts N would, from the newest checkpoint"
@@ -177,7 +165,7 @@ class Parent:
         return None
 
     def _worker_command(self) -> list[str]:
-        """Returns the command of a worker, which resumes a run that has begun."""
+        """Returns the command of the worker, which resumes a run that has begun."""
         command = list(self._settings.command)
         if not self._has_started:
             return command
@@ -208,146 +196,72 @@ class Parent:
 
 
 class Attempt:
-    """One start of all workers.
+    """One start of the worker.
 
     Attributes:
-      workers: the processes.
-      stop_requests: signals that were passed on to them.
+      worker: the process.
+      stop_requests: signals that were passed on to it.
     """
 
     def __init__(self, settings: Settings, signals: Signals, command: list[str]):
         self.stop_requests: list[signal.Signals] = []
+        self.worker = WorkerProcess(command)
         self._settings = settings
         self._signals = signals
-        self.workers = [
-            WorkerProcess([*command, *options], index, settings.workers)
-            for index, options in enumerate(_job_options(settings))
-        ]
-        self._failed: list[WorkerProcess] = []
-        self._cause: WorkerState | None = None
-        self._failed_at: float | None = None
-        self._ended_at: float | None = None
         self._looked_at = time.monotonic()
 
-    @property
-    def status(self) -> int:
-        """Exit status of an attempt without a failure."""
-        return max(_stopped_status(w.state.return_code) for w in self.workers)
-
-    def run(self) -> WorkerState | None:
-        """Runs until all workers have ended.
-
-        Returns:
-          The worker whose end caused the others, or None if none failed.
-        """
+    def run(self) -> bool:
+        """Runs until the worker has ended; returns True if it failed."""
+        worker = self.worker
         try:
-            while any(worker.is_alive for worker in self.workers):
+            while not worker.poll():
                 self._turn(self._signals.wait(TICK_SECONDS))
         finally:
-            for worker in self.workers:
-                if worker.is_alive:
-                    worker.kill()
-        return self._cause
+            if worker.is_alive:
+                worker.kill()
+        if worker.state.silent_seconds is not None:
+            return True
+        code = worker.state.return_code
+        # A signal ends a worker that does not handle it yet, and a second one any.
+        stopped = any(code in (-n, 128 + n) for n in self.stop_requests)
+        if code in NO_FAILURES or stopped:
+            return False
+        _report_failure(worker.state)
+        return True
 
     def _turn(self, number: signal.Signals | None) -> None:
-        """Passes a signal on, looks at all workers, and ends them after a failure."""
-        alive = [worker for worker in self.workers if worker.is_alive]
+        """Passes a signal on, and ends a worker that hangs."""
+        worker, settings = self.worker, self._settings
         if number is not None:
             self.stop_requests.append(number)
-            for worker in alive:
-                worker.signal(number)
-        for worker in alive:
-            if worker.poll() and self._is_failure(worker):
-                self._note_failure(worker)
+            worker.signal(number)
         now = time.monotonic()
-        self._skip_own_pause(now)
-        self._look_for_silence(now)
-        if self._failed_at is not None:
-            self._end_the_rest(now, self._failed_at)
-
-    def _is_failure(self, worker: WorkerProcess) -> bool:
-        if self._ended_at is not None or worker in self._failed:
-            return False  # It was ended because another one failed.
-        code = worker.state.return_code
-        if code in NO_FAILURES:
-            return False
-        # A signal ends a worker that does not handle it yet, and a second one any.
-        return not any(code in (-n, 128 + n) for n in self.stop_requests)
-
-    def _note_failure(self, worker: WorkerProcess) -> None:
-        self._failed.append(worker)
-        if self._failed_at is None:
-            self._failed_at = time.monotonic()
-
-    def _skip_own_pause(self, now: float) -> None:
-        """Forgives the workers a time in which this process did not run itself."""
         pause = now - self._looked_at
         self._looked_at = now
-        if pause > 4 * TICK_SECONDS:
-            for worker in self.workers:
-                worker.last_pulse = min(now, worker.last_pulse + pause)
+        if pause > 4 * TICK_SECONDS:  # This process did not run itself.
+            worker.last_pulse = min(now, worker.last_pulse + pause)
+        seconds = now - worker.last_pulse
+        limit = settings.heartbeat if worker.has_answered else settings.startup
+        if seconds > limit and worker.state.silent_seconds is None:
+            worker.mark_silent(seconds)
+            time.sleep(settings.last_words)
+            _report_failure(worker.state)
+            worker.kill()
 
-    def _look_for_silence(self, now: float) -> None:
-        settings = self._settings
-        for worker in self.workers:
-            if not worker.is_alive or worker in self._failed:
-                continue
-            seconds = now - worker.last_pulse
-            limit = settings.heartbeat if worker.has_answered else settings.startup
-            if self._failed_at is not None and worker.has_answered:
-                limit = min(limit, settings.suspect)
-            if self._ended_at is None and seconds > limit:
-                worker.mark_silent(seconds)
-                self._note_failure(worker)
 
-    def _end_the_rest(self, now: float, failed_at: float) -> None:
-        """Ends the processes that are left: first gently, then at once."""
-        left = [worker for worker in self.workers if worker.is_alive]
-        if self._ended_at is None:
-            if left and now - failed_at < self._settings.collect:
-                return
-            self._ended_at = now
-            for worker in left:
-                worker.signal(signal.SIGTERM)
-                if worker in self._failed:  # It hangs.
-                    worker.kill()
-            self._report_cause()
-            if left:
-                names = ", ".join(w.state.name.partition(" (")[0] for w in left)
-                report(f"ending the other processes: {names}")
-        elif now - self._ended_at > self._settings.grace:
-            for worker in left:
-                worker.kill()
-
-    def _report_cause(self) -> None:
-        cause = self._cause = cause_of(worker.state for worker in self._failed)
-        report(cause.describe())
-        lines = last_lines(cause.lines.copy())
-        if lines:
-            report("its last lines:")
-            for line in lines:
-                _reports.put(f"  | {line}")
+def _report_failure(state: WorkerState) -> None:
+    report(state.describe())
+    lines = last_lines(state.lines.copy())
+    if lines:
+        report("its last lines:")
+        for line in lines:
+            _reports.put(f"  | {line}")
 
 
 def _stopped_status(code: int | None) -> int:
     """Returns the exit status for a worker's; a signal that stopped it counts as 75."""
     assert code is not None
     return code if code >= 0 else STATUS_OF_SIGNAL.get(-code, STOPPED)
-
-
-def _job_options(settings: Settings) -> list[list[str]]:
-    """Returns the options of each worker that make them one job."""
-    if settings.workers == 1:
-        return [[]]
-    job = ["--coordinator", f"127.0.0.1:{_free_port()}"]
-    job += ["--num-processes", str(settings.workers)]
-    return [[*job, "--process-id", str(index)] for index in range(settings.workers)]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def report(text: str) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import IO, Final
 
 from tpu_embedding.tools.jobs.failures import WorkerState
-from tpu_embedding.tools.jobs.memory_kills import hint_of_kill, memory_kills
 from tpu_embedding.tools.jobs.pulses import PIPE_VARIABLE, STACKS_SIGNAL
 
 FULL_SECONDS: Final = 1.0
@@ -30,7 +29,7 @@ Its readers wait longer themselves, until all its output is written.
 
 
 class WorkerProcess:
-    """A process of the run, whose output and pulses are read by threads.
+    """The process of the run, whose output and pulses are read by threads.
 
     Attributes:
       process: the process; the leader of a group of its own, so that a signal of the
@@ -40,17 +39,14 @@ class WorkerProcess:
       has_answered: True once a pulse has arrived.
     """
 
-    def __init__(self, command: Sequence[str], index: int, count: int):
+    def __init__(self, command: Sequence[str]):
         """Starts the process.
 
         Args:
           command: command line of the process.
-          index: number of the process, from 0.
-          count: number of the parent's workers.
         """
         pulses, write_end = os.pipe()
         ended, self._end = os.pipe()
-        self._memory_kills = memory_kills()
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -67,8 +63,8 @@ class WorkerProcess:
         os.close(write_end)
         assert self.process.stdout is not None
         assert self.process.stderr is not None
-        self._prefix = f"[process {index}] ".encode() if index else b""
-        self.state = WorkerState(name=self._name(index, count))
+        self._place = f"(pid {self.process.pid} on host {platform.node()})"
+        self.state = WorkerState(name=f"the process {self._place}")
         self.last_pulse = time.monotonic()
         self.has_answered = False
         self._readers = [
@@ -84,15 +80,16 @@ class WorkerProcess:
         return self.state.return_code is None
 
     def poll(self) -> bool:
-        """Returns True if the process has ended since the last call."""
-        if not self.is_alive or self.process.poll() is None:
+        """Returns True if the process has ended."""
+        if not self.is_alive:
+            return True
+        if self.process.poll() is None:
             return False
         self.kill()  # its own helpers, such as loader processes
         os.close(self._end)
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
         for reader in self._readers:
             reader.join(max(deadline - time.monotonic(), 0.0))
-        self.state.kill_hint = hint_of_kill(self._memory_kills, memory_kills())
         self.state.return_code = self.process.returncode
         return True
 
@@ -115,17 +112,9 @@ class WorkerProcess:
             self.signal(STACKS_SIGNAL)
             self.signal(signal.SIGCONT)
 
-    def _name(self, index: int, count: int) -> str:
-        place = f"(pid {self.process.pid} on host {platform.node()})"
-        return (
-            f"process {index} of {count} {place}"
-            if count > 1
-            else f"the process {place}"
-        )
-
     def _copy(self, descriptor: int, line: bytes) -> None:
         self.state.lines.append(line.decode(errors="replace"))
-        write_line(descriptor, self._prefix + line)
+        write_line(descriptor, line)
 
     def _on_event(self, line: bytes) -> None:
         self.last_pulse = time.monotonic()
@@ -135,7 +124,7 @@ class WorkerProcess:
             values = [int(word) for word in words]
             if event == "process":
                 index, count = values
-                self.state.name = self._name(index, count)
+                self.state.name = f"process {index} of {count} {self._place}"
             else:
                 self.state.note(event, values)
 
@@ -184,7 +173,7 @@ _lines: Final = collections.defaultdict(threading.Lock)
 def write_line(descriptor: int, line: bytes) -> None:
     """Writes a line to a descriptor, or drops it if it cannot be written.
 
-    The reader may be gone, the disk full, or the terminal closed. The workers go on.
+    The reader may be gone, the disk full, or the terminal closed. The worker goes on.
     """
     data = line + b"\n"
     with _lines[descriptor], contextlib.suppress(OSError):
