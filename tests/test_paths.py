@@ -18,6 +18,7 @@ from tpu_embedding.checkpoint import CheckpointError, RunCheckpoints, open_table
 from tpu_embedding.checkpoint.run_checkpoints import saved_steps
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools import cli
+from tpu_embedding.tools.cli.command import make_parser
 from tpu_embedding.tools.data.criteo import Criteo
 from tpu_embedding.tools.data.synthetic_criteo import write_criteo_sample
 
@@ -159,7 +160,7 @@ def test_train_and_export(here, path, capsys):
 
 def test_every_path_of_a_command_is_read_alike(here):
     """An option that a shell leaves as it is, as bash leaves `--to=~/results`."""
-    parser = cli.make_parser()
+    parser = make_parser()
     compile_options = ["--topology", "v5e:4", "--json=~/a.json", "--plot=~/a.svg"]
     commands = (
         ["train", "synthetic", "--output-dir=~/a", "--data-dir=~/b"],

@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from tpu_embedding.tools import cli
+from tpu_embedding.tools.cli.command import make_parser
 from tpu_embedding.tools.train import list_configs
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def test_command_exists(words):
 def check_cli(words):
     if "--help" in words or "--version" in words:
         return
-    parsed = cli.make_parser().parse_args(words)
+    parsed = make_parser().parse_args(words)
     if words[0] in ("doctor", "inspect", "launch"):
         return
     is_path = parsed.config.endswith(".py") or parsed.config.startswith("runs/")

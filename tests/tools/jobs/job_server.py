@@ -12,7 +12,7 @@ import sys
 import matplotlib.figure  # noqa: F401
 import orbax.checkpoint  # noqa: F401
 
-from tpu_embedding.tools import cli
+from tpu_embedding.tools.cli.command import run_command
 
 
 def main():
@@ -30,7 +30,7 @@ def start(arguments, output):
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, sys.stdout.fileno())
     os.dup2(file, sys.stderr.fileno())
-    sys.exit(cli.main(arguments))  # With all that JAX does at exit.
+    sys.exit(run_command(arguments))  # With all that JAX does at exit.
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import pytest
 
 from tests.processes.test_processes import ROOT, environment_of
 from tests.tiers import quick_cases
-from tpu_embedding.tools.jobs import early_signals
 from tpu_embedding.tools.jobs.early_signals import EarlySignals
 from tpu_embedding.tools.jobs.exit_status import STOP_SIGNALS
 
@@ -53,7 +52,7 @@ def signal_after(process, words, number):
 
 STATUS = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 MOMENTS = {
-    "first of all": "import 'tpu_embedding.tools.jobs.early_signals' ",
+    "first of all": "import 'argparse' ",
     "numpy": "import 'numpy' ",
     "jax": "import 'jax.numpy' ",
     "orbax": "import 'orbax.checkpoint' ",
@@ -126,8 +125,9 @@ def test_a_second_signal_prints_no_second_error():
     assert ended == [("SIGTERM: the run has not started", 75)]
 
 
-def test_a_program_that_only_imports_the_package_handles_nothing():
-    code = "import signal, tpu_embedding; print(repr(signal.getsignal(15)))"
+def test_a_program_that_only_imports_the_command_handles_nothing():
+    """As a loader process, which imports the main module of the run."""
+    code = "import signal, tpu_embedding.tools.cli; print(repr(signal.getsignal(15)))"
     command = [sys.executable, "-c", code, "train"]
     result = subprocess.run(
         command, env=environment_of(), capture_output=True, text=True, check=True
@@ -135,39 +135,7 @@ def test_a_program_that_only_imports_the_package_handles_nothing():
     assert "Handlers.SIG_DFL" in result.stdout
 
 
-CLI = "tpu_embedding.tools.cli"
-
-
-@pytest.mark.parametrize(
-    ("options", "arguments", "trains"),
-    [
-        (["-m", CLI], ["train", "x"], True),
-        (["-v", "-Wignore", "-X", "dev", "-Im", CLI], ["train", "x"], True),
-        ([f"-Im{CLI}"], ["train"], True),
-        (["-W", "error", "/bin/tpu-embedding"], ["train", "x"], True),
-        (["-m", CLI], ["doctor", "train"], False),
-        (["-m", CLI], [], False),
-        (["watchdog.py"], ["--", "tpu-embedding", "train", "x"], False),
-        (["-m", "watchdog"], ["tpu-embedding", "train", "x"], False),
-        (["-c", "import tpu_embedding"], ["tpu-embedding", "train"], False),
-        (["-"], ["tpu-embedding", "train"], False),
-        ([], [], False),
-    ],
-)
-def test_only_the_program_itself_trains(options, arguments, trains):
-    """A wrapper handles signals in its own way."""
-    words = ["python", *options, *arguments]
-    assert early_signals.is_train_command(words, arguments) == trains
-
-
-def test_a_process_that_a_run_starts_does_not_train():
-    """As a loader process, which has its own command line and the `argv` of the run."""
-    words = ["python", "-c", "spawn_main(pipe_handle=7)", "--multiprocessing-fork"]
-    assert not early_signals.is_train_command(words, ["train", "dlrm"])
-    assert not early_signals.is_train_command(words, ["train"] * 5)
-
-
-def test_an_import_in_a_thread_handles_nothing():
+def test_a_start_in_a_thread_handles_nothing():
     early = EarlySignals()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(early.start).result()

@@ -54,13 +54,11 @@ LAUNCHES = {
     "gke_v5e_8_without_files": make_launch(**V5E, **PUBLIC),
     "gke_v5p_64": make_launch(**V5P, **RESERVED, subnetwork="my-subnetwork"),
     "gke_v6e_256_two_slices": make_launch(**V6E, slices=2, cluster="shared"),
-    "gke_tpu7x_64": make_launch(**TPU7X, capacity="flex_start"),
+    "gke_tpu7x_64": make_launch(**TPU7X),
     "gke_tpu7x_8_kept": make_launch(topology="tpu7x:2x2x1", **KEPT, **OWN),
     "queued_resource_v5e_8": make_launch(**V5E, **QUEUED, capacity="spot"),
     "queued_resource_v4_64": make_launch(topology="v4:2x4x4", **QUEUED, **OWN),
-    "queued_resource_v5p_64": make_launch(
-        **V5P, backend="queued_resource", capacity="flex_start"
-    ),
+    "queued_resource_v5p_64": make_launch(**V5P, **QUEUED),
     "queued_resource_v6e_256_two_slices": make_launch(
         **V6E, **QUEUED, slices=2, capacity="reservation"
     ),

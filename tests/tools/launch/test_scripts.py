@@ -17,7 +17,7 @@ import yaml
 from tests.tools.launch.conftest import Cloud
 from tests.tools.launch.fake_cloud import CONTROLLER
 from tests.tools.launch.launches import FOLDER, LAUNCHES, RECORDED, make_launch
-from tpu_embedding.tools.cli import make_parser
+from tpu_embedding.tools.cli.command import make_parser
 from tpu_embedding.tools.launch import PROGRAMS, make_script
 
 SCHEMAS = pathlib.Path(__file__).parent / "schemas"

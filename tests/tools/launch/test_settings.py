@@ -81,13 +81,9 @@ WRONG_FIELDS = [
         dict(backend="queued_resource", capacity="reservation", reservation="mine"),
         "reservation must be given with capacity reservation on gke, and only then",
     ),
-    (dict(capacity="flex_start", lifetime="8d"), "lifetime must be from 10m to 7d"),
-    (dict(capacity="flex_start", lifetime="9m59s"), "lifetime must be from 10m to 7d"),
-    (dict(capacity="flex_start", lifetime="until_deleted"), "from 10m to 7d"),
-    (dict(capacity="flex_start", slices=2), "cannot spread over node pools"),
     (
         dict(backend="queued_resource", capacity="spot"),
-        "lifetime must be until_deleted .* the Cloud TPU API deletes only",
+        "lifetime must be until_deleted .* the Cloud TPU API deletes no machines",
     ),
 ]
 
@@ -130,7 +126,6 @@ def test_durations(duration, seconds):
         (dict(lifetime="until_deleted"), "Nothing but `bash FILE delete`"),
         (dict(), "after 6h.*autoscaler.*cluster itself stays, and costs a fee"),
         (dict(cluster="shared"), "after 6h.*after its last job.$"),
-        (dict(capacity="flex_start"), "Google Cloud deletes each machine 6h after"),
     ],
 )
 def test_what_deletes_the_machines_is_said(changes, message):

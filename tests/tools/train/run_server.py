@@ -13,7 +13,7 @@ import sys
 import matplotlib.figure  # noqa: F401
 import orbax.checkpoint  # noqa: F401
 
-from tpu_embedding.tools import cli
+from tpu_embedding.tools.cli.command import run_command
 
 
 def main():
@@ -21,7 +21,7 @@ def main():
         child = os.fork()
         if not child:
             os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
-            status = cli.main(json.loads(line))
+            status = run_command(json.loads(line))
             sys.stdout.flush()
             os._exit(status)
         print(f"pid {child}", flush=True)

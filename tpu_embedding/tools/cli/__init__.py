@@ -1,11 +1,23 @@
 """The command `tpu-embedding`."""
 
-# First of all: the imports below take seconds, in which signals arrive, too.
-from tpu_embedding.tools.jobs import early_signals as _early_signals  # noqa: F401
+import sys
+from collections.abc import Sequence
 
-# isort: split
-from tpu_embedding.tools.cli.command import main as main
-from tpu_embedding.tools.cli.command import make_parser as make_parser
+from tpu_embedding.tools.jobs.early_signals import early_signals
 from tpu_embedding.tools.jobs.exit_status import FAILED as FAILED
 from tpu_embedding.tools.jobs.exit_status import INTERRUPTED as INTERRUPTED
 from tpu_embedding.tools.jobs.exit_status import WRONG_USAGE as WRONG_USAGE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status, as `command.run_command` does.
+
+    Args:
+      arguments: command line without the program's name; None takes it from `sys.argv`.
+    """
+    if arguments is None and sys.argv[1:2] == ["train"]:
+        early_signals.start()
+    # It takes seconds, in which signals arrive, too.
+    from tpu_embedding.tools.cli.command import run_command
+
+    return run_command(arguments)

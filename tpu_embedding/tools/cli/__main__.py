@@ -2,7 +2,7 @@
 
 import sys
 
-from tpu_embedding.tools.cli.command import main
+from tpu_embedding.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

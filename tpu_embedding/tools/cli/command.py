@@ -57,7 +57,7 @@ from tpu_embedding.tools.train.errors import ConfigError, describe_error
 from tpu_embedding.tools.train.loop.read_ahead import TrainingDivergedError
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run_command(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status.
 
     Args:

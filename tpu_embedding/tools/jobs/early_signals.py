@@ -1,21 +1,18 @@
 """Ends `tpu-embedding train` with its own status if a signal arrives before the run.
 
 Imports of jax and the start of a job take seconds. A launcher would take a process that
-SIGTERM ends in that time for failed. So `tools.cli` imports this module first of all,
-and it imports only what takes no time.
+SIGTERM ends in that time for failed. So the handler starts first of all, and this
+module imports only what takes no time.
 """
 
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
 from tpu_embedding.tools.jobs.exit_status import STATUS_OF_SIGNAL, STOP_SIGNALS
-
-_PROGRAMS: Final = ("tpu-embedding", "tpu_embedding.tools.cli")
 
 
 class EarlySignals:
@@ -66,30 +63,4 @@ def end_process(message: str, status: int) -> None:
     os._exit(status)
 
 
-def is_train_command(words: Sequence[str], arguments: Sequence[str]) -> bool:
-    """Returns True for the command line of a process that trains.
-
-    It differs in processes that a run starts, which copy `sys.argv`, and in those of a
-    wrapper, which has the command among its arguments.
-
-    Args:
-      words: whole command line, as in `sys.orig_argv`.
-      arguments: arguments of the program, as in `sys.argv[1:]`.
-
-    Example:
-      >>> command = ["python", "-m", "tpu_embedding.tools.cli", "train", "dlrm"]
-      >>> is_train_command(command, command[3:])
-      True
-    """
-    *start, program = words[: len(words) - len(arguments)] or [""]
-    return (
-        program.endswith(_PROGRAMS)
-        and [*start, program, *arguments] == list(words)
-        and arguments[:1] == ["train"]
-    )
-
-
 early_signals: Final = EarlySignals()
-
-if is_train_command(sys.orig_argv, sys.argv[1:]):
-    early_signals.start()

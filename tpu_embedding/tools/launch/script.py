@@ -61,33 +61,22 @@ def what_deletes(launch: Launch) -> str:
         return (
             "Nothing but `bash FILE delete`: neither the end of the run nor an error."
         )
-    if launch.capacity == "flex_start":
-        text = f"Google Cloud deletes each machine {launch.lifetime} after its start."
-    else:
-        text = (
-            f"Each start of the job ends after {launch.lifetime}. The cluster's "
-            "autoscaler deletes a machine about 10 minutes after its last job."
-        )
-    if launch.backend == "gke" and not launch.cluster:
+    text = (
+        f"Each start of the job ends after {launch.lifetime}. The cluster's "
+        "autoscaler deletes a machine about 10 minutes after its last job."
+    )
+    if not launch.cluster:
         text += " The cluster itself stays, and costs a fee, until `bash FILE delete`."
     return text
 
 
 def _queued_resource(launch: Launch, program: Program) -> str:
-    gcloud = "gcloud"
     flags = [f"--node-id={launch.slice_names[0]}"]
     if launch.slices > 1:
         # Nodes are NAME-0, NAME-1 and so on, as `slice_names`.
         flags = [f"--node-count={launch.slices}", f"--node-prefix={launch.name}"]
-    match launch.capacity:
-        case "spot":
-            flags.append("--spot")
-        case "reservation":
-            flags.append("--reserved")
-        case "flex_start":
-            gcloud = "gcloud alpha"
-            flags.append("--provisioning-model=flex-start")
-            flags.append(f"--max-run-duration={launch.lifetime_seconds}s")
+    if launch.capacity != "on_demand":
+        flags.append("--spot" if launch.capacity == "spot" else "--reserved")
     variables = {
         "product": launch.facts.product,
         "runtime_version": launch.facts.runtime_version,
@@ -112,7 +101,6 @@ def _queued_resource(launch: Launch, program: Program) -> str:
         bucket=_fill("bucket.sh"),
         uploads=_uploads(launch),
         host_script=host_script,
-        gcloud=gcloud,
     )
 
 
@@ -148,8 +136,7 @@ def _gke(launch: Launch, program: Program) -> str:
 
 def _node_pool_flags(launch: Launch, by_policy: bool) -> list[str]:
     facts = launch.facts
-    starts_empty = launch.capacity == "flex_start"
-    flags = [f"--num-nodes={0 if starts_empty else facts.num_hosts}"]
+    flags = [f"--num-nodes={facts.num_hosts}"]
     if by_policy:
         flags.append(f"--placement-policy={launch.name}-topology")
     elif facts.num_hosts > 1:
@@ -157,16 +144,11 @@ def _node_pool_flags(launch: Launch, by_policy: bool) -> list[str]:
     if launch.lifetime != UNTIL_DELETED:
         flags += ["--enable-autoscaling", "--min-nodes=0"]
         flags.append(f"--max-nodes={facts.num_hosts}")
-    match launch.capacity:
-        case "spot":
-            flags.append("--spot")
-        case "reservation":
-            flags.append("--reservation-affinity=specific")
-            flags.append(f"--reservation={launch.reservation}")
-        case "flex_start":
-            flags.append("--flex-start")
-            flags.append(f"--max-run-duration={launch.lifetime_seconds}s")
-            flags += ["--location-policy=ANY", "--reservation-affinity=none"]
+    if launch.capacity == "spot":
+        flags.append("--spot")
+    if launch.capacity == "reservation":
+        flags.append("--reservation-affinity=specific")
+        flags.append(f"--reservation={launch.reservation}")
     return flags
 
 
@@ -178,19 +160,10 @@ def _manifest(launch: Launch, program: Program) -> str:
     cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice.
     """
     facts, folder = launch.facts, _folder(launch)
-    # One slice per node pool: no two slices share one, and none is split.
-    annotations = {
-        "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
-    }
     selector = {
         "cloud.google.com/gke-tpu-accelerator": facts.gke_accelerator,
         "cloud.google.com/gke-tpu-topology": facts.grid,
     }
-    if launch.capacity == "flex_start":
-        # The node pool has no nodes yet. JobSet would create the pods of a slice once
-        # their first has one, and the autoscaler would see a slice of one pod.
-        annotations = {}
-        selector["cloud.google.com/gke-nodepool"] = launch.slice_names[0]
     deadline = f"activeDeadlineSeconds: {launch.lifetime_seconds}"
     # Kubernetes reads $(NAME) as a variable of the container, and $$ as $.
     arguments = [_requirement(launch), *_arguments(launch, program)]
@@ -200,7 +173,6 @@ def _manifest(launch: Launch, program: Program) -> str:
         name=_as_yaml(launch.name),
         service_account=_as_yaml(launch.service_account),
         job=_as_yaml(_job_name(launch, program)),
-        annotations=_as_yaml(annotations),
         restarts=launch.restarts if program == "train" else 0,
         num_slices=launch.slices,
         num_hosts=facts.num_hosts,

@@ -19,17 +19,11 @@ from tpu_embedding.tools.launch.slices import (
     slice_facts,
 )
 
-Capacity = Literal["on_demand", "spot", "reservation", "flex_start"]
+Capacity = Literal["on_demand", "spot", "reservation"]
 CAPACITIES: Final[tuple[Capacity, ...]] = get_args(Capacity)
 
 UNTIL_DELETED: Final = "until_deleted"
 """Lifetime of machines that only the printed script deletes, when told to."""
-
-_FLEX_START_SECONDS: Final = (600, 7 * 24 * 3600)
-"""Shortest and longest run that flex-start accepts.
-
-See docs.cloud.google.com/compute/docs/instance-groups/about-resize-requests-mig.
-"""
 
 _UNITS: Final = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _DURATION: Final = re.compile(r"(?:\d{1,6}[dhms])+", re.ASCII)
@@ -69,7 +63,7 @@ class Launch:
       zone: zone of the TPUs.
       topology: generation and grid of chips of a slice, as for `tpu-embedding compile`.
       slices: number of such slices.
-      capacity: `"on_demand"`, `"spot"`, `"reservation"` or `"flex_start"`.
+      capacity: `"on_demand"`, `"spot"` or `"reservation"`.
       reservation: name of the reservation, with capacity `"reservation"`. The Cloud TPU
         API takes none: it uses what the project has reserved.
       lifetime: duration after which the machines are deleted, such as `"6h"`, or
@@ -272,25 +266,10 @@ def _capacity_problems(launch: Launch) -> list[str]:
             f"and only then, got {launch.reservation!r} with capacity "
             f"{launch.capacity} and backend {launch.backend}"
         )
-    seconds = launch.lifetime_seconds
-    if launch.capacity == "flex_start":
-        shortest, longest = _FLEX_START_SECONDS
-        if seconds is None or not shortest <= seconds <= longest:
-            problems.append(
-                "lifetime must be from 10m to 7d with capacity flex_start, got "
-                f"{launch.lifetime!r}"
-            )
-        if launch.backend == "gke" and launch.slices > 1:
-            problems.append(
-                f"slices must be 1 with capacity flex_start on GKE, got "
-                f"{launch.slices}: a JobSet cannot spread over node pools that are "
-                "empty; use capacity on_demand, spot or reservation"
-            )
-    elif launch.backend == "queued_resource" and seconds is not None:
+    if launch.backend == "queued_resource" and launch.lifetime != UNTIL_DELETED:
         problems.append(
-            f"lifetime must be {UNTIL_DELETED} with backend queued_resource and "
-            f"capacity {launch.capacity}, got {launch.lifetime!r}: the Cloud TPU API "
-            "deletes only machines of capacity flex_start by itself"
+            f"lifetime must be {UNTIL_DELETED} with backend queued_resource, got "
+            f"{launch.lifetime!r}: the Cloud TPU API deletes no machines by itself"
         )
     return problems
 

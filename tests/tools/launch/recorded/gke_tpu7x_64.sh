@@ -1,5 +1,5 @@
 #!/bin/bash
-# Trains dlrm: 1 x tpu7x:2x4x4, 8 hosts, flex_start, in us-central1-c.
+# Trains dlrm: 1 x tpu7x:2x4x4, 8 hosts, on_demand, in us-central1-c.
 # Printed by `tpu-embedding launch`. Read it before you run it.
 #
 #   bash FILE          creates what is missing and starts the run; may be repeated
@@ -7,8 +7,9 @@
 #   bash FILE delete   deletes the machines; the bucket stays
 #
 # What ends the machines, which cost money until then:
-# Google Cloud deletes each machine 6h after its start. The cluster itself stays, and
-# costs a fee, until `bash FILE delete`.
+# Each start of the job ends after 6h. The cluster's autoscaler deletes a machine about
+# 10 minutes after its last job. The cluster itself stays, and costs a fee, until `bash
+# FILE delete`.
 set -euo pipefail
 name=dlrm
 project=my-project
@@ -23,15 +24,11 @@ context=gke_my-project_us-central1-c_dlrm
 job=dlrm
 jobs=(dlrm dlrm-doctor)
 flags=(
-    --num-nodes=0
+    --num-nodes=8
     --placement-policy=dlrm-topology
     --enable-autoscaling
     --min-nodes=0
     --max-nodes=8
-    --flex-start
-    --max-run-duration=21600s
-    --location-policy=ANY
-    --reservation-affinity=none
 )
 network_flags=(--network=default)
 
@@ -148,7 +145,8 @@ apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
   name: "dlrm"
-  annotations: {}
+  annotations:  # One slice per node pool: no two slices share one, and none is split.
+    alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
     enableDNSHostnames: true
@@ -179,7 +177,7 @@ spec:
             serviceAccountName: "dlrm"
             restartPolicy: Never
             terminationGracePeriodSeconds: 300  # to save a checkpoint after SIGTERM
-            nodeSelector: {"cloud.google.com/gke-tpu-accelerator": "tpu7x", "cloud.google.com/gke-tpu-topology": "2x4x4", "cloud.google.com/gke-nodepool": "dlrm-0"}
+            nodeSelector: {"cloud.google.com/gke-tpu-accelerator": "tpu7x", "cloud.google.com/gke-tpu-topology": "2x4x4"}
             tolerations:
             - {key: google.com/tpu, operator: Exists, effect: NoSchedule}
             - {key: cloud.google.com/gke-spot, operator: Exists, effect: NoSchedule}

@@ -131,7 +131,8 @@ apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
   name: "dlrm"
-  annotations: {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+  annotations:  # One slice per node pool: no two slices share one, and none is split.
+    alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
   network:
     enableDNSHostnames: true

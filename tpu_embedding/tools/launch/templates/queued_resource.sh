@@ -47,7 +47,7 @@ END_OF_HOST_SCRIPT
 # The machines. They cost money from here on.
 if ! gcloud compute tpus queued-resources describe "$name" \
     --project="$project" --zone="$zone" >/dev/null 2>&1; then
-    %%gcloud compute tpus queued-resources create "$name" \
+    gcloud compute tpus queued-resources create "$name" \
         --project="$project" --zone="$zone" \
         --accelerator-type="$product" --runtime-version="$runtime_version" \
         --service-account="$service_account" --scopes=cloud-platform \
