@@ -110,7 +110,7 @@ def test_every_optimizer_has_a_row_with_the_bytes_of_its_slots(name):
         assert not example_cell
         return
     dim, make = WITH_ARGUMENTS.get(name, (DIM, lambda: optimizer_by_name(name)))
-    slots = jax.tree.leaves(slot_row_shapes(make(), dim))
+    slots = jax.tree.leaves(slot_row_shapes(make(), (dim,)))
     assert parse_bytes(bytes_cell, dim) == sum(
         slot.size * slot.dtype.itemsize for slot in slots
     )
@@ -123,7 +123,7 @@ def test_every_optimizer_has_a_row_with_the_bytes_of_its_slots(name):
 
 def test_the_bytes_of_centered_rmsprop_are_true():
     slots_cell, bytes_cell, example_cell = table_row("rmsprop(centered=True)")
-    slots = jax.tree.leaves(slot_row_shapes(optimizers.rmsprop(centered=True), DIM))
+    slots = jax.tree.leaves(slot_row_shapes(optimizers.rmsprop(centered=True), (DIM,)))
     assert parse_bytes(bytes_cell, DIM) == sum(4 * slot.size for slot in slots)
     assert number_of_slots_in(slots_cell) == len(slots) == 3
     assert parse_bytes(bytes_cell, 64) == int(example_cell)

@@ -105,7 +105,7 @@ def lazy_steps(optimizer, steps):
     has_rows = jax.tree.leaves(
         jax.tree.map(
             lambda row, part: jax.tree.map(lambda _: row is not None, part),
-            slot_row_shapes(optimizer, DIM),
+            slot_row_shapes(optimizer, (DIM,)),
             state,
             is_leaf=lambda row: row is None,
         )

@@ -35,11 +35,6 @@ class Mean(Metric):
     weights: Sum
 
     @classmethod
-    def empty(cls) -> Self:
-        """Returns the metric of no samples."""
-        return cls(weighted_values=Sum.zeros(), weights=Sum.zeros())
-
-    @classmethod
     def from_batch(cls, values: ArrayLike, weights: ArrayLike | None = None) -> Self:
         """Returns the metric of one batch.
 
@@ -212,11 +207,6 @@ class NormalizedEntropy(Metric):
     negatives: Sum
 
     @classmethod
-    def empty(cls) -> Self:
-        """Returns the metric of no samples."""
-        return cls(losses=Sum.zeros(), positives=Sum.zeros(), negatives=Sum.zeros())
-
-    @classmethod
     def from_batch(
         cls,
         logits: ArrayLike,
@@ -266,11 +256,6 @@ class Calibration(Metric):
 
     probabilities: Sum
     labels: Sum
-
-    @classmethod
-    def empty(cls) -> Self:
-        """Returns the metric of no samples."""
-        return cls(probabilities=Sum.zeros(), labels=Sum.zeros())
 
     @classmethod
     def from_batch(

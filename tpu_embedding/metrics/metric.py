@@ -29,6 +29,13 @@ class Metric:
     """
 
     @classmethod
+    def empty(cls, **settings: Any) -> Self:
+        """Returns the metric of no samples, of scalar sums."""
+        fields = dataclasses.fields(cls)  # pyright: ignore
+        sums = {x.name: Sum.zeros() for x in fields if x.name not in settings}
+        return cls(**sums, **settings)
+
+    @classmethod
     def from_batch(cls, *batch: Any, **settings: Any) -> Self:
         """Returns the metric of one batch; each class says what a batch is."""
         raise NotImplementedError(f"{cls.__name__} has no from_batch")

@@ -14,7 +14,6 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from tpu_embedding.metrics.means import Mean
 from tpu_embedding.metrics.metric import check_batch
-from tpu_embedding.metrics.sums import Sum
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +34,7 @@ class _TopK(Mean):
     def empty(cls, *, k: int) -> Self:
         """Returns the metric of no samples."""
         cls._check(k)
-        return cls(weighted_values=Sum.zeros(), weights=Sum.zeros(), k=k)
+        return super().empty(k=k)
 
     @classmethod
     def from_batch(

@@ -134,32 +134,16 @@ def with_options(
         "clip_weight_min": clip_weight_min,
         "clip_weight_max": clip_weight_max,
         "weight_decay_factor": weight_decay_factor,
+        "multiply_weight_decay_factor_by_learning_rate": (
+            multiply_weight_decay_factor_by_learning_rate
+        ),
         "clipvalue": clipvalue,
         "slot_dtype": slot_dtype,
         "slot_initializers": slot_initializers,
+        "slot_variable_creation_fn": slot_variable_creation_fn,
     }
     _check_options("with_options", options)
-    _refuse_creation_function("with_options", slot_variable_creation_fn, rule)
-    if slot_dtype is not None or slot_initializers is not None:
-        rule = with_slot_storage(rule, slot_dtype, slot_initializers)
-    if weight_decay_factor is not None and not _is_zero(weight_decay_factor):
-        multiplies = bool(multiply_weight_decay_factor_by_learning_rate)
-        if multiplies and learning_rate is None:
-            raise ValueError(
-                "multiply_weight_decay_factor_by_learning_rate=True needs the rule's "
-                "learning_rate, got None. Pass learning_rate to with_options, too."
-            )
-        rule = decay_rows(
-            rule, weight_decay_factor, learning_rate if multiplies else None
-        )
-    chained = [rule]
-    if clipvalue is not None:
-        chained.insert(0, clip_gradients(clipvalue))
-    if clip_weight_min is not None or clip_weight_max is not None:
-        chained.append(clip_rows(clip_weight_min, clip_weight_max))
-    if len(chained) > 1:
-        rule = optax.chain(*chained)
-    return rule if use_gradient_accumulation else in_sequence(rule)
+    return _apply_options("with_options", rule, learning_rate, options)
 
 
 def takes_common_options(make_optimizer: OptimizerFunction) -> OptimizerFunction:
@@ -167,11 +151,12 @@ def takes_common_options(make_optimizer: OptimizerFunction) -> OptimizerFunction
 
     * The learning rate and the common options are checked under the optimizer's name.
     * Too many positional arguments raise an error that says how to name them.
+    * The rule that the function returns gets the options, as by `with_options`.
     * The signature lists the common options one by one. `optax.inject_hyperparams` and
       `help()` need the names and defaults.
 
     The decorated function starts with `learning_rate` and ends in
-    `**options: Unpack[CommonOptions]`.
+    `**options: Unpack[CommonOptions]`. It need not read the options.
     """
     name = make_optimizer.__name__
     signature = inspect.signature(make_optimizer)
@@ -196,15 +181,14 @@ def takes_common_options(make_optimizer: OptimizerFunction) -> OptimizerFunction
             )
         given = dict(zip(positional, args, strict=False))
         rate = {**arguments, **given}.get("learning_rate", own[0].default)
-        _check_options(name, cast(CommonOptions, arguments))
+        chosen = cast(CommonOptions, arguments)
+        _check_options(name, chosen)
         rate = checked_learning_rate(name, rate)
-        creation_function = arguments.pop("slot_variable_creation_fn", None)
         if args:
             rule = make_optimizer(rate, *args[1:], **arguments)
         else:
             rule = make_optimizer(**{**arguments, "learning_rate": rate})
-        _refuse_creation_function(name, creation_function, rule)
-        return rule
+        return _apply_options(name, rule, rate, chosen)
 
     cast(Any, make).__signature__ = signature
     return cast(OptimizerFunction, make)
@@ -247,6 +231,39 @@ def _check_options(owner: str, options: CommonOptions) -> None:
     check_slot_storage(
         owner, options.get("slot_dtype"), options.get("slot_initializers")
     )
+
+
+def _apply_options(
+    owner: str,
+    rule: optax.GradientTransformation,
+    learning_rate: optax.ScalarOrSchedule | None,
+    options: CommonOptions,
+) -> optax.GradientTransformation:
+    """Returns a rule with checked options; missing ones have their defaults."""
+    _refuse_creation_function(owner, options.get("slot_variable_creation_fn"), rule)
+    dtype, initializers = options.get("slot_dtype"), options.get("slot_initializers")
+    if dtype is not None or initializers is not None:
+        rule = with_slot_storage(rule, dtype, initializers)
+    factor = options.get("weight_decay_factor")
+    if factor is not None and not _is_zero(factor):
+        multiplies = options.get("multiply_weight_decay_factor_by_learning_rate")
+        if multiplies and learning_rate is None:
+            raise ValueError(
+                "multiply_weight_decay_factor_by_learning_rate=True needs the rule's "
+                "learning_rate, got None. Pass learning_rate to with_options, too."
+            )
+        rule = decay_rows(rule, factor, learning_rate if multiplies else None)
+    chained = [rule]
+    clipvalue = options.get("clipvalue")
+    if clipvalue is not None:
+        chained.insert(0, clip_gradients(clipvalue))
+    clip_min, clip_max = options.get("clip_weight_min"), options.get("clip_weight_max")
+    if clip_min is not None or clip_max is not None:
+        chained.append(clip_rows(clip_min, clip_max))
+    if len(chained) > 1:
+        rule = optax.chain(*chained)
+    accumulates = options.get("use_gradient_accumulation", True)
+    return rule if accumulates else in_sequence(rule)
 
 
 def _refuse_creation_function(

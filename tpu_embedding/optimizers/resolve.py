@@ -24,7 +24,7 @@ from tpu_embedding.optimizers.analysis.trace import (
     UntraceableRule,
     trace_rule,
 )
-from tpu_embedding.optimizers.analysis.walker import difference
+from tpu_embedding.optimizers.analysis.walker import same_program
 from tpu_embedding.optimizers.checks import check_rule
 from tpu_embedding.optimizers.modes import (
     EveryRow,
@@ -98,7 +98,7 @@ def check_row_local(optimizer: TableOptimizer | RowOptimizer, dim: int) -> None:
         with eval_context():
             optimizer = _resolve(optimizer, table_name="table")
     check_rows_apart(optimizer, dim)
-    slot_row_shapes(optimizer, dim)
+    slot_row_shapes(optimizer, (dim,))
 
 
 def _of_table(
@@ -229,8 +229,8 @@ def _trace(transformation: optax.GradientTransformation) -> TracedRule | None:
 def _do_the_same(first: TracedRule, second: TracedRule) -> bool:
     return (
         first.modes == second.modes
-        and difference(first.init, second.init) is None
-        and difference(first.update, second.update) is None
+        and same_program(first.init, second.init)
+        and same_program(first.update, second.update)
     )
 
 
@@ -240,5 +240,5 @@ def _is_elementwise(transformation: optax.GradientTransformation) -> bool:
         check_elementwise(transformation)
     except NotRowLocalError:
         return False
-    shapes = jax.tree.leaves(slot_row_shapes(transformation, ANY_DIM))
+    shapes = jax.tree.leaves(slot_row_shapes(transformation, (ANY_DIM,)))
     return all(shape.shape == (ANY_DIM,) for shape in shapes)

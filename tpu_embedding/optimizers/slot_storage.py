@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tpu_embedding.optimizers.analysis.slots import slot_shapes
+from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import (
     check_hyperparameters,
@@ -62,7 +62,7 @@ def with_slot_storage(
 
     def init(rows: Any) -> Any:
         state = rule.init(rows)
-        shapes = slot_shapes(rule, rows.shape[1:])
+        shapes = slot_row_shapes(rule, rows.shape[1:])
         _check_names(values, shapes)
         state = jax.tree_util.tree_map_with_path(
             lambda path, shape, leaf: _initial(path, shape, leaf, values),
@@ -73,7 +73,7 @@ def with_slot_storage(
         return _cast(shapes, state, lambda shape: _stored_dtype(shape, dtype))
 
     def update(updates: Any, state: Any, rows: Any) -> tuple[Any, Any]:
-        shapes = slot_shapes(rule, updates.shape[1:])
+        shapes = slot_row_shapes(rule, updates.shape[1:])
         state = _cast(shapes, state, lambda shape: shape.dtype)
         updates, state = rule.update(updates, state, rows)
         return updates, _cast(shapes, state, lambda shape: _stored_dtype(shape, dtype))
@@ -90,18 +90,16 @@ def check_slot_storage(owner: str, dtype: Any, initializers: Any) -> None:
       initializers: see `with_slot_storage`.
     """
     if dtype is not None:
+        error = (
+            f"{owner}: slot_dtype must be a floating type such as jnp.bfloat16, got "
+            f"{dtype!r}."
+        )
         try:
             is_floating = jnp.issubdtype(dtype, jnp.floating)
-        except TypeError as error:
-            raise TypeError(
-                f"{owner}: slot_dtype must be a floating type such as jnp.bfloat16, "
-                f"got {dtype!r}."
-            ) from error
+        except TypeError:
+            raise TypeError(error) from None
         if not is_floating:
-            raise ValueError(
-                f"{owner}: slot_dtype must be a floating type such as jnp.bfloat16, "
-                f"got {dtype!r}."
-            )
+            raise ValueError(error)
     if initializers is None:
         return
     if not isinstance(initializers, Mapping):
@@ -150,7 +148,7 @@ def slot_names(rule: optax.GradientTransformation) -> list[str]:
       >>> slot_names(optax.adam(0.1))
       ['mu', 'nu']
     """
-    return _names(slot_shapes(rule, (1,)))
+    return _names(slot_row_shapes(rule, (1,)))
 
 
 def _check_names(values: dict[str, Any], shapes: Any) -> None:

@@ -307,7 +307,7 @@ def _slots_of_tables(
         return ()
     try:
         check_row_local(optimizer, dim)
-        slots = jax.tree.leaves(slot_row_shapes(optimizer, dim))
+        slots = jax.tree.leaves(slot_row_shapes(optimizer, (dim,)))
     except ValueError as error:
         names = [table.name for table in tables]
         raise type(error)(f"{error} (The optimizer of tables {names}.)") from error

@@ -75,7 +75,7 @@ def lift_to_rows(
         all_rows = jnp.arange(table.layout.num_rows, dtype=jnp.int32)
         with table_rows_context(rows_of and rows_of(all_rows)):
             state = optimizer.init(unpack_rows(table))
-        row_shapes = slot_row_shapes(optimizer, table.layout.dim)
+        row_shapes = slot_row_shapes(optimizer, (table.layout.dim,))
         values = constant_parts(optimizer, table.layout.dim)
         remaining = iter(values or [None] * len(jax.tree.leaves(state)))
 

@@ -48,7 +48,7 @@ every_optimizer = pytest.mark.parametrize(
 
 @every_optimizer
 def test_slots_of(optimizer, slots):
-    found = jax.tree.leaves(slot_row_shapes(optimizer, DIM))
+    found = jax.tree.leaves(slot_row_shapes(optimizer, (DIM,)))
     assert [slot.shape for slot in found] == slots
     assert all(slot.dtype == jnp.float32 for slot in found)
 
@@ -56,7 +56,7 @@ def test_slots_of(optimizer, slots):
 @every_optimizer
 def test_structure_is_that_of_the_state(optimizer, slots):
     del slots
-    shapes = slot_row_shapes(optimizer, DIM)
+    shapes = slot_row_shapes(optimizer, (DIM,))
     state = optimizer.init(jnp.zeros((5, DIM)))
     leaves = jax.tree.leaves(shapes, is_leaf=lambda x: x is None)
     assert len(leaves) == len(jax.tree.leaves(state))
@@ -71,7 +71,7 @@ def test_structure_is_that_of_the_state(optimizer, slots):
 @pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "optax.adam"])
 def test_slots_of_any_dim(name, dim):
     optimizer, slots = OPTIMIZERS[name]
-    found = jax.tree.leaves(slot_row_shapes(optimizer, dim))
+    found = jax.tree.leaves(slot_row_shapes(optimizer, (dim,)))
     expected = [(dim,) if slot else () for slot in slots]
     assert [slot.shape for slot in found] == expected
 
@@ -103,12 +103,12 @@ def transformation(make_state):
     ids=["per_column", "square_of_columns", "constant", "count", "nothing"],
 )
 def test_parts_that_do_not_grow_with_the_table_are_no_slots(make_state):
-    assert jax.tree.leaves(slot_row_shapes(transformation(make_state), DIM)) == []
+    assert jax.tree.leaves(slot_row_shapes(transformation(make_state), (DIM,))) == []
 
 
 def test_dtypes_of_slots():
     kinds = transformation(lambda x: jnp.zeros(x.shape, jnp.bfloat16))
-    (slot,) = jax.tree.leaves(slot_row_shapes(kinds, DIM))
+    (slot,) = jax.tree.leaves(slot_row_shapes(kinds, (DIM,)))
     assert slot == jax.ShapeDtypeStruct(FULL, jnp.bfloat16)
 
 
@@ -126,13 +126,13 @@ WRONG = {
 @pytest.mark.parametrize("make_state", WRONG.values(), ids=WRONG)
 def test_parts_that_grow_otherwise_are_refused_by_name(make_state):
     with pytest.raises(ValueError, match="one entry per row") as error:
-        slot_row_shapes(transformation(make_state), DIM)
+        slot_row_shapes(transformation(make_state), (DIM,))
     assert re.search(r"'part'.* has shape \(", str(error.value))
 
 
 def test_history_of_whole_tables_is_refused():
     with pytest.raises(ValueError, match="diff_params_memory"):
-        slot_row_shapes(optax.lbfgs(0.1), DIM)
+        slot_row_shapes(optax.lbfgs(0.1), (DIM,))
 
 
 @pytest.mark.parametrize(

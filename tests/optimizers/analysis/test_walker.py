@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tpu_embedding.optimizers.analysis.rule_program import RuleProgram, read_program
-from tpu_embedding.optimizers.analysis.walker import all_operations, difference, walk
+from tpu_embedding.optimizers.analysis.walker import all_operations, same_program, walk
 
 ROWS = jnp.ones((4, 3))
 NUMBERS = np.arange(12.0).reshape(4, 3)
@@ -52,35 +52,22 @@ EQUAL = {
     "argsort": (lambda x, y: jnp.argsort(x, 1), lambda x, y: jnp.argsort(x, 1)),
 }
 UNEQUAL = {
-    "operands": (lambda x, y: x - y, lambda x, y: y - x, "'sub' has other operands"),
-    "operation": (lambda x, y: x - y, lambda x, y: x + y, "'sub' is 'add'"),
-    "literals": (times(0.5), times(0.25), "'mul' has other operands"),
-    "zeros": (times(0.0), times(-0.0), "'mul' has other operands"),
-    "constants": (
-        times(NUMBERS),
-        times(NUMBERS[::-1].copy()),
-        "has other operands",
-    ),
-    "closures": (times(jnp.float32(0.5)), times(jnp.float32(0.25)), "other operands"),
-    "axis": (
-        lambda x, y: jnp.sum(x, 0),
-        lambda x, y: jnp.sum(x, 1),
-        "'reduce_sum' has other parameters",
-    ),
-    "outputs": (lambda x, y: (x, y), lambda x, y: (y, x), "other outputs"),
-    "more": (lambda x, y: x + y, lambda x, y: x + y + y, "1 and 2 operations"),
-    "branch": (cond(jnp.sin), cond(jnp.tan), "'cond' has other parameters"),
-    "condition of a loop": (loop(0.5, 0.5), loop(0.25, 0.5), "'while' has other"),
-    "body of a loop": (loop(0.5, 0.5), loop(0.5, 0.25), "'while' has other"),
-    "types": (
-        lambda x, y: x.astype(jnp.int8),
-        lambda x, y: x.astype(jnp.int16),
-        "'convert_element_type' has other parameters",
-    ),
+    "operands": (lambda x, y: x - y, lambda x, y: y - x),
+    "operation": (lambda x, y: x - y, lambda x, y: x + y),
+    "literals": (times(0.5), times(0.25)),
+    "zeros": (times(0.0), times(-0.0)),
+    "constants": (times(NUMBERS), times(NUMBERS[::-1].copy())),
+    "closures": (times(jnp.float32(0.5)), times(jnp.float32(0.25))),
+    "axis": (lambda x, y: jnp.sum(x, 0), lambda x, y: jnp.sum(x, 1)),
+    "outputs": (lambda x, y: (x, y), lambda x, y: (y, x)),
+    "more": (lambda x, y: x + y, lambda x, y: x + y + y),
+    "branch": (cond(jnp.sin), cond(jnp.tan)),
+    "condition of a loop": (loop(0.5, 0.5), loop(0.25, 0.5)),
+    "body of a loop": (loop(0.5, 0.5), loop(0.5, 0.25)),
+    "types": (lambda x, y: x.astype(jnp.int8), lambda x, y: x.astype(jnp.int16)),
     "callbacks": (
         lambda x, y: jax.pure_callback(lambda v: v, x, x),
         lambda x, y: jax.pure_callback(lambda v: -v, x, x),
-        "'pure_callback' has other parameters",
     ),
 }
 
@@ -88,15 +75,14 @@ UNEQUAL = {
 @pytest.mark.parametrize("name", EQUAL)
 def test_same_programs(name):
     first, second = map(program_of, EQUAL[name])
-    assert difference(first, second) is None
+    assert same_program(first, second)
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_different_programs(name):
-    *functions, reason = UNEQUAL[name]
-    first, second = map(program_of, functions)
-    assert reason in str(difference(first, second))
-    assert difference(second, first) is not None
+    first, second = map(program_of, UNEQUAL[name])
+    assert not same_program(first, second)
+    assert not same_program(second, first)
 
 
 def test_all_operations_are_those_of_called_programs_too():

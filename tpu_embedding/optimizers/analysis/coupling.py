@@ -4,14 +4,14 @@ A clip by the global norm does, and so does a check that all gradients are finit
 model with tables, such an optimizer sees the gradients of the dense parameters only.
 """
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
-import jax.extend as jex
 import jax.numpy as jnp
 import optax
 
+from tpu_embedding.optimizers.analysis.rule_program import RuleOperation, read_program
+from tpu_embedding.optimizers.analysis.walker import called_programs, walk
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 
 _TWO_ARRAYS: Final = [jax.ShapeDtypeStruct((2, 2), jnp.float32)] * 2
@@ -19,8 +19,8 @@ _TWO_ARRAYS: Final = [jax.ShapeDtypeStruct((2, 2), jnp.float32)] * 2
 _MAX_ARRAYS: Final = 64
 """Arrays of a model for which a trace takes a tenth of a second; 300 take seconds."""
 
-Sources = int
-"""Set of gradients as bits: bit `i` is that of array `i`."""
+Sources = frozenset[int]
+"""The arrays, by number, on whose gradients a value depends."""
 
 
 def couples_arrays(transformation: optax.GradientTransformation, params: Any) -> bool:
@@ -58,15 +58,16 @@ def _is_coupled(transformation: optax.GradientTransformation, params: Any) -> bo
     state = jax.eval_shape(transformation.init, shapes)
     # The layer knows the norm of the whole model, and tells it to rules that ask.
     with model_gradient_context(lambda: jnp.zeros(())):
-        update = jax.make_jaxpr(transformation.update)(shapes, state, shapes).jaxpr
+        jaxpr = jax.make_jaxpr(transformation.update)(shapes, state, shapes)
+    update = read_program(jaxpr)
     num_arrays, num_states = map(len, map(jax.tree.leaves, (shapes, state)))
-    of_gradients = [1 << i for i in range(num_arrays)]
-    of_state = [0] * num_states
+    of_gradients = [Sources({i}) for i in range(num_arrays)]
+    of_state = [Sources()] * num_states
     while True:
-        of_inputs = [*of_gradients, *of_state, *[0] * num_arrays]
-        found = _flow(update, of_inputs)
+        of_inputs = [*of_gradients, *of_state, *[Sources()] * num_arrays]
+        found = list(map(_sources, walk(update, of_inputs, _flow)))
         of_updates, of_new_state = found[:num_arrays], found[num_arrays:]
-        if any(s & ~own for s, own in zip(of_updates, of_gradients, strict=True)):
+        if any(s - own for s, own in zip(of_updates, of_gradients, strict=True)):
             return True
         grown = [a | b for a, b in zip(of_state, of_new_state, strict=True)]
         if grown == of_state:
@@ -74,34 +75,18 @@ def _is_coupled(transformation: optax.GradientTransformation, params: Any) -> bo
         of_state = grown
 
 
-def _flow(jaxpr: Any, of_inputs: Sequence[Sources]) -> list[Sources]:
-    """Returns the gradients that each output of a jaxpr depends on."""
-    known = dict(zip(jaxpr.invars, of_inputs, strict=True))
-
-    def sources(variable: Any) -> Sources:
-        is_literal = isinstance(variable, jex.core.Literal)
-        return 0 if is_literal else known.get(variable, 0)
-
-    for eqn in jaxpr.eqns:
-        found = _flow_of_operation(eqn, [sources(x) for x in eqn.invars])
-        known.update(zip(eqn.outvars, found, strict=True))
-    return [sources(x) for x in jaxpr.outvars]
-
-
-def _flow_of_operation(eqn: Any, of_inputs: list[Sources]) -> list[Sources]:
+def _flow(operation: RuleOperation, values: list[Any]) -> list[Sources]:
     """Returns the gradients that each result of an operation depends on."""
-    called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    if eqn.primitive.name == "cond":
-        branches = [_flow(x.jaxpr, of_inputs[1:]) for x in eqn.params["branches"]]
-        merged = zip(*branches, strict=True)
-        return [_union((of_inputs[0], *of_each)) for of_each in merged]
-    if eqn.primitive.name in ("jit", "pjit", "closed_call", "custom_jvp_call"):
-        return _flow(getattr(called, "jaxpr", called), of_inputs)
-    return [_union(of_inputs)] * len(eqn.outvars)
+    sources = list(map(_sources, values))
+    if operation.name != "cond":
+        return [Sources().union(*sources)] * len(operation.outputs)
+    branches = [
+        map(_sources, walk(branch, sources[operands], _flow))
+        for branch, operands in called_programs(operation)
+    ]
+    return [sources[0].union(*of_each) for of_each in zip(*branches, strict=True)]
 
 
-def _union(sets: Sequence[Sources]) -> Sources:
-    result = 0
-    for each in sets:
-        result |= each
-    return result
+def _sources(value: Any) -> Sources:
+    """Returns the sources of a value; a constant has none."""
+    return value if isinstance(value, frozenset) else Sources()

@@ -179,6 +179,13 @@ _INLINED: Final = """checkpoint closed_call core_call custom_jvp_call
     custom_jvp_call_jaxpr custom_vjp_call custom_vjp_call_jaxpr jit pjit remat
     remat2""".split()
 
+_RESHAPE: Final = OperationFacts(
+    keeps_rows=_always,
+    moves_elements=True,
+    kernel_types=_ANY_TYPE,
+    kernel_keeps_vector=True,
+)
+
 OPERATIONS: Final[dict[str, OperationFacts]] = {
     **{name: _elementwise(name) for name in _ELEMENTWISE},
     **{name: _reduction(name) for name in _REDUCTIONS},
@@ -204,20 +211,10 @@ OPERATIONS: Final[dict[str, OperationFacts]] = {
     "expand_dims": OperationFacts(keeps_rows=_always, moves_elements=True),
     "iota": OperationFacts(keeps_rows=_never, makes_rows=_not_along_rows("dimension")),
     "pad": OperationFacts(keeps_rows=_pad_keeps_rows),
-    "reshape": OperationFacts(
-        keeps_rows=_always,
-        moves_elements=True,
-        kernel_types=_ANY_TYPE,
-        kernel_keeps_vector=True,
-    ),
+    "reshape": _RESHAPE,
     "rev": OperationFacts(keeps_rows=_not_along_rows("dimensions")),
     "slice": OperationFacts(keeps_rows=_slice_keeps_rows),
-    "squeeze": OperationFacts(
-        keeps_rows=_always,
-        moves_elements=True,
-        kernel_types=_ANY_TYPE,
-        kernel_keeps_vector=True,
-    ),
+    "squeeze": _RESHAPE,
     "top_k": OperationFacts(keeps_rows=_always),
     "table_total": OperationFacts(keeps_rows=_always, gives_totals=True),
     "transpose": OperationFacts(

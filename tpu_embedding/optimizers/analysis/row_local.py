@@ -30,7 +30,7 @@ from tpu_embedding.optimizers.analysis.trace import (
     UntraceableRule,
     trace_rule,
 )
-from tpu_embedding.optimizers.analysis.walker import all_operations, difference
+from tpu_embedding.optimizers.analysis.walker import all_operations, same_program
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 
 _COLLECTS: Final = "collects gradients and applies them in some steps only"
@@ -73,17 +73,9 @@ def check_elementwise(optimizer: Rule) -> None:
     _check(optimizer, ())
 
 
+@functools.lru_cache(maxsize=256)
 def runs_on_lines(optimizer: Rule, dim: int, lanes: int) -> bool:
     """Returns whether a rule may be given lines of several rows in the place of rows.
-
-    See `whole_rows_reason`.
-    """
-    return whole_rows_reason(optimizer, dim, lanes) is None
-
-
-@functools.lru_cache(maxsize=256)
-def whole_rows_reason(optimizer: Rule, dim: int, lanes: int) -> str | None:
-    """Returns why a rule must be given whole rows; None if lines will do.
 
     Lines `[lines, lanes]` hold several rows side by side. A rule gives the same on them
     as on `[rows, dim]` if it does the same to each element: no sum over a row, and
@@ -97,44 +89,38 @@ def whole_rows_reason(optimizer: Rule, dim: int, lanes: int) -> str | None:
 
     Example:
       >>> import optax
-      >>> whole_rows_reason(optax.adam(0.1), 32, 128) is None
+      >>> runs_on_lines(optax.adam(0.1), 32, 128)
       True
-      >>> whole_rows_reason(optax.centralize(), 32, 128)
-      "operation 'reduce_sum' is not elementwise"
+      >>> runs_on_lines(optax.centralize(), 32, 128)
+      False
     """
     updates: list[RuleProgram] = []
     for width in (dim, lanes):
         trace = trace_rule(optimizer, (width,))
-        if isinstance(trace, UntraceableRule):
-            return f"it cannot be traced: {trace.reason}"
-        if trace.takes_totals:
-            return "it takes totals over the rows of a table"
-        operation = _first_not_elementwise(trace.update)
-        if operation is not None:
-            return f"operation {operation.name!r} is not elementwise"
+        if (
+            isinstance(trace, UntraceableRule)
+            or trace.takes_totals
+            or not all(map(_treats_elements, all_operations(trace.update)))
+        ):
+            return False
         updates.append(trace.update)
 
     def same_shape(first: Shape, second: Shape) -> bool:
         rows_of_dim = is_by_row(first) and first[1:] == (dim,)
         return first == second or (rows_of_dim and second == (first[0], lanes))
 
-    found = difference(updates[0], updates[1], same_shape)
-    return found and f"it depends on the dim: for {dim} and {lanes} columns, {found}"
+    return same_program(updates[0], updates[1], same_shape)
 
 
-def _first_not_elementwise(program: RuleProgram) -> RuleOperation | None:
-    """Returns the first operation that does other things than treat each element."""
-    for operation in all_operations(program):
-        facts = facts_of(operation)
-        is_made_of_numbers = operation.name == "broadcast_in_dim" and not _sees_rows(
-            operation.inputs
-        )
-        sees_rows = _sees_rows((*operation.inputs, *operation.outputs))
-        if sees_rows and not (
-            facts.is_elementwise or facts.call is not None or is_made_of_numbers
-        ):
-            return operation
-    return None
+def _treats_elements(operation: RuleOperation) -> bool:
+    """Returns whether an operation treats each element of rows alone, or sees none."""
+    facts = facts_of(operation)
+    if facts.is_elementwise or facts.call is not None:
+        return True
+    is_made_of_numbers = operation.name == "broadcast_in_dim" and not _sees_rows(
+        operation.inputs
+    )
+    return is_made_of_numbers or not _sees_rows((*operation.inputs, *operation.outputs))
 
 
 def _check(optimizer: Rule, row_shape: tuple[int, ...]) -> TracedRule:

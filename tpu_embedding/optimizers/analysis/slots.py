@@ -30,13 +30,13 @@ from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 
 
 def slot_row_shapes(
-    optimizer: optax.GradientTransformation | RowOptimizer, dim: int
+    optimizer: optax.GradientTransformation | RowOptimizer, row_shape: tuple[int, ...]
 ) -> Any:
     """Finds the slot variables of an optimizer.
 
     Args:
-      optimizer: transformation of float32 rows `[rows, dim]`.
-      dim: columns of the table.
+      optimizer: transformation of float32 rows `[rows, *row_shape]`.
+      row_shape: the shape of one row, `(dim,)`.
 
     Returns:
       The state's pytree with, for each leaf that is a slot variable, the
@@ -46,21 +46,6 @@ def slot_row_shapes(
     Raises:
       ValueError: if a part of the state grows with the table in another way than one
         entry per row along the first axis.
-    """
-    return slot_shapes(optimizer, (dim,))
-
-
-def slot_shapes(
-    optimizer: optax.GradientTransformation | RowOptimizer, row_shape: tuple[int, ...]
-) -> Any:
-    """Finds the slot variables of an optimizer, for rows of any shape.
-
-    Args:
-      optimizer: transformation of float32 rows `[rows, *row_shape]`.
-      row_shape: the shape of one row.
-
-    Returns:
-      As `slot_row_shapes`.
     """
     return jax.tree_util.tree_map_with_path(
         _slot_row_shape, *states_of_sizes(optimizer, row_shape)
@@ -83,7 +68,7 @@ def uniform_initial_values(
     """
     # A state may have fields that are None, as the shapes of other leaves are.
     leaves_of = functools.partial(jax.tree.leaves, is_leaf=_is_none)
-    shapes = leaves_of(slot_row_shapes(optimizer, dim))
+    shapes = leaves_of(slot_row_shapes(optimizer, (dim,)))
     first = jnp.arange(3.0 * dim, dtype=jnp.float32).reshape(3, dim)
     states = [leaves_of(optimizer.init(rows)) for rows in (first, -first)]
     values = []

@@ -1,7 +1,7 @@
 """Goes through programs of rules, and through those that they call.
 
 All analyses of this folder use it: `all_operations` to look at each operation,
-`walk` to follow values through a program or to run it, `difference` to compare two.
+`walk` to follow values through a program or to run it, `same_program` to compare two.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -98,18 +98,15 @@ def walk(program: RuleProgram, inputs: Sequence[Any], step: Step) -> list[Any]:
     return [value(operand) for operand in program.outputs]
 
 
-def difference(
+def same_program(
     first: RuleProgram, second: RuleProgram, same_shape: SameShape = tuple.__eq__
-) -> str | None:
-    """Compares two programs, operation by operation.
+) -> bool:
+    """Returns whether two programs are the same, operation by operation.
 
     Args:
       first: a program.
       second: another.
       same_shape: compares the shapes of values, and tuples among the parameters.
-
-    Returns:
-      The first difference, in words; None if the programs are the same.
     """
     return _Comparison(same_shape).of_programs(first, second)
 
@@ -121,24 +118,21 @@ class _Comparison:
         self._same_shape = same_shape
         self._partners: dict[Variable, Variable] = {}
 
-    def of_programs(self, first: RuleProgram, second: RuleProgram) -> str | None:
-        if len(first.operations) != len(second.operations):
-            counts = f"{len(first.operations)} and {len(second.operations)}"
-            return f"the programs have {counts} operations"
-        if not self._pair(first.inputs, second.inputs):
-            return "the programs have other inputs"
-        for one, other in zip(first.operations, second.operations, strict=True):
-            if one.name != other.name:
-                return f"operation {one.name!r} is {other.name!r} in the other program"
-            if not self._same_operands(one.inputs, other.inputs):
-                return f"operation {one.name!r} has other operands"
-            if not self._same_params(one, other):
-                return f"operation {one.name!r} has other parameters"
-            if not self._pair(one.outputs, other.outputs):
-                return f"operation {one.name!r} has results of other shapes"
-        if not self._same_operands(first.outputs, second.outputs):
-            return "the programs have other outputs"
-        return None
+    def of_programs(self, first: RuleProgram, second: RuleProgram) -> bool:
+        return (
+            len(first.operations) == len(second.operations)
+            and self._pair(first.inputs, second.inputs)
+            and all(map(self._same_operation, first.operations, second.operations))
+            and self._same_operands(first.outputs, second.outputs)
+        )
+
+    def _same_operation(self, first: RuleOperation, second: RuleOperation) -> bool:
+        return (
+            first.name == second.name
+            and self._same_operands(first.inputs, second.inputs)
+            and self._same_params(first, second)
+            and self._pair(first.outputs, second.outputs)
+        )
 
     def _pair(self, first: tuple[Variable, ...], second: tuple[Variable, ...]) -> bool:
         self._partners.update(zip(first, second, strict=False))
@@ -177,7 +171,7 @@ class _Comparison:
 
     def _same_param(self, first: Any, second: Any) -> bool:
         if isinstance(first, RuleProgram) and isinstance(second, RuleProgram):
-            return self.of_programs(first, second) is None
+            return self.of_programs(first, second)
         if isinstance(first, dict) and isinstance(second, dict):
             return first.keys() == second.keys() and all(
                 self._same_param(first[name], second[name]) for name in first

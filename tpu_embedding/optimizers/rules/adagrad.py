@@ -19,11 +19,7 @@ from tpu_embedding.optimizers.checks import (
     one_of,
     positive,
 )
-from tpu_embedding.optimizers.options import (
-    CommonOptions,
-    takes_common_options,
-    with_options,
-)
+from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 WeightDecayMode = Literal["l2", "decoupled"]
 
@@ -78,11 +74,10 @@ def adagrad(
       >>> [round(x, 4) for x in updates[0].tolist()]
       [-0.0866, -0.0866]
     """
-    rule = optax.chain(
+    return optax.chain(
         scale_by_adagrad(initial_accumulator_value, epsilon=epsilon),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return with_options(rule, learning_rate=learning_rate, **options)
 
 
 @takes_common_options
@@ -130,7 +125,7 @@ def rowwise_adagrad(
       >>> rowwise_adagrad(0.1).init(jnp.ones((3, 2)))[0].accumulators.shape
       (3,)
     """
-    rule = optax.chain(
+    return optax.chain(
         scale_by_rowwise_adagrad(
             initial_accumulator_value,
             epsilon=epsilon,
@@ -139,7 +134,6 @@ def rowwise_adagrad(
         ),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return with_options(rule, learning_rate=learning_rate, **options)
 
 
 def scale_by_adagrad(
@@ -282,11 +276,10 @@ def adagrad_momentum(
       >>> adagrad_momentum(0.1).init(jnp.ones((3, 2)))[0].momenta.shape
       (3, 2)
     """
-    rule = optax.chain(
+    return optax.chain(
         scale_by_adagrad_momentum(momentum, use_nesterov, exponent, beta2, epsilon),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return with_options(rule, learning_rate=learning_rate, **options)
 
 
 def scale_by_adagrad_momentum(

@@ -17,11 +17,7 @@ from tpu_embedding.optimizers.checks import (
     positive,
 )
 from tpu_embedding.optimizers.modes import every_row
-from tpu_embedding.optimizers.options import (
-    CommonOptions,
-    takes_common_options,
-    with_options,
-)
+from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 
 class ScaleByAdamState(NamedTuple):
@@ -112,8 +108,7 @@ def adam(
         ),
         optax.scale_by_learning_rate(learning_rate),
     )
-    rule = rule if lazy_adam else every_row(rule)
-    return with_options(rule, learning_rate=learning_rate, **options)
+    return rule if lazy_adam else every_row(rule)
 
 
 def scale_by_lazy_adam(

@@ -14,11 +14,7 @@ from tpu_embedding.optimizers.checks import (
     positive,
 )
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
-from tpu_embedding.optimizers.options import (
-    CommonOptions,
-    takes_common_options,
-    with_options,
-)
+from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 
 class BoundedAdagradState(NamedTuple):
@@ -101,8 +97,7 @@ def bounded_adagrad(
         steps = jnp.clip(rate * updates * jax.lax.rsqrt(used), -bound, bound)
         return -steps, BoundedAdagradState(state.count + 1, accumulators)
 
-    rule = for_each_array(init, update)
-    return with_options(rule, learning_rate=learning_rate, **options)
+    return for_each_array(init, update)
 
 
 def _or_infinite(bound: Any) -> jax.Array:

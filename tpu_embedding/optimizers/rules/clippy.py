@@ -19,11 +19,7 @@ from tpu_embedding.optimizers.checks import (
     positive,
 )
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
-from tpu_embedding.optimizers.options import (
-    CommonOptions,
-    takes_common_options,
-    with_options,
-)
+from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 from tpu_embedding.optimizers.table_rows import table_rows
 
 
@@ -140,5 +136,4 @@ def clippy_adagrad(
             accumulators = accumulators + jnp.square(added)
         return -scale * step, ClippyAdagradState(state.count + 1, accumulators)
 
-    rule = for_each_array(init, update)
-    return with_options(rule, learning_rate=learning_rate, **options)
+    return for_each_array(init, update)

@@ -21,11 +21,7 @@ from tpu_embedding.optimizers.checks import (
     positive_bound,
 )
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
-from tpu_embedding.optimizers.options import (
-    CommonOptions,
-    takes_common_options,
-    with_options,
-)
+from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 
 class FrequencyAwareAdagradState(NamedTuple):
@@ -127,8 +123,7 @@ def frequency_aware_adagrad(
         rate = learning_rate_at(learning_rate, state.count)
         return -rate * steps, FrequencyAwareAdagradState(count, accumulators, counters)
 
-    rule = for_each_array(init, update)
-    return with_options(rule, learning_rate=learning_rate, **options)
+    return for_each_array(init, update)
 
 
 class FrequencyEstimatorState(NamedTuple):

@@ -19,11 +19,7 @@ from tpu_embedding.optimizers.checks import (
     positive,
 )
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
-from tpu_embedding.optimizers.options import (
-    CommonOptions,
-    takes_common_options,
-    with_options,
-)
+from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 from tpu_embedding.optimizers.rules._regularization import ftrl_rows, split_zero_rate
 
 
@@ -144,8 +140,7 @@ def ftrl(
             rows = jnp.where(moves, rows, params)
         return rows - params, FTRLState(state.count + 1, accumulators, linears)
 
-    rule = for_each_array(init, update)
-    return with_options(rule, learning_rate=learning_rate, **options)
+    return for_each_array(init, update)
 
 
 def _power(values: jax.Array, exponent: float) -> jax.Array:

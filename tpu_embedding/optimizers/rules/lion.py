@@ -8,11 +8,7 @@ from typing import Unpack
 import optax
 
 from tpu_embedding.optimizers.checks import check_hyperparameters, fraction
-from tpu_embedding.optimizers.options import (
-    CommonOptions,
-    takes_common_options,
-    with_options,
-)
+from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 
 @takes_common_options
@@ -54,8 +50,7 @@ def lion(
       [[-0.5, -0.5]]
     """
     check_hyperparameters("lion", beta_1=fraction(beta_1), beta_2=fraction(beta_2))
-    rule = optax.chain(
+    return optax.chain(
         optax.scale_by_lion(beta_1, beta_2),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return with_options(rule, learning_rate=learning_rate, **options)

@@ -10,11 +10,7 @@ from typing import Unpack
 import optax
 
 from tpu_embedding.optimizers.checks import check_hyperparameters, flag, fraction
-from tpu_embedding.optimizers.options import (
-    CommonOptions,
-    takes_common_options,
-    with_options,
-)
+from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 
 @takes_common_options
@@ -61,8 +57,7 @@ def momentum(
     check_hyperparameters(
         "momentum", momentum=fraction(momentum), use_nesterov=flag(use_nesterov)
     )
-    rule = optax.chain(
+    return optax.chain(
         optax.trace(decay=momentum, nesterov=use_nesterov),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return with_options(rule, learning_rate=learning_rate, **options)

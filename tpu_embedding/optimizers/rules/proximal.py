@@ -16,11 +16,7 @@ from tpu_embedding.optimizers.checks import (
     positive,
 )
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
-from tpu_embedding.optimizers.options import (
-    CommonOptions,
-    takes_common_options,
-    with_options,
-)
+from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 from tpu_embedding.optimizers.rules._regularization import proximal_step
 
 
@@ -92,5 +88,4 @@ def proximal_adagrad(
         rows = proximal_step(params - eta * updates, eta, l1, l2)
         return rows - params, ProximalAdagradState(state.count + 1, accumulators)
 
-    rule = for_each_array(init, update)
-    return with_options(rule, learning_rate=learning_rate, **options)
+    return for_each_array(init, update)

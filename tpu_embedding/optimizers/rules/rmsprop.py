@@ -19,11 +19,7 @@ from tpu_embedding.optimizers.checks import (
     non_negative,
 )
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
-from tpu_embedding.optimizers.options import (
-    CommonOptions,
-    takes_common_options,
-    with_options,
-)
+from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 
 class RMSPropState(NamedTuple):
@@ -117,8 +113,7 @@ def rmsprop(
         mom = momentum * state.mom + step
         return -mom, RMSPropState(state.count + 1, ms, mom, mg)
 
-    rule = for_each_array(init, update)
-    return with_options(rule, learning_rate=learning_rate, **options)
+    return for_each_array(init, update)
 
 
 class AdadeltaState(NamedTuple):
@@ -176,8 +171,7 @@ def adadelta(
         x = updates * jnp.sqrt(state.updates + epsilon) * jax.lax.rsqrt(a + epsilon)
         return x, AdadeltaState(a, rho * state.updates + (1 - rho) * jnp.square(x))
 
-    rule = optax.chain(
+    return optax.chain(
         for_each_array(init, update),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return with_options(rule, learning_rate=learning_rate, **options)

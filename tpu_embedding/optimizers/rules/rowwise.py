@@ -20,11 +20,7 @@ from tpu_embedding.optimizers.checks import (
     one_of,
     positive,
 )
-from tpu_embedding.optimizers.options import (
-    CommonOptions,
-    takes_common_options,
-    with_options,
-)
+from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 VelocityOf = Literal["element", "row"]
 
@@ -74,8 +70,7 @@ def partial_rowwise_adam(
     """
     betas = beta_1, beta_2
     steps = _moment_steps("partial_rowwise_adam", betas, epsilon, weight_decay, "row")
-    rule = optax.chain(*steps, optax.scale_by_learning_rate(learning_rate))
-    return with_options(rule, learning_rate=learning_rate, **options)
+    return optax.chain(*steps, optax.scale_by_learning_rate(learning_rate))
 
 
 @takes_common_options
@@ -128,8 +123,7 @@ def lamb(
     """
     steps = _moment_steps("lamb", (beta_1, beta_2), epsilon, weight_decay, "element")
     rate = optax.scale_by_learning_rate(learning_rate)
-    rule = optax.chain(*steps, scale_by_row_trust_ratio(), rate)
-    return with_options(rule, learning_rate=learning_rate, **options)
+    return optax.chain(*steps, scale_by_row_trust_ratio(), rate)
 
 
 @takes_common_options
@@ -176,8 +170,7 @@ def partial_rowwise_lamb(
     betas = beta_1, beta_2
     steps = _moment_steps("partial_rowwise_lamb", betas, epsilon, weight_decay, "row")
     rate = optax.scale_by_learning_rate(learning_rate)
-    rule = optax.chain(*steps, scale_by_row_trust_ratio(), rate)
-    return with_options(rule, learning_rate=learning_rate, **options)
+    return optax.chain(*steps, scale_by_row_trust_ratio(), rate)
 
 
 @takes_common_options
@@ -213,11 +206,10 @@ def rowwise_rmsprop(
       >>> rowwise_rmsprop(0.1).init(jnp.ones((3, 2)))[0].ms.shape
       (3,)
     """
-    rule = optax.chain(
+    return optax.chain(
         scale_by_rowwise_rms(rho, epsilon),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return with_options(rule, learning_rate=learning_rate, **options)
 
 
 class ScaleByCorrectedMomentsState(NamedTuple):

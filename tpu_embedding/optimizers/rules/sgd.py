@@ -4,11 +4,7 @@ from typing import Unpack
 
 import optax
 
-from tpu_embedding.optimizers.options import (
-    CommonOptions,
-    takes_common_options,
-    with_options,
-)
+from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 
 
 @takes_common_options
@@ -38,5 +34,4 @@ def sgd(
       >>> updates.tolist()
       [[-0.5, -0.5]]
     """
-    rule = optax.scale_by_learning_rate(learning_rate)
-    return with_options(rule, learning_rate=learning_rate, **options)
+    return optax.scale_by_learning_rate(learning_rate)

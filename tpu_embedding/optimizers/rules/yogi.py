@@ -17,11 +17,7 @@ from tpu_embedding.optimizers.checks import (
     positive,
 )
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
-from tpu_embedding.optimizers.options import (
-    CommonOptions,
-    takes_common_options,
-    with_options,
-)
+from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
 from tpu_embedding.optimizers.rules._regularization import (
     ftrl_rows,
     proximal_step,
@@ -115,8 +111,7 @@ def proximal_yogi(
         rows = proximal_step(params - eta * m, eta, l1, l2)
         return rows - params, ProximalYogiState(state.count + 1, v, m)
 
-    rule = for_each_array(init, update)
-    return with_options(rule, learning_rate=learning_rate, **options)
+    return for_each_array(init, update)
 
 
 class OnlineYogiState(NamedTuple):
@@ -199,8 +194,7 @@ def online_yogi(
         rows = jnp.where(moves, rows, params)
         return rows - params, OnlineYogiState(state.count + 1, vs, linears)
 
-    rule = for_each_array(init, update)
-    return with_options(rule, learning_rate=learning_rate, **options)
+    return for_each_array(init, update)
 
 
 def _second_moment(gradients: jax.Array, v: jax.Array, beta_2: float) -> jax.Array:
