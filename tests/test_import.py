@@ -98,6 +98,8 @@ def test_flax_refuses_tables_of_another_plan_before_linen_is_used():
 def test_a_name_that_stands_in_a_module_is_found():
     with pytest.raises(AttributeError, match="; it is tpu_embedding.gradients.add$"):
         te.add  # noqa: B018
+    with pytest.raises(AttributeError, match="; it is tpu_embedding.nn.SlotVariables$"):
+        te.SlotVariables  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'nonsense'$"):
         te.nonsense  # noqa: B018
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # For editors and type checkers; `_MODULE_OF` has the same na
     from tpu_embedding import initializers as initializers
     from tpu_embedding import inputs as inputs
     from tpu_embedding import metrics as metrics
+    from tpu_embedding import nn as nn
     from tpu_embedding import optimizers as optimizers
     from tpu_embedding.checkpoint.saving import restore as restore
     from tpu_embedding.checkpoint.saving import save as save
@@ -59,6 +60,7 @@ _MODULES = {
     "inputs": "inputs",
     "linen": "nn.linen",
     "metrics": "metrics",
+    "nn": "nn",
     "optimizers": "optimizers",
 }
 """Public modules of the package, and where they stand."""
@@ -126,7 +128,8 @@ def _way_out(name: str) -> str:
     """Returns where a name stands that this module lacks; empty for an unknown one."""
     if name.startswith("_"):
         return ""
-    for module in ("functional", "gradients", "inputs", "initializers", "hardware"):
+    modules = ("functional", "gradients", "inputs", "initializers", "hardware", "nn")
+    for module in modules:
         if hasattr(_module(module), name):
             return f"; it is {__name__}.{module}.{name}"
     return ""

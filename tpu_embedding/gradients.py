@@ -24,11 +24,11 @@ from tpu_embedding.lookup._backward import (
 )
 from tpu_embedding.lookup._merge import merge
 from tpu_embedding.optimizers.checks import check_hyperparameters, positive_bound
-from tpu_embedding.plan.on_mesh import on_shards
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
+from tpu_embedding.rows.opaque_row_ids import Sealed
 from tpu_embedding.rows.row_gradients import PackedRowGradients
-from tpu_embedding.rows.sealed import Sealed
 from tpu_embedding.types import RowUpdates
 
 __all__ = [

@@ -11,7 +11,7 @@ import pytest
 
 from tests.processes.test_processes import free_port
 from tpu_embedding.distributed import roll_call
-from tpu_embedding.distributed.place import Place, StartError
+from tpu_embedding.distributed.cluster_detection import Place, StartError
 from tpu_embedding.distributed.roll_call import answer_roll_call, hold_roll_call
 
 OWN = f"host {platform.node()} (pid {os.getpid()})"

@@ -8,8 +8,8 @@ import pytest
 from tests.processes.test_processes import free_port
 from tpu_embedding import distributed
 from tpu_embedding.distributed import starting
+from tpu_embedding.distributed.cluster_detection import StartError
 from tpu_embedding.distributed.job import Job
-from tpu_embedding.distributed.place import StartError
 from tpu_embedding.distributed.store import MemoryStore
 
 

@@ -46,8 +46,10 @@ def public_names(module):
     """Yields the names that a module lists, or all that its package imports."""
     for name in getattr(module, "__all__", vars(module)):
         if not name.startswith("_") and not inspect.ismodule(getattr(module, name)):
+            is_in_te = module is te.nn and name in te.__all__
             # `te.linen` stands in `nn`.
-            yield f"{module.__name__}.{name}".replace(".nn.", ".")
+            place = "tpu_embedding" if is_in_te else module.__name__
+            yield f"{place}.{name}".replace(".nn.linen.", ".linen.")
 
 
 def test_every_public_name_is_in_the_reference(html):

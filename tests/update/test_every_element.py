@@ -18,7 +18,7 @@ from tpu_embedding.rows.packed_rows import RowLayout, unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID, RowRange, RowUpdates
 from tpu_embedding.update import every_element
 from tpu_embedding.update.every_element import apply_to_every_element
-from tpu_embedding.update.lift import lift_to_rows
+from tpu_embedding.update.lazy_update import lift_to_rows
 from tpu_embedding.update.table_writer import TableWriter
 
 OPTIMIZER = RowOptimizer(transformation=counted(has_hits=False), rows="every")

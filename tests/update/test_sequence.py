@@ -11,7 +11,7 @@ from tests.update.update_cases import LAYOUTS, Counted, counted, integers, packe
 from tpu_embedding.rows.packed_rows import unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID as PADDING
 from tpu_embedding.types import RowUpdates
-from tpu_embedding.update.lift import lift_to_rows, step_on_no_row
+from tpu_embedding.update.lazy_update import lift_to_rows, step_on_no_row
 from tpu_embedding.update.sequence import apply_in_sequence
 from tpu_embedding.update.table_writer import TableWriter
 

@@ -4,7 +4,8 @@
 calls it by itself.
 
 * `starting`: starts JAX in all processes, after a roll call.
-* `place`: finds the place of this process, from arguments or the environment.
+* `cluster_detection`: finds the coordinator, the number of processes and that of this
+  one, from arguments or the environment.
 * `roll_call`: waits until each process has come, and refuses a second one of a number.
 * `job`: exchanges values and agrees on facts between the processes.
 * `store`: the texts that the processes share, in JAX's coordination service.
@@ -13,13 +14,15 @@ calls it by itself.
 * `output`: prints lines that may have no reader any more.
 """
 
+from tpu_embedding.distributed.cluster_detection import (
+    COORDINATOR_PORT as COORDINATOR_PORT,
+)
+from tpu_embedding.distributed.cluster_detection import StartError as StartError
 from tpu_embedding.distributed.job import AbsentProcessError as AbsentProcessError
 from tpu_embedding.distributed.job import DisagreementError as DisagreementError
 from tpu_embedding.distributed.job import Job as Job
 from tpu_embedding.distributed.job import current_job as current_job
 from tpu_embedding.distributed.notices import ending_together as ending_together
-from tpu_embedding.distributed.place import COORDINATOR_PORT as COORDINATOR_PORT
-from tpu_embedding.distributed.place import StartError as StartError
 from tpu_embedding.distributed.starting import HEARTBEAT_SECONDS as HEARTBEAT_SECONDS
 from tpu_embedding.distributed.starting import START_SECONDS as START_SECONDS
 from tpu_embedding.distributed.starting import start as start

@@ -17,7 +17,7 @@ import time
 import uuid
 from typing import Any, Final
 
-from tpu_embedding.distributed.place import Place, StartError
+from tpu_embedding.distributed.cluster_detection import Place, StartError
 
 RUNNING_SECONDS: Final = 30.0
 """Time in which a job that runs on the port may end: a restart may come too early."""

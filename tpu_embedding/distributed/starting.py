@@ -12,9 +12,9 @@ from typing import Final
 
 import jax
 
+from tpu_embedding.distributed.cluster_detection import Place, StartError, find_place
 from tpu_embedding.distributed.job import Job, current_job
 from tpu_embedding.distributed.notices import watch_job
-from tpu_embedding.distributed.place import Place, StartError, find_place
 from tpu_embedding.distributed.roll_call import (
     answer_roll_call,
     connect,

@@ -31,4 +31,4 @@ from tpu_embedding.tables.touched_rows import (
 )
 from tpu_embedding.types import LookupStats as LookupStats
 from tpu_embedding.types import RowUpdates as RowUpdates
-from tpu_embedding.update.lift import lift_to_rows as lift_to_rows
+from tpu_embedding.update.lazy_update import lift_to_rows as lift_to_rows

@@ -8,8 +8,8 @@ import jax
 from tpu_embedding.argument_checks import takes
 from tpu_embedding.optimizers.rules.track_touched_rows import without_base
 from tpu_embedding.plan.check_rows import check_slots, check_tables
-from tpu_embedding.plan.on_mesh import on_shards
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.update.averages import averaged_nodes, swap_in_averages
 from tpu_embedding.update.specs import slot_specs, table_specs

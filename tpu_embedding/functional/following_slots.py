@@ -17,15 +17,15 @@ from jax.sharding import PartitionSpec
 
 from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.optimizers.rules._sums import CompensatedSum
-from tpu_embedding.plan.on_mesh import on_shards
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows, store_rows
 from tpu_embedding.tables import table_values
 from tpu_embedding.tables.initial_values import init_tables
 from tpu_embedding.tables.touched_rows import with_touched_tables
-from tpu_embedding.update.lift import is_slot
+from tpu_embedding.update.lazy_update import is_slot
 from tpu_embedding.update.shard_rows import rows_of_stack
 from tpu_embedding.update.specs import slot_specs, table_specs
 

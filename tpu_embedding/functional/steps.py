@@ -45,8 +45,8 @@ from tpu_embedding.lookup._forward import (
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.plan.on_mesh import constrain, in_auto_axes, on_shards
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import gradient_of_no_row
@@ -56,7 +56,7 @@ from tpu_embedding.update.apply import (
     init_state,
     step_without_gradient,
 )
-from tpu_embedding.update.lift import values_of, with_values
+from tpu_embedding.update.lazy_update import values_of, with_values
 from tpu_embedding.update.specs import slot_specs, table_specs
 
 

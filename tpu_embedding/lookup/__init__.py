@@ -12,15 +12,15 @@ All modules are private. `functional/steps.py` calls them inside `shard_map`, an
 3. `_route`: each request gets a round and a place in its buffer.
 4. `_exchange`: all-to-all of ids, of rows, and of gradients. Owners gather rows.
 5. `_combine`: rows are summed into samples. `_custom_combiner` runs the user's own.
-6. `_spread`: cotangents are summed into the rows of their samples.
+6. `_spread_cotangents`: cotangents are summed into the rows of their samples.
 7. `_merge`: the owner sums the gradients that several devices send for one row.
 
 `_forward` runs stages 1 to 5, and `_backward` stages 4, 6 and 7. `_send` runs stages 2
 to 4 for ids. `_rounds` loops over the rounds after the first. `_replicas` follows
 `_merge` where several devices hold copies of a shard. `_gradient_blocks` replaces
 stages 3, 4, 6 and 7 where one CPU device owns all rows. The stages share `_repeats`
-(sums over repeated ids), `_sample_lines` (samples that share a line) and `_running`
-(running sums).
+(sums over repeated ids), `_sample_lines` (samples that share a line) and
+`_running_sums`.
 
 A gradient enters this folder twice, because no id may be dropped. `stack_gradient`
 sends the gradients of round 1 to the owners of their rows. Gradients of later rounds

@@ -32,18 +32,18 @@ from tpu_embedding.lookup._replicas import add_dense_gradients, gather_from_repl
 from tpu_embedding.lookup._rounds import PendingRounds, for_each_round
 from tpu_embedding.lookup._route import IdsByRow, Round
 from tpu_embedding.lookup._send import SentIds, send_ids
-from tpu_embedding.lookup._spread import cotangent_reader, spread
+from tpu_embedding.lookup._spread_cotangents import cotangent_reader, spread
 from tpu_embedding.plan.backends import BatchBackends, choose_for_batch
 from tpu_embedding.plan.capacity import RoundSize
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.replicas import choose_reduction
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
+from tpu_embedding.rows.opaque_row_ids import Sealed, seal
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import (
     GradientRounds,
     PackedRowGradients,
 )
-from tpu_embedding.rows.sealed import Sealed, seal
 from tpu_embedding.types import RowRange
 
 Carry = TypeVar("Carry")

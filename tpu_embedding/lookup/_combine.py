@@ -1,7 +1,8 @@
 """Stage 5, combine: rows are summed into the samples that use them.
 
 `combine` multiplies the rows by a sparse matrix `[samples, places]`: the gains of the
-ids, scaled per sample by the combiner. `_spread.py` multiplies by its transpose.
+ids, scaled per sample by the combiner. `_spread_cotangents.py` multiplies by its
+transpose.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from tpu_embedding.lookup._running import running_sum
+from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import gather_in_bounds
 from tpu_embedding.types import PADDING_ROW_ID

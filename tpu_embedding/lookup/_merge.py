@@ -6,7 +6,7 @@ from jaxtyping import Array, Int
 
 from tpu_embedding.lookup._dedup import rank_unique, unsort
 from tpu_embedding.lookup._repeats import add_repeats
-from tpu_embedding.lookup._running import forward_fill
+from tpu_embedding.lookup._running_sums import forward_fill
 from tpu_embedding.rows.access import gather_rows
 from tpu_embedding.rows.packed_rows import (
     PackedRows,

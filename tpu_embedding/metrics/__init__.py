@@ -3,6 +3,9 @@
 A metric is a frozen pytree. `from_batch` makes one, `merge` adds two, and `update` does
 both. `compute` returns a float32 scalar: NaN if the samples do not determine the value.
 Samples of weight 0 count for nothing, even if their values are NaN.
+
+`metric` has what all metrics share. `auc`, `means` and `ranking` have the metrics, and
+`sums` the exact sums below them.
 """
 
 from tpu_embedding.metrics.auc import AUC as AUC

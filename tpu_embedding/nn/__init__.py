@@ -1,6 +1,7 @@
 """Flax modules over the functional core: parameters and lookup.
 
-The names imported here are public.
+The names imported here are public, as `te.nn`. `te` itself has those that every program
+needs; `te.linen` is the folder `linen/`.
 
 * `embedding`: the NNX layer `TPUEmbedding`.
 * `training`: `value_and_grad`, and `Optimizer` for tables and dense parameters.

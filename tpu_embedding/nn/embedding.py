@@ -76,7 +76,16 @@ RNGS: Final = Wanted(nnx.Rngs, "an nnx.Rngs")
 
 
 class EmbeddingTables(nnx.Variable):
-    """The stacked tables of a layer: stack name to `PackedRows`."""
+    """The stacked tables of a layer: stack name to `PackedRows`.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> table = te.TableConfig(vocabulary_size=10, dim=4, name="movie")
+      >>> layer = te.TPUEmbedding(te.FeatureConfig(table=table), rngs=nnx.Rngs(0))
+      >>> _, tables, others = nnx.split(layer, te.nn.EmbeddingTables, ...)
+      >>> list(tables)
+      ['tables']
+    """
 
 
 class LookupStatsVariable(nnx.Variable):

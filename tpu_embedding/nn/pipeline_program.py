@@ -20,7 +20,7 @@ from tpu_embedding.gradients import Gradients, TableGradients
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.recording import add_calls
 from tpu_embedding.nn.training import ModelLoss, Variables, embedding_layers
-from tpu_embedding.plan.on_mesh import constrain_first_axis, zeros_like
+from tpu_embedding.plan.shard_map import constrain_first_axis, zeros_like
 
 PipelineMode = Literal["exact", "stale"]
 Batch = tuple[tuple[Any, ...], dict[str, Any]]

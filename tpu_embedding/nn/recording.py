@@ -20,8 +20,8 @@ from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.functional import steps
 from tpu_embedding.gradients import Gradients, TableGradients, add, global_norm
 from tpu_embedding.optimizers.table_rows import model_gradient_context
-from tpu_embedding.plan.on_mesh import replicate, zeros_like
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.shard_map import replicate, zeros_like
 from tpu_embedding.rows.packed_rows import PackedRows
 
 

@@ -19,6 +19,19 @@ optax and FBGEMM. A user needs four things first:
 
 An *optimizer* is the value that the user passes. A *rule* is its arithmetic on rows.
 *Slot variables* are its state.
+
+The files, in the order in which a reader may want them:
+
+* `rules/`: the algorithms. `options`: the keyword arguments that most of them share.
+* `modes`: touched rows or every row, and how often. `table_rows`: totals for a rule.
+* `learning_rates`, `hyperparameters`: rates, and values that change between steps.
+* `slot_storage`: types and initial values of slot variables.
+* `row_optimizer`: types of optimizers. `names`: optimizers by name.
+* `resolve`: finds out how the layer applies an optimizer, by `analysis/` of its trace.
+* `array_rules`: applies a rule to pytrees of arrays. `checks`: checks of arguments.
+* `final_dense_values`: sets variables to their averages, at the end of training.
+* `rule_description`: a rule as JSON values, for checkpoints.
+* `keras/`: translation of Keras' configurations.
 """
 
 from tpu_embedding.optimizers.analysis.row_local import (

@@ -11,7 +11,7 @@
 * `capacity`: ids and rows per round. `replicas`: how copies of a shard add gradients.
 * `memory`: bytes of packed rows. `description`: `print(plan)`.
 * `embedding_feature`: TensorFlow's option of that name.
-* `on_mesh`: runs functions on the devices of a plan.
+* `shard_map`: runs functions on the devices of a plan, on a mesh of any axis type.
 * `process_samples`: samples of a batch on each process.
 * `check_rows`: refuses arrays of another plan.
 """

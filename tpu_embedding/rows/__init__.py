@@ -8,6 +8,6 @@ All of it is private to the package.
 * `consecutive_rows`: reads and writes blocks of rows, for passes over a table.
 * `file_rows`: rows as files hold them, on the host.
 * `row_gradients`: the gradient of a table, as `lookup/` hands it to `update/`.
-* `sealed`: refuses arithmetic on values that hold row ids.
+* `opaque_row_ids`: hides row ids in a gradient, so that arithmetic on them is refused.
 * `kernels/`: Pallas kernels, and the accesses that the plan lets them make.
 """

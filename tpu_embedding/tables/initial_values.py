@@ -30,8 +30,8 @@ from jaxtyping import Array, Float, Int, UInt32
 from tpu_embedding.argument_checks import Wanted, describe_value, takes
 from tpu_embedding.initializers import RowFunction, threefry_key
 from tpu_embedding.plan.memory import rows_per_slab
-from tpu_embedding.plan.on_mesh import constrain, in_auto_axes, on_shards
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
 from tpu_embedding.row_random_bits import key_words
 from tpu_embedding.rows.consecutive_rows import merge_block

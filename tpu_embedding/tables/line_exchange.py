@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
-from tpu_embedding.plan.on_mesh import on_shards
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, round_up
 from tpu_embedding.tables.row_windows import Window, rows_per_window

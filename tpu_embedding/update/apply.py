@@ -18,7 +18,7 @@ from tpu_embedding.types import PADDING_ROW_ID, RowRange
 from tpu_embedding.update.by_kernel import update_by_kernel
 from tpu_embedding.update.every_element import apply_to_every_element
 from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
-from tpu_embedding.update.lift import (
+from tpu_embedding.update.lazy_update import (
     lift_to_rows,
     slots_of,
     step_on_no_row,

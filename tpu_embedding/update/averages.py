@@ -13,7 +13,7 @@ from tpu_embedding.plan.stack_plan import TrainedStackPlan
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
 from tpu_embedding.update.every_row import KeptGradientState
-from tpu_embedding.update.lift import is_slot
+from tpu_embedding.update.lazy_update import is_slot
 from tpu_embedding.update.shard_rows import shard_rows
 from tpu_embedding.update.totals import across_shards
 

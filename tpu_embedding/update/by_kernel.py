@@ -13,7 +13,7 @@ from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.rows.access import gather_rows, update_packed
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import PackedRowGradients
-from tpu_embedding.update.lift import is_slot, move_rows
+from tpu_embedding.update.lazy_update import is_slot, move_rows
 
 
 def update_by_kernel(

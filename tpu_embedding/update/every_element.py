@@ -17,7 +17,7 @@ from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_stored_r
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import RowRange, RowUpdates
-from tpu_embedding.update.lift import is_slot
+from tpu_embedding.update.lazy_update import is_slot
 from tpu_embedding.update.table_writer import TableWriter
 
 _LINES_PER_BLOCK: Final = 8192

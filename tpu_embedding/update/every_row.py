@@ -20,7 +20,7 @@ from tpu_embedding.rows.access import add_to_rows
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows, full_rows
 from tpu_embedding.rows.row_gradients import GradientRounds, PackedRowGradients
-from tpu_embedding.update.lift import is_slot, lift_to_rows
+from tpu_embedding.update.lazy_update import is_slot, lift_to_rows
 from tpu_embedding.update.shard_rows import shard_rows
 from tpu_embedding.update.table_writer import TableWriter
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals

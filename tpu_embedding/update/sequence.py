@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
-from tpu_embedding.update.lift import slots_of, with_slots
+from tpu_embedding.update.lazy_update import slots_of, with_slots
 from tpu_embedding.update.table_writer import TableWriter
 
 

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.update.lift import is_slot
+from tpu_embedding.update.lazy_update import is_slot
 
 
 def table_specs(

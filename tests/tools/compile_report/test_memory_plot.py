@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import mesh_of
 from tests.tools.compile_report.report_cases import INIT, MEBIBYTE, REFUSED, REPORT
-from tpu_embedding.tools import cli, compile_report, figures
+from tpu_embedding.tools import cli, compile_report, plotting
 from tpu_embedding.tools.compile_report import memory_plot
 
 RUN = dataclasses.replace(
@@ -27,7 +27,7 @@ def drawn(tmp_path, monkeypatch):
         made = []
 
         def make_figure(*arguments, **options):
-            made.append(figures.make_figure(*arguments, **options))
+            made.append(plotting.make_figure(*arguments, **options))
             return made[0]
 
         monkeypatch.setattr(memory_plot, "make_figure", make_figure)

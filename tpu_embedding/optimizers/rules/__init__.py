@@ -1,1 +1,18 @@
-"""Optimizer rules, one algorithm per file."""
+"""Optimizer rules, one algorithm or family per file. `te.optimizers` has the names.
+
+* `sgd`, `momentum`: gradient descent; with momentum, also Nesterov's.
+* `adagrad`, `bounded_adagrad`, `proximal`, `clippy`, `frequency`: Adagrad and its kin.
+* `adam`, `lion`, `yogi`, `rmsprop`: moving averages of gradients and of their squares.
+* `ftrl`: follow the regularised leader.
+* `adafactor`: second moments as one row and one column vector per table.
+* `rowwise`: FBGEMM's optimizers with one value per row.
+* `user_defined`: a rule that the user writes as a function of one row.
+* `assign`: sets rows instead of training them.
+* `track_touched_rows`: records the step that touched a row, around any optimizer.
+* `refused`: optimizers of TensorFlow whose formula is not public.
+
+Parts of adafactor stand in `_adafactor_settings`, `_adafactor_state`, `_adafactor_rows`
+for tables and `_adafactor_dense` for other arrays. Rules share `_accumulation` (of
+gradients over steps), `_averages` (moving averages of rows), `_regularization` (L1 and
+L2) and `_sums` (compensated sums).
+"""

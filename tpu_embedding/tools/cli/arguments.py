@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.device_mesh import device_mesh
-from tpu_embedding.tools.figures import PLOT_TYPES, check_plot_library
+from tpu_embedding.tools.plotting import PLOT_TYPES, check_plot_library
 from tpu_embedding.tools.train.config.config_files import load_config
 from tpu_embedding.tools.train.config.overrides import apply_overrides
 from tpu_embedding.tools.train.config.run_config import RunConfig

@@ -43,7 +43,6 @@ from tpu_embedding.tools.cli.inspect import add_inspect
 from tpu_embedding.tools.cli.launch import add_launch
 from tpu_embedding.tools.cli.train import add_train
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.figures import MissingPlotLibraryError
 from tpu_embedding.tools.jobs.exit_status import (
     FAILED,
     INTERRUPTED,
@@ -53,6 +52,7 @@ from tpu_embedding.tools.jobs.exit_status import (
 from tpu_embedding.tools.jobs.pulses import send_event
 from tpu_embedding.tools.jobs.run_lock import RunDirectoryError
 from tpu_embedding.tools.jobs.stop_signals import RunStopped
+from tpu_embedding.tools.plotting import MissingPlotLibraryError
 from tpu_embedding.tools.train.errors import ConfigError, describe_error
 from tpu_embedding.tools.train.loop.read_ahead import TrainingDivergedError
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tpu_embedding.checkpoint.row_statistics import NormHistogram, TableStatistics
 from tpu_embedding.tools.cli.arguments import UsageError
-from tpu_embedding.tools.figures import make_figure
+from tpu_embedding.tools.plotting import make_figure
 
 MAX_TABLES: Final = 24
 """Maximum number of histograms in a plot; those of the first tables."""

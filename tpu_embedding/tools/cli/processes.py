@@ -5,8 +5,8 @@ import functools
 from typing import Literal, get_args
 
 from tpu_embedding import distributed
+from tpu_embedding.distributed.cluster_detection import find_place
 from tpu_embedding.distributed.notices import end_job
-from tpu_embedding.distributed.place import find_place
 from tpu_embedding.tools.cli.arguments import UsageError, positive_int
 from tpu_embedding.tools.jobs.early_signals import early_signals
 from tpu_embedding.tools.jobs.parent_command import run_under_parent

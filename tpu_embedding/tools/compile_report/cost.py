@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Final, Literal, get_args
 
-from tpu_embedding.plan.on_mesh import EMBEDDING_SCOPE
+from tpu_embedding.plan.shard_map import EMBEDDING_SCOPE
 from tpu_embedding.tools.compile_report.hlo import Computation, Instruction, Module
 from tpu_embedding.tools.compile_report.traffic import (
     COLLECTIVES,

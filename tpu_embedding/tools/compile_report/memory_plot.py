@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from tpu_embedding.tools.compile_report.step_report import CompileReport
-from tpu_embedding.tools.figures import make_figure
+from tpu_embedding.tools.plotting import make_figure
 
 # From Okabe and Ito, "Color Universal Design" (2008): safe for colour-blind readers.
 _COLOURS: Final = {

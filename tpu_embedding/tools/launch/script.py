@@ -14,7 +14,7 @@ import string
 import textwrap
 from typing import Any, Final, Literal, get_args
 
-from tpu_embedding.distributed.place import COORDINATOR_PORT
+from tpu_embedding.distributed.cluster_detection import COORDINATOR_PORT
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.launch.settings import UNTIL_DELETED, Launch
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from tpu_embedding.tools.figures import MissingPlotLibraryError
+from tpu_embedding.tools.plotting import MissingPlotLibraryError
 from tpu_embedding.tools.train.loop.reporting import (
     PLOT_FILE,
     RECORDS_FILE,

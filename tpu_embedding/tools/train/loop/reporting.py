@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from tpu_embedding.distributed.output import print_line
-from tpu_embedding.tools.figures import make_figure
+from tpu_embedding.tools.plotting import make_figure
 from tpu_embedding.tools.train.loop.tensorboard import TENSORBOARD_DIR, ScalarWriter
 
 RECORDS_FILE: Final = "metrics.jsonl"

@@ -19,10 +19,10 @@ from tpu_embedding.checkpoint.errors import DamagedCheckpointError
 from tpu_embedding.checkpoint.run_checkpoints import Fallback, RunCheckpoints
 from tpu_embedding.distributed.job import Job, current_job
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.figures import check_plot_library
 from tpu_embedding.tools.jobs.pulses import send_event
 from tpu_embedding.tools.jobs.slow_steps import SlowStepWatch
 from tpu_embedding.tools.jobs.stop_signals import StopRequest, stop_on_signals
+from tpu_embedding.tools.plotting import check_plot_library
 from tpu_embedding.tools.train.config.run_config import RunConfig
 from tpu_embedding.tools.train.errors import ConfigError
 from tpu_embedding.tools.train.loop.agreements import (

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.tiers import full_cases, matrix
-from tpu_embedding.lookup._running import forward_fill, running_sum
+from tpu_embedding.lookup._running_sums import forward_fill, running_sum
 
 
 def _hold(values):

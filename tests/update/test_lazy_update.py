@@ -28,7 +28,7 @@ from tpu_embedding.rows.access import add_to_rows
 from tpu_embedding.rows.kernels.kernel_access import KernelAccess
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, pack_rows, unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
-from tpu_embedding.update.lift import (
+from tpu_embedding.update.lazy_update import (
     is_slot,
     lift_to_rows,
     move_rows,

@@ -3,7 +3,7 @@
 import pytest
 from jax._src import cloud_tpu_init
 
-from tpu_embedding.distributed.place import Place, StartError, find_place
+from tpu_embedding.distributed.cluster_detection import Place, StartError, find_place
 
 SLURM = {
     "SLURM_JOB_ID": "5000",

@@ -16,7 +16,7 @@ from tpu_embedding.lookup._dedup import unsort
 from tpu_embedding.lookup._flatten import PoolingSpec
 from tpu_embedding.lookup._repeats import add_repeats
 from tpu_embedding.lookup._route import IdsByRow
-from tpu_embedding.lookup._running import running_sum
+from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.lookup._sample_lines import sample_lines
 from tpu_embedding.plan.backends import BatchBackends
 from tpu_embedding.rows.access import gather_packed, gather_rows

@@ -22,7 +22,7 @@ from tests.lookup.pooled import (
 )
 from tests.lookup.stages import full
 from tpu_embedding.lookup._combine import combine
-from tpu_embedding.lookup._spread import spread
+from tpu_embedding.lookup._spread_cotangents import spread
 from tpu_embedding.rows.packed_rows import RowLayout, pack_rows, unpack_rows
 
 
