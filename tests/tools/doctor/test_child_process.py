@@ -16,13 +16,13 @@ def ask(*deeds, seconds, name="read"):
     """Returns the answer of a new child to one question."""
     command = [sys.executable, str(FAKE), *deeds]
     with ChildProcess(command, os.environ) as child:
-        return child.ask({"case": {"name": name, "is_timed": False}}, seconds)
+        return child.ask({"case": {"name": name, "scope": "rows"}}, seconds)
 
 
 def test_answers_come_in_order():
     with ChildProcess([sys.executable, str(FAKE), "b:wrong"], os.environ) as child:
         answers = [
-            child.ask({"case": {"name": name, "is_timed": True}}, 60) for name in "abc"
+            child.ask({"case": {"name": name, "scope": "rows"}}, 60) for name in "abc"
         ]
     assert [answer["case"] for answer in answers] == ["a", "b", "c"]
     assert answers[1]["problem"] == "row 7 is zero"

@@ -13,7 +13,6 @@ from tests.conftest import mesh_of, needs_kernels
 from tpu_embedding.kernel_verdicts import KernelVerdicts, capability_of
 from tpu_embedding.tools.doctor import kernel_checks
 from tpu_embedding.tools.doctor.devices import FoundDevices
-from tpu_embedding.tools.doctor.findings import has_failures
 from tpu_embedding.tools.doctor.kernel_checks import (
     findings_on_cases,
     kernels_on,
@@ -34,6 +33,10 @@ DIRECTIONS = {"read", "pool", "spread", "update", "write"}
 def check(*deeds, found=TPU, tier="full", seconds=60.0):
     child = (sys.executable, str(FAKE), *deeds)
     return run_cases(found, tier, os.environ, case_seconds=seconds, child=child)
+
+
+def has_failures(findings):
+    return any(finding.status == "failed" for finding in findings)
 
 
 def verdicts_of(*deeds, **options):

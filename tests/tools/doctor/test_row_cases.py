@@ -64,7 +64,7 @@ def test_one_case_has_many_rows(on_tpu, minimum):
     (case,) = (case for case in row_cases("each once", 1) if case.has_many_rows)
     size = size_of(case, on_tpu=on_tpu, num_devices=1)
     _, weighted = random_ids(
-        np.random.default_rng(0), case.ids, size.num_samples, size.vocabulary_size
+        np.random.default_rng(0), case.ids, size.num_samples, size.table_sizes["sum"]
     )
     # Many ids name rows that a narrower number could not tell apart.
     assert np.mean(weighted.ids > minimum) > 0.4

@@ -5,22 +5,34 @@ import numpy as np
 import pytest
 
 from tests.conftest import needs_kernels
+from tpu_embedding.functional import init_slots, init_tables
+from tpu_embedding.inputs.prepare import prepare_features
 from tpu_embedding.tools.compile_report.table_accesses import inspect_program
-from tpu_embedding.tools.compile_report.topology import abstract_batch, topology_mesh
+from tpu_embedding.tools.compile_report.topology import (
+    abstract_arrays,
+    abstract_batch,
+    topology_mesh,
+)
 from tpu_embedding.tools.doctor.row_cases import row_cases
-from tpu_embedding.tools.doctor.row_inputs import abstract_state, draw_ids
+from tpu_embedding.tools.doctor.row_inputs import random_ids
 from tpu_embedding.tools.doctor.row_programs import row_program
 
 
 def abstract_arguments(program):
     """Returns the shapes and shardings of the arguments of a case's program."""
-    features, _ = draw_ids(program, np.random.default_rng(0))
-    shape = (program.size.num_samples, program.case.dim)
+    plan, case, size = program.plan, program.case, program.size
+    generator = np.random.default_rng(0)
+    features = {
+        name: random_ids(generator, case.ids, size.num_samples, num_rows)[0]
+        for name, num_rows in size.table_sizes.items()
+    }
     cotangents = dict.fromkeys(
-        program.size.table_sizes, jax.ShapeDtypeStruct(shape, np.float32)
+        features, jax.ShapeDtypeStruct((size.num_samples, case.dim), np.float32)
     )
-    batch = abstract_batch((features, cotangents), program.plan)
-    return *abstract_state(program.plan), *batch
+    tables = jax.eval_shape(lambda: init_tables(plan, jax.random.key(0)))
+    slots = jax.eval_shape(lambda: init_slots(tables, plan))
+    batch = abstract_batch((prepare_features(features, plan), cotangents), plan)
+    return abstract_arrays(tables, plan), abstract_arrays(slots, plan), *batch
 
 
 @needs_kernels

@@ -2,16 +2,14 @@
 
 import argparse
 import collections
-import json
-import sys
+import functools
+import time
 from typing import Any
 
 from tpu_embedding.hardware import EXAMPLE_TOPOLOGIES
-from tpu_embedding.paths import local_path
-from tpu_embedding.tools.cli.arguments import UsageError, num_devices
+from tpu_embedding.tools.cli.arguments import num_devices
 from tpu_embedding.tools.doctor.devices import Expectation, parse_expectation
 from tpu_embedding.tools.doctor.examine import examine
-from tpu_embedding.tools.doctor.report import Report
 from tpu_embedding.tools.jobs.exit_status import FAILED
 
 
@@ -44,11 +42,6 @@ def add_doctor(commands: Any) -> None:
         "set)",
     )
     parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="also write the report as JSON, for a bug report; - prints it",
-    )
-    parser.add_argument(
         "--devices",
         type=num_devices,
         metavar="N",
@@ -60,28 +53,14 @@ def add_doctor(commands: Any) -> None:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    path = None if parsed.json in (None, "-") else local_path(parsed.json)
-    if path is not None and not path.parent.is_dir():
-        raise UsageError(f"--json {path}: {path.parent} is not a directory.")
-    # With --json -, the standard output holds the JSON alone.
-    stream = sys.stderr if parsed.json == "-" else sys.stdout
-    report = examine(
-        lambda line: print(line, file=stream, flush=True),
+    start = time.perf_counter()
+    findings = examine(
+        functools.partial(print, flush=True),
         tier="quick" if parsed.quick else "full",
         expected=parsed.expect,
         num_devices=parsed.devices,
     )
-    text = json.dumps(report.to_json(), indent=1)
-    if path is not None:
-        path.write_text(text + "\n", encoding="utf-8")
-    elif parsed.json == "-":
-        print(text)
-    print(f"\n{_summary(report)}, {report.seconds:.0f} s", file=stream)
-    return FAILED if report.has_failed else 0
-
-
-def _summary(report: Report) -> str:
-    counts = collections.Counter(finding.status for finding in report.findings)
+    counts = collections.Counter(finding.status for finding in findings)
     parts = [
         f"{counts[status]} {text}"
         for status, text in (
@@ -91,7 +70,9 @@ def _summary(report: Report) -> str:
         )
         if counts[status]
     ]
-    return f"{sum(counts.values())} findings: {', '.join(parts) or 'all is well'}"
+    summary = f"{len(findings)} findings: {', '.join(parts) or 'all is well'}"
+    print(f"\n{summary}, {time.perf_counter() - start:.0f} s")
+    return FAILED if counts["failed"] else 0
 
 
 def _expectation(text: str) -> Expectation:

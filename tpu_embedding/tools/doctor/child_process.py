@@ -9,10 +9,10 @@ Questions and answers are JSON values, one line each.
 
 import contextlib
 import json
-import queue
+import os
+import select
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -44,16 +44,16 @@ class ChildProcess:
         self._errors = tempfile.TemporaryFile("w+", errors="replace")
         self._process = subprocess.Popen(
             list(command),
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            text=True,
-            errors="replace",
             env=dict(environment),
             start_new_session=True,
         )
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._questions, self._answers = self._process.stdin, self._process.stdout
+        self._text = b""
 
     def __enter__(self) -> "ChildProcess":
         """Returns the process."""
@@ -63,9 +63,8 @@ class ChildProcess:
         """Kills the process group, and waits a bounded time for its end."""
         kill_group(self._process.pid)
         self._has_ended_in(_KILL_SECONDS)
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+        self._questions.close()
+        self._answers.close()
         self._errors.close()
 
     def ask(self, question: Any, seconds: float) -> Any:
@@ -78,11 +77,9 @@ class ChildProcess:
         Raises:
           ChildLost: if the child hangs or dies.
         """
-        assert self._process.stdin is not None
         # A child that has died is reported below, with its exit status.
         with contextlib.suppress(OSError):
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
+            self._questions.write(json.dumps(question).encode() + b"\n")
         end = time.monotonic() + seconds
         while (line := self._next_line(end)) is not None:
             # Libraries print lines, too.
@@ -92,19 +89,17 @@ class ChildProcess:
             raise ChildLost(self._describe_end())
         raise ChildLost(f"hangs: no result in {seconds:g} s; killed")
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as output:
-            for line in output:
-                self._lines.put(line)
-        self._lines.put(None)
-
-    def _next_line(self, end: float) -> str | None:
+    def _next_line(self, end: float) -> bytes | None:
         """Returns the next line; None at the end of the output, or of the time."""
-        try:
-            return self._lines.get(timeout=max(0.0, end - time.monotonic()))
-        except queue.Empty:
-            return None
+        while b"\n" not in self._text:
+            seconds = max(0.0, end - time.monotonic())
+            is_ready = select.select([self._answers], [], [], seconds)[0]
+            data = os.read(self._answers.fileno(), 2**16) if is_ready else b""
+            if not data:
+                return None
+            self._text += data
+        line, _, self._text = self._text.partition(b"\n")
+        return line
 
     def _has_ended_in(self, seconds: float) -> bool:
         try:

@@ -24,8 +24,8 @@ RuleName = Literal[
 STEPS_BEFORE: Final = 99
 """Steps that the optimizers have counted before the step of a case."""
 
-Slots = Mapping[str, np.ndarray]
-"""Rows of slot variables by name, `[rows, dim]` or `[rows]`."""
+Rows = Mapping[str, np.ndarray]
+"""Rows of a table, `"values"`, and of its slot variables: `[rows, dim]` or `[rows]`."""
 
 _RATE: Final = 0.5
 _BETA_1: Final = 0.9
@@ -106,52 +106,51 @@ class ReferenceRule:
 
     Attributes:
       optimizer: the optimizer of the tables.
-      step: takes the looked-up rows of one table, their gradients and slot variables,
-        all float64. Returns the new rows and the new slot variables.
+      step: takes the looked-up rows of one table and their gradients, in float64, and
+        returns the new rows.
       kind: kind of the rule, on which the verdict on updates depends.
       is_exact: True if float32 computes the step without rounding, given short numbers.
     """
 
     optimizer: Any
-    step: Callable[[np.ndarray, np.ndarray, Slots], tuple[np.ndarray, Slots]]
+    step: Callable[[Rows, np.ndarray], Rows]
     kind: RuleKind = "elements"
     is_exact: bool = False
 
 
-def _sgd(w: np.ndarray, g: np.ndarray, slots: Slots) -> tuple[np.ndarray, Slots]:
-    return w - _RATE * g, slots
+def _sgd(old: Rows, g: np.ndarray) -> Rows:
+    return {"values": old["values"] - _RATE * g}
 
 
-def _adagrad(w: np.ndarray, g: np.ndarray, slots: Slots) -> tuple[np.ndarray, Slots]:
-    a = slots["accumulators"] + g**2
-    return w - _RATE * g / np.sqrt(a), {"accumulators": a}
+def _adagrad(old: Rows, g: np.ndarray) -> Rows:
+    a = old["accumulators"] + g**2
+    return {"values": old["values"] - _RATE * g / np.sqrt(a), "accumulators": a}
 
 
-def _rowwise_adagrad(
-    w: np.ndarray, g: np.ndarray, slots: Slots
-) -> tuple[np.ndarray, Slots]:
-    a = slots["accumulators"] + np.mean(g**2, axis=1)
-    return w - _RATE * g / np.sqrt(a)[:, None], {"accumulators": a}
+def _rowwise_adagrad(old: Rows, g: np.ndarray) -> Rows:
+    a = old["accumulators"] + np.mean(g**2, axis=1)
+    step = _RATE * g / np.sqrt(a)[:, None]
+    return {"values": old["values"] - step, "accumulators": a}
 
 
-def _adam(w: np.ndarray, g: np.ndarray, slots: Slots) -> tuple[np.ndarray, Slots]:
+def _adam(old: Rows, g: np.ndarray) -> Rows:
     t = STEPS_BEFORE + 1
-    m = _BETA_1 * slots["momenta"] + (1 - _BETA_1) * g
-    v = _BETA_2 * slots["velocities"] + (1 - _BETA_2) * g**2
+    m = _BETA_1 * old["momenta"] + (1 - _BETA_1) * g
+    v = _BETA_2 * old["velocities"] + (1 - _BETA_2) * g**2
     correction = np.sqrt(1 - _BETA_2**t) / (1 - _BETA_1**t)
     rate = _decayed_rate(STEPS_BEFORE)
     step = correction * rate * m / np.sqrt(v + 1e-7**2)
-    return w - step, {"momenta": m, "velocities": v}
+    return {"values": old["values"] - step, "momenta": m, "velocities": v}
 
 
-def _clippy(w: np.ndarray, g: np.ndarray, slots: Slots) -> tuple[np.ndarray, Slots]:
-    a = slots["accumulators"]
+def _clippy(old: Rows, g: np.ndarray) -> Rows:
+    w, a = old["values"], old["accumulators"]
     d = _RATE * g / np.sqrt(a + 1e-7)
     is_moved = d != 0
     bound = 0.1 * np.abs(w) + _THRESHOLD
     ratios = bound[is_moved] / np.abs(d[is_moved])
     scale = min(1.0, float(ratios.min(initial=1.0)))
-    return w - scale * d, {"accumulators": a + g**2}
+    return {"values": w - scale * d, "accumulators": a + g**2}
 
 
 def _decayed_rate(count: Any) -> Any:

@@ -6,7 +6,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from tpu_embedding.hardware import (
@@ -79,19 +79,19 @@ def parse_expectation(text: str) -> Expectation:
       >>> parse_expectation(EXAMPLE_TOPOLOGIES[0]).num_devices
       8
     """
-    source = f"--expect {text}"
     name, _, size = text.rpartition(":")
     if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", size, re.ASCII) is None:
         raise ValueError(
             "--expect must be a number of devices, or a generation and its chips such "
             f"as {' or '.join(EXAMPLE_TOPOLOGIES)}, got {text!r}."
         )
+    hardware = hardware_by_name(name) if name else None
     count = math.prod(map(int, size.split("x")))
-    if not name:
-        return Expectation(num_devices=count, hardware=None, source=source)
-    hardware = hardware_by_name(name)
-    num_devices = count * hardware.devices_per_chip
-    return Expectation(num_devices=num_devices, hardware=hardware, source=source)
+    return Expectation(
+        num_devices=count * (hardware.devices_per_chip if hardware else 1),
+        hardware=hardware,
+        source=f"--expect {text}",
+    )
 
 
 def expectation_of_environment(environment: Mapping[str, str]) -> Expectation | None:
@@ -110,32 +110,27 @@ def expectation_of_environment(environment: Mapping[str, str]) -> Expectation | 
 
 def find_devices(
     environment: Mapping[str, str], seconds: float = _START_SECONDS
-) -> tuple[FoundDevices | None, str | None]:
-    """Asks JAX for its devices, in a child process.
+) -> FoundDevices | str:
+    """Asks JAX for its devices, in a child process; returns them, or the problem.
 
     Args:
       environment: variables of the child.
       seconds: time limit.
-
-    Returns:
-      The devices and no problem, or no devices and the problem.
     """
     with ChildProcess(CHILD, environment) as child:
         try:
             answer = child.ask({"devices": True}, seconds)
         except ChildLost as lost:
-            return None, str(lost)
-    found = FoundDevices(
+            return str(lost)
+    return FoundDevices(
         platform=answer["platform"],
         kinds=tuple(answer["kinds"]),
         memory=tuple(answer["memory"]),
     )
-    return found, None
 
 
 def check_devices(
-    found: FoundDevices | None,
-    problem: str | None,
+    found: FoundDevices | str,
     expected: Expectation | None,
     *,
     device_files: list[str],
@@ -143,56 +138,49 @@ def check_devices(
     """Checks the devices that JAX found.
 
     Args:
-      found: devices that `find_devices` returned.
-      problem: problem that it returned.
+      found: devices or problem, from `find_devices`.
       expected: devices that should be there; None: any will do.
       device_files: files of the host's TPU chips.
     """
-    if found is None:
-        return [_no_devices(problem or "no answer")]
+    if isinstance(found, str):
+        text = f"JAX did not start: {found}."
+        way_out = (
+            "Another process may hold the TPU; a finding above names it, if this user "
+            "can see it. On a slice of several hosts, start the doctor on all of them "
+            "at the same time: each waits for the others."
+        )
+        return [Finding(check="devices", status="failed", text=text, way_out=way_out)]
     kinds = ", ".join(
         f"{found.kinds.count(kind)} x {kind}" for kind in dict.fromkeys(found.kinds)
     )
-    findings = [
-        Finding(check="devices", status="ok", text=f"JAX runs on {kinds}."),
-        *_check_fallback(found, device_files),
-    ]
+    text = f"JAX runs on {kinds}."
+    findings = [Finding(check="devices", status="ok", text=text)]
+    if found.platform != "tpu" and device_files:
+        text = f"JAX runs on {found.platform}, although this host has TPU chips: "
+        text += f"{', '.join(device_files)}."
+        way_out = (
+            "Install libtpu (pip install 'tpu-embedding[tpu]'), unset the variables "
+            "that the doctor names, and end other processes on the chips."
+        )
+        findings.append(
+            Finding(check="fall-back", status="failed", text=text, way_out=way_out)
+        )
     if expected is not None:
         findings.append(_check_expected(found, expected, kinds))
-    return [*findings, *_check_memory(found)]
-
-
-def _no_devices(problem: str) -> Finding:
-    return Finding(
-        check="devices",
-        status="failed",
-        text=f"JAX did not start: {problem}.",
-        way_out="Another process may hold the TPU; a finding above names it, if this "
-        "user can see it. On a slice of several hosts, start the doctor on all of them "
-        "at the same time: each waits for the others.",
-    )
-
-
-def _check_fallback(found: FoundDevices, device_files: list[str]) -> Iterator[Finding]:
-    if found.platform != "tpu" and device_files:
-        yield Finding(
-            check="fall-back",
-            status="failed",
-            text=f"JAX runs on {found.platform}, although this host has TPU chips: "
-            f"{', '.join(device_files)}.",
-            way_out="Install libtpu (pip install 'tpu-embedding[tpu]'), unset the "
-            "variables that the doctor names, and end other processes on the chips.",
-        )
+    hardware = found.hardware
+    if hardware is not None and hardware.hbm_capacity_bytes is not None:
+        capacity = hardware.hbm_capacity_bytes / hardware.devices_per_chip
+        findings.append(_check_memory(found, capacity))
+    return findings
 
 
 def _check_expected(found: FoundDevices, expected: Expectation, kinds: str) -> Finding:
-    count, hardware = len(found.kinds), found.hardware
     wanted = f"{expected.num_devices} devices"
     if expected.hardware is not None:
         wanted += f" of {expected.hardware.name}"
     wanted += f" ({expected.source})"
-    is_right_kind = expected.hardware is None or hardware == expected.hardware
-    if count == expected.num_devices and is_right_kind:
+    is_right_kind = expected.hardware in (None, found.hardware)
+    if len(found.kinds) == expected.num_devices and is_right_kind:
         return Finding(check="expected devices", status="ok", text=f"{wanted}: found.")
     return Finding(
         check="expected devices",
@@ -204,17 +192,12 @@ def _check_expected(found: FoundDevices, expected: Expectation, kinds: str) -> F
     )
 
 
-def _check_memory(found: FoundDevices) -> Iterator[Finding]:
-    """Yields findings on device memory, beside the hardware table."""
-    hardware = found.hardware
-    if hardware is None or hardware.hbm_capacity_bytes is None:
-        return
-    capacity = hardware.hbm_capacity_bytes / hardware.devices_per_chip
+def _check_memory(found: FoundDevices, capacity: float) -> Finding:
+    """Compares the memory of this host's devices with the hardware table's."""
     known = [memory for memory in found.memory if memory is not None]
     if not known:
         text = "devices do not report their memory"
-        yield Finding(check="device memory", status="unmeasured", text=text)
-        return
+        return Finding(check="device memory", status="unmeasured", text=text)
     smallest = min(memory["bytes_limit"] for memory in known)
     used = max(memory["bytes_in_use"] for memory in known)
     text = (
@@ -222,10 +205,9 @@ def _check_memory(found: FoundDevices) -> Iterator[Finding]:
         f"the hardware table, {used / GIBIBYTE:.1f} GiB in use"
     )
     if smallest >= _MIN_MEMORY_SHARE * capacity:
-        yield Finding(check="device memory", status="ok", text=text)
-        return
+        return Finding(check="device memory", status="ok", text=text)
     way_out = "Unset LIBTPU_INIT_ARGS and XLA_FLAGS; they can limit the memory."
-    yield Finding(check="device memory", status="failed", text=text, way_out=way_out)
+    return Finding(check="device memory", status="failed", text=text, way_out=way_out)
 
 
 def check_holders(
@@ -248,12 +230,7 @@ def check_holders(
     if not holders:
         return []
     listed = ", ".join(f"{pid} ({name})" for pid, name in holders)
-    return [
-        Finding(
-            check="TPU in use",
-            status="failed",
-            text=f"The TPU is held by process {listed}. A TPU belongs to one process "
-            "at a time.",
-            way_out=f"End it: kill {holders[0][0]}.",
-        )
-    ]
+    text = f"The TPU is held by process {listed}. "
+    text += "A TPU belongs to one process at a time."
+    way_out = f"End it: kill {holders[0][0]}."
+    return [Finding(check="TPU in use", status="failed", text=text, way_out=way_out)]

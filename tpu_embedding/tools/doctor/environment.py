@@ -1,26 +1,23 @@
-"""Checks versions, and the environment variables that change what JAX sees of a TPU.
-
-JAX itself sets variables when it is imported, so the variables of the user are those
-that the process was started with.
-"""
+"""Checks versions, and the environment variables that change what JAX sees of a TPU."""
 
 import fnmatch
 import glob
 import importlib.metadata
 import os
+import pathlib
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from tpu_embedding.kernel_verdicts import installed_version
 from tpu_embedding.tools.doctor.findings import Finding, Status
 
-LIBRARIES: Final = (
+_LIBRARIES: Final = (
     *("tpu-embedding", "jax", "jaxlib", "libtpu", "flax", "optax"),
     *("orbax-checkpoint", "numpy"),
 )
 
-DEVICE_FILES: Final = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
+_DEVICE_FILES: Final = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 """Patterns of the files by which a process opens TPU chips."""
 
 _SET_BY_JAX: Final = (
@@ -29,40 +26,59 @@ _SET_BY_JAX: Final = (
 )
 """Variables that importing libtpu or JAX (`jax/_src/cloud_tpu_init.py`) changes."""
 
+_HIDES_TPU: Final = "hides the TPU from JAX"
 
-def versions() -> dict[str, str | None]:
-    """Returns the versions of Python and of the libraries; None: not installed."""
-    found = {name: installed_version(name) for name in LIBRARIES}
-    return {"python": platform.python_version(), **found}
+_EFFECTS: Final[Mapping[str, tuple[Status, str]]] = {
+    "JAX_PLATFORMS": ("failed", _HIDES_TPU),
+    "JAX_PLATFORM_NAME": ("failed", _HIDES_TPU),
+    "TPU_SKIP_MDS_QUERY": (
+        "failed",
+        "keeps libtpu from asking the metadata server for the slice, so chips or other "
+        "hosts are not found",
+    ),
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": (
+        "warning",
+        "lets two processes open the same chips, which then fail or hang",
+    ),
+    "TPU_VISIBLE_DEVICES": ("warning", "hides all other chips"),
+    "TPU_VISIBLE_CHIPS": ("warning", "hides all other chips"),
+    "TPU_PROCESS_BOUNDS": (
+        "warning",
+        "sets the grid of processes that libtpu waits for",
+    ),
+    "TPU_CHIPS_PER_PROCESS_BOUNDS": (
+        "warning",
+        "sets the chips that a process takes",
+    ),
+    "MEGASCALE_COORDINATOR_ADDRESS": ("warning", "makes libtpu wait for other slices"),
+    "TPU_LIBRARY_PATH": ("warning", "loads another libtpu than the installed one"),
+    "LIBTPU_INIT_ARGS": ("warning", "changes options of libtpu and of its compiler"),
+    "XLA_FLAGS": (
+        "warning",
+        "changes options of the compiler; an unknown one ends the process",
+    ),
+}
+"""Effect of each variable that changes what JAX sees of a TPU. A warning may be set on
+purpose."""
+
+_SWITCHES: Final = ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD")
+_OFF_VALUES: Final = ("0", "false", "False")
 
 
 def tpu_device_files() -> list[str]:
     """Returns the device files of this host's TPU chips."""
-    return sorted(path for pattern in DEVICE_FILES for path in glob.glob(pattern))
+    return sorted(path for pattern in _DEVICE_FILES for path in glob.glob(pattern))
 
 
 def user_environment() -> dict[str, str]:
     """Returns the environment without the changes that JAX made at its import."""
-    environment = dict(os.environ)
-    started_with = _variables_at_start()
-    if started_with is None:
-        return environment
-    for name in _SET_BY_JAX:
-        if name in started_with:
-            environment[name] = started_with[name]
-        else:
-            environment.pop(name, None)
-    return environment
-
-
-def _variables_at_start() -> dict[str, str] | None:
     try:
-        with open("/proc/self/environ", encoding="utf-8", errors="replace") as file:
-            text = file.read()
+        text = pathlib.Path("/proc/self/environ").read_text("utf-8", "replace")
     except OSError:
-        return None
-    pairs = (entry.partition("=") for entry in text.split("\0") if "=" in entry)
-    return {name: value for name, _, value in pairs}
+        return dict(os.environ)
+    at_start = (entry.partition("=") for entry in text.split("\0"))
+    unchanged = {k: v for k, v in os.environ.items() if k not in _SET_BY_JAX}
+    return unchanged | {name: v for name, _, v in at_start if name in _SET_BY_JAX}
 
 
 def check_versions(requirements: list[str] | None = None) -> list[Finding]:
@@ -72,56 +88,23 @@ def check_versions(requirements: list[str] | None = None) -> list[Finding]:
       requirements: requirements of jax, as in its metadata; None reads those of the
         installed jax.
     """
-    found = versions()
-    listed = ", ".join(
-        f"{name} {version or 'absent'}" for name, version in found.items()
-    )
-    findings = [Finding(check="versions", status="ok", text=listed)]
+    found = {name: installed_version(name) for name in _LIBRARIES}
+    listed = [f"{name} {version or 'absent'}" for name, version in found.items()]
+    text = ", ".join([f"python {platform.python_version()}", *listed])
+    findings = [Finding(check="versions", status="ok", text=text)]
     if requirements is None:
         requirements = importlib.metadata.requires("jax") or []
     libtpu = found["libtpu"]
     for requirement in requirements:
-        name, _, wanted = requirement.partition(";")[0].partition("==")
-        if name.strip() != "libtpu" or libtpu is None:
+        name, _, wanted = requirement.partition(";")[0].replace(" ", "").partition("==")
+        if name != "libtpu" or libtpu is None or fnmatch.fnmatchcase(libtpu, wanted):
             continue
-        if fnmatch.fnmatchcase(libtpu, wanted.strip()):
-            continue
+        text = f"jax {found['jax']} needs libtpu {wanted} for TPUs, but found {libtpu}."
+        way_out = "Install versions that belong together: pip install -U 'jax[tpu]'."
         findings.append(
-            Finding(
-                check="libtpu",
-                status="failed",
-                text=f"jax {found['jax']} needs libtpu {wanted.strip()} for TPUs, but "
-                f"found {libtpu}.",
-                way_out="Install the versions that belong together: pip install -U "
-                "'jax[tpu]'.",
-            )
+            Finding(check="libtpu", status="failed", text=text, way_out=way_out)
         )
     return findings
-
-
-_HIDES_TPU: Final = "hides the TPU from JAX"
-_EFFECTS: Final = {
-    "JAX_PLATFORMS": _HIDES_TPU,
-    "JAX_PLATFORM_NAME": _HIDES_TPU,
-    "TPU_SKIP_MDS_QUERY": "keeps libtpu from asking the metadata server for the slice, "
-    "so chips or other hosts are not found",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "lets two processes open the same chips, which then "
-    "fail or hang",
-    "TPU_VISIBLE_DEVICES": "hides all other chips",
-    "TPU_VISIBLE_CHIPS": "hides all other chips",
-    "TPU_PROCESS_BOUNDS": "sets the grid of processes that libtpu waits for",
-    "TPU_CHIPS_PER_PROCESS_BOUNDS": "sets the chips that a process takes",
-    "TPU_LIBRARY_PATH": "loads another libtpu than the installed one",
-    "LIBTPU_INIT_ARGS": "changes options of libtpu and of its compiler",
-    "XLA_FLAGS": "changes options of the compiler; an unknown one ends the process",
-}
-"""Effect of each variable that changes what JAX sees of a TPU."""
-
-_FAILURES: Final = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "TPU_SKIP_MDS_QUERY")
-"""Variables that leave no TPU; the others may be set on purpose."""
-
-_SWITCHES: Final = ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD")
-_OFF_VALUES: Final = ("0", "false", "False")
 
 
 def check_variables(
@@ -134,7 +117,7 @@ def check_variables(
       device_files: files of TPU chips; without any, variables are only listed.
     """
     findings = []
-    for name, effect in _EFFECTS.items():
+    for name, (status, effect) in _EFFECTS.items():
         value = environment.get(name, "")
         is_off = name in _SWITCHES and value in _OFF_VALUES
         keeps_tpu = effect == _HIDES_TPU and "tpu" in value.split(",")
@@ -145,35 +128,9 @@ def check_variables(
             text += " This host has no TPU chips."
             findings.append(Finding(check=check, status="ok", text=text))
             continue
-        status: Status = "failed" if name in _FAILURES else "warning"
         way_out = f"Unset it, unless you set it on purpose: unset {name}."
         findings.append(Finding(check=check, status=status, text=text, way_out=way_out))
-    findings += _check_megascale(environment)
     if not findings:
         text = "no variable changes the detection of TPUs"
         findings.append(Finding(check="variables", status="ok", text=text))
     return findings
-
-
-_MEGASCALE: Final = (
-    *("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"),
-)
-
-
-def _check_megascale(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields a finding if variables of several slices are set, often left over."""
-    values = {k: v for k, v in environment.items() if k.startswith("MEGASCALE_") and v}
-    if not values:
-        return
-    listed = ", ".join(f"{name}={value}" for name, value in sorted(values.items()))
-    missing = [name for name in _MEGASCALE if name not in values]
-    text = f"libtpu waits for other slices, because of {listed}."
-    if missing:
-        text += f" They look stale: {', '.join(missing)} is missing."
-    yield Finding(
-        check="variables MEGASCALE_*",
-        status="failed" if missing else "warning",
-        text=text,
-        way_out="Unset them if this is a job of one slice; after a preemption, set "
-        "them to the new coordinator.",
-    )

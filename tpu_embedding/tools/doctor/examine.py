@@ -1,7 +1,6 @@
 """Runs all checks of the doctor, and prints their findings as they come."""
 
 import datetime
-import time
 from collections.abc import Callable
 
 from tpu_embedding.kernel_verdicts import Verdict
@@ -24,10 +23,10 @@ from tpu_embedding.tools.doctor.kernel_checks import (
     CaseRun,
     Tier,
     findings_on_cases,
+    format_times,
     make_verdicts,
     run_cases,
 )
-from tpu_embedding.tools.doctor.report import Report, format_times, format_verdicts
 from tpu_embedding.tools.doctor.verdict_store import store_verdicts
 
 
@@ -37,18 +36,15 @@ def examine(
     tier: Tier = "full",
     expected: Expectation | None = None,
     num_devices: int | None = None,
-) -> Report:
-    """Runs all checks, stores the verdicts, and prints findings and tables.
+) -> list[Finding]:
+    """Runs all checks, stores the verdicts, and returns the findings.
 
     Args:
-      print_line: prints some lines of text.
+      print_line: prints a finding, or the table of times.
       tier: quick or full.
       expected: devices that should be there; None: those that the environment names.
       num_devices: emulated CPU devices; None: the devices of the machine.
     """
-    begin = time.perf_counter()
-    created = datetime.datetime.now(datetime.UTC)
-    variables = user_environment()
     findings: list[Finding] = []
 
     def add(*new: Finding) -> None:
@@ -56,34 +52,24 @@ def examine(
         for finding in new:
             print_line(str(finding))
 
+    variables = user_environment()
     files = tpu_device_files() if num_devices is None else []
     add(*check_versions(), *check_variables(variables, device_files=files))
     add(*check_holders(files))
     if num_devices is not None:
         variables["JAX_PLATFORMS"] = "cpu"
         variables["JAX_NUM_CPU_DEVICES"] = str(num_devices)
-    found, problem = find_devices(variables)
     expected = expected or expectation_of_environment(variables)
-    add(*check_devices(found, problem, expected, device_files=files))
-    run: CaseRun | None = None
-    verdicts: list[Verdict] = []
-    if found is not None:
-        print_line(f"{'':10}  lookups and updates, in a process of their own ...")
-        run = run_cases(found, tier, variables)
-        verdicts = make_verdicts(run, created.date())
-        add(*findings_on_cases(run), _store(found, run, tier, verdicts))
-        for table in (format_times(run), format_verdicts(verdicts)):
-            if table is not None:
-                print_line(f"\n{table}")
-    return Report(
-        tier=tier,
-        created=created,
-        seconds=time.perf_counter() - begin,
-        findings=tuple(findings),
-        found=found,
-        run=run,
-        verdicts=tuple(verdicts),
-    )
+    found = find_devices(variables)
+    add(*check_devices(found, expected, device_files=files))
+    if isinstance(found, str):
+        return findings
+    print_line(f"{'':10}  lookups and updates, in a process of their own ...")
+    run = run_cases(found, tier, variables)
+    verdicts = make_verdicts(run, datetime.datetime.now(datetime.UTC).date())
+    add(*findings_on_cases(run), _store(found, run, tier, verdicts))
+    print_line(f"\n{format_times(run, verdicts)}")
+    return findings
 
 
 def _store(
@@ -97,12 +83,9 @@ def _store(
     try:
         path = store_verdicts(kind, run.kernels, verdicts, is_complete=is_complete)
     except OSError as error:
-        return Finding(
-            check="verdicts",
-            status="warning",
-            text=f"the verdicts cannot be stored: {error}",
-            way_out="Set TPU_EMBEDDING_VERDICTS to a directory that can be written.",
-        )
+        text = f"the verdicts cannot be stored: {error}"
+        way_out = "Set TPU_EMBEDDING_VERDICTS to a directory that can be written."
+        return Finding(check="verdicts", status="warning", text=text, way_out=way_out)
     text = f"{len(verdicts)} verdicts for {kind} are stored in {path}"
     if not is_complete:
         text = f"only problems are stored, in {path}; the full check allows kernels"

@@ -1,7 +1,6 @@
 """A finding of the doctor: the thing it saw, if that is right, and the way out."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Final, Literal
 
 Status = Literal["ok", "warning", "failed", "unmeasured"]
@@ -31,8 +30,3 @@ class Finding:
         if self.way_out is not None:
             line += f"\n{'':10}  -> {self.way_out}"
         return line
-
-
-def has_failures(findings: Sequence[Finding]) -> bool:
-    """Returns True if some check failed."""
-    return any(finding.status == "failed" for finding in findings)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 import jax
 
 from tpu_embedding.kernel_verdicts import Capability, KernelName, Verdict
+from tpu_embedding.plan.memory import format_table
 from tpu_embedding.tools.doctor.child_process import ChildLost, ChildProcess
 from tpu_embedding.tools.doctor.devices import CHILD, FoundDevices
 from tpu_embedding.tools.doctor.findings import Finding
@@ -57,7 +58,6 @@ def run_cases(
     *,
     case_seconds: float = CASE_SECONDS,
     child: Sequence[str] = CHILD,
-    on_case: Callable[[str], None] = lambda name: None,
 ) -> CaseRun:
     """Runs the cases, and goes on in a new child after one that hangs or crashes.
 
@@ -67,7 +67,6 @@ def run_cases(
       environment: variables of the child.
       case_seconds: time limit of one case.
       child: command of the child.
-      on_case: takes the name of each case before it starts.
     """
     kernels = kernels_on(found)
     coverage = "all" if kernels == "sparse_core" else "each once"
@@ -76,24 +75,21 @@ def run_cases(
     for _ in range(_MAX_LOST_CHILDREN):
         with ChildProcess(child, environment) as process:
             for case in cases[len(results) :]:
-                on_case(case.name)
                 question = {"case": dataclasses.asdict(case), "kernels": kernels}
                 try:
                     answer = process.ask(question, case_seconds)
                 except ChildLost as lost:
-                    results.append(_lost(case, kernels, str(lost)))
+                    runs_kernels = kernels is not None and bool(case.directions)
+                    problem = "problem" if runs_kernels else "xla_problem"
+                    lost_case = CaseResult(case=case.name)
+                    results.append(
+                        dataclasses.replace(lost_case, **{problem: str(lost)})
+                    )
                     break
                 results.append(CaseResult(**answer))
         if len(results) == len(cases):
             break
     return CaseRun(kernels=kernels, cases=cases, results=results)
-
-
-def _lost(case: RowCase, kernels: KernelName | None, problem: str) -> CaseResult:
-    """Returns the result of a case whose child is lost."""
-    if kernels is None or not case.directions:
-        return CaseResult(case=case.name, xla_problem=problem)
-    return CaseResult(case=case.name, problem=problem)
 
 
 def make_verdicts(run: CaseRun, date: datetime.date) -> list[Verdict]:
@@ -138,37 +134,53 @@ def _verdict(capability: Capability, run: CaseRun, date: datetime.date) -> Verdi
 
 def findings_on_cases(run: CaseRun) -> list[Finding]:
     """Returns one finding for the cases together, and one for each that failed."""
-    failed = [result for result in run.results if result.problem or result.xla_problem]
+    report = "Attach the output of the doctor to a bug report."
+    avoid = f'Do not ask for these kernels by name; "auto" avoids them. {report}'
+    failed = [
+        Finding(
+            check=f"rows by {backend}",
+            status="failed",
+            text=f"{result.case}: {problem}",
+            way_out=way_out,
+        )
+        for result in run.results
+        for backend, problem, way_out in (
+            ("xla", result.xla_problem, report),
+            (run.kernels, result.problem, avoid),
+        )
+        if problem is not None
+    ]
     num_run, num_cases = len(run.results), len(run.cases)
-    text = f"{num_run - len(failed)} of {num_cases} cases equal to the dense reference"
-    status = "failed" if failed else "ok"
-    findings = [Finding(check="rows", status=status, text=text)]
-    for result in failed:
-        findings += _findings_on(result, run.kernels)
+    num_equal = sum(not (r.problem or r.xla_problem) for r in run.results)
     if num_run < num_cases:
         text = f"stopped after {_MAX_LOST_CHILDREN} cases that hung or crashed; "
         text += f"{num_cases - num_run} cases did not run"
         way_out = "Run the doctor again with --quick. If the chip stays silent, "
         way_out += "restart the machine."
-        findings.append(
+        failed.append(
             Finding(check="rows", status="failed", text=text, way_out=way_out)
         )
-    return findings
+    text = f"{num_equal} of {num_cases} cases equal to the dense reference"
+    status = "failed" if failed else "ok"
+    return [Finding(check="rows", status=status, text=text), *failed]
 
 
-def _findings_on(result: CaseResult, kernels: KernelName | None) -> list[Finding]:
-    way_out = "Attach the report (--json FILE) to a bug report."
-    avoid = f'Do not ask for these kernels by name; "auto" avoids them. {way_out}'
-    return [
-        Finding(
-            check=f"rows by {backend}",
-            status="failed",
-            text=f"{result.case}: {problem}",
-            way_out=text,
-        )
-        for backend, problem, text in (
-            ("xla", result.xla_problem, way_out),
-            (kernels, result.problem, avoid),
-        )
-        if problem is not None
-    ]
+def format_times(run: CaseRun, verdicts: Sequence[Verdict]) -> str:
+    """Returns the table of times, with the backend that each verdict chooses."""
+    by_capability = {verdict.capability: verdict for verdict in verdicts}
+    header = ("time of one call", run.kernels or "kernels", "xla", "xla / kernel")
+    rows: list[tuple[str, ...]] = [(*header, '"auto" runs')]
+    for case, result in zip(run.cases, run.results, strict=False):
+        if result.xla_seconds_per_call is None:
+            continue
+        chosen = ""
+        if case.capability is not None and case.capability in by_capability:
+            allows = by_capability[case.capability].allows_kernel
+            chosen = "kernel" if allows else "XLA"
+        own, ratio = "unmeasured", "unmeasured"
+        if result.seconds_per_call is not None and result.speed_ratio is not None:
+            own = f"{1e3 * result.seconds_per_call:.3f} ms"
+            ratio = f"{result.speed_ratio:.3g}x"
+        xla = f"{1e3 * result.xla_seconds_per_call:.3f} ms"
+        rows.append((result.case, own, xla, ratio, chosen))
+    return format_table(rows)

@@ -23,7 +23,7 @@ Coverage = Literal["quick", "each once", "all"]
 ids and exchange is in one case at least. `"all"`: each direction is checked with each
 kind of row."""
 
-Scope = Literal["one kernel", "rows", "all kernels", "no kernel"]
+Scope = Literal["one kernel", "rows", "all kernels"]
 """The kernels that a failed case refuses: that of its direction, all kernels for its
 rows, or all of them."""
 
@@ -42,7 +42,8 @@ class RowCase:
       name: name of the case, unique within a run.
       dim: elements of a row.
       scope: the kernels that a failure refuses.
-      directions: the directions that run in kernels.
+      directions: the directions that run in kernels; none of rows that only XLA
+        reaches.
       rule: the optimizer; None: the program only looks up.
       ids: form of the ids.
       exchange: exchange of rows between all devices; None: one device runs the case.
@@ -50,7 +51,6 @@ class RowCase:
         run.
       has_many_rows: True for a table with more rows than float32, or 16 bits, can tell
         apart.
-      is_timed: True if the kernels are timed beside XLA.
     """
 
     name: str
@@ -62,7 +62,16 @@ class RowCase:
     exchange: ExchangeKind | None = None
     needs_rounds: bool = False
     has_many_rows: bool = False
-    is_timed: bool = False
+
+    @property
+    def has_weights(self) -> bool:
+        """True if the ids of the case have weights."""
+        return self.ids in _WITH_WEIGHTS
+
+    @property
+    def is_timed(self) -> bool:
+        """True if the kernels are timed beside XLA."""
+        return self.scope != "all kernels"
 
     @property
     def capability(self) -> Capability | None:
@@ -110,17 +119,16 @@ def row_cases(coverage: Coverage, num_devices: int) -> list[RowCase]:
       num_devices: devices of this process; with one, no rows are exchanged.
     """
     if coverage == "quick":
-        return _cases_of_rows(_QUICK_DIM)
+        return [*_direction_cases(_QUICK_DIM), _step(_QUICK_DIM)]
     cases = [*_FORMS, *_RULES, *_exchanges(num_devices), _MANY_ROWS]
     if coverage == "all":
-        return cases + [case for dim in DIMS for case in _cases_of_rows(dim)]
+        for dim in DIMS:
+            cases += [*_direction_cases(dim), _step(dim)]
+        return cases
     for place, dim in enumerate(DIMS):
         cases.append(_direction_cases(dim)[place])
-    return [*cases, _step(DIMS[0]), _step(DIMS[-1]), *_BY_XLA]
-
-
-def _cases_of_rows(dim: int) -> list[RowCase]:
-    return [*_direction_cases(dim), _step(dim)]
+    by_xla = [dataclasses.replace(_step(dim), directions=()) for dim in (1, 100)]
+    return [*cases, _step(DIMS[0]), _step(DIMS[-1]), *by_xla]
 
 
 def _direction_cases(dim: int) -> list[RowCase]:
@@ -151,13 +159,43 @@ def _direction_case(
         directions=(direction,),
         rule=rule,
         ids=ids,
-        is_timed=True,
     )
 
 
 def _step(dim: int) -> RowCase:
-    return RowCase(name=f"step, dim {dim}", dim=dim, scope="rows", is_timed=True)
+    return RowCase(name=f"step, dim {dim}", dim=dim, scope="rows")
 
+
+def _exchanges(num_devices: int) -> list[RowCase]:
+    """Returns the cases that exchange rows, and one whose ids take several rounds."""
+    cases = []
+    for dim in (32, 512):
+        padded = RowCase(
+            name=f"padded exchange, dim {dim}",
+            dim=dim,
+            scope="all kernels",
+            exchange="padded",
+        )
+        name = f"further rounds, dim {dim}"
+        cases.append(dataclasses.replace(padded, name=name, needs_rounds=True))
+        if num_devices > 1:
+            name = f"ragged exchange, dim {dim}"
+            cases.append(padded)
+            cases.append(dataclasses.replace(padded, name=name, exchange="ragged"))
+    return cases
+
+
+_RULES: Final = [
+    _direction_case("update", _QUICK_DIM, rule="sgd"),
+    _direction_case("update", _QUICK_DIM, rule="adam"),
+]
+
+_WITH_WEIGHTS: Final[tuple[IdForm, ...]] = ("weighted", "ragged")
+_FORMS: Final = [
+    RowCase(name=f"{ids} ids, dim {dim}", dim=dim, scope="rows", ids=ids)
+    for ids in _WITH_WEIGHTS
+    for dim in (32, 128)
+]
 
 # The narrowest rows: a table of this many takes 0.5 GB on a chip. sgd keeps no slots.
 _MANY_ROWS: Final = RowCase(
@@ -167,52 +205,3 @@ _MANY_ROWS: Final = RowCase(
     rule="sgd",
     has_many_rows=True,
 )
-
-
-def _exchanges(num_devices: int) -> list[RowCase]:
-    """Returns the cases that exchange rows, and one whose ids take several rounds."""
-    cases = [
-        RowCase(
-            name=f"further rounds, dim {dim}",
-            dim=dim,
-            scope="all kernels",
-            exchange="padded",
-            needs_rounds=True,
-        )
-        for dim in (32, 512)
-    ]
-    if num_devices == 1:
-        return cases
-    kinds: tuple[ExchangeKind, ...] = ("padded", "ragged")
-    return cases + [
-        RowCase(
-            name=f"{kind} exchange, dim {dim}",
-            dim=dim,
-            scope="all kernels",
-            exchange=kind,
-        )
-        for kind in kinds
-        for dim in (32, 512)
-    ]
-
-
-_WITH_WEIGHTS: Final[tuple[IdForm, ...]] = ("weighted", "ragged")
-_FORMS: Final = [
-    RowCase(name=f"{ids} ids, dim {dim}", dim=dim, scope="rows", ids=ids)
-    for ids in _WITH_WEIGHTS
-    for dim in (32, 128)
-]
-
-_FURTHER_RULES: Final[tuple[RuleName, ...]] = ("sgd", "adam")
-_RULES: Final = [
-    dataclasses.replace(
-        _direction_case("update", _QUICK_DIM, rule=rule), is_timed=False
-    )
-    for rule in _FURTHER_RULES
-]
-
-_BY_XLA: Final = [
-    RowCase(name=f"step, dim {dim}", dim=dim, scope="no kernel", directions=())
-    for dim in (1, 100)
-]
-"""Rows that only XLA reaches."""

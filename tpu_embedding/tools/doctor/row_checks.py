@@ -9,11 +9,11 @@ from tpu_embedding.tables.slot_values import slot_values
 from tpu_embedding.tables.table_values import unstack_tables
 from tpu_embedding.tools.doctor.dense_reference import (
     RULES,
-    STEPS_BEFORE,
     gradient_by_row,
     pooled_rows,
 )
-from tpu_embedding.tools.doctor.row_inputs import CaseInputs, counts_of, make_inputs
+from tpu_embedding.tools.doctor.row_cases import RowCase
+from tpu_embedding.tools.doctor.row_inputs import CaseInputs, make_inputs
 from tpu_embedding.tools.doctor.row_programs import RowProgram
 
 _STEP_TOLERANCE: Final = 2.0**-13
@@ -60,73 +60,62 @@ def _problems(
 ) -> Iterator[str]:
     """Yields the differences between the results and the reference."""
     case, plan = program.case, program.plan
-    for name, table in inputs.tables.items():
-        expected = pooled_rows(table, inputs.weighted[name])
-        is_exact = name == "sum" or case.ids in ("one id", "pooled")
+    for name, old in inputs.old.items():
+        is_exact = name == "sum" or not case.has_weights
         yield from _differences(
             f"activations of table {name!r}, sample",
             np.asarray(activations[name]),
-            expected,
+            pooled_rows(old["values"], inputs.weighted[name]),
             np.float64(0 if is_exact else _QUOTIENT_TOLERANCE),
         )
     if case.needs_rounds and min(map(int, rounds.values())) < 2:
         yield "all ids fitted in one round, so no further round was checked"
-    if case.rule is None:
-        return
-    counts = counts_of(slots, plan)
-    if any(count != STEPS_BEFORE + 1 for count in counts.values()):
-        yield f"counts of steps must be {STEPS_BEFORE + 1}, got {counts}"
-    new_tables, new_slots = unstack_tables(tables, plan), slot_values(slots, plan)
-    for name in inputs.tables:
-        found = {f"table {name!r}": new_tables[name]} | {
-            f"slot variable {slot!r} of table {name!r}": values
-            for slot, values in new_slots[name].items()
-        }
-        old = [inputs.tables[name], *inputs.slots[name].values()]
-        yield from _problems_of_update(program, inputs, name, found, old)
+    if case.rule is not None:
+        new_tables = unstack_tables(tables, plan)
+        new_slots = slot_values(slots, plan, parts="all")
+        for name in inputs.old:
+            new = {"values": new_tables[name], **new_slots[name]}
+            yield from _problems_of_update(case, inputs, name, new)
 
 
 def _problems_of_update(
-    program: RowProgram,
-    inputs: CaseInputs,
-    name: str,
-    found: dict[str, np.ndarray],
-    old: list[np.ndarray],
+    case: RowCase, inputs: CaseInputs, name: str, new: dict[str, np.ndarray]
 ) -> Iterator[str]:
     """Yields the differences of a table and its slot variables after the update.
 
     Args:
-      program: program of the case.
+      case: the case.
       inputs: inputs of the program.
       name: name of the table.
-      found: the table and its slot variables, with a text that names each.
-      old: the same arrays before the update.
+      new: the values of `inputs.old[name]` after the update.
     """
-    assert program.case.rule is not None
-    rule = RULES[program.case.rule]
+    assert case.rule is not None
+    rule, old = RULES[case.rule], inputs.old[name]
     row_ids, gradient = gradient_by_row(inputs.cotangents[name], inputs.weighted[name])
-    old_rows, *old_slots = (array[row_ids].astype(np.float64) for array in old)
-    named = dict(zip(inputs.slots[name], old_slots, strict=True))
-    new_rows, new_slots = rule.step(old_rows, gradient, named)
-    expected = [new_rows, *(new_slots[slot] for slot in named)]
-    is_touched = np.zeros(len(inputs.tables[name]), bool)
-    is_touched[row_ids] = True
-    for (owner, values), before, new in zip(found.items(), old, expected, strict=True):
-        others = ~is_touched
+    all_ids = np.arange(len(old["values"]))
+    others = np.setdiff1d(all_ids, row_ids, assume_unique=True)
+    old_rows = {k: v[row_ids].astype(np.float64) for k, v in old.items() if v.ndim}
+    expected = rule.step(old_rows, gradient)
+    for key, found in new.items():
+        place = f"table {name!r}, {key}"
+        if not found.ndim:
+            if found != old[key] + 1:
+                yield f"{place}: expected {old[key] + 1} steps, got {found}"
+            continue
         yield from _differences(
-            f"{owner}: no id names row",
-            values[others],
-            before[others],
+            f"{place}: no id names row",
+            found[others],
+            old[key][others],
             _SAME_BITS,
-            np.flatnonzero(others),
+            others,
         )
-        was = before[row_ids].astype(np.float64)
-        tolerance = _STEP_TOLERANCE * np.abs(new - was)
-        tolerance += _VALUE_TOLERANCE * (np.abs(new) + np.abs(was))
-        if rule.is_exact and program.case.ids in ("one id", "pooled"):
-            tolerance = np.float64(0)
+        tolerance = np.float64(0)
+        if not rule.is_exact or case.has_weights:
+            before, after = old_rows[key], expected[key]
+            tolerance = _STEP_TOLERANCE * np.abs(after - before)
+            tolerance += _VALUE_TOLERANCE * (np.abs(after) + np.abs(before))
         yield from _differences(
-            f"{owner}: updated row", values[row_ids], new, tolerance, row_ids
+            f"{place}: updated row", found[row_ids], expected[key], tolerance, row_ids
         )
 
 

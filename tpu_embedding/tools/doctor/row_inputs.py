@@ -13,11 +13,9 @@ import numpy as np
 
 from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.inputs.prepare import prepare_features, shard_batch
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tables.initial_values import init_tables
 from tpu_embedding.tables.slot_values import slot_values, with_slot_values
 from tpu_embedding.tables.table_values import with_table_values
-from tpu_embedding.tools.compile_report.topology import abstract_arrays
 from tpu_embedding.tools.doctor.dense_reference import STEPS_BEFORE, WeightedIds
 from tpu_embedding.tools.doctor.row_cases import IdForm
 from tpu_embedding.tools.doctor.row_programs import VALENCE, RowProgram
@@ -34,15 +32,14 @@ class CaseInputs:
     """The values that the program of a case takes; all by table.
 
     Attributes:
-      tables: float32 `[vocabulary_size, dim]`.
-      slots: slot variables by name.
+      old: the table by the name `"values"`, `[vocabulary_size, dim]`, and its slot
+        variables and counts of steps by theirs.
       weighted: ids of the table's feature, which has the table's name.
       cotangents: float32 `[samples, dim]`.
       arguments: the same values on the devices, as the program takes them.
     """
 
-    tables: dict[str, np.ndarray]
-    slots: dict[str, dict[str, np.ndarray]]
+    old: dict[str, dict[str, np.ndarray]]
     weighted: dict[str, WeightedIds]
     cotangents: dict[str, np.ndarray]
     arguments: tuple[Any, Any, Any, Any]
@@ -57,75 +54,32 @@ def make_inputs(program: RowProgram, seed: int) -> CaseInputs:
     """
     generator = np.random.default_rng(seed)
     plan, case, size = program.plan, program.case, program.size
-    tables = {
-        name: random_rows(generator, num_rows, case.dim)
-        for name, num_rows in size.table_sizes.items()
-    }
-    features, weighted = draw_ids(program, generator)
+    sizes = size.table_sizes
+    tables = {k: random_rows(generator, n, case.dim) for k, n in sizes.items()}
+    features, weighted = {}, {}
+    for name, num_rows in sizes.items():
+        features[name], weighted[name] = random_ids(
+            generator, case.ids, size.num_samples, num_rows
+        )
+    weighted["mean"] = weighted["mean"].normalised()
     shape = (size.num_samples, case.dim)
-    cotangents = {name: random_cotangents(generator, shape) for name in tables}
-    table_structs, slot_structs = abstract_state(plan)
-    stacked = with_table_values(_zeros(table_structs), tables, plan)
-    state = _zeros(slot_structs)
+    cotangents = {name: random_cotangents(generator, shape) for name in sizes}
+    arrays = with_table_values(init_tables(plan, jax.random.key(0)), tables, plan)
+    state = init_slots(arrays, plan)
     slots = {
-        name: random_slots(generator, of_table)
-        for name, of_table in slot_values(state, plan).items()
+        name: {k: _random_slot(generator, v) for k, v in of_table.items()}
+        for name, of_table in slot_values(state, plan, parts="all").items()
     }
-    given = {
-        name: of_table | dict.fromkeys(counts_of(state, plan), STEPS_BEFORE)
-        for name, of_table in slots.items()
-    }
+    batch = prepare_features(features, plan), cotangents
     return CaseInputs(
-        tables=tables,
-        slots=slots,
+        old={name: {"values": tables[name], **slots.get(name, {})} for name in tables},
         weighted=weighted,
         cotangents=cotangents,
         arguments=(
-            stacked,
-            with_slot_values(state, given, plan),
-            *shard_batch((features, cotangents), plan),
+            arrays,
+            with_slot_values(state, slots, plan),
+            *shard_batch(batch, plan),
         ),
-    )
-
-
-def draw_ids(
-    program: RowProgram, generator: np.random.Generator
-) -> tuple[dict[str, Any], dict[str, WeightedIds]]:
-    """Returns the batch as the program takes it, and the ids of each feature."""
-    features, weighted = {}, {}
-    for name, num_rows in program.size.table_sizes.items():
-        features[name], weighted[name] = random_ids(
-            generator, program.case.ids, program.size.num_samples, num_rows
-        )
-    weighted["mean"] = weighted["mean"].normalised()
-    return prepare_features(features, program.plan), weighted
-
-
-def abstract_state(plan: EmbeddingPlan) -> tuple[Any, Any]:
-    """Returns the shapes and shardings of the tables and slot variables of a plan."""
-    tables = jax.eval_shape(lambda: init_tables(plan, jax.random.key(0)))
-    slots: Any = {}
-    if plan.trained_stacks:
-        slots = jax.eval_shape(lambda tables: init_slots(tables, plan), tables)
-    return abstract_arrays(tables, plan), abstract_arrays(slots, plan)
-
-
-def counts_of(slots: Any, plan: EmbeddingPlan) -> dict[str, int]:
-    """Returns the counts of steps in the state of a plan's optimizer, by name."""
-    return {
-        name: int(value)
-        for of_table in slot_values(slots, plan, parts="all").values()
-        for name, value in of_table.items()
-        if value.shape == () and np.issubdtype(value.dtype, np.integer)
-    }
-
-
-def _zeros(structs: Any) -> Any:
-    return jax.tree.map(
-        lambda struct: jax.device_put(
-            np.zeros(struct.shape, struct.dtype), struct.sharding
-        ),
-        structs,
     )
 
 
@@ -135,14 +89,11 @@ def random_rows(generator: np.random.Generator, num_rows: int, dim: int) -> np.n
     return rows.astype(np.float32) * np.float32(_ROW_STEP)
 
 
-def random_slots(
-    generator: np.random.Generator, slots: dict[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Returns values for slot variables of these shapes, in [0.5, 1.5)."""
-    return {
-        name: generator.random(slot.shape, np.float32) + np.float32(0.5)
-        for name, slot in slots.items()
-    }
+def _random_slot(generator: np.random.Generator, slot: np.ndarray) -> np.ndarray:
+    """Returns values like a slot variable, in [0.5, 1.5), or the count of steps."""
+    if slot.ndim == 0:
+        return np.full_like(slot, STEPS_BEFORE)
+    return generator.random(slot.shape, np.float32) + np.float32(0.5)
 
 
 def random_cotangents(generator: np.random.Generator, shape: Any) -> np.ndarray:

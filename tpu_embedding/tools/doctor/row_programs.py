@@ -9,7 +9,7 @@ import datetime
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -19,9 +19,9 @@ from tpu_embedding.combiners import Combiner
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.functional.steps import apply_gradients, compute_gradients, lookup
 from tpu_embedding.hardware import INTERPRETED_HARDWARE, hardware_of_device
+from tpu_embedding.initializers import constant
 from tpu_embedding.kernel_verdicts import (
     MIN_SPEED_RATIO,
-    Capability,
     KernelVerdicts,
     Verdict,
     capability_of,
@@ -59,23 +59,16 @@ _FAST_COMPILATION: Final = {
 """XLA's options for a CPU. There a program compiles for longer than it runs."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CaseSize:
+class CaseSize(NamedTuple):
     """The sizes of a case.
 
     Attributes:
       num_samples: samples of the batch.
-      vocabulary_size: rows of the larger table.
+      table_sizes: rows of each table; the name of a table is its combiner.
     """
 
     num_samples: int
-    vocabulary_size: int
-
-    @property
-    def table_sizes(self) -> dict[Combiner, int]:
-        """Rows of each table; the name of a table is its combiner."""
-        small = self.vocabulary_size // 8 + 3
-        return {"sum": self.vocabulary_size, "mean": small}
+    table_sizes: dict[Combiner, int]
 
 
 def size_of(case: RowCase, *, on_tpu: bool, num_devices: int) -> CaseSize:
@@ -94,8 +87,8 @@ def size_of(case: RowCase, *, on_tpu: bool, num_devices: int) -> CaseSize:
     num_rows = 4 * num_samples * ids_per_sample
     if case.has_many_rows:
         num_rows = max(num_rows, _MANY_ROWS_ON_TPU if on_tpu else _MANY_ROWS_ELSEWHERE)
-    # The second table, behind these rows, does not start at a line.
-    return CaseSize(num_samples=num_samples, vocabulary_size=num_rows + 5)
+    num_rows += 5  # The second table, behind these rows, does not start at a line.
+    return CaseSize(num_samples, {"sum": num_rows, "mean": num_rows // 8 + 3})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,15 +112,10 @@ class RowProgram:
         It returns activations, rounds per stack, and the new tables and slots, which
         are None without a rule. With a rule it donates tables and slots.
         """
-        platform = self.plan.mesh.devices.flat[0].platform
-        options = _FAST_COMPILATION if platform == "cpu" else {}
-        return jax.jit(
-            self._run,
-            donate_argnums=() if self.case.rule is None else (0, 1),
-            compiler_options=(
-                dict(self.plan.compiler_options) if platform == "tpu" else options
-            ),
-        )
+        on_cpu = self.plan.mesh.devices.flat[0].platform == "cpu"
+        options = _FAST_COMPILATION if on_cpu else dict(self.plan.compiler_options)
+        donated = () if self.case.rule is None else (0, 1)
+        return jax.jit(self._run, donate_argnums=donated, compiler_options=options)
 
     def _run(self, tables: Any, slots: Any, features: Any, cotangents: Any) -> Any:
         result = lookup(tables, features, self.plan)
@@ -153,7 +141,11 @@ def row_program(case: RowCase, backend: Any, devices: Sequence[Any]) -> RowProgr
     features = {
         name: FeatureConfig(
             table=TableConfig(
-                vocabulary_size=num_rows, dim=case.dim, combiner=name, name=name
+                vocabulary_size=num_rows,
+                dim=case.dim,
+                combiner=name,
+                initializer=constant(0.0),
+                name=name,
             )
         )
         for name, num_rows in size.table_sizes.items()
@@ -181,17 +173,14 @@ def row_program(case: RowCase, backend: Any, devices: Sequence[Any]) -> RowProgr
 def _allowing(case: RowCase, backend: Any) -> KernelVerdicts:
     """Returns verdicts that allow the case's directions, and no others."""
     kind = "elements" if case.rule is None else RULES[case.rule].kind
-    capabilities: list[Capability] = [
-        capability_of(direction, case.dim, kind) for direction in case.directions
-    ]
     verdicts = tuple(
         Verdict(
-            **capability._asdict(),
+            **capability_of(direction, case.dim, kind)._asdict(),
             problem=None,
             speed_ratio=MIN_SPEED_RATIO,
             date=datetime.date.today().isoformat(),
         )
-        for capability in capabilities
+        for direction in case.directions
     )
     return KernelVerdicts(
         backend=backend, verdicts=verdicts, absence="not part of this case"

@@ -7,6 +7,7 @@ the ratio of two neighbouring timings stays.
 import math
 import statistics
 import time
+from collections.abc import Callable
 from typing import Final
 
 import jax
@@ -17,28 +18,9 @@ from tpu_embedding.tools.doctor.row_programs import RowProgram
 _TURNS_ON_TPU: Final = 9
 _TURNS_ELSEWHERE: Final = 3
 _SECONDS_PER_TURN: Final = 0.02
-"""Minimum time of the calls of a turn on a TPU, much longer than one dispatch."""
+"""Minimum time of the calls of a turn, much longer than one dispatch."""
 
 _MAX_CALLS_PER_TURN: Final = 100
-
-
-class _TimedProgram:
-    """A program and its arguments on the devices."""
-
-    def __init__(self, program: RowProgram):
-        self._step = program.step
-        self._arguments = make_inputs(program, seed=0).arguments
-        self.seconds(1)  # The first call allocates memory.
-
-    def seconds(self, num_calls: int) -> float:
-        """Returns the time of one call, the mean of some calls."""
-        start = time.perf_counter()
-        for _ in range(num_calls):
-            activations, _, tables, slots = self._step(*self._arguments)
-            if tables is not None:  # Those before were donated.
-                self._arguments = (tables, slots, *self._arguments[2:])
-        jax.block_until_ready((activations, self._arguments))
-        return (time.perf_counter() - start) / num_calls
 
 
 def time_programs(program: RowProgram | None, by_xla: RowProgram) -> dict[str, float]:
@@ -48,21 +30,34 @@ def time_programs(program: RowProgram | None, by_xla: RowProgram) -> dict[str, f
       program: the program with kernels; None: XLA alone is timed.
       by_xla: the program of the same case that XLA runs.
     """
+    timers = [_timer(x) for x in (program, by_xla) if x is not None]
+    slowest = max(seconds_of(1) for seconds_of in timers)
+    num_calls = min(math.ceil(_SECONDS_PER_TURN / slowest), _MAX_CALLS_PER_TURN)
     on_tpu = by_xla.plan.mesh.devices.flat[0].platform == "tpu"
-    programs = [_TimedProgram(x) for x in (program, by_xla) if x is not None]
-    num_calls = 1
-    if on_tpu:
-        slowest = max(timed.seconds(1) for timed in programs)
-        num_calls = math.ceil(_SECONDS_PER_TURN / slowest)
-        num_calls = min(num_calls, _MAX_CALLS_PER_TURN)
-    turns = []
-    for turn in range(_TURNS_ON_TPU if on_tpu else _TURNS_ELSEWHERE):
-        order = programs if turn % 2 else programs[::-1]
-        seconds = {timed: timed.seconds(num_calls) for timed in order}
-        turns.append([seconds[timed] for timed in programs])
-    by_xla_seconds = statistics.median(turn[-1] for turn in turns)
-    figures = {"xla_seconds_per_call": by_xla_seconds}
+    turns = [
+        [seconds_of(num_calls) for seconds_of in timers]
+        for _ in range(_TURNS_ON_TPU if on_tpu else _TURNS_ELSEWHERE)
+    ]
+    figures = {"xla_seconds_per_call": statistics.median(turn[-1] for turn in turns)}
     if program is not None:
         figures["seconds_per_call"] = statistics.median(turn[0] for turn in turns)
         figures["speed_ratio"] = statistics.median(xla / own for own, xla in turns)
     return figures
+
+
+def _timer(program: RowProgram) -> Callable[[int], float]:
+    """Returns a function that calls a program, and returns the time of one call."""
+    arguments = make_inputs(program, seed=0).arguments
+
+    def seconds_of(num_calls: int) -> float:
+        nonlocal arguments
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            activations, _, tables, slots = program.step(*arguments)
+            if tables is not None:  # Those before were donated.
+                arguments = (tables, slots, *arguments[2:])
+        jax.block_until_ready((activations, arguments))
+        return (time.perf_counter() - start) / num_calls
+
+    seconds_of(1)  # The first call allocates memory.
+    return seconds_of
