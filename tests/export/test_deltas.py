@@ -212,32 +212,6 @@ def test_damaged_exports_are_refused(copies, applied):
     refuses(base, deltas[applied], "c.safetensors.*SHA-256.*new full export")
 
 
-def write_as_earlier_releases(base, *, with_digests):
-    """Leaves the digests in the record of the chain, as before its first delta."""
-    document = json.loads((base / "export.json").read_text())
-    files = document.pop("files")
-    if with_digests:
-        document["deltas"]["files"] = {
-            name: files[entry["file"]] for name, entry in document["tables"].items()
-        }
-    (base / "export.json").write_text(json.dumps(document))
-
-
-def test_exports_of_earlier_releases(copies):
-    _, base, (first, second, third) = copies
-    write_as_earlier_releases(base, with_digests=True)
-    te.export.apply_delta(base, first)
-    write_as_earlier_releases(base, with_digests=False)
-    (base / "notes.txt").write_text("of an operator")
-    with pytest.warns(UserWarning, match="kept no digests"):
-        te.export.apply_delta(base, second)
-    document = json.loads((base / "export.json").read_text())
-    named = {table["file"] for table in document["tables"].values()}
-    assert document["files"].keys() == named
-    (base / "tables" / "b.safetensors").write_bytes(b"")
-    refuses(base, third, "b.safetensors.*SHA-256")
-
-
 def test_an_interrupted_delta_is_applied_again(copies, chain, monkeypatch):
     trainer, base, (first, second, _) = copies
     from tpu_embedding.export import deltas

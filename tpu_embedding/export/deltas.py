@@ -10,7 +10,7 @@ latest export or delta, so checkpoints hold it, too.
 
 import dataclasses
 import pathlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -27,9 +27,8 @@ from tpu_embedding.export.delta_chain import DeltaChain, TrackedPart, identity_o
 from tpu_embedding.export.digests import (
     DOCUMENT_FILE,
     check_file,
-    digest_in,
+    check_files,
     file_digest,
-    recorded_digests,
 )
 from tpu_embedding.export.documents import read_json, write_json
 from tpu_embedding.export.row_formats import encode
@@ -183,9 +182,8 @@ def read_delta(directory: str | pathlib.Path) -> Delta:
     for name, entry in body["tables"].items():
         if not entry["num_rows"]:
             continue
-        file = entry["file"]
-        check_file(path, file, {file: entry["sha256"]}, _COPY_AGAIN)
-        tensors = read_tensors(path / file)
+        check_file(path / entry["file"], entry["sha256"], _COPY_AGAIN)
+        tensors = read_tensors(path / entry["file"])
         tables[name] = TableDelta(tensors["row_ids"], tensors["values"])
     return Delta(
         identity=identity,
@@ -227,24 +225,19 @@ def apply_delta(export: str | pathlib.Path, delta: str | pathlib.Path) -> None:
     _check_order(record, change, path, local_path(delta))
     _check_tables(document, change, path)
     changed = {document["tables"][name]["file"] for name in change.tables}
-    digests = recorded_digests(path, document)
     # The tables of a delta that was interrupted have no digest.
-    if digests is None:
-        digests = _digests_of_tables(document, path)
-    else:
-        _check_base(digests, changed if "applying" in record else set(), path)
+    skipped = changed if "applying" in record else set()
+    check_files(path, document, skipped=skipped, way_out=_EXPORT_AGAIN)
     applying = record | {"applying": change.identity}
     write_json(path / DOCUMENT_FILE, document | {"deltas": applying})
     for name, rows in change.tables.items():
         _write_rows(path, name, document["tables"][name], rows)
-    digests |= {file: file_digest(path / file) for file in changed}
-    tables = {
-        name: _without_error(entry) if name in change.tables else entry
-        for name, entry in document["tables"].items()
-    }
-    new = {"identity": change.identity, "steps": {**record["steps"], **change.steps}}
-    new_entries = {"tables": tables, "deltas": new, "files": digests}
-    write_json(path / DOCUMENT_FILE, document | new_entries)
+        # The rounding error was that of rows that are gone.
+        document["tables"][name].pop("error", None)
+    document["files"] |= {file: file_digest(path / file) for file in changed}
+    steps = record["steps"] | change.steps
+    document["deltas"] = {"identity": change.identity, "steps": steps}
+    write_json(path / DOCUMENT_FILE, document)
 
 
 def _write_stack(part: TrackedPart, writing: Writing) -> dict[str, Any]:
@@ -379,28 +372,6 @@ def _check_tables(
             # Raises before a file changes if a row has no int8 code.
             for _ in _encoded_rows(name, document["tables"][name], rows):
                 pass
-
-
-def _check_base(
-    digests: Mapping[str, str], unfinished: Collection[str], path: pathlib.Path
-) -> None:
-    """Refuses an export whose files changed since it was written."""
-    for name in digests:
-        if name not in unfinished:
-            check_file(path, name, digests, _EXPORT_AGAIN)
-
-
-def _digests_of_tables(
-    document: Mapping[str, Any], path: pathlib.Path
-) -> dict[str, str]:
-    """Returns the digests of an export that has none, not those of foreign files."""
-    files = [table["file"] for table in document["tables"].values()]
-    return {file: digest_in(path, file, _EXPORT_AGAIN) for file in files}
-
-
-def _without_error(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a table's entry without the rounding error of rows that are gone."""
-    return {k: v for k, v in entry.items() if k != "error"}
 
 
 def _steps(steps: Mapping[str, int]) -> str:

@@ -6,8 +6,7 @@ the same digits.
 
 import hashlib
 import pathlib
-import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from tpu_embedding.export.signature import ExportError
@@ -26,23 +25,6 @@ def file_digest(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digest_in(directory: pathlib.Path, name: str, way_out: str = _WAY_OUT) -> str:
-    """Returns the SHA-256 of a file of an export or delta.
-
-    Args:
-      directory: the export or delta.
-      name: path of the file in the directory.
-      way_out: end of the error.
-
-    Raises:
-      ExportError: if the file is missing.
-    """
-    path = directory / name
-    if not path.is_file():
-        raise ExportError(f"{path} is missing; {way_out}")
-    return file_digest(path)
-
-
 def digests_of_files(directory: pathlib.Path) -> dict[str, str]:
     """Returns the digest of each file of an export but its document, by its path.
 
@@ -56,54 +38,51 @@ def digests_of_files(directory: pathlib.Path) -> dict[str, str]:
     }
 
 
-def recorded_digests(
-    directory: pathlib.Path, document: Mapping[str, Any]
-) -> dict[str, str] | None:
-    """Returns the digest of each file that an export's document holds, by its path.
-
-    Earlier releases recorded the digests of tables only, and only until the first
-    delta. Without digests, a warning says so.
+def check_files(
+    directory: pathlib.Path,
+    document: Mapping[str, Any],
+    *,
+    skipped: Collection[str] = (),
+    way_out: str = _WAY_OUT,
+) -> None:
+    """Compares the files of an export with the digests in its document.
 
     Args:
       directory: the export.
       document: the result of `read_document`.
+      skipped: paths of files that are not compared.
+      way_out: end of the error.
 
-    Returns:
-      The digests, or None without any.
+    Raises:
+      ExportError: if a file is missing or another one, or there are no digests.
     """
-    if "files" in document:
-        return dict(document["files"])
-    tables = document.get("deltas", {}).get("files")
-    if tables is not None:
-        return {document["tables"][name]["file"]: x for name, x in tables.items()}
-    warnings.warn(
-        f"{directory} was exported by a release that kept no digests of its files, so "
-        "damage to them is not found; export the model again.",
-        stacklevel=2,
-    )
-    return None
+    if "files" not in document:
+        raise ExportError(
+            f"{directory} was exported by a release that kept no digests of its files, "
+            "so damage to them cannot be found; export the model again. "
+            "te.export.load reads it with verify=False."
+        )
+    for name, digest in document["files"].items():
+        if name not in skipped:
+            check_file(directory / name, digest, way_out)
 
 
-def check_file(
-    directory: pathlib.Path,
-    name: str,
-    digests: Mapping[str, str],
-    way_out: str = _WAY_OUT,
-) -> None:
+def check_file(path: pathlib.Path, wanted: str, way_out: str) -> None:
     """Compares a file of an export or delta with its digest.
 
     Args:
-      directory: the export or delta.
-      name: path of the file in the directory.
-      digests: path of each file to its SHA-256, as the document has it.
+      path: the file.
+      wanted: SHA-256 that the document has of the file.
       way_out: end of the error.
 
     Raises:
       ExportError: if the file is missing or another one.
     """
-    wanted, found = digests.get(name), digest_in(directory, name, way_out)
+    if not path.is_file():
+        raise ExportError(f"{path} is missing; {way_out}")
+    found = file_digest(path)
     if found != wanted:
         raise ExportError(
-            f"{directory / name} cannot be read as it was written: its SHA-256 must be "
-            f"{wanted}, got {found}; {way_out}"
+            f"{path} cannot be read as it was written: its SHA-256 must be {wanted}, "
+            f"got {found}; {way_out}"
         )

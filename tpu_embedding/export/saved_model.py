@@ -26,13 +26,9 @@ from tpu_embedding.export.artifact import (
     write_artifact,
     write_document,
 )
-from tpu_embedding.export.digests import check_file, recorded_digests
+from tpu_embedding.export.digests import check_files
 from tpu_embedding.export.feeding import Feeder
-from tpu_embedding.export.row_formats import (
-    RoundingError,
-    RowFormat,
-    check_row_format,
-)
+from tpu_embedding.export.row_formats import RoundingError, RowFormat
 from tpu_embedding.export.saved_strings import (
     StringIds,
     check_strings,
@@ -40,7 +36,6 @@ from tpu_embedding.export.saved_strings import (
 )
 from tpu_embedding.export.serving_program import ServingProgram, make_program
 from tpu_embedding.export.signature import BATCH, OUTPUT, ExportError, Input, Signature
-from tpu_embedding.export.writing import check_one_process
 from tpu_embedding.nn.training import MODEL
 from tpu_embedding.paths import local_path
 from tpu_embedding.types import PADDING_ROW_ID
@@ -84,8 +79,6 @@ def save_saved_model(
       ExportError: see `save`, and if TensorFlow is missing or too old, or `strings`
         names no input of ids.
     """
-    check_row_format(dtype)
-    check_one_process("A SavedModel")
     tf = _tensorflow()
     program = make_program(
         model, example, method=method, row_format=dtype, batch_size=batch_size
@@ -127,9 +120,8 @@ def open_saved_model(
     """
     tf = _tensorflow()
     path, document = local_path(directory), read_document(directory)
-    digests = (recorded_digests(path, document) if verify else None) or {}
-    for name in digests:
-        check_file(path, name, digests)
+    if verify:
+        check_files(path, document)
     if named := document["saved_model"].get("strings"):
         raise ExportError(
             f"{path} takes strings for the inputs {named}; call what "

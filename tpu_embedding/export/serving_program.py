@@ -22,7 +22,7 @@ from tpu_embedding.export.layer_tables import (
     table_prefix,
     tables_of_model,
 )
-from tpu_embedding.export.row_formats import RowFormat
+from tpu_embedding.export.row_formats import RowFormat, check_row_format
 from tpu_embedding.export.signature import (
     BATCH,
     OUTPUT,
@@ -33,6 +33,7 @@ from tpu_embedding.export.signature import (
     Lookup,
     Signature,
 )
+from tpu_embedding.export.writing import check_one_process
 from tpu_embedding.functional.serving_lookup import ServedCall, table_of
 from tpu_embedding.nn.embedding import (
     EmbeddingTables,
@@ -95,8 +96,11 @@ def make_program(
       batch_size: None: any.
 
     Raises:
-      ExportError: if the model cannot run without its mesh, or not with any batch size.
+      ExportError: if the model cannot run without its mesh, or not with any batch
+        size; if the format is unknown, or the job has several processes.
     """
+    check_row_format(row_format)
+    check_one_process()
     function = getattr(model, method, None)
     if not callable(function):
         raise ExportError(

@@ -4,12 +4,11 @@ import dataclasses
 import importlib.util
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
@@ -25,18 +24,14 @@ from tpu_embedding.export.artifact import (
     write_table_files,
 )
 from tpu_embedding.export.delta_chain import DeltaChain
-from tpu_embedding.export.digests import (
-    check_file,
-    digests_of_files,
-    recorded_digests,
-)
+from tpu_embedding.export.digests import check_files, digests_of_files
 from tpu_embedding.export.feeding import Feeder
 from tpu_embedding.export.layer_tables import tables_of_model
 from tpu_embedding.export.row_formats import RowFormat, check_row_format
 from tpu_embedding.export.serving_program import make_program
 from tpu_embedding.export.signature import OUTPUT, ExportError, Signature
 from tpu_embedding.export.tensor_files import read_tensors, write_tensors
-from tpu_embedding.export.writing import Writing, check_one_process
+from tpu_embedding.export.writing import Writing
 from tpu_embedding.nn.training import MODEL, Optimizer
 from tpu_embedding.paths import local_path
 
@@ -86,8 +81,6 @@ def save(
       >>> served({"watched": np.array([3, 4, 5])})["watched"].shape
       (3, 4)
     """
-    check_row_format(dtype)
-    check_one_process("A program")
     _check_flatbuffers()
     program = make_program(
         model, example, method=method, row_format=dtype, batch_size=batch_size
@@ -184,45 +177,6 @@ class ServedModel:
     _call: Any
     _feeder: Feeder
 
-    @classmethod
-    def read(cls, directory: str | pathlib.Path, *, verify: bool) -> Self:
-        """Reads a directory of `save`; `load` is the public name."""
-        path, document = local_path(directory), read_document(directory)
-        _check_flatbuffers()
-        if "program" not in document:
-            raise ExportError(
-                f"{path} holds tables without a program; read them with safetensors, "
-                "or export the model with te.export.save."
-            )
-        digests = recorded_digests(path, document) if verify else None
-        if digests is not None:
-            check_file(path, PROGRAM_FILE, digests)
-        try:
-            serialized = bytearray((path / PROGRAM_FILE).read_bytes())
-            exported = jax.export.deserialize(serialized)
-        except Exception as error:  # Damaged bytes raise anything.
-            raise ExportError(
-                f"{path / PROGRAM_FILE} cannot be read by jax {jax.__version__}: "
-                f"{error}. It was written by jax {document['versions']['jax']} on "
-                f"{document['program']['written']}; export the model again."
-            ) from error
-        call = jit_program(exported, document["tables"], jax.devices()[0])
-        tables = {}
-        for name, entry in document["tables"].items():
-            table = _read(path, entry["file"], digests)[name]
-            tables[name] = jax.device_put(table, _by_rows(jax.devices()[0]))
-        parameters = _read(path, DENSE_FILE, digests)
-        dense = {name: jnp.asarray(x) for name, x in parameters.items()}
-        signature = Signature.from_json(document["signature"])
-        return cls(
-            signature=signature,
-            tables=tables,
-            dense=dense,
-            document=document,
-            _call=call,
-            _feeder=Feeder(signature),
-        )
-
     def __call__(self, *arguments: Any) -> Any:
         """Runs the model on a batch.
 
@@ -251,13 +205,45 @@ def load(directory: str | pathlib.Path, *, verify: bool = True) -> ServedModel:
     Args:
       directory: written by `save`.
       verify: False to serve the files as they are. True compares each file with its
-        digest in `export.json`, about a second per GB; an export of a release that
-        kept no digests is read with a warning.
+        digest in `export.json`, about a second per GB.
 
     Raises:
       ExportError: a ValueError, if the directory holds no program, or a damaged file.
     """
-    return ServedModel.read(directory, verify=verify)
+    path, document = local_path(directory), read_document(directory)
+    _check_flatbuffers()
+    if "program" not in document:
+        raise ExportError(
+            f"{path} holds tables without a program; read them with safetensors, "
+            "or export the model with te.export.save."
+        )
+    if verify:
+        check_files(path, document)
+    try:
+        serialized = bytearray((path / PROGRAM_FILE).read_bytes())
+        exported = jax.export.deserialize(serialized)
+    except Exception as error:  # Damaged bytes raise anything.
+        raise ExportError(
+            f"{path / PROGRAM_FILE} cannot be read by jax {jax.__version__}: "
+            f"{error}. It was written by jax {document['versions']['jax']} on "
+            f"{document['program']['written']}; export the model again."
+        ) from error
+    call = jit_program(exported, document["tables"], jax.devices()[0])
+    tables = {}
+    for name, entry in document["tables"].items():
+        table = read_tensors(path / entry["file"])[name]
+        tables[name] = jax.device_put(table, _by_rows(jax.devices()[0]))
+    parameters = read_tensors(path / DENSE_FILE)
+    dense = {name: jnp.asarray(x) for name, x in parameters.items()}
+    signature = Signature.from_json(document["signature"])
+    return ServedModel(
+        signature=signature,
+        tables=tables,
+        dense=dense,
+        document=document,
+        _call=call,
+        _feeder=Feeder(signature),
+    )
 
 
 def jit_program(
@@ -288,18 +274,3 @@ def _check_flatbuffers() -> None:
             "te.export needs the package flatbuffers, which jax.export writes programs "
             "with; install it by pip install 'tpu-embedding[serving]'."
         )
-
-
-def _read(
-    directory: pathlib.Path, name: str, digests: Mapping[str, str] | None
-) -> dict[str, np.ndarray]:
-    """Returns the tensors of a file, whose pages are cached since its digest."""
-    if digests is not None:
-        check_file(directory, name, digests)
-    try:
-        return read_tensors(directory / name)
-    except FileNotFoundError:
-        raise ExportError(
-            f"{directory / name} is missing; export the model again, or copy the whole "
-            "directory."
-        ) from None

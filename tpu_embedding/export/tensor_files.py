@@ -108,8 +108,12 @@ def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a file, mapped into memory; pages are read on use.
 
     Raises:
-      ExportError: if the file is damaged.
+      ExportError: if the file is missing or damaged.
     """
+    if not path.is_file():
+        raise ExportError(
+            f"{path} is missing; export the model again, or copy the whole directory."
+        )
     try:
         return map_tensors(path)
     except CheckpointError as error:

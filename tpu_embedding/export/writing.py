@@ -63,11 +63,8 @@ def receivers() -> Receivers:
     return "one" if current_job().num_processes == 1 else "all"
 
 
-def check_one_process(what: str) -> None:
+def check_one_process() -> None:
     """Refuses to export a program in a job of several processes.
-
-    Args:
-      what: what is exported, for the message.
 
     Raises:
       ExportError: if this process belongs to such a job.
@@ -75,7 +72,7 @@ def check_one_process(what: str) -> None:
     num_processes = current_job().num_processes
     if num_processes > 1:
         raise ExportError(
-            f"{what} is exported by one process, got a job of {num_processes}; save a "
-            "checkpoint by te.save, and export it in a process of its own. "
+            f"A program is exported by one process, got a job of {num_processes}; save "
+            "a checkpoint by te.save, and export it in a process of its own. "
             "te.export.save_tables and te.export.save_delta work in a job."
         )
