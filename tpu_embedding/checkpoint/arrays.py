@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
-import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 from etils import epath
@@ -28,6 +27,7 @@ from tpu_embedding.checkpoint.format import (
     state_directory,
     unreadable,
 )
+from tpu_embedding.rows.file_rows import decode_int8
 
 _DIGEST_DIFFERS: Final = ("DATA_LOSS", "FAILED_PRECONDITION")
 """Errors of tensorstore for a chunk of another digest, and of another size."""
@@ -86,19 +86,16 @@ class ArrayFile:
         write = store.write(values, can_reference_source_data_indefinitely=True)
         return write.commit
 
-    def read(self, start: int | None = None, num_rows: int = 0) -> np.ndarray:
+    def read(self, rows: slice | np.ndarray | None = None) -> np.ndarray:
         """Reads rows, or the whole array.
 
         Args:
-          start: first row; None: the whole array.
-          num_rows: number of rows.
+          rows: a slice within the array, or row ids `[n]`; None: the whole array.
 
         Raises:
           CheckpointError: if a chunk is missing or damaged.
         """
-        store = self._store
-        if start is not None:
-            store = store[start : start + num_rows]
+        store = self._store if rows is None else self._store[rows]
         try:
             return store.read().result()
         except (ValueError, OSError, RuntimeError) as error:
@@ -107,8 +104,9 @@ class ArrayFile:
                 raise unreadable(self._path, FileNotFoundError(problem)) from error
             if not problem.startswith(_DIGEST_DIFFERS):
                 raise unreadable(self._path, error) from error
-            rows = "" if start is None else f" (rows {start} to {start + num_rows})"
-            raise damaged(self._path, f"{problem}{rows}") from error
+            if isinstance(rows, slice):
+                problem += f" (rows {rows.start} to {rows.stop})"
+            raise damaged(self._path, problem) from error
 
 
 class HostBudget:
@@ -189,7 +187,7 @@ def iterate_rows(
     file, of_table, array = _open_array(directory, table, slot)
     num_rows, chunk_rows = array.shape[0], array.chunk_rows or 1
     for start in range(0, num_rows, chunk_rows):
-        values = file.read(start, min(chunk_rows, num_rows - start))
+        values = file.read(slice(start, min(start + chunk_rows, num_rows)))
         is_int8 = slot is None and of_table.dtype == "int8"
         yield start, decode_int8(values) if is_int8 else values
 
@@ -224,28 +222,12 @@ def _read_rows(file: ArrayFile, array: ArrayRecord, rows: Any) -> np.ndarray:
         start, stop, step = rows.indices(size)
         if step != 1:
             raise ValueError(f"rows must have step 1, got {rows}.")
-        return file.read(start, max(0, stop - start))
-    row_ids = np.asarray(rows)
+        return file.read(slice(start, max(start, stop)))
+    row_ids = np.asarray(rows, np.int64)
     outside = row_ids[(row_ids < 0) | (row_ids >= size)]
     if outside.size:
         raise IndexError(f"rows must lie between 0 and {size - 1}, got {outside[0]}.")
-    chunks = row_ids // array.chunk_rows
-    values = np.empty((len(row_ids), *array.shape[1:]), jnp.dtype(array.dtype))
-    for chunk in np.unique(chunks):
-        start = int(chunk) * array.chunk_rows
-        block = file.read(start, min(array.chunk_rows, size - start))
-        values[chunks == chunk] = block[row_ids[chunks == chunk] - start]
-    return values
-
-
-def decode_int8(rows: np.ndarray) -> np.ndarray:
-    """Returns int8 rows as float32: codes times scale, plus bias.
-
-    Args:
-      rows: uint8 `[rows, dim + 8]`.
-    """
-    ends = np.ascontiguousarray(rows[:, -8:]).view("<f4")
-    return rows[:, :-8].astype(np.float32) * ends[:, :1] + ends[:, 1:]
+    return file.read(row_ids)
 
 
 def _kvstore(path: epath.Path) -> dict[str, str]:

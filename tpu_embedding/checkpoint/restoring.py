@@ -29,7 +29,6 @@ from tpu_embedding.checkpoint.format import (
     ORBAX_FILE,
     TABLES,
     CheckpointRecord,
-    array_name,
     check_files,
     describe,
     state_directory,
@@ -75,10 +74,14 @@ class RestoreState(ocp.args.CheckpointArgs):
     dtypes: DtypesChoice = "check"
 
     def __post_init__(self):
-        _check_choice("slots", self.slots, SlotsChoice)
-        _check_choice("rules", self.rules, RulesChoice)
-        _check_choice("dense", self.dense, DenseChoice)
-        _check_choice("dtypes", self.dtypes, DtypesChoice)
+        for field, choices in (
+            ("slots", get_args(SlotsChoice)),
+            ("rules", get_args(RulesChoice)),
+            ("dense", get_args(DenseChoice)),
+            ("dtypes", get_args(DtypesChoice)),
+        ):
+            if (value := getattr(self, field)) not in choices:
+                raise ValueError(f"{field} must be one of {choices}, got {value!r}.")
         for field in ("tables", "rename"):
             if isinstance(getattr(self, field), str):
                 raise TypeError(
@@ -109,32 +112,39 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
     root, record = state_directory(directory), describe(directory)
     parts = SplitState(args.state, args.plan)
     _check_names(args, parts.layers)
-    for layer in parts.layers:
-        _check_followers(layer, args)
-    _compare(root, record, parts, args)
-    _check_all_files(root, record, parts.layers, args)
+    pairs = [
+        (layer, _saved_tables(layer, root, record, args)) for layer in parts.layers
+    ]
+    for layer, saved in pairs:
+        _check_followers(layer, saved)
+    _compare(root, record, pairs, parts.dense, args)
+    _check_all_files(root, pairs, args)
     dense = {}
     if args.dense == "restore":
         dense = restored_leaves(root / DENSE, parts.dense, _sharding(parts.layers))
-    layers = [_restored(layer, root, record, args) for layer in parts.layers]
+    layers = [_restored(layer, saved, args) for layer, saved in pairs]
     restored = parts.rebuilt(layers, dense)
-    for layer in layers:
-        _note_set_tables(layer, args)
+    for layer, (_, saved) in zip(layers, pairs, strict=True):
+        _note_set_tables(layer, saved, args)
     return restored
 
 
-def _check_followers(layer: LayerState, args: RestoreState) -> None:
+_Pairs = Sequence[tuple[LayerState, SavedTables]]
+"""Each layer, with what it takes over from the files."""
+
+
+def _check_followers(layer: LayerState, saved: SavedTables) -> None:
     """Refuses tables alone, if an optimizer has made state from their values."""
     if layer.slots is None:
         for each in layer.set_tables:
             each.check_without_optimizer(
-                _saved_names(layer, args), "te.restore(directory, (model, optimizer))"
+                saved.names, "te.restore(directory, (model, optimizer))"
             )
 
 
-def _note_set_tables(layer: LayerState, args: RestoreState) -> None:
+def _note_set_tables(layer: LayerState, saved: SavedTables, args: RestoreState) -> None:
     """Remembers that no update made the restored rows, unless their record came too."""
-    names = set(_saved_names(layer, args))
+    names = set(saved.names)
     for each in layer.set_tables:
         if layer.slots is None:
             each.note(names)
@@ -150,14 +160,9 @@ def _sharding(layers: Sequence[LayerState]) -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
-def _check_choice(name: str, value: Any, choice: Any) -> None:
-    if value not in get_args(choice):
-        raise ValueError(f"{name} must be one of {get_args(choice)}, got {value!r}.")
-
-
 def _check_names(args: RestoreState, layers: Sequence[LayerState]) -> None:
     """Refuses tables= and rename= that name no tables of the state."""
-    names = _table_names(layers)
+    names = sorted(name for layer in layers for name in layer.names.values())
     for field in ("tables", "rename"):
         given = getattr(args, field) or ()
         if unknown := sorted(set(given) - set(names)):
@@ -166,72 +171,60 @@ def _check_names(args: RestoreState, layers: Sequence[LayerState]) -> None:
             )
 
 
-def _table_names(layers: Sequence[LayerState]) -> list[str]:
-    return sorted(
-        layer.name_of(table.name)
-        for layer in layers
-        for stack in layer.plan.stacks
-        for table in stack.tables
-    )
-
-
 def _compare(
-    root: epath.Path, record: CheckpointRecord, parts: SplitState, args: RestoreState
+    root: epath.Path,
+    record: CheckpointRecord,
+    pairs: _Pairs,
+    dense: Mapping[str, Any],
+    args: RestoreState,
 ) -> None:
     """Raises CheckpointError with all differences, if there are any."""
     found = Differences()
-    wanted = [name for name in _table_names(parts.layers) if args.is_wanted(name)]
-    for name in wanted:
-        saved_name = args.saved_name(name)
+    names = {
+        layer.name_of(table): saved_name
+        for layer, saved in pairs
+        for table, saved_name in saved.names.items()
+    }
+    for name, saved_name in sorted(names.items()):
         if saved_name not in record.tables:
             renamed = "" if saved_name == name else f" as {saved_name!r}"
             found.add(f"table {name!r}", f"not in the checkpoint{renamed}", "missing")
     if args.tables is None:
-        used = {args.saved_name(name) for name in wanted}
-        for name in sorted(record.tables.keys() - used):
+        for name in sorted(record.tables.keys() - set(names.values())):
             found.add(f"table {name!r}", "only in the checkpoint", "extra")
-    for layer in parts.layers:
-        _compare_layer(found, layer, record, args)
+    for layer, saved in pairs:
+        _compare_layer(found, layer, saved, args)
     if args.dense == "restore":
-        compare_dense(found, record.dense, parts.dense)
+        compare_dense(found, record.dense, dense)
     if not found:
-        for layer in parts.layers:
-            _compare_counts(found, root, layer, record, args)
+        for layer, saved in pairs:
+            _compare_counts(found, layer, saved)
     if found:
         raise CheckpointError(f"The checkpoint {root} does not fit the state:{found}")
 
 
 def _compare_layer(
-    found: Differences, layer: LayerState, record: CheckpointRecord, args: RestoreState
+    found: Differences, layer: LayerState, saved: SavedTables, args: RestoreState
 ) -> None:
-    with_slots = args.with_slots(layer)
-    for name, of_table in table_records(layer).items():
-        saved = record.tables.get(args.saved_name(name))
-        if saved is not None and args.is_wanted(name):
+    wanted = table_records(layer)
+    for table, saved_name in saved.names.items():
+        name = layer.name_of(table)
+        if saved_name in saved.records:
             compare_table(
-                *(found, name, saved, of_table),
+                *(found, name, saved.records[saved_name], wanted[name]),
                 is_abstract=is_abstract(jax.tree.leaves(layer.tables)),
-                with_slots=with_slots,
+                with_slots=args.with_slots(layer),
                 rules=args.rules,
                 dtypes=args.dtypes,
             )
 
 
-def _compare_counts(
-    found: Differences,
-    root: epath.Path,
-    layer: LayerState,
-    record: CheckpointRecord,
-    args: RestoreState,
-) -> None:
+def _compare_counts(found: Differences, layer: LayerState, saved: SavedTables) -> None:
     """Compares what tables of a stack share now, such as hyper-parameters.
 
     Their counts may differ, and what follows from these, such as the learning rate of a
     schedule: `restored_slots` takes those of the table with the most steps.
     """
-    if not args.with_slots(layer):
-        return
-    saved = _saved_tables(layer, root, record, args)
     for stack in layer.plan.stacks:
         steps = saved_steps(layer, stack, saved)
         for slot in slots_of(layer, stack):
@@ -248,46 +241,20 @@ def _compare_counts(
                 compare_with_staying(found, stay, slot, next(iter(values.items())))
 
 
-def _saved_names(layer: LayerState, args: RestoreState) -> dict[str, str]:
-    """Returns table of the layer to its name in the files, for those to restore."""
-    names = {
-        table.name: layer.name_of(table.name)
-        for stack in layer.plan.stacks
-        for table in stack.tables
-    }
-    return {
-        table: args.saved_name(name)
-        for table, name in names.items()
-        if args.is_wanted(name)
-    }
-
-
-def _check_all_files(
-    root: epath.Path,
-    record: CheckpointRecord,
-    layers: Sequence[LayerState],
-    args: RestoreState,
-) -> None:
+def _check_all_files(root: epath.Path, pairs: _Pairs, args: RestoreState) -> None:
     """Checks the files that will be read, before any array of the state changes."""
-    wanted = [f"{TABLES}/{ORBAX_FILE}"]
-    for layer in layers:
-        with_slots = args.with_slots(layer)
-        for name in _saved_names(layer, args).values():
-            slots = record.tables[name].slots if with_slots else ()
-            wanted += [f"{TABLES}/{array_name(name, slot)}/" for slot in (None, *slots)]
+    arrays = [name for _, saved in pairs for name in saved.array_names()]
+    wanted = (f"{TABLES}/{ORBAX_FILE}", *(f"{TABLES}/{name}/" for name in arrays))
     if args.dense == "restore":
-        wanted.append(f"{DENSE}/")
-    check_files(root, lambda file: file.startswith(tuple(wanted)))
+        wanted += (f"{DENSE}/",)
+    check_files(root, lambda file: file.startswith(wanted))
 
 
-def _restored(
-    layer: LayerState, root: epath.Path, record: CheckpointRecord, args: RestoreState
-) -> LayerState:
-    saved = _saved_tables(layer, root, record, args)
+def _restored(layer: LayerState, saved: SavedTables, args: RestoreState) -> LayerState:
     new = restored_tables(layer, saved)
     if new.slots is None:
         return new
-    if not args.with_slots(layer) or saved.lacks_slots(table_records(layer), layer):
+    if args.slots == "initialize" or saved.lacks_slots(layer):
         new = dataclasses.replace(new, slots=_initialized(new, saved.names))
     if args.slots != "restore":
         return new
@@ -296,16 +263,12 @@ def _restored(
 
 def _with_totals_of_new_rows(layer: LayerState, saved: SavedTables) -> LayerState:
     """Adds the rows that the checkpoint lacks to totals over the values of a table."""
-    sizes = {
+    grown = {
         table.name: table.config.vocabulary_size
         for stack in layer.plan.trained_stacks
         for table in stack.tables
         if table.name in saved.names
-    }
-    grown = {
-        name: size
-        for name, size in sizes.items()
-        if saved.records[saved.names[name]].vocabulary_size < size
+        and saved.num_rows(table.name) < table.config.vocabulary_size
     }
     tables = dict(layer.tables)
     slots = with_following_slots(layer.slots or {}, tables, grown, layer.plan, tables)
@@ -316,13 +279,18 @@ def _saved_tables(
     layer: LayerState, root: epath.Path, record: CheckpointRecord, args: RestoreState
 ) -> SavedTables:
     """Returns the tables and slot variables that a layer takes over."""
-    names = _saved_names(layer, args)
+    names = {
+        table: args.saved_name(name)
+        for table, name in layer.names.items()
+        if args.is_wanted(name)
+    }
     slots = {}
     if args.with_slots(layer):
         wanted = table_records(layer)
         slots = {
             table: saved_slots(record.tables[name], wanted[layer.name_of(table)])
             for table, name in names.items()
+            if name in record.tables
         }
     return SavedTables(root / TABLES, record.tables, names, slots)
 

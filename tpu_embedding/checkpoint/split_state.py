@@ -60,6 +60,15 @@ class LayerState:
         """Returns the name of a table in a checkpoint."""
         return f"{self.path}/{table}" if self.path else table
 
+    @property
+    def names(self) -> dict[str, str]:
+        """The name in a checkpoint of each table of the layer."""
+        return {
+            table.name: self.name_of(table.name)
+            for stack in self.plan.stacks
+            for table in stack.tables
+        }
+
     def with_record(self) -> Self:
         """Returns the layer with tables that were set by hand counted as touched."""
         names = {
@@ -184,12 +193,7 @@ class SplitState:
             for parent in parents:
                 if parent in self._dense_indices:
                     raise _same_path(parent)
-        names = [
-            layer.name_of(table.name)
-            for layer in self.layers
-            for stack in layer.plan.stacks
-            for table in stack.tables
-        ]
+        names = [name for layer in self.layers for name in layer.names.values()]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(

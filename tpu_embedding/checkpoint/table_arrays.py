@@ -15,7 +15,7 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from tpu_embedding.checkpoint.arrays import ArrayFile, HostBudget, decode_int8
+from tpu_embedding.checkpoint.arrays import ArrayFile, HostBudget
 from tpu_embedding.checkpoint.format import ArrayRecord, TableRecord, array_name
 from tpu_embedding.checkpoint.split_state import LayerState
 from tpu_embedding.optimizers.analysis.slots import uniform_initial_values
@@ -27,7 +27,7 @@ from tpu_embedding.optimizers.rules.track_touched_rows import (
 )
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
-from tpu_embedding.rows.file_rows import file_row
+from tpu_embedding.rows.file_rows import decode_int8, file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_stream import read_blocks, write_blocks
 from tpu_embedding.tables.row_windows import rows_per_window
@@ -223,7 +223,7 @@ class SavedTables:
       records: descriptions of the tables, by their name in the files.
       names: name of a table of the layer to its name in the files.
       slots: name of a table of the layer to its slot variables that are taken over;
-        each has the name that it has in the files.
+        each has the name that it has in the files. Empty without slot variables.
     """
 
     directory: epath.Path
@@ -244,22 +244,24 @@ class SavedTables:
             record, saved = self.records[name], None
             array = record.values
             if slot is not None:
-                if slot not in self.slots[table]:
+                if slot not in self.slots.get(table, {}):
                     continue
                 saved = self.slots[table][slot]
                 array = record.slots[saved]
             files[table] = ArrayFile(self.directory, array_name(name, saved), array)
         return files
 
-    def lacks_slots(self, wanted: Mapping[str, TableRecord], layer: LayerState) -> bool:
-        """Returns True if a table has slot variables that are not taken over.
+    def array_names(self) -> Iterator[str]:
+        """Yields the name of each array that is taken over."""
+        for table, name in self.names.items():
+            for slot in (None, *self.slots.get(table, {}).values()):
+                yield array_name(name, slot)
 
-        Args:
-          wanted: descriptions of the tables of the layer, by their name in files.
-          layer: layer that takes over the tables.
-        """
+    def lacks_slots(self, layer: LayerState) -> bool:
+        """Returns True if a table of a layer has slot variables of no saved array."""
+        wanted = table_records(layer)
         return any(
-            set(wanted[layer.name_of(table)].slots) - set(self.slots[table])
+            set(wanted[layer.name_of(table)].slots) - set(self.slots.get(table, {}))
             for table in self.names
         )
 
@@ -379,7 +381,7 @@ def _with_rows(
     row_dtype = file_row(packed).dtype
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
-        rows = files[table].read(start, num_rows)
+        rows = files[table].read(slice(start, start + num_rows))
         record = saved.records[saved.names[table]]
         if slot is not None or record.dtype == stack.layout.dtype_name:
             return rows

@@ -13,7 +13,7 @@ import numpy as np
 
 from tpu_embedding.export.signature import ExportError
 from tpu_embedding.export.tensor_files import TensorSpec
-from tpu_embedding.functional.serving_lookup import SCALE_AND_BIAS_BYTES
+from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES, decode_int8
 
 RowFormat = Literal["float32", "bfloat16", "int8"]
 """Type of the numbers of an exported table."""
@@ -87,9 +87,7 @@ def decode(stored: np.ndarray) -> np.ndarray:
     """
     if stored.dtype != np.uint8:
         return stored.astype(np.float32, copy=False)
-    codes = stored[:, :-SCALE_AND_BIAS_BYTES].astype(np.float32)
-    ends = np.ascontiguousarray(stored[:, -SCALE_AND_BIAS_BYTES:]).view("<f4")
-    return codes * ends[:, :1] + ends[:, 1:]
+    return decode_int8(stored)
 
 
 @dataclasses.dataclass

@@ -8,7 +8,7 @@ of a batch may be symbolic: `jax.export` then makes one program for all batch si
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,8 @@ from tpu_embedding.lookup._flatten import resolve
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES
 from tpu_embedding.types import PADDING_ROW_ID, ShardedRaggedIds
-
-SCALE_AND_BIAS_BYTES: Final = 8
-"""Bytes behind the codes of an int8 row: its scale and its bias, both float32."""
 
 
 @jax.tree_util.register_dataclass

@@ -19,8 +19,8 @@ import numpy as np
 from tpu_embedding.rows.narrow_rows import decode_rows
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, store_rows
 
-_INT8_ENDS: Final = 8
-"""Bytes of an int8 row that hold its scale and bias."""
+SCALE_AND_BIAS_BYTES: Final = 8
+"""Bytes behind the codes of an int8 row: its scale and its bias, both float32."""
 
 
 def file_row(packed: PackedRows) -> jax.ShapeDtypeStruct:
@@ -40,7 +40,7 @@ def file_row(packed: PackedRows) -> jax.ShapeDtypeStruct:
         case None:
             return jax.ShapeDtypeStruct(layout.row_shape, packed.lines.dtype)
         case "int8":
-            return jax.ShapeDtypeStruct((layout.dim + _INT8_ENDS,), np.uint8)
+            return jax.ShapeDtypeStruct((layout.dim + SCALE_AND_BIAS_BYTES,), np.uint8)
         case "float16":
             return jax.ShapeDtypeStruct(layout.row_shape, np.float16)
         case "bfloat16":
@@ -133,6 +133,17 @@ def values_of_file_rows(rows: np.ndarray, layout: RowLayout) -> np.ndarray:
         case "int8":
             return decode_rows(_int8_words(rows, layout), "int8", layout.dim)
     return rows.astype(np.float32)
+
+
+def decode_int8(rows: np.ndarray) -> np.ndarray:
+    """Returns int8 rows of a file as float32: codes times scale, plus bias.
+
+    Args:
+      rows: uint8 `[rows, dim + 8]`.
+    """
+    codes = rows[:, :-SCALE_AND_BIAS_BYTES].astype(np.float32)
+    ends = np.ascontiguousarray(rows[:, -SCALE_AND_BIAS_BYTES:]).view("<f4")
+    return codes * ends[:, :1] + ends[:, 1:]
 
 
 def _float_type(layout: RowLayout) -> Any:

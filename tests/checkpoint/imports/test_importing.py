@@ -13,7 +13,6 @@ import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
 from tests.conftest import mesh_of
 from tests.tiers import matrix, quick_cases
-from tpu_embedding.checkpoint.arrays import decode_int8
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports import (
     import_into_stacks,
@@ -25,6 +24,7 @@ from tpu_embedding.checkpoint.imports.source import (
     SourceTable,
     TableSource,
 )
+from tpu_embedding.rows.file_rows import decode_int8
 from tpu_embedding.tables import row_windows
 
 FILES = pathlib.Path(__file__).parent / "fixtures"

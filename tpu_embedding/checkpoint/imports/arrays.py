@@ -1,7 +1,8 @@
 """Opens arrays by name: dicts, `.npz` files and directories of `.npy` files.
 
-Files are mapped to memory, so only the rows that are read take memory. Members of a
-compressed `.npz` file are the exception: each is decompressed as a whole.
+`.npy` files are mapped to memory, so only the rows that are read take memory. An array
+of an `.npz` file is read as a whole, which verifies its checksum. The one that was read
+last stays in memory.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ import functools
 import pathlib
 import zipfile
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +21,6 @@ from tpu_embedding.checkpoint.imports.source import (
     TableSource,
     array_of,
 )
-
-_CHECK_BYTES: Final = 2**22
-"""Bytes that are compared with a checksum at a time."""
 
 
 def tables_by_name(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
@@ -94,12 +92,21 @@ def arrays_of_npz(path: pathlib.Path) -> dict[str, RowArray]:
     Raises:
       CheckpointError: if the file is damaged, or holds Python objects.
     """
+
+    @functools.lru_cache(maxsize=1)
+    def load(name: str) -> np.ndarray:
+        with _damage_found(path), np.load(path) as arrays:
+            return arrays[name]
+
+    arrays = {}
     with _damage_found(path), zipfile.ZipFile(path) as file:
-        members = [info for info in file.infolist() if info.filename[-4:] == ".npy"]
-        return {
-            info.filename.removesuffix(".npy"): _member(path, file, info)
-            for info in members
-        }
+        for member in file.namelist():
+            if member.endswith(".npy"):
+                name = member.removesuffix(".npy")
+                shape, dtype = _read_header(path, file, member)
+                whole = functools.partial(load, name)
+                arrays[name] = RowArray.whole(shape, dtype, whole)
+    return arrays
 
 
 @contextlib.contextmanager
@@ -123,51 +130,23 @@ def _damage_found(path: pathlib.Path) -> Iterator[None]:
         ) from None
 
 
-def _member(
-    path: pathlib.Path, file: zipfile.ZipFile, info: zipfile.ZipInfo
-) -> RowArray:
-    with file.open(info) as member:
-        version = np.lib.format.read_magic(member)
-        read_header = (
+def _read_header(
+    path: pathlib.Path, file: zipfile.ZipFile, member: str
+) -> tuple[tuple[int, ...], np.dtype]:
+    with file.open(member) as array:
+        version = np.lib.format.read_magic(array)
+        read = (
             np.lib.format.read_array_header_1_0
             if version == (1, 0)
             else np.lib.format.read_array_header_2_0
         )
-        shape, is_fortran, dtype = read_header(member)
-        header_bytes = member.tell()
+        shape, _, dtype = read(array)
     if dtype.hasobject:
         raise CheckpointError(
-            f"{path} holds Python objects in {info.filename!r}; save an array of "
-            "numbers instead."
+            f"{path} holds Python objects in {member!r}; save an array of numbers "
+            "instead."
         )
-
-    @functools.cache
-    def load() -> np.ndarray:
-        if info.compress_type != zipfile.ZIP_STORED:
-            with np.load(path) as arrays:
-                return arrays[info.filename.removesuffix(".npy")]
-        offset = _data_offset(path, info) + header_bytes
-        order = "F" if is_fortran else "C"
-        return np.memmap(path, dtype, "r", offset=offset, shape=shape, order=order)
-
-    def check() -> None:
-        with (
-            _damage_found(path),
-            zipfile.ZipFile(path) as file,
-            file.open(info) as member,
-        ):
-            while member.read(_CHECK_BYTES):
-                pass
-
-    return RowArray(shape, dtype, lambda start, n: load()[start : start + n], check)
-
-
-def _data_offset(path: pathlib.Path, info: zipfile.ZipInfo) -> int:
-    """Returns where the bytes of a member begin, behind its local header."""
-    with path.open("rb") as file:
-        file.seek(info.header_offset + 26)
-        lengths = np.frombuffer(file.read(4), "<u2")
-    return info.header_offset + 30 + int(lengths.sum())
+    return shape, dtype
 
 
 def arrays_of_npy_directory(path: pathlib.Path) -> dict[str, RowArray]:

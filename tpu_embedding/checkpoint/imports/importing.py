@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 
 from tpu_embedding.argument_checks import takes
-from tpu_embedding.checkpoint.arrays import decode_int8
 from tpu_embedding.checkpoint.imports.match import (
     ImportedRows,
     ImportedSlots,
@@ -31,7 +30,7 @@ from tpu_embedding.nn.training import MODEL, Optimizer, embedding_layers
 from tpu_embedding.optimizers.rules.track_touched_rows import RECORD_SLOT
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
-from tpu_embedding.rows.file_rows import file_row, file_rows_of_values
+from tpu_embedding.rows.file_rows import decode_int8, file_row, file_rows_of_values
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_stream import rows_per_block, write_blocks
 from tpu_embedding.tables.slot_values import slot_rows, with_slot_rows

@@ -98,12 +98,8 @@ def _open(item: pathlib.Path, path: LeafPath, driver: str) -> RowArray:
         except (ValueError, OSError) as error:
             raise _unreadable(item, name, error) from None
 
-    return RowArray(
-        tuple(store.shape),
-        np.dtype(store.dtype.numpy_dtype),
-        lambda start, n: load()[start : start + n],
-        lambda: None if load().size else None,
-    )
+    dtype = np.dtype(store.dtype.numpy_dtype)
+    return RowArray.whole(tuple(store.shape), dtype, load)
 
 
 def _copy(store: ts.TensorStore) -> np.ndarray:

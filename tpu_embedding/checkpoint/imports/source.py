@@ -7,13 +7,12 @@ the host without being there as a whole.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
 
-INT8_ROW_ENDS: Final = 8
-"""Bytes of scale and bias in a row of bytes, as FBGEMM and `te.export` write it."""
+from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,20 @@ class RowArray:
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[int, int], np.ndarray] = dataclasses.field(repr=False)
-    check: Callable[[], None] = dataclasses.field(default=lambda: None, repr=False)
+    check: Callable[[], object] = dataclasses.field(default=lambda: None, repr=False)
+
+    @classmethod
+    def whole(
+        cls, shape: tuple[int, ...], dtype: np.dtype, load: Callable[[], np.ndarray]
+    ) -> Self:
+        """Returns an array that its format reads and checks as a whole only.
+
+        Args:
+          shape: see the class.
+          dtype: see the class.
+          load: reads the array, and keeps it for the next call.
+        """
+        return cls(shape, dtype, lambda start, n: load()[start : start + n], load)
 
     def __str__(self) -> str:
         return f"{self.dtype.name}[{', '.join(map(str, self.shape))}]"
@@ -44,7 +56,8 @@ class RowArray:
 
     def holds_int8_rows(self, dim: int) -> bool:
         """True for rows of bytes: `dim` codes, then scale and bias in float32."""
-        return self.dtype == np.uint8 and self.shape[1:] == (dim + INT8_ROW_ENDS,)
+        row_shape = (dim + SCALE_AND_BIAS_BYTES,)
+        return self.dtype == np.uint8 and self.shape[1:] == row_shape
 
     @property
     def is_floating(self) -> bool:

@@ -17,7 +17,7 @@ SparseCores it was.
 import dataclasses
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from tpu_embedding.checkpoint.errors import CheckpointError
@@ -290,7 +290,12 @@ def _place(stack: Mapping[str, Any], table: Mapping[str, Any]) -> StackedTable:
     )
 
 
-_TOKEN: Final = re.compile(r'\s*(?:"((?:[^"\\]|\\.)*)"|([{}:])|([^\s{}:"]+))')
+_FIELD: Final = re.compile(
+    r"""\s*(?:(?P<end>\})|(?P<name>[^\s{}:"]+)\s*(?:
+    (?P<begin>:?\s*\{)|:\s*(?:"(?P<string>(?:[^"\\]|\\.)*)"|(?P<value>[^\s{}:"]+))))""",
+    re.VERBOSE,
+)
+"""The end of a message, or a field with its value, or with the begin of a message."""
 
 
 def _parse_text(text: str) -> dict[str, list[Any]]:
@@ -299,42 +304,28 @@ def _parse_text(text: str) -> dict[str, list[Any]]:
     Raises:
       ValueError: if it is no such message.
     """
-    text = text.strip()
-    tokens = []
+    text = text.rstrip()
+    messages: list[dict[str, list[Any]]] = [{}]
     position = 0
     while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            raise ValueError(f"unexpected text at position {position}")
-        tokens.append(match)
-        position = match.end()
-    stream = iter(tokens)
-    message = _parse_fields(stream, is_nested=False)
-    return message
-
-
-def _parse_fields(
-    tokens: Iterator[re.Match[str]], *, is_nested: bool
-) -> dict[str, list[Any]]:
-    fields: dict[str, list[Any]] = {}
-    for token in tokens:
-        if token[2] == "}" and is_nested:
-            return fields
-        if token[3] is None:
-            raise ValueError(f"expected the name of a field, got {token[0]!r}")
-        mark = next(tokens, None)
-        if mark is not None and mark[2] == ":":
-            mark = next(tokens, None)
-            if mark is not None and mark[2] is None:
-                value = mark[3] if mark[1] is None else _unescaped(mark[1])
-                fields.setdefault(token[3], []).append(value)
-                continue
-        if mark is None or mark[2] != "{":
-            raise ValueError(f"field {token[3]!r} has no value")
-        fields.setdefault(token[3], []).append(_parse_fields(tokens, is_nested=True))
-    if is_nested:
+        field = _FIELD.match(text, position)
+        if field is None or (field["end"] and len(messages) == 1):
+            raise ValueError(f"expected a field at position {position}")
+        position = field.end()
+        if field["end"]:
+            messages.pop()
+            continue
+        value: Any = field["value"]
+        if field["begin"]:
+            value = {}
+        elif field["string"] is not None:
+            value = _unescaped(field["string"])
+        messages[-1].setdefault(field["name"], []).append(value)
+        if field["begin"]:
+            messages.append(value)
+    if len(messages) > 1:
         raise ValueError("a message does not end")
-    return fields
+    return messages[0]
 
 
 def _unescaped(text: str) -> str:

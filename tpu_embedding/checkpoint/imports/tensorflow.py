@@ -108,7 +108,7 @@ def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
     tables: dict[tuple[str, ...], SourceTable] = {}
     for key in stacked:
         parent = _path_of(key)[:-1]
-        for layout in _layouts(reader.string(key + _VALUE), origin):
+        for layout in _layouts(reader.read(key + _VALUE), origin):
             tables[*parent, layout.name] = _stacked_table(
                 layout, parent, variables, origin
             )

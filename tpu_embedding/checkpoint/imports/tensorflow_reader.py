@@ -32,7 +32,7 @@ class TensorFlowReader:
         self._prefix = prefix
         self._tf = _tensorflow(prefix)
         self._reader = self._call(self._tf.train.load_checkpoint, str(prefix))
-        self._last_array = functools.lru_cache(maxsize=1)(self._value)
+        self._last_array = functools.lru_cache(maxsize=1)(self.read)
 
     def keys(self) -> list[str]:
         """Returns the names of all arrays and strings."""
@@ -42,29 +42,21 @@ class TensorFlowReader:
         """Returns all arrays of numbers that have rows, by key."""
         dtypes = self._reader.get_variable_to_dtype_map()
         return {
-            key: self._array(key, tuple(shape), np.dtype(dtypes[key].as_numpy_dtype))
+            key: RowArray.whole(
+                tuple(shape),
+                np.dtype(dtypes[key].as_numpy_dtype),
+                functools.partial(self._last_array, key),
+            )
             for key, shape in self._reader.get_variable_to_shape_map().items()
             if shape and _is_number(dtypes[key])
         }
 
-    def string(self, key: str) -> bytes:
-        """Returns a scalar string.
+    def read(self, key: str) -> Any:
+        """Returns a whole array, or a scalar string.
 
         Raises:
           CheckpointError: if it is damaged.
         """
-        return self._value(key)
-
-    def _array(self, key: str, shape: tuple[int, ...], dtype: np.dtype) -> RowArray:
-        def read(start: int, num_rows: int) -> np.ndarray:
-            return self._last_array(key)[start : start + num_rows]
-
-        def check() -> None:
-            self._last_array(key)
-
-        return RowArray(shape, dtype, read, check)
-
-    def _value(self, key: str) -> Any:
         return self._call(self._reader.get_tensor, key)
 
     def _call(self, function: Any, argument: str) -> Any:
