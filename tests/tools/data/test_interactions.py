@@ -7,7 +7,7 @@ import chex
 import numpy as np
 import pytest
 
-from tpu_embedding.tools.data.interactions import Interactions, PopularIds
+from tpu_embedding.tools.data.interactions import Interactions
 from tpu_embedding.types import PADDING_ROW_ID
 
 
@@ -39,14 +39,6 @@ def test_shapes_dtypes_and_ranges():
     assert set(used_mask.sum(axis=1)) == {0, 1, 2, 3, 4, 5}
     assert batch.dense.shape == (2000, 1) and batch.dense.dtype == np.float32
     assert (batch.labels == 1).all() and (batch.weights == 1).all()
-
-
-@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.3])
-def test_log_probabilities_are_those_of_the_law(exponent):
-    law = PopularIds(vocabulary_size=30, exponent=exponent)
-    ids, log_p = law.draw_with_log_probabilities(np.random.default_rng(0), (500, 2))
-    assert ids.shape == log_p.shape == (500, 2)
-    np.testing.assert_allclose(np.exp(log_p), law.probabilities()[ids], rtol=1e-9)
 
 
 def test_items_are_as_frequent_as_their_probability_says():

@@ -98,7 +98,6 @@ def test_facts_of_the_files(directory):
         "history": 25,
     }
     assert (data.num_train_samples, data.num_test_samples) == (7, 3)
-    assert data.steps_per_epoch == 2
     assert data.max_genres == 2
     assert data.mean_rating == pytest.approx(21 / 7)
 
@@ -346,7 +345,6 @@ def test_real_files(movielens_dir):
         "history": 8410,
     }
     assert (data.num_train_samples, data.num_test_samples) == (80_000, 20_000)
-    assert data.steps_per_epoch == 80
     assert data.mean_rating == pytest.approx(3.52835)
     batch = data.train_batch(0)
     sizes = np.bincount(data._train.users)

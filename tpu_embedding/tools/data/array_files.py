@@ -65,20 +65,8 @@ def open_npy(path: pathlib.Path) -> MappedArray:
       DataError: if it is missing, truncated, or no array of numbers.
     """
     with _damage_of(path), path.open("rb") as file:
-        shape, dtype, order = _read_header(file)
-        offset = file.tell()
         mapped = MappedFile(path)
-    return _checked(
-        MappedArray(
-            name=str(path),
-            file=mapped,
-            offset=offset,
-            dtype=dtype,
-            shape=shape,
-            order=order,
-        ),
-        mapped.num_bytes,
-    )
+        return _map(str(path), file, mapped, mapped.num_bytes)
 
 
 def open_npz(path: pathlib.Path) -> dict[str, MappedArray]:
@@ -95,10 +83,10 @@ def open_npz(path: pathlib.Path) -> dict[str, MappedArray]:
         mapped = MappedFile(path)
         for member in archive.infolist():
             name = member.filename.removesuffix(".npy")
-            owner = f"{path}, array {name!r},"
+            owner = f"{path}, array {name!r}"
             if member.compress_type != zipfile.ZIP_STORED:
                 raise DataError(
-                    f"{owner} is compressed, so its rows cannot be read one by one; "
+                    f"{owner}, is compressed, so its rows cannot be read one by one; "
                     "write the file anew with numpy.savez in place of "
                     "savez_compressed."
                 )
@@ -106,41 +94,39 @@ def open_npz(path: pathlib.Path) -> dict[str, MappedArray]:
             lengths = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
             start = member.header_offset + _LOCAL_HEADER.size + sum(lengths)
             file.seek(start)
-            shape, dtype, order = _read_header(file)
-            array = MappedArray(
-                name=owner.removesuffix(","),
-                file=mapped,
-                offset=file.tell(),
-                dtype=dtype,
-                shape=shape,
-                order=order,
-            )
-            arrays[name] = _checked(array, start + member.file_size)
+            arrays[name] = _map(owner, file, mapped, start + member.file_size)
     return arrays
 
 
-def _read_header(
-    file: BinaryIO,
-) -> tuple[tuple[int, ...], np.dtype[Any], Literal["C", "F"]]:
+def _map(name: str, file: BinaryIO, mapped: MappedFile, end: int) -> MappedArray:
+    """Maps an array of numbers.
+
+    Args:
+      name: see `MappedArray`.
+      file: at the header of the array.
+      mapped: the same file.
+      end: place behind the last byte of the array.
+    """
     version = np.lib.format.read_magic(file)
     if version not in _HEADER_READERS:
         raise ValueError(f"version {version} of the format is not supported")
     shape, is_fortran, dtype = _HEADER_READERS[version](file)
-    return shape, dtype, "F" if is_fortran else "C"
-
-
-def _checked(array: MappedArray, end: int) -> MappedArray:
-    """Refuses an array of objects, and one that goes on after `end`."""
-    if array.dtype.kind not in "iuf":
-        raise DataError(f"{array.name} must hold numbers, got dtype {array.dtype}.")
-    needed = array.offset + math.prod(array.shape) * array.dtype.itemsize
+    if dtype.kind not in "iuf":
+        raise DataError(f"{name} must hold numbers, got dtype {dtype}.")
+    needed = file.tell() + math.prod(shape) * dtype.itemsize
     if needed > end:
         raise DataError(
-            f"{array.name} is truncated: {array.dtype} of shape {list(array.shape)} "
-            f"ends at byte {needed:,}, the data end at byte {end:,}; fetch or write "
-            "the file again."
+            f"{name} is truncated: {dtype} of shape {list(shape)} ends at byte "
+            f"{needed:,}, the data end at byte {end:,}; fetch or write the file again."
         )
-    return array
+    return MappedArray(
+        name=name,
+        file=mapped,
+        offset=file.tell(),
+        dtype=dtype,
+        shape=shape,
+        order="F" if is_fortran else "C",
+    )
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from tpu_embedding.field_checks import is_int, raise_all
-from tpu_embedding.tools.data.argument_checks import count_problems
+from tpu_embedding.field_checks import raise_all
+from tpu_embedding.tools.data.argument_checks import count_problems, seed_problems
 from tpu_embedding.tools.data.batch import Batch, DataError
 from tpu_embedding.tools.data.block_order import BlockOrder
 from tpu_embedding.tools.data.digests import join_digests
@@ -102,14 +102,13 @@ class BlockDataset:
           DataError: if there are too few samples to hold out so many.
         """
         owner = type(self).__name__
-        problems = list(
-            count_problems(owner, batch_size=batch_size, num_streams=num_streams)
-        )
-        problems += held_out_problems(
-            owner, num_evaluation_samples, evaluation_reader is not None
-        )
-        if not is_int(seed) or seed < 0:
-            problems.append(f"{owner}.seed must be an int of at least 0, got {seed!r}")
+        problems = [
+            *count_problems(owner, batch_size=batch_size, num_streams=num_streams),
+            *held_out_problems(
+                owner, num_evaluation_samples, evaluation_reader is not None
+            ),
+            *seed_problems(owner, seed),
+        ]
         raise_all(problems)
         self.batch_size = batch_size
         self.seed = seed
@@ -142,11 +141,6 @@ class BlockDataset:
                 f"{self._evaluation_reader} has {available} samples, too few to hold "
                 f"out {num_evaluation_samples}; lower num_evaluation_samples."
             )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of training steps that use every sample at least once."""
-        return -(-self.num_train_samples // self.batch_size)
 
     def train_batch(self, step: int) -> Batch:
         """Returns the batch of training step `step`, counted from 0."""

@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from tpu_embedding.field_checks import is_int, raise_all
-from tpu_embedding.tools.data.argument_checks import count_problems
+from tpu_embedding.field_checks import raise_all
+from tpu_embedding.tools.data.argument_checks import count_problems, seed_problems
 from tpu_embedding.tools.data.batch import Batch
 from tpu_embedding.tools.data.criteo_format import splitmix64
 from tpu_embedding.tools.data.random_streams import (
@@ -30,28 +30,6 @@ NUM_CATEGORIES: Final = 1_000
 
 _COUNTRY_SALT: Final = np.uint64(1 << 32)
 _CATEGORY_SALT: Final = np.uint64(2 << 32)
-
-
-class PopularIds(ZipfIds):
-    """A Zipf law that also returns the log probability of each drawn id."""
-
-    def draw_with_log_probabilities(
-        self, generator: np.random.Generator, shape: int | tuple[int, ...]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns int32 ids of the given shape and their float64 log probabilities.
-
-        Example:
-          >>> law = PopularIds(vocabulary_size=3, exponent=0.0)
-          >>> _, log_probabilities = law.draw_with_log_probabilities(
-          ...     np.random.default_rng(0), 2
-          ... )
-          >>> np.exp(log_probabilities).round(6).tolist()
-          [0.333333, 0.333333]
-        """
-        ranks = self._ranks(generator.random(shape))
-        mass = self._mass(ranks + 2.0) - self._mass(ranks + 1.0)
-        total = self._mass(np.asarray(self.vocabulary_size + 1.0))
-        return self.ids_of_ranks(ranks), np.log(mass / total)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +128,7 @@ class Interactions:
         raise_all(list(self._problems(num_users, num_items)))
         # Rows beyond the last whole group are never drawn.
         self._users, self._items = (
-            PopularIds(vocabulary_size=size // num_groups, exponent=zipf_exponent)
+            ZipfIds(vocabulary_size=size // num_groups, exponent=zipf_exponent)
             for size in (num_users, num_items)
         )
 
@@ -170,8 +148,7 @@ class Interactions:
                 "Interactions.num_groups must be at most num_users and num_items, "
                 f"{num_users} and {num_items}, got {self.num_groups}"
             )
-        if not is_int(self.seed) or self.seed < 0:
-            yield f"Interactions.seed must be an int of at least 0, got {self.seed!r}"
+        yield from seed_problems("Interactions", self.seed)
         if not 0.0 < self.noise < 1.0:
             yield f"Interactions.noise must be between 0 and 1, got {self.noise!r}"
 
@@ -222,9 +199,8 @@ class Interactions:
         users = self._users.draw(generator, num_samples)
         users = users * self.num_groups + user_groups.astype(np.int32)
         item_groups = self._draw_item_groups(generator, user_groups)
-        items, log_probabilities = self._items.draw_with_log_probabilities(
-            generator, num_samples
-        )
+        ranks = self._items.draw_ranks(generator, num_samples)
+        items = self._items.ids_of_ranks(ranks)
         items = items * self.num_groups + item_groups.astype(np.int32)
         earlier_groups = self._draw_item_groups(
             generator, np.repeat(user_groups, length)
@@ -233,6 +209,7 @@ class Interactions:
         history += earlier_groups.reshape(history.shape).astype(np.int32)
         num_earlier = generator.integers(length + 1, size=(num_samples, 1))
         history[np.arange(length) >= num_earlier] = PADDING_ROW_ID
+        log_probabilities = np.log(self._items.probabilities(ranks))
         log_probabilities -= math.log(self.num_groups)
         batch = Batch(
             features={

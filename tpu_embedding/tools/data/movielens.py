@@ -133,11 +133,6 @@ class MovieLens:
         self._histories = _group_by_user(train, len(users.rows), config.seed)
         self._last_permutation = (0, self._permute(0))
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of training steps that use every sample at least once."""
-        return -(-self.num_train_samples // self.batch_size)
-
     def train_batch(self, step: int) -> Batch:
         """Returns the batch of training step `step`, counted from 0."""
         positions = step * self.batch_size + np.arange(self.batch_size)

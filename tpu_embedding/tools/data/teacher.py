@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from tpu_embedding.field_checks import is_int, raise_all
-from tpu_embedding.tools.data.argument_checks import count_problems
+from tpu_embedding.field_checks import raise_all
+from tpu_embedding.tools.data.argument_checks import count_problems, seed_problems
 from tpu_embedding.tools.data.batch import Batch
 from tpu_embedding.tools.data.random_streams import (
     EVALUATION_STREAM,
@@ -87,8 +87,7 @@ class TeacherDataset(abc.ABC):
             batch_size=self.batch_size,
             num_evaluation_samples=self.num_evaluation_samples,
         )
-        if not is_int(self.seed) or self.seed < 0:
-            yield f"{owner}.seed must be an int of at least 0, got {self.seed!r}"
+        yield from seed_problems(owner, self.seed)
         if not (np.isfinite(self.zipf_exponent) and self.zipf_exponent >= 0):
             yield (
                 f"{owner}.zipf_exponent must be a finite number of at least 0, got "
@@ -131,29 +130,11 @@ class TeacherDataset(abc.ABC):
     def teacher_log_loss(self) -> float:
         """Returns the log loss of the true probabilities on the evaluation labels.
 
-        Its expectation is `mean_entropy()`. The difference is sampling noise of the
-        labels, which a model's log loss on the same labels shares.
+        Its expectation is the mean entropy of the labels given the inputs. The
+        difference is sampling noise, which a model's loss on the same labels shares.
         """
         samples, probabilities = self._held_out
         return float(np.mean(cross_entropy(samples.labels, probabilities)))
-
-    def mean_entropy(self) -> float:
-        """Returns the teacher's expected log loss on the evaluation samples, in nats.
-
-        It is the mean entropy of the labels given the inputs. No model has a lower
-        expected log loss on these samples.
-        """
-        _, probabilities = self._held_out
-        return float(np.mean(cross_entropy(probabilities, probabilities)))
-
-    def base_rate_log_loss(self) -> float:
-        """Returns the log loss of the best constant on the evaluation labels.
-
-        A model that learns only the click rate has this log loss.
-        """
-        samples, _ = self._held_out
-        rate = np.asarray(np.mean(samples.labels, dtype=np.float64))
-        return float(cross_entropy(rate, rate))
 
     @functools.cached_property
     def _bias(self) -> float:

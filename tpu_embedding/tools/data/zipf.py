@@ -68,7 +68,21 @@ class ZipfIds:
         self, generator: np.random.Generator, shape: int | tuple[int, ...]
     ) -> np.ndarray:
         """Draws independent int32 ids of the given shape."""
-        return self.ids_of_ranks(self._ranks(generator.random(shape)))
+        return self.ids_of_ranks(self.draw_ranks(generator, shape))
+
+    def draw_ranks(
+        self, generator: np.random.Generator, shape: int | tuple[int, ...]
+    ) -> np.ndarray:
+        """Draws independent popularity ranks of the given shape, from 0."""
+        # The ranks at which the cumulative law reaches uniform numbers.
+        mass = generator.random(shape) * self._mass(self.vocabulary_size + 1.0)
+        if self.exponent == 1.0:
+            x = np.exp(mass)
+        else:
+            power = 1.0 - self.exponent
+            x = np.exp(np.log1p(power * mass) / power)
+        # Rounding may push the last rank to vocabulary_size + 1 or to infinity.
+        return np.minimum(x, self.vocabulary_size).astype(np.int64) - 1
 
     def ids_of_ranks(self, ranks: np.ndarray) -> np.ndarray:
         """Returns the int32 ids of popularity ranks; rank 0 is the most popular."""
@@ -77,30 +91,22 @@ class ZipfIds:
             np.int32
         )
 
-    def probabilities(self) -> np.ndarray:
-        """Returns the probability of each id, float64 `[vocabulary_size]`."""
-        edges = self._mass(np.arange(1.0, self.vocabulary_size + 2.0))
-        by_id = np.empty(self.vocabulary_size)
-        by_id[self.ids_of_ranks(np.arange(self.vocabulary_size))] = np.diff(edges)
-        return by_id / edges[-1]
+    def probabilities(self, ranks: np.ndarray) -> np.ndarray:
+        """Returns the float64 probability of each rank.
 
-    def _mass(self, x: np.ndarray) -> np.ndarray:
+        Example:
+          >>> ZipfIds(vocabulary_size=4, exponent=0.0).probabilities(np.arange(2))
+          array([0.25, 0.25])
+        """
+        mass = self._mass(ranks + 2.0) - self._mass(ranks + 1.0)
+        return mass / self._mass(self.vocabulary_size + 1.0)
+
+    def _mass(self, x: np.ndarray | float) -> np.ndarray:
         """Returns the integral of `x**-exponent` from 1 to `x`."""
         if self.exponent == 1.0:
             return np.log(x)
         power = 1.0 - self.exponent
         return np.expm1(power * np.log(x)) / power
-
-    def _ranks(self, uniform: np.ndarray) -> np.ndarray:
-        """Returns the ranks, from 0, at which the cumulative law reaches `uniform`."""
-        mass = uniform * self._mass(np.asarray(self.vocabulary_size + 1.0))
-        if self.exponent == 1.0:
-            x = np.exp(mass)
-        else:
-            power = 1.0 - self.exponent
-            x = np.exp(np.log1p(power * mass) / power)
-        # Rounding may push the last rank to vocabulary_size + 1 or to infinity.
-        return np.minimum(x, self.vocabulary_size).astype(np.int64) - 1
 
 
 def _coprime_near(fraction: float, modulus: int) -> int:
