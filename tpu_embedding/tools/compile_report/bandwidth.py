@@ -7,22 +7,16 @@ from tpu_embedding.tools.compile_report.traffic import Traffic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost:
+class Cost(Traffic):
     """Modelled bytes that one device moves, and the minimum time they take.
 
     Attributes:
-      hbm_bytes: bytes read from and written to the device's memory.
-      ici_bytes: bytes sent to other devices of the slice.
-      dcn_bytes: bytes sent to other slices.
       hbm_seconds: `hbm_bytes` over the peak bandwidth, or None if it is unknown.
       ici_seconds: `ici_bytes` over the peak bandwidth of all links of the chip, or None
         if it is unknown.
       dcn_seconds: `dcn_bytes` over the peak bandwidth, or None if it is unknown.
     """
 
-    hbm_bytes: float
-    ici_bytes: float
-    dcn_bytes: float
     hbm_seconds: float | None
     ici_seconds: float | None
     dcn_seconds: float | None
@@ -49,9 +43,7 @@ def cost_of(traffic: Traffic, hardware: HardwareInfo) -> Cost:
         return num_bytes * hardware.devices_per_chip / bytes_per_second
 
     return Cost(
-        hbm_bytes=traffic.hbm_bytes,
-        ici_bytes=traffic.ici_bytes,
-        dcn_bytes=traffic.dcn_bytes,
+        **dataclasses.asdict(traffic),
         hbm_seconds=seconds(traffic.hbm_bytes, hardware.hbm_bytes_per_second),
         ici_seconds=seconds(traffic.ici_bytes, hardware.ici_bytes_per_second),
         dcn_seconds=seconds(traffic.dcn_bytes, hardware.dcn_bytes_per_second),

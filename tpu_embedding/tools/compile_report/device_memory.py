@@ -174,10 +174,7 @@ def memory_of(
             code = sizes.generated_code_size_in_bytes
             required += padding + outputs + temporaries + code
     return Memory(
-        tables=known.tables,
-        slots=known.slots,
-        dense=known.dense,
-        inputs=known.inputs,
+        **dataclasses.asdict(known),
         padding=padding,
         outputs=outputs,
         temporaries=temporaries,
