@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.movielens import NUM_RATINGS, MovieLens, MovieLensConfig
+from tpu_embedding.tools.data.movielens import NUM_RATINGS, MovieLens
 from tpu_embedding.types import PADDING_ROW_ID
 
 USERS = (
@@ -54,8 +54,8 @@ def directory(tmp_path):
     return tmp_path
 
 
-def dataset(directory, **config):
-    return MovieLens(directory, MovieLensConfig(**{"batch_size": 4, **config}))
+def dataset(directory, **options):
+    return MovieLens(directory, **({"batch_size": 4} | options))
 
 
 def histories(batch):
@@ -323,18 +323,18 @@ def test_empty_file_is_refused(directory, name, text):
 @pytest.mark.parametrize(
     "field, value", [("batch_size", 0), ("seed", -1), ("max_history", 0)]
 )
-def test_config_names_the_field_and_value(field, value):
+def test_bad_arguments_are_named(directory, field, value):
     with pytest.raises(ValueError, match=rf"{field} .*got {value}"):
-        MovieLensConfig(**{"batch_size": 4, field: value})
+        dataset(directory, **{field: value})
 
 
-def test_config_reports_every_problem_at_once():
+def test_all_bad_arguments_are_named_at_once(directory):
     with pytest.raises(ValueError, match="batch_size.*seed.*max_history"):
-        MovieLensConfig(batch_size=0, seed=-1, max_history=0)
+        dataset(directory, batch_size=0, seed=-1, max_history=0)
 
 
 def test_real_files(movielens_dir):
-    data = MovieLens(movielens_dir, MovieLensConfig(batch_size=1000))
+    data = MovieLens(movielens_dir, batch_size=1000)
     assert data.vocabulary_sizes == {
         "user": 943,
         "movie": 1682,

@@ -15,6 +15,7 @@ import numpy as np
 
 from tpu_embedding.field_checks import raise_all
 from tpu_embedding.paths import local_path
+from tpu_embedding.tools.data.argument_checks import count_problems, seed_problems
 from tpu_embedding.tools.data.batch import Batch, DataError
 from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
 
@@ -30,44 +31,6 @@ GENDERS: Final = ("F", "M")
 # because SeedSequence([a, b]) and SeedSequence([a, b, 0]) are equal.
 _ORDER_STREAM: Final = 1
 _WINDOW_STREAM: Final = 2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MovieLensConfig:
-    """Options for turning the ratings into batches.
-
-    Attributes:
-      batch_size: samples per batch, in training and evaluation.
-      seed: seed of the sample order and of truncated histories.
-      train: name of the file with the training ratings.
-      test: name of the file with the held-out ratings.
-      max_history: maximum number of ids in a sample's history. A longer history is
-        replaced by a random subset of this size. None keeps all ids.
-    """
-
-    batch_size: int
-    seed: int = 0
-    train: str = "u1.base"
-    test: str = "u1.test"
-    max_history: int | None = None
-
-    def __post_init__(self):
-        problems = []
-        if self.batch_size < 1:
-            problems.append(
-                "MovieLensConfig.batch_size must be at least 1, got "
-                f"{self.batch_size!r}"
-            )
-        if self.seed < 0:
-            problems.append(
-                f"MovieLensConfig.seed must be at least 0, got {self.seed!r}"
-            )
-        if self.max_history is not None and self.max_history < 1:
-            problems.append(
-                "MovieLensConfig.max_history must be at least 1 or None, got "
-                f"{self.max_history!r}; give None to keep every id"
-            )
-        raise_all(problems)
 
 
 class MovieLens:
@@ -86,8 +49,9 @@ class MovieLens:
     per epoch.
 
     Attributes:
-      config: the config given.
       batch_size: samples per batch.
+      seed: seed of the sample order and of truncated histories.
+      max_history: maximum number of ids in a sample's history; None means all.
       vocabulary_sizes: number of distinct ids by feature name.
       max_genres: maximum number of genres of a movie.
       mean_rating: mean rating of the training file.
@@ -95,26 +59,46 @@ class MovieLens:
       num_test_samples: number of ratings in the held-out file.
     """
 
-    def __init__(self, directory: str | pathlib.Path, config: MovieLensConfig):
+    def __init__(
+        self,
+        directory: str | pathlib.Path,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        train: str = "u1.base",
+        test: str = "u1.test",
+        max_history: int | None = None,
+    ):
         """Reads the files into memory.
 
         Args:
           directory: the unpacked `ml-100k` folder. It must hold `u.user`, `u.item`,
-            `u.genre`, `u.occupation` and the two rating files that the config names.
-          config: options for the batches.
+            `u.genre`, `u.occupation` and the two rating files.
+          batch_size: samples per batch, in training and evaluation.
+          seed: seed of the sample order and of truncated histories.
+          train: name of the file with the training ratings.
+          test: name of the file with the held-out ratings.
+          max_history: maximum number of ids in a sample's history. A longer history is
+            replaced by a random subset of this size. None keeps all ids.
 
         Raises:
+          ValueError: if arguments are out of range; the message names all of them.
           DataError: if a file is missing or damaged; the message names file and line.
         """
+        problems = [
+            *count_problems("MovieLens", batch_size=batch_size),
+            *seed_problems("MovieLens", seed),
+        ]
+        if max_history is not None:
+            problems += count_problems("MovieLens", max_history=max_history)
+        raise_all(problems)
+        self.batch_size, self.seed, self.max_history = batch_size, seed, max_history
         directory = local_path(directory)
         users = _read_users(directory, _read_occupations(directory))
         movies = _read_movies(directory, num_genres=_read_num_genres(directory))
-        train = _read_ratings(directory, config.train, users, movies)
-        test = _read_ratings(directory, config.test, users, movies)
-        _check_disjoint(train, test, len(movies.rows))
-
-        self.config = config
-        self.batch_size = config.batch_size
+        self._train = _read_ratings(directory, train, users, movies)
+        self._test = _read_ratings(directory, test, users, movies)
+        _check_disjoint(self._train, self._test, len(movies.rows))
         self.vocabulary_sizes = {
             "user": len(users.rows),
             "movie": len(movies.rows),
@@ -125,12 +109,12 @@ class MovieLens:
             "history": NUM_RATINGS * len(movies.rows),
         }
         self.max_genres = movies.genres.shape[1]
-        self.mean_rating = float(train.ratings.mean())
-        self.num_train_samples = len(train.ratings)
-        self.num_test_samples = len(test.ratings)
-        self._users, self._movies, self._train, self._test = users, movies, train, test
-        self.digest = _digest(users, movies, train, test)
-        self._histories = _group_by_user(train, len(users.rows), config.seed)
+        self.mean_rating = float(self._train.ratings.mean())
+        self.num_train_samples = len(self._train.ratings)
+        self.num_test_samples = len(self._test.ratings)
+        self._users, self._movies = users, movies
+        self.digest = _digest(users, movies, self._train, self._test)
+        self._histories = _group_by_user(self._train, len(users.rows), seed)
         self._last_permutation = (0, self._permute(0))
 
     def train_batch(self, step: int) -> Batch:
@@ -142,12 +126,12 @@ class MovieLens:
             samples[epochs == epoch] = self._permutation(epoch)[
                 offsets[epochs == epoch]
             ]
-        rng = _rng(self.config.seed, step, _WINDOW_STREAM)
+        rng = _rng(self.seed, step, _WINDOW_STREAM)
         history = self._histories.select(
             self._train.users[samples],
             without=self._histories.places[samples],
             starts=rng.random(self.batch_size),
-            max_length=self.config.max_history,
+            max_length=self.max_history,
         )
         weights = np.ones(self.batch_size, np.float32)
         return self._batch(self._train, samples, history, weights)
@@ -164,7 +148,7 @@ class MovieLens:
                 self._test.users[samples],
                 without=None,
                 starts=np.zeros(self.batch_size),
-                max_length=self.config.max_history,
+                max_length=self.max_history,
             )
             weights = (positions < self.num_test_samples).astype(np.float32)
             yield self._batch(self._test, samples, history, weights)
@@ -195,7 +179,7 @@ class MovieLens:
         return permutation
 
     def _permute(self, epoch: int) -> np.ndarray:
-        return _rng(self.config.seed, epoch).permutation(self.num_train_samples)
+        return _rng(self.seed, epoch).permutation(self.num_train_samples)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

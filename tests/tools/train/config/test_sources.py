@@ -54,7 +54,7 @@ def test_synthetic_clicks():
 
 def test_movielens(movielens_dir):
     data = open_source(MovieLensSource(max_history=7), movielens_dir)
-    assert (data.config.max_history, data.config.seed) == (7, 3)
+    assert (data.max_history, data.seed) == (7, 3)
 
 
 def test_multi_hot_clicks_are_cut_on_request():

@@ -1,7 +1,5 @@
 """Tests the models against their formulas in NumPy."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +35,7 @@ TOWERS = TwoTowerConfig(
 class Ratings:
     """Stands in for `MovieLens` with the attributes that the model reads."""
 
-    config = types.SimpleNamespace(max_history=2)
+    max_history = 2
     vocabulary_sizes = dict.fromkeys(
         ("user", "movie", "age", "gender", "occupation", "genres", "history"), 10
     )

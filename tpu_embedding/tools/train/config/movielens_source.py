@@ -13,7 +13,6 @@ from tpu_embedding.tools.data.movielens import (
     GENDERS,
     NUM_RATINGS,
     MovieLens,
-    MovieLensConfig,
 )
 from tpu_embedding.tools.train.config.data_source import local_data_dir
 from tpu_embedding.types import RaggedIds
@@ -55,31 +54,31 @@ class MovieLensSource:
                 "https://grouplens.org/datasets/movielens/100k/, unpack it, and pass "
                 "its folder with --data-dir ml-100k."
             )
-        return MovieLens(local_data_dir(data_dir), self._config(batch_size, seed))
+        return MovieLens(
+            local_data_dir(data_dir),
+            batch_size=batch_size,
+            seed=seed,
+            **dataclasses.asdict(self),
+        )
 
     def outline(self, *, batch_size: int, seed: int) -> "MovieLensOutline":
         """Returns a data set of the published sizes, without ratings."""
-        return MovieLensOutline(self._config(batch_size, seed))
-
-    def _config(self, batch_size: int, seed: int) -> MovieLensConfig:
-        return MovieLensConfig(
-            batch_size=batch_size, seed=seed, **dataclasses.asdict(self)
-        )
+        del seed
+        return MovieLensOutline(batch_size, self.max_history)
 
 
 class MovieLensOutline:
     """Stands in for MovieLens-100K when its files are absent: sizes, but no ratings.
 
     Attributes:
-      config: config of the data set.
       batch_size: samples per batch.
+      max_history: maximum number of ids in a sample's history.
       vocabulary_sizes: feature name to table rows, equal to those of `MovieLens`.
       mean_rating: approximate mean rating of the training files.
     """
 
-    def __init__(self, config: MovieLensConfig):
-        self.config = config
-        self.batch_size = config.batch_size
+    def __init__(self, batch_size: int, max_history: int):
+        self.batch_size, self.max_history = batch_size, max_history
         self.mean_rating = _MEAN_RATING
         self.vocabulary_sizes = {
             "user": _NUM_USERS,
@@ -94,7 +93,7 @@ class MovieLensOutline:
     def train_batch(self, step: int) -> Batch:
         """Returns a batch whose ids are all 0; histories have their maximum length."""
         del step
-        length = self.config.max_history or _NUM_MOVIES
+        length = self.max_history
         ones = np.ones(self.batch_size, np.float32)
         zeros = np.zeros(self.batch_size, np.int32)
         return Batch(

@@ -55,7 +55,7 @@ class RatingModelConfig:
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
         """Returns one feature per column of the data set, each with its own table."""
         initializer = initializers.normal(self.initial_deviation)
-        valences = {"history": data.config.max_history}
+        valences = {"history": data.max_history}
         return {
             name: FeatureConfig(
                 table=TableConfig(
