@@ -12,24 +12,21 @@ from tpu_embedding.checkpoint.imports.opening import open_tables
 
 
 @pytest.mark.parametrize(
-    ("name", "format", "message"),
+    ("name", "message"),
     [
-        ("missing", "auto", "no file or directory"),
-        ("empty_directory", "auto", "The format of .* is unknown"),
-        ("text.txt", "auto", "The format of .* is unknown"),
-        ("model.pt", "auto", "torch.load.'model.pt', map_location='cpu'"),
-        ("model.weights.h5", "auto", "np.savez.'tables.npz', movie=model.get_layer"),
-        ("missing", "orbax", "is no orbax checkpoint"),
-        ("missing", "tensorflow", "is no TensorFlow checkpoint"),
-        ("text.txt", "tf", "format must be one of"),
+        ("missing", "no file or directory"),
+        ("empty_directory", "The format of .* is unknown"),
+        ("text.txt", "The format of .* is unknown"),
+        ("model.pt", "torch.load.'model.pt', map_location='cpu'"),
+        ("model.weights.h5", "np.savez.'tables.npz', movie=model.get_layer"),
     ],
 )
-def test_refusals(tmp_path, name, format, message):
+def test_refusals(tmp_path, name, message):
     (tmp_path / "empty_directory").mkdir()
     for file in ("text.txt", "model.pt", "model.weights.h5"):
         (tmp_path / file).write_text("text")
     with pytest.raises(ValueError, match=message):
-        open_tables(tmp_path / name, format)
+        open_tables(tmp_path / name)
 
 
 def test_refuses_files_with_arrays_of_one_name(tmp_path):
@@ -48,13 +45,12 @@ def test_refuses_remote_paths():
         open_tables("gs://bucket/tables")
 
 
-@pytest.mark.parametrize("format", ["auto", "tensorflow"])
-def test_a_tensorflow_checkpoint_without_tensorflow(monkeypatch, format):
+def test_a_tensorflow_checkpoint_without_tensorflow(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     path = pathlib.Path(__file__).parent / "fixtures" / "tensorflow" / "serving_sgd"
     message = r"ckpt-1 is a TensorFlow checkpoint.*\[tf\].*te.save there"
     with pytest.raises(CheckpointError, match=message):
-        open_tables(path, format)
+        open_tables(path)
 
 
 def test_errors_of_the_system_name_the_source(tmp_path, monkeypatch):

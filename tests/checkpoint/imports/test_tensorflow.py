@@ -136,7 +136,7 @@ def test_a_directory_that_was_moved(tmp_path):
 
 
 def test_a_saved_model():
-    source = open_tables(FILES / "saved_model", "tensorflow")
+    source = open_tables(FILES / "saved_model")
     assert {n: t.values.shape for n, t in source.tables.items()} == {
         "a": (20, 4),
         "b": (7, 4),

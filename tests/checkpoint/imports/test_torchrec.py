@@ -59,8 +59,3 @@ def test_tables_of_one_name_keep_the_names_of_their_tensors():
     assert source.tables.keys() == {k for k in arrays if k.endswith("weight")}
     for key, table in source.tables.items():
         assert table.slots["momentum1"].shape == arrays[key].shape[:1]
-
-
-def test_the_format_may_be_named():
-    arrays = {"a.embeddings.t.weight": np.ones((5, 2))}
-    assert [*open_tables(arrays, format="arrays").tables] == [*arrays]

@@ -2,7 +2,7 @@
 
 import pathlib
 from collections.abc import Mapping
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.format import TABLES, TABLES_FILE
@@ -25,9 +25,6 @@ from tpu_embedding.checkpoint.imports.source import (
     TableSource,
 )
 from tpu_embedding.paths import local_path
-
-SourceFormat = Literal["auto", "arrays", "torchrec", "tensorflow", "orbax"]
-"""Formats of `open_tables`. `"auto"` finds out."""
 
 _TORCH: Final = (
     "looks like a file of torch.save, which is read by PyTorch only. Convert it "
@@ -52,9 +49,7 @@ _OTHER_SUFFIXES: Final = {
 """Files that need another program, with the way out."""
 
 
-def open_tables(
-    source: str | pathlib.Path | Mapping[str, Any], format: SourceFormat = "auto"
-) -> TableSource:
+def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
     """Opens the tables of a foreign file or checkpoint; reads names and shapes only.
 
     Args:
@@ -68,9 +63,6 @@ def open_tables(
         * an orbax checkpoint: directory of a CheckpointManager, whose latest step is
           read, of a step, or of an item. Those of jax-tpu-embedding are unstacked if
           they have an `embedding_spec`; see `open_stacked_tables` for others.
-      format: `"arrays"` takes all names as those of tables; `"torchrec"` as those of a
-        state dict; `"tensorflow"` and `"orbax"` expect such a checkpoint; `"auto"`
-        finds out.
 
     Returns:
       The tables; `print` shows them, `import_tables` writes them to a model.
@@ -84,47 +76,28 @@ def open_tables(
       arrays
         movie: float32[10, 4]
     """
-    if format not in get_args(SourceFormat):
-        raise ValueError(
-            f"format must be one of {list(get_args(SourceFormat))}, got {format!r}."
-        )
     if isinstance(source, Mapping):
-        return _named_tables(arrays_of_dict(source), "arrays", format)
+        return _named_tables(arrays_of_dict(source), "arrays")
     if "://" in str(source):
         raise CheckpointError(
             f"Tables are read from local files, got {source}; copy it to this machine."
         )
     try:
-        return _open(local_path(source), format)
+        return _open(local_path(source))
     except OSError as error:
         raise CheckpointError(f"{source} cannot be read: {error}.") from error
 
 
-def _open(path: pathlib.Path, format: SourceFormat) -> TableSource:
-    prefix = tensorflow.find_prefix(path)
-    if format == "tensorflow" and prefix is None:
-        raise CheckpointError(
-            f"{path} is no TensorFlow checkpoint: neither {path}.index nor "
-            f"{path / 'checkpoint'} nor {path / 'variables' / 'variables.index'} is a "
-            "file."
-        )
-    if format in ("auto", "tensorflow") and prefix is not None:
+def _open(path: pathlib.Path) -> TableSource:
+    if prefix := tensorflow.find_prefix(path):
         return tensorflow.tables_of_checkpoint(prefix)
-    items = find_items(path) if path.is_dir() else {}
-    if format == "orbax" and not items:
-        raise CheckpointError(
-            f"{path} is no orbax checkpoint: neither it nor a directory of its latest "
-            "step has a file _METADATA."
-        )
-    if format in ("auto", "orbax") and items:
+    if path.is_dir() and (items := find_items(path)):
         return _tables_of_orbax(path, items)
-    return _named_tables(_arrays_of_path(path), str(path), format)
+    return _named_tables(_arrays_of_path(path), str(path))
 
 
-def _named_tables(
-    arrays: Mapping[str, RowArray], origin: str, format: SourceFormat
-) -> TableSource:
-    if format == "torchrec" or (format == "auto" and torchrec.is_state_dict(arrays)):
+def _named_tables(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
+    if torchrec.is_state_dict(arrays):
         return torchrec.tables_of_state_dict(arrays, f"TorchRec state dict {origin}")
     return tables_by_name(arrays, origin)
 
