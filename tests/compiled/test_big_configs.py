@@ -9,8 +9,7 @@ import pytest
 
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.train import apply_overrides, load_config, make_run_plan
-from tpu_embedding.tools.train.loop.ahead_of_time import other_programs
-from tpu_embedding.tools.train.loop.step import abstract_step
+from tpu_embedding.tools.train.loop.ahead_of_time import abstract_step, other_programs
 
 TOPOLOGY = "v5p:2x2x2"
 

@@ -15,7 +15,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tpu_embedding.kernel_verdicts import KernelVerdicts, Verdict
-from tpu_embedding.tools.train.loop.kernel_choice import of_first_process
+from tpu_embedding.tools.train.loop.run_plan import of_first_process
 
 PLACEMENTS = {
     "sharded": te.Sharded(),

@@ -18,7 +18,7 @@ from tpu_embedding.tools.train import (
     load_config,
     make_run_plan,
 )
-from tpu_embedding.tools.train.loop.step import abstract_step
+from tpu_embedding.tools.train.loop.ahead_of_time import abstract_step
 
 SMALL_DLRM = (
     "batch_size=512",

@@ -9,14 +9,14 @@ import jax
 import pytest
 
 from tests.conftest import mesh_of
-from tests.tools.train.loop.test_read_ahead import metrics_of
+from tests.tools.train.loop.test_step_meter import metrics_of
 from tests.tools.train.loop.test_training_loop import tiny_config
 from tpu_embedding.tools.data.synthetic_clicks import SyntheticClicks
 from tpu_embedding.tools.jobs import slow_steps
 from tpu_embedding.tools.jobs.slow_steps import SlowStepWatch
 from tpu_embedding.tools.train import train
 from tpu_embedding.tools.train.loop import training_loop
-from tpu_embedding.tools.train.loop.read_ahead import StepMeter
+from tpu_embedding.tools.train.loop.step_meter import StepMeter
 
 DEADLINE_SECONDS = 60
 

@@ -53,8 +53,11 @@ from tpu_embedding.tools.jobs.pulses import send_event
 from tpu_embedding.tools.jobs.run_lock import RunDirectoryError
 from tpu_embedding.tools.jobs.stop_signals import RunStopped
 from tpu_embedding.tools.plotting import MissingPlotLibraryError
-from tpu_embedding.tools.train.errors import ConfigError, describe_error
-from tpu_embedding.tools.train.loop.read_ahead import TrainingDivergedError
+from tpu_embedding.tools.train.errors import (
+    ConfigError,
+    TrainingDivergedError,
+    describe_error,
+)
 
 
 def run_command(arguments: Sequence[str] | None = None) -> int:
@@ -160,4 +163,10 @@ def make_parser() -> argparse.ArgumentParser:
     add_export(commands)
     add_inspect(commands)
     add_launch(commands)
+    for command in commands.choices.values():
+        command.add_argument(
+            "--traceback",
+            action="store_true",
+            help="print the traceback of an error, too, to debug a config of your own",
+        )
     return parser

@@ -23,24 +23,24 @@ from tpu_embedding.tools.cli.arguments import (
     UsageError,
     add_compiler_option,
     add_config_arguments,
-    add_plot_option,
     check_output_file,
-    check_plot_file,
     compiler_options,
     positive_int,
     read_config,
     use_cpu_only,
 )
 from tpu_embedding.tools.compile_report.step_report import TRAIN_STEP
+from tpu_embedding.tools.figures import PLOT_TYPES, check_plot_library
 from tpu_embedding.tools.jobs.exit_status import FAILED
 from tpu_embedding.tools.train.config.run_config import RunConfig
 from tpu_embedding.tools.train.errors import as_config_error
 from tpu_embedding.tools.train.loop.ahead_of_time import (
     PROGRAM_NAMES,
     ProgramName,
+    abstract_step,
     other_programs,
 )
-from tpu_embedding.tools.train.loop.step import abstract_step, make_run_plan
+from tpu_embedding.tools.train.loop.run_plan import make_run_plan
 
 
 def add_compile(commands: Any) -> None:
@@ -91,28 +91,25 @@ def add_compile(commands: Any) -> None:
         f"of {','.join(PROGRAM_NAMES)}; train_step for that alone",
     )
     parser.add_argument(
-        "--batch",
-        type=positive_int,
-        metavar="N",
-        help="samples per step over all devices; same as --set batch_size=N",
-    )
-    parser.add_argument(
         "--json",
         type=local_path,
         metavar="FILE",
         help="also write the reports to a JSON file",
     )
-    add_plot_option(parser, "the memory of every program")
+    parser.add_argument(
+        "--plot",
+        type=local_path,
+        metavar="FILE",
+        help="also draw the memory of every program, as PNG, SVG or PDF; needs "
+        "matplotlib",
+    )
 
 
 def _compile(parsed: argparse.Namespace) -> int:
-    settings = list(parsed.set)
-    if parsed.batch is not None:
-        settings.append(f"batch_size={parsed.batch}")
-    config = read_config(parsed.config, settings)
+    config = read_config(parsed.config, parsed.set)
     options = compiler_options(parsed.compiler_option)
     check_output_file("--json", parsed.json)
-    check_plot_file(parsed.plot)
+    _check_plot_file(parsed.plot)
     use_cpu_only()
     try:
         meshes = [slices_mesh(topology, parsed.slices) for topology in parsed.topology]
@@ -137,6 +134,18 @@ def _compile(parsed: argparse.Namespace) -> int:
     if parsed.plot is not None:
         compile_report.plot_memory(reports, parsed.plot)
     return 0 if all(report.fits for report in reports) else FAILED
+
+
+def _check_plot_file(path: pathlib.Path | None) -> None:
+    """Raises an error if `--plot` could not be written, before any work is done."""
+    if path is None:
+        return
+    if path.suffix.lower() not in PLOT_TYPES:
+        raise UsageError(
+            f"--plot {path}: the file must end with one of {', '.join(PLOT_TYPES)}."
+        )
+    check_output_file("--plot", path)
+    check_plot_library("--plot")
 
 
 def slices_mesh(topology: str, num_slices: int) -> Mesh:

@@ -37,12 +37,15 @@ from tpu_embedding.tools.train.config.synthetic_sources import (
     SyntheticClicksSource as SyntheticClicksSource,
 )
 from tpu_embedding.tools.train.errors import ConfigError as ConfigError
-from tpu_embedding.tools.train.loop.profiling import ProfileWindow as ProfileWindow
-from tpu_embedding.tools.train.loop.read_ahead import (
+from tpu_embedding.tools.train.errors import (
     TrainingDivergedError as TrainingDivergedError,
 )
+from tpu_embedding.tools.train.loop.ahead_of_time import (
+    abstract_batch as abstract_batch,
+)
+from tpu_embedding.tools.train.loop.profiling import ProfileWindow as ProfileWindow
+from tpu_embedding.tools.train.loop.run_plan import make_run_plan as make_run_plan
 from tpu_embedding.tools.train.loop.run_summary import RunResult as RunResult
-from tpu_embedding.tools.train.loop.step import abstract_batch as abstract_batch
 from tpu_embedding.tools.train.loop.step import (
     abstract_train_state as abstract_train_state,
 )
@@ -51,7 +54,6 @@ from tpu_embedding.tools.train.loop.step import jit_train_step as jit_train_step
 from tpu_embedding.tools.train.loop.step import (
     make_evaluation_step as make_evaluation_step,
 )
-from tpu_embedding.tools.train.loop.step import make_run_plan as make_run_plan
 from tpu_embedding.tools.train.loop.step import make_train_step as make_train_step
 from tpu_embedding.tools.train.loop.training_loop import train as train
 from tpu_embedding.tools.train.models.model import MLP as MLP

@@ -1,4 +1,4 @@
-"""The error of a wrong config, and the conversion of other errors into it.
+"""The errors of runs, and the conversion of other errors into that of a wrong config.
 
 A run config may bring a data source, a model and optimizers of its own. An error that
 they raise reaches the user as one `ConfigError` that names the code and its line.
@@ -29,6 +29,10 @@ _LIBRARIES: Final = tuple(
 
 class ConfigError(ValueError):
     """Raised if a run config is missing or invalid, or if an override does not fit."""
+
+
+class TrainingDivergedError(RuntimeError):
+    """Raised if the loss, a metric or the model is NaN or infinite."""
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from tpu_embedding.tools.jobs.stop_signals import STOP_SIGNALS
 from tpu_embedding.tools.train import RunConfig, load_config
 from tpu_embedding.tools.train.errors import ConfigError
 from tpu_embedding.tools.train.loop.checked_data import CheckedDataset
-from tpu_embedding.tools.train.loop.loaders import open_reader, split_samples
+from tpu_embedding.tools.train.loop.loaders import BatchReader, split_samples
 from tpu_embedding.types import RaggedIds
 
 grain = pytest.importorskip("grain")
@@ -87,7 +87,7 @@ def without_reader(batch):
 )
 def test_processes_read_the_batches_of_the_thread(make, samples, num_processes):
     steps = range(3, 8)
-    reader = open_reader(checked(make(damaged_step=7)), samples, steps, num_processes)
+    reader = BatchReader(checked(make(damaged_step=7)), samples, steps, num_processes)
     try:
         batches = [reader.read(step) for step in range(3, 7)]
         with pytest.raises(DataError) as error:
@@ -95,7 +95,7 @@ def test_processes_read_the_batches_of_the_thread(make, samples, num_processes):
         assert str(error.value) == "clicks.csv, line 7: damaged"
     finally:
         reader.close()
-    in_thread = open_reader(checked(make()), samples, steps, 0)
+    in_thread = BatchReader(checked(make()), samples, steps, 0)
     for step, found in zip(steps, batches, strict=False):
         jax.tree.map(
             np.testing.assert_array_equal,
@@ -110,7 +110,7 @@ def test_processes_read_the_batches_of_the_thread(make, samples, num_processes):
 
 @pytest.mark.full
 def test_a_killed_process_is_reported():
-    reader = open_reader(checked(Parts()), range(SIZE), range(1000), 2)
+    reader = BatchReader(checked(Parts()), range(SIZE), range(1000), 2)
     try:
         pid = int(reader.read(0).dense[-1, 0])
         for number in STOP_SIGNALS:  # for the parent to decide on
@@ -132,7 +132,7 @@ class Unsendable(Parts):
 
 
 def test_a_data_set_that_cannot_be_sent():
-    reader = open_reader(checked(Unsendable()), range(SIZE), range(2), 2)
+    reader = BatchReader(checked(Unsendable()), range(SIZE), range(2), 2)
     try:
         with pytest.raises(
             ConfigError, match="Unsendable cannot be sent.*__getstate__"
@@ -145,9 +145,9 @@ def test_a_data_set_that_cannot_be_sent():
 def test_grain_is_needed_for_processes_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     data = checked(Parts())
-    assert len(open_reader(data, range(SIZE), range(2), 0).read(0).labels) == SIZE
+    assert len(BatchReader(data, range(SIZE), range(2), 0).read(0).labels) == SIZE
     with pytest.raises(ConfigError, match=r"loader_processes .*tpu-embedding\[train\]"):
-        open_reader(data, range(SIZE), range(2), 1)
+        BatchReader(data, range(SIZE), range(2), 1)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7, 9])
@@ -162,10 +162,10 @@ def test_samples_are_split_evenly(num_parts):
 PARENT = """
     import sys
     from tests.tools.train.loop.test_loaders import SIZE, Parts, checked
-    from tpu_embedding.tools.train.loop.loaders import open_reader
+    from tpu_embedding.tools.train.loop.loaders import BatchReader
 
     if __name__ == "__main__":
-        reader = open_reader(checked(Parts()), range(SIZE), range(100_000), 2)
+        reader = BatchReader(checked(Parts()), range(SIZE), range(100_000), 2)
         print(*{int(pid) for pid in reader.read(0).dense[:, 0]}, flush=True)
         sys.stdin.read()
 """

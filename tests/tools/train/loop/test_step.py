@@ -200,15 +200,3 @@ def test_samples_of_weight_zero_change_nothing():
         _, second = step(state, put_batch(changed, plan, "batch"))
         losses.append((float(first.loss), float(second.loss)))
     assert losses[0] == losses[1]
-
-
-def test_table_dtype_is_that_of_all_tables():
-    config = apply_overrides(
-        load_config("two_tower"), [*SMALL["two_tower"], "table_dtype=bfloat16"]
-    )
-    data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
-    plan = make_run_plan(config, data, mesh_of(1))
-    assert {stack.layout.dtype_name for stack in plan.stacks} == {"bfloat16"}
-    # Features of one table still share it.
-    names = [table.name for stack in plan.stacks for table in stack.tables]
-    assert len(names) == len(set(names)) < len(plan.features)

@@ -22,12 +22,12 @@ from tpu_embedding.tools.data.batch import Batch, DataError
 from tpu_embedding.tools.jobs.exit_status import INTERRUPTED, STOPPED
 from tpu_embedding.tools.jobs.run_lock import RunDirectoryError
 from tpu_embedding.tools.jobs.stop_signals import RunStopped, StopRequest
-from tpu_embedding.tools.train.loop.plan_record import describe_plan
 from tpu_embedding.tools.train.loop.run_directory import (
     LOCK_FILE,
     ExistingRun,
     RunDirectory,
 )
+from tpu_embedding.tools.train.loop.run_plan import describe_plan
 from tpu_embedding.tools.train.loop.run_program import RunProgram
 
 _PACKAGES: Final = ("tpu-embedding", "jax", "jaxlib", "libtpu", "flax", "numpy")

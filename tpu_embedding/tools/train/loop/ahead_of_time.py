@@ -1,12 +1,12 @@
-"""The programs of a run beside the train step, to compile ahead of time.
+"""The programs of a run, to compile ahead of time: the train step, and the others.
 
 `tpu-embedding compile` reports their memory. Their arguments are shapes, so nothing is
-allocated. `step.py` has the train step.
+allocated.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import jax
 from flax import nnx
@@ -25,11 +25,14 @@ from tpu_embedding.tools.compile_report.other_programs import (
 )
 from tpu_embedding.tools.data.batch import Batch, Dataset
 from tpu_embedding.tools.train.config.run_config import RunConfig
+from tpu_embedding.tools.train.loop.checked_data import CheckedDataset
+from tpu_embedding.tools.train.loop.read_ahead import prepare_batch
 from tpu_embedding.tools.train.loop.step import (
-    abstract_batch,
     abstract_train_state,
     init_train_state,
+    jit_train_step,
     make_evaluation_step,
+    make_train_step,
 )
 
 ProgramName = Literal["init", "evaluation", "serving", "checkpoint"]
@@ -38,6 +41,33 @@ PROGRAM_NAMES: Final[tuple[ProgramName, ...]] = get_args(ProgramName)
 SAVE_NOTE: Final = "one block of rows per device and stack; a run reads one at a time"
 RESTORE_NOTE: Final = "not compiled: the exchange of save, reversed, writes in place"
 DENSE_NOTE: Final = "compiled as one program; a run makes one array after the other"
+
+
+def abstract_step(
+    config: RunConfig, data: Dataset, plan: EmbeddingPlan
+) -> tuple[Any, nnx.State, Batch]:
+    """Returns the train step and its arguments, to compile it ahead of time.
+
+    Args:
+      config: config of the run.
+      data: opened data set, or its outline. Its first batch determines the shapes.
+      plan: plan from `make_run_plan`.
+
+    Returns:
+      The jitted step and its two arguments, the state and the batch. The leaves of the
+      arguments are of type `jax.ShapeDtypeStruct`, so nothing is allocated.
+    """
+    batch = CheckedDataset(data, config).first_batch
+    graphdef, state = abstract_train_state(config, data, plan)
+    train_step = make_train_step(graphdef, config.loss, non_finite=config.non_finite)
+    step = jit_train_step(train_step, state, plan)
+    return step, state, abstract_batch(batch, plan)
+
+
+def abstract_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
+    """Returns the shapes, dtypes and shardings of a host batch on the devices."""
+    prepared = prepare_batch(batch, plan, "The batch")
+    return compile_report.abstract_batch(prepared, plan)
 
 
 def other_programs(

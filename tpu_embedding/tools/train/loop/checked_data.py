@@ -11,9 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tpu_embedding.inputs.shard_inputs import feature_shape
 from tpu_embedding.paths import is_local_path, local_path
-from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.data.batch import Batch, DataError, Dataset
 from tpu_embedding.tools.data.batch_part import slice_batch
 from tpu_embedding.tools.train.config.run_config import RunConfig
@@ -208,29 +206,6 @@ class CheckedDataset:
             raise DataError(
                 f"{owner}: {name} {rule}, got {values[sample, *column]:g} for {place}, "
                 f"and {is_wrong.sum()} such values in all."
-            )
-
-
-def check_num_samples(batch: Batch, plan: EmbeddingPlan, owner: str) -> None:
-    """Checks that each feature has one entry per label.
-
-    Args:
-      batch: batch whose features are prepared.
-      plan: plan of the embedding layer.
-      owner: name of the batch, for errors.
-
-    Raises:
-      DataError: if a feature has another number of samples. Features with an
-        `output_shape` may.
-    """
-    size = batch.labels.shape[0]
-    leaves = plan.flatten_inputs(batch.features)
-    for feature, ids in zip(plan.inputs, leaves, strict=True):
-        num_samples = feature_shape(ids, feature, plan).output_shape[0]
-        if feature.config.output_shape is None and num_samples != size:
-            raise DataError(
-                f"{owner}: the feature {feature.name!r} must have {size} samples, as "
-                f"many as the labels, got {num_samples}."
             )
 
 

@@ -32,62 +32,40 @@ READ_AHEAD: Final = 2
 class BatchReader:
     """Reads one process's samples of the training batches, step by step."""
 
-    def __init__(self, data: CheckedDataset, samples: range):
-        """Makes a reader that works in the calling thread.
-
-        Args:
-          data: data set.
-          samples: positions in each global batch that this process feeds.
-        """
-        self._data = data
-        self._samples = samples
-
-    def read(self, step: int) -> Batch:
-        """Returns the samples of a step; steps come in order.
-
-        Raises:
-          DataError: if the data are damaged.
-        """
-        return self._data.train_part(step, self._samples)
-
-    def close(self) -> None:
-        """Ends the processes, if there are any."""
-
-
-class ProcessBatchReader(BatchReader):
-    """A reader whose samples come from other processes, which run ahead."""
-
     def __init__(
         self, data: CheckedDataset, samples: range, steps: range, num_processes: int
     ):
-        """Starts the processes.
+        """Starts the loader processes, if there are any.
 
         Args:
           data: data set, which is sent to the processes.
           samples: positions in each global batch that this process feeds.
           steps: steps that will be read, in order.
-          num_processes: processes to start, at least 1.
+          num_processes: loader processes, which run ahead; 0 reads in the calling
+            thread.
 
         Raises:
-          ConfigError: if grain is not installed.
+          ConfigError: if grain is needed, and not installed.
         """
-        super().__init__(data, samples)
-        shares, processes_per_share = [samples], num_processes
-        if data.reads_parts:
-            shares, processes_per_share = split_samples(samples, num_processes), 1
-        self._streams = [
-            _start(_ReadStep(data, share), steps, processes_per_share)
-            for share in shares
-        ]
+        self._data = data
+        self._samples = samples
+        self._streams = []
+        if num_processes and data.reads_parts:
+            shares = split_samples(samples, num_processes)
+            self._streams = [_start(data, share, steps, 1) for share in shares]
+        elif num_processes:
+            self._streams = [_start(data, samples, steps, num_processes)]
 
     def read(self, step: int) -> Batch:
-        """Returns the samples of a step.
+        """Returns the samples of a step; steps come in order.
 
         Raises:
           ConfigError: if the data set cannot be sent to the processes.
           DataError: if the data are damaged.
           ChildProcessError: if a process ended.
         """
+        if not self._streams:
+            return self._data.train_part(step, self._samples)
         try:
             return join_batches([next(stream) for stream in self._streams])
         except (DataError, ConfigError, MemoryError):
@@ -112,25 +90,6 @@ class ProcessBatchReader(BatchReader):
         self._streams = []  # grain complains about an iterator that outlives it.
 
 
-def open_reader(
-    data: CheckedDataset, samples: range, steps: range, num_processes: int
-) -> BatchReader:
-    """Returns a reader of the samples of some steps.
-
-    Args:
-      data: data set.
-      samples: positions in each global batch that this process feeds.
-      steps: steps that will be read, in order.
-      num_processes: loader processes; 0 reads in the calling thread.
-
-    Raises:
-      ConfigError: if grain is not installed.
-    """
-    if num_processes == 0:
-        return BatchReader(data, samples)
-    return ProcessBatchReader(data, samples, steps, num_processes)
-
-
 def split_samples(samples: range, num_parts: int) -> list[range]:
     """Splits a range into parts of nearly equal length, none of which is empty.
 
@@ -144,21 +103,12 @@ def split_samples(samples: range, num_parts: int) -> list[range]:
     return [range(*edge) for edge in zip(edges[:-1], edges[1:], strict=True)]
 
 
-class _ReadStep:
-    """Reads one share of a step; a loader process calls it."""
-
-    def __init__(self, data: CheckedDataset, samples: range):
-        self.data = data
-        self._samples = samples
-
-    def __call__(self, step: int) -> Batch:
-        return self.data.train_part(int(step), self._samples)
-
-
-def _start(reader: _ReadStep, steps: range, num_processes: int) -> Any:
-    """Returns an iterator of grain over the share of each step."""
+def _start(
+    data: CheckedDataset, samples: range, steps: range, num_processes: int
+) -> Any:
+    """Returns an iterator of grain over some samples of each step."""
     grain, cloudpickle = load_grain()
-    module = sys.modules.get(type(reader.data.data).__module__)
+    module = sys.modules.get(type(data.data).__module__)
     if module is not None and module.__spec__ is None:
         # The file of a config, which a process cannot import by name.
         cloudpickle.register_pickle_by_value(module)
@@ -167,7 +117,7 @@ def _start(reader: _ReadStep, steps: range, num_processes: int) -> Any:
     )
     return iter(
         grain.MapDataset.range(steps.start, steps.stop)
-        .map(reader)
+        .map(lambda step: data.train_part(int(step), samples))
         .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         .mp_prefetch(options, worker_init_fn=_StartProcess(_search_path(module)))
     )

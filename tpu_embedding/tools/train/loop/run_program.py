@@ -20,12 +20,12 @@ from tpu_embedding.tools.data.batch import Batch
 from tpu_embedding.tools.train.config.run_config import RunConfig
 from tpu_embedding.tools.train.errors import as_config_error
 from tpu_embedding.tools.train.loop.checked_data import CheckedDataset, open_data
-from tpu_embedding.tools.train.loop.read_ahead import prepare_checked
+from tpu_embedding.tools.train.loop.read_ahead import prepare_batch
+from tpu_embedding.tools.train.loop.run_plan import make_run_plan
 from tpu_embedding.tools.train.loop.step import (
     abstract_train_state,
     jit_train_step,
     make_evaluation_step,
-    make_run_plan,
     make_train_step,
 )
 
@@ -84,9 +84,9 @@ def prepare_run(
     train_sizes, evaluation_sizes = BufferSizes(), BufferSizes()
     with as_config_error("The config"):
         plan = make_run_plan(config, data.data, mesh, compiler_options=compiler_options)
-        batch = prepare_checked(data.first_batch, plan, "Training batch 0", train_sizes)
+        batch = prepare_batch(data.first_batch, plan, "Training batch 0", train_sizes)
         for held_out in data.evaluation_batches():
-            prepare_checked(held_out, plan, "Evaluation batch 0", evaluation_sizes)
+            prepare_batch(held_out, plan, "Evaluation batch 0", evaluation_sizes)
             break
         graphdef, state = abstract_train_state(config, data.data, plan)
         step = make_train_step(graphdef, config.loss, non_finite=config.non_finite)

@@ -11,7 +11,7 @@ from tpu_embedding.distributed.job import current_job
 from tpu_embedding.distributed.notices import end_job
 from tpu_embedding.tools.jobs.exit_status import FAILED
 from tpu_embedding.tools.jobs.pulses import send_event
-from tpu_embedding.tools.train.loop.read_ahead import TrainingDivergedError
+from tpu_embedding.tools.train.errors import TrainingDivergedError
 from tpu_embedding.tools.train.loop.reporting import RunReport
 from tpu_embedding.tools.train.loop.step import names_not_finite
 

@@ -16,9 +16,8 @@ from tpu_embedding.optimizers.rule_description import describe_rule
 from tpu_embedding.tools.data.batch import Dataset
 from tpu_embedding.tools.data.teacher import TeacherDataset
 from tpu_embedding.tools.train.config.run_config import RunConfig, Target
-from tpu_embedding.tools.train.loop.kernel_choice import kernel_hint
-from tpu_embedding.tools.train.loop.plan_record import describe_plan
 from tpu_embedding.tools.train.loop.reporting import RunReport
+from tpu_embedding.tools.train.loop.run_plan import describe_plan, kernel_hint
 from tpu_embedding.tools.train.loop.run_program import RunProgram
 from tpu_embedding.tools.train.metrics import LOSSES
 

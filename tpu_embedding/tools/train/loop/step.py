@@ -2,12 +2,11 @@
 
 A step is a pure function of the state and a batch. The state is the `nnx.State` of the
 pair (model, optimizer); the graph definition that rebuilds the pair from it is fixed.
-`training_loop.py` runs the steps. Ahead-of-time compilation uses
-`abstract_train_state` and `abstract_batch`, which touch no device.
+`training_loop.py` runs the steps. `abstract_train_state` touches no device.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,29 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.gradients import all_finite, update_if
-from tpu_embedding.hardware import HardwareInfo, hardware_of_device
-from tpu_embedding.inputs.buffer_sizes import BufferSizes
-from tpu_embedding.inputs.prepare import Samples, prepare_features
 from tpu_embedding.nn.embedding import EmbeddingTables
 from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
-from tpu_embedding.optimizers.names import optimizer_problem
-from tpu_embedding.placement import Sharded
-from tpu_embedding.plan.device_mesh import SLICE_AXIS
-from tpu_embedding.plan.make_plan import make_plan
-from tpu_embedding.plan.mesh_options import resolve_mesh
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.data.batch import Batch, Dataset
 from tpu_embedding.tools.train.config.run_config import NonFinite, RunConfig
 from tpu_embedding.tools.train.errors import ConfigError, as_config_error
-from tpu_embedding.tools.train.loop.checked_data import CheckedDataset
-from tpu_embedding.tools.train.loop.kernel_choice import resolve_kernels
 from tpu_embedding.tools.train.metrics import LOSSES, LossName, Metrics, mean_loss
 from tpu_embedding.tools.train.models.model import Outputs
 
@@ -68,89 +55,6 @@ class StepMetrics:
 
 TrainStep = Callable[[nnx.State, Batch], tuple[nnx.State, StepMetrics]]
 EvaluationStep = Callable[[nnx.State, Batch], Metrics]
-
-
-def make_run_plan(
-    config: RunConfig,
-    data: Dataset,
-    mesh: Mesh | None = None,
-    *,
-    hardware: HardwareInfo | None = None,
-    compiler_options: Mapping[str, str] | None = None,
-) -> EmbeddingPlan:
-    """Returns the plan of the model's embedding layer; see `make_plan`.
-
-    Args:
-      config: config of the run.
-      data: opened data set, or its outline.
-      mesh: mesh of the devices; None uses all devices.
-      hardware: hardware to plan for; None uses that of the mesh's devices.
-      compiler_options: XLA options of the train step, only for TPUs. They are added to
-        the hardware's defaults, and override them.
-
-    Raises:
-      ConfigError: if a function of the config raises an error or returns a wrong value.
-      ValueError: if the configuration contradicts itself, if compiler options are given
-        without a TPU, or if XLA does not know them.
-    """
-    mesh = resolve_mesh(mesh)
-    device = mesh.devices.flat[0]
-    if hardware is None:
-        hardware = hardware_of_device(device)
-    hardware = hardware.with_compiler_options(compiler_options or {})
-    with as_config_error(f"{type(config.model).__name__}.feature_config"):
-        features = config.model.feature_config(data)
-    if config.table_dtype is not None:
-        features = _with_table_dtype(features, config.table_dtype)
-    with as_config_error("RunConfig.make_table_optimizer"):
-        optimizer = config.make_table_optimizer(config)
-    if optimizer is None or optimizer_problem("optimizer", optimizer):
-        raise ConfigError(
-            "RunConfig.make_table_optimizer must return an optimizer for tables, got "
-            f"{optimizer!r}; tpu_embedding.optimizers has ready ones."
-        )
-    plan = make_plan(
-        features,
-        mesh,
-        optimizer=optimizer,
-        placement=_placement_of(config, mesh),
-        capacity=config.capacity,
-        kernels=resolve_kernels(config.kernels, device, hardware),
-        hardware=hardware,
-    )
-    if compiler_options:
-        _check_compiler_options(plan)
-    return plan
-
-
-def _placement_of(config: RunConfig, mesh: Mesh) -> Sharded | None:
-    """Returns the placement of tables without one of their own; None: the default."""
-    if config.tables_split_over == "all" or SLICE_AXIS not in mesh.axis_names:
-        return None
-    axes = tuple(axis for axis in mesh.axis_names if axis != SLICE_AXIS)
-    return Sharded(axes=axes)
-
-
-def _with_table_dtype(
-    features: dict[str, FeatureConfig], dtype: str
-) -> dict[str, FeatureConfig]:
-    """Returns the features with another storage type of their tables."""
-    # Unnamed tables are told apart by identity.
-    changed: dict[int, TableConfig] = {}
-
-    def change(table: TableConfig) -> TableConfig:
-        new = dataclasses.replace(table, dtype=np.dtype(dtype))
-        return changed.setdefault(id(table), new)
-
-    return {
-        name: dataclasses.replace(
-            feature,
-            table=tuple(map(change, feature.table))
-            if isinstance(feature.table, tuple)
-            else change(feature.table),
-        )
-        for name, feature in features.items()
-    }
 
 
 def init_train_state(
@@ -253,27 +157,6 @@ def jit_train_step(step: TrainStep, state: nnx.State, plan: EmbeddingPlan) -> An
     )
 
 
-def abstract_step(
-    config: RunConfig, data: Dataset, plan: EmbeddingPlan
-) -> tuple[Any, nnx.State, Batch]:
-    """Returns the train step and its arguments, to compile it ahead of time.
-
-    Args:
-      config: config of the run.
-      data: opened data set, or its outline. Its first batch determines the shapes.
-      plan: plan from `make_run_plan`.
-
-    Returns:
-      The jitted step and its two arguments, the state and the batch. The leaves of the
-      arguments are of type `jax.ShapeDtypeStruct`, so nothing is allocated.
-    """
-    batch = CheckedDataset(data, config).first_batch
-    graphdef, state = abstract_train_state(config, data, plan)
-    train_step = make_train_step(graphdef, config.loss, non_finite=config.non_finite)
-    step = jit_train_step(train_step, state, plan)
-    return step, state, abstract_batch(batch, plan)
-
-
 def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> EvaluationStep:
     """Returns the evaluation step, `(state, batch) -> Metrics`, uncompiled."""
     loss = LOSSES[loss_name]
@@ -320,37 +203,6 @@ def _are_finite(tree: Any) -> Any:
     return jax.tree.map(
         is_finite, tree, is_leaf=lambda leaf: isinstance(leaf, PackedRows)
     )
-
-
-def prepare_batch(
-    batch: Batch,
-    plan: EmbeddingPlan,
-    sizes: BufferSizes | None = None,
-    *,
-    samples: Samples = "global",
-) -> Batch:
-    """Checks a batch on the host and gives it static shapes; see `prepare_features`."""
-    plan.flatten_inputs(batch.features)  # Refuses a batch without all features.
-    features = prepare_features(batch.features, plan, sizes=sizes, samples=samples)
-    return dataclasses.replace(batch, features=features)
-
-
-def abstract_batch(batch: Batch, plan: EmbeddingPlan) -> Batch:
-    """Returns the shapes, dtypes and shardings of a host batch on the devices."""
-    return compile_report.abstract_batch(prepare_batch(batch, plan), plan)
-
-
-def _check_compiler_options(plan: EmbeddingPlan) -> None:
-    """Compiles a tiny program with the options, so that an unknown one fails early."""
-    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=plan.replicated)
-    step = jax.jit(jnp.negative, compiler_options=plan.compiler_options)
-    try:
-        step.lower(scalar).compile()
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(
-            f"compiler_options must be known to XLA for {plan.hardware.name}, got "
-            f"{plan.compiler_options}: {str(error).splitlines()[0]}"
-        ) from error
 
 
 def _build_model(config: RunConfig, data: Dataset, plan: EmbeddingPlan) -> Any:

@@ -1,10 +1,10 @@
 """Runs the training loop on the host: steps, evaluations, checkpoints, result.
 
-`train` is the entry point. `run_program.py` checks a run and makes its program.
-`read_ahead.py` feeds batches to the devices and reads metrics back.
+`train` is the entry point; the folder's docstring names the files in its order.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import math
 import pathlib
@@ -24,7 +24,7 @@ from tpu_embedding.tools.jobs.slow_steps import SlowStepWatch
 from tpu_embedding.tools.jobs.stop_signals import StopRequest, stop_on_signals
 from tpu_embedding.tools.plotting import check_plot_library
 from tpu_embedding.tools.train.config.run_config import RunConfig
-from tpu_embedding.tools.train.errors import ConfigError
+from tpu_embedding.tools.train.errors import ConfigError, TrainingDivergedError
 from tpu_embedding.tools.train.loop.agreements import (
     agree_on_checkpoint,
     agree_on_run,
@@ -34,12 +34,7 @@ from tpu_embedding.tools.train.loop.agreements import (
 )
 from tpu_embedding.tools.train.loop.loaders import load_grain
 from tpu_embedding.tools.train.loop.profiling import ProfileWindow, StepProfiler
-from tpu_embedding.tools.train.loop.read_ahead import (
-    StepMeter,
-    TrainingDivergedError,
-    put_batch,
-    train_batches,
-)
+from tpu_embedding.tools.train.loop.read_ahead import put_batch, train_batches
 from tpu_embedding.tools.train.loop.reporting import (
     PLOT_FILE,
     RunReport,
@@ -56,6 +51,7 @@ from tpu_embedding.tools.train.loop.run_summary import (
     report_start,
 )
 from tpu_embedding.tools.train.loop.step import init_train_state
+from tpu_embedding.tools.train.loop.step_meter import StepMeter
 from tpu_embedding.tools.train.loop.tensorboard import load_tensorboard
 from tpu_embedding.tools.train.metrics import merge_batches, values_of
 
@@ -177,7 +173,14 @@ def train(
         saver = RunSaver(
             *(checkpoints, description, report), max_seconds=config.max_save_seconds
         )
-        run = _Run(program, report, saver, stop, state, profiler)
+        run = _Run(
+            program=program,
+            report=report,
+            saver=saver,
+            stop=stop,
+            profiler=profiler,
+            state=state,
+        )
         done = run.train(first_step, last_step)
         if done == last_step < config.num_steps and not stop.requested_by_any():
             report.line(f"stopped after step {last_step}; --resume continues the run")
@@ -265,28 +268,16 @@ def _describe_saved(checkpoints: RunCheckpoints) -> str:
     return f"stopped; step {checkpoints.latest_step} is saved"
 
 
+@dataclasses.dataclass(kw_only=True)
 class _Run:
-    """A run in progress.
+    """A run in progress, whose state is that after the latest step."""
 
-    Attributes:
-      state: state of model and optimizer after the latest step.
-    """
-
-    def __init__(
-        self,
-        program: RunProgram,
-        report: RunReport,
-        saver: RunSaver,
-        stop: StopRequest,
-        state: nnx.State,
-        profiler: StepProfiler,
-    ):
-        self.state = state
-        self._profiler = profiler
-        self._program = program
-        self._report = report
-        self._saver = saver
-        self._stop = stop
+    program: RunProgram
+    report: RunReport
+    saver: RunSaver
+    stop: StopRequest
+    profiler: StepProfiler
+    state: nnx.State
 
     def train(self, first_step: int, last_step: int) -> int:
         """Runs steps, evaluates and saves when due; saves the state after the last.
@@ -296,13 +287,12 @@ class _Run:
         Returns:
           Number of steps done.
         """
-        config, program, stop = self._program.config, self._program, self._stop
-        saver = self._saver
+        config, program, saver = self.program.config, self.program, self.saver
         watch = SlowStepWatch()
         meter = StepMeter(
             config.batch_size,
             config.log_every,
-            lambda record: self._report.progress(record, config.num_steps),
+            lambda record: self.report.progress(record, config.num_steps),
             non_finite=config.non_finite,
             watch=watch,
         )
@@ -316,14 +306,14 @@ class _Run:
                     program.plan,
                     steps,
                     program.train_sizes,
-                    stop,
+                    self.stop,
                     num_processes=config.loader_processes,
                     input_wait=meter.input_wait,
                 )
             ) as batches,
         ):
             for step, batch in batches:
-                self.state, metrics = self._profiler.run(
+                self.state, metrics = self.profiler.run(
                     step, program.train_step, self.state, batch
                 )
                 done = step + 1
@@ -352,7 +342,7 @@ class _Run:
         Returns None if a signal ends the evaluation.
         """
         begin = time.perf_counter()
-        program = self._program
+        program = self.program
         merged = merge_batches(
             program.evaluation_step(
                 self.state,
@@ -362,10 +352,10 @@ class _Run:
                 ),
             )
             for i, batch in enumerate(
-                evaluation_batches(current_job(), program, self._stop)
+                evaluation_batches(current_job(), program, self.stop)
             )
         )
-        if self._stop.requested_by_any():
+        if self.stop.requested_by_any():
             return None
         metrics = values_of(merged)
         if not metrics:
@@ -379,7 +369,7 @@ class _Run:
                     f"The evaluation after step {step} has the {name} {value}; lower "
                     "the learning rates, or check the input data for damaged values."
                 )
-        self._report.evaluation(step, metrics, time.perf_counter() - begin)
+        self.report.evaluation(step, metrics, time.perf_counter() - begin)
         return metrics
 
 

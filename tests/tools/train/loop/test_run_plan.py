@@ -1,4 +1,4 @@
-"""The kernels of a run: the same in all processes."""
+"""The plan of a run, whose kernels are the same in all processes."""
 
 import jax
 import pytest
@@ -9,9 +9,11 @@ from tests.distributed.jobs import make_jobs
 from tests.verdict_files import record_of, verdict, write_records
 from tpu_embedding.kernel_verdicts import KernelVerdicts
 from tpu_embedding.tools.compile_report.topology import topology_mesh
-from tpu_embedding.tools.train.loop import kernel_choice
-from tpu_embedding.tools.train.loop.kernel_choice import (
+from tpu_embedding.tools.train import apply_overrides, load_config
+from tpu_embedding.tools.train.loop import run_plan
+from tpu_embedding.tools.train.loop.run_plan import (
     kernel_hint,
+    make_run_plan,
     of_first_process,
     resolve_kernels,
 )
@@ -63,10 +65,10 @@ def test_verdicts_survive_the_broadcast():
 
 @needs_kernels
 def test_several_processes_follow_the_first(monkeypatch):
-    monkeypatch.setattr(kernel_choice, "current_job", lambda: make_jobs(2)[0])
+    monkeypatch.setattr(run_plan, "current_job", lambda: make_jobs(2)[0])
     received = []
     monkeypatch.setattr(
-        kernel_choice, "of_first_process", lambda own: received.append(own) or VERDICTS
+        run_plan, "of_first_process", lambda own: received.append(own) or VERDICTS
     )
     device, hardware = jax.devices()[0], te.hardware.hardware_by_name("v5p")
     assert resolve_kernels("auto", device, hardware) == VERDICTS
@@ -98,3 +100,16 @@ def test_a_compiled_plan_follows_the_verdicts_on_such_a_chip(
     kind = mesh.devices.flat[0].device_kind
     write_records(record_of(kind, "sparse_core", verdict("read")))
     assert choice().backend == ("sparse_core" if has_kernels else "xla")
+
+
+def test_table_dtype_is_that_of_all_tables():
+    config = apply_overrides(
+        load_config("two_tower"),
+        ["table_dtype=bfloat16", "data.num_users=300", "data.num_items=200"],
+    )
+    data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
+    plan = make_run_plan(config, data, mesh_of(1))
+    assert {stack.layout.dtype_name for stack in plan.stacks} == {"bfloat16"}
+    # Features of one table still share it.
+    names = [table.name for stack in plan.stacks for table in stack.tables]
+    assert len(names) == len(set(names)) < len(plan.features)
