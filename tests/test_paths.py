@@ -166,7 +166,7 @@ def test_every_path_of_a_command_is_read_alike(here):
         ["train", "synthetic", "--output-dir=~/a", "--data-dir=~/b"],
         ["export", "synthetic", "~/out", "--run-dir=~/a", "--data-dir=~/b"],
         ["compile", "synthetic", *compile_options],
-        ["inspect", "~/a", "--plot=~/a.png"],
+        ["inspect", "~/a"],
         ["launch", "~/launch.toml"],
     )
     for command in commands:

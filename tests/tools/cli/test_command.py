@@ -224,7 +224,7 @@ def test_divergence_is_a_failure(tmp_path, capsys):
 def test_compile(tmp_path, capsys):
     path = tmp_path / "report.json"
     arguments = ["compile", "synthetic", "--topology", "v5e:2x2", "--topology"]
-    arguments += ["v6e:2x2", "--batch", "128", "--set", "model.dim=32"]
+    arguments += ["v6e:2x2", "--set", "batch_size=128", "--set", "model.dim=32"]
     arguments += ["--programs", "train_step,checkpoint"]
     plot = tmp_path / "memory.svg"
     assert cli.main([*arguments, "--json", str(path), "--plot", str(plot)]) == 0
@@ -265,8 +265,8 @@ def test_compile(tmp_path, capsys):
 @needs_kernels
 @pytest.mark.tpu_compiler
 def test_compile_with_each_backend(capsys):
-    arguments = ["compile", "synthetic", "--topology", "v6e:1x1", "--batch", "128"]
-    arguments += ["--set", "model.dim=32", "--kernels", "xla"]
+    arguments = ["compile", "synthetic", "--topology", "v6e:1x1", "--kernels", "xla"]
+    arguments += ["--set", "batch_size=128", "--set", "model.dim=32"]
     arguments += ["--programs", "train_step"]
     assert cli.main([*arguments, "--kernels", "sparse_core"]) == 0
     captured = capsys.readouterr()

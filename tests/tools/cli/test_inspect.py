@@ -1,4 +1,4 @@
-"""Tests `tpu-embedding inspect`: text, JSON, rows, plots and refusals."""
+"""Tests `tpu-embedding inspect`: text, JSON, rows and refusals."""
 
 import json
 import re
@@ -90,13 +90,6 @@ def test_rows(checkpoint, capsys):
     assert rows[0]["values"][:2] == ["nan", 1.0]
 
 
-@pytest.mark.parametrize("suffix", ["png", pytest.param("svg", marks=pytest.mark.full)])
-def test_plot(checkpoint, capsys, tmp_path, suffix):
-    path = tmp_path / f"norms.{suffix}"
-    run(capsys, checkpoint, "--plot", path)
-    assert path.stat().st_size > 5000
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -107,9 +100,6 @@ def test_plot(checkpoint, capsys, tmp_path, suffix):
             ["{}", "--table", "genre", "--rows", "20"],
             "from 0 to 19, or from -20 .*, got 20",
         ),
-        (["{}", "--plot", "norms.txt"], "must end with one of .png, .svg, .pdf"),
-        (["{}", "--plot", "no/norms.png"], "the directory no does not exist"),
-        (["{}", "--plot", "a.png", "--table=movie", "--rows=3"], "leave --rows out"),
     ],
 )
 def test_refusals(checkpoint, capsys, arguments, message):

@@ -2,16 +2,13 @@
 
 import argparse
 import contextlib
-import pathlib
 from collections.abc import Sequence
 from typing import Final
 
 import jax
 from jax.sharding import Mesh
 
-from tpu_embedding.paths import local_path
 from tpu_embedding.plan.device_mesh import device_mesh
-from tpu_embedding.tools.plotting import PLOT_TYPES, check_plot_library
 from tpu_embedding.tools.train.config.config_files import load_config
 from tpu_embedding.tools.train.config.overrides import apply_overrides
 from tpu_embedding.tools.train.config.run_config import RunConfig
@@ -41,11 +38,6 @@ def add_config_arguments(
         default=[],
         metavar="KEY=VALUE",
         help="change a field of the config, such as num_steps=100 or model.dim=8",
-    )
-    parser.add_argument(
-        "--traceback",
-        action="store_true",
-        help="print the traceback of an error, too, to debug a config of your own",
     )
 
 
@@ -88,56 +80,6 @@ def add_compiler_option(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="XLA option of the train step, added to those of the package; TPUs only",
     )
-
-
-def add_plot_option(parser: argparse.ArgumentParser, content: str) -> None:
-    """Adds the argument of a command that draws a figure.
-
-    Args:
-      parser: parser of the command.
-      content: what the figure shows, for the help.
-    """
-    parser.add_argument(
-        "--plot",
-        type=local_path,
-        metavar="FILE",
-        help=f"also draw {content}, as PNG, SVG or PDF; needs matplotlib",
-    )
-
-
-def check_output_file(option: str, path: pathlib.Path | None) -> None:
-    """Raises an error if a file could not be written, before any work is done.
-
-    Args:
-      option: option that names the file, for the error.
-      path: file to write; None if the option is not given.
-    """
-    if path is not None and not path.parent.is_dir():
-        raise UsageError(
-            f"{option} {path}: the directory {path.parent} does not exist."
-        )
-    if path is not None and path.is_dir():
-        raise UsageError(f"{option} {path} is a directory, not a file.")
-
-
-def check_plot_file(path: pathlib.Path | None) -> None:
-    """Raises an error if `--plot` could not be written, before any work is done.
-
-    Args:
-      path: file to write; None if no figure is wanted.
-
-    Raises:
-      UsageError: if the type of the file is not known, or its directory is missing.
-      MissingPlotLibraryError: if matplotlib is not installed.
-    """
-    if path is None:
-        return
-    if path.suffix.lower() not in PLOT_TYPES:
-        raise UsageError(
-            f"--plot {path}: the file must end with one of {', '.join(PLOT_TYPES)}."
-        )
-    check_output_file("--plot", path)
-    check_plot_library("--plot")
 
 
 def compiler_options(assignments: Sequence[str]) -> dict[str, str]:

@@ -23,15 +23,14 @@ from tpu_embedding.tools.cli.arguments import (
     UsageError,
     add_compiler_option,
     add_config_arguments,
-    check_output_file,
     compiler_options,
     positive_int,
     read_config,
     use_cpu_only,
 )
 from tpu_embedding.tools.compile_report.step_report import TRAIN_STEP
-from tpu_embedding.tools.figures import PLOT_TYPES, check_plot_library
 from tpu_embedding.tools.jobs.exit_status import FAILED
+from tpu_embedding.tools.plotting import PLOT_TYPES, check_plot_library
 from tpu_embedding.tools.train.config.run_config import RunConfig
 from tpu_embedding.tools.train.errors import as_config_error
 from tpu_embedding.tools.train.loop.ahead_of_time import (
@@ -108,8 +107,7 @@ def add_compile(commands: Any) -> None:
 def _compile(parsed: argparse.Namespace) -> int:
     config = read_config(parsed.config, parsed.set)
     options = compiler_options(parsed.compiler_option)
-    check_output_file("--json", parsed.json)
-    _check_plot_file(parsed.plot)
+    _check_output_files(parsed.json, parsed.plot)
     use_cpu_only()
     try:
         meshes = [slices_mesh(topology, parsed.slices) for topology in parsed.topology]
@@ -136,15 +134,21 @@ def _compile(parsed: argparse.Namespace) -> int:
     return 0 if all(report.fits for report in reports) else FAILED
 
 
-def _check_plot_file(path: pathlib.Path | None) -> None:
-    """Raises an error if `--plot` could not be written, before any work is done."""
-    if path is None:
+def _check_output_files(json: pathlib.Path | None, plot: pathlib.Path | None) -> None:
+    """Raises an error if a file could not be written, before any work is done."""
+    for option, path in (("--json", json), ("--plot", plot)):
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(
+                f"{option} {path}: the directory {path.parent} does not exist."
+            )
+        if path is not None and path.is_dir():
+            raise UsageError(f"{option} {path} is a directory, not a file.")
+    if plot is None:
         return
-    if path.suffix.lower() not in PLOT_TYPES:
+    if plot.suffix.lower() not in PLOT_TYPES:
         raise UsageError(
-            f"--plot {path}: the file must end with one of {', '.join(PLOT_TYPES)}."
+            f"--plot {plot}: the file must end with one of {', '.join(PLOT_TYPES)}."
         )
-    check_output_file("--plot", path)
     check_plot_library("--plot")
 
 

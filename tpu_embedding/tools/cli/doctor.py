@@ -47,9 +47,6 @@ def add_doctor(commands: Any) -> None:
         metavar="N",
         help="check N emulated CPU devices in place of the machine's",
     )
-    parser.add_argument(
-        "--traceback", action="store_true", help="print the traceback of an error, too"
-    )
 
 
 def _doctor(parsed: argparse.Namespace) -> int:

@@ -26,12 +26,7 @@ from tpu_embedding.checkpoint.row_statistics import (
 from tpu_embedding.checkpoint.run_checkpoints import saved_steps
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.memory import format_bytes, format_table
-from tpu_embedding.tools.cli.arguments import (
-    UsageError,
-    add_plot_option,
-    check_plot_file,
-)
-from tpu_embedding.tools.cli.norm_plot import plot_norms
+from tpu_embedding.tools.cli.arguments import UsageError
 from tpu_embedding.tools.train.loop.run_directory import CHECKPOINTS_DIR
 
 _NUMBERS_PER_LINE: Final = 6
@@ -69,18 +64,11 @@ def add_inspect(commands: Any) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of text"
     )
-    add_plot_option(parser, "a histogram of the norms of rows")
-    parser.add_argument(
-        "--traceback", action="store_true", help="print the traceback of an error, too"
-    )
 
 
 def _inspect(parsed: argparse.Namespace) -> int:
     if parsed.rows is not None and parsed.table is None:
         raise UsageError("--rows needs --table: row ids count within one table.")
-    if parsed.rows is not None and parsed.plot is not None:
-        raise UsageError("--plot shows whole tables; leave --rows out.")
-    check_plot_file(parsed.plot)
     directory = _find_checkpoint(parsed.checkpoint)
     record = describe(directory)
     if parsed.table is not None and parsed.table not in record.tables:
@@ -100,8 +88,6 @@ def _inspect(parsed: argparse.Namespace) -> int:
         print(json.dumps(document, indent=1, allow_nan=False))
     else:
         print(_format(directory, record, statistics))
-    if parsed.plot is not None:
-        plot_norms(statistics, str(directory), parsed.plot)
     return 0
 
 

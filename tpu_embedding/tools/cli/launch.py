@@ -49,11 +49,6 @@ def add_launch(commands: Any) -> None:
         action="store_true",
         help="do not compile the config for the slices first",
     )
-    parser.add_argument(
-        "--traceback",
-        action="store_true",
-        help="print the traceback of an error, too",
-    )
 
 
 def _launch(parsed: argparse.Namespace) -> int:

@@ -46,9 +46,15 @@ def test_config_by_path(tmp_path):
     [
         ("x = 1\n", "must define `config`, .* got nothing"),
         ("config = 3\n", "got a int of that name"),
-        ("a = 1\nb = a / 0\n", r"fails in line 2 with ZeroDivisionError"),
-        ("a = 1\nb = (\n", r"fails in line 2 with SyntaxError"),
-        ("import not_there\n", "fails in line 1 with ModuleNotFoundError"),
+        (
+            "a = 1\nb = a / 0\n",
+            r"fails in line 2 of .*broken.py with ZeroDivisionError",
+        ),
+        ("a = 1\nb = (\n", r"broken.py fails with SyntaxError: .*line 2"),
+        (
+            "import not_there\n",
+            "fails in line 1 of .*broken.py with ModuleNotFoundError",
+        ),
     ],
 )
 def test_broken_files(tmp_path, text, message):

@@ -15,7 +15,7 @@ from typing import Final
 import tpu_embedding
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.train.config.run_config import RunConfig
-from tpu_embedding.tools.train.errors import ConfigError, describe_error
+from tpu_embedding.tools.train.errors import ConfigError, as_config_error
 
 _PACKAGE: Final = pathlib.Path(tpu_embedding.__file__).parent
 CONFIG_DIRS: Final = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
@@ -48,13 +48,8 @@ def load_config(name_or_path: str) -> RunConfig:
       2048
     """
     path = _find_config(name_or_path)
-    try:
+    with as_config_error(f"The config {path.name}"):
         module = _run_file(path)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"The config {path} fails{_failing_line(error, path)} with "
-            f"{describe_error(error)}"
-        ) from error
     config = getattr(module, "config", None)
     if not isinstance(config, RunConfig):
         found = "nothing" if config is None else f"a {type(config).__name__}"
@@ -104,15 +99,3 @@ def _find_config(name_or_path: str) -> pathlib.Path:
         f"There is no config {name_or_path!r}: it must be a Python file or one of the "
         f"known names, {', '.join(sorted(known)) or '(none)'}."
     )
-
-
-def _failing_line(error: BaseException, path: pathlib.Path) -> str:
-    """Returns " in line N" for the line of the config that failed, or ""."""
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        return "" if error.lineno is None else f" in line {error.lineno}"
-    line, frame = None, error.__traceback__
-    while frame is not None:
-        if frame.tb_frame.f_code.co_filename == str(path):
-            line = frame.tb_lineno
-        frame = frame.tb_next
-    return "" if line is None else f" in line {line}"
