@@ -9,10 +9,10 @@ import pytest
 
 import tpu_embedding as te
 from tests.optimizers.rule_cases import OPTIMIZERS, rowwise_momentum_rule
-from tpu_embedding.optimizers.names import _RECIPES
+from tpu_embedding.optimizers.names import known_optimizers
 from tpu_embedding.optimizers.rule_description import describe_rule
 
-RECIPES = {recipe.__name__: recipe for recipe in _RECIPES}
+RECIPES = known_optimizers()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -18,7 +18,7 @@ from etils import epath
 from tpu_embedding.checkpoint.arrays import ArrayFile, HostBudget
 from tpu_embedding.checkpoint.format import ArrayRecord, TableRecord, array_name
 from tpu_embedding.checkpoint.split_state import LayerState
-from tpu_embedding.optimizers.analysis.slots import uniform_initial_values
+from tpu_embedding.optimizers.analysis.initial_slots import initial_slot_values
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.rule_description import describe_rule
 from tpu_embedding.optimizers.rules.track_touched_rows import (
@@ -107,7 +107,7 @@ def _initial_values(
     names = [slot.name for slot in slots if slot.kind == "rows"]
     if stack.optimizer is None or not names:
         return {}
-    values = uniform_initial_values(stack.optimizer, stack.dim)
+    values = initial_slot_values(stack.optimizer, stack.dim)
     # Some slot variables are no part of the rule's own state.
     return dict(zip(names, values, strict=True)) if len(names) == len(values) else {}
 

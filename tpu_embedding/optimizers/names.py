@@ -1,60 +1,15 @@
 """Optimizers by name, with their default hyper-parameters."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import optax
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.optimizers.checks import TABLE_EXAMPLE, way_to_rule
+from tpu_embedding.optimizers.options import OPTIMIZERS
 from tpu_embedding.optimizers.rules.adafactor import adafactor
-from tpu_embedding.optimizers.rules.adagrad import (
-    adagrad,
-    adagrad_momentum,
-    rowwise_adagrad,
-)
-from tpu_embedding.optimizers.rules.adam import adam
-from tpu_embedding.optimizers.rules.bounded_adagrad import bounded_adagrad
-from tpu_embedding.optimizers.rules.clippy import clippy_adagrad
-from tpu_embedding.optimizers.rules.frequency import frequency_aware_adagrad
-from tpu_embedding.optimizers.rules.ftrl import ftrl
-from tpu_embedding.optimizers.rules.lion import lion
-from tpu_embedding.optimizers.rules.momentum import momentum
-from tpu_embedding.optimizers.rules.proximal import proximal_adagrad
-from tpu_embedding.optimizers.rules.rmsprop import adadelta, rmsprop
-from tpu_embedding.optimizers.rules.rowwise import (
-    lamb,
-    partial_rowwise_adam,
-    partial_rowwise_lamb,
-    rowwise_rmsprop,
-)
-from tpu_embedding.optimizers.rules.sgd import sgd
-from tpu_embedding.optimizers.rules.yogi import online_yogi, proximal_yogi
-
-_RECIPES = (
-    sgd,
-    momentum,
-    adagrad,
-    rowwise_adagrad,
-    adagrad_momentum,
-    proximal_adagrad,
-    adam,
-    ftrl,
-    rmsprop,
-    adadelta,
-    lion,
-    adafactor,
-    clippy_adagrad,
-    bounded_adagrad,
-    frequency_aware_adagrad,
-    proximal_yogi,
-    online_yogi,
-    lamb,
-    partial_rowwise_adam,
-    partial_rowwise_lamb,
-    rowwise_rmsprop,
-)
-_BY_NAME = {recipe.__name__: recipe for recipe in _RECIPES}
 
 
 def optimizer_by_name(name: str) -> optax.GradientTransformation:
@@ -74,17 +29,23 @@ def optimizer_by_name(name: str) -> optax.GradientTransformation:
       >>> optimizer_by_name("adagrad") is optimizer_by_name("adagrad")
       True
     """
-    if name.lower() not in _BY_NAME:
+    if name.lower() not in known_optimizers():
         raise ValueError(
-            f"optimizer must be one of {sorted(_BY_NAME)}, got {name!r}; or give an "
-            "optax transformation."
+            f"optimizer must be one of {sorted(known_optimizers())}, got {name!r}; or "
+            "give an optax transformation."
         )
     return _default(name.lower())
 
 
 @functools.cache
 def _default(name: str) -> optax.GradientTransformation:
-    return _BY_NAME[name]()
+    return known_optimizers()[name]()
+
+
+def known_optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
+    """Returns the functions that have a default for each argument, by name."""
+    # The package has imported all rules before anybody asks.
+    return {**OPTIMIZERS, "adafactor": adafactor}
 
 
 def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None:
@@ -97,13 +58,13 @@ def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None
     """
     if optimizer is None or isinstance(optimizer, optax.GradientTransformation):
         return None
-    if isinstance(optimizer, str) and optimizer.lower() in _BY_NAME:
+    if isinstance(optimizer, str) and optimizer.lower() in known_optimizers():
         return None
     wanted = f"an optax GradientTransformation such as {TABLE_EXAMPLE}, None"
     if isinstance(optimizer, str):
         return (
-            f"{field} must be {wanted}, or one of the names {sorted(_BY_NAME)}, got "
-            f"{optimizer!r}{owner}"
+            f"{field} must be {wanted}, or one of the names "
+            f"{sorted(known_optimizers())}, got {optimizer!r}{owner}"
         )
     return (
         f"{field} must be {wanted}, or a name such as 'adagrad', got "

@@ -8,7 +8,7 @@ each option, but not the order; this order reproduces the recorded runs in the t
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypedDict, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,9 @@ OptimizerFunction = TypeVar(
     "OptimizerFunction", bound=Callable[..., optax.GradientTransformation]
 )
 ClipValue = float | tuple[float | None, float | None]
+
+OPTIMIZERS: Final[dict[str, Callable[..., optax.GradientTransformation]]] = {}
+"""Functions that `takes_common_options` decorates, by name."""
 
 
 class DecayRowsState(NamedTuple):
@@ -154,6 +157,7 @@ def takes_common_options(make_optimizer: OptimizerFunction) -> OptimizerFunction
     * The rule that the function returns gets the options, as by `with_options`.
     * The signature lists the common options one by one. `optax.inject_hyperparams` and
       `help()` need the names and defaults.
+    * A table finds the optimizer by its name; see `optimizer_by_name`.
 
     The decorated function starts with `learning_rate` and ends in
     `**options: Unpack[CommonOptions]`. It need not read the options.
@@ -191,6 +195,7 @@ def takes_common_options(make_optimizer: OptimizerFunction) -> OptimizerFunction
         return _apply_options(name, rule, rate, chosen)
 
     cast(Any, make).__signature__ = signature
+    OPTIMIZERS[name] = make
     return cast(OptimizerFunction, make)
 
 

@@ -9,7 +9,10 @@ import optax
 import pytest
 
 import tpu_embedding as te
-from tpu_embedding.optimizers.analysis.initial_slots import constant_parts
+from tpu_embedding.optimizers.analysis.initial_slots import (
+    constant_parts,
+    initial_slot_values,
+)
 
 DIM = 8
 
@@ -79,6 +82,15 @@ def test_parts_are_those_of_the_state():
         optax.chain(optax.adam(optax.constant_schedule(1))), 8
     )
     assert rate == 0 and len(parts) == 3
+
+
+def test_values_of_slots_leave_out_counts():
+    assert initial_slot_values(te.optimizers.adam(0.1), DIM) == [0.0, 0.0]
+    stored = te.optimizers.adagrad(0.1, 0.3, slot_dtype=jnp.bfloat16)
+    assert initial_slot_values(stored, DIM) == [float(jnp.bfloat16(0.3))]
+    assert initial_slot_values(rule(VARYING["the rows"]), DIM) == [None]
+    averaged = te.optimizers.adafactor(0.1, use_ema=True)
+    assert initial_slot_values(averaged, DIM) == [0.0, 0.0, None, 0.0]
 
 
 def test_a_rule_that_cannot_be_traced_is_left_alone():

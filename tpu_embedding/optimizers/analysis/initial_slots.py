@@ -18,6 +18,7 @@ from tpu_embedding.optimizers.analysis.rule_program import (
     Constant,
     RuleOperation,
     RuleProgram,
+    depends_on_rows,
 )
 from tpu_embedding.optimizers.analysis.trace import (
     Rule,
@@ -49,6 +50,27 @@ def constant_parts(optimizer: Rule, dim: int) -> tuple[np.ndarray | None, ...] |
         return None
     inputs = [_VARIES] * len(trace.init.inputs)
     return tuple(map(_as_constant, walk(trace.init, inputs, _step)))
+
+
+def initial_slot_values(optimizer: Rule, dim: int) -> list[float | None]:
+    """Finds the value that slot variables hold before the first step.
+
+    Args:
+      optimizer: transformation of float32 rows `[rows, dim]`.
+      dim: columns of the table.
+
+    Returns:
+      For each slot variable, in the order of the state's leaves, the value of all its
+      elements; None if they may differ. An empty list: nothing is known.
+    """
+    values, trace = constant_parts(optimizer, dim), trace_rule(optimizer, (dim,))
+    if values is None or isinstance(trace, UntraceableRule):
+        return []
+    return [
+        None if value is None else float(value)
+        for leaf, value in zip(trace.old_state, values, strict=True)
+        if depends_on_rows(leaf.shape)
+    ]
 
 
 class _Varies:

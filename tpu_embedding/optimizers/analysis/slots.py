@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from tpu_embedding.optimizers.analysis.rule_program import (
@@ -50,37 +49,6 @@ def slot_row_shapes(
     return jax.tree_util.tree_map_with_path(
         _slot_row_shape, *states_of_sizes(optimizer, row_shape)
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def uniform_initial_values(
-    optimizer: optax.GradientTransformation | RowOptimizer, dim: int
-) -> tuple[float | None, ...]:
-    """Finds the value that slot variables hold before the first step.
-
-    Args:
-      optimizer: transformation of float32 rows `[rows, dim]`.
-      dim: columns of the table.
-
-    Returns:
-      For each slot variable, in the order of the state's leaves, the value of all its
-      elements, whatever the rows are; None if they differ.
-    """
-    # A state may have fields that are None, as the shapes of other leaves are.
-    leaves_of = functools.partial(jax.tree.leaves, is_leaf=_is_none)
-    shapes = leaves_of(slot_row_shapes(optimizer, (dim,)))
-    first = jnp.arange(3.0 * dim, dtype=jnp.float32).reshape(3, dim)
-    states = [leaves_of(optimizer.init(rows)) for rows in (first, -first)]
-    values = []
-    for shape, *leaves in zip(shapes, *states, strict=True):
-        if shape is None:
-            continue
-        elements = np.concatenate(
-            [np.asarray(leaf).astype(np.float64).ravel() for leaf in leaves]
-        )
-        is_uniform = elements.size > 0 and bool(np.all(elements == elements[0]))
-        values.append(float(elements[0]) if is_uniform else None)
-    return tuple(values)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -135,10 +103,6 @@ def _is_most_of(old: Operand, operation: RuleOperation | None) -> bool:
     ]
     has_old = any(x is old for x in operation.inputs)
     return has_old and len(factors) == 1 and bool(0.5 <= factors[0] <= 1)
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
 
 
 def _slot_row_shape(

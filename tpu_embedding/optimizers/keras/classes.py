@@ -52,10 +52,8 @@ class KerasConfig:
     def is_on(self, field: str) -> bool:
         """Returns True if the field's value has an effect in Keras."""
         value = self.fields.get(field)
-        if not is_number(value):
-            return bool(value)
         # Keras ignores a bound of 0 or below.
-        return field == "loss_scale_factor" or value > 0
+        return value > 0 if is_number(value) else bool(value)
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -238,10 +238,12 @@ def _common_problems(keras: KerasConfig) -> Iterator[str]:
     for field, (why, way_out) in _REFUSED.items():
         if keras.is_on(field):
             yield f"{field}={keras.fields[field]!r}: {why}; {way_out}"
-    for field in ("clipvalue", "loss_scale_factor"):
-        value = keras.fields[field]
-        if is_number(value) and value <= 0 and keras.is_on(field):
-            yield f"{field}={value!r}: must be positive, or None, which turns it off"
+    scale = keras.fields["loss_scale_factor"]
+    if is_number(scale) and scale <= 0:
+        yield (
+            f"loss_scale_factor={scale!r}: must be positive, or None, which turns it "
+            "off"
+        )
     yield from _accumulation_problems(keras)
 
 
