@@ -134,24 +134,4 @@ def test_a_process_that_ended_may_come_again():
         assert held.result() == [None]
 
 
-CLAIM_OF_PROCESS_1 = (
-    b'{"process": 1, "num_processes": 3, "host": "a", "pid": 7, "nonce": "b"}\n'
-)
-
-
-def test_another_process_0_on_another_host(monkeypatch):
-    """It listens on a port of its own host, and finds who has the coordinator's."""
-    given, other = places(0, num_processes=2)[0], free_port()
-    listen = roll_call._listen
-
-    def listen_elsewhere(place):
-        if place.num_processes == 2 and not taken:
-            taken.append(place)
-            return listen(place)
-        return socket.create_server(("127.0.0.1", other))
-
-    taken = []
-    monkeypatch.setattr(roll_call, "_listen", listen_elsewhere)
-    errors = call([given, given])
-    assert errors[0] == errors[1]
-    assert f"Process 0 of the job at {given.coordinator} was started twice" in errors[0]
+CLAIM_OF_PROCESS_1 = b'{"process": 1, "num_processes": 3, "host": "a", "pid": 7}\n'

@@ -14,7 +14,6 @@ import os
 import platform
 import socket
 import time
-import uuid
 from typing import Any, Final
 
 from tpu_embedding.distributed.cluster_detection import Place, StartError
@@ -43,14 +42,12 @@ class Claim:
       num_processes: processes of the job, as its command says.
       host: name of its host.
       pid: number of the process at the operating system of its host.
-      nonce: text that no other process has.
     """
 
     process: int
     num_processes: int
     host: str = dataclasses.field(default_factory=platform.node)
     pid: int = dataclasses.field(default_factory=os.getpid)
-    nonce: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
     def owner(self) -> str:
@@ -75,7 +72,6 @@ def hold_roll_call(place: Place, timeout_seconds: float) -> None:
             if time.monotonic() > deadline:
                 problem = present.absence(timeout_seconds)
                 break
-            present.look_for_another_process_0()
             problem = present.admit(listener)
             present.forget_ended()
         if problem is not None:
@@ -121,7 +117,6 @@ class _Present:
         self._claims: dict[int, Claim] = {0: own}
         self._connections: dict[int, socket.socket] = {}
         self._refused: list[socket.socket] = []
-        self._probe: socket.socket | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -138,8 +133,6 @@ class _Present:
         try:
             claim = Claim(**_receive(connection, _HELLO_SECONDS))
         except (TimeoutError, TypeError):  # another program
-            return None
-        if claim.nonce == self._own.nonce:
             return None
         self.forget_ended()
         problem = self._problem(claim, self._claims.get(claim.process))
@@ -187,27 +180,6 @@ class _Present:
             f"--process-id, 0 to {place.num_processes - 1}, and see the logs of the "
             "others."
         )
-
-    def look_for_another_process_0(self) -> None:
-        """Asks at the coordinator's address, which another host may have.
-
-        Usually, this process itself listens there, and knows its own claim.
-
-        Raises:
-          StartError: if another process 0 answers.
-        """
-        if self._probe is None:
-            with contextlib.suppress(OSError):
-                address = self._place.address
-                self._probe = socket.create_connection(address, _RETRY_SECONDS)
-                self._stack.callback(self._probe.close)
-                _send(self._probe, dataclasses.asdict(self._own))
-            return
-        if _peek(self._probe):
-            answer = {}
-            with contextlib.suppress(TimeoutError):
-                answer = _receive(self._probe, _HELLO_SECONDS)
-            raise StartError(answer.get("problem") or _runs_already(self._place))
 
     def answer(self, problem: str | None) -> None:
         """Answers all that wait, once."""
