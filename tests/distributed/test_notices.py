@@ -80,7 +80,7 @@ def test_who_reads_of_a_final_error_tells_its_parent(is_final, ends):
     told = []
 
     def run(job):
-        job.final_acts.append(lambda: told.append("final_elsewhere"))
+        job.final_acts.append(lambda: told.append("final"))
         try:
             if job.is_first:
                 notices.end_job(job, "The loss is nan", 1, is_final=is_final)
@@ -89,7 +89,7 @@ def test_who_reads_of_a_final_error_tells_its_parent(is_final, ends):
             return True
 
     assert on_each(make_jobs(3), run) == [True] * 3
-    assert told == (["final_elsewhere"] * 2 if is_final else [])
+    assert told == (["final"] * 2 if is_final else [])
 
 
 @pytest.mark.parametrize(

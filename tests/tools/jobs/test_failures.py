@@ -165,7 +165,7 @@ def test_a_run_goes_on_after_a_kill_and_a_stop(tmp_path, cache):
     job.await_line("^step ")
     job.send(signal.SIGSTOP, 1)
     begin = time.monotonic()
-    job.await_line("supervisor: process 1 of 2 .* not answered for .* by SIGSTOP")
+    job.await_line("supervisor: process 1 of 2 .* not answered for")
     # Also the time in which it may print its stacks, and a busy machine.
     assert time.monotonic() - begin < HEARTBEAT_SECONDS + 20
     statuses, output = job.finish()
@@ -195,7 +195,7 @@ def test_a_stopped_process_of_four_is_found_within_the_heartbeat(tmp_path, cache
     statuses, output = job.finish()
     print(f"found and ended after {time.monotonic() - begin:.1f} s")
     assert statuses == [1] * 4, output
-    assert re.search("supervisor: process 2 of 4 .*not answered for .*SIGSTOP", output)
+    assert re.search("supervisor: process 2 of 4 .*not answered for", output)
     assert time.monotonic() - begin < HEARTBEAT_SECONDS + 20
 
 

@@ -186,13 +186,8 @@ def test_a_stopped_process_is_found(tmp_path):
     stops = ["tell:step,3", "kill:SIGSTOP", "wait:"]
     ended = run(tmp_path, [stops], "heartbeat", 1.5)
     assert ended.status == 1
-    found = re.search(
-        r"supervisor: the process .* has not answered for \d+ s, after step 3(.*)",
-        ended.err,
-    )
-    assert found, ended.err
-    if sys.platform == "linux":
-        assert found[1] == ": it is stopped, as by SIGSTOP"
+    message = r"supervisor: the process .* has not answered for \d+ s, after step 3\n"
+    assert re.search(message, ended.err), ended.err
     # Its stack: the signal that asks for it also wakes the process.
     assert re.search(r"^  File .*fake_worker.py.* in act", ended.err, re.M), ended.err
     assert time.monotonic() - begin < DEADLINE_SECONDS / 2
@@ -238,9 +233,8 @@ def test_a_restart_waits_until_other_hosts_have_noticed(tmp_path):
     [
         (["exit:2"], "the same run would fail again"),
         (["tell:final", "exit:1"], "the same run would fail again"),
-        (["tell:final_elsewhere", "exit:1"], "the same run would fail again"),
     ],
-    ids=["usage", "final", "final_elsewhere"],
+    ids=["usage", "final"],
 )
 def test_no_restart_mends(tmp_path, actions, reason):
     ended = run(tmp_path, [actions], "restarts", 5)

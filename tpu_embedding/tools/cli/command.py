@@ -17,7 +17,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final
 
 import jax
 
@@ -76,18 +76,16 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
     parsed.given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         return parsed.run(parsed)
-    except UnwritableCheckpointError as error:
-        return _fail(str(error), FAILED, parsed, "failed")
+    except (UnwritableCheckpointError, AbsentProcessError) as error:
+        return _fail(str(error), FAILED, parsed)
     except _WRONG_USAGE_ERRORS as error:
-        return _fail(str(error), WRONG_USAGE, parsed, "final")
+        return _fail(str(error), WRONG_USAGE, parsed, is_final=True)
     except (TrainingDivergedError, MissingPlotLibraryError) as error:
-        return _fail(str(error), FAILED, parsed, "final")
-    except AbsentProcessError as error:
-        return _fail(str(error), FAILED, parsed, "failed")
+        return _fail(str(error), FAILED, parsed, is_final=True)
     except StartError as error:  # Another host may be late.
-        return _fail(str(error), WRONG_USAGE, parsed, "failed")
+        return _fail(str(error), WRONG_USAGE, parsed)
     except (OSError, MemoryError) as error:
-        return _fail(describe_error(error), FAILED, parsed, "failed")
+        return _fail(describe_error(error), FAILED, parsed)
     except jax.errors.JaxRuntimeError as error:
         return _fail(f"XLA: {str(error).partition(chr(10))[0]}", FAILED, parsed)
     except RunStopped as stopped:
@@ -121,7 +119,8 @@ def _fail(
     message: str,
     status: int,
     parsed: argparse.Namespace,
-    event: Literal["failed", "final"] | None = None,
+    *,
+    is_final: bool = False,
 ) -> int:
     """Prints the error that is being handled, and returns the exit status.
 
@@ -131,15 +130,15 @@ def _fail(
       message: text of the error.
       status: exit status.
       parsed: arguments of the command.
-      event: event to tell the parent of; None if another process may be the cause.
+      is_final: True if the same run would fail again; the parent is told so.
     """
-    if event is not None:
-        send_event(event)
+    if is_final:
+        send_event("final")
     if parsed.traceback:
         print_line(traceback.format_exc().rstrip(), sys.stderr)
     job = current_job()
     if job.num_processes > 1:
-        end_job(job, message, status, is_final=event == "final")
+        end_job(job, message, status, is_final=is_final)
     print_line(f"error: {message}", sys.stderr)
     return status
 

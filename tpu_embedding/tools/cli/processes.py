@@ -120,7 +120,7 @@ def start_processes(parsed: argparse.Namespace) -> distributed.Job:
         parsed.num_processes,
         parsed.process_id,
         heartbeat_seconds=parsed.heartbeat,
-        final_acts=[functools.partial(send_event, "final_elsewhere")],
+        final_acts=[functools.partial(send_event, "final")],
     )
     if job.num_processes > 1:
         early_signals.end = functools.partial(end_job, job)

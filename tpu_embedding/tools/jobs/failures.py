@@ -44,11 +44,9 @@ class WorkerState:
       name: name of the process, such as `"process 2 of 4 (pid 71)"`.
       return_code: exit status, or minus the signal's number; None before the end.
       silent_seconds: time since the last pulse of a process that hangs, or None.
-      is_stopped: True if the operating system says that it is stopped.
       has_started: True once its run has begun in its directory.
       step: number of steps it has completed; None before the first.
       saved: step of the newest complete checkpoint; None before the first.
-      has_own_error: True if it told of an error of its own.
       is_final: True if the same run would fail again.
       lines: last lines that it wrote.
     """
@@ -56,11 +54,9 @@ class WorkerState:
     name: str
     return_code: int | None = None
     silent_seconds: float | None = None
-    is_stopped: bool = False
     has_started: bool = False
     step: int | None = None
     saved: int | None = None
-    has_own_error: bool = False
     is_final: bool = False
     lines: collections.deque[str] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=KEPT_LINES)
@@ -75,11 +71,7 @@ class WorkerState:
                 self.step = step
             case "saved", [step]:
                 self.saved = step
-            case "failed", []:
-                self.has_own_error = True
             case "final", []:
-                self.has_own_error = self.is_final = True
-            case "final_elsewhere", []:
                 self.is_final = True
 
     def can_be_mended(self, has_started: bool) -> bool:
@@ -89,9 +81,7 @@ class WorkerState:
           has_started: True if the run has begun before. The command and its data were
             right then, so a start that fails now may find a missing host later.
         """
-        if self.return_code == WRONG_USAGE and not (has_started and self.has_own_error):
-            return False
-        return not self.is_final
+        return not self.is_final and (has_started or self.return_code != WRONG_USAGE)
 
     @property
     def status(self) -> int:
@@ -113,10 +103,8 @@ class WorkerState:
         if self.step is not None:
             when = f"after step {self.step}"
         if self.silent_seconds is not None:
-            stopped = ": it is stopped, as by SIGSTOP" if self.is_stopped else ""
             return (
-                f"{self.name} has not answered for {self.silent_seconds:.0f} s, "
-                f"{when}{stopped}"
+                f"{self.name} has not answered for {self.silent_seconds:.0f} s, {when}"
             )
         code = self.return_code
         assert code is not None

@@ -189,7 +189,8 @@ class Parent:
         """Waits before a restart; returns a signal that asks to stop meanwhile."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            number = self._signals.wait(left)
+            # Python misses a signal that comes just before the wait, until its end.
+            number = self._signals.wait(min(left, TICK_SECONDS))
             if number is not None:
                 return number
         return None

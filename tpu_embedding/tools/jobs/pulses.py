@@ -28,9 +28,7 @@ EVENTS: Final = {
     "started": "the run has begun in its directory, so a restart resumes it",
     "step": "number of completed steps",
     "saved": "step of the newest complete checkpoint",
-    "failed": "an error of this process ends it, not the loss of another one",
-    "final": "as `failed`, and the same run would fail again",
-    "final_elsewhere": "another process has told this one that it is `final`",
+    "final": "an error ends the run, and the same run would fail again",
 }
 """Events and their meaning."""
 

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import os
-import pathlib
 import platform
 import select
 import signal
@@ -107,7 +106,6 @@ class WorkerProcess:
         SIGCONT lets a process that is stopped print them, too.
         """
         self.state.silent_seconds = seconds
-        self.state.is_stopped = _is_stopped(self.process.pid)
         if self.has_answered:  # Before, the signal would end it.
             self.signal(STACKS_SIGNAL)
             self.signal(signal.SIGCONT)
@@ -183,12 +181,3 @@ def write_line(descriptor: int, line: bytes) -> None:
             except BlockingIOError:
                 if not select.select([], [descriptor], [], FULL_SECONDS)[1]:
                     return
-
-
-def _is_stopped(pid: int) -> bool:
-    """Returns True if Linux says that a process is stopped."""
-    try:
-        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] in ("T", "t")

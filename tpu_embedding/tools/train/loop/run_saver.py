@@ -96,7 +96,6 @@ class RunSaver:
 
     def _give_up(self, step: int) -> None:
         """Ends this process and its job, in the thread of the deadline."""
-        send_event("failed")
         end_job(
             current_job(),
             f"The checkpoint of step {step} is not complete after "
