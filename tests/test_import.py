@@ -18,6 +18,7 @@ NOT_LOADED = (
     "tensorstore",
     "tensorflow",
     "tpu_embedding.tools",
+    "jax.experimental.pallas",
 )
 
 USES = {

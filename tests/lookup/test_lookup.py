@@ -14,8 +14,6 @@ import tpu_embedding as te
 from tests.conftest import MESHES, mesh_of, needs_kernels
 from tests.reference import dense_gradients, dense_lookup
 from tests.tiers import matrix, quick_cases
-from tpu_embedding.lookup import _sample_lines
-from tpu_embedding.rows import access
 from tpu_embedding.rows.kernels import row_kernels
 
 full = pytest.mark.full
@@ -387,6 +385,9 @@ def test_kernels_change_no_result(case, dim, num_devices, capacity, exchange):
     check_against_reference(plan, batch_of(case))
 
 
+READ_ROWS = row_kernels.read_rows
+
+
 def read_rows_that_are_there(lines, row_ids, dim, *arguments, **options):
     """What a TPU would read elsewhere, Pallas' interpreter reads in the last row."""
 
@@ -394,7 +395,7 @@ def read_rows_that_are_there(lines, row_ids, dim, *arguments, **options):
         assert 0 <= least <= most < lines.size // dim
 
     jax.debug.callback(check, jnp.min(row_ids), jnp.max(row_ids))
-    return row_kernels.read_rows(lines, row_ids, dim, *arguments, **options)
+    return READ_ROWS(lines, row_ids, dim, *arguments, **options)
 
 
 ALL_NAMES = ("one", "many", "weighted", "padded")
@@ -421,8 +422,7 @@ def test_batches_that_fill_tiles(
     dim, num_devices, exchange, capacity, names, monkeypatch
 ):
     """Features of equal batches, large enough that their samples fill lines."""
-    for module in (access, _sample_lines):
-        monkeypatch.setattr(module, "read_rows", read_rows_that_are_there)
+    monkeypatch.setattr(row_kernels, "read_rows", read_rows_that_are_there)
     tables = {
         name: te.TableConfig(vocabulary_size=500, dim=dim, combiner=combiner, name=name)
         for name, combiner in {"s": "sum", "m": "mean"}.items()

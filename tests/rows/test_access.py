@@ -18,8 +18,7 @@ from tpu_embedding.rows.access import (
     update_packed,
     with_room_for_kernels,
 )
-from tpu_embedding.rows.kernels.kernel_access import KernelAccess
-from tpu_embedding.rows.kernels.kernel_bodies import KernelBody
+from tpu_embedding.rows.kernels.kernel_access import KernelAccess, KernelBody
 from tpu_embedding.rows.narrow_rows import encode_rows
 from tpu_embedding.rows.packed_rows import (
     PackedRows,

@@ -16,8 +16,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.plan.backends import BatchBackends
-from tpu_embedding.rows.kernels.backend import KernelBackend
-from tpu_embedding.rows.kernels.row_kernels import read_rows
+from tpu_embedding.rows.kernels.kernel_access import KernelBackend
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, broadcast_to_lanes
 
 
@@ -56,6 +55,8 @@ class SampleLines:
           valences: rows of each sum.
           backend: runs the kernel.
         """
+        from tpu_embedding.rows.kernels.row_kernels import read_rows
+
         return read_rows(
             rows.lines,
             jnp.minimum(places, rows.layout.num_rows - 1),

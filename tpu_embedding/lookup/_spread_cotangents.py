@@ -20,8 +20,7 @@ from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.lookup._sample_lines import sample_lines
 from tpu_embedding.plan.backends import BatchBackends
 from tpu_embedding.rows.access import gather_packed, gather_rows
-from tpu_embedding.rows.kernels.kernel_bodies import DROPPED_ROW
-from tpu_embedding.rows.kernels.row_kernels import ID_ALIGNMENT, write_rows
+from tpu_embedding.rows.kernels.kernel_limits import ID_ALIGNMENT
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,
@@ -126,6 +125,8 @@ def _spread_by_kernel(
     The first id of a row writes to the row's place in the exchange buffer. Repeats
     write to a second buffer, from which they are added.
     """
+    from tpu_embedding.rows.kernels.row_kernels import DROPPED_ROW, write_rows
+
     lines = sample_lines(backends, layout)
     sources = list(cotangents) if lines is None else map(lines.lines_of, cotangents)
     buffer_size = layout.num_rows

@@ -17,8 +17,7 @@ from tpu_embedding.kernel_verdicts import (
     capability_of,
     load_verdicts,
 )
-from tpu_embedding.rows.kernels.backend import KernelBackend
-from tpu_embedding.rows.kernels.kernel_access import Backend
+from tpu_embedding.rows.kernels.kernel_access import Backend, KernelBackend
 
 BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
 """Backends that `make_plan(kernels=...)` takes by name."""

@@ -26,7 +26,7 @@ from tpu_embedding.optimizers.analysis.kernel_lowering import (
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.plan.backend_request import BackendChoice, BackendRequest
 from tpu_embedding.rows.kernels.kernel_access import KernelAccess, RowAccess
-from tpu_embedding.rows.kernels.row_kernels import (
+from tpu_embedding.rows.kernels.kernel_limits import (
     ID_ALIGNMENT,
     MAX_ARRAYS,
     no_room_reason,

@@ -1,7 +1,8 @@
 """Reads and changes rows of packed arrays: gather, add, replace, update. Per shard.
 
 Each function works on the rows of one shard and communicates nothing.
-`PackedRows.kernels` names the accesses that kernels make; XLA makes the others.
+`PackedRows.kernels` names the accesses that kernels make; XLA makes the others. Kernels
+are imported where one is built, because they need Pallas.
 
 A kernel moves wide lines in whole tiles, and writes the values of padding ids to a
 spare row. Tables and slot variables have room for both (`with_room_for_kernels`).
@@ -16,10 +17,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from tpu_embedding.rows.kernels.backend import KernelBackend
-from tpu_embedding.rows.kernels.kernel_access import RowAccess
-from tpu_embedding.rows.kernels.kernel_bodies import TILE_LINES, KernelBody
-from tpu_embedding.rows.kernels.row_kernels import add_rows, read_rows, update_rows
+from tpu_embedding.rows.kernels.kernel_access import (
+    KernelBackend,
+    KernelBody,
+    RowAccess,
+)
+from tpu_embedding.rows.kernels.kernel_limits import TILE_LINES
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,
@@ -77,6 +80,8 @@ def gather_packed(packed: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows
     row_ids = jnp.minimum(row_ids, layout.num_rows - 1)
     backend = _kernel_backend(packed, "read")
     if backend is not None and num_ids > 0:
+        from tpu_embedding.rows.kernels.row_kernels import read_rows
+
         row_ids = jnp.pad(row_ids, (0, -num_ids % _KERNEL_ID_ALIGNMENT))
         (lines,) = read_rows(_full_tiles(packed), row_ids, layout.dim, backend)
         lines = lines[: result.num_lines]
@@ -105,6 +110,8 @@ def gather_sums(
     Returns:
       `[size, dim]` for each group.
     """
+    from tpu_embedding.rows.kernels.row_kernels import read_rows
+
     layout = packed.layout
     assert layout.rows_per_line == 1
     return read_rows(
@@ -256,6 +263,8 @@ def update_packed(
     Returns:
       The arrays with new rows, and the new `row_scalars`.
     """
+    from tpu_embedding.rows.kernels.row_kernels import update_rows
+
     layout, kernels = arrays[0].layout, arrays[0].kernels
     (num_ids,) = row_ids.shape
     if num_ids == 0:
@@ -295,6 +304,8 @@ def _add_by_kernel(
     backend: KernelBackend,
 ) -> PackedRows:
     """Adds as `add_to_rows` does; ids beyond the last row add to the spare row."""
+    from tpu_embedding.rows.kernels.row_kernels import add_rows
+
     layout = packed.layout
     additions = pack_rows(values, packed.buffer_layout(row_ids.shape[0]))
     row_ids, lines = _pad_for_kernel(layout, row_ids, additions)

@@ -13,12 +13,16 @@ import pytest
 from tests.conftest import needs_kernels
 from tests.tiers import full_cases, matrix, quick_cases
 from tpu_embedding.rows.kernels import backend, row_kernels
-from tpu_embedding.rows.kernels.kernel_bodies import DROPPED_ROW, KernelBody
+from tpu_embedding.rows.kernels.kernel_access import KernelBody
+from tpu_embedding.rows.kernels.kernel_bodies import DROPPED_ROW
+from tpu_embedding.rows.kernels.kernel_limits import (
+    TILE_LINES,
+    no_room_reason,
+    unreachable_reason,
+)
 from tpu_embedding.rows.kernels.row_kernels import (
     add_rows,
-    no_room_reason,
     read_rows,
-    unreachable_reason,
     update_rows,
     write_rows,
 )
@@ -214,7 +218,7 @@ def test_room_for_whole_rows(dim, num_arrays, num_row_scalars, expected):
     arguments = (dim, num_arrays, num_row_scalars)
     assert (no_room_reason(*arguments) is None) is expected
     max_ids = row_kernels._max_chunk_ids(dim, 1 + num_arrays, num_row_scalars)
-    assert (max_ids >= row_kernels.TILE_LINES) is expected
+    assert (max_ids >= TILE_LINES) is expected
 
 
 @pytest.mark.parametrize(

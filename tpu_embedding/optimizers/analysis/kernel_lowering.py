@@ -34,7 +34,7 @@ from tpu_embedding.optimizers.analysis.trace import (
 )
 from tpu_embedding.optimizers.analysis.walker import walk
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
-from tpu_embedding.rows.kernels.kernel_bodies import KernelBody
+from tpu_embedding.rows.kernels.kernel_access import KernelBody
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ Workers do not synchronise, so no two of them may write to the same row.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import jax
 from jax.experimental import pallas as pl
@@ -22,8 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 from jaxtyping import Array, Int
 
-KernelBackend = Literal["sparse_core", "interpreter"]
-"""A backend that runs kernels: the SparseCores of a TPU, or Pallas' interpreter."""
+from tpu_embedding.rows.kernels.kernel_access import KernelBackend
 
 Ref = Any
 """A reference to an array or buffer in a kernel; Pallas has no public type for it."""

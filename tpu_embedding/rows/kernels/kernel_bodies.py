@@ -31,34 +31,15 @@ from jax.experimental.pallas import tpu_sc as plsc
 from jaxtyping import Array, Int
 
 from tpu_embedding.rows.kernels.backend import Ref, Worker, copy_all, for_each_chunk
+from tpu_embedding.rows.kernels.kernel_access import KernelBody
+from tpu_embedding.rows.kernels.kernel_limits import TILE_LINES
 from tpu_embedding.rows.kernels.sections import Sections
 
 DROPPED_ROW: Final = -1
 """Target of a row that `write_rows` leaves out."""
 
-TILE_LINES: Final = 8
-"""Lines of a tile, the unit in which a TPU stores lines of more than 128 lanes."""
-
 _NO_SEMAPHORE: Final = None
 """Passed instead of a semaphore: a single outgoing DMA needs none."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelBody:
-    """An optimizer's rule as arithmetic on vectors, which `update_rows` runs.
-
-    Attributes:
-      run: called as `run(sums, gradient, *rows, *row_scalars, *scalars)`. `sums` lists
-        the sums over the row that are known. All other arguments are vectors: of the
-        gradient, of the row of each array, and of each row scalar and scalar, repeated
-        over the lanes. If a sum is missing, `run` returns a vector whose elements the
-        next sum adds up. Otherwise it returns a list: a new vector for each array, then
-        one for each row scalar. `kernel_lowering.py` lists the operations it may use.
-      num_sums: sums over the elements of a row that `run` takes.
-    """
-
-    run: Callable[..., Any]
-    num_sums: int = 0
 
 
 def read_chunks(
