@@ -17,7 +17,7 @@ WAIT = "import threading as t; t.Event().wait()"
 
 
 def result_of(case: dict, deed: str) -> dict:
-    result = {"case": case["name"], "seconds": 0.25}
+    result = {"case": case["name"]}
     if deed == "wrong":
         return result | {"problem": "row 7 is zero"}
     if deed == "wrong by xla":

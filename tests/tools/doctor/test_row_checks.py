@@ -27,7 +27,7 @@ def full(*values):
 
 def result_of(name, kernels: str | None = "interpreter"):
     result = run_case(CASES[name], kernels, jax.devices()[:2])
-    assert result.case == name and result.seconds > 0
+    assert result.case == name
     return result
 
 

@@ -96,7 +96,6 @@ class CaseResult:
       case: name of the case.
       problem: wrong result, error, hang or crash with kernels; None: there is none.
       xla_problem: the same with XLA alone.
-      seconds: time of the case, compilation included.
       seconds_per_call: time of one call with kernels; None: not timed.
       xla_seconds_per_call: time of one call with XLA alone.
       speed_ratio: XLA's time over that with kernels.
@@ -105,7 +104,6 @@ class CaseResult:
     case: str
     problem: str | None = None
     xla_problem: str | None = None
-    seconds: float = 0.0
     seconds_per_call: float | None = None
     xla_seconds_per_call: float | None = None
     speed_ratio: float | None = None
