@@ -62,7 +62,7 @@ def job_of_thread(monkeypatch):
     monkeypatch.setattr(
         agreed_sizes, "current_job", lambda: getattr(local, "job", make_jobs(1)[0])
     )
-    monkeypatch.setattr(agreed_sizes, "_number_of", lambda sizes: 0)
+    monkeypatch.setattr(agreed_sizes, "_name_of", lambda sizes: "sizes")
     return local
 
 

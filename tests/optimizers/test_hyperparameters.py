@@ -35,7 +35,6 @@ from tpu_embedding.optimizers.rules.rowwise import (
     partial_rowwise_adam,
     partial_rowwise_lamb,
     rowwise_rmsprop,
-    scale_by_corrected_moments,
 )
 from tpu_embedding.optimizers.rules.sgd import sgd
 from tpu_embedding.optimizers.rules.user_defined import user_defined
@@ -144,11 +143,6 @@ WRONG = [
         rowwise_rmsprop,
         {"rho": 1.0, "epsilon": 0.0},
         "rho must be in .*; epsilon must be positive",
-    ),
-    (
-        scale_by_corrected_moments,
-        {"velocity_of": "table"},
-        r"velocity_of must be one of \['element', 'row'\], got 'table'",
     ),
     (adafactor, {"clip_threshold": 0.0}, "clip_threshold must be positive"),
     (adafactor, {"beta_2_decay": 0.8}, "beta_2_decay must be non-positive"),
@@ -362,7 +356,6 @@ WITHOUT_LEARNING_RATE = (
     user_defined,
     with_options,
     frequency_estimator,
-    scale_by_corrected_moments,
 )
 
 

@@ -7,6 +7,7 @@ milliseconds of the thread that loads batches, and no device.
 """
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from tpu_embedding.distributed.job import current_job
 from tpu_embedding.inputs.buffer_sizes import BufferSizes, RaggedDemand
 
 _numbers: weakref.WeakKeyDictionary[BufferSizes, int] = weakref.WeakKeyDictionary()
-_next_number = 1
+_new_numbers = itertools.count(1)
 
 
 def agree_on_demands(
@@ -55,17 +56,9 @@ def abandon_agreement(sizes: BufferSizes) -> None:
 
 
 def _name_of(sizes: BufferSizes | None) -> str:
-    return f"sizes of ragged features {_number_of(sizes)}"
-
-
-def _number_of(sizes: BufferSizes | None) -> int:
-    global _next_number
-    if sizes is None:
-        return 0
-    if sizes not in _numbers:
-        _numbers[sizes] = _next_number
-        _next_number += 1
-    return _numbers[sizes]
+    if sizes is not None and sizes not in _numbers:
+        _numbers[sizes] = next(_new_numbers)
+    return f"sizes of ragged features {0 if sizes is None else _numbers[sizes]}"
 
 
 def _merge(demands: list[list[dict[str, Any]]]) -> list[dict[str, Any]] | str:

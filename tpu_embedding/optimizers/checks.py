@@ -77,63 +77,52 @@ def real_scalar(value: Any) -> Check:
     return PASSED
 
 
-def finite(value: Any) -> Check:
-    """Checks that a value is a finite number."""
-    return _check_number(value, "finite", math.isfinite)
+def _in_range(
+    text: str, is_in_range: Callable[[float], bool]
+) -> Callable[[Any], Check]:
+    """Returns a function that checks a number; a traced one passes.
+
+    Args:
+      text: says what the number must be.
+      is_in_range: tells if the number is that.
+    """
+
+    def check(value: Any) -> Check:
+        result = real_scalar(value)
+        if result.problem or isinstance(value, Tracer):
+            return result
+        try:
+            number = float(value)
+        except OverflowError:
+            return Check(f"within float32's range, got {str(value)[:9]}...")
+        if is_in_range(number):
+            return PASSED
+        return Check(f"{'finite' if math.isinf(number) else text}, got {value}")
+
+    return check
+
+
+# Each takes a value and returns its `Check`. In those named `..._bound`, infinity means
+# no bound.
+finite = _in_range("finite", math.isfinite)
+not_nan = _in_range("a number", lambda x: not math.isnan(x))
+positive = _in_range("positive", lambda x: 0 < x < math.inf)
+positive_bound = _in_range("positive", lambda x: x > 0)
+non_negative = _in_range("non-negative", lambda x: 0 <= x < math.inf)
+non_negative_bound = _in_range("non-negative", lambda x: x >= 0)
+non_positive = _in_range("non-positive", lambda x: -math.inf < x <= 0)
+fraction = _in_range("in [0, 1]", lambda x: 0 <= x <= 1)
+fraction_below_one = _in_range("in [0, 1)", lambda x: 0 <= x < 1)
+open_fraction = _in_range("in (0, 1)", lambda x: 0 < x < 1)
+_descends = _in_range(
+    "at least 0 (negate the loss to ascend the gradient)", lambda x: x >= 0
+)
 
 
 def step_size(value: Any) -> Check:
     """Checks that a value is finite and at least 0, so that a step descends."""
     check = finite(value)
-    if check.problem:
-        return check
-    text = "at least 0 (negate the loss to ascend the gradient)"
-    return _check_number(value, text, lambda x: x >= 0)
-
-
-def not_nan(value: Any) -> Check:
-    """Checks that a value is a number; it may be infinite."""
-    return _check_number(value, "a number", lambda x: not math.isnan(x))
-
-
-def positive(value: Any) -> Check:
-    """Checks that a value is above 0 and finite."""
-    return _check_number(value, "positive", lambda x: 0 < x < math.inf)
-
-
-def positive_bound(value: Any) -> Check:
-    """Checks that a value is above 0; infinity means no bound."""
-    return _check_number(value, "positive", lambda x: x > 0)
-
-
-def non_negative(value: Any) -> Check:
-    """Checks that a value is at least 0 and finite."""
-    return _check_number(value, "non-negative", lambda x: 0 <= x < math.inf)
-
-
-def non_negative_bound(value: Any) -> Check:
-    """Checks that a value is at least 0; infinity means no bound."""
-    return _check_number(value, "non-negative", lambda x: x >= 0)
-
-
-def non_positive(value: Any) -> Check:
-    """Checks that a value is at most 0 and finite."""
-    return _check_number(value, "non-positive", lambda x: -math.inf < x <= 0)
-
-
-def fraction(value: Any) -> Check:
-    """Checks that a value is in [0, 1]."""
-    return _check_number(value, "in [0, 1]", lambda x: 0 <= x <= 1)
-
-
-def fraction_below_one(value: Any) -> Check:
-    """Checks that a value is in [0, 1)."""
-    return _check_number(value, "in [0, 1)", lambda x: 0 <= x < 1)
-
-
-def open_fraction(value: Any) -> Check:
-    """Checks that a value is in (0, 1)."""
-    return _check_number(value, "in (0, 1)", lambda x: 0 < x < 1)
+    return check if check.problem else _descends(value)
 
 
 def int_from(minimum: int, value: Any) -> Check:
@@ -228,18 +217,3 @@ def _public_name(value: Any) -> str | None:
         if inspect.isroutine(value) and getattr(package, name, None) is value:
             return f"{prefix}.{name}"
     return None
-
-
-def _check_number(value: Any, text: str, is_in_range: Callable[[Any], bool]) -> Check:
-    check = real_scalar(value)
-    if check.problem:
-        return check
-    if isinstance(value, Tracer):
-        return PASSED
-    try:
-        number = float(value)
-    except OverflowError:
-        return Check(f"within float32's range, got {str(value)[:9]}...")
-    if is_in_range(number):
-        return PASSED
-    return Check(f"{'finite' if math.isinf(number) else text}, got {value}")

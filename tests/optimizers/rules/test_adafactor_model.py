@@ -103,6 +103,18 @@ def test_averages_do_not_share_memory_with_the_parameters():
     assert all(x.is_deleted() for x in jax.tree.leaves(params))
 
 
+def train(optimizer):
+    """Returns parameters and state after the recorded steps, and the final values."""
+    params = start()
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    for gradients, _, _ in steps("ema"):
+        updates, state = update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    *_, (_, _, final) = steps("ema")
+    return params, state, final
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -114,13 +126,7 @@ def test_averages_do_not_share_memory_with_the_parameters():
 )
 def test_averages_are_found_within_wrappers(wrap):
     optimizer = wrap(make_optimizer("ema"))
-    params = start()
-    state = optimizer.init(params)
-    update = jax.jit(optimizer.update)
-    for gradients, _, _ in steps("ema"):
-        updates, state = update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
-    *_, (_, _, final) = steps("ema")
+    params, state, final = train(optimizer)
     assert_close(opt.finalize_variable_values(params, state)[0], final)
 
 
@@ -129,13 +135,7 @@ def test_parameters_of_other_optimizers_stay():
     optimizer = optax.multi_transform(
         {"ema": make_optimizer("ema"), "sgd": opt.sgd(0.1)}, labels
     )
-    params = start()
-    state = optimizer.init(params)
-    update = jax.jit(optimizer.update)
-    for gradients, _, _ in steps("ema"):
-        updates, state = update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
-    *_, (_, _, final) = steps("ema")
+    params, state, final = train(optimizer)
     new, _ = opt.finalize_variable_values(params, state)
     for name, label in labels.items():
         expected = final if label == "ema" else params

@@ -17,7 +17,6 @@ from tpu_embedding.optimizers.checks import (
     check_hyperparameters,
     fraction_below_one,
     non_negative,
-    one_of,
     positive,
 )
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
@@ -243,13 +242,7 @@ def scale_by_corrected_moments(
       beta_2: decay of `v`, in [0, 1).
       epsilon: positive.
       velocity_of: `"element"` keeps one `v` per element, `"row"` one per row.
-
-    Raises:
-      ValueError: if `velocity_of` is neither.
     """
-    check_hyperparameters(
-        "scale_by_corrected_moments", velocity_of=one_of(velocity_of, VelocityOf)
-    )
 
     def init(params):
         shape = params.shape if velocity_of == "element" else params.shape[:1]
