@@ -103,8 +103,8 @@ COMMAND_LINES = [
     (["train", "synthetic", "--set", "model.dim.x=3"], "'model.dim.x' is no key"),
     (["train", "synthetic", "--set", "=3"], "'' is no key"),
     (["train", "synthetic", "--set", "seed"], "--set takes KEY=VALUE, got 'seed'"),
-    (["train", "synthetic", "--set", "model=3"], "'model' is a section"),
-    (["train", "synthetic", "--set", "make_table_optimizer=3"], "is a function"),
+    (["train", "synthetic", "--set", "model=3"], "'model' is no key"),
+    (["train", "synthetic", "--set", "make_table_optimizer=3"], "is no key"),
     (
         ["train", "synthetic", "--set", "seed=1", "--set", "seed=2"],
         "--set seed is given twice, as '1' and '2'",

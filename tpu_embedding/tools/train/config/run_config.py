@@ -58,8 +58,6 @@ class Target:
 
     def __post_init__(self):
         problems = []
-        if not isinstance(self.metric, str):
-            problems.append(f"Target.metric must be a string, got {self.metric!r}")
         if not _is_finite(self.at_most):
             problems.append(
                 f"Target.at_most must be a finite number, got {self.at_most!r}"

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints
 from tpu_embedding.distributed.job import Job
@@ -59,7 +60,7 @@ def agree_on_run(job: Job, program: RunProgram, options: Mapping[str, Any]) -> N
         "data": {name: getattr(data, name, None) for name in names}
         | {"checksum of batch 0": _checksum(program.batch)},
     }
-    job.agree("start of the run", dict(_flatten(facts)))
+    job.agree("start of the run", flatten_dict(facts, sep="."))
 
 
 def _versions() -> dict[str, str]:
@@ -75,15 +76,6 @@ def _checksum(batch: Batch) -> int:
     for leaf in jax.tree.leaves(batch):
         checksum = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), checksum)
     return checksum
-
-
-def _flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the facts of nested dicts, whose names a dot separates."""
-    for name, value in facts.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ sets, those of the package included, through `CheckedDataset`.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -129,7 +130,7 @@ class CheckedDataset:
         owner = f"{self._name}.evaluation_batches()"
         with as_config_error(owner):
             batches = iter(self.data.evaluation_batches())
-        for number in range(2**31):
+        for number in itertools.count():
             with as_config_error(owner):
                 batch = next(batches, None)
             if batch is None:

@@ -9,6 +9,7 @@ each process read its share of every batch, so blocks of a file are read by one 
 only. Otherwise each process reads whole batches in turn.
 """
 
+import functools
 import multiprocessing
 import os
 import pathlib
@@ -115,29 +116,25 @@ def _start(
     options = grain.MultiprocessingOptions(
         num_workers=num_processes, per_worker_buffer_size=READ_AHEAD
     )
+    start = functools.partial(_start_process, _search_path(module))
     return iter(
         grain.MapDataset.range(steps.start, steps.stop)
         .map(lambda step: data.train_part(int(step), samples))
         .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-        .mp_prefetch(options, worker_init_fn=_StartProcess(_search_path(module)))
+        .mp_prefetch(options, worker_init_fn=start)
     )
 
 
-class _StartProcess:
+def _start_process(search_path: Sequence[str], index: int, count: int) -> None:
     """Prepares a loader process, before it receives the data set."""
-
-    def __init__(self, search_path: Sequence[str]):
-        self._search_path = list(search_path)
-
-    def __call__(self, index: int, count: int) -> None:
-        del index, count
-        sys.path[:] = self._search_path
-        # Ctrl-C and a lost terminal reach all processes of the terminal, and Slurm's
-        # SIGTERM all of a job. The parent decides what they mean: it still reads
-        # batches until it stops.
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+    del index, count
+    sys.path[:] = search_path
+    # Ctrl-C and a lost terminal reach all processes of the terminal, and Slurm's
+    # SIGTERM all of a job. The parent decides what they mean: it still reads batches
+    # until it stops.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
