@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.lookup.stages import full
-from tpu_embedding.lookup._flatten import PoolingSpec
+from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
 from tpu_embedding.lookup._route import IdsByRow
 from tpu_embedding.plan.backend_request import BackendChoice
 from tpu_embedding.plan.backends import (

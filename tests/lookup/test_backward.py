@@ -9,7 +9,7 @@ import pytest
 from tests.lookup.stages import PADDING, full, on_shards, plan_of
 from tests.tiers import quick_cases
 from tpu_embedding.lookup._backward import gradient_rounds, stack_gradient
-from tpu_embedding.lookup._flatten import FeatureInput
+from tpu_embedding.lookup._flatten_to_owners import FeatureInput
 from tpu_embedding.lookup._forward import lookup_stack
 from tpu_embedding.rows.packed_rows import pack_rows
 

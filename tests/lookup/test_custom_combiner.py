@@ -8,7 +8,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.lookup._flatten import _move_ids_to_front
+from tpu_embedding.lookup._flatten_to_owners import _move_ids_to_front
 
 full = pytest.mark.full
 

@@ -7,7 +7,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.lookup.test_flatten import feature_input, stack_of
+from tests.lookup.test_flatten_to_owners import feature_input, stack_of
 from tests.lookup.test_lookup import (
     BATCH,
     PADDING,
@@ -18,7 +18,7 @@ from tests.lookup.test_lookup import (
     rng,
 )
 from tests.tiers import quick_cases
-from tpu_embedding.lookup._flatten import FeatureInput, flatten
+from tpu_embedding.lookup._flatten_to_owners import FeatureInput, flatten
 from tpu_embedding.plan.features import FeaturePlan
 
 full = pytest.mark.full

@@ -212,7 +212,7 @@ def test_equals_dense_reference(case, num_devices):
     check_against_reference(make_plan(mesh_of(num_devices)), batch_of(case))
 
 
-@full  # test_flatten.py has every combiner with every kind of feature.
+@full  # test_flatten_to_owners.py has every combiner with every kind of feature.
 @pytest.mark.parametrize("case", ["weighted", "ragged_weighted", "ragged"])
 @pytest.mark.parametrize(
     "combiners", [("mean", "sqrtn", "sum"), ("sqrtn", "sum", "mean")], ids="-".join

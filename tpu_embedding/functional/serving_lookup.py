@@ -24,7 +24,7 @@ from tpu_embedding.inputs.shard_inputs import (
 from tpu_embedding.lookup._combine import gather_and_pool, scale_samples
 from tpu_embedding.lookup._custom_combiner import apply_custom_combiners
 from tpu_embedding.lookup._exchange import quantize
-from tpu_embedding.lookup._flatten import resolve
+from tpu_embedding.lookup._flatten_to_owners import resolve
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan
 from tpu_embedding.plan.plan import EmbeddingPlan

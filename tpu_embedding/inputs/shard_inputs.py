@@ -17,7 +17,7 @@ from jaxtyping import Array
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import FeatureConfig
 from tpu_embedding.inputs.forms import is_integer, is_real
-from tpu_embedding.lookup._flatten import FeatureInput
+from tpu_embedding.lookup._flatten_to_owners import FeatureInput
 from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import AnyPlan, EmbeddingPlan

@@ -7,7 +7,8 @@ All modules are private. `functional/steps.py` calls them inside `shard_map`, an
         combine ─ activations
     cotangents ─ spread ═ exchange of gradients ═ merge ─ gradient of each row
 
-1. `_flatten`: ids of all features of a stack become keys, one per id.
+1. `_flatten_to_owners`: ids of all features of a stack become keys, which name the
+   owner of each row.
 2. `_dedup`: equal keys become one request; requests are grouped by owner.
 3. `_route`: each request gets a round and a place in its buffer.
 4. `_exchange`: all-to-all of ids, of rows, and of gradients. Owners gather rows.

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from tpu_embedding.lookup._custom_combiner import row_cotangents
 from tpu_embedding.lookup._exchange import Requests, send_gradients, send_requests
-from tpu_embedding.lookup._flatten import PoolingSpec
+from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
 from tpu_embedding.lookup._forward import StackRouting
 from tpu_embedding.lookup._gradient_blocks import (
     IdBlocks,
@@ -55,7 +55,7 @@ class SampleGradients:
     """The cotangents of a stack on the shards of their samples. Per shard.
 
     Attributes:
-      keys: int32 `[ids]`, of all features; see `_flatten.py`.
+      keys: int32 `[ids]`, of all features; see `_flatten_to_owners.py`.
       cotangents: per feature, `[samples, dim]`.
       poolings: per feature.
       max_unique_ids: upper bound on the unique ids of a shard.

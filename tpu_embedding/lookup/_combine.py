@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpu_embedding.lookup._flatten import PoolingSpec
+from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
 from tpu_embedding.lookup._sample_lines import sample_lines
 from tpu_embedding.plan.backends import BatchBackends
 from tpu_embedding.rows.access import gather_rows, gather_sums

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.lookup._flatten import PoolingSpec
+from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
 
 
 @jax.tree_util.register_dataclass

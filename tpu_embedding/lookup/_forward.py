@@ -27,7 +27,7 @@ from tpu_embedding.lookup._exchange import (
     read_local_rows,
     send_requests,
 )
-from tpu_embedding.lookup._flatten import (
+from tpu_embedding.lookup._flatten_to_owners import (
     FeatureInput,
     PoolingSpec,
     flatten,
@@ -47,7 +47,7 @@ class StackRouting:
     """Facts that the forward pass hands to the backward pass. Per shard.
 
     Attributes:
-      keys: int32 `[ids]`, of all features; see `_flatten.py`.
+      keys: int32 `[ids]`, of all features; see `_flatten_to_owners.py`.
       sent: the ids at the owners of their rows; None if this device read its own rows.
       poolings: per feature of the stack.
       sequences: per feature of the stack; None without a custom combiner.

@@ -48,7 +48,7 @@ def send_ids(
     """Sends the unique ids of a stack to the owners of their rows. Per shard.
 
     Args:
-      keys: keys of all features; see `_flatten.py`.
+      keys: keys of all features; see `_flatten_to_owners.py`.
       max_unique_ids: upper bound on the unique ids of a shard.
       stack: plan of the stack.
       plan: gives the mesh.

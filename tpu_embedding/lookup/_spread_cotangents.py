@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from tpu_embedding.lookup._combine import scale_samples
 from tpu_embedding.lookup._dedup import unsort
-from tpu_embedding.lookup._flatten import PoolingSpec
+from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
 from tpu_embedding.lookup._repeats import add_repeats
 from tpu_embedding.lookup._route import IdsByRow
 from tpu_embedding.lookup._running_sums import running_sum

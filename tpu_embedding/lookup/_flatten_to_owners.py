@@ -1,9 +1,10 @@
-"""Stage 1, flatten: turns the ids of all features of a stack into one array of keys.
+"""Stage 1, flatten: finds the owner of each id, for all features of a stack at once.
 
-A *key* is an int32 that names the owner of a row and the row at that owner:
-`owner * rows_per_shard + local row`. One sort of the keys therefore brings equal ids
-together and groups them by destination. Ids that look up nothing get the largest key:
-padding, ids outside their table, and ids that their weight excludes.
+The ids become one array of keys. A *key* is an int32 that names the owner of a row and
+the row at that owner: `owner * rows_per_shard + local row`. One sort of the keys
+therefore brings equal ids together and groups them by destination. Ids that look up
+nothing get the largest key: padding, ids outside their table, and ids that their weight
+excludes.
 """
 
 import dataclasses
