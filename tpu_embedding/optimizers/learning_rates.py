@@ -11,7 +11,6 @@ import optax
 from tpu_embedding.optimizers.checks import (
     Check,
     check_hyperparameters,
-    finite,
     real_scalar,
     step_size,
 )
@@ -25,39 +24,25 @@ def learning_rate_at(
     return jnp.asarray(rate, jnp.float32)
 
 
-def checked_learning_rate(owner: str, value: Any) -> optax.ScalarOrSchedule:
-    """Checks a learning rate: a scalar of at least 0, or a schedule of the step.
-
-    The values of a schedule are not known before the step runs, so a schedule that
-    falls below 0 ascends the gradient.
-
-    Args:
-      owner: name of the optimizer, for errors.
-      value: the user's learning rate.
-
-    Returns:
-      The scalar; or a schedule that checks each rate before it returns it.
-
-    Raises:
-      TypeError: if the value is neither a number nor a function of one argument.
-      ValueError: if the value is no scalar, not finite, or negative.
-    """
-    return checked_schedule(owner, value, "learning_rate", step_size)
-
-
 def checked_schedule(
-    owner: str, value: Any, name: str, check: Callable[[Any], Check] = finite
+    owner: str,
+    value: Any,
+    name: str = "learning_rate",
+    check: Callable[[Any], Check] = step_size,
 ) -> optax.ScalarOrSchedule:
-    """Checks a scalar, or a schedule of the step.
+    """Checks a learning rate, or another scalar that may be a schedule of the step.
+
+    The values of a schedule are not known before the step runs, so a learning rate that
+    falls below 0 ascends the gradient.
 
     Args:
       owner: name of the optimizer, for errors.
       value: the user's scalar or schedule.
       name: name of the argument, for errors.
-      check: returns the check of a scalar.
+      check: returns the check of a scalar. A learning rate must be at least 0.
 
     Returns:
-      The scalar; or a schedule that checks each rate before it returns it.
+      The scalar; or a schedule that checks each value before it returns it.
 
     Raises:
       TypeError: if the value is neither a number nor a function of one argument.

@@ -26,7 +26,7 @@ from tpu_embedding.optimizers.checks import (
     or_none,
 )
 from tpu_embedding.optimizers.learning_rates import (
-    checked_learning_rate,
+    checked_schedule,
     learning_rate_at,
 )
 from tpu_embedding.optimizers.modes import in_sequence
@@ -131,7 +131,7 @@ def with_options(
     del low_dimensional_packing_status
     check_rule("with_options", rule)
     if learning_rate is not None:
-        learning_rate = checked_learning_rate("with_options", learning_rate)
+        learning_rate = checked_schedule("with_options", learning_rate)
     options: CommonOptions = {
         "use_gradient_accumulation": use_gradient_accumulation,
         "clip_weight_min": clip_weight_min,
@@ -187,7 +187,7 @@ def takes_common_options(make_optimizer: OptimizerFunction) -> OptimizerFunction
         rate = {**arguments, **given}.get("learning_rate", own[0].default)
         chosen = cast(CommonOptions, arguments)
         _check_options(name, chosen)
-        rate = checked_learning_rate(name, rate)
+        rate = checked_schedule(name, rate)
         if args:
             rule = make_optimizer(rate, *args[1:], **arguments)
         else:
@@ -336,7 +336,7 @@ def decay_rows(
     check_rule("decay_rows", rule)
     check_hyperparameters("decay_rows", factor=finite(factor))
     if learning_rate is not None:
-        learning_rate = checked_learning_rate("decay_rows", learning_rate)
+        learning_rate = checked_schedule("decay_rows", learning_rate)
 
     def init(params):
         return DecayRowsState(jnp.zeros((), jnp.int32), rule.init(params))

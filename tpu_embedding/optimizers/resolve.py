@@ -113,7 +113,12 @@ def _of_table(
         of_part = _trace(part)
         if of_part is None:
             continue
-        is_whole = whole is not None and _do_the_same(whole, of_part)
+        is_whole = (
+            whole is not None
+            and whole.modes == of_part.modes
+            and same_program(whole.init, of_part.init)
+            and same_program(whole.update, of_part.update)
+        )
         return optimizer if is_whole else part
     return optimizer
 
@@ -224,14 +229,6 @@ def _trace(transformation: optax.GradientTransformation) -> TracedRule | None:
             "before it; learning rate and weight decay are its arguments."
         )
     return trace
-
-
-def _do_the_same(first: TracedRule, second: TracedRule) -> bool:
-    return (
-        first.modes == second.modes
-        and same_program(first.init, second.init)
-        and same_program(first.update, second.update)
-    )
 
 
 def _is_elementwise(transformation: optax.GradientTransformation) -> bool:

@@ -7,7 +7,7 @@ rows first, and takes the memory of the slot variable once more.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax.core
 import jax.numpy as jnp
@@ -48,7 +48,8 @@ def constant_parts(optimizer: Rule, dim: int) -> tuple[np.ndarray | None, ...] |
     trace = trace_rule(optimizer, (dim,))
     if isinstance(trace, UntraceableRule) or _counts_rows(trace.init):
         return None
-    inputs = [_VARIES] * len(trace.init.inputs)
+    # None stands for a value whose elements may differ, or are not known.
+    inputs = [None] * len(trace.init.inputs)
     return tuple(map(_as_constant, walk(trace.init, inputs, _step)))
 
 
@@ -73,13 +74,6 @@ def initial_slot_values(optimizer: Rule, dim: int) -> list[float | None]:
     ]
 
 
-class _Varies:
-    """Stands for a value whose elements may differ, or are not known."""
-
-
-_VARIES: Final = _Varies()
-
-
 def _step(operation: RuleOperation, values: list[Any]) -> Sequence[Any]:
     """Returns the value of all elements of the results, if there is one."""
     value = _as_constant(values[0]) if len(values) == 1 else None
@@ -89,11 +83,11 @@ def _step(operation: RuleOperation, values: list[Any]) -> Sequence[Any]:
         # A literal may hold more digits than its type.
         value = value.astype(operation.inputs[0].dtype)
         return [value.astype(operation.params["new_dtype"])]
-    return [_VARIES] * len(operation.outputs)
+    return [None] * len(operation.outputs)
 
 
 def _as_constant(value: Any) -> np.ndarray | None:
-    if isinstance(value, _Varies | jax.core.Tracer) or np.ndim(value) > 0:
+    if value is None or isinstance(value, jax.core.Tracer) or np.ndim(value) > 0:
         return None
     dtype = jnp.result_type(value)
     is_number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_

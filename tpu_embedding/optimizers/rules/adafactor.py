@@ -14,7 +14,7 @@ import optax
 
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import check_hyperparameters, flag
-from tpu_embedding.optimizers.learning_rates import checked_learning_rate
+from tpu_embedding.optimizers.learning_rates import checked_schedule
 from tpu_embedding.optimizers.modes import every_row
 from tpu_embedding.optimizers.rules._accumulation import collect_gradients
 from tpu_embedding.optimizers.rules._adafactor_dense import init_dense, update_dense
@@ -162,7 +162,7 @@ def adafactor(
     del name
     check_hyperparameters("adafactor", relative_step=flag(relative_step))
     settings = AdafactorSettings(
-        learning_rate=checked_learning_rate("adafactor", learning_rate),
+        learning_rate=checked_schedule("adafactor", learning_rate),
         beta_2_decay=beta_2_decay,
         epsilon_1=epsilon_1,
         epsilon_2=epsilon_2,

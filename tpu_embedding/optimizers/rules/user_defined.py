@@ -10,7 +10,6 @@ import optax
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import check_hyperparameters, finite
 from tpu_embedding.optimizers.learning_rates import (
-    checked_learning_rate,
     checked_schedule,
     learning_rate_at,
 )
@@ -94,9 +93,9 @@ def user_defined(
       >>> state.slots["accumulators"].tolist()
       [[4.0, 4.0]]
     """
-    rate = checked_learning_rate("user_defined", learning_rate)
+    rate = checked_schedule("user_defined", learning_rate)
     rates = [
-        checked_schedule("user_defined", x, f"hyperparameters[{i}]")
+        checked_schedule("user_defined", x, f"hyperparameters[{i}]", finite)
         for i, x in enumerate(hyperparameters)
     ]
     if not callable(custom_computation):
