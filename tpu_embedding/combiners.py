@@ -1,4 +1,9 @@
-"""Combiners: the methods that pool the rows of a sample into one."""
+"""Combiners: the methods that pool the rows of a sample into one.
+
+`lookup/_flatten_to_owners.py` computes the factor by which `mean` and `sqrtn` scale a
+sum, and `lookup/_combine.py` the sum. `lookup/_custom_combiner.py` runs a function of
+the user's.
+"""
 
 import dataclasses
 from collections.abc import Callable

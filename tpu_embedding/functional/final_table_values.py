@@ -12,7 +12,7 @@ from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.update.averages import averaged_nodes, swap_in_averages
-from tpu_embedding.update.specs import slot_specs, table_specs
+from tpu_embedding.update.partition_specs import slot_specs, table_specs
 
 
 @takes("te.functional.", plan=PLAN)

@@ -26,8 +26,8 @@ from tpu_embedding.tables import table_values
 from tpu_embedding.tables.initial_values import init_tables
 from tpu_embedding.tables.touched_rows import with_touched_tables
 from tpu_embedding.update.lazy_update import is_slot
+from tpu_embedding.update.partition_specs import slot_specs, table_specs
 from tpu_embedding.update.shard_rows import rows_of_stack
-from tpu_embedding.update.specs import slot_specs, table_specs
 
 
 @overload

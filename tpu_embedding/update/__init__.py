@@ -11,5 +11,5 @@ All of it is private but `lift_to_rows`, which is in `te.functional`.
 * `table_writer`: writes new rows in the table's type, rounded where it is narrow.
 * `totals`: totals over rows that arrive in rounds or blocks.
 * `shard_rows`: the tables that rows of a shard belong to.
-* `specs`: shardings of tables and optimizer states.
+* `partition_specs`: shardings of tables and optimizer states.
 """
