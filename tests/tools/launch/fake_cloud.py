@@ -61,8 +61,7 @@ def answer(memory, argv, stdin):
     verb = next((w for w in words if w in ("create", "describe", "delete")), None)
     if argv[0] == "sleep" or verb is None or any(given in line for given in GIVEN):
         return ""
-    words = [word for word in words[1:] if word != "alpha"]
-    name = f"{' '.join(words[: words.index(verb)])} {words[-1]}"
+    name = f"{' '.join(words[1 : words.index(verb)])} {words[-1]}"
     if verb == "create":
         assert name not in resources, f"{name} exists"
         resources.append(name)

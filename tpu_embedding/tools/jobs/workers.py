@@ -80,8 +80,6 @@ class WorkerProcess:
 
     def poll(self) -> bool:
         """Returns True if the process has ended."""
-        if not self.is_alive:
-            return True
         if self.process.poll() is None:
             return False
         self.kill()  # its own helpers, such as loader processes
