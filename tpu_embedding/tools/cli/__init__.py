@@ -1,4 +1,10 @@
-"""The command `tpu-embedding`."""
+"""The command `tpu-embedding`.
+
+* `command`: parses the command line, runs a command, turns errors into exit statuses.
+* `train`, `compile`, `inspect`, `export`, `doctor`, `launch`: the commands.
+* `arguments`: arguments that several commands share.
+* `processes`: the options of `train` about its job and its parent process.
+"""
 
 import sys
 from collections.abc import Sequence

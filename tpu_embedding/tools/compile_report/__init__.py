@@ -1,4 +1,15 @@
-"""Ahead-of-time compilation and inspection of TPU programs, without a TPU."""
+"""Ahead-of-time compilation and inspection of TPU programs, without a TPU.
+
+* `step_report`: `compile_report` compiles a train step, and makes the report.
+* `topology`: meshes of TPUs that are not there.
+* `device_memory`: memory of a program on one device. `other_programs`: the same of the
+  programs beside the train step. `memory_plot`: the picture of both.
+* `table_accesses`: how a program treats its tables.
+* `cost`: modelled traffic by operation, from `traffic` (of one instruction) and
+  `trip_counts` (of loops). `hlo` parses the program.
+* `floor`: the minimum traffic. `bandwidth`: from bytes to modelled time.
+* `text`: the report as `tpu-embedding compile` prints it.
+"""
 
 from tpu_embedding.tools.compile_report.device_memory import Memory as Memory
 from tpu_embedding.tools.compile_report.floor import Floor as Floor

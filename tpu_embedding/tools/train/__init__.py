@@ -2,6 +2,11 @@
 
 The command `tpu-embedding train` calls `train` of this package. `make_train_step` and
 `abstract_train_state` let a caller compile a step without running it.
+
+* `config/`: the value that a file in `configs/` defines, and its data section.
+* `loop/`: checks a run, and runs it.
+* `models/`: the models of the run configs. `metrics`: their losses and metrics.
+* `errors`: wrong configs, and errors in the user's code.
 """
 
 from tpu_embedding.tools.data.batch import Batch as Batch

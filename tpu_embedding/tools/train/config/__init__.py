@@ -1,5 +1,6 @@
 """Run configs: the value that a file in `configs/` defines, and its data section.
 
-A data section is a source. `data_source` has its interface; `file_sources`,
-`movielens_source` and `synthetic_sources` have those of the package.
+`run_config` has the value. `config_files` finds and reads the file, and `overrides`
+applies `--set`. A data section is a source. `data_source` has its interface;
+`file_sources`, `movielens_source` and `synthetic_sources` have those of the package.
 """

@@ -1,4 +1,8 @@
-"""Models of the run configs; each owns one `TPUEmbedding`."""
+"""Models of the run configs; each owns one `TPUEmbedding`.
+
+`model` has what they share. `click`, `dlrm` and `dcn` predict clicks, `rating` predicts
+ratings, and `two_tower` retrieves items.
+"""
 
 from tpu_embedding.tools.train.models.click import ClickModel as ClickModel
 from tpu_embedding.tools.train.models.click import ClickModelConfig as ClickModelConfig
