@@ -162,13 +162,13 @@ def test_several_data_files_and_slices():
 
 def test_an_array_is_read_once_for_all_of_its_blocks(monkeypatch):
     keys = []
-    read = TensorFlowReader._value
+    read = TensorFlowReader.read
 
     def count(self, key):
         keys.append(key)
         return read(self, key)
 
-    monkeypatch.setattr(TensorFlowReader, "_value", count)
+    monkeypatch.setattr(TensorFlowReader, "read", count)
     arrays = TensorFlowReader(FILES / "two_files" / "model").arrays()
     assert not keys
     for name in ("sliced", "b"):

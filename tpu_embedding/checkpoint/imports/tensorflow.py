@@ -7,7 +7,7 @@ variable. On chips with SparseCores, a variable is a whole stack, and a message 
 it tells how the tables lie in it.
 """
 
-import dataclasses
+import collections
 import importlib
 import pathlib
 import re
@@ -47,19 +47,9 @@ _RULES: Final = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _CheckpointVariable:
-    """A variable of a checkpoint.
-
-    Attributes:
-      path: names of the objects that lead to it.
-      array: value of the variable.
-      slots: slot variables of a Keras optimizer, by name.
-    """
-
-    path: tuple[str, ...]
-    array: RowArray
-    slots: dict[str, RowArray]
+_Variables = Mapping[tuple[str, ...], SourceTable]
+"""The names of the objects that lead to a variable, to its value, with the slot
+variables of a Keras optimizer."""
 
 
 def find_prefix(path: pathlib.Path) -> pathlib.Path | None:
@@ -119,23 +109,19 @@ def tables_of_checkpoint(prefix: pathlib.Path) -> TableSource:
     return TableSource(origin=origin, tables=_named(tables), rules=_RULES)
 
 
-def _variables(
-    arrays: Mapping[str, RowArray],
-) -> dict[tuple[str, ...], _CheckpointVariable]:
+def _variables(arrays: Mapping[str, RowArray]) -> _Variables:
     """Returns the variables by path, with the slot variables of Keras optimizers."""
-    variables = {
-        path: _CheckpointVariable(path, array, {})
-        for key, array in arrays.items()
-        if _SLOT not in key
-        for path in [_path_of(key.removesuffix(_VALUE))]
-    }
+    values, slots = {}, collections.defaultdict(dict)
     for key, array in arrays.items():
-        if _SLOT in key:
-            owner, slot = key.removesuffix(_VALUE).split(_SLOT)
-            variable = variables.get(_path_of(owner))
-            if variable is not None:
-                variable.slots[_path_of(slot)[-1]] = array
-    return variables
+        owner, _, slot = key.removesuffix(_VALUE).partition(_SLOT)
+        if slot:
+            slots[_path_of(owner)][_path_of(slot)[-1]] = array
+        else:
+            values[_path_of(owner)] = array
+    return {
+        path: SourceTable(values=array, slots=slots[path])
+        for path, array in values.items()
+    }
 
 
 def _path_of(key: str) -> tuple[str, ...]:
@@ -147,21 +133,17 @@ def _path_of(key: str) -> tuple[str, ...]:
     )
 
 
-def _siblings(
-    path: tuple[str, ...], variables: Mapping[tuple[str, ...], _CheckpointVariable]
-) -> dict[str, RowArray]:
-    """Returns the slot variables that lie beside a variable, as `name/slot`."""
+def _slots_of(path: tuple[str, ...], variables: _Variables) -> Mapping[str, RowArray]:
+    """Returns the slot variables of a variable; those beside it are `name/slot`."""
     *parent, name = path
-    return {
-        other.path[-1].removeprefix(f"{name}/"): other.array
-        for other in variables.values()
-        if other.path[:-1] == tuple(parent) and other.path[-1].startswith(f"{name}/")
+    return variables[path].slots or {
+        other[-1].removeprefix(f"{name}/"): variable.values
+        for other, variable in variables.items()
+        if other[:-1] == tuple(parent) and other[-1].startswith(f"{name}/")
     }
 
 
-def _plain_tables(
-    variables: Mapping[tuple[str, ...], _CheckpointVariable],
-) -> dict[tuple[str, ...], SourceTable]:
+def _plain_tables(variables: _Variables) -> dict[tuple[str, ...], SourceTable]:
     """Returns the tables that are variables of their own."""
     is_tfrs = any(_TFRS_LAYER in path for path in variables)
     tables = {}
@@ -171,16 +153,16 @@ def _plain_tables(
             (*parent, name[:i]) in variables for i, c in enumerate(name) if c == "/"
         )
         is_other = is_tfrs and _TFRS_LAYER not in path and name != _KERAS_TABLE
-        if len(variable.array.shape) == 2 and not is_slot and not is_other:
-            slots = variable.slots or _siblings(path, variables)
-            tables[path] = SourceTable(values=variable.array, slots=slots)
+        if len(variable.values.shape) == 2 and not is_slot and not is_other:
+            slots = _slots_of(path, variables)
+            tables[path] = SourceTable(values=variable.values, slots=slots)
     return tables
 
 
 def _stacked_table(
     layout: StackedTable,
     parent: tuple[str, ...],
-    variables: Mapping[tuple[str, ...], _CheckpointVariable],
+    variables: _Variables,
     origin: str,
 ) -> SourceTable:
     path = (*parent, layout.stack_name)
@@ -188,12 +170,11 @@ def _stacked_table(
         raise CheckpointError(
             f"{origin} lacks the stack {layout.stack_name!r} of table {layout.name!r}."
         )
-    stack = variables[path]
-    slots = stack.slots or _siblings(path, variables)
     return SourceTable(
-        values=read_stacked(stack.array, layout, origin),
+        values=read_stacked(variables[path].values, layout, origin),
         slots={
-            name: read_stacked(slot, layout, origin) for name, slot in slots.items()
+            name: read_stacked(slot, layout, origin)
+            for name, slot in _slots_of(path, variables).items()
         },
     )
 
