@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tpu_embedding.checkpoint.errors import CheckpointError
 
@@ -40,7 +41,7 @@ async def start_writing_leaves(
       The ends of the writes.
     """
     data = {name: _stored(leaf) for name, leaf in leaves.items()}
-    args = ocp.args.StandardSave(_nested(data))
+    args = ocp.args.StandardSave(unflatten_dict(data, sep="."))
     return await handler.async_save(directory, args=args) or []
 
 
@@ -65,7 +66,8 @@ def restored_leaves(
     }
     if not stored:
         return empty
-    wanted = _nested({name: _target(leaf, sharding) for name, leaf in stored.items()})
+    targets = {name: _target(leaf, sharding) for name, leaf in stored.items()}
+    wanted = unflatten_dict(targets, sep=".")
     args = ocp.args.PyTreeRestore(
         wanted,
         restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
@@ -73,7 +75,7 @@ def restored_leaves(
     )
     handler = ocp.PyTreeCheckpointHandler()
     try:
-        read = handler.restore(directory, args=args)
+        read = flatten_dict(handler.restore(directory, args=args), sep=".")
     except (OSError, ValueError, KeyError, TypeError) as error:
         text = str(error).partition("\n")[0]
         raise CheckpointError(
@@ -83,7 +85,7 @@ def restored_leaves(
         ) from error
     finally:
         handler.close()
-    return empty | {name: _leaf(_at(read, name), x) for name, x in stored.items()}
+    return empty | {name: _leaf(read[name], x) for name, x in stored.items()}
 
 
 def _empty(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
@@ -153,21 +155,3 @@ def _key_impl(leaf: Any) -> Any:
 def _is_key(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns leaves as a nested dict, by the parts of their paths."""
-    nested: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *parents, last = name.split(".")
-        node = nested
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf
-    return nested
-
-
-def _at(nested: Mapping[str, Any], name: str) -> Any:
-    for part in name.split("."):
-        nested = nested[part]
-    return nested

@@ -162,15 +162,11 @@ def start_writing(
 def _open_files(
     layer: LayerState, records: Mapping[str, TableRecord], directory: epath.Path
 ) -> Files:
-    files = {}
-    for stack in layer.plan.stacks:
-        for table in stack.tables:
-            name = layer.name_of(table.name)
-            record = records[name]
-            for slot, array in {None: record.values, **record.slots}.items():
-                file = ArrayFile(directory, array_name(name, slot), array)
-                files[table.name, slot] = file
-    return files
+    return {
+        (table, slot): ArrayFile(directory, array_name(name, slot), array)
+        for table, name in layer.names.items()
+        for slot, array in {None: records[name].values, **records[name].slots}.items()
+    }
 
 
 def _arrays_of_rows(
@@ -240,14 +236,13 @@ class SavedTables:
         """
         files = {}
         for table in (table.name for table in stack.tables if table.name in self.names):
-            name = self.names[table]
-            record, saved = self.records[name], None
-            array = record.values
-            if slot is not None:
-                if slot not in self.slots.get(table, {}):
-                    continue
-                saved = self.slots[table][slot]
-                array = record.slots[saved]
+            name, slots = self.names[table], self.slots.get(table, {})
+            if slot is None:
+                saved, array = None, self.records[name].values
+            elif slot in slots:
+                saved, array = slots[slot], self.records[name].slots[slots[slot]]
+            else:
+                continue
             files[table] = ArrayFile(self.directory, array_name(name, saved), array)
         return files
 

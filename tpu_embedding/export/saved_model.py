@@ -16,6 +16,7 @@ import jax
 import jax.export
 import numpy as np
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.extend.mlir.dialects import stablehlo
 
 from tpu_embedding.argument_checks import PATH, takes
@@ -286,23 +287,21 @@ def _argument_specs(
     signature: Signature, strings: Collection[str], splits: Any
 ) -> list[Any]:
     """Returns the nest of tensor specs of each argument."""
-    nest: dict[str, Any] = {}
+    tf, specs = _tensorflow(), {}
     for each in signature.inputs:
-        parts = _path(signature, each)
-        level = nest
-        for part in parts[:-1]:
-            level = level.setdefault(part, {})
-        ids = _tensorflow().string if each.name in strings else _tensorflow().int64
-        level[parts[-1]] = _leaf_spec(each, signature.batch_size, ids, splits)
+        ids = tf.string if each.name in strings else tf.int64
+        spec = _leaf_spec(each, signature.batch_size, ids, splits)
+        specs[_path(signature, each)] = spec
+    nest = unflatten_dict(specs)
     return [nest.get(name, {}) for name in signature.arguments]
 
 
-def _path(signature: Signature, each: Input) -> list[str]:
+def _path(signature: Signature, each: Input) -> tuple[str, ...]:
     """Returns the keys that lead to an input, the name of its argument first."""
     first, *others = signature.arguments
     if others or each.name == first:
-        return each.name.split("/")
-    return [first, *each.name.split("/")]
+        return tuple(each.name.split("/"))
+    return (first, *each.name.split("/"))
 
 
 def _leaf_of(signature: Signature, each: Input, arguments: tuple[Any, ...]) -> Any:

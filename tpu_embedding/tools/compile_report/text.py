@@ -1,5 +1,6 @@
 """Text form of compile reports, which `tpu-embedding compile` prints."""
 
+import collections
 from collections.abc import Sequence
 from typing import Final
 
@@ -260,22 +261,18 @@ def _block(title: str, operations: Sequence[NamedOperation]) -> str:
 
 def _operation_rows(operations: Sequence[NamedOperation]) -> list[tuple[str, ...]]:
     """Returns the cells of a table of operations; equal operations share a row."""
-    counts: dict[tuple[str, ...], int] = {}
-    for operation in operations:
-        dims = ",".join(map(str, operation.dims))
-        row = (
+    counts = collections.Counter(
+        (
             operation.operation_class,
-            f"[{dims}]",
+            f"[{','.join(map(str, operation.dims))}]",
             _origin(operation.source, operation.op_name),
             operation.runs,
             format_bytes(operation.hbm_bytes),
         )
-        counts[row] = counts.get(row, 0) + 1
-    rows: list[tuple[str, ...]] = [
-        ("operation", "result", "source", "runs in", "HBM per run", "count")
-    ]
-    rows += [(*row, str(count)) for row, count in counts.items()]
-    return rows
+        for operation in operations
+    )
+    head = ("operation", "result", "source", "runs in", "HBM per run", "count")
+    return [head, *((*row, str(count)) for row, count in counts.items())]
 
 
 def _origin(source: str, op_name: str) -> str:
