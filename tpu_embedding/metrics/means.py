@@ -153,15 +153,8 @@ class RMSE(Mean):
         return jnp.sqrt(super()._compute())
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LogLoss(Mean):
-    """The mean log loss of a click model, in nats.
-
-    Example:
-      >>> LogLoss.from_batch([0.0, 0.0], [1.0, 0.0]).compute()  # log(2)
-      Array(0.6931472, dtype=float32)
-    """
+class _OfProbableClicks(Metric):
+    """A metric of a click model, whose logits stand for probabilities."""
 
     @classmethod
     def from_batch(
@@ -174,22 +167,40 @@ class LogLoss(Mean):
 
         Args:
           logits: any shape; `jax.scipy.special.logit` makes them of probabilities.
-            Infinite ones are certain: the loss is 0 or infinite.
+            Infinite ones are certain: their log loss is 0 or infinite.
           labels: in `[0, 1]`, shaped like `logits`.
           weights: weight of each sample; see `Mean.from_batch`.
 
         Raises:
           ValueError: if shapes differ, or a label on the host lies outside of `[0, 1]`.
         """
-        logits, labels, weights = check_probable_clicks(
-            cls.__name__, logits, labels, weights
-        )
+        batch = check_probable_clicks(cls.__name__, logits, labels, weights)
+        return cls._of_clicks(*batch)
+
+    @classmethod
+    def _of_clicks(cls, logits: Array, labels: Array, weights: Array) -> Self:
+        """Returns the metric of a checked batch."""
+        raise NotImplementedError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogLoss(_OfProbableClicks, Mean):
+    """The mean log loss of a click model, in nats.
+
+    Example:
+      >>> LogLoss.from_batch([0.0, 0.0], [1.0, 0.0]).compute()  # log(2)
+      Array(0.6931472, dtype=float32)
+    """
+
+    @classmethod
+    def _of_clicks(cls, logits: Array, labels: Array, weights: Array) -> Self:
         return cls._of(log_loss(logits, labels), weights)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NormalizedEntropy(Metric):
+class NormalizedEntropy(_OfProbableClicks):
     """The mean log loss over that of predicting the share of positives for each sample.
 
     Below 1 the model knows more than the base rate. See He et al., "Practical Lessons
@@ -207,16 +218,7 @@ class NormalizedEntropy(Metric):
     negatives: Sum
 
     @classmethod
-    def from_batch(
-        cls,
-        logits: ArrayLike,
-        labels: ArrayLike,
-        weights: ArrayLike | None = None,
-    ) -> Self:
-        """Returns the metric of one batch; arguments are those of `LogLoss`."""
-        logits, labels, weights = check_probable_clicks(
-            cls.__name__, logits, labels, weights
-        )
+    def _of_clicks(cls, logits: Array, labels: Array, weights: Array) -> Self:
         losses = log_loss(logits, labels)
         return cls(
             losses=Sum.of(jnp.sum(weighted(losses, weights))),
@@ -239,7 +241,7 @@ class NormalizedEntropy(Metric):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Calibration(Metric):
+class Calibration(_OfProbableClicks):
     """The mean probability over the mean label: 1 is calibrated, above 1 is too high.
 
     It is defined if a label is not 0.
@@ -258,16 +260,7 @@ class Calibration(Metric):
     labels: Sum
 
     @classmethod
-    def from_batch(
-        cls,
-        logits: ArrayLike,
-        labels: ArrayLike,
-        weights: ArrayLike | None = None,
-    ) -> Self:
-        """Returns the metric of one batch; arguments are those of `LogLoss`."""
-        logits, labels, weights = check_probable_clicks(
-            cls.__name__, logits, labels, weights
-        )
+    def _of_clicks(cls, logits: Array, labels: Array, weights: Array) -> Self:
         probabilities = jax.nn.sigmoid(logits)
         return cls(
             probabilities=Sum.of(jnp.sum(weighted(probabilities, weights))),
