@@ -73,7 +73,7 @@ def test_an_unknown_capacity_is_not_drawn(drawn):
 def compile_command(monkeypatch):
     """The command, with a compiler that always gives the same report."""
     monkeypatch.setattr(compile_report, "topology_mesh", lambda *_, **__: mesh_of(1))
-    monkeypatch.setattr(cli.compile, "compile_for", lambda *_: RUN)
+    monkeypatch.setattr("tpu_embedding.tools.cli.compile.compile_for", lambda *_: RUN)
     return ["compile", "synthetic", "--topology", "big:2x2", "--plot"]
 
 
@@ -91,7 +91,10 @@ def test_without_its_library_nothing_is_compiled(
     tmp_path, compile_command, monkeypatch, capsys
 ):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(cli.compile, "compile_for", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(
+        "tpu_embedding.tools.cli.compile.compile_for",
+        lambda *_: pytest.fail("compiled"),
+    )
     assert cli.main([*compile_command, str(tmp_path / "memory.png")]) == cli.FAILED
     message = r"error: --plot needs matplotlib, .* 'tpu-embedding\[train\]'\n"
     assert re.fullmatch(message, capsys.readouterr().err)

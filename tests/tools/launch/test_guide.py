@@ -41,7 +41,9 @@ def run_line(line, cloud):
 
 def test_the_guide_leads_from_nothing_to_results(cloud, monkeypatch):
     monkeypatch.chdir(cloud.folder)
-    monkeypatch.setattr(cli.launch, "_fits", lambda _, config: config.name == "dlrm")
+    monkeypatch.setattr(
+        "tpu_embedding.tools.cli.launch._fits", lambda _, config: config.name == "dlrm"
+    )
     ((name, text),) = NAMED_FILE.findall(GUIDE)
     (cloud.folder / name).write_text(text)
     for kind, block in BLOCKS:

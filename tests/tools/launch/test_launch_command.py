@@ -5,7 +5,6 @@ import types
 import pytest
 
 from tests.tools.launch.launches import FIELDS, as_toml, make_launch
-from tpu_embedding.tools import cli
 from tpu_embedding.tools.cli import main
 from tpu_embedding.tools.jobs.exit_status import FAILED, WRONG_USAGE
 from tpu_embedding.tools.launch import PROGRAMS, make_script, what_deletes
@@ -41,8 +40,11 @@ def compiled(monkeypatch):
         found.append(arguments)
         return types.SimpleNamespace(fits=arguments[0].batch_size < 4096)
 
-    monkeypatch.setattr(cli.launch, "compile_for", compile_for)
-    monkeypatch.setattr(cli.launch.compile_report, "format_report", lambda _: "REPORT")
+    monkeypatch.setattr("tpu_embedding.tools.cli.launch.compile_for", compile_for)
+    monkeypatch.setattr(
+        "tpu_embedding.tools.cli.launch.compile_report.format_report",
+        lambda _: "REPORT",
+    )
     return found
 
 
@@ -109,7 +111,7 @@ def test_without_the_compiler_the_check_can_be_skipped(file, monkeypatch, capsys
     def slices_mesh(*_):
         raise ImportError("It needs libtpu.")
 
-    monkeypatch.setattr(cli.launch, "slices_mesh", slices_mesh)
+    monkeypatch.setattr("tpu_embedding.tools.cli.launch.slices_mesh", slices_mesh)
     assert main(["launch", file]) == WRONG_USAGE
     error = "error: It needs libtpu. --skip-compile-check leaves this out.\n"
     assert capsys.readouterr() == ("", error)
