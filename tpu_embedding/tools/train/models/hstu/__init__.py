@@ -1,0 +1,1 @@
+"""HSTU: a sequential transducer over histories, and its layers."""
