@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -332,24 +333,34 @@ def test_padding_and_micro_batches_change_nothing():
 
 
 @pytest.mark.full
-def test_devices_change_nothing():
+def test_devices_change_nothing_and_exchange_no_tokens():
     mesh = mesh_of(2)
     model, inputs = golden_model(block_size=16), golden_inputs(FLOATS)
-    split = jax.tree.map(
-        lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("shard"))),
-        dataclasses.replace(
-            inputs, **dict.fromkeys(("items", "artists", "albums"), np.zeros((2, 1)))
-        ),
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    whole, split = (
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("shard",))
     )
-    whole = NamedSharding(mesh, PartitionSpec())
-    rows = {
-        name: jax.device_put(getattr(inputs, name), whole)
-        for name in ("items", "artists", "albums")
+    shardings = {
+        field.name: whole if field.name in ("items", "artists", "albums") else split
+        for field in dataclasses.fields(HSTUInputs)
     }
-    logits = logits_of(model, dataclasses.replace(split, **rows))
-    assert len(logits.sharding.device_set) == 2
+    on_devices = jax.device_put(inputs, HSTUInputs(**shardings))
+    params, rest = jax.device_put((params, rest), whole)
+
+    @jax.value_and_grad
+    def mean(params, inputs):
+        model = nnx.merge(graph, params, rest)
+        return jnp.mean(model(inputs, expand, normalizer=N))
+
+    program = jax.jit(mean).lower(params, on_devices).compile()
+    value, _ = program(params, on_devices)
     # Tolerance: float32 rounding of sums in another order.
-    np.testing.assert_allclose(logits, logits_of(model, inputs), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(value, WHOLE["output.logits"].mean(), rtol=1e-5)
+    collectives = re.findall(
+        r"(all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(",
+        program.as_text(),
+    )
+    assert set(collectives) == {"all-reduce"}
 
 
 def test_content_is_computed_once_per_unique_item_and_expanded_in_bfloat16():
