@@ -382,6 +382,20 @@ def test_content_is_computed_once_per_unique_item_and_expanded_in_bfloat16():
     assert error(logits, WHOLE["output.logits"]) < 0.05
 
 
+@pytest.mark.full
+def test_bfloat16_gradients_are_those_of_float32_up_to_rounding():
+    def mean_loss(model, arrays):
+        logits = model(golden_inputs(arrays), expand, normalizer=N)
+        labels = jnp.asarray(WHOLE["input.label"], jnp.float32)
+        return {"loss": jnp.mean(sample_losses(logits, labels))}
+
+    model = golden_model(dtype="bfloat16", block_size=16)
+    _, gradients = run(mean_loss, model, FLOATS, {"loss": jnp.ones(())}, golden_name)
+    assert {array.dtype for array in gradients.values()} == {jnp.dtype("float32")}
+    # Tolerance: roundings to 8 bits in two layers, forward and backward.
+    check(gradients, part(WHOLE, "grad."), 0.05)
+
+
 def test_dropout_runs_in_training_only():
     model = golden_model(input_dropout=0.2, dropout=0.1)
     inputs = golden_inputs(FLOATS)
