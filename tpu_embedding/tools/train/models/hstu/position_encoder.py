@@ -26,9 +26,10 @@ Tokens = Float[Array, "batch length dim"]
 class PositionEncoder(nnx.Module):
     """Returns `sqrt(dim) * token + position_table[position] + time_table[bucket]`.
 
-    A contextual token has its own place as position. Of the others, candidates have
-    position `num_contextual`, the token in front of them the next one, and so on; see
-    `position_ids`. Buckets are those of `time_buckets`.
+    The position of a contextual token is its place. Of the others, candidates have
+    position `num_contextual`, the event in front of them the next one, and so on;
+    events that are too far away share the last row. The bucket is that of the time
+    between the token and the candidates; see `time_buckets`.
     """
 
     def __init__(

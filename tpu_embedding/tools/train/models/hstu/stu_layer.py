@@ -30,11 +30,13 @@ Tokens = Float[Array, "batch length dim"]
 
 
 class STULayer(nnx.Module):
-    """A layer with `num_heads` heads of attention.
+    """A layer with `num_heads` heads of attention, of dimension `head_dim` each.
 
-    u, v, q, k = uvqk(norm_in(x))
-    o = silu_attention(q, k, v)
-    x_next = x + out(dropout([silu(u), o, silu(u) * norm_out(o)]))
+        u, v, q, k = uvqk(norm_in(x))
+        o = silu_attention(q, k, v)
+        x_next = x + out(dropout([silu(u), o, silu(u) * norm_out(o)]))
+
+    Each of the four parts of `uvqk` holds head after head.
     """
 
     def __init__(

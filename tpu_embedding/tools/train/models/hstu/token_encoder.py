@@ -34,11 +34,12 @@ ACTION_DEVIATION: Final = 0.1
 
 
 class TokenEncoder(nnx.Module):
-    """Encodes `[contextual tokens | history | candidate]`.
+    """Makes the tokens `[contextual tokens | history | candidate]`.
 
-    history, candidate: content_mlp(item) + additional_mlp([artist, album])
-                        + action_mlp(action)
-    contextual token c: row_c @ contextual.kernel_c + contextual.bias_c
+        event: content_mlp(item) + additional_mlp([artist, album]) + action_mlp(action)
+        contextual token c: row_c @ contextual.kernel_c + contextual.bias_c
+
+    The candidate is an event, too, with an action of its own.
     """
 
     def __init__(
