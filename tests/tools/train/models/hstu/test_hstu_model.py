@@ -1,0 +1,489 @@
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.conftest import mesh_of
+from tests.tiers import quick_cases
+from tests.tools.train.models.hstu.golden_runs import (
+    GRADIENT_TOLERANCE,
+    OUTPUT_TOLERANCE,
+    check,
+    error,
+    golden,
+    pad,
+    part,
+    places,
+    run,
+    unpad,
+    with_weights,
+)
+from tpu_embedding.tools.train.models.hstu import (
+    HSTU,
+    HSTUInputs,
+    HSTUSizes,
+    longest_sequence,
+)
+from tpu_embedding.tools.train.models.hstu.hstu_model import (
+    UserEncoder,
+    sample_losses,
+)
+from tpu_embedding.tools.train.models.hstu.swish_mlp import NormalizedSwishMLP, SwishMLP
+from tpu_embedding.tools.train.models.hstu.token_encoder import (
+    ActionEncoder,
+    TokenEncoder,
+)
+
+BENCHMARK = HSTUSizes(
+    dim=512,
+    num_layers=3,
+    num_heads=4,
+    head_dim=128,
+    token_hidden_size=256,
+    item_hidden_size=512,
+    num_contextual=8,
+    num_positions=8192,
+    num_time_buckets=2048,
+    input_dropout=0.2,
+    dropout=0.1,
+)
+SIZES = dataclasses.replace(
+    BENCHMARK,
+    dim=64,
+    num_layers=2,
+    num_heads=2,
+    head_dim=32,
+    token_hidden_size=96,
+    num_positions=64,
+    input_dropout=0.0,
+    dropout=0.0,
+    dtype="float32",
+)
+NUM_CONTEXTUAL = SIZES.num_contextual
+
+MODULES = golden("modules")
+WEIGHTS = part(MODULES, "weight.")
+WHOLE = golden("end_to_end")
+HISTORIES = WHOLE["input.lengths"]
+
+
+def expand(values, index):
+    return jnp.take(values, index, axis=0, mode="fill", fill_value=0)
+
+
+def check_run(case, outputs, gradients):
+    check(outputs, part(case, "output."), OUTPUT_TOLERANCE)
+    check(gradients, part(case, "grad."), GRADIENT_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "name", ["content_mlp", "additional_mlp", "action_mlp", "item_mlp"]
+)
+def test_mlps_are_the_reference(name):
+    case = part(MODULES, f"{name}/")
+    num_inputs, hidden_size = WEIGHTS[f"{name}.dense1.kernel"].shape
+    mlp = NormalizedSwishMLP(
+        num_inputs,
+        hidden_size,
+        SIZES.dim,
+        kernel_init=nnx.initializers.zeros,
+        rngs=nnx.Rngs(0),
+    )
+
+    def name_of(path):
+        return f"{name}.{path}"
+
+    outputs, gradients = run(
+        lambda mlp, inputs: {"y": mlp(inputs["x"])},
+        with_weights(mlp, WEIGHTS, name_of),
+        {"x": case["input.x"]},
+        part(case, "cotangent."),
+        name_of,
+    )
+    check_run(case, outputs, gradients)
+
+
+def test_the_action_encoder_is_the_reference():
+    case = part(MODULES, "action_encoder/")
+    lengths = case["input.lengths"]
+    actions = pad(case["input.action_weight"], lengths)
+
+    def encode(encoder, inputs):
+        encodings = encoder.encodings()[encoder.index(actions, lengths)]
+        return {"y": unpad(encodings, lengths + 1)}
+
+    def name_of(path):
+        return f"action.{path}"
+
+    outputs, gradients = run(
+        encode,
+        with_weights(ActionEncoder(rngs=nnx.Rngs(0)), WEIGHTS, name_of),
+        {},
+        part(case, "cotangent."),
+        name_of,
+    )
+    check_run(case, outputs, gradients)
+
+
+def unique_rows(inputs, name):
+    """Returns all rows of the history, and those of the candidates behind them."""
+    return jnp.concatenate([inputs[name], inputs[f"candidate_{name}"]])
+
+
+def indices(lengths):
+    """Returns the unique items of histories and candidates, each once."""
+    return places(lengths), sum(lengths) + np.arange(len(lengths))
+
+
+ROWS = [p + name for p in ("", "candidate_") for name in ("item", "artist", "album")]
+
+
+def test_the_token_encoder_is_the_reference():
+    case = part(MODULES, "preprocessor/")
+    lengths = case["input.lengths"]
+    history, candidate = indices(lengths)
+    actions = pad(case["input.action_weight"], lengths)
+    times = pad(case["input.history_times"], lengths)
+
+    def encode(encoder, inputs):
+        tokens = encoder(
+            HSTUInputs(
+                items=unique_rows(inputs, "item"),
+                artists=unique_rows(inputs, "artist"),
+                albums=unique_rows(inputs, "album"),
+                contextual=jnp.swapaxes(inputs["contextual"], 0, 1),
+                history=jnp.asarray(history),
+                lengths=jnp.asarray(lengths),
+                candidate=jnp.asarray(candidate),
+                actions=actions,
+                times=times,
+                query_times=jnp.asarray(case["input.query_time"]),
+            ),
+            expand,
+        )
+        is_token = np.arange(tokens.shape[1]) < (lengths + 9)[:, None]
+        return {"tokens": unpad(tokens, lengths + 9), "padding": tokens[~is_token]}
+
+    encoder = TokenEncoder(
+        SIZES.dim,
+        hidden_size=SIZES.token_hidden_size,
+        num_contextual=NUM_CONTEXTUAL,
+        rngs=nnx.Rngs(0),
+    )
+    outputs, gradients = run(
+        encode,
+        with_weights(encoder, WEIGHTS),
+        {name: case[f"input.{name}"] for name in (*ROWS, "contextual")},
+        part(case, "cotangent."),
+    )
+    check_run(case, outputs, gradients)
+    np.testing.assert_array_equal(outputs["padding"], 0)
+
+
+def test_the_user_encoder_is_the_reference():
+    case = part(MODULES, "postprocessor/")
+    times = case["input.timestamps"].astype(np.int32)
+
+    def name_of(path):
+        return f"post.{path}"
+
+    outputs, gradients = run(
+        lambda encoder, inputs: {"y": encoder(inputs["x"], times)},
+        with_weights(UserEncoder(SIZES.dim, rngs=nnx.Rngs(0)), WEIGHTS, name_of),
+        {"x": case["input.x"]},
+        part(case, "cotangent."),
+        name_of,
+    )
+    check_run(case, outputs, gradients)
+
+
+def test_head_and_loss_are_the_reference():
+    case = part(MODULES, "head/")
+    head = SwishMLP(
+        SIZES.dim,
+        SIZES.item_hidden_size,
+        1,
+        kernel_init=nnx.initializers.zeros,
+        rngs=nnx.Rngs(0),
+    )
+
+    def score(head, inputs):
+        logits = head(inputs["user"] * inputs["item"])[:, 0]
+        losses = sample_losses(logits, jnp.asarray(case["input.label"]))
+        return {"logits": logits, "loss": jnp.mean(losses)}
+
+    def name_of(path):
+        return f"head.{path}"
+
+    outputs, gradients = run(
+        score,
+        with_weights(head, WEIGHTS, name_of),
+        {name: case[f"input.{name}"] for name in ("user", "item")},
+        part(case, "cotangent."),
+        name_of,
+    )
+    check_run(case, outputs, gradients)
+
+
+def golden_name(path):
+    """Returns the name in the file of a weight of the model."""
+    module, _, rest = path.partition(".")
+    if module == "layers":
+        return f"stu{rest}"
+    if module in ("token_encoder", "position_encoder"):
+        return rest
+    return {"user_encoder": "post"}.get(module, module) + f".{rest}"
+
+
+def golden_model(**changes):
+    model = HSTU(dataclasses.replace(SIZES, **changes), rngs=nnx.Rngs(0))
+    return with_weights(model, part(WHOLE, "weight."), golden_name)
+
+
+def golden_inputs(arrays, width=None):
+    """Returns the model's inputs from arrays by the names of the file."""
+    history, candidate = indices(HISTORIES)
+    if width is not None:
+        outside = np.full((len(HISTORIES), width - history.shape[1]), 10**6)
+        history = np.concatenate([history, outside], axis=1)
+
+    def padded(name):
+        return jnp.asarray(
+            pad(WHOLE[f"input.{name}"].astype(np.int32), HISTORIES, width)
+        )
+
+    return HSTUInputs(
+        items=unique_rows(arrays, "item"),
+        artists=unique_rows(arrays, "artist"),
+        albums=unique_rows(arrays, "album"),
+        contextual=jnp.swapaxes(arrays["contextual"], 0, 1),
+        history=jnp.asarray(history),
+        lengths=jnp.asarray(HISTORIES, jnp.int32),
+        candidate=jnp.asarray(candidate),
+        actions=padded("action_weight"),
+        times=padded("history_times"),
+        query_times=jnp.asarray(WHOLE["input.query_time"], jnp.int32),
+    )
+
+
+FLOATS = {name: WHOLE[f"input.{name}"] for name in (*ROWS, "contextual")}
+N = jnp.asarray(WHOLE["max_seq_len"], jnp.int32)
+
+
+@pytest.mark.parametrize("block_size", quick_cases([1, 7, 512], "7"))
+def test_the_model_is_the_reference(block_size):
+    def evaluate(model, arrays):
+        inputs = golden_inputs(arrays)
+        logits = model(inputs, expand, normalizer=N)
+        lengths = model.sequence_lengths(inputs, N)
+        x = {"tokens": model.token_encoder(inputs, expand)}
+        x["encoded"] = model.encode(x["tokens"], inputs, lengths)
+        x["stu0"] = model.layers[0](x["encoded"], lengths)
+        x["stu1"] = model.layers[1](x["stu0"], lengths)
+        outputs = {name: unpad(array, HISTORIES + 9) for name, array in x.items()}
+        losses = sample_losses(logits, jnp.asarray(WHOLE["input.label"], jnp.float32))
+        return outputs | {
+            "user": model.users(inputs, expand, N),
+            "item": model.items(inputs, expand),
+            "logits": logits,
+            "loss": jnp.mean(losses),
+        }
+
+    outputs, gradients = run(
+        evaluate,
+        golden_model(block_size=block_size),
+        FLOATS,
+        {"loss": jnp.ones(())},
+        golden_name,
+    )
+    check_run(WHOLE, outputs, gradients)
+
+
+def test_histories_from_none_to_the_maximum_are_covered():
+    assert min(HISTORIES) == 0
+    assert max(HISTORIES) == golden_inputs(FLOATS).history.shape[1]
+    lengths = jnp.asarray(HISTORIES)
+    np.testing.assert_array_equal(longest_sequence(lengths, NUM_CONTEXTUAL), N)
+
+
+@nnx.jit
+def logits_of(model, inputs):
+    return model(inputs, expand, normalizer=N)
+
+
+def test_padding_and_micro_batches_change_nothing():
+    model, inputs = golden_model(block_size=16), golden_inputs(FLOATS)
+    logits = logits_of(model, inputs)
+    # Tolerance: float32 rounding of sums in another order.
+    close = dict(rtol=1e-4, atol=1e-6)
+    wide = golden_inputs(FLOATS, width=55)
+    np.testing.assert_allclose(logits_of(model, wide), logits, **close)
+    rows = {name: getattr(inputs, name) for name in ("items", "artists", "albums")}
+    for half in (slice(0, 3), slice(3, 6)):
+        part_of_batch = jax.tree.map(lambda x, half=half: x[half], inputs)
+        part_of_batch = dataclasses.replace(part_of_batch, **rows)
+        np.testing.assert_allclose(
+            logits_of(model, part_of_batch), logits[half], **close
+        )
+
+
+@pytest.mark.full
+def test_devices_change_nothing_and_exchange_no_tokens():
+    mesh = mesh_of(2)
+    model, inputs = golden_model(block_size=16), golden_inputs(FLOATS)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    whole, split = (
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("shard",))
+    )
+    shardings = {
+        field.name: whole if field.name in ("items", "artists", "albums") else split
+        for field in dataclasses.fields(HSTUInputs)
+    }
+    on_devices = jax.device_put(inputs, HSTUInputs(**shardings))
+    params, rest = jax.device_put((params, rest), whole)
+
+    @jax.value_and_grad
+    def mean(params, inputs):
+        model = nnx.merge(graph, params, rest)
+        return jnp.mean(model(inputs, expand, normalizer=N))
+
+    program = jax.jit(mean).lower(params, on_devices).compile()
+    value, _ = program(params, on_devices)
+    # Tolerance: float32 rounding of sums in another order.
+    np.testing.assert_allclose(value, WHOLE["output.logits"].mean(), rtol=1e-5)
+    collectives = re.findall(
+        r"(all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(",
+        program.as_text(),
+    )
+    assert set(collectives) == {"all-reduce"}
+
+
+def test_content_is_computed_once_per_unique_item_and_expanded_in_bfloat16():
+    calls = []
+
+    def recorded(values, index):
+        calls.append((values.shape, values.dtype, index.shape))
+        return expand(values, index)
+
+    model, inputs = golden_model(dtype="bfloat16"), golden_inputs(FLOATS)
+    logits = model(inputs, recorded, normalizer=N)
+    num_unique, dim = inputs.items.shape
+    batch, events = inputs.history.shape
+    content, *candidates = calls
+    assert content == ((num_unique, dim), jnp.bfloat16, (batch, events + 1))
+    assert candidates == [((num_unique, dim), jnp.float32, (batch, 1))] * 3
+    assert logits.dtype == jnp.float32
+    # Tolerance: roundings to 8 bits in two layers.
+    assert error(logits, WHOLE["output.logits"]) < 0.05
+
+
+@pytest.mark.full
+def test_bfloat16_gradients_are_those_of_float32_up_to_rounding():
+    def mean_loss(model, arrays):
+        logits = model(golden_inputs(arrays), expand, normalizer=N)
+        labels = jnp.asarray(WHOLE["input.label"], jnp.float32)
+        return {"loss": jnp.mean(sample_losses(logits, labels))}
+
+    model = golden_model(dtype="bfloat16", block_size=16)
+    _, gradients = run(mean_loss, model, FLOATS, {"loss": jnp.ones(())}, golden_name)
+    assert {array.dtype for array in gradients.values()} == {jnp.dtype("float32")}
+    # Tolerance: roundings to 8 bits in two layers, forward and backward.
+    check(gradients, part(WHOLE, "grad."), 0.05)
+
+
+def test_dropout_runs_in_training_only():
+    model = golden_model(input_dropout=0.2, dropout=0.1)
+    inputs = golden_inputs(FLOATS)
+    first, second = (logits_of(model, inputs) for _ in range(2))
+    assert error(first, second) > 1e-3
+    model.eval()
+    third, fourth = (logits_of(model, inputs) for _ in range(2))
+    np.testing.assert_array_equal(third, fourth)
+    assert error(third, WHOLE["output.logits"]) <= OUTPUT_TOLERANCE
+    model.train()
+    assert error(logits_of(model, inputs), third) > 1e-3
+
+
+@pytest.mark.full
+def test_gradients_have_the_dropout_of_the_forward_pass():
+    model, inputs = golden_model(dropout=0.1), golden_inputs(FLOATS)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    @jax.jit
+    def value(scale):
+        scaled = jax.tree.map(lambda x: x * scale, params)
+        model = nnx.merge(graph, scaled, rest, copy=True)
+        return jnp.mean(model(inputs, expand, normalizer=N))
+
+    slope, step = jax.grad(value)(1.0), 1e-2
+    difference = (value(1.0 + step) - value(1.0 - step)) / (2 * step)
+    # Tolerance: the third derivative, and float32 rounding divided by the step.
+    np.testing.assert_allclose(slope, difference, rtol=2e-2)
+
+
+def test_the_benchmark_has_15_243_057_parameters():
+    model = nnx.eval_shape(lambda: HSTU(BENCHMARK, rngs=nnx.Rngs(0)))
+    params = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert {p.dtype for p in params} == {jnp.dtype("float32")}
+    assert sum(p.size for p in params) == 15_243_057
+
+
+def glorot(sizes):
+    return (2 / sum(sizes)) ** 0.5
+
+
+# Standard deviation of the initial values, and if they are uniform.
+INITIAL = {
+    "token_encoder.content_mlp.dense1.kernel": (glorot((64, 96)), False),
+    "token_encoder.additional_mlp.dense2.kernel": (glorot((96, 64)), False),
+    "token_encoder.contextual.kernel": (glorot((64, 64)), False),
+    "user_encoder.dense.kernel": (glorot((68, 64)), False),
+    "position_encoder.position_table": ((64 * 3) ** -0.5, True),
+    "position_encoder.time_table": ((2048 * 3) ** -0.5, True),
+    "layers.0.uvqk.kernel": (glorot((64, 256)), True),
+    "layers.1.out.kernel": (glorot((192, 64)), True),
+    "item_mlp.dense1.kernel": (glorot((192, 512)), True),
+    "head.dense1.kernel": (glorot((64, 512)), True),
+}
+
+
+def test_initial_values():
+    model = HSTU(SIZES, rngs=nnx.Rngs(0))
+    values = {
+        ".".join(map(str, path)): np.asarray(variable.get_value())
+        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
+    for name, (deviation, is_uniform) in INITIAL.items():
+        # Tolerance: 4 standard deviations of that of 4,000 values or more.
+        np.testing.assert_allclose(values[name].std(), deviation, rtol=0.05)
+        limit = np.abs(values[name]).max() / deviation
+        assert 1.7 < limit < 1.7321 if is_uniform else limit > 3
+    # Tolerance: 4 standard deviations of that of 48 values.
+    actions = [values[f"token_encoder.action.{name}"] for name in ("table", "target")]
+    both = np.concatenate([x.ravel() for x in actions])
+    np.testing.assert_allclose(both.std(), 0.1, rtol=0.4)
+    for name, array in values.items():
+        if name.endswith("bias"):
+            np.testing.assert_array_equal(array, 0)
+        if name.endswith("scale"):
+            np.testing.assert_array_equal(array, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(dim=0, num_heads=-1), "HSTUSizes.dim.*HSTUSizes.num_heads"),
+        (dict(num_positions=8), "num_positions must exceed num_contextual"),
+        (dict(num_time_buckets=10**4), "num_time_buckets must be at most 5981"),
+        (dict(dropout=1.0), "dropout must be at least 0 and less than 1, got 1.0"),
+        (dict(dtype="float16"), 'dtype must be "float32" or "bfloat16"'),
+    ],
+)
+def test_refusals(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SIZES, **changes)

@@ -1,0 +1,98 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tpu_embedding.tools.train.models.hstu.silu_attention import (
+    SequenceLengths,
+    silu_attention,
+)
+
+HEAD_DIM = 4
+
+
+def make_arrays(length, batch=3, dtype=jnp.float32):
+    generator = np.random.default_rng(0)
+    shape = (4, batch, length, 2, HEAD_DIM)
+    return jnp.asarray(generator.normal(size=shape), dtype)
+
+
+def lengths_of(tokens, num_candidates=1):
+    tokens = jnp.asarray(tokens)
+    return SequenceLengths(
+        tokens=tokens,
+        shared=jnp.maximum(tokens - num_candidates, 0),
+        normalizer=jnp.asarray(50),
+    )
+
+
+def dense_attention(q, k, v, lengths):
+    """Returns the outputs by one array of all pairs of tokens."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(HEAD_DIM)
+    query, key = np.indices(scores.shape[2:])
+    is_shared = key[None] < np.asarray(lengths.shared)[:, None, None]
+    is_visible = (query == key)[None] | (key < query)[None] & is_shared
+    weights = jnp.where(is_visible[:, None], jax.nn.silu(scores), 0) / 50
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 8, 23, 512])
+def test_blocks_add_up_to_dense_attention(block_size):
+    length = 23
+    q, k, v, cotangent = make_arrays(length)
+    lengths = lengths_of([23, 1, 9], num_candidates=2)
+    is_token = np.arange(length) < np.asarray(lengths.tokens)[:, None]
+    cotangent = cotangent * is_token[:, :, None, None]
+
+    def blocks(q, k, v):
+        return silu_attention(q, k, v, lengths, block_size=block_size)
+
+    def dense(q, k, v):
+        return dense_attention(q, k, v, lengths)
+
+    outputs, pull_back = jax.vjp(jax.jit(blocks), q, k, v)
+    wanted, pull_dense_back = jax.vjp(dense, q, k, v)
+    # Tolerance: float32 sums of up to 23 numbers below 1, in another order.
+    close = dict(rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(outputs[is_token], wanted[is_token], **close)
+    gradients = zip(pull_back(cotangent), pull_dense_back(cotangent), strict=True)
+    for got, want in gradients:
+        np.testing.assert_allclose(got, want, **close)
+
+
+def test_blocks_behind_the_longest_sample_are_skipped():
+    q, k, v, cotangent = make_arrays(40)
+    lengths = lengths_of([16, 3, 9])
+    q, k, v = (x.at[:, 16:].set(jnp.nan) for x in (q, k, v))
+    outputs, pull_back = jax.vjp(
+        lambda *x: silu_attention(*x, lengths, block_size=8), q, k, v
+    )
+    assert np.isfinite(outputs).all()
+    np.testing.assert_array_equal(outputs[:, 16:], 0)
+    for gradient in pull_back(cotangent):
+        assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_no_array_of_all_pairs_exists(dtype):
+    length, block_size = 61 * 7, 61
+    q, k, v, cotangent = make_arrays(length, batch=1, dtype=dtype)
+    lengths = lengths_of([length])
+
+    def gradients(q, k, v):
+        outputs, pull_back = jax.vjp(
+            lambda *x: silu_attention(*x, lengths, block_size=block_size), q, k, v
+        )
+        return outputs, pull_back(cotangent)
+
+    program = jax.jit(gradients).lower(q, k, v).compile().as_text()
+    shapes = {
+        tuple(map(int, dims.split(",")))
+        for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", program)
+    }
+    assert any(shape.count(block_size) == 2 for shape in shapes)
+    assert max(np.prod(shape) for shape in shapes) <= max(
+        length * 2 * HEAD_DIM, 2 * block_size**2
+    )

@@ -1,0 +1,158 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.tiers import each_once, quick_cases
+from tests.tools.train.models.hstu.golden_runs import (
+    GRADIENT_TOLERANCE,
+    OUTPUT_TOLERANCE,
+    check,
+    error,
+    golden,
+    pad,
+    part,
+    run,
+    unpad,
+    with_weights,
+)
+from tpu_embedding.tools.train.models.hstu.silu_attention import SequenceLengths
+from tpu_embedding.tools.train.models.hstu.stu_layer import STULayer, dropout
+
+FILE = golden("stu_layer")
+LENGTHS = FILE["input.lengths"]
+CASES = ("no_targets", "one_target", "many_targets", "larger_n", "small_x")
+
+
+def golden_layer(block_size=512):
+    dim = FILE["input.x"].shape[1]
+    num_heads = int(FILE["num_heads"])
+    layer = STULayer(
+        dim,
+        num_heads=num_heads,
+        head_dim=dim // num_heads,
+        block_size=block_size,
+        rngs=nnx.Rngs(0),
+    )
+    return with_weights(layer, part(FILE, "weight."))
+
+
+def golden_lengths(case):
+    num_targets = case.get("num_targets", np.zeros_like(LENGTHS))
+    return SequenceLengths(
+        tokens=jnp.asarray(LENGTHS, jnp.int32),
+        shared=jnp.asarray(LENGTHS - num_targets, jnp.int32),
+        normalizer=jnp.asarray(case["max_seq_len"], jnp.int32),
+    )
+
+
+@pytest.mark.parametrize(("name", "block_size"), each_once(CASES, [7, 1, 512]))
+def test_the_layer_is_the_reference(name, block_size):
+    case = part(FILE, f"{name}/")
+    lengths = golden_lengths(case)
+
+    def layer_outputs(layer, inputs):
+        return {"y": unpad(layer(pad(inputs["x"], LENGTHS), lengths), LENGTHS)}
+
+    inputs = {"x": case.get("input.x", FILE["input.x"])}
+    outputs, gradients = run(
+        layer_outputs, golden_layer(block_size), inputs, part(case, "cotangent.")
+    )
+    check(outputs, part(case, "output."), OUTPUT_TOLERANCE)
+    check(gradients, part(case, "grad."), GRADIENT_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "name", quick_cases(["one_target", "larger_n", "small_x"], "larger_n")
+)
+def test_the_candidate_alone_is_the_row_of_the_whole_layer(name):
+    case = part(FILE, f"{name}/")
+    lengths = golden_lengths(case)
+
+    def whole(layer, inputs):
+        rows = layer(pad(inputs["x"], LENGTHS), lengths)
+        return {"y": rows[np.arange(len(LENGTHS)), LENGTHS - 1]}
+
+    def alone(layer, inputs):
+        return {"y": layer.candidate(pad(inputs["x"], LENGTHS), lengths)}
+
+    inputs = {"x": case.get("input.x", FILE["input.x"])}
+    cotangents = {"y": case["cotangent.y"][np.cumsum(LENGTHS) - 1]}
+    outputs, gradients = run(whole, golden_layer(), inputs, cotangents)
+    own_outputs, own_gradients = run(alone, golden_layer(), inputs, cotangents)
+    check(own_outputs, outputs, OUTPUT_TOLERANCE)
+    check(own_gradients, gradients, GRADIENT_TOLERANCE)
+    wanted = case["output.y"][np.cumsum(LENGTHS) - 1]
+    assert error(own_outputs["y"], wanted) <= OUTPUT_TOLERANCE
+
+
+def test_padding_changes_nothing():
+    case = part(FILE, "one_target/")
+    layer, lengths = golden_layer(block_size=8), golden_lengths(case)
+    x = pad(FILE["input.x"], LENGTHS)
+    wide = jnp.pad(x, ((0, 0), (0, 13), (0, 0)), constant_values=1e3)
+
+    def tokens(x):
+        return unpad(layer(x, lengths), LENGTHS)
+
+    def candidate(x):
+        return layer.candidate(x, lengths)
+
+    for function in (tokens, candidate):
+        # Tolerance: float32 rounding, as products of other shapes add in another order.
+        np.testing.assert_allclose(function(x), function(wide), rtol=1e-4, atol=1e-5)
+
+
+def test_results_do_not_depend_on_the_other_samples():
+    case = part(FILE, "one_target/")
+    layer, lengths = golden_layer(block_size=8), golden_lengths(case)
+    x = pad(FILE["input.x"], LENGTHS)
+    first = dataclasses.replace(
+        lengths, tokens=lengths.tokens[:1], shared=lengths.shared[:1]
+    )
+    num = LENGTHS[0]
+    whole, alone = layer(x, lengths)[0, :num], layer(x[:1], first)[0, :num]
+    # Tolerance: float32 rounding, as products of other shapes add in another order.
+    np.testing.assert_allclose(whole, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_computes_in_bfloat16_with_float32_parameters():
+    case = part(FILE, "one_target/")
+    layer, lengths = golden_layer(), golden_lengths(case)
+    half = STULayer(64, num_heads=2, head_dim=32, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    with_weights(half, part(FILE, "weight."))
+    x = pad(FILE["input.x"], LENGTHS)
+    outputs = half(x.astype(jnp.bfloat16), lengths)
+    assert outputs.dtype == jnp.bfloat16
+    dtypes = {p.dtype for p in jax.tree.leaves(nnx.state(half, nnx.Param))}
+    assert dtypes == {jnp.dtype("float32")}
+    # Tolerance: a few roundings to 8 bits.
+    wanted = unpad(layer(x, lengths), LENGTHS)
+    assert error(unpad(outputs, LENGTHS), wanted) < 0.03
+    alone = half.candidate(x.astype(jnp.bfloat16), lengths)
+    assert alone.dtype == jnp.bfloat16
+    assert error(alone, layer.candidate(x, lengths)) < 0.03
+
+
+def test_dropout():
+    x, key = jnp.ones((100, 100)), jax.random.key(0)
+    dropped = np.asarray(dropout(x, 0.2, key))
+    # Tolerance: 4 standard deviations of the share of 10,000 values.
+    np.testing.assert_allclose((dropped == 0).mean(), 0.2, atol=4 * 0.004)
+    np.testing.assert_allclose(dropped[dropped > 0], 1 / 0.8, rtol=1e-6)
+    np.testing.assert_array_equal(dropout(x, 0.2, key), dropped)
+    np.testing.assert_array_equal(dropout(x, 0.2, None), x)
+    np.testing.assert_array_equal(dropout(x, 0.0, key), x)
+
+
+def test_the_layer_drops_only_with_a_key():
+    lengths = golden_lengths(part(FILE, "one_target/"))
+    layer, x = golden_layer(), pad(FILE["input.x"], LENGTHS)
+    key = jax.random.key(0)
+    np.testing.assert_array_equal(layer(x, lengths, key), layer(x, lengths))
+    layer.dropout_rate = 0.5
+    assert error(layer(x, lengths, key), layer(x, lengths)) > 0.01
+    assert error(layer.candidate(x, lengths, key), layer.candidate(x, lengths)) > 0.01
