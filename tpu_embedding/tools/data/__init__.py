@@ -30,4 +30,8 @@ Synthetic samples, whose best possible loss is known:
 * `synthetic_criteo`: samples in the shape of Criteo's logs, and a file of them.
 * `interactions`: users and the items that they choose, for retrieval.
 * `zipf`: ids of skewed popularity.
+
+Histories of events, for MLPerf's `dlrm_v4`:
+
+* `yambda`: reads the public log Yambda, or draws one, and makes samples of it.
 """
