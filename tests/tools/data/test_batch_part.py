@@ -1,5 +1,6 @@
 """Parts of a batch hold the same samples as the whole, in every form of ids."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -123,6 +124,29 @@ def test_joined_parts_are_the_batch(form, edges):
     expected = samples_of(batch.features["feature"], SIZE)
     assert samples_of(joined.features["feature"], SIZE) == expected
     assert joined.origin is None
+
+
+def test_dicts_of_ids_and_dense_inputs():
+    """Features with unique rows have dicts of ids; dense inputs may have names."""
+    batch = Batch(
+        features={"items": {"history": RaggedIds.from_lists(LISTS), "next": [1] * 5}},
+        dense={"times": np.arange(2 * SIZE).reshape(SIZE, 2), "length": np.arange(5)},
+        labels=np.zeros(SIZE),
+        weights=np.ones(SIZE),
+    )
+    part = slice_batch(batch, range(1, 4))
+    assert part.features["items"]["history"].row_splits.tolist() == [0, 0, 1, 1]
+    assert part.dense["times"].tolist() == [[2, 3], [4, 5], [6, 7]]
+    joined = join_batches(
+        [slice_batch(batch, range(0, 3)), slice_batch(batch, range(3, 5))]
+    )
+    ids = joined.features["items"]
+    assert ids["history"].values.tolist() == [1, 2, 3, 4, 5, 6]
+    assert ids["next"].tolist() == [1] * 5
+    assert joined.dense["length"].tolist() == [0, 1, 2, 3, 4]
+    wrong = dataclasses.replace(batch, features={"items": {"history": LISTS[1:]}})
+    with pytest.raises(DataError, match="'items/history' must have 5 samples"):
+        slice_batch(wrong, range(2))
 
 
 def test_dense_parts_of_other_valence_are_padded():

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import jax
@@ -24,9 +24,10 @@ class Batch:
     Attributes:
       features: ids by feature name. Each value is an int array `[batch]` or
         `[batch, valence]` (padded with `PADDING_ROW_ID`), a `DenseIds`, a `RaggedIds`
-        or a `SparseIds`.
-      dense: finite numbers `[batch, num_dense]`, the dense inputs; None if there are
-        none. The loop converts them to float32, as it does labels and weights.
+        or a `SparseIds`. For a feature with `unique_rows`, it may be a dict of these.
+      dense: finite numbers `[batch, num_dense]`, the dense inputs, which the loop
+        converts to float32, as it does labels and weights. Or a dict of arrays
+        `[batch, ...]`, whose integers become int32. None if there are none.
       labels: finite numbers `[batch]`. The loss `"log_loss"` needs them in [0, 1].
       weights: numbers `[batch]` of at least 0: 1 for a sample, 0 for padding samples in
         the last batch of an evaluation.
@@ -44,8 +45,8 @@ class Batch:
       True
     """
 
-    features: dict[str, FeatureIds]
-    dense: np.ndarray | None = None
+    features: dict[str, FeatureIds | Mapping[str, FeatureIds]]
+    dense: np.ndarray | Mapping[str, np.ndarray] | None = None
     labels: np.ndarray
     weights: np.ndarray
     origin: Callable[[int], str] | None = None

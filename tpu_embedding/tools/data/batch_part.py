@@ -6,9 +6,10 @@ read a part each, and `join_batches` puts them together.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from tpu_embedding.inputs.forms import HostIds, read_ids
@@ -54,7 +55,7 @@ def slice_batch(batch: Batch, samples: range) -> Batch:
             name: _slice_feature(ids, samples, name, len(batch.labels))
             for name, ids in batch.features.items()
         },
-        dense=None if batch.dense is None else batch.dense[first:end],
+        dense=jax.tree.map(lambda array: array[first:end], batch.dense),
         labels=batch.labels[first:end],
         weights=batch.weights[first:end],
         origin=None if origin is None else lambda sample: origin(first + sample),
@@ -62,8 +63,13 @@ def slice_batch(batch: Batch, samples: range) -> Batch:
 
 
 def _slice_feature(
-    ids: FeatureIds, samples: range, name: str, batch_size: int
-) -> FeatureIds:
+    ids: Any, samples: range, name: str, batch_size: int
+) -> FeatureIds | dict[str, FeatureIds]:
+    if isinstance(ids, Mapping):
+        return {
+            key: _slice_feature(part, samples, f"{name}/{key}", batch_size)
+            for key, part in ids.items()
+        }
     owner = f"feature {name!r}"
     try:
         read = read_ids(ids, owner)
@@ -148,19 +154,25 @@ def join_batches(parts: Sequence[Batch]) -> Batch:
       [0, 2, 2, 3]
     """
     first = parts[0]
-    dense = [part.dense for part in parts if part.dense is not None]
     return Batch(
         features={
             name: _join_features([part.features[name] for part in parts], name)
             for name in first.features
         },
-        dense=_concatenate(dense) if dense else None,
+        dense=jax.tree.map(
+            lambda *arrays: _concatenate(arrays), *[part.dense for part in parts]
+        ),
         labels=_concatenate([part.labels for part in parts]),
         weights=_concatenate([part.weights for part in parts]),
     )
 
 
-def _join_features(parts: Sequence[FeatureIds], name: str) -> FeatureIds:
+def _join_features(parts: Sequence[Any], name: str) -> Any:
+    if isinstance(parts[0], Mapping):
+        return {
+            key: _join_features([part[key] for part in parts], f"{name}/{key}")
+            for key in parts[0]
+        }
     joined = _join_ids([read_ids(ids, f"feature {name!r}").ids for ids in parts])
     if isinstance(joined, DenseIds) and joined.weights is None:
         return joined.ids

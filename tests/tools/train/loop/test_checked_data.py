@@ -97,9 +97,37 @@ def test_numbers_become_float32():
     assert data.first_batch.labels.tolist() == [0.0, 1.0, 1.0]
 
 
+def inputs(**changes):
+    times = np.arange(SIZE * 2).reshape(SIZE, 2)
+    return {"dense": {"times": times, "prices": [0.5] * SIZE} | changes}
+
+
+def test_dense_inputs_with_names_keep_their_integers_and_shapes():
+    dense = checked(changes={0: inputs()}).first_batch.dense
+    assert dense["times"].dtype == np.int32
+    assert dense["times"].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert dense["prices"].dtype == np.float32
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {0: inputs()},
+            r"train_batch\(1\): dense must be a dict of \['prices', 'times'\], as in",
+        ),
+        (
+            {0: inputs(), 1: inputs(times=np.ones((SIZE, 3), int))},
+            r"dense\['times'\] must be an array .* \[3, 2\], got shape \[3, 3\]",
+        ),
+        (
+            {0: inputs(), 1: inputs(times=np.full((SIZE, 2), 2**31))},
+            r"dense\['times'\] must fit into int32, got values from 2147483648",
+        ),
+        (
+            {0: inputs(), 1: inputs(prices=[0.5, np.nan, 1])},
+            r"dense\['prices'\] must be finite, got nan for sample 1, and 1 such",
+        ),
         ({1: {"dense": np.ones((SIZE, 2))}}, r"dense must be None, as in the first"),
         (
             {0: {"dense": np.ones((SIZE, 2))}},

@@ -7,7 +7,7 @@ sets, those of the package included, through `CheckedDataset`.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +18,9 @@ from tpu_embedding.tools.data.batch_part import slice_batch
 from tpu_embedding.tools.train.config.run_config import RunConfig
 from tpu_embedding.tools.train.errors import ConfigError, as_config_error
 from tpu_embedding.tools.train.metrics import LOSSES, LossName
+
+_DenseShapes = tuple[int | None] | dict[str, tuple[int, ...]] | None
+"""Shape of a sample's dense inputs, by name for a dict of them."""
 
 
 def open_data(config: RunConfig, data_dir: Any) -> "CheckedDataset":
@@ -83,10 +86,9 @@ class CheckedDataset:
         self.batch_size = config.batch_size
         self._name = name
         self._loss: LossName = config.loss
-        self._num_dense: int | None | Literal["any"] = "any"
+        self._dense_shapes: _DenseShapes | Literal["any"] = "any"
         self.first_batch = self.train_batch(0)
-        dense = self.first_batch.dense
-        self._num_dense = None if dense is None else dense.shape[1]
+        self._dense_shapes = _shapes_of(self.first_batch.dense)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the first batch, which loader processes do not need."""
@@ -171,26 +173,45 @@ class CheckedDataset:
             )
         return batch
 
-    def _checked_dense(self, dense: Any, size: int, owner: str) -> np.ndarray | None:
-        """Returns the dense inputs; all batches have as many columns as the first."""
-        if dense is None and self._num_dense in (None, "any"):
-            return None
-        if self._num_dense is None:
+    def _checked_dense(
+        self, dense: Any, size: int, owner: str
+    ) -> np.ndarray | dict[str, np.ndarray] | None:
+        """Returns the dense inputs; all batches have the shapes of the first."""
+        shapes = self._dense_shapes
+        if shapes == "any":
+            shapes = _shapes_of(dense)
+        if shapes is None:
+            if dense is None:
+                return None
             raise DataError(
                 f"{owner}: dense must be None, as in the first batch, got an array of "
                 f"shape {list(np.shape(dense))}."
             )
-        num_columns = None if self._num_dense == "any" else self._num_dense
-        return _as_floats(dense, "dense", (size, num_columns), owner)
+        if not isinstance(shapes, dict):
+            return _as_floats(dense, "dense", (size, *shapes), owner)
+        if not isinstance(dense, Mapping) or dense.keys() != shapes.keys():
+            found = sorted(dense) if isinstance(dense, Mapping) else type(dense)
+            raise DataError(
+                f"{owner}: dense must be a dict of {sorted(shapes)}, as in the first "
+                f"batch, got {found}."
+            )
+        return {
+            name: _as_numbers(dense[name], f"dense[{name!r}]", (size, *shape), owner)
+            for name, shape in shapes.items()
+        }
 
     def _check_values(self, batch: Batch, owner: str, first_sample: int) -> None:
         limits = LOSSES[self._loss].label_range
+        dense = batch.dense if isinstance(batch.dense, Mapping) else {"": batch.dense}
         for name, values, low, high in (
             ("labels", batch.labels, *(limits or (-np.inf, np.inf))),
             ("weights", batch.weights, 0.0, np.inf),
-            ("dense", batch.dense, -np.inf, np.inf),
+            *(
+                (f"dense[{key!r}]" if key else "dense", array, -np.inf, np.inf)
+                for key, array in dense.items()
+            ),
         ):
-            if values is None:
+            if values is None or values.dtype.kind == "i":
                 continue
             is_wrong = ~np.isfinite(values) | (values < low) | (values > high)
             if not is_wrong.any():
@@ -210,6 +231,16 @@ class CheckedDataset:
             )
 
 
+def _shapes_of(dense: Any) -> _DenseShapes:
+    """Returns the shape of a sample's dense inputs; one axis unless it is a dict."""
+    if dense is None:
+        return None
+    if isinstance(dense, Mapping):
+        return {name: np.shape(array)[1:] for name, array in dense.items()}
+    is_matrix = isinstance(dense, np.ndarray) and dense.ndim == 2
+    return (dense.shape[1],) if is_matrix else (None,)
+
+
 def _place(batch: Batch, sample: int, first_sample: int) -> str:
     """Returns a sample's number in the global batch, and its origin if it is known."""
     origin = "" if batch.origin is None else f" ({batch.origin(sample)})"
@@ -220,6 +251,29 @@ def _as_floats(
     value: Any, name: str, shape: tuple[int | None, ...], owner: str
 ) -> np.ndarray:
     """Returns a field of a batch as a float32 array of a given shape; None is any."""
+    return _as_array(value, name, shape, owner).astype(np.float32)
+
+
+def _as_numbers(
+    value: Any, name: str, shape: tuple[int | None, ...], owner: str
+) -> np.ndarray:
+    """Returns a field as an array of int32 if it has integers, else of float32."""
+    array = _as_array(value, name, shape, owner)
+    if array.dtype.kind not in "iu":
+        return array.astype(np.float32)
+    limits = np.iinfo(np.int32)
+    if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
+        raise DataError(
+            f"{owner}: {name} must fit into int32, got values from {array.min()} to "
+            f"{array.max()}; pass floats, or differences."
+        )
+    return array.astype(np.int32)
+
+
+def _as_array(
+    value: Any, name: str, shape: tuple[int | None, ...], owner: str
+) -> np.ndarray:
+    """Returns a field of a batch as numbers of a given shape; None is any."""
     sizes = ", ".join("any" if size is None else str(size) for size in shape)
     wanted = f"{owner}: {name} must be an array of numbers of shape [{sizes}]"
     try:
@@ -234,4 +288,4 @@ def _as_floats(
         for size, actual in zip(shape, array.shape, strict=True)
     ):
         raise DataError(f"{wanted}, got shape {list(array.shape)}.")
-    return array.astype(np.float32)
+    return array
