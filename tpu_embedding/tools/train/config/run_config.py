@@ -82,6 +82,7 @@ class RunConfig:
         `ModelConfig`.
       loss: `"log_loss"` for clicks, `"squared_error"` for ratings, or
         `"in_batch_softmax"` for choices among the items of the batch.
+      loss_weight: factor of the loss in training, positive; metrics do without it.
       batch_size: samples per step, over all devices. It need not be divisible by the
         number of devices.
       num_steps: number of training steps.
@@ -90,6 +91,8 @@ class RunConfig:
       make_table_optimizer: returns the optimizer of the tables, given this config.
       make_dense_optimizer: returns the optax optimizer of all other parameters, given
         this config.
+      max_dense_norm: largest norm of all dense gradients together; longer ones are
+        scaled down to it. Those of the tables neither count nor change. None: no limit.
       target: metric that the config promises to reach, or None.
       capacity: ids per destination and round of the exchange; None lets the plan
         choose. It changes the speed, never the results.
@@ -127,6 +130,8 @@ class RunConfig:
     dense_learning_rate: float
     make_table_optimizer: Callable[["RunConfig"], TableOptimizer]
     make_dense_optimizer: Callable[["RunConfig"], optax.GradientTransformation]
+    loss_weight: float = 1.0
+    max_dense_norm: float | None = None
     target: Target | None = None
     capacity: int | None = None
     kernels: str = AUTO
@@ -224,6 +229,17 @@ class RunConfig:
             yield (
                 "RunConfig.keep_time_interval must be a positive number of seconds or "
                 f"None, got {seconds!r}"
+            )
+        if not (_is_finite(self.loss_weight) and self.loss_weight > 0):
+            yield (
+                "RunConfig.loss_weight must be finite and positive, got "
+                f"{self.loss_weight!r}"
+            )
+        norm = self.max_dense_norm
+        if norm is not None and not (_is_finite(norm) and norm > 0):
+            yield (
+                "RunConfig.max_dense_norm must be finite and positive, or None, got "
+                f"{norm!r}"
             )
         for name in ("table_learning_rate", "dense_learning_rate"):
             value = getattr(self, name)

@@ -59,7 +59,13 @@ def abstract_step(
     """
     batch = CheckedDataset(data, config).first_batch
     graphdef, state = abstract_train_state(config, data, plan)
-    train_step = make_train_step(graphdef, config.loss, non_finite=config.non_finite)
+    train_step = make_train_step(
+        graphdef,
+        config.loss,
+        loss_weight=config.loss_weight,
+        max_dense_norm=config.max_dense_norm,
+        non_finite=config.non_finite,
+    )
     step = jit_train_step(train_step, state, plan)
     return step, state, abstract_batch(batch, plan)
 

@@ -7,6 +7,8 @@ from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Final
 
+import jax
+
 from tpu_embedding.inputs.agreed_sizes import abandon_agreement
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import (
@@ -23,6 +25,7 @@ from tpu_embedding.tools.jobs.stop_signals import StopRequest
 from tpu_embedding.tools.train.loop.checked_data import CheckedDataset
 from tpu_embedding.tools.train.loop.loaders import BatchReader
 from tpu_embedding.tools.train.loop.step_meter import InputWait
+from tpu_embedding.types import UniqueIds
 
 _POLL_SECONDS: Final = 0.1
 """Time after which a loop that waits for a batch looks for signals again."""
@@ -167,7 +170,10 @@ def prepare_batch(
     size = shapes.labels.shape[0]
     leaves = plan.flatten_inputs(shapes.features)
     for feature, ids in zip(plan.inputs, leaves, strict=True):
-        num_samples = feature_shape(ids, feature, plan).output_shape[0]
+        if isinstance(ids, UniqueIds):
+            num_samples = jax.tree.leaves(ids.index)[0].shape[0]
+        else:
+            num_samples = feature_shape(ids, feature, plan).output_shape[0]
         if feature.config.output_shape is None and num_samples != size:
             raise DataError(
                 f"{owner}: the feature {feature.name!r} must have {size} samples, as "

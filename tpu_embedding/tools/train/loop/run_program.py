@@ -89,7 +89,13 @@ def prepare_run(
             prepare_batch(held_out, plan, "Evaluation batch 0", evaluation_sizes)
             break
         graphdef, state = abstract_train_state(config, data.data, plan)
-        step = make_train_step(graphdef, config.loss, non_finite=config.non_finite)
+        step = make_train_step(
+            graphdef,
+            config.loss,
+            loss_weight=config.loss_weight,
+            max_dense_norm=config.max_dense_norm,
+            non_finite=config.non_finite,
+        )
         train_step = jit_train_step(step, state, plan)
         evaluation_step = jax.jit(
             make_evaluation_step(graphdef, config.loss), out_shardings=plan.replicated

@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_embedding.gradients import all_finite, update_if
+from tpu_embedding.gradients import Gradients, all_finite, update_if
 from tpu_embedding.nn.embedding import EmbeddingTables
 from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -100,13 +100,21 @@ def abstract_model_state(
 
 
 def make_train_step(
-    graphdef: nnx.GraphDef, loss_name: LossName, *, non_finite: NonFinite = "raise"
+    graphdef: nnx.GraphDef,
+    loss_name: LossName,
+    *,
+    loss_weight: float = 1.0,
+    max_dense_norm: float | None = None,
+    non_finite: NonFinite = "raise",
 ) -> TrainStep:
     """Returns the train step, `(state, batch) -> (state, StepMetrics)`, uncompiled.
 
     Args:
       graphdef: graph definition from `init_train_state` or `abstract_train_state`.
       loss_name: name of the loss, from `RunConfig.loss`.
+      loss_weight: factor of the loss, from `RunConfig.loss_weight`.
+      max_dense_norm: largest norm of the dense gradients, from
+        `RunConfig.max_dense_norm`.
       non_finite: `"skip_step"`: a step whose loss or gradients are not finite returns
         the state as it was, bit by bit. `"raise"`: the caller is to raise an error.
     """
@@ -115,7 +123,7 @@ def make_train_step(
     def loss_fn(model: Any, batch: Batch) -> jax.Array:
         outputs = _outputs_of(model, batch)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
-        return mean_loss(loss, outputs, labels, weights)
+        return loss_weight * mean_loss(loss, outputs, labels, weights)
 
     def train_step(state: nnx.State, batch: Batch) -> tuple[nnx.State, StepMetrics]:
         # A copy: the state keeps its batch statistics, should the step be skipped.
@@ -123,6 +131,8 @@ def make_train_step(
         value, gradients = value_and_grad(loss_fn)(model, batch)
         is_finite = jnp.isfinite(value) & all_finite(gradients)
         metrics = _step_metrics(value, is_finite, model)
+        if max_dense_norm is not None:
+            gradients = _clip_dense(gradients, max_dense_norm)
         if non_finite == "raise":
             optimizer.update(model, gradients)
             return nnx.state((model, optimizer)), metrics
@@ -137,6 +147,14 @@ def make_train_step(
         return update_if(is_finite, update, state), metrics
 
     return train_step
+
+
+def _clip_dense(gradients: Gradients, max_norm: float) -> Gradients:
+    """Scales the dense gradients by `min(1, max_norm / (norm + 1e-6))`, as PyTorch."""
+    norm = optax.global_norm(gradients.dense)
+    factor = jnp.minimum(1.0, max_norm / (norm + 1e-6))
+    dense = jax.tree.map(lambda gradient: gradient * factor, gradients.dense)
+    return dataclasses.replace(gradients, dense=dense)
 
 
 def jit_train_step(step: TrainStep, state: nnx.State, plan: EmbeddingPlan) -> Any:
@@ -158,11 +176,15 @@ def jit_train_step(step: TrainStep, state: nnx.State, plan: EmbeddingPlan) -> An
 
 
 def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> EvaluationStep:
-    """Returns the evaluation step, `(state, batch) -> Metrics`, uncompiled."""
+    """Returns the evaluation step, `(state, batch) -> Metrics`, uncompiled.
+
+    The model runs as after `eval()`: without dropout, and by its stored statistics.
+    """
     loss = LOSSES[loss_name]
 
     def evaluation_step(state: nnx.State, batch: Batch) -> Metrics:
         model, _ = nnx.merge(graphdef, state)
+        model.eval()
         outputs = _outputs_of(model, batch)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
         return loss.evaluate(outputs, labels, weights)
