@@ -1,7 +1,8 @@
 """Models of the run configs; each owns one `TPUEmbedding`.
 
 `model` has what they share. `click`, `dlrm` and `dcn` predict clicks, `rating` predicts
-ratings, and `two_tower` retrieves items.
+ratings, and `two_tower` retrieves items. `dlrm_v4` predicts clicks from histories, by
+the layers of `hstu/`.
 """
 
 from tpu_embedding.tools.train.models.click import ClickModel as ClickModel
@@ -10,6 +11,8 @@ from tpu_embedding.tools.train.models.dcn import DLRMDCNv2 as DLRMDCNv2
 from tpu_embedding.tools.train.models.dcn import DLRMDCNv2Config as DLRMDCNv2Config
 from tpu_embedding.tools.train.models.dlrm import DLRM as DLRM
 from tpu_embedding.tools.train.models.dlrm import DLRMConfig as DLRMConfig
+from tpu_embedding.tools.train.models.dlrm_v4 import DLRMv4 as DLRMv4
+from tpu_embedding.tools.train.models.dlrm_v4 import DLRMv4Config as DLRMv4Config
 from tpu_embedding.tools.train.models.model import ModelConfig as ModelConfig
 from tpu_embedding.tools.train.models.model import Outputs as Outputs
 from tpu_embedding.tools.train.models.rating import RatingModel as RatingModel

@@ -44,6 +44,16 @@ def with_weights(module, weights, name_of=lambda name: name):
     return module
 
 
+def golden_name(path):
+    """Returns the name in the file of a weight of `HSTU`."""
+    module, _, rest = path.partition(".")
+    if module == "layers":
+        return f"stu{rest}"
+    if module in ("token_encoder", "position_encoder"):
+        return rest
+    return {"user_encoder": "post"}.get(module, module) + f".{rest}"
+
+
 def run(function, module, inputs, cotangents, name_of=lambda name: name):
     """Returns outputs, and gradients by inputs and weights, as dicts by name.
 

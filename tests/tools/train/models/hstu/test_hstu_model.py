@@ -16,6 +16,7 @@ from tests.tools.train.models.hstu.golden_runs import (
     check,
     error,
     golden,
+    golden_name,
     pad,
     part,
     places,
@@ -228,16 +229,6 @@ def test_head_and_loss_are_the_reference():
         name_of,
     )
     check_run(case, outputs, gradients)
-
-
-def golden_name(path):
-    """Returns the name in the file of a weight of the model."""
-    module, _, rest = path.partition(".")
-    if module == "layers":
-        return f"stu{rest}"
-    if module in ("token_encoder", "position_encoder"):
-        return rest
-    return {"user_encoder": "post"}.get(module, module) + f".{rest}"
 
 
 def golden_model(**changes):

@@ -1,0 +1,253 @@
+"""Trains DLRM v4 through the layer, and compares it with runs of MLPerf's reference."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.tiers import quick_cases
+from tests.tools.train.models.hstu.golden_runs import (
+    check,
+    error,
+    golden,
+    golden_name,
+    part,
+)
+from tpu_embedding import optimizers
+from tpu_embedding.tools.data.batch import Batch
+from tpu_embedding.tools.train import (
+    RunConfig,
+    init_train_state,
+    jit_train_step,
+    make_run_plan,
+    make_train_step,
+)
+from tpu_embedding.tools.train.loop.read_ahead import put_batch
+from tpu_embedding.tools.train.models import DLRMv4Config
+from tpu_embedding.tools.train.models.dlrm_v4 import rows_of_items
+from tpu_embedding.tools.train.models.hstu import HSTUSizes
+from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
+
+RUN = golden("training")
+STEPS = [part(RUN, f"step{i}/") for i in range(RUN["steps"])]
+BATCH_SIZE = len(STEPS[0]["input.label"])
+# As stated for the golden files.
+TOLERANCE = 1e-4
+
+SIZES = HSTUSizes(
+    dim=32,
+    num_layers=2,
+    num_heads=2,
+    head_dim=16,
+    token_hidden_size=40,
+    item_hidden_size=512,
+    num_contextual=8,
+    num_positions=32,
+    num_time_buckets=2048,
+    input_dropout=0.0,
+    dropout=0.0,
+    block_size=8,
+    dtype="float32",
+)
+
+
+def table_name(name):
+    """Returns the table of a feature of the file."""
+    return f"{name}_id" if name in ("item", "artist", "album") else name
+
+
+def tables(arrays):
+    return {table_name(name): array for name, array in arrays.items()}
+
+
+class GoldenData:
+    """The batches of the reference's run."""
+
+    batch_size = BATCH_SIZE
+    history_length = 16
+    table_sizes = {
+        name: len(array) for name, array in tables(part(RUN, "initial.table.")).items()
+    }
+
+    def train_batch(self, step):
+        inputs = part(STEPS[step], "input.")
+        ids = part(inputs, "ids.")
+        row_splits = np.concatenate([[0], np.cumsum(inputs["lengths"])])
+
+        def padded(values):
+            array = np.zeros((BATCH_SIZE, self.history_length), np.int32)
+            is_event = np.arange(self.history_length) < inputs["lengths"][:, None]
+            array[is_event] = values
+            return array
+
+        events = {
+            table_name(name): {
+                "history": RaggedIds(values=ids.pop(name), row_splits=row_splits),
+                "candidate": ids.pop(f"candidate_{name}"),
+            }
+            for name in ("item", "artist", "album")
+        }
+        return Batch(
+            features=events | ids,
+            dense={
+                "history_length": inputs["lengths"].astype(np.int32),
+                "action_weight": padded(inputs["action_weight"]),
+                "action_timestamp": padded(inputs["history_times"]),
+                "query_time": inputs["query_time"].astype(np.int32),
+            },
+            labels=inputs["label"].astype(np.float32),
+            weights=np.ones(BATCH_SIZE, np.float32),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GoldenSource:
+    def open(self, data_dir, *, batch_size, seed):
+        return GoldenData()
+
+
+def warm_up(learning_rate):
+    return optax.linear_schedule(0.0, learning_rate, int(RUN["warmup_steps"]))
+
+
+CONFIG = RunConfig(
+    name="golden",
+    data=GoldenSource(),
+    batch_size=BATCH_SIZE,
+    model=DLRMv4Config(hstu=SIZES),
+    loss="log_loss",
+    loss_weight=0.2,
+    num_steps=len(STEPS),
+    table_learning_rate=float(RUN["base_learning_rate"]),
+    dense_learning_rate=float(RUN["base_learning_rate"]),
+    make_table_optimizer=lambda run: optimizers.rowwise_adagrad(
+        warm_up(run.table_learning_rate), initial_accumulator_value=0.0, epsilon=1e-8
+    ),
+    make_dense_optimizer=lambda run: optax.adam(
+        warm_up(run.dense_learning_rate), b1=0.95, b2=0.999, eps=1e-8
+    ),
+    max_dense_norm=1.0,
+)
+
+
+def dense_params(model):
+    """Returns the variables of the dense part by their names in the file."""
+    return {
+        golden_name(".".join(map(str, path))): variable
+        for path, variable in nnx.to_flat_state(nnx.state(model.hstu, nnx.Param))
+    }
+
+
+@pytest.mark.parametrize("num_devices", quick_cases([1, 3], "3"))
+def test_training_steps_are_those_of_the_reference(num_devices):
+    data = GoldenData()
+    plan = make_run_plan(CONFIG, data, mesh_of(num_devices))
+    graph, state = init_train_state(CONFIG, data, plan)
+    model, optimizer = nnx.merge(graph, state)
+    for name, variable in dense_params(model).items():
+        initial = RUN[f"initial.weight.{name}"]
+        assert variable.shape == initial.shape
+        variable.set_value(jax.device_put(initial, plan.replicated))
+    model.embedding.set_embedding_tables(tables(part(RUN, "initial.table.")))
+    state = nnx.state((model, optimizer))
+    step = make_train_step(
+        graph,
+        CONFIG.loss,
+        loss_weight=CONFIG.loss_weight,
+        max_dense_norm=CONFIG.max_dense_norm,
+    )
+    step = jit_train_step(step, state, plan)
+    for i, wanted in enumerate(STEPS):
+        state, metrics = step(state, put_batch(data.train_batch(i), plan, "batch"))
+        assert error(metrics.loss, wanted["loss"]) <= TOLERANCE
+        model, optimizer = nnx.merge(graph, state)
+        weights = {n: v.get_value() for n, v in dense_params(model).items()}
+        check(weights, part(wanted, "weight."), TOLERANCE)
+        rows = model.embedding.embedding_tables()
+        check(rows, tables(part(wanted, "table.")), TOLERANCE)
+        slots = {
+            name: values["accumulators"]
+            for name, values in optimizer.slot_values().items()
+        }
+        check(slots, tables(part(wanted, "slot.")), TOLERANCE)
+
+
+# Item `i` has artist `ARTISTS[i]`; others never occur.
+ARTISTS = np.array([4, 4, 0, 6, 2, 2, 2, 5])
+HISTORIES = [[0, 1, 0], [], [7, 3], [3], [5, 4, 6, 6]]
+CANDIDATES = np.array([3, 2, 0, 0, 6])
+
+
+def artists_and_items():
+    """Returns a layer, and a batch of items with their artists."""
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=8, dim=4, name=name),
+            unique_rows=True,
+            max_sequence_length=5,
+        )
+        for name in ("artist", "item")
+    }
+    ids = {
+        name: {
+            "history": [[int(of_item[i]) for i in items] for items in HISTORIES],
+            "candidate": of_item[CANDIDATES],
+        }
+        for name, of_item in (("artist", ARTISTS), ("item", np.arange(8)))
+    }
+    return features, ids
+
+
+def test_each_unique_item_gets_the_row_of_its_artist(mesh):
+    features, ids = artists_and_items()
+    layer = te.TPUEmbedding(features, "sgd", mesh=mesh, rngs=nnx.Rngs(0))
+    batch = layer.prepare(ids)
+    artists = layer.embedding_tables()["artist"]
+
+    @nnx.jit
+    def rows_of(layer, batch):
+        rows = layer(batch)
+        found = rows_of_items(rows["artist"], rows["item"])
+        return found, rows["item"].expand(found)["history"]
+
+    found, of_events = rows_of(layer, batch)
+    item_ids = batch["item"].ids.reshape(-1)
+    is_used = item_ids != PADDING_ROW_ID
+    np.testing.assert_array_equal(found[is_used], artists[ARTISTS[item_ids[is_used]]])
+    np.testing.assert_array_equal(found[~is_used], 0)
+    for events, history in zip(of_events, HISTORIES, strict=True):
+        np.testing.assert_array_equal(events[: len(history)], artists[ARTISTS[history]])
+
+
+def test_the_gradient_of_an_artist_is_the_sum_over_its_items():
+    features, ids = artists_and_items()
+    layer = te.TPUEmbedding(
+        features, te.optimizers.sgd(1.0), mesh=mesh_of(3), rngs=nnx.Rngs(0)
+    )
+    optimizer = te.Optimizer(layer, optax.sgd(1.0))
+    weights = np.arange(1.0, 9.0, dtype=np.float32)  # of the items
+    batch = layer.prepare(ids)
+    before = layer.embedding_tables()["artist"]
+
+    def loss(layer):
+        rows = layer(batch)
+        item_ids = jnp.asarray(batch["item"].ids.reshape(-1))
+        weight = jnp.take(weights, item_ids, mode="fill", fill_value=0)
+        return (rows_of_items(rows["artist"], rows["item"]) * weight[:, None]).sum()
+
+    _, gradients = nnx.jit(te.value_and_grad(loss))(layer)
+    optimizer.update(layer, gradients)
+    wanted = np.zeros(8)
+    for unique in batch["item"].ids:  # of a device
+        unique = unique[unique != PADDING_ROW_ID]
+        np.add.at(wanted, ARTISTS[unique], weights[unique])
+    step = before - layer.embedding_tables()["artist"]
+    assert np.count_nonzero(wanted) == 5
+    # Tolerance: float32 rounding of the rows, whose steps are up to 20.
+    np.testing.assert_allclose(step, np.tile(wanted[:, None], 4), atol=1e-5)
