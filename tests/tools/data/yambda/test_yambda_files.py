@@ -1,6 +1,7 @@
 """Tests the reader of Yambda's files against their rows, and damaged files."""
 
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tests.tools.data.yambda.test_event_samples import (
     golden_log,
 )
 from tpu_embedding.tools.data.batch import DataError
+from tpu_embedding.tools.data.parquet_rows import MissingParquetLibraryError
 from tpu_embedding.tools.data.yambda.event_log import EVENT_TYPES
 from tpu_embedding.tools.data.yambda.yambda_files import (
     ALBUM_FILE,
@@ -221,6 +223,13 @@ def test_missing_files_are_named(tmp_path):
         YambdaFiles.find(tmp_path)
     with pytest.raises(DataError, match=re.escape(f"{tmp_path / 'b'} is not a file")):
         read_events([path, tmp_path / "b"])
+
+
+def test_the_missing_library_is_named(tmp_path, monkeypatch):
+    path = write(tmp_path / "multi_event.parquet", golden_table())
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(MissingParquetLibraryError, match=r"tpu-embedding\[parquet\]"):
+        read_events([path])
 
 
 def test_maps_of_items(tmp_path):
