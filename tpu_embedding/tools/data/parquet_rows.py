@@ -162,21 +162,17 @@ class ParquetRows:
         self._groups: list[tuple[int, RowGroupPlace]] = []
         lengths = []
         for number, path in enumerate(paths):
-            footer = _read_footer(path, columns)
+            footer = read_footer(path)
+            _check_columns(path, footer, columns)
             self._footers.append(footer)
-            first_row = 0
-            for group in range(footer.num_row_groups):
-                num_rows = footer.row_group(group).num_rows
-                place = RowGroupPlace(path=str(path), number=group, first_row=first_row)
-                if num_rows:
-                    self._groups.append((number, place))
-                    lengths.append(num_rows)
-                first_row += num_rows
+            for place, num_rows in row_groups(path, footer):
+                self._groups.append((number, place))
+                lengths.append(num_rows)
         if not lengths:
             raise DataError(f"{paths[0]} must hold a row, got none.")
         self.block_bounds = np.cumsum([0, *lengths])
         self._paths = [str(path) for path in paths]
-        self.digest = join_digests(_digest_of_footer(path) for path in paths)
+        self.digest = join_digests(digest_of_footer(path) for path in paths)
 
     def read(self, samples: np.ndarray) -> Batch:
         """Returns the given rows.
@@ -258,23 +254,37 @@ def load_pyarrow() -> Any:
     return pyarrow.parquet
 
 
-def _read_footer(path: pathlib.Path, columns: ParquetColumns) -> Any:
-    """Returns the metadata of a file, after checking its columns."""
+def read_footer(path: pathlib.Path) -> Any:
+    """Returns the metadata of a file, by pyarrow.
+
+    Raises:
+      DataError: if the file is missing or damaged.
+      MissingParquetLibraryError: if pyarrow is not installed.
+    """
     parquet = load_pyarrow()
     if not path.is_file():
         raise DataError(f"{path} is not a file; the source reads Parquet files.")
     with _damage_of(str(path)):
         footer = parquet.read_metadata(path)
-        schema = footer.schema.to_arrow_schema()
-    for feature in columns.features:
-        kind = "integers" if feature.expected_valence is None else "lists"
-        check_type(str(path), schema, feature.source_column, kind)
-    for name in columns.number_columns:
-        check_type(str(path), schema, name, "numbers")
+        footer.schema.to_arrow_schema()
     return footer
 
 
-def _digest_of_footer(path: pathlib.Path) -> str:
+def row_groups(path: pathlib.Path, footer: Any) -> Iterator[tuple[RowGroupPlace, int]]:
+    """Yields the place and the number of rows of each row group that has rows."""
+    first_row = 0
+    for number in range(footer.num_row_groups):
+        num_rows = footer.row_group(number).num_rows
+        if num_rows:
+            yield (
+                RowGroupPlace(path=str(path), number=number, first_row=first_row),
+                num_rows,
+            )
+        first_row += num_rows
+
+
+def digest_of_footer(path: pathlib.Path) -> str:
+    """Returns the digest of a file's sizes, and of the statistics of its row groups."""
     with path.open("rb") as file:
         # A file ends with the length of its footer, 4 bytes, and 4 bytes of magic.
         file.seek(-8, os.SEEK_END)
@@ -282,7 +292,19 @@ def _digest_of_footer(path: pathlib.Path) -> str:
         return f"{zlib.crc32(file.read()):08x}"
 
 
-def _decode(place: RowGroupPlace, footer: Any, columns: ParquetColumns) -> _RowGroup:
+def read_row_group(
+    place: RowGroupPlace, footer: Any, names: Sequence[str]
+) -> dict[str, Any]:
+    """Returns columns of a row group, which has a row or more, as arrays of Arrow.
+
+    Args:
+      place: place of the row group.
+      footer: metadata of the file.
+      names: names of the columns.
+
+    Raises:
+      DataError: if the row group is damaged.
+    """
     parquet = load_pyarrow()
     with _damage_of(
         f"{place.path}, row group {place.number} from row {place.first_row} on,"
@@ -290,9 +312,22 @@ def _decode(place: RowGroupPlace, footer: Any, columns: ParquetColumns) -> _RowG
         with parquet.ParquetFile(
             place.path, metadata=footer, page_checksum_verification=True
         ) as file:
-            table = file.read_row_group(place.number, columns=columns.names)
+            table = file.read_row_group(place.number, columns=list(names))
             table = table.combine_chunks()
-    arrays = {name: table.column(name).chunk(0) for name in columns.names}
+    return {name: table.column(name).chunk(0) for name in names}
+
+
+def _check_columns(path: pathlib.Path, footer: Any, columns: ParquetColumns) -> None:
+    schema = footer.schema.to_arrow_schema()
+    for feature in columns.features:
+        kind = "integers" if feature.expected_valence is None else "lists"
+        check_type(str(path), schema, feature.source_column, kind)
+    for name in columns.number_columns:
+        check_type(str(path), schema, name, "numbers")
+
+
+def _decode(place: RowGroupPlace, footer: Any, columns: ParquetColumns) -> _RowGroup:
+    arrays = read_row_group(place, footer, columns.names)
     return _RowGroup(
         ids={
             feature.name: read_ids(arrays[feature.source_column], feature, place)

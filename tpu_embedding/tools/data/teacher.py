@@ -141,14 +141,7 @@ class TeacherDataset(abc.ABC):
         """Common logit with which the mean probability equals the click rate."""
         generator = random_generator(seed=self.seed, stream=TEACHER_STREAM, step=1)
         logits = self._draw_inputs(generator, CALIBRATION_SAMPLES).logits
-        low, high = -50.0, 50.0
-        while high - low > 1e-6:
-            middle = (low + high) / 2
-            if np.mean(sigmoid(logits + middle)) < self.click_rate:
-                low = middle
-            else:
-                high = middle
-        return low
+        return bias_of_rate(logits, self.click_rate)
 
     @functools.cached_property
     def _held_out(self) -> tuple[Batch, np.ndarray]:
@@ -169,6 +162,23 @@ class TeacherDataset(abc.ABC):
             weights=np.ones(num_samples, np.float32),
         )
         return batch, probabilities
+
+
+def bias_of_rate(logits: np.ndarray, rate: float) -> float:
+    """Returns the number to add to all logits for which the mean probability is `rate`.
+
+    Example:
+      >>> round(bias_of_rate(np.array([1.0, 1.0]), 0.5), 3)
+      -1.0
+    """
+    low, high = -50.0, 50.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        if np.mean(sigmoid(logits + middle)) < rate:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def sigmoid(logits: np.ndarray) -> np.ndarray:

@@ -124,3 +124,23 @@ def test_windows_without_an_anchor_have_no_batch():
         window, position = data.place_of_step(step)
         assert sizes[window] >= 6 * (position + 1)
         assert data.step_of_place(window, position) == step
+
+
+def test_windows_from_the_last_anchor_back():
+    samples = golden_samples("no_minimum")
+    times = golden_log().times
+    one, other = (
+        open_batches("no_minimum"),
+        open_batches("no_minimum", whole_window="last"),
+    )
+    windows = [other.window_anchors(window) for window in range(other.num_windows)]
+    assert sorted(np.concatenate(windows)) == samples.anchors.tolist()
+    end = times[samples.anchors].max()
+    for window, anchors in enumerate(windows):
+        assert (anchors[1:] > anchors[:-1]).all()
+        days = (end - times[anchors]) // 86_400
+        assert set(days) == {other.num_windows - 1 - window}
+    first = times[one.evaluation_anchors]
+    assert np.ptp(first) < np.ptp(times[other.evaluation_anchors]) < 86_400
+    with pytest.raises(ValueError, match="whole_window must be 'first' or 'last', got"):
+        open_batches(whole_window="middle")

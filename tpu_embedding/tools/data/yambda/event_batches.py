@@ -5,7 +5,7 @@ resumes from these two numbers, or from the step, and no state of a reader is sa
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,11 +19,11 @@ from tpu_embedding.tools.data.yambda.event_samples import EventSamples
 class EventBatches:
     """Batches of the samples of a log, as trees of NumPy arrays.
 
-    Anchors are parted into windows of `window_seconds`, from the time of the earliest
-    anchor on. The last window is held out for evaluation. Training visits the others in
-    the order of time, and the anchors of a window by user, then by time. Anchors at the
-    end of a window that do not fill a batch are left out, as in the benchmark. Behind
-    the last window, training starts again with the first.
+    Windows of `window_seconds` split the anchors by time. The last window is held out
+    for evaluation. Training visits the others in the order of time, and the anchors of
+    a window by user, then by time. Anchors at the end of a window that do not fill a
+    batch are left out, as in the benchmark. Behind the last window, training starts
+    again with the first.
 
     A batch is that of `EventSamples.read`, and has `"weight"`, float32 `[samples]`: 1
     for a sample, 0 for padding samples in the last batch of the evaluation.
@@ -51,6 +51,7 @@ class EventBatches:
         batch_size: int,
         num_ranks: int = 1,
         window_seconds: int = SECONDS_PER_DAY,
+        whole_window: Literal["first", "last"] = "first",
     ):
         """Sorts the anchors by window.
 
@@ -59,6 +60,10 @@ class EventBatches:
           batch_size: samples per batch, over all ranks.
           num_ranks: number of ranks, which must divide `batch_size`.
           window_seconds: length of a window.
+          whole_window: window whose length is full. `"first"` starts the windows with
+            the earliest anchor, as in the benchmark. The last one can then be short,
+            and few samples are evaluated. `"last"` ends the windows with the last
+            anchor.
 
         Raises:
           ValueError: if arguments are out of range.
@@ -77,6 +82,11 @@ class EventBatches:
                 f"EventBatches.num_ranks must divide batch_size {batch_size}, got "
                 f"{num_ranks}"
             )
+        if whole_window not in ("first", "last"):
+            problems.append(
+                "EventBatches.whole_window must be 'first' or 'last', got "
+                f"{whole_window!r}"
+            )
         raise_all(problems)
         self.batch_size = batch_size
         self.num_ranks = num_ranks
@@ -84,6 +94,9 @@ class EventBatches:
         self._samples = samples
         times = samples.log.times[samples.anchors]
         windows = (times - times.min()) // window_seconds
+        if whole_window == "last":
+            back = (times.max() - times) // window_seconds
+            windows = back.max() - back
         # Equal windows keep their order, which is that of the log: by user, then time.
         self._anchors = samples.anchors[np.argsort(windows, kind="stable")]
         sizes = np.bincount(windows)

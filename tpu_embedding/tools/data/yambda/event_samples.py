@@ -236,7 +236,7 @@ class EventSamples:
           item or more, and 0 if it is a skip.
 
         A sample takes 12 bytes per event of its history and 8 per place of the width.
-        While a batch is made, four times as much is used.
+        While a batch is made, up to twice as much is used.
 
         Args:
           anchors: places of anchors in the log, `[samples]`.
