@@ -39,7 +39,7 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "config": first["run"]["name"],
         "metric": metric,
         "value": statistics.mean(values),
-        "target": target["at_most"],
+        "target": target["at_most"] or target["at_least"],
         "seconds": statistics.mean(run["result"]["seconds"] for run in runs),
         "devices": first["devices"]["count"],
     }

@@ -80,7 +80,7 @@ COMMAND_LINES = [
     (["train", "synthetic", "--devices", "512"], "--devices: .* at most 256, .* 512"),
     (["train", "synthetic", "--devices", "9"], "--devices 9: JAX has started with 8"),
     # Configs and paths
-    (["train", "nothing"], "no config 'nothing'.*dlrm, dlrm_dcnv2, movielens"),
+    (["train", "nothing"], "no config 'nothing'.*dlrm, dlrm_dcnv2, dlrm_v4, "),
     (["train", "nothing.py"], "no config 'nothing.py'"),
     (["train", "."], "no config '.'"),
     (["train", ""], "no config ''"),
@@ -119,7 +119,7 @@ COMMAND_LINES = [
     setting("model.hidden_sizes", "8,x", "must be ints separated by commas, got"),
     setting("capacity", "x", "capacity must be an int or none, got"),
     setting("loss", "hinge", "loss must be one of log_loss, squared_error"),
-    setting("target.at_most", "nan", "target.at_most must be a finite number, got"),
+    setting("target.at_most", "nan", "at_most must be a finite number or none, got"),
     # Settings: values
     setting("seed", "-1", "RunConfig.seed must be an int of at least 0, got"),
     setting("seed", "4294967296", r"RunConfig.seed must be at most 2\*\*32 - 1, got"),
@@ -130,6 +130,16 @@ COMMAND_LINES = [
     setting("capacity", "0", "RunConfig.capacity must be an int of at least 1"),
     setting("table_learning_rate", "-0.5", "table_learning_rate must be .*not negativ"),
     setting("kernels", "gpu", "RunConfig.kernels must be one of"),
+    (
+        ["train", "synthetic", "--set", "target.at_most=none"],
+        "Target must have at_most or at_least, and not both, got None and None",
+    ),
+    (
+        ["train", "synthetic", "--set", "target.at_least=1"],
+        "and not both, got 1.02 and 1.0",
+    ),
+    setting("loss_weight", "0", "RunConfig.loss_weight must be finite and positive"),
+    setting("max_dense_norm", "-1", "max_dense_norm must be finite and positive, or"),
     setting("target.metric", "bogus", r"target.metric must be one of \['log_loss'\]"),
     setting(
         "loss", "squared_error", r"target.metric must be .*\['rmse'\] for the loss"

@@ -22,6 +22,10 @@ from tpu_embedding.tools.jobs.stop_signals import stop_on_signals as stop_on_sig
 from tpu_embedding.tools.train.config.config_files import list_configs as list_configs
 from tpu_embedding.tools.train.config.config_files import load_config as load_config
 from tpu_embedding.tools.train.config.data_source import DataSource as DataSource
+from tpu_embedding.tools.train.config.event_sources import (
+    SyntheticYambdaSource as SyntheticYambdaSource,
+)
+from tpu_embedding.tools.train.config.event_sources import YambdaSource as YambdaSource
 from tpu_embedding.tools.train.config.file_sources import CriteoSource as CriteoSource
 from tpu_embedding.tools.train.config.file_sources import (
     MultiHotClicksSource as MultiHotClicksSource,

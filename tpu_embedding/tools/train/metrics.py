@@ -36,12 +36,14 @@ class Loss:
     Attributes:
       metrics: names of the metrics for which a run may have a target; lower is better.
         The first one is the main metric, which a teacher can have, too.
+      rising_metrics: likewise, for which higher is better.
       label_range: minimum and maximum of a label; None if every finite number is one.
       per_sample: `(outputs, labels) -> losses [batch]`, without the penalty.
       evaluate: `(outputs, labels, weights) -> Metrics` of one batch.
     """
 
     metrics: tuple[str, ...]
+    rising_metrics: tuple[str, ...] = ()
     label_range: tuple[float, float] | None = None
     per_sample: Callable[[Outputs, Array], Array]
     evaluate: Callable[[Outputs, Array, Array], Metrics]
@@ -153,6 +155,7 @@ def _evaluate_retrieval(outputs: Outputs, labels: Array, weights: Array) -> Metr
 LOSSES: Final[dict[LossName, Loss]] = {
     "log_loss": Loss(
         metrics=("log_loss",),
+        rising_metrics=("auc",),
         label_range=(0.0, 1.0),
         per_sample=_log_loss,
         evaluate=_evaluate_clicks,

@@ -13,7 +13,10 @@ from tpu_embedding.tools.train import (
     load_config,
 )
 
-NAMES = ("dlrm", "dlrm_dcnv2", "movielens", "synthetic", "two_tower")
+NAMES = (
+    *("dlrm", "dlrm_dcnv2", "dlrm_v4", "dlrm_v4_50m", "dlrm_v4_small"),
+    *("movielens", "synthetic", "two_tower"),
+)
 
 
 def test_known_configs():

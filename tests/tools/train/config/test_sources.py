@@ -12,12 +12,19 @@ from tpu_embedding.tools.data.synthetic_criteo import (
     SyntheticCriteo,
     write_criteo_sample,
 )
+from tpu_embedding.tools.data.yambda.event_samples import HistorySettings
+from tpu_embedding.tools.data.yambda.synthetic_yambda import (
+    SMALL_TABLE_SIZES,
+    SyntheticYambda,
+)
 from tpu_embedding.tools.train import (
     CriteoSource,
     InteractionsSource,
     MovieLensSource,
     MultiHotClicksSource,
     SyntheticClicksSource,
+    SyntheticYambdaSource,
+    YambdaSource,
 )
 
 CRITEO = CriteoSource(vocabulary_size=50, num_evaluation_samples=20)
@@ -27,6 +34,10 @@ MULTI_HOT = MultiHotClicksSource(
 )
 INTERACTIONS = InteractionsSource(
     num_users=500, num_items=400, history_length=5, num_evaluation_samples=30
+)
+HISTORY = HistorySettings(history_length=9, min_history=3)
+EVENTS = SyntheticYambdaSource(
+    table_sizes=dict(SMALL_TABLE_SIZES), history=HISTORY, num_users=40, num_days=5
 )
 
 
@@ -75,6 +86,25 @@ def test_interactions():
     assert (data.history_length, data.seed, data.batch_size) == (5, 3, 10)
 
 
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_yambda_files_hold_the_synthetic_log(is_dense, tmp_path):
+    synthetic = open_source(EVENTS, None)
+    SyntheticYambda(num_users=40, num_days=5, seed=3).write(tmp_path)
+    source = YambdaSource(
+        table_sizes=EVENTS.table_sizes, history=HISTORY, has_dense_ids=is_dense
+    )
+    data = open_source(source, tmp_path)
+    assert data.digest and data.history_length == 9
+    assert data.num_train_samples > 0
+    items = data.train_batch(0).features["item_id"]["candidate"]
+    assert items.max() < 5_000
+    table_sizes = {**EVENTS.table_sizes, "item_id": 10}
+    with pytest.raises(DataError, match="table 'item_id' of 10 rows"):
+        open_source(dataclasses.replace(source, table_sizes=table_sizes), tmp_path)
+    assert synthetic.teacher_log_loss() < np.log(2)
+    assert 0.6 < synthetic.teacher_auc() < 1
+
+
 @pytest.mark.parametrize("source", [MULTI_HOT, INTERACTIONS])
 def test_outlines_have_the_shapes_of_the_data(source):
     outline = source.outline(batch_size=10, seed=3).train_batch(0)
@@ -107,6 +137,8 @@ def test_refused_multi_hot_clicks(changes, message):
         (SyntheticClicksSource(num_evaluation_samples=30), True, "--data-dir out"),
         (MULTI_HOT, True, "holds no day_0_dense.npy"),
         (INTERACTIONS, True, "--data-dir out"),
+        (EVENTS, True, "--data-dir out"),
+        (YambdaSource(table_sizes={}), False, "Parquet files; pass .* --data-dir DIR"),
     ],
 )
 def test_refusals(source, has_path, message, tmp_path):

@@ -344,6 +344,19 @@ def test_absolute_target(tmp_path, capsys):
     assert "target: log_loss at most 10: met\n" in capsys.readouterr().out
 
 
+def test_target_of_a_metric_that_rises(tmp_path, capsys):
+    for limit, words in ((0.0, "met"), (1.0, "not met")):
+        config = dataclasses.replace(
+            tiny_config("num_steps=1"), target=Target(metric="auc", at_least=limit)
+        )
+        result = train(config, tmp_path / words, mesh=mesh_of(1))
+        assert (result.metric, result.teacher) == ("auc", None)
+        assert result.target_met == (words == "met")
+        output = capsys.readouterr().out
+        assert f"target: auc at least {limit:g}: {words}\n" in output
+        assert f"result: auc {result.metrics['auc']:.4f}, 1 steps" in output
+
+
 @pytest.mark.parametrize("value", ["overwrite", True, None])
 def test_unknown_treatment_of_an_earlier_run_touches_nothing(value, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}")

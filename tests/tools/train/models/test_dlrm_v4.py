@@ -23,10 +23,13 @@ from tpu_embedding import optimizers
 from tpu_embedding.tools.data.batch import Batch
 from tpu_embedding.tools.train import (
     RunConfig,
+    apply_overrides,
     init_train_state,
     jit_train_step,
+    load_config,
     make_run_plan,
     make_train_step,
+    train,
 )
 from tpu_embedding.tools.train.loop.read_ahead import put_batch
 from tpu_embedding.tools.train.models import DLRMv4Config
@@ -251,3 +254,50 @@ def test_the_gradient_of_an_artist_is_the_sum_over_its_items():
     assert np.count_nonzero(wanted) == 5
     # Tolerance: float32 rounding of the rows, whose steps are up to 20.
     np.testing.assert_allclose(step, np.tile(wanted[:, None], 4), atol=1e-5)
+
+
+SMALL = [
+    "batch_size=10",  # does not divide by 3
+    "num_steps=3",
+    "evaluate_every=0",
+    "checkpoint_every=0",
+    "data.num_users=30",
+    "data.events_per_user=40",
+    "data.num_days=8",
+    "data.history.history_length=9",
+    "data.history.min_history=0",
+    "model.hstu.dim=8",
+    "model.hstu.num_layers=1",
+    "model.hstu.head_dim=4",
+    "model.hstu.token_hidden_size=8",
+    "model.hstu.item_hidden_size=8",
+    "table_learning_rate=0.1",
+]
+
+
+@pytest.mark.full
+def test_a_run_with_dropout_has_the_same_metrics_on_any_number_of_devices(tmp_path):
+    config = apply_overrides(load_config("dlrm_v4_small"), SMALL)
+    one, three = (train(config, tmp_path / str(n), mesh=mesh_of(n)) for n in (1, 3))
+    assert one.metric == "auc"
+    assert 0.5 < one.teacher < 1
+    assert one.target_met in (True, False)
+    # Tolerance: float32 rounding of sums in another order, over three steps.
+    np.testing.assert_allclose(
+        three.metrics["log_loss"], one.metrics["log_loss"], rtol=1e-5
+    )
+
+
+def test_another_number_of_contextual_features_is_refused():
+    model = DLRMv4Config(hstu=dataclasses.replace(SIZES, num_contextual=7))
+    with pytest.raises(ValueError, match="per sample, 8, got 7"):
+        model.feature_config(GoldenData())
+
+
+def test_initial_rows_lie_within_the_root_of_the_number_of_rows():
+    features = DLRMv4Config(hstu=SIZES).feature_config(GoldenData())
+    assert list(features) == list(GoldenData.table_sizes)
+    layer = te.TPUEmbedding(features, "sgd", mesh=mesh_of(1), rngs=nnx.Rngs(0))
+    for name, rows in layer.embedding_tables().items():
+        limit = len(rows) ** -0.5
+        assert 0.98 * limit < np.abs(rows).max() <= limit, name

@@ -57,3 +57,12 @@ def local_data_dir(data_dir: Any) -> pathlib.Path:
             f"{data_dir!r}; mount or copy the files, and give their directory."
         )
     return local_path(data_dir)
+
+
+def refuse_data_dir(data_dir: Any) -> None:
+    """Raises a DataError if a source that reads no file gets a path."""
+    if data_dir is not None:
+        raise DataError(
+            f"This config generates its data and reads no file, got {data_dir}; leave "
+            "--data-dir out."
+        )

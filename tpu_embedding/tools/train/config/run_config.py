@@ -45,22 +45,29 @@ class Target:
 
     Attributes:
       metric: `"log_loss"`, `"rmse"`, `"mae"` or `"softmax_loss"`, as the run's loss
-        has it; lower is better.
+        has it, for which lower is better; or `"auc"`.
       at_most: maximum value of the metric. With `relative_to`, it is a multiple of the
-        teacher's value.
+        teacher's value. None for `"auc"`.
+      at_least: minimum value of `"auc"`, likewise; None for the others.
       relative_to: `"teacher"` for synthetic data, or None. The teacher is the model
         that generated the labels; no trained model can beat it.
     """
 
     metric: str
-    at_most: float
+    at_most: float | None = None
+    at_least: float | None = None
     relative_to: Literal["teacher"] | None = None
 
     def __post_init__(self):
-        problems = []
-        if not _is_finite(self.at_most):
+        problems = [
+            f"Target.{name} must be a finite number, got {value!r}"
+            for name in ("at_most", "at_least")
+            if (value := getattr(self, name)) is not None and not _is_finite(value)
+        ]
+        if (self.at_most is None) == (self.at_least is None):
             problems.append(
-                f"Target.at_most must be a finite number, got {self.at_most!r}"
+                "Target must have at_most or at_least, and not both, got "
+                f"{self.at_most!r} and {self.at_least!r}"
             )
         if self.relative_to not in ("teacher", None):
             problems.append(
@@ -68,6 +75,28 @@ class Target:
                 f"{self.relative_to!r}"
             )
         raise_all(problems)
+
+    def is_met(self, value: float, teacher: float | None) -> bool | None:
+        """Returns True if a value reaches the target; None if that is unknown.
+
+        Args:
+          value: value of the metric.
+          teacher: that of the teacher, or None.
+        """
+        scale = teacher if self.relative_to == "teacher" else 1.0
+        if scale is None:
+            return None
+        if self.at_least is not None:
+            return value >= self.at_least * scale
+        assert self.at_most is not None
+        return value <= self.at_most * scale
+
+    def __str__(self) -> str:
+        is_minimum = self.at_least is not None
+        limit = self.at_least if is_minimum else self.at_most
+        unit = " times the teacher's" if self.relative_to else ""
+        words = "at least" if is_minimum else "at most"
+        return f"{self.metric} {words} {limit:g}{unit}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,7 +292,9 @@ class RunConfig:
             yield f"RunConfig.target must be a Target or None, got {self.target!r}"
         elif self.target is not None and self.loss in get_args(LossName):
             metrics = LOSSES[self.loss].metrics
-            if self.target.relative_to == "teacher":
+            if self.target.at_least is not None:
+                metrics = LOSSES[self.loss].rising_metrics
+            elif self.target.relative_to == "teacher":
                 metrics = metrics[:1]  # The teacher has no other.
             if self.target.metric not in metrics:
                 yield (

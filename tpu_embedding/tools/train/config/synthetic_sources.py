@@ -4,9 +4,10 @@ import abc
 import dataclasses
 import pathlib
 
-from tpu_embedding.tools.data.batch import DataError, Dataset
+from tpu_embedding.tools.data.batch import Dataset
 from tpu_embedding.tools.data.interactions import Interactions
 from tpu_embedding.tools.data.synthetic_clicks import SyntheticClicks
+from tpu_embedding.tools.train.config.data_source import refuse_data_dir
 
 
 class _SyntheticSource(abc.ABC):
@@ -20,11 +21,7 @@ class _SyntheticSource(abc.ABC):
         Raises:
           DataError: if a directory is given, because the source reads no file.
         """
-        if data_dir is not None:
-            raise DataError(
-                f"This config generates its data and reads no file, got {data_dir}; "
-                "leave --data-dir out."
-            )
+        refuse_data_dir(data_dir)
         return self.outline(batch_size=batch_size, seed=seed)
 
     @abc.abstractmethod

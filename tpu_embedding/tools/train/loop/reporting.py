@@ -105,11 +105,11 @@ class RunReport:
         self.line(f"saved step {step}")
 
     def plot(self, title: str, metric: str, reference: float | None) -> None:
-        """Plots the training loss and the main metric of all recorded steps.
+        """Plots the training loss and a metric of all recorded steps.
 
         Args:
           title: title of the plot.
-          metric: name of the main metric.
+          metric: name of the metric.
           reference: value of the metric to mark as that of the teacher, or None.
 
         Raises:
@@ -118,7 +118,9 @@ class RunReport:
         records = list(read_records(self.directory / RECORDS_FILE))
         losses = {r["step"]: r["loss"] for r in records if r.get("loss") is not None}
         values = {
-            r["step"]: r["evaluation"][metric] for r in records if "evaluation" in r
+            r["step"]: r["evaluation"][metric]
+            for r in records
+            if metric in r.get("evaluation", {})
         }
         figure = make_figure(PLOT_FILE, width=10, height=4)
         left, right = figure.subplots(1, 2)

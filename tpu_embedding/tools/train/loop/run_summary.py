@@ -15,7 +15,7 @@ import numpy as np
 from tpu_embedding.optimizers.rule_description import describe_rule
 from tpu_embedding.tools.data.batch import Dataset
 from tpu_embedding.tools.data.teacher import TeacherDataset
-from tpu_embedding.tools.train.config.run_config import RunConfig, Target
+from tpu_embedding.tools.train.config.run_config import RunConfig
 from tpu_embedding.tools.train.loop.reporting import RunReport
 from tpu_embedding.tools.train.loop.run_plan import describe_plan, kernel_hint
 from tpu_embedding.tools.train.loop.run_program import RunProgram
@@ -50,8 +50,8 @@ class RunResult:
     Attributes:
       step: number of steps done, including those before a resume.
       metrics: metrics on the held-out data, the main one first.
-      teacher: teacher's value of the main metric, which no model can beat; None if
-        unknown.
+      metric: `"auc"` if the config has a target for it; else the main metric.
+      teacher: teacher's value of `metric`, which no model can beat; None if unknown.
       target_met: True if the config's target is met; None if there is no target, or
         if the teacher's value is unknown.
       seconds: wall time of this process, from opening the data to the end of the
@@ -60,6 +60,7 @@ class RunResult:
 
     step: int
     metrics: dict[str, float]
+    metric: str
     teacher: float | None
     target_met: bool | None
     seconds: float
@@ -143,27 +144,31 @@ def make_result(
       step: number of steps done.
       begin: time of `time.perf_counter` at the start of the process's work.
     """
-    teacher = data.teacher_log_loss() if isinstance(data, TeacherDataset) else None
+    target, metric = config.target, LOSSES[config.loss].metric
+    if target is not None and target.at_least is not None and target.metric in metrics:
+        metric = target.metric
+    teacher = _teacher_of(data, metric)
+    is_met = None
+    if target is not None and target.metric in metrics:
+        is_met = target.is_met(metrics[target.metric], teacher)
     return RunResult(
         step=step,
         metrics=metrics,
+        metric=metric,
         teacher=teacher,
-        target_met=_is_met(config.target, metrics, teacher),
+        target_met=is_met,
         seconds=time.perf_counter() - begin,
     )
 
 
-def _is_met(
-    target: Target | None, metrics: dict[str, float], teacher: float | None
-) -> bool | None:
-    """Returns True if the target is met, False if not, and None if that is unknown."""
-    if target is None:
+def _teacher_of(data: Any, metric: str) -> float | None:
+    """Returns the teacher's value of the AUC or the main metric; None if unknown."""
+    if not isinstance(data, TeacherDataset):
         return None
-    if target.relative_to is None:
-        return metrics[target.metric] <= target.at_most
-    if teacher is None:
-        return None
-    return metrics[target.metric] <= target.at_most * teacher
+    if metric != "auc":
+        return data.teacher_log_loss()
+    teacher_auc = getattr(data, "teacher_auc", None)
+    return None if teacher_auc is None else teacher_auc()
 
 
 def report_end(
@@ -177,17 +182,13 @@ def report_end(
       result: result of the run.
       num_steps: steps done by this process.
     """
-    metric = LOSSES[config.loss].metric
+    metric = result.metric
     value = result.metrics[metric]
     report.record({"result": dataclasses.asdict(result)})
     report.plot(config.name, metric, result.teacher)
     if result.target_met is not None:
-        assert config.target is not None
-        unit = " times the teacher's" if config.target.relative_to else ""
-        report.line(
-            f"target: {metric} at most {config.target.at_most:g}{unit}: "
-            + ("met" if result.target_met else "not met")
-        )
+        met = "met" if result.target_met else "not met"
+        report.line(f"target: {config.target}: {met}")
     against = ""
     if result.teacher is not None:
         ratio = value / result.teacher

@@ -37,17 +37,9 @@ class DLRMv4Config:
 
     Attributes:
       hstu: sizes of the dense part, and the dimension of all tables.
-      items_per_sample: different items among the samples of a device, divided by the
-        number of these samples. It sets the first size of a buffer, which grows if a
-        batch needs more. None: the first batch does.
-      artists_per_sample: the same for artists.
-      albums_per_sample: the same for albums.
     """
 
     hstu: HSTUSizes
-    items_per_sample: float | None = None
-    artists_per_sample: float | None = None
-    albums_per_sample: float | None = None
 
     def feature_config(self, data: Any) -> dict[str, FeatureConfig]:
         """Returns a feature per table, by the names in `data.table_sizes`.
@@ -66,17 +58,6 @@ class DLRMv4Config:
                 "DLRMv4Config.hstu.num_contextual must be the number of features with "
                 f"one id per sample, {num_contextual}, got {self.hstu.num_contextual}."
             )
-        expected = dict(
-            zip(
-                EVENT_FEATURES,
-                (
-                    self.items_per_sample,
-                    self.artists_per_sample,
-                    self.albums_per_sample,
-                ),
-                strict=True,
-            )
-        )
         return {
             name: FeatureConfig(
                 table=TableConfig(
@@ -86,8 +67,9 @@ class DLRMv4Config:
                     name=name,
                 ),
                 unique_rows=name in EVENT_FEATURES,
-                max_sequence_length=data.history_length if name in expected else 0,
-                expected_valence=expected.get(name),
+                max_sequence_length=data.history_length
+                if name in EVENT_FEATURES
+                else 0,
             )
             for name, size in data.table_sizes.items()
         }

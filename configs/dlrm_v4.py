@@ -1,0 +1,75 @@
+"""Trains MLPerf Training's dlrm_v4_hstu: clicks from histories of music, by HSTU.
+
+Sizes, order of the data, optimizers and schedule are those of the benchmark, v6.1, at a
+global batch of 8,192; see `recommendation` in github.com/mlcommons/training. With
+--data-dir, the config reads Yambda-5b's flat Parquet files, or MLPerf's copy of them.
+The log is sorted in memory, so the host needs 220 GB.
+
+11 tables have 293 million rows of 512 values. With slot variables they take 601 GB, so
+the config needs a TPU slice. The first command compiles it for one on any machine, and
+allocates nothing. `dlrm_v4_small` trains a small version on a laptop.
+
+Command: tpu-embedding compile dlrm_v4 --topology v5p:2x2x4
+         tpu-embedding train dlrm_v4 --data-dir DIRECTORY
+Hardware: 16 TPU v5p chips or more, to train
+Expected: held-out AUC of at least 0.75, the benchmark's target; never trained at full
+  size. The reference needs 69 million samples, which are 8,460 steps
+Wall time: unknown
+"""
+
+import optax
+
+from tpu_embedding import optimizers
+from tpu_embedding.tools.data.yambda.event_samples import BENCHMARK_TABLE_SIZES
+from tpu_embedding.tools.train import RunConfig, Target, YambdaSource
+from tpu_embedding.tools.train.models import DLRMv4Config
+from tpu_embedding.tools.train.models.hstu import HSTUSizes
+
+WARM_UP_STEPS = 24_000
+
+config = RunConfig(
+    name="dlrm_v4",
+    # Data: histories of up to 4,086 events, 2,663 in the mean.
+    data=YambdaSource(table_sizes=dict(BENCHMARK_TABLE_SIZES)),
+    batch_size=8192,
+    # Model
+    model=DLRMv4Config(
+        hstu=HSTUSizes(
+            dim=512,
+            num_layers=3,
+            num_heads=4,
+            head_dim=128,
+            token_hidden_size=256,
+            item_hidden_size=512,
+            num_contextual=8,
+            num_positions=8192,
+            num_time_buckets=2048,
+            input_dropout=0.2,
+            dropout=0.1,
+        ),
+    ),
+    loss="log_loss",
+    loss_weight=0.2,
+    max_dense_norm=1.0,
+    target=Target(metric="auc", at_least=0.75),
+    # Optimizers: both learning rates rise linearly from 0. The benchmark's target falls
+    # before the end of the warm-up.
+    num_steps=12_000,
+    table_learning_rate=1e-6,
+    dense_learning_rate=1e-6,
+    make_table_optimizer=lambda run: optimizers.rowwise_adagrad(
+        optax.linear_schedule(0.0, run.table_learning_rate, WARM_UP_STEPS),
+        initial_accumulator_value=0.0,
+        epsilon=1e-8,
+    ),
+    make_dense_optimizer=lambda run: optax.adam(
+        optax.linear_schedule(0.0, run.dense_learning_rate, WARM_UP_STEPS),
+        b1=0.95,
+        b2=0.999,
+        eps=1e-8,
+    ),
+    # Reports: the benchmark evaluates after each 2,293,760 samples.
+    log_every=10,
+    evaluate_every=280,
+    checkpoint_every=280,
+)
