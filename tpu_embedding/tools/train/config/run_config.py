@@ -81,7 +81,7 @@ class Target:
 
         Args:
           value: value of the metric.
-          teacher: that of the teacher, or None.
+          teacher: value of the teacher, or None.
         """
         scale = teacher if self.relative_to == "teacher" else 1.0
         if scale is None:

@@ -1,4 +1,9 @@
-"""HSTU: a sequential transducer over histories, and its layers."""
+"""HSTU: a sequential transducer over histories, and its layers.
+
+`hstu_model` has the model, and `hstu_inputs` what it reads. `token_encoder` makes the
+tokens of a sequence, `position_encoder` adds their places and ages, and `stu_layer` has
+the layers, with the attention of `silu_attention` and the MLPs of `swish_mlp`.
+"""
 
 from tpu_embedding.tools.train.models.hstu.hstu_inputs import HSTUInputs as HSTUInputs
 from tpu_embedding.tools.train.models.hstu.hstu_inputs import (
