@@ -39,7 +39,9 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "config": first["run"]["name"],
         "metric": metric,
         "value": statistics.mean(values),
-        "target": target["at_most"] or target["at_least"],
+        "target": target["at_least"]
+        if target["at_most"] is None
+        else target["at_most"],
         "seconds": statistics.mean(run["result"]["seconds"] for run in runs),
         "devices": first["devices"]["count"],
     }

@@ -45,7 +45,7 @@ class Batch:
       True
     """
 
-    features: dict[str, FeatureIds | Mapping[str, FeatureIds]]
+    features: Mapping[str, FeatureIds | Mapping[str, FeatureIds]]
     dense: np.ndarray | Mapping[str, np.ndarray] | None = None
     labels: np.ndarray
     weights: np.ndarray

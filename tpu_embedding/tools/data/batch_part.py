@@ -17,7 +17,6 @@ from tpu_embedding.tools.data.batch import Batch, DataError
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
-    FeatureIds,
     RaggedIds,
     SparseIds,
 )
@@ -62,9 +61,7 @@ def slice_batch(batch: Batch, samples: range) -> Batch:
     )
 
 
-def _slice_feature(
-    ids: Any, samples: range, name: str, batch_size: int
-) -> FeatureIds | dict[str, FeatureIds]:
+def _slice_feature(ids: Any, samples: range, name: str, batch_size: int) -> Any:
     if isinstance(ids, Mapping):
         return {
             key: _slice_feature(part, samples, f"{name}/{key}", batch_size)

@@ -168,7 +168,7 @@ def write_criteo_sample(path: str | pathlib.Path, num_rows: int, seed: int = 0) 
 
 
 def _format_lines(batch: Batch) -> list[str]:
-    assert batch.dense is not None
+    assert isinstance(batch.dense, np.ndarray)
     labels = batch.labels.astype(np.int64).astype(str)
     counts = np.rint(np.expm1(batch.dense.astype(np.float64))).astype(np.int64)
     row_ids = np.stack([batch.features[name] for name in CATEGORY_NAMES], axis=1)

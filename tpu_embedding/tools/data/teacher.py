@@ -122,7 +122,9 @@ class TeacherDataset(abc.ABC):
                     name: np.asarray(ids)[rows]
                     for name, ids in samples.features.items()
                 },
-                dense=None if samples.dense is None else samples.dense[rows],
+                dense=samples.dense[rows]
+                if isinstance(samples.dense, np.ndarray)
+                else None,
                 labels=samples.labels[rows],
                 weights=(places < self.num_evaluation_samples).astype(np.float32),
             )

@@ -196,9 +196,11 @@ def _attribute_of_items(
     attributes: list[Int[Array, "samples ..."]],
 ) -> Int[Array, " items"]:
     """Returns the index of the attribute of each unique item of a device."""
-    items, attributes = (
+    of_items, of_attributes = (
         jnp.concatenate([index.reshape(-1) for index in of_feature])
         for of_feature in (items, attributes)
     )
-    none = jnp.full((num_items,), num_attributes, attributes.dtype)
-    return none.at[items].min(attributes, mode="drop", wrap_negative_indices=False)
+    none = jnp.full((num_items,), num_attributes, of_attributes.dtype)
+    return none.at[of_items].min(
+        of_attributes, mode="drop", wrap_negative_indices=False
+    )
