@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
@@ -207,9 +208,23 @@ def artists_and_items():
     return features, ids
 
 
-def test_each_unique_item_gets_the_row_of_its_artist(mesh):
+def two_axes():
+    return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "batch_axes"),
+    [
+        *((mesh_of(n), None) for n in (1, 3, 8)),
+        (two_axes(), ("a",)),
+        (two_axes(), ("b",)),
+    ],
+    ids=["1", "3", "8", "a_of_2x2", "b_of_2x2"],
+)
+def test_each_unique_item_gets_the_row_of_its_artist(mesh, batch_axes):
     features, ids = artists_and_items()
-    layer = te.TPUEmbedding(features, "sgd", mesh=mesh, rngs=nnx.Rngs(0))
+    plan = te.make_plan(features, mesh, optimizer="sgd", batch_axes=batch_axes)
+    layer = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
     batch = layer.prepare(ids)
     artists = layer.embedding_tables()["artist"]
 
