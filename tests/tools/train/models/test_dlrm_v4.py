@@ -286,6 +286,8 @@ SMALL = [
     "model.hstu.head_dim=4",
     "model.hstu.token_hidden_size=8",
     "model.hstu.item_hidden_size=8",
+    "model.hstu.input_dropout=0.2",
+    "model.hstu.dropout=0.1",
     "table_learning_rate=0.1",
 ]
 
