@@ -6,8 +6,10 @@ of `dlrm_v4`: 11 tables, histories of 126 events, and HSTU with two layers.
 
 Command: tpu-embedding train dlrm_v4_small --devices 1
 Hardware: 2 CPU cores
-Expected: held-out AUC of at least 0.8 times the teacher's (not yet measured)
-Wall time: about 5 minutes
+Expected: held-out AUC of at least 0.8 times the teacher's (measured: 0.822, which is
+  0.677 / 0.823; the curve still rises there)
+Wall time: about 5 minutes (measured: 500 s while other programs used the cores, 17
+  steps/s where they did not)
 """
 
 import optax
