@@ -451,6 +451,10 @@ CONTRADICTIONS = {
         lambda: feature(table=(TABLE, table(vocabulary_size=9))),
         ["FeatureConfig.table", "vocabulary_size", "[7, 9]", "'f'"],
     ),
+    "tables of two sizes, and a default outside of the smaller one": (
+        lambda: feature(table=(TABLE, table(vocabulary_size=9)), default_id=8),
+        ["[7, 9]", "default_id", "0 to 6", "8"],
+    ),
     "row ids beyond 32 bits": (
         lambda: te.initializers.RowIdInitializer(2**31 - 2)(None, (3, 1), jnp.float32),
         ["RowIdInitializer.offset", "2147483646", "3 rows"],

@@ -1,3 +1,4 @@
+import datetime
 import hashlib
 import importlib.util
 import json
@@ -116,9 +117,11 @@ def test_signature_says_what_the_program_takes(directory):
     assert signature["outputs"]["scores"] == {"shape": ["batch", 2], "dtype": "float32"}
     program = document["program"]
     assert program["platforms"] == ["cpu", "cuda", "tpu"]
-    window = program["compatibility"]
-    assert window["oldest_jax_released_since"] < program["written"]
-    assert program["written"] < window["newest_jax_released_until"]
+    # The window that jax.export promises: 21 days back, 180 days ahead.
+    day = datetime.date.fromisoformat
+    written, window = day(program["written"]), program["compatibility"]
+    assert (written - day(window["oldest_jax_released_since"])).days == 21
+    assert (day(window["newest_jax_released_until"]) - written).days == 180
     assert document["versions"]["jax"] == jax.__version__
 
 

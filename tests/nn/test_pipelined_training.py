@@ -59,6 +59,22 @@ def test_variables_on_one_device_are_put_on_the_mesh():
     assert np.isfinite(pipeline.drain(layer, optimizer))
 
 
+def test_statistics_are_those_of_the_batch_that_was_trained():
+    table = te.TableConfig(vocabulary_size=9, dim=2, name="t")
+    features = {"f": te.FeatureConfig(table=table)}
+    layer = te.TPUEmbedding(features, te.optimizers.sgd(0.1), rngs=nnx.Rngs(0))
+    optimizer = te.Optimizer(layer, optax.sgd(0.1))
+    pipeline = te.PipelinedTrainStep(lambda model, ids: jnp.sum(model(ids)["f"]))
+    found = []
+    for outside in (1, 2, 3):
+        ids = np.where(np.arange(8) < outside, 99, 0)
+        pipeline(layer, optimizer, {"f": ids})
+        found.append(int(layer.stats.get_value().out_of_range["f"]))
+    pipeline.drain(layer, optimizer)
+    assert found[1:] == [1, 2]
+    assert layer.stats.get_value().out_of_range["f"] == 3
+
+
 def feature_config(name):
     table = te.TableConfig(
         vocabulary_size=VOCABULARY_SIZE, dim=DIM, combiner="mean", name=name

@@ -301,6 +301,20 @@ def test_stacks_without_a_layer():
     assert report.slots == {"a": {"accumulators": "accumulators"}}
 
 
+def test_parts_of_stacks():
+    plan = te.make_plan(features({"a": (20, 4), "b": (7, 4)}), mesh_of(2))
+    stacks = te.functional.init_tables(plan, jax.random.key(0))
+    before = te.functional.unstack_tables(stacks, plan)
+    source = {"x": values("x", (15, 4)), "b": values("b", (7, 4))}
+    options = dict(tables=["a"], rename={"a": "x"}, rows="shared")
+    stacks, _, report = import_into_stacks(source, stacks, {}, plan, **options)
+    after = te.functional.unstack_tables(stacks, plan)
+    np.testing.assert_array_equal(after["a"][:15], source["x"])
+    np.testing.assert_array_equal(after["a"][15:], before["a"][15:])
+    np.testing.assert_array_equal(after["b"], before["b"])
+    assert (report.tables, report.kept) == ({"a": "x"}, ("b",))
+
+
 def test_refuses_models_without_tables_and_foreign_optimizers():
     with pytest.raises(ValueError, match="needs a model with TPUEmbedding layers"):
         import_tables({"a": np.zeros((2, 2))}, nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
