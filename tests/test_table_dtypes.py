@@ -224,6 +224,7 @@ def test_int8_tables_are_not_trained(optimizer_of):
     assert ("its own" if optimizer_of == "table" else "the layer") in str(error.value)
 
 
+@pytest.mark.full
 def test_int8_tables_beside_trained_ones():
     codes = te.TableConfig(vocabulary_size=7, dim=4, name="codes", dtype="int8")
     rows = te.TableConfig(

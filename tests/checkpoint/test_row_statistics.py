@@ -98,6 +98,7 @@ def test_untouched_rows_that_cannot_be_told(tmp_path, optimizer, reason):
     assert reason in found.why_not
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)]
 )

@@ -114,6 +114,7 @@ def check_chain(tmp_path, exported="float32", **options):
     assert sizes[0] == 0 and 0 < min(sizes[1:3]) < sum(SIZES.values())
 
 
+@FULL
 def test_chain_of_ten_equals_the_later_export(tmp_path, monkeypatch):
     # Several blocks of rows, and other blocks of the record.
     monkeypatch.setattr(row_windows, "_MIN_BLOCK_BYTES", 200)

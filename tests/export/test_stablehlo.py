@@ -384,6 +384,7 @@ def test_wrong_calls_are_refused(served, arguments, error, message):
         served(*arguments)
 
 
+@pytest.mark.full
 def test_lists_may_stand_for_ragged_ids(served):
     features, inputs = batch_of(4)
     of_lists = [[1, 2], [3, 4], [5, 6], [7, 8]]
@@ -405,7 +406,7 @@ def test_lists_may_stand_for_ragged_ids(served):
         (lambda d: (d / "program.stablehlo").write_bytes(b"\1" * 64), "cannot be read"),
     ],
 )
-@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_damaged_exports_are_refused(tmp_path, damage, message, verify):
     layer = te.TPUEmbedding(
         {"user": FEATURES["user"]}, mesh=mesh_of(1), rngs=nnx.Rngs(0)

@@ -648,6 +648,7 @@ def test_two_stacks_and_unused_activations():
     np.testing.assert_allclose(after["t3"][:4], before["t3"][:4] - 1, rtol=1e-6)
 
 
+@full
 def test_second_step_compiles_nothing():
     plan = make_plan(mesh_of(8), dim=5)
     compiled_before = look_up_and_update._cache_size()
@@ -687,6 +688,7 @@ def test_any_ragged_batch(num_devices, capacity, exchange, num_values, seed):
     check_against_reference(plan, batch)
 
 
+@full
 @given(seed=st.integers(0, 2**16))
 @settings(max_examples=10)
 def test_permuting_samples_permutes_activations(seed):
@@ -705,6 +707,7 @@ def test_permuting_samples_permutes_activations(seed):
         )
 
 
+@full
 def test_hundreds_of_ids_per_sample():
     table = te.TableConfig(vocabulary_size=50, dim=3, combiner="sum", name="table")
     feature = te.FeatureConfig(table=table, name="ids")

@@ -163,6 +163,7 @@ SERVING = {
 }
 
 
+@full
 @pytest.mark.parametrize(
     "num_devices", [3, *(pytest.param(n, marks=full) for n in (1, 8))]
 )
@@ -191,6 +192,7 @@ def test_other_features_on_the_same_tables(num_devices):
     np.testing.assert_allclose(moved["linear"][1:5], 1, rtol=1e-5)
 
 
+@full
 def test_calls_compile_once_each_and_leave_the_train_step_alone():
     layer = layer_on(2)
     optimizer = te.Optimizer(layer, optax.sgd(1.0))

@@ -335,6 +335,7 @@ def test_orbax_restores_under_the_same_plan_only(tmp_path):
             checkpointer.restore(tmp_path / "state", other)
 
 
+@pytest.mark.full
 def test_flax_bytes_restore_under_the_same_plan_only():
     batch, tx = make_batch(), optax.adam(0.01)
     model = LinenModel(plan_of(2, SCHEDULED))

@@ -9,11 +9,13 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import full_cases, matrix, quick_cases, with_ids
 
 BATCH = 12
 VOCABULARY_SIZE, DIM = 20, 4
 
 
+@pytest.mark.full
 def test_loader_may_reuse_its_buffers():
     """The batch of a call is read again in the next call."""
     table = te.TableConfig(vocabulary_size=9, dim=2, combiner="sum", name="t")
@@ -38,6 +40,7 @@ def test_loader_may_reuse_its_buffers():
     assert losses(True) == losses(False)
 
 
+@pytest.mark.full
 def test_variables_on_one_device_are_put_on_the_mesh():
     """As an eager lookup of some features leaves them, or a variable added later."""
     features = {
@@ -270,6 +273,7 @@ def test_stale_equals_a_reference_that_is_stale_in_the_same_way(num_devices):
     np.testing.assert_allclose(values, reference.tables[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_stale_is_exact_where_neighbouring_batches_share_no_row():
     """Stale activations of rows that no update in flight touches are up to date."""
     results = []
@@ -377,6 +381,7 @@ class Hashed(OneTable):
         return self.linear(activations)[:, 0]
 
 
+@pytest.mark.full
 def test_features_may_depend_on_fixed_variables():
     model = Hashed(2)
     optimizer = te.Optimizer(model, optax.sgd(0.1))
@@ -442,8 +447,10 @@ EVALUATIONS = {
 }
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
-@pytest.mark.parametrize("evaluate", EVALUATIONS.values(), ids=EVALUATIONS.keys())
+@pytest.mark.parametrize(
+    ("evaluate", "num_devices"),
+    quick_cases(matrix(with_ids(EVALUATIONS), [1, 8]), "nnx.jit-8"),
+)
 def test_an_evaluation_between_calls_changes_nothing(evaluate, num_devices):
     batches = [(np.arange(8) + i, np.ones(8, np.float32)) for i in range(3)]
 
@@ -498,7 +505,7 @@ MISUSE = {
 }
 
 
-@pytest.mark.parametrize("case", MISUSE)
+@pytest.mark.parametrize("case", full_cases(MISUSE, "update in jit", "inside jit"))
 def test_misuse_gives_one_clear_error(case):
     misuse, match = MISUSE[case]
     model = OneTable(2)

@@ -175,6 +175,7 @@ def test_two_layers_one_of_them_not_called():
     np.testing.assert_array_equal(model.unused.embedding_tables()["items"], before)
 
 
+@pytest.mark.full
 def test_table_without_optimizer_is_not_trained():
     model = Model(mesh_of(2), None, nnx.Rngs(0))
     before = model.embedding.embedding_tables()["items"]
@@ -356,6 +357,7 @@ class Towers(nnx.Module):
         return jnp.sum(self.embedding(left) * self.embedding(right), axis=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "num_devices", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 8))]
 )

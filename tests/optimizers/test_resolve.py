@@ -129,6 +129,7 @@ BY_TABLE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick_cases(BY_TABLE, "multi_transform"))
 def test_optimizer_of_a_dict_of_tables_equals_optax(name):
     optimizer = BY_TABLE[name]

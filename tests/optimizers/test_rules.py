@@ -292,6 +292,7 @@ def test_step_gated_rules_need_every_row(name):
         one_table_plan(STEP_GATED[name], VOCABULARY_SIZE, DIM, mesh_of(1))
 
 
+@full
 @pytest.mark.parametrize(
     ("hardware", "kernels"),
     quick_cases(
@@ -348,6 +349,7 @@ def test_which_rules_run_on_lines(name, expected):
     assert runs_on_lines(plan.stacks[0].optimizer, 32, 128) is expected
 
 
+@full
 @needs_kernels
 @pytest.mark.parametrize(
     "name",
@@ -475,6 +477,7 @@ LOOPS_OVER_ROWS = {
 }
 
 
+@full
 def test_a_loop_in_the_state_is_refused_in_bounded_time():
     """Also where an option asks for the state while the rule is traced."""
     traced = []
@@ -493,7 +496,7 @@ def test_a_loop_in_the_state_is_refused_in_bounded_time():
             te.optimizers.check_row_local(each, DIM)
 
 
-@pytest.mark.parametrize("case", LOOPS_OVER_ROWS)
+@pytest.mark.parametrize("case", full_cases(LOOPS_OVER_ROWS, "Python", "fori_loop"))
 def test_loops_over_rows_are_refused_in_bounded_time(case):
     """The bound counts traced rows; tables of 65,536 rows exceed it."""
     traced = []

@@ -46,6 +46,7 @@ OTHER_PLANS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case", quick_cases(OTHER_PLANS, "other sizes of the same sum")
 )

@@ -10,6 +10,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases
 from tpu_embedding.tables.initial_values import _key_of_words, _words_of_name
 
 KEY = jax.random.key(11)
@@ -111,7 +112,7 @@ def test_equal_on_any_devices_and_in_any_packing(num_devices, hardware):
     assert_same_values(values, values_of())
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(8, marks=pytest.mark.full)])
 def test_equal_in_any_stack(num_devices):
     fewer = values_of(num_devices, tables=TABLES[1:4])
     assert_same_values(fewer, values_of())
@@ -160,6 +161,7 @@ def test_values_are_those_of_the_initializer():
     np.testing.assert_allclose(values_of(3)["uniform"], values, rtol=0, atol=3e-8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_a_key_of_another_generator(impl):
     plans = [
@@ -175,6 +177,7 @@ def test_a_key_of_another_generator(impl):
     assert np.unique(values[0]).size == 200
 
 
+@pytest.mark.full
 def test_a_large_table_beside_small_ones_that_need_the_whole_shape():
     tables = (table("a", 9), table("b", 30, initializer=row_number), table("c", 9))
     assert_same_values(values_of(8, "v5p", tables), values_of(tables=tables))
@@ -204,7 +207,7 @@ def test_one_program_whatever_the_number_of_tables():
 
 def test_shapes():
     for config in TABLES:
-        shape = values_of(8)[config.name].shape
+        shape = values_of(3)[config.name].shape
         assert shape == (config.vocabulary_size, config.dim)
 
 
@@ -214,7 +217,7 @@ def test_tables_of_one_shape_differ():
 
 
 def test_no_two_rows_are_equal():
-    values = np.concatenate([values_of(8)[n] for n in ("big", "one_row", "five")])
+    values = np.concatenate([values_of(3)[n] for n in ("big", "one_row", "five")])
     assert len(np.unique(values, axis=0)) == 107
 
 
@@ -243,7 +246,8 @@ def test_default_scale_is_that_of_the_tables_dim():
 
 
 @pytest.mark.parametrize(
-    ("mode", "fan"), [("fan_in", 512), ("fan_out", 8), ("fan_avg", 260)]
+    ("mode", "fan"),
+    quick_cases([("fan_in", 512), ("fan_out", 8), ("fan_avg", 260)], "fan_avg-260"),
 )
 def test_initializers_by_fan_see_the_logical_shape(mode, fan):
     initializer = jax.nn.initializers.variance_scaling(2.0, mode, "normal")

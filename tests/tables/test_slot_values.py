@@ -162,7 +162,7 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", full_cases(ALL, "exact adafactor", "bools"))
 def test_all_of_a_state_is_read_and_set(name):
     optimizer, others = ALL[name]
     plan = plan_of(optimizer, 8 if "exact" in name else 2)
@@ -186,6 +186,7 @@ def test_all_of_a_state_is_read_and_set(name):
     assert_equal(te.functional.slot_values(slots, plan, "all"), values)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "hardware", ["cpu", pytest.param("v5p", marks=pytest.mark.full)]
 )

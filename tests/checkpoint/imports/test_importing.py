@@ -49,7 +49,9 @@ def make_layer(shapes=SHAPES, rule=None, num_devices=3, **options):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"]
+)
 def test_numbers_that_are_not_finite_are_counted(dtype):
     layer = make_layer({"a": (20, 4), "b": (7, 4)}, dtype=dtype)
     source = {
@@ -93,6 +95,7 @@ def test_slots_of_torchrec(rule, is_tracked):
         )
 
 
+@pytest.mark.full
 def test_slots_of_another_rule_are_dropped():
     layer = make_layer(rule=te.optimizers.adam(0.1))
     optimizer = te.Optimizer(layer, optax.sgd(0.1))

@@ -352,6 +352,7 @@ def test_every_rule_compiles(topology, dim):
     compile_kernels([OPTIMIZERS[name] for name in names], topology, dim)
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.parametrize(
     "name",

@@ -193,6 +193,7 @@ def test_flax_trains_a_model_with_it():
     assert len(traces) == 1
 
 
+@pytest.mark.full
 def test_low_precision_parameters_keep_their_dtype():
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), start())
     optimizer = make_optimizer("ema")
