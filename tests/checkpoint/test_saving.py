@@ -283,6 +283,7 @@ def test_linen_train_state(tmp_path):
     check_equal(new.opt_state, old.opt_state)
 
 
+@pytest.mark.full
 def test_a_part_under_another_name(saved, plan):
     directory, numbers = saved
     sizes = {"film": 40, "user": 7, "new": 9}
@@ -501,6 +502,7 @@ def test_a_record_by_another_count_follows_no_export(tmp_path):
     assert (found["update_count"], found["base_id"]) == (5, 0)
 
 
+@pytest.mark.full
 def test_hyperparameters_that_were_set_apart_are_refused(tmp_path):
     rules = {
         name: optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=0.1)
@@ -664,6 +666,7 @@ NOT_READ = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 """Files of orbax around the state."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", quick_cases(with_ids(DAMAGES), "flip"))
 def test_every_damaged_file_is_found(saved, plan, damage, tmp_path):
     directory, numbers = saved

@@ -206,7 +206,9 @@ def saved_for(name, directory):
     te.save(directory, state, plan=plan)
 
 
-@pytest.mark.parametrize("name", full_cases(CASES, "shared", "missing", "dtype"))
+@pytest.mark.parametrize(
+    "name", full_cases(CASES, "shared", "missing", "dtype", "shrunk")
+)
 def test_ways_out(tmp_path, name):
     case, directory = CASES[name], tmp_path / "a"
     saved_for(name, directory)
@@ -290,6 +292,7 @@ def test_every_way_out_has_a_case():
     assert tried | {"rule", "abstract"} == set(differences._WAYS_OUT)
 
 
+@pytest.mark.full
 def test_a_line_per_table(tmp_path):
     sizes = {"movie": 40, "user": 7, "word": 9}
     plan = plan_of(sizes)

@@ -12,6 +12,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import full_cases, with_ids
 from tpu_embedding.tables import row_windows
 
 ExportError = te.export.ExportError
@@ -370,7 +371,7 @@ WAYS_TO_SET_ROWS = {
 
 
 @pytest.mark.parametrize("trained", [0, pytest.param(1, marks=FULL)])
-@pytest.mark.parametrize("way", WAYS_TO_SET_ROWS.values(), ids=WAYS_TO_SET_ROWS)
+@pytest.mark.parametrize("way", full_cases(with_ids(WAYS_TO_SET_ROWS), "checkpoint"))
 def test_rows_set_by_hand_count_as_touched(tmp_path, way, trained):
     trainer = Trainer(tmp_path)
     trainer.train()

@@ -236,6 +236,7 @@ def test_any_method_of_several_layers(tmp_path):
     np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.full
 def test_code_that_computes_with_the_batch_size(tmp_path):
     model = Similar()
     ids = np.array([1, 2, 3])
@@ -319,6 +320,7 @@ def test_wrong_exports_are_refused(tmp_path, arguments, options, message):
     assert not (tmp_path / "served").exists()
 
 
+@pytest.mark.full
 def test_models_that_cannot_be_exported(tmp_path):
     with pytest.raises(te.export.ExportError, match="must own a TPUEmbedding"):
         te.export.save(

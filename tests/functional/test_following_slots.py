@@ -273,6 +273,7 @@ def test_other_rules_and_models_are_as_before(tmp_path):
     set_layer(ema, None, tmp_path)  # no optimizer was made yet
 
 
+@full
 def test_tables_and_slots_are_restored_together(tmp_path):
     layer = layer_of(EMA)
     optimizer = te.Optimizer(layer, optax.sgd(0.1))
@@ -284,6 +285,7 @@ def test_tables_and_slots_are_restored_together(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, optimizer.slot_values("all"), saved)
 
 
+@full
 def test_a_table_that_has_grown_counts_its_new_rows(tmp_path):
     def make(num_rows, value):
         table = te.TableConfig(vocabulary_size=num_rows, dim=DIM, name="movie")

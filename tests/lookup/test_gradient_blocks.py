@@ -121,6 +121,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["rowwise_adagrad", full("adam")])
 def test_steps_equal_those_without_blocks(name):
     ids = np.random.default_rng(0).zipf(1.3, (90, 4)) % STEP_ROWS

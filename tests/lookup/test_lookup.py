@@ -481,6 +481,7 @@ def test_each_touched_row_once(num_devices):
     np.testing.assert_array_equal(rows, expected)
 
 
+@full
 @pytest.mark.parametrize(
     ("num_devices", "capacity", "exchange", "rounds"),
     [

@@ -127,6 +127,7 @@ def double(nest):
     return jax.tree.map(lambda x: 2 * x, nest)
 
 
+@full
 def test_only_features_of_the_call_are_trained():
     layer = layer_on(3)
 
@@ -225,6 +226,7 @@ def test_calls_compile_once_each_and_leave_the_train_step_alone():
     assert sorted(traces) == ["call", "evaluate", "train"]
 
 
+@full
 def test_stats_have_the_same_structure_after_every_call():
     layer = layer_on(1)
     before = jax.tree.structure(layer.stats.get_value())

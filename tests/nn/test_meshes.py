@@ -208,6 +208,7 @@ def test_linen_works_on_explicit_axes():
     )
 
 
+@full
 def test_activations_have_the_types_of_explicit_axes():
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     with jax.set_mesh(mesh):

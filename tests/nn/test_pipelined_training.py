@@ -9,7 +9,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.tiers import full_cases, matrix, quick_cases, with_ids
+from tests.tiers import matrix, quick_cases, with_ids
 
 BATCH = 12
 VOCABULARY_SIZE, DIM = 20, 4
@@ -357,7 +357,7 @@ class Noisy(OneTable):
     [
         (Chained, "depend on the activations of layer 'embedding'"),
         (Weighted, "depend on the variable 'weights"),
-        (Noisy, "depend on the variable 'rngs"),
+        pytest.param(Noisy, "depend on the variable 'rngs", marks=pytest.mark.full),
     ],
 )
 def test_features_that_cannot_be_known_ahead_are_refused(model_class, match):
@@ -505,7 +505,10 @@ MISUSE = {
 }
 
 
-@pytest.mark.parametrize("case", full_cases(MISUSE, "update in jit", "inside jit"))
+@pytest.mark.parametrize(
+    "case",
+    quick_cases(MISUSE, "changed tables", "update between calls", "another model"),
+)
 def test_misuse_gives_one_clear_error(case):
     misuse, match = MISUSE[case]
     model = OneTable(2)

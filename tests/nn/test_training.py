@@ -113,6 +113,7 @@ def test_training_equals_the_dense_model(mesh):
     )
 
 
+@pytest.mark.full
 def test_steps_compile_once_and_donate():
     model = Model(mesh_of(8), te.optimizers.adagrad(0.1), nnx.Rngs(0))
     optimizer = te.Optimizer(model, optax.adam(0.01))
@@ -425,6 +426,7 @@ CLOSURES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("closure", quick_cases(CLOSURES, "scan"))
 def test_closures_over_a_model_look_up_and_refuse_to_lose_gradients(closure):
     model = Towers(mesh_of(2), te.optimizers.sgd(0.1))

@@ -165,7 +165,6 @@ def rules_and_configurations():
         rules_and_configurations(),
         "adagrad-three_in_rounds",
         "adam-two_with_kernels",
-        "clippy_adagrad-eight_packed",
     ),
 )
 def test_steps_equal_the_rule_on_touched_rows(name, configuration):
@@ -547,7 +546,7 @@ def test_factored_state_is_refused_when_the_plan_is_made():
         initial_state(plan, start_values())
 
 
-@pytest.mark.parametrize("multiplies", [True, False])
+@pytest.mark.parametrize("multiplies", [pytest.param(True, marks=full), False])
 def test_ftrl_without_an_accumulator_gives_no_nan(multiplies):
     """Zero accumulators, zero gradients, and a rate that ramps up from 0."""
     rate = optax.linear_schedule(0.0 if multiplies else 0.1, 0.1, 3)

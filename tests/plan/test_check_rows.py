@@ -80,6 +80,7 @@ def test_tables_of_another_dim_are_refused():
         te.functional.lookup(tables, IDS, make_plan(dim=6))
 
 
+@pytest.mark.full
 def test_tables_of_another_dtype_are_refused():
     tables, _ = arrays_of(make_plan(dtype=jnp.bfloat16))
     with pytest.raises(ValueError, match="dtype: bfloat16, not float16"):

@@ -108,7 +108,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize(
-    "name", full_cases(NAMES, "sgd", "adagrad", "adam", "adafactor")
+    "name", full_cases(NAMES, "sgd", "adagrad", "adam", "adafactor", "by table")
 )
 def test_names_and_shapes(name):
     optimizer, expected = NAMES[name]

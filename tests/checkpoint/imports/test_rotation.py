@@ -102,6 +102,7 @@ def test_no_wrong_rows_without_a_word(tmp_path, per_device, size, padding):
         assert bool(source.assumed) == (not can_tell)
 
 
+@pytest.mark.full
 def test_the_report_shows_three_rows(tmp_path):
     tables = [
         te.TableConfig(vocabulary_size=64, dim=4, name=name) for name in ("a", "b")

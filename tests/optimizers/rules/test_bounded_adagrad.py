@@ -21,7 +21,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("options", full_cases(with_ids(CASES), "off"))
+@pytest.mark.parametrize("options", full_cases(with_ids(CASES), "off", "bounds"))
 def test_follows_the_formula(options):
     def step(row, gradient, slots, t):
         new = slots[0] + gradient**2
