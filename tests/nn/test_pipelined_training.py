@@ -381,7 +381,6 @@ class Hashed(OneTable):
         return self.linear(activations)[:, 0]
 
 
-@pytest.mark.full
 def test_features_may_depend_on_fixed_variables():
     model = Hashed(2)
     optimizer = te.Optimizer(model, optax.sgd(0.1))
