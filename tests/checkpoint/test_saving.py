@@ -142,6 +142,30 @@ def test_saved_arrays_may_be_donated(plan, tmp_path):
     check_equal(numbers_of(restored, plan), numbers)
 
 
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        ([0.9, 1.9], TypeError, r"integer type, got float64\[2\]; write \[3\] for one"),
+        (["1"], TypeError, "integer type, got <U1"),
+        ([True, False], TypeError, "integer type, got bool"),
+        (3, TypeError, r"got int64\[\];"),
+        ([[1, 2]], TypeError, r"got int64\[1, 2\];"),
+        ([2**63], IndexError, f"between 0 and .*, got {2**63}"),
+        ([2**64], IndexError, f"between 0 and .*, got {2**64}"),
+        ([0, -1], IndexError, "between 0 and .*, got -1"),
+    ],
+)
+def test_row_ids_that_are_none(saved, rows, error, message):
+    directory, _ = saved
+    with pytest.raises(error, match=message):
+        te.checkpoint.read_table(directory, next(iter(SIZES)), rows)
+
+
+def test_no_row_ids(saved):
+    directory, _ = saved
+    assert te.checkpoint.read_table(directory, next(iter(SIZES)), []).shape[0] == 0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_narrow_tables_keep_their_bits(dtype, tmp_path):
