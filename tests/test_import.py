@@ -106,6 +106,8 @@ def test_a_name_that_stands_in_a_module_is_found():
         te.SlotVariables  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'nonsense'$"):
         te.nonsense  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'training'$"):
+        te.training  # noqa: B018  # A private module of te.nn.
 
 
 def imports_for_type_checkers():
