@@ -168,6 +168,7 @@ class Model(nnx.Module):
         return self.linear(jnp.concatenate([rows["a"], rows["b"]], axis=1))[:, 0]
 
 
+@pytest.mark.full
 def test_a_model_trains_in_place_and_compiles_once():
     rule = optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=0.1)
     plan = make_plan(mesh_of(8), "bfloat16", rule)

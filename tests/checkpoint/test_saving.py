@@ -465,6 +465,7 @@ def test_differences_are_listed_and_nothing_changes(saved, change, message):
     check_equal(numbers_of(state, other), before)
 
 
+@pytest.mark.full
 def test_all_differences_come_at_once(saved):
     directory, _ = saved
     other = plan_of({"movie": 39, "film": 7}, rules=te.optimizers.sgd(0.1))
@@ -769,6 +770,7 @@ def test_saving_within_an_event_loop(plan, tmp_path):
         assert te.restore(tmp_path / name, state_of(plan, 1), plan=plan)["step"] == 3
 
 
+@pytest.mark.full
 def test_no_coroutine_is_left_after_an_error(plan, tmp_path, monkeypatch):
     def wait_in_vain(coroutine):
         raise TimeoutError("no directory")

@@ -379,6 +379,7 @@ WITHOUT_A_GRADIENT = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     quick_cases(WITHOUT_A_GRADIENT, "adam"),

@@ -589,6 +589,7 @@ def test_clip_finds_the_right_end_for_ids_of_any_size(dtype):
         np.testing.assert_array_equal(first, last)
 
 
+@full
 def test_shards_without_a_place_for_an_id():
     plan = make_plan(mesh_of(2))
     nothing = te.inputs.ShardedRaggedIds(

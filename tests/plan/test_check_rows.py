@@ -74,6 +74,7 @@ def test_arrays_of_another_plan_are_refused(case):
         te.functional.apply_gradients(other_tables, slots, gradients, other)
 
 
+@pytest.mark.full
 def test_tables_of_another_dim_are_refused():
     tables, _ = arrays_of(make_plan())
     with pytest.raises(ValueError, match=r"row_shape per shard: \(4,\), not \(6,\)"):
@@ -92,6 +93,7 @@ def test_tables_of_another_dtype_are_refused():
     assert len(names) == 3
 
 
+@pytest.mark.full
 def test_missing_arrays():
     plan = make_plan()
     tables, slots = arrays_of(plan)

@@ -205,6 +205,7 @@ def test_values_move_to_other_devices_and_stacks(hardware):
         )
 
 
+@pytest.mark.full
 def test_a_step_continues_from_set_values():
     """Adagrad from accumulators of a checkpoint, as a run that was not stopped."""
     plan = plan_of(opt.adagrad(0.5), 2, "cpu", ("c",))
@@ -317,6 +318,7 @@ def test_refuses_other_parts_and_plans(plan_and_slots):
         te.functional.slot_values(slots, other)
 
 
+@pytest.mark.full
 def test_tables_may_have_the_names_of_state_fields():
     names = ("mu", "nu", "count", "x")
     plan = te.make_plan(

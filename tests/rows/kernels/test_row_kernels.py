@@ -248,6 +248,7 @@ def test_reasons_for_no_room(dim, num_arrays, num_row_scalars, reason):
     assert no_room_reason(dim, num_arrays, num_row_scalars) == reason
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dim", "num_ids", "num_lanes"),
     quick_cases(
