@@ -214,6 +214,15 @@ def test_damaged_exports_are_refused(copies, applied):
     refuses(base, deltas[applied], "c.safetensors.*SHA-256.*new full export")
 
 
+def test_exports_of_releases_without_digests_are_refused(copies):
+    _, base, (first, *_) = copies
+    document = json.loads((base / "export.json").read_text())
+    del document["files"]
+    (base / "export.json").write_text(json.dumps(document))
+    message = "no digests of all files.*found; take a new full export, .* again.$"
+    refuses(base, first, message)
+
+
 def test_an_interrupted_delta_is_applied_again(copies, chain, monkeypatch):
     trainer, base, (first, second, _) = copies
     from tpu_embedding.export import deltas
