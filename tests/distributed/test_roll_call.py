@@ -88,6 +88,11 @@ def test_processes_that_do_not_come_are_named():
     assert "within 5 s; missing: 1, 3." in errors[0]
 
 
+def test_a_process_0_that_no_other_reaches():
+    (error,) = call(places(0, num_processes=2), timeout_seconds=0.0)
+    assert error.endswith("on another host than --coordinator names.")
+
+
 @pytest.mark.parametrize(
     "greeting",
     quick_cases(
