@@ -236,7 +236,14 @@ class FeatureConfig(NoArray):
         nearest row. `LookupStats.out_of_range` counts them under every policy.
       expected_valence: mean number of ids per sample that a ragged feature's buffers
         hold. A shard with more ids gets a larger buffer, which recompiles the step.
-        None: buffers grow with the batches.
+        None: buffers grow with the batches. With `unique_rows`, the mean number of
+        different ids of a device's samples, divided by the number of these samples.
+      unique_rows: True returns each row that a device's samples need once, uncombined,
+        with an index of the samples into these rows: a `te.functional.UniqueRows`. The
+        ids of a sample may then be a dict of arrays or `RaggedIds`, such as a history
+        and a candidate, which share the rows. Ragged ones become sequences of
+        `max_sequence_length`. Combiner and weights have no effect. The batch must come
+        from `prepare`.
     """
 
     table: TableConfig | tuple[TableConfig, ...]
@@ -247,6 +254,7 @@ class FeatureConfig(NoArray):
     name: str | None = None
     out_of_range_ids: OutOfRangePolicy = "error"
     expected_valence: float | None = None
+    unique_rows: bool = False
 
     def __post_init__(self):
         convert_ints(self, "max_sequence_length", "output_shape", "default_id")
@@ -314,6 +322,18 @@ class FeatureConfig(NoArray):
                 "FeatureConfig.expected_valence must be a positive number or None, got "
                 f"{self.expected_valence!r} {owner}; give the mean number of ids per "
                 "sample"
+            )
+
+        if not isinstance(self.unique_rows, bool):
+            yield (
+                "FeatureConfig.unique_rows must be a bool, got "
+                f"{self.unique_rows!r} {owner}"
+            )
+        elif self.unique_rows and (self.output_shape, self.default_id) != (None, None):
+            yield (
+                "FeatureConfig.unique_rows combines no ids and keeps the shape of its "
+                f"index, got output_shape={self.output_shape!r} and default_id="
+                f"{self.default_id!r} beside it {owner}; leave these out"
             )
 
     def _default_id_problems(self, owner: str):

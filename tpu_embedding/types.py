@@ -211,7 +211,26 @@ class ShardedRaggedIds:
     max_valence: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
-FeatureIds = IdArray | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UniqueIds:
+    """Ids of a feature with `FeatureConfig.unique_rows`, once per device.
+
+    Each shard has `ceil(batch / num_shards)` consecutive samples.
+
+    Attributes:
+      ids: int32 `[num_shards, unique_per_shard]`, global; the different ids of each
+        shard's samples, rising, padded with `PADDING_ROW_ID`.
+      index: int32 `[batch, ...]`, or a dict of such arrays, global. The position of
+        each id among the unique ids of its shard; `unique_per_shard` where there is no
+        id.
+    """
+
+    ids: IdArray
+    index: Any
+
+
+FeatureIds = IdArray | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds | UniqueIds
 
 
 @jax.tree_util.register_dataclass

@@ -43,6 +43,7 @@ from tpu_embedding.nn.embedding import (
 )
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.types import ShardedRaggedIds
 
 PLATFORMS: Final = ("cpu", "cuda", "tpu")
 
@@ -193,20 +194,26 @@ class _ServedMethod:
     def _keep(self, call: ServedCall, prefix: str, owners: Mapping[int, str]) -> None:
         """Remembers the tables of a call, and the inputs that its ids came from."""
         plan = call.plan
-        owner = iter(owners.get(id(ids_of(ids))) for ids in call.ids)
-        name = None
+        all_ids, parts = iter(call.ids), []
         for feature in plan.features:
             if feature.table_index == 0:
-                name = next(owner)
+                ids = next(all_ids)
+                parts = list(ids.values()) if isinstance(ids, Mapping) else [ids]
             table = prefix + table_of(feature, plan)
             self.used_tables.add(table)
-            if name is not None:
-                lookup = _lookup(feature, table)
-                self.lookups[name] = (*self.lookups.get(name, ()), lookup)
+            for part in parts:
+                name = owners.get(id(ids_of(part)))
+                if name is not None:
+                    lookup = _lookup(feature, table, part)
+                    self.lookups[name] = (*self.lookups.get(name, ()), lookup)
 
 
-def _lookup(feature: FeaturePlan, table: str) -> Lookup:
+def _lookup(feature: FeaturePlan, table: str, ids: Any) -> Lookup:
     combiner, config = feature.table.combiner, feature.config
+    if config.unique_rows:
+        combiner = "sum"  # It is not used, and any number of ids is right.
+        if not isinstance(ids, ShardedRaggedIds):
+            config = dataclasses.replace(config, max_sequence_length=0)
     is_custom = isinstance(combiner, CustomCombiner)
     return Lookup(
         feature=feature.name,

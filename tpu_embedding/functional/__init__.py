@@ -21,6 +21,8 @@ from tpu_embedding.functional.steps import init_slots as init_slots
 from tpu_embedding.functional.steps import lookup as lookup
 from tpu_embedding.functional.steps import read_rows as read_rows
 from tpu_embedding.functional.steps import route as route
+from tpu_embedding.functional.unique_rows import UniqueRows as UniqueRows
+from tpu_embedding.functional.unique_rows import expand as expand
 from tpu_embedding.tables.initial_values import init_tables as init_tables
 from tpu_embedding.tables.slot_values import slot_values as slot_values
 from tpu_embedding.tables.slot_values import with_slot_values as with_slot_values

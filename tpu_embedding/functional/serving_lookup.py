@@ -7,7 +7,8 @@ of a batch may be symbolic: `jax.export` then makes one program for all batch si
 """
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,16 +16,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from tpu_embedding.combiners import CustomCombiner
+from tpu_embedding.functional.unique_rows import UniqueRows
 from tpu_embedding.inputs.shard_inputs import (
+    FeatureShape,
+    as_dense_ids,
     feature_shape,
     sample_ids_of,
     to_feature_input,
     to_shardable,
 )
+from tpu_embedding.inputs.unique_shards import ONLY, length_of_ragged, named
 from tpu_embedding.lookup._combine import gather_and_pool, scale_samples
 from tpu_embedding.lookup._custom_combiner import apply_custom_combiners
 from tpu_embedding.lookup._exchange import quantize
-from tpu_embedding.lookup._flatten_to_owners import resolve
+from tpu_embedding.lookup._flatten_to_owners import FeatureInput, resolve
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -68,7 +73,9 @@ def serve(
         features=plan.features, feature_tree=plan.feature_tree, num_shards=1
     )
     activations = [
-        _serve_feature(tables[table_of(feature, plan)], ids, feature, plan, one_shard)
+        (_serve_unique_rows if feature.config.unique_rows else _serve_feature)(
+            tables[table_of(feature, plan)], ids, feature, plan, one_shard
+        )
         for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
     ]
     call = ServedCall(ids=plan.flatten_inputs(features), plan=plan)
@@ -121,6 +128,58 @@ def _serve_feature(
     shape = feature_shape(ids, feature, shard)
     feature_input = to_feature_input(to_shardable(ids, shape, shard), shape)
     row_ids, pooling, _ = resolve(feature_input, feature)
+    read = _row_reader(table, feature, plan)
+    pooled = scale_samples([gather_and_pool(pooling, read, row_ids)], [pooling])
+    (activations,), _ = apply_custom_combiners(pooled, [pooling])
+    return activations.astype(plan.activation_dtype).reshape(shape.output_shape)
+
+
+def _serve_unique_rows(
+    table: Array, ids: Any, feature: FeaturePlan, plan: EmbeddingPlan, shard: InputPlan
+) -> UniqueRows:
+    """Reads one row per place of the ids.
+
+    The unique ids would save little: a program has room for as many as there are
+    places.
+    """
+    parts = dict(ids) if isinstance(ids, Mapping) else {ONLY: ids}
+    places = {k: _in_places(x, named(feature, k), shard) for k, x in parts.items()}
+    all_ids = jnp.concatenate([x.reshape(-1) for x in places.values()])
+    num_rows = all_ids.shape[0]
+    one_per_sample = FeatureInput(
+        ids=all_ids, weights=None, sample_ids=None, num_samples=num_rows, valence=1
+    )
+    row_ids, _, _ = resolve(one_per_sample, feature)
+    rows = _row_reader(table, feature, plan)(row_ids).astype(plan.activation_dtype)
+    index, start = {}, 0
+    for name, x in places.items():
+        numbers = start + jnp.arange(math.prod(x.shape), dtype=jnp.int32)
+        start += math.prod(x.shape)
+        index[name] = jnp.where(x == PADDING_ROW_ID, num_rows, numbers.reshape(x.shape))
+    return UniqueRows(
+        rows=rows, index=index[ONLY] if ONLY in index else index, plan=None
+    )
+
+
+def _in_places(ids: Any, feature: FeaturePlan, shard: InputPlan) -> Array:
+    """Returns int32 ids, `[batch]` or `[batch, places]`."""
+    if not isinstance(ids, ShardedRaggedIds):
+        return jnp.asarray(as_dense_ids(ids).ids, jnp.int32)
+    length = length_of_ragged(feature)
+    shape = FeatureShape(
+        batch_size=ids.batch_size,
+        samples_per_shard=ids.batch_size,
+        sequence_length=length,
+        output_shape=(ids.batch_size, length, feature.table.dim),
+    )
+    sequences = to_feature_input(to_shardable(ids, shape, shard), shape)
+    return sequences.ids.reshape(-1, length)
+
+
+def _row_reader(
+    table: Array, feature: FeaturePlan, plan: EmbeddingPlan
+) -> Callable[[Array], Array]:
+    """Returns a function that reads the rows of a table, quantized if it says so."""
     quantization = plan.stacks[feature.stack_index].quantization
 
     def read(row_ids: Array) -> Array:
@@ -131,9 +190,7 @@ def _serve_feature(
         is_row = row_ids != PADDING_ROW_ID
         return jnp.where(is_row[:, None], quantize(rows, quantization), 0.0)
 
-    pooled = scale_samples([gather_and_pool(pooling, read, row_ids)], [pooling])
-    (activations,), _ = apply_custom_combiners(pooled, [pooling])
-    return activations.astype(plan.activation_dtype).reshape(shape.output_shape)
+    return read
 
 
 def _with_places(ids: ShardedRaggedIds, feature: FeaturePlan) -> ShardedRaggedIds:

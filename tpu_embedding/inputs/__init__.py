@@ -17,3 +17,4 @@ from tpu_embedding.inputs.string_ids import hash_ids as hash_ids
 from tpu_embedding.plan.input_plan import InputPlan as InputPlan
 from tpu_embedding.types import PADDING_ROW_ID as PADDING_ROW_ID
 from tpu_embedding.types import ShardedRaggedIds as ShardedRaggedIds
+from tpu_embedding.types import UniqueIds as UniqueIds

@@ -6,6 +6,7 @@ id, read 64-bit ids, and split ragged features by shard.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
 import jax
@@ -21,8 +22,16 @@ from tpu_embedding.inputs.shard_inputs import (
     feature_shape,
     max_custom_valence,
     refuse_unequal_batches,
+    refuse_weighted_unique_rows,
 )
 from tpu_embedding.inputs.sparse_ids import from_sparse
+from tpu_embedding.inputs.unique_shards import (
+    ONLY,
+    HostNest,
+    UniqueShards,
+    in_places,
+    named,
+)
 from tpu_embedding.plan.features import FeatureNest, FeaturePlan
 from tpu_embedding.plan.plan import PLAN, AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
@@ -32,6 +41,7 @@ from tpu_embedding.types import (
     RaggedIds,
     ShardedRaggedIds,
     SparseIds,
+    UniqueIds,
 )
 
 Samples = Literal["global", "process"]
@@ -63,7 +73,7 @@ def prepare_features(
         leaves are integer arrays `[batch]` or `[batch, valence]` (unused places hold
         `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
         objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Global; any
-        integer dtype.
+        integer dtype. A feature with `unique_rows` takes a dict of these, too.
       plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`.
       weights: None, or the same nest with weights, or None, per feature: in the form of
         the ids, or an array; for ragged and sparse features `[num_values]`.
@@ -95,7 +105,9 @@ def prepare_features(
     if weights is not None:
         weight_leaves = plan.flatten_inputs(weights, "weights")
     read = [
-        _read_feature(ids, feature)
+        _read_nest(ids, feature)
+        if feature.config.unique_rows
+        else _read_feature(ids, feature)
         for ids, feature in zip(leaves, plan.inputs, strict=True)
     ]
     refuse_unequal_batches(
@@ -105,7 +117,9 @@ def prepare_features(
     )
     _refuse_uneven_parts(read, num_parts, plan)
     checked = [
-        _check_feature(host_ids, weight, feature, plan, num_parts)
+        _check_nest(host_ids, weight, feature, plan, num_parts)
+        if isinstance(host_ids, HostNest)
+        else _check_feature(host_ids, weight, feature, plan, num_parts)
         for host_ids, weight, feature in zip(
             read, weight_leaves, plan.inputs, strict=True
         )
@@ -219,6 +233,40 @@ def _check_fits_int32(array: np.ndarray) -> np.ndarray:
     return array
 
 
+def _read_nest(ids: Any, feature: FeaturePlan) -> HostNest:
+    """Reads the ids of a feature with unique rows: a container, or a dict of some."""
+    if isinstance(ids, UniqueIds):
+        raise TypeError(f"Feature {feature.name!r} has been prepared already.")
+    parts = ids if isinstance(ids, Mapping) and ids else {ONLY: ids}
+    nest = HostNest({k: _read_feature(v, named(feature, k)) for k, v in parts.items()})
+    nest.refuse_uneven(feature.name)
+    return nest
+
+
+def _check_nest(
+    nest: HostNest, weights: Any, feature: FeaturePlan, plan: AnyPlan, num_parts: int
+) -> UniqueShards:
+    """Returns the unique ids of each shard, checked."""
+    places = {}
+    for name, host_ids in nest.leaves.items():
+        part = named(feature, name)
+        for each in (weights, getattr(host_ids.ids, "weights", None)):
+            refuse_weighted_unique_rows(each, part)
+        ids, values = host_ids.ids, host_ids.values
+        if not values.size and not isinstance(ids, DenseIds):
+            values = values.astype(np.int32)  # NumPy takes empty lists for floats.
+        check_dtypes(values, None, part)
+        where = "position" if isinstance(ids, DenseIds) else "value"
+        ids = host_ids.with_values(
+            _check_range(values, _holds_padding(host_ids), part, where)
+        )
+        if isinstance(ids, SparseIds):
+            ids = from_sparse(ids, None, part)
+        places[name] = in_places(ids, part)
+    num_rows = feature.table.vocabulary_size
+    return UniqueShards.of(places, plan.num_shards // num_parts, num_rows)
+
+
 def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     if ids is None:
         raise ValueError(
@@ -243,7 +291,9 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     return host_ids
 
 
-def _refuse_uneven_parts(read: list[HostIds], num_parts: int, plan: AnyPlan) -> None:
+def _refuse_uneven_parts(
+    read: list[HostIds | HostNest], num_parts: int, plan: AnyPlan
+) -> None:
     """Refuses parts of processes that their devices cannot share equally."""
     if num_parts == 1:
         return
@@ -399,16 +449,16 @@ def _check_range(
 
 
 def _pad_ragged(
-    checked: list[DenseIds | RaggedShards],
+    checked: list[DenseIds | RaggedShards | UniqueShards],
     plan: AnyPlan,
     sizes: BufferSizes | None,
     num_parts: int,
 ) -> list[FeatureIds]:
-    """Pads all ragged features, whose sizes are chosen together."""
+    """Pads ragged features and unique ids, whose sizes are chosen together."""
     demands = {
         i: ids.demand(feature)
         for i, (ids, feature) in enumerate(zip(checked, plan.inputs, strict=True))
-        if isinstance(ids, RaggedShards)
+        if isinstance(ids, RaggedShards | UniqueShards)
     }
     if num_parts > 1 and demands:
         agreed = agree_on_demands(list(demands.values()), sizes)
@@ -419,7 +469,7 @@ def _pad_ragged(
         chosen = sizes.choose(list(demands.values()))
     size_of = dict(zip(demands, chosen, strict=True))
     return [
-        ids.padded(size_of[i]) if isinstance(ids, RaggedShards) else ids
+        ids if isinstance(ids, DenseIds) else ids.padded(size_of[i])
         for i, ids in enumerate(checked)
     ]
 

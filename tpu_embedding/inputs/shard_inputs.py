@@ -30,6 +30,7 @@ from tpu_embedding.types import (
     RaggedIds,
     ShardedRaggedIds,
     SparseIds,
+    UniqueIds,
 )
 
 PREPARE_AGAIN: Final = (
@@ -51,6 +52,7 @@ class FeatureShape:
       custom_combiner: combines the ids of a sample; None: the table's combiner does, or
         the ids are a sequence.
       default_id: row of samples without ids, or None.
+      has_unique_rows: True if the samples are the unique ids of each shard.
     """
 
     batch_size: AxisSize
@@ -59,6 +61,7 @@ class FeatureShape:
     output_shape: tuple[AxisSize, ...]
     custom_combiner: CustomCombiner | None = None
     default_id: int | None = None
+    has_unique_rows: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -104,6 +107,7 @@ def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
         if weight is None:
             joined.append(ids)
             continue
+        refuse_weighted_unique_rows(weight, feature)
         if isinstance(ids, RaggedIds | SparseIds | ShardedRaggedIds):
             raise TypeError(
                 f"Weights of the ragged feature {feature.name!r} must be given to "
@@ -121,6 +125,8 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
       TypeError: if the ids are no integers, or ragged ids were not prepared.
       ValueError: if the shape of the ids does not fit the feature's configuration.
     """
+    if isinstance(ids, UniqueIds) or feature.config.unique_rows:
+        return _unique_shape(ids, feature, plan)
     ids = as_dense_ids(ids)
     if isinstance(ids, RaggedIds | SparseIds):
         raise TypeError(
@@ -165,6 +171,29 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
     )
 
 
+def _unique_shape(ids: Any, feature: FeaturePlan, plan: AnyPlan) -> FeatureShape:
+    """Returns the sizes of unique ids: each is a sequence of one id."""
+    if not isinstance(ids, UniqueIds) or not feature.config.unique_rows:
+        raise TypeError(
+            f"Feature {feature.name!r} must hold UniqueIds if and only if it has "
+            f"unique_rows, got {type(ids).__name__} with unique_rows="
+            f"{feature.config.unique_rows}; {PREPARE_AGAIN}."
+        )
+    num_shards, per_shard = ids.ids.shape
+    if num_shards != plan.num_shards:
+        raise ValueError(
+            f"Feature {feature.name!r} was prepared for {num_shards} shards, but its "
+            f"layer has {plan.num_shards}; prepare it with that layer's plan."
+        )
+    return FeatureShape(
+        batch_size=num_shards * per_shard,
+        samples_per_shard=per_shard,
+        sequence_length=1,
+        output_shape=(num_shards * per_shard, feature.table.dim),
+        has_unique_rows=True,
+    )
+
+
 def refuse_unequal_batches(sizes: Iterable[tuple[FeaturePlan, AxisSize]]) -> None:
     """Raises a ValueError for features of unequal batches without an output shape.
 
@@ -204,6 +233,15 @@ def refuse_weighted_sequence(weights: Any, feature: FeaturePlan) -> None:
             f"Feature {feature.name!r} has weights and max_sequence_length="
             f"{feature.config.max_sequence_length}: a sequence is not combined, so "
             "weights have no effect. Leave one of them out."
+        )
+
+
+def refuse_weighted_unique_rows(weights: Any, feature: FeaturePlan) -> None:
+    """Raises a ValueError for weights of unique rows, which would have no effect."""
+    if weights is not None and feature.config.unique_rows:
+        raise ValueError(
+            f"Feature {feature.name!r} has weights and unique_rows: its rows are not "
+            "combined, so weights have no effect. Multiply the expanded rows by them."
         )
 
 
@@ -337,6 +375,8 @@ def _way_to_integers(ids: Any) -> str:
 
 def to_shardable(ids: FeatureIds, shape: FeatureShape, plan: AnyPlan) -> ShardableInput:
     """Fills up the batch to a multiple of the number of shards. Global."""
+    if isinstance(ids, UniqueIds):
+        ids = jnp.asarray(ids.ids).reshape(-1, 1)
     ids = as_dense_ids(ids)
     assert not isinstance(ids, RaggedIds | SparseIds)
     weights = None

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import Wanted, check_type
 from tpu_embedding.functional.serving_lookup import serve
+from tpu_embedding.functional.unique_rows import with_index
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.prepare import Samples, prepare_features
 from tpu_embedding.inputs.shard_inputs import attach_weights
@@ -221,7 +222,7 @@ class TPUEmbedding(nnx.Module):
         Returns:
           Activations, the nest of the features; float32 `[batch, dim]`, or the
           feature's sequence or output shape; a tuple of them for a feature with a tuple
-          of tables. Global.
+          of tables. `te.functional.UniqueRows` for one with `unique_rows`. Global.
 
         Raises:
           TypeError, ValueError: if a feature's dtype or shape does not fit its config.
@@ -229,13 +230,16 @@ class TPUEmbedding(nnx.Module):
         plan = self._plan_for(serving_config)
         if weights is not None:
             features = attach_weights(features, weights, plan)
+        if self.recording == "serving":
+            return self._serve(features, plan)
         if self.recording != "off":
-            return self._call_in_loss(features, plan)
-        result = self._look_up(features, plan)
-        if not self.plan.trained_stacks:
-            return result.activations
-        guard = self.gradient_guard.get_value()
-        return guard_activations(result.activations, guard, USE_VALUE_AND_GRAD)
+            activations = self._call_in_loss(features, plan)
+        else:
+            activations = self._look_up(features, plan).activations
+            if self.plan.trained_stacks:
+                guard = self.gradient_guard.get_value()
+                activations = guard_activations(activations, guard, USE_VALUE_AND_GRAD)
+        return with_index(activations, features, plan)
 
     def _look_up(self, features: Any, plan: EmbeddingPlan) -> functional.LookupResult:
         tables = without_derivative(self.tables.get_value(), NO_DERIVATIVE)
@@ -257,12 +261,17 @@ class TPUEmbedding(nnx.Module):
             case "routes":
                 record = functional.route(features, plan)
                 activations = given[len(calls)]
-            case "serving":
-                activations, record = serve(given, features, plan)
             case _:
                 answer = given[len(calls)]
                 self._keep_stats(_stats_of_layer(answer.stats, self.plan))
                 activations = answer.activations
+        self._record((given, *calls, record))
+        return activations
+
+    def _serve(self, features: Any, plan: EmbeddingPlan) -> Any:
+        """Answers a call of an exported model from whole tables, and records it."""
+        given, *calls = self.recorded.get_value()
+        activations, record = serve(given, features, plan)
         self._record((given, *calls, record))
         return activations
 

@@ -15,6 +15,7 @@ from flax.core import tracers
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import check_type
+from tpu_embedding.functional.unique_rows import with_index
 from tpu_embedding.inputs.shard_inputs import attach_weights
 from tpu_embedding.nn.linen.variables import TABLES, LayerTables
 from tpu_embedding.nn.recording import (
@@ -150,7 +151,7 @@ class TPUEmbedding(nn.Module):
         Returns:
           Activations, the nest of the features; float32 `[batch, dim]`, or the
           feature's sequence or output shape; a tuple of them for a feature with a tuple
-          of tables. Global.
+          of tables; `te.functional.UniqueRows` for one with `unique_rows`. Global.
 
         Raises:
           TypeError, ValueError: if a feature's dtype or shape does not fit its config,
@@ -174,7 +175,7 @@ class TPUEmbedding(nn.Module):
             if guard is not None:
                 activations = guard_activations(activations, guard, USE_VALUE_AND_GRAD)
         self.sow("intermediates", "lookup_stats", stats)
-        return activations
+        return with_index(activations, features, plan)
 
     def _tables(self) -> LayerTables | RecordingTables:
         """Returns the layer's tables from the variables; creates them in `init`."""

@@ -1,0 +1,301 @@
+"""Unique rows: once per device, expanded late, with the gradients of plain rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.tiers import full_cases, with_ids
+from tpu_embedding.functional import unique_rows
+
+NUM_ROWS, LENGTH = 50, 5
+ITEM = te.TableConfig(vocabulary_size=NUM_ROWS, dim=4, combiner="sum", name="item")
+ITEMS = te.FeatureConfig(table=ITEM, unique_rows=True, max_sequence_length=LENGTH)
+CONFIG = {"items": ITEMS, "bag": te.FeatureConfig(table=ITEM)}
+# Repeated, empty, and of the maximum length; one longer, which is cut.
+HISTORIES = [[3, 3, 7], [], [7, 49, 3, 0, 1, 2, 8], [5], [3], [9, 9, 9, 9, 9], [1]]
+CANDIDATES = np.array([7, 3, 3, 5, 11, 0, 1], np.int32)
+BAGS = np.array([[3, 1], [20, 20], [0, 2], [3, 3], [1, 8], [49, 4], [7, 6]], np.int32)
+BATCH = {
+    "items": {"history": HISTORIES, "candidate": CANDIDATES},
+    "bag": BAGS,
+}
+DENSE = {
+    "kernel": jnp.linspace(-1, 1, 12).reshape(4, 3),
+    "bias": jnp.array([0.1, -0.2, 0.3]),
+}
+DEVICES = full_cases(with_ids({"1": 1, "2": 2, "3": 3, "8": 8}), "2")
+
+
+@functools.cache
+def plan_of(num_devices, **options):
+    optimizer = te.optimizers.sgd(1.0)
+    return te.make_plan(CONFIG, mesh_of(num_devices), optimizer=optimizer, **options)
+
+
+def initial_tables(plan):
+    return te.functional.init_tables(plan, nnx.Rngs(0).params())
+
+
+def transform(rows, dense):
+    products = rows @ dense["kernel"]
+    return jnp.tanh(products + jnp.broadcast_to(dense["bias"], products.shape))
+
+
+def score(content, target, history, bag, is_event):
+    """A score from transformed events and candidates, plain events, and bags."""
+    content = jnp.where(is_event, content, 0.0).sum(1)
+    return (content * target).sum(-1) + 0.1 * history.sum((1, 2)) ** 2 + bag.sum(-1)
+
+
+def loss_of(activations, dense):
+    unique = activations["items"]
+    expanded = unique.expand(transform(unique.rows, dense))
+    return jnp.mean(
+        score(
+            expanded["history"],
+            expanded["candidate"],
+            unique.expand()["history"],
+            activations["bag"],
+            unique.is_id()["history"][..., None],
+        )
+        ** 2
+    )
+
+
+def dense_loss(table, dense):
+    """The same loss by `table[ids]`, with a row per event."""
+    cut = [ids[:LENGTH] for ids in HISTORIES]
+    padded = np.array([ids + [0] * (LENGTH - len(ids)) for ids in cut])
+    lengths = np.array([len(ids) for ids in cut])
+    is_event = (np.arange(LENGTH) < lengths[:, None])[..., None]
+    history = jnp.where(is_event, table[padded], 0.0)
+    content, target = (transform(rows, dense) for rows in (history, table[CANDIDATES]))
+    bag = table[BAGS].sum(1)
+    return jnp.mean(score(content, target, history, bag, is_event) ** 2)
+
+
+class Model(nnx.Module):
+    """The loss as a Flax NNX model."""
+
+    def __init__(self, plan):
+        self.embedding = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
+        self.kernel = nnx.Param(jnp.array(DENSE["kernel"]))
+        self.bias = nnx.Param(jnp.array(DENSE["bias"]))
+
+    def __call__(self, batch):
+        return loss_of(self.embedding(batch), self.values())
+
+    def values(self):
+        return {"kernel": self.kernel.get_value(), "bias": self.bias.get_value()}
+
+
+def train_by_nnx(plan, batch):
+    model = Model(plan)
+    optimizer = te.Optimizer(model, optax.sgd(1.0))
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        loss, gradients = te.value_and_grad(Model.__call__)(model, batch)
+        optimizer.update(model, gradients)
+        return loss
+
+    loss = step(model, optimizer, batch)
+    return loss, model.values(), model.embedding.embedding_tables()
+
+
+def train_in_a_pipeline(mode, plan, batch):
+    model = Model(plan)
+    optimizer = te.Optimizer(model, optax.sgd(1.0))
+    pipeline = te.PipelinedTrainStep(Model.__call__, mode=mode)
+    pipeline(model, optimizer, batch)
+    loss = pipeline.drain(model, optimizer)
+    return loss, model.values(), model.embedding.embedding_tables()
+
+
+class LinenModel(nn.Module):
+    """The loss as a Linen model."""
+
+    plan: te.EmbeddingPlan
+
+    @nn.compact
+    def __call__(self, batch):
+        dense = {
+            name: self.param(name, lambda key, value=value: value)
+            for name, value in DENSE.items()
+        }
+        return loss_of(te.linen.TPUEmbedding(self.plan)(batch), dense)
+
+
+def train_by_linen(plan, batch):
+    model = LinenModel(plan)
+    variables = model.init(jax.random.key(0), batch)
+    (layer,) = te.linen.embedding_tables(variables)
+    values = {layer: te.functional.unstack_tables(initial_tables(plan), plan)}
+    state = te.linen.TrainState.create(
+        apply_fn=model.apply, variables=variables, tx=optax.sgd(1.0)
+    ).with_embedding_tables(values)
+    loss, gradients = te.linen.value_and_grad(lambda v: model.apply(v, batch))(
+        state.variables
+    )
+    state = state.apply_gradients(grads=gradients)
+    tables = te.linen.embedding_tables(state.variables)[layer]
+    return loss, state.variables["params"], tables
+
+
+def train_by_functions(plan, batch):
+    tables = initial_tables(plan)
+    slots = te.functional.init_slots(tables, plan)
+    result = te.functional.lookup(tables, batch, plan)
+
+    def loss_fn(activations, dense):
+        unique = te.functional.UniqueRows(
+            rows=activations["items"], index=batch["items"].index, plan=plan
+        )
+        return loss_of(activations | {"items": unique}, dense)
+
+    loss, (cotangents, gradients) = jax.value_and_grad(loss_fn, argnums=(0, 1))(
+        result.activations, DENSE
+    )
+    by_table = te.functional.compute_gradients(result.routing, cotangents, plan)
+    tables, _ = te.functional.apply_gradients(tables, slots, by_table, plan)
+    dense = jax.tree.map(lambda value, g: value - g, DENSE, gradients)
+    return loss, dense, te.functional.unstack_tables(tables, plan)
+
+
+WAYS = {
+    "nnx": train_by_nnx,
+    "exact": functools.partial(train_in_a_pipeline, "exact"),
+    "stale": functools.partial(train_in_a_pipeline, "stale"),
+    "linen": train_by_linen,
+    "functions": train_by_functions,
+}
+
+
+@pytest.mark.parametrize("num_devices", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_equals_that_of_one_row_per_event(way, num_devices):
+    plan = plan_of(num_devices)
+    batch = te.inputs.prepare_features(BATCH, plan)
+    loss, dense, tables = WAYS[way](plan, batch)
+    initial = te.functional.unstack_tables(initial_tables(plan), plan)["item"]
+    wanted, (by_table, by_dense) = jax.value_and_grad(dense_loss, argnums=(0, 1))(
+        initial, DENSE
+    )
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    np.testing.assert_allclose(tables["item"], initial - by_table, rtol=1e-6, atol=1e-6)
+    for name, value in DENSE.items():
+        np.testing.assert_allclose(
+            dense[name], value - by_dense[name], rtol=0, atol=1e-6
+        )
+    untouched = [row for row in range(NUM_ROWS) if not np.any(by_table[row])]
+    np.testing.assert_array_equal(tables["item"][untouched], initial[untouched])
+
+
+def test_narrow_values_are_summed_in_float32(monkeypatch):
+    """Slices of places, and the rest behind the last one, equal one sum of all."""
+    monkeypatch.setattr(unique_rows, "_MAX_SUMMED_PLACES", 64)
+    index = np.random.default_rng(0).integers(0, 5, (100, 3)).astype(np.int32)
+    values = jnp.ones((4, 2), jnp.bfloat16)  # so the index 4 is padding
+
+    def total(values, weights):
+        return jnp.sum(te.functional.expand(values, index, None) * weights)
+
+    weights = jnp.full((100, 3, 2), 1 / 3, jnp.bfloat16)
+    gradient = jax.grad(total)(values, weights)
+    wanted = np.bincount(index.ravel(), minlength=5)[:4] * float(weights[0, 0, 0])
+    assert gradient.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(
+        gradient, jnp.asarray(wanted, jnp.bfloat16)[:, None] * jnp.ones((1, 2))
+    )
+
+
+def test_places_without_an_id_are_zero():
+    batch = te.inputs.prepare_features(BATCH, plan_of(1))
+    tables = initial_tables(plan_of(1))
+    rows = te.functional.lookup(tables, batch, plan_of(1)).activations["items"]
+    expanded = te.functional.expand(rows, batch["items"].index["history"], plan_of(1))
+    lengths = [min(len(ids), LENGTH) for ids in HISTORIES]
+    is_zero = np.asarray(expanded == 0).all(axis=-1)
+    assert (~is_zero).sum(axis=1).tolist() == lengths
+
+
+def test_each_row_is_read_once_per_device():
+    plan = plan_of(3)
+    batch = te.inputs.prepare_features(BATCH, plan)["items"]
+    parts = [slice(0, 3), slice(3, 6), slice(6, 9)]
+    for shard, part in enumerate(parts):
+        events = [i for ids in HISTORIES[part] for i in ids[:LENGTH]]
+        wanted = sorted({*events, *CANDIDATES[part].tolist()})
+        found = batch.ids[shard][batch.ids[shard] != te.inputs.PADDING_ROW_ID]
+        assert found.tolist() == wanted
+
+
+def test_a_batch_with_more_unique_ids_gets_a_larger_buffer():
+    plan, sizes = plan_of(1), te.inputs.BufferSizes()
+    widths = []
+    for num_unique in (8, 8, 40):
+        ids = np.arange(40) % num_unique
+        prepared = te.inputs.prepare_features(
+            {"items": ids, "bag": np.zeros(40, int)}, plan, sizes=sizes
+        )["items"]
+        assert np.unique(prepared.ids[prepared.ids < NUM_ROWS]).size == num_unique
+        widths.append(prepared.ids.shape[1])
+    assert widths[0] == widths[1] < 40 <= widths[2]
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ({"a": [1, 2], "b": [1, 2, 3]}, "the same number of samples"),
+        ({"a": [1, 2], "b": [50, 2]}, r"'items/b' must lie in \[0, 50\)"),
+        ({"a": [0.5]}, "must be integers"),
+        ({}, "is a mapping"),
+        (te.DenseIds(ids=np.ones(2, int), weights=np.ones(2)), "has weights and uniq"),
+        (np.zeros((2, 3, 4), int), "reshape the expanded rows"),
+    ],
+)
+def test_wrong_ids_are_refused(ids, message):
+    plan = te.make_plan({"items": ITEMS}, mesh_of(1))
+    with pytest.raises((TypeError, ValueError), match=message):
+        te.inputs.prepare_features({"items": ids}, plan)
+
+
+def test_ragged_ids_need_a_length():
+    feature = te.FeatureConfig(table=ITEM, unique_rows=True)
+    plan = te.make_plan({"items": feature}, mesh_of(1))
+    with pytest.raises(ValueError, match="set FeatureConfig.max_sequence_length"):
+        te.inputs.prepare_features({"items": [[1], [2, 3]]}, plan)
+
+
+@pytest.mark.parametrize("options", [{"default_id": 1}, {"output_shape": (2, 2)}])
+def test_options_of_combined_ids_are_refused(options):
+    with pytest.raises(ValueError, match="unique_rows combines no ids"):
+        te.FeatureConfig(table=ITEM, unique_rows=True, **options)
+
+
+def test_a_rule_that_sees_occurrences_is_refused():
+    optimizer = te.optimizers.in_sequence(te.optimizers.sgd(0.1))
+    with pytest.raises(ValueError, match="asks for each occurrence"):
+        te.make_plan({"items": ITEMS}, mesh_of(1), optimizer=optimizer)
+
+
+def test_ids_that_were_not_prepared_are_refused():
+    plan = plan_of(1)
+    with pytest.raises(TypeError, match="pass the raw ids through prepare"):
+        te.functional.lookup(
+            initial_tables(plan), {"items": CANDIDATES, "bag": BAGS}, plan
+        )
+
+
+def test_ids_for_other_devices_are_refused():
+    batch = te.inputs.prepare_features(BATCH, plan_of(3))
+    with pytest.raises(ValueError, match="was prepared for 3 shards"):
+        te.functional.lookup(initial_tables(plan_of(1)), batch, plan_of(1))
