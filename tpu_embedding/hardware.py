@@ -31,6 +31,13 @@ JAX's own table, `jax/_src/tpu_info.py`, has 32 for v5p, v6e and tpu7x
 """
 
 
+_MAX_OFFLOADED_BYTES: Final = 16 * GIBIBYTE
+"""Bytes that a SparseCore addresses in one array.
+
+Found by compiling for v5p and v6e: above them, XLA gathers on the TensorCore.
+"""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SliceShapes:
     """The grids of chips that a generation's slices have.
@@ -145,6 +152,11 @@ class HardwareInfo:
     num_sparse_cores: int = 0
     embedding_feature: EmbeddingFeature = "UNSUPPORTED"
     compiler_options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def max_offloaded_bytes(self) -> int | None:
+        """Largest array that XLA gathers from by a SparseCore; None without one."""
+        return _MAX_OFFLOADED_BYTES if self.num_sparse_cores else None
 
     @property
     def is_tpu(self) -> bool:

@@ -190,7 +190,8 @@ def named(name, vocabulary_size, **options):
 
 
 def stacks_of(tables):
-    return stack_tables(tables, {table.name: ("shard",) for table in tables})
+    shard_axes = {table.name: ("shard",) for table in tables}
+    return stack_tables(tables, shard_axes, lambda num_rows, table: True)
 
 
 def test_a_stack_never_has_more_rows_than_int32_counts():
@@ -248,3 +249,37 @@ def test_dtype_of_a_stack():
     plan = plan_of(table("a"))
     tables = jax.eval_shape(te.functional.init_tables, plan, jax.random.key(0))
     assert tables["stack_0"].lines.dtype == jnp.float32
+
+
+LARGE = {
+    name: te.FeatureConfig(
+        table=te.TableConfig(vocabulary_size=size, dim=512, name=name)
+    )
+    for name, size in (("a", 5_000_000), ("b", 3_000_000), ("c", 2_000_000))
+}
+
+
+@pytest.mark.parametrize(
+    ("hardware", "num_devices", "wanted"),
+    [
+        ("v5p", 1, [["a", "b"], ["c"]]),  # 9.5, 5.7 and 3.8 GiB
+        ("v5p", 2, [["a", "b", "c"]]),
+        ("v5e", 1, [["a", "b", "c"]]),  # no SparseCore
+        ("cpu", 1, [["a", "b", "c"]]),
+    ],
+)
+def test_a_stack_is_no_larger_than_a_sparse_core_addresses(
+    hardware, num_devices, wanted
+):
+    hardware = te.hardware.hardware_by_name(hardware)
+    plan = te.make_plan(LARGE, mesh_of(num_devices), hardware=hardware)
+    assert groups(plan) == wanted
+    is_split = "tables that would share a stack" in str(plan)
+    assert is_split == (len(wanted) > 1)
+
+
+def test_a_table_that_no_sparse_core_addresses_is_named():
+    table = te.TableConfig(vocabulary_size=9_000_000, dim=512, name="large")
+    hardware = te.hardware.hardware_by_name("v5p")
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1), hardware=hardware)
+    assert "stack_0 takes 17.17 GiB per device, more than the 16.00 GiB" in str(plan)

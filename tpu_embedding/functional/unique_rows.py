@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from tpu_embedding.argument_checks import Wanted, takes
-from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
 from tpu_embedding.types import AxisSize, IdArray, UniqueIds
 
 _PLAN_OR_NONE: Final = Wanted(EmbeddingPlan | None, PLAN.text)

@@ -19,6 +19,7 @@ def describe(plan: "EmbeddingPlan") -> str:
             memory.format_table(_memory_rows(plan), num_left_aligned=2),
             _summary(plan),
             *_whole_initial_values(plan),
+            *_array_limit(plan),
             "",
             memory.format_table(_placement_rows(plan), num_left_aligned=5),
             "",
@@ -59,6 +60,31 @@ def _whole_initial_values(plan: "EmbeddingPlan") -> list[str]:
                     f"{memory.format_bytes(num_bytes)} more per device: its "
                     "initializer needs the whole shape; see te.initializers"
                 )
+    return lines
+
+
+def _array_limit(plan: "EmbeddingPlan") -> list[str]:
+    """Returns lines about stacks that the largest array of a SparseCore limits."""
+    limit = plan.hardware.max_offloaded_bytes
+    if limit is None:
+        return []
+    lines, stacks_of = [], {}
+    for stack in plan.stacks:
+        alike = (stack.dim, stack.layout.dtype_name, stack.optimizer, stack.shard_axes)
+        stacks_of.setdefault((*alike, stack.quantization), []).append(stack.name)
+        num_bytes = memory.rows_bytes(stack.layout, plan.hardware, LANE_BYTES)
+        if num_bytes > limit:
+            lines.append(
+                f"{stack.name} takes {memory.format_bytes(num_bytes)} per device, more "
+                f"than the {memory.format_bytes(limit)} that a SparseCore addresses: "
+                "the TensorCore gathers its rows; more devices make it smaller"
+            )
+    lines += [
+        f"{', '.join(names)}: tables that would share a stack, were it not for the "
+        f"{memory.format_bytes(limit)} per device that a SparseCore addresses"
+        for names in stacks_of.values()
+        if len(names) > 1
+    ]
     return lines
 
 

@@ -1,5 +1,6 @@
 """Makes the plan from configuration, mesh and hardware, and refuses contradictions."""
 
+import functools
 import itertools
 import math
 from typing import Any, Final
@@ -17,7 +18,7 @@ from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.resolve import check_row_local
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import PlacementPolicy
-from tpu_embedding.plan import stacking
+from tpu_embedding.plan import memory, stacking
 from tpu_embedding.plan.backend_request import (
     BackendRequest,
     KernelChoice,
@@ -42,6 +43,7 @@ from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.access import with_room_for_kernels
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
 from tpu_embedding.rows.packed_rows import (
+    LANE_BYTES,
     RowLayout,
     StackContents,
     TableRange,
@@ -133,7 +135,11 @@ def make_plan(
     lookups = [config for config in features.configs for _ in config.tables]
     placements = place_tables(tables, lookups, placement, mesh, _row_bytes)
     groups = stacking.stack_tables(
-        tables, {name: placed.shard_axes for name, placed in placements.items()}
+        tables,
+        {name: placed.shard_axes for name, placed in placements.items()},
+        functools.partial(
+            _fits_in_one_array, placements=placements, mesh=mesh, hardware=hardware
+        ),
     )
     stacks = tuple(
         _plan_stack(
@@ -237,6 +243,28 @@ def _plan_stack(
     if first.optimizer is None:
         return StackPlan(**facts, optimizer=None, slots=())
     return TrainedStackPlan(**facts, optimizer=first.optimizer, slots=slots)
+
+
+def _fits_in_one_array(
+    num_rows: int,
+    table: stacking.NamedTable,
+    *,
+    placements: dict[str, TablePlacement],
+    mesh: Mesh,
+    hardware: HardwareInfo,
+) -> bool:
+    """Returns True if a SparseCore can address so many rows like those of a table."""
+    if hardware.max_offloaded_bytes is None:
+        return True
+    shard_axes = placements[table.name].shard_axes
+    layout = RowLayout(
+        num_rows=-(-num_rows // math.prod(mesh.shape[axis] for axis in shard_axes)),
+        row_shape=(table.config.dim,),
+        line_lanes=hardware.line_lanes,
+        narrow_dtype=_narrow_dtype(table.config),
+    )
+    num_bytes = memory.rows_bytes(layout, hardware, LANE_BYTES)
+    return num_bytes <= hardware.max_offloaded_bytes
 
 
 def _tables_of_stack(

@@ -1,14 +1,15 @@
 """Groups tables into stacks, which are stored and looked up as one array.
 
 Tables of equal dim, dtype, quantization, optimizer and placement share one dedup, one
-exchange and one gather. The grouping depends on nothing else. Only `AutoPlacement`
-places tables by the batch size and the number of devices; otherwise neither changes the
-stacks. Within a stack, tables lie in the order of their names. The rows of one table
-follow those of the previous one without a gap.
+exchange and one gather. The grouping depends on nothing else, except that a group is
+split where it is too large for one array of a SparseCore. `AutoPlacement` places tables
+by the batch size and the number of devices, too. Within a stack, tables lie in the
+order of their names. The rows of one table follow those of the previous one without a
+gap.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from tpu_embedding.config import (
@@ -122,16 +123,19 @@ def _optimizer_of(
 
 
 def stack_tables(
-    tables: Sequence[NamedTable], shard_axes: Mapping[str, tuple[str, ...]]
+    tables: Sequence[NamedTable],
+    shard_axes: Mapping[str, tuple[str, ...]],
+    fits: Callable[[int, NamedTable], bool],
 ) -> list[list[NamedTable]]:
     """Groups tables into stacks.
 
-    No stack has more rows than an int32 can identify. A larger group is split into
-    several stacks.
+    No stack has more rows than an int32 can identify, or more than the hardware gathers
+    well from. A larger group is split into several stacks.
 
     Args:
       tables: the table of each feature.
       shard_axes: by table name, the mesh axes that its rows are split over.
+      fits: tells whether so many rows like those of a table can be one stack.
     """
     unique = {table.name: table for table in tables}
     groups: dict[Any, list[list[NamedTable]]] = {}
@@ -149,7 +153,8 @@ def stack_tables(
         num_rows = config.vocabulary_size + sum(
             other.config.vocabulary_size for other in stacks[-1]
         )
-        if stacks[-1] and num_rows > _MAX_ROWS_OF_STACK:
+        is_full = num_rows > _MAX_ROWS_OF_STACK or not fits(num_rows, table)
+        if stacks[-1] and is_full:
             stacks.append([])
         stacks[-1].append(table)
     return [stack for stacks in groups.values() for stack in stacks]
