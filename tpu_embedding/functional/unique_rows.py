@@ -20,7 +20,7 @@ from tpu_embedding.types import AxisSize, IdArray, UniqueIds
 
 _PLAN_OR_NONE: Final = Wanted(EmbeddingPlan | None, PLAN.text)
 
-_MAX_SUMMED_PLACES: Final = 2**16
+_MAX_SUMMED_PLACES: Final = 2**15
 """Places whose gradients are converted to float32 at a time."""
 
 
