@@ -89,6 +89,7 @@ def as_dense_ids(
     ids: FeatureIds,
 ) -> DenseIds | RaggedIds | SparseIds | ShardedRaggedIds:
     """Wraps a plain array of ids in `DenseIds`; returns other ids as they are."""
+    assert not isinstance(ids, UniqueIds)
     if isinstance(ids, DenseIds | RaggedIds | SparseIds | ShardedRaggedIds):
         return ids
     return DenseIds(ids=ids)
