@@ -4,7 +4,8 @@
 #       The quick tier, for before each change: format, lint, layers, types, and each
 #       test that is not marked `full`. The tests build the docs, too.
 #   scripts/test.sh --layer [-- PYTEST_OPTIONS]
-#       The quick tier of the library, without the tests of tpu_embedding/tools.
+#       The quick tier of the library: no tests of tpu_embedding/tools, of the docs, of
+#       the benchmarks, of the scripts and of the language.
 #   scripts/test.sh --all [-- PYTEST_OPTIONS]
 #       The full tier, for continuous integration: also the tests marked `full`, the
 #       wheel, export to and import from TensorFlow in an environment of its own, and
@@ -20,7 +21,8 @@ tier=quick tests="not full" left_out=()
 case "${1-}" in
 --layer)
     tier=layer
-    left_out=(--ignore=tests/tools --ignore=tpu_embedding/tools)
+    left_out=(--ignore=tpu_embedding/tools --ignore=tests/{tools,docs,processes})
+    left_out+=(--ignore=tests/test_{benchmarks,names,readme,scripts,wording}.py)
     shift
     ;;
 --all)

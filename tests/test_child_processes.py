@@ -75,6 +75,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="needs /proc")
 def test_a_failing_test_leaves_nothing_to_the_next_one(tmp_path):
     (tmp_path / "test_it.py").write_text(f"CODE = {WRITE_PIDS!r}\n{TESTS}")

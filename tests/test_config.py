@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import tpu_embedding as te
+from tests.tiers import quick_cases
 from tpu_embedding.config import MAX_VOCABULARY_SIZE
 from tpu_embedding.initializers import truncated_normal_initializer
 
@@ -353,7 +354,7 @@ def test_defaults_are_those_of_tensorflow():
     assert defaults_of(te.QuantizationConfig) == {}
 
 
-@pytest.mark.parametrize("dim", [1, 16, 100])
+@pytest.mark.parametrize("dim", quick_cases([1, 16, 100], "16"))
 def test_default_initializer_is_the_truncated_normal_of_tensorflow(dim):
     values = truncated_normal_initializer(dim)(
         jax.random.key(0), (60_000 // dim, dim), jnp.float32
@@ -450,6 +451,10 @@ CONTRADICTIONS = {
     "tables of two sizes": (
         lambda: feature(table=(TABLE, table(vocabulary_size=9))),
         ["FeatureConfig.table", "vocabulary_size", "[7, 9]", "'f'"],
+    ),
+    "tables of two sizes, and a default outside of the smaller one": (
+        lambda: feature(table=(TABLE, table(vocabulary_size=9)), default_id=8),
+        ["[7, 9]", "default_id", "0 to 6", "8"],
     ),
     "row ids beyond 32 bits": (
         lambda: te.initializers.RowIdInitializer(2**31 - 2)(None, (3, 1), jnp.float32),

@@ -104,7 +104,7 @@ def test_norm_of_tables_and_dense_arrays(options):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(dict(num_devices=1), id="1 device"),
+        pytest.param(dict(num_devices=1), id="1 device", marks=full),
         pytest.param(dict(capacity=1), id="3 devices, rounds"),
         pytest.param(dict(num_devices=8), id="8 devices", marks=full),
     ],
@@ -193,6 +193,7 @@ def test_sum_of_micro_batches_with_other_rules(rule):
         np.testing.assert_allclose(added[name], whole[name], rtol=1e-5, atol=1e-6)
 
 
+@full
 def test_micro_batches_in_jit_compile_once_and_touch_no_other_row():
     plan = make_plan()
     traces = []
@@ -286,6 +287,7 @@ def test_zeros_like_a_gradient_touches_nothing():
         )
 
 
+@full
 def test_gradients_of_another_plan_are_refused():
     plan, other = make_plan(2), make_plan(4)
     tables = te.functional.init_tables(plan, jax.random.key(0))

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import tpu_embedding as te
+from tests.tiers import quick_cases, with_ids
 
 NOT_LOADED = (
     "orbax",
@@ -40,7 +41,7 @@ print(*sorted(set(sys.modules) - before), sep="\\n")
 """
 
 
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("use", quick_cases(with_ids(USES), "layer"))
 def test_modules_that_are_not_loaded(use):
     command = [sys.executable, "-c", PROGRAM.format(use=use)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -74,6 +75,7 @@ assert not errors, errors
 """
 
 
+@pytest.mark.full
 def test_threads_may_use_names_first_at_once():
     subprocess.run([sys.executable, "-Werror", "-c", THREADS], check=True)
 
@@ -92,6 +94,7 @@ with pytest.raises(ValueError, match="saved under the plan of the model"):
 """
 
 
+@pytest.mark.full
 def test_flax_refuses_tables_of_another_plan_before_linen_is_used():
     subprocess.run([sys.executable, "-c", FLAX_STATE], check=True)
 
@@ -103,6 +106,8 @@ def test_a_name_that_stands_in_a_module_is_found():
         te.SlotVariables  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'nonsense'$"):
         te.nonsense  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'training'$"):
+        te.training  # noqa: B018  # A private module of te.nn.
 
 
 def imports_for_type_checkers():

@@ -13,6 +13,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases, with_ids
 from tpu_embedding import kernel_verdicts
 from tpu_embedding.checkpoint import CheckpointError, RunCheckpoints, open_tables
 from tpu_embedding.checkpoint.run_checkpoints import saved_steps
@@ -42,6 +43,12 @@ PATHS = {
     "parent of a link": "link/../ck",
 }
 """How a directory may be written. Folder `link` points to `elsewhere/deep`."""
+each_path = pytest.mark.parametrize(
+    "path",
+    quick_cases(
+        with_ids(PATHS), "relative", "pathlib", "home", "parent of a link", "percent"
+    ),
+)
 
 SETTINGS = [
     *("--set", "batch_size=16", "--set", "model.dim=4"),
@@ -72,7 +79,7 @@ def state(seed=0):
     }
 
 
-@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@each_path
 def test_checkpoints(here, path):
     path = written(path, here)
     te.save(path, state(3), plan=PLAN)
@@ -85,7 +92,7 @@ def test_checkpoints(here, path):
     assert not (here / "~").exists()
 
 
-@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@each_path
 def test_checkpoints_of_a_run(here, path):
     checkpoints = RunCheckpoints(written(path, here), kept=1, plan=PLAN)
     checkpoints.save(2, state(3), {})
@@ -95,7 +102,7 @@ def test_checkpoints_of_a_run(here, path):
     assert saved_steps(written(path, here)) == [2]
 
 
-@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@each_path
 def test_files_of_tables(here, path):
     """Imports from orbax and from NumPy, and exports."""
     target = pathlib.Path(os.path.realpath(os.path.expanduser(written(path, here))))
@@ -130,6 +137,7 @@ RUN_PATHS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", RUN_PATHS.values(), ids=RUN_PATHS)
 def test_inspect(here, run, path, capsys):
     for folder in ("runs", "home/runs", "elsewhere/runs"):
@@ -178,7 +186,7 @@ def test_every_path_of_a_command_is_read_alike(here):
         assert all(path.is_relative_to(here / "home") for path in paths)
 
 
-@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@each_path
 def test_files_of_data(here, path):
     path = pathlib.Path(written(path, here))
     local_path(path).mkdir(parents=True, exist_ok=True)

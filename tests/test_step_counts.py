@@ -10,7 +10,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.tiers import full_cases, matrix, with_ids
+from tests.tiers import matrix, quick_cases, with_ids
 from tpu_embedding.gradients import TableGradients
 from tpu_embedding.optimizers.final_dense_values import has_averages
 
@@ -96,10 +96,10 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("case", "dim"),
-    full_cases(
+    quick_cases(
         matrix(CASES, with_ids({"one stack": 8, "two stacks": 4})),
-        "in sequence-one stack",
-        "every row-one stack",
+        *("schedule-two stacks", "bias correction-one stack"),
+        *("no table at all-one stack", "no table at all-two stacks"),
     ),
 )
 def test_a_table_moves_alike_in_every_stack(case, dim):
@@ -219,7 +219,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", full_cases(WAYS, "nnx, exact pipeline"))
+@pytest.mark.parametrize("way", quick_cases(WAYS, "nnx"))
 def test_a_layer_that_the_loss_did_not_call_takes_the_step(way):
     rows = WAYS[way](te.optimizers.sgd(lambda count: 1.0 * count))
     np.testing.assert_array_equal(rows[ROW], np.full(8, -3.0, np.float32))

@@ -168,6 +168,7 @@ class Model(nnx.Module):
         return self.linear(jnp.concatenate([rows["a"], rows["b"]], axis=1))[:, 0]
 
 
+@pytest.mark.full
 def test_a_model_trains_in_place_and_compiles_once():
     rule = optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=0.1)
     plan = make_plan(mesh_of(8), "bfloat16", rule)
@@ -224,6 +225,7 @@ def test_int8_tables_are_not_trained(optimizer_of):
     assert ("its own" if optimizer_of == "table" else "the layer") in str(error.value)
 
 
+@pytest.mark.full
 def test_int8_tables_beside_trained_ones():
     codes = te.TableConfig(vocabulary_size=7, dim=4, name="codes", dtype="int8")
     rows = te.TableConfig(

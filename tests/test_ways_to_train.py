@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.tiers import quick_cases
 
 DIM, BATCH, STEPS = 8, 24, 200
 SIZES = {"site": 40, "ad": 11, "device": 5}
@@ -245,7 +244,6 @@ PLACES = {
         te.Sharded(axes=("model",)),
     ),
 }
-QUICK = {("nnx, pipelined", "two axes"), ("linen", "replicated")}
 
 
 @functools.cache
@@ -255,19 +253,9 @@ def losses_on_one_device():
     return losses, tables
 
 
-@pytest.mark.parametrize(
-    ("way", "place"),
-    quick_cases(
-        [
-            pytest.param(
-                way, place, marks=[] if (way, place) in QUICK else [pytest.mark.full]
-            )
-            for way in WAYS
-            for place in PLACES
-        ],
-        "linen-replicated",
-    ),
-)
+@pytest.mark.full
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", WAYS)
 def test_losses_are_those_of_one_device(way, place):
     expected, expected_tables = losses_on_one_device()
     losses, tables = WAYS[way](PLACES[place]())

@@ -5,8 +5,8 @@ exhaustive one. Plain `pytest` runs every test, `pytest -m "not full"` the quick
 and `pytest -m "not exhaustive"` the full one. A test or a case that is marked `full` or
 `exhaustive` runs from that tier on.
 
-Of the cases that the full tier adds to a test, it runs two, which lie evenly among
-them; the exhaustive tier runs all. `full(every_case=True)` keeps all in the full tier.
+Of the cases that the full tier adds to a test, it runs the middle one; the exhaustive
+tier runs all. `full(every_case=True)` keeps all in the full tier.
 
 The functions return cases for `pytest.mark.parametrize`, most of them with such marks.
 A case is what that takes: a value, a tuple with a value for each name, or a
@@ -29,7 +29,7 @@ def quick_cases(cases: Iterable, *ids: str, every_case: bool = False) -> list[Ca
     Args:
         cases: Values, tuples of values, or `pytest.param`.
         *ids: Ids of cases that run in the quick tier.
-        every_case: Whether the full tier runs all the others, not two of them.
+        every_case: Whether the full tier runs all the others, not one of them.
     """
     cases = [_as_case(case) for case in cases]
     others = {_id_of(case) for case in cases} - _known(ids, cases)
@@ -117,7 +117,7 @@ def _in_full_tier(case: Case, ids: set[str], every_case: bool = False) -> Case:
 
 
 def mark_exhaustive_cases(items: list[pytest.Item]) -> None:
-    """Leaves two cases of each test in the full tier, and moves the others."""
+    """Leaves one case of each test in the full tier, and moves the others."""
     functions = collections.defaultdict(list)
     for item in items:
         marks = list(item.iter_markers("full"))
@@ -126,7 +126,6 @@ def mark_exhaustive_cases(items: list[pytest.Item]) -> None:
         elif marks and not any(mark.kwargs.get("every_case") for mark in marks):
             functions[item.nodeid.partition("[")[0]].append(item)
     for cases in functions.values():
-        kept = len(cases) // 4, 3 * len(cases) // 4
-        for place, case in enumerate(cases):
-            if place not in kept:
-                case.add_marker("exhaustive")
+        del cases[len(cases) // 2]
+        for case in cases:
+            case.add_marker("exhaustive")

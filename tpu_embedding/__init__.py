@@ -10,6 +10,7 @@ Orbax is loaded only by a program that saves.
 
 import importlib as _importlib
 import threading as _threading
+import types as _types
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
@@ -130,7 +131,9 @@ def _way_out(name: str) -> str:
         return ""
     modules = ("functional", "gradients", "inputs", "initializers", "hardware", "nn")
     for module in modules:
-        if hasattr(_module(module), name):
+        value = getattr(_module(module), name, None)
+        # Modules within a public one are private.
+        if value is not None and not isinstance(value, _types.ModuleType):
             return f"; it is {__name__}.{module}.{name}"
     return ""
 

@@ -242,8 +242,8 @@ class FeatureConfig(NoArray):
         with an index of the samples into these rows: a `te.functional.UniqueRows`. The
         ids of a sample may then be a dict of arrays or `RaggedIds`, such as a history
         and a candidate, which share the rows. Ragged ones become sequences of
-        `max_sequence_length`. Combiner and weights have no effect. The batch must come
-        from `prepare`.
+        `max_sequence_length`. The combiner has no effect, and weights are refused. The
+        batch must come from `prepare`.
     """
 
     table: TableConfig | tuple[TableConfig, ...]

@@ -221,13 +221,16 @@ class UniqueIds:
     Attributes:
       ids: int32 `[num_shards, unique_per_shard]`, global; the different ids of each
         shard's samples, rising, padded with `PADDING_ROW_ID`.
-      index: int32 `[batch, ...]`, or a dict of such arrays, global. The position of
-        each id among the unique ids of its shard; `unique_per_shard` where there is no
-        id.
+      index: int32 `[batch]` or `[batch, places]`, or a dict of such arrays, global. The
+        position of each id among the unique ids of its shard; `unique_per_shard` where
+        there is no id.
+      out_of_range: int32 `[num_shards]`, the number of ids outside the table that
+        `FeatureConfig.out_of_range_ids` dropped or clipped.
     """
 
     ids: IdArray
     index: Any
+    out_of_range: IdArray
 
 
 FeatureIds = IdArray | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds | UniqueIds

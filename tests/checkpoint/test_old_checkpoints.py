@@ -43,7 +43,7 @@ def plan_of(devices):
     return te.make_plan(features, mesh_of(devices))
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_it_restores(recorded, devices):
     directory, expected = recorded
     plan = plan_of(devices)

@@ -110,6 +110,7 @@ def check_that_training_moves(optimizer, tmp_path, old_plan, new_plan):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick_cases(OPTIMIZERS, "adagrad"))
 def test_training_moves_to_other_devices(name, tmp_path):
     optimizer = OPTIMIZERS[name]

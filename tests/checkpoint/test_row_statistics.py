@@ -87,6 +87,13 @@ UNKNOWN = {
         ),
         "initial values of its slot variables differ",
     ),
+    "one of two from the rows": (
+        optax.GradientTransformation(
+            lambda rows: (jnp.zeros_like(rows), rows),
+            lambda updates, state, rows: (updates, (state[0], state[1] + updates)),
+        ),
+        "initial values of its slot variables differ",
+    ),
 }
 
 
@@ -98,6 +105,7 @@ def test_untouched_rows_that_cannot_be_told(tmp_path, optimizer, reason):
     assert reason in found.why_not
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)]
 )
@@ -117,10 +125,18 @@ def test_narrow_tables(tmp_path, dtype):
         [
             pytest.param(te.optimizers.adafactor(0.1), id="adafactor"),
             pytest.param(te.optimizers.ftrl(0.1), id="ftrl"),
+            pytest.param(
+                optax.GradientTransformation(
+                    lambda rows: (0.1 * jnp.ones(rows.shape, rows.dtype),),
+                    lambda updates, state, rows: (updates, (state[0] + updates,)),
+                ),
+                id="computed",
+            ),
             pytest.param(optax.adam(0.1), id="adam"),
             pytest.param(te.optimizers.every_row(optax.adam(0.1)), id="every row"),
         ],
         "adafactor",
+        "computed",
     ),
 )
 def test_initial_values_of_optimizers(tmp_path, optimizer):

@@ -228,6 +228,7 @@ def test_one_checkpoint_per_interval_is_kept(tmp_path):
     checkpoints.close()
 
 
+@pytest.mark.full
 def test_lost_arrays_are_named_in_place_of_a_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(row_windows, "_MIN_BLOCK_BYTES", 100)
     table = te.TableConfig(vocabulary_size=50, dim=4, name="movie")

@@ -21,6 +21,7 @@ from tests.checkpoint.test_saving import (
     state_of,
     with_random_slots,
 )
+from tests.tiers import full_cases, matrix, quick_cases, with_ids
 from tpu_embedding.checkpoint import CheckpointError, differences
 
 RATE = optax.linear_schedule(0.1, 0.0, 100)
@@ -46,8 +47,16 @@ OTHER_RULES = {
 }
 
 
-@pytest.mark.parametrize("is_abstract", [False, True])
-@pytest.mark.parametrize(("old", "new"), OTHER_RULES.values(), ids=OTHER_RULES)
+@pytest.mark.parametrize(
+    ("old", "new", "is_abstract"),
+    quick_cases(
+        matrix(with_ids(OTHER_RULES), [False, True]),
+        "a schedule-False",
+        "another rule-True",
+        "slots of other shapes-False",
+        "no optimizer now-True",
+    ),
+)
 def test_other_rules(tmp_path, old, new, is_abstract):
     plan, other = (plan_of(rules={"movie": rule, "user": RULE}) for rule in (old, new))
     state = trained(plan)
@@ -197,7 +206,9 @@ def saved_for(name, directory):
     te.save(directory, state, plan=plan)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", full_cases(CASES, "shared", "missing", "dtype", "shrunk")
+)
 def test_ways_out(tmp_path, name):
     case, directory = CASES[name], tmp_path / "a"
     saved_for(name, directory)
@@ -220,8 +231,14 @@ CONVERSIONS = {
 }
 
 
-@pytest.mark.parametrize("is_abstract", [False, True])
-@pytest.mark.parametrize(("old", "new", "rule"), CONVERSIONS.values(), ids=CONVERSIONS)
+@pytest.mark.parametrize(
+    ("old", "new", "rule", "is_abstract"),
+    quick_cases(
+        matrix(with_ids(CONVERSIONS), [False, True]),
+        "float32 to bfloat16-False",
+        "int8 to float32-True",
+    ),
+)
 def test_rows_are_rounded_on_request(tmp_path, old, new, rule, is_abstract):
     """Slot variables are float32 in all types, so they keep their bits."""
     rules = {"movie": rule, "user": RULE}
@@ -275,6 +292,7 @@ def test_every_way_out_has_a_case():
     assert tried | {"rule", "abstract"} == set(differences._WAYS_OUT)
 
 
+@pytest.mark.full
 def test_a_line_per_table(tmp_path):
     sizes = {"movie": 40, "user": 7, "word": 9}
     plan = plan_of(sizes)

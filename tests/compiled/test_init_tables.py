@@ -51,6 +51,7 @@ def plan_of(topology, vocabulary_size, dim, dtype="float32", optimizer=None, **k
     )
 
 
+@pytest.mark.full
 def test_a_narrow_table_is_written_in_place():
     assert_bounded(plan_of("v6e:2x2", 20_000_000, 32))
 

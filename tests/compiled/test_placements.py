@@ -125,6 +125,7 @@ def test_large_tables_of_all_dtypes_and_placements(generation):
     assert largest <= 128 * BATCH
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     "placement", ["replicated", pytest.param("grouped", marks=pytest.mark.full)]

@@ -52,6 +52,7 @@ STEPS = [
 """Dtype, dim and generation. A dim of 1 is a flat array."""
 
 
+@full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("dtype", "dim", "generation"), quick_cases(STEPS, "int8-64-v6e")
@@ -87,6 +88,7 @@ def test_every_way_to_update_narrow_rows_is_in_place_on_tpu(name):
     check(plan, compile_step(plan, 128, batch_size=256))
 
 
+@full
 @pytest.mark.parametrize(
     ("name", "num_devices", "capacity", "loss_fn"),
     [

@@ -240,6 +240,7 @@ def ways_to_update():
     yield "clippy_adagrad", "v5p", 1, "sparse_core", kernels + full
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("name", "generation", "rows_per_line", "kernels"),
@@ -311,7 +312,6 @@ ON_CPU = {
                 {"one": (1, None, linear_loss), "eight_in_rounds": (8, 4, squared_loss)}
             ),
         ),
-        "adagrad-one",
         "rowwise_adagrad-eight_in_rounds",
     ),
 )
@@ -320,6 +320,7 @@ def test_cpu_step_is_in_place(name, num_devices, capacity, loss_fn):
     check(plan, compile_step(plan, 16, loss_fn))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", full_cases(["adagrad", "every_row", "adafactor"], "adafactor", "every_row")
 )
@@ -378,14 +379,16 @@ WITHOUT_A_GRADIENT = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    full_cases(WITHOUT_A_GRADIENT, "sequence", "every_row", "adafactor_of_four_steps"),
+    quick_cases(WITHOUT_A_GRADIENT, "adam"),
 )
 def test_a_step_without_a_table_copies_nothing_of_it(name):
     check_step_without_the_big_table(mesh_of(3), name)
 
 
+@pytest.mark.full
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     "name",

@@ -52,7 +52,13 @@ def compile_step(mesh, **options):
         "candidate": jax.ShapeDtypeStruct((BATCH,), jnp.int32),
     }
     ids = jax.ShapeDtypeStruct((mesh.size, UNIQUE), jnp.int32)
-    features = {"items": te.inputs.UniqueIds(ids=ids, index=index)}
+    features = {
+        "items": te.inputs.UniqueIds(
+            ids=ids,
+            index=index,
+            out_of_range=jax.ShapeDtypeStruct((mesh.size,), jnp.int32),
+        )
+    }
 
     def step(state, features):
         model, optimizer = nnx.merge(graph, state)

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.processes.test_processes import free_port
+from tests.tiers import quick_cases, with_ids
 from tpu_embedding.distributed import roll_call
 from tpu_embedding.distributed.cluster_detection import Place, StartError
 from tpu_embedding.distributed.roll_call import answer_roll_call, hold_roll_call
@@ -51,7 +52,12 @@ def test_a_job_whose_processes_have_ids_of_their_own_starts():
     assert call(places(2, 0, 1, 3)) == [None] * 4
 
 
-@pytest.mark.parametrize("ids", [(0, 1, 1), (1, 0, 1, 3), (3, 3, 0)])
+@pytest.mark.parametrize(
+    "ids",
+    quick_cases(
+        with_ids({"011": [0, 1, 1], "1013": [1, 0, 1, 3], "330": [3, 3, 0]}), "011"
+    ),
+)
 def test_an_id_that_two_processes_have(ids):
     """The id of another one is then missing, so the job waits for it."""
     given = places(*ids, num_processes=4)
@@ -64,6 +70,7 @@ def test_an_id_that_two_processes_have(ids):
     )
 
 
+@pytest.mark.full
 def test_jobs_of_another_size_on_one_port():
     given = places(0, num_processes=2)
     other = places(1, num_processes=4, port=given[0].address[1])
@@ -73,6 +80,7 @@ def test_jobs_of_another_size_on_one_port():
     assert message in errors[0]
 
 
+@pytest.mark.full
 def test_processes_that_do_not_come_are_named():
     errors = call(places(0, 2, num_processes=4), timeout_seconds=5.0)
     assert errors[0] == errors[1]
@@ -80,7 +88,20 @@ def test_processes_that_do_not_come_are_named():
     assert "within 5 s; missing: 1, 3." in errors[0]
 
 
-@pytest.mark.parametrize("greeting", [b"", b"\0\0\x12\4\0\0\0\0\0", b'{"a": 1}\n'])
+def test_a_process_0_that_no_other_reaches():
+    (error,) = call(places(0, num_processes=2), timeout_seconds=0.0)
+    assert error.endswith("on another host than --coordinator names.")
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    quick_cases(
+        with_ids(
+            {"nothing": b"", "HTTP/2": b"\0\0\x12\4\0\0\0\0\0", "JSON": b'{"a": 1}\n'}
+        ),
+        "JSON",
+    ),
+)
 def test_a_port_on_which_something_else_runs(greeting):
     """As JAX's coordinator of a job that runs."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
@@ -110,6 +131,7 @@ def test_a_process_whose_time_is_over_before_that_of_process_0(monkeypatch):
     )
 
 
+@pytest.mark.full
 def test_a_process_that_came_and_ended_is_missing():
     first, second, third = places(0, 1, 2)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

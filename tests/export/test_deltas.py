@@ -12,6 +12,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import full_cases, with_ids
 from tpu_embedding.tables import row_windows
 
 ExportError = te.export.ExportError
@@ -114,6 +115,7 @@ def check_chain(tmp_path, exported="float32", **options):
     assert sizes[0] == 0 and 0 < min(sizes[1:3]) < sum(SIZES.values())
 
 
+@FULL
 def test_chain_of_ten_equals_the_later_export(tmp_path, monkeypatch):
     # Several blocks of rows, and other blocks of the record.
     monkeypatch.setattr(row_windows, "_MIN_BLOCK_BYTES", 200)
@@ -210,6 +212,15 @@ def test_damaged_exports_are_refused(copies, applied):
     whole[-1] ^= 1
     path.write_bytes(whole)
     refuses(base, deltas[applied], "c.safetensors.*SHA-256.*new full export")
+
+
+def test_exports_of_releases_without_digests_are_refused(copies):
+    _, base, (first, *_) = copies
+    document = json.loads((base / "export.json").read_text())
+    del document["files"]
+    (base / "export.json").write_text(json.dumps(document))
+    message = "no digests of all files.*found; take a new full export, .* again.$"
+    refuses(base, first, message)
 
 
 def test_an_interrupted_delta_is_applied_again(copies, chain, monkeypatch):
@@ -369,7 +380,7 @@ WAYS_TO_SET_ROWS = {
 
 
 @pytest.mark.parametrize("trained", [0, pytest.param(1, marks=FULL)])
-@pytest.mark.parametrize("way", WAYS_TO_SET_ROWS.values(), ids=WAYS_TO_SET_ROWS)
+@pytest.mark.parametrize("way", full_cases(with_ids(WAYS_TO_SET_ROWS), "checkpoint"))
 def test_rows_set_by_hand_count_as_touched(tmp_path, way, trained):
     trainer = Trainer(tmp_path)
     trainer.train()

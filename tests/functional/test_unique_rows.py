@@ -1,6 +1,9 @@
 """Unique rows: once per device, expanded late, with the gradients of plain rows."""
 
+import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import AxisType
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
@@ -31,6 +35,12 @@ DENSE = {
     "kernel": jnp.linspace(-1, 1, 12).reshape(4, 3),
     "bias": jnp.array([0.1, -0.2, 0.3]),
 }
+
+
+def full(way):
+    return pytest.param(way, marks=pytest.mark.full)
+
+
 DEVICES = full_cases(with_ids({"1": 1, "2": 2, "3": 3, "8": 8}), "2")
 
 
@@ -157,7 +167,7 @@ def train_by_functions(plan, batch):
 
     def loss_fn(activations, dense):
         unique = te.functional.UniqueRows(
-            rows=activations["items"], index=batch["items"].index, plan=plan
+            rows=activations["items"], ids=batch["items"], plan=plan
         )
         return loss_of(activations | {"items": unique}, dense)
 
@@ -199,14 +209,129 @@ def test_a_step_equals_that_of_one_row_per_event(way, num_devices):
     np.testing.assert_array_equal(tables["item"][untouched], initial[untouched])
 
 
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+@pytest.mark.parametrize("way", ["nnx", full("exact"), full("functions")])
+@pytest.mark.parametrize("batch_axes", [None, ("data",), ("model",)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_meshes_of_two_axes_give_equal_numbers(kind, batch_axes, way):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(KINDS[kind],) * 2)
+    plan = te.make_plan(
+        CONFIG, mesh, optimizer=te.optimizers.sgd(1.0), batch_axes=batch_axes
+    )
+    batch = te.inputs.prepare_features(BATCH, plan)
+    with jax.set_mesh(mesh):
+        loss, dense, tables = WAYS[way](plan, batch)
+    wanted, wanted_dense, wanted_tables = WAYS["functions"](
+        plan_of(1), te.inputs.prepare_features(BATCH, plan_of(1))
+    )
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    for name, value in wanted_tables.items():
+        np.testing.assert_allclose(tables[name], value, rtol=1e-6, atol=1e-6)
+    for name, value in wanted_dense.items():
+        np.testing.assert_allclose(dense[name], value, rtol=0, atol=1e-6)
+
+
+def test_events_never_cross_the_network():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    plan = te.make_plan(CONFIG, mesh, batch_axes=("data",))
+    lists = np.random.default_rng(0).integers(0, 9, (8, LENGTH)).tolist()
+    ids = te.inputs.prepare_features({"items": lists}, plan)["items"]
+    values = jnp.ones((ids.ids.size, 16))
+
+    def total(values):
+        return jnp.sum(te.functional.expand(values, ids, plan) ** 2)
+
+    text = jax.jit(jax.grad(total)).lower(values).compile().as_text()
+    sizes = re.findall(r"= f32\[([\d,]+)\]\S* (?:all-gather|all-to-all)\(", text)
+    assert sizes
+    assert all(math.prod(map(int, s.split(","))) <= values.size for s in sizes)
+
+
+def test_values_may_have_any_axes():
+    ids = te.inputs.prepare_features(BATCH, plan_of(3))["items"]
+    rows = jnp.arange(ids.ids.size * 6.0).reshape(-1, 6)
+    whole = te.functional.expand(rows, ids, plan_of(3))["history"]
+    heads = te.functional.expand(rows.reshape(-1, 2, 3), ids, plan_of(3))["history"]
+    np.testing.assert_array_equal(heads.reshape(whole.shape), whole)
+    column = te.functional.expand(rows[:, 0], ids, plan_of(3))["history"]
+    np.testing.assert_array_equal(column, whole[..., 0])
+    with pytest.raises(ValueError, match="one value per unique row"):
+        te.functional.expand(rows[1:], ids, plan_of(3))
+
+
+@pytest.mark.parametrize(
+    "lists", [[[1], [2, 3]], [[1, 2], [3, 4]], [[], []], [[1, 2, 3, 4, 5, 6, 7]] * 2]
+)
+def test_lists_become_sequences_whatever_their_lengths(lists):
+    plan = te.make_plan({"items": ITEMS}, mesh_of(1))
+    ids = te.inputs.prepare_features({"items": lists}, plan)["items"]
+    assert ids.index.shape == (2, LENGTH)
+    is_id = ids.index < ids.ids.shape[1]
+    assert is_id.sum(axis=1).tolist() == [min(len(x), LENGTH) for x in lists]
+
+
+@pytest.mark.parametrize(
+    ("policy", "unique", "is_id"),
+    [("drop", [1, 2], [True, False, False]), ("clip", [1, 2, 49], [True] * 3)],
+)
+def test_ids_outside_the_table_are_dropped_or_clipped_and_counted(
+    policy, unique, is_id
+):
+    feature = dataclasses.replace(ITEMS, out_of_range_ids=policy)
+    plan = te.make_plan({"items": feature}, mesh_of(1))
+    ids = np.array([[1, 60, 2**40], [60, 70, 2]])
+    batch = te.inputs.prepare_features({"items": ids}, plan)
+    result = te.functional.lookup(initial_tables(plan), batch, plan)
+    kept = batch["items"].ids[batch["items"].ids < NUM_ROWS]
+    assert kept.tolist() == unique
+    assert int(result.stats.out_of_range["items"]) == 4
+    rows = te.functional.UniqueRows(
+        rows=result.activations["items"], ids=batch["items"], plan=plan
+    )
+    assert rows.is_id()[0].tolist() == is_id
+    assert int(rows.is_row().sum()) == len(unique)
+
+
+def test_one_batch_in_two_calls_and_several_tables():
+    other = te.TableConfig(vocabulary_size=NUM_ROWS, dim=2, name="other")
+    both = te.FeatureConfig(
+        table=(ITEM, other), unique_rows=True, max_sequence_length=LENGTH
+    )
+    plan = te.make_plan({"items": both}, mesh_of(3), optimizer=te.optimizers.sgd(1.0))
+    layer = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
+    batch = layer.prepare({"items": BATCH["items"]})
+    first, second = layer(batch)["items"]
+    tables = layer.embedding_tables()
+    for unique, name in ((first, "item"), (second, "other")):
+        candidates = unique.expand()["candidate"]
+        np.testing.assert_array_equal(candidates, tables[name][CANDIDATES])
+
+    def loss_fn(layer, batch):
+        calls = [layer(batch)["items"][0].expand()["candidate"] for _ in range(2)]
+        return jnp.sum(calls[0] * calls[1])
+
+    _, gradients = te.value_and_grad(loss_fn)(layer, batch)
+    te.Optimizer(layer, optax.sgd(0.1)).update(layer, gradients)
+    counts = np.bincount(CANDIDATES, minlength=NUM_ROWS)[:, None]
+    wanted = tables["item"] * (1 - 2 * counts)
+    found = layer.embedding_tables()["item"]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_narrow_values_are_summed_in_float32(monkeypatch):
     """Slices of places, and the rest behind the last one, equal one sum of all."""
     monkeypatch.setattr(unique_rows, "_MAX_SUMMED_PLACES", 64)
     index = np.random.default_rng(0).integers(0, 5, (100, 3)).astype(np.int32)
     values = jnp.ones((4, 2), jnp.bfloat16)  # so the index 4 is padding
 
+    ids = te.inputs.UniqueIds(
+        ids=np.arange(4)[None], index=index, out_of_range=np.zeros(1, np.int32)
+    )
+
     def total(values, weights):
-        return jnp.sum(te.functional.expand(values, index, None) * weights)
+        return jnp.sum(te.functional.expand(values, ids, None) * weights)
 
     weights = jnp.full((100, 3, 2), 1 / 3, jnp.bfloat16)
     gradient = jax.grad(total)(values, weights)
@@ -221,7 +346,7 @@ def test_places_without_an_id_are_zero():
     batch = te.inputs.prepare_features(BATCH, plan_of(1))
     tables = initial_tables(plan_of(1))
     rows = te.functional.lookup(tables, batch, plan_of(1)).activations["items"]
-    expanded = te.functional.expand(rows, batch["items"].index["history"], plan_of(1))
+    expanded = te.functional.expand(rows, batch["items"], plan_of(1))["history"]
     lengths = [min(len(ids), LENGTH) for ids in HISTORIES]
     is_zero = np.asarray(expanded == 0).all(axis=-1)
     assert (~is_zero).sum(axis=1).tolist() == lengths

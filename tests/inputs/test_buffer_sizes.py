@@ -239,6 +239,7 @@ def test_a_layer_remembers_sizes():
     assert layer.buffer_sizes.num_combinations == 1
 
 
+@pytest.mark.full
 def test_a_layer_with_sizes_is_split_and_compiled_once():
     layer = ragged_layer()
     num_compiled = 0

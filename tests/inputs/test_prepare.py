@@ -333,7 +333,7 @@ def test_samples_without_places_are_zero():
     np.testing.assert_array_equal(activations, np.zeros((4, 4)))
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.full), 8])
 def test_wide_ids_outside_jit_read_no_other_row(num_devices):
     plan = plan_of(num_devices)
     tables = init(plan)
@@ -384,7 +384,7 @@ def test_shard_batch():
     assert placed["ragged"].batch_size == ragged_ids.batch_size
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.full), 8])
 def test_placed_batches_give_the_same(num_devices):
     plan = plan_of(num_devices)
     tables = init(plan)

@@ -69,6 +69,7 @@ def test_activations_are_those_of_float32_rounded(num_devices):
     np.testing.assert_array_equal(first, second)
 
 
+@full
 def test_layer_trains_a_model_in_bfloat16():
     plan = plan_of(2, jnp.bfloat16, te.optimizers.adagrad(0.1))
     layer = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))

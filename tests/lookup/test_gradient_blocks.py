@@ -11,6 +11,7 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.lookup.pooled import integers
 from tests.lookup.stages import PADDING, full
+from tests.tiers import matrix, quick_cases
 from tpu_embedding.lookup._gradient_blocks import first_block, fold_blocks
 from tpu_embedding.rows.packed_rows import RowLayout, gather_in_bounds, pack_rows
 
@@ -62,8 +63,9 @@ def fold(keys, cotangents, ids_per_block, layout):
     return fold_blocks(blocks, first, read_cotangents, layout, body, carry)
 
 
-@pytest.mark.parametrize("dim", [1, 3])
-@pytest.mark.parametrize("ids_per_block", [1, 4, 64])
+@pytest.mark.parametrize(
+    ("ids_per_block", "dim"), quick_cases(matrix([1, 4, 64], [1, 3]), "1-1", "4-3")
+)
 def test_blocks_sum_by_row(ids_per_block, dim):
     layout = RowLayout(num_rows=ROWS, row_shape=(dim,))
     for name, keys in KEYS.items():
@@ -119,6 +121,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["rowwise_adagrad", full("adam")])
 def test_steps_equal_those_without_blocks(name):
     ids = np.random.default_rng(0).zipf(1.3, (90, 4)) % STEP_ROWS

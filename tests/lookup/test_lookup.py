@@ -481,6 +481,7 @@ def test_each_touched_row_once(num_devices):
     np.testing.assert_array_equal(rows, expected)
 
 
+@full
 @pytest.mark.parametrize(
     ("num_devices", "capacity", "exchange", "rounds"),
     [
@@ -588,6 +589,7 @@ def test_clip_finds_the_right_end_for_ids_of_any_size(dtype):
         np.testing.assert_array_equal(first, last)
 
 
+@full
 def test_shards_without_a_place_for_an_id():
     plan = make_plan(mesh_of(2))
     nothing = te.inputs.ShardedRaggedIds(
@@ -648,6 +650,7 @@ def test_two_stacks_and_unused_activations():
     np.testing.assert_allclose(after["t3"][:4], before["t3"][:4] - 1, rtol=1e-6)
 
 
+@full
 def test_second_step_compiles_nothing():
     plan = make_plan(mesh_of(8), dim=5)
     compiled_before = look_up_and_update._cache_size()
@@ -687,6 +690,7 @@ def test_any_ragged_batch(num_devices, capacity, exchange, num_values, seed):
     check_against_reference(plan, batch)
 
 
+@full
 @given(seed=st.integers(0, 2**16))
 @settings(max_examples=10)
 def test_permuting_samples_permutes_activations(seed):
@@ -705,6 +709,7 @@ def test_permuting_samples_permutes_activations(seed):
         )
 
 
+@full
 def test_hundreds_of_ids_per_sample():
     table = te.TableConfig(vocabulary_size=50, dim=3, combiner="sum", name="table")
     feature = te.FeatureConfig(table=table, name="ids")

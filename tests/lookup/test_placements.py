@@ -232,6 +232,7 @@ def test_every_optimizer_gives_the_numbers_of_one_device(
         np.testing.assert_array_equal(found[untouched], BEFORE[untouched])
 
 
+@full
 def test_placements_of_one_layer_may_differ():
     tables = {
         name: te.TableConfig(

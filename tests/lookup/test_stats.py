@@ -58,9 +58,7 @@ def counts_of(ids, plan):
 
 @pytest.mark.parametrize(
     ("ids", "num_devices"),
-    quick_cases(
-        matrix(with_ids(BATCHES), [2, 3, 8]), "random-8", "padding and others outside-3"
-    ),
+    quick_cases(matrix(with_ids(BATCHES), [2, 3, 8]), "padding and others outside-3"),
 )
 def test_counts(ids, num_devices):
     plan = plan_on(num_devices)
@@ -117,6 +115,7 @@ def test_no_ids_leave_one_device():
     assert stats.rounds == {"stack_0": 1}
 
 
+@pytest.mark.full
 def test_a_program_that_drops_the_counts_does_not_reduce_them():
     """XLA removes them; what is left of all-reduces is that of the rounds."""
     plan = plan_on(8, capacity=1)

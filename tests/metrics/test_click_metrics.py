@@ -249,6 +249,7 @@ def test_lists_of_clicks_are_checked():
         m.AUC.from_batch([0.5, 3.0, 2.0], [1, 3, 3], [True, False, True])
 
 
+@pytest.mark.full
 def test_auc_of_logits_far_from_zero_states_its_error():
     generator = np.random.default_rng(0)
     scores = generator.normal(size=2000).astype(np.float32)

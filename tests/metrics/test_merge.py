@@ -159,6 +159,11 @@ def test_update_keeps_the_settings():
     assert recall.k == 2
 
 
+def test_empty_takes_the_settings_only():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'weights'"):
+        m.RMSE.empty(weights=3)
+
+
 def test_only_like_metrics_merge():
     with pytest.raises(ValueError, match=r"AUC .*'num_bins': 4}, got .*'num_bins': 8}"):
         m.AUC.empty(4).merge(m.AUC.empty(8))

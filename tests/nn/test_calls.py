@@ -127,6 +127,7 @@ def double(nest):
     return jax.tree.map(lambda x: 2 * x, nest)
 
 
+@full
 def test_only_features_of_the_call_are_trained():
     layer = layer_on(3)
 
@@ -163,6 +164,7 @@ SERVING = {
 }
 
 
+@full
 @pytest.mark.parametrize(
     "num_devices", [3, *(pytest.param(n, marks=full) for n in (1, 8))]
 )
@@ -191,6 +193,7 @@ def test_other_features_on_the_same_tables(num_devices):
     np.testing.assert_allclose(moved["linear"][1:5], 1, rtol=1e-5)
 
 
+@full
 def test_calls_compile_once_each_and_leave_the_train_step_alone():
     layer = layer_on(2)
     optimizer = te.Optimizer(layer, optax.sgd(1.0))
@@ -223,6 +226,7 @@ def test_calls_compile_once_each_and_leave_the_train_step_alone():
     assert sorted(traces) == ["call", "evaluate", "train"]
 
 
+@full
 def test_stats_have_the_same_structure_after_every_call():
     layer = layer_on(1)
     before = jax.tree.structure(layer.stats.get_value())

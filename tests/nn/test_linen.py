@@ -186,6 +186,7 @@ def test_linen_nnx_and_functions_train_alike(num_devices, num_steps):
             np.testing.assert_array_equal(values, other_tables[name], err_msg=name)
 
 
+@pytest.mark.full
 def test_a_step_compiles_once_and_donates():
     model, traces = LinenModel(trained_plan(3)), []
     state = make_state(model, make_batch())
@@ -321,6 +322,7 @@ def test_statistics_move_on_and_lookup_stats_are_sown():
     )
 
 
+@pytest.mark.full
 def test_orbax_restores_under_the_same_plan_only(tmp_path):
     batch = make_batch()
     model = LinenModel(trained_plan(2))
@@ -335,6 +337,7 @@ def test_orbax_restores_under_the_same_plan_only(tmp_path):
             checkpointer.restore(tmp_path / "state", other)
 
 
+@pytest.mark.full
 def test_flax_bytes_restore_under_the_same_plan_only():
     batch, tx = make_batch(), optax.adam(0.01)
     model = LinenModel(plan_of(2, SCHEDULED))

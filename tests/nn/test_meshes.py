@@ -125,6 +125,7 @@ def check_equal(found, expected):
         np.testing.assert_allclose(weights, expected_weights, rtol=1e-4, atol=1e-5)
 
 
+@full
 @pytest.mark.parametrize(
     "options",
     [
@@ -207,6 +208,7 @@ def test_linen_works_on_explicit_axes():
     )
 
 
+@full
 def test_activations_have_the_types_of_explicit_axes():
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     with jax.set_mesh(mesh):
@@ -239,6 +241,7 @@ def collectives_of(text):
     return [(kind, shape) for shape, kind in re.findall(pattern, text)]
 
 
+@full
 def test_activations_are_gathered_once_and_tables_never():
     plan = make_plan(mesh_of_shape("4x2"), batch_axes=("data",))
     model, optimizer, step = make_step(plan)

@@ -40,6 +40,7 @@ def train_step(model, optimizer, ids):
     optimizer.update(model, gradients)
 
 
+@pytest.mark.full
 def test_slots_of_several_layers():
     model = Towers()
     optimizer = te.Optimizer(model, optax.adam(1e-3))

@@ -9,11 +9,13 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import matrix, quick_cases, with_ids
 
 BATCH = 12
 VOCABULARY_SIZE, DIM = 20, 4
 
 
+@pytest.mark.full
 def test_loader_may_reuse_its_buffers():
     """The batch of a call is read again in the next call."""
     table = te.TableConfig(vocabulary_size=9, dim=2, combiner="sum", name="t")
@@ -38,6 +40,7 @@ def test_loader_may_reuse_its_buffers():
     assert losses(True) == losses(False)
 
 
+@pytest.mark.full
 def test_variables_on_one_device_are_put_on_the_mesh():
     """As an eager lookup of some features leaves them, or a variable added later."""
     features = {
@@ -57,6 +60,22 @@ def test_variables_on_one_device_are_put_on_the_mesh():
     batch = dict.fromkeys("ab", np.arange(4))
     assert pipeline(layer, optimizer, batch) is None
     assert np.isfinite(pipeline.drain(layer, optimizer))
+
+
+def test_statistics_are_those_of_the_batch_that_was_trained():
+    table = te.TableConfig(vocabulary_size=9, dim=2, name="t")
+    features = {"f": te.FeatureConfig(table=table)}
+    layer = te.TPUEmbedding(features, te.optimizers.sgd(0.1), rngs=nnx.Rngs(0))
+    optimizer = te.Optimizer(layer, optax.sgd(0.1))
+    pipeline = te.PipelinedTrainStep(lambda model, ids: jnp.sum(model(ids)["f"]))
+    found = []
+    for outside in (1, 2, 3):
+        ids = np.where(np.arange(8) < outside, 99, 0)
+        pipeline(layer, optimizer, {"f": ids})
+        found.append(int(layer.stats.get_value().out_of_range["f"]))
+    pipeline.drain(layer, optimizer)
+    assert found[1:] == [1, 2]
+    assert layer.stats.get_value().out_of_range["f"] == 3
 
 
 def feature_config(name):
@@ -254,6 +273,7 @@ def test_stale_equals_a_reference_that_is_stale_in_the_same_way(num_devices):
     np.testing.assert_allclose(values, reference.tables[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_stale_is_exact_where_neighbouring_batches_share_no_row():
     """Stale activations of rows that no update in flight touches are up to date."""
     results = []
@@ -337,7 +357,7 @@ class Noisy(OneTable):
     [
         (Chained, "depend on the activations of layer 'embedding'"),
         (Weighted, "depend on the variable 'weights"),
-        (Noisy, "depend on the variable 'rngs"),
+        pytest.param(Noisy, "depend on the variable 'rngs", marks=pytest.mark.full),
     ],
 )
 def test_features_that_cannot_be_known_ahead_are_refused(model_class, match):
@@ -426,8 +446,10 @@ EVALUATIONS = {
 }
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
-@pytest.mark.parametrize("evaluate", EVALUATIONS.values(), ids=EVALUATIONS.keys())
+@pytest.mark.parametrize(
+    ("evaluate", "num_devices"),
+    quick_cases(matrix(with_ids(EVALUATIONS), [1, 8]), "nnx.jit-8"),
+)
 def test_an_evaluation_between_calls_changes_nothing(evaluate, num_devices):
     batches = [(np.arange(8) + i, np.ones(8, np.float32)) for i in range(3)]
 
@@ -482,7 +504,10 @@ MISUSE = {
 }
 
 
-@pytest.mark.parametrize("case", MISUSE)
+@pytest.mark.parametrize(
+    "case",
+    quick_cases(MISUSE, "changed tables", "update between calls", "another model"),
+)
 def test_misuse_gives_one_clear_error(case):
     misuse, match = MISUSE[case]
     model = OneTable(2)

@@ -113,6 +113,7 @@ def test_training_equals_the_dense_model(mesh):
     )
 
 
+@pytest.mark.full
 def test_steps_compile_once_and_donate():
     model = Model(mesh_of(8), te.optimizers.adagrad(0.1), nnx.Rngs(0))
     optimizer = te.Optimizer(model, optax.adam(0.01))
@@ -175,6 +176,7 @@ def test_two_layers_one_of_them_not_called():
     np.testing.assert_array_equal(model.unused.embedding_tables()["items"], before)
 
 
+@pytest.mark.full
 def test_table_without_optimizer_is_not_trained():
     model = Model(mesh_of(2), None, nnx.Rngs(0))
     before = model.embedding.embedding_tables()["items"]
@@ -356,6 +358,7 @@ class Towers(nnx.Module):
         return jnp.sum(self.embedding(left) * self.embedding(right), axis=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "num_devices", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 8))]
 )
@@ -423,6 +426,7 @@ CLOSURES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("closure", quick_cases(CLOSURES, "scan"))
 def test_closures_over_a_model_look_up_and_refuse_to_lose_gradients(closure):
     model = Towers(mesh_of(2), te.optimizers.sgd(0.1))

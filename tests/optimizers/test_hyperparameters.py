@@ -444,11 +444,9 @@ TRACED = [
     quick_cases(
         with_ids({case_id(*case): case for case in TRACED}),
         "bounded_adagrad",
-        "lamb weight_decay=0.0",
         "partial_rowwise_adam weight_decay=0.3",
         "bounded_adagrad max_var_update=0.01 max_accumulator=0.5",
         "rowwise_adagrad weight_decay=0.2 weight_decay_mode=decoupled",
-        "lamb weight_decay=0.3",
         "rowwise_rmsprop rho=0.5",
         "partial_rowwise_lamb weight_decay=0.3",
     ),

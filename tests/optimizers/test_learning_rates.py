@@ -168,6 +168,7 @@ def test_ftrl_that_multiplies_follows_its_slots_at_zero():
     assert (rows != first).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "num_devices", "options"),
     quick_cases(

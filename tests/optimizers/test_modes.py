@@ -132,6 +132,7 @@ def test_sequence_follows_the_samples_not_the_places_of_ids(num_devices):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_devices", "hardware", "slot_dtype"),
     quick_cases(matrix([(1, "cpu"), (3, "v6e")], [None, jnp.bfloat16]), "1-cpu-None"),

@@ -303,6 +303,8 @@ SENT_TO_EVERY_ROW = [x for x in RULES if REFUSED.get(x) in (NORM_OF_ALL, IN_TIME
     "name",
     full_cases(
         SENT_TO_EVERY_ROW,
+        "prodigy",
+        "fromage",
         "lamb",
         "dowg",
         "schedule_free_adamw",

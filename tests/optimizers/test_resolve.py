@@ -129,6 +129,7 @@ BY_TABLE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick_cases(BY_TABLE, "multi_transform"))
 def test_optimizer_of_a_dict_of_tables_equals_optax(name):
     optimizer = BY_TABLE[name]
@@ -164,6 +165,7 @@ def test_what_fits_neither_an_array_nor_a_dict_is_refused():
         one_table_plan(optimizer, 5, 2, mesh_of(1))
 
 
+@pytest.mark.full
 def test_learning_rate_changes_without_compilation():
     rule = optax.inject_hyperparams(te.optimizers.adagrad)(
         learning_rate=0.1, clipvalue=3.0

@@ -165,7 +165,6 @@ def rules_and_configurations():
         rules_and_configurations(),
         "adagrad-three_in_rounds",
         "adam-two_with_kernels",
-        "clippy_adagrad-eight_packed",
     ),
 )
 def test_steps_equal_the_rule_on_touched_rows(name, configuration):
@@ -292,6 +291,7 @@ def test_step_gated_rules_need_every_row(name):
         one_table_plan(STEP_GATED[name], VOCABULARY_SIZE, DIM, mesh_of(1))
 
 
+@full
 @pytest.mark.parametrize(
     ("hardware", "kernels"),
     quick_cases(
@@ -348,6 +348,7 @@ def test_which_rules_run_on_lines(name, expected):
     assert runs_on_lines(plan.stacks[0].optimizer, 32, 128) is expected
 
 
+@full
 @needs_kernels
 @pytest.mark.parametrize(
     "name",
@@ -475,6 +476,7 @@ LOOPS_OVER_ROWS = {
 }
 
 
+@full
 def test_a_loop_in_the_state_is_refused_in_bounded_time():
     """Also where an option asks for the state while the rule is traced."""
     traced = []
@@ -493,7 +495,7 @@ def test_a_loop_in_the_state_is_refused_in_bounded_time():
             te.optimizers.check_row_local(each, DIM)
 
 
-@pytest.mark.parametrize("case", LOOPS_OVER_ROWS)
+@pytest.mark.parametrize("case", full_cases(LOOPS_OVER_ROWS, "Python", "fori_loop"))
 def test_loops_over_rows_are_refused_in_bounded_time(case):
     """The bound counts traced rows; tables of 65,536 rows exceed it."""
     traced = []
@@ -544,7 +546,7 @@ def test_factored_state_is_refused_when_the_plan_is_made():
         initial_state(plan, start_values())
 
 
-@pytest.mark.parametrize("multiplies", [True, False])
+@pytest.mark.parametrize("multiplies", [pytest.param(True, marks=full), False])
 def test_ftrl_without_an_accumulator_gives_no_nan(multiplies):
     """Zero accumulators, zero gradients, and a rate that ramps up from 0."""
     rate = optax.linear_schedule(0.0 if multiplies else 0.1, 0.1, 3)

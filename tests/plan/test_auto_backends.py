@@ -166,6 +166,7 @@ def train(plan):
     return *outputs, te.functional.unstack_tables(tables, plan)["t"], *accumulators
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.parametrize(
     ("dim", "directions"),

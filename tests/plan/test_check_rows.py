@@ -46,6 +46,7 @@ OTHER_PLANS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case", quick_cases(OTHER_PLANS, "other sizes of the same sum")
 )
@@ -73,12 +74,14 @@ def test_arrays_of_another_plan_are_refused(case):
         te.functional.apply_gradients(other_tables, slots, gradients, other)
 
 
+@pytest.mark.full
 def test_tables_of_another_dim_are_refused():
     tables, _ = arrays_of(make_plan())
     with pytest.raises(ValueError, match=r"row_shape per shard: \(4,\), not \(6,\)"):
         te.functional.lookup(tables, IDS, make_plan(dim=6))
 
 
+@pytest.mark.full
 def test_tables_of_another_dtype_are_refused():
     tables, _ = arrays_of(make_plan(dtype=jnp.bfloat16))
     with pytest.raises(ValueError, match="dtype: bfloat16, not float16"):
@@ -90,6 +93,7 @@ def test_tables_of_another_dtype_are_refused():
     assert len(names) == 3
 
 
+@pytest.mark.full
 def test_missing_arrays():
     plan = make_plan()
     tables, slots = arrays_of(plan)

@@ -98,6 +98,7 @@ def prepare_elsewhere(plan, batch, results):
     results.put((jax.tree.leaves(prepared), xla_bridge.backends_are_initialized()))
 
 
+@pytest.mark.full
 def test_a_spawned_loader_prepares_and_starts_no_device():
     plan, batch = make_plan(), make_batch()
     context = multiprocessing.get_context("spawn")

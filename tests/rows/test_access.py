@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import needs_kernels
-from tests.tiers import full_cases, matrix, with_ids
+from tests.tiers import full_cases, matrix, quick_cases, with_ids
 from tpu_embedding.rows.access import (
     add_repeatedly,
     add_to_rows,
@@ -60,14 +60,7 @@ NARROW_LAYOUTS = {
 }
 narrow_layouts = pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(
-            layout,
-            id=name,
-            marks=() if layout.dim in (1, 16, 300) else pytest.mark.full,
-        )
-        for name, layout in NARROW_LAYOUTS.items()
-    ],
+    quick_cases(with_ids(NARROW_LAYOUTS), "bfloat16-dim16-128", "int8-dim300-128"),
 )
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 kernel_layouts = pytest.mark.parametrize(
@@ -332,8 +325,8 @@ def count_and_add(sums, gradient, row, slot, count, rate):
     ("num_ids", "layout"),
     full_cases(
         matrix([0, 7, 128, 130], with_ids(KERNEL_LAYOUTS)),
-        *("7-dim16-kernels", "7-dim256-kernels"),
-        *("130-dim16-kernels", "130-dim128-kernels"),
+        *("7-dim16-kernels", "7-dim256-kernels", "128-dim256-kernels"),
+        *("130-dim16-kernels", "130-dim128-kernels", "130-dim256-kernels"),
     ),
 )
 def test_update_packed(layout, num_ids):

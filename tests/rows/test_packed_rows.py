@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tpu_embedding as te
+from tests.tiers import quick_cases
 from tpu_embedding.rows.access import add_to_rows, gather_rows, with_room_for_kernels
 from tpu_embedding.rows.kernels.kernel_access import KernelAccess
 from tpu_embedding.rows.packed_rows import (
@@ -51,7 +52,17 @@ KERNEL_LAYOUTS = {
 }
 if jax.__version_info__ >= (0, 12):
     LAYOUTS |= KERNEL_LAYOUTS
-every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+every_layout = pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            layout,
+            id=name,
+            marks=() if layout.dim in (1, 3, 16, 200) else pytest.mark.full,
+        )
+        for name, layout in LAYOUTS.items()
+    ],
+)
 
 
 def kernels_of(layout):
@@ -379,7 +390,10 @@ def test_the_last_row_is_cleared(layout, num_rows):
 )
 @pytest.mark.parametrize(
     ("dim", "lanes"),
-    [(1, 128), (16, 128), (200, 128), (16, None), (24, None), (24, 128)],
+    quick_cases(
+        [(1, 128), (16, 128), (200, 128), (16, None), (24, None), (24, 128)],
+        *("16-128", "200-128", "24-None"),
+    ),
 )
 def test_rows_of_several_arrays_follow_each_other(dim, lanes, sizes):
     rows = random_rows(RowLayout(num_rows=sum(sizes), row_shape=(dim,)))

@@ -10,6 +10,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases
 from tpu_embedding.tables.initial_values import _key_of_words, _words_of_name
 
 KEY = jax.random.key(11)
@@ -98,7 +99,7 @@ def assert_same_values(actual, expected):
     ("num_devices", "hardware"),
     [
         pytest.param(2, None, marks=pytest.mark.full),
-        (3, None),
+        pytest.param(3, None, marks=pytest.mark.full),
         pytest.param(8, None, marks=pytest.mark.full),
         pytest.param(1, "v5p", marks=pytest.mark.full),
         pytest.param(3, "v5p", marks=pytest.mark.full),
@@ -111,7 +112,7 @@ def test_equal_on_any_devices_and_in_any_packing(num_devices, hardware):
     assert_same_values(values, values_of())
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(8, marks=pytest.mark.full)])
 def test_equal_in_any_stack(num_devices):
     fewer = values_of(num_devices, tables=TABLES[1:4])
     assert_same_values(fewer, values_of())
@@ -124,7 +125,7 @@ def test_equal_in_any_stack(num_devices):
 
 
 def test_equal_to_the_initializer_with_the_tables_shape():
-    values = values_of(3)["numbers"]
+    values = values_of(8, "v5p")["numbers"]
     np.testing.assert_array_equal(values, row_number(None, (37, 4), np.float32))
 
 
@@ -157,9 +158,12 @@ def test_values_are_those_of_the_initializer():
     values = initializer(key, (33, 4), jnp.float32)
     # Within float32's rounding of 0.3: the test compiles this call without fused
     # multiply-adds.
-    np.testing.assert_allclose(values_of(3)["uniform"], values, rtol=0, atol=3e-8)
+    np.testing.assert_allclose(
+        values_of(8, "v5p")["uniform"], values, rtol=0, atol=3e-8
+    )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_a_key_of_another_generator(impl):
     plans = [
@@ -175,11 +179,13 @@ def test_a_key_of_another_generator(impl):
     assert np.unique(values[0]).size == 200
 
 
+@pytest.mark.full
 def test_a_large_table_beside_small_ones_that_need_the_whole_shape():
     tables = (table("a", 9), table("b", 30, initializer=row_number), table("c", 9))
     assert_same_values(values_of(8, "v5p", tables), values_of(tables=tables))
 
 
+@pytest.mark.full
 def test_no_temporary_grows_with_the_tables():
     temporaries = []
     for num_rows in (100_000, 400_000):
@@ -204,7 +210,7 @@ def test_one_program_whatever_the_number_of_tables():
 
 def test_shapes():
     for config in TABLES:
-        shape = values_of(8)[config.name].shape
+        shape = values_of(8, "v5p")[config.name].shape
         assert shape == (config.vocabulary_size, config.dim)
 
 
@@ -214,7 +220,9 @@ def test_tables_of_one_shape_differ():
 
 
 def test_no_two_rows_are_equal():
-    values = np.concatenate([values_of(8)[n] for n in ("big", "one_row", "five")])
+    values = np.concatenate(
+        [values_of(8, "v5p")[n] for n in ("big", "one_row", "five")]
+    )
     assert len(np.unique(values, axis=0)) == 107
 
 
@@ -243,7 +251,8 @@ def test_default_scale_is_that_of_the_tables_dim():
 
 
 @pytest.mark.parametrize(
-    ("mode", "fan"), [("fan_in", 512), ("fan_out", 8), ("fan_avg", 260)]
+    ("mode", "fan"),
+    quick_cases([("fan_in", 512), ("fan_out", 8), ("fan_avg", 260)], "fan_avg-260"),
 )
 def test_initializers_by_fan_see_the_logical_shape(mode, fan):
     initializer = jax.nn.initializers.variance_scaling(2.0, mode, "normal")

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.tiers import each_once
+from tests.tiers import each_once, matrix, quick_cases
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables import line_exchange, row_windows
@@ -147,10 +147,13 @@ def test_round_trip(num_devices, hardware, row, small_blocks):
 
 @pytest.mark.parametrize(
     ("hardware", "dtype", "dim"),
-    each_once(
-        ["v5p", "cpu"],
-        ["bfloat16", "int8", "float32", "float16"],
-        [1, 7, 48, 100, 128, 1024],
+    quick_cases(
+        matrix(
+            ["v5p", "cpu"],
+            ["bfloat16", "int8", "float32", "float16"],
+            [1, 7, 48, 100, 128, 1024],
+        ),
+        *("v5p-bfloat16-1", "cpu-int8-7", "cpu-float16-100"),
     ),
 )
 def test_any_dim_and_dtype(dim, dtype, hardware, monkeypatch):

@@ -108,7 +108,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize(
-    "name", full_cases(NAMES, "sgd", "adagrad", "adam", "adafactor")
+    "name", full_cases(NAMES, "sgd", "adagrad", "adam", "adafactor", "by table")
 )
 def test_names_and_shapes(name):
     optimizer, expected = NAMES[name]
@@ -162,7 +162,7 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", full_cases(ALL, "exact adafactor", "bools"))
 def test_all_of_a_state_is_read_and_set(name):
     optimizer, others = ALL[name]
     plan = plan_of(optimizer, 8 if "exact" in name else 2)
@@ -186,6 +186,7 @@ def test_all_of_a_state_is_read_and_set(name):
     assert_equal(te.functional.slot_values(slots, plan, "all"), values)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "hardware", ["cpu", pytest.param("v5p", marks=pytest.mark.full)]
 )
@@ -204,6 +205,7 @@ def test_values_move_to_other_devices_and_stacks(hardware):
         )
 
 
+@pytest.mark.full
 def test_a_step_continues_from_set_values():
     """Adagrad from accumulators of a checkpoint, as a run that was not stopped."""
     plan = plan_of(opt.adagrad(0.5), 2, "cpu", ("c",))
@@ -316,6 +318,7 @@ def test_refuses_other_parts_and_plans(plan_and_slots):
         te.functional.slot_values(slots, other)
 
 
+@pytest.mark.full
 def test_tables_may_have_the_names_of_state_fields():
     names = ("mu", "nu", "count", "x")
     plan = te.make_plan(

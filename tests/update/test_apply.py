@@ -90,7 +90,10 @@ def test_touched_rows(name, dim, hardware):
         reference.check(table, state)
 
 
-@pytest.mark.parametrize(("dim", "hardware"), [(1, "cpu"), (3, "cpu"), (3, "v5p")])
+@pytest.mark.parametrize(
+    ("dim", "hardware"),
+    quick_cases([(1, "cpu"), (3, "cpu"), (3, "v5p")], "3-v5p"),
+)
 def test_every_element(dim, hardware):
     """Each round moves the rows of its range, also those without a gradient."""
     rule = te.optimizers.every_row(counted(has_hits=False))
@@ -153,7 +156,7 @@ SIZES = [5, 1, 6]
 
 
 @pytest.mark.parametrize(
-    ("num_rounds", "num_devices"), quick_cases(matrix([1, 3], [1, 2]), "3-2", "1-1")
+    ("num_rounds", "num_devices"), quick_cases(matrix([1, 3], [1, 2]), "3-2")
 )
 def test_totals_of_tables_over_rounds_and_shards(num_devices, num_rounds):
     """Table 1 has no gradient in the first step, and one row in the second."""

@@ -68,8 +68,8 @@ def new_apply():
     ("blocks", "layout"),
     full_cases(
         matrix(with_ids({"small_blocks": 2, "one_odd_block": 5}), with_ids(LAYOUTS)),
-        "small_blocks-single_values",
-        "small_blocks-dim16-packed",
+        *("small_blocks-single_values", "small_blocks-dim3-packed"),
+        *("small_blocks-dim16-packed", "small_blocks-dim200-packed"),
         "one_odd_block-dim3-packed",
     ),
     indirect=["blocks"],
@@ -135,6 +135,7 @@ def test_blocks_of_the_pass_fit_caches():
     assert every_element._VALUES_PER_BLOCK * 4 == 4 * 2**20
 
 
+@pytest.mark.full
 @needs_kernels
 def test_bfloat16_slots_have_the_spare_row_of_their_table(monkeypatch):
     """The pass slices table and slots alike, the last and shorter block, too."""

@@ -273,6 +273,7 @@ def test_padding_changes_no_row():
     np.testing.assert_array_equal(unshard([table], 5), rows)
 
 
+@pytest.mark.full
 def test_totals_over_the_rows_of_narrow_tables():
     """All rows of several tables, on two devices: integers that float16 holds."""
     plan, stack = plan_of(SIZES, DIM, balanced(), num_devices=2, dtype=jnp.float16)

@@ -158,6 +158,7 @@ def read_table(
     Raises:
       CheckpointError: if the table is not in the checkpoint, or a file is damaged.
       IndexError: if a row is not in the table.
+      TypeError: if the row ids are no integers along one axis.
     """
     file, of_table, array = _open_array(directory, table, slot)
     values = _read_rows(file, array, rows)
@@ -223,11 +224,22 @@ def _read_rows(file: ArrayFile, array: ArrayRecord, rows: Any) -> np.ndarray:
         if step != 1:
             raise ValueError(f"rows must have step 1, got {rows}.")
         return file.read(slice(start, max(start, stop)))
-    row_ids = np.asarray(rows, np.int64)
+    row_ids = np.asarray(rows)
+    is_integer = np.issubdtype(row_ids.dtype, np.integer) or _holds_integers(row_ids)
+    if row_ids.ndim != 1 or (row_ids.size and not is_integer):
+        raise TypeError(
+            "rows must be a slice or row ids [n] of an integer type, got "
+            f"{row_ids.dtype}{list(row_ids.shape)}; write [3] for one row."
+        )
     outside = row_ids[(row_ids < 0) | (row_ids >= size)]
     if outside.size:
         raise IndexError(f"rows must lie between 0 and {size - 1}, got {outside[0]}.")
-    return file.read(row_ids)
+    return file.read(row_ids.astype(np.int64))
+
+
+def _holds_integers(values: np.ndarray) -> bool:
+    """Returns True for integers beyond 64 bits, which NumPy holds as objects."""
+    return values.dtype == object and all(type(value) is int for value in values.flat)
 
 
 def _kvstore(path: epath.Path) -> dict[str, str]:

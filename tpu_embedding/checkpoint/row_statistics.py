@@ -96,12 +96,13 @@ def table_statistics(directory: str | os.PathLike[str], table: str) -> TableStat
 
 
 def comparable_slots(record: TableRecord) -> dict[str, float]:
-    """Returns the initial value of each slot variable whose rows all start equal."""
-    return {
-        name: slot.initial
-        for name, slot in record.slots.items()
-        if slot.chunk_rows is not None and slot.initial is not None
-    }
+    """Returns the initial value of each slot variable with rows; {} if one has none.
+
+    A row may have moved in that one only.
+    """
+    slots = {k: x for k, x in record.slots.items() if x.chunk_rows is not None}
+    values = {k: x.initial for k, x in slots.items() if x.initial is not None}
+    return values if len(values) == len(slots) else {}
 
 
 def row_norms(rows: np.ndarray) -> np.ndarray:

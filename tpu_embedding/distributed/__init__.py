@@ -6,7 +6,8 @@ calls it by itself.
 * `starting`: starts JAX in all processes, after a roll call.
 * `cluster_detection`: finds the coordinator, the number of processes and that of this
   one, from arguments or the environment.
-* `roll_call`: waits until each process has come, and refuses a second one of a number.
+* `roll_call`: waits until each process has come, and refuses a second one of a number
+  other than 0.
 * `job`: exchanges values and agrees on facts between the processes.
 * `store`: the texts that the processes share, in JAX's coordination service.
 * `notices`: tells an error of one process to all, and ends them together.

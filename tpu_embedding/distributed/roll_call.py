@@ -59,8 +59,8 @@ def hold_roll_call(place: Place, timeout_seconds: float) -> None:
     """Waits in process 0 until each process has claimed its place.
 
     Raises:
-      StartError: if the port is in use, two processes claim one place, they disagree
-        on their number, or some do not come in time.
+      StartError: if the port is in use, two processes claim one place other than 0,
+        they disagree on their number, or some do not come in time.
     """
     own = Claim(process=0, num_processes=place.num_processes)
     deadline = time.monotonic() + timeout_seconds
@@ -178,7 +178,8 @@ class _Present:
             f"coordinator {place.coordinator} within {seconds:.0f} s; missing: "
             f"{named}. Check that each host runs the same command with its own "
             f"--process-id, 0 to {place.num_processes - 1}, and see the logs of the "
-            "others."
+            "others. Or process 0 was started on another host than --coordinator "
+            "names."
         )
 
     def answer(self, problem: str | None) -> None:

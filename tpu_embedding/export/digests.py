@@ -14,8 +14,8 @@ from tpu_embedding.export.signature import ExportError
 DOCUMENT_FILE: Final = "export.json"
 
 _WAY_OUT: Final = (
-    "copy the whole directory again from where it was written, or export the model "
-    "again. Files that were changed on purpose are read with verify=False."
+    "export the model again, or copy the whole directory again from where it was "
+    "written. With verify=False the files are read as they are."
 )
 
 
@@ -58,9 +58,8 @@ def check_files(
     """
     if "files" not in document:
         raise ExportError(
-            f"{directory} was exported by a release that kept no digests of its files, "
-            "so damage to them cannot be found; export the model again. "
-            "te.export.load reads it with verify=False."
+            f"{directory / DOCUMENT_FILE} has no digests of all files, as exports of "
+            f"earlier releases have none, so damage cannot be found; {way_out}"
         )
     for name, digest in document["files"].items():
         if name not in skipped:

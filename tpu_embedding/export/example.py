@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.export.signature import BATCH, ArraySpec, ExportError, Input
-from tpu_embedding.types import DenseIds, ShardedRaggedIds
+from tpu_embedding.types import DenseIds, ShardedRaggedIds, UniqueIds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ def ids_of(leaf: Any) -> Any:
 
 
 def _is_container(leaf: Any) -> bool:
-    return isinstance(leaf, DenseIds) or _is_ragged(leaf)
+    return isinstance(leaf, DenseIds | UniqueIds) or _is_ragged(leaf)
 
 
 def _is_ragged(leaf: Any) -> bool:
@@ -130,6 +130,11 @@ def _is_ragged(leaf: Any) -> bool:
 
 
 def _check_numbers(name: str, leaf: Any) -> None:
+    if isinstance(leaf, UniqueIds):
+        raise ExportError(
+            f"Input {name!r} of the example is prepared for the devices of a training; "
+            "give the ids as they were before prepare: arrays or RaggedIds."
+        )
     if _is_ragged(leaf):
         return
     array = ids_of(leaf)

@@ -1,9 +1,9 @@
 """The lookup and the update as functions of explicit arrays, without Flax.
 
 `steps` has the calls of a training step. `following_slots` and `final_table_values`
-have those around training, and `serving_lookup` that of an exported model. `unique_rows`
-expands rows that a lookup returned once each. The arrays are the stacked tables and slot
-variables of a plan; `flax_states` lets Flax save them.
+have those around training, and `serving_lookup` that of an exported model.
+`unique_rows` expands rows that a lookup returned once each. The arrays are the stacked
+tables and slot variables of a plan; `flax_states` lets Flax save them.
 """
 
 from tpu_embedding.functional import flax_states as _flax_states  # noqa: F401

@@ -21,6 +21,7 @@ from tpu_embedding.inputs.shard_inputs import (
     FeatureShape,
     as_dense_ids,
     feature_shape,
+    refuse_weighted_unique_rows,
     sample_ids_of,
     to_feature_input,
     to_shardable,
@@ -34,7 +35,7 @@ from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES
-from tpu_embedding.types import PADDING_ROW_ID, ShardedRaggedIds
+from tpu_embedding.types import PADDING_ROW_ID, DenseIds, ShardedRaggedIds, UniqueIds
 
 
 @jax.tree_util.register_dataclass
@@ -149,20 +150,27 @@ def _serve_unique_rows(
     one_per_sample = FeatureInput(
         ids=all_ids, weights=None, sample_ids=None, num_samples=num_rows, valence=1
     )
-    row_ids, _, _ = resolve(one_per_sample, feature)
+    row_ids, _, out_of_range = resolve(one_per_sample, feature)
     rows = _row_reader(table, feature, plan)(row_ids).astype(plan.activation_dtype)
+    own_places = jnp.arange(num_rows, dtype=jnp.int32)
+    all_places = jnp.where(row_ids == PADDING_ROW_ID, num_rows, own_places)
     index, start = {}, 0
     for name, x in places.items():
-        numbers = start + jnp.arange(math.prod(x.shape), dtype=jnp.int32)
-        start += math.prod(x.shape)
-        index[name] = jnp.where(x == PADDING_ROW_ID, num_rows, numbers.reshape(x.shape))
-    return UniqueRows(
-        rows=rows, index=index[ONLY] if ONLY in index else index, plan=None
+        end = start + math.prod(x.shape)
+        index[name] = all_places[start:end].reshape(x.shape)
+        start = end
+    unique = UniqueIds(
+        ids=row_ids[None],
+        index=index[ONLY] if ONLY in index else index,
+        out_of_range=out_of_range[None],
     )
+    return UniqueRows(rows=rows, ids=unique, plan=None)
 
 
 def _in_places(ids: Any, feature: FeaturePlan, shard: InputPlan) -> Array:
     """Returns int32 ids, `[batch]` or `[batch, places]`."""
+    if isinstance(ids, DenseIds | ShardedRaggedIds):
+        refuse_weighted_unique_rows(ids.weights, feature)
     if not isinstance(ids, ShardedRaggedIds):
         return jnp.asarray(as_dense_ids(ids).ids, jnp.int32)
     length = length_of_ragged(feature)

@@ -11,13 +11,17 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float
 
 from tpu_embedding.argument_checks import Wanted, takes
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
-from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
-from tpu_embedding.types import AxisSize, IdArray, UniqueIds
+from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
+from tpu_embedding.types import PADDING_ROW_ID, AxisSize, IdArray, UniqueIds
 
+_UNIQUE_IDS: Final = Wanted(
+    UniqueIds, "the prepared ids of a feature with unique_rows, as batch['items']"
+)
 _PLAN_OR_NONE: Final = Wanted(EmbeddingPlan | None, PLAN.text)
 
 _MAX_SUMMED_PLACES: Final = 2**15
@@ -31,59 +35,67 @@ class UniqueRows:
 
     Attributes:
       rows: `[num_shards * unique_per_shard, dim]`, global, split over all devices. Each
-        device has the rows that its samples need, once each; unused ones are zero.
-      index: int32 `[batch, ...]`, or a dict of such arrays like the ids. The place of
-        each id's row among the rows of its device; `unique_per_shard` where there is no
-        id.
+        device has the rows that its samples need, once each. Two devices may have the
+        same row. Unused places are zero.
+      ids: the prepared ids, with the index of the samples into the rows.
       plan: plan of the lookup; None: all rows are on one device, as in serving.
     """
 
     rows: Float[Array, "rows dim"]
-    index: Any
+    ids: UniqueIds
     plan: EmbeddingPlan | None = dataclasses.field(metadata={"static": True})
 
-    def expand(self, values: Float[Array, "rows width"] | None = None) -> Any:
+    def expand(self, values: Float[Array, "rows ..."] | None = None) -> Any:
         """Gathers values into the places of the samples; see `expand`.
 
         Args:
           values: one per row, such as the output of an MLP; None: the rows.
 
         Returns:
-          `[batch, ..., width]`, or a dict of them like `index`.
+          `[batch, ...]`, or a dict of them like the ids.
         """
         values = self.rows if values is None else values
-        return jax.tree.map(lambda index: expand(values, index, self.plan), self.index)
+        return expand(values, self.ids, self.plan)
 
     def is_id(self) -> Any:
-        """Returns bool arrays like `index`: False for padding."""
-        num_shards = 1 if self.plan is None else self.plan.num_shards
-        per_shard = self.rows.shape[0] // num_shards
-        return jax.tree.map(lambda index: index < per_shard, self.index)
+        """Returns bool `[batch]` or `[batch, places]`, like the ids: False for padding.
+
+        An id outside its table that was dropped is padding, too.
+        """
+        per_shard = self.ids.ids.shape[1]
+        return jax.tree.map(lambda index: index < per_shard, self.ids.index)
+
+    def is_row(self) -> Bool[Array, " rows"]:
+        """Returns False for the unused places of `rows`."""
+        return jnp.asarray(self.ids.ids).reshape(-1) != PADDING_ROW_ID
 
 
-@takes("te.functional.", plan=_PLAN_OR_NONE)
+@takes("te.functional.", ids=_UNIQUE_IDS, plan=_PLAN_OR_NONE)
 def expand(
-    values: Float[Array, "rows width"],
-    index: IdArray,
-    plan: EmbeddingPlan | None,
-) -> Float[Array, "batch *places width"]:
+    values: Float[Array, "rows ..."], ids: UniqueIds, plan: EmbeddingPlan | None
+) -> Any:
     """Gathers the values of unique rows into the places of the samples.
 
-    No value crosses the network: each device has the rows of its samples.
+    Each device has the rows of its samples, so no value crosses the network. Two cases
+    differ. If batches are split over some mesh axes only, the devices along the others
+    exchange their values, not the expanded ones. If the devices do not divide the
+    batch, the samples that filled it up are cut off.
+
+    JAX differentiates it in reverse mode. The gradients of a value are summed in
+    float32, and rounded once.
 
     Args:
-      values: `[num_shards * unique_per_shard, width]`, global; one per unique row, of
-        any float type.
-      index: int32 `[batch]` or `[batch, places]`, global; an array of
-        `UniqueIds.index` of the prepared batch.
+      values: `[num_shards * unique_per_shard, ...]`, global; one per unique row, of any
+        float type.
+      ids: the prepared ids of the feature.
       plan: plan of the lookup; None: all values are on one device.
 
     Returns:
-      Values of each place, of the same type; zeros where there is no id. Their
-      gradients are summed in float32, and rounded once.
+      Values of each place, of the same type, `[batch, ...]` or `[batch, places, ...]`;
+      a dict of them if the ids are a dict. Zeros where there is no id.
 
     Raises:
-      ValueError: if the values are not split evenly over the devices.
+      ValueError: if there is not one value per unique row.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -96,34 +108,27 @@ def expand(
       >>> batch = te.inputs.prepare_features({"watched": [[7, 7, 2], [2]]}, plan)
       >>> tables = te.functional.init_tables(plan, jax.random.key(0))
       >>> rows = te.functional.lookup(tables, batch, plan).activations["watched"]
-      >>> te.functional.expand(rows, batch["watched"].index, plan).shape
+      >>> te.functional.expand(rows, batch["watched"], plan).shape
       (2, 3, 4)
     """
-    if plan is None:
-        return _expand(values, jnp.asarray(index))
-    if values.shape[0] % plan.num_shards:
+    num_shards, per_shard = ids.ids.shape
+    if values.shape[:1] != (num_shards * per_shard,):
         raise ValueError(
-            f"expand needs values [num_shards * unique_per_shard, width] for "
-            f"{plan.num_shards} shards, got shape {values.shape}; give one value per "
-            "row of the activation."
+            f"expand needs one value per unique row, {num_shards * per_shard} here, "
+            f"got values of shape {values.shape}; transform all rows of the activation."
         )
-    batch_size = index.shape[0]
-    per_shard = values.shape[0] // plan.num_shards
-    missing = -batch_size % plan.num_shards
-    spec = plan.sample_spec
-    local = on_shards(_expand, plan, in_specs=(spec, spec), out_specs=spec)
+    # All axes of a value lie side by side.
+    flat = values.reshape(values.shape[0], -1)
+    if plan is None:
+        run = _expand
+    else:
+        run = functools.partial(_expand_on_mesh, plan=plan)
 
-    def run(values, index):
-        room = ((0, missing), *((0, 0),) * (index.ndim - 1))
-        index = jnp.pad(index, room, constant_values=per_shard)
-        expanded = local(values, index)
-        if len(plan.batch_axes) < len(plan.sample_axes):
-            expanded = constrain(expanded, plan, plan.batch_sharding.spec)
-        return expanded[:batch_size]
+    def expand_into(index: IdArray) -> Array:
+        expanded = run(flat, jnp.asarray(index))
+        return expanded.reshape(*index.shape, *values.shape[1:])
 
-    divides = batch_size % plan.num_batch_shards == 0
-    out_spec = plan.batch_sharding.spec if divides else jax.sharding.PartitionSpec()
-    return in_auto_axes(run, plan, out_spec)(values, index)
+    return jax.tree.map(expand_into, ids.index)
 
 
 def with_index(activations: Any, features: Any, plan: EmbeddingPlan) -> Any:
@@ -138,7 +143,7 @@ def with_index(activations: Any, features: Any, plan: EmbeddingPlan) -> Any:
     if not any(feature.config.unique_rows for feature in plan.features):
         return activations
     leaves = [
-        UniqueRows(rows=leaf, index=ids.index, plan=plan)
+        UniqueRows(rows=leaf, ids=ids, plan=plan)
         if isinstance(ids, UniqueIds)
         else leaf
         for leaf, ids in zip(
@@ -146,6 +151,38 @@ def with_index(activations: Any, features: Any, plan: EmbeddingPlan) -> Any:
         )
     ]
     return plan.unflatten(leaves)
+
+
+def _expand_on_mesh(values: Array, index: Array, *, plan: EmbeddingPlan) -> Array:
+    """Expands values on the devices that hold them."""
+    batch_size = index.shape[0]
+    per_shard = values.shape[0] // plan.num_shards
+    other_axes = plan.sample_axes[len(plan.batch_axes) :]
+
+    def expand_shard(values, index):
+        if other_axes:
+            # The samples of a batch shard are split over these axes.
+            first = jax.lax.axis_index(other_axes) * per_shard
+            is_id = index < per_shard
+            values = jax.lax.all_gather(values, other_axes, tiled=True)
+            index = jnp.where(is_id, index + first, values.shape[0])
+            index = jax.lax.all_gather(index, other_axes, tiled=True)
+        return _expand(values, index)
+
+    def run(values, index):
+        room = ((0, -batch_size % plan.num_shards), *((0, 0),) * (index.ndim - 1))
+        index = jnp.pad(index, room, constant_values=per_shard)
+        on_mesh = on_shards(
+            expand_shard,
+            plan,
+            in_specs=(plan.sample_spec, plan.sample_spec),
+            out_specs=plan.batch_sharding.spec,
+        )
+        return on_mesh(values, index)[:batch_size]
+
+    divides = batch_size % plan.num_batch_shards == 0
+    out_spec = plan.batch_sharding.spec if divides else PartitionSpec()
+    return in_auto_axes(run, plan, out_spec)(values, index)
 
 
 @jax.named_scope("expand")
@@ -172,16 +209,16 @@ def _gather_backward(num_values, index, cotangents):
     """
     width, dtype = cotangents.shape[-1], cotangents.dtype
     index, cotangents = index.reshape(-1), cotangents.reshape(-1, width)
-    num_places = index.shape[0]
+    num_places, sum_dtype = index.shape[0], jnp.promote_types(dtype, jnp.float32)
     at_a_time = num_places
-    if dtype != jnp.float32:
+    if dtype != sum_dtype:
         at_a_time = min(num_places, _MAX_SUMMED_PLACES)
 
     def add(start, size, sums):
         places = jax.lax.dynamic_slice_in_dim(index, start, size)
         summands = jax.lax.dynamic_slice_in_dim(cotangents, start, size)
         return sums.at[places].add(
-            summands.astype(jnp.float32), mode="drop", wrap_negative_indices=False
+            summands.astype(sum_dtype), mode="drop", wrap_negative_indices=False
         )
 
     num_slices = num_places // max(1, at_a_time)
@@ -189,7 +226,7 @@ def _gather_backward(num_values, index, cotangents):
         0,
         num_slices,
         lambda i, sums: add(i * at_a_time, at_a_time, sums),
-        jnp.zeros((num_values, width), jnp.float32),
+        jnp.zeros((num_values, width), sum_dtype),
     )
     start = num_slices * at_a_time
     sums = add(start, num_places - start, sums)

@@ -29,6 +29,7 @@ from tpu_embedding.inputs.unique_shards import (
     ONLY,
     HostNest,
     UniqueShards,
+    as_ragged,
     in_places,
     named,
 )
@@ -238,7 +239,12 @@ def _read_nest(ids: Any, feature: FeaturePlan) -> HostNest:
     if isinstance(ids, UniqueIds):
         raise TypeError(f"Feature {feature.name!r} has been prepared already.")
     parts = ids if isinstance(ids, Mapping) and ids else {ONLY: ids}
-    nest = HostNest({k: _read_feature(v, named(feature, k)) for k, v in parts.items()})
+    leaves = {}
+    for name, part in parts.items():
+        leaves[name] = _read_feature(part, named(feature, name))
+        if isinstance(part, list | tuple) or getattr(part, "dtype", None) == np.object_:
+            leaves[name] = as_ragged(leaves[name])
+    nest = HostNest(leaves)
     nest.refuse_uneven(feature.name)
     return nest
 
@@ -250,7 +256,7 @@ def _check_nest(
     places = {}
     for name, host_ids in nest.leaves.items():
         part = named(feature, name)
-        for each in (weights, getattr(host_ids.ids, "weights", None)):
+        for each in jax.tree.leaves((weights, host_ids.ids.weights)):
             refuse_weighted_unique_rows(each, part)
         ids, values = host_ids.ids, host_ids.values
         if not values.size and not isinstance(ids, DenseIds):
@@ -263,8 +269,7 @@ def _check_nest(
         if isinstance(ids, SparseIds):
             ids = from_sparse(ids, None, part)
         places[name] = in_places(ids, part)
-    num_rows = feature.table.vocabulary_size
-    return UniqueShards.of(places, plan.num_shards // num_parts, num_rows)
+    return UniqueShards.of(places, feature, plan.num_shards // num_parts)
 
 
 def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
@@ -279,9 +284,12 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     shape = host_ids.batch_shape
     if not isinstance(host_ids.ids, DenseIds):
         if len(shape) > 1 and feature.config.output_shape is None:
+            way_out = f"set FeatureConfig.output_shape to {shape}"
+            if feature.config.unique_rows:
+                way_out = "give unique_rows ids [batch, places]"
             raise ValueError(
                 f"Ids of feature {feature.name!r} have {len(shape)} axes of samples, "
-                f"{shape}; set FeatureConfig.output_shape to {shape}."
+                f"{shape}; {way_out}."
             )
     if host_ids.batch_size == 0:
         raise ValueError(

@@ -75,18 +75,21 @@ class ShardableInput:
       weights: float32 like `ids`, or None.
       row_splits: int32 `[num_shards, samples_per_shard + 1]`; None if dense.
       is_sample: bool `[num_shards * samples_per_shard]`, as in `FeatureInput`.
+      out_of_range: int32 `[num_shards]`, as in `FeatureInput`.
     """
 
     ids: Array
     weights: Array | None
     row_splits: Array | None
     is_sample: Array | None = None
+    out_of_range: Array | None = None
 
 
 def as_dense_ids(
     ids: FeatureIds,
 ) -> DenseIds | RaggedIds | SparseIds | ShardedRaggedIds:
     """Wraps a plain array of ids in `DenseIds`; returns other ids as they are."""
+    assert not isinstance(ids, UniqueIds)
     if isinstance(ids, DenseIds | RaggedIds | SparseIds | ShardedRaggedIds):
         return ids
     return DenseIds(ids=ids)
@@ -376,7 +379,12 @@ def _way_to_integers(ids: Any) -> str:
 def to_shardable(ids: FeatureIds, shape: FeatureShape, plan: AnyPlan) -> ShardableInput:
     """Fills up the batch to a multiple of the number of shards. Global."""
     if isinstance(ids, UniqueIds):
-        ids = jnp.asarray(ids.ids).reshape(-1, 1)
+        return ShardableInput(
+            ids=jnp.asarray(ids.ids).reshape(-1, 1),
+            weights=None,
+            row_splits=None,
+            out_of_range=jnp.asarray(ids.out_of_range),
+        )
     ids = as_dense_ids(ids)
     assert not isinstance(ids, RaggedIds | SparseIds)
     weights = None
@@ -439,6 +447,7 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
             num_samples=num_samples * length,
             valence=1,
             custom_combiner=shape.custom_combiner,
+            out_of_range=shardable.out_of_range,
         )
     ids = ids.reshape(-1)
     sample_ids = sample_ids_of(shardable.row_splits[0], ids.shape[0])

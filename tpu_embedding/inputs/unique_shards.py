@@ -26,7 +26,7 @@ from tpu_embedding.types import (
 _MAX_ROWS_PER_ID: Final = 16
 """Rows of a table per id up to which a mark per row is faster than sorting the ids."""
 
-ONLY: Final = ""
+ONLY: Final = None
 """Name of the ids of a feature that are no dict."""
 
 
@@ -37,7 +37,7 @@ class HostNest(NamedTuple):
       leaves: name to ids; `ONLY` if the user passed no dict.
     """
 
-    leaves: dict[str, HostIds]
+    leaves: dict[Any, HostIds]
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -65,38 +65,43 @@ class UniqueShards(NamedTuple):
     Attributes:
       ids: per shard, int32 `[unique]`, rising.
       index: name to int32 `[batch, ...]`; -1 where there is no id.
+      out_of_range: ids of each shard that were dropped or clipped.
       samples_per_shard: the same for all shards; the last ones are filled up.
       max_unique: an upper bound on the unique ids of any shard.
     """
 
     ids: list[np.ndarray]
-    index: dict[str, np.ndarray]
+    index: dict[Any, np.ndarray]
+    out_of_range: list[int]
     samples_per_shard: int
     max_unique: int
 
     @classmethod
     def of(
-        cls, ids: Mapping[str, np.ndarray], num_shards: int, num_rows: int
+        cls, ids: Mapping[Any, np.ndarray], feature: FeaturePlan, num_shards: int
     ) -> "UniqueShards":
         """Deals consecutive samples to shards, and ranks the ids of each.
 
         Args:
           ids: name to int32 `[batch, ...]`, checked; unused places hold
             `PADDING_ROW_ID`.
+          feature: says what becomes of ids outside its table.
           num_shards: shards of this process.
-          num_rows: rows of the table.
         """
         batch_size = next(iter(ids.values())).shape[0]
         per_shard = -(-batch_size // num_shards)
         index = {name: np.empty(x.shape, np.int32) for name, x in ids.items()}
-        unique_ids = []
+        num_rows = feature.table.vocabulary_size
+        unique_ids, out_of_range = [], []
         for shard in range(num_shards):
             part = slice(shard * per_shard, (shard + 1) * per_shard)
             parts = {name: x[part] for name, x in ids.items()}
-            unique, places = _rank_unique(
-                np.concatenate([x.ravel() for x in parts.values()]), num_rows
+            of_shard, num_outside = _within_table(
+                np.concatenate([x.ravel() for x in parts.values()]), feature
             )
+            unique, places = _rank_unique(of_shard, num_rows)
             unique_ids.append(unique)
+            out_of_range.append(num_outside)
             ends = np.cumsum([x.size for x in parts.values()])[:-1]
             for (name, x), of_name in zip(
                 parts.items(), np.split(places, ends), strict=True
@@ -106,6 +111,7 @@ class UniqueShards(NamedTuple):
         return cls(
             ids=unique_ids,
             index=index,
+            out_of_range=out_of_range,
             samples_per_shard=per_shard,
             max_unique=num_places,
         )
@@ -139,7 +145,26 @@ class UniqueShards(NamedTuple):
             name: np.where(places < 0, np.int32(size), places)
             for name, places in self.index.items()
         }
-        return UniqueIds(ids=ids, index=index[ONLY] if ONLY in index else index)
+        return UniqueIds(
+            ids=ids,
+            index=index[ONLY] if ONLY in index else index,
+            out_of_range=np.asarray(self.out_of_range, np.int32),
+        )
+
+
+def as_ragged(ids: HostIds) -> HostIds:
+    """Returns lists that happen to have equal lengths as ragged ids.
+
+    Otherwise the shape of the index would depend on the data.
+    """
+    if not isinstance(ids.ids, DenseIds) or np.ndim(ids.ids.ids) != 2:
+        return ids
+    array = np.asarray(ids.ids.ids)
+    num_samples, num_places = array.shape
+    ragged = RaggedIds(
+        values=array.reshape(-1), row_splits=np.arange(num_samples + 1) * num_places
+    )
+    return dataclasses.replace(ids, ids=ragged)
 
 
 def in_places(ids: DenseIds | RaggedIds | SparseIds, feature: FeaturePlan) -> Any:
@@ -189,11 +214,27 @@ def length_of_ragged(feature: FeaturePlan) -> int:
     return length
 
 
-def named(feature: FeaturePlan, name: str) -> FeaturePlan:
+def named(feature: FeaturePlan, name: Any) -> FeaturePlan:
     """Returns the feature under the name of one of its arrays, for errors."""
-    if name == ONLY:
+    if name is ONLY:
         return feature
     return dataclasses.replace(feature, name=f"{feature.name}/{name}")
+
+
+def _within_table(ids: np.ndarray, feature: FeaturePlan) -> tuple[np.ndarray, int]:
+    """Drops or clips ids outside the feature's table, and counts them.
+
+    It is done before ids are ranked, so that equal rows are one, and dropped ids none.
+    """
+    num_rows = feature.table.vocabulary_size
+    is_outside = ((ids < 0) | (ids >= num_rows)) & (ids != PADDING_ROW_ID)
+    num_outside = int(is_outside.sum())
+    if not num_outside:
+        return ids, 0
+    nearest = np.clip(ids, 0, num_rows - 1)
+    if feature.config.out_of_range_ids != "clip":
+        nearest = np.int32(PADDING_ROW_ID)
+    return np.where(is_outside, nearest, ids), num_outside
 
 
 def _rank_unique(ids: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -201,8 +242,7 @@ def _rank_unique(ids: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray
     is_id = ids != PADDING_ROW_ID
     used = ids[is_id]
     places = np.full(ids.shape, -1, np.int32)
-    in_table = used.size and used.min() >= 0 and used.max() < num_rows
-    if in_table and num_rows <= _MAX_ROWS_PER_ID * used.size:
+    if num_rows <= _MAX_ROWS_PER_ID * used.size:
         is_used = np.zeros(num_rows, bool)
         is_used[used] = True
         unique = np.flatnonzero(is_used).astype(np.int32)

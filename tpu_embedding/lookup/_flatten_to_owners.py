@@ -39,6 +39,8 @@ class FeatureInput:
       custom_combiner: pools the ids, which lie sample by sample, in `max_valence`
         places each; `num_samples` counts these places. None: the combiner of the
         table, or nothing in a sequence.
+      out_of_range: int32 `[1]`, ids outside the table that the host has dropped or
+        clipped; None: none.
     """
 
     ids: Int[Array, " ids"]
@@ -50,6 +52,7 @@ class FeatureInput:
     custom_combiner: CustomCombiner | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
+    out_of_range: Int[Array, "_"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -214,6 +217,8 @@ def _resolve_row_ids(
     is_padding = ids == PADDING_ROW_ID
     is_inside = (ids >= 0) & (ids < vocabulary_size)
     num_out_of_range = jnp.sum(~is_padding & ~is_inside, dtype=jnp.int32)
+    if feature_input.out_of_range is not None:
+        num_out_of_range += feature_input.out_of_range[0]
     if feature.config.out_of_range_ids == "clip":
         ids = jnp.clip(ids, 0, vocabulary_size - 1)
         is_inside = ~is_padding

@@ -153,7 +153,7 @@ class RMSE(Mean):
         return jnp.sqrt(super()._compute())
 
 
-class _OfProbableClicks(Metric):
+class ClickMetric(Metric):
     """A metric of a click model, whose logits stand for probabilities."""
 
     @classmethod
@@ -185,7 +185,7 @@ class _OfProbableClicks(Metric):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogLoss(_OfProbableClicks, Mean):
+class LogLoss(ClickMetric, Mean):
     """The mean log loss of a click model, in nats.
 
     Example:
@@ -200,7 +200,7 @@ class LogLoss(_OfProbableClicks, Mean):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NormalizedEntropy(_OfProbableClicks):
+class NormalizedEntropy(ClickMetric):
     """The mean log loss over that of predicting the share of positives for each sample.
 
     Below 1 the model knows more than the base rate. See He et al., "Practical Lessons
@@ -241,7 +241,7 @@ class NormalizedEntropy(_OfProbableClicks):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Calibration(_OfProbableClicks):
+class Calibration(ClickMetric):
     """The mean probability over the mean label: 1 is calibrated, above 1 is too high.
 
     It is defined if a label is not 0.

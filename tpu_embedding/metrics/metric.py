@@ -29,8 +29,12 @@ class Metric:
     """
 
     @classmethod
-    def empty(cls, **settings: Any) -> Self:
+    def empty(cls) -> Self:
         """Returns the metric of no samples, of scalar sums."""
+        return cls._empty()
+
+    @classmethod
+    def _empty(cls, **settings: Any) -> Self:
         fields = dataclasses.fields(cls)  # pyright: ignore
         sums = {x.name: Sum.zeros() for x in fields if x.name not in settings}
         return cls(**sums, **settings)

@@ -34,7 +34,7 @@ class _TopK(Mean):
     def empty(cls, *, k: int) -> Self:
         """Returns the metric of no samples."""
         cls._check(k)
-        return super().empty(k=k)
+        return cls._empty(k=k)
 
     @classmethod
     def from_batch(

@@ -1,6 +1,6 @@
 """Prints a plan: memory and placement of its tables, backends of each direction."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tpu_embedding.hardware import GIBIBYTE
 from tpu_embedding.plan import memory
@@ -68,11 +68,12 @@ def _array_limit(plan: "EmbeddingPlan") -> list[str]:
     limit = plan.hardware.max_offloaded_bytes
     if limit is None:
         return []
-    lines, stacks_of = [], {}
+    lines: list[str] = []
+    groups: dict[Any, dict[str, int]] = {}
     for stack in plan.stacks:
-        alike = (stack.dim, stack.layout.dtype_name, stack.optimizer, stack.shard_axes)
-        stacks_of.setdefault((*alike, stack.quantization), []).append(stack.name)
         num_bytes = memory.rows_bytes(stack.layout, plan.hardware, LANE_BYTES)
+        alike = (stack.dim, stack.layout.dtype_name, stack.optimizer, stack.shard_axes)
+        groups.setdefault((*alike, stack.quantization), {})[stack.name] = num_bytes
         if num_bytes > limit:
             lines.append(
                 f"{stack.name} takes {memory.format_bytes(num_bytes)} per device, more "
@@ -80,10 +81,10 @@ def _array_limit(plan: "EmbeddingPlan") -> list[str]:
                 "the TensorCore gathers its rows; more devices make it smaller"
             )
     lines += [
-        f"{', '.join(names)}: tables that would share a stack, were it not for the "
+        f"{', '.join(sizes)}: tables that would share a stack, were it not for the "
         f"{memory.format_bytes(limit)} per device that a SparseCore addresses"
-        for names in stacks_of.values()
-        if len(names) > 1
+        for sizes in groups.values()
+        if len(sizes) > 1 and sum(sizes.values()) > limit
     ]
     return lines
 

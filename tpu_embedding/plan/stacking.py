@@ -130,7 +130,8 @@ def stack_tables(
     """Groups tables into stacks.
 
     No stack has more rows than an int32 can identify, or more than the hardware gathers
-    well from. A larger group is split into several stacks.
+    well from. A larger group is split into several stacks; each table goes into the
+    first that has room.
 
     Args:
       tables: the table of each feature.
@@ -149,12 +150,12 @@ def stack_tables(
             table.optimizer,
             shard_axes[name],
         )
-        stacks = groups.setdefault(key, [[]])
-        num_rows = config.vocabulary_size + sum(
-            other.config.vocabulary_size for other in stacks[-1]
-        )
-        is_full = num_rows > _MAX_ROWS_OF_STACK or not fits(num_rows, table)
-        if stacks[-1] and is_full:
-            stacks.append([])
-        stacks[-1].append(table)
+        stacks = groups.setdefault(key, [])
+        for stack in stacks:
+            num_rows = sum(t.config.vocabulary_size for t in (*stack, table))
+            if num_rows <= _MAX_ROWS_OF_STACK and fits(num_rows, table):
+                stack.append(table)
+                break
+        else:
+            stacks.append([table])
     return [stack for stacks in groups.values() for stack in stacks]

@@ -49,7 +49,9 @@ def make_layer(shapes=SHAPES, rule=None, num_devices=3, **options):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"]
+)
 def test_numbers_that_are_not_finite_are_counted(dtype):
     layer = make_layer({"a": (20, 4), "b": (7, 4)}, dtype=dtype)
     source = {
@@ -93,6 +95,7 @@ def test_slots_of_torchrec(rule, is_tracked):
         )
 
 
+@pytest.mark.full
 def test_slots_of_another_rule_are_dropped():
     layer = make_layer(rule=te.optimizers.adam(0.1))
     optimizer = te.Optimizer(layer, optax.sgd(0.1))
@@ -299,6 +302,20 @@ def test_stacks_without_a_layer():
         values("a/accumulators", (20, 4)),
     )
     assert report.slots == {"a": {"accumulators": "accumulators"}}
+
+
+def test_parts_of_stacks():
+    plan = te.make_plan(features({"a": (20, 4), "b": (7, 4)}), mesh_of(2))
+    stacks = te.functional.init_tables(plan, jax.random.key(0))
+    before = te.functional.unstack_tables(stacks, plan)
+    source = {"x": values("x", (15, 4)), "b": values("b", (7, 4))}
+    options = dict(tables=["a"], rename={"a": "x"}, rows="shared")
+    stacks, _, report = import_into_stacks(source, stacks, {}, plan, **options)
+    after = te.functional.unstack_tables(stacks, plan)
+    np.testing.assert_array_equal(after["a"][:15], source["x"])
+    np.testing.assert_array_equal(after["a"][15:], before["a"][15:])
+    np.testing.assert_array_equal(after["b"], before["b"])
+    assert (report.tables, report.kept) == ({"a": "x"}, ("b",))
 
 
 def test_refuses_models_without_tables_and_foreign_optimizers():

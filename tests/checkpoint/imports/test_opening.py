@@ -45,12 +45,15 @@ def test_refuses_remote_paths():
         open_tables("gs://bucket/tables")
 
 
-def test_a_tensorflow_checkpoint_without_tensorflow(monkeypatch):
+@pytest.mark.parametrize(
+    "path", ["serving_sgd", "serving_sgd/ckpt-1", "serving_sgd/ckpt-1.index"]
+)
+def test_a_tensorflow_checkpoint_without_tensorflow(monkeypatch, path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    path = pathlib.Path(__file__).parent / "fixtures" / "tensorflow" / "serving_sgd"
+    files = pathlib.Path(__file__).parent / "fixtures" / "tensorflow"
     message = r"ckpt-1 is a TensorFlow checkpoint.*\[tf\].*te.save there"
     with pytest.raises(CheckpointError, match=message):
-        open_tables(path)
+        open_tables(files / path)
 
 
 def test_errors_of_the_system_name_the_source(tmp_path, monkeypatch):

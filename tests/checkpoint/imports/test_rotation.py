@@ -7,6 +7,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.checkpoint.imports.test_stacked_orbax import CONFIGS, assert_arrays
+from tests.tiers import quick_cases
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports import import_tables
 from tpu_embedding.checkpoint.imports.sparse_core import stack_in_order
@@ -68,7 +69,7 @@ SIZES = {"one row less": 63, "shards are full": 64, "a row more": 65, "few": 3}
 
 @pytest.mark.parametrize("padding", ["nan", "zeros", "random"])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("per_device", [1, 2, 4, 8])
+@pytest.mark.parametrize("per_device", quick_cases([1, 2, 4, 8], "4"))
 def test_no_wrong_rows_without_a_word(tmp_path, per_device, size, padding):
     tables = [
         te.TableConfig(vocabulary_size=rows, dim=4, name=name)
@@ -101,6 +102,7 @@ def test_no_wrong_rows_without_a_word(tmp_path, per_device, size, padding):
         assert bool(source.assumed) == (not can_tell)
 
 
+@pytest.mark.full
 def test_the_report_shows_three_rows(tmp_path):
     tables = [
         te.TableConfig(vocabulary_size=64, dim=4, name=name) for name in ("a", "b")

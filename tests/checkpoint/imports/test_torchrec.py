@@ -36,7 +36,7 @@ def test_names_of_a_sharded_model():
         "t2.momentum1": np.ones((6, 2)),
         "t2.momentum2": np.ones((6, 2)),
         "module.ec.embeddings.t2.weight": np.ones((6, 2)),
-        "module.over.linear.weight": np.ones((6, 2)),
+        "module.over.linear.bias": np.ones(6),
     }
     source = open_tables(arrays)
     assert sorted(source.tables) == ["t.1", "t2"]
@@ -59,3 +59,25 @@ def test_tables_of_one_name_keep_the_names_of_their_tensors():
     assert source.tables.keys() == {k for k in arrays if k.endswith("weight")}
     for key, table in source.tables.items():
         assert table.slots["momentum1"].shape == arrays[key].shape[:1]
+
+
+def test_matrices_of_no_collection_are_tables():
+    arrays = {
+        "ec.embeddings.movie.weight": np.ones((5, 2)),
+        "ec.embeddings.user.weight": np.ones((6, 2)),
+        "user": np.ones((7, 2)),
+        "genre": np.ones((8, 2)),
+        "genre/accumulators": np.ones((8, 2)),
+        "linear.weight": np.ones((3, 4)),
+        "linear.weight.momentum_1": np.ones((3, 4)),
+    }
+    tables = open_tables(arrays).tables
+    shapes = {name: table.values.shape for name, table in tables.items()}
+    assert shapes == {
+        "movie": (5, 2),
+        "ec.embeddings.user.weight": (6, 2),
+        "user": (7, 2),
+        "genre": (8, 2),
+        "linear.weight": (3, 4),
+    }
+    assert tables["genre"].slots.keys() == {"accumulators"}

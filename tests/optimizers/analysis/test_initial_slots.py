@@ -85,12 +85,32 @@ def test_parts_are_those_of_the_state():
 
 
 def test_values_of_slots_leave_out_counts():
-    assert initial_slot_values(te.optimizers.adam(0.1), DIM) == [0.0, 0.0]
+    assert initial_slot_values(te.optimizers.adam(0.1), DIM) == (0.0, 0.0)
     stored = te.optimizers.adagrad(0.1, 0.3, slot_dtype=jnp.bfloat16)
-    assert initial_slot_values(stored, DIM) == [float(jnp.bfloat16(0.3))]
-    assert initial_slot_values(rule(VARYING["the rows"]), DIM) == [None]
+    assert initial_slot_values(stored, DIM) == (float(jnp.bfloat16(0.3)),)
     averaged = te.optimizers.adafactor(0.1, use_ema=True)
-    assert initial_slot_values(averaged, DIM) == [0.0, 0.0, None, 0.0]
+    assert initial_slot_values(averaged, DIM) == (0.0, 0.0, None, 0.0)
+
+
+COMPUTED = {
+    "a product": (lambda rows: 0.1 * jnp.ones(rows.shape, rows.dtype), 0.1),
+    "an array of NumPy": (
+        lambda rows: jnp.asarray(np.full(rows.shape, 0.1, np.float32)),
+        0.1,
+    ),
+    "a sum": (lambda rows: jnp.zeros_like(rows) + 0.3, 0.3),
+}
+
+
+@pytest.mark.parametrize("case", COMPUTED)
+def test_values_that_are_computed(case):
+    make_slot, expected = COMPUTED[case]
+    assert initial_slot_values(rule(make_slot), DIM) == (float(np.float32(expected)),)
+
+
+@pytest.mark.parametrize("case", [case for case in VARYING if case[0] != "a"])
+def test_values_of_slots_that_vary(case):
+    assert initial_slot_values(rule(VARYING[case]), DIM) == (None,)
 
 
 def test_a_rule_that_cannot_be_traced_is_left_alone():

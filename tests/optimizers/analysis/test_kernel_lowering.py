@@ -321,6 +321,7 @@ def compile_kernels(optimizers, topology, dim):
     assert compiled.memory_analysis().alias_size_in_bytes == num_bytes
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
@@ -352,6 +353,7 @@ def test_every_rule_compiles(topology, dim):
     compile_kernels([OPTIMIZERS[name] for name in names], topology, dim)
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.parametrize(
     "name",

@@ -179,6 +179,7 @@ ROW_LOCAL = {
 }
 NOT_ROW_LOCAL = {
     "sort of rows": (lambda u, s: u * jnp.sort(s, axis=0), "sort"),
+    "rows in reverse": (lambda u, s: u * jnp.flip(s, axis=0), "rev"),
     "argsort of rows": (lambda u, s: u * jnp.argsort(s, axis=0), "iota"),
     "iota over rows": (
         lambda u, s: u * jax.lax.broadcasted_iota(jnp.float32, u.shape, 0),

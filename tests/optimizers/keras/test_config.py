@@ -181,6 +181,7 @@ THROUGH_THE_LAYER = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick_cases(THROUGH_THE_LAYER, "accumulation"))
 def test_equals_keras_through_a_layer(name):
     (config, rule, *_), rows, is_lazy = THROUGH_THE_LAYER[name]
@@ -314,6 +315,7 @@ def test_adafactor_gets_its_arguments(monkeypatch, config, rows, options):
     assert given == {**ADAFACTOR, **options}
 
 
+@pytest.mark.full
 def test_adafactor_is_that_of_this_package():
     config = keras_3("adafactor", SCHEDULE, **ADAFACTOR)
     rule = te.optimizers.adafactor(

@@ -57,9 +57,7 @@ def make_optimizer(meta, **options):
 
 @pytest.mark.parametrize(
     ("name", "mode", "num_devices", "hardware"),
-    quick_cases(
-        cases(), "adafactor_tfkeras_indexed_clipnorm-exact-1", "adafactor_hyper-lazy-8"
-    ),
+    quick_cases(cases(), "adafactor_tfkeras_indexed_clipnorm-exact-1"),
 )
 def test_equals_the_recorded_run(name, mode, num_devices, hardware):
     with np.load(GOLDEN / f"{name}.npz") as run:

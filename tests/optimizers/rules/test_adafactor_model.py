@@ -12,7 +12,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import GOLDEN
-from tests.tiers import matrix, quick_cases
+from tests.tiers import matrix, quick_cases, with_ids
 
 opt = te.optimizers
 
@@ -60,7 +60,6 @@ def assert_close(actual, expected):
     ("run", "mode"),
     quick_cases(
         matrix(RUNS, ["lazy", "exact"]),
-        "ema_overwrite-exact",
         "ema-lazy",
         "hyper-exact",
     ),
@@ -117,12 +116,18 @@ def train(optimizer):
 
 @pytest.mark.parametrize(
     "wrap",
-    [
-        lambda rule: optax.chain(optax.zero_nans(), rule),
-        lambda rule: optax.masked(rule, dict.fromkeys(NAMES, True)),
-        lambda rule: optax.inject_hyperparams(lambda ema_momentum: rule)(0.5),
-    ],
-    ids=["chain", "masked", "inject"],
+    quick_cases(
+        with_ids(
+            {
+                "chain": lambda rule: optax.chain(optax.zero_nans(), rule),
+                "masked": lambda rule: optax.masked(rule, dict.fromkeys(NAMES, True)),
+                "inject": lambda rule: optax.inject_hyperparams(
+                    lambda ema_momentum: rule
+                )(0.5),
+            }
+        ),
+        "chain",
+    ),
 )
 def test_averages_are_found_within_wrappers(wrap):
     optimizer = wrap(make_optimizer("ema"))
@@ -193,6 +198,7 @@ def test_flax_trains_a_model_with_it():
     assert len(traces) == 1
 
 
+@pytest.mark.full
 def test_low_precision_parameters_keep_their_dtype():
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), start())
     optimizer = make_optimizer("ema")

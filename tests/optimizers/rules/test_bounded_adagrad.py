@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.optimizers.row_by_row import check_against_loop
+from tests.tiers import full_cases, with_ids
 from tpu_embedding.optimizers.rules.adagrad import adagrad
 from tpu_embedding.optimizers.rules.bounded_adagrad import bounded_adagrad
 
@@ -20,7 +21,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("options", full_cases(with_ids(CASES), "off", "bounds"))
 def test_follows_the_formula(options):
     def step(row, gradient, slots, t):
         new = slots[0] + gradient**2

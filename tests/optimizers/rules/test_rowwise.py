@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from tests.optimizers.row_by_row import check_against_loop
+from tests.tiers import full_cases
 from tpu_embedding.optimizers.rules.rowwise import (
     lamb,
     partial_rowwise_adam,
@@ -45,7 +46,10 @@ RULES = {
 
 @pytest.mark.parametrize(
     ("name", "weight_decay"),
-    [("partial_rowwise_adam", 0.3), ("lamb", 0.3), ("partial_rowwise_lamb", 0.0)],
+    full_cases(
+        [("partial_rowwise_adam", 0.3), ("lamb", 0.3), ("partial_rowwise_lamb", 0.0)],
+        "partial_rowwise_adam-0.3",
+    ),
 )
 def test_follows_the_formula(name, weight_decay):
     make, mean, ratio = RULES[name]

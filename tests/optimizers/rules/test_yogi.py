@@ -29,7 +29,7 @@ def test_proximal_yogi_follows_the_formula():
     check_against_loop(proximal_yogi(0.05, 0.9, 0.7, l1=l1, l2=l2), step, [1e-6, 0])
 
 
-@pytest.mark.parametrize("l2", [0.0, 0.3])
+@pytest.mark.parametrize("l2", [pytest.param(0.0, marks=pytest.mark.full), 0.3])
 def test_online_yogi_follows_the_formula(l2):
     l1 = 1.0
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import needs_kernels
-from tests.tiers import full_cases, matrix, quick_cases
+from tests.tiers import matrix, quick_cases
 from tpu_embedding.rows.kernels import backend, row_kernels
 from tpu_embedding.rows.kernels.kernel_access import KernelBody
 from tpu_embedding.rows.kernels.kernel_bodies import DROPPED_ROW
@@ -49,9 +49,13 @@ def lines_of(rows):
 
 
 CASES = [(dim, n) for dim in DIMS for n in NUM_IDS if n * dim % 128 == 0]
+few_cases = pytest.mark.parametrize(
+    ("dim", "num_ids"), quick_cases(CASES, "8-1152", "32-24", "128-8", "384-24")
+)
+few_dims = pytest.mark.parametrize("dim", quick_cases(DIMS, "8", "384"))
 
 
-@pytest.mark.parametrize(("dim", "num_ids"), CASES)
+@few_cases
 def test_read(dim, num_ids):
     rows = random(NUM_ROWS, dim)
     ids = np.random.default_rng(1).integers(0, NUM_ROWS, num_ids).astype(np.int32)
@@ -63,7 +67,9 @@ def test_read(dim, num_ids):
 
 @pytest.mark.parametrize(
     ("num_blocks", "dim", "num_ids"),
-    full_cases(matrix([1, 3], [x for x in CASES if x[0] < 128]), "3-8-1152"),
+    quick_cases(
+        matrix([1, 3], [x for x in CASES if x[0] < 128]), "1-8-1152", "3-32-24"
+    ),
 )
 def test_read_with_a_stride_between_rows_of_a_line(dim, num_ids, num_blocks):
     rows = random(NUM_ROWS, dim)
@@ -86,7 +92,7 @@ def samples_in_lines(samples):
     return np.moveaxis(samples.reshape(rows_per_line, -1, samples.shape[1]), 0, 1)
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@few_dims
 @pytest.mark.parametrize("valences", [(1, 1, 1), (3, 1, 20)])
 def test_read_sums_into_several_arrays(dim, valences):
     num_lines = 16
@@ -112,7 +118,7 @@ def test_read_sums_into_several_arrays(dim, valences):
         np.testing.assert_array_equal(array, expected)
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@few_dims
 @pytest.mark.parametrize("repetitions", [(1, 1), (2, 1, 5)])
 def test_write(dim, repetitions):
     """Each row is written to one of two arrays, or dropped."""
@@ -140,7 +146,7 @@ def test_write(dim, repetitions):
         np.testing.assert_array_equal(written, rows_of_ids[is_here])
 
 
-@pytest.mark.parametrize(("dim", "num_ids"), CASES)
+@few_cases
 def test_add(dim, num_ids):
     rows = random(NUM_ROWS, dim)
     ids = np.random.default_rng(1).permutation(NUM_ROWS)[:num_ids].astype(np.int32)
@@ -162,9 +168,7 @@ def adagrad_like(gradient, row, slot, rate, bound):
     return [row - rate * gradient / jnp.sqrt(new_slot), new_slot]
 
 
-@pytest.mark.parametrize(
-    ("dim", "num_ids"), quick_cases(CASES, "128-1152", "32-1152", "32-8", "32-24")
-)
+@pytest.mark.parametrize(("dim", "num_ids"), quick_cases(CASES, "128-1152", "32-24"))
 def test_update(dim, num_ids):
     rows, slots = random(NUM_ROWS, dim), 1 + abs(random(NUM_ROWS, dim, seed=3))
     ids = np.random.default_rng(1).permutation(NUM_ROWS)[:num_ids].astype(np.int32)
@@ -244,6 +248,7 @@ def test_reasons_for_no_room(dim, num_arrays, num_row_scalars, reason):
     assert no_room_reason(dim, num_arrays, num_row_scalars) == reason
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dim", "num_ids", "num_lanes"),
     quick_cases(

@@ -103,8 +103,8 @@ COMMAND_LINES = [
     (["train", "synthetic", "--set", "model.dim.x=3"], "'model.dim.x' is no key"),
     (["train", "synthetic", "--set", "=3"], "'' is no key"),
     (["train", "synthetic", "--set", "seed"], "--set takes KEY=VALUE, got 'seed'"),
-    (["train", "synthetic", "--set", "model=3"], "'model' is no key"),
-    (["train", "synthetic", "--set", "make_table_optimizer=3"], "is no key"),
+    (["train", "synthetic", "--set", "model=3"], "'model' is a section"),
+    (["train", "synthetic", "--set", "make_table_optimizer=3"], "is a function"),
     (
         ["train", "synthetic", "--set", "seed=1", "--set", "seed=2"],
         "--set seed is given twice, as '1' and '2'",
@@ -215,6 +215,13 @@ BROKEN_FILES = {
     "import sys\nsys.exit(3)\n": r"fails in line 2 of mine.py with a call of exit\(3\)",
     "raise SystemExit('bye')\n": r"fails in line 1 of .* with a call of exit\('bye'\)",
     "x = '\0'\n": "fails with SyntaxError",
+    "a = 1\nraise MemoryError\n": "fails in line 2 of mine.py with MemoryError",
+    "import jax\nraise jax.errors.JaxRuntimeError('X')\n": "fails in line 2 of mine.py "
+    "with JaxRuntimeError: X",
+    "import tpu_embedding.tools.train as t\nraise t.DataError('no file')\n": "fails in "
+    "line 2 of mine.py with DataError: no file",
+    "import tpu_embedding.tools.train as t\nt.load_config('x')\n": "fails in line 2 of "
+    "mine.py with ConfigError: There is no config 'x'",
     "def f(): f()\nf()\n": "fails in line 1 of mine.py with RecursionError",
 }
 

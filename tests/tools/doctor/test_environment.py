@@ -23,7 +23,6 @@ CLOBBERED = {
     "TPU_VISIBLE_CHIPS": ("0,1", "warning", "hides all other chips"),
     "TPU_PROCESS_BOUNDS": ("1,1,1", "warning", "grid of processes"),
     "TPU_CHIPS_PER_PROCESS_BOUNDS": ("2,2,1", "warning", "chips that a process takes"),
-    "MEGASCALE_COORDINATOR_ADDRESS": ("host:1", "warning", "wait for other slices"),
     "TPU_LIBRARY_PATH": ("/a/libtpu.so", "warning", "another libtpu"),
     "LIBTPU_INIT_ARGS": ("--a=1", "warning", "options of libtpu"),
     "XLA_FLAGS": ("--b=1", "warning", "options of the compiler"),
@@ -54,6 +53,30 @@ HARMLESS = [
 def test_harmless_variables(variables):
     (finding,) = check_variables(variables, device_files=CHIPS)
     assert finding.status == "ok"
+
+
+MEGASCALE = {
+    "MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1:8080",
+    "MEGASCALE_NUM_SLICES": "2",
+    "MEGASCALE_SLICE_ID": "1",
+}
+
+
+@pytest.mark.parametrize("chips", [CHIPS, []])
+@pytest.mark.parametrize("name", [None, *MEGASCALE])
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_variables_of_several_slices(chips, name, is_alone):
+    """All three are right in a job of several slices; one or two of them are not."""
+    is_kept = [key for key in MEGASCALE if name is None or (key == name) == is_alone]
+    variables = {key: MEGASCALE[key] for key in is_kept} | {"OTHER": "1"}
+    (finding,) = check_variables(variables, device_files=chips)
+    assert finding.status == ("warning" if name is None else "failed")
+    assert "waits for other slices" in finding.text
+    for key, value in MEGASCALE.items():
+        shown = f"{key}={value}" in finding.text
+        assert shown == (key in is_kept)
+    assert ("missing" in finding.text) == (name is not None)
+    assert finding.way_out and f"unset {' '.join(MEGASCALE)}" in finding.way_out
 
 
 REQUIREMENTS = {

@@ -15,6 +15,7 @@ from tpu_embedding.tools.doctor import kernel_checks
 from tpu_embedding.tools.doctor.devices import FoundDevices
 from tpu_embedding.tools.doctor.kernel_checks import (
     findings_on_cases,
+    format_times,
     kernels_on,
     make_verdicts,
     run_cases,
@@ -135,6 +136,37 @@ def test_a_child_that_does_not_start_refuses_all_kernels():
     run = check("start:exit", tier="quick")
     assert not any(v.allows_kernel for v in make_verdicts(run, DATE))
     assert has_failures(findings_on_cases(run))
+
+
+def times_of(*deeds):
+    """Returns the rows of the table of times: case to the words behind it."""
+    run = check(*deeds, tier="quick")
+    lines = format_times(run, make_verdicts(run, DATE)).splitlines()
+    return {
+        case.name: line.removeprefix(case.name).split()
+        for case in run.cases
+        for line in lines
+        if line.startswith(f"{case.name} ")
+    }
+
+
+def test_a_case_that_failed_keeps_its_row_without_times():
+    unmeasured = ["unmeasured"] * 3
+    rows = times_of("read, dim 32:wrong", "pool, dim 32:exit")
+    assert rows["read, dim 32"] == rows["pool, dim 32"] == [*unmeasured, "XLA"]
+    measured = ["2.000", "ms", "3.000", "ms", "1.5x"]
+    assert rows["update by adagrad, dim 32"] == [*measured, "kernel"]
+
+
+def test_a_case_that_did_not_run_keeps_its_row(monkeypatch):
+    monkeypatch.setattr(kernel_checks, "_MAX_LOST_CHILDREN", 1)
+    rows = times_of("start:exit")
+    assert rows["update by adagrad, dim 32"] == [*["unmeasured"] * 3, "XLA"]
+
+
+def test_there_is_no_table_without_rows():
+    run = dataclasses.replace(check(tier="quick"), kernels=None, results=[])
+    assert format_times(run, []) == ""
 
 
 def test_wrong_results_of_xla_fail_and_refuse_no_kernel():

@@ -156,6 +156,8 @@ def test_a_run_goes_on_after_a_kill_and_a_stop(tmp_path, cache):
     config = apply_overrides(load_config("synthetic"), settings)
     train(config, undisturbed, mesh=mesh_of(2))
     directory = tmp_path / "run"
+    # One for each failure, and one for a process that starts again before the others
+    # have noticed, which fails once more.
     job = Job(directory, cache, "--restarts", "3")
     job.await_line("saved step 10")
     job.send(signal.SIGKILL, 1)
@@ -201,7 +203,7 @@ def test_a_stopped_process_of_four_is_found_within_the_heartbeat(tmp_path, cache
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(10))
-def test_a_process_killed_at_any_moment_is_named(seed, tmp_path, cache):
+def test_a_process_killed_at_any_moment_after_a_step_is_named(seed, tmp_path, cache):
     chance = random.Random(seed)
     victim, moment = chance.randrange(4), chance.uniform(0, 10)
     job = Job(tmp_path, cache, **FOUR, num_steps=100_000)
@@ -217,3 +219,27 @@ def test_a_process_killed_at_any_moment_is_named(seed, tmp_path, cache):
         rf"supervisor: process {victim} of 4 .* was killed by SIGKILL", output
     ), output
     assert seconds < ENDS_WITHIN_SECONDS
+
+
+@pytest.mark.exhaustive
+def test_a_run_of_four_kills_ends_with_the_undisturbed_numbers(tmp_path, cache):
+    """Each kill comes a few steps behind another checkpoint, the first before any."""
+    chance = random.Random(0)
+    undisturbed = tmp_path / "undisturbed"
+    statuses, output = Job(undisturbed, cache, **FOUR).finish()
+    assert statuses == [0] * 4, output
+    directory = tmp_path / "killed"
+    # Each parent counts its own restarts; see the comment in the test of two processes.
+    job = Job(directory, cache, "--restarts", "8", **FOUR)
+    for saved in (0, 10, 20, 30):
+        victim = chance.randrange(4)
+        job.await_line(rf"^step +{saved + chance.randrange(1, 6)}/")
+        job.send(signal.SIGKILL, victim)
+        for _ in job.parents:
+            job.await_line("supervisor: restart [1-8] of 8 ")
+        killed = f"supervisor: process {victim} of 4 .* was killed by SIGKILL"
+        assert any(re.search(killed, line) for line in job.lines)
+    statuses, output = job.finish(timeout=600)
+    assert statuses == [0] * 4, output
+    assert output.count("was killed by SIGKILL") == 4
+    check_numbers(directory, undisturbed)

@@ -133,7 +133,7 @@ def test_a_terminal_that_takes_no_output_does_not_stop_the_watch(tmp_path, then)
 FAILURES = {
     "exit": (["error:no such file", "exit:3"], 3, r"ended with exit status 3"),
     "usage": (["exit:2"], 2, r"ended with exit status 2"),
-    "killed": (["kill:SIGKILL"], 1, r"was killed by SIGKILL .*lack of memory"),
+    "killed": (["kill:SIGKILL"], 1, r"was killed by SIGKILL .*when memory runs out"),
     "crash": (["kill:SIGSEGV"], 1, r"was killed by SIGSEGV .*native code crashed"),
     "abort": (["abort:"], 1, r"was killed by SIGABRT .*loses another one"),
 }

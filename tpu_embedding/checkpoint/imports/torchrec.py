@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+from tpu_embedding.checkpoint.imports.arrays import tables_by_name
 from tpu_embedding.checkpoint.imports.source import (
     RowArray,
     RuleSlots,
@@ -37,7 +38,8 @@ def is_state_dict(arrays: Mapping[str, RowArray]) -> bool:
 def tables_of_state_dict(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
     """Returns the tables of a state dict.
 
-    Tables of one name in two collections get the whole name of their tensor.
+    Tables of one name in two collections get the whole name of their tensor. Other
+    matrices, such as dense weights, are tables under their own names.
 
     Args:
       arrays: by the names of the state dict.
@@ -46,17 +48,26 @@ def tables_of_state_dict(arrays: Mapping[str, RowArray], origin: str) -> TableSo
     matches = {
         key: match.group(1) for key in arrays if (match := _WEIGHT.fullmatch(key))
     }
-    names = list(matches.values())
-    return TableSource(
-        origin=origin,
-        tables={
-            key if names.count(name) > 1 else name: SourceTable(
-                values=arrays[key], slots=_slots(arrays, key, name)
-            )
-            for key, name in matches.items()
-        },
-        rules=_RULES,
-    )
+    others = _other_matrices(arrays)
+    names = [*matches.values(), *others]
+    tables = {
+        key if names.count(name) > 1 else name: SourceTable(
+            values=arrays[key], slots=_slots(arrays, key, name)
+        )
+        for key, name in matches.items()
+    }
+    return TableSource(origin=origin, tables=tables | others, rules=_RULES)
+
+
+def _other_matrices(arrays: Mapping[str, RowArray]) -> dict[str, SourceTable]:
+    """Returns the matrices that are in no collection, with their slot variables."""
+    rest = {
+        name: array
+        for name, array in arrays.items()
+        if not _WEIGHT.fullmatch(name) and not _SLOT.fullmatch(name)
+    }
+    tables = tables_by_name(rest, "").tables
+    return {k: table for k, table in tables.items() if len(table.values.shape) == 2}
 
 
 def _slots(arrays: Mapping[str, RowArray], key: str, name: str) -> dict[str, RowArray]:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
@@ -53,8 +54,11 @@ def constant_parts(optimizer: Rule, dim: int) -> tuple[np.ndarray | None, ...] |
     return tuple(map(_as_constant, walk(trace.init, inputs, _step)))
 
 
-def initial_slot_values(optimizer: Rule, dim: int) -> list[float | None]:
+@functools.lru_cache(maxsize=4096)
+def initial_slot_values(optimizer: Rule, dim: int) -> tuple[float | None, ...]:
     """Finds the value that slot variables hold before the first step.
+
+    Values that the program of `init` does not show are computed, for a few rows.
 
     Args:
       optimizer: transformation of float32 rows `[rows, dim]`.
@@ -62,16 +66,37 @@ def initial_slot_values(optimizer: Rule, dim: int) -> list[float | None]:
 
     Returns:
       For each slot variable, in the order of the state's leaves, the value of all its
-      elements; None if they may differ. An empty list: nothing is known.
+      elements; None if they may differ. An empty tuple: nothing is known.
     """
-    values, trace = constant_parts(optimizer, dim), trace_rule(optimizer, (dim,))
-    if values is None or isinstance(trace, UntraceableRule):
-        return []
-    return [
-        None if value is None else float(value)
-        for leaf, value in zip(trace.old_state, values, strict=True)
-        if depends_on_rows(leaf.shape)
-    ]
+    trace = trace_rule(optimizer, (dim,))
+    if isinstance(trace, UntraceableRule):
+        return ()
+    is_slot = [depends_on_rows(leaf.shape) for leaf in trace.old_state]
+    values = constant_parts(optimizer, dim) or [None] * len(is_slot)
+    slots = [value for value, of_rows in zip(values, is_slot, strict=True) if of_rows]
+    computed = [None] * len(slots)
+    if any(value is None for value in slots):
+        computed = _computed_slot_values(optimizer, dim, is_slot)
+    return tuple(
+        other if value is None else float(value)
+        for value, other in zip(slots, computed, strict=True)
+    )
+
+
+def _computed_slot_values(
+    optimizer: Rule, dim: int, is_slot: Sequence[bool]
+) -> list[float | None]:
+    """Returns the value of each slot variable that is one value for unequal rows."""
+    rows = jnp.arange(5.0 * dim, dtype=jnp.float32).reshape(5, dim)
+    # Another number of rows, too: a value may come from it.
+    states = [jax.tree.leaves(optimizer.init(x)) for x in (rows, -rows[:3])]
+    values = []
+    for of_rows, *leaves in zip(is_slot, *states, strict=True):
+        if of_rows:
+            elements = np.concatenate([np.float64(leaf).ravel() for leaf in leaves])
+            is_one = elements.size > 0 and bool(np.all(elements == elements[0]))
+            values.append(float(elements[0]) if is_one else None)
+    return values
 
 
 def _step(operation: RuleOperation, values: list[Any]) -> Sequence[Any]:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -128,7 +129,7 @@ def _compile(parsed: argparse.Namespace) -> int:
             "reports": [report.to_json() for report in reports],
         }
         text = json.dumps(document, indent=2) + "\n"
-        parsed.json.write_text(text, encoding="utf-8")
+        _write(parsed.json, text)
     if parsed.plot is not None:
         compile_report.plot_memory(reports, parsed.plot)
     return 0 if all(report.fits for report in reports) else FAILED
@@ -225,6 +226,16 @@ def _step_name(config: RunConfig, plan: EmbeddingPlan) -> str:
     if config.kernels == "xla" or (config.kernels == AUTO and by_xla):
         return config.name
     return f"{config.name} with {config.kernels} kernels"
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """Writes a file atomically: on failure, the previous file stays."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _program_names(text: str) -> tuple[ProgramName, ...]:

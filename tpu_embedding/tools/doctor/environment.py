@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from tpu_embedding.kernel_verdicts import installed_version
@@ -50,7 +50,6 @@ _EFFECTS: Final[Mapping[str, tuple[Status, str]]] = {
         "warning",
         "sets the chips that a process takes",
     ),
-    "MEGASCALE_COORDINATOR_ADDRESS": ("warning", "makes libtpu wait for other slices"),
     "TPU_LIBRARY_PATH": ("warning", "loads another libtpu than the installed one"),
     "LIBTPU_INIT_ARGS": ("warning", "changes options of libtpu and of its compiler"),
     "XLA_FLAGS": (
@@ -63,6 +62,12 @@ purpose."""
 
 _SWITCHES: Final = ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD")
 _OFF_VALUES: Final = ("0", "false", "False")
+
+_MEGASCALE: Final = (
+    *("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"),
+)
+"""Variables of a job of several slices. libtpu reads all of them. JAX multiplies the
+processes by the number of slices, whether or not the address is set."""
 
 
 def tpu_device_files() -> list[str]:
@@ -130,7 +135,28 @@ def check_variables(
             continue
         way_out = f"Unset it, unless you set it on purpose: unset {name}."
         findings.append(Finding(check=check, status=status, text=text, way_out=way_out))
+    findings += _check_megascale(environment)
     if not findings:
         text = "no variable changes the detection of TPUs"
         findings.append(Finding(check="variables", status="ok", text=text))
     return findings
+
+
+def _check_megascale(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Yields a finding if variables of several slices are set, often left over."""
+    values = {name: environment[name] for name in _MEGASCALE if environment.get(name)}
+    if not values:
+        return
+    listed = ", ".join(f"{name}={value}" for name, value in values.items())
+    text = f"The runtime waits for other slices, because of {listed}."
+    missing = [name for name in _MEGASCALE if name not in values]
+    if missing:
+        verb = "are" if len(missing) > 1 else "is"
+        text += f" They look stale: {', '.join(missing)} {verb} missing."
+    yield Finding(
+        check="variables MEGASCALE_*",
+        status="failed" if missing else "warning",
+        text=text,
+        way_out=f"In a job of one slice: unset {' '.join(_MEGASCALE)}. After a "
+        "preemption, set them to the new coordinator.",
+    )

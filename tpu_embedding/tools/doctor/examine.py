@@ -68,7 +68,8 @@ def examine(
     run = run_cases(found, tier, variables)
     verdicts = make_verdicts(run, datetime.datetime.now(datetime.UTC).date())
     add(*findings_on_cases(run), _store(found, run, tier, verdicts))
-    print_line(f"\n{format_times(run, verdicts)}")
+    if times := format_times(run, verdicts):
+        print_line(f"\n{times}")
     return findings
 
 

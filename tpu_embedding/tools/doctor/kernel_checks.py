@@ -166,21 +166,31 @@ def findings_on_cases(run: CaseRun) -> list[Finding]:
 
 
 def format_times(run: CaseRun, verdicts: Sequence[Verdict]) -> str:
-    """Returns the table of times, with the backend that each verdict chooses."""
+    """Returns the table of times, with the backend that each verdict chooses.
+
+    A case with a verdict has a row even if it has no times. Without rows, the text is
+    empty.
+    """
+    results = {result.case: result for result in run.results}
     by_capability = {verdict.capability: verdict for verdict in verdicts}
     header = ("time of one call", run.kernels or "kernels", "xla", "xla / kernel")
-    rows: list[tuple[str, ...]] = [(*header, '"auto" runs')]
-    for case, result in zip(run.cases, run.results, strict=False):
-        if result.xla_seconds_per_call is None:
+    rows: list[tuple[str, ...]] = []
+    for case in run.cases:
+        result = results.get(case.name, CaseResult(case=case.name))
+        verdict = case.capability and by_capability.get(case.capability)
+        if result.xla_seconds_per_call is None and verdict is None:
             continue
         chosen = ""
-        if case.capability is not None and case.capability in by_capability:
-            allows = by_capability[case.capability].allows_kernel
-            chosen = "kernel" if allows else "XLA"
-        own, ratio = "unmeasured", "unmeasured"
-        if result.seconds_per_call is not None and result.speed_ratio is not None:
-            own = f"{1e3 * result.seconds_per_call:.3f} ms"
+        if verdict is not None:
+            chosen = "kernel" if verdict.allows_kernel else "XLA"
+        own = _milliseconds(result.seconds_per_call)
+        xla = _milliseconds(result.xla_seconds_per_call)
+        ratio = "unmeasured"
+        if result.speed_ratio is not None:
             ratio = f"{result.speed_ratio:.3g}x"
-        xla = f"{1e3 * result.xla_seconds_per_call:.3f} ms"
-        rows.append((result.case, own, xla, ratio, chosen))
-    return format_table(rows)
+        rows.append((case.name, own, xla, ratio, chosen))
+    return format_table([(*header, '"auto" runs'), *rows]) if rows else ""
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "unmeasured" if seconds is None else f"{1e3 * seconds:.3f} ms"

@@ -24,8 +24,8 @@ KEPT_LINES: Final = 300
 _HINTS: Final[dict[int, str]] = {
     signal.SIGABRT: "the JAX runtime aborts a process when it loses another one, or "
     "at an error of its own",
-    signal.SIGKILL: "the kernel for lack of memory, which `dmesg` says, or another "
-    "process, such as a scheduler",
+    signal.SIGKILL: "sent by the kernel when memory runs out (look at `dmesg`), or by "
+    "another process, such as a scheduler",
     signal.SIGSEGV: "native code crashed",
     signal.SIGBUS: "native code crashed, or a disk of mapped files is full",
     signal.SIGILL: "native code crashed",

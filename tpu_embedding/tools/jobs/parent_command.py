@@ -6,10 +6,13 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
 from tpu_embedding.tools.jobs.exit_status import STOP_SIGNALS
+
+_IGNORED_BY_LIBTPU: Final = (signal.SIGHUP, signal.SIGPROF)
 
 _PARENT: Final = str(pathlib.Path(__file__).with_name("__main__.py"))
 
@@ -32,6 +35,7 @@ def run_under_parent(
     settings["command"] = [*_program(is_program), *arguments]
     command = [sys.executable, "-I", _PARENT, json.dumps(settings)]
     if not is_program:
+        _put_back_ignored_signals()
         return subprocess.run(command).returncode
     sys.stdout.flush()
     sys.stderr.flush()
@@ -49,3 +53,16 @@ def _program(is_program: bool) -> Sequence[str]:
         return [sys.executable, "-m", "tpu_embedding.tools.cli"]
     _, *start = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]
     return [sys.executable, *start]
+
+
+def _put_back_ignored_signals() -> None:
+    """Gives the signals that libtpu ignores their default, for the parent's process.
+
+    libtpu ignores them when it is loaded, which Python does not know, and the parent
+    and the workers would inherit that. A signal that this process has ignored since its
+    start stays ignored, such as SIGHUP under `nohup`.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in _IGNORED_BY_LIBTPU:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, signal.SIG_DFL)

@@ -301,9 +301,27 @@ _in_forked_child: list[Callable[[], None]] = []
 """Functions that put the former handlers back, which forked workers must have."""
 
 
+_before_fork = threading.local()
+
+
+def _block_signals() -> None:
+    """Holds signals back in a thread that forks, until the child has put back."""
+    mask = signal.SIG_BLOCK, STOP_SIGNALS if _in_forked_child else ()
+    _before_fork.mask = signal.pthread_sigmask(*mask)
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
+
+
 def _put_back_in_child() -> None:
     while _in_forked_child:
         _in_forked_child.pop()()
+    _unblock_signals()
 
 
-os.register_at_fork(after_in_child=_put_back_in_child)
+os.register_at_fork(
+    before=_block_signals,
+    after_in_parent=_unblock_signals,
+    after_in_child=_put_back_in_child,
+)

@@ -62,12 +62,20 @@ def as_config_error(name: str) -> Iterator[None]:
     except RunStopped:  # no exit of the config's own
         raise
     except (Exception, SystemExit) as error:
-        place = _place_in_config(error)
-        if isinstance(error, ValueError) and not place:
+        if isinstance(error, ValueError) and not _place_in_config(error):
             raise ConfigError(str(error)) from error
-        raise ConfigError(
-            f"{name} fails{place} with {describe_error(error)}"
-        ) from error
+        raise config_error(name, error) from error
+
+
+def config_error(name: str, error: BaseException) -> ConfigError:
+    """Returns the error that names the code of a config, its line and its own error.
+
+    Args:
+      name: name of the code for the message, such as `"MyModel.build"`.
+      error: error that the code has raised.
+    """
+    place = _place_in_config(error)
+    return ConfigError(f"{name} fails{place} with {describe_error(error)}")
 
 
 def describe_error(error: BaseException) -> str:

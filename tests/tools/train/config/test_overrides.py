@@ -58,10 +58,10 @@ def test_schedules_follow_the_number_of_steps():
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("steps=7", "'steps' is no key that --set can change; .* are .*num_steps"),
+        ("steps=7", "'steps' is no key of this config; its keys are .*num_steps"),
         ("model.width=7", "'model.width' is no key .*model.dim"),
-        ("make_table_optimizer=x", "make_table_optimizer' is no key"),
-        ("model=x", "'model' is no key"),
+        ("make_table_optimizer=x", "is a function, which only the config file can"),
+        ("model=x", "'model' is a section, which only the config file can change"),
         ("num_steps", "takes KEY=VALUE"),
         ("num_steps=many", "num_steps must be an int, got 'many'"),
         ("num_steps=1.5", "must be an int"),

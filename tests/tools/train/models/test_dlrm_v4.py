@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
@@ -208,8 +208,9 @@ def artists_and_items():
     return features, ids
 
 
-def two_axes():
-    return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+def two_axes(kind=AxisType.Auto):
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    return Mesh(devices, ("a", "b"), axis_types=(kind, kind))
 
 
 @pytest.mark.parametrize(
@@ -218,8 +219,9 @@ def two_axes():
         *((mesh_of(n), None) for n in (1, 3, 8)),
         (two_axes(), ("a",)),
         (two_axes(), ("b",)),
+        (two_axes(AxisType.Explicit), ("a",)),
     ],
-    ids=["1", "3", "8", "a_of_2x2", "b_of_2x2"],
+    ids=["1", "3", "8", "a_of_2x2", "b_of_2x2", "explicit"],
 )
 def test_each_unique_item_gets_the_row_of_its_artist(mesh, batch_axes):
     features, ids = artists_and_items()
@@ -234,7 +236,8 @@ def test_each_unique_item_gets_the_row_of_its_artist(mesh, batch_axes):
         found = rows_of_items(rows["artist"], rows["item"])
         return found, rows["item"].expand(found)["history"]
 
-    found, of_events = rows_of(layer, batch)
+    with jax.set_mesh(mesh):
+        found, of_events = rows_of(layer, batch)
     item_ids = batch["item"].ids.reshape(-1)
     is_used = item_ids != PADDING_ROW_ID
     np.testing.assert_array_equal(found[is_used], artists[ARTISTS[item_ids[is_used]]])

@@ -14,8 +14,9 @@ from typing import Final
 
 import tpu_embedding
 from tpu_embedding.paths import local_path
+from tpu_embedding.tools.jobs.stop_signals import RunStopped
 from tpu_embedding.tools.train.config.run_config import RunConfig
-from tpu_embedding.tools.train.errors import ConfigError, as_config_error
+from tpu_embedding.tools.train.errors import ConfigError, config_error
 
 _PACKAGE: Final = pathlib.Path(tpu_embedding.__file__).parent
 CONFIG_DIRS: Final = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
@@ -48,8 +49,12 @@ def load_config(name_or_path: str) -> RunConfig:
       2048
     """
     path = _find_config(name_or_path)
-    with as_config_error(f"The config {path.name}"):
+    try:
         module = _run_file(path)
+    except RunStopped:  # no exit of the file's own
+        raise
+    except (Exception, SystemExit) as error:
+        raise config_error(f"The config {path.name}", error) from error
     config = getattr(module, "config", None)
     if not isinstance(config, RunConfig):
         found = "nothing" if config is None else f"a {type(config).__name__}"

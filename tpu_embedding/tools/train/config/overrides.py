@@ -51,10 +51,7 @@ def apply_overrides(config: T, assignments: Iterable[str]) -> T:
         if not separator:
             raise ConfigError(f"--set takes KEY=VALUE, got {assignment!r}.")
         if key not in settable:
-            raise ConfigError(
-                f"--set {assignment}: {key!r} is no key that --set can change; the "
-                f"keys are {', '.join(sorted(settable))}."
-            )
+            raise ConfigError(_unknown_key(assignment, key, config, settable))
         try:
             values[key] = _parse(text, settable[key])
         except ValueError:
@@ -83,6 +80,25 @@ def _settable_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from _settable_fields(value, f"{prefix}{field.name}.")
         elif field.init and _is_settable(hint):
             yield prefix + field.name, hint
+
+
+def _unknown_key(
+    assignment: str, key: str, config: Any, settable: dict[str, Any]
+) -> str:
+    """Returns the message for a key that `--set` cannot change."""
+    value, reason = config, "is no key of this config"
+    for part in key.split("."):
+        if not dataclasses.is_dataclass(value) or not hasattr(value, part):
+            break
+        value = getattr(value, part)
+    else:
+        is_section = dataclasses.is_dataclass(value)
+        found = "section" if is_section else type(value).__name__
+        reason = f"is a {found}, which only the config file can change"
+    return (
+        f"--set {assignment}: {key!r} {reason}; its keys are "
+        f"{', '.join(sorted(settable))}."
+    )
 
 
 def _replace(config: Any, values: dict[str, Any]) -> Any:

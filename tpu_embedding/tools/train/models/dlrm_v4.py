@@ -18,7 +18,7 @@ from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.functional.unique_rows import UniqueRows, expand
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.shard_map import on_shards
+from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.tools.train.models.hstu import (
     HSTU,
     HSTUInputs,
@@ -77,7 +77,7 @@ class DLRMv4Config:
     def build(self, data: Any, plan: EmbeddingPlan, *, rngs: nnx.Rngs) -> "DLRMv4":
         """Returns the model with initial parameters."""
         contextual = tuple(n for n in data.table_sizes if n not in EVENT_FEATURES)
-        return DLRMv4(self.hstu, contextual, plan, rngs=rngs)
+        return DLRMv4(self.hstu, contextual, data.history_length, plan, rngs=rngs)
 
 
 class DLRMv4(nnx.Module):
@@ -101,6 +101,7 @@ class DLRMv4(nnx.Module):
         self,
         sizes: HSTUSizes,
         contextual_features: tuple[str, ...],
+        history_length: int,
         plan: EmbeddingPlan,
         *,
         rngs: nnx.Rngs,
@@ -108,12 +109,15 @@ class DLRMv4(nnx.Module):
         self.embedding = TPUEmbedding(None, plan=plan, rngs=rngs)
         self.hstu = HSTU(sizes, rngs=rngs)
         self.contextual_features = contextual_features
+        self.longest_sequence = history_length + len(contextual_features) + 1
 
     def __call__(self, features: dict[str, Any], dense: Any) -> Outputs:
         """Returns the logit and the probability of a click on each candidate.
 
-        Attention scores are divided by the longest sequence of the global batch, which
-        does not depend on the number of devices.
+        Attention scores are divided by a number of tokens. In training it is that of
+        the longest sequence of the global batch, as in the benchmark, on any number of
+        devices. After `eval()` it is that of the longest possible sequence. So a score
+        that is evaluated or served does not depend on the other samples of the batch.
 
         Args:
           features: inputs of the tables.
@@ -122,22 +126,26 @@ class DLRMv4(nnx.Module):
         rows = self.embedding(features)
         items, artists, albums = (rows[name] for name in EVENT_FEATURES)
         lengths = dense["history_length"]
+        if self.hstu.deterministic:
+            normalizer = jnp.asarray(self.longest_sequence, lengths.dtype)
+        else:
+            normalizer = longest_sequence(lengths, len(self.contextual_features))
         inputs = HSTUInputs(
             items=items.rows,
             artists=rows_of_items(artists, items),
             albums=rows_of_items(albums, items),
             contextual=jnp.stack([rows[n] for n in self.contextual_features], axis=1),
-            history=items.index["history"],
+            history=items.ids.index["history"],
             lengths=lengths,
-            candidate=items.index["candidate"],
+            candidate=items.ids.index["candidate"],
             actions=dense["action_weight"],
             times=dense["action_timestamp"],
             query_times=dense["query_time"],
         )
         logits = self.hstu(
             inputs,
-            lambda values, index: expand(values, index, items.plan),
-            normalizer=longest_sequence(lengths, len(self.contextual_features)),
+            lambda values, index: _expand_at(values, items, index),
+            normalizer=normalizer,
         )
         return click_outputs(logits)
 
@@ -158,35 +166,40 @@ def rows_of_items(
     Returns:
       One row per row of the items; zeros where that is unused.
     """
-    plan = items.plan
     find = functools.partial(
-        _attribute_of_items,
-        _unique_per_shard(items),
-        _unique_per_shard(attributes),
+        _attribute_of_items, items.ids.ids.shape[1], attributes.ids.ids.shape[1]
     )
-    places = jax.tree.leaves(items.index), jax.tree.leaves(attributes.index)
+    places = jax.tree.leaves(items.ids.index), jax.tree.leaves(attributes.ids.index)
+    plan = items.plan
     if plan is None:
-        return expand(attributes.rows, find(*places), None)
+        return _expand_at(attributes.rows, attributes, find(*places))
     spec = plan.sample_spec
     missing = -places[0][0].shape[0] % plan.num_shards
-    filled = [
-        [
-            jnp.pad(
-                index,
-                ((0, missing), *((0, 0),) * (index.ndim - 1)),
-                constant_values=num_unique,
-            )
-            for index in of_feature
+
+    def find_on_mesh(
+        *places: list[Int[Array, "batch ..."]],
+    ) -> Int[Array, " unique_items"]:
+        filled = [
+            [
+                jnp.pad(
+                    index,
+                    ((0, missing), *((0, 0),) * (index.ndim - 1)),
+                    constant_values=num_unique,
+                )
+                for index in of_feature
+            ]
+            for of_feature, num_unique in zip(places, find.args, strict=True)
         ]
-        for of_feature, num_unique in zip(places, find.args, strict=True)
-    ]
-    local = on_shards(find, plan, in_specs=(spec, spec), out_specs=spec)
-    return expand(attributes.rows, local(*filled), plan)
+        local = on_shards(find, plan, in_specs=(spec, spec), out_specs=spec)
+        return local(*filled)
+
+    index = in_auto_axes(find_on_mesh, plan, spec)(*places)
+    return _expand_at(attributes.rows, attributes, index)
 
 
-def _unique_per_shard(rows: UniqueRows) -> int:
-    num_shards = 1 if rows.plan is None else rows.plan.num_shards
-    return rows.rows.shape[0] // num_shards
+def _expand_at(values: Array, rows: UniqueRows, index: Int[Array, "..."]) -> Array:
+    """Expands one value per row into other places than those of the samples' ids."""
+    return expand(values, dataclasses.replace(rows.ids, index=index), rows.plan)
 
 
 def _attribute_of_items(
