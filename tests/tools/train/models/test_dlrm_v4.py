@@ -22,6 +22,7 @@ from tests.tools.train.models.hstu.golden_runs import (
 )
 from tpu_embedding import optimizers
 from tpu_embedding.tools.data.batch import Batch
+from tpu_embedding.tools.data.batch_part import slice_batch
 from tpu_embedding.tools.train import (
     RunConfig,
     apply_overrides,
@@ -182,6 +183,25 @@ def test_training_steps_are_those_of_the_reference(num_devices):
         check(slots, tables(part(wanted, "slot.")), TOLERANCE)
 
 
+def test_an_evaluated_score_does_not_depend_on_the_other_samples():
+    data = GoldenData()
+    plan = make_run_plan(CONFIG, data, mesh_of(1))
+    model, _ = nnx.merge(*init_train_state(CONFIG, data, plan))
+    model.embedding.set_embedding_tables(tables(part(RUN, "initial.table.")))
+    whole = data.train_batch(0)
+    sample = int(np.argmin(whole.dense["history_length"]))
+    alone = slice_batch(whole, range(sample, sample + 1))
+    batches = [put_batch(batch, plan, "batch") for batch in (whole, alone)]
+
+    def difference():
+        scores = [model(batch.features, batch.dense).scores for batch in batches]
+        return abs(float(scores[0][sample] - scores[1][0]))
+
+    assert difference() > 1e-4  # in training, as in the benchmark
+    model.eval()
+    assert difference() < 1e-6  # float32 rounding
+
+
 # Item `i` has artist `ARTISTS[i]`; others never occur.
 ARTISTS = np.array([4, 4, 0, 6, 2, 2, 2, 5])
 HISTORIES = [[0, 1, 0], [], [7, 3], [3], [5, 4, 6, 6]]
@@ -237,7 +257,7 @@ def test_each_unique_item_gets_the_row_of_its_artist(mesh, batch_axes):
         return found, rows["item"].expand(found)["history"]
 
     with jax.set_mesh(mesh):
-        found, of_events = rows_of(layer, batch)
+        found, of_events = jax.device_get(rows_of(layer, batch))
     item_ids = batch["item"].ids.reshape(-1)
     is_used = item_ids != PADDING_ROW_ID
     np.testing.assert_array_equal(found[is_used], artists[ARTISTS[item_ids[is_used]]])
