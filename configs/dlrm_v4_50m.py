@@ -10,6 +10,9 @@ package, too: those of the benchmark would change nothing in so few steps.
 The files are `flat/50m/multi_event.parquet`, `artist_item_mapping.parquet` and
 `album_item_mapping.parquet` of the data set yandex/yambda on Hugging Face (Apache-2.0).
 
+The whole last day is held out. A checkpoint takes 25 GB, and up to four lie on the disk
+at a time.
+
 Command: tpu-embedding train dlrm_v4_50m --data-dir DIRECTORY
          tpu-embedding compile dlrm_v4_50m --topology v5e:2x4
 Hardware: 8 TPU chips, to train
@@ -32,6 +35,7 @@ config = dataclasses.replace(
     name="dlrm_v4_50m",
     data=YambdaSource(
         has_dense_ids=True,
+        whole_window="last",
         table_sizes={
             # Upper limits: an item has one artist and one album.
             "item_id": 1_000_000,
@@ -66,4 +70,5 @@ config = dataclasses.replace(
     log_every=100,
     evaluate_every=4500,
     checkpoint_every=4500,
+    checkpoints_kept=3,
 )

@@ -1,9 +1,13 @@
 """Tests the data sets of the training loop that hold histories of events."""
 
+import pickle
+
 import jax
 import numpy as np
+import pytest
 
 from tests.tools.data.yambda.test_event_samples import golden_samples
+from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.data.yambda.event_batches import EventBatches
 from tpu_embedding.tools.data.yambda.event_dataset import EventDataset, EventOutline
 from tpu_embedding.tools.data.yambda.event_samples import (
@@ -28,6 +32,11 @@ def test_batches_have_the_fields_of_the_samples():
     assert batch.dense["action_weight"].shape == (6, data.history_length)
     part = data.train_part(1, range(2, 5))
     np.testing.assert_array_equal(part.labels, batch.labels[2:5])
+
+
+def test_loader_processes_would_copy_the_log():
+    with pytest.raises(DataError, match="in memory .* set loader_processes=0"):
+        pickle.dumps(open_data())
 
 
 def test_padding_of_an_evaluation_repeats_its_last_sample():

@@ -132,3 +132,10 @@ def test_a_log_without_training_events_is_refused(num_events):
         DataError, match=f"events must have an event .* of {num_events}"
     ):
         make_log(events)
+
+
+def test_large_ids_of_items_are_refused_before_arrays_of_their_size_are_made():
+    with pytest.raises(
+        DataError, match="items must be at most 268435455, got 268435456"
+    ):
+        make_log(columns(items=[80, 1, 2**28, 80, 5, 5]))

@@ -243,7 +243,7 @@ def test_ids_outside_of_their_tables_are_refused():
     sizes |= {"item_id": 59, "uid": 40, "artist_id": 17}
     message = (
         r"golden: each id .* got table 'uid' of 40 rows, id 40; table 'item_id' of 59 "
-        r"rows, id 59\. Set table_sizes to the largest id plus 1, or pass log.with_de"
+        r"rows, id 59\. Set table_sizes to the largest id plus 1, or YambdaSource.has_d"
     )
     with pytest.raises(DataError, match=message):
         EventSamples(log, table_sizes=sizes, settings=settings)

@@ -141,7 +141,7 @@ def test_a_listen_without_a_played_ratio_is_a_skip(tmp_path, ratio):
 BAD_VALUES = {
     "no_user": ("uid", None, "a value must not be null; fill it, or drop the row"),
     "negative_user": ("uid", -1, r"a value must lie in \[0, 2147483646\], got -1"),
-    "large_item": ("item_id", 2**31 - 1, r".*2147483646\], got 2147483647; correct"),
+    "large_item": ("item_id", 2**28, r".*268435455\], got 268435456; correct"),
     "late": ("timestamp", 2**31, r".*2147483646\], got 2147483648"),
     "organic": ("is_organic", 2, r"a value must lie in \[0, 1\], got 2"),
     "number": ("event_type", 5, r"a value must lie in \[0, 4\], got 5"),

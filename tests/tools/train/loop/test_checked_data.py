@@ -121,6 +121,10 @@ def test_dense_inputs_with_names_keep_their_integers_and_shapes():
             r"dense\['times'\] must be an array .* \[3, 2\], got shape \[3, 3\]",
         ),
         (
+            {0: inputs(), 1: inputs(times=np.ones((SIZE, 2)))},
+            r"dense\['times'\] must hold integers, as in the first batch, got floats",
+        ),
+        (
             {0: inputs(), 1: inputs(times=np.full((SIZE, 2), 2**31))},
             r"dense\['times'\] must fit into int32, got values from 2147483648",
         ),

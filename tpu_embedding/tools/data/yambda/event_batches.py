@@ -30,7 +30,8 @@ class EventBatches:
 
     The benchmark deals the anchors of a window to ranks, one each in turn. A batch with
     `num_ranks` holds the share of each rank one after the other. Which anchors are in
-    the batch does not depend on `num_ranks`, only their order does.
+    the batch does not depend on `num_ranks`, only their order does. Runs of this
+    package leave it at 1; it serves comparisons with the reference, rank by rank.
 
     Beside the samples, the batches hold 8 bytes per anchor, and 4 for logs of fewer
     than 2**32 events.
@@ -130,6 +131,9 @@ class EventBatches:
 
     def step_of_place(self, window: int, position: int) -> int:
         """Returns the first training step that reads a batch of a window.
+
+        A training loop of your own that saved the benchmark's two numbers, window and
+        position, resumes by it.
 
         Raises:
           ValueError: if training has no such batch.

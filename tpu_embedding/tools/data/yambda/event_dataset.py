@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpu_embedding.tools.data.batch import Batch
+from tpu_embedding.tools.data.batch import Batch, DataError
 from tpu_embedding.tools.data.teacher import TeacherDataset, cross_entropy
 from tpu_embedding.tools.data.yambda.event_batches import EventBatches
 from tpu_embedding.tools.data.yambda.event_log import LISTENED
@@ -50,6 +50,18 @@ class EventDataset:
         self.history_length = samples.settings.width
         self.num_train_samples = batches.num_train_steps * batches.batch_size
         self.digest = batches.digest
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuses a copy of the log for each loader process.
+
+        Raises:
+          DataError: always.
+        """
+        raise DataError(
+            f"{type(self).__name__} must stay in one process, because its log lies in "
+            "memory and each loader process would copy it; set loader_processes=0, "
+            "which reads ahead in a thread."
+        )
 
     def train_batch(self, step: int) -> Batch:
         """Returns the batch of training step `step`, counted from 0."""

@@ -31,6 +31,9 @@ EVENT_TYPES: Final = ("listen", "like", "dislike", "unlike", "undislike")
 MAX_ID: Final = PADDING_ROW_ID - 1
 """Largest id of a user, item, artist or album, and largest time: all are int32."""
 
+MAX_ITEM: Final = 2**28 - 1
+"""Largest id of an item; arrays with a place per item take 1 GiB each then."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeSplit:
@@ -69,7 +72,7 @@ class EventColumns:
     Attributes:
       users: ids of users, from 0 to `MAX_ID`.
       times: seconds, from 0 to `MAX_ID`.
-      items: ids of items, from 0 to `MAX_ID`.
+      items: ids of items, from 0 to `MAX_ITEM`.
       actions: `LISTENED`, `LIKED`, `SKIPPED`, or 0 for any other event.
       is_organic: 1 if the user found the item without a recommendation, 0 otherwise.
     """
@@ -135,7 +138,8 @@ class EventLog:
           digest: digest of the files, or None.
 
         Raises:
-          DataError: if no event is in the training period.
+          DataError: if no event is in the training period, or an item is above
+            `MAX_ITEM`.
         """
         times = columns.times
         period = range(0)
@@ -156,6 +160,11 @@ class EventLog:
         users = columns.users[kept]
         starts = np.append(0, np.flatnonzero(users[1:] != users[:-1]) + 1)
         items = columns.items[kept].astype(np.int32)
+        if items.max() > MAX_ITEM:
+            raise DataError(
+                f"{name}: ids of items must be at most {MAX_ITEM}, got {items.max()}; "
+                "give the items new ids."
+            )
         num_items = max(len(item_artists), len(item_albums), int(items.max()) + 1)
         return cls(
             users=users[starts].astype(np.int32),

@@ -71,7 +71,8 @@ class HistorySettings:
       min_history: minimum number of earlier events of an anchor's user.
       scan_window: number of events before the anchor in which the history is searched.
       max_kept: upper limit of the length, by which the oldest events are cut; None is
-        no limit.
+        no limit. It is the reference's `max_seq_len` without the other tokens, which
+        its default never reaches.
     """
 
     history_length: int = 4_086
@@ -218,7 +219,7 @@ class EventSamples:
             raise DataError(
                 f"{log.name}: each id must be a row of its table, got "
                 f"{'; '.join(problems)}. Set table_sizes to the largest id plus 1, or "
-                "pass log.with_dense_ids()."
+                "YambdaSource.has_dense_ids=True, which is log.with_dense_ids()."
             )
 
     def read(self, anchors: np.ndarray) -> dict[str, Any]:

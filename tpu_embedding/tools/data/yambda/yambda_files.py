@@ -27,6 +27,7 @@ from tpu_embedding.tools.data.yambda.event_log import (
     LIKED,
     LISTENED,
     MAX_ID,
+    MAX_ITEM,
     MIN_LISTENED_PERCENT,
     SKIPPED,
     EventColumns,
@@ -143,12 +144,14 @@ def read_events(paths: Sequence[pathlib.Path]) -> EventColumns:
     for path, footer in zip(paths, footers, strict=True):
         for place, arrays in _row_groups(path, footer, _EVENT_COLUMNS):
             stop = start + len(arrays["uid"])
-            for array, name in (
-                (columns.users, "uid"),
-                (columns.times, "timestamp"),
-                (columns.items, "item_id"),
+            for array, name, largest in (
+                (columns.users, "uid", MAX_ID),
+                (columns.times, "timestamp", MAX_ID),
+                (columns.items, "item_id", MAX_ITEM),
             ):
-                array[start:stop] = _read_integers(arrays[name], name, place)
+                array[start:stop] = _read_integers(
+                    arrays[name], name, place, largest=largest
+                )
             columns.actions[start:stop] = _read_actions(arrays, place)
             columns.is_organic[start:stop] = _read_integers(
                 arrays["is_organic"], "is_organic", place, largest=1
@@ -170,7 +173,9 @@ def read_item_map(path: pathlib.Path, column: str) -> np.ndarray:
     kinds = {"item_id": _INTEGERS, column: _INTEGERS}
     items, values = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
     for place, arrays in _row_groups(path, _checked_footer(path, kinds), kinds):
-        items.append(_read_integers(arrays["item_id"], "item_id", place))
+        items.append(
+            _read_integers(arrays["item_id"], "item_id", place, largest=MAX_ITEM)
+        )
         values.append(_read_integers(arrays[column], column, place))
     all_items = np.concatenate(items)
     by_item = np.zeros(all_items.max(initial=-1) + 1, np.int32)

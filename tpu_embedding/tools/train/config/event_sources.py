@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Mapping
+from typing import Literal
 
 from tpu_embedding.tools.data.batch import DataError, Dataset
 from tpu_embedding.tools.data.yambda.event_batches import EventBatches
@@ -30,11 +31,14 @@ class YambdaSource:
       has_dense_ids: True gives users, items, artists and albums new ids that leave no
         number out. The extracts of Yambda keep the ids of the whole log.
       history: anchors and histories; the default is that of the benchmark.
+      whole_window: day that is full, as in `EventBatches`: `"first"`, as in the
+        benchmark, or `"last"`, so that a whole day is held out.
     """
 
     table_sizes: Mapping[str, int]
     has_dense_ids: bool = False
     history: HistorySettings = dataclasses.field(default_factory=HistorySettings)
+    whole_window: Literal["first", "last"] = "first"
 
     def open(
         self, data_dir: pathlib.Path | None, *, batch_size: int, seed: int
@@ -54,7 +58,10 @@ class YambdaSource:
         if self.has_dense_ids:
             log = log.with_dense_ids()
         samples = EventSamples(log, table_sizes=self.table_sizes, settings=self.history)
-        return EventDataset(samples, EventBatches(samples, batch_size=batch_size))
+        batches = EventBatches(
+            samples, batch_size=batch_size, whole_window=self.whole_window
+        )
+        return EventDataset(samples, batches)
 
     def outline(self, *, batch_size: int, seed: int) -> EventOutline:
         """Returns a data set of the same sizes without reading any file."""

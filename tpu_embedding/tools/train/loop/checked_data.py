@@ -87,8 +87,12 @@ class CheckedDataset:
         self._name = name
         self._loss: LossName = config.loss
         self._dense_shapes: _DenseShapes | Literal["any"] = "any"
+        self._dense_dtypes: dict[str, np.dtype] = {}
         self.first_batch = self.train_batch(0)
-        self._dense_shapes = _shapes_of(self.first_batch.dense)
+        dense = self.first_batch.dense
+        self._dense_shapes = _shapes_of(dense)
+        if isinstance(dense, Mapping):
+            self._dense_dtypes = {name: x.dtype for name, x in dense.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the first batch, which loader processes do not need."""
@@ -195,10 +199,19 @@ class CheckedDataset:
                 f"{owner}: dense must be a dict of {sorted(shapes)}, as in the first "
                 f"batch, got {found}."
             )
-        return {
+        arrays = {
             name: _as_numbers(dense[name], f"dense[{name!r}]", (size, *shape), owner)
             for name, shape in shapes.items()
         }
+        for name, wanted in self._dense_dtypes.items():
+            if arrays[name].dtype != wanted:
+                words = {"i": "integers", "f": "floats"}
+                raise DataError(
+                    f"{owner}: dense[{name!r}] must hold {words[wanted.kind]}, as in "
+                    f"the first batch, got {words[arrays[name].dtype.kind]}; use one "
+                    "type for all batches."
+                )
+        return arrays
 
     def _check_values(self, batch: Batch, owner: str, first_sample: int) -> None:
         limits = LOSSES[self._loss].label_range

@@ -4,6 +4,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -24,35 +25,20 @@ from tests.tools.train.models.hstu.golden_runs import (
     unpad,
     with_weights,
 )
+from tpu_embedding.tools.train import load_config
 from tpu_embedding.tools.train.models.hstu import (
     HSTU,
     HSTUInputs,
-    HSTUSizes,
     longest_sequence,
 )
-from tpu_embedding.tools.train.models.hstu.hstu_model import (
-    UserEncoder,
-    sample_losses,
-)
+from tpu_embedding.tools.train.models.hstu.hstu_model import UserEncoder
 from tpu_embedding.tools.train.models.hstu.swish_mlp import NormalizedSwishMLP, SwishMLP
 from tpu_embedding.tools.train.models.hstu.token_encoder import (
     ActionEncoder,
     TokenEncoder,
 )
 
-BENCHMARK = HSTUSizes(
-    dim=512,
-    num_layers=3,
-    num_heads=4,
-    head_dim=128,
-    token_hidden_size=256,
-    item_hidden_size=512,
-    num_contextual=8,
-    num_positions=8192,
-    num_time_buckets=2048,
-    input_dropout=0.2,
-    dropout=0.1,
-)
+BENCHMARK = load_config("dlrm_v4").model.hstu
 SIZES = dataclasses.replace(
     BENCHMARK,
     dim=64,
@@ -201,6 +187,11 @@ def test_the_user_encoder_is_the_reference():
         name_of,
     )
     check_run(case, outputs, gradients)
+
+
+def sample_losses(logits, labels):
+    """Returns the benchmark's loss of each sample."""
+    return 0.2 * optax.sigmoid_binary_cross_entropy(logits, labels)
 
 
 def test_head_and_loss_are_the_reference():

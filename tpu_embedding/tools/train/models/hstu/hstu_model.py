@@ -10,7 +10,6 @@ from typing import Final, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -42,9 +41,6 @@ from tpu_embedding.tools.train.models.hstu.swish_mlp import (
 )
 from tpu_embedding.tools.train.models.hstu.token_encoder import TokenEncoder
 from tpu_embedding.tools.train.models.model import check_sizes
-
-LOSS_WEIGHT: Final = 0.2
-"""Factor of the benchmark's loss."""
 
 CLOCKS: Final = ((3600, 24), (86400, 7))
 """Unit in seconds, and units per turn, of the hour of the day and day of the week."""
@@ -261,13 +257,6 @@ class UserEncoder(nnx.Module):
             features += [jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]]
         tokens = tokens.astype(jnp.float32)
         return self.norm(self.dense(jnp.concatenate([tokens, *features], axis=1)))
-
-
-def sample_losses(
-    logits: Float[Array, " batch"], labels: Float[Array, " batch"]
-) -> Float[Array, " batch"]:
-    """Returns the benchmark's loss of each sample: `0.2 * log_loss`."""
-    return LOSS_WEIGHT * optax.sigmoid_binary_cross_entropy(logits, labels)
 
 
 # The backward pass computes a layer again from its input and the attention's output.

@@ -24,7 +24,7 @@ from tpu_embedding.tools.train.models.hstu.swish_mlp import (
 )
 
 NUM_ACTION_BITS: Final = 3
-"""Bits of an action: played, skipped, liked."""
+"""Bits of an action, from the lowest: listened, liked, skipped."""
 
 ACTION_DIM: Final = 8
 """Dimension of the vector of each bit."""
