@@ -357,6 +357,27 @@ def test_target_of_a_metric_that_rises(tmp_path, capsys):
         assert f"result: auc {result.metrics['auc']:.4f}, 1 steps" in output
 
 
+def test_target_relative_to_an_unknown_teacher_is_refused_at_the_start(tmp_path):
+    target = Target(metric="auc", at_least=0.5, relative_to="teacher")
+    config = dataclasses.replace(tiny_config(), target=target)
+    with pytest.raises(ConfigError, match="has no method teacher_auc, got 'teacher'"):
+        train(config, tmp_path, mesh=mesh_of(1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_exact_auc_counts_pairs_of_samples(tmp_path):
+    config = tiny_config("num_steps=1", "exact_auc=true")
+    result = train(config, tmp_path, mesh=mesh_of(3))
+    assert "auc_max_error" not in result.metrics
+    data = config.data.open(None, batch_size=config.batch_size, seed=config.seed)
+    labels = np.concatenate(
+        [batch.labels[batch.weights > 0] for batch in data.evaluation_batches()]
+    )
+    num_halves = 2 * result.metrics["auc"] * labels.sum() * (1 - labels).sum()
+    assert len(labels) == 120
+    assert abs(num_halves - round(num_halves)) < 1e-6
+
+
 @pytest.mark.parametrize("value", ["overwrite", True, None])
 def test_unknown_treatment_of_an_earlier_run_touches_nothing(value, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}")

@@ -48,7 +48,8 @@ class Target:
         has it, for which lower is better; or `"auc"`.
       at_most: maximum value of the metric. With `relative_to`, it is a multiple of the
         teacher's value. None for `"auc"`.
-      at_least: minimum value of `"auc"`, likewise; None for the others.
+      at_least: minimum value of `"auc"`; None for the others. With `relative_to`, it is
+        a share of what the teacher's AUC has above 0.5, the AUC of chance.
       relative_to: `"teacher"` for synthetic data, or None. The teacher is the model
         that generated the labels; no trained model can beat it.
     """
@@ -83,18 +84,22 @@ class Target:
           value: value of the metric.
           teacher: value of the teacher, or None.
         """
-        scale = teacher if self.relative_to == "teacher" else 1.0
-        if scale is None:
+        is_relative = self.relative_to == "teacher"
+        if is_relative and teacher is None:
             return None
         if self.at_least is not None:
-            return value >= self.at_least * scale
+            if is_relative:
+                return value - 0.5 >= self.at_least * (teacher - 0.5)
+            return value >= self.at_least
         assert self.at_most is not None
-        return value <= self.at_most * scale
+        return value <= self.at_most * (teacher if is_relative else 1.0)
 
     def __str__(self) -> str:
         is_minimum = self.at_least is not None
         limit = self.at_least if is_minimum else self.at_most
         unit = " times the teacher's" if self.relative_to else ""
+        if is_minimum and self.relative_to:
+            unit = " of the teacher's lead over 0.5"
         words = "at least" if is_minimum else "at most"
         return f"{self.metric} {words} {limit:g}{unit}"
 
@@ -123,6 +128,9 @@ class RunConfig:
       max_dense_norm: largest norm of all dense gradients together; longer ones are
         scaled down to it. Those of the tables neither count nor change. None: no limit.
       target: metric that the config promises to reach, or None.
+      exact_auc: True computes the AUC from the scores of all held-out samples, which
+        stay in host memory: 12 bytes each. Labels are 0 and 1, and so are weights.
+        False counts scores in bins, whose error is reported where it matters.
       capacity: ids per destination and round of the exchange; None lets the plan
         choose. It changes the speed, never the results.
       kernels: backend that reads and updates rows, as in `make_plan`. `"auto"`: kernels
@@ -162,6 +170,7 @@ class RunConfig:
     loss_weight: float = 1.0
     max_dense_norm: float | None = None
     target: Target | None = None
+    exact_auc: bool = False
     capacity: int | None = None
     kernels: str = AUTO
     table_dtype: str | None = None
@@ -288,6 +297,13 @@ class RunConfig:
             value = getattr(self, name)
             if value not in choices:
                 yield f"RunConfig.{name} must be one of {list(choices)}, got {value!r}"
+        if type(self.exact_auc) is not bool:
+            yield f"RunConfig.exact_auc must be a bool, got {self.exact_auc!r}"
+        elif self.exact_auc and self.loss != "log_loss":
+            yield (
+                "RunConfig.exact_auc must be False unless the loss is 'log_loss', got "
+                f"True for {self.loss!r}"
+            )
         if not isinstance(self.target, Target | None):
             yield f"RunConfig.target must be a Target or None, got {self.target!r}"
         elif self.target is not None and self.loss in get_args(LossName):

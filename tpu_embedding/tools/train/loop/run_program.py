@@ -18,7 +18,7 @@ from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.data.batch import Batch
 from tpu_embedding.tools.train.config.run_config import RunConfig
-from tpu_embedding.tools.train.errors import as_config_error
+from tpu_embedding.tools.train.errors import ConfigError, as_config_error
 from tpu_embedding.tools.train.loop.checked_data import CheckedDataset, open_data
 from tpu_embedding.tools.train.loop.read_ahead import prepare_batch
 from tpu_embedding.tools.train.loop.run_plan import make_run_plan
@@ -26,6 +26,7 @@ from tpu_embedding.tools.train.loop.step import (
     abstract_train_state,
     jit_train_step,
     make_evaluation_step,
+    make_scored_evaluation_step,
     make_train_step,
 )
 
@@ -43,7 +44,8 @@ class RunProgram:
       evaluation_sizes: those of evaluation batches.
       state: shapes, dtypes and shardings of the state.
       train_step: `(state, batch) -> (state, StepMetrics)`; donates the state.
-      evaluation_step: `(state, batch) -> Metrics`.
+      evaluation_step: `(state, batch) -> Metrics`; with `RunConfig.exact_auc`,
+        `(state, batch) -> (Metrics, ClickScores)`.
     """
 
     config: RunConfig
@@ -81,6 +83,7 @@ def prepare_run(
       DataError: if data are missing or damaged, or do not fit the config.
     """
     data = open_data(config, data_dir)
+    _check_teacher(config, data.data)
     train_sizes, evaluation_sizes = BufferSizes(), BufferSizes()
     with as_config_error("The config"):
         plan = make_run_plan(config, data.data, mesh, compiler_options=compiler_options)
@@ -97,8 +100,11 @@ def prepare_run(
             non_finite=config.non_finite,
         )
         train_step = jit_train_step(step, state, plan)
+        make_evaluation = make_evaluation_step
+        if config.exact_auc:
+            make_evaluation = make_scored_evaluation_step
         evaluation_step = jax.jit(
-            make_evaluation_step(graphdef, config.loss), out_shardings=plan.replicated
+            make_evaluation(graphdef, config.loss), out_shardings=plan.replicated
         )
         for step in (train_step, evaluation_step):
             step.eval_shape(state, compile_report.abstract_batch(batch, plan))
@@ -113,3 +119,16 @@ def prepare_run(
         train_step=train_step,
         evaluation_step=evaluation_step,
     )
+
+
+def _check_teacher(config: RunConfig, data: Any) -> None:
+    """Refuses a target relative to an AUC that the data set does not know."""
+    target = config.target
+    if target is None or target.metric != "auc" or target.relative_to is None:
+        return
+    if not callable(getattr(data, "teacher_auc", None)):
+        raise ConfigError(
+            "RunConfig.target.relative_to must be None, because "
+            f"{type(data).__name__} has no method teacher_auc, got 'teacher'; give "
+            "at_least as an AUC."
+        )

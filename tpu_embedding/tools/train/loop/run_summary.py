@@ -25,6 +25,7 @@ MAY_CHANGE_ON_RESUME: Final = (
     "name",
     "num_steps",
     "target",
+    "exact_auc",
     "capacity",
     "kernels",
     "tables_split_over",
@@ -189,6 +190,11 @@ def report_end(
     if result.target_met is not None:
         met = "met" if result.target_met else "not met"
         report.line(f"target: {config.target}: {met}")
+    elif config.target is not None:
+        reason = "the data set knows no teacher"
+        if config.target.metric not in result.metrics:
+            reason = "all labels of the held-out samples are equal"
+        report.line(f"target: {config.target}: unknown, as {reason}")
     against = ""
     if result.teacher is not None:
         ratio = value / result.teacher

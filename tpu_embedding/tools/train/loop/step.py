@@ -25,7 +25,13 @@ from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.data.batch import Batch, Dataset
 from tpu_embedding.tools.train.config.run_config import NonFinite, RunConfig
 from tpu_embedding.tools.train.errors import ConfigError, as_config_error
-from tpu_embedding.tools.train.metrics import LOSSES, LossName, Metrics, mean_loss
+from tpu_embedding.tools.train.metrics import (
+    LOSSES,
+    ClickScores,
+    LossName,
+    Metrics,
+    mean_loss,
+)
 from tpu_embedding.tools.train.models.model import Outputs
 
 
@@ -180,14 +186,25 @@ def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> Evaluat
 
     The model runs as after `eval()`: without dropout, and by its stored statistics.
     """
+    step = make_scored_evaluation_step(graphdef, loss_name)
+    return lambda state, batch: step(state, batch)[0]
+
+
+def make_scored_evaluation_step(
+    graphdef: nnx.GraphDef, loss_name: LossName
+) -> Callable[[nnx.State, Batch], tuple[Metrics, ClickScores]]:
+    """Returns an evaluation step that returns its predictions, too, uncompiled."""
     loss = LOSSES[loss_name]
 
-    def evaluation_step(state: nnx.State, batch: Batch) -> Metrics:
+    def evaluation_step(state: nnx.State, batch: Batch) -> tuple[Metrics, ClickScores]:
         model, _ = nnx.merge(graphdef, state)
         model.eval()
         outputs = _outputs_of(model, batch)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
-        return loss.evaluate(outputs, labels, weights)
+        scores = ClickScores(
+            predictions=outputs.predictions, labels=labels, weights=weights
+        )
+        return loss.evaluate(outputs, labels, weights), scores
 
     return evaluation_step
 

@@ -9,9 +9,10 @@ import datetime
 import math
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -53,7 +54,13 @@ from tpu_embedding.tools.train.loop.run_summary import (
 from tpu_embedding.tools.train.loop.step import init_train_state
 from tpu_embedding.tools.train.loop.step_meter import StepMeter
 from tpu_embedding.tools.train.loop.tensorboard import load_tensorboard
-from tpu_embedding.tools.train.metrics import merge_batches, values_of
+from tpu_embedding.tools.train.metrics import (
+    ClickScores,
+    Metrics,
+    exact_auc_of,
+    merge_batches,
+    values_of,
+)
 
 
 def train(
@@ -343,21 +350,32 @@ class _Run:
         """
         begin = time.perf_counter()
         program = self.program
-        merged = merge_batches(
-            program.evaluation_step(
-                self.state,
-                put_batch(
-                    *(batch, program.plan, f"Evaluation batch {i}"),
-                    program.evaluation_sizes,
-                ),
-            )
-            for i, batch in enumerate(
-                evaluation_batches(current_job(), program, self.stop)
-            )
-        )
+        scores: list[ClickScores] = []
+
+        def evaluated() -> Iterator[Metrics]:
+            batches = evaluation_batches(current_job(), program, self.stop)
+            for i, batch in enumerate(batches):
+                metrics = program.evaluation_step(
+                    self.state,
+                    put_batch(
+                        *(batch, program.plan, f"Evaluation batch {i}"),
+                        program.evaluation_sizes,
+                    ),
+                )
+                if program.config.exact_auc:
+                    metrics, of_batch = metrics
+                    # The host copies scores only after the next batch is dispatched.
+                    scores[-1:] = jax.device_get(scores[-1:])
+                    scores.append(of_batch)
+                yield metrics
+
+        merged = merge_batches(evaluated())
         if self.stop.requested_by_any():
             return None
         metrics = values_of(merged)
+        if scores and "auc" in metrics:
+            metrics["auc"] = exact_auc_of(scores)
+            metrics.pop("auc_max_error", None)
         if not metrics:
             raise DataError(
                 f"{type(program.data.data).__name__}.evaluation_batches() must yield a "

@@ -1,0 +1,45 @@
+"""Tests the last lines of a run."""
+
+import dataclasses
+import types
+
+import pytest
+
+from tpu_embedding.tools.train import Target, load_config
+from tpu_embedding.tools.train.loop.run_summary import RunResult, report_end
+
+TARGET = Target(metric="auc", at_least=0.5, relative_to="teacher")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        ({"log_loss": 0.5}, "all labels of the held-out samples are equal"),
+        ({"log_loss": 0.5, "auc": 0.7}, "the data set knows no teacher"),
+    ],
+)
+def test_an_unknown_target_has_a_reason(metrics, reason):
+    lines = []
+    report = types.SimpleNamespace(
+        directory=None,
+        record=lambda record: None,
+        plot=lambda *arguments: None,
+        line=lines.append,
+    )
+    config = dataclasses.replace(load_config("synthetic"), target=TARGET)
+    result = RunResult(
+        step=1,
+        metrics=metrics,
+        metric="log_loss",
+        teacher=None,
+        target_met=None,
+        seconds=1.0,
+    )
+    report_end(report, config, result, 1)
+    assert lines[0].endswith(f"of the teacher's lead over 0.5: unknown, as {reason}")
+
+
+def test_a_share_of_the_teachers_auc_counts_from_chance():
+    assert TARGET.is_met(0.65, 0.8)
+    assert not TARGET.is_met(0.649, 0.8)
+    assert TARGET.is_met(0.65, None) is None
