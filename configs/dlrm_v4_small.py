@@ -6,8 +6,10 @@ of `dlrm_v4`: 11 tables, histories of 126 events, and HSTU with two layers.
 
 Command: tpu-embedding train dlrm_v4_small --devices 1
 Hardware: 2 CPU cores
-Expected: held-out AUC of at least 0.8 times the teacher's (measured: 0.822, which is
-  0.677 / 0.823; the curve still rises there)
+Expected: at least half of the teacher's lead over an AUC of 0.5, on held-out samples
+  (measured: 0.548, as 0.677 of 0.823; from bins, and with the longest sequence of each
+  batch). The curve still rises there. Rates of each user, item and pair of them, added
+  up, reach 0.719, so the run shows that the model learns, and no more
 Wall time: about 5 minutes (measured: 500 s while other programs used the cores, 17
   steps/s where they did not)
 """
@@ -53,7 +55,8 @@ config = RunConfig(
     loss="log_loss",
     loss_weight=0.2,
     max_dense_norm=1.0,
-    target=Target(metric="auc", at_least=0.8, relative_to="teacher"),
+    target=Target(metric="auc", at_least=0.5, relative_to="teacher"),
+    exact_auc=True,
     # Optimizers: both learning rates rise linearly from 0. That of the tables is high,
     # because a user is in few batches: the samples of a batch are of about five users.
     num_steps=4500,

@@ -104,10 +104,18 @@ def test_no_part_of_the_teacher_reaches_its_area():
     users = np.repeat(log.users, np.diff(log.user_bounds))
     start = log.times[anchors].min()
     is_known = np.isin(log.actions, (LISTENED, SKIPPED)) & (log.times < start)
-    for keys in (users, log.items):
-        sums = np.bincount(keys[is_known], log.actions[is_known] == LISTENED, 5_000)
-        rates = (sums + 1) / (np.bincount(keys[is_known], minlength=5_000) + 2)
-        assert 0.55 < exact_auc(labels, rates[keys[anchors]]) < area - 0.08
+    is_listened = log.actions == LISTENED
+    mean = is_listened[is_known].mean()
+    rates = []
+    for keys in (users, log.items, users * 5_000 + log.items):
+        size = keys.max() + 1
+        listens = np.bincount(keys[is_known], is_listened[is_known], size)
+        events = np.bincount(keys[is_known], minlength=size)
+        rates.append(((listens + mean) / (events + 1))[keys[anchors]])
+        assert 0.55 < exact_auc(labels, rates[-1]) < area - 0.08
+    # Their sum is the baseline that a good model has to beat. The run of dlrm_v4_small
+    # does not: it reached 0.677 in 4,500 steps.
+    assert abs(exact_auc(labels, sum(rates)) - 0.719) < 0.001
 
 
 def test_days_and_items_have_a_structure():

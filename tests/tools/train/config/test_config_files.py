@@ -3,11 +3,17 @@
 import dataclasses
 import sys
 
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+from tpu_embedding.optimizers.rule_description import describe_rule
+from tpu_embedding.tools.data.yambda.event_samples import HistorySettings
 from tpu_embedding.tools.train import (
     ConfigError,
     RunConfig,
+    Target,
     apply_overrides,
     list_configs,
     load_config,
@@ -32,6 +38,46 @@ def test_configs_promise_a_number(name):
     for word in ("Command:", "Hardware:", "Expected:", "Wall time:"):
         assert word in docstring
     assert "TODO" not in docstring
+
+
+def test_settings_of_the_benchmark():
+    config = load_config("dlrm_v4")
+    assert config.batch_size == 8192
+    assert (config.loss, config.loss_weight) == ("log_loss", 0.2)
+    assert config.max_dense_norm == 1.0
+    assert config.exact_auc
+    assert config.target == Target(metric="auc", at_least=0.75)
+    assert sum(config.data.table_sizes.values()) == 293_051_712
+    assert config.data.history == HistorySettings(
+        history_length=4_086, min_history=4_086, scan_window=20_000
+    )
+    assert config.data.whole_window == "first"
+    sizes = config.model.hstu
+    assert (sizes.dim, sizes.num_layers, sizes.num_heads) == (512, 3, 4)
+    assert (sizes.input_dropout, sizes.dropout) == (0.2, 0.1)
+
+
+def test_optimizers_of_the_benchmark():
+    config = load_config("dlrm_v4")
+    dense = config.make_dense_optimizer(config)
+    adam = describe_rule(dense)["scale_by_adam"]
+    assert (adam["b1"], adam["b2"], adam["eps"]) == (0.95, 0.999, 1e-8)
+    tables = config.make_table_optimizer(config)
+    adagrad = describe_rule(tables)["scale_by_rowwise_adagrad"]
+    assert adagrad["epsilon"] == 1e-8
+    assert adagrad["initial_accumulator_value"] == 0.0
+    ones = jnp.ones((1, 2))
+    # optax subtracts a schedule's rate from its last one, in float32.
+    tolerance = dict(rtol=1e-6, atol=1e-13)
+    for step, rate in ((0, 0.0), (1, 1e-6 / 24_000), (24_000, 1e-6), (30_000, 1e-6)):
+        state = optax.tree_utils.tree_set(tables.init(ones), count=step)
+        updates, _ = tables.update(ones, state, ones)
+        np.testing.assert_allclose(updates, -rate * ones, **tolerance)
+        state = optax.tree_utils.tree_set(dense.init(ones), count=step)
+        updates, _ = dense.update(ones, state, ones)
+        moments = optax.scale_by_adam(b1=0.95, b2=0.999, eps=1e-8)
+        wanted, _ = moments.update(ones, state[0])
+        np.testing.assert_allclose(updates, -rate * wanted, **tolerance)
 
 
 def test_config_by_path(tmp_path):
