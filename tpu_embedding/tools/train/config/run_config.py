@@ -84,15 +84,16 @@ class Target:
           value: value of the metric.
           teacher: value of the teacher, or None.
         """
-        is_relative = self.relative_to == "teacher"
-        if is_relative and teacher is None:
-            return None
+        chance, scale = 0.0, 1.0
+        if self.relative_to == "teacher":
+            if teacher is None:
+                return None
+            chance = 0.0 if self.at_least is None else 0.5
+            scale = teacher - chance
         if self.at_least is not None:
-            if is_relative:
-                return value - 0.5 >= self.at_least * (teacher - 0.5)
-            return value >= self.at_least
+            return value - chance >= self.at_least * scale
         assert self.at_most is not None
-        return value <= self.at_most * (teacher if is_relative else 1.0)
+        return value <= self.at_most * scale
 
     def __str__(self) -> str:
         is_minimum = self.at_least is not None
