@@ -101,6 +101,10 @@ def test_yambda_files_hold_the_synthetic_log(is_dense, tmp_path):
     table_sizes = {**EVENTS.table_sizes, "item_id": 10}
     with pytest.raises(DataError, match="table 'item_id' of 10 rows"):
         open_source(dataclasses.replace(source, table_sizes=table_sizes), tmp_path)
+    whole = open_source(dataclasses.replace(source, whole_window="last"), tmp_path)
+    windows = (whole.batches, synthetic.batches)
+    assert len({batches.num_evaluation_samples for batches in windows}) == 1
+    assert data.batches.num_evaluation_samples != whole.batches.num_evaluation_samples
     assert synthetic.teacher_log_loss() < np.log(2)
     assert 0.6 < synthetic.teacher_auc() < 1
 

@@ -183,6 +183,23 @@ def test_training_steps_are_those_of_the_reference(num_devices):
         check(slots, tables(part(wanted, "slot.")), TOLERANCE)
 
 
+def padded_histories(batch):
+    """Returns the features of a batch as they are served: without ragged ids."""
+    lengths = batch.dense["history_length"]
+    is_event = np.arange(GoldenData.history_length) < lengths[:, None]
+
+    def pad(ids):
+        if not isinstance(ids, RaggedIds):
+            return ids
+        padded = np.full(is_event.shape, PADDING_ROW_ID, np.int32)
+        padded[is_event] = ids.values
+        return padded
+
+    return jax.tree.map(
+        pad, batch.features, is_leaf=lambda ids: isinstance(ids, RaggedIds)
+    )
+
+
 def test_an_evaluated_score_does_not_depend_on_the_other_samples():
     data = GoldenData()
     plan = make_run_plan(CONFIG, data, mesh_of(1))
@@ -200,6 +217,11 @@ def test_an_evaluated_score_does_not_depend_on_the_other_samples():
     assert difference() > 1e-4  # in training, as in the benchmark
     model.eval()
     assert difference() < 1e-6  # float32 rounding
+    evaluated = model(batches[0].features, batches[0].dense).scores
+    rows = jax.tree.map(jnp.asarray, tables(part(RUN, "initial.table.")))
+    model.embedding.start_recording("serving", rows)
+    served = model(padded_histories(whole), batches[0].dense).scores
+    np.testing.assert_allclose(served, evaluated, rtol=0, atol=1e-6)
 
 
 # Item `i` has artist `ARTISTS[i]`; others never occur.
