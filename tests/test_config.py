@@ -160,6 +160,7 @@ WRONG = {
         ("expected_valence", NAN),
         ("expected_valence", INF),
         ("expected_valence", "3"),
+        ("unique_rows", 1),
     ],
     quantization: [
         ("num_buckets", 1),
@@ -349,7 +350,12 @@ def test_defaults_are_those_of_tensorflow():
         output_shape=None,
         name=None,
     )
-    ours = dict(out_of_range_ids="error", expected_valence=None, default_id=None)
+    ours = dict(
+        out_of_range_ids="error",
+        expected_valence=None,
+        default_id=None,
+        unique_rows=False,
+    )
     assert defaults_of(te.FeatureConfig) == in_tensorflow | ours
     assert defaults_of(te.QuantizationConfig) == {}
 

@@ -131,8 +131,9 @@ def check(plan, compiled):
         assert report.table_sized_passes == ()
     assert report.table_sized_all_gathers == ()
     assert report.sparse_core_relayouts == 0
-    # The dense parameters are donated too; they are a few kilobytes.
-    assert 0 <= report.alias_bytes - state_bytes < 64 * 1024
+    # The dense parameters are donated too; they are a few kilobytes. A flat array of
+    # few values takes less than the whole tile that the plan counts.
+    assert -(2**12) <= report.alias_bytes - state_bytes < 64 * 1024
     # Buffers grow with ids * dim, not with the table; a line has at least 128 lanes.
     ids_per_device = BATCH * 5 // plan.num_shards
     line_bytes = sum(4 * max(128, stack.layout.lanes) for stack in plan.stacks)

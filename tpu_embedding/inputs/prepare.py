@@ -258,17 +258,7 @@ def _check_nest(
         part = named(feature, name)
         for each in jax.tree.leaves((weights, host_ids.ids.weights)):
             refuse_weighted_unique_rows(each, part)
-        ids, values = host_ids.ids, host_ids.values
-        if not values.size and not isinstance(ids, DenseIds):
-            values = values.astype(np.int32)  # NumPy takes empty lists for floats.
-        check_dtypes(values, None, part)
-        where = "position" if isinstance(ids, DenseIds) else "value"
-        ids = host_ids.with_values(
-            _check_range(values, _holds_padding(host_ids), part, where)
-        )
-        if isinstance(ids, SparseIds):
-            ids = from_sparse(ids, None, part)
-        places[name] = in_places(ids, part)
+        places[name] = in_places(_check_ids(host_ids, None, part), part)
     return UniqueShards.of(places, feature, plan.num_shards // num_parts)
 
 
@@ -328,19 +318,8 @@ def _check_feature(
     num_parts: int,
 ) -> DenseIds | RaggedShards:
     """Returns int32 ids and float32 weights, checked; ragged ids dealt to shards."""
-    ids, values = host_ids.ids, host_ids.values
-    if not values.size and not isinstance(ids, DenseIds):
-        values = values.astype(np.int32)  # NumPy takes empty lists for floats.
     array = _read_weights(weights, host_ids, feature)
-    check_dtypes(values, array, feature)
-    where = "position" if isinstance(ids, DenseIds) else "value"
-    ids = host_ids.with_values(
-        _check_range(values, _holds_padding(host_ids), feature, where)
-    )
-    if isinstance(ids, SparseIds):
-        ids = from_sparse(ids, array, feature)
-    else:
-        ids = dataclasses.replace(ids, weights=array)
+    ids = _check_ids(host_ids, array, feature)
     if isinstance(ids, RaggedIds):
         max_valence = _check_valence(np.asarray(ids.row_splits), feature)
         min_valence = 0
@@ -354,6 +333,23 @@ def _check_feature(
             max_valence=max_valence,
         )
     return ids
+
+
+def _check_ids(
+    host_ids: HostIds, weights: np.ndarray | None, feature: FeaturePlan
+) -> DenseIds | RaggedIds:
+    """Returns int32 ids, checked, with these weights; sparse ids in another form."""
+    ids, values = host_ids.ids, host_ids.values
+    if not values.size and not isinstance(ids, DenseIds):
+        values = values.astype(np.int32)  # NumPy takes empty lists for floats.
+    check_dtypes(values, weights, feature)
+    where = "position" if isinstance(ids, DenseIds) else "value"
+    ids = host_ids.with_values(
+        _check_range(values, _holds_padding(host_ids), feature, where)
+    )
+    if isinstance(ids, SparseIds):
+        return from_sparse(ids, weights, feature)
+    return dataclasses.replace(ids, weights=weights)
 
 
 def _read_weights(

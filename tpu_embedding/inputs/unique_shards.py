@@ -19,7 +19,6 @@ from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
     RaggedIds,
-    SparseIds,
     UniqueIds,
 )
 
@@ -167,7 +166,7 @@ def as_ragged(ids: HostIds) -> HostIds:
     return dataclasses.replace(ids, ids=ragged)
 
 
-def in_places(ids: DenseIds | RaggedIds | SparseIds, feature: FeaturePlan) -> Any:
+def in_places(ids: DenseIds | RaggedIds, feature: FeaturePlan) -> np.ndarray:
     """Returns ids with one place per position, `[batch]` or `[batch, places]`.
 
     Ragged ids become sequences: longer samples are cut, shorter ones padded.
@@ -188,7 +187,6 @@ def in_places(ids: DenseIds | RaggedIds | SparseIds, feature: FeaturePlan) -> An
                 "the expanded rows instead."
             )
         return array
-    assert isinstance(ids, RaggedIds)
     length = length_of_ragged(feature)
     row_splits = np.asarray(ids.row_splits).astype(np.int64, copy=False)
     lengths = np.diff(row_splits)
