@@ -113,12 +113,14 @@ class _Comparison:
             None, batch_size=self._config.batch_size, seed=self._config.seed
         )
         batches = [data.train_batch(step) for step in range(count)]
+        dense = [batch.dense for batch in batches]
+        assert all(isinstance(array, np.ndarray) for array in dense)
         np.savez(
             self._directory / "batches.npz",
             ids=np.stack(
                 [np.stack([b.features[n] for n in CATEGORY_NAMES]) for b in batches]
             ),
-            dense=np.stack([np.float32(b.dense) for b in batches]),
+            dense=np.asarray(dense, np.float32),
             labels=np.stack([np.float32(b.labels) for b in batches]),
         )
 

@@ -58,7 +58,7 @@ def _parse(path: pathlib.Path) -> tuple[dict[str, np.ndarray], np.ndarray, np.nd
     )
     (batch,) = data.evaluation_batches()
     features = {name: np.asarray(ids) for name, ids in batch.features.items()}
-    assert batch.dense is not None
+    assert isinstance(batch.dense, np.ndarray)
     return features, batch.dense, batch.labels.astype(np.int32)
 
 
