@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from tpu_embedding.argument_checks import Wanted, takes
+from tpu_embedding.argument_checks import Wanted, check_type, takes
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.types import PADDING_ROW_ID, AxisSize, IdArray, UniqueIds
@@ -57,6 +57,68 @@ class UniqueRows:
         values = self.rows if values is None else values
         return expand(values, self.ids, self.plan)
 
+    def attribute_rows(self, attribute: "UniqueRows") -> Float[Array, "rows dim"]:
+        """Returns the row of an attribute of each unique id, such as an item's artist.
+
+        A model then computes each item once from its own row and its artist's. Both
+        features have ids in the same places: the item of each event, and its artist.
+        So any place of an item tells where the row of its artist is. Nothing crosses
+        the network.
+
+        Args:
+          attribute: activation of the attribute. An id that has several attributes gets
+            the one with the smallest id.
+
+        Returns:
+          One row per row of this feature; zeros for unused rows, and for ids without an
+          attribute.
+
+        Raises:
+          ValueError: if the places of the two features differ.
+
+        Example:
+          >>> from flax import nnx
+          >>> import jax.numpy as jnp
+          >>> import tpu_embedding as te
+          >>> features = {
+          ...     name: te.FeatureConfig(
+          ...         table=te.TableConfig(vocabulary_size=10, dim=4, name=name),
+          ...         unique_rows=True,
+          ...         max_sequence_length=3,
+          ...     )
+          ...     for name in ("item", "artist")
+          ... }
+          >>> layer = te.TPUEmbedding(features, "sgd", rngs=nnx.Rngs(0))
+          >>> rows = layer(
+          ...     layer.prepare(
+          ...         {"item": [[7, 8, 7], [2]], "artist": [[3, 3, 3], [1]]}
+          ...     )
+          ... )
+          >>> items, artists = rows["item"], rows["artist"]
+          >>> both = [items.rows, items.attribute_rows(artists)]  # for an MLP of items
+          >>> items.expand(jnp.concatenate(both, axis=1)).shape
+          (2, 3, 8)
+        """
+        check_type(
+            "UniqueRows.attribute_rows: attribute",
+            _UNIQUE_ROWS,
+            attribute,
+            "items.attribute_rows(artists)",
+        )
+        _refuse_other_places(self.ids, attribute.ids)
+        find = functools.partial(_attribute_rows, self.ids.ids.shape[1])
+        plan = self.plan
+        if plan is None:
+            return find(attribute.rows, self.ids.index, attribute.ids.index)
+
+        def run(rows, *ids):
+            spec = plan.sample_spec
+            on_mesh = on_shards(find, plan, in_specs=(spec,) * 3, out_specs=spec)
+            return on_mesh(rows, *(_fill_up(x.index, x, plan) for x in ids))
+
+        on_mesh = in_auto_axes(run, plan, plan.sample_spec)
+        return on_mesh(attribute.rows, self.ids, attribute.ids)
+
     def is_id(self) -> Any:
         """Returns bool `[batch]` or `[batch, places]`, like the ids: False for padding.
 
@@ -68,6 +130,9 @@ class UniqueRows:
     def is_row(self) -> Bool[Array, " rows"]:
         """Returns False for the unused places of `rows`."""
         return jnp.asarray(self.ids.ids).reshape(-1) != PADDING_ROW_ID
+
+
+_UNIQUE_ROWS: Final = Wanted(UniqueRows, "the activation of a feature with unique_rows")
 
 
 @takes("te.functional.", ids=_UNIQUE_IDS, plan=_PLAN_OR_NONE)
@@ -122,7 +187,7 @@ def expand(
     if plan is None:
         run = _expand
     else:
-        run = functools.partial(_expand_on_mesh, plan=plan)
+        run = functools.partial(_expand_on_mesh, ids=ids, plan=plan)
 
     def expand_into(index: IdArray) -> Array:
         expanded = run(flat, jnp.asarray(index))
@@ -153,10 +218,12 @@ def with_index(activations: Any, features: Any, plan: EmbeddingPlan) -> Any:
     return plan.unflatten(leaves)
 
 
-def _expand_on_mesh(values: Array, index: Array, *, plan: EmbeddingPlan) -> Array:
+def _expand_on_mesh(
+    values: Array, index: Array, *, ids: UniqueIds, plan: EmbeddingPlan
+) -> Array:
     """Expands values on the devices that hold them."""
     batch_size = index.shape[0]
-    per_shard = values.shape[0] // plan.num_shards
+    per_shard = ids.ids.shape[1]
     other_axes = plan.sample_axes[len(plan.batch_axes) :]
 
     def expand_shard(values, index):
@@ -170,19 +237,56 @@ def _expand_on_mesh(values: Array, index: Array, *, plan: EmbeddingPlan) -> Arra
         return _expand(values, index)
 
     def run(values, index):
-        room = ((0, -batch_size % plan.num_shards), *((0, 0),) * (index.ndim - 1))
-        index = jnp.pad(index, room, constant_values=per_shard)
         on_mesh = on_shards(
             expand_shard,
             plan,
             in_specs=(plan.sample_spec, plan.sample_spec),
             out_specs=plan.batch_sharding.spec,
         )
-        return on_mesh(values, index)[:batch_size]
+        return on_mesh(values, _fill_up(index, ids, plan))[:batch_size]
 
     divides = batch_size % plan.num_batch_shards == 0
     out_spec = plan.batch_sharding.spec if divides else PartitionSpec()
     return in_auto_axes(run, plan, out_spec)(values, index)
+
+
+def _fill_up(index: Any, ids: UniqueIds, plan: EmbeddingPlan) -> Any:
+    """Adds samples without ids, so that the devices divide the batch."""
+
+    def pad(index):
+        room = ((0, -index.shape[0] % plan.num_shards), *((0, 0),) * (index.ndim - 1))
+        return jnp.pad(index, room, constant_values=ids.ids.shape[1])
+
+    return jax.tree.map(pad, index)
+
+
+def _refuse_other_places(ids: UniqueIds, attributes: UniqueIds) -> None:
+    """Raises ValueError unless each id has an attribute in the same place."""
+    shapes, others = (
+        (x.ids.shape[0], jax.tree.map(lambda index: index.shape, x.index))
+        for x in (ids, attributes)
+    )
+    if shapes != others:
+        raise ValueError(
+            "UniqueRows.attribute_rows needs an attribute in each place of an id, but "
+            f"the index of the ids has shape {shapes[1]} on {shapes[0]} device(s), and "
+            f"that of the attribute {others[1]} on {others[0]}. Prepare both from one "
+            "batch, with the same names, lengths and FeatureConfig.max_sequence_length."
+        )
+
+
+@jax.named_scope("attribute_rows")
+def _attribute_rows(
+    num_unique: AxisSize, rows: Array, index: Any, attribute_index: Any
+) -> Array:
+    """Gathers the row of the attribute of each unique id. Per shard."""
+    of_ids, of_attributes = (
+        jnp.concatenate([jnp.reshape(x, -1) for x in jax.tree.leaves(of_feature)])
+        for of_feature in (index, attribute_index)
+    )
+    none = jnp.full((num_unique,), rows.shape[0], of_attributes.dtype)
+    found = none.at[of_ids].min(of_attributes, mode="drop", wrap_negative_indices=False)
+    return _expand(rows, found)
 
 
 @jax.named_scope("expand")

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
@@ -35,7 +34,6 @@ from tpu_embedding.tools.train import (
 )
 from tpu_embedding.tools.train.loop.read_ahead import put_batch
 from tpu_embedding.tools.train.models import DLRMv4Config
-from tpu_embedding.tools.train.models.dlrm_v4 import rows_of_items
 from tpu_embedding.tools.train.models.hstu import HSTUSizes
 from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
 
@@ -222,98 +220,6 @@ def test_an_evaluated_score_does_not_depend_on_the_other_samples():
     model.embedding.start_recording("serving", rows)
     served = model(padded_histories(whole), batches[0].dense).scores
     np.testing.assert_allclose(served, evaluated, rtol=0, atol=1e-6)
-
-
-# Item `i` has artist `ARTISTS[i]`; others never occur.
-ARTISTS = np.array([4, 4, 0, 6, 2, 2, 2, 5])
-HISTORIES = [[0, 1, 0], [], [7, 3], [3], [5, 4, 6, 6]]
-CANDIDATES = np.array([3, 2, 0, 0, 6])
-
-
-def artists_and_items():
-    """Returns a layer, and a batch of items with their artists."""
-    features = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(vocabulary_size=8, dim=4, name=name),
-            unique_rows=True,
-            max_sequence_length=5,
-        )
-        for name in ("artist", "item")
-    }
-    ids = {
-        name: {
-            "history": [[int(of_item[i]) for i in items] for items in HISTORIES],
-            "candidate": of_item[CANDIDATES],
-        }
-        for name, of_item in (("artist", ARTISTS), ("item", np.arange(8)))
-    }
-    return features, ids
-
-
-def two_axes(kind=AxisType.Auto):
-    devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    return Mesh(devices, ("a", "b"), axis_types=(kind, kind))
-
-
-@pytest.mark.parametrize(
-    ("mesh", "batch_axes"),
-    [
-        *((mesh_of(n), None) for n in (1, 3, 8)),
-        (two_axes(), ("a",)),
-        (two_axes(), ("b",)),
-        (two_axes(AxisType.Explicit), ("a",)),
-    ],
-    ids=["1", "3", "8", "a_of_2x2", "b_of_2x2", "explicit"],
-)
-def test_each_unique_item_gets_the_row_of_its_artist(mesh, batch_axes):
-    features, ids = artists_and_items()
-    plan = te.make_plan(features, mesh, optimizer="sgd", batch_axes=batch_axes)
-    layer = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
-    batch = layer.prepare(ids)
-    artists = layer.embedding_tables()["artist"]
-
-    @nnx.jit
-    def rows_of(layer, batch):
-        rows = layer(batch)
-        found = rows_of_items(rows["artist"], rows["item"])
-        return found, rows["item"].expand(found)["history"]
-
-    with jax.set_mesh(mesh):
-        found, of_events = jax.device_get(rows_of(layer, batch))
-    item_ids = batch["item"].ids.reshape(-1)
-    is_used = item_ids != PADDING_ROW_ID
-    np.testing.assert_array_equal(found[is_used], artists[ARTISTS[item_ids[is_used]]])
-    np.testing.assert_array_equal(found[~is_used], 0)
-    for events, history in zip(of_events, HISTORIES, strict=True):
-        np.testing.assert_array_equal(events[: len(history)], artists[ARTISTS[history]])
-
-
-def test_the_gradient_of_an_artist_is_the_sum_over_its_items():
-    features, ids = artists_and_items()
-    layer = te.TPUEmbedding(
-        features, te.optimizers.sgd(1.0), mesh=mesh_of(3), rngs=nnx.Rngs(0)
-    )
-    optimizer = te.Optimizer(layer, optax.sgd(1.0))
-    weights = np.arange(1.0, 9.0, dtype=np.float32)  # of the items
-    batch = layer.prepare(ids)
-    before = layer.embedding_tables()["artist"]
-
-    def loss(layer):
-        rows = layer(batch)
-        item_ids = jnp.asarray(batch["item"].ids.reshape(-1))
-        weight = jnp.take(weights, item_ids, mode="fill", fill_value=0)
-        return (rows_of_items(rows["artist"], rows["item"]) * weight[:, None]).sum()
-
-    _, gradients = nnx.jit(te.value_and_grad(loss))(layer)
-    optimizer.update(layer, gradients)
-    wanted = np.zeros(8)
-    for unique in batch["item"].ids:  # of a device
-        unique = unique[unique != PADDING_ROW_ID]
-        np.add.at(wanted, ARTISTS[unique], weights[unique])
-    step = before - layer.embedding_tables()["artist"]
-    assert np.count_nonzero(wanted) == 5
-    # Tolerance: float32 rounding of the rows, whose steps are up to 20.
-    np.testing.assert_allclose(step, np.tile(wanted[:, None], 4), atol=1e-5)
 
 
 SMALL = [

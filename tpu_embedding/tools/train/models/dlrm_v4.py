@@ -5,20 +5,17 @@ rows of different items, and expands the results into the events of the historie
 """
 
 import dataclasses
-import functools
 from typing import Any, Final
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.functional.unique_rows import UniqueRows, expand
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
 from tpu_embedding.tools.train.models.hstu import (
     HSTU,
     HSTUInputs,
@@ -92,9 +89,9 @@ class DLRMv4(nnx.Module):
     * `query_time`: `[batch]`, time of the candidate in seconds.
 
     An item has one artist and one album. So HSTU needs the rows of artist and album
-    once per different item. `rows_of_items` takes them from the two other lookups by
-    the indices of all events: no further ids travel, shapes do not depend on the data,
-    and each table is looked up once per device and id.
+    once per different item. `UniqueRows.attribute_rows` takes them from the two other
+    lookups by the indices of all events: no further ids travel, shapes do not depend on
+    the data, and each table is looked up once per device and id.
     """
 
     def __init__(
@@ -132,8 +129,8 @@ class DLRMv4(nnx.Module):
             normalizer = longest_sequence(lengths, len(self.contextual_features))
         inputs = HSTUInputs(
             items=items.rows,
-            artists=rows_of_items(artists, items),
-            albums=rows_of_items(albums, items),
+            artists=items.attribute_rows(artists),
+            albums=items.attribute_rows(albums),
             contextual=jnp.stack([rows[n] for n in self.contextual_features], axis=1),
             history=items.ids.index["history"],
             lengths=lengths,
@@ -150,70 +147,6 @@ class DLRMv4(nnx.Module):
         return click_outputs(logits)
 
 
-def rows_of_items(
-    attributes: UniqueRows, items: UniqueRows
-) -> Float[Array, "unique_items dim"]:
-    """Returns the row of an attribute of each unique item, such as its artist.
-
-    Both features have the same places: the events of the same samples. Each place of an
-    item tells where the row of its attribute is. Nothing crosses the network.
-
-    Args:
-      attributes: rows of the attribute, one per different id of a device.
-      items: rows of the items. Items with one id have one attribute; if they had more,
-        the one with the smallest id would count.
-
-    Returns:
-      One row per row of the items; zeros where that is unused.
-    """
-    find = functools.partial(
-        _attribute_of_items, items.ids.ids.shape[1], attributes.ids.ids.shape[1]
-    )
-    places = jax.tree.leaves(items.ids.index), jax.tree.leaves(attributes.ids.index)
-    plan = items.plan
-    if plan is None:
-        return _expand_at(attributes.rows, attributes, find(*places))
-    spec = plan.sample_spec
-    missing = -places[0][0].shape[0] % plan.num_shards
-
-    def find_on_mesh(
-        *places: list[Int[Array, "batch ..."]],
-    ) -> Int[Array, " unique_items"]:
-        filled = [
-            [
-                jnp.pad(
-                    index,
-                    ((0, missing), *((0, 0),) * (index.ndim - 1)),
-                    constant_values=num_unique,
-                )
-                for index in of_feature
-            ]
-            for of_feature, num_unique in zip(places, find.args, strict=True)
-        ]
-        local = on_shards(find, plan, in_specs=(spec, spec), out_specs=spec)
-        return local(*filled)
-
-    index = in_auto_axes(find_on_mesh, plan, spec)(*places)
-    return _expand_at(attributes.rows, attributes, index)
-
-
 def _expand_at(values: Array, rows: UniqueRows, index: Int[Array, "..."]) -> Array:
     """Expands one value per row into other places than those of the samples' ids."""
     return expand(values, dataclasses.replace(rows.ids, index=index), rows.plan)
-
-
-def _attribute_of_items(
-    num_items: int,
-    num_attributes: int,
-    items: list[Int[Array, "samples ..."]],
-    attributes: list[Int[Array, "samples ..."]],
-) -> Int[Array, " items"]:
-    """Returns the index of the attribute of each unique item of a device."""
-    of_items, of_attributes = (
-        jnp.concatenate([index.reshape(-1) for index in of_feature])
-        for of_feature in (items, attributes)
-    )
-    none = jnp.full((num_items,), num_attributes, of_attributes.dtype)
-    return none.at[of_items].min(
-        of_attributes, mode="drop", wrap_negative_indices=False
-    )
