@@ -1,4 +1,4 @@
-"""DLRM v4: a click model over histories of events, as in MLPerf's `dlrm_v4_hstu`.
+"""A click model over histories of events: MLPerf Training's `dlrm_v4_hstu`.
 
 Items, artists and albums are looked up once per device and id. `HSTU` transforms the
 rows of different items, and expands the results into the events of the histories.
