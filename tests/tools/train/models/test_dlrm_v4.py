@@ -301,8 +301,8 @@ def test_table_gradients_are_those_of_a_row_per_event(num_devices):
     assert error(loss, wanted_loss) <= 1e-6
     rows = model.embedding.embedding_tables()
     found = {n: (initial[n] - rows[n]) / TWIN_RATE for n in rows}
-    # Tolerance: one bit more or less in each row moves a gradient by up to 1.4e-6 of its
-    # norm. The measured errors are below 1e-6.
+    # Tolerance: one bit more or less in each row moves a gradient by up to 1.4e-6 of
+    # its norm. The measured errors are below 1e-6.
     errors = {
         name: np.linalg.norm(found[name] - gradient) / np.linalg.norm(gradient)
         for name, gradient in wanted.items()
