@@ -21,6 +21,9 @@ EMBEDDING_SCOPE: Final = "embedding_layer"
 
 On a mesh of one device their names lack the scope of `shard_map`."""
 
+DENSE_SCOPE: Final = "dense_part"
+"""Scope around a model's own `shard_map`, whose operations are not the layer's."""
+
 
 def on_shards(
     function: Callable[..., Any], plan: EmbeddingPlan, *, in_specs: Any, out_specs: Any

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.conftest import needs_kernels
 from tests.tiers import matrix, quick_cases
+from tpu_embedding.plan.shard_map import DENSE_SCOPE
 from tpu_embedding.rows.kernels.row_kernels import add_rows, read_rows
 from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.compile_report.cost import program_cost, total
@@ -629,11 +630,13 @@ def test_transfers_between_slices():
 def test_parts():
     name = 'metadata={op_name="jit(step)/jit(apply_gradients)/shard_map/add"}'
     dense = 'metadata={op_name="jit(step)/jvp()/dot_general"}'
+    model = f'metadata={{op_name="jit(step)/jvp({DENSE_SCOPE})/shard_map/while"}}'
     cost = program(
         f"%before = {ARRAY} copy(%a)\n"
         f"  %n = {ARRAY} negate(%before), {name}\n"
         f"  %after = {ARRAY} copy(%n)\n"
         f"  %d = {ARRAY} negate(%a), {dense}\n"
+        f"  %m = {ARRAY} negate(%a), {model}\n"
         f'  %word = {ARRAY} negate(%a), metadata={{op_name="broadcast.1"}}\n'
         f"  ROOT %t = ({ARRAY}, {ARRAY}) tuple(%after, %d)"
     )
@@ -642,6 +645,7 @@ def test_parts():
         "n": "embedding",
         "after": "embedding",
         "d": "dense",
+        "m": "dense",
         "word": "unattributed",
     }
 

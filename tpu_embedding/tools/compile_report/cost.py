@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Final, Literal, get_args
 
-from tpu_embedding.plan.shard_map import EMBEDDING_SCOPE
+from tpu_embedding.plan.shard_map import DENSE_SCOPE, EMBEDDING_SCOPE
 from tpu_embedding.tools.compile_report.hlo import Computation, Instruction, Module
 from tpu_embedding.tools.compile_report.traffic import (
     COLLECTIVES,
@@ -79,7 +79,8 @@ class HloOperation:
       name: name of the instruction.
       operation_class: kind of work.
       part: `"embedding"` inside the layer's `shard_map` or its scope, `"dense"` for the
-        rest of the step, `"unattributed"` if XLA gives no origin.
+        rest of the step, such as a `shard_map` in `DENSE_SCOPE`, `"unattributed"` if
+        XLA gives no origin.
       unit: the core that runs it.
       dims: shape of the first result.
       operand_dims: shapes of all operands.
@@ -332,8 +333,8 @@ def _has_origin(instruction: Instruction) -> bool:
 def _part_of(op_name: str) -> StepPart:
     if not op_name:
         return "unattributed"
-    is_in_layer = any(scope in op_name for scope in ("shard_map", EMBEDDING_SCOPE))
-    return "embedding" if is_in_layer else "dense"
+    of_model = DENSE_SCOPE in op_name or "shard_map" not in op_name
+    return "dense" if of_model and EMBEDDING_SCOPE not in op_name else "embedding"
 
 
 def _opcodes_inside(computation: Computation, module: Module) -> frozenset[str]:

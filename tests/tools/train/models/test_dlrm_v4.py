@@ -1,6 +1,8 @@
 """Trains DLRM v4 through the layer, and compares it with runs of MLPerf's reference."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from tests.tools.train.models.hstu.golden_runs import (
     part,
 )
 from tpu_embedding import optimizers
+from tpu_embedding.plan.shard_map import EMBEDDING_SCOPE
 from tpu_embedding.tools.data.batch import Batch
 from tpu_embedding.tools.data.batch_part import slice_batch
 from tpu_embedding.tools.train import (
@@ -32,6 +35,7 @@ from tpu_embedding.tools.train import (
     make_train_step,
     train,
 )
+from tpu_embedding.tools.train.loop.ahead_of_time import abstract_step
 from tpu_embedding.tools.train.loop.read_ahead import put_batch
 from tpu_embedding.tools.train.models import DLRMv4Config
 from tpu_embedding.tools.train.models.dlrm_v4 import EVENT_FEATURES
@@ -39,6 +43,7 @@ from tpu_embedding.tools.train.models.hstu import (
     HSTU,
     HSTUInputs,
     HSTUSizes,
+    Samples,
     longest_sequence,
 )
 from tpu_embedding.types import PADDING_ROW_ID, RaggedIds
@@ -145,6 +150,12 @@ CONFIG = RunConfig(
 )
 
 
+def with_hstu(**changes):
+    """Returns the config, with other sizes of HSTU."""
+    hstu = dataclasses.replace(SIZES, **changes)
+    return dataclasses.replace(CONFIG, model=DLRMv4Config(hstu=hstu))
+
+
 def dense_params(model):
     """Returns the variables of the dense part by their names in the file."""
     return {
@@ -155,9 +166,9 @@ def dense_params(model):
 
 @pytest.mark.parametrize("num_devices", quick_cases([1, 3], "3"))
 def test_training_steps_are_those_of_the_reference(num_devices):
-    data = GoldenData()
-    plan = make_run_plan(CONFIG, data, mesh_of(num_devices))
-    graph, state = init_train_state(CONFIG, data, plan)
+    data, config = GoldenData(), with_hstu(micro_batch_size=2)
+    plan = make_run_plan(config, data, mesh_of(num_devices))
+    graph, state = init_train_state(config, data, plan)
     model, optimizer = nnx.merge(graph, state)
     for name, variable in dense_params(model).items():
         initial = RUN[f"initial.weight.{name}"]
@@ -167,9 +178,9 @@ def test_training_steps_are_those_of_the_reference(num_devices):
     state = nnx.state((model, optimizer))
     step = make_train_step(
         graph,
-        CONFIG.loss,
-        loss_weight=CONFIG.loss_weight,
-        max_dense_norm=CONFIG.max_dense_norm,
+        config.loss,
+        loss_weight=config.loss_weight,
+        max_dense_norm=config.max_dense_norm,
     )
     step = jit_train_step(step, state, plan)
     for i, wanted in enumerate(STEPS):
@@ -253,18 +264,21 @@ def twin_loss(tables, hstu, batch):
         items=items,
         artists=artists,
         albums=albums,
-        contextual=jnp.stack(list(rows.values()), axis=1),
-        history=jnp.asarray(history.reshape(num_samples, -1)),
-        lengths=jnp.asarray(LENGTHS),
-        candidate=jnp.asarray(candidate),
-        actions=batch.dense["action_weight"],
-        times=batch.dense["action_timestamp"],
-        query_times=batch.dense["query_time"],
+        samples=Samples(
+            numbers=jnp.arange(num_samples),
+            contextual=jnp.stack(list(rows.values()), axis=1),
+            history=jnp.asarray(history.reshape(num_samples, -1)),
+            lengths=jnp.asarray(LENGTHS),
+            candidate=jnp.asarray(candidate),
+            actions=jnp.asarray(batch.dense["action_weight"]),
+            times=jnp.asarray(batch.dense["action_timestamp"]),
+            query_times=jnp.asarray(batch.dense["query_time"]),
+        ),
     )
     logits = hstu(
         inputs,
         lambda values, index: values[index],
-        normalizer=longest_sequence(inputs.lengths, SIZES.num_contextual),
+        normalizer=longest_sequence(inputs.samples.lengths, SIZES.num_contextual),
     )
     return loss_of(logits, batch)
 
@@ -273,7 +287,7 @@ def twin_loss(tables, hstu, batch):
 def test_table_gradients_are_those_of_a_row_per_event(num_devices):
     batch = twin_batch()
     config = dataclasses.replace(
-        CONFIG,
+        with_hstu(micro_batch_size=2),
         make_table_optimizer=lambda run: optimizers.sgd(TWIN_RATE),
         make_dense_optimizer=lambda run: optax.sgd(0.0),
     )
@@ -309,6 +323,59 @@ def test_table_gradients_are_those_of_a_row_per_event(num_devices):
     }
     print(f"largest error {max(errors.values()):.1e}")  # shown by `pytest -rP`
     assert max(errors.values()) <= 2e-6, errors
+
+
+def golden_run(config, num_devices):
+    """Returns losses, gradients and scores of a run from the initial tables."""
+    data = GoldenData()
+    plan = make_run_plan(config, data, mesh_of(num_devices))
+    graph, state = init_train_state(config, data, plan)
+    model, optimizer = nnx.merge(graph, state)
+    model.embedding.set_embedding_tables(tables(part(RUN, "initial.table.")))
+
+    @nnx.jit
+    def train_step(model, optimizer, batch):
+        def mean_loss(model):
+            scores = model(batch.features, batch.dense).scores
+            losses = optax.sigmoid_binary_cross_entropy(scores, batch.labels)
+            return jnp.mean(losses)
+
+        loss, gradients = te.value_and_grad(mean_loss)(model)
+        optimizer.update(model, gradients)
+        return loss, gradients.dense
+
+    batches = [put_batch(data.train_batch(i), plan, "batch") for i in range(len(STEPS))]
+    losses, dense = zip(
+        *[train_step(model, optimizer, batch) for batch in batches], strict=True
+    )
+    found = {"losses": np.stack(losses)}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(dense[0])
+    found |= {f"gradient {jax.tree_util.keystr(path)}": leaf for path, leaf in leaves}
+    for name, values in optimizer.slot_values().items():  # sums of squared gradients
+        found[f"slots of {name}"] = values["accumulators"]
+    found |= model.embedding.embedding_tables()
+    model.eval()
+    scores = nnx.jit(type(model).__call__)(model, batches[0].features, batches[0].dense)
+    return found | {"evaluated": scores.scores}
+
+
+@functools.cache
+def run_of_whole_batches(**dropout):
+    return golden_run(with_hstu(micro_batch_size=BATCH_SIZE, **dropout), 1)
+
+
+@pytest.mark.parametrize("num_devices", quick_cases([1, 2, 3, 8], "2"))
+def test_micro_batches_change_nothing_but_the_rounding(num_devices):
+    """With dropout, too. Each of 2 devices has 3 samples, so a fourth fills them up."""
+    dropout = dict(input_dropout=0.2, dropout=0.1)
+    found = golden_run(with_hstu(micro_batch_size=2, **dropout), num_devices)
+    whole = run_of_whole_batches(**dropout)
+    gradients = {name: g for name, g in whole.items() if name.startswith("gradient")}
+    assert gradients
+    # Tolerances: float32 rounding of sums in another order, and over four steps.
+    check(found, gradients, 2e-6)
+    check(found, whole, 1e-5)
+    assert error(found["losses"], run_of_whole_batches()["losses"]) > 1e-4
 
 
 def padded_histories(batch):
@@ -384,6 +451,22 @@ def test_a_run_with_dropout_has_the_same_metrics_on_any_number_of_devices(tmp_pa
     np.testing.assert_allclose(
         three.metrics["log_loss"], one.metrics["log_loss"], rtol=1e-5
     )
+
+
+def test_no_collective_lies_within_the_micro_batches():
+    small = [*SMALL, "model.hstu.micro_batch_size=2"]
+    config = apply_overrides(load_config("dlrm_v4_small"), small)
+    data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
+    plan = make_run_plan(config, data, mesh_of(2))
+    step, state, batch = abstract_step(config, data, plan)
+    program = step.lower(state, batch).compile().as_text()
+    lines = re.findall(r".* (?:all-|reduce-scatter|collective-).*op_name=.*", program)
+    names = [re.search(r'op_name="([^"]*)"', line)[1] for line in lines]
+    in_loops = [name for name in names if "while" in name]
+    assert all(EMBEDDING_SCOPE in name for name in in_loops)
+    backward = r"transpose\(jvp\([^)]*\)\)/shard_map"
+    assert any(re.search(f"{backward}/psum", name) for name in names)
+    assert re.search(rf'op_name="[^"]*{backward}/while[^"]*dot_general"', program)
 
 
 def test_another_number_of_contextual_features_is_refused():

@@ -7,22 +7,27 @@ rows of different items, and expands the results into the events of the historie
 import dataclasses
 from typing import Any, Final
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, Key
 
 from tpu_embedding import initializers
 from tpu_embedding.config import FeatureConfig, TableConfig
 from tpu_embedding.functional.unique_rows import UniqueRows, expand
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.plan.shard_map import DENSE_SCOPE, in_auto_axes
 from tpu_embedding.tools.train.models.hstu import (
     HSTU,
     HSTUInputs,
     HSTUSizes,
+    Samples,
     longest_sequence,
 )
 from tpu_embedding.tools.train.models.model import Outputs, click_outputs
+from tpu_embedding.types import UniqueIds
 
 EVENT_FEATURES: Final = ("item_id", "artist_id", "album_id")
 """Features of each event of a history, and of the candidate."""
@@ -92,6 +97,10 @@ class DLRMv4(nnx.Module):
     once per different item. `UniqueRows.attribute_rows` takes them from the two other
     lookups by the indices of all events: no further ids travel, shapes do not depend on
     the data, and each table is looked up once per device and id.
+
+    HSTU runs on each device for its own samples, by micro-batches of
+    `HSTUSizes.micro_batch_size`. Devices exchange nothing until the gradients of the
+    dense parameters are added up.
     """
 
     def __init__(
@@ -131,22 +140,71 @@ class DLRMv4(nnx.Module):
             items=items.rows,
             artists=items.attribute_rows(artists),
             albums=items.attribute_rows(albums),
-            contextual=jnp.stack([rows[n] for n in self.contextual_features], axis=1),
-            history=items.ids.index["history"],
-            lengths=lengths,
-            candidate=items.ids.index["candidate"],
-            actions=dense["action_weight"],
-            times=dense["action_timestamp"],
-            query_times=dense["query_time"],
+            samples=Samples(
+                numbers=jnp.arange(len(lengths)),
+                contextual=jnp.stack(
+                    [rows[n] for n in self.contextual_features], axis=1
+                ),
+                history=items.ids.index["history"],
+                lengths=lengths,
+                candidate=items.ids.index["candidate"],
+                actions=dense["action_weight"],
+                times=dense["action_timestamp"],
+                query_times=dense["query_time"],
+            ),
         )
-        logits = self.hstu(
-            inputs,
-            lambda values, index: _expand_at(values, items, index),
-            normalizer=normalizer,
-        )
-        return click_outputs(logits)
+        return click_outputs(self._logits(inputs, items, normalizer))
+
+    def _logits(
+        self, inputs: HSTUInputs, items: UniqueRows, normalizer: Int[Array, ""]
+    ) -> Float[Array, " batch"]:
+        """Returns the logit of each sample, from the device that has its rows.
+
+        Args:
+          inputs: global arrays.
+          items: the lookup of the items.
+          normalizer: divisor of the attention's scores.
+        """
+        graph, state = nnx.split(self.hstu)
+        plan, batch = items.plan, inputs.samples.lengths.shape[0]
+
+        def of_device(
+            inputs: HSTUInputs,
+            ids: UniqueIds,
+            state: nnx.State,
+            normalizer: Int[Array, ""],
+            dropout_key: Key[Array, ""] | None,
+        ) -> Float[Array, " samples"]:
+            def place(values: Array, index: Array) -> Array:
+                return expand(values, dataclasses.replace(ids, index=index), None)
+
+            hstu = nnx.merge(graph, state)
+            return hstu(inputs, place, normalizer=normalizer, dropout_key=dropout_key)
+
+        ids = dataclasses.replace(items.ids, index=None)
+        arguments = (inputs, ids, state, normalizer, self.hstu.dropout_key())
+        if plan is None:
+            return of_device(*arguments)
+        split, whole = plan.sample_spec, PartitionSpec()
+
+        @jax.named_scope(DENSE_SCOPE)
+        def of_devices(inputs: HSTUInputs, *rest: Any) -> Float[Array, " batch"]:
+            samples = jax.tree.map(
+                lambda x: _fill_up(x, plan.num_shards), inputs.samples
+            )
+            logits = jax.shard_map(
+                of_device,
+                mesh=plan.auto_mesh,
+                in_specs=(split, split, whole, whole, whole),
+                out_specs=split,
+                check_vma=False,
+            )(dataclasses.replace(inputs, samples=samples), *rest)
+            return logits[:batch]
+
+        out_spec = whole if batch % plan.num_shards else split
+        return in_auto_axes(of_devices, plan, out_spec)(*arguments)
 
 
-def _expand_at(values: Array, rows: UniqueRows, index: Int[Array, "..."]) -> Array:
-    """Expands one value per row into other places than those of the samples' ids."""
-    return expand(values, dataclasses.replace(rows.ids, index=index), rows.plan)
+def _fill_up(x: Array, num_parts: int) -> Array:
+    """Appends zeros until the parts divide the first axis."""
+    return jnp.pad(x, ((0, -len(x) % num_parts), *((0, 0),) * (x.ndim - 1)))

@@ -29,6 +29,7 @@ from tpu_embedding.tools.train import load_config
 from tpu_embedding.tools.train.models.hstu import (
     HSTU,
     HSTUInputs,
+    Samples,
     longest_sequence,
 )
 from tpu_embedding.tools.train.models.hstu.hstu_model import UserEncoder
@@ -138,11 +139,12 @@ def test_the_token_encoder_is_the_reference():
     times = pad(case["input.history_times"], lengths)
 
     def encode(encoder, inputs):
-        tokens = encoder(
-            HSTUInputs(
-                items=unique_rows(inputs, "item"),
-                artists=unique_rows(inputs, "artist"),
-                albums=unique_rows(inputs, "album"),
+        inputs = HSTUInputs(
+            items=unique_rows(inputs, "item"),
+            artists=unique_rows(inputs, "artist"),
+            albums=unique_rows(inputs, "album"),
+            samples=Samples(
+                numbers=jnp.arange(len(lengths)),
                 contextual=jnp.swapaxes(inputs["contextual"], 0, 1),
                 history=jnp.asarray(history),
                 lengths=jnp.asarray(lengths),
@@ -151,8 +153,8 @@ def test_the_token_encoder_is_the_reference():
                 times=times,
                 query_times=jnp.asarray(case["input.query_time"]),
             ),
-            expand,
         )
+        tokens = encoder(encoder.content(inputs), inputs.samples, expand)
         is_token = np.arange(tokens.shape[1]) < (lengths + 9)[:, None]
         return {"tokens": unpad(tokens, lengths + 9), "padding": tokens[~is_token]}
 
@@ -243,13 +245,16 @@ def golden_inputs(arrays, width=None):
         items=unique_rows(arrays, "item"),
         artists=unique_rows(arrays, "artist"),
         albums=unique_rows(arrays, "album"),
-        contextual=jnp.swapaxes(arrays["contextual"], 0, 1),
-        history=jnp.asarray(history),
-        lengths=jnp.asarray(HISTORIES, jnp.int32),
-        candidate=jnp.asarray(candidate),
-        actions=padded("action_weight"),
-        times=padded("history_times"),
-        query_times=jnp.asarray(WHOLE["input.query_time"], jnp.int32),
+        samples=Samples(
+            numbers=jnp.arange(len(HISTORIES)),
+            contextual=jnp.swapaxes(arrays["contextual"], 0, 1),
+            history=jnp.asarray(history),
+            lengths=jnp.asarray(HISTORIES, jnp.int32),
+            candidate=jnp.asarray(candidate),
+            actions=padded("action_weight"),
+            times=padded("history_times"),
+            query_times=jnp.asarray(WHOLE["input.query_time"], jnp.int32),
+        ),
     )
 
 
@@ -262,9 +267,10 @@ def test_the_model_is_the_reference(block_size):
     def evaluate(model, arrays):
         inputs = golden_inputs(arrays)
         logits = model(inputs, expand, normalizer=N)
-        lengths = model.sequence_lengths(inputs, N)
-        x = {"tokens": model.token_encoder(inputs, expand)}
-        x["encoded"] = model.encode(x["tokens"], inputs, lengths)
+        lengths = model.sequence_lengths(inputs.samples, N)
+        content = model.token_encoder.content(inputs)
+        x = {"tokens": model.token_encoder(content, inputs.samples, expand)}
+        x["encoded"] = model.encode(x["tokens"], inputs.samples, lengths)
         x["stu0"] = model.layers[0](x["encoded"], lengths)
         x["stu1"] = model.layers[1](x["stu0"], lengths)
         outputs = {name: unpad(array, HISTORIES + 9) for name, array in x.items()}
@@ -288,14 +294,14 @@ def test_the_model_is_the_reference(block_size):
 
 def test_histories_from_none_to_the_maximum_are_covered():
     assert min(HISTORIES) == 0
-    assert max(HISTORIES) == golden_inputs(FLOATS).history.shape[1]
+    assert max(HISTORIES) == golden_inputs(FLOATS).samples.history.shape[1]
     lengths = jnp.asarray(HISTORIES)
     np.testing.assert_array_equal(longest_sequence(lengths, NUM_CONTEXTUAL), N)
 
 
 @nnx.jit
 def logits_of(model, inputs):
-    return model(inputs, expand, normalizer=N)
+    return model(inputs, expand, normalizer=N, dropout_key=model.dropout_key())
 
 
 def test_padding_and_micro_batches_change_nothing():
@@ -305,10 +311,9 @@ def test_padding_and_micro_batches_change_nothing():
     close = dict(rtol=1e-4, atol=1e-6)
     wide = golden_inputs(FLOATS, width=55)
     np.testing.assert_allclose(logits_of(model, wide), logits, **close)
-    rows = {name: getattr(inputs, name) for name in ("items", "artists", "albums")}
     for half in (slice(0, 3), slice(3, 6)):
-        part_of_batch = jax.tree.map(lambda x, half=half: x[half], inputs)
-        part_of_batch = dataclasses.replace(part_of_batch, **rows)
+        samples = jax.tree.map(lambda x, half=half: x[half], inputs.samples)
+        part_of_batch = dataclasses.replace(inputs, samples=samples)
         np.testing.assert_allclose(
             logits_of(model, part_of_batch), logits[half], **close
         )
@@ -322,11 +327,8 @@ def test_devices_change_nothing_and_exchange_no_tokens():
     whole, split = (
         NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("shard",))
     )
-    shardings = {
-        field.name: whole if field.name in ("items", "artists", "albums") else split
-        for field in dataclasses.fields(HSTUInputs)
-    }
-    on_devices = jax.device_put(inputs, HSTUInputs(**shardings))
+    shardings = HSTUInputs(items=whole, artists=whole, albums=whole, samples=split)
+    on_devices = jax.device_put(inputs, shardings)
     params, rest = jax.device_put((params, rest), whole)
 
     @jax.value_and_grad
@@ -355,7 +357,7 @@ def test_content_is_computed_once_per_unique_item_and_expanded_in_bfloat16():
     model, inputs = golden_model(dtype="bfloat16"), golden_inputs(FLOATS)
     logits = model(inputs, recorded, normalizer=N)
     num_unique, dim = inputs.items.shape
-    batch, events = inputs.history.shape
+    batch, events = inputs.samples.history.shape
     content, *candidates = calls
     assert content == ((num_unique, dim), jnp.bfloat16, (batch, events + 1))
     assert candidates == [((num_unique, dim), jnp.float32, (batch, 1))] * 3
@@ -400,7 +402,8 @@ def test_gradients_have_the_dropout_of_the_forward_pass():
     def value(scale):
         scaled = jax.tree.map(lambda x: x * scale, params)
         model = nnx.merge(graph, scaled, rest, copy=True)
-        return jnp.mean(model(inputs, expand, normalizer=N))
+        key = model.dropout_key()
+        return jnp.mean(model(inputs, expand, normalizer=N, dropout_key=key))
 
     slope, step = jax.grad(value)(1.0), 1e-2
     difference = (value(1.0 + step) - value(1.0 - step)) / (2 * step)

@@ -138,21 +138,23 @@ def test_bfloat16_computes_in_bfloat16_with_float32_parameters():
 
 
 def test_dropout():
-    x, key = jnp.ones((100, 100)), jax.random.key(0)
-    dropped = np.asarray(dropout(x, 0.2, key))
+    x, keys = jnp.ones((100, 100)), jax.random.split(jax.random.key(0), 100)
+    dropped = np.asarray(dropout(x, 0.2, keys))
     # Tolerance: 4 standard deviations of the share of 10,000 values.
     np.testing.assert_allclose((dropped == 0).mean(), 0.2, atol=4 * 0.004)
     np.testing.assert_allclose(dropped[dropped > 0], 1 / 0.8, rtol=1e-6)
-    np.testing.assert_array_equal(dropout(x, 0.2, key), dropped)
+    np.testing.assert_array_equal(dropout(x, 0.2, keys), dropped)
+    np.testing.assert_array_equal(dropout(x[:7], 0.2, keys[:7]), dropped[:7])
+    assert (dropped[0] != dropped[1]).any()
     np.testing.assert_array_equal(dropout(x, 0.2, None), x)
-    np.testing.assert_array_equal(dropout(x, 0.0, key), x)
+    np.testing.assert_array_equal(dropout(x, 0.0, keys), x)
 
 
 def test_the_layer_drops_only_with_a_key():
     lengths = golden_lengths(part(FILE, "one_target/"))
     layer, x = golden_layer(), pad(FILE["input.x"], LENGTHS)
-    key = jax.random.key(0)
-    np.testing.assert_array_equal(layer(x, lengths, key), layer(x, lengths))
+    keys = jax.random.split(jax.random.key(0), len(x))
+    np.testing.assert_array_equal(layer(x, lengths, keys), layer(x, lengths))
     layer.dropout_rate = 0.5
-    assert error(layer(x, lengths, key), layer(x, lengths)) > 0.01
-    assert error(layer.candidate(x, lengths, key), layer.candidate(x, lengths)) > 0.01
+    assert error(layer(x, lengths, keys), layer(x, lengths)) > 0.01
+    assert error(layer.candidate(x, lengths, keys), layer.candidate(x, lengths)) > 0.01

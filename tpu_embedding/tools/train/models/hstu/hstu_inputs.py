@@ -21,13 +21,11 @@ not in bounds are padding; their values must be finite.
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HSTUInputs:
-    """Rows, indices and times of a batch.
+class Samples:
+    """Rows, indices and times of some samples.
 
     Attributes:
-      items: row of each unique item.
-      artists: row of the artist of each unique item.
-      albums: row of the album of each unique item.
+      numbers: number of each sample in the batch, on which its dropout depends.
       contextual: one row per contextual feature and sample.
       history: unique item of each event, from the earliest to the latest; padding
         follows.
@@ -38,9 +36,7 @@ class HSTUInputs:
       query_times: time of each candidate, in seconds.
     """
 
-    items: Float[Array, "unique dim"]
-    artists: Float[Array, "unique dim"]
-    albums: Float[Array, "unique dim"]
+    numbers: Int[Array, " batch"]
     contextual: Float[Array, "batch contextual dim"]
     history: Int[Array, "batch events"]
     lengths: Int[Array, " batch"]
@@ -48,6 +44,24 @@ class HSTUInputs:
     actions: Int[Array, "batch events"]
     times: Int[Array, "batch events"]
     query_times: Int[Array, " batch"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HSTUInputs:
+    """The samples of a batch, and the unique rows that they index.
+
+    Attributes:
+      items: row of each unique item.
+      artists: row of the artist of each unique item.
+      albums: row of the album of each unique item.
+      samples: the samples.
+    """
+
+    items: Float[Array, "unique dim"]
+    artists: Float[Array, "unique dim"]
+    albums: Float[Array, "unique dim"]
+    samples: Samples
 
 
 def append_candidate(

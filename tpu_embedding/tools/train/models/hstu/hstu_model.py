@@ -11,13 +11,15 @@ from typing import Final, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from tpu_embedding.tools.train.models.hstu.hstu_inputs import (
     Expand,
     HSTUInputs,
+    Samples,
     append_candidate,
 )
+from tpu_embedding.tools.train.models.hstu.micro_batches import in_micro_batches
 from tpu_embedding.tools.train.models.hstu.position_encoder import (
     MAX_TIME_BUCKETS,
     PositionEncoder,
@@ -27,7 +29,7 @@ from tpu_embedding.tools.train.models.hstu.silu_attention import (
     SequenceLengths,
 )
 from tpu_embedding.tools.train.models.hstu.stu_layer import (
-    ATTENTION_OUTPUT,
+    DropoutKeys,
     STULayer,
     Tokens,
     dropout,
@@ -44,6 +46,9 @@ from tpu_embedding.tools.train.models.model import check_sizes
 
 CLOCKS: Final = ((3600, 24), (86400, 7))
 """Unit in seconds, and units per turn, of the hour of the day and day of the week."""
+
+DEFAULT_MICRO_BATCH_SIZE: Final = 32
+"""Samples of a device that are computed at a time."""
 
 PI: Final = 3.14
 """The benchmark's approximation of pi."""
@@ -68,6 +73,10 @@ class HSTUSizes:
       input_dropout: dropout rate of the encoded tokens.
       dropout: dropout rate in each layer.
       block_size: tokens per block of attention.
+      micro_batch_size: largest number of samples that a device computes at a time.
+        Results do not depend on it, up to rounding: tables are looked up and updated
+        once per step, and gradients are those of the whole batch. Fewer samples take
+        less memory.
       dtype: dtype in which tokens are computed. Parameters are float32.
     """
 
@@ -83,6 +92,7 @@ class HSTUSizes:
     input_dropout: float
     dropout: float
     block_size: int = DEFAULT_BLOCK_SIZE
+    micro_batch_size: int = DEFAULT_MICRO_BATCH_SIZE
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
     def __post_init__(self):
@@ -125,8 +135,12 @@ class HSTU(nnx.Module):
         logit = head(user * item_mlp([item, artist, album]))
 
     The candidate follows the history directly, so that padding is always behind it.
-    What runs once per sample, behind the layers, is computed in float32. Dropout needs
-    a random stream `dropout` and runs until `eval()` is called.
+    What runs once per sample, behind the layers, is computed in float32.
+
+    Tokens and layers run for `HSTUSizes.micro_batch_size` samples at a time, and their
+    backward pass computes them again. Dropout needs a random stream `dropout` and runs
+    until `eval()` is called. Each sample has its own random key, so its dropout depends
+    on no split of the batch, neither over devices nor into micro-batches.
     """
 
     def __init__(self, sizes: HSTUSizes, *, rngs: nnx.Rngs):
@@ -172,7 +186,12 @@ class HSTU(nnx.Module):
         self.dropout_stream = nnx.data(rngs["dropout"].fork() if has_dropout else None)
 
     def __call__(
-        self, inputs: HSTUInputs, expand: Expand, *, normalizer: Int[Array, ""]
+        self,
+        inputs: HSTUInputs,
+        expand: Expand,
+        *,
+        normalizer: Int[Array, ""],
+        dropout_key: Key[Array, ""] | None = None,
     ) -> Float[Array, " batch"]:
         """Returns the logit of a click on each candidate, in float32.
 
@@ -180,42 +199,64 @@ class HSTU(nnx.Module):
           inputs: rows, indices and times of the batch.
           expand: places values of unique items in their samples.
           normalizer: divisor of the attention's scores; see `longest_sequence`.
+          dropout_key: key of the step, from `dropout_key`.
         """
-        return self.score(
-            self.users(inputs, expand, normalizer), self.items(inputs, expand)
-        )
+        users = self.users(inputs, expand, normalizer, dropout_key)
+        return self.score(users, self.items(inputs, expand))
+
+    def dropout_key(self) -> Key[Array, ""] | None:
+        """Draws the random key of a step; None without dropout, as after `eval()`."""
+        if self.deterministic or self.dropout_stream is None:
+            return None
+        return self.dropout_stream()
 
     def users(
-        self, inputs: HSTUInputs, expand: Expand, normalizer: Int[Array, ""]
+        self,
+        inputs: HSTUInputs,
+        expand: Expand,
+        normalizer: Int[Array, ""],
+        dropout_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "batch dim"]:
         """Returns the vector of each user in view of its candidate."""
-        keys = self._dropout_keys()
-        lengths = self.sequence_lengths(inputs, normalizer)
-        x = self.encode(self.token_encoder(inputs, expand), inputs, lengths)
-        x = dropout(x, self.sizes.input_dropout, keys.pop())
-        for layer in list(self.layers)[:-1]:
-            x = _all_tokens(layer, x, lengths, keys.pop())
-        candidate = _candidate(self.layers[-1], x, lengths, keys.pop())
-        return self.user_encoder(candidate, inputs.query_times)
+        # In float32, the gradients of several micro-batches add up without a loss.
+        content = self.token_encoder.content(inputs).astype(jnp.float32)
+
+        def candidates(samples: Samples) -> Float[Array, "samples dim"]:
+            keys = self._dropout_keys(dropout_key, samples)
+            lengths = self.sequence_lengths(samples, normalizer)
+            tokens = self.token_encoder(
+                content.astype(self.sizes.dtype), samples, expand
+            )
+            x = self.encode(tokens, samples, lengths)
+            x = dropout(x, self.sizes.input_dropout, keys.pop())
+            *layers, last_layer = self.layers
+            for layer in layers:
+                x = layer(x, lengths, keys.pop())
+            return last_layer.candidate(x, lengths, keys.pop())
+
+        tokens = in_micro_batches(
+            candidates, inputs.samples, self.sizes.micro_batch_size
+        )
+        return self.user_encoder(tokens, inputs.samples.query_times)
 
     def sequence_lengths(
-        self, inputs: HSTUInputs, normalizer: Int[Array, ""]
+        self, samples: Samples, normalizer: Int[Array, ""]
     ) -> SequenceLengths:
         """Returns the lengths of the sequences of tokens."""
-        shared = self.sizes.num_contextual + inputs.lengths
+        shared = self.sizes.num_contextual + samples.lengths
         return SequenceLengths(tokens=shared + 1, shared=shared, normalizer=normalizer)
 
     def encode(
-        self, tokens: Tokens, inputs: HSTUInputs, lengths: SequenceLengths
+        self, tokens: Tokens, samples: Samples, lengths: SequenceLengths
     ) -> Tokens:
         """Adds the places and ages of the tokens."""
-        times = append_candidate(inputs.times, inputs.query_times, inputs.lengths)
+        times = append_candidate(samples.times, samples.query_times, samples.lengths)
         times = jnp.pad(times, ((0, 0), (self.sizes.num_contextual, 0)))
-        return self.position_encoder(tokens, lengths, times, inputs.query_times)
+        return self.position_encoder(tokens, lengths, times, samples.query_times)
 
     def items(self, inputs: HSTUInputs, expand: Expand) -> Float[Array, "batch dim"]:
         """Returns the vector of each candidate."""
-        index = inputs.candidate[:, None]
+        index = inputs.samples.candidate[:, None]
         tables = (inputs.items, inputs.artists, inputs.albums)
         rows = [expand(rows, index)[:, 0] for rows in tables]
         return self.item_mlp(jnp.concatenate(rows, axis=1))
@@ -226,12 +267,18 @@ class HSTU(nnx.Module):
         """Returns the logit of each pair of a user and an item."""
         return self.head(users * items)[:, 0]
 
-    def _dropout_keys(self) -> list[jax.Array | None]:
-        """Returns the keys of the encoded tokens and all layers; None: no dropout."""
-        num_keys = 1 + self.sizes.num_layers
-        if self.deterministic or self.dropout_stream is None:
-            return [None] * num_keys
-        return list(jax.random.split(self.dropout_stream(), num_keys))
+    def _dropout_keys(
+        self, dropout_key: Key[Array, ""] | None, samples: Samples
+    ) -> list[DropoutKeys | None]:
+        """Returns keys for the encoded tokens and for each layer; None: no dropout."""
+        num_uses = 1 + self.sizes.num_layers
+        if dropout_key is None:
+            return [None] * num_uses
+
+        def split(number: Array) -> Key[Array, " uses"]:
+            return jax.random.split(jax.random.fold_in(dropout_key, number), num_uses)
+
+        return list(jnp.swapaxes(jax.vmap(split)(samples.numbers), 0, 1))
 
 
 class UserEncoder(nnx.Module):
@@ -257,23 +304,3 @@ class UserEncoder(nnx.Module):
             features += [jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]]
         tokens = tokens.astype(jnp.float32)
         return self.norm(self.dense(jnp.concatenate([tokens, *features], axis=1)))
-
-
-# The backward pass computes a layer again from its input and the attention's output.
-_remat = nnx.remat(
-    policy=jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT)
-)
-
-
-@_remat
-def _all_tokens(
-    layer: STULayer, x: Tokens, lengths: SequenceLengths, key: jax.Array | None
-) -> Tokens:
-    return layer(x, lengths, key)
-
-
-@_remat
-def _candidate(
-    layer: STULayer, x: Tokens, lengths: SequenceLengths, key: jax.Array | None
-) -> Float[Array, "batch dim"]:
-    return layer.candidate(x, lengths, key)

@@ -4,6 +4,7 @@
 than Words" (ICML 2024), section 3.
 """
 
+import functools
 from typing import Final
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from tpu_embedding.tools.train.models.hstu.silu_attention import (
     DEFAULT_BLOCK_SIZE,
@@ -27,6 +28,7 @@ ATTENTION_OUTPUT: Final = "attention_output"
 """Name of the attention's output for policies of `jax.checkpoint`."""
 
 Tokens = Float[Array, "batch length dim"]
+DropoutKeys = Key[Array, " batch"]
 
 
 class STULayer(nnx.Module):
@@ -71,27 +73,27 @@ class STULayer(nnx.Module):
         self,
         x: Tokens,
         lengths: SequenceLengths,
-        dropout_key: jax.Array | None = None,
+        dropout_keys: DropoutKeys | None = None,
     ) -> Tokens:
         """Returns the next vector of each token.
 
         Args:
           x: one vector per token; finite at padding, too.
           lengths: lengths of the sequences, and the attention's divisor.
-          dropout_key: random key of the dropout; None: no dropout.
+          dropout_keys: random key of each sample's dropout; None: no dropout.
         """
         u, v, q, k = jnp.split(self.uvqk(self.norm_in(x)), 4, axis=-1)
         heads = (*x.shape[:2], self.num_heads, self.head_dim)
         q, k, v = (part.reshape(heads) for part in (q, k, v))
         o = silu_attention(q, k, v, lengths, block_size=self.block_size)
         o = checkpoint_name(o.reshape(u.shape), ATTENTION_OUTPUT)
-        return self._gate(x, u, o, dropout_key)
+        return self._gate(x, u, o, dropout_keys)
 
     def candidate(
         self,
         x: Tokens,
         lengths: SequenceLengths,
-        dropout_key: jax.Array | None = None,
+        dropout_keys: DropoutKeys | None = None,
     ) -> Float[Array, "batch dim"]:
         """Returns the next vector of each sample's only candidate.
 
@@ -104,7 +106,7 @@ class STULayer(nnx.Module):
         Args:
           x: one vector per token; finite at padding, too.
           lengths: lengths of the sequences, and the attention's divisor.
-          dropout_key: random key of the dropout; None: no dropout.
+          dropout_keys: random key of each sample's dropout; None: no dropout.
         """
         y = self.norm_in(x)
         x, y_candidate = (_candidate_row(rows, lengths) for rows in (x, y))
@@ -120,7 +122,7 @@ class STULayer(nnx.Module):
         sums = _float32_product("bhl,blc->bhc", weights.astype(y.dtype), y)
         o = _float32_product("bhc,chd->bhd", sums.astype(y.dtype), value_kernel)
         o += jnp.sum(weights, axis=2, keepdims=True) * value_bias[None]
-        return self._gate(x, u, o.reshape(u.shape).astype(u.dtype), dropout_key)
+        return self._gate(x, u, o.reshape(u.shape).astype(u.dtype), dropout_keys)
 
     def _values_and_keys(self) -> list[tuple[Array, Array]]:
         """Returns kernels `[dim, heads, head_dim]` and biases of values and keys."""
@@ -135,25 +137,29 @@ class STULayer(nnx.Module):
         x: Float[Array, "*tokens dim"],
         u: Float[Array, "*tokens width"],
         o: Float[Array, "*tokens width"],
-        dropout_key: jax.Array | None,
+        dropout_keys: DropoutKeys | None,
     ) -> Float[Array, "*tokens dim"]:
         """Returns `x` plus the projection of the gated attention outputs."""
         u = jax.nn.silu(u)
         gated = jnp.concatenate([u, o, u * self.norm_out(o)], axis=-1)
-        return x + self.out(dropout(gated, self.dropout_rate, dropout_key))
+        return x + self.out(dropout(gated, self.dropout_rate, dropout_keys))
 
 
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+def dropout(
+    x: Float[Array, "batch ..."], rate: float, keys: DropoutKeys | None
+) -> Float[Array, "batch ..."]:
     """Sets values to zero at random, and divides the others by `1 - rate`.
 
     Args:
-      x: float array of any shape.
+      x: one array per sample.
       rate: probability of zero, at least 0 and less than 1.
-      key: random key; None: returns `x`.
+      keys: random key of each sample, so that its dropout depends on no other sample;
+        None: returns `x`.
     """
-    if key is None or rate == 0:
+    if keys is None or rate == 0:
         return x
-    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    draw = functools.partial(jax.random.bernoulli, p=1 - rate, shape=x.shape[1:])
+    kept = jax.vmap(draw)(keys)
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from tpu_embedding.tools.train.models.hstu.hstu_inputs import (
     Expand,
     HSTUInputs,
+    Samples,
     append_candidate,
 )
 from tpu_embedding.tools.train.models.hstu.swish_mlp import (
@@ -65,29 +66,36 @@ class TokenEncoder(nnx.Module):
         self.action = ActionEncoder(rngs=rngs)
         self.contextual = ContextualLinear(dim, num_contextual, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, inputs: HSTUInputs, expand: Expand
-    ) -> Float[Array, "batch length dim"]:
-        """Returns the tokens, in the compute dtype; zero at padding."""
+    def content(self, inputs: HSTUInputs) -> Float[Array, "unique dim"]:
+        """Returns the content of each unique item, in the compute dtype."""
         artists_and_albums = jnp.concatenate([inputs.artists, inputs.albums], axis=1)
-        content = self.content_mlp(inputs.items) + self.additional_mlp(
-            artists_and_albums
-        )
-        index = append_candidate(inputs.history, inputs.candidate, inputs.lengths)
+        return self.content_mlp(inputs.items) + self.additional_mlp(artists_and_albums)
+
+    def __call__(
+        self, content: Float[Array, "unique dim"], samples: Samples, expand: Expand
+    ) -> Float[Array, "batch length dim"]:
+        """Returns the tokens, in the compute dtype; zero at padding.
+
+        Args:
+          content: content of each unique item.
+          samples: the samples.
+          expand: places the content in the samples.
+        """
+        index = append_candidate(samples.history, samples.candidate, samples.lengths)
         actions = self.action_mlp(self.action.encodings())
         # A product with a matrix of zeros and ones: its derivative by the few encodings
         # is a matrix product, too, which adds up in float32.
         one_hot = jax.nn.one_hot(
-            self.action.index(inputs.actions, inputs.lengths),
+            self.action.index(samples.actions, samples.lengths),
             len(actions),
             dtype=actions.dtype,
         )
         tokens = expand(content, index) + jnp.einsum(
             "bla,ad->bld", one_hot, actions, precision=jax.lax.Precision.HIGHEST
         )
-        is_event = jnp.arange(index.shape[1])[None, :] <= inputs.lengths[:, None]
+        is_event = jnp.arange(index.shape[1])[None, :] <= samples.lengths[:, None]
         tokens = jnp.where(is_event[:, :, None], tokens, jnp.zeros_like(tokens))
-        return jnp.concatenate([self.contextual(inputs.contextual), tokens], axis=1)
+        return jnp.concatenate([self.contextual(samples.contextual), tokens], axis=1)
 
 
 class ActionEncoder(nnx.Module):
