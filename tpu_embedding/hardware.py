@@ -132,6 +132,8 @@ class HardwareInfo:
       slice_shapes: grids of chips that slices of this generation have; None if the
         device is not a TPU.
       num_sparse_cores: SparseCores per chip that XLA can use.
+      max_offloaded_bytes: size of the largest array that XLA gathers from by a
+        SparseCore; None without one.
       embedding_feature: TensorFlow's name of the chip's embedding hardware.
       compiler_options: XLA options for train steps on this device. XLA rejects
         `xla_tpu_` options on other devices.
@@ -150,13 +152,9 @@ class HardwareInfo:
     chip_config_name: str | None = None
     slice_shapes: SliceShapes | None = None
     num_sparse_cores: int = 0
+    max_offloaded_bytes: int | None = None
     embedding_feature: EmbeddingFeature = "UNSUPPORTED"
     compiler_options: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def max_offloaded_bytes(self) -> int | None:
-        """Largest array that XLA gathers from by a SparseCore; None without one."""
-        return _MAX_OFFLOADED_BYTES if self.num_sparse_cores else None
 
     @property
     def is_tpu(self) -> bool:
@@ -268,6 +266,7 @@ _TPU_V5P: Final = HardwareInfo(
     bf16_flops_per_second=459e12,
     vmem_bytes=64 * MEBIBYTE,
     num_sparse_cores=4,
+    max_offloaded_bytes=_MAX_OFFLOADED_BYTES,
     embedding_feature="V2",
     compiler_options=_SPARSE_CORE_OPTIONS,
 )
@@ -283,6 +282,7 @@ _TPU_V6E: Final = HardwareInfo(
     bf16_flops_per_second=918e12,
     vmem_bytes=128 * MEBIBYTE,
     num_sparse_cores=2,
+    max_offloaded_bytes=_MAX_OFFLOADED_BYTES,
     embedding_feature="V2",
     compiler_options=_SPARSE_CORE_OPTIONS,
 )
@@ -299,6 +299,7 @@ _TPU_7X: Final = HardwareInfo(
     vmem_bytes=64 * MEBIBYTE,
     devices_per_chip=2,
     num_sparse_cores=4,
+    max_offloaded_bytes=_MAX_OFFLOADED_BYTES,
     embedding_feature="V2",
     compiler_options=_SPARSE_CORE_OPTIONS,
 )

@@ -354,12 +354,12 @@ def _on_devices(
     packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
 ) -> PackedRows:
     """Returns zeros for shapes, and arrays as they are."""
-    lines = packed.lines
-    if not isinstance(lines, jax.ShapeDtypeStruct):
+    if not isinstance(packed.arrays[0], jax.ShapeDtypeStruct):
         return packed
     sharding = plan.rows_sharding(stack)
-    zeros = jnp.zeros(lines.shape, lines.dtype, device=sharding)
-    return dataclasses.replace(packed, lines=zeros)
+    return packed.with_arrays(
+        [jnp.zeros(x.shape, x.dtype, device=sharding) for x in packed.arrays]
+    )
 
 
 def _with_rows(

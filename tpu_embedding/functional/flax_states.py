@@ -14,7 +14,7 @@ from tpu_embedding.rows.packed_rows import PackedRows
 
 
 def _state_of_rows(rows: PackedRows) -> dict[str, Any]:
-    return {rows.layout.leaf_name: rows.lines}
+    return {rows.layout.leaf_name: serialization.to_state_dict(rows.lines)}
 
 
 def _rows_of_state(rows: PackedRows, state: dict[str, Any]) -> PackedRows:
@@ -27,10 +27,15 @@ def _rows_of_state(rows: PackedRows, state: dict[str, Any]) -> PackedRows:
             "between plans by te.functional.unstack_tables and with_table_values, or "
             "by te.linen.embedding_tables and with_embedding_tables."
         )
-    lines = state[name]
-    if isinstance(rows.lines, jax.Array):
-        lines = jax.device_put(lines, rows.lines.sharding)
-    return dataclasses.replace(rows, lines=lines)
+    lines = serialization.from_state_dict(rows.lines, state[name])
+    saved = dataclasses.replace(rows, lines=lines)
+    return jax.tree.map(
+        lambda old, new: (
+            jax.device_put(new, old.sharding) if isinstance(old, jax.Array) else new
+        ),
+        rows,
+        saved,
+    )
 
 
 serialization.register_serialization_state(PackedRows, _state_of_rows, _rows_of_state)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_embedding.hardware import GIBIBYTE
 from tpu_embedding.plan import memory
+from tpu_embedding.plan.column_arrays import whole_lines_reason
 from tpu_embedding.plan.replicas import describe_reduction
 from tpu_embedding.rows.packed_rows import LANE_BYTES
 
@@ -74,11 +75,12 @@ def _array_limit(plan: "EmbeddingPlan") -> list[str]:
         num_bytes = memory.rows_bytes(stack.layout, plan.hardware, LANE_BYTES)
         alike = (stack.dim, stack.layout.dtype_name, stack.optimizer, stack.shard_axes)
         groups.setdefault((*alike, stack.quantization), {})[stack.name] = num_bytes
-        if num_bytes > limit:
+        # Kernels have a limit of their own, which is no higher.
+        if num_bytes > limit and stack.kernels is None:
             lines.append(
                 f"{stack.name} takes {memory.format_bytes(num_bytes)} per device, more "
                 f"than the {memory.format_bytes(limit)} that a SparseCore addresses: "
-                "the TensorCore gathers its rows; more devices make it smaller"
+                f"{_beyond_the_limit(stack, plan)}"
             )
     lines += [
         f"{', '.join(sizes)}: tables that would share a stack, were it not for the "
@@ -87,6 +89,23 @@ def _array_limit(plan: "EmbeddingPlan") -> list[str]:
         if len(sizes) > 1 and sum(sizes.values()) > limit
     ]
     return lines
+
+
+def _beyond_the_limit(stack: "StackPlan", plan: "EmbeddingPlan") -> str:
+    """Says how the rows of a stack that is too large for one array are read."""
+    layout = stack.layout
+    if layout.column_arrays > 1:
+        num_bytes = memory.rows_bytes(layout, plan.hardware, LANE_BYTES)
+        of_array = memory.format_bytes(num_bytes / layout.column_arrays)
+        return (
+            f"it lies in {layout.column_arrays} arrays of {of_array}, each of "
+            f"{layout.lines_shape[1]} columns of every row"
+        )
+    reason = whole_lines_reason(layout, plan.hardware)
+    return (
+        f"the TensorCore gathers its rows, because {reason}; more devices make it "
+        "smaller"
+    )
 
 
 def _placement_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
@@ -125,6 +144,8 @@ def _stack_cells(stack: "StackPlan", plan: "EmbeddingPlan") -> tuple[str, ...]:
     size += f" + {memory.format_bytes(plan.slot_bytes_of(stack))} slots"
     elements = layout.rows_per_lane * layout.lanes
     packing = f"{layout.rows_per_line} x {layout.row_lanes} of {elements}"
+    if layout.column_arrays > 1:
+        packing += f" in {layout.column_arrays} arrays"
     rows_per_shard = f"{stack.rows_per_shard:,}"
     dtype = layout.dtype_name
     facts = (str(stack.dim), dtype, "", rows_per_shard, packing)

@@ -18,7 +18,7 @@ from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.resolve import check_row_local
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import PlacementPolicy
-from tpu_embedding.plan import memory, stacking
+from tpu_embedding.plan import stacking
 from tpu_embedding.plan.backend_request import (
     BackendRequest,
     KernelChoice,
@@ -30,6 +30,7 @@ from tpu_embedding.plan.backends import (
     kernel_access,
 )
 from tpu_embedding.plan.capacity import EXCHANGE_KINDS, ExchangeKind
+from tpu_embedding.plan.column_arrays import fits_in_one_array, with_column_arrays
 from tpu_embedding.plan.embedding_feature import resolve_embedding_feature
 from tpu_embedding.plan.features import flatten_config, place_features
 from tpu_embedding.plan.mesh_options import (
@@ -43,7 +44,6 @@ from tpu_embedding.plan.stack_plan import StackPlan, TablePlan, TrainedStackPlan
 from tpu_embedding.rows.access import with_room_for_kernels
 from tpu_embedding.rows.narrow_rows import NARROW_DTYPES, NarrowDtype
 from tpu_embedding.rows.packed_rows import (
-    LANE_BYTES,
     RowLayout,
     StackContents,
     TableRange,
@@ -227,6 +227,8 @@ def _plan_stack(
     )
     if kernel_access(backends) is not None:
         layout = with_room_for_kernels(layout)
+    else:
+        layout = with_column_arrays(layout, hardware)
     facts: dict[str, Any] = dict(
         name=name,
         tables=placed,
@@ -254,8 +256,6 @@ def _fits_in_one_array(
     hardware: HardwareInfo,
 ) -> bool:
     """Returns True if a SparseCore can address so many rows like those of a table."""
-    if hardware.max_offloaded_bytes is None:
-        return True
     shard_axes = placements[table.name].shard_axes
     layout = RowLayout(
         num_rows=-(-num_rows // math.prod(mesh.shape[axis] for axis in shard_axes)),
@@ -263,8 +263,7 @@ def _fits_in_one_array(
         line_lanes=hardware.line_lanes,
         narrow_dtype=_narrow_dtype(table.config),
     )
-    num_bytes = memory.rows_bytes(layout, hardware, LANE_BYTES)
-    return num_bytes <= hardware.max_offloaded_bytes
+    return fits_in_one_array(layout, hardware)
 
 
 def _tables_of_stack(

@@ -27,6 +27,7 @@ from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,
     gather_in_bounds,
+    join_columns,
     keep_rows,
     load_rows,
     pack_rows,
@@ -139,7 +140,7 @@ def add_to_rows(
       values: `[ids, *row_shape]`, or the lines of these.
     """
     assert packed.layout.narrow_dtype is None, "words are no numbers to add to"
-    values = values.astype(packed.lines.dtype)
+    values = values.astype(packed.lines_dtype)
     backend = _kernel_backend(packed, "add")
     if backend is not None and row_ids.shape[0] > 0:
         return _add_by_kernel(packed, row_ids, values, backend)
@@ -176,13 +177,21 @@ def _add_to_stored(
     # In a table of 2**31 lines the numbers wrap to negative ones: dropped as well.
     dropped = layout.num_lines + jnp.arange(row_ids.shape[0], dtype=jnp.int32)
     line_ids = jnp.where(is_used, row_ids // layout.rows_per_line, dropped)
-    lines = packed.lines.at[line_ids].add(
-        _lines_to_add(row_ids, values, layout),
-        mode="drop",
-        unique_indices=layout.rows_per_line == 1,
-        wrap_negative_indices=False,
+    if layout.column_arrays > 1:
+        # XLA would compute each part on its own, and round otherwise than whole rows.
+        values = jax.lax.optimization_barrier(values)
+    parts = layout.split_columns(_lines_to_add(row_ids, values, layout))
+    return packed.with_arrays(
+        [
+            lines.at[line_ids].add(
+                part,
+                mode="drop",
+                unique_indices=layout.rows_per_line == 1,
+                wrap_negative_indices=False,
+            )
+            for lines, part in zip(packed.arrays, parts, strict=True)
+        ]
     )
-    return dataclasses.replace(packed, lines=lines)
 
 
 def add_repeatedly(
@@ -353,7 +362,8 @@ def _gather_stored(
 ) -> Shaped[Array, "ids _"]:
     """Reads rows as they are stored, by XLA; all ids must be in bounds."""
     layout = packed.layout
-    lines = gather_in_bounds(packed.lines, row_ids // layout.rows_per_line)
+    line_ids = row_ids // layout.rows_per_line
+    lines = join_columns([gather_in_bounds(x, line_ids) for x in packed.arrays])
     if layout.lanes == _LANES_OF_SLOW_COPIES and lines.dtype == jnp.float32:
         lines = jax.lax.platform_dependent(lines, cpu=_in_vectors, default=lambda x: x)
     if layout.is_flat:

@@ -1,6 +1,5 @@
 """Reads and writes blocks of consecutive rows, for passes over a whole table."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
@@ -65,9 +64,7 @@ def read_block(packed: PackedRows, start: Any, num_rows: int) -> Array:
       `[num_rows, *row_shape]`: narrow rows as float32, others in the array's dtype.
     """
     layout = packed.layout.resized(num_rows)
-    first_line = start // layout.rows_per_line
-    lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, layout.num_lines)
-    return unpack_rows(PackedRows(lines=lines, layout=layout))
+    return unpack_rows(_lines_from(packed, start, layout))
 
 
 def write_block(
@@ -81,13 +78,14 @@ def write_block(
       rows: the new rows, as they are stored.
     """
     layout = packed.layout.resized(rows.shape[0])
-    lines = jax.lax.dynamic_update_slice_in_dim(
-        packed.lines,
-        pack_stored(rows.reshape(rows.shape[0], layout.row_lanes), layout).lines,
-        start // layout.rows_per_line,
-        axis=0,
+    new = pack_stored(rows.reshape(rows.shape[0], layout.row_lanes), layout)
+    first_line = start // layout.rows_per_line
+    return packed.with_arrays(
+        [
+            jax.lax.dynamic_update_slice_in_dim(lines, part, first_line, axis=0)
+            for lines, part in zip(packed.arrays, new.arrays, strict=True)
+        ]
     )
-    return dataclasses.replace(packed, lines=lines)
 
 
 def merge_block(
@@ -105,8 +103,13 @@ def merge_block(
       is_new: False for rows that keep their values.
     """
     layout = packed.layout.resized(stored.shape[0])
-    first_line = start // layout.rows_per_line
-    lines = jax.lax.dynamic_slice_in_dim(packed.lines, first_line, layout.num_lines)
-    old = unpack_stored(PackedRows(lines=lines, layout=layout))
+    old = unpack_stored(_lines_from(packed, start, layout))
     rows = jnp.where(is_new[:, None], stored, old)
     return write_block(packed, start, rows)
+
+
+def _lines_from(packed: PackedRows, start: Any, layout: RowLayout) -> PackedRows:
+    """Returns the rows of a layout from row `start` on, as they lie in lines."""
+    first_line, size = start // layout.rows_per_line, layout.num_lines
+    arrays = [jax.lax.dynamic_slice_in_dim(x, first_line, size) for x in packed.arrays]
+    return PackedRows.of_arrays(arrays, layout)

@@ -6,6 +6,11 @@ then copies the whole table before each gather or scatter. Packing prevents the 
 lanes. On CPU and GPU a line is one row. Rows of a single value lie in a flat array on
 every device, because a SparseCore reads and adds to single elements of one.
 
+A SparseCore addresses 16 GiB in one array. The lines of a larger table lie in several
+*column arrays*: each holds the same columns of every row. Only this folder and
+`tables/` see them: whole lines are joined where they are read, and split where they are
+written.
+
 Code above this folder names logical rows. Only exchanges, and rules that treat each
 element on its own, handle lines as they are. `access.py` reads and changes rows.
 """
@@ -46,6 +51,20 @@ def gather_in_bounds(values: Array, places: Int[Array, " n"]) -> Array:
     return values.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
+def join_columns(arrays: Sequence[Any]) -> Any:
+    """Returns whole lines of the parts in column arrays; one array is returned as is.
+
+    Args:
+      arrays: NumPy or JAX, all columns in their order.
+    """
+    if len(arrays) == 1:
+        return arrays[0]
+    concatenate: Any = np.concatenate
+    if isinstance(arrays[0], jax.Array):
+        concatenate = jnp.concatenate
+    return concatenate(arrays, axis=1)
+
+
 class TableRange(NamedTuple):
     """A table's rows in a stack: `row_offset` to `row_offset + vocabulary_size`."""
 
@@ -82,6 +101,8 @@ class RowLayout:
       contents: tables that the rows belong to; None: rows of a buffer.
       narrow_dtype: storage type of rows of which several elements share a 32-bit lane;
         None: a lane holds one element, of the array's dtype.
+      column_arrays: arrays that share the columns of every row in equal parts; 1: an
+        array holds whole lines.
     """
 
     num_rows: int
@@ -90,6 +111,7 @@ class RowLayout:
     spare_lines: int = 0
     contents: StackContents | None = None
     narrow_dtype: NarrowDtype | None = None
+    column_arrays: int = 1
 
     @property
     def dim(self) -> int:
@@ -142,7 +164,7 @@ class RowLayout:
 
     @property
     def lanes(self) -> int:
-        """Width of a line, in lanes."""
+        """Width of a line, in lanes, over all its arrays."""
         if self.line_lanes is None or self.is_flat:
             return self.row_lanes
         return round_up(self.row_lanes, self.line_lanes)
@@ -159,8 +181,21 @@ class RowLayout:
 
     @property
     def lines_shape(self) -> tuple[int, ...]:
-        """Shape of the lines of one shard, `(num_lines, lanes)` or `(num_lines,)`."""
-        return (self.num_lines,) if self.is_flat else (self.num_lines, self.lanes)
+        """Shape of each array of lines, per shard: `(num_lines,)` if rows are flat."""
+        if self.is_flat:
+            return (self.num_lines,)
+        return self.num_lines, self.lanes // self.column_arrays
+
+    def split_columns(self, lines: Any) -> list[Any]:
+        """Returns the part of whole lines in each array; the inverse of `join_columns`.
+
+        Args:
+          lines: `[lines, lanes]`, NumPy or JAX, or the only array.
+        """
+        if self.column_arrays == 1:
+            return [lines]
+        split: Any = jnp.split if isinstance(lines, jax.Array) else np.split
+        return split(lines, self.column_arrays, axis=1)
 
     def slot_layout(self, row: jax.ShapeDtypeStruct) -> "RowLayout":
         """Returns the layout of a slot variable of the same rows.
@@ -170,14 +205,14 @@ class RowLayout:
         """
         layout = dataclasses.replace(self, row_shape=row.shape, narrow_dtype=None)
         if row.shape != self.row_shape:
-            return dataclasses.replace(layout, spare_lines=0)
+            return dataclasses.replace(layout, spare_lines=0, column_arrays=1)
         # Spare lines stay: passes over all lines need as many as the table has.
         return layout
 
     def buffer_layout(self, num_rows: int, *, is_packed: bool) -> "RowLayout":
         """Returns the layout of a buffer of rows that were read from these.
 
-        Narrow rows are decoded in the buffer.
+        Narrow rows are decoded in the buffer, and column arrays joined.
 
         Args:
           num_rows: rows of the buffer.
@@ -191,6 +226,7 @@ class RowLayout:
             spare_lines=0,
             contents=None,
             narrow_dtype=None,
+            column_arrays=1,
         )
 
     def resized(self, num_rows: int) -> "RowLayout":
@@ -269,7 +305,7 @@ class PackedRows:
 
     Attributes:
       lines: `layout.lines_shape` per shard; the shards' lines one after the other in
-        the global view.
+        the global view. A tuple of such arrays if the layout has several column arrays.
       layout: packing of the rows of one shard.
       kernels: accesses that kernels make to these rows; None: XLA makes all.
     """
@@ -295,6 +331,32 @@ class PackedRows:
         """Returns the rows with these lines."""
         layout, kernels = facts
         return cls(lines=leaves[0], layout=layout, kernels=kernels)
+
+    @classmethod
+    def of_arrays(
+        cls,
+        arrays: Sequence[Any],
+        layout: RowLayout,
+        kernels: KernelAccess | None = None,
+    ) -> "PackedRows":
+        """Returns the rows in some arrays: as many as the layout has column arrays."""
+        assert len(arrays) == layout.column_arrays
+        lines = arrays[0] if len(arrays) == 1 else tuple(arrays)
+        return cls(lines=lines, layout=layout, kernels=kernels)
+
+    def with_arrays(self, arrays: Sequence[Any]) -> "PackedRows":
+        """Returns these rows with other arrays; see `arrays`."""
+        return self.of_arrays(arrays, self.layout, self.kernels)
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The lines, or the column arrays that share them."""
+        return self.lines if self.layout.column_arrays > 1 else (self.lines,)
+
+    @property
+    def lines_dtype(self) -> Any:
+        """Dtype of the lanes."""
+        return self.arrays[0].dtype
 
     def buffer_layout(self, num_rows: int) -> RowLayout:
         """Returns the layout of a buffer of `num_rows` rows that were read from these.
@@ -347,10 +409,12 @@ def full_rows(
       kernels: accesses that kernels make to the rows.
     """
     shape = layout.lines_shape
-    value = jnp.full(shape, value, dtype)
     num_rows = layout.num_lines * layout.rows_per_line
     if layout.rows_fill_lines and num_rows == layout.num_rows:
-        return PackedRows(lines=value, layout=layout, kernels=kernels)
+        arrays = [jnp.full(shape, value, dtype) for _ in range(layout.column_arrays)]
+        return PackedRows.of_arrays(arrays, layout, kernels)
+    assert layout.column_arrays == 1
+    value = jnp.full(shape, value, dtype)
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * layout.rows_per_line
     if not layout.is_flat:
         place = jax.lax.broadcasted_iota(jnp.int32, shape, 1) // layout.dim
@@ -397,13 +461,15 @@ def pack_stored(stored: Shaped[Array, "rows _"], layout: RowLayout) -> PackedRow
     """Packs rows as they are stored, `[num_rows, row_lanes]`, per shard."""
     missing = layout.num_lines * layout.rows_per_line - layout.num_rows
     lines = lines_of_rows(jnp.pad(stored, ((0, missing), (0, 0))), layout)
-    return PackedRows(lines=lines.reshape(layout.lines_shape), layout=layout)
+    parts = layout.split_columns(lines)
+    arrays = [part.reshape(layout.lines_shape) for part in parts]
+    return PackedRows.of_arrays(arrays, layout)
 
 
 def unpack_stored(packed: PackedRows) -> Shaped[Array, "rows _"]:
     """Returns rows as they are stored, per shard; the inverse of `pack_stored`."""
     layout = packed.layout
-    lines = packed.lines.reshape(layout.num_lines, layout.lanes)
+    lines = join_columns(packed.arrays).reshape(layout.num_lines, layout.lanes)
     return rows_of_lines(lines, layout)[: layout.num_rows]
 
 

@@ -68,7 +68,7 @@ class LineExchange:
 
     @property
     def parts_shape(self) -> tuple[int, ...]:
-        """Shape of the lines that all shards get to write, one part per owner each."""
+        """Shape of what all shards get to write to an array, a part per owner each."""
         num_lines = self.num_shards**2 * self.part_lines
         return (num_lines, *self.layout.lines_shape[1:])
 
@@ -128,7 +128,7 @@ def read_lines(
     """Sends the lines of one window to each device. Global.
 
     Args:
-      lines: lines of all shards.
+      lines: lines of all shards, or one of their column arrays.
       starts: first row of the window of each device.
       exchange: static facts.
 
@@ -180,7 +180,7 @@ def write_lines(
     """Writes the rows of one window per shard in place. Global.
 
     Args:
-      lines: lines of all shards.
+      lines: lines of all shards, or one of their column arrays.
       parts: new lines, by shard and owner, of the window of each shard.
       starts: first row of the window of each shard.
       sizes: number of rows of each window.

@@ -26,7 +26,7 @@ from tpu_embedding.plan.check_rows import check_stack
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.file_rows import file_row, of_file_rows, to_file_rows
-from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.rows.packed_rows import PackedRows, join_columns
 from tpu_embedding.tables.line_exchange import (
     LineExchange,
     Receivers,
@@ -108,7 +108,7 @@ def read_blocks(
     pending = None
     for turn in _batched(windows, exchange.num_windows):
         starts, _ = _bounds(turn, exchange.num_windows)
-        received = read_lines(packed.lines, starts, exchange=exchange)
+        received = [read_lines(x, starts, exchange=exchange) for x in packed.arrays]
         if pending is not None:
             yield list(_blocks_of_turn(*pending, exchange, packed))
         pending = turn, received
@@ -153,15 +153,18 @@ def write_blocks(
         if index is not None
     }
 
-    def parts_of(turn: Sequence[Window]) -> dict[int, np.ndarray]:
+    def parts_of(turn: Sequence[Window]) -> dict[int, list[np.ndarray]]:
         return {
-            shard: _parts_of_window(
-                turn[shard] if shard < len(turn) else NO_WINDOW, exchange, packed, read
+            shard: exchange.layout.split_columns(
+                _parts_of_window(
+                    turn[shard] if shard < len(turn) else NO_WINDOW,
+                    *(exchange, packed, read),
+                )
             )
             for shard in sorted(set(shard_of.values()))
         }
 
-    lines = packed.lines
+    lines = list(packed.arrays)
     with ThreadPoolExecutor(1) as reader:
         pending = reader.submit(parts_of, turns[0]) if turns else None
         for i, turn in enumerate(turns):
@@ -169,16 +172,19 @@ def write_blocks(
             parts = pending.result()
             if i + 1 < len(turns):
                 pending = reader.submit(parts_of, turns[i + 1])
-            arrays = [jax.device_put(parts[s], d) for d, s in shard_of.items()]
-            sent = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
             bounds = _bounds(turn, exchange.num_shards)
-            lines = write_lines(lines, sent, *bounds, exchange=exchange)
+            for j in range(len(lines)):
+                arrays = [jax.device_put(parts[s][j], d) for d, s in shard_of.items()]
+                sent = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+                lines[j] = write_lines(lines[j], sent, *bounds, exchange=exchange)
             # At most one turn waits in the queue of a device.
             jax.block_until_ready(lines)
-    return dataclasses.replace(packed, lines=lines)
+    return packed.with_arrays(lines)
 
 
-def read_turn(packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan) -> jax.Array:
+def read_turn(
+    packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan
+) -> list[jax.Array]:
     """Returns the lines of one turn of `read_blocks`, to compile ahead of time.
 
     Args:
@@ -187,7 +193,8 @@ def read_turn(packed: PackedRows, stack: StackPlan, plan: EmbeddingPlan) -> jax.
       plan: plan of the embedding layer.
     """
     exchange = line_exchange(packed, stack, plan, "one")
-    return read_lines(packed.lines, _starts(exchange), exchange=exchange)
+    starts = _starts(exchange)
+    return [read_lines(x, starts, exchange=exchange) for x in packed.arrays]
 
 
 def lower_programs(
@@ -201,14 +208,15 @@ def lower_programs(
       plan: plan of the embedding layer.
 
     Returns:
-      The programs by name: two that read, and one that writes.
+      The programs by name: two that read, and one that writes. Column arrays share
+      them.
     """
     exchange = line_exchange(packed, stack, plan, "one")
     bounds = _bounds((), exchange.num_shards)
     parts = jax.ShapeDtypeStruct(
-        exchange.parts_shape, packed.lines.dtype, sharding=plan.rows_sharding(stack)
+        exchange.parts_shape, packed.lines_dtype, sharding=plan.rows_sharding(stack)
     )
-    lines = packed.lines
+    lines = packed.arrays[0]
     everywhere = dataclasses.replace(exchange, receivers="all")
     return {
         "read_blocks": read_lines.lower(lines, _starts(exchange), exchange=exchange),
@@ -237,22 +245,26 @@ def _starts(exchange: LineExchange) -> np.ndarray:
 
 def _blocks_of_turn(
     turn: Sequence[Window],
-    received: jax.Array,
+    received: Sequence[jax.Array],
     exchange: LineExchange,
     packed: PackedRows,
 ) -> Iterator[RowBlock]:
     """Yields the blocks that this process's devices received."""
-    size = received.shape[0] // exchange.num_windows
+    size = received[0].shape[0] // exchange.num_windows
     # Every device has the same lines if all processes receive them.
-    by_window = {
-        (shard.index[0].start or 0) // size: shard.data
-        for shard in received.addressable_shards
-    }
-    for i, lines in by_window.items():
+    by_window = [
+        {
+            (shard.index[0].start or 0) // size: shard.data
+            for shard in part.addressable_shards
+        }
+        for part in received
+    ]
+    for i in by_window[0]:
         if i >= len(turn):
             continue
         window = turn[i]
-        rows = _rows_of_window(np.asarray(lines), window, exchange)
+        lines = join_columns([np.asarray(of_array[i]) for of_array in by_window])
+        rows = _rows_of_window(lines, window, exchange)
         begin = 0
         for table, start, num_rows in window.pieces:
             yield RowBlock(table, start, rows[begin : begin + num_rows])

@@ -4,7 +4,6 @@ A narrow table and its slot variables differ in the rows that share a line, so i
 runs over blocks of rows.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -114,11 +113,12 @@ def _pass_over_lines(
       The table and the slot variables.
     """
     packed = [table, *(x for x in leaves if is_slot(x))]
-    num_lines, *lanes = table.lines.shape
+    num_lines, *lanes = table.layout.lines_shape
     block = _VALUES_PER_BLOCK if table.layout.is_flat else _LINES_PER_BLOCK
     block = min(num_lines, block)
 
     def run(i, lines):
+        """Updates a block of lines, or of one column array of each."""
         # The last block starts early enough to be full.
         start = jnp.minimum(i * block, num_lines - block)
         old = jax.lax.optimization_barrier(
@@ -138,9 +138,13 @@ def _pass_over_lines(
         ]
 
     num_blocks = -(-num_lines // block)
-    lines = jax.lax.fori_loop(0, num_blocks, run, [x.lines for x in packed])
+    columns = [list(x) for x in zip(*(x.arrays for x in packed), strict=True)]
+    columns = jax.lax.fori_loop(
+        0, num_blocks, lambda i, columns: [run(i, x) for x in columns], columns
+    )
     return [
-        dataclasses.replace(x, lines=new) for new, x in zip(lines, packed, strict=True)
+        x.with_arrays(arrays)
+        for x, arrays in zip(packed, zip(*columns, strict=True), strict=True)
     ]
 
 
@@ -204,7 +208,7 @@ def _rows_of_lanes(
     layout = packed.layout
     if layout.is_flat:
         return start + jnp.arange(num_lines, dtype=jnp.int32)
-    shape = (num_lines, layout.lanes)
+    shape = (num_lines, *layout.lines_shape[1:])
     line = start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     return line * layout.rows_per_line + lane // layout.row_lanes

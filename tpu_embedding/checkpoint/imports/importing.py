@@ -313,7 +313,7 @@ def _rows_of(stack: StackPlan, slot: str | None, matched: _Matched) -> _RowsToWr
 
 def _check_ranges(packed: PackedRows, rows: _RowsToWrite, name: str) -> None:
     """Refuses numbers that the rows' type cannot hold, reading the rows in blocks."""
-    dtype = packed.layout.narrow_dtype or packed.lines.dtype.name
+    dtype = packed.layout.narrow_dtype or packed.lines_dtype.name
     for table, (array, num_rows) in rows.items():
         if not _may_overflow(array, dtype):
             continue
@@ -347,7 +347,7 @@ def _write(
 
     It shows each block that it reads to `look(table, start, rows)`.
     """
-    layout, dtype = packed.layout, packed.lines.dtype
+    layout, dtype = packed.layout, packed.lines_dtype
 
     def read(table: str, start: int, num_rows: int) -> np.ndarray:
         array = rows[table][0]

@@ -167,6 +167,7 @@ def describe_plan(plan: EmbeddingPlan) -> dict[str, Any]:
                 "rows_per_line": stack.layout.rows_per_line,
                 "lanes": stack.layout.lanes,
                 "num_lines": stack.layout.num_lines,
+                "column_arrays": stack.layout.column_arrays,
                 "optimizer": stack.optimizer
                 and describe_rule(stack.optimizer.transformation),
                 "slots": [

@@ -236,8 +236,8 @@ def names_not_finite(state: nnx.State) -> list[str]:
 @jax.jit
 def _are_finite(tree: Any) -> Any:
     def is_finite(leaf: Any) -> jax.Array:
-        array = leaf.lines if isinstance(leaf, PackedRows) else leaf
-        return jnp.isfinite(array).all()
+        arrays = leaf.arrays if isinstance(leaf, PackedRows) else [leaf]
+        return jnp.stack([jnp.isfinite(array).all() for array in arrays]).all()
 
     return jax.tree.map(
         is_finite, tree, is_leaf=lambda leaf: isinstance(leaf, PackedRows)
