@@ -173,6 +173,22 @@ def _peak_memory(results: Results) -> str:
     return table(rows)
 
 
+def _unique_rows(results: Results) -> str:
+    rows: list[Cells] = [
+        ("setting", "with", "train step, ms", "samples/s", "ratio", "memory of a step")
+    ]
+    last = None
+    for row in results["unique_rows"]["results"]:
+        name = row["setting"]
+        cells = ("" if name == last else name, row["side"])
+        last = name
+        rate = f"{row['samples_per_second']:,.0f}"
+        memory = f"{row['temporary_bytes'] / 1e6:,.0f} MB"
+        cells += (_with_quartiles(row, "step"), rate, f"{row['ratio']:.2f}", memory)
+        rows.append(cells)
+    return table(rows)
+
+
 def _processors(results: Results) -> str:
     rows: list[Cells] = [("benchmark", "machine", "results", "CPU, instruction sets")]
     for name, benchmark in results.items():
@@ -220,6 +236,7 @@ MEASURED_TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "dlrm_speed": _if_measured("dlrm_speed", _dlrm_speed),
     "device_count": _if_measured("device_count", _device_count),
     "peak_memory": _if_measured("peak_memory", _peak_memory),
+    "unique_rows": _if_measured("unique_rows", _unique_rows),
     "step_profile": _if_measured("step_profile", _step_profile),
     "processors": _processors,
 }

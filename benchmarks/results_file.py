@@ -32,6 +32,7 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
     "dlrm_speed": ("side",),
     "device_count": ("setting", "devices"),
     "peak_memory": ("setting",),
+    "unique_rows": ("setting", "side"),
     "step_profile": ("setting", "part", "operation"),
 }
 """Benchmark to the fields that name one of its results."""
