@@ -33,7 +33,11 @@ from tpu_embedding.tools.data.yambda.synthetic_yambda import SMALL_HISTORY
 from tpu_embedding.tools.train.loop.read_ahead import put_batch
 from tpu_embedding.tools.train.models import DLRMv4Config
 from tpu_embedding.tools.train.models.dlrm_v4 import EVENT_FEATURES, DLRMv4
-from tpu_embedding.tools.train.models.hstu import HSTUInputs, longest_sequence
+from tpu_embedding.tools.train.models.hstu import (
+    HSTUInputs,
+    Samples,
+    longest_sequence,
+)
 from tpu_embedding.tools.train.models.model import Outputs, click_outputs
 
 CONFIG: Final = "dlrm_v4_small"
@@ -131,13 +135,18 @@ class RowPerEvent(DLRMv4):
             items=items,
             artists=artists,
             albums=albums,
-            contextual=jnp.stack([rows[n] for n in self.contextual_features], axis=1),
-            history=places,
-            lengths=lengths,
-            candidate=places[:, 0],
-            actions=dense["action_weight"],
-            times=dense["action_timestamp"],
-            query_times=dense["query_time"],
+            samples=Samples(
+                numbers=jnp.arange(num_samples),
+                contextual=jnp.stack(
+                    [rows[n] for n in self.contextual_features], axis=1
+                ),
+                history=places,
+                lengths=lengths,
+                candidate=places[:, 0],
+                actions=dense["action_weight"],
+                times=dense["action_timestamp"],
+                query_times=dense["query_time"],
+            ),
         )
         normalizer = longest_sequence(lengths, len(self.contextual_features))
         return click_outputs(self.hstu(inputs, expand, normalizer=normalizer))
@@ -204,7 +213,7 @@ class Side:
 
 def configs_of(setting: SequenceSetting) -> dict[str, train.RunConfig]:
     """Returns the run of each side."""
-    config = train.load_config(CONFIG)
+    config: Any = train.load_config(CONFIG)  # whose source and model are known
     history = dataclasses.replace(
         SMALL_HISTORY, history_length=setting.events, min_history=setting.events
     )
@@ -213,7 +222,10 @@ def configs_of(setting: SequenceSetting) -> dict[str, train.RunConfig]:
         batch_size=setting.batch,
         data=dataclasses.replace(config.data, history=history, **setting.data),
     )
-    hstu = dataclasses.replace(config.model.hstu, **setting.hstu)
+    # One micro-batch, so that an event's row is where its sample is.
+    hstu = dataclasses.replace(
+        config.model.hstu, micro_batch_size=setting.batch, **setting.hstu
+    )
     models = (DLRMv4Config(hstu=hstu), RowPerEventConfig(hstu=hstu))
     return {
         side: dataclasses.replace(config, model=model)
@@ -223,9 +235,12 @@ def configs_of(setting: SequenceSetting) -> dict[str, train.RunConfig]:
 
 def repeated_share(batch: Batch) -> float:
     """Returns the share of the ids of events that are there already."""
+    features: Any = batch.features
     ids = [
-        np.concatenate([np.ravel(getattr(x, "values", x)) for x in both.values()])
-        for both in (batch.features[name] for name in EVENT_FEATURES)
+        np.concatenate(
+            [features[name]["history"].values, np.ravel(features[name]["candidate"])]
+        )
+        for name in EVENT_FEATURES
     ]
     return 1 - sum(len(np.unique(x)) for x in ids) / sum(map(len, ids))
 
