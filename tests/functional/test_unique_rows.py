@@ -365,7 +365,8 @@ def test_each_row_is_read_once_per_device():
 
 def test_a_batch_with_more_unique_ids_gets_a_larger_buffer():
     plan, sizes = plan_of(1), te.inputs.BufferSizes()
-    widths = []
+    widths, tables = [], initial_tables(plan)
+    of_item = te.functional.unstack_tables(tables, plan)["item"]
     for num_unique in (8, 8, 40):
         ids = np.arange(40) % num_unique
         prepared = te.inputs.prepare_features(
@@ -373,6 +374,10 @@ def test_a_batch_with_more_unique_ids_gets_a_larger_buffer():
         )["items"]
         assert np.unique(prepared.ids[prepared.ids < NUM_ROWS]).size == num_unique
         widths.append(prepared.ids.shape[1])
+        batch = {"items": prepared, "bag": np.zeros((40, 1), np.int32)}
+        rows = te.functional.lookup(tables, batch, plan).activations["items"]
+        expanded = te.functional.expand(rows, prepared, plan)
+        np.testing.assert_array_equal(expanded, of_item[ids])
     assert widths[0] == widths[1] < 40 <= widths[2]
 
 
