@@ -11,9 +11,11 @@ import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.export.served_models import (
     FEATURES,
+    UniqueRowsModel,
     batch_of,
     live_outputs,
     trained_model,
+    unique_rows_batch,
 )
 from tpu_embedding.export.saved_model import open_saved_model
 
@@ -115,6 +117,18 @@ def test_server_needs_tensorflow_only(tmp_path):
     command = [sys.executable, "-c", SERVER, str(tmp_path / "served")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout == "(2, 8)\n", done.stderr
+
+
+def test_unique_rows_are_served(tmp_path):
+    model = UniqueRowsModel()
+    te.export.save_saved_model(model, tmp_path / "served", unique_rows_batch(16))
+    loaded = tf.saved_model.load(str(tmp_path / "served"))
+    for batch_size in (1, 7):
+        features = unique_rows_batch(batch_size)
+        expected = model(model.embedding.prepare(features))["score"]
+        outputs = loaded({"items": tensors_of(features["items"])})
+        # Products of 8 values are added in another order.
+        np.testing.assert_allclose(outputs["score"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_tables_are_variables(trained, loaded, directory):

@@ -20,9 +20,11 @@ from tests.export.served_models import (
     FEATURES,
     MOVIES,
     Model,
+    UniqueRowsModel,
     batch_of,
     live_outputs,
     trained_model,
+    unique_rows_batch,
 )
 from tests.tiers import quick_cases
 
@@ -463,39 +465,11 @@ def test_exports_of_releases_without_digests(bare_layer, tmp_path):
     te.export.load(tmp_path / "served", verify=False)
 
 
-class UniqueRowsModel(nnx.Module):
-    """Scores of histories and candidates, which share unique rows."""
-
-    def __init__(self):
-        movies = te.FeatureConfig(
-            table=MOVIES,
-            unique_rows=True,
-            max_sequence_length=3,
-            out_of_range_ids="drop",
-        )
-        self.embedding = te.TPUEmbedding({"items": movies}, rngs=nnx.Rngs(0))
-
-    def __call__(self, features):
-        unique = self.embedding(features)["items"]
-        expanded = unique.expand(jnp.tanh(unique.rows))
-        is_event = unique.is_id()["history"][..., None]
-        history = jnp.where(is_event, expanded["history"] + 1.0, 0.0).sum(axis=1)
-        return {"score": (history * expanded["candidate"]).sum(axis=-1)}
-
-
 def test_unique_rows_are_served(tmp_path):
     model = UniqueRowsModel()
-
-    def batch(batch_size):
-        random = np.random.default_rng(batch_size)
-        lists = [random.integers(0, 1009, n % 5).tolist() for n in range(batch_size)]
-        candidates = random.integers(0, 1100, batch_size)  # some out of range
-        history = te.RaggedIds.from_lists(lists)
-        return {"items": {"history": history, "candidate": candidates}}
-
-    te.export.save(model, tmp_path / "served", batch(16))
+    te.export.save(model, tmp_path / "served", unique_rows_batch(16))
     served = te.export.load(tmp_path / "served")
     for batch_size in (1, 7):
-        features = batch(batch_size)
+        features = unique_rows_batch(batch_size)
         expected = model(model.embedding.prepare(features))["score"]
         np.testing.assert_allclose(served(features)["score"], expected, rtol=1e-6)
