@@ -122,6 +122,8 @@ def test_automatic_placement_compares_rows_with_lookups():
         table("twice", 16),
         table("twice", 16),
         table("shaped", 32),
+        table("unique", 9),
+        table("expected", 20),
     ]
     features = [
         {},
@@ -132,6 +134,8 @@ def test_automatic_placement_compares_rows_with_lookups():
         {"name": "first"},
         {"name": "second"},
         {"output_shape": (64, 4)},
+        {"unique_rows": True, "max_sequence_length": 3},
+        {"unique_rows": True, "max_sequence_length": 3, "expected_valence": 2.5},
     ]
     plan = plan_of(
         *tables,
@@ -139,7 +143,7 @@ def test_automatic_placement_compares_rows_with_lookups():
         placement=te.AutoPlacement(batch_size=64),
     )
     replicated = {name for name, found in axes(plan).items() if not found}
-    assert replicated == {"edge", "sequence", "bag", "twice", "shaped"}
+    assert replicated == {*("edge", "sequence", "bag", "twice", "shaped", "expected")}
     reasons = {reason for _, reason in placed(plan).values()}
     assert reasons == {
         "AutoPlacement: at most as many rows as lookups per device",
