@@ -26,7 +26,7 @@ import optax
 
 from tpu_embedding import optimizers
 from tpu_embedding.tools.data.yambda.event_samples import BENCHMARK_TABLE_SIZES
-from tpu_embedding.tools.train import RunConfig, Target, YambdaSource
+from tpu_embedding.tools.train import RunConfig, Target, YambdaSource, warm_up
 from tpu_embedding.tools.train.models import DLRMv4Config
 from tpu_embedding.tools.train.models.hstu import HSTUSizes
 
@@ -64,12 +64,12 @@ config = RunConfig(
     table_learning_rate=1e-6,
     dense_learning_rate=1e-6,
     make_table_optimizer=lambda run: optimizers.rowwise_adagrad(
-        optax.linear_schedule(0.0, run.table_learning_rate, WARM_UP_STEPS),
+        warm_up(run.table_learning_rate, WARM_UP_STEPS),
         initial_accumulator_value=0.0,
         epsilon=1e-8,
     ),
     make_dense_optimizer=lambda run: optax.adam(
-        optax.linear_schedule(0.0, run.dense_learning_rate, WARM_UP_STEPS),
+        warm_up(run.dense_learning_rate, WARM_UP_STEPS),
         b1=0.95,
         b2=0.999,
         eps=1e-8,

@@ -26,7 +26,7 @@ import dataclasses
 import optax
 
 from tpu_embedding import optimizers
-from tpu_embedding.tools.train import YambdaSource, load_config
+from tpu_embedding.tools.train import YambdaSource, load_config, warm_up
 
 WARM_UP_STEPS = 1000
 
@@ -57,12 +57,12 @@ config = dataclasses.replace(
     table_learning_rate=1e-2,
     dense_learning_rate=1e-3,
     make_table_optimizer=lambda run: optimizers.rowwise_adagrad(
-        optax.linear_schedule(0.0, run.table_learning_rate, WARM_UP_STEPS),
+        warm_up(run.table_learning_rate, WARM_UP_STEPS),
         initial_accumulator_value=0.0,
         epsilon=1e-8,
     ),
     make_dense_optimizer=lambda run: optax.adam(
-        optax.linear_schedule(0.0, run.dense_learning_rate, WARM_UP_STEPS),
+        warm_up(run.dense_learning_rate, WARM_UP_STEPS),
         b1=0.95,
         b2=0.999,
         eps=1e-8,

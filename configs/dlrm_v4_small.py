@@ -1,17 +1,27 @@
 """Trains a small dlrm_v4 on a synthetic log, whose best AUC is known.
 
-The log has 1,000 users with latent tastes. A sample is a listen; its label is 1 if the
-user heard half of the item or more. The last day is held out. The model has all parts
-of `dlrm_v4`: 11 tables, histories of 126 events, and HSTU with two layers.
+The log has 3,000 users, whose tastes change once a month. A sample is a listen; its
+label is 1 if the user heard half of the item or more. The last day is held out. The
+model has all parts of `dlrm_v4`: 11 tables, histories of up to 126 events, and HSTU
+with two layers.
+
+The log is made for a short run: tastes of rank 2, for 20 artists. With tastes of rank
+4 for 1,000 artists, 4,500 steps reached 0.677 of 0.823, less than added-up rates.
 
 Command: tpu-embedding train dlrm_v4_small --devices 1
 Hardware: 2 CPU cores
-Expected: at least half of the teacher's lead over an AUC of 0.5, on held-out samples
-  (measured: 0.548, as 0.677 of 0.823; from bins, and with the longest sequence of each
-  batch). The curve still rises there. Rates of each user, item and pair of them, added
-  up, reach 0.719, so the run shows that the model learns, and no more
-Wall time: about 5 minutes (measured: 500 s while other programs used the cores, 17
-  steps/s where they did not)
+Expected: at least 0.7 of the teacher's lead over an AUC of 0.5, on held-out samples
+  (measured: 0.77 on 1 device, as 0.8127 of 0.9049, and 0.80 on 8, as 0.8224). The curve
+  still rises there. Rates of each user, item and pair of user and artist, added up,
+  reach 0.721. With the rate of the artist in the sample's own history in place of the
+  pair's, logits add up to 0.744
+Curve: held-out AUC after each 500 steps, on 1 device and on 8 emulated ones
+  0.710  0.738  0.750  0.791  0.807  0.813
+  0.726  0.746  0.752  0.795  0.810  0.822
+  Training losses differ by 1e-8 of themselves at step 100, by 1e-4 at step 300, and
+  by 1 % from step 500 on: float32 rounding, which the training amplifies
+Wall time: about 4 minutes on quiet cores (modelled from 17 steps/s, measured for 400
+  steps; 379 s of CPU time measured on 1 device, 434 s on 8)
 """
 
 import optax
@@ -21,7 +31,7 @@ from tpu_embedding.tools.data.yambda.synthetic_yambda import (
     SMALL_HISTORY,
     SMALL_TABLE_SIZES,
 )
-from tpu_embedding.tools.train import RunConfig, SyntheticYambdaSource, Target
+from tpu_embedding.tools.train import RunConfig, SyntheticYambdaSource, Target, warm_up
 from tpu_embedding.tools.train.models import DLRMv4Config
 from tpu_embedding.tools.train.models.hstu import HSTUSizes
 
@@ -55,26 +65,25 @@ config = RunConfig(
     loss="log_loss",
     loss_weight=0.2,
     max_dense_norm=1.0,
-    target=Target(metric="auc", at_least=0.5, relative_to="teacher"),
+    target=Target(metric="auc", at_least=0.7, relative_to="teacher"),
     exact_auc=True,
-    # Optimizers: both learning rates rise linearly from 0. That of the tables is high,
-    # because a user is in few batches: the samples of a batch are of about five users.
-    num_steps=4500,
-    table_learning_rate=0.3,
-    dense_learning_rate=0.002,
+    # Optimizers: both learning rates rise linearly from 0.
+    num_steps=3000,
+    table_learning_rate=0.03,
+    dense_learning_rate=0.005,
     make_table_optimizer=lambda run: optimizers.rowwise_adagrad(
-        optax.linear_schedule(0.0, run.table_learning_rate, WARM_UP_STEPS),
+        warm_up(run.table_learning_rate, WARM_UP_STEPS),
         initial_accumulator_value=0.0,
         epsilon=1e-8,
     ),
     make_dense_optimizer=lambda run: optax.adam(
-        optax.linear_schedule(0.0, run.dense_learning_rate, WARM_UP_STEPS),
+        warm_up(run.dense_learning_rate, WARM_UP_STEPS),
         b1=0.95,
         b2=0.999,
         eps=1e-8,
     ),
     # Reports
     log_every=100,
-    evaluate_every=900,
-    checkpoint_every=900,
+    evaluate_every=500,
+    checkpoint_every=1000,
 )

@@ -39,6 +39,7 @@ from tpu_embedding.tools.train.config.overrides import (
 )
 from tpu_embedding.tools.train.config.run_config import RunConfig as RunConfig
 from tpu_embedding.tools.train.config.run_config import Target as Target
+from tpu_embedding.tools.train.config.schedules import warm_up as warm_up
 from tpu_embedding.tools.train.config.synthetic_sources import (
     InteractionsSource as InteractionsSource,
 )

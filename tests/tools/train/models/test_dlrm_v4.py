@@ -34,6 +34,7 @@ from tpu_embedding.tools.train import (
     make_run_plan,
     make_train_step,
     train,
+    warm_up,
 )
 from tpu_embedding.tools.train.loop.ahead_of_time import abstract_step
 from tpu_embedding.tools.train.loop.read_ahead import put_batch
@@ -126,9 +127,7 @@ class GoldenSource:
         return GoldenData()
 
 
-def warm_up(learning_rate):
-    return optax.linear_schedule(0.0, learning_rate, int(RUN["warmup_steps"]))
-
+WARM_UP_STEPS = int(RUN["warmup_steps"])
 
 CONFIG = RunConfig(
     name="golden",
@@ -141,10 +140,12 @@ CONFIG = RunConfig(
     table_learning_rate=float(RUN["base_learning_rate"]),
     dense_learning_rate=float(RUN["base_learning_rate"]),
     make_table_optimizer=lambda run: optimizers.rowwise_adagrad(
-        warm_up(run.table_learning_rate), initial_accumulator_value=0.0, epsilon=1e-8
+        warm_up(run.table_learning_rate, WARM_UP_STEPS),
+        initial_accumulator_value=0.0,
+        epsilon=1e-8,
     ),
     make_dense_optimizer=lambda run: optax.adam(
-        warm_up(run.dense_learning_rate), b1=0.95, b2=0.999, eps=1e-8
+        warm_up(run.dense_learning_rate, WARM_UP_STEPS), b1=0.95, b2=0.999, eps=1e-8
     ),
     max_dense_norm=1.0,
 )

@@ -89,11 +89,11 @@ class SyntheticYambdaSource:
 
     table_sizes: Mapping[str, int]
     history: HistorySettings
-    num_users: int = 1_000
-    num_items: int = 5_000
-    num_artists: int = 1_000
-    num_albums: int = 2_000
-    events_per_user: int = 400
+    num_users: int = 3_000
+    num_items: int = 400
+    num_artists: int = 20
+    num_albums: int = 40
+    events_per_user: int = 130
     num_days: int = 30
 
     def open(
