@@ -19,7 +19,9 @@ Curve: held-out AUC after each 500 steps, on 1 device and on 8 emulated ones
   0.710  0.738  0.750  0.791  0.807  0.813
   0.726  0.746  0.752  0.795  0.810  0.822
   Training losses differ by 1e-8 of themselves at step 100, by 1e-4 at step 300, and
-  by 1 % from step 500 on: float32 rounding, which the training amplifies
+  by 1 % from step 500 on: float32 rounding, which the training amplifies. On 1 device,
+  a dense learning rate that is 1e-7 larger changes them by as much up to step 400. The
+  last checkpoint of 8 devices has the same AUC on 1 device, to 5 digits
 Wall time: about 4 minutes on quiet cores (modelled from 17 steps/s, measured for 400
   steps; 379 s of CPU time measured on 1 device, 434 s on 8)
 """
