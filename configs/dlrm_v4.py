@@ -7,16 +7,23 @@ has none, so it cannot be read. The log is sorted in memory, so the host needs 2
 
 11 tables have 293 million rows of 512 values. With slot variables they take 601 GB, so
 the config needs a TPU slice. The first command compiles it for one on any machine, and
-allocates nothing: 49.0 of 95 GiB per chip, of which temporaries take 31.2 GiB. On 16
-chips, v5p:2x2x4, the batch must be smaller: at 8,192 the step needs 97.6 GiB.
-`dlrm_v4_small` trains a small version on a laptop.
+allocates nothing. By the compiler, a step needs so much memory per device:
+
+    v5p:2x2x4    16 chips               46.5 of 95 GiB, temporaries 11.1 GiB
+    tpu7x:2x2x2   8 chips, 16 devices   47.3 of 96 GiB, temporaries 12.0 GiB
+    v5p:2x4x4    32 chips               25.6 of 95 GiB, temporaries 7.85 GiB
+    v6e:4x8      32 chips               25.6 of 32 GiB, temporaries 7.85 GiB
+    v6e:8x8      64 chips               14.7 of 32 GiB, temporaries 5.7 GiB
+
+A device computes 32 samples at a time, `model.hstu.micro_batch_size`. `dlrm_v4_small`
+trains a small version on a laptop.
 
 A checkpoint takes 601 GB. One is written every 2,800 steps and the latest is kept, so
 the disk needs 1.2 TB: the older one goes when the new one is complete.
 
-Command: tpu-embedding compile dlrm_v4 --topology v5p:2x4x4
+Command: tpu-embedding compile dlrm_v4 --topology v5p:2x2x4
          tpu-embedding train dlrm_v4 --data-dir DIRECTORY
-Hardware: 32 TPU v5p chips, to train
+Hardware: 16 TPU v5p chips, to train
 Expected: held-out AUC of at least 0.75, the benchmark's target; never trained at full
   size. The reference needs 69 million samples, which are 8,460 steps
 Wall time: unknown

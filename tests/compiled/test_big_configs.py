@@ -11,13 +11,12 @@ from tpu_embedding.tools import compile_report
 from tpu_embedding.tools.train import apply_overrides, load_config, make_run_plan
 from tpu_embedding.tools.train.loop.ahead_of_time import abstract_step, other_programs
 
-TOPOLOGY = "v5p:2x2x2"
-
-# Rows, and bytes of a row with its slots: Adagrad's are one per element, those of
-# row-wise Adagrad one per row.
+# Slice, rows, and bytes of a row with its slots: Adagrad's are one per element, those
+# of row-wise Adagrad one per row.
 CASES = {
-    "dlrm_dcnv2": (204_184_588, 4 * 128 * 2),
-    "two_tower": (1_100_000_000, 4 * (64 + 1)),
+    "dlrm_dcnv2": ("v5p:2x2x2", 204_184_588, 4 * 128 * 2),
+    "dlrm_v4": ("v5p:2x2x4", 293_051_712, 4 * (512 + 1)),
+    "two_tower": ("v5p:2x2x2", 1_100_000_000, 4 * (64 + 1)),
 }
 
 # Tables of fewer elements, which XLA may copy as it likes: those of the context.
@@ -29,15 +28,15 @@ SMALL = 2**16
 @pytest.mark.parametrize("name", CASES)
 def test_full_tables(name):
     """They are updated in place, and every other program of a run fits, too."""
-    num_rows, row_bytes = CASES[name]
+    topology, num_rows, row_bytes = CASES[name]
     config = apply_overrides(load_config(name), ["batch_size=256"])
     data = config.data.outline(batch_size=config.batch_size, seed=config.seed)
-    plan = make_run_plan(config, data, compile_report.topology_mesh(TOPOLOGY))
+    plan = make_run_plan(config, data, compile_report.topology_mesh(topology))
     step, state, batch = abstract_step(config, data, plan)
     report = compile_report.compile_report(
         *(step, state, batch, plan),
         features=batch.features,
-        topology=TOPOLOGY,
+        topology=topology,
         others=other_programs(config, data, plan),
     )
     check_step(report, num_rows * row_bytes / plan.num_shards)
