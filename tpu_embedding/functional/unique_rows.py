@@ -65,16 +65,21 @@ class UniqueRows:
         So any place of an item tells where the row of its artist is. Nothing crosses
         the network.
 
+        Each id must have one attribute. This is not checked. An id with several gets
+        one of them on each device, which depends on the samples of the device. So the
+        result then depends on how samples are split over devices.
+
         Args:
-          attribute: activation of the attribute. An id that has several attributes gets
-            the one with the smallest id.
+          attribute: activation of the attribute, whose ids are in the same places. Only
+            the shapes of the two indices are compared. So sequences of other lengths
+            within equal padded shapes are not noticed.
 
         Returns:
           One row per row of this feature; zeros for unused rows, and for ids without an
           attribute.
 
         Raises:
-          ValueError: if the places of the two features differ.
+          ValueError: if the indices of the two features differ in shape.
 
         Example:
           >>> from flax import nnx
