@@ -61,6 +61,7 @@ config = RunConfig(
             # The run is too short to overfit, and random bits take half of its time.
             input_dropout=0.0,
             dropout=0.0,
+            micro_batch_size=64,
             dtype="float32",
         ),
     ),
