@@ -32,9 +32,11 @@ JAX's own table, `jax/_src/tpu_info.py`, has 32 for v5p, v6e and tpu7x
 
 
 _MAX_OFFLOADED_BYTES: Final = 16 * GIBIBYTE
-"""Bytes that a SparseCore addresses in one array.
+"""Bytes that a SparseCore is taken to address in one array.
 
-Found by compiling for v5p and v6e: above them, XLA gathers on the TensorCore.
+A limit of caution. The source is a note in TorchRec's code for TPUs, of 16 GiB per
+tensor. XLA offloads the gathers and scatters of larger arrays, too: it did so for v5p
+and v6e, up to 24 GiB. No chip was tried.
 """
 
 
@@ -132,8 +134,8 @@ class HardwareInfo:
       slice_shapes: grids of chips that slices of this generation have; None if the
         device is not a TPU.
       num_sparse_cores: SparseCores per chip that XLA can use.
-      max_offloaded_bytes: size of the largest array that XLA gathers from by a
-        SparseCore; None without one.
+      max_offloaded_bytes: size of the largest array that a SparseCore is taken to
+        address; None without one.
       embedding_feature: TensorFlow's name of the chip's embedding hardware.
       compiler_options: XLA options for train steps on this device. XLA rejects
         `xla_tpu_` options on other devices.

@@ -1,6 +1,6 @@
 """Decides whether the columns of a table lie in several arrays.
 
-XLA gathers rows by a SparseCore only from arrays up to `max_offloaded_bytes`. A stack
+A SparseCore is known to address arrays of up to `max_offloaded_bytes`. A stack
 above that is split by tables, which leaves single tables that are larger. Their lines
 are cut into parts of `_LANES` lanes, and the parts of the same columns lie in an array
 of their own. Slot variables as wide as the table are cut alike. Rows are joined where

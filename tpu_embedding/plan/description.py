@@ -103,8 +103,8 @@ def _beyond_the_limit(stack: "StackPlan", plan: "EmbeddingPlan") -> str:
         )
     reason = whole_lines_reason(layout, plan.hardware)
     return (
-        f"the TensorCore gathers its rows, because {reason}; more devices make it "
-        "smaller"
+        "a SparseCore is not known to address it, and it is not cut, because "
+        f"{reason}; more devices make it smaller"
     )
 
 

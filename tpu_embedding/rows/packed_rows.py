@@ -6,10 +6,10 @@ then copies the whole table before each gather or scatter. Packing prevents the 
 lanes. On CPU and GPU a line is one row. Rows of a single value lie in a flat array on
 every device, because a SparseCore reads and adds to single elements of one.
 
-A SparseCore addresses 16 GiB in one array. The lines of a larger table lie in several
-*column arrays*: each holds the same columns of every row. Only this folder and
-`tables/` see them: whole lines are joined where they are read, and split where they are
-written.
+A SparseCore is not known to address more than 16 GiB in one array. The lines of a
+larger table lie in several *column arrays*: each holds the same columns of every row.
+Only this folder and `tables/` see them: whole lines are joined where they are read, and
+split where they are written.
 
 Code above this folder names logical rows. Only exchanges, and rules that treat each
 element on its own, handle lines as they are. `access.py` reads and changes rows.
