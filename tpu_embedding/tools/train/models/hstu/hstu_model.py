@@ -19,7 +19,7 @@ from tpu_embedding.tools.train.models.hstu.hstu_inputs import (
     Samples,
     append_candidate,
 )
-from tpu_embedding.tools.train.models.hstu.micro_batches import in_micro_batches
+from tpu_embedding.tools.train.models.hstu.micro_batches import Remat, in_micro_batches
 from tpu_embedding.tools.train.models.hstu.position_encoder import (
     MAX_TIME_BUCKETS,
     PositionEncoder,
@@ -221,7 +221,7 @@ class HSTU(nnx.Module):
         # In float32, the gradients of several micro-batches add up without a loss.
         content = self.token_encoder.content(inputs).astype(jnp.float32)
 
-        def candidates(samples: Samples) -> Float[Array, "samples dim"]:
+        def candidates(samples: Samples, remat: Remat) -> Float[Array, "samples dim"]:
             keys = self._dropout_keys(dropout_key, samples)
             lengths = self.sequence_lengths(samples, normalizer)
             tokens = self.token_encoder(
@@ -231,8 +231,8 @@ class HSTU(nnx.Module):
             x = dropout(x, self.sizes.input_dropout, keys.pop())
             *layers, last_layer = self.layers
             for layer in layers:
-                x = layer(x, lengths, keys.pop())
-            return last_layer.candidate(x, lengths, keys.pop())
+                x = remat(layer.__call__)(x, lengths, keys.pop())
+            return remat(last_layer.candidate)(x, lengths, keys.pop())
 
         tokens = in_micro_batches(
             candidates, inputs.samples, self.sizes.micro_batch_size
