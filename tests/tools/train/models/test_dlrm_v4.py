@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, Mesh
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
@@ -377,6 +378,35 @@ def test_micro_batches_change_nothing_but_the_rounding(num_devices):
     check(found, gradients, 2e-6)
     check(found, whole, 1e-5)
     assert error(found["losses"], run_of_whole_batches()["losses"]) > 1e-4
+
+
+@pytest.mark.parametrize("num_samples", [4, 6])
+def test_the_loss_on_explicit_axes_of_which_one_splits_the_batch(num_samples):
+    """The batch is split over one axis of two, and so are the logits."""
+    data = GoldenData()
+    shape = np.asarray(jax.devices()[:4]).reshape(2, 2)
+    mesh = Mesh(shape, ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+
+    def loss_on(mesh, batch_axes):
+        features = CONFIG.model.feature_config(data)
+        plan = te.make_plan(
+            features, mesh, optimizer=optimizers.sgd(1.0), batch_axes=batch_axes
+        )
+        batch = slice_batch(data.train_batch(0), range(num_samples))
+        batch = put_batch(batch, plan, "batch")
+        with jax.set_mesh(mesh):
+            model = CONFIG.model.build(data, plan, rngs=nnx.Rngs(0, dropout=0))
+            model.embedding.set_embedding_tables(tables(part(RUN, "initial.table.")))
+            scores = nnx.jit(type(model).__call__)(
+                model, batch.features, batch.dense
+            ).scores
+            losses = optax.sigmoid_binary_cross_entropy(scores, batch.labels)
+            return float(jnp.mean(losses))
+
+    # Tolerance: float32 rounding of sums in another order.
+    np.testing.assert_allclose(
+        loss_on(mesh, ("a",)), loss_on(mesh_of(1), None), rtol=1e-5
+    )
 
 
 def padded_histories(batch):

@@ -201,7 +201,8 @@ class DLRMv4(nnx.Module):
             )(dataclasses.replace(inputs, samples=samples), *rest)
             return logits[:batch]
 
-        out_spec = whole if batch % plan.num_shards else split
+        divides = batch % plan.num_batch_shards == 0
+        out_spec = plan.batch_sharding.spec if divides else whole
         return in_auto_axes(of_devices, plan, out_spec)(*arguments)
 
 
