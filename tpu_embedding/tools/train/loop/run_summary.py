@@ -197,9 +197,19 @@ def report_end(
         report.line(f"target: {config.target}: unknown, as {reason}")
     against = ""
     if result.teacher is not None:
-        ratio = value / result.teacher
-        against = f" (teacher {result.teacher:.4f}, ratio {ratio:.4f})"
+        against = f" ({_against_teacher(metric, value, result.teacher)})"
     report.line(
         f"result: {metric} {value:.4f}{against}, {num_steps} steps in "
         f"{result.seconds:.1f} s"
     )
+
+
+def _against_teacher(metric: str, value: float, teacher: float) -> str:
+    """Returns the teacher's value, and how near a value is, as its target counts it."""
+    text = f"teacher {teacher:.4f}"
+    if metric != "auc":
+        return f"{text}, ratio {value / teacher:.4f}"
+    if teacher <= 0.5:
+        return text
+    share = (value - 0.5) / (teacher - 0.5)
+    return f"{text}, {share:.4f} of its lead over 0.5"
