@@ -1,6 +1,6 @@
 """Tables whose columns lie in several arrays: nothing changes but where the rows lie.
 
-A hardware whose SparseCores address a few kilobytes cuts a small table.
+A hardware with a limit of a few kilobytes per array cuts a small table.
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ DENSE = ("sgd", "rowwise_adagrad", "adagrad", "adam", "ftrl")
 def hardware_of(num_devices, is_cut=True):
     """A v5p on which 128 columns of the table just fit into an array, or all do."""
     num_rows = -(-SIZE // num_devices)
-    limit = 4 * 128 * 8 * -(-num_rows // 8) if is_cut else None
+    limit = 4 * 128 * 8 * -(-num_rows // 8) if is_cut else 2**34
     v5p = te.hardware.hardware_by_name("v5p")
-    return dataclasses.replace(v5p, max_offloaded_bytes=limit)
+    return dataclasses.replace(v5p, max_array_bytes=limit)
 
 
 def plan_of(num_devices, optimizer, *, hardware=None, **options):

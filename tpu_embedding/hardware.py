@@ -32,11 +32,13 @@ JAX's own table, `jax/_src/tpu_info.py`, has 32 for v5p, v6e and tpu7x
 
 
 _MAX_OFFLOADED_BYTES: Final = 16 * GIBIBYTE
-"""Bytes that a SparseCore is taken to address in one array.
+"""Bytes per array that a SparseCore is said to take.
 
-A limit of caution. The source is a note in TorchRec's code for TPUs, of 16 GiB per
-tensor. XLA offloads the gathers and scatters of larger arrays, too: it did so for v5p
-and v6e, up to 24 GiB. No chip was tried.
+A note in the source code of TorchRec (`torchrec/experimental/torch_tpu`) says so of
+XLA, of each tensor. Libtpu 0.0.50.1 compiles gathers and scatters of larger arrays for
+SparseCores: it did so for v5p and v6e, up to 24 GiB. What a chip does with them was not
+tried. Our own kernels cannot address larger arrays. So plans stay below the limit as a
+precaution.
 """
 
 
@@ -134,8 +136,8 @@ class HardwareInfo:
       slice_shapes: grids of chips that slices of this generation have; None if the
         device is not a TPU.
       num_sparse_cores: SparseCores per chip that XLA can use.
-      max_offloaded_bytes: size of the largest array that a SparseCore is taken to
-        address; None without one.
+      max_array_bytes: size of the largest array that plans give to a SparseCore, if
+        the chip has one.
       embedding_feature: TensorFlow's name of the chip's embedding hardware.
       compiler_options: XLA options for train steps on this device. XLA rejects
         `xla_tpu_` options on other devices.
@@ -154,9 +156,14 @@ class HardwareInfo:
     chip_config_name: str | None = None
     slice_shapes: SliceShapes | None = None
     num_sparse_cores: int = 0
-    max_offloaded_bytes: int | None = None
+    max_array_bytes: int = _MAX_OFFLOADED_BYTES
     embedding_feature: EmbeddingFeature = "UNSUPPORTED"
     compiler_options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def max_offloaded_bytes(self) -> int | None:
+        """Size of the largest array that plans give to a SparseCore; None without."""
+        return self.max_array_bytes if self.num_sparse_cores else None
 
     @property
     def is_tpu(self) -> bool:
@@ -268,7 +275,6 @@ _TPU_V5P: Final = HardwareInfo(
     bf16_flops_per_second=459e12,
     vmem_bytes=64 * MEBIBYTE,
     num_sparse_cores=4,
-    max_offloaded_bytes=_MAX_OFFLOADED_BYTES,
     embedding_feature="V2",
     compiler_options=_SPARSE_CORE_OPTIONS,
 )
@@ -284,7 +290,6 @@ _TPU_V6E: Final = HardwareInfo(
     bf16_flops_per_second=918e12,
     vmem_bytes=128 * MEBIBYTE,
     num_sparse_cores=2,
-    max_offloaded_bytes=_MAX_OFFLOADED_BYTES,
     embedding_feature="V2",
     compiler_options=_SPARSE_CORE_OPTIONS,
 )
@@ -301,7 +306,6 @@ _TPU_7X: Final = HardwareInfo(
     vmem_bytes=64 * MEBIBYTE,
     devices_per_chip=2,
     num_sparse_cores=4,
-    max_offloaded_bytes=_MAX_OFFLOADED_BYTES,
     embedding_feature="V2",
     compiler_options=_SPARSE_CORE_OPTIONS,
 )

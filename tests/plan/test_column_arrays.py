@@ -37,7 +37,7 @@ def test_a_table_above_the_limit_lies_in_arrays_of_128_columns(dim, num_arrays, 
     assert f"1 x {dim} of {dim} in {num_arrays} arrays" in text
     assert "17.17 GiB per device, more than the 16.00 GiB" in text
     assert f"lies in {num_arrays} arrays of {size} GiB, each of 128 columns" in text
-    assert "not known" not in text
+    assert "slot variable" not in text
     whole = plan_of(num_rows, dim, num_devices=2)
     assert {layout.column_arrays for layout in layouts_of(whole)} == {1}
     num_bytes = 2 * whole.table_bytes_per_device
@@ -67,14 +67,14 @@ def test_other_tables_keep_their_own_stack():
     [
         (LARGE * 4, 128, {}, "its dim, 128, is no multiple of 128 above 128"),
         (LARGE * 2, 200, {}, "its dim, 200, is no multiple of 128 above 128"),
-        (LARGE * 2, 512, {"dtype": "bfloat16"}, "rows of bfloat16 lie in one array"),
+        (LARGE * 2, 512, {"dtype": "bfloat16"}, "rows of bfloat16 are never cut"),
         (LARGE * 4, 512, {}, "even 128 columns take 17.17 GiB"),
     ],
 )
 def test_the_reason_for_whole_lines_is_printed(num_rows, dim, options, reason):
     plan = plan_of(num_rows, dim, **options)
     assert {layout.column_arrays for layout in layouts_of(plan)} == {1}
-    wanted = f"it is not cut, because {reason}; more devices make"
+    wanted = f"to take; it lies in one array, because {reason}; more devices make it"
     assert wanted in str(plan)
 
 
@@ -84,22 +84,51 @@ def test_no_limit_without_sparse_cores(name):
     assert hardware.max_offloaded_bytes is None
     plan = plan_of(LARGE, 512, hardware=hardware)
     assert plan.stacks[0].layout.column_arrays == 1
-    assert "SparseCore addresses" not in str(plan)
+    assert "SparseCore is said" not in str(plan)
 
 
 @needs_kernels
 def test_rows_that_kernels_reach_lie_in_one_array():
-    hardware = dataclasses.replace(V5P, max_offloaded_bytes=2**20)
+    hardware = dataclasses.replace(V5P, max_array_bytes=2**20)
     plan = plan_of(1000, 512, hardware=hardware, kernels="interpreter")
     assert plan.stacks[0].kernels is not None
     assert {layout.column_arrays for layout in layouts_of(plan)} == {1}
-    assert "SparseCore addresses" not in str(plan)
+    assert "SparseCore is said" not in str(plan)
 
 
 def test_the_limit_is_inclusive():
     size = plan_of(1000, 512, hardware=te.hardware.hardware_by_name("v5e"))
     limit = size.table_bytes_per_device
     for missing, wanted in ((0, 1), (1, 4)):
-        hardware = dataclasses.replace(V5P, max_offloaded_bytes=limit - missing)
+        hardware = dataclasses.replace(V5P, max_array_bytes=limit - missing)
         plan = plan_of(1000, 512, hardware=hardware)
         assert plan.stacks[0].layout.column_arrays == wanted
+
+
+def test_hardware_of_the_user_has_the_limit_of_all_sparse_cores():
+    hardware = te.hardware.HardwareInfo(name="own", num_sparse_cores=4)
+    assert hardware.max_offloaded_bytes == V5P.max_offloaded_bytes == 2**34
+    without = dataclasses.replace(hardware, num_sparse_cores=0)
+    assert without.max_offloaded_bytes is None
+
+
+def test_a_wide_slot_of_a_narrow_table_is_named():
+    text = str(plan_of(12_000_000, 512, dtype="bfloat16"))  # 11.4 GiB
+    assert "a slot variable of stack_0 takes 22.89 GiB per device, more than" in text
+    assert "stack_0 takes 11" not in text
+    assert "said" not in str(plan_of(8_000_000, 512, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_stacks"),
+    [(te.optimizers.adagrad(0.1), 2), (te.optimizers.rowwise_adagrad(0.1), 1)],
+)
+def test_the_largest_slot_splits_a_stack(rule, num_stacks):
+    tables = [
+        te.TableConfig(vocabulary_size=6_000_000, dim=512, name=name, dtype="bfloat16")
+        for name in "ab"
+    ]
+    features = {x.name: te.FeatureConfig(table=x) for x in tables}
+    plan = te.make_plan(features, mesh_of(1), optimizer=rule, hardware=V5P)
+    assert len(plan.stacks) == num_stacks
+    assert ("would share a stack" in str(plan)) == (num_stacks > 1)

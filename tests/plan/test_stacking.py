@@ -268,7 +268,7 @@ LARGE = {
         ("cpu", 1, [["a", "b", "c"]]),
     ],
 )
-def test_a_stack_is_no_larger_than_a_sparse_core_addresses(
+def test_a_stack_is_no_larger_than_a_sparse_core_is_said_to_take(
     hardware, num_devices, wanted
 ):
     hardware = te.hardware.hardware_by_name(hardware)
@@ -278,7 +278,7 @@ def test_a_stack_is_no_larger_than_a_sparse_core_addresses(
     assert is_split == (len(wanted) > 1)
 
 
-def test_a_table_that_no_sparse_core_addresses_is_named():
+def test_a_table_above_the_limit_of_sparse_cores_is_named():
     table = te.TableConfig(vocabulary_size=9_000_000, dim=512, name="large")
     hardware = te.hardware.hardware_by_name("v5p")
     plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1), hardware=hardware)

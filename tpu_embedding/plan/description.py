@@ -65,47 +65,66 @@ def _whole_initial_values(plan: "EmbeddingPlan") -> list[str]:
 
 
 def _array_limit(plan: "EmbeddingPlan") -> list[str]:
-    """Returns lines about stacks that the largest array of a SparseCore limits."""
+    """Returns lines about stacks with arrays near the limit of a SparseCore."""
     limit = plan.hardware.max_offloaded_bytes
     if limit is None:
         return []
+    of_limit = f"the {memory.format_bytes(limit)} per array that a SparseCore is said"
     lines: list[str] = []
     groups: dict[Any, dict[str, int]] = {}
     for stack in plan.stacks:
         num_bytes = memory.rows_bytes(stack.layout, plan.hardware, LANE_BYTES)
+        slot_bytes, slot_arrays = max(_slot_sizes(stack, plan), default=(0, 1))
         alike = (stack.dim, stack.layout.dtype_name, stack.optimizer, stack.shard_axes)
-        groups.setdefault((*alike, stack.quantization), {})[stack.name] = num_bytes
-        # Kernels have a limit of their own, which is no higher.
-        if num_bytes > limit and stack.kernels is None:
+        sizes = groups.setdefault((*alike, stack.quantization), {})
+        sizes[stack.name] = max(num_bytes, slot_bytes)
+        if stack.kernels is not None:
+            continue  # Kernels have a limit of their own, which is no higher.
+        if num_bytes > limit:
             lines.append(
                 f"{stack.name} takes {memory.format_bytes(num_bytes)} per device, more "
-                f"than the {memory.format_bytes(limit)} that a SparseCore addresses: "
-                f"{_beyond_the_limit(stack, plan)}"
+                f"than {of_limit} to take{_beyond_the_limit(stack, plan)}"
+            )
+        if slot_bytes > limit * slot_arrays:
+            lines.append(
+                f"a slot variable of {stack.name} takes "
+                f"{memory.format_bytes(slot_bytes)} per device, more than {of_limit} "
+                "to take; slot variables are cut only with their table; more devices "
+                "make it smaller"
             )
     lines += [
-        f"{', '.join(sizes)}: tables that would share a stack, were it not for the "
-        f"{memory.format_bytes(limit)} per device that a SparseCore addresses"
+        f"{', '.join(sizes)}: tables that would share a stack, were it not for "
+        f"{of_limit} to take"
         for sizes in groups.values()
         if len(sizes) > 1 and sum(sizes.values()) > limit
     ]
     return lines
 
 
+def _slot_sizes(stack: "StackPlan", plan: "EmbeddingPlan") -> list[tuple[int, int]]:
+    """Returns bytes per device and number of arrays of each slot variable."""
+    layouts = [(plan.slot_layout(stack, slot), slot) for slot in stack.slots]
+    return [
+        (
+            memory.rows_bytes(layout, plan.hardware, slot.dtype.itemsize),
+            layout.column_arrays,
+        )
+        for layout, slot in layouts
+    ]
+
+
 def _beyond_the_limit(stack: "StackPlan", plan: "EmbeddingPlan") -> str:
-    """Says how the rows of a stack that is too large for one array are read."""
+    """Says how a stack that is too large for one array lies."""
     layout = stack.layout
     if layout.column_arrays > 1:
         num_bytes = memory.rows_bytes(layout, plan.hardware, LANE_BYTES)
         of_array = memory.format_bytes(num_bytes / layout.column_arrays)
         return (
-            f"it lies in {layout.column_arrays} arrays of {of_array}, each of "
+            f": it lies in {layout.column_arrays} arrays of {of_array}, each of "
             f"{layout.lines_shape[1]} columns of every row"
         )
     reason = whole_lines_reason(layout, plan.hardware)
-    return (
-        "a SparseCore is not known to address it, and it is not cut, because "
-        f"{reason}; more devices make it smaller"
-    )
+    return f"; it lies in one array, because {reason}; more devices make it smaller"
 
 
 def _placement_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:

@@ -255,7 +255,9 @@ def _fits_in_one_array(
     mesh: Mesh,
     hardware: HardwareInfo,
 ) -> bool:
-    """Returns True if a SparseCore can address so many rows like those of a table."""
+    """Returns True if so many rows, and each slot variable, are within the limit."""
+    if hardware.max_offloaded_bytes is None:
+        return True
     shard_axes = placements[table.name].shard_axes
     layout = RowLayout(
         num_rows=-(-num_rows // math.prod(mesh.shape[axis] for axis in shard_axes)),
@@ -263,7 +265,10 @@ def _fits_in_one_array(
         line_lanes=hardware.line_lanes,
         narrow_dtype=_narrow_dtype(table.config),
     )
-    return fits_in_one_array(layout, hardware)
+    return fits_in_one_array(layout, hardware) and all(
+        fits_in_one_array(layout.slot_layout(slot), hardware, slot.dtype.itemsize)
+        for slot in _slots_of_tables([table])
+    )
 
 
 def _tables_of_stack(

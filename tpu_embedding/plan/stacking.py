@@ -129,8 +129,8 @@ def stack_tables(
 ) -> list[list[NamedTable]]:
     """Groups tables into stacks.
 
-    No stack has more rows than an int32 can identify, or more than the hardware gathers
-    well from. A larger group is split into several stacks; each table goes into the
+    No stack has more rows than an int32 can identify, or arrays above the limit of the
+    hardware. A larger group is split into several stacks; each table goes into the
     first that has room.
 
     Args:

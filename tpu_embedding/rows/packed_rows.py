@@ -6,7 +6,7 @@ then copies the whole table before each gather or scatter. Packing prevents the 
 lanes. On CPU and GPU a line is one row. Rows of a single value lie in a flat array on
 every device, because a SparseCore reads and adds to single elements of one.
 
-A SparseCore is not known to address more than 16 GiB in one array. The lines of a
+A SparseCore is said to take at most 16 GiB per array (`hardware.py`). The lines of a
 larger table lie in several *column arrays*: each holds the same columns of every row.
 Only this folder and `tables/` see them: whole lines are joined where they are read, and
 split where they are written.

@@ -319,7 +319,7 @@ def test_add_to_the_spare_row_any_number_of_times():
     [(10, dim, 128, True) for dim in (8, 16, 32, 64, 128, 256, 384)]
     + [(10, dim, 128, False) for dim in (1, 2, 4, 7, 12, 24, 48, 100, 129, 200)]
     + [(10, 32, None, False)]
-    # SparseCores address no more than 16 GiB of an array.
+    # Kernels take no array above 16 GiB.
     + [(2**26 - 8, 64, 128, True), (2**26 - 7, 64, 128, False), (2**26, 32, 128, True)],
 )
 def test_rows_that_kernels_reach(num_rows, dim, line_lanes, expected):

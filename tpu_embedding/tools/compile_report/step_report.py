@@ -44,7 +44,7 @@ from tpu_embedding.tools.compile_report.other_programs import (
     UncompiledProgram,
     program_memory,
 )
-from tpu_embedding.tools.compile_report.table_accesses import row_layouts
+from tpu_embedding.tools.compile_report.table_accesses import table_shapes
 from tpu_embedding.tools.compile_report.traffic import Traffic
 
 PARTS: Final[tuple[StepPart, ...]] = ("embedding", "dense", "unattributed")
@@ -362,7 +362,7 @@ def _traffic(program: ProgramCost, plan: EmbeddingPlan) -> ProgramTraffic:
 
 def _dims_of_tables(plan: EmbeddingPlan) -> set[tuple[int, ...]]:
     """Returns the shapes of tables and slot variables, and their transposes."""
-    shapes = {layout.lines_shape for layout in row_layouts(plan)}
+    shapes = table_shapes(plan)
     return shapes | {shape[::-1] for shape in shapes}
 
 

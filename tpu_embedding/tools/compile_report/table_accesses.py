@@ -94,7 +94,7 @@ def inspect_program(
     assert text is not None
     memory = compiled.memory_analysis()
     assert memory is not None
-    sizes = {math.prod(layout.lines_shape) for layout in row_layouts(plan)}
+    sizes = {math.prod(shape) for shape in table_shapes(plan)}
     instructions = list(parse_module(text).unfused_instructions())
     large = [i for i in instructions if _is_table_sized(i, sizes)]
     return TableAccesses(
@@ -120,7 +120,17 @@ def inspect_program(
     )
 
 
-def row_layouts(plan: EmbeddingPlan) -> list[RowLayout]:
+def table_shapes(plan: EmbeddingPlan) -> set[tuple[int, ...]]:
+    """Returns the shapes per device of a plan's stacked tables and slot variables.
+
+    Those that lie in column arrays count twice: as one array, and all joined.
+    """
+    layouts = _row_layouts(plan)
+    joined = (dataclasses.replace(layout, column_arrays=1) for layout in layouts)
+    return {layout.lines_shape for layout in (*layouts, *joined)}
+
+
+def _row_layouts(plan: EmbeddingPlan) -> list[RowLayout]:
     """Returns the layouts of all stacked tables and slot variables of a plan."""
     return [
         layout
