@@ -42,6 +42,16 @@ def show_processor(row: dict[str, Any]) -> str:
     return f"{row['cpu']['model']}: {' '.join(row['cpu']['instruction_sets'])}"
 
 
+def show_teacher(run: dict[str, Any]) -> str:
+    """Returns the teacher's value, and how near a training run comes to it."""
+    text = f"{run['teacher']:.4f}"
+    if "ratio" in run:
+        return f"{text} (ratio {run['ratio']:.4f})"
+    if "share_of_lead" in run:
+        return f"{text} ({run['share_of_lead']:.4f} of its lead over 0.5)"
+    return text
+
+
 def show_time(milliseconds: float) -> str:
     """Returns a time as text, with three digits or the thousands apart."""
     if milliseconds < 10:

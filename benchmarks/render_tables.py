@@ -14,7 +14,14 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from markdown_tables import Cells, Results, find_row, show_machine, table
+from markdown_tables import (
+    Cells,
+    Results,
+    find_row,
+    show_machine,
+    show_teacher,
+    table,
+)
 from measured_tables import MEASURED_TABLES, peers_summary
 from peers_picture import PICTURE, draw
 from results_file import load_results
@@ -133,7 +140,7 @@ def _training(results: Results) -> str:
             value += f" (mean of {', '.join(f'{x:.4f}' for x in run['by_seed'])})"
         teacher = "-"
         if "teacher" in run:
-            teacher = f"{run['teacher']:.4f} (ratio {run['ratio']:.4f})"
+            teacher = show_teacher(run)
         seconds = f"{run['seconds']:.0f} s"
         metric = run["metric"].replace("_", " ")
         rows.append((f"`{run['config']}`", metric, value, teacher, seconds))

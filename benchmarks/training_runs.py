@@ -15,6 +15,7 @@ import pathlib
 import statistics
 from typing import Any
 
+from markdown_tables import show_teacher
 from processor import describe_machine
 
 RECORDS_FILE = "metrics.jsonl"
@@ -49,8 +50,19 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
         summary["by_seed"] = values
     teacher = first["result"]["teacher"]
     if teacher is not None:
-        summary |= {"teacher": teacher, "ratio": summary["value"] / teacher}
+        summary |= {"teacher": teacher} | _against_teacher(
+            metric, summary["value"], teacher
+        )
     return summary
+
+
+def _against_teacher(metric: str, value: float, teacher: float) -> dict[str, float]:
+    """Returns how near a value is to the teacher's, as a target counts it."""
+    if metric != "auc":
+        return {"ratio": value / teacher}
+    if teacher <= 0.5:
+        return {}
+    return {"share_of_lead": (value - 0.5) / (teacher - 0.5)}
 
 
 def main() -> None:
@@ -66,7 +78,10 @@ def main() -> None:
         for _, group in itertools.groupby(runs, key=lambda run: run["run"]["name"])
     ]
     for result in results:
-        print(f"{result['config']}: {result['metric']} {result['value']:.4f}")
+        line = f"{result['config']}: {result['metric']} {result['value']:.4f}"
+        if "teacher" in result:
+            line += f", teacher {show_teacher(result)}"
+        print(line)
     document = {
         "benchmark": "training_runs",
         "device": runs[0]["devices"]["kind"],

@@ -83,6 +83,35 @@ def test_figures_fill_the_table(script, options, tmp_path):
     assert len(table.splitlines()) == 2 + len(results[name]["results"])
 
 
+@pytest.mark.parametrize(
+    ("metric", "value", "teacher", "wanted"),
+    [
+        ("auc", 0.65, 0.7, "0.7000 (0.7500 of its lead over 0.5)"),
+        ("auc", 0.65, 0.5, "0.5000"),
+        ("log_loss", 0.6, 0.5, "0.5000 (ratio 1.2000)"),
+    ],
+)
+def test_a_training_run_is_compared_with_its_teacher(
+    metric, value, teacher, wanted, tmp_path
+):
+    target = {"metric": metric, "at_least": 0.5, "at_most": None}
+    first = {
+        "run": {"name": "some", "seed": 0, "target": target},
+        "devices": {"count": 1, "kind": "cpu"},
+        "versions": {"jax": "0"},
+    }
+    result = {"metrics": {metric: value}, "teacher": teacher, "seconds": 1.0}
+    lines = [json.dumps(first), json.dumps({"result": result})]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    output, results = run(
+        "training_runs.py", str(tmp_path), file=tmp_path / "figures.json"
+    )
+    shown = f"{value:.4f}"
+    assert output == f"some: {metric} {shown}, teacher {wanted}\n"
+    table = render_tables.TABLES["training"](results)
+    assert f"| {shown} | {wanted} | 1 s |" in table
+
+
 def test_a_table_without_figures_says_so():
     results = results_file.load_results()
     results.pop("peers", None)

@@ -38,6 +38,7 @@ def test_a_table_above_the_limit_lies_in_arrays_of_128_columns(dim, num_arrays, 
     assert "17.17 GiB per device, more than the 16.00 GiB" in text
     assert f"lies in {num_arrays} arrays of {size} GiB, each of 128 columns" in text
     assert "slot variable" not in text
+    assert "lies in one array" not in text
     whole = plan_of(num_rows, dim, num_devices=2)
     assert {layout.column_arrays for layout in layouts_of(whole)} == {1}
     num_bytes = 2 * whole.table_bytes_per_device
