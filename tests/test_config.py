@@ -355,6 +355,7 @@ def test_defaults_are_those_of_tensorflow():
         expected_valence=None,
         default_id=None,
         unique_rows=False,
+        find_only=False,
     )
     assert defaults_of(te.FeatureConfig) == in_tensorflow | ours
     assert defaults_of(te.QuantizationConfig) == {}

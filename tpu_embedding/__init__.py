@@ -17,6 +17,7 @@ from typing import Any as _Any
 if TYPE_CHECKING:  # For editors and type checkers; `_MODULE_OF` has the same names.
     from tpu_embedding import checkpoint as checkpoint
     from tpu_embedding import distributed as distributed
+    from tpu_embedding import dynamic as dynamic
     from tpu_embedding import export as export
     from tpu_embedding import functional as functional
     from tpu_embedding import gradients as gradients
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # For editors and type checkers; `_MODULE_OF` has the same na
     from tpu_embedding.config import FeatureConfig as FeatureConfig
     from tpu_embedding.config import QuantizationConfig as QuantizationConfig
     from tpu_embedding.config import TableConfig as TableConfig
+    from tpu_embedding.dynamic import Dynamic as Dynamic
     from tpu_embedding.nn import Optimizer as Optimizer
     from tpu_embedding.nn import PipelinedTrainStep as PipelinedTrainStep
     from tpu_embedding.nn import TPUEmbedding as TPUEmbedding
@@ -53,6 +55,7 @@ if TYPE_CHECKING:  # For editors and type checkers; `_MODULE_OF` has the same na
 _MODULES = {
     "checkpoint": "checkpoint",
     "distributed": "distributed",
+    "dynamic": "dynamic",
     "export": "export",
     "functional": "functional",
     "gradients": "gradients",
@@ -70,6 +73,7 @@ _MODULE_OF = {
     "AutoPlacement": "placement",
     "CustomCombiner": "combiners",
     "DenseIds": "types",
+    "Dynamic": "dynamic",
     "EmbeddingPlan": "plan.plan",
     "FeatureConfig": "config",
     "Optimizer": "nn",

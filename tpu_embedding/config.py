@@ -15,8 +15,14 @@ import numpy as np
 
 from tpu_embedding.argument_checks import NoArray, by_name, describe_value
 from tpu_embedding.combiners import Combiner, CustomCombiner
+from tpu_embedding.dynamic import Dynamic
 from tpu_embedding.field_checks import convert_ints, is_finite, is_int, raise_all
-from tpu_embedding.initializers import Initializer, takes_key
+from tpu_embedding.initializers import (
+    Initializer,
+    RowIdInitializer,
+    row_initializer,
+    takes_key,
+)
 from tpu_embedding.optimizers.names import optimizer_problem
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.placement import Placement
@@ -78,7 +84,8 @@ class TableConfig:
     `table_0`, `table_1`, ... in the order of first use.
 
     Attributes:
-      vocabulary_size: number of rows, 1 to 2**31 - 2.
+      vocabulary_size: number of rows, 1 to 2**31 - 2, or a `Dynamic` for a table of
+        any 64-bit ids.
       dim: number of columns, at least 1.
       initializer: function `(key, shape, dtype) -> array`, as in
         `jax.nn.initializers`. Its shape argument is `(vocabulary_size, dim)`, on any
@@ -108,7 +115,7 @@ class TableConfig:
       16
     """
 
-    vocabulary_size: int
+    vocabulary_size: int | Dynamic
     dim: int
     initializer: Initializer | None = None
     optimizer: TableOptimizer | None = None
@@ -126,13 +133,15 @@ class TableConfig:
 
     def _problems(self):
         owner = f"for table {self.name!r}"
-        if not is_int(self.vocabulary_size) or not (
+        if isinstance(self.vocabulary_size, Dynamic):
+            yield from self._dynamic_problems(owner)
+        elif not is_int(self.vocabulary_size) or not (
             1 <= self.vocabulary_size <= MAX_VOCABULARY_SIZE
         ):
             yield (
                 "TableConfig.vocabulary_size must be an int from 1 to "
-                f"{MAX_VOCABULARY_SIZE}, got {self.vocabulary_size!r} {owner}; give "
-                "the number of different ids"
+                f"{MAX_VOCABULARY_SIZE}, or a te.Dynamic, got "
+                f"{self.vocabulary_size!r} {owner}; give the number of different ids"
             )
         if not is_int(self.dim) or self.dim < 1:
             yield (
@@ -181,6 +190,23 @@ class TableConfig:
                 "and give policies to make_plan"
             )
 
+    def _dynamic_problems(self, owner: str):
+        """Says what a table of any ids cannot have."""
+        if _dtype_name(self.dtype) == "int8":
+            yield (
+                "TableConfig.dtype must not be int8 for a te.Dynamic vocabulary, got "
+                f"int8 {owner}; a new row has float values, so give bfloat16"
+            )
+        if callable(self.initializer) and (
+            row_initializer(self.initializer, 0, 1) is None
+            or isinstance(self.initializer, RowIdInitializer)
+        ):
+            yield (
+                "TableConfig.initializer must be able to start one row at a time for a "
+                f"te.Dynamic vocabulary, got {self.initializer!r} {owner}; take one of "
+                "te.initializers, or te.initializers.rowwise(initializer)"
+            )
+
     def _combiner_problems(self, owner: str):
         if not isinstance(self.combiner, CustomCombiner):
             if self.combiner not in get_args(Combiner):
@@ -200,6 +226,18 @@ class TableConfig:
                 f"float32 row [{self.dim}], got {self.combiner.function!r} {owner}, "
                 f"but {problem}"
             )
+
+    @property
+    def dynamic(self) -> Dynamic | None:
+        """The vocabulary of a dynamic table; None: ids are row numbers."""
+        size = self.vocabulary_size
+        return size if isinstance(size, Dynamic) else None
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that ids may have: the vocabulary size, or the capacity."""
+        size = self.vocabulary_size
+        return size.capacity if isinstance(size, Dynamic) else size
 
     @property
     def dtype_name(self) -> str:
@@ -244,6 +282,8 @@ class FeatureConfig(NoArray):
         and a candidate, which share the rows. Ragged ones become sequences of
         `max_sequence_length`. The combiner has no effect, and weights are refused. The
         batch must come from `prepare`.
+      find_only: True: `insert_ids` gives unknown ids of this feature no row, for
+        features whose ids other features bring. Only for a `Dynamic` vocabulary.
     """
 
     table: TableConfig | tuple[TableConfig, ...]
@@ -255,6 +295,7 @@ class FeatureConfig(NoArray):
     out_of_range_ids: OutOfRangePolicy = "error"
     expected_valence: float | None = None
     unique_rows: bool = False
+    find_only: bool = False
 
     def __post_init__(self):
         convert_ints(self, "max_sequence_length", "output_shape", "default_id")
@@ -272,6 +313,12 @@ class FeatureConfig(NoArray):
                 "FeatureConfig.table must be a TableConfig or a tuple of them, got "
                 f"{self.table!r} {owner}; give te.TableConfig(vocabulary_size=..., "
                 "dim=...)"
+            )
+        elif len(self.tables) > 1 and any(table.dynamic for table in self.tables):
+            yield (
+                "FeatureConfig.table must be one table if its vocabulary is a "
+                f"te.Dynamic, got {len(self.tables)} {owner}; an id has a row of its "
+                "own in each, so give each table a feature"
             )
         elif len({table.vocabulary_size for table in self.tables}) > 1:
             sizes = [table.vocabulary_size for table in self.tables]
@@ -324,6 +371,16 @@ class FeatureConfig(NoArray):
                 "sample"
             )
 
+        if not isinstance(self.find_only, bool):
+            yield (
+                f"FeatureConfig.find_only must be a bool, got {self.find_only!r} "
+                f"{owner}"
+            )
+        elif self.find_only and not any(t.dynamic for t in self.tables):
+            yield (
+                "FeatureConfig.find_only is for a table with a te.Dynamic vocabulary, "
+                f"got True {owner}; leave it out"
+            )
         if not isinstance(self.unique_rows, bool):
             yield (
                 "FeatureConfig.unique_rows must be a bool, got "
@@ -340,7 +397,13 @@ class FeatureConfig(NoArray):
         if self.default_id is None:
             return
         tables = [t for t in self.tables if isinstance(t, TableConfig)]
-        num_rows = min([t.vocabulary_size for t in tables], default=MAX_VOCABULARY_SIZE)
+        if any(t.dynamic for t in tables):
+            yield (
+                "FeatureConfig.default_id must be None for a te.Dynamic vocabulary, "
+                f"got {self.default_id!r} {owner}; put the id into empty samples"
+            )
+            return
+        num_rows = min([t.max_rows for t in tables], default=MAX_VOCABULARY_SIZE)
         if not is_int(self.default_id) or not 0 <= self.default_id < num_rows:
             yield (
                 f"FeatureConfig.default_id must be a row of the table, 0 to "

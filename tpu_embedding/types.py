@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -233,7 +234,78 @@ class UniqueIds:
     out_of_range: IdArray
 
 
-FeatureIds = IdArray | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds | UniqueIds
+@jax.tree_util.register_dataclass
+@by_name
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ids64:
+    """Ids of 64 bits, for dynamic tables. It stands wherever an array of ids may stand.
+
+    JAX has no integers of 64 bits by default, so each id is two words. Signed and
+    unsigned integers of equal bits are one id. `prepare` makes it of int64 and uint64
+    arrays. The id with all bits set, `2**64 - 1` or -1, means "no id".
+
+    Attributes:
+      high: uint32, the upper words of the ids.
+      low: uint32, the lower words; of the shape of `high`.
+    """
+
+    high: IdArray
+    low: IdArray
+
+    @classmethod
+    def of_array(cls, ids: Any) -> "Ids64":
+        """Makes the words of an integer array, NumPy or JAX.
+
+        Args:
+          ids: integers of any shape. Negative ones of 32 bits are extended to 64.
+
+        Raises:
+          TypeError: if they are no integers.
+
+        Example:
+          >>> Ids64.of_array(np.array([5, 2**40 + 1])).high.tolist()
+          [0, 256]
+        """
+        xp: Any = jnp if isinstance(ids, jax.Array) else np
+        ids = xp.asarray(ids)
+        if not xp.issubdtype(ids.dtype, np.integer):
+            raise TypeError(f"Ids64.of_array takes integers, got dtype {ids.dtype}.")
+        if ids.dtype.itemsize == 8:
+            low, high = ids & 0xFFFFFFFF, ids >> 32
+        else:
+            low = ids
+            high = xp.where(ids < 0, -1, 0).astype(np.int32)
+        return cls(high=high.astype(np.uint32), low=low.astype(np.uint32))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array of ids."""
+        return self.high.shape
+
+    def to_numpy(self) -> np.ndarray:
+        """Returns the ids as NumPy uint64."""
+        high, low = (np.asarray(x, np.uint64) for x in (self.high, self.low))
+        return (high << np.uint64(32)) | low
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowIds:
+    """A feature whose 64-bit ids were replaced by the numbers of their rows.
+
+    `insert_ids` and `find_ids` make it, and lookups of a dynamic table take it.
+
+    Attributes:
+      ids: int32, in the form of the feature: an array, `DenseIds`, `ShardedRaggedIds`
+        or `UniqueIds`. An id without a row is `PADDING_ROW_ID`.
+    """
+
+    ids: Any
+
+
+FeatureIds = (
+    IdArray | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds | UniqueIds | RowIds
+)
 
 
 @jax.tree_util.register_dataclass

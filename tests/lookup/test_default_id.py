@@ -116,7 +116,13 @@ def test_keys_and_gains(form, is_weighted, keeps_duplicates):
     )
     table = te.TableConfig(vocabulary_size=7, dim=2, combiner="mean", name="t")
     config = te.FeatureConfig(table=table, default_id=6, name="f")
-    feature = FeaturePlan(name="f", config=config, stack_index=0, row_offset=0)
+    feature = FeaturePlan(
+        name="f",
+        config=config,
+        stack_index=0,
+        row_offset=0,
+        num_rows=config.table.max_rows,
+    )
     keys, (pooling,), _ = flatten([given], [feature], stack_of(1, keeps_duplicates))
 
     if form != "ragged":

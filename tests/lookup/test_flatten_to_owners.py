@@ -54,7 +54,9 @@ def feature_plan(
         validate_weights_and_indices=validates,
         name="f",
     )
-    return FeaturePlan(name="f", config=config, stack_index=0, row_offset=row_offset)
+    return FeaturePlan(
+        name="f", config=config, stack_index=0, row_offset=row_offset, num_rows=size
+    )
 
 
 def stack_of(num_shards, keeps_duplicates=False):

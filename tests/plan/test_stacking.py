@@ -185,7 +185,10 @@ def test_two_features_of_one_name(config):
 def named(name, vocabulary_size, **options):
     config = table(name, vocabulary_size, **options)
     return NamedTable(
-        name=name, config=config, optimizer=resolve_optimizer(SGD, name, ())
+        name=name,
+        config=config,
+        optimizer=resolve_optimizer(SGD, name, ()),
+        num_rows=vocabulary_size,
     )
 
 

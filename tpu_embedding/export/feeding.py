@@ -138,7 +138,7 @@ def _feature_plan(each: Input) -> FeaturePlan:
         # The model computes with the ids, so any int32 may be right.
         table = TableConfig(vocabulary_size=PADDING_ROW_ID, dim=1, name=each.name)
         config = FeatureConfig(table=table, out_of_range_ids="drop")
-        return FeaturePlan(name=each.name, config=config, stack_index=0, row_offset=0)
+        return _whole_table(each.name, config)
     # Ids that go to several tables must lie in the smallest.
     lookup = min(each.lookups, key=lambda lookup: lookup.vocabulary_size)
     combiner: Any = lookup.combiner
@@ -157,7 +157,14 @@ def _feature_plan(each: Input) -> FeaturePlan:
         out_of_range_ids=lookup.out_of_range_ids,
         default_id=lookup.default_id,
     )
-    return FeaturePlan(name=lookup.feature, config=config, stack_index=0, row_offset=0)
+    return _whole_table(lookup.feature, config)
+
+
+def _whole_table(name: str, config: FeatureConfig) -> FeaturePlan:
+    num_rows = config.tables[0].max_rows
+    return FeaturePlan(
+        name=name, config=config, stack_index=0, row_offset=0, num_rows=num_rows
+    )
 
 
 def _first_row(valence: Any, rows: Any) -> Any:

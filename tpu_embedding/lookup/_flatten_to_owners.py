@@ -180,7 +180,7 @@ def max_unique_ids(
         table = feature.row_offset
         num_ids = feature_input.ids.shape[0]
         ids_of_table[table] = ids_of_table.get(table, 0) + num_ids
-        rows_of_table[table] = feature.table.vocabulary_size
+        rows_of_table[table] = feature.num_rows
     return sum(min(n, rows_of_table[table]) for table, n in ids_of_table.items())
 
 
@@ -213,14 +213,14 @@ def _resolve_row_ids(
       Row ids within the table, and the number of ids outside the table.
     """
     ids = feature_input.ids
-    vocabulary_size = feature.table.vocabulary_size
+    num_rows = feature.num_rows
     is_padding = ids == PADDING_ROW_ID
-    is_inside = (ids >= 0) & (ids < vocabulary_size)
+    is_inside = (ids >= 0) & (ids < num_rows)
     num_out_of_range = jnp.sum(~is_padding & ~is_inside, dtype=jnp.int32)
     if feature_input.out_of_range is not None:
         num_out_of_range += feature_input.out_of_range[0]
     if feature.config.out_of_range_ids == "clip":
-        ids = jnp.clip(ids, 0, vocabulary_size - 1)
+        ids = jnp.clip(ids, 0, num_rows - 1)
         is_inside = ~is_padding
     if (
         feature_input.weights is not None

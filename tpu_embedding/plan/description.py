@@ -54,7 +54,7 @@ def _whole_initial_values(plan: "EmbeddingPlan") -> list[str]:
         for table in stack.tables:
             if table.row_initializer is None:
                 num_bytes = memory.whole_table_init_bytes(
-                    table.config.vocabulary_size, stack.num_shards, stack.layout
+                    table.num_rows, stack.num_shards, stack.layout
                 )
                 lines.append(
                     f"initial values of table {table.name!r} take at least "
@@ -149,9 +149,9 @@ def _memory_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [(*head, "bytes/device")]
     for stack in plan.stacks:
         for table in stack.tables:
-            vocabulary_size = f"{table.config.vocabulary_size:,}"
+            num_rows = f"{table.config.max_rows:,}"
             facts = (str(stack.dim), table.config.dtype_name, f"{table.row_offset:,}")
-            rows.append((stack.name, table.name, vocabulary_size, *facts, "", "", ""))
+            rows.append((stack.name, table.name, num_rows, *facts, "", "", ""))
         rows.append((stack.name, "(whole stack)", *_stack_cells(stack, plan)))
     return rows
 

@@ -28,6 +28,7 @@ class FeaturePlan:
       config: the user's declaration of the feature.
       stack_index: stack of the table.
       row_offset: first row of the table in its stack.
+      num_rows: rows of the table in its stack.
       table_index: position of the table in `config.tables`. Lookups of one feature
         follow each other, so 0 marks the first.
     """
@@ -36,6 +37,7 @@ class FeaturePlan:
     config: FeatureConfig
     stack_index: int
     row_offset: int
+    num_rows: int
     table_index: int = 0
 
     @property
@@ -238,7 +240,7 @@ def place_features(
         of an id.
     """
     places = {
-        table.name: (i, table.row_offset)
+        table.name: (i, table)
         for i, stack in enumerate(stacks)
         for table in stack.tables
     }
@@ -246,7 +248,7 @@ def place_features(
     placed = []
     for name, config in zip(features.names, features.configs, strict=True):
         for table_index in range(len(config.tables)):
-            stack_index, row_offset = places[next(names)]
+            stack_index, table = places[next(names)]
             if config.unique_rows:
                 _refuse_occurrences(name, stacks[stack_index])
             placed.append(
@@ -254,7 +256,8 @@ def place_features(
                     name=name,
                     config=config,
                     stack_index=stack_index,
-                    row_offset=row_offset,
+                    row_offset=table.row_offset,
+                    num_rows=table.num_rows,
                     table_index=table_index,
                 )
             )

@@ -1,5 +1,6 @@
 """Makes the plan from configuration, mesh and hardware, and refuses contradictions."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -31,6 +32,7 @@ from tpu_embedding.plan.backends import (
 )
 from tpu_embedding.plan.capacity import EXCHANGE_KINDS, ExchangeKind
 from tpu_embedding.plan.column_arrays import fits_in_one_array, with_column_arrays
+from tpu_embedding.plan.dynamic_rows import refuse_unsuited, rows_of_dynamic_table
 from tpu_embedding.plan.embedding_feature import resolve_embedding_feature
 from tpu_embedding.plan.features import flatten_config, place_features
 from tpu_embedding.plan.mesh_options import (
@@ -134,6 +136,7 @@ def make_plan(
     tables = stacking.name_tables(features.tables, optimizer)
     lookups = [config for config in features.configs for _ in config.tables]
     placements = place_tables(tables, lookups, placement, mesh, _row_bytes)
+    tables = [_with_num_rows(table, placements, mesh) for table in tables]
     groups = stacking.stack_tables(
         tables,
         {name: placed.shard_axes for name, placed in placements.items()},
@@ -271,16 +274,31 @@ def _fits_in_one_array(
     )
 
 
+def _with_num_rows(
+    table: stacking.NamedTable, placements: dict[str, TablePlacement], mesh: Mesh
+) -> stacking.NamedTable:
+    """Returns the table with the number of its rows over all shards."""
+    dynamic = table.config.dynamic
+    num_rows = table.config.max_rows
+    if dynamic is not None:
+        refuse_unsuited(table)
+        axes = placements[table.name].shard_axes
+        num_shards = math.prod(mesh.shape[axis] for axis in axes)
+        num_rows = rows_of_dynamic_table(dynamic, num_shards)
+    return dataclasses.replace(table, num_rows=num_rows)
+
+
 def _tables_of_stack(
     tables: list[stacking.NamedTable], placements: dict[str, TablePlacement]
 ) -> tuple[TablePlan, ...]:
     """Places tables one after the other."""
-    sizes = [table.config.vocabulary_size for table in tables]
+    sizes = [table.num_rows for table in tables]
     return tuple(
         TablePlan(
             name=table.name,
             config=table.config,
             row_offset=row_offset,
+            num_rows=table.num_rows,
             placement_reason=placements[table.name].reason,
         )
         for table, row_offset in zip(
@@ -294,16 +312,14 @@ def _layout_of_stack(
 ) -> RowLayout:
     """Returns the layout of a shard of tables that lie one after the other."""
     first, last = tables[0], tables[-1]
-    num_rows = last.row_offset + last.config.vocabulary_size
+    num_rows = last.row_offset + last.num_rows
     rows_per_shard = -(-num_rows // num_shards)
     if rows_per_shard * num_shards >= PADDING_ROW_ID:
         raise ValueError(
             f"TableConfig.vocabulary_size of table {first.name!r} is "
             f"{num_rows}, too near 2**31 for {num_shards} shards; cut it in two."
         )
-    ranges = tuple(
-        TableRange(t.name, t.row_offset, t.config.vocabulary_size) for t in tables
-    )
+    ranges = tuple(TableRange(t.name, t.row_offset, t.num_rows) for t in tables)
     return RowLayout(
         num_rows=rows_per_shard,
         row_shape=(first.config.dim,),

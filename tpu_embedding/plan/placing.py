@@ -115,7 +115,7 @@ def _placement_of(
 
 
 def _by_size(table: NamedTable, policy: ReplicateSmall) -> tuple[Placement, str]:
-    if table.config.vocabulary_size <= policy.max_rows:
+    if table.config.max_rows <= policy.max_rows:
         return Replicated(), f"ReplicateSmall: at most {policy.max_rows:,} rows"
     return policy.otherwise, f"ReplicateSmall: more than {policy.max_rows:,} rows"
 
@@ -129,8 +129,8 @@ def _by_traffic(
     """Applies the rule of `AutoPlacement`, to the smallest tables first."""
     chosen: dict[str, tuple[Placement, str]] = {}
     remaining_bytes = policy.max_bytes
-    for table in sorted(tables, key=lambda t: (t.config.vocabulary_size, t.name)):
-        num_rows = table.config.vocabulary_size
+    for table in sorted(tables, key=lambda t: (t.config.max_rows, t.name)):
+        num_rows = table.config.max_rows
         num_bytes = num_rows * row_bytes_of(table)
         placement: Placement = policy.otherwise
         if num_rows > lookups[table.name]:

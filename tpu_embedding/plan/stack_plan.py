@@ -28,19 +28,21 @@ class TablePlan:
       name: name of the table.
       config: the table as the user declared it.
       row_offset: first row in the stack.
+      num_rows: rows in the stack. A dynamic table has some that no id uses.
       placement_reason: the setting that chose the placement of its stack.
     """
 
     name: str
     config: TableConfig
     row_offset: int
+    num_rows: int
     placement_reason: str = dataclasses.field(compare=False)
 
     @property
     def row_initializer(self) -> RowInitializer | None:
         """Computes its initial values row by row; None: all rows at once."""
         config = self.config
-        return row_initializer(config.initializer, config.vocabulary_size, config.dim)
+        return row_initializer(config.initializer, self.num_rows, config.dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,7 @@ class StackPlan:
     def num_rows(self) -> int:
         """Rows of all its tables."""
         last = self.tables[-1]
-        return last.row_offset + last.config.vocabulary_size
+        return last.row_offset + last.num_rows
 
     @property
     def rows_spec(self) -> PartitionSpec:

@@ -36,11 +36,13 @@ class NamedTable:
       config: the table as the user declared it.
       optimizer: the table's own optimizer, or else the shared one; None if the table is
         not trained.
+      num_rows: rows in its stack; 0: not yet known.
     """
 
     name: str
     config: TableConfig
     optimizer: RowOptimizer | None
+    num_rows: int = 0
 
 
 def name_features(
@@ -149,10 +151,11 @@ def stack_tables(
             config.quantization_config,
             table.optimizer,
             shard_axes[name],
+            config.dynamic and config.dynamic.policy,
         )
         stacks = groups.setdefault(key, [])
         for stack in stacks:
-            num_rows = sum(t.config.vocabulary_size for t in (*stack, table))
+            num_rows = sum(t.num_rows for t in (*stack, table))
             if num_rows <= _MAX_ROWS_OF_STACK and fits(num_rows, table):
                 stack.append(table)
                 break

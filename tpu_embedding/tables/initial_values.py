@@ -134,7 +134,7 @@ def _stack_facts(tables: Sequence[TablePlan], key: jax.Array) -> _Tables:
     parameters = tuple(np.stack(values) for values in zip(*scalars, strict=True))
     facts = _Tables(
         offsets=np.asarray([table.row_offset for table in tables], np.int32),
-        sizes=np.asarray([t.config.vocabulary_size for t in tables], np.int32),
+        sizes=np.asarray([t.num_rows for t in tables], np.int32),
         keys=keys,
         parameters=parameters,
     )
@@ -220,7 +220,7 @@ def _logical_values(
     """Returns the table's values, split into one contiguous block per shard. Global."""
     initializer = table.config.initializer
     assert initializer is not None
-    shape = (table.config.vocabulary_size, stack.dim)
+    shape = (table.num_rows, stack.dim)
     key = _key_of_words(key, np.asarray(_words_of_name(table.name), np.uint32))
     values = initializer(key, shape, jnp.float32)
     _check_values(values, shape, [table])
@@ -297,5 +297,5 @@ def _deal_rows(
         return gather_in_bounds(received, places)
 
     offset = jnp.asarray([table.row_offset], jnp.int32)
-    size = jnp.asarray([table.config.vocabulary_size], jnp.int32)
+    size = jnp.asarray([table.num_rows], jnp.int32)
     return _fill_slabs(rows, values_of, offset, size, stack)

@@ -90,7 +90,7 @@ def windows_of(
 
 def _check_ranges(tables: RowRanges | None, stack: StackPlan) -> None:
     """Refuses tables of other stacks, and rows that a table lacks."""
-    sizes = {table.name: table.config.vocabulary_size for table in stack.tables}
+    sizes = {table.name: table.num_rows for table in stack.tables}
     unknown = sorted(set(tables or ()) - set(sizes))
     if unknown:
         raise ValueError(
@@ -109,9 +109,9 @@ def _check_ranges(tables: RowRanges | None, stack: StackPlan) -> None:
 def _range_of(table: TablePlan, tables: RowRanges | None) -> tuple[int, int]:
     """Returns first row and end of the rows of a table that are wanted."""
     if tables is None:
-        return 0, table.config.vocabulary_size
+        return 0, table.num_rows
     if table.name not in tables:
         return 0, 0
     if isinstance(tables, Mapping):
         return tables[table.name]
-    return 0, table.config.vocabulary_size
+    return 0, table.num_rows

@@ -159,7 +159,7 @@ def _checked(
 ) -> np.ndarray:
     """Returns the values of a table as rows that can be stored, `[rows, dim]`."""
     layout = packed.layout
-    shape = (table.config.vocabulary_size, *layout.row_shape)
+    shape = (table.num_rows, *layout.row_shape)
     owner = f"values of table {table.name!r}"
     try:
         array = np.asarray(values)
@@ -232,7 +232,7 @@ def _unstack(
     layout = packed.layout
     dtype = packed.lines_dtype if layout.narrow_dtype is None else np.float32
     values = {
-        table.name: np.empty((table.config.vocabulary_size, layout.dim), dtype)
+        table.name: np.empty((table.num_rows, layout.dim), dtype)
         for table in stack.tables
     }
     if _has_all_shards(packed, stack):
@@ -288,7 +288,7 @@ def _parts_of_block(
     """Yields the tables in a block of rows, which begins at row `start` of a shard."""
     stride = stack.num_shards
     for table in stack.tables:
-        offset, size = table.row_offset, table.config.vocabulary_size
+        offset, size = table.row_offset, table.num_rows
         first = max(start, -(-(offset - shard) // stride))
         end = min(start + num_rows, -(-(offset + size - shard) // stride))
         if first < end:

@@ -29,7 +29,7 @@ def shard_rows(
     if len(offsets) > 1:
         tables = jnp.searchsorted(offsets, of_stack, side="right", method="compare_all")
         tables = tables.astype(jnp.int32) - 1
-    sizes = [table.config.vocabulary_size for table in stack.tables]
+    sizes = [table.num_rows for table in stack.tables]
     return TableRows(
         table_sizes=jnp.asarray(sizes, jnp.float32),
         tables=tables,

@@ -1,0 +1,216 @@
+"""Dynamic tables: any 64-bit id, admitted, aged and evicted within the compiled step.
+
+A `TableConfig` whose `vocabulary_size` is a `Dynamic` has room for `capacity` rows. Its
+ids need not be known beforehand: `insert_ids` of an optimizer gives each new id a row,
+and takes rows back from ids that are no longer used. Two ids never share a row.
+"""
+
+import dataclasses
+from typing import Any, Final, Literal
+
+from tpu_embedding.argument_checks import by_name, describe_value
+from tpu_embedding.field_checks import convert_ints, is_finite, is_int, raise_all
+
+__all__ = [
+    "AdmitAfter",
+    "AdmitWithProbability",
+    "Dynamic",
+    "LeastFrequentlyUsed",
+    "LeastRecentlyUsed",
+    "TimeToLive",
+]
+
+SLOTS_PER_BUCKET: Final = 64
+"""Places for ids that share a hash, in one line of 128 lanes."""
+
+MAX_CAPACITY: Final = 2**31 - 2**21
+"""Largest capacity: row numbers are int32, and shards round up."""
+
+_MAX_CLOCK: Final = 2**32 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class LeastRecentlyUsed:
+    """Evicts the id that was used longest ago. Ids of the same step stay.
+
+    Example:
+      >>> LeastRecentlyUsed()
+      LeastRecentlyUsed()
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeToLive:
+    """Evicts an id that was not used for more than `ttl`, the oldest first.
+
+    An expired id keeps its row until a new id needs the place, and lives on if it comes
+    back before.
+
+    Attributes:
+      ttl: steps, or units of the `now` that `insert_ids` is given; 1 to 2**32 - 1.
+
+    Example:
+      >>> TimeToLive(7 * 24).ttl
+      168
+    """
+
+    ttl: int
+
+    def __post_init__(self):
+        convert_ints(self, "ttl")
+        raise_all(list(_int_problems(self, "ttl", 1, _MAX_CLOCK)))
+
+
+@dataclasses.dataclass(frozen=True)
+class LeastFrequentlyUsed:
+    """Evicts the id that was used in the fewest steps; among these, the oldest.
+
+    Attributes:
+      half_life: steps, or units of `now`, after which an unused id counts half as much;
+        None: counts stay. 1 to 2**32 - 1.
+
+    Example:
+      >>> LeastFrequentlyUsed(half_life=1000).half_life
+      1000
+    """
+
+    half_life: int | None = None
+
+    def __post_init__(self):
+        convert_ints(self, "half_life")
+        if self.half_life is not None:
+            raise_all(list(_int_problems(self, "half_life", 1, _MAX_CLOCK)))
+
+
+@dataclasses.dataclass(frozen=True)
+class AdmitAfter:
+    """Admits an id when it was seen in `count` steps; rarer ids get no row.
+
+    Counts lie in a sketch of 8 bytes per row. Ids that share its counters are admitted
+    early, never late.
+
+    Attributes:
+      count: steps, this one included, 1 to 255.
+      window: steps, or units of `now`, after which counts start anew; None: never.
+        1 to 2**32 - 1.
+
+    Example:
+      >>> AdmitAfter(3, window=10_000).count
+      3
+    """
+
+    count: int
+    window: int | None = None
+
+    def __post_init__(self):
+        convert_ints(self, "count", "window")
+        problems = list(_int_problems(self, "count", 1, 255))
+        if self.window is not None:
+            problems += _int_problems(self, "window", 1, _MAX_CLOCK)
+        raise_all(problems)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdmitWithProbability:
+    """Admits an unknown id with a probability, by a hash of id and step.
+
+    An id that occurs in n steps has a row with probability `1 - (1 - probability)**n`.
+
+    Attributes:
+      probability: above 0, at most 1.
+
+    Example:
+      >>> AdmitWithProbability(0.1).probability
+      0.1
+    """
+
+    probability: float
+
+    def __post_init__(self):
+        if not is_finite(self.probability) or not 0 < self.probability <= 1:
+            raise ValueError(
+                "AdmitWithProbability.probability must be above 0 and at most 1, got "
+                f"{self.probability!r}."
+            )
+
+
+Eviction = LeastRecentlyUsed | TimeToLive | LeastFrequentlyUsed
+Admission = AdmitAfter | AdmitWithProbability
+
+
+@by_name
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dynamic:
+    """The vocabulary of a table whose ids come and go: any integers of 64 bits.
+
+    Each id belongs to one bucket of 64 places. If all are taken, an id of this bucket
+    is evicted, or the new id gets no row. So choose a capacity of 1.25 to 1.35 times
+    the ids in use. `print(plan)` shows the share that finds no place.
+
+    Attributes:
+      capacity: number of rows, rounded up to a multiple of 64; 1 to 2**31 - 2**21.
+      evict: whose row a new id takes in a full bucket: `LeastRecentlyUsed`,
+        `TimeToLive` or `LeastFrequentlyUsed`. None: no one's.
+      admit: which unknown ids get a row: `AdmitAfter` or `AdmitWithProbability`. None:
+        all.
+      default_row: row that ids without a row read. `"none"`: they contribute nothing,
+        like ids outside a static table. `"learned"`: one row, which they share and
+        train together.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> users = te.Dynamic(capacity=1_000_000, evict=te.dynamic.TimeToLive(30))
+      >>> te.TableConfig(vocabulary_size=users, dim=32, name="user").max_rows
+      1000000
+    """
+
+    capacity: int
+    evict: Eviction | None = LeastRecentlyUsed()
+    admit: Admission | None = None
+    default_row: Literal["none", "learned"] = "none"
+
+    def __post_init__(self):
+        convert_ints(self, "capacity")
+        raise_all(list(self._problems()))
+
+    def _problems(self):
+        yield from _int_problems(self, "capacity", 1, MAX_CAPACITY)
+        for field, kinds in (("evict", Eviction), ("admit", Admission)):
+            value = getattr(self, field)
+            if not isinstance(value, kinds | None):
+                names = " or a ".join(
+                    f"te.dynamic.{k.__name__}" for k in kinds.__args__
+                )
+                yield (
+                    f"Dynamic.{field} must be None or a {names}, got "
+                    f"{describe_value(value)}"
+                )
+        if self.default_row not in ("none", "learned"):
+            yield (
+                "Dynamic.default_row must be 'none' or 'learned', got "
+                f"{self.default_row!r}"
+            )
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of the table, on any number of devices."""
+        return -(-self.capacity // SLOTS_PER_BUCKET)
+
+    @property
+    def num_places(self) -> int:
+        """Rows for ids: the capacity, rounded up to whole buckets."""
+        return self.num_buckets * SLOTS_PER_BUCKET
+
+    @property
+    def policy(self) -> tuple[Any, ...]:
+        """What tables that share a stack have in common."""
+        return self.evict, self.admit, self.default_row
+
+
+def _int_problems(owner: Any, field: str, low: int, high: int):
+    value = getattr(owner, field)
+    if not is_int(value) or not low <= value <= high:
+        yield (
+            f"{type(owner).__name__}.{field} must be an int from {low} to {high}, got "
+            f"{value!r}"
+        )
