@@ -27,6 +27,7 @@ Synthetic samples, whose best possible loss is known:
 
 * `teacher`: the base, which draws labels and computes the best log loss.
 * `synthetic_clicks`: a small log with every kind of id column, the default of a run.
+* `synthetic_stream`: users and items that come and go, with 64-bit ids.
 * `synthetic_criteo`: samples in the shape of Criteo's logs, and a file of them.
 * `interactions`: users and the items that they choose, for retrieval.
 * `zipf`: ids of skewed popularity.

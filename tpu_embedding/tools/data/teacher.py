@@ -3,7 +3,8 @@
 The teacher gives every sample a click probability and draws the label from it. No
 model has a lower expected log loss than the teacher. The gap to `teacher_log_loss()`
 therefore measures how well a model has learned, which a real log cannot offer.
-`synthetic_clicks.py` and `synthetic_criteo.py` define the samples.
+`synthetic_clicks.py`, `synthetic_criteo.py` and `synthetic_stream.py` define the
+samples.
 """
 
 import abc
@@ -35,7 +36,7 @@ class Inputs:
     """Model inputs of a group of samples, and the teacher's logits for them.
 
     Attributes:
-      features: int32 ids by feature name.
+      features: int32 or uint64 ids by feature name.
       dense: float32 `[samples, num_dense]`, or None.
       logits: float64 `[samples]`, the teacher's logits without the common bias.
     """
@@ -154,7 +155,13 @@ class TeacherDataset(abc.ABC):
         self, generator: np.random.Generator, num_samples: int
     ) -> tuple[Batch, np.ndarray]:
         """Returns samples with drawn labels and their true click probabilities."""
-        inputs = self._draw_inputs(generator, num_samples)
+        return self._label(generator, self._draw_inputs(generator, num_samples))
+
+    def _label(
+        self, generator: np.random.Generator, inputs: Inputs
+    ) -> tuple[Batch, np.ndarray]:
+        """Returns the samples of `inputs`, as `_draw` does."""
+        num_samples = len(inputs.logits)
         probabilities = sigmoid(inputs.logits + self._bias)
         labels = generator.random(num_samples) < probabilities
         batch = Batch(
