@@ -203,7 +203,7 @@ class Dynamic:
 
     @property
     def policy(self) -> tuple[Any, ...]:
-        """What tables that share a stack have in common."""
+        """Policies, which are equal in tables that share a stack."""
         return self.evict, self.admit, self.default_row
 
 

@@ -356,6 +356,30 @@ class LookupStats:
     requested_rows: dict[str, Int[Array, " shards"]]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicStats:
+    """Counts of the different ids of a dynamic table in one call. int32 scalars.
+
+    Attributes:
+      hits: ids that have a row.
+      misses: ids that have none after the call.
+      inserts: new ids that got a row.
+      evictions: ids that lost theirs to a new one.
+      not_admitted: unknown ids that the admission refused, or that none may insert.
+      no_place: ids for which their bucket has no place.
+      used_rows: rows that ids have after the call.
+    """
+
+    hits: Array
+    misses: Array
+    inserts: Array
+    evictions: Array
+    not_admitted: Array
+    no_place: Array
+    used_rows: Array
+
+
 def _check_scipy(matrix: Any) -> Any:
     if not hasattr(matrix, "tocsr") or len(matrix.shape) != 2:
         raise TypeError(

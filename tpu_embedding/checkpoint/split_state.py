@@ -128,6 +128,7 @@ class SplitState:
         """
         self._state = state
         plans, set_tables = _plans_of(state, plan), _set_tables_of(state)
+        _refuse_dynamic(plans.values())
         roots = _module_paths(state)
         tree = jax.tree.map(_state_of_module, state, is_leaf=_is_module)
         with_paths, self._structure = jax.tree_util.tree_flatten_with_path(
@@ -235,6 +236,22 @@ def _same_path(name: str) -> ValueError:
         f"The state has two leaves with the same path {name!r} once its keys are "
         "joined with dots; rename the key that contains a dot."
     )
+
+
+def _refuse_dynamic(plans: Iterable[EmbeddingPlan]) -> None:
+    names = [
+        table.name
+        for plan in plans
+        for stack in plan.stacks
+        if stack.is_dynamic
+        for table in stack.tables
+    ]
+    if names:
+        raise ValueError(
+            "A checkpoint cannot hold tables with a te.Dynamic vocabulary yet, got "
+            f"{names}. On one number of devices, Orbax saves and restores the arrays: "
+            "the tables of the model and the slots of the optimizer."
+        )
 
 
 def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan]:

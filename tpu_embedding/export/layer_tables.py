@@ -60,6 +60,18 @@ def tables_of_model(model: nnx.Module) -> dict[str, LayerTable]:
             f"The model must own a TPUEmbedding to be exported, got a "
             f"{type(model).__name__} without one; use jax.export for it."
         )
+    dynamic = [
+        table.name
+        for layer in layers.values()
+        for stack in layer.plan.stacks
+        if stack.is_dynamic
+        for table in stack.tables
+    ]
+    if dynamic:
+        raise ExportError(
+            "An export cannot hold tables with a te.Dynamic vocabulary yet, got "
+            f"{dynamic}; read ids and rows by te.functional.dynamic_rows."
+        )
     return {
         table_prefix(path, layers) + table.name: LayerTable(layer=layer, place=table)
         for path, layer in layers.items()

@@ -2,11 +2,18 @@
 
 `steps` has the calls of a training step. `following_slots` and `final_table_values`
 have those around training, and `serving_lookup` that of an exported model.
-`unique_rows` expands rows that a lookup returned once each. The arrays are the stacked
+`unique_rows` expands rows that a lookup returned once each. `dynamic_ids` replaces ids
+of 64 bits by rows. The arrays are the stacked
 tables and slot variables of a plan; `flax_states` lets Flax save them.
 """
 
 from tpu_embedding.functional import flax_states as _flax_states  # noqa: F401
+from tpu_embedding.functional.dynamic_ids import DynamicRows as DynamicRows
+from tpu_embedding.functional.dynamic_ids import FindResult as FindResult
+from tpu_embedding.functional.dynamic_ids import InsertResult as InsertResult
+from tpu_embedding.functional.dynamic_ids import dynamic_rows as dynamic_rows
+from tpu_embedding.functional.dynamic_ids import find_ids as find_ids
+from tpu_embedding.functional.dynamic_ids import insert_ids as insert_ids
 from tpu_embedding.functional.final_table_values import (
     finalize_variable_values as finalize_variable_values,
 )
@@ -32,6 +39,9 @@ from tpu_embedding.tables.touched_rows import touched_rows as touched_rows
 from tpu_embedding.tables.touched_rows import (
     with_touched_tables as with_touched_tables,
 )
+from tpu_embedding.types import DynamicStats as DynamicStats
+from tpu_embedding.types import Ids64 as Ids64
 from tpu_embedding.types import LookupStats as LookupStats
+from tpu_embedding.types import RowIds as RowIds
 from tpu_embedding.types import RowUpdates as RowUpdates
 from tpu_embedding.update.lazy_update import lift_to_rows as lift_to_rows

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_embedding.argument_checks import Wanted, takes
+from tpu_embedding.functional.dynamic_ids import find_ids, has_raw_ids, row_numbers
 from tpu_embedding.gradients import TableGradients, global_norm, gradient_of_stack
 from tpu_embedding.inputs.shard_inputs import (
     FeatureShape,
@@ -48,6 +49,7 @@ from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.plan.shard_map import constrain, in_auto_axes, on_shards
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
+from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.rows.row_gradients import gradient_of_no_row
 from tpu_embedding.types import LookupStats
@@ -134,7 +136,7 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
       Nest of `jax.ShapeDtypeStruct`, with shardings.
     """
     plan = plan.for_batch(features)
-    shapes = _feature_shapes(plan.flatten(features), plan)
+    shapes = _feature_shapes(_rows_of_leaves(features, plan), plan)
     structs = [
         jax.ShapeDtypeStruct(
             shape.output_shape,
@@ -178,6 +180,8 @@ def lookup(
       >>> te.functional.lookup(tables, ids, plan).activations["watched"].shape
       (2, 4)
     """
+    if has_raw_ids(features, plan):
+        features = find_ids(tables, features, plan).features
     return read_rows(tables, route(features, plan), plan)
 
 
@@ -209,7 +213,7 @@ def route(features: Any, plan: EmbeddingPlan) -> Routed:
       (2, 4)
     """
     plan = plan.for_batch(features)
-    leaves = plan.flatten(features)
+    leaves = _rows_of_leaves(features, plan)
     shapes = _feature_shapes(leaves, plan)
     shardables = [
         _to_shardable(ids, shape, plan)
@@ -385,6 +389,7 @@ def apply_gradients(
     _check_states(tables, slots, plan)
     if gradient_norm is None and takes_model_norm(plan):
         gradient_norm = global_norm(gradients)
+    tables = _advance_clocks(tables, plan)
     moved, resting = [], []
     for stack in plan.trained_stacks:
         moves = stack.name in gradients.stacks or stack.optimizer.rows == "every"
@@ -394,6 +399,15 @@ def apply_gradients(
     if not moved:
         return tables, slots
     return _move_rows(tables, slots, gradients, gradient_norm, moved, plan)
+
+
+def _advance_clocks(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, Any]:
+    """Ends the step of the dynamic tables: ids of the next one may evict its ids."""
+    names = [directory_name(s.name) for s in plan.stacks if s.is_dynamic]
+    return tables | {
+        name: dataclasses.replace(tables[name], clock=tables[name].clock + 1)
+        for name in names
+    }
 
 
 def _move_rows(
@@ -540,6 +554,13 @@ def _read_rows(
         in_specs=(table_specs(tables, plan), plan.sample_spec),
         out_specs=plan.sample_spec,
     )(tables, routed)
+
+
+def _rows_of_leaves(features: Any, plan: EmbeddingPlan) -> list[Any]:
+    return [
+        row_numbers(leaf, feature)
+        for leaf, feature in zip(plan.flatten(features), plan.features, strict=True)
+    ]
 
 
 def _feature_shapes(leaves: list[Any], plan: EmbeddingPlan) -> list[FeatureShape]:

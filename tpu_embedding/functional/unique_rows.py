@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 from tpu_embedding.argument_checks import Wanted, check_type, takes
 from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
 from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
-from tpu_embedding.types import PADDING_ROW_ID, AxisSize, IdArray, UniqueIds
+from tpu_embedding.types import PADDING_ROW_ID, AxisSize, IdArray, RowIds, UniqueIds
 
 _UNIQUE_IDS: Final = Wanted(
     UniqueIds, "the prepared ids of a feature with unique_rows, as batch['items']"
@@ -212,14 +212,13 @@ def with_index(activations: Any, features: Any, plan: EmbeddingPlan) -> Any:
     plan = plan.for_batch(features)
     if not any(feature.config.unique_rows for feature in plan.features):
         return activations
-    leaves = [
-        UniqueRows(rows=leaf, ids=ids, plan=plan)
-        if isinstance(ids, UniqueIds)
-        else leaf
-        for leaf, ids in zip(
-            plan.flatten_activations(activations), plan.flatten(features), strict=True
-        )
-    ]
+    leaves = []
+    for leaf, ids in zip(
+        plan.flatten_activations(activations), plan.flatten(features), strict=True
+    ):
+        ids = ids.ids if isinstance(ids, RowIds) else ids
+        is_unique = isinstance(ids, UniqueIds)
+        leaves.append(UniqueRows(rows=leaf, ids=ids, plan=plan) if is_unique else leaf)
     return plan.unflatten(leaves)
 
 

@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import dataclasses
 from typing import Any, Final, Literal
 
 import jax
@@ -40,7 +41,7 @@ from tpu_embedding.tables.table_values import (
     unstack_tables,
     with_table_values,
 )
-from tpu_embedding.types import LookupStats
+from tpu_embedding.types import DynamicStats, LookupStats
 
 Recording = Literal["off", "shapes", "calls", "routes", "answers", "serving"]
 """Ways in which a layer answers a call, and records it:
@@ -93,6 +94,10 @@ class LookupStatsVariable(nnx.Variable):
     """`LookupStats` of the latest lookup."""
 
 
+class DynamicStatsVariable(nnx.Variable):
+    """`DynamicStats` of the latest `insert_ids`, by table name."""
+
+
 class RecordedCalls(nnx.Variable):
     """Inside a loss: what the calls are given, followed by the record of each call."""
 
@@ -113,6 +118,8 @@ class TPUEmbedding(nnx.Module):
       plan: stacking, sharding, packing and backends; `print(layer.plan)` shows it.
       tables: the stacked tables.
       stats: rounds used, and ids out of range, of the latest lookup.
+      dynamic_stats: hits, new ids and evictions by table, of the latest `insert_ids`;
+        only with a dynamic table.
       buffer_sizes: sizes of ragged features, which `prepare` remembers.
       set_tables: tables that were set by hand, for deltas.
 
@@ -199,6 +206,8 @@ class TPUEmbedding(nnx.Module):
         self.plan = plan
         self.tables = EmbeddingTables(init_tables(plan, rngs.params()))
         self.stats = LookupStatsVariable(_no_stats(plan))
+        if any(stack.is_dynamic for stack in plan.stacks):
+            self.dynamic_stats = DynamicStatsVariable(_no_dynamic_stats(plan))
         self.buffer_sizes = BufferSizes()
         self.set_tables = SetTables()
         self.gradient_guard = GradientGuard(jnp.zeros(()))
@@ -255,6 +264,7 @@ class TPUEmbedding(nnx.Module):
             case "shapes":
                 record = activations = zero_activations(features, plan)
             case "calls":
+                functional.activation_shapes(features, plan)  # refuses ids
                 result = self._look_up(features, plan)
                 record = result.routing
                 activations = attach_taps(given[len(calls)], result.activations)
@@ -361,6 +371,16 @@ class TPUEmbedding(nnx.Module):
         self.recording = "off"
         self.recorded.set_value(())
         return tuple(calls)
+
+
+def _no_dynamic_stats(plan: EmbeddingPlan) -> dict[str, DynamicStats]:
+    names = [field.name for field in dataclasses.fields(DynamicStats)]
+    return {
+        table.name: DynamicStats(**{name: jnp.int32(0) for name in names})
+        for stack in plan.stacks
+        if stack.is_dynamic
+        for table in stack.tables
+    }
 
 
 def _no_stats(plan: EmbeddingPlan) -> LookupStats:

@@ -176,6 +176,12 @@ class PipelinedTrainStep:
                     "The model has no TPUEmbedding layer; a PipelinedTrainStep has "
                     "nothing to look up ahead."
                 )
+            if any(s.is_dynamic for x in layers.values() for s in x.plan.stacks):
+                raise ValueError(
+                    "A PipelinedTrainStep cannot train a model with a te.Dynamic "
+                    "vocabulary: ids of the next batch would take rows that this batch "
+                    "still trains. Use te.value_and_grad for this model."
+                )
             plan = next(iter(layers.values())).plan
             put_on_mesh(model, plan)
             put_on_mesh(optimizer, plan)

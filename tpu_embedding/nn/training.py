@@ -306,6 +306,56 @@ class Optimizer(nnx.Module):
             slots[path] = new_slots
         self.slots.set_value(slots)
 
+    def insert_ids(
+        self,
+        model: nnx.Module,
+        features: Any,
+        *,
+        layer: str | None = None,
+        now: Any = None,
+    ) -> Any:
+        """Gives rows to new ids of dynamic tables; call it first in a train step.
+
+        The rows, and their slot variables, start as new. `model.layer.dynamic_stats`
+        has the counts. See `tpu_embedding.functional.insert_ids`.
+
+        Args:
+          model: the one this optimizer was made for; it changes in place.
+          features: batch of the layer, from its `prepare`.
+          layer: path of the layer; None: the only one with dynamic tables.
+          now: clock of the step, an integer from 1 on; None: the number of the step.
+
+        Returns:
+          The batch with row numbers for features of dynamic tables, which the layer
+          takes inside a loss.
+
+        Raises:
+          ValueError: if the model has no such layer.
+
+        Example:
+          >>> import tpu_embedding as te
+          >>> users = te.TableConfig(vocabulary_size=te.Dynamic(capacity=100), dim=4)
+          >>> model = te.TPUEmbedding(
+          ...     te.FeatureConfig(table=users), "adagrad", rngs=nnx.Rngs(0)
+          ... )
+          >>> optimizer = Optimizer(model, optax.adam(1e-3))
+          >>> ids = optimizer.insert_ids(model, model.prepare([2**40, 7, 7]))
+          >>> loss, grads = value_and_grad(lambda m: m(ids).sum())(model)
+          >>> optimizer.update(model, grads)
+        """
+        layers = embedding_layers(model)
+        path = _dynamic_layer(layers, layer)
+        slots = dict(self.slots.get_value())
+        of_layer = layers[path]
+        result = functional.insert_ids(
+            of_layer.tables.get_value(), slots[path], features, of_layer.plan, now
+        )
+        of_layer.tables.set_value(result.tables)
+        stats = of_layer.dynamic_stats.get_value() | result.stats
+        of_layer.dynamic_stats.set_value(stats)
+        self.slots.set_value(slots | {path: result.slots})
+        return result.features
+
     def finalize_variable_values(self, model: nnx.Module) -> None:
         """Sets the model to the moving averages that `adafactor` keeps of it.
 
@@ -517,6 +567,19 @@ def trained(wrt: nnx.filterlib.Filter) -> nnx.filterlib.Filter:
     it fails on them. It would train the dense parameters, and leave the tables.
     """
     return nnx.All(wrt, nnx.Not(GradientGuard))
+
+
+def _dynamic_layer(layers: Mapping[str, TPUEmbedding], path: str | None) -> str:
+    """Returns the path of the layer whose ids are inserted."""
+    dynamic = [p for p, x in layers.items() if any(s.is_dynamic for s in x.plan.stacks)]
+    if path is None and len(dynamic) == 1:
+        return dynamic[0]
+    if path not in dynamic:
+        raise ValueError(
+            "Optimizer.insert_ids: layer must be the path of a layer with a te.Dynamic "
+            f"vocabulary, one of {dynamic}, got {path!r}; None is for a single one."
+        )
+    return path
 
 
 def checked_layers(owner: str, model: nnx.Module, line: str) -> dict[str, TPUEmbedding]:

@@ -9,6 +9,7 @@
 * `placing`: chooses the axes that rows are split over. `stacking`: groups tables.
 * `backend_request`: the backend that the user asks for. `backends`: the one that runs.
 * `capacity`: ids and rows per round. `replicas`: how copies of a shard add gradients.
+* `dynamic_rows`: places the buckets and rows of dynamic tables on shards.
 * `column_arrays`: cuts the lines of tables that are too large for one array.
 * `memory`: bytes of packed rows. `description`: `print(plan)`.
 * `embedding_feature`: TensorFlow's option of that name.

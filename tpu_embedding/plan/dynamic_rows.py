@@ -19,7 +19,7 @@ class DynamicTablePlan:
 
     Attributes:
       table: the table.
-      dynamic: its vocabulary.
+      dynamic: vocabulary of the table.
       num_buckets: buckets of the table, over all shards.
       buckets_per_shard: buckets on each shard; the last shard may use fewer.
       first_bucket: first bucket within the directory of a shard.

@@ -88,6 +88,11 @@ class StackPlan:
     slots: tuple[jax.ShapeDtypeStruct, ...]
 
     @property
+    def is_dynamic(self) -> bool:
+        """True if its tables have dynamic vocabularies; all or none have."""
+        return self.tables[0].config.dynamic is not None
+
+    @property
     def dim(self) -> int:
         """Columns of its tables."""
         return self.layout.dim

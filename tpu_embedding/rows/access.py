@@ -32,6 +32,7 @@ from tpu_embedding.rows.packed_rows import (
     load_rows,
     pack_rows,
     round_up,
+    store_rows,
     unpack_rows,
 )
 
@@ -438,3 +439,42 @@ def _place_in_lines(
         return lines
     place_of_lane = jnp.arange(layout.lanes, dtype=jnp.int32) // layout.row_lanes
     return jnp.where(place_of_lane[None, :] == places[:, None], lines, neutral)
+
+
+def set_rows(
+    packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
+) -> PackedRows:
+    """Sets rows to given values, in place where the caller donated them.
+
+    Rows that share a line are set by two additions: of the negated old value, which
+    leaves exactly 0, and of the new value.
+
+    Args:
+      packed: the rows of this shard.
+      row_ids: rows to set, each at most once; ids beyond the last row are dropped.
+      values: `[ids, *row_shape]`; narrow rows are rounded to nearest.
+    """
+    layout = packed.layout
+    (num_ids,) = row_ids.shape
+    if layout.narrow_dtype is not None:
+        stored = store_rows(values.reshape(num_ids, layout.dim), layout)
+        return replace_stored_rows(packed, row_ids, stored)
+    if layout.rows_per_line > 1:
+        old = gather_rows(packed, row_ids)
+        return add_to_rows(add_to_rows(packed, row_ids, -old), row_ids, values)
+    values = values.reshape(num_ids, layout.dim).astype(packed.lines_dtype)
+    lines = values[:, 0] if layout.is_flat else _in_whole_lines(values, layout)
+    line_ids = jnp.where(row_ids < layout.num_rows, row_ids, layout.num_lines)
+    return packed.with_arrays(
+        [
+            array.at[line_ids].set(part, mode="drop", wrap_negative_indices=False)
+            for array, part in zip(
+                packed.arrays, layout.split_columns(lines), strict=True
+            )
+        ]
+    )
+
+
+def _in_whole_lines(values: Array, layout: RowLayout) -> Array:
+    """Fills rows up to the lanes of a line."""
+    return jnp.pad(values, ((0, 0), (0, layout.lanes - layout.dim)))

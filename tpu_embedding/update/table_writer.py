@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped, UInt32
 
+from tpu_embedding.dynamic import SLOTS_PER_BUCKET
+from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
 from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_stored_rows
 from tpu_embedding.rows.narrow_rows import encode_rows, mix_bits, random_bits
@@ -133,6 +135,8 @@ def _logical_rows(
 ) -> tuple[UInt32[Array, " ids"], UInt32[Array, "#ids"]]:
     """Returns the row within its table, and the table's key, for rows of a shard."""
     _, of_stack = rows_of_stack(row_ids, stack)
+    if stack.is_dynamic:
+        of_stack = _as_on_one_shard(of_stack, stack)
     offsets = [table.row_offset for table in stack.tables]
     keys = [_key_of(table) for table in stack.tables]
     of_stack = of_stack.astype(jnp.uint32)
@@ -147,6 +151,22 @@ def _logical_rows(
         return jnp.sum(reached, axis=1, dtype=jnp.uint32)
 
     return of_stack - of_table(offsets), of_table(keys)
+
+
+def _as_on_one_shard(
+    of_stack: Int[Array, " ids"], stack: StackPlan
+) -> Int[Array, " ids"]:
+    """Returns numbers of a dynamic table's rows that any number of shards agrees on."""
+    result = of_stack
+    for member in dynamic_tables(stack):
+        offset = member.table.row_offset
+        on_shard, shard = jnp.divmod(of_stack - offset, member.num_shards)
+        per_shard = member.buckets_per_shard * SLOTS_PER_BUCKET
+        row = shard * per_shard + on_shard
+        # The default row follows the last place of the table.
+        row = jnp.where(on_shard == per_shard, member.dynamic.num_places, row)
+        result = jnp.where(of_stack >= offset, offset + row, result)
+    return result
 
 
 def _key_of(table: TablePlan) -> int:

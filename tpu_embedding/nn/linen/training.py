@@ -238,6 +238,47 @@ class TrainState(struct.PyTreeNode):
             slots=self.slots | {path: slots for path, (_, slots) in updated.items()},
         )
 
+    def insert_ids(
+        self, features: Any, *, layer: str | None = None, now: Any = None
+    ) -> tuple["TrainState", Any]:
+        """Gives rows to new ids of dynamic tables; call it first in a train step.
+
+        See `tpu_embedding.functional.insert_ids`, which also returns counts.
+
+        Args:
+          features: batch of the layer, from `prepare_features`.
+          layer: path of the layer; None: the only one.
+          now: clock of the step, an integer from 1 on; None: the number of the step.
+
+        Returns:
+          The state, and the batch with row numbers, which the layer takes inside a
+          loss.
+
+        Raises:
+          ValueError: if the variables have no such layer.
+        """
+        layers = layer_tables(self.variables)
+        path = layer if layer is not None or len(layers) != 1 else next(iter(layers))
+        if path not in layers:
+            raise ValueError(
+                "TrainState.insert_ids: layer must be the path of a layer, one of "
+                f"{sorted(layers)}, got {path!r}; None is for a single one."
+            )
+        of_layer = layers[path]
+        result = functional.insert_ids(
+            of_layer.stacks, self.slots[path], features, of_layer.plan, now
+        )
+
+        def new_tables(name: str, old: LayerTables) -> LayerTables:
+            stacks = result.tables if name == path else old.stacks
+            return dataclasses.replace(old, stacks=stacks)
+
+        state = self.replace(
+            variables=map_tables(new_tables, self.variables),
+            slots=self.slots | {path: result.slots},
+        )
+        return state, result.features
+
     def finalize_variable_values(self) -> "TrainState":
         """Returns the state with variables set to their moving averages.
 

@@ -1,0 +1,352 @@
+"""Ids of dynamic tables: rows for new ids, in training, evaluation and every API."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+
+functional = te.functional
+
+
+def plan_of(num_devices=1, dynamic=None, optimizer="adagrad", dim=8, **feature):
+    users = te.TableConfig(
+        vocabulary_size=dynamic or te.Dynamic(capacity=128), dim=dim, name="user"
+    )
+    config = {"user": te.FeatureConfig(table=users, **feature)}
+    return te.make_plan(config, mesh_of(num_devices), optimizer=optimizer)
+
+
+def words(ids):
+    return functional.Ids64.of_array(np.asarray(ids, np.int64))
+
+
+def start(plan):
+    tables = functional.init_tables(plan, jax.random.key(0))
+    return tables, functional.init_slots(tables, plan)
+
+
+def counts(stats):
+    names = ("hits", "inserts", "evictions", "not_admitted", "no_place", "used_rows")
+    return {name: int(getattr(stats, name)) for name in names}
+
+
+def end_step(tables, slots, plan, features):
+    """Trains on a batch whose loss is the sum of the activations."""
+    result = functional.lookup(tables, features, plan)
+    cotangents = jax.tree.map(jnp.ones_like, result.activations)
+    gradients = functional.compute_gradients(result.routing, cotangents, plan)
+    return functional.apply_gradients(tables, slots, gradients, plan)
+
+
+def insert(tables, slots, plan, ids, **options):
+    features = {"user": words(ids)}
+    return functional.insert_ids(tables, slots, features, plan, **options)
+
+
+NASTY = [0, 1, -2, 2**63 - 1, -(2**63), 2**32, 2**32 + 3, 3, 2**31 - 1, -(2**31)]
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
+def test_every_id_of_64_bits_has_a_row_of_its_own(num_devices):
+    plan = plan_of(num_devices)
+    tables, slots = start(plan)
+    result = insert(tables, slots, plan, NASTY)
+    (stats,) = result.stats.values()
+    assert counts(stats)["inserts"] == len(NASTY)
+    rows = np.asarray(result.features["user"].ids)
+    assert len(set(rows.tolist())) == len(NASTY)
+    again = insert(result.tables, result.slots, plan, NASTY[::-1])
+    np.testing.assert_array_equal(again.features["user"].ids, rows[::-1])
+    assert counts(again.stats["user"])["inserts"] == 0
+    found = functional.dynamic_rows(again.tables, plan)["user"]
+    np.testing.assert_array_equal(
+        found.ids, np.sort(np.asarray(NASTY, np.int64).view(np.uint64))
+    )
+
+
+def test_places_without_an_id_have_no_row():
+    plan = plan_of()
+    tables, slots = start(plan)
+    result = insert(tables, slots, plan, [[5, -1], [-1, -1]])
+    np.testing.assert_array_equal(
+        np.asarray(result.features["user"].ids)[:, 1], [te.types.PADDING_ROW_ID] * 2
+    )
+    activations = functional.lookup(result.tables, result.features, plan).activations
+    assert np.all(np.asarray(activations["user"])[1] == 0)
+
+
+def test_a_new_row_starts_from_a_value_of_its_id_on_any_device_count():
+    values = []
+    for num_devices in (1, 3, 8):
+        plan = plan_of(num_devices)
+        result = insert(*start(plan), plan, NASTY)
+        looked_up = functional.lookup(result.tables, result.features, plan)
+        values.append(np.asarray(looked_up.activations["user"]))
+    assert len(np.unique(values[0][:, 0])) == len(NASTY)
+    np.testing.assert_array_equal(values[0], values[1])
+    np.testing.assert_array_equal(values[0], values[2])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("hardware", [None, "v5p"])
+def test_an_evicted_id_comes_back_with_a_new_row_and_new_slots(dtype, hardware):
+    users = te.TableConfig(
+        vocabulary_size=te.Dynamic(capacity=64), dim=8, name="user", dtype=dtype
+    )
+    options = (
+        {} if hardware is None else {"hardware": te.hardware.hardware_by_name(hardware)}
+    )
+    config = {"user": te.FeatureConfig(table=users)}
+    plan = te.make_plan(config, mesh_of(1), optimizer="adagrad", **options)
+    tables, slots = start(plan)
+    first = insert(tables, slots, plan, [7])
+    fresh = functional.lookup(first.tables, first.features, plan).activations["user"]
+    tables, slots = end_step(first.tables, first.slots, plan, first.features)
+    # 64 other ids take all places, id 7's among them.
+    others = insert(tables, slots, plan, np.arange(100, 164))
+    assert counts(others.stats["user"])["evictions"] == 1
+    tables, slots = end_step(others.tables, others.slots, plan, others.features)
+    back = insert(tables, slots, plan, [7])
+    assert counts(back.stats["user"])["evictions"] == 1
+    activations = functional.lookup(back.tables, back.features, plan).activations
+    np.testing.assert_array_equal(activations["user"], fresh)
+    row = int(back.features["user"].ids[0])
+    slot = functional.slot_values(back.slots, plan)["user"]["accumulators"][row]
+    np.testing.assert_array_equal(slot, np.full(8, 0.1, np.float32))
+
+
+def test_ids_of_one_step_are_never_evicted():
+    plan = plan_of(dynamic=te.Dynamic(capacity=64))
+    tables, slots = start(plan)
+    first = insert(tables, slots, plan, np.arange(64))
+    second = insert(first.tables, first.slots, plan, np.arange(100, 110))
+    assert counts(second.stats["user"])["no_place"] == 10
+    tables, slots = end_step(second.tables, second.slots, plan, first.features)
+    third = insert(tables, slots, plan, np.arange(100, 110))
+    assert counts(third.stats["user"])["evictions"] == 10
+
+
+def test_ids_without_a_place_share_the_learned_row():
+    dynamic = te.Dynamic(capacity=64, evict=None, default_row="learned")
+    for num_devices in (1, 3):
+        plan = plan_of(num_devices, dynamic, optimizer=te.optimizers.sgd(1.0))
+        tables, slots = start(plan)
+        result = insert(tables, slots, plan, np.arange(70))
+        assert counts(result.stats["user"])["no_place"] == 6
+        rows = np.asarray(result.features["user"].ids)
+        assert np.sum(rows == np.bincount(rows).argmax()) == 6
+        tables, slots = end_step(result.tables, result.slots, plan, result.features)
+        found = functional.lookup(tables, {"user": words([999])}, plan)
+        np.testing.assert_array_equal(found.activations["user"], np.full((1, 8), -6.0))
+
+
+def test_evaluation_inserts_nothing():
+    plan = plan_of(3)
+    tables, slots = start(plan)
+    result = insert(tables, slots, plan, [5, 6])
+    before = jax.tree.map(np.array, result.tables)
+    activations = functional.lookup(result.tables, {"user": words([5, 8])}, plan)
+    assert np.all(np.asarray(activations.activations["user"])[1] == 0)
+    found = functional.find_ids(result.tables, {"user": words([5, 8])}, plan)
+    assert int(found.stats["user"].hits) == int(found.stats["user"].misses) == 1
+    jax.tree.map(np.testing.assert_array_equal, before, result.tables)
+
+
+def test_a_feature_that_only_finds_inserts_nothing():
+    users = te.TableConfig(vocabulary_size=te.Dynamic(capacity=64), dim=4, name="user")
+    config = {
+        "seen": te.FeatureConfig(table=users),
+        "shown": te.FeatureConfig(table=users, find_only=True),
+    }
+    for num_devices in (1, 3):
+        plan = te.make_plan(config, mesh_of(num_devices), optimizer="sgd")
+        tables, slots = start(plan)
+        features = {"seen": words([1, 2, 3]), "shown": words([3, 4, 5])}
+        result = functional.insert_ids(tables, slots, features, plan)
+        assert counts(result.stats["user"])["inserts"] == 3
+        shown = np.asarray(result.features["shown"].ids)
+        assert shown[0] == np.asarray(result.features["seen"].ids)[2]
+        assert np.all(shown[1:] == te.types.PADDING_ROW_ID)
+
+
+@pytest.mark.parametrize(
+    "policy, evicted",
+    [
+        (te.dynamic.LeastRecentlyUsed(), 1),
+        (te.dynamic.LeastFrequentlyUsed(), 2),
+        (te.dynamic.TimeToLive(2), 1),
+    ],
+)
+def test_who_is_evicted(policy, evicted):
+    # Id 1 is used twice early, id 2 once later; the rest fills the bucket.
+    plan = plan_of(dynamic=te.Dynamic(capacity=64, evict=policy))
+    tables, slots = start(plan)
+    steps = [[1, *range(10, 72)], [1], [2, *range(10, 72)], [*range(10, 72)], [99]]
+    for ids in steps:
+        result = insert(tables, slots, plan, ids)
+        tables, slots = end_step(result.tables, result.slots, plan, result.features)
+    left = set(functional.dynamic_rows(tables, plan)["user"].ids.tolist())
+    assert {1, 2, 99} - left == {evicted}
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_admission_after_some_steps(num_devices):
+    admit = te.dynamic.AdmitAfter(3)
+    plan = plan_of(num_devices, te.Dynamic(capacity=128, admit=admit))
+    tables, slots = start(plan)
+    inserted = []
+    for _ in range(4):
+        result = insert(tables, slots, plan, [5, 5, 2**40])
+        inserted.append(counts(result.stats["user"])["inserts"])
+        tables, slots = end_step(result.tables, result.slots, plan, result.features)
+    assert inserted == [0, 0, 2, 0]
+
+
+def test_admission_by_probability_repeats_itself():
+    admit = te.dynamic.AdmitWithProbability(0.25)
+    admitted = []
+    for num_devices in (1, 3):
+        plan = plan_of(num_devices, te.Dynamic(capacity=8000, admit=admit))
+        result = insert(*start(plan), plan, np.arange(4000))
+        admitted.append(functional.dynamic_rows(result.tables, plan)["user"].ids)
+    np.testing.assert_array_equal(*admitted)
+    assert abs(len(admitted[0]) - 1000) < 100
+
+
+def test_more_ids_for_one_owner_than_a_round_holds():
+    plan = plan_of(8, te.Dynamic(capacity=100_000))
+    tables, slots = start(plan)
+    ids = np.arange(200_000)
+    high, low = (np.zeros_like(ids, np.uint32), ids.astype(np.uint32))
+    from tpu_embedding.rows.id_mixing import mix_ids
+
+    # All ids of the batch have their bucket on the first device.
+    ids = ids[mix_ids(high, low)[0] < 2**29][:16_000]
+    result = insert(tables, slots, plan, ids)
+    one = plan_of(1, te.Dynamic(capacity=100_000))
+    expected = insert(*start(one), one, ids)
+    rows = functional.dynamic_rows(result.tables, plan)["user"]
+    of_one = functional.dynamic_rows(expected.tables, one)["user"]
+    np.testing.assert_array_equal(rows.ids, of_one.ids)
+    np.testing.assert_array_equal(rows.natural_rows, of_one.natural_rows)
+    assert counts(result.stats["user"]) == counts(expected.stats["user"])
+
+
+def test_copies_of_a_table_insert_the_ids_of_all():
+    users = te.TableConfig(vocabulary_size=te.Dynamic(capacity=128), dim=8, name="user")
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    for placement in (te.Replicated(), te.Sharded(axes=("model",))):
+        plan = te.make_plan(
+            {"user": te.FeatureConfig(table=users)},
+            mesh,
+            optimizer="adagrad",
+            placement=placement,
+        )
+        tables, slots = start(plan)
+        result = insert(tables, slots, plan, NASTY)
+        assert counts(result.stats["user"])["inserts"] == len(NASTY)
+        tables, slots = end_step(result.tables, result.slots, plan, result.features)
+        one = plan_of(1)
+        expected = insert(*start(one), one, NASTY)
+        of_one, _ = end_step(expected.tables, expected.slots, one, expected.features)
+        np.testing.assert_allclose(
+            functional.lookup(tables, {"user": words(NASTY)}, plan).activations["user"],
+            functional.lookup(of_one, {"user": words(NASTY)}, one).activations["user"],
+            rtol=1e-6,
+        )
+
+
+class Model(nnx.Module):
+    def __init__(self, plan):
+        self.embedding = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
+        self.dense = nnx.Linear(8, 1, rngs=nnx.Rngs(1))
+
+    def __call__(self, ids):
+        return self.dense(self.embedding(ids)["user"])
+
+
+def test_a_flax_model_trains_and_evaluates():
+    model = Model(plan_of(3))
+    optimizer = te.Optimizer(model, optax.sgd(0.1))
+
+    @nnx.jit
+    def step(model, optimizer, ids):
+        rows = optimizer.insert_ids(model, ids)
+        loss, gradients = te.value_and_grad(lambda m: jnp.mean(m(rows) ** 2))(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    ids = {"user": words(NASTY)}
+    losses = [float(step(model, optimizer, ids)) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert step._cache_size() if hasattr(step, "_cache_size") else True
+    assert int(model.embedding.dynamic_stats.get_value()["user"].hits) == len(NASTY)
+    assert np.any(np.asarray(model(ids)) != np.asarray(model({"user": words([77])})))
+
+
+def test_a_linen_state_inserts():
+    plan = plan_of()
+    layer = te.linen.TPUEmbedding(plan)
+    ids = {"user": words(NASTY)}
+    variables = layer.init(jax.random.key(0), ids)
+    state = te.linen.TrainState.create(
+        apply_fn=layer.apply, variables=variables, tx=optax.sgd(0.1)
+    )
+    state, rows = state.insert_ids(ids)
+
+    def loss_fn(variables):
+        return jnp.sum(layer.apply(variables, rows)["user"] ** 2)
+
+    before, gradients = te.linen.value_and_grad(loss_fn)(state.variables)
+    state = state.apply_gradients(grads=gradients)
+    assert float(loss_fn(state.variables)) < float(before)
+
+
+def test_ids_in_a_loss_say_what_to_do():
+    model = Model(plan_of())
+    ids = {"user": words(NASTY)}
+    with pytest.raises(TypeError, match="optimizer.insert_ids"):
+        te.value_and_grad(lambda m: jnp.sum(m(ids)))(model)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: plan_of(optimizer=te.optimizers.every_row("adam")), "every_row"),
+        (lambda: plan_of(default_id=0), "default_id must be None"),
+        (lambda: te.Dynamic(capacity=0), "Dynamic.capacity"),
+        (lambda: te.Dynamic(capacity=10, evict="lru"), "Dynamic.evict"),
+        (
+            lambda: te.TableConfig(
+                vocabulary_size=te.Dynamic(capacity=10), dim=4, dtype=jnp.int8
+            ),
+            "must not be int8",
+        ),
+        (
+            lambda: te.TableConfig(
+                vocabulary_size=te.Dynamic(capacity=10),
+                dim=4,
+                initializer=jax.nn.initializers.lecun_normal(),
+            ),
+            "rowwise",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def test_a_checkpoint_an_export_and_a_pipeline_are_refused(tmp_path):
+    model = Model(plan_of())
+    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    with pytest.raises(ValueError, match="te.Dynamic vocabulary yet"):
+        te.save(tmp_path / "checkpoint", (model, optimizer))
+    pipeline = te.PipelinedTrainStep(lambda m, ids: jnp.sum(m(ids)))
+    with pytest.raises(ValueError, match="te.Dynamic vocabulary"):
+        pipeline(model, optimizer, {"user": words(NASTY)})

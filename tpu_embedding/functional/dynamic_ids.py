@@ -1,0 +1,521 @@
+"""Replaces the 64-bit ids of dynamic tables by the numbers of their rows.
+
+`insert_ids` runs at the beginning of a training step, in the same compiled program:
+new ids get rows, and the rows start as new. `find_ids` changes nothing; lookups outside
+of training call it. All other functions see row numbers, as those of a static table.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int
+
+from tpu_embedding.argument_checks import takes
+from tpu_embedding.lookup._directory import Counts, NewRows
+from tpu_embedding.lookup._translate import SourceIds, find_rows, insert_rows
+from tpu_embedding.plan.check_rows import check_slots, check_tables
+from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
+from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.plan.plan import PLAN, EmbeddingPlan
+from tpu_embedding.plan.shard_map import in_auto_axes, on_shards
+from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.rows.id_directory import IdDirectory, directory_name
+from tpu_embedding.rows.id_mixing import NO_ID, unmix_ids
+from tpu_embedding.types import (
+    PADDING_ROW_ID,
+    DenseIds,
+    DynamicStats,
+    Ids64,
+    RaggedIds,
+    RowIds,
+    ShardedRaggedIds,
+    SparseIds,
+    UniqueIds,
+)
+from tpu_embedding.update.partition_specs import slot_specs
+from tpu_embedding.update.start_rows import start_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InsertResult:
+    """Result of `insert_ids`.
+
+    Attributes:
+      tables: new tables, with the rows of new ids.
+      slots: new optimizer states.
+      features: the batch, with `RowIds` for features of dynamic tables.
+      stats: table name to counts.
+    """
+
+    tables: dict[str, Any]
+    slots: dict[str, Any]
+    features: Any
+    stats: dict[str, DynamicStats]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FindResult:
+    """Result of `find_ids`.
+
+    Attributes:
+      features: the batch, with `RowIds` for features of dynamic tables.
+      stats: table name to counts.
+    """
+
+    features: Any
+    stats: dict[str, DynamicStats]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicRows:
+    """The ids of a dynamic table and their rows, on the host; all arrays `[ids]`.
+
+    Attributes:
+      ids: uint64, rising.
+      rows: int64, row of each id in the arrays of `unstack_tables`.
+      natural_rows: int64, row of each id on one device.
+      last_used: uint32, clock of the last step that used the id.
+      counts: uint32, steps that used it.
+    """
+
+    ids: np.ndarray
+    rows: np.ndarray
+    natural_rows: np.ndarray
+    last_used: np.ndarray
+    counts: np.ndarray
+
+
+@takes("te.functional.", plan=PLAN)
+def insert_ids(
+    tables: dict[str, Any],
+    slots: dict[str, Any],
+    features: Any,
+    plan: EmbeddingPlan,
+    now: Any = None,
+) -> InsertResult:
+    """Finds the rows of a batch's ids; new ids get rows, which start as new.
+
+    Call it once per step before the lookup, in the same `jit`, with tables and slots
+    donated. Ids of features with `find_only` get no rows.
+
+    Args:
+      tables: stack name to rows, from `init_tables`.
+      slots: stack name to optimizer state, from `init_slots`.
+      features: see `lookup`; those of dynamic tables hold `Ids64` from
+        `prepare_features`, or integers.
+      plan: plan of the layer.
+      now: clock of the step, an integer of 32 bits from 1 on, the same in all calls of
+        a step. None: the number of the step.
+
+    Returns:
+      Tables, slots, the batch with row numbers, and counts.
+
+    Raises:
+      TypeError, ValueError: if a feature has the wrong form, or tables or slots belong
+        to another plan.
+
+    Example:
+      >>> import tpu_embedding as te
+      >>> users = te.TableConfig(vocabulary_size=te.Dynamic(capacity=100), dim=4)
+      >>> plan = te.make_plan(
+      ...     {"user": te.FeatureConfig(table=users)}, optimizer=te.optimizers.sgd(0.1)
+      ... )
+      >>> tables = te.functional.init_tables(plan, jax.random.key(0))
+      >>> slots = te.functional.init_slots(tables, plan)
+      >>> ids = te.inputs.prepare_features({"user": [2**40, 7, 7]}, plan)
+      >>> result = te.functional.insert_ids(tables, slots, ids, plan)
+      >>> int(result.stats["table_0"].inserts)
+      2
+    """
+    return _insert_ids(tables, slots, features, now, plan)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _insert_ids(
+    tables: dict[str, Any],
+    slots: dict[str, Any],
+    features: Any,
+    now: Any,
+    plan: EmbeddingPlan,
+) -> InsertResult:
+    batch_plan = plan.for_batch(features)
+    leaves = batch_plan.flatten(features)
+    stacks = _dynamic_stacks(leaves, batch_plan)
+    check_tables(tables, stacks)
+    check_slots(slots, [s for s in stacks if s.optimizer is not None])
+    stats = {}
+    for stack in stacks:
+        name = directory_name(stack.name)
+        directory, rows, state, translated, found = _insert_in_stack(
+            tables[name],
+            tables[stack.name],
+            slots.get(stack.name),
+            _features_of(stack, leaves, batch_plan),
+            now,
+            stack,
+            batch_plan,
+        )
+        tables = {**tables, name: directory, stack.name: rows}
+        if state is not None:
+            slots = {**slots, stack.name: state}
+        for i, leaf in translated.items():
+            leaves[i] = leaf
+        stats |= found
+    return InsertResult(
+        tables=tables,
+        slots=slots,
+        features=_unflatten(leaves, batch_plan),
+        stats=stats,
+    )
+
+
+@takes("te.functional.", plan=PLAN)
+def find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> FindResult:
+    """Finds the rows of a batch's ids, and changes nothing.
+
+    Args:
+      tables: stack name to rows, from `init_tables`.
+      features: see `insert_ids`.
+      plan: plan of the layer.
+
+    Returns:
+      The batch with row numbers, and counts.
+    """
+    return _find_ids(tables, features, plan)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> FindResult:
+    plan = plan.for_batch(features)
+    leaves = plan.flatten(features)
+    stats = {}
+    for stack in _dynamic_stacks(leaves, plan):
+        translated, found = _find_in_stack(
+            tables[directory_name(stack.name)],
+            _features_of(stack, leaves, plan),
+            stack,
+            plan,
+        )
+        for i, leaf in translated.items():
+            leaves[i] = leaf
+        stats |= found
+    return FindResult(features=_unflatten(leaves, plan), stats=stats)
+
+
+def _find_in_stack(
+    directory: IdDirectory,
+    of_stack: dict[int, Any],
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> tuple[dict[int, Any], dict[str, DynamicStats]]:
+    members = dynamic_tables(stack)
+
+    def find_shard(directory, words):
+        sources = _sources(words, of_stack, members)
+        rows, counts = find_rows(directory, sources, members, stack, plan)
+        return rows, _over_shards(counts, directory.used_rows, stack)
+
+    def find(directory, ids):
+        rows, counts = on_shards(
+            find_shard,
+            plan,
+            in_specs=(stack.rows_spec, plan.sample_spec),
+            out_specs=(plan.sample_spec, PartitionSpec()),
+        )(directory, [_words_of(x, plan) for x in ids])
+        return _shaped_like(ids, rows), counts
+
+    ids = [_ids_in(leaf) for leaf in of_stack.values()]
+    out_specs = (_row_specs(of_stack, plan), PartitionSpec())
+    rows, counts = in_auto_axes(find, plan, out_specs)(directory, ids)
+    return _translated(of_stack, rows), _stats_of(counts, stack)
+
+
+def _insert_in_stack(
+    directory: IdDirectory,
+    table: Any,
+    state: Any,
+    of_stack: dict[int, Any],
+    now: Any,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> tuple[IdDirectory, Any, Any, dict[int, Any], dict[str, DynamicStats]]:
+    members = dynamic_tables(stack)
+
+    def insert_shard(directory, table, state, words, now):
+        sources = _sources(words, of_stack, members)
+        clock = directory.clock[0] if now is None else now
+
+        def start(rows, new: NewRows):
+            return start_rows(
+                *rows,
+                new.rows,
+                (new.first, new.second),
+                new.tables,
+                new.count,
+                directory.init_keys,
+                stack,
+            )
+
+        directory, rows, found, counts = insert_rows(
+            directory, start, (table, state), sources, members, clock, stack, plan
+        )
+        return directory, rows, found, _over_shards(counts, directory.used_rows, stack)
+
+    spec = stack.rows_spec
+    state_spec = slot_specs({stack.name: state}, plan)[stack.name]
+
+    def insert(directory, table, state, ids, now):
+        directory, rows, found, counts = on_shards(
+            insert_shard,
+            plan,
+            in_specs=(spec, spec, state_spec, plan.sample_spec, PartitionSpec()),
+            out_specs=(spec, (spec, state_spec), plan.sample_spec, PartitionSpec()),
+        )(directory, table, state, [_words_of(x, plan) for x in ids], now)
+        return directory, rows, _shaped_like(ids, found), counts
+
+    if now is not None:
+        now = jnp.asarray(now).astype(jnp.uint32)
+    ids = [_ids_in(leaf) for leaf in of_stack.values()]
+    out_specs = (spec, (spec, state_spec), _row_specs(of_stack, plan), PartitionSpec())
+    directory, (table, state), found, counts = in_auto_axes(insert, plan, out_specs)(
+        directory, table, state, ids, now
+    )
+    translated = _translated(of_stack, found)
+    return directory, table, state, translated, _stats_of(counts, stack)
+
+
+def dynamic_rows(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, DynamicRows]:
+    """Returns the ids of all dynamic tables and their rows, on the host.
+
+    Args:
+      tables: stack name to rows.
+      plan: plan of the layer.
+    """
+    result = {}
+    for stack in plan.stacks:
+        members = dynamic_tables(stack)
+        if not members:
+            continue
+        directory = tables[directory_name(stack.name)]
+        keys, scores = (
+            np.asarray(x).reshape(stack.num_shards, -1, 2, x.shape[1] // 2)
+            for x in (directory.keys, directory.scores)
+        )
+        for member in members:
+            result[member.table.name] = _rows_of(keys, scores, member)
+    return result
+
+
+def _rows_of(
+    keys: np.ndarray, scores: np.ndarray, member: DynamicTablePlan
+) -> DynamicRows:
+    first = member.first_bucket
+    of_table = slice(first, first + member.buckets_per_shard)
+    keys, scores = keys[:, of_table], scores[:, of_table]
+    is_used = ~((keys[:, :, 0] == NO_ID) & (keys[:, :, 1] == NO_ID))
+    shard, bucket, lane = np.nonzero(is_used)
+    high, low = unmix_ids(keys[shard, bucket, 0, lane], keys[shard, bucket, 1, lane])
+    ids = Ids64(high=high, low=low).to_numpy()
+    order = np.argsort(ids)
+    size = keys.shape[3]
+    on_shard = size * bucket + lane
+    return DynamicRows(
+        ids=ids[order],
+        rows=(on_shard * member.num_shards + shard)[order],
+        natural_rows=(shard * member.buckets_per_shard * size + on_shard)[order],
+        last_used=scores[shard, bucket, 0, lane][order],
+        counts=scores[shard, bucket, 1, lane][order],
+    )
+
+
+def row_numbers(leaf: Any, feature: FeaturePlan) -> Any:
+    """Returns the ids that a lookup takes: int32 rows of the feature's table.
+
+    Raises:
+      TypeError: if a feature of a dynamic table holds ids, or one of a static table
+        holds numbers of rows.
+    """
+    if isinstance(leaf, RowIds):
+        if feature.table.dynamic is None:
+            raise TypeError(
+                f"Feature {feature.name!r} holds RowIds, which are for tables with a "
+                "te.Dynamic vocabulary, but its table has a fixed one; pass its ids."
+            )
+        return leaf.ids
+    if feature.table.dynamic is not None:
+        raise TypeError(
+            f"Feature {feature.name!r} of a table with a te.Dynamic vocabulary must "
+            "hold RowIds inside a loss, got ids. Replace them at the beginning of the "
+            "step, so that new ids get rows: ids = optimizer.insert_ids(model, ids), "
+            "state, ids = state.insert_ids(ids), or te.functional.insert_ids. To train "
+            "without new ids: te.functional.find_ids."
+        )
+    return leaf
+
+
+def has_raw_ids(features: Any, plan: EmbeddingPlan) -> bool:
+    """Returns True if a feature of a dynamic table holds ids in place of rows."""
+    plan = plan.for_batch(features)
+    return bool(_dynamic_stacks(plan.flatten(features), plan))
+
+
+def _dynamic_stacks(leaves: Sequence[Any], plan: EmbeddingPlan) -> list[StackPlan]:
+    """Returns the stacks of dynamic tables whose features hold ids."""
+    wanted = {
+        feature.stack_index
+        for leaf, feature in zip(leaves, plan.features, strict=True)
+        if feature.table.dynamic is not None and not isinstance(leaf, RowIds)
+    }
+    return [plan.stacks[i] for i in sorted(wanted)]
+
+
+def _features_of(
+    stack: StackPlan, leaves: Sequence[Any], plan: EmbeddingPlan
+) -> dict[int, Any]:
+    """Returns the leaves of a stack that hold ids, by position; see `_Leaf`."""
+    return {
+        i: _Leaf(leaves[i], plan.features[i])
+        for i in plan.features_of(stack)
+        if not isinstance(leaves[i], RowIds)
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """A feature of a batch and its plan."""
+
+    value: Any
+    feature: FeaturePlan
+
+
+def _ids_in(leaf: _Leaf) -> Any:
+    """Returns the array of ids of a feature."""
+    match leaf.value:
+        case DenseIds() | UniqueIds():
+            return leaf.value.ids
+        case ShardedRaggedIds():
+            return leaf.value.values
+        case RaggedIds() | SparseIds():
+            raise TypeError(
+                f"Feature {leaf.feature.name!r} is a {type(leaf.value).__name__}, "
+                "whose size changes from batch to batch; pass the batch through "
+                "prepare first."
+            )
+    return leaf.value
+
+
+def _words_of(ids: Any, plan: EmbeddingPlan) -> tuple[Array, Array]:
+    """Returns the words of a feature's ids, filled up for the devices. Global."""
+    if not isinstance(ids, Ids64):
+        array = jnp.asarray(ids)
+        ids = Ids64.of_array(array)
+        if array.dtype == jnp.int32:
+            is_none = array == PADDING_ROW_ID
+            ids = Ids64(
+                high=jnp.where(is_none, NO_ID, ids.high),
+                low=jnp.where(is_none, NO_ID, ids.low),
+            )
+    room = -ids.high.size % plan.num_shards
+
+    def flat(words):
+        words = jnp.asarray(words).reshape(-1)
+        return jnp.pad(words, (0, room), constant_values=NO_ID)
+
+    return flat(ids.high), flat(ids.low)
+
+
+def _shaped_like(ids: Sequence[Any], rows: Sequence[Array]) -> list[Array]:
+    """Returns the rows of each feature in the shape of its ids."""
+    return [
+        of_feature[: int(np.prod(x.shape))].reshape(x.shape)
+        for x, of_feature in zip(ids, rows, strict=True)
+    ]
+
+
+def _row_specs(of_stack: dict[int, Any], plan: EmbeddingPlan) -> list[PartitionSpec]:
+    """Returns the partition of the rows of each feature, on explicit axes."""
+    specs = []
+    for leaf in of_stack.values():
+        if isinstance(leaf.value, ShardedRaggedIds | UniqueIds):
+            specs.append(plan.sample_spec)
+            continue
+        divides = _ids_in(leaf).shape[0] % plan.num_batch_shards == 0
+        specs.append(plan.batch_sharding.spec if divides else PartitionSpec())
+    return specs
+
+
+def _with_rows(leaf: _Leaf, rows: Int[Array, "..."]) -> RowIds:
+    """Returns the feature with row numbers in place of its ids."""
+    match leaf.value:
+        case DenseIds() | UniqueIds():
+            return RowIds(dataclasses.replace(leaf.value, ids=rows))
+        case ShardedRaggedIds():
+            return RowIds(dataclasses.replace(leaf.value, values=rows))
+    return RowIds(rows)
+
+
+def _translated(of_stack: dict[int, Any], rows: Sequence[Array]) -> dict[int, RowIds]:
+    return {
+        i: _with_rows(leaf, found)
+        for (i, leaf), found in zip(of_stack.items(), rows, strict=True)
+    }
+
+
+def _sources(
+    words: Sequence[tuple[Array, Array]],
+    of_stack: dict[int, Any],
+    members: Sequence[DynamicTablePlan],
+) -> list[SourceIds]:
+    offsets = [member.table.row_offset for member in members]
+    return [
+        SourceIds(
+            high=high,
+            low=low,
+            table=offsets.index(leaf.feature.row_offset),
+            inserts=not leaf.feature.config.find_only,
+        )
+        for (high, low), leaf in zip(words, of_stack.values(), strict=True)
+    ]
+
+
+def _over_shards(counts: Counts, used_rows: Array, stack: StackPlan) -> Any:
+    """Adds counts over shards, which are the same on all copies."""
+    if stack.num_shards == 1:
+        return counts, used_rows
+    return jax.lax.psum((counts, used_rows), stack.shard_axes)
+
+
+def _stats_of(
+    counts: tuple[Counts, Array], stack: StackPlan
+) -> dict[str, DynamicStats]:
+    found, used = counts
+    return {
+        table.name: DynamicStats(
+            hits=found.hits[i],
+            misses=found.not_admitted[i] + found.no_place[i],
+            inserts=found.inserts[i],
+            evictions=found.evictions[i],
+            not_admitted=found.not_admitted[i],
+            no_place=found.no_place[i],
+            used_rows=used[i],
+        )
+        for i, table in enumerate(stack.tables)
+    }
+
+
+def _unflatten(leaves: Sequence[Any], plan: EmbeddingPlan) -> Any:
+    """Returns the nest of a batch; several lookups of a feature have one leaf."""
+    of_inputs = [
+        leaf
+        for leaf, feature in zip(leaves, plan.features, strict=True)
+        if feature.table_index == 0
+    ]
+    return jax.tree.unflatten(plan.feature_tree, of_inputs)
