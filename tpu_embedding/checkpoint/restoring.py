@@ -264,11 +264,11 @@ def _restored(layer: LayerState, saved: SavedTables, args: RestoreState) -> Laye
 def _with_totals_of_new_rows(layer: LayerState, saved: SavedTables) -> LayerState:
     """Adds the rows that the checkpoint lacks to totals over the values of a table."""
     grown = {
-        table.name: table.config.vocabulary_size
+        table.name: table.config.max_rows
         for stack in layer.plan.trained_stacks
         for table in stack.tables
         if table.name in saved.names
-        and saved.num_rows(table.name) < table.config.vocabulary_size
+        and saved.num_rows(table.name) < table.config.max_rows
     }
     tables = dict(layer.tables)
     slots = with_following_slots(layer.slots or {}, tables, grown, layer.plan, tables)

@@ -44,7 +44,7 @@ def table_records(layer: LayerState) -> dict[str, TableRecord]:
         slots = slots_of(layer, stack)
         initial = _initial_values(stack, slots)
         for table in stack.tables:
-            size = table.config.vocabulary_size
+            size = table.config.max_rows
             records[layer.name_of(table.name)] = TableRecord(
                 vocabulary_size=size,
                 dim=stack.dim,

@@ -247,7 +247,7 @@ def _write_stack(part: TrackedPart, writing: Writing) -> dict[str, Any]:
     base_step = int(part.tracked.state.base_step)
     set_by_hand = part.layer.set_tables.set_since(int(part.tracked.state.base_id))
     touched = part.tracked.touched_since(base_step, plan, receivers()) | {
-        table.name: np.arange(table.config.vocabulary_size, dtype=np.int32)
+        table.name: np.arange(table.config.max_rows, dtype=np.int32)
         for table in stack.tables
         if table.name in set_by_hand
     }
@@ -255,7 +255,7 @@ def _write_stack(part: TrackedPart, writing: Writing) -> dict[str, Any]:
     files: dict[str, TensorFile] = {}
     entries: dict[str, Any] = {
         part.prefix + table.name: {
-            "vocabulary_size": table.config.vocabulary_size,
+            "vocabulary_size": table.config.max_rows,
             "dim": table.config.dim,
             "num_rows": len(touched[table.name]),
         }

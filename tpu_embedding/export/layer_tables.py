@@ -32,7 +32,7 @@ class LayerTable:
     def stored_spec(self, row_format: RowFormat) -> TensorSpec:
         """Returns the shape and dtype of the exported table."""
         config = self.place.config
-        return stored_spec(config.vocabulary_size, config.dim, row_format)
+        return stored_spec(config.max_rows, config.dim, row_format)
 
 
 class TableBlock(NamedTuple):

@@ -218,7 +218,7 @@ def _lookup(feature: FeaturePlan, table: str, ids: Any) -> Lookup:
     return Lookup(
         feature=feature.name,
         table=table,
-        vocabulary_size=feature.table.vocabulary_size,
+        vocabulary_size=feature.table.max_rows,
         combiner="custom" if is_custom else combiner,
         max_sequence_length=config.max_sequence_length,
         max_valence=combiner.max_valence if is_custom else None,

@@ -150,7 +150,7 @@ def _insert_ids(
     leaves = batch_plan.flatten(features)
     stacks = _dynamic_stacks(leaves, batch_plan)
     check_tables(tables, stacks)
-    check_slots(slots, [s for s in stacks if s.optimizer is not None])
+    check_slots(slots, [s for s in plan.trained_stacks if s in stacks])
     stats = {}
     for stack in stacks:
         name = directory_name(stack.name)
@@ -254,8 +254,10 @@ def _insert_in_stack(
         clock = directory.clock[0] if now is None else now
 
         def start(rows, new: NewRows):
+            table, state = rows
             return start_rows(
-                *rows,
+                table,
+                state,
                 new.rows,
                 (new.first, new.second),
                 new.tables,

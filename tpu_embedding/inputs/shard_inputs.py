@@ -28,6 +28,7 @@ from tpu_embedding.types import (
     FeatureIds,
     IdArray,
     RaggedIds,
+    RowIds,
     ShardedRaggedIds,
     SparseIds,
     UniqueIds,
@@ -89,7 +90,7 @@ def as_dense_ids(
     ids: FeatureIds,
 ) -> DenseIds | RaggedIds | SparseIds | ShardedRaggedIds:
     """Wraps a plain array of ids in `DenseIds`; returns other ids as they are."""
-    assert not isinstance(ids, UniqueIds)
+    assert not isinstance(ids, UniqueIds | RowIds)
     if isinstance(ids, DenseIds | RaggedIds | SparseIds | ShardedRaggedIds):
         return ids
     return DenseIds(ids=ids)

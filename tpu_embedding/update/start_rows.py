@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from tpu_embedding.initializers import RowFunction, threefry_key
+from tpu_embedding.initializers import RowFunction, RowInitializer, threefry_key
 from tpu_embedding.optimizers.table_rows import table_rows_context
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.row_random_bits import threefry
@@ -49,8 +49,7 @@ def start_rows(
     """
     (num_ids,) = rows.shape
     per_turn = min(_ROWS_PER_TURN, num_ids)
-    is_rounded = state is not None and stack.layout.narrow_dtype is not None
-    inner = state.inner if is_rounded else state
+    inner = state.inner if isinstance(state, RoundedState) else state
     leaves, tree = jax.tree.flatten(inner, is_leaf=is_slot)
     slots = [leaf for leaf in leaves if is_slot(leaf)]
 
@@ -77,7 +76,7 @@ def start_rows(
     )
     remaining = iter(slots)
     inner = tree.unflatten([next(remaining) if is_slot(x) else x for x in leaves])
-    if is_rounded:
+    if isinstance(state, RoundedState):
         return table, RoundedState(step=state.step, inner=inner)
     return table, inner
 
@@ -99,9 +98,11 @@ def initial_rows(
       stack: gives the initializers.
     """
     by_function: dict[RowFunction, list[int]] = {}
-    initializers = [table.row_initializer for table in stack.tables]
-    for i, initializer in enumerate(initializers):
-        assert initializer is not None, "refused by TableConfig"
+    initializers: list[RowInitializer] = []
+    for i, table in enumerate(stack.tables):
+        initializer = table.row_initializer
+        assert initializer is not None, "TableConfig refuses others"
+        initializers.append(initializer)
         by_function.setdefault(initializer.function, []).append(i)
     keys = [_pick(init_keys[:, i], tables) for i in range(2)]
     keys = jnp.stack(threefry(keys[0], keys[1], first, second), axis=1)
@@ -120,7 +121,6 @@ def initial_rows(
             values if result is None else jnp.where(is_member[:, None], values, result)
         )
     assert result is not None
-    # As a constant, XLA would fold a parameter into the arithmetic and round otherwise.
     return result
 
 
@@ -132,6 +132,7 @@ def _rows_of(
     def row(key, *parameters):
         return function(threefry_key(key), row_ids, dim, *parameters)[0]
 
+    # As a constant, XLA would fold a parameter into the arithmetic and round otherwise.
     keys, parameters = jax.lax.optimization_barrier((keys, parameters))
     return jax.vmap(row)(keys, *parameters)
 

@@ -244,7 +244,7 @@ class _ModelStacks:
             for table in stack.tables:
                 yield TargetTable(
                     name=prefix + table.name,
-                    vocabulary_size=table.config.vocabulary_size,
+                    vocabulary_size=table.config.max_rows,
                     dim=table.config.dim,
                     slots=slots,
                     rule=rule_of(state),

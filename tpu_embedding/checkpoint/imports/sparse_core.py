@@ -83,14 +83,14 @@ def stack_in_order(
             StackedTable(
                 name=table.name,
                 stack_name=stack_name,
-                vocabulary_size=table.vocabulary_size,
+                vocabulary_size=table.max_rows,
                 dim=table.dim,
                 num_shards=num_sparse_cores,
                 row_offset=row_offset,
                 rotation=i * sparse_cores_per_device % num_sparse_cores,
             )
         )
-        row_offset += rows_in_shard(table.vocabulary_size, num_sparse_cores)
+        row_offset += rows_in_shard(table.max_rows, num_sparse_cores)
     return places
 
 
@@ -128,7 +128,7 @@ def read_stacked(stack: RowArray, table: StackedTable, origin: str) -> RowArray:
             f"{table.dim} from row {table.row_offset} of {table.num_shards} shards on."
         )
     return RowArray(
-        (table.vocabulary_size, *([table.dim] if row_shape else [])),
+        (table.max_rows, *([table.dim] if row_shape else [])),
         stack.dtype,
         functools.partial(_read, stack, table, rows_per_shard),
         stack.check,

@@ -131,7 +131,7 @@ def _stack_floor(
     requested, owned, updated = 0.0, 0.0, 0.0
     for table in stack.tables:
         num_ids = ids_of_table.get(table.row_offset, 0)
-        num_rows = table.config.vocabulary_size
+        num_rows = table.config.max_rows
         requested += min(num_ids, num_rows)
         owned += min(stack.num_shards * num_ids, num_rows) / stack.num_shards
         updated += min(num_devices * num_ids, num_rows) / stack.num_shards

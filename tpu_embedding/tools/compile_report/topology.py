@@ -23,8 +23,10 @@ from tpu_embedding.hardware import (
     HardwareInfo,
     hardware_by_name,
 )
+from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
+from tpu_embedding.rows.id_directory import IdDirectory
 from tpu_embedding.rows.packed_rows import PackedRows
 
 Tree = TypeVar("Tree")
@@ -175,9 +177,25 @@ def abstract_arrays(tree: Tree, plan: EmbeddingPlan) -> Tree:
         if isinstance(leaf, PackedRows):
             sharding = plan.rows_sharding(_stack_of(leaf, plan))
             return jax.tree.map(lambda x: _struct(x, sharding), leaf)
+        if isinstance(leaf, IdDirectory):
+            sharding = plan.rows_sharding(_stack_of_directory(leaf, plan))
+            return jax.tree.map(lambda x: _struct(x, sharding), leaf)
         return _struct(leaf, plan.replicated)
 
-    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, PackedRows))
+    return jax.tree.map(
+        place, tree, is_leaf=lambda x: isinstance(x, PackedRows | IdDirectory)
+    )
+
+
+def _stack_of_directory(directory: IdDirectory, plan: EmbeddingPlan) -> StackPlan:
+    """Returns a stack whose directory has as many buckets."""
+    return next(
+        stack
+        for stack in plan.stacks
+        if stack.is_dynamic
+        and stack.num_shards * sum(t.buckets_per_shard for t in dynamic_tables(stack))
+        == directory.keys.shape[0]
+    )
 
 
 def _stack_of(rows: PackedRows, plan: EmbeddingPlan) -> StackPlan:
