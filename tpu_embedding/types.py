@@ -359,20 +359,21 @@ class LookupStats:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicStats:
-    """Counts of the different ids of a dynamic table in one call. int32 scalars.
+    """Counts of one call for a dynamic table. int32 scalars, over all devices.
 
     Attributes:
-      hits: ids that have a row.
-      misses: ids that have none after the call.
-      inserts: new ids that got a row.
-      evictions: ids that lost theirs to a new one.
-      not_admitted: unknown ids that the admission refused, or that none may insert.
-      no_place: ids for which their bucket has no place.
+      ids: ids of the batch, repeats included.
+      hits: those that had a row before the call.
+      inserts: different new ids that got a row.
+      evictions: ids that lost their row to a new one.
+      not_admitted: different unknown ids that the admission refused, or that no feature
+        inserts. 0 if the call only finds.
+      no_place: different admitted ids whose bucket has no place.
       used_rows: rows that ids have after the call.
     """
 
+    ids: Array
     hits: Array
-    misses: Array
     inserts: Array
     evictions: Array
     not_admitted: Array

@@ -153,7 +153,7 @@ def test_evaluation_inserts_nothing():
     activations = functional.lookup(result.tables, {"user": words([5, 8])}, plan)
     assert np.all(np.asarray(activations.activations["user"])[1] == 0)
     found = functional.find_ids(result.tables, {"user": words([5, 8])}, plan)
-    assert int(found.stats["user"].hits) == int(found.stats["user"].misses) == 1
+    assert (int(found.stats["user"].ids), int(found.stats["user"].hits)) == (2, 1)
     jax.tree.map(np.testing.assert_array_equal, before, result.tables)
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from tpu_embedding.argument_checks import takes
-from tpu_embedding.lookup._directory import Counts, NewRows
+from tpu_embedding.lookup._directory import Counts, NewRows, no_counts
 from tpu_embedding.lookup._translate import SourceIds, find_rows, insert_rows
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
@@ -220,8 +220,9 @@ def _find_in_stack(
 
     def find_shard(directory, words):
         sources = _sources(words, of_stack, members)
-        rows, counts = find_rows(directory, sources, members, stack, plan)
-        return rows, _over_shards(counts, directory.used_rows, stack)
+        rows, hits = find_rows(directory, sources, members, stack, plan)
+        counts = no_counts(len(members))
+        return rows, _totals(sources, hits, counts, directory, stack, plan)
 
     def find(directory, ids):
         rows, counts = on_shards(
@@ -266,10 +267,11 @@ def _insert_in_stack(
                 stack,
             )
 
-        directory, rows, found, counts = insert_rows(
+        directory, rows, found, hits, counts = insert_rows(
             directory, start, (table, state), sources, members, clock, stack, plan
         )
-        return directory, rows, found, _over_shards(counts, directory.used_rows, stack)
+        totals = _totals(sources, hits, counts, directory, stack, plan)
+        return directory, rows, found, totals
 
     spec = stack.rows_spec
     state_spec = slot_specs({stack.name: state}, plan)[stack.name]
@@ -488,21 +490,46 @@ def _sources(
     ]
 
 
-def _over_shards(counts: Counts, used_rows: Array, stack: StackPlan) -> Any:
-    """Adds counts over shards, which are the same on all copies."""
-    if stack.num_shards == 1:
-        return counts, used_rows
-    return jax.lax.psum((counts, used_rows), stack.shard_axes)
+def _totals(
+    sources: Sequence[SourceIds],
+    hits: Sequence[Array],
+    counts: Counts,
+    directory: IdDirectory,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> Any:
+    """Adds counts over the devices; those of owners are the same on all copies."""
+    places = [
+        jnp.sum(~((x.high == NO_ID) & (x.low == NO_ID)), dtype=jnp.int32)
+        for x in sources
+    ]
+    zero = jnp.int32(0)
+    of_places = [
+        jnp.stack(
+            [
+                sum(
+                    (n for n, x in zip(numbers, sources, strict=True) if x.table == i),
+                    zero,
+                )
+                for i in range(len(stack.tables))
+            ]
+        )
+        for numbers in (places, hits)
+    ]
+    of_owners = (counts, directory.used_rows)
+    if plan.mesh.size > 1:
+        of_places = jax.lax.psum(of_places, plan.sample_axes)
+    if stack.num_shards > 1:
+        of_owners = jax.lax.psum(of_owners, stack.shard_axes)
+    return of_places, of_owners
 
 
-def _stats_of(
-    counts: tuple[Counts, Array], stack: StackPlan
-) -> dict[str, DynamicStats]:
-    found, used = counts
+def _stats_of(totals: Any, stack: StackPlan) -> dict[str, DynamicStats]:
+    (places, hits), (found, used) = totals
     return {
         table.name: DynamicStats(
-            hits=found.hits[i],
-            misses=found.not_admitted[i] + found.no_place[i],
+            ids=places[i],
+            hits=hits[i],
             inserts=found.inserts[i],
             evictions=found.evictions[i],
             not_admitted=found.not_admitted[i],

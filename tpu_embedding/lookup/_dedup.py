@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Integer
 
 from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.plan.stack_plan import StackPlan
@@ -40,7 +40,9 @@ def rank_unique(values: Int[Array, " n"]) -> Ranked:
     return Ranked(values, order, running_sum(is_new.astype(jnp.int32)) - 1)
 
 
-def unsort(values: Int[Array, " n"], order: Int[Array, " n"]) -> Int[Array, " n"]:
+def unsort(
+    values: Integer[Array, " n"], order: Int[Array, " n"]
+) -> Integer[Array, " n"]:
     """Returns values of sorted places in the order before sorting.
 
     Args:

@@ -1,9 +1,9 @@
 """Finds the rows of 64-bit ids in a directory, and inserts new ids. Per shard.
 
-It runs at the owner of the buckets, on ids in the order of bucket and id, each once.
-Everything is integer arithmetic on the whole set of ids, so neither the order of a
-batch nor the number of devices changes a result. The rules stand in
-docs/guides/dynamic_tables.md.
+It runs at the owner of the buckets. Everything is integer arithmetic on the set of all
+ids of a call, so neither their order, nor repeats, nor the number of devices changes a
+result. Most ids are known, and one line of the directory answers for each. Only unknown
+ids are sorted. The rules stand in docs/guides/dynamic_tables.md.
 """
 
 import dataclasses
@@ -26,13 +26,17 @@ from tpu_embedding.dynamic import (
 )
 from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan
-from tpu_embedding.rows.id_directory import IdDirectory
+from tpu_embedding.rows.id_directory import LINE_LANES, IdDirectory
 from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.rows.narrow_rows import mix_bits
 from tpu_embedding.types import PADDING_ROW_ID
 
 _BUCKETS_PER_TURN: Final = 128
 """Buckets that one turn of the loop over new ids fills."""
+
+_SHARE_OF_FEW: Final = 16
+_MIN_FEW: Final = 256
+"""If at most one id in 16 is unknown, only so many are sorted; small calls sort all."""
 
 _NO_LANE: Final = -1
 _EMPTY, _EVICTABLE, _TAKEN = range(3)
@@ -43,14 +47,14 @@ _MAX_COUNT: Final = 2**_COUNT_BITS - 1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnedIds:
-    """Ids at the owner of their buckets, by bucket and id. Per shard.
+    """Ids at the owner of their buckets, in any order. Per shard.
 
     Attributes:
-      buckets: int32 `[ids]`, rising; buckets of this shard's directory.
+      buckets: int32 `[ids]`, buckets of this shard's directory.
       first: uint32 `[ids]`, first mixed word.
       second: uint32 `[ids]`, second mixed word.
-      is_id: bool `[ids]`, False for padding and for repeats.
-      may_insert: bool `[ids]`, True if some feature that asks for it inserts ids.
+      is_id: bool `[ids]`, False for padding.
+      may_insert: bool `[ids]`, True if the feature that asks for it inserts ids.
     """
 
     buckets: Int[Array, " ids"]
@@ -81,9 +85,8 @@ class NewRows:
 
 
 class Counts(NamedTuple):
-    """Distinct ids of one call by table, int32 `[tables]`; see `DynamicStats`."""
+    """Different ids of one call by table, int32 `[tables]`; see `DynamicStats`."""
 
-    hits: Any
     inserts: Any
     evictions: Any
     not_admitted: Any
@@ -114,44 +117,144 @@ def insert(
     ids: OwnedIds,
     tables: Sequence[DynamicTablePlan],
     now: UInt32[Array, ""],
-) -> tuple[IdDirectory, Int[Array, " ids"], NewRows, Counts]:
+) -> tuple[IdDirectory, Int[Array, " ids"], Bool[Array, " ids"], NewRows, Counts]:
     """Finds ids, and gives places to new ones. Per shard.
 
     Args:
-      directory: the directory; in place where donated.
-      ids: each once.
+      directory: ids that have rows; in place where donated.
+      ids: ids of the call.
       tables: tables of the stack.
       now: clock of this step.
 
     Returns:
-      The directory; the place of each id in its bucket, or -1; the rows of new ids;
-      counts.
+      The directory; the place of each id in its bucket, or -1; whether it had one
+      before; the rows of new ids; counts.
     """
+    (num_ids,) = ids.buckets.shape
     lanes = find_lanes(directory, ids)
-    is_found = lanes != _NO_LANE
-    is_unknown = ids.is_id & ~is_found & ids.may_insert
-    directory = _note_use(directory, ids, lanes, is_found & ids.may_insert, now)
+    is_known = lanes != _NO_LANE
+    directory = _note_use(directory, ids, lanes, is_known & ids.may_insert, now)
+    is_unknown = ids.is_id & ~is_known
+    rank = running_sum(is_unknown.astype(jnp.int32)) - 1
+    positions = jnp.full((num_ids,), num_ids, jnp.int32)
+    positions = positions.at[jnp.where(is_unknown, rank, num_ids)].set(
+        jnp.arange(num_ids, dtype=jnp.int32), mode="drop", wrap_negative_indices=False
+    )
+    num_unknown = rank[-1] + 1
+    state = (directory, lanes, _no_new_rows(num_ids), no_counts(len(tables)))
+
+    def insert_first(size, state):
+        """Inserts the unknown ids, which are at most `size`."""
+        return _insert_unknown(state, ids, positions[:size], tables, now)
+
+    few = -(-num_ids // _SHARE_OF_FEW)
+    if few < _MIN_FEW:
+        state = insert_first(num_ids, state)
+    else:
+        # Loops of at most one turn: XLA copies the directory for a conditional.
+        has_few = (num_unknown > 0) & (num_unknown <= few)
+        state = _once(has_few, functools.partial(insert_first, few), state)
+        has_many = num_unknown > few
+        state = _once(has_many, functools.partial(insert_first, num_ids), state)
+    directory, lanes, new_rows, counts = state
+    used = directory.used_rows + counts.inserts - counts.evictions
+    directory = dataclasses.replace(directory, used_rows=used)
+    return directory, lanes, is_known, new_rows, counts
+
+
+def _once(condition: Array, run: Any, state: Any) -> Any:
+    return jax.lax.while_loop(
+        lambda carry: carry[0],
+        lambda carry: (jnp.zeros((), bool), run(carry[1])),
+        (condition, state),
+    )[1]
+
+
+def _no_new_rows(num_ids: int) -> NewRows:
+    words = jnp.zeros((num_ids,), jnp.uint32)
+    return NewRows(
+        rows=jnp.full((num_ids,), PADDING_ROW_ID, jnp.int32),
+        first=words,
+        second=words,
+        tables=jnp.zeros((num_ids,), jnp.int32),
+        count=jnp.int32(0),
+    )
+
+
+def _insert_unknown(
+    state: tuple[IdDirectory, Array, NewRows, Counts],
+    ids: OwnedIds,
+    positions: Int[Array, " unknown"],
+    tables: Sequence[DynamicTablePlan],
+    now: UInt32[Array, ""],
+) -> tuple[IdDirectory, Array, NewRows, Counts]:
+    """Gives places to unknown ids.
+
+    Args:
+      state: directory, place of each id, new rows and counts.
+      ids: all ids of the call.
+      positions: positions of the unknown ones; the number of ids where unused.
+      tables: tables of the stack.
+      now: clock of this step.
+    """
+    directory, lanes, _, _ = state
+    (num_ids,) = lanes.shape
+    unknown, order, ranks = _sort_unique(ids, positions, directory.keys.shape[0])
+    may_insert = unknown.is_id & unknown.may_insert
     dynamic = tables[0].dynamic
-    directory, is_admitted = _admit(directory, ids, is_unknown, dynamic, now)
-    table_of = table_of_buckets(ids.buckets, tables)
+    directory, is_admitted = _admit(directory, unknown, may_insert, dynamic, now)
     directory, new_lanes, num_evicted = _fill_buckets(
-        directory, ids, is_admitted, tables, now
+        directory, unknown, is_admitted, tables, now
     )
     is_new = new_lanes != _NO_LANE
+    table_of = table_of_buckets(unknown.buckets, tables)
     count = functools.partial(count_by_table, table_of=table_of, num_tables=len(tables))
     counts = Counts(
-        hits=count(is_found),
         inserts=count(is_new),
         evictions=num_evicted,
-        not_admitted=count(ids.is_id & ~is_found & ~is_admitted),
+        not_admitted=count(unknown.is_id & ~is_admitted),
         no_place=count(is_admitted & ~is_new),
     )
-    directory = dataclasses.replace(
-        directory, used_rows=directory.used_rows + counts.inserts - counts.evictions
+    # Repeats have the place of the first.
+    of_rank = jnp.full(new_lanes.shape, _NO_LANE, jnp.int32).at[ranks].max(new_lanes)
+    lanes = lanes.at[positions[order]].set(
+        of_rank[ranks], mode="drop", wrap_negative_indices=False
     )
-    lanes = jnp.where(is_new, new_lanes, lanes)
-    rows = local_rows(ids.buckets, lanes, tables, first_row=True)
-    return directory, lanes, _compact(ids, rows, table_of, is_new), counts
+    rows = local_rows(unknown.buckets, new_lanes, tables, first_row=True)
+    return directory, lanes, _compact(unknown, rows, table_of, is_new, num_ids), counts
+
+
+def _sort_unique(
+    ids: OwnedIds, positions: Int[Array, " unknown"], num_buckets: int
+) -> tuple[OwnedIds, Array, Array]:
+    """Sorts some ids by bucket and id; repeats are marked as no ids.
+
+    Returns:
+      The ids, the place of each in `positions`, and its rank among the different ones.
+    """
+    (num_ids,) = ids.buckets.shape
+    at = jnp.minimum(positions, num_ids - 1)
+    buckets = jnp.where(positions < num_ids, ids.buckets[at], num_buckets)
+    places = jnp.arange(positions.shape[0], dtype=jnp.int32)
+    buckets, first, second, order = jax.lax.sort(
+        (buckets, ids.first[at], ids.second[at], places), num_keys=3, is_stable=False
+    )
+    is_first = (
+        (jnp.diff(buckets, prepend=-1) != 0)
+        | (first != jnp.roll(first, 1))
+        | (second != jnp.roll(second, 1))
+    )
+    ranks = running_sum(is_first.astype(jnp.int32)) - 1
+    flags = ids.may_insert[at][order].astype(jnp.int32)
+    may_insert = jnp.zeros(flags.shape, jnp.int32).at[ranks].max(flags)[ranks] > 0
+    unique = OwnedIds(
+        buckets=jnp.minimum(buckets, num_buckets - 1),
+        first=first,
+        second=second,
+        is_id=is_first & (buckets < num_buckets),
+        may_insert=may_insert,
+    )
+    return unique, order, ranks
 
 
 def local_rows(
@@ -229,18 +332,22 @@ def _note_use(
 
 def _at(lines: Array, buckets: Array, lanes: Array) -> Array:
     """Reads single elements; those of ids without a place are undefined."""
-    return lines.at[buckets, jnp.maximum(lanes, 0)].get(
-        mode="clip", wrap_negative_indices=False
-    )
+    index = _element(buckets, jnp.maximum(lanes, 0))
+    return lines.reshape(-1).at[index].get(mode="clip")
 
 
 def _set(
     lines: Array, buckets: Array, lanes: Array, values: Array, is_set: Array
 ) -> Array:
-    buckets = jnp.where(is_set, buckets, lines.shape[0])
-    return lines.at[buckets, lanes].set(
-        values, mode="drop", wrap_negative_indices=False
-    )
+    """Sets single elements; those that several ids name get equal values."""
+    elements = lines.reshape(-1)
+    index = jnp.where(is_set, _element(buckets, lanes), elements.shape[0])
+    return elements.at[index].set(values, mode="drop").reshape(lines.shape)
+
+
+def _element(buckets: Array, lanes: Array) -> Array:
+    """Returns the number of an element: XLA:CPU is slow with two indices for each."""
+    return buckets.astype(jnp.uint32) * LINE_LANES + lanes.astype(jnp.uint32)
 
 
 def _admit(
@@ -286,10 +393,10 @@ def _count_in_sketch(
         started = jnp.where(is_old, old, epoch)
         sketch = _set(sketch, ids.buckets, lanes, started, is_used)
     for lanes, is_used in counters:
-        buckets = jnp.where(is_used, ids.buckets, sketch.shape[0])
-        sketch = sketch.at[buckets, lanes].add(
-            jnp.uint32(1), mode="drop", wrap_negative_indices=False
-        )
+        elements = sketch.reshape(-1)
+        index = jnp.where(is_used, _element(ids.buckets, lanes), elements.shape[0])
+        elements = elements.at[index].add(jnp.uint32(1), mode="drop")
+        sketch = elements.reshape(sketch.shape)
     # Both counters are read before one is cut off: two ids may share one.
     found = [_at(sketch, ids.buckets, lanes) - epoch for lanes, _ in counters]
     for (lanes, is_used), value in zip(counters, found, strict=True):
@@ -467,17 +574,20 @@ def _sum_by_table(
 
 
 def _compact(
-    ids: OwnedIds, rows: Array, table_of: Array, is_new: Bool[Array, " ids"]
+    ids: OwnedIds,
+    rows: Array,
+    table_of: Array,
+    is_new: Bool[Array, " ids"],
+    size: int,
 ) -> NewRows:
-    """Moves new rows to the front."""
-    (num_ids,) = rows.shape
+    """Moves new rows to the front of arrays of a size."""
     rank = running_sum(is_new.astype(jnp.int32))
-    places = jnp.where(is_new, rank - 1, num_ids)
-    padding = jnp.full((num_ids,), PADDING_ROW_ID, jnp.int32)
+    places = jnp.where(is_new, rank - 1, size)
+    padding = jnp.full((size,), PADDING_ROW_ID, jnp.int32)
     return NewRows(
         rows=padding.at[places].set(rows, mode="drop", wrap_negative_indices=False),
-        first=_scatter(ids.first, places, num_ids),
-        second=_scatter(ids.second, places, num_ids),
-        tables=_scatter(table_of, places, num_ids),
+        first=_scatter(ids.first, places, size),
+        second=_scatter(ids.second, places, size),
+        tables=_scatter(table_of, places, size),
         count=rank[-1],
     )

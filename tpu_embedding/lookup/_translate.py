@@ -1,13 +1,13 @@
 """Translates 64-bit ids to row numbers: source, owner, and back. Per shard.
 
 Each device mixes its ids, drops repeats, and sends each id to the owner of its bucket.
-The owner finds it, or inserts it, and answers with the row. Ids travel in rounds of
-whole buckets, because an owner must see all ids of a bucket at once to insert any. One
-round is the rule; others run while some device has ids left.
+The owner finds it, or inserts it, and answers with the row. (A single device answers
+its own ids as they are.) Ids travel in rounds of whole buckets, because an owner must
+see all ids of a bucket at once to insert any. One round is the rule; others run while
+some device has ids left.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
@@ -21,12 +21,10 @@ from tpu_embedding.lookup._directory import (
     Counts,
     NewRows,
     OwnedIds,
-    count_by_table,
     find_lanes,
     insert,
     local_rows,
     no_counts,
-    table_of_buckets,
 )
 from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan
@@ -63,11 +61,12 @@ class SourceIds:
     inserts: bool = dataclasses.field(metadata={"static": True})
 
 
-class _Unique(NamedTuple):
-    """The different ids of a device, by bucket and id. All `[ids]`.
+class _Ids(NamedTuple):
+    """Mixed ids of a device. All `[ids]`.
 
     Attributes:
-      keys: int32, `owner * buckets per shard + bucket`; rising; `end` where unused.
+      keys: int32, `owner * buckets per shard + bucket`; behind the last bucket where
+        there is no id.
       first: uint32, first mixed word.
       second: uint32, second mixed word.
       may_insert: bool.
@@ -79,8 +78,10 @@ class _Unique(NamedTuple):
     may_insert: Array
 
 
-Answer = Callable[[Any, OwnedIds], tuple[Any, Array]]
-"""Answers ids with places in their buckets, and changes a state: the directory."""
+Answer = Callable[[Any, OwnedIds], tuple[Any, Array, Array]]
+"""Answers ids with places in their buckets, and whether they had one before.
+
+It takes and returns a state: the directory, and rows."""
 
 
 def find_rows(
@@ -89,7 +90,7 @@ def find_rows(
     tables: Sequence[DynamicTablePlan],
     stack: StackPlan,
     plan: EmbeddingPlan,
-) -> tuple[list[Int[Array, " _"]], Counts]:
+) -> tuple[list[Int[Array, " _"]], list[Int[Array, ""]]]:
     """Returns the row of each id within its table, and changes nothing. Per shard.
 
     Args:
@@ -100,26 +101,16 @@ def find_rows(
       plan: gives the mesh.
 
     Returns:
-      Rows per feature; `PADDING_ROW_ID`, or the default row, for ids without one.
-      Counts of distinct ids at this owner, where `not_admitted` counts the unknown.
+      Rows per feature; `PADDING_ROW_ID`, or the default row, for ids without one. Per
+      feature, the number of places whose id has a row.
     """
 
-    def answer(state, ids):
-        directory, counts = state
+    def answer(directory, ids):
         lanes = find_lanes(directory, ids)
-        count = functools.partial(
-            count_by_table,
-            table_of=table_of_buckets(ids.buckets, tables),
-            num_tables=len(tables),
-        )
-        found = no_counts(len(tables))._replace(
-            hits=count(lanes >= 0), not_admitted=count(ids.is_id & (lanes < 0))
-        )
-        return (directory, _plus(counts, found)), lanes
+        return directory, lanes, lanes >= 0
 
-    state = (directory, no_counts(len(tables)))
-    (_, counts), rows = _translate(state, answer, sources, tables, stack, plan)
-    return rows, counts
+    _, rows, hits = _translate(directory, answer, sources, tables, stack, plan)
+    return rows, hits
 
 
 def insert_rows(
@@ -131,7 +122,7 @@ def insert_rows(
     now: UInt32[Array, ""],
     stack: StackPlan,
     plan: EmbeddingPlan,
-) -> tuple[IdDirectory, Any, list[Int[Array, " _"]], Counts]:
+) -> tuple[IdDirectory, Any, list[Int[Array, " _"]], list[Int[Array, ""]], Counts]:
     """Returns the row of each id within its table; new ids get one. Per shard.
 
     Args:
@@ -145,20 +136,21 @@ def insert_rows(
       plan: gives the mesh.
 
     Returns:
-      Directory, rows and slots, rows per feature, and counts at this owner.
+      Directory; rows and slots; rows per feature; per feature, the number of places
+      whose id had a row before; counts at this owner.
     """
 
     def answer(state, ids):
         directory, rows_state, counts = state
-        directory, lanes, new_rows, found = insert(directory, ids, tables, now)
-        rows_state = start_rows(rows_state, new_rows)
-        return (directory, rows_state, _plus(counts, found)), lanes
+        directory, lanes, is_known, new, found = insert(directory, ids, tables, now)
+        rows_state = start_rows(rows_state, new)
+        return (directory, rows_state, _plus(counts, found)), lanes, is_known
 
     state = (directory, rows_state, no_counts(len(tables)))
-    (directory, rows_state, counts), rows = _translate(
+    (directory, rows_state, counts), rows, hits = _translate(
         state, answer, sources, tables, stack, plan
     )
-    return directory, rows_state, rows, counts
+    return directory, rows_state, rows, hits, counts
 
 
 def _translate(
@@ -168,34 +160,33 @@ def _translate(
     tables: Sequence[DynamicTablePlan],
     stack: StackPlan,
     plan: EmbeddingPlan,
-) -> tuple[Any, list[Array]]:
+) -> tuple[Any, list[Array], list[Array]]:
     buckets_per_shard = sum(t.buckets_per_shard for t in tables)
-    unique, order, ranks = _unique_ids(sources, tables, buckets_per_shard)
+    end = buckets_per_shard * tables[0].num_shards
+    ids = _mix(sources, tables, buckets_per_shard)
     if plan.mesh.size == 1:
-        ids = _owned(*unique, buckets_per_shard)
-        state, lanes = answer(state, ids)
-        rows = _rows_of_table(ids.buckets, lanes, tables, stack)
+        state, lanes, is_known = answer(state, _owned(ids, end))
+        rows = _rows_of_table(jnp.minimum(ids.keys, end - 1), lanes, tables, stack)
     else:
-        state, rows = _in_rounds(
+        unique, order, ranks = _unique_ids(ids, len(tables), end)
+        state, replies = _in_rounds(
             state, answer, unique, tables, buckets_per_shard, stack, plan
         )
-    of_ids = unsort(rows[ranks], order)
-    return state, _by_feature(of_ids, sources, tables)
+        of_ids = unsort(replies[ranks], order)
+        is_known = (of_ids & 1) == 1
+        rows = jnp.where(of_ids == NO_ID, _NO_ROW, (of_ids >> 1).astype(jnp.int32))
+        is_known &= rows != _NO_ROW
+    return state, *_by_feature(rows, is_known, sources, tables)
 
 
-def _unique_ids(
+def _mix(
     sources: Sequence[SourceIds],
     tables: Sequence[DynamicTablePlan],
     buckets_per_shard: int,
-) -> tuple[_Unique, Array, Array]:
-    """Sorts the ids of a device by bucket and id, and drops repeats.
-
-    Returns:
-      The different ids, the position of each sorted id before sorting, and its rank
-      among the different ones.
-    """
+) -> _Ids:
+    """Mixes the ids of all features, one after the other."""
     end = buckets_per_shard * tables[0].num_shards
-    keys, firsts, seconds, flags = [], [], [], []
+    parts = []
     for source in sources:
         table = tables[source.table]
         first, second = mix_ids(source.high, source.low)
@@ -203,22 +194,29 @@ def _unique_ids(
         owner, local = jnp.divmod(bucket, table.buckets_per_shard)
         key = owner * buckets_per_shard + table.first_bucket + local
         is_none = (source.high == NO_ID) & (source.low == NO_ID)
-        keys.append(jnp.where(is_none, end, key))
-        firsts.append(first)
-        seconds.append(second)
-        flags.append(jnp.full(first.shape, source.inserts))
-    keys, firsts, seconds, flags = map(jnp.concatenate, (keys, firsts, seconds, flags))
+        key = jnp.where(is_none, end, key)
+        parts.append((key, first, second, jnp.full(first.shape, source.inserts)))
+    return _Ids(*(jnp.concatenate(part) for part in zip(*parts, strict=True)))
+
+
+def _unique_ids(ids: _Ids, num_tables: int, end: int) -> tuple[_Ids, Array, Array]:
+    """Sorts the ids of a device by bucket and id, and drops repeats.
+
+    Returns:
+      The different ids, the position of each sorted id before sorting, and its rank
+      among the different ones.
+    """
+    keys, firsts, seconds, flags = ids
     (num_ids,) = keys.shape
     places = jnp.arange(num_ids, dtype=jnp.int32)
-    # In one table, the bucket rises with the first word: two keys sort as three do.
-    operands = (keys, firsts, seconds, places)
-    if len(tables) == 1:
+    if num_tables == 1:
+        # The bucket rises with the first word: two keys sort as three do.
         firsts, seconds, keys, order = jax.lax.sort(
             (firsts, seconds, keys, places), num_keys=2, is_stable=False
         )
     else:
         keys, firsts, seconds, order = jax.lax.sort(
-            operands, num_keys=3, is_stable=False
+            (keys, firsts, seconds, places), num_keys=3, is_stable=False
         )
     is_new = (
         (jnp.diff(keys, prepend=-1) != 0)
@@ -231,29 +229,22 @@ def _unique_ids(
         result = jnp.full((num_ids,), fill, values.dtype)
         return result.at[ranks].set(values, mode="promise_in_bounds")
 
-    if len({source.inserts for source in sources}) == 1:
-        may_insert = jnp.full((num_ids,), sources[0].inserts)
-    else:
-        may_insert = jnp.zeros((num_ids,), bool).at[ranks].max(flags[order])
-    unique = _Unique(
+    unique = _Ids(
         keys=compact(keys, end),
         first=compact(firsts, NO_ID),
         second=compact(seconds, NO_ID),
-        may_insert=may_insert,
+        may_insert=jnp.zeros((num_ids,), bool).at[ranks].max(flags[order]),
     )
     return unique, order, ranks
 
 
-def _owned(
-    keys: Array, first: Array, second: Array, may_insert: Array, end: int
-) -> OwnedIds:
-    is_id = keys < end
+def _owned(ids: _Ids, end: int) -> OwnedIds:
     return OwnedIds(
-        buckets=jnp.minimum(keys, end - 1),
-        first=first,
-        second=second,
-        is_id=is_id,
-        may_insert=may_insert,
+        buckets=jnp.minimum(ids.keys, end - 1),
+        first=ids.first,
+        second=ids.second,
+        is_id=ids.keys < end,
+        may_insert=ids.may_insert,
     )
 
 
@@ -272,7 +263,7 @@ def _rows_of_table(
 def _in_rounds(
     state: Any,
     answer: Answer,
-    unique: _Unique,
+    unique: _Ids,
     tables: Sequence[DynamicTablePlan],
     buckets_per_shard: int,
     stack: StackPlan,
@@ -283,7 +274,8 @@ def _in_rounds(
     Each round takes a range of buckets of each owner, the same on all devices.
 
     Returns:
-      The state, and the row of each unique id; -1 where there is none.
+      The state, and per unique id `2 * row + 1` if it was known before, `2 * row` if it
+      is new, and all bits set if it has no row.
     """
     num_shards = stack.num_shards
     (num_ids,) = unique.keys.shape
@@ -320,11 +312,11 @@ def _in_rounds(
             tables,
             stack,
         )
-        replies = replies.at[place].get(mode="fill", fill_value=_NO_ROW)
+        replies = replies.at[place].get(mode="fill", fill_value=NO_ID)
         rows = jnp.where(is_sent, replies, rows)
         return state, rows, end, jnp.any(end < buckets_per_shard)
 
-    rows = jnp.full((num_ids,), _NO_ROW, jnp.int32)
+    rows = jnp.full((num_ids,), NO_ID, jnp.uint32)
     start = jnp.zeros((num_shards,), jnp.int32)
     carry = run((state, rows, start, jnp.ones((), bool)))
     if capacity < num_ids:
@@ -336,7 +328,7 @@ def _in_rounds(
 def _ask(
     state: Any,
     answer: Answer,
-    unique: _Unique,
+    unique: _Ids,
     local: Array,
     place: Array,
     capacity: int,
@@ -361,45 +353,30 @@ def _ask(
     if stack.num_replicas > 1:
         # Each copy of the directory must see the ids of all.
         received = jax.lax.all_gather(request, stack.replica_axes, tiled=True)
-    rows_of_received = None
-    header, first, second = received[:, 0], received[:, 1], received[:, 2]
-    is_none = header == NO_ID
-    bucket = jnp.where(is_none, buckets_per_shard, (header >> 1).astype(jnp.int32))
-    places = jnp.arange(bucket.shape[0], dtype=jnp.int32)
-    bucket, first, second, flag, order = jax.lax.sort(
-        (bucket, first, second, (header & 1).astype(jnp.int32), places),
-        num_keys=3,
-        is_stable=False,
-    )
-    is_new = (
-        (jnp.diff(bucket, prepend=-1) != 0)
-        | (first != jnp.roll(first, 1))
-        | (second != jnp.roll(second, 1))
-    )
-    ranks = running_sum(is_new.astype(jnp.int32)) - 1
-    may_insert = jnp.zeros(flag.shape, jnp.int32).at[ranks].max(flag)[ranks]
+    header = received[:, 0]
+    is_id = header != NO_ID
+    buckets = jnp.where(is_id, (header >> 1).astype(jnp.int32), 0)
     ids = OwnedIds(
-        buckets=jnp.minimum(bucket, buckets_per_shard - 1),
-        first=first,
-        second=second,
-        is_id=is_new & (bucket < buckets_per_shard),
-        may_insert=may_insert > 0,
+        buckets=buckets,
+        first=received[:, 1],
+        second=received[:, 2],
+        is_id=is_id,
+        may_insert=(header & 1) == 1,
     )
-    state, lanes = answer(state, ids)
-    rows = _rows_of_table(ids.buckets, lanes, tables, stack)
-    # Repeats have the row of the first.
-    rows = jnp.full_like(rows, _NO_ROW).at[ranks].max(rows)[ranks]
-    rows_of_received = unsort(rows, order)
+    state, lanes, is_known = answer(state, ids)
+    rows = _rows_of_table(buckets, lanes, tables, stack)
+    replies = rows.astype(jnp.uint32) << 1 | is_known
+    replies = jnp.where(rows == _NO_ROW, NO_ID, replies)
     if stack.num_replicas > 1:
         replica = jax.lax.axis_index(stack.replica_axes)
-        rows_of_received = jax.lax.dynamic_slice_in_dim(
-            rows_of_received, replica * request.shape[0], request.shape[0]
+        replies = jax.lax.dynamic_slice_in_dim(
+            replies, replica * request.shape[0], request.shape[0]
         )
     if num_shards > 1:
-        rows_of_received = jax.lax.all_to_all(
-            rows_of_received, stack.shard_axes, split_axis=0, concat_axis=0, tiled=True
+        replies = jax.lax.all_to_all(
+            replies, stack.shard_axes, split_axis=0, concat_axis=0, tiled=True
         )
-    return state, rows_of_received
+    return state, replies
 
 
 def _capacity(num_ids: int, num_shards: int, tables: Sequence[DynamicTablePlan]) -> int:
@@ -418,23 +395,28 @@ def _count_below(rising: Array, queries: Array) -> Array:
 
 def _by_feature(
     rows: Array,
+    is_known: Array,
     sources: Sequence[SourceIds],
     tables: Sequence[DynamicTablePlan],
-) -> list[Array]:
-    """Splits rows by feature, and puts the default row where there is none."""
-    result, start = [], 0
+) -> tuple[list[Array], list[Array]]:
+    """Splits rows by feature, and puts the default row where there is none.
+
+    Returns:
+      Rows, and the number of known ids, per feature.
+    """
+    result, hits, start = [], [], 0
     for source in sources:
-        end = start + source.high.shape[0]
-        of_feature = rows[start:end]
+        of_feature = slice(start, start + source.high.shape[0])
+        start = of_feature.stop
+        missing: Any = PADDING_ROW_ID
         default = tables[source.table].default_row
         if default is not None:
             is_none = (source.high == NO_ID) & (source.low == NO_ID)
             missing = jnp.where(is_none, PADDING_ROW_ID, default)
-        else:
-            missing = PADDING_ROW_ID
-        result.append(jnp.where(of_feature == _NO_ROW, missing, of_feature))
-        start = end
-    return result
+        found = rows[of_feature]
+        result.append(jnp.where(found == _NO_ROW, missing, found))
+        hits.append(jnp.sum(is_known[of_feature], dtype=jnp.int32))
+    return result, hits
 
 
 def _plus(counts: Counts, others: Counts) -> Counts:
