@@ -325,6 +325,8 @@ def _note_use(
     is_counted = (last_use != now) & (steps != np.uint32(2**32 - 1))
     steps = steps + is_counted.astype(jnp.uint32)
     now = jnp.broadcast_to(now, steps.shape)
+    # All is read before anything is written, or XLA copies the scores.
+    scores, now, steps = jax.lax.optimization_barrier((scores, now, steps))
     scores = _set(scores, ids.buckets, lanes, now, is_used)
     scores = _set(scores, ids.buckets, lanes + SLOTS_PER_BUCKET, steps, is_used)
     return dataclasses.replace(directory, scores=scores)
