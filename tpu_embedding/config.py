@@ -362,6 +362,14 @@ class FeatureConfig(NoArray):
                 f"{list(get_args(OutOfRangePolicy))}, got {self.out_of_range_ids!r} "
                 f"{owner}"
             )
+        elif self.out_of_range_ids == "clip" and any(
+            isinstance(t, TableConfig) and t.dynamic for t in self.tables
+        ):
+            yield (
+                "FeatureConfig.out_of_range_ids must be 'error' or 'drop' for a "
+                f"te.Dynamic vocabulary, got 'clip' {owner}; its ids have no nearest "
+                "row"
+            )
         if self.expected_valence is not None and not (
             is_finite(self.expected_valence) and self.expected_valence > 0
         ):

@@ -4,6 +4,7 @@
 strings by `fingerprints`. `prepare` checks a batch and gives ragged features a static
 size, which `buffer_sizes` chooses and `agreed_sizes` agrees on over the processes of a
 job. `ragged_shards`, `unique_shards` and `sparse_ids` convert for it.
+`wide_ids` holds the ids of dynamic tables.
 
 `shard_inputs` turns a feature into the input of each shard. It also runs inside the
 step, for ids that go into `jit` as they are.

@@ -33,6 +33,7 @@ from tpu_embedding.inputs.unique_shards import (
     in_places,
     named,
 )
+from tpu_embedding.inputs.wide_ids import check_wide, refuse_masked, with_words
 from tpu_embedding.plan.features import FeatureNest, FeaturePlan
 from tpu_embedding.plan.plan import PLAN, AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
@@ -84,8 +85,9 @@ def prepare_features(
         function for each batch, as they agree on the sizes of ragged features.
 
     Returns:
-      The nest with NumPy arrays: int32 ids and float32 weights. Pass it to the layer,
-      or to `tpu_embedding.inputs.shard_batch` first, with the same `samples`.
+      The nest with NumPy arrays: int32 ids, `Ids64` for dynamic tables, and float32
+      weights. Pass it to the layer, or to `tpu_embedding.inputs.shard_batch` first,
+      with the same `samples`.
 
     Raises:
       TypeError: if ids are no integers, or their container has no clear meaning.
@@ -134,7 +136,10 @@ def prepare_features(
     shapes = plan.flatten(global_shapes(nest, num_parts))
     for ids, feature in zip(shapes, plan.features, strict=True):
         feature_shape(ids, feature, plan)
-    return nest
+    for i, feature in enumerate(plan.inputs):
+        if feature.table.dynamic:
+            prepared[i] = with_words(prepared[i])
+    return jax.tree.unflatten(plan.feature_tree, prepared)
 
 
 @takes("te.inputs.", plan=PLAN)
@@ -270,6 +275,8 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
         )
     if isinstance(ids, ShardedRaggedIds):
         raise TypeError(f"Feature {feature.name!r} has been prepared already.")
+    if feature.table.dynamic:
+        refuse_masked(ids, feature)
     host_ids = read_ids(ids, f"feature {feature.name!r}")
     shape = host_ids.batch_shape
     if not isinstance(host_ids.ids, DenseIds):
@@ -338,15 +345,14 @@ def _check_feature(
 def _check_ids(
     host_ids: HostIds, weights: np.ndarray | None, feature: FeaturePlan
 ) -> DenseIds | RaggedIds:
-    """Returns int32 ids, checked, with these weights; sparse ids in another form."""
+    """Returns int32 or uint64 ids, checked and with weights; none stays sparse."""
     ids, values = host_ids.ids, host_ids.values
     if not values.size and not isinstance(ids, DenseIds):
         values = values.astype(np.int32)  # NumPy takes empty lists for floats.
     check_dtypes(values, weights, feature)
     where = "position" if isinstance(ids, DenseIds) else "value"
-    ids = host_ids.with_values(
-        _check_range(values, _holds_padding(host_ids), feature, where)
-    )
+    check = check_wide if feature.table.dynamic else _check_range
+    ids = host_ids.with_values(check(values, _holds_padding(host_ids), feature, where))
     if isinstance(ids, SparseIds):
         return from_sparse(ids, weights, feature)
     return dataclasses.replace(ids, weights=weights)

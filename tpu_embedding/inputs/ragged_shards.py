@@ -5,15 +5,16 @@ from typing import NamedTuple
 import numpy as np
 
 from tpu_embedding.inputs.buffer_sizes import RaggedDemand
+from tpu_embedding.inputs.wide_ids import padding_of
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.types import PADDING_ROW_ID, RaggedIds, ShardedRaggedIds
+from tpu_embedding.types import RaggedIds, ShardedRaggedIds
 
 
 class RaggedShards(NamedTuple):
     """The ids of a ragged feature, and the part of each shard.
 
     Attributes:
-      values: int32 `[num_values]`, checked.
+      values: int32 or uint64 `[num_values]`, checked.
       row_splits: int64 `[batch + 1]`.
       weights: float32 `[num_values]`, or None.
       first_samples: int64 `[num_shards + 1]`; shard `s` has the samples
@@ -76,7 +77,7 @@ class RaggedShards(NamedTuple):
     def padded(self, size: int) -> ShardedRaggedIds:
         """Copies each shard's part into a buffer of `size` ids."""
         num_shards = self.first_samples.shape[0] - 1
-        values = np.full((num_shards, size), PADDING_ROW_ID, np.int32)
+        values = np.full((num_shards, size), padding_of(self.values.dtype))
         row_splits = np.empty((num_shards, self.samples_per_shard + 1), np.int32)
         weights = None
         if self.weights is not None:

@@ -11,8 +11,9 @@ import numpy as np
 
 from tpu_embedding.inputs.forms import MAX_SAMPLES
 from tpu_embedding.inputs.shard_inputs import refuse_weighted_sequence
+from tpu_embedding.inputs.wide_ids import padding_of
 from tpu_embedding.plan.features import FeaturePlan
-from tpu_embedding.types import PADDING_ROW_ID, DenseIds, RaggedIds, SparseIds
+from tpu_embedding.types import DenseIds, RaggedIds, SparseIds
 
 
 class Coordinates(NamedTuple):
@@ -38,7 +39,8 @@ def from_sparse(
     Otherwise it only orders the ids of a sample.
 
     Args:
-      ids: NumPy arrays that `read_ids` has checked; `values` are int32 and in range.
+      ids: NumPy arrays that `read_ids` has checked; `values` are int32 or
+        uint64, and checked.
       weights: float32 `[num_values]`, or None.
       feature: feature of the ids.
 
@@ -98,7 +100,7 @@ def _is_row_major(samples: np.ndarray, positions: np.ndarray) -> bool:
 def _sequences(
     coordinates: Coordinates, values: np.ndarray, length: int, feature: FeaturePlan
 ) -> np.ndarray:
-    """Returns the ids as int32 `[batch, length]`; those of later positions are cut."""
+    """Returns the ids as `[batch, length]`; those of later positions are cut."""
     samples, positions, batch_size = coordinates
     if batch_size * length > MAX_SAMPLES:
         raise ValueError(
@@ -108,7 +110,7 @@ def _sequences(
     is_kept = positions < length
     places = samples[is_kept] * np.int64(length) + positions[is_kept]
     _refuse_equal_places(places, length, feature)
-    matrix = np.full(batch_size * length, PADDING_ROW_ID, np.int32)
+    matrix = np.full(batch_size * length, padding_of(values.dtype))
     matrix[places] = values[is_kept]
     return matrix.reshape(batch_size, length)
 

@@ -12,8 +12,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from tpu_embedding.dynamic import Dynamic
 from tpu_embedding.inputs.buffer_sizes import RaggedDemand
 from tpu_embedding.inputs.forms import HostIds
+from tpu_embedding.inputs.wide_ids import padding_of
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
@@ -62,7 +64,7 @@ class UniqueShards(NamedTuple):
     """The unique ids of each shard, and the index of its samples into them.
 
     Attributes:
-      ids: per shard, int32 `[unique]`, rising.
+      ids: per shard, int32 or uint64 `[unique]`, rising.
       index: name to int32 `[batch, ...]`; -1 where there is no id.
       out_of_range: ids of each shard that were dropped or clipped.
       samples_per_shard: the same for all shards; the last ones are filled up.
@@ -82,15 +84,14 @@ class UniqueShards(NamedTuple):
         """Deals consecutive samples to shards, and ranks the ids of each.
 
         Args:
-          ids: name to int32 `[batch, ...]`, checked; unused places hold
-            `PADDING_ROW_ID`.
+          ids: name to int32 or uint64 `[batch, ...]`, checked, with padding in unused
+            places.
           feature: says what becomes of ids outside its table.
           num_shards: shards of this process.
         """
         batch_size = next(iter(ids.values())).shape[0]
         per_shard = -(-batch_size // num_shards)
         index = {name: np.empty(x.shape, np.int32) for name, x in ids.items()}
-        num_rows = feature.table.vocabulary_size
         unique_ids, out_of_range = [], []
         for shard in range(num_shards):
             part = slice(shard * per_shard, (shard + 1) * per_shard)
@@ -98,7 +99,7 @@ class UniqueShards(NamedTuple):
             of_shard, num_outside = _within_table(
                 np.concatenate([x.ravel() for x in parts.values()]), feature
             )
-            unique, places = _rank_unique(of_shard, num_rows)
+            unique, places = _rank_unique(of_shard, feature)
             unique_ids.append(unique)
             out_of_range.append(num_outside)
             ends = np.cumsum([x.size for x in parts.values()])[:-1]
@@ -137,7 +138,7 @@ class UniqueShards(NamedTuple):
     def padded(self, size: int) -> UniqueIds:
         """Copies each shard's ids into a buffer of at most `size` ids."""
         size = max(1, min(size, self.max_unique))
-        ids = np.full((len(self.ids), size), PADDING_ROW_ID, np.int32)
+        ids = np.full((len(self.ids), size), padding_of(self.ids[0].dtype))
         for buffer, unique in zip(ids, self.ids, strict=True):
             buffer[: unique.shape[0]] = unique
         index = {
@@ -172,7 +173,7 @@ def in_places(ids: DenseIds | RaggedIds, feature: FeaturePlan) -> np.ndarray:
     Ragged ids become sequences: longer samples are cut, shorter ones padded.
 
     Args:
-      ids: int32, checked.
+      ids: int32 or uint64, checked.
       feature: has the length of sequences.
 
     Raises:
@@ -190,10 +191,11 @@ def in_places(ids: DenseIds | RaggedIds, feature: FeaturePlan) -> np.ndarray:
     length = length_of_ragged(feature)
     row_splits = np.asarray(ids.row_splits).astype(np.int64, copy=False)
     lengths = np.diff(row_splits)
-    sequences = np.full((lengths.shape[0], length), PADDING_ROW_ID, np.int32)
+    values = np.asarray(ids.values)
+    sequences = np.full((lengths.shape[0], length), padding_of(values.dtype))
     is_used = np.arange(length) < lengths[:, None]
     starts = row_splits[:-1, None] + np.arange(length)
-    sequences[is_used] = np.asarray(ids.values)[starts[is_used]]
+    sequences[is_used] = values[starts[is_used]]
     return sequences
 
 
@@ -225,6 +227,8 @@ def _within_table(ids: np.ndarray, feature: FeaturePlan) -> tuple[np.ndarray, in
     It is done before ids are ranked, so that equal rows are one, and dropped ids none.
     """
     num_rows = feature.table.vocabulary_size
+    if isinstance(num_rows, Dynamic):
+        return ids, 0
     is_outside = ((ids < 0) | (ids >= num_rows)) & (ids != PADDING_ROW_ID)
     num_outside = int(is_outside.sum())
     if not num_outside:
@@ -235,12 +239,15 @@ def _within_table(ids: np.ndarray, feature: FeaturePlan) -> tuple[np.ndarray, in
     return np.where(is_outside, nearest, ids), num_outside
 
 
-def _rank_unique(ids: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+def _rank_unique(
+    ids: np.ndarray, feature: FeaturePlan
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the different ids, rising, and the rank of each id; -1 for padding."""
-    is_id = ids != PADDING_ROW_ID
+    is_id = ids != padding_of(ids.dtype)
+    num_rows = feature.table.vocabulary_size
     used = ids[is_id]
     places = np.full(ids.shape, -1, np.int32)
-    if num_rows <= _MAX_ROWS_PER_ID * used.size:
+    if isinstance(num_rows, int) and num_rows <= _MAX_ROWS_PER_ID * used.size:
         is_used = np.zeros(num_rows, bool)
         is_used[used] = True
         unique = np.flatnonzero(is_used).astype(np.int32)

@@ -1,0 +1,91 @@
+"""Ids of 64 bits for dynamic tables, prepared from every form."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+
+NONE = 2**64 - 1
+LAST = 2**31 - 1
+IDS = [[5, 2**40 + 1], [2**63 - 1, LAST]]
+TABLE = te.TableConfig(vocabulary_size=te.Dynamic(capacity=128), dim=4, name="user")
+
+
+def prepare(ids, weights=None, **options):
+    config = {"user": te.FeatureConfig(table=TABLE, **options)}
+    plan = te.make_plan(config, mesh_of(2))
+    loader_plan = pickle.loads(pickle.dumps(plan.for_loaders()))
+    if weights is not None:
+        weights = {"user": weights}
+    return te.inputs.prepare_features({"user": ids}, loader_plan, weights)["user"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        (np.array(IDS), IDS),
+        (np.array(IDS, np.uint64), IDS),
+        (IDS, IDS),
+        (np.array([2**63, 2**64 - 2], np.uint64), [2**63, 2**64 - 2]),
+        (np.array([-2, 3]), [2**64 - 2, 3]),
+        (np.array([-2, LAST], np.int32), [2**64 - 2, NONE]),
+        (np.array([2**32 - 1, LAST], np.uint32), [2**32 - 1, LAST]),
+    ],
+)
+def test_dense_ids_keep_all_bits(ids, expected):
+    assert prepare(ids).to_numpy().tolist() == expected
+
+
+def test_weights_stay_beside_dense_ids():
+    prepared = prepare(np.array(IDS), np.ones((2, 2)))
+    assert prepared.ids.to_numpy().tolist() == IDS
+    assert prepared.weights.tolist() == [[1, 1], [1, 1]]
+
+
+SPARSE = te.SparseIds(
+    indices=np.array([[0, 0], [1, 1]]),
+    values=np.array([2**40, 7]),
+    dense_shape=np.array([2, 2]),
+)
+
+
+def test_ragged_and_sparse_ids_are_padded_with_no_id():
+    for ids, expected in (([[2**40], [7, 8]], [2**40, 7, 8]), (SPARSE, [2**40, 7])):
+        values = prepare(ids).values.to_numpy()
+        assert values[values != NONE].tolist() == expected
+
+
+def test_places_of_sequences_are_kept():
+    prepared = prepare(SPARSE, max_sequence_length=2)
+    assert prepared.ids.to_numpy().tolist() == [[2**40, NONE], [NONE, 7]]
+
+
+def test_unique_rows_tell_ids_with_equal_lower_words_apart():
+    ids = np.array([[1, 2**32 + 1, 1], [7, 7, 2**63 - 1]])
+    prepared = prepare(ids, unique_rows=True)
+    unique = prepared.ids.to_numpy()
+    for shard in range(2):
+        assert unique[shard][prepared.index[shard]].tolist() == ids[shard].tolist()
+        assert (unique[shard] != NONE).sum() == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"unique_rows": True}])
+def test_the_reserved_id_is_refused_or_dropped(options):
+    ids = np.array([-1, 4])
+    with pytest.raises(ValueError, match=r"'user' must not be 2\*\*64 - 1"):
+        prepare(ids, **options)
+    prepared = prepare(ids, out_of_range_ids="drop", **options)
+    if options:
+        assert prepared.index.tolist() == [prepared.ids.shape[1], 0]
+        prepared = prepared.ids
+    assert prepared.to_numpy().ravel().tolist() == [NONE, 4]
+
+
+def test_clip_and_masks_are_refused():
+    with pytest.raises(ValueError, match="must be 'error' or 'drop'"):
+        prepare(np.array([1, 2]), out_of_range_ids="clip")
+    with pytest.raises(TypeError, match="no masked places"):
+        prepare(np.ma.masked_equal([1, 2], 2))
