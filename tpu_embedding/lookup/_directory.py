@@ -307,7 +307,7 @@ def count_by_table(
     if num_tables == 1:
         return jnp.sum(mask, dtype=jnp.int32)[None]
     numbers = jnp.arange(num_tables, dtype=jnp.int32)
-    is_of_table = mask[:, None] & (table_of[:, None] == numbers)
+    is_of_table = mask[:, None] & (table_of[:, None] == numbers[None, :])
     return jnp.sum(is_of_table, axis=0, dtype=jnp.int32)
 
 
@@ -571,7 +571,8 @@ def _sum_by_table(
 ) -> Array:
     if len(tables) == 1:
         return jnp.sum(values)[None]
-    is_of_table = table_of_buckets(buckets, tables)[:, None] == jnp.arange(len(tables))
+    numbers = jnp.arange(len(tables), dtype=jnp.int32)[None, :]
+    is_of_table = table_of_buckets(buckets, tables)[:, None] == numbers
     return jnp.sum(jnp.where(is_of_table, values[:, None], 0), axis=0)
 
 
