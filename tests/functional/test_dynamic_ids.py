@@ -307,6 +307,20 @@ def test_a_linen_state_inserts():
     assert float(loss_fn(state.variables)) < float(before)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
+def test_ids_that_jax_may_have_narrowed_are_refused(dtype):
+    plan = plan_of()
+    tables, slots = start(plan)
+    ids = {"user": np.array([3, 5], dtype)}
+    for call in (
+        lambda: functional.insert_ids(tables, slots, ids, plan),
+        lambda: functional.lookup(tables, ids, plan),
+        lambda: jax.jit(lambda x: functional.lookup(tables, x, plan).activations)(ids),
+    ):
+        with pytest.raises(TypeError, match="must hold Ids64.*prepare"):
+            call()
+
+
 def test_ids_in_a_loss_say_what_to_do():
     model = Model(plan_of())
     ids = {"user": words(NASTY)}

@@ -1,4 +1,4 @@
-"""Random programs on dynamic tables, compared with plain Python on 1, 2, 3, 8 devices."""
+"""Random programs on dynamic tables, on 1, 2, 3 and 8 devices, and in plain Python."""
 
 import jax
 import jax.numpy as jnp

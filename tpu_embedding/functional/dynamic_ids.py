@@ -28,7 +28,6 @@ from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.rows.id_directory import IdDirectory, directory_name
 from tpu_embedding.rows.id_mixing import NO_ID, unmix_ids
 from tpu_embedding.types import (
-    PADDING_ROW_ID,
     DenseIds,
     DynamicStats,
     Ids64,
@@ -109,8 +108,8 @@ def insert_ids(
     Args:
       tables: stack name to rows, from `init_tables`.
       slots: stack name to optimizer state, from `init_slots`.
-      features: see `lookup`; those of dynamic tables hold `Ids64` from
-        `prepare_features`, or integers.
+      features: see `lookup`; those of dynamic tables hold `Ids64`, which
+        `prepare_features` makes.
       plan: plan of the layer.
       now: clock of the step, an integer of 32 bits from 1 on, the same in all calls of
         a step. None: the number of the step.
@@ -135,6 +134,7 @@ def insert_ids(
       >>> int(result.stats["table_0"].inserts)
       2
     """
+    _refuse_narrow(features, plan)
     return _insert_ids(tables, slots, features, now, plan)
 
 
@@ -189,6 +189,7 @@ def find_ids(tables: dict[str, Any], features: Any, plan: EmbeddingPlan) -> Find
     Returns:
       The batch with row numbers, and counts.
     """
+    _refuse_narrow(features, plan)
     return _find_ids(tables, features, plan)
 
 
@@ -416,17 +417,32 @@ def _ids_in(leaf: _Leaf) -> Any:
     return leaf.value
 
 
+def _refuse_narrow(features: Any, plan: EmbeddingPlan) -> None:
+    """Refuses integers of 32 bits, which may be the lower halves of ids.
+
+    Raises:
+      TypeError: if a feature of a dynamic table holds such integers.
+    """
+    plan = plan.for_batch(features)
+    for value, feature in zip(plan.flatten(features), plan.features, strict=True):
+        if feature.table.dynamic is None or isinstance(value, RowIds):
+            continue
+        ids = _ids_in(_Leaf(value, feature))
+        is_wide = isinstance(ids, jax.Array) and ids.dtype.itemsize == 8
+        if not isinstance(ids, Ids64) and not is_wide:
+            found = getattr(ids, "dtype", type(ids).__name__)
+            raise TypeError(
+                f"Feature {feature.name!r} of a table with a te.Dynamic vocabulary "
+                f"must hold Ids64, got {found}. JAX keeps only the lower half of an "
+                "int64, so pass the batch through prepare first, or through "
+                "te.functional.Ids64.of_array before jit."
+            )
+
+
 def _words_of(ids: Any, plan: EmbeddingPlan) -> tuple[Array, Array]:
     """Returns the words of a feature's ids, filled up for the devices. Global."""
     if not isinstance(ids, Ids64):
-        array = jnp.asarray(ids)
-        ids = Ids64.of_array(array)
-        if array.dtype == jnp.int32:
-            is_none = array == PADDING_ROW_ID
-            ids = Ids64(
-                high=jnp.where(is_none, NO_ID, ids.high),
-                low=jnp.where(is_none, NO_ID, ids.low),
-            )
+        ids = Ids64.of_array(jnp.asarray(ids))
     room = -ids.high.size % plan.num_shards
 
     def flat(words):
