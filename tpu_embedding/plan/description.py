@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING, Any
 from tpu_embedding.hardware import GIBIBYTE
 from tpu_embedding.plan import memory
 from tpu_embedding.plan.column_arrays import whole_lines_reason
+from tpu_embedding.plan.dynamic_rows import (
+    directory_bytes,
+    dynamic_tables,
+    share_without_place,
+)
 from tpu_embedding.plan.replicas import describe_reduction
 from tpu_embedding.rows.packed_rows import LANE_BYTES
 
@@ -21,6 +26,7 @@ def describe(plan: "EmbeddingPlan") -> str:
             _summary(plan),
             *_whole_initial_values(plan),
             *_array_limit(plan),
+            *_dynamic_tables(plan),
             "",
             memory.format_table(_placement_rows(plan), num_left_aligned=5),
             "",
@@ -125,6 +131,25 @@ def _beyond_the_limit(stack: "StackPlan", plan: "EmbeddingPlan") -> str:
         )
     reason = whole_lines_reason(layout, plan.hardware)
     return f"; it lies in one array, because {reason}; more devices make it smaller"
+
+
+def _dynamic_tables(plan: "EmbeddingPlan") -> list[str]:
+    """Returns lines about the memory of ids, and about full buckets."""
+    lines = []
+    for stack in plan.stacks:
+        if not stack.is_dynamic:
+            continue
+        num_places = sum(t.dynamic.num_places for t in dynamic_tables(stack))
+        losses = ", ".join(
+            f"{share_without_place(load):.2%} at {load:.0%} load"
+            for load in (0.75, 0.9)
+        )
+        lines.append(
+            f"{stack.name}: {num_places:,} places for ids, which take "
+            f"{memory.format_bytes(directory_bytes(stack))} per device; without "
+            f"eviction, so many ids find none: {losses}"
+        )
+    return lines
 
 
 def _placement_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:

@@ -1,0 +1,70 @@
+"""Buckets of dynamic tables: where they lie, and how many ids find no place."""
+
+import numpy as np
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding.plan.dynamic_rows import (
+    directory_bytes,
+    dynamic_tables,
+    share_without_place,
+)
+from tpu_embedding.rows.id_mixing import mix_ids, multiply_high
+
+
+def plan_of(num_devices, *dynamic, **options):
+    tables = [
+        te.TableConfig(vocabulary_size=each, dim=8, name=f"t{i}", **options)
+        for i, each in enumerate(dynamic)
+    ]
+    config = [te.FeatureConfig(table=table) for table in tables]
+    return te.make_plan(config, mesh_of(num_devices), optimizer="adagrad")
+
+
+@pytest.mark.parametrize("load, share", [(0.5, 0.0), (0.75, 0.0007), (0.9, 0.0153)])
+def test_the_share_without_a_place_is_that_of_random_ids(load, share):
+    num_buckets = 2**15
+    ids = np.random.default_rng(0).integers(
+        0, 2**64 - 1, int(64 * num_buckets * load), dtype=np.uint64
+    )
+    words = (ids >> np.uint64(32)).astype(np.uint32), ids.astype(np.uint32)
+    buckets = multiply_high(mix_ids(*words)[0], num_buckets)
+    found = np.maximum(np.bincount(buckets, minlength=num_buckets) - 64, 0).sum()
+    assert share_without_place(load) == pytest.approx(share, abs=1e-4)
+    # Ten deviations of the count of about `share * ids`, which come in clusters.
+    tolerance = 10 * np.sqrt(max(share, 1e-7) * len(ids)) / len(ids)
+    assert found / len(ids) == pytest.approx(share, abs=tolerance)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
+def test_rows_of_a_bucket_lie_on_one_device(num_devices):
+    learned = te.Dynamic(capacity=1000, default_row="learned")
+    plan = plan_of(num_devices, learned, te.Dynamic(capacity=70, default_row="learned"))
+    (stack,) = plan.stacks
+    first_row = first_bucket = 0
+    for member in dynamic_tables(stack):
+        assert member.num_buckets == -(-member.dynamic.capacity // 64)
+        assert member.buckets_per_shard == -(-member.num_buckets // num_devices)
+        assert member.first_row == first_row
+        assert member.first_bucket == first_bucket
+        rows = 64 * member.buckets_per_shard + 1
+        assert member.table.num_rows == num_devices * rows
+        assert member.table.row_offset % num_devices == 0
+        assert member.default_row == num_devices * (rows - 1)
+        first_row += rows
+        first_bucket += member.buckets_per_shard
+    assert directory_bytes(stack) == 1024 * first_bucket
+
+
+def test_other_policies_and_static_tables_have_stacks_of_their_own():
+    plan = plan_of(
+        1,
+        te.Dynamic(capacity=100),
+        te.Dynamic(capacity=200),
+        te.Dynamic(capacity=100, evict=None),
+        100,
+    )
+    stacks = [sorted(t.name for t in stack.tables) for stack in plan.stacks]
+    assert sorted(stacks) == [["t0", "t1"], ["t2"], ["t3"]]
+    assert "0.07% at 75% load" in str(plan)
