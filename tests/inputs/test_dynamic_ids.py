@@ -89,3 +89,24 @@ def test_clip_and_masks_are_refused():
         prepare(np.array([1, 2]), out_of_range_ids="clip")
     with pytest.raises(TypeError, match="no masked places"):
         prepare(np.ma.masked_equal([1, 2], 2))
+
+
+def test_words_pass_and_known_rows_are_refused():
+    words = te.functional.Ids64.of_array(np.array([2**40, 7]))
+    assert prepare(words).to_numpy().tolist() == [2**40, 7]
+    dense = te.DenseIds(ids=words, weights=np.array([1.0, 2.0]))
+    prepared = prepare(dense)
+    assert prepared.ids.to_numpy().tolist() == [2**40, 7]
+    with pytest.raises(TypeError, match="known already"):
+        prepare(te.functional.RowIds(np.array([1], np.int32)))
+
+
+def test_strings_become_fingerprints_of_64_bits():
+    strings = np.array([["a", "b"], ["a", "c" * 100]])
+    words = prepare(strings).to_numpy()
+    assert words[0, 0] == words[1, 0]
+    assert len(set(words.ravel().tolist())) == 3
+    ragged = prepare([["b"], ["a", "b"]])
+    assert words[0, 1] in ragged.values.to_numpy()
+    with pytest.raises(TypeError):
+        prepare(np.array(["a", 3], object))

@@ -33,7 +33,13 @@ from tpu_embedding.inputs.unique_shards import (
     in_places,
     named,
 )
-from tpu_embedding.inputs.wide_ids import check_wide, refuse_masked, with_words
+from tpu_embedding.inputs.wide_ids import (
+    check_wide,
+    fingerprints_of,
+    join_words,
+    refuse_masked,
+    with_words,
+)
 from tpu_embedding.plan.features import FeatureNest, FeaturePlan
 from tpu_embedding.plan.plan import PLAN, AnyPlan, EmbeddingPlan
 from tpu_embedding.types import (
@@ -75,7 +81,9 @@ def prepare_features(
         leaves are integer arrays `[batch]` or `[batch, valence]` (unused places hold
         `PADDING_ROW_ID`), nested lists, `DenseIds`, `RaggedIds`, `SparseIds`, or
         objects with the fields of `tf.RaggedTensor` or `tf.SparseTensor`. Global; any
-        integer dtype. A feature with `unique_rows` takes a dict of these, too.
+        integer dtype. A feature with `unique_rows` takes a dict of these, too. Those of
+        dynamic tables may also be strings, which become fingerprints of 64 bits, or
+        `Ids64`.
       plan: plan of the layer, or its part `EmbeddingPlan.for_loaders()`.
       weights: None, or the same nest with weights, or None, per feature: in the form of
         the ids, or an array; for ragged and sparse features `[num_values]`.
@@ -276,6 +284,7 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
     if isinstance(ids, ShardedRaggedIds):
         raise TypeError(f"Feature {feature.name!r} has been prepared already.")
     if feature.table.dynamic:
+        ids = join_words(ids, feature)
         refuse_masked(ids, feature)
     host_ids = read_ids(ids, f"feature {feature.name!r}")
     shape = host_ids.batch_shape
@@ -349,6 +358,8 @@ def _check_ids(
     ids, values = host_ids.ids, host_ids.values
     if not values.size and not isinstance(ids, DenseIds):
         values = values.astype(np.int32)  # NumPy takes empty lists for floats.
+    if feature.table.dynamic and values.dtype.kind in "OSU":
+        values = fingerprints_of(values)
     check_dtypes(values, weights, feature)
     where = "position" if isinstance(ids, DenseIds) else "value"
     check = check_wide if feature.table.dynamic else _check_range

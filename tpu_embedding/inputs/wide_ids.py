@@ -8,11 +8,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from tpu_embedding.inputs.fingerprints import encode, farmhash64
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
     DenseIds,
     Ids64,
+    RowIds,
     ShardedRaggedIds,
     UniqueIds,
 )
@@ -24,6 +26,37 @@ NO_WIDE_ID: Final = np.uint64(2**64 - 1)
 def padding_of(dtype: np.dtype) -> np.generic:
     """Returns what marks a place without an id among checked ids of this dtype."""
     return NO_WIDE_ID if dtype == np.uint64 else np.int32(PADDING_ROW_ID)
+
+
+def join_words(ids: Any, feature: FeaturePlan) -> Any:
+    """Returns ids that are words already as uint64; all others as they are.
+
+    Raises:
+      TypeError: if the rows of the feature's ids are known already.
+    """
+    if isinstance(ids, RowIds):
+        raise TypeError(
+            f"Feature {feature.name!r} holds RowIds, whose rows are known already; "
+            "prepare takes ids."
+        )
+    if isinstance(ids, Ids64):
+        return ids.to_numpy()
+    if isinstance(ids, DenseIds) and isinstance(ids.ids, Ids64):
+        return dataclasses.replace(ids, ids=ids.ids.to_numpy())
+    return ids
+
+
+def fingerprints_of(strings: np.ndarray) -> np.ndarray:
+    """Returns FarmHash64 of strings, uint64 of the same shape.
+
+    Two strings of 2**32 have equal ones with a probability near 1/2.
+
+    Raises:
+      TypeError: if an element is neither str nor bytes.
+    """
+    words = farmhash64(encode(strings.ravel())).reshape(strings.shape)
+    # One string in 2**64 would be no id.
+    return np.where(words == NO_WIDE_ID, NO_WIDE_ID - np.uint64(1), words)
 
 
 def refuse_masked(ids: Any, feature: FeaturePlan) -> None:
