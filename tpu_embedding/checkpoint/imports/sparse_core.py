@@ -128,7 +128,7 @@ def read_stacked(stack: RowArray, table: StackedTable, origin: str) -> RowArray:
             f"{table.dim} from row {table.row_offset} of {table.num_shards} shards on."
         )
     return RowArray(
-        (table.max_rows, *([table.dim] if row_shape else [])),
+        (table.vocabulary_size, *([table.dim] if row_shape else [])),
         stack.dtype,
         functools.partial(_read, stack, table, rows_per_shard),
         stack.check,
