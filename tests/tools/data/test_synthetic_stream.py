@@ -43,7 +43,7 @@ def test_ids_live_for_the_life_time_and_never_return():
 
 @pytest.mark.parametrize("name", ["user", "item"])
 def test_numbers_name_the_ids(name):
-    hashed, numbered = small(), small(numbered=True)
+    hashed, numbered = small(), small(vocabulary="unlimited")
     number_of = {}
     for step in range(25):
         left, right = hashed.train_batch(step), numbered.train_batch(step)
@@ -53,6 +53,27 @@ def test_numbers_name_the_ids(name):
     assert len(set(number_of.values())) == len(number_of)
     assert 0 <= min(number_of.values())
     assert max(number_of.values()) < numbered.num_ids(name, 25)
+
+
+@pytest.mark.parametrize("name", ["user", "item"])
+def test_a_hashed_table_is_as_large_as_a_dynamic_one(name):
+    wide, hashed = small(), small(vocabulary="hashed")
+    rows = hashed.vocabulary_sizes[name]
+    assert rows == wide.vocabulary_sizes[name].num_places * (128 + 16) // 128
+    left, right = wide.train_batch(25), hashed.train_batch(25)
+    np.testing.assert_array_equal(left.labels, right.labels)
+    row_of = dict(zip(left.features[name], right.features[name], strict=True))
+    for key, row in zip(left.features[name], right.features[name], strict=True):
+        assert row_of[key] == row
+    assert 0 <= min(row_of.values()) and max(row_of.values()) < rows
+    # As throwing balls into bins at random does.
+    expected = rows * (1 - (1 - 1 / rows) ** len(row_of))
+    assert abs(len(set(row_of.values())) / expected - 1) < 0.15
+
+
+def test_capacity_follows_the_living_ids():
+    sizes = small(capacity_ratio=1.25).vocabulary_sizes
+    assert (sizes["user"].capacity, sizes["item"].capacity) == (50, 25)
 
 
 def test_teacher_is_better_than_a_constant():
@@ -65,5 +86,6 @@ def test_teacher_is_better_than_a_constant():
 
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="life_steps") as caught:
-        small(life_steps=0, live_ids={"user": 0})
-    assert "live_ids must name" in str(caught.value)
+        small(life_steps=0, live_ids={"user": 0}, vocabulary="any", capacity_ratio=0.5)
+    for part in ("live_ids must name", "vocabulary must be one", "capacity_ratio must"):
+        assert part in str(caught.value)

@@ -46,6 +46,9 @@ from tpu_embedding.tools.train.config.synthetic_sources import (
 from tpu_embedding.tools.train.config.synthetic_sources import (
     SyntheticClicksSource as SyntheticClicksSource,
 )
+from tpu_embedding.tools.train.config.synthetic_sources import (
+    SyntheticStreamSource as SyntheticStreamSource,
+)
 from tpu_embedding.tools.train.errors import ConfigError as ConfigError
 from tpu_embedding.tools.train.errors import (
     TrainingDivergedError as TrainingDivergedError,

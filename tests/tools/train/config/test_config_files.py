@@ -21,7 +21,7 @@ from tpu_embedding.tools.train import (
 
 NAMES = (
     *("dlrm", "dlrm_dcnv2", "dlrm_v4", "dlrm_v4_50m", "dlrm_v4_small"),
-    *("movielens", "synthetic", "two_tower"),
+    *("movielens", "synthetic", "synthetic_stream", "two_tower"),
 )
 
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+import tpu_embedding as te
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.data.criteo import Criteo
 from tpu_embedding.tools.data.synthetic_criteo import (
@@ -23,6 +24,7 @@ from tpu_embedding.tools.train import (
     MovieLensSource,
     MultiHotClicksSource,
     SyntheticClicksSource,
+    SyntheticStreamSource,
     SyntheticYambdaSource,
     YambdaSource,
 )
@@ -61,6 +63,21 @@ def test_synthetic_clicks():
     source = SyntheticClicksSource(num_evaluation_samples=30, valence=2)
     data = open_source(source, None)
     assert (data.num_evaluation_samples, data.valence, data.seed) == (30, 2, 3)
+
+
+def test_synthetic_stream():
+    source = SyntheticStreamSource(
+        num_users=40,
+        num_items=20,
+        life_steps=5,
+        evaluation_step=9,
+        num_evaluation_samples=30,
+    )
+    data = open_source(source, None)
+    assert (data.live_ids, data.seed) == ({"user": 40, "item": 20}, 3)
+    assert data.vocabulary_sizes["user"] == te.Dynamic(capacity=52)
+    source = dataclasses.replace(source, vocabulary="unlimited")
+    assert open_source(source, None).vocabulary_sizes == {"user": 120, "item": 60}
 
 
 def test_movielens(movielens_dir):

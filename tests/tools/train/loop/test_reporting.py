@@ -54,6 +54,25 @@ def test_progress_line_and_record(report, capsys):
     assert list(read_records(report.directory / RECORDS_FILE)) == [PROGRESS]
 
 
+COUNTS = {
+    "ids": 1000,
+    "hits": 931,
+    "inserts": 57,
+    "evictions": 20,
+    "not_admitted": 0,
+    "no_place": 12,
+    "load": 0.8125,
+}
+
+
+def test_dynamic_tables_are_shown(report, capsys):
+    record = PROGRESS | {"dynamic_tables": {"user": COUNTS, "item": COUNTS}}
+    report.progress(record, 1000)
+    shown = "93.1% hits, load 0.81, 12 no place"
+    assert f"rounds 2  user: {shown}  item: {shown}\n" in capsys.readouterr().out
+    assert list(read_records(report.directory / RECORDS_FILE)) == [record]
+
+
 def test_ids_out_of_range_are_shown(report, capsys):
     report.progress(PROGRESS | {"out_of_range": 1234}, 1000)
     assert "ids out of range 1,234" in capsys.readouterr().out

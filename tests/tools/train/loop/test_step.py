@@ -30,6 +30,16 @@ SMALL = {
         "model.hidden_sizes=16",
         "data.num_evaluation_samples=10",
     ],
+    "synthetic_stream": [
+        "batch_size=100",
+        "model.dim=8",
+        "model.hidden_sizes=16",
+        "data.num_users=40",
+        "data.num_items=20",
+        "data.life_steps=5",
+        "data.evaluation_step=50",
+        "data.num_evaluation_samples=10",
+    ],
     "movielens": ["batch_size=50", "model.dim=8", "data.max_history=20"],
     "dlrm": [
         "batch_size=40",
@@ -109,6 +119,7 @@ def train_curve(name, data_dir, num_devices, num_steps, capacity="none"):
     ("name", "num_steps", "others"),
     [
         ("synthetic", 50, (2, 3, 8)),
+        ("synthetic_stream", 20, (3,)),
         ("movielens", 30, (3,)),
         ("dlrm", 5, (3,)),
         ("dlrm_dcnv2", 10, (3,)),

@@ -1,5 +1,6 @@
 """Tests that metrics are read late, and the clock of the time without input."""
 
+import dataclasses
 import itertools
 import time
 
@@ -14,6 +15,7 @@ from tpu_embedding.tools.train.loop.step_meter import (
     InputWait,
     StepMeter,
 )
+from tpu_embedding.types import DynamicStats
 
 
 def metrics_of(loss, rounds=1, out_of_range=0, is_finite=None, **ratios):
@@ -67,6 +69,48 @@ def test_meter_averages_ratios():
     meter.finish(3)
     assert [r["unique_ratio"] for r in records] == [0.5, None]
     assert [r["hottest_shard_over_mean"] for r in records] == [2.0, None]
+
+
+def test_meter_adds_up_the_counts_of_dynamic_tables():
+    records = []
+    meter = StepMeter(10, 2, records.append, places={"user": 128})
+    for step in (1, 2, 3):
+        stats = DynamicStats(
+            ids=jnp.int32(10),
+            hits=jnp.int32(2 * step),
+            inserts=jnp.int32(3),
+            evictions=jnp.int32(step - 1),
+            not_admitted=jnp.int32(0),
+            no_place=jnp.int32(1),
+            used_rows=jnp.int32(32 * step),
+        )
+        metrics = metrics_of(1.0)
+        meter.add(step, dataclasses.replace(metrics, dynamic_tables={"user": stats}))
+    meter.finish(3)
+    assert [r["dynamic_tables"] for r in records] == [
+        {
+            "user": {
+                "ids": 20,
+                "hits": 6,
+                "inserts": 6,
+                "evictions": 1,
+                "not_admitted": 0,
+                "no_place": 2,
+                "load": 0.5,
+            }
+        },
+        {
+            "user": {
+                "ids": 10,
+                "hits": 6,
+                "inserts": 3,
+                "evictions": 2,
+                "not_admitted": 0,
+                "no_place": 1,
+                "load": 0.75,
+            }
+        },
+    ]
 
 
 def test_first_step_after_a_pause_is_not_timed():

@@ -39,12 +39,15 @@ def report_of(directory, first_step):
 
 def test_all_numbers_of_records_are_scalars(tmp_path):
     report = report_of(tmp_path, 0)
-    report.progress({"step": 50} | PROGRESS, 100)
+    counts = {"ids": 40, "hits": 30, "not_admitted": 0, "no_place": 1, "load": 0.75}
+    dynamic = {"dynamic_tables": {"user": counts}}
+    report.progress({"step": 50} | PROGRESS | dynamic, 100)
     report.evaluation(100, {"log_loss": 0.25, "auc": 0.75}, 1.0)
     # Written at once: the report is still open.
     curves = read_curves(tmp_path / TENSORBOARD_DIR)
     report.close()
     wanted = {f"train/{name}": {50: value} for name, value in PROGRESS.items()}
+    wanted |= {f"dynamic_tables/user/{name}": {50: x} for name, x in counts.items()}
     wanted |= {"evaluation/log_loss": {100: 0.25}, "evaluation/auc": {100: 0.75}}
     assert curves == wanted
     assert len(list(read_records(tmp_path / RECORDS_FILE))) == 2

@@ -144,7 +144,7 @@ class RunConfig:
       non_finite: treatment of a step whose loss or gradients are NaN or infinite.
         `"raise"` ends the run. `"skip_step"` leaves tables, parameters and optimizer
         states as they are, bit by bit, counts the step, and goes on; several such steps
-        in a row end the run.
+        in a row end the run. New ids of dynamic tables keep the rows that they got.
       seed: seed of the data and the initial values, from 0 to 2**32 - 1.
       loader_processes: processes that read batches ahead of the training process, by
         grain; 0 reads in a thread of it. It changes the speed, never the results.
@@ -321,24 +321,24 @@ class RunConfig:
 
     def describe(self) -> dict[str, Any]:
         """Returns the fields as JSON values, without the two functions."""
-        description = _describe(self)
+        description = json_of(self)
         del description["type"]
         return description
 
 
-def _describe(value: Any) -> Any:
-    """Returns a JSON value; a dataclass becomes a dict with its type's name."""
+def json_of(value: Any) -> Any:
+    """Returns a JSON value of a setting; a dataclass becomes a dict with its type."""
     if dataclasses.is_dataclass(value):
         fields = {
-            field.name: _describe(getattr(value, field.name))
+            field.name: json_of(getattr(value, field.name))
             for field in dataclasses.fields(value)
             if not callable(getattr(value, field.name))
         }
         return {"type": type(value).__name__, **fields}
     if isinstance(value, Mapping):
-        return {str(key): _describe(item) for key, item in value.items()}
+        return {str(key): json_of(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_describe(item) for item in value]
+        return [json_of(item) for item in value]
     if isinstance(value, pathlib.PurePath):
         return str(value)
     if isinstance(value, np.generic):

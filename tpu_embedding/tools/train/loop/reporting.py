@@ -84,6 +84,9 @@ class RunReport:
             parts.append(f"skipped {record['skipped']}")
         if record["out_of_range"]:
             parts.append(f"ids out of range {record['out_of_range']:,}")
+        for name, counts in record.get("dynamic_tables", {}).items():
+            parts.append(_describe_counts(name, counts))
+            self._write_scalars(record["step"], f"dynamic_tables/{name}", counts)
         self.line("  ".join(parts))
 
     def evaluation(self, step: int, metrics: dict[str, float], seconds: float) -> None:
@@ -177,6 +180,18 @@ class SilentReport(RunReport):
 
     def close(self) -> None:
         """Has no file to close."""
+
+
+def _describe_counts(name: str, counts: Record) -> str:
+    """Returns the counts of a dynamic table as text, without those that are 0."""
+    hits = counts["hits"] / max(counts["ids"], 1)
+    parts = [f"{name}: {hits:.1%} hits", f"load {counts['load']:.2f}"]
+    parts += [
+        f"{counts[key]:,} {words}"
+        for key, words in (("not_admitted", "not admitted"), ("no_place", "no place"))
+        if counts[key]
+    ]
+    return ", ".join(parts)
 
 
 def read_records(path: pathlib.Path) -> Iterator[Record]:

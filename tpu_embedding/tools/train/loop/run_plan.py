@@ -31,7 +31,7 @@ from tpu_embedding.plan.make_plan import make_plan
 from tpu_embedding.plan.mesh_options import resolve_mesh
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.data.batch import Dataset
-from tpu_embedding.tools.train.config.run_config import RunConfig
+from tpu_embedding.tools.train.config.run_config import RunConfig, json_of
 from tpu_embedding.tools.train.errors import ConfigError, as_config_error
 
 
@@ -176,7 +176,7 @@ def describe_plan(plan: EmbeddingPlan) -> dict[str, Any]:
                 ],
                 "tables": {
                     table.name: {
-                        "vocabulary_size": table.config.vocabulary_size,
+                        "vocabulary_size": json_of(table.config.vocabulary_size),
                         "row_offset": table.row_offset,
                     }
                     for table in stack.tables

@@ -5,6 +5,7 @@ pair (model, optimizer); the graph definition that rebuilds the pair from it is 
 `training_loop.py` runs the steps. `abstract_train_state` touches no device.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,8 +17,10 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from tpu_embedding.functional.dynamic_ids import find_ids
 from tpu_embedding.gradients import Gradients, all_finite, update_if
-from tpu_embedding.nn.embedding import EmbeddingTables
+from tpu_embedding.metrics import Mean
+from tpu_embedding.nn.embedding import EmbeddingTables, TPUEmbedding
 from tpu_embedding.nn.training import Optimizer, embedding_layers, value_and_grad
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.packed_rows import PackedRows
@@ -33,6 +36,7 @@ from tpu_embedding.tools.train.metrics import (
     mean_loss,
 )
 from tpu_embedding.tools.train.models.model import Outputs
+from tpu_embedding.types import DynamicStats
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +53,7 @@ class StepMetrics:
         0 without ids, None if no ids leave their device.
       hottest_shard_over_mean: rows requested from the hottest shard over the mean one,
         at least 1; 0 without ids, None if no ids leave their device.
+      dynamic_tables: counts of `insert_ids` by dynamic table.
     """
 
     loss: Float[Array, ""]
@@ -57,6 +62,7 @@ class StepMetrics:
     out_of_range: Int[Array, ""]
     unique_ratio: Float[Array, ""] | None = None
     hottest_shard_over_mean: Float[Array, ""] | None = None
+    dynamic_tables: dict[str, DynamicStats] = dataclasses.field(default_factory=dict)
 
 
 TrainStep = Callable[[nnx.State, Batch], tuple[nnx.State, StepMetrics]]
@@ -115,6 +121,8 @@ def make_train_step(
 ) -> TrainStep:
     """Returns the train step, `(state, batch) -> (state, StepMetrics)`, uncompiled.
 
+    New ids of dynamic tables get rows first.
+
     Args:
       graphdef: graph definition from `init_train_state` or `abstract_train_state`.
       loss_name: name of the loss, from `RunConfig.loss`.
@@ -122,7 +130,8 @@ def make_train_step(
       max_dense_norm: largest norm of the dense gradients, from
         `RunConfig.max_dense_norm`.
       non_finite: `"skip_step"`: a step whose loss or gradients are not finite returns
-        the state as it was, bit by bit. `"raise"`: the caller is to raise an error.
+        the state as it was, bit by bit, but for the new ids of dynamic tables, whose
+        rows stay. `"raise"`: the caller is to raise an error.
     """
     loss = LOSSES[loss_name]
 
@@ -134,6 +143,11 @@ def make_train_step(
     def train_step(state: nnx.State, batch: Batch) -> tuple[nnx.State, StepMetrics]:
         # A copy: the state keeps its batch statistics, should the step be skipped.
         model, optimizer = nnx.merge(graphdef, state, copy=True)
+        if _dynamic_layer(model) is not None:
+            features = optimizer.insert_ids(model, batch.features)
+            batch = dataclasses.replace(batch, features=features)
+            # A skipped step keeps it: that of before would be a copy of the tables.
+            state = jax.tree.map(lambda leaf: leaf, nnx.state((model, optimizer)))
         value, gradients = value_and_grad(loss_fn)(model, batch)
         is_finite = jnp.isfinite(value) & all_finite(gradients)
         metrics = _step_metrics(value, is_finite, model)
@@ -153,6 +167,13 @@ def make_train_step(
         return update_if(is_finite, update, state), metrics
 
     return train_step
+
+
+def _dynamic_layer(model: Any) -> TPUEmbedding | None:
+    """Returns the layer with dynamic tables; `insert_ids` refuses several of them."""
+    layers = embedding_layers(model).values()
+    dynamic = (x for x in layers if any(stack.is_dynamic for stack in x.plan.stacks))
+    return next(dynamic, None)
 
 
 def _clip_dense(gradients: Gradients, max_norm: float) -> Gradients:
@@ -199,14 +220,30 @@ def make_scored_evaluation_step(
     def evaluation_step(state: nnx.State, batch: Batch) -> tuple[Metrics, ClickScores]:
         model, _ = nnx.merge(graphdef, state)
         model.eval()
+        batch, hits = _find_ids(model, batch)
         outputs = _outputs_of(model, batch)
         labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
         scores = ClickScores(
             predictions=outputs.predictions, labels=labels, weights=weights
         )
-        return loss.evaluate(outputs, labels, weights), scores
+        metrics = loss.evaluate(outputs, labels, weights)
+        metrics.update(hits)
+        return metrics, scores
 
     return evaluation_step
+
+
+def _find_ids(model: Any, batch: Batch) -> tuple[Batch, Metrics]:
+    """Finds the rows of dynamic tables; returns the share of known ids by table."""
+    hits: Metrics = collections.OrderedDict()
+    layer = _dynamic_layer(model)
+    if layer is None:
+        return batch, hits
+    found = find_ids(layer.tables.get_value(), batch.features, layer.plan)
+    for name, stats in found.stats.items():
+        share = stats.hits / jnp.maximum(stats.ids, 1)
+        hits[f"hits/{name}"] = Mean.from_batch(share[None], stats.ids[None])
+    return dataclasses.replace(batch, features=found.features), hits
 
 
 def _outputs_of(model: Any, batch: Batch) -> Outputs:
@@ -330,11 +367,13 @@ def _step_metrics(
         out_of_range += stats.out_of_range.values()
         num_ids += stats.num_ids.values()
         requested += stats.requested_rows.values()
+    dynamic = _dynamic_layer(model)
     metrics = StepMetrics(
         loss=loss,
         is_finite=is_finite,
         rounds=jnp.max(jnp.stack(rounds)),
         out_of_range=jnp.sum(jnp.stack(out_of_range)),
+        dynamic_tables=dynamic.dynamic_stats.get_value() if dynamic else {},
     )
     if not requested:
         return metrics

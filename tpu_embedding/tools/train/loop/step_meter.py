@@ -7,7 +7,7 @@ devices.
 import collections
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -18,6 +18,7 @@ from tpu_embedding.tools.train.config.run_config import NonFinite
 from tpu_embedding.tools.train.errors import TrainingDivergedError
 from tpu_embedding.tools.train.loop.reporting import Record
 from tpu_embedding.tools.train.loop.step import StepMetrics
+from tpu_embedding.types import DynamicStats
 
 STEPS_IN_FLIGHT: Final = 2
 """Maximum number of steps that are dispatched before the host reads their metrics.
@@ -38,6 +39,9 @@ class StepMeter:
     [0, 1]. It is None if no step was timed. The unique ratio and the hottest shard over
     the mean are means, or None where no ids leave their device; see `StepMetrics`.
 
+    With dynamic tables, `dynamic_tables` has an entry for each: the totals of its
+    counts, and `load`, the share of its places that are taken after the last step.
+
     Attributes:
       batch_size: samples per step.
       log_every: number of steps per record.
@@ -45,6 +49,7 @@ class StepMeter:
       input_wait: clock of the time in which the devices wait for input.
       non_finite: treatment of a step that is not finite; see `RunConfig`.
       watch: watch of slow steps, which learns of each step; or None.
+      places: number of places for ids by dynamic table.
     """
 
     def __init__(
@@ -55,12 +60,14 @@ class StepMeter:
         *,
         non_finite: NonFinite = "raise",
         watch: SlowStepWatch | None = None,
+        places: Mapping[str, int] | None = None,
     ):
         self.batch_size = batch_size
         self.log_every = log_every
         self.report = report
         self.non_finite: NonFinite = non_finite
         self.watch = watch
+        self.places = places or {}
         self.input_wait = InputWait()
         self._num_skipped_in_a_row = 0
         self._in_flight: collections.deque[tuple[int, StepMetrics, float]]
@@ -146,7 +153,7 @@ class StepMeter:
         waited = min(1.0, self._waited_seconds / self._seconds) if rate else None
         self._timed_steps, self._seconds, self._waited_seconds = 0, 0.0, 0.0
         finite = [float(m.loss) for m in metrics if m.is_finite]
-        return {
+        record = {
             "step": num_steps_done,
             "loss": sum(finite) / len(finite) if finite else None,
             "skipped": len(metrics) - len(finite),
@@ -160,6 +167,21 @@ class StepMeter:
                 m.hottest_shard_over_mean for m in metrics
             ),
         }
+        if self.places:
+            record["dynamic_tables"] = {
+                name: _counts_of([m.dynamic_tables[name] for m in metrics], places)
+                for name, places in self.places.items()
+            }
+        return record
+
+
+def _counts_of(stats: Sequence[DynamicStats], places: int) -> Record:
+    """Returns the totals of a dynamic table's counts over some steps, and its load."""
+    totals: Record = {
+        name: sum(int(getattr(of_step, name)) for of_step in stats)
+        for name in ("ids", "hits", "inserts", "evictions", "not_admitted", "no_place")
+    }
+    return totals | {"load": int(stats[-1].used_rows) / places}
 
 
 def _mean(values: Iterable[Any]) -> float | None:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from tpu_embedding.checkpoint.errors import DamagedCheckpointError
 from tpu_embedding.checkpoint.run_checkpoints import Fallback, RunCheckpoints
 from tpu_embedding.distributed.job import Job, current_job
+from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.jobs.pulses import send_event
 from tpu_embedding.tools.jobs.slow_steps import SlowStepWatch
@@ -302,6 +303,7 @@ class _Run:
             lambda record: self.report.progress(record, config.num_steps),
             non_finite=config.non_finite,
             watch=watch,
+            places=_places_of(program.plan),
         )
         steps = range(first_step, last_step)
         saved = done = first_step
@@ -389,6 +391,16 @@ class _Run:
                 )
         self.report.evaluation(step, metrics, time.perf_counter() - begin)
         return metrics
+
+
+def _places_of(plan: EmbeddingPlan) -> dict[str, int]:
+    """Returns the number of places for ids by dynamic table."""
+    vocabularies = {
+        table.name: table.config.dynamic
+        for stack in plan.stacks
+        for table in stack.tables
+    }
+    return {name: x.num_places for name, x in vocabularies.items() if x is not None}
 
 
 def _is_due(num_steps_done: int, every: int) -> bool:
