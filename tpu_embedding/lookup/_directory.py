@@ -34,6 +34,9 @@ from tpu_embedding.types import PADDING_ROW_ID
 _BUCKETS_PER_TURN: Final = 128
 """Buckets that one turn of the loop over new ids fills."""
 
+_IDS_PER_BLOCK: Final = 8192
+"""Ids whose lines are read at once: 4 MiB."""
+
 _SHARE_OF_FEW: Final = 16
 _MIN_FEW: Final = 256
 """If at most one id in 16 is unknown, only so many are sorted; small calls sort all."""
@@ -101,14 +104,20 @@ def no_counts(num_tables: int) -> Counts:
 @jax.named_scope("find_ids")
 def find_lanes(directory: IdDirectory, ids: OwnedIds) -> Int[Array, " ids"]:
     """Returns the place of each id in its bucket, or -1."""
-    lines = directory.keys.at[ids.buckets].get(mode="clip", wrap_negative_indices=False)
-    is_found = (lines[:, :SLOTS_PER_BUCKET] == ids.first[:, None]) & (
-        lines[:, SLOTS_PER_BUCKET:] == ids.second[:, None]
-    )
-    # A sum of at most one lane: XLA:CPU computes it in vectors, unlike argmax.
-    lanes = jnp.arange(1, SLOTS_PER_BUCKET + 1, dtype=jnp.int32)
-    lane = jnp.sum(jnp.where(is_found, lanes, 0), axis=1, dtype=jnp.int32) - 1
-    return jnp.where(ids.is_id, lane, _NO_LANE)
+
+    def find(id_: tuple[Array, Array, Array]) -> Array:
+        bucket, first, second = id_
+        line = directory.keys.at[bucket].get(mode="clip", wrap_negative_indices=False)
+        is_found = (line[:SLOTS_PER_BUCKET] == first) & (
+            line[SLOTS_PER_BUCKET:] == second
+        )
+        # A sum of at most one lane: XLA:CPU computes it in vectors, unlike argmax.
+        lanes = jnp.arange(1, SLOTS_PER_BUCKET + 1, dtype=jnp.int32)
+        return jnp.sum(jnp.where(is_found, lanes, 0), dtype=jnp.int32) - 1
+
+    words = (ids.buckets, ids.first, ids.second)
+    lanes = jax.lax.map(find, words, batch_size=_IDS_PER_BLOCK)
+    return jnp.where(ids.is_id, lanes, _NO_LANE)
 
 
 @jax.named_scope("insert_ids")
