@@ -304,7 +304,14 @@ class RowIds:
 
 
 FeatureIds = (
-    IdArray | DenseIds | RaggedIds | SparseIds | ShardedRaggedIds | UniqueIds | RowIds
+    IdArray
+    | Ids64
+    | DenseIds
+    | RaggedIds
+    | SparseIds
+    | ShardedRaggedIds
+    | UniqueIds
+    | RowIds
 )
 
 

@@ -157,6 +157,14 @@ def test_evaluation_inserts_nothing():
     jax.tree.map(np.testing.assert_array_equal, before, result.tables)
 
 
+def test_activation_shapes_take_ids_and_rows():
+    plan = plan_of(3)
+    ids = {"user": te.DenseIds(ids=words(range(6)))}
+    rows = functional.find_ids(start(plan)[0], ids, plan).features
+    for batch in (ids, rows):
+        assert functional.activation_shapes(batch, plan)["user"].shape == (6, 8)
+
+
 def test_a_feature_that_only_finds_inserts_nothing():
     users = te.TableConfig(vocabulary_size=te.Dynamic(capacity=64), dim=4, name="user")
     config = {

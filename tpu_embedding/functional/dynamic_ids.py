@@ -366,8 +366,13 @@ def row_numbers(leaf: Any, feature: FeaturePlan) -> Any:
     return leaf
 
 
-def has_raw_ids(features: Any, plan: EmbeddingPlan) -> bool:
+def holds_raw_ids(leaf: Any, feature: FeaturePlan) -> bool:
     """Returns True if a feature of a dynamic table holds ids in place of rows."""
+    return feature.table.dynamic is not None and not isinstance(leaf, RowIds)
+
+
+def has_raw_ids(features: Any, plan: EmbeddingPlan) -> bool:
+    """Returns True if any feature of a batch does; see `holds_raw_ids`."""
     plan = plan.for_batch(features)
     return bool(_dynamic_stacks(plan.flatten(features), plan))
 
@@ -377,7 +382,7 @@ def _dynamic_stacks(leaves: Sequence[Any], plan: EmbeddingPlan) -> list[StackPla
     wanted = {
         feature.stack_index
         for leaf, feature in zip(leaves, plan.features, strict=True)
-        if feature.table.dynamic is not None and not isinstance(leaf, RowIds)
+        if holds_raw_ids(leaf, feature)
     }
     return [plan.stacks[i] for i in sorted(wanted)]
 

@@ -21,7 +21,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_embedding.argument_checks import Wanted, takes
-from tpu_embedding.functional.dynamic_ids import find_ids, has_raw_ids, row_numbers
+from tpu_embedding.functional.dynamic_ids import (
+    find_ids,
+    has_raw_ids,
+    holds_raw_ids,
+    row_numbers,
+)
 from tpu_embedding.gradients import TableGradients, global_norm, gradient_of_stack
 from tpu_embedding.inputs.shard_inputs import (
     FeatureShape,
@@ -136,14 +141,17 @@ def activation_shapes(features: Any, plan: EmbeddingPlan) -> Any:
       Nest of `jax.ShapeDtypeStruct`, with shardings.
     """
     plan = plan.for_batch(features)
-    shapes = _feature_shapes(_rows_of_leaves(features, plan), plan)
+    leaves = [
+        leaf if holds_raw_ids(leaf, feature) else row_numbers(leaf, feature)
+        for leaf, feature in zip(plan.flatten(features), plan.features, strict=True)
+    ]
     structs = [
         jax.ShapeDtypeStruct(
             shape.output_shape,
             plan.activation_dtype,
             sharding=NamedSharding(plan.mesh, _activation_spec(shape, plan)),
         )
-        for shape in shapes
+        for shape in _feature_shapes(leaves, plan)
     ]
     return plan.unflatten(structs)
 

@@ -7,7 +7,7 @@ shards, samples without ids fill up the last shards. Their activations are cut o
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from tpu_embedding.types import (
     DenseIds,
     FeatureIds,
     IdArray,
+    Ids64,
     RaggedIds,
     RowIds,
     ShardedRaggedIds,
@@ -93,7 +94,7 @@ def as_dense_ids(
     assert not isinstance(ids, UniqueIds | RowIds)
     if isinstance(ids, DenseIds | RaggedIds | SparseIds | ShardedRaggedIds):
         return ids
-    return DenseIds(ids=ids)
+    return DenseIds(ids=cast(IdArray, ids))
 
 
 def attach_weights(features: Any, weights: Any, plan: EmbeddingPlan) -> Any:
@@ -131,7 +132,7 @@ def feature_shape(ids: FeatureIds, feature: FeaturePlan, plan: AnyPlan) -> Featu
     """
     if isinstance(ids, UniqueIds) or feature.config.unique_rows:
         return _unique_shape(ids, feature, plan)
-    ids = as_dense_ids(ids)
+    ids = as_dense_ids(_with_one_word(ids))
     if isinstance(ids, RaggedIds | SparseIds):
         raise TypeError(
             f"Feature {feature.name!r} is a {type(ids).__name__}, whose size changes "
@@ -296,6 +297,15 @@ def _check_custom_combiner(
             f"{combiner.max_valence} ids per sample, but its ragged ids were prepared "
             f"for max_valence={ids.max_valence}; {PREPARE_AGAIN}."
         )
+
+
+def _with_one_word(ids: FeatureIds) -> FeatureIds:
+    """Returns the ids with one word for each, which has their shape."""
+    return jax.tree.map(
+        lambda x: x.high if isinstance(x, Ids64) else x,
+        ids,
+        is_leaf=lambda x: isinstance(x, Ids64),
+    )
 
 
 def max_custom_valence(config: FeatureConfig, batch_size: int) -> int | None:

@@ -42,6 +42,17 @@ def test_one_hot_by_hand():
     assert floor.dcn_bytes == 0
 
 
+def test_ids_of_a_dynamic_table_have_two_words():
+    features = {"f": te.FeatureConfig(table=table(te.Dynamic(capacity=1000)))}
+    plan = plan_of(features, 4, te.optimizers.adagrad(0.1))
+    words = jax.ShapeDtypeStruct((64,), jnp.uint32)
+    wide = {"f": te.functional.Ids64(high=words, low=words)}
+    floor = compile_report.embedding_floor(plan, wide)
+    n = 16  # ids per device
+    assert floor.forward_hbm_bytes == 8 * n + ROW * n + ROW * n
+    assert floor.backward_hbm_bytes == ROW * n + 2 * n * (ROW + ROW)
+
+
 def test_rows_are_no_more_than_the_table_has():
     features = {"f": te.FeatureConfig(table=table(40))}
     plan = plan_of(features, 4, te.optimizers.sgd(0.1))

@@ -5,7 +5,7 @@ import dataclasses
 import time
 from collections.abc import Generator
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Final
 
 import jax
 
@@ -25,7 +25,7 @@ from tpu_embedding.tools.jobs.stop_signals import StopRequest
 from tpu_embedding.tools.train.loop.checked_data import CheckedDataset
 from tpu_embedding.tools.train.loop.loaders import BatchReader
 from tpu_embedding.tools.train.loop.step_meter import InputWait
-from tpu_embedding.types import Ids64, UniqueIds
+from tpu_embedding.types import UniqueIds
 
 _POLL_SECONDS: Final = 0.1
 """Time after which a loop that waits for a batch looks for signals again."""
@@ -173,20 +173,10 @@ def prepare_batch(
         if isinstance(ids, UniqueIds):
             num_samples = jax.tree.leaves(ids.index)[0].shape[0]
         else:
-            shape = feature_shape(_with_one_word(ids), feature, plan)
-            num_samples = shape.output_shape[0]
+            num_samples = feature_shape(ids, feature, plan).output_shape[0]
         if feature.config.output_shape is None and num_samples != size:
             raise DataError(
                 f"{owner}: the feature {feature.name!r} must have {size} samples, as "
                 f"many as the labels, got {num_samples}."
             )
     return prepared
-
-
-def _with_one_word(ids: Any) -> Any:
-    """Returns a feature with one word per id, for its shape."""
-    return jax.tree.map(
-        lambda x: x.high if isinstance(x, Ids64) else x,
-        ids,
-        is_leaf=lambda x: isinstance(x, Ids64),
-    )
