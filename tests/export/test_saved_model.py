@@ -4,11 +4,13 @@ import subprocess
 import sys
 
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.export.dynamic_models import DynamicTrainer, dynamic_batch, evaluated
 from tests.export.served_models import (
     FEATURES,
     UniqueRowsModel,
@@ -299,3 +301,50 @@ def test_names_that_tensorflow_cannot_tell_apart(tmp_path):
     with pytest.raises(te.export.ExportError, match="rename a feature"):
         te.export.save_saved_model(layer, tmp_path / "served", ids)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def dynamic_model():
+    return DynamicTrainer(default_row="learned").train(3).model
+
+
+def test_dynamic_tables_find_ids_of_64_bits(dynamic_model, tmp_path):
+    te.export.save_saved_model(dynamic_model, tmp_path / "served", dynamic_batch(16))
+    loaded = tf.saved_model.load(str(tmp_path / "served"))
+    batch = dynamic_batch(9, seed=7, first=100)
+    wanted = evaluated(dynamic_model, batch)
+    found = loaded(tensors_of(batch))
+    checked = open_saved_model(tmp_path / "served")(batch)
+    for name, values in wanted.items():
+        # Sums of up to 4 rows in another order.
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(checked[name], values, rtol=0, atol=1e-6)
+
+
+def test_strings_of_dynamic_tables_are_fingerprints(dynamic_model, tmp_path):
+    model, lists = dynamic_model, [["é", ""], [], ["a" * 200], ["ann"]]
+    batch = {"user": np.array(["ann", "bob", "ann", "x"]), "history": lists}
+    ids = {"user": np.arange(4), "history": te.RaggedIds.from_lists([[1], [], [2], []])}
+    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    optimizer.insert_ids(model, model.embedding.prepare(batch))
+    strings = dict.fromkeys(batch, "fingerprint")
+    te.export.save_saved_model(model, tmp_path / "served", ids, strings=strings)
+    loaded = tf.saved_model.load(str(tmp_path / "served"))
+    tensors = {
+        "user": tf.constant(batch["user"]),
+        "history": ragged(lists, tf.string),
+    }
+    outputs, wanted = loaded(tensors), evaluated(model, batch)
+    for name, values in wanted.items():
+        np.testing.assert_array_equal(outputs[name], values)
+    assert np.all(np.any(wanted["user"], axis=1))
+
+
+def test_strings_of_dynamic_tables_need_fingerprints(dynamic_model, tmp_path):
+    vocabulary = te.inputs.Vocabulary(["ann", "bob"], num_oov_buckets=2)
+    batch = {"user": np.arange(4), "tag": np.arange(4)}
+    for name, strings in (("user", vocabulary), ("tag", "fingerprint")):
+        with pytest.raises(te.export.ExportError, match=r"te\.Dynamic vocabulary, got"):
+            te.export.save_saved_model(
+                dynamic_model, tmp_path / "served", batch, strings={name: strings}
+            )

@@ -31,6 +31,7 @@ from tpu_embedding.export.signature import ExportError
 from tpu_embedding.export.tensor_files import TensorFile
 from tpu_embedding.export.writing import Writing
 from tpu_embedding.paths import local_path
+from tpu_embedding.rows.id_directory import directory_name
 
 PROGRAM_FILE: Final = "program.stablehlo"
 DENSE_FILE: Final = "dense.safetensors"
@@ -107,13 +108,22 @@ def write_table_files(
         (directory / TABLES_DIR).mkdir()
         for name, table in tables.items():
             metadata = {"row_format": row_format, "dim": str(table.place.config.dim)}
-            specs = {name: table.stored_spec(row_format)}
+            specs = table.tensor_specs(name, row_format)
             files[name] = TensorFile(directory / file_of_table(name), specs, metadata)
+            if table.ids is not None:
+                files[name].write(directory_name(name), 0, table.ids.tensor)
+
+    def write_block(block: TableBlock) -> None:
+        file, places = files[block.name], block.places
+        if isinstance(places, slice):
+            file.write(block.name, places.start, block.rows)
+        else:
+            file.write_places(block.name, places, block.rows)
 
     writing.do(make_files)
     errors = {name: RoundingError() for name in tables}
     for block in encoded_blocks(tables, row_format, errors):
-        writing.do(lambda _, block=block: files[block.name].write(*block))
+        writing.do(lambda _, block=block: write_block(block))
     return {
         name: {"file": file_of_table(name)}
         | describe_table(table, row_format, errors[name])
@@ -127,10 +137,10 @@ def encoded_blocks(
     errors: Mapping[str, RoundingError],
 ) -> Iterator[TableBlock]:
     """Yields the rows of some tables as they are stored, and adds up their errors."""
-    for name, start, rows in read_tables(tables):
+    for name, places, rows in read_tables(tables):
         stored = encode(rows, row_format, f"table {name!r}")
         errors[name].add(rows, stored)
-        yield TableBlock(name, start, stored)
+        yield TableBlock(name, places, stored)
 
 
 def describe_table(
@@ -138,9 +148,10 @@ def describe_table(
 ) -> dict[str, Any]:
     """Returns the entry of a table in the document."""
     spec = table.stored_spec(row_format)
-    return {
-        "vocabulary_size": table.place.config.vocabulary_size,
-        "dim": table.place.config.dim,
+    config = table.place.config
+    document: dict[str, Any] = {
+        "vocabulary_size": config.max_rows,
+        "dim": config.dim,
         "row_format": row_format,
         "dtype": str(spec.dtype),
         "shape": list(spec.shape),
@@ -150,6 +161,12 @@ def describe_table(
             "relative": error.relative,
         },
     }
+    if config.dynamic is not None and table.ids is not None:
+        document["dynamic"] = {
+            "num_ids": table.ids.num_ids,
+            "default_row": config.dynamic.default_row,
+        }
+    return document
 
 
 def file_of_table(name: str) -> str:

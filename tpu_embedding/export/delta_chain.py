@@ -46,6 +46,19 @@ class DeltaChain:
                 "Deltas need the optimizer that was made for the model, got layers "
                 f"{sorted(layers)} of the model and {sorted(slots)} of the optimizer."
             )
+        dynamic = [
+            table_prefix(path, layers) + table.name
+            for path, layer in layers.items()
+            for stack in layer.plan.stacks
+            if stack.is_dynamic
+            for table in stack.tables
+        ]
+        if dynamic:
+            raise ExportError(
+                f"Deltas cannot hold tables with a te.Dynamic vocabulary yet, got "
+                f"{dynamic}; take full exports by te.export.save_tables without an "
+                "optimizer."
+            )
         self.parts = [
             TrackedPart(
                 prefix=table_prefix(path, layers), path=path, layer=layer, tracked=each

@@ -6,15 +6,17 @@ Only shapes and dtypes of the example matter. Inputs are named by their path.
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tpu_embedding.export.signature import BATCH, ArraySpec, ExportError, Input
-from tpu_embedding.types import DenseIds, ShardedRaggedIds, UniqueIds
+from tpu_embedding.types import DenseIds, Ids64, ShardedRaggedIds, UniqueIds
+
+_WIDE: Final = "int64"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,17 @@ class Example:
         inputs = tuple(_input(k, leaf, batch_size) for k, leaf in by_name.items())
         return cls(arguments=names, inputs=inputs, tree=tree, batch_size=batch_size)
 
+    def with_wide(self, names: Collection[str]) -> Self:
+        """Returns the example with ids of 64 bits in some inputs."""
+
+        def widen(each: Input) -> Input:
+            if each.name not in names:
+                return each
+            spec = each.spec and dataclasses.replace(each.spec, dtype=_WIDE)
+            return dataclasses.replace(each, is_wide=True, spec=spec)
+
+        return dataclasses.replace(self, inputs=tuple(map(widen, self.inputs)))
+
     def rebuild(
         self, arrays: Mapping[str, jax.Array]
     ) -> tuple[tuple[Any, ...], dict[int, str]]:
@@ -112,14 +125,27 @@ def nest_of(names: Sequence[str], arguments: Sequence[Any]) -> Any:
 
 
 def ids_of(leaf: Any) -> Any:
-    """Returns the array of ids of a feature, without weights or row splits."""
+    """Returns the array of ids of a feature, without weights or row splits.
+
+    Of ids of 64 bits, it returns the lower words.
+    """
+    ids = _all_ids_of(leaf)
+    return ids.low if isinstance(ids, Ids64) else ids
+
+
+def _all_ids_of(leaf: Any) -> Any:
     if isinstance(leaf, ShardedRaggedIds):
         return leaf.values
     return leaf.ids if isinstance(leaf, DenseIds) else leaf
 
 
+def is_wide(leaf: Any) -> bool:
+    """Returns True if the ids of a feature have 64 bits."""
+    return isinstance(_all_ids_of(leaf), Ids64)
+
+
 def _is_container(leaf: Any) -> bool:
-    return isinstance(leaf, DenseIds | UniqueIds) or _is_ragged(leaf)
+    return isinstance(leaf, DenseIds | UniqueIds | Ids64) or _is_ragged(leaf)
 
 
 def _is_ragged(leaf: Any) -> bool:
@@ -184,6 +210,7 @@ def _input(name: str, leaf: Any, batch_size: int) -> Input:
             is_weighted=is_weighted,
             num_samples=BATCH if num_samples == batch_size else num_samples,
             spec=None,
+            is_wide=is_wide(leaf),
         )
     kind = "dense_ids" if isinstance(leaf, DenseIds) else "array"
     array = ids_of(leaf)
@@ -194,13 +221,14 @@ def _input(name: str, leaf: Any, batch_size: int) -> Input:
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4:
         dtype = np.dtype(np.int32)
-    spec = ArraySpec(shape=shape, dtype=str(dtype))
+    spec = ArraySpec(shape=shape, dtype=_WIDE if is_wide(leaf) else str(dtype))
     return Input(
         name=name,
         kind=kind,
         is_weighted=is_weighted,
         num_samples=shape[0] if shape else 0,
         spec=spec,
+        is_wide=is_wide(leaf),
     )
 
 
@@ -208,10 +236,14 @@ def _rebuild(each: Input, arrays: Mapping[str, jax.Array]) -> Any:
     """Returns the leaf of the model's arguments for one input."""
     of_input = {k.removeprefix(f"{each.name}/"): arrays[k] for k in each.arrays}
     weights = of_input.get("weights")
+    if each.is_wide:
+        key = each.ids_name.removeprefix(f"{each.name}/")
+        words = of_input[key]
+        of_input[key] = Ids64(high=words[..., 1], low=words[..., 0])
     if each.spec is None:
         row_splits = of_input["row_splits"]
         return ShardedRaggedIds(
-            values=of_input["values"][None],
+            values=jax.tree.map(lambda x: x[None], of_input["values"]),
             row_splits=row_splits[None],
             weights=None if weights is None else weights[None],
             batch_size=row_splits.shape[0] - 1,

@@ -14,6 +14,7 @@ import numpy as np
 
 from tpu_embedding.combiners import CustomCombiner
 from tpu_embedding.config import FeatureConfig, TableConfig
+from tpu_embedding.dynamic import Dynamic
 from tpu_embedding.export.example import nest_of
 from tpu_embedding.export.signature import (
     BATCH,
@@ -25,9 +26,10 @@ from tpu_embedding.export.signature import (
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
 from tpu_embedding.inputs.forms import is_integer
 from tpu_embedding.inputs.prepare import prepare_features
+from tpu_embedding.inputs.wide_ids import padding_of
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan
-from tpu_embedding.types import PADDING_ROW_ID, DenseIds, ShardedRaggedIds
+from tpu_embedding.types import PADDING_ROW_ID, DenseIds, Ids64, ShardedRaggedIds
 
 
 class Feeder:
@@ -65,7 +67,8 @@ class Feeder:
         prepared = self._prepared(values)
         arrays: dict[str, np.ndarray] = {}
         for name, each in self._by_name.items():
-            arrays |= _arrays_of_input(each, prepared.get(name, values[name]))
+            of_input = _arrays_of_input(each, prepared.get(name, values[name]))
+            arrays |= {key: _in_words(array) for key, array in of_input.items()}
         self._check_shapes(arrays)
         return arrays
 
@@ -134,6 +137,9 @@ class Feeder:
 
 def _feature_plan(each: Input) -> FeaturePlan:
     """Returns the rules by which the ids of an input are checked."""
+    if not each.lookups and each.is_wide:
+        table = TableConfig(vocabulary_size=Dynamic(capacity=1), dim=1, name=each.name)
+        return _whole_table(each.name, FeatureConfig(table=table))
     if not each.lookups:
         # The model computes with the ids, so any int32 may be right.
         table = TableConfig(vocabulary_size=PADDING_ROW_ID, dim=1, name=each.name)
@@ -144,8 +150,9 @@ def _feature_plan(each: Input) -> FeaturePlan:
     combiner: Any = lookup.combiner
     if lookup.max_valence is not None:
         combiner = CustomCombiner(function=_first_row, max_valence=lookup.max_valence)
+    num_rows = lookup.vocabulary_size
     table = TableConfig(
-        vocabulary_size=lookup.vocabulary_size,
+        vocabulary_size=Dynamic(capacity=num_rows) if each.is_wide else num_rows,
         dim=1,
         combiner=combiner,
         name=lookup.table,
@@ -191,16 +198,29 @@ def _arrays_of_input(each: Input, leaf: Any) -> dict[str, np.ndarray]:
                 f"{_shown(each.spec.shape)}, got ragged ids; export the model with "
                 "RaggedIds in the example."
             )
-        parts = {"values": leaf.values[0], "row_splits": leaf.row_splits[0]}
+        parts = {"values": _on_host(leaf.values)[0], "row_splits": leaf.row_splits[0]}
         if weights is not None:
             parts["weights"] = weights[0]
         return {f"{each.name}/{key}": np.asarray(x) for key, x in parts.items()}
-    ids = np.asarray(leaf.ids if isinstance(leaf, DenseIds) else leaf)
+    ids = _on_host(leaf.ids if isinstance(leaf, DenseIds) else leaf)
     if each.spec is None:
         return _ragged_of_dense(each.name, ids, weights)
     if weights is None:
         return {each.name: ids}
     return {f"{each.name}/ids": ids, f"{each.name}/weights": np.asarray(weights)}
+
+
+def _on_host(ids: Any) -> np.ndarray:
+    """Returns ids as int32 or uint64."""
+    return ids.to_numpy() if isinstance(ids, Ids64) else np.asarray(ids)
+
+
+def _in_words(array: np.ndarray) -> np.ndarray:
+    """Returns ids of 64 bits as two words along a last axis, all others as they are."""
+    if array.dtype != np.uint64:
+        return array
+    words = Ids64.of_array(array)
+    return np.stack([words.low, words.high], axis=-1)
 
 
 def _ragged_of_dense(name: str, ids: np.ndarray, weights: Any) -> dict[str, np.ndarray]:
@@ -209,7 +229,8 @@ def _ragged_of_dense(name: str, ids: np.ndarray, weights: Any) -> dict[str, np.n
     # A program has at least one place for ids.
     missing = 1 if ids.size == 0 else 0
     splits = np.arange(num_samples + 1, dtype=np.int32) * np.int32(valence)
-    values = np.pad(ids.reshape(-1), (0, missing), constant_values=PADDING_ROW_ID)
+    padding = padding_of(ids.dtype)
+    values = np.pad(ids.reshape(-1), (0, missing), constant_values=padding)
     parts = {"values": values, "row_splits": splits}
     if weights is not None:
         parts["weights"] = np.pad(np.asarray(weights).reshape(-1), (0, missing))

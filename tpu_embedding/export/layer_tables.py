@@ -7,13 +7,21 @@ from typing import NamedTuple
 import numpy as np
 from flax import nnx
 
+from tpu_embedding.export.dynamic_tables import (
+    StoredIds,
+    StoreIds,
+    lines_of_buckets,
+)
 from tpu_embedding.export.row_formats import RowFormat, stored_spec
 from tpu_embedding.export.signature import ExportError
 from tpu_embedding.export.tensor_files import TensorSpec
 from tpu_embedding.export.writing import receivers
+from tpu_embedding.functional.dynamic_ids import dynamic_rows
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.training import embedding_layers
+from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.stack_plan import TablePlan
+from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.tables.row_stream import read_blocks
 
 
@@ -24,22 +32,39 @@ class LayerTable:
     Attributes:
       layer: owns the table.
       place: the table in the layer's plan.
+      ids: its ids, if it is dynamic.
     """
 
     layer: TPUEmbedding
     place: TablePlan
+    ids: StoredIds | None = None
 
     def stored_spec(self, row_format: RowFormat) -> TensorSpec:
-        """Returns the shape and dtype of the exported table."""
+        """Returns the shape and dtype of the exported rows."""
         config = self.place.config
-        return stored_spec(config.max_rows, config.dim, row_format)
+        num_rows = config.max_rows if self.ids is None else self.ids.num_rows
+        return stored_spec(num_rows, config.dim, row_format)
+
+    def tensor_specs(self, name: str, row_format: RowFormat) -> dict[str, TensorSpec]:
+        """Returns the tensors of the exported table: its rows, and its ids."""
+        specs = {name: self.stored_spec(row_format)}
+        if self.ids is not None:
+            tensor = self.ids.tensor
+            specs[directory_name(name)] = TensorSpec(tensor.shape, tensor.dtype)
+        return specs
 
 
 class TableBlock(NamedTuple):
-    """The rows `start` and on of a table, as `rows.file_rows.file_row` says."""
+    """Some rows of a table.
+
+    Attributes:
+      name: name of the table in the export.
+      places: their places in the export: consecutive ones, or any.
+      rows: as `rows.file_rows.file_row` says.
+    """
 
     name: str
-    start: int
+    places: slice | np.ndarray
     rows: np.ndarray
 
 
@@ -48,8 +73,14 @@ def table_prefix(path: str, layers: Collection[str]) -> str:
     return f"{path}/" if len(layers) > 1 else ""
 
 
-def tables_of_model(model: nnx.Module) -> dict[str, LayerTable]:
+def tables_of_model(
+    model: nnx.Module, store_ids: StoreIds = lines_of_buckets
+) -> dict[str, LayerTable]:
     """Returns the tables of all embedding layers of a model, by name.
+
+    Args:
+      model: owns the layers.
+      store_ids: form of the ids of dynamic tables.
 
     Raises:
       ExportError: if the model has no embedding layer.
@@ -60,24 +91,20 @@ def tables_of_model(model: nnx.Module) -> dict[str, LayerTable]:
             f"The model must own a TPUEmbedding to be exported, got a "
             f"{type(model).__name__} without one; use jax.export for it."
         )
-    dynamic = [
-        table.name
-        for layer in layers.values()
-        for stack in layer.plan.stacks
-        if stack.is_dynamic
-        for table in stack.tables
-    ]
-    if dynamic:
-        raise ExportError(
-            "An export cannot hold tables with a te.Dynamic vocabulary yet, got "
-            f"{dynamic}; read ids and rows by te.functional.dynamic_rows."
-        )
-    return {
-        table_prefix(path, layers) + table.name: LayerTable(layer=layer, place=table)
-        for path, layer in layers.items()
-        for stack in layer.plan.stacks
-        for table in stack.tables
-    }
+    tables = {}
+    for path, layer in layers.items():
+        prefix = table_prefix(path, layers)
+        found = dynamic_rows(layer.tables.get_value(), layer.plan)
+        for stack in layer.plan.stacks:
+            members = {x.table.name: x for x in dynamic_tables(stack)}
+            for table in stack.tables:
+                ids = None
+                if table.name in members:
+                    ids = store_ids(found[table.name], members[table.name])
+                tables[prefix + table.name] = LayerTable(
+                    layer=layer, place=table, ids=ids
+                )
+    return tables
 
 
 def read_tables(tables: Mapping[str, LayerTable]) -> Iterator[TableBlock]:
@@ -86,6 +113,15 @@ def read_tables(tables: Mapping[str, LayerTable]) -> Iterator[TableBlock]:
     In a job, all processes call it together, and each gets all rows.
     """
     names = {(id(x.layer), x.place.name): name for name, x in tables.items()}
+
+    def block_of(name: str, start: int, rows: np.ndarray) -> TableBlock:
+        ids = tables[name].ids
+        if ids is None:
+            return TableBlock(name, slice(start, start + len(rows)), rows)
+        places = ids.places[start : start + len(rows)]
+        is_stored = places >= 0
+        return TableBlock(name, places[is_stored], rows[is_stored])
+
     for layer in {id(x.layer): x.layer for x in tables.values()}.values():
         packed = layer.tables.get_value()
         for stack in layer.plan.stacks:
@@ -97,4 +133,4 @@ def read_tables(tables: Mapping[str, LayerTable]) -> Iterator[TableBlock]:
                 rows_of_stack, stack, layer.plan, wanted, receivers()
             ):
                 for table, start, rows in blocks:
-                    yield TableBlock(names[id(layer), table], start, rows)
+                    yield block_of(names[id(layer), table], start, rows)

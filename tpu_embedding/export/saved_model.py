@@ -39,6 +39,8 @@ from tpu_embedding.export.serving_program import ServingProgram, make_program
 from tpu_embedding.export.signature import BATCH, OUTPUT, ExportError, Input, Signature
 from tpu_embedding.nn.training import MODEL
 from tpu_embedding.paths import local_path
+from tpu_embedding.rows.id_directory import directory_name
+from tpu_embedding.rows.id_mixing import NO_ID
 from tpu_embedding.types import PADDING_ROW_ID
 
 
@@ -74,7 +76,7 @@ def save_saved_model(
       strings: names of inputs that take tensors of strings in place of ids. The value
         is the `te.inputs.Vocabulary`, or
         `functools.partial(te.inputs.hash_ids, num_buckets=N)`, that turns their strings
-        into ids. The example has ids.
+        into ids; `"fingerprint"` for dynamic tables. The example has ids.
 
     Raises:
       ExportError: see `save`, and if TensorFlow is missing or too old, or `strings`
@@ -135,10 +137,12 @@ def open_saved_model(
 
     def call(*arguments: Any) -> Any:
         arrays = feeder.arrays_of(arguments)
-        tensors = {
-            name: tf.constant(array, specs[name].dtype)
-            for name, array in ((_flat_name(k), x) for k, x in arrays.items())
-        }
+        tensors = {}
+        for name, array in arrays.items():
+            spec = specs[_flat_name(name)]
+            if array.ndim > spec.shape.rank:  # ids of 64 bits, as words
+                array = np.ascontiguousarray(array).view(np.int64)[..., 0]
+            tensors[_flat_name(name)] = tf.constant(array, spec.dtype)
         outputs = {name: tensor.numpy() for name, tensor in flat(**tensors).items()}
         return outputs[OUTPUT] if list(outputs) == [OUTPUT] else outputs
 
@@ -271,15 +275,18 @@ def _call_module(program: ServingProgram) -> Any:
 def _table_variables(
     program: ServingProgram, errors: Mapping[str, RoundingError]
 ) -> dict[str, Any]:
-    """Returns one variable per table, read one after the other."""
+    """Returns one variable per table, read one after the other, and its ids."""
     tf = _tensorflow()
     variables = {}
     for name, source in program.tables.items():
         spec = source.stored_spec(program.row_format)
         rows = np.empty(spec.shape, spec.dtype)
         for block in encoded_blocks({name: source}, program.row_format, errors):
-            rows[block.start : block.start + len(block.rows)] = block.rows
+            rows[block.places] = block.rows
         variables[name] = tf.Variable(rows, trainable=False, name=name)
+        if source.ids is not None:
+            key = directory_name(name)
+            variables[key] = tf.Variable(source.ids.tensor, trainable=False)
     return variables
 
 
@@ -336,10 +343,11 @@ def _flat_specs(
         for name, spec in each.arrays.items():
             shape = [size if isinstance(size, int) else None for size in spec.shape]
             dtype = spec.dtype
-            if each.kind != "array" and spec.dtype == "int32":
+            if each.kind != "array" and name == each.ids_name:
                 dtype = tf.string if each.name in strings else tf.int64
-                if name.endswith("/row_splits") and each.spec is None:
-                    dtype = splits
+                shape = shape[:-1] if each.is_wide else shape
+            elif each.spec is None and name.endswith("/row_splits"):
+                dtype = splits
             flat = _flat_name(name)
             if flat in specs:
                 raise ExportError(
@@ -373,17 +381,22 @@ def _arrays_of_leaf(each: Input, leaf: Any) -> dict[str, Any]:
 def _converted(
     each: Input, arrays: Mapping[str, Any], to_ids: Callable[[Any], Any] | None
 ) -> dict[str, Any]:
-    """Converts ids to int32, and gives ragged ids the place that a program needs."""
+    """Converts ids to 32 bits, and gives ragged ids the place that a program needs."""
     tf = _tensorflow()
     converted = {}
     for name, spec in each.arrays.items():
         array = arrays[name]
-        if spec.dtype == "int32" and each.kind != "array":
+        padding: Any = 0
+        if name == each.ids_name and each.kind != "array":
             if to_ids is not None and array.dtype == tf.string:
                 array = to_ids(array)
-            array = _to_int32(array)
-        if spec.shape == (each.places,):
-            padding = PADDING_ROW_ID if spec.dtype == "int32" else 0
+            if each.is_wide:
+                array, padding = tf.bitcast(array, tf.uint32), [NO_ID, NO_ID]
+            else:
+                array, padding = _to_int32(array), PADDING_ROW_ID
+        elif spec.dtype == "int32" and each.spec is None:
+            array = _to_int32(array)  # row splits
+        if spec.shape[:1] == (each.places,):
             array = tf.concat([array, tf.constant([padding], array.dtype)], axis=0)
         converted[name] = array
     return converted

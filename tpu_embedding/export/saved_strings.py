@@ -2,14 +2,18 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from tpu_embedding.export.signature import ExportError, Input, Signature
 from tpu_embedding.inputs.string_ids import Vocabulary, hash_ids
 from tpu_embedding.types import PADDING_ROW_ID
 
-StringIds = Vocabulary | functools.partial
-"""A vocabulary, or a `functools.partial` of `te.inputs.hash_ids` with `num_buckets`."""
+StringIds = Vocabulary | functools.partial | Literal["fingerprint"]
+"""A vocabulary, or a `functools.partial` of `te.inputs.hash_ids` with `num_buckets`.
+
+For dynamic tables, it is the fingerprint of 64 bits that `prepare` makes."""
+
+FINGERPRINT: Final = "fingerprint"
 
 _MAX_BYTES: Final = 2**30
 """Maximum bytes of the tokens of a SavedModel, whose graph must stay below 2 GB."""
@@ -35,7 +39,16 @@ def check_strings(strings: Mapping[str, StringIds], signature: Signature) -> Non
             raise ExportError(
                 f"strings must name inputs of ids, {sorted(inputs)}, got {name!r}."
             )
-        _check_size(inputs[name], _num_ids(ids, name))
+        each = inputs[name]
+        if each.is_wide != (ids == FINGERPRINT):
+            wanted = repr(FINGERPRINT) if each.is_wide else _WAYS
+            kind = "" if each.is_wide else "no "
+            raise ExportError(
+                f"strings[{name!r}] must be {wanted}, because its ids go to {kind}"
+                f"tables with a te.Dynamic vocabulary, got {ids!r}."
+            )
+        if not each.is_wide:
+            _check_size(each, _num_ids(ids, name))
 
 
 def _num_ids(ids: Any, name: str) -> int:
@@ -84,6 +97,9 @@ def converter_of(tf: Any, ids: StringIds) -> tuple[Callable[[Any], Any], Any]:
     """
     if isinstance(ids, Vocabulary):
         return _of_vocabulary(tf, ids)
+    if ids == FINGERPRINT:
+        return functools.partial(_fingerprints, tf), None
+    assert isinstance(ids, functools.partial)
     options = _hash_options(ids)
     salt, padding = options.get("salt"), options.get("padding")
     num_buckets = int(options["num_buckets"])
@@ -102,6 +118,13 @@ def converter_of(tf: Any, ids: StringIds) -> tuple[Callable[[Any], Any], Any]:
         return tf.where(strings == mark, tf.cast(PADDING_ROW_ID, tf.int64), found)
 
     return hash_strings, None
+
+
+def _fingerprints(tf: Any, strings: Any) -> Any:
+    """Returns int64 ids of strings, as `inputs.wide_ids.fingerprints_of` makes them."""
+    lowest_first = tf.fingerprint(tf.reshape(strings, [-1, 1]))
+    ids = tf.reshape(tf.bitcast(lowest_first, tf.int64), tf.shape(strings))
+    return tf.where(ids == -1, tf.constant(-2, tf.int64), ids)
 
 
 def _of_vocabulary(tf: Any, vocabulary: Vocabulary) -> tuple[Callable[[Any], Any], Any]:

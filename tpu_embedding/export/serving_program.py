@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from tpu_embedding.combiners import CustomCombiner
-from tpu_embedding.export.example import Example, ids_of
+from tpu_embedding.export.example import Example, ids_of, is_wide
 from tpu_embedding.export.layer_tables import (
     LayerTable,
     table_prefix,
@@ -36,6 +36,7 @@ from tpu_embedding.export.signature import (
 from tpu_embedding.export.writing import check_one_process
 from tpu_embedding.functional.serving_lookup import ServedCall, table_of
 from tpu_embedding.nn.embedding import (
+    DynamicStatsVariable,
     EmbeddingTables,
     GradientGuard,
     LookupStatsVariable,
@@ -43,11 +44,13 @@ from tpu_embedding.nn.embedding import (
 )
 from tpu_embedding.nn.training import embedding_layers
 from tpu_embedding.plan.features import FeaturePlan
+from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.types import ShardedRaggedIds
 
 PLATFORMS: Final = ("cpu", "cuda", "tpu")
 
 _LAYER_VARIABLES: Final = (
+    DynamicStatsVariable,
     EmbeddingTables,
     GradientGuard,
     LookupStatsVariable,
@@ -108,15 +111,23 @@ def make_program(
             f"method must name a method of {type(model).__name__}, got {method!r}."
         )
     example = Example.of(function, arguments, batch_size)
-    served = _ServedMethod(model, method, example)
     all_tables = tables_of_model(model)
-    specs = (
-        _table_specs(all_tables, row_format),
-        {name: _struct(leaf) for name, leaf in served.dense.items()},
-        _array_structs(example.inputs, batch_size),
-    )
-    with _explained_errors():
-        outputs = jax.eval_shape(served, *specs)
+
+    def trace(example: Example) -> tuple[_ServedMethod, tuple[Any, ...], Any]:
+        served = _ServedMethod(model, method, example)
+        specs = (
+            _table_specs(all_tables, row_format),
+            {name: _struct(leaf) for name, leaf in served.dense.items()},
+            _array_structs(example.inputs, batch_size),
+        )
+        with _explained_errors():
+            return served, specs, jax.eval_shape(served, *specs)
+
+    served, specs, outputs = trace(example)
+    if served.wide:
+        example = example.with_wide(served.wide)
+        served, specs, outputs = trace(example)
+    served.refuse_narrow()
     tables = {k: table for k, table in all_tables.items() if k in served.used_tables}
     specs = (_table_specs(tables, row_format), *specs[1:])
     with _explained_errors():
@@ -147,6 +158,7 @@ class _ServedMethod:
       dense: name to value of each dense parameter.
       used_tables: names of the tables that the latest call looked up in.
       lookups: lookups of the latest call, by the name of their input.
+      wide: names of the inputs that the latest call looked up in dynamic tables.
     """
 
     def __init__(self, model: nnx.Module, method: str, example: Example):
@@ -160,6 +172,8 @@ class _ServedMethod:
         self.dense = {_parameter_name(path): leaf for path, leaf in leaves}
         self.used_tables: set[str] = set()
         self.lookups: dict[str, tuple[Lookup, ...]] = {}
+        self.wide: set[str] = set()
+        self._narrow: set[str] = set()
 
     def __call__(
         self,
@@ -176,16 +190,14 @@ class _ServedMethod:
         layers = embedding_layers(model)
         for path, layer in layers.items():
             prefix = table_prefix(path, layers)
-            own = {
-                table.name: tables[prefix + table.name]
-                for stack in layer.plan.stacks
-                for table in stack.tables
-                if prefix + table.name in tables
-            }
+            names = [t.name for stack in layer.plan.stacks for t in stack.tables]
+            names += [directory_name(name) for name in names]
+            own = {k: tables[prefix + k] for k in names if prefix + k in tables}
             layer.start_recording("serving", own)
         arguments, owners = self._example.rebuild(arrays)
         outputs = getattr(model, self._method)(*arguments)
         self.used_tables, self.lookups = set(), {}
+        self.wide, self._narrow = set(), set()
         for path, layer in layers.items():
             for call in layer.stop_recording():
                 self._keep(call, table_prefix(path, layers), owners)
@@ -206,6 +218,29 @@ class _ServedMethod:
                 if name is not None:
                     lookup = _lookup(feature, table, part)
                     self.lookups[name] = (*self.lookups.get(name, ()), lookup)
+                if feature.table.dynamic is not None:
+                    self._keep_wide(part, name, feature)
+
+    def _keep_wide(self, ids: Any, name: str | None, feature: FeaturePlan) -> None:
+        """Remembers the input that the ids of a dynamic table came from."""
+        if name is not None:
+            self.wide.add(name)
+        if not is_wide(ids):
+            self._narrow.add(feature.name)
+
+    def refuse_narrow(self) -> None:
+        """Refuses ids of dynamic tables that are no inputs, and so have 32 bits.
+
+        Raises:
+          ExportError: if there are some.
+        """
+        if self._narrow:
+            raise ExportError(
+                f"Ids of the features {sorted(self._narrow)} of tables with a "
+                "te.Dynamic vocabulary must be inputs of the model as they are, but "
+                "its code computes them in 32 bits; compute them before, or pass "
+                "te.functional.Ids64 in the example."
+            )
 
 
 def _lookup(feature: FeaturePlan, table: str, ids: Any) -> Lookup:
@@ -229,15 +264,19 @@ def _lookup(feature: FeaturePlan, table: str, ids: Any) -> Lookup:
 
 
 def _with_lookups(each: Input, lookups: tuple[Lookup, ...]) -> Input:
-    kind = "dense_ids" if lookups and each.kind == "array" else each.kind
+    is_ids = each.kind == "array" and (lookups or each.is_wide)
+    kind = "dense_ids" if is_ids else each.kind
     return dataclasses.replace(each, kind=kind, lookups=lookups)
 
 
 def _table_specs(
     tables: Mapping[str, LayerTable], row_format: RowFormat
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    specs = {name: table.stored_spec(row_format) for name, table in tables.items()}
-    return {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in specs.items()}
+    return {
+        key: jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+        for name, table in tables.items()
+        for key, spec in table.tensor_specs(name, row_format).items()
+    }
 
 
 def _array_structs(

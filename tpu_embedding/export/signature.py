@@ -16,6 +16,9 @@ BATCH: Final = "batch"
 ROW_SPLITS: Final = f"{BATCH} + 1"
 """Size of row splits, in shapes of a signature."""
 
+WORDS: Final = 2
+"""Numbers of 32 bits of an id of 64 bits: the size of the last axis of such ids."""
+
 OUTPUT: Final = "output"
 """Name of the only output of a model that returns an array."""
 
@@ -71,6 +74,8 @@ class Input:
       is_weighted: True if each id has a weight.
       num_samples: "batch", or the only number of samples; 0 without an axis of them.
       spec: shape and dtype of the array or of the ids; None if ragged.
+      is_wide: True for ids of 64 bits, of dynamic tables. The program takes the eight
+        bytes of each as two uint32 along a last axis, the lower one first.
       lookups: tables that the ids go to; empty if the model computes with them first.
     """
 
@@ -79,6 +84,7 @@ class Input:
     is_weighted: bool
     num_samples: int | str
     spec: ArraySpec | None
+    is_wide: bool = False
     lookups: tuple[Lookup, ...] = ()
 
     @property
@@ -87,24 +93,38 @@ class Input:
         return f"{self.name} places"
 
     @property
+    def ids_name(self) -> str:
+        """Name of the array that holds the ids."""
+        if self.spec is None:
+            return f"{self.name}/values"
+        return f"{self.name}/ids" if self.is_weighted else self.name
+
+    @property
     def arrays(self) -> dict[str, ArraySpec]:
         """Name and shape of each array that the program takes for it."""
         name = self.name
         if self.spec is not None:
-            if not self.is_weighted:
-                return {name: self.spec}
-            weights = dataclasses.replace(self.spec, dtype="float32")
-            return {f"{name}/ids": self.spec, f"{name}/weights": weights}
+            arrays = {self.ids_name: self._of_ids(self.spec)}
+            if self.is_weighted:
+                weights = dataclasses.replace(self.spec, dtype="float32")
+                arrays[f"{name}/weights"] = weights
+            return arrays
         places, splits = (self.places,), ROW_SPLITS
         if isinstance(self.num_samples, int):
             splits = self.num_samples + 1
         arrays = {
-            f"{name}/values": ArraySpec(shape=places, dtype="int32"),
+            self.ids_name: self._of_ids(ArraySpec(shape=places, dtype="int32")),
             f"{name}/row_splits": ArraySpec(shape=(splits,), dtype="int32"),
         }
         if self.is_weighted:
             arrays[f"{name}/weights"] = ArraySpec(shape=places, dtype="float32")
         return arrays
+
+    def _of_ids(self, spec: ArraySpec) -> ArraySpec:
+        """Returns the shape and dtype of the array that holds the ids."""
+        if not self.is_wide:
+            return spec
+        return ArraySpec(shape=(*spec.shape, WORDS), dtype="uint32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,6 +174,8 @@ def _input(entry: dict[str, Any]) -> Input:
         is_weighted=entry["is_weighted"],
         num_samples=entry["num_samples"],
         spec=None if entry["spec"] is None else _spec(entry["spec"]),
+        # Exports of earlier releases have none.
+        is_wide=entry.get("is_wide", False),
         lookups=tuple(map(_lookup, entry["lookups"])),
     )
 

@@ -25,6 +25,7 @@ from tpu_embedding.export.artifact import (
 )
 from tpu_embedding.export.delta_chain import DeltaChain
 from tpu_embedding.export.digests import check_files, digests_of_files
+from tpu_embedding.export.dynamic_tables import rising_ids
 from tpu_embedding.export.feeding import Feeder
 from tpu_embedding.export.layer_tables import tables_of_model
 from tpu_embedding.export.row_formats import RowFormat, check_row_format
@@ -118,6 +119,9 @@ def save_tables(
     table. A file holds one tensor, named like the table. `export.json` lists them. All
     processes of a job call it together, and the first one writes.
 
+    The file of a dynamic table `NAME` has the ids, rising, in a tensor `NAME:ids`, and
+    their rows in that order in `NAME`. A learned default row is the last one.
+
     Args:
       model: owns `TPUEmbedding` layers, or is one.
       directory: new directory for the files.
@@ -140,7 +144,7 @@ def save_tables(
       ['movie.safetensors']
     """
     check_row_format(dtype)
-    tables = tables_of_model(model)
+    tables = tables_of_model(model, rising_ids)
     chain = None if optimizer is None else DeltaChain(model, optimizer)
     document: dict[str, Any] = {}
 
@@ -165,7 +169,7 @@ class ServedModel:
 
     Attributes:
       signature: names, kinds, shapes and dtypes of inputs and outputs.
-      tables: the tables, as they are stored.
+      tables: the tables, and the ids of dynamic ones, as they are stored.
       dense: the dense parameters.
       document: the whole of `export.json`.
     """
@@ -228,11 +232,12 @@ def load(directory: str | pathlib.Path, *, verify: bool = True) -> ServedModel:
             f"{error}. It was written by jax {document['versions']['jax']} on "
             f"{document['program']['written']}; export the model again."
         ) from error
-    call = jit_program(exported, document["tables"], jax.devices()[0])
-    tables = {}
-    for name, entry in document["tables"].items():
-        table = read_tensors(path / entry["file"])[name]
-        tables[name] = jax.device_put(table, _by_rows(jax.devices()[0]))
+    tables = {
+        name: jax.device_put(tensor, _by_rows(jax.devices()[0]))
+        for entry in document["tables"].values()
+        for name, tensor in read_tensors(path / entry["file"]).items()
+    }
+    call = jit_program(exported, tables, jax.devices()[0])
     parameters = read_tensors(path / DENSE_FILE)
     dense = {name: jnp.asarray(x) for name, x in parameters.items()}
     signature = Signature.from_json(document["signature"])
@@ -256,7 +261,7 @@ def jit_program(
 
     Args:
       exported: program from `make_program`.
-      table_names: names of the program's tables.
+      table_names: names of the program's tables, and of the ids of dynamic ones.
       device: holds the tables.
     """
     tables = dict.fromkeys(table_names, _by_rows(device))

@@ -95,6 +95,13 @@ class TensorFile:
             file.seek(self._offsets[name] + start * row_bytes)
             file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
 
+    def write_places(self, name: str, places: np.ndarray, rows: np.ndarray) -> None:
+        """Writes rows of a tensor to places in any order."""
+        if len(places):
+            tensor = writable_tensor(self._path, name)
+            tensor[places] = rows
+            tensor.flush()
+
 
 def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes whole tensors to a new file."""

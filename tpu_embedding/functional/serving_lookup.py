@@ -7,15 +7,17 @@ of a batch may be symbolic: `jax.export` then makes one program for all batch si
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped, UInt8
+from jaxtyping import Array, Float, Int, Shaped, UInt8, UInt32
 
 from tpu_embedding.combiners import CustomCombiner
+from tpu_embedding.dynamic import SLOTS_PER_BUCKET, Dynamic
 from tpu_embedding.functional.unique_rows import UniqueRows
 from tpu_embedding.inputs.shard_inputs import (
     FeatureShape,
@@ -29,13 +31,22 @@ from tpu_embedding.inputs.shard_inputs import (
 from tpu_embedding.inputs.unique_shards import ONLY, length_of_ragged, named
 from tpu_embedding.lookup._combine import gather_and_pool, scale_samples
 from tpu_embedding.lookup._custom_combiner import apply_custom_combiners
+from tpu_embedding.lookup._directory import find_lane
 from tpu_embedding.lookup._exchange import quantize
 from tpu_embedding.lookup._flatten_to_owners import FeatureInput, resolve
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.plan.input_plan import InputPlan
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.rows.file_rows import SCALE_AND_BIAS_BYTES
-from tpu_embedding.types import PADDING_ROW_ID, DenseIds, ShardedRaggedIds, UniqueIds
+from tpu_embedding.rows.id_directory import directory_name
+from tpu_embedding.rows.id_mixing import NO_ID, mix_ids, multiply_high
+from tpu_embedding.types import (
+    PADDING_ROW_ID,
+    DenseIds,
+    Ids64,
+    ShardedRaggedIds,
+    UniqueIds,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +70,9 @@ def serve(
 
     Args:
       tables: table name to its rows in logical order: `[vocabulary_size, dim]` of a
-        float type, or uint8 `[vocabulary_size, dim + 8]` in FBGEMM's layout.
+        float type, or uint8 `[vocabulary_size, dim + 8]` in FBGEMM's layout. A dynamic
+        table has 64 rows per bucket, maybe a default row behind them, and under its
+        `directory_name` the mixed words of its ids, uint32 `[buckets, 128]`.
       features: see `tpu_embedding.functional.lookup`; ragged ids are of one shard.
       plan: plan of the layer.
 
@@ -73,12 +86,16 @@ def serve(
     one_shard = InputPlan(
         features=plan.features, feature_tree=plan.feature_tree, num_shards=1
     )
-    activations = [
-        (_serve_unique_rows if feature.config.unique_rows else _serve_feature)(
-            tables[table_of(feature, plan)], ids, feature, plan, one_shard
-        )
-        for ids, feature in zip(plan.flatten(features), plan.features, strict=True)
-    ]
+    activations = []
+    for ids, feature in zip(plan.flatten(features), plan.features, strict=True):
+        name = table_of(feature, plan)
+        if feature.table.dynamic is not None:
+            keys = tables[directory_name(name)]
+            ids = _with_rows(ids, feature.table.dynamic, keys)
+        serve_feature = _serve_feature
+        if feature.config.unique_rows:
+            serve_feature = _serve_unique_rows
+        activations.append(serve_feature(tables[name], ids, feature, plan, one_shard))
     call = ServedCall(ids=plan.flatten_inputs(features), plan=plan)
     return plan.unflatten(activations), call
 
@@ -100,6 +117,34 @@ def read_rows(
     """
     rows = table.at[row_ids].get(mode="fill", fill_value=0)
     return _decode(rows) if table.dtype == jnp.uint8 else rows.astype(jnp.float32)
+
+
+def _with_rows(ids: Any, dynamic: Dynamic, keys: UInt32[Array, "buckets _"]) -> Any:
+    """Replaces the ids of a feature of a dynamic table by their rows."""
+    if isinstance(ids, Mapping):
+        return {name: _with_rows(part, dynamic, keys) for name, part in ids.items()}
+    if isinstance(ids, DenseIds):
+        return dataclasses.replace(ids, ids=_find(ids.ids, dynamic, keys))
+    if isinstance(ids, ShardedRaggedIds):
+        return dataclasses.replace(ids, values=_find(ids.values, dynamic, keys))
+    return _find(ids, dynamic, keys)
+
+
+def _find(ids: Any, dynamic: Dynamic, keys: UInt32[Array, "buckets _"]) -> Array:
+    """Returns the row of each id; the default row for those without one."""
+    if not isinstance(ids, Ids64):
+        ids = Ids64.of_array(jnp.asarray(ids))
+    high, low = (jnp.asarray(x).reshape(-1) for x in (ids.high, ids.low))
+    first, second = mix_ids(high, low)
+    buckets = multiply_high(first, dynamic.num_buckets)
+    is_id = ~((high == NO_ID) & (low == NO_ID))
+    lanes = jax.vmap(functools.partial(find_lane, keys))(buckets, first, second)
+    missing = PADDING_ROW_ID
+    if dynamic.default_row == "learned":
+        missing = dynamic.num_places
+    rows = jnp.where(lanes < 0, missing, SLOTS_PER_BUCKET * buckets + lanes)
+    rows = jnp.where(is_id, rows, PADDING_ROW_ID)
+    return rows.astype(jnp.int32).reshape(ids.high.shape)
 
 
 def _decode(rows: UInt8[Array, "ids bytes"]) -> Float[Array, "ids dim"]:

@@ -104,20 +104,24 @@ def no_counts(num_tables: int) -> Counts:
 @jax.named_scope("find_ids")
 def find_lanes(directory: IdDirectory, ids: OwnedIds) -> Int[Array, " ids"]:
     """Returns the place of each id in its bucket, or -1."""
-
-    def find(id_: tuple[Array, Array, Array]) -> Array:
-        bucket, first, second = id_
-        line = directory.keys.at[bucket].get(mode="clip", wrap_negative_indices=False)
-        is_found = (line[:SLOTS_PER_BUCKET] == first) & (
-            line[SLOTS_PER_BUCKET:] == second
-        )
-        # A sum of at most one lane: XLA:CPU computes it in vectors, unlike argmax.
-        lanes = jnp.arange(1, SLOTS_PER_BUCKET + 1, dtype=jnp.int32)
-        return jnp.sum(jnp.where(is_found, lanes, 0), dtype=jnp.int32) - 1
-
     words = (ids.buckets, ids.first, ids.second)
-    lanes = jax.lax.map(find, words, batch_size=_IDS_PER_BLOCK)
+    find = functools.partial(find_lane, directory.keys)
+    lanes = jax.lax.map(lambda x: find(*x), words, batch_size=_IDS_PER_BLOCK)
     return jnp.where(ids.is_id, lanes, _NO_LANE)
+
+
+def find_lane(
+    keys: UInt32[Array, "buckets _"],
+    bucket: Int[Array, ""],
+    first: UInt32[Array, ""],
+    second: UInt32[Array, ""],
+) -> Int[Array, ""]:
+    """Returns the place of one id in its bucket, or -1; undefined for padding."""
+    line = keys.at[bucket].get(mode="clip", wrap_negative_indices=False)
+    is_found = (line[:SLOTS_PER_BUCKET] == first) & (line[SLOTS_PER_BUCKET:] == second)
+    # A sum of at most one lane: XLA:CPU computes it in vectors, unlike argmax.
+    lanes = jnp.arange(1, SLOTS_PER_BUCKET + 1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(is_found, lanes, 0), dtype=jnp.int32) - 1
 
 
 @jax.named_scope("insert_ids")
