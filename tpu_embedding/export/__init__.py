@@ -15,6 +15,7 @@ From a model to its program and tables:
     feeding          turns the arguments of a call into the arrays of the program
     saved_strings    turns strings into ids inside of a SavedModel
     layer_tables     the tables of a model, and their rows by blocks
+    dynamic_tables   the ids of dynamic tables, for programs and for files
     row_formats      float32, bfloat16 or int8 rows, and the rounding error of each
 
 From there to files:

@@ -234,7 +234,9 @@ def _input(name: str, leaf: Any, batch_size: int) -> Input:
 
 def _rebuild(each: Input, arrays: Mapping[str, jax.Array]) -> Any:
     """Returns the leaf of the model's arguments for one input."""
-    of_input = {k.removeprefix(f"{each.name}/"): arrays[k] for k in each.arrays}
+    of_input: dict[str, Any] = {
+        k.removeprefix(f"{each.name}/"): arrays[k] for k in each.arrays
+    }
     weights = of_input.get("weights")
     if each.is_wide:
         key = each.ids_name.removeprefix(f"{each.name}/")

@@ -32,7 +32,7 @@ class LayerTable:
     Attributes:
       layer: owns the table.
       place: the table in the layer's plan.
-      ids: its ids, if it is dynamic.
+      ids: ids of a dynamic table; None for a static one.
     """
 
     layer: TPUEmbedding
@@ -60,7 +60,7 @@ class TableBlock(NamedTuple):
     Attributes:
       name: name of the table in the export.
       places: their places in the export: consecutive ones, or any.
-      rows: as `rows.file_rows.file_row` says.
+      rows: values of the rows, as `rows.file_rows.file_row` says.
     """
 
     name: str
