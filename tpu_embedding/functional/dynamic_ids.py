@@ -366,6 +366,15 @@ def row_numbers(leaf: Any, feature: FeaturePlan) -> Any:
     return leaf
 
 
+def rows_of_batch(features: Any, plan: EmbeddingPlan) -> list[Any]:
+    """Returns the `row_numbers` of all features of a batch, in the plan's order."""
+    plan = plan.for_batch(features)
+    return [
+        row_numbers(leaf, feature)
+        for leaf, feature in zip(plan.flatten(features), plan.features, strict=True)
+    ]
+
+
 def holds_raw_ids(leaf: Any, feature: FeaturePlan) -> bool:
     """Returns True if a feature of a dynamic table holds ids in place of rows."""
     return feature.table.dynamic is not None and not isinstance(leaf, RowIds)

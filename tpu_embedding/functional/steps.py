@@ -26,6 +26,7 @@ from tpu_embedding.functional.dynamic_ids import (
     has_raw_ids,
     holds_raw_ids,
     row_numbers,
+    rows_of_batch,
 )
 from tpu_embedding.gradients import TableGradients, global_norm, gradient_of_stack
 from tpu_embedding.inputs.shard_inputs import (
@@ -221,7 +222,7 @@ def route(features: Any, plan: EmbeddingPlan) -> Routed:
       (2, 4)
     """
     plan = plan.for_batch(features)
-    leaves = _rows_of_leaves(features, plan)
+    leaves = rows_of_batch(features, plan)
     shapes = _feature_shapes(leaves, plan)
     shardables = [
         _to_shardable(ids, shape, plan)
@@ -562,13 +563,6 @@ def _read_rows(
         in_specs=(table_specs(tables, plan), plan.sample_spec),
         out_specs=plan.sample_spec,
     )(tables, routed)
-
-
-def _rows_of_leaves(features: Any, plan: EmbeddingPlan) -> list[Any]:
-    return [
-        row_numbers(leaf, feature)
-        for leaf, feature in zip(plan.flatten(features), plan.features, strict=True)
-    ]
 
 
 def _feature_shapes(leaves: list[Any], plan: EmbeddingPlan) -> list[FeatureShape]:

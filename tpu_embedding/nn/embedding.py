@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from tpu_embedding import functional
 from tpu_embedding.argument_checks import Wanted, check_type
+from tpu_embedding.functional.dynamic_ids import rows_of_batch
 from tpu_embedding.functional.serving_lookup import serve
 from tpu_embedding.functional.unique_rows import with_index
 from tpu_embedding.inputs.buffer_sizes import BufferSizes
@@ -264,7 +265,7 @@ class TPUEmbedding(nnx.Module):
             case "shapes":
                 record = activations = zero_activations(features, plan)
             case "calls":
-                functional.activation_shapes(features, plan)  # refuses ids
+                rows_of_batch(features, plan)  # refuses ids
                 result = self._look_up(features, plan)
                 record = result.routing
                 activations = attach_taps(given[len(calls)], result.activations)

@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.functional import steps
+from tpu_embedding.functional.dynamic_ids import rows_of_batch
 from tpu_embedding.gradients import Gradients, TableGradients, add, global_norm
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -113,7 +114,8 @@ def add_calls(
 
 
 def zero_activations(features: Any, plan: EmbeddingPlan) -> Any:
-    """Returns zeros of the shapes of a batch's activations."""
+    """Returns zeros of the shapes of a batch's activations inside a loss."""
+    rows_of_batch(features, plan)  # refuses ids
     return zeros_like(steps.activation_shapes(features, plan))
 
 
