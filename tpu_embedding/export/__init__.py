@@ -29,6 +29,7 @@ From there to files:
 """
 
 from tpu_embedding.export.deltas import Delta as Delta
+from tpu_embedding.export.deltas import DynamicTableDelta as DynamicTableDelta
 from tpu_embedding.export.deltas import TableDelta as TableDelta
 from tpu_embedding.export.deltas import apply_delta as apply_delta
 from tpu_embedding.export.deltas import read_delta as read_delta

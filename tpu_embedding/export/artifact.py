@@ -113,17 +113,10 @@ def write_table_files(
             if table.ids is not None:
                 files[name].write(directory_name(name), 0, table.ids.tensor)
 
-    def write_block(block: TableBlock) -> None:
-        file, places = files[block.name], block.places
-        if isinstance(places, slice):
-            file.write(block.name, places.start, block.rows)
-        else:
-            file.write_places(block.name, places, block.rows)
-
     writing.do(make_files)
     errors = {name: RoundingError() for name in tables}
     for block in encoded_blocks(tables, row_format, errors):
-        writing.do(lambda _, block=block: write_block(block))
+        writing.do(lambda _, block=block: files[block.name].write_places(*block))
     return {
         name: {"file": file_of_table(name)}
         | describe_table(table, row_format, errors[name])

@@ -13,6 +13,7 @@ from flax import nnx
 from tpu_embedding.distributed.job import current_job
 from tpu_embedding.export.layer_tables import table_prefix
 from tpu_embedding.export.signature import ExportError
+from tpu_embedding.functional.dynamic_ids import dynamic_rows
 from tpu_embedding.nn.embedding import TPUEmbedding
 from tpu_embedding.nn.training import Optimizer, embedding_layers
 from tpu_embedding.optimizers.rules.track_touched_rows import is_tracking
@@ -45,19 +46,6 @@ class DeltaChain:
             raise ExportError(
                 "Deltas need the optimizer that was made for the model, got layers "
                 f"{sorted(layers)} of the model and {sorted(slots)} of the optimizer."
-            )
-        dynamic = [
-            table_prefix(path, layers) + table.name
-            for path, layer in layers.items()
-            for stack in layer.plan.stacks
-            if stack.is_dynamic
-            for table in stack.tables
-        ]
-        if dynamic:
-            raise ExportError(
-                f"Deltas cannot hold tables with a te.Dynamic vocabulary yet, got "
-                f"{dynamic}; take full exports by te.export.save_tables without an "
-                "optimizer."
             )
         self.parts = [
             TrackedPart(
@@ -139,8 +127,11 @@ class DeltaChain:
 
         slots = self._optimizer.slots
         slots.set_value(jax.tree.map(replace, slots.get_value(), is_leaf=is_tracking))
-        for part in self.parts:
-            part.layer.set_tables.forget(int(identity, 16))
+        for layer in {id(part.layer): part.layer for part in self.parts}.values():
+            layer.set_tables.forget(int(identity, 16))
+            found = dynamic_rows(layer.tables.get_value(), layer.plan)
+            for table, rows in found.items():
+                layer.set_tables.keep_ids(int(identity, 16), table, rows.ids)
 
 
 def identity_of(body: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Deltas: the rows of tables that changed since an export, and how to apply them.
 
 delta.json                  base, identity, steps, tables, digests
-tables/NAME.safetensors     tensors `row_ids` and `values` of a table with touched rows
+tables/NAME.safetensors     tensors `row_ids` and `values` of a table with touched rows;
+                            `ids`, `values` and `evicted` of a dynamic one
 
 An export and the deltas behind it form a chain. Each delta names its predecessor by an
 identity, a digest of its content. The optimizer's state holds the identity of the
@@ -40,9 +41,12 @@ from tpu_embedding.export.tensor_files import (
     writable_tensor,
 )
 from tpu_embedding.export.writing import Writing, receivers
+from tpu_embedding.functional.dynamic_ids import DynamicRows, dynamic_rows
 from tpu_embedding.nn.training import MODEL, Optimizer
 from tpu_embedding.paths import local_path
+from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
 from tpu_embedding.rows.file_rows import file_row
+from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_stream import read_blocks
 
@@ -69,6 +73,24 @@ class TableDelta(NamedTuple):
     values: np.ndarray
 
 
+class DynamicTableDelta(NamedTuple):
+    """The changed ids of a dynamic table.
+
+    Attributes:
+      ids: uint64 `[ids]`, rising: new ids, and those whose rows changed.
+      values: rows of these ids, in the type of the trained table.
+      evicted: uint64, rising: ids that have no row any more.
+      default_row: `[1, dim]`, the new learned default row; empty if it is as before.
+      is_whole: True if ids that are not in `ids` have no row any more either.
+    """
+
+    ids: np.ndarray
+    values: np.ndarray
+    evicted: np.ndarray
+    default_row: np.ndarray
+    is_whole: bool
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delta:
     """A delta that `read_delta` read and checked.
@@ -87,7 +109,7 @@ class Delta:
     base: str
     base_steps: Mapping[str, int]
     steps: Mapping[str, int]
-    tables: Mapping[str, TableDelta]
+    tables: Mapping[str, TableDelta | DynamicTableDelta]
     document: Mapping[str, Any]
 
 
@@ -105,6 +127,9 @@ def save_delta(
 
     The host holds the ids of the touched rows, and a few blocks of rows. The optimizer
     remembers the delta, and a checkpoint of it does, too. Save one after each delta.
+
+    Of a dynamic table, a delta holds ids and their rows, and the ids that were evicted.
+    After a restart of the program, the first delta holds all ids of such tables.
 
     All rows of a table count as changed after `set_embedding_tables`, an import, or a
     restore without the optimizer. After `with_table_values` without slots, call
@@ -180,11 +205,21 @@ def read_delta(directory: str | pathlib.Path) -> Delta:
         raise ExportError(f"{path / DELTA_FILE} is damaged; {_COPY_AGAIN}")
     tables = {}
     for name, entry in body["tables"].items():
-        if not entry["num_rows"]:
+        if "file" not in entry:
             continue
         check_file(path / entry["file"], entry["sha256"], _COPY_AGAIN)
         tensors = read_tensors(path / entry["file"])
-        tables[name] = TableDelta(tensors["row_ids"], tensors["values"])
+        if "dynamic" in entry:
+            ids, values = tensors["ids"], tensors["values"]
+            tables[name] = DynamicTableDelta(
+                ids=ids,
+                values=values[: len(ids)],
+                evicted=tensors["evicted"],
+                default_row=values[len(ids) :],
+                is_whole=entry["dynamic"]["is_whole"],
+            )
+        else:
+            tables[name] = TableDelta(tensors["row_ids"], tensors["values"])
     return Delta(
         identity=identity,
         base=body["base"],
@@ -231,7 +266,10 @@ def apply_delta(export: str | pathlib.Path, delta: str | pathlib.Path) -> None:
     applying = record | {"applying": change.identity}
     write_json(path / DOCUMENT_FILE, document | {"deltas": applying})
     for name, rows in change.tables.items():
-        _write_rows(path, name, document["tables"][name], rows)
+        if isinstance(rows, TableDelta):
+            _write_rows(path, name, document["tables"][name], rows)
+        else:
+            _write_ids(path, name, document["tables"][name], rows)
         # The rounding error was that of rows that are gone.
         document["tables"][name].pop("error", None)
     document["files"] |= {file: file_digest(path / file) for file in changed}
@@ -240,38 +278,53 @@ def apply_delta(export: str | pathlib.Path, delta: str | pathlib.Path) -> None:
     write_json(path / DOCUMENT_FILE, document)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Change:
+    """The changed rows of a table, before their values are read.
+
+    Attributes:
+      rows: rows of the table, rising.
+      places: place of each of these among the values of the delta.
+      tensors: what the delta's file holds beside the values.
+      entry: what `delta.json` tells beside sizes.
+      has_file: True if there is anything to write.
+    """
+
+    rows: np.ndarray
+    places: slice | np.ndarray
+    tensors: Mapping[str, np.ndarray]
+    entry: Mapping[str, Any]
+    has_file: bool
+
+
 def _write_stack(part: TrackedPart, writing: Writing) -> dict[str, Any]:
     """Writes the touched rows of a stack, and returns the entries of its tables."""
-    stack, plan = part.tracked.stack, part.layer.plan
+    stack = part.tracked.stack
     packed = part.layer.tables.get_value()[stack.name]
-    base_step = int(part.tracked.state.base_step)
-    set_by_hand = part.layer.set_tables.set_since(int(part.tracked.state.base_id))
-    touched = part.tracked.touched_since(base_step, plan, receivers()) | {
-        table.name: np.arange(table.config.max_rows, dtype=np.int32)
-        for table in stack.tables
-        if table.name in set_by_hand
-    }
+    changes = _changes_of(part)
     row = file_row(packed)
     files: dict[str, TensorFile] = {}
     entries: dict[str, Any] = {
         part.prefix + table.name: {
             "vocabulary_size": table.config.max_rows,
             "dim": table.config.dim,
-            "num_rows": len(touched[table.name]),
+            "num_rows": len(changes[table.name].rows),
+            **changes[table.name].entry,
         }
         for table in stack.tables
     }
 
     def make_files(directory: pathlib.Path) -> None:
-        for table, ids in touched.items():
-            if len(ids):
-                specs = {
-                    "row_ids": TensorSpec(ids.shape, ids.dtype),
-                    "values": TensorSpec((len(ids), *row.shape), np.dtype(row.dtype)),
-                }
+        for table, change in changes.items():
+            if change.has_file:
+                shape = (len(change.rows), *row.shape)
+                specs = {"values": TensorSpec(shape, np.dtype(row.dtype))}
+                for name, tensor in change.tensors.items():
+                    specs[name] = TensorSpec(tensor.shape, tensor.dtype)
                 path = directory / file_of_table(part.prefix + table)
                 files[table] = TensorFile(path, specs)
-                files[table].write("row_ids", 0, ids)
+                for name, tensor in change.tensors.items():
+                    files[table].write(name, 0, tensor)
 
     def add_digests(directory: pathlib.Path) -> None:
         for table in files:
@@ -280,12 +333,87 @@ def _write_stack(part: TrackedPart, writing: Writing) -> dict[str, Any]:
             entries[name] |= {"file": file_of_table(name), "sha256": digest}
 
     writing.do(make_files)
-    for table, begin, rows in _touched_values(packed, part, touched):
+    rows_of = {table: change.rows for table, change in changes.items()}
+    for table, begin, rows in _touched_values(packed, part, rows_of):
+        places = changes[table].places
+        if isinstance(places, slice):
+            places = slice(begin, begin + len(rows))
+        else:
+            places = places[begin : begin + len(rows)]
         writing.do(
-            lambda _, x=(table, begin, rows): files[x[0]].write("values", *x[1:])
+            lambda _, x=(table, places, rows): files[x[0]].write_places(
+                "values", *x[1:]
+            )
         )
     writing.do(add_digests)
     return entries
+
+
+def _changes_of(part: TrackedPart) -> dict[str, _Change]:
+    """Returns what changed in each table of a stack."""
+    tracked, layer = part.tracked, part.layer
+    base = int(tracked.state.base_id)
+    set_by_hand = layer.set_tables.set_since(base)
+    touched = tracked.touched_since(
+        int(tracked.state.base_step), layer.plan, receivers()
+    )
+    if tracked.stack.is_dynamic:
+        found = dynamic_rows(layer.tables.get_value(), layer.plan)
+        changes = {}
+        for member in dynamic_tables(tracked.stack):
+            name = member.table.name
+            before = layer.set_tables.exported_ids(base, name)
+            before = None if name in set_by_hand else before
+            changes[name] = _changed_ids(found[name], before, touched[name], member)
+        return changes
+    changed = touched | {
+        table.name: np.arange(table.config.max_rows, dtype=np.int32)
+        for table in tracked.stack.tables
+        if table.name in set_by_hand
+    }
+    return {
+        name: _Change(
+            rows=rows,
+            places=slice(0, len(rows)),
+            tensors={"row_ids": rows},
+            entry={},
+            has_file=len(rows) > 0,
+        )
+        for name, rows in changed.items()
+    }
+
+
+def _changed_ids(
+    now: DynamicRows,
+    before: np.ndarray | None,
+    touched: np.ndarray,
+    member: DynamicTablePlan,
+) -> _Change:
+    """Returns what changed in a dynamic table.
+
+    Args:
+      now: present ids and their rows.
+      before: ids in the base of the delta; None: unknown, so all ids are written.
+      touched: touched rows. A row that went to another id is one of them.
+      member: plan of the table.
+    """
+    is_changed, evicted = np.isin(now.rows, touched), now.ids[:0]
+    if before is None:
+        is_changed[:] = True
+    else:
+        evicted = np.setdiff1d(before, now.ids, assume_unique=True)
+    rows = now.rows[is_changed]
+    default = member.default_row
+    if default is not None and (before is None or default in touched):
+        rows = np.append(rows, default)
+    order = np.argsort(rows)
+    return _Change(
+        rows=rows[order],
+        places=order,
+        tensors={"ids": now.ids[is_changed], "evicted": evicted},
+        entry={"dynamic": {"num_evicted": len(evicted), "is_whole": before is None}},
+        has_file=before is None or len(rows) + len(evicted) > 0,
+    )
 
 
 def _touched_values(
@@ -313,19 +441,59 @@ def _write_rows(
 ) -> None:
     """Overwrites rows of the file of a table."""
     stored = writable_tensor(directory / entry["file"], name)
-    for row_ids, values in _encoded_rows(name, entry, rows):
-        stored[row_ids] = values
+    for part, values in _encoded_rows(name, entry, rows.values):
+        stored[rows.row_ids[part]] = values
     stored.flush()
 
 
-def _encoded_rows(
-    name: str, entry: Mapping[str, Any], rows: TableDelta
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields row ids, and rows as the export stores them, block by block."""
-    for begin in range(0, len(rows.row_ids), _ROWS_PER_WRITE):
+def _write_ids(
+    directory: pathlib.Path,
+    name: str,
+    entry: dict[str, Any],
+    change: DynamicTableDelta,
+) -> None:
+    """Replaces the file of a dynamic table by one with the ids of a delta."""
+    path, key = directory / entry["file"], directory_name(name)
+    old = read_tensors(path)
+    stays = ~np.isin(old[key], np.concatenate([change.evicted, change.ids]))
+    if change.is_whole:
+        stays[:] = False
+    (kept,) = np.nonzero(stays)
+    ids = np.concatenate([old[key][kept], change.ids])
+    order = np.argsort(ids)
+    places = np.empty(len(ids), np.int64)
+    places[order] = np.arange(len(ids))
+    old_default = old[name][len(old[key]) :]
+    num_rows = len(ids) + len(old_default)
+    specs = {
+        name: TensorSpec((num_rows, *old[name].shape[1:]), old[name].dtype),
+        key: TensorSpec(ids.shape, ids.dtype),
+    }
+    metadata = {"row_format": entry["row_format"], "dim": str(entry["dim"])}
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    file = TensorFile(partial, specs, metadata)
+    file.write(key, 0, ids[order])
+    for begin in range(0, len(kept), _ROWS_PER_WRITE):
         part = slice(begin, begin + _ROWS_PER_WRITE)
-        values = encode(rows.values[part], entry["row_format"], f"table {name!r}")
-        yield rows.row_ids[part], values
+        file.write_places(name, places[: len(kept)][part], old[name][kept[part]])
+    for place, values in _encoded_rows(name, entry, change.values):
+        file.write_places(name, places[len(kept) :][place], values)
+    file.write(name, len(ids), old_default)
+    for _, values in _encoded_rows(name, entry, change.default_row):
+        file.write(name, len(ids), values)
+    partial.replace(path)
+    entry["shape"] = [num_rows, *entry["shape"][1:]]
+    entry["dynamic"]["num_ids"] = len(ids)
+
+
+def _encoded_rows(
+    name: str, entry: Mapping[str, Any], values: np.ndarray
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yields places of rows, and rows as the export stores them, block by block."""
+    for begin in range(0, len(values), _ROWS_PER_WRITE):
+        part = slice(begin, begin + _ROWS_PER_WRITE)
+        yield part, encode(values[part], entry["row_format"], f"table {name!r}")
 
 
 def _check_order(
@@ -370,8 +538,12 @@ def _check_tables(
     for name, rows in delta.tables.items():
         if document["tables"][name]["row_format"] == "int8":
             # Raises before a file changes if a row has no int8 code.
-            for _ in _encoded_rows(name, document["tables"][name], rows):
-                pass
+            parts = [rows.values]
+            if isinstance(rows, DynamicTableDelta):
+                parts.append(rows.default_row)
+            for values in parts:
+                for _ in _encoded_rows(name, document["tables"][name], values):
+                    pass
 
 
 def _steps(steps: Mapping[str, int]) -> str:

@@ -95,9 +95,13 @@ class TensorFile:
             file.seek(self._offsets[name] + start * row_bytes)
             file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
 
-    def write_places(self, name: str, places: np.ndarray, rows: np.ndarray) -> None:
+    def write_places(
+        self, name: str, places: slice | np.ndarray, rows: np.ndarray
+    ) -> None:
         """Writes rows of a tensor to places in any order."""
-        if len(places):
+        if isinstance(places, slice):
+            self.write(name, places.start, rows)
+        elif len(places):
             tensor = writable_tensor(self._path, name)
             tensor[places] = rows
             tensor.flush()

@@ -2,6 +2,8 @@
 
 from collections.abc import Collection
 
+import numpy as np
+
 from tpu_embedding.functional.following_slots import check_no_followers
 
 
@@ -17,6 +19,9 @@ class SetTables:
     is forgotten for all of them: each export remembers what was set before it. What
     one of them sets, the deltas of all hold.
 
+    It also keeps the ids of dynamic tables in the latest export, 8 bytes each: a delta
+    names those that were evicted since.
+
     Some optimizers make state from table values, such as moving averages of rows. Then
     values are set together with that state. So an optimizer notes the tables that it
     made state from, and whoever sets one without the optimizer gets an error.
@@ -30,6 +35,7 @@ class SetTables:
         self._num_events = 0
         self._events: dict[str, int] = {}
         self._known: dict[tuple[int, str], int] = {}
+        self._exported_ids: dict[str, tuple[int, np.ndarray]] = {}
 
     def note(self, tables: Collection[str]) -> None:
         """Notes that tables were set other than by updates."""
@@ -55,6 +61,24 @@ class SetTables:
         """
         names = self._events if tables is None else tables
         self._known |= {(base, name): self._num_events for name in names}
+
+    def keep_ids(self, base: int, table: str, ids: np.ndarray) -> None:
+        """Keeps the ids that a dynamic table has in its latest export or delta.
+
+        Args:
+          base: identity of the export or delta.
+          table: name of the table.
+          ids: uint64, rising.
+        """
+        self._exported_ids[table] = base, ids
+
+    def exported_ids(self, base: int, table: str) -> np.ndarray | None:
+        """Returns the ids of a dynamic table in an export or delta; None: unknown.
+
+        They are unknown after a restart of the program, or if another export followed.
+        """
+        known, ids = self._exported_ids.get(table, (0, None))
+        return ids if known == base else None
 
     def check_without_optimizer(self, tables: Collection[str], way_out: str) -> None:
         """Refuses to set tables whose optimizer would keep state of the old values.

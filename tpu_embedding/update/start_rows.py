@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from tpu_embedding.initializers import RowFunction, RowInitializer, threefry_key
+from tpu_embedding.optimizers.rules.track_touched_rows import with_new_rows_touched
 from tpu_embedding.optimizers.table_rows import table_rows_context
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.row_random_bits import threefry
@@ -168,5 +169,6 @@ def _initial_slots(
         known = shard_rows(row_ids, is_touched, lambda totals, _: totals, stack)
     with table_rows_context(known):
         state = stack.optimizer.init(values)
+    state = with_new_rows_touched(state, tree.unflatten(leaves))
     new = tree.flatten_up_to(state)
     return [x for x, leaf in zip(new, leaves, strict=True) if is_slot(leaf)]

@@ -119,6 +119,24 @@ def without_base(state: Any) -> Any:
     return jax.tree.map(replace, state, is_leaf=is_tracking)
 
 
+def with_new_rows_touched(new: Any, state: Any) -> Any:
+    """Returns the state of new rows, which count as touched by the next update.
+
+    Args:
+      new: state of the rows of new ids.
+      state: state of their stack.
+    """
+
+    def replace(node: Any, of_stack: Any) -> Any:
+        if not is_tracking(node):
+            return node
+        step = (of_stack.update_count + 1).astype(jnp.float32)
+        last_touched = jax.tree.map(lambda x: jnp.full_like(x, step), node.last_touched)
+        return node._replace(last_touched=last_touched)
+
+    return jax.tree.map(replace, new, state, is_leaf=is_tracking)
+
+
 def is_base_of_deltas(slot: str) -> bool:
     """Returns True for the name of a value that says which export deltas follow.
 
