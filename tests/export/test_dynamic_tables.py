@@ -222,3 +222,15 @@ class Computing(DynamicModel):
 def test_ids_computed_by_the_model_are_refused(tmp_path):
     with pytest.raises(ExportError, match=r"\['user'\].*inputs of the model as they"):
         te.export.save(Computing(), tmp_path / "served", {"user": np.array([2**40])})
+
+
+class Sharing(DynamicModel):
+    """Looks the same ids up in a dynamic and in a static table."""
+
+    def __call__(self, ids):
+        return self.embedding({"user": ids, "tag": ids})
+
+
+def test_ids_of_dynamic_and_static_tables_need_two_inputs(tmp_path):
+    with pytest.raises(ExportError, match=r"\['tag'\]; make two inputs"):
+        te.export.save(Sharing(), tmp_path / "served", np.arange(4))

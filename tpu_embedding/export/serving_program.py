@@ -125,6 +125,7 @@ def make_program(
 
     served, specs, outputs = trace(example)
     if served.wide:
+        served.refuse_shared()
         example = example.with_wide(served.wide)
         served, specs, outputs = trace(example)
     served.refuse_narrow()
@@ -228,6 +229,21 @@ class _ServedMethod:
         if not is_wide(ids):
             self._narrow.add(feature.name)
 
+    def refuse_shared(self) -> None:
+        """Refuses ids that go to dynamic and static tables, which take other forms.
+
+        Raises:
+          ExportError: if there are some.
+        """
+        for name in sorted(self.wide):
+            static = {x.table for x in self.lookups[name] if not x.is_dynamic}
+            if static:
+                raise ExportError(
+                    f"The ids of input {name!r} are looked up in tables with a "
+                    "te.Dynamic vocabulary and in others, here "
+                    f"{sorted(static)}; make two inputs of them."
+                )
+
     def refuse_narrow(self) -> None:
         """Refuses ids of dynamic tables that are no inputs, and so have 32 bits.
 
@@ -254,6 +270,7 @@ def _lookup(feature: FeaturePlan, table: str, ids: Any) -> Lookup:
         feature=feature.name,
         table=table,
         vocabulary_size=feature.table.max_rows,
+        is_dynamic=feature.table.dynamic is not None,
         combiner="custom" if is_custom else combiner,
         max_sequence_length=config.max_sequence_length,
         max_valence=combiner.max_valence if is_custom else None,

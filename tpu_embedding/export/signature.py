@@ -44,13 +44,14 @@ class Lookup:
     Attributes:
       feature: name in the layer's `feature_config`.
       table: name of the table.
-      vocabulary_size: rows of the table.
+      vocabulary_size: rows of the table; the capacity of a dynamic one.
       combiner: "sum", "mean", "sqrtn" or "custom".
       max_sequence_length: see `FeatureConfig`; 0: ids are combined.
       max_valence: maximum number of ids of a sample for a custom combiner, or None.
       out_of_range_ids: see `FeatureConfig`.
       default_id: see `FeatureConfig`.
       output_shape: see `FeatureConfig`.
+      is_dynamic: True if the table has a `te.Dynamic` vocabulary.
     """
 
     feature: str
@@ -62,6 +63,7 @@ class Lookup:
     out_of_range_ids: OutOfRangePolicy
     default_id: int | None
     output_shape: tuple[int, ...] | None
+    is_dynamic: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
