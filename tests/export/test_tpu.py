@@ -54,3 +54,38 @@ def test_no_copy_of_a_table(topology, dtype):
     # Rows fill 128 lanes of their type; the buffers of 9,216 ids take some MB.
     assert memory.argument_size_in_bytes <= NUM_ROWS * 128 * spec.dtype.itemsize * 1.01
     assert memory.temp_size_in_bytes < 8e6
+
+
+@pytest.mark.full
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+def test_no_copy_of_a_dynamic_table(topology):
+    vocabulary = te.Dynamic(capacity=NUM_ROWS)
+    table = te.TableConfig(vocabulary_size=vocabulary, dim=32, name="t")
+    features = {"dense": te.FeatureConfig(table=table)}
+    layer = te.TPUEmbedding(features, mesh=mesh_of(1), rngs=nnx.Rngs(0))
+    program = make_program(
+        layer,
+        ({"dense": np.zeros((4, 10), int)},),
+        method="__call__",
+        row_format="float32",
+        batch_size=None,
+    )
+    device = compile_report.topology_mesh(topology).devices.flat[0]
+    sharding = SingleDeviceSharding(device)
+
+    def struct(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    specs = program.tables["t"].tensor_specs("t", "float32")
+    tables = {name: struct(spec.shape, spec.dtype) for name, spec in specs.items()}
+    arrays = {"dense": struct((512, 10, 2), jnp.uint32)}
+    compiled = (
+        jit_program(program.exported, list(tables), device)
+        .lower(tables, {}, arrays)
+        .compile()
+    )
+    memory = compiled.memory_analysis()
+    # Rows fill 128 lanes, and 64 ids lie in one line of as many.
+    assert memory.argument_size_in_bytes <= NUM_ROWS * (128 * 4 + 8) * 1.01
+    assert memory.temp_size_in_bytes < 8e6

@@ -83,6 +83,10 @@ def make():
         )
         for name, size in SIZES.items()
     }
+    users = te.TableConfig(
+        vocabulary_size=te.Dynamic(capacity=300), dim=8, name="dynamic"
+    )
+    features["dynamic"] = te.FeatureConfig(table=users)
     rule = te.optimizers.track_touched_rows(te.optimizers.sgd(0.5))
     model = te.TPUEmbedding(features, rule, rngs=nnx.Rngs(0))
     return model, te.Optimizer(model, optax.sgd(0.1))
@@ -91,6 +95,8 @@ def make():
 def train(model, optimizer, seed):
     @nnx.jit(donate_argnums=(0, 1))
     def step(model, optimizer, features):
+        features = optimizer.insert_ids(model, features)
+
         def loss_fn(model):
             return sum((rows**2).sum() for rows in model(features).values())
 
@@ -99,7 +105,9 @@ def train(model, optimizer, seed):
 
     # Each id once: sums of float32 have one order then.
     ids = np.random.default_rng(seed).permutation(7)[:4].astype(np.int32)
-    batch = model.prepare({name: ids for name in SIZES})
+    batch = model.prepare(
+        {**dict.fromkeys(SIZES, ids), "dynamic": ids.astype(np.int64) << 40}
+    )
     step(model, optimizer, te.inputs.shard_batch(batch, model.plan))
 
 

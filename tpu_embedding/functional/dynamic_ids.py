@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
@@ -300,6 +301,8 @@ def _insert_in_stack(
 def dynamic_rows(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, DynamicRows]:
     """Returns the ids of all dynamic tables and their rows, on the host.
 
+    All processes of a job call it together, and each gets all ids.
+
     Args:
       tables: stack name to rows.
       plan: plan of the layer.
@@ -311,12 +314,19 @@ def dynamic_rows(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, Dynam
             continue
         directory = tables[directory_name(stack.name)]
         keys, scores = (
-            np.asarray(x).reshape(stack.num_shards, -1, 2, x.shape[1] // 2)
+            on_host(x).reshape(stack.num_shards, -1, 2, x.shape[1] // 2)
             for x in (directory.keys, directory.scores)
         )
         for member in members:
             result[member.table.name] = _rows_of(keys, scores, member)
     return result
+
+
+def on_host(array: Any) -> np.ndarray:
+    """Returns the whole of an array that may lie on devices of several processes."""
+    if not array.is_fully_addressable:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
 
 
 def _rows_of(
