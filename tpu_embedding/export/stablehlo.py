@@ -120,7 +120,8 @@ def save_tables(
     processes of a job call it together, and the first one writes.
 
     The file of a dynamic table `NAME` has the ids, rising, in a tensor `NAME:ids`, and
-    their rows in that order in `NAME`. A learned default row is the last one.
+    their rows in that order in `NAME`. A learned default row is the last one. The host
+    holds all of these ids, but never all rows.
 
     Args:
       model: owns `TPUEmbedding` layers, or is one.
