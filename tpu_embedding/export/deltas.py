@@ -41,7 +41,7 @@ from tpu_embedding.export.tensor_files import (
     writable_tensor,
 )
 from tpu_embedding.export.writing import Writing, receivers
-from tpu_embedding.functional.dynamic_ids import DynamicRows, dynamic_rows
+from tpu_embedding.functional.dynamic_ids import DynamicRows, rows_in_directory
 from tpu_embedding.nn.training import MODEL, Optimizer
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
@@ -358,7 +358,8 @@ def _changes_of(part: TrackedPart) -> dict[str, _Change]:
         int(tracked.state.base_step), layer.plan, receivers()
     )
     if tracked.stack.is_dynamic:
-        found = dynamic_rows(layer.tables.get_value(), layer.plan)
+        name = directory_name(tracked.stack.name)
+        found = rows_in_directory(layer.tables.get_value()[name], tracked.stack)
         changes = {}
         for member in dynamic_tables(tracked.stack):
             name = member.table.name

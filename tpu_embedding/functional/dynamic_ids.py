@@ -309,22 +309,28 @@ def dynamic_rows(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, Dynam
     """
     result = {}
     for stack in plan.stacks:
-        members = dynamic_tables(stack)
-        if not members:
-            continue
-        directory = tables[directory_name(stack.name)]
-        keys, scores = (
-            on_host(x).reshape(stack.num_shards, -1, 2, x.shape[1] // 2)
-            for x in (directory.keys, directory.scores)
-        )
-        for member in members:
-            result[member.table.name] = _rows_of(keys, scores, member)
+        if stack.is_dynamic:
+            result |= rows_in_directory(tables[directory_name(stack.name)], stack)
     return result
+
+
+def rows_in_directory(
+    directory: IdDirectory, stack: StackPlan
+) -> dict[str, DynamicRows]:
+    """Returns the ids of each table of a dynamic stack, and their rows."""
+    keys, scores = (
+        on_host(x).reshape(stack.num_shards, -1, 2, x.shape[1] // 2)
+        for x in (directory.keys, directory.scores)
+    )
+    return {
+        member.table.name: _rows_of(keys, scores, member)
+        for member in dynamic_tables(stack)
+    }
 
 
 def on_host(array: Any) -> np.ndarray:
     """Returns the whole of an array that may lie on devices of several processes."""
-    if not array.is_fully_addressable:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
 
