@@ -149,7 +149,8 @@ def read_table(
       directory: from `te.save`, or of one step of a `CheckpointManager`.
       table: name of the table.
       rows: a slice with step 1, or row ids `[n]`; None: all rows.
-      slot: name of a slot variable; None: the values of the table.
+      slot: name of a slot variable; None: the values of the table. `":ids"`: the ids
+        of the rows of a dynamic table, uint64.
 
     Returns:
       `[n, *row_shape]`; tables in their own type. Rows of int8 tables are decoded to
@@ -204,12 +205,12 @@ def _open_array(
             f"{sorted(record.tables)}."
         )
     of_table = record.tables[table]
-    if slot is not None and slot not in of_table.slots:
+    if slot not in of_table.arrays:
         raise CheckpointError(
             f"Table {table!r} of the checkpoint {root} has no slot variable {slot!r}, "
-            f"only {sorted(of_table.slots)}."
+            f"only {sorted(filter(None, of_table.arrays))}."
         )
-    array = of_table.values if slot is None else of_table.slots[slot]
+    array = of_table.arrays[slot]
     name = array_name(table, slot)
     check_files(root, lambda file: file.startswith(f"{TABLES}/{name}/"))
     return ArrayFile(root / TABLES, name, array), of_table, array

@@ -38,6 +38,8 @@ _WAYS_OUT: Final = {
     "extra": "Give tables= the tables to restore, to leave the others out.",
     "shape": "Load such a table by te.checkpoint.read_table and "
     "te.functional.with_table_values.",
+    "dynamic": "Give the table the vocabulary and the default_row of the checkpoint, or "
+    "leave it out by tables=.",
     "dtype": "Give dtypes='convert' to round the rows to the types of now.",
     "abstract": "Give a state of arrays, whose new rows have their initial values.",
     "rule": "Restore with the optimizer of the checkpoint. Or give rules='ignore': it "
@@ -118,7 +120,9 @@ def compare_table(
     if saved.dtype != wanted.dtype and (dtypes == "check" or not is_convertible):
         text = f"dtype {saved.dtype} in the checkpoint, {wanted.dtype} now"
         found.add(owner, text, "dtype" if is_convertible else "shape")
-    if saved.vocabulary_size != wanted.vocabulary_size:
+    if saved.dynamic is not None or wanted.dynamic is not None:
+        _compare_dynamic(found, owner, saved, wanted)
+    elif saved.vocabulary_size != wanted.vocabulary_size:
         sizes = (
             f"vocabulary_size {saved.vocabulary_size} in the checkpoint, "
             f"{wanted.vocabulary_size} now"
@@ -129,6 +133,20 @@ def compare_table(
             found.add(owner, sizes, "abstract")
     if with_slots and rules == "check":
         _compare_slots(found, owner, saved, wanted)
+
+
+def _compare_dynamic(
+    found: Differences, owner: str, saved: TableRecord, wanted: TableRecord
+) -> None:
+    """Adds what no restore bridges; the capacities of both may differ."""
+    here, there = (
+        "a fixed vocabulary"
+        if table.dynamic is None
+        else f"a te.Dynamic vocabulary with default_row {table.dynamic['default_row']!r}"
+        for table in (saved, wanted)
+    )
+    if here != there:
+        found.add(owner, f"{here} in the checkpoint, {there} now", "dynamic")
 
 
 def _compare_slots(

@@ -5,6 +5,7 @@ A checkpoint of a state is a directory::
     tables/      one zarr array per table and slot variable; see `arrays.py`
       movie.values/            [vocabulary_size, dim], rows in natural order
       movie.slots.momenta/
+      user.directory.ids/      of a dynamic table: its ids, rising, one for each row
       tables.json              tables, rows, types, slot variables, optimizer rules
       _METADATA                lets orbax read the arrays as a nested dict
     dense/       all other leaves of the state, by orbax's StandardSave
@@ -39,6 +40,9 @@ TABLES_FILE: Final = "tables.json"
 STATE_FILE: Final = "state.json"
 MANIFEST_FILE: Final = "manifest.json"
 ORBAX_FILE: Final = "_METADATA"
+
+DIRECTORY_ARRAY: Final = ":"
+"""Beginning of the names of arrays that describe the ids of a dynamic table."""
 
 STORES: Final = {"gs://": "gcs", "s3://": "s3"}
 """Beginning of a path in a bucket, and the driver of tensorstore for it."""
@@ -99,6 +103,8 @@ class TableRecord:
       values: the table's array. Rows of int8 are `dim` codes, scale and bias, as bytes.
       slots: slot variables, counts and hyper-parameters, by name.
       rule: description of the optimizer; None if the table was not trained.
+      dynamic: `capacity` and `default_row` of a dynamic table; None for a static one.
+      directory: the ids of a dynamic table and what is known of them, by name.
     """
 
     vocabulary_size: int
@@ -107,6 +113,13 @@ class TableRecord:
     values: ArrayRecord
     slots: Mapping[str, ArrayRecord]
     rule: Json | None
+    dynamic: Json | None = None
+    directory: Mapping[str, ArrayRecord] = dataclasses.field(default_factory=dict)
+
+    @property
+    def arrays(self) -> dict[str | None, ArrayRecord]:
+        """All arrays of the table; that of the values has the name None."""
+        return {None: self.values, **self.slots, **self.directory}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +142,8 @@ def array_name(table: str, slot: str | None = None) -> str:
 
     Args:
       table: name of the table.
-      slot: name of the slot variable; None: the values.
+      slot: name of the slot variable, or of an array of a directory, which starts with
+        a colon; None: the values.
 
     Example:
       >>> array_name("user/movie"), array_name("movie", "0/trace")
@@ -142,6 +156,8 @@ def _array_keys(table: str, slot: str | None) -> tuple[str, ...]:
     """Returns the keys of an array in the nested dict that orbax reads."""
     if slot is None:
         return (_quote(table), "values")
+    if slot.startswith(DIRECTORY_ARRAY):
+        return (_quote(table), "directory", _quote(slot[len(DIRECTORY_ARRAY) :]))
     return (_quote(table), "slots", _quote(slot))
 
 
@@ -204,12 +220,12 @@ def write_tables_file(directory: epath.Path, tables: Mapping[str, TableRecord]) 
     """
     record = {
         "format": FORMAT_VERSION,
-        "tables": {name: dataclasses.asdict(t) for name, t in tables.items()},
+        "tables": {name: _json_of(table) for name, table in tables.items()},
     }
     (directory / TABLES_FILE).write_text(json.dumps(record, indent=1))
     entries = {}
     for name, table in tables.items():
-        for slot in (None, *table.slots):
+        for slot in table.arrays:
             keys = _array_keys(name, slot)
             entries[str(keys)] = {
                 # 2: the key of a dict.
@@ -227,6 +243,13 @@ def write_tables_file(directory: epath.Path, tables: Mapping[str, TableRecord]) 
         "custom_metadata": None,
     }
     (directory / ORBAX_FILE).write_text(json.dumps(metadata))
+
+
+def _json_of(table: TableRecord) -> Json:
+    record = dataclasses.asdict(table)
+    if table.dynamic is None:
+        del record["dynamic"], record["directory"]
+    return record
 
 
 def write_state_file(
@@ -258,13 +281,12 @@ def describe(directory: str | os.PathLike[str]) -> CheckpointRecord:
 
 
 def _table_record(record: Json) -> TableRecord:
-    return TableRecord(
-        **{
-            **record,
-            "values": _array_record(record["values"]),
-            "slots": {name: _array_record(a) for name, a in record["slots"].items()},
-        }
-    )
+    by_name = {
+        field: {name: _array_record(a) for name, a in record.get(field, {}).items()}
+        for field in ("slots", "directory")
+    }
+    values = _array_record(record["values"])
+    return TableRecord(**{**record, "values": values, **by_name})
 
 
 def _array_record(record: Json) -> ArrayRecord:
@@ -387,7 +409,7 @@ def _with_owner(path: epath.Path) -> str:
     """Returns a path, and the table that its file belongs to."""
     for part in path.parts:
         table, dot, rest = part.partition(".")
-        if dot and (rest == "values" or rest.startswith("slots.")):
+        if dot and (rest == "values" or rest.startswith(("slots.", "directory."))):
             return f"{path} of table {urllib.parse.unquote(table)!r}"
     return str(path)
 

@@ -268,6 +268,7 @@ def _with_totals_of_new_rows(layer: LayerState, saved: SavedTables) -> LayerStat
         for stack in layer.plan.trained_stacks
         for table in stack.tables
         if table.name in saved.names
+        and not stack.is_dynamic
         and saved.num_rows(table.name) < table.config.max_rows
     }
     tables = dict(layer.tables)

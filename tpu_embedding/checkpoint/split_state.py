@@ -18,6 +18,7 @@ from flax import nnx
 
 from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.nn.embedding import (
+    DynamicStatsVariable,
     GradientGuard,
     LookupStatsVariable,
     RecordedCalls,
@@ -26,11 +27,17 @@ from tpu_embedding.nn.linen.variables import LayerTables
 from tpu_embedding.nn.set_tables import SetTables
 from tpu_embedding.nn.training import Optimizer, embedding_layers
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.id_directory import IdDirectory, directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.initial_values import init_tables
 from tpu_embedding.tables.touched_rows import tracked_stacks, with_touched_tables
 
-_NOT_SAVED = (LookupStatsVariable, RecordedCalls, GradientGuard)
+_NOT_SAVED = (
+    LookupStatsVariable,
+    DynamicStatsVariable,
+    RecordedCalls,
+    GradientGuard,
+)
 """Variables of a layer that no checkpoint holds, because the plan sets them up."""
 
 _CONTAINERS = {"tables", "embedding_tables", "variables", "stacks", "slots", "value"}
@@ -45,14 +52,14 @@ class LayerState:
       path: place of the layer in its model, and the prefix of its tables' names. Empty
         if the state has one layer only.
       plan: the layer's plan.
-      tables: stack name to packed rows.
+      tables: stack name to packed rows; directories of ids, too.
       slots: stack name to optimizer state; None if the state holds no optimizer.
       set_tables: tables that were set by hand, of all modules that have this path.
     """
 
     path: str
     plan: EmbeddingPlan
-    tables: Mapping[str, PackedRows]
+    tables: Mapping[str, Any]
     slots: Mapping[str, Any] | None
     set_tables: tuple[SetTables, ...] = ()
 
@@ -128,7 +135,6 @@ class SplitState:
         """
         self._state = state
         plans, set_tables = _plans_of(state, plan), _set_tables_of(state)
-        _refuse_dynamic(plans.values())
         roots = _module_paths(state)
         tree = jax.tree.map(_state_of_module, state, is_leaf=_is_module)
         with_paths, self._structure = jax.tree_util.tree_flatten_with_path(
@@ -238,22 +244,6 @@ def _same_path(name: str) -> ValueError:
     )
 
 
-def _refuse_dynamic(plans: Iterable[EmbeddingPlan]) -> None:
-    names = [
-        table.name
-        for plan in plans
-        for stack in plan.stacks
-        if stack.is_dynamic
-        for table in stack.tables
-    ]
-    if names:
-        raise ValueError(
-            "A checkpoint cannot hold tables with a te.Dynamic vocabulary yet, got "
-            f"{names}. On one number of devices, Orbax saves and restores the arrays: "
-            "the tables of the model and the slots of the optimizer."
-        )
-
-
 def _plans_of(state: Any, plan: EmbeddingPlan | None) -> dict[str, EmbeddingPlan]:
     """Returns the known plans by the path of their layer; "" is the given plan's."""
     plans = {} if plan is None else {"": plan}
@@ -357,14 +347,19 @@ def _are_tables(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:
     if not isinstance(value, dict) or not value:
         return False
     return any(
-        set(value) == {stack.name for stack in plan.stacks}
+        set(value) == {stack.name for stack in plan.stacks} | _directories(plan)
         and all(
             isinstance(value[stack.name], PackedRows)
             and value[stack.name].layout == stack.layout
             for stack in plan.stacks
         )
+        and all(isinstance(value[x], IdDirectory) for x in _directories(plan))
         for plan in plans
     )
+
+
+def _directories(plan: EmbeddingPlan) -> set[str]:
+    return {directory_name(stack.name) for stack in plan.stacks if stack.is_dynamic}
 
 
 def _are_slots(value: Any, plans: Iterable[EmbeddingPlan]) -> bool:

@@ -90,11 +90,11 @@ class StateHandler(ocp.AsyncCheckpointHandler):
             path = directory / DENSE
             futures += await start_writing_leaves(self._dense, path, leaves)
         budget = HostBudget(args.host_bytes)
+        records = {}
+        for layer in layers:
+            records |= table_records(layer)
         futures += start_writing(layers, directory / TABLES, budget)
         if is_first:
-            records = {}
-            for layer in layers:
-                records |= table_records(layer)
             write_tables_file(directory / TABLES, records)
             names = {name: describe_leaf(leaf) for name, leaf in dense.items()}
             write_state_file(directory, names, dict(args.description))

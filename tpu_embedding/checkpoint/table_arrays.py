@@ -2,7 +2,8 @@
 
 Rows stream block by block (`tables/row_stream.py`), so neither the devices nor the host
 hold a second copy of a table. Every process writes and reads the blocks of its own
-devices.
+devices. Dynamic tables are the exception: the host of each process holds one whole
+array of a stack at a time.
 """
 
 import dataclasses
@@ -16,7 +17,21 @@ import tensorstore as ts
 from etils import epath
 
 from tpu_embedding.checkpoint.arrays import ArrayFile, HostBudget
-from tpu_embedding.checkpoint.format import ArrayRecord, TableRecord, array_name
+from tpu_embedding.checkpoint.dynamic_tables import (
+    ID_ARRAYS,
+    PlacedIds,
+    dynamic_fields,
+    num_saved_rows,
+    place_ids,
+    restored_directory,
+    saved_ids,
+)
+from tpu_embedding.checkpoint.format import (
+    DIRECTORY_ARRAY,
+    ArrayRecord,
+    TableRecord,
+    array_name,
+)
 from tpu_embedding.checkpoint.split_state import LayerState
 from tpu_embedding.optimizers.analysis.initial_slots import initial_slot_values
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
@@ -25,13 +40,16 @@ from tpu_embedding.optimizers.rules.track_touched_rows import (
     is_base_of_deltas,
     without_base,
 )
+from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import decode_int8, file_row
+from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_stream import read_blocks, write_blocks
 from tpu_embedding.tables.row_windows import rows_per_window
 from tpu_embedding.tables.slot_values import NamedSlot, named_slots
+from tpu_embedding.tables.table_values import unstack_tables
 
 _MAX_PADDING: Final = 1 / 128
 """Bound on the padding of the last chunk, as a share of the array's rows."""
@@ -44,7 +62,10 @@ def table_records(layer: LayerState) -> dict[str, TableRecord]:
         slots = slots_of(layer, stack)
         initial = _initial_values(stack, slots)
         for table in stack.tables:
-            size = table.config.max_rows
+            if stack.is_dynamic:
+                size = num_saved_rows(layer, stack, table)
+            else:
+                size = table.config.max_rows
             records[layer.name_of(table.name)] = TableRecord(
                 vocabulary_size=size,
                 dim=stack.dim,
@@ -55,6 +76,7 @@ def table_records(layer: LayerState) -> dict[str, TableRecord]:
                     for slot in slots
                 },
                 rule=_describe(stack.optimizer) if layer.slots is not None else None,
+                **dynamic_fields(table, size),
             )
     return records
 
@@ -93,7 +115,7 @@ def _chunk_rows(block_rows: int, num_rows: int) -> int:
     zeros, so chunks are smaller where it would be larger than its share.
     """
     if num_rows <= block_rows:
-        return num_rows
+        return max(1, num_rows)
     size = block_rows
     while size > 1 and -num_rows % size > _MAX_PADDING * num_rows:
         size //= 2
@@ -148,7 +170,10 @@ def start_writing(
         if is_first:
             futures += [file.create() for file in files.values()]
         for stack in layer.plan.stacks:
-            for slot, packed in _arrays_of_rows(layer, stack):
+            if stack.is_dynamic:
+                futures += _write_dynamic(layer, stack, files, budget)
+            streamed = () if stack.is_dynamic else _arrays_of_rows(layer, stack)
+            for slot, packed in streamed:
                 for turn in read_blocks(packed, stack, layer.plan):
                     for block in turn:
                         file = files[block.table, slot]
@@ -165,7 +190,7 @@ def _open_files(
     return {
         (table, slot): ArrayFile(directory, array_name(name, slot), array)
         for table, name in layer.names.items()
-        for slot, array in {None: records[name].values, **records[name].slots}.items()
+        for slot, array in records[name].arrays.items()
     }
 
 
@@ -185,6 +210,29 @@ def _write(
     future = file.write(rows, start)
     future.add_done_callback(lambda _: budget.give_back(rows.nbytes))
     return future
+
+
+def _write_dynamic(
+    layer: LayerState, stack: StackPlan, files: Files, budget: HostBudget
+) -> list[ts.Future]:
+    """Writes the ids of dynamic tables, and their rows in the order of the ids.
+
+    Each process has whole tables on its host for that time, and the first one writes.
+    """
+    futures: list[ts.Future] = []
+    is_first = jax.process_index() == 0
+    saved = saved_ids(layer, stack)
+    for table, ids in saved.items() if is_first else ():
+        for name, array in ids.arrays.items():
+            futures.append(files[table, name].write(np.asarray(array)))
+    for slot, packed in _arrays_of_rows(layer, stack):
+        row = file_row(packed)
+        values = unstack_tables({stack.name: packed}, layer.plan)
+        for table, ids in saved.items() if is_first else ():
+            rows = values[table][ids.rows].astype(row.dtype, copy=False)
+            futures.append(_write(files[table, slot], rows, 0, budget))
+        futures = _unfinished(futures)
+    return futures
 
 
 def _unfinished(futures: Sequence[ts.Future]) -> list[ts.Future]:
@@ -239,6 +287,10 @@ class SavedTables:
             name, slots = self.names[table], self.slots.get(table, {})
             if slot is None:
                 saved, array = None, self.records[name].values
+            elif slot.startswith(DIRECTORY_ARRAY):
+                if slot not in self.records[name].directory:
+                    continue
+                saved, array = slot, self.records[name].directory[slot]
             elif slot in slots:
                 saved, array = slots[slot], self.records[name].slots[slots[slot]]
             else:
@@ -249,7 +301,8 @@ class SavedTables:
     def array_names(self) -> Iterator[str]:
         """Yields the name of each array that is taken over."""
         for table, name in self.names.items():
-            for slot in (None, *self.slots.get(table, {}).values()):
+            directory = self.records[name].directory
+            for slot in (None, *self.slots.get(table, {}).values(), *directory):
                 yield array_name(name, slot)
 
     def lacks_slots(self, layer: LayerState) -> bool:
@@ -307,6 +360,9 @@ def restored_tables(layer: LayerState, saved: SavedTables) -> LayerState:
     for stack in layer.plan.stacks:
         packed = _on_devices(layer.tables[stack.name], stack, layer.plan)
         tables[stack.name] = _with_rows(packed, None, saved, stack, layer.plan)
+        if stack.is_dynamic:
+            name = directory_name(stack.name)
+            tables[name] = restored_directory(layer, stack, _placed(saved, stack))
     return dataclasses.replace(layer, tables=tables)
 
 
@@ -384,8 +440,48 @@ def _with_rows(
             decode_int8(rows) if record.dtype == "int8" else rows, row_dtype
         )
 
+    if stack.is_dynamic:
+        placed = _placed(saved, stack)
+        for table in files:
+            rows = read(table, 0, saved.num_rows(table))
+            packed = _with_placed_rows(packed, table, rows, placed[table], stack, plan)
+        return packed
     ranges = {table: (0, saved.num_rows(table)) for table in files}
     return write_blocks(packed, stack, plan, read, ranges)
+
+
+def _with_placed_rows(
+    packed: PackedRows,
+    table: str,
+    of_file: np.ndarray,
+    placed: PlacedIds,
+    stack: StackPlan,
+    plan: EmbeddingPlan,
+) -> PackedRows:
+    """Returns the rows of a dynamic table; those without an id are zeros."""
+
+    def read(_: str, start: int, num_rows: int) -> np.ndarray:
+        sources = placed.sources[start : start + num_rows]
+        rows = np.zeros((num_rows, *of_file.shape[1:]), of_file.dtype)
+        rows[sources >= 0] = of_file[sources[sources >= 0]]
+        return rows
+
+    ranges = {table: (0, len(placed.sources))}
+    return write_blocks(packed, stack, plan, read, ranges)
+
+
+def _placed(saved: SavedTables, stack: StackPlan) -> dict[str, PlacedIds]:
+    """Returns the places of the saved ids of each table of a dynamic stack."""
+    files = {name: saved.open(stack, name) for name in ID_ARRAYS}
+    result = {}
+    for member in dynamic_tables(stack):
+        table = member.table.name
+        if table in saved.names:
+            arrays = {x: of[table].read() for x, of in files.items() if table in of}
+            record = saved.records[saved.names[table]]
+            assert record.dynamic is not None, "compare_table refuses static tables"
+            result[table] = place_ids(arrays, record.dynamic["capacity"], member)
+    return result
 
 
 def _with_shared_value(
