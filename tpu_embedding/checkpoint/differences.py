@@ -38,8 +38,8 @@ _WAYS_OUT: Final = {
     "extra": "Give tables= the tables to restore, to leave the others out.",
     "shape": "Load such a table by te.checkpoint.read_table and "
     "te.functional.with_table_values.",
-    "dynamic": "Give the table the vocabulary and the default_row of the checkpoint, or "
-    "leave it out by tables=.",
+    "dynamic": "Give the table the kind of vocabulary and the default_row of the "
+    "checkpoint, or leave it out by tables=.",
     "dtype": "Give dtypes='convert' to round the rows to the types of now.",
     "abstract": "Give a state of arrays, whose new rows have their initial values.",
     "rule": "Restore with the optimizer of the checkpoint. Or give rules='ignore': it "
@@ -141,9 +141,9 @@ def _compare_dynamic(
     """Adds what no restore bridges; the capacities of both may differ."""
     here, there = (
         "a fixed vocabulary"
-        if table.dynamic is None
-        else f"a te.Dynamic vocabulary with default_row {table.dynamic['default_row']!r}"
-        for table in (saved, wanted)
+        if dynamic is None
+        else f"a te.Dynamic vocabulary with default_row {dynamic['default_row']!r}"
+        for dynamic in (saved.dynamic, wanted.dynamic)
     )
     if here != there:
         found.add(owner, f"{here} in the checkpoint, {there} now", "dynamic")

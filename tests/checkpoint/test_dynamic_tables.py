@@ -1,0 +1,307 @@
+"""Checkpoints of dynamic tables: the run goes on anywhere, and in other capacities."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tpu_embedding.dynamic import SLOTS_PER_BUCKET
+from tpu_embedding.rows.id_mixing import mix_ids, multiply_high
+
+functional = te.functional
+ROW_FIELDS = ("ids", "natural_rows", "last_used", "counts")
+
+
+def plan_of(num_devices=1, capacity=320, names=("user", "item"), **dynamic):
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(
+                vocabulary_size=te.Dynamic(capacity=capacity, **dynamic),
+                dim=8,
+                name=name,
+            )
+        )
+        for name in names
+    }
+    return te.make_plan(features, mesh_of(num_devices), optimizer="adagrad")
+
+
+def words(ids):
+    return functional.Ids64.of_array(np.asarray(ids, np.int64))
+
+
+def batch_of(step, plan):
+    random = np.random.default_rng(step)
+    return {f.name: words(random.integers(-400, 400, 48)) for f in plan.features}
+
+
+def start(plan):
+    tables = functional.init_tables(plan, jax.random.key(0))
+    return {"tables": tables, "slots": functional.init_slots(tables, plan)}
+
+
+def train(state, plan, steps):
+    for step in steps:
+        result = functional.insert_ids(
+            state["tables"], state["slots"], batch_of(step, plan), plan
+        )
+        looked_up = functional.lookup(result.tables, result.features, plan)
+        cotangents = jax.tree.map(jnp.sin, looked_up.activations)
+        gradients = functional.compute_gradients(looked_up.routing, cotangents, plan)
+        tables, slots = functional.apply_gradients(
+            result.tables, result.slots, gradients, plan
+        )
+        state = {"tables": tables, "slots": slots}
+    return state
+
+
+def directories(state):
+    names = [name for name in state["tables"] if name.endswith(":ids")]
+    return [state["tables"][name] for name in names]
+
+
+def by_id(state, plan):
+    """The directory of each table, and rows and slot variables in the order of ids."""
+    stacks = {s.name: state["tables"][s.name] for s in plan.stacks}
+    values = functional.unstack_tables(stacks, plan)
+    slots = functional.slot_values(state["slots"], plan)
+    return {
+        name: {
+            **{field: getattr(rows, field) for field in ROW_FIELDS},
+            "values": values[name][rows.rows],
+            "slots": slots[name]["accumulators"][rows.rows],
+        }
+        for name, rows in functional.dynamic_rows(state["tables"], plan).items()
+    }
+
+
+def assert_equal(state, plan, expected, expected_plan):
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        by_id(state, plan),
+        by_id(expected, expected_plan),
+    )
+    for here, there in zip(directories(state), directories(expected), strict=True):
+        assert set(np.asarray(here.clock)) == set(np.asarray(there.clock))
+        np.testing.assert_array_equal(
+            np.sum(here.used_rows.reshape(-1, 2), axis=0),
+            np.sum(there.used_rows.reshape(-1, 2), axis=0),
+        )
+
+
+POLICIES = [
+    {},
+    {"admit": te.dynamic.AdmitAfter(2), "evict": te.dynamic.LeastFrequentlyUsed()},
+    {"default_row": "learned", "evict": None},
+]
+
+
+@pytest.mark.parametrize("dynamic", POLICIES)
+@pytest.mark.parametrize("devices", [(1, 3), (3, 1)])
+def test_training_goes_on_as_if_nothing_had_happened(tmp_path, devices, dynamic):
+    before, after = (plan_of(n, **dynamic) for n in devices)
+    state = train(start(before), before, range(6))
+    te.save(tmp_path / "c", state, plan=before)
+    restored = te.restore(tmp_path / "c", start(after), plan=after)
+    assert_equal(restored, after, state, before)
+    # On the first devices again, the sums of gradients have the order of before.
+    te.save(tmp_path / "back", restored, plan=after)
+    back = te.restore(tmp_path / "back", start(before), plan=before)
+    undisturbed = train(state, before, (6, 7))
+    assert_equal(train(back, before, (6, 7)), before, undisturbed, before)
+    moved = by_id(train(restored, after, (6, 7)), after)
+    for name, expected in by_id(undisturbed, before).items():
+        for field in ROW_FIELDS:
+            np.testing.assert_array_equal(moved[name][field], expected[field])
+        for field in ("values", "slots"):
+            np.testing.assert_allclose(moved[name][field], expected[field], rtol=1e-5)
+
+
+def test_a_state_of_shapes_is_restored(tmp_path):
+    plan = plan_of(3)
+    state = train(start(plan), plan, range(3))
+    te.save(tmp_path / "c", state, plan=plan)
+    shapes = jax.eval_shape(lambda: start(plan))
+    assert_equal(te.restore(tmp_path / "c", shapes, plan=plan), plan, state, plan)
+
+
+def test_a_table_without_an_id_is_saved(tmp_path):
+    plan = plan_of(3)
+    te.save(tmp_path / "c", start(plan), plan=plan)
+    restored = te.restore(tmp_path / "c", start(plan), plan=plan)
+    assert_equal(restored, plan, start(plan), plan)
+
+
+def test_the_files_hold_ids_and_their_rows(tmp_path):
+    plan = plan_of(3)
+    state = train(start(plan), plan, range(3))
+    te.save(tmp_path / "c", state, plan=plan)
+    expected = by_id(state, plan)["user"]
+    for slot, field in ((":ids", "ids"), (None, "values"), ("accumulators", "slots")):
+        found = te.checkpoint.read_table(tmp_path / "c", "user", slot=slot)
+        np.testing.assert_array_equal(found, expected[field])
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("capacity", [1000, 128])
+def test_another_capacity_keeps_the_most_valuable_ids(tmp_path, capacity, num_devices):
+    before, after = plan_of(3), plan_of(num_devices, capacity)
+    state = train(start(before), before, range(12))
+    te.save(tmp_path / "c", state, plan=before)
+    restored = te.restore(tmp_path / "c", start(after), plan=after)
+    num_buckets = te.Dynamic(capacity=capacity).num_buckets
+    for name, old in by_id(state, before).items():
+        buckets = {}
+        for place, id_ in enumerate(old["ids"]):
+            high, low = np.uint32([id_ >> np.uint64(32)]), np.uint32([id_ & 0xFFFFFFFF])
+            first, second = mix_ids(high, low)
+            value = -int(old["last_used"][place]), -int(old["counts"][place])
+            bucket = int(multiply_high(first, num_buckets)[0])
+            key = (*value, int(first[0]), int(second[0]))
+            buckets.setdefault(bucket, []).append((key, place))
+        places = {
+            place: SLOTS_PER_BUCKET * bucket + lane
+            for bucket, members in buckets.items()
+            for lane, (_, place) in enumerate(sorted(members)[:SLOTS_PER_BUCKET])
+        }
+        kept = sorted(places)
+        assert len(kept) == len(old["ids"]) if capacity == 1000 else len(kept) <= 128
+        new = by_id(restored, after)[name]
+        np.testing.assert_array_equal(new["natural_rows"], [places[x] for x in kept])
+        for field in ("ids", "last_used", "counts", "values", "slots"):
+            np.testing.assert_array_equal(new[field], old[field][kept])
+    features = {"user": words(new["ids"].view(np.int64)), "item": words([10**12])}
+    if capacity == 1000:
+        assert set(functional.find_ids(restored["tables"], features, after).stats)
+    train(restored, after, range(12, 14))
+
+
+def test_evaluation_after_a_restore_is_that_of_before(tmp_path):
+    before, after = plan_of(3), plan_of(1, 1000)
+    state = train(start(before), before, range(4))
+    te.save(tmp_path / "c", state, plan=before)
+    restored = te.restore(tmp_path / "c", start(after), plan=after)
+    features = batch_of(99, before)
+    np.testing.assert_array_equal(
+        functional.lookup(state["tables"], features, before).activations["user"],
+        functional.lookup(restored["tables"], features, after).activations["user"],
+    )
+    here, there = (
+        functional.find_ids(x["tables"], features, plan).stats["user"]
+        for x, plan in ((state, before), (restored, after))
+    )
+    assert int(here.hits) == int(there.hits) > 0
+
+
+def test_a_table_that_is_left_out_stays(tmp_path):
+    plan = plan_of(3)
+    state = train(start(plan), plan, range(3))
+    te.save(tmp_path / "c", {"tables": state["tables"]}, plan=plan)
+    other = train(start(plan), plan, range(10, 15))
+    stays = by_id(other, plan)["item"]
+    clocks = np.asarray(directories(other)[0].clock)
+    new = te.restore(
+        tmp_path / "c", {"tables": other["tables"]}, plan=plan, tables=["user"]
+    )
+    found = by_id({**new, "slots": state["slots"]}, plan)
+    np.testing.assert_array_equal(found["item"]["values"], stays["values"])
+    np.testing.assert_array_equal(found["item"]["ids"], stays["ids"])
+    expected = by_id(state, plan)["user"]
+    np.testing.assert_array_equal(found["user"]["ids"], expected["ids"])
+    np.testing.assert_array_equal(found["user"]["values"], expected["values"])
+    np.testing.assert_array_equal(directories(new)[0].clock, clocks)
+
+
+@pytest.mark.parametrize(
+    "saved, now, message",
+    [
+        ({"names": ("user",)}, {}, "table 'item': not in the checkpoint"),
+        ({}, {"names": ("user",)}, "table 'item': only in the checkpoint"),
+        ({}, {"default_row": "learned"}, "default_row 'none' in the checkpoint"),
+    ],
+)
+def test_what_does_not_fit_is_listed(tmp_path, saved, now, message):
+    before, after = plan_of(**saved), plan_of(**now)
+    te.save(tmp_path / "c", start(before), plan=before)
+    with pytest.raises(te.checkpoint.CheckpointError, match=message):
+        te.restore(tmp_path / "c", start(after), plan=after)
+
+
+@pytest.mark.parametrize("is_saved_dynamic", [True, False])
+def test_a_fixed_vocabulary_does_not_fit(tmp_path, is_saved_dynamic):
+    table = te.TableConfig(vocabulary_size=320, dim=8, name="user")
+    fixed = te.make_plan(
+        {"user": te.FeatureConfig(table=table)}, mesh_of(1), optimizer="adagrad"
+    )
+    plans = [plan_of(names=("user",)), fixed]
+    before, after = plans if is_saved_dynamic else plans[::-1]
+    te.save(tmp_path / "c", start(before), plan=before)
+    with pytest.raises(te.checkpoint.CheckpointError, match="fixed vocabulary"):
+        te.restore(tmp_path / "c", start(after), plan=after)
+
+
+class Model(nnx.Module):
+    def __init__(self, plan):
+        self.embedding = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
+        self.dense = nnx.Linear(8, 1, rngs=nnx.Rngs(1))
+
+    def __call__(self, ids):
+        return self.dense(self.embedding(ids)["user"])
+
+
+def test_a_flax_model_goes_on(tmp_path):
+    plan = plan_of(3, names=("user",))
+
+    def make():
+        model = Model(plan)
+        return model, te.Optimizer(model, optax.sgd(0.1))
+
+    @nnx.jit
+    def step(model, optimizer, ids):
+        rows = optimizer.insert_ids(model, ids)
+        loss, gradients = te.value_and_grad(lambda m: jnp.mean(m(rows) ** 2))(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    model, optimizer = make()
+    step(model, optimizer, batch_of(0, plan))
+    te.save(tmp_path / "c", (model, optimizer))
+    restored = te.restore(tmp_path / "c", make())
+    losses = [
+        [float(step(*state, batch_of(i, plan))) for i in (0, 1)]
+        for state in ((model, optimizer), restored)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_linen_state_goes_on(tmp_path):
+    plan = plan_of(names=("user",))
+    layer = te.linen.TPUEmbedding(plan)
+
+    def make():
+        variables = layer.init(jax.random.key(0), batch_of(0, plan))
+        return te.linen.TrainState.create(
+            apply_fn=layer.apply, variables=variables, tx=optax.sgd(0.1)
+        )
+
+    def step(state, ids):
+        state, rows = state.insert_ids(ids)
+        _, gradients = te.linen.value_and_grad(
+            lambda v: jnp.sum(layer.apply(v, rows)["user"] ** 2)
+        )(state.variables)
+        return state.apply_gradients(grads=gradients)
+
+    state = step(make(), batch_of(0, plan))
+    te.save(tmp_path / "c", state)
+    restored = te.restore(tmp_path / "c", make())
+    ids = batch_of(1, plan)
+    state, restored = step(state, ids), step(restored, ids)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        layer.apply(state.variables, ids),
+        layer.apply(restored.variables, ids),
+    )
