@@ -173,6 +173,11 @@ CASES = {
         lambda: plan_of(dtypes={"movie": "bfloat16"}),
         {"dtypes='convert'": restoring(dtypes="convert")},
     ),
+    "dynamic": Case(
+        ("dynamic",),
+        lambda: plan_of({"movie": te.Dynamic(capacity=64), "user": 7}),
+        {"tables=": restoring(tables=["user"])},
+    ),
     "dense": Case(
         ("dense",),
         plan_of,

@@ -3,8 +3,8 @@
 A dynamic table lies in the files as its ids, rising, and their rows in that order; a
 learned default row comes last. Beside each id stands its natural row: the bucket times
 64, plus the place in it. A table of as many buckets gives each id that place again, on
-any number of devices. In another table, the most valuable ids of a bucket come first,
-and those beyond its 64 places are left out.
+any number of devices. In another table, the ids of a bucket that its policy evicts last
+come first, and those beyond its 64 places are left out.
 """
 
 import dataclasses
@@ -17,7 +17,13 @@ from jax.experimental import multihost_utils
 
 from tpu_embedding.checkpoint.format import DIRECTORY_ARRAY, ArrayRecord
 from tpu_embedding.checkpoint.split_state import LayerState
-from tpu_embedding.dynamic import SLOTS_PER_BUCKET, AdmitAfter, Dynamic
+from tpu_embedding.dynamic import (
+    SLOTS_PER_BUCKET,
+    AdmitAfter,
+    Dynamic,
+    Eviction,
+    LeastFrequentlyUsed,
+)
 from tpu_embedding.functional.dynamic_ids import rows_in_directory
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
@@ -56,7 +62,7 @@ class PlacedIds:
       arrays: arrays of the directory by their name in the files.
       kept: position in the files of each id that has a place.
       buckets: bucket of each of these.
-      lanes: its place in the bucket.
+      lanes: place of each of these in its bucket.
       sources: row in the files for each row of the table, `[rows]`; -1: none.
     """
 
@@ -85,7 +91,7 @@ def dynamic_fields(table: TablePlan, size: int) -> dict[str, Any]:
 
     Args:
       table: the table.
-      size: its rows in the files.
+      size: rows of the table in the files.
     """
     dynamic = table.config.dynamic
     if dynamic is None:
@@ -147,7 +153,7 @@ def place_ids(
 
     Args:
       arrays: arrays of the directory by their name in the files.
-      capacity: that of the saved table.
+      capacity: capacity of the saved table.
       member: the table.
     """
     num_ids = len(arrays[IDS])
@@ -172,15 +178,31 @@ def _placed_anew(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the ids that have a place, their buckets and lanes.
 
-    In a bucket, the ids used last come first; of these, those used in the most steps.
+    In a bucket, the ids that the policy evicts last come first.
     """
     first, second = _mixed(arrays[IDS])
     buckets = multiply_high(first, member.num_buckets).astype(np.int64)
-    order = np.lexsort((second, first, ~arrays[COUNTS], ~arrays[LAST_USED], buckets))
+    value, next_value = _values(arrays, member.dynamic.evict)
+    order = np.lexsort((second, first, ~next_value, ~value, buckets))
     buckets = buckets[order]
     lanes = np.arange(len(order)) - np.searchsorted(buckets, buckets)
     fits = lanes < SLOTS_PER_BUCKET
     return order[fits], buckets[fits], lanes[fits]
+
+
+def _values(
+    arrays: Mapping[str, np.ndarray], evict: Eviction | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what ids are worth to a policy, and what decides among equals."""
+    last_used, counts = arrays[LAST_USED], arrays[COUNTS]
+    if not isinstance(evict, LeastFrequentlyUsed):
+        return last_used, counts
+    if evict.half_life is not None:
+        # Until the last use of the table: the clock counts steps, but the caller's
+        # `now` may count hours.
+        age = last_used.max(initial=0) - last_used
+        counts = counts >> np.minimum(age // np.uint32(evict.half_life), 31)
+    return counts, last_used
 
 
 def restored_directory(

@@ -358,11 +358,12 @@ def restored_tables(layer: LayerState, saved: SavedTables) -> LayerState:
     """
     tables = {}
     for stack in layer.plan.stacks:
+        placed = _placed(saved, stack)
         packed = _on_devices(layer.tables[stack.name], stack, layer.plan)
-        tables[stack.name] = _with_rows(packed, None, saved, stack, layer.plan)
+        tables[stack.name] = _with_rows(packed, None, saved, placed, stack, layer.plan)
         if stack.is_dynamic:
             name = directory_name(stack.name)
-            tables[name] = restored_directory(layer, stack, _placed(saved, stack))
+            tables[name] = restored_directory(layer, stack, placed)
     return dataclasses.replace(layer, tables=tables)
 
 
@@ -385,12 +386,13 @@ def restored_slots(layer: LayerState, saved: SavedTables) -> LayerState:
         if stack.name not in slots:
             continue
         leaves = []
+        placed = _placed(saved, stack)
         steps = saved_steps(layer, stack, saved)
         latest = max(steps, key=lambda table: steps[table], default=None)
         for slot in slots_of(layer, stack):
             if slot.kind == "rows":
                 leaf = _on_devices(slot.leaf, stack, layer.plan)
-                leaf = _with_rows(leaf, slot.name, saved, stack, layer.plan)
+                leaf = _with_rows(leaf, slot.name, saved, placed, stack, layer.plan)
             else:
                 leaf = _with_shared_value(slot, saved, latest, stack, layer.plan)
             leaves.append(leaf)
@@ -422,6 +424,7 @@ def _with_rows(
     packed: PackedRows,
     slot: str | None,
     saved: SavedTables,
+    placed: Mapping[str, PlacedIds],
     stack: StackPlan,
     plan: EmbeddingPlan,
 ) -> PackedRows:
@@ -441,7 +444,6 @@ def _with_rows(
         )
 
     if stack.is_dynamic:
-        placed = _placed(saved, stack)
         for table in files:
             rows = read(table, 0, saved.num_rows(table))
             packed = _with_placed_rows(packed, table, rows, placed[table], stack, plan)
