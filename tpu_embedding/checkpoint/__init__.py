@@ -8,6 +8,7 @@ Files are independent of devices and plans: a table is one array in natural row 
     restoring        reads a checkpoint into a state, under any plan
     split_state      finds the embedding layers in a state, and its other leaves
     table_arrays     streams tables and slot variables to files and back, by blocks
+    dynamic_tables   the ids of dynamic tables, and their places after a restore
     dense_leaves     saves and restores the other leaves by Orbax
     arrays           one array on the disk, chunk by chunk, by tensorstore
     format           names and descriptions of the files, read without devices
