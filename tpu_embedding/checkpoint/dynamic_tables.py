@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from tpu_embedding.checkpoint.format import DIRECTORY_ARRAY, ArrayRecord
 from tpu_embedding.checkpoint.split_state import LayerState
@@ -24,7 +23,7 @@ from tpu_embedding.dynamic import (
     Eviction,
     LeastFrequentlyUsed,
 )
-from tpu_embedding.functional.dynamic_ids import rows_in_directory
+from tpu_embedding.functional.dynamic_ids import on_host, rows_in_directory
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
 from tpu_embedding.rows.id_directory import LINE_LANES, IdDirectory, directory_name
@@ -81,7 +80,7 @@ def num_saved_rows(layer: LayerState, stack: StackPlan, table: TablePlan) -> int
     used = layer.tables[directory_name(stack.name)].used_rows
     if isinstance(used, jax.ShapeDtypeStruct):
         return 0
-    of_tables = _on_host(used).reshape(stack.num_shards, -1).sum(axis=0)
+    of_tables = on_host(used).reshape(stack.num_shards, -1).sum(axis=0)
     has_default = table.config.dynamic.default_row == "learned"
     return int(of_tables[stack.tables.index(table)]) + has_default
 
@@ -119,11 +118,12 @@ def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
 
     The whole directory is on the host for that time.
     """
-    name = directory_name(stack.name)
-    directory = jax.tree.map(_on_host, layer.tables[name])
+    directory = layer.tables[directory_name(stack.name)]
+    sketch = None if directory.sketch is None else on_host(directory.sketch)
+    clock = on_host(directory.clock)[0]
     members = dynamic_tables(stack)
     found = rows_in_directory(directory, stack)
-    init_keys = directory.init_keys.reshape(stack.num_shards, len(members), 2)[0]
+    init_keys = on_host(directory.init_keys).reshape(stack.num_shards, -1, 2)[0]
     result = {}
     for i, member in enumerate(members):
         rows = found[member.table.name]
@@ -132,11 +132,11 @@ def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
             NATURAL_ROWS: rows.natural_rows,
             LAST_USED: rows.last_used,
             COUNTS: rows.counts,
-            CLOCK: directory.clock[0],
+            CLOCK: clock,
             INIT_KEY: init_keys[i],
         }
-        if directory.sketch is not None:
-            arrays[SKETCH] = _lines_of(directory.sketch, member)
+        if sketch is not None:
+            arrays[SKETCH] = _lines_of(sketch, member)
         last = [] if member.default_row is None else [member.default_row]
         result[member.table.name] = SavedIds(
             arrays=arrays, rows=np.append(rows.rows, np.asarray(last, np.int64))
@@ -222,7 +222,7 @@ def restored_directory(
         directory = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), now)
         directory.keys[:] = NO_ID
     else:
-        directory = jax.tree.map(lambda x: np.array(_on_host(x)), now)
+        directory = jax.tree.map(lambda x: np.array(on_host(x)), now)
     members = dynamic_tables(stack)
     shards, tables = stack.num_shards, len(members)
     keys, scores = (
@@ -282,10 +282,3 @@ def _lines_of(lines: np.ndarray, member: DynamicTablePlan) -> np.ndarray:
 def _mixed(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     words = Ids64.of_array(ids)
     return mix_ids(np.asarray(words.high), np.asarray(words.low))
-
-
-def _on_host(array: Any) -> np.ndarray:
-    """Returns the whole of an array that may lie on devices of several processes."""
-    if not array.is_fully_addressable:
-        array = multihost_utils.process_allgather(array, tiled=True)
-    return np.asarray(array)

@@ -224,7 +224,8 @@ def _write_dynamic(
     saved = saved_ids(layer, stack)
     for table, ids in saved.items() if is_first else ():
         for name, array in ids.arrays.items():
-            futures.append(files[table, name].write(np.asarray(array)))
+            # A copy: the next step may donate what the view of an array shows.
+            futures.append(files[table, name].write(np.array(array)))
     for slot, packed in _arrays_of_rows(layer, stack):
         row = file_row(packed)
         values = unstack_tables({stack.name: packed}, layer.plan)
