@@ -150,3 +150,20 @@ def test_delta_without_changes_is_empty(tmp_path):
     before = table_bytes(base)
     te.export.apply_delta(base, tmp_path / "delta")
     assert table_bytes(base) == before
+
+
+def test_chain_goes_on_after_a_restore(tmp_path):
+    trainer, base = trainer_of().train(8), tmp_path / "base"
+    te.export.save_tables(trainer.model, base, optimizer=trainer.optimizer)
+    te.save(tmp_path / "checkpoint", (trainer.model, trainer.optimizer))
+    trainer.train(2)
+    resumed = trainer_of()
+    resumed.model, resumed.optimizer = te.restore(
+        tmp_path / "checkpoint", (resumed.model, resumed.optimizer)
+    )
+    resumed.steps = 8
+    resumed.train(2)
+    te.export.save_delta(resumed.model, resumed.optimizer, tmp_path / "delta")
+    assert te.export.read_delta(tmp_path / "delta").tables["user"].is_whole
+    te.export.apply_delta(base, tmp_path / "delta")
+    check_equals_fresh_export(trainer, base, tmp_path / "undisturbed")

@@ -234,3 +234,14 @@ class Sharing(DynamicModel):
 def test_ids_of_dynamic_and_static_tables_need_two_inputs(tmp_path):
     with pytest.raises(ExportError, match=r"\['tag'\]; make two inputs"):
         te.export.save(Sharing(), tmp_path / "served", np.arange(4))
+
+
+def test_name_of_the_ids_of_another_table_is_refused(tmp_path):
+    tables = (
+        te.TableConfig(vocabulary_size=te.Dynamic(capacity=9), dim=4, name="user"),
+        te.TableConfig(vocabulary_size=9, dim=4, name="user:ids"),
+    )
+    features = {str(i): te.FeatureConfig(table=x) for i, x in enumerate(tables)}
+    layer = te.TPUEmbedding(features, rngs=nnx.Rngs(0))
+    with pytest.raises(ExportError, match="dynamic table 'user'; rename one"):
+        te.export.save_tables(layer, tmp_path / "tables")

@@ -83,7 +83,8 @@ def tables_of_model(
       store_ids: form of the ids of dynamic tables.
 
     Raises:
-      ExportError: if the model has no embedding layer.
+      ExportError: if the model has no embedding layer, or a table has the name of
+        another one's ids.
     """
     layers = embedding_layers(model)
     if not layers:
@@ -104,6 +105,12 @@ def tables_of_model(
                 tables[prefix + table.name] = LayerTable(
                     layer=layer, place=table, ids=ids
                 )
+    for name, table in tables.items():
+        if table.ids is not None and directory_name(name) in tables:
+            raise ExportError(
+                f"No table must have the name {directory_name(name)!r}, under which an "
+                f"export holds the ids of the dynamic table {name!r}; rename one."
+            )
     return tables
 
 
