@@ -146,18 +146,19 @@ def saved_ids(layer: LayerState, stack: StackPlan) -> dict[str, SavedIds]:
 
 def place_ids(
     arrays: Mapping[str, np.ndarray],
-    capacity: int,
+    capacity: int | None,
     member: DynamicTablePlan,
 ) -> PlacedIds:
     """Returns the places of saved ids in a table.
 
     Args:
       arrays: arrays of the directory by their name in the files.
-      capacity: capacity of the saved table.
+      capacity: capacity of the saved table; None: the ids had no places.
       member: the table.
     """
     num_ids = len(arrays[IDS])
-    if Dynamic(capacity=capacity).num_buckets == member.num_buckets:
+    buckets_before = capacity and Dynamic(capacity=capacity).num_buckets
+    if buckets_before == member.num_buckets:
         kept = np.arange(num_ids)
         buckets, lanes = np.divmod(arrays[NATURAL_ROWS], SLOTS_PER_BUCKET)
     else:

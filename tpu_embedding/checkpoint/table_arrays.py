@@ -60,7 +60,7 @@ def table_records(layer: LayerState) -> dict[str, TableRecord]:
     records = {}
     for stack in layer.plan.stacks:
         slots = slots_of(layer, stack)
-        initial = _initial_values(stack, slots)
+        initial = initial_row_values(stack, slots)
         for table in stack.tables:
             if stack.is_dynamic:
                 size = num_saved_rows(layer, stack, table)
@@ -122,7 +122,7 @@ def _chunk_rows(block_rows: int, num_rows: int) -> int:
     return size
 
 
-def _initial_values(
+def initial_row_values(
     stack: StackPlan, slots: Sequence[NamedSlot]
 ) -> dict[str, float | None]:
     """Returns the initial value of each slot variable, where all rows share one."""

@@ -145,16 +145,6 @@ def test_many_chunks(tmp_path, monkeypatch, use_ocdbt):
         np.testing.assert_array_equal(np.asarray(source.tables[name].values), array)
 
 
-@pytest.mark.full
-def test_checkpoints_of_this_package_are_restored(tmp_path):
-    layer = te.TPUEmbedding(
-        te.FeatureConfig(table=CONFIGS[2]), mesh=mesh_of(1), rngs=nnx.Rngs(0)
-    )
-    te.save(tmp_path / "saved", layer)
-    with pytest.raises(CheckpointError, match="written by te.save. Call te.restore"):
-        open_tables(tmp_path / "saved")
-
-
 def test_damaged_checkpoints_leave_the_model(unpacked):
     path = unpacked("jax_tpu_embedding/adagrad")
     for file in (path / "7" / "model").rglob("d/*"):

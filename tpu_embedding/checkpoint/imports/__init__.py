@@ -13,6 +13,7 @@ Formats, and the ways in which libraries lay out their tables:
 
     arrays, safetensors, torchrec      arrays by name, and state dicts
     tensorflow, tensorflow_reader      checkpoints of TensorFlow, read by TensorFlow
+    own                                checkpoints of this package
     orbax, keras, stacked_orbax        checkpoints of Orbax, keras-rs, jax-tpu-embedding
     sparse_core, rotation              rows of tables that SparseCore libraries stacked
 """

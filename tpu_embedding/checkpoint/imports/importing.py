@@ -13,6 +13,8 @@ import numpy as np
 from flax import nnx
 
 from tpu_embedding.argument_checks import takes
+from tpu_embedding.checkpoint.dynamic_tables import restored_directory
+from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.match import (
     ImportedRows,
     ImportedSlots,
@@ -22,18 +24,23 @@ from tpu_embedding.checkpoint.imports.match import (
     match_tables,
 )
 from tpu_embedding.checkpoint.imports.opening import open_tables
+from tpu_embedding.checkpoint.imports.placed_rows import place_table
 from tpu_embedding.checkpoint.imports.report import ImportReport
 from tpu_embedding.checkpoint.imports.slot_names import rule_of
 from tpu_embedding.checkpoint.imports.source import RowArray, TableSource
+from tpu_embedding.checkpoint.split_state import LayerState
+from tpu_embedding.checkpoint.table_arrays import initial_row_values
 from tpu_embedding.functional.following_slots import with_following_slots
 from tpu_embedding.nn.training import MODEL, Optimizer, embedding_layers
 from tpu_embedding.optimizers.rules.track_touched_rows import RECORD_SLOT
+from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.rows.file_rows import decode_int8, file_row, file_rows_of_values
+from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_stream import rows_per_block, write_blocks
-from tpu_embedding.tables.slot_values import slot_rows, with_slot_rows
+from tpu_embedding.tables.slot_values import named_slots, slot_rows, with_slot_rows
 from tpu_embedding.tables.table_values import NotFinite, check_range
 from tpu_embedding.tables.touched_rows import with_touched_tables
 
@@ -48,6 +55,7 @@ def import_tables(
     rename: Mapping[str, str] | None = None,
     slots: ImportedSlots = "same_rule",
     rows: ImportedRows = "equal",
+    ids: Mapping[str, Any] | None = None,
 ) -> ImportReport:
     """Replaces tables and slot variables of a model by those of a foreign source.
 
@@ -68,6 +76,11 @@ def import_tables(
         mapping of slot names here to those of the source imports these.
       rows: `"equal"` refuses tables of another number of rows. `"shared"` imports the
         rows that both have, from the first one on; further rows keep their values.
+        Of a dynamic table, `"equal"` refuses ids that find no place, because their
+        bucket is full. `"shared"` leaves out the least valuable ids of such buckets.
+      ids: name of a dynamic table of the model to the ids of the source's rows:
+        integers of 64 bits or strings, `[rows]`. A source that has ids itself needs
+        none. The table then has these ids only.
 
     Returns:
       What was imported, dropped and kept.
@@ -106,7 +119,9 @@ def import_tables(
         path: _ModelStacks(layer.plan, layer.tables.get_value(), states.get(path, {}))
         for path, layer in layers.items()
     }
-    options = ImportOptions(tables=tables, rename=rename, slots=slots, rows=rows)
+    options = ImportOptions(
+        tables=tables, rename=rename, slots=slots, rows=rows, ids=ids
+    )
     matched, report = _match(source, targets, options)
     if optimizer is None:
         line = "import_tables(source, model, optimizer)"
@@ -133,6 +148,7 @@ def import_into_stacks(
     rename: Mapping[str, str] | None = None,
     slots: ImportedSlots = "same_rule",
     rows: ImportedRows = "equal",
+    ids: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, PackedRows], dict[str, Any], ImportReport]:
     """Replaces tables and slot variables of stacks by those of a foreign source.
 
@@ -146,6 +162,7 @@ def import_into_stacks(
       rename: see `import_tables`.
       slots: see `import_tables`.
       rows: see `import_tables`.
+      ids: see `import_tables`.
 
     Returns:
       The new stacks and states, and the report.
@@ -166,7 +183,9 @@ def import_into_stacks(
       1.0
     """
     target = _ModelStacks(plan, stacks, states)
-    options = ImportOptions(tables=tables, rename=rename, slots=slots, rows=rows)
+    options = ImportOptions(
+        tables=tables, rename=rename, slots=slots, rows=rows, ids=ids
+    )
     matched, report = _match(source, {"": target}, options)
     return *target.write(matched[""]), report
 
@@ -209,6 +228,25 @@ def _match(
         }
         for path, stacks in targets.items()
     }
+    matched = {path: targets[path].placed(of) for path, of in matched.items()}
+    left_out = {
+        prefixes[path] + name: table.num_left_out
+        for path, of_layer in matched.items()
+        for name, table in of_layer.items()
+        if table.num_left_out
+    }
+    if left_out and options.rows == "equal":
+        raise CheckpointError(
+            f"These ids of {source.origin} find no place in the model, because the 64 "
+            "places of their buckets are full:\n  "
+            + "\n  ".join(
+                f"table {name!r}: {count} of {len(found[name].ids.ids)} ids; give "
+                "te.Dynamic a larger capacity, 1.35 times the ids or more, or pass "
+                "rows='shared' to keep the most valuable ids of each bucket."
+                for name, count in left_out.items()
+            )
+        )
+    report = dataclasses.replace(report, without_place=left_out)
     for path, stacks in targets.items():
         stacks.check(matched[path])
     return matched, report
@@ -220,12 +258,12 @@ class _ModelStacks:
 
     Attributes:
       plan: gives the place of each table in the stacks.
-      stacks: stack name to packed rows.
+      stacks: stack name to packed rows; directories of ids, too.
       states: stack name to optimizer state; empty without an optimizer.
     """
 
     plan: EmbeddingPlan
-    stacks: Mapping[str, PackedRows]
+    stacks: Mapping[str, Any]
     states: Mapping[str, Any]
 
     def tables(self, prefix: str) -> Iterator[TargetTable]:
@@ -249,7 +287,38 @@ class _ModelStacks:
                     slots=slots,
                     rule=rule_of(state),
                     no_slots_because=reason,
+                    is_dynamic=stack.is_dynamic,
                 )
+
+    def placed(self, matched: _Matched) -> _Matched:
+        """Returns the tables with the places of the ids of dynamic ones."""
+        result = dict(matched)
+        for stack in self.plan.stacks:
+            for i, member in enumerate(dynamic_tables(stack)):
+                name = member.table.name
+                if name in matched:
+                    directory = self.stacks[directory_name(stack.name)]
+                    result[name] = place_table(
+                        matched[name],
+                        member,
+                        # Equal on all shards.
+                        clock=int(_of_a_shard(directory.clock)[0]),
+                        init_key=_of_a_shard(directory.init_keys)[i],
+                        new_slots=self._new_slots(stack),
+                    )
+        return result
+
+    def _new_slots(self, stack: StackPlan) -> dict[str, tuple[tuple[int, ...], float]]:
+        """Returns row shape and initial value of slot variables that have one."""
+        if not isinstance(stack, TrainedStackPlan) or stack.name not in self.states:
+            return {}
+        slots = list(named_slots(self.states[stack.name], stack))
+        values = initial_row_values(stack, slots)
+        return {
+            slot.name: (file_row(slot.leaf).shape, value)
+            for slot in slots
+            if (value := values.get(slot.name)) is not None
+        }
 
     def check(self, matched: _Matched) -> None:
         """Refuses numbers beyond the range of the type that will hold them."""
@@ -274,6 +343,7 @@ class _ModelStacks:
         for stack, slot, packed in self._arrays():
             if slot is None:
                 stacks[stack.name] = written(stack, slot, packed)
+        stacks |= self._directories(matched)
         num_rows = {name: table.num_rows for name, table in matched.items()}
         states = with_following_slots(self.states, stacks, num_rows, self.plan)
         # Slot variables of the source replace those that follow the tables.
@@ -288,6 +358,21 @@ class _ModelStacks:
         not_finite.warn()
         # No update touched the imported rows, so a delta would miss them.
         return stacks, with_touched_tables(states, matched, self.plan)
+
+    def _directories(self, matched: _Matched) -> dict[str, Any]:
+        """Returns the new directories of stacks of dynamic tables."""
+        layer = LayerState(path="", plan=self.plan, tables=self.stacks, slots=None)
+        result = {}
+        for stack in self.plan.stacks:
+            placed = {
+                table.name: ids
+                for table in stack.tables
+                if table.name in matched and (ids := matched[table.name].placed)
+            }
+            if placed:
+                name = directory_name(stack.name)
+                result[name] = restored_directory(layer, stack, placed)
+        return result
 
     def _arrays(self) -> Iterator[tuple[StackPlan, str | None, PackedRows]]:
         """Yields the tables of each stack, and its slot variables by name."""
@@ -309,6 +394,11 @@ def _rows_of(stack: StackPlan, slot: str | None, matched: _Matched) -> _RowsToWr
         elif match and slot is not None and slot in match.slots:
             rows[table.name] = match.slots[slot], match.num_rows
     return rows
+
+
+def _of_a_shard(array: Any) -> np.ndarray:
+    """Returns the part of an array that lies on one device of this process."""
+    return np.asarray(array.addressable_shards[0].data)
 
 
 def _check_ranges(packed: PackedRows, rows: _RowsToWrite, name: str) -> None:

@@ -2,21 +2,32 @@
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from tpu_embedding.argument_checks import describe_value
+from tpu_embedding.checkpoint.dynamic_tables import PlacedIds
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.report import ImportReport
+from tpu_embedding.checkpoint.imports.row_ids import given_ids
 from tpu_embedding.checkpoint.imports.slot_names import same_slots
-from tpu_embedding.checkpoint.imports.source import RowArray, SourceTable, TableSource
+from tpu_embedding.checkpoint.imports.source import (
+    RowArray,
+    SourceIds,
+    SourceTable,
+    TableSource,
+)
 
 ImportedSlots = Literal["same_rule", "none"] | Mapping[str, str]
 """Slots to import: those of an equal rule; none; or own name to source's name."""
 
 ImportedRows = Literal["equal", "shared"]
-"""Numbers of rows: they must be equal, or the rows that both tables have are taken."""
+"""Numbers of rows: they must be equal, or the rows that both tables have are taken.
+
+In dynamic tables: all ids must have a place, or those with one are taken.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,18 +39,25 @@ class ImportOptions:
       rename: name of a table of the model to its name in the source.
       slots: slots to import.
       rows: numbers of rows that fit.
+      ids: name of a dynamic table of the model to the ids of the source's rows.
     """
 
     tables: Collection[str] | None = None
     rename: Mapping[str, str] | None = None
     slots: ImportedSlots = "same_rule"
     rows: ImportedRows = "equal"
+    ids: Mapping[str, Any] | None = None
 
     def __post_init__(self):
         if isinstance(self.tables, str):
             raise TypeError(f"tables must be a list of names, got {self.tables!r}.")
         if not isinstance(self.rename, Mapping | None):
             raise TypeError(f"rename must be a dict of names, got {self.rename!r}.")
+        if not isinstance(self.ids, Mapping | None):
+            raise TypeError(
+                "ids must be a dict of arrays by the names of dynamic tables, got "
+                f"{describe_value(self.ids)}."
+            )
         for field, value, choices in (
             ("slots", self.slots, ("same_rule", "none")),
             ("rows", self.rows, ("equal", "shared")),
@@ -64,6 +82,7 @@ class TargetTable:
       slots: row shape of each slot variable by name; None without its optimizer.
       rule: see `slot_names.rule_of`.
       no_slots_because: reason why `slots` is None.
+      is_dynamic: True for a table whose rows have ids.
     """
 
     name: str
@@ -72,6 +91,7 @@ class TargetTable:
     slots: Mapping[str, jax.ShapeDtypeStruct] | None
     rule: str | None = None
     no_slots_because: str = ""
+    is_dynamic: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,11 +102,22 @@ class MatchedTable:
       values: rows of the source.
       slots: slot variables of the source, by their names in this package.
       num_rows: rows to import, from the first one on.
+      ids: ids of the rows of a dynamic table; None for a static one.
+      placed: their places in the table; see `place_table`.
     """
 
     values: RowArray
     slots: Mapping[str, RowArray]
     num_rows: int
+    ids: SourceIds | None = None
+    placed: PlacedIds | None = None
+
+    @property
+    def num_left_out(self) -> int:
+        """Number of ids without a place in their buckets."""
+        if self.ids is None or self.placed is None:
+            return 0
+        return len(self.ids.ids) - len(self.placed.kept)
 
 
 def match_tables(
@@ -102,13 +133,15 @@ def match_tables(
     Raises:
       CheckpointError: with all mismatches, and a way out for each.
     """
-    names = _names(source, targets, options.tables, options.rename or {})
+    names = _names(source, targets, options)
     by_name = {target.name: target for target in targets}
     matched, imported_slots, problems = {}, {}, []
     dropped: dict[str, str] = {}
     for own, other in names.items():
         target, table = by_name[own], source.tables[other]
         num_rows, found = _shared_rows(target, other, table.values, options.rows)
+        problems += found
+        ids, found = _ids(target, other, table, (options.ids or {}).get(own))
         problems += found
         chosen, reasons, found = _choose_slots(source, target, other, options.slots)
         problems += found
@@ -118,6 +151,7 @@ def match_tables(
             values=table.values,
             slots={name: table.slots[theirs] for name, theirs in chosen.items()},
             num_rows=num_rows,
+            ids=ids,
         )
     if problems:
         raise CheckpointError(
@@ -143,16 +177,16 @@ def match_tables(
 def _names(
     source: TableSource,
     targets: Sequence[TargetTable],
-    tables: Collection[str] | None,
-    rename: Mapping[str, str],
+    options: ImportOptions,
 ) -> dict[str, str]:
     """Returns the source's name of each table to import, by the model's name."""
+    tables, rename, ids = options.tables, options.rename or {}, options.ids or {}
     own = [target.name for target in targets]
     wanted = own if tables is None else list(tables)
     names = {name: rename.get(name, name) for name in own if name in wanted}
     problems = [
         f"{argument} names {name!r}; the model has the tables {sorted(own)}."
-        for argument, given in (("tables", wanted), ("rename", rename))
+        for argument, given in (("tables", wanted), ("rename", rename), ("ids", ids))
         for name in given
         if name not in own
     ]
@@ -201,6 +235,8 @@ def _shared_rows(
             f"{owner} has dim {dim}, the model {target.dim}; set TableConfig.dim to "
             f"{dim}, or leave the table out of tables."
         )
+    if target.is_dynamic:
+        return num_rows, problems
     size = target.vocabulary_size
     if num_rows != size and rows == "equal":
         outcome = (
@@ -214,6 +250,30 @@ def _shared_rows(
             f"{outcome}."
         )
     return min(num_rows, size), problems
+
+
+def _ids(
+    target: TargetTable, other: str, table: SourceTable, given: Any
+) -> tuple[SourceIds | None, list[str]]:
+    """Returns the ids of the rows of a dynamic table, and the problems with them."""
+    owner = f"table {target.name!r}"
+    if not target.is_dynamic:
+        if given is None and table.ids is None:
+            return None, []
+        what = f"{other!r} of the source has" if given is None else "ids gives"
+        return None, [
+            f"{owner}: {what} ids of rows, but the model's table has a fixed "
+            f"vocabulary of {target.vocabulary_size} rows; set "
+            "TableConfig.vocabulary_size to te.Dynamic(capacity=...)."
+        ]
+    if given is not None:
+        return given_ids(given, owner, table.values.shape[0])
+    if table.ids is None:
+        return None, [
+            f"{owner} has a te.Dynamic vocabulary, but {other!r} of the source has no "
+            f"ids; give the id of each of its rows by ids={{{target.name!r}: array}}."
+        ]
+    return table.ids, []
 
 
 def _choose_slots(

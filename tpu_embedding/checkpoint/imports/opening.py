@@ -8,6 +8,7 @@ from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.format import TABLES, TABLES_FILE
 from tpu_embedding.checkpoint.imports import (
     keras,
+    own,
     stacked_orbax,
     tensorflow,
     torchrec,
@@ -62,7 +63,9 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
           SavedModel. TensorFlow reads it, from the extra `tf`;
         * an orbax checkpoint: directory of a CheckpointManager, whose latest step is
           read, of a step, or of an item. Those of jax-tpu-embedding are unstacked if
-          they have an `embedding_spec`; see `open_stacked_tables` for others.
+          they have an `embedding_spec`; see `open_stacked_tables` for others;
+        * a checkpoint of `te.save`, to give ids to the rows of a table. `te.restore`
+          reads it otherwise.
 
     Returns:
       The tables; `print` shows them, `import_tables` writes them to a model.
@@ -106,10 +109,7 @@ def _tables_of_orbax(
     path: pathlib.Path, items: Mapping[str, pathlib.Path]
 ) -> TableSource:
     if (path / TABLES / TABLES_FILE).is_file():
-        raise CheckpointError(
-            f"{path} was written by te.save. Call te.restore, whose options tables and "
-            "rename restore a part of it."
-        )
+        return own.tables_of_checkpoint(path)
     if file := stacked_orbax.spec_file(path):
         return stacked_orbax.tables_of_specs(path, file)
     arrays = {

@@ -19,6 +19,8 @@ class ImportReport:
       unused: tables of the source that were not imported.
       assumed: imported table to what was assumed of it, because nothing in the source
         tells.
+      without_place: imported dynamic table to the number of ids that were left out,
+        because their buckets were full.
     """
 
     origin: str
@@ -28,6 +30,7 @@ class ImportReport:
     kept: tuple[str, ...]
     unused: tuple[str, ...]
     assumed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    without_place: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"Imported {len(self.tables)} tables from {self.origin}:"]
@@ -41,6 +44,10 @@ class ImportReport:
                 [f"{k}: {v}" for k, v in self.assumed.items()],
             ),
             ("Dropped slot variables:", [f"{k}: {v}" for k, v in self.dropped.items()]),
+            (
+                "Ids that were left out, because their buckets were full:",
+                [f"{k}: {v}" for k, v in self.without_place.items() if v],
+            ),
             ("Tables of the model that keep their values:", self.kept),
             ("Tables of the source that were not used:", self.unused),
         ):

@@ -88,16 +88,35 @@ def array_of(values: Any) -> RowArray:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceIds:
+    """The ids of the rows of a table, and what its source knows of their use.
+
+    Attributes:
+      ids: uint64 `[rows]`, none twice.
+      last_used: uint32 `[rows]`, step or other clock of the last use; None: not known.
+      counts: uint32 `[rows]`, number of uses; None: not known.
+      clock: clock of the source, not before any last use.
+    """
+
+    ids: np.ndarray
+    last_used: np.ndarray | None = None
+    counts: np.ndarray | None = None
+    clock: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceTable:
     """A table of a source.
 
     Attributes:
       values: `[rows, dim]`.
       slots: slot variables by the names that the source gives them.
+      ids: ids of the rows, for dynamic tables; None: the rows are numbered.
     """
 
     values: RowArray
     slots: Mapping[str, RowArray] = dataclasses.field(default_factory=dict)
+    ids: SourceIds | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +155,8 @@ class TableSource:
         lines = [self.origin]
         for name, table in sorted(self.tables.items()):
             slots = [f"{slot} {array}" for slot, array in sorted(table.slots.items())]
-            lines.append(f"  {name}: {', '.join([str(table.values), *slots])}")
+            ids = [] if table.ids is None else ["rows by id"]
+            lines.append(f"  {name}: {', '.join([str(table.values), *ids, *slots])}")
         if self.assumed:
             lines.append("Assumed, as nothing in the source tells:")
             lines += [f"  {name}: {text}" for name, text in self.assumed.items()]
