@@ -6,6 +6,8 @@ A source is opened, matched with the tables of a model, and written to them:
     source         TableSource: the tables of a file, whose rows are read by ranges
     match          pairs the tables of a source with those of a model
     slot_names     tells which slot variables mean the same
+    row_ids        checks the ids of rows, for dynamic tables
+    placed_rows    places these ids in their buckets, and their rows beside them
     importing      import_tables: writes the rows into the model, by blocks
     report         tells what was imported, dropped and kept
 
