@@ -14,6 +14,7 @@ Files are independent of devices and plans: a table is one array in natural row 
     format           names and descriptions of the files, read without devices
     differences      everything in which a checkpoint and a state differ
     row_statistics   norms of rows, and rows never touched, from the files alone
+    id_statistics    load, ages and uses of the ids of dynamic tables, from the files
     errors           exceptions of this folder
     failed_saves     ends a save that fails on all processes, with one error
     imports/         tables that other libraries wrote

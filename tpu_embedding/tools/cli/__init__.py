@@ -2,6 +2,7 @@
 
 * `command`: parses the command line, runs a command, turns errors into exit statuses.
 * `train`, `compile`, `inspect`, `export`, `doctor`, `launch`: the commands.
+* `inspect_ids`: what `inspect` shows of dynamic tables.
 * `arguments`: arguments that several commands share.
 * `processes`: the options of `train` about its job and its parent process.
 """

@@ -1,4 +1,4 @@
-"""The command `tpu-embedding inspect`: tables, rows and norms of a checkpoint."""
+"""The command `tpu-embedding inspect`: tables, rows and ids of a checkpoint."""
 
 import argparse
 import json
@@ -27,6 +27,12 @@ from tpu_embedding.checkpoint.run_checkpoints import saved_steps
 from tpu_embedding.paths import local_path
 from tpu_embedding.plan.memory import format_bytes, format_table
 from tpu_embedding.tools.cli.arguments import UsageError
+from tpu_embedding.tools.cli.inspect_ids import (
+    find_in_tables,
+    format_ids,
+    format_places,
+    ids_of_tables,
+)
 from tpu_embedding.tools.train.loop.run_directory import CHECKPOINTS_DIR
 
 _NUMBERS_PER_LINE: Final = 6
@@ -39,8 +45,9 @@ def add_inspect(commands: Any) -> None:
         allow_abbrev=False,
         help="list the tables of a checkpoint, and print rows",
         description="Lists the tables of a checkpoint: sizes, types, slot variables, "
-        "norms of rows, and rows that were never touched. Reads the files chunk by "
-        "chunk, without devices and without the model.",
+        "norms of rows, and rows that were never touched; of dynamic tables also their "
+        "load, and the ages of their ids. Reads the files chunk by chunk, without "
+        "devices and without the model.",
         epilog="A row was never touched if its slot variables hold their initial "
         "values. A row that got gradients of zero only may look so, too. Exit status: "
         "0 if all was read, 2 if the checkpoint is missing or damaged, or the command "
@@ -62,11 +69,26 @@ def add_inspect(commands: Any) -> None:
         "0:10; -1 is the last row, and --rows=-10: prints the last ten",
     )
     parser.add_argument(
+        "--find",
+        metavar="ID",
+        help="print where an id lies in the dynamic tables, and its row: an integer of "
+        "64 bits, or a string, whose fingerprint is the id",
+    )
+    parser.add_argument(
+        "--since",
+        type=local_path,
+        metavar="CHECKPOINT",
+        help="count the ids that dynamic tables have inserted and evicted since an "
+        "earlier checkpoint",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of text"
     )
 
 
 def _inspect(parsed: argparse.Namespace) -> int:
+    if parsed.find is not None and parsed.rows is not None:
+        raise UsageError("--find and --rows both choose rows: give one of them.")
     if parsed.rows is not None and parsed.table is None:
         raise UsageError("--rows needs --table: row ids count within one table.")
     directory = _find_checkpoint(parsed.checkpoint)
@@ -76,6 +98,15 @@ def _inspect(parsed: argparse.Namespace) -> int:
             f"--table {parsed.table}: the checkpoint {directory} has the tables "
             f"{', '.join(record.tables)}."
         )
+    if parsed.find is not None:
+        found = find_in_tables(directory, parsed.find, parsed.table)
+        for place in found:
+            if place["row"] is not None:
+                table = record.tables[place["table"]]
+                rows = _read_rows(directory, place["table"], table, [place["row"]])
+                place |= {key: rows[0][key] for key in ("norm", "values", "slots")}
+        print(json.dumps(found, indent=1) if parsed.json else format_places(found))
+        return 0
     if parsed.table is not None and parsed.rows is not None:
         table = record.tables[parsed.table]
         rows = _read_rows(directory, parsed.table, table, parsed.rows)
@@ -83,11 +114,17 @@ def _inspect(parsed: argparse.Namespace) -> int:
         return 0
     names = list(record.tables) if parsed.table is None else [parsed.table]
     statistics = {name: table_statistics(directory, name) for name in names}
+    dynamic = [name for name in names if record.tables[name].dynamic is not None]
+    since = None if parsed.since is None else _find_checkpoint(parsed.since)
+    ids = ids_of_tables(directory, dynamic, since)
     if parsed.json:
         document = _to_json(directory, record, statistics)
+        for name, of_table in ids.items():
+            document["tables"][name]["ids"] = of_table
         print(json.dumps(document, indent=1, allow_nan=False))
     else:
-        print(_format(directory, record, statistics))
+        text = _format(directory, record, statistics)
+        print(text + (f"\n\n{format_ids(ids)}" if ids else ""))
     return 0
 
 
