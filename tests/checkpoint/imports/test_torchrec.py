@@ -4,8 +4,13 @@ import pathlib
 
 import numpy as np
 import pytest
+from flax import nnx
 
+import tpu_embedding as te
 from tests.checkpoint.imports.fixtures.values import values
+from tests.conftest import mesh_of
+from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.imports.importing import import_tables
 from tpu_embedding.checkpoint.imports.opening import open_tables
 
 FILES = pathlib.Path(__file__).parent / "fixtures" / "torchrec"
@@ -81,3 +86,103 @@ def test_matrices_of_no_collection_are_tables():
         "linear.weight": (3, 4),
     }
     assert tables["genre"].slots.keys() == {"accumulators"}
+
+
+NO_ID = np.iinfo(np.int64).max
+MODULES = "sparse.mc_ebc._managed_collision_collection._managed_collision_modules"
+WEIGHT = "sparse.mc_ebc._embedding_module.embedding_bags.user.weight"
+
+
+def managed(kind, num_rows=96):
+    """Returns a state dict with a managed collision module, its ids and their rows."""
+    random = np.random.default_rng(0)
+    table = random.normal(size=(num_rows, 4)).astype(np.float32)
+    rows = np.sort(random.permutation(num_rows - 1)[:60])
+    ids = random.integers(-(2**62), 2**62, 60)
+    state = {WEIGHT: table, f"{WEIGHT.removesuffix('.weight')}.momentum1": table**2}
+    if kind == "hashed":
+        identities = np.full((num_rows, 1), -1)
+        hours = np.full((num_rows, 1), -1, np.int32)
+        identities[rows, 0], hours[rows, 0] = ids, 490_000 + rows % 9
+        buffers = {"_hash_zch_identities": identities, "_hash_zch_metadata": hours}
+        used = rows % 9 - (rows % 9).min() + 1
+    else:
+        # Sorted ids, and the places without an id behind them.
+        order = np.argsort(ids)
+        free = np.setdiff1d(np.arange(num_rows), rows)
+        row_of = np.concatenate([rows[order], free])
+        buffers = {
+            "_mch_sorted_raw_ids": np.concatenate(
+                [ids[order], np.full(len(free), NO_ID)]
+            ),
+            "_mch_remapped_ids_mapping": row_of,
+            "_mch_last_access_iter": row_of % 9 + 1,
+            "_mch_counts": np.where(row_of == num_rows - 1, NO_ID, row_of + 5),
+            "_current_iter_tensor": np.array([20], np.int32),
+        }
+        used = rows % 9 + 1
+    state |= {f"{MODULES}.user.{name}": array for name, array in buffers.items()}
+    return state, ids, rows, used
+
+
+def dynamic_layer(num_devices):
+    table = te.TableConfig(vocabulary_size=te.Dynamic(capacity=640), dim=4, name="user")
+    features = {"user": te.FeatureConfig(table=table)}
+    layer = te.TPUEmbedding(
+        features,
+        te.optimizers.adagrad(0.1),
+        mesh=mesh_of(num_devices),
+        rngs=nnx.Rngs(0),
+    )
+    return layer, te.Optimizer(layer, te.optimizers.sgd(0.1))
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("kind", ["hashed", "sorted"])
+def test_managed_ids_become_those_of_a_dynamic_table(kind, num_devices):
+    state, ids, rows, used = managed(kind)
+    source = open_tables(state)
+    assert source.tables.keys() == {"user"}
+    layer, optimizer = dynamic_layer(num_devices)
+    report = import_tables(source, layer, optimizer)
+    assert report.slots == {"user": {"accumulators": "momentum1"}}
+    np.testing.assert_array_equal(
+        layer(layer.prepare({"user": ids}))["user"], state[WEIGHT][rows]
+    )
+    found = te.functional.dynamic_rows(layer.tables.get_value(), layer.plan)["user"]
+    assert len(found.ids) == len(ids)
+    at = np.searchsorted(found.ids, ids.view(np.uint64))
+    np.testing.assert_array_equal(found.last_used[at], used)
+    np.testing.assert_array_equal(
+        found.counts[at], rows + 5 if kind == "sorted" else np.ones(60)
+    )
+    slots = optimizer.slot_values()["user"]["accumulators"]
+    np.testing.assert_array_equal(slots[found.rows[at]], state[WEIGHT][rows] ** 2)
+
+
+def test_a_fixed_vocabulary_has_no_managed_ids():
+    state, *_ = managed("hashed")
+    table = te.TableConfig(vocabulary_size=96, dim=4, name="user")
+    layer = te.TPUEmbedding(
+        te.FeatureConfig(table=table), mesh=mesh_of(1), rngs=nnx.Rngs(0)
+    )
+    with pytest.raises(CheckpointError, match="'user' of the source has ids of rows"):
+        import_tables(state, layer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "buffer", "change", "message"),
+    [
+        ("hashed", "_hash_zch_identities", lambda x: x[:-1], "each of its 96 rows"),
+        ("hashed", "_hash_zch_metadata", lambda x: x[:-1], "and 95 hours"),
+        ("hashed", "_hash_zch_identities", lambda x: x * 0, "ids must be distinct"),
+        ("sorted", "_mch_remapped_ids_mapping", lambda x: x[:-1], "got 95; save"),
+        ("sorted", "_mch_remapped_ids_mapping", lambda x: x % 48, "distinct rows"),
+        ("sorted", "_mch_remapped_ids_mapping", lambda x: x + 50, "rows below 96"),
+    ],
+)
+def test_managed_ids_that_contradict_their_table(kind, buffer, change, message):
+    state, *_ = managed(kind)
+    name = f"{MODULES}.user.{buffer}"
+    with pytest.raises(CheckpointError, match=message):
+        open_tables(state | {name: change(state[name])})

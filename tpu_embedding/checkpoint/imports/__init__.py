@@ -14,6 +14,8 @@ A source is opened, matched with the tables of a model, and written to them:
 Formats, and the ways in which libraries lay out their tables:
 
     arrays, safetensors, torchrec      arrays by name, and state dicts
+    managed_collisions                 ids that TorchRec keeps beside its tables
+    dynamicemb                         files of keys and values
     tensorflow, tensorflow_reader      checkpoints of TensorFlow, read by TensorFlow
     own                                checkpoints of this package
     orbax, keras, stacked_orbax        checkpoints of Orbax, keras-rs, jax-tpu-embedding

@@ -7,6 +7,7 @@ from typing import Any, Final
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.format import TABLES, TABLES_FILE
 from tpu_embedding.checkpoint.imports import (
+    dynamicemb,
     keras,
     own,
     stacked_orbax,
@@ -58,7 +59,8 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
 
         * `.npz`, `.safetensors`, or a directory of `.npy` or `.safetensors` files:
           arrays by table name, `"table/slot"` for slot variables, or a state dict of
-          TorchRec;
+          TorchRec, with the ids of its managed collision modules;
+        * a directory that dynamicemb dumped: files of keys, values and scores;
         * a TensorFlow checkpoint: its prefix, a directory of checkpoints, or that of a
           SavedModel. TensorFlow reads it, from the extra `tf`;
         * an orbax checkpoint: directory of a CheckpointManager, whose latest step is
@@ -96,6 +98,8 @@ def _open(path: pathlib.Path) -> TableSource:
         return tensorflow.tables_of_checkpoint(prefix)
     if path.is_dir() and (items := find_items(path)):
         return _tables_of_orbax(path, items)
+    if path.is_dir() and (dumps := dynamicemb.find_dumps(path)):
+        return dynamicemb.tables_of_dumps(path, dumps)
     return _named_tables(_arrays_of_path(path), str(path))
 
 

@@ -1,6 +1,6 @@
 """Checks the ids that a caller or a file gives to the rows of a table."""
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -8,6 +8,8 @@ from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.imports.source import SourceIds
 from tpu_embedding.inputs.wide_ids import NO_WIDE_ID, fingerprints_of
 from tpu_embedding.types import Ids64
+
+_MAX_WORD: Final = 2**32 - 1
 
 
 def given_ids(
@@ -62,6 +64,28 @@ def checked_ids(ids: np.ndarray, owner: str) -> np.ndarray:
     if problems:
         raise CheckpointError(" ".join(problems))
     return words
+
+
+def clock_of(times: np.ndarray, now: int | None = None) -> tuple[np.ndarray, int]:
+    """Returns the last uses of ids as uint32 from 1 on, and a clock behind them.
+
+    Args:
+      times: steps or other times of the last use, int64 `[rows]`. If some are beyond
+        32 bits or negative, all are replaced by their ranks.
+      now: clock of the source, if it is known.
+    """
+    if times.max(initial=0) >= _MAX_WORD or times.min(initial=0) < 0:
+        _, ranks = np.unique(times, return_inverse=True)
+        times, now = ranks.reshape(times.shape) + 1, None
+    # 0 means never.
+    used = np.maximum(times, 1).astype(np.uint32)
+    latest = int(used.max(initial=1))
+    return used, min(max(latest, now or 0) + 1, _MAX_WORD)
+
+
+def as_counts(counts: np.ndarray) -> np.ndarray:
+    """Returns numbers of uses as uint32; larger ones become the largest."""
+    return np.clip(counts, 0, _MAX_WORD).astype(np.uint32)
 
 
 def id_problems(words: np.ndarray, shown: np.ndarray, owner: str) -> list[str]:

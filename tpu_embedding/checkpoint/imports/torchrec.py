@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from tpu_embedding.checkpoint.imports.arrays import tables_by_name
+from tpu_embedding.checkpoint.imports.managed_collisions import is_buffer, with_ids
 from tpu_embedding.checkpoint.imports.source import (
     RowArray,
     RuleSlots,
@@ -39,7 +40,8 @@ def tables_of_state_dict(arrays: Mapping[str, RowArray], origin: str) -> TableSo
     """Returns the tables of a state dict.
 
     Tables of one name in two collections get the whole name of their tensor. Other
-    matrices, such as dense weights, are tables under their own names.
+    matrices, such as dense weights, are tables under their own names. Of tables with a
+    managed collision module, only rows that have ids are there.
 
     Args:
       arrays: by the names of the state dict.
@@ -51,8 +53,9 @@ def tables_of_state_dict(arrays: Mapping[str, RowArray], origin: str) -> TableSo
     others = _other_matrices(arrays)
     names = [*matches.values(), *others]
     tables = {
-        key if names.count(name) > 1 else name: SourceTable(
-            values=arrays[key], slots=_slots(arrays, key, name)
+        key if names.count(name) > 1 else name: with_ids(
+            SourceTable(values=arrays[key], slots=_slots(arrays, key, name)),
+            *(key, name, arrays),
         )
         for key, name in matches.items()
     }
@@ -64,7 +67,7 @@ def _other_matrices(arrays: Mapping[str, RowArray]) -> dict[str, SourceTable]:
     rest = {
         name: array
         for name, array in arrays.items()
-        if not _WEIGHT.fullmatch(name) and not _SLOT.fullmatch(name)
+        if not (_WEIGHT.fullmatch(name) or _SLOT.fullmatch(name) or is_buffer(name))
     }
     tables = tables_by_name(rest, "").tables
     return {k: table for k, table in tables.items() if len(table.values.shape) == 2}
