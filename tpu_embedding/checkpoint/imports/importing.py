@@ -230,7 +230,7 @@ def _match(
     }
     matched = {path: targets[path].placed(of) for path, of in matched.items()}
     left_out = {
-        prefixes[path] + name: table.num_left_out
+        prefixes[path] + name: table
         for path, of_layer in matched.items()
         for name, table in of_layer.items()
         if table.num_left_out
@@ -240,13 +240,14 @@ def _match(
             f"These ids of {source.origin} find no place in the model, because the 64 "
             "places of their buckets are full:\n  "
             + "\n  ".join(
-                f"table {name!r}: {count} of {len(found[name].ids.ids)} ids; give "
+                f"table {name!r}: {table.num_left_out} of {table.num_ids} ids; give "
                 "te.Dynamic a larger capacity, 1.35 times the ids or more, or pass "
                 "rows='shared' to keep the most valuable ids of each bucket."
-                for name, count in left_out.items()
+                for name, table in left_out.items()
             )
         )
-    report = dataclasses.replace(report, without_place=left_out)
+    counts = {name: table.num_left_out for name, table in left_out.items()}
+    report = dataclasses.replace(report, without_place=counts)
     for path, stacks in targets.items():
         stacks.check(matched[path])
     return matched, report

@@ -113,11 +113,14 @@ class MatchedTable:
     placed: PlacedIds | None = None
 
     @property
+    def num_ids(self) -> int:
+        """Ids of the source; 0 for a static table."""
+        return 0 if self.ids is None else len(self.ids.ids)
+
+    @property
     def num_left_out(self) -> int:
-        """Number of ids without a place in their buckets."""
-        if self.ids is None or self.placed is None:
-            return 0
-        return len(self.ids.ids) - len(self.placed.kept)
+        """Ids without a place in their buckets."""
+        return 0 if self.placed is None else self.num_ids - len(self.placed.kept)
 
 
 def match_tables(

@@ -65,14 +65,16 @@ def _by_quantile(values: Sequence[int] | None) -> dict[str, int] | None:
 
 def format_ids(ids: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the statistics of ids as text; see `ids_of_tables`."""
-    rows = [("ids", "capacity", "ids", "load", "full buckets", "of", "clock")]
+    rows: list[tuple[str, ...]] = [
+        ("ids", "capacity", "ids", "load", "full buckets", "of", "clock")
+    ]
     for name, x in ids.items():
         numbers = (x["num_full_buckets"], x["num_buckets"], x["clock"])
         load = f"{x['load']:.2%}"
         counts = (f"{x['capacity']:,}", f"{x['num_ids']:,}", load)
         rows.append((name, *counts, *(f"{n:,}" for n in numbers)))
     parts = [format_table(rows)]
-    uses = [("of ids", *(f"{q:.0%}" for q in QUANTILES))]
+    uses: list[tuple[str, ...]] = [("of ids", *(f"{q:.0%}" for q in QUANTILES))]
     for title, field in (("age", "ages"), ("steps that used it", "uses")):
         for name, x in ids.items():
             if x[field] is not None:
