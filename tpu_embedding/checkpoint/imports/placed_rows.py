@@ -30,7 +30,7 @@ def place_table(
     """Returns the rows of a source in the order of a dynamic table, and its ids.
 
     Rows of the table without an id are zeros; they start as new with their id. In a
-    full bucket, the ids used last stay; of these, those used most often.
+    full bucket, the ids stay that the policy evicts last.
 
     Args:
       match: rows and ids of the source.
