@@ -72,8 +72,9 @@ IDS = {
 }
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
-@pytest.mark.parametrize("kind", IDS)
+@pytest.mark.parametrize(
+    ("kind", "num_devices"), [*((kind, 1) for kind in IDS), ("int64", 8)]
+)
 def test_rows_get_ids(kind, num_devices):
     ids, source = IDS[kind], rows_and_slots()
     layer, optimizer = make(num_devices)
