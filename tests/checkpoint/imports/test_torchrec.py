@@ -4,6 +4,7 @@ import pathlib
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 import tpu_embedding as te
@@ -139,9 +140,10 @@ def dynamic_layer(num_devices):
 
 @pytest.mark.parametrize("num_devices", [1, 8])
 @pytest.mark.parametrize("kind", ["hashed", "sorted"])
-def test_managed_ids_become_those_of_a_dynamic_table(kind, num_devices):
+def test_managed_ids_become_those_of_a_dynamic_table(kind, num_devices, tmp_path):
     state, ids, rows, used = managed(kind)
-    source = open_tables(state)
+    safetensors.numpy.save_file(state, tmp_path / "state.safetensors")
+    source = open_tables(tmp_path / "state.safetensors")
     assert source.tables.keys() == {"user"}
     layer, optimizer = dynamic_layer(num_devices)
     report = import_tables(source, layer, optimizer)
