@@ -189,6 +189,22 @@ def _unique_rows(results: Results) -> str:
     return table(rows)
 
 
+def _dynamic_stream(results: Results) -> str:
+    head = ("users, items alive", "tables", "rows", "memory", "rate of the tables")
+    head += ("log loss, second half", "over unlimited, by seed", "held-out log loss")
+    rows: list[Cells] = [(*head, "teacher's")]
+    last = None
+    for row in results["dynamic_stream"]["results"]:
+        name = f"{row['users']:,}, {row['items']:,}"
+        cells = ("" if name == last else name, row["kind"], f"{row['rows']:,}")
+        last = name
+        cells += (f"{row['bytes'] / 1e6:.2f} MB", f"{row['rate']:g}")
+        shares = ", ".join(f"{100 * share:+.2f} %" for share in row["over_unlimited"])
+        cells += (f"{row['loss']:.4f}", "" if row["kind"] == "unlimited" else shares)
+        rows.append((*cells, f"{row['held_out']:.4f}", f"{row['teacher']:.4f}"))
+    return table(rows)
+
+
 def _processors(results: Results) -> str:
     rows: list[Cells] = [("benchmark", "machine", "results", "CPU, instruction sets")]
     for name, benchmark in results.items():
@@ -237,6 +253,7 @@ MEASURED_TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "device_count": _if_measured("device_count", _device_count),
     "peak_memory": _if_measured("peak_memory", _peak_memory),
     "unique_rows": _if_measured("unique_rows", _unique_rows),
+    "dynamic_stream": _if_measured("dynamic_stream", _dynamic_stream),
     "step_profile": _if_measured("step_profile", _step_profile),
     "processors": _processors,
 }

@@ -33,6 +33,7 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
     "device_count": ("setting", "devices"),
     "peak_memory": ("setting",),
     "unique_rows": ("setting", "side"),
+    "dynamic_stream": ("users", "items", "kind"),
     "step_profile": ("setting", "part", "operation"),
 }
 """Benchmark to the fields that name one of its results."""

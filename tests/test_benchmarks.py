@@ -65,6 +65,13 @@ def test_peers_run_in_turns_and_agree(tmp_path):
         ("compile_time.py", ["--rounds", "1"]),
         ("device_count.py", ["--setting", "T0", "--devices", "1", "2"]),
         ("dlrm_speed.py", ["--rounds", "1", "--steps", "2"]),
+        (
+            "dynamic_stream.py",
+            [
+                *("--seeds", "1", "2", "--rates", "0.3", "--steps", "200"),
+                *("--users", "100", "--items", "50"),
+            ],
+        ),
         # Text is compared with pandas, which tests do not install.
         (
             "input_speed.py",

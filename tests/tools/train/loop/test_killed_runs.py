@@ -34,6 +34,12 @@ SETTINGS = [
     "evaluate_every=20",
     f"checkpoint_every={CHECKPOINT_EVERY}",
 ]
+SETTINGS_OF_STREAM = [
+    "data.num_users=40",
+    "data.num_items=20",
+    "data.life_steps=4",
+    f"data.evaluation_step={NUM_STEPS - 1}",
+]
 
 
 class RunServer:
@@ -65,10 +71,11 @@ class RunServer:
         self._process.wait(timeout=60)
         self._process.stdout.close()
 
-    def start(self, directory, *more):
-        arguments = ["train", "synthetic", "--devices", "1", "--output-dir"]
+    def start(self, directory, *more, config="synthetic"):
+        arguments = ["train", config, "--devices", "1", "--output-dir"]
         arguments += [str(directory), *more]
-        for setting in SETTINGS:
+        of_config = SETTINGS_OF_STREAM if config == "synthetic_stream" else []
+        for setting in (*SETTINGS, *of_config):
             arguments += ["--set", setting]
         print(json.dumps(arguments), file=self._process.stdin, flush=True)
         return Run(self._lines)
@@ -136,12 +143,21 @@ def undisturbed(server, tmp_path_factory):
 
 
 def values_of(directory):
-    """Returns all tables and slot variables after the last step."""
+    """Returns all arrays of tables after the last step, ids included."""
     checkpoint = directory / "checkpoints" / str(NUM_STEPS)
     return {
         (name, slot): read_table(checkpoint, name, slot=slot)
         for name, table in describe(checkpoint).tables.items()
-        for slot in (None, *table.slots)
+        for slot in table.arrays
+    }
+
+
+def counts_of(directory):
+    """Returns the counts of dynamic tables by step."""
+    return {
+        record["step"]: record.get("dynamic_tables", {})
+        for record in read_records(directory / RECORDS_FILE)
+        if "loss" in record
     }
 
 
@@ -152,6 +168,7 @@ def check_equal(directory, undisturbed):
     metrics, wanted = (record["result"]["metrics"] for record in results)
     assert metrics == wanted
     assert losses(directory) == losses(undisturbed)
+    assert counts_of(directory) == counts_of(undisturbed)
     found, wanted = values_of(directory), values_of(undisturbed)
     assert found.keys() == wanted.keys()
     for key, values in found.items():
@@ -161,7 +178,7 @@ def check_equal(directory, undisturbed):
     assert not (directory / "run.lock").exists()
 
 
-def disturb(server, directory, generator, stop, at_most):
+def disturb(server, directory, generator, stop, at_most, config="synthetic"):
     """Starts a run again and again until it is done, and stops some of its processes.
 
     Returns the numbers of runs and of saves that were stopped. Checks that each run
@@ -171,7 +188,7 @@ def disturb(server, directory, generator, stop, at_most):
     while True:
         # Before its first record, a killed run has left nothing to resume.
         has_run = (directory / RECORDS_FILE).exists()
-        run = server.start(directory, *(["--resume"] if has_run else []))
+        run = server.start(directory, *(["--resume"] if has_run else []), config=config)
         if num_stopped < at_most:
             stop(run, generator)
         run.wait()
@@ -216,6 +233,23 @@ def test_sigkill_at_random_times(server, undisturbed, tmp_path, num_kills):
         kills, kills_of_saves = kills + found[0], kills_of_saves + found[1]
         num_runs += 1
     print(f"{kills} kills, {kills_of_saves} in a save, of {num_runs} runs")
+
+
+def test_dynamic_tables_survive_kills(server, tmp_path):
+    """Ids, rows, slots, counts and losses of a run that evicts all the time."""
+    config = "synthetic_stream"
+    undisturbed = tmp_path / "undisturbed"
+    run = server.start(undisturbed, config=config)
+    run.wait()
+    assert run.status == 0, run.output
+    evictions = [c["user"]["evictions"] for c in counts_of(undisturbed).values()]
+    assert sum(evictions) > 50
+    generator, kills, num_runs = random.Random(0), 0, 0
+    while kills < 2:
+        directory, left = tmp_path / str(num_runs), 2 - kills
+        kills += disturb(server, directory, generator, kill, left, config)[0]
+        check_equal(directory, undisturbed)
+        num_runs += 1
 
 
 @pytest.mark.full
