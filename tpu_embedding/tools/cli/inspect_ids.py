@@ -158,7 +158,8 @@ def format_places(places: Sequence[Mapping[str, Any]]) -> str:
             continue
         lines.append(
             f"{head}{bucket}, place {x['place']}, last used at {x['last_used']} "
-            f"({x['age']} ago), used in {x['count']} steps, norm {_text(x['norm'])}"
+            f"({x['age']} ago), steps that used it: {x['count']}, "
+            f"norm {_text(x['norm'])}"
         )
         arrays = {"values": x["values"], **x["slots"]}
         width = max(map(len, arrays))
