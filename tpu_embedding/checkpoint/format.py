@@ -47,7 +47,7 @@ DIRECTORY_ARRAY: Final = ":"
 STORES: Final = {"gs://": "gcs", "s3://": "s3"}
 """Beginning of a path in a bucket, and the driver of tensorstore for it."""
 
-_ITEMS: Final = (".", "state", "default")
+STATE_ITEMS: Final = (".", "state", "default")
 """Places of a state in a checkpoint: alone, or as an item of a CheckpointManager."""
 
 _STATE_PARTS: Final = (TABLES, DENSE, "_CHECKPOINT_METADATA")
@@ -198,7 +198,7 @@ def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
       CheckpointError: if there is no checkpoint.
     """
     path = checkpoint_path(directory)
-    for item in _ITEMS:
+    for item in STATE_ITEMS:
         if any((path / item / f).exists() for f in (MANIFEST_FILE, STATE_FILE)):
             return path if item == "." else path / item
     steps = (

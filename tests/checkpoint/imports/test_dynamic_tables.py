@@ -155,6 +155,19 @@ def test_a_checkpoint_of_a_static_table_gets_ids(tmp_path):
     )
 
 
+def test_the_latest_checkpoint_of_a_run_is_opened(tmp_path):
+    static, of_static = make(3, capacity=None)
+    checkpoints = te.checkpoint.RunCheckpoints(tmp_path / "run", kept=None)
+    for step in (9, 10):
+        rows = {"user": np.full((NUM_ROWS, 4), step, np.float32)}
+        import_tables(rows, static, of_static)
+        checkpoints.save(step, (static, of_static), {})
+    checkpoints.close()
+    for path, step in (("run", 10), ("run/9", 9), ("run/9/state", 9)):
+        source = te.checkpoint.open_tables(tmp_path / path)
+        assert set(np.asarray(source.tables["user"].values).ravel()) == {step}
+
+
 def test_ids_without_a_place_are_refused_or_counted():
     layer, optimizer = make(3, capacity=64)
     source, ids = rows_and_slots(), wide()

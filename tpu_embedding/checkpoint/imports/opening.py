@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from tpu_embedding.checkpoint.errors import CheckpointError
-from tpu_embedding.checkpoint.format import TABLES, TABLES_FILE
 from tpu_embedding.checkpoint.imports import (
     dynamicemb,
     keras,
@@ -66,8 +65,8 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
         * an orbax checkpoint: directory of a CheckpointManager, whose latest step is
           read, of a step, or of an item. Those of jax-tpu-embedding are unstacked if
           they have an `embedding_spec`; see `open_stacked_tables` for others;
-        * a checkpoint of `te.save`, to give ids to the rows of a table. `te.restore`
-          reads it otherwise.
+        * a checkpoint of `te.save`, or the latest one of a run, to give ids to the rows
+          of a table. `te.restore` reads it otherwise.
 
     Returns:
       The tables; `print` shows them, `import_tables` writes them to a model.
@@ -96,6 +95,8 @@ def open_tables(source: str | pathlib.Path | Mapping[str, Any]) -> TableSource:
 def _open(path: pathlib.Path) -> TableSource:
     if prefix := tensorflow.find_prefix(path):
         return tensorflow.tables_of_checkpoint(prefix)
+    if checkpoint := own.find_checkpoint(path):
+        return own.tables_of_checkpoint(checkpoint)
     if path.is_dir() and (items := find_items(path)):
         return _tables_of_orbax(path, items)
     if path.is_dir() and (dumps := dynamicemb.find_dumps(path)):
@@ -112,8 +113,6 @@ def _named_tables(arrays: Mapping[str, RowArray], origin: str) -> TableSource:
 def _tables_of_orbax(
     path: pathlib.Path, items: Mapping[str, pathlib.Path]
 ) -> TableSource:
-    if (path / TABLES / TABLES_FILE).is_file():
-        return own.tables_of_checkpoint(path)
     if file := stacked_orbax.spec_file(path):
         return stacked_orbax.tables_of_specs(path, file)
     arrays = {

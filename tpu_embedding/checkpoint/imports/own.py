@@ -1,13 +1,16 @@
 """Opens checkpoints of this package, whose tables may get ids by an import."""
 
 import os
+import pathlib
 
 import numpy as np
 
 from tpu_embedding.checkpoint.arrays import ArrayFile
 from tpu_embedding.checkpoint.dynamic_tables import CLOCK, COUNTS, IDS, LAST_USED
 from tpu_embedding.checkpoint.format import (
+    STATE_ITEMS,
     TABLES,
+    TABLES_FILE,
     ArrayRecord,
     TableRecord,
     array_name,
@@ -21,6 +24,22 @@ from tpu_embedding.checkpoint.imports.source import (
     SourceTable,
     TableSource,
 )
+
+
+def find_checkpoint(path: pathlib.Path) -> pathlib.Path | None:
+    """Returns the checkpoint of this package that a path means, or None.
+
+    Args:
+      path: directory of a checkpoint, or of the checkpoints of a run, whose latest one
+        is meant.
+    """
+    steps = [x for x in path.glob("*") if x.name.isdigit()]
+    latest = max(steps, key=lambda step: int(step.name), default=path)
+    for directory in (path, latest):
+        for item in STATE_ITEMS:
+            if (directory / item / TABLES / TABLES_FILE).is_file():
+                return directory
+    return None
 
 
 def tables_of_checkpoint(directory: str | os.PathLike[str]) -> TableSource:
