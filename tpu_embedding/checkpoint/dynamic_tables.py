@@ -81,7 +81,8 @@ def num_saved_rows(layer: LayerState, stack: StackPlan, table: TablePlan) -> int
     if isinstance(used, jax.ShapeDtypeStruct):
         return 0
     of_tables = on_host(used).reshape(stack.num_shards, -1).sum(axis=0)
-    has_default = table.config.dynamic.default_row == "learned"
+    member = dynamic_tables(stack)[stack.tables.index(table)]
+    has_default = member.dynamic.default_row == "learned"
     return int(of_tables[stack.tables.index(table)]) + has_default
 
 
