@@ -42,11 +42,14 @@ from tpu_embedding.checkpoint.table_arrays import (
     slots_of,
     table_records,
 )
+from tpu_embedding.functional.dynamic_ids import rows_in_directory
 from tpu_embedding.functional.following_slots import with_following_slots
 from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.optimizers.rules.track_touched_rows import without_base
 from tpu_embedding.plan.plan import EmbeddingPlan
+from tpu_embedding.rows.id_directory import directory_name
 from tpu_embedding.tables.slot_values import slot_values, with_slot_values
+from tpu_embedding.tables.touched_rows import tracked_stacks
 
 
 @dataclasses.dataclass
@@ -151,6 +154,24 @@ def _note_set_tables(layer: LayerState, saved: SavedTables, args: RestoreState) 
         elif args.slots == "restore":
             for base in layer.bases():
                 each.forget(base, names)
+    if args.slots == "restore":
+        _keep_exported_ids(layer, names)
+
+
+def _keep_exported_ids(layer: LayerState, names: Collection[str]) -> None:
+    """Keeps the ids of dynamic tables that did not change since the latest export."""
+    for tracked in tracked_stacks(layer.slots or {}, layer.plan):
+        stack, base = tracked.stack, int(tracked.state.base_id)
+        base_step = int(tracked.state.base_step)
+        if not stack.is_dynamic or not base or tracked.update_count != base_step:
+            continue
+        # New rows count as touched, with or without an update.
+        touched = tracked.touched_since(base_step, layer.plan, "all")
+        directory = layer.tables[directory_name(stack.name)]
+        for name, rows in rows_in_directory(directory, stack).items():
+            if name in names and not len(touched[name]):
+                for each in layer.set_tables:
+                    each.keep_ids(base, name, rows.ids)
 
 
 def _sharding(layers: Sequence[LayerState]) -> jax.sharding.Sharding:

@@ -129,7 +129,8 @@ def save_delta(
     remembers the delta, and a checkpoint of it does, too. Save one after each delta.
 
     Of a dynamic table, a delta holds ids and their rows, and the ids that were evicted.
-    After a restart of the program, the first delta holds all ids of such tables.
+    The first delta behind a restore holds all ids of such tables, unless the checkpoint
+    was saved right after the latest export or delta.
 
     All rows of a table count as changed after `set_embedding_tables`, an import, or a
     restore without the optimizer. After `with_table_values` without slots, call

@@ -75,7 +75,8 @@ class SetTables:
     def exported_ids(self, base: int, table: str) -> np.ndarray | None:
         """Returns the ids of a dynamic table in an export or delta; None: unknown.
 
-        They are unknown after a restart of the program, or if another export followed.
+        They are unknown after a restart of the program, unless a checkpoint had them,
+        or if another export followed.
         """
         known, ids = self._exported_ids.get(table, (0, None))
         return ids if known == base else None
