@@ -1,19 +1,27 @@
 """Checkpoints of dynamic tables: the run goes on anywhere, and in other capacities."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases, with_ids
+from tpu_embedding.checkpoint import dynamic_tables
 from tpu_embedding.dynamic import SLOTS_PER_BUCKET
+from tpu_embedding.plan import dynamic_rows
 from tpu_embedding.rows.id_mixing import mix_ids, multiply_high
 
 functional = te.functional
 ROW_FIELDS = ("ids", "natural_rows", "last_used", "counts")
+USED = np.random.default_rng(0).integers(1, 200, 300).tolist()
+STEPS = np.random.default_rng(1).integers(1, 2**20, 300).tolist()
 
 
 def plan_of(num_devices=1, capacity=320, names=("user", "item"), **dynamic):
@@ -36,7 +44,11 @@ def words(ids):
 
 def batch_of(step, plan):
     random = np.random.default_rng(step)
-    return {f.name: words(random.integers(-400, 400, 48)) for f in plan.features}
+    ids = {f.name: random.integers(-400, 400, 48) for f in plan.features}
+    return {
+        f.name: words(ids[f.name]) if f.table.dynamic else np.int32(ids[f.name] % 50)
+        for f in plan.features
+    }
 
 
 def start(plan):
@@ -44,7 +56,9 @@ def start(plan):
     return {"tables": tables, "slots": functional.init_slots(tables, plan)}
 
 
-def train(state, plan, steps):
+def run(state, plan, steps):
+    """Returns the state after some steps, and the counts of each."""
+    stats = []
     for step in steps:
         result = functional.insert_ids(
             state["tables"], state["slots"], batch_of(step, plan), plan
@@ -56,7 +70,12 @@ def train(state, plan, steps):
             result.tables, result.slots, gradients, plan
         )
         state = {"tables": tables, "slots": slots}
-    return state
+        stats.append(result.stats)
+    return state, stats
+
+
+def train(state, plan, steps):
+    return run(state, plan, steps)[0]
 
 
 def directories(state):
@@ -93,32 +112,63 @@ def assert_equal(state, plan, expected, expected_plan):
         )
 
 
-POLICIES = [
-    {},
-    {"admit": te.dynamic.AdmitAfter(2), "evict": te.dynamic.LeastFrequentlyUsed()},
-    {"default_row": "learned", "evict": None},
-]
+def arrays_of_ids(directory):
+    """Returns all that a checkpoint knows of ids: keys, scores, clock and sketch."""
+    return {
+        name: {
+            array: te.checkpoint.read_table(directory, name, slot=array)
+            for array in table.directory
+        }
+        for name, table in te.checkpoint.describe(directory).tables.items()
+    }
 
 
-@pytest.mark.parametrize("dynamic", POLICIES)
-@pytest.mark.parametrize("devices", [(1, 3), (3, 1)])
-def test_training_goes_on_as_if_nothing_had_happened(tmp_path, devices, dynamic):
+RUNS = {
+    "last use": ((1, 3), {}),
+    "time to live": ((2, 8), {"evict": te.dynamic.TimeToLive(2)}),
+    "frequency": (
+        (3, 1),
+        {
+            "admit": te.dynamic.AdmitAfter(2, window=4),
+            "evict": te.dynamic.LeastFrequentlyUsed(half_life=3),
+        },
+    ),
+    "default row": ((8, 2), {"default_row": "learned", "evict": None}),
+}
+
+
+@pytest.mark.parametrize(
+    ("devices", "dynamic"),
+    quick_cases(with_ids(RUNS), "last use", "frequency", every_case=True),
+)
+def test_a_killed_run_equals_the_undisturbed_one(tmp_path, devices, dynamic):
     before, after = (plan_of(n, **dynamic) for n in devices)
     state = train(start(before), before, range(6))
-    te.save(tmp_path / "c", state, plan=before)
-    restored = te.restore(tmp_path / "c", start(after), plan=after)
+    te.save(tmp_path / "step_6", state, plan=before)
+    undisturbed, stats = run(state, before, (6, 7))
+    te.save(tmp_path / "undisturbed", undisturbed, plan=before)
+
+    restored = te.restore(tmp_path / "step_6", start(before), plan=before)
+    assert_equal(restored, before, state, before)
+    resumed, resumed_stats = run(restored, before, (6, 7))
+    assert_equal(resumed, before, undisturbed, before)
+
+    restored = te.restore(tmp_path / "step_6", start(after), plan=after)
     assert_equal(restored, after, state, before)
-    # On the first devices again, the sums of gradients have the order of before.
-    te.save(tmp_path / "back", restored, plan=after)
-    back = te.restore(tmp_path / "back", start(before), plan=before)
-    undisturbed = train(state, before, (6, 7))
-    assert_equal(train(back, before, (6, 7)), before, undisturbed, before)
-    moved = by_id(train(restored, after, (6, 7)), after)
+    moved, moved_stats = run(restored, after, (6, 7))
+    te.save(tmp_path / "moved", moved, plan=after)
+    for found in (resumed_stats, moved_stats):
+        jax.tree.map(np.testing.assert_array_equal, found, stats)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        arrays_of_ids(tmp_path / "moved"),
+        arrays_of_ids(tmp_path / "undisturbed"),
+    )
+    found = by_id(moved, after)
     for name, expected in by_id(undisturbed, before).items():
-        for field in ROW_FIELDS:
-            np.testing.assert_array_equal(moved[name][field], expected[field])
         for field in ("values", "slots"):
-            np.testing.assert_allclose(moved[name][field], expected[field], rtol=1e-5)
+            # Gradients are added in the order of the devices.
+            np.testing.assert_allclose(found[name][field], expected[field], rtol=1e-5)
 
 
 def test_a_state_of_shapes_is_restored(tmp_path):
@@ -146,8 +196,7 @@ def test_the_files_hold_ids_and_their_rows(tmp_path):
         np.testing.assert_array_equal(found, expected[field])
 
 
-@pytest.mark.parametrize("num_devices", [1, 3])
-@pytest.mark.parametrize("capacity", [1000, 128])
+@pytest.mark.parametrize(("capacity", "num_devices"), [(1000, 3), (128, 1)])
 def test_another_capacity_keeps_the_most_valuable_ids(tmp_path, capacity, num_devices):
     before, after = plan_of(3), plan_of(num_devices, capacity)
     state = train(start(before), before, range(12))
@@ -178,6 +227,101 @@ def test_another_capacity_keeps_the_most_valuable_ids(tmp_path, capacity, num_de
     if capacity == 1000:
         assert set(functional.find_ids(restored["tables"], features, after).stats)
     train(restored, after, range(12, 14))
+
+
+@pytest.mark.parametrize(
+    ("evict", "value"),
+    [
+        (te.dynamic.LeastRecentlyUsed(), lambda used, count: (used, count)),
+        (te.dynamic.TimeToLive(5), lambda used, count: (used, count)),
+        (None, lambda used, count: (used, count)),
+        (te.dynamic.LeastFrequentlyUsed(), lambda used, count: (count, used)),
+        (
+            te.dynamic.LeastFrequentlyUsed(half_life=3),
+            lambda used, count: (count >> min((max(USED) - used) // 3, 31), used),
+        ),
+    ],
+)
+def test_a_smaller_table_keeps_what_its_policy_would(evict, value):
+    plan = plan_of(capacity=SLOTS_PER_BUCKET, names=("user",), evict=evict)
+    (member,) = dynamic_rows.dynamic_tables(plan.stacks[0])
+    arrays = {
+        dynamic_tables.IDS: np.arange(len(USED), dtype=np.uint64),
+        dynamic_tables.LAST_USED: np.uint32(USED),
+        dynamic_tables.COUNTS: np.uint32(STEPS),
+    }
+    placed = dynamic_tables.place_ids(arrays, 320, member)
+    values = sorted(map(value, USED, STEPS), reverse=True)
+    kept = [value(USED[place], STEPS[place]) for place in placed.kept]
+    assert kept == values[:SLOTS_PER_BUCKET]
+    np.testing.assert_array_equal(placed.lanes, np.arange(SLOTS_PER_BUCKET))
+    np.testing.assert_array_equal(placed.sources, placed.kept)
+
+
+def mixed_plan(num_devices, evict):
+    """Two dynamic tables, which share a stack if `evict` is None, and a static one."""
+    sizes = {
+        "user": te.Dynamic(capacity=320),
+        "item": te.Dynamic(capacity=320, **({"evict": evict} if evict else {})),
+        "word": 50,
+    }
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(vocabulary_size=size, dim=8, name=name)
+        )
+        for name, size in sizes.items()
+    }
+    return te.make_plan(features, mesh_of(num_devices), optimizer="adagrad")
+
+
+def test_tables_move_between_stacks(tmp_path):
+    before = mixed_plan(2, None)
+    after = mixed_plan(1, te.dynamic.LeastFrequentlyUsed())
+    assert len(before.stacks) < len(after.stacks)
+    state = train(start(before), before, range(3))
+    te.save(tmp_path / "c", state, plan=before)
+    there = te.restore(tmp_path / "c", start(after), plan=after)
+    te.save(tmp_path / "d", there, plan=after)
+    back = te.restore(tmp_path / "d", start(before), plan=before)
+    expected = by_id(state, before)
+    for found, plan in ((there, after), (back, before)):
+        jax.tree.map(np.testing.assert_array_equal, by_id(found, plan), expected)
+    np.testing.assert_array_equal(
+        te.checkpoint.read_table(tmp_path / "d", "word"),
+        te.checkpoint.read_table(tmp_path / "c", "word"),
+    )
+
+
+def test_a_manager_saves_while_arrays_are_given_away(tmp_path):
+    plan = plan_of(admit=te.dynamic.AdmitAfter(1))
+    state = train(start(plan), plan, range(2))
+    expected = jax.tree.map(np.array, by_id(state, plan))
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(2, args=te.checkpoint.SaveState(state, plan=plan))
+        jax.tree.map(lambda x: x.delete(), state)
+        manager.wait_until_finished()
+        args = te.checkpoint.RestoreState(start(plan), plan=plan)
+        restored = manager.restore(2, args=args)
+    jax.tree.map(np.testing.assert_array_equal, by_id(restored, plan), expected)
+
+
+def test_damage_names_the_file_and_its_table(tmp_path):
+    plan = plan_of()
+    te.save(tmp_path / "c", train(start(plan), plan, range(1)), plan=plan)
+    state = start(plan)
+    for array, damage in (
+        ("ids", lambda chunk: chunk.unlink()),
+        ("last_used", lambda chunk: shutil.rmtree(chunk.parents[1])),
+        ("counts", lambda chunk: chunk.write_bytes(b"x" + chunk.read_bytes()[1:])),
+    ):
+        shutil.copytree(tmp_path / "c", tmp_path / array)
+        name = f"user.directory.{array}"
+        damage(tmp_path / array / "tables" / name / "c" / "0")
+        with pytest.raises(
+            te.checkpoint.DamagedCheckpointError, match=f"{name}.* of table 'user'"
+        ):
+            te.restore(tmp_path / array, state, plan=plan)
+    te.restore(tmp_path / "c", state, plan=plan)
 
 
 def test_evaluation_after_a_restore_is_that_of_before(tmp_path):

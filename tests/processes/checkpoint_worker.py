@@ -3,8 +3,9 @@
     python -m tests.processes.checkpoint_worker
         COORDINATOR NUM_PROCESSES PROCESS DEVICES save|restore|import SOURCE FILE
 
-The values of the model go to the file. Run by `test_checkpoints.py`. With one process,
-it needs no coordinator.
+The values of the model go to the file, but those of its dynamic table to a checkpoint,
+as its rows depend on the devices. Imports have no such table. Run by
+`test_checkpoints.py`. With one process, it needs no coordinator.
 """
 
 import sys
@@ -20,6 +21,7 @@ from tpu_embedding.checkpoint import RunCheckpoints
 from tpu_embedding.tables import row_windows
 
 SIZES = {"sharded": 101, "replicated": 13}
+STREAM = "stream"
 
 
 def main(coordinator, num_processes, process, num_devices, work, directory, path):
@@ -29,7 +31,8 @@ def main(coordinator, num_processes, process, num_devices, work, directory, path
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(coordinator, int(num_processes), int(process))
     row_windows._MIN_BLOCK_BYTES = 512  # several chunks per process
-    model, optimizer = make(seed=0 if work == "save" else 1)
+    dynamic = {} if work == "import" else {STREAM: te.Dynamic(capacity=1000)}
+    model, optimizer = make(SIZES | dynamic, seed=0 if work == "save" else 1)
     checkpoints = RunCheckpoints(directory, kept=2)
     # Each process has a copy of these.
     own = {"key": jax.random.key(len(work)), "weights": jnp.full(3, len(work))}
@@ -46,15 +49,17 @@ def main(coordinator, num_processes, process, num_devices, work, directory, path
         step, state = checkpoints.restore(state, {"seed": 0})
         assert step == 2
         own = state["own"]
+        te.save(f"{directory}-{num_processes}", (model, optimizer))
     checkpoints.close()
     values = model.embedding_tables()
     for name, slots in optimizer.slot_values("all").items():
         values |= {f"{name}/{slot}": value for slot, value in slots.items()}
+    values = {k: v for k, v in values.items() if not k.startswith(STREAM)}
     values |= {"key": jax.random.key_data(own["key"]), "weights": own["weights"]}
     np.savez(path, **values)
 
 
-def make(seed):
+def make(sizes, seed):
     features = {
         name: te.FeatureConfig(
             table=te.TableConfig(
@@ -64,7 +69,7 @@ def make(seed):
                 placement=te.Replicated() if name == "replicated" else None,
             )
         )
-        for name, size in SIZES.items()
+        for name, size in sizes.items()
     }
     model = te.TPUEmbedding(
         features, te.optimizers.adam(0.1, bias_correction=True), rngs=nnx.Rngs(seed)
@@ -75,15 +80,18 @@ def make(seed):
 def train(model, optimizer):
     @nnx.jit(donate_argnums=(0, 1))
     def step(model, optimizer, features):
+        features = optimizer.insert_ids(model, features)
+
         def loss_fn(model):
             rows = model(features)
-            return ((rows["sharded"] + rows["replicated"] - 1) ** 2).mean()
+            return ((sum(rows.values()) - 1) ** 2).mean()
 
         _, gradients = te.value_and_grad(loss_fn)(model)
         optimizer.update(model, gradients)
 
     ids = np.random.default_rng(0).integers(0, 13, (12,))
-    batch = model.prepare({name: ids for name in SIZES})
+    batch = {name: ids for name in SIZES} | {STREAM: ids * 10**12}
+    batch = model.prepare(batch)
     step(model, optimizer, te.inputs.shard_batch(batch, model.plan))
 
 

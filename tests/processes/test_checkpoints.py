@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+import tpu_embedding as te
+from tests.processes.checkpoint_worker import STREAM
 from tests.processes.test_processes import free_port, start
 
 
@@ -34,6 +36,22 @@ def test_processes_save_and_restore_together(tmp_path):
         assert set(restored) == set(saved)
         for name, value in saved.items():
             np.testing.assert_array_equal(restored[name], value)
+        here, there = (
+            arrays_of(where)
+            for where in (f"{directory}-{num_processes}", directory / "2")
+        )
+        assert len(there[":ids"]) > 1
+        for name, value in there.items():
+            np.testing.assert_array_equal(here[name], value)
+
+
+def arrays_of(directory):
+    """Returns all arrays of the dynamic table of a checkpoint."""
+    table = te.checkpoint.describe(directory).tables[STREAM]
+    return {
+        name: te.checkpoint.read_table(directory, STREAM, slot=name)
+        for name in table.arrays
+    }
 
 
 @pytest.mark.full
