@@ -43,17 +43,42 @@ class DynamicTable:
       clock: number of the step.
       sketch: bucket and lane to epoch and count.
       ids: mixed words to id.
+      rows: id to row.
+      squares: id to the sum of squared gradients, as Adagrad keeps it.
+      gradients: id to the sum of this step's gradients.
     """
 
-    def __init__(self, dynamic: te.Dynamic):
+    def __init__(self, dynamic: te.Dynamic, initial_rows: Any):
         self.dynamic = dynamic
+        self.initial_rows = initial_rows
         num_buckets = -(-dynamic.capacity // SLOTS)
         self.buckets = [[Place() for _ in range(SLOTS)] for _ in range(num_buckets)]
         self.clock = 1
         self.sketch: dict[tuple[int, int], tuple[int, int]] = {}
         self.ids: dict[tuple[int, int], int] = {}
+        self.rows: dict[int, np.ndarray] = {}
+        self.squares: dict[int, np.ndarray] = {}
+        self.gradients: dict[int, np.ndarray] = {}
 
-    def end_step(self) -> None:
+    def lookup(self, ids: np.ndarray) -> np.ndarray:
+        """Returns the sum of the rows of each sample; ids without a row add nothing."""
+        zeros = np.zeros_like(self.initial_rows(np.zeros((1, 2)))[0])
+        rows = [self.rows.get(x, zeros) for x in ids.ravel().tolist()]
+        return np.stack(rows).reshape(*ids.shape, -1).sum(axis=-2)
+
+    def add_gradients(self, ids: np.ndarray, gradients: np.ndarray) -> None:
+        """Adds the gradient of each sample to those of its ids that have a row."""
+        for of_sample, gradient in zip(ids.tolist(), gradients, strict=True):
+            for x in of_sample:
+                if x in self.rows:
+                    self.gradients[x] = self.gradients.get(x, 0) + gradient
+
+    def end_step(self, sgd_rate: float) -> None:
+        """Updates the rows by stochastic gradient descent, and the squares."""
+        for x, gradient in self.gradients.items():
+            self.rows[x] = self.rows[x] - np.float32(sgd_rate) * gradient
+            self.squares[x] = self.squares[x] + gradient * gradient
+        self.gradients = {}
         self.clock += 1
 
     def find(self, key: tuple[int, int]) -> tuple[int, int] | None:
@@ -89,11 +114,17 @@ class DynamicTable:
                 place = self.buckets[bucket][lane]
                 evictions += place.key is not None
                 if place.key is not None:
-                    del self.ids[place.key]
+                    evicted = self.ids.pop(place.key)
+                    del self.rows[evicted], self.squares[evicted]
                 self.buckets[bucket][lane] = Place(words[x], now, 1)
                 self.ids[words[x]] = x
                 started.append(x)
             no_place += max(0, len(new) - len(free))
+        if started:
+            rows = self.initial_rows([words[x] for x in started])
+            self.rows |= dict(zip(started, rows, strict=True))
+            squares = np.full_like(rows, 0.1)
+            self.squares |= dict(zip(started, squares, strict=True))
         stats |= dict(
             ids=len(ids) + len(only_found),
             inserts=len(started),

@@ -13,11 +13,15 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-    from tests.functional.test_dynamic_programs import check_program
+    import jax
+
+    from tests.functional.test_dynamic_programs import LOGS_PER_LAYOUT, check_program
 
     failures = []
     for i in range(arguments.programs):
-        seed = 1000 * arguments.seed + i
+        seed = 1000 * arguments.seed * LOGS_PER_LAYOUT + i
+        if i % LOGS_PER_LAYOUT == 0:
+            jax.clear_caches()
         try:
             check_program(seed)
         except AssertionError as error:
