@@ -95,7 +95,7 @@ class DynamicTable:
         words = mixed([*ids, *only_found])
         known = {x for x in words if self.find(words[x]) is not None}
         stats = dict(hits=sum(x in known for x in [*ids, *only_found]))
-        for x in set(ids) & known:
+        for x in known:
             bucket, lane = self.find(words[x])
             place = self.buckets[bucket][lane]
             place.count += place.last_use != now

@@ -283,7 +283,8 @@ class FeatureConfig(NoArray):
         `max_sequence_length`. The combiner has no effect, and weights are refused. The
         batch must come from `prepare`.
       find_only: True: `insert_ids` gives unknown ids of this feature no row, for
-        features whose ids other features bring. Only for a `Dynamic` vocabulary.
+        features whose ids other features bring. To find an id counts as a use. Only
+        for a `Dynamic` vocabulary.
     """
 
     table: TableConfig | tuple[TableConfig, ...]

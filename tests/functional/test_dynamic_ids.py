@@ -182,6 +182,25 @@ def test_a_feature_that_only_finds_inserts_nothing():
         assert np.all(shown[1:] == te.types.PADDING_ROW_ID)
 
 
+def test_an_id_that_is_only_found_keeps_its_row_in_that_step():
+    # The bucket is full, and id 0 is the oldest: the new id must not take its row.
+    users = te.TableConfig(vocabulary_size=te.Dynamic(capacity=64), dim=4, name="user")
+    config = {
+        "seen": te.FeatureConfig(table=users),
+        "shown": te.FeatureConfig(table=users, find_only=True),
+    }
+    plan = te.make_plan(config, optimizer="sgd")
+    tables, slots = start(plan)
+    for now, seen, shown in ((1, [0], []), (2, range(1, 64), []), (3, [99], [0])):
+        features = {"seen": words(list(seen)), "shown": words(shown)}
+        result = functional.insert_ids(tables, slots, features, plan, now)
+        tables, slots = result.tables, result.slots
+    seen, shown = (int(result.features[x].ids[0]) for x in ("seen", "shown"))
+    rows = functional.dynamic_rows(tables, plan)["user"]
+    id_of_row = dict(zip(rows.rows.tolist(), rows.ids.tolist(), strict=True))
+    assert (id_of_row[seen], id_of_row[shown]) == (99, 0)
+
+
 @pytest.mark.parametrize(
     "policy, evicted",
     [

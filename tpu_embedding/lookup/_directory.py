@@ -146,7 +146,8 @@ def insert(
     (num_ids,) = ids.buckets.shape
     lanes = find_lanes(directory, ids)
     is_known = lanes != _NO_LANE
-    directory = _note_use(directory, ids, lanes, is_known & ids.may_insert, now)
+    # Those of features that insert nothing too: a row of this step must not be evicted.
+    directory = _note_use(directory, ids, lanes, is_known, now)
     is_unknown = ids.is_id & ~is_known
     rank = running_sum(is_unknown.astype(jnp.int32)) - 1
     positions = jnp.full((num_ids,), num_ids, jnp.int32)
