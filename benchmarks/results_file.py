@@ -34,6 +34,8 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
     "peak_memory": ("setting",),
     "unique_rows": ("setting", "side"),
     "dynamic_stream": ("users", "items", "kind"),
+    "dynamic_ids": ("ids", "load"),
+    "dynamic_steps": ("setting", "side"),
     "step_profile": ("setting", "part", "operation"),
 }
 """Benchmark to the fields that name one of its results."""
