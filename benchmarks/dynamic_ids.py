@@ -1,4 +1,4 @@
-"""Counts the ids of a dynamic table that find no place, and proves that none is mixed up.
+"""Counts the ids of dynamic tables that find no place, and that none is mixed up.
 
     python benchmarks/dynamic_ids.py [--ids N] [--load SHARE ...] [--json FILE]
     python benchmarks/record.py FILE
