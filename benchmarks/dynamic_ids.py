@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import jax
 import numpy as np
+from list_options import AllValues
 from measuring import write_document
 
 import tpu_embedding as te
@@ -111,7 +112,13 @@ def main() -> None:
     """Fills tables; prints a table and writes JSON."""
     parser = argparse.ArgumentParser(description="Fills dynamic tables.")
     parser.add_argument("--ids", type=float, default=1e7, help="ids of each table")
-    parser.add_argument("--load", type=float, nargs="+", default=[0.5, 0.75, 0.9])
+    parser.add_argument(
+        "--load",
+        type=float,
+        nargs="+",
+        action=AllValues,
+        default=[0.5, 0.75, 0.9],
+    )
     parser.add_argument("--json", type=pathlib.Path, help="file for the figures")
     arguments = parser.parse_args()
     results = []

@@ -205,6 +205,23 @@ def _dynamic_stream(results: Results) -> str:
     return table(rows)
 
 
+def _dynamic_ids(results: Results) -> str:
+    rows: list[Cells] = [("ids", "load", "without a place", "expected", "mixed up")]
+    for row in results["dynamic_ids"]["results"]:
+        shares = (row["without_place"], row["expected_without_place"])
+        cells = (f"{row['ids']:,}", f"{row['load']:g}")
+        rows.append((*cells, *(f"{100 * share:.4f} %" for share in shares), "0"))
+    return table(rows)
+
+
+def _dynamic_steps(results: Results) -> str:
+    rows: list[Cells] = [("setting", "tables", "train step, ms", "ratio")]
+    for row in results["dynamic_steps"]["results"]:
+        cells = (row["setting"], row["side"], _with_quartiles(row, "step"))
+        rows.append((*cells, f"{row['ratio']:.2f}"))
+    return table(rows)
+
+
 def _processors(results: Results) -> str:
     rows: list[Cells] = [("benchmark", "machine", "results", "CPU, instruction sets")]
     for name, benchmark in results.items():
@@ -254,6 +271,8 @@ MEASURED_TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "peak_memory": _if_measured("peak_memory", _peak_memory),
     "unique_rows": _if_measured("unique_rows", _unique_rows),
     "dynamic_stream": _if_measured("dynamic_stream", _dynamic_stream),
+    "dynamic_ids": _if_measured("dynamic_ids", _dynamic_ids),
+    "dynamic_steps": _if_measured("dynamic_steps", _dynamic_steps),
     "step_profile": _if_measured("step_profile", _step_profile),
     "processors": _processors,
 }
