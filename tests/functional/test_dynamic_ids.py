@@ -221,6 +221,77 @@ def test_who_is_evicted(policy, evicted):
     assert {1, 2, 99} - left == {evicted}
 
 
+CLOCKS = [
+    1,
+    2**31,
+    2**32 - 1,
+    np.uint32(2**32 - 1),
+    np.int64(2**31),
+    np.array(7, np.int8),
+    jnp.uint32(2**31 + 5),
+]
+
+
+@pytest.mark.parametrize("now", CLOCKS, ids=str)
+def test_a_clock_is_any_integer_of_32_bits(now):
+    plan = plan_of()
+    tables, slots = start(plan)
+    result = insert(tables, slots, plan, [5], now=now)
+    assert functional.dynamic_rows(result.tables, plan)["user"].last_used == int(now)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
+def test_a_clock_may_be_traced(dtype):
+    plan = plan_of()
+    with jax.enable_x64(dtype == np.int64):
+        tables, slots = start(plan)
+        step = jax.jit(lambda now: insert(tables, slots, plan, [5], now=now).tables)
+        tables = step(dtype(2**31 - 1))
+    assert functional.dynamic_rows(tables, plan)["user"].last_used == 2**31 - 1
+
+
+NO_CLOCKS = [
+    (0, ValueError, "0"),
+    (-1, ValueError, "-1"),
+    (2**32, ValueError, "4294967296"),
+    (2**70, ValueError, "1180591620717411303424"),
+    (np.int64(-5), ValueError, "-5"),
+    (np.array(2**40), ValueError, "1099511627776"),
+    (jnp.int32(0), ValueError, "0"),
+    (True, TypeError, "True"),
+    (np.bool_(True), TypeError, "dtype bool"),
+    (jnp.array(True), TypeError, "dtype bool"),
+    (1.0, TypeError, "1.0"),
+    (jnp.float32(3), TypeError, "dtype float32"),
+    (np.array(2**70), TypeError, "dtype object"),
+    ("5", TypeError, "'5'"),
+    ([5], TypeError, r"\[5\]"),
+    (np.array([5]), TypeError, r"shape \(1,\)"),
+    (jnp.array([5]), TypeError, r"shape \(1,\)"),
+    (np.datetime64("2026-11-24"), TypeError, "datetime64"),
+    (jax.random.key(0), TypeError, "dtype key"),
+]
+
+
+@pytest.mark.parametrize("now, error, got", NO_CLOCKS)
+def test_a_clock_that_is_no_such_integer_is_refused(now, error, got):
+    plan = plan_of()
+    tables, slots = start(plan)
+    message = (
+        rf"now must be one integer from 1 to 2\*\*32 - 1, got .*{got}.*np.uint32\("
+    )
+    with pytest.raises(error, match=message):
+        insert(tables, slots, plan, [5], now=now)
+
+
+@pytest.mark.parametrize("now", [jnp.float32(1), jnp.array([1]), jnp.array(True)])
+def test_a_traced_clock_of_another_kind_is_refused(now):
+    plan = plan_of()
+    tables, slots = start(plan)
+    with pytest.raises(TypeError, match="now must be one integer"):
+        jax.jit(lambda now: insert(tables, slots, plan, [5], now=now))(now)
+
+
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_admission_after_some_steps(num_devices):
     admit = te.dynamic.AdmitAfter(3)
@@ -314,6 +385,20 @@ def test_a_flax_model_trains_and_evaluates():
     assert step._cache_size() if hasattr(step, "_cache_size") else True
     assert int(model.embedding.dynamic_stats.get_value()["user"].hits) == len(NASTY)
     assert np.any(np.asarray(model(ids)) != np.asarray(model({"user": words([77])})))
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    class Others(nnx.Module):
+        def __init__(self):
+            table = te.TableConfig(vocabulary_size=10, dim=4, name="item")
+            config = te.FeatureConfig(table=table)
+            self.items = te.TPUEmbedding(config, "adagrad", rngs=nnx.Rngs(0))
+
+    model = Model(plan_of())
+    optimizer = te.Optimizer(Others(), optax.sgd(0.1))
+    message = r"layers \['embedding'\]; the optimizer has \['items'\]. Make"
+    with pytest.raises(ValueError, match=message):
+        optimizer.insert_ids(model, {"user": words([5])})
 
 
 def test_a_linen_state_inserts():

@@ -1,5 +1,6 @@
 """Buckets of dynamic tables: where they lie, and how many ids find no place."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -54,7 +55,21 @@ def test_rows_of_a_bucket_lie_on_one_device(num_devices):
         assert member.default_row == num_devices * (rows - 1)
         first_row += rows
         first_bucket += member.buckets_per_shard
-    assert directory_bytes(stack) == 1024 * first_bucket
+    assert directory_bytes(stack, plan.hardware) == 1024 * first_bucket
+
+
+@pytest.mark.parametrize("admit", [None, te.dynamic.AdmitAfter(2)])
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_the_memory_of_the_plan_is_that_of_the_arrays(num_devices, admit):
+    capacities = (1000, 70)
+    plan = plan_of(
+        num_devices, *(te.Dynamic(capacity=n, admit=admit) for n in capacities)
+    )
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    # Without clock, counts and keys, which take a few bytes.
+    arrays = [x for x in jax.tree.leaves(tables) if x.ndim == 2 and x.shape[1] > 2]
+    on_device = sum(x.addressable_shards[0].data.nbytes for x in arrays)
+    assert plan.table_bytes_per_device == on_device
 
 
 def test_other_policies_and_static_tables_have_stacks_of_their_own():

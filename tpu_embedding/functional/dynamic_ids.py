@@ -8,7 +8,7 @@ of training call it. All other functions see row numbers, as those of a static t
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from tpu_embedding.argument_checks import takes
+from tpu_embedding.argument_checks import describe_value, takes
+from tpu_embedding.field_checks import is_int
 from tpu_embedding.lookup._directory import Counts, NewRows, no_counts
 from tpu_embedding.lookup._translate import SourceIds, find_rows, insert_rows
 from tpu_embedding.plan.check_rows import check_slots, check_tables
@@ -40,6 +41,12 @@ from tpu_embedding.types import (
 )
 from tpu_embedding.update.partition_specs import slot_specs
 from tpu_embedding.update.start_rows import start_rows
+
+_CLOCK_RULE: Final = "insert_ids: now must be one integer from 1 to 2**32 - 1"
+_CLOCK_LINE: Final = (
+    "Write now=np.uint32(time.time() // 60), for example, or leave it out: the number "
+    "of the step."
+)
 
 
 @jax.tree_util.register_dataclass
@@ -112,15 +119,17 @@ def insert_ids(
       features: see `lookup`; those of dynamic tables hold `Ids64`, which
         `prepare_features` makes.
       plan: plan of the layer.
-      now: clock of the step, an integer of 32 bits from 1 on, the same in all calls of
-        a step. None: the number of the step.
+      now: clock of the step, an integer from 1 to 2**32 - 1, the same in all calls of
+        a step. Ids used at one `now` count as used once and are not evicted at it, so
+        far fewer ids than the capacity should be used in a unit. None: the number of
+        the step.
 
     Returns:
       Tables, slots, the batch with row numbers, and counts.
 
     Raises:
-      TypeError, ValueError: if a feature has the wrong form, or tables or slots belong
-        to another plan.
+      TypeError, ValueError: if a feature has the wrong form, tables or slots belong to
+        another plan, or `now` is no such integer.
 
     Example:
       >>> import tpu_embedding as te
@@ -136,7 +145,27 @@ def insert_ids(
       2
     """
     _refuse_narrow(features, plan)
-    return _insert_ids(tables, slots, features, now, plan)
+    return _insert_ids(tables, slots, features, _clock(now), plan)
+
+
+def _clock(now: Any) -> Any:
+    """Returns the `now` of a call, as uint32 if its value is known.
+
+    Raises:
+      TypeError: if it is no integer.
+      ValueError: if its value is known and out of range.
+    """
+    if now is None:
+        return None
+    shape, dtype = getattr(now, "shape", None), getattr(now, "dtype", None)
+    is_array = isinstance(now, np.ndarray | jax.Array) and shape == ()
+    if not is_int(now) and not (is_array and jnp.issubdtype(dtype, jnp.integer)):
+        raise TypeError(f"{_CLOCK_RULE}, got {describe_value(now)}. {_CLOCK_LINE}")
+    if isinstance(now, jax.core.Tracer):
+        return now
+    if not 1 <= int(now) < 2**32:
+        raise ValueError(f"{_CLOCK_RULE}, got {int(now)}. {_CLOCK_LINE}")
+    return np.uint32(now)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -288,7 +317,7 @@ def _insert_in_stack(
         return directory, rows, _shaped_like(ids, found), counts
 
     if now is not None:
-        now = jnp.asarray(now).astype(jnp.uint32)
+        now = now.astype(jnp.uint32)
     ids = [_ids_in(leaf) for leaf in of_stack.values()]
     out_specs = (spec, (spec, state_spec), _row_specs(of_stack, plan), PartitionSpec())
     directory, (table, state), found, counts = in_auto_axes(insert, plan, out_specs)(

@@ -133,7 +133,7 @@ def _with_rows(ids: Any, dynamic: Dynamic, keys: UInt32[Array, "buckets _"]) -> 
 def _find(ids: Any, dynamic: Dynamic, keys: UInt32[Array, "buckets _"]) -> Array:
     """Returns the row of each id; the default row for those without one."""
     if not isinstance(ids, Ids64):
-        ids = Ids64.of_array(jnp.asarray(ids))
+        ids = Ids64.of_array(ids)  # jnp.asarray would cut NumPy's int64.
     high, low = (jnp.asarray(x).reshape(-1) for x in (ids.high, ids.low))
     first, second = mix_ids(high, low)
     buckets = multiply_high(first, dynamic.num_buckets)

@@ -584,10 +584,11 @@ def _sum_by_table(
     values: Array, buckets: Array, tables: Sequence[DynamicTablePlan]
 ) -> Array:
     if len(tables) == 1:
-        return jnp.sum(values)[None]
+        return jnp.sum(values, dtype=jnp.int32)[None]
     numbers = jnp.arange(len(tables), dtype=jnp.int32)[None, :]
     is_of_table = table_of_buckets(buckets, tables)[:, None] == numbers
-    return jnp.sum(jnp.where(is_of_table, values[:, None], 0), axis=0)
+    of_tables = jnp.where(is_of_table, values[:, None], 0)
+    return jnp.sum(of_tables, axis=0, dtype=jnp.int32)
 
 
 def _compact(

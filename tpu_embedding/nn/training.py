@@ -323,14 +323,15 @@ class Optimizer(nnx.Module):
           model: the one this optimizer was made for; it changes in place.
           features: batch of the layer, from its `prepare`.
           layer: path of the layer; None: the only one with dynamic tables.
-          now: clock of the step, an integer from 1 on; None: the number of the step.
+          now: clock of the step, an integer from 1 to 2**32 - 1. None: the number of
+            the step. Far fewer ids than the capacity should be used in a unit of it.
 
         Returns:
           The batch with row numbers for features of dynamic tables, which the layer
           takes inside a loss.
 
         Raises:
-          ValueError: if the model has no such layer.
+          ValueError: if the model or the optimizer has no such layer.
 
         Example:
           >>> import tpu_embedding as te
@@ -346,6 +347,13 @@ class Optimizer(nnx.Module):
         layers = embedding_layers(model)
         path = _dynamic_layer(layers, layer)
         slots = dict(self.slots.get_value())
+        if path not in slots:
+            raise ValueError(
+                "Optimizer.insert_ids needs the model that the optimizer was made for, "
+                f"got one with layers {sorted(layers)}; the optimizer has "
+                f"{sorted(slots)}. Make the optimizer of this model: "
+                "te.Optimizer(model, tx)."
+            )
         of_layer = layers[path]
         result = functional.insert_ids(
             of_layer.tables.get_value(), slots[path], features, of_layer.plan, now

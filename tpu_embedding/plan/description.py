@@ -144,9 +144,10 @@ def _dynamic_tables(plan: "EmbeddingPlan") -> list[str]:
             f"{share_without_place(load):.2%} at {load:.0%} load"
             for load in (0.75, 0.9)
         )
+        num_bytes = directory_bytes(stack, plan.hardware)
         lines.append(
             f"{stack.name}: {num_places:,} places for ids, which take "
-            f"{memory.format_bytes(directory_bytes(stack))} per device; without "
+            f"{memory.format_bytes(num_bytes)} per device; without "
             f"eviction, so many ids find none: {losses}"
         )
     return lines

@@ -10,8 +10,10 @@ import dataclasses
 import math
 
 from tpu_embedding.dynamic import SLOTS_PER_BUCKET, AdmitAfter, Dynamic
+from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
 from tpu_embedding.plan.stacking import NamedTable
+from tpu_embedding.rows.packed_rows import round_up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,15 +80,18 @@ def dynamic_tables(stack: StackPlan) -> tuple[DynamicTablePlan, ...]:
     return tuple(plans)
 
 
-def directory_bytes(stack: StackPlan) -> int:
-    """Returns the memory of the ids of dynamic tables on each device."""
+def directory_bytes(stack: StackPlan, hardware: HardwareInfo) -> int:
+    """Returns the memory of the ids of a stack on each device; 0 for a static one.
+
+    The number of buckets is rounded up to whole tiles of the hardware.
+    """
+    tables = dynamic_tables(stack)
+    if not tables:
+        return 0
+    num_buckets = sum(table.buckets_per_shard for table in tables)
     bytes_of_line = 4 * 2 * SLOTS_PER_BUCKET
-    return sum(
-        table.buckets_per_shard
-        * bytes_of_line
-        * (3 if isinstance(table.dynamic.admit, AdmitAfter) else 2)
-        for table in dynamic_tables(stack)
-    )
+    num_arrays = 3 if isinstance(tables[0].dynamic.admit, AdmitAfter) else 2
+    return num_arrays * round_up(num_buckets, hardware.sublanes) * bytes_of_line
 
 
 def share_without_place(load: float) -> float:

@@ -17,6 +17,7 @@ from tpu_embedding.argument_checks import Wanted
 from tpu_embedding.hardware import HardwareInfo
 from tpu_embedding.plan import memory
 from tpu_embedding.plan.description import describe
+from tpu_embedding.plan.dynamic_rows import directory_bytes
 from tpu_embedding.plan.features import (
     FeatureNest,
     find_tables,
@@ -152,9 +153,11 @@ class EmbeddingPlan(FeatureNest):
 
     @property
     def table_bytes_per_device(self) -> int:
-        """Memory that the tables take on each device, padding included."""
+        """Memory that the tables take on each device, padding and ids included."""
         return sum(
-            memory.rows_bytes(s.layout, self.hardware, LANE_BYTES) for s in self.stacks
+            memory.rows_bytes(s.layout, self.hardware, LANE_BYTES)
+            + directory_bytes(s, self.hardware)
+            for s in self.stacks
         )
 
     @property

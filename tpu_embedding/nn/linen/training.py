@@ -248,7 +248,8 @@ class TrainState(struct.PyTreeNode):
         Args:
           features: batch of the layer, from `prepare_features`.
           layer: path of the layer; None: the only one.
-          now: clock of the step, an integer from 1 on; None: the number of the step.
+          now: clock of the step, an integer from 1 to 2**32 - 1. None: the number of
+            the step. Far fewer ids than the capacity should be used in a unit of it.
 
         Returns:
           The state, and the batch with row numbers, which the layer takes inside a
