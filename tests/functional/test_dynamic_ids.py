@@ -417,6 +417,10 @@ def test_a_linen_state_inserts():
     before, gradients = te.linen.value_and_grad(loss_fn)(state.variables)
     state = state.apply_gradients(grads=gradients)
     assert float(loss_fn(state.variables)) < float(before)
+    again, same_rows, stats = state.insert_ids(ids, with_stats=True)
+    assert counts(stats["user"])["hits"] == len(NASTY)
+    np.testing.assert_array_equal(same_rows["user"].ids, rows["user"].ids)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])

@@ -239,21 +239,27 @@ class TrainState(struct.PyTreeNode):
         )
 
     def insert_ids(
-        self, features: Any, *, layer: str | None = None, now: Any = None
-    ) -> tuple["TrainState", Any]:
+        self,
+        features: Any,
+        *,
+        layer: str | None = None,
+        now: Any = None,
+        with_stats: bool = False,
+    ) -> tuple[Any, ...]:
         """Gives rows to new ids of dynamic tables; call it first in a train step.
 
-        See `tpu_embedding.functional.insert_ids`, which also returns counts.
+        See `tpu_embedding.functional.insert_ids`.
 
         Args:
           features: batch of the layer, from `prepare_features`.
           layer: path of the layer; None: the only one.
           now: clock of the step, an integer from 1 to 2**32 - 1. None: the number of
             the step. Far fewer ids than the capacity should be used in a unit of it.
+          with_stats: True returns counts, too.
 
         Returns:
           The state, and the batch with row numbers, which the layer takes inside a
-          loss.
+          loss. With `with_stats`, also table name to `te.functional.DynamicStats`.
 
         Raises:
           ValueError: if the variables have no such layer.
@@ -278,6 +284,8 @@ class TrainState(struct.PyTreeNode):
             variables=map_tables(new_tables, self.variables),
             slots=self.slots | {path: result.slots},
         )
+        if with_stats:
+            return state, result.features, result.stats
         return state, result.features
 
     def finalize_variable_values(self) -> "TrainState":
