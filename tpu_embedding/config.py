@@ -271,7 +271,10 @@ class FeatureConfig(NoArray):
       out_of_range_ids: policy for ids outside `[0, vocabulary_size)`. `"error"`:
         `prepare_features` raises; inside jit, which cannot raise, the ids are dropped.
         `"drop"`: the ids contribute zero and update no row. `"clip"`: the ids read the
-        nearest row. `LookupStats.out_of_range` counts them under every policy.
+        nearest row. `LookupStats.out_of_range` counts them under every policy. A
+        `Dynamic` vocabulary has all ids but -1, "no id": `"error"` refuses it in
+        `prepare_features`, `"drop"` takes it as no id and counts it nowhere, `"clip"`
+        is refused.
       expected_valence: mean number of ids per sample that a ragged feature's buffers
         hold. A shard with more ids gets a larger buffer, which recompiles the step.
         None: buffers grow with the batches. With `unique_rows`, the mean number of

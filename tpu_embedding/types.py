@@ -293,7 +293,9 @@ class Ids64:
 class RowIds:
     """A feature whose 64-bit ids were replaced by the numbers of their rows.
 
-    `insert_ids` and `find_ids` make it, and lookups of a dynamic table take it.
+    `insert_ids` and `find_ids` make it, and lookups of a dynamic table take it. It is
+    good until the next `insert_ids`, which may give its rows to other ids. Between
+    steps, keep ids, never `RowIds`.
 
     Attributes:
       ids: int32, in the form of the feature: an array, `DenseIds`, `ShardedRaggedIds`
@@ -369,7 +371,8 @@ class DynamicStats:
     """Counts of one call for a dynamic table. int32 scalars, over all devices.
 
     Attributes:
-      ids: ids of the batch, repeats included.
+      ids: ids of the batch, repeats included; for a feature with `unique_rows`, the
+        different ids of each device.
       hits: those that had a row before the call.
       inserts: different new ids that got a row.
       evictions: ids that lost their row to a new one.

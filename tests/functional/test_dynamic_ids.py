@@ -292,6 +292,48 @@ def test_a_traced_clock_of_another_kind_is_refused(now):
         jax.jit(lambda now: insert(tables, slots, plan, [5], now=now))(now)
 
 
+def test_ids_of_one_clock_are_not_evicted_and_count_as_used_once():
+    plan = plan_of(dynamic=te.Dynamic(capacity=64))
+    tables, slots = start(plan)
+    for _ in range(2):
+        result = insert(tables, slots, plan, np.arange(64), now=9)
+        tables, slots = end_step(result.tables, result.slots, plan, result.features)
+    found = functional.dynamic_rows(tables, plan)["user"]
+    np.testing.assert_array_equal(found.counts, np.ones(64))
+    same = insert(tables, slots, plan, [100, 101], now=9).stats["user"]
+    later = insert(tables, slots, plan, [100, 101], now=10).stats["user"]
+    assert (counts(same)["inserts"], counts(same)["no_place"]) == (0, 2)
+    assert (counts(later)["inserts"], counts(later)["evictions"]) == (2, 2)
+
+
+def test_admission_counts_calls_and_starts_anew_with_each_window():
+    def admitted(now, **options):
+        admit = te.dynamic.AdmitAfter(2, **options)
+        plan = plan_of(dynamic=te.Dynamic(capacity=128, admit=admit))
+        tables, slots = start(plan)
+        inserts = []
+        for each in now:
+            result = insert(tables, slots, plan, [5], now=each)
+            tables, slots = result.tables, result.slots
+            inserts.append(counts(result.stats["user"])["inserts"])
+        return inserts
+
+    assert admitted([9, 9]) == [0, 1]
+    assert admitted([9, 10], window=5) == [0, 0]
+    assert admitted([9, 10, 11], window=5) == [0, 0, 1]
+
+
+@pytest.mark.parametrize("unique_rows", [False, True])
+def test_no_id_is_counted_nowhere(unique_rows):
+    plan = plan_of(unique_rows=unique_rows, out_of_range_ids="drop")
+    tables, slots = start(plan)
+    ids = te.inputs.prepare_features({"user": np.array([[5, -1], [7, -1]])}, plan)
+    result = functional.insert_ids(tables, slots, ids, plan)
+    assert int(result.stats["user"].ids) == 2
+    looked_up = functional.lookup(result.tables, result.features, plan)
+    assert int(looked_up.stats.out_of_range["user"]) == 0
+
+
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_admission_after_some_steps(num_devices):
     admit = te.dynamic.AdmitAfter(3)

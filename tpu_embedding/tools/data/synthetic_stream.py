@@ -143,7 +143,7 @@ class SyntheticStream(TeacherDataset):
         if not (np.isfinite(self.capacity_ratio) and self.capacity_ratio >= 1):
             yield (
                 "SyntheticStream.capacity_ratio must be a finite number of at least 1, "
-                f"got {self.capacity_ratio!r}; 1.25 to 1.35 leaves room for chance"
+                f"got {self.capacity_ratio!r}; 1.33 leaves room for chance"
             )
         if self.live_ids.keys() != DEFAULT_LIVE_IDS.keys():
             yield (
