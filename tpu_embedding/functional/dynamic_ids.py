@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
@@ -157,9 +158,8 @@ def _clock(now: Any) -> Any:
     """
     if now is None:
         return None
-    shape, dtype = getattr(now, "shape", None), getattr(now, "dtype", None)
-    is_array = isinstance(now, np.ndarray | jax.Array) and shape == ()
-    if not is_int(now) and not (is_array and jnp.issubdtype(dtype, jnp.integer)):
+    is_scalar = isinstance(now, np.ndarray | jax.Array) and now.shape == ()
+    if not is_int(now) and not (is_scalar and jnp.issubdtype(now.dtype, jnp.integer)):
         raise TypeError(f"{_CLOCK_RULE}, got {describe_value(now)}. {_CLOCK_LINE}")
     if isinstance(now, jax.core.Tracer):
         return now
