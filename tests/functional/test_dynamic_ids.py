@@ -512,11 +512,3 @@ def test_ids_in_a_loss_say_what_to_do():
 def test_what_cannot_be_is_refused_with_the_reason(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
-
-
-def test_a_pipeline_is_refused():
-    model = Model(plan_of())
-    optimizer = te.Optimizer(model, optax.sgd(0.1))
-    pipeline = te.PipelinedTrainStep(lambda m, ids: jnp.sum(m(ids)))
-    with pytest.raises(ValueError, match="te.Dynamic vocabulary"):
-        pipeline(model, optimizer, {"user": words(NASTY)})

@@ -535,3 +535,143 @@ def test_the_argument_of_tensorflow_names_the_way_out():
             pipeline_execution_with_tensor_core=True,
             rngs=nnx.Rngs(0),
         )
+
+
+class Stream(nnx.Module):
+    """Dynamic tables that share a stack, with evictions, beside a static one."""
+
+    def __init__(self, num_devices):
+        vocabularies = {
+            "user": te.Dynamic(capacity=64),
+            "item": te.Dynamic(capacity=100),
+            "day": 7,
+        }
+        features = {
+            name: te.FeatureConfig(
+                table=te.TableConfig(vocabulary_size=size, dim=DIM, name=name)
+            )
+            for name, size in vocabularies.items()
+        }
+        mesh = mesh_of(num_devices)
+        plan = te.make_plan(features, mesh, optimizer=te.optimizers.adagrad(0.3))
+        rngs = nnx.Rngs(0)
+        self.tables = te.TPUEmbedding(None, plan=plan, rngs=rngs)
+        self.linear = nnx.Linear(3 * DIM, 1, rngs=rngs)
+
+    def __call__(self, ids):
+        found = self.tables(ids)
+        joined = jnp.concatenate([found[k] for k in sorted(found)], axis=1)
+        return self.linear(joined)[:, 0]
+
+
+def stream_loss(model, ids, labels):
+    return jnp.mean((model(ids) - labels) ** 2)
+
+
+def stream_batches(model, count):
+    generator = np.random.default_rng(1)
+    for step in range(count):
+        ids = {
+            "user": generator.integers(0, 60, 24) + 20 * step,
+            "item": generator.zipf(1.3, 24) % 2**40 - 2**39,
+            "day": generator.integers(0, 7, 24),
+        }
+        labels = generator.normal(size=24).astype(np.float32)
+        yield model.tables.prepare(ids), labels
+
+
+def insert_ids(model, optimizer, ids, labels):
+    return optimizer.insert_ids(model, ids), labels
+
+
+@nnx.jit(donate_argnums=(0, 1))
+def plain_stream_step(model, optimizer, ids, labels):
+    batch = insert_ids(model, optimizer, ids, labels)
+    loss, gradients = te.value_and_grad(stream_loss)(model, *batch)
+    optimizer.update(model, gradients)
+    return loss
+
+
+@pytest.mark.parametrize("num_devices", quick_cases([1, 3, 8], "3"))
+def test_dynamic_tables_equal_those_of_a_plain_loop_bitwise(num_devices):
+    def make():
+        model = Stream(num_devices)
+        return model, te.Optimizer(model, optax.sgd(0.1))
+
+    model, optimizer = make()
+    batches = list(stream_batches(model, 12))
+    expected, evictions = [], 0
+    for batch in batches:
+        expected.append(plain_stream_step(model, optimizer, *batch))
+        evictions += int(model.tables.dynamic_stats.get_value()["user"].evictions)
+    assert evictions > 50
+    expected_state = values_of(model, optimizer)
+
+    traces = []
+
+    def counting_loss(model, ids, labels):
+        traces.append(1)
+        return stream_loss(model, ids, labels)
+
+    model, optimizer = make()
+    pipeline = te.PipelinedTrainStep(counting_loss, insert_ids=insert_ids)
+    found = [pipeline(model, optimizer, *batch) for batch in batches[:2]]
+    num_traces = len(traces)
+    found += [pipeline(model, optimizer, *batch) for batch in batches[2:]]
+    assert len(traces) == num_traces  # One compilation for the stream.
+    found.append(pipeline.drain(model, optimizer))
+    assert found[0] is None
+    assert_equal(found[1:], expected)
+    assert_equal(values_of(model, optimizer), expected_state)
+    # After drain, it starts again.
+    assert pipeline(model, optimizer, *batches[0]) is None
+    assert np.isfinite(pipeline.drain(model, optimizer))
+
+
+def test_counts_are_those_of_the_batch_of_the_call():
+    model = Stream(1)
+    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    pipeline = te.PipelinedTrainStep(stream_loss, insert_ids=insert_ids)
+    for ids, labels in stream_batches(model, 3):
+        pipeline(model, optimizer, ids, labels)
+        counts = model.tables.dynamic_stats.get_value()["user"]
+        assert counts.ids == 24
+        num_new = int(counts.inserts)
+        pipeline.drain(model, optimizer)
+        assert model.tables.dynamic_stats.get_value()["user"].inserts == num_new > 0
+
+
+def test_dynamic_tables_without_insert_ids_are_refused():
+    model = Stream(1)
+    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    (batch,) = stream_batches(model, 1)
+    with pytest.raises(ValueError, match="needs insert_ids.*insert_ids=lambda"):
+        te.PipelinedTrainStep(stream_loss)(model, optimizer, *batch)
+    with pytest.raises(ValueError, match="needs mode='exact', got 'stale'"):
+        te.PipelinedTrainStep(stream_loss, mode="stale", insert_ids=insert_ids)
+
+
+@pytest.mark.parametrize(
+    ("insert", "names", "message"),
+    [
+        (lambda m, o, ids, labels: None, (), "must return a tuple.*got NoneType"),
+        (
+            lambda m, o, ids, labels: o.insert_ids(m, ids),
+            (),
+            "must return a tuple.*got dict",
+        ),
+        (insert_ids, ("labels",), r"by position, got the arguments \['labels'\]"),
+    ],
+)
+def test_a_wrong_use_of_insert_ids_is_refused(insert, names, message):
+    model = Stream(1)
+    optimizer = te.Optimizer(model, optax.sgd(0.1))
+    ((ids, labels),) = stream_batches(model, 1)
+    pipeline = te.PipelinedTrainStep(stream_loss, insert_ids=insert)
+    arguments = {"ids": ids, "labels": labels}
+    by_name = {name: arguments.pop(name) for name in names}
+    with pytest.raises(TypeError, match=message):
+        pipeline(model, optimizer, *arguments.values(), **by_name)
+    # Nothing was donated: a correct pipeline goes on.
+    pipeline = te.PipelinedTrainStep(stream_loss, insert_ids=insert_ids)
+    assert pipeline(model, optimizer, ids, labels) is None

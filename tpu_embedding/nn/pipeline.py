@@ -20,7 +20,12 @@ from flax import nnx
 from jax.core import Tracer
 
 from tpu_embedding.gradients import Gradients
-from tpu_embedding.nn.pipeline_program import Batch, PipelineMode, PipelineProgram
+from tpu_embedding.nn.pipeline_program import (
+    Batch,
+    InFlight,
+    PipelineMode,
+    PipelineProgram,
+)
 from tpu_embedding.nn.training import Optimizer, embedding_layers, put_on_mesh
 
 
@@ -58,6 +63,7 @@ class PipelinedTrainStep:
         wrt: nnx.filterlib.Filter = nnx.Param,
         has_aux: bool = False,
         transform_gradients: Callable[[Gradients], Gradients] | None = None,
+        insert_ids: Callable[..., Any] | None = None,
         compiler_options: Mapping[str, str] | None = None,
     ):
         """Keeps the loss; nothing is compiled before the first call.
@@ -72,15 +78,24 @@ class PipelinedTrainStep:
           has_aux: True if `loss_fn` returns a second value.
           transform_gradients: applied before the update, such as
             `lambda g: te.gradients.clip_by_global_norm(g, 1.0)`; None: nothing.
+          insert_ids: for models with dynamic tables, in mode `"exact"`: `(model,
+            optimizer, *args) -> args`, which calls `optimizer.insert_ids` and returns a
+            tuple, the batch for `loss_fn`. It runs after the update of the batch
+            before, as in a plain loop.
           compiler_options: options of XLA; None: those of the first layer's plan.
 
         Raises:
-          ValueError: if the mode is unknown.
+          ValueError: if the mode is unknown, or `"stale"` with `insert_ids`.
         """
         if mode not in get_args(PipelineMode):
             raise ValueError(
                 f"PipelinedTrainStep's mode must be one of {get_args(PipelineMode)}, "
                 f"got {mode!r}."
+            )
+        if insert_ids is not None and mode != "exact":
+            raise ValueError(
+                f"PipelinedTrainStep's insert_ids needs mode='exact', got {mode!r}: "
+                "ids of the next batch would take rows that this batch still trains."
             )
         self._program = PipelineProgram(
             loss_fn=loss_fn,
@@ -88,6 +103,7 @@ class PipelinedTrainStep:
             wrt=wrt,
             has_aux=has_aux,
             transform_gradients=transform_gradients,
+            insert_ids=insert_ids,
         )
         self._compiler_options = compiler_options
         self._jitted: tuple[Any, Any] | None = None
@@ -145,15 +161,17 @@ class PipelinedTrainStep:
         graph, state = nnx.split((model, optimizer))
         result = None
         if pending is None:
-            in_flight = begin(graph, state, next_batch)
+            state, in_flight = begin(graph, state, next_batch)
         else:
             state, in_flight, result = advance(
                 graph, state, pending.in_flight, pending.batch, next_batch
             )
+        if state is not None:
             nnx.update((model, optimizer), state)
         self._pending = None
         if next_batch is not None:
-            self._pending = _Pending(model, optimizer, next_batch, in_flight)
+            batch = next_batch if in_flight.batch is None else None
+            self._pending = _Pending(model, optimizer, batch, in_flight)
         return result
 
     def _compile_lazily(
@@ -176,11 +194,16 @@ class PipelinedTrainStep:
                     "The model has no TPUEmbedding layer; a PipelinedTrainStep has "
                     "nothing to look up ahead."
                 )
-            if any(s.is_dynamic for x in layers.values() for s in x.plan.stacks):
+            is_dynamic = any(
+                s.is_dynamic for x in layers.values() for s in x.plan.stacks
+            )
+            if is_dynamic and self._program.insert_ids is None:
                 raise ValueError(
-                    "A PipelinedTrainStep cannot train a model with a te.Dynamic "
-                    "vocabulary: ids of the next batch would take rows that this batch "
-                    "still trains. Use te.value_and_grad for this model."
+                    "A PipelinedTrainStep for a model with a te.Dynamic vocabulary "
+                    "needs insert_ids, which gives rows to the new ids of a batch. "
+                    "Write te.PipelinedTrainStep(loss_fn, insert_ids=lambda model, "
+                    "optimizer, ids, labels: (optimizer.insert_ids(model, ids), "
+                    "labels)), with the arguments of your loss."
                 )
             plan = next(iter(layers.values())).plan
             put_on_mesh(model, plan)
@@ -197,12 +220,16 @@ class _Pending:
     """The batch whose lookup has begun.
 
     Attributes:
-      batch: the arguments of the loss.
+      batch: the arguments of the loss; None if they are in flight.
       in_flight: what the program returned for it.
     """
 
     def __init__(
-        self, model: nnx.Module, optimizer: Optimizer, batch: Batch, in_flight: Any
+        self,
+        model: nnx.Module,
+        optimizer: Optimizer,
+        batch: Batch | None,
+        in_flight: InFlight,
     ):
         self.batch, self.in_flight = batch, in_flight
         self._owners = (model, optimizer)

@@ -1,8 +1,7 @@
 """The compiled part of a pipelined train step: pure functions of states and batches.
 
-The state is that of the pair (model, optimizer). *In flight* is what is known about the
-next batch: routed ids in mode `"exact"`, results of lookups in mode `"stale"`; per call
-of each layer. `pipeline.py` keeps it between calls.
+The state is that of the pair (model, optimizer). `pipeline.py` keeps it, and what is in
+flight, between calls.
 """
 
 import dataclasses
@@ -31,6 +30,20 @@ Path = tuple[str, ...]
 """Keys from the root of a pytree to a leaf."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """A batch whose lookup has begun.
+
+    Attributes:
+      calls: routed ids in mode `"exact"`, results of lookups in mode `"stale"`.
+      batch: the batch with rows in place of ids; None: as the caller has it.
+    """
+
+    calls: Calls
+    batch: Batch | None = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineProgram:
     """The functions that begin a pipeline and advance it by a batch.
@@ -41,6 +54,7 @@ class PipelineProgram:
       wrt: filter of the dense parameters.
       has_aux: True if the loss returns a second value.
       transform_gradients: applied before the update, or None.
+      insert_ids: gives rows to the new ids of a batch, or None.
     """
 
     loss_fn: Callable[..., Any]
@@ -48,11 +62,12 @@ class PipelineProgram:
     wrt: nnx.filterlib.Filter
     has_aux: bool
     transform_gradients: Callable[[Gradients], Gradients] | None = None
+    insert_ids: Callable[..., Any] | None = None
 
     def jit(
         self, state: nnx.State, compiler_options: dict[str, str]
     ) -> tuple[Any, Any]:
-        """Returns `begin` and `advance` under `jit`; `advance` donates the state.
+        """Returns `begin` and `advance` under `jit`; both donate what they change.
 
         Args:
           state: state of (model, optimizer): arrays, or shapes with shardings. The new
@@ -66,29 +81,43 @@ class PipelineProgram:
         advance = jit(
             self.advance, donate_argnums=1, out_shardings=(shardings, None, None)
         )
-        return jit(self.begin), advance
+        if self.insert_ids is None:
+            return jit(self.begin), advance
+        begin = jit(self.begin, donate_argnums=1, out_shardings=(shardings, None))
+        return begin, advance
 
-    def begin(self, graph: nnx.GraphDef, state: nnx.State, batch: Batch) -> Calls:
-        """Begins the lookup of the first batch; returns what is in flight."""
-        model, _ = nnx.merge(graph, state)
+    def begin(
+        self, graph: nnx.GraphDef, state: nnx.State, batch: Batch
+    ) -> tuple[nnx.State | None, InFlight]:
+        """Begins the lookup of the first batch.
+
+        Returns:
+          New state, None if it does not change; and what is in flight.
+        """
+        model, optimizer = nnx.merge(graph, state)
+        if self.insert_ids is not None:
+            in_flight = self._insert(model, optimizer, batch)
+            return nnx.state((model, optimizer)), in_flight
         routed = self._route(model, batch)
-        return routed if self.mode == "exact" else _read(model, routed)
+        if self.mode == "stale":
+            routed = _read(model, routed)
+        return None, InFlight(calls=routed)
 
     def advance(
         self,
         graph: nnx.GraphDef,
         state: nnx.State,
-        in_flight: Calls,
-        batch: Batch,
+        in_flight: InFlight,
+        batch: Batch | None,
         next_batch: Batch | None,
-    ) -> tuple[nnx.State, Calls | None, Any]:
+    ) -> tuple[nnx.State, InFlight | None, Any]:
         """Trains on a batch, and begins the lookup of the next one.
 
         Args:
           graph: graph of (model, optimizer).
           state: state of (model, optimizer).
           in_flight: what is known about the batch.
-          batch: to train on.
+          batch: to train on; None: the one in flight.
           next_batch: to look up; None: none.
 
         Returns:
@@ -96,13 +125,17 @@ class PipelineProgram:
           `(loss, aux)`.
         """
         model, optimizer = nnx.merge(graph, state)
-        next_in_flight = None if next_batch is None else self._route(model, next_batch)
+        batch = batch or in_flight.batch
+        assert batch is not None
+        routed, next_in_flight = None, None
+        if next_batch is not None and self.insert_ids is None:
+            routed = self._route(model, next_batch)
         if self.mode == "exact":
-            lookups = _read(model, in_flight)
+            lookups = _read(model, in_flight.calls)
         else:
-            lookups = in_flight
-            if next_in_flight is not None:
-                next_in_flight = _read_before_update(model, next_in_flight)
+            lookups = in_flight.calls
+            if routed is not None:
+                routed = _read_before_update(model, routed)
         result, dense, cotangents = self._differentiate(model, lookups, batch)
         gradients = Gradients(
             dense=dense, tables=_table_gradients(model, lookups, cotangents)
@@ -110,7 +143,41 @@ class PipelineProgram:
         if self.transform_gradients is not None:
             gradients = self.transform_gradients(gradients)
         optimizer.update(model, gradients)
+        if routed is not None:
+            next_in_flight = InFlight(calls=routed)
+        elif next_batch is not None:
+            next_in_flight = self._insert(model, optimizer, next_batch)
         return nnx.state((model, optimizer)), next_in_flight, result
+
+    def _insert(
+        self, model: nnx.Module, optimizer: nnx.Module, batch: Batch
+    ) -> InFlight:
+        """Gives rows to the new ids of a batch, and routes the rows of its ids.
+
+        It depends on the directories of ids alone, which an update leaves as they are.
+        Only the initial values of new rows wait for the update of the batch before.
+        """
+        assert self.insert_ids is not None
+        args, kwargs = batch
+        if kwargs:
+            raise TypeError(
+                "A PipelinedTrainStep with insert_ids takes the batch by position, got "
+                f"the arguments {sorted(kwargs)} by name."
+            )
+        found = self.insert_ids(model, optimizer, *args)
+        if not isinstance(found, tuple):
+            raise TypeError(
+                "PipelinedTrainStep's insert_ids must return a tuple of the arguments "
+                f"of the loss after the model, got {type(found).__name__}. Write "
+                "insert_ids=lambda model, optimizer, ids, labels: "
+                "(optimizer.insert_ids(model, ids), labels)."
+            )
+        plan = next(iter(embedding_layers(model).values())).plan
+        found = jax.tree.map(
+            lambda leaf: constrain_first_axis(leaf, plan, plan.batch_axes), found
+        )
+        new_batch = (found, {})
+        return InFlight(calls=self._route(model, new_batch), batch=new_batch)
 
     def _route(self, model: nnx.Module, batch: Batch) -> Calls:
         """Routes the ids of all calls that the loss makes for a batch."""
