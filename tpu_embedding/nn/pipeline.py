@@ -78,8 +78,8 @@ class PipelinedTrainStep:
           has_aux: True if `loss_fn` returns a second value.
           transform_gradients: applied before the update, such as
             `lambda g: te.gradients.clip_by_global_norm(g, 1.0)`; None: nothing.
-          insert_ids: for models with dynamic tables, in mode `"exact"`: `(model,
-            optimizer, *args) -> args`, which calls `optimizer.insert_ids` and returns a
+          insert_ids: `(model, optimizer, *args) -> args` for models with dynamic
+            tables, in mode `"exact"`. It calls `optimizer.insert_ids`, and returns a
             tuple, the batch for `loss_fn`. It runs after the update of the batch
             before, as in a plain loop.
           compiler_options: options of XLA; None: those of the first layer's plan.
