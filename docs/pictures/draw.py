@@ -18,6 +18,7 @@ STYLE: Final = """
 .t { font: 16px system-ui, sans-serif; fill: var(--pst-color-text-base, #444);
      text-anchor: middle; }
 .left { text-anchor: start; }
+.end { text-anchor: end; }
 .head { font-weight: 600; font-size: 17px; }
 .small { font-size: 14px; }
 .box { fill: rgba(128, 128, 128, 0.10); stroke: rgba(128, 128, 128, 0.8); }
@@ -112,6 +113,45 @@ class Picture:
     def svg(self) -> str:
         """Returns the file's text."""
         return "\n".join([*self._parts, "</svg>"]) + "\n"
+
+
+def draw_bucket() -> str:
+    """Draws the bucket of an id: its lines of keys and scores, and its rows."""
+    picture = Picture(
+        760, 420, "An id, its bucket of 64 places, and the row of each place"
+    )
+    picture.text(20, 34, "id: 64 bits, mixed", "left head")
+    picture.box(20, 46, 130, 38, "orange")
+    picture.text(85, 71, "first word")
+    picture.box(150, 46, 130, 38, "blue")
+    picture.text(215, 71, "second word")
+    picture.drop(85, 84, 132)
+    picture.text(98, 112, "bucket = first x buckets / 2^32", "left small")
+    picture.box(10, 132, 740, 278, "lane")
+    picture.text(24, 156, "a bucket, on the device that owns it", "left head")
+    lines = (
+        ("keys", ("first", "second"), ("orange", "blue")),
+        ("scores", ("used", "steps"), ("green", "green")),
+    )
+    for y, (name, words, styles) in zip((172, 236), lines, strict=True):
+        picture.text(24, y + 31, name, "left")
+        for half, (word, style) in enumerate(zip(words, styles, strict=True)):
+            left = 100 + 320 * half
+            for place, number in enumerate(("0", "1", "...", "63")):
+                picture.box(left + 80 * place, y, 80, 48, style)
+                label = number if number == "..." else f"{word} {number}"
+                picture.text(left + 40 + 80 * place, y + 30, label, "small")
+    picture.text(100, 304, "lane 0", "left small")
+    picture.text(420, 304, "lane 64", "left small")
+    picture.text(740, 304, "lane 127", "small end")
+    for place, number in enumerate(("0", "1", "...", "63")):
+        picture.drop(140 + 80 * place, 312, 340)
+        picture.box(100 + 80 * place, 340, 80, 48)
+        label = number if number == "..." else f"row {number}"
+        picture.text(140 + 80 * place, 370, label, "small")
+    picture.text(24, 371, "table", "left")
+    picture.text(440, 371, "one line read and compared per id", "left small")
+    return picture.svg()
 
 
 def draw_lookup() -> str:
@@ -327,6 +367,7 @@ PICTURES: Final[dict[str, Callable[[], str]]] = {
     "packing.svg": draw_packing,
     "house.svg": draw_house,
     "gradient.svg": draw_gradient,
+    "bucket.svg": draw_bucket,
 }
 
 

@@ -1,5 +1,6 @@
 """Checkpoints of dynamic tables: the run goes on anywhere, and in other capacities."""
 
+import contextlib
 import shutil
 
 import jax
@@ -201,7 +202,9 @@ def test_another_capacity_keeps_the_most_valuable_ids(tmp_path, capacity, num_de
     before, after = plan_of(3), plan_of(num_devices, capacity)
     state = train(start(before), before, range(12))
     te.save(tmp_path / "c", state, plan=before)
-    restored = te.restore(tmp_path / "c", start(after), plan=after)
+    leaves_out = pytest.warns(UserWarning, match="left out.*192 of 320 of table 'user'")
+    with leaves_out if capacity == 128 else contextlib.nullcontext():
+        restored = te.restore(tmp_path / "c", start(after), plan=after)
     num_buckets = te.Dynamic(capacity=capacity).num_buckets
     for name, old in by_id(state, before).items():
         buckets = {}

@@ -8,6 +8,7 @@ come first, and those beyond its 64 places are left out.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -207,6 +208,23 @@ def _values(
     return counts, last_used
 
 
+def warn_of_ids_left_out(placed: Mapping[str, PlacedIds]) -> None:
+    """Warns if the tables have no place for some of the saved ids."""
+    left_out = {
+        table: f"{len(saved.arrays[IDS]) - len(saved.kept)} of {len(saved.arrays[IDS])}"
+        for table, saved in placed.items()
+        if len(saved.kept) < len(saved.arrays[IDS])
+    }
+    if left_out:
+        found = ", ".join(f"{x} of table {table!r}" for table, x in left_out.items())
+        warnings.warn(
+            "Ids of the checkpoint whose buckets are full are left out, the least "
+            f"valuable first: {found}. A capacity that is a multiple of the saved one "
+            "keeps all ids.",
+            stacklevel=2,
+        )
+
+
 def restored_directory(
     layer: LayerState, stack: StackPlan, placed: Mapping[str, PlacedIds]
 ) -> IdDirectory:
@@ -233,7 +251,9 @@ def restored_directory(
     )
     used_rows = directory.used_rows.reshape(shards, tables)
     init_keys = directory.init_keys.reshape(shards, tables, 2)
-    clocks = [] if placed.keys() == {x.table.name for x in members} else [*now.clock]
+    clocks = (
+        [] if placed.keys() == {x.table.name for x in members} else [*directory.clock]
+    )
     for i, member in enumerate(members):
         if member.table.name not in placed:
             continue

@@ -25,6 +25,7 @@ from tpu_embedding.checkpoint.dynamic_tables import (
     place_ids,
     restored_directory,
     saved_ids,
+    warn_of_ids_left_out,
 )
 from tpu_embedding.checkpoint.format import (
     DIRECTORY_ARRAY,
@@ -364,6 +365,7 @@ def restored_tables(layer: LayerState, saved: SavedTables) -> LayerState:
         tables[stack.name] = _with_rows(packed, None, saved, placed, stack, layer.plan)
         if stack.is_dynamic:
             name = directory_name(stack.name)
+            warn_of_ids_left_out(placed)
             tables[name] = restored_directory(layer, stack, placed)
     return dataclasses.replace(layer, tables=tables)
 
