@@ -222,6 +222,18 @@ def _dynamic_steps(results: Results) -> str:
     return table(rows)
 
 
+def _huge_pages(results: Results) -> str:
+    rows: list[Cells] = [
+        ("setting", "pages", "train step, ms", "ratio", "forward pass, ms", "ratio")
+    ]
+    for row in results["huge_pages"]["results"]:
+        cells: list[str] = [row["setting"], row["pages"]]
+        for method in ("train", "forward"):
+            cells += [_with_quartiles(row, method), f"{row[f'{method}_ratio']:.2f}"]
+        rows.append(tuple(cells))
+    return table(rows)
+
+
 def _processors(results: Results) -> str:
     rows: list[Cells] = [("benchmark", "machine", "results", "CPU, instruction sets")]
     for name, benchmark in results.items():
@@ -273,6 +285,7 @@ MEASURED_TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "dynamic_stream": _if_measured("dynamic_stream", _dynamic_stream),
     "dynamic_ids": _if_measured("dynamic_ids", _dynamic_ids),
     "dynamic_steps": _if_measured("dynamic_steps", _dynamic_steps),
+    "huge_pages": _if_measured("huge_pages", _huge_pages),
     "step_profile": _if_measured("step_profile", _step_profile),
     "processors": _processors,
 }

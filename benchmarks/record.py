@@ -24,7 +24,8 @@ def main() -> None:
         name = merge(results, json.loads(path.read_text()))
         print(f"{path}: {name}")
     save_results(results)
-    for path in render_all(results):
+    # The file has an order of its own, in which tables are rendered later, too.
+    for path in render_all(load_results()):
         print(f"rendered {path}")
 
 
