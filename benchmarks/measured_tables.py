@@ -222,12 +222,13 @@ def _dynamic_steps(results: Results) -> str:
     return table(rows)
 
 
-def _huge_pages(results: Results) -> str:
+def _host_memory(results: Results) -> str:
+    head = ("setting", "devices", "freed memory")
     rows: list[Cells] = [
-        ("setting", "pages", "train step, ms", "ratio", "forward pass, ms", "ratio")
+        (*head, "train step, ms", "ratio", "forward pass, ms", "ratio")
     ]
-    for row in results["huge_pages"]["results"]:
-        cells: list[str] = [row["setting"], row["pages"]]
+    for row in results["host_memory"]["results"]:
+        cells: list[str] = [row["setting"], str(row["devices"]), row["memory"]]
         for method in ("train", "forward"):
             cells += [_with_quartiles(row, method), f"{row[f'{method}_ratio']:.2f}"]
         rows.append(tuple(cells))
@@ -285,7 +286,7 @@ MEASURED_TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "dynamic_stream": _if_measured("dynamic_stream", _dynamic_stream),
     "dynamic_ids": _if_measured("dynamic_ids", _dynamic_ids),
     "dynamic_steps": _if_measured("dynamic_steps", _dynamic_steps),
-    "huge_pages": _if_measured("huge_pages", _huge_pages),
+    "host_memory": _if_measured("host_memory", _host_memory),
     "step_profile": _if_measured("step_profile", _step_profile),
     "processors": _processors,
 }

@@ -36,7 +36,7 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
     "dynamic_stream": ("users", "items", "kind"),
     "dynamic_ids": ("ids", "load"),
     "dynamic_steps": ("setting", "side"),
-    "huge_pages": ("setting", "pages"),
+    "host_memory": ("setting", "devices", "memory"),
     "step_profile": ("setting", "part", "operation"),
 }
 """Benchmark to the fields that name one of its results."""

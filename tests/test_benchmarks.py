@@ -81,7 +81,7 @@ def test_peers_run_in_turns_and_agree(tmp_path):
         ("peak_memory.py", ["--setting", "T0"]),
         ("prepare_speed.py", ["--seconds", "0"]),
         ("unique_rows.py", ["--setting", "tiny", "--rounds", "1", "--steps", "2"]),
-        ("huge_pages.py", ["--setting", "T0", "--rounds", "1", "--steps", "2"]),
+        ("host_memory.py", ["--setting", "T0", "--rounds", "1", "--steps", "2"]),
         ("dynamic_steps.py", ["--setting", "tiny", "--rounds", "1", "--steps", "2"]),
     ],
 )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # For editors and type checkers; `_MODULE_OF` has the same na
     from tpu_embedding import functional as functional
     from tpu_embedding import gradients as gradients
     from tpu_embedding import hardware as hardware
+    from tpu_embedding import host_memory as host_memory
     from tpu_embedding import initializers as initializers
     from tpu_embedding import inputs as inputs
     from tpu_embedding import metrics as metrics
@@ -60,6 +61,7 @@ _MODULES = {
     "functional": "functional",
     "gradients": "gradients",
     "hardware": "hardware",
+    "host_memory": "host_memory",
     "initializers": "initializers",
     "inputs": "inputs",
     "linen": "nn.linen",

@@ -1,6 +1,10 @@
-"""This package: its functional core, tables and slots donated."""
+"""This package: its functional core, tables and slots donated.
 
-from typing import Any
+Freed memory is kept, as by the training command; see `te.host_memory`.
+"""
+
+import os
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +21,16 @@ from settings import (
 
 import tpu_embedding as te
 
+FREED_MEMORY: Final = "BENCHMARK_FREED_MEMORY"
+"""Variable of the process: "given back" leaves memory as the C library has it."""
+
 
 class Side:
     """Tables of the setting on all devices of JAX."""
 
     def __init__(self, setting: Setting):
+        if os.environ.get(FREED_MEMORY, "kept") == "kept":
+            te.host_memory.keep_freed_memory()
         self.versions = {"tpu_embedding": te.__version__, "jax": jax.__version__}
         optimizer = te.optimizers.rowwise_adagrad(
             LEARNING_RATE, INITIAL_ACCUMULATOR, epsilon=EPSILON

@@ -103,22 +103,24 @@ def test_gather_by_kernel(layout):
     check_gather(layout, KERNELS)
 
 
-def test_gather_keeps_every_bit():
+@pytest.mark.parametrize("dim", [32, 64])
+def test_gather_keeps_every_bit(dim):
     # NaNs with a payload, denormals, infinities and both zeros.
     bits = np.array([0x7FC00001, 0xFF800123, 1, 0x80000001, 0x7F800000, 0x80000000])
-    bits = np.resize(bits.astype(np.uint32), (5, 64))
+    bits = np.resize(bits.astype(np.uint32), (5, dim))
     table = PackedRows(
         lines=jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float32),
-        layout=RowLayout(num_rows=5, row_shape=(64,)),
+        layout=RowLayout(num_rows=5, row_shape=(dim,)),
     )
     rows = jax.jit(gather_rows)(table, jnp.array([4, 0, 4]))
     np.testing.assert_array_equal(np.asarray(rows).view(np.uint32), bits[[4, 0, 4]])
 
 
+@pytest.mark.parametrize("dim", [32, 64])
 @pytest.mark.parametrize(("platform", "adds"), [("cpu", True), ("tpu", False)])
-def test_only_cpus_read_rows_with_arithmetic(platform, adds):
+def test_only_cpus_read_rows_with_arithmetic(platform, adds, dim):
     table = PackedRows(
-        lines=jnp.zeros((5, 64)), layout=RowLayout(num_rows=5, row_shape=(64,))
+        lines=jnp.zeros((5, dim)), layout=RowLayout(num_rows=5, row_shape=(dim,))
     )
     step = jax.jit(gather_rows).trace(table, jnp.array([4, 0]))
     text = step.lower(lowering_platforms=(platform,)).as_text()

@@ -114,6 +114,7 @@ def fetch_rows(
     """
     with jax.named_scope("gather"):
         rows = gather_packed(table, requests.row_ids)
+        rows = _gathered_as_a_whole(rows, plan)
     # Rows of bfloat16 cross the network as such. The conversion is exact.
     is_short = table.layout.narrow_dtype == "bfloat16" and stack.num_shards > 1
     rows = _cast(rows, jnp.bfloat16 if is_short else jnp.float32)
@@ -196,6 +197,16 @@ def _quantized(rows: PackedRows, stack: StackPlan) -> PackedRows:
         return rows
     lines = quantize(rows.lines, stack.quantization)
     return dataclasses.replace(rows, lines=lines)
+
+
+def _gathered_as_a_whole(rows: PackedRows, plan: EmbeddingPlan) -> PackedRows:
+    """Keeps XLA:CPU from moving arithmetic on gathered rows into the exchange's slices.
+
+    Without it, the copy of a row is no vector operation; see `rows/access.py`.
+    """
+    if plan.mesh.devices.flat[0].platform != "cpu":
+        return rows
+    return jax.lax.optimization_barrier(rows)
 
 
 def _cast(rows: PackedRows, dtype: Any) -> PackedRows:

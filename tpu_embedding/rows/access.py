@@ -39,8 +39,8 @@ from tpu_embedding.rows.packed_rows import (
 _KERNEL_ID_ALIGNMENT: Final = 128
 """Kernels take ids in multiples of this; padding fills them up."""
 
-_LANES_OF_SLOW_COPIES: Final = 64
-"""Row length at which XLA:CPU (jax 0.12) unrolls the copy of a row."""
+_VECTOR_STEPS: Final = {32: 3, 64: 1}
+"""Row length to the operations per element that keep XLA:CPU from unrolling a copy."""
 
 _MAX_LOST_ROUNDINGS: Final = 8
 """Rounding steps of a new value that `replace_rows` may lose; a moving average loses
@@ -365,7 +365,7 @@ def _gather_stored(
     layout = packed.layout
     line_ids = row_ids // layout.rows_per_line
     lines = join_columns([gather_in_bounds(x, line_ids) for x in packed.arrays])
-    if layout.lanes == _LANES_OF_SLOW_COPIES and lines.dtype == jnp.float32:
+    if layout.lanes in _VECTOR_STEPS and lines.dtype == jnp.float32:
         lines = jax.lax.platform_dependent(lines, cpu=_in_vectors, default=lambda x: x)
     if layout.is_flat:
         rows = lines[:, None]
@@ -378,14 +378,21 @@ def _gather_stored(
 
 
 def _in_vectors(lines: Float[Array, "ids lanes"]) -> Float[Array, "ids lanes"]:
-    """Adds 0 to the bits of gathered rows, which changes none of them.
+    """Bounds the bits of gathered rows by those of all int32, which changes none.
 
-    XLA:CPU copies a gathered row of 64 floats element by element. With arithmetic it
-    reads and writes vectors, in a quarter of the time. The barrier hides the 0 from
-    XLA. Rows of 16 to 48 floats take longer with it, and longer rows the same time.
+    XLA:CPU (jax 0.12) unrolls the copy of a row of up to 64 floats to single elements.
+    So many instructions per row leave few reads of memory in flight. A loop with enough
+    operations per element is not unrolled: it reads and writes vectors, in a third of
+    the time. The barrier hides the bounds from XLA. Rows of 24 or 48 floats gain
+    nothing, shorter ones take longer, and longer ones are copied in vectors anyway.
     """
-    zero = jax.lax.optimization_barrier(jnp.int32(0))
-    words = jax.lax.bitcast_convert_type(lines, jnp.int32) + zero
+    int32 = jnp.iinfo(jnp.int32)
+    low, high = jax.lax.optimization_barrier(
+        (jnp.int32(int32.min), jnp.int32(int32.max))
+    )
+    words = jax.lax.bitcast_convert_type(lines, jnp.int32)
+    for step in range(_VECTOR_STEPS[lines.shape[1]]):
+        words = jnp.minimum(words, high) if step % 2 else jnp.maximum(words, low)
     return jax.lax.bitcast_convert_type(words, jnp.float32)
 
 

@@ -4,8 +4,11 @@ import argparse
 import pathlib
 from typing import Any, get_args
 
+import jax
+
 from tpu_embedding.checkpoint.run_checkpoints import Fallback
 from tpu_embedding.distributed.notices import leaving_together
+from tpu_embedding.host_memory import keep_freed_memory
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.cli.arguments import (
     MAX_EMULATED_DEVICES,
@@ -126,6 +129,8 @@ def _train(parsed: argparse.Namespace) -> int:
         raise UsageError(
             "--slices needs --devices: it emulates slices; TPUs know their own."
         )
+    if jax.default_backend() == "cpu":
+        keep_freed_memory()
     existing_run: ExistingRun = "refuse"
     if parsed.resume or parsed.overwrite:
         existing_run = "resume" if parsed.resume else "move_aside"
