@@ -100,7 +100,13 @@ def _stored(leaf: Any) -> Any:
     if isinstance(leaf, np.generic):
         return np.asarray(leaf)
     data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-    return np.asarray(data) if _is_of_process(leaf) else data
+    if not isinstance(data, jax.Array):
+        return data
+    # Orbax would cut it into as many slices as there are devices, each by a program of
+    # its own. One process gains nothing from that.
+    if _is_of_process(data) or (data.is_fully_addressable and data.is_fully_replicated):
+        return np.array(data)  # A copy: the next step may donate the array.
+    return data
 
 
 def _is_of_process(leaf: Any) -> bool:

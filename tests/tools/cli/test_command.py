@@ -193,7 +193,7 @@ def test_damaged_line_is_named(tmp_path, capsys):
 
 
 def test_training_without_the_plot_library_fails_at_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     arguments = train_arguments("synthetic", tmp_path / "run")
     check_refusal(capsys, arguments, "extra `train`", status=cli.FAILED)
     assert list(tmp_path.iterdir()) == []

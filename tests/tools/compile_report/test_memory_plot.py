@@ -90,7 +90,7 @@ def test_the_command_writes_it(tmp_path, compile_command, suffix, magic):
 def test_without_its_library_nothing_is_compiled(
     tmp_path, compile_command, monkeypatch, capsys
 ):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(
         "tpu_embedding.tools.cli.compile.compile_for",
         lambda *_: pytest.fail("compiled"),

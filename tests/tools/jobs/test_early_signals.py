@@ -58,7 +58,6 @@ MOMENTS = {
     "orbax": "import 'orbax.checkpoint' ",
     "the layer": "import 'tpu_embedding.checkpoint.saving' ",
     "the command": "import 'tpu_embedding.tools.cli.train' ",
-    "matplotlib": "import 'matplotlib.figure' ",
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array
 
@@ -206,4 +207,4 @@ def _value_of_absent_rows(
 
 def _is_zero(value: Any) -> bool:
     is_number = value is not None and jnp.issubdtype(jnp.result_type(value), jnp.number)
-    return is_number and not jnp.any(value != 0)
+    return is_number and not np.any(np.asarray(value) != 0)

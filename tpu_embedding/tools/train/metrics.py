@@ -90,16 +90,14 @@ def values_of(metrics: Metrics) -> dict[str, float]:
     if the samples do not determine them. `auc_max_error` follows an AUC whose bins are
     too coarse for its scores, by more than `MAX_AUC_ERROR`.
     """
-    values, is_defined = jax.device_get(_compute(metrics))
+    values, is_defined, errors = jax.device_get(_compute(metrics))
     result = {}
-    for name, metric in metrics.items():
+    for name in metrics:
         if not is_defined[name]:
             continue
         result[name] = float(values[name])
-        if isinstance(metric, m.AUC):
-            error = float(metric.max_error())
-            if error > MAX_AUC_ERROR:
-                result[f"{name}_max_error"] = error
+        if errors.get(name, 0.0) > MAX_AUC_ERROR:
+            result[f"{name}_max_error"] = float(errors[name])
     return result
 
 
@@ -141,9 +139,17 @@ _merge = jax.jit(m.merge)
 
 
 @jax.jit
-def _compute(metrics: Metrics) -> tuple[dict[str, Array], dict[str, Array]]:
+def _compute(
+    metrics: Metrics,
+) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
+    """Returns the values, if each is defined, and the errors of those with bins."""
     is_defined = {name: metric.is_defined() for name, metric in metrics.items()}
-    return m.compute(metrics), is_defined
+    errors = {
+        name: metric.max_error()
+        for name, metric in metrics.items()
+        if isinstance(metric, m.AUC)
+    }
+    return m.compute(metrics), is_defined, errors
 
 
 def _log_loss(outputs: Outputs, labels: Array) -> Array:

@@ -4,9 +4,11 @@ Nothing here writes a file or allocates a table, so a wrong setting costs nothin
 earlier run in the output directory is still as it was.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -57,6 +59,21 @@ class RunProgram:
     state: nnx.State
     train_step: Any
     evaluation_step: Any
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Compiles the train step in a thread while the caller does other work.
+
+        At the end of the block it is compiled. The first call finds it, if its batch
+        has the shapes of the first one.
+        """
+        batch = compile_report.abstract_batch(self.batch, self.plan)
+        with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+            compiled = thread.submit(
+                lambda: self.train_step.lower(self.state, batch).compile()
+            )
+            yield
+        compiled.result()
 
 
 def prepare_run(

@@ -208,7 +208,11 @@ def make_evaluation_step(graphdef: nnx.GraphDef, loss_name: LossName) -> Evaluat
     The model runs as after `eval()`: without dropout, and by its stored statistics.
     """
     step = make_scored_evaluation_step(graphdef, loss_name)
-    return lambda state, batch: step(state, batch)[0]
+
+    def evaluation_step(state: nnx.State, batch: Batch) -> Metrics:
+        return step(state, batch)[0]
+
+    return evaluation_step
 
 
 def make_scored_evaluation_step(

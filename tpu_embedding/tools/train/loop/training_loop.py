@@ -176,7 +176,8 @@ def train(
             StepProfiler(profile, directory.path, report.line, first_step)
         )
         if state is None:
-            _, state = init_train_state(config, program.data.data, program.plan)
+            with program.compiling():
+                _, state = init_train_state(config, program.data.data, program.plan)
         last_step = max(first_step, min(config.num_steps, stop_at or config.num_steps))
         saver = RunSaver(
             *(checkpoints, description, report), max_seconds=config.max_save_seconds
