@@ -235,6 +235,21 @@ def _host_memory(results: Results) -> str:
     return table(rows)
 
 
+def _first_step(results: Results) -> str:
+    head = ("program", "start", "imports", "until the run starts", "first step")
+    head += ("evaluation", "compiler", "programs", "process to first step")
+    rows: list[Cells] = [(*head, "ratio")]
+    titles = {"command": "`tpu-embedding train`", "model": "26 features"}
+    phases = ("imports", "checks", "first_step", "evaluation", "compile")
+    for row in results["first_step"]["results"]:
+        cells = (titles[row["program"]], row["start"])
+        cells += tuple(f"{row[f'{name}_ms'] / 1e3:.2f} s" for name in phases)
+        low, high = (time / 1e3 for time in row["until_step_quartiles_ms"])
+        whole = f"{row['until_step_ms'] / 1e3:.2f} s ({low:.2f} to {high:.2f})"
+        rows.append((*cells, f"{row['programs']:.0f}", whole, f"{row['ratio']:.2f}"))
+    return table(rows)
+
+
 def _processors(results: Results) -> str:
     rows: list[Cells] = [("benchmark", "machine", "results", "CPU, instruction sets")]
     for name, benchmark in results.items():
@@ -287,6 +302,7 @@ MEASURED_TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "dynamic_ids": _if_measured("dynamic_ids", _dynamic_ids),
     "dynamic_steps": _if_measured("dynamic_steps", _dynamic_steps),
     "host_memory": _if_measured("host_memory", _host_memory),
+    "first_step": _if_measured("first_step", _first_step),
     "step_profile": _if_measured("step_profile", _step_profile),
     "processors": _processors,
 }

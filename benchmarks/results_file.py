@@ -37,6 +37,7 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
     "dynamic_ids": ("ids", "load"),
     "dynamic_steps": ("setting", "side"),
     "host_memory": ("setting", "devices", "memory"),
+    "first_step": ("program", "start"),
     "step_profile": ("setting", "part", "operation"),
 }
 """Benchmark to the fields that name one of its results."""

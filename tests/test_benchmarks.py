@@ -82,6 +82,7 @@ def test_peers_run_in_turns_and_agree(tmp_path):
         ("prepare_speed.py", ["--seconds", "0"]),
         ("unique_rows.py", ["--setting", "tiny", "--rounds", "1", "--steps", "2"]),
         ("host_memory.py", ["--setting", "T0", "--rounds", "1", "--steps", "2"]),
+        ("first_step.py", ["--rounds", "1"]),
         ("dynamic_steps.py", ["--setting", "tiny", "--rounds", "1", "--steps", "2"]),
     ],
 )
