@@ -1,6 +1,7 @@
 """Keeps programs that tests compile: on disk for later runs, in memory not for long."""
 
 import itertools
+import os
 
 import jax
 import pytest
@@ -15,6 +16,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.pluginmanager.has_plugin("cacheprovider"):
         directory = config.cache.mkdir("xla")
+        # Also for the processes that tests start, in place of the user's cache.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory)
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -33,7 +36,12 @@ def _no_cache_for_tpus(request):
 
 def _enable_cache(is_enabled: bool) -> None:
     jax.config.update("jax_enable_compilation_cache", is_enabled)
-    compilation_cache.reset_cache()  # which looks at the option once only
+    reset_cache()
+
+
+def reset_cache() -> None:
+    """Makes JAX look at the options of the cache again, which it does once only."""
+    compilation_cache.reset_cache()
 
 
 TESTS_PER_CACHE = 60

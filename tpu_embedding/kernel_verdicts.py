@@ -20,7 +20,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple, get_args
 
-from tpu_embedding.paths import local_path
+from tpu_embedding.paths import local_path, user_cache
 
 Direction = Literal["read", "pool", "spread", "update", "write"]
 """A use of rows, as `plan/backends.py` chooses a backend for each."""
@@ -256,11 +256,7 @@ def verdict_file() -> pathlib.Path:
     cache.
     """
     given = os.environ.get(DIRECTORY_VARIABLE)
-    if given:
-        directory = local_path(given)
-    else:
-        cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        directory = pathlib.Path(cache) / "tpu_embedding"
+    directory = local_path(given) if given else user_cache()
     return directory / "kernel_verdicts.json"
 
 

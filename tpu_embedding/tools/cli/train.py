@@ -21,6 +21,7 @@ from tpu_embedding.tools.cli.arguments import (
     positive_int,
     read_config,
 )
+from tpu_embedding.tools.cli.compilation_cache import use_compilation_cache
 from tpu_embedding.tools.cli.processes import (
     add_process_arguments,
     start_processes,
@@ -70,6 +71,13 @@ def add_train(commands: Any) -> None:
         metavar="N",
         help="with --devices: emulate N equal slices, for "
         "--set tables_split_over=slice",
+    )
+    parser.add_argument(
+        "--compilation-cache",
+        choices=("on", "off"),
+        default="on",
+        help="on keeps compiled programs for the next start, in the directory "
+        "JAX_COMPILATION_CACHE_DIR or in the user's cache; it is the default",
     )
     parser.add_argument(
         "--stop-at",
@@ -122,6 +130,10 @@ def _train(parsed: argparse.Namespace) -> int:
     if status is not None:
         return status
     job = start_processes(parsed)
+    if parsed.compilation_cache == "on":
+        use_compilation_cache(job)
+    else:
+        jax.config.update("jax_enable_compilation_cache", False)
     mesh = None
     if parsed.devices is not None:
         mesh = emulated_mesh(parsed.devices, job.num_processes, parsed.slices)
