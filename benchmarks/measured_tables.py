@@ -91,15 +91,21 @@ def _prepare_speed(results: Results) -> str:
 
 
 def _checkpoint_speed(results: Results) -> str:
-    rows: list[Cells] = [("work", "by", "devices", "size", "time", "ratio", "memory")]
-    by = {"tpu_embedding": "`te.save`, `te.restore`", "orbax": "plain orbax"}
-    for row in sorted(
-        results["checkpoint_speed"]["results"],
-        key=lambda row: (row["work"] != "save", row["devices"]),
-    ):
+    found = results["checkpoint_speed"]["results"]
+    has_cpu = all("cpu_seconds" in row for row in found)
+    head = ("work", "by", "devices", "size", "time", "ratio")
+    rows: list[Cells] = [(*head, *(("CPU time", "ratio") if has_cpu else ()), "memory")]
+    by = {
+        "tpu_embedding": "`te.save`, `te.restore`",
+        "without_digests": "the same without checksums",
+        "orbax": "plain orbax",
+    }
+    for row in sorted(found, key=lambda row: (row["work"] != "save", row["devices"])):
         cells = (row["work"], by[row["side"]], str(row["devices"]), f"{row['gb']:g} GB")
-        memory = f"{row['extra_bytes'] / 1e6:,.0f} MB"
-        rows.append((*cells, f"{row['seconds']:.1f} s", f"{row['ratio']:.2f}", memory))
+        cells += (f"{row['seconds']:.1f} s", f"{row['ratio']:.2f}")
+        if has_cpu:
+            cells += (f"{row['cpu_seconds']:.1f} s", f"{row['cpu_ratio']:.2f}")
+        rows.append((*cells, f"{row['extra_bytes'] / 1e6:,.0f} MB"))
     return table(rows)
 
 
