@@ -14,7 +14,7 @@ from tests.conftest import mesh_of
 from tests.tiers import each_once, matrix, quick_cases
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables import line_exchange, row_windows
+from tpu_embedding.tables import line_exchange, row_stream, row_windows
 from tpu_embedding.tables.row_stream import read_blocks, rows_per_block, write_blocks
 
 SIZES = {"a": 301, "b": 1, "c": 5, "d": 40}
@@ -100,6 +100,14 @@ PLACEMENTS = {
     "one axis": te.Sharded(axes=("model",)),
     "replicated": te.Replicated(),
 }
+
+
+@pytest.fixture(params=["on host", "exchanged"], autouse=True)
+def way(request, monkeypatch):
+    """Rows go the way of CPU devices, and that of all others."""
+    if request.param == "exchanged":
+        monkeypatch.setattr(row_stream, "_lies_on_host", lambda packed: False)
+    return request.param
 
 
 @pytest.fixture
@@ -236,10 +244,40 @@ def test_blocks_start_at_multiples_whatever_the_devices(small_blocks):
 def test_one_program_serves_all_tables(small_blocks):
     plan = plan_of(mesh_of(3))
     packed, stack = packed_of(plan)
-    list(read_blocks(packed, stack, plan, ["b"]))
-    num_programs = line_exchange.read_lines._cache_size()
+    programs = (line_exchange.read_lines, line_exchange.write_lines)
+
+    def read(name, start, num_rows):
+        return np.zeros((num_rows, 3), np.float32)
+
+    def num_programs_after(tables):
+        list(read_blocks(packed, stack, plan, tables))
+        write_blocks(packed_of(plan)[0], stack, plan, read, tables)
+        return [program._cache_size() for program in programs]
+
+    assert num_programs_after(["b"]) == num_programs_after(None)
+
+
+def test_blocks_stay_when_the_lines_are_donated(small_blocks):
+    plan = plan_of(mesh_of(3))
+    packed, stack = packed_of(plan)
+    blocks = sum(read_blocks(packed, stack, plan), [])
+    before = [block.rows.copy() for block in blocks]
+    jax.jit(lambda lines: lines * 0, donate_argnums=0)(packed.lines).block_until_ready()
+    for block, rows in zip(blocks, before, strict=True):
+        np.testing.assert_array_equal(bits_of(block.rows), bits_of(rows))
+
+
+def test_lines_are_updated_in_place_after_they_were_read(small_blocks):
+    plan = plan_of(mesh_of(3))
+    packed, stack = packed_of(plan)
+    # Arrays of other programs may share memory with NumPy's.
+    lines = jax.jit(jnp.copy)(packed.lines)
+    packed = dataclasses.replace(packed, lines=lines)
+    pointers = [x.data.unsafe_buffer_pointer() for x in lines.addressable_shards]
     list(read_blocks(packed, stack, plan))
-    assert line_exchange.read_lines._cache_size() == num_programs
+    new = jax.jit(lambda lines: lines * 0, donate_argnums=0)(lines)
+    found = [x.data.unsafe_buffer_pointer() for x in new.addressable_shards]
+    assert found == pointers
 
 
 REFUSED = {

@@ -172,17 +172,18 @@ def read_lines(
 def write_lines(
     lines: Shaped[Array, "lines *lane"],
     parts: Shaped[Array, "parts *lane"],
-    starts: Int[Any, " shards"],
-    sizes: Int[Any, " shards"],
+    starts: Int[Any, " windows"],
+    sizes: Int[Any, " windows"],
     *,
     exchange: LineExchange,
 ) -> Shaped[Array, "lines *lane"]:
-    """Writes the rows of one window per shard in place. Global.
+    """Writes the rows of one window per shard, or of a single one, in place. Global.
 
     Args:
       lines: lines of all shards, or one of their column arrays.
-      parts: new lines, by shard and owner, of the window of each shard.
-      starts: first row of the window of each shard.
+      parts: new lines, by shard and owner, of the window of each shard. Those of a
+        single window are dealt already: a part for each owner.
+      starts: first row of each window.
       sizes: number of rows of each window.
       exchange: static facts.
     """
@@ -190,7 +191,8 @@ def write_lines(
 
     def write(lines: Array, parts: Array, starts: Array, sizes: Array) -> Array:
         shard = _index(exchange.shard_axes)
-        parts = _exchanged(parts, exchange)
+        if len(starts) > 1:
+            parts = _exchanged(parts, exchange)
 
         def write_part(i: Any, lines: Array) -> Array:
             line = exchange.first_line(shard, starts[i])
@@ -204,7 +206,7 @@ def write_lines(
             new = _merged(old, new, begin, end, exchange.layout)
             return jax.lax.dynamic_update_slice_in_dim(lines, new, line, axis=0)
 
-        return jax.lax.fori_loop(0, exchange.num_shards, write_part, lines)
+        return jax.lax.fori_loop(0, len(starts), write_part, lines)
 
     spec = exchange.stack.rows_spec
     return on_shards(

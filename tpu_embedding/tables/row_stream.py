@@ -10,14 +10,19 @@ owners, and these write them in place.
 No step holds a whole table. In a turn, a device needs at most `MAX_DEVICE_BYTES` beside
 its tables, and the host `HOST_BLOCKS` blocks of 10 to 20 MB per device of its own.
 
+If the process has all devices and these are CPUs, their lines lie in its memory. It
+then reads rows where they lie, and deals new rows to their owners, without an exchange.
+
 The programs get their ranges as arguments. One compilation serves all tables of a
 stack, and all stacks whose rows lie alike.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -48,8 +53,15 @@ MAX_DEVICE_BYTES: Final = 256 * 2**20
 HOST_BLOCKS: Final = 6
 """Blocks that a process holds at a time for each of its devices."""
 
+_ALIGNMENT: Final = 64
+"""Bytes; JAX copies arrays to CPU devices unless they start at a multiple."""
+
 ReadTableRows = Callable[[str, int, int], np.ndarray]
 """Returns rows of a table: `(table, start, num_rows) -> [num_rows, *shape]`."""
+
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class RowBlock(NamedTuple):
@@ -105,6 +117,9 @@ def read_blocks(
     check_stack(packed, stack)
     exchange = line_exchange(packed, stack, plan, receivers)
     windows = windows_of(packed, stack, tables)
+    if _lies_on_host(packed):
+        yield from _read_on_host(packed, exchange, windows)
+        return
     pending = None
     for turn in _batched(windows, exchange.num_windows):
         starts, _ = _bounds(turn, exchange.num_windows)
@@ -142,7 +157,10 @@ def write_blocks(
     """
     check_stack(packed, stack)
     exchange = line_exchange(packed, stack, plan, "one")
-    turns = _batched(windows_of(packed, stack, tables), exchange.num_shards)
+    windows = windows_of(packed, stack, tables)
+    if _lies_on_host(packed):
+        return _write_on_host(packed, exchange, windows, read)
+    turns = _batched(windows, exchange.num_shards)
     shape = exchange.parts_shape
     sharding = plan.rows_sharding(stack)
     indices = sharding.addressable_devices_indices_map(shape)
@@ -165,20 +183,14 @@ def write_blocks(
         }
 
     lines = list(packed.arrays)
-    with ThreadPoolExecutor(1) as reader:
-        pending = reader.submit(parts_of, turns[0]) if turns else None
-        for i, turn in enumerate(turns):
-            assert pending is not None
-            parts = pending.result()
-            if i + 1 < len(turns):
-                pending = reader.submit(parts_of, turns[i + 1])
-            bounds = _bounds(turn, exchange.num_shards)
-            for j in range(len(lines)):
-                arrays = [jax.device_put(parts[s][j], d) for d, s in shard_of.items()]
-                sent = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-                lines[j] = write_lines(lines[j], sent, *bounds, exchange=exchange)
-            # At most one turn waits in the queue of a device.
-            jax.block_until_ready(lines)
+    for turn, parts in zip(turns, _read_ahead(parts_of, turns), strict=True):
+        bounds = _bounds(turn, exchange.num_shards)
+        for j in range(len(lines)):
+            arrays = [jax.device_put(parts[s][j], d) for d, s in shard_of.items()]
+            sent = jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+            lines[j] = write_lines(lines[j], sent, *bounds, exchange=exchange)
+        # At most one turn waits in the queue of a device.
+        jax.block_until_ready(lines)
     return packed.with_arrays(lines)
 
 
@@ -227,6 +239,20 @@ def lower_programs(
     }
 
 
+def _read_ahead(
+    function: Callable[[_Item], _Result], items: Sequence[_Item]
+) -> Iterator[_Result]:
+    """Yields the result for each item, while a thread makes that for the next one."""
+    with ThreadPoolExecutor(1) as reader:
+        pending: list[Future[_Result]] = []
+        for item in items:
+            pending.append(reader.submit(function, item))
+            if len(pending) > 1:
+                yield pending.pop(0).result()
+        if pending:
+            yield pending.pop().result()
+
+
 def _batched(windows: Sequence[Window], size: int) -> list[Sequence[Window]]:
     return [windows[i : i + size] for i in range(0, len(windows), size)]
 
@@ -251,56 +277,96 @@ def _blocks_of_turn(
 ) -> Iterator[RowBlock]:
     """Yields the blocks that this process's devices received."""
     size = received[0].shape[0] // exchange.num_windows
-    # Every device has the same lines if all processes receive them.
-    by_window = [
-        {
-            (shard.index[0].start or 0) // size: shard.data
-            for shard in part.addressable_shards
-        }
-        for part in received
-    ]
+    by_window = [_parts_by_index(part, size) for part in received]
     for i in by_window[0]:
         if i >= len(turn):
             continue
         window = turn[i]
         lines = join_columns([np.asarray(of_array[i]) for of_array in by_window])
-        rows = _rows_of_window(lines, window, exchange)
-        begin = 0
-        for table, start, num_rows in window.pieces:
-            yield RowBlock(table, start, rows[begin : begin + num_rows])
-            begin += num_rows
+        parts = np.split(lines, exchange.num_shards)
+        yield from _blocks_of_window(parts, window, exchange, file_row(packed))
+
+
+def _parts_by_index(array: jax.Array, size: int) -> dict[int, jax.Array]:
+    """Returns parts of `size` lines by their place in an array; equal ones once."""
+    return {
+        (shard.index[0].start or 0) // size: shard.data
+        for shard in array.addressable_shards
+    }
+
+
+def _blocks_of_window(
+    parts: Sequence[np.ndarray],
+    window: Window,
+    exchange: LineExchange,
+    row: jax.ShapeDtypeStruct,
+) -> Iterator[RowBlock]:
+    """Yields the blocks of a window, from the lines of each owner."""
+    rows = _rows_of_window(parts, window, exchange, row)
+    begin = 0
+    for table, start, num_rows in window.pieces:
+        yield RowBlock(table, start, rows[begin : begin + num_rows])
+        begin += num_rows
 
 
 def _rows_of_window(
-    lines: np.ndarray, window: Window, exchange: LineExchange
+    parts: Sequence[np.ndarray],
+    window: Window,
+    exchange: LineExchange,
+    row: jax.ShapeDtypeStruct,
 ) -> np.ndarray:
-    """Returns the rows of a window in their order, from the lines of all owners."""
-    rows = to_file_rows(lines, exchange.layout)
-    parts = rows.reshape(exchange.num_shards, -1, *rows.shape[1:])
+    """Returns the rows of a window in their order, from the lines of each owner."""
     if exchange.num_shards == 1:
         of_part, _ = exchange.rows_of_part(0, window)
-        return parts[0, of_part]
-    result = np.empty((window.num_rows, *rows.shape[1:]), rows.dtype)
-    for shard, part in enumerate(parts):
+        return to_file_rows(parts[0], exchange.layout)[of_part]
+    result = np.empty((window.num_rows, *row.shape), row.dtype)
+    for shard, lines in enumerate(parts):
         of_part, of_window = exchange.rows_of_part(shard, window)
-        result[of_window] = part[of_part]
+        result[of_window] = to_file_rows(lines, exchange.layout)[of_part]
     return result
+
+
+def _rows_of_pieces(
+    window: Window, packed: PackedRows, read: ReadTableRows
+) -> np.ndarray:
+    """Returns the new rows of a window."""
+    row = file_row(packed)
+    blocks = [_checked(read(*piece), piece, row) for piece in window.pieces]
+    return np.concatenate(blocks) if len(blocks) > 1 else blocks[0]
 
 
 def _parts_of_window(
     window: Window, exchange: LineExchange, packed: PackedRows, read: ReadTableRows
 ) -> np.ndarray:
     """Returns the lines that each owner gets of the rows of a window."""
-    row, layout = file_row(packed), exchange.layout
-    part_rows = exchange.part_lines * layout.rows_per_line
-    parts = np.zeros((exchange.num_shards, part_rows, *row.shape), row.dtype)
-    blocks = [_checked(read(*piece), piece, row) for piece in window.pieces]
-    if blocks:
-        rows = np.concatenate(blocks) if len(blocks) > 1 else blocks[0]
-        for shard, part in enumerate(parts):
-            of_part, of_window = exchange.rows_of_part(shard, window)
-            part[of_part] = rows[of_window]
-    return of_file_rows(parts.reshape(-1, *row.shape), layout)
+    row = file_row(packed)
+    parts = np.zeros((*_parts_rows(exchange), *row.shape), row.dtype)
+    if not window.pieces:
+        return of_file_rows(parts.reshape(-1, *row.shape), exchange.layout)
+    rows = _rows_of_pieces(window, packed, read)
+    return _dealt(rows, window, exchange, parts)
+
+
+def _parts_rows(exchange: LineExchange) -> tuple[int, int]:
+    """Returns the number of owners, and of the rows in the lines that each one gets."""
+    return exchange.num_shards, exchange.part_lines * exchange.layout.rows_per_line
+
+
+def _dealt(
+    rows: np.ndarray, window: Window, exchange: LineExchange, parts: np.ndarray
+) -> np.ndarray:
+    """Deals the rows of a window to their owners; returns the lines of all of them.
+
+    Args:
+      rows: `[num_rows, *shape]`.
+      window: range of the rows.
+      exchange: facts of the lines.
+      parts: gets the rows of each owner, `[num_shards, part_rows, *shape]`.
+    """
+    for shard, part in enumerate(parts):
+        of_part, of_window = exchange.rows_of_part(shard, window)
+        part[of_part] = rows[of_window]
+    return of_file_rows(parts.reshape(-1, *rows.shape[1:]), exchange.layout)
 
 
 def _checked(
@@ -317,3 +383,61 @@ def _checked(
             f"{found[0]} and dtype {found[1]}."
         )
     return rows
+
+
+def _lies_on_host(packed: PackedRows) -> bool:
+    """Returns True if the memory of this process holds all lines."""
+    lines = packed.arrays[0]
+    devices = lines.sharding.device_set
+    return lines.is_fully_addressable and all(x.platform == "cpu" for x in devices)
+
+
+def _read_on_host(
+    packed: PackedRows, exchange: LineExchange, windows: Sequence[Window]
+) -> Iterator[list[RowBlock]]:
+    """Yields the blocks of each window, from lines in the memory of this process."""
+    size = exchange.layout.num_lines
+    by_shard = [
+        jax.tree.map(np.asarray, _parts_by_index(lines, size))
+        for lines in packed.arrays
+    ]
+    # The rows of a single owner would be a view of its lines, which may be donated.
+    taken = np.array if exchange.num_shards == 1 else np.asarray
+    for window in windows:
+        parts = []
+        for shard in range(exchange.num_shards):
+            line = exchange.first_line(shard, window.start)
+            part = slice(line, line + exchange.part_lines)
+            columns = [of_array[shard][part] for of_array in by_shard]
+            parts.append(taken(join_columns(columns)))
+        yield list(_blocks_of_window(parts, window, exchange, file_row(packed)))
+
+
+def _write_on_host(
+    packed: PackedRows,
+    exchange: LineExchange,
+    windows: Sequence[Window],
+    read: ReadTableRows,
+) -> PackedRows:
+    """Replaces the rows of windows in the memory of this process."""
+    lines, row = list(packed.arrays), file_row(packed)
+    sharding = lines[0].sharding
+    # All windows share them: new memory costs as much as a copy.
+    parts = _aligned((*_parts_rows(exchange), *row.shape), row.dtype)
+    read_rows = functools.partial(_rows_of_pieces, packed=packed, read=read)
+    for window, rows in zip(windows, _read_ahead(read_rows, windows), strict=True):
+        dealt = _dealt(rows, window, exchange, parts)
+        bounds = _bounds([window], 1)
+        for j, part in enumerate(exchange.layout.split_columns(dealt)):
+            part = jax.device_put(part, sharding)
+            lines[j] = write_lines(lines[j], part, *bounds, exchange=exchange)
+        jax.block_until_ready(lines)
+    return packed.with_arrays(lines)
+
+
+def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns an array without values that CPU devices take without a copy."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return memory[begin : begin + size].view(dtype).reshape(shape)
