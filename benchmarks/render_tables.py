@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import waiting
 from markdown_tables import (
     Cells,
     Results,
@@ -44,6 +45,7 @@ def render_all(results: Results, *, check: bool = False) -> list[pathlib.Path]:
     texts = {path: _render_page(path, results) for path in _pages()}
     if "peers" in results:
         texts[ROOT / "benchmarks" / PICTURE] = draw(results)
+        texts[ROOT / "benchmarks" / waiting.PICTURE] = waiting.draw(results)
     changed = []
     for path, text in texts.items():
         if not path.exists() or path.read_text() != text:
@@ -290,6 +292,7 @@ TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "growth": _growth,
     "estimate": _estimate,
     "table_size": _table_size,
+    "waiting": waiting.render,
     **MEASURED_TABLES,
 }
 

@@ -21,6 +21,7 @@ import render_tables  # noqa: E402  # pyright: ignore[reportMissingImports]
 import results_file  # noqa: E402  # pyright: ignore[reportMissingImports]
 import settings  # noqa: E402  # pyright: ignore[reportMissingImports]
 import step_check  # noqa: E402  # pyright: ignore[reportMissingImports]
+import waiting  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 TINY = settings.SETTINGS["T0"]
 
@@ -120,6 +121,27 @@ def test_a_training_run_is_compared_with_its_teacher(
     assert output == f"some: {metric} {shown}, teacher {wanted}\n"
     table = render_tables.TABLES["training"](results)
     assert f"| {shown} | {wanted} | 1 s |" in table
+
+
+def test_waits_without_figures_are_left_out():
+    results = results_file.load_results()
+    every = waiting.waits(results)
+    del results["peers"]
+    assert waiting.waits(results) == [w for w in every if w.script != "peers.py"]
+    assert len(waiting.render(results).splitlines()) == 2 + len(waiting.waits(results))
+    assert waiting.waits({}) == []
+    assert waiting.draw({}).endswith("</svg>\n")
+
+
+def test_all_goes_on_after_a_benchmark_that_fails(tmp_path):
+    options = ["--quick", "--only", "peers", "prepare_speed", "--output", tmp_path]
+    options += ["--python", "torch=/nowhere"]
+    command = [sys.executable, ROOT / "benchmarks" / "all.py", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "== peers FAILED" in done.stdout
+    assert (tmp_path / "prepare_speed.json").exists()
+    assert not (tmp_path / "peers.json").exists()
 
 
 def test_a_table_without_figures_says_so():
