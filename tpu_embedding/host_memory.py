@@ -14,6 +14,7 @@ __all__ = ["keep_freed_memory"]
 _TRIM_THRESHOLD: Final = -1
 _TOP_PAD: Final = -2
 _MMAP_MAX: Final = -4
+_ARENA_MAX: Final = -8
 
 _MAX_INT: Final = 2**31 - 1
 _PAD_BYTES: Final = 64 * 2**20
@@ -24,7 +25,8 @@ def keep_freed_memory() -> bool:
     """Keeps freed memory in this process, for the buffers of the next step.
 
     Steps on CPUs get faster where they allocate buffers of more than 32 MB, most of all
-    on two or more emulated devices. The setting holds for all libraries of the process,
+    on two or more emulated devices. Call it before JAX starts its threads: before the
+    first array, mesh or plan. The setting holds for all libraries of the process,
     and the memory of the process stays at its peak. The training command calls this
     function on CPUs; the library never does by itself.
 
@@ -41,4 +43,5 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError, TypeError):  # macOS, Windows
         return False
     settings = {_MMAP_MAX: 0, _TRIM_THRESHOLD: _MAX_INT, _TOP_PAD: _PAD_BYTES}
+    settings[_ARENA_MAX] = 1  # An arena of a thread of its own is limited to 64 MB.
     return all(mallopt(name, value) == 1 for name, value in settings.items())

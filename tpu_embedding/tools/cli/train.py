@@ -136,12 +136,13 @@ def _train(parsed: argparse.Namespace) -> int:
         jax.config.update("jax_enable_compilation_cache", False)
     mesh = None
     if parsed.devices is not None:
+        keep_freed_memory()
         mesh = emulated_mesh(parsed.devices, job.num_processes, parsed.slices)
     elif parsed.slices is not None:
         raise UsageError(
             "--slices needs --devices: it emulates slices; TPUs know their own."
         )
-    if jax.default_backend() == "cpu":
+    elif jax.default_backend() == "cpu":
         keep_freed_memory()
     existing_run: ExistingRun = "refuse"
     if parsed.resume or parsed.overwrite:
