@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any, Final
 
+import numpy as np
+
 DIRECTORY: Final = pathlib.Path(__file__).parent
 LAST_CHARACTERS: Final = 1500
 """Length of the end of a side's messages that an error shows."""
@@ -137,6 +139,10 @@ class Times:
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return 1e3 * low, 1e3 * high
 
+    def percentile_ms(self, percent: float) -> float:
+        """Returns the time that `percent` % of the steps do not exceed."""
+        return 1e3 * float(np.percentile(self.seconds, percent))
+
     def fields(self, name: str) -> dict[str, Any]:
         """Returns the fields of a result."""
         return {
@@ -188,7 +194,7 @@ def time_in_turns(
                     limit=turns.seconds,
                 )
                 times[name][method].add(reply)
-                last.append(f"{name} {1e3 * statistics.median(reply['seconds']):.1f}")
+                last.append(f"{name} {1e3 * statistics.median(reply['seconds']):.2f}")
             print(
                 f"  round {number + 1} of {turns.rounds}, {method}, ms: "
                 + ", ".join(last),

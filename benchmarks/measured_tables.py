@@ -15,7 +15,7 @@ from markdown_tables import (
     table,
 )
 from peers_picture import PICTURE
-from sides import OURS, SIDES
+from sides import OURS, SERVERS, SIDES
 
 
 def _peers(results: Results) -> str:
@@ -256,6 +256,20 @@ def _first_step(results: Results) -> str:
     return table(rows)
 
 
+def _serving_latency(results: Results) -> str:
+    head = ("setting", "rows", "batch", "served by", "p50, ms", "p99, ms", "calls")
+    rows: list[Cells] = [(*head, "StableHLO / this, p50")]
+    last = None
+    for row in results["serving_latency"]["results"]:
+        case = (row["setting"], row["dtype"], f"{row['batch']:,}")
+        cells = ("", "", "") if case == last else case
+        last = case
+        cells += (SERVERS[row["side"]].title,)
+        cells += tuple(show_time(row[name]) for name in ("p50_ms", "p99_ms"))
+        rows.append((*cells, f"{row['calls']:,}", f"{row['ratio']:.2f}"))
+    return table(rows)
+
+
 def _processors(results: Results) -> str:
     rows: list[Cells] = [("benchmark", "machine", "results", "CPU, instruction sets")]
     for name, benchmark in results.items():
@@ -309,6 +323,7 @@ MEASURED_TABLES: Final[dict[str, Callable[[Results], str]]] = {
     "dynamic_steps": _if_measured("dynamic_steps", _dynamic_steps),
     "host_memory": _if_measured("host_memory", _host_memory),
     "first_step": _if_measured("first_step", _first_step),
+    "serving_latency": _if_measured("serving_latency", _serving_latency),
     "step_profile": _if_measured("step_profile", _step_profile),
     "processors": _processors,
 }

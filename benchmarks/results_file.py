@@ -38,6 +38,7 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
     "dynamic_steps": ("setting", "side"),
     "host_memory": ("setting", "devices", "memory"),
     "first_step": ("program", "start"),
+    "serving_latency": ("setting", "dtype", "batch", "side"),
     "step_profile": ("setting", "part", "operation"),
 }
 """Benchmark to the fields that name one of its results."""

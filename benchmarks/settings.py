@@ -59,6 +59,36 @@ SETTINGS: Final = {
 }
 """S1 to S3 are measured. T0 is tiny, to try the command."""
 
+SERVED_SHAPES: Final[dict[str, dict[str, int]]] = {
+    "one_hot": {"tables": 26, "dim": 32, "valence": 1},
+    "bags": {"tables": 8, "dim": 128, "valence": 20},
+    "tiny": {"tables": 2, "dim": 8, "valence": 4},
+}
+"""Shapes of `serving_latency.py`. `tiny` is to try the command."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingSetting(Setting):
+    """Lookups that are served, without training.
+
+    Attributes:
+      dtype: storage type of the rows, `float32` or `int8`.
+      directory: holds the exports; see `serving_export.py`.
+    """
+
+    dtype: str
+    directory: str
+
+    def by_feature(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns a request: int64 `[batch]` or `[batch, valence]` by feature.
+
+        Args:
+          ids: `[tables, batch, valence]`.
+        """
+        ids = ids.astype(np.int64)
+        by_table = ids[..., 0] if self.valence == 1 else ids
+        return {f"f{i:03d}": each for i, each in enumerate(by_table)}
+
 
 BLOCK: Final = 2**14
 """Rows that `initial_table` computes at a time: little memory beside a table."""
@@ -91,6 +121,21 @@ def initial_table(setting: Setting, table: int) -> np.ndarray:
         row_ids = np.arange(start, min(start + BLOCK, setting.rows))
         rows[row_ids] = initial_values(table, row_ids, setting.dim)
     return rows
+
+
+def int8_codes(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns rows as bytes `q`, scales and biases: a row is `scale * q + bias`.
+
+    Args:
+      rows: `[rows, dim]`; no row has equal elements only.
+
+    Returns:
+      uint8 `[rows, dim]`, and float32 `[rows]` twice.
+    """
+    bias = rows.min(axis=1)
+    scale = (rows.max(axis=1) - bias) / np.float32(255)
+    codes = np.rint((rows - bias[:, None]) / scale[:, None])
+    return np.clip(codes, 0, 255).astype(np.uint8), scale, bias
 
 
 def cotangents(setting: Setting) -> np.ndarray:

@@ -42,10 +42,18 @@ class Worker:
         np.save(file, np.stack([before, self._side.activations(batch)]))
         return {"versions": self._side.versions}
 
+    def look_up(self, file: str) -> dict[str, Any]:
+        """Writes the activations of batch 0, for a side that does not train."""
+        (batch,) = self._load(0, 1)
+        np.save(file, self._side.activations(batch))
+        return {"versions": self._side.versions}
+
     def time_each(
         self, method: str, first: int, count: int, limit: float
     ) -> dict[str, Any]:
         """Times each step on `count` batches, from batch `first`, up to a time limit.
+
+        Behind the last batch of the file comes the first one again.
 
         One more step before them is not timed. It brings caches, and threads that
         sleep, back to work.
@@ -77,8 +85,10 @@ class Worker:
 
     def _host_batch(self, place: int) -> Any:
         if isinstance(self._batches, np.ndarray):
-            return np.array(self._batches[place])
-        return {name: array[place] for name, array in self._batches.items()}
+            return np.array(self._batches[place % len(self._batches)])
+        return {
+            name: array[place % len(array)] for name, array in self._batches.items()
+        }
 
     def _reply(self, seconds: list[float]) -> dict[str, Any]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -84,6 +84,13 @@ def test_peers_run_in_turns_and_agree(tmp_path):
         ("unique_rows.py", ["--setting", "tiny", "--rounds", "1", "--steps", "2"]),
         ("host_memory.py", ["--setting", "T0", "--rounds", "1", "--steps", "2"]),
         ("first_step.py", ["--rounds", "1"]),
+        (
+            "serving_latency.py",
+            [
+                *("--setting", "tiny", "--batch", "1", "16", "--rows", "1000"),
+                *("--rounds", "1", "--calls", "2"),
+            ],
+        ),
         ("dynamic_steps.py", ["--setting", "tiny", "--rounds", "1", "--steps", "2"]),
     ],
 )

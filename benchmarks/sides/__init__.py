@@ -1,4 +1,4 @@
-"""The libraries that `peers.py` times: one module for each.
+"""The libraries that `peers.py` and `serving_latency.py` time: one module for each.
 
 Each module has a class `Side`:
 
@@ -8,6 +8,9 @@ Each module has a class `Side`:
     side.forward(batch)            # lookup alone; waits for the end
     side.activations(batch)        # its result, [batch, tables, dim], NumPy
     side.versions                  # of the libraries
+
+A side of `serving_latency.py` has no `train`. Its `load` returns NumPy arrays, and its
+`forward` takes them and returns NumPy arrays.
 
 A side works in its library's own form: a list of activations where the library has one
 object per table, one array where it fuses them. This module needs no library itself.
@@ -90,3 +93,42 @@ SIDES: Final = {
     ),
 }
 """Name in commands to library."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerInfo:
+    """A way to serve lookups, as `serving_latency.py` knows it.
+
+    Attributes:
+      title: name in tables.
+      module: module of this folder that has its `Side`.
+      requires: modules that its interpreter must find.
+      export: format that `serving_export.py` writes for it; None: it needs no export.
+    """
+
+    title: str
+    module: str
+    requires: tuple[str, ...]
+    export: str | None = None
+
+
+SERVERS: Final = {
+    "stablehlo": ServerInfo(
+        title="StableHLO, `te.export.load`",
+        module="served_stablehlo",
+        requires=("tpu_embedding",),
+        export="stablehlo",
+    ),
+    "tensorflow": ServerInfo(
+        title="SavedModel, TensorFlow",
+        module="served_saved_model",
+        requires=("tensorflow", "tpu_embedding"),
+        export="saved_model",
+    ),
+    "torch": ServerInfo(
+        title="TorchScript EmbeddingBag",
+        module="served_torch",
+        requires=("torch", "numpy"),
+    ),
+}
+"""Name in commands to way to serve; the first is compared with the others."""

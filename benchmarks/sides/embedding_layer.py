@@ -35,7 +35,7 @@ class Side:
         optimizer = te.optimizers.rowwise_adagrad(
             LEARNING_RATE, INITIAL_ACCUMULATOR, epsilon=EPSILON
         )
-        self._plan = te.make_plan(_features(setting), optimizer=optimizer)
+        self._plan = te.make_plan(table_features(setting), optimizer=optimizer)
         tables = te.functional.init_tables(self._plan, jax.random.key(0))
         self._state = [tables, te.functional.init_slots(tables, self._plan)]
         by_table = np.moveaxis(cotangents(setting), 1, 0)
@@ -74,7 +74,7 @@ class Side:
         return np.stack([np.asarray(a) for a in self.forward(batch).values()], axis=1)
 
 
-def _features(setting: Setting) -> dict[str, te.FeatureConfig]:
+def table_features(setting: Setting) -> dict[str, te.FeatureConfig]:
     """Returns one feature per table; each table starts from the values of all sides."""
     return {
         f"f{i:03d}": te.FeatureConfig(
