@@ -39,6 +39,7 @@ class Feeder:
         self._signature = signature
         self._by_name = {each.name: each for each in signature.inputs}
         self._sizes = BufferSizes()
+        self._plan = _input_plan(signature.inputs)
 
     def arrays_of(self, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
         """Returns the arrays of `Signature.arrays`.
@@ -98,15 +99,7 @@ class Feeder:
     def _prepared(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Checks the inputs that hold ids; ragged ones get a buffer for one shard."""
         nest = {k: values[k] for k, x in self._by_name.items() if x.kind != "array"}
-        if not nest:
-            return {}
-        _, tree = jax.tree.flatten(dict.fromkeys(nest, 0))
-        plan = InputPlan(
-            features=tuple(_feature_plan(self._by_name[name]) for name in sorted(nest)),
-            feature_tree=tree,
-            num_shards=1,
-        )
-        return prepare_features(nest, plan, sizes=self._sizes)
+        return prepare_features(nest, self._plan, sizes=self._sizes) if nest else {}
 
     def _check_shapes(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Refuses arrays of other shapes, and inputs of unequal batches."""
@@ -133,6 +126,17 @@ class Feeder:
                     "All inputs must have the same number of samples, got "
                     f"{batch_size} for {first} and {samples} for input {name!r}."
                 )
+
+
+def _input_plan(inputs: Sequence[Input]) -> InputPlan:
+    """Returns the rules by which all inputs that hold ids are checked."""
+    by_name = {each.name: each for each in inputs if each.kind != "array"}
+    _, tree = jax.tree.flatten(dict.fromkeys(by_name, 0))
+    return InputPlan(
+        features=tuple(_feature_plan(by_name[name]) for name in sorted(by_name)),
+        feature_tree=tree,
+        num_shards=1,
+    )
 
 
 def _feature_plan(each: Input) -> FeaturePlan:
