@@ -40,6 +40,7 @@ class Feeder:
         self._by_name = {each.name: each for each in signature.inputs}
         self._sizes = BufferSizes()
         self._plan = _input_plan(signature.inputs)
+        self._arrays = signature.arrays
 
     def arrays_of(self, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
         """Returns the arrays of `Signature.arrays`.
@@ -105,7 +106,7 @@ class Feeder:
         """Refuses arrays of other shapes, and inputs of unequal batches."""
         batch_size = self._signature.batch_size
         first = "the export's batch_size"
-        for name, spec in self._signature.arrays.items():
+        for name, spec in self._arrays.items():
             shape = arrays[name].shape
             fits = len(shape) == len(spec.shape) and all(
                 isinstance(want, str) or want == got
