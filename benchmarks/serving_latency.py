@@ -40,7 +40,7 @@ from settings import SERVED_SHAPES, ServingSetting
 from sides import SERVERS
 from step_check import start_server, write_batches
 
-MOST_IDS: Final = 2**24
+MAX_TURN_IDS: Final = 2**24
 """Ids of a turn, which lie in memory."""
 FIRST: Final = next(iter(SERVERS))
 
@@ -85,7 +85,7 @@ class Latency:
 
     def _time(self, names: list[str], setting: ServingSetting) -> list[dict[str, Any]]:
         ids_of_call = setting.tables * setting.batch * setting.valence
-        most = max(2, MOST_IDS // ids_of_call)
+        most = max(2, MAX_TURN_IDS // ids_of_call)
         steps = min(self.calls // self.rounds, most - 1)
         turns = Turns(rounds=self.rounds, steps=steps, seconds=self.seconds)
         file = write_batches(
