@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from tpu_embedding.tools.data.criteo import Criteo
-from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES
+from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES, NUM_DENSE
 from tpu_embedding.tools.data.synthetic_criteo import write_criteo_sample
 
 VOCABULARY_SIZE: Final = 100_000
@@ -20,6 +20,9 @@ ROW_GROUP_ROWS: Final = 65_536
 
 TAIL: Final = CATEGORY_NAMES[-4:]
 """Features that the Parquet file holds in one column of lists."""
+
+DENSE_COLUMNS: Final = tuple(f"dense_{i:02d}" for i in range(NUM_DENSE))
+"""Columns of dense inputs in the Parquet file."""
 
 FILES: Final = {
     "text": "day_0",
@@ -106,7 +109,7 @@ def _write_parquet(
     offsets = np.arange(len(tail) + 1, dtype=np.int32) * len(TAIL)
     lists = pa.ListArray.from_arrays(offsets, tail.ravel())
     columns = {n: column for n, column in columns.items() if n not in TAIL}
-    columns |= {f"dense_{i:02d}": pa.array(x) for i, x in enumerate(dense.T)}
+    columns |= dict(zip(DENSE_COLUMNS, map(pa.array, dense.T), strict=True))
     table = pa.table(columns | {"tail": lists, "label": pa.array(labels)})
     with pq.ParquetWriter(directory / FILES["parquet"], table.schema) as writer:
         for _ in range(num_tiles):

@@ -8,13 +8,23 @@ format, a process of its own reads one epoch, shuffled by blocks. Its memory is 
 above that before the files were opened: once after a fifth of the epoch, and once at
 its end. Flat memory shows as two equal figures.
 
-Then another process reads windows of batches in turns, by this package and by another
-reader of the format: pandas for text, NumPy's own mapped arrays, and pyarrow
-for Parquet. Those readers go through the files in order. They parse all columns, and
-convert nothing to row ids or to batches.
+Then another process reads windows of batches in turns: by this package shuffled, by
+this package in file order, and by other readers of the format in file order. For a
+batch of 8,192 samples, the sides do this work:
+
+* This package checks every value, and makes a `Batch`: 26 int32 arrays of row ids,
+  float32 `[batch, 13]`, labels and weights. It hashes categories of text to row ids.
+* pandas and pyarrow.csv parse all columns of the text, by their defaults. Categories
+  stay text. pyarrow.csv yields blocks of 1 MB.
+* NumPy copies a slice of each mapped array.
+* pyarrow decodes all columns of the Parquet file, and makes NumPy arrays of them: ids,
+  labels, values and offsets of the lists, and float32 `[batch, 13]`.
+
+CPU seconds are those of all threads.
 """
 
 import argparse
+import itertools
 import pathlib
 import re
 import statistics
@@ -25,6 +35,7 @@ from typing import Any, Final
 
 import numpy as np
 from input_files import (
+    DENSE_COLUMNS,
     FILES,
     TAIL,
     TILE_ROWS,
@@ -37,20 +48,18 @@ from measuring import run_fresh, write_document
 from tpu_embedding.tools.data.array_files import open_npy, open_npz
 from tpu_embedding.tools.data.block_dataset import BlockDataset
 from tpu_embedding.tools.data.criteo import Criteo
-from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES, NUM_DENSE
+from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES
 from tpu_embedding.tools.data.multi_hot_clicks import MultiHotClicks
 from tpu_embedding.tools.train import ParquetFeature, ParquetSource
 
 BATCH_SIZE: Final = 8192
-WINDOW: Final = 8
-"""Batches that one side reads before it is the other's turn."""
+WINDOW: Final = 32
+"""Batches that one side reads before it is the next one's turn.
+
+They hold four row groups, so that no window is spared the decoding.
+"""
 
 HELD_OUT: Final = 1000
-PEERS: Final = {
-    "text": "pandas",
-    "arrays": "numpy",
-    "parquet": "pyarrow",
-}
 
 
 def stream(name: str, directory: pathlib.Path) -> dict[str, Any]:
@@ -75,35 +84,53 @@ def stream(name: str, directory: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def compare(name: str, directory: pathlib.Path, num_windows: int) -> dict[str, Any]:
-    """Reads windows of batches by both sides in turns; returns median rates."""
-    data = open_data(name, directory)
-    peer = _PEER_READERS[name](directory)
-    seconds: dict[str, list[float]] = {"ours": [], "peer": []}
-    for window in range(num_windows):
-        steps = range(window * WINDOW, (window + 1) * WINDOW)
-        start = time.perf_counter()
-        for step in steps:
-            data.train_batch(step)
-        middle = time.perf_counter()
-        num_rows = 0
-        while num_rows < WINDOW * BATCH_SIZE:
-            num_rows += next(peer)
-        end = time.perf_counter()
-        seconds["ours"].append((middle - start) / (WINDOW * BATCH_SIZE))
-        seconds["peer"].append((end - middle) / num_rows)
+def compare(
+    name: str, directory: pathlib.Path, num_samples: int, num_windows: int
+) -> list[dict[str, Any]]:
+    """Reads windows of batches by all sides in turns; returns a row for each peer."""
+    sides = {
+        "shuffled": _read_shuffled(name, directory),
+        "file_order": _read_in_file_order(name, directory, num_samples - BATCH_SIZE),
+    }
+    sides |= {peer: read(directory) for peer, read in _PEER_READERS[name].items()}
+    windows: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
+    for _ in range(num_windows):
+        for side, reader in sides.items():
+            start, cpu_start = time.perf_counter(), time.process_time()
+            num_rows = 0
+            while num_rows < WINDOW * BATCH_SIZE:
+                num_rows += next(reader)
+            seconds = time.perf_counter() - start
+            cpu_seconds = time.process_time() - cpu_start
+            windows[side].append((num_rows / seconds, cpu_seconds / num_rows))
     # The first window of a side fills caches.
-    rates = {side: 1 / statistics.median(each[1:]) for side, each in seconds.items()}
+    found = {side: _summary(each[1:]) for side, each in windows.items()}
+    rows = []
+    for peer in _PEER_READERS[name]:
+        row = {"peer": peer, "windows": num_windows - 1, **found["shuffled"]}
+        row |= {f"file_order_{k}": v for k, v in found["file_order"].items()}
+        row |= {f"peer_{k}": v for k, v in found[peer].items()}
+        for order in ("", "file_order_"):
+            rate = row[f"{order}samples_per_second"]
+            row[f"{order}ratio"] = rate / row["peer_samples_per_second"]
+        rows.append(row)
+    return rows
+
+
+def _summary(windows: list[tuple[float, float]]) -> dict[str, Any]:
+    """Returns median and quartiles of the rate, and the median CPU time."""
+    rates = [rate for rate, _ in windows]
+    low, median, high = np.percentile(rates, [25, 50, 75]).tolist()
     return {
-        "samples_per_second": rates["ours"],
-        "peer": PEERS[name],
-        "peer_samples_per_second": rates["peer"],
-        "ratio": rates["ours"] / rates["peer"],
-        "windows": num_windows - 1,
+        "samples_per_second": median,
+        "samples_per_second_quartiles": [low, high],
+        "cpu_seconds_per_million": 1e6 * statistics.median(cpu for _, cpu in windows),
     }
 
 
-def open_data(name: str, directory: pathlib.Path) -> BlockDataset:
+def open_data(
+    name: str, directory: pathlib.Path, num_held_out: int = HELD_OUT
+) -> BlockDataset:
     """Opens the files of a format by this package."""
     path = directory / FILES[name]
     sizes = dict.fromkeys(CATEGORY_NAMES, VOCABULARY_SIZE)
@@ -119,8 +146,8 @@ def open_data(name: str, directory: pathlib.Path) -> BlockDataset:
                 ),
             ),
             label="label",
-            dense=tuple(f"dense_{i:02d}" for i in range(NUM_DENSE)),
-            num_evaluation_samples=HELD_OUT,
+            dense=DENSE_COLUMNS,
+            num_evaluation_samples=num_held_out,
         )
         return source.open(path, batch_size=BATCH_SIZE, seed=0)
     if name == "arrays":
@@ -129,22 +156,52 @@ def open_data(name: str, directory: pathlib.Path) -> BlockDataset:
             batch_size=BATCH_SIZE,
             vocabulary_sizes=sizes,
             valences=dict.fromkeys(CATEGORY_NAMES, 1),
-            num_evaluation_samples=HELD_OUT,
+            num_evaluation_samples=num_held_out,
         )
     return Criteo(
         path,
         batch_size=BATCH_SIZE,
         vocabulary_sizes=VOCABULARY_SIZE,
-        num_evaluation_samples=HELD_OUT,
+        num_evaluation_samples=num_held_out,
     )
 
 
-def _read_by_pandas(path: pathlib.Path) -> Iterator[int]:
+def _read_shuffled(name: str, directory: pathlib.Path) -> Iterator[int]:
+    data = open_data(name, directory)
+    for step in itertools.count():
+        data.train_batch(step)
+        yield BATCH_SIZE
+
+
+def _read_in_file_order(
+    name: str, directory: pathlib.Path, num_samples: int
+) -> Iterator[int]:
+    data = open_data(name, directory, num_samples)
+    while True:
+        for _ in data.evaluation_batches():
+            yield BATCH_SIZE
+
+
+def _read_by_pandas(directory: pathlib.Path) -> Iterator[int]:
     import pandas  # pyright: ignore[reportMissingImports]
 
+    path = directory / FILES["text"]
     while True:
         for chunk in pandas.read_csv(path, sep="\t", header=None, chunksize=BATCH_SIZE):
             yield len(chunk)
+
+
+def _read_by_pyarrow_csv(directory: pathlib.Path) -> Iterator[int]:
+    import pyarrow.csv as csv
+
+    while True:
+        with csv.open_csv(
+            directory / FILES["text"],
+            read_options=csv.ReadOptions(autogenerate_column_names=True),
+            parse_options=csv.ParseOptions(delimiter="\t"),
+        ) as reader:
+            for batch in reader:
+                yield batch.num_rows
 
 
 def _read_by_numpy(directory: pathlib.Path) -> Iterator[int]:
@@ -168,13 +225,18 @@ def _read_by_pyarrow(directory: pathlib.Path) -> Iterator[int]:
     while True:
         with pq.ParquetFile(directory / FILES["parquet"]) as file:
             for batch in file.iter_batches(BATCH_SIZE):
+                lists = batch.column("tail")
+                columns = dict(zip(batch.column_names, batch.columns, strict=True))
+                columns |= {"tail": lists.flatten(), "tail_offsets": lists.offsets}
+                arrays = {name: each.to_numpy() for name, each in columns.items()}
+                np.stack([arrays.pop(name) for name in DENSE_COLUMNS], axis=1)
                 yield batch.num_rows
 
 
-_PEER_READERS: Final[dict[str, Callable[[pathlib.Path], Iterator[int]]]] = {
-    "text": lambda directory: _read_by_pandas(directory / FILES["text"]),
-    "arrays": _read_by_numpy,
-    "parquet": _read_by_pyarrow,
+_PEER_READERS: Final[dict[str, dict[str, Callable[[pathlib.Path], Iterator[int]]]]] = {
+    "text": {"pandas": _read_by_pandas, "pyarrow.csv": _read_by_pyarrow_csv},
+    "arrays": {"numpy": _read_by_numpy},
+    "parquet": {"pyarrow": _read_by_pyarrow},
 }
 
 
@@ -190,6 +252,21 @@ def _file_bytes(name: str, directory: pathlib.Path) -> int:
     if name == "arrays":
         paths += directory.glob("*.npy")
     return sum(path.stat().st_size for path in paths)
+
+
+def _lines(row: dict[str, Any]) -> Iterator[str]:
+    for prefix, side in (("", "shuffled"), ("file_order_", "in file order")):
+        yield f"  {side:13} {_rate(row, prefix)}; {row[prefix + 'ratio']:.2f} of peer"
+    yield f"  {row['peer']:13} {_rate(row, 'peer_')}"
+
+
+def _rate(row: dict[str, Any], prefix: str) -> str:
+    low, high = row[f"{prefix}samples_per_second_quartiles"]
+    return (
+        f"{row[f'{prefix}samples_per_second']:11,.0f} samples/s "
+        f"({low:,.0f} to {high:,.0f}), "
+        f"{row[f'{prefix}cpu_seconds_per_million']:.2f} CPU s per million"
+    )
 
 
 def main() -> None:
@@ -210,16 +287,17 @@ def main() -> None:
         for name in arguments.format:
             row = {"format": name, "file_bytes": _file_bytes(name, directory)}
             row |= run_fresh(stream, name, directory)
-            row |= run_fresh(compare, name, directory, arguments.windows)
-            results.append(row)
+            compared = run_fresh(
+                compare, name, directory, num_samples, arguments.windows
+            )
+            results += [row | each for each in compared]
             print(
                 f"{name:8} {row['file_bytes'] / 1e9:5.2f} GB, peak memory "
                 f"{row['early_peak_bytes'] / 1e6:.0f} MB after a fifth, "
-                f"{row['peak_bytes'] / 1e6:.0f} MB at the end; "
-                f"{row['samples_per_second']:,.0f} samples/s, {row['ratio']:.2f} of "
-                f"{row['peer']}",
-                flush=True,
+                f"{row['peak_bytes'] / 1e6:.0f} MB at the end"
             )
+            for each in compared:
+                print(*_lines(each), sep="\n", flush=True)
     write_document(
         arguments.json,
         "input_speed",

@@ -110,29 +110,36 @@ def _checkpoint_speed(results: Results) -> str:
 
 
 def _input_speed(results: Results) -> str:
-    rows: list[Cells] = [
-        (
-            "format",
-            "files",
-            "memory after a fifth",
-            "memory at the end",
-            "samples/s",
-            "beside",
-            "samples/s",
-            "ratio",
-        )
+    found = results["input_speed"]["results"]
+    columns: list[tuple[str, str, Callable[[Any], str]]] = [
+        ("format", "format", str),
+        ("files", "file_bytes", lambda size: f"{size / 1e9:.1f} GB"),
+        ("memory after a fifth", "early_peak_bytes", _megabytes),
+        ("memory at the end", "peak_bytes", _megabytes),
+        ("samples/s", "samples_per_second", "{:,.0f}".format),
+        ("beside", "peer", str),
+        ("samples/s", "peer_samples_per_second", "{:,.0f}".format),
+        ("ratio", "ratio", "{:.2f}".format),
+        ("in file order", "file_order_samples_per_second", "{:,.0f}".format),
+        ("ratio", "file_order_ratio", "{:.2f}".format),
     ]
-    for row in results["input_speed"]["results"]:
-        memory = [
-            f"{row[name] / 1e6:,.0f} MB" for name in ("early_peak_bytes", "peak_bytes")
-        ]
-        rates = [
-            f"{row[name]:,.0f}"
-            for name in ("samples_per_second", "peer_samples_per_second")
-        ]
-        cells = (row["format"], f"{row['file_bytes'] / 1e9:.1f} GB", *memory, rates[0])
-        rows.append((*cells, row["peer"], rates[1], f"{row['ratio']:.2f}"))
+    for side, name in (
+        ("", ""),
+        (", in file order", "file_order_"),
+        (", peer", "peer_"),
+    ):
+        title = f"CPU s per million{side}"
+        columns.append((title, f"{name}cpu_seconds_per_million", "{:.2f}".format))
+    # Earlier figures have no file order.
+    columns = [each for each in columns if all(each[1] in row for row in found)]
+    rows: list[Cells] = [tuple(title for title, _, _ in columns)]
+    for row in found:
+        rows.append(tuple(show(row[field]) for _, field, show in columns))
     return table(rows)
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:,.0f} MB"
 
 
 def _dlrm_speed(results: Results) -> str:

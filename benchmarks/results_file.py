@@ -28,7 +28,7 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
     "compile_time": ("tables", "features"),
     "prepare_speed": ("form",),
     "checkpoint_speed": ("work", "side", "devices"),
-    "input_speed": ("format",),
+    "input_speed": ("format", "peer"),
     "dlrm_speed": ("side",),
     "device_count": ("setting", "devices"),
     "peak_memory": ("setting",),
