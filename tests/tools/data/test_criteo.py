@@ -4,16 +4,18 @@ import gzip
 import itertools
 import math
 import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 
-from tpu_embedding.tools.data import block_order, criteo_format, criteo_lines
+from tpu_embedding.tools.data import block_order, criteo_lines, criteo_parser
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.data.criteo import Criteo
 from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES
 from tpu_embedding.tools.data.criteo_lines import find_logs
+from tpu_embedding.tools.data.pyarrow_modules import MissingPyarrowError
 
 ZEROS = ["0"] * 13
 CATEGORY = ["68fd1e64"] * 26
@@ -122,20 +124,45 @@ def test_hash_is_stable(tmp_path):
 
 
 @pytest.mark.parametrize("length", [1, 3, 8])
-def test_every_byte_in_every_place_of_a_category(length):
-    texts = [
-        b"7" * place + bytes([byte]) + b"a" * (length - 1 - place)
-        for byte in range(256)
-        for place in range(length)
-    ]
-    starts = length * np.arange(len(texts))[:, None]
-    lengths = np.full_like(starts, length)
-    data = np.frombuffer(b"".join(texts), np.uint8)
-    values, bad = criteo_format._parse_hex(data, starts, lengths)
+def test_every_byte_in_every_place_of_a_category(tmp_path, length):
     digits = b"0123456789abcdefABCDEF"
-    for text, value, is_bad in zip(texts, values[:, 0], bad[:, 0], strict=True):
-        assert is_bad == any(byte not in digits for byte in text)
-        assert is_bad or value == int(text, 16)
+    path = tmp_path / "day_0"
+    for byte in range(256):
+        if byte in b"\t\n":
+            continue
+        texts = [
+            b"7" * place + bytes([byte]) + b"a" * (length - 1 - place)
+            for place in range(length)
+        ]
+        line = make_line(categories=[""] * 25 + ["{}"]).encode()
+        text = b"".join(line.replace(b"{}", each) + b"\n" for each in texts)
+        numbers, sizes = np.arange(length) + 1, np.full(26, 1000)
+        # A carriage return before the newline belongs to the end of the line.
+        if byte in digits or (byte == ord("\r") and length == 1):
+            row_ids = criteo_parser.parse_lines(text, numbers, path, sizes).row_ids
+            assert row_ids[25].tolist() == [
+                python_row_id(25, each.decode().strip(), 1000) for each in texts
+            ]
+            continue
+        with pytest.raises(DataError, match=r"line 1: field 40 \(cat_25\)"):
+            criteo_parser.parse_lines(text, numbers, path, sizes)
+
+
+def test_damage_that_pyarrow_reads(tmp_path):
+    text = {"bom": "\ufeff" + make_line(), "hex": replaced(4, "0x12")}
+    for line in text.values():
+        (tmp_path / "day_0").write_text(line + "\n" + make_line() + "\n")
+        with pytest.raises(DataError, match=r"day_0, line 1: field [14] "):
+            read(tmp_path / "day_0", num_evaluation_samples=1)
+
+
+def test_the_missing_library_is_named(tmp_path, monkeypatch):
+    path = write(tmp_path / "day_0", [make_line()] * 5)
+    monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
+    with pytest.raises(
+        MissingPyarrowError, match=r"Criteo's logs need .*tpu-embedding\[parquet\]"
+    ):
+        read(path)
 
 
 DAMAGED = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.parquet_rows import MissingParquetLibraryError
+from tpu_embedding.tools.data.pyarrow_modules import MissingPyarrowError
 from tpu_embedding.tools.train import ParquetFeature, ParquetSource
 
 pa = pytest.importorskip("pyarrow")
@@ -269,7 +269,7 @@ def test_missing_files_and_library(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="must hold a row, got none"):
         open_source(tmp_path)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(MissingParquetLibraryError, match=r"tpu-embedding\[parquet\]"):
+    with pytest.raises(MissingPyarrowError, match=r"tpu-embedding\[parquet\]"):
         open_source(tmp_path)
 
 

@@ -13,7 +13,8 @@ Criteo's text:
 
 * `criteo`: the data set.
 * `criteo_lines`: the reader of one file, or of one per day.
-* `criteo_format`: the fields of a line, their checks, and their conversion to row ids.
+* `criteo_parser`: the fields of lines and their checks, by pyarrow.csv.
+* `criteo_format`: the conversion of fields to dense inputs and row ids.
 * `line_blocks`: random access to the lines of a text file.
 
 Other files:
@@ -21,6 +22,7 @@ Other files:
 * `multi_hot_clicks`: the arrays of MLPerf's DLRM-DCNv2.
 * `array_files`, `mapped_file`: arrays of .npy and .npz files, mapped into memory.
 * `parquet_rows`, `parquet_columns`: Parquet files; the declaration of their columns.
+* `pyarrow_modules`: imports pyarrow, or says how to install it.
 * `movielens`: MovieLens-100K.
 
 Synthetic samples, whose best possible loss is known:

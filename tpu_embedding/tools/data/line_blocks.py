@@ -16,7 +16,7 @@ from tpu_embedding.tools.data.mapped_file import MappedFile
 SCAN_BYTES: Final = 2**24
 """Bytes scanned for line ends at a time; the scan takes a few times this memory."""
 
-NEWLINE: Final = ord("\n")
+_NEWLINE: Final = ord("\n")
 
 
 class LineBlocks:
@@ -52,39 +52,44 @@ class LineBlocks:
         self._text = MappedFile(path)
         self.num_lines, self._offsets, self.digest = _index(self._text, block_size)
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Returns the bytes of lines `start` to `stop - 1`, counted from 0.
+    def read(self, start: int, stop: int) -> bytes:
+        """Returns lines `start` to `stop - 1`, counted from 0.
 
         The last byte is always a newline, even if the file does not end with one.
         """
-        first_block, last_block = (
-            start // self.block_size,
-            (stop - 1) // self.block_size,
-        )
-        data = self._text.read(
-            int(self._offsets[first_block]), int(self._offsets[last_block + 1])
-        )
-        if data[-1] != NEWLINE:
-            data = np.append(data, np.uint8(NEWLINE))
-        skipped = start - first_block * self.block_size
-        ends = np.flatnonzero(data == NEWLINE) + 1
-        begin = ends[skipped - 1] if skipped else 0
-        return data[begin : ends[skipped + stop - start - 1]]
+        first, last = start // self.block_size, (stop - 1) // self.block_size
+        offset = int(self._offsets[first])
+        data = self._text.read(offset, int(self._offsets[last + 1]))
+        if not data.endswith(b"\n"):
+            data += b"\n"
+        begin = _skip_lines(data, 0, start - first * self.block_size)
+        if stop in ((last + 1) * self.block_size, self.num_lines):
+            return data[begin:]
+        end = int(self._offsets[last]) - offset
+        return data[begin : _skip_lines(data, end, stop - last * self.block_size)]
+
+
+def _skip_lines(data: bytes, begin: int, num_lines: int) -> int:
+    """Returns the place behind some lines that begin at `begin`."""
+    for _ in range(num_lines):
+        begin = data.index(b"\n", begin) + 1
+    return begin
 
 
 def _index(text: MappedFile, block_size: int) -> tuple[int, np.ndarray, str]:
     """Returns number of lines, byte offsets of the blocks and file end, and digest."""
-    num_lines, last_byte, digest = 0, NEWLINE, 0
+    num_lines, last_byte, digest = 0, _NEWLINE, 0
     parts = [np.zeros(1, np.int64)]
     for start in range(0, text.num_bytes, SCAN_BYTES):
         data = text.read(start, min(start + SCAN_BYTES, text.num_bytes))
         digest = zlib.crc32(data, digest)
-        next_lines = np.flatnonzero(data == NEWLINE) + (start + 1)
+        is_end = np.frombuffer(data, np.uint8) == _NEWLINE
+        next_lines = np.flatnonzero(is_end) + (start + 1)
         # A copy, because a slice would keep the whole array in memory.
         parts.append(next_lines[-(num_lines + 1) % block_size :: block_size].copy())
         num_lines += len(next_lines)
         last_byte = data[-1]
-    num_lines += int(last_byte != NEWLINE)
+    num_lines += int(last_byte != _NEWLINE)
     starts = np.concatenate(parts)
     offsets = np.append(starts[starts < text.num_bytes], text.num_bytes)
     return num_lines, offsets, f"{digest:08x}"

@@ -54,8 +54,8 @@ class MappedFile:
         """Returns an array over the bytes from `offset` on, without a copy."""
         return np.ndarray(shape, dtype, self._map, offset, order=order)
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Returns a copy of the bytes from `start` to `stop - 1`.
+    def read(self, start: int, stop: int) -> bytes:
+        """Returns the bytes from `start` to `stop - 1`.
 
         It reads the file instead of mapped pages, which suits small pieces better.
 
@@ -65,7 +65,7 @@ class MappedFile:
         data = os.pread(self._descriptor, stop - start, start)
         if len(data) < stop - start:
             raise DataError(f"{self.path} became shorter while it was read.")
-        return np.frombuffer(data, np.uint8)
+        return data
 
     def sample_digest(self) -> str:
         """Returns a digest of the size and of some pieces of the file.

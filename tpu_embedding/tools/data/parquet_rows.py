@@ -28,14 +28,11 @@ from tpu_embedding.tools.data.parquet_columns import (
     read_ids,
     read_numbers,
 )
+from tpu_embedding.tools.data.pyarrow_modules import PARQUET_FILES, load_pyarrow
 from tpu_embedding.types import FeatureIds, RaggedIds
 
 NUM_STREAMS: Final = 8
 """Row groups that a batch mixes, by default."""
-
-
-class MissingParquetLibraryError(ImportError):
-    """Raised if Parquet files are to be read, but pyarrow is not installed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +108,7 @@ class ParquetClicks(BlockDataset):
         Raises:
           ValueError: if arguments are out of range.
           DataError: if a file is missing or damaged, or lacks a column.
-          MissingParquetLibraryError: if pyarrow is not installed.
+          MissingPyarrowError: if pyarrow is not installed.
         """
         self.vocabulary_sizes = {
             feature.name: feature.vocabulary_size for feature in columns.features
@@ -237,31 +234,14 @@ class _RowGroup:
     numbers: dict[str, np.ndarray]
 
 
-def load_pyarrow() -> Any:
-    """Returns the module `pyarrow.parquet`.
-
-    Raises:
-      MissingParquetLibraryError: if pyarrow is not installed.
-    """
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise MissingParquetLibraryError(
-            "Parquet files need pyarrow, which is not installed. Install "
-            "tpu-embedding with its extra `parquet`: pip install "
-            "'tpu-embedding[parquet]'"
-        ) from error
-    return pyarrow.parquet
-
-
 def read_footer(path: pathlib.Path) -> Any:
     """Returns the metadata of a file, by pyarrow.
 
     Raises:
       DataError: if the file is missing or damaged.
-      MissingParquetLibraryError: if pyarrow is not installed.
+      MissingPyarrowError: if pyarrow is not installed.
     """
-    parquet = load_pyarrow()
+    parquet = load_pyarrow("pyarrow.parquet", PARQUET_FILES)
     if not path.is_file():
         raise DataError(f"{path} is not a file; the source reads Parquet files.")
     with _damage_of(str(path)):
@@ -305,7 +285,7 @@ def read_row_group(
     Raises:
       DataError: if the row group is damaged.
     """
-    parquet = load_pyarrow()
+    parquet = load_pyarrow("pyarrow.parquet", PARQUET_FILES)
     with _damage_of(
         f"{place.path}, row group {place.number} from row {place.first_row} on,"
     ):

@@ -12,7 +12,7 @@ from tests.tools.data.yambda.test_event_samples import (
     golden_log,
 )
 from tpu_embedding.tools.data.batch import DataError
-from tpu_embedding.tools.data.parquet_rows import MissingParquetLibraryError
+from tpu_embedding.tools.data.pyarrow_modules import MissingPyarrowError
 from tpu_embedding.tools.data.yambda.event_log import EVENT_TYPES
 from tpu_embedding.tools.data.yambda.yambda_files import (
     ALBUM_FILE,
@@ -228,7 +228,7 @@ def test_missing_files_are_named(tmp_path):
 def test_the_missing_library_is_named(tmp_path, monkeypatch):
     path = write(tmp_path / "multi_event.parquet", golden_table())
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(MissingParquetLibraryError, match=r"tpu-embedding\[parquet\]"):
+    with pytest.raises(MissingPyarrowError, match=r"tpu-embedding\[parquet\]"):
         read_events([path])
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from tpu_embedding.field_checks import raise_all
 from tpu_embedding.tools.data.argument_checks import count_problems, seed_problems
-from tpu_embedding.tools.data.parquet_rows import load_pyarrow
+from tpu_embedding.tools.data.pyarrow_modules import PARQUET_FILES, load_pyarrow
 from tpu_embedding.tools.data.random_streams import (
     TEACHER_STREAM,
     TRAIN_STREAM,
@@ -224,9 +224,9 @@ class SyntheticYambda:
           directory: directory that exists.
 
         Raises:
-          MissingParquetLibraryError: if pyarrow is not installed.
+          MissingPyarrowError: if pyarrow is not installed.
         """
-        parquet = load_pyarrow()
+        parquet = load_pyarrow("pyarrow.parquet", PARQUET_FILES)
         import pyarrow as pa
 
         words = pa.array(EVENT_TYPES)

@@ -113,7 +113,7 @@ def read_yambda(files: YambdaFiles) -> EventLog:
     Raises:
       DataError: if a file is missing, damaged, or has a wrong column or value; the
         message names file and column.
-      MissingParquetLibraryError: if pyarrow is not installed.
+      MissingPyarrowError: if pyarrow is not installed.
     """
     paths = [*files.events, files.artists, files.albums]
     return EventLog.of_columns(

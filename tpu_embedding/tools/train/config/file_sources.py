@@ -202,7 +202,7 @@ class ParquetSource:
 
         Raises:
           DataError: if there is no file, or one is damaged or lacks a column.
-          MissingParquetLibraryError: if pyarrow is not installed.
+          MissingPyarrowError: if pyarrow is not installed.
         """
         if data_dir is None:
             raise DataError(
