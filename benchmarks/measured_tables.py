@@ -1,6 +1,7 @@
 """Tables of what was timed here; `render_tables.py` puts them into the pages."""
 
 import collections
+import statistics
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -288,23 +289,49 @@ def _processors(results: Results) -> str:
     return table(rows)
 
 
-def peers_summary(results: Results) -> list[Cells]:
-    """Returns the row of the README that compares with FBGEMM; none if unmeasured."""
-    ratios = []
-    for setting in ("S1", "S2", "S3"):
-        try:
-            row = find_row(results, "peers", setting=setting, peer="fbgemm")
-            ratios.append(f"{row['train_ratio']:.2f} ({row['forward_ratio']:.2f})")
-        except KeyError:
-            return []
+def dlrm_summary(results: Results) -> list[Cells]:
+    """Returns the row of the README that compares a whole model with PyTorch's."""
+    try:
+        ours = find_row(results, "dlrm_speed", side=OURS)
+        peer = find_row(results, "dlrm_speed", side="torch")
+    except KeyError:
+        return []
+    ratio = ours["samples_per_second"] / peer["samples_per_second"]
     return [
         (
-            "time of a train step (of a lookup) over FBGEMM's, in three settings",
-            show_machine(results["peers"]),
-            ", ".join(ratios),
+            f"Trains a DLRM {_times(ratio)} PyTorch does",
+            show_machine(results["dlrm_speed"]),
+            "`python benchmarks/dlrm_speed.py`",
+        )
+    ]
+
+
+def peers_summary(results: Results) -> list[Cells]:
+    """Returns the row of the README about steps on tables; none if unmeasured.
+
+    The ratios are medians over the three settings.
+    """
+    ratios: dict[str, list[float]] = {"torch": [], "fbgemm": []}
+    for peer, found in ratios.items():
+        for setting in ("S1", "S2", "S3"):
+            try:
+                row = find_row(results, "peers", setting=setting, peer=peer)
+                found.append(1 / row["train_ratio"])
+            except KeyError:
+                return []
+    torch, fbgemm = (statistics.median(found) for found in ratios.values())
+    return [
+        (
+            f"Trains tables {_times(torch)} PyTorch's EmbeddingBag, and "
+            f"{_times(fbgemm)} FBGEMM, the kernels below TorchRec",
+            f"{show_machine(results['peers'])}, median of three settings",
             "`python benchmarks/peers.py`",
         )
     ]
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f} times as fast as"
 
 
 def _if_measured(

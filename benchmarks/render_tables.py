@@ -23,7 +23,7 @@ from markdown_tables import (
     show_teacher,
     table,
 )
-from measured_tables import MEASURED_TABLES, peers_summary
+from measured_tables import MEASURED_TABLES, dlrm_summary, peers_summary
 from peers_picture import PICTURE, draw
 from results_file import load_results
 
@@ -71,31 +71,18 @@ def _pages() -> Iterator[pathlib.Path]:
 
 
 def _summary(results: Results) -> str:
-    """The table of the README."""
-    rows: list[Cells] = [("what", "where", "result", "repeat with")]
-    rows += [_step_time_cells(results), *peers_summary(results)]
+    """The table of the README: sentences that need no other page."""
+    rows: list[Cells] = [("result", "measured on", "repeat with")]
+    rows += [*dlrm_summary(results), *peers_summary(results)]
+    rows.append(_step_time_cells(results))
     rows += _training_cells(results)
-    traffic = {
-        row["kernels"]: row["hbm_ratio"]
-        for row in _float32_traffic(results)
-        if _case(row) == ("v5p:2x2x1", "adagrad", 128, 1)
-    }
-    rows.append(
-        (
-            "HBM bytes of the embedding step, Adagrad, dim 128",
-            "compiled for v5p",
-            f"{_ratio(traffic['xla'])} the minimum with XLA, "
-            f"{_ratio(traffic['sparse_core'])} with SparseCore kernels",
-            "`python benchmarks/compiled_traffic.py`",
-        )
-    )
     fit = _fit_of(results, config="dlrm_dcnv2", topology="v6e:4x4")
+    of_device = fit["table_and_slot_bytes"] + fit["temporary_bytes"]
     rows.append(
         (
-            "memory of MLPerf's DLRM-DCNv2, 204 M rows of 128",
-            f"compiled for v6e:4x4, {fit['devices']} devices, `{fit['kernels']}`",
-            f"{_gigabytes(fit['table_and_slot_bytes'])} GB of tables and slots, "
-            f"{_gigabytes(fit['temporary_bytes'])} GB of temporaries per device",
+            "MLPerf's DLRM-DCNv2, 204 million rows of 128, takes "
+            f"{_gigabytes(of_device)} GB of each device's 32 GB",
+            f"compiler, {fit['devices']} TPU v6e",
             "`tpu-embedding compile dlrm_dcnv2 --topology v6e:4x4`",
         )
     )
@@ -106,10 +93,9 @@ def _step_time_cells(results: Results) -> Cells:
     of_devices = [r for r in results["table_size"]["results"] if r["devices"] == 8]
     small, *_, large = sorted(of_devices, key=lambda row: row["rows"])
     return (
-        f"time of a step, table of {small['rows']:,} and of {large['rows']:,} rows",
+        f"A step on a table of {large['rows']:,} rows takes {large['ratio']:.1f} times "
+        f"as long as on {small['rows']:,} rows",
         f"8 emulated devices on {show_machine(results['table_size'])}",
-        f"{small['median_ms']:.1f} and {large['median_ms']:.1f} ms "
-        f"({large['ratio']:.2f}x)",
         "`python benchmarks/table_size.py --devices 8`",
     )
 
@@ -118,16 +104,16 @@ def _training_cells(results: Results) -> Iterator[Cells]:
     machine = f"8 emulated devices on {show_machine(results['training_runs'])}"
     run = find_row(results, "training_runs", config="synthetic")
     yield (
-        "log loss on clicks of a known teacher, beside the teacher's",
+        f"Learns clicks of a known model to a log loss of {run['value']:.3f}; that "
+        f"model itself has {run['teacher']:.3f}",
         machine,
-        f"{run['value']:.4f} and {run['teacher']:.4f}, {run['seconds']:.0f} s",
         "`bash scripts/train.sh synthetic --devices 8`",
     )
     run = find_row(results, "training_runs", config="movielens")
     yield (
-        "RMSE on MovieLens-100K, u1.test",
+        f"Predicts ratings of MovieLens-100K with an RMSE of {run['value']:.2f}, in "
+        f"{run['seconds']:.0f} s",
         machine,
-        f"{run['value']:.4f}, {run['seconds']:.0f} s",
         "`bash scripts/train.sh movielens --data-dir ml-100k --devices 8`",
     )
 

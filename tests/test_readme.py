@@ -22,4 +22,4 @@ def test_links_lead_to_files():
 
 
 def test_is_short():
-    assert len(README.read_text().splitlines()) <= 130
+    assert len(README.read_text().splitlines()) <= 110
