@@ -1,14 +1,15 @@
-"""Runs the example pages without `tpu_embedding.tools` and what only the tools need.
+"""Runs pages and programs of `docs/` without `tpu_embedding.tools` and what it needs.
 
-    python tests/docs/run_without_tools.py quickstart examples/serving
+    python tests/docs/run_without_tools.py quickstart.md examples/serving.py
 
-A page that imports anything of them fails. `scripts/check_wheel.sh` calls this program
+A file that imports anything of them fails. `scripts/check_wheel.sh` calls this program
 with a package whose folder `tools/` has been deleted.
 """
 
 import doctest
 import importlib.util
 import pathlib
+import runpy
 import sys
 
 import jax
@@ -24,15 +25,23 @@ def main():
     sys.modules |= dict.fromkeys(OF_TOOLS)  # An import of them fails from here on.
     assert importlib.util.find_spec("tpu_embedding.tools") is None
     jax.config.update("jax_num_cpu_devices", 8)
+    for name in sys.argv[1:]:
+        if name.endswith(".py"):
+            runpy.run_path(str(DOCS / name), run_name="__main__")
+        else:
+            run_page(DOCS / name)
+        print(f"{name}: run")
+
+
+def run_page(path):
+    """Runs all Python blocks of a page, in their order."""
     sybil = Sybil(
         parsers=[PythonCodeBlockParser(doctest_optionflags=FLAGS), SkipParser()]
     )
-    for page in sys.argv[1:]:
-        examples = list(sybil.parse(DOCS / f"{page}.md").examples())
-        assert examples, page
-        for example in examples:
-            example.evaluate()
-        print(f"{page}: {len(examples)} blocks run")
+    examples = list(sybil.parse(path).examples())
+    assert examples, path
+    for example in examples:
+        example.evaluate()
 
 
 if __name__ == "__main__":

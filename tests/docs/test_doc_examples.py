@@ -1,4 +1,7 @@
-"""Every Python block of the documentation runs, in the order of its page."""
+"""Every Python block of the documentation runs, in the order of its page.
+
+`test_example_programs.py` runs the programs that pages show.
+"""
 
 import doctest
 import pathlib
@@ -10,7 +13,6 @@ from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 from tests.tiers import quick_cases
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
-NEEDS_DATA = {"examples/ranking.md"}  # run by test_movielens_example.py
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 SYBIL = Sybil(parsers=[PythonCodeBlockParser(doctest_optionflags=FLAGS), SkipParser()])
 
@@ -18,7 +20,7 @@ SYBIL = Sybil(parsers=[PythonCodeBlockParser(doctest_optionflags=FLAGS), SkipPar
 def documents():
     for path in sorted(DOCS.rglob("*.md")):
         page = path.relative_to(DOCS)
-        if "_build" in page.parts or str(page) in NEEDS_DATA:
+        if "_build" in page.parts:
             continue
         if "python" in path.read_text():
             document = SYBIL.parse(path)
@@ -26,7 +28,7 @@ def documents():
                 yield pytest.param(document, id=str(page))
 
 
-EXAMPLES = [DOCS.parent / "README.md", *DOCS.glob("*.md"), *DOCS.glob("examples/*.md")]
+EXAMPLES = [DOCS.parent / "README.md", *DOCS.glob("*.md"), *DOCS.glob("examples/*.py")]
 TRAINING = sorted(path for path in EXAMPLES if "\n@nnx.jit" in path.read_text())
 
 
@@ -43,7 +45,6 @@ def test_ids_of_examples_keep_their_bits(path):
         documents(),
         "quickstart.md",
         "guides/meshes.md",
-        "examples/pretrained.md",
         every_case=True,
     ),
 )

@@ -1,22 +1,19 @@
-"""The example with loader processes, as the file that its reader would write."""
+"""The example with loader processes gives the batches of one process."""
 
 import importlib
 import sys
 
 import pytest
 
-from tests.docs.test_doc_examples import DOCS, SYBIL
+from tests.docs.test_example_programs import EXAMPLES
 
 
 @pytest.fixture
-def example(tmp_path, monkeypatch):
-    """The program of the page as a module, which spawned processes can import."""
-    page = SYBIL.parse(DOCS / "examples" / "loaders.md")
-    (program,) = (block.parsed for block in page.examples())
-    (tmp_path / "loaders_example.py").write_text(program)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("loaders_example")
-    del sys.modules["loaders_example"]
+def example(monkeypatch):
+    """The program as a module, which spawned processes can import."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    yield importlib.import_module("loaders")
+    del sys.modules["loaders"]
 
 
 def test_loader_processes_give_the_batches_of_one_process(example, monkeypatch):

@@ -1,0 +1,52 @@
+"""Trains two towers on one table by in-batch softmax.
+
+Command: python docs/examples/two_towers.py
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import tpu_embedding as te
+
+items = te.TableConfig(vocabulary_size=500, dim=16, combiner="mean", name="items")
+
+
+class TwoTowers(nnx.Module):
+    def __init__(self, rngs):
+        self.embedding = te.TPUEmbedding(
+            te.FeatureConfig(table=items), te.optimizers.adagrad(1.0), rngs=rngs
+        )
+        self.query = nnx.Linear(16, 16, rngs=rngs)
+        self.item = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, watched, next_item):
+        queries = self.query(self.embedding(watched))  # mean of the watched items
+        targets = self.item(self.embedding(next_item))
+        return queries @ targets.T  # score of each query with each item
+
+
+def loss_fn(model, watched, next_item):
+    scores = model(watched, next_item)
+    return optax.softmax_cross_entropy_with_integer_labels(
+        scores, jnp.arange(len(next_item))
+    ).mean()
+
+
+model = TwoTowers(nnx.Rngs(0))
+optimizer = te.Optimizer(model, optax.adam(1e-2))
+
+
+@nnx.jit(donate_argnums=(0, 1))
+def train_step(model, optimizer, watched, next_item):
+    loss, gradients = te.value_and_grad(loss_fn)(model, watched, next_item)
+    optimizer.update(model, gradients)
+    return loss
+
+
+random = np.random.default_rng(0)
+next_item = np.int32(random.permutation(500)[:64])
+watched = (next_item[:, None] + np.arange(1, 4, dtype=np.int32)) % 500
+losses = [float(train_step(model, optimizer, watched, next_item)) for _ in range(30)]
+print(f"softmax loss: {losses[0]:.3f} at first, {losses[-1]:.3f} after 30 steps")

@@ -1,0 +1,114 @@
+"""The programs of docs/examples run by themselves, and their pages show them."""
+
+import re
+import runpy
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.docs.test_doc_examples import DOCS
+from tests.tiers import quick_cases
+
+EXAMPLES = DOCS / "examples"
+PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+def run_program(name, *arguments, monkeypatch):
+    """Returns the global names of a program that ran in this process."""
+    path = str(EXAMPLES / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [path, *map(str, arguments)])
+    return runpy.run_path(path, run_name="__main__")
+
+
+def check_linen_dlrm(program):
+    assert program["losses"][-1] < 0.7 * program["losses"][0]
+
+
+def check_micro_batches(program):
+    """One batch with the samples of all micro-batches gives the same gradients."""
+    te, nnx = program["te"], program["nnx"]
+    model = program["Model"](nnx.Rngs(0))
+    optimizer = te.Optimizer(model, program["optax"].adam(1e-2))
+    whole = [(program["ids"].reshape(64, 3), program["labels"].reshape(64))]
+    for norm in program["norms"]:
+        found = program["train_step"](model, optimizer, whole)
+        np.testing.assert_allclose(found, norm, rtol=1e-4)  # sums of another order
+
+
+def check_pretrained(program):
+    np.testing.assert_array_equal(program["changed"], np.arange(100) < 16)
+
+
+def check_resume(program):
+    assert np.isfinite(program["resumed"])
+
+
+def check_scanned_layers(program):
+    assert program["losses"][-1] < 0.3 * program["losses"][0]
+
+
+def check_serving(program):
+    tables = program["model"].embedding.embedding_tables()
+    expected = tables["movies"][[1, 2, 3]].mean(axis=0) @ tables["movies"][7:11].T
+    np.testing.assert_allclose(program["scores"][0], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(program["user_rows"], tables["users"][3:5])
+    assert set(program["served"].tables) == {"movies"}
+
+
+def check_two_towers(program):
+    assert program["losses"][-1] < 0.7 * program["losses"][0]
+
+
+def check_weighted_ragged(program):
+    assert program["losses"][-1] < 0.8 * program["losses"][0]
+
+
+CHECKS = {
+    name.removeprefix("check_"): check
+    for name, check in list(globals().items())
+    if name.startswith("check_")
+}
+TESTED_ELSEWHERE = {
+    "loaders",
+    "ranking",
+}  # test_loaders_example, test_movielens_example
+
+
+def test_every_program_is_tested():
+    assert set(PROGRAMS) == CHECKS.keys() | TESTED_ELSEWHERE
+
+
+@pytest.mark.parametrize("name", quick_cases(CHECKS, "pretrained", every_case=True))
+def test_program_computes_what_its_page_says(name, monkeypatch, capsys):
+    CHECKS[name](run_program(name, monkeypatch=monkeypatch))
+    assert capsys.readouterr().out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(CHECKS.keys() | {"loaders"}))
+def test_program_runs_from_another_folder(name, tmp_path):
+    """Without a warning, in a process of its own."""
+    run = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_page_shows_the_program(name):
+    page = (EXAMPLES / f"{name}.md").read_text()
+    shown = re.findall(r"{literalinclude} (\S+)\n", page)
+    assert set(shown) == {f"{name}.py"}
+    source = (EXAMPLES / f"{name}.py").read_text()
+    assert f"\nCommand: python docs/examples/{name}.py" in source
+    assert (
+        f"({name}.md) | [`{name}.py`]({name}.py)" in (EXAMPLES / "index.md").read_text()
+    )
