@@ -18,13 +18,16 @@ copyright = author
 release = version = _PROJECT["version"]
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build"]
+
+# Notebooks show their stored outputs; docs/notebooks/execute.py makes them.
+nb_execution_mode = "off"
 nitpicky = False
 
 myst_enable_extensions = ["colon_fence", "deflist"]

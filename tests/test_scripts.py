@@ -12,7 +12,7 @@ SHELL = sorted(
 )
 PYTHON = sorted(
     path.relative_to(ROOT).as_posix()
-    for folder in ("benchmarks", "docs/pictures", "scripts")
+    for folder in ("benchmarks", "docs/notebooks", "docs/pictures", "scripts")
     for path in (ROOT / folder).glob("*.py")
     if "__main__" in path.read_text()
 )
