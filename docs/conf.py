@@ -24,14 +24,14 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build"]
-
-# Notebooks show their stored outputs; docs/notebooks/execute.py makes them.
-nb_execution_mode = "off"
+exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 nitpicky = False
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
+
+# Notebooks show their stored outputs; docs/notebooks/execute.py makes them.
+nb_execution_mode = "off"
 
 # Docstrings write code between single backticks.
 default_role = "code"

@@ -57,6 +57,8 @@ def test_stored_notebook_has_outputs_and_plots(name):
         for output in cell.get("outputs", []):
             assert output.get("name") != "stderr"
             assert not re.search(r"[Ww]arning|/\w+/\w+/", text_of(output))
+            if output.output_type == "display_data":
+                assert cell.metadata["mystnb"]["image"]["alt"]
     value, low, high = result_of(name, notebook)
     assert low < value < high
 
