@@ -15,7 +15,7 @@ NAMES: Final = {
     "softmax_loss": "softmax loss (nats)",
     "rmse": "RMSE (stars)",
 }
-"""What the axis of a metric says."""
+"""Name and unit of each metric, for its axis."""
 
 PARTS: Final = {
     "tables": "tables",
