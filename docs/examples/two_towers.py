@@ -46,7 +46,7 @@ def train_step(model, optimizer, watched, next_item):
 
 
 random = np.random.default_rng(0)
-next_item = np.int32(random.permutation(500)[:64])
+next_item = random.permutation(500)[:64].astype(np.int32)
 watched = (next_item[:, None] + np.arange(1, 4, dtype=np.int32)) % 500
 losses = [float(train_step(model, optimizer, watched, next_item)) for _ in range(30)]
 print(f"softmax loss: {losses[0]:.3f} at first, {losses[-1]:.3f} after 30 steps")
