@@ -12,7 +12,7 @@ from typing import Final
 
 from canvas import Picture
 from charts import draw_curves, draw_memory
-from mesh_pictures import draw_mesh, draw_placement
+from mesh_pictures import draw_mesh, draw_overview, draw_placement
 from timeline import draw_pipeline
 
 DIRECTORY: Final = pathlib.Path(__file__).parent
@@ -271,6 +271,7 @@ PICTURES: Final[dict[str, Callable[[], str]]] = {
     "house.svg": draw_house,
     "gradient.svg": draw_gradient,
     "bucket.svg": draw_bucket,
+    "overview.svg": draw_overview,
     "mesh.svg": draw_mesh,
     "placement.svg": draw_placement,
     "pipeline.svg": draw_pipeline,

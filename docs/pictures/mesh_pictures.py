@@ -127,3 +127,38 @@ def draw_placement() -> str:
         for line, phrase in enumerate(phrases[name]):
             picture.text(left + 156, 330 + 24 * line, phrase, "small")
     return picture.svg()
+
+
+def draw_overview() -> str:
+    """Draws the way of a batch: ids, rows on a mesh, activations, and back."""
+    picture = Picture(980, 330, "Ids to their rows, and rows to samples")
+    for x, title in ((90, "ids of a batch"), (490, "one table, rows over the mesh")):
+        picture.text(x, 24, title, "head")
+    picture.text(890, 24, "activations", "head")
+    samples = ("7, 42, 7", "none", "9,999")
+    for sample, ids in enumerate(samples):
+        y = 62 + 60 * sample
+        picture.box(15, y, 150, 40, "blue")
+        picture.text(90, y + 25, ids)
+        picture.box(815, y, 150, 40, "green")
+        picture.text(890, y + 25, "one row per sample", "small")
+    num_devices = 4
+    for device in range(num_devices):
+        x = 290 + 103 * device
+        picture.box(x, 52, 92, 185, "lane")
+        picture.text(x + 46, 72, f"device {device}", "small")
+        for place in range(4):
+            row_id = device + num_devices * place
+            is_read = row_id == 7
+            picture.box(x + 8, 82 + 37 * place, 76, 30, "blue" if is_read else "box")
+            words = f"row {row_id}" if place < 3 or is_read else "..."
+            picture.text(x + 46, 102 + 37 * place, words, "small")
+    picture.exchange(172, 112, 283)
+    picture.text(228, 102, "each id once", "small")
+    picture.exchange(702, 112, 808)
+    picture.text(755, 102, "rows, summed", "small")
+    picture.back(808, 182, 702)
+    picture.text(755, 202, "gradients", "small")
+    picture.text(490, 268, "the optimizer changes the rows that were read, in place")
+    picture.text(490, 300, "all of it within one compiled step", "head")
+    return picture.svg()
