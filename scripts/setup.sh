@@ -42,7 +42,8 @@ setup_environment() {
     done
     if [ "$missing" ]; then
         echo "Installing tpu-embedding${extras:+[$extras]} and what it needs"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+        # Twice quiet: errors are printed, and warnings about indexes are not.
+        "$venv/bin/python" -m pip install -qq --disable-pip-version-check \
             --editable ".${extras:+[$extras]}"
         for extra in core ${extras//,/ }; do touch "$venv/installed-$extra"; done
     fi

@@ -33,16 +33,18 @@ Tree = TypeVar("Tree")
 
 _TOPOLOGY: Final = re.compile(r"(\w+):(-?\d{1,40}(?:x-?\d{1,40})*)", re.ASCII)
 
+ONE_HOST: Final = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_HOST_BOUNDS": "1,1,1"}
+"""Variables that describe one host to libtpu, which prints warnings without them."""
+
 # Variables while libtpu loads and describes a topology. Without the first two, libtpu
 # queries a metadata server and takes a lock file. They would hide the chips of a real
-# host from a later process, so they are put back. The others describe one host; without
-# a description libtpu prints warnings. It ends the process if the variables of a real
-# host hold something else than bounds.
+# host from a later process, so they are put back. The others describe one host;
+# libtpu ends the process if the variables of a real host hold something else than
+# bounds.
 _HOST: Final = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_HOST_BOUNDS": "1,1,1",
+    **ONE_HOST,
     "TPU_CHIPS_PER_HOST_BOUNDS": None,
 }
 
