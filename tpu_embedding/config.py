@@ -91,11 +91,13 @@ class TableConfig:
         `jax.nn.initializers`. Its shape argument is `(vocabulary_size, dim)`, on any
         number of devices, so fan-based initializers see the whole table. Those of
         `tpu_embedding.initializers` need no memory for the whole table; any other is
-        called once for all rows. None means truncated normal with stddev
-        `1 / sqrt(dim)`.
+        called once for all rows. None means a normal distribution of stddev
+        `1 / sqrt(dim)`, truncated at two of them, which leaves a deviation of 0.88 of
+        that. TensorFlow's default is the same.
       optimizer: optimizer of this table: an optax transformation, an optimizer of
         `tpu_embedding.optimizers`, or the name of one that has defaults, such as
-        `"adagrad"`. None means the optimizer given to the layer.
+        `"adagrad"`, or a Keras optimizer, whose fields are read when the plan is made.
+        None means the optimizer given to the layer.
       combiner: method that pools the rows of a sample's ids: `"sum"`, `"mean"` (sum
         divided by the sum of the weights) or `"sqrtn"` (sum divided by the square root
         of the sum of squared weights). A denominator of 0 gives 0. Or a

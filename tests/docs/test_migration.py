@@ -52,6 +52,11 @@ def namespace(tmp_path):
     def loss_of_one_feature(model, ids):
         return jnp.sum(model(ids)["shown"])
 
+    def train_step(model, optimizer, ids):
+        loss, gradients = te.value_and_grad(loss_fn)(model, ids)
+        optimizer.update(model, gradients)
+        return loss
+
     return {**globals(), **locals()}
 
 

@@ -4,6 +4,7 @@ import functools
 import inspect
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -222,6 +223,8 @@ WRONG = [
     (jnp.ones((1, 1)), ValueError, r"must be a scalar, got an array of shape \(1, 1\)"),
     (lambda: 0.1, TypeError, "function of the step, counted from 0"),
     (lambda step, epoch: 0.1, TypeError, r"arguments \(step, epoch\)"),
+    # TensorFlow calls it without arguments; the step must not become the rate.
+    (lambda rate=0.1: rate, TypeError, "argument 'rate' has a default"),
 ]
 
 
@@ -248,7 +251,24 @@ def test_a_function_without_arguments_names_the_ways_out():
     text = str(error.value)
     assert "Write the rate as a function of the step" in text
     assert "optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=0.1)" in text
-    assert "set_hyperparameters(learning_rate=...)" in text
+    assert "te.nn.set_each_step(train_step, learning_rate=function)" in text
+
+
+@pytest.mark.parametrize("make", [optax.adagrad, optax.inject_hyperparams(opt.sgd)])
+def test_optax_names_the_way_out_too(make):
+    """optax calls a schedule in the first step; a plan asks for it before."""
+    with pytest.raises(ValueError, match="see te.nn.set_each_step"):
+        one_table_plan(make(learning_rate=lambda: 0.1), ROWS, DIM, mesh_of(1))
+
+
+def test_a_function_is_not_called_once_under_jit():
+    """Its value would stay in the compiled step."""
+    rule = optax.inject_hyperparams(opt.sgd)(learning_rate=0.1)
+    state = rule.init(jnp.ones((2, 3)))
+    new = opt.with_hyperparameters(state, learning_rate=lambda: 0.2)
+    assert float(new.hyperparams["learning_rate"]) == np.float32(0.2)
+    with pytest.raises(TypeError, match="would be called once.*te.nn.set_each_step"):
+        jax.jit(lambda s: opt.with_hyperparameters(s, learning_rate=lambda: 0.2))(state)
 
 
 class Schedule:
@@ -262,7 +282,6 @@ class Schedule:
     "schedule",
     [
         lambda step: 0.1,
-        lambda step=0: 0.1,
         lambda *steps: 0.1,
         Schedule(),
         functools.partial(Schedule(), scale=0.5),

@@ -36,7 +36,7 @@ def finalize_variable_values(
       New tables, and the slots with which training may continue.
 
     Raises:
-      ValueError: if no optimizer keeps averages, or the arrays belong to another plan.
+      ValueError: if the arrays belong to another plan.
 
     Example:
       >>> import tpu_embedding as te
@@ -53,10 +53,7 @@ def finalize_variable_values(
     check_slots(slots, plan.trained_stacks)
     stacks = [x for x in plan.trained_stacks if averaged_nodes(slots[x.name])]
     if not stacks:
-        raise ValueError(
-            "finalize_variable_values needs slots with moving averages, which the "
-            "optimizer adafactor(use_ema=True) keeps; these slots have none."
-        )
+        return tables, slots
     old_tables = {stack.name: tables[stack.name] for stack in stacks}
     old_slots = {stack.name: slots[stack.name] for stack in stacks}
 

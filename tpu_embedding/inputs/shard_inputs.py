@@ -506,7 +506,8 @@ def _sequence_length(
             raise ValueError(
                 f"Ids of feature {feature.name!r} must be ragged or have shape [batch] "
                 f"or [batch, valence], got {ids.shape}; set FeatureConfig.output_shape "
-                "to the shape itself to look up each id without combining."
+                f"to {ids.shape[:-1]} to combine the last axis, or to the shape itself "
+                "to look up each id without combining."
             )
         return config.max_sequence_length
     num_outputs = math.prod(config.output_shape)

@@ -8,12 +8,14 @@ needs; `te.linen` is the folder `linen/`.
 * `recording`: records the lookups of a loss, which give tables their gradients.
 * `pipeline`: a train step that begins the next lookup early. `pipeline_program`: the
   compiled functions of that step.
+* `each_step`: a train step that sets hyper-parameters before each step.
 * `dense_optimizer`: checks that a dense optimizer and the tables step together.
 * `final_model_values`: sets a model to its moving averages, after training.
 * `set_tables`: tables that were set by hand.
 * `linen/`: the same for Flax Linen.
 """
 
+from tpu_embedding.nn.each_step import set_each_step as set_each_step
 from tpu_embedding.nn.embedding import EmbeddingTables as EmbeddingTables
 from tpu_embedding.nn.embedding import LookupStatsVariable as LookupStatsVariable
 from tpu_embedding.nn.embedding import TPUEmbedding as TPUEmbedding

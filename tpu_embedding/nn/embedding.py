@@ -153,8 +153,8 @@ class TPUEmbedding(nnx.Module):
         Args:
           feature_config: nest of `FeatureConfig`; activations have the same nest. None
             is allowed together with a plan.
-          optimizer: row-local optax transformation, or one of
-            `tpu_embedding.optimizers`, for tables that name none; None: these tables
+          optimizer: row-local optax transformation, one of `tpu_embedding.optimizers`,
+            a name, or a Keras optimizer, for tables that name none; None: these tables
             are not trained.
           mesh: devices to shard tables and batch over; None: all, on one axis.
           plan: made by `make_plan` from the same `feature_config`, instead of

@@ -37,26 +37,19 @@ def final_model_values(
 ) -> FinalValues:
     """Returns the moving averages of a model as its values.
 
-    Tables and dense parameters whose optimizer keeps no averages stay as they are.
+    Tables and dense parameters whose optimizer keeps no averages stay as they are. In
+    Keras, too, the call does nothing without `use_ema`.
 
     Args:
       layers: stacked tables and plan by layer path.
       slots: slot variables by layer path.
       params: dense parameters.
       opt_state: state of the dense optimizer.
-
-    Raises:
-      ValueError: if no optimizer keeps averages.
     """
-    averaged = [path for path in layers if has_averages(slots[path])]
-    if not averaged and not has_averages(opt_state):
-        raise ValueError(
-            "finalize_variable_values needs an optimizer that keeps moving averages"
-            ", adafactor(use_ema=True), for tables or dense parameters; got none."
-        )
     new_tables, new_slots = {}, dict(slots)
-    for path in averaged:
-        tables, plan = layers[path]
+    for path, (tables, plan) in layers.items():
+        if not has_averages(slots[path]):
+            continue
         new_tables[path], new_slots[path] = functional.finalize_variable_values(
             tables, slots[path], plan
         )

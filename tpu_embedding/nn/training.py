@@ -374,9 +374,6 @@ class Optimizer(nnx.Module):
         Args:
           model: the one this optimizer was made for; it changes in place.
 
-        Raises:
-          ValueError: if no optimizer keeps averages.
-
         Example:
           >>> import jax.numpy as jnp
           >>> import tpu_embedding as te

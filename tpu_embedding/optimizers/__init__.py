@@ -7,13 +7,14 @@ optax and FBGEMM. A user needs four things first:
 1. **Choosing one.** A table or the layer takes `optimizer=te.optimizers.adagrad(0.1)`,
    a name with default arguments, `optimizer="adagrad"`, or any row-local optax
    transformation. `check_row_local` tells if a transformation is row-local, and
-   `from_keras_config` translates a Keras optimizer.
+   `from_keras_config` translates a Keras optimizer, which a table also takes itself.
 2. **Touched rows or every row.** Only rows that the step looks up change ("lazy").
    Momenta decay when their row is looked up. `every_row` changes all rows in each step,
    as dense optimizers do, at the cost of a pass over the table.
 3. **Learning rates.** A rate is a scalar, or a schedule of the step. To change it
    between steps without recompilation, use `optax.inject_hyperparams` and
-   `with_hyperparameters`.
+   `with_hyperparameters`. `tpu_embedding.nn.set_each_step` asks a function before
+   each step.
 4. **Options.** Most optimizers take the keyword arguments of `with_options`: bounds of
    gradients and rows, weight decay, dtype and initial values of slot variables.
 
@@ -31,7 +32,8 @@ The files, in the order in which a reader may want them:
 * `array_rules`: applies a rule to pytrees of arrays. `checks`: checks of arguments.
 * `final_dense_values`: sets variables to their averages, at the end of training.
 * `rule_description`: a rule as JSON values, for checkpoints.
-* `keras/`: translation of Keras' configurations.
+* `keras/`: translation of Keras' configurations. `keras_instances`: recognises Keras'
+  optimizers, and reads their configurations.
 """
 
 from tpu_embedding.optimizers.analysis.row_local import (

@@ -25,10 +25,10 @@ def finalize_variable_values(params: Params, state: Any) -> tuple[Params, Any]:
 
     Returns:
       New parameters, and the state with which training may continue. Parameters
-      without averages stay as they are.
+      without averages stay as they are; without `use_ema`, so do all, as in Keras.
 
     Raises:
-      ValueError: if the state holds no averages, or is that of other parameters.
+      ValueError: if the averages are those of other parameters.
 
     Example:
       >>> from tpu_embedding import optimizers
@@ -42,11 +42,6 @@ def finalize_variable_values(params: Params, state: Any) -> tuple[Params, Any]:
       >>> round(float(params["bias"][0]), 3), round(float(final["bias"][0]), 3)
       (0.334, 0.417)
     """
-    if not has_averages(state):
-        raise ValueError(
-            "finalize_variable_values needs a state with moving averages, which "
-            "adafactor(use_ema=True) keeps; this state has none."
-        )
     arrays, tree = jax.tree.flatten(params)
 
     def swap(state: Any, waiting_steps: Any) -> Any:

@@ -45,13 +45,14 @@ def checked_schedule(
       The scalar; or a schedule that checks each value before it returns it.
 
     Raises:
-      TypeError: if the value is neither a number nor a function of one argument.
+      TypeError: if the value is neither a number nor a function of one argument; or
+        if its argument has a default.
       ValueError: if the value is no scalar, or out of range.
     """
     if not callable(value):
         check_hyperparameters(owner, **{name: check(value)})
         return value
-    _check_takes_a_step(owner, value, name)
+    check_takes_a_step(owner, value, name)
 
     def schedule(count: Any) -> Any:
         rate = value(count)
@@ -62,8 +63,12 @@ def checked_schedule(
     return schedule
 
 
-def _check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> None:
-    """Raises TypeError if a schedule cannot be called with the step alone."""
+def check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> None:
+    """Raises TypeError if a schedule cannot be called with the step alone.
+
+    A function whose first argument has a default is refused, too: TensorFlow calls
+    `lambda rate=rate: rate` without arguments, and here the step would be its rate.
+    """
     try:
         signature = inspect.signature(schedule)
     except (ValueError, TypeError):  # A builtin may have none.
@@ -77,5 +82,15 @@ def _check_takes_a_step(owner: str, schedule: Callable[..., Any], name: str) -> 
             "cannot call a function without arguments again, as TensorFlow does. "
             "Write the rate as a function of the step. Or keep it in the state: "
             f"optax.inject_hyperparams(te.optimizers.{owner})({name}=0.1), and set it "
-            f"between steps by Optimizer.set_hyperparameters({name}=...)."
+            f"before each step: te.nn.set_each_step(train_step, {name}=function)."
         ) from error
+    first = next(iter(signature.parameters.values()))
+    if first.default is not first.empty:
+        raise TypeError(
+            f"{owner}: {name} must be a number or a function of the step, counted from "
+            f"0, got {schedule!r}, whose argument {first.name!r} has a default, so it "
+            "may be meant to be called without arguments. Take the default away if it "
+            "is the step. Otherwise keep the rate in the state: "
+            f"optax.inject_hyperparams(te.optimizers.{owner})({name}=0.1), and set it "
+            f"before each step: te.nn.set_each_step(train_step, {name}=function)."
+        )

@@ -2,13 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import optax
 
 from tpu_embedding.argument_checks import describe_value
 from tpu_embedding.optimizers.checks import TABLE_EXAMPLE, way_to_rule
+from tpu_embedding.optimizers.keras.config import rule_of_keras
+from tpu_embedding.optimizers.keras_instances import is_keras_optimizer
 from tpu_embedding.optimizers.options import OPTIMIZERS
+from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.optimizers.rules.adafactor import adafactor
 
 
@@ -48,6 +51,19 @@ def known_optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]
     return {**OPTIMIZERS, "adafactor": adafactor}
 
 
+def transformation_of(optimizer: TableOptimizer) -> optax.GradientTransformation:
+    """Returns the rule of a table's optimizer: a name or a Keras optimizer has one.
+
+    Raises:
+      ValueError: if no rule has the name, or the Keras optimizer has no equivalent.
+    """
+    if isinstance(optimizer, str):
+        return optimizer_by_name(optimizer)
+    if is_keras_optimizer(optimizer):
+        return rule_of_keras(optimizer)
+    return cast(optax.GradientTransformation, optimizer)
+
+
 def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None:
     """Says why a table or layer cannot take an optimizer; returns None if it can.
 
@@ -59,6 +75,12 @@ def optimizer_problem(field: str, optimizer: Any, owner: str = "") -> str | None
     if optimizer is None or isinstance(optimizer, optax.GradientTransformation):
         return None
     if isinstance(optimizer, str) and optimizer.lower() in known_optimizers():
+        return None
+    if is_keras_optimizer(optimizer):
+        try:
+            rule_of_keras(optimizer)
+        except (TypeError, ValueError) as error:
+            return f"{field}{owner}: {str(error).rstrip('.')}"
         return None
     wanted = f"an optax GradientTransformation such as {TABLE_EXAMPLE}, None"
     if isinstance(optimizer, str):

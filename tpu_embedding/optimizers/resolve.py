@@ -33,7 +33,7 @@ from tpu_embedding.optimizers.modes import (
     OccurrenceNorm,
     TrackTouchedRows,
 )
-from tpu_embedding.optimizers.names import optimizer_by_name
+from tpu_embedding.optimizers.names import transformation_of
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer, TableOptimizer
 
 
@@ -46,7 +46,8 @@ def resolve_optimizer(
 
     Args:
       optimizer: an optax transformation of one array; one of a dict that maps table
-        names to arrays, as `optax.multi_transform` with a dict of labels; or a name.
+        names to arrays, as `optax.multi_transform` with a dict of labels; a name; or a
+        Keras optimizer.
       table_name: the name of the table.
       *table_names: the names of tables that such a dict may hold. Each tuple is tried
         in turn: the tables that this optimizer is given for, then all tables.
@@ -61,12 +62,12 @@ def resolve_optimizer(
     """
     if optimizer is None:
         return None
-    if isinstance(optimizer, str):
-        optimizer = optimizer_by_name(optimizer)
+    transformation = transformation_of(optimizer)
     try:
         # A Linen module may make its plan under `jit`; the analysis needs values.
         with eval_context():
-            return _resolve(_of_table(optimizer, table_name, table_names), table_name)
+            part = _of_table(transformation, table_name, table_names)
+            return _resolve(part, table_name)
     except ValueError as error:
         raise type(error)(
             f"{error} (The optimizer of table {table_name!r}.)"
@@ -80,7 +81,8 @@ def check_row_local(optimizer: TableOptimizer | RowOptimizer, dim: int) -> None:
     values that belong to no row, and on sums over the rows of the gradient.
 
     Args:
-      optimizer: an optax transformation of rows `[rows, dim]`, or a name.
+      optimizer: an optax transformation of rows `[rows, dim]`, a name, or a Keras
+        optimizer.
       dim: columns of the table.
 
     Raises:
@@ -91,12 +93,11 @@ def check_row_local(optimizer: TableOptimizer | RowOptimizer, dim: int) -> None:
       >>> check_row_local(optax.adam(0.1), dim=8)
       >>> check_row_local(optax.clip_by_global_norm(1.0), dim=8)
     """
-    if isinstance(optimizer, str):
-        optimizer = optimizer_by_name(optimizer)
-    check_rule("check_row_local", optimizer, "optimizer")
     if not isinstance(optimizer, RowOptimizer):
+        transformation = transformation_of(optimizer)
+        check_rule("check_row_local", transformation, "optimizer")
         with eval_context():
-            optimizer = _resolve(optimizer, table_name="table")
+            optimizer = _resolve(transformation, table_name="table")
     check_rows_apart(optimizer, dim)
     slot_row_shapes(optimizer, (dim,))
 

@@ -5,8 +5,11 @@ from typing import Any, Literal
 
 import optax
 
-TableOptimizer = optax.GradientTransformation | str
-"""An optax transformation, or the name of a rule of this package, as `"adagrad"`."""
+from tpu_embedding.optimizers.keras_instances import KerasOptimizer
+
+TableOptimizer = optax.GradientTransformation | str | KerasOptimizer
+"""An optax transformation; or the name of a rule of this package, as `"adagrad"`; or a
+Keras optimizer, which is read when the plan is made."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

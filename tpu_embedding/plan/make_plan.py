@@ -76,8 +76,9 @@ def make_plan(
       feature_config: any nest (dict, list, tuple, ...) of `FeatureConfig`.
       mesh: devices with any axes, of type `Auto` or `Explicit`. None means the mesh of
         `jax.set_mesh`, or else all devices along one axis, `"shard"`.
-      optimizer: an optax transformation for the tables that name none themselves; None
-        means that those are not trained.
+      optimizer: an optax transformation, a name or a Keras optimizer, as
+        `TableConfig` takes, for the tables that name none themselves; None means that
+        those are not trained.
       capacity: ids per destination and round of the exchange, at most; changes speed,
         never results. None: the mean and some standard deviations.
       exchange: how rows travel between devices; changes speed, never results.

@@ -154,6 +154,8 @@ def test_numbers_and_functions_stay():
     assert keras_learning_rate(schedule) is schedule
     rate = keras_learning_rate(np.float32(0.25))
     assert rate == 0.25 and isinstance(rate, float)
+    with pytest.raises(TypeError, match="te.nn.set_each_step"):
+        keras_learning_rate(lambda: 0.1)
 
 
 def test_updates_see_the_last_of_their_steps():

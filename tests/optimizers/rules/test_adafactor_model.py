@@ -161,11 +161,17 @@ def test_training_continues_from_final_values():
         assert_close(again, params)
 
 
-def test_refuses_to_finalize_without_averages():
+def test_finalize_without_averages_changes_nothing():
+    """As in Keras without `use_ema`."""
     optimizer = make_optimizer("default")
     params = start()
-    with pytest.raises(ValueError, match=r"adafactor\(use_ema=True\)"):
-        opt.finalize_variable_values(params, optimizer.init(params))
+    state = optimizer.init(params)
+    found = opt.finalize_variable_values(params, state)
+    jax.tree.map(np.testing.assert_array_equal, found, (params, state))
+
+
+def test_refuses_to_finalize_other_parameters():
+    params = start()
     optimizer = make_optimizer("ema")
     with pytest.raises(ValueError, match="that the optimizer was made for"):
         opt.finalize_variable_values({"other": params}, optimizer.init(params))

@@ -293,9 +293,6 @@ class TrainState(struct.PyTreeNode):
 
         These are the averages that `adafactor(use_ema=True)` keeps. Tables and dense
         parameters of other optimizers stay as they are.
-
-        Raises:
-          ValueError: if no optimizer keeps averages.
         """
         final = final_model_values(
             {

@@ -130,7 +130,7 @@ def _check(optimizer: Rule, row_shape: tuple[int, ...]) -> TracedRule:
         raise NotRowLocalError(
             "The optimizer is not row-local: it cannot be applied to a single array "
             f"of shape [{shape}] by update(gradient, state, rows), without the loss or "
-            f"other arguments; {trace.reason}"
+            f"other arguments; {trace.reason}{_way_out(trace)}"
         ) from trace.error
     for part, program in (("init", trace.init), ("update", trace.update)):
         for operation in _mixing_operations(program):
@@ -148,6 +148,16 @@ def _check(optimizer: Rule, row_shape: tuple[int, ...]) -> TracedRule:
             f"[{shape}] does not return one array of that shape."
         )
     return trace
+
+
+def _way_out(trace: UntraceableRule) -> str:
+    """Returns what to do about a learning rate that is a function without arguments."""
+    if "takes 0 positional arguments" not in trace.reason:
+        return ""
+    return (
+        ". A schedule is a function of the step, counted from 0; for a function "
+        "without arguments, see te.nn.set_each_step"
+    )
 
 
 def _mixing_operations(program: RuleProgram) -> Iterator[str]:

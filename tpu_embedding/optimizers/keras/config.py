@@ -8,6 +8,7 @@ they have other formulas.
 """
 
 import re
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, get_args
 
@@ -23,10 +24,15 @@ from tpu_embedding.optimizers.keras.classes import (
     make_optimizer,
 )
 from tpu_embedding.optimizers.keras.schedules import keras_learning_rate
+from tpu_embedding.optimizers.keras_instances import (
+    KerasOptimizer,
+    is_keras_optimizer,
+    serialized_form,
+)
 
 
 def from_keras_config(
-    config: Mapping[str, Any],
+    config: Mapping[str, Any] | KerasOptimizer,
     *,
     class_name: str | None = None,
     rows: KerasRows = "every",
@@ -59,6 +65,7 @@ def from_keras_config(
       config: from `get_config()`, or the serialized form, a mapping with `class_name`
         and `config`. A missing field has Keras' default. `learning_rate` is required: a
         number, a serialized Keras schedule, or a function of the step counted from 0.
+        Or the Keras optimizer itself, whose `get_config()` is called once, here.
       class_name: Keras' class, such as `"Adam"`. None takes it from the serialized
         form, or else from the field `name`, which Keras derives from the class by
         default.
@@ -82,6 +89,8 @@ def from_keras_config(
       >>> rule.update(rows, rule.init(rows), rows)[0].tolist()
       [[-0.5, -0.5]]
     """
+    if is_keras_optimizer(config):
+        config = serialized_form(config)
     keras = _parse(config, class_name, rows)
     problems = list(_problems(keras))
     rate: Any = None
@@ -96,6 +105,31 @@ def from_keras_config(
         )
     return make_optimizer(rate, keras)
 
+
+def rule_of_keras(optimizer: KerasOptimizer) -> optax.GradientTransformation:
+    """Returns the rule of a Keras optimizer that a table or layer is given.
+
+    Calls with one optimizer return the same value, so its tables are stacked. If its
+    fields have changed since the last call, they are read again.
+
+    Raises:
+      ValueError: as `from_keras_config` does.
+    """
+    fields = optimizer.get_config()
+    known = _RULES.get(optimizer)
+    if known is not None and known[0] == fields:
+        return known[1]
+    rule = from_keras_config(optimizer)
+    _RULES[optimizer] = fields, rule
+    return rule
+
+
+_RULES: Final[
+    weakref.WeakKeyDictionary[
+        KerasOptimizer, tuple[dict[str, Any], optax.GradientTransformation]
+    ]
+] = weakref.WeakKeyDictionary()
+"""Fields and rule of each Keras optimizer that a table or layer was given."""
 
 _WITHOUT_EFFECT: Final = {"name", "jit_compile", "is_legacy_optimizer"}
 
@@ -141,9 +175,7 @@ _WITHOUT_EQUIVALENT: Final[Mapping[str, str]] = {
 }
 
 
-def _parse(
-    config: Mapping[str, Any], class_name: str | None, rows: KerasRows
-) -> KerasConfig:
+def _parse(config: Any, class_name: str | None, rows: KerasRows) -> KerasConfig:
     """Returns the parsed configuration, with the defaults of Keras' class.
 
     Raises:
@@ -151,8 +183,8 @@ def _parse(
     """
     if not isinstance(config, Mapping):
         raise ValueError(
-            "config must be a mapping, as get_config() of the Keras optimizer returns "
-            f"it, got {config!r}."
+            "config must be a Keras optimizer, or a mapping as get_config() of one "
+            f"returns it, got {config!r}."
         )
     is_serialized = isinstance(config.get("config"), Mapping)
     given: Mapping[str, Any] = config["config"] if is_serialized else config

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from tpu_embedding.optimizers.checks import check_hyperparameters, positive
+from tpu_embedding.optimizers.learning_rates import check_takes_a_step
 
 
 def keras_learning_rate(value: Any) -> optax.ScalarOrSchedule:
@@ -31,6 +32,7 @@ def keras_learning_rate(value: Any) -> optax.ScalarOrSchedule:
       A float, or a function from the step, counted from 0, to a float32 scalar.
 
     Raises:
+      TypeError: if a function cannot be called with the step alone.
       ValueError: if the value is none of these; or with every problem of the schedule's
         fields.
 
@@ -43,6 +45,7 @@ def keras_learning_rate(value: Any) -> optax.ScalarOrSchedule:
       0.25
     """
     if callable(value):
+        check_takes_a_step("from_keras_config", value, "learning_rate")
         return cast(optax.Schedule, value)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value)
@@ -53,7 +56,8 @@ def keras_learning_rate(value: Any) -> optax.ScalarOrSchedule:
         raise ValueError(
             f"learning_rate={value!r}: must be a number, or a serialized schedule of "
             f"Keras' classes {sorted(_SCHEDULES)}; replace another schedule by a "
-            "function of the step"
+            "function of the step, or see te.nn.set_each_step for a function without "
+            "arguments"
         )
     fields = {field: x for field, x in config.items() if field != "name"}
     problems = _field_problems(make, fields)
