@@ -175,7 +175,7 @@ def test_two_entries_on_one_capability_are_no_verdict(order):
     both = (FASTER, verdict("read", problem="row 7 is zero"))[::order]
     write(*both)
     assert load().verdicts == () and "are damaged" in load().reason(READ)
-    with pytest.raises(ValueError, match="one verdict per capability"):
+    with pytest.raises(ValueError, match="one verdict per direction and kind"):
         KernelVerdicts(backend="interpreter", verdicts=both)
 
 

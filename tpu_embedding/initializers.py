@@ -212,7 +212,7 @@ def truncated_normal_initializer(dim: int) -> RowInitializer:
     """Returns TensorFlow's default: truncated normal with stddev `1 / sqrt(dim)`.
 
     JAX and TensorFlow both take `stddev` before truncation at two standard deviations,
-    so the two agree without a correction.
+    so the two agree without a correction. Values have a deviation of 0.88 of it.
     """
     return truncated_normal(1.0 / math.sqrt(dim))
 

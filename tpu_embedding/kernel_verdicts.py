@@ -186,8 +186,9 @@ class KernelVerdicts:
         if self.backend not in get_args(KernelName) or twice:
             raise ValueError(
                 f"KernelVerdicts needs a backend of {get_args(KernelName)} and one "
-                f"verdict per capability, got {self.backend!r} and several verdicts on "
-                f"{twice}. Run tpu-embedding doctor for verdicts of this machine."
+                "verdict per direction and kind of row, got "
+                f"{self.backend!r} and several verdicts on {twice}. Run tpu-embedding "
+                "doctor for verdicts of this machine."
             )
 
     def find(self, capability: Capability) -> Verdict | None:

@@ -331,7 +331,7 @@ def test_printed_plan():
     *lines, summary = memory.splitlines()
     cells = [re.split(r"\s{2,}", line) for line in placements.splitlines()]
     assert cells == [
-        ["stack", "rows over", "copies", "why", "gradients of copies"],
+        ["stack", "rows over", "copies", "why", "how copies add gradients"],
         ["stack_0", "shard", "1", "the default", "-"],
         ["stack_1", "shard", "1", "the default", "-"],
     ]

@@ -41,6 +41,14 @@ Form = Literal["whole", "direct", "fused", "blocks"]
 """
 
 
+FORM_MEANINGS: Final[dict[Form, str]] = {
+    "direct": "rows are read from the table itself, without an exchange buffer",
+    "fused": "the rows of a sample are added up as they are read",
+    "blocks": "gradients are summed and applied in blocks that fit in the cache",
+}
+"""Explanation of each form that `print(plan)` names."""
+
+
 class BackendChoice(NamedTuple):
     """A backend, why it was chosen, and the form of its work.
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_embedding.hardware import GIBIBYTE
 from tpu_embedding.plan import memory
+from tpu_embedding.plan.backend_request import FORM_MEANINGS
 from tpu_embedding.plan.column_arrays import whole_lines_reason
 from tpu_embedding.plan.dynamic_rows import (
     directory_bytes,
@@ -31,6 +32,7 @@ def describe(plan: "EmbeddingPlan") -> str:
             memory.format_table(_placement_rows(plan), num_left_aligned=5),
             "",
             memory.format_table(backend_rows(plan), num_left_aligned=4),
+            *_meanings_of_forms(plan),
         ]
     )
 
@@ -51,6 +53,18 @@ def backend_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
         for (backend, reason), directions in directions_of.items():
             rows.append((stack.name, ", ".join(directions), backend, reason))
     return rows
+
+
+def _meanings_of_forms(plan: "EmbeddingPlan") -> list[str]:
+    """Returns a line for each form of XLA's work that the table of backends names."""
+    choices = [choice for stack in plan.stacks for choice in stack.backends]
+    return [
+        f"{name}: {FORM_MEANINGS[form]}"
+        for form, name in dict.fromkeys(
+            (choice.form, choice.name) for choice in choices
+        )
+        if form in FORM_MEANINGS
+    ]
 
 
 def _whole_initial_values(plan: "EmbeddingPlan") -> list[str]:
@@ -155,7 +169,7 @@ def _dynamic_tables(plan: "EmbeddingPlan") -> list[str]:
 
 def _placement_rows(plan: "EmbeddingPlan") -> list[tuple[str, ...]]:
     """Returns the cells of the table of placements, a row per stack and reason."""
-    rows = [("stack", "rows over", "copies", "why", "gradients of copies")]
+    rows = [("stack", "rows over", "copies", "why", "how copies add gradients")]
     for stack in plan.stacks:
         axes = ", ".join(stack.shard_axes) or "no axis"
         copies = f"{stack.num_replicas:,}"
