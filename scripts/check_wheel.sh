@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds the wheel, unpacks it into a directory of its own, and uses it from there: first
-# as it is, then the layer alone, without its tools and what only they need.
+# Builds the source archive and the wheel, checks what an index would show of them, and
+# unpacks the wheel into a directory of its own. Uses it from there: first as it is, then
+# the layer alone, without its tools and what only they need.
 # Called by test.sh, whose environment has what the wheel needs.
 #   scripts/check_wheel.sh
 set -euo pipefail
@@ -10,11 +11,17 @@ help_on_request "$@"
 [ "$#" -eq 0 ] || refuse_option "$1"
 root=$PWD directory=$(mktemp -d)
 trap 'rm -rf "$directory"' EXIT
-python -m build --wheel --outdir "$directory" . >"$directory/build.log" || {
+python -m build --outdir "$directory" . >"$directory/build.log" 2>&1 || {
     cat "$directory/build.log"
     exit 1
 }
-python -m pip install --quiet --disable-pip-version-check --no-deps \
+python -m twine --no-color check --strict "$directory"/*.{whl,tar.gz}
+max_bytes=2000000 num_bytes=$(wc -c <"$(echo "$directory"/*.whl)")
+if [ "$num_bytes" -gt "$max_bytes" ]; then
+    echo "The wheel must have at most $max_bytes bytes, got $num_bytes." >&2
+    exit 1
+fi
+python -m pip install -qq --disable-pip-version-check --no-deps \
     --target "$directory/site" "$directory"/*.whl
 cd "$directory"
 export PYTHONPATH="$directory/site"

@@ -8,8 +8,9 @@
 #       the benchmarks, of the scripts and of the language.
 #   scripts/test.sh --all [-- PYTEST_OPTIONS]
 #       The full tier, for continuous integration: also the tests marked `full`, the
-#       wheel, export to and import from TensorFlow in an environment of its own, and
-#       Python 3.11 if that interpreter is there.
+#       wheel, export to and import from TensorFlow in an environment of its own,
+#       Python 3.11 if that interpreter is there, and the lowest versions of all
+#       dependencies that pyproject.toml allows.
 #   scripts/test.sh --exhaustive [-- PYTEST_OPTIONS]
 #       The exhaustive tier, for before a release: also the tests marked `exhaustive`.
 set -euo pipefail
@@ -45,11 +46,14 @@ run_pytest() {
     python -m pytest -n "${TEST_PROCESSES:-2}" --dist worksteal "$@"
 }
 
+find_python311() {
+    find_interpreter python3.11 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.11.*/bin/python
+}
+
 # A smaller leg, for pip finds an older jax there.
 check_python311() {
     local PYTHON VENV=.venv-3.11
-    if ! PYTHON=$(find_interpreter python3.11 \
-        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.11.*/bin/python); then
+    if ! PYTHON=$(find_python311); then
         echo "No Python 3.11 with venv here: its leg is left out."
         return
     fi
@@ -58,6 +62,24 @@ check_python311() {
         tests/nn/test_golden_layer.py tests/nn/test_training.py \
         tests/optimizers/test_golden.py tests/tools/cli/test_command.py \
         -k "not eight and not 8devices"
+}
+
+# The lower bounds of pyproject.toml, on the oldest Python that is here.
+check_lowest_versions() {
+    local python VENV=.venv-lowest
+    python=$(find_python311 || command -v python)
+    uv venv --quiet --allow-existing --python "$python" "$VENV"
+    uv pip install --quiet --upgrade --resolution lowest-direct \
+        --python "$VENV/bin/python" --editable ".[dev]"
+    PATH="$PWD/$VENV/bin:$PATH"
+    python -c 'import flax, jax, optax, orbax.checkpoint
+print(*(f"{x.__name__} {x.__version__}" for x in (jax, flax, optax, orbax.checkpoint)))'
+    # The lowest orbax leaves the sockets of an event loop to the garbage collector.
+    run_pytest -m "not full and not tpu_compiler" \
+        -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning \
+        tests/nn/test_golden_layer.py tests/nn/test_training.py tests/nn/test_linen.py \
+        tests/optimizers/test_golden.py tests/checkpoint/test_ways_out.py \
+        tests/export/test_stablehlo.py -k "not eight and not 8devices"
 }
 
 # TensorFlow is large, and the other tests run without it.
@@ -85,6 +107,8 @@ if [ "$tests" != "not full" ]; then
     (check_tensorflow)
     section "Python 3.11"
     (check_python311)
+    section "lowest versions"
+    (check_lowest_versions)
 fi
 section "tests, $tier tier"
 run_pytest -m "$tests" "${left_out[@]}" "$@"

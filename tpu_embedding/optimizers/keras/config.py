@@ -113,7 +113,7 @@ def rule_of_keras(optimizer: KerasOptimizer) -> optax.GradientTransformation:
     fields have changed since the last call, they are read again.
 
     Raises:
-      ValueError: as `from_keras_config` does.
+      ValueError: if the optimizer has no equivalent; see `from_keras_config`.
     """
     fields = optimizer.get_config()
     known = _RULES.get(optimizer)
