@@ -13,8 +13,7 @@ optax and FBGEMM. A user needs four things first:
    as dense optimizers do, at the cost of a pass over the table.
 3. **Learning rates.** A rate is a scalar, or a schedule of the step. To change it
    between steps without recompilation, use `optax.inject_hyperparams` and
-   `with_hyperparameters`. `tpu_embedding.nn.set_each_step` asks a function before
-   each step.
+   `with_hyperparameters`, or `tpu_embedding.nn.set_each_step` with a function.
 4. **Options.** Most optimizers take the keyword arguments of `with_options`: bounds of
    gradients and rows, weight decay, dtype and initial values of slot variables.
 
@@ -32,8 +31,7 @@ The files, in the order in which a reader may want them:
 * `array_rules`: applies a rule to pytrees of arrays. `checks`: checks of arguments.
 * `final_dense_values`: sets variables to their averages, at the end of training.
 * `rule_description`: a rule as JSON values, for checkpoints.
-* `keras/`: translation of Keras' configurations. `keras_instances`: recognises Keras'
-  optimizers, and reads their configurations.
+* `keras/`: translation of Keras' configurations, which `keras_instances` reads.
 """
 
 from tpu_embedding.optimizers.analysis.row_local import (
