@@ -29,8 +29,8 @@ def make_forms(plan: te.EmbeddingPlan) -> dict[str, Callable[[], Any]]:
     """Returns, by name, a function that prepares a batch of each form."""
     generator = np.random.default_rng(0)
     ids = generator.integers(0, NUM_ROWS, (NUM_TABLES, BATCH_SIZE, VALENCE))
-    lengths = generator.integers(0, 2 * VALENCE, (NUM_TABLES, BATCH_SIZE))
-    # As many ids as in the dense forms.
+    lengths = generator.integers(0, 2 * VALENCE + 1, (NUM_TABLES, BATCH_SIZE))
+    # As many ids as in the dense forms, on average.
     splits = [np.concatenate([[0], np.cumsum(of_table)]) for of_table in lengths]
     values = [generator.integers(0, NUM_ROWS, each[-1]) for each in splits]
     sizes = te.inputs.BufferSizes()
