@@ -111,31 +111,31 @@ def _checkpoint_speed(results: Results) -> str:
 
 
 def _input_speed(results: Results) -> str:
-    found = results["input_speed"]["results"]
-    columns: list[tuple[str, str, Callable[[Any], str]]] = [
-        ("format", "format", str),
-        ("files", "file_bytes", lambda size: f"{size / 1e9:.1f} GB"),
-        ("memory after a fifth", "early_peak_bytes", _megabytes),
-        ("memory at the end", "peak_bytes", _megabytes),
-        ("samples/s", "samples_per_second", "{:,.0f}".format),
-        ("beside", "peer", str),
-        ("samples/s", "peer_samples_per_second", "{:,.0f}".format),
-        ("ratio", "ratio", "{:.2f}".format),
-        ("in file order", "file_order_samples_per_second", "{:,.0f}".format),
-        ("ratio", "file_order_ratio", "{:.2f}".format),
+    rows: list[Cells] = [
+        (
+            "format",
+            "memory after a fifth, at the end",
+            "shuffled (of the peer)",
+            "in file order (of the peer)",
+            "peer, in file order",
+            "CPU s per million: each",
+        )
     ]
-    for side, name in (
-        ("", ""),
-        (", in file order", "file_order_"),
-        (", peer", "peer_"),
-    ):
-        title = f"CPU s per million{side}"
-        columns.append((title, f"{name}cpu_seconds_per_million", "{:.2f}".format))
-    # Earlier figures have no file order.
-    columns = [each for each in columns if all(each[1] in row for row in found)]
-    rows: list[Cells] = [tuple(title for title, _, _ in columns)]
-    for row in found:
-        rows.append(tuple(show(row[field]) for _, field, show in columns))
+    for row in results["input_speed"]["results"]:
+        memory = (
+            f"{_megabytes(row['early_peak_bytes'])}, {_megabytes(row['peak_bytes'])}"
+        )
+        cells = [row["format"], memory]
+        for order in ("", "file_order_"):
+            rate = row[f"{order}samples_per_second"] / 1e3
+            cells.append(f"{rate:,.0f} ({row[f'{order}ratio']:.2f})")
+        cells.append(f"{row['peer']}: {row['peer_samples_per_second'] / 1e3:,.0f}")
+        seconds = (
+            row[f"{side}cpu_seconds_per_million"]
+            for side in ("", "file_order_", "peer_")
+        )
+        cells.append(", ".join(f"{each:.2f}" for each in seconds))
+        rows.append(tuple(cells))
     return table(rows)
 
 
