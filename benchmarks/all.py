@@ -50,8 +50,9 @@ BENCHMARKS: Final = {
         quick=("--rounds", "1", "--steps", "2"), minutes=3, peers=("torch",)
     ),
     "serving_latency": Entry(
+        options=("--rounds", "2", "--batch", "1", "256", "4096"),
         quick=("--rounds", "1", "--rows", "1000", "--batch", "1", "16"),
-        minutes=8,
+        minutes=3,
         peers=("tensorflow", "torch"),
     ),
     "checkpoint_speed": Entry(
@@ -60,7 +61,7 @@ BENCHMARKS: Final = {
         minutes=6,
     ),
     "input_speed": Entry(
-        options=("--gb", "0.5"), quick=("--gb", "0.03", "--windows", "2"), minutes=10
+        options=("--gb", "0.3"), quick=("--gb", "0.03", "--windows", "2"), minutes=10
     ),
     "first_step": Entry(quick=("--rounds", "1"), minutes=4),
     "device_count": Entry(quick=("--setting", "T0", "--devices", "1", "2"), minutes=3),
