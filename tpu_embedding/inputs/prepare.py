@@ -458,7 +458,8 @@ def _check_range(
         raise ValueError(
             f"Ids of feature {feature.name!r} must lie in [0, {vocabulary_size}), the "
             f"rows of its table, got {ids[place]} at {where} {place}, and "
-            f"{int(is_outside.sum())} such ids in all. Correct the data, or set "
+            f"{int(is_outside.sum())} such ids in all. Correct the data, number "
+            "ids with gaps by te.inputs.Vocabulary or te.inputs.hash_ids, or set "
             "FeatureConfig.out_of_range_ids to 'drop' or 'clip'."
         )
     # The conversion would wrap ids that an int32 cannot hold. Replace them first.

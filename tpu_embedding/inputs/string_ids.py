@@ -250,7 +250,10 @@ class Vocabulary:
     def _check_tokens(self) -> None:
         for i, token in enumerate(self.tokens):
             if not isinstance(token, str):
-                raise TypeError(f"Vocabulary: token {i} must be a str, got {token!r}.")
+                raise TypeError(
+                    f"Vocabulary: token {i} must be a str, got {token!r}; pass "
+                    "numbers as str(token), and bytes as token.decode()."
+                )
             if not token or token == self.mask_token:
                 raise ValueError(
                     f"Vocabulary: token {i} must be neither empty nor the mask token, "
