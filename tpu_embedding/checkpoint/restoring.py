@@ -43,7 +43,7 @@ from tpu_embedding.checkpoint.table_arrays import (
     table_records,
 )
 from tpu_embedding.functional.dynamic_ids import rows_in_directory
-from tpu_embedding.functional.following_slots import with_following_slots
+from tpu_embedding.functional.following_slots import with_measured_totals
 from tpu_embedding.functional.steps import init_slots
 from tpu_embedding.optimizers.rules.track_touched_rows import without_base
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -279,22 +279,12 @@ def _restored(layer: LayerState, saved: SavedTables, args: RestoreState) -> Laye
         new = dataclasses.replace(new, slots=_initialized(new, saved.names))
     if args.slots != "restore":
         return new
-    return _with_totals_of_new_rows(restored_slots(new, saved), saved)
-
-
-def _with_totals_of_new_rows(layer: LayerState, saved: SavedTables) -> LayerState:
-    """Adds the rows that the checkpoint lacks to totals over the values of a table."""
-    grown = {
-        table.name: table.config.max_rows
-        for stack in layer.plan.trained_stacks
-        for table in stack.tables
-        if table.name in saved.names
-        and not stack.is_dynamic
-        and saved.num_rows(table.name) < table.config.max_rows
-    }
-    tables = dict(layer.tables)
-    slots = with_following_slots(layer.slots or {}, tables, grown, layer.plan, tables)
-    return dataclasses.replace(layer, slots=slots)
+    new = restored_slots(new, saved)
+    # The tables may hold other rows than the saved ones, or round them otherwise.
+    slots = with_measured_totals(
+        new.slots or {}, dict(new.tables), saved.names, new.plan
+    )
+    return dataclasses.replace(new, slots=slots)
 
 
 def _saved_tables(

@@ -42,6 +42,7 @@ from tpu_embedding.types import (
 )
 from tpu_embedding.update.partition_specs import slot_specs
 from tpu_embedding.update.start_rows import start_rows
+from tpu_embedding.update.totals import across_shards
 
 _CLOCK_RULE: Final = "insert_ids: now must be one integer from 1 to 2**32 - 1"
 _CLOCK_LINE: Final = (
@@ -296,6 +297,7 @@ def _insert_in_stack(
                 new.count,
                 directory.init_keys,
                 stack,
+                across_shards(stack, plan),
             )
 
         directory, rows, found, hits, counts = insert_rows(

@@ -7,7 +7,7 @@ Adafactor takes the scale of a table. When values are set, they must follow.
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any, overload
+from typing import Any, Final, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
 from tpu_embedding.functional.steps import init_slots
-from tpu_embedding.optimizers.rules._sums import CompensatedSum
+from tpu_embedding.optimizers.rules._sums import CompensatedSum, is_sum
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.shard_map import on_shards
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
@@ -28,6 +28,9 @@ from tpu_embedding.tables.touched_rows import with_touched_tables
 from tpu_embedding.update.lazy_update import is_slot
 from tpu_embedding.update.partition_specs import slot_specs, table_specs
 from tpu_embedding.update.shard_rows import rows_of_stack
+
+_SAME: Final = 1e-5
+"""Relative difference up to which a total keeps its bits when it is measured anew."""
 
 
 @overload
@@ -153,27 +156,69 @@ def with_following_slots(
       old_tables: the tables before; rows that did not change then keep their slot
         variables. None: all rows that were set changed.
     """
+    flags = _is_made_from_values(plan)
+    return _with_parts(slots, tables, num_rows, plan, flags, old_tables)
+
+
+def with_measured_totals(
+    slots: Mapping[str, Any],
+    tables: dict[str, PackedRows],
+    names: Collection[str],
+    plan: EmbeddingPlan,
+) -> dict[str, Any]:
+    """Returns slots whose totals over the values of some tables are measured anew.
+
+    Slot variables stay. A total that the values confirm keeps its bits.
+
+    Args:
+      slots: stack name to optimizer state.
+      tables: stack name to packed rows.
+      names: the tables.
+      plan: plan of the embedding layer.
+    """
+    flags = {
+        name: tuple(
+            flag and not is_slot(atom)
+            for flag, atom in zip(
+                is_made, jax.tree.leaves(slots[name], is_leaf=_is_atom), strict=True
+            )
+        )
+        for name, is_made in _is_made_from_values(plan).items()
+        if name in slots
+    }
+    return _with_parts(slots, tables, dict.fromkeys(names, 1), plan, flags)
+
+
+def _with_parts(
+    slots: Mapping[str, Any],
+    tables: dict[str, PackedRows],
+    num_rows: Mapping[str, int],
+    plan: EmbeddingPlan,
+    flags: Mapping[str, tuple[bool, ...]],
+    old_tables: dict[str, PackedRows] | None = None,
+) -> dict[str, Any]:
+    """Returns slots with the parts that have flags made anew."""
     atoms, limits, old = {}, {}, {}
     for stack in plan.trained_stacks:
-        flags = _is_made_from_values(plan)[stack.name]
         sizes = [num_rows.get(table.name, 0) for table in stack.tables]
-        if any(flags) and any(sizes) and stack.name in slots:
+        if stack.name in slots and any(flags[stack.name]) and any(sizes):
             all_atoms = jax.tree.leaves(slots[stack.name], is_leaf=_is_atom)
-            atoms[stack.name] = _chosen(all_atoms, flags)
+            atoms[stack.name] = _chosen(all_atoms, flags[stack.name])
             limits[stack.name] = np.asarray(sizes, np.int32)
             old[stack.name] = None if old_tables is None else old_tables[stack.name]
     if not atoms:
         return dict(slots)
     trained = {s.name: tables[s.name] for s in plan.trained_stacks if s.name in tables}
-    new_atoms = _follow(atoms, trained, old, limits, plan)
+    wanted = tuple((name, flags[name]) for name in atoms)
+    new_atoms = _follow(atoms, trained, old, limits, plan, wanted)
     result = dict(slots)
     for name, of_stack in new_atoms.items():
         leaves, structure = jax.tree.flatten(slots[name], is_leaf=_is_atom)
-        new, flags = iter(of_stack), _is_made_from_values(plan)[name]
+        new = iter(of_stack)
         result[name] = structure.unflatten(
             [
                 next(new) if flag else leaf
-                for leaf, flag in zip(leaves, flags, strict=True)
+                for leaf, flag in zip(leaves, flags[name], strict=True)
             ]
         )
     return result
@@ -215,28 +260,27 @@ def _is_made_from_values(plan: EmbeddingPlan) -> dict[str, tuple[bool, ...]]:
 
 def _is_atom(node: Any) -> bool:
     """Returns True for a part of a state that follows as a whole, or not at all."""
-    return is_slot(node) or isinstance(node, CompensatedSum)
+    return is_slot(node) or is_sum(node)
 
 
 def _chosen(atoms: list[Any], flags: tuple[bool, ...]) -> list[Any]:
     return [atom for atom, flag in zip(atoms, flags, strict=True) if flag]
 
 
-@functools.partial(jax.jit, static_argnames="plan")
+@functools.partial(jax.jit, static_argnames=("plan", "wanted"))
 def _follow(
     atoms: dict[str, list[Any]],
     tables: dict[str, PackedRows],
     old_tables: dict[str, PackedRows | None],
     limits: dict[str, jax.Array],
     plan: EmbeddingPlan,
+    wanted: tuple[tuple[str, tuple[bool, ...]], ...],
 ) -> dict[str, list[Any]]:
     """Returns the parts of states that follow, with those of the rows that were set."""
+    states = init_slots(tables, plan)
     fresh = {
-        name: _chosen(
-            jax.tree.leaves(state, is_leaf=_is_atom), _is_made_from_values(plan)[name]
-        )
-        for name, state in init_slots(tables, plan).items()
-        if name in atoms
+        name: _chosen(jax.tree.leaves(states[name], is_leaf=_is_atom), flags)
+        for name, flags in wanted
     }
     stacks = [stack for stack in plan.trained_stacks if stack.name in atoms]
     new_tables = {stack.name: tables[stack.name] for stack in stacks}
@@ -276,13 +320,21 @@ def _merge(
     if is_slot(old):
         return _merge_rows(old, fresh, limits, tables, stack)
 
-    def merge_total(old: jax.Array, fresh: jax.Array) -> jax.Array:
+    def merge_total(old: jax.Array, fresh: jax.Array, is_same: Any) -> jax.Array:
         if not (stack.optimizer.takes_totals and old.shape[:1] == limits.shape):
             return fresh
         is_set = (limits > 0).reshape(-1, *[1] * (old.ndim - 1))
-        return jnp.where(is_set, fresh, old)
+        return jnp.where(is_set & ~is_same, fresh, old)
 
-    return jax.tree.map(merge_total, old, fresh)
+    if not is_sum(old):
+        return jax.tree.map(lambda x, y: merge_total(x, y, False), old, fresh)
+    is_same = jax.tree.map(
+        lambda x, y: jnp.abs(x - y) <= _SAME * jnp.abs(y), old.value, fresh.value
+    )
+    return CompensatedSum(
+        jax.tree.map(merge_total, old.value, fresh.value, is_same),
+        jax.tree.map(merge_total, old.rest, fresh.rest, is_same),
+    )
 
 
 def _merge_rows(

@@ -430,13 +430,18 @@ def _move_rows(
     """Applies the gradients of some stacks; rules for every row need none."""
     old_tables = {stack.name: tables[stack.name] for stack in stacks}
     old_slots = {stack.name: slots[stack.name] for stack in stacks}
+    used_rows = {
+        stack.name: tables[directory_name(stack.name)].used_rows
+        for stack in stacks
+        if stack.is_dynamic
+    }
 
     def rounds_of(gradients, stack):
         if stack.name not in gradients.stacks:
             return gradient_of_no_row(stack.buffer_layout(1))
         return gradient_rounds(gradient_of_stack(gradients, stack), stack, plan)
 
-    def apply_shard(tables, slots, gradients, norm):
+    def apply_shard(tables, slots, used_rows, gradients, norm):
         squares = None if norm is None else lambda: jnp.square(norm)
         with model_gradient_context(squares):
             return {
@@ -446,6 +451,7 @@ def _move_rows(
                     rounds_of(gradients, stack),
                     stack,
                     plan,
+                    used_rows.get(stack.name),
                 )
                 for stack in stacks
             }
@@ -455,9 +461,15 @@ def _move_rows(
     results = on_shards(
         apply_shard,
         plan,
-        in_specs=(of_tables, of_slots, plan.sample_spec, PartitionSpec()),
+        in_specs=(
+            of_tables,
+            of_slots,
+            {stack.name: stack.rows_spec for stack in stacks if stack.is_dynamic},
+            plan.sample_spec,
+            PartitionSpec(),
+        ),
         out_specs={name: (of_tables[name], of_slots[name]) for name in of_tables},
-    )(old_tables, old_slots, gradients, gradient_norm)
+    )(old_tables, old_slots, used_rows, gradients, gradient_norm)
     new_tables = tables | {name: result[0] for name, result in results.items()}
     return new_tables, slots | {name: result[1] for name, result in results.items()}
 

@@ -13,6 +13,7 @@ passed through the wrappers: like an axis name of JAX, they belong to the contex
 import contextlib
 import contextvars
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -29,13 +30,16 @@ class TableRows:
     """The rows of one or more tables that a rule is given: one part of all rows.
 
     Attributes:
-      table_sizes: float32 `[tables]`, number of rows of each whole table.
+      table_sizes: float32 `[tables]`, number of rows of each whole table. In a dynamic
+        table only rows with an id count, and the learned default row.
       tables: int32 `[rows]`, the table of each row; None: there is one table.
       is_used: bool `[rows]`, False for padding, which is no row of a table.
       is_touched: bool `[rows]`, whether the row was looked up in this step.
       all_reduce: reduces the totals of this part `[tables, ...]` over all parts.
       occurrence_squares: float32 `[tables]`, sum of the squares of the gradients of all
         occurrences of ids. None unless the rule requested the mode `OccurrenceNorm`.
+      stored: takes the rows and their updates, and returns the rows as the table will
+        store them: a narrow table rounds.
     """
 
     table_sizes: Float[Array, " tables"]
@@ -44,6 +48,7 @@ class TableRows:
     is_touched: Bool[Array, " rows"]
     all_reduce: AllReduce
     occurrence_squares: Float[Array, " tables"] | None = None
+    stored: Callable[[Array, Array], Array] = operator.add
 
     def total(self, values: Array) -> Array:
         """Sums over the rows of each table: `[rows, ...]` to `[tables, ...]`."""

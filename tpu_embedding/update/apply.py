@@ -25,13 +25,31 @@ from tpu_embedding.update.lazy_update import (
     with_slots,
 )
 from tpu_embedding.update.sequence import apply_in_sequence
-from tpu_embedding.update.shard_rows import shard_rows
+from tpu_embedding.update.shard_rows import live_rows, shard_rows
 from tpu_embedding.update.table_writer import (
     RoundedState,
     RoundingWriter,
     TableWriter,
 )
 from tpu_embedding.update.totals import across_shards, find_totals, known_totals
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A stack in one step. Per shard.
+
+    Attributes:
+      stack: the stack's plan.
+      plan: gives the mesh.
+      writer: writes the rows of the table.
+      table_sizes: float32 `[tables]`, the rows that count; None: all.
+    """
+
+    stack: TrainedStackPlan
+    plan: EmbeddingPlan
+    writer: TableWriter = TableWriter()
+    table_sizes: Float[Array, " tables"] | None = None
+
 
 ApplyRound = Callable[
     [AllReduce, PackedRows, Any, PackedRowGradients, RowRange | None],
@@ -45,7 +63,8 @@ def init_state(table: PackedRows, stack: TrainedStackPlan, plan: EmbeddingPlan) 
     if stack.optimizer.keeps_gradient:
         state = init_every_row(table, stack, plan)
     else:
-        state = _lifted(stack, plan, across_shards(stack, plan)).init(table)
+        step = _Step(stack=stack, plan=plan)
+        state = _lifted(step, across_shards(stack, plan)).init(table)
     if stack.layout.narrow_dtype is None:
         return state
     return RoundedState(step=jnp.zeros((), jnp.int32), inner=state)
@@ -58,6 +77,7 @@ def apply_gradient(
     gradient: GradientRounds,
     stack: TrainedStackPlan,
     plan: EmbeddingPlan,
+    used_rows: Int[Array, " tables"] | None = None,
 ) -> tuple[PackedRows, Any]:
     """Updates a stacked table with the gradient of a step. Per shard.
 
@@ -72,14 +92,19 @@ def apply_gradient(
       gradient: gradient of the stack, or `gradient_of_no_row`.
       stack: plan of the stack.
       plan: gives the mesh.
+      used_rows: rows of this shard that ids of dynamic tables have; None for tables
+        whose vocabulary is fixed.
 
     Returns:
       New table and state.
     """
+    sizes = None if used_rows is None else live_rows(used_rows, stack)
+    step = _Step(stack=stack, plan=plan, table_sizes=sizes)
     if stack.layout.narrow_dtype is None:
-        return _apply(table, state, gradient, stack, plan, TableWriter())
+        return _apply(table, state, gradient, step)
     writer = RoundingWriter(stack=stack, step=state.step)
-    table, inner = _apply(table, state.inner, gradient, stack, plan, writer)
+    step = dataclasses.replace(step, writer=writer)
+    table, inner = _apply(table, state.inner, gradient, step)
     return table, RoundedState(step=state.step + 1, inner=inner)
 
 
@@ -105,9 +130,11 @@ def step_without_gradient(
 
 
 def _step_on_no_row(state: Any, stack: TrainedStackPlan, plan: EmbeddingPlan) -> Any:
+    step = _Step(stack=stack, plan=plan)
+
     def rows_of(row_ids):
         # A total over no row is the same on all shards.
-        return _touched_rows(row_ids, lambda totals, _: totals, None, stack, plan)
+        return _touched_rows(row_ids, lambda totals, _: totals, None, step)
 
     rule = stack.optimizer
     return step_on_no_row(
@@ -116,20 +143,15 @@ def _step_on_no_row(state: Any, stack: TrainedStackPlan, plan: EmbeddingPlan) ->
 
 
 def _apply(
-    table: PackedRows,
-    state: Any,
-    gradient: GradientRounds,
-    stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
-    writer: TableWriter,
+    table: PackedRows, state: Any, gradient: GradientRounds, step: _Step
 ) -> tuple[PackedRows, Any]:
     """Applies the rule, by whichever way the plan has for it."""
+    stack, plan = step.stack, step.plan
     if stack.optimizer.keeps_gradient:
-        return apply_to_every_row(table, state, gradient, stack, plan, writer)
+        return apply_to_every_row(table, state, gradient, stack, plan, step.writer)
 
     def apply_round(all_reduce, table, state, gradients, rows):
-        run = functools.partial(_apply_round, all_reduce, stack, plan, writer)
-        return run(table, state, gradients, rows)
+        return _apply_round(all_reduce, step, table, state, gradients, rows)
 
     all_reduce = across_shards(stack, plan)
     if gradient.fold_later is None:
@@ -185,15 +207,14 @@ def _totals_over_rounds(
 
 def _apply_round(
     all_reduce: AllReduce,
-    stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
-    writer: TableWriter,
+    step: _Step,
     table: PackedRows,
     state: Any,
     gradients: PackedRowGradients,
     rows: RowRange | None,
 ) -> tuple[PackedRows, Any]:
     """Applies the gradients of one round, whose rows are those of a range."""
+    stack, writer = step.stack, step.writer
     optimizer = stack.optimizer
     if stack.backends.update.backend != "xla":
         return update_by_kernel(optimizer, table, state, gradients)
@@ -201,36 +222,35 @@ def _apply_round(
     if optimizer.rows == "every":
         return apply_to_every_element(optimizer, table, state, updates, rows, writer)
     if optimizer.duplicates == "sequence":
-        rule: Any = _lifted(stack, plan, all_reduce)
+        rule: Any = _lifted(step, all_reduce)
         table, state = apply_in_sequence(rule, table, state, updates, writer)
-        return table, _step_on_no_row(state, stack, plan)
+        return table, _step_on_no_row(state, stack, step.plan)
     occurrence_total = None
     occurrences = gradients.occurrences
     if occurrences is not None:
         squares = jnp.sum(jnp.square(occurrences.values), axis=1)
-        known = _touched_rows(occurrences.row_ids, all_reduce, None, stack, plan)
+        known = _touched_rows(occurrences.row_ids, all_reduce, None, step)
         occurrence_total = known.total(squares)
-    rule = _lifted(stack, plan, all_reduce, occurrence_total)
+    rule = _lifted(step, all_reduce, occurrence_total)
     updates, state = rule.update(updates, state, table)
     return writer.add(table, updates.row_ids, updates.values), state
 
 
 def _lifted(
-    stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
+    step: _Step,
     all_reduce: AllReduce,
     occurrence_squares: Float[Array, " tables"] | None = None,
 ) -> Any:
     """Lifts the stack's rule to touched rows, and answers what it asks about them."""
 
     def rows_of(row_ids):
-        return _touched_rows(row_ids, all_reduce, occurrence_squares, stack, plan)
+        return _touched_rows(row_ids, all_reduce, occurrence_squares, step)
 
-    takes_totals = stack.optimizer.takes_totals
+    optimizer = step.stack.optimizer
     return lift_to_rows(
-        stack.optimizer,
-        rows_of if takes_totals else None,
-        stack.backends.update.form,
+        optimizer,
+        rows_of if optimizer.takes_totals else None,
+        step.stack.backends.update.form,
     )
 
 
@@ -238,9 +258,15 @@ def _touched_rows(
     row_ids: Int[Array, " rows"],
     all_reduce: AllReduce,
     occurrence_squares: Float[Array, " tables"] | None,
-    stack: TrainedStackPlan,
-    plan: EmbeddingPlan,
+    step: _Step,
 ) -> TableRows:
+    stack, writer = step.stack, step.writer
     is_touched = row_ids != PADDING_ROW_ID
     known = shard_rows(row_ids, is_touched, all_reduce, stack)
-    return dataclasses.replace(known, occurrence_squares=occurrence_squares)
+    sizes = known.table_sizes if step.table_sizes is None else step.table_sizes
+    return dataclasses.replace(
+        known,
+        table_sizes=sizes,
+        occurrence_squares=occurrence_squares,
+        stored=functools.partial(writer.values_after, row_ids, layout=stack.layout),
+    )

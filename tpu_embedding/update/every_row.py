@@ -6,6 +6,7 @@ kept gradient is cleared. So the rule sees every row, touched or not, and may ru
 per several steps.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -187,7 +188,10 @@ def _run_on_block(
     old = [read_block(leaf, start, size) if is_slot(leaf) else leaf for leaf in leaves]
     rows, gradient, touches, inner = tree.unflatten(old)
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
-    known = shard_rows(row_ids, touches > 0, all_reduce, stack)
+    known = dataclasses.replace(
+        shard_rows(row_ids, touches > 0, all_reduce, stack),
+        stored=functools.partial(writer.values_after, row_ids, layout=stack.layout),
+    )
     with table_rows_context(known):
         updates, inner = stack.optimizer.update(
             gradient / stack.optimizer.gradient_steps, inner, rows

@@ -9,14 +9,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from tpu_embedding.initializers import RowFunction, RowInitializer, threefry_key
+from tpu_embedding.optimizers.rules._sums import CompensatedSum, coarse_part, is_sum
 from tpu_embedding.optimizers.rules.track_touched_rows import with_new_rows_touched
-from tpu_embedding.optimizers.table_rows import table_rows_context
+from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
 from tpu_embedding.row_random_bits import threefry
-from tpu_embedding.rows.access import set_rows
-from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.rows.access import gather_rows, set_rows
+from tpu_embedding.rows.packed_rows import PackedRows, load_rows, store_rows
 from tpu_embedding.types import PADDING_ROW_ID
-from tpu_embedding.update.lazy_update import is_slot
+from tpu_embedding.update.lazy_update import is_slot, slots_of, with_slots
 from tpu_embedding.update.shard_rows import shard_rows
 from tpu_embedding.update.table_writer import RoundedState
 
@@ -32,8 +33,12 @@ def start_rows(
     count: Int[Array, ""],
     init_keys: UInt32[Array, "tables two"],
     stack: StackPlan,
+    all_reduce: AllReduce,
 ) -> tuple[PackedRows, Any]:
     """Writes the rows of new ids, in place where donated. Per shard.
+
+    Totals over the values of a table, such as Adafactor's sum of squares, lose those of
+    the rows before, and gain those of the new rows.
 
     Args:
       table: rows of this shard.
@@ -44,6 +49,7 @@ def start_rows(
       count: number of new rows.
       init_keys: random keys of the tables.
       stack: plan of the stack.
+      all_reduce: reduces totals over the shards.
 
     Returns:
       New table and state.
@@ -52,10 +58,9 @@ def start_rows(
     per_turn = min(_ROWS_PER_TURN, num_ids)
     inner = state.inner if isinstance(state, RoundedState) else state
     leaves, tree = jax.tree.flatten(inner, is_leaf=is_slot)
-    slots = [leaf for leaf in leaves if is_slot(leaf)]
 
     def write(carry):
-        turn, table, slots = carry
+        turn, table, slots, changes = carry
         place = turn * per_turn + jnp.arange(per_turn, dtype=jnp.int32)
         is_used = place < count
         place = jnp.minimum(place, num_ids - 1)
@@ -63,20 +68,41 @@ def start_rows(
         values = initial_rows(
             words[0][place], words[1][place], tables[place], init_keys, stack
         )
+        stored = load_rows(store_rows(values, table.layout), table.layout)
+        new = _initial_state(stored, row_ids, inner, stack)
+        if changes:
+            old = gather_rows(table, row_ids)
+            lost = _sums_of(_initial_state(old, row_ids, inner, stack))
+            # The old rows are read before they are written, or XLA copies the table.
+            table, lost = jax.lax.optimization_barrier((table, lost))
+            lost = jax.tree.map(jnp.negative, lost)
+            for sums in (_sums_of(new), lost):
+                pairs = zip(changes, sums, strict=True)
+                changes = [x.plus(y.value).plus(y.rest) for x, y in pairs]
         table = set_rows(table, row_ids, values)
-        new = _initial_slots(values, row_ids, tree, leaves, stack)
         slots = [
             set_rows(slot, row_ids, value)
-            for slot, value in zip(slots, new, strict=True)
+            for slot, value in zip(slots, slots_in(new), strict=True)
         ]
-        return turn + 1, table, slots
+        return turn + 1, table, slots, changes
+
+    def slots_in(new):
+        parts = zip(leaves, tree.flatten_up_to(new), strict=True)
+        return [part for leaf, part in parts if is_slot(leaf)]
 
     num_turns = (count + per_turn - 1) // per_turn
-    _, table, slots = jax.lax.while_loop(
-        lambda carry: carry[0] < num_turns, write, (jnp.int32(0), table, slots)
+    no_change = [jax.tree.map(jnp.zeros_like, x) for x in _sums_of(inner)]
+    _, table, slots, changes = jax.lax.while_loop(
+        lambda carry: carry[0] < num_turns,
+        write,
+        (jnp.int32(0), table, slots_of(inner), no_change),
     )
-    remaining = iter(slots)
-    inner = tree.unflatten([next(remaining) if is_slot(x) else x for x in leaves])
+    remaining = iter(changes)
+    inner = jax.tree.map(
+        lambda x: _plus(x, next(remaining), all_reduce) if is_sum(x) else x,
+        with_slots(inner, slots),
+        is_leaf=lambda x: is_slot(x) or is_sum(x),
+    )
     if isinstance(state, RoundedState):
         return table, RoundedState(step=state.step, inner=inner)
     return table, inner
@@ -153,22 +179,33 @@ def _pick(values: Array, tables: Array) -> Array:
     return result
 
 
-def _initial_slots(
+def _initial_state(
     values: Float[Array, "ids dim"],
     row_ids: Int[Array, " ids"],
-    tree: Any,
-    leaves: list[Any],
+    inner: Any,
     stack: StackPlan,
-) -> list[Array]:
-    """Returns the rows of each slot variable before the first step."""
+) -> Any:
+    """Returns the state of rows before the first step, and totals over these rows."""
     if not isinstance(stack, TrainedStackPlan):
-        return []
+        return inner
     known = None
     if stack.optimizer.takes_totals:
         is_touched = jnp.zeros(row_ids.shape, bool)
         known = shard_rows(row_ids, is_touched, lambda totals, _: totals, stack)
     with table_rows_context(known):
         state = stack.optimizer.init(values)
-    state = with_new_rows_touched(state, tree.unflatten(leaves))
-    new = tree.flatten_up_to(state)
-    return [x for x, leaf in zip(new, leaves, strict=True) if is_slot(leaf)]
+    return with_new_rows_touched(state, inner)
+
+
+def _plus(
+    total: CompensatedSum, change: CompensatedSum, all_reduce: AllReduce
+) -> CompensatedSum:
+    """Adds the changes of all shards to a total."""
+    coarse = jax.tree.map(coarse_part, change.value, total.value)
+    fine = jax.tree.map(lambda x, y, z: x - y + z, change.value, coarse, change.rest)
+    coarse, fine = jax.tree.map(lambda x: all_reduce(x, "sum"), (coarse, fine))
+    return total.plus(coarse).plus(fine)
+
+
+def _sums_of(state: Any) -> list[CompensatedSum]:
+    return [x for x in jax.tree.leaves(state, is_leaf=is_sum) if is_sum(x)]

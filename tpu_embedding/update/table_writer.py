@@ -24,7 +24,7 @@ from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
 from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_stored_rows
 from tpu_embedding.rows.narrow_rows import encode_rows, mix_bits, random_bits
-from tpu_embedding.rows.packed_rows import PackedRows
+from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, load_rows
 from tpu_embedding.update.shard_rows import rows_of_stack
 
 
@@ -70,6 +70,16 @@ class TableWriter:
         """Returns `old + updates` as the table stores rows."""
         del row_ids
         return old + updates
+
+    def values_after(
+        self,
+        row_ids: Int[Array, " ids"],
+        old: Float[Array, "ids dim"],
+        updates: Float[Array, "ids dim"],
+        layout: RowLayout,
+    ) -> Float[Array, "ids dim"]:
+        """Returns the values that rows of the table have after `add`."""
+        return load_rows(self.stored_rows(row_ids, old, updates), layout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,11 @@ from tpu_embedding.optimizers.rules._adafactor_settings import (
     norm_factor,
 )
 from tpu_embedding.optimizers.rules._adafactor_state import AdafactorState
-from tpu_embedding.optimizers.rules._sums import CompensatedSum, compensated_sum
+from tpu_embedding.optimizers.rules._sums import (
+    CompensatedSum,
+    coarse_part,
+    compensated_sum,
+)
 from tpu_embedding.optimizers.table_rows import (
     TableRows,
     is_in_layer,
@@ -43,7 +47,7 @@ def init_rows(settings: AdafactorSettings, rows: Any) -> AdafactorState:
         row_clocks=jnp.zeros(num_rows, jnp.float32),
         column_accumulators=jnp.zeros((tables.table_sizes.shape[0], dim), jnp.float32),
         velocities=None,
-        squares=compensated_sum(tables.total(_row_squares(rows))),
+        squares=_sum_of_squares(rows, tables),
         clock=compensated_sum(jnp.zeros(())) if is_exact else None,
         averages=averages,
         average_counts=average_counts,
@@ -66,7 +70,7 @@ def update_rows(
     gradient = _clip(settings, gradient, tables)
     decayed = _decay(settings, rate, rows, tables)
     accumulators, clocks, clock = _row_moments(settings, gradient, state, tables, t)
-    columns, squares_change, num_elements = _column_moments(
+    columns, decay_change, num_elements = _column_moments(
         settings, gradient, state, tables, t, jnp.square(decayed) - jnp.square(rows)
     )
     means = jnp.mean(columns, axis=1, keepdims=True)
@@ -75,33 +79,31 @@ def update_rows(
     scaled = gradient * inverse_root(accumulators)[:, None]
     scaled *= tables.per_row(inverse_root(profile))
     scaled = jnp.where(_update_mask(settings, tables)[:, None], scaled, 0)
-    sums = tables.total(
-        jnp.stack([_row_squares(scaled), jnp.sum(decayed * scaled, 1)], 1)
-    )
-    rms = jnp.sqrt(sums[:, 0] / num_elements)
+    rms = jnp.sqrt(tables.total(_row_squares(scaled)) / num_elements)
     # Outside of the layer all rows are at hand, and may have been set since.
     squares = state.squares
     if not is_in_layer():
-        squares = compensated_sum(tables.total(_row_squares(rows)))
-    squares = squares.plus(squares_change)
-    mean_squares = jnp.maximum(squares.value, 0) / (tables.table_sizes * dim)
-    scale = jnp.sqrt(mean_squares)
+        squares = _sum_of_squares(rows, tables)
+    num_values = jnp.maximum(tables.table_sizes, 1) * dim
+    scale = jnp.sqrt(jnp.maximum(squares.value + decay_change, 0) / num_values)
     alpha = jnp.maximum(settings.epsilon_2, scale) * jnp.minimum(rate, jax.lax.rsqrt(t))
     alpha /= jnp.maximum(1, rms / settings.clip_threshold)
     new = decayed - tables.per_row(alpha)[:, None] * scaled
-    squares = squares.plus(alpha * (alpha * sums[:, 0] - 2 * sums[:, 1]))
     state = state._replace(
         row_accumulators=accumulators,
         row_clocks=clocks,
         column_accumulators=columns,
-        squares=squares,
         clock=clock,
     )
     if settings.use_ema:
-        new, state = _average(settings, rows, new, state, tables)
+        new, state = _average(settings, rows, tables.stored(rows, new - rows), state)
     updates = new - rows
     request_mode(MustBeLast(updates))
-    return updates, state._replace(count=state.count + 1)
+    # The sum follows the values that the table will hold, rounded as they are.
+    stored = tables.stored(rows, updates)
+    change = (stored - rows) * (stored + rows)
+    squares = _plus_total(squares, change, tables, squares.value)
+    return updates, state._replace(count=state.count + 1, squares=squares)
 
 
 def _update_mask(settings: AdafactorSettings, tables: TableRows) -> Any:
@@ -206,11 +208,7 @@ def _column_moments(
 
 
 def _average(
-    settings: AdafactorSettings,
-    rows: Any,
-    new: Any,
-    state: AdafactorState,
-    tables: TableRows,
+    settings: AdafactorSettings, rows: Any, new: Any, state: AdafactorState
 ) -> tuple[Any, AdafactorState]:
     """Returns the new rows, and the state with their moving averages."""
     missed = (state.count - state.average_counts)[:, None]
@@ -222,9 +220,34 @@ def _average(
     )
     if settings.ema_overwrite_frequency is None:
         return new, state
-    overwritten = jnp.where(settings.overwrites_at(state.count), averages, new)
-    change = tables.total(_row_squares(overwritten) - _row_squares(new))
-    return overwritten, state._replace(squares=state.squares.plus(change))
+    return jnp.where(settings.overwrites_at(state.count), averages, new), state
+
+
+def _sum_of_squares(rows: Any, tables: TableRows) -> CompensatedSum:
+    """Returns the sum of the squares of the elements of each table."""
+    about = tables.total(_row_squares(rows))
+    nothing = compensated_sum(jnp.zeros_like(about))
+    return _plus_total(nothing, jnp.square(rows), tables, about)
+
+
+def _plus_total(
+    total: CompensatedSum, values: Any, tables: TableRows, about: Any
+) -> CompensatedSum:
+    """Adds the values of all rows of each table, `[rows, dim]`.
+
+    A float32 sum would err by a share of the largest total that a table ever had, which
+    is much for a table whose values shrink.
+
+    Args:
+      total: of each table.
+      values: what is added.
+      tables: the rows' tables.
+      about: total of each table, roughly.
+    """
+    coarse = coarse_part(values, tables.per_row(about)[:, None])
+    parts = [jnp.sum(coarse, axis=1), jnp.sum(values - coarse, axis=1)]
+    sums = tables.total(jnp.stack(parts, axis=1))
+    return total.plus(sums[:, 0]).plus(sums[:, 1])
 
 
 def _row_squares(rows: Any) -> Any:

@@ -1,0 +1,278 @@
+"""Adafactor's scale: the kept sum of squares is that of the values that tables store.
+
+Each run compares the sum with the stored values in float64. Steps run in a compiled
+loop, so that a run of many steps takes seconds.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+from tests.tiers import full_cases, matrix, quick_cases
+
+functional = te.functional
+DIM = 8
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+ROWS_PER_STEP = 32
+PLACES = {"fixed": 64, "dynamic": te.Dynamic(capacity=256)}
+"""The dynamic table has 1,024 ids, so most steps evict some."""
+
+adafactor = te.optimizers.adafactor
+RULES = {
+    "slow": adafactor(1e-3, relative_step=False),
+    "fast": adafactor(0.1, relative_step=False),
+    "decay": adafactor(0.1, weight_decay=0.1),
+    "exact": adafactor(0.1, mode="exact", weight_decay=0.01),
+    "averages": adafactor(0.1, use_ema=True, ema_overwrite_frequency=7),
+    "accumulation": adafactor(0.1, gradient_accumulation_steps=3),
+    "in a chain": optax.chain(optax.clip(0.5), adafactor(0.1)),
+    "by table": optax.partition({"a": adafactor(0.1)}, {"user": "a"}),
+}
+
+
+def plan_of(vocabulary, num_devices=1, *, rule, dtype="float32", start=None, **options):
+    table = te.TableConfig(
+        vocabulary_size=vocabulary,
+        dim=DIM,
+        initializer=start or te.initializers.normal(1.0),
+        dtype=DTYPES[dtype],
+        name="user",
+    )
+    config = {"user": te.FeatureConfig(table=table)}
+    return te.make_plan(config, mesh_of(num_devices), optimizer=rule, **options)
+
+
+def start(plan):
+    tables = functional.init_tables(plan, jax.random.key(0))
+    return tables, functional.init_slots(tables, plan)
+
+
+def batch_of(ids, plan):
+    ids = jnp.asarray(ids, jnp.int32)
+    if not plan.stacks[0].is_dynamic:
+        return {"user": ids}
+    low = ids.astype(jnp.uint32)
+    return {"user": functional.Ids64(high=jnp.zeros_like(low), low=low)}
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def train(tables, slots, ids, scale, noise, plan):
+    """Takes one step with the gradients `scale * w + noise`."""
+    batch = batch_of(ids, plan)
+    if plan.stacks[0].is_dynamic:
+        new = functional.insert_ids(tables, slots, batch, plan)
+        tables, slots, batch = new.tables, new.slots, new.features
+    result = functional.lookup(tables, batch, plan)
+    cotangents = {"user": scale * result.activations["user"] + noise}
+    gradients = functional.compute_gradients(result.routing, cotangents, plan)
+    return functional.apply_gradients(tables, slots, gradients, plan)
+
+
+@functools.partial(jax.jit, static_argnames=("num_steps", "plan"))
+def train_at_random(tables, slots, key, num_steps, plan):
+    """Takes steps with random ids, and gradients of 0.3 w + noise."""
+    num_ids = 1024 if plan.stacks[0].is_dynamic else PLACES["fixed"]
+
+    def step(i, carry):
+        for_ids, for_noise = jax.random.split(jax.random.fold_in(key, i))
+        ids = jax.random.randint(for_ids, (ROWS_PER_STEP,), 0, num_ids)
+        noise = jax.random.normal(for_noise, (ROWS_PER_STEP, DIM))
+        return train(*carry, ids, 0.3, noise, plan)
+
+    return jax.lax.fori_loop(0, num_steps, step, (tables, slots))
+
+
+def kept_and_true(tables, slots, plan):
+    values = functional.unstack_tables(tables, plan)["user"]
+    state = functional.slot_values(slots, plan, "all")["user"]
+    return (
+        float(state["squares/value"]),
+        float(np.sum(np.square(np.asarray(values, np.float64)))),
+    )
+
+
+def rows_of(tables, plan, num_ids):
+    """Returns the rows of the ids 0 and on."""
+    ids = batch_of(np.arange(num_ids), plan)
+    return np.asarray(functional.lookup(tables, ids, plan).activations["user"])
+
+
+def check_long_run(vocabulary, num_devices, dtype, rule, num_steps, num_turns=2):
+    plan = plan_of(PLACES[vocabulary], num_devices, rule=RULES[rule], dtype=dtype)
+    tables, slots = start(plan)
+    for turn in range(num_turns):
+        key = jax.random.key(turn)
+        tables, slots = train_at_random(tables, slots, key, num_steps, plan)
+        kept, true = kept_and_true(tables, slots, plan)
+        np.testing.assert_allclose(kept, true, rtol=1e-4)
+
+
+def cases(*rules):
+    return matrix(PLACES, [1, 8], DTYPES, rules)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "num_devices", "dtype", "rule"),
+    quick_cases(
+        cases("fast"),
+        "fixed-1-float16-fast",
+        "dynamic-8-bfloat16-fast",
+    ),
+)
+def test_the_sum_follows_stored_values(vocabulary, num_devices, dtype, rule):
+    check_long_run(vocabulary, num_devices, dtype, rule, num_steps=150)
+
+
+def test_the_sum_follows_a_table_that_shrinks():
+    """From 5e5 to less than 2: the errors must not be a share of the largest sum."""
+    start_of = te.initializers.normal(30.0)
+    plan = plan_of(64, rule=adafactor(0.1, relative_step=False), start=start_of)
+    tables, slots = start(plan)
+    tables, slots = train_at_random(tables, slots, jax.random.key(0), 20_000, plan)
+    kept, true = kept_and_true(tables, slots, plan)
+    assert true < 2
+    np.testing.assert_allclose(kept, true, rtol=5e-3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("vocabulary", "num_devices", "dtype", "rule"), cases("slow", "fast")
+)
+def test_the_sum_follows_stored_values_over_100_000_steps(
+    vocabulary, num_devices, dtype, rule
+):
+    num_turns = 10
+    check_long_run(vocabulary, num_devices, dtype, rule, 10_000, num_turns)
+
+
+@pytest.mark.parametrize(
+    ("rule", "vocabulary", "dtype"),
+    quick_cases(
+        [
+            pytest.param(rule, vocabulary, dtype, id=f"{rule}-{vocabulary}-{dtype}")
+            for rule, vocabulary, dtype in [
+                ("decay", "fixed", "float32"),
+                ("decay", "dynamic", "bfloat16"),
+                ("exact", "fixed", "bfloat16"),
+                ("averages", "fixed", "bfloat16"),
+                ("accumulation", "fixed", "bfloat16"),
+                ("in a chain", "dynamic", "float16"),
+                ("by table", "dynamic", "bfloat16"),
+            ]
+        ],
+        "by table-dynamic-bfloat16",
+        every_case=True,
+    ),
+)
+def test_the_sum_follows_under_every_option(rule, vocabulary, dtype):
+    check_long_run(vocabulary, 3, dtype, rule, num_steps=50)
+
+
+def moves(ids, plan, noise, num_steps, values=None):
+    """Returns the rows of ids before the first step and after the last one."""
+    tables, slots = start(plan)
+    if values is not None:
+        tables, slots = functional.with_table_values(
+            tables, {"user": values}, plan, slots
+        )
+    if plan.stacks[0].is_dynamic:
+        new = functional.insert_ids(tables, slots, batch_of(ids, plan), plan)
+        tables, slots = new.tables, new.slots
+    before = rows_of(tables, plan, len(ids))
+    for _ in range(num_steps):
+        tables, slots = train(tables, slots, ids, 0.0, noise, plan)
+    return before, rows_of(tables, plan, len(ids))
+
+
+@pytest.mark.parametrize("num_devices", full_cases([1, 2, 8], "1", "2"))
+def test_equal_rows_of_a_dynamic_table_move_as_those_of_a_fixed_one(num_devices):
+    options = {"rule": adafactor(0.1), "start": te.initializers.constant(1.0)}
+    plans = [
+        plan_of(size, num_devices, **options) for size in (64, te.Dynamic(capacity=64))
+    ]
+    for sign, end in ((1, 0.12158), (-1, 6.7275)):
+        noise = np.full((64, DIM), sign, np.float32)
+        fixed, dynamic = (moves(np.arange(64), plan, noise, 20)[1] for plan in plans)
+        # Float32 sums of 64 rows, in any order, over 20 steps.
+        np.testing.assert_allclose(dynamic, fixed, rtol=1e-5)
+        np.testing.assert_allclose(fixed, end, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_ids", "vocabulary", "num_devices", "mode"),
+    [
+        pytest.param(16, te.Dynamic(capacity=16), 1, "lazy", id="16 of 64 places"),
+        pytest.param(
+            *(100, te.Dynamic(capacity=256), 8, "exact"),
+            id="100 of 256 places",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            *(65, te.Dynamic(capacity=64, evict=None, default_row="learned"), 2),
+            "lazy",
+            id="the last id has the default row",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_rows_of_a_dynamic_table_move_as_those_of_a_fixed_one(
+    num_ids, vocabulary, num_devices, mode
+):
+    """The scale is that of the rows in use, as in a table of that many rows."""
+    rule, normal = adafactor(0.1, mode=mode), te.initializers.normal(0.5)
+    noise = np.random.default_rng(0).normal(size=(num_ids, DIM)).astype(np.float32)
+    ids = np.arange(num_ids)
+    plan = plan_of(vocabulary, num_devices, rule=rule, start=normal)
+    before, after = moves(ids, plan, noise, 1)
+    fixed = plan_of(num_ids, num_devices, rule=rule)
+    _, expected = moves(ids, fixed, noise, 1, values=before)
+    np.testing.assert_allclose(after, expected, rtol=1e-4, atol=1e-6)
+    assert 0.03 < np.sqrt(np.mean(np.square(after - before))) < 0.06
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param((64, "float32"), (64, "bfloat16"), id="dtype"),
+        pytest.param(
+            (te.Dynamic(capacity=256), "float32"),
+            (te.Dynamic(capacity=128), "float32"),
+            id="capacity",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Ids of the checkpoint")
+def test_a_restore_measures_the_sum(old, new, tmp_path):
+    plans = [
+        plan_of(size, 2, rule=RULES["fast"], dtype=dtype, start=None)
+        for size, dtype in (old, new)
+    ]
+    tables, slots = start(plans[0])
+    if old[0] == 64:  # To bfloat16, 0.3 rounds to 0.30078.
+        values = {"user": np.full((64, DIM), 0.3, np.float32)}
+        tables, slots = functional.with_table_values(tables, values, plans[0], slots)
+    tables, slots = train(tables, slots, np.arange(64) * 4 % 250, 1.0, 0.0, plans[0])
+    te.save(tmp_path / "a", {"tables": tables, "slots": slots}, plan=plans[0])
+    empty = dict(zip(("tables", "slots"), start(plans[1]), strict=True))
+    restored = te.restore(tmp_path / "a", empty, plan=plans[1], dtypes="convert")
+    kept, true = kept_and_true(restored["tables"], restored["slots"], plans[1])
+    np.testing.assert_allclose(kept, true, rtol=1e-5)
+
+
+def test_a_restore_mends_a_sum_that_was_wrong(tmp_path):
+    plan = plan_of(64, 2, rule=RULES["fast"])
+    tables, slots = start(plan)
+    wrong = {"user": {"squares/value": np.float32(-0.077)}}
+    slots = functional.with_slot_values(slots, wrong, plan)
+    te.save(tmp_path / "a", {"tables": tables, "slots": slots}, plan=plan)
+    empty = dict(zip(("tables", "slots"), start(plan), strict=True))
+    restored = te.restore(tmp_path / "a", empty, plan=plan)
+    kept, true = kept_and_true(restored["tables"], restored["slots"], plan)
+    np.testing.assert_allclose(kept, true, rtol=1e-6)
