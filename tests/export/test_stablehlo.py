@@ -408,6 +408,7 @@ def test_lists_may_stand_for_ragged_ids(served):
             "header cannot be read|users.* SHA-256",
         ),
         (lambda d: (d / "program.stablehlo").write_bytes(b"\1" * 64), "cannot be read"),
+        (lambda d: (d / "saved_model.pb").touch(), r"call tf\.saved_model\.load"),
     ],
 )
 @pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.full)])

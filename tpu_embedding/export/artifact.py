@@ -4,6 +4,7 @@ export.json                 signature, tables, versions, compatibility, digests
 program.stablehlo           the program, for `jax.export.deserialize`
 dense.safetensors           dense parameters
 tables/NAME.safetensors     one per table
+saved_model.pb              in a SavedModel, in place of the other files
 """
 
 import datetime
@@ -35,9 +36,14 @@ from tpu_embedding.rows.id_directory import directory_name
 
 PROGRAM_FILE: Final = "program.stablehlo"
 DENSE_FILE: Final = "dense.safetensors"
+SAVED_MODEL_FILE: Final = "saved_model.pb"
 TABLES_DIR: Final = "tables"
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+
+_MAX_FILE_NAME: Final = 240
+"""Maximum length of a file's name. File systems take 255 bytes, and a file that is
+being written has a longer name."""
 
 _BACKWARD_DAYS: Final = 180
 _FORWARD_DAYS: Final = 21
@@ -163,9 +169,20 @@ def describe_table(
 
 
 def file_of_table(name: str) -> str:
-    """Returns the path of a table's file in the directory of an export."""
+    """Returns the path of a table's file in the directory of an export.
+
+    Raises:
+      ExportError: if the name is too long for a file.
+    """
     # Names may hold slashes, and other characters that a file's name cannot.
-    return f"{TABLES_DIR}/{urllib.parse.quote(name, safe='')}.safetensors"
+    file = f"{urllib.parse.quote(name, safe='')}.safetensors"
+    if len(file) > _MAX_FILE_NAME:
+        raise ExportError(
+            f"The file of table {name!r} must have a name of at most {_MAX_FILE_NAME} "
+            f"characters, got {len(file)}, as all characters but letters, digits and "
+            "_.-~ take three for each byte; shorten the table's name."
+        )
+    return f"{TABLES_DIR}/{file}"
 
 
 def write_document(directory: pathlib.Path, document: Mapping[str, Any]) -> None:

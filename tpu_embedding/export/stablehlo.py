@@ -17,6 +17,7 @@ from tpu_embedding.argument_checks import PATH, takes
 from tpu_embedding.export.artifact import (
     DENSE_FILE,
     PROGRAM_FILE,
+    SAVED_MODEL_FILE,
     describe_program,
     read_document,
     write_artifact,
@@ -193,14 +194,14 @@ class ServedModel:
             `RaggedIds`, `SparseIds`, nested lists or objects like `tf.RaggedTensor`.
 
         Returns:
-          The outputs by name, or the array if the model returns just one.
+          The outputs by name, or the array if the model returns an array.
 
         Raises:
           TypeError, ValueError: if an input is missing or wrong.
         """
         arrays = self._feeder.arrays_of(arguments)
         outputs = self._call(self.tables, self.dense, arrays)
-        return outputs[OUTPUT] if list(outputs) == [OUTPUT] else outputs
+        return outputs[OUTPUT] if self.signature.returns_array else outputs
 
 
 @takes("te.export.", directory=PATH)
@@ -215,7 +216,13 @@ def load(directory: str | pathlib.Path, *, verify: bool = True) -> ServedModel:
     Raises:
       ExportError: a ValueError, if the directory holds no program, or a damaged file.
     """
-    path, document = local_path(directory), read_document(directory)
+    path = local_path(directory)
+    if (path / SAVED_MODEL_FILE).exists():
+        raise ExportError(
+            f"{path} holds a TensorFlow SavedModel, which te.export.load does not "
+            f"read; call tf.saved_model.load({str(path)!r})."
+        )
+    document = read_document(path)
     _check_flatbuffers()
     if "program" not in document:
         raise ExportError(

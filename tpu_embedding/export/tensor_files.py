@@ -18,6 +18,7 @@ from tpu_embedding.checkpoint.imports.safetensors import DTYPES, map_tensors
 from tpu_embedding.export.signature import ExportError
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA: Final = "__metadata__"
 _ALIGNMENT: Final = 8
 _LENGTH_BYTES: Final = 8
 
@@ -60,10 +61,18 @@ class TensorFile:
           path: the new file, which must not exist.
           specs: name to shape and dtype of each tensor.
           metadata: further strings for its readers.
+
+        Raises:
+          ExportError: if a tensor has the name that the format reserves.
         """
+        if _METADATA in specs:
+            raise ExportError(
+                f"A safetensors file cannot hold a tensor of the name {_METADATA!r}, "
+                "which the format reserves; rename the table or attribute."
+            )
         header: dict[str, object] = {}
         if metadata:
-            header["__metadata__"] = dict(metadata)
+            header[_METADATA] = dict(metadata)
         offsets, end = {}, 0
         # Readers expect aligned tensors, so the widest elements come first.
         for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
