@@ -34,6 +34,13 @@ class TensorSpec(NamedTuple):
         """Bytes of the tensor in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def fits(self, other: "TensorSpec") -> bool:
+        """Returns True if the other one is the same, up to sizes of -1 in this one."""
+        if self.dtype != other.dtype or len(self.shape) != len(other.shape):
+            return False
+        pairs = zip(self.shape, other.shape, strict=True)
+        return all(wanted in (-1, size) for wanted, size in pairs)
+
 
 class TensorFile:
     """A file whose tensors are written in blocks of rows, in any order.
@@ -124,20 +131,55 @@ def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None
         file.write(name, 0, array)
 
 
-def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
+def read_tensors(
+    path: pathlib.Path, specs: Mapping[str, TensorSpec] | None = None
+) -> dict[str, np.ndarray]:
     """Returns the tensors of a file, mapped into memory; pages are read on use.
 
+    Args:
+      path: the file.
+      specs: the tensors that the file must hold, and no others. A size of -1 fits any.
+
     Raises:
-      ExportError: if the file is missing or damaged.
+      ExportError: if the file is missing or damaged, or holds other tensors.
     """
     if not path.is_file():
         raise ExportError(
             f"{path} is missing; export the model again, or copy the whole directory."
         )
     try:
-        return map_tensors(path)
+        tensors = map_tensors(path)
     except CheckpointError as error:
         raise ExportError(f"{error} Export it again.") from None
+    if specs is not None:
+        check_tensors(path, tensors, specs)
+    return tensors
+
+
+def check_tensors(
+    path: pathlib.Path,
+    tensors: Mapping[str, np.ndarray],
+    specs: Mapping[str, TensorSpec],
+) -> None:
+    """Refuses tensors of other names, shapes or dtypes than `specs`.
+
+    Raises:
+      ExportError: if they differ; `path` holds them.
+    """
+    found = {name: TensorSpec(x.shape, x.dtype) for name, x in tensors.items()}
+    for name in sorted(found.keys() | specs.keys()):
+        here, wanted = found.get(name), specs.get(name)
+        if here is None or wanted is None or not wanted.fits(here):
+            raise ExportError(
+                f"{path} must hold {_text(wanted)} as tensor {name!r}, got "
+                f"{_text(here)}; export it again."
+            )
+
+
+def _text(spec: TensorSpec | None) -> str:
+    if spec is None:
+        return "nothing"
+    return f"{spec.dtype} {list(spec.shape)}".replace("-1", "any")
 
 
 def writable_tensor(path: pathlib.Path, name: str) -> np.memmap:
