@@ -170,9 +170,9 @@ class TableConfig:
         if problem is not None:
             yield problem
         yield from self._combiner_problems(owner)
-        if self.name is not None and (not isinstance(self.name, str) or not self.name):
+        if self.name is not None and not _is_name(self.name):
             yield (
-                "TableConfig.name must be a non-empty string or None, got "
+                "TableConfig.name must be a non-empty string of UTF-8 or None, got "
                 f"{self.name!r}; None picks a name"
             )
         if not isinstance(self.quantization_config, QuantizationConfig | None):
@@ -357,9 +357,9 @@ class FeatureConfig(NoArray):
                 "leave out one of the two"
             )
         yield from self._default_id_problems(owner)
-        if self.name is not None and (not isinstance(self.name, str) or not self.name):
+        if self.name is not None and not _is_name(self.name):
             yield (
-                "FeatureConfig.name must be a non-empty string or None, got "
+                "FeatureConfig.name must be a non-empty string of UTF-8 or None, got "
                 f"{self.name!r}; None means its path in the nest of features"
             )
         if self.out_of_range_ids not in get_args(OutOfRangePolicy):
@@ -435,6 +435,14 @@ class FeatureConfig(NoArray):
                 f"CustomCombiner, got {self.default_id!r} {owner}; put the id into "
                 "empty samples instead"
             )
+
+
+def _is_name(value: Any) -> bool:
+    """Returns True for text that files and seeds can be made of."""
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:  # half of a pair of surrogates
+        return False
 
 
 def _dtype_name(dtype: Any) -> str | None:

@@ -11,6 +11,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.export.dynamic_models import DynamicTrainer, dynamic_batch, evaluated
+from tests.export.hostile_names import check_random_exports
 from tests.export.served_models import (
     FEATURES,
     UniqueRowsModel,
@@ -45,6 +46,9 @@ def tensors_of(features):
     """Returns the features as TensorFlow holds them."""
     tensors = {}
     for name, ids in features.items():
+        if isinstance(ids, dict):
+            tensors[name] = tensors_of(ids)
+            continue
         weights = getattr(ids, "weights", None)
         if isinstance(ids, te.RaggedIds):
             splits = ids.row_splits.astype(np.int64)
@@ -57,7 +61,8 @@ def tensors_of(features):
         elif isinstance(ids, te.DenseIds):
             tensors[name] = tf.constant(ids.ids, tf.int64)
         else:
-            tensors[name] = tf.constant(ids, tf.int64)
+            is_float = ids.dtype == np.float32
+            tensors[name] = tf.constant(ids, tf.float32 if is_float else tf.int64)
         if weights is not None:
             tensors[name] = {"ids": tensors[name], "weights": weights}
     return tensors
@@ -298,9 +303,50 @@ def test_names_that_tensorflow_cannot_tell_apart(tmp_path):
         rngs=nnx.Rngs(0),
     )
     ids = {"a.b": np.array([1]), "a_b": np.array([1])}
-    with pytest.raises(te.export.ExportError, match="rename a feature"):
+    with pytest.raises(
+        te.export.ExportError, match="'a.b' and 'a_b'.*rename a feature"
+    ):
         te.export.save_saved_model(layer, tmp_path / "served", ids)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("feature", ["user/geo", "x y", "é", "_x", "self", "features"])
+def test_a_flat_feature_is_called_by_its_name(feature, tmp_path):
+    table = te.TableConfig(vocabulary_size=7, dim=2, name="x y")
+    layer = te.TPUEmbedding(
+        {feature: te.FeatureConfig(table=table)}, mesh=mesh_of(1), rngs=nnx.Rngs(0)
+    )
+    ids, path = np.array([3, 5]), tmp_path / "served"
+    te.export.save_saved_model(layer, path, {feature: ids})
+    loaded = tf.saved_model.load(str(path))
+    rows = layer.embedding_tables()["x y"]
+    np.testing.assert_array_equal(loaded.tables["x y"], rows)
+    found = loaded({feature: tf.constant(ids, tf.int64)})
+    np.testing.assert_array_equal(found[feature], rows[ids])
+    found = open_saved_model(path)({feature: ids})
+    np.testing.assert_array_equal(found[feature], rows[ids])
+
+
+@pytest.mark.parametrize("number", [8, pytest.param(100, marks=pytest.mark.exhaustive)])
+def test_random_names_are_served_or_refused(number, tmp_path):
+    def call(path, nest):
+        outputs = tf.saved_model.load(str(path))(tensors_of(nest))
+        for name, values in open_saved_model(path)(nest).items():
+            np.testing.assert_allclose(values, outputs[name], rtol=1e-6)
+        return outputs
+
+    save = te.export.save_saved_model
+    check_random_exports(range(number), tmp_path, save, call)
+
+
+def test_exports_of_the_other_kind_are_refused(two_inputs, tmp_path):
+    ids = {"user": np.array([1])}
+    te.export.save(two_inputs, tmp_path / "jax", ids)
+    with pytest.raises(te.export.ExportError, match=r"te\.export\.load"):
+        open_saved_model(tmp_path / "jax")
+    te.export.save_saved_model(two_inputs, tmp_path / "tf", ids)
+    with pytest.raises(te.export.ExportError, match=r"call tf\.saved_model\.load\("):
+        te.export.load(tmp_path / "tf")
 
 
 @pytest.fixture(scope="module")

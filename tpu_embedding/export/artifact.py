@@ -4,6 +4,7 @@ export.json                 signature, tables, versions, compatibility, digests
 program.stablehlo           the program, for `jax.export.deserialize`
 dense.safetensors           dense parameters
 tables/NAME.safetensors     one per table
+saved_model.pb              in a SavedModel, in place of the other files
 """
 
 import datetime
@@ -19,7 +20,13 @@ import jaxlib.version
 
 import tpu_embedding
 from tpu_embedding.distributed.job import current_job
-from tpu_embedding.export.digests import DOCUMENT_FILE, digests_of_files
+from tpu_embedding.export.digests import (
+    DOCUMENT_FILE,
+    digests_of_files,
+    files_of_directory,
+    path_inside,
+)
+from tpu_embedding.export.document_schemas import EXPORT
 from tpu_embedding.export.documents import read_json, write_json
 from tpu_embedding.export.layer_tables import LayerTable, TableBlock, read_tables
 from tpu_embedding.export.row_formats import (
@@ -35,9 +42,14 @@ from tpu_embedding.rows.id_directory import directory_name
 
 PROGRAM_FILE: Final = "program.stablehlo"
 DENSE_FILE: Final = "dense.safetensors"
+SAVED_MODEL_FILE: Final = "saved_model.pb"
 TABLES_DIR: Final = "tables"
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+
+_MAX_FILE_NAME: Final = 240
+"""Maximum length of a file's name. File systems take 255 bytes, and a file that is
+being written has a longer name."""
 
 _BACKWARD_DAYS: Final = 180
 _FORWARD_DAYS: Final = 21
@@ -163,9 +175,20 @@ def describe_table(
 
 
 def file_of_table(name: str) -> str:
-    """Returns the path of a table's file in the directory of an export."""
+    """Returns the path of a table's file in the directory of an export.
+
+    Raises:
+      ExportError: if the name is too long for a file.
+    """
     # Names may hold slashes, and other characters that a file's name cannot.
-    return f"{TABLES_DIR}/{urllib.parse.quote(name, safe='')}.safetensors"
+    file = f"{urllib.parse.quote(name, safe='')}.safetensors"
+    if len(file) > _MAX_FILE_NAME:
+        raise ExportError(
+            f"The file of table {name!r} must have a name of at most {_MAX_FILE_NAME} "
+            f"characters, got {len(file)}, as all characters but letters, digits and "
+            "_.-~ take three for each byte; shorten the table's name."
+        )
+    return f"{TABLES_DIR}/{file}"
 
 
 def write_document(directory: pathlib.Path, document: Mapping[str, Any]) -> None:
@@ -193,14 +216,53 @@ def read_document(directory: str | pathlib.Path) -> dict[str, Any]:
     """Returns the document of an export.
 
     Raises:
-      ExportError: if the directory holds none that this release reads.
+      ExportError: if the directory holds none that this release reads, or the document
+        does not describe the files that will be read.
     """
-    return read_json(
-        local_path(directory) / DOCUMENT_FILE,
+    path = local_path(directory)
+    document = read_json(
+        path_inside(path, DOCUMENT_FILE),
+        EXPORT,
         format_version=FORMAT_VERSION,
         writer="te.export.save or `tpu-embedding export`",
         way_out="export the model again.",
     )
+    if {"program", "saved_model"} & set(document) and "signature" not in document:
+        raise ExportError(
+            f"{path / DOCUMENT_FILE} must have the signature of its program; export "
+            "the model again."
+        )
+    for name in _files_read(path, document):
+        path_inside(path, name)
+        if name not in document["files"]:
+            raise ExportError(
+                f"{path / DOCUMENT_FILE} must have a digest of each file that is read, "
+                f"but has none of {name!r}; export the model again."
+            )
+    return document
+
+
+def _files_read(path: pathlib.Path, document: Mapping[str, Any]) -> list[str]:
+    """Returns the files that readers of an export read.
+
+    Raises:
+      ExportError: if the document gives one another name than `save` does.
+    """
+    if "saved_model" in document:
+        # TensorFlow finds its files itself.
+        return files_of_directory(path)
+    tables = document["tables"]
+    named = {name: (x.get("file"), file_of_table(name)) for name, x in tables.items()}
+    if "program" in document:
+        named["program"] = document["program"]["file"], PROGRAM_FILE
+        named["dense"] = document.get("dense", {}).get("file"), DENSE_FILE
+    for owner, (found, wanted) in named.items():
+        if found != wanted:
+            raise ExportError(
+                f"{path / DOCUMENT_FILE} must name the file {wanted!r} for {owner!r}, "
+                f"got {found!r}; export the model again."
+            )
+    return [wanted for _, wanted in named.values()]
 
 
 def describe_program(exported: jax.export.Exported) -> dict[str, Any]:

@@ -12,7 +12,7 @@ latest export or delta, so checkpoints hold it, too.
 import dataclasses
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from flax import nnx
@@ -25,12 +25,22 @@ from tpu_embedding.export.artifact import (
     write_artifact,
 )
 from tpu_embedding.export.delta_chain import DeltaChain, TrackedPart, identity_of
+from tpu_embedding.export.delta_tables import (
+    COPY_AGAIN,
+    ROWS_PER_BLOCK,
+    DynamicTableDelta,
+    TableDelta,
+    check_export_table,
+    read_table_delta,
+    values_of,
+)
 from tpu_embedding.export.digests import (
     DOCUMENT_FILE,
-    check_file,
     check_files,
     file_digest,
+    path_inside,
 )
+from tpu_embedding.export.document_schemas import DELTA
 from tpu_embedding.export.documents import read_json, write_json
 from tpu_embedding.export.row_formats import encode
 from tpu_embedding.export.signature import ExportError
@@ -54,41 +64,7 @@ DELTA_FILE: Final = "delta.json"
 
 _FORMAT: Final = "tpu_embedding.delta"
 _FORMAT_VERSION: Final = 1
-_ROWS_PER_WRITE: Final = 2**16
-
-_COPY_AGAIN: Final = "copy the whole directory again from where it was written."
 _EXPORT_AGAIN: Final = "take a new full export, or copy this one again."
-
-
-class TableDelta(NamedTuple):
-    """The changed rows of a table.
-
-    Attributes:
-      row_ids: int32 `[rows]`, ascending.
-      values: `[rows, dim]` in the type of the trained table. An int8 table has
-        FBGEMM's rows, uint8 `[rows, dim + 8]`.
-    """
-
-    row_ids: np.ndarray
-    values: np.ndarray
-
-
-class DynamicTableDelta(NamedTuple):
-    """The changed ids of a dynamic table.
-
-    Attributes:
-      ids: uint64 `[ids]`, rising: new ids, and those whose rows changed.
-      values: rows of these ids, in the type of the trained table.
-      evicted: uint64, rising: ids that have no row any more.
-      default_row: `[1, dim]`, the new learned default row; empty if it is as before.
-      is_whole: True if ids that are not in `ids` have no row any more either.
-    """
-
-    ids: np.ndarray
-    values: np.ndarray
-    evicted: np.ndarray
-    default_row: np.ndarray
-    is_whole: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,34 +171,28 @@ def read_delta(directory: str | pathlib.Path) -> Delta:
     """
     path = local_path(directory)
     document = read_json(
-        path / DELTA_FILE,
+        path_inside(path, DELTA_FILE),
+        DELTA,
         format_version=_FORMAT_VERSION,
         writer="te.export.save_delta",
-        way_out=_COPY_AGAIN,
+        way_out=COPY_AGAIN,
     )
     body = {k: v for k, v in document.items() if k != "identity"}
-    identity = document.get("identity", "")
-    if identity != identity_of(body):
-        raise ExportError(f"{path / DELTA_FILE} is damaged; {_COPY_AGAIN}")
-    tables = {}
-    for name, entry in body["tables"].items():
-        if "file" not in entry:
-            continue
-        check_file(path / entry["file"], entry["sha256"], _COPY_AGAIN)
-        tensors = read_tensors(path / entry["file"])
-        if "dynamic" in entry:
-            ids, values = tensors["ids"], tensors["values"]
-            tables[name] = DynamicTableDelta(
-                ids=ids,
-                values=values[: len(ids)],
-                evicted=tensors["evicted"],
-                default_row=values[len(ids) :],
-                is_whole=entry["dynamic"]["is_whole"],
-            )
-        else:
-            tables[name] = TableDelta(tensors["row_ids"], tensors["values"])
+    if document["identity"] != identity_of(body):
+        raise ExportError(f"{path / DELTA_FILE} is damaged; {COPY_AGAIN}")
+    if set(body["steps"]) != set(body["base_steps"]):
+        raise ExportError(
+            f"{path / DELTA_FILE} must have steps and base_steps of the same tables, "
+            f"got {sorted(body['steps'])} and {sorted(body['base_steps'])}; "
+            f"{COPY_AGAIN}"
+        )
+    tables = {
+        name: rows
+        for name, entry in body["tables"].items()
+        if (rows := read_table_delta(path, name, entry)) is not None
+    }
     return Delta(
-        identity=identity,
+        identity=document["identity"],
         base=body["base"],
         base_steps=body["base_steps"],
         steps=body["steps"],
@@ -476,8 +446,8 @@ def _write_ids(
     partial.unlink(missing_ok=True)
     file = TensorFile(partial, specs, metadata)
     file.write(key, 0, ids[order])
-    for begin in range(0, len(kept), _ROWS_PER_WRITE):
-        part = slice(begin, begin + _ROWS_PER_WRITE)
+    for begin in range(0, len(kept), ROWS_PER_BLOCK):
+        part = slice(begin, begin + ROWS_PER_BLOCK)
         file.write_places(name, places[: len(kept)][part], old[name][kept[part]])
     for place, values in _encoded_rows(name, entry, change.values):
         file.write_places(name, places[len(kept) :][place], values)
@@ -493,8 +463,8 @@ def _encoded_rows(
     name: str, entry: Mapping[str, Any], values: np.ndarray
 ) -> Iterator[tuple[slice, np.ndarray]]:
     """Yields places of rows, and rows as the export stores them, block by block."""
-    for begin in range(0, len(values), _ROWS_PER_WRITE):
-        part = slice(begin, begin + _ROWS_PER_WRITE)
+    for begin in range(0, len(values), ROWS_PER_BLOCK):
+        part = slice(begin, begin + ROWS_PER_BLOCK)
         yield part, encode(values[part], entry["row_format"], f"table {name!r}")
 
 
@@ -538,13 +508,12 @@ def _check_tables(
                     f"{there.get(field)} in {path}; take a new full export."
                 )
     for name, rows in delta.tables.items():
-        if document["tables"][name]["row_format"] == "int8":
+        entry = document["tables"][name]
+        check_export_table(path, name, entry, rows)
+        if entry["row_format"] == "int8":
             # Raises before a file changes if a row has no int8 code.
-            parts = [rows.values]
-            if isinstance(rows, DynamicTableDelta):
-                parts.append(rows.default_row)
-            for values in parts:
-                for _ in _encoded_rows(name, document["tables"][name], values):
+            for values in values_of(rows):
+                for _ in _encoded_rows(name, entry, values):
                     pass
 
 

@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
+from tpu_embedding.export.document_schemas import is_plain_path
 from tpu_embedding.export.signature import ExportError
 
 DOCUMENT_FILE: Final = "export.json"
@@ -26,16 +27,20 @@ def file_digest(path: pathlib.Path) -> str:
 
 
 def digests_of_files(directory: pathlib.Path) -> dict[str, str]:
-    """Returns the digest of each file of an export but its document, by its path.
+    """Returns the digest of each file of an export but its document, by its path."""
+    names = files_of_directory(directory)
+    return {name: file_digest(directory / name) for name in names}
+
+
+def files_of_directory(directory: pathlib.Path) -> list[str]:
+    """Returns the paths of the files of an export but its document.
 
     Args:
       directory: the export; subdirectories are listed, too.
     """
-    paths = sorted(path for path in directory.rglob("*") if path.is_file())
-    names = {path: path.relative_to(directory).as_posix() for path in paths}
-    return {
-        name: file_digest(path) for path, name in names.items() if name != DOCUMENT_FILE
-    }
+    paths = (path for path in directory.rglob("*") if path.is_file())
+    names = (path.relative_to(directory).as_posix() for path in paths)
+    return sorted(name for name in names if name != DOCUMENT_FILE)
 
 
 def check_files(
@@ -54,16 +59,34 @@ def check_files(
       way_out: end of the error.
 
     Raises:
-      ExportError: if a file is missing or another one, or there are no digests.
+      ExportError: if a file is missing or another one, or lies elsewhere.
     """
-    if "files" not in document:
-        raise ExportError(
-            f"{directory / DOCUMENT_FILE} has no digests of all files, as exports of "
-            f"earlier releases have none, so damage cannot be found; {way_out}"
-        )
     for name, digest in document["files"].items():
         if name not in skipped:
-            check_file(directory / name, digest, way_out)
+            check_file(path_inside(directory, name), digest, way_out)
+
+
+def path_inside(directory: pathlib.Path, name: str) -> pathlib.Path:
+    """Returns the path of a file of an export or delta.
+
+    Args:
+      directory: the export or delta.
+      name: path of the file in the directory, from a document.
+
+    Raises:
+      ExportError: if the file lies outside of the directory, also by a symbolic link.
+    """
+    path = directory / name
+    try:
+        is_inside = path.resolve().is_relative_to(directory.resolve())
+    except (OSError, RuntimeError, ValueError):  # a loop of links, or no path at all
+        is_inside = False
+    if not (is_inside and is_plain_path(name)):
+        raise ExportError(
+            f"{directory} must name files inside of it only, got {name!r}, which leads "
+            "elsewhere; copy the whole directory again from where it was written."
+        )
+    return path
 
 
 def check_file(path: pathlib.Path, wanted: str, way_out: str) -> None:

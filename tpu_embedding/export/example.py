@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embedding.export.signature import BATCH, ArraySpec, ExportError, Input
+from tpu_embedding.export.signature import (
+    BATCH,
+    ArraySpec,
+    ExportError,
+    Input,
+    keys_of,
+    refuse_repeated,
+)
 from tpu_embedding.types import DenseIds, Ids64, ShardedRaggedIds, UniqueIds
 
 _WIDE: Final = "int64"
@@ -64,10 +71,10 @@ class Example:
             names = tuple(f"argument_{i}" for i in range(len(arguments)))
         nest = nest_of(names, arguments)
         leaves, tree = jax.tree_util.tree_flatten_with_path(nest, is_leaf=_is_container)
-        by_name = {
-            jax.tree_util.keystr(path, simple=True, separator="/") or names[0]: leaf
-            for path, leaf in leaves
-        }
+        paths = [keys_of(path) for path, _ in leaves]
+        input_names = ["/".join(path) if path else names[0] for path in paths]
+        refuse_repeated("inputs", input_names)
+        by_name = {k: leaf for k, (_, leaf) in zip(input_names, leaves, strict=True)}
         if not by_name:
             raise ExportError(
                 "The example must hold at least one array, got none; pass a batch as "
@@ -78,7 +85,10 @@ class Example:
         samples = _samples(list(by_name.values()))
         if batch_size not in samples:
             batch_size = samples[0]
-        inputs = tuple(_input(k, leaf, batch_size) for k, leaf in by_name.items())
+        inputs = tuple(
+            _input(name, path, leaf, batch_size)
+            for path, (name, leaf) in zip(paths, by_name.items(), strict=True)
+        )
         return cls(arguments=names, inputs=inputs, tree=tree, batch_size=batch_size)
 
     def with_wide(self, names: Collection[str]) -> Self:
@@ -200,12 +210,13 @@ def _num_samples(ragged: Any) -> int:
     return math.prod(np.asarray(ragged.dense_shape).tolist()[:-1])
 
 
-def _input(name: str, leaf: Any, batch_size: int) -> Input:
+def _input(name: str, path: tuple[str, ...], leaf: Any, batch_size: int) -> Input:
     is_weighted = getattr(leaf, "weights", None) is not None
     if _is_ragged(leaf):
         num_samples = _num_samples(leaf)
         return Input(
             name=name,
+            path=path,
             kind="ragged_ids",
             is_weighted=is_weighted,
             num_samples=BATCH if num_samples == batch_size else num_samples,
@@ -224,6 +235,7 @@ def _input(name: str, leaf: Any, batch_size: int) -> Input:
     spec = ArraySpec(shape=shape, dtype=_WIDE if is_wide(leaf) else str(dtype))
     return Input(
         name=name,
+        path=path,
         kind=kind,
         is_weighted=is_weighted,
         num_samples=shape[0] if shape else 0,
@@ -234,23 +246,18 @@ def _input(name: str, leaf: Any, batch_size: int) -> Input:
 
 def _rebuild(each: Input, arrays: Mapping[str, jax.Array]) -> Any:
     """Returns the leaf of the model's arguments for one input."""
-    of_input: dict[str, Any] = {
-        k.removeprefix(f"{each.name}/"): arrays[k] for k in each.arrays
-    }
-    weights = of_input.get("weights")
+    names = zip(each.parts, each.arrays, strict=True)
+    parts: dict[str, Any] = {part: arrays[name] for part, name in names}
+    ids: Any = parts[each.ids_part]
+    weights = parts.get("weights")
     if each.is_wide:
-        key = each.ids_name.removeprefix(f"{each.name}/")
-        words = of_input[key]
-        of_input[key] = Ids64(high=words[..., 1], low=words[..., 0])
+        ids = Ids64(high=ids[..., 1], low=ids[..., 0])
     if each.spec is None:
-        row_splits = of_input["row_splits"]
+        row_splits = parts["row_splits"]
         return ShardedRaggedIds(
-            values=jax.tree.map(lambda x: x[None], of_input["values"]),
+            values=jax.tree.map(lambda x: x[None], ids),
             row_splits=row_splits[None],
             weights=None if weights is None else weights[None],
             batch_size=row_splits.shape[0] - 1,
         )
-    if each.kind == "array":
-        return of_input[each.name]
-    ids = of_input["ids"] if each.is_weighted else of_input[each.name]
-    return DenseIds(ids=ids, weights=weights)
+    return ids if each.kind == "array" else DenseIds(ids=ids, weights=weights)

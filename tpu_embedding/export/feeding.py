@@ -38,6 +38,7 @@ class Feeder:
     def __init__(self, signature: Signature):
         self._signature = signature
         self._by_name = {each.name: each for each in signature.inputs}
+        self._by_path = {each.path: each.name for each in signature.inputs}
         self._sizes = BufferSizes()
         self._plan = _input_plan(signature.inputs)
         self._arrays = signature.arrays
@@ -58,8 +59,7 @@ class Feeder:
                 f"{len(arguments)}."
             )
         nest = nest_of(names, arguments)
-        is_bare = list(self._by_name) == list(names) and len(names) == 1
-        values = dict(self._leaves(nest, names[0] if is_bare else ""))
+        values = dict(self._leaves(nest, ()))
         missing = [name for name in self._by_name if name not in values]
         if missing:
             raise ExportError(
@@ -69,15 +69,15 @@ class Feeder:
         prepared = self._prepared(values)
         arrays: dict[str, np.ndarray] = {}
         for name, each in self._by_name.items():
-            of_input = _arrays_of_input(each, prepared.get(name, values[name]))
-            arrays |= {key: _in_words(array) for key, array in of_input.items()}
+            parts = _parts_of_input(each, prepared.get(name, values[name]))
+            arrays |= each.named({k: _in_words(array) for k, array in parts.items()})
         self._check_shapes(arrays)
         return arrays
 
-    def _leaves(self, nest: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-        """Yields the inputs of a nest by their paths."""
-        if prefix in self._by_name:
-            yield prefix, nest
+    def _leaves(self, nest: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+        """Yields the name and value of each input of a nest."""
+        if path in self._by_path:
+            yield self._by_path[path], nest
             return
         if nest is None:
             return
@@ -91,11 +91,11 @@ class Feeder:
             parts = {f.name: getattr(nest, f.name) for f in dataclasses.fields(nest)}
         else:
             raise ExportError(
-                f"The exported model has no input {prefix!r}; its inputs are "
+                f"The exported model has no input {'/'.join(path)!r}; its inputs are "
                 f"{list(self._by_name)}."
             )
         for key, part in parts.items():
-            yield from self._leaves(part, f"{prefix}/{key}" if prefix else key)
+            yield from self._leaves(part, (*path, key))
 
     def _prepared(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Checks the inputs that hold ids; ragged ones get a buffer for one shard."""
@@ -143,11 +143,11 @@ def _input_plan(inputs: Sequence[Input]) -> InputPlan:
 def _feature_plan(each: Input) -> FeaturePlan:
     """Returns the rules by which the ids of an input are checked."""
     if not each.lookups and each.is_wide:
-        table = TableConfig(vocabulary_size=Dynamic(capacity=1), dim=1, name=each.name)
+        table = TableConfig(vocabulary_size=Dynamic(capacity=1), dim=1)
         return _whole_table(each.name, FeatureConfig(table=table))
     if not each.lookups:
         # The model computes with the ids, so any int32 may be right.
-        table = TableConfig(vocabulary_size=PADDING_ROW_ID, dim=1, name=each.name)
+        table = TableConfig(vocabulary_size=PADDING_ROW_ID, dim=1)
         config = FeatureConfig(table=table, out_of_range_ids="drop")
         return _whole_table(each.name, config)
     # Ids that go to several tables must lie in the smallest.
@@ -185,11 +185,11 @@ def _first_row(valence: Any, rows: Any) -> Any:
     return rows[0]
 
 
-def _arrays_of_input(each: Input, leaf: Any) -> dict[str, np.ndarray]:
-    """Returns the arrays of one input."""
+def _parts_of_input(each: Input, leaf: Any) -> dict[str, np.ndarray]:
+    """Returns the arrays of one input, by the keys of `Input.parts`."""
     if each.kind == "array":
         assert each.spec is not None
-        return {each.name: _as_dtype(leaf, each.spec.dtype, each.name)}
+        return {"": _as_dtype(leaf, each.spec.dtype, each.name)}
     weights = getattr(leaf, "weights", None)
     if (weights is not None) != each.is_weighted:
         wanted = "one weight per id" if each.is_weighted else "no weights"
@@ -206,13 +206,12 @@ def _arrays_of_input(each: Input, leaf: Any) -> dict[str, np.ndarray]:
         parts = {"values": _on_host(leaf.values)[0], "row_splits": leaf.row_splits[0]}
         if weights is not None:
             parts["weights"] = weights[0]
-        return {f"{each.name}/{key}": np.asarray(x) for key, x in parts.items()}
+        return {key: np.asarray(x) for key, x in parts.items()}
     ids = _on_host(leaf.ids if isinstance(leaf, DenseIds) else leaf)
     if each.spec is None:
-        return _ragged_of_dense(each.name, ids, weights)
-    if weights is None:
-        return {each.name: ids}
-    return {f"{each.name}/ids": ids, f"{each.name}/weights": np.asarray(weights)}
+        return _ragged_of_dense(ids, weights)
+    parts = {} if weights is None else {"weights": np.asarray(weights)}
+    return {each.ids_part: ids, **parts}
 
 
 def _on_host(ids: Any) -> np.ndarray:
@@ -228,7 +227,7 @@ def _in_words(array: np.ndarray) -> np.ndarray:
     return np.stack([words.low, words.high], axis=-1)
 
 
-def _ragged_of_dense(name: str, ids: np.ndarray, weights: Any) -> dict[str, np.ndarray]:
+def _ragged_of_dense(ids: np.ndarray, weights: Any) -> dict[str, np.ndarray]:
     """Returns samples of equal length as ragged ids."""
     num_samples, valence = ids.shape[0], math.prod(ids.shape[1:])
     # A program has at least one place for ids.
@@ -239,7 +238,7 @@ def _ragged_of_dense(name: str, ids: np.ndarray, weights: Any) -> dict[str, np.n
     parts = {"values": values, "row_splits": splits}
     if weights is not None:
         parts["weights"] = np.pad(np.asarray(weights).reshape(-1), (0, missing))
-    return {f"{name}/{key}": array for key, array in parts.items()}
+    return parts
 
 
 def _as_dtype(value: Any, dtype: str, name: str) -> np.ndarray:

@@ -13,7 +13,7 @@ from tpu_embedding.export.dynamic_tables import (
     lines_of_buckets,
 )
 from tpu_embedding.export.row_formats import RowFormat, stored_spec
-from tpu_embedding.export.signature import ExportError
+from tpu_embedding.export.signature import ExportError, check_name, refuse_repeated
 from tpu_embedding.export.tensor_files import TensorSpec
 from tpu_embedding.export.writing import receivers
 from tpu_embedding.functional.dynamic_ids import dynamic_rows
@@ -83,8 +83,8 @@ def tables_of_model(
       store_ids: form of the ids of dynamic tables.
 
     Raises:
-      ExportError: if the model has no embedding layer, or a table has the name of
-        another one's ids.
+      ExportError: if the model has no embedding layer, or a table has a name that an
+        export cannot hold, or the name of another table or of another one's ids.
     """
     layers = embedding_layers(model)
     if not layers:
@@ -92,7 +92,7 @@ def tables_of_model(
             f"The model must own a TPUEmbedding to be exported, got a "
             f"{type(model).__name__} without one; use jax.export for it."
         )
-    tables = {}
+    named: list[tuple[str, LayerTable]] = []
     for path, layer in layers.items():
         prefix = table_prefix(path, layers)
         found = dynamic_rows(layer.tables.get_value(), layer.plan)
@@ -102,10 +102,12 @@ def tables_of_model(
                 ids = None
                 if table.name in members:
                     ids = store_ids(found[table.name], members[table.name])
-                tables[prefix + table.name] = LayerTable(
-                    layer=layer, place=table, ids=ids
-                )
+                found_table = LayerTable(layer=layer, place=table, ids=ids)
+                named.append((prefix + table.name, found_table))
+    refuse_repeated("tables", (name for name, _ in named))
+    tables = dict(named)
     for name, table in tables.items():
+        check_name("table", name)
         if table.ids is not None and directory_name(name) in tables:
             raise ExportError(
                 f"No table must have the name {directory_name(name)!r}, under which an "

@@ -125,13 +125,15 @@ def open_saved_model(
     path, document = local_path(directory), read_document(directory)
     if verify:
         check_files(path, document)
+    if "saved_model" not in document:
+        raise ExportError(f"{path} holds no SavedModel; read it by te.export.load.")
     if named := document["saved_model"].get("strings"):
         raise ExportError(
             f"{path} takes strings for the inputs {named}; call what "
             "tf.saved_model.load returns."
         )
     signature = Signature.from_json(document["signature"])
-    feeder = Feeder(signature)
+    feeder, names = Feeder(signature), _flat_names(signature)
     flat = tf.saved_model.load(str(path)).signatures["serving_default"]
     specs = _flat_specs(signature, {}, tf.int64)
 
@@ -139,12 +141,12 @@ def open_saved_model(
         arrays = feeder.arrays_of(arguments)
         tensors = {}
         for name, array in arrays.items():
-            spec = specs[_flat_name(name)]
+            spec = specs[names[name]]
             if array.ndim > spec.shape.rank:  # ids of 64 bits, as words
                 array = np.ascontiguousarray(array).view(np.int64)[..., 0]
-            tensors[_flat_name(name)] = tf.constant(array, spec.dtype)
+            tensors[names[name]] = tf.constant(array, spec.dtype)
         outputs = {name: tensor.numpy() for name, tensor in flat(**tensors).items()}
-        return outputs[OUTPUT] if list(outputs) == [OUTPUT] else outputs
+        return outputs[OUTPUT] if signature.returns_array else outputs
 
     return call
 
@@ -171,6 +173,7 @@ def _module(
     """Returns a `tf.Module` that runs the program."""
     tf = _tensorflow()
     signature, call = program.signature, _call_module(program)
+    names = _flat_names(signature)
     to_ids = {name: converter_of(tf, ids) for name, ids in strings.items()}
 
     class Served(tf.Module):
@@ -180,7 +183,7 @@ def _module(
             super().__init__()
             self.tables = _table_variables(program, errors)
             self.dense = {
-                name: tf.Variable(array, trainable=False, name=name)
+                name: tf.Variable(array, trainable=False, name=_tf_name(name))
                 for name, array in program.dense.items()
             }
             self.vocabularies = {name: kept for name, (_, kept) in to_ids.items()}
@@ -190,21 +193,22 @@ def _module(
             arrays = {}
             for each in signature.inputs:
                 leaf = _leaf_of(signature, each, arguments)
-                arrays |= self._converted(each, _arrays_of_leaf(each, leaf))
+                arrays |= self._converted(each, _parts_of_leaf(each, leaf))
             outputs = self._run(arrays)
-            return outputs[OUTPUT] if list(outputs) == [OUTPUT] else outputs
+            return outputs[OUTPUT] if signature.returns_array else outputs
 
         @tf.function(autograph=False)
         def flat(self, tensors):
             arrays = {}
             for each in signature.inputs:
-                named = {name: tensors[_flat_name(name)] for name in each.arrays}
-                arrays |= self._converted(each, named)
+                named = zip(each.parts, each.arrays, strict=True)
+                parts = {part: tensors[names[name]] for part, name in named}
+                arrays |= self._converted(each, parts)
             return self._run(arrays)
 
-        def _converted(self, each, arrays):
+        def _converted(self, each, parts):
             convert, _ = to_ids.get(each.name, (None, None))
-            return _converted(each, arrays, convert)
+            return each.named(_converted(each, parts, convert))
 
         @tf.function(autograph=False)
         def _run(self, arrays):
@@ -283,7 +287,7 @@ def _table_variables(
         rows = np.empty(spec.shape, spec.dtype)
         for block in encoded_blocks({name: source}, program.row_format, errors):
             rows[block.places] = block.rows
-        variables[name] = tf.Variable(rows, trainable=False, name=name)
+        variables[name] = tf.Variable(rows, trainable=False, name=_tf_name(name))
         if source.ids is not None:
             key = directory_name(name)
             variables[key] = tf.Variable(source.ids.tensor, trainable=False)
@@ -306,9 +310,7 @@ def _argument_specs(
 def _path(signature: Signature, each: Input) -> tuple[str, ...]:
     """Returns the keys that lead to an input, the name of its argument first."""
     first, *others = signature.arguments
-    if others or each.name == first:
-        return tuple(each.name.split("/"))
-    return (first, *each.name.split("/"))
+    return each.path if others else (first, *each.path)
 
 
 def _leaf_of(signature: Signature, each: Input, arguments: tuple[Any, ...]) -> Any:
@@ -336,69 +338,86 @@ def _leaf_spec(each: Input, batch_size: int | None, id_dtype: Any, splits: Any) 
 def _flat_specs(
     signature: Signature, strings: Collection[str], splits: Any
 ) -> dict[str, Any]:
-    """Returns the specs of a signature, whose names TensorFlow restricts."""
-    tf = _tensorflow()
+    """Returns the specs of a signature, by `_flat_names`."""
+    tf, names = _tensorflow(), iter(_flat_names(signature).values())
     specs = {}
     for each in signature.inputs:
-        for name, spec in each.arrays.items():
+        for part, spec in each.parts.items():
             shape = [size if isinstance(size, int) else None for size in spec.shape]
             dtype = spec.dtype
-            if each.kind != "array" and name == each.ids_name:
+            if each.kind != "array" and part == each.ids_part:
                 dtype = tf.string if each.name in strings else tf.int64
                 shape = shape[:-1] if each.is_wide else shape
-            elif each.spec is None and name.endswith("/row_splits"):
+            elif part == "row_splits":
                 dtype = splits
-            flat = _flat_name(name)
-            if flat in specs:
-                raise ExportError(
-                    f"Names of inputs must differ in letters and digits, got two of "
-                    f"{flat!r}; rename a feature."
-                )
+            flat = next(names)
             specs[flat] = tf.TensorSpec(shape, dtype, name=flat)
     return specs
 
 
-def _flat_name(name: str) -> str:
-    return re.sub(r"\W", "_", name)
+def _flat_names(signature: Signature) -> dict[str, str]:
+    """Returns the name in a signature of TensorFlow of each array of the program.
+
+    Raises:
+      ExportError: if two arrays have the same one.
+    """
+    names, owners = {}, {}
+    for each in signature.inputs:
+        for part, name in zip(each.parts, each.arrays, strict=True):
+            flat = _tf_name(f"{each.name}/{part}" if part else each.name)
+            if flat in owners:
+                raise ExportError(
+                    "Names of inputs must differ in letters and digits, but the "
+                    f"inputs {owners[flat]!r} and {each.name!r} both have a tensor "
+                    f"{flat!r} in the signatures of a SavedModel; rename a feature."
+                )
+            names[name], owners[flat] = flat, each.name
+    return names
 
 
-def _arrays_of_leaf(each: Input, leaf: Any) -> dict[str, Any]:
-    """Returns the tensors of one input, by the names that the program has for them."""
+def _tf_name(name: str) -> str:
+    """Returns a name of letters, digits and underscores, which TensorFlow takes."""
+    ascii_name = name.encode("ascii", "backslashreplace").decode()
+    flat = re.sub(r"\W", "_", ascii_name)
+    # TensorFlow refuses names that start with an underscore, and the argument `self`.
+    return f"x_{flat}" if flat[:1] in ("", "_") or flat == "self" else flat
+
+
+def _parts_of_leaf(each: Input, leaf: Any) -> dict[str, Any]:
+    """Returns the tensors of one input, by the keys of `Input.parts`."""
     weights = None
     if each.is_weighted:
         leaf, weights = leaf["ids"], leaf["weights"]
-    parts: dict[str, Any] = {"": leaf}
+    parts: dict[str, Any] = {each.ids_part: leaf}
     if each.spec is None:
         parts = {"values": leaf.values, "row_splits": leaf.row_splits}
         weights = None if weights is None else weights.values
-    elif weights is not None:
-        parts = {"ids": leaf}
     if weights is not None:
         parts["weights"] = weights
-    return {f"{each.name}/{k}" if k else each.name: x for k, x in parts.items()}
+    return parts
 
 
 def _converted(
-    each: Input, arrays: Mapping[str, Any], to_ids: Callable[[Any], Any] | None
+    each: Input, parts: Mapping[str, Any], to_ids: Callable[[Any], Any] | None
 ) -> dict[str, Any]:
     """Converts ids to 32 bits, and gives ragged ids the place that a program needs."""
     tf = _tensorflow()
     converted = {}
-    for name, spec in each.arrays.items():
-        array = arrays[name]
+    for part, spec in each.parts.items():
+        array = parts[part]
         padding: Any = 0
-        if name == each.ids_name and each.kind != "array":
+        if part == each.ids_part and each.kind != "array":
             if to_ids is not None and array.dtype == tf.string:
                 array = to_ids(array)
             if each.is_wide:
                 array, padding = tf.bitcast(array, tf.uint32), [NO_ID, NO_ID]
             else:
                 array, padding = _to_int32(array), PADDING_ROW_ID
-        elif spec.dtype == "int32" and each.spec is None:
-            array = _to_int32(array)  # row splits
+        elif part == "row_splits":
+            array = _to_int32(array)
         if spec.shape[:1] == (each.places,):
             array = tf.concat([array, tf.constant([padding], array.dtype)], axis=0)
-        converted[name] = array
+        converted[part] = array
     return converted
 
 

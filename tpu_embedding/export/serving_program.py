@@ -32,6 +32,9 @@ from tpu_embedding.export.signature import (
     Input,
     Lookup,
     Signature,
+    keys_of,
+    quoted_path,
+    refuse_repeated,
 )
 from tpu_embedding.export.writing import check_one_process
 from tpu_embedding.functional.serving_lookup import ServedCall, table_of
@@ -141,6 +144,7 @@ def make_program(
             for each in example.inputs
         ),
         outputs={name: _array_spec(x) for name, x in outputs.items()},
+        returns_array=served.returns_array,
         batch_size=batch_size,
     )
     return ServingProgram(
@@ -157,6 +161,7 @@ class _ServedMethod:
 
     Attributes:
       dense: name to value of each dense parameter.
+      returns_array: True if the latest call returned an array, not a nest of arrays.
       used_tables: names of the tables that the latest call looked up in.
       lookups: lookups of the latest call, by the name of their input.
       wide: names of the inputs that the latest call looked up in dynamic tables.
@@ -171,6 +176,7 @@ class _ServedMethod:
         self._random = jax.device_put(random, jax.devices()[0])
         leaves, self._dense_tree = jax.tree_util.tree_flatten_with_path(dense)
         self.dense = {_parameter_name(path): leaf for path, leaf in leaves}
+        self.returns_array = False
         self.used_tables: set[str] = set()
         self.lookups: dict[str, tuple[Lookup, ...]] = {}
         self.wide: set[str] = set()
@@ -202,7 +208,12 @@ class _ServedMethod:
         for path, layer in layers.items():
             for call in layer.stop_recording():
                 self._keep(call, table_prefix(path, layers), owners)
-        return _named_outputs(outputs)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(outputs)
+        paths = [keys_of(path) for path, _ in leaves]
+        self.returns_array = paths == [()]
+        names = ["/".join(path) if path else OUTPUT for path in paths]
+        refuse_repeated("outputs", names)
+        return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
 
     def _keep(self, call: ServedCall, prefix: str, owners: Mapping[int, str]) -> None:
         """Remembers the tables of a call, and the inputs that its ids came from."""
@@ -317,17 +328,9 @@ def _array_structs(
     return structs
 
 
-def _named_outputs(outputs: Any) -> dict[str, jax.Array]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(outputs)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/") or OUTPUT: leaf
-        for path, leaf in leaves
-    }
-
-
-def _parameter_name(path: Any) -> str:
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return name.removesuffix("/value")
+def _parameter_name(path: Sequence[Any]) -> str:
+    keys = path[:-1] if path[-1] == jax.tree_util.GetAttrKey("value") else path
+    return quoted_path(keys_of(keys))
 
 
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -2,11 +2,17 @@
 
 The program itself takes three dicts: the tables, the dense parameters and the arrays of
 the inputs. An input is what the model's caller knows. It is one array, or, if ragged,
-the arrays `NAME/values`, `NAME/row_splits` and maybe `NAME/weights`.
+the arrays `NAME/values`, `NAME/row_splits` and maybe `NAME/weights`. NAME is the path
+of the input in the arguments, with `%2F` for a slash in a key and `%25` for a percent
+sign. No input lies inside another one, so no two arrays have the same name.
 """
 
+import collections
 import dataclasses
-from typing import Any, Final, Literal, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, Self, TypeVar
+
+import jax
 
 from tpu_embedding.config import OutOfRangePolicy
 
@@ -23,6 +29,8 @@ OUTPUT: Final = "output"
 """Name of the only output of a model that returns an array."""
 
 InputKind = Literal["array", "dense_ids", "ragged_ids"]
+
+_T = TypeVar("_T")
 
 
 class ExportError(ValueError):
@@ -71,7 +79,10 @@ class Input:
     """An input of the model.
 
     Attributes:
-      name: path in the arguments, such as "features/movie".
+      name: path in the arguments, such as "features/movie", or the name of a bare
+        argument.
+      path: keys that lead to the input: the name of its argument, if there are several,
+        and then the keys in the argument. Empty for a bare argument.
       kind: ids that the program was traced to look up, ragged ids, or another array.
       is_weighted: True if each id has a weight.
       num_samples: "batch", or the only number of samples; 0 without an axis of them.
@@ -82,6 +93,7 @@ class Input:
     """
 
     name: str
+    path: tuple[str, ...]
     kind: InputKind
     is_weighted: bool
     num_samples: int | str
@@ -95,32 +107,40 @@ class Input:
         return f"{self.name} places"
 
     @property
-    def ids_name(self) -> str:
-        """Name of the array that holds the ids."""
+    def ids_part(self) -> str:
+        """Key in `parts` of the array that holds the ids."""
         if self.spec is None:
-            return f"{self.name}/values"
-        return f"{self.name}/ids" if self.is_weighted else self.name
+            return "values"
+        return "ids" if self.is_weighted else ""
+
+    @property
+    def parts(self) -> dict[str, ArraySpec]:
+        """Shapes of the program's arrays: a single one is "", others "values" etc."""
+        if self.spec is not None:
+            parts = {self.ids_part: self._of_ids(self.spec)}
+            if self.is_weighted:
+                parts["weights"] = dataclasses.replace(self.spec, dtype="float32")
+            return parts
+        places, splits = (self.places,), ROW_SPLITS
+        if isinstance(self.num_samples, int):
+            splits = self.num_samples + 1
+        parts = {
+            self.ids_part: self._of_ids(ArraySpec(shape=places, dtype="int32")),
+            "row_splits": ArraySpec(shape=(splits,), dtype="int32"),
+        }
+        if self.is_weighted:
+            parts["weights"] = ArraySpec(shape=places, dtype="float32")
+        return parts
 
     @property
     def arrays(self) -> dict[str, ArraySpec]:
         """Name and shape of each array that the program takes for it."""
-        name = self.name
-        if self.spec is not None:
-            arrays = {self.ids_name: self._of_ids(self.spec)}
-            if self.is_weighted:
-                weights = dataclasses.replace(self.spec, dtype="float32")
-                arrays[f"{name}/weights"] = weights
-            return arrays
-        places, splits = (self.places,), ROW_SPLITS
-        if isinstance(self.num_samples, int):
-            splits = self.num_samples + 1
-        arrays = {
-            self.ids_name: self._of_ids(ArraySpec(shape=places, dtype="int32")),
-            f"{name}/row_splits": ArraySpec(shape=(splits,), dtype="int32"),
-        }
-        if self.is_weighted:
-            arrays[f"{name}/weights"] = ArraySpec(shape=places, dtype="float32")
-        return arrays
+        return self.named(self.parts)
+
+    def named(self, parts: Mapping[str, _T]) -> dict[str, _T]:
+        """Returns values of `parts` by the names of the program's arrays."""
+        name = quoted_path(self.path) if self.path else self.name
+        return {f"{name}/{part}" if part else name: x for part, x in parts.items()}
 
     def _of_ids(self, spec: ArraySpec) -> ArraySpec:
         """Returns the shape and dtype of the array that holds the ids."""
@@ -137,13 +157,23 @@ class Signature:
       arguments: names of the arguments of the model.
       inputs: inputs of the model, in the order of their names in the arguments.
       outputs: name to shape and dtype. A single array has the name "output".
+      returns_array: True if the model returns that array, not a nest that holds it.
       batch_size: None: any; else the only one.
+
+    Raises:
+      ExportError: if two inputs have the same name, or two arrays.
     """
 
     arguments: tuple[str, ...]
     inputs: tuple[Input, ...]
     outputs: dict[str, ArraySpec]
+    returns_array: bool
     batch_size: int | None = None
+
+    def __post_init__(self):
+        refuse_repeated("inputs", (each.name for each in self.inputs))
+        names = (name for each in self.inputs for name in each.arrays)
+        refuse_repeated("arrays of the program", names)
 
     @property
     def arrays(self) -> dict[str, ArraySpec]:
@@ -165,19 +195,76 @@ class Signature:
             arguments=tuple(document["arguments"]),
             inputs=tuple(_input(entry) for entry in document["inputs"]),
             outputs={k: _spec(entry) for k, entry in document["outputs"].items()},
+            returns_array=document["returns_array"],
             batch_size=document["batch_size"],
+        )
+
+
+def keys_of(path: Sequence[Any]) -> tuple[str, ...]:
+    """Returns the keys of a path in a pytree as strings.
+
+    Raises:
+      ExportError: if a key is no text that UTF-8 can hold.
+    """
+    keys = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+    for key in keys:
+        check_name("feature, output or attribute", key)
+    return keys
+
+
+def check_name(kind: str, name: str) -> None:
+    """Refuses a name that files cannot hold.
+
+    Raises:
+      ExportError: if UTF-8 cannot encode it.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ExportError(
+            f"The name of a {kind} must be text that UTF-8 can encode, got {name!r}; "
+            "rename it."
+        ) from None
+
+
+def quoted_path(keys: Iterable[str]) -> str:
+    """Joins keys by slashes, so that other keys never give the same text.
+
+    Example:
+      >>> quoted_path(("features", "user/geo"))
+      'features/user%2Fgeo'
+    """
+    return "/".join(key.replace("%", "%25").replace("/", "%2F") for key in keys)
+
+
+def refuse_repeated(kind: str, names: Iterable[str]) -> None:
+    """Refuses two things of the same name.
+
+    Args:
+      kind: names the things in the error.
+      names: name of each.
+
+    Raises:
+      ExportError: if a name comes twice.
+    """
+    repeated = sorted(k for k, n in collections.Counter(names).items() if n > 1)
+    if repeated:
+        raise ExportError(
+            f"The {kind} of an export must have different names, but several have "
+            f"the name {', '.join(map(repr, repeated))}; rename a feature, table or "
+            "attribute whose name holds a slash."
         )
 
 
 def _input(entry: dict[str, Any]) -> Input:
     return Input(
         name=entry["name"],
+        path=tuple(entry["path"]),
         kind=entry["kind"],
         is_weighted=entry["is_weighted"],
         num_samples=entry["num_samples"],
         spec=None if entry["spec"] is None else _spec(entry["spec"]),
-        # Exports of earlier releases have none.
-        is_wide=entry.get("is_wide", False),
+        is_wide=entry["is_wide"],
         lookups=tuple(map(_lookup, entry["lookups"])),
     )
 

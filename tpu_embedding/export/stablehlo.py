@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
@@ -17,6 +17,8 @@ from tpu_embedding.argument_checks import PATH, takes
 from tpu_embedding.export.artifact import (
     DENSE_FILE,
     PROGRAM_FILE,
+    SAVED_MODEL_FILE,
+    TABLES_DIR,
     describe_program,
     read_document,
     write_artifact,
@@ -24,14 +26,23 @@ from tpu_embedding.export.artifact import (
     write_table_files,
 )
 from tpu_embedding.export.delta_chain import DeltaChain
-from tpu_embedding.export.digests import check_files, digests_of_files
+from tpu_embedding.export.digests import (
+    DOCUMENT_FILE,
+    check_files,
+    digests_of_files,
+)
 from tpu_embedding.export.dynamic_tables import rising_ids
 from tpu_embedding.export.feeding import Feeder
 from tpu_embedding.export.layer_tables import tables_of_model
 from tpu_embedding.export.row_formats import RowFormat, check_row_format
 from tpu_embedding.export.serving_program import make_program
 from tpu_embedding.export.signature import OUTPUT, ExportError, Signature
-from tpu_embedding.export.tensor_files import read_tensors, write_tensors
+from tpu_embedding.export.tensor_files import (
+    TensorSpec,
+    check_tensors,
+    read_tensors,
+    write_tensors,
+)
 from tpu_embedding.export.writing import Writing
 from tpu_embedding.nn.training import MODEL, Optimizer
 from tpu_embedding.paths import local_path
@@ -193,14 +204,14 @@ class ServedModel:
             `RaggedIds`, `SparseIds`, nested lists or objects like `tf.RaggedTensor`.
 
         Returns:
-          The outputs by name, or the array if the model returns just one.
+          The outputs by name, or the array if the model returns an array.
 
         Raises:
           TypeError, ValueError: if an input is missing or wrong.
         """
         arrays = self._feeder.arrays_of(arguments)
         outputs = self._call(self.tables, self.dense, arrays)
-        return outputs[OUTPUT] if list(outputs) == [OUTPUT] else outputs
+        return outputs[OUTPUT] if self.signature.returns_array else outputs
 
 
 @takes("te.export.", directory=PATH)
@@ -215,7 +226,13 @@ def load(directory: str | pathlib.Path, *, verify: bool = True) -> ServedModel:
     Raises:
       ExportError: a ValueError, if the directory holds no program, or a damaged file.
     """
-    path, document = local_path(directory), read_document(directory)
+    path = local_path(directory)
+    if (path / SAVED_MODEL_FILE).exists():
+        raise ExportError(
+            f"{path} holds a TensorFlow SavedModel, which te.export.load does not "
+            f"read; call tf.saved_model.load({str(path)!r})."
+        )
+    document = read_document(path)
     _check_flatbuffers()
     if "program" not in document:
         raise ExportError(
@@ -224,24 +241,29 @@ def load(directory: str | pathlib.Path, *, verify: bool = True) -> ServedModel:
         )
     if verify:
         check_files(path, document)
+    signature = Signature.from_json(document["signature"])
     try:
         serialized = bytearray((path / PROGRAM_FILE).read_bytes())
         exported = jax.export.deserialize(serialized)
+        specs = _argument_specs(exported)
     except Exception as error:  # Damaged bytes raise anything.
         raise ExportError(
             f"{path / PROGRAM_FILE} cannot be read by jax {jax.__version__}: "
             f"{error}. It was written by jax {document['versions']['jax']} on "
             f"{document['program']['written']}; export the model again."
         ) from error
-    tables = {
-        name: jax.device_put(tensor, _by_rows(jax.devices()[0]))
+    stored = {
+        name: tensor
         for entry in document["tables"].values()
         for name, tensor in read_tensors(path / entry["file"]).items()
     }
-    call = jit_program(exported, tables, jax.devices()[0])
-    parameters = read_tensors(path / DENSE_FILE)
+    check_tensors(path / TABLES_DIR, stored, specs.tables)
+    parameters = read_tensors(path / DENSE_FILE, specs.dense)
+    _check_arrays(path, signature, specs.arrays)
+    device = jax.devices()[0]
+    tables = {k: jax.device_put(x, _by_rows(device)) for k, x in stored.items()}
+    call = jit_program(exported, tables, device)
     dense = {name: jnp.asarray(x) for name, x in parameters.items()}
-    signature = Signature.from_json(document["signature"])
     return ServedModel(
         signature=signature,
         tables=tables,
@@ -250,6 +272,42 @@ def load(directory: str | pathlib.Path, *, verify: bool = True) -> ServedModel:
         _call=call,
         _feeder=Feeder(signature),
     )
+
+
+class _ArgumentSpecs(NamedTuple):
+    """The arrays that a program takes, by name."""
+
+    tables: dict[str, TensorSpec]
+    dense: dict[str, TensorSpec]
+    arrays: dict[str, TensorSpec]
+
+
+def _argument_specs(exported: jax.export.Exported) -> _ArgumentSpecs:
+    """Returns what a program takes; sizes that may change are -1."""
+    specs = [
+        TensorSpec(
+            tuple(x if isinstance(x, int) else -1 for x in aval.shape), aval.dtype
+        )
+        for aval in exported.in_avals
+    ]
+    arguments, _ = jax.tree.unflatten(exported.in_tree, specs)
+    return _ArgumentSpecs(*arguments)
+
+
+def _check_arrays(
+    path: pathlib.Path, signature: Signature, wanted: Mapping[str, TensorSpec]
+) -> None:
+    """Refuses a signature that is another program's."""
+    found = {
+        name: (len(spec.shape), spec.dtype) for name, spec in signature.arrays.items()
+    }
+    taken = {name: (len(spec.shape), str(spec.dtype)) for name, spec in wanted.items()}
+    if found != taken:
+        raise ExportError(
+            f"The signature in {path / DOCUMENT_FILE} must have the arrays that the "
+            f"program takes, with their numbers of axes and dtypes, {taken}, got "
+            f"{found}; export the model again."
+        )
 
 
 def jit_program(

@@ -18,6 +18,7 @@ from tpu_embedding.checkpoint.imports.safetensors import DTYPES, map_tensors
 from tpu_embedding.export.signature import ExportError
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA: Final = "__metadata__"
 _ALIGNMENT: Final = 8
 _LENGTH_BYTES: Final = 8
 
@@ -32,6 +33,13 @@ class TensorSpec(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes of the tensor in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def fits(self, other: "TensorSpec") -> bool:
+        """Returns True if the other one is the same, up to sizes of -1 in this one."""
+        if self.dtype != other.dtype or len(self.shape) != len(other.shape):
+            return False
+        pairs = zip(self.shape, other.shape, strict=True)
+        return all(wanted in (-1, size) for wanted, size in pairs)
 
 
 class TensorFile:
@@ -60,10 +68,18 @@ class TensorFile:
           path: the new file, which must not exist.
           specs: name to shape and dtype of each tensor.
           metadata: further strings for its readers.
+
+        Raises:
+          ExportError: if a tensor has the name that the format reserves.
         """
+        if _METADATA in specs:
+            raise ExportError(
+                f"A safetensors file cannot hold a tensor of the name {_METADATA!r}, "
+                "which the format reserves; rename the table or attribute."
+            )
         header: dict[str, object] = {}
         if metadata:
-            header["__metadata__"] = dict(metadata)
+            header[_METADATA] = dict(metadata)
         offsets, end = {}, 0
         # Readers expect aligned tensors, so the widest elements come first.
         for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
@@ -115,20 +131,55 @@ def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None
         file.write(name, 0, array)
 
 
-def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
+def read_tensors(
+    path: pathlib.Path, specs: Mapping[str, TensorSpec] | None = None
+) -> dict[str, np.ndarray]:
     """Returns the tensors of a file, mapped into memory; pages are read on use.
 
+    Args:
+      path: the file.
+      specs: the tensors that the file must hold, and no others. A size of -1 fits any.
+
     Raises:
-      ExportError: if the file is missing or damaged.
+      ExportError: if the file is missing or damaged, or holds other tensors.
     """
     if not path.is_file():
         raise ExportError(
             f"{path} is missing; export the model again, or copy the whole directory."
         )
     try:
-        return map_tensors(path)
+        tensors = map_tensors(path)
     except CheckpointError as error:
         raise ExportError(f"{error} Export it again.") from None
+    if specs is not None:
+        check_tensors(path, tensors, specs)
+    return tensors
+
+
+def check_tensors(
+    path: pathlib.Path,
+    tensors: Mapping[str, np.ndarray],
+    specs: Mapping[str, TensorSpec],
+) -> None:
+    """Refuses tensors of other names, shapes or dtypes than `specs`.
+
+    Raises:
+      ExportError: if they differ; `path` holds them.
+    """
+    found = {name: TensorSpec(x.shape, x.dtype) for name, x in tensors.items()}
+    for name in sorted(found.keys() | specs.keys()):
+        here, wanted = found.get(name), specs.get(name)
+        if here is None or wanted is None or not wanted.fits(here):
+            raise ExportError(
+                f"{path} must hold {_text(wanted)} as tensor {name!r}, got "
+                f"{_text(here)}; export it again."
+            )
+
+
+def _text(spec: TensorSpec | None) -> str:
+    if spec is None:
+        return "nothing"
+    return f"{spec.dtype} {list(spec.shape)}".replace("-1", "any")
 
 
 def writable_tensor(path: pathlib.Path, name: str) -> np.memmap:

@@ -622,12 +622,22 @@ def explain_branches() -> Iterator[None]:
 
 
 def embedding_layers(model: nnx.Module) -> dict[str, TPUEmbedding]:
-    """Returns the model's `TPUEmbedding` layers by their path, `"a/b"`."""
-    return {
-        "/".join(str(part) for part in path): module
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, TPUEmbedding)
-    }
+    """Returns the model's `TPUEmbedding` layers by their path, `"a/b"`.
+
+    Raises:
+      ValueError: if two layers have the same path, as a key holds a slash.
+    """
+    layers: dict[str, TPUEmbedding] = {}
+    for keys, module in nnx.iter_modules(model):
+        if isinstance(module, TPUEmbedding):
+            path = "/".join(map(str, keys))
+            if path in layers:
+                raise ValueError(
+                    f"Two TPUEmbedding layers of the {type(model).__name__} have the "
+                    f"path {path!r}; rename the attribute whose name holds a slash."
+                )
+            layers[path] = module
+    return layers
 
 
 def _arrays(tree: Any) -> Any:

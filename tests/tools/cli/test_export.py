@@ -141,3 +141,31 @@ def test_outputs_and_directories_are_checked_first(tmp_path, capsys):
     assert cli.main(["export", "nothing", str(tmp_path / "new")]) == 2
     assert "There is no config 'nothing'" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+RECORDS = {
+    "a file": '{"run": {"name": "RUN/evil.py"}}',
+    "a file of the run": '{"run": {"name": "evil.py"}}',
+    "a module": '{"run": {"name": "evil"}}',
+    "a path to a config": '{"run": {"name": "../configs/synthetic"}}',
+    "no text": '{"run": {"name": ["synthetic"]}}',
+    "no name": '{"run": {}}',
+    "no dict": "[1]",
+    "a deep nest": "[" * 100_000,
+    "no JSON": "evil.py",
+    "bytes": "\udcff",
+}
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
+def test_nothing_that_a_run_names_is_executed(tmp_path, monkeypatch, capsys, record):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    record = record.replace("RUN", str(run_dir))
+    (run_dir / "metrics.jsonl").write_text(record, errors="surrogateescape")
+    monkeypatch.chdir(run_dir)
+    assert cli.main(["export", str(run_dir), str(tmp_path / "served")]) == 2
+    error = capsys.readouterr().err
+    assert f"give the config, and --run-dir {run_dir}" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -35,6 +35,10 @@ _TYPES: Final[dict[str, Any]] = {
 }
 
 
+_MAX_SIZE: Final = 2**48
+_MAX_AXES: Final = 8
+"""Limits that keep NumPy from an overflow: 2^48 bytes are the address space."""
+
 DTYPES: Final = {name: np.dtype(dtype) for name, dtype in _TYPES.items()}
 """Name of a type in the header of a file to the type."""
 
@@ -62,15 +66,22 @@ def map_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
         length = int.from_bytes(file.read(8), "little")
         encoded = file.read(length) if length <= size else b""
     try:
-        header = json.loads(encoded)
+        header = json.loads(encoded, object_pairs_hook=object_of_pairs)
         header.pop("__metadata__", None)
         entries = {name: _entry(entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(
             f"{path} must be a safetensors file, but its header cannot be read."
         ) from None
-    start = 8 + length
-    end = start + max((entry[2] for entry in entries.values()), default=0)
+    start, end = 8 + length, 0
+    for name, (_, begin, after, _) in sorted(entries.items(), key=lambda x: x[1][1:3]):
+        if begin != end:
+            raise CheckpointError(
+                f"{path} contradicts itself: tensor {name!r} must begin at byte {end}, "
+                f"where the one before it ends, got {begin}."
+            )
+        end = after
+    end += start
     if size != end:
         raise CheckpointError(
             f"{path} must have {end} bytes, as its header says, got {size}; it is cut "
@@ -79,12 +90,28 @@ def map_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     return {name: _map(path, start, name, *entry) for name, entry in entries.items()}
 
 
+def object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object; for `object_pairs_hook`, which would keep the last value.
+
+    Raises:
+      ValueError: if a key comes twice.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key comes twice")
+    return found
+
+
 def _entry(entry: Any) -> tuple[str, int, int, tuple[int, ...]]:
     """Returns name of the type, first byte, end and shape of a tensor."""
-    begin, end = map(int, entry["data_offsets"])
-    shape = tuple(map(int, entry["shape"]))
-    if begin < 0 or min(shape, default=0) < 0:
-        raise ValueError("negative numbers")
+    begin, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not all(type(x) is int and 0 <= x < _MAX_SIZE for x in (begin, end, *shape)):
+        raise ValueError("sizes must be integers from 0 on")
+    if not isinstance(entry["dtype"], str) or len(shape) > _MAX_AXES:
+        raise ValueError("unknown dtype, or too many axes")
+    if math.prod(max(1, x) for x in shape) >= _MAX_SIZE:
+        raise ValueError("sizes beyond the address space")
     return entry["dtype"], begin, end, shape
 
 

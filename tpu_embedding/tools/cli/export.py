@@ -1,6 +1,7 @@
 """The command `tpu-embedding export`."""
 
 import argparse
+import contextlib
 import json
 import math
 import pathlib
@@ -19,12 +20,19 @@ from tpu_embedding.tools.cli.arguments import (
     read_config,
 )
 from tpu_embedding.tools.jobs.exit_status import FAILED
+from tpu_embedding.tools.train.config.config_files import list_configs
 from tpu_embedding.tools.train.loop.export_run import (
     EXPORT_FORMATS,
     RunExport,
     export_run,
 )
 from tpu_embedding.tools.train.loop.reporting import RECORDS_FILE
+
+_MAX_RECORD: Final = 2**20
+"""Maximum characters of a run's first record that are read, to find its config."""
+
+_UNREADABLE: Final = (OSError, ValueError, LookupError, TypeError, RecursionError)
+"""Errors of a record that is no JSON, or has no name of a config."""
 
 TOLERANCE: Final = 1e-6
 """Largest difference that the order of float32 sums explains."""
@@ -47,7 +55,7 @@ def add_export(commands: Any) -> None:
     add_config_arguments(
         parser,
         config_help="name of a config, path of a Python file, or output directory of "
-        "a run of a named config",
+        "a run of a config of the package",
     )
     parser.add_argument(
         "output", type=local_path, metavar="OUTPUT", help="new directory to write"
@@ -121,8 +129,11 @@ def _export(parsed: argparse.Namespace) -> int:
 def _config_and_run(parsed: argparse.Namespace) -> tuple[str, pathlib.Path | None]:
     """Returns the config's name or path, and the directory of the run if it is given.
 
+    The records of a run may come from anyone. So their name of the config is never a
+    file to execute, but one of the configs of the package, or it is refused.
+
     Raises:
-      UsageError: if the argument is a directory whose run has no records.
+      UsageError: if the argument is a directory whose records name no such config.
     """
     path = local_path(parsed.config)
     if not path.is_dir():
@@ -132,14 +143,18 @@ def _config_and_run(parsed: argparse.Namespace) -> tuple[str, pathlib.Path | Non
             f"CONFIG {path} is the directory of a run, so --run-dir must be left out, "
             f"got {parsed.run_dir}."
         )
-    try:
+    name = None
+    with contextlib.suppress(*_UNREADABLE):
         with (path / RECORDS_FILE).open(encoding="utf-8") as file:
-            return json.loads(file.readline())["run"]["name"], path
-    except (OSError, ValueError, KeyError, TypeError):
+            name = json.loads(file.readline(_MAX_RECORD))["run"]["name"]
+    if not isinstance(name, str) or name not in list_configs():
+        found = "no config" if name is None else f"{name!r}, no config of the package"
         raise UsageError(
-            f"CONFIG {path} must be a config or the output directory of a run, but its "
-            f"{RECORDS_FILE} names no config; give the config, and --run-dir {path}."
-        ) from None
+            f"CONFIG {path} must be a config or the output directory of a run of one "
+            f"of the package's, but its {RECORDS_FILE} names {found}; give the config, "
+            f"and --run-dir {path}."
+        )
+    return name, path
 
 
 def _print_export(result: RunExport, parsed: argparse.Namespace) -> None:
