@@ -41,6 +41,8 @@ hypothesis.settings.load_profile("default")
 
 pytest_plugins = ["tests.child_processes", "tests.program_cache"]
 
+STRICT_FOLDERS = ("functional", "inputs", "lookup", "metrics", "rows", "tables")
+
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
@@ -65,6 +67,19 @@ def pytest_collection_modifyitems(
         order = random.Random(seed)
         places = collections.defaultdict(order.random)
         items.sort(key=lambda item: (places[item.path], order.random()))
+
+
+@pytest.fixture(autouse=True)
+def strict_dtypes(request):
+    """Lets no operation of the layer promote a dtype.
+
+    optax's optimizers and schedules multiply floats by counts of steps, so tests of
+    optimizers and of whole models cannot ask for it.
+    """
+    folder = request.path.relative_to(pathlib.Path(__file__).parent).parts[0]
+    is_strict = folder in STRICT_FOLDERS
+    with jax.numpy_dtype_promotion("strict" if is_strict else "standard"):
+        yield
 
 
 MESHES = full_cases(with_ids({f"{n}devices": n for n in (1, 2, 3, 8)}), "2devices")

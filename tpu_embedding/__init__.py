@@ -14,6 +14,8 @@ import types as _types
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
+from tpu_embedding.host_without_tpus import describe_host_without_tpus as _describe_host
+
 if TYPE_CHECKING:  # For editors and type checkers; `_MODULE_OF` has the same names.
     from tpu_embedding import checkpoint as checkpoint
     from tpu_embedding import distributed as distributed
@@ -98,6 +100,8 @@ _MODULE_OF = {
 
 __all__ = [*_MODULES, *_MODULE_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 
+
+_describe_host()
 
 _lock = _threading.RLock()
 """Two threads that import parts of the package at once could wait for each other."""

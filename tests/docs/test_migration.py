@@ -67,7 +67,7 @@ def namespace(tmp_path):
         "TableConfig(vocabulary_size=100, dim=8)",
         "batch_size",
         "optimizer.apply_gradients",
-        "clipnorm, global_clipnorm of Keras",
+        "global_clipnorm of Keras",
     ),
 )
 def test_line_runs(code, namespace, capsys):

@@ -21,7 +21,8 @@ TOLERANCE = dict(rtol=1e-5, atol=1e-6)
 def softmax_pool(valence, rows):
     """Depends on the order of the rows, on all of them, and divides by the valence."""
     is_used = jnp.arange(len(rows)) < valence
-    logits = jnp.where(is_used, jnp.sum(rows, axis=1) + jnp.arange(len(rows)), -jnp.inf)
+    numbers = jnp.arange(len(rows), dtype=jnp.float32)
+    logits = jnp.where(is_used, jnp.sum(rows, axis=1) + numbers, -jnp.inf)
     return jax.nn.softmax(logits) @ rows / jnp.sqrt(valence)
 
 

@@ -151,6 +151,14 @@ def test_samples_without_a_relevant_candidate_do_not_count(metric):
     assert np.isnan(metric.empty(k=2).compute())
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (0, 0), (0, 3), (2, 1)], ids=str)
+@pytest.mark.parametrize("metric", METRICS)
+def test_batches_without_relevant_candidates_have_no_value(metric, shape):
+    of_batch = metric.from_batch(np.zeros(shape), np.zeros(shape), k=2)
+    assert not of_batch.is_defined()
+    assert float(of_batch.weights.value()) == 0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("metric", METRICS)
 def test_nan_scores_and_weight_zero(metric):

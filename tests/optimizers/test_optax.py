@@ -154,7 +154,7 @@ REFUSED = {
     "adaptive_grad_clip": NORM_OF_ALL,
     "add_noise": "random_bits",
     "apply_every": IN_TIME,
-    "clip_by_block_rms": "div",
+    "clip_by_block_rms": "'div', which divides by the number of rows.*global_norm",
     "flatten": "reshape",
     "MultiSteps": IN_TIME,
     "scale_by_backtracking_linesearch": NO_LOSS,

@@ -13,6 +13,7 @@ from tests.tiers import quick_cases
 from tpu_embedding.optimizers.names import optimizer_by_name
 from tpu_embedding.optimizers.resolve import resolve_optimizer
 
+adagrad = te.optimizers.adagrad
 NAMES = ("sgd", "adagrad", "adam", "ftrl", "adafactor", "rowwise_adagrad", "Lion")
 
 
@@ -39,6 +40,65 @@ def test_tables_of_one_name_are_stacked():
         ["a", "c"],
         ["b"],
     ]
+
+
+def mean_rule(divisor):
+    """A rule whose code depends on the dim, or not."""
+    return optax.stateless(lambda g, _: -g / (divisor or g.shape[1]))
+
+
+EQUAL_CALLS = {
+    "adagrad": lambda: te.optimizers.adagrad(0.1),
+    "optax": lambda: optax.chain(optax.clip(1.0), optax.adam(0.1)),
+    "schedule": lambda: te.optimizers.sgd(optax.linear_schedule(0.1, 0.2, 10)),
+    "every_row": lambda: te.optimizers.every_row(optax.sgd(0.1, momentum=0.9)),
+    "injected": lambda: optax.inject_hyperparams(te.optimizers.sgd)(learning_rate=0.1),
+    "keras": lambda: te.optimizers.from_keras_config({"name": "adam"} | RATE),
+    "adafactor": lambda: te.optimizers.adafactor(0.1, clipnorm_of="occurrences"),
+}
+RATE = {"learning_rate": 0.1}
+DIFFERENT = {
+    "rate": (adagrad(0.1), adagrad(0.2)),
+    "schedule": (
+        adagrad(optax.linear_schedule(0.1, 0.2, 10)),
+        adagrad(optax.linear_schedule(0.1, 0.2, 11)),
+    ),
+    "slot_dtype": (adagrad(0.1), adagrad(0.1, slot_dtype=jnp.bfloat16)),
+    "mode": (adagrad(0.1), te.optimizers.every_row(adagrad(0.1))),
+    "clipnorm_of": [
+        te.optimizers.adafactor(0.1, clipnorm=1.0, clipnorm_of=of)
+        for of in ("sum", "occurrences")
+    ],
+    # 3 is the dim for which rules are compared.
+    "code": (mean_rule(3), mean_rule(None)),
+}
+
+
+@pytest.mark.parametrize("name", quick_cases(EQUAL_CALLS, "adagrad", "optax"))
+def test_equal_calls_make_equal_rules(name):
+    first, second = (resolve(EQUAL_CALLS[name](), table) for table in ("movie", "user"))
+    assert first == second
+    assert hash(first) == hash(second)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_rules_that_differ_are_not_equal(name):
+    first, second = map(resolve, DIFFERENT[name])
+    assert first != second
+
+
+def test_tables_of_equal_calls_are_stacked():
+    features = {
+        name: te.FeatureConfig(
+            table=te.TableConfig(
+                vocabulary_size=5, dim=2, name=name, optimizer=adagrad(rate)
+            )
+        )
+        for name, rate in {"a": 0.1, "b": 0.2, "c": 0.1}.items()
+    }
+    plan = te.make_plan(features, mesh_of(1))
+    stacks = [[t.name for t in stack.tables] for stack in plan.stacks]
+    assert stacks == [["a", "c"], ["b"]]
 
 
 def test_unknown_name_is_refused():

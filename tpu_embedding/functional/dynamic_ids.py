@@ -166,7 +166,7 @@ def _clock(now: Any) -> Any:
         return now
     if not 1 <= int(now) < 2**32:
         raise ValueError(f"{_CLOCK_RULE}, got {int(now)}. {_CLOCK_LINE}")
-    return np.uint32(now)
+    return now.astype(jnp.uint32) if isinstance(now, jax.Array) else np.uint32(now)
 
 
 @functools.partial(jax.jit, static_argnames="plan")

@@ -254,9 +254,14 @@ def read_rows(
             "read_rows needs a batch that was routed with its plan, got one of another "
             "plan; call route with this plan."
         )
+    check_tables(tables, routed.plan.used_stacks)
+    used = {stack.name: tables[stack.name] for stack in routed.plan.used_stacks}
+    return _read_routed(used, routed)
+
+
+@jax.jit
+def _read_routed(tables: dict[str, PackedRows], routed: Routed) -> LookupResult:
     plan = routed.plan
-    check_tables(tables, plan.used_stacks)
-    used = {stack.name: tables[stack.name] for stack in plan.used_stacks}
 
     def read(tables, stacks):
         results = _read_rows(jax.lax.stop_gradient(tables), stacks, plan)
@@ -267,7 +272,7 @@ def read_rows(
     specs = [_activation_spec(shape, plan) for shape in routed.shapes]
     out_specs = (plan.unflatten(specs), plan.sample_spec, PartitionSpec())
     activations, routings, stats = in_auto_axes(read, plan, out_specs)(
-        used, routed.stacks
+        tables, routed.stacks
     )
     routing = Routing(stacks=routings, shapes=routed.shapes, plan=plan)
     return LookupResult(activations=activations, routing=routing, stats=stats)
@@ -282,7 +287,8 @@ def compute_gradients(
 
     Args:
       routing: facts that the lookup handed on.
-      cotangents: derivatives of the loss by the activations; the same nest.
+      cotangents: derivatives of the loss by the activations; the same nest. None for
+        an activation means zeros, as in TensorFlow.
       plan: plan of the layer, or one with other features on the same tables.
 
     Returns:
@@ -622,10 +628,16 @@ def _activation_spec(shape: FeatureShape, plan: EmbeddingPlan) -> PartitionSpec:
 
 def _to_shardable(ids: Any, shape: FeatureShape, plan: EmbeddingPlan) -> ShardableInput:
     """Fills up a batch; NumPy arrays are converted before JAX sees them."""
-    fill_up = functools.partial(to_shardable, shape=shape, plan=plan)
     if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(ids)):
-        fill_up = in_auto_axes(fill_up, plan, plan.sample_spec)
-    return fill_up(ids)
+        return _fill_up(ids, shape, plan)
+    return to_shardable(ids, shape=shape, plan=plan)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "plan"))
+def _fill_up(ids: Any, shape: FeatureShape, plan: EmbeddingPlan) -> ShardableInput:
+    """Fills up a batch on its devices, without a scalar from the host."""
+    fill_up = functools.partial(to_shardable, shape=shape, plan=plan)
+    return in_auto_axes(fill_up, plan, plan.sample_spec)(ids)
 
 
 def _collect_stats(results: dict[str, StackLookup], plan: EmbeddingPlan) -> LookupStats:
@@ -648,12 +660,14 @@ def _collect_stats(results: dict[str, StackLookup], plan: EmbeddingPlan) -> Look
 
 
 def _to_shards(
-    cotangent: jax.Array,
+    cotangent: jax.Array | None,
     shape: FeatureShape,
     feature: FeaturePlan,
     plan: EmbeddingPlan,
 ) -> jax.Array:
     """Reshapes a cotangent to its feature's samples over all shards, and pads it."""
+    if cotangent is None:
+        cotangent = jnp.zeros(shape.output_shape)
     if getattr(cotangent, "shape", None) != shape.output_shape:
         raise ValueError(
             f"The cotangent of feature {feature.name!r} must have the shape of its "

@@ -311,7 +311,7 @@ def table_of_buckets(
     """Returns the position of each bucket's table in the stack."""
     result = jnp.zeros(buckets.shape, jnp.int32)
     for table in tables[1:]:
-        result = result + (buckets >= table.first_bucket)
+        result = result + (buckets >= table.first_bucket).astype(jnp.int32)
     return result
 
 

@@ -339,7 +339,7 @@ def _ask(
     """Sends one round of ids, answers those received, and returns the replies."""
     num_shards = stack.num_shards
     words = (
-        (local << 1 | unique.may_insert).astype(jnp.uint32),
+        (local << 1 | unique.may_insert.astype(jnp.int32)).astype(jnp.uint32),
         unique.first,
         unique.second,
     )
@@ -365,7 +365,7 @@ def _ask(
     )
     state, lanes, is_known = answer(state, ids)
     rows = _rows_of_table(buckets, lanes, tables, stack)
-    replies = rows.astype(jnp.uint32) << 1 | is_known
+    replies = rows.astype(jnp.uint32) << 1 | is_known.astype(jnp.uint32)
     replies = jnp.where(rows == _NO_ROW, NO_ID, replies)
     if stack.num_replicas > 1:
         replica = jax.lax.axis_index(stack.replica_axes)

@@ -102,7 +102,8 @@ class Accuracy(Mean):
             )
         # As ints, because float32 takes class 2^24 + 1 for class 2^24.
         whole = labels.astype(jnp.int32)
-        is_right = (classes.astype(jnp.int32) == whole) & (whole == labels)
+        is_whole = whole.astype(labels.dtype) == labels
+        is_right = (classes.astype(jnp.int32) == whole) & is_whole
         return cls._of(is_right.astype(jnp.float32), weights)
 
 

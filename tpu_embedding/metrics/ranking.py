@@ -68,7 +68,8 @@ class _TopK(Mean):
                 f"{cls.__name__}: scores must have the shape [batch, candidates], got "
                 f"{list(scores.shape)}."
             )
-        _, weights = check_batch(cls.__name__, batch=scores[:, 0], weights=weights)
+        batch = jnp.zeros(scores.shape[0])
+        _, weights = check_batch(cls.__name__, batch=batch, weights=weights)
         is_candidate = is_candidate != 0
         labels = jnp.where(is_candidate, labels, 0.0)
         values = cls._values(scores, labels, is_candidate, k)
@@ -128,7 +129,8 @@ class _TopK(Mean):
         ranks = jnp.arange(scores.shape[1], dtype=jnp.float32)
         gains = jnp.where(ranks < k, cls._gains(ranks), 0.0)
         before = jnp.concatenate([jnp.zeros(1), jnp.cumsum(gains)])
-        mean_gains = (before[ends] - before[starts]) / (ends - starts)
+        counts = (ends - starts).astype(jnp.float32)
+        mean_gains = (before[ends] - before[starts]) / counts
         return jnp.sum(labels * mean_gains, axis=1)
 
     @classmethod
@@ -201,12 +203,10 @@ def _ties(
     """
     batch, length = keys[0].shape
     places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    is_new = jnp.zeros((batch, length - 1), bool)
+    is_first = places == 0
     for key in keys:
-        is_new |= key[:, 1:] != key[:, :-1]
-    edge = jnp.ones((batch, 1), bool)
-    is_first = jnp.concatenate([edge, is_new], axis=1)
-    is_last = jnp.concatenate([is_new, edge], axis=1)
+        is_first |= key != jnp.roll(key, 1, axis=1)
+    is_last = jnp.roll(is_first, -1, axis=1)
     starts = jax.lax.cummax(jnp.where(is_first, places, 0), axis=1)
     ends = jax.lax.cummin(jnp.where(is_last, places + 1, length), axis=1, reverse=True)
     return starts, ends

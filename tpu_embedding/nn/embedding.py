@@ -403,6 +403,8 @@ def _stats_of_layer(stats: LookupStats, plan: EmbeddingPlan) -> LookupStats:
     The variable keeps its structure, whatever a call looks up, so that a jitted step
     which reads it is not compiled again.
     """
+    if stats.out_of_range.keys() == {feature.name for feature in plan.features}:
+        return stats
     zeros = _no_stats(plan)
     if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(stats)):
         # The counts of an eager lookup lie on all devices.

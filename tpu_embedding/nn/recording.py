@@ -22,7 +22,7 @@ from tpu_embedding.functional.dynamic_ids import rows_of_batch
 from tpu_embedding.gradients import Gradients, TableGradients, add, global_norm
 from tpu_embedding.optimizers.table_rows import model_gradient_context
 from tpu_embedding.plan.plan import EmbeddingPlan
-from tpu_embedding.plan.shard_map import replicate, zeros_like
+from tpu_embedding.plan.shard_map import replicate, user_mesh, zeros_like
 from tpu_embedding.rows.packed_rows import PackedRows
 
 
@@ -57,14 +57,15 @@ def differentiate(
     Returns:
       Loss, aux and gradients.
     """
-    _, (_, shapes) = jax.eval_shape(lambda dense: run(dense, None), dense)
-    taps = zeros_like(shapes)
-    compute = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
-    (loss, (aux, calls)), (by_dense, cotangents) = compute(dense, taps)
-    tables = {
-        path: add_calls(calls[path], cotangents[path], plan)
-        for path, plan in plans.items()
-    }
+    with user_mesh(plans.values()):
+        _, (_, shapes) = jax.eval_shape(lambda dense: run(dense, None), dense)
+        taps = zeros_like(shapes)
+        compute = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
+        (loss, (aux, calls)), (by_dense, cotangents) = compute(dense, taps)
+        tables = {
+            path: add_calls(calls[path], cotangents[path], plan)
+            for path, plan in plans.items()
+        }
     return loss, aux, Gradients(dense=by_dense, tables=tables)
 
 

@@ -22,8 +22,7 @@ def optimizer_by_name(name: str) -> optax.GradientTransformation:
       name: the name of its function, as `"sgd"` or `"adagrad"`, in any letter case.
 
     Returns:
-      The rule. Calls with one name return the same value, so tables that name the same
-      optimizer are stacked.
+      The rule. Calls with one name return the same value.
 
     Raises:
       ValueError: if no rule has that name.

@@ -126,6 +126,8 @@ class FeatureNest(NoArray):
     def flatten_activations(self, nest: Any, what: str = "activations") -> list[Any]:
         """Returns the leaves of a nest of activations, one per lookup.
 
+        None in the place of a feature is None for each of its tables.
+
         Raises:
           ValueError: if the nest has another structure.
         """
@@ -136,6 +138,8 @@ class FeatureNest(NoArray):
             num_tables = len(feature.config.tables)
             if not isinstance(feature.config.table, tuple):
                 leaf = (leaf,)
+            elif leaf is None:
+                leaf = (None,) * num_tables
             elif not isinstance(leaf, tuple) or len(leaf) != num_tables:
                 raise ValueError(
                     f"{what} of feature {feature.name!r} must be a tuple with one "

@@ -6,12 +6,14 @@ sharding. Each public function then enters a context of `Auto` axes, and its res
 leave with types of the user's mesh. On a mesh of `Auto` axes, nothing changes.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -77,6 +79,23 @@ def in_auto_axes(
         )(*leaves)
 
     return run
+
+
+@contextlib.contextmanager
+def user_mesh(plans: Iterable[EmbeddingPlan]) -> Iterator[None]:
+    """Enters the context of a mesh of `Explicit` axes, unless the caller is in one.
+
+    JAX differentiates on such a mesh only within its context, also outside of `jit`.
+    """
+    meshes = {plan.mesh for plan in plans if plan.mesh is not plan.auto_mesh}
+    is_outside = jax.sharding.get_abstract_mesh().empty and not isinstance(
+        jnp.zeros(()), Tracer
+    )
+    if is_outside and len(meshes) == 1:
+        with jax.set_mesh(*meshes):
+            yield
+    else:
+        yield
 
 
 def zeros_like(shapes: Any) -> Any:

@@ -155,6 +155,7 @@ def keras_tables(rule, config, lazy=False):
             lr = rate_of(config, step)
             c = config.get("clipvalue") or np.inf
             g, kept = np.clip(kept / steps, -c, c), 0.0
+            g *= min(1.0, (config.get("clipnorm") or np.inf) / np.linalg.norm(g))
             decayed = w - w * (config.get("weight_decay") or 0.0) * lr
             old_slots = dict(slots)
             new = rule(decayed, g, lr, (step + 1) // steps, slots, config)

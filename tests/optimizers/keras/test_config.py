@@ -337,10 +337,13 @@ REFUSED = {
         tf_keras("Adam", **ADAM, adaptive_epsilon=True),
         "adaptive_epsilon=True: .*optax.adam",
     ),
-    "clipnorm": (keras_3("sgd", **PLAIN, clipnorm=1.0), "clipnorm=1.0: .*clipvalue"),
+    "clipnorm": (
+        keras_3("sgd", **PLAIN, clipnorm=1.0),
+        r"clipnorm=1.0: .*optax.chain\(optax.clip_by_global_norm\(1.0\), .*clipvalue",
+    ),
     "global_clipnorm": (
         keras_3("sgd", **PLAIN, global_clipnorm=2),
-        "global_clipnorm=2: .*clipvalue",
+        r"global_clipnorm=2: .*te.gradients.clip_by_global_norm\(gradients, 2\)",
     ),
     "use_ema": (keras_3("sgd", **{**PLAIN, "use_ema": True}), "use_ema=True: .*checkp"),
     "loss_scale_factor": (
@@ -419,6 +422,19 @@ REFUSED = {
     ),
     "no_mapping": ("adam", r"get_config\(\)"),
 }
+
+
+@pytest.mark.parametrize("name", ["sgd", pytest.param("adam", marks=pytest.mark.full)])
+def test_clipping_before_the_translation_is_clipnorm_of_keras(name):
+    own = {"sgd": {"momentum": 0.9, "nesterov": False}, "adam": ADAM}[name]
+    config = keras_3(name, **own, clipnorm=0.5, weight_decay=0.1)
+    with pytest.raises(ValueError, match="clipnorm=0.5"):
+        from_keras_config(config)
+    rule = optax.chain(
+        optax.clip_by_global_norm(0.5), from_keras_config(config | {"clipnorm": None})
+    )
+    expected = keras_tables({"sgd": sgd, "adam": adam}[name], config)
+    np.testing.assert_allclose(layer_tables(rule), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())

@@ -136,11 +136,8 @@ def _check(optimizer: Rule, row_shape: tuple[int, ...]) -> TracedRule:
         for operation in _mixing_operations(program):
             raise NotRowLocalError(
                 f"The optimizer is not row-local: its {part} has the operation "
-                f"{operation!r}, which mixes rows of a table, but only the rows of "
-                "this step's ids, spread over shards, are there. Global norms, trust "
-                "ratios, factored moments, noise and counts of finite values do this. "
-                "Use transformations that treat each row separately, or apply this "
-                "one to the dense parameters only."
+                f"{operation.name!r}, which {_fault_and_way_out(operation)}, or apply "
+                "this one to the dense parameters only."
             )
     if not trace.returns_rows:
         raise NotRowLocalError(
@@ -160,10 +157,25 @@ def _way_out(trace: UntraceableRule) -> str:
     )
 
 
-def _mixing_operations(program: RuleProgram) -> Iterator[str]:
-    for operation in all_operations(program):
-        if not _keeps_rows(operation):
-            yield operation.name
+def _fault_and_way_out(operation: RuleOperation) -> str:
+    """Returns what is wrong with an operation that mixes rows, and what to do."""
+    are_there = "only the rows of this step's ids, spread over shards, are there"
+    if any(isinstance(x, Constant) and x.is_row_count for x in operation.inputs):
+        return (
+            "divides by the number of rows, or computes with it in another way, but "
+            f"{are_there}. Means over rows, as of optax.clip_by_block_rms, do this. "
+            "Use sums: clip_by_block_rms(c) of a table is "
+            "optax.clip_by_global_norm(c * math.sqrt(vocabulary_size * dim))"
+        )
+    return (
+        f"mixes rows of a table, but {are_there}. Global norms, trust ratios, factored "
+        "moments, noise and counts of finite values do this. Use transformations that "
+        "treat each row separately"
+    )
+
+
+def _mixing_operations(program: RuleProgram) -> Iterator[RuleOperation]:
+    return (x for x in all_operations(program) if not _keeps_rows(x))
 
 
 def _keeps_rows(operation: RuleOperation) -> bool:

@@ -52,7 +52,13 @@ def from_keras_config(
     translation makes the pass only for optimizers and fields that need it.
     `rows="touched"` selects the lazy algorithm, which is the usual one on TPUs: slot
     variables and rows move only in steps that look the row up. The gradient of a row is
-    always the sum over the occurrences of its id, before clipping.
+    the sum over the occurrences of its id, before clipping.
+
+    `tf_keras` sums after clipping, if the gradient is that of a lookup
+    (`tf.IndexedSlices`). `clipnorm` of its Adafactor is translated so: the norm is that
+    of all occurrences. For a table whose gradient is dense in `tf_keras`, call
+    `adafactor` with `clipnorm_of="sum"`. `clipvalue` and `global_clipnorm` clip sums
+    here, so numbers differ from those of `tf_keras` where an id repeats in a step.
 
     Fields with an equivalent are `weight_decay`, `clipvalue`, `loss_scale_factor` and
     `gradient_accumulation_steps`. Fields without one are
@@ -73,8 +79,8 @@ def from_keras_config(
         the step looks up.
 
     Returns:
-      The optimizer. Tables share a stack if they share one optimizer value, so call
-      this once for all of them.
+      The optimizer. Equal configurations give equal optimizers, whose tables share a
+      stack.
 
     Raises:
       ValueError: if the class is unknown or has no equivalent; if the optimizer is
@@ -145,11 +151,16 @@ _REFUSED: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "clipnorm": (
         "it needs the norm of the gradient of the whole table",
-        "set it to None, and bound the gradient's elements by clipvalue",
+        "set it to None, and clip before the translation: "
+        "optax.chain(optax.clip_by_global_norm({value}), "
+        "te.optimizers.from_keras_config(config)); or bound the gradient's elements by "
+        "clipvalue",
     ),
     "global_clipnorm": (
         "it needs the norm of the gradients of all variables of the model",
-        "set it to None, and bound the gradient's elements by clipvalue",
+        "set it to None, and clip the gradients of the model in the step: "
+        "gradients = te.gradients.clip_by_global_norm(gradients, {value}); or bound "
+        "the gradient's elements by clipvalue",
     ),
     "use_ema": (
         "only Adafactor keeps a moving average of the rows here",
@@ -269,7 +280,8 @@ def _common_problems(keras: KerasConfig) -> Iterator[str]:
     """Yields the problems of fields that most classes have."""
     for field, (why, way_out) in _REFUSED.items():
         if keras.is_on(field):
-            yield f"{field}={keras.fields[field]!r}: {why}; {way_out}"
+            value = keras.fields[field]
+            yield f"{field}={value!r}: {why}; {way_out.format(value=value)}"
     scale = keras.fields["loss_scale_factor"]
     if is_number(scale) and scale <= 0:
         yield (

@@ -5,7 +5,6 @@
 * `inspect_ids`: what `inspect` shows of dynamic tables.
 * `compilation_cache`: keeps the programs that `train` compiles.
 * `arguments`: arguments that several commands share.
-* `host_without_tpus`: keeps libtpu quiet on a machine without TPUs.
 * `processes`: the options of `train` about its job and its parent process.
 """
 

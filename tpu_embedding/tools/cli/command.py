@@ -39,7 +39,6 @@ from tpu_embedding.tools.cli.arguments import UsageError
 from tpu_embedding.tools.cli.compile import add_compile
 from tpu_embedding.tools.cli.doctor import add_doctor
 from tpu_embedding.tools.cli.export import add_export
-from tpu_embedding.tools.cli.host_without_tpus import describe_host_without_tpus
 from tpu_embedding.tools.cli.inspect import add_inspect
 from tpu_embedding.tools.cli.launch import add_launch
 from tpu_embedding.tools.cli.train import add_train
@@ -75,8 +74,6 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
     parsed = make_parser().parse_args(arguments)
     parsed.is_program = arguments is None
     parsed.given = sys.argv[1:] if arguments is None else list(arguments)
-    if parsed.is_program:
-        describe_host_without_tpus()
     try:
         return parsed.run(parsed)
     except (UnwritableCheckpointError, AbsentProcessError) as error:

@@ -23,6 +23,7 @@ from tpu_embedding.hardware import (
     HardwareInfo,
     hardware_by_name,
 )
+from tpu_embedding.host_without_tpus import ONE_HOST
 from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan
@@ -32,9 +33,6 @@ from tpu_embedding.rows.packed_rows import PackedRows
 Tree = TypeVar("Tree")
 
 _TOPOLOGY: Final = re.compile(r"(\w+):(-?\d{1,40}(?:x-?\d{1,40})*)", re.ASCII)
-
-ONE_HOST: Final = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_HOST_BOUNDS": "1,1,1"}
-"""Variables that describe one host to libtpu, which prints warnings without them."""
 
 # Variables while libtpu loads and describes a topology. Without the first two, libtpu
 # queries a metadata server and takes a lock file. They would hide the chips of a real

@@ -1,7 +1,6 @@
 """Checks versions, and the environment variables that change what JAX sees of a TPU."""
 
 import fnmatch
-import glob
 import importlib.metadata
 import os
 import pathlib
@@ -16,9 +15,6 @@ _LIBRARIES: Final = (
     *("tpu-embedding", "jax", "jaxlib", "libtpu", "flax", "optax"),
     *("orbax-checkpoint", "numpy"),
 )
-
-_DEVICE_FILES: Final = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
-"""Patterns of the files by which a process opens TPU chips."""
 
 _SET_BY_JAX: Final = (
     *("TPU_SKIP_MDS_QUERY", "LIBTPU_INIT_ARGS", "TPU_ML_PLATFORM"),
@@ -68,11 +64,6 @@ _MEGASCALE: Final = (
 )
 """Variables of a job of several slices. libtpu reads all of them. JAX multiplies the
 processes by the number of slices, whether or not the address is set."""
-
-
-def tpu_device_files() -> list[str]:
-    """Returns the device files of this host's TPU chips."""
-    return sorted(path for pattern in _DEVICE_FILES for path in glob.glob(pattern))
 
 
 def user_environment() -> dict[str, str]:

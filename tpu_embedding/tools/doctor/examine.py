@@ -3,6 +3,7 @@
 import datetime
 from collections.abc import Callable
 
+from tpu_embedding.host_without_tpus import tpu_device_files
 from tpu_embedding.kernel_verdicts import Verdict
 from tpu_embedding.tools.doctor.devices import (
     Expectation,
@@ -15,7 +16,6 @@ from tpu_embedding.tools.doctor.devices import (
 from tpu_embedding.tools.doctor.environment import (
     check_variables,
     check_versions,
-    tpu_device_files,
     user_environment,
 )
 from tpu_embedding.tools.doctor.findings import Finding

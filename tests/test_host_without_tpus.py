@@ -6,24 +6,30 @@ import sys
 
 import pytest
 
-from tpu_embedding.tools.cli import host_without_tpus
-from tpu_embedding.tools.cli.host_without_tpus import describe_host_without_tpus
+from tpu_embedding import host_without_tpus
+from tpu_embedding.host_without_tpus import describe_host_without_tpus
 
 NAMES = ("TPU_WORKER_HOSTNAMES", "TPU_HOST_BOUNDS")
+ONE_HOST = ["localhost", "1,1,1"]
+GOOGLE, OTHER = "0x1ae0", "0x8086"
+NETWORK, STORAGE, CHIP = "0x020000", "0x010802", "0xff0000"
 
 
 @pytest.fixture
-def host(monkeypatch):
-    """Sets what JAX and the file system say of the host's chips."""
+def host(monkeypatch, tmp_path):
+    """Sets what the file system says of the host's devices."""
 
-    def make(*, skips_metadata, device_files=()):
+    def make(devices=(), device_files=()):
         # Removed after the test, also where the test did not set them.
         for name in NAMES:
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
-        monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
-        if skips_metadata:
-            monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+        for number, (vendor, kind) in enumerate(devices):
+            folder = tmp_path / f"0000:00:0{number}.0"
+            folder.mkdir()
+            (folder / "vendor").write_text(f"{vendor}\n")
+            (folder / "class").write_text(f"{kind}\n")
+        monkeypatch.setattr(host_without_tpus, "_PCI_DEVICES", str(tmp_path))
         monkeypatch.setattr(
             host_without_tpus, "tpu_device_files", lambda: list(device_files)
         )
@@ -35,21 +41,25 @@ def described():
     return [os.environ.get(name) for name in NAMES]
 
 
-def test_a_host_without_chips_is_described(host):
-    host(skips_metadata=True)
+@pytest.mark.parametrize(
+    "devices",
+    [[], [(GOOGLE, NETWORK), (GOOGLE, STORAGE), (OTHER, CHIP)]],
+    ids=["no devices", "devices of a machine of Google without chips"],
+)
+def test_a_host_without_chips_is_described(host, devices):
+    host(devices)
     describe_host_without_tpus()
-    assert described() == ["localhost", "1,1,1"]
+    assert described() == ONE_HOST
 
 
 @pytest.mark.parametrize(
     "chips",
     [
-        {"skips_metadata": False},
-        {"skips_metadata": False, "device_files": ["/dev/vfio/0"]},
-        # A user may have set the variable on a TPU VM.
-        {"skips_metadata": True, "device_files": ["/dev/accel0"]},
+        {"devices": [(OTHER, NETWORK), (GOOGLE, CHIP)]},
+        {"devices": [(GOOGLE, "0x120000")], "device_files": ["/dev/vfio/0"]},
+        {"device_files": ["/dev/accel0"]},
     ],
-    ids=["chips on the bus", "chips", "chips, and the variable by hand"],
+    ids=["chips on the bus", "chips", "files of chips"],
 )
 def test_a_host_with_chips_is_left_alone(host, chips):
     host(**chips)
@@ -58,7 +68,7 @@ def test_a_host_with_chips_is_left_alone(host, chips):
 
 
 def test_values_of_the_user_stay(host, monkeypatch):
-    host(skips_metadata=True)
+    host()
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "one,two")
     describe_host_without_tpus()
     assert described() == ["one,two", "1,1,1"]
@@ -66,16 +76,11 @@ def test_values_of_the_user_stay(host, monkeypatch):
 
 @pytest.mark.tpu_compiler
 def test_libtpu_prints_nothing():
-    """A process that looks for devices, as commands do, prints nothing on stderr."""
+    """A user's script that looks for devices prints nothing on stderr."""
     pytest.importorskip("libtpu")
     if host_without_tpus.tpu_device_files():
         pytest.skip("this host has TPUs")
-    code = """
-import jax
-from tpu_embedding.tools.cli.host_without_tpus import describe_host_without_tpus
-describe_host_without_tpus()
-print(jax.default_backend())
-"""
+    code = "import tpu_embedding, jax; print(jax.default_backend())"
     unset = {"JAX_PLATFORMS", "JAX_PLATFORM_NAME", *NAMES}
     environment = {k: v for k, v in os.environ.items() if k not in unset}
     finished = subprocess.run(

@@ -1,0 +1,104 @@
+"""Calls of the functional API: missing cotangents, and values that stay on devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import tpu_embedding as te
+from tests.conftest import mesh_of
+
+DIM, BATCH = 4, 8
+
+
+def plan_of(num_devices=1, vocabulary_size=16):
+    a, b = (
+        te.TableConfig(vocabulary_size=vocabulary_size, dim=DIM, name=name)
+        for name in "ab"
+    )
+    features = {
+        "one": te.FeatureConfig(table=a),
+        "other": te.FeatureConfig(table=b),
+        "both": te.FeatureConfig(table=(a, b) if vocabulary_size == 16 else a),
+    }
+    mesh = mesh_of(num_devices)
+    return te.make_plan(features, mesh, optimizer=te.optimizers.sgd(1.0))
+
+
+def state_of(plan):
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    return tables, te.functional.init_slots(tables, plan)
+
+
+def batch_of(plan):
+    """Returns a batch on the devices of the plan."""
+    ids = np.arange(BATCH, dtype=np.int32)
+    features = dict.fromkeys(("one", "other", "both"), ids)
+    features = te.inputs.prepare_features(features, plan)
+    return jax.device_put(features, NamedSharding(plan.mesh, plan.sample_spec))
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [{"one": None}, {"both": None}, {"one": None, "other": None, "both": None}],
+    ids=str,
+)
+def test_a_missing_cotangent_is_zero(missing):
+    plan = plan_of()
+    tables, slots = state_of(plan)
+    result = te.functional.lookup(tables, batch_of(plan), plan)
+    ones = jax.tree.map(jnp.ones_like, result.activations)
+    given = ones | missing
+    zeros = {name: jax.tree.map(jnp.zeros_like, ones[name]) for name in missing}
+    found, expected = (
+        te.functional.unstack_tables(
+            te.functional.apply_gradients(
+                tables,
+                slots,
+                te.functional.compute_gradients(result.routing, cotangents, plan),
+                plan,
+            )[0],
+            plan,
+        )
+        for cotangents in (given, ones | zeros)
+    )
+    for name, table in expected.items():
+        np.testing.assert_array_equal(found[name], table)
+
+
+def test_one_table_of_a_feature_may_miss_its_cotangent():
+    plan = plan_of()
+    tables, _ = state_of(plan)
+    routing = te.functional.lookup(tables, batch_of(plan), plan).routing
+    ones = jnp.ones((BATCH, DIM))
+    cotangents = {"one": None, "other": None, "both": (None, ones)}
+    gradients = te.functional.compute_gradients(routing, cotangents, plan)
+    norm = te.gradients.global_norm(gradients)
+    np.testing.assert_allclose(norm, np.sqrt(BATCH * DIM), rtol=1e-6)
+
+
+def put(value, plan):
+    return jax.device_put(value, NamedSharding(plan.mesh, PartitionSpec()))
+
+
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_no_step_takes_a_value_from_the_host(num_devices):
+    """Each call runs twice: constants may travel while it is compiled."""
+    plan = plan_of(num_devices, te.Dynamic(capacity=64))
+    tables, slots = state_of(plan)
+    features = batch_of(plan)
+    model = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
+    clocks = [put(jnp.uint32(number), plan) for number in (1, 2)]
+    for clock, guard in zip(clocks, ("allow", "disallow"), strict=True):
+        with jax.transfer_guard(guard):
+            inserted = te.functional.insert_ids(tables, slots, features, plan, clock)
+            result = te.functional.lookup(inserted.tables, inserted.features, plan)
+            gradients = te.functional.compute_gradients(
+                result.routing, result.activations, plan
+            )
+            tables, slots = te.functional.apply_gradients(
+                inserted.tables, inserted.slots, gradients, plan
+            )
+            model(features)
