@@ -12,7 +12,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.export.dynamic_models import DIM, DynamicTrainer
+from tests.export.dynamic_models import DynamicTrainer
 from tests.export.malformed_files import (
     OUTSIDE,
     mutate_document,
@@ -255,7 +255,7 @@ def test_wrong_ids_are_refused(dynamic_originals, tmp_path, field, change, messa
     path = tmp_path / "delta/tables/user.safetensors"
     tensors = {k: x.copy() for k, x in read_tensors(path).items()}
     tensors |= change(tensors["ids"])
-    tensors["values"] = np.zeros((len(tensors["ids"]), DIM), np.float32)
+    tensors["values"] = np.zeros((len(tensors["ids"]), 8), np.float32)
     path.unlink()
     write_tensors(path, tensors)
     document = json.loads((tmp_path / "delta/delta.json").read_text())

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_embedding.dynamic import SLOTS_PER_BUCKET
 from tpu_embedding.export.artifact import file_of_table
 from tpu_embedding.export.digests import check_file, path_inside
 from tpu_embedding.export.row_formats import decode, stored_spec
@@ -166,7 +167,8 @@ def check_export_table(
     )
     stays = ids[:0] if rows.is_whole else np.setdiff1d(ids, rows.evicted)
     num_ids = len(np.union1d(stays, rows.ids))
-    end = entry["vocabulary_size"]
+    # The capacity, rounded up to whole buckets.
+    end = -(-entry["vocabulary_size"] // SLOTS_PER_BUCKET) * SLOTS_PER_BUCKET
     _require(num_ids <= end, path, name, "number of ids", f"at most {end}", num_ids)
 
 
