@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_embedding.argument_checks import Wanted, takes
@@ -413,8 +414,11 @@ def apply_gradients(
 def _advance_clocks(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, Any]:
     """Ends the step of the dynamic tables: ids of the next one may evict its ids."""
     names = [directory_name(s.name) for s in plan.stacks if s.is_dynamic]
+    last = np.uint32(2**32 - 2)
     return tables | {
-        name: dataclasses.replace(tables[name], clock=tables[name].clock + 1)
+        name: dataclasses.replace(
+            tables[name], clock=jnp.minimum(tables[name].clock, last) + np.uint32(1)
+        )
         for name in names
     }
 
