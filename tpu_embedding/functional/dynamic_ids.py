@@ -21,6 +21,7 @@ from jaxtyping import Array, Int
 from tpu_embedding.argument_checks import describe_value, takes
 from tpu_embedding.field_checks import is_int
 from tpu_embedding.inputs.shard_inputs import feature_shape, positions_of
+from tpu_embedding.inputs.wide_ids import narrow_ids
 from tpu_embedding.lookup._directory import Counts, NewRows, no_counts
 from tpu_embedding.lookup._flatten_to_owners import leaves_out_weights
 from tpu_embedding.lookup._translate import SourceIds, find_rows, insert_rows
@@ -412,14 +413,19 @@ def row_numbers(leaf: Any, feature: FeaturePlan) -> Any:
             )
         return leaf.ids
     if feature.table.dynamic is not None:
-        raise TypeError(
-            f"Feature {feature.name!r} of a table with a te.Dynamic vocabulary must "
-            "hold RowIds inside a loss, got ids. Replace them at the beginning of the "
-            "step, so that new ids get rows: ids = optimizer.insert_ids(model, ids), "
-            "state, ids = state.insert_ids(ids), or te.functional.insert_ids. To train "
-            "without new ids: te.functional.find_ids."
-        )
+        refuse_raw_ids(feature.name)
     return leaf
+
+
+def refuse_raw_ids(feature_name: str) -> None:
+    """Raises a TypeError: a feature of a dynamic table holds ids inside a loss."""
+    raise TypeError(
+        f"Feature {feature_name!r} of a table with a te.Dynamic vocabulary must hold "
+        "RowIds inside a loss, got ids. Replace them at the beginning of the step, so "
+        "that new ids get rows: ids = optimizer.insert_ids(model, ids), state, ids = "
+        "state.insert_ids(ids), or te.functional.insert_ids. To train without new ids: "
+        "te.functional.find_ids."
+    )
 
 
 def rows_of_batch(features: Any, plan: EmbeddingPlan) -> list[Any]:
@@ -436,10 +442,11 @@ def holds_raw_ids(leaf: Any, feature: FeaturePlan) -> bool:
     return feature.table.dynamic is not None and not isinstance(leaf, RowIds)
 
 
-def has_raw_ids(features: Any, plan: EmbeddingPlan) -> bool:
-    """Returns True if any feature of a batch does; see `holds_raw_ids`."""
+def raw_feature(features: Any, plan: EmbeddingPlan) -> str | None:
+    """Returns the name of a feature for which `holds_raw_ids`, or None."""
     plan = plan.for_batch(features)
-    return bool(_dynamic_stacks(plan.flatten(features), plan))
+    pairs = zip(plan.flatten(features), plan.features, strict=True)
+    return next((x.name for leaf, x in pairs if holds_raw_ids(leaf, x)), None)
 
 
 def _dynamic_stacks(leaves: Sequence[Any], plan: EmbeddingPlan) -> list[StackPlan]:
@@ -501,12 +508,7 @@ def _refuse_narrow(features: Any, plan: EmbeddingPlan) -> None:
         is_wide = isinstance(ids, jax.Array) and ids.dtype.itemsize == 8
         if not isinstance(ids, Ids64) and not is_wide:
             found = getattr(ids, "dtype", type(ids).__name__)
-            raise TypeError(
-                f"Feature {feature.name!r} of a table with a te.Dynamic vocabulary "
-                f"must hold Ids64, got {found}. JAX keeps only the lower half of an "
-                "int64, so pass the batch through prepare first, or through "
-                "te.functional.Ids64.of_array before jit."
-            )
+            raise narrow_ids(str(found), feature)
 
 
 def _with_values(of_stack: dict[int, Any], values: Sequence[Any]) -> list[Any]:

@@ -24,8 +24,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpu_embedding.argument_checks import Wanted, takes
 from tpu_embedding.functional.dynamic_ids import (
     find_ids,
-    has_raw_ids,
     holds_raw_ids,
+    raw_feature,
+    refuse_raw_ids,
     row_numbers,
     rows_of_batch,
 )
@@ -79,11 +80,14 @@ class Routing:
         missing.
       shapes: per lookup.
       plan: plan of the batch's features.
+      raw_feature: a feature of a dynamic table whose ids `lookup` only found, which
+        trains no new id; None: there is none.
     """
 
     stacks: dict[str, StackRouting]
     shapes: tuple[FeatureShape, ...] = dataclasses.field(metadata={"static": True})
     plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
+    raw_feature: str | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -190,9 +194,13 @@ def lookup(
       >>> te.functional.lookup(tables, ids, plan).activations["watched"].shape
       (2, 4)
     """
-    if has_raw_ids(features, plan):
-        features = find_ids(tables, features, plan).features
-    return read_rows(tables, route(features, plan), plan)
+    raw = raw_feature(features, plan)
+    if raw is None:
+        return read_rows(tables, route(features, plan), plan)
+    features = find_ids(tables, features, plan).features
+    result = read_rows(tables, route(features, plan), plan)
+    routing = dataclasses.replace(result.routing, raw_feature=raw)
+    return dataclasses.replace(result, routing=routing)
 
 
 @takes("te.functional.", plan=PLAN)
@@ -290,12 +298,17 @@ def compute_gradients(
       The gradients, for `apply_gradients`. A row is touched if it was looked up, even
       if its gradient is zero. `tpu_embedding.gradients.add` sums those of several
       lookups.
+
+    Raises:
+      TypeError: if the lookup was given ids of a dynamic table in place of rows.
     """
     if routing.plan.stacks != plan.stacks:
         raise ValueError(
             "routing must be that of a lookup in the plan's tables, got one of other "
             "tables; use one plan for the whole step."
         )
+    if routing.raw_feature is not None:
+        refuse_raw_ids(routing.raw_feature)
     layer_plan, plan = plan, routing.plan
     cotangents = plan.flatten_activations(cotangents, "cotangents")
 
