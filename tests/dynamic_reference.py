@@ -41,7 +41,8 @@ class DynamicTable:
       dynamic: its vocabulary.
       buckets: lists of places.
       clock: number of the step.
-      sketch: bucket and lane to epoch and count.
+      sketch: bucket and lane to window, epoch and count.
+      num_counted: bucket to the number of ids counted in it.
       ids: mixed words to id.
       rows: id to row.
       squares: id to the sum of squared gradients, as Adagrad keeps it.
@@ -54,7 +55,8 @@ class DynamicTable:
         num_buckets = -(-dynamic.capacity // SLOTS)
         self.buckets = [[Place() for _ in range(SLOTS)] for _ in range(num_buckets)]
         self.clock = 1
-        self.sketch: dict[tuple[int, int], tuple[int, int]] = {}
+        self.sketch: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self.num_counted: dict[int, int] = {}
         self.ids: dict[tuple[int, int], int] = {}
         self.rows: dict[int, np.ndarray] = {}
         self.squares: dict[int, np.ndarray] = {}
@@ -91,14 +93,14 @@ class DynamicTable:
 
     def insert(self, ids: list[int], only_found: list[int], now: int | None):
         """Inserts a set of ids; returns counts, and the ids whose rows start."""
-        now = self.clock if now is None else now
+        self.clock = now = self.clock if now is None else now
         words = mixed([*ids, *only_found])
         known = {x for x in words if self.find(words[x]) is not None}
         stats = dict(hits=sum(x in known for x in [*ids, *only_found]))
         for x in known:
             bucket, lane = self.find(words[x])
             place = self.buckets[bucket][lane]
-            place.count += place.last_use != now
+            place.count = self._decayed(place, now) + (place.last_use != now)
             place.last_use = now
         unknown = sorted(set(ids) - known, key=words.__getitem__)
         admitted = self._admit([words[x] for x in unknown], now)
@@ -135,16 +137,18 @@ class DynamicTable:
         )
         return stats, started
 
+    def _decayed(self, place: Place, now: int) -> int:
+        half_life = getattr(self.dynamic.evict, "half_life", None)
+        age = max(0, now - place.last_use)
+        return place.count >> (age // half_life if half_life else 0)
+
     def _free_places(self, places: list[Place], now: int) -> list[int]:
         def value(lane: int) -> Any:
             place = places[lane]
             if place.key is None:
                 return (0, 0, 0, lane)
-            age = max(0, now - place.last_use)
-            match self.dynamic.evict:
-                case te.dynamic.LeastFrequentlyUsed(half_life):
-                    halvings = 0 if half_life is None else min(31, age // half_life)
-                    return (1, place.count >> halvings, place.last_use, lane)
+            if isinstance(self.dynamic.evict, te.dynamic.LeastFrequentlyUsed):
+                return (1, self._decayed(place, now), place.last_use, lane)
             return (1, place.last_use, 0, lane)
 
         def is_free(place: Place) -> bool:
@@ -168,21 +172,26 @@ class DynamicTable:
                     probability == 1 or lowbias(a ^ lowbias(b ^ lowbias(now))) < limit
                     for a, b in keys
                 ]
-            case te.dynamic.AdmitAfter(count, window):
-                return self._count(keys, count, now // window if window else 0)
+            case te.dynamic.AdmitAfter() as rule:
+                return self._count(keys, rule, now)
         return [True] * len(keys)
 
-    def _count(self, keys, count, epoch):
-        counters = []
+    def _count(self, keys, rule, now):
+        ids_per_halving = 16 * max(1, rule.count - 1)
+        window = now // rule.window if rule.window else 0
+        counters, totals = [], {}
         for a, b in keys:
             bucket = a * len(self.buckets) >> 32
-            counters.append({(bucket, b & 127), (bucket, (b >> 7) & 127)})
-        totals: dict[tuple[int, int], int] = {}
-        for of_id in counters:
-            for counter in of_id:
-                old_epoch, old = self.sketch.get(counter, (0, 0))
-                start = old if old_epoch == epoch else 0
-                totals[counter] = totals.get(counter, start) + 1
-        for counter, total in totals.items():
-            self.sketch[counter] = (epoch, min(255, total))
-        return [min(totals[c] for c in of_id) >= count for of_id in counters]
+            counters.append({(bucket, b % 127), (bucket, b // 127 % 127)})
+            epoch = self.num_counted.get(bucket, 0) // ids_per_halving
+            for counter in counters[-1]:
+                if counter not in totals:
+                    old_window, old_epoch, old = self.sketch.get(counter, (0, 0, 0))
+                    is_old = old_window != window
+                    totals[counter] = 0 if is_old else old >> (epoch - old_epoch)
+                totals[counter] += 1
+                self.sketch[counter] = (window, epoch, min(255, totals[counter]))
+        for a, _ in keys:
+            bucket = a * len(self.buckets) >> 32
+            self.num_counted[bucket] = self.num_counted.get(bucket, 0) + 1
+        return [min(totals[c] for c in of_id) >= rule.count for of_id in counters]

@@ -67,6 +67,12 @@ def test_outputs_are_those_of_the_live_model(trained, served, batch_size):
         np.testing.assert_allclose(outputs[name], values, rtol=0, atol=1e-6)
 
 
+def test_a_call_refuses_ids_that_jax_has_cut(served):
+    batch = dynamic_batch(3) | {"user": jax.numpy.arange(3)}
+    with pytest.raises(TypeError, match="'user' .* must hold Ids64"):
+        served(batch)
+
+
 def test_single_rows_are_equal_bit_for_bit_and_unknown_ids_read_the_default_row(
     trained, served
 ):

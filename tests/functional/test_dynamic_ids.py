@@ -9,6 +9,8 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.dynamic_reference import DynamicTable
+from tpu_embedding.rows.id_mixing import unmix_ids
 
 functional = te.functional
 
@@ -23,6 +25,11 @@ def plan_of(num_devices=1, dynamic=None, optimizer="adagrad", dim=8, **feature):
 
 def words(ids):
     return functional.Ids64.of_array(np.asarray(ids, np.int64))
+
+
+def in_places(ids, size=64):
+    """Returns ids, and places without one: all calls of a test have one shape."""
+    return [*ids] + [-1] * (size - len(ids))
 
 
 def start(plan):
@@ -104,14 +111,14 @@ def test_an_evicted_id_comes_back_with_a_new_row_and_new_slots(dtype, hardware):
     config = {"user": te.FeatureConfig(table=users)}
     plan = te.make_plan(config, mesh_of(1), optimizer="adagrad", **options)
     tables, slots = start(plan)
-    first = insert(tables, slots, plan, [7])
+    first = insert(tables, slots, plan, in_places([7]))
     fresh = functional.lookup(first.tables, first.features, plan).activations["user"]
     tables, slots = end_step(first.tables, first.slots, plan, first.features)
     # 64 other ids take all places, id 7's among them.
     others = insert(tables, slots, plan, np.arange(100, 164))
     assert counts(others.stats["user"])["evictions"] == 1
     tables, slots = end_step(others.tables, others.slots, plan, others.features)
-    back = insert(tables, slots, plan, [7])
+    back = insert(tables, slots, plan, in_places([7]))
     assert counts(back.stats["user"])["evictions"] == 1
     activations = functional.lookup(back.tables, back.features, plan).activations
     np.testing.assert_array_equal(activations["user"], fresh)
@@ -192,7 +199,7 @@ def test_an_id_that_is_only_found_keeps_its_row_in_that_step():
     plan = te.make_plan(config, optimizer="sgd")
     tables, slots = start(plan)
     for now, seen, shown in ((1, [0], []), (2, range(1, 64), []), (3, [99], [0])):
-        features = {"seen": words(list(seen)), "shown": words(shown)}
+        features = {"seen": words(in_places(seen)), "shown": words(in_places(shown))}
         result = functional.insert_ids(tables, slots, features, plan, now)
         tables, slots = result.tables, result.slots
     seen, shown = (int(result.features[x].ids[0]) for x in ("seen", "shown"))
@@ -214,9 +221,9 @@ def test_who_is_evicted(policy, evicted):
     plan = plan_of(dynamic=te.Dynamic(capacity=64, evict=policy))
     tables, slots = start(plan)
     steps = [[1, *range(10, 72)], [1], [2, *range(10, 72)], [*range(10, 72)], [99]]
-    for ids in steps:
-        result = insert(tables, slots, plan, ids)
-        tables, slots = end_step(result.tables, result.slots, plan, result.features)
+    for now, ids in enumerate(steps, start=1):
+        result = insert(tables, slots, plan, in_places(ids), now=now)
+        tables, slots = result.tables, result.slots
     left = set(functional.dynamic_rows(tables, plan)["user"].ids.tolist())
     assert {1, 2, 99} - left == {evicted}
 
@@ -246,10 +253,39 @@ def test_a_clock_may_be_traced(dtype):
     with jax.enable_x64(dtype == np.int64):
         tables, slots = start(plan)
         step = jax.jit(lambda now: insert(tables, slots, plan, [5], now=now).tables)
-        tables = step(dtype(2**31 - 1))
-    assert functional.dynamic_rows(tables, plan)["user"].last_used == 2**31 - 1
+        used = [
+            int(functional.dynamic_rows(step(dtype(now)), plan)["user"].last_used[0])
+            for now in [2**31 - 1, 0, *NO_CLOCKS_OF.get(dtype, [])]
+        ]
+    # A value out of range counts as left out: this is the first step.
+    assert used == [2**31 - 1] + [1] * (len(used) - 1)
 
 
+def test_a_clock_that_is_left_out_goes_on_from_the_last_one():
+    policy = te.dynamic.TimeToLive(2)
+    plan = plan_of(dynamic=te.Dynamic(capacity=64, evict=policy))
+    tables, slots = start(plan)
+    ids = {"user": words(np.arange(64))}
+    result = functional.insert_ids(tables, slots, ids, plan, now=29_000_000)
+    tables, slots = result.tables, result.slots
+    evictions = []
+    for step in range(4):
+        ids = {"user": words(in_places([100 + step]))}
+        result = functional.insert_ids(tables, slots, ids, plan)
+        evictions.append(counts(result.stats["user"])["evictions"])
+        tables, slots = end_step(result.tables, result.slots, plan, result.features)
+    assert evictions == [0, 0, 0, 1]
+
+
+def test_the_clock_stops_at_its_last_value():
+    plan = plan_of()
+    tables, slots = start(plan)
+    result = insert(tables, slots, plan, in_places([5]), now=2**32 - 1)
+    tables, _ = end_step(result.tables, result.slots, plan, result.features)
+    assert int(tables["stack_0:ids"].clock[0]) == 2**32 - 1
+
+
+NO_CLOCKS_OF = {np.int32: [-5], np.int64: [-5, 2**32, 2**40]}
 NO_CLOCKS = [
     (0, ValueError, "0"),
     (-1, ValueError, "-1"),
@@ -334,10 +370,9 @@ def test_no_id_is_counted_nowhere(unique_rows):
     assert int(looked_up.stats.out_of_range["user"]) == 0
 
 
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_admission_after_some_steps(num_devices):
+def test_admission_after_some_steps():
     admit = te.dynamic.AdmitAfter(3)
-    plan = plan_of(num_devices, te.Dynamic(capacity=128, admit=admit))
+    plan = plan_of(dynamic=te.Dynamic(capacity=128, admit=admit))
     tables, slots = start(plan)
     inserted = []
     for _ in range(4):
@@ -349,32 +384,121 @@ def test_admission_after_some_steps(num_devices):
 
 def test_admission_by_probability_repeats_itself():
     admit = te.dynamic.AdmitWithProbability(0.25)
+    plan = plan_of(dynamic=te.Dynamic(capacity=8000, admit=admit))
     admitted = []
-    for num_devices in (1, 3):
-        plan = plan_of(num_devices, te.Dynamic(capacity=8000, admit=admit))
+    for _ in range(2):
         result = insert(*start(plan), plan, np.arange(4000))
         admitted.append(functional.dynamic_rows(result.tables, plan)["user"].ids)
     np.testing.assert_array_equal(*admitted)
     assert abs(len(admitted[0]) - 1000) < 100
 
 
-def test_more_ids_for_one_owner_than_a_round_holds():
-    plan = plan_of(8, te.Dynamic(capacity=100_000))
-    tables, slots = start(plan)
-    ids = np.arange(200_000)
-    high, low = (np.zeros_like(ids, np.uint32), ids.astype(np.uint32))
-    from tpu_embedding.rows.id_mixing import mix_ids
+def ids_of_bucket(bucket, num_ids, num_buckets):
+    """Returns ids that all belong to one bucket."""
+    first = np.uint32(-(-bucket * 2**32 // num_buckets) + 5)
+    words = unmix_ids(np.full(num_ids, first), np.arange(num_ids, dtype=np.uint32))
+    return functional.Ids64(high=words[0], low=words[1]).to_numpy()
 
-    # All ids of the batch have their bucket on the first device.
-    ids = ids[mix_ids(high, low)[0] < 2**29][:16_000]
-    result = insert(tables, slots, plan, ids)
-    one = plan_of(1, te.Dynamic(capacity=100_000))
-    expected = insert(*start(one), one, ids)
-    rows = functional.dynamic_rows(result.tables, plan)["user"]
-    of_one = functional.dynamic_rows(expected.tables, one)["user"]
-    np.testing.assert_array_equal(rows.ids, of_one.ids)
-    np.testing.assert_array_equal(rows.natural_rows, of_one.natural_rows)
-    assert counts(result.stats["user"]) == counts(expected.stats["user"])
+
+@pytest.mark.parametrize(
+    "num_devices, admit",
+    [(2, te.dynamic.AdmitWithProbability(0.5)), (3, te.dynamic.AdmitAfter(2))],
+)
+def test_more_ids_of_a_bucket_than_a_round_holds(num_devices, admit):
+    dynamic = te.Dynamic(capacity=1024, admit=admit)
+    plan = plan_of(num_devices, dynamic, dim=4)
+    tables, slots = start(plan)
+    flood = ids_of_bucket(5, 3000, dynamic.num_buckets)
+    others = ids_of_bucket(11, 1400, dynamic.num_buckets)
+    mixed = np.where(np.arange(3000) % 2, flood, 2**64 - 1)
+    mixed[::2][:1400] = others
+    reference = DynamicTable(dynamic, lambda mixed: np.zeros((len(mixed), 4)))
+    for now, ids in enumerate([flood[-64:], flood[-64:], flood, mixed, flood], start=1):
+        # The places without an id are spread over the devices.
+        batch = np.full((3000,), 2**64 - 1, np.uint64)
+        batch[:: 3000 // len(ids)][: len(ids)] = ids
+        features = {"user": functional.Ids64.of_array(batch)}
+        result = functional.insert_ids(tables, slots, features, plan, now=now)
+        tables, slots = result.tables, result.slots
+        expected, _ = reference.insert(ids[ids != 2**64 - 1].tolist(), [], now)
+        assert counts(result.stats["user"]).items() <= expected.items()
+    found = functional.find_ids(tables, features, plan)
+    assert int(found.stats["user"].hits) == expected["hits"] + expected["inserts"] == 64
+    rows = functional.dynamic_rows(tables, plan)["user"]
+    assert dict(zip(rows.ids.tolist(), rows.natural_rows.tolist(), strict=True)) == {
+        reference.ids[place.key]: 64 * bucket + lane
+        for bucket, places in enumerate(reference.buckets)
+        for lane, place in enumerate(places)
+        if place.key is not None
+    }
+
+
+def test_admission_goes_on_filtering():
+    admit = te.dynamic.AdmitAfter(3)
+    plan = plan_of(dynamic=te.Dynamic(capacity=640, admit=admit))
+    tables, slots = start(plan)
+    inserts = []
+    for step in range(1, 101):
+        once = np.random.default_rng(step).integers(0, 2**62, 63)
+        result = insert(tables, slots, plan, [7, *once], now=step)
+        tables, slots = result.tables, result.slots
+        inserts.append(counts(result.stats["user"])["inserts"])
+        if step <= 3:
+            assert counts(result.stats["user"])["inserts"] == (step == 3)
+    assert sum(inserts[20:]) < 0.02 * 80 * 63
+
+
+def test_a_half_life_counts_at_the_next_use():
+    policy = te.dynamic.LeastFrequentlyUsed(half_life=5)
+    plan = plan_of(dynamic=te.Dynamic(capacity=64, evict=policy))
+    tables, slots = start(plan)
+    found = []
+    for now in [*range(1, 21), 31, 300]:
+        result = insert(tables, slots, plan, [5], now=now)
+        tables, slots = result.tables, result.slots
+        found.append(int(functional.dynamic_rows(tables, plan)["user"].counts[0]))
+    # 20 uses, two half lives and a use, many half lives and a use.
+    assert found == [*range(1, 21), 20 // 4 + 1, 1]
+
+
+LEFT_OUT = {
+    "mean": (dict(combiner="mean"), [[1, 2, 3]], [[0.0, -1.0, 0.5]], [3]),
+    "sum": (dict(combiner="sum"), [[1, 2, 3]], [[0.0, -1.0, 0.5]], [2, 3]),
+    "beside": (dict(combiner="sum"), [[1, 1, 2]], [[0.0, 1.0, 0.0]], [1]),
+    "sequence": (
+        dict(max_sequence_length=2),
+        [[1, 2, 3], [4, 5, 6]],
+        None,
+        [1, 2, 4, 5],
+    ),
+    "ragged sequence": (
+        dict(max_sequence_length=2),
+        [[1, 2, 3], [4], [5, 6, 7, 8], []],
+        None,
+        [1, 2, 4, 5, 6],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_ids_that_add_nothing_take_no_rows(case):
+    options, ids, weights, expected = LEFT_OUT[case]
+    table = te.TableConfig(
+        vocabulary_size=te.Dynamic(capacity=64),
+        dim=4,
+        name="user",
+        combiner=options.pop("combiner", "mean"),
+    )
+    config = {"user": te.FeatureConfig(table=table, **options)}
+    plan = te.make_plan(config, mesh_of(2), optimizer="sgd")
+    weights = None if weights is None else {"user": weights}
+    prepared = te.inputs.prepare_features({"user": ids}, plan, weights)
+    result = functional.insert_ids(*start(plan), prepared, plan)
+    found = functional.dynamic_rows(result.tables, plan)["user"]
+    assert found.ids.tolist() == expected
+    num_ids = len({x for sample in ids for x in sample})
+    not_admitted = counts(result.stats["user"])["not_admitted"]
+    assert not_admitted == num_ids - len(expected)
 
 
 def test_copies_of_a_table_insert_the_ids_of_all():
@@ -484,6 +608,10 @@ def test_ids_in_a_loss_say_what_to_do():
     ids = {"user": words(NASTY)}
     with pytest.raises(TypeError, match="optimizer.insert_ids"):
         te.value_and_grad(lambda m: jnp.sum(m(ids)))(model)
+    plan = model.embedding.plan
+    result = functional.lookup(model.embedding.tables.get_value(), ids, plan)
+    with pytest.raises(TypeError, match="'user' .* te.functional.insert_ids"):
+        functional.compute_gradients(result.routing, result.activations, plan)
 
 
 @pytest.mark.parametrize(

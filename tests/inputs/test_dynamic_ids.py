@@ -2,6 +2,7 @@
 
 import pickle
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -89,6 +90,33 @@ def test_clip_and_masks_are_refused():
         prepare(np.array([1, 2]), out_of_range_ids="clip")
     with pytest.raises(TypeError, match="no masked places"):
         prepare(np.ma.masked_equal([1, 2], 2))
+
+
+CUT = jnp.asarray(np.array([2**40 + 7], np.uint64).astype(np.uint32))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        CUT,
+        CUT.astype(jnp.int32),
+        (CUT,),
+        [CUT, CUT],
+        [[CUT[0]], [CUT[0], CUT[0]]],
+        te.DenseIds(ids=CUT, weights=np.ones(1)),
+        te.RaggedIds(values=CUT, row_splits=np.array([0, 1])),
+        te.SparseIds(
+            indices=np.zeros((1, 2), int), values=CUT, dense_shape=np.ones(2, int)
+        ),
+    ],
+    ids=lambda ids: type(ids).__name__,
+)
+def test_ids_that_jax_has_cut_are_refused_at_every_door(ids):
+    for weights in (None, [[1.0]]):
+        with pytest.raises(TypeError, match=r"'user' .* must hold Ids64.*np.asarray"):
+            prepare(ids, weights)
+    with pytest.raises(TypeError, match="must hold Ids64"):
+        prepare({"a": ids}, unique_rows=True)
 
 
 def test_words_pass_and_known_rows_are_refused():

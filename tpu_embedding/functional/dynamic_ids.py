@@ -20,7 +20,10 @@ from jaxtyping import Array, Int
 
 from tpu_embedding.argument_checks import describe_value, takes
 from tpu_embedding.field_checks import is_int
+from tpu_embedding.inputs.shard_inputs import feature_shape, positions_of
+from tpu_embedding.inputs.wide_ids import narrow_ids
 from tpu_embedding.lookup._directory import Counts, NewRows, no_counts
+from tpu_embedding.lookup._flatten_to_owners import leaves_out_weights
 from tpu_embedding.lookup._translate import SourceIds, find_rows, insert_rows
 from tpu_embedding.plan.check_rows import check_slots, check_tables
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan, dynamic_tables
@@ -123,8 +126,9 @@ def insert_ids(
       plan: plan of the layer.
       now: clock of the step, an integer from 1 to 2**32 - 1, the same in all calls of
         a step. Ids used at one `now` count as used once and are not evicted at it, so
-        far fewer ids than the capacity should be used in a unit. None: the number of
-        the step.
+        far fewer ids than the capacity should be used in a unit. It sets the clock of
+        the tables. None: that clock, which each step raises by 1. So is a value in a
+        traced step that is out of range.
 
     Returns:
       Tables, slots, the batch with row numbers, and counts.
@@ -256,18 +260,19 @@ def _find_in_stack(
         counts = no_counts(len(members))
         return rows, _totals(sources, hits, counts, directory, stack, plan)
 
-    def find(directory, ids):
+    def find(directory, values):
+        leaves = _with_values(of_stack, values)
         rows, counts = on_shards(
             find_shard,
             plan,
             in_specs=(stack.rows_spec, plan.sample_spec),
             out_specs=(plan.sample_spec, PartitionSpec()),
-        )(directory, [_words_of(x, plan) for x in ids])
-        return _shaped_like(ids, rows), counts
+        )(directory, [_words_of(leaf, plan) for leaf in leaves])
+        return _shaped_like(leaves, rows), counts
 
-    ids = [_ids_in(leaf) for leaf in of_stack.values()]
+    values = [leaf.value for leaf in of_stack.values()]
     out_specs = (_row_specs(of_stack, plan), PartitionSpec())
-    rows, counts = in_auto_axes(find, plan, out_specs)(directory, ids)
+    rows, counts = in_auto_axes(find, plan, out_specs)(directory, values)
     return _translated(of_stack, rows), _stats_of(counts, stack)
 
 
@@ -284,7 +289,10 @@ def _insert_in_stack(
 
     def insert_shard(directory, table, state, words, now):
         sources = _sources(words, of_stack, members)
-        clock = directory.clock[0] if now is None else now
+        clock = directory.clock[0]
+        if now is not None:
+            clock = jnp.where(now > 0, now, clock)
+            directory = dataclasses.replace(directory, clock=clock[None])
 
         def start(rows, new: NewRows):
             table, state = rows
@@ -309,21 +317,25 @@ def _insert_in_stack(
     spec = stack.rows_spec
     state_spec = slot_specs({stack.name: state}, plan)[stack.name]
 
-    def insert(directory, table, state, ids, now):
+    def insert(directory, table, state, values, now):
+        leaves = _with_values(of_stack, values)
         directory, rows, found, counts = on_shards(
             insert_shard,
             plan,
             in_specs=(spec, spec, state_spec, plan.sample_spec, PartitionSpec()),
             out_specs=(spec, (spec, state_spec), plan.sample_spec, PartitionSpec()),
-        )(directory, table, state, [_words_of(x, plan) for x in ids], now)
-        return directory, rows, _shaped_like(ids, found), counts
+        )(directory, table, state, [_words_of(leaf, plan) for leaf in leaves], now)
+        return directory, rows, _shaped_like(leaves, found), counts
 
     if now is not None:
-        now = now.astype(jnp.uint32)
-    ids = [_ids_in(leaf) for leaf in of_stack.values()]
+        is_clock = now > 0
+        if now.dtype.itemsize == 8:
+            is_clock &= now < 2**32
+        now = jnp.where(is_clock, now, 0).astype(jnp.uint32)
+    values = [leaf.value for leaf in of_stack.values()]
     out_specs = (spec, (spec, state_spec), _row_specs(of_stack, plan), PartitionSpec())
     directory, (table, state), found, counts = in_auto_axes(insert, plan, out_specs)(
-        directory, table, state, ids, now
+        directory, table, state, values, now
     )
     translated = _translated(of_stack, found)
     return directory, table, state, translated, _stats_of(counts, stack)
@@ -403,14 +415,19 @@ def row_numbers(leaf: Any, feature: FeaturePlan) -> Any:
             )
         return leaf.ids
     if feature.table.dynamic is not None:
-        raise TypeError(
-            f"Feature {feature.name!r} of a table with a te.Dynamic vocabulary must "
-            "hold RowIds inside a loss, got ids. Replace them at the beginning of the "
-            "step, so that new ids get rows: ids = optimizer.insert_ids(model, ids), "
-            "state, ids = state.insert_ids(ids), or te.functional.insert_ids. To train "
-            "without new ids: te.functional.find_ids."
-        )
+        refuse_raw_ids(feature.name)
     return leaf
+
+
+def refuse_raw_ids(feature_name: str) -> None:
+    """Raises a TypeError: a feature of a dynamic table holds ids inside a loss."""
+    raise TypeError(
+        f"Feature {feature_name!r} of a table with a te.Dynamic vocabulary must hold "
+        "RowIds inside a loss, got ids. Replace them at the beginning of the step, so "
+        "that new ids get rows: ids = optimizer.insert_ids(model, ids), state, ids = "
+        "state.insert_ids(ids), or te.functional.insert_ids. To train without new ids: "
+        "te.functional.find_ids."
+    )
 
 
 def rows_of_batch(features: Any, plan: EmbeddingPlan) -> list[Any]:
@@ -427,10 +444,11 @@ def holds_raw_ids(leaf: Any, feature: FeaturePlan) -> bool:
     return feature.table.dynamic is not None and not isinstance(leaf, RowIds)
 
 
-def has_raw_ids(features: Any, plan: EmbeddingPlan) -> bool:
-    """Returns True if any feature of a batch does; see `holds_raw_ids`."""
+def raw_feature(features: Any, plan: EmbeddingPlan) -> str | None:
+    """Returns the name of a feature for which `holds_raw_ids`, or None."""
     plan = plan.for_batch(features)
-    return bool(_dynamic_stacks(plan.flatten(features), plan))
+    pairs = zip(plan.flatten(features), plan.features, strict=True)
+    return next((x.name for leaf, x in pairs if holds_raw_ids(leaf, x)), None)
 
 
 def _dynamic_stacks(leaves: Sequence[Any], plan: EmbeddingPlan) -> list[StackPlan]:
@@ -492,32 +510,75 @@ def _refuse_narrow(features: Any, plan: EmbeddingPlan) -> None:
         is_wide = isinstance(ids, jax.Array) and ids.dtype.itemsize == 8
         if not isinstance(ids, Ids64) and not is_wide:
             found = getattr(ids, "dtype", type(ids).__name__)
-            raise TypeError(
-                f"Feature {feature.name!r} of a table with a te.Dynamic vocabulary "
-                f"must hold Ids64, got {found}. JAX keeps only the lower half of an "
-                "int64, so pass the batch through prepare first, or through "
-                "te.functional.Ids64.of_array before jit."
-            )
+            raise narrow_ids(str(found), feature)
 
 
-def _words_of(ids: Any, plan: EmbeddingPlan) -> tuple[Array, Array]:
-    """Returns the words of a feature's ids, filled up for the devices. Global."""
+def _with_values(of_stack: dict[int, Any], values: Sequence[Any]) -> list[Any]:
+    return [
+        dataclasses.replace(leaf, value=value)
+        for leaf, value in zip(of_stack.values(), values, strict=True)
+    ]
+
+
+def _words_of(leaf: _Leaf, plan: EmbeddingPlan) -> tuple[Array, Array, Array]:
+    """Returns the words of a feature's ids, and which may get rows. Global.
+
+    They are filled up for the devices.
+    """
+    ids = _ids_in(leaf)
     if not isinstance(ids, Ids64):
         ids = Ids64.of_array(jnp.asarray(ids))
+    inserts = jnp.full(ids.shape, not leaf.feature.config.find_only)
+    inserts &= _is_looked_up(leaf, plan)
     room = -ids.high.size % plan.num_shards
 
-    def flat(words):
-        words = jnp.asarray(words).reshape(-1)
-        return jnp.pad(words, (0, room), constant_values=NO_ID)
+    def flat(values, fill):
+        values = jnp.asarray(values).reshape(-1)
+        return jnp.pad(values, (0, room), constant_values=fill)
 
-    return flat(ids.high), flat(ids.low)
+    return flat(ids.high, NO_ID), flat(ids.low, NO_ID), flat(inserts, False)
 
 
-def _shaped_like(ids: Sequence[Any], rows: Sequence[Array]) -> list[Array]:
+def _is_looked_up(leaf: _Leaf, plan: EmbeddingPlan) -> Any:
+    """Returns False for ids that add nothing to a lookup, which need no row. Global."""
+    ids, feature = leaf.value, leaf.feature
+    if isinstance(ids, UniqueIds):
+        return True
+    result: Any = True
+    weights = getattr(ids, "weights", None)
+    if weights is not None:
+        weights = jnp.asarray(weights)
+        is_left_out = weights <= 0 if leaves_out_weights(feature) else weights == 0
+        result = ~is_left_out
+    length = feature_shape(ids, feature, plan).sequence_length
+    if length:
+        result &= _positions(ids, plan) < length
+    return result
+
+
+def _positions(ids: Any, plan: EmbeddingPlan) -> Array:
+    """Returns the position of each id in its sample. Global."""
+    if not isinstance(ids, ShardedRaggedIds):
+        shape = ids.ids.shape if isinstance(ids, DenseIds) else ids.shape
+        if len(shape) == 1:
+            return jnp.zeros(shape, jnp.int32)
+        return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    num_values = ids.values.shape[1]
+
+    def of_shard(row_splits):
+        return positions_of(row_splits[0], num_values)[None]
+
+    spec = plan.sample_spec
+    on_all = on_shards(of_shard, plan, in_specs=spec, out_specs=spec)
+    return on_all(jnp.asarray(ids.row_splits))
+
+
+def _shaped_like(leaves: Sequence[_Leaf], rows: Sequence[Array]) -> list[Array]:
     """Returns the rows of each feature in the shape of its ids."""
+    shapes = [_ids_in(leaf).shape for leaf in leaves]
     return [
-        of_feature[: int(np.prod(x.shape))].reshape(x.shape)
-        for x, of_feature in zip(ids, rows, strict=True)
+        of_feature[: int(np.prod(shape))].reshape(shape)
+        for shape, of_feature in zip(shapes, rows, strict=True)
     ]
 
 
@@ -551,7 +612,7 @@ def _translated(of_stack: dict[int, Any], rows: Sequence[Array]) -> dict[int, Ro
 
 
 def _sources(
-    words: Sequence[tuple[Array, Array]],
+    words: Sequence[tuple[Array, Array, Array]],
     of_stack: dict[int, Any],
     members: Sequence[DynamicTablePlan],
 ) -> list[SourceIds]:
@@ -560,10 +621,10 @@ def _sources(
         SourceIds(
             high=high,
             low=low,
+            inserts=inserts,
             table=offsets.index(leaf.feature.row_offset),
-            inserts=not leaf.feature.config.find_only,
         )
-        for (high, low), leaf in zip(words, of_stack.values(), strict=True)
+        for (high, low, inserts), leaf in zip(words, of_stack.values(), strict=True)
     ]
 
 

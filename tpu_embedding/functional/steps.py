@@ -18,13 +18,15 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_embedding.argument_checks import Wanted, takes
 from tpu_embedding.functional.dynamic_ids import (
     find_ids,
-    has_raw_ids,
     holds_raw_ids,
+    raw_feature,
+    refuse_raw_ids,
     row_numbers,
     rows_of_batch,
 )
@@ -78,11 +80,14 @@ class Routing:
         missing.
       shapes: per lookup.
       plan: plan of the batch's features.
+      raw_feature: a feature of a dynamic table whose ids `lookup` only found, which
+        trains no new id; None: there is none.
     """
 
     stacks: dict[str, StackRouting]
     shapes: tuple[FeatureShape, ...] = dataclasses.field(metadata={"static": True})
     plan: EmbeddingPlan = dataclasses.field(metadata={"static": True})
+    raw_feature: str | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -189,9 +194,13 @@ def lookup(
       >>> te.functional.lookup(tables, ids, plan).activations["watched"].shape
       (2, 4)
     """
-    if has_raw_ids(features, plan):
-        features = find_ids(tables, features, plan).features
-    return read_rows(tables, route(features, plan), plan)
+    raw = raw_feature(features, plan)
+    if raw is None:
+        return read_rows(tables, route(features, plan), plan)
+    features = find_ids(tables, features, plan).features
+    result = read_rows(tables, route(features, plan), plan)
+    routing = dataclasses.replace(result.routing, raw_feature=raw)
+    return dataclasses.replace(result, routing=routing)
 
 
 @takes("te.functional.", plan=PLAN)
@@ -295,12 +304,17 @@ def compute_gradients(
       The gradients, for `apply_gradients`. A row is touched if it was looked up, even
       if its gradient is zero. `tpu_embedding.gradients.add` sums those of several
       lookups.
+
+    Raises:
+      TypeError: if the lookup was given ids of a dynamic table in place of rows.
     """
     if routing.plan.stacks != plan.stacks:
         raise ValueError(
             "routing must be that of a lookup in the plan's tables, got one of other "
             "tables; use one plan for the whole step."
         )
+    if routing.raw_feature is not None:
+        refuse_raw_ids(routing.raw_feature)
     layer_plan, plan = plan, routing.plan
     cotangents = plan.flatten_activations(cotangents, "cotangents")
 
@@ -419,8 +433,11 @@ def apply_gradients(
 def _advance_clocks(tables: dict[str, Any], plan: EmbeddingPlan) -> dict[str, Any]:
     """Ends the step of the dynamic tables: ids of the next one may evict its ids."""
     names = [directory_name(s.name) for s in plan.stacks if s.is_dynamic]
+    last = np.uint32(2**32 - 2)
     return tables | {
-        name: dataclasses.replace(tables[name], clock=tables[name].clock + 1)
+        name: dataclasses.replace(
+            tables[name], clock=jnp.minimum(tables[name].clock, last) + np.uint32(1)
+        )
         for name in names
     }
 

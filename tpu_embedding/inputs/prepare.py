@@ -37,7 +37,7 @@ from tpu_embedding.inputs.wide_ids import (
     check_wide,
     fingerprints_of,
     join_words,
-    refuse_masked,
+    refuse_unreadable,
     with_words,
 )
 from tpu_embedding.plan.features import FeatureNest, FeaturePlan
@@ -285,7 +285,7 @@ def _read_feature(ids: Any, feature: FeaturePlan) -> HostIds:
         raise TypeError(f"Feature {feature.name!r} has been prepared already.")
     if feature.table.dynamic:
         ids = join_words(ids, feature)
-        refuse_masked(ids, feature)
+        refuse_unreadable(ids, feature)
     host_ids = read_ids(ids, f"feature {feature.name!r}")
     shape = host_ids.batch_shape
     if not isinstance(host_ids.ids, DenseIds):

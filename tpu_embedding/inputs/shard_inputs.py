@@ -471,8 +471,7 @@ def to_feature_input(shardable: ShardableInput, shape: FeatureShape) -> FeatureI
             num_samples=num_samples,
             valence=1,
         )
-    starts = shardable.row_splits[0].at[sample_ids].get(mode="clip")
-    positions = jnp.arange(ids.shape[0], dtype=jnp.int32) - starts
+    positions = positions_of(shardable.row_splits[0], ids.shape[0])
     is_used &= positions < length
     places = jnp.where(is_used, sample_ids * length + positions, num_samples * length)
     sequences = jnp.full((num_samples * length,), PADDING_ROW_ID, jnp.int32)
@@ -546,3 +545,9 @@ def sample_ids_of(row_splits: Array, num_values: AxisSize) -> Array:
     """
     ends = jnp.zeros((num_values,), jnp.int32).at[row_splits[1:]].add(1, mode="drop")
     return running_sum(ends)
+
+
+def positions_of(row_splits: Array, num_values: AxisSize) -> Array:
+    """Returns the position of each value in its sample."""
+    starts = row_splits.at[sample_ids_of(row_splits, num_values)].get(mode="clip")
+    return jnp.arange(num_values, dtype=jnp.int32) - starts

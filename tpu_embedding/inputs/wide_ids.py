@@ -4,11 +4,14 @@ Ids of other tables are int32, so the dtype of checked ids tells the two apart.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Final
 
+import jax
 import numpy as np
 
 from tpu_embedding.inputs.fingerprints import encode, farmhash64
+from tpu_embedding.inputs.forms import is_integer
 from tpu_embedding.plan.features import FeaturePlan
 from tpu_embedding.types import (
     PADDING_ROW_ID,
@@ -21,6 +24,8 @@ from tpu_embedding.types import (
 
 NO_WIDE_ID: Final = np.uint64(2**64 - 1)
 """Marks a place without an id among uint64 ids."""
+
+_PARTS: Final = (list, tuple, np.ndarray, jax.Array)
 
 
 def padding_of(dtype: np.dtype) -> np.generic:
@@ -59,20 +64,55 @@ def fingerprints_of(strings: np.ndarray) -> np.ndarray:
     return np.where(words == NO_WIDE_ID, NO_WIDE_ID - np.uint64(1), words)
 
 
-def refuse_masked(ids: Any, feature: FeaturePlan) -> None:
-    """Refuses masked places of a dynamic feature: no integer of its ids is free.
+def refuse_unreadable(ids: Any, feature: FeaturePlan) -> None:
+    """Refuses arrays that do not hold whole ids of 64 bits.
 
     Raises:
-      TypeError: if a place is masked.
+      TypeError: if a place is masked, as no integer is free to mark it; or if an array
+        of JAX may hold only the lower halves of ids.
     """
+    for array in _arrays_in(ids):
+        if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+            raise TypeError(
+                f"Ids of feature {feature.name!r}, whose table is dynamic, must have "
+                "no masked places, got a masked array; give te.RaggedIds, or int32 ids "
+                f"with {PADDING_ROW_ID} in unused places."
+            )
+        is_of_jax = isinstance(array, jax.Array)
+        if is_of_jax and is_integer(array.dtype) and array.dtype.itemsize < 8:
+            raise narrow_ids(f"a JAX array of {array.dtype}", feature)
+
+
+def narrow_ids(found: str, feature: FeaturePlan) -> TypeError:
+    """Returns the error for integers that may be the lower halves of ids.
+
+    Args:
+      found: form of the integers.
+      feature: feature of a dynamic table.
+    """
+    return TypeError(
+        f"Feature {feature.name!r} of a table with a te.Dynamic vocabulary must hold "
+        f"Ids64, got {found}. JAX keeps only the lower half of an int64, so pass the "
+        "ids through prepare first, as NumPy arrays, or through "
+        "te.functional.Ids64.of_array before jit. If they never had more than 32 bits, "
+        "give np.asarray(ids) to prepare."
+    )
+
+
+def _arrays_in(ids: Any) -> Iterator[Any]:
+    """Yields the arrays of ids in a container."""
+    if isinstance(ids, list | tuple):
+        # One look at each type is much faster than one at each item.
+        if any(issubclass(x, _PARTS) for x in set(map(type, ids))):
+            for part in ids:
+                yield from _arrays_in(part)
+        return
+    yield ids
     # A masked array has an attribute `ids` of its own.
-    parts = (ids, getattr(ids, "ids", None), getattr(ids, "values", None))
-    if any(isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x) for x in parts):
-        raise TypeError(
-            f"Ids of feature {feature.name!r}, whose table is dynamic, must have no "
-            "masked places, got a masked array; give te.RaggedIds, or int32 ids with "
-            f"{PADDING_ROW_ID} in unused places."
-        )
+    for name in ("ids", "values"):
+        part = getattr(ids, name, None)
+        if part is not None:
+            yield from _arrays_in(part)
 
 
 def check_wide(

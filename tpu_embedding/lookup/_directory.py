@@ -18,17 +18,16 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from tpu_embedding.dynamic import (
     SLOTS_PER_BUCKET,
-    AdmitAfter,
-    AdmitWithProbability,
     Dynamic,
     LeastFrequentlyUsed,
     TimeToLive,
 )
+from tpu_embedding.lookup._admission import admit
+from tpu_embedding.lookup._owned_ids import OwnedIds, Pass, read_elements, set_elements
 from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan
-from tpu_embedding.rows.id_directory import LINE_LANES, IdDirectory
+from tpu_embedding.rows.id_directory import IdDirectory
 from tpu_embedding.rows.id_mixing import NO_ID
-from tpu_embedding.rows.narrow_rows import mix_bits
 from tpu_embedding.types import PADDING_ROW_ID
 
 _BUCKETS_PER_TURN: Final = 128
@@ -43,28 +42,6 @@ _MIN_FEW: Final = 256
 
 _NO_LANE: Final = -1
 _EMPTY, _EVICTABLE, _TAKEN = range(3)
-_COUNT_BITS: Final = 8
-_MAX_COUNT: Final = 2**_COUNT_BITS - 1
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnedIds:
-    """Ids at the owner of their buckets, in any order. Per shard.
-
-    Attributes:
-      buckets: int32 `[ids]`, buckets of this shard's directory.
-      first: uint32 `[ids]`, first mixed word.
-      second: uint32 `[ids]`, second mixed word.
-      is_id: bool `[ids]`, False for padding.
-      may_insert: bool `[ids]`, True if the feature that asks for it inserts ids.
-    """
-
-    buckets: Int[Array, " ids"]
-    first: UInt32[Array, " ids"]
-    second: UInt32[Array, " ids"]
-    is_id: Bool[Array, " ids"]
-    may_insert: Bool[Array, " ids"]
 
 
 @jax.tree_util.register_dataclass
@@ -130,6 +107,7 @@ def insert(
     ids: OwnedIds,
     tables: Sequence[DynamicTablePlan],
     now: UInt32[Array, ""],
+    of_pass: Pass,
 ) -> tuple[IdDirectory, Int[Array, " ids"], Bool[Array, " ids"], NewRows, Counts]:
     """Finds ids, and gives places to new ones. Per shard.
 
@@ -138,6 +116,7 @@ def insert(
       ids: ids of the call.
       tables: tables of the stack.
       now: clock of this step.
+      of_pass: says what is done with the ids.
 
     Returns:
       The directory; the place of each id in its bucket, or -1; whether it had one
@@ -147,7 +126,8 @@ def insert(
     lanes = find_lanes(directory, ids)
     is_known = lanes != _NO_LANE
     # Those of features that insert nothing too: a row of this step must not be evicted.
-    directory = _note_use(directory, ids, lanes, is_known, now)
+    # A second pass finds them noted, and changes nothing.
+    directory = _note_use(directory, ids, lanes, is_known, tables[0].dynamic, now)
     is_unknown = ids.is_id & ~is_known
     rank = running_sum(is_unknown.astype(jnp.int32)) - 1
     positions = jnp.full((num_ids,), num_ids, jnp.int32)
@@ -159,7 +139,7 @@ def insert(
 
     def insert_first(size, state):
         """Inserts the unknown ids, which are at most `size`."""
-        return _insert_unknown(state, ids, positions[:size], tables, now)
+        return _insert_unknown(state, ids, positions[:size], tables, now, of_pass)
 
     few = -(-num_ids // _SHARE_OF_FEW)
     if few < _MIN_FEW:
@@ -201,6 +181,7 @@ def _insert_unknown(
     positions: Int[Array, " unknown"],
     tables: Sequence[DynamicTablePlan],
     now: UInt32[Array, ""],
+    of_pass: Pass,
 ) -> tuple[IdDirectory, Array, NewRows, Counts]:
     """Gives places to unknown ids.
 
@@ -210,13 +191,17 @@ def _insert_unknown(
       positions: positions of the unknown ones; the number of ids where unused.
       tables: tables of the stack.
       now: clock of this step.
+      of_pass: says what is done with the ids.
     """
     directory, lanes, _, _ = state
     (num_ids,) = lanes.shape
     unknown, order, ranks = _sort_unique(ids, positions, directory.keys.shape[0])
     may_insert = unknown.is_id & unknown.may_insert
     dynamic = tables[0].dynamic
-    directory, is_admitted = _admit(directory, unknown, may_insert, dynamic, now)
+    directory, is_admitted = admit(
+        directory, unknown, may_insert, dynamic, now, of_pass
+    )
+    is_admitted &= of_pass.fills
     directory, new_lanes, num_evicted = _fill_buckets(
         directory, unknown, is_admitted, tables, now
     )
@@ -226,7 +211,7 @@ def _insert_unknown(
     counts = Counts(
         inserts=count(is_new),
         evictions=num_evicted,
-        not_admitted=count(unknown.is_id & ~is_admitted),
+        not_admitted=count(unknown.is_id & ~is_admitted & of_pass.fills),
         no_place=count(is_admitted & ~is_new),
     )
     # Repeats have the place of the first.
@@ -330,96 +315,35 @@ def _note_use(
     ids: OwnedIds,
     lanes: Int[Array, " ids"],
     is_used: Bool[Array, " ids"],
+    dynamic: Dynamic,
     now: UInt32[Array, ""],
 ) -> IdDirectory:
     """Sets the last use of ids, and counts the step once."""
     scores = directory.scores
-    last_use = _at(scores, ids.buckets, lanes)
-    steps = _at(scores, ids.buckets, lanes + SLOTS_PER_BUCKET)
+    last_use = read_elements(scores, ids.buckets, lanes)
+    steps = read_elements(scores, ids.buckets, lanes + SLOTS_PER_BUCKET)
+    steps = _decayed(steps, _age(last_use, now), dynamic)
     is_counted = (last_use != now) & (steps != np.uint32(2**32 - 1))
     steps = steps + is_counted.astype(jnp.uint32)
     now = jnp.broadcast_to(now, steps.shape)
     # All is read before anything is written, or XLA copies the scores.
     scores, now, steps = jax.lax.optimization_barrier((scores, now, steps))
-    scores = _set(scores, ids.buckets, lanes, now, is_used)
-    scores = _set(scores, ids.buckets, lanes + SLOTS_PER_BUCKET, steps, is_used)
+    scores = set_elements(scores, ids.buckets, lanes, now, is_used)
+    scores = set_elements(scores, ids.buckets, lanes + SLOTS_PER_BUCKET, steps, is_used)
     return dataclasses.replace(directory, scores=scores)
 
 
-def _at(lines: Array, buckets: Array, lanes: Array) -> Array:
-    """Reads single elements; those of ids without a place are undefined."""
-    index = _element(buckets, jnp.maximum(lanes, 0))
-    return lines.reshape(-1).at[index].get(mode="clip")
+def _age(last_use: Array, now: Array) -> Array:
+    """Returns the time since the last use; 0 if the clock was set back."""
+    return jnp.where(now > last_use, now - last_use, jnp.uint32(0))
 
 
-def _set(
-    lines: Array, buckets: Array, lanes: Array, values: Array, is_set: Array
-) -> Array:
-    """Sets single elements; those that several ids name get equal values."""
-    elements = lines.reshape(-1)
-    index = jnp.where(is_set, _element(buckets, lanes), elements.shape[0])
-    return elements.at[index].set(values, mode="drop").reshape(lines.shape)
-
-
-def _element(buckets: Array, lanes: Array) -> Array:
-    """Returns the number of an element: XLA:CPU is slow with two indices for each."""
-    return buckets.astype(jnp.uint32) * LINE_LANES + lanes.astype(jnp.uint32)
-
-
-def _admit(
-    directory: IdDirectory,
-    ids: OwnedIds,
-    is_unknown: Bool[Array, " ids"],
-    dynamic: Dynamic,
-    now: UInt32[Array, ""],
-) -> tuple[IdDirectory, Bool[Array, " ids"]]:
-    """Decides which unknown ids may have a row."""
-    match dynamic.admit:
-        case None:
-            return directory, is_unknown
-        case AdmitWithProbability(probability):
-            draws = mix_bits(ids.first ^ mix_bits(ids.second ^ mix_bits(now)))
-            limit = min(int(probability * 2**32), 2**32 - 1)
-            is_admitted = draws < np.uint32(limit)
-            return directory, is_unknown & (is_admitted | (probability == 1))
-        case AdmitAfter(count, window):
-            return _count_in_sketch(directory, ids, is_unknown, count, window, now)
-
-
-def _count_in_sketch(
-    directory: IdDirectory,
-    ids: OwnedIds,
-    is_unknown: Bool[Array, " ids"],
-    count: int,
-    window: int | None,
-    now: UInt32[Array, ""],
-) -> tuple[IdDirectory, Bool[Array, " ids"]]:
-    """Counts unknown ids in two counters each, and compares the smaller."""
-    sketch = directory.sketch
-    assert sketch is not None
-    epoch = jnp.uint32(0) if window is None else now // np.uint32(window)
-    epoch = (epoch << _COUNT_BITS).astype(jnp.uint32)
-    first_lanes = (ids.second & 127).astype(jnp.int32)
-    second_lanes = ((ids.second >> 7) & 127).astype(jnp.int32)
-    is_second = is_unknown & (first_lanes != second_lanes)
-    counters = ((first_lanes, is_unknown), (second_lanes, is_second))
-    for lanes, is_used in counters:
-        old = _at(sketch, ids.buckets, lanes)
-        is_old = (old >> _COUNT_BITS) == (epoch >> _COUNT_BITS)
-        started = jnp.where(is_old, old, epoch)
-        sketch = _set(sketch, ids.buckets, lanes, started, is_used)
-    for lanes, is_used in counters:
-        elements = sketch.reshape(-1)
-        index = jnp.where(is_used, _element(ids.buckets, lanes), elements.shape[0])
-        elements = elements.at[index].add(jnp.uint32(1), mode="drop")
-        sketch = elements.reshape(sketch.shape)
-    # Both counters are read before one is cut off: two ids may share one.
-    found = [_at(sketch, ids.buckets, lanes) - epoch for lanes, _ in counters]
-    for (lanes, is_used), value in zip(counters, found, strict=True):
-        value = epoch | jnp.minimum(value, _MAX_COUNT)
-        sketch = _set(sketch, ids.buckets, lanes, value, is_used)
-    is_admitted = is_unknown & (jnp.minimum(*found) >= count)
-    return dataclasses.replace(directory, sketch=sketch), is_admitted
+def _decayed(steps: Array, age: Array, dynamic: Dynamic) -> Array:
+    """Returns counts of steps, halved for each half life that an id was not used."""
+    match dynamic.evict:
+        case LeastFrequentlyUsed(int() as half_life):
+            return steps >> jnp.minimum(age // np.uint32(half_life), 31)
+    return steps
 
 
 class _Groups(NamedTuple):
@@ -547,18 +471,15 @@ def _places_by_value(
     )
     last_use, steps = scores[:, :SLOTS_PER_BUCKET], scores[:, SLOTS_PER_BUCKET:]
     is_evictable = last_use != now
-    # A clock that was set back makes no id old.
-    age = jnp.where(now > last_use, now - last_use, jnp.uint32(0))
+    age = _age(last_use, now)
     values = [last_use]
     match dynamic.evict:
         case None:
             is_evictable = jnp.zeros_like(is_evictable)
         case TimeToLive(ttl):
             is_evictable &= age > np.uint32(ttl)
-        case LeastFrequentlyUsed(half_life):
-            if half_life is not None:
-                steps = steps >> jnp.minimum(age // np.uint32(half_life), 31)
-            values = [steps, last_use]
+        case LeastFrequentlyUsed():
+            values = [_decayed(steps, age, dynamic), last_use]
     kinds = jnp.where(is_evictable, jnp.int32(_EVICTABLE), jnp.int32(_TAKEN))
     kinds = jnp.where(is_empty, jnp.int32(_EMPTY), kinds)
     values = [jnp.where(is_empty, jnp.uint32(0), value) for value in values]

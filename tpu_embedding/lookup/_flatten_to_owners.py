@@ -222,14 +222,16 @@ def _resolve_row_ids(
     if feature.config.out_of_range_ids == "clip":
         ids = jnp.clip(ids, 0, num_rows - 1)
         is_inside = ~is_padding
-    if (
-        feature_input.weights is not None
-        and feature.config.validate_weights_and_indices
-        and feature.table.combiner != "sum"
-    ):
+    if feature_input.weights is not None and leaves_out_weights(feature):
         # A weight of NaN counts, so that it reaches the loss.
         is_inside &= ~(feature_input.weights <= 0)
     return jnp.where(is_inside, ids, PADDING_ROW_ID), num_out_of_range
+
+
+def leaves_out_weights(feature: FeaturePlan) -> bool:
+    """Returns True if ids of weight 0 or less are left out."""
+    is_checked = feature.config.validate_weights_and_indices
+    return is_checked and feature.table.combiner != "sum"
 
 
 def _fill_empty_samples(

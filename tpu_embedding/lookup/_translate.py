@@ -2,30 +2,34 @@
 
 Each device mixes its ids, drops repeats, and sends each id to the owner of its bucket.
 The owner finds it, or inserts it, and answers with the row. (A single device answers
-its own ids as they are.) Ids travel in rounds of whole buckets, because an owner must
-see all ids of a bucket at once to insert any. One round is the rule; others run while
-some device has ids left.
+its own ids as they are.)
+
+One round is the rule. If some device has more ids for an owner than a round holds, all
+ids travel in rounds of a range, sorted by bucket and id. A range is the same on all
+devices. To insert, an owner must know all ids of a bucket: the rounds run once to note
+the ids, and once more to insert them.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
 from tpu_embedding.lookup._dedup import unsort
 from tpu_embedding.lookup._directory import (
     Counts,
     NewRows,
-    OwnedIds,
     find_lanes,
     insert,
     local_rows,
     no_counts,
 )
+from tpu_embedding.lookup._owned_ids import ONLY_PASS, OwnedIds, Pass
 from tpu_embedding.lookup._running_sums import running_sum
 from tpu_embedding.plan.dynamic_rows import DynamicTablePlan
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -52,13 +56,13 @@ class SourceIds:
       high: uint32 `[ids]`, upper words; all bits set in both words: no id.
       low: uint32 `[ids]`, lower words.
       table: position of the table in its stack.
-      inserts: True if unknown ids get rows.
+      inserts: bool `[ids]`, True where an unknown id gets a row.
     """
 
     high: UInt32[Array, " ids"]
     low: UInt32[Array, " ids"]
+    inserts: Bool[Array, " ids"]
     table: int = dataclasses.field(metadata={"static": True})
-    inserts: bool = dataclasses.field(metadata={"static": True})
 
 
 class _Ids(NamedTuple):
@@ -78,10 +82,44 @@ class _Ids(NamedTuple):
     may_insert: Array
 
 
-Answer = Callable[[Any, OwnedIds], tuple[Any, Array, Array]]
-"""Answers ids with places in their buckets, and whether they had one before.
+class _SortedIds(NamedTuple):
+    """Different ids of a device, sorted by owner, bucket and id.
 
-It takes and returns a state: the directory, and rows."""
+    Attributes:
+      owner: int32 `[ids]`.
+      words: three uint32 `[ids]`: bucket of the owner, first and second mixed word.
+      may_insert: bool `[ids]`.
+      is_id: bool `[ids]`, False behind the last id.
+      first_numbers: int32 `[num_shards]`, number of the first id for each owner.
+      end_numbers: int32 `[num_shards]`, number behind the last one.
+    """
+
+    owner: Array
+    words: tuple[Array, Array, Array]
+    may_insert: Array
+    is_id: Array
+    first_numbers: Array
+    end_numbers: Array
+
+
+Answer = Callable[..., tuple[Any, Array, Array]]
+"""Answers `(state, OwnedIds, Pass)` with the places of ids, and if they had one before.
+
+It takes and returns a state: the directory, and rows. Places of the last pass count."""
+
+
+class _Range(NamedTuple):
+    """The ids that travel in a round. Per shard.
+
+    Attributes:
+      is_sent: bool `[ids]`.
+      next_numbers: int32 `[num_shards]`, number of the first id of the next range.
+      is_last: True if no device has ids behind the range.
+    """
+
+    is_sent: Array
+    next_numbers: Array
+    is_last: Array
 
 
 def find_rows(
@@ -105,11 +143,12 @@ def find_rows(
       feature, the number of places whose id has a row.
     """
 
-    def answer(directory, ids):
+    def answer(directory, ids, of_pass):
+        del of_pass
         lanes = find_lanes(directory, ids)
         return directory, lanes, lanes >= 0
 
-    _, rows, hits = _translate(directory, answer, sources, tables, stack, plan)
+    _, rows, hits = _translate(directory, answer, 1, sources, tables, stack, plan)
     return rows, hits
 
 
@@ -140,15 +179,17 @@ def insert_rows(
       whose id had a row before; counts at this owner.
     """
 
-    def answer(state, ids):
+    def answer(state, ids, of_pass):
         directory, rows_state, counts = state
-        directory, lanes, is_known, new, found = insert(directory, ids, tables, now)
+        directory, lanes, is_known, new, found = insert(
+            directory, ids, tables, now, of_pass
+        )
         rows_state = start_rows(rows_state, new)
         return (directory, rows_state, _plus(counts, found)), lanes, is_known
 
     state = (directory, rows_state, no_counts(len(tables)))
     (directory, rows_state, counts), rows, hits = _translate(
-        state, answer, sources, tables, stack, plan
+        state, answer, 2, sources, tables, stack, plan
     )
     return directory, rows_state, rows, hits, counts
 
@@ -156,6 +197,7 @@ def insert_rows(
 def _translate(
     state: Any,
     answer: Answer,
+    num_passes: int,
     sources: Sequence[SourceIds],
     tables: Sequence[DynamicTablePlan],
     stack: StackPlan,
@@ -165,12 +207,12 @@ def _translate(
     end = buckets_per_shard * tables[0].num_shards
     ids = _mix(sources, tables, buckets_per_shard)
     if plan.mesh.size == 1:
-        state, lanes, is_known = answer(state, _owned(ids, end))
+        state, lanes, is_known = answer(state, _owned(ids, end), ONLY_PASS)
         rows = _rows_of_table(jnp.minimum(ids.keys, end - 1), lanes, tables, stack)
     else:
         unique, order, ranks = _unique_ids(ids, len(tables), end)
         state, replies = _in_rounds(
-            state, answer, unique, tables, buckets_per_shard, stack, plan
+            state, answer, num_passes, unique, tables, stack, plan
         )
         of_ids = unsort(replies[ranks], order)
         is_known = (of_ids & 1) == 1
@@ -195,7 +237,7 @@ def _mix(
         key = owner * buckets_per_shard + table.first_bucket + local
         is_none = (source.high == NO_ID) & (source.low == NO_ID)
         key = jnp.where(is_none, end, key)
-        parts.append((key, first, second, jnp.full(first.shape, source.inserts)))
+        parts.append((key, first, second, source.inserts))
     return _Ids(*(jnp.concatenate(part) for part in zip(*parts, strict=True)))
 
 
@@ -263,88 +305,120 @@ def _rows_of_table(
 def _in_rounds(
     state: Any,
     answer: Answer,
+    num_passes: int,
     unique: _Ids,
     tables: Sequence[DynamicTablePlan],
-    buckets_per_shard: int,
     stack: StackPlan,
     plan: EmbeddingPlan,
 ) -> tuple[Any, Array]:
-    """Sends ids to the owners of their buckets, round by round.
-
-    Each round takes a range of buckets of each owner, the same on all devices.
+    """Sends ids to the owners of their buckets, in as many rounds as they need.
 
     Returns:
       The state, and per unique id `2 * row + 1` if it was known before, `2 * row` if it
       is new, and all bits set if it has no row.
     """
-    num_shards = stack.num_shards
     (num_ids,) = unique.keys.shape
-    capacity = _capacity(num_ids, num_shards, tables)
-    owners = jnp.arange(num_shards, dtype=jnp.int32)
-    owner = jnp.minimum(unique.keys // buckets_per_shard, num_shards - 1)
-    local = unique.keys - owner * buckets_per_shard
-    numbers = jnp.arange(num_ids, dtype=jnp.int32)
-    is_id = unique.keys < num_shards * buckets_per_shard
-    end_of_owner = _count_below(unique.keys, (owners + 1) * buckets_per_shard)
+    ids = _by_owner(unique, tables)
+    capacity = _capacity(num_ids, tables)
+    fits = jnp.ones((), bool)
+    if capacity < num_ids:
+        fits = jnp.max(ids.end_numbers - ids.first_numbers) <= capacity
+        fits = jax.lax.pmin(fits.astype(jnp.int32), plan.sample_axes) == 1
+
+    def ask(state, rows, is_sent, first_numbers, of_pass):
+        place = jnp.arange(num_ids, dtype=jnp.int32) - first_numbers[ids.owner]
+        place = jnp.where(
+            is_sent, ids.owner * capacity + place, stack.num_shards * capacity
+        )
+        answer_pass = functools.partial(answer, of_pass=of_pass)
+        state, replies = _ask(state, answer_pass, ids, place, capacity, tables, stack)
+        replies = replies.at[place].get(mode="fill", fill_value=NO_ID)
+        return state, jnp.where(is_sent, replies, rows)
 
     def run(carry):
-        state, rows, start, _ = carry
-        first_number = _count_below(unique.keys, owners * buckets_per_shard + start)
-        # The first bucket that does not fit, of any device.
-        cut = first_number + capacity
-        bucket = local.at[jnp.minimum(cut, num_ids - 1)].get(mode="clip")
-        end = jnp.where(cut < end_of_owner, bucket, buckets_per_shard)
-        end = jax.lax.pmin(end, plan.sample_axes)
-        end = jnp.maximum(end, jnp.minimum(start + 1, buckets_per_shard))
-        place = numbers - first_number[owner]
-        is_sent = is_id & (local >= start[owner]) & (local < end[owner])
-        # More ids of one bucket than a round has room for read the default row.
-        is_sent &= place < capacity
-        place = jnp.where(is_sent, owner * capacity + place, num_shards * capacity)
-        state, replies = _ask(
-            state,
-            answer,
-            unique,
-            local,
-            place,
-            capacity,
-            buckets_per_shard,
-            tables,
-            stack,
-        )
-        replies = replies.at[place].get(mode="fill", fill_value=NO_ID)
-        rows = jnp.where(is_sent, replies, rows)
-        return state, rows, end, jnp.any(end < buckets_per_shard)
+        state, rows, first_numbers, passes_left = carry
+        of_round = _next_range(ids, first_numbers, capacity, plan)
+        of_pass = Pass(notes=passes_left == 2, fills=passes_left == 1)
+        state, rows = ask(state, rows, of_round.is_sent, first_numbers, of_pass)
+        is_last = of_round.is_last
+        first_numbers = jnp.where(is_last, ids.first_numbers, of_round.next_numbers)
+        return state, rows, first_numbers, passes_left - is_last.astype(jnp.int32)
 
     rows = jnp.full((num_ids,), NO_ID, jnp.uint32)
-    start = jnp.zeros((num_shards,), jnp.int32)
-    carry = run((state, rows, start, jnp.ones((), bool)))
+    is_sent = ids.is_id & fits
+    state, rows = ask(state, rows, is_sent, ids.first_numbers, ONLY_PASS)
     if capacity < num_ids:
-        carry = jax.lax.while_loop(lambda carry: carry[-1], run, carry)
-    state, rows, *_ = carry
+        passes_left = jnp.where(fits, jnp.int32(0), jnp.int32(num_passes))
+        carry = (state, rows, ids.first_numbers, passes_left)
+        carry = jax.lax.while_loop(lambda carry: carry[-1] > 0, run, carry)
+        state, rows, *_ = carry
     return state, rows
+
+
+def _by_owner(unique: _Ids, tables: Sequence[DynamicTablePlan]) -> _SortedIds:
+    num_shards = tables[0].num_shards
+    buckets_per_shard = sum(table.buckets_per_shard for table in tables)
+    ends = jnp.arange(num_shards + 1, dtype=jnp.int32) * buckets_per_shard
+    numbers = jnp.searchsorted(unique.keys, ends, method="scan").astype(jnp.int32)
+    owner = jnp.minimum(unique.keys // buckets_per_shard, num_shards - 1)
+    return _SortedIds(
+        owner=owner,
+        words=(
+            (unique.keys - owner * buckets_per_shard).astype(jnp.uint32),
+            unique.first,
+            unique.second,
+        ),
+        may_insert=unique.may_insert,
+        is_id=unique.keys < num_shards * buckets_per_shard,
+        first_numbers=numbers[:-1],
+        end_numbers=numbers[1:],
+    )
+
+
+def _next_range(
+    ids: _SortedIds, first_numbers: Array, capacity: int, plan: EmbeddingPlan
+) -> _Range:
+    """Returns the range that ends before the first id that does not fit, anywhere."""
+    (num_ids,) = ids.owner.shape
+    cut = first_numbers + capacity
+    is_undecided = cut < ids.end_numbers
+    at = jnp.minimum(cut, num_ids - 1)
+    is_below = jnp.zeros((num_ids,), bool)
+    is_equal = jnp.ones((num_ids,), bool)
+    ends = []
+    for words in ids.words:
+        # The smallest first word of all devices, then the second of those that have it.
+        end = jnp.where(is_undecided, words[at], NO_ID)
+        end = jax.lax.pmin(end, plan.sample_axes)
+        is_undecided &= words[at] == end
+        is_below |= is_equal & (words < end[ids.owner])
+        is_equal &= words == end[ids.owner]
+        ends.append(end)
+    numbers = jnp.arange(num_ids, dtype=jnp.int32)
+    is_sent = ids.is_id & (numbers >= first_numbers[ids.owner]) & is_below
+    return _Range(
+        is_sent=is_sent,
+        next_numbers=first_numbers.at[ids.owner].add(is_sent.astype(jnp.int32)),
+        is_last=jnp.all(ends[0] == NO_ID),
+    )
 
 
 def _ask(
     state: Any,
-    answer: Answer,
-    unique: _Ids,
-    local: Array,
+    answer: Callable[[Any, OwnedIds], tuple[Any, Array, Array]],
+    ids: _SortedIds,
     place: Array,
     capacity: int,
-    buckets_per_shard: int,
     tables: Sequence[DynamicTablePlan],
     stack: StackPlan,
 ) -> tuple[Any, Array]:
     """Sends one round of ids, answers those received, and returns the replies."""
     num_shards = stack.num_shards
-    words = (
-        (local << 1 | unique.may_insert.astype(jnp.int32)).astype(jnp.uint32),
-        unique.first,
-        unique.second,
-    )
+    buckets, first, second = ids.words
+    header = buckets << 1 | ids.may_insert.astype(jnp.uint32)
     request = jnp.full((num_shards * capacity, 3), NO_ID, jnp.uint32)
-    request = request.at[place].set(jnp.stack(words, axis=1), mode="drop")
+    words = jnp.stack((header, first, second), axis=1)
+    request = request.at[place].set(words, mode="drop")
     if num_shards > 1:
         request = jax.lax.all_to_all(
             request, stack.shard_axes, split_axis=0, concat_axis=0, tiled=True
@@ -355,15 +429,15 @@ def _ask(
         received = jax.lax.all_gather(request, stack.replica_axes, tiled=True)
     header = received[:, 0]
     is_id = header != NO_ID
-    buckets = jnp.where(is_id, (header >> 1).astype(jnp.int32), 0)
-    ids = OwnedIds(
+    buckets = jnp.where(is_id, header >> 1, 0).astype(jnp.int32)
+    owned = OwnedIds(
         buckets=buckets,
         first=received[:, 1],
         second=received[:, 2],
         is_id=is_id,
         may_insert=(header & 1) == 1,
     )
-    state, lanes, is_known = answer(state, ids)
+    state, lanes, is_known = answer(state, owned)
     rows = _rows_of_table(buckets, lanes, tables, stack)
     replies = rows.astype(jnp.uint32) << 1 | is_known.astype(jnp.uint32)
     replies = jnp.where(rows == _NO_ROW, NO_ID, replies)
@@ -379,18 +453,12 @@ def _ask(
     return state, replies
 
 
-def _capacity(num_ids: int, num_shards: int, tables: Sequence[DynamicTablePlan]) -> int:
+def _capacity(num_ids: int, tables: Sequence[DynamicTablePlan]) -> int:
     """Returns the ids that a device sends to one owner in a round."""
-    mean = num_ids / num_shards
+    # The first owner has the most buckets; in small tables, the last ones have none.
+    mean = num_ids * max(t.buckets_per_shard / t.num_buckets for t in tables)
     room = math.ceil(mean + _HEADROOM_STDDEVS * math.sqrt(mean))
-    # A bucket travels whole; in small tables many ids share one.
-    of_bucket = num_ids / min(table.num_buckets for table in tables)
-    room = max(room, math.ceil(4 * of_bucket), 256)
-    return min(num_ids, round_up(room, 128))
-
-
-def _count_below(rising: Array, queries: Array) -> Array:
-    return jnp.searchsorted(rising, queries, method="scan").astype(jnp.int32)
+    return min(num_ids, round_up(max(room, 256), 128))
 
 
 def _by_feature(
