@@ -1,14 +1,20 @@
 """A save that fails waits for no other process, and prints nothing of its own."""
 
 import contextlib
+import re
 import resource
 import sys
 
+import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 
 import tpu_embedding as te
+from tests.conftest import mesh_of
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.checkpoint.failed_saves import (
     meet_unless_failed,
@@ -89,3 +95,38 @@ def test_a_process_with_an_error_meets_no_other(monkeypatch):
     except OSError:
         meet_unless_failed(key="end of the save", timeout_ms=7)
     assert met == [{"key": "written", "timeout_ms": 7}]
+
+
+UNSUPPORTED = {
+    "uint4": (np.ones(3, ml_dtypes.uint4), "uint4"),
+    "uint4 on a device": (jnp.ones(3, jnp.uint4), "uint4"),
+    "float8_e4m3": (jnp.ones(3, jnp.float8_e4m3), "float8_e4m3"),
+    "long double": (np.ones(3, np.longdouble), "float128"),
+    "dates": (np.zeros(2, "datetime64[D]"), "datetime64"),
+    "texts": (np.array(["abc"]), "<U3"),
+    "objects": (np.array([None]), "object"),
+    "beyond 64 bits": (2**70, "object"),
+}
+
+
+@pytest.mark.parametrize(("leaf", "dtype"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_dtypes_that_no_file_holds(leaf, dtype, tmp_path, capfd):
+    state = {"model": {"good": np.zeros(3), "bad": leaf}}
+    with pytest.raises(TypeError, match=rf"got {re.escape(dtype)}.* at 'model\.bad'"):
+        te.save(tmp_path / "a", state)
+    assert not list(tmp_path.iterdir())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_slot_variables_of_a_dtype_that_no_file_holds(tmp_path):
+    rule = optax.GradientTransformation(
+        lambda rows: {"small": jnp.zeros((), jnp.uint4)},
+        lambda updates, state, rows=None: (updates, state),
+    )
+    table = te.TableConfig(vocabulary_size=8, dim=4, name="movie", optimizer=rule)
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    state = {"tables": tables, "slots": te.functional.init_slots(tables, plan)}
+    with pytest.raises(TypeError, match="got uint4 at .*slots.*small"):
+        te.save(tmp_path / "a", state, plan=plan)
+    assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.errors import CheckpointError, damaged, unreadable
 from tpu_embedding.checkpoint.format import (
     STORES,
     TABLES,
@@ -22,10 +22,8 @@ from tpu_embedding.checkpoint.format import (
     TableRecord,
     array_name,
     check_files,
-    damaged,
     describe,
-    state_directory,
-    unreadable,
+    one_save,
 )
 from tpu_embedding.rows.file_rows import decode_int8
 
@@ -161,8 +159,9 @@ def read_table(
       IndexError: if a row is not in the table.
       TypeError: if the row ids are no integers along one axis.
     """
-    file, of_table, array = _open_array(directory, table, slot)
-    values = _read_rows(file, array, rows)
+    with one_save(directory) as root:
+        file, of_table, array = _open_array(root, table, slot)
+        values = _read_rows(file, array, rows)
     if slot is None and of_table.dtype == "int8":
         return decode_int8(values)
     return values
@@ -186,19 +185,20 @@ def iterate_rows(
     Raises:
       CheckpointError: see `read_table`.
     """
-    file, of_table, array = _open_array(directory, table, slot)
-    num_rows, chunk_rows = array.shape[0], array.chunk_rows or 1
-    for start in range(0, num_rows, chunk_rows):
-        values = file.read(slice(start, min(start + chunk_rows, num_rows)))
-        is_int8 = slot is None and of_table.dtype == "int8"
-        yield start, decode_int8(values) if is_int8 else values
+    with one_save(directory) as root:
+        file, of_table, array = _open_array(root, table, slot)
+        num_rows, chunk_rows = array.shape[0], array.chunk_rows or 1
+        for start in range(0, num_rows, chunk_rows):
+            values = file.read(slice(start, min(start + chunk_rows, num_rows)))
+            is_int8 = slot is None and of_table.dtype == "int8"
+            yield start, decode_int8(values) if is_int8 else values
 
 
 def _open_array(
-    directory: str | os.PathLike[str], table: str, slot: str | None
+    root: epath.Path, table: str, slot: str | None
 ) -> tuple[ArrayFile, TableRecord, ArrayRecord]:
     """Opens an array of a checkpoint, after checking its files."""
-    root, record = state_directory(directory), describe(directory)
+    record = describe(root)
     if table not in record.tables:
         raise CheckpointError(
             f"The checkpoint {root} has no table {table!r}, only "

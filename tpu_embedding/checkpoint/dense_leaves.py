@@ -10,10 +10,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tpu_embedding.checkpoint.errors import CheckpointError
+
+
+def check_dtypes(leaves: Mapping[str, Any]) -> None:
+    """Refuses leaves of a dtype that no file can hold, such as uint4 or text.
+
+    Args:
+      leaves: path to array, shape or number.
+
+    Raises:
+      TypeError: if there are any.
+    """
+    stored = {
+        name: leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        for name, leaf in with_elements(leaves).items()
+        if not _is_key(leaf)
+    }
+    wrong = [f"{dtype} at {k!r}" for k, dtype in stored.items() if not _is_known(dtype)]
+    if wrong:
+        raise TypeError(
+            f"Leaves of a state must have dtypes that files can hold, got "
+            f"{', '.join(wrong)}. Save numbers as another dtype, such as uint8, and "
+            "texts and other JSON values by description=."
+        )
+
+
+def _is_known(dtype: np.dtype) -> bool:
+    try:
+        ts.dtype(dtype.name)
+    except ValueError:
+        return False
+    return True
 
 
 def with_elements(leaves: Mapping[str, Any]) -> dict[str, Any]:

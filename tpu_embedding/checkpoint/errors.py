@@ -1,8 +1,14 @@
-"""The error of this package."""
+"""The errors of checkpoints."""
 
 import contextlib
 import os
+import urllib.parse
 from collections.abc import Iterator
+from typing import Final
+
+from etils import epath
+
+_OTHER_COPY: Final = "Restore an earlier checkpoint, or copy the file again."
 
 
 class CheckpointError(ValueError):
@@ -38,3 +44,42 @@ def errors_of_writing(path: str | os.PathLike[str]) -> Iterator[None]:
             f"The checkpoint {path} cannot be written: {type(error).__name__}: {text}. "
             "Make room on the disk, or give a directory that can be written."
         ) from error
+
+
+def damaged(path: epath.Path, problem: str) -> DamagedCheckpointError:
+    """Returns the error for a file whose size or digest disagrees.
+
+    Args:
+      path: the file.
+      problem: continues the sentence after the file's name.
+    """
+    return DamagedCheckpointError(
+        f"The file {_with_owner(path)} is damaged: {problem}. {_OTHER_COPY}"
+    )
+
+
+def unreadable(path: epath.Path, error: Exception) -> CheckpointError:
+    """Returns the error for a file that is missing, or could not be read.
+
+    Args:
+      path: the file.
+      error: raised by the system.
+    """
+    if isinstance(error, FileNotFoundError):
+        return DamagedCheckpointError(
+            f"The file {_with_owner(path)} is missing. {_OTHER_COPY}"
+        )
+    text = str(error).partition(" [source")[0].partition("\n")[0]
+    return CheckpointError(
+        f"The file {_with_owner(path)} cannot be read: {type(error).__name__}: {text}. "
+        "Check the permissions and the disk, and restore again."
+    )
+
+
+def _with_owner(path: epath.Path) -> str:
+    """Returns a path, and the table that its file belongs to."""
+    for part in path.parts:
+        table, dot, rest = part.partition(".")
+        if dot and (rest == "values" or rest.startswith(("slots.", "directory."))):
+            return f"{path} of table {urllib.parse.unquote(table)!r}"
+    return str(path)

@@ -10,17 +10,19 @@ A checkpoint of a state is a directory::
       _METADATA                lets orbax read the arrays as a nested dict
     dense/       all other leaves of the state, by orbax's StandardSave
     state.json   the other leaves by name and shape, and the user's description
-    manifest.json    size and checksum of every file above
+    manifest.json    size and checksum of every file above; a random name of the save
 
 Stacking, packing and devices leave no trace in it. Any plan can therefore read it, and
 so can any program that reads zarr. The arrays carry checksums of their own, which
 readers of zarr verify. The manifest covers the rest, and notices swapped files.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import urllib.parse
+import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +30,12 @@ from typing import Any, Final
 
 from etils import epath
 
-from tpu_embedding.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from tpu_embedding.checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    damaged,
+    unreadable,
+)
 from tpu_embedding.paths import local_path
 
 FORMAT_VERSION: Final = 1
@@ -55,8 +62,6 @@ _STATE_PARTS: Final = (TABLES, DENSE, "_CHECKPOINT_METADATA")
 
 _CHECKSUM_BYTES: Final = 4
 """A chunk ends with its crc32c."""
-
-_OTHER_COPY: Final = "Restore an earlier checkpoint, or copy the file again."
 
 _READERS: Final = 32
 """Threads that read files; a request to a remote store takes long."""
@@ -188,6 +193,24 @@ def checkpoint_path(path: str | os.PathLike[str]) -> epath.Path:
     return epath.Path(text)
 
 
+def replacement_path(path: epath.Path) -> epath.Path:
+    """Returns where the checkpoint is written that will replace one at a path."""
+    return path.with_name(f"{path.name}.save-new")
+
+
+def present_path(path: epath.Path) -> epath.Path:
+    """Returns where a checkpoint lies: at its path, or still where it was written.
+
+    A replacement ends with two renames. Between them, and after a kill there, nothing
+    lies at the path itself.
+
+    Args:
+      path: from `checkpoint_path`.
+    """
+    new = replacement_path(path)
+    return new if not path.exists() and (new / MANIFEST_FILE).exists() else path
+
+
 def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
     """Returns the directory in which a checkpoint holds its state.
 
@@ -197,7 +220,7 @@ def state_directory(directory: str | os.PathLike[str]) -> epath.Path:
     Raises:
       CheckpointError: if there is no checkpoint.
     """
-    path = checkpoint_path(directory)
+    path = present_path(checkpoint_path(directory))
     for item in STATE_ITEMS:
         if any((path / item / f).exists() for f in (MANIFEST_FILE, STATE_FILE)):
             return path if item == "." else path / item
@@ -269,10 +292,10 @@ def describe(directory: str | os.PathLike[str]) -> CheckpointRecord:
     Raises:
       CheckpointError: if there is no checkpoint, or a description is damaged.
     """
-    root = state_directory(directory)
-    files = read_manifest(root)
-    tables = _read_json(root, f"{TABLES}/{TABLES_FILE}", files)
-    state = _read_json(root, STATE_FILE, files)
+    with one_save(directory) as root:
+        files = read_manifest(root)
+        tables = _read_json(root, f"{TABLES}/{TABLES_FILE}", files)
+        state = _read_json(root, STATE_FILE, files)
     return CheckpointRecord(
         tables={name: _table_record(t) for name, t in tables["tables"].items()},
         dense=state["dense"],
@@ -304,7 +327,12 @@ def write_manifest(root: epath.Path) -> None:
         sums = threads.map(lambda name: _measure(root / name, name), names)
         files = dict(zip(names, sums, strict=True))
     text = json.dumps(files)
-    record = {"format": FORMAT_VERSION, "digest": _crc(text.encode()), "files": text}
+    record = {
+        "format": FORMAT_VERSION,
+        "save": uuid.uuid4().hex,
+        "digest": _crc(text.encode()),
+        "files": text,
+    }
     (root / MANIFEST_FILE).write_text(json.dumps(record))
 
 
@@ -317,6 +345,10 @@ def read_manifest(root: epath.Path) -> dict[str, list[Any]]:
     Raises:
       CheckpointError: if the manifest is missing or damaged, or of a later version.
     """
+    return json.loads(_whole_manifest(root)["files"])
+
+
+def _whole_manifest(root: epath.Path) -> Json:
     path = root / MANIFEST_FILE
     try:
         text = path.read_text()
@@ -338,7 +370,41 @@ def read_manifest(root: epath.Path) -> dict[str, list[Any]]:
             f"The checkpoint {root} has format {version!r}, and this package reads "
             f"format {FORMAT_VERSION}; install a later tpu_embedding."
         )
-    return json.loads(text)
+    return record
+
+
+@contextlib.contextmanager
+def one_save(directory: str | os.PathLike[str]) -> Iterator[epath.Path]:
+    """Yields the `state_directory` to read, and checks that one save wrote all of it.
+
+    Args:
+      directory: from `te.save`, or of one step of a `CheckpointManager`.
+
+    Raises:
+      CheckpointError: if there is no checkpoint; or if another save replaced it while
+        the block ran, in place of any error that the block met by that.
+    """
+    root = state_directory(directory)
+    manifest = _whole_manifest(root)
+    try:
+        yield root
+    except Exception:
+        _check_same_save(root, manifest)
+        raise
+    _check_same_save(root, manifest)
+
+
+def _check_same_save(root: epath.Path, manifest: Json) -> None:
+    try:
+        is_same = _whole_manifest(root) == manifest
+    except CheckpointError:
+        is_same = False
+    if not is_same:
+        raise CheckpointError(
+            f"The checkpoint {root} was replaced or deleted while it was read, so the "
+            "values would come from two saves. Read it again, and restore into a new "
+            "state: arrays of the given one may be lost."
+        )
 
 
 def check_files(root: epath.Path, is_wanted: Callable[[str], bool]) -> None:
@@ -373,45 +439,6 @@ def check_files(root: epath.Path, is_wanted: Callable[[str], bool]) -> None:
     for error in errors:
         if error is not None:
             raise error
-
-
-def damaged(path: epath.Path, problem: str) -> DamagedCheckpointError:
-    """Returns the error for a file whose size or digest disagrees.
-
-    Args:
-      path: the file.
-      problem: continues the sentence after the file's name.
-    """
-    return DamagedCheckpointError(
-        f"The file {_with_owner(path)} is damaged: {problem}. {_OTHER_COPY}"
-    )
-
-
-def unreadable(path: epath.Path, error: Exception) -> CheckpointError:
-    """Returns the error for a file that is missing, or could not be read.
-
-    Args:
-      path: the file.
-      error: raised by the system.
-    """
-    if isinstance(error, FileNotFoundError):
-        return DamagedCheckpointError(
-            f"The file {_with_owner(path)} is missing. {_OTHER_COPY}"
-        )
-    text = str(error).partition(" [source")[0].partition("\n")[0]
-    return CheckpointError(
-        f"The file {_with_owner(path)} cannot be read: {type(error).__name__}: {text}. "
-        "Check the permissions and the disk, and restore again."
-    )
-
-
-def _with_owner(path: epath.Path) -> str:
-    """Returns a path, and the table that its file belongs to."""
-    for part in path.parts:
-        table, dot, rest = part.partition(".")
-        if dot and (rest == "values" or rest.startswith(("slots.", "directory."))):
-            return f"{path} of table {urllib.parse.unquote(table)!r}"
-    return str(path)
 
 
 def _read_json(root: epath.Path, name: str, files: Mapping[str, Any]) -> Json:

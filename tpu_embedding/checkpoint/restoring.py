@@ -31,7 +31,7 @@ from tpu_embedding.checkpoint.format import (
     CheckpointRecord,
     check_files,
     describe,
-    state_directory,
+    one_save,
 )
 from tpu_embedding.checkpoint.split_state import LayerState, SplitState
 from tpu_embedding.checkpoint.table_arrays import (
@@ -112,20 +112,21 @@ def restore_state(directory: str | os.PathLike[str], args: RestoreState) -> Any:
       directory: from `te.save`, or of one step of a `CheckpointManager`.
       args: the state, and the args.
     """
-    root, record = state_directory(directory), describe(directory)
-    parts = SplitState(args.state, args.plan)
-    _check_names(args, parts.layers)
-    pairs = [
-        (layer, _saved_tables(layer, root, record, args)) for layer in parts.layers
-    ]
-    for layer, saved in pairs:
-        _check_followers(layer, saved)
-    _compare(root, record, pairs, parts.dense, args)
-    _check_all_files(root, pairs, args)
-    dense = {}
-    if args.dense == "restore":
-        dense = restored_leaves(root / DENSE, parts.dense, _sharding(parts.layers))
-    layers = [_restored(layer, saved, args) for layer, saved in pairs]
+    with one_save(directory) as root:
+        record = describe(root)
+        parts = SplitState(args.state, args.plan)
+        _check_names(args, parts.layers)
+        pairs = [
+            (layer, _saved_tables(layer, root, record, args)) for layer in parts.layers
+        ]
+        for layer, saved in pairs:
+            _check_followers(layer, saved)
+        _compare(root, record, pairs, parts.dense, args)
+        _check_all_files(root, pairs, args)
+        dense = {}
+        if args.dense == "restore":
+            dense = restored_leaves(root / DENSE, parts.dense, _sharding(parts.layers))
+        layers = [_restored(layer, saved, args) for layer, saved in pairs]
     restored = parts.rebuilt(layers, dense)
     for layer, (_, saved) in zip(layers, pairs, strict=True):
         _note_set_tables(layer, saved, args)

@@ -2,10 +2,11 @@
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -22,6 +23,8 @@ from tpu_embedding.checkpoint.format import (
     MANIFEST_FILE,
     STATE_FILE,
     checkpoint_path,
+    present_path,
+    replacement_path,
 )
 from tpu_embedding.checkpoint.restoring import RestoreState, restore_state
 from tpu_embedding.checkpoint.state_handler import (
@@ -30,6 +33,7 @@ from tpu_embedding.checkpoint.state_handler import (
     SaveState,
     StateHandler,
 )
+from tpu_embedding.file_locks import locked_file
 from tpu_embedding.plan.plan import EmbeddingPlan
 
 
@@ -46,7 +50,8 @@ def save(
     """Saves the state of a training in a new directory.
 
     The directory appears when all is written. A table lies in it as one array, rows in
-    natural order, so `te.restore` reads it under any plan.
+    natural order, so `te.restore` reads it under any plan. While a save runs, any other
+    one to the same directory is refused, also from another process.
 
     Args:
       directory: path of the checkpoint. It must not exist, unless `overwrite` is True.
@@ -55,12 +60,13 @@ def save(
       plan: the tables' plan, if neither modules nor Linen variables hold it.
       description: JSON values to keep with the state.
       overwrite: True to replace an earlier checkpoint, once the new one is complete.
-        A kill at any time leaves one of both, possibly as `<directory>.save-new`.
+        A kill at any time leaves one of both, which `te.restore` finds.
       host_bytes: maximum bytes of table rows that wait in host memory to be written.
         Six blocks of 10 to 20 MB for each device of the process come on top of them.
 
     Raises:
       CheckpointError: if the files cannot be written.
+      TypeError: if a leaf is no number, or has a dtype that no file can hold.
       ValueError: if the plan of some tables is not known.
 
     Example:
@@ -80,12 +86,12 @@ def save(
         state, plan=plan, description=description or {}, host_bytes=host_bytes
     )
     path = checkpoint_path(directory)
-    is_replaced = path.exists()
-    if is_replaced:
-        _check_replaceable(path, overwrite)
-    new = _beside(path, "new") if is_replaced else path
     print_no_tracebacks(path)
-    with errors_of_writing(path):
+    with errors_of_writing(path), _only_save_to(path):
+        is_replaced = path.exists()
+        if is_replaced:
+            _check_replaceable(path, overwrite)
+        new = replacement_path(path) if is_replaced else path
         checkpointer = ocp.AsyncCheckpointer(
             StateHandler(), async_options=ASYNC_OPTIONS
         )
@@ -94,6 +100,45 @@ def save(
             checkpointer.save(new, args=args, force=is_replaced)
         if is_replaced:
             _replace(path, new)
+
+
+@contextlib.contextmanager
+def _only_save_to(path: epath.Path) -> Iterator[None]:
+    """Refuses other saves to a path while the block runs.
+
+    The first process of a job locks the path, and tells the others if it cannot. Stores
+    such as `gs://` have no locks, so no save is refused there.
+    """
+    error = None
+    with contextlib.ExitStack() as ends:
+        if jax.process_index() == 0 and "://" not in os.fspath(path):
+            try:
+                ends.enter_context(_lock_beside(path))
+            except (CheckpointError, OSError) as refusal:
+                error = refusal
+        if ocp.multihost.broadcast_one_to_all(np.int32(error is not None)):
+            raise error or CheckpointError(
+                f"The first process cannot save to {path}; its error says why."
+            )
+        yield
+
+
+@contextlib.contextmanager
+def _lock_beside(path: epath.Path) -> Iterator[None]:
+    lock = path.with_name(f"{path.name}.save-lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as ends:
+        try:
+            ends.enter_context(locked_file(lock))
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"Another thread or process is saving to {path}. Wait until it has "
+                f"ended, or give another directory. The lock {lock} is freed when its "
+                "process ends, in whatever way."
+            ) from error
+        if (found := present_path(path)) != path:
+            found.rename(path)  # A kill came between the renames of a save.
+        yield
 
 
 def _check_replaceable(path: epath.Path, overwrite: bool) -> None:
@@ -109,10 +154,6 @@ def _check_replaceable(path: epath.Path, overwrite: bool) -> None:
         )
 
 
-def _beside(path: epath.Path, suffix: str) -> epath.Path:
-    return path.with_name(f"{path.name}.save-{suffix}")
-
-
 def _is_checkpoint(path: epath.Path) -> bool:
     return any((path / name).exists() for name in (MANIFEST_FILE, STATE_FILE))
 
@@ -120,7 +161,7 @@ def _is_checkpoint(path: epath.Path) -> bool:
 def _replace(path: epath.Path, new: epath.Path) -> None:
     """Puts a complete checkpoint in the place of an earlier one."""
     if jax.process_index() == 0:
-        old = _beside(path, "old")
+        old = path.with_name(f"{path.name}.save-old")
         if old.exists():
             old.rmtree()
         path.rename(old)

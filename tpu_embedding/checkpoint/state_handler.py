@@ -25,6 +25,7 @@ from orbax.checkpoint.checkpoint_args import register_with_handler
 
 from tpu_embedding.checkpoint.arrays import HostBudget
 from tpu_embedding.checkpoint.dense_leaves import (
+    check_dtypes,
     start_writing_leaves,
     with_elements,
 )
@@ -146,6 +147,11 @@ class SaveState(ocp.args.CheckpointArgs):
     def __post_init__(self):
         # Errors of the user are raised here, and those of the disk later.
         self.parts = SplitState(self.state, self.plan)
+        slots = jax.tree_util.tree_leaves_with_path(
+            [layer.slots for layer in self.parts.layers]
+        )
+        in_slots = {f"slots{jax.tree_util.keystr(path)}": leaf for path, leaf in slots}
+        check_dtypes(self.parts.dense | in_slots)
         try:
             self.description = json.loads(json.dumps(dict(self.description)))
         except (TypeError, ValueError) as error:

@@ -11,12 +11,15 @@ The file names the process that holds it. Two rules decide if the lock counts:
 import contextlib
 import datetime
 import fcntl
+import functools
 import json
 import os
 import pathlib
 import platform
 from collections.abc import Iterator
 from typing import IO, Any
+
+from tpu_embedding.file_locks import locked_file
 
 
 class RunDirectoryError(ValueError):
@@ -42,8 +45,7 @@ def run_lock(path: pathlib.Path) -> Iterator[None]:
       >>> path.exists()
       False
     """
-    file = _open_newest(path)
-    try:
+    with locked_file(path, functools.partial(_acquire, path=path)) as file:
         file.seek(0)
         file.truncate()
         started = datetime.datetime.now().isoformat(sep=" ", timespec="seconds")
@@ -51,10 +53,6 @@ def run_lock(path: pathlib.Path) -> Iterator[None]:
         file.write(json.dumps(holder) + "\n")
         file.flush()
         yield
-    finally:
-        # Deleted while it is still locked, so that nobody's file is deleted instead.
-        path.unlink(missing_ok=True)
-        file.close()
 
 
 def check_unlocked(path: pathlib.Path) -> None:
@@ -65,30 +63,6 @@ def check_unlocked(path: pathlib.Path) -> None:
     """
     with contextlib.suppress(FileNotFoundError), path.open("r+") as file:
         _acquire(file, path)
-
-
-def _open_newest(path: pathlib.Path) -> IO[str]:
-    """Returns the file at a path, open and locked."""
-    while True:
-        file = path.open("a+")
-        try:
-            _acquire(file, path)
-            is_newest = _is_at(file, path)
-        except BaseException:
-            file.close()
-            raise
-        if is_newest:
-            return file
-        # The last holder deleted the file after it was opened here.
-        file.close()
-
-
-def _is_at(file: IO[str], path: pathlib.Path) -> bool:
-    """Returns True if the open file is the one at the path."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _acquire(file: IO[str], path: pathlib.Path) -> None:
