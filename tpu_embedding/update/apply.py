@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tpu_embedding.optimizers.analysis.slots import sets_rows
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
@@ -76,9 +77,11 @@ def apply_gradient(
     Returns:
       New table and state.
     """
+    is_set = sets_rows(stack.optimizer, stack.dim)
     if stack.layout.narrow_dtype is None:
-        return _apply(table, state, gradient, stack, plan, TableWriter())
-    writer = RoundingWriter(stack=stack, step=state.step)
+        writer = TableWriter(sets_rows=is_set)
+        return _apply(table, state, gradient, stack, plan, writer)
+    writer = RoundingWriter(sets_rows=is_set, stack=stack, step=state.step)
     table, inner = _apply(table, state.inner, gradient, stack, plan, writer)
     return table, RoundedState(step=state.step + 1, inner=inner)
 
@@ -195,6 +198,8 @@ def _apply_round(
 ) -> tuple[PackedRows, Any]:
     """Applies the gradients of one round, whose rows are those of a range."""
     optimizer = stack.optimizer
+    if optimizer.duplicates != "sequence":
+        table = writer.before_rule(table, gradients.row_ids)
     if stack.backends.update.backend != "xla":
         return update_by_kernel(optimizer, table, state, gradients)
     updates = gradients.as_row_updates()

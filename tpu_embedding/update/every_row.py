@@ -186,6 +186,8 @@ def _run_on_block(
     start, size = block
     old = [read_block(leaf, start, size) if is_slot(leaf) else leaf for leaf in leaves]
     rows, gradient, touches, inner = tree.unflatten(old)
+    if writer.sets_rows:
+        rows = jnp.zeros_like(rows)
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     known = shard_rows(row_ids, touches > 0, all_reduce, stack)
     with table_rows_context(known):
