@@ -458,7 +458,8 @@ def set_rows(
     if layout.rows_per_line > 1:
         old = gather_rows(packed, row_ids)
         if jnp.issubdtype(old.dtype, jnp.floating):
-            packed, old = _clear_stuck_values(packed, row_ids, old, values)
+            zeros = jnp.zeros_like(old)
+            packed, old = _clear_stuck_values(packed, row_ids, old, zeros)
         return add_to_rows(add_to_rows(packed, row_ids, -old), row_ids, values)
     values = values.reshape(num_ids, layout.dim).astype(packed.lines_dtype)
     lines = values[:, 0] if layout.is_flat else _in_whole_lines(values, layout)

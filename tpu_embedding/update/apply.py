@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tpu_embedding.optimizers.analysis.finite_rates import rates_are_finite
 from tpu_embedding.optimizers.analysis.slots import sets_rows
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
 from tpu_embedding.plan.plan import EmbeddingPlan
@@ -20,6 +21,7 @@ from tpu_embedding.update.by_kernel import update_by_kernel
 from tpu_embedding.update.every_element import apply_to_every_element
 from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
 from tpu_embedding.update.lazy_update import (
+    is_slot,
     lift_to_rows,
     slots_of,
     step_on_no_row,
@@ -65,7 +67,7 @@ def apply_gradient(
     In place where donated. Rounds are applied one after the other. Their rows are
     different, so the result equals one update with all rows. Values that belong to no
     row, such as the step count and the learning rate, are the same for all rounds and
-    advance once.
+    advance once. If a learning rate is not finite, the step moves no row.
 
     Args:
       table: rows of this shard.
@@ -129,14 +131,21 @@ def _apply(
     """Applies the rule, by whichever way the plan has for it."""
     if stack.optimizer.keeps_gradient:
         return apply_to_every_row(table, state, gradient, stack, plan, writer)
+    leaves = jax.tree.leaves(state, is_leaf=is_slot)
+    is_finite = rates_are_finite(stack.optimizer, stack.dim, leaves)
 
     def apply_round(all_reduce, table, state, gradients, rows):
+        if is_finite is not None:
+            gradients = gradients.only_if(is_finite)
+            rows = rows or RowRange(jnp.int32(0), PADDING_ROW_ID)
+            rows = RowRange(rows.first_row, jnp.where(is_finite, rows.end_row, 0))
         run = functools.partial(_apply_round, all_reduce, stack, plan, writer)
         return run(table, state, gradients, rows)
 
     all_reduce = across_shards(stack, plan)
     if gradient.fold_later is None:
-        return apply_round(all_reduce, table, state, gradient.first, None)
+        table, new_state = apply_round(all_reduce, table, state, gradient.first, None)
+        return table, _with_finite_values(new_state, state, is_finite)
     totals: list[Any] = []
     if stack.optimizer.takes_totals:
         totals = _totals_over_rounds(apply_round, table, state, gradient, all_reduce)
@@ -157,7 +166,21 @@ def _apply(
     new_table, slots = gradient.fold_later(
         apply_later, (new_table, slots_of(new_state))
     )
-    return new_table, with_slots(new_state, slots)
+    new_state = with_slots(new_state, slots)
+    return new_table, _with_finite_values(new_state, state, is_finite)
+
+
+def _with_finite_values(new: Any, old: Any, is_finite: Any) -> Any:
+    """Keeps values of the state that a rate made NaN or infinite, such as totals."""
+    if is_finite is None:
+        return new
+
+    def keep(after, before):
+        if is_slot(after) or not jnp.issubdtype(after.dtype, jnp.floating):
+            return after
+        return jnp.where(is_finite | jnp.isfinite(after), after, before)
+
+    return jax.tree.map(keep, new, old, is_leaf=is_slot)
 
 
 def _totals_over_rounds(
