@@ -640,3 +640,25 @@ def test_ids_in_a_loss_say_what_to_do():
 def test_what_cannot_be_is_refused_with_the_reason(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_new_id_inherits_nothing_of_a_broken_row(value):
+    table = te.TableConfig(vocabulary_size=te.Dynamic(capacity=64), dim=4, name="user")
+    plan = te.make_plan(
+        {"user": te.FeatureConfig(table=table)},
+        mesh_of(1),
+        optimizer="adagrad",
+        hardware=te.hardware_by_name("v5p"),
+    )
+    tables, slots = start(plan)
+    for first in (0, 1000):
+        inserted = insert(tables, slots, plan, np.arange(first, first + 64))
+        tables, slots = inserted.tables, inserted.slots
+        result = functional.lookup(tables, inserted.features, plan)
+        assert np.isfinite(result.activations["user"]).all()
+        cotangents = {"user": jnp.full((64, 4), 1.0 if first else value)}
+        gradients = functional.compute_gradients(result.routing, cotangents, plan)
+        tables, slots = functional.apply_gradients(tables, slots, gradients, plan)
+    rows = functional.lookup(tables, inserted.features, plan).activations["user"]
+    assert np.isfinite(rows).all()

@@ -79,7 +79,10 @@ WRONG = [
         {"initial_accumulator_value": 0.0},
         "initial_accumulator_value must be positive",
     ),
-    (rmsprop, {"epsilon": -1.0}, "epsilon"),
+    (rmsprop, {"epsilon": 0.0}, "epsilon must be positive"),
+    (adadelta, {"epsilon": 0.0}, "epsilon must be positive"),
+    (adam, {"epsilon": 1e-25}, "epsilon must be at least 1.08e-19"),
+    (lamb, {"epsilon": 1e-38}, "epsilon must be at least 1.18e-38"),
     (proximal_adagrad, {"l1": -1.0}, "l1"),
     (
         bounded_adagrad,

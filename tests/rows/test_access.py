@@ -15,6 +15,7 @@ from tpu_embedding.rows.access import (
     gather_sums,
     replace_rows,
     replace_stored_rows,
+    set_rows,
     update_packed,
     with_room_for_kernels,
 )
@@ -261,6 +262,25 @@ def test_replaced_values(old, new, expected):
     np.testing.assert_array_equal(rows[1], np.full(3, expected, np.float32))
     others = np.asarray(rows)[[0, 2, 3]]
     np.testing.assert_array_equal(others, np.full((3, 3), old, np.float32))
+
+
+@pytest.mark.parametrize("by", ["replace_rows", "set_rows"])
+@every_layout
+def test_values_that_no_difference_moves_are_replaced(layout, by):
+    """Rows of one line, in one call; other rows of these lines keep their NaN."""
+    rows = integers(layout)
+    ids = np.array([36, 0, PADDING_ROW_ID, 1, 5, 6, 37], np.int32)
+    rows[[0, 2]], rows[1], rows[5], rows[6] = np.nan, np.inf, -3e38, -np.inf
+    old = rows[np.minimum(ids, NUM_ROWS - 1)]
+    new = integers(layout, len(ids), seed=1)
+    new[4], new[5] = 3e38, -np.inf
+    packed = pack_rows(jnp.array(rows), layout)
+    if by == "replace_rows":
+        after = jitted_replace(packed, jnp.array(ids), jnp.array(old), jnp.array(new))
+    else:
+        after = jax.jit(set_rows)(packed, jnp.array(ids), jnp.array(new))
+    rows[ids[ids < NUM_ROWS]] = new[ids < NUM_ROWS]
+    np.testing.assert_array_equal(unpack_rows(after), rows)
 
 
 @every_layout

@@ -17,6 +17,7 @@ from tpu_embedding.functional.dynamic_ids import insert_ids as insert_ids
 from tpu_embedding.functional.final_table_values import (
     finalize_variable_values as finalize_variable_values,
 )
+from tpu_embedding.functional.finite_rates import finite_rates as finite_rates
 from tpu_embedding.functional.following_slots import (
     with_table_values as with_table_values,
 )

@@ -314,9 +314,13 @@ def _gains_and_scales(
         case "mean":
             denominators = _sum_by_sample(weights, feature_input)
         case "sqrtn":
-            denominators = jnp.sqrt(_sum_by_sample(weights**2, feature_input))
+            denominators = _sum_by_sample(weights**2, feature_input)
+    # Zeros are replaced before the root, whose derivative at 0 is infinite.
     is_zero = denominators == 0
-    return gains, jnp.where(is_zero, 0.0, 1 / jnp.where(is_zero, 1.0, denominators))
+    denominators = jnp.where(is_zero, 1.0, denominators)
+    if combiner == "sqrtn":
+        denominators = jnp.sqrt(denominators)
+    return gains, jnp.where(is_zero, 0.0, 1 / denominators)
 
 
 def _sum_by_sample(

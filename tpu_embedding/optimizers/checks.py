@@ -106,17 +106,43 @@ def _in_range(
 # no bound.
 finite = _in_range("finite", math.isfinite)
 not_nan = _in_range("a number", lambda x: not math.isnan(x))
-positive = _in_range("positive", lambda x: 0 < x < math.inf)
-positive_bound = _in_range("positive", lambda x: x > 0)
+_positive = _in_range("positive", lambda x: x > 0)
 non_negative = _in_range("non-negative", lambda x: 0 <= x < math.inf)
 non_negative_bound = _in_range("non-negative", lambda x: x >= 0)
 non_positive = _in_range("non-positive", lambda x: -math.inf < x <= 0)
 fraction = _in_range("in [0, 1]", lambda x: 0 <= x <= 1)
 fraction_below_one = _in_range("in [0, 1)", lambda x: 0 <= x < 1)
 open_fraction = _in_range("in (0, 1)", lambda x: 0 < x < 1)
+_SMALLEST: Final = float(jnp.finfo(jnp.float32).tiny)
+_is_normal = _in_range(
+    f"at least {_SMALLEST:.3g}, because devices take a smaller number for 0",
+    lambda x: x >= _SMALLEST,
+)
+_has_normal_square = _in_range(
+    f"at least {math.sqrt(_SMALLEST):.3g}, because devices take its square for 0",
+    lambda x: x * x >= _SMALLEST,
+)
 _descends = _in_range(
     "at least 0 (negate the loss to ascend the gradient)", lambda x: x >= 0
 )
+
+
+def positive_bound(value: Any) -> Check:
+    """Checks that a value is above 0 for a device; denormal numbers are not."""
+    check = _positive(value)
+    return check if check.problem else _is_normal(value)
+
+
+def positive(value: Any) -> Check:
+    """Checks that a value is finite, and above 0 for a device."""
+    check = positive_bound(value)
+    return check if check.problem else finite(value)
+
+
+def positive_with_square(value: Any) -> Check:
+    """Checks that a value and its square are finite, and above 0 for a device."""
+    check = positive(value)
+    return check if check.problem else _has_normal_square(value)
 
 
 def step_size(value: Any) -> Check:

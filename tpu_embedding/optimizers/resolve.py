@@ -18,7 +18,7 @@ from tpu_embedding.optimizers.analysis.row_totals import (
     reduces_over_rows,
     with_row_totals,
 )
-from tpu_embedding.optimizers.analysis.slots import slot_row_shapes
+from tpu_embedding.optimizers.analysis.slots import sets_rows, slot_row_shapes
 from tpu_embedding.optimizers.analysis.trace import (
     TracedRule,
     UntraceableRule,
@@ -226,7 +226,10 @@ def _row_optimizer(transformation: optax.GradientTransformation) -> RowOptimizer
             "te.gradients.clip_by_global_norm, and update once."
         )
     keeps_gradient = bool(every) and (
-        trace.takes_totals or gradient_steps > 1 or not _is_elementwise(transformation)
+        trace.takes_totals
+        or gradient_steps > 1
+        or sets_rows(transformation, ANY_DIM)
+        or not _is_elementwise(transformation)
     )
     return RowOptimizer(
         transformation=transformation,

@@ -23,6 +23,12 @@ from tpu_embedding.rows.kernels.kernel_access import (
     RowAccess,
 )
 from tpu_embedding.rows.kernels.kernel_limits import TILE_LINES
+from tpu_embedding.rows.lane_places import (
+    lines_to_add,
+    places_of,
+    select_lanes,
+    shifts_of,
+)
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
     RowLayout,
@@ -164,7 +170,7 @@ def replace_stored_rows(
     """
     layout = packed.layout
     old = _gather_stored(packed, jnp.minimum(row_ids, layout.num_rows - 1))
-    difference = (stored - old) << _shifts(row_ids, layout)[:, None]
+    difference = (stored - old) << shifts_of(row_ids, layout)[:, None]
     return _add_to_stored(packed, row_ids, difference)
 
 
@@ -181,7 +187,7 @@ def _add_to_stored(
     if layout.column_arrays > 1:
         # XLA would compute each part on its own, and round otherwise than whole rows.
         values = jax.lax.optimization_barrier(values)
-    parts = layout.split_columns(_lines_to_add(row_ids, values, layout))
+    parts = layout.split_columns(lines_to_add(row_ids, values, layout))
     return packed.with_arrays(
         [
             lines.at[line_ids].add(
@@ -209,7 +215,7 @@ def add_repeatedly(
     is_used = row_ids < layout.num_rows
     line_ids = jnp.where(is_used, row_ids // layout.rows_per_line, layout.num_lines)
     lines = packed.lines.at[line_ids].add(
-        _lines_to_add(row_ids, values, layout),
+        lines_to_add(row_ids, values, layout),
         mode="drop",
         indices_are_sorted=True,
         wrap_negative_indices=False,
@@ -225,6 +231,7 @@ def replace_rows(
     A TPU runs additions on SparseCore, and packed rows can only be added to.
     `old + (new - old)` equals `new` up to rounding, unless a value drops by orders of
     magnitude, such as a slot after an outlier. In that case the remainder is added too.
+    A value that no difference moves, such as NaN, is cleared first.
 
     Args:
       packed: the rows of this shard.
@@ -232,10 +239,11 @@ def replace_rows(
       old: the present values, `[ids, *row_shape]`, or the lines of these.
       new: the new values, of the same shape.
     """
-    difference = new - old
-    packed = add_to_rows(packed, row_ids, difference)
     if not jnp.issubdtype(new.dtype, jnp.floating):
-        return packed
+        return add_to_rows(packed, row_ids, new - old)
+    packed, old = _clear_stuck_values(packed, row_ids, old, new)
+    difference = row_differences(old, new)
+    packed = add_to_rows(packed, row_ids, difference)
     remainder = new - (old + difference)
     lost_fraction = _MAX_LOST_ROUNDINGS * float(jnp.finfo(new.dtype).eps)
     is_lost = jnp.abs(remainder) > lost_fraction * jnp.abs(new)
@@ -248,6 +256,49 @@ def replace_rows(
         (jnp.any(is_lost.lines), packed),
     )
     return packed
+
+
+def row_differences(old: Array, new: Array) -> Array:
+    """Returns `new - old`, and 0 for equal infinities, whose difference is NaN."""
+    return jnp.where(new == old, jnp.zeros((), new.dtype), new - old)
+
+
+def _clear_stuck_values(
+    packed: PackedRows, row_ids: Int[Array, " ids"], old: Array, new: Array
+) -> tuple[PackedRows, Array]:
+    """Sets values to zero that adding a difference cannot replace, in place.
+
+    These are NaN and infinite values, and those whose difference overflows. No line may
+    be set twice at once. So the rows at one place of all lines are cleared together,
+    one place after the other. If nothing is stuck, no line is read.
+
+    Args:
+      packed: the rows of this shard.
+      row_ids: see `add_to_rows`.
+      old: the present values, see `replace_rows`.
+      new: the new values.
+
+    Returns:
+      The rows, and their present values.
+    """
+    layout = packed.layout
+    is_stuck = ~jnp.isfinite(row_differences(old, new)) & ~jnp.isnan(new)
+    old = jnp.where(is_stuck, jnp.zeros((), old.dtype), old)
+    stuck = pack_rows(is_stuck, packed.buffer_layout(row_ids.shape[0]))
+    stuck = keep_rows(stuck, row_ids < layout.num_rows)
+    dropped = layout.num_lines + jnp.arange(row_ids.shape[0], dtype=jnp.int32)
+
+    def clear(place: Array, packed: PackedRows) -> PackedRows:
+        is_due = (row_ids < layout.num_rows) & (row_ids % layout.rows_per_line == place)
+        line_ids = jnp.where(is_due, row_ids // layout.rows_per_line, 0)
+        lines = join_columns([gather_in_bounds(x, line_ids) for x in packed.arrays])
+        is_stuck = lines_to_add(row_ids, unpack_rows(stuck).astype(lines.dtype), layout)
+        lines = jnp.where(is_stuck > 0, jnp.zeros((), lines.dtype), lines)
+        line_ids = jnp.where(is_due, line_ids, dropped)
+        return _set_lines(packed, line_ids, lines)
+
+    num_turns = jnp.where(jnp.any(stuck.lines), layout.rows_per_line, 0)
+    return jax.lax.fori_loop(0, num_turns, clear, packed), old
 
 
 def update_packed(
@@ -348,16 +399,6 @@ def _full_tiles(packed: PackedRows) -> Array:
     return jnp.pad(packed.lines, ((0, missing), (0, 0)))
 
 
-def _lines_to_add(
-    row_ids: Int[Array, " ids"], values: Array, layout: RowLayout
-) -> Array:
-    """Returns lines, or single values, that hold each value at the place of its row."""
-    if layout.is_flat:
-        return values.reshape(row_ids.shape)
-    values = values.reshape(row_ids.shape[0], layout.row_lanes)
-    return _place_in_lines(values, _places(row_ids, layout), layout)
-
-
 def _gather_stored(
     packed: PackedRows, row_ids: Int[Array, " ids"]
 ) -> Shaped[Array, "ids _"]:
@@ -370,11 +411,11 @@ def _gather_stored(
     if layout.is_flat:
         rows = lines[:, None]
     else:
-        places = _places(row_ids, layout)
-        rows = _select_lanes(lines, places, layout.places_per_line, layout.row_lanes)
+        places = places_of(row_ids, layout)
+        rows = select_lanes(lines, places, layout.places_per_line, layout.row_lanes)
     if layout.rows_per_lane == 1:
         return rows
-    return (rows >> _shifts(row_ids, layout)[:, None]) & 0xFFFF
+    return (rows >> shifts_of(row_ids, layout)[:, None]) & 0xFFFF
 
 
 def _in_vectors(lines: Float[Array, "ids lanes"]) -> Float[Array, "ids lanes"]:
@@ -396,65 +437,13 @@ def _in_vectors(lines: Float[Array, "ids lanes"]) -> Float[Array, "ids lanes"]:
     return jax.lax.bitcast_convert_type(words, jnp.float32)
 
 
-def _places(row_ids: Int[Array, " ids"], layout: RowLayout) -> Int[Array, " ids"]:
-    """Returns the place of each row in its line."""
-    return row_ids % layout.rows_per_line % layout.places_per_line
-
-
-def _shifts(row_ids: Int[Array, " ids"], layout: RowLayout) -> Int[Array, " ids"]:
-    """Returns the position of the lowest bit of each row in its lanes."""
-    if layout.rows_per_lane == 1:
-        return jnp.zeros_like(row_ids)
-    return row_ids % layout.rows_per_line // layout.places_per_line * 16
-
-
-def _select_lanes(
-    lines: Shaped[Array, "ids lanes"],
-    places: Int[Array, " ids"],
-    places_per_line: int,
-    dim: int,
-) -> Array:
-    """Selects from each line the row at its place, by halving the line.
-
-    A selection, not a masked sum: the bits of the row stay the same, whatever its
-    neighbours hold.
-    """
-    if places_per_line == 1:
-        return lines[:, :dim]
-    half = 1
-    while 2 * half < places_per_line:
-        half *= 2
-    low = lines[:, : half * dim]
-    high = lines[:, half * dim : places_per_line * dim]
-    high = jnp.pad(high, ((0, 0), (0, low.shape[1] - high.shape[1])))
-    is_high = places >= half
-    chosen = jnp.where(is_high[:, None], high, low)
-    return _select_lanes(chosen, jnp.where(is_high, places - half, places), half, dim)
-
-
-def _place_in_lines(
-    values: Array, places: Int[Array, " ids"], layout: RowLayout
-) -> Array:
-    """Puts each row at its place in a line that adds nothing to its other rows."""
-    neutral = jnp.zeros((), values.dtype)
-    if jnp.issubdtype(values.dtype, jnp.floating):
-        neutral = -neutral
-    unused_lanes = layout.lanes - layout.places_per_line * layout.row_lanes
-    copies = jnp.tile(values, (1, layout.places_per_line))
-    lines = jnp.pad(copies, ((0, 0), (0, unused_lanes)))
-    if layout.places_per_line == 1:
-        return lines
-    place_of_lane = jnp.arange(layout.lanes, dtype=jnp.int32) // layout.row_lanes
-    return jnp.where(place_of_lane[None, :] == places[:, None], lines, neutral)
-
-
 def set_rows(
     packed: PackedRows, row_ids: Int[Array, " ids"], values: Array
 ) -> PackedRows:
     """Sets rows to given values, in place where the caller donated them.
 
     Rows that share a line are set by two additions: of the negated old value, which
-    leaves exactly 0, and of the new value.
+    leaves exactly 0, and of the new value. A row that holds NaN is cleared first.
 
     Args:
       packed: the rows of this shard.
@@ -468,16 +457,23 @@ def set_rows(
         return replace_stored_rows(packed, row_ids, stored)
     if layout.rows_per_line > 1:
         old = gather_rows(packed, row_ids)
+        if jnp.issubdtype(old.dtype, jnp.floating):
+            zeros = jnp.zeros_like(old)
+            packed, old = _clear_stuck_values(packed, row_ids, old, zeros)
         return add_to_rows(add_to_rows(packed, row_ids, -old), row_ids, values)
     values = values.reshape(num_ids, layout.dim).astype(packed.lines_dtype)
     lines = values[:, 0] if layout.is_flat else _in_whole_lines(values, layout)
     line_ids = jnp.where(row_ids < layout.num_rows, row_ids, layout.num_lines)
+    return _set_lines(packed, line_ids, lines)
+
+
+def _set_lines(packed: PackedRows, line_ids: Array, lines: Array) -> PackedRows:
+    """Sets lines, each at most once; those beyond the last are dropped."""
+    parts = packed.layout.split_columns(lines)
     return packed.with_arrays(
         [
             array.at[line_ids].set(part, mode="drop", wrap_negative_indices=False)
-            for array, part in zip(
-                packed.arrays, layout.split_columns(lines), strict=True
-            )
+            for array, part in zip(packed.arrays, parts, strict=True)
         ]
     )
 

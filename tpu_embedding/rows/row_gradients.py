@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from tpu_embedding.rows.packed_rows import (
     PackedRows,
@@ -48,6 +48,20 @@ class PackedRowGradients:
         values = PackedRows(lines=self.values.lines, layout=layout)
         values = keep_rows(values, self.row_ids != PADDING_ROW_ID)
         return RowUpdates(row_ids=self.row_ids, values=unpack_rows(values))
+
+    def only_if(self, condition: Bool[Array, ""]) -> "PackedRowGradients":
+        """Returns these gradients; those of no row if a condition does not hold."""
+
+        def kept(row_ids: Array) -> Array:
+            return jnp.where(condition, row_ids, PADDING_ROW_ID)
+
+        occurrences = self.occurrences
+        if occurrences is not None:
+            row_ids = kept(occurrences.row_ids)
+            occurrences = dataclasses.replace(occurrences, row_ids=row_ids)
+        return dataclasses.replace(
+            self, row_ids=kept(self.row_ids), occurrences=occurrences
+        )
 
 
 @runtime_checkable

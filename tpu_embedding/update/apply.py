@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tpu_embedding.optimizers.analysis.finite_rates import rates_are_finite
+from tpu_embedding.optimizers.analysis.slots import sets_rows
 from tpu_embedding.optimizers.table_rows import AllReduce, TableRows
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
@@ -19,6 +21,7 @@ from tpu_embedding.update.by_kernel import update_by_kernel
 from tpu_embedding.update.every_element import apply_to_every_element
 from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
 from tpu_embedding.update.lazy_update import (
+    is_slot,
     lift_to_rows,
     slots_of,
     step_on_no_row,
@@ -84,7 +87,7 @@ def apply_gradient(
     In place where donated. Rounds are applied one after the other. Their rows are
     different, so the result equals one update with all rows. Values that belong to no
     row, such as the step count and the learning rate, are the same for all rounds and
-    advance once.
+    advance once. If a learning rate is not finite, the step moves no row.
 
     Args:
       table: rows of this shard.
@@ -99,10 +102,12 @@ def apply_gradient(
       New table and state.
     """
     sizes = None if used_rows is None else live_rows(used_rows, stack)
-    step = _Step(stack=stack, plan=plan, table_sizes=sizes)
+    is_set = sets_rows(stack.optimizer, stack.dim)
+    writer = TableWriter(sets_rows=is_set)
+    step = _Step(stack=stack, plan=plan, writer=writer, table_sizes=sizes)
     if stack.layout.narrow_dtype is None:
         return _apply(table, state, gradient, step)
-    writer = RoundingWriter(stack=stack, step=state.step)
+    writer = RoundingWriter(sets_rows=is_set, stack=stack, step=state.step)
     step = dataclasses.replace(step, writer=writer)
     table, inner = _apply(table, state.inner, gradient, step)
     return table, RoundedState(step=state.step + 1, inner=inner)
@@ -149,13 +154,20 @@ def _apply(
     stack, plan = step.stack, step.plan
     if stack.optimizer.keeps_gradient:
         return apply_to_every_row(table, state, gradient, stack, plan, step.writer)
+    leaves = jax.tree.leaves(state, is_leaf=is_slot)
+    is_finite = rates_are_finite(stack.optimizer, stack.dim, leaves)
 
     def apply_round(all_reduce, table, state, gradients, rows):
+        if is_finite is not None:
+            gradients = gradients.only_if(is_finite)
+            rows = rows or RowRange(jnp.int32(0), PADDING_ROW_ID)
+            rows = RowRange(rows.first_row, jnp.where(is_finite, rows.end_row, 0))
         return _apply_round(all_reduce, step, table, state, gradients, rows)
 
     all_reduce = across_shards(stack, plan)
     if gradient.fold_later is None:
-        return apply_round(all_reduce, table, state, gradient.first, None)
+        table, new_state = apply_round(all_reduce, table, state, gradient.first, None)
+        return table, _with_finite_values(new_state, state, is_finite)
     totals: list[Any] = []
     if stack.optimizer.takes_totals:
         totals = _totals_over_rounds(apply_round, table, state, gradient, all_reduce)
@@ -176,7 +188,21 @@ def _apply(
     new_table, slots = gradient.fold_later(
         apply_later, (new_table, slots_of(new_state))
     )
-    return new_table, with_slots(new_state, slots)
+    new_state = with_slots(new_state, slots)
+    return new_table, _with_finite_values(new_state, state, is_finite)
+
+
+def _with_finite_values(new: Any, old: Any, is_finite: Any) -> Any:
+    """Keeps values of the state that a rate made NaN or infinite, such as totals."""
+    if is_finite is None:
+        return new
+
+    def keep(after, before):
+        if is_slot(after) or not jnp.issubdtype(after.dtype, jnp.floating):
+            return after
+        return jnp.where(is_finite | jnp.isfinite(after), after, before)
+
+    return jax.tree.map(keep, new, old, is_leaf=is_slot)
 
 
 def _totals_over_rounds(
@@ -216,6 +242,8 @@ def _apply_round(
     """Applies the gradients of one round, whose rows are those of a range."""
     stack, writer = step.stack, step.writer
     optimizer = stack.optimizer
+    if optimizer.duplicates != "sequence":
+        table = writer.before_rule(table, gradients.row_ids)
     if stack.backends.update.backend != "xla":
         return update_by_kernel(optimizer, table, state, gradients)
     updates = gradients.as_row_updates()

@@ -12,7 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
-from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_stored_rows
+from tpu_embedding.rows.access import (
+    add_to_rows,
+    gather_rows,
+    replace_stored_rows,
+    row_differences,
+)
 from tpu_embedding.rows.consecutive_rows import blocks_of, read_block, write_block
 from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.types import RowRange, RowUpdates
@@ -84,14 +89,14 @@ def apply_to_every_element(
     if table.layout.narrow_dtype is None:
         table, *slots = _pass_over_lines(rule, table, leaves, row_range)
         moved, unmoved = rows + with_gradient.updates, rows + without.updates
-        table = add_to_rows(table, row_ids, moved - unmoved)
+        table = add_to_rows(table, row_ids, row_differences(unmoved, moved))
     else:
         table, *slots = _pass_over_rows(rule, table, leaves, row_range, writer)
         new_rows = writer.stored_rows(row_ids, rows, with_gradient.updates)
         table = replace_stored_rows(table, row_ids, new_rows)
     remaining = iter(slots)
     new_leaves = [
-        add_to_rows(next(remaining), row_ids, moved - unmoved)
+        add_to_rows(next(remaining), row_ids, row_differences(unmoved, moved))
         if is_slot(leaf)
         else moved
         for leaf, moved, unmoved in zip(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from tpu_embedding.optimizers.analysis.finite_rates import rates_are_finite
 from tpu_embedding.optimizers.table_rows import AllReduce, table_rows_context
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import TrainedStackPlan
@@ -187,19 +188,27 @@ def _run_on_block(
     start, size = block
     old = [read_block(leaf, start, size) if is_slot(leaf) else leaf for leaf in leaves]
     rows, gradient, touches, inner = tree.unflatten(old)
+    if writer.sets_rows:
+        rows = jnp.zeros_like(rows)
     row_ids = start + jnp.arange(size, dtype=jnp.int32)
     known = dataclasses.replace(
         shard_rows(row_ids, touches > 0, all_reduce, stack),
         stored=functools.partial(writer.values_after, row_ids, layout=stack.layout),
     )
+    is_finite = rates_are_finite(stack.optimizer, stack.dim, jax.tree.leaves(inner))
+    is_moved = known.is_used if is_finite is None else known.is_used & is_finite
     with table_rows_context(known):
-        updates, inner = stack.optimizer.update(
+        updates, new_inner = stack.optimizer.update(
             gradient / stack.optimizer.gradient_steps, inner, rows
         )
-    updates = jnp.where(known.is_used[:, None], updates, 0)
+    updates = jnp.where(is_moved[:, None], updates, 0)
     cleared = jnp.zeros_like(gradient), jnp.zeros_like(touches)
     new_rows = writer.stored_rows(row_ids, rows, updates)
-    new = tree.flatten_up_to((new_rows, *cleared, inner))
+    new = tree.flatten_up_to((new_rows, *cleared, new_inner))
+    if is_finite is not None:
+        for i in range(1 + len(cleared), len(new)):
+            is_kept = is_slot(leaves[i]) | ~jnp.isfinite(new[i])
+            new[i] = jnp.where(~is_finite & is_kept, old[i], new[i])
     # The block is read before it is written.
     new = jax.lax.optimization_barrier(new)
     return [

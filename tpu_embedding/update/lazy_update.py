@@ -22,7 +22,12 @@ from tpu_embedding.optimizers.analysis.slots import moved_by_adding, slot_row_sh
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
 from tpu_embedding.plan.backend_request import Form
-from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_rows
+from tpu_embedding.rows.access import (
+    add_to_rows,
+    gather_rows,
+    replace_rows,
+    row_differences,
+)
 from tpu_embedding.rows.packed_rows import PackedRows, full_rows, pack_rows, unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID
 
@@ -222,7 +227,7 @@ def move_rows(
 ) -> PackedRows:
     """Sets rows of a slot variable to their new values; see `moved_by_adding`."""
     if is_moved_by_adding:
-        return add_to_rows(slot, row_ids, new - old)
+        return add_to_rows(slot, row_ids, row_differences(old, new))
     return replace_rows(slot, row_ids, old, new)
 
 

@@ -33,6 +33,7 @@ def apply_in_sequence(
     def run(carry):
         done, table, slots = carry
         row_ids = jnp.where(occurrences == done, gradient.row_ids, PADDING_ROW_ID)
+        table = writer.before_rule(table, row_ids)
         updates, new_state = rule.update(
             RowUpdates(row_ids=row_ids, values=gradient.values),
             with_slots(state, slots),

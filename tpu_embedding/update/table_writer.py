@@ -22,7 +22,12 @@ from jaxtyping import Array, Float, Int, Shaped, UInt32
 from tpu_embedding.dynamic import SLOTS_PER_BUCKET
 from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.stack_plan import StackPlan, TablePlan
-from tpu_embedding.rows.access import add_to_rows, gather_rows, replace_stored_rows
+from tpu_embedding.rows.access import (
+    add_to_rows,
+    gather_rows,
+    replace_stored_rows,
+    set_rows,
+)
 from tpu_embedding.rows.narrow_rows import encode_rows, mix_bits, random_bits
 from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, load_rows
 from tpu_embedding.update.shard_rows import rows_of_stack
@@ -40,8 +45,30 @@ class RoundedState(NamedTuple):
     inner: Any
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TableWriter:
-    """Writes rows of a float32 table. Per shard."""
+    """Writes rows of a float32 table. Per shard.
+
+    Attributes:
+      sets_rows: True if the rule sets rows without reading them.
+    """
+
+    sets_rows: bool = False
+
+    def before_rule(self, table: PackedRows, row_ids: Int[Array, " ids"]) -> PackedRows:
+        """Sets rows to zero, in place, if the rule sets them without reading them.
+
+        Such a rule returns the difference to the old row. A difference to NaN is NaN,
+        and a difference to a large value loses a small new one.
+
+        Args:
+          table: the rows.
+          row_ids: rows that the rule is to update, each at most once.
+        """
+        if not self.sets_rows:
+            return table
+        zeros = jnp.zeros((*row_ids.shape, table.layout.dim), jnp.float32)
+        return set_rows(table, row_ids, zeros)
 
     def add(
         self,

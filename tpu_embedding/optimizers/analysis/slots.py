@@ -85,6 +85,27 @@ def moved_by_adding(
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def sets_rows(optimizer: optax.GradientTransformation | RowOptimizer, dim: int) -> bool:
+    """Returns True if a rule sets rows without reading them, as `w += g - w` does.
+
+    Args:
+      optimizer: transformation of float32 rows `[rows, dim]`.
+      dim: columns of the table.
+    """
+    trace = trace_rule(optimizer, (dim,))
+    if isinstance(trace, UntraceableRule):
+        return False
+    row = trace.update.inputs[1 + len(trace.state_names)]
+    readers = [op for op in trace.update.operations if row in op.inputs]
+    return (
+        len(readers) == 1
+        and readers[0].name == "sub"
+        and readers[0].inputs[0] is not row
+        and trace.update.outputs[0] is readers[0].outputs[0]
+    )
+
+
 def _is_sum_with(
     old: Operand, operation: RuleOperation | None, made_by: dict[Operand, RuleOperation]
 ) -> bool:

@@ -192,7 +192,8 @@ def _polynomial_decay(
         period = decay_steps
         if cycle:
             period *= jnp.maximum(jnp.ceil(step / decay_steps), 1)
-        remaining = 1 - jnp.minimum(step, period) / period
+        # By a rounded quotient, XLA may get a remainder below 0, whose root is NaN.
+        remaining = jnp.maximum(1 - jnp.minimum(step, period) / period, 0)
         span = initial_learning_rate - end_learning_rate
         return span * jnp.power(remaining, power) + end_learning_rate
 

@@ -15,6 +15,7 @@ from tpu_embedding.optimizers.checks import (
     flag,
     fraction_below_one,
     positive,
+    positive_with_square,
 )
 from tpu_embedding.optimizers.modes import every_row
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
@@ -75,7 +76,7 @@ def adam(
       learning_rate: scalar, or schedule of the step counted from 0.
       beta_1: decay of `m`, in [0, 1).
       beta_2: decay of `v`, in [0, 1).
-      epsilon: positive.
+      epsilon: positive. Inside the root, at least 1.08e-19.
       lazy_adam: False moves every row in every step, as dense Adam does.
       sum_inside_sqrt: True adds epsilon inside the root.
       bias_correction: True multiplies the learning rate by `c`.
@@ -131,7 +132,9 @@ def scale_by_lazy_adam(
         "adam",
         beta_1=fraction_below_one(beta_1),
         beta_2=fraction_below_one(beta_2),
-        epsilon=positive(epsilon),
+        epsilon=(
+            positive_with_square(epsilon) if sum_inside_sqrt else positive(epsilon)
+        ),
         sum_inside_sqrt=flag(sum_inside_sqrt),
         bias_correction=flag(bias_correction),
     )

@@ -21,8 +21,8 @@ def assign() -> optax.GradientTransformation:
     `in_sequence` the last occurrence of an id wins; TensorFlow promises no order. optax
     has no such transformation.
 
-    Rows are updated by adding `g - w`. They equal `g` to within the float32 rounding of
-    the larger of `g` and the old row.
+    The layer clears a row before it adds `g`. So the row equals `g`, also if it was NaN
+    or infinite. Outside of a layer, `g - w` is added, as optax does.
 
     Example:
       >>> optimizer = assign()

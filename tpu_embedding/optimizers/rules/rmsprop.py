@@ -17,6 +17,7 @@ from tpu_embedding.optimizers.checks import (
     flag,
     fraction,
     non_negative,
+    positive,
 )
 from tpu_embedding.optimizers.learning_rates import learning_rate_at
 from tpu_embedding.optimizers.options import CommonOptions, takes_common_options
@@ -72,7 +73,7 @@ def rmsprop(
       learning_rate: scalar, or schedule of the step counted from 0.
       rho: decay of `ms` and `mg`, in [0, 1].
       momentum: decay of `mom`, in [0, 1].
-      epsilon: non-negative.
+      epsilon: positive.
       initial_ms: start of `ms`, non-negative.
       centered: True subtracts the squared mean of the gradient.
       **options: see `with_options`.
@@ -88,7 +89,7 @@ def rmsprop(
         "rmsprop",
         rho=fraction(rho),
         momentum=fraction(momentum),
-        epsilon=non_negative(epsilon),
+        epsilon=positive(epsilon),
         initial_ms=non_negative(initial_ms),
         centered=flag(centered),
     )
@@ -150,7 +151,7 @@ def adadelta(
     Args:
       learning_rate: scalar, or schedule of the step counted from 0.
       rho: decay of both slot variables, in [0, 1].
-      epsilon: non-negative.
+      epsilon: positive.
       **options: see `with_options`.
 
     Raises:
@@ -160,7 +161,7 @@ def adadelta(
       >>> adadelta(1.0).init(jnp.ones((3, 2)))[0].updates.shape
       (3, 2)
     """
-    check_hyperparameters("adadelta", rho=fraction(rho), epsilon=non_negative(epsilon))
+    check_hyperparameters("adadelta", rho=fraction(rho), epsilon=positive(epsilon))
 
     def init(params):
         return AdadeltaState(jnp.zeros_like(params), jnp.zeros_like(params))

@@ -134,7 +134,9 @@ def test_divergence_is_an_error(loss):
 def test_gradients_that_are_not_finite_are_an_error():
     meter = StepMeter(10, 100, lambda record: None)
     meter.add(1, metrics_of(1.0, is_finite=False))
-    with pytest.raises(TrainingDivergedError, match="gradients of step 1 are not fin"):
+    with pytest.raises(
+        TrainingDivergedError, match="gradients of step 1, or a learning rate"
+    ):
         meter.flush()
 
 

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_embedding.functional.dynamic_ids import find_ids
+from tpu_embedding.functional.finite_rates import finite_rates
 from tpu_embedding.gradients import Gradients, all_finite, update_if
 from tpu_embedding.metrics import Mean
 from tpu_embedding.nn.embedding import EmbeddingTables, TPUEmbedding
@@ -46,7 +47,7 @@ class StepMetrics:
 
     Attributes:
       loss: loss of the batch before the update, penalty included.
-      is_finite: True if the loss and all gradients are finite.
+      is_finite: True if the loss, all gradients and the tables' learning rates are.
       rounds: maximum number of rounds that any stack needed.
       out_of_range: number of ids outside their tables, over all features.
       unique_ratio: rows that devices requested from shards, over the ids of the batch;
@@ -150,7 +151,10 @@ def make_train_step(
             state = jax.tree.map(lambda leaf: leaf, nnx.state((model, optimizer)))
         value, gradients = value_and_grad(loss_fn)(model, batch)
         is_finite = jnp.isfinite(value) & all_finite(gradients)
-        metrics = _step_metrics(value, is_finite, model)
+        slots, has_rates = optimizer.slots.get_value(), is_finite
+        for path, plan in optimizer.plans:
+            has_rates &= finite_rates(slots[path], plan)
+        metrics = _step_metrics(value, has_rates, model)
         if max_dense_norm is not None:
             gradients = _clip_dense(gradients, max_dense_norm)
         if non_finite == "raise":

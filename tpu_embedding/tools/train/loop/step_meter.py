@@ -131,7 +131,10 @@ class StepMeter:
             return
         what = f"The loss of step {num_steps_done} is {metrics.loss}"
         if math.isfinite(metrics.loss):
-            what = f"The gradients of step {num_steps_done} are not finite"
+            what = (
+                f"The gradients of step {num_steps_done}, or a learning rate of a "
+                "table, are not finite"
+            )
         if self.non_finite == "raise":
             raise TrainingDivergedError(
                 f"{what}; lower the learning rates, or check the input data for "
