@@ -299,6 +299,30 @@ def test_replace_rows(layout):
     np.testing.assert_array_equal(after.lines, pack_rows(jnp.array(rows), layout).lines)
 
 
+@pytest.mark.parametrize("name", ["dim1-natural", "dim3-128", "dim200-128"])
+def test_no_value_keeps_another_from_its_place(name):
+    # NaN and infinities, differences that overflow, remainders of others in the batch.
+    layout = LAYOUTS[name]
+    nasty = np.float32([np.nan, np.inf, -np.inf, 0, -0.0, 1, 3e38, -3e38, 1e30, 1e-30])
+    random = np.random.default_rng(0)
+    rows = random.choice(nasty, (NUM_ROWS, *layout.row_shape))
+    rows[:10], new = nasty[:, None], random.choice(nasty, (12, *layout.row_shape))
+    new[:3] = nasty[:3, None]
+    ids = np.append(np.arange(10, dtype=np.int32), [PADDING_ROW_ID, NUM_ROWS])
+    old, expected = rows[np.minimum(ids, NUM_ROWS - 1)], rows.copy()
+    expected[:10] = new[:10]
+    packed = pack_rows(jnp.array(rows), layout)
+    for after in (
+        jax.jit(set_rows)(packed, ids, jnp.array(new)),
+        jitted_replace(packed, ids, jnp.array(old), jnp.array(new)),
+    ):
+        after = np.asarray(unpack_rows(after))
+        np.testing.assert_allclose(after, expected, rtol=8 * EPS)
+        np.testing.assert_array_equal(
+            after[10:].view("uint32"), rows[10:].view("uint32")
+        )
+
+
 def test_padding_starts_no_second_addition():
     # With it, the row below would become 1 + 7 * EPS.
     layout = RowLayout(num_rows=2, row_shape=(1,))

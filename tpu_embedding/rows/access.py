@@ -244,7 +244,7 @@ def replace_rows(
     packed, old = _clear_stuck_values(packed, row_ids, old, new)
     difference = row_differences(old, new)
     packed = add_to_rows(packed, row_ids, difference)
-    remainder = new - (old + difference)
+    remainder = row_differences(old + difference, new)
     lost_fraction = _MAX_LOST_ROUNDINGS * float(jnp.finfo(new.dtype).eps)
     is_lost = jnp.abs(remainder) > lost_fraction * jnp.abs(new)
     is_lost = pack_rows(is_lost, packed.buffer_layout(row_ids.shape[0]))
@@ -443,7 +443,7 @@ def set_rows(
     """Sets rows to given values, in place where the caller donated them.
 
     Rows that share a line are set by two additions: of the negated old value, which
-    leaves exactly 0, and of the new value. A row that holds NaN is cleared first.
+    leaves exactly 0, and of the new value. NaN and infinite values are cleared first.
 
     Args:
       packed: the rows of this shard.
