@@ -516,14 +516,12 @@ def test_what_cannot_be_is_refused_with_the_reason(make, message):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_new_id_inherits_nothing_of_a_broken_row(value):
-    table = te.TableConfig(
-        vocabulary_size=te.Dynamic(capacity=64), dim=4, name="user"
-    )
+    table = te.TableConfig(vocabulary_size=te.Dynamic(capacity=64), dim=4, name="user")
     plan = te.make_plan(
         {"user": te.FeatureConfig(table=table)},
         mesh_of(1),
         optimizer="adagrad",
-        hardware=te.hardware_by_name("v5p"),
+        hardware=te.hardware.hardware_by_name("v5p"),
     )
     tables, slots = start(plan)
     for first in (0, 1000):
