@@ -649,7 +649,7 @@ def test_a_new_id_inherits_nothing_of_a_broken_row(value):
         {"user": te.FeatureConfig(table=table)},
         mesh_of(1),
         optimizer="adagrad",
-        hardware=te.hardware_by_name("v5p"),
+        hardware=te.hardware.hardware_by_name("v5p"),
     )
     tables, slots = start(plan)
     for first in (0, 1000):

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -211,3 +212,17 @@ def test_facts_for_the_choice_of_backends(is_ragged, is_weighted):
         is_ragged=is_ragged,
         is_weighted=is_weighted,
     )
+
+
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+def test_weights_of_zero_have_a_gradient_of_zero(combiner):
+    """The root of their sum is not differentiated at 0."""
+    feature = feature_plan("error", False, combiner, 0)
+
+    def total(weights):
+        given = feature_input("many", weights)
+        _, (pooling,), _ = flatten([given], [feature], stack_of(1))
+        return jnp.sum(pooling.scales)
+
+    gradient = jax.grad(total)(jnp.zeros(len(WEIGHTS)))
+    np.testing.assert_array_equal(gradient, np.zeros(len(WEIGHTS)))

@@ -5,9 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import tpu_embedding as te
+from tests.conftest import mesh_of
 from tests.tiers import matrix, quick_cases
 from tests.update.update_cases import (
     Balanced,
@@ -273,3 +275,40 @@ def test_totals_that_are_not_finite_stay_in_their_table():
     np.testing.assert_array_equal(found[5:], reference.rows[5:])
     np.testing.assert_array_equal(found[1:4], rows[1:4])
     assert np.isnan(found[[0, 4]]).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        te.optimizers.adagrad,
+        te.optimizers.adafactor,
+        lambda rate: te.optimizers.in_sequence(te.optimizers.adagrad(rate)),
+        lambda rate: te.optimizers.every_row(optax.adam(rate)),
+        lambda rate: te.optimizers.every_row(te.optimizers.lamb(rate)),
+    ],
+    ids=["touched", "totals", "in_sequence", "every_element", "every_row"],
+)
+def test_a_rate_that_is_not_finite_moves_no_row(make):
+    rule = make(lambda count: jnp.where(count == 1, jnp.nan, 0.1))
+    table = te.TableConfig(vocabulary_size=9, dim=4, name="t", optimizer=rule)
+    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1))
+    tables = te.functional.init_tables(plan, jax.random.key(0))
+    slots = te.functional.init_slots(tables, plan)
+
+    @jax.jit
+    def step(tables, slots):
+        result = te.functional.lookup(tables, jnp.arange(4), plan)
+        cotangents = jnp.ones_like(result.activations)
+        gradients = te.functional.compute_gradients(result.routing, cotangents, plan)
+        is_finite = te.functional.finite_rates(slots, plan)
+        return *te.functional.apply_gradients(tables, slots, gradients, plan), is_finite
+
+    found, moved = [], []
+    for _ in range(3):
+        (before,) = jax.tree.leaves(tables)
+        tables, slots, is_finite = step(tables, slots)
+        found.append(bool(is_finite))
+        (after,) = jax.tree.leaves(tables)
+        moved.append(not np.array_equal(before, after))
+        assert jnp.isfinite(after).all()
+    assert found == moved == [True, False, True]

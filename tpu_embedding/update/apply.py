@@ -160,7 +160,7 @@ def _apply(
     def apply_round(all_reduce, table, state, gradients, rows):
         if is_finite is not None:
             gradients = gradients.only_if(is_finite)
-            rows = rows or RowRange(jnp.int32(0), PADDING_ROW_ID)
+            rows = rows or RowRange(jnp.int32(0), jnp.int32(PADDING_ROW_ID))
             rows = RowRange(rows.first_row, jnp.where(is_finite, rows.end_row, 0))
         return _apply_round(all_reduce, step, table, state, gradients, rows)
 

@@ -221,3 +221,11 @@ def test_all_problems_of_a_schedule_are_in_one_error():
         keras_learning_rate(config)
     for field in ("cycle", "initial_learning_rate", "decay_steps", "decay_rate"):
         assert field in str(error.value)
+
+
+def test_a_fractional_power_ends_at_the_end_rate_under_jit():
+    for decay_steps in (10, 13, 41, 100):
+        config = {**POLYNOMIAL, "decay_steps": decay_steps, "power": 0.5}
+        schedule = keras_learning_rate(serialized("PolynomialDecay", **config))
+        last = jax.jit(schedule)(jnp.int32(decay_steps))
+        np.testing.assert_allclose(last, config["end_learning_rate"], rtol=1e-6)

@@ -35,7 +35,7 @@ def test_rows_that_hold_any_value_are_set(mode, dtype):
     plan = te.make_plan(
         te.FeatureConfig(table=table),
         mesh_of(1),
-        hardware=te.hardware_by_name("v5p"),
+        hardware=te.hardware.hardware_by_name("v5p"),
     )
     tables = te.functional.init_tables(plan, jax.random.key(0))
     slots = te.functional.init_slots(tables, plan)

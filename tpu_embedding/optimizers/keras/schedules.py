@@ -192,8 +192,9 @@ def _polynomial_decay(
         period = decay_steps
         if cycle:
             period *= jnp.maximum(jnp.ceil(step / decay_steps), 1)
-        # By a rounded quotient, XLA may get a remainder below 0, whose root is NaN.
-        remaining = jnp.maximum(1 - jnp.minimum(step, period) / period, 0)
+        # Exactly 0 at the end. XLA may round the quotient in `1 - step / period` above
+        # 1, and a root of the rest is NaN.
+        remaining = (period - jnp.minimum(step, period)) / period
         span = initial_learning_rate - end_learning_rate
         return span * jnp.power(remaining, power) + end_learning_rate
 
