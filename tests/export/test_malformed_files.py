@@ -43,7 +43,13 @@ def originals(tmp_path_factory):
     layer = te.TPUEmbedding(features, RULE, mesh=mesh_of(1), rngs=nnx.Rngs(0))
     te.export.save(layer, path / "program", {"movie": np.zeros((2, 3), np.int32)})
     optimizer = te.Optimizer(layer, optax.sgd(0.1))
+    te.export.save_tables(layer, path / "bfloat16", dtype="bfloat16")
     te.export.save_tables(layer, path / "tables", optimizer=optimizer)
+    # An export of the same chain in another type.
+    record = json.loads((path / "tables/export.json").read_text())["deltas"]
+    other = json.loads((path / "bfloat16/export.json").read_text())
+    text = json.dumps(other | {"deltas": record})
+    (path / "bfloat16/export.json").write_text(text)
 
     def loss_fn(layer):
         return sum(x.sum() for x in layer({"movie": np.array([[1, 4, 8]])}).values())
@@ -162,6 +168,24 @@ def test_links_out_of_the_directory_are_not_written(files):
     path.unlink()
     path.symlink_to(files / "victim")
     refuses(lambda: apply(files), files, "must name files inside of it only")
+
+
+def test_hard_links_are_not_written(files):
+    path = files / "tables" / "tables" / "movie.safetensors"
+    path.unlink()
+    path.hardlink_to(files / "victim")
+    refuses(lambda: apply(files), files, "must be a copy, without hard links, got 2")
+
+
+def test_rows_that_a_type_cannot_hold_are_refused(originals, files):
+    shutil.rmtree(files / "tables")
+    shutil.copytree(originals / "bfloat16", files / "tables")
+    path = files / "delta/tables/movie.safetensors"
+    stored = writable_tensor(path, "values")
+    stored[:] = np.finfo(np.float32).max
+    stored.flush()
+    seal_delta(files / "delta")
+    refuses(lambda: apply(files), files, "values of table 'movie' must be finite")
 
 
 def test_a_planted_link_is_replaced(files):

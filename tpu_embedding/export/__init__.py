@@ -22,10 +22,12 @@ From there to files:
 
     artifact         the directory of an export, and its export.json
     documents        reads and writes JSON documents
+    document_schemas the fields of these documents, and their check
     digests          checksums of the files
     tensor_files     safetensors files, written by blocks of rows
     writing          one process writes, in a job of several
     delta_chain      the order of an export and its deltas
+    delta_tables     the tables in a delta, and the checks of them
 """
 
 from tpu_embedding.export.deltas import Delta as Delta

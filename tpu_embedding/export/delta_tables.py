@@ -114,9 +114,20 @@ def read_table_delta(
         )
     for rows in values_of(table):
         for begin in range(0, len(rows), ROWS_PER_BLOCK):
-            is_finite = np.isfinite(decode(rows[begin : begin + ROWS_PER_BLOCK]))
-            _require(is_finite.all(), path, name, "values", "finite", "NaN or inf")
+            check_finite(path, name, rows[begin : begin + ROWS_PER_BLOCK])
     return table
+
+
+def check_finite(path: pathlib.Path, name: str, rows: np.ndarray) -> None:
+    """Refuses rows that are not finite.
+
+    Raises:
+      ExportError: if one is NaN or infinite, maybe since the export's type cannot hold
+        its values; `path` names the file or directory.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        is_finite = np.isfinite(decode(rows))
+    _require(is_finite.all(), path, name, "values", "finite", "NaN or inf")
 
 
 def values_of(rows: TableDelta | DynamicTableDelta) -> list[np.ndarray]:
@@ -150,6 +161,9 @@ def check_export_table(
     _require(found == is_dynamic, path, name, "dynamic", f"{is_dynamic}", found)
     if not isinstance(rows, DynamicTableDelta):
         read_tensors(path, {name: stored})
+        # Its rows are overwritten in place.
+        links = path.stat().st_nlink
+        _require(links == 1, path, name, "file", "a copy, without hard links", links)
         return
     key = directory_name(name)
     any_size = {

@@ -31,6 +31,7 @@ from tpu_embedding.export.delta_tables import (
     DynamicTableDelta,
     TableDelta,
     check_export_table,
+    check_finite,
     read_table_delta,
     values_of,
 )
@@ -510,11 +511,10 @@ def _check_tables(
     for name, rows in delta.tables.items():
         entry = document["tables"][name]
         check_export_table(path, name, entry, rows)
-        if entry["row_format"] == "int8":
-            # Raises before a file changes if a row has no int8 code.
-            for values in values_of(rows):
-                for _ in _encoded_rows(name, entry, values):
-                    pass
+        # Raises before a file changes if a row has no code in the export's type.
+        for values in values_of(rows):
+            for _, stored in _encoded_rows(name, entry, values):
+                check_finite(path, name, stored)
 
 
 def _steps(steps: Mapping[str, int]) -> str:

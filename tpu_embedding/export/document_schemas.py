@@ -54,9 +54,6 @@ TEXT: Final = Rule("text", lambda x: type(x) is str)
 FLAG: Final = Rule("true or false", lambda x: type(x) is bool)
 NULL: Final = Rule("null", lambda x: x is None)
 NUMBER: Final = Rule("a float", lambda x: type(x) is float)
-INTEGER: Final = Rule(
-    "an integer of 64 bits", lambda x: type(x) is int and -_M <= x < _M
-)
 COUNT: Final = Rule("a count from 0 on", lambda x: type(x) is int and 0 <= x < _M)
 SHA256: Final = Rule(
     "64 hexadecimal digits", lambda x: type(x) is str and bool(_DIGITS.fullmatch(x))
@@ -111,7 +108,7 @@ _TABLE: Final = {
 }
 _CHAIN: Final = {
     "identity": IDENTITY,
-    "steps": {...: INTEGER},
+    "steps": {...: COUNT},
     "applying": Optional(IDENTITY),
 }
 _PROGRAM: Final = {
@@ -142,8 +139,8 @@ DELTA: Final = {
     "format_version": COUNT,
     "identity": IDENTITY,
     "base": IDENTITY,
-    "base_steps": {...: INTEGER},
-    "steps": {...: INTEGER},
+    "base_steps": {...: COUNT},
+    "steps": {...: COUNT},
     "tables": {
         ...: {
             "vocabulary_size": COUNT,

@@ -26,7 +26,7 @@ def read_json(
 
     Args:
       path: place of the file.
-      schema: its fields, see `document_schemas`.
+      schema: fields of the document, see `document_schemas`.
       format_version: the version that this release reads.
       writer: names the call that writes such directories, for the error.
       way_out: end of the error about a file that is no document.

@@ -12,6 +12,7 @@ The answers:
 * `row_local`: is each row treated separately? Other rules are refused.
 * `slots`: which parts of the state are slot variables, and of which shapes?
 * `initial_slots`: which slot variables start with one number everywhere?
+* `finite_rates`: would a learning rate make rows NaN or infinite?
 * `row_totals`: turns norms and other reductions over rows into totals over the table.
 * `kernel_lowering`: lowers a rule to the body of a kernel.
 * `coupling`: does a dense optimizer update one array by the gradient of another?

@@ -239,7 +239,7 @@ def _plus_total(
     is much for a table whose values shrink.
 
     Args:
-      total: of each table.
+      total: the sum so far, of each table.
       values: what is added.
       tables: the rows' tables.
       about: total of each table, roughly.
