@@ -3,6 +3,7 @@
 `steps` has the calls of a training step, and `finite_rates` tells whether its learning
 rates are finite. `following_slots` and `final_table_values`
 have those around training, and `serving_lookup` that of an exported model.
+`finite_rates` tells if the next step's learning rates are finite.
 `unique_rows` expands rows that a lookup returned once each. `dynamic_ids` replaces ids
 of 64 bits by rows. The arrays are the stacked
 tables and slot variables of a plan; `flax_states` lets Flax save them.
