@@ -1,7 +1,6 @@
 """The lookup and the update as functions of explicit arrays, without Flax.
 
-`steps` has the calls of a training step, and `finite_rates` tells whether its learning
-rates are finite. `following_slots` and `final_table_values`
+`steps` has the calls of a training step. `following_slots` and `final_table_values`
 have those around training, and `serving_lookup` that of an exported model.
 `finite_rates` tells if the next step's learning rates are finite.
 `unique_rows` expands rows that a lookup returned once each. `dynamic_ids` replaces ids

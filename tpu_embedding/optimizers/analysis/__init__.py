@@ -13,7 +13,6 @@ The answers:
 * `slots`: which parts of the state are slot variables, and of which shapes? Does a rule
   set rows without reading them?
 * `initial_slots`: which slot variables start with one number everywhere?
-* `finite_rates`: would a learning rate make rows NaN or infinite?
 * `row_totals`: turns norms and other reductions over rows into totals over the table.
 * `kernel_lowering`: lowers a rule to the body of a kernel.
 * `finite_rates`: does the next step multiply rows by NaN or infinity?
