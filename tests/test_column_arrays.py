@@ -103,6 +103,12 @@ def assert_equal(here, there):
     jax.tree.map(np.testing.assert_array_equal, here, there)
 
 
+def assert_close(here, there):
+    """XLA fuses the update of columns otherwise, and may round a product once less."""
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=5e-6)
+    jax.tree.map(close, here, there)
+
+
 @pytest.mark.parametrize(
     ("num_devices", "name"), each_once([1, 2, 3, 8], list(OPTIMIZERS))
 )
@@ -117,14 +123,14 @@ def test_training_equals_that_of_whole_lines(num_devices, name):
     other = plan_of(num_devices, optimizer, hardware=whole)
     other_tables, other_slots, other_activations = train(other)
     assert arrays_of((other_tables, other_slots)) == [1] * (1 + len(shapes))
-    assert_equal(activations, other_activations)
+    assert_close(activations, other_activations)
     values = values_of(tables, slots, plan)
-    assert_equal(values, values_of(other_tables, other_slots, other))
+    assert_close(values, values_of(other_tables, other_slots, other))
     if name == "adafactor_averages":
         finalize = te.functional.finalize_variable_values
         tables, slots = finalize(tables, slots, plan)
         other_tables, other_slots = finalize(other_tables, other_slots, other)
-        assert_equal(
+        assert_close(
             values_of(tables, slots, plan), values_of(other_tables, other_slots, other)
         )
 

@@ -308,25 +308,32 @@ def test_metrics_that_are_not_finite(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("field", "make", "name"),
+    ("field", "make", "message"),
     [
         pytest.param(
-            *("make_dense_optimizer", optax.sgd, "mlp.layers.layers.0.bias"),
+            *(
+                "make_dense_optimizer",
+                optax.sgd,
+                "step 2 left.*mlp.layers.layers.0.bias",
+            ),
             marks=pytest.mark.full,
         ),
-        ("make_table_optimizer", optimizers.sgd, "embedding.tables.stack_0"),
+        (
+            "make_table_optimizer",
+            optimizers.sgd,
+            "step 2, or a learning rate of a table",
+        ),
     ],
 )
-def test_a_model_that_is_not_finite_is_not_saved(tmp_path, field, make, name):
+def test_a_model_that_is_not_finite_is_not_saved(tmp_path, field, make, message):
     """The last update diverges, so no loss shows it."""
     optimizer = make(lambda step: jnp.where(step == 1, jnp.nan, 0.1))
     config = dataclasses.replace(
         tiny_config("num_steps=2", "checkpoint_every=1"),
         **{field: lambda run: optimizer},
     )
-    with pytest.raises(TrainingDivergedError, match="of step 2 left") as error:
+    with pytest.raises(TrainingDivergedError, match=f"(?s){message}"):
         train(config, tmp_path, mesh=mesh_of(2))
-    assert name in str(error.value)
     assert saved_steps(tmp_path / "checkpoints") == [1]
 
 
