@@ -1,5 +1,6 @@
 """Tells before a step whether the learning rates of all tables are finite."""
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from tpu_embedding.update.table_writer import RoundedState
 
 
 @takes("te.functional.", plan=PLAN)
+@functools.partial(jax.jit, static_argnames="plan")
 def finite_rates(slots: dict[str, Any], plan: EmbeddingPlan) -> Bool[Array, ""]:
     """Returns False if the next step has a learning rate that is NaN or infinite.
 
@@ -26,7 +28,7 @@ def finite_rates(slots: dict[str, Any], plan: EmbeddingPlan) -> Bool[Array, ""]:
       plan: plan of the layer.
 
     Example:
-      >>> import jax, optax
+      >>> import optax
       >>> import tpu_embedding as te
       >>> rule = optax.sgd(lambda step: 0.1 / step)
       >>> table = te.TableConfig(
