@@ -229,3 +229,20 @@ def test_a_fractional_power_ends_at_the_end_rate_under_jit():
         schedule = keras_learning_rate(serialized("PolynomialDecay", **config))
         last = jax.jit(schedule)(jnp.int32(decay_steps))
         np.testing.assert_allclose(last, config["end_learning_rate"], rtol=1e-6)
+
+
+def test_periods_begin_at_their_first_step_under_jit():
+    """Periods at which the product with their inverse is above, or below, 1."""
+    cosine = {"initial_learning_rate": 1.0, "t_mul": 1.0}
+    for period in (7, 14, 41, 55, 61):
+        cycle = {**POLYNOMIAL, "decay_steps": period, "cycle": True}
+        stairs = {**EXPONENTIAL, "decay_steps": period, "staircase": True}
+        restarts = {**cosine, "first_decay_steps": period}
+        steps = jnp.arange(1, 4) * period
+        for config, expected in [
+            (serialized("PolynomialDecay", **cycle), 0.01),
+            (serialized("ExponentialDecay", **stairs), 0.1 * 0.7 ** np.arange(1, 4)),
+            (serialized("CosineDecayRestarts", **restarts), 1.0),
+        ]:
+            rates = jax.jit(jax.vmap(keras_learning_rate(config)))(steps)
+            np.testing.assert_allclose(rates, expected, rtol=1e-5, err_msg=str(config))

@@ -191,7 +191,7 @@ def _polynomial_decay(
         step = jnp.asarray(count, jnp.float32)
         period = decay_steps
         if cycle:
-            period *= jnp.maximum(jnp.ceil(step / decay_steps), 1)
+            period *= jnp.maximum(-jnp.floor_divide(-step, decay_steps), 1)
         # Exactly 0 at the end. XLA may round the quotient in `1 - step / period` above
         # 1, and a root of the rest is NaN.
         remaining = (period - jnp.minimum(step, period)) / period
@@ -238,10 +238,11 @@ def _cosine_decay_restarts(
     )
 
     def schedule(count: Any) -> jax.Array:
-        passed = jnp.asarray(count, jnp.float32) / first_decay_steps
+        step = jnp.asarray(count, jnp.float32)
+        passed = step / first_decay_steps
         if t_mul == 1:
-            num_restarts = jnp.floor(passed)
-            passed -= num_restarts
+            num_restarts, step = jnp.divmod(step, first_decay_steps)
+            passed = step / first_decay_steps
         else:
             # Period i is t_mul**i times as long as the first: a geometric series.
             num_restarts = jnp.floor(
@@ -258,8 +259,9 @@ def _cosine_decay_restarts(
 
 def _num_periods(count: Any, decay_steps: float, staircase: bool) -> jax.Array:
     """Returns the decay periods so far, rounded down for a staircase."""
-    periods = jnp.asarray(count, jnp.float32) / decay_steps
-    return jnp.floor(periods) if staircase else periods
+    step = jnp.asarray(count, jnp.float32)
+    # XLA multiplies by the inverse: the floor of a quotient may be one too low.
+    return jnp.floor_divide(step, decay_steps) if staircase else step / decay_steps
 
 
 def _half_cosine(passed: jax.Array) -> jax.Array:
