@@ -1,8 +1,10 @@
 """Hyper-parameters of every rule: their ranges, and values that are traced."""
 
+import inspect
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tests.optimizers.row_by_row import check_traced
 from tests.optimizers.rule_cases import rowwise_momentum, rowwise_momentum_rule
 from tests.tiers import quick_cases, with_ids
 from tpu_embedding.optimizers.modes import every_row, in_sequence
+from tpu_embedding.optimizers.options import OPTIMIZERS
 from tpu_embedding.optimizers.rules.adafactor import adafactor
 from tpu_embedding.optimizers.rules.adagrad import (
     adagrad,
@@ -72,6 +75,12 @@ WRONG = [
     (adam, {"beta_1": 1.0}, r"beta_1 must be in \[0, 1\)"),
     (adam, {"beta_2": -0.1}, "beta_2"),
     (adam, {"epsilon": 0.0}, "epsilon must be positive"),
+    (lamb, {"beta_1": 1 - 1e-9}, "beta_1 must be below 1 as float32, which rounds it"),
+    (
+        adagrad_momentum,
+        {"exponent": 0.2},
+        "exponent must be at least 0.526 for epsilon=1e-10, .*got 0.2; or make eps",
+    ),
     (ftrl, {"learning_rate_power": 0.5}, "non-positive"),
     (ftrl, {"beta": -1.0}, "beta must be non-negative"),
     (
@@ -458,3 +467,64 @@ def test_takes_traced_hyperparameters(make, hyperparameters, how):
     if make is not frequency_estimator:
         hyperparameters = {"learning_rate": 0.1} | hyperparameters
     check_traced(make, **how, **hyperparameters)
+
+
+TINY = float(np.finfo(np.float32).tiny)
+
+# The smallest arguments that a rule accepts, where a fresh row divides by them.
+SMALLEST = [
+    (adadelta, {"epsilon": TINY}),
+    (adafactor, {"epsilon_1": 0, "epsilon_2": 0}),
+    (adafactor, {"epsilon_1": 0, "epsilon_2": 0, "mode": "exact"}),
+    (adagrad, {"initial_accumulator_value": TINY}),
+    (adagrad_momentum, {"epsilon": TINY}),
+    (adagrad_momentum, {"exponent": 0.53}),
+    (adam, {"epsilon": 1.1e-19}),
+    (adam, {"epsilon": 1.1e-19, "beta_2": 0, "bias_correction": True}),
+    (adam, {"epsilon": TINY, "sum_inside_sqrt": False}),
+    (bounded_adagrad, {"initial_accumulator_value": TINY}),
+    (clippy_adagrad, {"initial_accumulator_value": 0, "epsilon": TINY}),
+    (frequency_aware_adagrad, {"initial_accumulator_value": TINY}),
+    (ftrl, {"initial_accumulator_value": TINY, "learning_rate_power": -5.0}),
+    (ftrl, {"initial_accumulator_value": 0, "allow_zero_accumulator": True}),
+    (lion, {}),
+    (momentum, {}),
+    (online_yogi, {}),
+    (proximal_adagrad, {"initial_accumulator_value": TINY, "l2": 1.0}),
+    (proximal_yogi, {"initial_accumulator_value": 0, "epsilon": TINY, "l1": 1.0}),
+    (rmsprop, {"epsilon": TINY}),
+    (rowwise_adagrad, {"initial_accumulator_value": 0, "epsilon": TINY}),
+    (rowwise_adagrad, {"initial_accumulator_value": TINY}),
+    (rowwise_rmsprop, {"epsilon": TINY}),
+    (sgd, {}),
+    *((make, {"epsilon": TINY, "beta_2": 0}) for make in CORRECTED_MOMENTS),
+]
+
+
+def test_every_rule_is_in_the_table_of_smallest_arguments():
+    with_rates = {
+        name
+        for name, make in OPTIMIZERS.items()
+        if "learning_rate" in inspect.signature(make).parameters
+    }
+    assert with_rates <= {make.__name__ for make, _ in SMALLEST}
+
+
+@pytest.mark.parametrize(("make", "arguments"), SMALLEST)
+def test_the_smallest_arguments_leave_rows_without_gradient_finite(make, arguments):
+    rule = make(0.1, **arguments)
+    for value in (0.0, 1.0):
+        rows = jnp.full((2, 3), value)
+        updates, state = rule.update(0 * rows, rule.init(rows), rows)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves((updates, state)))
+
+
+def test_centered_rmsprop_stays_finite_at_equal_gradients():
+    """`ms - mg**2` is 0, and float32 rounds it to below -epsilon in some steps."""
+    rule = rmsprop(0.1, rho=0.5, centered=True)
+    gradient = jnp.linspace(1, 100, 1000)[None]
+    state = rule.init(gradient)
+    update = jax.jit(rule.update)
+    for _ in range(30):
+        updates, state = update(gradient, state, gradient)
+        assert np.isfinite(updates).all()

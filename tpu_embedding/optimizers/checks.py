@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, get_args
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 
@@ -111,7 +112,7 @@ non_negative = _in_range("non-negative", lambda x: 0 <= x < math.inf)
 non_negative_bound = _in_range("non-negative", lambda x: x >= 0)
 non_positive = _in_range("non-positive", lambda x: -math.inf < x <= 0)
 fraction = _in_range("in [0, 1]", lambda x: 0 <= x <= 1)
-fraction_below_one = _in_range("in [0, 1)", lambda x: 0 <= x < 1)
+_fraction_below_one = _in_range("in [0, 1)", lambda x: 0 <= x < 1)
 open_fraction = _in_range("in (0, 1)", lambda x: 0 < x < 1)
 _SMALLEST: Final = float(jnp.finfo(jnp.float32).tiny)
 _is_normal = _in_range(
@@ -121,6 +122,9 @@ _is_normal = _in_range(
 _has_normal_square = _in_range(
     f"at least {math.sqrt(_SMALLEST):.3g}, because devices take its square for 0",
     lambda x: x * x >= _SMALLEST,
+)
+_is_below_one = _in_range(
+    "below 1 as float32, which rounds it to 1", lambda x: float(np.float32(x)) < 1
 )
 _descends = _in_range(
     "at least 0 (negate the loss to ascend the gradient)", lambda x: x >= 0
@@ -143,6 +147,12 @@ def positive_with_square(value: Any) -> Check:
     """Checks that a value and its square are finite, and above 0 for a device."""
     check = positive(value)
     return check if check.problem else _has_normal_square(value)
+
+
+def fraction_below_one(value: Any) -> Check:
+    """Checks that a value is in [0, 1), and that float32 does not round it to 1."""
+    check = _fraction_below_one(value)
+    return check if check.problem else _is_below_one(value)
 
 
 def step_size(value: Any) -> Check:

@@ -4,14 +4,17 @@ Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
 Stochastic Optimization", JMLR 12 (2011).
 """
 
+import math
 from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from tpu_embedding.optimizers.array_rules import for_each_array
 from tpu_embedding.optimizers.checks import (
+    Check,
     check_hyperparameters,
     flag,
     fraction,
@@ -301,7 +304,7 @@ def scale_by_adagrad_momentum(
         "adagrad_momentum",
         momentum=fraction(momentum),
         use_nesterov=flag(use_nesterov),
-        exponent=positive(exponent),
+        exponent=_root(exponent, epsilon),
         beta2=fraction(beta2),
         epsilon=positive(epsilon),
     )
@@ -322,3 +325,18 @@ def scale_by_adagrad_momentum(
         return steps, ScaleByAdagradMomentumState(accumulators, momenta)
 
     return for_each_array(init, update)
+
+
+def _root(exponent: Any, epsilon: Any) -> Check:
+    """Checks that `epsilon**(-1 / exponent)`, the scale of a fresh row, is finite."""
+    check = positive(exponent)
+    if check.problem or positive(epsilon).problem or isinstance(epsilon, Tracer):
+        return check
+    # Half of float32's range remains for the gradient.
+    smallest = -math.log(epsilon) / math.log(1e19)
+    if isinstance(exponent, Tracer) or exponent >= smallest:
+        return check
+    return Check(
+        f"at least {smallest:.3g} for epsilon={epsilon}, because float32 cannot hold "
+        f"epsilon**(-1 / exponent) otherwise, got {exponent}; or make epsilon larger"
+    )

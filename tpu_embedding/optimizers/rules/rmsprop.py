@@ -56,7 +56,7 @@ def rmsprop(
 
         ms = rho * ms + (1 - rho) * g**2
         mg = rho * mg + (1 - rho) * g                     if centered, else 0
-        mom = momentum * mom + learning_rate * g / sqrt(ms - mg**2 + epsilon)
+        mom = momentum * mom + learning_rate * g / sqrt(max(ms - mg**2, 0) + epsilon)
         w -= mom
 
     The slot variables `ms`, `mom` and `mg` are `[rows, dim]`. `ms` starts at
@@ -109,7 +109,8 @@ def rmsprop(
         mg, variance = None, ms
         if centered:
             mg = rho * state.mg + (1 - rho) * updates
-            variance = ms - jnp.square(mg)
+            # Rounding makes it negative where gradients stay the same.
+            variance = jnp.maximum(ms - jnp.square(mg), 0)
         step = rate * updates * jax.lax.rsqrt(variance + epsilon)
         mom = momentum * state.mom + step
         return -mom, RMSPropState(state.count + 1, ms, mom, mg)
