@@ -313,9 +313,12 @@ def test_tables_alone_are_clipped_by_their_common_norm():
             dim=DIM,
             combiner="sum",
             name=name,
-            optimizer=opt.adafactor(0.1, global_clipnorm=1.0, epsilon_1=0.1),
+            # Equal rules would share a stack; epsilon_2 moves no accumulator.
+            optimizer=opt.adafactor(
+                0.1, global_clipnorm=1.0, epsilon_1=0.1, epsilon_2=epsilon_2
+            ),
         )
-        for name in ("a", "b")
+        for name, epsilon_2 in (("a", 1e-3), ("b", 2e-3))
     ]
     features = {table.name: te.FeatureConfig(table=table) for table in tables}
     plan = te.make_plan(features, mesh_of(2))

@@ -100,7 +100,7 @@ def update_rows(
     updates = new - rows
     request_mode(MustBeLast(updates))
     # The sum follows the values that the table will hold, rounded as they are.
-    stored = tables.stored(rows, updates)
+    stored = tables.stored(rows, updates).astype(jnp.float32)
     change = (stored - rows) * (stored + rows)
     squares = _plus_total(squares, change, tables, squares.value)
     return updates, state._replace(count=state.count + 1, squares=squares)
@@ -225,6 +225,7 @@ def _average(
 
 def _sum_of_squares(rows: Any, tables: TableRows) -> CompensatedSum:
     """Returns the sum of the squares of the elements of each table."""
+    rows = rows.astype(jnp.float32)  # Dense parameters may be narrow.
     about = tables.total(_row_squares(rows))
     nothing = compensated_sum(jnp.zeros_like(about))
     return _plus_total(nothing, jnp.square(rows), tables, about)
