@@ -488,8 +488,11 @@ def test_rules_are_not_compared_on_request(saved, plan):
 
 @pytest.mark.full
 def test_tables_of_one_stack_share_their_counts(tmp_path):
-    schedule = optax.cosine_decay_schedule(0.1, 100)
-    rules = {name: te.optimizers.adagrad(schedule) for name in SIZES}
+    # Tables whose rules are equal share a stack; these rules differ in a rate.
+    rules = {
+        name: te.optimizers.adagrad(optax.cosine_decay_schedule(rate, 100))
+        for name, rate in zip(SIZES, (0.1, 0.2), strict=True)
+    }
     apart = plan_of(rules=rules)
     assert len(apart.stacks) == 2
     state = state_of(apart)
@@ -509,8 +512,8 @@ def test_tables_of_one_stack_share_their_counts(tmp_path):
 @pytest.mark.full
 def test_a_record_by_another_count_follows_no_export(tmp_path):
     rules = {
-        name: te.optimizers.track_touched_rows(te.optimizers.adagrad(0.1))
-        for name in SIZES
+        name: te.optimizers.track_touched_rows(te.optimizers.adagrad(rate))
+        for name, rate in zip(SIZES, (0.1, 0.2), strict=True)
     }
     apart = plan_of(rules=rules)
     state = state_of(apart)
@@ -530,8 +533,8 @@ def test_a_record_by_another_count_follows_no_export(tmp_path):
 @pytest.mark.full
 def test_hyperparameters_that_were_set_apart_are_refused(tmp_path):
     rules = {
-        name: optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=0.1)
-        for name in SIZES
+        name: optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=rate)
+        for name, rate in zip(SIZES, (0.1, 0.2), strict=True)
     }
     apart = plan_of(rules=rules)
     state = state_of(apart)

@@ -186,13 +186,16 @@ CASES = {
 }
 
 
-def adagrad_of_state():
+def adagrad_of_state(rate=0.1):
     """Returns a rule whose learning rate is a part of the state."""
-    return optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=0.1)
+    return optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=rate)
 
 
 def apart():
-    return {name: adagrad_of_state() for name in SIZES}
+    return {
+        name: adagrad_of_state(rate)
+        for name, rate in zip(SIZES, (0.1, 0.2), strict=True)
+    }
 
 
 def saved_for(name, directory):
