@@ -1,7 +1,7 @@
 """Messages that the documentation quotes are messages of the code.
 
-In `docs/troubleshooting.md` a heading of code quotes an error. The first cell of a table
-quotes an error in `docs/guides/launching.md`, and a part of the report in
+In `docs/troubleshooting.md` a heading of code quotes an error. The first cell of a
+table quotes an error in `docs/guides/launching.md`, and a part of the report in
 `docs/guides/compile_report.md`. Three dots stand for what the message fills in.
 """
 
