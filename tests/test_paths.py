@@ -175,7 +175,6 @@ def test_every_path_of_a_command_is_read_alike(here):
         ["export", "synthetic", "~/out", "--run-dir=~/a", "--data-dir=~/b"],
         ["compile", "synthetic", *compile_options],
         ["inspect", "~/a"],
-        ["launch", "~/launch.toml"],
     )
     for command in commands:
         values = vars(parser.parse_args(command)).values()

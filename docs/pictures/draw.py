@@ -199,13 +199,12 @@ def draw_house() -> str:
         y += 42
     picture.text(20, 626, "a folder imports only from those below it", "small left")
 
-    picture.box(665, 5, 330, 340, "lane")
+    picture.box(665, 5, 330, 298, "lane")
     picture.text(680, 30, "tpu_embedding.tools", "head left")
     y = 46
     for name, phrase in (
         ("cli/", "the command"),
         ("doctor/", "check a machine"),
-        ("launch/", "scripts for clouds"),
         ("train/", "the training loop"),
         ("compile_report/", "fit and traffic"),
         ("data/", "readers of files"),

@@ -1,8 +1,8 @@
 """Messages that the documentation quotes are messages of the code.
 
-In `docs/troubleshooting.md` and `docs/guides/launch_troubles.md` a heading of code
-quotes an error. In `docs/guides/compile_report.md` the first cell of a table quotes a
-part of the report. Three dots stand for what the message fills in.
+In `docs/troubleshooting.md` a heading of code quotes an error. The first cell of a
+table quotes an error in `docs/guides/launching.md`, and a part of the report in
+`docs/guides/compile_report.md`. Three dots stand for what the message fills in.
 """
 
 import ast
@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FIGURES = re.compile(r"<!-- table: .*?<!-- end of table -->", re.DOTALL)
 QUOTES = {
     "troubleshooting.md": re.compile(r"^#+ `(.+)`$", re.MULTILINE),
-    "guides/launch_troubles.md": re.compile(r"^#+ `(.+)`$", re.MULTILINE),
+    "guides/launching.md": re.compile(r"^\| `([^`]+ [^`]+)` \|", re.MULTILINE),
     "guides/compile_report.md": re.compile(r"^\| `([^`]+)` \|", re.MULTILINE),
 }
 

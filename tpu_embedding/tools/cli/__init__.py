@@ -1,7 +1,7 @@
 """The command `tpu-embedding`.
 
 * `command`: parses the command line, runs a command, turns errors into exit statuses.
-* `train`, `compile`, `inspect`, `export`, `doctor`, `launch`: the commands.
+* `train`, `compile`, `inspect`, `export`, `doctor`: the commands.
 * `inspect_ids`: what `inspect` shows of dynamic tables.
 * `compilation_cache`: keeps the programs that `train` compiles.
 * `arguments`: arguments that several commands share.

@@ -5,7 +5,6 @@
     tpu-embedding compile CONFIG --topology GENERATION:CHIPS
     tpu-embedding export CONFIG OUTPUT
     tpu-embedding inspect CHECKPOINT
-    tpu-embedding launch FILE
 
 Errors end in one line on stderr, never in a traceback. Exit status 2 means that the
 command, the config or the data are wrong. Exit status 1 means that a run failed after
@@ -40,7 +39,6 @@ from tpu_embedding.tools.cli.compile import add_compile
 from tpu_embedding.tools.cli.doctor import add_doctor
 from tpu_embedding.tools.cli.export import add_export
 from tpu_embedding.tools.cli.inspect import add_inspect
-from tpu_embedding.tools.cli.launch import add_launch
 from tpu_embedding.tools.cli.train import add_train
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.jobs.exit_status import (
@@ -161,7 +159,6 @@ def make_parser() -> argparse.ArgumentParser:
     add_compile(commands)
     add_export(commands)
     add_inspect(commands)
-    add_launch(commands)
     for command in commands.choices.values():
         command.add_argument(
             "--traceback",
