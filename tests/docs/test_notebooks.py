@@ -1,13 +1,16 @@
 """The notebooks run, and their stored outputs are those of their code."""
 
 import re
+import runpy
+import types
 
 import pytest
 
 from tests.docs.test_doc_examples import DOCS
-from tests.docs.test_pictures import load_script
 
-NOTEBOOKS = load_script(DOCS / "notebooks" / "execute.py")
+NOTEBOOKS = types.SimpleNamespace(
+    **runpy.run_path(str(DOCS / "notebooks" / "execute.py"))
+)
 
 RESULTS = {
     "ranking": (r"RMSE on held-out ratings: ([\d.]+) stars", 0.80, 0.90),
