@@ -6,7 +6,6 @@
 Both sides write and read the same bytes: two tables, with Adagrad's accumulators.
 `te.save` writes rows in natural order, which any plan can read, with checksums. Plain
 orbax (`StandardSave`) writes the arrays of the devices as they are, without checksums.
-A third side is `te.save` without checksums: what it saves is what they cost.
 
 Each save and each restore runs in a process of its own, and sides take turns. The time
 is that from the call to the end of the last write, or to the arrays on the devices. The
@@ -31,17 +30,16 @@ import orbax.checkpoint as ocp
 from measuring import run_fresh, write_document
 
 import tpu_embedding as te
-from tpu_embedding.checkpoint.arrays import ArrayFile
 
 DIM: Final = 64
 ROWS_SHARES: Final = {"large": 0.75, "small": 0.25}
-SIDES: Final = ("tpu_embedding", "without_digests", "orbax")
+SIDES: Final = ("tpu_embedding", "orbax")
 CLOCKS: Final = ("seconds", "cpu_seconds")
 
 
 def save(side: str, directory: str, num_bytes: int, devices: int) -> dict[str, Any]:
     """Saves a state once; returns times and memory."""
-    plan = _start(side, num_bytes, devices)
+    plan = _start(num_bytes, devices)
     state = jax.block_until_ready(_random_state(plan))
     if side == "orbax":
         checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
@@ -61,7 +59,7 @@ def save(side: str, directory: str, num_bytes: int, devices: int) -> dict[str, A
 
 def restore(side: str, directory: str, num_bytes: int, devices: int) -> dict[str, Any]:
     """Restores a state once; returns time and memory."""
-    plan = _start(side, num_bytes, devices)
+    plan = _start(num_bytes, devices)
     shapes = _shapes(plan)
     before, start = _reset_peak(), _clocks()
     if side == "orbax":
@@ -85,9 +83,7 @@ def _since(start: tuple[float, float]) -> dict[str, float]:
     return dict(zip(CLOCKS, times, strict=True))
 
 
-def _start(side: str, num_bytes: int, devices: int) -> te.EmbeddingPlan:
-    if side == "without_digests":
-        _write_no_digests()
+def _start(num_bytes: int, devices: int) -> te.EmbeddingPlan:
     jax.config.update("jax_num_cpu_devices", devices)
     num_rows = num_bytes // (2 * 4 * DIM)
     features = {
@@ -99,19 +95,6 @@ def _start(side: str, num_bytes: int, devices: int) -> te.EmbeddingPlan:
         for name, share in ROWS_SHARES.items()
     }
     return te.make_plan(features, optimizer=te.optimizers.adagrad(0.1))
-
-
-def _write_no_digests() -> None:
-    """Removes the checksum from the chunks of arrays, written or read."""
-    with_digest = ArrayFile._spec
-
-    def spec(self: ArrayFile) -> dict[str, Any]:
-        found = with_digest(self)
-        codecs = found["metadata"]["codecs"]
-        found["metadata"]["codecs"] = [x for x in codecs if x["name"] != "crc32c"]
-        return found
-
-    ArrayFile._spec = spec
 
 
 def _random_state(plan: te.EmbeddingPlan) -> dict[str, Any]:
@@ -153,15 +136,6 @@ def _peak_bytes() -> int:
     return 1024 * int(found[1])
 
 
-def _quartiles(runs: list[dict[str, Any]], name: str) -> tuple[float, float]:
-    """Returns the lower and upper quartile; those of one run are its value."""
-    values = [use[name] for use in runs]
-    if len(values) == 1:
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
-
-
 def main() -> None:
     """Measures all sides in turns; prints a table and writes JSON."""
     parser = argparse.ArgumentParser(description="Times saving and restoring.")
@@ -185,7 +159,6 @@ def main() -> None:
     results: list[dict[str, Any]] = [
         {"side": side, "work": work, "gb": arguments.gb, "devices": arguments.devices}
         | {name: statistics.median(use[name] for use in found) for name in found[0]}
-        | {f"{name}_quartiles": _quartiles(found, name) for name in CLOCKS}
         for (side, work), found in runs.items()
     ]
     by_work = {(row["side"], row["work"]): row for row in results}
@@ -193,12 +166,11 @@ def main() -> None:
         peer = by_work["orbax", row["work"]]
         row["ratio"] = row["seconds"] / peer["seconds"]
         row["cpu_ratio"] = row["cpu_seconds"] / peer["cpu_seconds"]
-        print(f"{row['side']:15} {row['work']:8}", end="")
-        for name, ratio in zip(CLOCKS, ("ratio", "cpu_ratio"), strict=True):
-            low, high = row[f"{name}_quartiles"]
-            print(f" {name} {row[name]:.2f} ({low:.2f} to {high:.2f})", end="")
-            print(f" {row[ratio]:.2f} of orbax", end="")
-        print(f" {row['extra_bytes'] / 1e6:.0f} MB")
+        print(
+            f"{row['side']:15} {row['work']:8} {row['seconds']:.2f} s, "
+            f"{row['ratio']:.2f} of orbax; {row['cpu_seconds']:.2f} CPU s, "
+            f"{row['cpu_ratio']:.2f} of orbax; {row['extra_bytes'] / 1e6:.0f} MB"
+        )
     write_document(
         arguments.json,
         "checkpoint_speed",

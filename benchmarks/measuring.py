@@ -1,13 +1,10 @@
-"""Shared by benchmarks of this machine: fresh processes, clocks and documents."""
+"""Shared by benchmarks of this machine: fresh processes and documents."""
 
 import concurrent.futures
-import dataclasses
 import json
 import multiprocessing
 import pathlib
 import platform
-import resource
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,41 +17,6 @@ def run_fresh(function: Callable[..., Any], *arguments: Any) -> Any:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()
-
-
-@dataclasses.dataclass(frozen=True)
-class Use:
-    """Time and memory that work has taken.
-
-    Attributes:
-      seconds: on the clock.
-      cpu_seconds: of all threads.
-      peak_bytes: memory at its peak, above that before the work.
-    """
-
-    seconds: float
-    cpu_seconds: float
-    peak_bytes: int
-
-
-def measure(work: Callable[[], Any]) -> tuple[Any, Use]:
-    """Runs work to its end on the device; returns its result and what it took.
-
-    The memory of the process must not have been higher before.
-    """
-    jax.block_until_ready(jax.numpy.zeros(1))  # Starts JAX, which is not measured.
-    before = _resident_bytes()
-    start, cpu_start = time.perf_counter(), time.process_time()
-    result = jax.block_until_ready(work())
-    seconds = time.perf_counter() - start
-    cpu_seconds = time.process_time() - cpu_start
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return result, Use(seconds, cpu_seconds, peak - before)
-
-
-def _resident_bytes() -> int:
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
 
 
 def write_document(
