@@ -17,7 +17,6 @@ arrays. Modules are imported before.
 import argparse
 import contextlib
 import pathlib
-import re
 import shutil
 import statistics
 import tempfile
@@ -25,9 +24,8 @@ import time
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from measuring import run_fresh, write_document
+from measuring import peak_bytes, report_results, reset_peak, run_fresh
 
 import tpu_embedding as te
 
@@ -47,21 +45,20 @@ def save(side: str, directory: str, num_bytes: int, devices: int) -> dict[str, A
     else:
         checkpointer = ocp.AsyncCheckpointer(te.checkpoint.StateHandler())
         args = te.checkpoint.SaveState(state, plan=plan)
-    before, start = _reset_peak(), _clocks()
+    before, start = reset_peak(), _clocks()
     checkpointer.save(directory, args=args)
-    blocked = time.perf_counter() - start[0]
     checkpointer.wait_until_finished()
     times = _since(start)
-    peak = _peak_bytes() - before
+    peak = peak_bytes() - before
     checkpointer.close()
-    return {**times, "blocked_seconds": blocked, "extra_bytes": peak}
+    return {**times, "extra_bytes": peak}
 
 
 def restore(side: str, directory: str, num_bytes: int, devices: int) -> dict[str, Any]:
     """Restores a state once; returns time and memory."""
     plan = _start(num_bytes, devices)
     shapes = _shapes(plan)
-    before, start = _reset_peak(), _clocks()
+    before, start = reset_peak(), _clocks()
     if side == "orbax":
         with contextlib.closing(ocp.StandardCheckpointer()) as checkpointer:
             state = checkpointer.restore(directory, shapes)
@@ -70,7 +67,7 @@ def restore(side: str, directory: str, num_bytes: int, devices: int) -> dict[str
     state = jax.block_until_ready(state)
     times = _since(start)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    return {**times, "extra_bytes": _peak_bytes() - before - size}
+    return {**times, "extra_bytes": peak_bytes() - before - size}
 
 
 def _clocks() -> tuple[float, float]:
@@ -122,22 +119,8 @@ def _shapes(plan: te.EmbeddingPlan) -> dict[str, Any]:
     )
 
 
-def _reset_peak() -> int:
-    """Sets the peak of this process's memory to the memory of now, and returns it."""
-    jnp.zeros(1).block_until_ready()
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    return _peak_bytes()
-
-
-def _peak_bytes() -> int:
-    status = pathlib.Path("/proc/self/status").read_text()
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert found is not None
-    return 1024 * int(found[1])
-
-
 def main() -> None:
-    """Measures all sides in turns; prints a table and writes JSON."""
+    """Measures all sides in turns."""
     parser = argparse.ArgumentParser(description="Times saving and restoring.")
     parser.add_argument("--gb", type=float, default=4.0, help="tables and slots")
     parser.add_argument("--devices", type=int, default=4, help="emulated devices")
@@ -166,12 +149,7 @@ def main() -> None:
         peer = by_work["orbax", row["work"]]
         row["ratio"] = row["seconds"] / peer["seconds"]
         row["cpu_ratio"] = row["cpu_seconds"] / peer["cpu_seconds"]
-        print(
-            f"{row['side']:15} {row['work']:8} {row['seconds']:.2f} s, "
-            f"{row['ratio']:.2f} of orbax; {row['cpu_seconds']:.2f} CPU s, "
-            f"{row['cpu_ratio']:.2f} of orbax; {row['extra_bytes'] / 1e6:.0f} MB"
-        )
-    write_document(
+    report_results(
         arguments.json,
         "checkpoint_speed",
         shapes={"dim": DIM, "rounds": arguments.rounds, "gb": arguments.gb},

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from measuring import write_document
+from measuring import report_results
 
 import tpu_embedding as te
 
@@ -99,7 +99,7 @@ def time_start(cache: str) -> float:
 
 
 def main() -> None:
-    """Measures in turns; prints a table and writes JSON."""
+    """Measures in turns."""
     parser = argparse.ArgumentParser(description="Times the start of a training.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=pathlib.Path, help="file for the figures")
@@ -119,9 +119,7 @@ def main() -> None:
         }
         for start, median in medians.items()
     ]
-    for row in results:
-        print(f"{row['start']:6} {row['until_step_ms']:8.0f} ms {row['ratio']:6.2f}")
-    write_document(
+    report_results(
         arguments.json,
         "first_step",
         shapes={"rounds": arguments.rounds},

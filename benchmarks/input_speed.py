@@ -20,7 +20,6 @@ after this package has read half an epoch, before the other readers.
 import argparse
 import itertools
 import pathlib
-import resource
 import statistics
 import tempfile
 import time
@@ -29,7 +28,7 @@ from typing import Any, Final
 
 import numpy as np
 from list_options import AllValues
-from measuring import run_fresh, write_document
+from measuring import peak_bytes, report_results, reset_peak, run_fresh
 
 from tpu_embedding.tools.data.criteo import Criteo
 from tpu_embedding.tools.data.criteo_format import CATEGORY_NAMES, NUM_DENSE
@@ -81,10 +80,10 @@ def write_files(directory: pathlib.Path, num_bytes: int) -> int:
 
 def compare(name: str, directory: pathlib.Path, num_windows: int) -> list[Any]:
     """Reads windows by all sides in turns; returns a row for each peer."""
-    before = _peak_bytes()
+    before = reset_peak()
     ours = _read_shuffled(name, directory / FILES[name])
     next(ours)
-    peak = _peak_bytes() - before
+    peak = peak_bytes() - before
     peers = _PEER_READERS[name]
     sides = {"ours": ours}
     sides |= {peer: read(directory / FILES[name]) for peer, read in peers.items()}
@@ -126,7 +125,12 @@ def _read_shuffled(name: str, path: pathlib.Path) -> Iterator[int]:
         )
         data = source.open(path, batch_size=BATCH_SIZE, seed=0)
     else:
-        data = Criteo(path, batch_size=BATCH_SIZE, vocabulary_sizes=VOCABULARY_SIZE, num_evaluation_samples=1000)
+        data = Criteo(
+            path,
+            batch_size=BATCH_SIZE,
+            vocabulary_sizes=VOCABULARY_SIZE,
+            num_evaluation_samples=1000,
+        )
     half = data.num_train_samples // BATCH_SIZE // 2
     for step in itertools.count():
         data.train_batch(step)
@@ -158,12 +162,8 @@ _PEER_READERS: Final[dict[str, dict[str, Callable[[pathlib.Path], Iterator[int]]
 }
 
 
-def _peak_bytes() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def main() -> None:
-    """Measures both formats; prints a table and writes JSON."""
+    """Measures both formats."""
     parser = argparse.ArgumentParser(description="Times the readers of files.")
     parser.add_argument("--gb", type=float, default=5.0, help="size of the text")
     parser.add_argument(
@@ -179,12 +179,7 @@ def main() -> None:
         num_samples = write_files(directory, int(1e9 * arguments.gb))
         for name in arguments.format:
             results += run_fresh(compare, name, directory, arguments.windows)
-    for row in results:
-        print(
-            f"{row['format']:8} {row['samples_per_second']:11,.0f} samples/s, "
-            f"{row['ratio']:.2f} of {row['peer']}, {row['peak_bytes'] / 1e6:,.0f} MB"
-        )
-    write_document(
+    report_results(
         arguments.json,
         "input_speed",
         shapes={"gb": arguments.gb, "samples": num_samples, "batch": BATCH_SIZE},

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import pathlib
 import platform
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ def run_fresh(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def write_document(
+def report_results(
     file: pathlib.Path | None,
     benchmark: str,
     *,
@@ -27,7 +28,7 @@ def write_document(
     results: list[dict[str, Any]],
     **fields: Any,
 ) -> None:
-    """Writes what `record.py` reads, if a file is given.
+    """Prints all results, and writes what `record.py` reads if a file is given.
 
     Args:
       file: from the option `--json`.
@@ -36,6 +37,8 @@ def write_document(
       results: one dictionary for each case.
       **fields: further ones; `versions` replaces those of JAX and Python.
     """
+    for row in results:
+        print(", ".join(f"{name} {_show(value)}" for name, value in row.items()))
     if file is None:
         return
     document = {
@@ -48,3 +51,22 @@ def write_document(
         "results": results,
     }
     file.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _show(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def reset_peak() -> int:
+    """Sets the peak of this process's memory to the memory of now, and returns it."""
+    jax.block_until_ready(jax.numpy.zeros(1))  # Starts JAX, which is not measured.
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+
+def peak_bytes() -> int:
+    """Returns the memory of this process at its peak."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert found is not None
+    return 1024 * int(found[1])

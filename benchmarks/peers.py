@@ -5,8 +5,9 @@
     python benchmarks/record.py FILE
 
 A side is this package or a peer: FBGEMM, PyTorch, TensorFlow, JAX with dense
-gradients. Each runs in a process of its own, beside one of this package, and the two take
-turns, so load on the machine meets both. Compare ratios: those are taken within a pair.
+gradients. Each runs in a process of its own, beside one of this package, and the two
+take turns, so load on the machine meets both. Compare ratios: those are taken within a
+pair.
 
 Every step has a new batch of Zipf-distributed ids, the same for all sides. It is on the
 device, in the library's own form, before the clock starts. A step is a lookup, the
@@ -34,7 +35,7 @@ from interleaved import (
     time_in_turns,
 )
 from list_options import AllValues
-from measuring import write_document
+from measuring import report_results
 from settings import SETTINGS, Setting
 from sides import OURS, SIDES
 from step_check import start_checked, write_batches
@@ -43,7 +44,7 @@ METHODS: Final = ("train", "forward")
 
 
 def main() -> None:
-    """Measures all settings; prints a table and writes JSON."""
+    """Measures all settings."""
     arguments = _parse()
     pythons = dict(pair.split("=", 1) for pair in arguments.python)
     peers, left_out = _installed(arguments.peer, pythons)
@@ -56,9 +57,8 @@ def main() -> None:
     for name in arguments.setting:
         comparison = Comparison(SETTINGS[name], pythons, turns)
         results += comparison.run(peers)
-    print(_table(results))
     versions = [row.pop("versions", {}) for row in results]
-    write_document(
+    report_results(
         arguments.json,
         "peers",
         shapes={"rounds": turns.rounds, "steps": turns.steps},
@@ -210,26 +210,6 @@ def _installed(
         else:
             found.append(name)
     return found, left_out
-
-
-def _table(results: list[dict[str, Any]]) -> str:
-    head = f"{'setting':8} {'side':11} {'optimizer':16}"
-    columns = "   this/peer".join(
-        f" {m + ' ms':>10} {'quartiles':>15}" for m in METHODS
-    )
-    lines = [f"{head}{columns}   this/peer  difference"]
-    for row in results:
-        line = f"{row['setting']:8} {row['peer']:11} {row['optimizer']:16}"
-        if "left_out" in row:
-            lines.append(f"{line} left out: {row['left_out']}")
-            continue
-        for method in METHODS:
-            low, high = row[f"{method}_quartiles_ms"]
-            ratio = row.get(f"{method}_ratio")
-            line += f" {row[f'{method}_ms']:10.2f} {low:7.2f}-{high:<7.2f}"
-            line += f" {ratio:11.2f}" if ratio else " " * 12
-        lines.append(f"{line} {row['max_difference']:11.1e}")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 from flax import nnx
 from list_options import AllValues
-from measuring import write_document
+from measuring import report_results
 from settings import Setting, initial_table
 from sides.embedding_layer import table_features
 
@@ -94,7 +94,7 @@ def time_calls(
 
 
 def main() -> None:
-    """Measures all cases; prints a table and writes JSON."""
+    """Measures all cases."""
     arguments = _parse()
     results: list[dict[str, Any]] = []
     for name in arguments.setting:
@@ -113,8 +113,7 @@ def main() -> None:
                     row = {"setting": name, "dtype": dtype, "batch": batch}
                     row |= {"side": side, "p50_ms": p50, "p99_ms": p99}
                     results.append(row | {"ratio": ours / p50})
-                    print(*results[-1].values(), flush=True)
-    write_document(
+    report_results(
         arguments.json,
         "serving_latency",
         shapes={"rows": arguments.rows, "calls": arguments.calls},

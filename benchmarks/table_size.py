@@ -18,7 +18,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measuring import write_document
+from measuring import report_results
 
 import tpu_embedding as te
 
@@ -88,15 +88,7 @@ def main() -> None:
             seconds[num_rows].append(run(i))
 
     medians = {n: 1e3 * statistics.median(s) for n, s in seconds.items()}
-    print(f"{'rows':>12}  {'median ms':>9}  {'quartiles ms':>15}  {'ratio':>5}")
-    for n, values in seconds.items():
-        low, _, high = statistics.quantiles(values, n=4)
-        ratio = medians[n] / medians[NUM_ROWS[0]]
-        print(
-            f"{n:>12,}  {medians[n]:>9.2f}  {1e3 * low:>7.2f}-{1e3 * high:<7.2f}"
-            f"  {ratio:>5.2f}"
-        )
-    write_document(
+    report_results(
         arguments.json,
         "table_size",
         shapes={"dim": DIM, "batch": BATCH_SIZE, "valence": VALENCE},
