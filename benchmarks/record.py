@@ -58,7 +58,7 @@ def render_page(text: str, results: Results) -> str:
 
 def _show_case(row: dict[str, Any], field: str) -> str:
     value = row.get(field)
-    return f"{value:,} {field}" if isinstance(value, int) else str(value or "-")
+    return f"{field} {value:,}" if isinstance(value, int) else str(value or "-")
 
 
 def _show(field: str, value: float) -> str:

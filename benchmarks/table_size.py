@@ -66,7 +66,7 @@ def make_run(num_rows: int):
 
 
 def main() -> None:
-    """Measures and prints a table; writes JSON on request."""
+    """Measures all sizes in turns."""
     parser = argparse.ArgumentParser(
         description="Times train steps on tables of several sizes."
     )
