@@ -18,6 +18,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from list_options import AllValues
 from measuring import report_results
 
 import tpu_embedding as te
@@ -73,16 +74,19 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="file for the figures")
     parser.add_argument("--devices", type=int, help="emulated CPU devices")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument(
+        "--rows", nargs="+", action=AllValues, type=int, default=NUM_ROWS
+    )
     arguments = parser.parse_args()
     if arguments.devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", arguments.devices)
 
-    runs = {num_rows: make_run(num_rows) for num_rows in NUM_ROWS}
+    runs = {num_rows: make_run(num_rows) for num_rows in arguments.rows}
     for run in runs.values():
         for i in range(4):
             run(i)
-    seconds = {num_rows: [] for num_rows in NUM_ROWS}
+    seconds = {num_rows: [] for num_rows in arguments.rows}
     for i in range(arguments.steps):
         for num_rows, run in runs.items():
             seconds[num_rows].append(run(i))
@@ -98,7 +102,7 @@ def main() -> None:
                 "rows": n,
                 "median_ms": medians[n],
                 "quartiles_ms": [1e3 * q for q in statistics.quantiles(s, n=4)],
-                "ratio": medians[n] / medians[NUM_ROWS[0]],
+                "ratio": medians[n] / medians[arguments.rows[0]],
             }
             for n, s in seconds.items()
         ],

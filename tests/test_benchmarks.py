@@ -69,7 +69,7 @@ def test_peers_run_in_turns_and_agree(tmp_path):
             ["--gb", "0.03", "--windows", "1", "--format", "parquet"],
         ),
         ("first_step.py", ["--rounds", "1"]),
-        ("table_size.py", ["--devices", "1", "--steps", "2"]),
+        ("table_size.py", ["--devices", "1", "--steps", "2", "--rows", "100", "200"]),
         (
             "serving_latency.py",
             [
@@ -158,7 +158,7 @@ def test_figures_name_the_cpu(text, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(processor, "CPU_FILE", tmp_path / "cpuinfo")
     if text is not None:
         processor.CPU_FILE.write_text(text)
-    measuring.write_document(
+    measuring.report_results(
         tmp_path / "figures.json", "peers", shapes={}, results=[{"peer": "new"}]
     )
     document = json.loads((tmp_path / "figures.json").read_text())
