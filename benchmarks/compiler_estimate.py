@@ -47,8 +47,7 @@ from list_options import AllValues
 
 import tpu_embedding as te
 from tpu_embedding.hardware import hardware_of_device
-from tpu_embedding.plan import capacity
-from tpu_embedding.plan import plan as plan_module
+from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.tools import compile_report
 
 jax.config.update("jax_platforms", "cpu")  # TPUs are only compiled for.
@@ -70,11 +69,13 @@ def compile_ours(vocabulary_size: int, mesh: Any, kernels: str) -> list[Any]:
         kernels=kernels,
     )
 
-    def round_size(*arguments, **options):
-        size = capacity.round_size(*arguments, **options)
+    with_rounds = StackPlan.round_size
+
+    def round_size(stack: StackPlan, max_unique_ids: int) -> Any:
+        size = with_rounds(stack, max_unique_ids)
         return dataclasses.replace(size, holds_all=True)
 
-    with mock.patch.object(plan_module, "round_size", round_size):
+    with mock.patch.object(StackPlan, "round_size", round_size):
         return [compile_step(plan, abstract_ids(plan, BATCH_SIZE))]
 
 
