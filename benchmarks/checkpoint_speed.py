@@ -6,7 +6,6 @@
 Both sides write and read the same bytes: two tables, with Adagrad's accumulators.
 `te.save` writes rows in natural order, which any plan can read, with checksums. Plain
 orbax (`StandardSave`) writes the arrays of the devices as they are, without checksums.
-A third side is `te.save` without checksums: what it saves is what they cost.
 
 Each save and each restore runs in a process of its own, and sides take turns. The time
 is that from the call to the end of the last write, or to the arrays on the devices. The
@@ -18,7 +17,6 @@ arrays. Modules are imported before.
 import argparse
 import contextlib
 import pathlib
-import re
 import shutil
 import statistics
 import tempfile
@@ -26,22 +24,20 @@ import time
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from measuring import run_fresh, write_document
+from measuring import peak_bytes, report_results, reset_peak, run_fresh
 
 import tpu_embedding as te
-from tpu_embedding.checkpoint.arrays import ArrayFile
 
 DIM: Final = 64
 ROWS_SHARES: Final = {"large": 0.75, "small": 0.25}
-SIDES: Final = ("tpu_embedding", "without_digests", "orbax")
+SIDES: Final = ("tpu_embedding", "orbax")
 CLOCKS: Final = ("seconds", "cpu_seconds")
 
 
 def save(side: str, directory: str, num_bytes: int, devices: int) -> dict[str, Any]:
     """Saves a state once; returns times and memory."""
-    plan = _start(side, num_bytes, devices)
+    plan = _start(num_bytes, devices)
     state = jax.block_until_ready(_random_state(plan))
     if side == "orbax":
         checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
@@ -49,21 +45,20 @@ def save(side: str, directory: str, num_bytes: int, devices: int) -> dict[str, A
     else:
         checkpointer = ocp.AsyncCheckpointer(te.checkpoint.StateHandler())
         args = te.checkpoint.SaveState(state, plan=plan)
-    before, start = _reset_peak(), _clocks()
+    before, start = reset_peak(), _clocks()
     checkpointer.save(directory, args=args)
-    blocked = time.perf_counter() - start[0]
     checkpointer.wait_until_finished()
     times = _since(start)
-    peak = _peak_bytes() - before
+    peak = peak_bytes() - before
     checkpointer.close()
-    return {**times, "blocked_seconds": blocked, "extra_bytes": peak}
+    return {**times, "extra_bytes": peak}
 
 
 def restore(side: str, directory: str, num_bytes: int, devices: int) -> dict[str, Any]:
     """Restores a state once; returns time and memory."""
-    plan = _start(side, num_bytes, devices)
+    plan = _start(num_bytes, devices)
     shapes = _shapes(plan)
-    before, start = _reset_peak(), _clocks()
+    before, start = reset_peak(), _clocks()
     if side == "orbax":
         with contextlib.closing(ocp.StandardCheckpointer()) as checkpointer:
             state = checkpointer.restore(directory, shapes)
@@ -72,7 +67,7 @@ def restore(side: str, directory: str, num_bytes: int, devices: int) -> dict[str
     state = jax.block_until_ready(state)
     times = _since(start)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    return {**times, "extra_bytes": _peak_bytes() - before - size}
+    return {**times, "extra_bytes": peak_bytes() - before - size}
 
 
 def _clocks() -> tuple[float, float]:
@@ -85,9 +80,7 @@ def _since(start: tuple[float, float]) -> dict[str, float]:
     return dict(zip(CLOCKS, times, strict=True))
 
 
-def _start(side: str, num_bytes: int, devices: int) -> te.EmbeddingPlan:
-    if side == "without_digests":
-        _write_no_digests()
+def _start(num_bytes: int, devices: int) -> te.EmbeddingPlan:
     jax.config.update("jax_num_cpu_devices", devices)
     num_rows = num_bytes // (2 * 4 * DIM)
     features = {
@@ -99,19 +92,6 @@ def _start(side: str, num_bytes: int, devices: int) -> te.EmbeddingPlan:
         for name, share in ROWS_SHARES.items()
     }
     return te.make_plan(features, optimizer=te.optimizers.adagrad(0.1))
-
-
-def _write_no_digests() -> None:
-    """Removes the checksum from the chunks of arrays, written or read."""
-    with_digest = ArrayFile._spec
-
-    def spec(self: ArrayFile) -> dict[str, Any]:
-        found = with_digest(self)
-        codecs = found["metadata"]["codecs"]
-        found["metadata"]["codecs"] = [x for x in codecs if x["name"] != "crc32c"]
-        return found
-
-    ArrayFile._spec = spec
 
 
 def _random_state(plan: te.EmbeddingPlan) -> dict[str, Any]:
@@ -139,31 +119,8 @@ def _shapes(plan: te.EmbeddingPlan) -> dict[str, Any]:
     )
 
 
-def _reset_peak() -> int:
-    """Sets the peak of this process's memory to the memory of now, and returns it."""
-    jnp.zeros(1).block_until_ready()
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    return _peak_bytes()
-
-
-def _peak_bytes() -> int:
-    status = pathlib.Path("/proc/self/status").read_text()
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert found is not None
-    return 1024 * int(found[1])
-
-
-def _quartiles(runs: list[dict[str, Any]], name: str) -> tuple[float, float]:
-    """Returns the lower and upper quartile; those of one run are its value."""
-    values = [use[name] for use in runs]
-    if len(values) == 1:
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
-
-
 def main() -> None:
-    """Measures all sides in turns; prints a table and writes JSON."""
+    """Measures all sides in turns."""
     parser = argparse.ArgumentParser(description="Times saving and restoring.")
     parser.add_argument("--gb", type=float, default=4.0, help="tables and slots")
     parser.add_argument("--devices", type=int, default=4, help="emulated devices")
@@ -185,7 +142,6 @@ def main() -> None:
     results: list[dict[str, Any]] = [
         {"side": side, "work": work, "gb": arguments.gb, "devices": arguments.devices}
         | {name: statistics.median(use[name] for use in found) for name in found[0]}
-        | {f"{name}_quartiles": _quartiles(found, name) for name in CLOCKS}
         for (side, work), found in runs.items()
     ]
     by_work = {(row["side"], row["work"]): row for row in results}
@@ -193,13 +149,7 @@ def main() -> None:
         peer = by_work["orbax", row["work"]]
         row["ratio"] = row["seconds"] / peer["seconds"]
         row["cpu_ratio"] = row["cpu_seconds"] / peer["cpu_seconds"]
-        print(f"{row['side']:15} {row['work']:8}", end="")
-        for name, ratio in zip(CLOCKS, ("ratio", "cpu_ratio"), strict=True):
-            low, high = row[f"{name}_quartiles"]
-            print(f" {name} {row[name]:.2f} ({low:.2f} to {high:.2f})", end="")
-            print(f" {row[ratio]:.2f} of orbax", end="")
-        print(f" {row['extra_bytes'] / 1e6:.0f} MB")
-    write_document(
+    report_results(
         arguments.json,
         "checkpoint_speed",
         shapes={"dim": DIM, "rounds": arguments.rounds, "gb": arguments.gb},

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import jax
 from embedding_step import abstract_ids, lower_step
-from measuring import run_fresh, write_document
+from measuring import report_results, run_fresh
 
 import tpu_embedding as te
 
@@ -53,7 +53,7 @@ def run_case(num_tables: int, num_features: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures in turns; prints a table and writes JSON."""
+    """Measures in turns."""
     parser = argparse.ArgumentParser(description="Times the compilation of a step.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=pathlib.Path, help="file for the figures")
@@ -63,18 +63,13 @@ def main() -> None:
         for case, found in runs.items():
             found.append(run_fresh(run_case, *case))
     results: list[dict[str, Any]] = []
-    print(f"{'tables':>6} {'features':>8} {'trace s':>8} {'compile s':>9} {'ratio':>6}")
     for (num_tables, num_features), found in runs.items():
         row: dict[str, Any] = {"tables": num_tables, "features": num_features}
         row |= {k: statistics.median(run[k] for run in found) for k in found[0]}
         row["seconds"] = row["trace_seconds"] + row["compile_seconds"]
         row["ratio"] = row["seconds"] / results[0]["seconds"] if results else 1.0
         results.append(row)
-        print(
-            f"{num_tables:6} {num_features:8} {row['trace_seconds']:8.2f} "
-            f"{row['compile_seconds']:9.2f} {row['ratio']:6.2f}"
-        )
-    write_document(
+    report_results(
         arguments.json,
         "compile_time",
         shapes={"rows": NUM_ROWS, "dim": DIM, "ids": NUM_IDS},

@@ -24,15 +24,14 @@ Limits of the estimate:
   into the step.
 * XLA's gather of a row is charged a tile of eight rows: 4 KiB for 512 bytes. So is a
   scatter, once for reading and once for writing, unless XLA fused the gather of its
-  updates into it. "no tiles" is the intercept without the seven other rows. Their bytes
-  are divided by the bandwidth that the estimate itself uses.
+  updates into it.
 * Further rounds of the exchange do not run without skew, but would be charged. They are
-  left out unless `--rounds` is given. The loops that add repeated ids are charged as if
-  they ran.
+  left out. The loops that add repeated ids are charged as if they ran.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import time
@@ -48,23 +47,18 @@ from list_options import AllValues
 
 import tpu_embedding as te
 from tpu_embedding.hardware import hardware_of_device
-from tpu_embedding.plan import capacity
-from tpu_embedding.plan import plan as plan_module
+from tpu_embedding.plan.stack_plan import StackPlan
 from tpu_embedding.tools import compile_report
-from tpu_embedding.tools.compile_report import hlo
 
 jax.config.update("jax_platforms", "cpu")  # TPUs are only compiled for.
 
 TOPOLOGIES = ("v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1")
 NUM_TABLES, DIM, BATCH_SIZE = 26, 128, 16_384
 VOCABULARY_SIZES = (100_000, 400_000)
-TILE_ROWS = 8  # of a TPU tile of 128 lanes
 NAMES = [f"t{i:02d}" for i in range(NUM_TABLES)]
 
 
-def compile_ours(
-    vocabulary_size: int, mesh: Any, kernels: str, keeps_rounds: bool = False
-) -> list[Any]:
+def compile_ours(vocabulary_size: int, mesh: Any, kernels: str) -> list[Any]:
     """Compiles lookup and update in one step; activations leave, cotangents enter."""
     plan = make_plan(
         mesh,
@@ -74,14 +68,14 @@ def compile_ours(
         optimizer=te.optimizers.adagrad(0.1),
         kernels=kernels,
     )
-    round_size = capacity.round_size
-    if not keeps_rounds:
 
-        def round_size(*arguments, **options):
-            size = capacity.round_size(*arguments, **options)
-            return dataclasses.replace(size, holds_all=True)
+    with_rounds = StackPlan.round_size
 
-    with mock.patch.object(plan_module, "round_size", round_size):
+    def round_size(stack: StackPlan, max_unique_ids: int) -> Any:
+        size = with_rounds(stack, max_unique_ids)
+        return dataclasses.replace(size, holds_all=True)
+
+    with mock.patch.object(StackPlan, "round_size", round_size):
         return [compile_step(plan, abstract_ids(plan, BATCH_SIZE))]
 
 
@@ -182,60 +176,21 @@ def compile_theirs(vocabulary_size: int, mesh: Any) -> list[Any]:
     ]
 
 
-def unused_tile_bytes(program: Any) -> int:
-    """Returns what the estimate charges for the other rows of gathered tiles."""
-    module = hlo.parse_module(program.as_text())
-    num_rows = 0
-    for instruction in module.unfused_instructions():
-        callee = instruction.called("calls") if instruction.opcode == "fusion" else None
-        inside = [instruction]
-        if callee is not None:
-            inside = list(module.computations[callee].instructions.values())
-        gathers = [i for i in inside if i.opcode == "gather" and _has_rows(i)]
-        num_rows += sum(i.shapes[0].dims[0] for i in gathers)
-        if callee is None or gathers:
-            continue
-        for scatter in (i for i in inside if i.opcode == "scatter" and _has_rows(i)):
-            updates = module.computations[callee].instructions[scatter.operands[-1]]
-            num_rows += 2 * updates.shapes[0].dims[0]
-    return num_rows * (TILE_ROWS - 1) * 4 * DIM
-
-
-def _has_rows(instruction: Any) -> bool:
-    dims = instruction.shapes[0].dims
-    return len(dims) == 2 and dims[1] == DIM
-
-
-def estimated_bytes_per_second(mesh: Any) -> float:
-    """Returns the rate at which the estimate lets bytes pass, off one gather."""
-    device = jax.sharding.SingleDeviceSharding(mesh.devices.flat[0])
-    table = jax.ShapeDtypeStruct((8192, DIM), jnp.float32, sharding=device)
-    ids = jax.ShapeDtypeStruct((65_536,), jnp.int32, sharding=device)
-    gather = jax.jit(lambda table, ids: table.at[ids].get(mode="promise_in_bounds"))
-    cost = gather.lower(table, ids).compile().cost_analysis()
-    assert cost is not None
-    return cost["bytes accessed"] / cost["optimal_seconds"]
-
-
 def measure(compile_programs: Any, mesh: Any) -> dict[str, float]:
     """Compiles for both vocabulary sizes; returns milliseconds at size 0."""
-    totals, compile_seconds, argument_bytes, tile_bytes = [], [], [], []
+    totals, compile_seconds, argument_bytes = [], [], []
     for vocabulary_size in VOCABULARY_SIZES:
         start = time.perf_counter()
         programs = compile_programs(vocabulary_size, mesh)
         compile_seconds.append(time.perf_counter() - start)
         totals.append(sum(p.cost_analysis()["optimal_seconds"] for p in programs))
-        tile_bytes.append(sum(map(unused_tile_bytes, programs)))
         # The last program takes table and slots, and the ids.
         argument_bytes.append(programs[-1].memory_analysis().argument_size_in_bytes)
     small, large = VOCABULARY_SIZES
     slope = (totals[1] - totals[0]) / (large - small)
     intercept = totals[0] - slope * small
-    tiles = tile_bytes[0] / estimated_bytes_per_second(mesh)
     return {
         "intercept_ms": 1e3 * intercept,
-        "no_tiles_ms": 1e3 * (intercept - tiles),
-        "at_100k_rows_ms": 1e3 * totals[0],
         "argument_mib": argument_bytes[0] / 2**20,
         "compile_seconds": compile_seconds[0],
     }
@@ -249,15 +204,14 @@ def main() -> None:
         "--kernels", nargs="+", action=AllValues, default=["xla", "sparse_core"]
     )
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--rounds", action="store_true", help="charge further rounds")
     arguments = parser.parse_args()
     cases: list[tuple[str, str | None, Any]] = [
-        ("tpu-embedding", kernels, _compile_with(kernels, arguments.rounds))
+        ("tpu-embedding", kernels, functools.partial(compile_ours, kernels=kernels))
         for kernels in arguments.kernels
     ]
     cases.append(("jax-tpu-embedding", None, compile_theirs))
     results = []
-    heads = ("ms", "no tiles", "ms, 100k", "MiB", "compile s")
+    heads = ("ms", "MiB", "compile s")
     print(" " * 44 + "".join(f"{head:>10}" for head in heads))
     for topology in arguments.topology:
         mesh = compile_report.topology_mesh(topology)
@@ -275,10 +229,6 @@ def main() -> None:
             results.append(case | result)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(_report(results), indent=2) + "\n")
-
-
-def _compile_with(kernels: str, keeps_rounds: bool) -> Any:
-    return lambda size, mesh: compile_ours(size, mesh, kernels, keeps_rounds)
 
 
 def _report(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import tempfile
 
 from interleaved import Turns, time_in_turns
 from list_options import AllValues
-from measuring import write_document
+from measuring import report_results
 from settings import SETTINGS
 from sides import OURS, SIDES
 from step_check import start_checked, write_batches
@@ -25,7 +25,7 @@ METHODS = ("train", "forward")
 
 
 def main() -> None:
-    """Measures in turns; prints a table and writes JSON."""
+    """Measures in turns."""
     parser = argparse.ArgumentParser(description="Times steps by number of devices.")
     parser.add_argument("--setting", choices=SETTINGS, default="S1")
     parser.add_argument(
@@ -55,9 +55,6 @@ def main() -> None:
         times = time_in_turns(sides, METHODS, turns)
     results = []
     fewest = next(iter(times.values()))
-    print(
-        f"{'devices':>7} {'train ms':>9} {'ratio':>6} {'forward ms':>10} {'ratio':>6}"
-    )
     for devices, found in zip(arguments.devices, times.values(), strict=True):
         row = {"setting": setting.name, "devices": devices}
         for method in METHODS:
@@ -65,11 +62,7 @@ def main() -> None:
             ratio = found[method].median_ms / fewest[method].median_ms
             row[f"{method}_ratio"] = ratio
         results.append(row)
-        print(
-            f"{devices:7} {row['train_ms']:9.2f} {row['train_ratio']:6.2f} "
-            f"{row['forward_ms']:10.2f} {row['forward_ratio']:6.2f}"
-        )
-    write_document(
+    report_results(
         arguments.json,
         "device_count",
         shapes={setting.name: setting.shapes()},

@@ -21,7 +21,6 @@ def make_plan(
     dim: int,
     optimizer: Any,
     kernels: Any = "xla",
-    dtype: str = "float32",
 ) -> te.EmbeddingPlan:
     """Plans equal tables with one feature each; `kernels` is `te.make_plan`'s."""
     tables = [
@@ -30,7 +29,6 @@ def make_plan(
             dim=dim,
             combiner="sum",
             name=f"t{i:02d}",
-            dtype=dtype,
         )
         for i in range(num_tables)
     ]
@@ -38,10 +36,11 @@ def make_plan(
     return te.make_plan(features, mesh, optimizer=optimizer, kernels=kernels)
 
 
-def abstract_ids(plan: te.EmbeddingPlan, batch_size: int, valence: int = 1) -> Any:
-    """Returns the shapes of a batch, `[batch]` or `[batch, valence]` per feature."""
-    shape = (batch_size,) if valence == 1 else (batch_size, valence)
-    ids = {f.name: jax.ShapeDtypeStruct(shape, jnp.int32) for f in plan.features}
+def abstract_ids(plan: te.EmbeddingPlan, batch_size: int) -> Any:
+    """Returns the shapes of a batch, `[batch]` per feature."""
+    ids = {
+        f.name: jax.ShapeDtypeStruct((batch_size,), jnp.int32) for f in plan.features
+    }
     return compile_report.abstract_batch(ids, plan)
 
 

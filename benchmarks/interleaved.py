@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any, Final
 
-import numpy as np
+from settings import Setting
 
 DIRECTORY: Final = pathlib.Path(__file__).parent
 LAST_CHARACTERS: Final = 1500
@@ -30,7 +30,7 @@ class SideProcess:
 
     Args:
       module: module of `sides`.
-      setting: dataclass of `settings`.
+      setting: shapes.
       batches_file: of the batches, for all sides.
       python: path of the interpreter.
       environment: variables of the process; None: those of this one.
@@ -39,7 +39,7 @@ class SideProcess:
     def __init__(
         self,
         module: str,
-        setting: Any,
+        setting: Setting,
         batches_file: pathlib.Path,
         *,
         python: str = sys.executable,
@@ -55,7 +55,7 @@ class SideProcess:
             text=True,
             env=environment,
         )
-        fields = dataclasses.asdict(setting) | {"type": type(setting).__name__}
+        fields = dataclasses.asdict(setting)
         try:
             self.ask("start", setting=fields, batches_file=str(batches_file))
         except SideFailedError:
@@ -138,10 +138,6 @@ class Times:
             return self.median_ms, self.median_ms
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return 1e3 * low, 1e3 * high
-
-    def percentile_ms(self, percent: float) -> float:
-        """Returns the time that `percent` % of the steps do not exceed."""
-        return 1e3 * float(np.percentile(self.seconds, percent))
 
     def fields(self, name: str) -> dict[str, Any]:
         """Returns the fields of a result."""

@@ -1,13 +1,11 @@
-"""Shared by benchmarks of this machine: fresh processes, clocks and documents."""
+"""Shared by benchmarks of this machine: fresh processes and documents."""
 
 import concurrent.futures
-import dataclasses
 import json
 import multiprocessing
 import pathlib
 import platform
-import resource
-import time
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,42 +20,7 @@ def run_fresh(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-@dataclasses.dataclass(frozen=True)
-class Use:
-    """Time and memory that work has taken.
-
-    Attributes:
-      seconds: on the clock.
-      cpu_seconds: of all threads.
-      peak_bytes: memory at its peak, above that before the work.
-    """
-
-    seconds: float
-    cpu_seconds: float
-    peak_bytes: int
-
-
-def measure(work: Callable[[], Any]) -> tuple[Any, Use]:
-    """Runs work to its end on the device; returns its result and what it took.
-
-    The memory of the process must not have been higher before.
-    """
-    jax.block_until_ready(jax.numpy.zeros(1))  # Starts JAX, which is not measured.
-    before = _resident_bytes()
-    start, cpu_start = time.perf_counter(), time.process_time()
-    result = jax.block_until_ready(work())
-    seconds = time.perf_counter() - start
-    cpu_seconds = time.process_time() - cpu_start
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return result, Use(seconds, cpu_seconds, peak - before)
-
-
-def _resident_bytes() -> int:
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
-
-
-def write_document(
+def report_results(
     file: pathlib.Path | None,
     benchmark: str,
     *,
@@ -65,7 +28,7 @@ def write_document(
     results: list[dict[str, Any]],
     **fields: Any,
 ) -> None:
-    """Writes what `record.py` reads, if a file is given.
+    """Prints all results, and writes what `record.py` reads if a file is given.
 
     Args:
       file: from the option `--json`.
@@ -74,6 +37,8 @@ def write_document(
       results: one dictionary for each case.
       **fields: further ones; `versions` replaces those of JAX and Python.
     """
+    for row in results:
+        print(", ".join(f"{name} {_show(value)}" for name, value in row.items()))
     if file is None:
         return
     document = {
@@ -86,3 +51,22 @@ def write_document(
         "results": results,
     }
     file.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _show(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def reset_peak() -> int:
+    """Sets the peak of this process's memory to the memory of now, and returns it."""
+    jax.block_until_ready(jax.numpy.zeros(1))  # Starts JAX, which is not measured.
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+
+def peak_bytes() -> int:
+    """Returns the memory of this process at its peak."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert found is not None
+    return 1024 * int(found[1])

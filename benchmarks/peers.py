@@ -4,10 +4,10 @@
         [--python NAME=/path/to/python ...] [--rounds N] --json FILE
     python benchmarks/record.py FILE
 
-A side is this package or a peer: FBGEMM, PyTorch, TensorFlow, JAX with dense gradients,
-keras-rs. Each runs in a process of its own, and all take turns, so load on the machine
-meets all of them. As many peers run at a time as fit the memory; this package runs
-beside all. Compare ratios: those are taken within a group.
+A side is this package or a peer: FBGEMM, PyTorch, TensorFlow, JAX with dense
+gradients. Each runs in a process of its own, beside one of this package, and the two
+take turns, so load on the machine meets both. Compare ratios: those are taken within a
+pair.
 
 Every step has a new batch of Zipf-distributed ids, the same for all sides. It is on the
 device, in the library's own form, before the clock starts. A step is a lookup, the
@@ -35,18 +35,16 @@ from interleaved import (
     time_in_turns,
 )
 from list_options import AllValues
-from measuring import write_document
+from measuring import report_results
 from settings import SETTINGS, Setting
 from sides import OURS, SIDES
 from step_check import start_checked, write_batches
 
 METHODS: Final = ("train", "forward")
-PROCESS_BYTES: Final = 8e8
-"""Memory of a side beside its tables: libraries, batches, activations."""
 
 
 def main() -> None:
-    """Measures all settings; prints a table and writes JSON."""
+    """Measures all settings."""
     arguments = _parse()
     pythons = dict(pair.split("=", 1) for pair in arguments.python)
     peers, left_out = _installed(arguments.peer, pythons)
@@ -55,14 +53,12 @@ def main() -> None:
     turns = Turns(
         rounds=arguments.rounds, steps=arguments.steps, seconds=arguments.seconds
     )
-    memory = 1e9 * arguments.memory_gb if arguments.memory_gb else 0.9 * _free_bytes()
     results: list[dict[str, Any]] = []
     for name in arguments.setting:
         comparison = Comparison(SETTINGS[name], pythons, turns)
-        results += comparison.run(peers, memory)
-    print(_table(results))
+        results += comparison.run(peers)
     versions = [row.pop("versions", {}) for row in results]
-    write_document(
+    report_results(
         arguments.json,
         "peers",
         shapes={"rounds": turns.rounds, "steps": turns.steps},
@@ -97,7 +93,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=3.0, help="end of a turn for slow sides"
     )
-    parser.add_argument("--memory-gb", type=float, help="default: 90 %% of the free")
     parser.add_argument("--json", type=pathlib.Path, help="file for the figures")
     arguments = parser.parse_args()
     for pair in arguments.python:
@@ -116,18 +111,16 @@ class Comparison:
     """
 
     def __init__(self, setting: Setting, pythons: dict[str, str], turns: Turns):
-        self._left_out: dict[str, str] = {}
         self._setting = setting
         self._pythons = pythons
         self._turns = turns
         self._checked: dict[str, dict[str, Any]] = {}
 
-    def run(self, peers: list[str], memory: float) -> list[dict[str, Any]]:
+    def run(self, peers: list[str]) -> list[dict[str, Any]]:
         """Times all peers; returns a result for each side, or why there is none.
 
         Args:
           peers: names of the installed ones.
-          memory: bytes that all processes together may use.
         """
         print(f"{self._setting.name}: {self._setting.shapes()}", flush=True)
         results: list[dict[str, Any]] = []
@@ -140,60 +133,32 @@ class Comparison:
             )
             ours = self._start(OURS)
             try:
-                groups = self._groups(peers, memory - self._bytes_of(OURS))
-                for group in groups:
-                    times = self._time_group(ours, group)
-                    beside = times.pop(OURS)
+                if not peers:
+                    own = time_in_turns({OURS: ours}, METHODS, self._turns)[OURS]
+                for peer in peers:
+                    try:
+                        times = self._time_pair(ours, peer)
+                    except SideFailedError as error:
+                        print(f"  left out: {peer}: {error}", flush=True)
+                        reason = str(error).splitlines()[0]
+                        results.append(self._row(peer) | {"left_out": reason})
+                        continue
                     for method in METHODS:
-                        own[method].extend(beside[method])
-                    for peer, by_method in times.items():
-                        results.append(self._result(peer, by_method, beside))
+                        own[method].extend(times[OURS][method])
+                    results.append(self._result(peer, times[peer], times[OURS]))
             finally:
                 ours.close()
-        left_out = [
-            self._row(peer) | {"left_out": reason}
-            for peer, reason in self._left_out.items()
-        ]
-        return [self._result(OURS, own, None), *results, *left_out]
+        if not own["train"].seconds:
+            return results
+        return [self._result(OURS, own, None), *results]
 
-    def _groups(self, peers: list[str], memory: float) -> list[list[str]]:
-        """Returns the peers that run at a time, the smallest first."""
-        groups: list[list[str]] = [[]]
-        free = memory
-        for peer in sorted(peers, key=self._bytes_of):
-            needed = self._bytes_of(peer)
-            if needed > memory:
-                self._leave_out(
-                    peer, f"needs {needed / 1e9:.0f} GB, {memory / 1e9:.0f} are free"
-                )
-                continue
-            if needed > free:
-                groups.append([])
-                free = memory
-            groups[-1].append(peer)
-            free -= needed
-        return groups
-
-    def _time_group(
-        self, ours: SideProcess, peers: list[str]
-    ) -> dict[str, dict[str, Times]]:
-        """Starts the peers beside this package, and times them in turns."""
-        sides = {OURS: ours}
+    def _time_pair(self, ours: SideProcess, peer: str) -> dict[str, dict[str, Times]]:
+        """Starts a peer beside this package, and times both in turns."""
+        side = self._start(peer)
         try:
-            for peer in peers:
-                try:
-                    sides[peer] = self._start(peer)
-                except SideFailedError as error:
-                    self._leave_out(peer, str(error))
-            return time_in_turns(sides, METHODS, self._turns)
-        except SideFailedError as error:
-            for peer in sides.keys() - {OURS}:
-                self._leave_out(peer, str(error))
-            return {OURS: {method: Times() for method in METHODS}}
+            return time_in_turns({OURS: ours, peer: side}, METHODS, self._turns)
         finally:
-            for name, side in sides.items():
-                if name != OURS:
-                    side.close()
+            side.close()
 
     def _start(self, name: str) -> SideProcess:
         print(f"  starting {name}", flush=True)
@@ -204,14 +169,6 @@ class Comparison:
             python=self._pythons.get(name, sys.executable),
         )
         return side
-
-    def _leave_out(self, peer: str, reason: str) -> None:
-        print(f"  left out: {peer}: {reason}", flush=True)
-        self._left_out[peer] = reason.splitlines()[0]
-
-    def _bytes_of(self, name: str) -> float:
-        copies = SIDES[name].table_copies
-        return PROCESS_BYTES + copies * self._setting.table_bytes
 
     def _row(self, name: str) -> dict[str, Any]:
         """Returns the fields that every result has."""
@@ -253,34 +210,6 @@ def _installed(
         else:
             found.append(name)
     return found, left_out
-
-
-def _free_bytes() -> float:
-    """Returns the memory that processes can have without swapping."""
-    for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return 1024.0 * int(line.split()[1])
-    raise SystemExit("/proc/meminfo has no MemAvailable; pass --memory-gb.")
-
-
-def _table(results: list[dict[str, Any]]) -> str:
-    head = f"{'setting':8} {'side':11} {'optimizer':16}"
-    columns = "   this/peer".join(
-        f" {m + ' ms':>10} {'quartiles':>15}" for m in METHODS
-    )
-    lines = [f"{head}{columns}   this/peer  difference"]
-    for row in results:
-        line = f"{row['setting']:8} {row['peer']:11} {row['optimizer']:16}"
-        if "left_out" in row:
-            lines.append(f"{line} left out: {row['left_out']}")
-            continue
-        for method in METHODS:
-            low, high = row[f"{method}_quartiles_ms"]
-            ratio = row.get(f"{method}_ratio")
-            line += f" {row[f'{method}_ms']:10.2f} {low:7.2f}-{high:<7.2f}"
-            line += f" {ratio:11.2f}" if ratio else " " * 12
-        lines.append(f"{line} {row['max_difference']:11.1e}")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Draws the times of all libraries as an SVG; `render_tables.py` writes it."""
+"""Draws the times of all libraries as an SVG; `record.py` writes it."""
 
 import math
 from typing import Any, Final
 
-from markdown_tables import Results, show_time
+from results_file import Results
 from sides import OURS, SIDES
 
 PICTURE: Final = "peers.svg"
@@ -95,3 +95,10 @@ def _line(row: dict[str, Any], y: float, axis: _Axis) -> list[str]:
 
 def _text(x: float, y: float, words: str, style: str = "") -> str:
     return f'<text class="t {style}" x="{x}" y="{y}">{words}</text>'
+
+
+def show_time(milliseconds: float) -> str:
+    """Returns a time as text, with three digits or the thousands apart."""
+    if milliseconds < 10:
+        return f"{milliseconds:.2f}"
+    return f"{milliseconds:.1f}" if milliseconds < 100 else f"{milliseconds:,.0f}"

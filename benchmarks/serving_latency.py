@@ -1,208 +1,141 @@
-"""Times the serving of lookups: the exports of this package, beside TorchScript.
+"""Times the serving of lookups by an export, beside TorchScript if it is installed.
 
     python benchmarks/serving_latency.py [--setting one_hot bags] [--dtype float32 int8]
-        [--batch 1 16 256 4096] [--python tensorflow=/path torch=/path] [--json FILE]
+        [--batch 1 256 4096] [--rows N] [--calls N] [--json FILE]
     python benchmarks/record.py FILE
 
 A call takes int64 ids as NumPy arrays, and ends when the activations are NumPy arrays.
 So checks of ids, and copies to and from the library, count. The sides are the StableHLO
-program, read by `te.export.load`; the SavedModel under TensorFlow; and a scripted
-module of one EmbeddingBag per feature. They have the same rows, also in int8. Each has
-a process of its own with all cores, and they take turns.
-
-The first call of each side is compared with NumPy. Sides whose libraries are not
-installed are left out, and the output says so. `--python` names their interpreters;
-TensorFlow's needs this package, too, which writes the SavedModel.
+program, read by `te.export.load`, and a scripted module of one EmbeddingBag per
+feature, in float32 only. Both run in this process, call by call in turns.
 """
 
 import argparse
-import collections
-import contextlib
-import dataclasses
-import json
 import pathlib
-import subprocess
-import sys
+import statistics
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
 from typing import Any, Final
 
-from interleaved import (
-    SideFailedError,
-    SideProcess,
-    Turns,
-    missing_modules,
-    time_in_turns,
-)
+import numpy as np
+from flax import nnx
 from list_options import AllValues
-from measuring import write_document
-from settings import SERVED_SHAPES, ServingSetting
-from sides import SERVERS
-from step_check import start_server, write_batches
+from measuring import report_results
+from settings import Setting, initial_table
+from sides.embedding_layer import table_features
 
-MAX_TURN_IDS: Final = 2**24
-"""Ids of a turn, which lie in memory."""
-FIRST: Final = next(iter(SERVERS))
+import tpu_embedding as te
+
+SHAPES: Final[dict[str, dict[str, int]]] = {
+    "one_hot": {"tables": 26, "dim": 32, "valence": 1},
+    "bags": {"tables": 8, "dim": 128, "valence": 20},
+    "tiny": {"tables": 2, "dim": 8, "valence": 4},
+}
+"""Shapes of the lookups; `tiny` is to try the command."""
+
+Ids = dict[str, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Latency:
-    """Times all sides at all batch sizes.
+def stablehlo(setting: Setting, dtype: str) -> Callable[[Ids], list[np.ndarray]]:
+    """Exports a layer; returns a call on the program."""
+    features = table_features(setting)
+    layer = te.TPUEmbedding(features, rngs=nnx.Rngs(0))
+    example = draw_ids(setting, 3)
+    with tempfile.TemporaryDirectory() as directory:
+        te.export.save(layer, f"{directory}/export", example, dtype=dtype)
+        served = te.export.load(f"{directory}/export")
+    return lambda ids: [np.asarray(rows) for rows in served(ids).values()]
 
-    Attributes:
-      pythons: side to its interpreter.
-      batches: batch sizes.
-      rounds: turns of each side.
-      calls: timed calls of each side, at most.
-      seconds: time after which a turn ends early.
-    """
 
-    pythons: dict[str, str]
-    batches: list[int]
-    rounds: int
-    calls: int
-    seconds: float
+def torchscript(setting: Setting) -> Callable[[Ids], list[np.ndarray]]:
+    """Scripts one bag of rows per feature; returns a call on all of them."""
+    import torch  # pyright: ignore[reportMissingImports]
 
-    def run(self, setting: ServingSetting) -> list[dict[str, Any]]:
-        """Writes the exports of a setting, and times them at each batch size."""
-        sides = [name for name in self.pythons if self._export(name, setting)]
-        results = []
-        for batch in self.batches:
-            results += self._time(sides, dataclasses.replace(setting, batch=batch))
-        return results
+    tables = [
+        torch.from_numpy(initial_table(setting, i)) for i in range(setting.tables)
+    ]
+    bags = [torch.nn.EmbeddingBag.from_pretrained(rows, mode="sum") for rows in tables]
+    scripted = [torch.jit.freeze(torch.jit.script(bag.eval())) for bag in bags]
+    shape = (-1, setting.valence)
 
-    def _export(self, name: str, setting: ServingSetting) -> bool:
-        """Returns False if the side cannot have its export."""
-        if SERVERS[name].export is None:
-            return True
-        script = str(pathlib.Path(__file__).with_name("serving_export.py"))
-        fields = json.dumps(dataclasses.asdict(setting))
-        command = [self.pythons[name], script, fields, SERVERS[name].export]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            print(f"left out: {name}: its export failed:\n{done.stderr[-1500:]}")
-        return done.returncode == 0
+    def call(ids: Ids) -> list[np.ndarray]:
+        with torch.inference_mode():
+            given = [torch.from_numpy(each.reshape(shape)) for each in ids.values()]
+            return [b(x).numpy() for b, x in zip(scripted, given, strict=True)]
 
-    def _time(self, names: list[str], setting: ServingSetting) -> list[dict[str, Any]]:
-        ids_of_call = setting.tables * setting.batch * setting.valence
-        most = max(2, MAX_TURN_IDS // ids_of_call)
-        steps = min(self.calls // self.rounds, most - 1)
-        turns = Turns(rounds=self.rounds, steps=steps, seconds=self.seconds)
-        file = write_batches(
-            setting, min(most, turns.num_batches(1)), pathlib.Path(setting.directory)
-        )
-        case = {"setting": setting.name, "dtype": setting.dtype, "batch": setting.batch}
-        print(*case.values(), flush=True)
-        with self._started(names, setting, file) as (sides, checked):
-            times = time_in_turns(sides, ("forward",), turns)
-        results = []
-        for name in sides:
-            found = times[name]["forward"]
-            row = case | {"side": name, "calls": len(found.seconds), **checked[name]}
-            row |= {f"p{p}_ms": found.percentile_ms(p) for p in (50, 99)}
-            results.append(row | {"shape": setting.shapes()})
-            del results[-1]["shape"]["directory"]
-        for row in results:
-            row["ratio"] = results[0]["p50_ms"] / row["p50_ms"]
-        return results
+    return call
 
-    @contextlib.contextmanager
-    def _started(
-        self, names: list[str], setting: ServingSetting, file: pathlib.Path
-    ) -> Iterator[tuple[dict[str, SideProcess], dict[str, dict[str, Any]]]]:
-        """Starts the sides that can run; yields them and their checks."""
-        sides, checked = {}, {}
-        try:
-            for name in names:
-                try:
-                    sides[name], checked[name] = start_server(
-                        SERVERS[name], setting, file, self.pythons[name]
-                    )
-                except SideFailedError as error:
-                    print(f"left out: {name}: {error}", flush=True)
-            yield sides, checked
-        finally:
-            for side in sides.values():
-                side.close()
+
+def draw_ids(setting: Setting, batch: int) -> Ids:
+    """Returns a request of int64 ids, `[batch]` or `[batch, valence]` by feature."""
+    random = np.random.default_rng(0)
+    shape = (batch, setting.valence)[: 1 + (setting.valence > 1)]
+    return {
+        name: random.integers(setting.rows, size=shape)
+        for name in table_features(setting)
+    }
+
+
+def time_calls(
+    calls: dict[str, Callable[[Ids], list[np.ndarray]]], ids: Ids, count: int
+) -> dict[str, list[float]]:
+    """Returns the milliseconds of each call of each side; all give equal results."""
+    first, *others = (call(ids) for call in calls.values())
+    for other in others:
+        np.testing.assert_allclose(np.stack(other), np.stack(first), atol=1e-5)
+    times: dict[str, list[float]] = {side: [] for side in calls}
+    for _ in range(count):
+        for side, call in calls.items():
+            start = time.perf_counter()
+            call(ids)
+            times[side].append(1e3 * (time.perf_counter() - start))
+    return times
 
 
 def main() -> None:
-    """Measures in turns; prints a table and writes JSON."""
+    """Measures all cases."""
     arguments = _parse()
-    latency = Latency(
-        pythons=_installed(dict(pair.split("=", 1) for pair in arguments.python)),
-        batches=arguments.batch,
-        rounds=arguments.rounds,
-        calls=arguments.calls,
-        seconds=arguments.seconds,
-    )
-    results = []
+    results: list[dict[str, Any]] = []
     for name in arguments.setting:
+        setting = Setting(name=name, rows=arguments.rows, batch=1, **SHAPES[name])
         for dtype in arguments.dtype:
-            with tempfile.TemporaryDirectory() as directory:
-                setting = ServingSetting(
-                    name=name,
-                    rows=arguments.rows,
-                    batch=1,
-                    dtype=dtype,
-                    directory=directory,
-                    **SERVED_SHAPES[name],
-                )
-                results += latency.run(setting)
-    for row in results:
-        print(
-            f"{row['setting']:8} {row['dtype']:8} {row['batch']:6} {row['side']:11}"
-            f"{row['p50_ms']:9.3f} ms {row['p99_ms']:9.3f} ms {row['calls']:6} calls"
-            f" {row['ratio']:6.2f}"
-        )
-    versions = [row.pop("versions") for row in results]
-    write_document(
+            calls = {"stablehlo": stablehlo(setting, dtype)}
+            try:
+                calls |= {"torch": torchscript(setting)} if dtype == "float32" else {}
+            except ImportError:
+                print("left out: torch: not installed")
+            for batch in arguments.batch:
+                times = time_calls(calls, draw_ids(setting, batch), arguments.calls)
+                ours = statistics.median(times["stablehlo"])
+                for side, found in times.items():
+                    p50, p99 = np.percentile(found, [50, 99]).tolist()
+                    row = {"setting": name, "dtype": dtype, "batch": batch}
+                    row |= {"side": side, "p50_ms": p50, "p99_ms": p99}
+                    results.append(row | {"ratio": ours / p50})
+    report_results(
         arguments.json,
         "serving_latency",
-        shapes={"rows": arguments.rows, "rounds": arguments.rounds},
+        shapes={"rows": arguments.rows, "calls": arguments.calls},
         results=results,
-        versions=dict(collections.ChainMap(*versions)),
     )
-
-
-def _installed(pythons: dict[str, str]) -> dict[str, str]:
-    """Returns the interpreters of the sides that can run; prints the other sides."""
-    found = {}
-    for name, info in SERVERS.items():
-        python = pythons.get(name, sys.executable)
-        if missing := missing_modules(python, info.requires):
-            print(f"left out: {name}: {', '.join(missing)} not installed in {python}")
-        else:
-            found[name] = python
-    return found
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Times the serving of lookups.")
 
-    def add(option: str, default: Any, text: str, **kinds: Any) -> None:
+    def add(option: str, default: list[Any], **kinds: Any) -> None:
         parser.add_argument(
-            option, nargs="+", action=AllValues, default=default, help=text, **kinds
+            option, nargs="+", action=AllValues, default=default, **kinds
         )
 
-    add("--setting", ["one_hot", "bags"], "shapes", choices=SERVED_SHAPES)
-    add("--dtype", ["float32", "int8"], "rows", choices=["float32", "int8"])
-    add("--batch", [1, 16, 256, 4096], "samples of a call", type=int)
-    add("--python", [], "interpreters", metavar="NAME=PATH")
+    add("--setting", ["one_hot", "bags"], choices=SHAPES)
+    add("--dtype", ["float32", "int8"], choices=["float32", "int8"])
+    add("--batch", [1, 256, 4096], type=int)
     parser.add_argument("--rows", type=int, default=100_000, help="rows of a table")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each side")
-    parser.add_argument("--calls", type=int, default=2000, help="calls, at most")
-    parser.add_argument(
-        "--seconds", type=float, default=3.0, help="end of a turn for slow sides"
-    )
+    parser.add_argument("--calls", type=int, default=200, help="calls of each side")
     parser.add_argument("--json", type=pathlib.Path, help="file for the figures")
-    arguments = parser.parse_args()
-    for pair in arguments.python:
-        if pair.split("=", 1)[0] not in SERVERS or "=" not in pair:
-            parser.error(
-                f"--python needs NAME=PATH with a NAME of {list(SERVERS)}: {pair!r}"
-            )
-    return arguments
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -59,37 +59,6 @@ SETTINGS: Final = {
 }
 """S1 to S3 are measured. T0 is tiny, to try the command."""
 
-SERVED_SHAPES: Final[dict[str, dict[str, int]]] = {
-    "one_hot": {"tables": 26, "dim": 32, "valence": 1},
-    "bags": {"tables": 8, "dim": 128, "valence": 20},
-    "tiny": {"tables": 2, "dim": 8, "valence": 4},
-}
-"""Shapes of `serving_latency.py`. `tiny` is to try the command."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingSetting(Setting):
-    """Lookups that are served, without training.
-
-    Attributes:
-      dtype: storage type of the rows, `float32` or `int8`.
-      directory: holds the exports; see `serving_export.py`.
-    """
-
-    dtype: str
-    directory: str
-
-    def by_feature(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns a request: int64 `[batch]` or `[batch, valence]` by feature.
-
-        Args:
-          ids: `[tables, batch, valence]`.
-        """
-        ids = ids.astype(np.int64)
-        by_table = ids[..., 0] if self.valence == 1 else ids
-        return {f"f{i:03d}": each for i, each in enumerate(by_table)}
-
-
 BLOCK: Final = 2**14
 """Rows that `initial_table` computes at a time: little memory beside a table."""
 
@@ -123,47 +92,7 @@ def initial_table(setting: Setting, table: int) -> np.ndarray:
     return rows
 
 
-def int8_codes(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns rows as bytes `q`, scales and biases: a row is `scale * q + bias`.
-
-    Args:
-      rows: `[rows, dim]`; no row has equal elements only.
-
-    Returns:
-      uint8 `[rows, dim]`, and float32 `[rows]` twice.
-    """
-    bias = rows.min(axis=1)
-    scale = (rows.max(axis=1) - bias) / np.float32(255)
-    codes = np.rint((rows - bias[:, None]) / scale[:, None])
-    return np.clip(codes, 0, 255).astype(np.uint8), scale, bias
-
-
 def cotangents(setting: Setting) -> np.ndarray:
     """Returns the derivative of the loss, `[batch, tables, dim]`, of every step."""
     shape = (setting.batch, setting.tables, setting.dim)
     return np.random.default_rng(1).standard_normal(shape, np.float32)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DlrmSetting:
-    """A training of DLRM by one of the run configs.
-
-    Attributes:
-      config: name of the run config.
-      table_learning_rate: initial one; it falls linearly to 2 %.
-      dense_learning_rate: that of the dense parameters; it falls likewise.
-      num_steps: steps until both are at 2 %.
-      parameters_file: `.npz` of the initial parameters. This package's side writes it,
-        and starts before the others.
-    """
-
-    config: str
-    table_learning_rate: float
-    dense_learning_rate: float
-    num_steps: int
-    parameters_file: str
-
-
-LAST_RATE: Final = 0.02
-"""Last learning rates of `DlrmSetting`, as a multiple of the first."""
-INITIAL_DLRM_ACCUMULATOR: Final = 1e-6

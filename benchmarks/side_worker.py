@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import numpy as np
+from settings import Setting
 
 
 class Worker:
@@ -21,18 +22,14 @@ class Worker:
 
     Args:
       module: module of `sides` that has the `Side`.
-      setting: type and fields of the setting.
-      batches_file: `.npy` of an array, or `.npz` of a dictionary of them; the first
-        axis is that of batches.
+      setting: its fields.
+      batches_file: `.npy` of an array; the first axis is that of batches.
     """
 
     def __init__(self, module: str, setting: dict[str, Any], batches_file: str):
-        setting_type = getattr(importlib.import_module("settings"), setting.pop("type"))
         side_type = importlib.import_module(f"sides.{module}").Side
-        self._side = side_type(setting_type(**setting))
-        batches = np.load(batches_file, mmap_mode="r")
-        # A file of several arrays cannot be mapped.
-        self._batches = batches if isinstance(batches, np.ndarray) else dict(batches)
+        self._side = side_type(Setting(**setting))
+        self._batches = np.load(batches_file, mmap_mode="r")
 
     def check(self, file: str) -> dict[str, Any]:
         """Writes the activations of batch 0, before and after one step on it."""
@@ -40,12 +37,6 @@ class Worker:
         before = self._side.activations(batch)
         self._side.train(batch)
         np.save(file, np.stack([before, self._side.activations(batch)]))
-        return {"versions": self._side.versions}
-
-    def look_up(self, file: str) -> dict[str, Any]:
-        """Writes the activations of batch 0, for a side that does not train."""
-        (batch,) = self._load(0, 1)
-        np.save(file, self._side.activations(batch))
         return {"versions": self._side.versions}
 
     def time_each(
@@ -70,25 +61,12 @@ class Worker:
                 break
         return self._reply(seconds)
 
-    def time_together(self, method: str, first: int, count: int) -> dict[str, Any]:
-        """Times one call on all batches from the host; returns the mean of a step."""
-        run = getattr(self._side, method)
-        batches = [self._host_batch(i) for i in range(first, first + count)]
-        run(batches[0])
-        start = time.perf_counter()
-        run(*batches)
-        return self._reply([(time.perf_counter() - start) / count])
-
     def _load(self, first: int, count: int) -> list[Any]:
         places = range(first, first + count)
         return [self._side.load(self._host_batch(i)) for i in places]
 
-    def _host_batch(self, place: int) -> Any:
-        if isinstance(self._batches, np.ndarray):
-            return np.array(self._batches[place % len(self._batches)])
-        return {
-            name: array[place % len(array)] for name, array in self._batches.items()
-        }
+    def _host_batch(self, place: int) -> np.ndarray:
+        return np.array(self._batches[place % len(self._batches)])
 
     def _reply(self, seconds: list[float]) -> dict[str, Any]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

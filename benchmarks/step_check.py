@@ -1,4 +1,4 @@
-"""Starts sides, and compares the first step, or lookup, of each with NumPy."""
+"""Starts sides, and compares the first step of each with NumPy."""
 
 import pathlib
 import sys
@@ -10,13 +10,11 @@ from settings import (
     EPSILON,
     INITIAL_ACCUMULATOR,
     LEARNING_RATE,
-    ServingSetting,
     Setting,
     cotangents,
     initial_values,
-    int8_codes,
 )
-from sides import ServerInfo, SideInfo
+from sides import SideInfo
 
 from tpu_embedding.tools.data.zipf import ZipfIds
 
@@ -26,11 +24,6 @@ TOLERANCE: Final = 1e-4
 A step moves a row by at most the learning rate, 0.01, and a sample sums up to 20 rows.
 The sum of a hot row's gradients, some thousand float32 values in any order, is right to
 about 1e-4 of its size."""
-
-SERVED_TOLERANCE: Final = 1e-5
-"""Largest difference of a served sum that rounding explains.
-
-Numbers are at most 1/32, and one wrong byte of an int8 row is a difference of 2e-4."""
 
 
 def write_batches(
@@ -86,49 +79,6 @@ def start_checked(
         side.close()
         raise
     return side, checked | {"max_difference": float(max(before, after))}
-
-
-def start_server(
-    info: ServerInfo, setting: ServingSetting, batches: pathlib.Path, python: str
-) -> tuple[SideProcess, dict[str, Any]]:
-    """Starts a side that serves, and compares its lookup of batch 0 with NumPy's.
-
-    Returns:
-      The side, its versions, and the largest difference of an activation.
-
-    Raises:
-      SideFailedError: if the side ends or computes something else.
-    """
-    side = SideProcess(info.module, setting, batches, python=python)
-    try:
-        file = batches.with_name("activations.npy")
-        checked = side.ask("look_up", file=str(file))
-        expected = served_rows(setting, np.load(batches, mmap_mode="r")[0])
-        difference = float(np.abs(np.load(file) - expected).max())
-        if not difference <= SERVED_TOLERANCE:
-            raise SideFailedError(f"{info.title} differs from NumPy by {difference}.")
-    except SideFailedError:
-        side.close()
-        raise
-    return side, checked | {"max_difference": difference}
-
-
-def served_rows(setting: ServingSetting, ids: np.ndarray) -> np.ndarray:
-    """Returns the activations of a batch, float32 `[batch, tables, dim]`.
-
-    Args:
-      setting: shapes, and the storage type of the rows.
-      ids: `[tables, batch, valence]`.
-    """
-    results = []
-    for table in range(setting.tables):
-        row_ids, places = np.unique(ids[table], return_inverse=True)
-        rows = initial_values(table, row_ids, setting.dim)
-        if setting.dtype == "int8":
-            codes, scale, bias = int8_codes(rows)
-            rows = scale[:, None] * codes + bias[:, None]
-        results.append(_sum_rows(rows, places.reshape(ids[table].shape)))
-    return np.stack(results, axis=1)
 
 
 def first_step(setting: Setting, ids: np.ndarray, optimizer: str) -> np.ndarray:

@@ -18,7 +18,8 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measuring import write_document
+from list_options import AllValues
+from measuring import report_results
 
 import tpu_embedding as te
 
@@ -66,37 +67,32 @@ def make_run(num_rows: int):
 
 
 def main() -> None:
-    """Measures and prints a table; writes JSON on request."""
+    """Measures all sizes in turns."""
     parser = argparse.ArgumentParser(
         description="Times train steps on tables of several sizes."
     )
     parser.add_argument("--json", type=pathlib.Path, help="file for the figures")
     parser.add_argument("--devices", type=int, help="emulated CPU devices")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument(
+        "--rows", nargs="+", action=AllValues, type=int, default=NUM_ROWS
+    )
     arguments = parser.parse_args()
     if arguments.devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", arguments.devices)
 
-    runs = {num_rows: make_run(num_rows) for num_rows in NUM_ROWS}
+    runs = {num_rows: make_run(num_rows) for num_rows in arguments.rows}
     for run in runs.values():
         for i in range(4):
             run(i)
-    seconds = {num_rows: [] for num_rows in NUM_ROWS}
+    seconds = {num_rows: [] for num_rows in arguments.rows}
     for i in range(arguments.steps):
         for num_rows, run in runs.items():
             seconds[num_rows].append(run(i))
 
     medians = {n: 1e3 * statistics.median(s) for n, s in seconds.items()}
-    print(f"{'rows':>12}  {'median ms':>9}  {'quartiles ms':>15}  {'ratio':>5}")
-    for n, values in seconds.items():
-        low, _, high = statistics.quantiles(values, n=4)
-        ratio = medians[n] / medians[NUM_ROWS[0]]
-        print(
-            f"{n:>12,}  {medians[n]:>9.2f}  {1e3 * low:>7.2f}-{1e3 * high:<7.2f}"
-            f"  {ratio:>5.2f}"
-        )
-    write_document(
+    report_results(
         arguments.json,
         "table_size",
         shapes={"dim": DIM, "batch": BATCH_SIZE, "valence": VALENCE},
@@ -106,7 +102,7 @@ def main() -> None:
                 "rows": n,
                 "median_ms": medians[n],
                 "quartiles_ms": [1e3 * q for q in statistics.quantiles(s, n=4)],
-                "ratio": medians[n] / medians[NUM_ROWS[0]],
+                "ratio": medians[n] / medians[arguments.rows[0]],
             }
             for n, s in seconds.items()
         ],

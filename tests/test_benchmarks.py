@@ -1,4 +1,4 @@
-"""Benchmarks run from end to end on tiny shapes, and their figures fill the tables."""
+"""Benchmarks run from end to end on tiny shapes, and their figures fill the table."""
 
 import json
 import pathlib
@@ -17,11 +17,10 @@ import interleaved  # noqa: E402  # pyright: ignore[reportMissingImports]
 import measuring  # noqa: E402  # pyright: ignore[reportMissingImports]
 import peers  # noqa: E402  # pyright: ignore[reportMissingImports]
 import processor  # noqa: E402  # pyright: ignore[reportMissingImports]
-import render_tables  # noqa: E402  # pyright: ignore[reportMissingImports]
+import record  # noqa: E402  # pyright: ignore[reportMissingImports]
 import results_file  # noqa: E402  # pyright: ignore[reportMissingImports]
 import settings  # noqa: E402  # pyright: ignore[reportMissingImports]
 import step_check  # noqa: E402  # pyright: ignore[reportMissingImports]
-import waiting  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 TINY = settings.SETTINGS["T0"]
 
@@ -53,9 +52,8 @@ def test_peers_run_in_turns_and_agree(tmp_path):
         assert row["train_steps"] == row["forward_steps"] == 2
     peer = rows["jax_dense"]
     assert peer["train_ratio"] == peer["train_ours_ms"] / peer["train_ms"]
-    table = render_tables.TABLES["peers"](results)
-    assert "| T0: 3 x 1,000 x 8, batch 64, 3 ids | tpu_embedding | rowwise" in table
-    assert "JAX, dense gradients" in render_tables.draw(results)
+    assert "| peers | T0, jax_dense | train " in record.render(results)
+    assert "JAX, dense gradients" in record.draw(results)
 
 
 @pytest.mark.full
@@ -65,96 +63,57 @@ def test_peers_run_in_turns_and_agree(tmp_path):
         ("checkpoint_speed.py", ["--rounds", "1", "--gb", "0.05"]),
         ("compile_time.py", ["--rounds", "1"]),
         ("device_count.py", ["--setting", "T0", "--devices", "1", "2"]),
-        ("dlrm_speed.py", ["--rounds", "1", "--steps", "2"]),
-        (
-            "dynamic_stream.py",
-            [
-                *("--seeds", "1", "2", "--rates", "0.3", "--steps", "200"),
-                *("--users", "100", "--items", "50"),
-            ],
-        ),
         # Text is compared with pandas, which tests do not install.
         (
             "input_speed.py",
-            ["--gb", "0.03", "--windows", "2", "--format", "arrays", "parquet"],
+            ["--gb", "0.03", "--windows", "1", "--format", "parquet"],
         ),
-        ("initialization.py", ["--rounds", "1", "--max-gb", "0.01"]),
-        ("peak_memory.py", ["--setting", "T0"]),
-        ("prepare_speed.py", ["--seconds", "0"]),
-        ("unique_rows.py", ["--setting", "tiny", "--rounds", "1", "--steps", "2"]),
-        ("host_memory.py", ["--setting", "T0", "--rounds", "1", "--steps", "2"]),
         ("first_step.py", ["--rounds", "1"]),
+        ("table_size.py", ["--devices", "1", "--steps", "2", "--rows", "100", "200"]),
         (
             "serving_latency.py",
             [
                 *("--setting", "tiny", "--batch", "1", "16", "--rows", "1000"),
-                *("--rounds", "1", "--calls", "2"),
+                *("--calls", "2"),
             ],
         ),
-        ("dynamic_steps.py", ["--setting", "tiny", "--rounds", "1", "--steps", "2"]),
     ],
 )
 def test_figures_fill_the_table(script, options, tmp_path):
     _, results = run(script, *options, file=tmp_path / "figures.json")
     name = script.removesuffix(".py")
-    table = render_tables.TABLES[name](results)
-    assert len(table.splitlines()) == 2 + len(results[name]["results"])
+    found = results[name]["results"]
+    assert record.render(results).count(f"| {name} | ") == len(found)
 
 
-@pytest.mark.parametrize(
-    ("metric", "value", "teacher", "wanted"),
-    [
-        ("auc", 0.65, 0.7, "0.7000 (0.7500 of its lead over 0.5)"),
-        ("auc", 0.65, 0.5, "0.5000"),
-        ("log_loss", 0.6, 0.5, "0.5000 (ratio 1.2000)"),
-    ],
-)
-def test_a_training_run_is_compared_with_its_teacher(
-    metric, value, teacher, wanted, tmp_path
-):
-    target = {"metric": metric, "at_least": 0.5, "at_most": None}
-    first = {
-        "run": {"name": "some", "seed": 0, "target": target},
-        "devices": {"count": 1, "kind": "cpu"},
-        "versions": {"jax": "0"},
-    }
-    result = {"metrics": {metric: value}, "teacher": teacher, "seconds": 1.0}
-    lines = [json.dumps(first), json.dumps({"result": result})]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    output, results = run(
-        "training_runs.py", str(tmp_path), file=tmp_path / "figures.json"
-    )
-    shown = f"{value:.4f}"
-    assert output == f"some: {metric} {shown}, teacher {wanted}\n"
-    table = render_tables.TABLES["training"](results)
-    assert f"| {shown} | {wanted} | 1 s |" in table
-
-
-def test_waits_without_figures_are_left_out():
+def test_the_table_is_not_stale():
+    page = record.PAGE.read_text()
     results = results_file.load_results()
-    every = waiting.waits(results)
-    del results["peers"]
-    assert waiting.waits(results) == [w for w in every if w.script != "peers.py"]
-    assert len(waiting.render(results).splitlines()) == 2 + len(waiting.waits(results))
-    assert waiting.waits({}) == []
-    assert waiting.draw({}).endswith("</svg>\n")
+    assert record.render_page(page, results) == page
+    assert record.PAGE.with_name(record.PICTURE).read_text() == record.draw(results)
 
 
-def test_all_goes_on_after_a_benchmark_that_fails(tmp_path):
-    options = ["--quick", "--only", "peers", "prepare_speed", "--output", tmp_path]
-    options += ["--python", "torch=/nowhere"]
-    command = [sys.executable, ROOT / "benchmarks" / "all.py", *options]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert "== peers FAILED" in done.stdout
-    assert (tmp_path / "prepare_speed.json").exists()
-    assert not (tmp_path / "peers.json").exists()
+CASE = {"devices": 8, "rows": 100_000}
 
 
-def test_a_table_without_figures_says_so():
+def test_a_new_figure_replaces_the_earlier_one(tmp_path):
     results = results_file.load_results()
-    results.pop("peers", None)
-    assert render_tables.TABLES["peers"](results) == "Not measured yet.\n"
+    before = len(results["table_size"]["results"])
+    new = [CASE | {"ratio": 77.0}, {"devices": 3, "rows": 7, "ratio": 78.0}]
+    document = {"benchmark": "table_size", "versions": {"jax": "1.2.3"}}
+    assert results_file.merge(results, document | {"results": new}) == "table_size"
+    assert len(results["table_size"]["results"]) == before + 1
+    table = record.render(results)
+    assert "| table_size | devices 8, rows 100,000 | ratio 77.00 |" in table
+
+    results_file.save_results(results, tmp_path / "results.json")
+    saved = results_file.load_results(tmp_path / "results.json")
+    assert saved == json.loads(json.dumps(results))
+
+
+def test_figures_of_no_benchmark_are_refused():
+    with pytest.raises(ValueError, match="must be one of"):
+        results_file.merge(results_file.load_results(), {"results": []})
 
 
 @pytest.mark.parametrize(
@@ -199,7 +158,7 @@ def test_figures_name_the_cpu(text, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(processor, "CPU_FILE", tmp_path / "cpuinfo")
     if text is not None:
         processor.CPU_FILE.write_text(text)
-    measuring.write_document(
+    measuring.report_results(
         tmp_path / "figures.json", "peers", shapes={}, results=[{"peer": "new"}]
     )
     document = json.loads((tmp_path / "figures.json").read_text())
@@ -210,11 +169,7 @@ def test_figures_name_the_cpu(text, expected, tmp_path, monkeypatch):
     *earlier, new = results["peers"]["results"]
     assert new["cpu"] == expected
     assert all(row.get("peer") != "new" for row in earlier)
-    table = render_tables.TABLES["processors"](results)
-    assert f"| 1 | {expected['model']}: " in table
-    summary = render_tables.TABLES["summary"](results)
-    is_shown = "2 CPU cores, x86_64, Xeon, median" in summary
-    assert is_shown == (expected["model"] == "Xeon")
+    assert f"| peers | -, new |  | {expected['model']} |" in record.render(results)
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad"])
@@ -281,27 +236,15 @@ def test_a_slow_side_does_fewer_steps():
     assert times["b"]["train"].peak_bytes == 7
 
 
-def test_a_peer_beyond_the_memory_is_left_out():
-    turns = interleaved.Turns(rounds=1, steps=1, seconds=1.0)
-    comparison = peers.Comparison(TINY, {}, turns)
-    groups = comparison._groups(["fbgemm", "torch", "jax_dense"], 1.9e9)
-    assert groups == [["fbgemm", "torch"], ["jax_dense"]]
-    assert comparison._groups(["torch"], 0.5e9) == [[]]
-    row = comparison._row("torch") | {"left_out": comparison._left_out["torch"]}
-    assert row["left_out"] == "needs 1 GB, 0 are free"
-    table = render_tables.TABLES["peers"]({"peers": {"results": [row]}})
-    assert "| adagrad | left out: needs 1 GB, 0 are free |" in table
-    assert "left out: needs 1 GB" in peers._table([row])
-
-
-def test_peers_beside_one_that_ends_are_left_out(monkeypatch):
+def test_a_peer_that_ends_is_left_out(monkeypatch):
     def ask(command, **arguments):
-        raise interleaved.SideFailedError("torch ended with status -9\nlast words")
+        if arguments["method"] == "train":
+            raise interleaved.SideFailedError("torch ended with status -9\nlast words")
 
     side = types.SimpleNamespace(ask=ask, close=lambda: None)
     monkeypatch.setattr(peers.Comparison, "_start", lambda *_: side)
     turns = interleaved.Turns(rounds=1, steps=1, seconds=1.0)
-    comparison = peers.Comparison(TINY, {}, turns)
-    times = comparison._time_group(side, ["torch"])
-    assert times["ours"]["train"].seconds == []
-    assert comparison._left_out == {"torch": "torch ended with status -9"}
+    (row,) = peers.Comparison(TINY, {}, turns).run(["torch"])
+    assert row["left_out"] == "torch ended with status -9"
+    table = record.render({"peers": {"results": [row]}})
+    assert "| T0, torch | left out: torch ended with status -9 |" in table

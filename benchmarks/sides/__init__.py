@@ -1,4 +1,4 @@
-"""The libraries that `peers.py` and `serving_latency.py` time: one module for each.
+"""The libraries that `peers.py` times: one module for each.
 
 Each module has a class `Side`:
 
@@ -8,9 +8,6 @@ Each module has a class `Side`:
     side.forward(batch)            # lookup alone; waits for the end
     side.activations(batch)        # its result, [batch, tables, dim], NumPy
     side.versions                  # of the libraries
-
-A side of `serving_latency.py` has no `train`. Its `load` returns NumPy arrays, and its
-`forward` takes them and returns NumPy arrays.
 
 A side works in its library's own form: a list of activations where the library has one
 object per table, one array where it fuses them. This module needs no library itself.
@@ -30,7 +27,6 @@ class SideInfo:
       requires: modules that its interpreter must find.
       packages: argument of `pip install` that brings them.
       optimizer: `rowwise_adagrad`, or `adagrad` where the library has no other.
-      table_copies: memory at its peak, as a multiple of the tables.
     """
 
     title: str
@@ -38,7 +34,6 @@ class SideInfo:
     requires: tuple[str, ...]
     packages: str
     optimizer: str
-    table_copies: float
 
 
 OURS: Final = "ours"
@@ -49,7 +44,6 @@ SIDES: Final = {
         requires=("tpu_embedding",),
         packages=".",
         optimizer="rowwise_adagrad",
-        table_copies=1.1,
     ),
     "fbgemm": SideInfo(
         title="FBGEMM",
@@ -57,7 +51,6 @@ SIDES: Final = {
         requires=("torch", "fbgemm_gpu"),
         packages="torch, then pip install --no-deps fbgemm-gpu-cpu numpy",
         optimizer="rowwise_adagrad",
-        table_copies=1.2,
     ),
     "torch": SideInfo(
         title="PyTorch EmbeddingBag, sparse",
@@ -65,7 +58,6 @@ SIDES: Final = {
         requires=("torch", "numpy"),
         packages="torch numpy",
         optimizer="adagrad",
-        table_copies=2.2,
     ),
     "tensorflow": SideInfo(
         title="TensorFlow, IndexedSlices",
@@ -73,7 +65,6 @@ SIDES: Final = {
         requires=("tensorflow", "tf_keras"),
         packages="tensorflow tf-keras",
         optimizer="adagrad",
-        table_copies=2.3,
     ),
     "jax_dense": SideInfo(
         title="JAX, dense gradients",
@@ -81,54 +72,6 @@ SIDES: Final = {
         requires=("jax", "optax"),
         packages="jax optax",
         optimizer="adagrad",
-        table_copies=3.0,
-    ),
-    "keras_rs": SideInfo(
-        title="keras-rs on JAX",
-        module="keras_rs_layer",
-        requires=("keras_rs", "jax"),
-        packages="keras-rs jax",
-        optimizer="adagrad",
-        table_copies=4.2,
     ),
 }
 """Name in commands to library."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServerInfo:
-    """A way to serve lookups, as `serving_latency.py` knows it.
-
-    Attributes:
-      title: name in tables.
-      module: module of this folder that has its `Side`.
-      requires: modules that its interpreter must find.
-      export: format that `serving_export.py` writes for it; None: it needs no export.
-    """
-
-    title: str
-    module: str
-    requires: tuple[str, ...]
-    export: str | None = None
-
-
-SERVERS: Final = {
-    "stablehlo": ServerInfo(
-        title="StableHLO, `te.export.load`",
-        module="served_stablehlo",
-        requires=("tpu_embedding",),
-        export="stablehlo",
-    ),
-    "tensorflow": ServerInfo(
-        title="SavedModel, TensorFlow",
-        module="served_saved_model",
-        requires=("tensorflow", "tpu_embedding"),
-        export="saved_model",
-    ),
-    "torch": ServerInfo(
-        title="TorchScript EmbeddingBag",
-        module="served_torch",
-        requires=("torch", "numpy"),
-    ),
-}
-"""Name in commands to way to serve; the first is compared with the others."""

@@ -3,8 +3,7 @@
 Freed memory is kept, as by the training command; see `te.host_memory`.
 """
 
-import os
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +20,12 @@ from settings import (
 
 import tpu_embedding as te
 
-FREED_MEMORY: Final = "BENCHMARK_FREED_MEMORY"
-"""Variable of the process: "given back" leaves memory as the C library has it."""
-
 
 class Side:
     """Tables of the setting on all devices of JAX."""
 
     def __init__(self, setting: Setting):
-        if os.environ.get(FREED_MEMORY, "kept") == "kept":
-            te.host_memory.keep_freed_memory()
+        te.host_memory.keep_freed_memory()
         self.versions = {"tpu_embedding": te.__version__, "jax": jax.__version__}
         optimizer = te.optimizers.rowwise_adagrad(
             LEARNING_RATE, INITIAL_ACCUMULATOR, epsilon=EPSILON
@@ -58,11 +53,6 @@ class Side:
         arguments = (batch, self._cotangents, self._plan)
         *self._state, activations = self._train(*self._state, *arguments)
         jax.block_until_ready((self._state, activations))
-
-    def compile_train(self, batch: Any) -> Any:
-        """Returns the compiled train step."""
-        arguments = (batch, self._cotangents, self._plan)
-        return self._train.lower(*self._state, *arguments).compile()
 
     def forward(self, batch: Any) -> Any:
         """Runs one lookup."""
