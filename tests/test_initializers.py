@@ -62,13 +62,6 @@ def test_constant_and_functions_of_jax_that_are_constants():
     assert row_initializer(jax.nn.initializers.normal(), 5, 4) is None
 
 
-def test_equal_by_value_and_hashable():
-    make = te.initializers.normal
-    assert make(0.5) == make(0.5) and hash(make(0.5)) == hash(make(0.5))
-    assert make(0.5) != make(0.25)
-    assert repr(make(0.5)) == "RowInitializer(_normal_rows, (0.5, 0.0))"
-
-
 def test_rowwise_gives_each_row_its_own_key():
     integers = te.initializers.rowwise(
         lambda key, shape, dtype: jax.random.bits(key, shape).astype(dtype)
@@ -114,15 +107,3 @@ def test_refusals(make, error, part):
     with pytest.raises(error) as raised:
         make()
     assert part in str(raised.value)
-
-
-def test_the_plan_says_what_a_whole_shape_costs():
-    def plan_of(initializer):
-        table = te.TableConfig(
-            vocabulary_size=2**20, dim=64, name="t", initializer=initializer
-        )
-        return str(te.make_plan(te.FeatureConfig(table=table)))
-
-    assert "initial values" not in plan_of(None)
-    text = plan_of(jax.nn.initializers.orthogonal())
-    assert "initial values of table 't' take at least" in text

@@ -151,14 +151,6 @@ def place_at_source(sent_by_source, owner, size):
     return sum(before) * size.rows_per_line
 
 
-def place_at_owner(sent, source, owner, size):
-    """Returns where the bucket of a source begins in the row buffer of the owner."""
-    if size.kind == "padded":
-        return source * size.bucket_size
-    before = [lines_of(len(sent[s][owner]), size) for s in range(source)]
-    return sum(before) * size.rows_per_line
-
-
 def buckets_of(sent_by_source, size):
     """Returns the rows that a source sends, in one padded bucket per owner."""
     buckets = np.full((len(sent_by_source), size.bucket_size), PADDING, np.int32)

@@ -70,16 +70,3 @@ def test_the_memory_of_the_plan_is_that_of_the_arrays(num_devices, admit):
     arrays = [x for x in jax.tree.leaves(tables) if x.ndim == 2 and x.shape[1] > 2]
     on_device = sum(x.addressable_shards[0].data.nbytes for x in arrays)
     assert plan.table_bytes_per_device == on_device
-
-
-def test_other_policies_and_static_tables_have_stacks_of_their_own():
-    plan = plan_of(
-        1,
-        te.Dynamic(capacity=100),
-        te.Dynamic(capacity=200),
-        te.Dynamic(capacity=100, evict=None),
-        100,
-    )
-    stacks = [sorted(t.name for t in stack.tables) for stack in plan.stacks]
-    assert sorted(stacks) == [["t0", "t1"], ["t2"], ["t3"]]
-    assert "0.07% at 75% load" in str(plan)

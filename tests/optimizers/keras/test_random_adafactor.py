@@ -61,7 +61,9 @@ def directly(config, **options):
     "flavour", ["tf_keras", pytest.param("keras_3", marks=pytest.mark.full)]
 )
 def test_dense_gradients_give_the_numbers_of_keras(runs, flavour):
-    for number, text in enumerate(runs[f"{flavour}_config"]):
+    texts = runs[f"{flavour}_config"]
+    for number in range(0, len(texts), 4):
+        text = texts[number]
         config, keras_config = json.loads(runs["configs"][number]), json.loads(text)
         if is_refused(config, flavour):
             with pytest.raises(ValueError, match=r"clipnorm=.*clipnorm_of='sum'"):
