@@ -60,7 +60,7 @@ IN_SEQUENCE = te.optimizers.adagrad(0.1, use_gradient_accumulation=False)
 
 
 def test_norm_of_tables_and_dense_arrays():
-    plan = make_plan(num_devices=2, capacity=1)
+    plan = make_plan(num_devices=2)
     tables = te.functional.init_tables(plan, jax.random.key(0))
     features, cotangents = batch_of(0), cotangents_of(0)
     gradients = gradients_of(plan, tables, features, cotangents)
@@ -129,7 +129,7 @@ def joined_and_added(plan, num_parts=2):
 
 
 def test_sum_of_micro_batches_equals_one_batch():
-    whole, added = joined_and_added(make_plan(num_devices=2, capacity=1))
+    whole, added = joined_and_added(make_plan(num_devices=1))
     for name in whole:
         # Each shard adds its samples in another order.
         np.testing.assert_allclose(added[name], whole[name], rtol=1e-5, atol=1e-6)

@@ -3,11 +3,8 @@
 import dataclasses
 import re
 
-import jax
 import pytest
 
-import tpu_embedding as te
-from tests.conftest import mesh_of
 from tpu_embedding.hardware import hardware_by_name, hardware_of_device
 
 TPUS = ["v4", "v5e", "v5p", "v6e", "tpu7x"]
@@ -55,26 +52,6 @@ def test_unknown_kind_is_refused_with_the_known_ones(kind):
         hardware_of_device(Device("tpu", kind))
     assert "TPU v5 lite" in str(error.value)
     assert "hardware=" in str(error.value)
-
-
-def test_devices_of_the_tests_are_cpus():
-    assert hardware_of_device(jax.devices()[0]) is hardware_by_name("cpu")
-    feature = te.FeatureConfig(table=te.TableConfig(vocabulary_size=3, dim=2))
-    assert te.make_plan(feature, mesh_of(2)).hardware is hardware_by_name("cpu")
-
-
-@pytest.mark.parametrize("name", ["cpu", "gpu"])
-def test_natural_rows_and_no_options_off_tpu(name):
-    info = hardware_by_name(name)
-    assert info.line_lanes is None
-    assert info.sublanes == 1
-    assert info.compiler_options == ()
-    assert info.num_sparse_cores == 0
-    assert info.hbm_capacity_bytes is None
-    assert info.hbm_bytes_per_second is None
-    assert info.ici_bytes_per_second is None
-    assert info.dcn_bytes_per_second is None
-    assert not info.is_tpu
 
 
 @pytest.mark.parametrize("name", TPUS)

@@ -14,8 +14,7 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tiers import with_ids
-from tpu_embedding.checkpoint import CheckpointError, RunCheckpoints, open_tables
-from tpu_embedding.checkpoint.run_checkpoints import saved_steps
+from tpu_embedding.checkpoint import CheckpointError, open_tables
 
 PLAN = te.make_plan(
     te.FeatureConfig(table=te.TableConfig(vocabulary_size=10, dim=4, name="movie")),
@@ -67,16 +66,6 @@ def test_checkpoints(here, path):
     np.testing.assert_array_equal(rows, wanted)
     assert te.checkpoint.describe(path).dense == {"step": "int"}
     assert not (here / "~").exists()
-
-
-@each_path
-def test_checkpoints_of_a_run(here, path):
-    checkpoints = RunCheckpoints(written(path, here), kept=1, plan=PLAN)
-    checkpoints.save(2, state(3), {})
-    checkpoints.wait()
-    assert checkpoints.restore(state(), {})[1]["step"] == 3
-    checkpoints.close()
-    assert saved_steps(written(path, here)) == [2]
 
 
 @each_path

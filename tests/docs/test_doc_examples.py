@@ -28,9 +28,6 @@ def documents():
                 yield pytest.param(document, id=str(page))
 
 
-EXAMPLES = [DOCS.parent / "README.md", *DOCS.glob("*.md"), *DOCS.glob("examples/*.py")]
-
-
 @pytest.mark.parametrize(
     "document",
     quick_cases(

@@ -41,12 +41,11 @@ def values_of(seed=1, scale=10.0):
     }
 
 
-def layer_of(rule, num_devices=1):
-    return te.TPUEmbedding(
-        feature_config(), rule, mesh=mesh_of(num_devices), rngs=nnx.Rngs(0)
-    )
+def layer_of(rule):
+    return te.TPUEmbedding(feature_config(), rule, mesh=mesh_of(1), rngs=nnx.Rngs(0))
 
 
+@nnx.jit
 def train_step(model, optimizer, ids):
     def loss_fn(model):
         activations = model({"movie": ids, "city": ids % 9})
@@ -106,7 +105,7 @@ def test_an_untouched_row_is_its_own_average():
 
 
 def test_rows_that_do_not_change_keep_their_averages():
-    layer = layer_of(EMA, 2)
+    layer = layer_of(EMA)
     optimizer = te.Optimizer(layer, optax.sgd(0.1))
     for _ in range(3):
         train_step(layer, optimizer, jnp.arange(6))

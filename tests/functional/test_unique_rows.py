@@ -37,10 +37,6 @@ DENSE = {
 }
 
 
-def full(way):
-    return pytest.param(way, marks=pytest.mark.full)
-
-
 @functools.cache
 def plan_of(num_devices, **options):
     optimizer = te.optimizers.sgd(1.0)
@@ -208,12 +204,9 @@ def test_a_step_equals_that_of_one_row_per_event(way):
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
+@pytest.mark.full(every_case=True)
 @pytest.mark.parametrize(
-    ("kind", "batch_axes"),
-    [
-        pytest.param("auto", ("data",), marks=pytest.mark.full),
-        ("explicit", ("model",)),
-    ],
+    ("kind", "batch_axes"), [("auto", ("data",)), ("explicit", ("model",))]
 )
 def test_meshes_of_two_axes_give_equal_numbers(kind, batch_axes):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(KINDS[kind],) * 2)

@@ -1,7 +1,5 @@
 """Buffer sizes settle on stationary streams, and always hold their batch."""
 
-import copy
-import pickle
 import warnings
 
 import numpy as np
@@ -137,15 +135,6 @@ def test_each_batch_size_has_sizes_of_its_own():
     assert choose(sizes, demand_of([4] * 10)) == small
     assert choose(sizes, demand_of([2, 4] * 100)) == large
     assert (sizes.num_combinations, sizes.num_growths) == (2, 0)
-
-
-def test_pickled_sizes_go_on_alike():
-    sizes = te.inputs.BufferSizes()
-    choose(sizes, demand_of([1, 2, 3]), demand_of([5, 0, 1], name="g"))
-    for copied in (pickle.loads(pickle.dumps(sizes)), copy.deepcopy(sizes)):
-        assert repr(copied) == repr(sizes)
-        demands = demand_of([9, 2, 90]), demand_of([5, 0, 1], name="g")
-        assert choose(copied, *demands) == choose(copy.deepcopy(sizes), *demands)
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 9, 63, 64, 65, 100, 1000, 1025, 123_456])

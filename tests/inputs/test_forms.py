@@ -104,11 +104,6 @@ def test_containers_of_clear_meaning(ids, expected):
     assert shown(ids) == expected
 
 
-def test_strings_in_lists_are_not_padded_to_the_longest():
-    result = read(["a", "b" * 1000])
-    assert result.values.dtype == object
-
-
 class Hostile:
     def __array__(self, *args, **kwargs):
         raise RuntimeError("no")

@@ -25,18 +25,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["ragged_weighted", pytest.param("ids_outside", marks=pytest.mark.full)]
+)
 def test_equals_dense_reference(case):
     plan = make_plan(mesh_of(2), default_id=3, out_of_range_ids="drop")
     check_against_reference(plan, CASES[case]())
 
 
 def test_samples_that_fill_up_the_batch_touch_nothing():
-    """Rows decay when touched; 5 samples on 4 devices leave 3 places to fill."""
+    """Rows decay when touched; 5 samples on 2 devices leave a place to fill."""
     table = te.TableConfig(vocabulary_size=9, dim=2, combiner="sum", name="t")
     feature = te.FeatureConfig(table=table, default_id=4)
     optimizer = te.optimizers.sgd(0.1, weight_decay_factor=0.5)
-    plan = te.make_plan(feature, mesh_of(4), optimizer=optimizer)
+    plan = te.make_plan(feature, mesh_of(2), optimizer=optimizer)
     ids = np.arange(5) % 3
     tables = te.functional.init_tables(plan, jax.random.key(0))
     before = te.functional.unstack_tables(tables, plan)["t"]

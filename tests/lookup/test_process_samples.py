@@ -120,12 +120,6 @@ def test_different_features_raise_on_all(job_of_thread):
         )
 
 
-def test_a_loader_process_cannot_agree(job_of_thread):
-    features = part_of(features_of(0), range(8))
-    with pytest.raises(RuntimeError, match="this one is a loader process"):
-        te.inputs.prepare_features(features, loader_plan(2), samples="process")
-
-
 WRONG = {
     "mesh": (
         {"one": np.arange(8)},

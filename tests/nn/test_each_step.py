@@ -56,19 +56,6 @@ def test_each_step_has_the_rate_of_its_call():
     assert traces == ["compiled"]
 
 
-def test_the_pipelined_step():
-    """A call trains on the batch of the call before, with the rate of its own."""
-    model, optimizer = make()
-    pipelined = te.PipelinedTrainStep(loss_fn)
-    rates = iter(RATES)
-    step = te.nn.set_each_step(pipelined, learning_rate=lambda: next(rates))
-    step(model, optimizer, model.prepare(IDS))
-    for rate in RATES[1:]:
-        before = rows(model)
-        step(model, optimizer, model.prepare(IDS))
-        np.testing.assert_allclose(before - rows(model), rate, rtol=0, atol=1e-6)
-
-
 def test_the_state_of_linen():
     plan = te.make_plan(FEATURE, optimizer=injected())
     layer, ids = te.linen.TPUEmbedding(plan), jnp.asarray(IDS)

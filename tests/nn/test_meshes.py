@@ -161,33 +161,6 @@ def test_explicit_axes_outside_of_jit_and_of_the_context_of_the_mesh():
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
 
 
-@full
-def test_activations_have_the_types_of_explicit_axes():
-    mesh = jax.make_mesh((4, 2), ("data", "model"))
-    with jax.set_mesh(mesh):
-        plan = te.make_plan(feature_config(), batch_axes=("data",))
-        assert plan.mesh == mesh  # that of the context
-        tables = te.functional.init_tables(plan, jax.random.key(0))
-        features, _ = batch_of(plan)
-        seen = []
-
-        @jax.jit
-        def look_up(tables, features):
-            result = te.functional.lookup(tables, features, plan)
-            seen.extend(map(jax.typeof, jax.tree.leaves(result.activations)))
-            shapes = jax.tree.leaves(te.functional.activation_shapes(features, plan))
-            assert [x.sharding.spec for x in shapes] == [plan.batch_sharding.spec] * 2
-            # 21 samples cannot be split over 4 devices.
-            fewer = {"many": jnp.zeros((21, 3), int), "one": jnp.zeros((21,), int)}
-            fewer = te.functional.lookup(tables, fewer, plan).activations
-            seen.extend(map(jax.typeof, jax.tree.leaves(fewer)))
-            return result.activations, fewer
-
-        look_up(tables, features)
-    specs = [found.sharding.spec for found in seen]
-    assert specs == [PartitionSpec("data", None)] * 2 + [PartitionSpec(None, None)] * 2
-
-
 def collectives_of(text):
     """Returns the kind and the shape of each collective in compiled HLO."""
     pattern = r"= \(?(\w+\[[\d,]*\]).* (all-gather|all-to-all|all-reduce|\S*permute)\("

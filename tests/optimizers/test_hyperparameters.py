@@ -69,6 +69,7 @@ WRONG = [
         {"exponent": 0.2},
         "exponent must be at least 0.526 for epsilon=1e-10, .*got 0.2; or make eps",
     ),
+    (adagrad_momentum, {"epsilon": 0.0}, "epsilon must be positive"),
     (ftrl, {"learning_rate_power": 0.5}, "non-positive"),
     (ftrl, {"beta": -1.0}, "beta must be non-negative"),
     (rmsprop, {"epsilon": 0.0}, "epsilon must be positive"),

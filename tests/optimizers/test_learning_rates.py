@@ -228,16 +228,6 @@ def test_set_values_are_checked_too(value, error_type):
         opt.with_hyperparameters(state, learning_rate=value)
 
 
-def test_an_integer_is_not_set_to_a_fraction():
-    """It would be rounded to 0, and training would stop."""
-    rule = optax.inject_hyperparams(opt.sgd)(learning_rate=1)
-    state = rule.init(jnp.ones((2, 3)))
-    with pytest.raises(ValueError, match="learning_rate must be an integer.*got 0.05"):
-        opt.with_hyperparameters(state, learning_rate=0.05)
-    new = opt.with_hyperparameters(state, learning_rate=2)
-    assert int(new.hyperparams["learning_rate"]) == 2
-
-
 def test_too_many_positions_name_the_way_out():
     with pytest.raises(TypeError, match="ftrl: only learning_rate may be given by pos"):
         opt.ftrl(0.1, -0.5, 0.0, 0.0, 0.0, 0.1, True)

@@ -26,8 +26,6 @@ from tpu_embedding.optimizers.table_rows import table_rows, table_rows_context
 
 VOCABULARY_SIZE, DIM = 40, 8
 
-full = pytest.mark.full
-
 
 # Elements alone, sums over rows, totals of tables.
 QUICK = (

@@ -60,27 +60,3 @@ def test_shapes_of_the_arrays_agree(dim, hardware):
 
     assert bytes_of(tables) == 2 * plan.table_bytes_per_device
     assert bytes_of(slots) == 2 * plan.slot_bytes_per_device
-
-
-@pytest.mark.parametrize(
-    ("dtype", "dim", "line_bytes", "num_lines"),
-    [
-        ("bfloat16", 1, 512, 32),  # always half of float32
-        ("bfloat16", 3, 512, 104),  # 84 rows to a line
-        ("bfloat16", 16, 512, 512),
-        ("bfloat16", 128, 512, 4096),
-        ("float16", 128, 512, 4096),
-        ("bfloat16", 200, 1024, 4096),  # 2 rows to a line of 256 lanes
-        ("int8", 16, 512, 392),  # 6 words, 21 rows to a line
-        ("int8", 128, 512, 2736),  # 34 words, 3 rows to a line
-    ],
-)
-def test_narrow_tables_on_tpu(dtype, dim, line_bytes, num_lines):
-    optimizer = None if dtype == "int8" else te.optimizers.adagrad(0.1)
-    plan = plan_of(8192, dim, 1, V5P, optimizer, dtype)
-    assert plan.table_bytes_per_device == num_lines * line_bytes
-    if optimizer is not None:
-        # Slots stay float32.
-        float32 = plan_of(8192, dim, 1, V5P, optimizer)
-        assert plan.slot_bytes_per_device == float32.slot_bytes_per_device
-    assert f" {dtype} " in str(plan)

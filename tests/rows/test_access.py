@@ -9,7 +9,6 @@ from tests.conftest import needs_kernels
 from tests.tiers import with_ids
 from tpu_embedding.rows.access import (
     add_repeatedly,
-    add_to_rows,
     gather_packed,
     gather_rows,
     replace_rows,
@@ -64,7 +63,6 @@ kernel_layouts = pytest.mark.parametrize(
 )
 
 jitted_gather = jax.jit(gather_packed)
-jitted_add = jax.jit(add_to_rows)
 jitted_add_repeatedly = jax.jit(add_repeatedly)
 jitted_replace = jax.jit(replace_rows)
 
@@ -135,20 +133,6 @@ def test_add_repeatedly(layout):
     np.add.at(rows, ids[:8], values[:8])
     np.testing.assert_array_equal(unpack_rows(added), rows)
     # The unused ends of lines stay zero.
-    np.testing.assert_array_equal(added.lines, pack_rows(jnp.array(rows), layout).lines)
-
-
-@every_layout
-def test_add_to_rows_takes_no_order(layout):
-    rows = integers(layout)
-    ids = np.array([36, PADDING_ROW_ID, 0, 37, 12, 11, 37], np.int32)
-    values = integers(layout, len(ids), seed=1)
-    values[ids >= NUM_ROWS] = np.nan
-    packed = pack_rows(jnp.array(rows), layout)
-    added = jitted_add(packed, jnp.array(ids), jnp.array(values))
-    is_row = ids < NUM_ROWS
-    rows[ids[is_row]] += values[is_row]
-    np.testing.assert_array_equal(unpack_rows(added), rows)
     np.testing.assert_array_equal(added.lines, pack_rows(jnp.array(rows), layout).lines)
 
 

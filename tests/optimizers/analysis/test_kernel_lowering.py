@@ -32,12 +32,6 @@ HALF = jnp.float32(0.5)
 SCHEDULE = optax.linear_schedule(0.5, 0.1, 10)
 
 
-def reset(updates, state, rows):
-    """Its count is a constant from the first step on, a slot the gradient."""
-    del rows
-    return updates * state[0], (jnp.float32(2), updates)
-
-
 ODD = {
     "array and schedule": optax.chain(optax.scale(HALF), optax.sgd(SCHEDULE)),
     "literals": optax.stateless(lambda u, _: jax.lax.clamp(-0.5, u, 0.5) * -0.1),

@@ -2,6 +2,8 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -10,11 +12,19 @@ import tpu_embedding as te
 from tests.conftest import GOLDEN, mesh_of
 from tests.optimizers.rule_cases import (
     initial_state,
-    initial_state_of_tables,
     one_table_plan,
     update,
 )
 from tests.tiers import quick_cases
+from tpu_embedding.optimizers.modes import (
+    EveryRow,
+    ModelNorm,
+    MustBeLast,
+    OccurrenceNorm,
+    requested_modes,
+)
+from tpu_embedding.optimizers.rules.adafactor import adafactor
+from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
 
 RUNS = sorted(
     path.stem
@@ -80,43 +90,6 @@ def test_equals_the_recorded_run(name, mode, num_devices, hardware):
         )
 
 
-def plan_of(names, optimizer, num_devices, **options):
-    features = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(
-                vocabulary_size=SIZES[name], dim=DIM, combiner="sum", name=name
-            )
-        )
-        for name in names
-    }
-    return te.make_plan(features, mesh_of(num_devices), optimizer=optimizer, **options)
-
-
-def start_of(name):
-    rows = np.random.default_rng(SIZES[name]).normal(size=(SIZES[name], DIM))
-    return np.float32(rows)
-
-
-def batches(name, num_steps=4):
-    """Few ids per step: rows are skipped, and table "b" in the second step."""
-    generator = np.random.default_rng(SIZES[name])
-    for step in range(num_steps):
-        ids = generator.integers(0, SIZES[name], 12).astype(np.int32)
-        if name == "b" and step == 1:
-            ids[:] = -1
-        yield ids, generator.normal(size=(12, DIM)).astype(np.float32)
-
-
-def run(names, optimizer, num_devices, **options):
-    plan = plan_of(names, optimizer, num_devices, **options)
-    tables, slots = initial_state_of_tables(plan, {n: start_of(n) for n in names})
-    for batch in zip(*(batches(name) for name in names), strict=True):
-        ids = {name: ids for name, (ids, _) in zip(names, batch, strict=True)}
-        cotangents = {name: g for name, (_, g) in zip(names, batch, strict=True)}
-        tables, slots = update(tables, slots, ids, cotangents, plan)
-    return te.functional.unstack_tables(tables, plan), plan
-
-
 def test_pass_over_blocks_equals_one_array():
     """A table of two blocks and a rest, with blocks of rows that share lines."""
     rows, dim = 2 * 8192 + 77, 3
@@ -163,3 +136,42 @@ def test_norm_of_occurrences_needs_touched_rows():
     )
     with pytest.raises(ValueError, match="clipnorm_of='sum'"):
         one_table_plan(optimizer, 5, 4, mesh_of(1))
+
+
+def modes_of(optimizer):
+    rows = jnp.ones((2, 3))
+    some = TableRows(
+        table_sizes=jnp.asarray([4.0]),
+        tables=None,
+        is_used=jnp.ones(2, bool),
+        is_touched=jnp.ones(2, bool),
+        all_reduce=lambda totals, _: totals,
+    )
+    with requested_modes() as modes, table_rows_context(some):
+        state = jax.eval_shape(optimizer.init, rows)
+        jax.eval_shape(optimizer.update, rows, state, rows)
+    return modes
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, set()),
+        ({"mode": "exact"}, set()),
+        ({"weight_decay": 0.1}, set()),
+        ({"mode": "exact", "weight_decay": 0.1}, {EveryRow(1)}),
+        ({"use_ema": True}, set()),
+        ({"use_ema": True, "ema_overwrite_frequency": 3}, {EveryRow(1)}),
+        ({"ema_overwrite_frequency": 3}, set()),
+        ({"gradient_accumulation_steps": 2}, {EveryRow(2)}),
+        ({"clipnorm": 1.0}, set()),
+        ({"clipnorm": 1.0, "clipnorm_of": "occurrences"}, {OccurrenceNorm()}),
+        ({"clipnorm_of": "occurrences"}, set()),
+        ({"global_clipnorm": 1.0}, {ModelNorm()}),
+    ],
+    ids=str,
+)
+def test_asks_for_the_rows_that_it_moves(options, expected):
+    modes = modes_of(adafactor(**options))
+    assert {mode for mode in modes if not isinstance(mode, MustBeLast)} == expected
+    assert sum(isinstance(mode, MustBeLast) for mode in modes) == 1
