@@ -1,5 +1,6 @@
 """Arithmetic on gradients of whole models, against dense gradients."""
 
+import functools
 import math
 
 import jax
@@ -42,6 +43,7 @@ def cotangents_of(seed, size=BATCH):
     }
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def gradients_of(plan, tables, features, cotangents):
     result = te.functional.lookup(tables, features, plan)
     return te.functional.compute_gradients(result.routing, cotangents, plan)

@@ -47,7 +47,6 @@ def two_axes(kind):
 MESHES = list(
     with_ids(
         {
-            "2": (mesh_of(2), None),
             "explicit": (two_axes(AxisType.Explicit), ("a",)),
         }
     )

@@ -188,6 +188,7 @@ def test_a_clock_may_be_traced():
     assert used == [2**31 - 1] + [1] * (len(used) - 1)
 
 
+@pytest.mark.full(every_case=True)
 def test_a_clock_that_is_left_out_goes_on_from_the_last_one():
     policy = te.dynamic.TimeToLive(2)
     plan = plan_of(dynamic=te.Dynamic(capacity=64, evict=policy))
@@ -251,6 +252,7 @@ def test_admission_counts_calls_and_starts_anew_with_each_window():
     assert admitted([9, 10, 11]) == [0, 0, 1]
 
 
+@pytest.mark.full(every_case=True)
 def test_admission_by_probability_repeats_itself():
     admit = te.dynamic.AdmitWithProbability(0.25)
     plan = plan_of(dynamic=te.Dynamic(capacity=8000, admit=admit))
@@ -269,6 +271,7 @@ def ids_of_bucket(bucket, num_ids, num_buckets):
     return functional.Ids64(high=words[0], low=words[1]).to_numpy()
 
 
+@pytest.mark.full(every_case=True)
 def test_more_ids_of_a_bucket_than_a_round_holds():
     dynamic = te.Dynamic(capacity=1024, admit=te.dynamic.AdmitAfter(2))
     plan = plan_of(2, dynamic, dim=4)
@@ -389,6 +392,7 @@ def test_an_optimizer_of_another_model_is_refused():
         optimizer.insert_ids(model, {"user": words([5])})
 
 
+@pytest.mark.full(every_case=True)
 def test_a_linen_state_inserts():
     plan = plan_of()
     layer = te.linen.TPUEmbedding(plan)

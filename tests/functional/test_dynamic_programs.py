@@ -266,4 +266,4 @@ def check_program(seed, device_counts):
 
 @pytest.mark.parametrize("seed", quick_cases([0, 10, 40], "0", every_case=True))
 def test_random_programs(seed):
-    check_program(seed, (1, 8 if seed else 2))
+    check_program(seed, (1, 8) if seed else (2,))

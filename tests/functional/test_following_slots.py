@@ -93,6 +93,7 @@ def test_values_set_before_and_after_the_optimizer_train_alike(name, set_values)
     )
 
 
+@pytest.mark.full(every_case=True)
 def test_an_untouched_row_is_its_own_average():
     layer = layer_of(EMA)
     optimizer = te.Optimizer(layer, optax.sgd(0.1))

@@ -264,6 +264,7 @@ def test_ids_outside_the_table_are_dropped_or_clipped_and_counted(
     assert int(rows.is_row().sum()) == len(unique)
 
 
+@pytest.mark.full(every_case=True)
 def test_one_batch_in_two_calls_and_several_tables():
     other = te.TableConfig(vocabulary_size=NUM_ROWS, dim=2, name="other")
     both = te.FeatureConfig(

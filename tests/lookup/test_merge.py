@@ -59,6 +59,7 @@ def test_equals_numpy(case, bound):
     check(CASES[case] * (2 if bound == 8 else 1), 8, bound)
 
 
+@pytest.mark.full(every_case=True)
 @needs_kernels
 def test_rows_that_share_lines():
     for case in CASES.values():

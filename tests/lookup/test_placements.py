@@ -118,7 +118,7 @@ def trained(optimizer, mesh, placement, capacity):
 @pytest.mark.parametrize(
     ("optimizer", "mesh", "placement", "capacity"),
     [
-        ("rowwise_adagrad", "2x2", "model", 2),
+        pytest.param("rowwise_adagrad", "2x2", "model", 2, marks=full),
         pytest.param("adafactor", "4x2", "data", None, marks=full),
         pytest.param("every_row", "4x2", "model", 2, marks=full),
         pytest.param("sequence", "4x2", "replicated", None, marks=full),

@@ -61,6 +61,7 @@ def test_dims(dim):
     check([pooling_of("many+gains+scales"), pooling_of("ragged")], layout)
 
 
+@pytest.mark.full(every_case=True)
 @needs_kernels
 @pytest.mark.parametrize("case", KERNELS)
 def test_kernels(case):

@@ -9,6 +9,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases
 
 full = pytest.mark.full
 
@@ -85,7 +86,7 @@ SUBSETS = {
 }
 
 
-@pytest.mark.parametrize("case", SUBSETS)
+@pytest.mark.parametrize("case", quick_cases(SUBSETS, "one stack", every_case=True))
 def test_a_subset_of_the_features(case):
     layer, batch = layer_on(2), SUBSETS[case]
     everything = layer(layer.prepare(BATCH))

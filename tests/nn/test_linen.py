@@ -145,7 +145,7 @@ class Towers(nn.Module):
 
 
 @functools.cache
-def towers_plan(num_devices=2):
+def towers_plan(num_devices=1):
     table = te.TableConfig(vocabulary_size=20, dim=4, name="item")
     feature = te.FeatureConfig(table=table)
     rule = te.optimizers.sgd(0.5)
@@ -267,6 +267,7 @@ def test_transformed_layers_look_up_and_refuse_to_lose_gradients(name):
         te.linen.value_and_grad(loss_fn)(variables)
 
 
+@pytest.mark.full(every_case=True)
 def test_weights_of_ids_can_be_learned():
     class Weighted(nn.Module):
         @nn.compact

@@ -106,7 +106,7 @@ def one_table_loss(model, ids, labels):
 
 
 def test_stale_equals_a_reference_that_is_stale_in_the_same_way():
-    model = OneTable(2)
+    model = OneTable(1)
     optimizer = te.Optimizer(model, optax.sgd(0.1))
     values = model.embedding.embedding_tables()["items"]
     kernel, bias = model.linear.kernel.get_value(), model.linear.bias.get_value()

@@ -131,6 +131,7 @@ def test_steps_compile_once_and_donate():
     assert len(traces) == 1
 
 
+@pytest.mark.full(every_case=True)
 def test_random_streams_and_statistics_move_on():
     model = Model(mesh_of(1), te.optimizers.sgd(0.1), nnx.Rngs(0))
 
@@ -287,7 +288,7 @@ def test_two_calls_equal_one_call_over_both():
 
     results = []
     for loss_fn in (two_calls, one_call):
-        model = Towers(mesh_of(2), te.optimizers.adagrad(0.3))
+        model = Towers(mesh_of(1), te.optimizers.adagrad(0.3))
         optimizer = te.Optimizer(model, optax.sgd(0.1))
 
         @nnx.jit

@@ -9,6 +9,7 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.optimizers.rule_cases import initial_state, one_table_plan, update
+from tests.tiers import quick_cases
 from tpu_embedding.optimizers.resolve import resolve_optimizer
 
 adagrad = te.optimizers.adagrad
@@ -143,7 +144,7 @@ BY_TABLE = {
 }
 
 
-@pytest.mark.parametrize("name", BY_TABLE)
+@pytest.mark.parametrize("name", quick_cases(BY_TABLE, "multi_transform"))
 def test_optimizer_of_a_dict_of_tables_equals_optax(name):
     optimizer = BY_TABLE[name]
     features = {

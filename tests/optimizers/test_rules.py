@@ -32,7 +32,6 @@ QUICK = (
     "adam-one_device",
     "adagrad-three_in_rounds",
     "rowwise_adagrad-packed",
-    "clippy_adagrad-three_in_rounds",
 )
 
 CONFIGURATIONS = {
@@ -208,19 +207,15 @@ EVERY_ROW = {
 }
 
 
+@pytest.mark.full(every_case=True)
 @pytest.mark.parametrize(
     ("name", "configuration"),
-    quick_cases(
-        [
-            ("optax.lion", "three_in_rounds"),
-            ("partial_rowwise_adam", "packed"),
-            ("mean_of_two_steps", "three_in_rounds"),
-            ("adafactor", "packed"),
-        ],
-        "optax.lion-three_in_rounds",
-        "adafactor-packed",
-        every_case=True,
-    ),
+    [
+        ("optax.lion", "three_in_rounds"),
+        ("partial_rowwise_adam", "packed"),
+        ("mean_of_two_steps", "three_in_rounds"),
+        ("adafactor", "packed"),
+    ],
 )
 def test_every_row_equals_dense_for_any_touched_rows(name, configuration):
     """Also where each round has its own range of rows, and lines hold several."""
@@ -299,7 +294,7 @@ LOOPS_OVER_ROWS = {
 }
 
 
-@pytest.mark.parametrize("case", LOOPS_OVER_ROWS)
+@pytest.mark.parametrize("case", quick_cases(LOOPS_OVER_ROWS, "scan"))
 def test_loops_over_rows_are_refused_in_bounded_time(case):
     """The bound counts traced rows; tables of 65,536 rows exceed it."""
     traced = []

@@ -165,6 +165,11 @@ def test_every_change_makes_another_plan(change):
     assert make_plan() != make_plan(**change())
 
 
+def test_print_shows_the_memory_of_one_device_of_two_on_a_chip():
+    hardware = te.hardware.hardware_by_name("tpu7x")
+    assert "of 96 GiB HBM" in str(make_plan(hardware=hardware))
+
+
 def test_equal_plans_share_a_compiled_program():
     traces = []
 

@@ -95,9 +95,10 @@ def assert_same_values(actual, expected):
         )
 
 
+@pytest.mark.full(every_case=True)
 @pytest.mark.parametrize(
     ("num_devices", "hardware"),
-    [(8, "v5p"), pytest.param(3, None, marks=pytest.mark.full)],
+    [(8, "v5p"), (3, None)],
 )
 def test_equal_on_any_devices_and_in_any_packing(num_devices, hardware):
     values = values_of(num_devices, hardware)

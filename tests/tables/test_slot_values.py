@@ -7,6 +7,7 @@ import pytest
 
 import tpu_embedding as te
 from tests.optimizers.rule_cases import initial_state_of_tables, plan_of_tables
+from tests.tiers import quick_cases
 
 SIZES, DIM = {"a": 37, "b": 1, "c": 5}, 3
 opt = te.optimizers
@@ -137,7 +138,7 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", quick_cases(ALL, "bools", every_case=True))
 def test_all_of_a_state_is_read_and_set(name):
     optimizer, others = ALL[name]
     plan = plan_of(optimizer, 2)

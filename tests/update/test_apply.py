@@ -67,7 +67,7 @@ def stepper(plan, stack, rounds, ranges=None):
 
 @pytest.mark.parametrize(
     ("name", "dim", "hardware"),
-    [("one", 3, "cpu"), ("three", 3, "v5p"), ("no_ids", 3, "v5p")],
+    [("three", 3, "v5p"), ("no_ids", 3, "v5p")],
 )
 def test_touched_rows(name, dim, hardware):
     plan, stack = plan_of([NUM_ROWS], dim, counted(), hardware=hardware)

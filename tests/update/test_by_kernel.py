@@ -92,6 +92,7 @@ def of_kernel(row_ids, values, stack):
     return gradients_of(row_ids, values, table_layout=stack.layout)
 
 
+@pytest.mark.full(every_case=True)
 @pytest.mark.parametrize("dim", [16, pytest.param(128, marks=pytest.mark.full)])
 def test_each_kind_of_state(dim):
     num_rows = 20

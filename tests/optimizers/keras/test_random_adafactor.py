@@ -57,9 +57,8 @@ def directly(config, **options):
     return te.optimizers.adafactor(mode="exact", **config, **options)
 
 
-@pytest.mark.parametrize(
-    "flavour", ["tf_keras", pytest.param("keras_3", marks=pytest.mark.full)]
-)
+@pytest.mark.full(every_case=True)
+@pytest.mark.parametrize("flavour", ["tf_keras", "keras_3"])
 def test_dense_gradients_give_the_numbers_of_keras(runs, flavour):
     texts = runs[f"{flavour}_config"]
     for number in range(0, len(texts), 4):

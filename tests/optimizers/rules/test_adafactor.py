@@ -63,7 +63,6 @@ def make_optimizer(meta, **options):
     ("name", "mode", "num_devices", "hardware"),
     quick_cases(
         cases(),
-        "adafactor_tfkeras_indexed_clipnorm",
         "afsparse_lazy_options",
         every_case=True,
     ),
@@ -90,6 +89,7 @@ def test_equals_the_recorded_run(name, mode, num_devices, hardware):
         )
 
 
+@pytest.mark.full(every_case=True)
 def test_pass_over_blocks_equals_one_array():
     """A table of two blocks and a rest, with blocks of rows that share lines."""
     rows, dim = 2 * 8192 + 77, 3
@@ -128,6 +128,22 @@ def test_untouched_rows_of_lazy_adafactor_keep_their_bits():
     after = te.functional.unstack_tables(tables, plan)["table"]
     moved = np.flatnonzero((after != start).any(axis=1))
     assert moved.tolist() == [3, 17]
+
+
+def test_scaled_gradients_with_their_scale_move_rows_alike():
+    """The scale is a power of two, so that no number is rounded otherwise."""
+    gradients = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    results = []
+    for scale in (None, 8.0):
+        rule = te.optimizers.adafactor(
+            0.1, clipnorm=0.5, clipnorm_of="occurrences", loss_scale_factor=scale
+        )
+        plan = one_table_plan(rule, 6, 3, mesh_of(1))
+        tables, slots = initial_state(plan, np.ones((6, 3)))
+        scaled = gradients * (scale or 1)
+        tables, _ = update(tables, slots, np.int32([1, 4, 4, 2]), scaled, plan)
+        results.append(te.functional.unstack_tables(tables, plan)["table"])
+    np.testing.assert_array_equal(*results)
 
 
 def test_norm_of_occurrences_needs_touched_rows():

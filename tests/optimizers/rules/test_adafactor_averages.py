@@ -12,7 +12,6 @@ from tests.optimizers.rule_cases import (
     plan_of_tables,
     update,
 )
-from tests.tiers import quick_cases
 
 opt = te.optimizers
 DIM, SIZES = 4, {"a": 30, "b": 7, "c": 1}
@@ -56,7 +55,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", quick_cases(CASES, "packed", every_case=True))
+@pytest.mark.full(every_case=True)
+@pytest.mark.parametrize("case", CASES)
 def test_final_values_average_every_row_in_every_step(case):
     """Also of rows that no step looks up, though these cost nothing in the steps."""
     options, num_devices, others = CASES[case]

@@ -111,7 +111,10 @@ def check_long_run(vocabulary, num_devices, dtype, rule, num_steps, num_turns=2)
 
 @pytest.mark.parametrize(
     ("vocabulary", "num_devices", "dtype", "rule"),
-    [("fixed", 1, "float16", "fast"), ("dynamic", 2, "bfloat16", "fast")],
+    [
+        ("fixed", 1, "float16", "fast"),
+        pytest.param("dynamic", 2, "bfloat16", "fast", marks=pytest.mark.full),
+    ],
 )
 def test_the_sum_follows_stored_values(vocabulary, num_devices, dtype, rule):
     check_long_run(vocabulary, num_devices, dtype, rule, num_steps=150)
