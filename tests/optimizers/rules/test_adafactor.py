@@ -131,13 +131,15 @@ def test_untouched_rows_of_lazy_adafactor_keep_their_bits():
 
 
 def test_scaled_gradients_with_their_scale_move_rows_alike():
-    """The scale is a power of two, so that no number is rounded otherwise."""
+    """The scale is a power of two, so that no number is rounded otherwise.
+
+    Without a large epsilon the rule would divide by any other scale as well.
+    """
+    options = dict(epsilon_1=1.0, clipnorm=0.5, clipnorm_of="occurrences")
     gradients = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     results = []
     for scale in (None, 8.0):
-        rule = te.optimizers.adafactor(
-            0.1, clipnorm=0.5, clipnorm_of="occurrences", loss_scale_factor=scale
-        )
+        rule = te.optimizers.adafactor(0.1, loss_scale_factor=scale, **options)
         plan = one_table_plan(rule, 6, 3, mesh_of(1))
         tables, slots = initial_state(plan, np.ones((6, 3)))
         scaled = gradients * (scale or 1)
