@@ -2,14 +2,14 @@
 # Sets up an environment in .venv, then checks the project. Stops at the first failure.
 #   scripts/test.sh [-- PYTEST_OPTIONS]
 #       The quick tier, for before each change: format, lint, layers, types, and each
-#       test that is not marked `full`. The tests build the docs, too.
+#       test that is not marked `full`.
 #   scripts/test.sh --layer [-- PYTEST_OPTIONS]
 #       The quick tier of the library: no tests of tpu_embedding/tools, of the docs, of
-#       the benchmarks, of the scripts and of the language.
+#       the benchmarks and of the scripts.
 #   scripts/test.sh --all [-- PYTEST_OPTIONS]
 #       The full tier, for continuous integration: also the tests marked `full`, the
-#       wheel, export to and import from TensorFlow in an environment of its own,
-#       Python 3.11 if that interpreter is there, and the lowest versions of all
+#       docs, the wheel, export to and import from TensorFlow in an environment of its
+#       own, Python 3.11 if that interpreter is there, and the lowest versions of all
 #       dependencies that pyproject.toml allows.
 #   scripts/test.sh --exhaustive [-- PYTEST_OPTIONS]
 #       The exhaustive tier, for before a release: also the tests marked `exhaustive`.
@@ -23,7 +23,7 @@ case "${1-}" in
 --layer)
     tier=layer
     left_out=(--ignore=tpu_embedding/tools --ignore=tests/{tools,docs,processes})
-    left_out+=(--ignore=tests/test_{benchmarks,names,readme,scripts,wording}.py)
+    left_out+=(--ignore=tests/test_{benchmarks,readme,scripts}.py)
     shift
     ;;
 --all)

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import re
 import subprocess
 import sys
 import types
@@ -14,9 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import interleaved  # noqa: E402  # pyright: ignore[reportMissingImports]
-import measuring  # noqa: E402  # pyright: ignore[reportMissingImports]
 import peers  # noqa: E402  # pyright: ignore[reportMissingImports]
-import processor  # noqa: E402  # pyright: ignore[reportMissingImports]
 import record  # noqa: E402  # pyright: ignore[reportMissingImports]
 import results_file  # noqa: E402  # pyright: ignore[reportMissingImports]
 import settings  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -111,67 +108,6 @@ def test_a_new_figure_replaces_the_earlier_one(tmp_path):
     assert saved == json.loads(json.dumps(results))
 
 
-def test_figures_of_no_benchmark_are_refused():
-    with pytest.raises(ValueError, match="must be one of"):
-        results_file.merge(results_file.load_results(), {"results": []})
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("", {"setting": ["S1", "S2", "S3"], "python": []}),
-        ("--python torch=a fbgemm=b", {"python": ["torch=a", "fbgemm=b"]}),
-        ("--python torch=a --python fbgemm=b", {"python": ["torch=a", "fbgemm=b"]}),
-        ("--setting S2 --setting S1", {"setting": ["S2", "S1"]}),
-        ("--peer torch --peer", {"peer": ["torch"]}),
-        ("--peer", {"peer": []}),
-    ],
-)
-def test_an_option_keeps_all_its_values(monkeypatch, words, expected):
-    monkeypatch.setattr(sys, "argv", ["peers.py", *words.split()])
-    assert vars(peers._parse()).items() >= expected.items()
-
-
-def test_all_options_of_several_values_keep_them():
-    for script in (ROOT / "benchmarks").glob("*.py"):
-        for call in re.findall(
-            r"add_argument\([^)]*?nargs=[^)]*\)", script.read_text()
-        ):
-            assert '"--' not in call or "AllValues" in call, (script.name, call)
-
-
-CPUS = {
-    "intel": (
-        "processor\t: 0\nmodel name\t: Xeon\nflags\t\t: fpu avx2 avx512f\n\nflags: no",
-        {"model": "Xeon", "instruction_sets": ["avx2", "avx512f"]},
-    ),
-    "arm": (
-        "Features\t: fp asimd sve",
-        {"model": "", "instruction_sets": ["asimd", "sve"]},
-    ),
-    "unknown": (None, {"model": "", "instruction_sets": []}),
-}
-
-
-@pytest.mark.parametrize(("text", "expected"), CPUS.values(), ids=CPUS)
-def test_figures_name_the_cpu(text, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(processor, "CPU_FILE", tmp_path / "cpuinfo")
-    if text is not None:
-        processor.CPU_FILE.write_text(text)
-    measuring.report_results(
-        tmp_path / "figures.json", "peers", shapes={}, results=[{"peer": "new"}]
-    )
-    document = json.loads((tmp_path / "figures.json").read_text())
-    document["machine"] = "2 CPU cores, x86_64"
-    assert document["cpu"] == expected
-    results = results_file.load_results()
-    results_file.merge(results, document)
-    *earlier, new = results["peers"]["results"]
-    assert new["cpu"] == expected
-    assert all(row.get("peer") != "new" for row in earlier)
-    assert f"| peers | -, new |  | {expected['model']} |" in record.render(results)
-
-
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad"])
 def test_the_judge_of_the_first_step(optimizer):
     setting = settings.Setting(
@@ -214,26 +150,6 @@ def test_a_side_that_ends_is_named(tmp_path):
     message = "(?s)no_such_side.*No module"
     with pytest.raises(interleaved.SideFailedError, match=message):
         interleaved.SideProcess("no_such_side", TINY, tmp_path / "no.npy")
-
-
-def test_a_slow_side_does_fewer_steps():
-    turns = interleaved.Turns(rounds=2, steps=3, seconds=1.0)
-    asked = []
-
-    def ask(command, *, method, first, count, limit):
-        asked.append((method, first))
-        assert (command, count, limit) == ("time_each", 3, 1.0)
-        return {"seconds": [0.5], "peak_bytes": 7}
-
-    sides = {"a": types.SimpleNamespace(ask=ask), "b": types.SimpleNamespace(ask=ask)}
-    times = interleaved.time_in_turns(sides, ("train", "forward"), turns)
-    train, forward = ("train", 1), ("forward", 5)
-    assert asked[:4] == [train, train, forward, forward]
-    assert asked[4:] == [("train", 9)] * 2 + [("forward", 13)] * 2
-    assert asked[-1][1] + turns.steps + 1 == turns.num_batches(2)
-    assert times["b"]["train"].seconds == [0.5, 0.5]
-    assert times["b"]["train"].median_ms == 500
-    assert times["b"]["train"].peak_bytes == 7
 
 
 def test_a_peer_that_ends_is_left_out(monkeypatch):

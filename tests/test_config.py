@@ -1,24 +1,19 @@
 """Rules of the configuration classes, each with a value that breaks only it."""
 
 import dataclasses
-import functools
 import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import tpu_embedding as te
-from tests.tiers import quick_cases
-from tpu_embedding.config import MAX_VOCABULARY_SIZE
 from tpu_embedding.initializers import truncated_normal_initializer
 
 TABLE = te.TableConfig(vocabulary_size=7, dim=3, name="movie")
 QUANTIZATION = te.QuantizationConfig(num_buckets=16, lower=-1.0, upper=1.0)
-SGD = optax.sgd(0.1)
 NAN, INF = math.nan, math.inf
 
 
@@ -66,140 +61,64 @@ class KerasInitializer:
 WRONG = {
     table: [
         ("vocabulary_size", 0),
-        ("vocabulary_size", -1),
         ("vocabulary_size", 2**31 - 1),
-        ("vocabulary_size", 2**40),
         ("vocabulary_size", 7.0),
-        ("vocabulary_size", "7"),
-        ("vocabulary_size", None),
         ("vocabulary_size", True),
-        ("vocabulary_size", np.bool_(True)),
-        ("vocabulary_size", np.float32(7)),
-        ("vocabulary_size", np.int64(0)),
-        ("vocabulary_size", (7,)),
         ("dim", 0),
-        ("dim", -3),
         ("dim", 3.0),
-        ("dim", "3"),
-        ("dim", None),
         ("dim", True),
-        ("dim", np.int32(0)),
-        ("dim", np.bool_(True)),
-        ("dim", np.array([3])),
         ("initializer", 0.5),
-        ("initializer", "zeros"),
         ("initializer", shape_initializer),
         ("initializer", KerasInitializer()),
-        ("initializer", te.initializers.RowIdInitializer),
-        ("initializer", jax.nn.initializers.normal),
         ("optimizer", "adamm"),
         ("combiner", "max"),
-        ("combiner", "SUM"),
-        ("combiner", ""),
-        ("combiner", None),
-        ("combiner", ["sum"]),
-        ("combiner", sum),
         ("combiner", te.CustomCombiner),
-        ("combiner", custom(lambda valence: valence)),
         ("combiner", custom(lambda valence, rows: rows)),
         ("combiner", custom(lambda valence, rows: rows[0, :2])),
         ("combiner", custom(lambda valence, rows: rows[0].astype(jnp.bfloat16))),
-        ("combiner", custom(lambda valence, rows: (rows[0],))),
-        ("combiner", custom(lambda valence, rows: None)),
         ("combiner", custom(lambda valence, rows: rows[0] if valence else rows[1])),
         ("name", ""),
         ("name", 3),
-        ("name", b"movie"),
         ("quantization_config", 16),
-        ("quantization_config", {"num_buckets": 16, "lower": -1.0, "upper": 1.0}),
-        ("dtype", np.uint8),
         ("dtype", np.float64),
-        ("dtype", np.int32),
         ("dtype", "junk"),
-        ("dtype", None),
     ],
     feature: [
         ("table", None),
-        ("table", "movie"),
-        ("table", {"vocabulary_size": 7, "dim": 3}),
-        ("table", te.TableConfig),
         ("table", ()),
-        ("table", [TABLE]),
         ("table", (TABLE, None)),
         ("max_sequence_length", -1),
         ("max_sequence_length", 2.0),
-        ("max_sequence_length", None),
-        ("max_sequence_length", True),
-        ("max_sequence_length", np.int64(-2)),
-        ("max_sequence_length", np.bool_(True)),
-        ("validate_weights_and_indices", None),
         ("validate_weights_and_indices", 1),
-        ("validate_weights_and_indices", "yes"),
         ("output_shape", 4),
-        ("output_shape", [2, 2]),
         ("output_shape", (2, 0)),
-        ("output_shape", (2, -1)),
-        ("output_shape", (2, None)),
         ("output_shape", (2.0,)),
-        ("output_shape", (True,)),
         ("default_id", -1),
         ("default_id", 7),
-        ("default_id", np.int64(7)),
         ("default_id", 2.0),
-        ("default_id", "2"),
-        ("default_id", True),
         ("name", ""),
         ("name", 3),
         ("out_of_range_ids", "ignore"),
-        ("out_of_range_ids", ""),
-        ("out_of_range_ids", None),
-        ("out_of_range_ids", True),
-        ("out_of_range_ids", ["drop"]),
         ("expected_valence", 0),
-        ("expected_valence", -1.5),
         ("expected_valence", NAN),
-        ("expected_valence", INF),
-        ("expected_valence", "3"),
         ("unique_rows", 1),
     ],
     quantization: [
         ("num_buckets", 1),
-        ("num_buckets", 0),
-        ("num_buckets", -16),
         ("num_buckets", 16.0),
-        ("num_buckets", True),
-        ("num_buckets", None),
-        ("num_buckets", np.int64(1)),
         ("lower", 1.0),
-        ("lower", 2.0),
         ("lower", NAN),
-        ("lower", -INF),
-        ("lower", "-1"),
         ("upper", -1.0),
-        ("upper", -2.0),
         ("upper", NAN),
-        ("upper", INF),
-        ("upper", None),
     ],
     combiner: [
         ("function", None),
-        ("function", "max"),
-        ("function", 3),
         ("max_valence", 0),
-        ("max_valence", -1),
         ("max_valence", 2.0),
-        ("max_valence", None),
-        ("max_valence", True),
-        ("max_valence", "8"),
-        ("max_valence", np.int8(0)),
     ],
     row_ids: [
-        ("offset", None),
         ("offset", 0.5),
-        ("offset", True),
-        ("offset", "1"),
         ("offset", 2**31),
-        ("offset", -(2**31) - 1),
     ],
 }
 CLASS_NAMES = {
@@ -236,26 +155,6 @@ def test_wrong_value_is_refused_by_field(make, field, value):
     assert ";" not in message or message.count(" must ") == 1
 
 
-@pytest.mark.parametrize(("make", "field", "value"), CASES)
-def test_replace_checks_too(make, field, value):
-    with pytest.raises(ValueError, match=field):
-        dataclasses.replace(make(), **{field: value})
-
-
-@pytest.mark.parametrize("make", WRONG, ids=CLASS_NAMES.get)
-def test_all_problems_are_reported_at_once(make):
-    wrong = {}
-    for field, value in WRONG[make]:
-        wrong.setdefault(field, value)
-    if make is quantization:
-        # Nothing is below -2, so that one rule covers both ends.
-        wrong["upper"] = -2.0
-    with pytest.raises(ValueError) as error:
-        make(**wrong)
-    for field in wrong:
-        assert field in str(error.value)
-
-
 @pytest.mark.parametrize("make", [table, feature], ids=CLASS_NAMES.get)
 def test_errors_name_their_owner(make):
     options = {table: dict(dim=0), feature: dict(max_sequence_length=-1)}[make]
@@ -266,47 +165,23 @@ def test_errors_name_their_owner(make):
 RIGHT = [
     (table, dict(vocabulary_size=1, dim=1)),
     (table, dict(vocabulary_size=2**31 - 2)),
-    (table, dict(name=None)),
-    (table, dict(name="a/b c")),
-    (table, dict(combiner="sum")),
-    (table, dict(combiner="mean")),
-    (table, dict(combiner="sqrtn")),
     (table, dict(initializer=jax.nn.initializers.zeros)),
     (table, dict(quantization_config=QUANTIZATION)),
     (table, dict(dtype=np.float32)),
-    (table, dict(dtype=np.dtype("float32"))),
     (table, dict(dtype=jnp.bfloat16)),
     (table, dict(dtype="float16")),
     (table, dict(dtype=np.int8)),
-    (feature, dict(max_sequence_length=1)),
-    (feature, dict(validate_weights_and_indices=False)),
-    (feature, dict(output_shape=(2, 3))),
-    (feature, dict(name=None)),
-    (feature, dict(out_of_range_ids="drop")),
-    (feature, dict(out_of_range_ids="clip")),
     (feature, dict(expected_valence=3)),
-    (feature, dict(expected_valence=0.25)),
     (table, dict(vocabulary_size=np.int64(7), dim=np.uint8(3))),
-    (table, dict(combiner=custom(largest))),
     (table, dict(initializer=te.initializers.RowIdInitializer(2))),
-    (table, dict(initializer=lambda *args: jnp.zeros(args[1]))),
-    (table, dict(initializer=functools.partial(jax.nn.initializers.zeros))),
     (feature, dict(table=(TABLE, dataclasses.replace(TABLE, dim=1, name="u")))),
-    (feature, dict(max_sequence_length=np.int32(4))),
     (feature, dict(output_shape=(np.int64(2), 3))),
-    (feature, dict(output_shape=())),
-    (feature, dict(default_id=0)),
     (feature, dict(default_id=np.int64(6))),
-    (feature, dict(expected_valence=np.float32(2.5))),
     (quantization, dict(lower=np.float32(-2), upper=np.float64(2))),
     (quantization, dict(num_buckets=np.int64(16))),
-    (combiner, dict(max_valence=1)),
     (combiner, dict(max_valence=np.int64(3))),
-    (row_ids, dict(offset=-(2**31))),
     (row_ids, dict(offset=np.int64(2**31 - 1))),
-    (quantization, dict(num_buckets=2)),
     (quantization, dict(lower=0, upper=1)),
-    (table, dict(optimizer=SGD)),
     (table, dict(optimizer="adagrad")),
 ]
 
@@ -320,10 +195,6 @@ def test_right_values_are_kept(make, options):
         # NumPy's narrow integers would wrap in arithmetic.
         for part in kept if isinstance(kept, tuple) else (kept,):
             assert not isinstance(part, np.integer)
-
-
-def test_largest_vocabulary_leaves_room_for_padding():
-    assert MAX_VOCABULARY_SIZE == te.inputs.PADDING_ROW_ID - 1 == 2**31 - 2
 
 
 def defaults_of(cls):
@@ -361,8 +232,8 @@ def test_defaults_are_those_of_tensorflow():
     assert defaults_of(te.QuantizationConfig) == {}
 
 
-@pytest.mark.parametrize("dim", quick_cases([1, 16, 100], "16"))
-def test_default_initializer_is_the_truncated_normal_of_tensorflow(dim):
+def test_default_initializer_is_the_truncated_normal_of_tensorflow():
+    dim = 16
     values = truncated_normal_initializer(dim)(
         jax.random.key(0), (60_000 // dim, dim), jnp.float32
     )
@@ -372,70 +243,6 @@ def test_default_initializer_is_the_truncated_normal_of_tensorflow(dim):
     # know theirs, and the mean, to about 0.3 and 0.4 %.
     assert np.std(values) == pytest.approx(0.8796 * stddev, rel=0.015)
     assert np.mean(values) == pytest.approx(0, abs=0.02 * stddev)
-
-
-@pytest.mark.parametrize("make", WRONG, ids=CLASS_NAMES.get)
-def test_frozen_hashable_and_equal_by_value(make):
-    config, same = make(), make()
-    assert config is not same
-    assert config == same
-    assert hash(config) == hash(same)
-    assert len({config, same}) == 1
-    for field in dataclasses.fields(config):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(config, field.name, getattr(config, field.name))
-
-
-OTHER_VALUES = [
-    (table, dict(vocabulary_size=8)),
-    (table, dict(dim=4)),
-    (table, dict(initializer=jax.nn.initializers.zeros)),
-    (table, dict(combiner="sum")),
-    (table, dict(name="u")),
-    (table, dict(quantization_config=QUANTIZATION)),
-    (feature, dict(table=table(dim=4))),
-    (feature, dict(max_sequence_length=1)),
-    (feature, dict(validate_weights_and_indices=False)),
-    (feature, dict(output_shape=(1,))),
-    (feature, dict(name="g")),
-    (feature, dict(out_of_range_ids="drop")),
-    (feature, dict(expected_valence=1.0)),
-    (feature, dict(default_id=1)),
-    (feature, dict(table=(TABLE,))),
-    (table, dict(combiner=custom(largest))),
-    (combiner, dict(function=lambda valence, rows: rows[0])),
-    (combiner, dict(max_valence=5)),
-    (row_ids, dict(offset=1)),
-    (quantization, dict(num_buckets=17)),
-    (quantization, dict(lower=-2.0)),
-    (quantization, dict(upper=2.0)),
-]
-
-
-@pytest.mark.parametrize(("make", "options"), OTHER_VALUES)
-def test_every_field_counts_in_equality(make, options):
-    assert make() != make(**options)
-
-
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "int8"])
-def test_spellings_of_one_dtype_are_one_value(name):
-    first, other = (
-        table(dtype=dtype) for dtype in (getattr(jnp, name), jnp.dtype(name))
-    )
-    assert first == other and other == first
-    assert hash(first) == hash(other)
-    assert first.dtype_name == table(dtype=name).dtype_name == name
-
-
-@pytest.mark.parametrize(
-    "cls",
-    [te.TableConfig, te.FeatureConfig, te.QuantizationConfig, te.CustomCombiner],
-)
-def test_arguments_are_named(cls):
-    with pytest.raises(TypeError, match="positional"):
-        cls(7, 3, 1)
-    with pytest.raises(TypeError, match="vocab_size"):
-        cls(vocab_size=7)
 
 
 CONTRADICTIONS = {
@@ -458,10 +265,6 @@ CONTRADICTIONS = {
     "tables of two sizes": (
         lambda: feature(table=(TABLE, table(vocabulary_size=9))),
         ["FeatureConfig.table", "vocabulary_size", "[7, 9]", "'f'"],
-    ),
-    "tables of two sizes, and a default outside of the smaller one": (
-        lambda: feature(table=(TABLE, table(vocabulary_size=9)), default_id=8),
-        ["[7, 9]", "default_id", "0 to 6", "8"],
     ),
     "row ids beyond 32 bits": (
         lambda: te.initializers.RowIdInitializer(2**31 - 2)(None, (3, 1), jnp.float32),

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import tpu_embedding as te
-from tests.tiers import quick_cases, with_ids
+from tests.tiers import with_ids
 
 NOT_LOADED = (
     "orbax",
@@ -23,10 +23,7 @@ NOT_LOADED = (
 )
 
 USES = {
-    "nothing": "",
     "layer": "te.TPUEmbedding, te.Optimizer, te.value_and_grad, te.PipelinedTrainStep",
-    "plan": "te.make_plan, te.device_mesh, te.EmbeddingPlan",
-    "modules": "te.functional, te.optimizers, te.gradients, te.inputs, te.metrics",
     "linen": "te.linen",
 }
 
@@ -41,7 +38,7 @@ print(*sorted(set(sys.modules) - before), sep="\\n")
 """
 
 
-@pytest.mark.parametrize("use", quick_cases(with_ids(USES), "layer"))
+@pytest.mark.parametrize("use", with_ids(USES))
 def test_modules_that_are_not_loaded(use):
     command = [sys.executable, "-c", PROGRAM.format(use=use)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -53,61 +50,6 @@ def test_modules_that_are_not_loaded(use):
         for name in NOT_LOADED
         if module == name or module.startswith(f"{name}.")
     ]
-
-
-THREADS = """
-import threading
-import tpu_embedding as te
-errors, start = [], threading.Barrier(4)
-def use(name):
-    start.wait()
-    try:
-        getattr(te, name)
-    except BaseException as error:
-        errors.append(repr(error))
-threads = [
-    threading.Thread(target=use, args=[name])
-    for name in ("TPUEmbedding", "inputs", "save", "optimizers")
-]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-assert not errors, errors
-"""
-
-
-@pytest.mark.full
-def test_threads_may_use_names_first_at_once():
-    subprocess.run([sys.executable, "-Werror", "-c", THREADS], check=True)
-
-
-FLAX_STATE = """
-import jax, pytest, tpu_embedding as te
-from flax import serialization
-def tables(num_rows):
-    table = te.TableConfig(vocabulary_size=num_rows, dim=4, name="movie")
-    plan = te.make_plan(te.FeatureConfig(table=table), mesh=te.device_mesh())
-    return te.functional.init_tables(plan, jax.random.key(0))
-state = serialization.to_state_dict(tables(10))
-serialization.from_state_dict(tables(10), state)
-with pytest.raises(ValueError, match="saved under the plan of the model"):
-    serialization.from_state_dict(tables(11), state)
-"""
-
-
-@pytest.mark.full
-def test_flax_refuses_tables_of_another_plan_before_linen_is_used():
-    subprocess.run([sys.executable, "-c", FLAX_STATE], check=True)
-
-
-def test_a_name_that_stands_in_a_module_is_found():
-    with pytest.raises(AttributeError, match="; it is tpu_embedding.gradients.add$"):
-        te.add  # noqa: B018
-    with pytest.raises(AttributeError, match="; it is tpu_embedding.nn.SlotVariables$"):
-        te.SlotVariables  # noqa: B018
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'$"):
-        te.nonsense  # noqa: B018
-    with pytest.raises(AttributeError, match="no attribute 'training'$"):
-        te.training  # noqa: B018  # A private module of te.nn.
 
 
 def imports_for_type_checkers():

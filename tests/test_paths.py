@@ -13,15 +13,8 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.tiers import quick_cases, with_ids
-from tpu_embedding import kernel_verdicts
-from tpu_embedding.checkpoint import CheckpointError, RunCheckpoints, open_tables
-from tpu_embedding.checkpoint.run_checkpoints import saved_steps
-from tpu_embedding.paths import local_path
-from tpu_embedding.tools import cli
-from tpu_embedding.tools.cli.command import make_parser
-from tpu_embedding.tools.data.criteo import Criteo
-from tpu_embedding.tools.data.synthetic_criteo import write_criteo_sample
+from tests.tiers import with_ids
+from tpu_embedding.checkpoint import CheckpointError, open_tables
 
 PLAN = te.make_plan(
     te.FeatureConfig(table=te.TableConfig(vocabulary_size=10, dim=4, name="movie")),
@@ -29,32 +22,15 @@ PLAN = te.make_plan(
 )
 PATHS = {
     "relative": "ck",
-    "pathlib": pathlib.Path("ck"),
-    "dot": "./ck",
-    "trailing slash": "ck/",
-    "parent": "sub/../ck",
-    "absolute with parent": "{here}/sub/../ck",
-    "two slashes": "{here}//ck",
-    "space": "with space/ck",
     "percent": "a%20b/ck",
-    "home": "~/ck",
     "home as pathlib": pathlib.Path("~/ck"),
-    "link": "link/ck",
     "parent of a link": "link/../ck",
 }
 """How a directory may be written. Folder `link` points to `elsewhere/deep`."""
 each_path = pytest.mark.parametrize(
     "path",
-    quick_cases(
-        with_ids(PATHS), "relative", "pathlib", "home", "parent of a link", "percent"
-    ),
+    with_ids(PATHS),
 )
-
-SETTINGS = [
-    *("--set", "batch_size=16", "--set", "model.dim=4"),
-    *("--set", "model.hidden_sizes=4", "--set", "data.num_evaluation_samples=32"),
-    *("--set", "num_steps=2", "--set", "log_every=1", "--set", "checkpoint_every=2"),
-]
 
 
 @pytest.fixture
@@ -93,16 +69,6 @@ def test_checkpoints(here, path):
 
 
 @each_path
-def test_checkpoints_of_a_run(here, path):
-    checkpoints = RunCheckpoints(written(path, here), kept=1, plan=PLAN)
-    checkpoints.save(2, state(3), {})
-    checkpoints.wait()
-    assert checkpoints.restore(state(), {})[1]["step"] == 3
-    checkpoints.close()
-    assert saved_steps(written(path, here)) == [2]
-
-
-@each_path
 def test_files_of_tables(here, path):
     """Imports from orbax and from NumPy, and exports."""
     target = pathlib.Path(os.path.realpath(os.path.expanduser(written(path, here))))
@@ -118,94 +84,6 @@ def test_files_of_tables(here, path):
     layer = te.TPUEmbedding(None, plan=PLAN, rngs=nnx.Rngs(0))
     te.export.save_tables(layer, os.path.join(written(path, here), "served"))
     assert (target / "served" / "export.json").is_file()
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The directory of a finished run."""
-    directory = tmp_path_factory.mktemp("runs") / "run"
-    options = ["--devices", "1", "--output-dir", str(directory)]
-    assert cli.main(["train", "synthetic", *options, *SETTINGS]) == 0
-    return directory
-
-
-RUN_PATHS = {
-    "relative": "runs/a",
-    "parent": "../{name}/runs/a",
-    "home": "~/runs/a",
-    "link": "link/../runs/a",
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("path", RUN_PATHS.values(), ids=RUN_PATHS)
-def test_inspect(here, run, path, capsys):
-    for folder in ("runs", "home/runs", "elsewhere/runs"):
-        shutil.copytree(run, here / folder / "a")
-    assert cli.main(["inspect", path.format(name=here.name)]) == 0
-    assert "step 2" in capsys.readouterr().out
-
-
-@pytest.mark.full(every_case=True)
-@pytest.mark.parametrize("path", RUN_PATHS.values(), ids=RUN_PATHS)
-def test_train_and_export(here, path, capsys):
-    (here / "runs").mkdir()
-    path = path.format(name=here.name)
-    config = here / "home" / "own.py"
-    config.write_text(
-        "from tpu_embedding.tools.train.config.config_files import load_config\n"
-        "config = load_config('synthetic')\n"
-    )
-    options = ["--devices", "1", "--output-dir", path, *SETTINGS]
-    assert cli.main(["train", "~/own.py", *options]) == 0
-    assert cli.main(["train", "~/own.py", *options, "--resume"]) == 0
-    options = ["--run-dir", path, "--check", "1", "--devices", "1", *SETTINGS]
-    assert cli.main(["export", "~/own.py", f"{path}-served/", *options]) == 0
-    assert "largest difference" in capsys.readouterr().out
-    te.export.load(f"{path}-served")
-    assert not (here / "~").exists()
-
-
-def test_every_path_of_a_command_is_read_alike(here):
-    """An option that a shell leaves as it is, as bash leaves `--to=~/results`."""
-    parser = make_parser()
-    compile_options = ["--topology", "v5e:4", "--json=~/a.json", "--plot=~/a.svg"]
-    commands = (
-        ["train", "synthetic", "--output-dir=~/a", "--data-dir=~/b"],
-        ["export", "synthetic", "~/out", "--run-dir=~/a", "--data-dir=~/b"],
-        ["compile", "synthetic", *compile_options],
-        ["inspect", "~/a"],
-    )
-    for command in commands:
-        values = vars(parser.parse_args(command)).values()
-        paths = [value for value in values if isinstance(value, pathlib.Path)]
-        # `--data-dir` may be of a cloud, for a source of one's own, which reads it.
-        of_machine = [x for x in command if "~" in x and "--data-dir" not in x]
-        assert len(paths) == len(of_machine)
-        assert all(path.is_relative_to(here / "home") for path in paths)
-
-
-@each_path
-def test_files_of_data(here, path):
-    path = pathlib.Path(written(path, here))
-    local_path(path).mkdir(parents=True, exist_ok=True)
-    write_criteo_sample(path / "train.txt", num_rows=8)
-    data = Criteo(
-        path / "train.txt",
-        batch_size=4,
-        seed=0,
-        vocabulary_sizes=10,
-        num_evaluation_samples=4,
-    )
-    assert data.train_batch(0).labels.shape == (4,)
-    (local_path(path) / "tokens.txt").write_text("a\nb\n")
-    assert te.inputs.Vocabulary.from_file(path / "tokens.txt").tokens == ("a", "b")
-    assert not (here / "~").exists()
-
-
-def test_the_directory_of_verdicts(here, monkeypatch):
-    monkeypatch.setenv(kernel_verdicts.DIRECTORY_VARIABLE, "~/verdicts")
-    assert kernel_verdicts.verdict_file().parent == here / "home" / "verdicts"
 
 
 def not_there(path):
@@ -255,17 +133,6 @@ def test_no_file_is_called_damaged_before_its_digest_disagrees(here, change, mes
     with pytest.raises(CheckpointError, match=message) as error:
         te.restore("ck", state(), plan=PLAN)
     assert "is damaged" not in str(error.value)
-
-
-def test_an_error_of_orbax_is_no_damage(here, monkeypatch):
-    te.save("ck", state(), plan=PLAN)
-
-    def restore(*_, **__):
-        raise ValueError("Checkpoint path should be absolute")
-
-    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", restore)
-    with pytest.raises(CheckpointError, match="right checksums, and orbax cannot read"):
-        te.restore("ck", state(), plan=PLAN)
 
 
 def test_other_stores_are_refused(here):

@@ -19,7 +19,3 @@ def test_links_lead_to_files():
     assert links
     for link in links:
         assert (README.parent / link).is_file(), link
-
-
-def test_is_short():
-    assert len(README.read_text().splitlines()) <= 110

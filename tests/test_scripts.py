@@ -2,7 +2,6 @@
 
 import pathlib
 import subprocess
-import sys
 
 import pytest
 
@@ -61,14 +60,3 @@ def test_unknown_option_of_a_shell_script(script, option, no_python):
     assert option in result.stderr
     assert "--help" in result.stderr
     assert not pathlib.Path(no_python["VENV"]).exists()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("script", PYTHON)
-def test_help_of_a_python_script(script):
-    result = run([sys.executable, script, "--help"])
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("usage: ")
-    result = run([sys.executable, script, "--unknown-option"])
-    assert result.returncode == 2
-    assert "--unknown-option" in result.stderr or "required" in result.stderr

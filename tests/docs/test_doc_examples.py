@@ -28,17 +28,6 @@ def documents():
                 yield pytest.param(document, id=str(page))
 
 
-EXAMPLES = [DOCS.parent / "README.md", *DOCS.glob("*.md"), *DOCS.glob("examples/*.py")]
-TRAINING = sorted(path for path in EXAMPLES if "\n@nnx.jit" in path.read_text())
-
-
-@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
-def test_ids_of_examples_keep_their_bits(path):
-    """`jit` would keep the lower half of NumPy's 64-bit ids."""
-    text = path.read_text()
-    assert ".prepare(" in text or "prepare_features(" in text or "int32" in text
-
-
 @pytest.mark.parametrize(
     "document",
     quick_cases(

@@ -2,7 +2,6 @@
 
 import re
 import runpy
-import subprocess
 import sys
 
 import numpy as np
@@ -84,22 +83,6 @@ def test_every_program_is_tested():
 def test_program_computes_what_its_page_says(name, monkeypatch, capsys):
     CHECKS[name](run_program(name, monkeypatch=monkeypatch))
     assert capsys.readouterr().out
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", sorted(CHECKS.keys() | {"loaders"}))
-def test_program_runs_from_another_folder(name, tmp_path):
-    """Without a warning, in a process of its own."""
-    run = subprocess.run(
-        [sys.executable, EXAMPLES / f"{name}.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

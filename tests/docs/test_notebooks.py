@@ -66,19 +66,6 @@ def test_stored_notebook_has_outputs_and_plots(name):
     assert low < value < high
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS.NAMES)
-def test_notebook_names_the_repository(name):
-    notebook = NOTEBOOKS.read(name)
-    before = [cell.source for cell in notebook.cells]
-    url = NOTEBOOKS.repository_url()
-    NOTEBOOKS.set_repository(notebook, url)
-    assert [cell.source for cell in notebook.cells] == before
-    badge, install = before[:2]
-    path = url.removeprefix("https://github.com/")
-    assert f"/github/{path}/blob/main/docs/notebooks/{name}.ipynb)" in badge
-    assert f"@ git+{url}" in install
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", NOTEBOOKS.NAMES)
 def test_notebook_runs_to_its_stored_outputs(name, monkeypatch):

@@ -1,4 +1,4 @@
-"""Random programs on dynamic tables, on 1, 2, 3 and 8 devices, and in plain Python."""
+"""Random programs on dynamic tables, on several devices and in plain Python."""
 
 import dataclasses
 import functools
@@ -244,7 +244,7 @@ def initial_rows_of(layout, table):
 _initial_rows = jax.jit(initial_rows, static_argnums=4)
 
 
-def check_program(seed, device_counts=(1, 2, 3, 8)):
+def check_program(seed, device_counts):
     """Compares one program with the reference, and its runs with each other."""
     layout = layout_of(seed // LOGS_PER_LAYOUT)
     log = Log(seed, layout)
@@ -264,6 +264,6 @@ def check_program(seed, device_counts=(1, 2, 3, 8)):
             jax.tree.map(np.testing.assert_array_equal, *of_field)
 
 
-@pytest.mark.parametrize("seed", quick_cases(range(0, 120, 10), "0", "10"))
+@pytest.mark.parametrize("seed", quick_cases([0, 10, 40], "0", every_case=True))
 def test_random_programs(seed):
-    check_program(seed, (1, 3) if seed < 20 else (1, 2, 3, 8))
+    check_program(seed, (1, 8) if seed else (2,))

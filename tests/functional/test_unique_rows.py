@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.tiers import full_cases, with_ids
+from tests.tiers import full_cases
 from tpu_embedding.functional import unique_rows
 
 NUM_ROWS, LENGTH = 50, 5
@@ -35,13 +35,6 @@ DENSE = {
     "kernel": jnp.linspace(-1, 1, 12).reshape(4, 3),
     "bias": jnp.array([0.1, -0.2, 0.3]),
 }
-
-
-def full(way):
-    return pytest.param(way, marks=pytest.mark.full)
-
-
-DEVICES = full_cases(with_ids({"1": 1, "2": 2, "3": 3, "8": 8}), "2")
 
 
 @functools.cache
@@ -189,10 +182,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("num_devices", DEVICES)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_step_equals_that_of_one_row_per_event(way, num_devices):
-    plan = plan_of(num_devices)
+@pytest.mark.parametrize("way", full_cases(WAYS, "exact", "functions", "linen"))
+def test_a_step_equals_that_of_one_row_per_event(way):
+    plan = plan_of(2)
     batch = te.inputs.prepare_features(BATCH, plan)
     loss, dense, tables = WAYS[way](plan, batch)
     initial = te.functional.unstack_tables(initial_tables(plan), plan)["item"]
@@ -212,17 +204,18 @@ def test_a_step_equals_that_of_one_row_per_event(way, num_devices):
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
-@pytest.mark.parametrize("way", ["nnx", full("exact"), full("functions")])
-@pytest.mark.parametrize("batch_axes", [None, ("data",), ("model",)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_meshes_of_two_axes_give_equal_numbers(kind, batch_axes, way):
+@pytest.mark.full(every_case=True)
+@pytest.mark.parametrize(
+    ("kind", "batch_axes"), [("auto", ("data",)), ("explicit", ("model",))]
+)
+def test_meshes_of_two_axes_give_equal_numbers(kind, batch_axes):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(KINDS[kind],) * 2)
     plan = te.make_plan(
         CONFIG, mesh, optimizer=te.optimizers.sgd(1.0), batch_axes=batch_axes
     )
     batch = te.inputs.prepare_features(BATCH, plan)
     with jax.set_mesh(mesh):
-        loss, dense, tables = WAYS[way](plan, batch)
+        loss, dense, tables = WAYS["nnx"](plan, batch)
     wanted, wanted_dense, wanted_tables = WAYS["functions"](
         plan_of(1), te.inputs.prepare_features(BATCH, plan_of(1))
     )
@@ -249,29 +242,6 @@ def test_events_never_cross_the_network():
     assert all(math.prod(map(int, s.split(","))) <= values.size for s in sizes)
 
 
-def test_values_may_have_any_axes():
-    ids = te.inputs.prepare_features(BATCH, plan_of(3))["items"]
-    rows = jnp.arange(ids.ids.size * 6.0).reshape(-1, 6)
-    whole = te.functional.expand(rows, ids, plan_of(3))["history"]
-    heads = te.functional.expand(rows.reshape(-1, 2, 3), ids, plan_of(3))["history"]
-    np.testing.assert_array_equal(heads.reshape(whole.shape), whole)
-    column = te.functional.expand(rows[:, 0], ids, plan_of(3))["history"]
-    np.testing.assert_array_equal(column, whole[..., 0])
-    with pytest.raises(ValueError, match="one value per unique row"):
-        te.functional.expand(rows[1:], ids, plan_of(3))
-
-
-@pytest.mark.parametrize(
-    "lists", [[[1], [2, 3]], [[1, 2], [3, 4]], [[], []], [[1, 2, 3, 4, 5, 6, 7]] * 2]
-)
-def test_lists_become_sequences_whatever_their_lengths(lists):
-    plan = te.make_plan({"items": ITEMS}, mesh_of(1))
-    ids = te.inputs.prepare_features({"items": lists}, plan)["items"]
-    assert ids.index.shape == (2, LENGTH)
-    is_id = ids.index < ids.ids.shape[1]
-    assert is_id.sum(axis=1).tolist() == [min(len(x), LENGTH) for x in lists]
-
-
 @pytest.mark.parametrize(
     ("policy", "unique", "is_id"),
     [("drop", [1, 2], [True, False, False]), ("clip", [1, 2, 49], [True] * 3)],
@@ -294,12 +264,13 @@ def test_ids_outside_the_table_are_dropped_or_clipped_and_counted(
     assert int(rows.is_row().sum()) == len(unique)
 
 
+@pytest.mark.full(every_case=True)
 def test_one_batch_in_two_calls_and_several_tables():
     other = te.TableConfig(vocabulary_size=NUM_ROWS, dim=2, name="other")
     both = te.FeatureConfig(
         table=(ITEM, other), unique_rows=True, max_sequence_length=LENGTH
     )
-    plan = te.make_plan({"items": both}, mesh_of(3), optimizer=te.optimizers.sgd(1.0))
+    plan = te.make_plan({"items": both}, mesh_of(1), optimizer=te.optimizers.sgd(1.0))
     layer = te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
     batch = layer.prepare({"items": BATCH["items"]})
     first, second = layer(batch)["items"]
@@ -342,16 +313,6 @@ def test_narrow_values_are_summed_in_float32(monkeypatch):
     )
 
 
-def test_places_without_an_id_are_zero():
-    batch = te.inputs.prepare_features(BATCH, plan_of(1))
-    tables = initial_tables(plan_of(1))
-    rows = te.functional.lookup(tables, batch, plan_of(1)).activations["items"]
-    expanded = te.functional.expand(rows, batch["items"], plan_of(1))["history"]
-    lengths = [min(len(ids), LENGTH) for ids in HISTORIES]
-    is_zero = np.asarray(expanded == 0).all(axis=-1)
-    assert (~is_zero).sum(axis=1).tolist() == lengths
-
-
 def test_each_row_is_read_once_per_device():
     plan = plan_of(3)
     batch = te.inputs.prepare_features(BATCH, plan)["items"]
@@ -361,24 +322,6 @@ def test_each_row_is_read_once_per_device():
         wanted = sorted({*events, *CANDIDATES[part].tolist()})
         found = batch.ids[shard][batch.ids[shard] != te.inputs.PADDING_ROW_ID]
         assert found.tolist() == wanted
-
-
-def test_a_batch_with_more_unique_ids_gets_a_larger_buffer():
-    plan, sizes = plan_of(1), te.inputs.BufferSizes()
-    widths, tables = [], initial_tables(plan)
-    of_item = te.functional.unstack_tables(tables, plan)["item"]
-    for num_unique in (8, 8, 40):
-        ids = np.arange(40) % num_unique
-        prepared = te.inputs.prepare_features(
-            {"items": ids, "bag": np.zeros(40, int)}, plan, sizes=sizes
-        )["items"]
-        assert np.unique(prepared.ids[prepared.ids < NUM_ROWS]).size == num_unique
-        widths.append(prepared.ids.shape[1])
-        batch = {"items": prepared, "bag": np.zeros((40, 1), np.int32)}
-        rows = te.functional.lookup(tables, batch, plan).activations["items"]
-        expanded = te.functional.expand(rows, prepared, plan)
-        np.testing.assert_array_equal(expanded, of_item[ids])
-    assert widths[0] == widths[1] < 40 <= widths[2]
 
 
 @pytest.mark.parametrize(
@@ -398,34 +341,9 @@ def test_wrong_ids_are_refused(ids, message):
         te.inputs.prepare_features({"items": ids}, plan)
 
 
-def test_ragged_ids_need_a_length():
-    feature = te.FeatureConfig(table=ITEM, unique_rows=True)
-    plan = te.make_plan({"items": feature}, mesh_of(1))
-    with pytest.raises(ValueError, match="set FeatureConfig.max_sequence_length"):
-        te.inputs.prepare_features({"items": [[1], [2, 3]]}, plan)
-
-
-@pytest.mark.parametrize("options", [{"default_id": 1}, {"output_shape": (2, 2)}])
-def test_options_of_combined_ids_are_refused(options):
-    with pytest.raises(ValueError, match="unique_rows combines no ids"):
-        te.FeatureConfig(table=ITEM, unique_rows=True, **options)
-
-
-def test_a_rule_that_sees_occurrences_is_refused():
-    optimizer = te.optimizers.in_sequence(te.optimizers.sgd(0.1))
-    with pytest.raises(ValueError, match="asks for each occurrence"):
-        te.make_plan({"items": ITEMS}, mesh_of(1), optimizer=optimizer)
-
-
 def test_ids_that_were_not_prepared_are_refused():
     plan = plan_of(1)
     with pytest.raises(TypeError, match="pass the raw ids through prepare"):
         te.functional.lookup(
             initial_tables(plan), {"items": CANDIDATES, "bag": BAGS}, plan
         )
-
-
-def test_ids_for_other_devices_are_refused():
-    batch = te.inputs.prepare_features(BATCH, plan_of(3))
-    with pytest.raises(ValueError, match="was prepared for 3 shards"):
-        te.functional.lookup(initial_tables(plan_of(1)), batch, plan_of(1))

@@ -59,11 +59,6 @@ def test_ragged_and_sparse_ids_are_padded_with_no_id():
         assert values[values != NONE].tolist() == expected
 
 
-def test_places_of_sequences_are_kept():
-    prepared = prepare(SPARSE, max_sequence_length=2)
-    assert prepared.ids.to_numpy().tolist() == [[2**40, NONE], [NONE, 7]]
-
-
 def test_unique_rows_tell_ids_with_equal_lower_words_apart():
     ids = np.array([[1, 2**32 + 1, 1], [7, 7, 2**63 - 1]])
     prepared = prepare(ids, unique_rows=True)

@@ -3,7 +3,6 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -20,7 +19,6 @@ from tests.inputs.prepare_cases import (
     plan_of,
     prepare,
     ragged,
-    sparse,
 )
 
 # What is accepted.
@@ -30,25 +28,15 @@ INTEGERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["error", "drop", "clip"])
 @pytest.mark.parametrize("dtype", INTEGERS, ids=lambda dtype: dtype.__name__)
-def test_any_integer_type(dtype, policy):
+def test_any_integer_type(dtype):
     ids = np.array([0, 9, 3], dtype)
-    prepared = prepare(ids, out_of_range_ids=policy)
+    prepared = prepare(ids)
     assert prepared.dtype == np.int32
     np.testing.assert_array_equal(prepared, [0, 9, 3])
-    prepared = prepare(ragged(ids, [0, 3]), out_of_range_ids=policy)
+    prepared = prepare(ragged(ids, [0, 3]))
     assert prepared.values.dtype == np.int32
     np.testing.assert_array_equal(prepared.values[0, :3], [0, 9, 3])
-
-
-def test_unsigned_ids_of_a_table_larger_than_they_count():
-    table = te.TableConfig(vocabulary_size=1000, dim=4)
-    for policy in ("drop", "clip"):
-        feature = te.FeatureConfig(table=table, out_of_range_ids=policy)
-        plan = te.make_plan(feature, mesh_of(1))
-        prepared = te.inputs.prepare_features(np.array([0, 255], np.uint8), plan)
-        np.testing.assert_array_equal(prepared, [0, 255])
 
 
 BEYOND = {
@@ -60,15 +48,6 @@ BEYOND = {
     "uint32": (np.array([2**32 - 1, 10, PADDING, 5], np.uint32), [9, 9, PADDING, 5]),
     "int32": (np.array([10, -1, PADDING - 1, PADDING]), [9, 0, 9, PADDING]),
 }
-
-
-def test_clipped_ids_lie_outside_of_the_tables_of_other_plans():
-    table = te.TableConfig(vocabulary_size=1000, dim=4)
-    prepared = prepare(np.array([2**40, 2**31]), out_of_range_ids="clip")
-    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1))
-    result = te.functional.lookup(init(plan), prepared, plan)
-    assert result.stats.out_of_range["feature"] == 2
-    assert not np.any(result.activations)
 
 
 @pytest.mark.parametrize("wide", [2**32 + 5, -(2**32) + 5])
@@ -118,13 +97,13 @@ def test_ids_beyond_the_table_stay_beyond_or_are_clipped(
 
 LARGEST = {
     "ragged": lambda dtype: ragged(np.array([PADDING, 1], dtype), [0, 2]),
-    "sparse": lambda dtype: sparse([[0, 0], [0, 1]], np.array([PADDING, 1], dtype)),
     "lists": lambda dtype: [[PADDING, 1], [1]],
 }
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.uint64])
-@pytest.mark.parametrize("form", LARGEST)
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("ragged", np.uint32), ("lists", np.int64)]
+)
 def test_ids_of_2_to_31_less_1_are_ids_where_no_padding_is_needed(form, dtype):
     ids = LARGEST[form](dtype)
     with pytest.raises(ValueError, match=f"got {PADDING}"):
@@ -144,37 +123,12 @@ def test_ids_of_2_to_31_less_1_are_ids_where_no_padding_is_needed(form, dtype):
         )
 
 
-def test_ids_of_hashes_mark_padding_in_ragged_ids():
-    strings = te.RaggedIds.from_lists([["a", ""], ["b"]])
-    hashed = te.inputs.hash_ids(strings, VOCABULARY_SIZE, padding="")
-    prepared = prepare(hashed, out_of_range_ids="clip")
-    assert prepared.values[0, 1] == PADDING
-
-
-def test_plain_arrays_stay_plain():
-    for ids in (np.array([1, 2]), np.array([[1], [PADDING]]), jnp.arange(3)):
-        prepared = prepare(ids)
-        assert type(prepared) is np.ndarray
-        np.testing.assert_array_equal(prepared, ids)
-
-
-def test_lists():
-    np.testing.assert_array_equal(
-        prepare([[1, 2], [3, PADDING]]), [[1, 2], [3, PADDING]]
-    )
-    prepared = prepare(te.RaggedIds(values=[1, 2], row_splits=[0, 2], weights=[1, 2]))
-    np.testing.assert_array_equal(prepared.values[0, :2], [1, 2])
-    assert prepared.weights.dtype == np.float32
-
-
-@pytest.mark.parametrize("given", ["in_the_ids", "as_nest", "as_nest_of_plain_ids"])
+@pytest.mark.parametrize("given", ["in_the_ids", "as_nest_of_plain_ids"])
 def test_dense_weights(given):
     ids, weights = np.array([[1, 2], [3, PADDING]]), np.array([[1, 0], [-2, 5]])
     match given:
         case "in_the_ids":
             prepared = prepare(dense(ids, weights))
-        case "as_nest":
-            prepared = prepare(dense(ids), weights)
         case _:
             prepared = prepare(ids, weights)
     assert isinstance(prepared, te.DenseIds)
@@ -186,15 +140,6 @@ def test_dense_weights(given):
 def test_weights_of_the_nest_win():
     prepared = prepare(dense([1], np.array([2.0])), np.array([3.0]))
     assert prepared.weights.tolist() == [3]
-
-
-def test_weights_of_some_features():
-    config = [te.FeatureConfig(table=TABLE, name=name) for name in ("a", "b")]
-    plan = te.make_plan(config, mesh_of(1))
-    ids = np.array([1, 2])
-    a, b = te.inputs.prepare_features([ids, ids], plan, [None, np.ones(2)])
-    assert type(a) is np.ndarray
-    assert b.weights.tolist() == [1, 1]
 
 
 def test_arguments_are_not_changed():
@@ -221,10 +166,9 @@ def test_lookup_refuses_what_is_not_prepared(ids):
         te.functional.activation_shapes({"the_feature": ids}, plan)
 
 
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_lookup_refuses_what_is_prepared_for_other_shards(num_devices):
-    prepared = {"the_feature": prepare(RAGGED, num_devices=num_devices)}
-    with pytest.raises(ValueError, match=f"prepared for {num_devices} shards") as error:
+def test_lookup_refuses_what_is_prepared_for_other_shards():
+    prepared = {"the_feature": prepare(RAGGED, num_devices=3)}
+    with pytest.raises(ValueError, match="prepared for 3 shards") as error:
         te.functional.activation_shapes(prepared, plan_of())
     assert "its layer has 2" in str(error.value)
     assert "'the_feature'" in str(error.value)
@@ -243,37 +187,14 @@ REFUSED_BY_SHAPE = {
         TypeError,
         "te.inputs.hash_ids or te.inputs.Vocabulary",
     ),
-    "time spans": (np.array([1], "m8[s]"), {}, TypeError, "dtype timedelta64[s]"),
-    "complex weights": (dense([1], np.array([1j])), {}, TypeError, "dtype complex128"),
-    "sparse weights": (dense([1], SPARSE), {}, TypeError, "got SparseIds; pass other"),
     "list of weights": (dense([1], [1.0]), {}, TypeError, "got list; pass other forms"),
     "float": (np.ones(3), {}, TypeError, "must be integers"),
-    "scalar": (np.array(1), {}, ValueError, "batch axis"),
-    "three_axes": (np.ones((2, 2, 2), int), {}, ValueError, "output_shape"),
     "weights": (dense([1], np.ones(2)), {}, ValueError, "shape of its ids"),
-    "one_axis_sequence": (
-        np.arange(3),
-        dict(max_sequence_length=2),
-        ValueError,
-        "max_sequence_length=2",
-    ),
     "weighted_sequence": (
         dense([[1]], np.ones((1, 1))),
         dict(max_sequence_length=2),
         ValueError,
         "weights and max_sequence_length=2",
-    ),
-    "output_shape": (
-        np.arange(3),
-        dict(output_shape=(4,)),
-        ValueError,
-        "(4,) for ids of shape (3,)",
-    ),
-    "small_output": (
-        np.arange(3),
-        dict(output_shape=(2,)),
-        ValueError,
-        "(2,) for ids of shape (3,)",
     ),
 }
 
@@ -287,45 +208,6 @@ def test_shapes_that_a_step_refuses(ids, options, kind, shown):
     assert "'the_feature'" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("ids", "options", "shape"),
-    [
-        (np.arange(5), {}, (5, 4)),
-        (np.zeros((5, 3), int), {}, (5, 4)),
-        (np.zeros((5, 3), int), dict(max_sequence_length=2), (5, 2, 4)),
-        (np.arange(6), dict(output_shape=(2, 3)), (2, 3, 4)),
-        (np.zeros((3, 2), int), dict(output_shape=(6,)), (6, 4)),
-        (RAGGED, {}, (3, 4)),
-        (RAGGED, dict(max_sequence_length=5), (3, 5, 4)),
-        (RAGGED, dict(output_shape=(3, 2)), (3, 2, 4)),
-        (SPARSE, {}, (3, 4)),
-        (SPARSE, dict(max_sequence_length=5), (3, 5, 4)),
-    ],
-    ids=str,
-)
-def test_shapes_of_activations(ids, options, shape):
-    prepared = {"the_feature": prepare(ids, **options)}
-    struct = te.functional.activation_shapes(prepared, plan_of(**options))[
-        "the_feature"
-    ]
-    assert (struct.shape, struct.dtype) == (shape, jnp.float32)
-
-
-def test_batch_without_samples_is_refused_or_looked_up():
-    plan = plan_of()
-    try:
-        prepared = prepare(np.zeros(0, int))
-    except ValueError as error:
-        assert "'the_feature'" in str(error)
-        return
-    structs = jax.eval_shape(lambda: init(plan))
-    result = jax.eval_shape(
-        lambda t: te.functional.lookup(t, {"the_feature": prepared}, plan).activations,
-        structs,
-    )
-    assert result["the_feature"].shape == (0, 4)
-
-
 def test_samples_without_places_are_zero():
     plan = plan_of()
     ids = {"the_feature": prepare(np.zeros((4, 0), int))}
@@ -333,9 +215,8 @@ def test_samples_without_places_are_zero():
     np.testing.assert_array_equal(activations, np.zeros((4, 4)))
 
 
-@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.full), 8])
-def test_wide_ids_outside_jit_read_no_other_row(num_devices):
-    plan = plan_of(num_devices)
+def test_wide_ids_outside_jit_read_no_other_row():
+    plan = plan_of(2)
     tables = init(plan)
     ids = np.array([2**32 + 3, 2**31, -(2**32) + 3, 2**62, -1, 3, PADDING, 9])
     result = te.functional.lookup(tables, {"the_feature": ids}, plan)
@@ -384,12 +265,11 @@ def test_shard_batch():
     assert placed["ragged"].batch_size == ragged_ids.batch_size
 
 
-@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.full), 8])
-def test_placed_batches_give_the_same(num_devices):
-    plan = plan_of(num_devices)
+def test_placed_batches_give_the_same():
+    plan = plan_of(2)
     tables = init(plan)
     look_up = jax.jit(te.functional.lookup, static_argnames="plan")
-    batch = {"the_feature": prepare(RAGGED, num_devices=num_devices)}
+    batch = {"the_feature": prepare(RAGGED, num_devices=2)}
     table = te.functional.unstack_tables(tables, plan)["table"]
     # One or two terms: the sum is the same in any order.
     expected = [table[1], np.zeros(4), table[2] + table[3]]

@@ -1,8 +1,5 @@
 """From ids in any form to the input of the stages, shard by shard."""
 
-import re
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,8 +11,6 @@ from tpu_embedding.inputs import shard_inputs
 from tpu_embedding.inputs.shard_inputs import (
     FeatureShape,
     ShardableInput,
-    as_dense_ids,
-    attach_weights,
     feature_shape,
     to_feature_input,
     to_shardable,
@@ -44,47 +39,6 @@ def sharded(values, row_splits, batch_size, weights=None):
         weights=weights,
         batch_size=batch_size,
     )
-
-
-def test_only_plain_arrays_are_wrapped():
-    plain = np.arange(3)
-    assert as_dense_ids(plain).ids is plain
-    assert as_dense_ids(plain).weights is None
-    for ids in (
-        te.DenseIds(ids=plain),
-        te.RaggedIds(values=plain, row_splits=np.array([0, 3])),
-        te.SparseIds(indices=plain, values=plain, dense_shape=plain),
-        sharded([[1]], [[0, 1]], 1),
-    ):
-        assert as_dense_ids(ids) is ids
-
-
-def test_weights_are_attached_where_there_are_some():
-    plan = plan_for(num_features=3)
-    ids = [np.arange(2), te.DenseIds(ids=np.ones(2, int)), np.arange(3)]
-    weights = [np.ones(2), np.zeros(2), None]
-    features = dict(zip(("f0", "f1", "f2"), ids, strict=True))
-    nest = dict(zip(("f0", "f1", "f2"), weights, strict=True))
-    joined = attach_weights(features, nest, plan)
-    assert (joined["f0"].ids is ids[0]) and (joined["f0"].weights is weights[0])
-    assert (joined["f1"].ids is ids[1].ids) and (joined["f1"].weights is weights[1])
-    assert joined["f2"] is ids[2]
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [
-        te.RaggedIds(values=np.arange(2), row_splits=np.array([0, 2])),
-        te.SparseIds(indices=np.zeros((1, 2)), values=[1], dense_shape=[1, 1]),
-        sharded([[1]], [[0, 1]], 1),
-    ],
-    ids=lambda ids: type(ids).__name__,
-)
-def test_ragged_features_take_no_weights_later(ids):
-    plan = plan_for()
-    with pytest.raises(TypeError, match="ragged feature 'f0' must be given to prepare"):
-        attach_weights({"f0": ids}, {"f0": np.ones(2)}, plan)
-    assert attach_weights({"f0": ids}, {"f0": None}, plan)["f0"] is ids
 
 
 RAGGED = sharded([[1, 2, P], [3, P, P]], [[0, 1, 2], [0, 1, 1]], 3)
@@ -121,53 +75,6 @@ def test_sizes_of_a_feature(ids, num_devices, options, expected):
     )
 
 
-REFUSED = {
-    "list": (te.DenseIds(ids=[1, 2]), {}, TypeError, "must be an array, got [1, 2]"),
-    "float": (np.ones(2), {}, TypeError, "must be integers, got dtype float64"),
-    "scalar": (np.array(1), {}, ValueError, "a batch axis"),
-    "no sample": (np.zeros((0, 2), int), {}, ValueError, "got ids of shape (0, 2)"),
-    "three axes": (np.zeros((2, 1, 1), int), {}, ValueError, "got (2, 1, 1); set"),
-    "weights": (
-        te.DenseIds(ids=np.zeros((2, 2), int), weights=np.ones(2)),
-        {},
-        ValueError,
-        "its ids, (2, 2), got (2,)",
-    ),
-    "sequence of one axis": (
-        np.zeros(3, int),
-        dict(max_sequence_length=2),
-        ValueError,
-        "got shape (3,)",
-    ),
-    "no multiple": (
-        np.zeros((4, 2), int),
-        dict(output_shape=(6,)),
-        ValueError,
-        "the 4 samples of its ids, or a multiple of them, got (6,) for ids",
-    ),
-    "deep, but not each id": (
-        np.zeros((2, 2, 3), int),
-        dict(output_shape=(8,)),
-        ValueError,
-        "got (8,) for ids of shape (2, 2, 3)",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("ids", "options", "error", "shown"), REFUSED.values(), ids=REFUSED
-)
-def test_shapes_that_do_not_fit(ids, options, error, shown):
-    with pytest.raises(error, match=re.escape(shown)) as raised:
-        shape_of(ids, plan_for(**options))
-    assert "'f0'" in str(raised.value)
-
-
-def test_ragged_ids_of_other_shards():
-    with pytest.raises(ValueError, match="prepared for 2 shards, but its layer has 3"):
-        shape_of(RAGGED, plan_for(3))
-
-
 def _first(valence, rows):
     del valence
     return rows[0]
@@ -184,7 +91,6 @@ AT_MOST_2 = te.FeatureConfig(table=_of_at_most(2), name="f")
 AT_MOST_3 = te.FeatureConfig(table=_of_at_most(3), name="f")
 
 
-@pytest.mark.parametrize("form", ["ragged", "sparse"])
 @pytest.mark.parametrize(
     ("prepared_for", "looked_up_as", "shown"),
     [
@@ -199,12 +105,9 @@ AT_MOST_3 = te.FeatureConfig(table=_of_at_most(3), name="f")
         (AT_MOST_2, AT_MOST_3, None),
     ],
 )
-def test_ragged_ids_prepared_by_another_plan(prepared_for, looked_up_as, shown, form):
+def test_ragged_ids_prepared_by_another_plan(prepared_for, looked_up_as, shown):
     """The empty sample would be zero, and ids beyond the maximum would be cut."""
     ids = te.RaggedIds(values=np.array([1, 2, 3]), row_splits=np.array([0, 0, 2, 3]))
-    if form == "sparse":
-        places = np.array([[1, 0], [1, 5], [2, 0]])
-        ids = te.SparseIds(indices=places, values=ids.values, dense_shape=[3, 6])
     prepared = te.inputs.prepare_features(ids, te.make_plan(prepared_for, mesh_of(1)))
     plan = te.make_plan(looked_up_as, mesh_of(1))
     if shown is None:
@@ -257,37 +160,6 @@ def test_other_integers_stay_too_large_or_too_small(values):
     assert converted.tolist() == expected
 
 
-def test_dense_batches_are_filled_up():
-    plan = plan_for(3)
-    ids = np.arange(10).reshape(5, 2)
-    weights = np.arange(10.0).reshape(5, 2)
-    given = te.DenseIds(ids=ids, weights=weights)
-    shardable = to_shardable(given, shape_of(given, plan), plan)
-    assert shardable.ids.dtype == jnp.int32
-    assert shardable.ids.tolist() == [*ids.tolist(), [P, P]]
-    assert shardable.weights.dtype == jnp.float32
-    assert shardable.weights.tolist() == [*weights.tolist(), [0, 0]]
-    assert shardable.row_splits is None
-
-
-@pytest.mark.parametrize(("num_devices", "missing"), [(1, 0), (2, 1), (3, 1), (8, 3)])
-def test_batches_of_one_id_per_sample(num_devices, missing):
-    plan = plan_for(num_devices)
-    ids = np.arange(5)
-    shardable = to_shardable(ids, shape_of(ids, plan), plan)
-    assert shardable.ids.tolist() == [[0], [1], [2], [3], [4]] + [[P]] * missing
-    assert shardable.weights is None
-
-
-def test_ids_of_several_axes_keep_their_order():
-    plan = plan_for(2, output_shape=(2, 2))
-    ids = np.arange(12).reshape(2, 2, 3) % 10
-    given = te.DenseIds(ids=ids, weights=ids / 4)
-    shardable = to_shardable(given, shape_of(given, plan), plan)
-    np.testing.assert_array_equal(shardable.ids, ids.reshape(4, 3))
-    np.testing.assert_array_equal(shardable.weights, ids.reshape(4, 3) / 4)
-
-
 def test_batches_without_a_place_for_ids_get_one():
     plan = plan_for(2)
     empty = np.zeros((3, 0), int)
@@ -299,16 +171,6 @@ def test_batches_without_a_place_for_ids_get_one():
     shardable = to_shardable(none, shape_of(none, plan), plan)
     assert shardable.ids.tolist() == [[P], [P]]
     assert shardable.weights is None
-
-
-def test_ragged_batches_stay():
-    plan = plan_for(2)
-    given = sharded(RAGGED.values, RAGGED.row_splits, 3, np.full((2, 3), 0.5))
-    shardable = to_shardable(given, shape_of(given, plan), plan)
-    np.testing.assert_array_equal(shardable.ids, RAGGED.values)
-    np.testing.assert_array_equal(shardable.row_splits, RAGGED.row_splits)
-    np.testing.assert_array_equal(shardable.weights, np.full((2, 3), 0.5))
-    assert shardable.weights.dtype == jnp.float32
 
 
 def stage_input(ids, row_splits=None, weights=None, samples=2, length=0):
@@ -330,14 +192,6 @@ def as_lists(given):
     ]
 
 
-@pytest.mark.parametrize("weights", [None, [[1, 2, 3], [4, 5, 6]]])
-def test_dense_ids_come_place_by_place(weights):
-    given = stage_input([[1, 2, 3], [4, 5, P]], weights=weights)
-    by_place = None if weights is None else [1, 4, 2, 5, 3, 6]
-    assert as_lists(given) == [[1, 4, 2, 5, 3, P], by_place, None]
-    assert (given.num_samples, given.valence) == (2, 3)
-
-
 @pytest.mark.parametrize(
     ("length", "expected"),
     [(1, [1, 4]), (2, [1, 2, 4, 5]), (3, [1, 2, P, 4, 5, P])],
@@ -348,15 +202,6 @@ def test_dense_sequences_are_cut_or_filled(length, expected):
     assert (given.num_samples, given.valence) == (2 * length, 1)
 
 
-@pytest.mark.parametrize("weights", [None, [[1, 2, 3, 4, 5]]])
-def test_ragged_ids_know_their_samples(weights):
-    # What lies behind the last id is no id, whatever it holds.
-    given = stage_input([[7, 8, 9, 6, 5]], [0, 2, 2, 3], weights, samples=3)
-    expected = None if weights is None else weights[0]
-    assert as_lists(given) == [[7, 8, 9, P, P], expected, [0, 0, 2, 3, 3]]
-    assert (given.num_samples, given.valence) == (3, 1)
-
-
 @pytest.mark.parametrize(
     ("length", "expected"),
     [(1, [7, P, 9]), (2, [7, 8, P, P, 9, P]), (3, [7, 8, P, P, P, P, 9, P, P])],
@@ -365,11 +210,6 @@ def test_ragged_sequences_are_cut_or_filled(length, expected):
     given = stage_input([[7, 8, 9, 6]], [0, 2, 2, 3], samples=3, length=length)
     assert as_lists(given) == [expected, None, None]
     assert (given.num_samples, given.valence) == (3 * length, 1)
-
-
-def test_ragged_sequences_longer_than_asked():
-    given = stage_input([[0, 1, 2, 3, 4, 5, 6]], [0, 4, 7], length=2)
-    assert as_lists(given) == [[0, 1, 4, 5], None, None]
 
 
 @pytest.mark.parametrize(
@@ -385,8 +225,3 @@ def test_ragged_sequences_longer_than_asked():
 def test_samples_of_values(row_splits, num_values, expected):
     result = shard_inputs.sample_ids_of(jnp.array(row_splits, jnp.int32), num_values)
     assert result.tolist() == expected
-
-
-def test_stages_get_arrays_of_jax():
-    leaves = jax.tree.leaves(stage_input([[1, 2]], weights=[[1, 2]], samples=1))
-    assert all(isinstance(leaf, jax.Array) for leaf in leaves)

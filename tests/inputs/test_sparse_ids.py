@@ -4,22 +4,18 @@ import re
 
 import hypothesis
 import hypothesis.strategies as st
-import jax
 import numpy as np
 import pytest
 
 from tests.inputs.prepare_cases import (
     PADDING,
     prepare,
-    ragged,
     sparse,
 )
 
 SPARSE_SHAPES = {
     "row_beyond": (sparse([[3, 0]], [1]), "got [3, 0] at value 0"),
-    "column_beyond": (sparse([[0, 0], [0, 4]], [1, 2]), "got [0, 4] at value 1"),
     "negative": (sparse([[0, 0], [-1, 0]], [1, 2]), "got [-1, 0] at value 1"),
-    "fewer_values": (sparse([[0, 0], [0, 1]], [1]), "(1, 2), got (2, 2)"),
     "rank_1": (sparse([[0]], [1], dense_shape=(3,)), "rank >= 2"),
 }
 
@@ -31,28 +27,10 @@ def test_sparse_coordinates_that_do_not_fit(ids, shown):
     assert "indices of feature 'the_feature'" in str(error.value)
 
 
-def test_two_ids_at_one_place_of_a_sequence_are_refused():
-    # One of them would be lost.
-    with pytest.raises(ValueError, match="'the_feature'"):
-        prepare(sparse([[0, 0], [0, 0]], [1, 2]), max_sequence_length=2)
-
-
 def test_two_ids_at_one_place_are_both_combined():
     prepared = prepare(sparse([[0, 0], [0, 0]], [1, 2]), num_devices=1)
     assert sorted(prepared.values[0, :2]) == [1, 2]
     assert prepared.row_splits.tolist() == [[0, 2, 2, 2]]
-
-
-def test_unsorted_sparse_ids_are_sorted():
-    order = np.random.default_rng(0).permutation(7)
-    indices = np.array([[0, 0], [0, 2], [1, 3], [3, 0], [3, 1], [3, 2], [4, 0]])
-    values, weights = np.arange(7), np.arange(7) / 2
-    expected = prepare(ragged(values, [0, 2, 3, 3, 6, 7], weights))
-    prepared = prepare(
-        sparse(indices[order], values[order], (5, 4), weights[order].astype(np.float32))
-    )
-    jax.tree.map(np.testing.assert_array_equal, prepared, expected)
-    assert prepared.batch_size == 5
 
 
 def test_sparse_ids_of_higher_rank_are_flattened_to_samples():
@@ -73,14 +51,6 @@ def test_sparse_sequences_keep_their_places():
     assert prepared.weights is None
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, np.uint32, np.uint64])
-def test_coordinates_of_any_integer_type(dtype):
-    indices = np.array([[0, 3], [2, 0], [2, 1]])
-    expected = prepare(sparse(indices, [1, 2, 3]))
-    prepared = prepare(sparse(indices.astype(dtype), [1, 2, 3]))
-    jax.tree.map(np.testing.assert_array_equal, prepared, expected)
-
-
 @pytest.mark.parametrize("dtype", [np.uint64, np.int64])
 def test_coordinates_that_no_int64_or_int32_holds(dtype):
     # As an int64, the first would be -1; as an int32, the second would be 0.
@@ -88,14 +58,6 @@ def test_coordinates_that_no_int64_or_int32_holds(dtype):
         if wide <= np.iinfo(dtype).max:
             with pytest.raises(ValueError, match=f"got .{wide}, 0. at value 1"):
                 prepare(sparse(np.array([[0, 0], [wide, 0]], dtype), [1, 2]))
-
-
-def test_positions_beyond_int32_order_the_ids():
-    shape = (2, 2**62)
-    ids = sparse([[0, 2**61], [0, 5], [1, 0]], [1, 2, 3], shape)
-    assert prepare(ids, num_devices=1).values[0, :3].tolist() == [2, 1, 3]
-    prepared = prepare(ids, max_sequence_length=6)
-    assert prepared.ids.tolist() == [[PADDING] * 5 + [2], [3] + [PADDING] * 5]
 
 
 @st.composite

@@ -4,7 +4,6 @@ import pickle
 import re
 import types
 
-import jax
 import numpy as np
 import pytest
 
@@ -38,20 +37,6 @@ def test_integers_are_hashed_as_their_digits():
     assert te.inputs.hash_ids(np.array([0, 7], np.int8), 1000).tolist() == expected[:2]
     large = np.array([2**64 - 1], np.uint64)
     assert te.inputs.hash_ids(large, 1000) == te.inputs.hash_ids([str(2**64 - 1)], 1000)
-
-
-def test_buckets_are_filled_evenly():
-    ids = te.inputs.hash_ids([f"user_{i}" for i in range(20_000)], 100)
-    counts = np.bincount(ids, minlength=100)
-    # Poisson with mean 200: six standard deviations are 85.
-    assert counts.min() > 115 and counts.max() < 285
-
-
-def test_salts_are_independent():
-    strings = [f"user_{i}" for i in range(10_000)]
-    first, second = (te.inputs.hash_ids(strings, 100, salt=salt) for salt in (1, 2))
-    # Equal by chance in one of 100 buckets: 100 +- 10.
-    assert 40 < (first == second).sum() < 160
 
 
 LOOKUPS = {
@@ -108,17 +93,6 @@ def test_padding_of_hashes(padding):
     assert te.inputs.hash_ids([0, 5], 10, padding=0)[0] == PADDING
 
 
-def test_hashed_ids_go_through_prepare():
-    table = te.TableConfig(vocabulary_size=50, dim=4, name="user")
-    plan = te.make_plan(te.FeatureConfig(table=table))
-    ids = te.inputs.hash_ids([["ann", "bob"], [], ["eve"]], table.vocabulary_size)
-    prepared = te.inputs.prepare_features(ids, plan)
-    assert prepared.batch_size == 3
-    strings = [["ann", "bob"], [], ["eve"]]
-    with pytest.raises(TypeError, match="te.inputs.hash_ids or te.inputs.Vocabulary"):
-        te.inputs.prepare_features(strings, plan)
-
-
 def test_vocabulary_numbers_as_keras_string_lookup():
     # Expected ids from the documentation of keras.layers.StringLookup.
     vocabulary = te.inputs.Vocabulary(["a", "b", "c", "d"])
@@ -171,11 +145,8 @@ def test_files_that_keras_wrote_begin_with_special_tokens(tmp_path):
 WRONG_FILES = {
     "twice": (b"a\nb\na\n", {}, "got 'a' as token 0 and as token 2"),
     "empty line": (b"a\n\nb\n", {}, "token 1 must be neither empty nor"),
-    "mask token": (b"a\nPAD\n", dict(mask_token="PAD"), "got 'PAD'"),
     "latin 1": (b"a\nAm\xe9lie\n", {}, ":2: a vocabulary must be UTF-8"),
-    "empty": (b"", {}, "got 0 tokens"),
     "buckets": (b"a\n", dict(num_oov_buckets=-1), "got -1"),
-    "bool": (b"a\n", dict(num_oov_buckets=True), "got True"),
 }
 
 
@@ -197,29 +168,11 @@ WRONG_CALLS = {
         "num_buckets",
         "got 0",
     ),
-    "many": (
-        lambda: te.inputs.hash_ids(["a"], 2**31),
-        ValueError,
-        "num_buckets",
-        "2147483648",
-    ),
-    "float": (
-        lambda: te.inputs.hash_ids(["a"], 1.5),
-        ValueError,
-        "num_buckets",
-        "got 1.5",
-    ),
     "salt": (
         lambda: te.inputs.hash_ids(["a"], 2, salt=-1),
         ValueError,
         "salt",
         "got -1",
-    ),
-    "salts": (
-        lambda: te.inputs.hash_ids(["a"], 2, salt=(1, 2, 3)),
-        ValueError,
-        "salt",
-        "got (1, 2, 3)",
     ),
     "floats": (
         lambda: te.inputs.hash_ids([1.5], 2),
@@ -227,66 +180,17 @@ WRONG_CALLS = {
         "hash_ids",
         "dtype float64",
     ),
-    "none": (
-        lambda: te.inputs.hash_ids(["a", None], 2),
-        TypeError,
-        "Strings",
-        "got None at 1",
-    ),
     "not a string": (
         lambda: te.inputs.Vocabulary(["a"]).ids(["a", 3.5, "b"]),
         TypeError,
         "Strings",
         "got 3.5",
     ),
-    "integers": (
-        lambda: te.inputs.Vocabulary(["a"]).ids([1, 2]),
-        TypeError,
-        "Vocabulary.ids",
-        "dtype int64",
-    ),
-    "not hashable": (
-        lambda: te.inputs.Vocabulary(["a"]).ids(["a", {}]),
-        TypeError,
-        "Strings",
-        "got {} at 1",
-    ),
     "one string": (
         lambda: te.inputs.Vocabulary("ab"),
         TypeError,
         "tokens must be a list",
         "'ab'; write ['ab']",
-    ),
-    "strings in place of lists": (
-        lambda: te.RaggedIds.from_lists(["ab", "c"]),
-        TypeError,
-        "one list of ids per sample",
-        "'ab'; write [[string]",
-    ),
-    "a string in place of lists": (
-        lambda: te.RaggedIds.from_lists("ab"),
-        TypeError,
-        "one list of ids per sample",
-        "'ab'; write [[string]",
-    ),
-    "one string of bytes": (
-        lambda: te.inputs.Vocabulary(b"ab"),
-        TypeError,
-        "tokens must be a list",
-        "b'ab'",
-    ),
-    "token": (lambda: te.inputs.Vocabulary(["a", 3]), TypeError, "token 1", "got 3"),
-    "dict": (
-        lambda: te.inputs.hash_ids({}, 2),
-        TypeError,
-        "hash_ids",
-        "dict is a mapping",
-    ),
-    "masked": (
-        lambda: te.inputs.hash_ids(np.ma.masked_array(["a"], [1]), 2),
-        TypeError,
-        "hash_ids",
-        "masked",
     ),
 }
 
@@ -299,8 +203,3 @@ def test_wrong_calls(call, kind, field, value):
         call()
     assert field in str(error.value)
     assert value in str(error.value)
-
-
-def test_ids_are_arrays_of_numpy():
-    leaves = jax.tree.leaves(te.inputs.hash_ids([["a"], ["b", "c"]], 10))
-    assert all(isinstance(leaf, np.ndarray) for leaf in leaves)

@@ -20,7 +20,6 @@ from tests.inputs.prepare_cases import (
     TABLE,
     VOCABULARY_SIZE,
     dense,
-    plan_of,
     prepare,
     ragged,
     sparse,
@@ -32,33 +31,15 @@ INFINITY = np.array([np.inf, 1])
 # Name: ids, error, a part of the message that shows the value.
 WRONG_IDS = {
     "none": (None, ValueError, "is None"),
-    "float": (1.5, TypeError, "dtype float64"),
     "string": (
         "movie",
         TypeError,
         "dtype <U5; turn strings into ids with te.inputs.hash_ids",
     ),
-    "strings": (
-        ["a", "b"],
-        TypeError,
-        "they hold 'a'; strings need te.inputs.hash_ids",
-    ),
-    "array of strings": (np.array(["a"]), TypeError, "dtype <U1"),
-    "bytes": (np.array([b"a"]), TypeError, "dtype |S1"),
-    "floats": (np.array([1.0, 2.0]), TypeError, "dtype float64; convert them"),
     "float in a list": ([1, 2.5], TypeError, "dtype float64"),
-    "bfloat16": (jnp.ones(2, jnp.bfloat16), TypeError, "dtype bfloat16"),
-    "complex": (np.array([1j]), TypeError, "dtype complex128"),
     "booleans": (np.array([True, False]), TypeError, "dtype bool"),
-    "times": (np.array([1], "M8[s]"), TypeError, "dtype datetime64[s]"),
-    "time spans": (np.array([1], "m8[s]"), TypeError, "dtype timedelta64[s]"),
     "none in a list": ([1, None], TypeError, "they hold None"),
-    "too large for any integer": ([2**70], TypeError, f"they hold [{2**70}]"),
-    "object": (object(), TypeError, "dtype object"),
-    "records": (np.zeros(2, "i4,i4"), TypeError, "dtype [('f0', '<i4')"),
-    "random key": (jax.random.key(0), TypeError, "PRNGKeyArray"),
     "dict": ({"ids": [1]}, TypeError, "dict is a mapping"),
-    "set": ({1}, TypeError, "set is a set"),
     "generator": ((i for i in [1]), TypeError, "generator is no batch"),
     "csr": (scipy.sparse.csr_array(np.eye(3)), TypeError, "csr_array is a SciPy"),
     "jagged": (
@@ -66,45 +47,23 @@ WRONG_IDS = {
         TypeError,
         "is a jagged array",
     ),
-    "config": (te.FeatureConfig(table=TABLE), TypeError, "they hold FeatureConfig("),
-    "class": (te.RaggedIds, TypeError, "they hold <class"),
     "scalar": (np.int64(3), ValueError, "a scalar"),
     "no samples": (np.zeros(0, int), ValueError, "a batch of shape (0,)"),
-    "empty list": ([], ValueError, "a batch of shape (0,)"),
-    "no samples in a matrix": (np.zeros((0, 3), int), ValueError, "of shape (0,)"),
-    "three axes": (np.ones((2, 3, 4), int), ValueError, "got (2, 3, 4)"),
     "too large": ([1, 10], ValueError, "got 10 at position (1,)"),
     "negative": ([[1], [-1]], ValueError, "got -1 at position (1, 0)"),
     "64 bits": ([2**32 + 3], ValueError, f"got {2**32 + 3}"),
     "unsigned 64 bits": (np.array([2**63], np.uint64), ValueError, f"got {2**63}"),
-    "too large in lists": ([[1], [2, 10]], ValueError, "got 10 at value (2,)"),
     "lists beside ids": ([[1, 2], 3], ValueError, "got 3 beside lists"),
     "uneven outer lists": ([[[1]], [[1], [2]]], ValueError, "got 1 and 2 lists"),
-    "three axes of lists": ([[[1], []]], ValueError, "output_shape to (1, 2)"),
     "masked floats": (MASKED, TypeError, "a masked array of dtype float64"),
-    "DenseIds of none": (te.DenseIds(ids=None), TypeError, "they hold None"),
     "DenseIds of lists": (
         te.DenseIds(ids=[[1], [2, 3]]),
         TypeError,
         "DenseIds.ids must be an array, got list",
     ),
     "ragged strings": (ragged(["a"], [0, 1]), TypeError, "te.inputs.hash_ids"),
-    "ragged matrix": (ragged([[1]], [0, 1]), ValueError, "got shape (1, 1)"),
-    "ragged none": (
-        te.RaggedIds(values=None, row_splits=[0, 1]),
-        ValueError,
-        "got shape ()",
-    ),
-    "row_splits of none": (
-        te.RaggedIds(values=[1], row_splits=None),
-        ValueError,
-        "at least one sample, got ()",
-    ),
     "row_splits of floats": (ragged([1], [0, 1.0]), TypeError, "dtype float64"),
-    "row_splits of two axes": (ragged([1], [[0, 1]]), ValueError, "got (1, 2)"),
     "row_splits end early": (ragged([1, 2], [0, 1]), ValueError, "got 0 and 1"),
-    "row_splits end late": (ragged([1], [0, 2]), ValueError, "got 0 and 2"),
-    "row_splits start late": (ragged([1], [1, 1]), ValueError, "got 1 and 1"),
     "row_splits fall": (
         ragged([1, 2], [0, 2, 1, 2]),
         ValueError,
@@ -115,52 +74,13 @@ WRONG_IDS = {
         ValueError,
         f"got {2**63} and then 1",
     ),
-    "no row_splits": (ragged([], []), ValueError, "got (0,)"),
-    "row lengths": (ragged([1, 2], [1, 1]), ValueError, "got 1 and 1"),
-    "sparse of one axis": (
-        sparse([[0]], [1], dense_shape=(3,)),
-        ValueError,
-        "here (1, 1), got (1, 1)",
-    ),
-    "sparse, more values": (sparse([[0, 0]], [1, 2]), ValueError, "got (1, 2)"),
     "sparse, beyond the batch": (sparse([[3, 0]], [1]), ValueError, "got [3, 0]"),
     "sparse, beyond the positions": (sparse([[0, 4]], [1]), ValueError, "got [0, 4]"),
-    "sparse, negative": (sparse([[0, 0], [0, -1]], [1, 2]), ValueError, "got [0, -1]"),
-    "sparse, wraps around": (
-        sparse([[2**62, 0]], [1]),
-        ValueError,
-        f"got [{2**62}, 0] at value 0",
-    ),
     "sparse, indices of floats": (sparse([[0, 0.5]], [1]), TypeError, "dtype float64"),
     "sparse of 8 TiB": (
         sparse([[0, 0]], [1], dense_shape=(2**40, 4)),
         ValueError,
         f"got [{2**40}, 4]",
-    ),
-    "sparse whose size overflows": (
-        sparse([[0, 0, 0]], [1], dense_shape=(2**40, 2**40, 4)),
-        ValueError,
-        f"got [{2**40}, {2**40}, 4]",
-    ),
-    "sparse, no samples": (
-        te.SparseIds(indices=[], values=[], dense_shape=[0, 4]),
-        ValueError,
-        "a batch of shape (0,)",
-    ),
-    "sparse of three axes": (
-        sparse([[0, 0, 0]], [1], dense_shape=(2, 3, 4)),
-        ValueError,
-        "output_shape to (2, 3)",
-    ),
-    "sparse, too large id": (
-        sparse([[0, 0]], [12]),
-        ValueError,
-        "got 12 at value (0,)",
-    ),
-    "sparse, dense_shape of floats": (
-        te.SparseIds(indices=[[0, 0]], values=[1], dense_shape=[1.0, 2.0]),
-        TypeError,
-        "got [1.0, 2.0]",
     ),
 }
 
@@ -179,18 +99,10 @@ SPARSE = sparse([[0, 0], [1, 1], [2, 0]], [1, 2, 3])
 # Name: ids, weights, error, a part of the message.
 WRONG_WEIGHTS = {
     "strings": ([1], ["2"], TypeError, "real numbers, got dtype object"),
-    "array of strings": ([1], np.array(["2"]), TypeError, "got dtype <U1"),
-    "complex": ([1], np.array([1j]), TypeError, "got dtype complex128"),
-    "none in a list": ([1], [None], TypeError, "got dtype object"),
-    "dict": ([1], {"weights": [1]}, TypeError, "dict is a mapping"),
-    "times": ([1], np.array([1], "m8[s]"), TypeError, "got dtype timedelta64[s]"),
     "infinite": ([1, 2], INFINITY, ValueError, "got inf at (0,)"),
     "too large": ([1], [1e39], ValueError, "got inf at (0,)"),
     "masked": ([1, 2], MASKED, TypeError, "masked array of dtype float64"),
     "fewer": ([1, 2], [1.0], ValueError, "(2,), got (1,)"),
-    "scalar": ([1, 2], 1.0, ValueError, "(2,), got ()"),
-    "two axes": ([1, 2], [[1.0], [2.0]], ValueError, "(2,), got (2, 1)"),
-    "uneven": ([[1], [2]], [[1.0], [2.0, 3.0]], TypeError, "got RaggedIds"),
     "ragged for dense": ([1, 2], RAGGED, TypeError, "DenseIds, as its ids are, got R"),
     "ragged, fewer": (RAGGED, [1.0, 2.0], ValueError, "(3,), got (2,)"),
     "ragged, other lengths": (
@@ -198,12 +110,6 @@ WRONG_WEIGHTS = {
         [[1.0, 2.0], [3.0]],
         ValueError,
         "weights: [0, 2, 3]",
-    ),
-    "ragged, other batch": (
-        RAGGED,
-        ragged([1.0, 2.0, 3.0], [0, 1, 3, 3]),
-        ValueError,
-        "weights: [0, 1, 3, 3]",
     ),
     "ragged with weights of its own": (
         RAGGED,
@@ -217,12 +123,6 @@ WRONG_WEIGHTS = {
         TypeError,
         "RaggedIds, as its ids are, got S",
     ),
-    "ragged for sparse": (
-        SPARSE,
-        RAGGED,
-        TypeError,
-        "SparseIds, as its ids are, got R",
-    ),
     "sparse, other places": (
         SPARSE,
         sparse([[0, 0], [1, 2], [2, 0]], [1.0, 2.0, 3.0]),
@@ -235,7 +135,6 @@ WRONG_WEIGHTS = {
         ValueError,
         "weights: [4, 4]",
     ),
-    "csr": ([1], scipy.sparse.csr_array(np.eye(1)), TypeError, "csr_array is a SciPy"),
 }
 
 
@@ -263,16 +162,6 @@ WRONG_SHAPES = {
         "got sample 1 and position 1 2 times",
     ),
     "output shape of another batch": ([1, 2, 3], dict(output_shape=(2,)), "got (2,)"),
-    "ragged output shape of another batch": (
-        RAGGED,
-        dict(output_shape=(3,)),
-        "got (3,)",
-    ),
-    "sparse output shape of another batch": (
-        sparse([[0, 0, 0]], [1], dense_shape=(2, 3, 4)),
-        dict(output_shape=(2, 2)),
-        "the 6 samples of its ids, or a multiple of them, got (2, 2)",
-    ),
     "sequence of 2**40 places": (
         sparse([[0, 0]], [1], dense_shape=(2**27, 4)),
         dict(max_sequence_length=2**13),
@@ -298,11 +187,7 @@ def two_features(**options):
     return te.make_plan(config, mesh_of(1))
 
 
-@pytest.mark.parametrize(
-    "movie",
-    [[1, 2, 3], [[1, 2], [], [3]], sparse([[0, 0]], [1])],
-    ids=["dense", "ragged", "sparse"],
-)
+@pytest.mark.parametrize("movie", [[1, 2, 3], [[1, 2], [], [3]]])
 def test_unequal_batches_name_both_features(movie):
     with pytest.raises(
         ValueError, match="got 3 for feature 'movie' and 2 for feature 'user'"
@@ -342,17 +227,6 @@ def test_a_weight_of_nan_that_no_step_can_refuse_is_seen(ids, combiner):
     assert np.isnan(activations[1]).all()
     with pytest.raises(ValueError, match="must be finite"):
         te.inputs.prepare_features(ids, plan)
-
-
-def test_an_output_shape_allows_another_batch():
-    features = {"user": [1, 2], "movie": [1, 2, 3]}
-    prepared = te.inputs.prepare_features(features, two_features(output_shape=(3,)))
-    assert prepared["movie"].tolist() == [1, 2, 3]
-
-
-def test_a_stream_of_batches_in_place_of_a_batch():
-    with pytest.raises(ValueError, match="features must have the structure"):
-        te.inputs.prepare_features(iter([{"the_feature": [1]}]), plan_of())
 
 
 # Anything else: an error that names the feature, or a batch with the very same ids.
@@ -459,22 +333,15 @@ def expected_bags(ids):
     return [sorted(int(i) for i in bag if i != PADDING) for bag in bags]
 
 
-@pytest.mark.parametrize(
-    "num_examples", [300, pytest.param(5000, marks=pytest.mark.exhaustive)]
+@hypothesis.settings(
+    max_examples=150, suppress_health_check=list(hypothesis.HealthCheck)
 )
-def test_any_batch_is_read_rightly_or_refused_by_name(num_examples):
-    @hypothesis.settings(
-        max_examples=num_examples,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(ids=BATCHES, weights=st.none() | st.none() | BATCHES)
-    def check(ids, weights):
-        try:
-            prepared = prepare(ids, weights)
-        except (ValueError, TypeError) as error:
-            assert "'the_feature'" in str(error)
-            return
-        expected = expected_bags(ids)
-        assert bags_of(prepared, len(expected)) == expected
-
-    check()
+@hypothesis.given(ids=BATCHES, weights=st.none() | st.none() | BATCHES)
+def test_any_batch_is_read_rightly_or_refused_by_name(ids, weights):
+    try:
+        prepared = prepare(ids, weights)
+    except (ValueError, TypeError) as error:
+        assert "'the_feature'" in str(error)
+        return
+    expected = expected_bags(ids)
+    assert bags_of(prepared, len(expected)) == expected

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 
-from tests.lookup.stages import full
 from tpu_embedding.lookup._flatten_to_owners import PoolingSpec
 from tpu_embedding.lookup._route import IdsByRow
 from tpu_embedding.plan.backend_request import BackendChoice
@@ -118,17 +117,7 @@ NATURAL = {
 """Features of stacks that XLA pools and spreads."""
 
 KERNELS = {
-    "lines": (32, 64, 32, ["one", "many"], "kernel", "kernel"),
-    "scaled lines": (16, 64, 64, ["many+scales", "one"], "kernel", "kernel"),
     "weighted lines": (32, 64, 32, ["many+gains", "many"], "kernel", "xla"),
     "one row a line": (128, 24, 8, ["many", "one+scales"], "kernel", "kernel"),
-    "ragged": (128, 24, 8, ["ragged+gains", "many+gains", "many"], "kernel", "xla"),
-    "wide": (256, 24, 8, ["many"], "kernel", "kernel"),
-    "odd samples": (32, 64, 12, ["many"], "xla", "xla"),
 }
 """Per case: dim, rows of the buffer, samples, features, and what pools and spreads."""
-
-KERNEL_CASES = [
-    case if case in ("lines", "weighted lines", "one row a line") else full(case)
-    for case in KERNELS
-]

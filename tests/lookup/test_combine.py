@@ -10,7 +10,6 @@ import pytest
 from tests.conftest import needs_kernels
 from tests.lookup.pooled import (
     FUSED,
-    KERNEL_CASES,
     KERNELS,
     NATURAL,
     XLA,
@@ -20,8 +19,7 @@ from tests.lookup.pooled import (
     places_of,
     pooling_of,
 )
-from tests.tiers import each_once, with_ids
-from tpu_embedding.lookup._combine import combine, scale_samples
+from tpu_embedding.lookup._combine import combine
 from tpu_embedding.rows.packed_rows import RowLayout, pack_rows
 
 
@@ -52,29 +50,18 @@ def test_features(case, backends):
     check(poolings, RowLayout(num_rows=9, row_shape=(3,)), backends)
 
 
-def test_both_forms_add_in_the_same_order():
-    layout = RowLayout(num_rows=9, row_shape=(5,))
-    rows = np.random.default_rng(4).normal(size=(9, 5)).astype(np.float32)
-    for forms in (["many", "one"], ["many+scales", "ragged"]):
-        poolings = [pooling_of(form) for form in forms]
-        places = places_of(poolings, layout.num_rows)
-        whole = jitted_combine(rows.copy(), places, poolings, layout, XLA)
-        fused = jitted_combine(rows.copy(), places, poolings, layout, FUSED)
-        for x, y in zip(whole, fused, strict=True):
-            np.testing.assert_array_equal(x, y)
-
-
 @pytest.mark.parametrize(
     ("dim", "line_lanes"),
-    each_once([1, 3, 16, 100, 128, 200], with_ids({"packed": 128, "natural": None})),
+    [(1, None), (16, 128), (200, None)],
 )
 def test_dims(dim, line_lanes):
     layout = RowLayout(num_rows=9, row_shape=(dim,), line_lanes=line_lanes)
     check([pooling_of("many+gains+scales"), pooling_of("ragged")], layout)
 
 
+@pytest.mark.full(every_case=True)
 @needs_kernels
-@pytest.mark.parametrize("case", KERNEL_CASES)
+@pytest.mark.parametrize("case", KERNELS)
 def test_kernels(case):
     dim, num_rows, num_samples, forms, pool, _ = KERNELS[case]
     layout = RowLayout(num_rows=num_rows, row_shape=(dim,), line_lanes=128)
@@ -93,12 +80,3 @@ def test_ids_without_rows_give_zeros():
         rows = np.full((8, 3), np.nan, np.float32)
         for pooled in jitted_combine(rows, places, poolings, layout, XLA):
             np.testing.assert_array_equal(pooled, np.zeros((8, 3)))
-
-
-def test_scales():
-    poolings = [pooling_of("one+scales"), pooling_of("one")]
-    samples = [jnp.array(integers(8, 2)), jnp.array(integers(8, 2, seed=2))]
-    scaled, same = scale_samples(samples, poolings)
-    expected = samples[0] * np.array([0.5, 1, 0, 2, -1, 0.5, 1, 0])[:, None]
-    np.testing.assert_array_equal(scaled, expected)
-    assert same is samples[1]

@@ -16,8 +16,6 @@ from tpu_embedding.lookup._dedup import (
     count_below,
     dedup,
     key_at_rank,
-    rank_unique,
-    unsort,
 )
 from tpu_embedding.optimizers.row_optimizer import RowOptimizer
 
@@ -102,19 +100,3 @@ def test_equals_numpy(case, keeps_duplicates, is_long, monkeypatch):
     np.testing.assert_array_equal(by_id[is_used], values)
     expected = [*distinct, *[PADDING] * 12][:12]
     np.testing.assert_array_equal(at_rank, expected)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_unsort_restores_the_order(case):
-    keys = jnp.array(CASES[case], jnp.int32)
-    ranked = rank_unique(keys)
-    np.testing.assert_array_equal(unsort(ranked.values, ranked.order), keys)
-    _, ranks = np.unique(CASES[case], return_inverse=True)
-    np.testing.assert_array_equal(unsort(ranked.ranks, ranked.order), ranks)
-
-
-def test_one_id():
-    unique = dedup(jnp.array([6], jnp.int32), stack_of())
-    assert unique.first_places.tolist() == [0, 0, 1, 1]
-    assert unique.first_ranks.tolist() == [0, 0, 1, 1]
-    assert count_below(jnp.array([6, 7], jnp.int32), unique).tolist() == [0, 1]

@@ -7,25 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tpu_embedding as te
-from tests.conftest import mesh_of
 from tests.lookup.pooled import integers
-from tests.lookup.stages import PADDING, full
-from tests.tiers import matrix, quick_cases
+from tests.lookup.stages import PADDING
 from tpu_embedding.lookup._gradient_blocks import first_block, fold_blocks
 from tpu_embedding.rows.packed_rows import RowLayout, gather_in_bounds, pack_rows
 
-ROWS = 20
+ROWS, NUM_KEYS = 12, 12
 
 KEYS = {
-    "no ids": [PADDING] * 10,
+    "no ids": [],
     "one row": [7] * 10,
     "all rows": list(range(ROWS)),
-    "row over three blocks": [3, 5, 5, 5, 5, 5, 5, 5, 5, 9, PADDING],
+    "row over three blocks": [3, 5, 5, 5, 5, 5, 5, 5, 5, 9],
     "row ends with a block": [5, 5, 5, 5, 9, 9, 9, 9],
-    "padding begins with a block": [1, 2, 3, 4, PADDING, PADDING],
-    "last row": [19, 0, 19, PADDING, 19],
-    "random": np.random.default_rng(0).integers(0, ROWS, 50).tolist(),
+    "padding begins with a block": [1, 2, 3, 4],
+    "random": np.random.default_rng(0).integers(0, ROWS, NUM_KEYS).tolist(),
 }
 
 
@@ -63,12 +59,11 @@ def fold(keys, cotangents, ids_per_block, layout):
     return fold_blocks(blocks, first, read_cotangents, layout, body, carry)
 
 
-@pytest.mark.parametrize(
-    ("ids_per_block", "dim"), quick_cases(matrix([1, 4, 64], [1, 3]), "1-1", "4-3")
-)
+@pytest.mark.parametrize(("ids_per_block", "dim"), [(1, 1), (4, 3)])
 def test_blocks_sum_by_row(ids_per_block, dim):
     layout = RowLayout(num_rows=ROWS, row_shape=(dim,))
     for name, keys in KEYS.items():
+        keys = keys + [PADDING] * (NUM_KEYS - len(keys))
         keys = np.random.default_rng(1).permutation(np.array(keys, np.int32))
         cotangents = integers(len(keys), dim)
         # A cotangent of padding belongs to no row.
@@ -88,53 +83,4 @@ def test_blocks_sum_by_row(ids_per_block, dim):
         assert ranges[-1, 1] == ROWS or not used.any()
 
 
-DIM, STEP_ROWS = 4096, 40
 """A dim whose rows fill a block of 128 ids."""
-
-
-def train(optimizer, ids, cotangents, **options):
-    """Returns table and slots before and after two steps on one device."""
-    table = te.TableConfig(vocabulary_size=STEP_ROWS, dim=DIM, combiner="sum", name="t")
-    feature = {"f": te.FeatureConfig(table=table)}
-    plan = te.make_plan(feature, mesh_of(1), optimizer=optimizer, **options)
-    tables = te.functional.init_tables(plan, jax.random.key(0))
-    slots = te.functional.init_slots(tables, plan)
-
-    @jax.jit
-    def step(tables, slots):
-        result = te.functional.lookup(tables, {"f": ids}, plan)
-        gradients = te.functional.compute_gradients(
-            result.routing, {"f": cotangents}, plan
-        )
-        norm = te.gradients.global_norm(gradients)
-        return *te.functional.apply_gradients(tables, slots, gradients, plan), norm
-
-    states = [(tables, slots, jnp.zeros(()))]
-    for _ in range(2):
-        states.append(step(*states[-1][:2]))
-    return [jax.tree.map(np.asarray, jax.tree.leaves(state)) for state in states]
-
-
-OPTIMIZERS = {
-    "rowwise_adagrad": te.optimizers.rowwise_adagrad(0.1),
-    "adam": te.optimizers.adam(0.1),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["rowwise_adagrad", full("adam")])
-def test_steps_equal_those_without_blocks(name):
-    ids = np.random.default_rng(0).zipf(1.3, (90, 4)) % STEP_ROWS
-    ids = jnp.array(np.where(ids % 5 == 4, PADDING, ids), jnp.int32)
-    cotangents = jnp.array(integers(90, DIM))
-    in_blocks = train(OPTIMIZERS[name], ids, cotangents)
-    at_once = train(OPTIMIZERS[name], ids, cotangents, capacity=STEP_ROWS)
-    for found, expected in zip(in_blocks, at_once, strict=True):
-        for x, y in zip(found, expected, strict=True):
-            # Sums are exact; XLA may fuse a product into a sum in one program only.
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
-    is_untouched = ~np.isin(np.arange(STEP_ROWS), ids)
-    assert is_untouched.any()
-    for before, after in zip(in_blocks[0], in_blocks[-1], strict=True):
-        if before.shape[:1] == (STEP_ROWS,):
-            np.testing.assert_array_equal(before[is_untouched], after[is_untouched])

@@ -87,8 +87,9 @@ def prepare_parts(job_of_thread, num_parts, batches, with_sizes, plan=PLAN):
     return on_each(make_jobs(num_parts), run)
 
 
-@pytest.mark.parametrize("num_parts", [2, 4])
-@pytest.mark.parametrize("with_sizes", [True, False], ids=["sizes", "no_sizes"])
+@pytest.mark.parametrize(
+    ("num_parts", "with_sizes"), [(2, True), (4, True), (2, False)]
+)
 def test_parts_join_to_the_prepared_batch(num_parts, with_sizes, job_of_thread):
     # The last process alone outgrows its buffer.
     batches = [features_of(seed, skew) for seed, skew in enumerate([1, 1, 9, 1, 30])]
@@ -119,12 +120,6 @@ def test_different_features_raise_on_all(job_of_thread):
         )
 
 
-def test_a_loader_process_cannot_agree(job_of_thread):
-    features = part_of(features_of(0), range(8))
-    with pytest.raises(RuntimeError, match="this one is a loader process"):
-        te.inputs.prepare_features(features, loader_plan(2), samples="process")
-
-
 WRONG = {
     "mesh": (
         {"one": np.arange(8)},
@@ -141,23 +136,3 @@ WRONG = {
 def test_wrong_parts(features, plan, message):
     with pytest.raises(ValueError, match=message):
         te.inputs.prepare_features(features, plan, samples="process")
-
-
-def test_a_feature_with_an_output_shape_is_refused():
-    feature = te.FeatureConfig(table=TABLE, output_shape=(4, 2))
-    plan = loader_plan(2, te.make_plan({"pairs": feature}, mesh_of(4)))
-    with pytest.raises(ValueError, match="'pairs' has an output_shape"):
-        te.inputs.prepare_features(
-            {"pairs": np.zeros((4, 2), int)}, plan, samples="process"
-        )
-
-
-def test_with_one_process_its_samples_are_all():
-    features = features_of(3)
-    found, wanted = (
-        te.inputs.prepare_features(features, PLAN, samples=samples)
-        for samples in ("process", "global")
-    )
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    placed = te.inputs.shard_batch(found, PLAN, samples="process")
-    assert placed["one"].sharding == PLAN.batch_sharding

@@ -9,6 +9,7 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
+from tests.tiers import quick_cases
 
 full = pytest.mark.full
 
@@ -53,13 +54,9 @@ def trained_by(loss_fn, layer):
     return before, {name: before[name] - after[name] for name in before}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "num_devices", [3, *(pytest.param(n, marks=full) for n in (1, 2, 8))]
-)
-def test_ids_of_one_feature_in_two_tables(num_devices):
+def test_ids_of_one_feature_in_two_tables():
     """Equals two features with the same ids, each in one table."""
-    layer = layer_on(num_devices)
+    layer = layer_on(1)
     features = layer.prepare(BATCH)
     assert isinstance(features["item"], te.inputs.ShardedRaggedIds)  # converted once
     linear, factors = layer(features)["item"]
@@ -85,14 +82,11 @@ def test_ids_of_one_feature_in_two_tables(num_devices):
 
 SUBSETS = {
     "one stack": {"user": {"bias": USER_IDS}},
-    "both stacks": {"user": {"bias": USER_IDS, "id": USER_IDS}},
     "two tables": {"item": ITEM_IDS},
 }
 
 
-@pytest.mark.parametrize(
-    "case", ["one stack", *(pytest.param(c, marks=full) for c in list(SUBSETS)[1:])]
-)
+@pytest.mark.parametrize("case", quick_cases(SUBSETS, "one stack", every_case=True))
 def test_a_subset_of_the_features(case):
     layer, batch = layer_on(2), SUBSETS[case]
     everything = layer(layer.prepare(BATCH))
@@ -127,20 +121,6 @@ def double(nest):
     return jax.tree.map(lambda x: 2 * x, nest)
 
 
-@full
-def test_only_features_of_the_call_are_trained():
-    layer = layer_on(3)
-
-    def loss_fn(layer):
-        return jnp.sum(layer({"user": {"bias": USER_IDS}})["user"]["bias"])
-
-    before, moved = trained_by(loss_fn, layer)
-    counts = np.bincount(USER_IDS, minlength=SIZE)[:, None]
-    np.testing.assert_allclose(moved["linear"], counts, atol=1e-5)
-    assert not moved["item"].any()
-    assert set(before) == {"item", "linear"}
-
-
 def test_slots_of_stacks_without_a_gradient_are_kept():
     plan = layer_on(2, te.optimizers.adagrad(0.1)).plan
     tables = te.functional.init_tables(plan, jax.random.key(0))
@@ -164,12 +144,8 @@ SERVING = {
 }
 
 
-@full
-@pytest.mark.parametrize(
-    "num_devices", [3, *(pytest.param(n, marks=full) for n in (1, 8))]
-)
-def test_other_features_on_the_same_tables(num_devices):
-    layer = layer_on(num_devices)
+def test_other_features_on_the_same_tables():
+    layer = layer_on(1)
     tables = layer.embedding_tables()
     ids = {"candidates": ragged([[1, 2, 3, 4], [5]]), "both": np.array([1, 2, 3, 4])}
     prepared = layer.prepare(ids, serving_config=SERVING)
@@ -226,41 +202,15 @@ def test_calls_compile_once_each_and_leave_the_train_step_alone():
     assert sorted(traces) == ["call", "evaluate", "train"]
 
 
-@full
-def test_stats_have_the_same_structure_after_every_call():
-    layer = layer_on(1)
-    before = jax.tree.structure(layer.stats.get_value())
-    layer({"user": {"id": np.array([1, 99])}})
-    stats = layer.stats.get_value()
-    assert jax.tree.structure(stats) == before
-    assert stats.out_of_range == {"item": 0, "user/bias": 0, "user/id": 1}
-    layer({"both": np.array([1, 2, 3, 99])}, serving_config=SERVING)
-    stats = layer.stats.get_value()
-    assert jax.tree.structure(stats) == before
-    # Of the latest call, whose feature the layer does not have.
-    assert not any(stats.out_of_range.values())
-    assert all(n == 1 for n in stats.rounds.values())
-
-
 SHOP = te.TableConfig(vocabulary_size=3, dim=4, name="shop")
 MISUSE = {
     "unknown key": (
         lambda layer: layer({"shop": USER_IDS}),
         r"no keys \['shop'\].*'item', 'user'",
     ),
-    "unknown key on the host": (
-        lambda layer: layer.prepare({"user": {"age": USER_IDS}}),
-        r"no keys \['age'\].*'bias', 'id'",
-    ),
     "nothing": (lambda layer: layer({}), "at least one feature"),
     "another table": (
         lambda layer: layer(USER_IDS, serving_config=te.FeatureConfig(table=SHOP)),
-        r"must be tables of the plan:\n  'feature': .*name='shop'",
-    ),
-    "another table on the host": (
-        lambda layer: layer.prepare(
-            USER_IDS, serving_config=te.FeatureConfig(table=SHOP)
-        ),
         r"must be tables of the plan:\n  'feature': .*name='shop'",
     ),
     "no config": (

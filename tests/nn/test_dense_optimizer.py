@@ -60,12 +60,6 @@ COLLECTING = {
     "in a chain": optax.chain(
         optax.clip(1.0), MULTI_STEPS.gradient_transformation(), optax.scale(0.5)
     ),
-    "in a named chain": optax.named_chain(
-        ("collect", optax.apply_every(4)), ("adam", ADAM)
-    ),
-    "with hyper-parameters": optax.inject_hyperparams(
-        lambda rate: optax.MultiSteps(optax.adam(rate), 4).gradient_transformation()
-    )(1e-3),
     "of some parameters": optax.partition(
         {"all": MULTI_STEPS.gradient_transformation()},
         lambda params: jax.tree.map(lambda _: "all", params),
@@ -79,11 +73,6 @@ def test_optimizers_that_collect_gradients_are_refused(tx):
     with pytest.raises(ValueError, match="table 'movie' does, got one that") as e:
         make_nnx(tx)
     assert "gradients = te.gradients.scale(total, 1 / len(parts))\n" in str(e.value)
-
-
-def test_linen_refuses_them_too():
-    with pytest.raises(ValueError, match="collects the gradients of several updates"):
-        make_linen(MULTI_STEPS)
 
 
 @makers
@@ -119,12 +108,6 @@ PARAMS = {"kernel": jnp.ones((4, 1)), "bias": jnp.ones(1), "scale": jnp.ones(())
 COUPLED = {
     "clip": CLIPPED,
     "apply_if_finite": optax.apply_if_finite(ADAM, 3),
-    "named chain": optax.named_chain(
-        ("clip", optax.clip_by_global_norm(1.0)), ("adam", ADAM)
-    ),
-    "with hyper-parameters": optax.chain(
-        optax.inject_hyperparams(optax.clip_by_global_norm)(1.0), ADAM
-    ),
     "by labels, some": optax.partition(
         {"clip": CLIPPED, "adam": ADAM},
         {"kernel": "clip", "bias": "clip", "scale": "adam"},
@@ -133,11 +116,7 @@ COUPLED = {
 }
 SEPARATE = {
     "adamw": optax.adamw(optax.cosine_decay_schedule(0.1, 9)),
-    "lamb": optax.lamb(0.1),
-    "adafactor": optax.adafactor(0.1),
     "muon": optax.contrib.muon(0.1),
-    "clipped by array": optax.chain(optax.adaptive_grad_clip(0.1), ADAM),
-    "conditional": optax.conditionally_transform(ADAM, lambda step: step > 3),
     "by labels, one each": optax.partition(
         {"clip": CLIPPED, "adam": ADAM},
         {"kernel": "clip", "bias": "adam", "scale": "adam"},
@@ -160,15 +139,3 @@ def test_updates_by_the_gradient_of_another_array_are_found(tx, expected):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert couples_arrays(tx, PARAMS) is expected
-
-
-def test_the_trace_is_as_small_for_a_large_model():
-    seen = []
-
-    def count(updates, params):
-        del params
-        seen.append(len(jax.tree.leaves(updates)))
-        return updates
-
-    couples_arrays(optax.stateless(count), [jnp.ones(2)] * 500)
-    assert seen == [2]

@@ -1,7 +1,5 @@
 """Hyper-parameters from functions that are asked before each step."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,14 +40,6 @@ def jitted(traces):
     return train_step
 
 
-def rate_of(optimizer):
-    """Returns the learning rate that the state of the only table holds."""
-    has_rate = lambda x: hasattr(x, "hyperparams")  # noqa: E731
-    nodes = jax.tree.leaves(optimizer.slots.get_value(), is_leaf=has_rate)
-    (state,) = filter(has_rate, nodes)
-    return float(state.hyperparams["learning_rate"])
-
-
 def rows(model):
     return model.embedding_tables()["movie"][1:5]
 
@@ -64,34 +54,6 @@ def test_each_step_has_the_rate_of_its_call():
         # One rounding of the row.
         np.testing.assert_allclose(before - rows(model), rate, rtol=0, atol=1e-6)
     assert traces == ["compiled"]
-
-
-def test_one_call_for_several_optimizers():
-    calls = []
-
-    def rate():
-        calls.append("called")
-        return 0.5
-
-    def step(*optimizers):
-        return [rate_of(optimizer) for optimizer in optimizers]
-
-    (_, first), (_, second) = make(), make()
-    assert te.nn.set_each_step(step, learning_rate=rate)(first, second) == [0.5, 0.5]
-    assert calls == ["called"]
-
-
-def test_the_pipelined_step():
-    """A call trains on the batch of the call before, with the rate of its own."""
-    model, optimizer = make()
-    pipelined = te.PipelinedTrainStep(loss_fn)
-    rates = iter(RATES)
-    step = te.nn.set_each_step(pipelined, learning_rate=lambda: next(rates))
-    step(model, optimizer, model.prepare(IDS))
-    for rate in RATES[1:]:
-        before = rows(model)
-        step(model, optimizer, model.prepare(IDS))
-        np.testing.assert_allclose(before - rows(model), rate, rtol=0, atol=1e-6)
 
 
 def test_the_state_of_linen():
@@ -133,13 +95,6 @@ def test_refuses_a_step_without_an_optimizer():
         step(3)
 
 
-def test_refuses_an_optimizer_without_the_hyperparameter():
-    step = te.nn.set_each_step(lambda _: None, learning_rate=lambda: 0.1)
-    _, optimizer = make(te.optimizers.sgd(0.1))
-    with pytest.raises(ValueError, match=r"optax.inject_hyperparams\(optimizer\)"):
-        step(optimizer)
-
-
 @pytest.mark.parametrize(
     ("value", "match"),
     [
@@ -150,11 +105,3 @@ def test_refuses_an_optimizer_without_the_hyperparameter():
 def test_refuses_what_is_no_function_without_arguments(value, match):
     with pytest.raises(TypeError, match=match):
         te.nn.set_each_step(print, learning_rate=value)
-
-
-@pytest.mark.parametrize(
-    "function", [lambda rate=0.25: rate, functools.partial(float, 0.25)]
-)
-def test_takes_functions_whose_arguments_have_values(function):
-    _, optimizer = make()
-    assert te.nn.set_each_step(rate_of, learning_rate=function)(optimizer) == 0.25

@@ -1,6 +1,5 @@
 """Models on meshes of two axes: batches over one, dense weights over the other."""
 
-import contextlib
 import re
 
 import jax
@@ -126,34 +125,24 @@ def check_equal(found, expected):
 
 
 @full
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(dict(batch_axes=("data",)), marks=full),
-        dict(batch_axes=("data",), placement=te.Sharded(axes=("model",))),
-        pytest.param(
-            dict(batch_axes=("data",), placement=te.Sharded(axes=("data",))),
-            marks=full,
-        ),
-        pytest.param(dict(batch_axes=()), marks=full),
-        pytest.param(dict(batch_axes=("model", "data")), marks=full),
-    ],
-    ids=str,
-)
-def test_a_dense_model_over_its_own_axis_gives_equal_numbers(options, on_one_device):
-    check_equal(train(make_plan(mesh_of_shape("4x2"), **options)), on_one_device)
+def test_a_dense_model_over_its_own_axis_gives_equal_numbers(on_one_device):
+    plan = make_plan(
+        mesh_of_shape("4x2"),
+        batch_axes=("data",),
+        placement=te.Sharded(axes=("model",)),
+    )
+    check_equal(train(plan), on_one_device)
 
 
-@pytest.mark.parametrize("context", ["set_mesh", pytest.param("none", marks=full)])
-@pytest.mark.parametrize("batch_axes", [("data",), pytest.param(None, marks=full)])
-def test_explicit_axes_give_equal_numbers(batch_axes, context, on_one_device):
+def test_explicit_axes_give_equal_numbers(on_one_device):
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     assert set(mesh.axis_types) == {AxisType.Explicit}
-    with jax.set_mesh(mesh) if context == "set_mesh" else contextlib.nullcontext():
-        found = train(make_plan(mesh, batch_axes=batch_axes))
+    with jax.set_mesh(mesh):
+        found = train(make_plan(mesh, batch_axes=("data",)))
     check_equal(found, on_one_device)
 
 
+@pytest.mark.full(every_case=True)
 def test_explicit_axes_outside_of_jit_and_of_the_context_of_the_mesh():
     """JAX differentiates there only within the context, which the layer enters."""
 
@@ -171,87 +160,6 @@ def test_explicit_axes_outside_of_jit_and_of_the_context_of_the_mesh():
         found.append((value, layer.embedding_tables()["a"]))
     np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-5)
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
-
-
-@full
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_a_pipelined_step_gives_equal_numbers(kind, on_one_device):
-    mesh = mesh_of_shape("4x2")
-    if kind == "explicit":
-        mesh = jax.make_mesh((4, 2), ("data", "model"))
-    with jax.set_mesh(mesh):
-        plan = make_plan(mesh, batch_axes=("data",))
-        model, optimizer, _ = make_step(plan)
-        pipeline = te.PipelinedTrainStep(loss_fn, mode="exact")
-        for seed in range(3):
-            pipeline(model, optimizer, *batch_of(plan, seed))
-        loss = pipeline.drain(model, optimizer)
-    losses, tables, _ = on_one_device
-    np.testing.assert_allclose(loss, losses[-1], rtol=1e-5)
-    for name, table in model.embedding.embedding_tables().items():
-        np.testing.assert_allclose(table, tables[name], rtol=1e-4, atol=1e-5)
-
-
-@full
-def test_linen_works_on_explicit_axes():
-    def train_linen(plan):
-        layer = te.linen.TPUEmbedding(plan)
-        features, labels = batch_of(plan)
-        state = te.linen.TrainState.create(
-            apply_fn=layer.apply,
-            variables=layer.init(jax.random.key(0), features),
-            tx=optax.sgd(0.1),
-        )
-
-        @jax.jit
-        def step(state, features, labels):
-            def loss_fn(variables):
-                activations = layer.apply(variables, features)
-                joined = sum(jax.tree.leaves(activations))
-                return jnp.mean((joined - labels[:, None]) ** 2)
-
-            loss, gradients = te.linen.value_and_grad(loss_fn)(state.variables)
-            return state.apply_gradients(grads=gradients), loss
-
-        losses = []
-        for _ in range(2):
-            state, loss = step(state, features, labels)
-            losses.append(float(loss))
-        return losses
-
-    mesh = jax.make_mesh((4, 2), ("data", "model"))
-    with jax.set_mesh(mesh):
-        found = train_linen(make_plan(mesh, batch_axes=("data",)))
-    np.testing.assert_allclose(
-        found, train_linen(make_plan(mesh_of_shape("1"))), rtol=1e-5
-    )
-
-
-@full
-def test_activations_have_the_types_of_explicit_axes():
-    mesh = jax.make_mesh((4, 2), ("data", "model"))
-    with jax.set_mesh(mesh):
-        plan = te.make_plan(feature_config(), batch_axes=("data",))
-        assert plan.mesh == mesh  # that of the context
-        tables = te.functional.init_tables(plan, jax.random.key(0))
-        features, _ = batch_of(plan)
-        seen = []
-
-        @jax.jit
-        def look_up(tables, features):
-            result = te.functional.lookup(tables, features, plan)
-            seen.extend(map(jax.typeof, jax.tree.leaves(result.activations)))
-            shapes = jax.tree.leaves(te.functional.activation_shapes(features, plan))
-            assert [x.sharding.spec for x in shapes] == [plan.batch_sharding.spec] * 2
-            # 21 samples cannot be split over 4 devices.
-            fewer = {"many": jnp.zeros((21, 3), int), "one": jnp.zeros((21,), int)}
-            fewer = te.functional.lookup(tables, fewer, plan).activations
-            seen.extend(map(jax.typeof, jax.tree.leaves(fewer)))
-            return result.activations, fewer
-
-        look_up(tables, features)
-    specs = [found.sharding.spec for found in seen]
-    assert specs == [PartitionSpec("data", None)] * 2 + [PartitionSpec(None, None)] * 2
 
 
 def collectives_of(text):

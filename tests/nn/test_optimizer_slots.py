@@ -68,14 +68,3 @@ def test_slots_of_several_layers():
     assert not compiled
     moved = optimizer.slot_values()["left/shared"]["accumulators"] != new
     np.testing.assert_array_equal(moved.all(axis=1), np.isin(np.arange(6), ids))
-
-
-def test_refuses_unknown_tables_and_slots():
-    model = layer_of(("movie",), "adagrad")
-    optimizer = te.Optimizer(model, optax.adam(1e-3))
-    with pytest.raises(ValueError, match=r"\['movie'\], got \['film'\]"):
-        optimizer.set_slot_values({"film": {"accumulators": np.ones((6, 4))}})
-    with pytest.raises(ValueError, match=r"\['accumulators'\], got 'momenta'"):
-        optimizer.set_slot_values({"movie": {"momenta": np.ones((6, 4))}})
-    with pytest.raises(ValueError, match=r"must have shape \(6, 4\), got \(4, 6\)"):
-        optimizer.set_slot_values({"movie": {"accumulators": np.ones((4, 6))}})

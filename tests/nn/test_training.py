@@ -8,8 +8,7 @@ import pytest
 from flax import nnx
 
 import tpu_embedding as te
-from tests.conftest import MESHES, mesh_of
-from tests.tiers import full_cases, quick_cases, with_ids
+from tests.conftest import mesh_of
 
 BATCH = 24
 VOCABULARY_SIZE, DIM = 50, 4
@@ -68,10 +67,10 @@ def prepared(model, batch):
     return te.inputs.shard_batch({**batch, "features": features}, model.embedding.plan)
 
 
-@pytest.mark.parametrize("mesh", quick_cases(MESHES, "1devices"), indirect=True)
-def test_training_equals_the_dense_model(mesh):
+@pytest.mark.parametrize("num_devices", [2, pytest.param(8, marks=pytest.mark.full)])
+def test_training_equals_the_dense_model(num_devices):
     """Losses, dense parameters and tables against autodiff of the dense model."""
-    model = Model(mesh, te.optimizers.sgd(0.3), nnx.Rngs(0))
+    model = Model(mesh_of(num_devices), te.optimizers.sgd(0.3), nnx.Rngs(0))
     optimizer = te.Optimizer(model, optax.sgd(0.1))
     table = jnp.asarray(model.embedding.embedding_tables()["items"])
     graph, *state = nnx.split((model.norm, model.linear), nnx.Param, ...)
@@ -113,9 +112,8 @@ def test_training_equals_the_dense_model(mesh):
     )
 
 
-@pytest.mark.full
 def test_steps_compile_once_and_donate():
-    model = Model(mesh_of(8), te.optimizers.adagrad(0.1), nnx.Rngs(0))
+    model = Model(mesh_of(2), te.optimizers.adagrad(0.1), nnx.Rngs(0))
     optimizer = te.Optimizer(model, optax.adam(0.01))
     traces = []
 
@@ -126,15 +124,14 @@ def test_steps_compile_once_and_donate():
         optimizer.update(model, gradients)
         return loss
 
-    losses = []
-    for _ in range(20):
+    for _ in range(3):
         table = model.embedding.tables.get_value()["stack_0"].lines
-        losses.append(float(step(model, optimizer, prepared(model, make_batch()))))
+        step(model, optimizer, prepared(model, make_batch()))
         assert table.is_deleted()
     assert len(traces) == 1
-    assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.full(every_case=True)
 def test_random_streams_and_statistics_move_on():
     model = Model(mesh_of(1), te.optimizers.sgd(0.1), nnx.Rngs(0))
 
@@ -152,65 +149,10 @@ def test_random_streams_and_statistics_move_on():
     assert model.embedding.stats.get_value().rounds["stack_0"] == 1
 
 
-@pytest.mark.full
-def test_two_layers_one_of_them_not_called():
-    class Two(nnx.Module):
-        def __init__(self):
-            self.used = Model(mesh_of(2), te.optimizers.sgd(0.1), nnx.Rngs(0))
-            self.unused = te.TPUEmbedding(
-                feature_config(),
-                te.optimizers.adam(0.1),
-                rngs=nnx.Rngs(1),
-                mesh=mesh_of(2),
-            )
+def test_activations_come_back_in_the_nest():
+    def nest(leaf):
+        return [leaf, {"x": (leaf, leaf)}]
 
-    model = Two()
-    optimizer = te.Optimizer(model, optax.sgd(0.1))
-    before = model.unused.embedding_tables()["items"]
-    _, gradients = te.value_and_grad(lambda m, b: loss_fn(m.used, b))(
-        model, make_batch()
-    )
-    optimizer.update(model, gradients)
-    assert set(gradients.tables["used/embedding"].stacks) == {"stack_0"}
-    assert not gradients.tables["unused"].stacks
-    np.testing.assert_array_equal(model.unused.embedding_tables()["items"], before)
-
-
-@pytest.mark.full
-def test_table_without_optimizer_is_not_trained():
-    model = Model(mesh_of(2), None, nnx.Rngs(0))
-    before = model.embedding.embedding_tables()["items"]
-    optimizer = te.Optimizer(model, optax.sgd(0.1))
-    loss, gradients = te.value_and_grad(loss_fn)(model, make_batch())
-    optimizer.update(model, gradients)
-    np.testing.assert_array_equal(model.embedding.embedding_tables()["items"], before)
-    assert te.value_and_grad(loss_fn)(model, make_batch())[0] < loss
-
-
-def test_set_embedding_tables():
-    model = Model(mesh_of(8), None, nnx.Rngs(0))
-    values = np.arange(VOCABULARY_SIZE * DIM, dtype=np.float32)
-    values = values.reshape(VOCABULARY_SIZE, DIM)
-    model.embedding.set_embedding_tables({"items": values})
-    ids = jnp.array([0, 49, 7])
-    activations = model.embedding({"item": ids, "past": ids})
-    np.testing.assert_array_equal(activations["item"], values[[0, 49, 7]])
-
-
-@pytest.mark.parametrize(
-    "nest",
-    quick_cases(
-        with_ids(
-            {
-                "leaf": lambda f: f,
-                "mixed": lambda f: [f, {"x": (f, f)}],
-                "dict": lambda f: {"b": [f], "a": f},
-            }
-        ),
-        "dict",
-    ),
-)
-def test_activations_come_back_in_the_nest(nest):
     table = te.TableConfig(vocabulary_size=9, dim=2, combiner="sum", name="t")
     layer = te.TPUEmbedding(nest(te.FeatureConfig(table=table)), rngs=nnx.Rngs(0))
     ids = jnp.arange(8)
@@ -241,16 +183,6 @@ MISUSE = {
         ValueError,
         r"te.value_and_grad\(loss_fn\)",
     ),
-    "plain value and gradients in jit": (
-        lambda m, b: nnx.jit(lambda m: nnx.value_and_grad(loss_fn)(m, b))(m),
-        ValueError,
-        "te.Optimizer",
-    ),
-    "plain gradients of a bare layer": (
-        lambda m, b: nnx.grad(lambda m: jnp.sum(m(b["features"])["item"]))(m.embedding),
-        ValueError,
-        "tables would never train",
-    ),
     "plain gradients of a part": (
         plain_gradients_of_a_part,
         TypeError,
@@ -261,16 +193,6 @@ MISUSE = {
         lambda m, b: te.value_and_grad(loss_fn)(m.linear, b),
         ValueError,
         "no TPUEmbedding layer",
-    ),
-    "no layer to optimize": (
-        lambda m, b: te.Optimizer(m.linear, optax.sgd(0.1)),
-        ValueError,
-        "no TPUEmbedding layer",
-    ),
-    "float ids": (
-        lambda m, b: m.embedding({"item": jnp.ones(8), "past": jnp.ones(8)}),
-        TypeError,
-        "'item' must be integers, got dtype float32",
     ),
     "other structure": (
         lambda m, b: m.embedding([jnp.arange(8), jnp.arange(8)]),
@@ -284,19 +206,10 @@ MISUSE = {
         ValueError,
         "got both",
     ),
-    "plan of another nest": (
-        lambda m, b: te.TPUEmbedding(
-            list(feature_config().values()), plan=m.embedding.plan, rngs=nnx.Rngs(0)
-        ),
-        ValueError,
-        "same feature_config",
-    ),
 }
 
 
-@pytest.mark.parametrize(
-    "case", full_cases(MISUSE, "plain gradients", "plain gradients of a bare layer")
-)
+@pytest.mark.parametrize("case", MISUSE)
 def test_misuse_gives_one_clear_error(case):
     call, error, match = MISUSE[case]
     model = Model(mesh_of(1), te.optimizers.sgd(0.1), nnx.Rngs(0))
@@ -358,11 +271,7 @@ class Towers(nnx.Module):
         return jnp.sum(self.embedding(left) * self.embedding(right), axis=1)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "num_devices", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 8))]
-)
-def test_two_calls_equal_one_call_over_both(num_devices):
+def test_two_calls_equal_one_call_over_both():
     generator = np.random.default_rng(0)
     left, right = generator.integers(0, VOCABULARY_SIZE, (2, BATCH, 3))
     targets = generator.normal(size=BATCH).astype(np.float32)
@@ -379,7 +288,7 @@ def test_two_calls_equal_one_call_over_both(num_devices):
 
     results = []
     for loss_fn in (two_calls, one_call):
-        model = Towers(mesh_of(num_devices), te.optimizers.adagrad(0.3))
+        model = Towers(mesh_of(1), te.optimizers.adagrad(0.3))
         optimizer = te.Optimizer(model, optax.sgd(0.1))
 
         @nnx.jit
@@ -396,12 +305,11 @@ def test_two_calls_equal_one_call_over_both(num_devices):
     )
 
 
-@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
-def test_flax_optimizer_does_not_take_the_dense_gradients_alone(tx):
+def test_flax_optimizer_does_not_take_the_dense_gradients_alone():
     """It would train the dense parameters, and leave the tables as they are."""
     model = Towers(mesh_of(1), te.optimizers.sgd(0.1))
     model.linear = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
     before = np.array(model.linear.kernel.get_value())
     _, gradients = te.value_and_grad(
         lambda m: (
@@ -415,8 +323,6 @@ def test_flax_optimizer_does_not_take_the_dense_gradients_alone(tx):
 
 
 CLOSURES = {
-    "vmap": lambda model, ids: jax.vmap(lambda i: model.embedding(i))(ids),
-    "jit": lambda model, ids: jax.jit(lambda i: model.embedding(i))(ids[0])[None],
     "nnx.vmap": lambda model, ids: nnx.vmap(
         lambda model, i: model.embedding(i), in_axes=(None, 0)
     )(model, ids),
@@ -426,8 +332,8 @@ CLOSURES = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("closure", quick_cases(CLOSURES, "scan"))
+@pytest.mark.full(every_case=True)
+@pytest.mark.parametrize("closure", CLOSURES)
 def test_closures_over_a_model_look_up_and_refuse_to_lose_gradients(closure):
     model = Towers(mesh_of(2), te.optimizers.sgd(0.1))
     ids = np.arange(24).reshape(3, 4, 2)

@@ -5,13 +5,10 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-import optax
-import pytest
 from flax import nnx
 
 import tpu_embedding as te
 from tpu_embedding.optimizers.array_rules import for_each_array
-from tpu_embedding.optimizers.learning_rates import learning_rate_at
 
 
 def scale(gradient, state, rows):
@@ -38,15 +35,6 @@ def test_rows_may_be_absent():
     gradients = {"a": jnp.asarray([2.0]), "b": jnp.asarray([3.0])}
     updates, state = RULE.update(gradients, {"a": 5.0, "b": 7.0})
     assert (updates, state) == ({"a": 10.0, "b": 21.0}, {"a": 6.0, "b": 8.0})
-
-
-def test_one_array_is_a_tree():
-    assert RULE.update(2.0, 5.0, 1.0) == (11.0, 6.0)
-
-
-def test_other_structures_are_refused():
-    with pytest.raises(ValueError):
-        RULE.update({"a": jnp.ones(1)}, {"b": 5.0}, {"a": jnp.ones(1)})
 
 
 class Fields(NamedTuple):
@@ -79,13 +67,6 @@ def test_fields_are_outside_as_in_optax():
     assert rule.init({"d": None}) == {"d": None}
 
 
-def test_a_state_without_fields():
-    rule = for_each_array(lambda x: (), lambda u, s, x: (2 * u, s))
-    rows = {"a": jnp.ones(1), "b": jnp.ones(1)}
-    updates, state = rule.update(rows, rule.init(rows), rows)
-    assert (updates["b"].tolist(), state) == ([2.0], ())
-
-
 def test_flax_trains_with_such_states():
     """Its optimizer keeps the state in variables, and updates these in place."""
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
@@ -96,14 +77,3 @@ def test_flax_trains_with_such_states():
     for _ in range(3):
         optimizer.update(model, gradients)
     assert jax.tree.structure(optimizer.opt_state) == before
-
-
-@pytest.mark.parametrize(
-    "rate",
-    [0.25, jnp.float32(0.25), optax.linear_schedule(0.0, 1.0, 12)],
-    ids=["number", "array", "schedule"],
-)
-def test_learning_rate_of_a_step(rate):
-    found = learning_rate_at(rate, jnp.int32(3))
-    assert found == 0.25
-    assert (found.shape, found.dtype) == ((), jnp.float32)

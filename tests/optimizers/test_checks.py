@@ -6,7 +6,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from tpu_embedding.optimizers import checks
@@ -126,11 +125,6 @@ def test_no_integers(value):
         checks.check_hyperparameters(x=checks.int_from(2, value))
 
 
-def test_small_integers():
-    with pytest.raises(ValueError, match="x must be an int of at least 2, got 1"):
-        checks.check_hyperparameters(x=checks.int_from(2, 1))
-
-
 def test_flags():
     assert checks.flag(True) == checks.flag(np.bool_(False)) == checks.PASSED
     for value in (0, 1, None, "yes", 1.0):
@@ -158,10 +152,3 @@ def test_names_every_problem_at_once():
         )
     expected = "x must be positive, got -1; z must be in [0, 1], got 2."
     assert str(error.value) == expected
-
-
-def test_rules():
-    checks.check_rule("every_row", optax.sgd(0.1))
-    for value in ("adagrad", None, optax.sgd, 0.1):
-        with pytest.raises(TypeError, match="every_row: rule must be an optax"):
-            checks.check_rule("every_row", value)

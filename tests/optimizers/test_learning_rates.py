@@ -11,10 +11,9 @@ import optax
 import pytest
 
 import tpu_embedding as te
-from tests.conftest import mesh_of, needs_kernels
-from tests.optimizers.rule_cases import initial_state, one_table_plan, update
-from tests.tiers import full_cases, matrix, quick_cases, with_ids
-from tpu_embedding.optimizers.names import optimizer_by_name
+from tests.conftest import mesh_of
+from tests.optimizers.rule_cases import one_table_plan
+from tests.tiers import full_cases
 
 opt = te.optimizers
 ROWS, DIM = 6, 4
@@ -157,56 +156,6 @@ def test_rules_that_divide_by_the_rate_skip_steps_at_zero(name):
         np.testing.assert_array_equal(after, without)
 
 
-def test_ftrl_that_multiplies_follows_its_slots_at_zero():
-    """TensorFlow's rule; its own run is golden/ftrl_multiply_linear_ramp."""
-    optimizer = opt.ftrl(0.0, multiply_linear_by_learning_rate=True)
-    (first, _), *steps = run(optimizer, gradients())
-    rows, state = steps[0]
-    np.testing.assert_allclose(
-        rows, -state.linears / np.sqrt(state.accumulators), rtol=1e-5, atol=1e-6
-    )
-    # Even the row whose gradient is 0: its linears start at 0.
-    assert (rows != first).all()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "num_devices", "options"),
-    quick_cases(
-        matrix(
-            ["ftrl", "online_yogi"],
-            with_ids(
-                {
-                    "xla": (2, {"hardware": te.hardware.hardware_by_name("v5p")}),
-                    "kernels": pytest.param(
-                        *(
-                            2,
-                            {
-                                "hardware": te.hardware.hardware_by_name("v6e"),
-                                "kernels": "interpreter",
-                            },
-                        ),
-                        marks=needs_kernels,
-                    ),
-                }
-            ),
-        ),
-        "ftrl-xla",
-    ),
-)
-def test_layers_leave_rows_alone_at_zero(name, num_devices, options):
-    optimizer = RULES[name](warm_up)
-    plan = one_table_plan(optimizer, ROWS, DIM, mesh_of(num_devices), **options)
-    tables, slots = initial_state(plan, start())
-    ids = np.arange(ROWS, dtype=np.int32)
-    (_, _), *expected = run(optimizer, gradients())
-    for gradient, (rows, _) in zip(gradients(), expected, strict=True):
-        tables, slots = update(tables, slots, ids, gradient, plan)
-        found = te.functional.unstack_tables(tables, plan)["table"]
-        np.testing.assert_allclose(found, rows, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(expected[1][0], start())
-
-
 WRONG = [
     ("0.1", TypeError, "must be a number, got '0.1'"),
     (None, TypeError, "must be a number, got None"),
@@ -235,25 +184,6 @@ def test_refuses_what_is_no_learning_rate(name):
             RULES[name](value)
 
 
-def test_with_options_refuses_it_too():
-    for value, error_type, match in WRONG:
-        if value is None:
-            continue
-        with pytest.raises(error_type, match=match):
-            opt.with_options(optax.sgd(0.1), learning_rate=value)
-        with pytest.raises(error_type, match=match):
-            opt.decay_rows(optax.sgd(0.1), 0.1, value)
-
-
-def test_a_function_without_arguments_names_the_ways_out():
-    with pytest.raises(TypeError) as error:
-        opt.adagrad(lambda: 0.1)
-    text = str(error.value)
-    assert "Write the rate as a function of the step" in text
-    assert "optax.inject_hyperparams(te.optimizers.adagrad)(learning_rate=0.1)" in text
-    assert "te.nn.set_each_step(train_step, learning_rate=function)" in text
-
-
 @pytest.mark.parametrize("make", [optax.adagrad, optax.inject_hyperparams(opt.sgd)])
 def test_optax_names_the_way_out_too(make):
     """optax calls a schedule in the first step; a plan asks for it before."""
@@ -269,53 +199,6 @@ def test_a_function_is_not_called_once_under_jit():
     assert float(new.hyperparams["learning_rate"]) == np.float32(0.2)
     with pytest.raises(TypeError, match="would be called once.*te.nn.set_each_step"):
         jax.jit(lambda s: opt.with_hyperparameters(s, learning_rate=lambda: 0.2))(state)
-
-
-class Schedule:
-    """A callable object, like those of Keras and optax."""
-
-    def __call__(self, step, scale=1.0):
-        return scale * 0.1 / (1 + step)
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda step: 0.1,
-        lambda *steps: 0.1,
-        Schedule(),
-        functools.partial(Schedule(), scale=0.5),
-        optax.linear_schedule(0.1, 0.2, 3),
-        jnp.negative,
-    ],
-)
-def test_accepts_functions_of_the_step(schedule):
-    for rule in (opt.sgd(schedule), opt.ftrl(schedule)):
-        *_, (rows, _) = run(rule, gradients())
-        assert np.isfinite(rows).all()
-
-
-@pytest.mark.parametrize(
-    ("rate", "match"),
-    [(None, "got None"), ("0.1", "got '0.1'"), (np.ones(2), r"shape \(2,\)")],
-)
-def test_a_schedule_returns_scalars(rate, match):
-    rows = jnp.ones((2, 3))
-    for rule in (opt.adagrad(lambda step: rate), opt.ftrl(lambda step: rate)):
-        state = rule.init(rows)
-        with pytest.raises(
-            (TypeError, ValueError),
-            match=rf"(adagrad|ftrl): learning_rate\(step\) .*{match}",
-        ):
-            rule.update(rows, state, rows)
-        with pytest.raises((TypeError, ValueError), match="learning_rate"):
-            one_table_plan(rule, ROWS, DIM, mesh_of(1))
-
-
-@pytest.mark.parametrize("rate", [1, 0, -0.0, np.float32(0.1), jnp.asarray(0.1)])
-def test_accepts_any_finite_scalar_from_0(rate):
-    for name in ("sgd", "ftrl", "adafactor"):
-        getattr(opt, name)(rate)
 
 
 def test_injected_rates_are_checked_too():
@@ -343,81 +226,6 @@ def test_set_values_are_checked_too(value, error_type):
     state = rule.init(jnp.ones((2, 3)))
     with pytest.raises(error_type, match="learning_rate must be"):
         opt.with_hyperparameters(state, learning_rate=value)
-
-
-def test_an_integer_is_not_set_to_a_fraction():
-    """It would be rounded to 0, and training would stop."""
-    rule = optax.inject_hyperparams(opt.sgd)(learning_rate=1)
-    state = rule.init(jnp.ones((2, 3)))
-    with pytest.raises(ValueError, match="learning_rate must be an integer.*got 0.05"):
-        opt.with_hyperparameters(state, learning_rate=0.05)
-    new = opt.with_hyperparameters(state, learning_rate=2)
-    assert int(new.hyperparams["learning_rate"]) == 2
-
-
-# The positional arguments on whose order TensorFlow's, Keras' and optax's classes and
-# functions of that name agree.
-POSITIONAL = {
-    "sgd": 1,
-    "momentum": 2,
-    "adagrad": 2,
-    "rowwise_adagrad": 2,
-    "adagrad_momentum": 6,
-    "proximal_adagrad": 1,
-    "bounded_adagrad": 5,
-    "frequency_aware_adagrad": 6,
-    "clippy_adagrad": 6,
-    "adam": 4,
-    "partial_rowwise_adam": 4,
-    "lamb": 4,
-    "partial_rowwise_lamb": 4,
-    "lion": 3,
-    "rmsprop": 1,
-    "rowwise_rmsprop": 3,
-    "adadelta": 3,
-    "ftrl": 1,
-    "proximal_yogi": 7,
-    "online_yogi": 4,
-    "adafactor": 1,
-}
-# Own arguments in the order of each library, where the names differ: by position.
-ORDERS = {
-    "adagrad": ["initial_accumulator_value"],
-    "adagrad_momentum": ["momentum", "use_nesterov", "exponent", "beta2", "epsilon"],
-    "adam": ["beta_1", "beta_2", "epsilon"],
-    "lion": ["beta_1", "beta_2"],
-    "adadelta": ["rho", "epsilon"],
-    "lamb": ["beta_1", "beta_2", "epsilon"],
-}
-OPTAX_NAMES = {
-    "beta_1": "b1",
-    "beta_2": "b2",
-    "epsilon": "eps",
-}
-
-
-def positional_names(function):
-    return [
-        parameter.name
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]
-
-
-@pytest.mark.parametrize("name", POSITIONAL)
-def test_arguments_are_positional_only_where_all_orders_agree(name):
-    names = positional_names(getattr(opt, name))
-    assert len(names) == POSITIONAL[name]
-    if name in ORDERS:
-        assert names == ["learning_rate", *ORDERS[name]]
-    if hasattr(optax, name):
-        order = positional_names(getattr(optax, name))[: len(names)]
-        assert order == [OPTAX_NAMES.get(x, x) for x in names]
-
-
-def test_every_rule_is_in_the_table_of_positions():
-    assert set(POSITIONAL) == set(BY_NAME)
-    assert all(optimizer_by_name(name) for name in BY_NAME)
 
 
 def test_too_many_positions_name_the_way_out():

@@ -1,32 +1,17 @@
 """Descriptions of rules differ if rules or hyper-parameters do, and only then."""
 
 import inspect
-import json
 
 import jax.numpy as jnp
 import optax
 import pytest
 
 import tpu_embedding as te
-from tests.optimizers.rule_cases import OPTIMIZERS, rowwise_momentum_rule
+from tests.optimizers.rule_cases import rowwise_momentum_rule
 from tpu_embedding.optimizers.names import known_optimizers
 from tpu_embedding.optimizers.rule_description import describe_rule
 
 RECIPES = known_optimizers()
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_description_is_json(name):
-    description = describe_rule(OPTIMIZERS[name])
-    assert json.loads(json.dumps(description)) == description
-
-
-def test_rules_differ():
-    descriptions = {name: describe_rule(rule) for name, rule in OPTIMIZERS.items()}
-    # Momentum of this package is optax.sgd.
-    assert descriptions.pop("optax.sgd") == descriptions["momentum"]
-    texts = [json.dumps(description) for description in descriptions.values()]
-    assert len(set(texts)) == len(texts)
 
 
 NOT_DESCRIBED = {
@@ -69,10 +54,6 @@ def test_every_hyperparameter_is_described(name):
 
 
 OTHERS = {
-    "chained twice": (
-        optax.chain(optax.trace(0.9), optax.trace(0.5)),
-        optax.chain(optax.trace(0.5), optax.trace(0.9)),
-    ),
     "clipping": (
         optax.chain(optax.clip(0.5), optax.sgd(0.1)),
         optax.chain(optax.clip(0.25), optax.sgd(0.1)),
@@ -89,14 +70,6 @@ OTHERS = {
     "injected": (
         optax.inject_hyperparams(te.optimizers.adam)(0.1, beta_1=0.9),
         optax.inject_hyperparams(te.optimizers.adam)(0.1, beta_1=0.8),
-    ),
-    "multi_transform": (
-        optax.multi_transform({"x": optax.adam(0.1)}, "x"),
-        optax.multi_transform({"x": optax.adam(0.1, b1=0.8)}, "x"),
-    ),
-    "array": (
-        optax.trace(jnp.full(3, 0.5)),
-        optax.trace(jnp.full(3, 0.25)),
     ),
     "large array": (
         optax.trace(jnp.full(100, 0.5)),

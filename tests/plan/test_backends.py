@@ -1,6 +1,5 @@
 """The one decision: which backend runs, and the reason that the plan gives."""
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -8,8 +7,6 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of, needs_kernels
 from tpu_embedding.plan.backends import FeatureBatch, choose_for_batch
-from tpu_embedding.rows.access import with_room_for_kernels
-from tpu_embedding.rows.kernels.kernel_access import KernelAccess
 
 pytestmark = needs_kernels
 
@@ -45,25 +42,6 @@ def test_rows_out_of_reach(dim, num_rows, reason):
     assert (stack.kernels, stack.layout.spare_lines) == (None, 0)
 
 
-def test_kernels_leave_narrow_rows_to_xla():
-    stack = stack_of(128, dtype="bfloat16")
-    for choice in stack.backends:
-        assert choice.backend == "xla"
-        assert choice.reason == "kernels take rows of float32, not of bfloat16"
-    assert (stack.kernels, stack.layout.spare_lines) == (None, 0)
-
-
-@pytest.mark.parametrize("dim", [8, 128, 384])
-def test_requested_kernels_are_chosen(dim):
-    stack = stack_of(dim)
-    assert {choice.backend for choice in stack.backends} == {"interpreter"}
-    assert stack.backends.read.reason == "requested"
-    assert stack.backends.update.reason == "requested"
-    assert "; else xla" in stack.backends.pool.explanation
-    assert stack.kernels == KernelAccess(backend="interpreter")
-    assert stack.layout == with_room_for_kernels(stack.layout)
-
-
 NO_UPDATE = {
     "every_row": (te.optimizers.every_row(optax.adam(0.1)), "every row"),
     "sequence": (te.optimizers.in_sequence(optax.sgd(0.1)), "each occurrence"),
@@ -80,19 +58,6 @@ def test_rules_that_no_kernel_runs(optimizer, reason):
     assert (backends.read.backend, backends.update.backend) == ("interpreter", "xla")
     assert backends.write == backends.read
     assert reason in backends.update.reason
-
-
-def test_tables_without_an_optimizer():
-    table = te.TableConfig(vocabulary_size=9, dim=8, name="t")
-    plan = te.make_plan(
-        te.FeatureConfig(table=table),
-        mesh_of(1),
-        kernels="interpreter",
-        hardware=te.hardware.hardware_by_name("v5p"),
-    )
-    assert plan.stacks[0].backends.update.backend == "xla"
-    assert "no optimizer" in plan.stacks[0].backends.update.reason
-    assert plan.trained_stacks == ()
 
 
 def plain(num_samples, valence=1):
@@ -114,14 +79,9 @@ BATCHES = {
     "narrow_weighted": (32, [plain(32), weighted(32)], 32, KERNEL, XLA),
     "narrow_ragged": (32, [plain(32), ragged(32, 64)], None, XLA, XLA),
     "narrow_unequal": (32, [plain(32), plain(64)], None, XLA, XLA),
-    "narrow_unaligned": (32, [plain(24)], None, XLA, XLA),
-    "narrow_empty": (32, [plain(32), plain(32, 0)], None, XLA, XLA),
     "wide": (128, [plain(8), plain(16, 5)], None, KERNEL, KERNEL),
     "wide_weighted": (128, [plain(8), weighted(8)], None, KERNEL, XLA),
-    "wide_ragged": (128, [plain(8), ragged(5, 16)], None, KERNEL, XLA),
     "wide_unaligned": (128, [plain(8), plain(9)], None, XLA, XLA),
-    "wide_ragged_unaligned": (128, [ragged(8, 15)], None, XLA, XLA),
-    "wide_empty": (128, [plain(8), plain(8, 0)], None, XLA, XLA),
 }
 
 
@@ -134,13 +94,6 @@ def test_choice_for_a_batch(case):
     assert (choice.pool.backend, choice.spread.backend) == (pool, spread)
     for made in (choice.pool, choice.spread):
         assert (made.reason == "requested") == (made.backend == KERNEL)
-
-
-def test_xla_is_not_asked_about_batches():
-    stack = stack_of(32, kernels="xla")
-    choice = choose_for_batch(stack.layout, stack.backends, [plain(32)])
-    assert choice.samples_per_feature is None
-    assert choice.pool == choice.spread == stack.backends.write
 
 
 FORMS = {
@@ -169,13 +122,6 @@ def test_forms_of_xla(case):
     assert (backends.read.form, backends.pool.form) == (read, pool)
     assert backends.spread.form == backends.update.form == spread
     assert backends.write.form == "whole"
-    # Each form that the table of backends names is explained below it, once.
-    named = {choice.name for choice in backends} - {"xla"}
-    explained = str(plan).split("\n\n")[-1].splitlines()[3:]
-    explained = [line for line in explained if not line.startswith("stack_")]
-    assert [line.partition(": ")[0] for line in explained] == list(
-        dict.fromkeys(choice.name for choice in backends if choice.name in named)
-    )
 
 
 def test_rules_that_do_not_run_in_blocks():
@@ -199,31 +145,3 @@ def test_blocks_fit_a_cache(dim, num_ids, ids_per_block):
     (stack,) = plan.stacks
     choice = choose_for_batch(stack.layout, stack.backends, [plain(num_ids)])
     assert choice.ids_per_block == ids_per_block
-
-
-def test_kernels_read_an_exchange_buffer():
-    assert {choice.form for choice in stack_of(8).backends} == {"whole"}
-
-
-def test_choices_are_printed_with_their_reasons():
-    text = str(stack_of(8, NO_UPDATE["bfloat16"][0]).backends.update)
-    assert text.startswith("xla: ") and "bfloat16" in text
-
-
-def test_plans_are_hashable_and_equal():
-    mesh = mesh_of(1)
-    table = te.TableConfig(vocabulary_size=9, dim=8, name="t")
-    optimizer = te.optimizers.adagrad(0.1)
-
-    def plan(kernels):
-        return te.make_plan(
-            te.FeatureConfig(table=table),
-            mesh,
-            optimizer=optimizer,
-            kernels=kernels,
-            hardware=te.hardware.hardware_by_name("v5p"),
-        )
-
-    assert hash(plan("interpreter")) == hash(plan("interpreter"))
-    assert plan("interpreter") == plan("interpreter") != plan("xla")
-    assert jax.tree.structure(plan("xla").features_of(plan("xla").stacks[0]))

@@ -60,46 +60,9 @@ def test_known_capacities(
     assert size.capacity == expected
 
 
-@pytest.mark.parametrize("kind", EXCHANGE_KINDS)
-@pytest.mark.parametrize("num_shards", SHARDS)
-def test_more_ids_never_get_less_room(num_shards, kind):
-    sizes = [round_size(n, num_shards, 10**9, kind=kind) for n in range(1, 3000, 7)]
-    for attribute in ("capacity", "sent_rows", "received_rows"):
-        values = [getattr(size, attribute) for size in sizes]
-        assert values == sorted(values)
-
-
-@pytest.mark.parametrize("max_unique_ids", [100, 10_000, 10**6])
-def test_more_shards_need_less_room_per_destination(max_unique_ids):
-    capacities = [round_size(max_unique_ids, n, 10**9).capacity for n in SHARDS]
-    assert capacities == sorted(capacities, reverse=True)
-
-
 @pytest.mark.parametrize("num_shards", [8, 64, 256, 1024, 4096])
 @pytest.mark.parametrize("num_ids", [2**14, 2**17])
 def test_buffers_grow_with_ids_not_with_shards(num_ids, num_shards):
     size = round_size(num_ids, num_shards, 10**9, kind=None)
     assert num_ids < size.sent_rows < 1.3 * num_ids
     assert num_ids < size.received_rows < 1.3 * num_ids
-
-
-@pytest.mark.parametrize(
-    ("max_unique_ids", "num_shards", "kind"),
-    [
-        (2**17, 8, "padded"),
-        (2**17, 256, "padded"),
-        (2**17, 4096, "ragged"),
-        (2**10, 256, "ragged"),
-        (1, 1, "padded"),
-    ],
-)
-def test_ragged_where_padded_buckets_would_be_long(max_unique_ids, num_shards, kind):
-    assert round_size(max_unique_ids, num_shards, 10**9, kind=None).kind == kind
-
-
-def test_padded_where_it_needs_one_round_or_was_sized_by_hand():
-    # A row of each of 64 shards, wanted by all: ragged buffers would be too short.
-    few_rows = round_size(65, 64, 2, kind=None)
-    assert (few_rows.kind, few_rows.holds_all) == ("padded", True)
-    by_hand = round_size(1000, 8, 10**6, capacity=1000, kind=None)
-    assert (by_hand.kind, by_hand.holds_all) == ("padded", True)

@@ -9,7 +9,6 @@ from flax import nnx
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tests.tiers import quick_cases
 
 
 def make_plan(
@@ -46,10 +45,7 @@ OTHER_PLANS = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "case", quick_cases(OTHER_PLANS, "other sizes of the same sum")
-)
+@pytest.mark.parametrize("case", OTHER_PLANS)
 def test_arrays_of_another_plan_are_refused(case):
     options, texts = OTHER_PLANS[case]
     plan, other = make_plan(), make_plan(**options)
@@ -65,83 +61,15 @@ def test_arrays_of_another_plan_are_refused(case):
             call()
         for text in texts:
             assert text in str(raised.value)
-    other_tables, _ = arrays_of(other)
+    other_tables, other_slots = arrays_of(other)
     result = te.functional.lookup(other_tables, IDS, other)
     gradients = te.functional.compute_gradients(
         result.routing, result.activations, other
     )
     with pytest.raises(ValueError, match=r"slots\['stack_0'\] was made for another"):
         te.functional.apply_gradients(other_tables, slots, gradients, other)
-
-
-@pytest.mark.full
-def test_tables_of_another_dim_are_refused():
-    tables, _ = arrays_of(make_plan())
-    with pytest.raises(ValueError, match=r"row_shape per shard: \(4,\), not \(6,\)"):
-        te.functional.lookup(tables, IDS, make_plan(dim=6))
-
-
-@pytest.mark.full
-def test_tables_of_another_dtype_are_refused():
-    tables, _ = arrays_of(make_plan(dtype=jnp.bfloat16))
-    with pytest.raises(ValueError, match="dtype: bfloat16, not float16"):
-        te.functional.lookup(tables, IDS, make_plan(dtype=jnp.float16))
-    names = {
-        make_plan(dtype=dtype).stacks[0].layout.leaf_name
-        for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
-    }
-    assert len(names) == 3
-
-
-@pytest.mark.full
-def test_missing_arrays():
-    plan = make_plan()
-    tables, slots = arrays_of(plan)
-    result = te.functional.lookup(tables, IDS, plan)
-    gradients = te.functional.compute_gradients(
-        result.routing, result.activations, plan
-    )
-    sgd = te.make_plan(
-        jax.tree.unflatten(plan.feature_tree, [f.config for f in plan.features]),
-        mesh_of(2),
-        optimizer=te.optimizers.sgd(0.1),
-    )
-    cases = {
-        "tables must hold stack 'stack_0'": lambda: te.functional.lookup({}, IDS, plan),
-        "slots must hold stack 'stack_0'": lambda: te.functional.apply_gradients(
-            tables, {}, gradients, plan
-        ),
-        "must hold 2 slot variables, got 0": lambda: te.functional.apply_gradients(
-            tables, te.functional.init_slots(tables, sgd), gradients, plan
-        ),
-    }
-    for text, call in cases.items():
-        with pytest.raises(ValueError, match=text):
-            call()
-    momentum, adagrad = (
-        te.make_plan(
-            jax.tree.unflatten(plan.feature_tree, [f.config for f in plan.features]),
-            mesh_of(2),
-            optimizer=optimizer,
-        )
-        for optimizer in (te.optimizers.momentum(0.1), te.optimizers.adagrad(0.1))
-    )
-    result = te.functional.lookup(tables, IDS, momentum)
-    gradients = te.functional.compute_gradients(
-        result.routing, result.activations, momentum
-    )
-    with pytest.raises(ValueError, match="the state of the plan's optimizer"):
-        te.functional.apply_gradients(
-            tables, te.functional.init_slots(tables, adagrad), gradients, momentum
-        )
-    with pytest.raises(TypeError, match=r"PackedRows"):
-        te.functional.lookup({"stack_0": tables["stack_0"].lines}, IDS, plan)
-
-
-def test_arrays_of_an_equal_plan_are_read():
-    tables, slots = arrays_of(make_plan())
-    result = te.functional.lookup(tables, IDS, make_plan())
-    assert result.activations["feature_0"].shape == (4, 4)
+    with pytest.raises(ValueError, match=r"tables\['stack_0'\] was made for another"):
+        te.functional.apply_gradients(tables, other_slots, gradients, other)
 
 
 def layer_of(num_devices, names=("items", "users")):
@@ -149,15 +77,12 @@ def layer_of(num_devices, names=("items", "users")):
     return te.TPUEmbedding(None, plan=plan, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize(
-    "other", [dict(num_devices=4), dict(num_devices=2, names=("items", "a_users"))]
-)
-def test_plain_restore_under_another_plan_raises(tmp_path, other):
+def test_plain_restore_under_another_plan_raises(tmp_path):
     """The arrays of tables have equal shapes under both plans; their names differ."""
     saved = layer_of(2)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", nnx.state(saved))
-    layer = layer_of(**other)
+    layer = layer_of(2, ("items", "a_users"))
     wanted = nnx.state(layer)
     shapes = [x.shape for x in jax.tree.leaves(saved.tables.get_value())]
     assert shapes == [x.shape for x in jax.tree.leaves(layer.tables.get_value())]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import tpu_embedding as te
-from tests.conftest import mesh_of, needs_kernels
+from tests.conftest import mesh_of
 
 V5P = te.hardware.hardware_by_name("v5p")
 LARGE = 9_000_000  # 17.17 GiB of dim 512
@@ -53,16 +53,6 @@ def test_slots_of_one_value_per_row_stay_whole():
     assert [layout.column_arrays for layout in layouts_of(plan)] == [4, 1]
 
 
-def test_other_tables_keep_their_own_stack():
-    large, small = (
-        te.TableConfig(vocabulary_size=size, dim=512, name=name)
-        for name, size in (("large", LARGE), ("small", 1000))
-    )
-    features = {x.name: te.FeatureConfig(table=x) for x in (large, small)}
-    plan = te.make_plan(features, mesh_of(1), hardware=V5P)
-    assert [stack.layout.column_arrays for stack in plan.stacks] == [4, 1]
-
-
 @pytest.mark.parametrize(
     ("num_rows", "dim", "options", "reason"),
     [
@@ -79,24 +69,6 @@ def test_the_reason_for_whole_lines_is_printed(num_rows, dim, options, reason):
     assert wanted in str(plan)
 
 
-@pytest.mark.parametrize("name", ["cpu", "v5e"])
-def test_no_limit_without_sparse_cores(name):
-    hardware = te.hardware.hardware_by_name(name)
-    assert hardware.max_offloaded_bytes is None
-    plan = plan_of(LARGE, 512, hardware=hardware)
-    assert plan.stacks[0].layout.column_arrays == 1
-    assert "SparseCore is said" not in str(plan)
-
-
-@needs_kernels
-def test_rows_that_kernels_reach_lie_in_one_array():
-    hardware = dataclasses.replace(V5P, max_array_bytes=2**20)
-    plan = plan_of(1000, 512, hardware=hardware, kernels="interpreter")
-    assert plan.stacks[0].kernels is not None
-    assert {layout.column_arrays for layout in layouts_of(plan)} == {1}
-    assert "SparseCore is said" not in str(plan)
-
-
 def test_the_limit_is_inclusive():
     size = plan_of(1000, 512, hardware=te.hardware.hardware_by_name("v5e"))
     limit = size.table_bytes_per_device
@@ -104,20 +76,6 @@ def test_the_limit_is_inclusive():
         hardware = dataclasses.replace(V5P, max_array_bytes=limit - missing)
         plan = plan_of(1000, 512, hardware=hardware)
         assert plan.stacks[0].layout.column_arrays == wanted
-
-
-def test_hardware_of_the_user_has_the_limit_of_all_sparse_cores():
-    hardware = te.hardware.HardwareInfo(name="own", num_sparse_cores=4)
-    assert hardware.max_offloaded_bytes == V5P.max_offloaded_bytes == 2**34
-    without = dataclasses.replace(hardware, num_sparse_cores=0)
-    assert without.max_offloaded_bytes is None
-
-
-def test_a_wide_slot_of_a_narrow_table_is_named():
-    text = str(plan_of(12_000_000, 512, dtype="bfloat16"))  # 11.4 GiB
-    assert "a slot variable of stack_0 takes 22.89 GiB per device, more than" in text
-    assert "stack_0 takes 11" not in text
-    assert "said" not in str(plan_of(8_000_000, 512, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,6 @@ def test_slices_are_the_first_axis():
     assert te.device_mesh(devices, num_slices=2) == mesh
 
 
-def test_hosts_of_other_platforms_are_no_slices():
-    devices = [Device(i, i // 2, i // 2, platform="gpu") for i in range(4)]
-    assert te.device_mesh(devices).axis_names == ("shard",)
-
-
 @pytest.mark.parametrize(
     ("num_slices", "message"),
     [(3, "must divide the number of devices, 8, got 3")],
@@ -64,9 +59,3 @@ def test_hosts_of_other_platforms_are_no_slices():
 def test_unequal_slices_are_refused(num_slices, message):
     with pytest.raises(ValueError, match=message):
         te.device_mesh(num_slices=num_slices)
-
-
-def test_slices_of_the_hardware_are_not_changed():
-    devices = [Device(i, 0, slice_index=i // 2) for i in range(4)]
-    with pytest.raises(ValueError, match="num_slices must be 2, .* lie in, got 4"):
-        te.device_mesh(devices, num_slices=4)

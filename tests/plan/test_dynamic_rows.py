@@ -1,7 +1,6 @@
 """Buckets of dynamic tables: where they lie, and how many ids find no place."""
 
 import jax
-import numpy as np
 import pytest
 
 import tpu_embedding as te
@@ -9,9 +8,7 @@ from tests.conftest import mesh_of
 from tpu_embedding.plan.dynamic_rows import (
     directory_bytes,
     dynamic_tables,
-    share_without_place,
 )
-from tpu_embedding.rows.id_mixing import mix_ids, multiply_high
 
 
 def plan_of(num_devices, *dynamic, **options):
@@ -21,21 +18,6 @@ def plan_of(num_devices, *dynamic, **options):
     ]
     config = [te.FeatureConfig(table=table) for table in tables]
     return te.make_plan(config, mesh_of(num_devices), optimizer="adagrad")
-
-
-@pytest.mark.parametrize("load, share", [(0.5, 0.0), (0.75, 0.0007), (0.9, 0.0153)])
-def test_the_share_without_a_place_is_that_of_random_ids(load, share):
-    num_buckets = 2**15
-    ids = np.random.default_rng(0).integers(
-        0, 2**64 - 1, int(64 * num_buckets * load), dtype=np.uint64
-    )
-    words = (ids >> np.uint64(32)).astype(np.uint32), ids.astype(np.uint32)
-    buckets = multiply_high(mix_ids(*words)[0], num_buckets)
-    found = np.maximum(np.bincount(buckets, minlength=num_buckets) - 64, 0).sum()
-    assert share_without_place(load) == pytest.approx(share, abs=1e-4)
-    # Ten deviations of the count of about `share * ids`, which come in clusters.
-    tolerance = 10 * np.sqrt(max(share, 1e-7) * len(ids)) / len(ids)
-    assert found / len(ids) == pytest.approx(share, abs=tolerance)
 
 
 @pytest.mark.parametrize("num_devices", [1, 3, 8])
@@ -70,16 +52,3 @@ def test_the_memory_of_the_plan_is_that_of_the_arrays(num_devices, admit):
     arrays = [x for x in jax.tree.leaves(tables) if x.ndim == 2 and x.shape[1] > 2]
     on_device = sum(x.addressable_shards[0].data.nbytes for x in arrays)
     assert plan.table_bytes_per_device == on_device
-
-
-def test_other_policies_and_static_tables_have_stacks_of_their_own():
-    plan = plan_of(
-        1,
-        te.Dynamic(capacity=100),
-        te.Dynamic(capacity=200),
-        te.Dynamic(capacity=100, evict=None),
-        100,
-    )
-    stacks = [sorted(t.name for t in stack.tables) for stack in plan.stacks]
-    assert sorted(stacks) == [["t0", "t1"], ["t2"], ["t3"]]
-    assert "0.07% at 75% load" in str(plan)

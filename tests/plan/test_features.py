@@ -1,12 +1,10 @@
 """Other features on the same tables, subsets of a nest, several tables per feature."""
 
-import collections
 import dataclasses
 
 import numpy as np
 import optax
 import pytest
-from flax.core import FrozenDict
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
@@ -15,7 +13,6 @@ USER = te.TableConfig(vocabulary_size=7, dim=3, name="user")
 ITEM = te.TableConfig(vocabulary_size=5, dim=3, name="item")
 WIDE = te.TableConfig(vocabulary_size=5, dim=1, name="wide")
 NAMELESS = te.TableConfig(vocabulary_size=4, dim=2)
-SAME_AGAIN = te.TableConfig(vocabulary_size=4, dim=2)
 
 
 def feature(table, **options):
@@ -49,43 +46,11 @@ def names(plan):
     return [f.name for f in plan.features]
 
 
-def test_one_lookup_per_table_of_a_feature():
-    plan = plan_of()
-    assert names(plan) == [
-        *["item", "item", "other"],
-        *["user/history/0", "user/history/1", "user/id"],
-    ]
-    assert places(plan) == ["item", "wide", "table_0", "item", "user", "user"]
-    assert [f.table.dim for f in plan.features] == [3, 1, 2, 3, 3, 3]
-    assert [f.name for f in plan.inputs] == names(plan)[1:]
-    assert plan.is_for(CONFIG)
-    assert not plan.is_for({**CONFIG, "item": feature((WIDE, ITEM))})
-
-
-def test_leaves_are_repeated_and_activations_grouped():
-    plan = plan_of()
-    ids = {"user": {"id": 1, "history": [2, 3]}, "item": 4, "other": 5}
-    assert plan.flatten_inputs(ids) == [4, 5, 2, 3, 1]
-    assert plan.flatten(ids) == [4, 4, 5, 2, 3, 1]
-    nest = plan.unflatten("abcdef")
-    assert nest == {
-        "user": {"id": "f", "history": ["d", "e"]},
-        "item": ("a", "b"),
-        "other": "c",
-    }
-    assert plan.flatten_activations(nest) == list("abcdef")
-
-
 @pytest.mark.parametrize("leaf", ["a", ("a",), ["a", "b"], ("a", "b", "c")], ids=repr)
 def test_activations_of_two_tables_are_a_tuple(leaf):
     plan = te.make_plan(feature((ITEM, WIDE)), mesh_of(1))
     with pytest.raises(ValueError, match="'feature' must be a tuple .* here 2"):
         plan.flatten_activations(leaf, "cotangents")
-
-
-def test_a_tuple_of_one_table_stays_a_tuple():
-    plan = te.make_plan(feature((ITEM,)), mesh_of(1))
-    assert plan.unflatten("a") == ("a",)
 
 
 def test_with_features_keeps_all_but_the_features():
@@ -106,19 +71,6 @@ def test_with_features_keeps_all_but_the_features():
     assert again == other and hash(again) == hash(other)
 
 
-def test_named_tables_are_found_by_value_nameless_ones_by_object():
-    plan = plan_of()
-    same = te.TableConfig(vocabulary_size=5, dim=3, name="item")
-    assert places(plan.with_features(feature(same))) == ["item"]
-    # Equal to the only such table; two of them could not be told apart.
-    assert places(plan.with_features(feature(SAME_AGAIN))) == ["table_0"]
-    two = plan_of({"a": feature(NAMELESS), "b": feature(SAME_AGAIN)})
-    assert places(two.with_features(feature(SAME_AGAIN))) == ["table_1"]
-    third = te.TableConfig(vocabulary_size=4, dim=2)
-    with pytest.raises(ValueError, match="must be tables of the plan"):
-        two.with_features(feature(third))
-
-
 def test_with_features_lists_every_table_that_is_missing():
     others = {
         "right": feature(USER),
@@ -133,20 +85,6 @@ def test_with_features_lists_every_table_that_is_missing():
     assert "'right'" not in problems
     assert "combiner='sum'" in problems and "vocabulary_size=9" in problems
     assert all(f"'{name}'" in known for name in ("user", "item", "wide", "table_0"))
-
-
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
-        ({}, "at least one FeatureConfig"),
-        ({"a": USER}, "nest of FeatureConfig"),
-        ([feature(USER, name="a"), feature(ITEM, name="a")], "must be unique"),
-    ],
-    ids=["empty", "table", "name twice"],
-)
-def test_with_features_checks_the_nest(config, match):
-    with pytest.raises(ValueError, match=match):
-        plan_of().with_features(config)
 
 
 SUBSETS = {
@@ -175,27 +113,6 @@ def test_plan_for_a_subset(batch, expected):
     # Activations come back in the nest of the batch.
     nest = subset.unflatten(range(len(expected)))
     assert subset.for_batch(nest) is subset
-
-
-@pytest.mark.parametrize(
-    "make", [dict, collections.OrderedDict, FrozenDict], ids=lambda t: t.__name__
-)
-def test_any_mapping_may_lack_keys(make):
-    plan = plan_of(make({"a": feature(USER), "b": make({"c": feature(ITEM)})}))
-    batch = make({"b": make({"c": 1})})
-    subset = plan.for_batch(batch)
-    assert subset.flatten(batch) == [1]
-    assert subset.unflatten([2]) == make({"b": make({"c": 2})})
-
-
-Point = collections.namedtuple("Point", "x y")
-
-
-def test_named_tuples_are_kept():
-    plan = plan_of(Point(x={"a": feature(USER), "b": feature(ITEM)}, y=feature(USER)))
-    batch = Point(x={"b": 1}, y=2)
-    subset = plan.for_batch(batch)
-    assert subset.unflatten([3, 4]) == Point(x={"b": 3}, y=4)
 
 
 WRONG = {

@@ -1,6 +1,5 @@
 """The picklable part of a plan, in this process and in spawned ones."""
 
-import copy
 import multiprocessing
 import pickle
 import typing
@@ -69,28 +68,6 @@ def test_the_part_prepares_as_the_plan_does():
     )
 
 
-WRONG = {
-    "an id": (Columns([[50]], [np.array([0]), {"custom": [[0]]}]), "got 50"),
-    "too many ids": (
-        Columns([[1]], [np.array([0]), {"custom": [[0, 1, 2, 3]]}]),
-        "max_valence",
-    ),
-    "a nest": ({"past": [[1]]}, "must have the structure"),
-}
-
-
-@pytest.mark.parametrize(("batch", "message"), WRONG.values(), ids=WRONG)
-def test_the_part_refuses_as_the_plan_does(batch, message):
-    plan = make_plan()
-    with pytest.raises(ValueError, match=message) as expected:
-        te.inputs.prepare_features(batch, plan)
-    with pytest.raises(ValueError) as found:
-        te.inputs.prepare_features(
-            batch, pickle.loads(pickle.dumps(plan.for_loaders()))
-        )
-    assert str(found.value) == str(expected.value)
-
-
 def prepare_elsewhere(plan, batch, results):
     from jax._src import xla_bridge
 
@@ -114,14 +91,3 @@ def test_a_spawned_loader_prepares_and_starts_no_device():
     expected = jax.tree.leaves(te.inputs.prepare_features(batch, plan))
     for array, other in zip(leaves, expected, strict=True):
         np.testing.assert_array_equal(array, other)
-
-
-def test_a_plan_itself_says_what_to_pickle():
-    with pytest.raises(TypeError, match=r"plan.for_loaders\(\)"):
-        pickle.dumps(make_plan())
-
-
-def test_copies_of_a_plan_are_the_plan():
-    plan = make_plan()
-    assert copy.copy(plan) is plan
-    assert copy.deepcopy({"plan": plan})["plan"] is plan

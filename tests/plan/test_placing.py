@@ -1,6 +1,5 @@
 """The mesh axes of each table, and the reasons that a plan prints."""
 
-import numpy as np
 import optax
 import pytest
 
@@ -35,14 +34,6 @@ def placed(plan):
 
 def axes(plan):
     return {name: of_table for name, (of_table, _) in placed(plan).items()}
-
-
-def test_the_default_splits_rows_over_the_whole_mesh():
-    plan = plan_of(table("a"))
-    assert placed(plan) == {"a": (("data", "model"), "the default")}
-    (stack,) = plan.stacks
-    assert (stack.num_shards, stack.num_replicas) == (8, 1)
-    assert stack.replica_axes == ()
 
 
 PLACEMENTS = {
@@ -193,48 +184,3 @@ WRONG = {
 def test_wrong_placements_are_refused(placement, kind, message):
     with pytest.raises(kind, match=message):
         plan_of(table("a"), placement=placement)
-
-
-def test_an_unknown_axis_of_a_table_is_refused_with_its_name():
-    wrong = table("movie", placement=te.Sharded(axes=("rows",)))
-    message = r"TableConfig.placement of table 'movie' must name axes .*\['rows'\]"
-    with pytest.raises(ValueError, match=message):
-        plan_of(table("a"), wrong)
-
-
-def test_a_plan_prints_its_placements():
-    plan = plan_of(
-        table("a", 1000),
-        table("b", 100, placement=te.Replicated()),
-        table("c", 100, placement=te.Sharded(axes=("data",))),
-        table("d", 100, dim=3, placement=te.Replicated(), optimizer="sgd"),
-        table(
-            "e",
-            100,
-            dim=5,
-            placement=te.Replicated(),
-            optimizer=te.optimizers.adagrad(0.1, use_gradient_accumulation=False),
-        ),
-    )
-    rows = str(plan).split("\n\n")[1].splitlines()[1:]
-    cells = [[cell for cell in row.split("  ") if cell] for row in rows]
-    cells = [[cell.strip() for cell in row] for row in cells]
-    by_table = "TableConfig.placement"
-    assert cells == [
-        ["stack_0", "data, model", "1", "the default", "-"],
-        ["stack_1", "no axis", "8 over data, model", by_table, "not trained"],
-        ["stack_2", "data", "2 over model", by_table, "not trained"],
-        ["stack_3", "no axis", "8 over data, model", by_table]
-        + ["all-gather of rows; all-reduce of the shard from 25 rows a round"],
-        ["stack_4", "no axis", "8 over data, model", by_table]
-        + ["all-gather of rows: the optimizer sees each occurrence of an id"],
-    ]
-
-
-def test_memory_counts_the_copies_of_a_device():
-    sharded = plan_of(table("a", 800))
-    replicated = plan_of(table("a", 800), placement=te.Replicated())
-    assert replicated.table_bytes_per_device == 8 * sharded.table_bytes_per_device
-    halved = plan_of(table("a", 800), placement=te.Sharded(axes=("model",)))
-    assert halved.table_bytes_per_device == 4 * sharded.table_bytes_per_device
-    assert np.prod(halved.stacks[0].layout.lines_shape) == 400 * 4

@@ -1,14 +1,11 @@
 """Names of tables and features, and which tables share an array."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import tpu_embedding as te
 from tests.conftest import mesh_of
-from tpu_embedding.config import MAX_VOCABULARY_SIZE
 from tpu_embedding.optimizers.resolve import resolve_optimizer
 from tpu_embedding.plan.stacking import NamedTable, stack_tables
 
@@ -60,10 +57,7 @@ def test_what_keeps_tables_apart(options):
 SAME = {
     "vocabulary_size": dict(vocabulary_size=999),
     "combiner": dict(combiner="sum"),
-    "initializer": dict(initializer=jax.nn.initializers.zeros),
     "named_optimizer_equal_to_that_of_the_layer": dict(optimizer=SGD),
-    "np.float32": dict(dtype=np.float32),
-    "np.dtype": dict(dtype=np.dtype("float32")),
 }
 
 
@@ -83,47 +77,11 @@ def test_optimizer_of_the_table_wins():
     assert trained.optimizer == adam
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
-@pytest.mark.parametrize("capacity", [None, 1, 1000])
-def test_grouping_depends_on_no_devices_and_no_capacity(num_devices, capacity):
-    tables = [table("a"), table("b", dim=5), table("c", 3), table("d", 1, dim=5)]
-    expected = plan_of(*tables)
-    plan = plan_of(*tables, num_devices=num_devices, capacity=capacity)
-    assert groups(plan) == groups(expected)
-    assert [s.tables for s in plan.stacks] == [s.tables for s in expected.stacks]
-    assert [s.name for s in plan.stacks] == [s.name for s in expected.stacks]
-
-
-def test_grouping_depends_on_no_hardware():
-    tables = [table("a"), table("b", dim=200), table("c", 3)]
-    on_tpu = plan_of(*tables, hardware=te.hardware.hardware_by_name("v5p"))
-    assert groups(on_tpu) == groups(plan_of(*tables))
-
-
-def test_grouping_depends_on_no_order_of_features():
-    tables = [table("a"), table("b", dim=5), table("c", 3), table("d", 1, dim=5)]
-    backwards = plan_of(*reversed(tables))
-    assert groups(backwards) == groups(plan_of(*tables))
-    assert backwards.stacks == plan_of(*tables).stacks
-
-
-def test_features_share_a_table_by_object_or_by_equal_settings():
-    shared = table("a")
-    plan = plan_of(shared, shared, table("a"), table("b"))
-    assert groups(plan) == [["a", "b"]]
-    assert [f.row_offset for f in plan.features] == [0, 0, 0, 10]
-
-
 def test_tables_without_a_name_are_shared_by_object_only():
     shared = table()
     plan = plan_of(table(), shared, shared, table())
     assert groups(plan) == [["table_0", "table_1", "table_2"]]
     assert [f.row_offset for f in plan.features] == [0, 10, 10, 20]
-
-
-def test_names_of_unnamed_tables_count_unnamed_ones_only():
-    plan = plan_of(table("a"), table(), table("b"), table())
-    assert groups(plan) == [["a", "b", "table_0", "table_1"]]
 
 
 @pytest.mark.parametrize(
@@ -215,44 +173,6 @@ def test_a_stack_leaves_room_for_the_rows_that_shards_add(surplus, num_stacks):
     assert len(stacks) == num_stacks
 
 
-def test_a_table_near_the_limit_stands_alone_and_the_others_share_a_stack():
-    huge = named("b", MAX_VOCABULARY_SIZE)
-    stacks = stacks_of([named("a", 10), huge, named("c", 10)])
-    assert [[t.name for t in stack] for stack in stacks] == [["a", "c"], ["b"]]
-
-
-def test_tables_of_many_stacks_keep_their_places():
-    tables = [table(f"t{i}", 2**29) for i in range(5)]
-    plan = plan_of(*tables)
-    assert groups(plan) == [["t0", "t1", "t2"], ["t3", "t4"]]
-    for feature, config in zip(plan.features, tables, strict=True):
-        placed = plan.stacks[feature.stack_index].tables
-        (own,) = [t for t in placed if t.row_offset == feature.row_offset]
-        assert own.config == config
-
-
-def test_equal_optimizers_made_twice_are_one_rule():
-    plan = plan_of(
-        table("a", optimizer=optax.sgd(0.1)), table("b", optimizer=optax.sgd(0.1))
-    )
-    assert groups(plan) == [["a", "b"]]
-
-
-def test_a_plan_is_an_argument_of_functions_under_jit():
-    plan = plan_of(table("a"))
-    tables = jax.jit(te.functional.init_tables)(plan, jax.random.key(0))
-    assert jax.tree.map(jnp.shape, tables) == jax.tree.map(
-        jnp.shape, te.functional.init_tables(plan, jax.random.key(0))
-    )
-    assert jax.tree.leaves(plan) == []
-
-
-def test_dtype_of_a_stack():
-    plan = plan_of(table("a"))
-    tables = jax.eval_shape(te.functional.init_tables, plan, jax.random.key(0))
-    assert tables["stack_0"].lines.dtype == jnp.float32
-
-
 LARGE = {
     name: te.FeatureConfig(
         table=te.TableConfig(vocabulary_size=size, dim=512, name=name)
@@ -278,10 +198,3 @@ def test_a_stack_is_no_larger_than_a_sparse_core_is_said_to_take(
     assert groups(plan) == wanted
     is_split = "tables that would share a stack" in str(plan)
     assert is_split == (len(wanted) > 1)
-
-
-def test_a_table_above_the_limit_of_sparse_cores_is_named():
-    table = te.TableConfig(vocabulary_size=9_000_000, dim=512, name="large")
-    hardware = te.hardware.hardware_by_name("v5p")
-    plan = te.make_plan(te.FeatureConfig(table=table), mesh_of(1), hardware=hardware)
-    assert "stack_0 takes 17.17 GiB per device, more than the 16.00 GiB" in str(plan)

@@ -14,7 +14,7 @@ from tests.conftest import mesh_of
 from tests.tiers import each_once, matrix, quick_cases
 from tpu_embedding.rows.file_rows import file_row
 from tpu_embedding.rows.packed_rows import PackedRows
-from tpu_embedding.tables import line_exchange, row_stream, row_windows
+from tpu_embedding.tables import row_stream, row_windows
 from tpu_embedding.tables.row_stream import read_blocks, rows_per_block, write_blocks
 
 SIZES = {"a": 301, "b": 1, "c": 5, "d": 40}
@@ -207,56 +207,6 @@ def test_a_write_changes_the_rows_that_are_named_and_no_others(small_blocks):
     assert sum(num_rows for _, _, num_rows in asked) == 273 + 5
 
 
-def test_some_tables_are_read():
-    plan = plan_of(mesh_of(3))
-    packed, stack = packed_of(plan)
-    everything = read_all(packed, stack, plan)
-    blocks = sum(read_blocks(packed, stack, plan, {"a": (7, 20), "c": (0, 5)}), [])
-    assert [(b.table, b.start, len(b.rows)) for b in blocks] == [
-        ("a", 7, 13),
-        ("c", 0, 5),
-    ]
-    for name, start, rows in blocks:
-        expected = everything[name][start : start + len(rows)]
-        np.testing.assert_array_equal(bits_of(rows), bits_of(expected))
-    assert not list(read_blocks(packed, stack, plan, []))
-
-
-@pytest.mark.parametrize("row_bytes", [1, 4, 12, 40, 128, 4096, 2**20])
-def test_a_block_takes_10_to_20_megabytes(row_bytes):
-    num_rows = rows_per_block(row_bytes)
-    assert num_rows & (num_rows - 1) == 0
-    assert 10 * 2**20 <= num_rows * row_bytes < 20 * 2**20
-
-
-def test_blocks_start_at_multiples_whatever_the_devices(small_blocks):
-    for num_devices in (1, 8):
-        plan = plan_of(mesh_of(num_devices))
-        packed, stack = packed_of(plan)
-        blocks = sum(read_blocks(packed, stack, plan), [])
-        size = rows_per_block(12)
-        starts = sorted((b.table, b.start) for b in blocks)
-        assert starts == sorted(
-            (name, start) for name, n in SIZES.items() for start in range(0, n, size)
-        )
-
-
-def test_one_program_serves_all_tables(small_blocks):
-    plan = plan_of(mesh_of(3))
-    packed, stack = packed_of(plan)
-    programs = (line_exchange.read_lines, line_exchange.write_lines)
-
-    def read(name, start, num_rows):
-        return np.zeros((num_rows, 3), np.float32)
-
-    def num_programs_after(tables):
-        list(read_blocks(packed, stack, plan, tables))
-        write_blocks(packed_of(plan)[0], stack, plan, read, tables)
-        return [program._cache_size() for program in programs]
-
-    assert num_programs_after(["b"]) == num_programs_after(None)
-
-
 def test_blocks_stay_when_the_lines_are_donated(small_blocks):
     plan = plan_of(mesh_of(3))
     packed, stack = packed_of(plan)
@@ -265,19 +215,6 @@ def test_blocks_stay_when_the_lines_are_donated(small_blocks):
     jax.jit(lambda lines: lines * 0, donate_argnums=0)(packed.lines).block_until_ready()
     for block, rows in zip(blocks, before, strict=True):
         np.testing.assert_array_equal(bits_of(block.rows), bits_of(rows))
-
-
-def test_lines_are_updated_in_place_after_they_were_read(small_blocks):
-    plan = plan_of(mesh_of(3))
-    packed, stack = packed_of(plan)
-    # Arrays of other programs may share memory with NumPy's.
-    lines = jax.jit(jnp.copy)(packed.lines)
-    packed = dataclasses.replace(packed, lines=lines)
-    pointers = [x.data.unsafe_buffer_pointer() for x in lines.addressable_shards]
-    list(read_blocks(packed, stack, plan))
-    new = jax.jit(lambda lines: lines * 0, donate_argnums=0)(lines)
-    found = [x.data.unsafe_buffer_pointer() for x in new.addressable_shards]
-    assert found == pointers
 
 
 REFUSED = {
@@ -295,20 +232,3 @@ def test_ranges_that_are_none_are_refused(case):
     packed, stack = packed_of(plan)
     with pytest.raises(ValueError, match=re.escape(text)):
         list(read_blocks(packed, stack, plan, ranges))
-
-
-@pytest.mark.parametrize(
-    "rows", [np.zeros((4, 3), np.float64), np.zeros((3, 3), np.float32), 7], ids=str
-)
-def test_rows_of_another_shape_or_dtype_are_refused(rows):
-    plan = plan_of(mesh_of(1))
-    packed, stack = packed_of(plan)
-    with pytest.raises(ValueError, match="rows 0 to 4 of table 'a'"):
-        write_blocks(packed, stack, plan, lambda *_: rows, {"a": (0, 4)})
-
-
-def test_rows_of_another_plan_are_refused():
-    plan, other = plan_of(mesh_of(1)), plan_of(mesh_of(2))
-    packed, stack = packed_of(plan)
-    with pytest.raises(ValueError, match="made for another plan"):
-        list(read_blocks(packed, other.stacks[0], other))

@@ -65,9 +65,10 @@ def assert_equal(actual, expected):
         assert actual[name].dtype == expected[name].dtype
 
 
-@pytest.mark.parametrize("row_shape", [None, ()], ids=["tables", "one_value_per_row"])
-@pytest.mark.parametrize("hardware", ["cpu", "v5p"])
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("num_devices", "hardware", "row_shape"),
+    [(1, "cpu", None), (3, "v5p", None), (8, "cpu", None), (3, "v5p", ())],
+)
 def test_round_trip(num_devices, hardware, row_shape):
     plan = make_plan(num_devices, hardware)
     values = random_values(plan, row_shape)
@@ -79,7 +80,7 @@ def test_round_trip(num_devices, hardware, row_shape):
         assert stacked[name].lines.sharding.is_equivalent_to(plan.batch_sharding, 2)
 
 
-@pytest.mark.parametrize("dim", [1, 16, 100, 128, 200])
+@pytest.mark.parametrize("dim", [1, 16, 200])
 def test_round_trip_of_any_dim(dim):
     plan = make_plan(3, "v5p", dim)
     values = random_values(plan)
@@ -87,8 +88,9 @@ def test_round_trip_of_any_dim(dim):
     assert_equal(te.functional.unstack_tables(stacked, plan), values)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize(("num_devices", "hardware"), [(1, "v5p"), (3, "cpu")])
+@pytest.mark.parametrize(
+    ("num_devices", "hardware", "dtype"), [(1, "v5p", "int8"), (3, "cpu", "float32")]
+)
 def test_blocks_of_few_rows(num_devices, hardware, dtype, monkeypatch):
     plan = make_plan(num_devices, hardware, dtype=dtype)
     old, new = random_values(plan), random_values(plan, seed=1)
@@ -116,9 +118,8 @@ def test_rows_are_dealt_in_turn():
         np.testing.assert_array_equal(shards[row % 3, row // 3], expected)
 
 
-@pytest.mark.parametrize("hardware", ["cpu", "v5p"])
-def test_tables_that_are_not_named_stay(hardware):
-    plan = make_plan(8, hardware)
+def test_tables_that_are_not_named_stay():
+    plan = make_plan(3, "v5p")
     old = random_values(plan)
     stacked = te.functional.with_table_values(zeros(plan), old, plan)
     new = random_values(plan, seed=1)["b"]
@@ -129,38 +130,6 @@ def test_tables_that_are_not_named_stay(hardware):
     assert_equal(te.functional.unstack_tables(stacked, plan), old)
 
 
-def test_no_values_change_nothing():
-    plan = make_plan()
-    stacked = zeros(plan)
-    assert te.functional.with_table_values(stacked, {}, plan) == stacked
-
-
-def test_values_are_copies():
-    plan = make_plan(1)
-    stacked = zeros(plan)
-    values = te.functional.unstack_tables(stacked, plan)
-    values["a"][:] = 7
-    assert not te.functional.unstack_tables(stacked, plan)["a"].any()
-
-
-def test_stacks_may_be_missing():
-    plan = make_plan()
-    stacked = zeros(plan)
-    del stacked["stack_0"]
-    assert te.functional.unstack_tables(stacked, plan).keys() == {"d"}
-    assert te.functional.unstack_tables({}, plan) == {}
-
-
-def test_values_of_another_float_type_take_that_of_the_storage():
-    plan = make_plan(1)
-    values = {"d": np.arange(40, dtype=np.float64).reshape(10, 4)}
-    stacked = te.functional.with_table_values(zeros(plan), values, plan)
-    assert stacked["stack_1"].lines.dtype == jnp.float32
-    np.testing.assert_array_equal(
-        te.functional.unstack_tables(stacked, plan)["d"], values["d"]
-    )
-
-
 def test_unknown_tables_are_refused_with_the_known_ones():
     plan = make_plan()
     values = {"a": np.zeros((37, 3)), "x": np.zeros(3), "w": np.zeros(3)}
@@ -169,9 +138,7 @@ def test_unknown_tables_are_refused_with_the_known_ones():
     assert "['a', 'b', 'c', 'd']" in str(e.value)
 
 
-@pytest.mark.parametrize(
-    "shape", [(36, 3), (38, 3), (37, 4), (37,), (1, 37, 3), (3, 37), ()], ids=str
-)
+@pytest.mark.parametrize("shape", [(36, 3), (37,), (3, 37)], ids=str)
 def test_values_of_another_shape_are_refused_by_table(shape):
     plan = make_plan()
     with pytest.raises(ValueError, match="values of table 'a'") as error:
@@ -180,22 +147,9 @@ def test_values_of_another_shape_are_refused_by_table(shape):
     assert str(shape) in str(error.value)
 
 
-def test_shape_is_that_of_the_slot_variable():
-    plan = make_plan()
-    with pytest.raises(ValueError, match=re.escape("must have shape (37,)")):
-        te.functional.with_table_values(zeros(plan, ()), {"a": np.zeros((37, 3))}, plan)
-
-
-def test_values_of_a_missing_stack_are_refused_by_table():
-    plan = make_plan()
-    stacked = zeros(plan)
-    del stacked["stack_1"]
-    with pytest.raises(ValueError, match="'d'"):
-        te.functional.with_table_values(stacked, {"d": np.zeros((10, 4))}, plan)
-
-
-@pytest.mark.parametrize("hardware", ["cpu", "v5p"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "hardware"), [("bfloat16", "v5p"), ("float16", "cpu")]
+)
 def test_values_of_narrow_tables_are_rounded_to_nearest(dtype, hardware):
     plan = make_plan(3, hardware, 5, dtype)
     values = random_values(plan)
@@ -212,7 +166,7 @@ def test_values_of_narrow_tables_are_rounded_to_nearest(dtype, hardware):
     assert_equal(te.functional.unstack_tables(again, plan), rounded)
 
 
-@pytest.mark.parametrize("dim", [1, 3, 8])
+@pytest.mark.parametrize("dim", [1, 3])
 def test_values_of_int8_tables_are_within_half_a_step(dim):
     plan = make_plan(3, "v5p", dim, "int8")
     values = random_values(plan)
@@ -228,43 +182,19 @@ def test_values_of_int8_tables_are_within_half_a_step(dim):
         np.testing.assert_allclose(rows, found[name], rtol=0, atol=2e-6)
 
 
-def test_slots_of_narrow_tables_are_float32():
-    plan = make_plan(3, "v5p", 5, "bfloat16")
-    values = random_values(plan)
-    stacked = te.functional.with_table_values(
-        zeros(plan, (5,)), {"a": values["a"]}, plan
-    )
-    assert stacked["stack_0"].lines.dtype == jnp.float32
-    np.testing.assert_array_equal(
-        te.functional.unstack_tables(stacked, plan)["a"], values["a"]
-    )
-
-
 @pytest.mark.parametrize(
     ("values", "text"),
     [
         (np.zeros((37, 3), complex), "complex128"),
-        (np.full((37, 3), "x"), "<U1"),
-        (np.full((37, 3), None), "object"),
         ([[1.0, 2.0], [3.0]], "inhomogeneous"),
     ],
-    ids=["complex", "text", "object", "nested_lists"],
+    ids=["complex", "nested_lists"],
 )
 def test_values_that_are_no_real_numbers_are_refused_by_table(values, text):
     plan = make_plan()
     with pytest.raises(ValueError, match="values of table 'a'") as error:
         te.functional.with_table_values(zeros(plan), {"a": values}, plan)
     assert text in str(error.value)
-
-
-@pytest.mark.parametrize("dtype", [np.int64, np.uint8, bool, jnp.bfloat16], ids=str)
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-def test_values_of_other_real_types_are_cast(dtype, stored):
-    plan = make_plan(2, dtype=stored)
-    values = np.arange(40).reshape(10, 4).astype(dtype)
-    stacked = te.functional.with_table_values(zeros(plan), {"d": values}, plan)
-    found = te.functional.unstack_tables(stacked, plan)["d"]
-    np.testing.assert_array_equal(found, values.astype(np.float32))
 
 
 @pytest.mark.parametrize(

@@ -10,20 +10,14 @@ import pytest
 
 from tests.conftest import needs_kernels
 from tests.update.update_cases import (
-    NASTY,
-    Counted,
-    CountedState,
-    bits,
-    counted,
     gradients_of,
     integers,
     packed,
     plan_of,
-    rounds_of,
 )
 from tpu_embedding.rows.packed_rows import unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID as PADDING
-from tpu_embedding.update.apply import apply_gradient, init_state
+from tpu_embedding.update.apply import init_state
 from tpu_embedding.update.by_kernel import update_by_kernel
 
 pytestmark = needs_kernels
@@ -98,6 +92,7 @@ def of_kernel(row_ids, values, stack):
     return gradients_of(row_ids, values, table_layout=stack.layout)
 
 
+@pytest.mark.full(every_case=True)
 @pytest.mark.parametrize("dim", [16, pytest.param(128, marks=pytest.mark.full)])
 def test_each_kind_of_state(dim):
     num_rows = 20
@@ -146,54 +141,3 @@ def without_row(table, state, row):
 
     state = state._replace(momenta=clear(state.momenta), levels=clear(state.levels))
     return clear(table), state
-
-
-def test_other_rows_keep_their_bits():
-    """Neighbours in a line, of the table and of both slots."""
-    plan, stack = kernel_plan(20, 16, counted(has_hits=False))
-    rows = integers((20, 16))
-    touched, untouched = [3, 19], np.setdiff1d(np.arange(20), [3, 19])
-    reference = Counted(rows)
-    rows[untouched] = np.resize(NASTY, (18, 16))
-    table = packed(rows, stack.layout, stack.kernels)
-    state = CountedState(
-        jnp.int32(0),
-        packed(
-            np.where(np.isfinite(rows), 2 * rows, rows), stack.layout, stack.kernels
-        ),
-        packed(np.resize(NASTY[::-1], (20, 16)), stack.layout, stack.kernels),
-        None,
-    )
-    before = [table, state.momenta, state.lasts]
-    values = integers((3, 16), seed=1)
-    gradient = rounds_of([(of_kernel([19, PADDING, 3], values, stack), None)])
-    table, state = apply_gradient(table, state, gradient, stack, plan)
-    reference.step([19, 3], values[[0, 2]])
-    for found, old, expected in zip(
-        [table, state.momenta, state.lasts],
-        before,
-        [reference.rows, reference.momenta, reference.lasts],
-        strict=True,
-    ):
-        found, old = np.asarray(unpack_rows(found)), np.asarray(unpack_rows(old))
-        np.testing.assert_array_equal(found[touched], expected[touched])
-        np.testing.assert_array_equal(bits(found[untouched]), bits(old[untouched]))
-    assert state.count == 1
-
-
-def test_rounds_count_once():
-    plan, stack = kernel_plan(20, 16, counted(has_hits=False))
-    rows = integers((20, 16))
-    reference, table = Counted(rows), packed(rows, stack.layout, stack.kernels)
-    state = init_state(table, stack, plan)
-    rounds = [[0, PADDING], [19, 7]]
-    values = [integers((2, 16), seed) for seed in (1, 2)]
-    parts = [
-        (of_kernel(ids, of_round, stack), None)
-        for ids, of_round in zip(rounds, values, strict=True)
-    ]
-    table, state = apply_gradient(table, state, rounds_of(parts), stack, plan)
-    reference.count = 1
-    reference.apply([0], values[0][:1])
-    reference.apply([19, 7], values[1])
-    reference.check(table, state)

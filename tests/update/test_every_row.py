@@ -22,16 +22,10 @@ from tests.update.update_cases import (
 )
 from tpu_embedding.rows import consecutive_rows
 from tpu_embedding.rows.packed_rows import unpack_rows
-from tpu_embedding.types import PADDING_ROW_ID
 from tpu_embedding.update.every_row import apply_to_every_row, init_every_row
 from tpu_embedding.update.table_writer import TableWriter
 
 CASES = {
-    # name: table sizes, dim, hardware, devices, rows per block, steps of an update
-    "blocks_and_a_rest": ([5, 6], 3, "cpu", 1, 4, 1),
-    "full_blocks_only": ([6, 6], 3, "cpu", 1, 4, 2),
-    "one_full_block": ([4], 3, "cpu", 1, 4, 1),
-    "less_than_a_block": ([2, 1], 3, "cpu", 1, 4, 2),
     "packed": ([20, 7], 16, "v5p", 1, 4, 1),
     "unused_row": ([5, 6], 3, "cpu", 3, 3, 1),
     "unused_row_of_four_steps": ([2, 6], 3, "cpu", 3, 2, 4),
@@ -46,7 +40,7 @@ def start(plan, stack, rows):
     return tables, init(tables)
 
 
-@pytest.mark.parametrize("name", quick_cases(CASES, "unused_row"))
+@pytest.mark.parametrize("name", quick_cases(CASES, "packed", every_case=True))
 def test_equals_the_rule_on_the_dense_gradient(name, monkeypatch):
     sizes, dim, hardware, num_devices, block, num_steps = CASES[name]
     monkeypatch.setattr(consecutive_rows, "_ROWS_PER_BLOCK", block)
@@ -109,25 +103,6 @@ def check(reference, tables, states, num_rows):
         np.testing.assert_array_equal(unshard(found, num_rows), expected)
 
 
-def test_touches_count_the_steps_that_look_a_row_up():
-    plan, stack = plan_of([7], 3, te.optimizers.every_row(balanced(), gradient_steps=5))
-    tables, states = start(plan, stack, integers((7, 3)))
-    step = sharded(
-        plan,
-        lambda table, state, gradients: apply_to_every_row(
-            table, state, rounds_of([(gradients, None)]), stack, plan, TableWriter()
-        ),
-    )
-    for row_ids in ([6, 2, PADDING_ROW_ID], [6, PADDING_ROW_ID, PADDING_ROW_ID]):
-        gradients = gradients_of(row_ids, integers((3, 3)))
-        ((table, state),) = step(tables, states, [gradients])
-        tables, states = [table], [state]
-    touches = np.asarray(unpack_rows(states[0].touches))
-    assert touches.tolist() == [0, 0, 1, 0, 0, 0, 2]
-    assert touches.dtype == np.int32
-    assert states[0].step == 2
-
-
 def wide_slots():
     """A rule with a slot variable of 40 columns, whatever the table has."""
 
@@ -166,19 +141,6 @@ def test_blocks_begin_at_lines_of_all_arrays(monkeypatch):
     np.testing.assert_array_equal(unpack_rows(state.inner), slot)
 
 
-def test_starts_without_gradient_and_touches():
-    plan, stack = plan_of([5, 6], 3, te.optimizers.every_row(balanced()))
-    rows = integers((11, 3))
-    (table,), (state,) = start(plan, stack, rows)
-    np.testing.assert_array_equal(unpack_rows(state.gradient), np.zeros((11, 3)))
-    assert state.gradient.layout == table.layout
-    np.testing.assert_array_equal(unpack_rows(state.touches), np.zeros(11, np.int32))
-    assert state.touches.layout.row_shape == ()
-    assert (int(state.step), int(state.inner.count)) == (0, 0)
-    sums = [rows[:5].sum(axis=0), rows[5:].sum(axis=0)]
-    np.testing.assert_array_equal(state.inner.sums, sums)
-
-
 def test_what_is_not_finite_stays_in_its_table():
     plan, stack = plan_of([5, 6], 3, te.optimizers.every_row(balanced()))
     rows = integers((11, 3))
@@ -199,33 +161,3 @@ def test_what_is_not_finite_stays_in_its_table():
     np.testing.assert_array_equal(unpack_rows(table)[5:], reference.rows[5:])
     np.testing.assert_array_equal(state.inner.sums[1], reference.sums[1])
     assert not np.isfinite(unpack_rows(table)[:5]).any()
-
-
-def test_block_size_fits_caches():
-    """4 MiB of rows of 128 float32 elements."""
-    assert consecutive_rows._ROWS_PER_BLOCK * 128 * 4 == 4 * 2**20
-
-
-def test_rules_without_totals_need_no_second_pass(monkeypatch):
-    """A rule runs once per block: to find totals it would run once more."""
-    monkeypatch.setattr(consecutive_rows, "_ROWS_PER_BLOCK", 4)
-    runs = []
-
-    def update(updates, state, params):
-        runs.append(updates.shape)
-        return -updates - jnp.sum(params, axis=1, keepdims=True), state
-
-    rule = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
-    plan, stack = plan_of([9], 3, te.optimizers.every_row(rule))
-    assert not stack.optimizer.takes_totals
-    tables, states = start(plan, stack, integers((9, 3)))
-    gradient = rounds_of([(gradients_of([8, 2], integers((2, 3))), None)])
-    runs.clear()
-    sharded(
-        plan,
-        lambda table, state: apply_to_every_row(
-            table, state, gradient, stack, plan, TableWriter()
-        ),
-    )(tables, states)
-    # The block of the rest, and that of the loop.
-    assert sorted(set(runs)) == [(1, 3), (4, 3)]

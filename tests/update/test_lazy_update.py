@@ -1,6 +1,5 @@
 """Rules on touched rows: exact values there, the same bits everywhere else."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -10,14 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from tests.conftest import needs_kernels
-from tests.optimizers.rule_cases import OPTIMIZERS
-from tests.tiers import matrix, quick_cases, with_ids
 from tests.update.update_cases import (
     LAYOUTS,
     NASTY,
     Counted,
-    CountedState,
     bits,
     counted,
     integers,
@@ -25,26 +20,13 @@ from tests.update.update_cases import (
 )
 from tpu_embedding.optimizers.table_rows import TableRows, table_rows
 from tpu_embedding.rows.access import add_to_rows
-from tpu_embedding.rows.kernels.kernel_access import KernelAccess
-from tpu_embedding.rows.packed_rows import PackedRows, RowLayout, pack_rows, unpack_rows
+from tpu_embedding.rows.packed_rows import RowLayout, unpack_rows
 from tpu_embedding.types import PADDING_ROW_ID, RowUpdates
 from tpu_embedding.update.lazy_update import (
-    is_slot,
     lift_to_rows,
     move_rows,
     slots_of,
-    with_slots,
 )
-
-FILLED = {
-    "spare_lines": RowLayout(
-        num_rows=45, row_shape=(3,), line_lanes=128, spare_lines=1
-    ),
-    "unused_lanes": RowLayout(num_rows=6, row_shape=(200,), line_lanes=128),
-    "narrow": RowLayout(
-        num_rows=9, row_shape=(5,), line_lanes=128, narrow_dtype="bfloat16"
-    ),
-}
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
@@ -117,41 +99,6 @@ def test_what_is_not_finite_stays_in_its_row(layout):
         assert not np.isfinite(found[1]).any()
 
 
-def test_init_lays_slots_out_like_the_table():
-    layout = RowLayout(num_rows=45, row_shape=(3,), line_lanes=128)
-    rows = integers((45, 3))
-    state: Any = COUNTED.init(packed(rows, layout))
-    assert not is_slot(state.count)
-    assert state.count == 0
-    Counted(rows).check(packed(rows, layout), state)
-    assert state.momenta.layout == state.lasts.layout == layout
-    assert state.hits.layout == dataclasses.replace(layout, row_shape=())
-    assert state.hits.lines.dtype == jnp.int32
-
-
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    quick_cases(
-        matrix(with_ids(FILLED), OPTIMIZERS),
-        "spare_lines-adam",
-        "unused_lanes-adagrad",
-        "narrow-chain",
-    ),
-)
-def test_slots_of_one_value_are_filled_like_packed_rows(name, layout):
-    rule = OPTIMIZERS[name]
-    rows = np.zeros((layout.num_rows, layout.dim), np.float32)
-    state = lift_to_rows(rule).init(packed(rows, layout))
-    expected = jax.tree.leaves(rule.init(jnp.asarray(rows)))
-    leaves = jax.tree.leaves(state, is_leaf=is_slot)
-    for leaf, value in zip(leaves, expected, strict=True):
-        if is_slot(leaf):
-            assert leaf.lines.dtype == value.dtype
-            value = pack_rows(value, leaf.layout).lines
-            leaf = leaf.lines
-        np.testing.assert_array_equal(bits(leaf), bits(value))
-
-
 def test_a_slot_that_forgets_survives_outliers():
     """Of `1e30 + (1 - 1e30)` nothing is left."""
     layout = LAYOUTS["dim3-packed"]
@@ -210,74 +157,3 @@ def test_a_rule_that_asks_is_told_of_the_rows():
     # Nobody is told outside, and without `rows_of` the given rows are one table.
     assert table_rows(jnp.ones((3, 2))).table_sizes.tolist() == [3]
     np.testing.assert_array_equal(lift_to_rows(rule).init(table), [[5, 5]])
-
-
-def test_slots_can_be_taken_out_and_put_back():
-    layout = LAYOUTS["dim3"]
-    slots = [packed(np.full((11, 3), x, np.float32), layout) for x in (1, 2)]
-    state = CountedState(jnp.int32(7), slots[0], (slots[1],), None)
-    assert [is_slot(x) for x in (state.count, slots[0])] == [False, True]
-    assert slots_of(state) == slots
-    swapped = with_slots(state, slots[::-1])
-    assert slots_of(swapped) == slots[::-1]
-    assert swapped.count == 7
-    assert jax.tree.structure(swapped) == jax.tree.structure(state)
-
-
-def centralized(updates, state, params=None):
-    del params
-    return updates - jnp.mean(updates, axis=1, keepdims=True), state
-
-
-NO_STATE = optax.EmptyState()
-ELEMENTWISE = counted(has_hits=False)
-KERNELS = KernelAccess(backend="interpreter")
-SHARED = RowLayout(num_rows=40, row_shape=(16,), line_lanes=128, spare_lines=1)
-WIDE = dataclasses.replace(SHARED, row_shape=(128,))
-VIEWS: dict[str, Any] = {
-    "lines": (ELEMENTWISE, SHARED, 16, (2, 128)),
-    "no_slots": (optax.sgd(0.5), SHARED, 24, (3, 128)),
-    "rows_fill_no_line": (ELEMENTWISE, SHARED, 12, (12, 16)),
-    "one_row_per_line": (ELEMENTWISE, WIDE, 16, (16, 128)),
-    "slot_of_single_values": (counted(), SHARED, 16, (16, 16)),
-    "not_elementwise": (
-        optax.GradientTransformation(lambda _: NO_STATE, centralized),
-        SHARED,
-        16,
-        (16, 16),
-    ),
-    "xla": (ELEMENTWISE, SHARED, 16, (16, 16)),
-}
-
-
-@pytest.mark.parametrize("name", VIEWS)
-@needs_kernels
-def test_elementwise_rules_see_lines_that_kernels_wrote(name):
-    rule, layout, num_ids, expected = VIEWS[name]
-    seen = []
-
-    def update(updates, state, params=None):
-        assert params is not None
-        leaves = [x for x in jax.tree.leaves(state) if x.ndim == 2]
-        seen.append({x.shape for x in (updates, params, *leaves)})
-        return rule.update(updates, state, params)
-
-    lifted = lift_to_rows(optax.GradientTransformation(rule.init, update))
-
-    def step(lines, row_ids, values):
-        kernels = None if name == "xla" else KERNELS
-        table = PackedRows(lines=lines, layout=layout, kernels=kernels)
-        updates = RowUpdates(row_ids=row_ids, values=values)
-        return lifted.update(updates, lifted.init(table), table)[0].values
-
-    result = jax.eval_shape(
-        step,
-        jax.ShapeDtypeStruct(layout.lines_shape, jnp.float32),
-        jax.ShapeDtypeStruct((num_ids,), jnp.int32),
-        jax.ShapeDtypeStruct((num_ids, layout.dim), jnp.float32),
-    )
-    assert result.shape == (num_ids, layout.dim)
-    # The analyses run the rule too, on few rows of their own.
-    assert {expected} in seen
-    if expected != (num_ids, layout.dim):
-        assert {(num_ids, layout.dim)} not in seen

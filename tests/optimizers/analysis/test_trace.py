@@ -11,20 +11,10 @@ import pytest
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tpu_embedding.optimizers import NotRowLocalError, check_row_local
-from tpu_embedding.optimizers.analysis.rule_program import (
-    ROWS,
-    TRACED_SIZES,
-    Constant,
-    RowsDimension,
-    depends_on_rows,
-    is_by_row,
-)
 from tpu_embedding.optimizers.analysis.trace import (
-    TracedRule,
     UntraceableRule,
     trace_rule,
 )
-from tpu_embedding.optimizers.modes import EveryRow, InSequence
 
 DIM = 8
 
@@ -35,43 +25,6 @@ def rule_of(operation):
         jnp.zeros_like,
         lambda updates, state, rows: (operation(updates, state), state + updates),
     )
-
-
-def test_rows_are_a_symbol():
-    trace = trace_rule(optax.adam(0.1), (DIM,))
-    assert isinstance(trace, TracedRule)
-    assert [x.shape for x in trace.old_state] == [(), (ROWS, DIM), (ROWS, DIM)]
-    assert trace.state_names == ("[0].count", "[0].mu", "[0].nu")
-    assert trace.update.outputs[0].shape == (ROWS, DIM)
-    assert "ScaleByAdamState" in trace.state_types
-
-
-@pytest.mark.parametrize("dim", TRACED_SIZES)
-def test_dims_of_a_traced_size_are_no_rows(dim):
-    trace = trace_rule(rule_of(lambda u, s: u - jnp.mean(s, 1)[:, None]), (dim,))
-    assert isinstance(trace, TracedRule)
-    assert trace.old_state[0].shape == (ROWS, dim)
-    check_row_local(rule_of(lambda u, s: u - jnp.mean(s, 1)[:, None]), dim)
-
-
-def test_other_dimensions_that_grow_with_the_table():
-    trace = trace_rule(rule_of(lambda u, s: u + s.reshape(-1).sum()), (DIM,))
-    assert isinstance(trace, TracedRule)
-    flat = trace.update.operations[0].outputs[0].shape
-    assert flat == (RowsDimension((TRACED_SIZES[0] * DIM, TRACED_SIZES[1] * DIM)),)
-    assert depends_on_rows(flat) and not is_by_row(flat)
-
-
-def test_number_of_rows_as_a_number():
-    trace = trace_rule(rule_of(lambda u, s: u / np.sqrt(u.shape[0]) * 0.5), (DIM,))
-    assert isinstance(trace, TracedRule)
-    constants = [
-        x
-        for operation in trace.update.operations
-        for x in operation.inputs
-        if isinstance(x, Constant)
-    ]
-    assert [x.is_row_count for x in constants] == [True, False]
 
 
 def test_a_rule_is_traced_once():
@@ -89,16 +42,6 @@ def test_a_rule_is_traced_once():
     te.make_plan(te.FeatureConfig(table=table), mesh_of(1), optimizer=optimizer)
     check_row_local(plan.stacks[0].optimizer, DIM)
     assert len(calls) == len(shapes)
-
-
-def test_modes_and_totals_are_noted():
-    every = trace_rule(te.optimizers.every_row(optax.sgd(0.1)), (DIM,))
-    assert isinstance(every, TracedRule) and every.modes == (EveryRow(1),)
-    sequence = trace_rule(te.optimizers.in_sequence(optax.sgd(0.1)), (DIM,))
-    assert isinstance(sequence, TracedRule) and sequence.modes == (InSequence(),)
-    assert not sequence.takes_totals
-    totals = trace_rule(te.optimizers.clippy_adagrad(0.1), (DIM,))
-    assert isinstance(totals, TracedRule) and totals.takes_totals
 
 
 UNTRACEABLE = {
@@ -130,18 +73,6 @@ def test_other_operations_for_another_number_of_rows():
     optimizer = rule_of(lambda u, s: jax.lax.associative_scan(jnp.add, u))
     with pytest.raises(NotRowLocalError, match="operations become"):
         check_row_local(optimizer, DIM)
-
-
-@pytest.mark.parametrize("operation", [lambda u, s: u[:, 0], lambda u, s: (u, s)])
-def test_updates_are_one_array_of_rows(operation):
-    with pytest.raises(NotRowLocalError, match="not return one array of that shape"):
-        check_row_local(rule_of(operation), DIM)
-
-
-def test_totals_within_a_wrapper_are_refused():
-    optimizer = optax.apply_if_finite(te.optimizers.clippy_adagrad(0.1), 3)
-    with pytest.raises(NotRowLocalError, match="totals .* within lax.cond"):
-        trace_rule(optimizer, (DIM,))
 
 
 def test_a_trace_belongs_to_no_mesh():

@@ -78,19 +78,11 @@ CASES = {
         serialized("InverseTimeDecay", **EXPONENTIAL, staircase=False),
         lambda step: 0.1 / (1 + 0.7 * step / 3),
     ),
-    "inverse_time_staircase": (
-        serialized("InverseTimeDecay", **EXPONENTIAL, staircase=True),
-        lambda step: 0.1 / (1 + 0.7 * (step // 3)),
-    ),
     "piecewise": (
         serialized(
             "PiecewiseConstantDecay", boundaries=[2, 5], values=[0.1, 0.05, 0.2]
         ),
         lambda step: 0.1 if step <= 2 else 0.05 if step <= 5 else 0.2,
-    ),
-    "polynomial": (
-        serialized("PolynomialDecay", **POLYNOMIAL),
-        lambda step: 0.09 * (1 - min(step, 5) / 5) ** 2 + 0.01,
     ),
     "polynomial_cycle": (
         serialized("PolynomialDecay", **{**POLYNOMIAL, "cycle": True}),
@@ -104,25 +96,9 @@ CASES = {
         serialized("CosineDecay", **COSINE, warmup_target=0.5, warmup_steps=4),
         lambda step: warmed_cosine(step, 0.1, 0.5, 4, 6, 0.2),
     ),
-    "cosine_no_warmup": (
-        serialized("CosineDecay", **COSINE, warmup_target=None, warmup_steps=4),
-        lambda step: cosine(step, 0.1, 6, 0.2),
-    ),
-    "cosine_target_without_steps": (
-        serialized("CosineDecay", **COSINE, warmup_target=0.5, warmup_steps=0),
-        lambda step: cosine(step, 0.5, 6, 0.2),
-    ),
     "restarts_doubling": (
         serialized("CosineDecayRestarts", **RESTARTS),
         lambda step: restarting_cosine(step, 2, 0.8, 0.05),
-    ),
-    "restarts_equal": (
-        serialized("CosineDecayRestarts", **{**RESTARTS, "t_mul": 1}),
-        lambda step: restarting_cosine(step, 1, 0.8, 0.05),
-    ),
-    "restarts_between_steps": (
-        serialized("CosineDecayRestarts", **{**RESTARTS, "t_mul": 1.6}),
-        lambda step: restarting_cosine(step, 1.6, 0.8, 0.05),
     ),
     "defaults": (
         serialized(
@@ -166,16 +142,11 @@ def test_updates_see_the_last_of_their_steps():
 
 
 BAD = {
-    "nothing": (None, "must be a number"),
-    "text": ("0.1", "must be a number"),
-    "boolean": (True, "must be a number"),
     "a_function_of_keras": (
         {"class_name": "__lambda__", "config": {"value": "4wAA"}},
         "replace another schedule by a function of the step",
     ),
     "a_users_class": (serialized("MySchedule"), "MySchedule.*PolynomialDecay"),
-    "class_is_no_text": ({"class_name": ["a"], "config": {}}, "must be a number"),
-    "no_config": ({"class_name": "CosineDecay"}, "must be a number"),
     "missing": (serialized("ExponentialDecay", decay_rate=0.1), "decay_steps is miss"),
     "unknown": (
         serialized("CosineDecay", **COSINE, restarts=3),
@@ -184,22 +155,6 @@ BAD = {
     "type": (
         serialized("ExponentialDecay", **{**EXPONENTIAL, "staircase": 1}),
         "staircase=1 is of a wrong type",
-    ),
-    "list": (
-        serialized("ExponentialDecay", **{**EXPONENTIAL, "decay_rate": [1.0]}),
-        r"decay_rate=\[1.0\] is of a wrong type",
-    ),
-    "none": (
-        serialized("ExponentialDecay", **{**EXPONENTIAL, "decay_rate": None}),
-        "decay_rate=None is of a wrong type",
-    ),
-    "steps": (
-        serialized("PolynomialDecay", **{**POLYNOMIAL, "decay_steps": 0}),
-        "PolynomialDecay: decay_steps must be positive, got 0",
-    ),
-    "lengths": (
-        serialized("PiecewiseConstantDecay", boundaries=[1], values=[0.1]),
-        "boundaries must be one fewer than values, got 1 and 1",
     ),
     "order": (
         serialized("PiecewiseConstantDecay", boundaries=[3, 3], values=[1, 2, 3]),
@@ -213,14 +168,6 @@ def test_what_is_no_learning_rate_is_refused(case):
     value, message = case
     with pytest.raises(ValueError, match=message):
         keras_learning_rate(value)
-
-
-def test_all_problems_of_a_schedule_are_in_one_error():
-    config = serialized("ExponentialDecay", decay_rate="a", cycle=True)
-    with pytest.raises(ValueError) as error:
-        keras_learning_rate(config)
-    for field in ("cycle", "initial_learning_rate", "decay_steps", "decay_rate"):
-        assert field in str(error.value)
 
 
 def test_a_fractional_power_ends_at_the_end_rate_under_jit():

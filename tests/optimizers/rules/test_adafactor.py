@@ -2,6 +2,8 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -10,11 +12,19 @@ import tpu_embedding as te
 from tests.conftest import GOLDEN, mesh_of
 from tests.optimizers.rule_cases import (
     initial_state,
-    initial_state_of_tables,
     one_table_plan,
     update,
 )
 from tests.tiers import quick_cases
+from tpu_embedding.optimizers.modes import (
+    EveryRow,
+    ModelNorm,
+    MustBeLast,
+    OccurrenceNorm,
+    requested_modes,
+)
+from tpu_embedding.optimizers.rules.adafactor import adafactor
+from tpu_embedding.optimizers.table_rows import TableRows, table_rows_context
 
 RUNS = sorted(
     path.stem
@@ -27,18 +37,12 @@ ONE, EIGHT = (1, "cpu"), (8, "v5p")
 def cases():
     """Where every row is looked up in each step, both modes are what Keras does."""
     for number, name in enumerate(RUNS):
-        if "lazy" in name:
-            modes = [("lazy", ONE), ("lazy", EIGHT)]
-        elif "exact" in name or "some_rows" in name:
-            modes = [("exact", ONE), ("exact", EIGHT)]
-        else:
-            modes = [[("exact", ONE), ("lazy", EIGHT)][number % 2]]
-        for position, (mode, (num_devices, hardware)) in enumerate(modes):
-            yield pytest.param(
-                *(name, mode, num_devices, hardware),
-                id=f"{name}-{mode}-{num_devices}",
-                marks=pytest.mark.full if position else (),
-            )
+        mode, (num_devices, hardware) = [("exact", ONE), ("lazy", EIGHT)][number % 2]
+        if "exact" in name or "some_rows" in name:
+            mode = "exact"
+        elif "lazy" in name:
+            mode = "lazy"
+        yield pytest.param(name, mode, num_devices, hardware, id=name)
 
 
 def make_optimizer(meta, **options):
@@ -57,7 +61,11 @@ def make_optimizer(meta, **options):
 
 @pytest.mark.parametrize(
     ("name", "mode", "num_devices", "hardware"),
-    quick_cases(cases(), "adafactor_tfkeras_indexed_clipnorm-exact-1"),
+    quick_cases(
+        cases(),
+        "afsparse_lazy_options",
+        every_case=True,
+    ),
 )
 def test_equals_the_recorded_run(name, mode, num_devices, hardware):
     with np.load(GOLDEN / f"{name}.npz") as run:
@@ -81,79 +89,8 @@ def test_equals_the_recorded_run(name, mode, num_devices, hardware):
         )
 
 
-DIM, SIZES = 4, {"a": 30, "b": 7, "c": 1}
-OPTIMIZERS = {
-    "lazy": te.optimizers.adafactor(0.1, clipnorm=1.0, weight_decay=0.1),
-    "exact": te.optimizers.adafactor(0.1, mode="exact"),
-    "every_row": te.optimizers.adafactor(0.1, mode="exact", weight_decay=0.1),
-    "collected": te.optimizers.adafactor(0.1, gradient_accumulation_steps=2),
-    "clippy": te.optimizers.clippy_adagrad(0.3),
-}
-
-
-def plan_of(names, optimizer, num_devices, **options):
-    features = {
-        name: te.FeatureConfig(
-            table=te.TableConfig(
-                vocabulary_size=SIZES[name], dim=DIM, combiner="sum", name=name
-            )
-        )
-        for name in names
-    }
-    return te.make_plan(features, mesh_of(num_devices), optimizer=optimizer, **options)
-
-
-def start_of(name):
-    rows = np.random.default_rng(SIZES[name]).normal(size=(SIZES[name], DIM))
-    return np.float32(rows)
-
-
-def batches(name, num_steps=4):
-    """Few ids per step: rows are skipped, and table "b" in the second step."""
-    generator = np.random.default_rng(SIZES[name])
-    for step in range(num_steps):
-        ids = generator.integers(0, SIZES[name], 12).astype(np.int32)
-        if name == "b" and step == 1:
-            ids[:] = -1
-        yield ids, generator.normal(size=(12, DIM)).astype(np.float32)
-
-
-def run(names, optimizer, num_devices, **options):
-    plan = plan_of(names, optimizer, num_devices, **options)
-    tables, slots = initial_state_of_tables(plan, {n: start_of(n) for n in names})
-    for batch in zip(*(batches(name) for name in names), strict=True):
-        ids = {name: ids for name, (ids, _) in zip(names, batch, strict=True)}
-        cotangents = {name: g for name, (_, g) in zip(names, batch, strict=True)}
-        tables, slots = update(tables, slots, ids, cotangents, plan)
-    return te.functional.unstack_tables(tables, plan), plan
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "exact" else pytest.mark.full)
-        for name in OPTIMIZERS
-    ],
-)
-def test_tables_of_a_stack_do_not_mix_on_any_devices_and_in_any_rounds(name):
-    """Totals are per table, though the tables share an array and a step."""
-    alone = {table: run((table,), OPTIMIZERS[name], 1)[0][table] for table in SIZES}
-    for num_devices, options in [
-        (3, {"capacity": 1}),
-        (8, {"capacity": 2, "hardware": te.hardware.hardware_by_name("v5p")}),
-    ]:
-        together, plan = run(tuple(SIZES), OPTIMIZERS[name], num_devices, **options)
-        assert len(plan.stacks) == 1
-        for table in SIZES:
-            # Totals are sums of parts, in another order.
-            np.testing.assert_allclose(
-                together[table], alone[table], rtol=2e-5, atol=1e-5
-            )
-
-
-@pytest.mark.parametrize("hardware", quick_cases(["cpu", "v5p"], "v5p"))
-def test_pass_over_blocks_equals_one_array(hardware):
+@pytest.mark.full(every_case=True)
+def test_pass_over_blocks_equals_one_array():
     """A table of two blocks and a rest, with blocks of rows that share lines."""
     rows, dim = 2 * 8192 + 77, 3
     optimizer = te.optimizers.adafactor(0.1, mode="exact", weight_decay=0.1)
@@ -162,7 +99,7 @@ def test_pass_over_blocks_equals_one_array(hardware):
         rows,
         dim,
         mesh_of(1),
-        hardware=te.hardware.hardware_by_name(hardware),
+        hardware=te.hardware.hardware_by_name("v5p"),
     )
     start = np.random.default_rng(0).normal(size=(rows, dim)).astype(np.float32)
     tables, slots = initial_state(plan, start)
@@ -182,13 +119,33 @@ def test_pass_over_blocks_equals_one_array(hardware):
 
 
 def test_untouched_rows_of_lazy_adafactor_keep_their_bits():
-    plan = one_table_plan(OPTIMIZERS["lazy"], 30, DIM, mesh_of(8))
-    tables, slots = initial_state(plan, start_of("a"))
+    rule = te.optimizers.adafactor(0.1, clipnorm=1.0, weight_decay=0.1)
+    plan = one_table_plan(rule, 30, 4, mesh_of(2))
+    start = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
+    tables, slots = initial_state(plan, start)
     ids = np.int32([3, 3, 17])
-    tables, _ = update(tables, slots, ids, np.ones((3, DIM), np.float32), plan)
+    tables, _ = update(tables, slots, ids, np.ones((3, 4), np.float32), plan)
     after = te.functional.unstack_tables(tables, plan)["table"]
-    moved = np.flatnonzero((after != start_of("a")).any(axis=1))
+    moved = np.flatnonzero((after != start).any(axis=1))
     assert moved.tolist() == [3, 17]
+
+
+def test_scaled_gradients_with_their_scale_move_rows_alike():
+    """The scale is a power of two, so that no number is rounded otherwise.
+
+    Without a large epsilon the rule would divide by any other scale as well.
+    """
+    options = dict(epsilon_1=1.0, clipnorm=0.5, clipnorm_of="occurrences")
+    gradients = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    results = []
+    for scale in (None, 8.0):
+        rule = te.optimizers.adafactor(0.1, loss_scale_factor=scale, **options)
+        plan = one_table_plan(rule, 6, 3, mesh_of(1))
+        tables, slots = initial_state(plan, np.ones((6, 3)))
+        scaled = gradients * (scale or 1)
+        tables, _ = update(tables, slots, np.int32([1, 4, 4, 2]), scaled, plan)
+        results.append(te.functional.unstack_tables(tables, plan)["table"])
+    np.testing.assert_array_equal(*results)
 
 
 def test_norm_of_occurrences_needs_touched_rows():
@@ -196,4 +153,43 @@ def test_norm_of_occurrences_needs_touched_rows():
         0.1, clipnorm=1.0, clipnorm_of="occurrences", mode="exact", weight_decay=0.1
     )
     with pytest.raises(ValueError, match="clipnorm_of='sum'"):
-        one_table_plan(optimizer, 5, DIM, mesh_of(1))
+        one_table_plan(optimizer, 5, 4, mesh_of(1))
+
+
+def modes_of(optimizer):
+    rows = jnp.ones((2, 3))
+    some = TableRows(
+        table_sizes=jnp.asarray([4.0]),
+        tables=None,
+        is_used=jnp.ones(2, bool),
+        is_touched=jnp.ones(2, bool),
+        all_reduce=lambda totals, _: totals,
+    )
+    with requested_modes() as modes, table_rows_context(some):
+        state = jax.eval_shape(optimizer.init, rows)
+        jax.eval_shape(optimizer.update, rows, state, rows)
+    return modes
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, set()),
+        ({"mode": "exact"}, set()),
+        ({"weight_decay": 0.1}, set()),
+        ({"mode": "exact", "weight_decay": 0.1}, {EveryRow(1)}),
+        ({"use_ema": True}, set()),
+        ({"use_ema": True, "ema_overwrite_frequency": 3}, {EveryRow(1)}),
+        ({"ema_overwrite_frequency": 3}, set()),
+        ({"gradient_accumulation_steps": 2}, {EveryRow(2)}),
+        ({"clipnorm": 1.0}, set()),
+        ({"clipnorm": 1.0, "clipnorm_of": "occurrences"}, {OccurrenceNorm()}),
+        ({"clipnorm_of": "occurrences"}, set()),
+        ({"global_clipnorm": 1.0}, {ModelNorm()}),
+    ],
+    ids=str,
+)
+def test_asks_for_the_rows_that_it_moves(options, expected):
+    modes = modes_of(adafactor(**options))
+    assert {mode for mode in modes if not isinstance(mode, MustBeLast)} == expected
+    assert sum(isinstance(mode, MustBeLast) for mode in modes) == 1

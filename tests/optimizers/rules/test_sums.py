@@ -29,8 +29,3 @@ def test_holds_the_rounding_error_of_addends_larger_than_the_sum():
     assert (float(total.value), float(total.rest)) == (2.0**24, 1.0)
     total = total.plus(jnp.float32(-(2.0**24)))
     assert (float(total.value), float(total.rest)) == (1.0, 0.0)
-
-
-def test_starts_without_a_rest():
-    total = compensated_sum(jnp.asarray([3.0, -2.0]))
-    assert (total.value.tolist(), total.rest.tolist()) == ([3.0, -2.0], [0.0, 0.0])

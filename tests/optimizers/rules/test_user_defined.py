@@ -1,44 +1,17 @@
 """Rules given as a function of one row."""
 
-from typing import Any
-
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from tests.optimizers.row_by_row import DIM, check_against_loop
 from tests.optimizers.rule_cases import rowwise_momentum_rule
 from tpu_embedding.optimizers.rules.user_defined import user_defined
+
+DIM = 4
 
 
 def sgd(gradient, embedding_table, slot_variables, learning_rate, hyperparameters):
     assert (gradient.shape, slot_variables, hyperparameters) == ((DIM,), (), ())
     return embedding_table - learning_rate * gradient
-
-
-def test_without_slots_it_may_return_the_row_alone():
-    check_against_loop(
-        user_defined(sgd, 0.5),
-        lambda row, gradient, slots, t: (row - 0.5 * gradient, []),
-        [],
-    )
-
-
-def test_slots_and_hyperparameters_reach_each_row():
-    # The state names the slots; its leaves are in the order of their names.
-    def step(row, gradient, slots, t):
-        level, momentum = slots
-        momentum = 0.9 * momentum + gradient
-        level = max(level + np.mean(gradient**2), 0.25 * t)
-        return row - 0.1 * momentum / np.sqrt(level), [level, momentum]
-
-    check_against_loop(rowwise_momentum_rule(), step, [0.5, np.zeros(DIM)])
-
-
-def test_slots_show_their_names():
-    state: Any = rowwise_momentum_rule().init(jnp.ones((3, DIM)))
-    assert state.slots["z_momenta"].shape == (3, DIM)
-    assert state.slots["a_levels"].tolist() == [0.5, 0.5, 0.5]
 
 
 WRONG = {
