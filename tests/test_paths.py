@@ -14,14 +14,15 @@ from flax import nnx
 import tpu_embedding as te
 from tests.conftest import mesh_of
 from tests.tiers import quick_cases, with_ids
+from tests.tools.data.criteo_text import write_criteo_text
 from tpu_embedding import kernel_verdicts
 from tpu_embedding.checkpoint import CheckpointError, RunCheckpoints, open_tables
 from tpu_embedding.checkpoint.run_checkpoints import saved_steps
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools import cli
 from tpu_embedding.tools.cli.command import make_parser
-from tpu_embedding.tools.data.criteo import Criteo
-from tpu_embedding.tools.data.synthetic_criteo import write_criteo_sample
+from tpu_embedding.tools.data.criteo_to_parquet import convert
+from tpu_embedding.tools.train import CriteoSource
 
 PLAN = te.make_plan(
     te.FeatureConfig(table=te.TableConfig(vocabulary_size=10, dim=4, name="movie")),
@@ -189,14 +190,10 @@ def test_every_path_of_a_command_is_read_alike(here):
 def test_files_of_data(here, path):
     path = pathlib.Path(written(path, here))
     local_path(path).mkdir(parents=True, exist_ok=True)
-    write_criteo_sample(path / "train.txt", num_rows=8)
-    data = Criteo(
-        path / "train.txt",
-        batch_size=4,
-        seed=0,
-        vocabulary_sizes=10,
-        num_evaluation_samples=4,
-    )
+    write_criteo_text(local_path(path) / "train.txt", 8)
+    convert(path / "train.txt", path / "train.parquet")
+    source = CriteoSource(vocabulary_size=10, num_evaluation_samples=4)
+    data = source.open(path, batch_size=4, seed=0)
     assert data.train_batch(0).labels.shape == (4,)
     (local_path(path) / "tokens.txt").write_text("a\nb\n")
     assert te.inputs.Vocabulary.from_file(path / "tokens.txt").tokens == ("a", "b")

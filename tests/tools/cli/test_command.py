@@ -11,8 +11,9 @@ import pytest
 
 from tests.conftest import needs_kernels
 from tests.own_config import PAGE, write_config
+from tests.tools.data.criteo_text import write_criteo_text
 from tpu_embedding.tools import cli
-from tpu_embedding.tools.data.synthetic_criteo import write_criteo_sample
+from tpu_embedding.tools.data.criteo_to_parquet import convert
 from tpu_embedding.tools.jobs.run_lock import run_lock
 from tpu_embedding.tools.train.loop.reporting import PLOT_FILE, RECORDS_FILE
 
@@ -172,8 +173,7 @@ def test_movielens(tmp_path, capsys, movielens_dir):
 
 @pytest.mark.full
 def test_dlrm_on_a_file(tmp_path, capsys):
-    path = tmp_path / "train.txt"
-    write_criteo_sample(path, 300)
+    convert(write_criteo_text(tmp_path / "day_0", 300), tmp_path / "day_0.parquet")
     arguments = train_arguments("dlrm", tmp_path / "run", "--data-dir", str(tmp_path))
     assert cli.main(arguments) == 0
     output = capsys.readouterr().out
@@ -181,15 +181,11 @@ def test_dlrm_on_a_file(tmp_path, capsys):
     assert "teacher" not in output.splitlines()[-1]
 
 
-def test_damaged_line_is_named(tmp_path, capsys):
-    path = tmp_path / "train.txt"
-    write_criteo_sample(path, 300)
-    path.write_text("2" + path.read_text()[1:])
-    arguments = train_arguments(
-        *("dlrm", tmp_path / "run", "--data-dir", str(path)),
-        settings=["batch_size=180"],  # All lines that are not held out.
-    )
-    check_refusal(capsys, arguments, r"train.txt, line 1: field 1 \(the label\)")
+def test_damaged_file_is_named(tmp_path, capsys):
+    path = tmp_path / "day_0.parquet"
+    path.write_text("no Parquet")
+    arguments = train_arguments("dlrm", tmp_path / "run", "--data-dir", str(path))
+    check_refusal(capsys, arguments, "day_0.parquet is missing, damaged or no Parquet")
 
 
 def test_training_without_the_plot_library_fails_at_once(tmp_path, monkeypatch, capsys):
@@ -368,7 +364,7 @@ config = dataclasses.replace(load_config("synthetic"), data=Mine())
     [
         (["nothing"], "no config 'nothing'"),
         (["no_outline.py"], "a Mine, must have a method outline"),
-        (["synthetic", "--set", "data.valence=0"], "valence must be an int of at"),
+        (["synthetic", "--set", "data.valence=0"], "valence must be at least 1"),
         (["synthetic", "--set", "capacity=0"], "capacity must be an int of at least 1"),
         (["synthetic", "--compiler-option", "=1"], "takes NAME=VALUE, got '=1'"),
         (["synthetic", "--compiler-option", "a=1"], "No such compile option: 'a'"),

@@ -8,7 +8,7 @@ import time
 from tpu_embedding.checkpoint.run_checkpoints import RunCheckpoints
 from tpu_embedding.distributed import current_job
 from tpu_embedding.tools.data.synthetic_clicks import SyntheticClicks
-from tpu_embedding.tools.train import DataError, load_config
+from tpu_embedding.tools.train import DataError, SyntheticClicksSource, load_config
 from tpu_embedding.tools.train.loop.reporting import RunReport
 
 
@@ -71,11 +71,10 @@ class DamagedSource:
             RunReport.saved = fill_disk_after(RunReport.saved)
         if self.damage == "hanging disk":
             RunCheckpoints.save = hang_in_second_save(RunCheckpoints.save)
-        data = DamagedClicks(
-            batch_size=batch_size,
-            seed=seed,
-            num_evaluation_samples=self.num_evaluation_samples,
+        source = SyntheticClicksSource(
+            num_evaluation_samples=self.num_evaluation_samples
         )
+        data = DamagedClicks(source, batch_size=batch_size, seed=seed)
         data.damage = self.damage
         return data
 

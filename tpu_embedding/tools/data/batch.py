@@ -53,7 +53,7 @@ class Batch:
 
 
 class Dataset(Protocol):
-    """A source of batches of one fixed size, as `DataSource.open` returns it.
+    """A source of batches of one fixed size, as `DataSource.open` of `source.py` returns it.
 
     The training batch is a pure function of the step. A resumed run therefore reads the
     same batches as the interrupted run, and no reader state needs saving.
@@ -69,9 +69,6 @@ class Dataset(Protocol):
     The method returns the samples `[samples.start, samples.stop)` of the batch of
     `step`, without reading the others. Its `origin` takes positions within the part.
     Without the method, each process reads the whole batch and keeps its part.
-
-    It may have a text `digest` of its files. A run does not resume, or go on with other
-    processes, if theirs is another one.
 
     Attributes:
       batch_size: samples per batch, over all devices, as `open` got it.

@@ -14,41 +14,39 @@ from tpu_embedding.tools.data.batch import DataError as DataError
 from tpu_embedding.tools.data.batch import Dataset as Dataset
 from tpu_embedding.tools.data.block_dataset import BlockDataset as BlockDataset
 from tpu_embedding.tools.data.block_dataset import SampleReader as SampleReader
-from tpu_embedding.tools.data.parquet_columns import ParquetFeature as ParquetFeature
+from tpu_embedding.tools.data.criteo import CriteoSource as CriteoSource
+from tpu_embedding.tools.data.interactions import (
+    InteractionsSource as InteractionsSource,
+)
+from tpu_embedding.tools.data.movielens import MovieLensSource as MovieLensSource
+from tpu_embedding.tools.data.multi_hot import (
+    MultiHotClicksSource as MultiHotClicksSource,
+)
+from tpu_embedding.tools.data.parquet import ParquetSource as ParquetSource
+from tpu_embedding.tools.data.parquet_rows import ParquetFeature as ParquetFeature
+from tpu_embedding.tools.data.source import DataSource as DataSource
+from tpu_embedding.tools.data.synthetic_clicks import (
+    SyntheticClicksSource as SyntheticClicksSource,
+)
+from tpu_embedding.tools.data.synthetic_stream import (
+    SyntheticStreamSource as SyntheticStreamSource,
+)
+from tpu_embedding.tools.data.yambda.synthetic_yambda import (
+    SyntheticYambdaSource as SyntheticYambdaSource,
+)
+from tpu_embedding.tools.data.yambda.yambda_files import YambdaSource as YambdaSource
 from tpu_embedding.tools.jobs.run_lock import RunDirectoryError as RunDirectoryError
 from tpu_embedding.tools.jobs.stop_signals import RunStopped as RunStopped
 from tpu_embedding.tools.jobs.stop_signals import StopRequest as StopRequest
 from tpu_embedding.tools.jobs.stop_signals import stop_on_signals as stop_on_signals
 from tpu_embedding.tools.train.config.config_files import list_configs as list_configs
 from tpu_embedding.tools.train.config.config_files import load_config as load_config
-from tpu_embedding.tools.train.config.data_source import DataSource as DataSource
-from tpu_embedding.tools.train.config.event_sources import (
-    SyntheticYambdaSource as SyntheticYambdaSource,
-)
-from tpu_embedding.tools.train.config.event_sources import YambdaSource as YambdaSource
-from tpu_embedding.tools.train.config.file_sources import CriteoSource as CriteoSource
-from tpu_embedding.tools.train.config.file_sources import (
-    MultiHotClicksSource as MultiHotClicksSource,
-)
-from tpu_embedding.tools.train.config.file_sources import ParquetSource as ParquetSource
-from tpu_embedding.tools.train.config.movielens_source import (
-    MovieLensSource as MovieLensSource,
-)
 from tpu_embedding.tools.train.config.overrides import (
     apply_overrides as apply_overrides,
 )
 from tpu_embedding.tools.train.config.run_config import RunConfig as RunConfig
 from tpu_embedding.tools.train.config.run_config import Target as Target
 from tpu_embedding.tools.train.config.schedules import warm_up as warm_up
-from tpu_embedding.tools.train.config.synthetic_sources import (
-    InteractionsSource as InteractionsSource,
-)
-from tpu_embedding.tools.train.config.synthetic_sources import (
-    SyntheticClicksSource as SyntheticClicksSource,
-)
-from tpu_embedding.tools.train.config.synthetic_sources import (
-    SyntheticStreamSource as SyntheticStreamSource,
-)
 from tpu_embedding.tools.train.errors import ConfigError as ConfigError
 from tpu_embedding.tools.train.errors import (
     TrainingDivergedError as TrainingDivergedError,

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
+from tests.tools.data.criteo_text import write_criteo_text
 from tpu_embedding.tools import train
-from tpu_embedding.tools.data.synthetic_criteo import write_criteo_sample
+from tpu_embedding.tools.data.criteo_to_parquet import convert
 from tpu_embedding.tools.train.loop.reporting import RECORDS_FILE
 
 pytest.importorskip("grain")
@@ -35,8 +36,8 @@ def losses(directory):
 
 @pytest.mark.exhaustive
 def test_runs_with_and_without_loader_processes_are_equal(tmp_path):
-    path = tmp_path / "day_0"
-    write_criteo_sample(path, 1000)
+    path = tmp_path / "day_0.parquet"
+    convert(write_criteo_text(tmp_path / "day_0", 1000), path)
     expected = run(path, tmp_path / "thread", 0)
     # The other run starts with one process, and goes on with two after half the steps.
     assert run(path, tmp_path / "processes", 1, stop_at=3) is None

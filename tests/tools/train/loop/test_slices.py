@@ -6,10 +6,11 @@ import pytest
 
 import tpu_embedding as te
 from tests.tools.train.loop.test_training_loop import losses, tiny_config
-from tpu_embedding.tools.data.synthetic_clicks import SyntheticClicks
-from tpu_embedding.tools.train import make_run_plan, train
+from tpu_embedding.tools.train import SyntheticClicksSource, make_run_plan, train
 
-DATA = SyntheticClicks(batch_size=50, num_evaluation_samples=10)
+DATA = SyntheticClicksSource(num_evaluation_samples=10).open(
+    None, batch_size=50, seed=0
+)
 
 
 @pytest.mark.parametrize("split_over", ["all", "slice"])

@@ -16,7 +16,6 @@ from tpu_embedding.tools.train import (
     ConfigError,
     ProfileWindow,
     RunDirectoryError,
-    SyntheticClicksSource,
     Target,
     TrainingDivergedError,
     apply_overrides,
@@ -272,7 +271,6 @@ def test_an_earlier_run_is_moved_aside_whole(tmp_path, capsys):
 
 
 BAD_CHANGES = {
-    "data": {"data": SyntheticClicksSource(num_evaluation_samples=120, valence=0)},
     "table optimizer": {"make_table_optimizer": lambda run: None},
     "dense optimizer": {"make_dense_optimizer": lambda run: {}["rate"]},
     "plan": {"kernels": "sparse_core"},

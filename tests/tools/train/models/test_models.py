@@ -8,7 +8,7 @@ from flax import nnx
 
 from tests.conftest import mesh_of
 from tpu_embedding.plan.make_plan import make_plan
-from tpu_embedding.tools.data.interactions import Interactions
+from tpu_embedding.tools.data.interactions import InteractionsSource
 from tpu_embedding.tools.data.synthetic_criteo import SyntheticCriteo
 from tpu_embedding.tools.train.models import (
     ClickModelConfig,
@@ -91,7 +91,7 @@ def test_dlrm_has_the_sizes_of_its_config():
     config = DLRMConfig(
         dim=4, bottom_sizes=(5,), top_sizes=(6, 7), initial_deviation=0.1
     )
-    data = SyntheticCriteo(batch_size=3, vocabulary_sizes=9)
+    data = SyntheticCriteo(batch_size=3, vocabulary_sizes=[9] * 26, valences=[1] * 26)
     plan = make_plan(config.feature_config(data), mesh_of(1))
     model = config.build(data, plan, rngs=nnx.Rngs(0))
     shapes = {
@@ -137,7 +137,7 @@ def test_dcn_model():
 
 
 def test_dcn_has_the_sizes_of_its_config():
-    data = SyntheticCriteo(batch_size=3, vocabulary_sizes=9)
+    data = SyntheticCriteo(batch_size=3, vocabulary_sizes=[9] * 26, valences=[1] * 26)
     plan = make_plan(DCN.feature_config(data), mesh_of(1))
     model = DCN.build(data, plan, rngs=nnx.Rngs(0))
     parts = (model.bottom, model.cross, model.top)
@@ -158,14 +158,14 @@ def unit(vectors):
 
 
 def test_two_tower_model():
-    data = Interactions(
-        batch_size=6,
+    source = InteractionsSource(
         num_users=9,
         num_items=8,
         history_length=2,
         num_groups=2,
         num_evaluation_samples=1,
     )
+    data = source.open(None, batch_size=6, seed=0)
     plan = make_plan(TOWERS.feature_config(data), mesh_of(1))
     model = TOWERS.build(data, plan, rngs=nnx.Rngs(0))
     batch = data.train_batch(0)

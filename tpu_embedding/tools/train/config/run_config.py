@@ -19,7 +19,7 @@ from tpu_embedding.checkpoint.run_checkpoints import MAX_SAVE_SECONDS
 from tpu_embedding.field_checks import raise_all
 from tpu_embedding.optimizers.row_optimizer import TableOptimizer
 from tpu_embedding.plan.backend_request import AUTO, BACKENDS
-from tpu_embedding.tools.train.config.data_source import DataSource
+from tpu_embedding.tools.data.source import DataSource
 from tpu_embedding.tools.train.metrics import LOSSES, LossName
 from tpu_embedding.tools.train.models.model import ModelConfig
 

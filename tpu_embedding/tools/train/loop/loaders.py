@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from tpu_embedding.tools.data.batch import Batch, DataError
-from tpu_embedding.tools.data.batch_part import join_batches
 from tpu_embedding.tools.jobs.stop_signals import STOP_SIGNALS
 from tpu_embedding.tools.train.errors import ConfigError, describe_error
+from tpu_embedding.tools.train.loop.batch_joining import join_batches
 from tpu_embedding.tools.train.loop.checked_data import CheckedDataset
 
 READ_AHEAD: Final = 2
