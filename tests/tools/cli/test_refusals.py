@@ -150,7 +150,7 @@ COMMAND_LINES = [
     setting("name", "..", "RunConfig.name must be a string without path separators"),
     setting("name", "", "RunConfig.name must be a string without path separators"),
     setting("model.dim", "0", "ClickModelConfig.dim must be positive, got"),
-    setting("data.valence", "0", "valence must be an int of at least 1, got"),
+    setting("data.valence", "0", "valence must be at least 1, got"),
     setting("data.zipf_exponent", "-1", "zipf_exponent must be a finite number"),
     setting("data.num_evaluation_samples", "0", "num_evaluation_samples must be"),
     # Options of the compiler

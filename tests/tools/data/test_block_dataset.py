@@ -7,7 +7,7 @@ import pytest
 
 from tests.tools.data.damage import samples_of_steps
 from tpu_embedding.tools.data.batch import Batch, DataError
-from tpu_embedding.tools.data.block_dataset import BlockDataset, BlockOrder, by_part
+from tpu_embedding.tools.data.block_dataset import BlockDataset, BlockOrder
 
 BOUNDS = {
     "one_block": [0, 7],
@@ -99,9 +99,3 @@ def test_held_out_samples_of_another_reader():
 def test_too_few_samples_are_refused(num_held_out):
     with pytest.raises(DataError, match="has 8 samples, too few to hold out"):
         BlockDataset(Numbers([0, 8]), batch_size=2, num_evaluation_samples=num_held_out)
-
-
-def test_runs_within_parts():
-    found = by_part(np.array([7, 8, 2, 3, 4]), np.array([0, 3, 8]))
-    expected = [(1, [4]), (2, [0]), (0, [2]), (1, [0, 1])]
-    assert [(part, rows.tolist()) for part, rows in found] == expected

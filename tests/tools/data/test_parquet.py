@@ -108,13 +108,6 @@ def test_a_resumed_run_reads_the_same_rows(directory):
     assert other.labels.tolist() != expected.labels.tolist()
 
 
-def test_only_a_few_row_groups_are_kept(directory):
-    data = open_source(directory, num_streams=2)
-    for step in range(10):
-        data.train_batch(step)
-    assert len(data._reader._kept) == 3
-
-
 def test_evaluation_files(directory):
     changes = {"evaluation_files": "b*.parquet", "num_evaluation_samples": None}
     data = open_source(directory, **changes)

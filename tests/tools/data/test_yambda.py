@@ -10,7 +10,7 @@ from tests.conftest import GOLDEN
 from tests.tools.data.damage import cut
 from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.data.yambda.event_dataset import EventDataset
-from tpu_embedding.tools.data.yambda.event_log import LIKED, LISTENED, SKIPPED, EventLog
+from tpu_embedding.tools.data.yambda.event_log import EventLog
 from tpu_embedding.tools.data.yambda.event_samples import (
     CROSSES,
     EventSamples,
@@ -92,11 +92,6 @@ def test_samples_are_those_of_the_reference(variant):
     np.testing.assert_array_equal(batch.labels, labels)
 
 
-def test_the_tables_are_those_of_the_reference():
-    rows = zip(golden()["cross.names"], golden()["cross.rows"], strict=True)
-    assert all(TABLE_SIZES[name] == size for name, size in rows)
-
-
 def test_samples_without_a_history():
     settings = HistorySettings(history_length=9, min_history=0, scan_window=5)
     samples = EventSamples(golden_log(), TABLE_SIZES, settings)
@@ -110,24 +105,6 @@ def test_samples_without_a_history():
     assert mixed.dense["history_length"][1] > 0
     last = mixed.dense["action_timestamp"][1, mixed.dense["history_length"][1] - 1]
     assert mixed.dense["query_time"].tolist() == [times[0], last]
-
-
-def test_histories_are_those_of_a_loop():
-    log = golden_log()
-    settings = HistorySettings(history_length=12, min_history=3, scan_window=20)
-    samples = EventSamples(log, TABLE_SIZES, settings)
-    events, row_splits = samples.histories(samples.anchors)
-    for number, anchor in enumerate(samples.anchors.tolist()):
-        user = np.searchsorted(log.user_bounds, anchor, side="right") - 1
-        first = max(log.user_bounds[user], anchor - settings.scan_window)
-        left = dict.fromkeys((LISTENED, LIKED, SKIPPED), 4)
-        history = []
-        for event in range(anchor - 1, first - 1, -1):
-            if left.get(log.actions[event], 0):
-                left[log.actions[event]] -= 1
-                history.append(event)
-        found = events[row_splits[number] : row_splits[number + 1]]
-        assert found.tolist() == history[::-1]
 
 
 @pytest.mark.parametrize("variant", ["benchmark", "short_scan"])

@@ -53,7 +53,7 @@ class Batch:
 
 
 class Dataset(Protocol):
-    """A source of batches of one fixed size, as `DataSource.open` of `source.py` returns it.
+    """A source of batches of one fixed size, as `DataSource.open` returns it.
 
     The training batch is a pure function of the step. A resumed run therefore reads the
     same batches as the interrupted run, and no reader state needs saving.
