@@ -90,11 +90,6 @@ def test_part_holds_the_samples_of_the_whole(ids, samples):
     assert part.origin(0) == f"file, line {samples.start}"
 
 
-def test_feature_of_another_number_of_samples_is_refused():
-    with pytest.raises(DataError, match="feature 'feature' must have 5 samples"):
-        slice_batch(batch_of(np.arange(SIZE + 1)), range(2))
-
-
 def test_dicts_of_ids_and_dense_inputs():
     """Features with unique rows have dicts of ids; dense inputs may have names."""
     batch = Batch(

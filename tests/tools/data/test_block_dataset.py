@@ -52,11 +52,6 @@ def test_samples_of_a_block_stay_together():
     assert (np.diff(blocks) == 1).all()
 
 
-def test_streams_mix_distant_blocks():
-    order = BlockOrder(np.arange(0, 101, 10), seed=0, num_streams=5, stride=4)
-    assert len(set(order.samples(np.arange(20)) // 10)) == 5
-
-
 @pytest.mark.parametrize("num_streams", [1, 4])
 def test_parts_and_resumed_runs_read_the_same_batches(num_streams):
     def opened(seed=3):

@@ -2,7 +2,6 @@
 
 import shutil
 
-import numpy as np
 import pytest
 
 from tests.tools.data.test_synthetic_sources import checksum
@@ -19,26 +18,6 @@ def test_batches_are_the_recorded_ones(movielens_dir):
     assert checksum(next(data.evaluation_batches())) == "99de2de7"
     weights = [batch.weights.sum() for batch in data.evaluation_batches()]
     assert sum(weights) == data.num_evaluation_samples == 20_000
-
-
-def test_no_history_has_the_rating_of_its_sample(movielens_dir):
-    data = SOURCE.open(movielens_dir, batch_size=500, seed=0)
-    batch = data.train_batch(7)
-    movies, history = batch.features["movie"], batch.features["history"]
-    lengths = np.diff(history.row_splits)
-    assert lengths.max() == 100
-    own = 5 * movies + batch.labels.astype(int) - 1
-    assert not (history.values == np.repeat(own, lengths)).any()
-
-
-def test_outline_has_the_sizes_of_the_data(movielens_dir):
-    outline = SOURCE.outline(batch_size=4, seed=0)
-    data = SOURCE.open(movielens_dir, batch_size=4, seed=0)
-    assert outline.vocabulary_sizes == data.vocabulary_sizes
-    assert abs(outline.mean_rating - data.mean_rating) < 0.01
-    assert outline.max_history == data.max_history
-    genres = data.train_batch(0).features["genres"]
-    assert outline.train_batch(0).features["genres"].shape == genres.shape
 
 
 def test_damaged_files_are_named(movielens_dir, tmp_path):

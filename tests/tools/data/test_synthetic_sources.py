@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-from tpu_embedding.tools.data.batch import DataError
 from tpu_embedding.tools.data.zipf import ZipfIds
 from tpu_embedding.tools.train import load_config
 
@@ -99,16 +98,6 @@ def test_held_out_samples_count_once(config):
     )
 
 
-@pytest.mark.parametrize("config", ["synthetic", "synthetic_stream", "dlrm"])
-def test_no_constant_reaches_the_teacher(config):
-    data = open_source(config, batch_size=4096)
-    labels = data.train_batch(0).labels
-    rate = labels.mean()
-    assert abs(rate - data.click_rate) < 0.03
-    entropy = -rate * np.log(rate) - (1 - rate) * np.log(1 - rate)
-    assert data.teacher_log_loss() < 0.9 * entropy
-
-
 @pytest.mark.parametrize("exponent", [0.0, 0.7, 1.0, 2.5])
 def test_zipf_ids_have_their_probabilities(exponent):
     law = ZipfIds(vocabulary_size=12, exponent=exponent)
@@ -138,9 +127,3 @@ def test_zipf_ids_have_their_probabilities(exponent):
 def test_wrong_fields_are_refused(config, changes, message):
     with pytest.raises(ValueError, match=message):
         source_of(config, **changes)
-
-
-@pytest.mark.parametrize("config", ["synthetic", "two_tower", "dlrm_v4_small"])
-def test_a_directory_is_refused(config, tmp_path):
-    with pytest.raises(DataError, match="reads no file, .*; leave --data-dir out"):
-        load_config(config).data.open(tmp_path, batch_size=4, seed=0)

@@ -183,11 +183,6 @@ def test_files_hold_the_log(tmp_path):
             np.testing.assert_array_equal(found, expected, strict=True)
 
 
-def test_types_of_events_may_be_numbers(tmp_path):
-    write_files(tmp_path, event_type=golden()["log.event_type"])
-    np.testing.assert_array_equal(read_yambda(tmp_path).actions, golden_log().actions)
-
-
 @pytest.mark.parametrize("has_dense_ids", [False, True])
 def test_the_source_trains_on_files(tmp_path, has_dense_ids):
     write_files(tmp_path)
