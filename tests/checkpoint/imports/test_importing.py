@@ -75,13 +75,10 @@ def arrays_of_adagrad():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("is_tracked", [False, True])
 @pytest.mark.parametrize("rule", ["rowwise_adagrad", "adagrad"])
-def test_slots_of_torchrec(rule, is_tracked):
+def test_slots_of_torchrec(rule):
     shapes = {"t1": (20, 4), "t2": (7, 8)}
     optimizer = getattr(te.optimizers, rule)(0.1)
-    if is_tracked:
-        optimizer = te.optimizers.track_touched_rows(optimizer)
     layer = make_layer(shapes, optimizer)
     optimizer = te.Optimizer(layer, optax.sgd(0.1))
     source = open_tables(FILES / "torchrec" / f"{rule}.safetensors")

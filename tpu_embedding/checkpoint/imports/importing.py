@@ -32,7 +32,6 @@ from tpu_embedding.checkpoint.split_state import LayerState
 from tpu_embedding.checkpoint.table_arrays import initial_row_values
 from tpu_embedding.functional.following_slots import with_following_slots
 from tpu_embedding.nn.training import MODEL, Optimizer, embedding_layers
-from tpu_embedding.optimizers.rules.track_touched_rows import RECORD_SLOT
 from tpu_embedding.plan.dynamic_rows import dynamic_tables
 from tpu_embedding.plan.plan import EmbeddingPlan
 from tpu_embedding.plan.stack_plan import StackPlan, TrainedStackPlan
@@ -42,7 +41,6 @@ from tpu_embedding.rows.packed_rows import PackedRows
 from tpu_embedding.tables.row_stream import rows_per_block, write_blocks
 from tpu_embedding.tables.slot_values import named_slots, slot_rows, with_slot_rows
 from tpu_embedding.tables.table_values import NotFinite, check_range
-from tpu_embedding.tables.touched_rows import with_touched_tables
 
 
 @takes("te.checkpoint.", model=MODEL)
@@ -126,13 +124,11 @@ def import_tables(
     if optimizer is None:
         line = "import_tables(source, model, optimizer)"
         for path, layer in layers.items():
-            layer.set_tables.check_without_optimizer(matched[path], line)
+            layer.followed_tables.check_without_optimizer(matched[path], line)
     new_states = {}
     for path, layer in layers.items():
         new_tables, new_states[path] = targets[path].write(matched[path])
         layer.tables.set_value(new_tables)
-        if optimizer is None:
-            layer.set_tables.note(matched[path])
     if optimizer is not None:
         optimizer.slots.set_value(new_states)
     return report
@@ -278,7 +274,6 @@ class _ModelStacks:
                     slots = {
                         name: file_row(packed)
                         for name, packed in slot_rows(state, stack).items()
-                        if name != RECORD_SLOT
                     }
             for table in stack.tables:
                 yield TargetTable(
@@ -357,8 +352,7 @@ class _ModelStacks:
                 state = with_slot_rows(states[stack.name], slots[stack.name], stack)
                 states[stack.name] = state
         not_finite.warn()
-        # No update touched the imported rows, so a delta would miss them.
-        return stacks, with_touched_tables(states, matched, self.plan)
+        return stacks, states
 
     def _directories(self, matched: _Matched) -> dict[str, Any]:
         """Returns the new directories of stacks of dynamic tables."""
