@@ -11,33 +11,18 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-import safetensors
 
+from tpu_embedding.checkpoint.errors import CheckpointError
+from tpu_embedding.checkpoint.imports.safetensors import (
+    DTYPES,
+    LENGTH_BYTES,
+    METADATA,
+    map_tensors,
+)
 from tpu_embedding.export.signature import ExportError
 
-_TYPES: Final[dict[str, Any]] = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": jnp.bfloat16,
-    "F8_E4M3": jnp.float8_e4m3fn,
-    "F8_E5M2": jnp.float8_e5m2,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U64": np.uint64,
-    "U32": np.uint32,
-    "U16": np.uint16,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
-_DTYPES: Final = {name: np.dtype(dtype) for name, dtype in _TYPES.items()}
-_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
-_METADATA: Final = "__metadata__"
-_LENGTH_BYTES: Final = 8
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorSpec(NamedTuple):
@@ -62,9 +47,9 @@ def create_file(path: pathlib.Path, specs: Mapping[str, TensorSpec]) -> None:
     Raises:
       ExportError: if a tensor has the name that the format reserves.
     """
-    if _METADATA in specs:
+    if METADATA in specs:
         raise ExportError(
-            f"A safetensors file cannot hold a tensor of the name {_METADATA!r}, "
+            f"A safetensors file cannot hold a tensor of the name {METADATA!r}, "
             "which the format reserves; rename the table or attribute."
         )
     header, end = {}, 0
@@ -78,10 +63,10 @@ def create_file(path: pathlib.Path, specs: Mapping[str, TensorSpec]) -> None:
             "data_offsets": [begin, end],
         }
     encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % _LENGTH_BYTES)
+    encoded += b" " * (-len(encoded) % LENGTH_BYTES)
     with path.open("xb") as file:
-        file.write(len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded)
-        file.truncate(_LENGTH_BYTES + len(encoded) + end)
+        file.write(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
+        file.truncate(LENGTH_BYTES + len(encoded) + end)
 
 
 def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -115,27 +100,9 @@ def writable_tensor(path: pathlib.Path, name: str) -> np.ndarray:
 
 def _mapped(path: pathlib.Path, mode: Any) -> dict[str, np.ndarray]:
     try:
-        # It raises an error for a header that contradicts itself or the file's size.
-        safetensors.safe_open(path, framework="np")
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            header = json.loads(file.read(length))
-        header.pop(_METADATA, None)
-        start = _LENGTH_BYTES + length
-        return {name: _map(path, mode, start, entry) for name, entry in header.items()}
-    except Exception as error:  # The library, JSON and NumPy have errors of their own.
-        raise ExportError(
-            f"{path} cannot be read as a safetensors file: {error}; export or copy it "
-            "again."
-        ) from None
-
-
-def _map(path: pathlib.Path, mode: Any, start: int, entry: Any) -> np.ndarray:
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-    if math.prod(shape) == 0:
-        return np.zeros(shape, dtype)
-    offset = start + entry["data_offsets"][0]
-    return np.memmap(path, dtype, mode, offset=offset, shape=shape)
+        return map_tensors(path, mode)
+    except CheckpointError as error:
+        raise ExportError(str(error)) from None
 
 
 def check_tensors(
