@@ -149,6 +149,18 @@ def test_unique_rows_of_a_dynamic_table(tmp_path):
     assert np.any(outputs["a"][0]) and not np.any(outputs["a"][7])
 
 
+class Sharing(DynamicModel):
+    """Looks the same ids up in a dynamic and in a static table."""
+
+    def __call__(self, ids):
+        return self.embedding({"user": ids, "tag": ids})
+
+
+def test_ids_of_dynamic_and_static_tables_need_two_inputs(tmp_path):
+    with pytest.raises(ExportError, match="make two inputs of them"):
+        te.export.save(Sharing(), tmp_path / "served", np.arange(4))
+
+
 def test_name_of_the_ids_of_another_table_is_refused(tmp_path):
     tables = (
         te.TableConfig(vocabulary_size=te.Dynamic(capacity=9), dim=4, name="user"),

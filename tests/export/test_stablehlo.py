@@ -1,4 +1,3 @@
-import json
 import pathlib
 import re
 
@@ -7,7 +6,6 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 from flax import nnx
 
 import tpu_embedding as te
@@ -54,36 +52,6 @@ def test_outputs_are_those_of_the_live_model(trained, served, batch_size):
     assert set(outputs) == set(expected)
     for name, values in expected.items():
         # Sums of up to 6 rows, and of 8 products, in another order.
-        np.testing.assert_allclose(outputs[name], values, rtol=0, atol=1e-6)
-
-
-@pytest.mark.full
-def test_program_runs_with_jax_and_safetensors_alone(trained, directory):
-    exported = jax.export.deserialize(
-        bytearray((directory / "program.stablehlo").read_bytes())
-    )
-    document = json.loads((directory / "export.json").read_text())
-    tables = {}
-    for file in document["files"]:
-        if file.startswith("tables/"):
-            tables |= safetensors.numpy.load_file(directory / file)
-    dense = safetensors.numpy.load_file(directory / "dense.safetensors")
-    features, inputs = batch_of(16)
-    arrays = {"features/user": features["user"], "inputs": inputs}
-    arrays["features/watched"] = features["watched"]
-    arrays["features/weighted/ids"] = features["weighted"].ids
-    arrays["features/weighted/weights"] = features["weighted"].weights
-    for name in ("ragged", "weighted_ragged", "defaulted", "sequence"):
-        arrays[f"features/{name}/values"] = features[name].values
-        arrays[f"features/{name}/row_splits"] = features[name].row_splits
-    arrays["features/weighted_ragged/weights"] = features["weighted_ragged"].weights
-    arrays = {
-        name: np.asarray(array, np.int32 if array.dtype.kind == "i" else np.float32)
-        for name, array in arrays.items()
-    }
-    outputs = exported.call(tables, dense, arrays)
-    expected = live_outputs(trained, features, inputs)
-    for name, values in expected.items():
         np.testing.assert_allclose(outputs[name], values, rtol=0, atol=1e-6)
 
 
@@ -272,20 +240,6 @@ def test_wrong_exports_are_refused(tmp_path, arguments, options, message):
     assert not (tmp_path / "served").exists()
 
 
-@pytest.mark.full
-def test_models_that_cannot_be_exported(tmp_path):
-    with pytest.raises(te.export.ExportError, match="must own a TPUEmbedding"):
-        te.export.save(
-            nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path / "a", np.ones((1, 2))
-        )
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    layer = te.TPUEmbedding(FEATURES["user"], mesh=mesh_of(1), rngs=nnx.Rngs(0))
-    with pytest.raises(te.export.ExportError, match="must be a new directory"):
-        te.export.save(layer, tmp_path / "full", np.array([1]))
-    assert [path.name for path in tmp_path.iterdir()] == ["full"]
-
-
 def with_feature(name, value):
     features, inputs = batch_of(4)
     return features | {name: value}, inputs
@@ -317,15 +271,6 @@ def with_feature(name, value):
 def test_wrong_calls_are_refused(served, arguments, error, message):
     with pytest.raises(error, match=message):
         served(*arguments)
-
-
-@pytest.mark.full
-def test_lists_may_stand_for_ragged_ids(served):
-    features, inputs = batch_of(4)
-    of_lists = [[1, 2], [3, 4], [5, 6], [7, 8]]
-    one = served(features | {"defaulted": of_lists}, inputs)
-    two = served(features | {"defaulted": te.RaggedIds.from_lists(of_lists)}, inputs)
-    np.testing.assert_array_equal(one["scores"], two["scores"])
 
 
 def test_damage_is_found(tmp_path):

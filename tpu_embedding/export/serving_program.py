@@ -129,6 +129,11 @@ def make_program(
             return served, specs, jax.eval_shape(served, *specs)
 
     served, specs, outputs = trace(example)
+    if shared := sorted(served.wide & served.narrow):
+        raise ExportError(
+            f"The ids of the inputs {shared} are looked up in tables with a te.Dynamic "
+            "vocabulary and in others; make two inputs of them."
+        )
     if served.wide:
         example = example.with_wide(served.wide)
         served, specs, outputs = trace(example)
@@ -167,6 +172,7 @@ class _ServedMethod:
       looked_up: names of the inputs whose ids the latest call looked up, to the
         number that they must be below; 0: any.
       wide: names of the inputs that the latest call looked up in dynamic tables.
+      narrow: names of those that it looked up in others.
     """
 
     def __init__(self, model: nnx.Module, method: str, example: Example):
@@ -182,6 +188,7 @@ class _ServedMethod:
         self.used_tables: set[str] = set()
         self.looked_up: dict[str, int] = {}
         self.wide: set[str] = set()
+        self.narrow: set[str] = set()
 
     def __call__(
         self,
@@ -204,7 +211,8 @@ class _ServedMethod:
             layer.start_recording("serving", own)
         arguments, owners = self._example.rebuild(arrays)
         outputs = getattr(model, self._method)(*arguments)
-        self.used_tables, self.looked_up, self.wide = set(), {}, set()
+        self.used_tables, self.looked_up = set(), {}
+        self.wide, self.narrow = set(), set()
         for path, layer in layers.items():
             for call in layer.stop_recording():
                 self._keep(call, table_prefix(path, layers), owners)
@@ -232,9 +240,9 @@ class _ServedMethod:
     def _keep_limit(self, name: str, feature: FeaturePlan) -> None:
         """Remembers the smallest number of rows that the ids of an input go to."""
         limit = self.looked_up.setdefault(name, 0)
-        if feature.table.dynamic is not None:
-            self.wide.add(name)
-        elif feature.config.out_of_range_ids == "error":
+        is_dynamic = feature.table.dynamic is not None
+        (self.wide if is_dynamic else self.narrow).add(name)
+        if not is_dynamic and feature.config.out_of_range_ids == "error":
             num_rows = feature.table.max_rows
             self.looked_up[name] = min(limit or num_rows, num_rows)
 
