@@ -4,6 +4,7 @@ Inputs that hold ids are checked by `prepare_features`, so that a wrong id is re
 with the same words as in training. The program itself refuses wrong shapes.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from tpu_embedding.types import (
     Ids64,
     RaggedIds,
     ShardedRaggedIds,
+    SparseIds,
 )
 
 
@@ -35,9 +37,13 @@ class Feeder:
     def __init__(self, signature: Signature):
         self._signature = signature
         self._inputs = {each.name: each for each in signature.inputs}
-        self._of_ids = [x for x in signature.inputs if x.kind != "array"]
         self._sizes = BufferSizes()
-        self._plan = _input_plan(self._of_ids)
+        # One plan each: inputs may differ in their numbers of samples.
+        self._plans = {
+            each.name: _input_plan(each)
+            for each in signature.inputs
+            if each.kind != "array"
+        }
 
     def arrays_of(self, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
         """Returns the arrays of the signature.
@@ -57,9 +63,9 @@ class Feeder:
             )
         nest = nest_of(names, arguments)
         values = {name: _value_at(nest, each) for name, each in self._inputs.items()}
-        if self._of_ids:
-            ids = {x.name: _ragged(values[x.name], x) for x in self._of_ids}
-            values |= prepare_features(ids, self._plan, sizes=self._sizes)
+        for name, plan in self._plans.items():
+            ids = {name: _ragged(values[name], self._inputs[name])}
+            values |= prepare_features(ids, plan, sizes=self._sizes)
         arrays: dict[str, np.ndarray] = {}
         for name, each in self._inputs.items():
             parts = _parts_of_input(each, values[name])
@@ -91,6 +97,16 @@ def _ragged(value: Any, each: Input) -> Any:
         return value
     if isinstance(value, list):
         return RaggedIds.from_lists(value)
+    if isinstance(value, SparseIds):
+        # Several axes of samples become one, in row-major order.
+        *outer, last = (int(size) for size in value.dense_shape)
+        *axes, places = np.asarray(value.indices).T
+        samples = np.ravel_multi_index(tuple(axes), outer)
+        return dataclasses.replace(
+            value,
+            indices=np.stack([samples, places], axis=1),
+            dense_shape=(math.prod(outer), last),
+        )
     if not isinstance(value, np.ndarray | jax.Array):
         return value
     valence = math.prod(value.shape[1:])
@@ -98,15 +114,10 @@ def _ragged(value: Any, each: Input) -> Any:
     return RaggedIds(values=value.reshape(-1), row_splits=splits)
 
 
-def _input_plan(inputs: Sequence[Input]) -> InputPlan:
-    """Returns the rules by which all inputs that hold ids are checked."""
-    by_name = {each.name: each for each in inputs}
-    _, tree = jax.tree.flatten(dict.fromkeys(by_name, 0))
-    return InputPlan(
-        features=tuple(_feature_plan(by_name[name]) for name in sorted(by_name)),
-        feature_tree=tree,
-        num_shards=1,
-    )
+def _input_plan(each: Input) -> InputPlan:
+    """Returns the rules by which the ids of an input are checked."""
+    _, tree = jax.tree.flatten({each.name: 0})
+    return InputPlan(features=(_feature_plan(each),), feature_tree=tree, num_shards=1)
 
 
 def _feature_plan(each: Input) -> FeaturePlan:

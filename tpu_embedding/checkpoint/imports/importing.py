@@ -391,7 +391,7 @@ def _rows_of(
         found = imports.get(table.name)
         if found is not None and slot is None:
             rows[table.name] = found.values, found.num_rows
-        elif found is not None and slot in found.slots:
+        elif found is not None and slot is not None and slot in found.slots:
             rows[table.name] = found.slots[slot], found.num_rows
     return rows
 
