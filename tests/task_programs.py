@@ -96,7 +96,6 @@ RULES: dict[str, Callable[[], optax.GradientTransformation]] = {
         hyperparameters=[falling],
     ),
     "in_sequence": lambda: rules.in_sequence(rules.adam(0.1, bias_correction=True)),
-    "track_touched_rows": lambda: rules.track_touched_rows(rules.adagrad(falling)),
     "narrow slots": lambda: rules.with_slot_storage(optax.adam(0.1), "bfloat16"),
     "every_row, elementwise": lambda: rules.every_row(optax.sgd(0.1, momentum=0.9)),
     "every_row, by row": lambda: rules.every_row(rules.lamb(falling)),

@@ -583,10 +583,10 @@ FILES = {
         "te.export.save_tables(model, directory)",
     ),
     "delta: no directory": (
-        lambda x: te.export.save_delta(x.model, x.optimizer),
+        lambda x: te.export.save_delta("new", "old"),
         "missing",
         "'directory'",
-        "te.export.save_delta(model, optimizer, directory)",
+        "te.export.save_delta(export, base, directory)",
     ),
     "import: variables": (
         lambda x: te.checkpoint.import_tables("values.npz", x.variables),

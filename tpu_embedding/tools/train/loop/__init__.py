@@ -27,5 +27,4 @@ For the user:
 Two files serve other commands:
 
     ahead_of_time   the programs that `tpu-embedding compile` compiles
-    export_run      exports a checkpoint, for `tpu-embedding export`
 """
