@@ -9,7 +9,7 @@ import tpu_embedding as te
 from tpu_embedding.checkpoint.errors import CheckpointError
 from tpu_embedding.tools.cli.arguments import emulated_mesh, read_config
 from tpu_embedding.tools.cli.export import Export
-from tpu_embedding.tools.train.loop.training_loop import train
+from tpu_embedding.tools.train import train
 
 SETTINGS = (
     *("batch_size=50", "model.dim=4", "model.hidden_sizes=8", "num_steps=2"),
@@ -31,7 +31,8 @@ def export(*arguments):
 
 @pytest.mark.full
 def test_formats(run_dir, tmp_path, capsys):
-    options = ["--run-dir", run_dir, "--devices", 2, "--set", *SETTINGS]
+    options = ["--run-dir", run_dir, "--devices", 2]
+    options += [word for setting in SETTINGS for word in ("--set", setting)]
     assert export("synthetic", tmp_path / "served", *options) == 0
     assert f"exported step 2 to {tmp_path / 'served'}" in capsys.readouterr().out
     served = te.export.load(tmp_path / "served")

@@ -16,9 +16,8 @@ from tpu_embedding.export.saved_model import save_saved_model
 from tpu_embedding.export.stablehlo import save, save_tables
 from tpu_embedding.paths import local_path
 from tpu_embedding.tools.cli.arguments import emulated_mesh, read_config
-from tpu_embedding.tools.train.loop.run_directory import CHECKPOINTS_DIR
-from tpu_embedding.tools.train.loop.run_program import prepare_run
-from tpu_embedding.tools.train.loop.step import abstract_model_state
+from tpu_embedding.tools.train.run import CHECKPOINTS_DIR
+from tpu_embedding.tools.train.steps import abstract_model_state, make_run_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Export:
     data_dir: pathlib.Path | None = None
     """File or directory of the data, of which one batch is read as an example."""
 
-    set: tuple[str, ...] = ()
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Changes of the config that the run was started with, as KEY=VALUE."""
 
     devices: int | None = None
@@ -76,14 +75,18 @@ class Export:
                 "output directory of a run that saved one by --run-dir."
             )
         mesh = None if self.devices is None else emulated_mesh(self.devices)
-        program = prepare_run(config, self.data_dir, mesh=mesh)
-        graph, state = abstract_model_state(config, program.data.data, program.plan)
-        state = restore(checkpoints / str(step), state, plan=program.plan)
+        data_dir = None if self.data_dir is None else local_path(self.data_dir)
+        data = config.data.open(
+            data_dir, batch_size=config.batch_size, seed=config.seed
+        )
+        plan = make_run_plan(config, data, mesh)
+        graph, state = abstract_model_state(config, data, plan)
+        state = restore(checkpoints / str(step), state, plan=plan)
         (model,) = nnx.merge(graph, state)
         if self.format == "safetensors":
             save_tables(model, output, dtype=self.dtype)
         else:
-            batch = program.data.first_batch
+            batch = data.train_batch(0)
             write = save if self.format == "stablehlo" else save_saved_model
             example = (batch.features, batch.dense)
             options = {"dtype": self.dtype, "batch_size": self.batch_size}
