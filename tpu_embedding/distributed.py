@@ -11,9 +11,13 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import jax
-from jax._src import distributed as _jax_distributed  # the client has no public name
+from jax._src import clusters  # no public name, as the next
+from jax._src import distributed as _jax_distributed
 
 __all__ = ["exchange", "is_first", "num_processes", "start"]
+
+START_SECONDS: Final = 300
+"""Longest wait for the name of the coordinator's host, as in JAX."""
 
 EXCHANGE_SECONDS: Final = 600
 """Longest wait for the other processes. One that dies is found earlier, by JAX."""
@@ -47,11 +51,18 @@ def start(
     """
     if num_processes == 1 or jax.distributed.is_initialized():
         return
-    try:
-        jax.distributed.initialize(coordinator, num_processes, process_id)
-    except ValueError:
-        if (coordinator, num_processes, process_id) != (None, None, None):
-            raise
+    given = (coordinator, num_processes, process_id)
+    if given == (None, None, None) and not _is_in_a_job():
+        return
+    jax.distributed.initialize(*given)
+
+
+def _is_in_a_job() -> bool:
+    """Returns True if JAX finds a job of several processes in the environment."""
+    place = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, START_SECONDS
+    )
+    return place[1] is not None and place[1] > 1
 
 
 def num_processes() -> int:

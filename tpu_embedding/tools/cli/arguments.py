@@ -1,4 +1,4 @@
-"""What several commands share: the config, the devices, the errors of the user."""
+"""Config, devices and errors of the user, as several commands need them."""
 
 import contextlib
 from collections.abc import Sequence

@@ -41,6 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments == ["--version"]:
         print(f"tpu-embedding {tpu_embedding.__version__}")
         return 0
+    status = _run(parse(arguments))
+    if is_program and status in (FAILED, WRONG):
+        # At exit, Orbax would wait for the disk, and JAX for the other processes.
+        sys.stdout.flush()
+        os._exit(status)
+    return status
+
+
+def parse(arguments: Sequence[str]) -> Any:
+    """Returns the command that the arguments name, a dataclass with a method `run`.
+
+    Wrong arguments and `--help` print a text, and raise `SystemExit`.
+    """
     commands: dict[str, Callable[..., Any]] = {
         name: _outline(description) for name, (*_, description) in COMMANDS.items()
     }
@@ -48,18 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module, name, _ = COMMANDS[arguments[0]]
         module = importlib.import_module(f"tpu_embedding.tools.cli.{module}")
         commands[arguments[0]] = getattr(module, name)
-    command = tyro.extras.subcommand_cli_from_dict(
+    return tyro.extras.subcommand_cli_from_dict(
         commands,
         prog="tpu-embedding",
         description="Embedding tables for JAX on TPUs.",
         args=arguments,
     )
-    status = _run(command)
-    if is_program and status in (FAILED, WRONG):
-        # At exit, Orbax would wait for the disk, and JAX for the other processes.
-        sys.stdout.flush()
-        os._exit(status)
-    return status
 
 
 def _outline(description: str) -> Callable[[], None]:

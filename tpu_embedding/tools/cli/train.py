@@ -29,7 +29,7 @@ same command again, with `--resume`."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What a command needs to run a config on some devices."""
+    """Options of a command that runs a config on some devices."""
 
     config: Annotated[str, tyro.conf.Positional]
     """Name of a config, or path of a Python file that defines `config`."""

@@ -3,7 +3,7 @@
 import abc
 import pathlib
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from tpu_embedding.tools.data.batch import Batch, DataError, Dataset
 from tpu_embedding.types import FeatureIds
 
 
-@runtime_checkable
 class DataSource(Protocol):
     """Settings of a data set, which opens it: the type of `RunConfig.data`.
 

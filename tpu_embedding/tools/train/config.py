@@ -10,8 +10,9 @@ import importlib.util
 import pathlib
 import shlex
 import sys
+import typing
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 import optax
 
@@ -23,8 +24,6 @@ from tpu_embedding.plan.backend_request import AUTO
 from tpu_embedding.tools.data.source import DataSource
 from tpu_embedding.tools.train.metrics import LOSSES, LossName
 from tpu_embedding.tools.train.models.model import ModelConfig
-
-T = TypeVar("T")
 
 _PACKAGE: Final = pathlib.Path(tpu_embedding.__file__).parent
 
@@ -242,7 +241,7 @@ def load_config(name_or_path: str) -> RunConfig:
     return config
 
 
-def apply_overrides(config: T, settings: Iterable[str]) -> T:
+def apply_overrides(config: Any, settings: Iterable[str]) -> Any:
     """Returns a copy of a config with some fields replaced.
 
     A wrong key or value ends the program with status 2 and a message that names similar
@@ -264,10 +263,24 @@ def apply_overrides(config: T, settings: Iterable[str]) -> T:
     for setting in settings:
         key, _, value = setting.partition("=")
         arguments += [f"--{key}", *shlex.split(value)]
-    return tyro.cli(
-        type(config),
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    hints = typing.get_type_hints(type(config))
+    # The fields of a section are those of its value, whatever protocol it follows.
+    types = [
+        (name, type(value) if dataclasses.is_dataclass(value) else hints[name])
+        for name, value in values.items()
+    ]
+    settings_type = dataclasses.make_dataclass(
+        "Settings", types, namespace={"__doc__": type(config).__doc__}, frozen=True
+    )
+    changed = tyro.cli(
+        settings_type,
         prog="--set",
         args=arguments,
-        default=config,
+        default=settings_type(**values),
         config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
     )
+    try:
+        return dataclasses.replace(config, **vars(changed))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

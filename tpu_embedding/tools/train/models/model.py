@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ class Outputs:
     penalty: Float[Array, " batch"]
 
 
-@runtime_checkable
 class ModelConfig(Protocol):
     """Hyperparameters of a model, and how to build it: the type of `RunConfig.model`.
 
